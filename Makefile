@@ -21,7 +21,7 @@ SERVING := build/serving
 OLDEST := build/oldest
 OLDEST_TRANSFORMERS := $(shell sed -n 's/.*"transformers>=\(.*\)".*/\1/p' pyproject.toml)
 
-.PHONY: demo test test-eighth test-llama-cpp test-oldest test-quantizers test-serving test-thorough test-triton test-web test-webgpu lint docs docs-check research-check dist plots mutants gpu gpu-bench gpu-test fuzz pairs sanitize clean
+.PHONY: demo test test-eighth test-llama-cpp test-oldest test-quantizers test-serving test-thorough test-triton test-web test-webgpu lint docs docs-check research-check walk dist plots mutants gpu gpu-bench gpu-test fuzz pairs sanitize clean
 
 demo: $(VENV)/.ready
 	$(BIN)/diffquant demo --output demo-output --overwrite
@@ -115,6 +115,10 @@ docs-check: $(VENV)/.ready
 # beside `make test`, which needs nothing of research/.
 research-check: $(NATIVE)
 	$(BIN)/python -m pytest -n 2 --dist worksteal research/tests
+
+# README as a stranger walks it: a new environment with the wheel, a terminal of 80 columns, every command in order.
+walk: $(VENV)/.ready
+	$(BIN)/python -m tests.walk
 
 # What a package index takes: a source distribution, and a wheel that says which Linux its kernel needs.
 dist: $(VENV)/.ready

@@ -5,7 +5,6 @@ import mmap
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +15,17 @@ _KNOWN = 1 << 22
 _MMAP_THRESHOLD, _OWN_PAGES_FROM = -3, 2048
 
 
-@dataclass(frozen=True)
-class Resident:
-    """Memory of a process, in bytes.
+def resident(process: int | str = "self") -> tuple[int, int]:
+    """Memory of a process, in bytes; zeros where it has ended and its memory is released.
 
-    Attributes:
-        peak: largest resident set so far, mapped files included.
-        anonymous: resident set now, without mapped files.
-    """
-
-    peak: int
-    anonymous: int
-
-
-def resident(process: int | str = "self") -> Resident:
-    """Memory of a process; zeros where it has ended and its memory is released.
+    Returns:
+        The largest resident set so far, mapped files included; the resident set now, without mapped files.
 
     Raises:
         OSError: there is no such process.
     """
     status = Path(f"/proc/{process}/status").read_text()
-    return Resident(status_bytes(status, "VmHWM"), status_bytes(status, "RssAnon"))
+    return status_bytes(status, "VmHWM"), status_bytes(status, "RssAnon")
 
 
 def status_bytes(status: str, name: str) -> int:
@@ -66,10 +55,10 @@ def cpu_peak(call: Callable[[], Any]) -> int:
     # peak, too: that of a block of known size.
     _forget_peak()
     _fill_pages(_KNOWN)
-    before = resident().peak - _KNOWN
+    before = resident()[0] - _KNOWN
     _forget_peak()
     held = call()
-    grown = resident().peak - before
+    grown = resident()[0] - before
     del held
     return grown
 
@@ -93,7 +82,8 @@ class AnonymousPeak:
     """
 
     def __enter__(self) -> "AnonymousPeak":
-        self.before = self.peak = resident().anonymous
+        _, self.before = resident()
+        self.peak = self.before
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
@@ -105,7 +95,8 @@ class AnonymousPeak:
 
     def _watch(self) -> None:
         while not self._done.is_set():
-            self.peak = max(self.peak, resident().anonymous)
+            _, anonymous = resident()
+            self.peak = max(self.peak, anonymous)
             time.sleep(_POLL_SECONDS)
 
 

@@ -16,7 +16,8 @@ from diffquant.bench.contest.contest import Contest
 from diffquant.bench.contest.peers import failure
 from diffquant.bench.contest.workloads import Model, Workload, model_named
 from diffquant.bench.environment import environment
-from diffquant.bench.programs import programs
+from diffquant.bench.programs import programs, serving
+from diffquant.bench.programs.batches import BatchSettings
 from diffquant.bench.programs.cell_speeds import cell_speeds
 from diffquant.bench.programs.sharing import share_sweep
 from diffquant.errors import FailedCellsError, MissingDependencyError, UsageError
@@ -29,7 +30,7 @@ from diffquant.support.outputs import RunFiles
 from diffquant.support.progress import Progress, silent
 from diffquant.support.spelling import spelled
 
-SECTIONS = ("attention", "decode", "linear", "throughput", "generate", "quantize", "export", "sweep")
+SECTIONS = ("attention", "decode", "linear", "throughput", "generate", "serve", "quantize", "export", "sweep")
 _DEFAULT_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 _DEFAULT_LENGTHS = {"cpu": (256, 512, 1024, 2048), "cuda": (1024, 2048, 4096, 8192, 16384)}
 _DEFAULT_MODELS = {"cpu": ("830M", "smollm2-135m-diff-v2"), "cuda": ("3B", "smollm2-135m-diff-v2")}
@@ -286,6 +287,11 @@ def _generate(options: BenchOptions) -> list[Part]:
     return _with_checkpoint("generate", options, measure)
 
 
+def _serve(options: BenchOptions) -> list[Part]:
+    settings = BatchSettings(options.chosen_dtype, os.cpu_count() or 1, repeats=min(options.repeats, 3))
+    return [Part("batches", lambda progress: serving.serving(settings, progress))]
+
+
 def _export(options: BenchOptions) -> list[Part]:
     try:
         require()
@@ -327,6 +333,7 @@ _PARTS: dict[str, SectionParts] = {
     "linear": _linear,
     "throughput": _throughput,
     "generate": _generate,
+    "serve": _serve,
     "quantize": lambda _: [Part("4:g32", lambda progress: programs.quantizing(0.5, "4:g32", progress))],
     "export": _export,
     "sweep": _sweep,

@@ -14,8 +14,9 @@ import typer
 
 from diffquant.errors import UsageError
 from diffquant.formats.atomic_folder import staged
-from diffquant.formats.row_stream import Block, Job, Shard, write_shards
-from diffquant.formats.writer import OutputTensor
+from diffquant.formats.reader import INDEX
+from diffquant.formats.row_stream import Block, Job, Shard, shard_names, write_shards
+from diffquant.formats.writer import OutputTensor, ShardFile
 from diffquant.model.adapters import adapter_for
 from diffquant.model.blocks import Shape
 from diffquant.support.files import write_atomically
@@ -59,7 +60,68 @@ PRESETS: dict[str, dict[str, Any]] = {
         "attn_rms_norm_eps": 1e-5,
         "rope_theta": 1e6,
         "tie_word_embeddings": False,
-    }
+    },
+    "motif-3": {
+        "model_type": "Motif",
+        "architectures": ["MotifForCausalLM"],
+        "dtype": "bfloat16",
+        "vocab_size": 220160,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 53,
+        "num_attention_heads": 80,
+        "num_key_value_heads": 16,
+        "num_noise_heads": 16,
+        "head_dim": 192,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "q_lora_rank": 1024,
+        "kv_lora_rank": 512,
+        "attention_cls": "gdla",
+        "diff_v2": True,
+        "elementwise_attn_output_gate": True,
+        "moe_intermediate_size": 1280,
+        "num_experts": 384,
+        "experts_top_k": 8,
+        "num_shared_experts": 1,
+        "n_dense_first_layers": 2,
+        "score_func": "sigmoid",
+        "route_norm": True,
+        "route_scale": 2.0,
+        "load_balance_coeff": 1e-4,
+        "hidden_act": "poly_norm",
+        "polynorm_output_scale": 0.5,
+        "polynorm_bias_clamp": 0.5,
+        "hidden_clamp": 1e6,
+        "rms_norm_eps": 1e-5,
+        "mhc_enabled": True,
+        "mhc_expansion_rate": 4,
+        "use_sliding_window": True,
+        "sliding_window": 128,
+        "sliding_window_pattern": "interleave",
+        "sliding_window_period": 4,
+        "rope_theta": 10000.0,
+        "swa_rope_theta": 10000.0,
+        "max_position_embeddings": 262144,
+        "original_seq_len": 4096,
+        "rope_factor": 64,
+        "mscale": 1.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 64,
+            "original_max_position_embeddings": 4096,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1,
+            "rope_theta": 10000.0,
+            "apply_yarn_scaling": False,
+        },
+        "num_nextn_predict_layers": 1,
+        "bos_token_id": 1,
+        "pad_token_id": 0,
+        "eos_token_id": 0,
+        "tie_word_embeddings": False,
+    },
 }
 
 
@@ -92,6 +154,25 @@ def synthesize(folder: Path, config: dict[str, Any], shards: int = 4, progress: 
     with staged(folder, {"verb": "synthesize", "config": config, "shards": shards}, total, overwrite=False) as staging:
         write_shards(_spread(jobs, shards, total), staging, total, progress)
         write_atomically(staging.folder / "config.json", json.dumps(config, indent=2) + "\n")
+
+
+def write_holes(folder: Path, config: dict[str, Any], shards: int) -> None:
+    """Write a config's names and shapes, the tensors as holes of sparse files, which read as zeros and take no disk.
+
+    Raises:
+        DiffQuantError: no adapter reads the config.
+        FileExistsError: the folder is there already.
+    """
+    outputs = [OutputTensor(name, torch.bfloat16, shape) for name, shape in adapter_for(config).source_shapes().items()]
+    parts = _spread([random_job(output) for output in outputs], shards, sum(output.nbytes for output in outputs))
+    folder.mkdir()
+    names = shard_names(len(parts))
+    for name, part in zip(names, parts, strict=True):
+        with ShardFile(folder / name, part.outputs):
+            pass
+    weight_map = {output.name: name for name, part in zip(names, parts, strict=True) for output in part.outputs}
+    write_atomically(folder / INDEX, json.dumps({"weight_map": weight_map}))
+    write_atomically(folder / "config.json", json.dumps(config, indent=2) + "\n")
 
 
 def random_job(output: OutputTensor) -> Job:

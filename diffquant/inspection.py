@@ -12,7 +12,7 @@ from torch import Tensor
 from diffquant.errors import CheckpointError
 from diffquant.family.lam import LAMBDA_VECTORS, lam_from_vectors
 from diffquant.family.spec import DiffSpec
-from diffquant.formats.compressed_tensors import PACKED, SCALE, SHAPE
+from diffquant.formats.compressed_tensors import packed_shapes
 from diffquant.quantization.plan import QuantizationPlan, plan_quantization
 from diffquant.recipe import LAYER_TARGETS, Recipe
 from diffquant.report.sizes import bytes_at_16_bits, stored_bits
@@ -218,9 +218,13 @@ def _stored_packed_bits(source: Source) -> dict[str, float]:
     if not source.packed:
         return {}
     tensors, shapes = source.checkpoint.tensors, source.adapter.source_shapes()
-    nbytes = sum(tensors[module + suffix].nbytes for module in source.packed for suffix in (PACKED, SCALE, SHAPE))
-    packed = [shape for name, shape in shapes.items() if name.removesuffix(".weight") in source.packed]
-    weights = sum(torch.Size(shape).numel() for shape in packed)
+    packed = {m: shape for name, shape in shapes.items() if (m := name.removesuffix(".weight")) in source.packed}
+    nbytes = sum(
+        tensors[module + suffix].nbytes
+        for module, shape in packed.items()
+        for suffix in packed_shapes(shape, source.packed[module])
+    )
+    weights = sum(torch.Size(shape).numel() for shape in packed.values())
     return {"as it is": stored_bits(nbytes, weights)}
 
 

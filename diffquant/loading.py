@@ -8,6 +8,7 @@ from torch import Tensor
 
 from diffquant.errors import UsageError
 from diffquant.model.causal import CausalModel
+from diffquant.quantization.magnitudes import Magnitudes
 from diffquant.quantization.plan import checked_schemes, unpacked_dtypes
 from diffquant.quantization.rounded_weight import as_stored
 from diffquant.quantization.roundings import rounding_named
@@ -90,14 +91,14 @@ def _rewrite_as_stored(source: Source, schemes: Mapping[str, Scheme], recipe: Re
     """Rewriting of each parameter into what `quantize` stores of it, under the recipe's rounding."""
     rounder = rounding_named(recipe.rounding.name).prepare(source, schemes, recipe.rounding, silent)
 
-    unpacked = unpacked_dtypes(source)
+    unpacked, magnitudes = unpacked_dtypes(source), Magnitudes(source.checkpoint, schemes)
 
     def rounded(name: str, data: Tensor) -> Tensor:
         scheme, dtype = schemes.get(name.removesuffix(".weight")), source.checkpoint.written_dtype(name)
         if scheme is None:
             return data.to(unpacked.get(name, dtype))
         # As unpacked codes, the products are rounded once, to the run's dtype.
-        return as_stored(rounder, name, data.float(), scheme, scheme.format.scale_dtype(dtype))
+        return as_stored(rounder, name, data.float(), scheme, scheme.format.scale_dtype(dtype), magnitudes)
 
     return rounded
 

@@ -376,6 +376,11 @@ def _check_allowed(target: str, scheme: Scheme, what: str | None = None) -> None
     what = what or target
     if scheme.quantizes and (refusal := scheme.sharing.refusal(target)):
         raise UsageError(f"{what} {refusal}")
+    if scheme.format.fits_errors and target == "logits":
+        raise UsageError(
+            f"{what}: {scheme.format.name} chooses scales by the errors they leave, and logits are rounded by their "
+            f"largest magnitudes; use nvfp4"
+        )
     if scheme.shift and target != "logits":
         raise UsageError(f"{what}: shift is for logits, which softmax sees only up to a constant a row")
     if scheme.alike and target != "logits":

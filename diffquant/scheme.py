@@ -1,17 +1,24 @@
 """A `Scheme` says how one kind of tensor is quantized: number format x what shares a scale x transform. No torch."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from diffquant.errors import UsageError
 from diffquant.numbers.formats import FORMATS, NumberFormat, format_named
 from diffquant.numbers.sharing import UNSHARED, Sharing
 from diffquant.support.spelling import spelled
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 _FLAGS = ("shift", "alike", "rotated", "smooth")
 # No scheme is as long; what is would only fill the screen.
 _LONGEST = 64
-_GRAMMAR = "BITS[:GRANULARITY][:shift, :alike, :rotated or :smooth], such as 4:g32, 6:row, 8:head, 4:tensor:shift or 16"
+_GRAMMAR = (
+    "FORMAT[:GRANULARITY][:shift, :alike, :rotated or :smooth], such as 4:g32, 6:row, 8:head, 4:tensor:shift, nvfp4 or "
+    "16"
+)
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,9 @@ class Scheme:
             if self.sharing != UNSHARED or flags:
                 raise UsageError("16 bits means not quantized and takes no granularity")
             return
+        if self.format.block and self.sharing != Sharing("group", self.format.block):
+            name = self.format.name
+            raise UsageError(f"{name} has a scale for {self.format.block} neighbours and takes no other; write {name}")
         if self.sharing == UNSHARED:
             raise UsageError(f"{self.format.name} needs a granularity, such as {self.format.name}:row")
         if self.alike and self.shift:
@@ -79,6 +89,8 @@ class Scheme:
         number_format = format_named(name)
         if not number_format.quantizes and not names:
             return cls(number_format, UNSHARED, **flags)
+        if number_format.block:
+            default = f"g{number_format.block}"
         try:
             sharing = Sharing.parse(names[0] if names else default, target)
         except UsageError as error:
@@ -113,7 +125,15 @@ class Scheme:
         return ":".join([str(self.sharing), *(flag for flag in _FLAGS if getattr(self, flag))])
 
     def __str__(self) -> str:
-        return f"{self.format.name}:{self.granularity_text}" if self.quantizes else self.format.name
+        # What a format settles by itself need not be said.
+        granularity = (
+            self.granularity_text.removeprefix(str(self.sharing)) if self.format.block else ":" + self.granularity_text
+        )
+        return self.format.name + granularity if self.quantizes else self.format.name
+
+    def bound_to(self, largest: "Tensor") -> "Scheme":
+        """The scheme of one weight whose largest magnitude is known, float32 [1]."""
+        return replace(self, format=self.format.bound_to(largest))
 
 
 def _unknown_format(name: str, text: str) -> str:

@@ -36,7 +36,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     command = typer.main.get_command(app)
     reference = get_docs_for_click(obj=command, ctx=typer.Context(command, info_name="diffquant"), name="diffquant")
     _, first, verbs = reference.partition("## `diffquant ")
-    return f"{markdown}\n\n{first}{verbs}"
+    # Brackets of a usage are no links: shot-order:SHOTS[:ORDERS][:alternate].
+    return f"{markdown}\n\n{first}{verbs}".replace("][", r"]\[")
 
 
 def named(nav: object) -> list[str]:

@@ -180,7 +180,7 @@ def test_generate_takes_a_checkpoint_or_a_loaded_model(pocket):
         diffquant.generate(model, "The city")
 
 
-@pytest.mark.parametrize("kind", ["unilm-v1", "unilm-v2", "diffllama", "phi4flash"])
+@pytest.mark.parametrize("kind", ["unilm-v1", "unilm-v2", "diffllama", "phi4flash", "motif3"])
 def test_a_model_on_disk_computes_as_one_in_memory(tmp_path, kind):
     checkpoint = write_checkpoint(tmp_path / "source", kind, torch.float32)
     whole = diffquant.load(checkpoint, {"weights": "6:row", "kv": 8})

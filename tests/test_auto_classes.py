@@ -38,7 +38,8 @@ ORDERS = {
 def folders(tmp_path_factory):
     """A folder of each kind that `quantize`, `convert` and `save_pretrained` write."""
     root = tmp_path_factory.mktemp("kinds")
-    sources = ["unilm-v1", "unilm-v1-plain", "unilm-v2", "motif", "motif-grouped", "phi4flash", "gated", "diffllama"]
+    sources = ["unilm-v1", "unilm-v1-plain", "unilm-v2", "motif", "motif-grouped", "phi4flash", "motif3", "gated"]
+    sources.append("diffllama")
     kinds = {name: write_checkpoint(root / name, name) for name in sources}
     for name in sources[:-1]:
         quantize(kinds[name], root / f"{name}-low", Recipe.of(weights="8:row", kv="8"))

@@ -94,7 +94,7 @@ def test_an_unknown_key_names_the_nearest_known_one():
         {"k": "4:pair"},
         {"v": "4:map"},
         {"v": "4:c64"},
-        {"logits": "4:g32"},
+        {"logits": "4:c64"},
         {"k": "4:column"},
         {"v": "4:row:shift"},
         {"k": "4:row:alike"},

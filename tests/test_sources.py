@@ -42,10 +42,20 @@ SOURCES = {
     "motif-grouped": {"num_attention_heads": 12, "num_noise_heads": 3},
     "gated": {},
     "phi4flash": {"num_hidden_layers": 8, "head_dim": 12},
+    # Six groups of two signal heads and a noise head.
+    "motif3": {
+        "num_attention_heads": 18,
+        "num_noise_heads": 6,
+        "q_lora_rank": 48,
+        "kv_lora_rank": 32,
+        "v_head_dim": 8,
+        "moe_intermediate_size": 16,
+    },
 }
 # Weights of two in each gated network, three in each Mamba, two in each other mixer.
-PACKED = dict.fromkeys(SOURCES, 3 * 7) | {"phi4flash": 8 * 2 + 3 * 3 + 5 * 2}
-NOT_EXPORTED = ("phi4flash",)
+# Of Motif-3 five in each attention, three in the dense network, five in each of experts.
+PACKED = dict.fromkeys(SOURCES, 3 * 7) | {"phi4flash": 8 * 2 + 3 * 3 + 5 * 2, "motif3": 3 * 5 + 3 + 2 * 5}
+NOT_EXPORTED = ("phi4flash", "motif3")
 
 
 @pytest.mark.parametrize("source", sampled(SOURCES, 3))

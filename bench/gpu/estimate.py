@@ -1,7 +1,8 @@
 """Estimates of the ratios a GPU must show, from machine code: `python -m diffquant.bench.gpu --estimate`.
 
-Every kernel is compiled for an H200 through its own launch code and costed by `diffquant.bench.gpu.hopper`; what the
-rivals take comes from published speeds. It judges a change before that costs time on a GPU and replaces no measurement.
+Every kernel is compiled for Hopper through its own launch code and costed by `diffquant.bench.gpu.hopper`, for an H100
+and for an H200; what the rivals take comes from published speeds. It judges a change before that costs time on a GPU
+and replaces no measurement.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,7 +11,7 @@ from math import ceil
 
 from diffquant.bench.gpu.binaries import Binary
 from diffquant.bench.gpu.compiling import Launch, compile_launches
-from diffquant.bench.gpu.hopper import ASSUMPTIONS, blocks_at_once, seconds, step
+from diffquant.bench.gpu.hopper import Card, blocks_at_once, seconds, step
 from diffquant.kernels.gpu import H200
 
 # Operations a second on an H100 of attention in fp16, causal, 16K tokens, d 128 (arXiv 2407.08608, figure 5).
@@ -77,13 +78,15 @@ class Aim:
     at_least: float
 
 
-def estimate(path: Path) -> Estimate:
-    """Estimate of a path; its kernels are compiled for an H200, seconds each."""
-    parts = []
-    for launch in compile_launches(path.call, H200):
-        work = path.work(launch)
-        parts.append((launch.binary, seconds(launch.binary, work.steps, work.nbytes, work.programs)))
-    return Estimate(path.name, tuple(parts))
+def compiled(path: Path) -> list[tuple[Binary, Work]]:
+    """A path's launches, compiled for Hopper, seconds each, and what each has to do."""
+    return [(launch.binary, path.work(launch)) for launch in compile_launches(path.call, H200)]
+
+
+def estimate(name: str, launches: Sequence[tuple[Binary, Work]], card: Card) -> Estimate:
+    """Estimate of a path's launches on a card."""
+    parts = ((each, seconds(each, card, work.steps, work.nbytes, work.programs)) for each, work in launches)
+    return Estimate(name, tuple(parts))
 
 
 def attention_seconds(tokens: int, units: int, operations_a_second: float) -> float:
@@ -96,10 +99,10 @@ def tile_steps(tokens: int, queries: int, keys: int) -> int:
     return sum(ceil(min(top + queries, tokens) / keys) for top in range(0, tokens, queries))
 
 
-def report(estimates: Sequence[Estimate], rivals: dict[str, float], aims: Sequence[Aim]) -> str:
+def report(card: Card, estimates: Sequence[Estimate], rivals: dict[str, float], aims: Sequence[Aim]) -> str:
     """Text of estimates: each aim beside its ratio, then every kernel's resources and where its cycles go."""
     taken = rivals | {each.name: each.seconds for each in estimates}
-    lines = [ASSUMPTIONS, ""]
+    lines = [f"{card.name}:"]
     for aim in aims:
         ratio = taken[aim.other] / taken[aim.path]
         state = "reached" if ratio >= aim.at_least else "missed"

@@ -13,36 +13,55 @@ from math import ceil
 from diffquant.bench.gpu.binaries import Binary
 
 PROCESSORS = 132
-# Of an H200 (SXM): the clock at which its data sheet's 989 TFLOP/s of dense fp16 are 4,096 operations a cycle and SM.
+# Of an H100 or H200 (SXM): the clock at which the data sheet's 989 TFLOP/s of dense fp16 are 4,096 operations
+# a cycle and SM.
 CLOCK_HZ = 1.83e9
 MULTIPLY_ADDS_A_CYCLE = {"16": 2048, "8": 4096}
 # A warp's own products (mma.sync) reach so much of wgmma's speed (arXiv 2402.13499, table of dense mma on H100).
 WARP_PRODUCTS = 0.62
 SPECIAL_A_CYCLE = 16
 SCHEDULERS = 4
-# 4.8 TB/s on the data sheet; a copy reaches about nine tenths.
-BYTES_A_SECOND = 4.8e12 * 0.9
+# A copy reaches about nine tenths of the data sheet's bandwidth.
+_REACHED = 0.9
 # From launch to a full stream of loads, and from the last load to the end: an assumption, and so is that half of it
 # passes while the kernel ahead ends, where loads do not wait for that.
 RAMP_SECONDS = 2e-6
 # FlashAttention-3 (616 TFLOP/s, causal, 16K, d 128; arXiv 2407.08608) is bound by its products and overlaps the rest.
-OVERLAPPED = 616 / 989
+# Our warpgroups wait for each product where they ask for it. Without overlap within a warpgroup FlashAttention-3
+# reaches 582 of 661 TFLOP/s (the same paper's ablation).
+OVERLAPPED = 616 / 989 * 582 / 661
 # Triton's tutorial kernel (477 TFLOP/s, same shape) has the loop of `prefill_v2`: 2,048 cycles of products and 1,030
 # of other instructions.
 TAKING_TURNS = 477 / 989 * (2048 + 1030) / 2048
 
+
+@dataclass(frozen=True)
+class Card:
+    """A card of Hopper's: its name, and the bytes a second that a copy moves."""
+
+    name: str
+    bytes_a_second: float
+
+
+H100 = Card("H100", 3.35e12 * _REACHED)
+H200 = Card("H200", 4.8e12 * _REACHED)
+CARDS = (H100, H200)
+
 _REGISTERS, _SHARED, _WARPS, _RESERVED = 65_536, 233_472, 64, 1024
 
 ASSUMPTIONS = f"""\
-H200: {PROCESSORS} multiprocessors at {CLOCK_HZ / 1e9:.2f} GHz, {MULTIPLY_ADDS_A_CYCLE["16"]:,} multiply-adds a cycle \
+H100 and H200: {PROCESSORS} multiprocessors at {CLOCK_HZ / 1e9:.2f} GHz, \
+{MULTIPLY_ADDS_A_CYCLE["16"]:,} multiply-adds a cycle \
 of 16 bits and twice as many of 8, {WARP_PRODUCTS:.0%} of that by mma.sync;
-{SCHEDULERS} instructions and {SPECIAL_A_CYCLE} special functions a cycle; {BYTES_A_SECOND / 1e12:.2f} TB/s; \
+{SCHEDULERS} instructions and {SPECIAL_A_CYCLE} special functions a cycle; \
+{" and ".join(f"{card.bytes_a_second / 1e12:.2f}" for card in CARDS)} TB/s; \
 {RAMP_SECONDS * 1e6:.0f} us a launch where memory sets the pace, half of it
 where the kernel loads before the one ahead of it ends.
 A step takes as long as the slowest of its products, instructions and special functions, at {OVERLAPPED:.0%} \
-(FlashAttention-3's share); where all warps of a lone
+(FlashAttention-3's share without overlap within a warpgroup); where all warps of a lone
 block meet in every step, products and instructions one after the other, at {TAKING_TURNS:.0%} (the share of Triton's \
-tutorial kernel). Nothing here was measured."""
+tutorial kernel). Where each block has one step, it computes when all that it asked for has come. \
+Nothing here was measured."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +121,7 @@ def step(binary: Binary) -> Step | None:
     return Step(products, instructions, special, barriers, takes_turns=barriers > 0 and lone)
 
 
-def seconds(binary: Binary, steps: float, nbytes: float, programs: int = 0) -> float:
+def seconds(binary: Binary, card: Card, steps: float, nbytes: float, programs: int = 0) -> float:
     """Time that a launch is expected to take.
 
     Args:
@@ -116,5 +135,8 @@ def seconds(binary: Binary, steps: float, nbytes: float, programs: int = 0) -> f
     slots = PROCESSORS * blocks_at_once(binary)
     idle = ceil(programs / slots) * slots / programs if programs else 1.0
     ramp = RAMP_SECONDS / 2 if binary.early_loads else RAMP_SECONDS
-    moving = nbytes / BYTES_A_SECOND + ramp
+    moving = nbytes / card.bytes_a_second + ramp
+    if programs and steps <= programs:
+        # A block has one step: it asks for everything, and computes when that has come.
+        return computing * idle + moving
     return max(computing * idle, moving)

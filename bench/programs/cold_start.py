@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -21,19 +20,6 @@ from diffquant.errors import DiffQuantError
 from diffquant.support.files import write_json
 
 _TORCH, _INSPECT, _TRANSFORMERS = "import torch", "diffquant inspect", "import transformers"
-
-
-@dataclass(frozen=True)
-class Turn:
-    """One process from start to exit.
-
-    Attributes:
-        seconds: time on the clock.
-        cpu_seconds: processor time of all its threads.
-    """
-
-    seconds: float
-    cpu_seconds: float
 
 
 def main(
@@ -55,7 +41,7 @@ def measure_cold_start(model: Path, repeats: int) -> dict[str, Any]:
         _INSPECT: ["-m", "diffquant.cli", "inspect", str(model)],
         _TRANSFORMERS: ["-c", "from transformers import AutoModelForCausalLM"],
     }
-    turns: dict[str, list[Turn]] = {name: [] for name in commands}
+    turns: dict[str, list[dict[str, float]]] = {name: [] for name in commands}
     for number in range(repeats + 1):
         for name, arguments in commands.items():
             turn = _run(arguments)
@@ -64,7 +50,7 @@ def measure_cold_start(model: Path, repeats: int) -> dict[str, Any]:
     return {
         "environment": environment(),
         "model": model.name,
-        "turns": {name: [asdict(turn) for turn in of_process] for name, of_process in turns.items()},
+        "turns": turns,
         "ratio": _ratio(turns, "seconds"),
         "cpu_ratio": _ratio(turns, "cpu_seconds"),
     }
@@ -81,14 +67,14 @@ def cold_start_summary(result: dict[str, Any]) -> str:
     return "\n".join([*lines, f"{ratio}, {result['cpu_ratio']:.2f} times its processor time"])
 
 
-def _ratio(turns: dict[str, list[Turn]], quantity: str) -> float:
+def _ratio(turns: dict[str, list[dict[str, float]]], quantity: str) -> float:
     """Median of the ratios of turns that followed one another."""
     side_by_side = zip(turns[_INSPECT], turns[_TORCH], strict=True)
-    return float(median(getattr(ours, quantity) / getattr(torch, quantity) for ours, torch in side_by_side))
+    return median(ours[quantity] / torch[quantity] for ours, torch in side_by_side)
 
 
-def _run(arguments: list[str]) -> Turn:
-    """Run Python to its end.
+def _run(arguments: list[str]) -> dict[str, float]:
+    """Run Python to its end; its time on the clock, and the processor time of all its threads.
 
     Raises:
         DiffQuantError: the process failed.
@@ -99,7 +85,7 @@ def _run(arguments: list[str]) -> Turn:
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise DiffQuantError(f"python {' '.join(arguments)} ended with status {process.returncode}")
-    return Turn(time.monotonic() - started, usage.ru_utime + usage.ru_stime)
+    return {"seconds": time.monotonic() - started, "cpu_seconds": usage.ru_utime + usage.ru_stime}
 
 
 if __name__ == "__main__":

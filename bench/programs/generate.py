@@ -131,7 +131,7 @@ def prefill_speed(prompt: np.ndarray) -> float:
 
 def peak_bytes() -> int | None:
     """Largest resident set of this process; getrusage's can be its parent's. None where the model runs elsewhere."""
-    return None if _engines[0].elsewhere else resident().peak
+    return None if _engines[0].elsewhere else resident()[0]
 
 
 def write_all(model: Path, place: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:

@@ -10,7 +10,7 @@ checkpoint's, which is float32 for a GGUF file, where ours is bfloat16 on a mach
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -45,18 +45,6 @@ class Scorer:
     score: Callable[[Sequence[HellaSwagItem]], list[int]]
 
 
-@dataclass
-class ScorerTimes:
-    """Wall and CPU seconds of each of a scorer's runs, and its choices."""
-
-    name: str
-    dtype: str
-    batch_size: int | None
-    seconds: list[float]
-    cpu_seconds: list[float]
-    choices: list[int]
-
-
 def main(
     model: Annotated[Path, typer.Argument(help="A Llama: a .gguf file or a folder.")],
     items: Annotated[int, typer.Option(min=1, help="Items to score.")] = 100,
@@ -79,21 +67,24 @@ def measure_scorers(path: Path, items: int, repeats: int) -> dict[str, Any]:
     """
     questions = load_items(limit=items)
     entrants = scorers(path)
-    timings = [ScorerTimes(c.name, c.dtype, c.batch_size, [], [], []) for c in entrants]
+    timings: list[dict[str, Any]] = [
+        {"name": c.name, "dtype": c.dtype, "batch_size": c.batch_size, "seconds": [], "cpu_seconds": []}
+        for c in entrants
+    ]
     for entrant in entrants:
         entrant.score(questions[:2])
     for _ in range(repeats):
         for entrant, timing in zip(entrants, timings, strict=True):
             wall, cpu = time.monotonic(), time.process_time()
-            timing.choices = entrant.score(questions)
-            timing.seconds.append(time.monotonic() - wall)
-            timing.cpu_seconds.append(time.process_time() - cpu)
+            timing["choices"] = entrant.score(questions)
+            timing["seconds"].append(time.monotonic() - wall)
+            timing["cpu_seconds"].append(time.process_time() - cpu)
     return {
         "environment": environment() | {"threads": torch.get_num_threads(), "lm_eval": version("lm_eval")},
         "model": path.name,
         "items": items,
         "default_dtype": {"diffquant": str(resolve_dtype()).removeprefix("torch."), "HFLM": "float32"},
-        "timings": [asdict(timing) for timing in timings],
+        "timings": timings,
     }
 
 

@@ -131,7 +131,7 @@ def quantize_once(
     started, cpu_before = time.monotonic(), _children_cpu()
     command = [sys.executable, "-c", _WORKER, str(source), str(destination), weights, rounding]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        peak, anonymous = _watch(process, partial_folder(destination), kill_at)
+        peak, anonymous = watch(process, partial_folder(destination), kill_at)
         output = process.communicate()[0].split()
     expected = 0 if kill_at is None else -signal.SIGKILL
     if process.returncode != expected:
@@ -180,21 +180,26 @@ def allocated(folder: Path) -> int:
     return sum(file.stat().st_blocks * 512 for file in folder.glob("*.safetensors"))
 
 
-def _watch(process: "subprocess.Popen[str]", folder: Path, kill_at: int | None) -> tuple[int, int]:
-    """Largest resident and anonymous memory, in bytes, until the process ends."""
-    peak = anonymous = 0
+def watch(process: "subprocess.Popen[str]", folder: Path | None = None, kill_at: int | None = None) -> tuple[int, int]:
+    """Largest resident and anonymous memory, in bytes, until a process ends.
+
+    Args:
+        folder: folder that it writes to.
+        kill_at: bytes there at which it is killed; None to let it end.
+    """
+    largest = anonymous = 0
     while process.poll() is None:
         try:
-            now = resident(process.pid)
+            peak, now = resident(process.pid)
         except OSError:
             break
-        peak = max(peak, now.peak)
-        anonymous = max(anonymous, now.anonymous)
-        if kill_at is not None and allocated(folder) > kill_at:
+        largest = max(largest, peak)
+        anonymous = max(anonymous, now)
+        if folder is not None and kill_at is not None and allocated(folder) > kill_at:
             process.kill()
             process.wait()
         time.sleep(_POLL_SECONDS)
-    return peak, anonymous
+    return largest, anonymous
 
 
 def _children_cpu() -> float:

@@ -13,7 +13,6 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -37,14 +36,6 @@ from diffquant.support.progress import progress_for, silent
 # A group that torchao's layout for processors takes too.
 _GROUP = 32
 _RECIPE = Recipe.of(weights=f"4:g{_GROUP}")
-
-
-@dataclass
-class Turns:
-    """Wall and CPU seconds of each turn of one way to quantize."""
-
-    seconds: list[float] = field(default_factory=list)
-    cpu_seconds: list[float] = field(default_factory=list)
 
 
 def main(
@@ -71,7 +62,7 @@ def main(
         "weights": str(_RECIPE.weights),
         "source_bytes": source.checkpoint.nbytes,
         "packed_bytes": packed_bytes,
-        "turns": {name: asdict(each) for name, each in times.items()},
+        "turns": times,
     }
     if file:
         write_json(file, result)
@@ -84,27 +75,27 @@ def packed_weights(source: Source) -> list[Tensor]:
     return [source.checkpoint.read(tensor.name).clone() for tensor in planned if tensor.scheme.quantizes]
 
 
-def in_turns(ways: Mapping[str, Callable[[], object]], turns: int) -> dict[str, Turns]:
-    """Times of each way, by its name, after one turn that is not counted."""
-    times = {name: Turns() for name in ways}
+def in_turns(ways: Mapping[str, Callable[[], object]], turns: int) -> dict[str, dict[str, list[float]]]:
+    """Wall and CPU seconds of each way's turns, by its name, after one turn that is not counted."""
+    times: dict[str, dict[str, list[float]]] = {name: {"seconds": [], "cpu_seconds": []} for name in ways}
     for turn in range(turns + 1):
         for name, run in ways.items():
             wall, cpu = time.monotonic(), time.process_time()
             run()
             if turn:
-                times[name].seconds.append(time.monotonic() - wall)
-                times[name].cpu_seconds.append(time.process_time() - cpu)
+                times[name]["seconds"].append(time.monotonic() - wall)
+                times[name]["cpu_seconds"].append(time.process_time() - cpu)
     return times
 
 
-def summary(times: Mapping[str, Turns], nbytes: int) -> str:
+def summary(times: Mapping[str, Mapping[str, list[float]]], nbytes: int) -> str:
     """Text with a line for each way to quantize so many bytes."""
     lines = [
         [
             name,
-            f"{median(each.seconds):.2f} ({min(each.seconds):.2f}-{max(each.seconds):.2f})",
-            f"{median(each.cpu_seconds):.2f}",
-            f"{nbytes / 1e9 / median(each.seconds):.3f}",
+            f"{median(each['seconds']):.2f} ({min(each['seconds']):.2f}-{max(each['seconds']):.2f})",
+            f"{median(each['cpu_seconds']):.2f}",
+            f"{nbytes / 1e9 / median(each['seconds']):.3f}",
         ]
         for name, each in times.items()
     ]

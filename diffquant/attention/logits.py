@@ -112,7 +112,7 @@ def magnitudes(prepared: Sequence[Tensor], scheme: Scheme, ranges: Tensor | None
 
     Returns:
         One tensor a map, broadcastable to it: [B,1,1,1] for tensor and map, [B,h,1,1] for head and pair,
-        [1,h,1,1] for static, [B,h,T,1] for row, [B,h,T,S] for block (each tile's value repeated over it).
+        [1,h,1,1] for static, [B,h,T,1] for row, [B,h,T,S] for block and group (each one's value repeated over it).
     """
     if ranges is not None and scheme.sharing.is_static:
         by_map = ranges.split([logits.shape[1] for logits in prepared])
@@ -170,15 +170,17 @@ def record_logits(
 def _largest(logits: Tensor, sharing: Sharing) -> Tensor:
     """Largest |logit| of [B, h, T, S] that share a scale in one map, broadcastable to them."""
     if sharing.tile:
-        return _tile_magnitude(logits, sharing.tile)
+        return _tile_magnitude(logits, sharing.tile, sharing.tile)
+    if sharing.name == "group":
+        return _tile_magnitude(logits, 1, sharing.size or 1)
     rows = logits.abs().amax(-1, keepdim=True)
     return rows.amax(sharing.leading, keepdim=True) if sharing.leading else rows
 
 
-def _tile_magnitude(logits: Tensor, size: int) -> Tensor:
-    """Largest |logit| of each size x size tile, repeated over the tile."""
+def _tile_magnitude(logits: Tensor, height: int, width: int) -> Tensor:
+    """Largest |logit| of each tile of so many queries and keys, repeated over the tile."""
     rows, columns = logits.shape[-2:]
-    padded = torch.nn.functional.pad(logits.abs(), (0, -columns % size, 0, -rows % size))
-    tiles = padded.unflatten(-1, (-1, size)).unflatten(-3, (-1, size))
+    padded = torch.nn.functional.pad(logits.abs(), (0, -columns % width, 0, -rows % height))
+    tiles = padded.unflatten(-1, (-1, width)).unflatten(-3, (-1, height))
     spread: Tensor = tiles.amax((-1, -3), keepdim=True).expand_as(tiles).flatten(-4, -3).flatten(-2)
     return spread[..., :rows, :columns]

@@ -21,7 +21,8 @@ def rounded_operands(q: Tensor, k: Tensor, mask: Mask, scheme: Scheme) -> tuple[
         q: [B, query heads, T, d], all maps' heads.
         k: [B, key heads, S, d], likewise; what the maps share is rounded once.
         mask: mask that says which tokens are valid.
-        scheme: scheme of both; "tensor" is one sequence's Q, or K, over all heads, "block" `size` tokens of a head.
+        scheme: scheme of both; "tensor" is one sequence's Q, or K, over all heads, "block" `size` tokens of a head,
+            "group" `size` channels of a token.
             With `smooth` the keys lose their mean over a sequence's tokens, which softmax does not see.
 
     Returns:
@@ -52,7 +53,10 @@ def _mean_token(x: Tensor, valid: Tensor | None) -> Tensor:
 def _read_back(x: Tensor, scheme: Scheme) -> Tensor:
     if not x.numel():
         return x
-    size, length = scheme.sharing.tile, x.shape[2]
+    size, length, width = scheme.sharing.tile, x.shape[2], x.shape[3]
+    if scheme.granularity == "group":
+        groups = torch.nn.functional.pad(x, (0, -width % (scheme.size or 1))).unflatten(3, (-1, scheme.size))
+        return _rounded(groups, scheme.format, 4).flatten(3, 4)[..., :width]
     if not size:
         return _rounded(x, scheme.format, (*scheme.sharing.leading, 3))
     blocks = torch.nn.functional.pad(x, (0, 0, 0, -length % size)).unflatten(2, (-1, size))

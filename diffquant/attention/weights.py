@@ -100,7 +100,8 @@ def _coded_blocks(call: AttentionCall, first: int) -> Iterator[tuple[slice, list
         rows = slice(start, min(start + size, length))
         visible = call.mask.visible(rows, length, call.keys, call.v.device)
         map_logits = [
-            grouped_product(queries[:, :, rows], keys.mT).mul_(call.scale) for queries, keys in zip(q, k, strict=True)
+            call.capped(grouped_product(queries[:, :, rows], keys.mT).mul_(call.scale))
+            for queries, keys in zip(q, k, strict=True)
         ]
         yield rows, to_coded([prepare_logits(x, visible, scheme.shift) for x in map_logits], scheme), visible
 

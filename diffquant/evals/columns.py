@@ -33,14 +33,6 @@ class Compared(NamedTuple):
     baseline: TaskResult | None
 
 
-class Drawn(NamedTuple):
-    """What a plot draws of a result: a value, and the ends of its bar, which is none where they are the value."""
-
-    value: float
-    low: float
-    high: float
-
-
 class Column(NamedTuple):
     """A column of the text table.
 
@@ -60,14 +52,15 @@ class Metric(NamedTuple):
 
     Attributes:
         label: text of its axis.
-        of: function from results to the number with its 95 % interval; None where that was not measured.
+        of: function from results to the number with its 95 % interval, which has no width where none is known; None
+            where the number was not measured.
         text: function from a change to words, such as "-5.8 points [-10.4, -1.1]"; None for a score.
         is_log: whether it spans decades; it then has no sign.
     """
 
     label: str
-    of: Callable[[Compared], Drawn | None]
-    text: Callable[[Drawn], str] | None = None
+    of: Callable[[Compared], Difference | None]
+    text: Callable[[Difference], str] | None = None
     is_log: bool = False
 
 
@@ -119,12 +112,12 @@ def _difference(compared: Compared) -> Difference | None:
     return paired_difference(now.values, before.values)
 
 
-def _points(compared: Compared) -> Drawn | None:
+def _points(compared: Compared) -> Difference | None:
     change = _difference(compared)
     return _percent(change) if change else None
 
 
-def _percentage(compared: Compared) -> Drawn | None:
+def _percentage(compared: Compared) -> Difference | None:
     if compared.result is None:
         return None
     mean = _estimate(compared.result).mean
@@ -140,14 +133,14 @@ def _score_text(compared: Compared) -> str:
     return f"{_estimate(compared.result).mean:.4g}"
 
 
-def bounded(number: Drawn | None, spec: str, unit: str = "") -> str:
+def bounded(number: Difference | None, spec: str, unit: str = "") -> str:
     """A number with its interval, such as "-5.8 points [-10.4, -1.1]"."""
-    return MISSING if number is None else f"{number.value:{spec}}{unit} [{number.low:{spec}}, {number.high:{spec}}]"
+    return MISSING if number is None else f"{number.mean:{spec}}{unit} [{number.low:{spec}}, {number.high:{spec}}]"
 
 
-def kl_text(number: Drawn | None) -> str:
+def kl_text(number: Difference | None) -> str:
     """A mean KL, with its interval where it has one."""
-    return f"{number.value:.2g}" if number and number.low == number.high else bounded(number, ".2g")
+    return f"{number.mean:.2g}" if number and number.low == number.high else bounded(number, ".2g")
 
 
 def _flips_text(compared: Compared) -> str:
@@ -175,13 +168,13 @@ def _item_record(compared: Compared) -> JsonObject:
         "metric": result.metric if result else None,
         "score": score.mean if score else None,
         "se": score.se if score else None,
-        **_ends(("low", "high"), _interval(result) if result else None),
+        **ends(("low", "high"), _interval(result) if result else None),
         "n": score.n if score else None,
         "difference": change.mean if change else None,
-        **_ends(("difference_low", "difference_high"), change),
+        **ends(("difference_low", "difference_high"), change),
         **_flips(compared),
         "recovery": recovered.mean if recovered else None,
-        **_ends(("recovery_low", "recovery_high"), recovered),
+        **ends(("recovery_low", "recovery_high"), recovered),
     }
 
 
@@ -240,9 +233,10 @@ def _interval(result: TaskResult) -> Difference | None:
     return Difference(interval.mean, max(interval.low, 0.0), min(interval.high, 1.0))
 
 
-def _percent(share: Difference) -> Drawn:
-    return Drawn(100 * share.mean, 100 * share.low, 100 * share.high)
+def _percent(share: Difference) -> Difference:
+    return Difference(100 * share.mean, 100 * share.low, 100 * share.high)
 
 
-def _ends(names: tuple[str, str], interval: Difference | None) -> JsonObject:
+def ends(names: tuple[str, str], interval: Difference | None) -> JsonObject:
+    """The ends of an interval under their names; both None without one."""
     return dict(zip(names, (interval.low, interval.high) if interval else (None, None), strict=True))

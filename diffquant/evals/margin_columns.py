@@ -8,8 +8,8 @@ likeliest wrong one, per character: it has a sign, and moves also where the choi
 from collections.abc import Sequence
 from dataclasses import replace
 
-from diffquant.evals.columns import ITEMS, POINTS, Column, Compared, Drawn, Metric, bounded, kl_text
-from diffquant.evals.stats import mean_interval
+from diffquant.evals.columns import ITEMS, POINTS, Column, Compared, Metric, bounded, kl_text
+from diffquant.evals.stats import Difference, mean_interval
 from diffquant.evals.task_result import TaskResult
 from diffquant.support.plain_data import JsonObject
 
@@ -17,24 +17,19 @@ from diffquant.support.plain_data import JsonObject
 _CHARACTERS = 100
 
 
-def _margin(compared: Compared) -> Drawn | None:
+def _margin(compared: Compared) -> Difference | None:
     """Mean change of the items' margins, in nats per 100 characters."""
     results = [result for result in compared if result is not None]
     margins = [result.details["margins"] for result in results if "margins" in result.details]
     if len(margins) < 2:
         return None
-    return _interval([_CHARACTERS * (now - before) for now, before in zip(*margins, strict=True)])
+    return mean_interval([_CHARACTERS * (now - before) for now, before in zip(*margins, strict=True)])
 
 
-def _kl(compared: Compared) -> Drawn | None:
+def _kl(compared: Compared) -> Difference | None:
     """Mean KL over the tokens of right endings, in nats, with its interval over items."""
     details = compared.result.details if compared.result else {}
-    return _interval(details["kl_by_item"], details["tokens_by_item"]) if "kl_by_item" in details else None
-
-
-def _interval(values: Sequence[float], weights: Sequence[float] | None = None) -> Drawn:
-    interval = mean_interval(values, weights)
-    return Drawn(interval.mean, interval.low, interval.high)
+    return mean_interval(details["kl_by_item"], details["tokens_by_item"]) if "kl_by_item" in details else None
 
 
 MARGIN = Metric(
@@ -49,10 +44,10 @@ def _record(compared: Compared) -> JsonObject:
     margin, kl = _margin(compared), _kl(compared)
     return {
         "margin": compared.result.details.get("margin") if compared.result else None,
-        "margin_change": margin.value / _CHARACTERS if margin else None,
+        "margin_change": margin.mean / _CHARACTERS if margin else None,
         "margin_change_low": margin.low / _CHARACTERS if margin else None,
         "margin_change_high": margin.high / _CHARACTERS if margin else None,
-        "kl": kl.value if kl else None,
+        "kl": kl.mean if kl else None,
         "kl_low": kl.low if kl else None,
         "kl_high": kl.high if kl else None,
         **ITEMS.record(compared),

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from functools import partial
 
-from diffquant.evals.columns import FAILED, MISSING, Column, Columns, Compared, Drawn, Metric, bounded
-from diffquant.evals.stats import mean_interval
+from diffquant.evals.columns import FAILED, MISSING, Column, Columns, Compared, Metric, bounded, ends
+from diffquant.evals.stats import Difference, mean_interval
 from diffquant.evals.task_result import TaskResult
 from diffquant.support.plain_data import JsonObject
 
@@ -13,7 +13,7 @@ _KINDS = {"NLL": "nll", "AR-hit": "ar_hit_nll", "other": "other_nll"}
 _WEIGHTS = {"nll": "tokens_by_window", "ar_hit_nll": "ar_hits_by_window", "other_nll": "others_by_window"}
 
 
-def _change(kind: str, compared: Compared) -> Drawn | None:
+def _change(kind: str, compared: Compared) -> Difference | None:
     """Mean change of the NLL of one kind of token, paired over windows, each as its tokens weigh."""
     if compared.result is None or compared.baseline is None:
         return None
@@ -21,8 +21,7 @@ def _change(kind: str, compared: Compared) -> Drawn | None:
     if not sum(weights):
         return None
     now, before = (each.details[f"{kind}_by_window"] for each in (compared.result, compared.baseline))
-    interval = mean_interval([a - b for a, b in zip(now, before, strict=True)], weights)
-    return Drawn(interval.mean, interval.low, interval.high)
+    return mean_interval([a - b for a, b in zip(now, before, strict=True)], weights)
 
 
 def _value_text(kind: str, compared: Compared) -> str:
@@ -36,26 +35,25 @@ def _change_text(kind: str, compared: Compared) -> str:
     return bounded(_change(kind, compared), "+.4f")
 
 
-def _words(word: str, change: Drawn) -> str:
+def _words(word: str, change: Difference) -> str:
     return f"{word} {bounded(change, '+.4f')} nats"
 
 
-def _nll(compared: Compared) -> Drawn | None:
+def _nll(compared: Compared) -> Difference | None:
     """The NLL of all tokens, with its interval over windows."""
     if compared.result is None:
         return None
     details = compared.result.details
-    interval = mean_interval(details["nll_by_window"], details["tokens_by_window"])
-    return Drawn(interval.mean, interval.low, interval.high)
+    return mean_interval(details["nll_by_window"], details["tokens_by_window"])
 
 
 def _record(compared: Compared) -> JsonObject:
     details = compared.result.details if compared.result else {}
     record: JsonObject = {"ar_hit_share": details.get("ar_hit_share")}
     for kind in _KINDS.values():
-        change = _change(kind, compared) or (None, None, None)
-        record |= {kind: details.get(kind)}
-        record |= dict(zip((f"{kind}_change{end}" for end in ("", "_low", "_high")), change, strict=True))
+        change = _change(kind, compared)
+        record |= {kind: details.get(kind), f"{kind}_change": change.mean if change else None}
+        record |= ends((f"{kind}_change_low", f"{kind}_change_high"), change)
     return record
 
 

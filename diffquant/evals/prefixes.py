@@ -16,7 +16,11 @@ def shares_prefixes(recipe: Recipe) -> bool:
 def takes_padding(recipe: Recipe) -> bool:
     """Whether padding before a sequence leaves its states as they are: no scale may span so many tokens or rows."""
     rounded = recipe.schemes_of("logits") | recipe.schemes_of("qk")
-    return _by_token(recipe) and not any(scheme.sharing.counts_tokens for scheme in rounded)
+    # A group of logits is of neighbouring keys, which are counted from the first.
+    counts = any(s.sharing.counts_tokens for s in rounded) or any(
+        s.granularity == "group" for s in recipe.schemes_of("logits")
+    )
+    return _by_token(recipe) and not counts
 
 
 def _by_token(recipe: Recipe) -> bool:

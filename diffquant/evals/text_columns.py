@@ -1,7 +1,7 @@
 """Columns of how well a text was predicted: perplexity, and KL from 16 bits. No torch here."""
 
-from diffquant.evals.columns import FAILED, MISSING, Column, Columns, Compared, Drawn, Metric, kl_text
-from diffquant.evals.stats import mean_interval
+from diffquant.evals.columns import FAILED, MISSING, Column, Columns, Compared, Metric, kl_text
+from diffquant.evals.stats import Difference, mean_interval
 from diffquant.support.plain_data import JsonObject
 
 _NUMBERS = ("perplexity", "bits_per_byte", "kl", "kl_low", "kl_high")
@@ -17,13 +17,13 @@ def _numbers(compared: Compared) -> JsonObject:
     return {name: (details | bounds).get(name) for name in _NUMBERS}
 
 
-def _kl(compared: Compared) -> Drawn | None:
+def _kl(compared: Compared) -> Difference | None:
     """KL with its interval over windows; 16 bits have none."""
     numbers = _numbers(compared)
     kl = numbers["kl"]
     if kl is None:
         return None
-    return Drawn(kl, *(kl if numbers[end] is None else numbers[end] for end in ("kl_low", "kl_high")))
+    return Difference(kl, *(kl if numbers[end] is None else numbers[end] for end in ("kl_low", "kl_high")))
 
 
 def _perplexity_text(compared: Compared) -> str:
@@ -39,7 +39,7 @@ _NOTE = (
 TEXTS = Columns(
     table=(
         Column("ppl", _perplexity_text),
-        Column("KL", lambda compared: f"{kl.value:.2g}" if (kl := _kl(compared)) else MISSING),
+        Column("KL", lambda compared: f"{kl.mean:.2g}" if (kl := _kl(compared)) else MISSING),
     ),
     changes=(Metric("KL from 16 bits, nats", _kl, lambda change: f"KL {kl_text(change)}", is_log=True),),
     score=None,

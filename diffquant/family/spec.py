@@ -29,10 +29,11 @@ class DiffSpec:
         scale_by_init: whether the output is multiplied by (1 - λ_init).
         rope: channels that rotary embedding turns together: "half", "interleaved", or "none" of them.
         signals_per_noise: number of signal maps that one noise map is subtracted from.
-        output_gate: whether each channel of the output is multiplied by a sigmoid gate of the layer's input.
+        output_gate: whether each channel of the output is multiplied by a gate of the layer's input.
+        soft_cap: magnitude that logits stay below; None for any.
 
     Sources: arXiv 2410.05258, section 2; microsoft/unilm, Diff-Transformer and Diff-Transformer-V2; the two gates are
-    those of DIFF V3 (YOCO), the output gate that of Motif-3.
+    those of DIFF V3 (YOCO), the output gate that of Motif-3 and Dragon, whose soft cap is one.
     """
 
     pairs: int
@@ -50,6 +51,7 @@ class DiffSpec:
     rope: Literal["half", "interleaved", "none"] = "half"
     signals_per_noise: int = 1
     output_gate: bool = False
+    soft_cap: float | None = None
 
     def __post_init__(self) -> None:
         if min(self.pairs, self.kv_pairs, self.head_dim) < 1 or self.pairs % self.kv_pairs:
@@ -125,7 +127,8 @@ class DiffSpec:
         return 1 - self.lam_init(layer) if self.scale_by_init else 1.0
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """Plain data, without what it has not."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 def read_spec(spec: Mapping[str, Any] | None) -> DiffSpec:

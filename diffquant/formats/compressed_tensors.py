@@ -5,31 +5,37 @@ P.weight_scale ([out, in/g], [out, 1] or [1], in 16 bits) and P.weight_shape (in
 Experts in one tensor [experts, out, in] have a leading axis more in the first two, and weight_shape [3].
 Codes are computed against the scale as stored, after its rounding to a half type.
 
-Integers are compressed-tensors' pack-quantized. A number format that it does not have is stored in the same three
-tensors under a format's name of ours, which its readers refuse.
+Integers are compressed-tensors' pack-quantized. Its layouts of floats have no weight_shape, and floats of eight bits
+are P.weight itself; scales are of the dtype that the number format says, and nvfp4's have P.weight_global_scale
+(float32 [1]) beside them. A number format that compressed-tensors does not have is stored likewise under a layout's
+name of ours, which its readers refuse.
 
-Source: compressed-tensors 0.20, compressors/pack_quantized.
+Source: compressed-tensors 0.20, compressors.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from diffquant.errors import CheckpointError
+from diffquant.formats.reader import TensorInfo
 from diffquant.numbers.formats import FORMATS, NumberFormat
 from diffquant.numbers.formats.integer import PACK_QUANTIZED
 from diffquant.numbers.sharing import Sharing
 from diffquant.scheme import Scheme
 
 PACKED, SCALE, SHAPE = ".weight_packed", ".weight_scale", ".weight_shape"
+# Codes that are a weight in a dtype of eight bits, and what all scales of a weight are divided by.
+NATIVE, GLOBAL = ".weight", ".weight_global_scale"
+# The folder's format where its groups have several.
+_MIXED = "mixed-precision"
 
 # The version whose layout this is; from 0.17 on 6-bit codes are dense.
 _LAYOUT_VERSION = "0.20.0"
-_STRATEGIES = {"group": "group", "channel": "row", "tensor": "tensor"}
-_STRATEGY_OF = {ours: theirs for theirs, ours in _STRATEGIES.items()}
+_STRATEGIES = {"group": "group", "tensor_group": "group", "channel": "row", "tensor": "tensor"}
 
 
 def pack_weight(weight: Tensor, scheme: Scheme) -> dict[str, Tensor]:
@@ -40,23 +46,52 @@ def pack_weight(weight: Tensor, scheme: Scheme) -> dict[str, Tensor]:
         scheme: granularity tensor, row or group.
 
     Returns:
-        "weight_packed", "weight_scale" and "weight_shape", as in the module's docstring.
+        The tensors by their names in the module, "weight_packed" and others, as in the module's docstring.
     """
     values = weight.float()
+    scheme = scheme.bound_to(values.abs().amax())
     scale = weight_scale(values, scheme, scheme.format.scale_dtype(weight.dtype))
-    return {
-        "weight_packed": scheme.format.pack(weight_codes(values, scale, scheme)),
-        "weight_scale": scale,
-        "weight_shape": torch.tensor(weight.shape, dtype=torch.int64),
-    }
+    parts = packed_rows(weight_codes(values, scale, scheme), scale, scheme) | packed_once(tuple(weight.shape), scheme)
+    return {suffix.removeprefix("."): part for suffix, part in parts.items()}
+
+
+def packed_rows(codes: Tensor, scale: Tensor, scheme: Scheme) -> dict[str, Tensor]:
+    """Codes int8 [rows, in] and their scale as they are stored, by the suffix of their names."""
+    number_format = scheme.format
+    scales = number_format.pack_scale(scale)
+    if scales.dtype == torch.uint8:
+        scales = scales.view(number_format.stored_scale_dtype(scale.dtype))
+    return {codes_suffix(scheme): number_format.pack(codes).view(number_format.file_dtype), SCALE: scales}
+
+
+def packed_once(shape: tuple[int, ...], scheme: Scheme) -> dict[str, Tensor]:
+    """What is stored once of a weight, whose scheme is bound to it, by the suffix of its name."""
+    shapes = {SHAPE: torch.tensor(shape, dtype=torch.int64)} if scheme.format.stores_shape else {}
+    tensor_scale = scheme.format.tensor_scale
+    return shapes if tensor_scale is None else shapes | {GLOBAL: tensor_scale}
+
+
+def codes_suffix(scheme: Scheme) -> str:
+    """The suffix of the tensor that holds a weight's codes."""
+    return NATIVE if scheme.format.is_native else PACKED
 
 
 def unpack_weight(packed: Tensor, scale: Tensor, shape: Tensor, scheme: Scheme) -> Tensor:
-    """Inverse of `pack_weight`: levels * scale, [out, in] or [experts, out, in], as `decode_codes` gives them."""
-    sizes = shape.tolist()
-    words = packed.reshape(-1, packed.shape[-1])
-    codes = scheme.format.unpack(words, sizes[-1])
-    return decode_codes(codes, scale.reshape(scheme.sharing.scale_shape(codes.shape)), scheme).reshape(sizes)
+    """Weight of its codes, scales and shape as they are stored, where no scale of the tensor stands beside them."""
+    return unpack_parts({codes_suffix(scheme): packed, SCALE: scale}, shape.tolist(), scheme)
+
+
+def unpack_parts(parts: Mapping[str, Tensor], shape: Sequence[int], scheme: Scheme) -> Tensor:
+    """Inverse of `pack_weight`: levels * scale, [out, in] or [experts, out, in], as `decode_codes` gives them.
+
+    Args:
+        parts: the stored tensors by the suffix of their names.
+        shape: the weight's.
+    """
+    packed = parts[codes_suffix(scheme)]
+    codes = scheme.format.unpack(packed.reshape(-1, packed.shape[-1]), shape[-1])
+    scale = scheme.format.unpack_scale(parts[SCALE], parts.get(GLOBAL))
+    return decode_codes(codes, scale.reshape(scheme.sharing.scale_shape(codes.shape)), scheme).reshape(*shape)
 
 
 def weight_scale(values: Tensor, scheme: Scheme, dtype: torch.dtype | None = None) -> Tensor:
@@ -96,10 +131,21 @@ def decode_codes(codes: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
 
 
 def packed_shapes(shape: tuple[int, ...], scheme: Scheme) -> dict[str, tuple[int, ...]]:
-    """Shapes of the three tensors of a packed weight [out, in] or [experts, out, in], by the suffix of their names."""
+    """Shapes of the tensors of a packed weight [out, in] or [experts, out, in], by the suffix of their names."""
     *rows, width = shape
     packed = (*rows, scheme.format.stored_width(width))
-    return {PACKED: packed, SCALE: scheme.sharing.scale_shape(shape), SHAPE: (len(shape),)}
+    shapes = {codes_suffix(scheme): packed, SCALE: scheme.sharing.scale_shape(shape)}
+    if scheme.format.spans_tensor:
+        shapes[GLOBAL] = (1,)
+    return shapes | ({SHAPE: (len(shape),)} if scheme.format.stores_shape else {})
+
+
+def packed_types(scheme: Scheme, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Dtypes of the tensors of a packed weight that would be stored in `dtype`, by the suffix of their names."""
+    types = {codes_suffix(scheme): scheme.format.file_dtype, SCALE: scheme.format.stored_scale_dtype(dtype)}
+    if scheme.format.spans_tensor:
+        types[GLOBAL] = torch.float32
+    return types | ({SHAPE: torch.int64} if scheme.format.stores_shape else {})
 
 
 def quantization_config(schemes: Mapping[str, Scheme], linears: Iterable[str]) -> dict[str, Any]:
@@ -116,15 +162,16 @@ def quantization_config(schemes: Mapping[str, Scheme], linears: Iterable[str]) -
     plain = len(groups) == 1 and set(schemes) <= set(linears)
     # A name that other readers do not know stands where all of them look first.
     own = [scheme.format.layout for scheme in groups if not scheme.format.is_standard]
+    layouts = {scheme.format.layout for scheme in groups} or {PACK_QUANTIZED}
     return {
         "quant_method": "compressed-tensors",
-        "format": own[0] if own else PACK_QUANTIZED,
+        "format": own[0] if own else _MIXED if len(layouts) > 1 else layouts.pop(),
         "quantization_status": "compressed",
         "config_groups": {
             f"group_{i}": {
                 "targets": ["Linear"] if plain else name_patterns(names),
                 "weights": _weights_entry(scheme),
-                **({"format": scheme.format.layout} if own else {}),
+                **({"format": scheme.format.layout} if own or len(layouts) > 1 else {}),
             }
             for i, (scheme, names) in enumerate(groups.items())
         },
@@ -133,9 +180,18 @@ def quantization_config(schemes: Mapping[str, Scheme], linears: Iterable[str]) -
     }
 
 
-def packed_modules(tensors: Iterable[str]) -> list[str]:
-    """Modules whose weight is stored packed."""
-    return [name.removesuffix(PACKED) for name in tensors if name.endswith(PACKED)]
+def packed_modules(tensors: Mapping[str, TensorInfo | Tensor]) -> list[str]:
+    """Modules whose weight is stored packed, or as floats of eight bits with a scale beside them."""
+    return [
+        name.removesuffix(suffix)
+        for name, info in tensors.items()
+        for suffix in (PACKED, NATIVE)
+        if name.endswith(suffix) and (suffix == PACKED or _is_native(name.removesuffix(suffix), info.dtype, tensors))
+    ]
+
+
+def _is_native(module: str, dtype: torch.dtype, tensors: Container[str]) -> bool:
+    return dtype.is_floating_point and dtype.itemsize == 1 and module + SCALE in tensors
 
 
 def read_schemes(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str, Scheme]:
@@ -185,7 +241,7 @@ def _alternatives(numbers: list[str]) -> str:
 def _weights_entry(scheme: Scheme) -> dict[str, Any]:
     return {
         **scheme.format.description,
-        "strategy": _STRATEGY_OF[scheme.granularity],
+        "strategy": scheme.format.strategy(scheme.granularity),
         "group_size": scheme.size,
         "dynamic": False,
     }
@@ -204,7 +260,7 @@ def _checked_groups(entry: Any) -> dict[str, Scheme]:
             f"{PACK_QUANTIZED}"
         )
     layout = entry.get("format")
-    problems = [] if _in_layout(layout) else [f"its format is {layout!r}"]
+    problems = [] if layout == _MIXED or _in_layout(layout) else [f"its format is {layout!r}"]
     if entry.get("kv_cache_scheme"):
         problems.append("it has a kv_cache_scheme")
     targets: dict[str, Scheme] = {}
@@ -219,9 +275,16 @@ def _checked_groups(entry: Any) -> dict[str, Scheme]:
     if problems:
         raise CheckpointError(
             f"this checkpoint's quantization_config is not read: {'; '.join(problems)}; read is compressed-tensors "
-            f"{PACK_QUANTIZED} with symmetric integer weights of 2 to 8 bits per tensor, channel or group"
+            f"{PACK_QUANTIZED} with symmetric integer weights of 2 to 8 bits per tensor, channel or group, and "
+            f"{_read_layouts()}"
         )
     return targets
+
+
+def _read_layouts() -> str:
+    """The layouts of floats that are read."""
+    layouts = {each.layout for each in FORMATS.values() if each.quantizes and each.is_standard} - {PACK_QUANTIZED}
+    return ", ".join(sorted(layouts))
 
 
 def _in_layout(layout: object) -> list[NumberFormat]:

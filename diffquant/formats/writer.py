@@ -21,6 +21,8 @@ _DTYPE_NAMES = {
     torch.int16: "I16",
     torch.int8: "I8",
     torch.uint8: "U8",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
     torch.bool: "BOOL",
 }
 

@@ -11,6 +11,7 @@ from diffquant.errors import UsageError
 from diffquant.family.spec import DiffSpec
 from diffquant.model.blocks import Block, Blocks, Parameter, Parameters, Shape, TokenRows
 from diffquant.recipe import LAYER_TARGETS, Recipe
+from diffquant.scheme import Scheme
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -54,6 +55,11 @@ class Architecture(ABC):
     @abstractmethod
     def final_norm(self) -> tuple[str, Block]:
         """Name and block of the norm behind the layers."""
+
+    @property
+    def carried(self) -> Parameters:
+        """Parameters by full name that a checkpoint holds beside the model's, and that stay with it though none run."""
+        return {}
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -116,11 +122,25 @@ class Architecture(ABC):
         """Check that a recipe for cache and logits fits the model's layers.
 
         Raises:
-            UsageError: an override matches no layer, or keys or values are rotated that more than one layer reads.
+            UsageError: an override matches no layer, keys or values are rotated that more than one layer reads, or a
+                group does not divide their width.
         """
         recipe.check_layers(self.target_layers)
+        self._check_groups(recipe)
         if recipe.rotates_cache and self.target_layers["k"] != self.target_layers["logits"]:
             raise UsageError(
                 f"{type(self).__name__} has layers that read the keys and values of another one, and those cannot be "
                 "rotated; leave out :rotated"
             )
+
+    def _check_groups(self, recipe: Recipe) -> None:
+        """Check that groups of channels divide the heads of the keys and values that are cached."""
+        for layer, rows in self.token_rows.items():
+            at_layer = recipe.at_layer(layer)
+            for target, (_, width) in (("k", rows.keys), ("v", rows.values)):
+                scheme: Scheme = getattr(at_layer, target)
+                if scheme.granularity == "group" and scheme.size and width % scheme.size:
+                    raise UsageError(
+                        f"{target} at {scheme}: groups of {scheme.size} channels do not divide layer {layer}'s heads "
+                        f"of {width}; use another granularity or format, such as e4m3:token"
+                    )

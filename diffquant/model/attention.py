@@ -32,6 +32,7 @@ class PairAttention(nn.Module):
 
     Attributes:
         layer: number of the layer among all layers.
+        scale: factor of Q·Kᵀ, the specification's.
         backend: name of the backend that computes it, or "auto".
         logits: scheme of the logits.
         logit_ranges: ranges of a static scheme.
@@ -50,6 +51,7 @@ class PairAttention(nn.Module):
         self.spec = spec
         self.layout: HeadLayout = spec.layout
         self.layer = layer
+        self.scale = spec.scale
         # Numbers of the layer, and not functions of which it is: torch.compile then serves all layers with one graph.
         self.lam_init = spec.lam_init(layer) if spec.lam == "exp" else 0.0
         self.post_factor = spec.post_factor(layer)
@@ -82,13 +84,14 @@ class PairAttention(nn.Module):
             self.layout.key_maps(k),
             v,
             lam,
-            scale=self.spec.scale,
+            scale=self.scale,
             mask=mask,
             logits=self.logits,
             meter=self.meter,
             post=self.post(),
             ranges=self.logit_ranges,
             signal_gate=signal_gate,
+            soft_cap=self.spec.soft_cap,
         )
         if self.calls is not None:
             self.calls.append(call)
@@ -147,7 +150,7 @@ class DiffAttention(PairAttention):
         is_taken = not (self.logits.quantizes or self.qk.quantizes) and gate is None and self.calls is None
         if isinstance(cache, FusedCache) and self.backend == "auto" and is_taken:
             queries, post = self.layout.query_maps(q), self.post()
-            fused = cache.attend(self.layer, queries, k, v, lam, scale=self.spec.scale, mask=mask, post=post)
+            fused = cache.attend(self.layer, queries, k, v, lam, scale=self.scale, mask=mask, post=post)
             y = None if fused is None else fused.transpose(1, 2).flatten(2)
         if y is None:
             if cache is not None:
@@ -170,14 +173,14 @@ class DiffAttention(PairAttention):
         if self.spec.lam == "exp":
             return self.scalar_lam()
         if self.spec.lam == "sigmoid":
-            return _gates(x, self.lambda_proj.weight)
+            return sigmoids(x, self.lambda_proj.weight)
         if self.spec.lam == "two-gates":
-            return _gates(x, self.lambda_proj.weight[1::2])
+            return sigmoids(x, self.lambda_proj.weight[1::2])
         return None
 
     def signal_gate(self, x: Tensor) -> Tensor | None:
         """The signal map's factor in float32 for an input x, [B, h, T, 1] (V3); None for 1."""
-        return _gates(x, self.lambda_proj.weight[0::2]) if self.spec.lam == "two-gates" else None
+        return sigmoids(x, self.lambda_proj.weight[0::2]) if self.spec.lam == "two-gates" else None
 
 
 @contextmanager
@@ -191,7 +194,7 @@ def observed(attention: PairAttention) -> Iterator[list[AttentionCall]]:
         attention.calls = None
 
 
-def _gates(x: Tensor, weight: Tensor) -> Tensor:
+def sigmoids(x: Tensor, weight: Tensor) -> Tensor:
     """Sigmoids [B, h, T, 1] in float32 of a projection [h, D] of x [B, T, D]."""
     return linear(x.float(), weight.float()).sigmoid().transpose(1, 2).unsqueeze(-1)
 

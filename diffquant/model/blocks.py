@@ -104,6 +104,11 @@ def linear(
     return parameters | ({f"{name}.bias": Parameter((out,), projection=projection)} if biased else {})
 
 
+def below(place: str, parameters: Parameters) -> Parameters:
+    """Parameters of a part of a block, by their names below the block."""
+    return {f"{place}.{name}": parameter for name, parameter in parameters.items()}
+
+
 def pair_parameters(spec: DiffSpec, *, is_wide: bool = False) -> Parameters:
     """λ vectors, which may have to stay wide, and the norm of a pair."""
     vectors = LAMBDA_VECTORS if spec.lam == "exp" else ()

@@ -19,9 +19,9 @@ from diffquant.scheme import Scheme
 class PackedStates:
     """Keys or values of one layer: packed codes of the older tokens, 16-bit states of the newest.
 
-    Scales have the dtype of the states. Per column, `scheme.size` tokens share the scales of their
-    channels and wait unquantized until their block is full; blocks are counted from the first
-    position, so left padding moves their borders.
+    Scales have the dtype of the states, or are the bytes that their format makes of them. Per column, `scheme.size`
+    tokens share the scales of their channels and wait unquantized until their block is full; blocks are counted from
+    the first position, so left padding moves their borders.
     """
 
     def __init__(self, scheme: Scheme, residual: int, ranges: Tensor | None = None) -> None:
@@ -122,7 +122,7 @@ class PackedStates:
         scale = number_format.scale(view, dim, states.dtype)
         codes = number_format.codes(view, scale)
         words = number_format.pack(codes if view is states else codes.reshape(states.shape))
-        scale = scale.squeeze(dim)
+        scale = number_format.pack_scale(scale.squeeze(dim))
         if not sharing.by_token:
             self.block_lengths += [sharing.tokens] * scale.shape[2]
         self.words = words if self.words is None else torch.cat([self.words, words], 2)
@@ -141,12 +141,13 @@ class PackedStates:
         codes = number_format.unpack(self.words, self.recent.shape[-1])
         if self.scales is None:
             return number_format.decode(codes, self._static_scale(self.recent))
+        scales = number_format.unpack_scale(self.scales)
         if sharing.by_token:
             view, _ = sharing.view(codes)
-            values = number_format.decode(view, self.scales.unsqueeze(-1))
+            values = number_format.decode(view, scales.unsqueeze(-1)).to(self.recent.dtype)
             return values if view is codes else values.flatten(-2)
         lengths = torch.tensor(self.block_lengths, dtype=torch.int64, device=codes.device)
-        scales = self.scales.repeat_interleave(lengths, 2, output_size=sum(self.block_lengths))
+scales = scales.repeat_interleave(lengths, 2, output_size=sum(self.block_lengths))
         return number_format.decode(codes, scales)
 
     def _crop_packed(self, tokens: int) -> None:

@@ -391,11 +391,13 @@ class CausalModel(CausalPreTrainedModel, GenerationMixin):
             )
         self.model.recipe = recipe
         for attention in self.attentions:
-            of_layer, spec = recipe.at_layer(attention.layer), attention.spec
+            of_layer = recipe.at_layer(attention.layer)
             attention.logits = of_layer.logits
             attention.qk = of_layer.qk
-            attention.key_rotation = self._rotation(of_layer.k, spec.head_dim)
-            attention.value_rotation = self._rotation(of_layer.v, spec.value_dim)
+            # Rotations are refused where a layer keeps no keys and values of its own.
+            if (rows := self.model.architecture.token_rows.get(attention.layer)) is not None:
+                attention.key_rotation = self._rotation(of_layer.k, rows.keys[1])
+                attention.value_rotation = self._rotation(of_layer.v, rows.values[1])
             attention.logit_ranges = self.model.ranges.get(f"layers.{attention.layer}.logits")
         self.reset_logit_report()
 

@@ -19,6 +19,7 @@ from diffquant.model.causal import CausalModel, Decoder, DecoderLayer
 from diffquant.model.config import ArchitectureConfig, DiffTransformerConfig
 from diffquant.model.fused_cache import FusedCache, fused_cache_refusal, warn_of_slow_decoding
 from diffquant.model.graphed_steps import GraphedSteps, warn_of_ungraphed_decoding
+from diffquant.model.positions import count_positions
 from diffquant.model.walk import CAUSAL, Walk
 
 # Kinds of RoPE whose frequencies do not depend on the sequence.
@@ -61,7 +62,7 @@ class DiffTransformerModel(Decoder):
         states: MutableSequence[Tensor] | None,
     ) -> Tensor:
         if position_ids is None:
-            position_ids = _positions(mask.keys, past, x.shape[1], x.device)
+            position_ids = count_positions(mask.keys, past, x.shape[1], x.device)
         rotary = self.rotary_emb(x, position_ids=position_ids)
         for layer in self.layers:
             if states is not None:
@@ -84,7 +85,7 @@ class DiffTransformerModel(Decoder):
             return None
         if position_ids is None:
             valid = None if attention_mask is None else attention_mask.bool()
-            position_ids = _positions(valid, cache.get_seq_length(), 1, x.device)
+            position_ids = count_positions(valid, cache.get_seq_length(), 1, x.device)
 
         def step(x: Tensor, positions: Tensor, mask: Mask) -> Tensor:
             return self.run_layers(x, mask, 0, positions, cache, None)
@@ -188,10 +189,3 @@ class TransformerWalk(Walk[Tensor]):
     def project(self, layer: nn.Module, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         layer = cast(DiffLayer, layer)
         return layer.self_attn.project(layer.input_layernorm(state), self.rotary)
-
-
-def _positions(valid: Tensor | None, past: int, length: int, device: torch.device) -> Tensor:
-    """Positions [B or 1, T] of new tokens, counted over what is not padding."""
-    if valid is None:
-        return torch.arange(past, past + length, device=device)[None]
-    return (valid.long().cumsum(1) - 1).clamp_(min=0)[:, past:]

@@ -1,8 +1,10 @@
-"""A layer of a KV cache whose attention sees a window: what no later query can see is forgotten."""
+"""KV caches of layers whose attention sees a window: what no later query can see is forgotten."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
+from transformers.cache_utils import Cache
 
 from diffquant.errors import UsageError
 from diffquant.model.blocks import TokenRows
@@ -70,3 +72,36 @@ def storage_of(rows: TokenRows, layer: int, recipe: Recipe, ranges: Mapping[str,
     """
     own = recipe.at_layer(layer), ranges_of_layer(ranges, layer)
     return PackedLayer(*own) if rows.window is None else WindowedLayer(*own, rows.window)
+
+
+class WindowsCache(Cache):
+    """A cache some of whose layers keep all tokens, and some those of a window, under the recipe's `k` and `v`."""
+
+    layers: list[Any]
+
+    def __init__(self, recipe: Recipe, layers: list[Any], whole: int, windowed: int | None) -> None:
+        """An empty cache.
+
+        Args:
+            recipe: recipe of the model.
+            layers: storage of each layer, which `storage_of` gives those with keys and values.
+            whole: number of a layer that keeps all tokens.
+            windowed: number of a layer that keeps a window of them; None where none does.
+        """
+        super().__init__(layers=layers)
+        self.recipe = recipe
+        self._whole, self._windowed = whole, windowed
+
+    def get_seq_length(self, layer_idx: int | None = None) -> int:
+        """Number of tokens read, all of which some layer keeps."""
+        return int(self.layers[self._whole if layer_idx is None else layer_idx].get_seq_length())
+
+    @property
+    def held(self) -> int:
+        """Number of tokens that windowed layers hold."""
+        return 0 if self._windowed is None else self.get_seq_length(self._windowed)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all storages, scales and states included."""
+        return sum(layer.nbytes for layer in self.layers)

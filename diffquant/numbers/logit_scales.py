@@ -18,6 +18,7 @@ def logit_scale(magnitude: Tensor, number_format: NumberFormat, shift: bool) -> 
         shift: whether all logits are at most 0, since their row's maximum was subtracted: every code then stands for
             one.
     """
-    largest = number_format.steps if shift else number_format.largest
-    scale = (magnitude.clamp(max=SHIFT_RANGE) if shift else magnitude) / largest
+    if not shift:
+        return number_format.scale_of(magnitude)
+    scale = magnitude.clamp(max=SHIFT_RANGE) / number_format.steps
     return torch.where(scale == 0, 1.0, scale)

@@ -25,7 +25,7 @@ _TARGETS = {
     "head": ("logits", "qk"),
     "pair": ("logits",),
     "row": ("weights", "k", "v", "logits", "qk"),
-    "group": ("weights", "k", "v"),
+    "group": ("weights", "k", "v", "logits", "qk"),
     "column": ("k",),
     "block": ("logits", "qk"),
     "static": ("k", "v", "logits"),

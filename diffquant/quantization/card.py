@@ -99,7 +99,8 @@ def _loaded_by(plan: QuantizationPlan, carries_code: bool) -> str:
             f"The codes of {', '.join(own)} are packed in a layout of diffquant's own, which `diffquant.load` "
             "alone reads; transformers, vLLM and other readers of compressed-tensors refuse this folder.\n"
         )
-    standard = f"The format is compressed-tensors' {PACK_QUANTIZED}"
+    layouts = sorted({scheme.format.layout for scheme in plan.schemes.values()}) or [PACK_QUANTIZED]
+    standard = f"The format is compressed-tensors' {' and '.join(layouts)}"
     if plan.rules:
         return f"{standard}.\n"
     match plan.checkpoint.config.get("model_type"):

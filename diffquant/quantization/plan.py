@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 import torch
 
 from diffquant.errors import CheckpointError, GroupSizeError, UsageError
-from diffquant.formats.compressed_tensors import PACKED, SCALE, SHAPE, packed_shapes
+from diffquant.formats.compressed_tensors import packed_shapes, packed_types
 from diffquant.formats.reader import Checkpoint, TensorInfo
 from diffquant.formats.writer import OutputTensor
 from diffquant.quantization.roundings import checked_rounding, rounding_named
@@ -391,7 +391,6 @@ def _planned(
     if not scheme.quantizes:
         return PlannedTensor(name, info, scheme, (OutputTensor(name, unpacked or written, info.shape),))
     module = name.removesuffix(".weight")
-    types = {PACKED: scheme.format.stored_dtype, SCALE: scheme.format.scale_dtype(written), SHAPE: torch.int64}
-    shapes = packed_shapes(info.shape, scheme)
+    shapes, types = packed_shapes(info.shape, scheme), packed_types(scheme, written)
     outputs = tuple(OutputTensor(module + suffix, types[suffix], shape) for suffix, shape in shapes.items())
     return PlannedTensor(name, info, scheme, outputs)

@@ -12,16 +12,11 @@ import torch
 from torch import Tensor
 
 from diffquant.formats.atomic_folder import check_output, staged
-from diffquant.formats.compressed_tensors import (
-    PACKED,
-    SCALE,
-    SHAPE,
-    decode_codes,
-    quantization_config,
-)
+from diffquant.formats.compressed_tensors import SCALE, decode_codes, packed_once, packed_rows, quantization_config
 from diffquant.formats.reader import Checkpoint
 from diffquant.formats.row_stream import Block, Job, Shard, check_rows, checkpoint_stamp, copy_job, write_shards
 from diffquant.quantization.card import quantized_card
+from diffquant.quantization.magnitudes import Magnitudes
 from diffquant.quantization.plan import PlannedTensor, QuantizationPlan, plan_quantization
 from diffquant.quantization.rounded_weight import RoundedWeight
 from diffquant.quantization.roundings import Rounder, rounding_named
@@ -167,7 +162,9 @@ def quantize(
     )
 
 
-def pack_job(checkpoint: Checkpoint, tensor: PlannedTensor, rounder: Rounder) -> Job:
+def pack_job(
+    checkpoint: Checkpoint, tensor: PlannedTensor, rounder: Rounder, magnitudes: Magnitudes | None = None
+) -> Job:
     """The job that makes a weight's codes and scales, some rows at a time."""
     scheme, module = tensor.scheme, tensor.module
     height, width = math.prod(tensor.info.shape[:-1]), tensor.info.shape[-1]
@@ -179,7 +176,7 @@ def pack_job(checkpoint: Checkpoint, tensor: PlannedTensor, rounder: Rounder) ->
         return checkpoint.read(tensor.name).reshape(height, width)[first:last]
 
     dtype = scheme.format.scale_dtype(checkpoint.written_dtype(tensor.name))
-    rounded = RoundedWeight(rounder, tensor.name, read, (height, width), scheme, dtype)
+    rounded = RoundedWeight(rounder, tensor.name, read, (height, width), scheme, dtype, magnitudes)
 
     def make(first: int, last: int) -> Block:
         rows = read(first, last)
@@ -188,11 +185,13 @@ def pack_job(checkpoint: Checkpoint, tensor: PlannedTensor, rounder: Rounder) ->
         if not math.isfinite(total):
             check_rows(rows, tensor.name, first)
         codes, scale = rounded.rows(first, values)
-        pieces = {module + PACKED: (first, scheme.format.pack(codes))}
+        parts = packed_rows(codes, scale, rounded.scheme)
+        if first > 0 and scheme.sharing.spans_rows:
+            del parts[SCALE]
+        pieces = {module + suffix: (first, part) for suffix, part in parts.items()}
         if first == 0:
-            pieces[module + SHAPE] = (0, torch.tensor(tensor.info.shape, dtype=torch.int64))
-        if first == 0 or not scheme.sharing.spans_rows:
-            pieces[module + SCALE] = (first, scale)
+            once = packed_once(tensor.info.shape, rounded.scheme)
+            pieces |= {module + suffix: (0, part) for suffix, part in once.items()}
         # Of a float32 source, `values` are the mapped file itself: only what was decoded may be written to.
         error = _sum_of_squares(decode_codes(codes, scale, scheme).sub_(values))
         return Block(pieces, error, total)
@@ -211,11 +210,12 @@ def _sum_of_squares(values: Tensor) -> float:
 
 def _shards(plan: QuantizationPlan, rounder: Rounder) -> list[Shard]:
     """Output files, divided as the source's are, with each tensor in its place."""
+    magnitudes = Magnitudes(plan.checkpoint, plan.schemes)
     jobs: dict[str, list[Job]] = {file.name: [] for file in plan.checkpoint.weight_files()}
     for tensor in plan.tensors:
         packs = tensor.scheme.quantizes
         job = (
-            pack_job(plan.checkpoint, tensor, rounder)
+            pack_job(plan.checkpoint, tensor, rounder, magnitudes)
             if packs
             else copy_job(plan.checkpoint, tensor.name, tensor.outputs[0].dtype)
         )

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from diffquant.formats.compressed_tensors import decode_codes, weight_codes
 from diffquant.formats.row_stream import in_order, row_blocks, workers
+from diffquant.quantization.magnitudes import Magnitudes
 from diffquant.quantization.roundings.base import Rounder
 from diffquant.scheme import Scheme
 
@@ -19,7 +20,14 @@ class RoundedWeight:
     """A weight [out, in] whose codes and scales are made as rows are asked for, by any number of threads."""
 
     def __init__(
-        self, rounder: Rounder, name: str, read: ReadRows, shape: tuple[int, ...], scheme: Scheme, dtype: torch.dtype
+        self,
+        rounder: Rounder,
+        name: str,
+        read: ReadRows,
+        shape: tuple[int, ...],
+        scheme: Scheme,
+        dtype: torch.dtype,
+        magnitudes: Magnitudes | None = None,
     ) -> None:
         """Prepare a weight whose rows are read when they are needed.
 
@@ -30,11 +38,15 @@ class RoundedWeight:
             shape: (out, in).
             scheme: granularity tensor, row or group.
             dtype: dtype of the stored scale.
+            magnitudes: largest magnitudes of the checkpoint's weights, where some share a scale of the tensor; those of
+                this weight by default.
         """
+        self._magnitudes = magnitudes
         self._rounder, self._name, self._read, self._shape = rounder, name, read, shape
         self._scheme, self._dtype = scheme, dtype
         self._guard = threading.Lock()
-        self._shared_scale: Tensor | None = None
+        self._magnitude: Tensor | None = None
+        self._bound: Scheme | None = None
 
     def rows(self, first: int, values: Tensor) -> tuple[Tensor, Tensor]:
         """Codes int8 [rows, in] and stored scale of the rows from `first` on, whose values are float32."""
@@ -42,25 +54,42 @@ class RoundedWeight:
             codes, scale = self._rounder.made[self._name]
             return codes[first : first + len(values)], scale[first : first + len(values)]
         if not self._scheme.sharing.spans_rows:
-            return self._rounder.round(self._name, values, self._scheme, self._dtype)
-        scale = self._tensor_scale()
+            return self._rounder.round(self._name, values, self.scheme, self._dtype)
+        scale = self._scheme.format.scale(self._largest(), 0, self._dtype)
         return weight_codes(values, scale, self._scheme), scale
 
-    def _tensor_scale(self) -> Tensor:
-        """The one scale [1] of the tensor, made by whichever thread needs it first."""
+    @property
+    def scheme(self) -> Scheme:
+        """The scheme, bound to the weight where its format's scales depend on all of it."""
+        if not self._scheme.format.spans_tensor:
+            return self._scheme
+        if self._bound is None:
+            known = self._magnitudes
+            self._bound = self._scheme.bound_to(self._largest() if known is None else known.of(self._name))
+        return self._bound
+
+    def _largest(self) -> Tensor:
+        """The largest magnitude [1] of the weight, found by whichever thread needs it first."""
         with self._guard:
-            if self._shared_scale is None:
+            if self._magnitude is None:
                 # One number at a time: a small tensor kept for each block would lie where the block's memory was, and
                 # no later block would fit there.
                 largest = torch.zeros((), dtype=torch.float32)
                 for first, last in row_blocks(*self._shape):
                     block_largest = self._read(first, last).abs().amax()
                     largest = torch.maximum(largest.to(block_largest.dtype), block_largest)
-                self._shared_scale = self._scheme.format.scale(largest.reshape(1), 0, self._dtype)
-            return self._shared_scale
+                self._magnitude = largest.reshape(1)
+            return self._magnitude
 
 
-def as_stored(rounder: Rounder, name: str, weight: Tensor, scheme: Scheme, dtype: torch.dtype | None = None) -> Tensor:
+def as_stored(
+    rounder: Rounder,
+    name: str,
+    weight: Tensor,
+    scheme: Scheme,
+    dtype: torch.dtype | None = None,
+    magnitudes: Magnitudes | None = None,
+) -> Tensor:
     """A weight as it is read back from the checkpoint that `quantize` writes, bit for bit.
 
     Args:
@@ -69,6 +98,7 @@ def as_stored(rounder: Rounder, name: str, weight: Tensor, scheme: Scheme, dtype
         weight: [out, in] or [experts, out, in] finite floats, with the checkpoint's own rows.
         scheme: granularity tensor, row or group.
         dtype: dtype of the stored scale; by default that in which a weight of this dtype has its scale stored.
+        magnitudes: as `RoundedWeight` takes them.
 
     Returns:
         codes * scale in the weight's shape and dtype.
@@ -80,7 +110,7 @@ def as_stored(rounder: Rounder, name: str, weight: Tensor, scheme: Scheme, dtype
         return rows[first:last]
 
     dtype = dtype or scheme.format.scale_dtype(weight.dtype)
-    rounded = RoundedWeight(rounder, name, read, tuple(rows.shape), scheme, dtype)
+    rounded = RoundedWeight(rounder, name, read, tuple(rows.shape), scheme, dtype, magnitudes)
 
     def read_back(first: int, last: int) -> Tensor:
         return decode_codes(*rounded.rows(first, rows[first:last].float()), scheme).to(weight.dtype)

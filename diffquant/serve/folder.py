@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from diffquant.errors import CheckpointError
+from diffquant.errors import CheckpointError, UnknownModelTypeError
 from diffquant.model.adapters import Adapter
 from diffquant.model.transformer import TransformerArchitecture
 from diffquant.support.files import write_atomically
@@ -36,6 +36,20 @@ def carries_modelling_file(config: Mapping[str, Any], adapter: Adapter) -> bool:
     """
     is_ours = type(adapter.architecture) is TransformerArchitecture and config["model_type"] != "llama"
     return is_ours and adapter.renames.keys() <= {_OUTPUT}
+
+
+def require_served(config: Mapping[str, Any], adapter: Adapter) -> None:
+    """Check that the plugin, which has the layers of a Transformer alone, serves a folder's model.
+
+    Raises:
+        UnknownModelTypeError: it does not.
+    """
+    if not isinstance(adapter.architecture, TransformerArchitecture):
+        kinds = ", ".join(dict.fromkeys(adapter.architecture.layer_kinds))
+        raise UnknownModelTypeError(
+            f"vLLM does not serve this {config['model_type']}: the plugin has no layers of {kinds}; `diffquant "
+            "generate` runs it"
+        )
 
 
 def config_for_engines(config: Mapping[str, Any], adapter: Adapter) -> dict[str, Any]:

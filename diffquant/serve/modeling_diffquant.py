@@ -2,18 +2,22 @@
 """Differential attention for transformers and for whatever runs transformers' models. It needs nothing of diffquant.
 
 A map of differential attention is a softmax like any other, so each layer asks the attention interface for plain heads
-and subtracts what comes back: softmax(Q1·K1ᵀ)·V - λ·softmax(Q2·K2ᵀ)·V. Values wider than keys are cut into heads of the
-keys' width, which read the same map once for each cut. config.json says under `diff_model` which member of the family
-a model is; the numbers of heads that the configuration shows to an engine are those of the plain heads.
+and subtracts what comes back: softmax(Q1·K1ᵀ)·V - λ·softmax(Q2·K2ᵀ)·V. Where the maps have keys of their own, the two
+keys of a pair are one key head, K1|K2, and queries have zeros where the other map's key stands: (Q1|0)·(K1|K2)ᵀ is
+Q1·K1ᵀ. So nothing is stored twice, and V1's values, as wide as two keys, fit beside them. Values that are wider still
+are cut into heads, which read the same map once for each cut. config.json says under `diff_model` which member of the
+family a model is; the numbers of heads that the configuration shows to an engine are those of the plain heads.
 
 Sources: arXiv 2410.05258, section 2; microsoft/unilm, Diff-Transformer and Diff-Transformer-V2.
 """
 
 import math
+from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -21,6 +25,7 @@ from transformers.models.llama.modeling_llama import (
     LlamaForCausalLM,
     LlamaModel,
     LlamaRMSNorm,
+    LlamaRotaryEmbedding,
     eager_attention_forward,
 )
 from transformers.utils import logging
@@ -79,7 +84,7 @@ class DiffConfig(PreTrainedConfig):
         if self.diff_model is not None:
             heads = PlainHeads(self.diff_model["attention"])
             self.head_dim = heads.width
-            self.num_key_value_heads = heads.kv_pairs * heads.key_maps * heads.cuts
+            self.num_key_value_heads = heads.kv_pairs * heads.cuts
             self.num_attention_heads = self.num_key_value_heads * heads.group
             # Column shards would part the maps of a pair where a projection has all signal heads first, and the gate
             # whose means PolyNorm takes.
@@ -116,13 +121,13 @@ ACT2FN["poly_norm"] = PolyNorm
 class PlainHeads:
     """How projected queries, keys and values become heads that any engine serves, and how their outputs become pairs.
 
-    K is the number of KV pairs, P of signal heads, d the width of a query; m maps have keys of their own (1 where the
-    maps share them), a value is cut into c heads of width d, and u query heads read one key head. Counts of heads are
-    read from tensors, since a rank of a tensor-parallel model has a share of them.
+    K is the number of KV pairs, P of signal heads, d the width of a projected query; m maps have keys of their own (1
+    where the maps share them), w = m·d is the width of a plain head, a value is cut into c of them, and u query heads
+    read one. Counts of heads are read from tensors, since a rank of a tensor-parallel model has a share of them.
     """
 
     def __init__(self, attention: dict[str, Any]) -> None:
-        self.width, self.value_width = attention["head_dim"], attention["value_dim"]
+        self.key_width, self.value_width = attention["head_dim"], attention["value_dim"]
         self.pairs, self.kv_pairs = attention["pairs"], attention["kv_pairs"]
         self.has_noise = attention["maps"] == 2
         self.sharing = attention["signals_per_noise"]
@@ -131,53 +136,50 @@ class PlainHeads:
         self.repeats = attention["kv_repeats"]
         self.is_interleaved = attention["rope"] == "interleaved"
         self.is_rotated = attention["rope"] != "none"
-        if self.value_width % self.width:
-            raise ValueError(f"values of width {self.value_width} do not divide into heads of width {self.width}")
-        self.cuts = self.value_width // self.width
+        self.width = self.key_maps * self.key_width
+        self.cuts = math.ceil(self.value_width / self.width)
         self.signals = self.pairs // self.kv_pairs
-        # Where the maps have keys of their own their groups have to be equal, and a shared noise head is repeated.
-        self.noises = self.signals // self.sharing if self.key_maps == 1 else self.signals
-        self.group = self.signals + (self.noises if self.has_noise and self.key_maps == 1 else 0)
+        self.noises = self.signals // self.sharing if self.has_noise else 0
+        self.group = self.signals + self.noises
 
     def queries(self, projected: Tensor, rotary: Rotary) -> Tensor:
-        """[B, H, T, d] of projected queries [B, T, rows]; rotary is cos and sin [B, T, d]."""
-        signal, noise = self._maps(projected.unflatten(-1, (-1, self.width)), self.sharing if self.has_noise else 0)
+        """[B, K·c·u, T, w] of projected queries [B, T, rows]; rotary is cos and sin [B, T, d]."""
+        heads = self._rotated(projected.unflatten(-1, (-1, self.key_width)), rotary)
+        signal, noise = self._maps(heads, self.sharing if self.has_noise else 0)
+        if noise is not None and self.key_maps == 2:
+            signal, noise = pad(signal, (0, self.key_width)), pad(noise, (self.key_width, 0))
         kv_pairs = signal.shape[-2] // self.signals
-        maps = [signal.unflatten(-2, (kv_pairs, self.signals))]
-        if self.has_noise:
-            repeats = self.sharing if self.key_maps == 2 else 1
-            maps.append(noise.repeat_interleave(repeats, -2).unflatten(-2, (kv_pairs, self.noises)))
-        # [B, T, K, m, u, d], and then once for each cut of the values.
-        heads = torch.stack(maps, 3) if self.key_maps == 2 else torch.cat(maps, 3).unsqueeze(3)
-        heads = heads.unsqueeze(4).expand(-1, -1, -1, -1, self.cuts, -1, -1)
-        return self._rotated(heads.flatten(2, 5), rotary).transpose(1, 2)
+        groups = signal.unflatten(-2, (kv_pairs, self.signals))
+        if noise is not None:
+            groups = torch.cat([groups, noise.unflatten(-2, (kv_pairs, self.noises))], 3)
+        # Once for each cut of the values.
+        return groups.unsqueeze(3).expand(-1, -1, -1, self.cuts, -1, -1).flatten(2, 4).transpose(1, 2)
 
     def keys(self, projected: Tensor, rotary: Rotary) -> Tensor:
-        """[B, K·m·c, S, d] of projected keys [B, S, rows]."""
-        heads = projected.unflatten(-1, (-1, self.width)).repeat_interleave(self.repeats, -2)
-        signal, noise = self._maps(heads, 1 if self.key_maps == 2 else 0)
-        maps = torch.stack([signal, noise], 3) if self.key_maps == 2 else signal.unsqueeze(3)
-        return self._rotated(maps.repeat_interleave(self.cuts, 3).flatten(2, 3), rotary).transpose(1, 2)
+        """[B, K·c, S, w] of projected keys [B, S, rows]."""
+        heads = self._rotated(projected.unflatten(-1, (-1, self.key_width)), rotary).repeat_interleave(self.repeats, -2)
+        if self.key_maps == 2:
+            signal, noise = self._maps(heads, 1)
+            heads = torch.cat([signal, noise], -1)
+        return heads.repeat_interleave(self.cuts, 2).transpose(1, 2)
 
     def values(self, projected: Tensor) -> Tensor:
-        """[B, K·m·c, S, d] of projected values [B, S, rows]."""
+        """[B, K·c, S, w] of projected values [B, S, rows], the last cut filled with zeros."""
         if self.are_in_halves:
             values = projected.unflatten(-1, (2, -1, self.value_width // 2)).transpose(2, 3).flatten(-2)
         else:
             values = projected.unflatten(-1, (-1, self.value_width)).repeat_interleave(self.repeats, -2)
-        cuts = values.unflatten(-1, (self.cuts, self.width)).unsqueeze(3)
-        return cuts.expand(-1, -1, -1, self.key_maps, -1, -1).flatten(2, 4).transpose(1, 2)
+        filled = pad(values, (0, self.cuts * self.width - self.value_width))
+        return filled.unflatten(-1, (self.cuts, self.width)).flatten(2, 3).transpose(1, 2)
 
     def outputs(self, heads: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Signal and noise [B, T, P, c·d] of the heads' outputs [B, T, H·d]; None for the noise of a plain model."""
-        heads = heads.unflatten(-1, (-1, self.key_maps, self.cuts, self.group, self.width))
-        pairs = heads.transpose(4, 5).flatten(-2)
+        """Signal and noise [B, T, P, dv] of the heads' outputs [B, T, H·w]; None for the noise of a plain model."""
+        cuts = heads.unflatten(-1, (-1, self.cuts, self.group, self.width))
+        pairs = cuts.transpose(3, 4).flatten(-2)[..., : self.value_width]
+        signal, noise = pairs.split([self.signals, self.noises], 3)
         if not self.has_noise:
-            return pairs.flatten(2, 4), None
-        if self.key_maps == 2:
-            return pairs[:, :, :, 0].flatten(2, 3), pairs[:, :, :, 1].flatten(2, 3)
-        signal, noise = pairs.split([self.signals, self.noises], 4)
-        return signal.flatten(2, 4), noise.flatten(2, 4).repeat_interleave(self.sharing, 2)
+            return signal.flatten(2, 3), None
+        return signal.flatten(2, 3), noise.flatten(2, 3).repeat_interleave(self.sharing, 2)
 
     def _maps(self, heads: Tensor, sharing: int) -> tuple[Tensor, Tensor | None]:
         """Signal and noise heads [B, T, ·, d], of which one noise head stands behind `sharing` signal heads."""
@@ -191,7 +193,7 @@ class PlainHeads:
     def _rotated(self, heads: Tensor, rotary: Rotary) -> Tensor:
         if not self.is_rotated:
             return heads
-        half = self.width // 2
+        half = self.key_width // 2
         cos, sin = (table[:, :, None, :half] for table in rotary)
         if self.is_interleaved:
             real, imaginary = heads[..., 0::2], heads[..., 1::2]
@@ -209,18 +211,18 @@ class DiffAttention(nn.Module):
         self.config, self.layer_idx, self.spec = config, layer_idx, spec
         self.heads = PlainHeads(spec)
         # What attention functions ask of a module.
-        self.head_dim, self.scaling = self.heads.width, self.heads.width**-0.5
+        self.head_dim, self.scaling = self.heads.width, self.heads.key_width**-0.5
         self.num_key_value_groups, self.attention_dropout, self.is_causal = self.heads.group, 0.0, True
         width, bias, heads = config.hidden_size, config.attention_bias, self.heads
         noises = heads.pairs // heads.sharing if heads.has_noise else 0
         stored = heads.kv_pairs // heads.repeats
-        self.q_proj = nn.Linear(width, (heads.pairs + noises) * heads.width, bias=bias)
-        self.k_proj = nn.Linear(width, stored * heads.key_maps * heads.width, bias=bias)
+        self.q_proj = nn.Linear(width, (heads.pairs + noises) * heads.key_width, bias=bias)
+        self.k_proj = nn.Linear(width, stored * heads.width, bias=bias)
         self.v_proj = nn.Linear(width, stored * heads.value_width, bias=bias)
         self.add_module(spec["output"], nn.Linear(heads.pairs * heads.value_width, width, bias=bias))
         if spec["lam"] == "exp":
             for name in _VECTORS:
-                self.register_parameter(name, nn.Parameter(torch.zeros(heads.width)))
+                self.register_parameter(name, nn.Parameter(torch.zeros(heads.key_width)))
         elif heads.has_noise:
             self.lambda_proj = nn.Linear(width, heads.pairs * (2 if spec["lam"] == "two-gates" else 1), bias=False)
         if spec["output_gate"]:
@@ -290,6 +292,10 @@ class DiffModel(LlamaModel):
         super().__init__(config)
         for index, layer in enumerate(self.layers):
             layer.self_attn = DiffAttention(config, index)
+        # A plain head can be wider than what is rotated.
+        rotated = copy(config)
+        rotated.head_dim = PlainHeads(config.diff_model["attention"]).key_width
+        self.rotary_emb = LlamaRotaryEmbedding(rotated)
         self.post_init()
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,10 +14,15 @@ from typing import Any, Literal
 from diffquant.errors import CheckpointError, MissingDependencyError, UnknownModelTypeError, UsageError
 from diffquant.formats.opening import open_checkpoint
 from diffquant.formats.reader import Checkpoint
-from diffquant.model.adapters import READERS, Adapter, adapter_for
-from diffquant.model.transformer import TransformerArchitecture
+from diffquant.model.adapters import Adapter, adapter_for
 from diffquant.numbers.formats.integer import PACK_QUANTIZED
-from diffquant.serve.folder import beyond_weights, carries_modelling_file, config_for_engines, modelling_file
+from diffquant.serve.folder import (
+    beyond_weights,
+    carries_modelling_file,
+    config_for_engines,
+    modelling_file,
+    require_served,
+)
 from diffquant.serve.room import ITEMSIZES, room_in
 from diffquant.serve.vllm.versions import TESTED, cuda_builds, installed_vllm
 from diffquant.support.installation import install_command
@@ -146,6 +152,25 @@ def check_code(folder: Path, config: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{folder} holds no modelling file: leave out {spelled('implementation', 'folder')}")
 
 
+def check_processor(folder: Path, cache: Literal["16", "fp8"], implementation: Implementation) -> None:
+    """Check that this processor has the instructions that vLLM's kernels for low bits are built for, AVX-512 on x86.
+
+    Raises:
+        UsageError: it has not, and an fp8 cache is asked for, or packed weights without the plugin, which unpacks them.
+    """
+    import torch
+
+    if platform.machine() != "x86_64" or torch.backends.cpu.get_cpu_capability() == "AVX512":
+        return
+    if cache == "fp8":
+        raise UsageError(f"{spelled('cache', 'fp8')} needs AVX-512 on a processor, which this one does not have")
+    if implementation == "folder" and "quantization_config" in open_checkpoint(folder).config:
+        raise UsageError(
+            f"{folder} has packed weights, for which vLLM alone needs AVX-512: leave out "
+            f"{spelled('implementation', 'folder')}, as the plugin unpacks them here"
+        )
+
+
 def check_ranks(config: Mapping[str, Any], adapter: Adapter, ranks: int, implementation: Implementation) -> None:
     """Check that a DIFF model can be shared by ranks.
 
@@ -189,15 +214,8 @@ def _adapter(checkpoint: Checkpoint) -> Adapter | None:
     try:
         adapter = adapter_for(checkpoint.config)
     except UnknownModelTypeError:
-        # Of a name that is known, as Motif-3 has, the reader says what is missing.
-        if str(checkpoint.config.get("model_type")).lower() in READERS:
-            raise
         return None
-    if not isinstance(adapter.architecture, TransformerArchitecture):
-        raise UnknownModelTypeError(
-            f"{checkpoint.path}: vLLM does not serve {checkpoint.config['model_type']}, which has layers of other "
-            "kinds than attention; `diffquant generate` runs it"
-        )
+    require_served(checkpoint.config, adapter)
     return adapter
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
+from math import ceil, prod
 
 from diffquant.errors import UsageError
 from diffquant.formats.reader import Checkpoint
@@ -42,8 +42,9 @@ def room_in(
     """
     architecture = adapter.architecture
     spec, layers = architecture.diff_spec, architecture.num_hidden_layers
-    # Each map's keys stand beside the values that it reads, which are cut to the keys' width.
-    a_token = 2 * layers * spec.key_heads * spec.value_dim * itemsize
+    # Both maps' keys are one head, and values are cut into heads of that width, the keys beside each.
+    width = spec.key_heads // spec.kv_pairs * spec.head_dim
+    a_token = 2 * layers * spec.kv_pairs * ceil(spec.value_dim / width) * width * itemsize
     free = memory - _APART - _weight_bytes(checkpoint, adapter, dtype)
     fits = max(0, free // a_token - _BLOCKS)
     if context is not None and context > architecture.max_position_embeddings:

@@ -12,7 +12,7 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 from diffquant.errors import DiffQuantError, UsageError
-from diffquant.serve.plan import Implementation, ServerPlan, plan_server
+from diffquant.serve.plan import Implementation, ServerPlan, check_processor, plan_server
 from diffquant.support.machine import free_memory
 from diffquant.support.spelling import spelled
 
@@ -52,7 +52,8 @@ def serve(
     Raises:
         MissingDependencyError: vLLM is not installed, or does not find the plugin.
         UnknownModelTypeError: vLLM has no layers for the model.
-        UsageError: the port is taken, or a request of the context does not fit into the memory.
+        UsageError: the port is taken, a request of the context does not fit into the memory, or the processor lacks
+            instructions that are needed.
         CheckpointError: the folder cannot be opened, or holds code that is not diffquant's and that would run.
         DiffQuantError: the server ended by itself.
     """
@@ -67,6 +68,8 @@ def serve(
         implementation=implementation,
         memory=None if _has_gpu() else free_memory(),
     )
+    if not _has_gpu():
+        check_processor(Path(model), cache, implementation)
     _check_port(host, port)
     for note in plan.notes:
         sys.stderr.write(f"note: {note}\n")

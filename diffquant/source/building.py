@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from diffquant.errors import NonFiniteError
-from diffquant.formats.compressed_tensors import PACKED, SCALE, SHAPE, unpack_weight
+from diffquant.formats.compressed_tensors import GLOBAL, PACKED, SCALE, SHAPE, packed_shapes, unpack_parts
 from diffquant.kernels.arguments import HALF_TYPES
 from diffquant.kernels.linear.repack import PackedWeight, repack, repack_refusal
 from diffquant.model.architecture import Architecture
@@ -137,15 +137,29 @@ def _parameter(source: Source, name: str, rewrite: Rewrite) -> Tensor:
     stored_name = source.adapter.source_name(name)
     module = stored_name.removesuffix(".weight")
     if module in source.packed:
-        words, scale, shape = (source.checkpoint.read(module + suffix) for suffix in (PACKED, SCALE, SHAPE))
-        check_finite(scale, module + SCALE)
-        data = unpack_weight(words, scale, shape, source.packed[module])
+        data = _unpacked(source, module, source.adapter.source_parameters[stored_name].shape)
     else:
         data = source.checkpoint.read(stored_name)
         check_finite(data, stored_name)
         data = rewrite(stored_name, data)
     order = source.adapter.row_order(name)
     return data if order is None else data[order]
+
+
+def _unpacked(source: Source, module: str, shape: tuple[int, ...]) -> Tensor:
+    """A packed weight of a shape as it is read.
+
+    Raises:
+        NonFiniteError: a scale, or a code of eight bits, is NaN or infinite.
+    """
+    scheme = source.packed[module]
+    parts = {suffix: source.checkpoint.read(module + suffix) for suffix in packed_shapes(shape, scheme)}
+    tensor_scale = parts.get(GLOBAL)
+    check_finite(scheme.format.unpack_scale(parts[SCALE], tensor_scale), module + SCALE)
+    data = unpack_parts(parts, shape, scheme)
+    if scheme.format.is_native:
+        check_finite(data, module)
+    return data
 
 
 def _in_dtype(data: Tensor, dtype: torch.dtype, name: str) -> Tensor:

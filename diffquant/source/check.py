@@ -2,8 +2,17 @@
 
 from collections.abc import Iterable
 
+import torch
+
 from diffquant.errors import CheckpointError
-from diffquant.formats.compressed_tensors import PACKED, SCALE, SHAPE, packed_modules, packed_shapes, read_schemes
+from diffquant.formats.compressed_tensors import (
+    SCALE,
+    SHAPE,
+    packed_modules,
+    packed_shapes,
+    packed_types,
+    read_schemes,
+)
 from diffquant.formats.reader import Checkpoint, TensorInfo
 from diffquant.model.adapters import Adapter
 from diffquant.model.blocks import Parameters, Shape
@@ -86,7 +95,8 @@ def _other_shapes(checkpoint: Checkpoint, parameters: Parameters, schemes: dict[
     """Packed weights whose stored shape, which readers unpack by, is not the model's."""
     problems = []
     for name, parameter in parameters.items():
-        if (module := name.removesuffix(".weight")) in schemes:
+        module = name.removesuffix(".weight")
+        if module in schemes and schemes[module].format.stores_shape:
             stored, expected = checkpoint.read(module + SHAPE).tolist(), list(parameter.shape)
             if stored != expected:
                 problems.append(f"{module} says {stored}, not {expected}")
@@ -101,10 +111,10 @@ def _problem(what: str, names: Iterable[str]) -> list[str]:
 def _has_right_type(name: str, info: TensorInfo, schemes: dict[str, Scheme]) -> bool:
     module, _, part = name.rpartition(".")
     scheme = schemes.get(module, FULL)
-    if not scheme.quantizes or f".{part}" not in (PACKED, SCALE, SHAPE):
+    types = packed_types(scheme, torch.bfloat16) if scheme.quantizes else {}
+    suffix = f".{part}"
+    if suffix not in types:
         return info.dtype.is_floating_point and info.dtype.itemsize > 1
-    if name.endswith(SHAPE):
+    if suffix == SHAPE:
         return not info.dtype.is_floating_point
-    if name.endswith(PACKED):
-        return info.dtype == scheme.format.stored_dtype
-    return scheme.format.reads_scale(info.dtype)
+    return scheme.format.reads_scale(info.dtype) if suffix == SCALE else info.dtype == types[suffix]

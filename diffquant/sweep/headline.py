@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from diffquant.evals.columns import Drawn
+from diffquant.evals.stats import Difference
 from diffquant.evals.tasks import kind_of
 from diffquant.sweep.result import SweepResult
 from diffquant.sweep.table import Row, rows, tasks_of
@@ -20,7 +20,7 @@ def headline(sweep: SweepResult) -> list[str]:
     return sentences or ["Nothing here is compared with 16 bits."]
 
 
-def _leading_changes(task: str, table: Sequence[Row]) -> list[tuple[Row, Drawn]]:
+def _leading_changes(task: str, table: Sequence[Row]) -> list[tuple[Row, Difference]]:
     """The changes from 16 bits by the first measure that was taken of any row; one with a sign if items can be lost."""
     columns = kind_of(task).columns
     for change in columns.changes:
@@ -32,8 +32,8 @@ def _leading_changes(task: str, table: Sequence[Row]) -> list[tuple[Row, Drawn]]
     return []
 
 
-def _of_items(task: str, changes: Sequence[tuple[Row, Drawn]]) -> str:
-    worst, _ = min(changes, key=lambda change: change[1].value)
+def _of_items(task: str, changes: Sequence[tuple[Row, Difference]]) -> str:
+    worst, _ = min(changes, key=lambda change: change[1].mean)
     lower = [row.point.bits for row, drawn in changes if drawn.high < 0]
     of_all = f"of {len(changes)} configurations"
     if not lower:
@@ -46,8 +46,8 @@ def _of_items(task: str, changes: Sequence[tuple[Row, Drawn]]) -> str:
     return told if safe is None else f"{told} From {safe} bits up no loss is measurable."
 
 
-def _of_text(task: str, changes: Sequence[tuple[Row, Drawn]]) -> str:
-    ordered = sorted(changes, key=lambda change: change[1].value)
+def _of_text(task: str, changes: Sequence[tuple[Row, Difference]]) -> str:
+    ordered = sorted(changes, key=lambda change: change[1].mean)
     least, most = (_named(row, task) for row, _ in (ordered[0], ordered[-1]))
     if len(ordered) == 1:
         return f"{task}: {most}."

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diffquant.errors import UsageError
-from diffquant.evals.columns import Drawn, Metric
+from diffquant.evals.columns import Metric
+from diffquant.evals.stats import Difference
 from diffquant.evals.tasks import kind_of
 from diffquant.report.page import Drawing
 from diffquant.report.plots import REFERENCE, Tips, as_svg, literal, look, new_figure, plain_log_scale, tidy
@@ -53,8 +54,8 @@ class BitsLine:
     """
 
     model: str
-    points: tuple[tuple[int, Drawn], ...]
-    full: Drawn | None = None
+    points: tuple[tuple[int, Difference], ...]
+    full: Difference | None = None
 
 
 @dataclass(frozen=True)
@@ -133,8 +134,8 @@ def _band(sweep: SweepResult, task: str, metric: Metric, is_change: bool) -> Ban
 
 def _lines(sweep: SweepResult, task: str, metric: Metric, is_change: bool) -> dict[str, list[BitsLine]]:
     """The lines of a task by their panel's title; a change has nothing at 16 bits."""
-    full: dict[str, Drawn | None] = {}
-    drawn: dict[tuple[str, str], list[tuple[int, Drawn]]] = {}
+    full: dict[str, Difference | None] = {}
+    drawn: dict[tuple[str, str], list[tuple[int, Difference]]] = {}
     for row in rows(sweep):
         compared = row.results[task]
         value = metric.of(compared) if compared.result else None
@@ -198,8 +199,8 @@ def _draw(axis: "Axes", lines: Sequence[BitsLine], models: Sequence[str], band: 
         # Side by side, so that bars at one width stay readable.
         shift = _SPREAD * (number - (len(models) - 1) / 2)
         places, values = [bits - shift for bits, _ in line.points], [value for _, value in line.points]
-        bars = [[v.value - v.low for v in values], [v.high - v.value for v in values]]
-        heights = [value.value for value in values]
+        bars = [[v.mean - v.low for v in values], [v.high - v.mean for v in values]]
+        heights = [value.mean for value in values]
         axis.errorbar(
             places,
             heights,
@@ -212,9 +213,9 @@ def _draw(axis: "Axes", lines: Sequence[BitsLine], models: Sequence[str], band: 
         )
         if tips:
             for place, (bits, value) in zip(places, line.points, strict=True):
-                tips.mark(axis, place, value.value, _tip(line.model, bits, value))
+                tips.mark(axis, place, value.mean, _tip(line.model, bits, value))
         if line.full is not None:
-            axis.axhline(line.full.value, color=style["color"], linestyle=(number * 3, (3, 6)), linewidth=0.9)
+            axis.axhline(line.full.mean, color=style["color"], linestyle=(number * 3, (3, 6)), linewidth=0.9)
     axis.set_xticks(widths, [str(bits) for bits in widths])
     if widths:
         axis.set_xlim(max(widths) + 0.5, min(widths) - 0.5)
@@ -229,7 +230,7 @@ def _scale(axis: "Axes", band: Band) -> None:
     """Give a panel its band's scale: logarithmic, around 0 for changes, from 0 on for scores."""
     lines = [line for found in band.lines.values() for line in found]
     values = [value for line in lines for value in (*(v for _, v in line.points), *([line.full] if line.full else []))]
-    lowest, highest = min(value.value for value in values), max(value.high for value in values)
+    lowest, highest = min(value.mean for value in values), max(value.high for value in values)
     if band.is_log and lowest > 0:
         axis.set_ylim(_FLOOR * lowest, highest / _FLOOR)
         plain_log_scale(axis)
@@ -239,6 +240,6 @@ def _scale(axis: "Axes", band: Band) -> None:
     axis.set_ylim(bottom - (margin if bottom < 0 else 0), top + margin)
 
 
-def _tip(model: str, bits: int, value: Drawn) -> str:
+def _tip(model: str, bits: int, value: Difference) -> str:
     bounds = f" [{value.low:.3g}, {value.high:.3g}]" if value.low < value.high else ""
-    return f"{model}, {bits} bits: {value.value:.3g}{bounds}"
+    return f"{model}, {bits} bits: {value.mean:.3g}{bounds}"

@@ -152,7 +152,8 @@ def _settings(plan: SweepPlan, jobs: Sequence[Job]) -> JsonObject:
         "models": {str(path): source.fingerprint for path, source in plan.sources.items()},
         "quantized": [str(path) for path, source in plan.sources.items() if source.packed or path.is_file()],
         "source_bytes": {str(path): source.checkpoint.stored_nbytes for path, source in plan.sources.items()},
-        "dtype": setup.dtype_name,
+        # An exported model computes in what it was exported with.
+        "dtype": setup.dtype_name if plan.sources else None,
         "versions": versions_of_run(setup.device),
         "commit": commit(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),

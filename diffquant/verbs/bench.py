@@ -44,8 +44,8 @@ def bench(
     Every path is checked before it is timed. An interrupted bench goes on when the same command is given again.
 
     Args:
-        sections: what to measure: attention, decode, linear, throughput, generate, quantize, export, sweep; all by
-            default.
+        sections: what to measure: attention, decode, linear, throughput, generate, serve, quantize, export,
+            sweep; all by default.
         output: folder for tables, plots and report.
         device: as `search` takes it.
         shapes: sizes: 830M, 1.4B, 2.8B, 3B, 6.8B, 13.1B, smollm2-135m-diff-v2, diffllama-1b; some by default.

@@ -59,7 +59,8 @@ def fidelity(
         text: text to read; the prose that ships by default. A file of log-probabilities holds its own.
         characters: number of characters to read, from the text's end, since roundings read it from its beginning; 0
             reads all.
-        context: number of tokens of a chunk; 512 by default. A file of log-probabilities has its own.
+        context: number of tokens of a chunk; 512 by default, or what a server has room for. A file of log-probabilities
+            has its own.
         top_k: number of the likeliest tokens to ask a server for.
         output: folder for the numbers, and a table for the model card.
         dataset: the text's dataset on the hub, for an entry in .eval_results of `output`, which the hub reads.
@@ -73,7 +74,8 @@ def fidelity(
         The result, or None where `save_base` was written.
 
     Raises:
-        UsageError: the two have not the same vocabulary or make other tokens of the text, or it fills no chunk.
+        UsageError: the two have not the same vocabulary or make other tokens of the text, it fills no chunk, or a
+            chunk is longer than a server reads.
         OutputExistsError: an output would replace what diffquant did not write.
         DiffQuantError: a checkpoint or file cannot be read, or a server does not answer.
     """
@@ -178,6 +180,11 @@ def _model(path: Path, dtype: str, device: str) -> "Side":
     return Model(path, TorchModel(loaded), source.tokenizer, about)
 
 
+def _longest(sides: "list[Side]") -> dict[str, int]:
+    """Tokens of the longest chunk that each side reads, where that is known."""
+    return {side.name: side.longest for side in sides if side.longest is not None}
+
+
 def _chunks(sides: "list[Side]", reading: _Reading) -> "tuple[Tensor, JsonObject]":
     """The tokens that are read, in chunks, and what they are."""
     from diffquant.evals.fidelity.base_file import scored
@@ -186,6 +193,9 @@ def _chunks(sides: "list[Side]", reading: _Reading) -> "tuple[Tensor, JsonObject
     from diffquant.text.corpus import load_text, text_digest
 
     about: JsonObject
+    for name, longest in _longest(sides).items():
+        if reading.context is not None and reading.context > longest:
+            raise UsageError(f"{name} reads chunks of up to {longest} tokens: {spelled('context', longest)} fits")
     stored = next((side for side in sides if side.fixed_chunks is not None), None)
     if stored is not None:
         if (reading.text, reading.context) != (None, None):
@@ -198,7 +208,7 @@ def _chunks(sides: "list[Side]", reading: _Reading) -> "tuple[Tensor, JsonObject
         read = whole[-reading.characters :] if reading.characters else whole
         name = "the prose that ships" if reading.text is None else Path(reading.text).name
         about = {"name": name, "digest": text_digest(read), "characters": len(read)}
-    chunks = chunks_of(sides, read, reading.context or CONTEXT)
+    chunks = chunks_of(sides, read, reading.context or min([CONTEXT, *_longest(sides).values()]))
     count, length = chunks.shape
     about |= {"context": length, "chunks": count, "scored": count * scored(length), "parts": parts_of(count)}
     return chunks, about

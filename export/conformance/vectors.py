@@ -1,6 +1,7 @@
-"""The op's test vectors: how they are made, stored in vectors.json, and read."""
+"""The op's test vectors: how they are made, stored in vectors.json.xz, and read."""
 
 import json
+import lzma
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 from diffquant.export.conformance.formula import compute
 from diffquant.export.graph.op import VERSION, OpAttributes
 
-FILE = Path(__file__).parent / "vectors.json"
+FILE = Path(__file__).parent / "vectors.json.xz"
 OUTPUTS = ("output", "present_key", "present_value")
 _TYPES = {"float": "f4", "float16": "f2", "int8": "i1", "uint8": "u1", "int32": "i4"}
 _NAMES = {np.dtype(kind): name for name, kind in _TYPES.items()}
@@ -145,12 +146,12 @@ def read_vectors(file: Path = FILE) -> list[Vector]:
             {name: _array(tensor) for name, tensor in entry["inputs"].items()},
             {name: _array(entry[name]) for name in OUTPUTS},
         )
-        for entry in json.loads(file.read_text())["vectors"]
+        for entry in json.loads(lzma.decompress(file.read_bytes()))["vectors"]
     ]
 
 
 def write_vectors(vectors: list[Vector], file: Path = FILE) -> None:
-    """Write vectors as JSON, a line for each tensor."""
+    """Write vectors as compressed JSON, a line for each tensor."""
     entries = []
     for vector in vectors:
         lines = [f'"name": {json.dumps(vector.name)}', f'"attributes": {json.dumps(vector.attributes.to_dict())}']
@@ -159,7 +160,8 @@ def write_vectors(vectors: list[Vector], file: Path = FILE) -> None:
         lines += [f'"{name}": {_text(value)}' for name, value in vector.outputs.items()]
         entries.append("{" + ",\n  ".join(lines) + "}")
     listed = ",\n ".join(entries)
-    file.write_text(f'{{"op": "DifferentialAttention", "version": {VERSION}, "vectors": [\n {listed}\n]}}\n')
+    text = f'{{"op": "DifferentialAttention", "version": {VERSION}, "vectors": [\n {listed}\n]}}\n'
+    file.write_bytes(lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME))
 
 
 def _make(name: str, made: Made, seed: int) -> Vector:

@@ -14,7 +14,6 @@ from diffquant.family.heads import HeadLayout
 from diffquant.family.spec import DiffSpec
 from diffquant.formats.compressed_tensors import PACKED, SCALE, decode_codes
 from diffquant.formats.reader import Checkpoint
-from diffquant.model.adapters import Adapter
 from diffquant.numbers.absmax import check_finite
 from diffquant.quantization.rounded_weight import RoundedWeight
 from diffquant.quantization.roundings.base import Rounder
@@ -112,24 +111,20 @@ class Matrix:
         return self.stored_name.removesuffix(".weight") + suffix
 
 
-def read_matrix(source: Source, name: str, shape: tuple[int, int], wanted: Scheme) -> Matrix:
+def read_matrix(source: Source, name: str, wanted: Scheme) -> Matrix:
     """The weight of a linear, the embedding or a λ projection; nothing is read yet.
 
     Args:
         source: checkpoint that holds it.
         name: name of the DiffTransformer parameter.
-        shape: (out, in) of the DiffTransformer parameter.
         wanted: scheme to quantize it to where the checkpoint holds it plain.
     """
     stored_name = source.adapter.source_name(name)
     stored = source.packed.get(stored_name.removesuffix(".weight"), FULL)
-    order = row_order(source.adapter, name)
-    return Matrix(source.checkpoint, stored_name, name, shape, stored, FULL if stored.quantizes else wanted, order)
-
-
-def row_order(adapter: Adapter, name: str) -> Tensor | None:
-    """The checkpoint's row at each exported row of a parameter; None where no row moves."""
-    return adapter.rows_as(op_layout(adapter.architecture.diff_spec), name)
+    out, width = source.architecture.parameters[name].shape
+    order = source.adapter.rows_as(op_layout(source.spec), name)
+    scheme = FULL if stored.quantizes else wanted
+    return Matrix(source.checkpoint, stored_name, name, (out, width), stored, scheme, order)
 
 
 def op_layout(spec: DiffSpec) -> HeadLayout:

@@ -9,7 +9,7 @@ from diffquant.errors import CheckpointError, UsageError
 from diffquant.export.graph.activations import EMITTED
 from diffquant.export.graph.body import contrib_row_problems
 from diffquant.export.graph.linears import check_blocks
-from diffquant.export.graph.matrix import Matrix, read_matrix, row_order
+from diffquant.export.graph.matrix import Matrix, op_layout, read_matrix
 from diffquant.export.options import ExportOptions
 from diffquant.family.spec import DiffSpec
 from diffquant.model.adapters import Adapter
@@ -54,12 +54,13 @@ class ExportPlan:
     def matrices(self) -> dict[str, Matrix]:
         """Every linear's weight, the embedding and the head, by DiffTransformer's names."""
         ends = [EMBEDDING] if self.config.tie_word_embeddings else [EMBEDDING, HEAD]
-        linears = {name: self._matrix(name, self.options.weights) for name in self.source.architecture.linear_shapes()}
-        return linears | {name: self._matrix(name, self._end_scheme) for name in ends}
+        schemes = dict.fromkeys(self.source.architecture.linear_shapes(), self.options.weights)
+        schemes |= dict.fromkeys(ends, self._end_scheme)
+        return {name: read_matrix(self.source, name, scheme) for name, scheme in schemes.items()}
 
     def small_matrix(self, name: str) -> Tensor:
         """All rows of a matrix in float32."""
-        matrix = self._matrix(name, FULL)
+        matrix = read_matrix(self.source, name, FULL)
         rows = matrix.shape[0]
         return matrix.dequantized(0, rows) if matrix.scheme.quantizes else matrix.values(0, rows).float()
 
@@ -71,7 +72,7 @@ class ExportPlan:
         """
         vector = self.source.read(name)
         check_finite(vector, self.adapter.source_name(name))
-        order = row_order(self.adapter, name)
+        order = self.adapter.rows_as(op_layout(self.spec), name)
         return (vector if order is None else vector[order]).float()
 
     @property
@@ -87,10 +88,6 @@ class ExportPlan:
         width = self.config.hidden_size
         group = next((size for size in (128, 64, 32, 16) if width % size == 0), None)
         return Scheme.parse(f"8:g{group}" if group else "8:row")
-
-    def _matrix(self, name: str, wanted: Scheme) -> Matrix:
-        out, width = self.parameters[name].shape
-        return read_matrix(self.source, name, (out, width), wanted)
 
 
 def plan_export(source: Source, options: ExportOptions) -> ExportPlan:

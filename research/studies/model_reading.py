@@ -1,7 +1,6 @@
 """A model that reads the text of a rounding contest: what every method that needs more than a weight gets of it."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,21 +26,6 @@ _BATCH_TOKENS = 4096
 Visit = Callable[[str, Tensor, Tensor], Tensor | None]
 
 
-@dataclass(frozen=True)
-class ReadingOptions:
-    """What is read: the beginning of a text.
-
-    Attributes:
-        text: file with a text; the prose that ships by default.
-        tokens: number of tokens that are read.
-        window: number of tokens the model sees at once.
-    """
-
-    text: Path | None
-    tokens: int
-    window: int
-
-
 class ModelReading:
     """A checkpoint's model over a text.
 
@@ -50,8 +34,18 @@ class ModelReading:
             model.
     """
 
-    def __init__(self, source: Source, weights: Mapping[str, tuple[str, Tensor]], options: ReadingOptions) -> None:
-        self._source, self.weights, self._options = source, weights, options
+    def __init__(
+        self, source: Source, weights: Mapping[str, tuple[str, Tensor]], text: Path | None, tokens: int, window: int
+    ) -> None:
+        """Make ready; nothing is read yet.
+
+        Args:
+            text: file with a text, whose beginning is read; None for the prose that ships.
+            tokens: number of tokens that are read.
+            window: number of tokens the model sees at once.
+        """
+        self._source, self.weights = source, weights
+        self._text, self._tokens, self._window = text, tokens, window
         self._ready: tuple[object, Rounder] | None = None
 
     def model(self) -> CausalModel:
@@ -69,9 +63,7 @@ class ModelReading:
     @cached_property
     def windows(self) -> Tensor:
         """Token ids [N, window] of the text."""
-        options = self._options
-        text = load_text(options.text)
-        return token_windows(self.model(), self._source.tokenizer, text, options.window, options.tokens)
+        return token_windows(self.model(), self._source.tokenizer, load_text(self._text), self._window, self._tokens)
 
     def rounder(self, rule: str, given: Mapping[str, str], scheme_of: Callable[[int], Scheme]) -> Rounder:
         """A rounding of ours that reads a text, made ready for the model; kept until another one is asked for.
@@ -85,8 +77,7 @@ class ModelReading:
         }
         asked = (rule, dict(given), schemes)
         if self._ready is None or self._ready[0] != asked:
-            options = self._options
-            settings = RoundingSettings(rule, options.text, options.tokens, options.window, **given)
+            settings = RoundingSettings(rule, self._text, self._tokens, self._window, **given)
             self._ready = asked, rounding_named(rule).prepare(self._source, schemes, settings, silent)
         return self._ready[1]
 

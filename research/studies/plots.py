@@ -36,6 +36,7 @@ from diffquant.sweep.plot import plot
 from diffquant.sweep.result import read_sweep
 from research.studies.figure8_plots import plot_against_prediction, plot_by_bits
 from research.studies.results import read_attention_maps, read_json
+from research.studies.rounding_plot import plot_against_size
 from research.train.solved_report import write_plot
 
 ROOT = Path(__file__).parents[2]
@@ -207,6 +208,12 @@ def _draw_figure8(figure: Callable[[list[Any]], Any], files: tuple[Path, ...], p
     figure(results).savefig(path, dpi=150)
 
 
+def _of_rounding(file: Path) -> Iterator[tuple[str, Drawing]]:
+    """A picture of a model whose contest has all sizes and a second text."""
+    code = ("research/studies/rounding_plot.py",)
+    yield f"{file.stem}.png", Drawing(lambda path: plot_against_size(read_json(file), path), (file,), code)
+
+
 _DRAWN_FROM: dict[str, Callable[[Path], Iterator[tuple[str, Drawing]]]] = {
     "sweep.json": _of_sweep,
     "outliers.json": _of_outliers,
@@ -214,6 +221,7 @@ _DRAWN_FROM: dict[str, Callable[[Path], Iterator[tuple[str, Drawing]]]] = {
     "search-*.json": _of_search,
     "bench.json": _of_bench,
     "figure8-*/*.json": _of_figure8,
+    "rounding/prose-*.json": _of_rounding,
 }
 
 

@@ -19,7 +19,7 @@ from diffquant.loading import load
 from diffquant.recipe import Recipe
 from diffquant.source.source import open_source
 from diffquant.text.corpus import load_text, text_digest
-from research.studies.model_reading import ModelReading, ReadingOptions
+from research.studies.model_reading import ModelReading
 from research.studies.rounding_method import Contestant, reason
 
 
@@ -68,9 +68,7 @@ class Subject:
         }
         for name, (_, weight) in self._weights.items():
             self._model.get_parameter(name).data = weight.float()
-        self._reading = ModelReading(
-            self._source, self._weights, ReadingOptions(options.text, options.tokens, options.window)
-        )
+        self._reading = ModelReading(self._source, self._weights, options.text, options.tokens, options.window)
         self._items = hellaswag.load_items(limit=options.items) if options.items else []
 
     def settings(self) -> dict[str, Any]:

@@ -438,7 +438,8 @@ def test_the_flash_attn_package_is_asked_for_the_equation(monkeypatch, generatio
 
 def test_what_the_flash_attn_package_cannot_do_is_refused(monkeypatch):
     def refusal(dtype=torch.float16, is_cuda=True, keys=None, window=None):
-        call = SimpleNamespace(v=SimpleNamespace(is_cuda=is_cuda, dtype=dtype), mask=Mask(keys, window), keys=3)
+        v, mask = SimpleNamespace(is_cuda=is_cuda, dtype=dtype), Mask(keys, window)
+        call = SimpleNamespace(v=v, mask=mask, keys=3, soft_cap=None)
         return BACKENDS["flash_attn"].refuses(call)
 
     monkeypatch.setattr(composed, "_has_flash_attn", lambda: True)

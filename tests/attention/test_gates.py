@@ -128,7 +128,8 @@ def test_the_model_computes_the_formula_from_its_projections(tmp_path):
     pairs = one_at_a_time([q[:, :4], q[:, 4:]], [k, k], v, gates[:, 1::2], gates[:, 0::2], 16**-0.5, None)
     gated = pairs.transpose(1, 2).flatten(2) * torch.sigmoid(linear(x, attention.output_gate_proj.weight))
     wanted = linear(gated, attention.o_proj.weight)
-    torch.testing.assert_close(attention(x, rotary, Mask(), None), wanted, rtol=0, atol=1e-12)
+    # The gates are float32 sums, whose order is the processor's.
+    torch.testing.assert_close(attention(x, rotary, Mask(), None), wanted, rtol=0, atol=1e-6)
 
 
 def test_a_signal_gate_that_is_open_gives_v2(tmp_path):

@@ -85,7 +85,7 @@ def test_keys_without_their_mean_give_the_same_attention(tmp_path, name):
     torch.testing.assert_close(attention.attend(q, smoothed, v, lam, Mask()), exact, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", ["llama", "diffllama", "unilm-v2", "motif-grouped", "phi4flash"])
+@pytest.mark.parametrize("name", ["llama", "diffllama", "unilm-v2", "motif-grouped", "phi4flash", "motif3"])
 @pytest.mark.parametrize("text", ["4:tensor", "4:head:smooth", "4:row:smooth"])
 def test_padding_and_batching_never_count(tmp_path, name, text):
     model, ids = load(write_checkpoint(tmp_path / "model", name)), random_ids(batch=2, length=13)

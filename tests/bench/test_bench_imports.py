@@ -36,8 +36,10 @@ PROGRAMS = [
     "diffquant.bench.programs.hellaswag",
     "diffquant.bench.programs.native_op",
     "diffquant.bench.programs.quantize",
+    "diffquant.bench.programs.quantize_index",
     "diffquant.bench.programs.quantize_peers",
     "diffquant.bench.programs.roundings",
+    "diffquant.bench.programs.serving",
     "diffquant.bench.synthetic",
 ]
 

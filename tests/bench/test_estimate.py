@@ -64,11 +64,25 @@ def test_a_multiprocessor_holds_as_many_blocks_as_the_occupancy_calculator_says(
 
 def test_the_last_wave_leaves_processors_idle():
     kernel = binary([INNER], [PRODUCTS])
-    full = seconds(kernel, 13_200, 0, 132)
-    assert seconds(kernel, 13_200, 0, 133) == pytest.approx(full * 2 * 132 / 133)
-    assert seconds(kernel, 0, hopper.BYTES_A_SECOND, 1) == 1 + hopper.RAMP_SECONDS
+    full = seconds(kernel, hopper.H200, 13_200, 0, 132)
+    assert seconds(kernel, hopper.H200, 13_200, 0, 133) == pytest.approx(full * 2 * 132 / 133)
+
+
+@pytest.mark.parametrize("card", hopper.CARDS, ids=lambda card: card.name)
+def test_a_card_moves_bytes_at_its_own_speed(card):
+    kernel = binary([INNER], [PRODUCTS])
+    assert seconds(kernel, card, 0, card.bytes_a_second) == 1 + hopper.RAMP_SECONDS
     early = replace(kernel, early_loads=6)
-    assert seconds(early, 0, hopper.BYTES_A_SECOND, 1) == 1 + hopper.RAMP_SECONDS / 2
+    assert seconds(early, card, 0, card.bytes_a_second) == 1 + hopper.RAMP_SECONDS / 2
+
+
+def test_a_block_of_one_step_computes_when_what_it_asked_for_has_come():
+    kernel = binary([INNER], [PRODUCTS])
+    computing = seconds(kernel, hopper.H200, 264, 0)
+    moving = seconds(kernel, hopper.H200, 0, 4e7)
+    assert seconds(kernel, hopper.H200, 132, 4e7, 132) == pytest.approx(computing / 2 + moving)
+    # Of two steps, the second one's loads come while the first is computed.
+    assert seconds(kernel, hopper.H200, 264, 4e7, 132) == max(computing, moving)
 
 
 @pytest.mark.parametrize(("tokens", "queries", "keys"), [(512, 128, 128), (1000, 128, 64), (65, 64, 128)])
@@ -85,21 +99,24 @@ def test_a_rival_takes_what_its_published_speed_says():
 def test_the_report_holds_each_ratio_to_its_aim():
     estimates = [Estimate("ours", ((binary([INNER], [PRODUCTS]), 2.0),))]
     aims = [Aim("P1", "ours", "theirs", 1.5), Aim("P2", "ours", "theirs", 1.6)]
-    text = report(estimates, {"theirs": 3.0}, aims)
+    text = report(hopper.H100, estimates, {"theirs": 3.0}, aims)
+    assert text.startswith("H100:")
     first, second = (line for line in text.splitlines() if line.startswith(("P1", "P2")))
     assert first == "P1   1.50x  aim 1.50x reached  ours  against  theirs"
     assert "aim 1.60x missed" in second
-    assert "Nothing here was measured" in text
+    assert "Nothing here was measured" in hopper.ASSUMPTIONS
     assert "255 registers" in text
     assert "0 barriers of the block" in text
 
 
 PROGRAM = """
-from diffquant.bench.gpu.estimate import estimate
+from diffquant.bench.gpu.estimate import compiled, estimate
+from diffquant.bench.gpu.hopper import H100
 from diffquant.bench.gpu.estimated_paths import AIMS, paths, rivals
 planned = paths()
-print(sorted({name for aim in AIMS for name in (aim.path, aim.other)} - {p.name for p in planned} - rivals().keys()))
-(part, seconds), = estimate(planned[-1]).parts
+asked = {name for aim in AIMS for name in (aim.path, aim.other)}
+print(sorted(asked - {p.name for p in planned} - rivals(H100).keys()))
+(part, seconds), = estimate("linear", compiled(planned[-1]), H100).parts
 print(part.kernel, part.registers > 0, 0 < seconds < 1e-4)
 """
 

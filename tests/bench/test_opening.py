@@ -22,10 +22,14 @@ def test_inspect_starts_within_a_third_more_than_torch_takes():
     assert f"takes {result['ratio']:.2f} times as long" in cold_start.cold_start_summary(result)
 
 
+def turn(seconds, cpu_seconds):
+    return {"seconds": seconds, "cpu_seconds": cpu_seconds}
+
+
 def test_ratios_are_medians_of_turns_that_followed_one_another():
     turns = {
-        "import torch": [cold_start.Turn(1.0, 1.0), cold_start.Turn(4.0, 1.0), cold_start.Turn(1.0, 1.0)],
-        "diffquant inspect": [cold_start.Turn(1.5, 2.0), cold_start.Turn(4.0, 2.0), cold_start.Turn(1.2, 2.0)],
+        "import torch": [turn(1.0, 1.0), turn(4.0, 1.0), turn(1.0, 1.0)],
+        "diffquant inspect": [turn(1.5, 2.0), turn(4.0, 2.0), turn(1.2, 2.0)],
     }
     assert cold_start._ratio(turns, "seconds") == pytest.approx(1.2)
     assert cold_start._ratio(turns, "cpu_seconds") == pytest.approx(2.0)

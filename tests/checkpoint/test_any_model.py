@@ -20,9 +20,9 @@ from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
 from diffquant.source.weight_rules import WeightRules
 from diffquant.source.weight_source import open_weights
-from tests.support import motif3
-from tests.support.checkpoints import contents, edit_json, write_diffllama
-from tests.support.motif3 import write_motif3
+from tests.support import unknown_model
+from tests.support.checkpoints import contents, write_diffllama
+from tests.support.unknown_model import write_unknown
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 KILLING_RUN = """
@@ -41,7 +41,7 @@ quantize(open_weights(sys.argv[1]), sys.argv[2], Recipe.of(weights="4:g32"), pro
 
 @pytest.fixture
 def source(tmp_path):
-    write_motif3(tmp_path / "source")
+    write_unknown(tmp_path / "source")
     return tmp_path / "source"
 
 
@@ -55,7 +55,7 @@ def packed_modules_of(folder):
 
 def expected_modules(tensors):
     names = {name.removesuffix(".weight") for name in tensors}
-    return {name for name in names if name.split(".", 3)[-1] in motif3.PACKED}
+    return {name for name in names if name.split(".", 3)[-1] in unknown_model.PACKED}
 
 
 def run(*arguments):
@@ -72,7 +72,7 @@ def run(*arguments):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("shards", "tied"), [(1, False), (3, True)], ids=["one file", "shards, tied"])
 def test_every_packed_weight_is_within_half_a_step_and_the_rest_is_unchanged(tmp_path, dtype, shards, tied):
-    tensors = write_motif3(tmp_path / "source", dtype, shards, tied)
+    tensors = write_unknown(tmp_path / "source", dtype, shards, tied)
     quantize(open_weights(tmp_path / "source"), tmp_path / "out", Recipe.of(weights="4:g32"))
     written = written_tensors(tmp_path / "out")
     modules = expected_modules(tensors)
@@ -132,14 +132,14 @@ def test_config_names_what_is_packed_and_what_a_loader_must_leave(tmp_path, sour
 
 
 def test_tokenizer_and_code_go_with_it(tmp_path, source):
-    for name in ("tokenizer.json", "modeling_motif.py"):
+    for name in ("tokenizer.json", "modeling_latent.py"):
         (source / name).write_text("{}")
     quantize(open_weights(source), tmp_path / "out", Recipe.of(weights="4:g32"))
-    assert {"tokenizer.json", "modeling_motif.py"} <= contents(tmp_path / "out").keys()
+    assert {"tokenizer.json", "modeling_latent.py"} <= contents(tmp_path / "out").keys()
 
 
 def test_a_killed_run_goes_on_to_the_same_bytes(tmp_path):
-    write_motif3(tmp_path / "source", shards=4)
+    write_unknown(tmp_path / "source", shards=4)
     quantize(open_weights(tmp_path / "source"), tmp_path / "expected", Recipe.of(weights="4:g32"))
     killed = subprocess.run([sys.executable, "-c", KILLING_RUN, tmp_path / "source", tmp_path / "out"], check=False)
     assert killed.returncode == -signal.SIGKILL
@@ -149,7 +149,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(tmp_path):
 
 
 def test_other_rules_do_not_take_over_a_killed_runs_shards(tmp_path):
-    write_motif3(tmp_path / "source", shards=4)
+    write_unknown(tmp_path / "source", shards=4)
     subprocess.run([sys.executable, "-c", KILLING_RUN, tmp_path / "source", tmp_path / "out"], check=False)
     rules = WeightRules.read(keep=("*wo.weight",))
     report = quantize(open_weights(tmp_path / "source", rules), tmp_path / "out", Recipe.of(weights="4:g32"))
@@ -159,8 +159,7 @@ def test_other_rules_do_not_take_over_a_killed_runs_shards(tmp_path):
 def test_the_command_line_chooses_by_name_where_the_architecture_is_unknown(tmp_path, source, capsys):
     assert run("quantize", source, "-o", tmp_path / "out", "--weights", "4:g32", "--dry-run") == 0
     shown = capsys.readouterr()
-    assert "note: config.json has kv_lora_rank" in shown.err
-    assert "this is Motif-3" in shown.err
+    assert "note: model_type 'latent-mixture' is not read" in shown.err
     rows = {line.split()[0]: line.split() for line in shown.out.splitlines()[1:]}
     assert "4:g32" in rows["model.layers.*.mlp.experts.gate_up_proj"]
     assert "16" in rows["model.layers.*.self_attn.lambda_proj.weight"]
@@ -218,7 +217,7 @@ def test_inspect_says_what_names_and_shapes_say(tmp_path, source, capsys):
     assert run("inspect", source, "--json") == 0
     said = json.loads(capsys.readouterr().out)
     tensors = written_tensors(source)
-    assert (said["model_type"], said["tensors"]) == ("Motif", len(tensors))
+    assert (said["model_type"], said["tensors"]) == ("latent-mixture", len(tensors))
     assert said["parameters"] == sum(tensor.numel() for tensor in tensors.values())
     assert (said["weights"], said["experts"]) == (len(expected_modules(tensors)), 4)
     quantize(open_weights(source), tmp_path / "out", Recipe.of(weights="4:g32"))
@@ -231,17 +230,16 @@ def test_inspect_says_what_names_and_shapes_say(tmp_path, source, capsys):
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("verb", ["load", "sweep", "export"])
 def test_what_would_run_it_refuses_and_says_what_works(tmp_path, source, capsys, verb, quantized):
-    edit_json(source / "config.json", model_type="motif3")
     if quantized:
         quantize(open_weights(source), tmp_path / "low", Recipe.of(weights="4:g32"))
     folder = tmp_path / "low" if quantized else source
-    message = "'motif3' is not read.*`quantize` packs them, with weights_only=True, but nothing runs it"
+    message = "'latent-mixture' is not read.*`quantize` packs them, with weights_only=True, but nothing runs it"
     if verb == "load":
         with pytest.raises(UnknownModelTypeError, match=message):
             load(folder)
         return
     assert run(verb, folder, "-o", tmp_path / "out") == 1
-    assert "'motif3' is not read" in capsys.readouterr().err
+    assert "'latent-mixture' is not read" in capsys.readouterr().err
 
 
 def refused(source, recipe, rules=None):

@@ -131,7 +131,8 @@ def with_targets(targets):
     ("entry", "complaint"),
     [
         ({"quant_method": "gptq", "bits": 4}, "quantized by 'gptq'"),
-        (with_weights() | {"format": "float-quantized"}, "format is 'float-quantized'"),
+        (with_weights() | {"format": "sparse-24"}, "format is 'sparse-24'"),
+        (with_weights() | {"format": "float-quantized"}, "has int codes; group_0 has 4 bits"),
         (with_weights() | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
         (with_weights(symmetric=False), "group_0 is asymmetric"),
         (with_weights(type="float"), "has float codes"),

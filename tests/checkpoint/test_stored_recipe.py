@@ -8,12 +8,13 @@ from transformers import AutoModelForCausalLM
 
 from diffquant import convert, load, quantize
 from diffquant.model.modeling import DiffTransformer
+from diffquant.model.motif3.modeling import Motif3
 from diffquant.model.sambay.modeling import SambaY
 from diffquant.recipe import Recipe
 from tests.support.checkpoints import write_checkpoint
 
 RECIPE = Recipe.of(kv="4:row", logits="6:row:shift", residual=3, overrides={"*.layers.1.*.k": "8:row"})
-KINDS = ["diffllama", "llama", "unilm-v1", "unilm-v2", "phi4flash"]
+KINDS = ["diffllama", "llama", "unilm-v1", "unilm-v2", "phi4flash", "motif3"]
 
 
 def stored(folder):
@@ -29,7 +30,7 @@ def test_a_saved_model_keeps_the_recipe_of_its_cache_and_logits(tmp_path, kind):
     assert stored(tmp_path / "saved") == RECIPE.to_dict()
     assert Recipe.read(tmp_path / "saved" / "recipe.yaml") == RECIPE
     ids = torch.tensor([[5, 17, 3, 42, 8, 1, 60]])
-    own_class = SambaY if kind == "phi4flash" else DiffTransformer
+    own_class = {"phi4flash": SambaY, "motif3": Motif3}.get(kind, DiffTransformer)
     openings = (load, AutoModelForCausalLM.from_pretrained, own_class.from_pretrained)
     for opened in (opening(tmp_path / "saved") for opening in openings):
         assert opened.recipe == RECIPE

@@ -179,7 +179,7 @@ def serve():
     """A server that answers as vLLM's, from a model that runs here."""
     servers = []
 
-    def start(path, most=1000):
+    def start(path, most=1000, length=None):
         model, tokenizer = diffquant.load(path, dtype="float32"), diffquant.load_tokenizer(path)
 
         class Handler(BaseHTTPRequestHandler):
@@ -189,7 +189,7 @@ def serve():
                 self.wfile.write(json.dumps(body).encode())
 
             def do_GET(self):
-                self.answer({"data": [{"id": "served"}]})
+                self.answer({"data": [{"id": "served", "max_model_len": length}]})
 
             def do_POST(self):
                 asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -265,6 +265,14 @@ def test_tokens_that_a_vocabulary_does_not_have_are_refused():
 def test_a_server_that_refuses_is_told_of(reference, candidate, serve):
     with pytest.raises(DiffQuantError, match="at most 3 logprobs"):
         diffquant.fidelity(reference, serve(candidate, most=3), top_k=5, **READING)
+
+
+def test_chunks_are_as_long_as_a_server_has_room_for(reference, candidate, serve):
+    """It generates a token behind each."""
+    url = serve(candidate, length=50)
+    with pytest.raises(UsageError, match="up to 49 tokens"):
+        diffquant.fidelity(reference, url, **READING | {"context": 50})
+    assert diffquant.fidelity(reference, url, **READING | {"context": None}).text["context"] == 49
 
 
 def test_a_server_that_is_not_there_is_told_of(reference):

@@ -1,5 +1,7 @@
 """Loss by place: cumulative NLL by position, AR-hits and other tokens apart."""
 
+from dataclasses import astuple
+
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -9,7 +11,7 @@ from diffquant.errors import NonFiniteError, UsageError
 from diffquant.evals.columns import Compared
 from diffquant.evals.plots.positions import position_panels
 from diffquant.evals.position_columns import POSITIONS
-from diffquant.evals.protocols.positions import recalls, score_positions
+from diffquant.evals.protocols.positions import cumulative_means, recalls, score_positions
 from diffquant.evals.stats import mean_interval
 from diffquant.evals.tasks import make_tasks
 from diffquant.evals.torch_model import TorchModel
@@ -26,32 +28,32 @@ WINDOW = 37
 def test_nll_is_that_of_each_window_run_alone(batch_tokens):
     model, tokenizer = tiny_lm.llama(), tiny_lm.tokenizer()
     tokens = [0, *tokenizer.encode(TEXT)]
-    score = score_positions(TorchModel(model), tokenizer, TEXT, WINDOW, batch_tokens)
-    assert score.nll.shape == ((len(tokens) - 1) // WINDOW, WINDOW)
-    for number, nll in enumerate(score.nll):
+    scored, _ = score_positions(TorchModel(model), tokenizer, TEXT, WINDOW, batch_tokens)
+    assert scored.shape == ((len(tokens) - 1) // WINDOW, WINDOW)
+    for number, nll in enumerate(scored):
         window = torch.tensor(tokens[number * WINDOW : (number + 1) * WINDOW + 1])
         expected = cross_entropy(model(window[None, :-1]).logits[0], window[1:], reduction="none")
         torch.testing.assert_close(nll.float(), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_the_cumulative_average_is_the_mean_up_to_each_position():
-    score = score_positions(TorchModel(tiny_lm.llama()), tiny_lm.tokenizer(), TEXT, WINDOW)
-    assert score.positions == [1, 2, 4, 8, 16, 32, 37]
-    for position in score.positions:
-        expected = score.nll[:, :position].mean(1)
-        torch.testing.assert_close(score.cumulative[:, position - 1], expected)
+    nll, _ = score_positions(TorchModel(tiny_lm.llama()), tiny_lm.tokenizer(), TEXT, WINDOW)
+    positions, means = cumulative_means(nll)
+    assert positions == [1, 2, 4, 8, 16, 32, 37]
+    for position, mean in zip(positions, means.T, strict=True):
+        torch.testing.assert_close(mean, nll[:, :position].mean(1))
 
 
 def test_a_hit_ends_a_bigram_that_stood_in_its_window_before():
     assert recalls([5, 6, 7, 5, 6, 6, 6, 6]) == [False, False, False, True, False, True, True]
     tokens = [0, *tiny_lm.tokenizer().encode(TEXT)]
-    score = score_positions(TorchModel(tiny_lm.llama()), tiny_lm.tokenizer(), TEXT, WINDOW)
-    for number, hits in enumerate(score.is_hit.tolist()):
+    _, is_hit = score_positions(TorchModel(tiny_lm.llama()), tiny_lm.tokenizer(), TEXT, WINDOW)
+    for number, hits in enumerate(is_hit.tolist()):
         window = tokens[number * WINDOW : (number + 1) * WINDOW + 1]
         for place in range(1, len(window)):
             before = [window[k - 1 : k + 1] for k in range(1, place)]
             assert hits[place - 1] == (window[place - 1 : place + 1] in before)
-    assert 0 < score.is_hit.double().mean() < 1
+    assert 0 < is_hit.double().mean() < 1
 
 
 def measured(seed, **options):
@@ -76,10 +78,10 @@ def test_changes_are_paired_over_windows_and_weigh_as_their_tokens():
         a - b for a, b in zip(now.details["ar_hit_nll_by_window"], before.details["ar_hit_nll_by_window"], strict=True)
     ]
     expected = mean_interval(differences, now.details["ar_hits_by_window"])
-    assert hit == pytest.approx((expected.mean, expected.low, expected.high))
-    assert hit.value == pytest.approx(now.details["ar_hit_nll"] - before.details["ar_hit_nll"])
-    assert other.value == pytest.approx(now.details["other_nll"] - before.details["other_nll"])
-    assert all_.low < all_.value < all_.high
+    assert astuple(hit) == pytest.approx(astuple(expected))
+    assert hit.mean == pytest.approx(now.details["ar_hit_nll"] - before.details["ar_hit_nll"])
+    assert other.mean == pytest.approx(now.details["other_nll"] - before.details["other_nll"])
+    assert all_.low < all_.mean < all_.high
 
 
 def test_a_window_without_hits_has_no_loss_of_hits():

@@ -35,8 +35,8 @@ def test_the_stored_vectors_are_those_that_the_formula_makes(tmp_path):
         for name, value in made.inputs.items():
             assert stored.inputs[name].dtype == value.dtype
             np.testing.assert_allclose(stored.inputs[name], value, rtol=1e-7, atol=0)
-    write_vectors(VECTORS, tmp_path / "again.json")
-    assert [v.name for v in read_vectors(tmp_path / "again.json")] == [v.name for v in VECTORS]
+    write_vectors(VECTORS, tmp_path / "again.json.xz")
+    assert [v.name for v in read_vectors(tmp_path / "again.json.xz")] == [v.name for v in VECTORS]
 
 
 def test_the_vectors_use_every_input_and_every_attribute():

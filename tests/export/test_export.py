@@ -15,8 +15,8 @@ from transformers import DiffLlamaForCausalLM
 import diffquant
 from diffquant.export import ExportOptions, export, exporter, verify
 from diffquant.export.files import DATA_FILE, MODEL_FILE
-from diffquant.export.graph import plan
-from diffquant.export.graph.matrix import row_order
+from diffquant.export.graph import plan, streaming
+from diffquant.export.graph.matrix import op_layout
 from diffquant.export.graph.op import schema
 from diffquant.export.manifest import read_manifest
 from diffquant.export.runtime.session import OnnxModel
@@ -146,7 +146,7 @@ def test_a_quantized_checkpoint_keeps_its_codes_and_scales(tmp_path, weights, dt
         packed = pack_weight(source.read(module + ".weight"), scheme)
         width = int(packed["weight_shape"][1])
         codes, scale = unpack(packed["weight_packed"], scheme.bits, width), packed["weight_scale"].float()
-        order = row_order(adapter, module + ".weight")
+        order = adapter.rows_as(op_layout(adapter.architecture.diff_spec), module + ".weight")
         rows = slice(None) if order is None else order
         stored = from_container(held[module + ".weight_codes"], 4 if scheme.bits <= 4 else 8)[:, :width]
         np.testing.assert_array_equal(stored, codes[rows].numpy())
@@ -202,10 +202,26 @@ def test_accuracy_level_1_keeps_float32_activations_at_every_width(checkpoint, t
     assert largest_error(exact) < 1e-5
 
 
-def test_widths_that_no_block_divides_are_padded(tmp_path):
-    source = write_checkpoint(tmp_path / "plain", "diffllama", intermediate_size=150)
-    folder = exported(source, tmp_path / "out", weights="4:row")
+@pytest.mark.parametrize(
+    ("weights", "sizes"),
+    [
+        ("4:row", {"intermediate_size": 150}),
+        # A group is three blocks of 32 columns there, and a row two groups.
+        ("4:g96", {"hidden_size": 192, "intermediate_size": 192, "head_dim": 48}),
+    ],
+    ids=["a padded block", "blocks in a group"],
+)
+def test_widths_that_no_kernels_block_has_are_computed(tmp_path, weights, sizes):
+    source = write_checkpoint(tmp_path / "plain", "diffllama", **sizes)
+    folder = exported(source, tmp_path / "out", weights=weights)
     assert largest_error(verify(folder, source)) < 1e-5
+
+
+def test_gates_that_a_recipe_names_are_read_from_their_codes(checkpoint, tmp_path):
+    recipe = diffquant.Recipe.of(weights="4:g32", overrides={"*.lambda_proj": "8:row", "*.output_gate_proj": "8:row"})
+    diffquant.quantize(checkpoint("gated"), tmp_path / "quantized", recipe)
+    source = tmp_path / "quantized"
+    assert verify(exported(source, tmp_path / "out"), source, threads=1).passed
 
 
 @pytest.mark.parametrize(("source", "kv_bits"), [("diffllama", 8), ("unilm-v2", 16)])
@@ -250,6 +266,8 @@ def test_attention_is_one_node_a_layer_and_every_attribute_is_written(checkpoint
     model = onnx.load(exported(checkpoint("unilm-v1"), tmp_path / "out") / MODEL_FILE, load_external_data=False)
     attention = [node for node in model.graph.node if node.domain == "diffquant"]
     assert [node.op_type for node in attention] == ["DifferentialAttention"] * 2
+    # ONNX Runtime's errors and profiles call a node by its name.
+    assert [node.name for node in attention] == ["layers.0.attention", "layers.1.attention"]
     assert {frozenset(a.name for a in node.attribute) for node in attention} == {frozenset(schema().attributes)}
     assert model.ir_version == 10
 
@@ -273,6 +291,25 @@ def test_the_same_checkpoint_gives_the_same_bytes(checkpoint, tmp_path):
     folders = [exported(checkpoint("unilm-v2"), tmp_path / name, weights="4:g32", kv_bits=8) for name in "ab"]
     for name in (MODEL_FILE, DATA_FILE):
         assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes()
+
+
+def test_a_matrix_in_many_blocks_of_rows_is_the_same_in_the_file_and_no_block_is_larger_than_said(
+    checkpoint, tmp_path, monkeypatch
+):
+    whole = exported(checkpoint("unilm-v1"), tmp_path / "whole")
+    put, sizes = streaming.PlacedFile.put, []
+
+    def watched(file, data, offset):
+        sizes.append(len(data))
+        put(file, data, offset)
+
+    widest = SIZES["intermediate_size"]
+    monkeypatch.setattr(streaming.PlacedFile, "put", watched)
+    monkeypatch.setattr(streaming, "BLOCK_ELEMENTS", widest)
+    blocks = exported(checkpoint("unilm-v1"), tmp_path / "blocks")
+    assert (blocks / DATA_FILE).read_bytes() == (whole / DATA_FILE).read_bytes()
+    assert len(sizes) > 100
+    assert max(sizes) <= 4 * widest
 
 
 def test_tied_weights_are_stored_once(tmp_path):

@@ -20,9 +20,9 @@ from diffquant.export.runtime.session import OnnxModel
 from diffquant.export.verification import activations, long_context, passages
 from diffquant.export.verification.activations import keep, round_by_block, round_by_row, runtime_rounding
 from diffquant.export.verification.caches import GrowingCache, Past, StaticCache, cache_scales
-from diffquant.export.verification.errors import StageErrors, StageNoise, relative_rms
+from diffquant.export.verification.errors import StageErrors, StageNoise, relative_rms, stage_errors
 from diffquant.export.verification.long_context import far_calls, past_lengths, reach
-from diffquant.export.verification.reference import Reference
+from diffquant.export.verification.reference import WHOLE, Reference
 from diffquant.export.verification.report import (
     Measure,
     SessionTokens,
@@ -38,6 +38,7 @@ from diffquant.source.ranges import write_ranges
 from diffquant.source.source import open_source
 from tests.support.checkpoints import write_checkpoint
 from tests.support.exports import cache_ranges
+from tests.support.models import random_ids
 from tests.support.planted import PlantedExport
 
 
@@ -97,6 +98,23 @@ def test_a_number_that_is_none_passes_no_limit():
     assert not Measure(np.nextafter(1.0, 2.0), 1.0).passed
     assert [Measure(0.5, 2.0).ratio, Measure(np.nan, 1.0).ratio] == [0.25, np.inf]
     assert np.isnan(nearest_limit([Measure(0.9, 1.0), Measure(np.nan, 1.0), Measure(3.0, 1.0)]).value)
+
+
+def test_an_error_of_a_stage_is_relative_to_what_the_stage_adds(tmp_path):
+    source = open_source(write_checkpoint(tmp_path / "checkpoint", "llama"))
+    reference, ids = Reference(source, ExportOptions(), {}), random_ids(1, 9).numpy()
+    generator, last = torch.Generator().manual_seed(0), len(reference.stages) - 1
+    outputs, expected, given = [], [], torch.from_numpy(ids)
+    for number in range(last + 1):
+        wanted = reference.stage(number, given)
+        off = 0.01 * torch.randn(wanted.shape, generator=generator)
+        before = {0: torch.zeros(1), last: wanted.mean(-1, keepdim=True)}.get(number, given)
+        expected.append(np.linalg.norm(off[0], axis=-1) / np.linalg.norm((wanted - before)[0], axis=-1))
+        outputs.append(wanted + off)
+        given = outputs[-1]
+    (found,) = stage_errors(reference, [ids], [outputs], [2], [WHOLE]).passages
+    for errors, wanted in zip(found, expected, strict=True):
+        np.testing.assert_allclose(errors, wanted[2:], rtol=1e-3)
 
 
 def errors_of(*passages):

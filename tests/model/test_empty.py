@@ -16,7 +16,7 @@ RECIPES = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["diffllama", "llama", "unilm-v2", "motif-grouped", "gated", "phi4flash"])
+@pytest.mark.parametrize("kind", ["diffllama", "llama", "unilm-v2", "motif-grouped", "gated", "phi4flash", "motif3"])
 def test_no_tokens_give_logits_of_no_tokens(tmp_path, kind):
     model = load(write_checkpoint(tmp_path / "source", kind))
     for recipe in RECIPES:
@@ -29,7 +29,7 @@ def test_no_tokens_give_logits_of_no_tokens(tmp_path, kind):
 
 
 def test_a_call_of_no_tokens_leaves_a_cache_as_it_is(tmp_path):
-    for kind in ("unilm-v1", "phi4flash"):
+    for kind in ("unilm-v1", "phi4flash", "motif3"):
         model = load(write_checkpoint(tmp_path / kind, kind), Recipe.of(k="4:c4", v="8", logits="6:row"))
         ids, cache = torch.tensor([[3, 5, 8, 13, 21, 34, 55]]), model.new_cache()
         model(ids[:, :6], past_key_values=cache)

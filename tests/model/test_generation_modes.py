@@ -12,7 +12,7 @@ from diffquant.recipe import Recipe
 from tests.support.checkpoints import write_checkpoint
 from tests.support.models import ours, random_diffllama, random_ids, random_llama
 
-KINDS = ["diffllama", "unilm-v2", "phi4flash"]
+KINDS = ["diffllama", "unilm-v2", "phi4flash", "motif3"]
 GREEDY = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 # Prompts that repeat, so that what stands in them is drafted.
 IDS = random_ids(1, 7).repeat(1, 3)

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from diffquant import Recipe, load, quantize
-from diffquant.errors import CheckpointError, UnknownModelTypeError
+from diffquant.errors import CheckpointError
 from diffquant.inspection import inspect_checkpoint
 from diffquant.model.activations import poly_norm
 from diffquant.model.adapters import adapter_for
@@ -218,11 +218,6 @@ def test_a_config_that_is_not_computed_is_refused_naming_its_key(changes, messag
 def test_a_grouped_config_that_is_not_computed_is_refused_naming_its_key(changes, message):
     with pytest.raises(CheckpointError, match=message):
         adapter_for(MOTIF_2_12_7B | changes)
-
-
-def test_motif_3_is_refused_with_what_can_be_done():
-    with pytest.raises(UnknownModelTypeError, match=r"kv_lora_rank: this is Motif-3.*its weights can be quantized"):
-        adapter_for(MOTIF_2_12_7B | {"kv_lora_rank": 512})
 
 
 @pytest.mark.parametrize("name", ["lambda_q1", "subln.weight", "mlp.act_fn.weight"])

@@ -4,6 +4,7 @@
     python -m tests.mutants [GROUP ...] --again FILE                  # those that survived, with the tests of now
     python -m tests.mutants GROUP --draw --json FILE                  # the sample alone: all of it counts as survivors
     python -m tests.mutants GROUP --again FILE --ask TEST ...         # survivors by these tests alone, at once
+    python -m tests.mutants GROUP --again FILE --in MODULE ...        # survivors in these files alone
 
 With --seconds, a run ends early, and the next one with --again begins with what is left.
 
@@ -30,8 +31,8 @@ import yaml
 from diffquant.support.files import write_json
 from tests.mutants.groups import GROUPS, Group
 from tests.mutants.planting import Mutant, mutants_of
-from tests.mutants.reach import Asked, Reach, measure
-from tests.mutants.trial import KILLED, SURVIVED, in_a_process, outcome, pass_without_fault
+from tests.mutants.reach import Asked, Reach, measure, others_since
+from tests.mutants.trial import KILLED, SURVIVED, in_a_process, outcome, status_of
 
 REASONS = Path(__file__).with_name("survivors.yaml")
 # Seconds of tests that one fault is given; those that reach it and do not fit are left out.
@@ -79,7 +80,9 @@ def run_group(
     else:
         by_place = {(mutant.file, mutant.number): mutant for mutant in every}
         chosen = [by_place[survivor["file"], survivor["number"]] for survivor in earlier["survivors"]]
-    survivors = chosen if arguments.draw else _survivors(name, group, chosen, arguments)
+    asked = [mutant for mutant in chosen if not arguments.files or mutant.file in arguments.files]
+    rest = [mutant for mutant in chosen if mutant not in asked]
+    survivors = chosen if arguments.draw else _survivors(name, group, asked, arguments) + rest
     planted = earlier["planted"]
     killed = planted - len(survivors)
     print(f"{name}: {killed} of {planted} killed ({killed / planted:.1%})", flush=True)
@@ -102,10 +105,11 @@ def run_group(
 def _survivors(name: str, group: Group, mutants: Sequence[Mutant], arguments: argparse.Namespace) -> list[Mutant]:
     """Faults that no test notices, those first that there was no time for."""
     with tempfile.TemporaryDirectory() as folder:
-        reach = Asked(arguments.ask) if arguments.ask else _reach(name, group, arguments.reach or Path(folder))
+        if arguments.ask:
+            reach: Reach | Asked = _asked(arguments.ask, Path(folder) / "packages.json")
+        else:
+            reach = _reach(name, group, arguments.reach or Path(folder))
     _import(reach.packages)
-    if arguments.ask and not pass_without_fault(arguments.ask, reach.seconds_of(arguments.ask)):
-        sys.exit(f"tests fail without any fault: {' '.join(arguments.ask)}")
     outcomes = _outcomes(mutants, () if arguments.ask else group.first, reach, arguments.jobs, arguments.seconds)
     return [mutant for kind in (LEFT, SURVIVED) for mutant, found in outcomes if found == kind]
 
@@ -144,6 +148,21 @@ def _reach(name: str, group: Group, folder: Path) -> Reach:
     return Reach(**json.loads(file.read_text()))
 
 
+def _write_packages(tests: list[str], file: Path) -> int:
+    """Run tests and write which modules of other packages they import; the exit status of pytest."""
+    before = set(sys.modules)
+    status = status_of(tests)
+    write_json(file, others_since(before))
+    return status
+
+
+def _asked(tests: list[str], file: Path) -> Asked:
+    """Tests that are named, which pass without a fault: only then does their failing say that one was noticed."""
+    if in_a_process(lambda: _write_packages(tests, file), 60.0 * len(tests)) != 0:
+        sys.exit(f"tests fail without any fault: {' '.join(tests)}")
+    return Asked(tests, json.loads(file.read_text()))
+
+
 def _import(packages: Sequence[str]) -> None:
     for package in packages:
         try:
@@ -173,12 +192,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--ask", nargs="+", metavar="TEST", help="tests of these survivors, in place of those that reach"
     )
+    parser.add_argument("--in", nargs="+", metavar="FILE", dest="files", help="plant survivors in these files alone")
     parser.add_argument("--draw", action="store_true", help="plant nothing: only say what the sample is")
     parser.add_argument("--seconds", type=float, default=math.inf, help="processor time after which nothing is planted")
     parser.add_argument("--reach", type=Path, help="folder that keeps what the tests reach")
     arguments = parser.parse_args()
-    if arguments.ask and not arguments.again:
-        parser.error("--ask is for --again")
+    if (arguments.ask or arguments.files) and not arguments.again:
+        parser.error("--ask and --in are for --again")
     if unknown := set(arguments.groups) - set(GROUPS):
         parser.error(f"no group is called {', '.join(sorted(unknown))}; known are {', '.join(GROUPS)}")
     return arguments

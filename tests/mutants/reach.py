@@ -69,11 +69,11 @@ class Asked:
 
     Attributes:
         names: files, or tests in them.
-        packages: modules of other packages that they need.
+        packages: modules of other packages that they import, in order.
     """
 
     names: list[str]
-    packages: tuple[str, ...] = ("torch", "transformers", "onnx", "onnxruntime", "scipy.optimize", "matplotlib.pyplot")
+    packages: list[str]
 
     def of(self, _file: str, _lines: tuple[int, int], _budget: float) -> list[str]:
         """All of them."""
@@ -131,6 +131,11 @@ def _made(fixture: pytest.FixtureDef[object]) -> str:
     return f"fixture {fixture.baseid}::{fixture.argname}"
 
 
+def others_since(before: set[str]) -> list[str]:
+    """Modules of other packages that were imported since there were these modules, in order."""
+    return [name for name in sys.modules if name not in before and not name.startswith(_OURS)]
+
+
 def measure(files: list[str], tests: tuple[str, ...], result: Path) -> int:
     """Run tests and write their `Reach` to a file; the exit status of pytest."""
     digest = _digest(files, tests)
@@ -153,8 +158,7 @@ def measure(files: list[str], tests: tuple[str, ...], result: Path) -> int:
             # What runs when a module is imported belongs to no test: whichever uses the module may notice it.
             for test in sorted(tests_of_line if line in in_functions else users) or reached:
                 reached[test].setdefault(file, []).append(line)
-    packages = [name for name in sys.modules if name not in before and not name.startswith(_OURS)]
-    result.write_text(json.dumps(asdict(Reach(reached, watcher.seconds, packages, digest))))
+    result.write_text(json.dumps(asdict(Reach(reached, watcher.seconds, others_since(before), digest))))
     return int(status)
 
 

@@ -59,7 +59,7 @@ def outcome(mutant: Mutant, tests: Sequence[str], limit: float) -> str:
 
     def run() -> int:
         sys.meta_path.insert(0, _Finder(mutant))
-        return _status_of(tests)
+        return status_of(tests)
 
     status = in_a_process(run, limit)
     if status is None:
@@ -67,12 +67,7 @@ def outcome(mutant: Mutant, tests: Sequence[str], limit: float) -> str:
     return SURVIVED if status == 0 else KILLED
 
 
-def pass_without_fault(tests: Sequence[str], limit: float) -> bool:
-    """Whether tests pass: only then does their failing say that a fault was noticed."""
-    return in_a_process(lambda: _status_of(tests), limit) == 0
-
-
-def _status_of(tests: Sequence[str]) -> int:
+def status_of(tests: Sequence[str]) -> int:
     """Exit status of pytest, which ends at the first failure."""
     # Looking for a smaller example takes minutes.
     settings.register_profile("mutants", deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])

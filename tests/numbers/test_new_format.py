@@ -163,18 +163,18 @@ def test_a_group_of_the_toys_layout_with_other_codes_is_refused_by_name(ternary)
 
 
 @pytest.mark.parametrize("rounding", ["mse", {"name": "gptq", "tokens": 256, "window": 64}], ids=["mse", "gptq"])
-def test_even_levels_take_every_rounding_and_lose_less_by_it(ternary, checkpoint, tmp_path, rounding):
-    near = quantize(checkpoint, tmp_path / "near", "ternary:g16")
-    fitted = quantize(checkpoint, tmp_path / "fitted", Recipe.of(weights="ternary:g16", rounding=rounding))
+@pytest.mark.parametrize("name", ["ternary", "e2m1"])
+def test_levels_even_or_not_take_a_rounding_and_lose_less_by_it(ternary, e2m1, checkpoint, tmp_path, name, rounding):
+    near = quantize(checkpoint, tmp_path / "near", f"{name}:g16")
+    fitted = quantize(checkpoint, tmp_path / "fitted", Recipe.of(weights=f"{name}:g16", rounding=rounding))
     assert load(tmp_path / "fitted").get_parameter(NAME).isfinite().all()
     if rounding == "mse":
-        assert sum(e.error for e in fitted.errors) < 0.9 * sum(e.error for e in near.errors)
+        assert sum(e.error for e in fitted.errors) < 0.95 * sum(e.error for e in near.errors)
 
 
 def test_uneven_levels_are_refused_by_a_rounding_that_computes_with_codes(e2m1, checkpoint, tmp_path):
-    for rounding in ("mse", "gptq", "tuned"):
-        with pytest.raises(UsageError, match=f"'{rounding}' computes with codes, and the levels of e2m1 are unevenly"):
-            quantize(checkpoint, tmp_path / "low", Recipe.of(weights="e2m1:g16", rounding=rounding))
+    with pytest.raises(UsageError, match="'tuned' computes with codes, and the levels of e2m1 are unevenly"):
+        quantize(checkpoint, tmp_path / "low", Recipe.of(weights="e2m1:g16", rounding="tuned"))
 
 
 def test_uneven_levels_cannot_be_counted_from_a_rows_maximum(e2m1, ternary):
@@ -237,7 +237,7 @@ def test_a_format_that_schemes_cannot_name_or_whose_levels_cannot_be_is_refused(
 
 
 def test_an_unknown_format_is_refused_with_those_that_have_names(ternary):
-    with pytest.raises(UsageError, match=r"cannot read scheme 'terary:g16': .*; other formats are ternary"):
+    with pytest.raises(UsageError, match=r"cannot read scheme 'terary:g16': .*; other formats are .*ternary"):
         Scheme.parse("terary:g16")
 
 

@@ -1,10 +1,12 @@
 """How a server is started for a folder, and what is refused before one is; none of it needs vLLM."""
 
+import ast
 import json
 import shlex
 import shutil
 import socket
 import tomllib
+from importlib import import_module
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -17,8 +19,8 @@ from diffquant.errors import CheckpointError, MissingDependencyError, UnknownMod
 from diffquant.family.spec import DiffSpec
 from diffquant.formats.opening import open_checkpoint
 from diffquant.model.adapters import adapter_for
-from diffquant.serve.folder import MODELLING_FILE
-from diffquant.serve.plan import plan_server
+from diffquant.serve.folder import MODELLING_FILE, require_served
+from diffquant.serve.plan import check_processor, plan_server
 from diffquant.serve.room import room_in
 from diffquant.serve.server import serve
 from diffquant.serve.vllm.ranks import heads_of_rank, row_orders
@@ -107,13 +109,13 @@ def test_a_context_beyond_what_the_model_knows_is_refused(vllm, packed):
         plan_server(packed, **ASKED | {"context": 100_000})
 
 
-def test_v1_stores_each_maps_keys_beside_both_halves_of_its_values():
+def test_v1_takes_what_its_keys_and_values_take():
     checkpoint = open_checkpoint(next(path for path in pocket_models("needle") if path.name.endswith("v1")))
     adapter = adapter_for(checkpoint.config)
     spec, layers = adapter.architecture.diff_spec, adapter.architecture.num_hidden_layers
     room = room_in(8 * GIGABYTE, checkpoint, adapter, 2, "bfloat16", 10)
-    # Four plain heads a pair, each with a key and a value.
-    assert room.cache == 16 * (10 + 256) * layers * spec.kv_pairs * 4 * 2 * spec.head_dim * 2
+    # Two keys and a value as wide as both, of 2 bytes a channel.
+    assert room.cache == 16 * (10 + 256) * layers * spec.kv_pairs * 4 * spec.head_dim * 2
 
 
 def test_the_folders_code_is_run_only_where_it_is_ours(vllm, packed):
@@ -137,16 +139,18 @@ def test_the_folders_code_is_run_only_where_it_is_ours(vllm, packed):
         plan_server(packed, **asked)
 
 
-def test_phi_4_mini_flash_is_refused_by_name(vllm, tmp_path):
-    with pytest.raises(UnknownModelTypeError, match=r"phi4flash.*diffquant generate"):
-        plan_server(write_checkpoint(tmp_path / "model", "phi4flash"), **ASKED)
-
-
-def test_motif_3_is_refused_by_name_and_what_vllm_may_know_is_left_to_it(vllm, tmp_path):
-    model = write_checkpoint(tmp_path / "model", "motif")
-    edit_json(model / "config.json", kv_lora_rank=8)
-    with pytest.raises(UnknownModelTypeError, match="this is Motif-3"):
+@pytest.mark.parametrize(("source", "kind"), [("phi4flash", "mamba"), ("motif3", "latent attention with experts")])
+def test_layers_that_the_plugin_has_none_of_are_refused_by_name(vllm, tmp_path, source, kind):
+    model = write_checkpoint(tmp_path / "model", source)
+    with pytest.raises(UnknownModelTypeError, match=rf"does not serve.*{kind}.*diffquant generate"):
         plan_server(model, **ASKED)
+    config = json.loads((model / "config.json").read_text())
+    with pytest.raises(UnknownModelTypeError, match=kind):
+        require_served(config, adapter_for(config))
+
+
+def test_what_vllm_may_know_is_left_to_it(vllm, tmp_path):
+    model = write_checkpoint(tmp_path / "model", "motif")
     edit_json(model / "config.json", model_type="somebodys")
     assert option(plan_server(model, **ASKED), "--max-model-len") == "auto"
 
@@ -269,3 +273,31 @@ def test_ranks_that_would_part_a_pair_are_refused():
     for spec, ranks in ((V1, 4), (V1, 3), (V2, 8)):
         with pytest.raises(UsageError, match=f"tensor_parallel_size {ranks} does not divide"):
             heads_of_rank(spec, ranks)
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "diffquant/serve/vllm").glob("*.py")), ids=lambda file: file.stem)
+def test_what_the_plugin_imports_of_diffquant_is_there(file):
+    """Most of its modules cannot be imported without vLLM."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if not isinstance(node, ast.ImportFrom) or not node.module.startswith("diffquant."):
+            continue
+        place = Path(*node.module.split("."))
+        if place.parent == Path("diffquant/serve/vllm"):
+            assert (ROOT / place).with_suffix(".py").is_file()
+        else:
+            assert all(hasattr(import_module(node.module), alias.name) for alias in node.names)
+
+
+@pytest.mark.parametrize("asked", [{"cache": "fp8"}, {"implementation": "folder"}], ids=str)
+def test_what_a_processor_has_no_instructions_for_is_refused(tmp_path, monkeypatch, asked):
+    folder = tmp_path / "packed"
+    diffquant.quantize(POCKET, folder, {"weights": "8:row"})
+    given = {"cache": "16", "implementation": "plugin"} | asked
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX512")
+    check_processor(folder, **given)
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX2")
+    with pytest.raises(UsageError, match="AVX-512"):
+        check_processor(folder, **given)
+    check_processor(folder, "16", "plugin")
+    check_processor(POCKET, "16", "folder")

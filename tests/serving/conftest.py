@@ -8,15 +8,23 @@ from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from platform import machine
 from typing import Any
 
 import pytest
+import torch
 
 import diffquant
 from diffquant.data import books_text, pocket_models
 from tests.serving.checkpoints import KINDS
 
-_PROBE = "import torch, vllm, vllm._C; from vllm.platforms import current_platform; print(current_platform.is_cpu())"
+# vLLM chooses among builds of its kernels by what the processor has.
+_PROBE = """
+import torch
+from vllm.platforms import current_platform
+current_platform.import_kernels()
+torch.ops._C.cpu_attention_with_kv_cache
+"""
 # The engine in the process that asks it, no statistics, and threads where the system puts them.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -43,6 +51,12 @@ def _vllm() -> None:
     if (reason := why_not()) is not None:
         pytest.skip(reason)
 
+
+# vLLM's build for other processors has no kernel for 4 bits, and no fp8 cache.
+needs_avx512 = pytest.mark.skipif(
+    machine() == "x86_64" and torch.backends.cpu.get_cpu_capability() != "AVX512",
+    reason="this processor has no AVX-512",
+)
 
 Engine = Callable[..., tuple[list[Any], str]]
 

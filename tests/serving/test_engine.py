@@ -7,19 +7,22 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import diffquant
 from tests.serving.answers import check, check_low_bits, expected
 from tests.serving.checkpoints import KINDS, write_served
+from tests.serving.conftest import needs_avx512
 from tests.support.checkpoints import write_checkpoint
 
 CHUNKED = {"max_num_batched_tokens": 64, "enable_chunked_prefill": True, "enable_prefix_caching": True}
 ALPHA, RANK = 16, 8
+FAMILY_ON_RANKS = ["diffllama", "unilm-v1", "unilm-v2", "motif", "motif-grouped", "gated"]
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """Random checkpoints as others than diffquant write them."""
     root = tmp_path_factory.mktemp("made")
-    folders = {source: write_served(root / source, source) for source in ("diffllama", "unilm-v2", "motif-grouped")}
+    folders = {source: write_served(root / source, source) for source in FAMILY_ON_RANKS}
     folders["one KV head"] = write_served(root / "one", "unilm-v2", num_key_value_heads=1)
     folders["phi4flash"] = write_checkpoint(root / "phi4flash", "phi4flash")
     return folders
@@ -94,6 +97,7 @@ def test_four_bits_lose_no_more_than_in_our_own_bfloat16(answers, trained, prose
     check_low_bits(trained[kind], answers[f"bfloat16 {kind}"], prose)
 
 
+@needs_avx512
 @pytest.mark.parametrize("kind", KINDS)
 def test_vllms_fp8_cache_is_close(answers, trained, prose, kind):
     """A float of 8 bits has 3 for the fraction: keys and values are off by up to a sixteenth."""
@@ -106,20 +110,58 @@ def test_an_adapter_gives_what_its_products_give_in_the_weights(answers, adapter
 
 
 def test_phi_4_mini_flash_is_refused_by_name(answers):
-    assert "Phi-4-mini-flash is not served by vLLM" in answers["refused phi4flash"]
+    assert "vLLM does not serve this phi4flash" in answers["refused phi4flash"]
 
 
-# The last has its one KV head on both ranks.
-ON_RANKS = ["diffllama", "unilm-v2", "motif-grouped", "one KV head"]
+# "one KV head" stands on both ranks. Packed rows of DIFF models with all signal heads first move, too.
+ON_RANKS = [
+    *((source, "16") for source in (*FAMILY_ON_RANKS, "one KV head")),
+    ("diffllama", "4"),
+    ("motif-grouped", "8"),
+]
+TWO = {"tensor_parallel_size": 2}
+PIPED = ["diffllama", "unilm-v2"]
 
 
 @pytest.fixture(scope="module")
-def on_ranks(engine, made, long):
-    two = {"tensor_parallel_size": 2}
-    jobs = [{"folder": str(made[source]), "prompts": long, "options": two} for source in ON_RANKS]
-    return dict(zip(ON_RANKS, engine(jobs, VLLM_ENABLE_V1_MULTIPROCESSING="1")[0], strict=True))
+def packed(made):
+    """The checkpoints that are shared by ranks, by source and width."""
+    folders = {(source, "16"): made[source] for source, bits in ON_RANKS if bits == "16"}
+    for source, bits in ON_RANKS:
+        if bits != "16":
+            folders[source, bits] = made[source].parent / f"{source}-{bits}"
+            diffquant.quantize(made[source], folders[source, bits], {"weights": f"{bits}:g32"})
+    return folders
 
 
-@pytest.mark.parametrize("source", ON_RANKS)
-def test_two_ranks_compute_what_one_computes(on_ranks, made, long, source):
-    check("two ranks", source, "16", on_ranks[source], expected(made[source], long))
+@pytest.fixture(scope="module")
+def on_ranks(engine, packed, made, adapter, long):
+    """What two processes answer, by source and width, and what they printed."""
+    jobs = {key: {"folder": str(folder), "options": TWO} for key, folder in packed.items()}
+    piped = {"pipeline_parallel_size": 2}
+    jobs |= {f"piped {source}": {"folder": str(made[source]), "options": piped} for source in PIPED}
+    lora = TWO | {"enable_lora": True, "max_lora_rank": RANK}
+    adapted = {"adapter": str(adapter[0]), "reads_prompts": False, "options": lora}
+    jobs["adapter"] = adapted | {"folder": str(made["unilm-v2"])}
+    jobs["refused"] = adapted | {"folder": str(made["diffllama"])}
+    answers, said = engine([job | {"prompts": long} for job in jobs.values()], VLLM_ENABLE_V1_MULTIPROCESSING="1")
+    return dict(zip(jobs, answers, strict=True)), said
+
+
+@pytest.mark.parametrize(("source", "bits"), ON_RANKS)
+def test_two_ranks_compute_what_one_computes(on_ranks, packed, long, source, bits):
+    check("two ranks", source, bits, on_ranks[0][source, bits], expected(packed[source, bits], long))
+
+
+@pytest.mark.parametrize("source", PIPED)
+def test_layers_in_two_processes_compute_what_one_computes(on_ranks, made, long, source):
+    check("pipeline", source, "16", on_ranks[0][f"piped {source}"], expected(made[source], long))
+
+
+def test_an_adapter_is_shared_by_ranks(on_ranks, adapter, long):
+    check("adapter on two ranks", "unilm-v2", "16", on_ranks[0]["adapter"], expected(adapter[1], long))
+
+
+def test_an_adapter_whose_rows_would_move_is_refused_on_two_ranks(on_ranks):
+    assert isinstance(on_ranks[0]["refused"], str)
+    assert "diffllama has all signal heads first, and LoRA adapters to it are served on one rank alone" in on_ranks[1]

@@ -6,6 +6,7 @@ import torch
 import diffquant
 from tests.serving.answers import check, check_low_bits, expected
 from tests.serving.checkpoints import FAMILY, KINDS, write_served
+from tests.serving.conftest import needs_avx512
 
 # At 8 bits with a cache that vLLM does not have. 3 and 6 bits have rows whose words codes straddle.
 RECIPES = {"16": {"kv": "8:row"}, "8": {"weights": "8:row"}, "4": {"weights": "4:g32"}}
@@ -76,6 +77,7 @@ def test_the_folder_alone_computes_the_same(by_folder, folders, prompts, source)
     check("folder", source, "16", by_folder[source], expected(folders[source, "16"], prompts))
 
 
+@needs_avx512
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_folder_alone_loses_no_more_at_4_bits_than_our_own_bfloat16(by_folder, low_attention, prose, kind):
     check_low_bits(low_attention[kind], by_folder[kind], prose)

@@ -149,6 +149,22 @@ def test_the_recipes_cache_is_said_to_be_left_out(v2):
     assert note in v2.log.read_text()
 
 
+def test_fidelity_to_a_server_is_that_to_its_folder(v2, tmp_path):
+    """Of the likeliest tokens alone, over whole chunks of the served context but for the token that is generated."""
+    pocket = next(path for path in pocket_models("prose") if path.name.endswith("v2"))
+    diffquant.quantize(pocket, tmp_path / "low", {"weights": "4:row"})
+    reading = {"characters": 6000, "dtype": "float32"}
+    served = diffquant.fidelity(pocket, v2.lines[0], **reading)
+    folder = diffquant.fidelity(pocket, tmp_path / "low", context=511, **reading)
+    assert (served.k, served.text["context"]) == (20, 511)
+    assert served.agreement.mean == folder.agreement.mean
+    assert served.perplexities == pytest.approx(folder.perplexities, rel=1e-5)
+    assert 0.2 * folder.mean.mean < served.mean.mean < folder.mean.mean
+    same = diffquant.fidelity(tmp_path / "low", v2.lines[0], **reading)
+    assert same.mean.mean < 1e-7 < folder.mean.mean
+    assert same.agreement.mean == 1
+
+
 def test_lm_eval_over_http_gives_our_own_hellaswag(v2, model, tmp_path, monkeypatch):
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager

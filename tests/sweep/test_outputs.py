@@ -2,14 +2,14 @@ import csv
 import io
 import json
 import re
-from dataclasses import replace
+from dataclasses import astuple, replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
 from diffquant.evals.columns import ITEMS, Compared
-from diffquant.evals.stats import mean_interval, paired_difference, wilson_interval
+from diffquant.evals.stats import Difference, mean_interval, paired_difference, wilson_interval
 from diffquant.evals.task_result import TaskResult
 from diffquant.evals.tasks import kind_of
 from diffquant.report.page import page
@@ -120,20 +120,21 @@ def test_a_line_runs_from_wide_to_narrow_and_leaves_out_what_failed(sweep):
     assert (change.is_change, score.is_change) == (True, False)
     drawn = {(title, line.model): line for title, lines in score.lines.items() for line in lines}
     assert set(drawn) == {(title, model) for title in (PER_ROW, PER_TENSOR) for model in ("transformer", "diff")}
-    assert [(bits, round(d.value)) for bits, d in drawn[PER_ROW, "diff"].points] == [(8, 50), (4, 40), (3, 30)]
+    assert [(bits, round(d.mean)) for bits, d in drawn[PER_ROW, "diff"].points] == [(8, 50), (4, 40), (3, 30)]
     assert [bits for bits, _ in drawn[PER_TENSOR, "diff"].points] == [8, 4]
-    assert drawn[PER_ROW, "diff"].full.value == pytest.approx(60)
+    assert drawn[PER_ROW, "diff"].full.mean == pytest.approx(60)
 
 
 def test_bars_are_the_paired_interval_of_the_difference_from_16_bits(sweep):
     (_, eight), *_ = bands(sweep)[0].lines[PER_ROW][0].points
     change = paired_difference([int(i < 5) for i in range(10)], [int(i < 6) for i in range(10)])
-    assert eight == pytest.approx((-10, 100 * change.low, 100 * change.high))
+    assert astuple(eight) == pytest.approx((-10, 100 * change.low, 100 * change.high))
 
 
 def test_the_bar_of_a_share_is_wilsons_interval():
     right = TaskResult(metric="acc", score=1.0, n=5, values=[1.0] * 5)
-    assert ITEMS.score.of(Compared(right, right)) == pytest.approx((100, 100 * wilson_interval(5, 5)[0], 100))
+    share = astuple(ITEMS.score.of(Compared(right, right)))
+    assert share == pytest.approx((100, 100 * wilson_interval(5, 5)[0], 100))
     assert ITEMS.table[0].text(Compared(right, None)) == "100.0 [56.6, 100.0]"
 
 
@@ -142,9 +143,9 @@ def test_a_text_is_drawn_as_kl_with_its_interval_over_windows_and_not_at_16_bits
     kl = TaskResult(metric="perplexity", details={"kl": 0.3, "kl_by_window": [0.2, 0.5], "tokens_by_window": [64, 32]})
     interval = mean_interval([0.2, 0.5], [64, 32])
     (change,) = text.changes
-    assert change.of(Compared(kl, None)) == (0.3, interval.low, interval.high)
+    assert change.of(Compared(kl, None)) == Difference(0.3, interval.low, interval.high)
     earlier = TaskResult(metric="perplexity", details={"kl": 0.3})
-    assert change.of(Compared(earlier, None)) == (0.3, 0.3, 0.3)
+    assert change.of(Compared(earlier, None)) == Difference(0.3, 0.3, 0.3)
     assert change.of(Compared(TaskResult(metric="perplexity", details={"kl": None}), None)) is None
 
 

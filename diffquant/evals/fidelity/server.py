@@ -38,6 +38,12 @@ class Server(Side):
     def about(self) -> JsonObject:
         return {"kind": "server", "address": self.address, "model": self._model, "top_k": self._k}
 
+    @property
+    def longest(self) -> int | None:
+        # A token is always generated, and has to have room behind the chunk.
+        length = self._served.get("max_model_len")
+        return None if length is None else int(length) - 1
+
     def tokens(self, text: str) -> list[int]:
         answer = self._post("/tokenize", {"model": self._model, "prompt": text, "add_special_tokens": True})
         tokens: list[int] = answer["tokens"]
@@ -59,10 +65,14 @@ class Server(Side):
             )
         return _likeliest(by_token[first + 1 :], self._k)
 
-    @cached_property
+    @property
     def _model(self) -> str:
-        served = self._request("/v1/models", None)["data"]
-        return str(served[0]["id"])
+        return str(self._served["id"])
+
+    @cached_property
+    def _served(self) -> dict[str, Any]:
+        served: dict[str, Any] = self._request("/v1/models", None)["data"][0]
+        return served
 
     def _post(self, path: str, body: Mapping[str, object]) -> dict[str, Any]:
         return self._request(path, json.dumps(body).encode())

@@ -36,6 +36,11 @@ class Side(ABC):
         """Tokens [chunks, n] that it is known for, or None where it reads any text."""
         return None
 
+    @property
+    def longest(self) -> int | None:
+        """Number of tokens of the longest chunk that it reads, or None where that is not known."""
+        return None
+
     @abstractmethod
     def tokens(self, text: str) -> list[int]:
         """A text's tokens, behind the token that begins one where the model has that."""

@@ -100,29 +100,6 @@ class NeedleItem:
         return texts
 
 
-@dataclass(frozen=True)
-class NeedleOutcome:
-    """What a model retrieved.
-
-    Attributes:
-        items: items that were scored.
-        retrieved: each item's share of the cities asked for whose number greedy decoding gives.
-    """
-
-    items: list[NeedleItem]
-    retrieved: list[float]
-
-    def by_place(self) -> list[dict[str, float]]:
-        """Mean accuracy of each length and depth: the grid of figure 5."""
-        cells: dict[tuple[int, float], list[float]] = {}
-        for item, share in zip(self.items, self.retrieved, strict=True):
-            cells.setdefault((item.length, item.depth), []).append(share)
-        return [
-            {"length": length, "depth": depth, "accuracy": sum(shares) / len(shares), "n": len(shares)}
-            for (length, depth), shares in sorted(cells.items())
-        ]
-
-
 def evaluate_needle(
     model: LanguageModel,
     tokenizer: "PreTrainedTokenizerBase",
@@ -131,8 +108,11 @@ def evaluate_needle(
     limit: int | None = None,
     batch_tokens: int = BATCH_TOKENS,
     progress: Progress = silent,
-) -> NeedleOutcome:
+) -> tuple[list[NeedleItem], list[float]]:
     """Make the items for a tokenizer, the first `limit` of them, and score them.
+
+    Returns:
+        The items, and each one's share of the cities asked for whose number greedy decoding gives.
 
     Raises:
         UsageError: the model cannot see a length, the text is too poor, or the needles do not fit.
@@ -143,7 +123,18 @@ def evaluate_needle(
     scores = iter(score(model, requests, batch_tokens, progress))
     # Greedy decoding gives a whole answer where each of its tokens is the likeliest after those before it.
     retrieved = [sum(next(scores).greedy for _ in item.asked) / len(item.asked) for item in items]
-    return NeedleOutcome(items, retrieved)
+    return items, retrieved
+
+
+def by_place(items: Iterable[NeedleItem], retrieved: Iterable[float]) -> list[dict[str, float]]:
+    """Mean accuracy of each length and depth: the grid of figure 5."""
+    cells: dict[tuple[int, float], list[float]] = {}
+    for item, share in zip(items, retrieved, strict=True):
+        cells.setdefault((item.length, item.depth), []).append(share)
+    return [
+        {"length": length, "depth": depth, "accuracy": sum(shares) / len(shares), "n": len(shares)}
+        for (length, depth), shares in sorted(cells.items())
+    ]
 
 
 def make_items_for(

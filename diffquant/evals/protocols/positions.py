@@ -7,7 +7,6 @@ bigram that stood in its window before; table 6 there tells such tokens and othe
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -26,30 +25,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-@dataclass(frozen=True)
-class PositionScore:
-    """Negative log-likelihoods of a text's tokens.
-
-    Attributes:
-        nll: float64 [N, W] in nats: of N windows the n-th prediction, which n tokens stand before.
-        is_hit: bool [N, W]: the predicted token ends a bigram that stood in its window before.
-    """
-
-    nll: Tensor
-    is_hit: Tensor
-
-    @property
-    def cumulative(self) -> Tensor:
-        """float64 [N, W]: the mean NLL of each window's predictions up to each."""
-        return self.nll.cumsum(1) / torch.arange(1, self.nll.shape[1] + 1)
-
-    @property
-    def positions(self) -> list[int]:
-        """Powers of two up to the window, and the window."""
-        window = self.nll.shape[1]
-        return sorted({*(2**power for power in range(window.bit_length())), window})
-
-
 @torch.inference_mode()
 def score_positions(
     model: LanguageModel,
@@ -58,8 +33,12 @@ def score_positions(
     window: int = WINDOW,
     batch_tokens: int = BATCH_TOKENS,
     progress: Progress = silent,
-) -> PositionScore:
-    """Read a text in windows of one length; what is left at its end is not read.
+) -> tuple[Tensor, Tensor]:
+    """Negative log-likelihoods of a text's tokens, in windows of one length; what is left at its end is not read.
+
+    Returns:
+        float64 [N, W] in nats: of N windows the n-th prediction, which n tokens stand before; bool [N, W]: whether the
+        predicted token ends a bigram that stood in its window before.
 
     Raises:
         UsageError: the text or the window is too short.
@@ -82,7 +61,19 @@ def score_positions(
     if not nll.isfinite().all():
         raise NonFiniteError(f"the model computes NaN or infinity; use {spelled('dtype', 'float32')}, or wider bits")
     both = zip(windows.tolist(), targets.tolist(), strict=True)
-    return PositionScore(nll, torch.tensor([recalls([*seen, wanted[-1]]) for seen, wanted in both]))
+    return nll, torch.tensor([recalls([*seen, wanted[-1]]) for seen, wanted in both])
+
+
+def cumulative_means(nll: Tensor) -> tuple[list[int], Tensor]:
+    """Means of each window's first predictions, given float64 [N, W].
+
+    Returns:
+        How many predictions: P powers of two up to the window, and the window; float64 [N, P].
+    """
+    window = nll.shape[1]
+    positions = sorted({*(2**power for power in range(window.bit_length())), window})
+    means = nll.cumsum(1) / torch.arange(1, window + 1)
+    return positions, means[:, [position - 1 for position in positions]]
 
 
 def recalls(ids: Sequence[int]) -> list[bool]:

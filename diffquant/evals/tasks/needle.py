@@ -99,19 +99,19 @@ class Needle(Task):
     ) -> TaskResult:
         from diffquant.evals.protocols import needle
 
-        outcome = needle.evaluate_needle(
+        items, retrieved = needle.evaluate_needle(
             model, tokenizer, self.text, self.plan, self.limit, self.batch_tokens, progress
         )
-        score = estimate(outcome.retrieved)
+        score = estimate(retrieved)
         return TaskResult(
             metric="retrieved",
             score=score.mean,
             n=score.n,
-            values=outcome.retrieved,
+            values=retrieved,
             details={
                 "retrieved": score.mean,
                 "retrieved_se": score.se,
-                "items": needle.needle_digest(outcome.items),
-                "by_place": outcome.by_place(),
+                "items": needle.needle_digest(items),
+                "by_place": needle.by_place(items, retrieved),
             },
         )

@@ -71,23 +71,23 @@ class Nll(Task):
         reference: "States | None",  # noqa: ARG002
         progress: Progress,
     ) -> TaskResult:
-        from diffquant.evals.protocols.positions import score_positions
+        from diffquant.evals.protocols.positions import cumulative_means, score_positions
 
-        score = score_positions(model, tokenizer, self.text, self.window, self.batch_tokens, progress)
-        windows, window = score.nll.shape
-        cumulative = score.cumulative[:, [position - 1 for position in score.positions]]
+        nll, is_hit = score_positions(model, tokenizer, self.text, self.window, self.batch_tokens, progress)
+        windows, window = nll.shape
+        positions, cumulative = cumulative_means(nll)
         return TaskResult(
             metric="nll",
             details={
-                "nll": float(score.nll.mean()),
-                "positions": score.positions,
+                "nll": float(nll.mean()),
+                "positions": positions,
                 "cumulative_nll": cumulative.mean(0).tolist(),
                 "cumulative_nll_by_window": cumulative.tolist(),
-                "nll_by_window": score.nll.mean(1).tolist(),
+                "nll_by_window": nll.mean(1).tolist(),
                 "tokens_by_window": [window] * windows,
-                "ar_hit_share": float(score.is_hit.double().mean()),
-                **_slice("ar_hit", "ar_hits", score.nll, score.is_hit),
-                **_slice("other", "others", score.nll, ~score.is_hit),
+                "ar_hit_share": float(is_hit.double().mean()),
+                **_slice("ar_hit", "ar_hits", nll, is_hit),
+                **_slice("other", "others", nll, ~is_hit),
             },
         )
 

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from diffquant.kernels.attention.specialized import (
-    HIDDEN,
+    LOWEST,
     keep,
     key_steps,
     less_parked,
@@ -23,6 +23,7 @@ from diffquant.kernels.attention.specialized import (
     new_barriers,
     park,
     valid_keys,
+    waits_for_signal,
 )
 
 # log2 of e4m3's largest number: probabilities are stored times 448 and use all of its range.
@@ -141,7 +142,7 @@ def _attend(
         q_at = (query + slot) * 2 + HALF if PACK == 2 else (MAPS - 1 - own) * rows + query + slot
         row_scale = gl.load(q_scale + q_at, mask=sees, other=0.0)
         scales = k_scale + (MAPS - 1 - own) * key_blocks
-        top = gl.full([64], HIDDEN, gl.float32, gl.SliceLayout(1, LOGITS))
+        top = gl.full([64], LOWEST, gl.float32, gl.SliceLayout(1, LOGITS))
         total = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, LOGITS))
         low = gl.full([64, DH], 0.0, gl.float32, VALUES)
         high = gl.full([64, DH], 0.0, gl.float32, VALUES)
@@ -161,8 +162,7 @@ def _attend(
         low = low * part * gl.load(v_scale + column)[None, :]
         if HALVES == 2:
             high = high * part * gl.load(v_scale + DH + column)[None, :]
-        waits_for_signal = HALF == 1 if PACK == 2 else own + 1 < MAPS
-        if waits_for_signal:
+        if waits_for_signal(own, T, HALF, MAPS, PACK):
             park(low, parked + places, kept)
             if HALVES == 2:
                 park(high, parked + DH + places, kept)
@@ -206,7 +206,7 @@ def _through(
         logits = logits.to(gl.float32)
         if MASKED:
             key = step * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, LOGITS))
-            logits = gl.where(key[None, :] < last[:, None], logits * scale[:, None], HIDDEN)
+            logits = gl.where(key[None, :] < last[:, None], logits * scale[:, None], -float("inf"))
             risen = gl.maximum(top, gl.max(logits, 1))
             p = gl.exp2(logits - (risen - _E4M3_TOP)[:, None])
         else:

@@ -9,11 +9,10 @@ neighbours in one tile and are subtracted at the end.
 import triton
 import triton.language as tl
 
-from diffquant.kernels.attention.online import load_rows, pair_norm, to_float16, valid_range
+from diffquant.kernels.attention.online import LOWEST, load_rows, pair_norm, to_float16, valid_range
 from diffquant.kernels.attention.quantize_qkv import swizzled
 from diffquant.kernels.attention.tiles import key_blocks, seen_by
 
-_HIDDEN = tl.constexpr(-1.0e30)
 # log2 of e4m3's largest number: probabilities are stored times 448 and use all of its range.
 _E4M3_TOP = tl.constexpr(8.807354922057604)
 
@@ -67,7 +66,7 @@ def attend_int8(
             q = tl.load(q8 + (q_row + row)[:, None] * D + tl.arange(0, D)[None, :])
         row_scale = tl.load(q_scale + q_row + row, mask=last > 0, other=0.0)
         scales = k_scale + (kv * MAPS + own) * (padded // BN)
-        top = tl.full([BM], _HIDDEN, tl.float32)
+        top = tl.full([BM], LOWEST, tl.float32)
         total = tl.zeros([BM], tl.float32)
         low = tl.zeros([BM, DH], tl.float32)
         high = tl.zeros([BM, DH], tl.float32)
@@ -128,7 +127,7 @@ def _through(
         logits = tl.dot(q, k.T).to(tl.float32)
         if MASKED:
             key = (n + tl.arange(0, BN))[None, :]
-            logits = tl.where((key >= first[:, None]) & (key < last[:, None]), logits * scale[:, None], _HIDDEN)
+            logits = tl.where((key >= first[:, None]) & (key < last[:, None]), logits * scale[:, None], -float("inf"))
             risen = tl.maximum(top, tl.max(logits, 1))
             p = tl.exp2(logits - (risen - TOP)[:, None])
         else:

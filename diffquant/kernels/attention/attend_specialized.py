@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from diffquant.kernels.attention.specialized import (
-    HIDDEN,
+    LOWEST,
     keep,
     key_steps,
     less_parked,
@@ -18,6 +18,7 @@ from diffquant.kernels.attention.specialized import (
     new_barriers,
     park,
     valid_keys,
+    waits_for_signal,
 )
 from diffquant.kernels.attention.specialized_rounding import attend_rounded_blocks, row_codes
 from diffquant.kernels.attention.specialized_softmax import attend_softmax_blocks
@@ -157,7 +158,7 @@ def _attend(
             if SHIFT:
                 gl.store(clipped + row_at, below, mask=inside)
         else:
-            largest = gl.full([64], HIDDEN, gl.float32, ROWS)
+            largest = gl.full([64], LOWEST, gl.float32, ROWS)
             y, largest, total = attend_softmax_blocks(
                 buffers, full, free, scale, last, y, largest, total, done, 0, whole,
                 False, HALF, BN, STAGES, LOGITS, VALUES,
@@ -170,8 +171,7 @@ def _attend(
         mbarrier.arrive(free[0].index(0), count=1)
         part = gl.where(sees, 1.0 / gl.where(total == 0, 1.0, total), 0.0)
         y = y * gl.convert_layout(part, gl.SliceLayout(1, VALUES))[:, None]
-        waits_for_signal = HALF == 1 if PACK == 2 else own + 1 < MAPS
-        if waits_for_signal:
+        if waits_for_signal(own, T, HALF, MAPS, PACK):
             park(y, parked + places, kept)
         else:
             if PACK == 2:

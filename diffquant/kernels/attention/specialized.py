@@ -14,8 +14,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-# A finite floor for row maxima: -inf less -inf would be NaN where a row sees nothing yet.
-HIDDEN = gl.constexpr(-1.0e30)
+# A finite floor for row maxima: -inf less -inf would be NaN where a row sees nothing yet. Hidden logits are -inf: a
+# finite one times the scale, less itself, is a fused multiply-add's rounding error, whose exponential may be infinite.
+LOWEST = gl.constexpr(-1.0e30)
 _FP16_MAX = gl.constexpr(65504.0)
 _NAN_STAYS = gl.constexpr(tl.PropagateNan.ALL)
 # Triton 3.6 has the one name, newer ones the other.
@@ -86,6 +87,22 @@ def key_steps(position, queries, valid, BN: gl.constexpr):
     """
     stop = gl.where(position < valid, gl.maximum(gl.minimum(position + queries, valid), 0), 0)
     return gl.minimum(gl.maximum(position + 1, 0), stop) // BN, gl.cdiv(stop, BN)
+
+
+@gluon.jit
+def waits_for_signal(own, T, HALF: gl.constexpr, MAPS: gl.constexpr, PACK: gl.constexpr):
+    """Whether a warpgroup's rows are of a noise map, which the signal map's take theirs less.
+
+    Maps that share keys, or a lone one, say so by T, which is positive, since Triton 3.6 compiles no store of rows that
+    stands in a partition without a condition at run time.
+    """
+    if MAPS > 1:
+        waits = own + 1 < MAPS
+    elif PACK * HALF == 2:
+        waits = T > 0
+    else:
+        waits = T < 0
+    return waits
 
 
 @gluon.jit

@@ -5,8 +5,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from diffquant.kernels.attention.specialized import HIDDEN
-
 
 @gluon.jit
 def attend_softmax_blocks(
@@ -26,7 +24,7 @@ def attend_softmax_blocks(
         mbarrier.arrive(free[1].index(stage), count=1)
         if MASKED:
             key = step * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, LOGITS))
-            logits = gl.where(key[None, :] < last[:, None], logits, HIDDEN)
+            logits = gl.where(key[None, :] < last[:, None], logits, -float("inf"))
         risen = gl.maximum(top, gl.max(logits, 1) * scale)
         p = gl.exp2(logits * scale - risen[:, None])
         shrunk = gl.exp2(top - risen)

@@ -119,8 +119,8 @@ def _gemv(
             if BITS == 6:
                 highs += (load_high(high + at * 128, live, one, WARPS),)
         if DEPENDENT and BITS != 6 and TILES == 1:
-            # Codes were written long before the kernel that runs ahead: they may be on their way while it ends, and x,
-            # which may be its output, may not. Waiting again in the next step costs nothing.
+            # Whoever writes codes waits on the host until they are in memory (`repack`). So they may be on their way
+            # while the kernel ahead ends, and x, which may be its output, may not. Waiting again costs nothing.
             gdc_wait()
         for u in tl.static_range(UNROLL):
             chunk = first + u * WARPS + warp

@@ -103,6 +103,7 @@ def repack(words: Tensor, scale: Tensor, bits: int, width: int, dtype: torch.dty
         low[part] = _low(stored, stored_bits)
         if high is not None:
             high[part] = _high(stored)
+    _finish_writing(low.device)
     if groups <= 1:
         return PackedWeight(low, high, None, scale.float().flatten(), stored_bits, 0, (rows, width))
     largest = scale.float().abs().max().clamp(min=torch.finfo(torch.float32).tiny)
@@ -145,6 +146,7 @@ def join(first: PackedWeight, second: PackedWeight) -> PackedWeight:
     scales = None if first.scales is None or second.scales is None else torch.cat([first.scales, second.scales], 1)
     shape = first.shape[0] + second.shape[0], first.shape[1]
     low = torch.cat([first.low, second.low])
+    _finish_writing(low.device)
     return PackedWeight(low, high, scales, torch.cat(row_scales), first.bits, first.group, shape)
 
 
@@ -169,6 +171,12 @@ def _count_rows_and_groups(words: Tensor, scale: Tensor, bits: int, width: int) 
     if reason:
         raise UsageError(f"cannot repack a weight {[len(words), width]}: {reason}")
     return len(words), scale.shape[1]
+
+
+def _finish_writing(device: torch.device) -> None:
+    """Wait until codes are in memory: a GEMV reads them before `griddepcontrol.wait`, which alone would show them to it."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _fragments(codes: Tensor, bits: int) -> Tensor:

@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 from diffquant.errors import CheckpointError, UnknownModelTypeError
-from diffquant.model.adapters.base import READERS, WITH_WINDOWS, Adapter, register
+from diffquant.model.adapters.base import READERS, WITH_WINDOWS, Adapter, refuse_windows, register
 from diffquant.model.adapters.rotary import check_angles
 from diffquant.model.transformer import TransformerArchitecture
 from diffquant.support.discovery import import_all
@@ -20,6 +20,12 @@ from diffquant.support.spelling import spelled
 
 import_all(sys.modules[__name__])
 _FULL = "full_attention"
+_DRAGON = (
+    "of Dragon and Olala the attention of layers V is computed (diffquant.model.dragon), and not Mamba-3, the geodesic "
+    "residual and experts behind a latent; the weights can be quantized, by `quantize` with {weights_only}, but not run"
+)
+# Types that are known and not run, and why.
+_NOT_RUN = {"dragon": _DRAGON, "olala": _DRAGON}
 # Settings that transformers or vLLM compute for any model, and the values at which they change nothing.
 _NEUTRAL = {"is_causal": (None, True), "logit_scale": (None, 1)}
 
@@ -33,6 +39,9 @@ def adapter_for(config: dict[str, Any]) -> Adapter:
     """
     # Motif's files say "Motif" or "motif".
     model_type = str(config.get("model_type")).lower()
+    if model_type in _NOT_RUN:
+        reason = _NOT_RUN[model_type].format(weights_only=spelled("weights_only", True))
+        raise UnknownModelTypeError(f"model_type {config['model_type']!r} is not read: {reason}")
     if model_type not in READERS:
         raise UnknownModelTypeError(
             f"model_type {config.get('model_type')!r} is not read; supported are {', '.join(READERS)}. A unilm "
@@ -41,23 +50,13 @@ def adapter_for(config: dict[str, Any]) -> Adapter:
             f"{spelled('weights_only', True)}, but nothing runs it"
         )
     if model_type not in WITH_WINDOWS:
-        _refuse_windows(config)
+        refuse_windows(config)
     _refuse_kinds_of_layers(config)
     _refuse_settings(config)
     adapter = READERS[model_type](config)
     if isinstance(adapter.architecture, TransformerArchitecture):
         check_angles(adapter.architecture)
     return adapter
-
-
-def _refuse_windows(config: dict[str, Any]) -> None:
-    """Refuse a sliding window: a model trained with one would compute something else, and say nothing."""
-    # Configurations may keep a window's size beside a switch that is off.
-    if config.get("sliding_window") is not None and config.get("use_sliding_window") is not False:
-        raise CheckpointError(
-            f"config.json: sliding_window is {config['sliding_window']}; attention over a window is not computed. If "
-            "the model was trained without one, set sliding_window to null"
-        )
 
 
 def _refuse_kinds_of_layers(config: dict[str, Any]) -> None:

@@ -68,7 +68,7 @@ class Adapter:
     def source_parameters(self) -> Parameters:
         """Each tensor that the checkpoint must hold, by its own name."""
         parameters: Parameters = {}
-        for name, parameter in self.architecture.parameters.items():
+        for name, parameter in (self.architecture.parameters | self.architecture.carried).items():
             heads = self._repeated(parameter)
             shape = parameter.shape if heads is None else (heads.width * heads.source_heads, *parameter.shape[1:])
             parameters[self.source_name(name)] = replace(parameter, shape=shape)
@@ -99,7 +99,7 @@ class Adapter:
 # From a config.json to its adapter.
 Reader = Callable[[dict[str, Any]], Adapter]
 READERS: dict[str, Reader] = {}
-# Types whose models compute sliding windows; of all others a config that states one is refused.
+# Types whose readers deal with sliding windows; of all others a config that states one is refused.
 WITH_WINDOWS: set[str] = set()
 
 
@@ -107,7 +107,7 @@ def register(model_type: str, *, windows: bool = False) -> Callable[[Reader], Re
     """Make a function the reader of the config.json files of a `model_type`.
 
     Args:
-        windows: whether the models compute sliding windows.
+        windows: whether the reader deals with sliding windows, which are refused otherwise.
 
     Raises:
         ValueError: another function reads that type.
@@ -122,6 +122,20 @@ def register(model_type: str, *, windows: bool = False) -> Callable[[Reader], Re
         return reader
 
     return add
+
+
+def refuse_windows(config: Mapping[str, Any]) -> None:
+    """Refuse a sliding window: a model trained with one would compute something else, and say nothing.
+
+    Raises:
+        CheckpointError: a window is switched on.
+    """
+    # Configurations may keep a window's size beside a switch that is off.
+    if config.get("sliding_window") is not None and config.get("use_sliding_window") is not False:
+        raise CheckpointError(
+            f"config.json: sliding_window is {config['sliding_window']}; attention over a window is not computed. If "
+            "the model was trained without one, set sliding_window to null"
+        )
 
 
 def count_pairs(heads: int, key: str) -> int:

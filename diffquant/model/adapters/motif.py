@@ -2,17 +2,17 @@
 
 One model_type is three models. Motif-2.6B has ordinary pairs. Motif-2-12.7B, whose config has `num_noise_heads`, has
 groups of signal heads that share a noise head, which is the group's last. Motif-3, with `kv_lora_rank` or `diff_v2`, is
-another architecture.
+another architecture, which `motif3` reads.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-from diffquant.errors import CheckpointError, UnknownModelTypeError
-from diffquant.model.adapters.base import Adapter, register
+from diffquant.errors import CheckpointError
+from diffquant.model.adapters.base import Adapter, refuse_windows, register
+from diffquant.model.adapters.motif3 import OWN_KEYS, read_motif3
 from diffquant.model.adapters.sizes import LLAMA, check_width, read_eps, read_sizes, v1_spec
 from diffquant.model.transformer import TransformerArchitecture
-from diffquant.support.spelling import spelled
 
 MOTIF: Mapping[str, Any] = {
     **LLAMA,
@@ -21,20 +21,20 @@ MOTIF: Mapping[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
-_MOTIF_3 = ("kv_lora_rank", "q_lora_rank", "diff_v2", "num_experts")
 
 
-@register("motif")
+@register("motif", windows=True)
 def read_motif(config: dict[str, Any]) -> Adapter:
     """Adapter of a `Motif` config.json.
 
     Raises:
-        UnknownModelTypeError: the config is Motif-3's.
         CheckpointError: sizes contradict each other, or settings are ones that no released model is known to have.
 
     Source: MotifTechnologies/vllm, vllm/model_executor/models/motif.py; arXiv 2510.06949 for the groups.
     """
-    _refuse_motif_3(config)
+    if any(config.get(key) for key in OWN_KEYS):
+        return read_motif3(config)
+    refuse_windows(config)
     _refuse_settings(config)
     bias = bool(config.get("use_bias"))
     sizes = read_sizes(config | {"attention_bias": bias, "mlp_bias": bias}, MOTIF)
@@ -71,15 +71,6 @@ def _count_groups(config: dict[str, Any], sizes: dict[str, Any]) -> dict[str, in
     if problems:
         raise CheckpointError(f"config.json is not a valid Motif configuration: {'; '.join(problems)}")
     return {"pairs": heads - noises, "kv_pairs": kv_heads // 2, "signals_per_noise": heads // noises - 1}
-
-
-def _refuse_motif_3(config: dict[str, Any]) -> None:
-    keys = [key for key in _MOTIF_3 if config.get(key)]
-    if keys:
-        raise UnknownModelTypeError(
-            f"config.json has {', '.join(keys)}: this is Motif-3, whose latent attention and experts are not computed; "
-            f"its weights can be quantized, by `quantize` with {spelled('weights_only', True)}, but not run"
-        )
 
 
 def _refuse_settings(config: dict[str, Any]) -> None:

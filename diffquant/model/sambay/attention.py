@@ -6,7 +6,7 @@ from diffquant.errors import UsageError
 from diffquant.model.attention import PairAttention, without_padding
 from diffquant.model.linears import add_linears
 from diffquant.model.sambay.blocks import FusedAttentionBlock
-from diffquant.model.sambay.reading import Reading
+from diffquant.model.sambay.reading import SambaYReading
 
 KeysValues = tuple[Tensor, Tensor]
 
@@ -30,7 +30,7 @@ class SambaYAttention(nn.Module):
         self.inner_cross_attn = PairAttention(block.spec, block.layer)
         add_linears(self, block)
 
-    def forward(self, x: Tensor, reading: Reading, shared: KeysValues | None) -> tuple[Tensor, KeysValues]:
+    def forward(self, x: Tensor, reading: SambaYReading, shared: KeysValues | None) -> tuple[Tensor, KeysValues]:
         """Output [B, T, D] for an input x [B, T, D], and the keys and values that its queries read.
 
         Args:

@@ -3,12 +3,11 @@
 from collections.abc import Callable, Mapping
 
 from torch import Tensor
-from transformers.cache_utils import Cache
 
 from diffquant.errors import UsageError
 from diffquant.model.architecture import Architecture
 from diffquant.model.blocks import TokenRows
-from diffquant.model.windowed_cache import storage_of
+from diffquant.model.windowed_cache import WindowsCache, storage_of
 from diffquant.recipe import Recipe
 
 
@@ -75,7 +74,7 @@ class RecurrentLayer:
             self._parts = change(self._parts[0]), change(self._parts[1])
 
 
-class SambaYCache(Cache):
+class SambaYCache(WindowsCache):
     """Cache of the layers that keep something, the recipe's `k`, `v` and `residual` in those with attention."""
 
     def __init__(self, recipe: Recipe, architecture: Architecture, ranges: Mapping[str, Tensor] | None = None) -> None:
@@ -87,28 +86,13 @@ class SambaYCache(Cache):
             ranges: ranges by "layers.N.k" and "layers.N.v" where the recipe's schemes are static.
         """
         stored = enumerate(blocks["attn"].stored for blocks in architecture.layers)
-        super().__init__(
-            layers=[
-                storage_of(kept, layer, recipe, ranges or {}) if isinstance(kept, TokenRows) else RecurrentLayer()
-                for layer, kept in stored
-                if kept is not None
-            ]
-        )
-        self.recipe = recipe
-
-    def get_seq_length(self, layer_idx: int | None = None) -> int:
-        """Number of tokens read, which the full attention's layer, the last, has all of."""
-        return int(self.layers[-1 if layer_idx is None else layer_idx].get_seq_length())
-
-    @property
-    def held(self) -> int:
-        """Number of tokens that windowed layers hold."""
-        return int(self.layers[1].get_seq_length())
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all storages, scales and states included."""
-        return sum(layer.nbytes for layer in self.layers)
+        layers = [
+            storage_of(kept, layer, recipe, ranges or {}) if isinstance(kept, TokenRows) else RecurrentLayer()
+            for layer, kept in stored
+            if kept is not None
+        ]
+        # The full attention's layer is the last that keeps something, and the second layer has a window.
+        super().__init__(recipe, layers, whole=-1, windowed=1)
 
     def recurrent(self, layer: int) -> RecurrentLayer:
         """What a Mamba layer keeps.

@@ -11,7 +11,7 @@ from diffquant.model.linears import add_linears
 from diffquant.model.sambay.attention import KeysValues
 from diffquant.model.sambay.blocks import FusedMLPBlock
 from diffquant.model.sambay.mamba import GatedMemory, Mamba
-from diffquant.model.sambay.reading import Reading
+from diffquant.model.sambay.reading import SambaYReading
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class SambaYLayer(DecoderLayer):
     input_layernorm: LayerNorm
     post_attention_layernorm: LayerNorm
 
-    def forward(self, flow: Flow, reading: Reading) -> Flow:
+    def forward(self, flow: Flow, reading: SambaYReading) -> Flow:
         mixed, flow = self._mix(self.mixer_input(flow.x), flow, reading)
         x = flow.x + mixed
         x = x + self.mlp(normed(self.post_attention_layernorm, x))
@@ -67,7 +67,7 @@ class SambaYLayer(DecoderLayer):
         """The mixer's input, [B, T, D] in the parameters' dtype."""
         return normed(self.input_layernorm, x)
 
-    def _mix(self, x: Tensor, flow: Flow, reading: Reading) -> tuple[Tensor, Flow]:
+    def _mix(self, x: Tensor, flow: Flow, reading: SambaYReading) -> tuple[Tensor, Flow]:
         """The mixer's output [B, T, D], and the flow with what it leaves to later layers."""
         if isinstance(self.attn, Mamba):
             states = None if reading.cache is None else reading.cache.recurrent(self.layer)

@@ -5,9 +5,9 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, silu, softplus
 
 from diffquant.model.linears import add_linears
+from diffquant.model.packing import Packing
 from diffquant.model.sambay.blocks import GatedMemoryBlock, MambaBlock
 from diffquant.model.sambay.cache import RecurrentLayer
-from diffquant.model.sambay.packing import Packing
 from diffquant.model.sambay.scan import causal_convolution, last_inputs, selective_scan
 from diffquant.numbers.absmax import compute_dtype
 

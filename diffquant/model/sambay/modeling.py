@@ -20,7 +20,7 @@ from diffquant.model.sambay.attention import SambaYAttention
 from diffquant.model.sambay.cache import SambaYCache
 from diffquant.model.sambay.config import SambaYConfig
 from diffquant.model.sambay.layer import Flow, SambaYLayer, normed
-from diffquant.model.sambay.reading import Reading
+from diffquant.model.sambay.reading import SambaYReading
 from diffquant.model.walk import Walk
 from diffquant.numbers.absmax import compute_dtype
 
@@ -58,7 +58,7 @@ class SambaYModel(Decoder):
             )
         if cache is not None and not isinstance(cache, SambaYCache):
             raise UsageError(f"{type(cache).__name__} does not hold Mamba's states; pass what new_cache() gives")
-        reading = Reading.of(mask.keys, x.shape[1], self.architecture.sliding_window, cache)
+        reading = SambaYReading.of(mask.keys, x.shape[1], self.architecture.sliding_window, cache)
         flow = self.start(x)
         for layer in self.layers:
             if states is not None:
@@ -120,7 +120,7 @@ class SambaYWalk(Walk[Flow]):
         decoder = self.model.model
         # A fresh cache for each layer: of a quantized one only what the layer reads back counts.
         cache = decoder.new_cache() if decoder.has_quantized_cache else None
-        out: Flow = layer(state, Reading.of(None, self.length, decoder.architecture.sliding_window, cache))
+        out: Flow = layer(state, SambaYReading.of(None, self.length, decoder.architecture.sliding_window, cache))
         return out
 
     def project(self, layer: nn.Module, state: Flow) -> tuple[Tensor, Tensor, Tensor] | None:

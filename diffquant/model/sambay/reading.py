@@ -1,46 +1,28 @@
 """What the layers of a SambaY model have to know of the tokens that they read."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from torch import Tensor
 
-from diffquant.family.mask import Mask
+from diffquant.model.packing import Packing
+from diffquant.model.reading import Reading
 from diffquant.model.sambay.cache import SambaYCache
-from diffquant.model.sambay.packing import Packing
+from diffquant.model.windowed_cache import WindowsCache
 
 
 @dataclass(frozen=True)
-class Reading:
+class SambaYReading(Reading):
     """New tokens [B, T] beside cached ones.
 
     Attributes:
-        whole: mask of layers that see all tokens.
-        windowed: mask of layers that see a window, over the tokens that these hold and the new ones.
-        needed: number of the newest tokens that windowed layers go on holding.
         packing: where padding among the new tokens goes; None without.
-        cache: cache to read and extend; None to keep nothing.
     """
 
-    whole: Mask
-    windowed: Mask
-    needed: int
-    packing: Packing | None
     cache: SambaYCache | None
+    packing: Packing | None = None
 
     @classmethod
-    def of(cls, valid: Tensor | None, length: int, window: int | None, cache: SambaYCache | None) -> "Reading":
-        """The reading of T = `length` new tokens.
-
-        Args:
-            valid: validity [B, S] of cached and new tokens; None without padding.
-            window: number of newest tokens that windowed layers see; None for all.
-            cache: cache of the earlier tokens.
-        """
-        near = length + (cache.held if cache is not None else 0)
-        windowed = Mask(None if valid is None else valid[:, -near:], window)
-        packing = Packing.of(None if valid is None else valid[:, -length:])
-        return cls(Mask(valid), windowed, windowed.needed_keys(near), packing, cache)
-
-    def mask(self, window: int | None) -> Mask:
-        """Mask of a layer with that window."""
-        return self.whole if window is None else self.windowed
+    def of(cls, valid: Tensor | None, length: int, window: int | None, cache: WindowsCache | None) -> Self:
+        reading = super().of(valid, length, window, cache)
+        return replace(reading, packing=Packing.of(None if valid is None else valid[:, -length:]))

@@ -27,11 +27,19 @@ class NumberFormat(ABC):
         name: name that schemes give it: "4" in "4:g32".
         levels: numbers that codes stand for, ascending, 0 among them; at most 256.
         quantizes: whether it rounds anything; only 16 bits do not.
+        block: number of neighbours that share a scale, where the format itself says so; None where a scheme does.
+        spans_tensor: whether a weight's scales depend on the largest magnitude of the whole weight.
+        fits_errors: whether scales are chosen by the errors that they leave, so that magnitudes alone do not tell them.
+        trials: shares of the absmax scale that a rounding with fitted scales tries, where not by bits.
     """
 
     name: str
     levels: tuple[float, ...]
     quantizes: ClassVar[bool] = True
+    block: ClassVar[int | None] = None
+    spans_tensor: ClassVar[bool] = False
+    fits_errors: ClassVar[bool] = False
+    trials: ClassVar[tuple[float, ...]] = ()
 
     @cached_property
     def largest(self) -> float:
@@ -89,15 +97,63 @@ class NumberFormat(ABC):
 
         return dtype if dtype in (torch.float16, torch.bfloat16) else torch.bfloat16
 
+    def stored_scale_dtype(self, dtype: "torch.dtype") -> "torch.dtype":
+        """Dtype of the tensor that a weight's scales are stored in, where the weight would be stored in `dtype`."""
+        return self.scale_dtype(dtype)
+
     def reads_scale(self, dtype: "torch.dtype") -> bool:
         """Whether a checkpoint's scales may be of a dtype."""
         return dtype.is_floating_point and dtype.itemsize > 1
 
     def scale(self, x: "Tensor", dim: "Axes", dtype: "torch.dtype | None" = None) -> "Tensor":
-        """Scale that maps the largest magnitude along `dim` to the largest level, as `absmax_scale` says."""
-        from diffquant.numbers.absmax import absmax_scale
+        """Scale that maps the largest magnitude along `dim`, which keeps size 1, to the largest level.
 
-        return absmax_scale(x, self.largest, dim, dtype)
+        Args:
+            x: [...] finite floats.
+            dim: axes that share one scale.
+            dtype: dtype of the scale, for a format whose scales may be of any.
+        """
+        from diffquant.numbers.absmax import compute_dtype
+
+        return self.scale_of(x.abs().amax(dim, keepdim=True).to(compute_dtype(x)), dtype)
+
+    def scale_of(self, largest: "Tensor", dtype: "torch.dtype | None" = None) -> "Tensor":
+        """Scale for entries whose largest magnitude is known, as `absmax_scale` makes it."""
+        from diffquant.numbers.absmax import storable_scale
+
+        return storable_scale(largest / self.largest, self.largest, dtype or largest.dtype)
+
+    def storable(self, scale: "Tensor", dtype: "torch.dtype") -> "Tensor":
+        """Scale that can be stored next to one that a rounding found, of either sign.
+
+        It is no larger than what the lowest code can multiply.
+        """
+        import torch
+
+        from diffquant.numbers.absmax import storable_scale
+
+        numbers = torch.finfo(dtype)
+        limit = numbers.max / -self.lowest * (1 - numbers.eps)
+        return storable_scale(scale.abs(), self.largest, dtype).clamp(max=limit).copysign(scale.to(dtype))
+
+    def bound_to(self, largest: "Tensor") -> "NumberFormat":
+        """The format of one weight whose largest magnitude is known, float32 [1]; itself where that changes nothing."""
+        del largest
+        return self
+
+    @property
+    def tensor_scale(self) -> "Tensor | None":
+        """Number [1] that a bound format stores beside a weight's scales; None for a format with one kind of scale."""
+        return None
+
+    def pack_scale(self, scale: "Tensor") -> "Tensor":
+        """Scales as they are stored: bytes, or as they are."""
+        return scale
+
+    def unpack_scale(self, stored: "Tensor", tensor_scale: "Tensor | None" = None) -> "Tensor":
+        """Scales of what `pack_scale` gave, and of a weight's `tensor_scale` where there is one."""
+        del tensor_scale
+        return stored
 
     # Values and codes.
 
@@ -133,6 +189,10 @@ class NumberFormat(ABC):
         """Nearest levels of values over their scale, in place."""
         return ratio.copy_(self.values(self.codes(ratio, ratio.new_ones(())), ratio.dtype))
 
+    def nearest_(self, ratio: "Tensor") -> "Tensor":
+        """Nearest of all levels, those that absmax leaves unused included, in place."""
+        return self.rounded_(ratio)
+
     def decode(self, codes: "Tensor", scale: "Tensor") -> "Tensor":
         """Levels times their scale, in the scale's dtype: what a reader of the checkpoint computes."""
         return self.values(codes, scale.dtype) * scale
@@ -164,7 +224,20 @@ class NumberFormat(ABC):
 
         return unpack(stored, self.code_width, length)
 
-    # How a checkpoint's config.json says it.
+    # How a checkpoint holds it, and how its config.json says so.
+
+    # Whether a weight's codes are stored as the weight itself, in a dtype that has them.
+    is_native: ClassVar[bool] = False
+
+    @property
+    def file_dtype(self) -> "torch.dtype":
+        """Dtype under which a weight's packed codes stand in a file; as wide as `stored_dtype`."""
+        return self.stored_dtype
+
+    @property
+    def stores_shape(self) -> bool:
+        """Whether a weight's shape is stored beside it, since that of its packed codes does not tell it."""
+        return True
 
     @property
     def layout(self) -> str:
@@ -180,6 +253,10 @@ class NumberFormat(ABC):
     def description(self) -> Mapping[str, Any]:
         """What `weights` of a config group says of the format; readers that do not know its type refuse the folder."""
         return {"type": self.name}
+
+    def strategy(self, granularity: str) -> str:
+        """compressed-tensors' name of what shares a scale of a weight."""
+        return {"row": "channel"}.get(granularity, granularity)
 
     def account(self) -> Mapping[str, Any]:
         """What diffquant.json says of the format of a packed tensor."""

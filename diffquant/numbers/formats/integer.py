@@ -43,6 +43,9 @@ class Integer(NumberFormat):
         """Nearest integers, in place, however large: absmax scales leave none beyond the last code."""
         return ratio.round_()
 
+    def nearest_(self, ratio: "Tensor") -> "Tensor":
+        return ratio.round_().clamp_(self.lowest, self.largest)
+
     @property
     def description(self) -> Mapping[str, Any]:
         return {"num_bits": self.bits, "type": "int", "symmetric": True}

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from diffquant.numbers.absmax import storable_scale
 from diffquant.numbers.formats import NumberFormat
 from diffquant.quantization.roundings.base import Rounder, Rounding, register
 from diffquant.recipe import RoundingSettings
@@ -22,7 +21,8 @@ def round_with_clipping(_name: str, values: Tensor, scheme: Scheme, dtype: torch
     """Codes int8 [rows, in] of some rows under the scales with the least squared error."""
     view, _ = scheme.sharing.view(values)
     scale = fitted_scale(view, scheme.format, dtype)
-    return all_codes(view, scale, scheme.format).reshape(values.shape), scale.reshape(len(values), -1)
+    levels = all_levels(view, scale, scheme.format).reshape(values.shape)
+    return level_codes(levels, scheme.format), scale.reshape(len(values), -1)
 
 
 def fitted_scale(
@@ -34,7 +34,7 @@ def fitted_scale(
 
     Args:
         values: [..., n] float32; the n share a scale.
-        number_format: even format of the codes.
+        number_format: format of the codes.
         dtype: dtype of the stored scale.
         weights: weight of each square, [n]; alike by default.
 
@@ -42,39 +42,36 @@ def fitted_scale(
         [..., 1].
     """
     largest = number_format.scale(values, -1)
-    largest = torch.where(values.amax(-1, keepdim=True) > -values.amin(-1, keepdim=True), -largest, largest)
+    if number_format.is_even:
+        largest = torch.where(values.amax(-1, keepdim=True) > -values.amin(-1, keepdim=True), -largest, largest)
     # Where squares overflow, no trial is better than absmax.
-    best, least = storable(largest, number_format, dtype), torch.full_like(largest, torch.inf)
-    for share in (1 - trial / (10 * number_format.code_width) for trial in range(_TRIALS)):
-        scale = storable(largest * share, number_format, dtype)
-        rounded = _nearest(values, scale.float(), number_format).mul_(scale.float())
+    best, least = number_format.storable(largest, dtype), torch.full_like(largest, torch.inf)
+    shares = number_format.trials or [1 - trial / (10 * number_format.code_width) for trial in range(_TRIALS)]
+    for share in shares:
+        scale = number_format.storable(largest * share, dtype)
+        rounded = all_levels(values, scale, number_format).mul_(scale.float())
         squares = rounded.sub_(values).square_()
         error = (squares if weights is None else squares.mul_(weights)).sum(-1, keepdim=True)
         best, least = torch.where(error < least, scale, best), error.minimum(least)
     return best
 
 
-def storable(scale: Tensor, number_format: NumberFormat, dtype: torch.dtype) -> Tensor:
-    """The scale as `storable_scale` gives it, of either sign, and no larger than what the lowest code can multiply."""
-    numbers = torch.finfo(dtype)
-    limit = numbers.max / -number_format.lowest * (1 - numbers.eps)
-    return storable_scale(scale.abs(), number_format.largest, dtype).clamp(max=limit).copysign(scale.to(dtype))
+def all_levels(values: Tensor, scale: Tensor, number_format: NumberFormat) -> Tensor:
+    """Nearest levels of values over their scale, the lowest one, which absmax leaves unused, included."""
+    return number_format.nearest_(values / scale.float())
 
 
-def all_codes(values: Tensor, scale: Tensor, number_format: NumberFormat) -> Tensor:
-    """Nearest codes int8 of values, the lowest one, which absmax leaves unused, included."""
-    return _nearest(values, scale.float(), number_format).to(torch.int8)
-
-
-def _nearest(values: Tensor, scale: Tensor, number_format: NumberFormat) -> Tensor:
-    return (values / scale).round_().clamp_(number_format.lowest, number_format.largest)
+def level_codes(levels: Tensor, number_format: NumberFormat) -> Tensor:
+    """Codes int8 of numbers that are levels of a format."""
+    if number_format.is_even:
+        return levels.to(torch.int8, memory_format=torch.contiguous_format)
+    return number_format.codes(levels, levels.new_ones(()))
 
 
 class Mse(Rounding):
     """Rounding to the nearest code under the scales with the least squared error."""
 
     name = "mse"
-    needs_even_levels = True
 
     def prepare(
         self,

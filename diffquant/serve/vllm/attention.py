@@ -36,7 +36,7 @@ class ServedAttention(DiffAttention):
         noises = whole.pairs // whole.sharing if whole.has_noise else 0
         self.qkv_proj = QKVParallelLinear(
             width,
-            whole.width,
+            whole.key_width,
             whole.pairs + noises,
             whole.kv_pairs // whole.repeats * whole.key_maps,
             bias=bias,
@@ -52,7 +52,7 @@ class ServedAttention(DiffAttention):
         self.add_module(spec["output"], output)
         if spec["lam"] == "exp":
             for name in LAMBDA_VECTORS:
-                vector = torch.zeros(whole.width, dtype=torch.float32)
+                vector = torch.zeros(whole.key_width, dtype=torch.float32)
                 self.register_parameter(name, nn.Parameter(vector, requires_grad=False))
         elif whole.has_noise:
             gates = whole.pairs * (2 if spec["lam"] == "two-gates" else 1)
@@ -68,16 +68,16 @@ class ServedAttention(DiffAttention):
         self.rotary_emb = None
         if spec["rope"] != "none":
             self.rotary_emb = get_rope(
-                whole.width,
+                whole.key_width,
                 max_position=config.max_position_embeddings,
                 rope_parameters=config.rope_parameters,
                 is_neox_style=spec["rope"] == "half",
             )
-        kv_heads = heads.kv_pairs * heads.key_maps * heads.cuts
+        kv_heads = heads.kv_pairs * heads.cuts
         self.attn = Attention(
             kv_heads * heads.group,
             heads.width,
-            heads.width**-0.5,
+            heads.key_width**-0.5,
             num_kv_heads=kv_heads,
             cache_config=cache_config,
             quant_config=quant_config,

@@ -4,9 +4,8 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from diffquant.errors import UnknownModelTypeError
 from diffquant.model.adapters import adapter_for
-from diffquant.serve.folder import config_for_engines
+from diffquant.serve.folder import config_for_engines, require_served
 from diffquant.serve.modeling_diffquant import DiffConfig
 
 
@@ -19,9 +18,12 @@ class ServedConfig(DiffConfig):
 
         Raises:
             CheckpointError: as the adapter of the model type raises it.
+            UnknownModelTypeError: the plugin has no layers for the model.
         """
         if "diff_model" not in config_dict:
-            config_dict = config_for_engines(config_dict, adapter_for(config_dict))
+            adapter = adapter_for(config_dict)
+            require_served(config_dict, adapter)
+            config_dict = config_for_engines(config_dict, adapter)
         config: ServedConfig = super().from_dict(config_dict, **kwargs)
         return config
 
@@ -52,7 +54,7 @@ class DiffTransformerConfig(ServedConfig):
 
 
 class MotifConfig(ServedConfig):
-    """Motif-2.6B and Motif-2-12.7B, whose files say "Motif" or "motif"."""
+    """Motif-2.6B and Motif-2-12.7B, whose files say "Motif" or "motif"; Motif-3, which is refused, does too."""
 
     model_type = "Motif"
 
@@ -67,18 +69,6 @@ class Phi4FlashConfig(ServedConfig):
     """Phi-4-mini-flash, which the plugin does not serve."""
 
     model_type = "phi4flash"
-
-    @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> "ServedConfig":  # noqa: ARG003
-        """Nothing.
-
-        Raises:
-            UnknownModelTypeError: always.
-        """
-        raise UnknownModelTypeError(
-            "Phi-4-mini-flash is not served by vLLM: it has layers of Mamba and layers that share one cache; "
-            "`diffquant generate` runs it"
-        )
 
 
 _CONFIGS = (

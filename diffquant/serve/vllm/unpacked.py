@@ -10,7 +10,7 @@ from vllm.model_executor.kernels.linear import _POSSIBLE_KERNELS, MPLinearKernel
 from vllm.model_executor.layers.quantization.utils import replace_parameter
 from vllm.platforms import PlatformEnum
 
-from diffquant.numerics.packing import unpack
+from diffquant.numbers.packing import unpack
 
 
 class UnpackedLinearKernel(MPLinearKernel):
@@ -24,9 +24,10 @@ class UnpackedLinearKernel(MPLinearKernel):
     def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
         if c.zero_points:
             return False, "UnpackedLinearKernel has no zero points"
-        # vLLM's kernel for 4 bits says that it takes float32, and fails once the server is asked something.
+        # vLLM's kernel for 4 bits says that it takes float32, and that it is there where AVX-512 is not; either fails
+        # once the server is asked something.
         others = [kernel for kernel in _kernels() if kernel is not cls and kernel.can_implement(c)[0]]
-        if others and c.act_type != torch.float32:
+        if others and c.act_type != torch.float32 and hasattr(torch.ops._C, "cpu_gemm_wna16"):
             return False, f"{others[0].__name__} multiplies packed weights"
         return True, None
 

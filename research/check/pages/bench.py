@@ -1,9 +1,11 @@
-"""The figures of docs/bench.md."""
+"""The figures of research/pages/bench.md."""
+
+from statistics import median
 
 from research.check.page import Page
-from research.check.raw import raw
+from research.check.raw import medians, raw
 
-PAGE = Page("docs/bench.md", guides=("On a GPU",))
+PAGE = Page("research/pages/bench.md", guides=("On a GPU",))
 
 # The bench
 
@@ -43,3 +45,46 @@ PAGE.leaves("one 830M layer over 2,048 tokens", "a shape")
 PAGE.leaves("malloc hid 59 of 152 of them", "a count over figures that are withdrawn")
 
 PAGE.leaves("830M to 13.1B", "the paper's sizes")
+
+# Quantizing and opening beside their peers
+
+_OPENING = raw("opening.json")
+PAGE.says(
+    "reading all of SmolLM2's took {} s where transformers' loader took {} s in the same run (medians of {}; a ratio "
+    "of {})",
+    medians(_OPENING["ours"], "seconds"),
+    medians(_OPENING["transformers"], "seconds"),
+    len(_OPENING["ours"]),
+    medians(_OPENING["transformers"], "seconds") / medians(_OPENING["ours"], "seconds"),
+)
+_PEERS = raw("quantize-peers.json")
+_OURS, _TORCHAO = (median(_PEERS["turns"][name]["seconds"]) for name in ("diffquant quantize", "torchao in memory"))
+
+PAGE.says(
+    "`quantize` from file to file took {} s against {} s, on two cores and {} GB of bfloat16 (medians of {} turns "
+    "each)",
+    _OURS,
+    _TORCHAO,
+    _PEERS["source_bytes"] / 1e9,
+    len(_PEERS["turns"]["torchao in memory"]["seconds"]),
+)
+PAGE.says("it was {} times as fast for each byte that is packed", _TORCHAO / _OURS)
+PAGE.means("That was an AMD EPYC", "AMD EPYC" in _PEERS["environment"]["cpu"])
+_BEFORE = raw("quantize-peers-2026-11-22.json")
+PAGE.says(
+    "on a Xeon the day before, it was {} times as fast",
+    median(_BEFORE["turns"]["torchao in memory"]["seconds"])
+    / median(_BEFORE["turns"]["diffquant quantize"]["seconds"]),
+)
+_STARTS = {name: medians(turns, "seconds") for name, turns in raw("inspect-motif-2-12.7b.json")["turns"].items()}
+PAGE.says(
+    "answers in {} s, {} times as long as importing torch alone",
+    _STARTS["diffquant inspect"],
+    raw("inspect-motif-2-12.7b.json")["ratio"],
+)
+PAGE.leaves("a folder of 25.4 GB", "a size that docs/quantize.md has from its raw file")
+PAGE.says(
+    "`tuned` took {} s on a processor without AVX-512",
+    raw("quantize-roundings-8192-tokens.json")["roundings"]["tuned"]["process_seconds"],
+)
+PAGE.leaves("Over half the text, 8,192 tokens", "a setting")

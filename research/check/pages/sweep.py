@@ -1,4 +1,4 @@
-"""The figures of docs/sweep.md and of research/pages/sweeps.md."""
+"""The figures of docs/evaluate.md, docs/report.md and research/pages/sweeps.md, and of logits on docs/schemes.md."""
 
 import math
 from statistics import median
@@ -10,18 +10,19 @@ from diffquant.evals.stats import mean_interval
 from diffquant.sweep.compare import compare
 from diffquant.sweep.table import text_table
 from research.check.page import RESULTS, Page, Unmeasured
+from research.check.pages.schemes import PAGE as SCHEMES
 from research.check.raw import difference, measured, points, raw, sweep
 from research.studies.resolution import items_needed
 
 GGUF, V2 = "SmolLM2-135M-Instruct.Q4_1.gguf", "smollm2-135m-diff-v2"
-PAGE = Page("docs/sweep.md", guides=("A sweep of bit widths", "Comparing two results"))
+PAGE, REPORT = (Page(f"docs/{name}.md", is_guide=True) for name in ("evaluate", "report"))
 SHOWN = Page("research/pages/sweeps.md")
-PAGES = [PAGE, SHOWN]
-PAGE.shows(
+PAGES = [PAGE, REPORT, SHOWN]
+SHOWN.shows(
     "diffquant sweep SmolLM2-135M-Instruct.Q4_1.gguf smollm2-135m-diff-v2 -o logits",
     lambda: text_table(sweep("smollm2-logits-500")).splitlines(),
 )
-PAGE.shows(
+SHOWN.shows(
     "diffquant sweep SmolLM2-135M-Instruct.Q4_1.gguf smollm2-135m-diff-v2 smollm2-onnx",
     lambda: text_table(sweep("smollm2-onnx-500", (("smollm2-onnx", GGUF), ("smollm2-diff-v2-onnx", V2)))).splitlines(),
 )
@@ -29,12 +30,12 @@ PAGE.shows(
 # Sweeps
 
 _AT_3_ROW, _AT_3_TENSOR = (difference("smollm2-logits-500", GGUF, f"3:{g}") for g in ("row", "tensor"))
-PAGE.says(
+SHOWN.says(
     "At 3 bits, one scale per row loses {} points and one per tensor {} [{}, {}]",
     *(-x for x in (points(_AT_3_ROW)[0], points(_AT_3_TENSOR)[0])),
     *(-x for x in reversed(points(_AT_3_TENSOR)[1:])),
 )
-PAGE.says(
+SHOWN.says(
     "3-bit logits with one scale per tensor lose {} points [{}, {}]; with `shift` there is no measurable "
     "change, {} [{}, {}]",
     -points(_AT_3_TENSOR)[0],
@@ -42,14 +43,13 @@ PAGE.says(
     *points(difference("smollm2-logits-500-shift", GGUF, "3:tensor:shift")),
 )
 _FIRST, _SECOND = (measured(f"smollm2-{name}-500", GGUF, "16").score for name in ("logits", "onnx"))
-PAGE.says("Its {} bits are {} % where the first sweep has {} %", 16, 100 * _SECOND, 100 * _FIRST)
-PAGE.leaves("Bonett and Price's 95 % interval", "the interval's level")
-PAGE.leaves("with its 95 % interval, paired over the items", "the interval's level")
-PAGE.table(
+SHOWN.says("Its {} bits are {} % where the first sweep has {} %", 16, 100 * _SECOND, 100 * _FIRST)
+SHOWN.leaves("with its 95 % interval, paired over the items", "the interval's level")
+SCHEMES.table(
     "logits | 8 bits | 6 bits | 4 bits | 3 bits",
     lambda row, head: [measured("smollm2-logits-kl", GGUF, f"{head[0]}:{row}").details["kl"]],
 )
-PAGE.says(
+SCHEMES.says(
     "SmolLM2-135M on {} characters of prose (perplexity {} at 16 bits)",
     sweep("smollm2-logits-kl").settings["options"]["characters"],
     measured("smollm2-logits-kl", GGUF, "16").details["perplexity"],
@@ -60,12 +60,11 @@ BFLOAT16_EXCESS = max(
     for scheme in ("tensor", "row", "tensor:shift", "row:shift")
 )
 SHOWN.says("the 8-bit column was up to {} times as large", BFLOAT16_EXCESS)
-PAGE.says(
+SHOWN.says(
     "At 3 bits with one scale per row, perplexity is {} with plain absmax and {} with `shift`",
     measured("smollm2-logits-kl", GGUF, "3:row").details["perplexity"],
     measured("smollm2-logits-kl", GGUF, "3:row:shift").details["perplexity"],
 )
-PAGE.leaves("at most 0.30 of 16 bits at 4,096 tokens", "a bound that tests/model/test_cache.py asserts")
 
 # Loss by place
 
@@ -118,7 +117,7 @@ SHOWN.leaves("prose-diff-v1 in float32, 20 HellaSwag items", "a setting")
 
 # What resolves a change
 
-PAGE.shows(
+REPORT.shows(
     "diffquant sweep SmolLM2-135M-Instruct.Q4_1.gguf -o margins",
     lambda: text_table(sweep("smollm2-margins")).splitlines(),
 )
@@ -162,12 +161,12 @@ _SHIFT_AGAINST_6 = [
     / measured("figure8-prose", f"prose-{kind}", "6:tensor").details["kl"]
     for kind in ("transformer", "diff-v2", "diff-v1")
 ]
-PAGE.says("4 bits of `tensor:shift` have {} and {} times the KL of 6 bits of `tensor`", *_SHIFT_AGAINST_6[:2])
-PAGE.means(
+SCHEMES.says("4 bits of `tensor:shift` have {} and {} times the KL of 6 bits of `tensor`", *_SHIFT_AGAINST_6[:2])
+SCHEMES.means(
     "it holds for DIFF V1, and for the Transformer and DIFF V2 4 bits",
     _SHIFT_AGAINST_6[2] < 1 < min(_SHIFT_AGAINST_6[:2]),
 )
-PAGE.means(
+SCHEMES.means(
     "So 4 bits of `tensor:shift` lose less than 6 of `tensor` here",
     measured("smollm2-logits-kl", GGUF, "4:tensor:shift").details["kl"]
     < measured("smollm2-logits-kl", GGUF, "6:tensor").details["kl"],
@@ -196,16 +195,13 @@ _IS_UNTOLD = all(
         ),
     )
 )
-for _page, _the in ((PAGE, "the"), (SHOWN, "The")):
-    _page.means("KL orders all three widths with intervals far apart", _IS_ORDERED)
-    _page.means(f"{_the} margin and the accuracy tell none of them from 16 bits", _IS_UNTOLD)
+SHOWN.means("KL orders all three widths with intervals far apart", _IS_ORDERED)
+SHOWN.means("The margin and the accuracy tell none of them from 16 bits", _IS_UNTOLD)
+REPORT.means("it orders the three widths, with intervals far apart", _IS_ORDERED)
+REPORT.means("200 items tell no width from 16 bits\n  by accuracy", _IS_UNTOLD)
 PAGE.means(
-    "a handful of items tells\nwidths apart by KL, and 200 say nothing by accuracy",
+    "a few thousand tokens\ntell widths apart where 200 HellaSwag items do not",
     max(_told_apart("8:tensor", "6:tensor"), _told_apart("6:tensor", "4:tensor")) < 10 and _IS_UNTOLD,
-)
-PAGE.means(
-    "items per second fall by a quarter",
-    all(0.7 < _speeds("after", "float32")[f"logits 4:{each}"]["ratio"] < 0.8 for each in ("tensor", "head", "pair")),
 )
 
 # HellaSwag beside lm-eval
@@ -225,7 +221,7 @@ def _times(dtype: str, batch: int, ours: str | None = None) -> float:
     return median(turns("HFLM", dtype, batch)) / median(turns("diffquant", ours or dtype))
 
 
-PAGE.says(
+SHOWN.says(
     "it scored {} times the items per second in float32 and {} times in bfloat16 with HFLM at batch 8, and {} and {} "
     "times at its default batch of 1",
     _times("float32", 8),
@@ -233,10 +229,21 @@ PAGE.says(
     _times("float32", 1),
     _times("bfloat16", 1),
 )
-PAGE.says("HFLM's two in float32 at batch 1 were {} and {} s", *sorted(turns("HFLM", "float32", 1)))
-PAGE.says("With each one's defaults it was {} times", _times("float32", 1, ours="bfloat16"))
+SHOWN.says("HFLM's two in float32 at batch 1 were {} and {} s", *sorted(turns("HFLM", "float32", 1)))
+SHOWN.says("With each one's defaults it was {} times", _times("float32", 1, ours="bfloat16"))
 
-PAGE.leaves("brackets are 95 % intervals", "the intervals' level")
+SHOWN.leaves("brackets are 95 % intervals", "the intervals' level")
 PAGE.table("task | what it measures", lambda *_: Unmeasured("names"))
-PAGE.table("granularity | one scale per", lambda *_: Unmeasured("definitions"))
-PAGE.leaves("its release 0.4.13 does not read yet", "a version")
+PAGE.leaves("lm-eval 0.4.13 does not find it", "a version")
+PAGE.table("question | command", lambda *_: Unmeasured("questions"))
+PAGE.table("A or B | how | what it tells", lambda *_: Unmeasured("what can be compared"))
+PAGE.table("you have | beside diffquant's 4 bits", lambda *_: Unmeasured("ways to compare"))
+REPORT.table("column | what it says", lambda *_: Unmeasured("definitions"))
+for _text, _why in {
+    "the last 65,536 characters": "a default",
+    "with 95 % intervals": "a level",
+    "2 bytes for each scored token": "a format",
+}.items():
+    PAGE.leaves(_text, _why)
+REPORT.leaves("An interval of ± 3 points", "an example")
+REPORT.says("4 bits still have a KL of {}", measured("smollm2-margins", GGUF, "4:tensor").details["kl"])

@@ -1,5 +1,7 @@
 """Error-compensated codes of a weight: what one column loses is put on others, weighed by the inputs' products.
 
+On the way a weight's code is its level, a float; codes in bytes are made of levels at the end.
+
 Source: Frantar et al., GPTQ, arXiv 2210.17323, algorithm 1. Its pass over the columns is followed by passes of
 coordinate descent on the same error, ||X·(W - Q)ᵀ||², which move codes and scales to where they lower it.
 """
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor
 
 from diffquant.numbers.formats import NumberFormat
-from diffquant.quantization.roundings.mse import all_codes, fitted_scale, storable
+from diffquant.quantization.roundings.mse import all_levels, fitted_scale, level_codes
 from diffquant.scheme import Scheme
 
 # Share of the mean diagonal that is added to it, so that inputs that never vary do not make it singular.
@@ -98,7 +100,7 @@ def compensate(values: Tensor, inputs: Inputs, scheme: Scheme, dtype: torch.dtyp
         codes, scales = in_order_of_inputs(columns, inputs, inputs.order, scheme.format, size, dtype)
     for _ in range(_PASSES):
         codes, scales = _descended(columns, codes, scales, inputs.products, scheme.format, size)
-    return codes.mT.to(torch.int8, memory_format=torch.contiguous_format), scales.mT.contiguous()
+    return level_codes(codes.mT.contiguous(), scheme.format), scales.mT.contiguous()
 
 
 def in_one_pass(
@@ -109,7 +111,6 @@ def in_one_pass(
     # What an error in a column costs once those after it have made up for it.
     costs, diagonal = factor.diagonal().square().reciprocal(), factor.diagonal().tolist()
     work, divisors = values.clone(), torch.empty_like(values[0])
-    lowest, largest = levels.lowest, levels.largest
 
     def start(columns: slice) -> None:
         scale = fitted_scale(work[columns].mT.contiguous(), levels, dtype, costs[columns]).squeeze(1)
@@ -118,7 +119,7 @@ def in_one_pass(
 
     def settle(column: int) -> Tensor:
         weight, code = work[column], codes[column]
-        torch.div(weight, divisors, out=code).round_().clamp_(lowest, largest)
+        levels.nearest_(torch.div(weight, divisors, out=code))
         return torch.addcmul(weight, code, divisors, value=-1).div_(diagonal[column])
 
     _walk(work, factor, size, start, settle)
@@ -139,7 +140,7 @@ def in_order_of_inputs(
     def settle(place: int) -> Tensor:
         column, weight = columns[place], work[place]
         scale = scales[column // size].float()
-        code = all_codes(weight, scale, levels).float()
+        code = all_levels(weight, scale, levels)
         codes[column] = code
         return (weight - code * scale) / inputs.factor[place, place]
 
@@ -152,7 +153,6 @@ def _descended(
 ) -> tuple[Tensor, Tensor]:
     """Codes and scales after each scale and then each code has gone, in turn, to where the error is least."""
     codes, scales, diagonal = codes.clone(), scale.float(), products.diagonal().tolist()
-    lowest, largest = levels.lowest, levels.largest
     # Minus half the gradient of the error by each weight.
     pull = products @ (values - codes * scales.repeat_interleave(size, 0))
 
@@ -161,7 +161,7 @@ def _descended(
         seen = products[columns, columns] @ group
         curvature = (seen * group).sum(0).clamp(min=torch.finfo(torch.float32).tiny)
         force = (pull[columns] * group).sum(0)
-        new = storable(old + force / curvature, levels, scale.dtype)
+        new = levels.storable(old + force / curvature, scale.dtype)
         change = new.float() - old
         change = change.where(change * (2 * force - change * curvature) > 0, 0.0)
         old += change
@@ -170,7 +170,7 @@ def _descended(
     def settle(column: int) -> Tensor:
         code, step = codes[column], scales[column // size]
         new = torch.addcdiv(code, pull[column], step, value=1 / diagonal[column])
-        new.round_().clamp_(lowest, largest)
+        levels.nearest_(new)
         moved = torch.sub(new, code).mul_(step)
         code.copy_(new)
         return moved

@@ -12,8 +12,11 @@ from diffquant.model.walk import Walk
 
 State = TypeVar("State")
 
-# A weight that is read without a call of its module, and the module that is called with the same input.
-_READ_WITH = {"self_attn.lambda_proj": "self_attn.q_proj"}
+# A weight that is read without a call of its module, and modules of which one is called with the same input.
+_READ_WITH = {
+    "self_attn.lambda_proj": {"self_attn.q_proj", "self_attn.wq_a"},
+    "moe.router.gate": {"moe.shared_experts.gate_proj"},
+}
 
 
 @dataclass(eq=False)
@@ -49,9 +52,9 @@ def readers_by_input(walk: Walk[State], layer: nn.Module, state: State) -> tuple
     readers: dict[int, list[str]] = {}
     for name, x in called:
         readers.setdefault(id(x), []).append(name)
-    for name, called_one in _READ_WITH.items():
+    for name, called_with in _READ_WITH.items():
         if name in names:
-            next(each for each in readers.values() if called_one in each).append(name)
+            next(each for each in readers.values() if called_with & set(each)).append(name)
     return list(readers.values()), state
 
 

@@ -16,7 +16,7 @@ class Gptq(Rounding):
     """Error compensation weighed by the inputs' products; a weight outside the layers is rounded as by mse."""
 
     name = "gptq"
-    needs_text = needs_even_levels = True
+    needs_text = True
     options = frozenset(ROUNDING_OPTIONS)
     # 150 s of two cores for SmolLM2-135M and 16,384 tokens (bench/results/quantize-roundings.json).
     work = 6.5

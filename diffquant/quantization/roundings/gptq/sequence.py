@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from diffquant.formats.compressed_tensors import decode_codes
 from diffquant.formats.row_stream import workers
 from diffquant.model.walk import Walk, batches
+from diffquant.quantization.magnitudes import Magnitudes
 from diffquant.quantization.roundings.gptq.compensation import Inputs, compensate, damped, retargeting
 from diffquant.quantization.roundings.gptq.layer_inputs import Moments, input_of, inputs_on_the_way, readers_by_input
 from diffquant.recipe import RoundingSettings
@@ -109,6 +110,7 @@ class LayerWeights:
     ) -> None:
         self._source, self._schemes, self.settings, self.layer = source, schemes, settings, layer
         self._prefix, self._made = prefix, made
+        self._magnitudes = Magnitudes(source.checkpoint, schemes)
 
     def is_rounded(self, module: str) -> bool:
         return self._stored_name(module).removesuffix(".weight") in self._schemes
@@ -134,6 +136,8 @@ class LayerWeights:
     def _rounded(self, module: str, rows: Tensor, inputs: Inputs, moved: Tensor | None) -> Made:
         name = self._stored_name(module)
         values, scheme = rows.float(), self._scheme(name)
+        if scheme.format.spans_tensor:
+            scheme = scheme.bound_to(self._magnitudes.of(name))
         dtype = scheme.format.scale_dtype(self._source.checkpoint.written_dtype(name))
         return compensate(values if moved is None else values + values @ moved, inputs, scheme, dtype)
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from diffquant.model.walk import Walk
 from diffquant.quantization.roundings.gptq.sequence import LayerWeights, Made
-from diffquant.quantization.roundings.mse import storable
 from diffquant.scheme import Scheme
 
 _STEPS = 150
@@ -84,7 +83,7 @@ class _Latent(nn.Module):
 
     def made(self) -> Made:
         """Codes int8 and scale as they are stored."""
-        scale = storable(self._scale * (1 + self.stretch), self._format, self._dtype)
+        scale = self._format.storable(self._scale * (1 + self.stretch), self._dtype)
         return self.place.round().to(torch.int8), scale
 
 

@@ -1,0 +1,124 @@
+"""Memory of planning the index of a model too large for the disk, and of quantizing a part of it, whole and resumed.
+
+    python -m diffquant.bench.programs.quantize_index --json bench/results/quantize-motif-3.json
+
+Names and shapes are the published index's; the tensors are holes in sparse files, which read as zeros. All of it is
+opened, inspected and planned. As many layers as are asked for, with embedding and head, are quantized whole, then
+with a kill in the middle and a second start.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from diffquant.bench.environment import environment
+from diffquant.bench.programs.quantize import MEMORY_LIMIT, measure_quantizing, quantizing_summary, watch
+from diffquant.bench.synthetic import preset, write_holes
+from diffquant.errors import DiffQuantError, ToleranceError
+from diffquant.support.files import write_json
+
+_MODEL = "motif-3"
+# As many as the release has.
+_SHARDS = 155
+_PLANNER = """
+import json, sys, time
+from diffquant.quantization.plan import plan_quantization
+from diffquant.recipe import Recipe
+from diffquant.source.source import open_source
+started = time.monotonic()
+source = open_source(sys.argv[1])
+opened = time.monotonic()
+plan = plan_quantization(source, Recipe.of(weights=sys.argv[2]))
+print(json.dumps({
+    "open_seconds": opened - started, "plan_seconds": time.monotonic() - opened,
+    "tensors": len(source.checkpoint.tensors), "parameters": source.weights, "packed": len(plan.schemes),
+    "bytes_before": plan.bytes_before, "bytes_after": plan.bytes_after, "packed_bits": plan.packed_bits,
+}))
+"""
+
+
+@dataclass(frozen=True)
+class PlanningRun:
+    """One process that opened a checkpoint and planned what would become of it; sizes and memory in bytes."""
+
+    open_seconds: float
+    plan_seconds: float
+    tensors: int
+    parameters: int
+    packed: int
+    bytes_before: int
+    bytes_after: int
+    packed_bits: float
+    peak_resident: int
+    peak_anonymous: int
+
+
+def main(
+    layers: Annotated[int, typer.Option(min=1, help="Layers to quantize, from the first on.")] = 3,
+    weights: Annotated[str, typer.Option(help="Scheme, such as 4:g32.")] = "4:g128",
+    workplace: Annotated[Path | None, typer.Option(help="Folder with room for twice the quantized layers.")] = None,
+    file: Annotated[Path | None, typer.Option("--json", help="Where to write the numbers.")] = None,
+) -> None:
+    """Plan an index too large for the disk, and quantize some of its layers, whole and resumed."""
+    with tempfile.TemporaryDirectory(dir=workplace) as place:
+        index, part = Path(place) / "index", Path(place) / "part"
+        write_holes(index, preset(_MODEL), _SHARDS)
+        write_holes(part, preset(_MODEL) | {"num_hidden_layers": layers}, 4)
+        plan = plan_once(index, weights)
+        result: dict[str, Any] = {
+            "environment": environment(),
+            "model": _MODEL,
+            "data": "holes of sparse files, which read as zeros",
+            "index": asdict(plan),
+            "layers": layers,
+            "part": measure_quantizing(part, Path(place), weights),
+        }
+    if file:
+        write_json(file, result)
+    print(
+        f"{plan.tensors} tensors with {plan.parameters} parameters, {plan.bytes_before / 1e9:.1f} GB: opened in "
+        f"{plan.open_seconds:.1f} s and planned in {plan.plan_seconds:.1f} s, {plan.bytes_after / 1e9:.1f} GB at "
+        f"{weights}; peak memory {plan.peak_resident / 1e6:.0f} MB\n{quantizing_summary(result['part'])}"
+    )
+    _require(result)
+
+
+def plan_once(source: Path, weights: str) -> PlanningRun:
+    """Open and plan in a process of its own, whose memory is watched.
+
+    Raises:
+        DiffQuantError: it failed.
+    """
+    command = [sys.executable, "-c", _PLANNER, str(source), weights]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        peak, anonymous = watch(process)
+        said = process.communicate()[0]
+    if process.returncode:
+        raise DiffQuantError(f"the planning process ended with status {process.returncode}")
+    return PlanningRun(**json.loads(said), peak_resident=peak, peak_anonymous=anonymous)
+
+
+def _require(result: dict[str, Any]) -> None:
+    """Check that all stayed within a gigabyte, and that the resumed output is the same.
+
+    Raises:
+        ToleranceError: it did not, or is not.
+    """
+    runs = [result["index"], *(result["part"][name] for name in ("whole", "killed", "resumed"))]
+    peak = max(run["peak_anonymous"] for run in runs)
+    if peak > MEMORY_LIMIT:
+        raise ToleranceError(f"peak memory beyond mapped files was {peak} bytes; the limit is {MEMORY_LIMIT}")
+    if not result["part"]["byte_identical"]:
+        raise ToleranceError("the output of the killed and resumed run differs from that of the whole run")
+
+
+if __name__ == "__main__":
+    from diffquant.support.program import run_program
+
+    run_program(main)

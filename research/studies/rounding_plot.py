@@ -1,0 +1,53 @@
+"""Plot of KL against stored bits per weight: diffquant's four rounding rules as lines, its peers as points."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from diffquant.report.plots import look, new_figure, plain_log_scale, tidy
+
+_RULES = {
+    "nearest": "nearest (absmax)",
+    "mse": "mse",
+    "gptq": "gptq",
+    "tuned": "tuned",
+}
+_SIZES = ("3:g32", "4:g128", "4:g32", "6:g128")
+# How the rows of a peer begin, and which of its settings is drawn where it has several.
+_PEERS = {
+    "AutoRound": ("AutoRound", ""),
+    "llm-compressor": ("llm-compressor GPTQ", ", mse"),
+    "llama.cpp": ("llama.cpp", ", imatrix"),
+    "HQQ": ("HQQ", ""),
+    "bitsandbytes nf4": ("bitsandbytes nf4", ""),
+    "torchao": ("torchao", ""),
+}
+
+
+def plot_against_size(result: Mapping[str, Any], path: Path) -> None:
+    """Draw the methods of one model's contest on its second text, which none of them was given.
+
+    Args:
+        result: raw file of `research.studies.rounding`.
+        path: picture to write.
+    """
+    rows = result["results"]
+    figure = new_figure(6.4, 4.4)
+    axis = figure.subplots()
+    for number, (rule, label) in enumerate(_RULES.items()):
+        points = [rows[f"{rule} {size}"] for size in _SIZES]
+        axis.plot(*_places(points), **look(number), linewidth=2, markersize=6, label=f"diffquant {label}")
+    for number, (label, (start, end)) in enumerate(_PEERS.items(), len(_RULES)):
+        points = [row for name, row in rows.items() if name.startswith(start) and name.endswith(end)]
+        seen = look(number) | {"linestyle": "none"}
+        axis.plot(*_places(points), **seen, markersize=7, markerfacecolor="none", label=label)
+    plain_log_scale(axis)
+    axis.set_xlabel("stored bits per weight, scales included")
+    axis.set_ylabel("KL from the 16-bit model, nats")
+    tidy(axis, "both")
+    axis.legend(frameon=False, fontsize=9, ncols=2)
+    figure.savefig(path, dpi=150)
+
+
+def _places(rows: list[Any]) -> tuple[list[float], list[float]]:
+    return [row["bits"] for row in rows], [row["elsewhere"]["kl"] for row in rows]

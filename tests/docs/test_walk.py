@@ -1,0 +1,101 @@
+"""The walk through README notices what would turn a stranger away."""
+
+import os
+import sys
+
+import pytest
+
+from tests.walk import masked, run, steps_of, walk
+
+PAGE = """
+```sh
+diffquant doctor    # 2 s
+a --b \\
+    c
+```
+
+```
+$ one x   # 3 s
+first
+second
+$ two y   # 1 min
+```
+
+```python
+import this  # 4 s
+```
+"""
+DURATION = "  # 1 s"
+
+
+def program(tmp_path, body):
+    """Variables with which `diffquant` is a shell script."""
+    file = tmp_path / "bin/diffquant"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(f"#!/bin/sh\n{body}\n")
+    file.chmod(0o755)
+    return os.environ | {"PATH": f"{file.parent}:{os.environ['PATH']}"}
+
+
+def walked(command, tmp_path, capsys, shown=""):
+    """What the walk says of a page's `diffquant` that does what a shell command does."""
+    faults = walk(f"```\n$ diffquant  {command}\n{shown}```\n", tmp_path, program(tmp_path, command))
+    said = capsys.readouterr().out
+    assert faults == said.count("      ! ")
+    return said
+
+
+def test_commands_are_found_with_what_is_shown_below_them():
+    steps = list(steps_of(PAGE))
+    assert [(step.line, step.command.split("\n")[0], step.shown) for step in steps] == [
+        (3, "diffquant doctor    # 2 s", None),
+        (4, "a --b c", None),
+        (9, "one x   # 3 s", ["first", "second"]),
+        (12, "two y   # 1 min", []),
+        (16, "python - <<'END'  # 4 s", None),
+    ]
+
+
+def test_seconds_and_speeds_may_differ_and_sizes_may_not():
+    assert (
+        masked("3 MB in 10.2 s, 88.1 tokens/s")
+        == masked("3 MB in 9 s, 7 tokens/s")
+        != masked("4 MB in 9 s, 7 tokens/s")
+    )
+
+
+@pytest.mark.parametrize(
+    ("command", "shown", "fault"),
+    [
+        ("echo hello", "hello\n", "README does not say how long it takes"),
+        ("echo hello" + DURATION, "good bye\n", "README shows other lines"),
+        ("false" + DURATION, "", "it ended with 1"),
+        (f"printf '%081d\\n' 0{DURATION}", f"{0:081}\n", "a line has 81 columns"),
+        (f"printf '\\r%081d' 0 >&2{DURATION}", "", "a line has 81 columns"),
+    ],
+)
+def test_a_fault_is_told(command, shown, fault, tmp_path, capsys):
+    assert fault in walked(command, tmp_path, capsys, shown)
+
+
+def test_silence_is_measured_before_between_and_after_lines(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("tests.walk.LONGEST_SILENCE", 0.4)
+    for command in ("sleep 1", "echo; sleep 1; echo >&2", "echo >&2; sleep 1"):
+        assert run(command, tmp_path, dict(os.environ)).silence > 0.9
+    assert "it said nothing for 1 s" in walked("sleep 1" + DURATION, tmp_path, capsys)
+    assert "said nothing" not in walked("for i in 1 2 3; do sleep 0.2; echo $i >&2; done" + DURATION, tmp_path, capsys)
+
+
+def test_a_command_sees_a_terminal_of_80_columns(tmp_path):
+    look = (
+        "import os, sys; print(*(os.get_terminal_size(stream.fileno()).columns for stream in (sys.stdout, sys.stderr)))"
+    )
+    assert run(f'{sys.executable} -c "{look}"', tmp_path, dict(os.environ)).stdout == "80 80\n"
+
+
+def test_a_result_that_is_larger_than_16_bits_is_a_fault(tmp_path, capsys):
+    environment = program(tmp_path, 'mkdir -p "$4" && head -c "$5" /dev/zero > "$4/model"')
+    calls = ["convert a -o b 1000", "quantize b -o c 999", "export c -o d 1000"]
+    page = "\n".join(["```sh", *(f"diffquant {call} # 1 s" for call in calls), "```"])
+    assert walk(page, tmp_path, environment) == 1
+    assert "d has 1,000 bytes, and 16 bits take 1,000" in capsys.readouterr().out

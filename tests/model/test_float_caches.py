@@ -1,0 +1,165 @@
+"""Caches, logits and operands at float formats: what is read back, what it takes, and that K and V need not agree."""
+
+import ml_dtypes
+import numpy
+import pytest
+import torch
+
+import diffquant
+from diffquant.attention import attend
+from diffquant.attention.operands import rounded_operands
+from diffquant.data import pocket_models
+from diffquant.errors import UsageError
+from diffquant.evals.prefixes import shares_prefixes, takes_padding
+from diffquant.family.call import AttentionCall
+from diffquant.family.mask import Mask
+from diffquant.model.cache import PackedStates
+from diffquant.recipe import Recipe
+from diffquant.scheme import Scheme
+from diffquant.sweep.storage import state_bytes_per_token
+
+CACHED = [
+    # Scheme, and bytes of a token's [2, 64] states.
+    ("e4m3:token", 2 * (64 + 2)),
+    ("e5m2:token", 2 * (64 + 2)),
+    ("e4m3:g16", 2 * (64 + 8)),
+    ("mxfp8", 2 * (64 + 2)),
+    ("mxfp6", 2 * (48 + 2)),
+    ("mxfp4", 2 * (32 + 2)),
+    ("nvfp4", 2 * (32 + 4)),
+    ("nvfp4_4over6", 2 * (32 + 4)),
+]
+
+
+def nvfp4(x):
+    """Values of NVFP4 without a tensor scale, by ml_dtypes, in float64 [..., n]."""
+    blocks = x.reshape(*x.shape[:-1], -1, 16).astype("float64")
+    scale = (numpy.abs(blocks).max(-1, keepdims=True) / 6).clip(max=448).astype(ml_dtypes.float8_e4m3fn)
+    scale = numpy.where(scale.astype("float64") == 0, 0.125, scale.astype("float64"))
+    levels = (blocks / scale).clip(-6, 6).astype(ml_dtypes.float4_e2m1fn).astype("float64")
+    return (levels * scale).reshape(x.shape)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("text", "nbytes"), CACHED)
+def test_a_cache_reads_back_what_the_format_rounds_to_and_stores_its_bytes(text, nbytes, dtype):
+    scheme = Scheme.parse(text, target="k")
+    states = torch.randn(2, 2, 9, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    stored = PackedStates(scheme, 2)
+    for chunk in states.split([3, 1, 5], 2):
+        stored.append(chunk)
+    read = stored.read()
+    assert read.dtype == dtype
+    assert torch.equal(read[:, :, 7:], states[:, :, 7:])
+    if scheme.granularity == "group":
+        view = states.unflatten(-1, (-1, scheme.size))
+        scale = scheme.format.scale(view, -1, dtype)
+        expected = scheme.format.decode(scheme.format.codes(view, scale), scale).to(dtype).flatten(-2)
+        assert torch.equal(read[:, :, :7], expected[:, :, :7])
+    if dtype == torch.float32 and text == "nvfp4":
+        assert torch.allclose(read[:, :, :7].double(), torch.from_numpy(nvfp4(states.numpy()))[:, :, :7], atol=0)
+    assert state_bytes_per_token(scheme, 2, 64) == nbytes
+    stored.crop(4)
+    stored.forget_oldest(1)
+    assert torch.equal(stored.read(), read[:, :, 1:5])
+
+
+def prose(kind):
+    (model,) = (folder for folder in pocket_models("prose") if folder.name.endswith(kind))
+    return model
+
+
+@pytest.mark.parametrize("kind", ["v1", "v2"])
+def test_keys_in_fp8_and_values_in_nvfp4_serve_one_cache(kind):
+    ids = torch.arange(5, 45)[None]
+    plain = diffquant.load(prose(kind), dtype="float32")
+    model = diffquant.load(prose(kind), {"k": "e4m3:token", "v": "nvfp4"}, dtype="float32")
+    whole = model(ids).logits
+    cache = model.new_cache()
+    steps = [model(part, past_key_values=cache).logits for part in ids.split([17, 1, 1, 21], 1)]
+    # What is nearly between two levels may go to either, as sums come out.
+    torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=0, atol=3e-3)
+    error = (whole - plain(ids).logits).abs().max()
+    assert 1e-3 < error < 3
+    layer = cache.layers[0]
+    assert layer.stored_keys.words.shape[-1] == 2 * layer.stored_values.words.shape[-1] * (
+        layer.stored_keys.recent.shape[-1] / layer.stored_values.recent.shape[-1]
+    )
+
+
+def test_groups_that_do_not_divide_a_head_are_refused_when_the_model_is_loaded(tmp_path):
+    from tests.support import tiny_lm
+
+    folder = tiny_lm.write_llama(tmp_path / "llama")
+    with pytest.raises(UsageError, match="v at nvfp4: groups of 16 channels do not divide layer 0's heads of 8"):
+        diffquant.load(folder, {"v": "nvfp4"})
+
+
+def call_with(**changes):
+    """Attention of two maps over 37 keys, 11 queries and two KV pairs."""
+    generator = torch.Generator().manual_seed(0)
+    q1, q2, k1, k2, v = (
+        torch.randn(2, heads, n, 24, generator=generator) for heads, n in ((4, 11), (4, 11), (2, 37), (2, 37), (2, 37))
+    )
+    return AttentionCall((q1, q2), (k1, k2), v, torch.tensor(0.4), scale=0.5, mask=Mask(), **changes)
+
+
+@pytest.mark.parametrize("text", ["mxfp8", "nvfp4", "4:g8", "mxfp4_up"])
+def test_logits_in_groups_round_what_each_query_sees_of_neighbouring_keys(text):
+    call = call_with(logits=Scheme.parse(text, target="logits"))
+    expected = attend(call, "naive")
+    torch.testing.assert_close(attend(call, "simulated"), expected, rtol=0, atol=1e-5)
+    assert not torch.allclose(attend(call_with(), "naive"), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("text", ["mxfp8", "nvfp4", "4:g8", "e4m3:tensor"])
+def test_operands_in_groups_are_rounded_along_the_channels_that_are_summed(text):
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, 2, n, 24, generator=generator) for n in (5, 7))
+    scheme = Scheme.parse(text, target="qk")
+    rounded, _ = rounded_operands(q, k, Mask(), scheme)
+    if scheme.granularity == "group":
+        for first in range(0, 24, scheme.size):
+            group = q[..., first : first + scheme.size]
+            scale = scheme.format.scale(group, -1)
+            expected = scheme.format.decode(scheme.format.codes(group, scale), scale)
+            assert torch.equal(rounded[..., first : first + scheme.size], expected)
+    else:
+        scale = q.abs().amax() / 448
+        assert torch.allclose(rounded, (q / scale).to(torch.float8_e4m3fn).float() * scale, atol=0)
+
+
+def test_what_groups_of_logits_allow():
+    assert shares_prefixes(Recipe.of(logits="mxfp8"))
+    assert not takes_padding(Recipe.of(logits="mxfp8"))
+    assert takes_padding(Recipe.of(qk="nvfp4"))
+    with pytest.raises(UsageError, match="nvfp4_4over6 chooses scales by the errors they leave"):
+        Recipe.of(logits="nvfp4_4over6")
+
+
+def test_a_sweep_measures_and_reports_float_formats(tmp_path):
+    import csv
+
+    from diffquant.sweep import SweepOptions, run_sweep
+    from diffquant.sweep.table import csv_table
+
+    texts = {
+        "weights-e4m3": "weights: e4m3:channel\n",
+        "kv-e4m3": "k: e4m3:token\nv: e4m3:token\n",
+        "logits-mxfp8": "logits: mxfp8\n",
+        "qk-nvfp4": "qk: nvfp4\n",
+    }
+    files = []
+    for name, text in texts.items():
+        files.append(tmp_path / f"{name}.yaml")
+        files[-1].write_text(text)
+    options = SweepOptions(
+        tasks=("perplexity",), bits=(16,), targets=("weights",), recipes=tuple(files), dtype="float32",
+        task_options={"characters": 400, "window": 64, "stride": 32},
+    )  # fmt: skip
+    result = run_sweep([prose("v2")], options, tmp_path / "sweep")
+    values = {each.point.granularity: each.result.details["perplexity"] for each in result.cells}
+    assert len(set(values.values())) == len(texts) + 1
+    rows = {row["granularity"]: row for row in csv.DictReader(csv_table(result).splitlines())}
+    assert float(rows["weights-e4m3"]["weight_bytes"]) < 0.65 * float(rows[""]["weight_bytes"])
+    assert float(rows["kv-e4m3"]["kv_bytes_per_token"]) < 0.6 * float(rows[""]["kv_bytes_per_token"])

@@ -1,0 +1,154 @@
+"""A pytest plugin that runs tests of `tests/gpu` without a GPU: their kernels run on the PTX machine.
+
+DIFFQUANT_PTX names the compute capability that they are compiled for, times ten. Tensors that the tests ask for on a
+CUDA device are the host's. Of the tests those are kept that `SELECTED` names, so that each kernel runs for each family
+and width at least once; random calls have one head of keys. What only a device has (its memory's peak, what
+torch.compile makes) is not looked at.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+CAPABILITY = "DIFFQUANT_PTX"
+# Few multiprocessors split keys into few shares.
+PROCESSORS = 4
+SHARED_MEMORY = {80: 166_912, 90: 232_448}
+_SHORT = ("causal", "ragged, one empty")
+_HALF, _BFLOAT = torch.float16, torch.bfloat16
+
+Parameters = Mapping[str, Any]
+# By test: which of its cases. Widths and types go together, as most tests have them.
+SELECTED: dict[str, Callable[[Parameters], bool]] = {
+    "test_prefill.py::test_equals_the_plain_form": lambda p: (
+        p["name"] in _SHORT and (p["width"], p["dtype"]) in ((128, _HALF), (64, _BFLOAT))
+    ),
+    "test_prefill_int8.py::test_close_to_the_plain_form": lambda p: (
+        p["name"] == "ragged, one empty" or (p["name"], p["width"]) == ("causal", 64)
+    ),
+    "test_specialized.py::test_close_to_the_plain_form": lambda p: p["name"] in _SHORT,
+    "test_simulated.py::test_equals_the_plain_form_at_every_border": lambda p: (
+        (p["name"], p["text"]) in (("ragged, one empty", "4:row"), ("causal", "8:head:shift")) and p["width"] == 64
+    ),
+    "test_decode.py::test_what_is_stored_are_the_codes_of_numbers": lambda p: len(p["chunks"]) == 5,
+    "test_decode.py::test_what_a_query_sees": lambda p: p["keys"] in (1, 3),
+    "test_decode.py::test_pairs_that_share_a_noise_head_read_it_once": lambda _: True,
+    "test_decode.py::test_the_pair_norm_is_part_of_the_kernel": lambda _: True,
+    "test_decode.py::test_replays_beyond_the_capacity_touch_nothing_else": lambda _: True,
+    "test_linear.py::test_kernels_equal_float64": lambda p: (
+        (p["rows"], p["tokens"]) in ((33, 1), (33, 16), (200, 3), (50, 17)) and (p["bits"] != 6 or p["dtype"] == _HALF)
+    ),
+    "test_linear.py::test_codes_in_the_next_wider_container": lambda p: p["bits"] in (3, 5),
+    "test_linear.py::test_expanded_weights_are_the_checkpoints": lambda p: p["group"] in (64, "tensor"),
+}
+# Tests whose sequences are all alike: one will do.
+_ONE_SEQUENCE = ("test_what_is_stored_are_the_codes_of_numbers", "test_pairs_that_share_a_noise_head_read_it_once")
+_stack = ExitStack()
+_launched: list[Any] = []
+_running = ""
+
+
+class _OnHost(TorchFunctionMode):
+    """Puts on the host what is asked for on a CUDA device."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func == Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
+            return True
+        name = getattr(func, "__name__", "")
+        if name == "cuda":
+            return args[0]
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        if name == "to":
+            args = tuple("cpu" if _is_cuda(x) else x for x in args)
+        return func(*args, **kwargs)
+
+
+class _Generator(torch.Generator):
+    """A random generator of the host's, whatever device it is asked for on."""
+
+    def __new__(cls, *_: object) -> "_Generator":
+        return super().__new__(cls)
+
+
+def _is_cuda(device: object) -> bool:
+    return isinstance(device, str | torch.device) and str(device).startswith("cuda")
+
+
+def pytest_configure() -> None:
+    from diffquant.kernels import descriptors, gpu
+    from tests.support.ptx.graphs import Graph, capture
+    from tests.support.ptx.launching import launches_run_here
+
+    capability = int(os.environ[CAPABILITY])
+    assumed = gpu.AbsentGpu((capability // 10, capability % 10), SHARED_MEMORY[capability], PROCESSORS)
+    vars(gpu).update(_assumed=assumed, device_refusal=lambda _: None)
+    vars(descriptors).update(_allocate=lambda size, *_: torch.empty(size, dtype=torch.int8))
+    vars(torch.cuda).update(
+        is_available=lambda: True,
+        get_device_capability=lambda *_: assumed.capability,
+        synchronize=lambda *_: None,
+        device_of=lambda *_: nullcontext(),
+        CUDAGraph=Graph,
+        graph=capture,
+    )
+    vars(torch).update(Generator=_Generator)
+    global _launched  # noqa: PLW0603
+    _launched = _stack.enter_context(launches_run_here(capability))
+
+    # Behind the stand-ins above, which it imports.
+    from tests.support import kernel_inputs
+
+    vars(kernel_inputs).update(random_call=_with_few_heads(kernel_inputs.random_call))
+    _stack.enter_context(torch.no_grad())
+    _stack.enter_context(_OnHost())
+
+
+def _with_few_heads(random_call: Callable[..., Any]) -> Callable[..., Any]:
+    """`random_call` with one head of keys, as many pairs for it as were asked, and one sequence where that will do."""
+
+    def few(generation: str, queries: int, keys: int, **shape: Any) -> Any:
+        pairs = shape.get("pairs", 2) // shape.get("kv_pairs", 1)
+        smaller = {"pairs": pairs, "kv_pairs": 1} | ({"batch": 1} if _running in _ONE_SEQUENCE else {})
+        return random_call(generation, queries, keys, **shape | smaller)
+
+    return few
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    global _running  # noqa: PLW0603
+    _running = getattr(item, "originalname", item.name)
+
+
+def pytest_unconfigure() -> None:
+    _stack.close()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep what `SELECTED` names."""
+    kept = [item for item in items if _is_selected(item)]
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = kept
+
+
+def _is_selected(item: pytest.Item) -> bool:
+    chosen = SELECTED.get(f"{item.path.name}::{getattr(item, 'originalname', item.name)}")
+    callspec = getattr(item, "callspec", None)
+    return chosen is not None and chosen({} if callspec is None else callspec.params)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    launches, executed = Counter[str](), Counter[str]()
+    for launch in _launched:
+        launches[launch.name] += 1
+        executed[launch.name] += launch.executed
+    for name in sorted(launches):
+        terminalreporter.write_line(f"{name}: {launches[name]} launches, {executed[name]} instructions")

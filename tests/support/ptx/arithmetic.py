@@ -1,0 +1,273 @@
+"""Integer and floating-point arithmetic, comparisons, logic and bits, lane by lane."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from tests.support.ptx.block import Block, Mask, opcode
+from tests.support.ptx.parsing import SIZES, Fault, Instruction
+from tests.support.ptx.values import BITS, FLOATS, Array, flushed, halves, joined, number_type
+
+_WIDER = {"s16": "s32", "u16": "u32", "s32": "s64", "u32": "u64"}
+_PACKED = ("f16x2", "bf16x2", "s16x2", "u16x2")
+
+
+def _elementwise(b: Block, i: Instruction, mask: Mask, compute: Callable[..., Array]) -> None:
+    """Set a register to a function of all operands, each read as the instruction's type and rounded to it."""
+    kind = i.type
+    if kind in _PACKED:
+        low, high = zip(*(halves(b.raw(each), kind) for each in i.operands[1:]), strict=True)
+        b.write(i.operands[0], joined(compute(*low), compute(*high), kind), "u64", mask)
+        return
+    numbers = [b.read(each, kind) for each in i.operands[1:]]
+    if i.has("ftz") and kind == "f32":
+        numbers = [flushed(each) for each in numbers]
+    with np.errstate(all="ignore"):
+        computed = compute(*numbers)
+    computed = computed.astype(np.float32 if kind == "bf16" else numbers[0].dtype)
+    if i.has("ftz") and kind == "f32":
+        computed = flushed(computed)
+    b.write(i.operands[0], computed, kind, mask)
+
+
+@opcode("add", "rn ftz")
+def add(b: Block, i: Instruction, mask: Mask) -> None:
+    _elementwise(b, i, mask, lambda x, y: x + y)
+
+
+@opcode("sub", "rn ftz")
+def subtract(b: Block, i: Instruction, mask: Mask) -> None:
+    _elementwise(b, i, mask, lambda x, y: x - y)
+
+
+@opcode("mul", "rn ftz lo hi wide")
+def multiply(b: Block, i: Instruction, mask: Mask) -> None:
+    if i.has("wide") or i.has("hi"):
+        product = _wide_product(b, i)
+        if i.has("hi"):
+            shift = product.dtype.type(8 * SIZES[i.type])
+            b.write(i.operands[0], (product >> shift).astype(number_type(i.type)), i.type, mask)
+        else:
+            b.write(i.operands[0], product, _WIDER[i.type], mask)
+        return
+    _elementwise(b, i, mask, lambda x, y: x * y)
+
+
+@opcode("mad", "lo wide")
+def multiply_add(b: Block, i: Instruction, mask: Mask) -> None:
+    if i.has("wide"):
+        wide = _WIDER[i.type]
+        b.write(i.operands[0], _wide_product(b, i) + b.read(i.operands[3], wide), wide, mask)
+    else:
+        _elementwise(b, i, mask, lambda x, y, z: x * y + z)
+
+
+def _wide_product(b: Block, i: Instruction) -> Array:
+    if i.type not in _WIDER:
+        raise Fault(f"unknown product: {i.text}")
+    x, y = (b.read(each, i.type).astype(number_type(_WIDER[i.type])) for each in i.operands[1:3])
+    product: Array = x * y
+    return product
+
+
+@opcode("fma", "rn ftz relu")
+def fused(b: Block, i: Instruction, mask: Mask) -> None:
+    if i.has("relu"):
+        raise Fault(f"unknown product: {i.text}")
+    # The product of two float32 is exact in float64, where the sum is rounded once before it is rounded to float32.
+    _elementwise(b, i, mask, lambda x, y, z: x.astype(np.float64) * y.astype(np.float64) + z.astype(np.float64))
+
+
+@opcode("div", "rn ftz full approx")
+def divide(b: Block, i: Instruction, mask: Mask) -> None:
+    if i.type in FLOATS:
+        _elementwise(b, i, mask, lambda x, y: x / y)
+    else:
+        _elementwise(b, i, mask, _whole_quotient)
+
+
+@opcode("rem")
+def remainder(b: Block, i: Instruction, mask: Mask) -> None:
+    _elementwise(b, i, mask, lambda x, y: np.where(y == 0, 0, np.fmod(x, np.where(y == 0, 1, y))))
+
+
+def _whole_quotient(x: Array, y: Array) -> Array:
+    """Quotients towards zero; 0 for a divisor of 0, which is undefined."""
+    y = np.where(y == 0, 1, y)
+    return (x - np.fmod(x, y)) // y
+
+
+@opcode("rcp", "approx rn ftz")
+def reciprocal(b: Block, i: Instruction, mask: Mask) -> None:
+    _elementwise(b, i, mask, lambda x: np.float32(1) / x)
+
+
+@opcode("sqrt", "approx rn ftz")
+def root(b: Block, i: Instruction, mask: Mask) -> None:
+    _elementwise(b, i, mask, np.sqrt)
+
+
+@opcode("rsqrt", "approx ftz")
+def reciprocal_root(b: Block, i: Instruction, mask: Mask) -> None:
+    _elementwise(b, i, mask, lambda x: np.float32(1) / np.sqrt(x))
+
+
+@opcode("ex2", "approx ftz")
+def exponential(b: Block, i: Instruction, mask: Mask) -> None:
+    _elementwise(b, i, mask, np.exp2)
+
+
+@opcode("lg2", "approx ftz")
+def logarithm(b: Block, i: Instruction, mask: Mask) -> None:
+    _elementwise(b, i, mask, np.log2)
+
+
+@opcode("neg", "ftz")
+def negate(b: Block, i: Instruction, mask: Mask) -> None:
+    _elementwise(b, i, mask, np.negative)
+
+
+@opcode("abs", "ftz")
+def magnitude(b: Block, i: Instruction, mask: Mask) -> None:
+    _elementwise(b, i, mask, np.abs)
+
+
+@opcode("max min", "NaN xorsign abs relu ftz")
+def extreme(b: Block, i: Instruction, mask: Mask) -> None:
+    larger = i.opcode == "max"
+
+    def chosen(*numbers: Array) -> Array:
+        is_float = numbers[0].dtype.kind == "f"
+        signs = np.signbit(numbers[0]) ^ np.signbit(numbers[1]) if i.has("xorsign") else None
+        given = [np.abs(each) for each in numbers] if i.has("abs") else list(numbers)
+        if is_float and not i.has("NaN"):
+            pick: Callable[[Array, Array], Array] = np.fmax if larger else np.fmin
+        else:
+            pick = np.maximum if larger else np.minimum
+        out = given[0]
+        for each in given[1:]:
+            out = pick(out, each)
+        if signs is not None:
+            out = np.where(signs, -out, out)
+        return np.maximum(out, 0) if i.has("relu") else out
+
+    _elementwise(b, i, mask, chosen)
+
+
+@opcode("and or xor")
+def logic(b: Block, i: Instruction, mask: Mask) -> None:
+    x, y = (b.read(each, i.type) for each in i.operands[1:])
+    b.write(i.operands[0], {"and": x & y, "or": x | y, "xor": x ^ y}[i.opcode], i.type, mask)
+
+
+@opcode("not")
+def complement(b: Block, i: Instruction, mask: Mask) -> None:
+    b.write(i.operands[0], ~b.read(i.operands[1], i.type), i.type, mask)
+
+
+@opcode("shl shr")
+def shift(b: Block, i: Instruction, mask: Mask) -> None:
+    numbers, by = b.read(i.operands[1], i.type), b.raw(i.operands[2]).astype(np.uint32).astype(np.int64)
+    width = 8 * numbers.dtype.itemsize
+    if i.opcode == "shr" and numbers.dtype.kind == "i":
+        shifted = numbers.astype(np.int64) >> np.minimum(by, width - 1)
+    else:
+        words = numbers.astype(np.uint64)
+        at = np.minimum(by, 63).astype(np.uint64)
+        shifted = np.where(by >= width, 0, words << at if i.opcode == "shl" else words >> at)
+    b.write(i.operands[0], shifted.astype(numbers.dtype), i.type, mask)
+
+
+@opcode("shf", "l r wrap clamp")
+def funnel_shift(b: Block, i: Instruction, mask: Mask) -> None:
+    low, high, by = (b.raw(each) & np.uint64(0xFFFFFFFF) for each in i.operands[1:4])
+    both = high << np.uint64(32) | low
+    at = by & np.uint64(31) if i.has("wrap") else np.minimum(by, 32)
+    shifted = (both << at) >> np.uint64(32) if i.has("l") else both >> at
+    b.write(i.operands[0], shifted.astype(np.uint32), "u32", mask)
+
+
+@opcode("bfe")
+def extract(b: Block, i: Instruction, mask: Mask) -> None:
+    words = b.raw(i.operands[1]).astype(BITS[SIZES[i.type]]).astype(np.uint64)
+    at, width = (b.raw(each) & np.uint64(255) for each in i.operands[2:4])
+    kept = (np.uint64(1) << np.minimum(width, 63)) - np.uint64(1)
+    field = words >> np.minimum(at, 63) & kept
+    if i.type.startswith("s"):
+        negative = field >> (np.maximum(width, 1) - np.uint64(1)) & np.uint64(1)
+        field = np.where(negative == 1, field | ~kept, field)
+    b.write(i.operands[0], field.astype(BITS[SIZES[i.type]]), i.type.replace("s", "u"), mask)
+
+
+@opcode("bfi")
+def insert(b: Block, i: Instruction, mask: Mask) -> None:
+    new, old, at, width = (b.raw(each) & np.uint64(0xFFFFFFFF) for each in i.operands[1:5])
+    field = ((np.uint64(1) << width) - np.uint64(1)) << at
+    b.write(i.operands[0], old & ~field | new << at & field, "u64", mask)
+
+
+@opcode("prmt")
+def permute(b: Block, i: Instruction, mask: Mask) -> None:
+    low, high, chosen = (b.raw(each) & np.uint64(0xFFFFFFFF) for each in i.operands[1:4])
+    both, out = high << np.uint64(32) | low, np.zeros(b.threads, np.uint64)
+    for place in range(4):
+        selector = chosen >> np.uint64(4 * place) & np.uint64(15)
+        byte = both >> (selector & np.uint64(7)) * np.uint64(8) & np.uint64(255)
+        # The selector's highest bit asks for the byte's sign, eight times.
+        sign = np.where(byte & np.uint64(128), np.uint64(255), np.uint64(0))
+        out |= np.where(selector & np.uint64(8), sign, byte) << np.uint64(8 * place)
+    b.write(i.operands[0], out, "u64", mask)
+
+
+@opcode("lop3")
+def logic_of_three(b: Block, i: Instruction, mask: Mask) -> None:
+    x, y, z = (b.raw(each).astype(np.uint32) for each in i.operands[1:4])
+    table, out = int(i.operands[4], 0), np.zeros(b.threads, np.uint32)
+    for case in range(8):
+        if table >> case & 1:
+            out |= (x if case & 4 else ~x) & (y if case & 2 else ~y) & (z if case & 1 else ~z)
+    b.write(i.operands[0], out, "u32", mask)
+
+
+@opcode("popc")
+def count_bits(b: Block, i: Instruction, mask: Mask) -> None:
+    words = b.raw(i.operands[1]).astype(BITS[SIZES[i.type]]).astype(np.uint64)
+    counted = sum((words >> np.uint64(bit) & np.uint64(1) for bit in range(64)), np.zeros(b.threads, np.uint64))
+    b.write(i.operands[0], counted.astype(np.uint32), "u32", mask)
+
+
+@opcode("clz")
+def leading_zeros(b: Block, i: Instruction, mask: Mask) -> None:
+    numbers = b.raw(i.operands[1]).astype(BITS[SIZES[i.type]]).astype(np.float64)
+    used = np.where(numbers > 0, np.floor(np.log2(np.maximum(numbers, 1))) + 1, 0)
+    b.write(i.operands[0], (8 * SIZES[i.type] - used).astype(np.uint32), "u32", mask)
+
+
+@opcode("selp")
+def select(b: Block, i: Instruction, mask: Mask) -> None:
+    chosen = b.read(i.operands[3], "pred")
+    b.write(i.operands[0], np.where(chosen, b.raw(i.operands[1]), b.raw(i.operands[2])), "u64", mask)
+
+
+@opcode("setp", "eq ne lt le gt ge lo ls hi hs equ neu ltu leu gtu geu num nan and or xor ftz")
+def compare(b: Block, i: Instruction, mask: Mask) -> None:
+    x, y = (b.read(each, i.type) for each in i.operands[1:3])
+    how = i.parts[1]
+    if how in ("num", "nan"):
+        out = np.isnan(x) | np.isnan(y)
+        out = ~out if how == "num" else out
+    else:
+        plain = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}.get(how, how[:2])
+        out = {"eq": x == y, "ne": x != y, "lt": x < y, "le": x <= y, "gt": x > y, "ge": x >= y}[plain]
+        if i.type in FLOATS:
+            unordered = np.isnan(x) | np.isnan(y)
+            # Names of three letters hold where a number is none.
+            out = out | unordered if len(how) == 3 else out & ~unordered
+    combined = next((part for part in i.parts[2:] if part in ("and", "or", "xor")), "")
+    if combined:
+        other = b.read(i.operands[3], "pred")
+        out = {"and": out & other, "or": out | other, "xor": out ^ other}[combined]
+    targets = i.operands[0].split("|")
+    b.write(targets[0], out, "pred", mask)
+    if len(targets) == 2:
+        b.write(targets[1], ~out, "pred", mask)

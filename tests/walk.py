@@ -1,0 +1,238 @@
+"""Walk README.md as a stranger does: a new environment, the wheel, a terminal of 80 columns, every command in order.
+
+    python -m tests.walk [--folder FOLDER]
+
+It prints how long each command took and fails where a command fails or states no duration, prints something else than
+README shows, says nothing for more than five seconds, writes a line that 80 columns do not hold, or "quantizes" to more
+bytes than 16 bits take. `ORG/NAME` is a folder of that name, which holds the DIFF model that README converts.
+"""
+
+import argparse
+import os
+import pty
+import re
+import selectors
+import shutil
+import struct
+import subprocess
+import sys
+import time
+import venv
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fcntl import ioctl
+from pathlib import Path
+from termios import TIOCSWINSZ
+from typing import NamedTuple
+
+from diffquant.demo.smollm2 import gguf_file
+
+ROOT = Path(__file__).parents[1]
+COLUMNS, LONGEST_SILENCE = 80, 5.0
+# Commands that are not walked, by how they begin, and why.
+ELSEWHERE = {
+    "pip install": "the environment is made from the wheel",
+    "git clone": "this is the clone",
+    "make": "CI runs it",
+    "diffquant serve": "make test-serving asks the server",
+    "vllm serve": "make test-serving asks the server",
+    "curl": "make test-serving asks the server",
+}
+# What differs between machines: seconds, speeds, and the bytes that a process took.
+_MEASURED = re.compile(r"\b\d[\d,.]*(?= (?:s|min|h|ms|tokens/s|GB of memory)\b)|\d+:\d\d")
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07")
+# A duration as README states it behind a command: # 20 s, # about 2 min.
+_DURATION = re.compile(r"#.*\b\d+ (?:s|min)\b")
+
+
+@dataclass
+class Step:
+    """A command of README, what README shows below it (None if nothing), and the line that it stands on."""
+
+    line: int
+    command: str
+    shown: list[str] | None = None
+
+
+class Ran(NamedTuple):
+    """What came of a command: what it wrote, how long it took, and the longest that it said nothing."""
+
+    status: int
+    stdout: str
+    stderr: str
+    seconds: float
+    silence: float
+
+
+def steps_of(page: str) -> Iterator[Step]:
+    """The commands of a page's shell blocks and transcripts, and its Python blocks as commands, in order."""
+    pieces, at = page.split("```"), 1
+    for number, piece in enumerate(pieces):
+        language, _, body = piece.partition("\n")
+        if number % 2 and language == "python":
+            yield Step(at + 1, f"python - <<'END'{_duration_in(body)}\n{body}END")
+        elif number % 2 and language in ("sh", ""):
+            yield from _steps_of_block(body, at + 1, is_transcript="$ " in body[:2])
+        at += piece.count("\n")
+
+
+def _steps_of_block(body: str, first: int, is_transcript: bool) -> Iterator[Step]:
+    step: Step | None = None
+    for number, line in enumerate(body.splitlines(), first):
+        if step is not None and step.command.endswith("\\"):
+            step.command = step.command[:-1] + line.lstrip("> ")
+        elif not is_transcript or line.startswith("$ "):
+            if step is not None:
+                yield step
+            step = Step(number, line.removeprefix("$ "), [] if is_transcript else None) if line.strip() else None
+        elif step is not None and step.shown is not None:
+            step.shown.append(line)
+    if step is not None:
+        yield step
+
+
+def _duration_in(body: str) -> str:
+    found = _DURATION.search(body)
+    return f"  {found[0]}" if found else ""
+
+
+def walk(page: str, folder: Path, environment: dict[str, str]) -> int:
+    """Run a page's commands in a folder; returns how many faults there were, each of which is printed."""
+    faults = 0
+    sizes: dict[str, int] = {}
+    for step in steps_of(page):
+        name = step.command.partition("\n")[0]
+        if why := next((why for start, why in ELSEWHERE.items() if step.command.startswith(start)), None):
+            print(f"{step.line:4}  not here  {name}  ({why})", flush=True)
+            continue
+        ran = run(step.command, folder, environment)
+        found = [*_faults(step, ran), *_larger(step.command, folder, sizes)]
+        print(f"{step.line:4}  {ran.seconds:6.1f} s  {name}")
+        print(*(f"      ! {fault}\n" for fault in found), sep="", end="", flush=True)
+        faults += len(found)
+    return faults
+
+
+def run(command: str, folder: Path, environment: dict[str, str]) -> Ran:
+    """Run a shell command whose stdout and stderr are terminals of 80 columns, and watch what comes when."""
+    ends = [pty.openpty() for _ in range(2)]
+    for _, theirs in ends:
+        ioctl(theirs, TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
+    started = last = time.monotonic()
+    with subprocess.Popen(
+        ["bash", "-c", command],
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=ends[0][1],
+        stderr=ends[1][1],
+    ) as process:
+        for _, theirs in ends:
+            os.close(theirs)
+        selector = selectors.DefaultSelector()
+        heard = {ours: b"" for ours, _ in ends}
+        for ours in heard:
+            selector.register(ours, selectors.EVENT_READ)
+        silence = 0.0
+        while selector.get_map():
+            for key, _ in selector.select():
+                try:
+                    part = os.read(key.fd, 65536)
+                except OSError:
+                    part = b""
+                if not part:
+                    selector.unregister(key.fd)
+                    continue
+                silence, last = max(silence, time.monotonic() - last), time.monotonic()
+                heard[key.fd] += part
+        process.wait()
+    silence = max(silence, time.monotonic() - last)
+    for ours in heard:
+        os.close(ours)
+    stdout, stderr = (_ESCAPES.sub("", part.decode(errors="replace")).replace("\r\n", "\n") for part in heard.values())
+    return Ran(process.returncode, stdout, stderr, time.monotonic() - started, silence)
+
+
+def _faults(step: Step, ran: Ran) -> Iterator[str]:
+    if ran.status:
+        yield f"it ended with {ran.status}: {ran.stderr.strip()[-500:]}"
+    if not _DURATION.search(step.command.partition("\n")[0]):
+        yield "README does not say how long it takes"
+    if not step.command.startswith(("diffquant", "python - ")):
+        return  # pip and the like speak as they speak
+    if ran.silence > LONGEST_SILENCE:
+        yield f"it said nothing for {ran.silence:.0f} s"
+    widest = max(re.split(r"[\r\n]+", ran.stdout + "\n" + ran.stderr), key=len)
+    if len(widest) > COLUMNS:
+        yield f"a line has {len(widest)} columns: {widest}"
+    printed = ran.stdout.splitlines()
+    if step.shown is not None and list(map(masked, step.shown)) != list(map(masked, printed)):
+        yield "README shows other lines; it printed:\n        " + "\n        ".join(printed)
+
+
+def masked(line: str) -> str:
+    """A line without what is measured anew on each machine."""
+    return _MEASURED.sub("…", line.rstrip())
+
+
+def _larger(command: str, folder: Path, sizes: dict[str, int]) -> Iterator[str]:
+    """The fault of a result that is larger than its model is at 16 bits, which `convert` writes."""
+    words = command.split()
+    if words[0] != "diffquant" or words[1] not in ("convert", "quantize", "export"):
+        return
+    source, output = words[2], _output_of(command)
+    if not (folder / output).is_dir():
+        return
+    size = sum(file.stat().st_size for file in (folder / output).rglob("*") if file.is_file())
+    if words[1] == "convert":
+        sizes[output] = sizes["ORG/NAME"] = size
+    elif source in sizes:
+        sizes[output] = sizes[source]
+        if size >= sizes[source]:
+            yield f"{output} has {size:,} bytes, and 16 bits take {sizes[source]:,}"
+
+
+def _output_of(command: str) -> str:
+    found = re.search(r"(?:-o|--output)[ =](\S+)", command)
+    return found[1] if found else ""
+
+
+def new_environment(folder: Path) -> dict[str, str]:
+    """A virtual environment with the wheel of this checkout and its extra `onnx`, first on the path."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "COLUMNS", "LINES", "CI")}
+    wheels = folder / "wheel"
+    pip = [sys.executable, "-m", "pip"]
+    subprocess.run([*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", str(wheels), str(ROOT)], check=True, env=kept)
+    (wheel,) = wheels.glob("*.whl")
+    venv.create(folder / "environment", with_pip=True)
+    pip[0] = str(folder / "environment/bin/python")
+    for wanted in ("torch", f"{wheel}[onnx]"):
+        install = [*pip, "install", "--quiet", "--constraint", str(ROOT / "constraints.txt"), wanted]
+        subprocess.run(install, check=True, env=kept)
+    return kept | {"PATH": f"{folder}/environment/bin:{os.environ['PATH']}", "TERM": "xterm-256color"}
+
+
+def put_model(folder: Path, environment: dict[str, str]) -> None:
+    """Make ORG/NAME, a reader's own checkpoint: SmolLM2 as DIFF V2."""
+    command = ["diffquant", "convert", str(gguf_file()), "--output", "ORG/NAME", "--to", "diff-v2"]
+    (folder / "ORG").mkdir()
+    subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Walk README; returns 1 if anything would have turned a stranger away."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=ROOT / "build/walk", help="made anew; build/walk by default")
+    folder = parser.parse_args(arguments).folder
+    shutil.rmtree(folder, ignore_errors=True)
+    home = folder / "home"
+    home.mkdir(parents=True)
+    environment = new_environment(folder)
+    put_model(home, environment)
+    faults = walk((ROOT / "README.md").read_text(encoding="utf-8"), home, environment)
+    print(f"{faults} faults" if faults else "nothing that would turn a stranger away")
+    return int(faults > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
