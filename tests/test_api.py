@@ -33,7 +33,7 @@ VERBS = [
         "load",
         "outliers",
     ),
-    *("quantize", "run", "search", "sweep", "verify"),
+    *("plan", "quantize", "run", "search", "sweep", "verify"),
 ]
 IDS = torch.arange(11)[None]
 

@@ -192,15 +192,15 @@ def check_ranks(config: Mapping[str, Any], adapter: Adapter, ranks: int, impleme
 
 
 def _check_format(checkpoint: Checkpoint) -> None:
-    """Check that packed weights, if there are some, lie in the layout that vLLM's compressed-tensors reads.
+    """Check that packed weights, if there are some, are integers in compressed-tensors' layout.
 
     Raises:
-        UsageError: they lie in one of diffquant's own.
+        UsageError: they are floats, or lie in a layout of diffquant's own.
     """
     layout = checkpoint.config.get("quantization_config", {}).get("format", PACK_QUANTIZED)
     if layout != PACK_QUANTIZED:
         raise UsageError(
-            f"{checkpoint.path} has weights in the layout {layout}, which vLLM does not read; serve one with integers "
+            f"{checkpoint.path} has weights in the layout {layout}, which is not served yet; serve one with integers "
             "of 2 to 8 bits, or run it by `diffquant generate`"
         )
 

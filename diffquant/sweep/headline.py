@@ -14,7 +14,7 @@ _SETTLED = 1.0
 
 
 def headline(sweep: SweepResult) -> list[str]:
-    """What the run shows, a sentence or two for each task; failures first."""
+    """The findings of a sweep, a sentence or two per task; failures first."""
     sentences = [f"{len(sweep.failed)} of {len(sweep.cells)} cells failed."] if sweep.failed else []
     table = rows(sweep)
     for task in tasks_of(sweep):
@@ -26,7 +26,7 @@ def headline(sweep: SweepResult) -> list[str]:
 
 
 def _leading_changes(task: str, table: Sequence[Row]) -> list[tuple[Row, Difference]]:
-    """The changes from 16 bits by the first measure that was taken of any row; one with a sign if items can be lost."""
+    """Changes from 16 bits by the first measure that any row has; for tasks scored by item one that has a sign."""
     columns = kind_of(task).columns
     for change in columns.changes:
         if columns.by_item and change.is_log:
@@ -79,7 +79,7 @@ def _of_text(task: str, changes: Sequence[tuple[Row, Difference]]) -> str:
 
 
 def _named(row: Row, task: str) -> str:
-    """A row with all that is known of its change."""
+    """A row's name with everything known about its change."""
     known = [(change.text, change.of(row.results[task])) for change in kind_of(task).columns.changes]
     texts = [text(drawn) for text, drawn in known if text and drawn]
     return ", ".join([f"{row.model} at {row.point.label}", *texts])

@@ -1,4 +1,4 @@
-"""The report of a sweep: what was lost at which width, scores, table, what each layer's quantizer did, settings."""
+"""The report of a sweep: losses by width, scores, table, statistics of each layer's quantizer, settings."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,11 +25,11 @@ from diffquant.sweep.table import cells_of, notes
 
 
 def sweep_report(sweep: SweepResult, name: str, files: Sequence[str]) -> Report:
-    """The report of a sweep.
+    """Make the report of a sweep.
 
     Args:
         name: name of the run.
-        files: names of the files beside the page that it leads to.
+        files: names of the files beside the page, to link to.
     """
     drawn = bands(sweep)
     sections = [
@@ -61,7 +61,7 @@ def _sizes_sections(sweep: SweepResult) -> list[Section]:
 
 
 def _charts_sections(drawn: Sequence[Band]) -> list[Section]:
-    """A section for each task: its change from 16 bits, and below it its scores."""
+    """One section per task: its change from 16 bits, and below that its scores."""
     models = list(dict.fromkeys(model for band in drawn for model in band.models))
     keys = [key_of(number, model) for number, model in enumerate(models)]
     sections = []
@@ -89,7 +89,7 @@ def _results_table(sweep: SweepResult) -> Table:
 
 
 def _logits_section(sweep: SweepResult) -> list[Section]:
-    """The section of scales and clipping by layer, one fold a cell."""
+    """The section on scales and clipping by layer, with one fold per cell."""
     names = model_names([point.model for point in sweep.points])
     reported = [cell for cell in sweep.cells if cell.logit_report]
     folds = [

@@ -77,7 +77,7 @@ def quantize(
         preset: name of a recipe. int4: weights 4:g32, known as w4a16. int8: weights 8:row and a KV cache of 8 bits.
             kv-4bit-best: a KV cache of k 4:c32, v 4:row:rotated and residual 64. paper: logits 4:tensor, the fewest
             bits in the DIFF paper's Figure 8.
-        weights: scheme of the weights, as BITS[:GRANULARITY]: 4:g32, 6:channel or 16.
+        weights: scheme of the weights, as FORMAT[:GRANULARITY]: 4:g32, 6:channel, nvfp4 or 16.
         kv: scheme of the KV cache: 8, 4:token, 4:g32 or 16.
         k: scheme of keys, in place of `kv`; 4:c64 has one scale per channel and 64 tokens.
         v: scheme of values, in place of `kv`.
