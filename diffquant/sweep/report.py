@@ -54,8 +54,8 @@ def _sizes_sections(sweep: SweepResult) -> list[Section]:
     table, commands = recommendations(found, path_of)
     rule = Note(
         f"Taken is each model's smallest configuration whose KL from 16 bits stays below {SMALL_KL} nats, the upper "
-        "end of its 95 % interval where it has one, and 16 bits where none does. In the drawings lower and further left is better; bars: 95 % "
-        "intervals."
+        "end of its 95 % interval where it has one, and 16 bits where none does. In the drawings lower and further "
+        "left is better; bars: 95 % intervals."
     )
     return [Section("Which to take", [table, Facts(commands), Charts(drawings, keys), rule])]
 
