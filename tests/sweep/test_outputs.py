@@ -97,6 +97,10 @@ def test_the_table_says_how_many_comparisons_it_makes(sweep):
     assert f"{len(quantized)} differences from 16 bits are compared" in text_table(sweep)
 
 
+def test_a_result_shows_itself_in_a_line(sweep):
+    assert repr(sweep) == "SweepResult(28 cells, 14 configurations, 2 failed)"
+
+
 def test_a_failed_cell_is_said_to_have_failed(sweep):
     line = next(line for line in text_table(sweep).splitlines() if "3:tensor" in line)
     assert "failed" in line
