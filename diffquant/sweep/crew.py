@@ -56,7 +56,7 @@ def keep_at_work(work: Work, size: int, start: Callable[[int], Member], progress
     try:
         while True:
             # Whoever claims or settles a cell changes this.
-            state = sum(latest_claims(work.look()).values()), len(work.left)
+            state = sum(number + 1 for number in latest_claims(work.look()).values()), len(work.left)
             progress(total - len(work.left), total, f"{min(size, total)} workers")
             if not work.left:
                 _wait_for(members)
