@@ -104,6 +104,21 @@ PAGE.says("twice as wide, has {} [{}, {}] of the other's perplexity", *figure8.r
 
 # Speed
 
+_DEFAULT = [
+    raw(f"quantize-default/{name}.json")["roundings"]
+    for name in ("prose-diff-v1", "smollm2-135m-diff-v2", "SmolLM2-135M-Instruct.Q4_1")
+]
+_SLOWER = [runs["mse"]["cpu_seconds"] / runs["nearest"]["cpu_seconds"] for runs in _DEFAULT]
+PAGE.says("takes {} to {} times the processor time of `nearest`", min(_SLOWER), max(_SLOWER))
+_SERVED = raw("serve-bench.json")["aims"]
+PAGE.means(
+    "gives more than three times the tokens per second with 32 requests that it gives with one",
+    all(aim["measured"] > 3 for aim in _SERVED if aim["what"].endswith("32 requests / 1")),
+)
+PAGE.means(
+    "fewer than `diffquant generate` and `generate_batch` give with one batch of 32",
+    all(aim["measured"] < 1 for aim in _SERVED if "32 requests: served / " in aim["what"]),
+)
 PAGE.says("of its decode rate ({} of a DiffLlama's)", raw("motif-decode.json")["motif_of_diffllama"])
 
 # Raw files
