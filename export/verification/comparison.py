@@ -211,7 +211,7 @@ class Comparison:
 
     def _long_context(self, session: _Session, model: OnnxModel, usual: StageNoise) -> Route:
         """Calls far into the context, each held to what rounding does to such calls."""
-        found = []
+        found: list[tuple[tuple[Measure, ...], tuple[Measure, ...]]] = []
         self._reached = reach(model, self._reference.model.config.max_position_embeddings)
         calls = far_calls(model, self._reference, self._passages, self._outputs)
         # Sessions that compute alike share what rounding explains here, too.
