@@ -120,6 +120,7 @@ GROUPS = {
             "tests/calib/test_calib_cli.py",
             "tests/checkpoint/test_any_model.py",
             "tests/evals/test_fidelity.py",
+            "tests/quantization/test_default_rule.py",
             "tests/report/test_runs.py",
             "tests/golden/test_golden.py",
         ),
