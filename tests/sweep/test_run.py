@@ -22,8 +22,8 @@ from diffquant.sweep.cell import Cell
 from diffquant.sweep.evaluate import evaluate
 from diffquant.sweep.measurement import Measurement
 from diffquant.sweep.table import rows
-from diffquant.text.corpus import load_text
 from diffquant.sweep.worker import _within
+from diffquant.text.corpus import load_text
 from tests.support import tiny_lm
 from tests.support.thorough import sampled
 
