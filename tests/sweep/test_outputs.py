@@ -103,6 +103,10 @@ def test_one_comparison_alone_is_not_said_to_miss_the_truth_by_chance(sweep):
     assert "2 differences from 16 bits are compared" in text_table(replace(sweep, cells=one))
 
 
+def test_a_result_shows_itself_in_a_line(sweep):
+    assert repr(sweep) == "SweepResult(28 cells, 14 configurations, 2 failed)"
+
+
 def test_a_failed_cell_is_said_to_have_failed(sweep):
     line = next(line for line in text_table(sweep).splitlines() if "3:tensor" in line)
     assert "failed" in line
