@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import diffquant
 from diffquant.conversion import convert
 from diffquant.errors import CheckpointError, UsageError
 from diffquant.formats.opening import open_checkpoint
@@ -18,6 +19,7 @@ from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
 from diffquant.serve.plan import plan_server
 from diffquant.source.source import open_source
+from tests.support.checkpoints import edit_json, write_checkpoint
 from tests.support.models import random_ids
 from tests.support.packed_folders import edit_entry, edit_tensors, write_packed
 
@@ -87,12 +89,11 @@ def write_floats(folder, packed, matrices):
 
 def test_bits_are_lost_only_to_the_dtype_that_is_asked_for(folder, tmp_path):
     """A folder of 16 bits, which engines serve, has the float16 numbers that the library's own kernels multiply by."""
-    result = quantize(folder, tmp_path / "plain", Recipe())
+    diffquant.quantize(folder, tmp_path / "plain", weights="16")
     plain, packed = open_checkpoint(tmp_path / "plain"), open_checkpoint(folder)
     assert "quantization_config" not in plain.config
     assert plain.tensors.keys() == packed.tensors.keys()
     assert all(torch.equal(plain.read(name), packed.read(name).half()) for name in packed.tensors)
-    assert result is not None
     assert torch.equal(load(tmp_path / "plain")(random_ids()).logits, load(folder)(random_ids()).logits)
 
 
@@ -178,7 +179,7 @@ def test_zero_points_that_version_1_has_no_place_for_are_refused(tmp_path, sym):
         ("awq", {"version": "gemv"}, "version of quantization_config is 'gemv', and read is 'gemm'"),
         ("awq", {"backend": "llm-awq"}, "'llm-awq', whose words have another order"),
         ("awq", {"group_size": 64}, r"q_proj\.qzeros is \[2, 8\], not \[1, 8\]"),
-        ("hqq", {}, "quantized by 'hqq'; read are .*awq, .*gptq"),
+        ("hqq", {}, "quantized by 'hqq'; read are .*awq, bitsandbytes, gptq"),
     ],
 )
 def test_settings_that_are_not_read_are_named(tmp_path, method, changes, problem):
@@ -195,3 +196,52 @@ def test_a_folder_that_is_not_packed_at_all_is_refused(tmp_path):
     (tmp_path / "floats" / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="holds no weight that awq packed"):
         open_checkpoint(tmp_path / "floats")
+
+
+def write_nf4(folder):
+    """A Llama whose up_proj has nf4 codes, a scale for 64 of them and a map of sixteenths; the values."""
+    write_checkpoint(folder, "llama", torch.float16)
+    tensors, generator = load_file(folder / "model.safetensors"), np.random.default_rng(0)
+    rows, width = tensors[f"{UP}.weight"].shape
+    codes, scales = generator.integers(0, 16, rows * width), generator.random(rows * width // 64, np.float32)
+    levels = np.arange(-8, 8, dtype=np.float32) / 16
+    state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [rows, width]}
+    tensors |= {
+        f"{UP}.weight": torch.from_numpy((codes[::2] << 4 | codes[1::2]).astype(np.uint8)[:, None]),
+        f"{UP}.weight.absmax": torch.from_numpy(scales),
+        f"{UP}.weight.quant_map": torch.from_numpy(levels),
+        f"{UP}.weight.quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    edit_json(folder / "config.json", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
+    return (levels[codes] * scales.repeat(64)).reshape(rows, width)
+
+
+def test_four_bits_of_bitsandbytes_are_a_map_times_a_block_s_scale(tmp_path):
+    expected = write_nf4(tmp_path / "packed")
+    checkpoint = open_checkpoint(tmp_path / "packed")
+    assert np.array_equal(checkpoint.read(f"{UP}.weight").numpy(), expected)
+    assert checkpoint.rounded_as == "bitsandbytes nf4"
+    assert checkpoint.written_dtype(f"{UP}.weight") == torch.bfloat16
+    assert torch.isfinite(load(tmp_path / "packed", dtype=torch.float32)(random_ids()).logits).all()
+
+
+@pytest.mark.parametrize(
+    ("part", "data", "problem"),
+    [
+        ("absmax", None, r"weight\.absmax is missing"),
+        ("absmax", torch.ones(7), r"weight\.absmax is \[7\], not \[160\]"),
+        ("quant_map", torch.ones(15), r"weight\.quant_map is \[15\], not \[16\]"),
+        ("quant_state.bitsandbytes__nf4", None, r"weight is torch\.uint8, and no scales are beside it"),
+        (
+            "quant_state.bitsandbytes__nf4",
+            torch.tensor(list(b"[]"), dtype=torch.uint8),
+            "bitsandbytes__nf4 does not say the shape",
+        ),
+    ],
+)
+def test_damaged_tensors_of_bitsandbytes_are_named(tmp_path, part, data, problem):
+    write_nf4(tmp_path / "packed")
+    edit_tensors(tmp_path / "packed", {f"{UP}.weight.{part}": data})
+    with pytest.raises(CheckpointError, match=problem):
+        open_checkpoint(tmp_path / "packed")

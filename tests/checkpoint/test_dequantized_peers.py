@@ -63,3 +63,28 @@ def test_awq_as_auto_round_packs_and_unpacks_it(tmp_path):
     assert theirs.dtype == torch.float16
     assert torch.equal(ours.half(), theirs.T)
     assert torch.equal(ours, peer.dequantize_gemm(layer.qweight, layer.qzeros, layer.scales.float(), 4, size).T)
+
+
+@pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16])
+@pytest.mark.parametrize("nested", [False, True], ids=["float scales", "nested scales"])
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+@pytest.mark.parametrize(("rows", "width", "block"), [(64, 96, 64), (34, 30, 128), (7, 4096, 64)])
+def test_four_bits_as_bitsandbytes_packs_and_unpacks_them(tmp_path, rows, width, block, kind, nested, storage):
+    peer = pytest.importorskip("bitsandbytes.functional", reason="needs the extra quantizers")
+    weight = torch.randn(rows, width, generator=torch.Generator().manual_seed(0)).bfloat16()
+    codes, state = peer.quantize_4bit(weight, None, None, block, nested, kind, storage)
+    parts = {f"weight.{name}": data for name, data in state.as_dict(packed=True).items()} | {"weight": codes}
+    ours = packed_alone(tmp_path / "folder", parts, quant_method="bitsandbytes", load_in_4bit=True)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        state.dtype = dtype
+        assert torch.equal(ours.to(dtype), peer.dequantize_4bit(codes, state))
+
+
+def test_int8_as_bitsandbytes_packs_and_unpacks_it(tmp_path):
+    peer = pytest.importorskip("bitsandbytes.functional", reason="needs the extra quantizers")
+    weight = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).half()
+    codes, scales, _ = peer.int8_vectorwise_quant(weight)
+    parts = {"weight": codes, "SCB": scales, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+    ours = packed_alone(tmp_path / "folder", parts, quant_method="bitsandbytes", load_in_8bit=True)
+    assert torch.equal(ours, peer.int8_vectorwise_dequant(codes, scales))
+    assert (ours - weight).abs().max() < 0.02
