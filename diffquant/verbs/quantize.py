@@ -118,7 +118,8 @@ def quantize(
     wanted = chosen_recipe(
         recipe, preset, weights=weights, kv=kv, k=k, v=v, logits=logits, qk=qk, residual=residual, overrides=overrides
     )
-    if wanted is None or replace(wanted, rounding=NEAREST) == Recipe():
+    # Weights at 16 bits, where someone asks for them, make a plain folder of one that another library packed.
+    if wanted is None or (weights is None and replace(wanted, rounding=NEAREST) == Recipe()):
         ways = ", ".join(map(spelled, ("preset", "weights", "kv", "logits")))
         raise UsageError(
             f"nothing to quantize: give {ways} or {spelled('recipe')}, such as {spelled('preset', 'int4')}"
