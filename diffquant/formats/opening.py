@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from diffquant.errors import CheckpointError
+from diffquant.formats.dequantized import dequantized
 from diffquant.formats.hub import local_path
 from diffquant.formats.reader import Checkpoint, FolderCheckpoint
 
@@ -12,7 +13,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
     Raises:
         CheckpointError: the path holds neither, or files are missing, truncated or outside the
-            folder; every offending file and tensor is named.
+            folder, or weights that another library packed are not as its layout has them; every offending file and
+            tensor is named.
     """
     path = local_path(Path(path))
     if path.suffix == ".gguf":
@@ -24,4 +26,4 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise CheckpointError(
             f"{path} is neither a checkpoint folder nor a .gguf file; a model of the hub is named ORG/NAME"
         )
-    return FolderCheckpoint(path)
+    return dequantized(FolderCheckpoint(path))

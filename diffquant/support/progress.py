@@ -1,4 +1,4 @@
-"""Progress of long work on stderr: a line that is redrawn on a terminal, a line per minute in a log."""
+"""Progress of long work on stderr: a redrawn line on a terminal, a line per minute in a log."""
 
 import sys
 import time
@@ -12,7 +12,7 @@ from diffquant.support.escaping import one_line
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-# Called with the work done, all of the work (same unit) and a few words about what is under way.
+# Called with the work done, the total (same unit) and a few words on the current step.
 Progress = Callable[[float, float, str], None]
 
 _UNDER_WAY = "{desc} {percentage:3.0f}%  {left} left{postfix}"
@@ -25,7 +25,7 @@ def silent(done: float, total: float, what: str) -> None:
 
 
 class Countdown:
-    """The time that work will take, by its mean speed so far; between two reports it runs down."""
+    """Estimates the time left from the mean speed so far; counts down between reports."""
 
     def __init__(self, share: float) -> None:
         self._start, self._started = share, time.monotonic()
@@ -33,7 +33,7 @@ class Countdown:
         self.share = share
 
     def report(self, share: float) -> None:
-        """Take note that a share of the work is done."""
+        """Record the share of the work that is done."""
         self.share, self._reported = share, time.monotonic()
         if share > self._start:
             self._left = (self._reported - self._started) * (1 - share) / (share - self._start)
@@ -45,16 +45,16 @@ class Countdown:
 
     @property
     def left(self) -> float | None:
-        """Seconds that are left; None before there is a speed."""
+        """Seconds left, or None before the speed is known."""
         if self.share <= self._start:
             return None
         return max(0.0, self._left - (time.monotonic() - self._reported))
 
 
 class TerminalProgress:
-    """A progress line, redrawn each second, at most five times a second, and cut to the terminal's width.
+    """A progress line, redrawn at least once and at most five times a second, cut to the terminal's width.
 
-    It shows a label, the share done, the time left and what is under way; when all is done, the time it took.
+    It shows a label, the share done, the time left and the current step; at the end, the time taken.
     """
 
     def __init__(self, label: str) -> None:
@@ -75,7 +75,7 @@ class TerminalProgress:
         self.stop()
 
     def stop(self) -> None:
-        """Draw no more; a line of work that is not done goes away."""
+        """Stop drawing, and clear the line if the work is not done."""
         self._stopped.set()
         _drawing.discard(self)
         if self._line is not None:
@@ -83,7 +83,7 @@ class TerminalProgress:
             self._line = None
 
     def _start(self, share: float, what: str) -> "tqdm[None]":
-        # Here, since most commands end before they have progress to show.
+        # Imported here, since most commands end before they have progress to show.
         from tqdm import tqdm
 
         self._countdown, self._stopped = countdown, stopped = Countdown(share), Event()
@@ -98,7 +98,7 @@ class TerminalProgress:
                 shown_values: dict[str, object] = super().format_dict
                 return shown_values | {"left": shown}
 
-        # What fails or is interrupted leaves nothing: a message follows.
+        # Clear the line after a failure or interrupt: a message follows.
         self._line = Line(
             desc=self.label,
             total=1.0,
@@ -117,7 +117,7 @@ class TerminalProgress:
 
 
 def _redraw(line_of: "weakref.ref[tqdm[None]]", stopped: Event) -> None:
-    """Redraw a line each second, so that its time runs down, for as long as someone holds it."""
+    """Redraw a line each second, so that its time counts down, while the line is referenced."""
     while not stopped.wait(1.0):
         line = line_of()
         if line is None:
@@ -126,18 +126,18 @@ def _redraw(line_of: "weakref.ref[tqdm[None]]", stopped: Event) -> None:
         del line
 
 
-# Lines that are on the terminal, which an error's message has to clear.
+# Lines on the terminal, which an error message has to clear.
 _drawing: "weakref.WeakSet[TerminalProgress]" = weakref.WeakSet()
 
 
 def clear_lines() -> None:
-    """Take the lines of unfinished work off the terminal, so that a message can stand there."""
+    """Clear the lines of unfinished work from the terminal before a message."""
     for progress in list(_drawing):
         progress.stop()
 
 
 class LogProgress:
-    """A line for each minute of work: a label, the share done, the time taken and left, and what is under way."""
+    """A line per minute: a label, the share done, the time taken and left, and the current step."""
 
     def __init__(self, label: str) -> None:
         self.label = label
@@ -162,7 +162,7 @@ class LogProgress:
 
 
 def _minutes(seconds: float) -> str:
-    """A time as hours and minutes."""
+    """A duration as hours and minutes."""
     hours, minutes = divmod(round(seconds / 60), 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min"
 
