@@ -8,6 +8,7 @@ from pathlib import Path
 
 from diffquant.errors import CheckpointError, UsageError
 from diffquant.formats.reader import SIDE_SUFFIXES
+from diffquant.support.progress import clear_lines
 
 _NAME = re.compile(r"(?P<model>\w[\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
 # What `FolderCheckpoint` reads and copies. Repositories may hold the weights again in folders and other layouts.
@@ -33,6 +34,7 @@ def local_path(path: Path) -> Path:
     if not sys.stderr.isatty():
         disable_progress_bars()
     model, revision = named["model"], named["revision"]
+    clear_lines()  # the hub's client draws lines of its own
     with _told(model, revision):
         return Path(snapshot_download(model, revision=revision, allow_patterns=_FETCHED, ignore_patterns=_LEFT))
 

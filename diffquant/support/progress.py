@@ -4,7 +4,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 from typing import TYPE_CHECKING
 
 from diffquant.support.escaping import one_line
@@ -18,6 +18,8 @@ Progress = Callable[[float, float, str], None]
 _UNDER_WAY = "{desc} {percentage:3.0f}%  {left} left{postfix}"
 _DONE = "{desc} {percentage:3.0f}%  {elapsed}{postfix}"
 _SECONDS_BETWEEN_LOG_LINES = 60.0
+# How much of the step under way may be thought done before it is reported.
+_OF_A_STEP = 0.9
 
 
 def silent(done: float, total: float, what: str) -> None:
@@ -25,18 +27,21 @@ def silent(done: float, total: float, what: str) -> None:
 
 
 class Countdown:
-    """The time that work will take, by its mean speed so far; between two reports it runs down."""
+    """The time that work will take, by its mean speed so far.
+
+    Between two reports it runs down at that speed, as far as the end of a step like the last one. If the step under way
+    takes longer, the mean that the clock then gives says what is left: never nothing while there is work.
+    """
 
     def __init__(self, share: float) -> None:
         self._start, self._started = share, time.monotonic()
-        self._reported, self._left = self._started, 0.0
+        self._reported, self._step = self._started, 0.0
         self.share = share
 
     def report(self, share: float) -> None:
         """Take note that a share of the work is done."""
+        self._step = share - self.share or self._step
         self.share, self._reported = share, time.monotonic()
-        if share > self._start:
-            self._left = (self._reported - self._started) * (1 - share) / (share - self._start)
 
     @property
     def elapsed(self) -> float:
@@ -46,9 +51,12 @@ class Countdown:
     @property
     def left(self) -> float | None:
         """Seconds that are left; None before there is a speed."""
-        if self.share <= self._start:
+        done, measured = self.share - self._start, self._reported - self._started
+        if done <= 0:
             return None
-        return max(0.0, self._left - (time.monotonic() - self._reported))
+        at_this_speed = done * self.elapsed / measured if measured else done
+        reached = min(at_this_speed, done + _OF_A_STEP * min(self._step, 1 - self.share))
+        return self.elapsed * (1 - self._start - reached) / reached
 
 
 class TerminalProgress:
@@ -83,6 +91,9 @@ class TerminalProgress:
             self._line = None
 
     def _start(self, share: float, what: str) -> "tqdm[None]":
+        for line in list(_drawing):
+            if isinstance(line, Waiting):
+                line.stop()
         # Here, since most commands end before they have progress to show.
         from tqdm import tqdm
 
@@ -126,14 +137,59 @@ def _redraw(line_of: "weakref.ref[tqdm[None]]", stopped: Event) -> None:
         del line
 
 
+class Waiting:
+    """A line on a terminal that says what is waited for, and after a second for how long, until it is stopped.
+
+    It stands there before anything heavy is imported, and goes away by itself where a progress line begins.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._started, self._stopped, self._lock = time.monotonic(), Event(), Lock()
+        self._draw(text)
+        _drawing.add(self)
+        Thread(target=self._tick, daemon=True).start()
+
+    def stop(self) -> None:
+        """Take the line away."""
+        with self._lock:
+            if not self._stopped.is_set():
+                self._stopped.set()
+                self._draw("")
+        _drawing.discard(self)
+
+    def aside(self) -> None:
+        """Make room for a line; this one comes back a second later."""
+        with self._lock:
+            if not self._stopped.is_set():
+                self._draw("")
+
+    def _tick(self) -> None:
+        while not self._stopped.wait(1.0):
+            with self._lock:
+                if not self._stopped.is_set():
+                    self._draw(f"{self._text} {time.monotonic() - self._started:.0f} s")
+
+    def _draw(self, text: str) -> None:
+        sys.stderr.write(f"\r\x1b[K{text}")
+        sys.stderr.flush()
+
+
 # Lines that are on the terminal, which an error's message has to clear.
-_drawing: "weakref.WeakSet[TerminalProgress]" = weakref.WeakSet()
+_drawing: "weakref.WeakSet[TerminalProgress | Waiting]" = weakref.WeakSet()
 
 
 def clear_lines() -> None:
     """Take the lines of unfinished work off the terminal, so that a message can stand there."""
-    for progress in list(_drawing):
-        progress.stop()
+    for line in list(_drawing):
+        line.stop()
+
+
+def make_room() -> None:
+    """Let a line be printed where it is waited for something that goes on."""
+    for line in list(_drawing):
+        if isinstance(line, Waiting):
+            line.aside()
 
 
 class LogProgress:
