@@ -10,10 +10,11 @@ from diffquant.errors import CheckpointError, UsageError
 from diffquant.formats.front_matter import CARD, read_front_matter
 from diffquant.formats.reader import SIDE_SUFFIXES
 from diffquant.report.tables import megabytes
+from diffquant.support.progress import clear_lines
 
 _NAME = re.compile(r"(?P<model>\w[\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
-# What `FolderCheckpoint` reads and copies, and the card that says the licence. Repositories may hold the weights again in
-# folders and other layouts.
+# Files that `FolderCheckpoint` reads and copies, and the card, which says the licence. Repositories may hold the weights
+# again, in folders and other layouts.
 _FETCHED = ["*.safetensors", *(f"*{suffix}" for suffix in sorted(SIDE_SUFFIXES)), "LICENSE*", "NOTICE*", CARD]
 _LEFT = ["*/*", "consolidated*"]
 
@@ -36,6 +37,7 @@ def local_path(path: Path) -> Path:
     if not sys.stderr.isatty():
         disable_progress_bars()
     model, revision = named["model"], named["revision"]
+    clear_lines()  # the hub's client draws lines of its own
     with _told(model, revision):
         return Path(snapshot_download(model, revision=revision, allow_patterns=_FETCHED, ignore_patterns=_LEFT))
 

@@ -202,6 +202,8 @@ def _read_index(folder: Path) -> dict[str, str] | None:
             return None
         pickles = sorted(file.name for file in folder.glob("*.bin")) + sorted(file.name for file in folder.glob("*.pt"))
         hint = f"; {', '.join(pickles)} are pickles, which run code when opened: convert them" if pickles else ""
+        if (folder / "model.onnx").is_file():
+            hint = "; it is an exported model: `diffquant run` continues texts with it, and eval and sweep measure it"
         raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}{hint}")
     weight_map = read_json(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
