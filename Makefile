@@ -54,6 +54,7 @@ test-quantizers: $(VENV)/.ready
 	build/quantizers/bin/python -m pytest research/tests/studies/test_rounding_bench.py \
 		research/tests/studies/test_rounding_text_methods.py \
 		-k 'stored_bits or nf4'
+	build/quantizers/bin/python -m pytest tests/checkpoint/test_dequantized_peers.py
 
 # The oldest transformers that pyproject.toml allows, which vLLM and rented machines may have, with the huggingface_hub that
 # it asks for. Its environment sees the first one's packages behind its own.
@@ -77,9 +78,11 @@ $(SERVING)/.ready: pyproject.toml constraints-serving.txt | $(VENV)/.ready
 	$(SERVING)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
-# Kernels as Triton 3.6.0 compiles them. The wheel, of 188 MB, is fetched once.
+# Kernels as Triton 3.6.0 compiles them, and all kernels run on the PTX machine, with one of two Tritons for one of two
+# cards: another each day, or the one that DIFFQUANT_PTX_WHOLE says (0 to 3). The wheel, of 188 MB, is fetched once.
 test-triton: $(VENV)/.ready $(OTHER_TRITON)/triton
 	$(BIN)/python -m pytest tests/kernels/test_triton_3_6_compiled.py
+	DIFFQUANT_PTX_WHOLE=$${DIFFQUANT_PTX_WHOLE:-today} $(BIN)/python -m pytest -s -n 0 tests/kernels/test_gpu_tests_on_ptx.py -k every
 
 $(OTHER_TRITON)/triton: | $(VENV)/.ready
 	$(BIN)/python -m pip install --quiet --no-deps --target $(OTHER_TRITON) triton==3.6.0

@@ -6,7 +6,7 @@
 
 Make: `quantize`, `convert`, `search`, `calibrate`. Measure: `evaluate`, `sweep`, `compare`, `outliers`,
 `attention_map`, `fidelity`. Run: `load`, `load_tokenizer`, `generate`, `serve`, `export`, `verify`, `run`. Look:
-`inspect`. Recipes are `Recipe`s, or what `Recipe.parse` reads; every error is a `DiffQuantError`.
+`inspect`, `plan`. Recipes are `Recipe`s, or what `Recipe.parse` reads; every error is a `DiffQuantError`.
 
 Importing the package does not import torch. Once it is imported, transformers' `AutoModelForCausalLM` opens every
 folder that diffquant writes.
@@ -34,6 +34,7 @@ from diffquant.verbs import (
     generate,
     inspect,
     outliers,
+    plan,
     quantize,
     run,
     search,
@@ -62,6 +63,7 @@ __all__ = [
     "load",
     "load_tokenizer",
     "outliers",
+    "plan",
     "quantize",
     "run",
     "search",

@@ -9,6 +9,8 @@ import termios
 
 import pytest
 
+from diffquant.support.progress import Countdown
+
 PROGRAM = """
 import sys, time
 from diffquant.support.progress import progress_for
@@ -62,7 +64,7 @@ def test_no_line_is_wider_than_the_terminal_and_none_scrolls(columns):
 
 
 def test_the_time_left_runs_down_while_nothing_is_reported():
-    program = PROGRAM.replace("range(5)", "(0, 1)").replace("4e9", "10e9").replace("0.25", "1.2 + 2 * done")
+    program = PROGRAM.replace("range(5)", "(0, 1)").replace("4e9", "10e9").replace("0.25", "3.2")
     _, written = on_a_terminal(program)
     left = [int(seconds) for seconds in re.findall(r" 10%  00:(\d\d) left", written)]
     assert len(left) >= 3
@@ -115,3 +117,59 @@ def test_long_work_is_a_line_per_minute_off_a_terminal():
 def test_nothing_to_do_is_all_done():
     program = 'from diffquant.support.progress import progress_for\nprogress_for("convert")(0, 0, "nothing")'
     assert "convert 100%" in on_a_terminal(program)[1]
+
+
+def test_the_time_left_is_never_nothing_while_work_is_left(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    countdown = Countdown(0.0)
+    clock[0] = 10.0
+    countdown.report(0.2)
+    assert countdown.left == pytest.approx(40)
+    clock[0] = 15.0
+    assert countdown.left == pytest.approx(35)
+    # A step that takes ten times as long as those before: the mean is what is known.
+    clock[0] = 110.0
+    assert countdown.left == pytest.approx(110 * 0.62 / 0.38)
+    countdown.report(0.4)
+    assert countdown.left == pytest.approx(165)
+    clock[0] = 10000.0
+    assert countdown.left > 1000
+
+
+WAITING = """
+import time
+from diffquant.support.progress import Waiting, clear_lines, make_room, progress_for
+import sys
+Waiting("verify: loading ...")
+time.sleep(1.3)
+make_room()
+print("note: something", file=sys.stderr)
+time.sleep(1.1)
+progress_for("verify")(0, 2, "layer 1")
+time.sleep(1.2)
+"""
+
+
+def test_a_line_stands_there_before_there_is_progress():
+    _, written = on_a_terminal(WAITING)
+    before, after = written.replace("\x1b[K", "").split("note: something")
+    assert before.startswith("\rverify: loading ...\rverify: loading ... 1 s\r")
+    waited, drawn = after.split("verify   0%", 1)
+    assert waited.strip("\r\n") == "verify: loading ... 2 s"
+    assert "loading" not in drawn
+
+
+@pytest.mark.parametrize("columns", [30, 50])
+def test_a_long_line_goes_on_below_at_a_word_and_a_pipe_keeps_it_whole(columns):
+    text = "note: a sentence of more words than thirty columns hold\n  indented twice, and that is just as long as this"
+    program = (
+        f"import sys\nfrom diffquant.support.fitting import fitted\nsys.stderr.write(fitted({text!r}, sys.stderr))"
+    )
+    _, written = on_a_terminal(program, columns)
+    lines = written.split("\r\n")
+    assert max(map(len, lines)) <= columns
+    assert " ".join(written.split()) == " ".join(text.split())
+    assert all(line.startswith("    ") for line in lines[lines.index(next(x for x in lines if "twice" in x)) + 1 :])
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stderr == text

@@ -1,5 +1,7 @@
 """The first tokens of a long text, which is not encoded whole for them."""
 
+import logging
+
 import pytest
 import torch
 
@@ -41,3 +43,18 @@ def test_a_text_whose_tokens_are_long_or_that_has_fewer_is_read_to_its_end(token
     whole = encode_text(tokenizer, text, CPU)
     for tokens in (100, 10 * len(whole)):
         assert torch.equal(encode_text(tokenizer, text, CPU, tokens), whole[:tokens])
+
+
+def test_a_text_longer_than_the_context_is_read_without_a_warning():
+    heard = []
+    handler = logging.Handler()
+    handler.emit = heard.append
+    logger = logging.getLogger("transformers")
+    logger.addHandler(handler)
+    try:
+        tokenizer = open_source(pocket_models("needle")[0]).tokenizer
+        ids = tokenizer(books_text()[:20000])["input_ids"]
+    finally:
+        logger.removeHandler(handler)
+    assert len(ids) > tokenizer.model_max_length
+    assert heard == []

@@ -14,7 +14,7 @@ import typer
 
 from diffquant import verbs
 from diffquant.cli.docstrings import documentation
-from diffquant.cli.show import SHOWN, Shown, notes, show_loading
+from diffquant.cli.show import SHOWN, Shown, notes, waiting
 from diffquant.errors import DiffQuantError
 from diffquant.evals.task import TaskOption
 from diffquant.evals.tasks import task_options
@@ -25,6 +25,7 @@ _PLAIN = {int: Kind(int, "NUMBER"), float: Kind(float, "NUMBER"), bool: Kind(boo
 _TASK_WORDS = {int: "NUMBER", str: "LIST", Path: "FILE"}
 # What only the terminal has.
 _JSON = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+_DETAILS = Annotated[bool, typer.Option("--details", help="Print all that was compared, in a table.")]
 _DRY_RUN = Annotated[bool, typer.Option("--dry-run", help="Print what would be done and stop.")]
 
 
@@ -96,23 +97,23 @@ def command(verb: Callable[..., Any]) -> Callable[..., None]:
     parameters = [option.parameter() for option in options.values()]
     own = inspect.signature(verb).parameters
     extra = {"dry_run": _DRY_RUN} if "planned" in own else {}
+    extra |= {"details": _DETAILS} if shown.details else {}
     extra |= {"as_json": _JSON} if shown.data else {}
 
-    def run(as_json: bool = False, dry_run: bool = False, **read: Any) -> None:
+    def run(as_json: bool = False, dry_run: bool = False, details: bool = False, **read: Any) -> None:
         given = {name: options[name].value(value) for name, value in read.items()}
         if "said" in own and not as_json:
             given["said"] = shown.say
         if dry_run:
             given["planned"] = shown.stop_at
-        show_loading()
-        with command_line(), notes(as_json):
+        with command_line(), notes(as_json), waiting(name_of(verb), prints="said" in own or verb is verbs.serve):
             try:
                 result = verb(**given)
             except DiffQuantError as error:
                 if error.result is not None:
-                    shown.show(error.result, given, as_json, told=str(error))
+                    shown.show(error.result, given, as_json, str(error), details)
                 raise
-            shown.show(result, given, as_json)
+            shown.show(result, given, as_json, is_detailed=details)
 
     parameters += [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=False)

@@ -10,6 +10,8 @@ from typing import Any
 
 import typer
 
+from diffquant.support.fitting import fitted
+from diffquant.support.progress import Waiting, clear_lines, make_room
 from diffquant.verbs.notes import LOGGER
 
 Values = Mapping[str, Any]
@@ -34,25 +36,35 @@ class Shown:
         data: JSON for programs; None for a verb that has none.
         plan: text of what is only planned.
         say: function that prints text that comes before the result.
+        details: text that only --details prints; None for a verb that has none.
     """
 
     text: Callable[[Any, Values], str | None] = _as_text
     data: Callable[[Any, Values], str] | None = _as_json
     plan: Callable[[Any], str] = str
     say: Callable[[str], None] = typer.echo
+    details: Callable[[Any], str] | None = None
 
-    def show(self, result: Any, given: Values, as_json: bool, told: str = "") -> None:
+    def show(self, result: Any, given: Values, as_json: bool, told: str = "", is_detailed: bool = False) -> None:
         """Print a result.
 
         Args:
             told: text of an error that follows, which is not printed twice.
+            is_detailed: whether its details are asked for.
         """
-        text = self.data(result, given) if as_json and self.data else self.text(result, given)
-        if text is not None and text != told:
-            typer.echo(text)
+        clear_lines()
+        if as_json and self.data:
+            typer.echo(self.data(result, given))
+            return
+        text = self.text(result, given)
+        parts = [text if text != told else None, self.details(result) if is_detailed and self.details else None]
+        for part in parts:
+            if part is not None:
+                typer.echo(fitted(part, sys.stdout))
 
     def stop_at(self, plan: Any) -> None:
         """Print a plan, and end the command before anything is written."""
+        clear_lines()
         typer.echo(self.plan(plan))
         raise typer.Exit
 
@@ -68,7 +80,8 @@ class _Notes(logging.Handler):
         if getattr(record, "follows", False):
             self.kept.append(record)
         else:
-            typer.echo(record.getMessage(), err=True)
+            make_room()
+            typer.echo(fitted(record.getMessage(), sys.stderr), err=True)
 
 
 @contextmanager
@@ -87,18 +100,28 @@ def notes(as_json: bool) -> Iterator[None]:
         LOGGER.removeHandler(handler)
         LOGGER.setLevel(level)
         for record in handler.kept:
-            typer.echo(record.getMessage(), err=as_json or record.aside)  # type: ignore[attr-defined]
+            is_aside: bool = as_json or record.aside  # type: ignore[attr-defined]
+            typer.echo(fitted(record.getMessage(), sys.stderr if is_aside else sys.stdout), err=is_aside)
 
 
-def show_loading() -> None:
-    """Import torch with a sign of life on a terminal, since that may take longer than people wait for one."""
+@contextmanager
+def waiting(name: str, prints: bool) -> Iterator[None]:
+    """Give a sign of life on a terminal, since what a verb imports and opens may take longer than people wait for one.
+
+    Args:
+        name: the command.
+        prints: whether it prints by itself: then the line is gone once torch is imported.
+    """
     if sys.stderr.isatty() and "torch" not in sys.modules:
-        sys.stderr.write("loading ...")
-        sys.stderr.flush()
-        try:
+        Waiting(f"{name}: loading ...")
+    try:
+        if prints:
             import torch  # noqa: F401
-        finally:
-            sys.stderr.write("\r\x1b[K")
+
+            clear_lines()
+        yield
+    finally:
+        clear_lines()
 
 
 def _piece(text: str) -> None:
@@ -174,6 +197,7 @@ SHOWN = {
     "generate": Shown(lambda *_: "", _continuation, say=_piece),
     "run": Shown(lambda *_: "", _continuation, say=_piece),
     "fidelity": Shown(lambda result, _: result and result.summary()),
+    "verify": Shown(details=lambda verification: verification.table()),
     "serve": Shown(lambda *_: None, data=None),
     "demo": Shown(lambda *_: None, data=None),
 }

@@ -1,8 +1,10 @@
 """Opens a checkpoint in any supported format."""
 
+from difflib import get_close_matches
 from pathlib import Path
 
 from diffquant.errors import CheckpointError
+from diffquant.formats.dequantized import dequantized
 from diffquant.formats.hub import local_path
 from diffquant.formats.reader import Checkpoint, FolderCheckpoint
 
@@ -12,7 +14,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
     Raises:
         CheckpointError: the path holds neither, or files are missing, truncated or outside the
-            folder; every offending file and tensor is named.
+            folder, or weights that another library packed are not as its layout has them; every offending file and
+            tensor is named.
     """
     path = local_path(Path(path))
     if path.suffix == ".gguf":
@@ -22,6 +25,17 @@ def open_checkpoint(path: Path) -> Checkpoint:
         return GgufCheckpoint(path)
     if not path.is_dir():
         raise CheckpointError(
-            f"{path} is neither a checkpoint folder nor a .gguf file; a model of the hub is named ORG/NAME"
+            f"{path} is neither a checkpoint folder nor a .gguf file; {_nearest(path)}"
+            "a model of the hub is named ORG/NAME"
         )
-    return FolderCheckpoint(path)
+    return dequantized(FolderCheckpoint(path))
+
+
+def _nearest(path: Path) -> str:
+    """What stands beside where a path leads, and is called nearly as it is."""
+    try:
+        names = [each.name for each in path.parent.iterdir() if each.is_dir() or each.suffix == ".gguf"]
+    except OSError:
+        return ""
+    near = get_close_matches(path.name, names, n=1, cutoff=0.8)
+    return f"did you mean {path.parent / near[0]}? " if near else ""

@@ -147,7 +147,8 @@ class PackedStates:
             values = number_format.decode(view, scales.unsqueeze(-1)).to(self.recent.dtype)
             return values if view is codes else values.flatten(-2)
         lengths = torch.tensor(self.block_lengths, dtype=torch.int64, device=codes.device)
-        return number_format.decode(codes, scales.repeat_interleave(lengths, 2))
+        scales = scales.repeat_interleave(lengths, 2, output_size=sum(self.block_lengths))
+        return number_format.decode(codes, scales)
 
     def _crop_packed(self, tokens: int) -> None:
         if self.words is None:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -40,7 +41,7 @@ def estimated_seconds(source: Source | WeightSource, plan: QuantizationPlan) -> 
     total = 0.0
     for scheme, elements in by_scheme.items():
         values = torch.randn(_ROWS, 8 * (scheme.size or _WIDTH // 8))
-        total += elements * _timed(lambda v=values, s=scheme: round_rows("", v, s, torch.bfloat16)) / values.numel()
+        total += elements * _timed(partial(round_rows, "", values, scheme, torch.bfloat16)) / values.numel()
     return total / cores()
 
 

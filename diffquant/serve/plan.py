@@ -12,6 +12,7 @@ from shlex import quote
 from typing import Any, Literal
 
 from diffquant.errors import CheckpointError, MissingDependencyError, UnknownModelTypeError, UsageError
+from diffquant.formats.dequantized import DequantizedCheckpoint
 from diffquant.formats.opening import open_checkpoint
 from diffquant.formats.reader import Checkpoint
 from diffquant.model.adapters import Adapter, adapter_for
@@ -85,6 +86,11 @@ def plan_server(
     checkpoint = open_checkpoint(model)
     if not checkpoint.path.is_dir():
         raise UsageError(f"{model} is no folder: vLLM serves folders, which `diffquant quantize` makes of it")
+    if isinstance(checkpoint, DequantizedCheckpoint):
+        raise UsageError(
+            f"{model} holds weights rounded to {checkpoint.rounded_as}: make a folder of 16 bits for the server first, "
+            f"diffquant quantize {model} -o FOLDER --weights 16"
+        )
     config, adapter = checkpoint.config, _adapter(checkpoint)
     _check_format(checkpoint)
     dtype = dtype or _dtype(config)
@@ -192,15 +198,15 @@ def check_ranks(config: Mapping[str, Any], adapter: Adapter, ranks: int, impleme
 
 
 def _check_format(checkpoint: Checkpoint) -> None:
-    """Check that packed weights, if there are some, lie in the layout that vLLM's compressed-tensors reads.
+    """Check that packed weights, if there are some, are integers in compressed-tensors' layout.
 
     Raises:
-        UsageError: they lie in one of diffquant's own.
+        UsageError: they are floats, or lie in a layout of diffquant's own.
     """
     layout = checkpoint.config.get("quantization_config", {}).get("format", PACK_QUANTIZED)
     if layout != PACK_QUANTIZED:
         raise UsageError(
-            f"{checkpoint.path} has weights in the layout {layout}, which vLLM does not read; serve one with integers "
+            f"{checkpoint.path} has weights in the layout {layout}, which is not served yet; serve one with integers "
             "of 2 to 8 bits, or run it by `diffquant generate`"
         )
 

@@ -43,7 +43,10 @@ def load_tokenizer(path: Path | str) -> Any:
             from diffquant.formats.gguf_tokenizer import load_gguf_tokenizer
 
             return load_gguf_tokenizer(path)
-        return AutoTokenizer.from_pretrained(path, **safely)
+        tokenizer = AutoTokenizer.from_pretrained(path, **safely)
+        # It would warn of "indexing errors" of every text that is longer than the context and then cut into windows.
+        tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
+        return tokenizer
     except Exception as error:  # tokenizers may raise anything, even a bare Exception
         why = str(error).strip().partition("\n")[0]
         if "trust_remote_code" in str(error):

@@ -12,6 +12,7 @@ import typer
 from diffquant.errors import DiffQuantError
 from diffquant.support import interruption
 from diffquant.support.escaping import visible_streams
+from diffquant.support.fitting import fitted
 from diffquant.support.progress import clear_lines
 from diffquant.support.spelling import command_line
 
@@ -71,5 +72,5 @@ def _interrupt_behind(stop: BaseException | None) -> KeyboardInterrupt | None:
 
 def _fail(message: str, code: int) -> NoReturn:
     clear_lines()
-    sys.stderr.write(f"{message}\n")
+    sys.stderr.write(f"{fitted(message, sys.stderr)}\n")
     raise SystemExit(code)

@@ -1,10 +1,10 @@
-"""Progress of long work on stderr: a redrawn line on a terminal, a line per minute in a log."""
+"""Progress of long work on stderr: a line that is redrawn on a terminal, a line per minute in a log."""
 
 import sys
 import time
 import weakref
 from collections.abc import Callable
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 from typing import TYPE_CHECKING
 
 from diffquant.support.escaping import one_line
@@ -12,12 +12,14 @@ from diffquant.support.escaping import one_line
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-# Called with the work done, the total (same unit) and a few words on the current step.
+# Called with the work done, all of the work (same unit) and a few words about what is under way.
 Progress = Callable[[float, float, str], None]
 
 _UNDER_WAY = "{desc} {percentage:3.0f}%  {left} left{postfix}"
 _DONE = "{desc} {percentage:3.0f}%  {elapsed}{postfix}"
 _SECONDS_BETWEEN_LOG_LINES = 60.0
+# How much of the step under way may be thought done before it is reported.
+_OF_A_STEP = 0.9
 
 
 def silent(done: float, total: float, what: str) -> None:
@@ -25,18 +27,21 @@ def silent(done: float, total: float, what: str) -> None:
 
 
 class Countdown:
-    """Estimates the time left from the mean speed so far; counts down between reports."""
+    """The time that work will take, by its mean speed so far.
+
+    Between two reports it runs down at that speed, as far as the end of a step like the last one. If the step under way
+    takes longer, the mean that the clock then gives says what is left: never nothing while there is work.
+    """
 
     def __init__(self, share: float) -> None:
         self._start, self._started = share, time.monotonic()
-        self._reported, self._left = self._started, 0.0
+        self._reported, self._step = self._started, 0.0
         self.share = share
 
     def report(self, share: float) -> None:
         """Record the share of the work that is done."""
+        self._step = share - self.share or self._step
         self.share, self._reported = share, time.monotonic()
-        if share > self._start:
-            self._left = (self._reported - self._started) * (1 - share) / (share - self._start)
 
     @property
     def elapsed(self) -> float:
@@ -46,15 +51,18 @@ class Countdown:
     @property
     def left(self) -> float | None:
         """Seconds left, or None before the speed is known."""
-        if self.share <= self._start:
+        done, measured = self.share - self._start, self._reported - self._started
+        if done <= 0:
             return None
-        return max(0.0, self._left - (time.monotonic() - self._reported))
+        at_this_speed = done * self.elapsed / measured if measured else done
+        reached = min(at_this_speed, done + _OF_A_STEP * min(self._step, 1 - self.share))
+        return self.elapsed * (1 - self._start - reached) / reached
 
 
 class TerminalProgress:
-    """A progress line, redrawn at least once and at most five times a second, cut to the terminal's width.
+    """A progress line, redrawn each second, at most five times a second, and cut to the terminal's width.
 
-    It shows a label, the share done, the time left and the current step; at the end, the time taken.
+    It shows a label, the share done, the time left and what is under way; when all is done, the time it took.
     """
 
     def __init__(self, label: str) -> None:
@@ -75,7 +83,7 @@ class TerminalProgress:
         self.stop()
 
     def stop(self) -> None:
-        """Stop drawing, and clear the line if the work is not done."""
+        """Draw no more; a line of work that is not done goes away."""
         self._stopped.set()
         _drawing.discard(self)
         if self._line is not None:
@@ -83,6 +91,9 @@ class TerminalProgress:
             self._line = None
 
     def _start(self, share: float, what: str) -> "tqdm[None]":
+        for line in list(_drawing):
+            if isinstance(line, Waiting):
+                line.stop()
         # Imported here, since most commands end before they have progress to show.
         from tqdm import tqdm
 
@@ -98,7 +109,7 @@ class TerminalProgress:
                 shown_values: dict[str, object] = super().format_dict
                 return shown_values | {"left": shown}
 
-        # Clear the line after a failure or interrupt: a message follows.
+        # What fails or is interrupted leaves nothing: a message follows.
         self._line = Line(
             desc=self.label,
             total=1.0,
@@ -117,7 +128,7 @@ class TerminalProgress:
 
 
 def _redraw(line_of: "weakref.ref[tqdm[None]]", stopped: Event) -> None:
-    """Redraw a line each second, so that its time counts down, while the line is referenced."""
+    """Redraw a line each second, so that its time runs down, for as long as someone holds it."""
     while not stopped.wait(1.0):
         line = line_of()
         if line is None:
@@ -126,18 +137,63 @@ def _redraw(line_of: "weakref.ref[tqdm[None]]", stopped: Event) -> None:
         del line
 
 
-# Lines on the terminal, which an error message has to clear.
-_drawing: "weakref.WeakSet[TerminalProgress]" = weakref.WeakSet()
+class Waiting:
+    """A line on a terminal that says what is waited for, and after a second for how long, until it is stopped.
+
+    It stands there before anything heavy is imported, and goes away by itself where a progress line begins.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._started, self._stopped, self._lock = time.monotonic(), Event(), Lock()
+        self._draw(text)
+        _drawing.add(self)
+        Thread(target=self._tick, daemon=True).start()
+
+    def stop(self) -> None:
+        """Take the line away."""
+        with self._lock:
+            if not self._stopped.is_set():
+                self._stopped.set()
+                self._draw("")
+        _drawing.discard(self)
+
+    def aside(self) -> None:
+        """Make room for a line; this one comes back a second later."""
+        with self._lock:
+            if not self._stopped.is_set():
+                self._draw("")
+
+    def _tick(self) -> None:
+        while not self._stopped.wait(1.0):
+            with self._lock:
+                if not self._stopped.is_set():
+                    self._draw(f"{self._text} {time.monotonic() - self._started:.0f} s")
+
+    def _draw(self, text: str) -> None:
+        sys.stderr.write(f"\r\x1b[K{text}")
+        sys.stderr.flush()
+
+
+# Lines that are on the terminal, which an error's message has to clear.
+_drawing: "weakref.WeakSet[TerminalProgress | Waiting]" = weakref.WeakSet()
 
 
 def clear_lines() -> None:
-    """Clear the lines of unfinished work from the terminal before a message."""
-    for progress in list(_drawing):
-        progress.stop()
+    """Take the lines of unfinished work off the terminal, so that a message can stand there."""
+    for line in list(_drawing):
+        line.stop()
+
+
+def make_room() -> None:
+    """Let a line be printed where it is waited for something that goes on."""
+    for line in list(_drawing):
+        if isinstance(line, Waiting):
+            line.aside()
 
 
 class LogProgress:
-    """A line per minute: a label, the share done, the time taken and left, and the current step."""
+    """A line for each minute of work: a label, the share done, the time taken and left, and what is under way."""
 
     def __init__(self, label: str) -> None:
         self.label = label
@@ -162,7 +218,7 @@ class LogProgress:
 
 
 def _minutes(seconds: float) -> str:
-    """A duration as hours and minutes."""
+    """A time as hours and minutes."""
     hours, minutes = divmod(round(seconds / 60), 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min"
 

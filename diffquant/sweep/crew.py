@@ -56,8 +56,8 @@ def keep_at_work(work: Work, size: int, start: Callable[[int], Member], progress
     idle_deaths, state_at_death = 0, None
     try:
         while True:
-            # Changes whenever some process claims or finishes a cell.
-            state = sum(latest_claims(work.look()).values()), len(work.left)
+            # Changes whenever some process claims or finishes a cell. The first claim of a cell has number 0.
+            state = sum(number + 1 for number in latest_claims(work.look()).values()), len(work.left)
             progress(total - len(work.left), total, f"{min(size, total)} workers")
             if not work.left:
                 _wait_for(members)

@@ -11,6 +11,7 @@ from diffquant.recipe import DEFAULT_GRANULARITY, Recipe
 from diffquant.source.places import DeviceMap, Places
 from diffquant.support.files import check_distinct
 from diffquant.support.plain_data import JsonObject
+from diffquant.support.suggestion import did_you_mean
 
 # Target names of an exported folder, which is measured as it is, and of a point whose recipe comes from a file.
 EXPORTED, RECIPE = "onnx", "recipe"
@@ -54,7 +55,7 @@ class SweepOptions:
     offload_folder: Path | None = None
 
     def __post_init__(self) -> None:
-        wrong = [f"unknown target {t!r}; known are {', '.join(TARGETS)}" for t in self.targets if t not in TARGETS]
+        wrong = [f"unknown target {t!r}{did_you_mean(t, list(TARGETS))}" for t in self.targets if t not in TARGETS]
         if self.batch_tokens is not None and self.batch_tokens < 1:
             wrong.append(f"batch tokens must be 1 or more, got {self.batch_tokens}")
         if not self.tasks:

@@ -38,12 +38,16 @@ class MeasuredCell:
         return (self.measurement.logit_report if self.measurement else None) or []
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SweepResult:
     """All cells in the grid's order, with the options, dtype, versions, commit and date of the sweep."""
 
     cells: list[MeasuredCell]
     settings: JsonObject
+
+    def __repr__(self) -> str:
+        failed = f", {len(self.failed)} failed" if self.failed else ""
+        return f"SweepResult({len(self.cells)} cells, {len(self.points)} configurations{failed})"
 
     @property
     def points(self) -> list[Point]:

@@ -16,6 +16,7 @@ from diffquant.verbs.fidelity import fidelity as fidelity
 from diffquant.verbs.generate import generate as generate
 from diffquant.verbs.inspect import inspect as inspect
 from diffquant.verbs.outliers import outliers as outliers
+from diffquant.verbs.plan import plan as plan
 from diffquant.verbs.quantize import quantize as quantize
 from diffquant.verbs.report import report as report
 from diffquant.verbs.run import run as run
@@ -29,5 +30,5 @@ GROUPS = {
     "Make": (quantize, convert, search, calibrate),
     "Measure": (evaluate, sweep, compare, fidelity, report, outliers, attention_map, bench),
     "Run": (generate, serve, export, verify, run),
-    "Set up": (inspect, doctor, demo),
+    "Set up": (inspect, plan, doctor, demo),
 }

@@ -1,6 +1,6 @@
 """The verb `sweep`: a grid of bit widths, measured and written."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +12,7 @@ from diffquant.verbs.arguments import numbers, path_or_none, paths, task_values,
 from diffquant.verbs.notes import chosen_device, say, wrote
 
 if TYPE_CHECKING:
+    from diffquant.sweep.forecast import SweepForecast
     from diffquant.sweep.result import SweepResult
 
 Granularities = Annotated[str | Sequence[str], kinds.Kind(str, "LIST", former="granularity")]
@@ -38,6 +39,7 @@ def sweep(
     devices: kinds.Names = "",
     ray: Address | None = None,
     worker: bool = False,
+    planned: "Callable[[SweepForecast], None] | None" = None,
     progress: Progress | None = None,
     **task_options: object,
 ) -> "SweepResult":
@@ -65,6 +67,7 @@ def sweep(
         devices: devices such as cuda:0,cuda:1, in place of `device`; a process each.
         ray: Ray cluster that measures; auto finds the one that runs here.
         worker: measure what no other `worker` has claimed, and leave; the last one writes the tables.
+        planned: function called with the cells to measure, before anything is written; what it raises ends the run.
         progress: function called with the cells done; by default a line on a terminal, one per minute in a log.
         task_options: options of the tasks, such as limit=100 or lengths="64,128".
 
@@ -99,6 +102,10 @@ def sweep(
     )
     chosen_device(device)
     folder, shown = Path(output), progress or progress_for("sweep")
+    if planned is not None:
+        from diffquant.sweep.forecast import forecast
+
+        planned(forecast(paths(models), options, folder, runtime_of))
     if worker:
         if workers is not None or devices or ray:
             raise UsageError(

@@ -43,6 +43,8 @@ _RUNTIME_ERRORS = (GraphError, runtime_errors.InvalidArgument, runtime_errors.Fa
 MARGIN = 4.0
 # Typical rounding of the cache against that under scales fitted to the passages themselves: two bits lost.
 CACHE_LIMIT = 4.0
+# Work of a route, and of measuring what rounding does, beside that of any other route: CPU seconds of SmolLM2's export.
+_WORK_OF_LONG_CONTEXT, _WORK_OF_NOISE = 3, 7
 
 
 class _RouteError(CheckpointError):
@@ -100,6 +102,7 @@ class Comparison:
         self._expectations: dict[bool, tuple[list[Tensor], float, StageNoise]] = {}
         self._far_noises: dict[bool, dict[int, StageNoise]] = {}
         self._tokens: list[SessionTokens] = []
+        self._done = self._total = 0
         self._cache: Measure | None = None
         self._reached = 0
 
@@ -115,17 +118,20 @@ class Comparison:
         refusals: list[str] = []
         fallbacks: dict[str, int] = {}
         sessions = self._sessions()
-        # Prefill, padded batch and long context, and with a cache four more.
-        total = len(sessions) * (7 if self._manifest.options.cache else 3)
+        # Prefill and padded batch, and with a cache four more.
+        routes_of_one = (6 if self._manifest.options.cache else 2) + _WORK_OF_LONG_CONTEXT
+        self._done, noises = 0, len({session.rounds for session in sessions})
+        self._total = len(sessions) * routes_of_one + noises * _WORK_OF_NOISE
         for session in sessions:
-            self._progress(len(compared), total, session.name)
+            self._advance(0, f"{session.name}, opening it")
             model = self._open(session)
             fallbacks |= model.fallbacks
             of_session: list[Route] = []
             try:
                 for route in self._compared(session, model):
                     of_session.append(route)
-                    self._progress(len(compared) + len(of_session), total, f"{session.name}, {route.name}")
+                    work = _WORK_OF_LONG_CONTEXT if route.name == LONG_CONTEXT else 1
+                    self._advance(work, f"{session.name}, {route.name}")
             except _RouteError as error:
                 if session.is_folder and not of_session:
                     raise CheckpointError(f"ONNX Runtime cannot run {self._folder}: {error}") from error
@@ -150,6 +156,11 @@ class Comparison:
             tokens=tuple(self._tokens),
             notes=(*self._notes(scales), *([on_cpu_text(fallbacks)] if fallbacks else []), *refusals),
         )
+
+    def _advance(self, work: int, what: str) -> None:
+        """Report that work is done."""
+        self._done += work
+        self._progress(self._done, self._total, what)
 
     def _sessions(self) -> list[_Session]:
         """The folder as it is, with float32 products where it rounds activations, and without the native kernel."""
@@ -176,7 +187,9 @@ class Comparison:
             self._cache = Measure(cache_excess(self._reference, self._passages, read), CACHE_LIMIT)
         # Sessions that compute alike share what rounding explains.
         if session.rounds not in self._expectations:
+            self._advance(0, f"{session.name}, what rounding explains")
             self._expectations[session.rounds] = self._expected(session, read)
+            self._advance(_WORK_OF_NOISE, f"{session.name}, prefill")
         whole, limit, noise = self._expectations[session.rounds]
         last = [states[-1] for states in read]
         self._tokens.append(SessionTokens(session.name, compare_tokens(zip(self._whole, last, strict=True))))
@@ -211,7 +224,7 @@ class Comparison:
 
     def _long_context(self, session: _Session, model: OnnxModel, usual: StageNoise) -> Route:
         """Calls far into the context, each held to what rounding does to such calls."""
-        found = []
+        found: list[tuple[tuple[Measure, ...], tuple[Measure, ...]]] = []
         self._reached = reach(model, self._reference.model.config.max_position_embeddings)
         calls = far_calls(model, self._reference, self._passages, self._outputs)
         # Sessions that compute alike share what rounding explains here, too.
@@ -269,7 +282,11 @@ class Comparison:
                 "activations are held to no more than what such rounding costs"
             )
         if self._rounds and loses_tokens(self._tokens):
-            yield f"where that difference matters, export with {spelled('accuracy_level', 1)}, which is slower"
+            rounded, exact = (each.tokens.agreement for each in self._tokens[:2])
+            yield (
+                f"the likeliest token is torch's at {rounded:.1%} of the positions, and at {exact:.1%} with float32 "
+                f"products: where that matters, export with {spelled('accuracy_level', 1)}, which is slower"
+            )
         if self._reference.cache is not None and scales is None:
             yield (
                 "the folder has no record of its cache's calibration, which older versions did not write: the scales "

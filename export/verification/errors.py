@@ -205,4 +205,5 @@ def _rms(x: Tensor) -> Tensor:
 
 def _norm(x: Tensor) -> Tensor:
     """Length of x along its last axis in float64, without a copy in it."""
-    return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64)
+    length: Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64)
+    return length

@@ -1,7 +1,9 @@
 """What a verification measured: numbers with their limits, by session and route."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 
 from diffquant.export.verification.errors import StageErrors, StageNoise
@@ -61,8 +63,13 @@ class Route:
         return tuple(each for each in (self.logits, self.against_prefill) if each is not None)
 
     @property
+    def measures(self) -> tuple[Measure, ...]:
+        """All that was measured."""
+        return (*self.typical, *self.largest, *self.of_logits)
+
+    @property
     def passed(self) -> bool:
-        return all(measure.passed for measure in (*self.typical, *self.largest, *self.of_logits))
+        return all(measure.passed for measure in self.measures)
 
     def stages_out_of_tolerance(self) -> Iterator[int]:
         """Numbers of the stages that leave their tolerance, in order."""
@@ -128,14 +135,37 @@ class Verification:
         beside = (self.cache, self.scales, self.rotation)
         return not self.failures and all(each.passed for each in (*self.routes, *beside) if each is not None)
 
+    @property
+    def largest_share(self) -> float:
+        """The largest part of its limit that any number takes; infinite where a NaN was measured."""
+        beside = (self.cache, self.scales, self.rotation)
+        routes = (measure for route in self.routes for measure in route.measures)
+        return max((each.ratio for each in (*routes, *beside) if each is not None), default=0.0)
+
+    def to_dict(self) -> dict[str, object]:
+        return {"passed": self.passed, "verdict": self.verdict(), **asdict(self)}
+
+    def verdict(self) -> str:
+        """PASS or FAIL, with what was proved or where the folder first leaves its tolerance."""
+        if not self.passed:
+            return f"FAIL: {self.folder} {self.divergence()}"
+        return (
+            f"PASS: {len(self.stages)} stages at {self.positions} positions by {len(self.routes)} routes; "
+            f"largest error {self.largest_share:.0%} of its limit"
+        )
+
     def __str__(self) -> str:
+        return "\n".join([self.verdict(), *self.notes, *self.failures])
+
+    def table(self) -> str:
+        """Every route with its errors and limits, and what they do to next tokens."""
         lines = [
-            f"PASS: {self.folder} is within tolerance" if self.passed else f"FAIL: {self.folder} {self.divergence()}",
-            f"{self.positions} positions in {self.passages} passages, single tokens up to position {self.reached:,}; "
-            "relative errors, each of its limit",
+            f"{self.positions} positions in {self.passages} passages, single tokens up to position {self.reached:,}",
+            "relative errors, and how much of its limit each takes",
             _HEADER,
-            *map(_row, self.routes),
         ]
+        for session, routes in groupby(self.routes, attrgetter("session")):
+            lines += [session, *map(_row, routes)]
         if self.cache is not None:
             lines.append(
                 f"cache: rounds {self.cache.value:.1f} times as much as scales fitted to these passages would "
@@ -146,7 +176,7 @@ class Verification:
                 f"cache: scales within {self.scales.value:.1%} of calibration's (limit {self.scales.limit:.0%})"
             )
         lines += [f"{each.session}: {each.tokens}" for each in self.tokens]
-        return "\n".join([*lines, *self.notes, *self.failures])
+        return "\n".join(lines)
 
     def divergence(self) -> str:
         """What the folder does where it first leaves its tolerance, as a sentence without its subject."""
@@ -218,11 +248,15 @@ def nearest_limit(of: Sequence[Measure]) -> Measure:
     return max(of, key=lambda measure: measure.ratio)
 
 
-_ROW = "{:16} {:15}  {:16}  {:16}  {:16}  {}"
-_HEADER = _ROW.format("", "", "stage, typical", "stage, largest", "logits", "against prefill")
+# 80 columns.
+_ROW = " {:15} {:14}  {:14}  {:14}  {}"
+_HEADER = _ROW.format("", "stage, typical", "stage, largest", "logits", "against prefill")
 
 
 def _row(route: Route) -> str:
-    stages = [str(nearest_limit(errors)) if errors else "" for errors in (route.typical, route.largest)]
-    logits = [str(each) if each else "" for each in (route.logits, route.against_prefill)]
-    return _ROW.format(route.session, route.name, *stages, *logits).rstrip()
+    stages = [nearest_limit(errors) if errors else None for errors in (route.typical, route.largest)]
+    cells = [
+        f"{each.value:.1e} {each.ratio:>4.0%}" if each else ""
+        for each in (*stages, route.logits, route.against_prefill)
+    ]
+    return _ROW.format(route.name, *cells).rstrip()

@@ -50,6 +50,7 @@ def verify(
     source.transformer("verify")
     chosen = RuntimeDevice.parse(device)
     chosen.check()
+    progress(0, 1, "reading the folder and its checkpoint")
     manifest = read_manifest(folder)
     check_unchanged(folder, manifest)
     _check_source(manifest, source)

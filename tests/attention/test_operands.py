@@ -130,7 +130,7 @@ def test_half_types_are_rounded_in_float32_and_come_back(tmp_path):
 @pytest.mark.parametrize(
     ("recipe", "said"),
     [
-        ({"qk": "4:pair"}, "qk cannot be quantized per pair; use tensor, head, row, block"),
+        ({"qk": "4:pair"}, "qk cannot be quantized per pair; use tensor, head, row, group, block"),
         ({"qk": "4:row:shift"}, "shift is for logits"),
         ({"qk": "4:row:rotated"}, "rotated is for k and v"),
         ({"logits": "4:row:smooth"}, "smooth is for qk"),

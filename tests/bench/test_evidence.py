@@ -1,24 +1,31 @@
-"""The evidence script as far as it goes without a GPU: what travels, what is run in what order, what comes back."""
+"""The evidence script as far as it goes without a GPU: what travels, what each call runs alone, what comes back."""
 
 import gzip
 import hashlib
 import os
+import shlex
 import subprocess
+import tarfile
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
+
+from diffquant.cli import app
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "bench" / "gpu" / "evidence.sh"
+SCRIPT = Path("bench/gpu/evidence.sh")
+CALLS = ("tests", "ratios", "sweep", "pairs")
+LIMIT = 64 << 20
 # Says what it was asked for, and leaves what the real one would.
 PYTHON = """#!/bin/bash
-echo "$*" >> "$STATE.log"
+printf '%q ' "$@" >> "$ASKED"; echo >> "$ASKED"
 case "$*" in
-    *"import gguf"*) echo "$GGUF" ;;
-    *train.pairs*) mkdir -p "$STATE/pairs/diff-v1"
-        head -c 40000000 /dev/urandom > "$STATE/pairs/diff-v1/delta.safetensors"
-        echo {} > "$STATE/pairs/results.json"; touch "$STATE/pairs/diff-v1/checkpoint.pt"; echo trained ;;
-    *sweep*) mkdir -p "$STATE/sweep"; touch "$STATE/sweep/sweep.json" "$STATE/sweep/table.csv" ;;
+    *"import gguf"*) echo "$PACKAGES" ;;
+    *train.pairs*) mkdir -p evidence/pairs/diff-v1
+        head -c 40000000 /dev/urandom > evidence/pairs/diff-v1/delta.safetensors
+        echo {} > evidence/pairs/results.json; touch evidence/pairs/diff-v1/checkpoint.pt; echo trained ;;
+    *sweep*) mkdir -p evidence/sweep; touch evidence/sweep/sweep.json evidence/sweep/table.csv ;;
     *"-m diffquant.bench.gpu"*) [ -z "$FAILING" ] && touch "$OUT/gpu.json" ;;
 esac
 """
@@ -26,86 +33,108 @@ esac
 
 @pytest.fixture
 def machine(tmp_path):
-    """A function that runs the script, with a Python that does nothing, no GPU and no profiler."""
-    bin_folder = tmp_path / "bin"
-    bin_folder.mkdir()
-    (bin_folder / "python3").write_text(PYTHON)
-    (bin_folder / "python3").chmod(0o755)
-    (tmp_path / "gguf").mkdir()
-    (tmp_path / "gguf" / "__init__.py").touch()
+    """A function that runs the script in a folder, with a Python that does nothing, and no GPU."""
+    programs, packages = tmp_path / "bin", tmp_path / "packages"
+    programs.mkdir()
+    (programs / "python3").write_text(PYTHON)
+    (programs / "python3").chmod(0o755)
+    for name in ("gguf/__init__.py", "gguf-0.17.1.dist-info/METADATA"):
+        (packages / name).parent.mkdir(parents=True)
+        (packages / name).touch()
     environment = os.environ | {
-        "PATH": f"{bin_folder}:/usr/bin:/bin",
-        "STATE": str(tmp_path / "state"),
+        "PATH": f"{programs}:/usr/bin:/bin",
+        "PACKAGES": str(packages),
+        "ASKED": str(tmp_path / "asked"),
         "OUT": str(tmp_path / "out"),
-        "GGUF": str(tmp_path / "gguf"),
-        "WAIT": "30",
         "FAILING": "",
     }
 
-    def run(*arguments, **changes):
+    def run(folder, *arguments, **changes):
         command = ["bash", SCRIPT, *map(str, arguments)]
-        return subprocess.run(command, env=environment | changes, capture_output=True, text=True)
+        return subprocess.run(command, cwd=folder, env=environment | changes, capture_output=True, text=True)
 
     return run
 
 
+@pytest.fixture
+def packed(machine, tmp_path):
+    """Archives of a small model."""
+    model, items, text = tmp_path / "model.gguf", tmp_path / "items.jsonl.gz", tmp_path / "text.txt"
+    model.write_bytes(os.urandom(300_001))
+    items.write_bytes(gzip.compress(b"{}"))
+    text.write_text("It was a dark and stormy night.\n" * 99)
+    done(machine(ROOT, "pack", model, items, text, tmp_path / "packed"))
+    (tmp_path / "asked").unlink()
+    return tmp_path / "packed"
+
+
 def done(process):
-    assert process.returncode == 0, process.stderr
+    assert process.returncode == 0, process.stdout + process.stderr
     return process
 
 
-def test_a_model_travels_in_three_parts_and_results_come_back_in_pieces(machine, tmp_path):
-    model, items, books = tmp_path / "model.gguf", tmp_path / "items.jsonl.gz", tmp_path / "books.txt"
-    model.write_bytes(os.urandom(3_000_001))
-    items.write_bytes(gzip.compress(b"{}"))
-    books.write_text("It was a dark and stormy night.\n" * 99)
-    packed, out, state = tmp_path / "packed", tmp_path / "out", tmp_path / "state"
-    done(machine("pack", model, items, books, packed))
-    assert sorted(file.name for file in packed.glob("*/model.?")) == ["model.1", "model.2", "model.3"]
-    for number in (1, 2, 3):
-        done(machine(number, packed / str(number)))
-    assert (state / "model.gguf").read_bytes() == model.read_bytes()
-    assert (state / "books.txt").read_text() == books.read_text()
-    asked = Path(f"{state}.log").read_text()
-    order = ["diffquant.bench.gpu --json", "pytest tests/gpu", "diffquant.cli convert", "diffquant.cli sweep"]
-    assert sorted(order, key=asked.index) == order
-    assert "--minutes 15 --device cuda" in asked
-    assert {"gpu.json", "device.txt", "gpu-test.txt", "no-profile.txt", "sweep.json"} <= set(os.listdir(out))
-    for file in out.iterdir():
-        file.unlink()
-    done(machine(4))
-    pieces = sorted(out.glob("pairs.tar.*"))
-    assert len(pieces) == 3
-    assert max(piece.stat().st_size for piece in pieces) == 15_000_000
-    assert len(list(out.iterdir())) <= 8
-    done(machine("unpack", out, tmp_path / "back"))
-    digests = [
-        hashlib.sha256((folder / "pairs/diff-v1/delta.safetensors").read_bytes()).digest()
-        for folder in (state, tmp_path / "back")
-    ]
+def unpacked(archive, folder):
+    with tarfile.open(archive) as tar:
+        tar.extractall(folder, filter="data")
+    return folder
+
+
+def asked(tmp_path):
+    return [shlex.split(line) for line in (tmp_path / "asked").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_needs_its_archive_alone_and_leaves_raw_results(call, machine, packed, tmp_path):
+    assert (packed / f"{call}.tar").stat().st_size <= LIMIT
+    there = unpacked(packed / f"{call}.tar", tmp_path / "there")
+    done(machine(there, call))
+    wanted = {"tests": "gpu-test.txt", "ratios": "gpu.json", "sweep": "sweep.json", "pairs": "pairs.log"}
+    left = {path.name: path.stat().st_size for path in (tmp_path / "out").iterdir()}
+    assert {wanted[call], "device.txt"} <= set(left)
+    # As many and as large as come back.
+    assert len(left) <= 8
+    assert max(left.values()) <= 16 << 20
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+    assert f"commit {commit}" in (tmp_path / "out/device.txt").read_text()
+
+
+def test_what_a_call_asks_of_our_commands_they_take(machine, packed, tmp_path):
+    there = unpacked(packed / "sweep.tar", tmp_path / "there")
+    assert (there / "evidence/packages/gguf-0.17.1.dist-info").is_dir()
+    done(machine(there, "sweep"))
+    seen = [words[2:] for words in asked(tmp_path) if words[:2] == ["-m", "diffquant.cli"]]
+    assert [words[0] for words in seen] == ["convert", "sweep"]
+    group = get_command(app)
+    for verb, *options in seen:
+        command = group.get_command(group.make_context("test", [verb, *options]), verb)
+        # Raises where an option is missing or unknown.
+        command.make_context(verb, list(options))
+
+
+def test_training_comes_back_in_pieces_without_what_only_resuming_needs(machine, packed, tmp_path):
+    there = unpacked(packed / "pairs.tar", tmp_path / "there")
+    done(machine(there, "pairs"))
+    assert len(list((tmp_path / "out").glob("pairs.tar.*"))) == 3
+    done(machine(there, "unpack", tmp_path / "out", tmp_path / "back"))
+    name = "pairs/diff-v1/delta.safetensors"
+    digests = [hashlib.sha256((at / name).read_bytes()).digest() for at in (there / "evidence", tmp_path / "back")]
     assert digests[0] == digests[1]
-    # What only resuming needs stays there.
     assert not (tmp_path / "back/pairs/diff-v1/checkpoint.pt").exists()
 
 
-def test_a_part_that_was_damaged_or_is_too_large_is_not_run(machine, tmp_path):
-    packed, small = tmp_path / "packed", tmp_path / "small"
-    small.write_bytes(b"some text")
-    done(machine("pack", small, small, small, packed))
-    (packed / "2" / "model.2").write_bytes(b"other")
-    for number in (1, 2):
-        done(machine(number, packed / str(number)))
-    assert machine(3, packed / "3").returncode != 0
-    assert "sweep" not in Path(f"{tmp_path}/state.log").read_text()
-    large = tmp_path / "large"
+def test_a_model_that_does_not_fit_is_refused_where_it_is_packed(machine, tmp_path):
+    large, small = tmp_path / "large.gguf", tmp_path / "small"
     with large.open("wb") as file:
-        file.truncate(3 * (64 << 20) + 9)
-    assert "larger than 64 MiB" in machine("pack", large, small, small, tmp_path / "other").stderr
-    assert machine("nonsense").returncode == 2
+        file.truncate(LIMIT)
+    small.write_bytes(b"some text")
+    refused = machine(ROOT, "pack", large, small, small, tmp_path / "packed")
+    assert refused.returncode == 1
+    assert "sweep.tar is larger than 64 MiB" in refused.stderr
+    assert "quantize MODEL to fewer bits" in refused.stderr
+    assert machine(ROOT, "nonsense").returncode == 2
 
 
-def test_a_failed_bench_fails_the_first_command(machine, tmp_path):
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "commit").write_text("c0ffee\n")
-    assert machine(1, tmp_path / "folder", FAILING="yes").returncode != 0
-    assert "c0ffee" in (tmp_path / "out" / "device.txt").read_text()
+def test_a_failed_bench_fails_its_call(machine, packed, tmp_path):
+    there = unpacked(packed / "ratios.tar", tmp_path / "there")
+    assert machine(there, "ratios", FAILING="yes").returncode != 0
+    assert "commit" in (tmp_path / "out/device.txt").read_text()

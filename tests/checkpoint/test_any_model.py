@@ -12,12 +12,13 @@ from safetensors.torch import load_file, save_file
 
 from diffquant.cli import main
 from diffquant.errors import CheckpointError, GroupSizeError, NonFiniteError, UnknownModelTypeError, UsageError
-from diffquant.formats.compressed_tensors import PACKED, SCALE, SHAPE, unpack_weight
+from diffquant.formats.compressed_tensors import PACKED, SCALE, SHAPE, packed_shapes, unpack_parts, unpack_weight
 from diffquant.formats.opening import open_checkpoint
 from diffquant.loading import load
 from diffquant.quantization.plan import plan_quantization
 from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
+from diffquant.scheme import Scheme
 from diffquant.source.weight_rules import WeightRules
 from diffquant.source.weight_source import open_weights
 from tests.support import unknown_model
@@ -29,6 +30,7 @@ KILLING_RUN = """
 import os, signal, sys
 from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
+from diffquant.scheme import Scheme
 from diffquant.source.weight_source import open_weights
 
 def kill(done, total, what):
@@ -306,3 +308,22 @@ def test_integers_are_carried_over(tmp_path, source):
     save_file(tensors, source / "model.safetensors")
     quantize(open_weights(source), tmp_path / "out", Recipe.of(weights="4:g32"))
     assert torch.equal(open_checkpoint(tmp_path / "out").read("model.layers.0.table"), torch.arange(6).reshape(2, 3))
+
+
+@pytest.mark.parametrize("text", ["nvfp4", "mxfp4", "mxfp8", "e4m3:channel"])
+def test_experts_and_linears_are_packed_as_floats_whatever_the_blocks(tmp_path, source, monkeypatch, text):
+    scheme = Scheme.parse(text, target="weights")
+    quantize(open_weights(source), tmp_path / "out", Recipe.of(weights=text))
+    whole, plain = written_tensors(tmp_path / "out"), load_file(source / "model.safetensors")
+    packed = open_weights(tmp_path / "out").packed
+    assert set(packed.values()) == {scheme}
+    assert "model.layers.1.mlp.experts.down_proj" in packed
+    for module in packed:
+        tensor = plain[module] if module in plain else plain[f"{module}.weight"]
+        parts = {suffix: whole[module + suffix] for suffix in packed_shapes(tuple(tensor.shape), scheme)}
+        decoded = unpack_parts(parts, tensor.shape, scheme)
+        share = {"nvfp4": 0.015, "mxfp4": 0.03}.get(text, 0.002)
+        assert (decoded - tensor.float()).square().mean() < share * tensor.float().square().mean()
+    monkeypatch.setattr("diffquant.formats.row_stream.BLOCK_ELEMENTS", 7 * 64)
+    quantize(open_weights(source), tmp_path / "blocks", Recipe.of(weights=text))
+    assert contents(tmp_path / "out")["model.safetensors"] == contents(tmp_path / "blocks")["model.safetensors"]

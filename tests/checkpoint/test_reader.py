@@ -151,6 +151,21 @@ def test_pickles_are_not_opened(tmp_path):
         open_checkpoint(tmp_path / "model")
 
 
+def test_a_path_that_leads_nowhere_hears_of_what_is_called_nearly_so(tmp_path):
+    (tmp_path / "needle-diff-v1").mkdir()
+    with pytest.raises(CheckpointError, match=r"did you mean .*needle-diff-v1\? a model of the hub"):
+        open_checkpoint(tmp_path / "needle-dif-v1")
+    with pytest.raises(CheckpointError, match=r"a \.gguf file; a model of the hub"):
+        open_checkpoint(tmp_path / "llama")
+
+
+def test_an_exported_model_is_no_checkpoint_and_the_error_says_what_runs_it(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.onnx").touch()
+    with pytest.raises(CheckpointError, match="an exported model: `diffquant run`"):
+        open_checkpoint(tmp_path)
+
+
 def test_what_is_no_checkpoint_is_refused_clearly(tmp_path):
     with pytest.raises(CheckpointError, match="neither a checkpoint folder nor"):
         open_checkpoint(tmp_path / "nothing")

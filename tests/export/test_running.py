@@ -309,10 +309,18 @@ def test_the_command_line_exports_verifies_and_runs(source, tmp_path):
     assert exported.exit_code == 0, exported.output
     assert json.loads(exported.stdout)["floor"] == "1.27"
     verified = run(cli.app, ["verify", str(out), str(source)])
-    assert "within tolerance" in verified.stdout, verified.output
+    assert verified.stdout.startswith("PASS: "), verified.output
+    assert len(verified.stdout.splitlines()[0]) <= 80
+    detailed = run(cli.app, ["verify", str(out), str(source), "--details"]).stdout
+    assert detailed.startswith("PASS: ")
+    assert "chunked prefill" in detailed
+    rows = [line for line in detailed.splitlines() if line.startswith(" ")]
+    assert max(map(len, rows)) <= 80
     missed = run(cli.app, ["verify", str(out), str(source), "--tolerance", "1e-9", "--json"])
     assert missed.exception.exit_code == 4
     record = json.loads(missed.stdout)
+    assert not record["passed"]
+    assert record["verdict"].startswith("FAIL: ")
     assert {measure["limit"] for route in record["routes"] for measure in [route["logits"]] if measure} == {1e-9}
     assert record["tokens"][0]["tokens"]["n"] == record["positions"]
     continued = run(cli.app, ["run", str(out), "--prompt", PROMPT, "--max-new-tokens", "4", "--threads", "1"])

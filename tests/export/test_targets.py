@@ -102,7 +102,7 @@ def test_the_command_line_exports_to_onnx_with_ranges_of_its_own(source, tmp_pat
     assert CliRunner().invoke(cli.app, arguments).exit_code == 0
     assert target_of(tmp_path / "out") is ONNX
     verified = CliRunner().invoke(cli.app, ["verify", str(tmp_path / "out"), str(source)])
-    assert "within tolerance" in verified.stdout, verified.output
+    assert verified.stdout.startswith("PASS: "), verified.output
 
 
 def test_knowing_a_folder_needs_no_onnx():

@@ -21,8 +21,9 @@ ATTENTION = [
     "int8",
     "fp8",
     "simulated",
-    "specialized",
-    "fp8 specialized",
+    *(f"specialized {case}" for case in ("v1 64", "v1 128", "v2 64", "v2 128")),
+    *(f"fp8 specialized {case}" for case in ("plain 64", "v1 128", "v2 64", "v2 128")),
+    *(f"simulated specialized {case}" for case in ("v1 128", "v2 128")),
     "decode 4",
     "decode 16",
     "append",
@@ -62,8 +63,14 @@ def launches():
     yield "fp8", 90, partial(on_call(prefill_int8), *v1, scale=0.125, pv="fp8")
     simulated = partial(on_call(prefill_simulated), *v1, scale=0.125, scheme=Scheme.parse("8:row:shift"))
     yield "simulated", 90, simulated
-    yield "specialized", 90, partial(on_call(prefill_specialized), *v1, scale=0.125)
-    yield "fp8 specialized", 90, partial(on_call(prefill_specialized), *v1, scale=0.125, bits=8)
+    for name in ATTENTION:
+        if "specialized " in name:
+            kind, _, case = name.rpartition("specialized ")
+            generation, width = case.split()
+            call = random_call(generation, 256, 256, width=int(width), dtype=torch.bfloat16)
+            rounded = partial(on_call(prefill_simulated), scheme=Scheme.parse("8:row:shift"), specialized=True)
+            plain = partial(on_call(prefill_specialized), bits=8 if kind == "fp8 " else 16)
+            yield name, 90, partial(rounded if kind == "simulated " else plain, *call, scale=0.125)
     one = [x[:, :, :1] for x in q]
     for bits in (4, 16):
         store = KVStore(Recipe.of(kv=bits), torch.cat(k, 1), v, 4096)

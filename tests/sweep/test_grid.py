@@ -30,12 +30,12 @@ def test_each_target_sets_its_own_part_of_the_recipe():
 
 
 def test_a_granularity_serves_the_targets_that_know_it():
-    assert labels(bits=(4,), targets=("logits", "kv"), granularities=("row", "tensor:shift", "g32")) == [
+    assert labels(bits=(4,), targets=("logits", "kv"), granularities=("row", "tensor:shift", "g32:rotated")) == [
         "16 bits",
         "logits 4:row",
         "logits 4:tensor:shift",
         "kv 4:row",
-        "kv 4:g32",
+        "kv 4:g32:rotated",
     ]
     assert labels(bits=(4,), targets=("logits", "qk"), granularities=("b64", "head:smooth", "pair")) == [
         "16 bits",

@@ -20,8 +20,11 @@ from diffquant.support.plain_data import plain_digest
 from diffquant.sweep import SweepOptions, run_sweep, subject
 from diffquant.sweep.cell import Cell
 from diffquant.sweep.evaluate import evaluate
+from diffquant.sweep.forecast import forecast
 from diffquant.sweep.measurement import Measurement
+from diffquant.sweep.plan import plan_sweep
 from diffquant.sweep.table import rows
+from diffquant.sweep.worker import _within
 from diffquant.text.corpus import load_text
 from tests.support import tiny_lm
 from tests.support.thorough import sampled
@@ -48,6 +51,19 @@ def output(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("sweep")
     run_sweep([model], OPTIONS, folder)
     return folder
+
+
+def test_a_dry_run_says_what_is_to_be_measured_and_about_how_long(model, copy_of, tmp_path):
+    nothing = forecast([model], OPTIONS, tmp_path / "new")
+    assert (nothing.held, len(nothing.missing), nothing.seconds) == (0, CELLS, None)
+    assert f"{CELLS} cells to measure" in str(nothing)
+    assert not (tmp_path / "new").exists()
+    assert str(forecast([model], OPTIONS, copy_of)) == f"nothing to measure; {CELLS} are there already"
+    taken = [Cell.read(job.cell).seconds for job in plan_sweep([model], OPTIONS, None).jobs(copy_of / "cells")]
+    more = forecast([model], replace(OPTIONS, bits=(16, 4, 3)), copy_of)
+    assert (more.held, len(more.missing)) == (CELLS, 8)
+    assert min(taken) * 8 <= more.seconds <= max(taken) * 8
+    assert sum("perplexity" in caption for caption in more.missing) == 4
 
 
 @pytest.fixture
@@ -311,6 +327,14 @@ def test_progress_ends_at_all_and_never_goes_back(model, tmp_path):
     assert [done for done, _ in told] == sorted(done for done, _ in told)
     assert told[-1] == (CELLS, CELLS)
     assert all(done < CELLS for done, _ in told[:-1])
+
+
+def test_a_cell_counts_as_far_as_it_has_come_and_as_done_when_it_is_written():
+    told = []
+    tell = _within(lambda done, total, doing: told.append((done, total, doing)), 2, 5, "cell")
+    for done, total in ((0, 0), (1, 2), (1, 4), (4, 4)):
+        tell(done, total, "items")
+    assert told == [(done, 5, "cell: items") for done in (2.0, 2.5, 2.5, 2.999)]
 
 
 def test_two_models_with_one_name_are_told_apart(model, tmp_path):

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from functools import cache
 from typing import TypeVar
 
@@ -45,7 +46,9 @@ def kind_of(name: str) -> type[Task]:
     _import_tasks()
     kind = name.partition(":")[0]
     if kind not in _KINDS:
-        raise UsageError(f"unknown task {name!r}; known are {', '.join(task.usage for task in task_kinds())}")
+        near = get_close_matches(kind, list(_KINDS), n=1)
+        known = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(task.usage for task in task_kinds())}"
+        raise UsageError(f"unknown task {name!r}; {known}")
     return _KINDS[kind]
 
 

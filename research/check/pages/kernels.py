@@ -1,6 +1,9 @@
-"""The figures of docs/kernels.md: none was measured, since no kernel has run on a GPU."""
+"""The figures of docs/kernels.md: none was measured, since no kernel has run on a GPU; some are estimates."""
 
-from research.check.page import Page, Unmeasured
+import re
+from pathlib import Path
+
+from research.check.page import Expected, Page, Unmeasured
 
 PAGE = Page("docs/kernels.md", is_guide=True)
 PAGE.leaves("within limits of 2 % for int8 and 8 % for e4m3", "the tests' limits")
@@ -15,6 +18,8 @@ PAGE.leaves("Triton 3.6 takes V's scales", "a version")
 PAGE.leaves("Triton before 3.7 this starts", "a version")
 PAGE.leaves("those of Triton 3.6.0", "a version")
 PAGE.leaves("with Triton 3.6.0 as well", "a version")
+PAGE.leaves("with the installed Triton or 3.6.0", "a version")
+PAGE.leaves("Triton 3.9.0). Three of the six", "a version, and rows of the table")
 PAGE.table(
     "device | configurations | what differs",
     lambda *_: Unmeasured("names of devices and versions, what launch code does, and machine code that a test reads"),
@@ -23,3 +28,27 @@ PAGE.table(
     "machine code of the loop | before, 4 bits | now, 4 bits | before, 16 bits | now, 16 bits",
     lambda *_: Unmeasured("machine code of two versions; tests/kernels/test_decode_compiled.py bounds the newer's"),
 )
+
+_ESTIMATES = (Path(__file__).parents[3] / "bench/results/gpu-estimate.txt").read_text(encoding="utf-8")
+# Each row's path, and what it is held to.
+_ROWS = {
+    "P1": "int8 QK and fp8 PV, 16K, specialized  against  Transformer, cuDNN, 16K",
+    "P2: fused": "fused fp16, 16K, specialized  against  four cuDNN calls, 16K",
+    "P2: the same": "fused fp16, 16K, specialized  against  two cuDNN calls of 256 values, 16K",
+    "P3": "simulated 8:row, 8K, specialized  against  fused fp16, 8K, specialized",
+    "P4": "decode, 4-bit cache  against  decode, 16-bit cache",
+    "P5": "4-bit linear  against  dense fp16 linear",
+}
+
+
+def _estimated(row: str, column: str) -> list[Expected]:
+    path = next(path for name, path in _ROWS.items() if row.startswith(name))
+    if column == "estimate":
+        return []
+    card = "H100" if column == "at least" else column
+    line = re.search(rf"^{card}:\n(?:P.*\n)*?P\d +([\d.]+)x +aim ([\d.]+)x.* {re.escape(path)}$", _ESTIMATES, re.M)
+    assert line is not None
+    return [float(line[2] if column == "at least" else line[1])]
+
+
+PAGE.table("aim | at least | H100 | H200 | estimate", _estimated)

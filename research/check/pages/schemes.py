@@ -9,6 +9,10 @@ PAGE, CACHE = Page("docs/schemes.md", is_guide=True), Page("docs/kv-cache.md", i
 PAGES = [PAGE, CACHE]
 PAGE.table("you want | options | what you get", lambda *_: Unmeasured("options, and what they mean"))
 PAGE.table("granularity | one scale per", lambda *_: Unmeasured("definitions"))
+PAGE.table("format | elements | scale | bits | weights open elsewhere as", lambda *_: Unmeasured("definitions"))
+PAGE.leaves(
+    "from a mantissa of 1.75 (mxfp6: 1.9375)", "compressed-tensors' rule, which tests/numbers/test_floats.py holds"
+)
 PAGE.leaves("4.5 stored bits per weight", "arithmetic: a scale of 16 bits for 32 codes of 4")
 PAGE.leaves(
     "The bpw are 16, 8.5 (`8:g32`), 6.5 (`6:g32`), 4.5 (`4:g32`) and 4.13 (`4:g128`)",
