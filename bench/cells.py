@@ -28,7 +28,7 @@ class BenchCell:
         operations, bytes: operations and bytes moved of one call, counted.
         touched: bytes that all its timed calls read and write between them, however often.
         peak_bytes: memory at most, beyond what was held before (for whole programs: all of it).
-        length: tokens of context, for plots; None where that means nothing.
+        length: tokens of context, for plots; None if it does not apply.
         facts: further numbers of this cell by name.
     """
 
@@ -50,7 +50,7 @@ class BenchCell:
 
     @property
     def spread(self) -> Spread | None:
-        """Median and extremes of the values; None where the path is missing."""
+        """Median and extremes of the values, or None if the path is missing."""
         return spread(list(self.values)) if self.values else None
 
     @property
@@ -82,7 +82,7 @@ class BenchResult:
     cells: tuple[BenchCell, ...]
 
     def ratio(self, cell: BenchCell) -> float | None:
-        """How many times better a cell is than its baseline, by medians; None where one of the two is missing."""
+        """How many times better a cell is than its baseline, by medians, or None if one of them is missing."""
         baseline = next(
             (c for c in self.cells if c.key == (cell.section, cell.workload, cell.baseline, cell.unit)), None
         )
@@ -93,7 +93,7 @@ class BenchResult:
         return top.median / bottom.median if top and bottom and bottom.median else None
 
     def of_roofline(self, cell: BenchCell) -> float | None:
-        """Share of the speed that the machine's measured copy and matmul allow; None without counts."""
+        """Share of the speed that the machine's measured copy and matmul allow, or None if work was not counted."""
         limits = self._limits(cell)
         return None if limits is None or cell.spread is None else max(limits) * 1e3 / cell.spread.median
 

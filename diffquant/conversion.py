@@ -161,7 +161,7 @@ def convert(
         if opened.recipe != Recipe():
             write_atomically(staging.folder / "recipe.yaml", opened.recipe.to_yaml())
             what += f" Its recipe goes along: `{opened.recipe!r}`."
-        card = converted_card(checkpoint.name, source_type, config["model_type"], what)
+        card = converted_card(checkpoint, source_type, config["model_type"], what)
         write_atomically(staging.folder / "README.md", card)
     return Conversion(
         destination,

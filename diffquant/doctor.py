@@ -21,7 +21,7 @@ ADDED_BY = {
     "bnb": "a peer of the bench's linear layers on CUDA",
     "search": "the search command",
     "ray": "sweeps on a Ray cluster",
-    "peers": "lm-eval's tasks, and quantized checkpoints in stock transformers",
+    "peers": "lm-eval's tasks",
     "vllm": "the serve command on a processor; on a GPU it takes the vllm that is installed",
     "quantizers": "the other libraries of the rounding contest",
 }

@@ -2,16 +2,11 @@
 
 from diffquant.export.files import MODEL_FILE
 from diffquant.export.graph.plan import ExportPlan
+from diffquant.formats.front_matter import front_matter
+from diffquant.quantization.card import FAMILY
 from diffquant.support.escaping import markdown_code, markdown_text
 
-_CARD = """---
-library_name: onnx
-tags:
-- diffquant
-- onnxruntime
-- differential-transformer
----
-
+_CARD = """{head}
 # {title}, for ONNX Runtime
 
 Exported from {name} ({model_type}) by diffquant.
@@ -32,7 +27,10 @@ diffquant's own comes with its function body of standard operators. diffquant.js
 def exported_card(plan: ExportPlan) -> str:
     """Model card of an exported folder: what it was made from, at which precision, and what runs it."""
     checkpoint, options = plan.source.checkpoint, plan.options
+    tags = ["diffquant", "onnxruntime", *([FAMILY] if plan.source.spec.maps > 1 else [])]
+    is_rounded = plan.source.packed or options.weights.quantizes or options.embed_bits < 16
     return _CARD.format(
+        head=front_matter("onnx", tags, checkpoint.front_matter, "quantized" if is_rounded else None),
         title=markdown_text(checkpoint.name),
         name=markdown_code(checkpoint.name),
         model_type=markdown_text(str(checkpoint.config.get("model_type"))),

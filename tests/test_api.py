@@ -1,8 +1,10 @@
 """What `import diffquant` gives a Python program."""
 
 import gc
+import importlib.util
 import inspect
 import json
+import pkgutil
 import re
 import subprocess
 import sys
@@ -13,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import diffquant
-from diffquant import data
+from diffquant import data, verbs
 from diffquant.errors import UsageError
 from diffquant.source.source import open_source
 from diffquant.support import progress as progress_module
@@ -73,6 +75,16 @@ def test_importing_the_package_imports_neither_torch_nor_numpy():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[1])
     assert (done.returncode, done.stdout.split()) == (0, []), done.stderr
+
+
+def test_verbs_name_the_types_of_other_rooms_without_importing_them(monkeypatch):
+    rooms = tuple(f"diffquant.{room}." for room in ("bench", "calib", "evals", "export", "model", "sweep"))
+    for name in [name for name in sys.modules if name.startswith(rooms)]:
+        monkeypatch.delitem(sys.modules, name)
+    for module in pkgutil.iter_modules(verbs.__path__, "diffquant.verbs."):
+        spec = importlib.util.find_spec(module.name)
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    assert not [name for name in sys.modules if name.startswith(rooms)]
 
 
 @pytest.mark.parametrize("room", sampled(["sweep", "export"], 2))

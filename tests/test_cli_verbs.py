@@ -1,5 +1,6 @@
 """Verbs in the help, options that mean the same everywhere, presets, and what a terminal shows while torch loads."""
 
+import io
 import json
 import os
 import pty
@@ -12,6 +13,7 @@ import pytest
 import typer
 
 from diffquant.cli import app, main
+from diffquant.cli.show import show_loading
 from diffquant.errors import UsageError
 from diffquant.recipe import PRESETS, Recipe
 from diffquant.scheme import Scheme
@@ -182,3 +184,13 @@ def test_a_terminal_shows_at_once_that_torch_is_loading(tmp_path):
         assert process.wait() == 7
     assert os.read(ours, 4096).startswith(b"\r\x1b[Kinspect: loading ...")
     os.close(ours)
+
+
+def test_a_terminal_where_torch_is_loaded_already_shows_nothing(monkeypatch):
+    import torch  # noqa: F401
+
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    show_loading()
+    assert not terminal.getvalue()

@@ -1,6 +1,7 @@
 """`--device auto`: CUDA where it is there, the processor elsewhere, and what says so."""
 
 import logging
+from dataclasses import replace
 
 import onnxruntime
 import pytest
@@ -80,6 +81,10 @@ def test_an_exported_folder_runs_where_its_runtime_can_and_checkpoints_on_the_de
     subject = plan.subjects[models[1]]
     assert isinstance(subject, ExportedSubject)
     assert subject.model.identity["kernel"] == kernel_name()
+    # A worker that compares it with its checkpoint holds both.
+    assert replace(subject, compared_with=None).held_bytes == subject.model.weight_bytes
+    both = replace(subject, compared_with=plan.subjects[models[0]])
+    assert both.held_bytes == subject.model.weight_bytes + both.compared_with.held_bytes
     assert runtime_of(models[1]).open(models[1], subject.device)[0].runtime.device.kind == "cpu"
 
 

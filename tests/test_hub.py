@@ -3,12 +3,14 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import huggingface_hub
 import pytest
+from huggingface_hub import ModelCard
 from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
 
 from diffquant.errors import UsageError
@@ -19,6 +21,17 @@ from tests.support.hub import TOKEN, serving
 from tests.support.thorough import sampled, thorough
 
 MODEL = "someone/tiny-diff"
+CARD = b"""---
+license: cc-by-nc-4.0
+language: [en, de]
+pipeline_tag: text-generation
+base_model: another/origin
+base_model_relation: finetune
+library_name: other
+tags: [gguf]
+---
+# A model for research
+"""
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +44,7 @@ def hub(folder, tmp_path, monkeypatch):
     """A hub with the model, its newer revision, and files that nobody here reads."""
     with serving() as hub:
         files = {file.name: file.read_bytes() for file in folder.iterdir() if file.name != "README.md"}
+        files["README.md"] = CARD
         unread = {"pytorch_model.bin": b"pickle", "consolidated.safetensors": b"again", "onnx/config.json": b"{}"}
         other = json.dumps(json.loads(files["config.json"]) | {"rms_norm_eps": 1e-3}).encode()
         hub.models[MODEL] = {"main": files | unread, "v2": files | {"config.json": other}}
@@ -64,7 +78,16 @@ def test_a_model_of_the_hub_is_quantized_by_its_name_and_what_it_needs_is_fetche
     assert open_source(tmp_path / "low").tokenizer is not None
     assert "# tiny-diff, quantized" in (tmp_path / "low/README.md").read_text()
     fetched = {request.rpartition("/")[2] for request in hub.requests if re.match("GET .*/resolve/", request)}
-    assert fetched == {file.name for file in folder.iterdir()} - {"README.md"}
+    assert fetched == {file.name for file in folder.iterdir()} | {"README.md"}
+    assert ModelCard.load(tmp_path / "low/README.md").data.to_dict() == {
+        "library_name": "transformers",
+        "license": "cc-by-nc-4.0",
+        "language": ["en", "de"],
+        "pipeline_tag": "text-generation",
+        "base_model": MODEL,
+        "base_model_relation": "quantized",
+        "tags": ["diffquant", "differential-transformer", "compressed-tensors"],
+    }
     hub.requests.clear()
     assert run("inspect", MODEL)[0] == 0
     assert not [request for request in hub.requests if re.match("GET .*/resolve/", request)]
@@ -125,8 +148,15 @@ def test_a_path_goes_before_the_hub_and_a_folder_that_is_there_is_not_looked_up(
 
 
 def test_a_quantized_folder_is_pushed_with_its_card(run, hub, folder, tmp_path):
-    code, _, err = run("quantize", folder, "-o", "low", "--weights", "8:row", "--push", "tester/low", HF_TOKEN=TOKEN)
+    source = tmp_path / "model"
+    shutil.copytree(folder, source)
+    (source / "README.md").write_bytes(CARD)
+    code, _, err = run("quantize", source, "-o", "low", "--weights", "8:row", "--push", "tester/low", HF_TOKEN=TOKEN)
     assert code == 0, err
+    told, done = err.index("publishing to tester/low"), err.index("pushed to")
+    assert told < done
+    assert "licence cc-by-nc-4.0, base model another/origin" in err[told:done]
+    assert "model.safetensors" in err[told:done]
     assert f"{hub.address}/tester/low" in err
     written = {str(file.relative_to(tmp_path / "low")): file.read_bytes() for file in (tmp_path / "low").iterdir()}
     pushed = hub.models["tester/low"]["main"]

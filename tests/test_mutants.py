@@ -2,6 +2,8 @@
 
 import ast
 import json
+import subprocess
+import sys
 
 import pytest
 import yaml
@@ -137,3 +139,17 @@ def test_faults_in_a_linked_room_meet_the_tests_that_reach_them_by_an_import_or_
     found = {line: {test.partition("::test_")[2] for test in reach.of(room, (line, line), 99)} for line in (1, 5, 9)}
     assert found == {1: {"a_number", "four", "half"}, 5: {"a_number", "four"}, 9: {"half"}}
     assert {outcome(mutant, reach.of(room, mutant.lines, 99), 60) for mutant in mutants_of(room)} == {KILLED}
+
+
+def test_a_module_that_was_imported_already_meets_no_fault():
+    import diffquant.verbs.notes  # noqa: F401
+
+    mutant = mutants_of("diffquant/verbs/notes.py")[0]
+    with pytest.raises(ValueError, match=r"diffquant\.verbs\.notes was imported before a fault was planted in it"):
+        outcome(mutant, ["tests/test_mutants.py"], 1)
+
+
+def test_the_program_imports_nothing_that_it_plants_faults_in():
+    code = "import sys, tests.mutants.__main__; print(*(name for name in sys.modules if name.startswith('diffquant')))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not done.stdout.split()

@@ -12,6 +12,8 @@ from diffquant.cli import app, main
 from diffquant.demo.smollm2 import RECIPES
 from diffquant.errors import OutputExistsError
 from diffquant.support.outputs import RunFiles, check_replaced
+from diffquant.support.progress import silent
+from diffquant.verbs.bench import bench as bench_verb
 from tests.support import tiny_lm
 
 COMMANDS = typer.main.get_command(app).commands
@@ -131,6 +133,15 @@ def test_tuning_leaves_somebodys_file_as_it_is(tmp_path, monkeypatch):
         with pytest.raises(OutputExistsError, match=r"holds tuned\.json, which diffquant did not write"):
             tune(file, "cuda")
         assert file.read_bytes() == content
+
+
+@pytest.mark.parametrize("progress", [None, silent])
+def test_tuning_tells_the_progress_that_it_is_given_or_shows_one(tmp_path, monkeypatch, progress):
+    """Kernels are tuned on a GPU alone, so what would tune them says what it was given."""
+    monkeypatch.setattr("diffquant.bench.gpu.tune.tune", lambda file, device, progress: progress)
+    given = bench_verb(device="cpu", tune=tmp_path / "tuned.json", progress=progress)
+    assert callable(given)
+    assert (given is silent) == (progress is silent)
 
 
 def test_somebodys_link_and_folder_count_as_theirs(tmp_path):

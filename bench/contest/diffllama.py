@@ -91,7 +91,7 @@ def attention(call: AttentionCall) -> Tensor:
 
 
 def missing(call: AttentionCall) -> str | None:
-    """Reason why DiffLlama cannot run a call; None where it can."""
+    """The reason why DiffLlama cannot run a call, or None if it can."""
     return None if isinstance(call, ModuleCall) else "transformers knows no DIFF V2"
 
 

@@ -33,7 +33,7 @@ def measure_roofline(device: str, dtypes: list[str], repeats: int = 3) -> dict[s
 
 
 def largest_cache(device: str) -> int | None:
-    """Bytes of a device's largest cache, which other cores may share; None where the system does not tell."""
+    """Bytes of a device's largest cache, which other cores may share, or None if unknown."""
     if device == "cuda":
         return int(torch.cuda.get_device_properties(0).L2_cache_size)
     # Linux writes 107520K.

@@ -98,7 +98,7 @@ def blocks_at_once(binary: Binary) -> int:
 
 
 def step(binary: Binary) -> Step | None:
-    """Cost of one step of a block's inner loop, the one that masks nothing; None where no loop multiplies.
+    """Cost of one step of a block's inner loop, without masking, or None if no loop multiplies.
 
     Warps that are specialized come in warpgroups with two loops each, the inner and the edge's.
     """

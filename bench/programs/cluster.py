@@ -1,4 +1,4 @@
-"""What it costs to share a sweep among many workers: cells that sleep, and the time that is lost beside the sleep.
+"""Measures the overhead of sharing a sweep among many workers: cells only sleep, and all other time is overhead.
 
     python -m diffquant.bench.programs.cluster --json bench/results/cluster.json
 

@@ -1,4 +1,4 @@
-"""What generating contestants have in common with torch and the float32 export, and the table that says it."""
+"""Compares contestants' generated tokens with those of torch and of the float32 export, in a table."""
 
 from statistics import median
 from typing import Any

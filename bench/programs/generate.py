@@ -54,7 +54,7 @@ class Contestant:
     """A way to generate.
 
     Attributes:
-        write: function that writes a model's folder; None where the model itself is opened.
+        write: function that writes a model's folder, or None to open the model itself.
         open: function that opens a folder on so many threads.
         peer: whether it is another library's, which may be unable to run a model.
     """
@@ -130,7 +130,7 @@ def prefill_speed(prompt: np.ndarray) -> float:
 
 
 def peak_bytes() -> int | None:
-    """Largest resident set of this process; getrusage's can be its parent's. None where the model runs elsewhere."""
+    """Largest resident set of this process; getrusage's can be its parent's. None if the model runs elsewhere."""
     return None if _engines[0].elsewhere else resident()[0]
 
 

@@ -49,7 +49,7 @@ class QuantizingRun:
     """Time and memory, in bytes, of one process that quantized.
 
     Attributes:
-        seconds: time of `quantize` alone; None where the process was killed.
+        seconds: time of `quantize` alone, or None if the process was killed.
         process_seconds: time from start to exit, imports included.
         cpu_seconds: time of all its cores, imports included; unlike the others it does not depend on what
             else the machine was doing.

@@ -1,4 +1,4 @@
-"""What a sweep gains by several workers on one machine: cells per minute, end to end."""
+"""Measures the speedup of a sweep by several workers on one machine, in cells per minute, end to end."""
 
 import tempfile
 import time

@@ -59,7 +59,7 @@ class Sleeper:
     """A model that is nothing.
 
     Attributes:
-        gate: file without which nothing is measured; None where no worker waits.
+        gate: file that must exist before anything is measured; None to start at once.
     """
 
     name: str
@@ -100,7 +100,7 @@ def sleeping_work(
     Args:
         batches, cells: number of batches, and of cells over all of them.
         deadly: names of cells, such as "cell 7", that kill the process which measures them.
-        gate: file for which workers wait when they have their first claim; None where they do not wait.
+        gate: file that workers wait for after their first claim; None to start at once.
     """
     folder.mkdir(parents=True, exist_ok=True)
     made = []

@@ -37,7 +37,7 @@ class OutlierOptions:
         window: tokens that a model sees at once.
         dtype: dtype of the models; logits are multiplied in float32.
         device: device that they run on, if they are on one.
-        places: places that they are spread over; None for one device.
+        places: places that they are spread over, or None to use one device.
         batch_tokens: most tokens of one pass.
     """
 

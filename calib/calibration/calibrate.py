@@ -30,7 +30,7 @@ class CalibrationOptions:
         window: tokens that the model sees at once.
         dtype: dtype of the model that is observed.
         device: device that it runs on, if it is on one.
-        places: places that it is spread over; None for one device.
+        places: places that it is spread over, or None to use one device.
         batch_tokens: most tokens of one pass.
     """
 

@@ -16,6 +16,8 @@ from diffquant.support.spelling import spelled
 # The cost of each unit at each width, and the width of each unit.
 Costs = Mapping[Unit, Mapping[int, float]]
 Allocation = dict[Unit, int]
+# The solver calls costs equal that differ by less than 1e-6.
+_LARGEST_COST = 1e6
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ def allocate(costs: Costs, budget: Budget) -> Allocation:
         sizes[row] = [unit.stored[bits] * (unit in members) for unit in units for bits in widths]
     # Costs and sizes differ by many powers of ten, and the solver's tolerances are absolute.
     solution = milp(
-        objective / max(objective.max(), 1e-300),
+        _LARGEST_COST * objective / max(objective.max(), 1e-300),
         integrality=np.ones(objective.size),
         bounds=Bounds(0, 1),
         constraints=[

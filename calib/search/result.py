@@ -18,7 +18,7 @@ class Candidate:
         name: name such as "searched", "spread evenly" or "uniform 4".
         bits: mean stored bits by target, scales included.
         nbytes: size of the checkpoint that `quantize` would write.
-        predicted: sum of its units' costs; None where a width was not measured.
+        predicted: sum of its units' costs, or None if a width was not measured.
         kl: mean KL(16 bits || this) of the next-token distributions, in nats.
         perplexity: perplexity of the text.
     """

@@ -25,7 +25,7 @@ class Cost:
 
     Attributes:
         kl: mean KL(16 bits || this) of the next-token distributions, in nats.
-        attention: relative RMS error of the output projection's input; None where the unit comes after it.
+        attention: relative RMS error of the output projection's input, or None if the unit comes after it.
     """
 
     kl: float

@@ -37,7 +37,7 @@ def verdict(result: SearchResult) -> str:
 def uniform_kl(result: SearchResult) -> float | None:
     """The KL of uniform widths at the searched recipe's stored bits, between two of them interpolated in log KL.
 
-    None where no two lie on both sides, or the targets lie at different places between them.
+    None if no two enclose it, or the targets lie at different points between them.
     """
     searched = result.candidates[0].bits
     uniform = [candidate for candidate in result.candidates if candidate.name.startswith("uniform")]

@@ -1,6 +1,6 @@
-"""Differential attention: its plain form, the backends that compute it, and the choice among them.
+"""Differential attention: its reference implementation, the backends, and the choice among them.
 
-Needs torch and numpy alone.
+Depends only on torch and numpy.
 """
 
 from diffquant.attention import backends  # noqa: F401  registers them

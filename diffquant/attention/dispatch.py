@@ -1,4 +1,4 @@
-"""Attention by the fastest backend that can compute it, or by the one asked for."""
+"""Computes attention with the fastest backend that can, or with the requested one."""
 
 import logging
 
@@ -25,7 +25,7 @@ def attend(call: AttentionCall, backend: str = "auto") -> Tensor:
     """
     check_backend(backend, [call.logits])
     if not call.q[0].numel():
-        # No kernel need know what no sequence, or no token, is.
+        # Kernels do not have to handle empty batches or sequences.
         if call.meter is not None:
             call.meter.calls += int(call.logits.quantizes)
         return call.v.new_empty(*call.q[0].shape[:3], call.v.shape[-1])
@@ -37,10 +37,10 @@ def attend(call: AttentionCall, backend: str = "auto") -> Tensor:
 
 
 def fastest(call: AttentionCall) -> Backend:
-    """The fastest backend that serves a call; why a faster one does not is logged once, at level INFO.
+    """The fastest backend that serves a call; logs once, at level INFO, why faster ones do not.
 
     Raises:
-        UsageError: no backend serves it; each one's reason is named.
+        UsageError: no backend serves it; the message gives each one's reason.
     """
     refusals = []
     for backend in by_priority(call.logits):

@@ -1,9 +1,9 @@
 """Simulated low-bit logits: absmax-quantize Q·Kᵀ·scale of each map before its softmax.
 
-The paper (arXiv 2410.05258, section 3.7, Figure 8) quantizes attention logits and does not say which
-entries share a scale, so every choice is here. Scales span visible entries only and never two
-sequences: neither padding nor batching changes a result. The one exception is "block" under left
-padding, since tiles are counted from the first position, padded or not.
+The paper (arXiv 2410.05258, section 3.7, Figure 8) quantizes attention logits but does not say which entries share a
+scale, so all choices are offered. Scales cover only visible entries and never two sequences, so neither padding nor
+batching changes a result. The one exception is "block" with left padding, since tiles are counted from the first
+position, padded or not.
 """
 
 from collections.abc import Sequence
@@ -20,15 +20,15 @@ from diffquant.scheme import Scheme
 
 @dataclass
 class LogitMeter:
-    """Counts of what a layer's logit quantizer did since the last reset.
+    """Statistics of a layer's logit quantizer since the last reset.
 
-    Counts stay on the device that made them, where fetching each would wait for it; `report` fetches them.
+    Counts stay on their device, since fetching each would synchronize; `report` fetches them.
 
     Attributes:
-        calls: attention calls it quantized.
-        entries: visible logits it rounded, over both maps.
-        clipped: number of them that lay beyond the codes (only `shift` and static scales clip).
-        scale_sum, scale_count, scale_max: sum, number and largest of the scales it used.
+        calls: number of quantized attention calls.
+        entries: number of visible logits rounded, over both maps.
+        clipped: how many of them were clipped (only `shift` and static scales clip).
+        scale_sum, scale_count, scale_max: sum, number and maximum of the scales.
     """
 
     calls: int = 0
@@ -39,12 +39,12 @@ class LogitMeter:
     scale_max: float | Tensor = 0.0
 
     def count(self, entries: int | Tensor, clipped: int | Tensor) -> None:
-        """Count rounded entries, and how many of them were clipped."""
+        """Add rounded entries and clipped entries."""
         self.entries = self.entries + entries
         self.clipped = self.clipped + clipped
 
     def record_scales(self, scales: Tensor, largest: Tensor) -> None:
-        """Count the scales that quantized anything: those whose entries were not all zero or hidden."""
+        """Add scales, skipping those whose entries are all zero or hidden."""
         if not scales.numel():
             return
         used = largest > 0
@@ -56,7 +56,7 @@ class LogitMeter:
     def report(self) -> dict[str, float]:
         """Counts as plain numbers: calls, entries, clipped, and the mean and largest scale.
 
-        The scales' keys are step_mean and step_max, as stored results have them.
+        Stored results name the scales step_mean and step_max, so these are the keys.
         """
         count = int(self.scale_count)
         return {
@@ -74,18 +74,18 @@ def prepare_logits(logits: Tensor, visible: Tensor | None, shift: bool) -> Tenso
         return logits.sub_(logits.amax(-1, keepdim=True)) if shift else logits
     if shift:
         largest = logits.masked_fill(~visible, -torch.inf).amax(-1, keepdim=True)
-        # A row that sees nothing has no maximum; all of it is hidden, so any finite value serves.
+        # A row that sees nothing has no maximum; all of it is hidden, so any finite value will do.
         logits.sub_(torch.where(torch.isfinite(largest), largest, 0.0))
     return logits.masked_fill_(~visible, 0.0)
 
 
 def binds_maps(scheme: Scheme) -> bool:
-    """Whether a map's codes depend on the other map of its pair, so that no two pairs can share a noise map."""
+    """Whether a map's codes depend on the other map of its pair, so that pairs cannot share a noise map."""
     return scheme.quantizes and (scheme.alike or scheme.sharing.binds_pairs)
 
 
 def to_coded(prepared: Sequence[Tensor], scheme: Scheme) -> list[Tensor]:
-    """The tensors that are rounded, in place: each map's logits, or with `alike` their mean and half difference."""
+    """The tensors to round: each map's logits, or with `alike` their mean and half difference. In place."""
     if not scheme.alike or len(prepared) == 1:
         return list(prepared)
     first, second = prepared
@@ -94,7 +94,7 @@ def to_coded(prepared: Sequence[Tensor], scheme: Scheme) -> list[Tensor]:
 
 
 def from_coded(rounded: Sequence[Tensor], scheme: Scheme) -> list[Tensor]:
-    """Each map's logits, from the rounded tensors that `to_coded` gave."""
+    """Each map's logits from the rounded tensors; the inverse of `to_coded`."""
     if not scheme.alike or len(rounded) == 1:
         return list(rounded)
     mean, half = rounded
@@ -102,13 +102,13 @@ def from_coded(rounded: Sequence[Tensor], scheme: Scheme) -> list[Tensor]:
 
 
 def magnitudes(prepared: Sequence[Tensor], scheme: Scheme, ranges: Tensor | None = None) -> list[Tensor]:
-    """Largest |logit| of the entries that share a scale, one tensor for each map.
+    """Largest |logit| of the entries that share a scale, one tensor per map.
 
     Args:
-        prepared: one [B, h, T, S] a map, from `prepare_logits` and `to_coded`; the second of fewer heads where pairs
+        prepared: one [B, h, T, S] per map, from `prepare_logits` and `to_coded`; the second has fewer heads if pairs
             share noise maps and `binds_maps` is false.
         scheme: scheme of the logits.
-        ranges: [heads of all maps], first maps before second ones: what a static scheme takes for the largest.
+        ranges: calibrated ranges of a static scheme, [heads of all maps], first maps before second ones.
 
     Returns:
         One tensor a map, broadcastable to it: [B,1,1,1] for tensor and map, [B,h,1,1] for head and pair,
@@ -118,14 +118,14 @@ def magnitudes(prepared: Sequence[Tensor], scheme: Scheme, ranges: Tensor | None
         by_map = ranges.split([logits.shape[1] for logits in prepared])
         return [map_ranges.view(1, -1, 1, 1).to(prepared[0]) for map_ranges in by_map]
     largest = [_largest(logits, scheme.sharing) for logits in prepared]
-    # The mean and half the difference have ranges of their own, as two maps do.
+    # The mean and the half difference have separate ranges, as two maps do.
     is_shared = scheme.sharing.joins_maps and not scheme.alike
     return [torch.stack(largest).amax(0)] * len(largest) if is_shared else largest
 
 
 def round_logits(prepared: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
-    """Prepared logits rounded to multiples of a scale, in place; shifted ones clip below, static ones on both sides."""
-    # With `shift` codes go beyond those of both sides, and even levels go on as integers do.
+    """Round prepared logits to multiples of a scale, in place; `shift` clips below, static scales on both sides."""
+    # With `shift` all codes are on one side, so they go beyond the symmetric range; even levels continue as integers.
     ratio = prepared.div_(scale)
     levels = ratio.round_() if scheme.shift else scheme.format.rounded_(ratio)
     if scheme.shift:
@@ -136,7 +136,7 @@ def round_logits(prepared: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
 
 
 def count_clipped(prepared: Tensor, scale: Tensor, scheme: Scheme) -> int | Tensor:
-    """Number of prepared logits that lie more than half a code beyond the last one; on their device."""
+    """Number of prepared logits more than half a code beyond the last one, on their device."""
     if scheme.sharing.is_static:
         return (prepared.abs() > scheme.format.reach * scale).sum()
     if not scheme.shift:
@@ -148,13 +148,13 @@ def count_clipped(prepared: Tensor, scale: Tensor, scheme: Scheme) -> int | Tens
 def record_logits(
     meter: Meter, prepared: Sequence[Tensor], largest: Sequence[Tensor], visible: Tensor | None, scheme: Scheme
 ) -> None:
-    """Count in a meter what is about to be rounded.
+    """Record in a meter the logits that are about to be rounded.
 
     Args:
         meter: meter that counts.
-        prepared: one [B, h, T, S] a map, from `prepare_logits` and `to_coded`.
+        prepared: one [B, h, T, S] per map, from `prepare_logits` and `to_coded`.
         largest: their `magnitudes`.
-        visible: bool, broadcastable to [B, h, T, S]; None where all is.
+        visible: bool, broadcastable to [B, h, T, S], or None if everything is visible.
         scheme: scheme of the logits.
     """
     batch, _, length, keys = prepared[0].shape
@@ -168,7 +168,7 @@ def record_logits(
 
 
 def _largest(logits: Tensor, sharing: Sharing) -> Tensor:
-    """Largest |logit| of [B, h, T, S] that share a scale in one map, broadcastable to them."""
+    """Largest |logit| among those of [B, h, T, S] that share a scale in one map, broadcastable to them."""
     if sharing.tile:
         return _tile_magnitude(logits, sharing.tile, sharing.tile)
     if sharing.name == "group":
@@ -178,7 +178,7 @@ def _largest(logits: Tensor, sharing: Sharing) -> Tensor:
 
 
 def _tile_magnitude(logits: Tensor, height: int, width: int) -> Tensor:
-    """Largest |logit| of each tile of so many queries and keys, repeated over the tile."""
+    """Largest |logit| of each tile of `height` queries and `width` keys, repeated over the tile."""
     rows, columns = logits.shape[-2:]
     padded = torch.nn.functional.pad(logits.abs(), (0, -columns % width, 0, -rows % height))
     tiles = padded.unflatten(-1, (-1, width)).unflatten(-3, (-1, height))

@@ -1,4 +1,4 @@
-"""Differential attention in its plain form, full T x S maps good to float64; every fast path is held to it."""
+"""The reference implementation, with full T x S maps in up to float64; every fast path is tested against it."""
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from diffquant.numbers.logit_scales import logit_scale
 
 
 def naive(call: AttentionCall) -> Tensor:
-    """Attention of a call, (g·softmax(Q1·K1ᵀ·scale) - λ·softmax(Q2·K2ᵀ·scale))·V or its first term, and the pair norm.
+    """Pair norm of (g·softmax(Q1·K1ᵀ·scale) - λ·softmax(Q2·K2ᵀ·scale))·V, or of its first term with one map.
 
     Returns:
         [B, h, T, dv] in v's dtype.
@@ -57,7 +57,7 @@ def naive(call: AttentionCall) -> Tensor:
 
 
 def masked_softmax(logits: Tensor, visible: Tensor | None) -> Tensor:
-    """Softmax of [..., S] logits over the visible keys; a row that sees none is all zero."""
+    """Softmax of [..., S] logits over the visible keys; all zero for a row that sees none."""
     if visible is None:
         return logits.softmax(-1)
     return logits.masked_fill(~visible, -torch.inf).softmax(-1).nan_to_num(0.0)

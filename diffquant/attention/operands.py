@@ -1,8 +1,8 @@
-"""Simulated low-bit operands: absmax-quantize queries and keys themselves before Q·Kᵀ, which stays exact.
+"""Simulated low-bit operands: absmax-quantize queries and keys before an exact Q·Kᵀ.
 
-Kernels of low-bit attention, such as SageAttention's (arXiv 2410.02367) and FlashAttention-3's (arXiv 2407.08608),
-round Q and K where the paper's experiment rounds their product. Scales span valid tokens only and never two sequences.
-Blocks of tokens are counted from the first one of a call, which padding on the left moves.
+Low-bit attention kernels, such as SageAttention's (arXiv 2410.02367) and FlashAttention-3's (arXiv 2407.08608), round
+Q and K, while the paper's experiment rounds their product. Scales cover only valid tokens and never two sequences.
+Blocks of tokens are counted from the first token of a call, so left padding shifts them.
 """
 
 import torch
@@ -15,18 +15,18 @@ from diffquant.scheme import Scheme
 
 
 def rounded_operands(q: Tensor, k: Tensor, mask: Mask, scheme: Scheme) -> tuple[Tensor, Tensor]:
-    """Queries and keys as codes times scales read back, those that are padding as zeros.
+    """Quantize and dequantize queries and keys; padding becomes zeros.
 
     Args:
         q: [B, query heads, T, d], all maps' heads.
-        k: [B, key heads, S, d], likewise; what the maps share is rounded once.
-        mask: mask that says which tokens are valid.
+        k: [B, key heads, S, d], likewise; keys that the maps share are rounded once.
+        mask: mask with the valid tokens.
         scheme: scheme of both; "tensor" is one sequence's Q, or K, over all heads, "block" `size` tokens of a head,
             "group" `size` channels of a token.
-            With `smooth` the keys lose their mean over a sequence's tokens, which softmax does not see.
+            `smooth` subtracts the keys' mean over a sequence's tokens, which does not change softmax.
 
     Returns:
-        Both in float32, or float64 where they come so.
+        Both in float32, or in float64 if the inputs are.
     """
     valid_queries, valid_keys = (
         None if valid is None else valid[:, None, :, None]

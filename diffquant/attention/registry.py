@@ -1,4 +1,4 @@
-"""The attention backends by name: each file of `diffquant.attention.backends` registers its own."""
+"""The registry of attention backends, which the files of `diffquant.attention.backends` fill."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -24,13 +24,13 @@ class Backend:
     """One way to compute attention.
 
     Attributes:
-        name: name that users choose it by.
+        name: name by which users choose it.
         compute: function from a call to its [B, h, T, dv], the pair norm included.
-        refuses: function from a call to the reason why it cannot serve it; None where it can.
-        logits: precision of the logits it computes: "full", "quantized", or "both".
-        priority: rank where nobody names a backend: of those that serve a call the highest computes it; 0 for one
-            that is used by name alone.
-        pays: rule that says whether it is worth asking about a call where nobody names it.
+        refuses: function from a call to the reason why the backend cannot serve it, or None if it can.
+        logits: precision of logits that it supports: "full", "quantized", or "both".
+        priority: rank for "auto": among backends that serve a call, the highest computes it; 0 means that a backend
+            is used only by name.
+        pays: rule for "auto" that says whether the backend is worth considering for a call.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Backend:
     pays: Callable[[AttentionCall], bool] = _always
 
     def takes(self, logits: Scheme) -> bool:
-        """Whether it computes logits at a scheme's precision."""
+        """Whether it supports logits at a scheme's precision."""
         return self.logits in ("both", "quantized" if logits.quantizes else "full")
 
 
@@ -49,10 +49,10 @@ BACKENDS: dict[str, Backend] = {}
 
 
 def register(backend: Backend) -> None:
-    """Make a backend known by its name.
+    """Register a backend under its name.
 
     Raises:
-        UsageError: another one has that name.
+        UsageError: the name is taken.
     """
     if backend.name in ("auto", *BACKENDS):
         raise UsageError(f"an attention backend {backend.name!r} is there already; choose another name")
@@ -60,16 +60,16 @@ def register(backend: Backend) -> None:
 
 
 def by_priority(logits: Scheme) -> list[Backend]:
-    """Backends to try where nobody names one, for logits at a scheme, the fastest first."""
+    """Backends to try for "auto" with logits at a scheme, the fastest first."""
     candidates = [backend for backend in BACKENDS.values() if backend.priority and backend.takes(logits)]
     return sorted(candidates, key=lambda backend: -backend.priority)
 
 
 def check_backend(name: str, logits: Iterable[Scheme] = ()) -> None:
-    """Check a name that a user gave, for attention with logits at any of some schemes.
+    """Check a user's choice of backend for attention with logits at the given schemes.
 
     Raises:
-        UsageError: it is neither "auto" nor a backend, or one that does not compute such logits.
+        UsageError: it is neither "auto" nor a backend, or the backend does not support such logits.
     """
     if name == "auto":
         return

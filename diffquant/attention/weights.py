@@ -1,4 +1,4 @@
-"""The weights that attention gives each value, by blocks of queries: memory linear in S where whole maps are T x S."""
+"""Attention weights by blocks of queries: memory linear in S, while whole maps need T x S."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,7 +21,7 @@ from diffquant.family.heads import each_pairs_noise
 from diffquant.numbers.absmax import compute_dtype
 from diffquant.numbers.logit_scales import logit_scale
 
-# Logits held at once, over maps and heads: large enough for full matrix products, a few tens of MB.
+# Number of logits to hold at once, over maps and heads: enough for efficient matrix products, a few tens of MB.
 _BLOCK_ENTRIES = 1 << 21
 
 
@@ -72,7 +72,7 @@ def softmax_blocks(call: AttentionCall, first: int = 0) -> Iterator[tuple[slice,
 
 
 def weigh(call: AttentionCall, maps: list[Tensor], rows: slice) -> Tensor:
-    """Weights [B, h, R, S] of some queries' maps, computed in the first one's place."""
+    """Combine maps of some queries into weights [B, h, R, S], in place of the first map."""
     weights = maps[0]
     if call.signal_gate is not None:
         weights.mul_(_rows_of(call.signal_gate, rows).to(weights.dtype))
@@ -82,7 +82,7 @@ def weigh(call: AttentionCall, maps: list[Tensor], rows: slice) -> Tensor:
 
 
 def grouped_product(x: Tensor, y: Tensor) -> Tensor:
-    """Product [B, h, T, n] @ [B, h_kv, n, m] that does not repeat y: a group's queries become rows of one product."""
+    """Product [B, h, T, n] @ [B, h_kv, n, m] without repeating y: a group's queries become rows of one product."""
     batch, heads, length, width = x.shape
     groups = y.shape[1]
     product = x.reshape(batch, groups, heads // groups * length, width) @ y
@@ -90,7 +90,7 @@ def grouped_product(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _coded_blocks(call: AttentionCall, first: int) -> Iterator[tuple[slice, list[Tensor], Tensor | None]]:
-    """Blocks of queries from `first` on: the rows, what is rounded of their logits, and what they see."""
+    """Blocks of queries from `first` on: their rows, the logits to round, and the visible keys."""
     dtype, scheme = compute_dtype(call.v), call.logits
     q, k = ([x.to(dtype) for x in maps] for maps in (call.q, call.k))
     batch, heads, length, _ = q[0].shape
@@ -107,5 +107,5 @@ def _coded_blocks(call: AttentionCall, first: int) -> Iterator[tuple[slice, list
 
 
 def _rows_of(weight: Tensor, rows: slice) -> Tensor:
-    """λ, or the signal's gate, of a range of the queries."""
+    """λ or the signal gate for a range of queries."""
     return weight[..., rows, :] if weight.dim() == 4 and weight.shape[-2] > 1 else weight

@@ -1,1 +1,1 @@
-"""Evaluation of language models: what is asked of a model, how the answers are scored and how sure a score is."""
+"""Evaluation of language models: tasks, the scoring of answers, and the statistics of scores."""

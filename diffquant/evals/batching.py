@@ -1,26 +1,26 @@
-"""Batches of sequences that run together, with as little padding as pays, within a token budget."""
+"""Batches sequences within a token budget, trading padding against the number of passes."""
 
 from collections.abc import Sequence
 
-# What one forward pass costs beyond its tokens, in tokens. On a CPU it was measured, on two cores with a model of
-# 135 M parameters; on a CUDA device it is an estimate, of what such a device reads while the host launches a pass.
+# Fixed cost of a forward pass, in tokens. The CPU's number was measured on two cores with a model of 135 M
+# parameters; the one for CUDA estimates how much a device reads while the host launches a pass.
 # It only trades padding against passes; results do not depend on it.
 PASS_COST = 48
 _CUDA_PASS_COST = 4096
 
 
 def pass_cost_on(device_type: str) -> int:
-    """Tokens that a forward pass costs beyond its own on a type of device, such as "cuda"."""
+    """Fixed cost of a forward pass in tokens on a type of device, such as "cuda"."""
     return _CUDA_PASS_COST if device_type == "cuda" else PASS_COST
 
 
 def split_into_runs(lengths: Sequence[int], budget: int, cached: int = 0, pass_cost: int = PASS_COST) -> list[range]:
-    """Cut a descending list into runs so that padded tokens plus `pass_cost` a run are fewest.
+    """Cut a descending list of lengths into runs that minimize padded tokens plus `pass_cost` per run.
 
     Args:
         lengths: number of tokens in each sequence, longest first.
-        budget: most tokens in a run, padding and cached tokens included; a sequence beyond it runs alone.
-        cached: number of tokens that each sequence has in a cache before it runs.
+        budget: largest number of tokens in a run, padding and cached tokens included; a longer sequence runs alone.
+        cached: number of tokens that each sequence already has in a cache.
 
     Returns:
         Consecutive ranges that cover every index.
@@ -34,8 +34,8 @@ def split_into_runs(lengths: Sequence[int], budget: int, cached: int = 0, pass_c
         best, best_start, start = float("inf"), end - 1, end
         while start:
             length = lengths[start - 1]
-            # Of sequences of one length, the more that fit the better: one that a run leaves out costs the run before
-            # at least its length. So there is one start to try for each length, and not for each sequence.
+            # Among sequences of one length, a run should take all that fit: leaving one out costs the run before at
+            # least its length. So we try one start per length instead of one per sequence.
             farthest = max(first_as_long[start - 1], end - max(budget // (length + cached), 1))
             if farthest >= start:
                 break

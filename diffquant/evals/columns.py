@@ -1,4 +1,4 @@
-"""Columns: what tables and plots show of a task's results. No torch here."""
+"""Columns: how tables and plots show a task's results. No torch here."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,11 +22,11 @@ FAILED = "failed"
 
 
 class Compared(NamedTuple):
-    """A configuration's result beside the 16-bit one.
+    """A configuration's result with the 16-bit one.
 
     Attributes:
-        result: result of the configuration; None where its cell failed.
-        baseline: result at 16 bits; None where the configuration is the 16-bit one, or there is none.
+        result: result of the configuration, or None if its cell failed.
+        baseline: result at 16 bits; None if there is none, or this is it.
     """
 
     result: TaskResult | None
@@ -37,9 +37,9 @@ class Column(NamedTuple):
     """A column of the text table.
 
     Attributes:
-        head: head of the column; {task} and {metric} stand for the names of the task and of its score.
-        text: function from results to the text of a row.
-        needs: detail without which results have no such column; empty where all have it.
+        head: heading; {task} and {metric} stand for the names of the task and of its score.
+        text: function from results to the text of a cell.
+        needs: detail that results must have to show this column; empty if all show it.
     """
 
     head: str
@@ -48,14 +48,14 @@ class Column(NamedTuple):
 
 
 class Metric(NamedTuple):
-    """A number that plots draw: a score, or how far a configuration is from 16 bits.
+    """A number that plots draw: a score, or a change from 16 bits.
 
     Attributes:
-        label: text of its axis.
-        of: function from results to the number with its 95 % interval, which has no width where none is known; None
-            where the number was not measured.
+        label: label of its axis.
+        of: function from results to the number with its 95 % interval (of width zero if unknown), or to None if the
+            number was not measured.
         text: function from a change to words, such as "-5.8 points [-10.4, -1.1]"; None for a score.
-        is_log: whether it spans decades; it then has no sign.
+        is_log: whether its axis is logarithmic; such a number has no sign.
     """
 
     label: str
@@ -66,18 +66,18 @@ class Metric(NamedTuple):
 
 @dataclass(frozen=True)
 class Columns:
-    """What tables and plots show of a task's results.
+    """How tables and plots show a task's results.
 
     Attributes:
         table: columns of the text table.
-        changes: ways to tell how far a configuration is from 16 bits, the one that resolves most first.
-        score: the score by itself; None where the change says it all.
-        record: function from results to the numbers of a row in full.
-        notes: function from the results of all tasks with these columns to what a reader must know.
+        changes: measures of the change from 16 bits, the most sensitive first.
+        score: the score itself, or None if only the change matters.
+        record: function from results to a row's unrounded numbers.
+        notes: function from the results of all tasks with these columns to the notes below the table.
         by_item: whether results are scores of items. Tables show such tasks first.
-        named_alone: whether heads name the task also where no other is scored by item.
-        has_own_names: whether the task's name stands before the names of its numbers. Where it does not, rows have
-            these numbers in a sweep without the task too.
+        named_alone: whether headings name the task even if no other task is scored by item.
+        has_own_names: whether names of numbers are prefixed with the task's name. Otherwise rows have these numbers
+            even in a sweep without the task.
     """
 
     table: tuple[Column, ...]
@@ -90,11 +90,11 @@ class Columns:
     has_own_names: bool = True
 
     def shown(self, results: Sequence[TaskResult]) -> list[Column]:
-        """The columns of the text table that these results have."""
+        """The columns of the text table that these results can fill."""
         return [each for each in self.table if not each.needs or any(each.needs in r.details for r in results)]
 
     def heads(self, task: str, results: Sequence[TaskResult], alone: bool) -> list[str]:
-        """Heads of the text table's columns.
+        """Headings of the text table's columns.
 
         Args:
             alone: whether the table shows no other task that is scored by item.
@@ -105,7 +105,7 @@ class Columns:
 
 
 def _difference(compared: Compared) -> Difference | None:
-    """The paired difference of the score, as a share."""
+    """The paired difference of the score, as a fraction."""
     now, before = compared
     if now is None or before is None or now.values is None or before.values is None:
         return None
@@ -129,7 +129,7 @@ def _score_text(compared: Compared) -> str:
         return FAILED
     if compared.result.values:
         return bounded(_percentage(compared), ".1f")
-    # A perplexity, over documents, for instance.
+    # For instance a perplexity over documents.
     return f"{_estimate(compared.result).mean:.4g}"
 
 
@@ -139,7 +139,7 @@ def bounded(number: Difference | None, spec: str, unit: str = "") -> str:
 
 
 def kl_text(number: Difference | None) -> str:
-    """A mean KL, with its interval where it has one."""
+    """A mean KL with its interval, if it has one."""
     return f"{number.mean:.2g}" if number and number.low == number.high else bounded(number, ".2g")
 
 
@@ -164,7 +164,7 @@ def _flips(compared: Compared) -> JsonObject:
 
 
 def _item_record(compared: Compared) -> JsonObject:
-    """Numbers of a task that is scored item by item: score, difference from 16 bits, flips, recovery."""
+    """Numbers of a task that is scored by item: score, difference from 16 bits, flips, recovery."""
     result, baseline = compared
     score = _estimate(result) if result else None
     change = _difference(compared)
@@ -184,7 +184,7 @@ def _item_record(compared: Compared) -> JsonObject:
 
 
 def _item_notes(results: Sequence[TaskResult]) -> list[str]:
-    """What a reader must know of scores of items."""
+    """Notes on scores of items."""
     counts = sorted({_estimate(result).n for result in results})
     if not counts:
         return []
@@ -214,14 +214,14 @@ ITEMS = Columns(
 
 
 def _estimate(result: TaskResult) -> Estimate:
-    """The score of a result; one that has no scores of items (a perplexity over documents) has no standard error."""
+    """The score of a result; without scores of items (a perplexity over documents) it has no standard error."""
     if result.values:
         return estimate(result.values)
     return Estimate(result.score or 0.0, None, result.n or 0)
 
 
 def _interval(result: TaskResult) -> Difference | None:
-    """Mean of scores with its 95 % interval, Wilson's where each is 0 or 1; None without scores of items."""
+    """Mean score with its 95 % interval, Wilson's if all are 0 or 1; None if there are no scores of items."""
     values = result.values
     if not values:
         return None
@@ -229,12 +229,12 @@ def _interval(result: TaskResult) -> Difference | None:
     if set(values) <= {0.0, 1.0}:
         share = sum(values) / n
         low, high = wilson_interval(round(sum(values)), n)
-        # Of none and of all, one end is the share itself but for rounding.
+        # At 0 and 1 one end equals the score; do not let rounding push it past.
         return Difference(share, min(low, share), max(high, share))
     interval = mean_interval(values)
     if not all(0 <= value <= 1 for value in values):
         return interval
-    # Shares end at 0 and 1.
+    # A score cannot leave [0, 1].
     return Difference(interval.mean, max(interval.low, 0.0), min(interval.high, 1.0))
 
 
@@ -243,5 +243,5 @@ def _percent(share: Difference) -> Difference:
 
 
 def ends(names: tuple[str, str], interval: Difference | None) -> JsonObject:
-    """The ends of an interval under their names; both None without one."""
+    """The two ends of an interval under these names, None if there is no interval."""
     return dict(zip(names, (interval.low, interval.high) if interval else (None, None), strict=True))

@@ -1,4 +1,4 @@
-"""Two results on the same items, compared item by item. No torch here."""
+"""Compares two results on the same items, item by item. No torch here."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,15 +11,15 @@ from diffquant.evals.stats import Difference, mcnemar, mean_interval, paired_dif
 from diffquant.evals.task_result import TaskResult
 from diffquant.support.plain_data import JsonObject
 
-# Items that a text names where they have no number.
+# Most items that a message lists.
 _NAMED_ITEMS = 5
 
-# Fields of a task's identity that say nothing of what was asked.
+# Fields of a task's identity that do not determine which items were asked.
 _NOT_ASKED = ("name", "batch_tokens")
 
 
 class Unit(NamedTuple):
-    """How a measure is written: its name, what numbers are multiplied by, and the format of a value."""
+    """How to write a measure: its name, the factor for its numbers, and the format of a value."""
 
     name: str
     factor: float
@@ -34,7 +34,7 @@ PLAIN = Unit("", 1, ".4g")
 
 @dataclass(frozen=True)
 class Scores:
-    """One number of each item, and how much each weighs; all alike by default."""
+    """One number per item, with a weight for each; equal weights by default."""
 
     values: Sequence[float]
     unit: Unit
@@ -46,21 +46,20 @@ class Scores:
 
     @property
     def faulty(self) -> list[int]:
-        """Places of the items that have no finite number."""
+        """Indices of the items without a finite number."""
         return [place for place, value in enumerate(self.values) if not math.isfinite(value)]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one configuration scored on one task.
+    """Scores of one configuration on one task.
 
     Attributes:
-        name: name of the configuration; empty where nothing tells it from others of its source.
-        asked: all that says which items were asked, by name; two outcomes are compared where it is equal.
-        ids: id of each item, in an order that two outcomes of the same items share; of a text there are windows in
-            place of items.
-        scores: scores by the measure's name, those that resolve most first.
-        prompts: digest of the prompts; None where the items say it all.
+        name: name of the configuration; empty if its source has only this one.
+        asked: everything that determines the items, by name; outcomes are comparable if it is equal.
+        ids: id of each item, in an order that depends on the items alone; for a text the windows are the items.
+            scores: scores by the measure's name, the most sensitive first.
+        prompts: digest of the prompts, or None if the items determine them.
     """
 
     name: str
@@ -73,10 +72,10 @@ class Outcome:
 
 @dataclass(frozen=True)
 class ItemFlips:
-    """Items that were wrong before and right after, and the reverse.
+    """Items that became right, and items that became wrong.
 
     Attributes:
-        p: p-value of McNemar's exact test that as many are gained as lost.
+        p: p-value of McNemar's exact test of the hypothesis that gains and losses are equally likely.
     """
 
     gained: list[int | str]
@@ -93,7 +92,7 @@ class Comparison:
 
     Attributes:
         outcomes: outcomes before and after.
-        flips: None where items are not right or wrong.
+        flips: None if items are not simply right or wrong.
     """
 
     outcomes: tuple[Outcome, Outcome]
@@ -107,7 +106,7 @@ class Comparison:
 
     @property
     def name(self) -> str:
-        """The configuration, or both."""
+        """The configuration's name, or both names if they differ."""
         return " -> ".join(dict.fromkeys(outcome.name for outcome in self.outcomes))
 
     @property
@@ -116,10 +115,10 @@ class Comparison:
 
 
 def outcome_of(name: str, task: str, identity: JsonObject, result: TaskResult) -> Outcome:
-    """The outcome of a cell, whose task's identity says what was asked."""
+    """Make the outcome of a cell; the task's identity tells which items were asked."""
     details = result.details
     asked = {field: value for field, value in identity.items() if field not in _NOT_ASKED}
-    # Needles and windows follow the tokenizer, which the identity does not name.
+    # Needles and windows depend on the tokenizer, which the identity does not name.
     asked |= {"needles": details["items"]} if "items" in details else {}
     scores: dict[str, Scores] = {}
     if "margins" in details:
@@ -138,8 +137,7 @@ def compare_outcomes(before: Outcome, after: Outcome) -> list[Comparison]:
     """Compare two outcomes by every measure that both have.
 
     Raises:
-        UsageError: they are of other tasks, items or texts, or have no measure in common that is a finite number of
-            every item.
+        UsageError: their tasks, items or texts differ, or they share no measure that is finite for every item.
     """
     if before.task != after.task:
         raise UsageError(f"A is of task {before.task} and B of {after.task}; only one task's results can be paired")
@@ -170,7 +168,7 @@ def compare_outcomes(before: Outcome, after: Outcome) -> list[Comparison]:
 
 
 def left_out(before: Outcome, after: Outcome) -> list[str]:
-    """The measures that `compare_outcomes` leaves out, and why: one side has none, or no finite number of an item."""
+    """The measures that `compare_outcomes` leaves out, and why: one side lacks it, or has a non-finite value."""
     told = []
     for name in dict.fromkeys([*before.scores, *after.scores]):
         for letter, outcome in (("A", before), ("B", after)):

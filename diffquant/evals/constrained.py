@@ -1,9 +1,9 @@
-"""Greedy decoding that can spell nothing but given labels, after one prefix that all queries share.
+"""Greedy decoding restricted to given labels, after one prefix that all queries share.
 
-Each token is the likeliest of those that some label has next, until one label is left. The prefix runs once
-and every query reuses its cache. Where a scale of the recipe spans rows of one sequence, a shared prefix would
-change it: such recipes run every sequence from its start at every token. Queries of one length run together,
-so nothing is padded.
+Each token is the likeliest among those that continue some label, until one label is left. The prefix runs once
+and every query reuses its cache. If a scale of the recipe spans rows of a sequence, a shared prefix would change
+it: such recipes run every sequence from its start at every token. Queries of one length run together, so nothing
+is padded.
 
 Source: Ratner et al., arXiv 2212.10947, whose restricted decoding arXiv 2410.05258, section 3.5, uses.
 """
@@ -38,7 +38,7 @@ def choose(
 
     Args:
         prefix, queries, labels: token ids, none empty; no label begins another.
-        batch_tokens: most tokens of one pass, the prefix included; bounds memory.
+        batch_tokens: largest number of tokens per pass, the prefix included; bounds memory.
 
     Returns:
         The index of each query's label.
@@ -59,9 +59,9 @@ def choose(
 
 
 class _Sequences:
-    """A batch of token sequences that grow, one a row; at first there is one, the prefix.
+    """A growing batch of token sequences, one per row; at first only the prefix.
 
-    Keys and values are kept where the model shares prefixes; otherwise sequences run from their first token each time.
+    If the model can share prefixes, keys and values are kept; otherwise sequences rerun from their first token.
     """
 
     def __init__(self, model: LanguageModel, prefix: Tokens) -> None:
@@ -72,14 +72,14 @@ class _Sequences:
             model.read(torch.tensor(self.rows, device=model.device), cache=self.cache)
 
     def branch(self) -> Self:
-        """A copy of the sequences that is extended apart."""
+        """A copy of the sequences that grows independently."""
         other = copy.copy(self)
         other.cache = None if self.cache is None else self.cache.branch()
         return other
 
     def extend(self, rows: list[int], tokens: Sequence[Tokens]) -> Tensor:
         """Keep these R rows, in this order, and append tokens [R, T]; returns logits [R, V] of what follows."""
-        # A long prefix fills much of the memory; it is copied only where rows change.
+        # A long prefix takes much of the memory: copy it only if rows change.
         if self.cache is not None and rows != list(range(len(self.rows))):
             self.cache.select(torch.tensor(rows, device=self.model.device))
         self.rows = [self.rows[row] + list(new) for row, new in zip(rows, tokens, strict=True)]
@@ -112,15 +112,15 @@ def _spell(sequences: _Sequences, queries: Sequence[Tokens], labels: Sequence[To
 
 
 def _likeliest(logits: Tensor, allowed: list[list[int]]) -> list[int]:
-    """The allowed token with the largest of each row of logits [R, V]; of equal ones the smaller id."""
+    """The allowed token with the largest logit in each row of [R, V]; the smaller id if equal."""
     most = max(map(len, allowed))
-    # Padded with the first, which then wins no sooner.
+    # Pad with the first allowed token, which does not change the argmax.
     tokens = torch.tensor([ids + ids[:1] * (most - len(ids)) for ids in allowed], device=logits.device)
     return tokens.gather(1, logits.gather(1, tokens).argmax(1, keepdim=True)).flatten().tolist()
 
 
 def _batches_of_one_length(queries: Sequence[Tokens], cached: int, batch_tokens: int) -> Iterator[list[int]]:
-    """Batches of queries of one length, as indices: longest first, and as many as fit a pass beside cached tokens."""
+    """Batches of equally long queries, as indices: longest first, as many as fit a pass with the cached tokens."""
     by_length: dict[int, list[int]] = defaultdict(list)
     for index, query in enumerate(queries):
         by_length[len(query)].append(index)

@@ -1,17 +1,17 @@
-"""Defaults of the tasks, for the command line and for Python alike. No torch here."""
+"""Defaults of the tasks, shared by the command line and Python. No torch here."""
 
-# Most tokens of one pass, cached context and padding included.
+# Largest number of tokens per pass, cached context and padding included.
 BATCH_TOKENS = 4096
-# A CUDA device reads so many about as fast as fewer, while each pass keeps the host launching: an estimate.
+# An estimate: a CUDA device reads this many about as fast as fewer, and each pass costs the host's launches.
 _CUDA_BATCH_TOKENS = 16384
-# Tokens that perplexity sees at once, and from the start of one window to the next.
+# Perplexity: tokens in a window, and from the start of one window to the next.
 WINDOW = 1024
 STRIDE = 512
-# Tokens of a needle prompt at most; items of each depth and length.
+# Needle: largest number of tokens in a prompt; items per depth and length.
 LENGTHS = (256,)
 SAMPLES = 50
 
 
 def batch_tokens_on(device: str) -> int:
-    """Most tokens of one pass on a device, such as "cuda:1", where nobody says."""
+    """Default for the largest number of tokens per pass on a device, such as "cuda:1"."""
     return _CUDA_BATCH_TOKENS if device.startswith("cuda") else BATCH_TOKENS

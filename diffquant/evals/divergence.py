@@ -9,7 +9,7 @@ from torch import Tensor
 
 from diffquant.evals.language_model import States
 
-# Entries of float32 vocabulary logits held of each model at once: 32 MiB.
+# Float32 vocabulary logits to hold at once for each model: 32 MiB.
 _KL_ENTRIES = 1 << 23
 
 
@@ -27,11 +27,11 @@ def kl_by_position(p: States, q: States) -> Tensor:
 
 
 class KlMeter:
-    """How far some requests' distributions are from another model's; `see` watches `score`.
+    """KL divergence of a model's next-token distributions from another's; pass `see` to `score` as `watch`.
 
     Args:
         reference: states of the other model for these requests.
-        lengths: number of tokens of each request that is measured, by its index, in the reference's order.
+        lengths: number of tokens of each measured request by its index, in the reference's order.
     """
 
     def __init__(self, reference: States, lengths: Mapping[int, int]) -> None:

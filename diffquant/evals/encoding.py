@@ -1,4 +1,4 @@
-"""Encoding of text as tokens, split between context and continuation exactly where lm-eval splits it."""
+"""Encodes text as tokens, split between context and continuation exactly as lm-eval splits it."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -36,12 +36,12 @@ class RequestEncoder:
         self._prefix_text: str = tokenizer.decode(self.prefix_token)
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of `text`, with the special tokens its tokenizer adds unless the text begins with one."""
+        """Tokens of `text`, with the tokenizer's special tokens unless the text already begins with one."""
         tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=not text.startswith(self._prefix_text))
         return tokens
 
     def request(self, context: str, continuation: str) -> Request:
-        """The request of one continuation; spaces that end the context move to the continuation.
+        """Encode one continuation; spaces at the end of the context move to the continuation.
 
         Raises:
             DiffQuantError: the continuation has no tokens of its own, or more than the model can see.
@@ -59,7 +59,7 @@ class RequestEncoder:
         return Request(tuple(seen[: -len(after)]), tuple(after))
 
     def requests(self, texts: Iterable[tuple[str, str]]) -> list[Request]:
-        """The requests of some (context, continuation)."""
+        """Encode several (context, continuation) pairs."""
         return [self.request(context, continuation) for context, continuation in texts]
 
     def _split(self, context: str, continuation: str) -> tuple[list[int], list[int]]:

@@ -1,4 +1,4 @@
-"""Reading of labelled texts, as classification tasks are published; a file's suffix says how it is read.
+"""Reads labelled texts in the formats of published classification tasks; the suffix selects the format.
 
 .jsonl       an object a line with `text` and `label`
 .csv, .tsv   a header with `text` and `label`, or `category` (Banking-77)
@@ -65,7 +65,7 @@ class Example(NamedTuple):
 
 @dataclass(frozen=True)
 class Dataset:
-    """A classification task's examples: `train` to show, `test` to ask for."""
+    """A classification task's examples: `train` for demonstrations, `test` for questions."""
 
     train: tuple[Example, ...]
     test: tuple[Example, ...]
@@ -76,19 +76,19 @@ class Dataset:
         return tuple(sorted({example.label for example in self.train}))
 
 
-# The place in the file, and what stands there for text and for label; None where nothing does.
+# The place in the file, and the raw text and label there, None if missing.
 Entry = tuple[str, object, object]
 
 
 def load_dataset(train: Path, test: Path | None = None, fine: bool = False) -> Dataset:
-    """Read a dataset; without `test` its examples come from Clinc150's one file.
+    """Read a dataset; Clinc150's single file holds the test examples too.
 
     Args:
-        fine: whether TREC's 50 fine classes take the place of its 6 coarse ones.
+        fine: whether to use TREC's 50 fine classes instead of its 6 coarse ones.
 
     Raises:
-        UsageError: a file cannot be read, or has lines that are no examples (all are counted); fewer than two
-            classes, or labels in `test` that `train` does not have.
+        UsageError: a file cannot be read or has lines that are not examples (the message counts them all), there are
+            fewer than two classes, or `test` has labels that `train` does not have.
     """
     if test is None and train.suffix != CLINC:
         raise UsageError(f"{train} has no test examples: give {spelled('test')}")
@@ -161,7 +161,7 @@ def _jsonl(text: str) -> Iterator[Entry]:
 
 
 class _Tabs(csv.excel_tab):
-    """The dialect of .tsv files: in what tabs separate, quotes stand for themselves as a rule."""
+    """The dialect of .tsv files, where quotes usually have no special meaning."""
 
     quoting = csv.QUOTE_NONE
 

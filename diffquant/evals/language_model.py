@@ -1,4 +1,4 @@
-"""Language models: what a task may ask of a model, whatever runs it: torch, or an exported graph's runtime."""
+"""The interface through which tasks use a model, whether torch or an exported graph's runtime runs it."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class States(ABC):
-    """A model's answer at some positions, before vocabulary logits are made of it.
+    """A model's outputs at some positions, before they are turned into vocabulary logits.
 
-    Logits are many times larger than what they are made of, so a task selects the positions that it scores
-    first, and asks for their logits a part at a time.
+    Logits are many times larger than these states, so a task first selects the positions that it scores, and then
+    asks for their logits part by part.
 
     Attributes:
         values: [..., W], one vector a position.
@@ -32,11 +32,11 @@ class States(ABC):
         return len(self.values)
 
     def __getitem__(self, positions: "Tensor | slice | int | tuple[slice, int]") -> Self:
-        """The states at some positions, as indexing `values` picks them."""
+        """The states at some positions, indexed as `values` would be."""
         return replace(self, values=self.values[positions])
 
     def split(self, count: int) -> list[Self]:
-        """Consecutive parts of `count` positions at most."""
+        """Consecutive parts of at most `count` positions."""
         return [replace(self, values=part) for part in self.values.split(count)]
 
     @property
@@ -57,13 +57,13 @@ class States(ABC):
 
 
 def joined(parts: Sequence[States]) -> States:
-    """The states of one model at all positions of several parts."""
+    """Join parts of one model's states."""
     return replace(parts[0], values=torch.cat([part.values for part in parts]))
 
 
 @dataclass(frozen=True)
 class LogitStates(States):
-    """The states of a model that gives logits at once: `values` are the logits."""
+    """States of a model that returns logits directly: `values` are the logits."""
 
     @property
     def vocabulary(self) -> int:
@@ -77,13 +77,13 @@ class LogitStates(States):
 
 
 class TokenCache(Protocol):
-    """What a model keeps of the tokens that each sequence of a batch has read."""
+    """A model's cache for a batch of sequences."""
 
     def select(self, rows: Tensor) -> None:
         """Keep these sequences, in this order; one may be named several times."""
 
     def branch(self) -> Self:
-        """A cache of the same tokens that is extended apart."""
+        """A copy that grows independently."""
 
 
 class LanguageModel(ABC):
@@ -92,31 +92,31 @@ class LanguageModel(ABC):
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """Device that token ids are passed on."""
+        """Device that token ids must be on."""
 
     @property
     @abstractmethod
     def recipe(self) -> Recipe:
-        """The schemes that the model computes its cache and its logits with."""
+        """The recipe, whose schemes the model's cache and logits follow."""
 
     @property
     def has_cache(self) -> bool:
-        """Whether the model can go on from tokens that it read before."""
+        """Whether the model can continue from a cache."""
         return True
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether a prefix computed once serves every continuation of it."""
+        """Whether continuations can reuse a prefix that was computed once."""
         return self.has_cache and shares_prefixes(self.recipe)
 
     @property
     def takes_padding(self) -> bool:
-        """Whether padding before a whole sequence leaves its states as they are."""
+        """Whether left padding leaves a sequence's states unchanged."""
         return takes_padding(self.recipe)
 
     @abstractmethod
     def max_length(self, tokenizer: "PreTrainedTokenizerBase | None") -> int:
-        """Number of tokens that the model sees at once; what the tokenizer says where the model does not."""
+        """Length of the model's context in tokens, from the tokenizer if the model does not say."""
 
     @abstractmethod
     def new_cache(self) -> TokenCache:
@@ -128,8 +128,8 @@ class LanguageModel(ABC):
 
         Args:
             ids: [B, T] new tokens.
-            mask: [B, S] over cached and new tokens, 0 where padding; None without padding.
-            cache: what `new_cache` gave, extended in place; None to keep nothing.
+            mask: [B, S] over cached and new tokens, 0 at padding; None if there is no padding.
+            cache: a cache from `new_cache`, extended in place, or None to keep nothing.
 
         Returns:
             States of [B, T] positions.
@@ -144,10 +144,10 @@ class LanguageModel(ABC):
         tokenizer: "PreTrainedTokenizerBase",
         sampling: Mapping[str, object],
     ) -> list[int]:
-        """The tokens that follow a prompt, until one of the stop strings appears or there are `new_tokens`.
+        """Generate tokens after a prompt, until a stop string appears or there are `new_tokens`.
 
         Args:
-            sampling: what transformers' `generate` takes; empty for greedy decoding.
+            sampling: options of transformers' `generate`; empty for greedy decoding.
 
         Raises:
             UsageError: the model cannot sample.

@@ -1,8 +1,8 @@
-"""Columns of a task that chooses among endings: what resolves a change from 16 bits, and beside it the accuracy.
+"""Columns of a task that chooses among endings: sensitive measures of change from 16 bits, and the accuracy.
 
-KL is never negative, so what rounding moves in one item it does not move back in the next, and few items show it; it
-does not say whether the model became worse. An item's margin is by how much its right ending is likelier than the
-likeliest wrong one, per character: it has a sign, and moves also where the choice does not.
+KL is never negative, so its effects do not cancel over items and few items show a change; it does not say whether the
+model became worse. An item's margin is the log-probability per character of its right ending minus that of the
+likeliest wrong one: it has a sign, and changes even when the choice does not.
 """
 
 from collections.abc import Sequence
@@ -65,7 +65,7 @@ def _notes(results: Sequence[TaskResult]) -> list[str]:
     ]
 
 
-# Results of before there were margins have the score alone.
+# Results older than margins have only the score.
 MARGINS = replace(
     ITEMS,
     table=(

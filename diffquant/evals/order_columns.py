@@ -1,4 +1,4 @@
-"""Columns of accuracy over orders of demonstrations, and of how far the best order is from the worst. No torch here."""
+"""Columns of accuracy over orders of demonstrations, and of the gap between best and worst. No torch here."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,5 +22,5 @@ def _notes(results: Sequence[TaskResult]) -> list[str]:
     return [*ITEMS.notes(results), *([told] if results else [])]
 
 
-# Accuracy over all orders, and how far the best order is from the worst.
+# Accuracy over all orders, and the gap between the best and the worst order.
 ORDERS = replace(ITEMS, table=(*ITEMS.table, Column("best - worst", _spread_text)), record=_record, notes=_notes)

@@ -1,4 +1,4 @@
-"""Columns of loss by place: NLL of all tokens, of AR-hits and of the others, each with its paired change."""
+"""Columns of loss by position: NLL of all tokens, of AR-hits and of the others, each with its paired change."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -8,13 +8,13 @@ from diffquant.evals.stats import Difference, mean_interval
 from diffquant.evals.task_result import TaskResult
 from diffquant.support.plain_data import JsonObject
 
-# Words of a table, and what their fields in a result begin with.
+# Words in the table, and the prefixes of their fields in a result.
 _KINDS = {"NLL": "nll", "AR-hit": "ar_hit_nll", "other": "other_nll"}
 _WEIGHTS = {"nll": "tokens_by_window", "ar_hit_nll": "ar_hits_by_window", "other_nll": "others_by_window"}
 
 
 def _change(kind: str, compared: Compared) -> Difference | None:
-    """Mean change of the NLL of one kind of token, paired over windows, each as its tokens weigh."""
+    """Mean change of the NLL of one kind of token, paired over windows and weighted by their tokens."""
     if compared.result is None or compared.baseline is None:
         return None
     weights = compared.result.details[_WEIGHTS[kind]]

@@ -1,4 +1,4 @@
-"""Reading of lm-eval's `samples_*.jsonl`, which `lm_eval --log_samples` writes: an object a line for each document.
+"""Reads the `samples_*.jsonl` that `lm_eval --log_samples` writes: one object per line and document.
 
 Source: lm-eval 0.4.13, `evaluator.evaluate` and `EvaluationTracker.save_results_samples`.
 """
@@ -18,14 +18,13 @@ _DEFAULT_FILTER = "none"
 
 
 def read_samples(path: Path) -> Outcome:
-    """What a model scored on one task of lm-eval: every metric, NaN where it is no number for a document.
+    """Read a model's scores on one task of lm-eval: every metric, NaN for documents where it is not a number.
 
-    Where a document's choices were scored by log-probability, the margin of the right one is there too. Documents are
-    in the order of their ids: lm-eval gathers its processes' samples one process after the other, so that the order
-    of the lines depends on how many there were.
+    If a document's choices were scored by log-probability, the margin of the right one is included. Documents are
+    sorted by id, since the order of the lines depends on how many processes lm-eval used.
 
     Raises:
-        UsageError: the file cannot be read, or has lines that are no samples (all are counted).
+        UsageError: the file cannot be read, or has lines that are not samples (the message counts them all).
     """
     by_filter: dict[str, dict[int | str, JsonObject]] = {}
     faults = []
@@ -63,7 +62,7 @@ def read_samples(path: Path) -> Outcome:
 
 
 def _place(doc_id: int | str) -> tuple[bool, int | str]:
-    """The order of documents: numbers first."""
+    """Sort key of documents: numbers first."""
     return isinstance(doc_id, str), doc_id
 
 
@@ -76,7 +75,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _sample(line: str) -> JsonObject:
-    """One line's object.
+    """Parse one line.
 
     Raises:
         ValueError: it is no JSON, or lacks a field.
@@ -84,7 +83,7 @@ def _sample(line: str) -> JsonObject:
     sample = parse_json(line)
     if not isinstance(sample, dict):
         raise ValueError(f"expected a JSON object, got {type(sample).__name__}")
-    # One filter and no list of metrics: what earlier versions wrote.
+    # Earlier versions wrote one filter and no list of metrics.
     sample = {"filter": _DEFAULT_FILTER, "prompt_hash": ""} | sample
     missing = [name for name in ("doc_id", "doc_hash", "target_hash", "metrics") if name not in sample]
     if missing:
@@ -109,8 +108,8 @@ def _scores(samples: list[JsonObject]) -> dict[str, Scores]:
 
 
 def _margin(sample: JsonObject) -> float | None:
-    """By how much the right choice is likelier than the likeliest wrong one, in nats per character; None if unknown."""
-    # Mutual information asks for every choice twice.
+    """Margin of the right choice over the likeliest wrong one, in nats per character; None if unknown."""
+    # Tasks scored by mutual information ask for every choice twice.
     if not {"acc", "acc_norm"} & set(sample["metrics"]) or "acc_mutual_info" in sample["metrics"]:
         return None
     try:
@@ -119,10 +118,10 @@ def _margin(sample: JsonObject) -> float | None:
         right = int(sample["target"])
         by_character = [p / len(choice) for p, choice in zip(logprobs, choices, strict=True)]
     except (AttributeError, LookupError, TypeError, ValueError, ZeroDivisionError):
-        # A target in words, or answers that are no log-probabilities.
+        # The target is text, or the answers are not log-probabilities.
         return None
     wrong = [value for index, value in enumerate(by_character) if index != right]
     if not (0 <= right < len(by_character) and wrong):
         return None
-    # max() passes over a NaN, or returns it, as the order has it.
+    # Whether max() skips a NaN or returns it depends on the order.
     return math.nan if any(map(math.isnan, by_character)) else by_character[right] - max(wrong)

@@ -1,8 +1,8 @@
-"""Scoring of continuations by their log-probabilities: a context runs once, and its continuations reuse the cache.
+"""Scores continuations by log-probability: a context runs once, and its continuations reuse the cache.
 
-Contexts are left-padded, so that they end together; continuations are right-padded. Where a scale of the
-recipe spans rows of one sequence, a shared prefix would change it: such recipes run whole sequences,
-left-padded. Where it spans so many tokens, padding would move them too: then batches are of one length.
+Contexts are left-padded, so that they end together; continuations are right-padded. If a scale of the recipe spans
+rows of a sequence, a shared prefix would change it: such recipes run whole sequences, left-padded. If a scale spans
+several tokens, padding would shift its groups: then all sequences of a batch have one length.
 """
 
 from collections import defaultdict
@@ -21,23 +21,23 @@ from diffquant.evals.language_model import LanguageModel, States
 from diffquant.support.progress import Progress, silent
 from diffquant.support.spelling import spelled
 
-# Entries of vocabulary logits held at once: 16 MiB in float32 stay in a CPU's cache, where the softmax over
+# Vocabulary logits to hold at once: 16 MiB in float32 stay in a CPU's cache, where the softmax over
 # them ran much faster than on 64 MiB.
 LOGITS_ENTRIES = 1 << 22
-# On a CUDA device memory is the limit: 512 MiB in float32, or this share of it where that is less.
+# On a CUDA device memory is the limit: 512 MiB of float32, or this share of the memory if that is less.
 _CUDA_LOGITS_ENTRIES = 1 << 27
 _CUDA_SHARE = 32
 
 
 class Score(NamedTuple):
-    """Summed log-probability of a continuation, and whether greedy decoding would produce it."""
+    """A continuation's summed log-probability, and whether greedy decoding would produce it."""
 
     logprob: float
     greedy: bool
 
 
-# A function that sees the states from which continuations are scored, each with the index of the request whose token it
-# predicts. A request's states come in the order of its tokens, in one call or several.
+# A callback that receives the states that predict continuations, each with the index of its request. A request's
+# states arrive in the order of its tokens, in one call or several.
 Watch = Callable[[Sequence[int], States], None]
 
 
@@ -47,8 +47,8 @@ class _Predictions(NamedTuple):
     Attributes:
         states: states at N positions.
         targets: [N, M] tokens; a row may be padded.
-        owners: for each row the requests whose tokens its first columns are, by index.
-        finished: number of requests of which these are the last tokens.
+        owners: for each row, the indices of the requests whose tokens are in its first columns.
+        finished: number of requests that end with these tokens.
     """
 
     states: States
@@ -68,8 +68,8 @@ def score(
     """Score every request, in the order given.
 
     Args:
-        batch_tokens: most tokens of one pass, cached context and padding included; bounds memory.
-        watch: function that sees the states that the scores are made of.
+        batch_tokens: largest number of tokens per pass, cached context and padding included; bounds memory.
+        watch: receives the states from which the scores are computed.
 
     Raises:
         NonFiniteError: the model's logits are not finite.
@@ -113,14 +113,14 @@ def token_scores(states: States, targets: Tensor) -> tuple[Tensor, Tensor]:
         logits = part.logits()
         largest, likeliest = logits.max(1, keepdim=True)
         picked = logits.gather(1, wanted) - largest
-        # In place: a log_softmax would write all of the vocabulary again, and took five times as long.
+        # In place: log_softmax would write the whole vocabulary again, and took five times as long.
         logprobs.append(picked - logits.sub_(largest).exp_().sum(1, keepdim=True).log())
         greedy.append(likeliest == wanted)
     return torch.cat(logprobs), torch.cat(greedy)
 
 
 def _logits_entries(device: torch.device) -> int:
-    """Entries of vocabulary logits held at once."""
+    """Number of vocabulary logits to hold at once."""
     if device.type != "cuda":
         return LOGITS_ENTRIES
     memory = torch.cuda.get_device_properties(device).total_memory
@@ -128,7 +128,7 @@ def _logits_entries(device: torch.device) -> int:
 
 
 def _after_contexts(model: LanguageModel, requests: Sequence[Request], batch_tokens: int) -> Iterator[_Predictions]:
-    """Run each context once, and after it the continuations of the requests that share it."""
+    """Run each context once, then the continuations of all requests that share it."""
     sharers: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for index, request in enumerate(requests):
         sharers[request.context].append(index)
@@ -160,7 +160,7 @@ def _after_contexts(model: LanguageModel, requests: Sequence[Request], batch_tok
 
 
 def _whole(model: LanguageModel, requests: Sequence[Request], batch_tokens: int) -> Iterator[_Predictions]:
-    """Run whole sequences [R, T], left-padded, or of one length where the model takes no padding."""
+    """Run whole sequences [R, T], left-padded, or of one length if the model cannot take padding."""
     sequences = [request.context + request.continuation for request in requests]
     lengths = [len(sequence) - 1 for sequence in sequences]
     order = sorted(range(len(requests)), key=lengths.__getitem__, reverse=True)
@@ -171,7 +171,7 @@ def _whole(model: LanguageModel, requests: Sequence[Request], batch_tokens: int)
             owners = [group[place] for place in run]
             tokens, real = (padded.to(model.device) for padded in _padded([sequences[i] for i in owners], is_left=True))
             new = torch.tensor([[len(requests[i].continuation)] for i in owners], device=model.device)
-            # The continuations' tokens alone are scored.
+            # Score only the continuations' tokens.
             scored = torch.arange(1, tokens.shape[1], device=model.device) >= tokens.shape[1] - new
             states = model.read(tokens[:, :-1], None if real.all() else real[:, :-1])[scored]
             owner_of = [[i] for i in owners for _ in requests[i].continuation]

@@ -1,4 +1,4 @@
-"""Statistics of results: their uncertainty, and two configurations compared on the same items. No torch here."""
+"""Statistics of results: uncertainty, and paired comparison on the same items. No torch here."""
 
 import math
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ _Z95 = 1.959963984540054
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over n items and its standard error, which one item alone does not have."""
+    """A mean over n items and its standard error, which is unknown for a single item."""
 
     mean: float
     se: float | None
@@ -19,7 +19,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Difference:
-    """A mean, of a difference over paired items for instance, and its 95 % interval."""
+    """A mean with its 95 % interval, for instance of a paired difference."""
 
     mean: float
     low: float
@@ -31,8 +31,8 @@ class Flips:
     """Items on which two configurations disagree.
 
     Attributes:
-        gained, lost: number of items that became right, and wrong.
-        choices: number of items where another ending was chosen, right or not.
+        gained, lost: number of items that became right, and that became wrong.
+        choices: number of items for which the chosen ending changed.
     """
 
     gained: int
@@ -52,9 +52,9 @@ def estimate(values: Sequence[float]) -> Estimate:
 def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Difference:
     """Mean of values - baseline over the same items, with a 95 % interval.
 
-    Where all values are 0 or 1 the interval is Bonett and Price's adjusted Wald: one item is added to each
-    kind of disagreement, so that few or no flips do not pretend to certainty. Otherwise it is Student's
-    interval of the mean of the differences.
+    If all values are 0 or 1, the interval is Bonett and Price's adjusted Wald: it adds one item to each kind of
+    disagreement, so that few flips do not give a falsely narrow interval. Otherwise it is Student's interval of the
+    mean difference.
 
     Source: Bonett and Price, "Adjusted Wald Confidence Interval for a Difference of Binomial Proportions
     Based on Paired Data", Journal of Educational and Behavioral Statistics 37 (2012).
@@ -69,8 +69,8 @@ def mean_interval(values: Sequence[float], weights: Sequence[float] | None = Non
     """Mean of values with Student's 95 % interval, infinite for one value.
 
     Args:
-        weights: how much each value weighs, such as the tokens that it is a mean over; all alike by default. The
-            interval is then that of a ratio of two sums, to first order.
+        weights: weight of each value, such as the number of tokens that it averages; equal by default. With weights the
+            interval is that of a ratio of two sums, to first order.
     """
     n = len(values)
     weights = [1.0] * n if weights is None else weights
@@ -84,7 +84,7 @@ def mean_interval(values: Sequence[float], weights: Sequence[float] | None = Non
 
 
 def wilson_interval(successes: int, n: int) -> tuple[float, float]:
-    """95 % interval of a share of n trials.
+    """Wilson's 95 % interval of a proportion of n trials.
 
     Source: Wilson, "Probable Inference, the Law of Succession, and Statistical Inference", JASA 22 (1927).
     """
@@ -107,7 +107,7 @@ def flips(
 
 
 def mcnemar(gained: int, lost: int) -> float:
-    """Two-sided p-value of as many items won as lost, by McNemar's exact test: items that did not flip tell nothing.
+    """Two-sided p-value of McNemar's exact test that gains and losses are equally likely.
 
     Source: McNemar, "Note on the sampling error of the difference between correlated proportions or percentages",
     Psychometrika 12 (1947); its binomial form.
@@ -121,7 +121,7 @@ def mcnemar(gained: int, lost: int) -> float:
 
 
 def recovery(difference: Difference, baseline: float) -> Difference | None:
-    """Quantized score over the 16-bit one, which is taken as it is, with its 95 % interval; None where that is 0."""
+    """Quantized score over the 16-bit score, which counts as exact, with its 95 % interval; None if that is 0."""
     if not baseline:
         return None
     return Difference(*(1 + end / baseline for end in (difference.mean, difference.low, difference.high)))
@@ -129,7 +129,7 @@ def recovery(difference: Difference, baseline: float) -> Difference | None:
 
 @cache
 def _t95(degrees: int) -> float:
-    """Number of standard errors that hold 95 % of Student's t with some degrees of freedom."""
+    """Half-width, in standard errors, of the interval that holds 95 % of Student's t."""
     low, high = 0.0, 13.0
     while high - low > 1e-12:
         middle = (low + high) / 2

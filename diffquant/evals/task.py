@@ -1,4 +1,4 @@
-"""Tasks: what each one is asked for by name, and measures. No torch here: the command line reads the tasks' options."""
+"""The interface of tasks, and their options. No torch here, since the command line reads the options."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -23,16 +23,16 @@ T_co = TypeVar("T_co", covariant=True)
 
 @dataclass(frozen=True)
 class TaskOption(Generic[T_co]):
-    """An option of one task or several, for the command line and for Python.
+    """An option of one or more tasks, for the command line and for Python.
 
     Attributes:
-        name: name in Python; dashes take the place of underscores on the command line.
-        default: value where none is given.
-        help: sentence of the command line's help.
-        kind: type of what the command line takes: int, str, Path or bool.
-        minimum: smallest number that the command line takes; None for any.
-        written: default as the command line writes it, where `read` turns that into the value.
-        read: function from what the command line takes to the value; None where they are the same.
+        name: name in Python; the command line uses dashes for underscores.
+        default: value if the option is not given.
+        help: sentence for the command line's help.
+        kind: type on the command line: int, str, Path or bool.
+        minimum: smallest number that the command line accepts, if there is a limit.
+        written: default as the command line writes it, if `read` converts that to the value.
+        read: converts the command line's value; None if no conversion is needed.
     """
 
     name: str
@@ -44,12 +44,12 @@ class TaskOption(Generic[T_co]):
     read: Callable[[str], T_co] | Callable[[int], T_co] | None = None
 
     def of(self, values: Mapping[str, object]) -> T_co:
-        """The option's value among these, or its default."""
+        """This option's value in `values`, or its default."""
         return cast(T_co, values.get(self.name, self.default))
 
 
 def at_least_one(option: TaskOption[int | None], values: Mapping[str, object]) -> int | None:
-    """The value of an option that counts something.
+    """The value of an option that must be 1 or more.
 
     Raises:
         UsageError: it is below 1.
@@ -76,13 +76,13 @@ WINDOW = TaskOption("window", defaults.WINDOW, "Number of tokens that the model 
 
 @dataclass(frozen=True)
 class PlottedCell:
-    """A result as a task's own plots see it.
+    """A result in the form that a task's plots take.
 
     Attributes:
         model: short name of the model.
-        panel: title of what is quantized, such as "attention logits, per row".
+        panel: title that says what is quantized, such as "attention logits, per row".
         scheme: width and granularity, such as "4:row"; "16" at 16 bits.
-        is_baseline: whether it is a model's 16 bits.
+        is_baseline: whether this is a model's 16-bit result.
     """
 
     model: str
@@ -106,19 +106,19 @@ class Draw(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Task(ABC):
-    """A task: something that is measured of a language model.
+    """A task: something to measure on a language model.
 
-    A subclass is a frozen dataclass of plain data, in a file of its own in `diffquant.evals.tasks`, under
-    `@register`. It imports torch where it runs, never at its top.
+    A subclass is a frozen dataclass of plain data in its own file in `diffquant.evals.tasks`, decorated with
+    `@register`. It imports torch inside `run`, never at the top.
 
     Attributes:
-        kind: word that its names begin with, up to the first colon.
+        kind: first word of its names, up to the colon.
         usage: grammar of its names, for help and errors.
         options: options that `parse` reads.
-        columns: columns that a table shows of its results.
-        plots: functions that draw files beside a sweep's table, by the files' names.
-        compares_with_16_bits: whether `run` takes a reference, which `reference` makes of the 16-bit model.
-        batch_tokens: most tokens of one pass; bounds memory.
+        columns: columns with which tables show its results.
+        plots: functions that draw files beside a sweep's table, by file name.
+        compares_with_16_bits: whether `run` takes a reference, which `reference` computes from the 16-bit model.
+        batch_tokens: largest number of tokens per pass; bounds memory.
     """
 
     kind: ClassVar[str]
@@ -133,27 +133,27 @@ class Task(ABC):
     @classmethod
     @abstractmethod
     def parse(cls, name: str, values: Mapping[str, object], batch_tokens: int) -> Self:
-        """The task of a name, its items or text read.
+        """Make the task with this name, and read its items or text.
 
         Args:
             values: values of options by name; `TaskOption.of` knows the defaults.
 
         Raises:
-            UsageError: the name or an option cannot be read, or the data they name.
+            UsageError: the name, an option, or the data that they name cannot be read.
             MissingDependencyError: a package that the task needs is not installed.
         """
 
     @property
     def name(self) -> str:
-        """Name in full: two tasks that measure different things have different ones."""
+        """The full name, which differs between tasks that measure different things."""
         return self.kind
 
     @abstractmethod
     def identity(self) -> JsonObject:
-        """All that the result depends on beside model and recipe."""
+        """Everything that the result depends on, apart from model and recipe."""
 
     def unseen(self) -> list[str]:
-        """What the result depends on that `identity` cannot know: cells are kept when it changes."""
+        """Inputs that `identity` cannot see; cells are kept even if these change."""
         return []
 
     @abstractmethod
@@ -167,7 +167,7 @@ class Task(ABC):
         """Measure a model.
 
         Args:
-            reference: what `reference` made of the 16-bit model, where there is one to compare with.
+            reference: result of `reference` for the 16-bit model, if there is one to compare with.
         """
 
     def reference(
@@ -176,7 +176,7 @@ class Task(ABC):
         tokenizer: "PreTrainedTokenizerBase",  # noqa: ARG002
         progress: Progress,  # noqa: ARG002
     ) -> "States | None":
-        """What `run` compares other models with; None unless the task compares with 16 bits."""
+        """Compute the states that `run` compares other models with, or None if the task compares nothing."""
         return None
 
     def in_batches_of(self, tokens: int) -> Self:
@@ -185,7 +185,7 @@ class Task(ABC):
 
     @classmethod
     def misread(cls, name: str, example: str = "") -> UsageError:
-        """The error of a name that does not follow the grammar."""
+        """The error for a name that does not follow the grammar."""
         return UsageError(
             f"cannot read task {name[:80]!r}: expected {cls.usage}" + (f", such as {example}" if example else "")
         )

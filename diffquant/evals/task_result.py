@@ -9,15 +9,15 @@ from diffquant.support.plain_data import JsonObject
 
 @dataclass(frozen=True, kw_only=True)
 class TaskResult:
-    """The result of a task: what it measured of a model.
+    """The result of a task on a model.
 
     Attributes:
-        metric: name of the number that stands for the task.
-        score: mean over the items; None for a task that has no items.
-        n: number of items; None for a task that has none.
-        values: number of each item; None where the task does not tell.
-        choices: answer that each item was given; None where an item has no single one.
-        details: all other results as plain data, by names that are the task's own.
+        metric: name of the task's main number.
+        score: mean over the items, or None if the task has no items.
+        n: number of items, or None if the task has none.
+        values: score of each item, or None if unknown.
+        choices: answer to each item, or None if an item has several.
+        details: all other results as plain data, under names that the task chooses.
     """
 
     metric: str
@@ -53,5 +53,5 @@ class TaskResult:
 
     @property
     def shots(self) -> int | None:
-        """Demonstrations in a prompt; None for a task that shows none."""
+        """Number of demonstrations in a prompt, or None if the task shows none."""
         return self.details.get("shots")

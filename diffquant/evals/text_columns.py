@@ -1,4 +1,4 @@
-"""Columns of how well a text was predicted: perplexity, and KL from 16 bits. No torch here."""
+"""Columns of perplexity and of KL from 16 bits. No torch here."""
 
 from diffquant.evals.columns import FAILED, MISSING, Column, Columns, Compared, Metric, kl_text
 from diffquant.evals.stats import Difference, mean_interval
@@ -10,7 +10,7 @@ _NUMBERS = ("perplexity", "bits_per_byte", "kl", "kl_low", "kl_high")
 def _numbers(compared: Compared) -> JsonObject:
     details = compared.result.details if compared.result else {}
     bounds = {}
-    # Results of earlier versions have no windows, and one window has no interval.
+    # Results of earlier versions have no windows, and a single window has no interval.
     if len(details.get("kl_by_window", [])) > 1:
         kl = mean_interval(details["kl_by_window"], details["tokens_by_window"])
         bounds = {"kl_low": kl.low, "kl_high": kl.high}
@@ -18,7 +18,7 @@ def _numbers(compared: Compared) -> JsonObject:
 
 
 def _kl(compared: Compared) -> Difference | None:
-    """KL with its interval over windows; 16 bits have none."""
+    """KL with its interval over windows; None for 16 bits."""
     numbers = _numbers(compared)
     kl = numbers["kl"]
     if kl is None:
@@ -35,7 +35,7 @@ _NOTE = (
     "interval over windows of the text."
 )
 
-# How well a text was predicted.
+# Perplexity of a text.
 TEXTS = Columns(
     table=(
         Column("ppl", _perplexity_text),

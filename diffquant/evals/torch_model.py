@@ -1,4 +1,4 @@
-"""Models in torch as language models: `DiffTransformer`, and any causal model with Hugging Face's calls."""
+"""Torch models as language models: `DiffTransformer`, and any causal model with transformers' interface."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -18,13 +18,13 @@ from diffquant.text.tokens import end_token, max_length
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Entries of the head's weight that are widened to float32 at once: 32 MiB.
+# Elements of the head's weight to widen to float32 at once: 32 MiB.
 _WIDENED_ENTRIES = 1 << 23
 
 
 @dataclass(frozen=True)
 class HiddenStates(States):
-    """The last hidden states at some positions, and the head that makes logits of them.
+    """The last hidden states at some positions, with the head that turns them into logits.
 
     Attributes:
         head: projection [V, W] to the vocabulary.

@@ -1,1 +1,1 @@
-"""What differential attention is: its specification, masks and per-pair norm. Needs torch alone."""
+"""Defines differential attention: its specification, masks and per-pair norm. Depends only on torch."""

@@ -1,4 +1,4 @@
-"""The call of one attention: its tensors, its options, and the check that all of them agree.
+"""One call of attention: its tensors and options, and the check that they fit together.
 
 Shapes: B batch, T queries, S keys, h pairs, n noise heads, h_kv KV pairs, d query and key width, dv value width.
 """
@@ -16,7 +16,7 @@ from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
 from diffquant.scheme import FULL, Scheme
 
-# Names of q, k and v in messages, by the number of maps.
+# Names of q, k and v for messages, by the number of maps.
 _NAMES = {1: ("q", "k", "v"), 2: ("q1", "q2", "k1", "k2", "v")}
 
 
@@ -32,25 +32,25 @@ class Meter(Protocol):
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """(g·softmax(Q1·K1ᵀ·scale) - λ·softmax(Q2·K2ᵀ·scale))·V, or its first term alone, and the norm that follows.
+    """(g·softmax(Q1·K1ᵀ·scale) - λ·softmax(Q2·K2ᵀ·scale))·V, or only its first term, followed by a norm.
 
     Attributes:
-        q: queries, one [B, h, T, d] a map, one or two maps, any strides; where h / n pairs share a noise head the
+        q: queries, one [B, h, T, d] per map, one or two maps, any strides; if h / n pairs share a noise head, the
             second is [B, n, T, d].
-        k: keys, one [B, h_kv, S, d] a map; the same tensor twice where the maps share keys (V2). h_kv divides n.
+        k: keys, one [B, h_kv, S, d] per map; the same tensor twice if the maps share keys (V2). h_kv divides n.
         v: values [B, h_kv, S, dv].
         lam: λ, broadcastable to [B, h, T, 1]; None with one map.
         scale: factor of Q·Kᵀ.
-        mask: mask of the keys that a query sees; a query that sees none gives 0.
-        post: norm over a pair's output; None for none.
-        logits: scheme that both maps' logits are rounded to; 16 bits leave them alone.
-        ranges: largest logits [h], or [h + n], of a static scheme; None for any other.
-        meter: counter of what is rounded; None for none.
-        signal_gate: factor g of the signal map, broadcastable to [B, h, T, 1]; None for 1, as with one map.
-        soft_cap: magnitude c that logits x stay below, as c·tanh(x/c), before masking and rounding; None for any.
+        mask: mask of the keys that a query sees; the output of a query that sees none is 0.
+        post: norm over a pair's output, if there is one.
+        logits: scheme to which both maps' logits are rounded; 16 bits leave them unchanged.
+        ranges: largest logits [h], or [h + n], of a static scheme.
+        meter: counts the rounded logits, if given.
+        signal_gate: factor g of the signal map, broadcastable to [B, h, T, 1]; None means 1, as with one map.
+        soft_cap: bound c of the logits x, applied as c·tanh(x/c) before masking and rounding; None means no cap.
 
     Raises:
-        UsageError: arguments disagree in number, shape, dtype or device; all that do are named.
+        UsageError: arguments disagree in number, shape, dtype or device; the message names all of them.
     """
 
     q: Sequence[Tensor]
@@ -82,7 +82,7 @@ class AttentionCall:
 
     @property
     def pairs(self) -> int:
-        """Number of pairs h; of heads where there is one map."""
+        """Number of pairs h, or of heads with one map."""
         return self.q[0].shape[1]
 
     @property
@@ -91,7 +91,7 @@ class AttentionCall:
         return self.pairs // self.q[-1].shape[1]
 
     def expanded(self) -> "AttentionCall":
-        """The same attention with a noise head for each pair, which computes the same; itself where each has one."""
+        """The equivalent call with a noise head for each pair; itself if it has that already."""
         if self.signals_per_noise == 1:
             return self
         ranges = self.ranges
@@ -111,7 +111,7 @@ class AttentionCall:
         return self.v.shape[2]
 
     def capped(self, logits: Tensor) -> Tensor:
-        """Logits below the soft cap, if there is one."""
+        """Apply the soft cap to logits, if there is one."""
         return logits if self.soft_cap is None else (logits / self.soft_cap).tanh() * self.soft_cap
 
     @property
@@ -121,7 +121,7 @@ class AttentionCall:
 
     @property
     def needs_gradient(self) -> bool:
-        """Whether a backward pass may come."""
+        """Whether a backward pass may follow."""
         tensors = (*self.q, *self.k, self.v, self.lam, self.signal_gate)
         return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
@@ -146,7 +146,7 @@ def check_tensors(
             "attention takes one map without λ or two with it, and gates the signal of two alone; got "
             f"{maps} Q, {len(k)} K, λ {lam is not None}, gate {signal_gate is not None}"
         )
-    # Each layer of each decoded token comes by here: what messages say is put together where something is wrong.
+    # Every layer runs this for every decoded token, so messages are only built when something is wrong.
     names, attended = _NAMES[maps], (*q, *k, v)
     not_of_four_axes = [f"{name} {list(x.shape)}" for name, x in zip(names, attended, strict=True) if x.dim() != 4]
     if not_of_four_axes:
@@ -166,7 +166,7 @@ def check_tensors(
         if weight is not None and not _broadcasts(weight.shape, (batch, pairs, queries, 1)):
             wrong.append(f"{name} {list(weight.shape)}, not one value or {[batch, pairs, queries, 1]}")
     valid = mask.keys
-    # A store's keys may have room for tokens to come, which a mask does not cover.
+    # A cache's keys may have room for future tokens, which a mask does not cover.
     if valid is not None and (valid.dtype != torch.bool or valid.dim() != 2 or valid.shape[0] != batch):
         wrong.append(f"mask {valid.dtype} {list(valid.shape)}, not torch.bool {[batch, keys]}")
     seen = mask.seen
@@ -193,7 +193,7 @@ def _broadcasts(shape: Sequence[int], target: Sequence[int]) -> bool:
 
 
 def _require_one_place(names: Sequence[str], attended: Sequence[Tensor], beside: Sequence[Tensor | None]) -> None:
-    """Check that Q, K and V have one dtype, and with λ, gate, mask and norm weight one device."""
+    """Check that Q, K and V share a dtype, and that all tensors are on one device."""
     first = attended[0]
     if any(x.dtype != first.dtype for x in attended):
         dtypes = (f"{name} is {dtype_name(x.dtype)}" for name, x in zip(names, attended, strict=True))
@@ -205,5 +205,5 @@ def _require_one_place(names: Sequence[str], attended: Sequence[Tensor], beside:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """A dtype's name as messages have it, such as "float16"."""
+    """A dtype's name for messages, such as "float16"."""
     return str(dtype).removeprefix("torch.")

@@ -1,7 +1,7 @@
-"""The layout of heads in an attention's projections: which rows are which head of which map, and where V lies.
+"""The layout of heads in an attention's projections: which rows belong to which head of which map.
 
-Canonical order, which everything after loading sees: all signal heads, then all noise heads. A pair is a signal
-head and the noise head subtracted from it.
+After loading, heads are in canonical order: all signal heads, then all noise heads. A pair is a signal head and the
+noise head subtracted from it.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ PROJECTIONS: tuple[Projection, ...] = ("q_proj", "k_proj", "v_proj")
 
 
 def each_pairs_noise(noise: Tensor, pairs: int) -> Tensor:
-    """Each pair's own copy of its noise head, [B, h, ...], from noise heads [B, n, ...] that pairs may share."""
+    """Repeat noise heads [B, n, ...], which pairs may share, to one per pair, [B, h, ...]."""
     sharing = pairs // noise.shape[1]
     return noise if sharing == 1 else noise.repeat_interleave(sharing, 1)
 
@@ -27,7 +27,7 @@ class HeadLayout:
     """How the outputs of the Q, K and V projections divide into heads.
 
     Attributes:
-        pairs: h, number of signal heads; with one map, of heads.
+        pairs: h, number of signal heads, or of heads with one map.
         kv_pairs: h_kv, number of KV pairs; divides the noise heads.
         head_dim: d, width of a query or key.
         value_dim: dv, width of a value.
@@ -76,7 +76,7 @@ class HeadLayout:
             projected: [..., T, height("q_proj")].
 
         Returns:
-            [..., query_heads, T, d] in canonical order, channels as they are.
+            [..., query_heads, T, d] in canonical order, channels unchanged.
         """
         return self._heads(projected, self.pairs, self.noises)
 
@@ -101,11 +101,11 @@ class HeadLayout:
         return (k,) * self.maps if self.shares_keys else k.chunk(self.maps, 1)
 
     def noise_of_signal(self) -> Tensor:
-        """Noise head that is subtracted from each signal head, [h]; noise heads read KV pairs as signal heads do."""
+        """Index of the noise head subtracted from each signal head, [h]; both read the same KV pairs."""
         return torch.arange(self.pairs) // self.signals_per_noise
 
     def rows(self, projection: Projection) -> Tensor:
-        """Row of a projection that holds each channel of each head.
+        """Index of the row that holds each channel of each head in a projection.
 
         Returns:
             int64 [query_heads or key_heads, d], or [h_kv, dv]: heads in canonical order, channels in "half" order.
@@ -119,13 +119,13 @@ class HeadLayout:
         return heads
 
     def order_as(self, target: "HeadLayout", projection: Projection) -> Tensor | None:
-        """Permutation that lays a projection out as another layout of the same heads does.
+        """Permutation of a projection's rows into another layout of the same heads.
 
-        Where `target` has more noise heads, each noise head of this layout is repeated for those that take its place:
-        grouped attention becomes plain pairs that compute the same.
+        If `target` has more noise heads, each noise head of this layout is repeated for them: grouped attention becomes
+        equivalent plain pairs.
 
         Returns:
-            int64 [target.height(projection)], the row of this layout that each row of the target is; None where no row
+            int64 [target.height(projection)], the row of this layout for each row of the target, or None if no row
             moves.
 
         Raises:

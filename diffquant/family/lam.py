@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-# Names of the vectors of a layer, below the module that holds them.
+# Names of a layer's vectors in the module that holds them.
 LAMBDA_VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 
 

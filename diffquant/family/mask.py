@@ -11,16 +11,16 @@ from torch.nn.functional import pad
 
 @dataclass(frozen=True)
 class Mask:
-    """Causal order, padding and window of an attention, without a T x S matrix unless the caller has one.
+    """Causal order, padding and window of an attention, without a T x S matrix unless the caller passes one.
 
-    A query sees keys up to its own position; queries are the last T of the S positions. A query that is padding
-    itself sees nothing, so that it enters no scale.
+    Queries are the last T of the S positions and see keys up to their own. A query that is padding sees nothing, so
+    that it affects no scale.
 
     Attributes:
-        keys: validity of positions, bool [B, S], False where one is padding; None without padding.
-        window: number of newest keys that a query sees, its own included; padding does not count. None for all.
-        seen: keys that each query sees, bool [B or 1, 1, T, S], in place of causal order, padding and window; None
-            where these say it.
+        keys: validity of positions, bool [B, S], False at padding; None if there is no padding.
+        window: number of newest keys that a query sees, its own included, padding not counted; None if there is no
+        window.
+            seen: keys that each query sees, bool [B or 1, 1, T, S], which replaces causal order, padding and window.
     """
 
     keys: Tensor | None = None
@@ -29,11 +29,11 @@ class Mask:
 
     @property
     def ranges(self) -> tuple[Tensor, Tensor] | None:
-        """Each sequence's first valid position and one past its last, int32 [B]; None without padding, or with holes.
+        """First valid position and one past the last, int32 [B] each; None if there is no padding, or it has holes.
 
-        Looked up once a mask, since the answer has to come from the device.
+        Computed once per mask, since the answer has to be fetched from the device.
         """
-        # Without padding nothing is cached: a cached property takes a lock, which torch.compile may not trace.
+        # Without padding nothing is cached: a cached property takes a lock, which torch.compile cannot trace.
         return None if self.keys is None else self._padded_ranges
 
     @cached_property
@@ -46,7 +46,7 @@ class Mask:
         return (starts.int(), ends.int()) if torch.equal(unbroken, keys) else None
 
     def hides_by_window(self, keys: int) -> bool:
-        """Whether some of so many keys may lie behind the window."""
+        """Whether some of these S keys may lie outside the window."""
         return self.window is not None and self.window < keys
 
     def visible(self, queries: slice, length: int, keys: int, device: torch.device) -> Tensor | None:
@@ -59,7 +59,7 @@ class Mask:
             device: device of the result.
 
         Returns:
-            bool [B or 1, 1, queries in the range, S], or None where all is visible.
+            bool [B or 1, 1, queries in the range, S], or None if everything is visible.
         """
         if self.seen is not None:
             return self.seen[:, :, queries]
@@ -77,37 +77,37 @@ class Mask:
         return seen
 
     def dense(self, length: int, keys: int, device: torch.device) -> Tensor | None:
-        """Which keys each of the T queries sees, as `visible` gives it."""
+        """Which keys each of the T queries sees, in the form of `visible`."""
         return self.visible(slice(0, length), length, keys, device)
 
     def valid_queries(self, length: int) -> Tensor | None:
-        """Validity of the last `length` positions, bool [B or 1, length]; None without padding."""
+        """Validity of the last `length` positions, bool [B or 1, length], or None if there is no padding."""
         if self.seen is not None:
             return self.seen.any(-1)[:, 0]
         if self.keys is None:
             return None
-        # More queries than keys: the first ones have no position, which is as padding.
+        # With more queries than keys, the first queries have no position and count as padding.
         return pad(self.keys, (max(length - self.keys.shape[1], 0), 0))[:, -length:]
 
     @property
     def valid_keys(self) -> Tensor | None:
-        """Validity of keys, bool [B or 1, S]: of those that a query sees, where the caller says which; else `keys`."""
+        """Validity of keys, bool [B or 1, S]: those that any query sees if `seen` is given, else `keys`."""
         return self.keys if self.seen is None else self.seen.any(-2)[:, 0]
 
     def needed_keys(self, keys: int) -> int:
-        """Number of the newest of so many positions that a query after them may still see; all without a window."""
+        """How many of the last positions a later query may still see; all of them without a window."""
         if self.window is None:
             return keys
         if self.keys is None:
             return min(keys, self.window - 1)
-        # Of each sequence the newest window - 1 positions that are no padding: from the first of them on.
+        # Each sequence needs its newest window - 1 positions that are not padding: count from the first of them.
         newest = self.keys & (self._places > self._places[:, -1:] - (self.window - 1))
         spans = torch.where(newest.any(1), keys - newest.int().argmax(1), 0)
         return int(spans.max())
 
     @property
     def _places(self) -> Tensor:
-        """Each position's place among those that are no padding, counted from 1, int64 [B, S]."""
+        """Each position's index among those that are not padding, counted from 1, int64 [B, S]."""
         return cast(Tensor, self.keys).cumsum(1)
 
     def _within_window(self, queries: slice, length: int, keys: int, device: torch.device) -> Tensor:

@@ -8,12 +8,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class PairNorm:
-    """RMSNorm over a pair's dv output channels, and the factor behind it.
+    """RMSNorm over a pair's dv output channels, followed by a factor.
 
     Attributes:
         eps: epsilon of the norm.
-        weight: weight of the norm [dv]; None for a norm without one.
-        factor: factor of the normed output, 1 - λ_init.
+        weight: weight of the norm [dv], if it has one.
+        factor: factor of the normalized output, 1 - λ_init.
     """
 
     eps: float

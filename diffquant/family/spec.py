@@ -30,7 +30,7 @@ class DiffSpec:
         rope: channels that rotary embedding turns together: "half", "interleaved", or "none" of them.
         signals_per_noise: number of signal maps that one noise map is subtracted from.
         output_gate: whether each channel of the output is multiplied by a gate of the layer's input.
-        soft_cap: magnitude that logits stay below; None for any.
+        soft_cap: bound of the logits, c in c·tanh(x/c); None means no cap.
 
     Sources: arXiv 2410.05258, section 2; microsoft/unilm, Diff-Transformer and Diff-Transformer-V2; the two gates are
     those of DIFF V3 (YOCO), the output gate that of Motif-3 and Dragon, whose soft cap is one.
@@ -106,7 +106,7 @@ class DiffSpec:
 
     @property
     def generation(self) -> str:
-        """Name that people know this kind of attention by."""
+        """Public name of this kind of attention."""
         if self.maps == 1:
             return "Transformer"
         grouped = "grouped " if self.signals_per_noise > 1 else ""
@@ -127,7 +127,7 @@ class DiffSpec:
         return 1 - self.lam_init(layer) if self.scale_by_init else 1.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, without what it has not."""
+        """The specification as plain data, without fields that do not apply."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 

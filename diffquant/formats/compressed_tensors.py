@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from diffquant.errors import CheckpointError
+from diffquant.formats.dequantized import LAYOUTS
 from diffquant.formats.reader import TensorInfo
 from diffquant.numbers.formats import FORMATS, NumberFormat
 from diffquant.numbers.formats.integer import PACK_QUANTIZED
@@ -256,8 +257,8 @@ def _checked_groups(entry: Any) -> dict[str, Scheme]:
     if not isinstance(entry, Mapping) or entry.get("quant_method") != "compressed-tensors":
         method = entry.get("quant_method") if isinstance(entry, Mapping) else entry
         raise CheckpointError(
-            f"this checkpoint is quantized by {method!r}; read are 16-bit checkpoints and compressed-tensors "
-            f"{PACK_QUANTIZED}"
+            f"this checkpoint is quantized by {method!r}; read are 16-bit checkpoints, compressed-tensors "
+            f"{PACK_QUANTIZED}, {', '.join(LAYOUTS)}"
         )
     layout = entry.get("format")
     problems = [] if layout == _MIXED or _in_layout(layout) else [f"its format is {layout!r}"]

@@ -14,6 +14,7 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from diffquant.errors import CheckpointError
+from diffquant.formats.front_matter import gguf_front_matter
 from diffquant.formats.gguf_config import llama_config
 from diffquant.formats.gguf_header import Header, read_header
 from diffquant.formats.gguf_rope import FACTORS, Factors
@@ -60,6 +61,7 @@ class GgufCheckpoint(Checkpoint):
         try:
             header = read_header(self._bytes.data)
             _check_kinds(header)
+            self._front_matter = gguf_front_matter(header.metadata)
             self.config = llama_config(header.metadata, self._factors(header), is_tied=_HEAD not in header.tensors)
         except CheckpointError as error:
             raise CheckpointError(f"cannot read {path}: {error}") from error
@@ -111,6 +113,10 @@ class GgufCheckpoint(Checkpoint):
 
     def weight_files(self) -> list[Path]:
         return [self.path]
+
+    @property
+    def front_matter(self) -> dict[str, Any]:
+        return self._front_matter
 
     def write_side_files(self, folder: Path) -> None:
         try:

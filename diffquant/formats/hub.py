@@ -7,12 +7,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from diffquant.errors import CheckpointError, UsageError
+from diffquant.formats.front_matter import CARD, read_front_matter
 from diffquant.formats.reader import SIDE_SUFFIXES
+from diffquant.report.tables import megabytes
 from diffquant.support.progress import clear_lines
 
 _NAME = re.compile(r"(?P<model>\w[\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
-# What `FolderCheckpoint` reads and copies. Repositories may hold the weights again in folders and other layouts.
-_FETCHED = ["*.safetensors", *(f"*{suffix}" for suffix in sorted(SIDE_SUFFIXES)), "LICENSE*", "NOTICE*"]
+# Files that `FolderCheckpoint` reads and copies, and the card, which says the licence. Repositories may hold weights
+# again, in folders and other layouts.
+_FETCHED = ["*.safetensors", *(f"*{suffix}" for suffix in sorted(SIDE_SUFFIXES)), "LICENSE*", "NOTICE*", CARD]
 _LEFT = ["*/*", "consolidated*"]
 
 
@@ -56,6 +59,16 @@ def check_pushable(model: str) -> None:
             HfApi().whoami(token=True)
     except LocalTokenNotFoundError as error:
         raise UsageError(f"cannot push to {model}: log in with `hf auth login`, or set HF_TOKEN") from error
+
+
+def published(folder: Path, model: str) -> str:
+    """What a push sends: files with their sizes, licence and base of the card; in one line."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    says = read_front_matter(folder)
+    licence = f"licence {says['license']}" if says.get("license") else "no licence named"
+    base = f", base model {says['base_model']}" if says.get("base_model") else ""
+    sizes = ", ".join(f"{file.relative_to(folder).as_posix()} {megabytes(file.stat().st_size)}" for file in files)
+    return f"publishing to {model}, for everybody where it is new: {licence}{base}; {len(files)} files: {sizes}"
 
 
 def push(folder: Path, model: str) -> str:

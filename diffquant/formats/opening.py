@@ -4,6 +4,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from diffquant.errors import CheckpointError
+from diffquant.formats.dequantized import dequantized
 from diffquant.formats.hub import local_path
 from diffquant.formats.reader import Checkpoint, FolderCheckpoint
 
@@ -13,7 +14,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
     Raises:
         CheckpointError: the path holds neither, or files are missing, truncated or outside the
-            folder; every offending file and tensor is named.
+            folder, or weights that another library packed are not as its layout has them; every offending file and
+            tensor is named.
     """
     path = local_path(Path(path))
     if path.suffix == ".gguf":
@@ -26,7 +28,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
             f"{path} is neither a checkpoint folder nor a .gguf file; {_nearest(path)}"
             "a model of the hub is named ORG/NAME"
         )
-    return FolderCheckpoint(path)
+    return dequantized(FolderCheckpoint(path))
 
 
 def _nearest(path: Path) -> str:

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from diffquant.errors import CheckpointError
+from diffquant.formats.front_matter import CARD, read_front_matter
 from diffquant.formats.json_object import read_json
 from diffquant.support.plain_data import parse_json
 
@@ -89,6 +90,11 @@ class Checkpoint(ABC):
     @abstractmethod
     def write_side_files(self, folder: Path) -> None:
         """Put tokenizer, generation settings and chat template into `folder`."""
+
+    @property
+    def front_matter(self) -> dict[str, Any]:
+        """What its model card says of licence, language and origin, which a card made of it repeats."""
+        return read_front_matter(self.path)
 
     def written_dtype(self, name: str) -> torch.dtype:
         """Dtype in which a verb writes a tensor that it does not pack: the one in which it is read."""
@@ -178,7 +184,9 @@ def _check_links(folder: Path) -> None:
     Raises:
         CheckpointError: some are; all are named.
     """
-    links = sorted(file.name for file in folder.iterdir() if file.is_symlink() and _is_text(file))
+    links = sorted(
+        file.name for file in folder.iterdir() if file.is_symlink() and (_is_text(file) or file.name == CARD)
+    )
     outside = [f"{name} -> {(folder / name).readlink()}" for name in links if not _is_inside(folder, name)]
     if outside:
         raise CheckpointError(

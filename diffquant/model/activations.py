@@ -14,7 +14,7 @@ POLY_NORM_EPS = 1e-6
 
 @dataclass(frozen=True)
 class Activation:
-    """What an MLP does to its gate, as `hidden_act` of a config.json names it.
+    """The activation of an MLP's gate, under the name that `hidden_act` of a config.json has for it.
 
     Attributes:
         compute: function from the gate [..., n], and the activation's parameters by name, to the active gate [..., n].

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Architecture(ABC):
     """A decoder-only model: its sizes as Llama names them, and the blocks that its layers are composed of.
 
-    All else that is known of it without a model is derived from these, its table of parameters above all.
+    Everything known of it without a model is derived from these, above all its table of parameters.
 
     Attributes:
         model: "module:class" of the `CausalModel` that runs it.
@@ -58,14 +58,14 @@ class Architecture(ABC):
 
     @property
     def carried(self) -> Parameters:
-        """Parameters by full name that a checkpoint holds beside the model's, and that stay with it though none run."""
+        """Parameters by full name that a checkpoint holds but the model does not run; verbs carry them along."""
         return {}
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All of its fields but the attention's specification."""
+        """All fields except the attention's specification."""
         own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "diff_spec"}
-        # Whoever gets them may write into them, as transformers does.
+        # A copy, since callers such as transformers write into it.
         return {name: dict(value) if isinstance(value, Mapping) else value for name, value in own.items()}
 
     @cached_property
@@ -74,7 +74,7 @@ class Architecture(ABC):
         return resolve_name(self.model).config_class(**self.settings, spec=self.diff_spec.to_dict())
 
     def new_model(self) -> "PreTrainedModel":
-        """A model with parameters as they are before any training; only here transformers is imported."""
+        """An untrained model; this is the only place that imports transformers."""
         return resolve_name(self.model)(self.config)
 
     @cached_property
@@ -103,18 +103,18 @@ class Architecture(ABC):
 
     @property
     def layer_kinds(self) -> Sequence[str]:
-        """What each layer is called after its blocks."""
+        """Kind of each layer, named after its blocks."""
         return [" with ".join(block.kind for block in layer.values() if block.kind) for layer in self.layers]
 
     @cached_property
     def target_layers(self) -> Mapping[str, Sequence[int]]:
-        """Numbers of the layers that have each of `recipe.LAYER_TARGETS`: logits, or keys and values of their own."""
+        """Indices of the layers that have each of `recipe.LAYER_TARGETS`: logits, or their own keys and values."""
         targets = [{target for block in layer.values() for target in block.targets} for layer in self.layers]
         return {target: [i for i, own in enumerate(targets) if target in own] for target in LAYER_TARGETS}
 
     @cached_property
     def token_rows(self) -> Mapping[int, TokenRows]:
-        """Keys and values of a token that layers keep, by the number of the layer."""
+        """Keys and values that layers cache per token, by layer index."""
         blocks = ((i, block) for i, layer in enumerate(self.layers) for block in layer.values())
         return {i: block.stored for i, block in blocks if isinstance(block.stored, TokenRows)}
 

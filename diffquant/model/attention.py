@@ -103,7 +103,7 @@ class PairAttention(nn.Module):
         return lam_from_vectors(*vectors, init=self.lam_init)
 
     def post(self) -> PairNorm | None:
-        """Norm over a pair's output, with its factor 1 - λ_init; None without one.
+        """Norm over a pair's output, with its factor 1 - λ_init, if the model has one.
 
         Where values are rotated it has no weight: that belongs to channels which `rotated_back` restores first.
         """
@@ -179,13 +179,13 @@ class DiffAttention(PairAttention):
         return None
 
     def signal_gate(self, x: Tensor) -> Tensor | None:
-        """The signal map's factor in float32 for an input x, [B, h, T, 1] (V3); None for 1."""
+        """The signal map's factor in float32 for an input x, [B, h, T, 1] (V3), or None if it is 1."""
         return sigmoids(x, self.lambda_proj.weight[0::2]) if self.spec.lam == "two-gates" else None
 
 
 @contextmanager
 def observed(attention: PairAttention) -> Iterator[list[AttentionCall]]:
-    """The calls that an attention makes meanwhile, in order."""
+    """Record the calls that an attention makes inside this context, in order."""
     calls: list[AttentionCall] = []
     attention.calls = calls
     try:

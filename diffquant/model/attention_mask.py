@@ -1,4 +1,4 @@
-"""What transformers' callers pass as `attention_mask` and `position_ids`, as a `Mask`."""
+"""Converts the `attention_mask` and `position_ids` that transformers' callers pass to a `Mask`."""
 
 import torch
 from torch import Tensor
@@ -6,7 +6,7 @@ from torch import Tensor
 from diffquant.errors import UsageError
 from diffquant.family.mask import Mask
 
-# Added to a logit, it leaves nothing behind softmax: masks are made with the lowest number of their dtype, or -1e4.
+# Added to a logit, this hides a key from softmax: callers use the lowest number of the dtype, or -1e4.
 _HIDING = -1e4
 
 
@@ -15,11 +15,11 @@ def read_mask(attention_mask: Tensor | None, batch: int, length: int, keys: int)
 
     Args:
         attention_mask: validity [B, S], 0 where padding; or which keys each query sees, [B or 1, 1, T, S], in place of
-            causal order: bool, or numbers that are added to logits, 0 and the lowest of their dtype. None for causal
-            order without padding.
+            causal order: bool, or numbers to add to logits, 0 and the lowest of their dtype. None means causal order
+            without padding.
 
     Raises:
-        UsageError: it has another form or shape, or adds what does not hide.
+        UsageError: it has another form or shape, or holds numbers that neither show nor hide a key.
     """
     if attention_mask is None:
         return Mask()
@@ -51,7 +51,7 @@ def _seen(mask: Tensor) -> Tensor:
 
 
 def packed_mask(position_ids: Tensor) -> Mask | None:
-    """The mask of sequences packed into one row, each with positions that count from its first token; None for one.
+    """The mask of sequences packed into one row, recognized by positions that restart; None for a single sequence.
 
     Args:
         position_ids: [B, T].

@@ -29,7 +29,7 @@ class Parameter:
     Attributes:
         shape: its shape; [out, in] of a matrix, [experts, out, in] of experts in one tensor.
         packing: what packs it: a recipe's `weights`, only an override that names it, or nothing.
-        projection: projection whose heads its rows are, as `HeadLayout` orders them; None where rows are no heads.
+        projection: projection whose heads the rows are, in the order of `HeadLayout`; None if rows are not heads.
         is_wide: whether it stays in float32 where the model is in a half type.
         contracted: axis that products sum over. Scales and packed codes run along the last one.
     """
@@ -51,7 +51,7 @@ class TokenRows:
     Attributes:
         keys: number of key heads and their width.
         values: number of values and their width.
-        window: number of newest tokens that are seen; None for all.
+        window: number of newest tokens that are seen; None if there is no window.
     """
 
     keys: tuple[int, int]

@@ -1,4 +1,4 @@
-"""What every model that runs has in common: a decoder under a recipe, its head, its caches and its reports."""
+"""The base of every model that runs: a decoder under a recipe, its head, its caches and its reports."""
 
 import inspect
 import os
@@ -39,7 +39,7 @@ _LAMBDA_STD = 0.1
 
 
 class CausalPreTrainedModel(PreTrainedModel):
-    """A model as transformers sees it, and how λ starts."""
+    """A model with transformers' interface, and the initialization of λ."""
 
     base_model_prefix = "model"
     _supports_sdpa = True
@@ -94,21 +94,21 @@ class Decoder(CausalPreTrainedModel):
         graphed_steps: GraphedSteps | None = None,
         **kwargs: Any,  # noqa: ARG002  transformers passes every model more than it may need
     ) -> BaseModelOutputWithPast:
-        """Hidden states [B, T, D] behind the final norm.
+        """Hidden states [B, T, D] after the final norm.
 
         Args:
             input_ids: [B, T].
             attention_mask: [B, S] over cached and new tokens, 0 where padding; or [B or 1, 1, T, S], which keys each
-                query sees, as `read_mask` takes it; None without padding.
+                query sees, as `read_mask` takes it. Not needed without padding.
             position_ids: [B, T]; counted over what is not padding by default. Where they start again, without cache
                 and mask, sequences are packed into one row and do not see each other.
             past_key_values: cache to read and extend.
             inputs_embeds: embeddings [B, T, D] in place of `input_ids`.
-            use_cache: whether to return a cache where none was passed.
+            use_cache: whether to return a cache if none was passed.
             output_hidden_states: whether to return the embeddings and each layer's output too, the last one normed;
                 the configuration's choice by default.
             output_attentions: refused where true, here or in the configuration.
-            graphed_steps: graphs to decode with where that can be; None for none.
+            graphed_steps: graphs to decode with if possible.
             kwargs: other arguments, none of which changes the result.
 
         Raises:
@@ -154,7 +154,7 @@ class Decoder(CausalPreTrainedModel):
         cache: Cache | None,
         states: MutableSequence[Tensor] | None,
     ) -> Tensor:
-        """Hidden states [B, T, D] behind the final norm, of embedded tokens.
+        """Hidden states [B, T, D] after the final norm, for embedded tokens.
 
         Args:
             x: [B, T, D].
@@ -173,14 +173,14 @@ class Decoder(CausalPreTrainedModel):
         position_ids: Tensor | None,  # noqa: ARG002
         cache: Cache,  # noqa: ARG002
     ) -> Tensor | None:
-        """Hidden states [B, T, D] of embedded tokens from a CUDA graph; None, with nothing done, where there is none.
+        """Hidden states [B, T, D] of embedded tokens from a CUDA graph; does nothing and returns None if there is none.
 
         Other arguments: as `forward` has them.
         """
         return None
 
     def new_graphs(self) -> GraphedSteps | None:
-        """Graphs for one call of `generate`; None where steps cannot be graphed, which is said on a CUDA device."""
+        """Graphs for one call of `generate`, or None if steps cannot be graphed; on CUDA the reason is logged."""
         return None
 
     @property
@@ -188,20 +188,20 @@ class Decoder(CausalPreTrainedModel):
         return any(scheme.quantizes for target in ("k", "v") for scheme in self.recipe.schemes_of(target))
 
     def needs_own_cache(self, implementation: str | None) -> bool:  # noqa: ARG002  some models look at it
-        """Whether `new_cache` has to serve `generate`.
+        """Whether `generate` must use `new_cache`.
 
         Args:
-            implementation: kind of cache that the caller named to transformers; None where none was.
+            implementation: kind of cache that the caller asked transformers for, if any.
         """
         return self.has_quantized_cache
 
     @property
     def crop_refusal(self) -> str | None:
-        """Reason why tokens that were read cannot be taken back from the model's own cache, or None."""
+        """The reason why the model's own cache cannot drop tokens again, or None if it can."""
         return None
 
     def draft_refusal(self) -> str | None:
-        """Reason why drafts that are checked at once give other tokens than decoding step by step, or None."""
+        """The reason why checking drafts at once changes the generated tokens, or None if it does not."""
         return self.crop_refusal or dependence_on_steps(self.recipe)
 
     @abstractmethod
@@ -268,7 +268,7 @@ class CausalModel(CausalPreTrainedModel, GenerationMixin):
 
     @torch.no_grad()
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Tokens from transformers' `generate`, with the recipe's cache unless one is passed.
+        """Run transformers' `generate`, with the recipe's cache unless one is passed.
 
         Raises:
             UsageError: what is asked for is not computed, or would give other tokens than greedy search does.
@@ -422,7 +422,7 @@ class CausalModel(CausalPreTrainedModel, GenerationMixin):
         return self.model.new_cache()
 
     def logit_report(self) -> list[dict[str, float]]:
-        """Counts of what each layer's logit quantizer did: layer, calls, entries, clipped, step_mean, step_max."""
+        """Statistics of each layer's logit quantizer: layer, calls, entries, clipped, step_mean, step_max."""
         return [{"layer": attention.layer} | attention.meter.report() for attention in self.attentions]
 
     def reset_logit_report(self) -> None:

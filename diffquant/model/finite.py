@@ -1,4 +1,4 @@
-"""A guard of generation: tokens are not chosen from logits that overflowed, and the layer where that began is named."""
+"""Stops generation when logits overflow, and names the layer where that began."""
 
 import torch
 from torch import Tensor
@@ -8,14 +8,14 @@ from diffquant.errors import NonFiniteError
 
 
 class FiniteLogits(LogitsProcessor):
-    """Refuses vocabulary logits of which the largest is no number; minus infinity is how others rule tokens out."""
+    """Refuses vocabulary logits whose maximum is not finite; -inf is allowed, since it marks excluded tokens."""
 
     def __init__(self, model: PreTrainedModel, attention_mask: Tensor | None, has_ids: bool) -> None:
         """A guard of one call of `generate`.
 
         Args:
             model: `CausalModel` that generates.
-            attention_mask: [B, T] of the prompt, as it was passed; None for none.
+            attention_mask: [B, T] of the prompt, if it was passed.
             has_ids: whether the prompt came as tokens, so that it can be read again.
         """
         self.model = model
@@ -39,7 +39,7 @@ class FiniteLogits(LogitsProcessor):
         return f"{where} computes NaN or infinity in {dtype}, and no token can be chosen: run it {advice}"
 
     def _place(self, ids: Tensor) -> str:
-        """Name of the first module whose output for these tokens [B, T] is not finite, its layers' alone."""
+        """Name of the first module within the layers whose output for tokens [B, T] is not finite."""
         mask = self.attention_mask
         # One that says what each query sees is not known of those that came later.
         if mask is not None and mask.dim() != 2:

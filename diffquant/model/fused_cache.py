@@ -1,4 +1,4 @@
-"""A KV cache whose attention reads the stored codes: `PackedCache`'s meaning, `diffquant.kernels`' speed.
+"""A KV cache whose attention kernels read the stored codes: the results of `PackedCache`, but faster.
 
 A few new tokens are appended and attended to in two operations, K and V never expanded. More of them (a
 prompt) are stored, and attention gets K and V as they read back. Also for 16-bit recipes: storage is
@@ -99,22 +99,22 @@ class FusedCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all storages, with the room for tokens to come."""
+        """Bytes of all storages, including room for future tokens."""
         return sum(layer.nbytes for layer in self.layers)
 
     @property
     def stamps(self) -> tuple[int, ...] | None:
-        """Numbers that change whenever a storage moves; None where a layer has none yet."""
+        """Numbers that change whenever a storage moves, or None if a layer has no storage yet."""
         stores = [layer.store for layer in self.layers]
         return None if None in stores else tuple(store.stamp for store in stores)
 
     @property
     def capacity(self) -> int:
-        """Number of tokens that there is room for without growing."""
+        """Number of tokens that fit without growing."""
         return min((layer.store.capacity if layer.store else 0 for layer in self.layers), default=0)
 
     def count(self, tokens: int) -> None:
-        """Set the host's count of tokens stored: replays of a CUDA graph advance the device's alone."""
+        """Set the host's count of stored tokens, since replays of a CUDA graph advance only the device's."""
         for layer in self.layers:
             layer.store.length = tokens
 
@@ -130,7 +130,7 @@ class FusedCache(Cache):
         mask: Mask,
         post: PairNorm | None = None,
     ) -> Tensor | None:
-        """Store new tokens and attend to all, without expanding what is stored.
+        """Store new tokens and attend to all, without dequantizing the stored ones.
 
         Args:
             q: one [B, h, T, d] a map; the second [B, n, T, d] where pairs share noise heads.
@@ -153,7 +153,7 @@ class FusedCache(Cache):
 
 
 def fused_cache_refusal(recipe: Recipe, spec: DiffSpec, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Reason why a model with this attention cannot decode through a `FusedCache`, or None."""
+    """The reason why a model with this attention cannot decode through a `FusedCache`, or None if it can."""
     if dtype not in HALF_TYPES:
         return f"the decode kernel takes float16 and bfloat16, not {dtype}"
     if spec.lam == "two-gates":
@@ -166,6 +166,6 @@ def fused_cache_refusal(recipe: Recipe, spec: DiffSpec, dtype: torch.dtype, devi
 
 
 def warn_of_slow_decoding(reason: str) -> None:
-    """Say, once for each reason, that decoding on a CUDA device goes without its kernel."""
+    """Log once per reason that decoding on a CUDA device does not use its kernel."""
     message = "the decode kernel is not used, which makes generation much slower: %s"
     log_once(__name__, logging.WARNING, message, reason)

@@ -1,4 +1,4 @@
-"""What transformers' callers may bring or ask for and this attention does not compute, said at the first call."""
+"""Checks a call of `generate` for caches and options that this attention does not support."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -99,7 +99,7 @@ def check_generation(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
 
 
 def dependence_on_steps(recipe: Recipe) -> str | None:
-    """Reason why tokens read at once, or taken back, leave another result than those read one by one; None for none."""
+    """The reason why reading tokens at once, or dropping them again, changes results, or None if it does not."""
     of_cache = [scheme for target in ("k", "v") for scheme in recipe.schemes_of(target) if scheme.quantizes]
     if of_cache and recipe.residual:
         return f"of the cache the newest {recipe.residual} tokens stay at 16 bits (residual), and drafts push some out"
@@ -114,7 +114,7 @@ def dependence_on_steps(recipe: Recipe) -> str | None:
 
 
 def _of_cache(recipe: Recipe) -> tuple[Scheme, Scheme, int, dict[str, Scheme]]:
-    """What of a recipe a cache depends on: `k`, `v`, `residual` and their overrides."""
+    """The parts of a recipe that a cache depends on: `k`, `v`, `residual` and their overrides."""
     own = {pattern: scheme for pattern, scheme in recipe.overrides.items() if target_of(pattern) in ("k", "v")}
     return recipe.k, recipe.v, recipe.residual, own
 

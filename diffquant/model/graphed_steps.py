@@ -21,7 +21,7 @@ Step = Callable[[Tensor, Tensor, Mask], Tensor]
 
 @dataclass(frozen=True)
 class Recording:
-    """Work on a device that can be done again at the same addresses.
+    """Recorded work on a device, replayable at the same addresses.
 
     Attributes:
         replay: function that does it.
@@ -78,7 +78,7 @@ class GraphedSteps:
             x: embedded tokens [B, 1, D].
             positions: their positions [B or 1, 1].
             attention_mask: [B, S] over cached and new tokens, 0 where padding; no token after the first step is
-                padding. None without padding.
+                padding. Not needed without padding.
 
         Returns:
             States, or None, with nothing done, where the step has to run without a graph.
@@ -126,12 +126,12 @@ class GraphedSteps:
 
 @cache
 def warn_of_ungraphed_decoding(reason: str) -> None:
-    """Say, once for each reason, that decoding on a CUDA device launches its kernels one by one."""
+    """Log once per reason that decoding on a CUDA device launches its kernels one by one."""
     _log.warning("decoding goes without CUDA graphs, which makes it slower: %s", reason)
 
 
 def _lasting_mask(attention_mask: Tensor | None, capacity: int) -> Mask:
-    """The mask of this step and of all that follow, over as many tokens as the cache has room for."""
+    """The mask of this and all later steps, over the full capacity of the cache."""
     if attention_mask is None:
         return Mask()
     valid = attention_mask.new_ones(len(attention_mask), capacity, dtype=torch.bool)

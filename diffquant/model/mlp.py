@@ -1,4 +1,4 @@
-"""The network behind a layer's attention."""
+"""The MLP after a layer's attention."""
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ class DiffMLP(nn.Module):
         self.gate_up_proj = None
 
     def join_gate_and_up(self) -> None:
-        """Make one packed layer of gate and up where they are packed alike: a product is one launch instead of two."""
+        """Merge gate and up into one packed layer if their schemes are equal, to launch one product instead of two."""
         gate, up = self.gate_proj, self.up_proj
         if isinstance(gate, QuantizedLinear) and isinstance(up, QuantizedLinear):
             self.gate_up_proj = gate.with_rows_of(up)

@@ -1,4 +1,4 @@
-"""DiffTransformer: one model for all of the family that has a Transformer's layers, plain Transformer included.
+"""DiffTransformer: one model for every member of the family with a Transformer's layers, the plain one included.
 
 Llama's decoder layer around attention that a `DiffSpec` describes.
 """
@@ -94,7 +94,7 @@ class DiffTransformerModel(Decoder):
 
     @property
     def has_fused_cache(self) -> bool:
-        """Whether decoding runs on the kernels that read the cache as it is stored; on CUDA it is said why not."""
+        """Whether decoding uses the kernels that read the packed cache; on CUDA the reason is logged if not."""
         refusal = fused_cache_refusal(self.recipe, self.architecture.diff_spec, self.dtype, self.device)
         if refusal is not None and self.device.type == "cuda":
             warn_of_slow_decoding(refusal)
@@ -109,7 +109,7 @@ class DiffTransformerModel(Decoder):
         return GraphedSteps()
 
     def _graph_refusal(self) -> str | None:
-        """Reason why a decoding step cannot be recorded, on a device whose decode kernel takes the model, or None."""
+        """The reason why a decoding step cannot be recorded although the decode kernel takes the model, or None."""
         attentions = [cast(DiffLayer, layer).self_attn for layer in self.layers]
         if chosen := sorted({attention.backend for attention in attentions} - {"auto"}):
             return f"attention was asked to run on {', '.join(chosen)}"
@@ -135,7 +135,7 @@ class DiffTransformerModel(Decoder):
         return self.has_quantized_cache or (self.has_fused_cache and implementation is None)
 
     def new_cache(self) -> Cache:
-        """An empty KV cache as the recipe wants it, and the fastest that the device has for that."""
+        """An empty KV cache for the recipe, the fastest kind that the device supports."""
         # The kernels have no backward pass.
         if self.has_fused_cache and not torch.is_grad_enabled():
             return FusedCache(self.recipe, len(self.layers))

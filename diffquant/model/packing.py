@@ -20,7 +20,7 @@ class Packing:
 
     @classmethod
     def of(cls, valid: Tensor | None) -> "Packing | None":
-        """The packing of new tokens by their validity [B, T]; None without padding."""
+        """The packing of new tokens by their validity [B, T], or None if there is no padding."""
         if valid is None or valid.all():
             return None
         return cls((~valid).sort(dim=1, stable=True).indices, valid.sum(1))

@@ -8,7 +8,7 @@ def count_positions(valid: Tensor | None, past: int, length: int, device: torch.
     """Positions [B or 1, T] of new tokens, counted over what is not padding.
 
     Args:
-        valid: validity [B, S] of cached and new tokens; None without padding.
+        valid: validity [B, S] of cached and new tokens; None if there is no padding.
         past: number of cached tokens.
         length: T, number of new ones.
     """

@@ -1,4 +1,4 @@
-"""What layers that see all tokens, or a window of them, have to know of the tokens that a model reads."""
+"""What layers with and without a window need to know about the tokens that a model reads."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -30,8 +30,8 @@ class Reading:
         """The reading of T = `length` new tokens.
 
         Args:
-            valid: validity [B, S] of cached and new tokens; None without padding.
-            window: number of newest tokens that windowed layers see; None for all.
+            valid: validity [B, S] of cached and new tokens; None if there is no padding.
+            window: number of newest tokens that windowed layers see; None if there is no window.
             cache: cache of the earlier tokens.
         """
         near = length + (cache.held if cache is not None else 0)

@@ -32,7 +32,7 @@ class Walk(ABC, Generic[State]):
 
     @abstractmethod
     def hidden(self, state: State) -> Tensor:
-        """Hidden states [B, T, D] among what goes from layer to layer."""
+        """Hidden states [B, T, D] in the state passed between layers."""
 
     @abstractmethod
     def run(self, layer: nn.Module, state: State) -> State:
@@ -40,13 +40,13 @@ class Walk(ABC, Generic[State]):
 
     @abstractmethod
     def project(self, layer: nn.Module, state: State) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Queries, keys and values of a layer's attention as it reads them; None where a layer has no attention.
+        """Queries, keys and values of a layer's attention as it reads them, or None if the layer has no attention.
 
         Each is [B, heads, T, width], rotated where the model rotates, signal heads before noise heads.
         """
 
     def window(self, layer: nn.Module) -> int | None:  # noqa: ARG002  most models have none
-        """Number of newest keys that a layer's queries see; None for all."""
+        """Number of newest keys that a layer's queries see, or None if it has no window."""
         return None
 
 

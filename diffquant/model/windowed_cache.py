@@ -1,4 +1,4 @@
-"""KV caches of layers whose attention sees a window: what no later query can see is forgotten."""
+"""KV caches of layers with a window, which forget tokens that no later query can see."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ from diffquant.recipe import Recipe
 
 
 class WindowedLayer(PackedLayer):
-    """A layer that keeps the window's tokens, all but the one that is to come."""
+    """A layer that keeps the window's tokens, except for the next one."""
 
     is_croppable = False
 
@@ -35,7 +35,7 @@ class WindowedLayer(PackedLayer):
         needed: int | None = None,
         **kwargs: object,
     ) -> tuple[Tensor, Tensor]:
-        """Store new tokens and return what they see, then forget what later tokens do not.
+        """Store new tokens and return the keys and values that they see, then forget those that later tokens do not.
 
         Args:
             key_states, value_states: [B, H, T, d] keys and [B, H', T, dv] values.
@@ -54,7 +54,7 @@ class WindowedLayer(PackedLayer):
         return self.window - 1
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refused: tokens that come back into the window are gone.
+        """Refused: tokens that would come back into the window are gone.
 
         Raises:
             UsageError: tokens are to be forgotten.
@@ -64,7 +64,7 @@ class WindowedLayer(PackedLayer):
 
 
 def storage_of(rows: TokenRows, layer: int, recipe: Recipe, ranges: Mapping[str, Tensor]) -> PackedLayer:
-    """Empty storage for what a layer keeps of each token, as a model's recipe wants it.
+    """Empty storage for a layer's keys and values under a model's recipe.
 
     Args:
         layer: number of the layer.
@@ -86,7 +86,7 @@ class WindowsCache(Cache):
             recipe: recipe of the model.
             layers: storage of each layer, which `storage_of` gives those with keys and values.
             whole: number of a layer that keeps all tokens.
-            windowed: number of a layer that keeps a window of them; None where none does.
+            windowed: index of a layer that keeps only a window, or None if there is none.
         """
         super().__init__(layers=layers)
         self.recipe = recipe

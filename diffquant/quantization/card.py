@@ -2,31 +2,31 @@
 
 from collections.abc import Mapping
 
+from diffquant.formats.front_matter import front_matter
+from diffquant.formats.reader import Checkpoint
 from diffquant.numbers.formats.integer import PACK_QUANTIZED
 from diffquant.quantization.plan import QuantizationPlan, rounded_again
 from diffquant.scheme import Scheme
 from diffquant.support.escaping import markdown_code, markdown_text
 
-_HEAD = """---
-library_name: transformers
-tags:
-- diffquant
-{tags}---
-"""
-_FAMILY = "- differential-transformer\n"
+# The tag of models that subtract attention maps.
+FAMILY = "differential-transformer"
 
 
-def quantized_card(plan: QuantizationPlan, errors: Mapping[str, float], carries_code: bool) -> str:
+def quantized_card(
+    plan: QuantizationPlan, errors: Mapping[str, float], carries_code: bool, is_differential: bool
+) -> str:
     """Model card of a quantized checkpoint: what was quantized, how, and how to load it.
 
     Args:
         errors: relative RMS error of each packed weight, by name.
         carries_code: whether the modelling file is part of the folder.
+        is_differential: whether the model is known to subtract attention maps.
     """
     name, model_type = plan.checkpoint.name, str(plan.checkpoint.config.get("model_type"))
     recipe = plan.recipe
     lines = [
-        _HEAD.format(tags=_tags(plan)),
+        front_matter("transformers", _tags(plan, is_differential), plan.checkpoint.front_matter, "quantized"),
         f"# {markdown_text(name)}, quantized\n",
         f"Made from {markdown_code(name)} ({markdown_text(model_type)}) by diffquant, after training.\n",
         "| target | scheme |",
@@ -61,9 +61,9 @@ rules, and each tensor's bits, error and size; docs/any-model.md of diffquant sa
 """
 
 
-def _tags(plan: QuantizationPlan) -> str:
+def _tags(plan: QuantizationPlan, is_differential: bool) -> list[str]:
     is_standard = plan.schemes and not _own_formats(plan)
-    return ("" if plan.rules else _FAMILY) + ("- compressed-tensors\n" if is_standard else "")
+    return ["diffquant", *([FAMILY] if is_differential else []), *(["compressed-tensors"] if is_standard else [])]
 
 
 def _own_formats(plan: QuantizationPlan) -> list[str]:
@@ -71,11 +71,12 @@ def _own_formats(plan: QuantizationPlan) -> list[str]:
     return sorted({scheme.format.name for scheme in plan.schemes.values() if not scheme.format.is_standard})
 
 
-def converted_card(name: str, source_type: str, target_type: str, what: str) -> str:
+def converted_card(checkpoint: Checkpoint, source_type: str, target_type: str, what: str) -> str:
     """Model card of a converted checkpoint, which says what it comes from."""
+    name = checkpoint.name
     return "\n".join(
         [
-            _HEAD.format(tags=_FAMILY),
+            front_matter("transformers", ["diffquant", FAMILY], checkpoint.front_matter),
             f"# {markdown_text(name)}, as {target_type}\n",
             f"Converted from {markdown_code(name)} ({markdown_text(source_type)}) by diffquant. {what}\n",
         ]

@@ -259,7 +259,8 @@ def _write_descriptions(
     write_atomically(folder / "recipe.yaml", plan.recipe.to_yaml())
     account = _account(plan, records, errors) | {"rounding": rounding} | ({"code": code} if code else {})
     write_atomically(folder / "diffquant.json", json.dumps(account, indent=2) + "\n")
-    card = quantized_card(plan, {e.name: e.error for e in errors.values()}, bool(code))
+    is_differential = isinstance(source, Source) and source.spec.maps > 1
+    card = quantized_card(plan, {e.name: e.error for e in errors.values()}, bool(code), is_differential)
     write_atomically(folder / "README.md", card)
 
 

@@ -5,6 +5,8 @@ import re
 from html import escape
 from typing import Any, Literal, TypedDict
 
+from diffquant.report.page import Key
+
 # Okabe and Ito's colours, which people with any common colour blindness can tell apart, and three of Paul Tol's.
 COLOURS = (
     "#0072B2",
@@ -43,6 +45,12 @@ def look(number: int) -> Look:
         linestyle=STYLES[number % len(STYLES)],
         marker=MARKERS[number % len(MARKERS)],
     )
+
+
+def key_of(number: int, text: str) -> Key:
+    """A legend's entry for the series of that number."""
+    style = look(number)
+    return Key("currentColor" if style["color"] == "#000000" else style["color"], GLYPHS[style["marker"]], text)
 
 
 class Tips:

@@ -12,6 +12,7 @@ from shlex import quote
 from typing import Any, Literal
 
 from diffquant.errors import CheckpointError, MissingDependencyError, UnknownModelTypeError, UsageError
+from diffquant.formats.dequantized import DequantizedCheckpoint
 from diffquant.formats.opening import open_checkpoint
 from diffquant.formats.reader import Checkpoint
 from diffquant.model.adapters import Adapter, adapter_for
@@ -85,6 +86,11 @@ def plan_server(
     checkpoint = open_checkpoint(model)
     if not checkpoint.path.is_dir():
         raise UsageError(f"{model} is no folder: vLLM serves folders, which `diffquant quantize` makes of it")
+    if isinstance(checkpoint, DequantizedCheckpoint):
+        raise UsageError(
+            f"{model} holds weights rounded to {checkpoint.rounded_as}: make a folder of 16 bits for the server first, "
+            f"diffquant quantize {model} -o FOLDER --weights 16"
+        )
     config, adapter = checkpoint.config, _adapter(checkpoint)
     _check_format(checkpoint)
     dtype = dtype or _dtype(config)

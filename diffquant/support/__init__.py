@@ -1,1 +1,1 @@
-"""What every room needs and none owns: files, devices, the machine, versions, progress."""
+"""Helpers that every package needs: files, devices, the machine, versions, progress."""

@@ -1,4 +1,4 @@
-"""The code behind a result: a digest of the modules that computed it, and the commit they stand in."""
+"""The code behind a result: a digest of the modules that computed it, and their commit."""
 
 import hashlib
 import subprocess
@@ -12,30 +12,30 @@ from diffquant.support.syntax import Syntax, SyntaxCache, native_digest
 
 _PACKAGE = Path(__file__).parents[1]
 
-# They show results and compute nothing of them.
+# These modules only show results.
 _SHOWING = (
     *("diffquant.cli", "diffquant.report"),
     *(f"diffquant.evals.{name}columns" for name in ("", "margin_", "order_", "position_", "text_")),
     "diffquant.evals.plots",
 )
 
-# What a commit's name ends with where sources differ from it.
+# Suffix of a commit if sources differ from it.
 CHANGED = "+changes"
 
-# Sources of native kernels stand beside the package that loads them.
+# Sources of native kernels lie beside the package that loads them.
 _NATIVE_SOURCES = ("*.cc", "*.h")
 
 
 @cache
 def code_digest(roots: tuple[str, ...], picking: tuple[str, ...] = ()) -> str:
-    """16 hex digits of what some modules say to Python, and all of diffquant's that they import, however far.
+    """16 hex digits of the code of some modules and of all diffquant modules that they import, directly or not.
 
-    Comments, docstrings and layout change nothing. What shows results is left out. A package that imports all of its
-    modules, as registries do, reaches them all.
+    Comments, docstrings and layout do not change the digest. Modules that only show results are left out. A registry,
+    which imports all modules of its package, includes them all.
 
     Args:
-        roots: names of modules; those that are not diffquant's have to be imported already.
-        picking: registries of which a run uses what it names, so that they reach none of their modules.
+        roots: names of modules; modules outside diffquant must be imported already.
+        picking: registries from which a run names what it uses, so their other modules do not count.
 
     Raises:
         ValueError: a root has no source file.
@@ -66,7 +66,7 @@ def code_digest(roots: tuple[str, ...], picking: tuple[str, ...] = ()) -> str:
 def commit() -> str | None:
     """The commit of the checkout that this package runs from, with "+changes" where sources differ from it.
 
-    None for an installed wheel, which stands in no checkout of ours.
+    None in an installed wheel, which has no checkout.
     """
     sources = [":(top)*.py", *(f":(top){pattern}" for pattern in _NATIVE_SOURCES), ":(top,exclude)tests"]
     if _git("ls-files", "--error-unmatch", "__init__.py") is None:
@@ -109,7 +109,7 @@ def _syntaxes() -> SyntaxCache:
 
 @cache
 def _file_of(module: str) -> Path | None:
-    """The source file of a module; None where there is none."""
+    """The source file of a module, or None if it has none."""
     if module.partition(".")[0] != _PACKAGE.name:
         return Path(file) if (file := getattr(sys.modules.get(module), "__file__", None)) else None
     place = _PACKAGE.joinpath(*module.split(".")[1:])

@@ -1,4 +1,4 @@
-"""Lists that are written as one text with commas, such as "16,8,4"."""
+"""Comma-separated lists, such as "16,8,4"."""
 
 import re
 
@@ -7,7 +7,7 @@ from diffquant.support.spelling import spelled
 
 
 def split_list(text: str) -> tuple[str, ...]:
-    """The parts of a text between commas, blank ones left out."""
+    """Split a text at commas, dropping blank parts."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
@@ -15,7 +15,7 @@ def split_numbers(parameter: str, text: str, example: str) -> tuple[int, ...]:
     """The numbers in a parameter's text; 4K is 4096.
 
     Raises:
-        UsageError: a part is no number; the example shows how it is written.
+        UsageError: a part is not a number; the message shows the example.
     """
     unread = [part for part in split_list(text) if not re.fullmatch("[0-9]{1,9}K?", part)]
     if unread:

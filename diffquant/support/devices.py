@@ -1,4 +1,4 @@
-"""Devices, and the dtypes that models are evaluated in on them."""
+"""Devices, and the dtype in which each evaluates models."""
 
 import torch
 
@@ -9,7 +9,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 
 def resolve_dtype(name: str = "auto", device: str = "cpu") -> torch.dtype:
-    """A dtype by name; "auto" is bfloat16 where the hardware multiplies it natively, else float32.
+    """A dtype by name; "auto" is bfloat16 if the hardware multiplies it natively, else float32.
 
     With AVX512-BF16 a model of 135 M parameters scored three times as many items a second as in float32
     (bench/results/hellaswag-speed.json); a CPU without native bfloat16 only emulates it.
@@ -25,7 +25,7 @@ def resolve_dtype(name: str = "auto", device: str = "cpu") -> torch.dtype:
 
 
 def as_dtype(dtype: torch.dtype | str | None, device: str = "cpu") -> torch.dtype | None:
-    """A dtype that may be given by its name, as `resolve_dtype` takes it; None where none is given.
+    """A dtype given as such or by a name for `resolve_dtype`; None stays None.
 
     Raises:
         UsageError: the name is unknown.
@@ -44,7 +44,7 @@ def is_bfloat16_native(device: str = "cpu") -> bool:
 
 
 def resolve_device(name: str = "auto") -> str:
-    """A device by name; "auto" is CUDA where torch finds a device of it, else the processor.
+    """A device by name; "auto" is CUDA if torch finds a CUDA device, else the CPU.
 
     Raises:
         UsageError: as `check_device` raises it.
@@ -56,7 +56,7 @@ def resolve_device(name: str = "auto") -> str:
 
 
 def describe_device(device: str) -> str:
-    """A device as people know it, such as "cuda (NVIDIA H200)"."""
+    """A device with its product name, such as "cuda (NVIDIA H200)"."""
     return f"{device} ({torch.cuda.get_device_name(device)})" if torch.device(device).type == "cuda" else device
 
 
@@ -68,7 +68,7 @@ def check_device(device: str) -> None:
     """Check that a device can be used.
 
     Raises:
-        UsageError: the name is none of torch's, or the device is not there.
+        UsageError: torch does not know the name, or the device does not exist.
     """
     try:
         kind = torch.device(device).type

@@ -1,4 +1,4 @@
-"""Digests of weight files, by which they are known again: fast on every processor, and no defence against forgery."""
+"""Digests that identify weight files: fast on every CPU, but no protection against forgery."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
@@ -8,8 +8,7 @@ from typing import Self
 
 import xxhash
 
-# SHA-256 took half of `quantize`'s time on a processor without instructions for it. Folders that were written with it
-# are still read.
+# SHA-256 took half of `quantize`'s time on a CPU without instructions for it. We still read folders written with it.
 _ALGORITHMS: Mapping[str, str | Callable[[], xxhash.xxh3_128]] = {"xxh3_128": xxhash.xxh3_128, "sha256": "sha256"}
 _DEFAULT = "xxh3_128"
 
@@ -38,10 +37,10 @@ class FileDigests:
 
     @classmethod
     def read(cls, record: Mapping[str, object]) -> Self:
-        """The digests in a record, which stand under their algorithm's name; none where it has none of them.
+        """Read the digests of a record, stored under their algorithm's name; empty if the record has none.
 
         Raises:
-            TypeError: what stands there are no digests.
+            TypeError: the entry does not hold digests.
         """
         algorithm = next((name for name in _ALGORITHMS if name in record), _DEFAULT)
         by_name = record.get(algorithm, {})
@@ -50,16 +49,16 @@ class FileDigests:
         return cls(by_name, algorithm)
 
     def to_dict(self) -> dict[str, dict[str, str]]:
-        """The entry of a record, which `read` takes."""
+        """The entry for a record, which `read` reads."""
         return {self.algorithm: dict(self.by_name)}
 
     def changed(self, folder: Path) -> list[str]:
-        """Names of the files that are not in a folder, or are others there."""
+        """Names of the files that are missing from a folder or differ there."""
         return [name for name, digest in self.by_name.items() if not _is(folder / name, digest, self.algorithm)]
 
     @property
     def contents(self) -> frozenset[str]:
-        """The digests alone: equal for the same files under other names."""
+        """The digests without names: equal for the same files under other names."""
         return frozenset(self.by_name.values())
 
 

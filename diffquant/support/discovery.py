@@ -1,4 +1,4 @@
-"""Registries that fill themselves: a file beside the others is all that an extension adds."""
+"""Registries that fill themselves: to extend one, add a file to its package."""
 
 from importlib import import_module
 from pkgutil import iter_modules

@@ -1,8 +1,8 @@
-"""Times as people say them."""
+"""Durations for people."""
 
 
 def spoken(seconds: float) -> str:
-    """A time in the unit that fits it: 8 s, 12 min, or 2 h 5 min."""
+    """A duration in a fitting unit: 8 s, 12 min, or 2 h 5 min."""
     if seconds < 100:
         return f"{max(1, round(seconds))} s"
     hours, minutes = divmod(round(seconds / 60), 60)

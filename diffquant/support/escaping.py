@@ -1,6 +1,6 @@
-"""Texts of strangers (names of models, tensors and folders) on their way to a terminal, a Markdown file or a page.
+"""Escapes untrusted text (names of models, tensors and folders) for a terminal or a Markdown file.
 
-Each place has one function here, and whoever writes there calls it. A page's template escapes HTML (`report/page.py`).
+Whoever writes to one of them calls its function here. A page's template escapes HTML (`report/page.py`).
 """
 
 import re
@@ -9,28 +9,28 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-# Control characters, which a terminal obeys, and those that turn the direction of the text around them.
+# Control characters, which a terminal obeys, and characters that change the direction of text.
 _HIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]|\r(?!\n)")
 _BREAKS = re.compile("[\t\r\n]+")
-# Markup, HTML, mathematics, and the starts of what readers make links of; an underscore inside a word is none.
+# Markup, HTML, mathematics, and starts of text that readers turn into links; not an underscore inside a word.
 _MARKUP = re.compile(r"[\\`*\[\]<>|~&$:@]|(?<![^\W_])_|_(?![^\W_])|(?<=www)\.", re.IGNORECASE)
-# What progress lines begin with: back to the start of a line, up one, clear the rest.
+# Start of a progress line: go to the start of the line, up one, clear the rest.
 _MOVES = re.compile("(?:\r|\n|\x1b\\[[AK])*")
 
 
 def visible(text: str) -> str:
-    """A text whose hidden characters stand as a backslash, a u and their number in hexadecimal; lines stay lines."""
+    """A text with hidden characters written as a backslash, a u and their hexadecimal number; line breaks stay."""
     return _HIDDEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def one_line(text: str) -> str:
-    """A name as a part of one line: visible, and without breaks."""
+    """A name for use within a line: hidden characters shown, line breaks removed."""
     return visible(_BREAKS.sub(" ", text))
 
 
 def markdown_text(text: str) -> str:
     """A name as plain text in a paragraph, heading or cell of Markdown, whatever markup it holds."""
-    # As numbers: a backslash before < does not keep every reader from taking it for HTML.
+    # As numeric entities: some readers take < for HTML even after a backslash.
     return _MARKUP.sub(lambda found: f"&#{ord(found[0])};", one_line(text))
 
 
@@ -38,7 +38,7 @@ def markdown_code(text: str) -> str:
     """A name as code in a paragraph, heading or cell of Markdown."""
     name = one_line(text)
     if not name.strip("`").strip() or "`" in name or "|" in name:
-        # A span of code cannot hold these everywhere, and an element can.
+        # A code span cannot hold these everywhere, but an HTML element can.
         return f"<code>{markdown_text(name)}</code>"
     return f"`{name}`"
 
@@ -65,7 +65,7 @@ class _VisibleStream:
 
 @contextmanager
 def visible_streams() -> Iterator[None]:
-    """Have stdout and stderr show hidden characters."""
+    """Make stdout and stderr show hidden characters."""
     streams = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = _VisibleStream(sys.stdout), _VisibleStream(sys.stderr)
     try:

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and digests that tell files apart."""
+"""Writes files atomically, and computes their digests."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ _TEMPORARY = ".diffquant.tmp"
 
 
 def check_writable(folder: Path) -> None:
-    """Check, before the work, that files can be written into a folder, or the folder made; nothing is left.
+    """Check before the work that a folder can be written or created; leaves nothing behind.
 
     Raises:
         UsageError: they cannot.
@@ -34,7 +34,7 @@ def check_writable(folder: Path) -> None:
 
 
 def cache_folder() -> Path:
-    """The folder of what can be made again, for this user; it need not be there."""
+    """This user's cache folder, which may not exist yet."""
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "diffquant"
 
 
@@ -57,11 +57,11 @@ def file_digest(file: Path) -> str:
 
 
 def write_atomically(file: Path, content: str | bytes) -> None:
-    """Write a file whole or not at all; text is written as UTF-8. What killed runs left of it goes away."""
+    """Write a file atomically, text as UTF-8, and remove temporary files that killed runs left of it."""
     data = content.encode() if isinstance(content, str) else content
     _remove_left(file)
     while True:
-        # A name of its own: two processes may write the same file at once, and the last one stays.
+        # A unique name: two processes may write the same file at once, and the last one wins.
         temporary = file.with_name(f".{file.name}.{secrets.token_hex(4)}{_TEMPORARY}")
         try:
             with _held(temporary):
@@ -69,7 +69,7 @@ def write_atomically(file: Path, content: str | bytes) -> None:
                 os.replace(temporary, file)
             return
         except FileNotFoundError:
-            # Where a disk that machines share has no locks between them, another may have taken it for left.
+            # On a shared disk without locks, another machine may have removed it as a leftover.
             if not file.parent.is_dir():
                 raise
         finally:
@@ -78,13 +78,13 @@ def write_atomically(file: Path, content: str | bytes) -> None:
 
 @contextmanager
 def _held(temporary: Path) -> Iterator[None]:
-    """Hold a lock on a new file that ends with this process, however it ends."""
+    """Hold a lock on a new file; the system releases it however this process ends."""
     if fcntl is None:
         yield
         return
     descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
     try:
-        # Without locks a file counts as in use for ever.
+        # Without locks a file counts as in use forever.
         with suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
@@ -93,7 +93,7 @@ def _held(temporary: Path) -> Iterator[None]:
 
 
 def _remove_left(file: Path) -> None:
-    """Remove the temporary files of a file that no process holds: the runs that wrote them were killed."""
+    """Remove a file's temporary files that no process holds, left by killed runs."""
     if fcntl is None:
         return
     name = re.compile(rf"\.{re.escape(file.name)}\.[0-9a-f]{{8}}{re.escape(_TEMPORARY)}")
@@ -114,6 +114,6 @@ def _remove_unheld(path: str) -> None:
 
 
 def write_json(file: Path, value: object) -> None:
-    """Write plain data for people and programs to read, whole or not at all, in a folder that is made if need be."""
+    """Write plain data as readable JSON, atomically, and create the folder if needed."""
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(file, json.dumps(value, indent=1, ensure_ascii=False) + "\n")

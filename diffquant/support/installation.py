@@ -1,4 +1,4 @@
-"""This very installation of diffquant, wherever it came from: what it needs, and what pip must be told to add to it."""
+"""This installation of diffquant: its requirements, and the pip command that adds an extra to it."""
 
 import json
 import shlex
@@ -12,16 +12,16 @@ from diffquant.errors import MissingDependencyError
 
 
 def install_command(extra: str = "") -> str:
-    """The pip command that adds an extra, or all that is required, to this installation."""
+    """The pip command that adds an extra, or all requirements, to this installation."""
     project = _project_file()
     what = (str(project.parent) if project.is_file() else _origin() or "diffquant") + (f"[{extra}]" if extra else "")
     return f"pip install {'-e ' if project.is_file() else ''}{shlex.quote(what)}"
 
 
 def requirements() -> dict[str, list[str]]:
-    """Packages that this installation needs on this machine, under "", and those that each extra adds, by extra.
+    """Packages that this installation needs on this machine, under "", and those of each extra under its name.
 
-    A clone that runs in place says so in pyproject.toml, which may have changed since pip read it; others in metadata.
+    A clone that runs in place reads pyproject.toml, which may be newer than pip's record; a wheel reads its metadata.
 
     Raises:
         MissingDependencyError: it is neither a clone nor on pip's record, or `packaging`, which reads them, is missing.
@@ -43,7 +43,7 @@ def requirements() -> dict[str, list[str]]:
 
 
 def _declared() -> dict[str, list[str]]:
-    """Requirements under "", and by extra; those of another extra may be among them, under a marker that says so."""
+    """Requirements under "" and by extra; a marker tells if one belongs to another extra."""
     project = _project_file()
     if project.is_file():
         declared = tomllib.loads(project.read_text(encoding="utf-8"))["project"]
@@ -54,12 +54,12 @@ def _declared() -> dict[str, list[str]]:
 
 
 def _project_file() -> Path:
-    """pyproject.toml of the clone that runs in place, where it is one."""
+    """pyproject.toml of the clone, if this is a clone that runs in place."""
     return Path(__file__).parents[2] / "pyproject.toml"
 
 
 def _origin() -> str | None:
-    """Path of the clone or wheel that pip installed; None where it came from an index, or is there no more.
+    """Path of the clone or wheel that pip installed, or None if it came from an index or is gone.
 
     Source: PEP 610, direct_url.json.
     """

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM, which schedulers send: both raise KeyboardInterrupt, and it is remembered that one came."""
+"""Turns Ctrl-C and SIGTERM, which schedulers send, into KeyboardInterrupt, and remembers that one came."""
 
 import signal
 from types import FrameType
@@ -8,14 +8,14 @@ _came: list[int] = []
 
 
 def watch() -> None:
-    """Have both raise KeyboardInterrupt, unless they are ignored or another handles them."""
+    """Make both signals raise KeyboardInterrupt, unless they are ignored or already handled."""
     for number, usual in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
         if signal.getsignal(number) is usual:
             signal.signal(number, _interrupt)
 
 
 def came() -> bool:
-    """Whether one came: compiled modules turn what interrupts their import into errors of their own."""
+    """Whether a signal came; needed because compiled modules turn an interrupted import into another error."""
     return bool(_came)
 
 

@@ -1,4 +1,4 @@
-"""A journal of measurements that an interruption does not lose: a line each, under a key of all they depend on."""
+"""A journal that keeps measurements over an interruption: a line each, under a key of everything they depend on."""
 
 import json
 from pathlib import Path
@@ -9,10 +9,10 @@ from diffquant.support.plain_data import JsonObject, parse_json, plain_digest
 
 
 class Journal:
-    """Results by name, each of which is on the disk before the next is measured.
+    """Results by name, each on disk before the next is measured.
 
-    Each line holds a SHA-256 of itself and the key. One that is not what was written, half a line that a killed run
-    left for instance, is dropped, so its measurement is made again.
+    Each line holds a SHA-256 of itself and the key. A damaged line, for instance half a line from a killed run, is
+    dropped, so its measurement is made again.
     """
 
     def __init__(self, folder: Path, key: JsonObject) -> None:
@@ -27,11 +27,11 @@ class Journal:
         write_atomically(self.path, "".join([self._header(), *sound_lines]))
 
     def get(self, name: str) -> Any:
-        """The result of a measurement; None where it was not made."""
+        """The result of a measurement, or None if it was not made yet."""
         return self._results.get(name)
 
     def add(self, name: str, result: Any) -> None:
-        """Write a result down."""
+        """Append a result."""
         self._results[name] = result
         if not self.path.is_file():
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -40,7 +40,7 @@ class Journal:
             file.write(self._line(name, result))
 
     def discard(self) -> None:
-        """Delete the file, once its results stand elsewhere."""
+        """Delete the file once its results are stored elsewhere."""
         self.path.unlink(missing_ok=True)
 
     def __len__(self) -> int:

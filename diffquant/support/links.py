@@ -1,4 +1,4 @@
-"""The folders of the package that are symbolic links in a clone: git writes small text files where it may make none."""
+"""Checks the package's symbolic links: where git cannot make links, it writes small text files instead."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ LINKS = ("bench", "calib", "export")
 
 
 def require_links(package: Path) -> None:
-    """Check that a package's linked folders are folders.
+    """Check that a package's symbolic links lead to folders.
 
     Raises:
         ImportError: git wrote text files in their place.

@@ -1,4 +1,4 @@
-"""Messages that are logged once, and not by code that is being compiled."""
+"""Logs a message once, and never inside compiled code."""
 
 import logging
 from functools import cache
@@ -9,7 +9,7 @@ import torch
 def log_once(logger: str, level: int, message: str, *values: object) -> None:
     """Log a message, once for each of its values.
 
-    Compiled code leaves it out: where torch.compile meets a logger, it ends its graph.
+    Compiled code skips it: a logger would break torch.compile's graph.
     """
     if not torch.compiler.is_compiling():
         _log_once(logger, level, message, *values)

@@ -1,18 +1,18 @@
-"""The machine's processors and memory, counted without torch, since programs that do not use torch ask too."""
+"""The machine's processors and memory, without torch, since programs that do not use torch ask too."""
 
 import os
 from pathlib import Path
 
 
 def cores() -> int:
-    """The number of processor cores this process may use, where the system says so; else of all the machine has."""
+    """The number of CPU cores this process may use, or all of the machine's if the system does not say."""
     if hasattr(os, "sched_getaffinity"):  # not on macOS and Windows
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def threads() -> int:
-    """The number of threads that a process computes with: what OMP_NUM_THREADS says, else one per core."""
+    """The number of threads that a process computes with: OMP_NUM_THREADS, or one per core."""
     import psutil
 
     said = os.environ.get("OMP_NUM_THREADS", "")
@@ -20,14 +20,14 @@ def threads() -> int:
 
 
 def free_memory() -> int:
-    """Bytes of main memory that this process can still have: the machine's, or its control group's if that is less."""
+    """Bytes of memory that this process can still use: those of the machine, or of its control group if less."""
     import psutil
 
     return min([int(psutil.virtual_memory().available), *_free_in_groups()])
 
 
 def _free_in_groups() -> list[int]:
-    """Bytes that are free in each control group above this process, where Linux and schedulers set limits."""
+    """Free bytes in each control group of this process, through which Linux and schedulers set limits."""
     try:
         lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -46,7 +46,7 @@ def _free_in_groups() -> list[int]:
 
 
 def _free_in(limit: Path, statistics: Path, used: str) -> list[int]:
-    """A group's limit less what its processes hold, files in memory left aside; nothing where there is no limit."""
+    """A group's limit minus the memory of its processes, without cached files; empty if there is no limit."""
     try:
         held = dict(line.split() for line in statistics.read_text(encoding="ascii").splitlines())
         return [max(0, int(limit.read_text(encoding="ascii")) - int(held[used]))]

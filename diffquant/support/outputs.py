@@ -1,4 +1,4 @@
-"""What every verb may replace: what diffquant wrote, and nothing else."""
+"""Checks before writing: a verb may only replace files that diffquant wrote."""
 
 import os
 from collections.abc import Collection, Iterable
@@ -13,14 +13,14 @@ _NAMED_FILES = 5
 
 
 def check_replaced(folder: Path, replaced: Iterable[str], own: Collection[str]) -> None:
-    """Check that all that an output would replace in a folder was written there by diffquant.
+    """Check that diffquant wrote everything that an output would replace in a folder.
 
     Args:
-        replaced: names that are there already.
+        replaced: names that already exist and would be replaced.
         own: names that diffquant is known to have written.
 
     Raises:
-        OutputExistsError: some are somebody else's.
+        OutputExistsError: something else wrote some of them.
     """
     foreign = sorted(set(replaced) - set(own))
     if foreign:
@@ -33,12 +33,12 @@ def check_replaced(folder: Path, replaced: Iterable[str], own: Collection[str]) 
 
 @dataclass(frozen=True)
 class RunFiles:
-    """The files that a run leaves in a folder, which may hold other things.
+    """The files that a run writes into a folder, which may hold other files.
 
     Attributes:
-        data: name of the file of numbers, by which a run is known.
-        fields: names that its JSON object has.
-        beside: names of the files that are made from it.
+        data: name of the JSON file with the numbers, which identifies a run.
+        fields: fields that this file must have.
+        beside: names of the files made from it.
     """
 
     data: str
@@ -46,10 +46,10 @@ class RunFiles:
     beside: tuple[str, ...]
 
     def check(self, folder: Path) -> None:
-        """Check, before the work, that these files can be written into a folder and replace none but an earlier run's.
+        """Check before the work that these files can be written and replace only those of an earlier run.
 
         Raises:
-            OutputExistsError: files of these names are there, without a run's numbers.
+            OutputExistsError: files of these names exist, but no run's numbers.
             UsageError: nothing can be written there.
         """
         check_writable(folder)
@@ -57,7 +57,7 @@ class RunFiles:
         check_replaced(folder, there, there if self.is_run(folder) else ())
 
     def is_run(self, folder: Path) -> bool:
-        """Whether a folder has a run's numbers."""
+        """Whether a folder holds a run's numbers."""
         return has_fields(folder / self.data, self.fields)
 
 
@@ -71,13 +71,13 @@ def has_fields(file: Path, fields: Collection[str]) -> bool:
 
 
 def check_written_file(file: Path, is_own: bool) -> None:
-    """Check that a file that is to be written can be, and replaces none but one of diffquant's.
+    """Check that a file can be written and would only replace one of diffquant's.
 
     Args:
-        is_own: whether what is there is known to be one.
+        is_own: whether the existing file is one of diffquant's.
 
     Raises:
-        OutputExistsError: it is somebody else's.
+        OutputExistsError: the existing file is not diffquant's.
         UsageError: nothing can be written there.
     """
     check_writable(file.absolute().parent)

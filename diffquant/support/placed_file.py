@@ -1,4 +1,4 @@
-"""A file whose bytes arrive in any order, from several threads."""
+"""A file that several threads write in any order."""
 
 import os
 import threading
@@ -7,7 +7,7 @@ from types import TracebackType
 
 
 class PlacedFile:
-    """A new file, of a size known beforehand, into which threads put bytes at their offsets."""
+    """A new file of known size into which threads write at given offsets."""
 
     def __init__(self, path: Path, nbytes: int) -> None:
         # Windows would otherwise write two bytes for each line feed.
@@ -44,7 +44,7 @@ class PlacedFile:
     def _write(self, data: memoryview, offset: int) -> int:
         if hasattr(os, "pwrite"):
             return os.pwrite(self._descriptor, data, offset)
-        # Windows: the place and the bytes are given in two calls, between which no other thread may move it.
+        # Windows needs two calls, seek and write, and no other thread may move the position in between.
         with self._guard:
             os.lseek(self._descriptor, offset, os.SEEK_SET)
             return os.write(self._descriptor, data)

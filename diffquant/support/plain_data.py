@@ -1,18 +1,18 @@
-"""Data that JSON holds."""
+"""Plain data: everything that JSON can hold."""
 
 import hashlib
 import json
 from typing import Any
 
-# An object whose values JSON can write, and whose reader knows what stands in it.
+# An object that JSON can write, whose reader knows its fields.
 JsonObject = dict[str, Any]
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse JSON, and refuse what a parser would choose among or fall over.
+    """Parse JSON strictly.
 
     Raises:
-        ValueError: the text is no JSON, gives a name twice in one object, or is nested too deeply.
+        ValueError: the text is not JSON, gives a name twice in one object, or is nested too deeply.
     """
     try:
         return json.loads(text, object_pairs_hook=_unique)
@@ -21,7 +21,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def plain_digest(content: Any) -> str:
-    """SHA-256 of plain data, in whatever order its objects give their names; what JSON writes and reads keeps it."""
+    """SHA-256 of plain data, which does not depend on the order of names and survives a round trip through JSON."""
     written_and_read = json.loads(json.dumps(content))
     return hashlib.sha256(json.dumps(written_and_read, sort_keys=True).encode()).hexdigest()
 

@@ -1,4 +1,4 @@
-"""Command lines, run so that every error becomes one line and an exit code."""
+"""Runs command lines and turns every error into one line and an exit code."""
 
 import sys
 import tempfile
@@ -18,17 +18,17 @@ from diffquant.support.spelling import command_line
 
 
 def run_program(command: Callable[..., None]) -> None:
-    """Run a command that is a program of its own, such as `python -m diffquant.bench.programs.quantize`."""
+    """Run a stand-alone command, such as `python -m diffquant.bench.programs.quantize`."""
     program = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     program.command()(command)
     run_commands(program)
 
 
 def run_commands(program: typer.Typer) -> None:
-    """Run the command that the arguments name; SIGTERM, which schedulers send, ends it as Ctrl-C does."""
+    """Run the command that the arguments name; SIGTERM, which schedulers send, interrupts it as Ctrl-C does."""
     interruption.watch()
     if isinstance(sys.stdout, TextIOWrapper):
-        # The code pages of Windows lack λ and others of our letters.
+        # Windows code pages lack λ and other characters that we print.
         sys.stdout.reconfigure(errors="replace")
     with visible_streams(), command_line():
         try:
@@ -53,7 +53,7 @@ def run_commands(program: typer.Typer) -> None:
 
 
 def _report(error: Exception) -> str:
-    """One line about an error that nobody foresaw, with its traceback in a file."""
+    """One line about an unexpected error, whose traceback goes to a file."""
     with tempfile.NamedTemporaryFile("w", prefix="diffquant-", suffix=".txt", delete=False, encoding="utf-8") as file:
         traceback.print_exception(error, file=file)
     first_line = str(error).partition("\n")[0][:200]
@@ -64,7 +64,7 @@ def _report(error: Exception) -> str:
 
 
 def _interrupt_behind(stop: BaseException | None) -> KeyboardInterrupt | None:
-    """The Ctrl-C that typer turned into an exit; what it interrupted may have said how to go on."""
+    """The KeyboardInterrupt that typer turned into an exit; its message may say how to go on."""
     while stop is not None and not isinstance(stop, KeyboardInterrupt):
         stop = stop.__cause__ or stop.__context__
     return stop

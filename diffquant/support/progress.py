@@ -39,7 +39,7 @@ class Countdown:
         self.share = share
 
     def report(self, share: float) -> None:
-        """Take note that a share of the work is done."""
+        """Record the share of the work that is done."""
         self._step = share - self.share or self._step
         self.share, self._reported = share, time.monotonic()
 
@@ -50,7 +50,7 @@ class Countdown:
 
     @property
     def left(self) -> float | None:
-        """Seconds that are left; None before there is a speed."""
+        """Seconds left, or None before the speed is known."""
         done, measured = self.share - self._start, self._reported - self._started
         if done <= 0:
             return None
@@ -94,7 +94,7 @@ class TerminalProgress:
         for line in list(_drawing):
             if isinstance(line, Waiting):
                 line.stop()
-        # Here, since most commands end before they have progress to show.
+        # Imported here, since most commands end before they have progress to show.
         from tqdm import tqdm
 
         self._countdown, self._stopped = countdown, stopped = Countdown(share), Event()

@@ -1,6 +1,6 @@
-"""Parameters as their user spells them: keywords in Python, options on the command line.
+"""Spells parameters as the user does: keywords in Python, options on the command line.
 
-A verb is one function for both, so a message that tells what to give names the parameter by `spelled`.
+A verb is one function for both, so messages name parameters through `spelled`.
 """
 
 from collections.abc import Iterator
@@ -10,10 +10,10 @@ _on_command_line = False
 
 
 def spelled(parameter: str, value: object = None) -> str:
-    """A parameter, with a value if there is one: "overwrite=True", on the command line "--overwrite".
+    """A parameter and its value, if given: "overwrite=True", or "--overwrite" on the command line.
 
     Args:
-        value: what to give it; False is an option's opposite, such as "--no-cache".
+        value: value to suggest; False becomes the negative option, such as "--no-cache".
     """
     if not _on_command_line:
         return parameter if value is None else f"{parameter}={value!r}"
@@ -25,7 +25,7 @@ def spelled(parameter: str, value: object = None) -> str:
 
 @contextmanager
 def command_line() -> Iterator[None]:
-    """While it is open, the user is at the command line."""
+    """Spell parameters as command-line options inside this context."""
     global _on_command_line  # noqa: PLW0603  # the process has one user; threads see it too, as a context they would not
     before, _on_command_line = _on_command_line, True
     try:

@@ -1,4 +1,4 @@
-"""A suggestion for a name that is not known."""
+"""Suggestions for unknown names."""
 
 import difflib
 from collections.abc import Sequence

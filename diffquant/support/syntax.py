@@ -1,7 +1,7 @@
-"""What source files say to Python: digests of their syntax trees, which comments, docstrings and layout do not change.
+"""Digests of source files' syntax trees, which comments, docstrings and layout do not change.
 
-`ast.dump` writes a tree in another way in each version of Python, so the trees are written out here: without what a
-version adds empty, and without what only spells a constant. One source has one digest from Python 3.11 on.
+`ast.dump` differs between versions of Python, so we write the trees ourselves, without the empty fields that a version
+adds and without the spelling of constants. A source has one digest in every Python from 3.11 on.
 """
 
 import ast
@@ -14,7 +14,7 @@ from typing import NamedTuple, Self
 
 from diffquant.support.files import cache_folder, write_atomically
 
-# Changes with how digests are made.
+# Raise it when digests are computed differently.
 _FORM = 1
 
 # Some hundred bytes each, of several versions of this package.
@@ -31,13 +31,13 @@ _NATIVE_COMMENT = re.compile(r"""("(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')|//[^\
 
 
 class Syntax(NamedTuple):
-    """What a source file says.
+    """The digest and imports of a source file.
 
     Attributes:
         digest: 32 hex digits of its syntax tree, without docstrings.
-        imports: packages with the names that are imported from each; no names where it is imported itself, or named
-            as "module:name".
-        fills_itself: whether it calls `import_all`, as packages that are registries do.
+        imports: packages with the names imported from each; no names if the package itself is imported, or named as
+            "module:name".
+        fills_itself: whether it calls `import_all`, as registries do.
     """
 
     digest: str
@@ -49,7 +49,7 @@ class Syntax(NamedTuple):
         """The syntax of a source text.
 
         Raises:
-            SyntaxError: it is no Python.
+            SyntaxError: it is not valid Python.
         """
         tree = ast.parse(source)
         nodes = list(ast.walk(tree))
@@ -62,9 +62,9 @@ class Syntax(NamedTuple):
 
 
 class SyntaxCache:
-    """The syntax of sources, kept between processes by their contents, in the user's folder of caches.
+    """A cache of sources' syntax by content, in the user's cache folder.
 
-    Where nothing can be written there, all are read anew.
+    If the folder cannot be written, every process parses the sources again.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class SyntaxCache:
         return self._known[content]
 
     def keep(self) -> None:
-        """Write what was read anew; of too many the oldest go."""
+        """Write new entries, and drop the oldest if there are too many."""
         if self._is_changed:
             kept = dict(list(self._known.items())[-_MOST_KEPT:])
             with suppress(OSError):
@@ -109,7 +109,7 @@ def _read_syntax(digest: str, imports: list[tuple[str, list[str]]], fills_itself
 
 
 def _written(value: object) -> Iterator[str]:
-    """A tree, a list of trees, or a constant, as text that no other one has."""
+    """Write a tree, a list of trees, or a constant as unambiguous text."""
     if isinstance(value, ast.AST):
         yield f"{type(value).__name__}("
         for name, inner in _fields(value):
@@ -125,7 +125,7 @@ def _written(value: object) -> Iterator[str]:
                 yield from _written(inner)
         yield "]"
     else:
-        # ASCII, since which characters are printable is another question in each version.
+        # ASCII, since the set of printable characters differs between versions.
         yield f"{type(value).__name__} {value!a},"
 
 
@@ -138,12 +138,12 @@ def _fields(node: ast.AST) -> Iterator[tuple[str, object]]:
 
 
 def _is_bare_string(node: object) -> bool:
-    """Whether a statement is a docstring, or another string that nobody takes."""
+    """Whether a statement is a docstring or another unused string."""
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 def _imported_by(node: ast.AST) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Imports wherever they stand, inside functions too: they are most of those that torch hangs on."""
+    """All imports, including those inside functions, which is where most torch-heavy imports are."""
     if isinstance(node, ast.Import):
         yield from ((alias.name, ()) for alias in node.names)
     elif isinstance(node, ast.ImportFrom) and node.module and not node.level:

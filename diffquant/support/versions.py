@@ -13,7 +13,7 @@ def versions() -> dict[str, str]:
 
 
 def versions_of_run(device: str) -> dict[str, str]:
-    """Versions of all that computes a model's output on a device."""
+    """Versions of everything that computes a model's output on a device."""
     kernels = ("triton", "flash-attn") if torch.device(device).type == "cuda" else ()
     return versions() | {name: _installed(name) for name in ("transformers", *kernels)}
 

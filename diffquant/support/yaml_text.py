@@ -1,4 +1,4 @@
-"""YAML as people mean it, read safely."""
+"""Reads YAML safely, without its surprises."""
 
 import re
 from typing import Any
@@ -20,7 +20,7 @@ class _PlainLoader(yaml.SafeLoader):
 
     def compose_node(self, parent: Node | None, index: Any) -> Node | None:
         if self.check_event(yaml.AliasEvent):
-            # A few lines of them can stand for more than memory holds.
+            # A few lines of aliases can expand to more than memory holds.
             raise ConstructorError(None, None, "aliases (*name) are not read", self.peek_event().start_mark)
         if self._depth == _DEEPEST:
             raise ConstructorError(None, None, "it is nested too deeply", self.peek_event().start_mark)
@@ -41,15 +41,15 @@ _PlainLoader.yaml_implicit_resolvers = {
     first: [(tag, regexp) for tag, regexp in resolvers if tag != _INTEGER]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-# YAML 1.1 reads 4:30 as 270, which here is a scheme with a mistake in it.
+# YAML 1.1 reads 4:30 as 270, but here it is a mistyped scheme.
 _PlainLoader.add_implicit_resolver(_INTEGER, re.compile(r"[-+]?[0-9]{1,18}$"), list("-+0123456789"))
 
 
 def parse_yaml(text: str) -> Any:
-    """Plain data that a YAML text holds.
+    """Parse YAML into plain data.
 
     Raises:
-        ValueError: the text is no YAML, has aliases or a key twice, or is nested too deeply.
+        ValueError: the text is not YAML, has aliases or duplicate keys, or is nested too deeply.
     """
     try:
         return yaml.load(text, Loader=_PlainLoader)

@@ -1,4 +1,4 @@
-"""Addresses of cells: all that a result depends on, put together."""
+"""Addresses of cells: everything that a result depends on, as one key."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -17,18 +17,18 @@ from diffquant.sweep.work import Job, Work
 if TYPE_CHECKING:
     from diffquant.sweep.subject import Subject
 
-# Changes with what a result holds, so that cells of an older form are measured again.
+# Raise it when results get new fields, so that older cells are measured again.
 RESULT_FORMAT = 1
 
-# A cell uses one task, one rounding and the formats of its schemes; the code of the others is not its own.
+# A cell uses one task, one rounding and the formats of its schemes; changes to the others must not touch it.
 _PICKED_BY_NAME = ("diffquant.evals.tasks", "diffquant.numbers.formats", "diffquant.quantization.roundings")
 
 
 def cell_key(subject: "Subject", recipe: Recipe, task: Task, identity: JsonObject) -> JsonObject:
-    """All that a cell's result depends on.
+    """Everything that a cell's result depends on, as plain data.
 
     Args:
-        identity: what `task.identity` gives, which may read a text.
+        identity: result of `task.identity`, passed in because computing it may read a text.
     """
     modules = (*subject.modules(recipe), type(task).__module__)
     code = code_digest(modules, picking=_PICKED_BY_NAME)
@@ -36,10 +36,10 @@ def cell_key(subject: "Subject", recipe: Recipe, task: Task, identity: JsonObjec
 
 
 def check_alike(work: Work) -> None:
-    """Check that a process computes what the one that planned the work would: same models, code and versions.
+    """Check that this process has the models, code and versions with which the work was planned.
 
     Raises:
-        CheckpointError: it does not; everything that differs is named.
+        CheckpointError: something differs; the message names all of it.
     """
     differing = {name for batch in work.batches for name in _differences(batch[0])}
     if differing:
@@ -56,7 +56,7 @@ def _differences(job: Job) -> list[str]:
 
 
 def why_again(folder: Path, missing: Sequence[JsonObject]) -> str | None:
-    """Why cells are missing that a folder holds of other code or other versions; None where it holds none of them.
+    """Why cells are measured again, or None if the folder has no results for them from other code or versions.
 
     Args:
         missing: keys of the missing cells.
@@ -78,7 +78,7 @@ def why_again(folder: Path, missing: Sequence[JsonObject]) -> str | None:
 
 
 def _lasting(key: JsonObject) -> str:
-    """A key without what an update changes."""
+    """The parts of a key that an update of the code or its dependencies does not change."""
     return json.dumps({name: value for name, value in key.items() if name not in ("code", "versions")}, sort_keys=True)
 
 

@@ -1,4 +1,4 @@
-"""Cells: measurements on disk, each addressed by everything that determines it."""
+"""Cells: measurements on disk, addressed by a hash of everything that determines them."""
 
 import hashlib
 import json
@@ -13,11 +13,11 @@ from diffquant.sweep.measurement import Measurement
 
 @dataclass(frozen=True)
 class Cell:
-    """The place of a measurement on disk.
+    """A measurement's place on disk.
 
     Attributes:
         folder: folder of the sweep's cells.
-        key: all that the measurement depends on, as plain data.
+        key: everything that the measurement depends on, as plain data.
     """
 
     folder: Path
@@ -30,7 +30,7 @@ class Cell:
 
     @cached_property
     def name(self) -> str:
-        """Name of its files, without their endings."""
+        """Name of the cell's files, without suffix."""
         return self.address[:32]
 
     @property
@@ -42,7 +42,7 @@ class Cell:
         return self.folder / f"{self.name}.failed.json"
 
     def read(self) -> Measurement | None:
-        """The measurement; None where there is none, or one that is not what was written."""
+        """The stored measurement, or None if there is none or its file is damaged."""
         try:
             entry = parse_json(self.path.read_bytes())
             if entry["key"] != self.key or entry["sha256"] != plain_digest(entry["result"]):
@@ -52,19 +52,19 @@ class Cell:
             return None
 
     def write(self, measurement: Measurement) -> None:
-        """Write a measurement in place of any failure."""
+        """Write a measurement, and remove the record of an earlier failure."""
         result = measurement.to_dict()
         entry = {"key": self.key, "result": result, "sha256": plain_digest(result)}
         write_atomically(self.path, json.dumps(entry, indent=1) + "\n")
         self.failure_path.unlink(missing_ok=True)
 
     def write_failure(self, error: str, trace: str) -> None:
-        """Write what went wrong, in a line and as a traceback."""
+        """Record a failure: the error in one line, and its traceback."""
         entry = {"key": self.key, "error": error, "trace": trace.splitlines()}
         write_atomically(self.failure_path, json.dumps(entry, indent=1) + "\n")
 
     def read_failure(self) -> str | None:
-        """One line that says what went wrong the last time; None where nothing is known to have."""
+        """The error of the last attempt in one line, or None if no failure is recorded."""
         try:
             return str(parse_json(self.failure_path.read_bytes())["error"])
         except (OSError, ValueError, LookupError, TypeError):

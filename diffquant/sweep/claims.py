@@ -1,8 +1,8 @@
-"""Claims: files beside a sweep's cells that say who measures which, so that any number of processes can share them.
+"""Claims: files beside a sweep's cells that say which process measures which cell.
 
-A claim is made by creating a file that must not exist yet, which only one process can, on NFS too. Its holder touches
-it every few seconds. A claim whose holder is gone is overruled by one of the next number, so the number says how many
-holders of a cell have died. Two holders of one cell would do no harm: they write the same result.
+A process claims a cell by creating a file that must not exist yet; only one process can, on NFS too. It then touches
+the file every few seconds. If it dies, another process claims the cell with the next number, so the number counts the
+holders that died. Two holders of one cell would do no harm: they write the same result.
 """
 
 import json
@@ -21,8 +21,8 @@ from typing import Literal, Self
 import psutil
 
 _SECONDS_BETWEEN_BEATS = 5.0
-# A claim that was not touched for so long, by the clock of who watches it, is nobody's any more. NFS shows a touched
-# file's new time to whoever opens it.
+# A claim that nobody touched for this long, by the watching process's clock, is free again. Opening a file makes NFS
+# show its new time.
 STALE_SECONDS = 60.0
 
 _SECONDS_THAT_CLOCKS_MOVE = 30.0
@@ -36,9 +36,9 @@ class Claimant:
 
     Attributes:
         host: name of its machine, for people.
-        machine: what tells apart machines since their start, and containers that number their processes alone.
+        machine: id of the machine's boot and of the container, since each numbers its own processes.
         pid: number of the process there.
-        started: when it started, in seconds since 1970: numbers of processes come again.
+        started: start of the process in seconds since 1970, since process numbers are reused.
     """
 
     host: str
@@ -52,24 +52,24 @@ class Claimant:
         return cls(socket.gethostname(), _machine(), os.getpid(), psutil.Process().create_time())
 
     def is_dead(self) -> bool | None:
-        """Whether the process has ended; None where it is of another machine, and that cannot be known."""
+        """Whether the process has ended, or None if it runs on another machine, where we cannot see it."""
         if self.machine != _machine():
             return None
         try:
             process = psutil.Process(self.pid)
-            # A clock that is set meanwhile moves the time at which a process is said to have started.
+            # Setting the clock shifts the start time that the system reports for a process.
             is_another = abs(process.create_time() - self.started) > _SECONDS_THAT_CLOCKS_MOVE
             return bool(is_another or process.status() == psutil.STATUS_ZOMBIE)
         except psutil.NoSuchProcess:
             return True
 
 
-# What is known of a claim's holder. Of one on another machine that takes a beat, or the lack of many.
+# State of a claim's holder. For one on another machine we have to see its file touched, or left alone for long.
 Life = Literal["alive", "dead", "unknown"]
 
 
 class Claim:
-    """A claim of this process: what is claimed is done when the claim is left in peace.
+    """A claim of this process, as a context manager; leaving it without an error means that the work is done.
 
     Attributes:
         deaths: number of earlier holders that died.
@@ -80,7 +80,7 @@ class Claim:
         self._released = Event()
 
     def make(self) -> bool:
-        """Create the claim's file; returns whether it is held now, since another may have been before."""
+        """Create the claim's file; returns False if another process was faster."""
         try:
             with self._path.open("x", encoding="utf-8") as file:
                 json.dump(asdict(Claimant.here()), file)
@@ -95,15 +95,15 @@ class Claim:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Left by an error, earlier claims stay, and with them the number of deaths. The own one goes last, since
-        # without it an earlier one would be the latest.
+        # After an error, earlier claims stay, and with them the number of deaths. Our own goes last: without it
+        # an earlier one would be the latest.
         for number in range(0 if kind is None else self.deaths, self.deaths + 1):
             with suppress(OSError):
                 _path_of(self._path.parent, self._name, number).unlink()
         self._released.set()
 
     def let_go(self) -> None:
-        """Release it if it is held; an interrupt may have come while it was made, or before it was left."""
+        """Release the claim if we hold it; an interrupt may have come while it was made or released."""
         if self._released.is_set():
             return
         self._released.set()
@@ -118,11 +118,11 @@ class Claim:
 
 
 class Claims:
-    """The claims in a folder as one process sees and makes them; when it is left, it holds none any more."""
+    """The claims in a folder as one process sees and makes them; leaving this context releases all of its own."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        # The time of each claim, when it was first seen to have it, and whether it had another before.
+        # For each claim: its file's time, when we first saw that time, and whether we saw an earlier one.
         self._watched: dict[str, tuple[int, float, bool]] = {}
         self._tried: Claim | None = None
 
@@ -134,7 +134,7 @@ class Claims:
             self._tried.let_go()
 
     def take(self, name: str, latest: Mapping[str, int]) -> Claim | None:
-        """Claim something that nobody holds, or whose holder is gone; None where another has it. One at a time.
+        """Claim a name that is free or whose holder is gone, or return None if another process holds it. One at a time.
 
         Args:
             latest: numbers of the claims in the folder, as `latest_claims` gives them.
@@ -152,21 +152,21 @@ class Claims:
         return self._tried
 
     def clear(self, names: Iterable[str], latest: Mapping[str, int]) -> None:
-        """Remove the claims that dead processes left on things that are done."""
+        """Remove claims that dead processes left on finished cells."""
         for name in names:
             if name in latest and self.life(name, latest[name]) == "dead":
                 for number in range(latest[name] + 1):
                     _path_of(self.folder, name, number).unlink(missing_ok=True)
 
     def life(self, name: str, number: int) -> Life:
-        """What is known of the holder of a claim; the more, the longer it is watched."""
+        """State of a claim's holder; watching it longer tells more."""
         path = _path_of(self.folder, name, number)
         try:
             with path.open(encoding="utf-8") as file:
                 time_of_beat = os.fstat(file.fileno()).st_mtime_ns
                 claimant = _claimant(file.read())
         except FileNotFoundError:
-            return "unknown"  # It was released since; the next look shows that.
+            return "unknown"  # Released in the meantime; the next look will show that.
         is_dead = None if claimant is None else claimant.is_dead()
         if is_dead is not None:
             return "dead" if is_dead else "alive"
@@ -181,7 +181,7 @@ class Claims:
 
 
 def latest_claims(names: Iterable[str]) -> dict[str, int]:
-    """What the files of a folder claim, each with the number of its latest claim."""
+    """Number of the latest claim on each claimed name, read from a folder's file names."""
     latest: dict[str, int] = {}
     for file in names:
         if file.endswith(_SUFFIX):
@@ -195,7 +195,7 @@ def _path_of(folder: Path, name: str, number: int) -> Path:
 
 
 def _claimant(text: str) -> Claimant | None:
-    """Who made a claim; None where the file is not written yet."""
+    """The process that made a claim, or None if its file is not written yet."""
     try:
         return Claimant(**json.loads(text))
     except (ValueError, TypeError):

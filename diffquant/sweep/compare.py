@@ -1,4 +1,4 @@
-"""Comparison of two sweeps, of configurations of sweeps, or of lm-eval's samples. No torch here."""
+"""Compares two sweeps, single configurations of them, or samples of lm-eval. No torch here."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,11 +18,11 @@ def compare(before: str | Path, after: str | Path) -> ComparisonReport:
     """Compare what two sources measured on the same items, item by item.
 
     Args:
-        before, after: a sweep's folder or sweep.json; FOLDER@WORDS for what of a sweep has these words as model,
-            target or scheme, such as "run@6:tensor" or "run@logits 16"; or a samples_*.jsonl of lm-eval.
+        before, after: a sweep's folder or its sweep.json; FOLDER@WORDS for the configurations whose model, target or
+            scheme are these words, such as "run@6:tensor" or "run@logits 16"; or a samples_*.jsonl of lm-eval.
 
-    Where each side has one configuration the two are compared, whatever they are called; otherwise those of one model,
-    which is the one at the same path, or else of the same name.
+    If each side has one configuration, these two are compared, whatever their names. Otherwise configurations are
+    matched by model: the same path, or else the same name.
 
     Raises:
         UsageError: a source cannot be read, the two have nothing in common, or were asked different items.
@@ -53,7 +53,7 @@ def compare(before: str | Path, after: str | Path) -> ComparisonReport:
 
 
 class _Measured(NamedTuple):
-    """An outcome, named for its target and scheme, with its model's path and what the sweep's table calls that."""
+    """An outcome named by target and scheme, with its model's path and that model's name in the sweep's table."""
 
     model: Path
     called: str
@@ -61,7 +61,7 @@ class _Measured(NamedTuple):
 
 
 def _outcomes(source: str) -> list[_Measured]:
-    """What a source measured."""
+    """Every outcome that a source holds."""
     path, words = Path(source), ""
     if not path.exists() and "@" in source:
         folder, _, words = source.rpartition("@")
@@ -100,10 +100,10 @@ def _of_sweep(sweep: SweepResult, words: Sequence[str]) -> list[_Measured]:
 
 
 def _named_alike(before: list[_Measured], after: list[_Measured]) -> list[list[Outcome]]:
-    """The outcomes of two sides, each named for its model and configuration as those of A are."""
+    """The outcomes of both sides under common names, those of A."""
     sides = (before, after)
     if all(len({each.model for each in side}) == 1 for side in sides):
-        # One model is the same row of another sweep, wherever its file lies.
+        # The only model of each sweep is taken to be the same, wherever its file lies.
         return [[each.outcome for each in side] for side in sides]
     own = {each.model: each.called for each in before}
     return [

@@ -9,18 +9,18 @@ from diffquant.evals.faults import first_few
 from diffquant.report.tables import aligned
 from diffquant.support.plain_data import JsonObject
 
-# Items that a text names of each kind of flip.
+# Most items that the text names for each kind of flip.
 _NAMED_ITEMS = 20
 
 
 @dataclass(frozen=True)
 class ComparisonReport:
-    """All that two sources have in common, compared.
+    """The comparison of everything that two sources have in common.
 
     Attributes:
-        before, after: what A and B are, as the caller named them.
-        alone: what only one of them has.
-        left_out: measures that are not compared, and why.
+        before, after: the two sources as the caller named them, A and B.
+        alone: results that only one of them has.
+        left_out: measures that could not be compared, and why.
     """
 
     before: str
@@ -30,7 +30,7 @@ class ComparisonReport:
     left_out: list[str]
 
     def summary(self) -> str:
-        """A table with a row for each measure, and what its numbers are."""
+        """A table with one row per measure, and notes on how to read it."""
         heads = ["configuration", "task", "measure", "n", "A", "B", "B - A [95 %]", "McNemar p", "flips"]
         lines = [*map(_texts, self.comparisons)]
         told = [f"A is {self.before}", f"B is {self.after}", "", *aligned(heads, lines, 3), "", *self._notes()]

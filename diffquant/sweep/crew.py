@@ -1,4 +1,4 @@
-"""A crew of workers, each a process of its own somewhere, and who watches them until every cell is settled."""
+"""Starts workers and replaces those that die, until every cell is measured or has failed."""
 
 import logging
 import time
@@ -13,23 +13,23 @@ from diffquant.sweep.work import Work
 
 _SECONDS_BETWEEN_LOOKS = 0.2
 _SECONDS_TO_LEAVE = 5.0
-# Workers that die one after the other without having claimed a cell would go on to.
+# Give up when this many workers in a row die before they claim a cell.
 _MOST_IDLE_DEATHS = 3
 
 _logger = logging.getLogger(__name__)
 
-# "left": it found nothing more to do; "failed": it said why on stderr; "died": it was killed, or its machine was lost.
+# "left": nothing was left to do; "failed": its error is on stderr; "died": it was killed, or its machine was lost.
 End = Literal["left", "failed", "died"]
 
 
 @dataclass(frozen=True)
 class Member:
-    """A worker that was started.
+    """A running worker.
 
     Attributes:
-        name: what people can find it by, such as "process 123".
-        end: function that tells how it ended; None while it works.
-        stop: function that ends it as Ctrl-C does, and waits until it has ended.
+        name: name by which to find it, such as "process 123".
+        end: returns how it ended, or None while it works.
+        stop: interrupts it as Ctrl-C does, and waits until it has ended.
     """
 
     name: str
@@ -38,13 +38,14 @@ class Member:
 
 
 def keep_at_work(work: Work, size: int, start: Callable[[int], Member], progress: Progress) -> None:
-    """Keep workers at work until every cell is settled.
+    """Keep up to `size` workers running until every cell is measured or has failed.
 
-    One that died is replaced, so its cell is tried again; one that failed by an error of its own would fail again.
+    A worker that died is replaced, so its cell is tried again; one that ended with an error is not, since it would fail
+    again.
 
     Args:
-        size: most workers at a time.
-        start: function that starts the worker of a place, counted from 0.
+        size: largest number of workers at a time.
+        start: starts the worker with a given index, counted from 0.
 
     Raises:
         DiffQuantError: the folder of the cells is gone, or no worker stays alive.
@@ -55,8 +56,8 @@ def keep_at_work(work: Work, size: int, start: Callable[[int], Member], progress
     idle_deaths, state_at_death = 0, None
     try:
         while True:
-            # Whoever claims or settles a cell changes this.
-            state = sum(latest_claims(work.look()).values()), len(work.left)
+            # Changes whenever some process claims or finishes a cell. The first claim of a cell has number 0.
+            state = sum(number + 1 for number in latest_claims(work.look()).values()), len(work.left)
             progress(total - len(work.left), total, f"{min(size, total)} workers")
             if not work.left:
                 _wait_for(members)
@@ -83,7 +84,7 @@ def keep_at_work(work: Work, size: int, start: Callable[[int], Member], progress
 
 
 def _wait_for(members: dict[int, Member]) -> None:
-    """Wait a little, since workers end by themselves when nothing is left."""
+    """Wait a little: workers end by themselves when nothing is left."""
     deadline = time.monotonic() + _SECONDS_TO_LEAVE
     while time.monotonic() < deadline and any(member.end() is None for member in members.values()):
         time.sleep(_SECONDS_BETWEEN_LOOKS)

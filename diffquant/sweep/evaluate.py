@@ -1,4 +1,4 @@
-"""Evaluation of one configuration of one model, measured now and kept nowhere: a sweep of a single point."""
+"""Evaluates one configuration of one model, without storing the result: a sweep of a single point."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,8 +34,8 @@ def evaluate(
     Args:
         path: checkpoint, or exported folder, which is measured as it is.
         recipe: recipe to simulate; a quantized checkpoint's own by default.
-        options: tasks and their options, dtype, device and scales; what concerns a grid is not looked at.
-        runtime_of: function that finds what opens an exported folder; None where all are checkpoints.
+        options: tasks and their options, dtype, device and scales; options of a grid are ignored.
+        runtime_of: finds the runtime for an exported folder; not needed for checkpoints.
 
     Returns:
         Results by the task's name.
@@ -60,7 +60,7 @@ def evaluate(
 
 
 def results_text(results: Mapping[str, TaskResult]) -> str:
-    """A task's scalar results in one line, for every task."""
+    """One line per task with its scalar results."""
     return "\n".join(f"{task}: {_scalars_text(result)}" for task, result in results.items())
 
 

@@ -1,4 +1,4 @@
-"""Exported folders as rows of a sweep. What runs them is handed in, since the core does not import `export`."""
+"""Exported folders as rows of a sweep. Callers pass the runtime, since the core does not import `export`."""
 
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ExportedModel:
-    """What a sweep must know of an exported folder.
+    """What a sweep needs to know about an exported folder.
 
     Attributes:
         bits: width of its weights; 16 where they are not quantized.
@@ -48,16 +48,16 @@ class ExportedModel:
 
 
 class Runtime(Protocol):
-    """What opens exported folders; it travels with what is to be measured, so it holds nothing open itself.
+    """Opens exported folders. It is pickled along with subjects, so it holds nothing open itself.
 
     Attributes:
-        batch_tokens: most tokens of one pass that it takes well.
+        batch_tokens: largest number of tokens per pass that it runs efficiently.
     """
 
     batch_tokens: int
 
     def describe(self, folder: Path, device: str) -> ExportedModel:
-        """What a sweep must know of a folder that is to run on a device; of "auto" the runtime chooses its own.
+        """Describe a folder for a sweep on a device; "auto" lets the runtime choose one.
 
         Raises:
             CheckpointError: the folder is damaged, or changed since it was exported.
@@ -67,19 +67,19 @@ class Runtime(Protocol):
         """The folder's model, on a device, and its tokenizer."""
 
 
-# From a path to what opens it; None for a checkpoint.
+# Maps a path to the runtime that opens it, or to None for a checkpoint.
 RuntimeOf = Callable[[Path], Runtime | None]
 
 
 @dataclass(eq=False)
 class ExportedSubject:
-    """An exported folder to measure, as it is.
+    """An exported folder, measured as it is.
 
     Attributes:
-        setup: how the sweep's checkpoints run.
-        device: device that the folder runs on; of "auto" the runtime chooses its own.
+        setup: settings of the sweep's checkpoints.
+        device: device that the folder runs on; "auto" lets the runtime choose one.
         state: state of the folder's files before it was described.
-        compared_with: checkpoint whose 16 bits it is compared with; None where there is none.
+        compared_with: checkpoint whose 16-bit results it is compared with, if any.
     """
 
     folder: Path
@@ -92,7 +92,7 @@ class ExportedSubject:
 
     @classmethod
     def of(cls, folder: Path, runtime: Runtime, setup: Setup, device: str) -> Self:
-        """The subject of a folder, which is described now.
+        """Make the subject of a folder, reading its description now.
 
         Raises:
             CheckpointError: the folder is damaged, or changed since it was exported.
@@ -124,11 +124,11 @@ class ExportedSubject:
     def measure(self, task: Task, recipe: Recipe | None, reference: States | None, progress: Progress) -> Measurement:  # noqa: ARG002
         model, tokenizer = self._opened
         started = time.monotonic()
-        # Each sequence runs by itself, so the task's batches only bound memory.
+        # Each sequence runs by itself, so the task's batch size only bounds memory.
         bounded = task.in_batches_of(self.runtime.batch_tokens)
         result = bounded.run(model, tokenizer, reference, progress)
         seconds = round(time.monotonic() - started, 2)
-        # Touched files are read again: only another content is another model.
+        # Files may be touched without changing: compare what they hold before saying that the model changed.
         touched = _folder_state(self.folder) != self.state
         if touched and self.runtime.describe(self.folder, self.device) != self.model:
             raise CheckpointError(f"{self.folder} changed while it was in use; run the same command again")
@@ -145,10 +145,10 @@ def _folder_state(folder: Path) -> FilesState:
 
 
 def check_on_one_device(folders: Collection[Path], options: SweepOptions) -> None:
-    """Check that no exported folder is to be spread.
+    """Check that no exported folder would be spread over devices.
 
     Raises:
-        UsageError: one is.
+        UsageError: one would be.
     """
     if folders and options.device_map is not None:
         raise UsageError(
@@ -158,10 +158,10 @@ def check_on_one_device(folders: Collection[Path], options: SweepOptions) -> Non
 
 
 def check_as_it_is(options: SweepOptions, recipe: Recipe | None = None) -> None:
-    """Check that nothing asks for another precision than an exported model has.
+    """Check that no option asks an exported model for another precision than its own.
 
     Raises:
-        UsageError: something does.
+        UsageError: an option does.
     """
     asked = (options.dtype, options.attention, options.scales)
     if recipe is not None or asked != ("auto", "auto", ()):
@@ -172,7 +172,7 @@ def check_as_it_is(options: SweepOptions, recipe: Recipe | None = None) -> None:
 
 
 def exported_points(exported: Mapping[Path, ExportedModel], sources: Mapping[Path, Source]) -> list[Point]:
-    """One point for each folder, compared with the checkpoint it was made from, quantized or not, if that is here."""
+    """One point per folder, compared with the checkpoint it was made from, quantized or not, if the sweep has it."""
     if not exported:
         return []
 

@@ -13,7 +13,7 @@ from diffquant.support.files import check_distinct
 from diffquant.support.plain_data import JsonObject
 from diffquant.support.suggestion import did_you_mean
 
-# The target of an exported folder, which is measured as it is, and of a point whose recipe comes from a file.
+# Target names of an exported folder, which is measured as it is, and of a point whose recipe comes from a file.
 EXPORTED, RECIPE = "onnx", "recipe"
 
 # The recipe's fields that each target sets.
@@ -22,22 +22,22 @@ TARGETS = {"weights": ("weights",), "kv": ("k", "v"), "k": ("k",), "v": ("v",), 
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """What to measure and how.
+    """Options of a sweep: what to measure, and how.
 
     Attributes:
         tasks: names of tasks in `diffquant.evals.tasks`, such as "hellaswag" or "needle:4:2".
-        bits: widths; 16, the baseline, is measured whether named or not.
-        targets: names in `TARGETS`, each swept alone.
+        bits: widths; the 16-bit baseline is always measured.
+        targets: names in `TARGETS`; each is quantized alone.
         recipes: YAML files, each measured as it is beside the grid.
-        scales: files of calibrated ranges for static schemes, each made for one of the models.
-        granularities: what shares a scale, as in a scheme's text ("row", "tensor", "row:shift"); each serves the
-            targets that know it. Empty: every target's own default.
+        scales: files of calibrated ranges for static schemes, at most one per model.
+        granularities: granularities as in a scheme's text ("row", "tensor", "row:shift"); each is used for the
+            targets that support it. Empty: every target's own default.
         task_options: values of the tasks' own options by name, such as {"limit": 100}.
         dtype: "auto", "bfloat16", "float16" or "float32".
-        batch_tokens: most tokens of one pass; None for what suits the device.
+        batch_tokens: largest number of tokens per pass; the default depends on the device.
         attention: backend of `diffquant.attention.BACKENDS`, or "auto".
-        device: where models run; "auto" is CUDA where there is a device of it, else the processor.
-        device_map, offload_folder: places of models that are larger than one device, as `diffquant.load` takes them.
+        device: where models run; "auto" takes a CUDA device if there is one, else the CPU.
+        device_map, offload_folder: placement of models larger than one device, as `diffquant.load` takes it.
     """
 
     tasks: tuple[str, ...] = ("hellaswag",)
@@ -67,20 +67,20 @@ class SweepOptions:
 
     @property
     def places(self) -> Places | None:
-        """Places that models are spread over; None where each is on one device."""
+        """Places that models are spread over, or None if each is on one device."""
         return Places.of(self.device, self.device_map, self.offload_folder)
 
     @property
     def computing_device(self) -> str:
-        """Name of the device that computes, wherever models lie; "auto" where it is to be found."""
+        """Name of the device that computes, or "auto" if it is chosen later."""
         return self.device if self.places is None else self.places.device
 
     def pass_tokens(self, device: str) -> int:
-        """Most tokens of one pass on a device, that device's own number where none was given."""
+        """Largest number of tokens per pass, by default the number that suits the device."""
         return batch_tokens_on(device) if self.batch_tokens is None else self.batch_tokens
 
     def to_dict(self) -> JsonObject:
-        """Every option as plain data, the tasks' own among the others."""
+        """Every option as plain data, including those of the tasks."""
         fields = {name: value for name, value in vars(self).items() if name != "task_options"}
         fields |= {option.name: option.of(self.task_options) for option in task_options()}
         return {name: _plain_value(value) for name, value in fields.items()}
@@ -92,12 +92,12 @@ class Point:
 
     Attributes:
         model: path of the checkpoint, or of an exported folder.
-        target: name of what is quantized; "" at 16 bits, `RECIPE` where a file says it, `EXPORTED` for a folder.
+        target: name of what is quantized; "" at 16 bits, `RECIPE` for a recipe file, `EXPORTED` for an exported folder.
         bits: width of the target's codes; 0 for a recipe.
-        granularity: granularity as a scheme's text has it, a recipe's name, or an exported folder's whole precision;
+        granularity: granularity as in a scheme's text, a recipe's name, or the full precision of an exported folder;
             "" at 16 bits.
-        recipe: recipe to simulate; the empty one for an exported folder.
-        compared_with: the model whose 16 bits it is compared with; None where there is none.
+        recipe: recipe to simulate; empty for an exported folder.
+        compared_with: model whose 16-bit results it is compared with, if any.
     """
 
     model: Path
@@ -125,10 +125,10 @@ class Point:
 
 
 def points(models: Sequence[Path], options: SweepOptions) -> list[Point]:
-    """Every configuration of checkpoints, a model's 16-bit one first, wide before narrow.
+    """Every configuration of the checkpoints, for each model 16 bits first and then from wide to narrow.
 
     Raises:
-        UsageError: no model, a model twice, or a target, width or granularity that cannot be.
+        UsageError: no model, a model given twice, or an unknown target, width or granularity.
     """
     if not models:
         raise UsageError("no model to sweep: name at least one checkpoint")
@@ -160,7 +160,7 @@ def _granularities_of(target: str, options: SweepOptions) -> list[str]:
     if not options.granularities:
         return [DEFAULT_GRANULARITY[TARGETS[target][0]]]
     served = [name for name in options.granularities if _why_refused(target, name) is None]
-    # As cells are known by it, whichever of its names was given.
+    # The name that cells are stored under, whichever alias was given.
     return list(
         dict.fromkeys(getattr(_recipe(target, 4, name), TARGETS[target][0]).granularity_text for name in served)
     )
@@ -181,7 +181,7 @@ def _check_granularities(options: SweepOptions) -> None:
 
 
 def _why_refused(target: str, granularity: str) -> str | None:
-    """Why a target cannot have a granularity; None where it can."""
+    """The reason why a target does not support a granularity, or None if it does."""
     try:
         _recipe(target, 4, granularity)
     except UsageError as error:

@@ -2,14 +2,19 @@
 
 from collections.abc import Sequence
 
+from diffquant.evals.columns import POINTS
 from diffquant.evals.stats import Difference
 from diffquant.evals.tasks import kind_of
 from diffquant.sweep.result import SweepResult
+from diffquant.sweep.sizes import kl_of
 from diffquant.sweep.table import Row, rows, tasks_of
+
+# Points of a loss that an interval must rule out before "no measurable loss" says something.
+_SETTLED = 1.0
 
 
 def headline(sweep: SweepResult) -> list[str]:
-    """What the run shows, a sentence or two for each task; failures first."""
+    """The findings of a sweep, a sentence or two per task; failures first."""
     sentences = [f"{len(sweep.failed)} of {len(sweep.cells)} cells failed."] if sweep.failed else []
     table = rows(sweep)
     for task in tasks_of(sweep):
@@ -21,7 +26,7 @@ def headline(sweep: SweepResult) -> list[str]:
 
 
 def _leading_changes(task: str, table: Sequence[Row]) -> list[tuple[Row, Difference]]:
-    """The changes from 16 bits by the first measure that was taken of any row; one with a sign if items can be lost."""
+    """Changes from 16 bits by the first measure that any row has; for tasks scored by item one that has a sign."""
     columns = kind_of(task).columns
     for change in columns.changes:
         if columns.by_item and change.is_log:
@@ -37,6 +42,8 @@ def _of_items(task: str, changes: Sequence[tuple[Row, Difference]]) -> str:
     lower = [row.point.bits for row, drawn in changes if drawn.high < 0]
     of_all = f"of {len(changes)} configurations"
     if not lower:
+        if text := _told_by_kl(task, changes):
+            return text
         return (
             f"{task}: no measurable loss in any {of_all}, whose intervals all reach 0; the lowest is "
             f"{_named(worst, task)}."
@@ -44,6 +51,23 @@ def _of_items(task: str, changes: Sequence[tuple[Row, Difference]]) -> str:
     told = f"{task}: {len(lower)} {of_all} lose; the most is lost by {_named(worst, task)}."
     safe = min((row.point.bits for row, _ in changes if row.point.bits > max(lower)), default=None)
     return told if safe is None else f"{told} From {safe} bits up no loss is measurable."
+
+
+def _told_by_kl(task: str, changes: Sequence[tuple[Row, Difference]]) -> str | None:
+    """What KL says where items leave a loss open; None where they suffice, or KL was not measured."""
+    found = [(row, drawn, kl) for row, drawn in changes if (kl := kl_of(row, task)) is not None and kl.low > 0]
+    points = [(row, POINTS.of(row.results[task]), kl) for row, _, kl in found]
+    open_ = [(row, drawn, kl) for row, drawn, kl in points if drawn is not None and drawn.low < -_SETTLED]
+    if not open_:
+        return None
+    widest = max((drawn.high - drawn.low) / 2 for _, drawn, _ in open_)
+    results = [result for row, _, _ in open_ if (result := row.results[task].result)]
+    items = max(len(result.values or ()) for result in results)
+    worst = max(open_, key=lambda each: each[2].mean)[0]
+    return (
+        f"{task}: {items} items cannot tell a loss, since differences are known to ±{widest:.0f} points; KL tells "
+        f"{len(open_)} of {len(changes)} configurations from 16 bits. Most changed is {_named(worst, task)}."
+    )
 
 
 def _of_text(task: str, changes: Sequence[tuple[Row, Difference]]) -> str:
@@ -55,7 +79,7 @@ def _of_text(task: str, changes: Sequence[tuple[Row, Difference]]) -> str:
 
 
 def _named(row: Row, task: str) -> str:
-    """A row with all that is known of its change."""
+    """A row's name with everything known about its change."""
     known = [(change.text, change.of(row.results[task])) for change in kind_of(task).columns.changes]
     texts = [text(drawn) for text, drawn in known if text and drawn]
     return ", ".join([f"{row.model} at {row.point.label}", *texts])

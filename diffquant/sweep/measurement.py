@@ -1,4 +1,4 @@
-"""Measurements: what a cell holds, a task's result with what the run itself cost and did. No torch here."""
+"""Measurements, the content of cells: a task's result with the run's time and sizes. No torch here."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,9 +19,8 @@ class Measurement:
         seconds: time that the task took.
         weight_bytes: size of the checkpoint that stores the recipe's weights.
         kv_bytes: size of a token in the recipe's cache, over all layers.
-        logit_report: numbers of what each layer's logit quantizer did; None where logits are not quantized.
-        commit: commit of the code that measured it, with "+changes" where its sources differed from that; None where
-            none is known.
+        logit_report: numbers about each layer's logit quantizer, or None if logits are not quantized.
+        commit: commit of the code that measured it, with "+changes" if the sources differed from it; None if unknown.
     """
 
     result: TaskResult

@@ -25,7 +25,7 @@ def run_files() -> RunFiles:
 def write_outputs(sweep: SweepResult, folder: Path) -> list[Path]:
     """Write table.csv, plot.png, the plots of its tasks such as needle's places.png, and report.html.
 
-    A plot of nothing is left out.
+    Plots without data are left out.
     """
     table, report = folder / "table.csv", folder / "report.html"
     write_atomically(table, csv_table(sweep))
@@ -39,7 +39,7 @@ def write_outputs(sweep: SweepResult, folder: Path) -> list[Path]:
 
 
 def plotted_cells(sweep: SweepResult, kind: type[Task]) -> Sequence[PlottedCell]:
-    """The results of one kind of task, as its own plots see them."""
+    """The results of one kind of task, in the form that its plots take."""
     names = model_names([point.model for point in sweep.points])
     return [
         PlottedCell(
@@ -56,7 +56,7 @@ def plotted_cells(sweep: SweepResult, kind: type[Task]) -> Sequence[PlottedCell]
 
 
 def _draw_if_any(draw: "partial[None]", path: Path) -> bool:
-    """Draw into a file; whether there was anything to draw."""
+    """Draw into a file; returns whether there was anything to draw."""
     try:
         draw(path)
     except UsageError:

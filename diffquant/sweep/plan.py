@@ -1,4 +1,4 @@
-"""The plan of a sweep: everything that can be wrong is wrong here, before the first cell."""
+"""The plan of a sweep: finds everything that can be wrong before the first cell is measured."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +31,7 @@ from diffquant.sweep.work import Job
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """What a sweep will do: its points and tasks, and what each model is opened from.
+    """A sweep's points, tasks and opened models.
 
     Attributes:
         points: configurations to measure, a model's 16 bits first.
@@ -47,7 +47,7 @@ class SweepPlan:
     setup: Setup
 
     def jobs(self, folder: Path) -> list[Job]:
-        """Every cell, whose place is in this folder."""
+        """Every cell of the sweep, stored in this folder."""
         identities = {task.name: task.identity() for task in self.tasks}
         return [
             Job(subject, point, task, Cell(folder, cell_key(subject, point.recipe, task, identities[task.name])))
@@ -61,7 +61,7 @@ def plan_sweep(models: Sequence[Path], options: SweepOptions, runtime_of: Runtim
     """Open every model and read every task's items.
 
     Raises:
-        UsageError, CheckpointError, MissingDependencyError: whatever is wrong with models, options or data.
+        UsageError, CheckpointError, MissingDependencyError: something is wrong with the models, options or data.
     """
     found = {model: runtime_of(model) if runtime_of else None for model in models}
     runtimes = {model: runtime for model, runtime in found.items() if runtime is not None}
@@ -96,7 +96,7 @@ def plan_sweep(models: Sequence[Path], options: SweepOptions, runtime_of: Runtim
 
 
 def _scales_by_model(sources: Mapping[Path, Source], files: Sequence[Path]) -> dict[Path, Path]:
-    """The file of calibrated ranges of each model that has one.
+    """The file of calibrated ranges for each model that has one.
 
     Raises:
         CheckpointError: a file belongs to none of the models.
@@ -120,7 +120,7 @@ def _check_scales(point: Point, scales: Path | None) -> None:
     """Check that a point with static schemes has its ranges.
 
     Raises:
-        UsageError: it has no file, or one without ranges for these schemes.
+        UsageError: there is no file, or it has no ranges for these schemes.
     """
     static = [target for target in LAYER_TARGETS if point.recipe.is_static(target)]
     if static and scales is None:

@@ -1,6 +1,6 @@
-"""A plot of results against bits: for each task what was lost against 16 bits, and below it the scores themselves.
+"""A plot of results against bits: for each task the change from 16 bits, and below it the scores.
 
-A panel is what is quantized at one granularity, a line in it is a model.
+Each panel shows one target at one granularity, with a line per model.
 
 Source: the presentation follows figure 8 of arXiv 2410.05258.
 """
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 TITLES = {"logits": "attention logits", "kv": "KV cache", "k": "keys", "v": "values", "qk": "queries and keys"}
 # Distance in bits between two models at one width; panels side by side.
 _SPREAD, _COLUMNS = 0.12, 5
-# Where a logarithmic axis ends, as a share of the lowest point: an interval that holds 0 would have no end.
+# Lower end of a logarithmic axis, as a share of the lowest point: an interval that reaches 0 has no end on it.
 _FLOOR = 0.5
-# Inches of a panel with its labels, and of a band of scores below one of changes.
+# Inches: a panel with its labels, and a band of scores below one of changes.
 _WIDE, _NARROW, _TALL, _LOW = 4.6, 3.0, 3.0, 2.3
 
 
 def panel_title(point: Point) -> str:
-    """What a point quantizes, such as "attention logits, per row with shift"."""
+    """Title of a point's panel, such as "attention logits, per row with shift"."""
     title = TITLES.get(point.target, point.target)
     if point.target in (EXPORTED, RECIPE):
         return title
@@ -49,8 +49,8 @@ class BitsLine:
     """One model in one panel.
 
     Attributes:
-        points: what is drawn at each width, from wide to narrow.
-        full: what is drawn at 16 bits; None for a change, which is nothing there.
+        points: values at each width, from wide to narrow.
+        full: value at 16 bits, or None for a change, which is zero there.
     """
 
     model: str
@@ -60,13 +60,13 @@ class BitsLine:
 
 @dataclass(frozen=True)
 class Band:
-    """Panels of one task under one scale.
+    """A row of panels for one task, which share an axis.
 
     Attributes:
         label: text of the axis.
-        is_change: whether the distance from 16 bits is drawn, and not the score itself.
-        is_log: whether values span decades.
-        lines: lines by their panel's title.
+        is_change: whether changes from 16 bits are drawn instead of scores.
+        is_log: whether the axis is logarithmic.
+        lines: lines by the title of their panel.
     """
 
     task: str
@@ -81,7 +81,7 @@ class Band:
 
 
 def bands(sweep: SweepResult) -> list[Band]:
-    """What there is to draw, in the table's order of tasks; what failed is left out."""
+    """Every band to draw, in the table's order of tasks; failed cells are left out."""
     found = [
         band
         for task in tasks_of(sweep)
@@ -106,10 +106,10 @@ def plot(sweep: SweepResult, path: Path) -> None:
 
 
 def charts(band: Band, models: Sequence[str]) -> list[Drawing]:
-    """Each panel of a band by itself, with texts that tell its values.
+    """Each panel of a band as its own drawing, with tooltips for its values.
 
     Args:
-        models: all models of the page, so that each looks alike in all charts.
+        models: all models of the page, so that each has the same look in every chart.
     """
     found = []
     for title, lines in band.lines.items():
@@ -122,7 +122,7 @@ def charts(band: Band, models: Sequence[str]) -> list[Drawing]:
 
 
 def bars_text(drawn: Sequence[Band]) -> str:
-    """What bars and dashed lines are."""
+    """A sentence that explains the bars and dashed lines."""
     if all(band.is_change for band in drawn):
         return "bars: 95 % intervals"
     return "bars: 95 % intervals, of differences paired over the same items; dashed: 16 bits"
@@ -133,7 +133,7 @@ def _band(sweep: SweepResult, task: str, metric: Metric, is_change: bool) -> Ban
 
 
 def _lines(sweep: SweepResult, task: str, metric: Metric, is_change: bool) -> dict[str, list[BitsLine]]:
-    """The lines of a task by their panel's title; a change has nothing at 16 bits."""
+    """A task's lines by the title of their panel; changes have no value at 16 bits."""
     full: dict[str, Difference | None] = {}
     drawn: dict[tuple[str, str], list[tuple[int, Difference]]] = {}
     for row in rows(sweep):
@@ -153,7 +153,7 @@ def _lines(sweep: SweepResult, task: str, metric: Metric, is_change: bool) -> di
 def _figure(drawn: list[Band]) -> "Figure":
     titles = list(dict.fromkeys(title for band in drawn for title in band.lines))
     models = list(dict.fromkeys(model for band in drawn for model in band.models))
-    # As many panels in each row of them, as nearly as can be.
+    # Spread the panels over the rows as evenly as possible.
     columns = -(-len(titles) // -(-len(titles) // _COLUMNS))
     strips = list(_strips(drawn, titles, columns))
     heights = [_TALL if band.is_change else _LOW for band, _ in strips]
@@ -176,7 +176,7 @@ def _figure(drawn: list[Band]) -> "Figure":
 
 
 def _strips(drawn: list[Band], titles: list[str], columns: int) -> "Iterator[tuple[Band, list[str]]]":
-    """Rows of panels: as many titles at once as there are columns, a task's changes above its scores."""
+    """Rows of panels, `columns` titles at a time, a task's changes above its scores."""
     for task in dict.fromkeys(band.task for band in drawn):
         for first in range(0, len(titles), columns):
             for band in drawn:
@@ -191,7 +191,7 @@ def _handle(number: int, model: str) -> "object":
 
 
 def _draw(axis: "Axes", lines: Sequence[BitsLine], models: Sequence[str], band: Band, tips: Tips | None = None) -> None:
-    """Draw one panel on the scale that its band has in common."""
+    """Draw one panel on its band's common scale."""
     widths = sorted({bits for line in lines for bits, _ in line.points}, reverse=True)
     for line in lines:
         number = models.index(line.model)

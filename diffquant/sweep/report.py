@@ -1,4 +1,4 @@
-"""The report of a sweep: what was lost at which width, scores, table, what each layer's quantizer did, settings."""
+"""The report of a sweep: losses by width, scores, table, statistics of each layer's quantizer, settings."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,31 +9,32 @@ from diffquant.report.page import (
     Facts,
     Fold,
     Items,
-    Key,
     Note,
     Report,
     Section,
     Subtitle,
     Table,
 )
-from diffquant.report.plots import GLYPHS, look
+from diffquant.report.plots import key_of
 from diffquant.support.plain_data import JsonObject
 from diffquant.sweep.headline import headline
 from diffquant.sweep.plot import Band, bands, bars_text, charts
 from diffquant.sweep.result import MeasuredCell, SweepResult, model_names
+from diffquant.sweep.sizes import SMALL_KL, recommendations, size_charts, sized
 from diffquant.sweep.table import cells_of, notes
 
 
 def sweep_report(sweep: SweepResult, name: str, files: Sequence[str]) -> Report:
-    """The report of a sweep.
+    """Make the report of a sweep.
 
     Args:
         name: name of the run.
-        files: names of the files beside the page that it leads to.
+        files: names of the files beside the page, to link to.
     """
     drawn = bands(sweep)
     sections = [
         *_failures_section(sweep),
+        *_sizes_sections(sweep),
         *_charts_sections(drawn),
         Section("Results", [_results_table(sweep), *map(Note, notes(sweep))]),
         *_logits_section(sweep),
@@ -42,10 +43,27 @@ def sweep_report(sweep: SweepResult, name: str, files: Sequence[str]) -> Report:
     return Report("sweep", name, headline(sweep), sweep.settings["date"], sections, files)
 
 
+def _sizes_sections(sweep: SweepResult) -> list[Section]:
+    """What to take: sizes against KL, and the smallest that changes little."""
+    found = sized(sweep)
+    if not found:
+        return []
+    names = model_names([point.model for point in sweep.points])
+    path_of = {name: str(model) for model, name in names.items()}
+    drawings, keys = size_charts(found)
+    table, commands = recommendations(found, path_of)
+    rule = Note(
+        f"Taken is each model's smallest configuration whose KL from 16 bits stays below {SMALL_KL} nats, the upper "
+        "end of its 95 % interval where it has one, and 16 bits where none does. In the drawings lower and further "
+        "left is better; bars: 95 % intervals."
+    )
+    return [Section("Which to take", [table, Facts(commands), Charts(drawings, keys), rule])]
+
+
 def _charts_sections(drawn: Sequence[Band]) -> list[Section]:
-    """A section for each task: its change from 16 bits, and below it its scores."""
+    """One section per task: its change from 16 bits, and below that its scores."""
     models = list(dict.fromkeys(model for band in drawn for model in band.models))
-    keys = [_key(number, model) for number, model in enumerate(models)]
+    keys = [key_of(number, model) for number, model in enumerate(models)]
     sections = []
     for task in dict.fromkeys(band.task for band in drawn):
         mine = [band for band in drawn if band.task == task]
@@ -55,11 +73,6 @@ def _charts_sections(drawn: Sequence[Band]) -> list[Section]:
             blocks += [Subtitle(band.label[0].upper() + band.label[1:]), Charts(charts(band, models), legend)]
         sections.append(Section(task, [*blocks, Note(f"{bars_text(mine).capitalize()}.")]))
     return sections
-
-
-def _key(number: int, text: str) -> Key:
-    style = look(number)
-    return Key("currentColor" if style["color"] == "#000000" else style["color"], GLYPHS[style["marker"]], text)
 
 
 def _failures_section(sweep: SweepResult) -> list[Section]:
@@ -76,7 +89,7 @@ def _results_table(sweep: SweepResult) -> Table:
 
 
 def _logits_section(sweep: SweepResult) -> list[Section]:
-    """The section of scales and clipping by layer, one fold a cell."""
+    """The section on scales and clipping by layer, with one fold per cell."""
     names = model_names([point.model for point in sweep.points])
     reported = [cell for cell in sweep.cells if cell.logit_report]
     folds = [

@@ -15,10 +15,10 @@ from diffquant.sweep.measurement import Measurement
 
 @dataclass(frozen=True)
 class MeasuredCell:
-    """A cell of a result: its measurement, or the error that stands in its place.
+    """A cell of a result: its measurement, or the error if it failed.
 
     Attributes:
-        code: digest of the code that computes it; None in results of before there was one.
+        code: digest of the code that computed it; None in results older than this field.
     """
 
     point: Point
@@ -29,21 +29,25 @@ class MeasuredCell:
 
     @property
     def result(self) -> TaskResult | None:
-        """What its task measured; None where it failed."""
+        """The task's result, or None if the cell failed."""
         return self.measurement.result if self.measurement else None
 
     @property
     def logit_report(self) -> list[dict[str, float]]:
-        """What each layer's logit quantizer did; empty where logits were not quantized."""
+        """Numbers about each layer's logit quantizer; empty if logits were not quantized."""
         return (self.measurement.logit_report if self.measurement else None) or []
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SweepResult:
-    """All cells in the grid's order, and what they were measured with: options, dtype, versions, commit, date."""
+    """All cells in the grid's order, with the options, dtype, versions, commit and date of the sweep."""
 
     cells: list[MeasuredCell]
     settings: JsonObject
+
+    def __repr__(self) -> str:
+        failed = f", {len(self.failed)} failed" if self.failed else ""
+        return f"SweepResult({len(self.cells)} cells, {len(self.points)} configurations{failed})"
 
     @property
     def points(self) -> list[Point]:
@@ -62,14 +66,14 @@ class SweepResult:
         return next((c.result for c in self.cells if c.point is point and c.task == task), None)
 
     def baseline(self, point: Point) -> Point | None:
-        """The 16-bit point that a configuration is compared with; None where it is not swept."""
+        """The 16-bit point that a configuration is compared with, or None if the sweep has none."""
         return next((p for p in self.points if p.model == point.compared_with and p.is_baseline), None)
 
     def require_complete(self) -> None:
         """Check that every cell has a result.
 
         Raises:
-            FailedCellsError: cells failed; each is named with its error, and `result` is this.
+            FailedCellsError: cells failed; names each with its error, and holds this object as `result`.
         """
         if self.failed:
             names = model_names([point.model for point in self.points])
@@ -100,10 +104,10 @@ class SweepResult:
 
 
 def read_sweep(file: Path, compared: dict[str, str] | None = None) -> SweepResult:
-    """The sweep in a sweep.json. Its points' recipes are empty: neither tables nor plots show more than their names.
+    """Read a sweep.json. Its points have empty recipes, since tables and plots show only their names.
 
     Args:
-        compared: the checkpoint that each exported folder is compared with, where sweep.json is of before it said so.
+        compared: checkpoint that each exported folder is compared with, for files too old to say so themselves.
     """
     data = json.loads(read_text(file))
     points: dict[tuple[object, ...], Point] = {}
@@ -121,9 +125,9 @@ def read_sweep(file: Path, compared: dict[str, str] | None = None) -> SweepResul
 
 
 def model_names(models: list[Path]) -> dict[Path, str]:
-    """A name for each checkpoint that no other one has: its file's or folder's, with as many parents as that takes.
+    """A unique name for each checkpoint: its file's or folder's name, with as many parents as that takes.
 
-    The ending of a GGUF file is left out, unless that alone tells it from a folder.
+    The suffix of a GGUF file is left out unless only it distinguishes the file from a folder.
     """
     distinct = list(dict.fromkeys(models))
     full = {model: model.absolute().parts[1:] or (str(model),) for model in distinct}

@@ -1,4 +1,4 @@
-"""Running a sweep: every missing cell is measured, and written as soon as it is."""
+"""Runs a sweep: measures every missing cell and writes it at once."""
 
 import logging
 import random
@@ -37,19 +37,19 @@ def run_sweep(
     """Measure every cell that `output` does not hold yet.
 
     Args:
-        models: checkpoints, and exported folders, each of which is one row, compared with the checkpoint
-            it was made from where that is swept too.
-        runtime_of: function that finds what opens an exported folder; None where all are checkpoints.
-        engine: what has the cells measured; this process by default.
+        models: checkpoints and exported folders. A folder is one row, compared with the checkpoint it was made
+            from if that is in the sweep.
+        runtime_of: finds the runtime for an exported folder; not needed for checkpoints.
+        engine: runs the cells; by default this process does.
 
-    A cell that fails is recorded and the rest goes on; `SweepResult.require_complete` tells. Interrupted,
-    it loses the cell under way, and the same call goes on from there. Other sweeps may use `output` at the same time:
-    a cell that they share is measured by one of them.
+    A cell that fails is recorded and the rest goes on; `SweepResult.require_complete` raises for it. An interrupt loses
+    only the cell under way: the same call resumes from there. Other sweeps may use `output` at the same time: one of
+    them measures a cell that they share.
 
     Raises:
         UsageError, CheckpointError, MissingDependencyError: what can be known before the first cell.
-        OutputExistsError: `output` holds files of a sweep's names that no sweep wrote.
-        DiffQuantError: `output` is gone, or no process is left that could measure the cells.
+        OutputExistsError: `output` holds files with a sweep's file names that no sweep wrote.
+        DiffQuantError: `output` is gone, or no process is left to measure the cells.
         KeyboardInterrupt: with a message that says how to go on.
     """
     plan, jobs, work = _open(models, options, output, runtime_of)
@@ -70,12 +70,12 @@ def join_sweep(
     progress: Progress = silent,
     runtime_of: RuntimeOf | None = None,
 ) -> SweepResult | None:
-    """Measure cells until others have claimed all that are left; who comes last writes sweep.json, tables and plots.
+    """Measure cells until other processes have claimed the rest; the last one writes sweep.json, tables and plots.
 
-    It can be called any number of times at once, by any processes that see `output` and the models.
+    Any number of processes that see `output` and the models can call it at once.
 
     Returns:
-        All cells, for the last one; None for the others.
+        All cells in the last process, None in the others.
 
     Raises:
         UsageError, CheckpointError, MissingDependencyError: what can be known before the first cell.
@@ -106,7 +106,7 @@ def join_sweep(
 def _open(
     models: Sequence[Path], options: SweepOptions, output: Path, runtime_of: RuntimeOf | None
 ) -> tuple[SweepPlan, list[Job], Work]:
-    """A sweep's plan, all of its cells, and those that are missing."""
+    """A sweep's plan, all of its cells, and the missing ones as work."""
     from diffquant.sweep.outputs import run_files
 
     run_files().check(output)
@@ -117,7 +117,7 @@ def _open(
     missing = [job for job in jobs if job.cell.read() is None]
     if missing and (why := why_again(folder, [job.cell.key for job in missing])):
         _logger.warning("%s; they are measured again", why)
-    # A model's points follow each other, and so do its batches.
+    # A model's points are consecutive, so its batches are too.
     batches: dict[tuple[Path, str], list[Job]] = {}
     for job in missing:
         batches.setdefault((job.point.model, weights_of(job.point.recipe)), []).append(job)
@@ -125,7 +125,7 @@ def _open(
 
 
 def _interruption(work: Work, cells: int) -> KeyboardInterrupt:
-    """What an interruption says of how to go on."""
+    """A KeyboardInterrupt whose message says how to go on."""
     work.look()
     return KeyboardInterrupt(
         f"interrupted: {cells - len(work.left)} of {cells} cells are done and kept in {work.folder}; "
@@ -134,7 +134,7 @@ def _interruption(work: Work, cells: int) -> KeyboardInterrupt:
 
 
 def _write_result(plan: SweepPlan, jobs: Sequence[Job], output: Path) -> SweepResult:
-    """Write sweep.json, and let go of what dead processes claimed."""
+    """Write sweep.json, and remove the claims of dead processes."""
     folder = output / "cells"
     latest = latest_claims(Work(folder, ()).look())
     Claims(folder).clear((job.cell.name for job in jobs), latest)
@@ -152,7 +152,7 @@ def _settings(plan: SweepPlan, jobs: Sequence[Job]) -> JsonObject:
         "models": {str(path): source.fingerprint for path, source in plan.sources.items()},
         "quantized": [str(path) for path, source in plan.sources.items() if source.packed or path.is_file()],
         "source_bytes": {str(path): source.checkpoint.stored_nbytes for path, source in plan.sources.items()},
-        # An exported model computes in what it was exported with.
+        # An exported model computes in the dtype it was exported with.
         "dtype": setup.dtype_name if plan.sources else None,
         "versions": versions_of_run(setup.device),
         "commit": commit(),
@@ -164,7 +164,7 @@ def _read_cell(job: Job) -> MeasuredCell:
     measurement = job.cell.read()
     error = job.cell.read_failure() if measurement is None else None
     if measurement is None and error is None:
-        # Another sweep measured what had failed, since it was looked at.
+        # Another sweep has measured the failed cell in the meantime.
         measurement = job.cell.read()
     if measurement is None and error is None:
         raise DiffQuantError(f"{job.cell.path} is gone or damaged since it was written; run the same command again")

@@ -1,4 +1,4 @@
-"""Sizes of what a recipe stores: bytes of its weights, bytes of KV cache a token."""
+"""Sizes of a recipe: bytes of the weights, and bytes of KV cache per token."""
 
 import torch
 
@@ -17,7 +17,7 @@ _KV_TOKENS = 1024
 def weight_bytes(source: Source, recipe: Recipe) -> int:
     """Bytes of the checkpoint that `quantize` writes under a recipe, scales included.
 
-    Where the recipe leaves weights at 16 bits, they are 16 bits each, whatever type the source holds them in.
+    Weights that the recipe does not quantize count 16 bits each, whatever dtype the source has.
     """
     if source.packed:
         return source.checkpoint.nbytes
@@ -26,17 +26,17 @@ def weight_bytes(source: Source, recipe: Recipe) -> int:
 
 
 def state_bytes_per_token(scheme: Scheme, heads: int, width: int) -> float:
-    """Bytes that one layer's keys or values take a token under a scheme, over 1,024 tokens of 16-bit states."""
+    """Bytes per token of one layer's keys or values under a scheme, averaged over 1,024 tokens of 16-bit states."""
     states = PackedStates(scheme, 0)
     states.append(torch.zeros(1, heads, _KV_TOKENS, width, dtype=torch.bfloat16))
     return states.nbytes / _KV_TOKENS
 
 
 def kv_bytes_per_token(model: CausalModel, tokens: int = _KV_TOKENS) -> float:
-    """Bytes of keys and values that the recipe's cache holds for a token of one sequence, over tokens of 16 bits.
+    """Bytes of keys and values per token of one sequence in the recipe's cache, averaged over `tokens` tokens.
 
-    Layers that see a window hold no more than that; states of recurrent layers do not count, since no token adds to
-    them.
+    Layers with a window hold only the window. States of recurrent layers do not count, since they do not grow with
+    tokens.
     """
     cache_bytes = 0
     for layer, rows in model.model.architecture.token_rows.items():

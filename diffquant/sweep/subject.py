@@ -1,4 +1,4 @@
-"""Subjects: models as a sweep measures them, plain data that can travel until the first cell is measured."""
+"""Subjects: models as a sweep measures them. They can be pickled until the first cell is measured."""
 
 import gc
 import time
@@ -28,7 +28,7 @@ from diffquant.sweep.storage import kv_bytes_per_token, weight_bytes
 
 
 class Subject(Protocol):
-    """A model under measurement; it holds one set of weights at a time, and none before the first cell."""
+    """A model to measure. It holds one set of weights at a time, and none before the first cell."""
 
     @property
     def device(self) -> str:
@@ -36,22 +36,22 @@ class Subject(Protocol):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of weights that it holds at most."""
+        """Largest number of bytes of weights that it holds at once."""
 
     def key(self, recipe: Recipe) -> JsonObject:
-        """All that a result depends on beside the task, and beside the code."""
+        """Everything that a result depends on, apart from the task and the code."""
 
     def modules(self, recipe: Recipe) -> tuple[str, ...]:
-        """Names of the modules that a result's computation starts from, beside the task's."""
+        """Names of the modules where the computation of a result starts, apart from the task's."""
 
     def apart(self, device: str | None) -> Self:
-        """The same model, held apart; on another device of its kind if one is named, where results are the same."""
+        """A copy with its own weights, on another device of the same kind if one is named; results stay the same."""
 
     def reference(self, task: Task, recipe: Recipe | None, progress: Progress) -> States | None:
-        """What a task compares a recipe with: states at 16 bits; None where it does not, or that is the recipe."""
+        """The 16-bit states that a task compares a recipe with, or None if it compares nothing or this is 16 bits."""
 
     def measure(self, task: Task, recipe: Recipe | None, reference: States | None, progress: Progress) -> Measurement:
-        """Run a task under a recipe, or under the model's own; the result with its time and what is stored.
+        """Run a task under a recipe, or under the model's own; returns the result with its time and stored sizes.
 
         Raises:
             NotFiredError: a layer did not quantize its logits, or its queries and keys.
@@ -61,13 +61,13 @@ class Subject(Protocol):
 
 @dataclass(frozen=True)
 class Setup:
-    """How checkpoints run.
+    """Settings with which checkpoints run.
 
     Attributes:
         dtype: dtype of the models.
         device: device that computes.
         attention: name of an attention backend, or "auto".
-        places: places that models are spread over; None where all of a model is on the device.
+        places: places that models are spread over, or None to hold each on the device.
     """
 
     dtype: torch.dtype
@@ -80,22 +80,22 @@ class Setup:
         return str(self.dtype).removeprefix("torch.")
 
     def key(self) -> JsonObject:
-        """What a result depends on; an attention backend that was not chosen is left to the device."""
+        """The settings that a result depends on; with attention "auto", the device decides the backend."""
         attention = {} if self.attention == "auto" else {"attention": self.attention}
         return {"device": torch.device(self.device).type} | attention
 
     def common_key(self) -> JsonObject:
-        """What results of exported models depend on as well."""
+        """The settings that results of exported models depend on too."""
         return {"dtype": self.dtype_name, "versions": versions_of_run(self.device)}
 
 
 @dataclass(eq=False)
 class CheckpointSubject:
-    """A checkpoint to measure; of two models with different weights the earlier is let go before the next is read.
+    """A checkpoint to measure. One set of weights is freed before the next is read.
 
     Attributes:
-        source: opened checkpoint; it travels as its path.
-        scales: file of ranges calibrated on it, for static schemes; None where there is none.
+        source: opened checkpoint; pickled as its path.
+        scales: file of ranges calibrated on it, for static schemes.
     """
 
     source: Source
@@ -118,10 +118,10 @@ class CheckpointSubject:
         scales = {"scales": file_digest(self.scales)} if self.scales and is_static else {}
         model = {"model": self.source.fingerprint, "recipe": recipe.to_dict()}
         text = text_read_digest(recipe.rounding)
-        # A path says nothing of what the text holds.
+        # A path does not determine the text's content.
         read = {"rounding_text": text} if text else {}
-        # Weights come to the device that computes from wherever they lie, so results do not depend on that, except
-        # where kernels would have read packed weights, which are expanded when a model is spread.
+        # Weights move to the computing device from wherever they lie, so results do not depend on placement, except
+        # that a spread model expands packed weights, which kernels would otherwise have read.
         setup = self.setup
         is_expanded = setup.places and self.source.packed and has_packed_kernels(setup.device, setup.dtype)
         expanded = {"expanded": True} if is_expanded else {}
@@ -158,7 +158,7 @@ class CheckpointSubject:
         return Measurement(result, seconds, self._weight_bytes[weights], kv_bytes_per_token(model), report, commit())
 
     def model(self, recipe: Recipe | None) -> CausalModel:
-        """The model under a recipe, read again only where the weights differ; under its own where there is none."""
+        """The model under a recipe, or under its own by default; read again only if the weights differ."""
         wanted = self.source.recipe if recipe is None else recipe
         if self._loaded is None or weights_of(self._loaded.recipe) != weights_of(wanted):
             if self._loaded is not None:
@@ -174,7 +174,7 @@ class CheckpointSubject:
 
 
 def weights_of(recipe: Recipe) -> str:
-    """A recipe's weights alone, as text: equal where one loaded model serves two recipes."""
+    """A recipe's weights alone, as text; recipes with equal texts can share a loaded model."""
     return Recipe().with_weights_of(recipe).to_yaml()
 
 

@@ -18,9 +18,9 @@ class Row:
     """A row of the table: one configuration of one model.
 
     Attributes:
-        results: results by task, in the table's order, each beside the 16-bit one.
-        weight_bytes: size of the checkpoint that stores it; None where every cell failed.
-        kv_bytes: size of a token in its cache, over all layers; None where every cell failed.
+        results: results by task, in the table's order, each with the 16-bit one.
+        weight_bytes: size of the checkpoint that stores it, or None if every cell failed.
+        kv_bytes: bytes per token in its cache, over all layers, or None if every cell failed.
     """
 
     model: str
@@ -31,34 +31,34 @@ class Row:
 
 
 def rows(sweep: SweepResult) -> list[Row]:
-    """The table's rows, one per configuration, a model's 16 bits first."""
+    """The table's rows, one per configuration, each model's 16 bits first."""
     names = model_names([point.model for point in sweep.points])
     return [_row(sweep, point, names[point.model]) for point in sweep.points]
 
 
 def text_table(sweep: SweepResult) -> str:
-    """The table as text: aligned columns, and below them what the numbers are."""
+    """The table as text: aligned columns with notes below."""
     heads, lines = cells_of(sweep)
     return "\n".join([*aligned(heads, lines, names=3), "", *notes(sweep)])
 
 
 def csv_table(sweep: SweepResult) -> str:
-    """The table as CSV, numbers in full."""
+    """The table as CSV, with unrounded numbers."""
     return csv_text(json_rows(sweep))
 
 
 def json_rows(sweep: SweepResult) -> list[JsonObject]:
-    """The table as plain data, one flat object per row; what was not measured is None."""
+    """The table as plain data, one flat object per row, with None for missing values."""
     return [_record(row) for row in rows(sweep)]
 
 
 def cells_of(sweep: SweepResult) -> tuple[list[str], list[list[str]]]:
-    """The text table's heads and lines, unaligned."""
+    """The heads and lines of the text table, unaligned."""
     return _columns(sweep), [_texts(row, sweep) for row in rows(sweep)]
 
 
 def notes(sweep: SweepResult) -> list[str]:
-    """What a reader must know to read the table."""
+    """The notes below the table."""
     results_by_columns: dict[Columns, list[TaskResult]] = {}
     for task in tasks_of(sweep):
         results_by_columns.setdefault(kind_of(task).columns, []).extend(_results(sweep, task))
@@ -95,13 +95,13 @@ def notes(sweep: SweepResult) -> list[str]:
 
 
 def _source_text(path: str, settings: JsonObject) -> str:
-    """A checkpoint's name, and what it takes where that was noted."""
+    """A checkpoint's name, with its size if that was noted."""
     nbytes = settings.get("source_bytes", {}).get(path)
     return Path(path).name + (f" ({megabytes(nbytes)})" if nbytes else "")
 
 
 def tasks_of(sweep: SweepResult) -> list[str]:
-    """The sweep's tasks in the table's order: first those that are scored item by item."""
+    """The sweep's tasks in the table's order, those scored by item first."""
     return sorted(sweep.tasks, key=lambda task: not kind_of(task).columns.by_item)
 
 

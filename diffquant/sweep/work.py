@@ -1,4 +1,4 @@
-"""The work of a sweep: its missing cells, and the folder in which any number of processes share them."""
+"""The work of a sweep: its missing cells, and the folder through which processes share them."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -15,13 +15,13 @@ from diffquant.sweep.grid import Point
 if TYPE_CHECKING:
     from diffquant.sweep.subject import Subject
 
-# Inode and time of a file: another pair is another file.
+# Inode and time of a file, which change when it is replaced.
 _Stamp = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Job:
-    """A cell to measure, as plain data: which model, under which recipe, on which task."""
+    """A cell to measure, as plain data: model, recipe and task."""
 
     subject: "Subject"
     point: Point
@@ -35,18 +35,18 @@ class Job:
 
 @dataclass
 class Work:
-    """The cells that were missing when a sweep was planned: plain data that can be sent elsewhere.
+    """The cells that were missing when the sweep was planned, as plain data that can be pickled.
 
     Attributes:
         folder: folder of the cells.
-        batches: the missing cells, those together that one set of weights serves; a model's batches follow each other.
-        left: cells that were neither measured nor failed when this process looked last, by their names.
+        batches: the missing cells, grouped by the weights they need; a model's batches are consecutive.
+        left: cells that were neither measured nor failed at this process's last look, by name.
     """
 
     folder: Path
     batches: Sequence[Sequence[Job]]
     left: dict[str, Job] = field(init=False)
-    # Files that stood in a missing cell's place: damaged cells, and failures of earlier runs.
+    # Files found in place of missing cells: damaged cells, and failures of earlier runs.
     _before: Mapping[str, _Stamp] = field(init=False)
     _seen: frozenset[str] = field(init=False, default=frozenset())
 
@@ -57,17 +57,17 @@ class Work:
 
     @property
     def jobs(self) -> list[Job]:
-        """Every cell that was missing."""
+        """Every cell that was missing at the start."""
         return [job for batch in self.batches for job in batch]
 
     def apart(self) -> Self:
-        """The same work, for another who looks."""
+        """A copy for another process or thread."""
         other = copy(self)
         other.left = dict(self.left)
         return other
 
     def look(self) -> frozenset[str]:
-        """Look at the folder, and strike off what was settled; returns the names of the files that are there.
+        """List the folder and strike off finished cells; returns the names of its files.
 
         Raises:
             DiffQuantError: it cannot be read.
@@ -79,7 +79,7 @@ class Work:
                 f"{self.folder}, where the sweep's cells lie, cannot be read any more: {error.strerror}; "
                 "when it is there again, run the same command to go on"
             ) from error
-        # Files that stood in a cell's place may be replaced under their names.
+        # A damaged cell or failure may have been replaced by a file of the same name.
         for name in (names - self._seen) | (names & self._before.keys()):
             if name.endswith(".json") and self._is_new(name):
                 self.left.pop(name.partition(".")[0], None)
@@ -87,7 +87,7 @@ class Work:
         return names
 
     def is_settled(self, job: Job) -> bool:
-        """Whether a cell was measured, or failed, since the sweep was planned."""
+        """Whether a cell was measured or failed since the sweep was planned."""
         return any(map(self._is_new, (job.cell.path.name, job.cell.failure_path.name)))
 
     def _is_new(self, name: str) -> bool:

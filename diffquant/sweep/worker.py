@@ -1,4 +1,4 @@
-"""A worker: measures the cells of a sweep that no other process has claimed. It imports no torch itself."""
+"""A worker: measures the cells of a sweep that no other process has claimed. No torch at the top."""
 
 import time
 import traceback
@@ -19,27 +19,27 @@ _MOST_DEATHS = 2
 
 
 class Worker:
-    """A process's part of a sweep: plain data that can be sent elsewhere until it runs.
+    """One process's part of a sweep, which can be pickled until it runs.
 
-    It takes the cells of the weights that it holds first, then of a batch that nobody works on, then any: a model is
-    read by another worker only where that would have nothing to do.
+    It first takes cells for the weights that it holds, then a batch that nobody works on, then any cell: a second
+    worker reads a model only when it has nothing else to do.
     """
 
     def __init__(self, work: Work, start: float = 0.0, device: str | None = None) -> None:
-        """Make ready; nothing is read or claimed yet.
+        """Set up; reads and claims nothing yet.
 
         Args:
-            start: share of the batches after which it begins, so that workers do not all want the same.
-            device: device that computes, in place of the one that was planned; None for that.
+            start: share of the batches to skip at first, so that workers begin in different places.
+            device: device that computes, by default the planned one.
         """
         self.work, self.device = work.apart(), device
         self._at = int(start * len(work.batches))
         self._batch_of = {job.cell.name: number for number, batch in enumerate(work.batches) for job in batch}
-        # The model that was measured last as it was planned, and as this worker holds it.
+        # The last model as planned, and this worker's own copy of it.
         self._held: tuple[Subject, Subject] | None = None
 
     def run(self, progress: Progress = silent, is_patient: bool = True) -> None:
-        """Measure cells until none is left, or, if not patient, until all that are left have holders that are alive.
+        """Measure cells until none is left, or, if not patient, until live processes hold all the rest.
 
         Raises:
             DiffQuantError: the folder of the cells is gone.
@@ -54,11 +54,11 @@ class Worker:
                         self._settle(job, claim.deaths, _within(progress, done, total, job.caption))
                     progress(done + 1, total, job.caption)
         except OSError:
-            self.work.look()  # Says so where the folder is gone.
+            self.work.look()  # Raises if the folder is gone.
             raise
 
     def _settle(self, job: Job, deaths: int, progress: Progress) -> None:
-        """Measure a cell, or record why that failed: whatever the error is, it must not end the other cells."""
+        """Measure a cell or record its failure: no error of one cell may stop the others."""
         try:
             subject = self._subject_of(job, deaths)
             reference = subject.reference(job.task, job.point.recipe, progress)
@@ -80,7 +80,7 @@ class Worker:
                 if not work.is_settled(job):
                     return job, claim
                 with claim:
-                    pass  # Another settled it between the look and the claim.
+                    pass  # Another process finished it between the look and the claim.
             # A claim's holder may turn out to be dead.
             may_be_lost = any(name not in latest or claims.life(name, latest[name]) != "alive" for name in work.left)
             if not work.left or not (is_patient or may_be_lost):
@@ -88,7 +88,7 @@ class Worker:
             time.sleep(_SECONDS_BETWEEN_LOOKS)
 
     def _candidates(self, latest: Mapping[str, int]) -> Iterator[Job]:
-        """The cells that are missing, those that are best for this worker first; it may find the last ones twice."""
+        """The missing cells, best for this worker first; the last ones may come twice."""
         batches, left = self.work.batches, self.work.left
         shared = {self._batch_of[name] for name in latest if name in self._batch_of}
         order = [(self._at + number) % len(batches) for number in range(len(batches))]
@@ -100,27 +100,27 @@ class Worker:
         yield from [job for name, job in left.items() if name in latest]
 
     def _subject_of(self, job: Job, deaths: int) -> "Subject":
-        """The model of a cell, here; the one that was measured before is let go where it is another.
+        """This worker's copy of a cell's model; frees the previous one if it is another.
 
         Raises:
-            DiffQuantError: processes that measured the cell have died.
+            DiffQuantError: too many processes have died measuring this cell.
         """
         if deaths >= _MOST_DEATHS:
             raise DiffQuantError(f"the process that measured it died, {deaths} times; see what it wrote to stderr")
         self._at = self._batch_of[job.cell.name]
         if self._held is None or self._held[0] is not job.subject:
-            self._held = None  # Two models need not fit into memory.
+            self._held = None  # Memory may hold only one model.
             self._held = job.subject, job.subject.apart(self.device)
         return self._held[1]
 
 
 def _within(progress: Progress, before: int, cells: int, caption: str) -> Progress:
-    """Progress of a sweep while one of its cells runs, after those before."""
+    """Progress of a sweep while one of its cells runs."""
     furthest = 0.0
 
     def tell(done: float, total: float, doing: str) -> None:
         nonlocal furthest
-        # A cell counts as done when it is written; one that reads its reference first does not go back.
+        # A cell counts as done when it is written. Its progress never goes back after computing the reference.
         furthest = max(furthest, min(done / total, 0.999) if total else 0.0)
         progress(before + furthest, cells, f"{caption}: {doing}")
 

@@ -1,6 +1,6 @@
-"""A process that is started as a worker: it reads which from stdin, and ends when that is closed.
+"""Entry point of a worker process: reads its pickled worker from stdin, and ends when stdin closes.
 
-Nothing heavy is imported before that is read, so that who sends it can go on.
+It reads stdin before importing anything heavy, so that the parent can go on.
 """
 
 import _thread
@@ -18,7 +18,7 @@ _STDIN = 0
 
 
 def main() -> int:
-    """Work; returns 0 when nothing is left to do, 1 for an error, and 130 when it was ended."""
+    """Run the worker; returns 0 when nothing is left to do, 1 for an error, and 130 if it was interrupted."""
     interruption.watch()
     try:
         content = _read(int.from_bytes(_read(8)))
@@ -33,7 +33,7 @@ def main() -> int:
 
 
 def _read(count: int) -> bytes:
-    # Without Python's buffer, whose lock a thread that waits here would hold when the process ends.
+    # Unbuffered: a thread waiting here would hold the buffer's lock when the process ends.
     pieces: list[bytes] = []
     while count:
         pieces.append(os.read(_STDIN, count))
@@ -45,7 +45,7 @@ def _read(count: int) -> bytes:
 
 def _end_with_parent() -> None:
     os.read(_STDIN, 1)
-    # What was started in a shell's background ignores SIGINT, which is what this would send.
+    # Processes in a shell's background ignore SIGINT, which this would send.
     _thread.interrupt_main(signal.SIGTERM)
 
 

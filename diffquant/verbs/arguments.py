@@ -15,13 +15,15 @@ def texts(given: str | Sequence[str]) -> tuple[str, ...]:
     return split_list(given) if isinstance(given, str) else tuple(given)
 
 
-def numbers(name: str, given: str | Sequence[int], example: str = "16,8,6,4") -> tuple[int, ...]:
-    """The numbers of "8,6,4" or of [8, 6, 4].
+def numbers(name: str, given: str | int | Sequence[int], example: str = "16,8,6,4") -> tuple[int, ...]:
+    """The numbers of "8,6,4", of [8, 6, 4], or of 8 alone.
 
     Raises:
         UsageError: a part of the text is no number; `name` says of which argument.
     """
-    return split_numbers(name, given, example) if isinstance(given, str) else tuple(given)
+    if isinstance(given, str):
+        return split_numbers(name, given, example)
+    return (given,) if isinstance(given, int) else tuple(given)
 
 
 def paths(given: Path | str | Sequence[Path | str]) -> tuple[Path, ...]:

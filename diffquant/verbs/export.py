@@ -110,11 +110,8 @@ def _own_bits(source: "Source") -> int:
     if not (k.quantizes or v.quantizes):
         return 16
     schemes = f"k {k}, v {v}"
-    if (
-        k.bits != v.bits
-        or k.bits not in (8, 4)
-        or source.recipe.schemes_of("k") | source.recipe.schemes_of("v") > {k, v}
-    ):
+    differ = source.recipe.schemes_of("k") | source.recipe.schemes_of("v") > {k, v}
+    if differ or k.format.name != v.format.name or k.format.name not in ("8", "4"):
         say(f"note: no kernel of ONNX Runtime reads the checkpoint's cache ({schemes}): exported with 16 bits")
         return 16
     say(f"note: the cache becomes {k.bits}:static of the checkpoint's {schemes}, with calibrated scales per channel")

@@ -28,12 +28,13 @@ def check_push(model: str | None) -> None:
 
 
 def push_folder(folder: Path | str, model: str | None) -> None:
-    """Push a folder where that is wanted, and say where it is now.
+    """Push a folder where that is wanted, and say what is sent and where it is now.
 
     Raises:
         CheckpointError: the hub refuses, or cannot be reached.
     """
     if model is not None:
-        from diffquant.formats.hub import push
+        from diffquant.formats.hub import published, push
 
+        say(published(Path(folder), model))
         say(f"pushed to {push(Path(folder), model)}")

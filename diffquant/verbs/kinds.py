@@ -63,7 +63,7 @@ Files = Annotated[PathText | Sequence[PathText], Kind(Path, "FILE", repeats=True
 Name = Annotated[str, Kind(str, "NAME")]
 Prompt = Annotated[str, Kind(str, "TEXT", or_stdin=True)]
 Names = Annotated[str | Sequence[str], Kind(str, "LIST")]
-Numbers = Annotated[str | Sequence[int], Kind(str, "LIST")]
+Numbers = Annotated[str | int | Sequence[int], Kind(str, "LIST")]
 Targets = Annotated[str | Sequence[str], Kind(str, "LIST", former="target")]
 Tasks = Annotated[str | Sequence[str], Kind(str, "LIST", former="task", known=_task_usages)]
 Count = Annotated[int, Kind(int, "NUMBER", least=1)]

@@ -118,7 +118,8 @@ def quantize(
     wanted = chosen_recipe(
         recipe, preset, weights=weights, kv=kv, k=k, v=v, logits=logits, qk=qk, residual=residual, overrides=overrides
     )
-    if wanted is None or replace(wanted, rounding=NEAREST) == Recipe():
+    # Weights at 16 bits, where someone asks for them, make a plain folder of one that another library packed.
+    if wanted is None or (weights is None and replace(wanted, rounding=NEAREST) == Recipe()):
         ways = ", ".join(map(spelled, ("preset", "weights", "kv", "logits")))
         raise UsageError(
             f"nothing to quantize: give {ways} or {spelled('recipe')}, such as {spelled('preset', 'int4')}"
@@ -184,14 +185,19 @@ def _opened(
     model: "Path | Source | WeightSource", weights_only: bool, keep: tuple[str, ...], rules_file: Path | str | None
 ) -> "Source | WeightSource":
     """The checkpoint as a model that is known, or as weights by name where that is asked for or all there is."""
-    from diffquant.source.source import open_source
+    from diffquant.source.source import Source, open_source
     from diffquant.source.weight_rules import WeightRules
     from diffquant.source.weight_source import WeightSource, open_weights
 
     if isinstance(model, WeightSource):
         return model
+    if isinstance(model, Source):
+        return model
     if not isinstance(model, Path):
-        return open_source(model)
+        raise UsageError(
+            f"quantize reads a checkpoint from disk, not a {type(model).__name__} in memory: give its folder; "
+            "model.save_pretrained(folder) writes one"
+        )
     if not (weights_only or keep or rules_file):
         try:
             return open_source(model)

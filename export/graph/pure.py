@@ -14,7 +14,7 @@ from diffquant.numbers.absmax import max_code
 from diffquant.numbers.logit_scales import SHIFT_RANGE
 
 
-def pure_text(attributes: OpAttributes, width: int, cached: bool = True, gates: Collection[str] = ()) -> str:
+def pure_text(attributes: OpAttributes, width: int, cached: bool, gates: Collection[str]) -> str:
     """Nodes of the pure body as text.
 
     Args:

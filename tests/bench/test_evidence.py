@@ -12,7 +12,6 @@ import pytest
 from typer.main import get_command
 
 from diffquant.cli import app
-from research.train.pairs import commands
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path("bench/gpu/evidence.sh")
@@ -99,16 +98,14 @@ def test_a_call_needs_its_archive_alone_and_leaves_raw_results(call, machine, pa
     assert f"commit {commit}" in (tmp_path / "out/device.txt").read_text()
 
 
-@pytest.mark.parametrize("call", ["sweep", "pairs"])
-def test_what_a_call_asks_of_our_commands_they_take(call, machine, packed, tmp_path):
-    there = unpacked(packed / f"{call}.tar", tmp_path / "there")
+def test_what_a_call_asks_of_our_commands_they_take(machine, packed, tmp_path):
+    there = unpacked(packed / "sweep.tar", tmp_path / "there")
     assert (there / "evidence/packages/gguf-0.17.1.dist-info").is_dir()
-    done(machine(there, call))
-    ours = {"diffquant.cli": get_command(app), "research.train.pairs": get_command(commands)}
-    seen = [words[1:] for words in asked(tmp_path) if words[0] == "-m" and words[1] in ours]
-    assert [words[1] for words in seen] == {"sweep": ["convert", "sweep"], "pairs": ["train"]}[call]
-    for module, verb, *options in seen:
-        group = ours[module]
+    done(machine(there, "sweep"))
+    seen = [words[2:] for words in asked(tmp_path) if words[:2] == ["-m", "diffquant.cli"]]
+    assert [words[0] for words in seen] == ["convert", "sweep"]
+    group = get_command(app)
+    for verb, *options in seen:
         command = group.get_command(group.make_context("test", [verb, *options]), verb)
         # Raises where an option is missing or unknown.
         command.make_context(verb, list(options))

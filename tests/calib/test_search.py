@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.nn.functional import linear
 
@@ -66,6 +66,7 @@ def toy(sizes, target="weights"):
 
 
 @given(st.integers(0, 10**6), st.sampled_from([4.25, 4.75, 5.5, 6.25, 8.25]))
+@example(183_617, 8.25)  # the last unit's cost differs by less than a millionth of the largest
 def test_the_allocation_is_what_brute_force_finds(seed, budget):
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.randint(1, 9, (5,), generator=generator).mul(64).tolist()

@@ -122,6 +122,10 @@ def test_a_model_is_at_no_distance_from_itself(reference):
     assert (same.mean.mean, same.largest, same.agreement.mean) == (0.0, 0.0, 1.0)
 
 
+def test_chunks_have_512_tokens_where_nothing_else_is_said(reference):
+    assert diffquant.fidelity(reference, reference, characters=2000, dtype="float32").text["context"] == 512
+
+
 def test_intervals_are_over_parts_of_the_text_and_not_over_positions():
     """Positions of a chunk that are all alike tell no more than one of them."""
     levels = torch.linspace(0, 1, 32, dtype=torch.float64)[:, None]

@@ -17,6 +17,7 @@ from diffquant.formats.compressed_tensors import PACKED
 from diffquant.inspection import inspect_checkpoint
 from diffquant.model.adapters import adapter_for
 from diffquant.quantization.plan import plan_quantization
+from diffquant.quantization.roundings.tuned import descent
 from diffquant.source.source import open_source
 from diffquant.source.weight_rules import WeightRules, matches
 from tests.support import tiny_lm
@@ -202,7 +203,8 @@ def test_it_is_quantized_scored_and_generated_from(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("rule", ["gptq", "tuned"])
-def test_rules_that_read_a_text_round_its_matrices_where_experts_are_kept(checkpoint, tmp_path, rule):
+def test_rules_that_read_a_text_round_its_matrices_where_experts_are_kept(checkpoint, tmp_path, rule, monkeypatch):
+    monkeypatch.setattr(descent, "_STEPS", 4)
     kept = {"*.experts.*": "16"}
     settings = {"name": rule, "tokens": 256, "window": 64}
     recipe = Recipe.of(weights="4:g32", rounding=settings, overrides=kept)

@@ -28,7 +28,6 @@ from typing import Any
 
 import yaml
 
-from diffquant.support.files import write_json
 from tests.mutants.groups import GROUPS, Group
 from tests.mutants.planting import Mutant, mutants_of
 from tests.mutants.reach import Asked, Reach, measure, others_since
@@ -55,6 +54,8 @@ def main() -> int:
     for name in arguments.groups or GROUPS:
         results[name] = run_group(name, GROUPS[name], arguments, reasons, earlier.get(name))
     if file:
+        from diffquant.support.files import write_json
+
         run = None if arguments.draw else _this_run()
         for name in arguments.groups or GROUPS:
             results[name]["runs"] += [run | {"killed": results[name]["killed"]}] if run else []
@@ -152,6 +153,8 @@ def _write_packages(tests: list[str], file: Path) -> int:
     """Run tests and write which modules of other packages they import; the exit status of pytest."""
     before = set(sys.modules)
     status = status_of(tests)
+    from diffquant.support.files import write_json
+
     write_json(file, others_since(before))
     return status
 

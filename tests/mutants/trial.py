@@ -53,9 +53,15 @@ def in_a_process(work: Callable[[], int], limit: float) -> int | None:
 
 
 def outcome(mutant: Mutant, tests: Sequence[str], limit: float) -> str:
-    """What tests say about a fault: an outcome by name; a fault that no test reaches survives."""
+    """What tests say about a fault: an outcome by name; a fault that no test reaches survives.
+
+    Raises:
+        ValueError: the module has been imported, so that tests would meet it as it was.
+    """
     if not tests:
         return SURVIVED
+    if mutant.module in sys.modules:
+        raise ValueError(f"{mutant.module} was imported before a fault was planted in it; import it later")
 
     def run() -> int:
         sys.meta_path.insert(0, _Finder(mutant))

@@ -156,8 +156,11 @@ def test_a_claim_that_is_not_written_yet_is_anothers(tmp_path, now):
 
 def test_a_holder_touches_its_claim_until_it_is_done(tmp_path, monkeypatch):
     monkeypatch.setattr(claims, "_SECONDS_BETWEEN_BEATS", 0.01)
-    path = tmp_path / "cell.0.claim"
+    path, before = tmp_path / "cell.0.claim", set(threading.enumerate())
     with Claims(tmp_path).take("cell", {}):
+        (touching,) = set(threading.enumerate()) - before
+        # A process that is about to end would wait for it for ever.
+        assert touching.daemon
         os.utime(path, ns=(5, 5))
         while path.stat().st_mtime_ns == 5:
             threading.Event().wait(0.01)

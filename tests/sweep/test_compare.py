@@ -73,6 +73,10 @@ def test_two_configurations_of_a_sweep_are_compared_by_every_measure(run):
     margin = ttest_rel(after["margins"], before["margins"]).confidence_interval(0.95)
     assert (rows["margin"]["low"], rows["margin"]["high"]) == pytest.approx((margin.low, margin.high))
     assert rows["margin"]["difference"] == pytest.approx(after["margin"] - before["margin"])
+    # Of a character it is too small to be read.
+    summary = report.summary()
+    assert "margin in nats per 100 characters" in summary
+    assert f"{100 * before['margin']:.2f}" in summary
     gained = [n for n, (a, b) in enumerate(zip(before["values"], after["values"], strict=True), 1) if b > a]
     lost = [n for n, (a, b) in enumerate(zip(before["values"], after["values"], strict=True), 1) if b < a]
     assert gained + lost

@@ -261,6 +261,21 @@ def test_workers_that_fail_or_die_at_once_end_the_sweep(tmp_path, ending, said):
         keep_at_work(sleeping_work(tmp_path, 1, 2, 0.0), 2, lambda place: gone, silent)
 
 
+def test_the_third_death_in_a_row_without_a_claim_ends_the_sweep(tmp_path):
+    starts = []
+
+    def start(place):
+        # The second of them has claimed a cell before it dies.
+        if len(starts) == 1:
+            (tmp_path / "cell 0.0.claim").touch()
+        starts.append(place)
+        return Member("nowhere", lambda: "died", lambda: None)
+
+    with pytest.raises(DiffQuantError, match="workers die before they measure anything"):
+        keep_at_work(sleeping_work(tmp_path, 1, 1, 0.0), 1, start, silent)
+    assert len(starts) == 5
+
+
 def test_more_workers_than_memory_holds_are_refused_before_a_cell(tmp_path, monkeypatch):
     monkeypatch.setattr(Sleeper, "held_bytes", 4 * 10**9)
     monkeypatch.setattr(local, "free_memory", lambda: 9 * 10**9)
@@ -284,6 +299,8 @@ def test_options_that_exclude_each_other_are_refused():
             chosen_engine(options, *values, silent)
     options, engine = chosen_engine(SweepOptions(), None, ("cpu", "cpu"), None, silent)
     assert (options.device, engine.keywords["workers"], engine.keywords["devices"]) == ("cpu", 2, ("cpu", "cpu"))
+    alone, several = (chosen_engine(SweepOptions(), workers, (), None, silent)[1] for workers in (1, 3))
+    assert (alone, several.keywords["workers"]) == (None, 3)
 
 
 def test_without_ray_its_extra_is_named_and_without_asking_it_is_not_imported(monkeypatch):

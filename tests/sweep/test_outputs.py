@@ -97,6 +97,16 @@ def test_the_table_says_how_many_comparisons_it_makes(sweep):
     assert f"{len(quantized)} differences from 16 bits are compared" in text_table(sweep)
 
 
+def test_one_comparison_alone_is_not_said_to_miss_the_truth_by_chance(sweep):
+    one = [cell for cell in sweep.cells if (cell.point.bits, cell.point.granularity) in ((16, ""), (8, "row"))]
+    assert "compared" not in text_table(replace(sweep, cells=[c for c in one if c.point.model == MODELS[0]]))
+    assert "2 differences from 16 bits are compared" in text_table(replace(sweep, cells=one))
+
+
+def test_a_result_shows_itself_in_a_line(sweep):
+    assert repr(sweep) == "SweepResult(28 cells, 14 configurations, 2 failed)"
+
+
 def test_a_failed_cell_is_said_to_have_failed(sweep):
     line = next(line for line in text_table(sweep).splitlines() if "3:tensor" in line)
     assert "failed" in line
@@ -158,6 +168,28 @@ def test_every_task_and_granularity_has_a_panel_of_its_own(sweep):
     assert all(axis.get_ylim()[0] < 0 < axis.get_ylim()[1] for axis in changes)
     assert scores[0].get_ylim()[0] == 0
     assert len(figure.legends[0].get_texts()) == 2
+    assert [axis.get_xlabel() for axis in figure.axes] == ["", "", "bits of a code", "bits of a code"]
+    taller = [axis.get_position().height for axis in (changes[0], scores[0])]
+    assert taller[0] > taller[1]
+
+
+def test_models_stand_side_by_side_around_their_width_with_bars_that_can_be_seen(sweep):
+    (axis, *_) = sweep_plot._figure(bands(sweep)).axes
+    transformer, diff = (container for container in axis.containers)
+    places = [container.lines[0].get_xdata() for container in (transformer, diff)]
+    widths = [8, 4, 3]
+    assert [sum(at) / 2 for at in zip(*places, strict=True)] == pytest.approx(widths)
+    # Wide stands left, and so does the first model.
+    assert all(first > second for first, second in zip(*places, strict=True))
+    assert all(
+        width > 0 for container in axis.containers for bars in container.lines[2] for width in bars.get_linewidths()
+    )
+
+
+def test_a_chart_of_changes_is_taller_than_one_of_scores(sweep):
+    change, score = (sweep_plot.charts(band, band.models)[0].svg for band in bands(sweep))
+    heights = [float(re.search(r'viewBox="0 0 [\d.]+ ([\d.]+)"', svg)[1]) for svg in (change, score)]
+    assert heights[0] > heights[1]
 
 
 def test_no_two_models_of_a_panel_look_alike():

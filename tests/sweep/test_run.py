@@ -24,6 +24,7 @@ from diffquant.sweep.forecast import forecast
 from diffquant.sweep.measurement import Measurement
 from diffquant.sweep.plan import plan_sweep
 from diffquant.sweep.table import rows
+from diffquant.sweep.worker import _within
 from diffquant.text.corpus import load_text
 from tests.support import tiny_lm
 from tests.support.thorough import sampled
@@ -326,6 +327,14 @@ def test_progress_ends_at_all_and_never_goes_back(model, tmp_path):
     assert [done for done, _ in told] == sorted(done for done, _ in told)
     assert told[-1] == (CELLS, CELLS)
     assert all(done < CELLS for done, _ in told[:-1])
+
+
+def test_a_cell_counts_as_far_as_it_has_come_and_as_done_when_it_is_written():
+    told = []
+    tell = _within(lambda done, total, doing: told.append((done, total, doing)), 2, 5, "cell")
+    for done, total in ((0, 0), (1, 2), (1, 4), (4, 4)):
+        tell(done, total, "items")
+    assert told == [(done, 5, "cell: items") for done in (2.0, 2.5, 2.5, 2.999)]
 
 
 def test_two_models_with_one_name_are_told_apart(model, tmp_path):

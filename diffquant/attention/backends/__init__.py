@@ -1,4 +1,4 @@
-"""The ways to compute attention, one file each; importing this package registers them all."""
+"""Attention backends, one file each; importing this package registers them all."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Attention in PyTorch by blocks of queries, for what no ready-made attention computes: memory is linear in S."""
+"""Attention in PyTorch by blocks of queries, for calls that no ready-made attention serves; memory linear in S."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from diffquant.numbers.absmax import compute_dtype
 
 
 def by_blocks(call: AttentionCall) -> Tensor:
-    """Attention of a call, logits rounded as it says, and the pair norm behind it, in memory linear in S."""
+    """Attention of a call, with its logit rounding and pair norm, in memory linear in S."""
     v = call.v
     values = v.to(compute_dtype(v))
     out = torch.empty(*call.q[0].shape[:3], v.shape[-1], dtype=v.dtype, device=v.device)

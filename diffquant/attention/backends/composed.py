@@ -1,7 +1,7 @@
 """Differential attention composed of ready-made attention calls.
 
-The paper's appendix A gives two compositions: FlashDiffAttn_1 takes two calls and a kernel whose
-values may be wider than its keys; FlashDiffAttn_2 takes four calls, one for each map and half of V.
+The paper's appendix A gives two compositions: FlashDiffAttn_1 makes two calls and needs a kernel whose values may be
+wider than its keys; FlashDiffAttn_2 makes four calls, one for each map and half of V.
 """
 
 from collections.abc import Callable
@@ -22,21 +22,21 @@ MapAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def flashdiff1(call: AttentionCall) -> Tensor:
-    """Attention of a call by one SDPA call a map; where the maps share K (V2), by one call for both."""
+    """Attention of a call with one SDPA call per map, or a single one if the maps share K (V2)."""
     return pair_norm(_combine(call, call.v, sdpa(call)), call.post)
 
 
 def flashdiff2(call: AttentionCall) -> Tensor:
-    """Attention of a call as `flashdiff1`, with each half of a V twice as wide as K in an SDPA call of its own."""
+    """Like `flashdiff1`, but with one SDPA call for each half of V if V is twice as wide as K."""
     return _by_parts(call, sdpa(call))
 
 
 def flash_attn(call: AttentionCall) -> Tensor:
-    """Attention of a call as `flashdiff2`, on the `flash-attn` package (CUDA, half types, no padding)."""
+    """Like `flashdiff2`, with the `flash-attn` package (CUDA, half types, no padding)."""
     from flash_attn import flash_attn_func
 
     def one_map(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        # flash-attn wants [B, length, heads, width]; its causal mask is right-aligned, as ours.
+        # flash-attn wants [B, length, heads, width]; its causal mask is right-aligned like ours.
         by_token = (x.transpose(1, 2) for x in (queries, keys, values))
         out: Tensor = flash_attn_func(*by_token, softmax_scale=call.scale, causal=True)
         return out.transpose(1, 2)
@@ -45,7 +45,7 @@ def flash_attn(call: AttentionCall) -> Tensor:
 
 
 def sdpa(call: AttentionCall) -> MapAttention:
-    """Attention of one map by torch's SDPA under a call's mask; a query that sees nothing gives 0."""
+    """Attention of one map by torch's SDPA under a call's mask; 0 for a query that sees nothing."""
     length, keys = call.length, call.keys
     is_plain = call.mask.keys is None and call.mask.seen is None
     plainly_causal = is_plain and length == keys and not call.mask.hides_by_window(keys)
@@ -69,18 +69,18 @@ def sdpa(call: AttentionCall) -> MapAttention:
 
 
 def _by_parts(call: AttentionCall, one_map: MapAttention) -> Tensor:
-    """Attention of a call computed on parts of V as wide as K, and the pair norm behind it."""
+    """Attention of a call computed on parts of V as wide as K, followed by the pair norm."""
     parts = call.v.split(call.q[0].shape[-1], -1)
     return pair_norm(torch.cat([_combine(call, part, one_map) for part in parts], -1), call.post)
 
 
 def _combine(call: AttentionCall, v: Tensor, one_map: MapAttention) -> Tensor:
-    """The signal map's result less λ times the noise map's."""
+    """The signal map's result minus λ times the noise map's."""
     q, k = call.q, call.k
     if call.lam is None:
         return one_map(q[0], k[0], v)
     if call.shares_keys and call.signals_per_noise == 1:
-        # A pair's two queries are neighbours in one group, so both maps are a single grouped call.
+        # A pair's two queries share a group, so a single grouped call computes both maps.
         both = one_map(torch.stack(tuple(q), 2).flatten(1, 2), k[0], v)
         signal, noise = both[:, 0::2], both[:, 1::2]
     else:

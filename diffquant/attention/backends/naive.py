@@ -1,4 +1,4 @@
-"""The plain form as a backend: any device, any logits, full maps in memory."""
+"""The reference implementation as a backend: any device, any logits, full maps in memory."""
 
 from diffquant.attention.naive import naive
 from diffquant.attention.registry import Backend, register

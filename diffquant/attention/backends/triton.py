@@ -1,4 +1,4 @@
-"""The Triton kernels as backends. Triton is not imported before a device that runs it asks for one of them."""
+"""The Triton kernels as backends. Triton is imported only when a device that can run it needs a kernel."""
 
 import logging
 from collections.abc import Callable
@@ -17,7 +17,7 @@ _REPEATED = "the Triton kernels compute a noise map for each pair: every noise h
 
 
 def _kernel(name: str) -> tuple[Callable[..., Tensor], Callable[..., str | None]]:
-    """A kernel, and what says why it refuses a call, both functions of a call and the kernel's options."""
+    """A kernel and its refusal check; both take a call and the kernel's options."""
     if name == "prefill":
         from diffquant.kernels.attention.prefill import prefill, prefill_refusal
 
@@ -36,7 +36,7 @@ def _kernel(name: str) -> tuple[Callable[..., Tensor], Callable[..., str | None]
 
 
 def _backend(name: str, kernel: str, *options: object, **ranked: Any) -> Backend:
-    """A kernel as a backend; it runs where Triton does, and gets a noise head for each pair, as it wants them."""
+    """Wrap a kernel as a backend that runs where Triton does and expands shared noise heads, which kernels require."""
 
     def compute(call: AttentionCall) -> Tensor:
         if call.signals_per_noise > 1:
@@ -50,17 +50,17 @@ def _backend(name: str, kernel: str, *options: object, **ranked: Any) -> Backend
 
 
 def _is_worth_fusing(call: AttentionCall) -> bool:
-    # Two maps in one kernel read V once. A plain Transformer has nothing to fuse.
+    # A fused kernel reads V once for both maps. A plain Transformer has nothing to fuse.
     return call.maps == 2 and call.length > _FEW_QUERIES
 
 
 register(_backend("triton", "prefill", priority=30, pays=_is_worth_fusing))
 register(_backend("triton-simulated", "prefill_simulated", False, logits="quantized", priority=30))
-# Used by name alone: they are faster, but about 1 % away from what the model computes, and some percent with P·V in
+# Used only by name: they are faster, but about 1 % off the model's result, and some percent with P·V in
 # fp8 too.
 register(_backend("triton-int8", "prefill_int8", "fp16"))
 register(_backend("triton-fp8", "prefill_int8", "fp8"))
-# Used by name alone until a GPU has run them: they compute what the kernels without "specialized" in their names do.
+# Used only by name until a GPU has run them; they compute the same as the kernels without "specialized".
 register(_backend("triton-simulated-specialized", "prefill_simulated", True, logits="quantized"))
 register(_backend("triton-specialized", "prefill_specialized", 16))
 register(_backend("triton-fp8-specialized", "prefill_specialized", 8))

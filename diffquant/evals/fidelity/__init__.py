@@ -1,1 +1,1 @@
-"""How far a model's next-token distributions are from another's: KL divergence and top-1 agreement over a text."""
+"""Compares two models' next-token distributions over a text: KL divergence and top-1 agreement."""

@@ -125,7 +125,7 @@ def _row_width(vocabulary: int) -> int:
 
 @contextmanager
 def _appears_whole(path: Path) -> Iterator[Callable[[bytes], object]]:
-    """What writes into a file that has its name only once all is written."""
+    """Open a file for writing that gets its name only when it is complete; yields its write function."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
         with temporary.open("xb") as stream:

@@ -1,4 +1,4 @@
-"""What of a scored text a quantized checkpoint was calibrated on."""
+"""Finds how much of a scored text a quantized checkpoint was calibrated on."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ _RUN = 16
 
 
 def calibration_note(source: Source, scored: "Sequence[Sequence[int]]") -> str:
-    """A clause on how many of the scored tokens of each chunk were read when a checkpoint was quantized."""
+    """A clause that says how many of the scored tokens were also used to calibrate the checkpoint."""
     record = source.path / RECORD
     if not source.packed or not record.is_file():
         return "the candidate's weights were not calibrated by diffquant"
@@ -42,7 +42,7 @@ def _places_in(chunk: "Sequence[int]", seen: set[tuple[int, ...]]) -> set[int]:
 
 
 def _tokens_read(source: Source, digest: str, count: int) -> list[int] | None:
-    """The tokens that the rounding read, or None where its text is gone or another one now."""
+    """The tokens used for calibration, or None if that text is gone or has changed."""
     path: Path | None = source.recipe.rounding.text
     try:
         text = load_text(path)

@@ -1,4 +1,4 @@
-"""Two sides read the same chunks of a text, and what they expect next is compared."""
+"""Compares the next-token distributions of two models over the same chunks of a text."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ from diffquant.support.progress import Progress
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was found at the P scored positions of each of N chunks.
+    """Results at the P scored positions of each of N chunks.
 
     Attributes:
         kl: KL(reference ‖ candidate) in nats, float64 [N, P].
         is_same: whether both have the same likeliest token, [N, P].
         reference_nll, candidate_nll: negative log-likelihood of the text's own tokens, float64 [N, P]; NaN where a
             server does not tell it.
-        k: number of the likeliest tokens that one side is known by; None where both are known whole.
+        k: number of likeliest tokens if only those are known of one side; None if both distributions are complete.
     """
 
     kl: Tensor
@@ -34,10 +34,10 @@ class Comparison:
 
 
 def chunks_of(sides: Sequence[Side], text: str, context: int) -> Tensor:
-    """A text's tokens in chunks [N, n] that do not overlap; what fills none is left out.
+    """A text's tokens in chunks [N, n] that do not overlap; an incomplete last chunk is dropped.
 
     Raises:
-        UsageError: two sides make other tokens of the text, or these fill no chunk.
+        UsageError: the sides tokenize the text differently, or it fills no chunk.
     """
     fixed = [(side, chunks) for side in sides if (chunks := side.fixed_chunks) is not None]
     if fixed:
@@ -94,7 +94,7 @@ def compare(reference: Side, candidate: Side, chunks: Tensor, progress: Progress
 
 
 def _check_vocabularies(*predicted: tuple[Side, Distributions]) -> None:
-    """Check that both sides know the same tokens, as far as that is seen.
+    """Check that both sides have the same vocabulary, as far as their outputs show.
 
     Raises:
         UsageError: one has others.
@@ -127,7 +127,7 @@ def save_base(side: Side, chunks: Tensor, path: Path, progress: Progress) -> Non
 
 
 def _as_read(chunk: Tensor, side: Side) -> Tensor:
-    """A chunk as a model reads it: as a text of its own."""
+    """A chunk as a model reads it: as a separate text, after the model's first token."""
     if side.first_token is None:
         return chunk
     return torch.cat([torch.tensor([side.first_token]), chunk[1:]])

@@ -22,7 +22,7 @@ _QUANTILES = {"median": 0.5, "99 %": 0.99, "99.9 %": 0.999}
 
 @dataclass(frozen=True)
 class Fidelity:
-    """How far a candidate's next-token distributions are from a reference's.
+    """KL divergence and top-1 agreement of a candidate's next-token distributions with a reference's.
 
     Attributes:
         reference, candidate: what was compared, as plain data with its `name`.
@@ -32,7 +32,7 @@ class Fidelity:
         largest: largest KL at any position in nats.
         agreement: share of positions where both have the same likeliest token, with its 95 % interval.
         perplexities: the reference's and the candidate's; None where a server does not tell all tokens.
-        k: number of the likeliest tokens that one side is known by, which makes the KL a lower bound; None for none.
+        k: number of likeliest tokens if only those are known of one side, which makes the KL a lower bound.
         settings: date, commit and versions.
     """
 
@@ -97,7 +97,7 @@ class Fidelity:
         return "\n".join([head, *markdown(("", "value", "95 % interval"), self.rows()), "", *self.notes()]) + "\n"
 
     def notes(self) -> list[str]:
-        """What a reader has to know beside the figures."""
+        """Notes on how to read the figures."""
         notes = [f"Over {self._read()}. Intervals are over {self.text['parts']} equal parts of it."]
         if self.k is not None:
             notes.append(
@@ -128,7 +128,7 @@ class Fidelity:
         return json.dumps(_finite(self.to_dict()), indent=1, ensure_ascii=False) + "\n"
 
     def hub_entries(self, dataset: str) -> list[JsonObject]:
-        """What a model's .eval_results/*.yaml holds, as the hub reads it: the mean KL, with all else in the notes.
+        """Content of a model's .eval_results/*.yaml on the hub: the mean KL, and everything else in the notes.
 
         Source: https://huggingface.co/docs/hub/eval-results
         """

@@ -92,7 +92,7 @@ class Server(Side):
 
 
 def _likeliest(positions: Sequence[Mapping[str, Mapping[str, float]]], k: int) -> Likeliest:
-    """What the server tells of P positions; the prompt's own token is there even where it is not likely."""
+    """Parse a server's answer at P positions; it includes the prompt's own token even if that is unlikely."""
     width = max(map(len, positions))
     ids = torch.zeros(len(positions), width, dtype=torch.int64)
     logs = torch.full((len(positions), width), -torch.inf)

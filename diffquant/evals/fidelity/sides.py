@@ -1,4 +1,4 @@
-"""What is compared: checkpoints, exported folders, llama.cpp's files of log-probabilities, and served models."""
+"""The sides of a comparison: checkpoints, exported folders, llama.cpp's log-probability files, served models."""
 
 from abc import ABC, abstractmethod
 from functools import cached_property
@@ -25,30 +25,30 @@ class Side(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """What people call it."""
+        """Name for people."""
 
     @abstractmethod
     def about(self) -> JsonObject:
-        """Plain data that tells what was compared."""
+        """Description of the model as plain data."""
 
     @property
     def fixed_chunks(self) -> Tensor | None:
-        """Tokens [chunks, n] that it is known for, or None where it reads any text."""
+        """The only tokens [chunks, n] it has distributions for, or None if it can read any text."""
         return None
 
     @property
     def longest(self) -> int | None:
-        """Number of tokens of the longest chunk that it reads, or None where that is not known."""
+        """Largest number of tokens in a chunk that it can read, or None if unknown."""
         return None
 
     @abstractmethod
     def tokens(self, text: str) -> list[int]:
-        """A text's tokens, behind the token that begins one where the model has that."""
+        """A text's tokens, after the model's first token if it has one."""
 
     @property
     @abstractmethod
     def first_token(self) -> int | None:
-        """The token that a model reads in place of a chunk's first one, or None."""
+        """The token that replaces a chunk's first one, or None."""
 
     @abstractmethod
     def predict(self, number: int, ids: Tensor, first: int) -> Distributions:

@@ -35,7 +35,7 @@ def require_lm_eval() -> None:
 
 
 def task_identity(task: str) -> JsonObject:
-    """What a task's results depend on: lm-eval's version, and the digests of its own YAML file and what that reads.
+    """Identity of a task: lm-eval's version, and the digests of its YAML file and of the files which that reads.
 
     Raises:
         UsageError: one of these files cannot be read.
@@ -50,7 +50,7 @@ def task_identity(task: str) -> JsonObject:
 
 
 def unseen(task: str) -> list[str]:
-    """What a task reads that is not on this machine, so that its changes are not in `task_identity`."""
+    """Inputs of a task that are not on this machine, so that `task_identity` cannot see them change."""
     return TaskFiles.of(Path(task)).unseen if _is_file(task) else ["the data that lm-eval fetches for it"]
 
 

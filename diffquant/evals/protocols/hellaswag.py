@@ -1,4 +1,4 @@
-"""HellaSwag's protocol: which of four endings a model finds likeliest, with lm-eval's text and scoring.
+"""HellaSwag's protocol: the model picks the likeliest of four endings, with lm-eval's text and scoring.
 
 Source: Zellers et al., arXiv 1905.07830; lm-eval 0.4.13, tasks/hellaswag.
 """
@@ -65,10 +65,10 @@ class HellaSwagOutcome:
         choices: each item's ending of the largest log-probability (acc).
         choices_norm: each item's ending of the largest log-probability per character (acc_norm).
         labels: each item's right ending.
-        margins: by how much each item's right ending is likelier than the likeliest wrong one, in nats per character;
-            negative where acc_norm calls the item wrong.
+        margins: log-probability per character of each item's right ending minus that of the likeliest wrong one, in
+            nats; negative if acc_norm counts the item as wrong.
         tokens: number of tokens in each item's right ending.
-        kl: mean KL(reference ‖ model) over the tokens of each item's right ending, in nats; None without a reference.
+        kl: mean KL(reference ‖ model) over the tokens of each item's right ending, in nats, if there is a reference.
     """
 
     logprobs: list[list[float]]

@@ -1,4 +1,4 @@
-"""The Python files that a module of somebody's own is made of: itself and what it imports, but what is installed."""
+"""Finds the Python files of a user's own module: the module and its imports, apart from installed packages."""
 
 import ast
 import importlib.util
@@ -12,14 +12,14 @@ from diffquant.errors import UsageError
 
 
 def module_file(name: str, folder: Path) -> Path | None:
-    """The file of a module: beside its user, or wherever Python finds it; None for an installed or built-in one."""
+    """The file of a module, beside its importer or on Python's path, or None if it is installed or built in."""
     places = (folder.joinpath(*name.split(".")), *_found_by_python(name))
     files = (file for place in places for file in (place.with_name(f"{place.name}.py"), place / "__init__.py"))
     return next((Path(os.path.abspath(file)) for file in files if file.is_file() and not _is_installed(file)), None)
 
 
 def imported_files(file: Path) -> list[Path]:
-    """A module's file and those of all that it imports, however far and wherever in its text.
+    """A module's file and the files of all its direct and indirect imports.
 
     Raises:
         UsageError: one of them cannot be read.

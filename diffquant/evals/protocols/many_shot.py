@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 QUERY = "Question: {text}\nType:"
 DEMONSTRATION = QUERY + " {label}"
 BETWEEN = "\n\n"
-# Changes with how prompts are made, so that results of other prompts are not taken for these.
+# Raise it when prompts change, so that older results are not mixed with new ones.
 PROMPT_FORMAT = 1
 
 
 @dataclass(frozen=True)
 class ManyShotPlan:
-    """What decides which prompts are made.
+    """The parameters that determine the prompts.
 
     Attributes:
-        shots: number of demonstrations in a prompt; None for as many as the model's context holds.
+        shots: number of demonstrations in a prompt, or None to fill the model's context.
         draws: number of times that demonstrations are drawn; every text is asked for after each draw.
         seed: seed of everything drawn.
     """
@@ -86,7 +86,7 @@ class OrderPlan(ManyShotPlan):
 
 @dataclass(frozen=True)
 class ManyShotOutcome:
-    """What a model answered.
+    """A model's answers.
 
     Attributes:
         shots: number of demonstrations in a prompt.

@@ -1,7 +1,7 @@
-"""The protocol of perplexity: how well a text is predicted in windows, and the mean KL divergence from another model.
+"""The protocol of perplexity of a text in windows, and of the mean KL divergence from another model.
 
-The text follows one BOS (or EOS) token, and every one of its tokens is predicted once. Windows have one
-length, so they batch without padding; each but the first predicts its last `stride` tokens.
+The text follows one BOS (or EOS) token, and each of its tokens is predicted once. Windows have one length, so they
+batch without padding; all but the first predict their last `stride` tokens.
 """
 
 import math
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TextScore:
-    """How well a text was predicted.
+    """A text's summed loss, and KL from a reference.
 
     Attributes:
         nll: summed negative log-likelihood in nats.
-        tokens, text_bytes: number of tokens, and of UTF-8 bytes, that it sums over.
-        kl: mean KL(reference ‖ this model) of the next-token distributions in nats; None without a reference.
-        tokens_by_window, nll_by_window, kl_by_window: tokens that each window predicts, and the means over them in
-            nats; no KL without a reference.
+        tokens, text_bytes: number of tokens, and of UTF-8 bytes, in the sum.
+        kl: mean KL(reference ‖ this model) of the next-token distributions in nats; None if there is no reference.
+        tokens_by_window, nll_by_window, kl_by_window: number of tokens that each window predicts, and the means over
+            them in nats; no KL if there is no reference.
     """
 
     nll: float

@@ -1,9 +1,9 @@
-"""The protocol of loss by place: how well a token is predicted by what stands before it.
+"""The protocol of loss by position: the NLL of a token given how many tokens precede it.
 
-A text is read in windows that do not overlap, so a window's n-th prediction has n tokens before it: their running mean
-is the cumulative average NLL of arXiv 2410.05258, figure 4. A token is an AR-hit (associative recall) where it ends a
-bigram that stood in its window before; table 6 there tells such tokens and others apart, after Arora et al., arXiv
-2312.04927, who leave out the commonest bigrams of the training data, which are not known here.
+A text is read in windows that do not overlap, so a window's n-th prediction has n tokens before it; the running mean is
+the cumulative average NLL of arXiv 2410.05258, figure 4. A token is an AR-hit (associative recall) if it completes a
+bigram that occurred earlier in its window. Table 6 there separates such tokens from the others, after Arora et al.,
+arXiv 2312.04927, who also exclude the commonest bigrams of the training data, which we do not know.
 """
 
 from collections.abc import Sequence
@@ -34,11 +34,11 @@ def score_positions(
     batch_tokens: int = BATCH_TOKENS,
     progress: Progress = silent,
 ) -> tuple[Tensor, Tensor]:
-    """Negative log-likelihoods of a text's tokens, in windows of one length; what is left at its end is not read.
+    """Negative log-likelihoods of a text's tokens, in windows of one length; an incomplete last window is skipped.
 
     Returns:
-        float64 [N, W] in nats: of N windows the n-th prediction, which n tokens stand before; bool [N, W]: whether the
-        predicted token ends a bigram that stood in its window before.
+        float64 [N, W] in nats: for each of N windows, the n-th prediction, made from n tokens; bool [N, W]: whether the
+        predicted token completes a bigram that occurred earlier in its window.
 
     Raises:
         UsageError: the text or the window is too short.
@@ -77,7 +77,7 @@ def cumulative_means(nll: Tensor) -> tuple[list[int], Tensor]:
 
 
 def recalls(ids: Sequence[int]) -> list[bool]:
-    """Whether each token but the first ends a bigram that stood before it."""
+    """Whether each token after the first completes a bigram that occurred earlier."""
     seen: set[tuple[int, int]] = set()
     hits = []
     for bigram in pairwise(ids):

@@ -25,7 +25,7 @@ _ITEMS = TaskOption[Path | None]("items", None, "HellaSwag items as JSONL; by de
 @register
 @dataclass(frozen=True, kw_only=True)
 class HellaSwag(Task):
-    """Which of four endings a model finds likeliest.
+    """HellaSwag: the model picks the likeliest of four endings.
 
     Attributes:
         items: contexts with their endings, in order.

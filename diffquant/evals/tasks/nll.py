@@ -1,4 +1,4 @@
-"""Loss by place as a task: cumulative average NLL by position, and tokens that can be recalled apart from others."""
+"""Loss by position as a task: cumulative average NLL, and the NLL of AR-hits and of other tokens."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -174,7 +174,7 @@ def _count_rows_and_groups(words: Tensor, scale: Tensor, bits: int, width: int) 
 
 
 def _finish_writing(device: torch.device) -> None:
-    """Wait until codes are in memory: a GEMV reads them before `griddepcontrol.wait`, which alone would show them to it."""
+    """Wait until codes are in memory, since a GEMV reads them before its `griddepcontrol.wait`."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 

@@ -59,7 +59,7 @@ class Adapter:
         return replace(self, architecture=replace(self.architecture, diff_spec=spec))
 
     def source_name(self, canonical: str) -> str:
-        """Name that the checkpoint has for a parameter of the model."""
+        """The checkpoint's name for a parameter of the model."""
         for ours, theirs in self.renames.items():
             canonical = canonical.replace(ours, theirs)
         return canonical
@@ -79,12 +79,12 @@ class Adapter:
         return {name: parameter.shape for name, parameter in self.source_parameters.items()}
 
     def row_order(self, canonical: str) -> Tensor | None:
-        """Source row of each row of a parameter of the model; None where they are the same."""
+        """Source row of each row of a parameter of the model, or None if no row moves."""
         heads = self._repeated(self.architecture.parameters[canonical])
         return None if heads is None else heads.rows
 
     def rows_as(self, layout: HeadLayout, canonical: str) -> Tensor | None:
-        """Source row of each row of a parameter whose heads are laid out as `layout` has them; None for the same."""
+        """Source row of each row of a parameter whose heads follow `layout`, or None if no row moves."""
         repeated = self.row_order(canonical)
         projection = self.architecture.parameters[canonical].projection
         order = None if projection is None else self.architecture.diff_spec.layout.order_as(layout, projection)
@@ -104,7 +104,7 @@ WITH_WINDOWS: set[str] = set()
 
 
 def register(model_type: str, *, windows: bool = False) -> Callable[[Reader], Reader]:
-    """Make a function the reader of the config.json files of a `model_type`.
+    """Register a function as the reader of config.json files with a `model_type`.
 
     Args:
         windows: whether the reader deals with sliding windows, which are refused otherwise.
@@ -150,7 +150,7 @@ def count_pairs(heads: int, key: str) -> int:
 
 
 def is_a(value: object, types: tuple[type, ...]) -> bool:
-    """Whether a value is of one of the types; unlike Python's, our bool is no int."""
+    """Whether a value has one of the types; unlike in Python, bool does not count as int."""
     return isinstance(value, types) and (not isinstance(value, bool) or bool in types)
 
 

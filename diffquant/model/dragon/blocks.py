@@ -38,7 +38,7 @@ class TensorProductBlock(Block):
 
     @property
     def window(self) -> int | None:
-        """Number of newest tokens that a query sees, itself included; None for all."""
+        """Number of newest tokens that a query sees, itself included, or None if there is no window."""
         return None if self.reach is None else self.reach + 1
 
     @property

@@ -1,4 +1,4 @@
-"""What a Dragon's attention keeps: keys and values as they are read, and the newest token's as they were projected."""
+"""The cache of Dragon's attention: keys and values as read, and the newest token's as they were projected."""
 
 from collections.abc import Callable
 
@@ -51,10 +51,10 @@ class MixedLayer(WindowedLayer):
 
 
 def before(x: Tensor, newest: Tensor | None, packing: Packing | None) -> Tensor:
-    """What the token before each of [B, T, h_kv, d] had; zeros before a sequence's first.
+    """Shift [B, T, h_kv, d] by one token, with zeros before a sequence's first.
 
     Args:
-        newest: what the newest cached token had, [B, 1, h_kv, d]; None without one.
+        newest: value of the newest cached token, [B, 1, h_kv, d]; None if the cache is empty.
     """
     packed = x.flatten(2) if packing is None else packing.pack(x.flatten(2))
     first = torch.zeros_like(packed[:, :1]) if newest is None else newest.flatten(2)

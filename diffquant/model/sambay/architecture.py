@@ -22,11 +22,11 @@ class SambaYArchitecture(Architecture):
 
     Attributes:
         layer_norm_eps: epsilon of the LayerNorms.
-        sliding_window: number of newest tokens that windowed layers see; None for all.
+        sliding_window: number of newest tokens that windowed layers see; None if there is no window.
         mamba_d_state: N, width of a channel's state.
         mamba_d_conv: number of tokens that the convolution sees.
         mamba_expand: channels E of Mamba and memory over the hidden width.
-        mamba_dt_rank: width of what the step sizes are made of.
+        mamba_dt_rank: rank of the projection to step sizes.
     """
 
     model = "diffquant.model.sambay.modeling:SambaY"
@@ -49,7 +49,7 @@ class SambaYArchitecture(Architecture):
         return "final_layernorm", LayerNormBlock(self.hidden_size, self.layer_norm_eps)
 
     def _mixer(self, layer: int) -> Block:
-        """What mixes the tokens of a 0-based layer.
+        """The token mixer of a 0-based layer.
 
         Mamba and windows below, one full attention in the middle, and above it gates on the last Mamba's memory and
         queries over the full attention's keys and values.

@@ -16,7 +16,7 @@ class SambaYAttention(nn.Module):
 
     Attributes:
         inner_cross_attn: λ, maps and norm, under the name that checkpoints have for them.
-        window: number of newest keys that a query sees; None for all.
+        window: number of newest keys that a query sees; None if there is no window.
         has_own_keys: whether the layer keeps keys and values of its own.
     """
 

@@ -32,7 +32,7 @@ class FusedAttentionBlock(Block):
         spec: specification of the attention.
         width: hidden width.
         kind: windowed, full or cross attention.
-        window: number of newest keys that a query sees; None for all.
+        window: number of newest keys that a query sees; None if there is no window.
     """
 
     module = "diffquant.model.sambay.attention:SambaYAttention"
@@ -86,7 +86,7 @@ class MambaBlock(Block):
         inner: channels E.
         states: N, width of a channel's state.
         seen: number of tokens that the convolution sees.
-        rank: width of what the step sizes are made of.
+        rank: rank of the projection to step sizes.
     """
 
     module = "diffquant.model.sambay.mamba:Mamba"

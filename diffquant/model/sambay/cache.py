@@ -12,7 +12,7 @@ from diffquant.recipe import Recipe
 
 
 class RecurrentLayer:
-    """What a Mamba layer keeps of the tokens that it has read: the newest inputs, and the state."""
+    """A Mamba layer's cache: the newest inputs, and the state."""
 
     is_compileable = False
     is_croppable = False
@@ -41,7 +41,7 @@ class RecurrentLayer:
         return self._parts
 
     def write(self, inputs: Tensor, state: Tensor) -> None:
-        """Replace what is kept."""
+        """Replace the stored inputs and state."""
         # A slice would keep the inputs of a whole prompt alive.
         self._parts = inputs.clone(), state.clone()
 
@@ -95,7 +95,7 @@ class SambaYCache(WindowsCache):
         super().__init__(recipe, layers, whole=-1, windowed=1)
 
     def recurrent(self, layer: int) -> RecurrentLayer:
-        """What a Mamba layer keeps.
+        """A Mamba layer's cache.
 
         Raises:
             UsageError: the layer keeps something else.

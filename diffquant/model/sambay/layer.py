@@ -1,4 +1,4 @@
-"""A layer of a SambaY model, and what goes from layer to layer."""
+"""A layer of a SambaY model, and the state passed between layers."""
 
 from dataclasses import dataclass, replace
 
@@ -16,11 +16,11 @@ from diffquant.model.sambay.reading import SambaYReading
 
 @dataclass(frozen=True)
 class Flow:
-    """What goes from layer to layer.
+    """The state passed between layers.
 
     Attributes:
         x: residual stream [B, T, D], in float32 at least.
-        memory: what the last Mamba layer's scan gave, [B, T, E]; None before it.
+        memory: output of the last Mamba layer's scan, [B, T, E]; None before that layer.
         shared: keys and values that the last attention read, which cross attention reads again.
     """
 

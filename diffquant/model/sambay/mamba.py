@@ -1,4 +1,4 @@
-"""The mixers of SambaY that are no attention: Mamba-1, and the gate on the memory that the last Mamba layer leaves."""
+"""SambaY's mixers other than attention: Mamba-1, and the gated memory of the last Mamba layer."""
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +36,8 @@ class Mamba(nn.Module):
         """Output [B, T, D] for an input x [B, T, D], and the scan's output before its gate [B, T, E].
 
         Args:
-            packing: where padding goes; None without padding.
-            states: states to go on from and to replace; None to start afresh and keep none.
+            packing: layout of the padding; None if there is no padding.
+            states: states to continue from and to update; None to start anew and keep nothing.
         """
         u, gate = self.in_proj(x).chunk(2, -1)
         y = self._scan(u if packing is None else packing.pack(u), packing, states)
@@ -63,7 +63,7 @@ class Mamba(nn.Module):
         return y.to(u.dtype)
 
     def _start(self, u: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
-        """What a sequence starts from: no inputs before the first, and an empty state."""
+        """The initial state of a sequence: no earlier inputs, and an empty state."""
         inputs, state = self.kept
         return u.new_zeros(len(u), *inputs), u.new_zeros(len(u), *state, dtype=wide)
 

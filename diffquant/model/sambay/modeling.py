@@ -68,7 +68,7 @@ class SambaYModel(Decoder):
 
     @staticmethod
     def start(x: Tensor) -> Flow:
-        """What the first layer gets, for embeddings [B, T, D]."""
+        """The first layer's input, for embeddings [B, T, D]."""
         return Flow(x.to(compute_dtype(x)))
 
     def needs_own_cache(self, implementation: str | None) -> bool:  # noqa: ARG002  no other would hold the states

@@ -1,4 +1,4 @@
-"""What the layers of a SambaY model have to know of the tokens that they read."""
+"""What a SambaY model's layers need to know about the tokens that they read."""
 
 from dataclasses import dataclass, replace
 from typing import Self
@@ -16,7 +16,7 @@ class SambaYReading(Reading):
     """New tokens [B, T] beside cached ones.
 
     Attributes:
-        packing: where padding among the new tokens goes; None without.
+        packing: layout of the padding among the new tokens; None if there is none.
     """
 
     cache: SambaYCache | None

@@ -48,7 +48,7 @@ def causal_convolution(u: Tensor, weight: Tensor, bias: Tensor | None, earlier: 
     Args:
         u: [B, T, E].
         weight: [E, 1, W], that of the newest token last.
-        bias: [E]; None for none.
+        bias: [E], if there is one.
         earlier: [B, W - 1, E] the inputs before the first token.
 
     Returns:
@@ -65,7 +65,7 @@ def last_inputs(u: Tensor, counts: Tensor | None, earlier: Tensor) -> Tensor:
 
     Args:
         u: [B, T, E].
-        counts: [B] number of each sequence's tokens, which are the first; None where all are.
+        counts: [B] number of valid tokens at the start of each sequence; None if all are valid.
         earlier: [B, W - 1, E] the inputs before the first token.
 
     Returns:

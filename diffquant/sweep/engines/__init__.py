@@ -1,4 +1,4 @@
-"""Engines, which have a sweep's missing cells measured: one file each."""
+"""Engines: ways to run a sweep's missing cells, one file each."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""The engine that options ask for."""
+"""Chooses the engine from the options."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,13 +20,13 @@ def chosen_engine(
     ray: str | None,
     say: Callable[[str], None],
 ) -> tuple[SweepOptions, Engine | None]:
-    """The engine, or None for this process, and the options with the device that it computes on.
+    """Choose an engine, or None to run in this process, and set the device in the options.
 
     Args:
-        workers: number of processes; None for one per device, or one.
-        devices: devices, a process each; none where `options.device` is the only one.
-        ray: address of a Ray cluster; None for this machine.
-        say: function that is told in a line how threads and memory are shared out.
+        workers: number of processes; by default one per device.
+        devices: devices to use, one process each; empty to use `options.device` alone.
+        ray: address of a Ray cluster, or None to run on this machine.
+        say: called with a line on how threads and memory are shared out.
 
     Raises:
         UsageError: options that exclude each other, or a device that is not there.

@@ -1,4 +1,4 @@
-"""The engine of this machine: several processes, on one device each."""
+"""The engine for one machine: several processes, each on one device."""
 
 import os
 import pickle
@@ -15,7 +15,7 @@ from diffquant.sweep.crew import End, Member, keep_at_work
 from diffquant.sweep.work import Work
 from diffquant.sweep.worker import Worker
 
-# Seconds that a worker has to let go of its claim.
+# Seconds that a worker gets to release its claim.
 _TIME_TO_STOP = 10.0
 
 
@@ -26,13 +26,12 @@ def run_processes(
     devices: Sequence[str] = (),
     say: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Have cells measured by workers on this machine.
+    """Measure cells with workers on this machine.
 
     Args:
-        workers: number of processes, which share torch's threads; this process where it is 1.
-        devices: devices of the processes, in turn, such as ("cuda:0", "cuda:1"); none where all take the one that was
-            planned.
-        say: function that is told in a line how threads and memory are shared out.
+        workers: number of processes, which share torch's threads; 1 means this process.
+        devices: devices to give the processes in turn, such as ("cuda:0", "cuda:1"); empty to use the planned one.
+            say: called with a line on how threads and memory are shared out.
 
     Raises:
         UsageError: there is less memory than the workers need.
@@ -53,10 +52,10 @@ def run_processes(
 
 
 def _check_memory(work: Work, devices_by_place: Sequence[str | None]) -> str:
-    """Check that every worker can hold a model.
+    """Check that there is memory for one model per worker.
 
     Returns:
-        What is needed, and what is free.
+        A line that says how much memory is needed and free.
 
     Raises:
         UsageError: a device has less.
@@ -82,8 +81,8 @@ def _free_on(device: str) -> int:
 
 
 def _start_process(worker: Worker, threads: int) -> Member:
-    """Start a worker in a process of its own, which ends itself when this one is gone."""
-    # The path as multiprocessing gives it on, so that the process finds what this one has found.
+    """Start a worker in a new process, which ends when this one does."""
+    # Pass sys.path on, as multiprocessing does, so that the worker imports the same modules.
     path = os.pathsep.join(filter(None, sys.path))
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}
     process = subprocess.Popen(
@@ -93,7 +92,7 @@ def _start_process(worker: Worker, threads: int) -> Member:
     pipe = process.stdin
     if pipe is None:
         raise ValueError("a worker's process has no pipe")
-    with suppress(BrokenPipeError):  # It has ended already, and how is asked for.
+    with suppress(BrokenPipeError):  # The worker has ended already; `end` will report how.
         pipe.write(len(content).to_bytes(8) + content)
         pipe.flush()
 

@@ -1,4 +1,4 @@
-"""The engine of a Ray cluster: Ray starts the workers, as its tasks. It is imported when it is asked for."""
+"""The engine for a Ray cluster: Ray runs the workers as its tasks. Imported only when asked for."""
 
 import os
 import pickle
@@ -16,12 +16,12 @@ from diffquant.sweep.crew import End, Member, keep_at_work
 from diffquant.sweep.work import Work
 from diffquant.sweep.worker import Worker
 
-# Seconds that a worker has to let go of its claim.
+# Seconds that a worker gets to release its claim.
 _TIME_TO_STOP = 10.0
 
 
 def require_ray() -> Any:
-    """Ray.
+    """Import Ray.
 
     Raises:
         MissingDependencyError: it is not installed.
@@ -34,11 +34,11 @@ def require_ray() -> Any:
 
 
 def run_on_ray(work: Work, progress: Progress, address: str, workers: int | None = None) -> None:
-    """Have cells measured by workers on a Ray cluster, whose machines all see the models and the sweep's folder.
+    """Measure cells with workers on a Ray cluster, whose machines all see the models and the sweep's folder.
 
     Args:
-        address: address of the cluster as `ray.init` takes it; "auto" finds the one that runs here.
-        workers: number of workers; None for one per GPU, or per machine where processors compute.
+        address: address of the cluster as `ray.init` takes it; "auto" finds the one on this machine.
+        workers: number of workers; by default one per GPU, or one per machine on CPUs.
 
     Raises:
         MissingDependencyError: Ray is not installed.
@@ -97,10 +97,10 @@ def _check_nodes(ray: Any, nodes: list[dict[str, Any]], work: Work) -> None:
 def _share_out(
     ray: Any, nodes: list[dict[str, Any]], work: Work, address: str, workers: int | None
 ) -> tuple[int, dict[str, float]]:
-    """The number of workers, and what Ray keeps for each.
+    """Choose the number of workers and the resources that Ray reserves for each.
 
     Raises:
-        UsageError: the cluster has not enough for one.
+        UsageError: the cluster has too little for one worker.
     """
     if work.jobs[0].subject.device.startswith("cuda"):
         gpus = int(ray.cluster_resources().get("GPU", 0))
@@ -115,7 +115,7 @@ def _share_out(
 
 
 def _member(ray: Any, reference: Any, name: str) -> Member:
-    """A worker that Ray runs."""
+    """Wrap a worker that Ray runs."""
 
     def end() -> End | None:
         done, _ = ray.wait([reference], timeout=0)
@@ -138,7 +138,7 @@ def _member(ray: Any, reference: Any, name: str) -> Member:
 
 
 def _opened(folder: str, content: bytes) -> Any:
-    """What was sent from a process of another machine, whose relative paths start from the folder.
+    """Unpickle data sent from another machine, whose relative paths start at the folder.
 
     Raises:
         DiffQuantError: this machine does not see the folder, or a model.
@@ -155,7 +155,7 @@ def _run_there(folder: str, worker: bytes) -> None:
 
 
 def _fault_there(folder: str, work: bytes, beacon: str) -> str | None:
-    """What keeps a machine from taking part; None where nothing does."""
+    """The reason why a machine cannot take part, or None if it can."""
     from diffquant.sweep.addresses import check_alike
 
     host = Claimant.here().host

@@ -11,7 +11,7 @@ for section in ("Quantized models", "When DIFF attention loses less by low bits"
     PAGE.table(heads, lambda *_: Unmeasured("how much was measured"), section=section)
 PAGE.leaves("at most 1.3 M parameters", "a count")
 _MUTANTS = raw("mutants.json")["groups"]
-_LATER = ("report", "cache", "calib", "graph", "verification")
+_LATER = ("report", "cache", "calib", "graph", "verification", "sweep")
 _GROUPS = [_MUTANTS[name] for name in ("numerics", "attention", "checkpoint", "stats")]
 PAGE.says(
     "of {} in the numerics, attention, the statistics and the rooms of checkpoints {} make a test fail",
@@ -20,7 +20,7 @@ PAGE.says(
 )
 PAGE.says(
     "In the reports {} of {} do, in the caches {} of {}, in calibration {} of {}, in exported graphs {} of {}, "
-    "in `verify` {} of {}",
+    "in `verify` {} of {}, in sweeps {} of {}",
     *(_MUTANTS[name][count] for name in _LATER for count in ("killed", "planted")),
 )
 PAGE.says("of the other {} the file says why", sum(len(group["survivors"]) for group in _GROUPS))
@@ -104,6 +104,21 @@ PAGE.says("twice as wide, has {} [{}, {}] of the other's perplexity", *figure8.r
 
 # Speed
 
+_DEFAULT = [
+    raw(f"quantize-default/{name}.json")["roundings"]
+    for name in ("prose-diff-v1", "smollm2-135m-diff-v2", "SmolLM2-135M-Instruct.Q4_1")
+]
+_SLOWER = [runs["mse"]["cpu_seconds"] / runs["nearest"]["cpu_seconds"] for runs in _DEFAULT]
+PAGE.says("takes {} to {} times the processor time of `nearest`", min(_SLOWER), max(_SLOWER))
+_SERVED = raw("serve-bench.json")["aims"]
+PAGE.means(
+    "gives more than three times the tokens per second with 32 requests that it gives with one",
+    all(aim["measured"] > 3 for aim in _SERVED if aim["what"].endswith("32 requests / 1")),
+)
+PAGE.means(
+    "fewer than `diffquant generate` and `generate_batch` give with one batch of 32",
+    all(aim["measured"] < 1 for aim in _SERVED if "32 requests: served / " in aim["what"]),
+)
 PAGE.says("of its decode rate ({} of a DiffLlama's)", raw("motif-decode.json")["motif_of_diffllama"])
 
 # Raw files

@@ -188,7 +188,8 @@ class Block:
         if kind == "pred":
             if operand.startswith("!"):
                 return ~self.read(operand[1:], kind)
-            return self.raw(operand) != 0
+            truths: Array = self.raw(operand) != 0
+            return truths
         return from_words(self.raw(operand), kind)
 
     def write(self, operand: str, numbers: Array, kind: str, mask: Mask) -> None:

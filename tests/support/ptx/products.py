@@ -26,10 +26,20 @@ _SWIZZLES = {0: 0, 1: 7, 2: 3, 3: 1}
 
 @dataclass
 class Product:
-    """An asynchronous product under way."""
+    """An asynchronous product under way.
+
+    Attributes:
+        written, read: registers of its results, and of its left side where that is not in shared memory.
+        left, right: offsets of its operands in shared memory.
+        adds: whether it adds to its results.
+    """
 
     instruction: Instruction
     written: frozenset[str]
+    read: frozenset[str]
+    left: Ints | None
+    right: Ints
+    adds: bool
     time: int
 
 
@@ -53,9 +63,8 @@ class Products:
         for warpgroup in np.unique(self.block.warp[mask] // 4):
             for group in (self.open[warpgroup], *self.groups[warpgroup]):
                 for product in group:
-                    results, operands = product.written, product.instruction.names
                     target = elements(instruction.operands[0]) if instruction.operands else []
-                    if instruction.names & results or operands & set(target):
+                    if instruction.names & product.written or product.read & set(target):
                         raise Fault(
                             f"registers of a product that was not waited for: {instruction.text}, "
                             f"beside {product.instruction.text[:60]}..."
@@ -63,11 +72,24 @@ class Products:
 
     def begin(self, warpgroup: int, instruction: Instruction) -> None:
         """Let a product begin: its operands in shared memory are read from now on."""
-        for offsets in self._operand_bytes(warpgroup, instruction):
-            self._note_reads(warpgroup, offsets, instruction.text)
+        shape, (results, left, right, adds) = _Shape(instruction), instruction.operands[:4]
+        in_registers = left.startswith("{")
+        at_left = None if in_registers else self._places(warpgroup, left, shape, 64, shape.left_transposed)
+        at_right = self._places(warpgroup, right, shape, shape.columns, shape.right_transposed)
+        for places in (at_left, at_right):
+            if places is not None:
+                self._note_reads(warpgroup, places.reshape(-1), instruction.text)
         clocks, agent = self.block.clocks, self.block.clocks.products_of(warpgroup)
-        written = frozenset(elements(instruction.operands[0]))
-        self.open[warpgroup].append(Product(instruction, written, clocks.time(agent)))
+        product = Product(
+            instruction,
+            frozenset(elements(results)),
+            frozenset(elements(left)) if in_registers else frozenset(),
+            at_left,
+            at_right,
+            bool(self.block.read(adds, "pred")[128 * warpgroup]),
+            clocks.time(agent),
+        )
+        self.open[warpgroup].append(product)
         clocks.tick(agent)
         self.under_way += 1
 
@@ -79,7 +101,7 @@ class Products:
         clocks, agent = self.block.clocks, self.block.clocks.products_of(warpgroup)
         while len(self.groups[warpgroup]) > most:
             for product in self.groups[warpgroup].pop(0):
-                self._compute(warpgroup, product.instruction)
+                self._compute(warpgroup, product)
                 self.under_way -= 1
                 clocks.known[4 * warpgroup : 4 * warpgroup + 4, agent] = product.time
 
@@ -92,15 +114,6 @@ class Products:
         clocks.known[agent, agent] = own
         units = np.unique(offsets // accesses.unit)[:, None]
         accesses.load(np.full(len(units), agent), units, text[:80], asynchronous=True)
-
-    def _operand_bytes(self, warpgroup: int, instruction: Instruction) -> list[Ints]:
-        """Offsets of the operands that stand in shared memory."""
-        shape = _Shape(instruction)
-        left, right = instruction.operands[1:3]
-        found = [self._places(warpgroup, right, shape, shape.columns, shape.right_transposed)]
-        if not left.startswith("{"):
-            found.append(self._places(warpgroup, left, shape, 64, shape.left_transposed))
-        return [places[..., None].reshape(-1) for places in found]
 
     def _places(self, warpgroup: int, descriptor: str, shape: "_Shape", outer: int, transposed: bool) -> Ints:
         """Offsets [outer, inner] of a matrix's elements."""
@@ -128,26 +141,25 @@ class Products:
             raise Fault(f"threads of a warpgroup disagree on {operand}")
         return int(words[0])
 
-    def _compute(self, warpgroup: int, instruction: Instruction) -> None:
-        block, shape = self.block, _Shape(instruction)
-        left, right = instruction.operands[1:3]
+    def _compute(self, warpgroup: int, under_way: Product) -> None:
+        block, instruction, shape = self.block, under_way.instruction, _Shape(under_way.instruction)
         threads = slice(128 * warpgroup, 128 * warpgroup + 128)
-        if left.startswith("{"):
-            a = left_fragments(block, elements(left), shape.left)[4 * warpgroup : 4 * warpgroup + 4].reshape(64, -1)
+        if under_way.left is None:
+            fragments = left_fragments(block, elements(instruction.operands[1]), shape.left)
+            a = fragments[4 * warpgroup : 4 * warpgroup + 4].reshape(64, -1)
         else:
-            a = self._matrix(self._places(warpgroup, left, shape, 64, shape.left_transposed), shape.left)
-        b = self._matrix(self._places(warpgroup, right, shape, shape.columns, shape.right_transposed), shape.right)
+            a = self._matrix(under_way.left, shape.left)
+        b = self._matrix(under_way.right, shape.right)
         product = a.astype(np.float64) @ b.astype(np.float64).T
         by_warp = product.reshape(4, 16, shape.columns)
         lane = np.arange(32)
-        adds = bool(block.read(instruction.operands[3], "pred")[threads][0])
         for number, register in enumerate(elements(instruction.operands[0])):
             row = lane // 4 + 8 * (number // 2 % 2)
             column = number // 4 * 8 + lane % 4 * 2 + number % 2
             result = by_warp[:, row, column].reshape(-1)
             held = block.registers.get(register)
             words = np.zeros(block.threads, np.uint64) if held is None else held.copy()
-            if adds:
+            if under_way.adds:
                 result = result + from_words(words[threads], shape.total)
             words[threads] = to_words(result, shape.total)
             block.registers[register] = words

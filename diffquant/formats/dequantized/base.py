@@ -1,0 +1,203 @@
+"""A folder whose weights another library packed, seen as a checkpoint of the floats that the codes stand for."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffquant.errors import CheckpointError
+from diffquant.formats.reader import Checkpoint, TensorInfo
+
+# Elements that are dequantized at a time when a whole matrix is read: their codes and scales are spread out meanwhile.
+_AT_A_TIME = 1 << 22
+
+
+@dataclass(frozen=True)
+class RoundedMatrix:
+    """A matrix that a folder stores as codes.
+
+    Attributes:
+        shape: [out, in] of the matrix.
+        parts: names of the tensors that it is made of, the codes first.
+        dtype: dtype that its library dequantizes it to, in which a verb writes it.
+        rows: function from int64 indices [n] of output rows to their values, float32 [n, in].
+    """
+
+    shape: tuple[int, int]
+    parts: tuple[str, ...]
+    dtype: torch.dtype
+    rows: Callable[[Tensor], Tensor]
+
+
+# (quantization_config, the folder) -> the kind of its codes, and its matrices by the names that they have unpacked.
+Layout = Callable[[Mapping[str, Any], Checkpoint], tuple[str, dict[str, RoundedMatrix]]]
+LAYOUTS: dict[str, Layout] = {}
+
+
+def register(quant_method: str) -> Callable[[Layout], Layout]:
+    """Register the reader of the folders whose `quantization_config` has this `quant_method`.
+
+    A reader checks names, shapes, types and settings, and names everything wrong at once; it reads no codes.
+    """
+
+    def add(layout: Layout) -> Layout:
+        LAYOUTS[quant_method] = layout
+        return layout
+
+    return add
+
+
+def dequantized(checkpoint: Checkpoint) -> Checkpoint:
+    """A folder in one of these layouts as the checkpoint of its floats; any other checkpoint as it is.
+
+    Raises:
+        CheckpointError: tensors are missing, of other shapes or types, or a setting is not read; all are named.
+    """
+    entry = checkpoint.config.get("quantization_config")
+    if not isinstance(entry, Mapping) or str(entry.get("quant_method")) not in LAYOUTS:
+        return checkpoint
+    return DequantizedCheckpoint(checkpoint, *LAYOUTS[entry["quant_method"]](entry, checkpoint))
+
+
+class DequantizedCheckpoint(Checkpoint):
+    """A folder of packed weights as their floats, read in float32: there a 16-bit scale times a code is exact.
+
+    Args:
+        stored: the folder as it lies on disk.
+        kind: kind of the codes, as people are told.
+        matrices: the packed weights by the names that they have unpacked.
+
+    Raises:
+        CheckpointError: no weight is packed.
+    """
+
+    def __init__(self, stored: Checkpoint, kind: str, matrices: Mapping[str, RoundedMatrix]) -> None:
+        if not matrices:
+            method = stored.config["quantization_config"]["quant_method"]
+            raise CheckpointError(
+                f"{stored.path} holds no weight that {method} packed, though its config.json says so; without its "
+                "quantization_config it is a plain checkpoint"
+            )
+        self.path, self._stored, self._kind, self._matrices = stored.path, stored, kind, matrices
+        self.config = {key: value for key, value in stored.config.items() if key != "quantization_config"}
+        first = {matrix.parts[0]: name for name, matrix in matrices.items()}
+        others = {part for matrix in matrices.values() for part in matrix.parts[1:]}
+        # In the folder's order, so that neighbours in a file stay neighbours.
+        self.tensors = {
+            first.get(name, name): self._info(first.get(name, name), info)
+            for name, info in stored.tensors.items()
+            if name not in others
+        }
+
+    def read(self, name: str) -> Tensor:
+        return self.read_rows(name, slice(None)) if name in self._matrices else self._stored.read(name)
+
+    def read_rows(self, name: str, rows: slice | Tensor) -> Tensor:
+        matrix = self._matrices.get(name)
+        if matrix is None:
+            return self._stored.read_rows(name, rows)
+        wanted = torch.arange(matrix.shape[0])[rows]
+        values = torch.empty(len(wanted), matrix.shape[1])
+        height = max(1, _AT_A_TIME // max(1, matrix.shape[1]))
+        for piece, some in zip(values.split(height), wanted.split(height), strict=True):
+            piece.copy_(matrix.rows(some))
+        return values
+
+    def weight_files(self) -> list[Path]:
+        return self._stored.weight_files()
+
+    def write_side_files(self, folder: Path) -> None:
+        self._stored.write_side_files(folder)
+
+    def written_dtype(self, name: str) -> torch.dtype:
+        return self._matrices[name].dtype if name in self._matrices else self._stored.written_dtype(name)
+
+    @property
+    def rounded_as(self) -> str:
+        return self._kind
+
+    @property
+    def stored_nbytes(self) -> int:
+        return self._stored.stored_nbytes
+
+    def _info(self, name: str, info: TensorInfo) -> TensorInfo:
+        matrix = self._matrices.get(name)
+        return info if matrix is None else TensorInfo(torch.float32, matrix.shape, info.shard)
+
+
+class Parts:
+    """The tensors of a folder as its layout wants them; what is missing or different is collected.
+
+    Attributes:
+        problems: what is wrong so far, tensors by name.
+    """
+
+    def __init__(self, stored: Checkpoint) -> None:
+        self._stored, self.problems = stored, list[str]()
+
+    def shape(self, name: str, axes: int, *dtypes: torch.dtype) -> tuple[int, ...] | None:
+        """The shape of a tensor of so many axes and one of these dtypes, or any float if there are none."""
+        info = self._stored.tensors.get(name)
+        if info is None:
+            self.problems.append(f"{name} is missing")
+            return None
+        if len(info.shape) != axes or 0 in info.shape:
+            self.problems.append(f"{name} is {list(info.shape)}, and has {axes} axes")
+            return None
+        fits = info.dtype in dtypes if dtypes else info.dtype.is_floating_point and info.dtype.itemsize > 1
+        if not fits:
+            kinds = " or ".join(str(dtype) for dtype in dtypes) or "floats of 16 bits or more"
+            self.problems.append(f"{name} is {info.dtype}, and holds {kinds}")
+            return None
+        return info.shape
+
+    def expect(self, name: str, shape: tuple[int, ...], *dtypes: torch.dtype) -> bool:
+        """Whether a tensor has a shape, and one of these dtypes."""
+        stored = self.shape(name, len(shape), *dtypes)
+        if stored is not None and stored != shape:
+            self.problems.append(f"{name} is {list(stored)}, not {list(shape)}")
+        return stored == shape
+
+    def check(self, method: str) -> None:
+        """Check that nothing was wrong.
+
+        Raises:
+            CheckpointError: something was; all of it is named.
+        """
+        if self.problems:
+            raise CheckpointError(f"{self._stored.path} is not read as {method} wrote it: {'; '.join(self.problems)}")
+
+
+def modules_with(stored: Checkpoint, suffix: str) -> list[str]:
+    """Names of the modules that have a tensor with this suffix, in the folder's order."""
+    return [name.removesuffix(suffix) for name in stored.tensors if name.endswith(suffix)]
+
+
+def count(entry: Mapping[str, Any], key: str, allowed: range, problems: list[str]) -> int:
+    """A whole number of quantization_config; the lowest that is allowed, and a problem, if it is something else."""
+    value = entry.get(key)
+    if type(value) is int and value in allowed:
+        return value
+    problems.append(f"{key} of quantization_config is {value!r}, and {allowed[0]} to {allowed[-1]} is read")
+    return allowed[0]
+
+
+def group_size(entry: Mapping[str, Any], problems: list[str]) -> int:
+    """The `group_size` of quantization_config: inputs that share a scale, -1 if all of them do."""
+    size = entry.get("group_size", -1)
+    if type(size) is int and (size == -1 or size > 0):
+        return size
+    problems.append(f"group_size of quantization_config is {size!r}, and read is a size, or -1 for one group")
+    return -1
+
+
+def check_plain(entry: Mapping[str, Any], read: Mapping[str, tuple[Any, ...]], problems: list[str]) -> None:
+    """Add a problem for each setting of quantization_config whose value is none of those that are read."""
+    problems += [
+        f"{key} of quantization_config is {entry[key]!r}, and read is {' or '.join(map(repr, values))}"
+        for key, values in read.items()
+        if entry.get(key) is not None and entry[key] not in values
+    ]

@@ -1,0 +1,90 @@
+"""Folders that other libraries quantized, against what those libraries themselves make of the same bytes."""
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from diffquant.formats.opening import open_checkpoint
+from tests.support.checkpoints import edit_json, write_llama
+
+UP = "model.layers.0.mlp.up_proj"
+
+
+def packed_alone(folder, tensors, **entry):
+    """A Llama's folder with one module as a library packed it; what it is read as."""
+    write_llama(folder, torch.float16, num_hidden_layers=1)
+    save_file({f"{UP}.{part}": data.contiguous() for part, data in tensors.items()}, folder / "model.safetensors")
+    edit_json(folder / "config.json", quantization_config=entry)
+    return open_checkpoint(folder).read(f"{UP}.weight")
+
+
+@pytest.mark.parametrize("order", ["neighbours", "any"])
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 7, 8])
+@pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
+def test_gptq_as_auto_round_packs_and_multiplies_it(tmp_path, version, bits, order):
+    file = "qlinear_torch_zp" if version == "gptq" else "qlinear_torch"
+    peer = pytest.importorskip(f"auto_round_extension.torch.{file}", reason="needs the extra quantizers")
+    generator = torch.Generator().manual_seed(bits)
+    inputs, outputs, size = 96, 64, 32
+    linear = nn.Linear(inputs, outputs, bias=False)
+    scales = torch.rand(outputs, 3, generator=generator).half().float() * 0.1 + 0.01
+    zeros = torch.randint(1, 2**bits, (outputs, 3), generator=generator)
+    codes = torch.randint(0, 2**bits, (outputs, inputs), generator=generator)
+    with torch.no_grad():
+        linear.weight.copy_((codes - zeros.repeat_interleave(size, 1)) * scales.repeat_interleave(size, 1))
+    layer = peer.QuantLinear(bits, size, inputs, outputs, False, g_idx=True)
+    # Its packing asks for what it does not set.
+    layer.device = torch.device("cpu")
+    layer.pack(linear, scales, zeros, None, "cpu")
+    if order == "any":
+        layer.g_idx = layer.g_idx[torch.randperm(inputs, generator=generator)]
+    tensors = {part: getattr(layer, part) for part in ("qweight", "qzeros", "scales", "g_idx")}
+    ours = packed_alone(
+        tmp_path / "folder", tensors, quant_method="gptq", bits=bits, group_size=size, checkpoint_format=version
+    )
+    unit = torch.eye(inputs)
+    assert torch.equal(ours.half().float(), layer(unit).T)
+    layer.scales = layer.scales.float()
+    assert torch.equal(ours, layer(unit).T)
+
+
+def test_awq_as_auto_round_packs_and_unpacks_it(tmp_path):
+    peer = pytest.importorskip("auto_round.export.export_to_awq.utils", reason="needs the extra quantizers")
+    generator = torch.Generator().manual_seed(0)
+    inputs, outputs, size = 96, 64, 32
+    linear = nn.Linear(inputs, outputs, bias=False).half()
+    scales = torch.rand(outputs, 3, generator=generator).half() * 0.1 + 0.01
+    zeros = torch.randint(0, 16, (outputs, 3), generator=generator)
+    layer = peer.WQLinear_GEMM.from_linear(linear, 4, size, False, scales.T.contiguous(), zeros.T.contiguous())
+    tensors = {part: getattr(layer, part) for part in ("qweight", "qzeros", "scales")}
+    ours = packed_alone(tmp_path / "folder", tensors, quant_method="awq", bits=4, group_size=size, version="gemm")
+    theirs = peer.dequantize_gemm(layer.qweight, layer.qzeros, layer.scales, 4, size)
+    assert theirs.dtype == torch.float16
+    assert torch.equal(ours.half(), theirs.T)
+    assert torch.equal(ours, peer.dequantize_gemm(layer.qweight, layer.qzeros, layer.scales.float(), 4, size).T)
+
+
+@pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16])
+@pytest.mark.parametrize("nested", [False, True], ids=["float scales", "nested scales"])
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+@pytest.mark.parametrize(("rows", "width", "block"), [(64, 96, 64), (34, 30, 128), (7, 4096, 64)])
+def test_four_bits_as_bitsandbytes_packs_and_unpacks_them(tmp_path, rows, width, block, kind, nested, storage):
+    peer = pytest.importorskip("bitsandbytes.functional", reason="needs the extra quantizers")
+    weight = torch.randn(rows, width, generator=torch.Generator().manual_seed(0)).bfloat16()
+    codes, state = peer.quantize_4bit(weight, None, None, block, nested, kind, storage)
+    parts = {f"weight.{name}": data for name, data in state.as_dict(packed=True).items()} | {"weight": codes}
+    ours = packed_alone(tmp_path / "folder", parts, quant_method="bitsandbytes", load_in_4bit=True)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        state.dtype = dtype
+        assert torch.equal(ours.to(dtype), peer.dequantize_4bit(codes, state))
+
+
+def test_int8_as_bitsandbytes_packs_and_unpacks_it(tmp_path):
+    peer = pytest.importorskip("bitsandbytes.functional", reason="needs the extra quantizers")
+    weight = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).half()
+    codes, scales, _ = peer.int8_vectorwise_quant(weight)
+    parts = {"weight": codes, "SCB": scales, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+    ours = packed_alone(tmp_path / "folder", parts, quant_method="bitsandbytes", load_in_8bit=True)
+    assert torch.equal(ours, peer.int8_vectorwise_dequant(codes, scales))
+    assert (ours - weight).abs().max() < 0.02

@@ -1,0 +1,96 @@
+"""What a sweep's page recommends, and what its headline says where items are too few."""
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import diffquant.sweep.sizes as sizes
+from diffquant.evals.stats import mean_interval
+from diffquant.recipe import Recipe
+from diffquant.scheme import Scheme
+from diffquant.sweep import SweepOptions, SweepResult
+from diffquant.sweep.grid import points
+from diffquant.sweep.headline import headline
+from diffquant.sweep.measurement import Measurement
+from diffquant.sweep.report import sweep_report
+from diffquant.sweep.result import MeasuredCell
+
+MODEL = Path("a model")
+SETTINGS = {"date": "", "options": {}, "tasks": [], "models": {}, "quantized": [], "versions": {}, "dtype": "float32"}
+KL = {16: None, 8: 1e-4, 4: 0.03, 3: 0.2}
+MEGABYTES = {16: 16, 8: 8, 4: 4, 3: 3}
+
+
+def swept(task, result):
+    options = SweepOptions(tasks=(task,), bits=(8, 4, 3), targets=("weights",), granularities=("row", "tensor"))
+    cells = []
+    for point in points([MODEL], options):
+        stored = {"weights": 1_000_000 * MEGABYTES[point.bits], "kv_per_token": 1000.0}
+        measured = Measurement.from_dict(result(point) | {"seconds": 1.0, "stored": stored})
+        cells.append(MeasuredCell(point, task, measured, None))
+    return SweepResult(cells, SETTINGS)
+
+
+def text(point, spread=0.0):
+    kl = KL[point.bits]
+    if kl is not None and point.granularity == "tensor":
+        kl *= 1.5
+    windows = [] if kl is None else [kl - spread, kl + spread] * 4
+    by_window = {"kl_by_window": windows, "tokens_by_window": [10] * len(windows)} if windows else {}
+    return {"metric": "perplexity", "perplexity": 20.0, "bits_per_byte": 1.0, "kl": kl, **by_window}
+
+
+def taken(sweep):
+    table, commands = sizes.recommendations(sizes.sized(sweep), {MODEL.name: str(MODEL)})
+    (row,) = table.rows
+    return row, [*commands.values()]
+
+
+def test_the_smallest_with_a_small_kl_is_taken_and_its_command_makes_it():
+    row, (command,) = taken(swept("perplexity", text))
+    assert row[:5] == ["a model", "weights", "perplexity", "4:row", "4.0 MB"]
+    words = shlex.split(command)
+    assert words[:3] == ["diffquant", "quantize", str(MODEL)]
+    scheme = words[words.index("--weights") + 1]
+    assert Recipe(weights=Scheme.parse(scheme)).weights == Scheme.parse("4:row")
+    assert words[-2:] == ["--rounding", "nearest"]
+
+
+def test_a_kl_whose_interval_is_wide_is_not_small():
+    spread = 0.025
+    assert mean_interval([0.03 - spread, 0.03 + spread] * 4).high > sizes.SMALL_KL
+    assert taken(swept("perplexity", lambda point: text(point, spread if point.bits == 4 else 0)))[0][3] == "8:row"
+
+
+def test_where_nothing_is_close_16_bits_are_kept():
+    sweep = swept("perplexity", text)
+    cells = [cell for cell in sweep.cells if cell.point.bits in (16, 3)]
+    assert taken(replace(sweep, cells=cells)) == (["a model", "weights", "perplexity", "16", "-", "-"], [])
+
+
+def test_granularities_are_lines_of_one_drawing():
+    (drawing,), keys = sizes.size_charts(sizes.sized(swept("perplexity", text)))
+    assert [key.text for key in keys] == ["a model, row", "a model, tensor"]
+    assert drawing.svg.count('class="tip"') == 6
+
+
+def test_the_page_begins_with_what_to_take():
+    assert sweep_report(swept("perplexity", text), "run", []).sections[0].title == "Which to take"
+
+
+def items(point, n):
+    right = [int(i % 2 == 0) for i in range(n)]
+    # As many become right as become wrong.
+    values = right if point.bits == 16 else [1 - right[0], 1 - right[1], *right[2:]]
+    kl = {} if point.bits == 16 else {"kl_by_item": [0.3, 0.4] * (n // 2), "tokens_by_item": [10] * n}
+    return {"metric": "acc_norm", "score": sum(values) / n, "n": n, "values": values, "choices": values, **kl}
+
+
+@pytest.mark.parametrize(("n", "starts"), [(20, "hellaswag: 20 items cannot tell"), (2000, "hellaswag: no measurable")])
+def test_items_that_are_too_few_are_said_to_be(n, starts):
+    (sentence,) = headline(swept("hellaswag", lambda point: items(point, n)))
+    assert sentence.startswith(starts)
+    assert ("6 of 6 configurations from 16 bits" in sentence) == (n == 20)
+    assert "KL 0.35 [" in sentence

@@ -1,0 +1,19 @@
+"""Arguments that only Python can give."""
+
+import pytest
+import torch
+
+import diffquant
+from diffquant.errors import UsageError
+from diffquant.verbs.arguments import numbers
+
+
+def test_a_model_in_memory_is_refused_in_words(tmp_path):
+    with pytest.raises(UsageError, match="from disk, not a Linear in memory: give its folder"):
+        diffquant.quantize(torch.nn.Linear(8, 8), tmp_path / "out", {"weights": "8:row"})
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("given", [4, "4", [4]])
+def test_one_width_is_given_as_a_number_too(given):
+    assert numbers("bits", given) == (4,)
