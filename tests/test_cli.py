@@ -101,6 +101,7 @@ def test_dry_run_prints_the_table_and_writes_nothing(run, checkpoint, tmp_path):
         (["quantize", "SRC", "-o", "OUT", "--rounding", "mse"], 2, "nothing to quantize"),
         (["quantize", "--colour"], 2, "No such option"),
         (["sweep", "SRC", "-o", "OUT", "--task", "chess"], 2, "unknown task 'chess'"),
+        (["quantize", "SRC", "-o", "OUT", "--preset", "int3"], 2, "'--preset': 'int3' is not one of"),
         (["sweep", "SRC", "-o", "OUT", "--target", "norms"], 2, "unknown target 'norms'"),
         (["sweep", "SRC", "-o", "OUT", "--bits", "16,x"], 2, "'x' is no whole number"),
         (["sweep", "SRC", "-o", "OUT", "--bits", "9"], 2, "bits must be 2 to 8"),

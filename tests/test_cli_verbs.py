@@ -13,7 +13,7 @@ import pytest
 import typer
 
 from diffquant.cli import app, main
-from diffquant.cli.show import show_loading
+from diffquant.cli.show import waiting
 from diffquant.errors import UsageError
 from diffquant.recipe import PRESETS, Recipe
 from diffquant.scheme import Scheme
@@ -192,5 +192,6 @@ def test_a_terminal_where_torch_is_loaded_already_shows_nothing(monkeypatch):
     terminal = io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stderr", terminal)
-    show_loading()
+    with waiting("inspect", prints=False):
+        pass
     assert not terminal.getvalue()

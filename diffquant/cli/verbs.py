@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from typer import BadParameter
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from diffquant.cli.command import name_of
@@ -17,6 +18,14 @@ class Verb(TyperCommand):
             if isinstance(parameter, TyperArgument):
                 # Its name is a word already; newer typers add Python's type.
                 parameter.display_type_rich = _nothing  # type: ignore[method-assign]
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except BadParameter as error:
+            # The words of the library that typer checks values with.
+            error.message = error.message.removeprefix("Value error, ")
+            raise
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return [piece.replace("{", "").replace("}", "") for piece in super().collect_usage_pieces(ctx)]

@@ -151,11 +151,16 @@ def _flips_text(compared: Compared) -> str:
 def _flips(compared: Compared) -> JsonObject:
     now, before = compared
     names = ("gained", "lost", "choices_changed")
-    if _difference(compared) is None or now is None or before is None or now.choices is None or before.choices is None:
+    if _difference(compared) is None or now is None or before is None:
         return dict.fromkeys(names)
+    if not all(value in (0, 1) for each in (now, before) for value in each.values or ()):
+        return dict.fromkeys(names)  # a mean over draws is neither right nor wrong
     right, right_before = ([bool(value) for value in each.values or ()] for each in (now, before))
-    told = flips(right, right_before, now.choices, before.choices)
-    return dict(zip(names, (told.gained, told.lost, told.choices), strict=True))
+    # An item may be right or wrong without a choice among answers, as a needle that is retrieved or not.
+    has_choices = now.choices is not None and before.choices is not None
+    chosen, chosen_before = (now.choices, before.choices) if has_choices else (right, right_before)
+    told = flips(right, right_before, chosen or (), chosen_before or ())
+    return dict(zip(names, (told.gained, told.lost, told.choices if has_choices else None), strict=True))
 
 
 def _item_record(compared: Compared) -> JsonObject:

@@ -1,4 +1,4 @@
-"""A destination folder that appears whole or not at all, and replaces nothing that diffquant did not write."""
+"""Writes a destination folder atomically, and never replaces anything that diffquant did not write."""
 
 import errno
 import json

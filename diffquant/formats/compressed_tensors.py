@@ -294,14 +294,14 @@ def _in_layout(layout: object) -> list[NumberFormat]:
 
 
 def _format_of(group: Mapping[str, Any], layout: object) -> NumberFormat | None:
-    """The number format of a config group, whose own layout goes before the folder's; None for an unknown one."""
+    """The number format of a config group, whose own layout overrides the folder's; None if unknown."""
     weights = {"type": "int", "symmetric": True, **group["weights"]}
     formats = _in_layout(group.get("format") or layout)
     return next((each for each in formats if each.description.items() <= weights.items()), None)
 
 
 def _group_problems(group: Any, layout: object) -> list[str]:
-    """The problems of a config group: what it asks for that is not read."""
+    """Settings of a config group that are not supported."""
     weights = group.get("weights") if isinstance(group, Mapping) else None
     if not isinstance(weights, Mapping):
         return ["does not quantize weights"]
@@ -327,7 +327,7 @@ def _group_problems(group: Any, layout: object) -> list[str]:
 
 
 def _unknown_codes(weights: Mapping[str, Any], formats: list[NumberFormat]) -> list[str]:
-    """What of a group's weights none of its layout's number formats has."""
+    """Settings of a group's weights that no number format of its layout has."""
     problems = []
     if weights.get("type", "int") not in [each.description["type"] for each in formats]:
         problems.append(f"has {weights.get('type', 'int')} codes")

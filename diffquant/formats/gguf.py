@@ -130,7 +130,7 @@ class GgufCheckpoint(Checkpoint):
         (folder / "generation_config.json").write_text(json.dumps(tokens, indent=2) + "\n")
 
     def _factors(self, header: Header) -> Factors | None:
-        """What the file divides the frequencies of each pair of channels by, where it says so."""
+        """Divisors of the frequencies of each pair of channels, if the file has them."""
         stored = header.tensors.get(FACTORS)
         if stored is None:
             return None
@@ -138,7 +138,7 @@ class GgufCheckpoint(Checkpoint):
         return dequantize(data, stored.kind).astype(np.float64).ravel()
 
     def _interleaved_heads(self, name: str) -> int | None:
-        """The number of heads of a projection whose rows llama.cpp stores for interleaved rotation; None for others."""
+        """Number of heads of a projection that llama.cpp stores for interleaved rotation, or None for other tensors."""
         if ".q_proj." in name:
             return int(self.config["num_attention_heads"])
         if ".k_proj." in name:

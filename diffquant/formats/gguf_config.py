@@ -1,4 +1,4 @@
-"""What a Llama's GGUF file says of the model, as the content of config.json.
+"""Converts the metadata of a Llama's GGUF file to the content of config.json.
 
 Every key of the model's own has a place here: it is read, it changes nothing, or it changes nothing at the value it
 has. Any other is refused, since a model without what it says would be computed wrongly.
@@ -130,7 +130,7 @@ def _check_whole(metadata: Mapping[str, Value]) -> None:
 
 
 def _check_keys(metadata: Mapping[str, Value]) -> None:
-    """Check that the file states nothing of the model that is not computed.
+    """Check that the file states nothing about the model that we do not compute.
 
     Raises:
         CheckpointError: it does; every such key is named.

@@ -46,7 +46,7 @@ def rope_parameters(metadata: Mapping[str, Value], factors: Factors | None) -> d
 
 
 def _scaling(metadata: Mapping[str, Value]) -> dict[str, Any]:
-    """The scaling that the metadata state; empty where there is none."""
+    """The scaling that the metadata state, or an empty one."""
     kind = metadata.get(_SCALING + "type", "linear")
     if kind not in ("none", "linear", "yarn"):
         raise CheckpointError(f"{_SCALING}type is {kind!r}, and only linear and yarn are computed")
@@ -106,7 +106,7 @@ def _of_factors(factors: Factors, theta: float) -> dict[str, Any]:
 
 
 def llama3_factors(wavelengths: Factors, factor: float, high: float, original: float, low: float = 1.0) -> Factors:
-    """What Llama 3.1's scaling divides the frequencies of these wavelengths by.
+    """Divisors of Llama 3.1's scaling for the frequencies of these wavelengths.
 
     Source: `_compute_llama3_parameters` of transformers/modeling_rope_utils.py.
     """

@@ -13,7 +13,7 @@ from diffquant.report.tables import megabytes
 from diffquant.support.progress import clear_lines
 
 _NAME = re.compile(r"(?P<model>\w[\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
-# Files that `FolderCheckpoint` reads and copies, and the card, which says the licence. Repositories may hold the weights
+# Files that `FolderCheckpoint` reads and copies, and the card, which says the licence. Repositories may hold weights
 # again, in folders and other layouts.
 _FETCHED = ["*.safetensors", *(f"*{suffix}" for suffix in sorted(SIDE_SUFFIXES)), "LICENSE*", "NOTICE*", CARD]
 _LEFT = ["*/*", "consolidated*"]

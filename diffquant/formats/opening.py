@@ -1,4 +1,4 @@
-"""Opening of a checkpoint, whichever format it is stored in."""
+"""Opens a checkpoint in any supported format."""
 
 from difflib import get_close_matches
 from pathlib import Path

@@ -45,7 +45,7 @@ _OWN_NAMES = {"config.json", "diffquant.json"}
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a header says of a tensor.
+    """A tensor's entry in a header.
 
     Attributes:
         dtype: data type of the tensor.
@@ -196,7 +196,7 @@ def _check_links(folder: Path) -> None:
 
 
 def _read_index(folder: Path) -> dict[str, str] | None:
-    """The shard of each tensor, by name; None where one file holds them all."""
+    """The shard of each tensor, by name, or None if one file holds them all."""
     if not (folder / INDEX).is_file():
         if (folder / SINGLE).is_file():
             return None

@@ -1,4 +1,4 @@
-"""Writing of a safetensors file whose data arrives in any order: the header is known before the first byte of it."""
+"""Writes a safetensors file whose data arrives in any order, since the header is known in advance."""
 
 import json
 from collections.abc import Sequence

@@ -203,7 +203,7 @@ def page(report: Report, links: Sequence[Link] = ()) -> str:
 
 
 def sort_value(text: str | Link) -> float | None:
-    """The number that a cell's text begins with, in bytes where it is a size; None where there is none."""
+    """The number at the start of a cell's text, in bytes if it is a size, or None."""
     shown = text.text if isinstance(text, Link) else text
     number = _NUMBER.match(shown)
     if number is None:

@@ -1,1 +1,1 @@
-"""What other engines need to run the folders that diffquant writes, without diffquant."""
+"""Lets other engines run the folders that diffquant writes, without diffquant."""

@@ -1,4 +1,4 @@
-"""A folder that opens anywhere: config.json says what an engine needs, and the modelling file travels with it."""
+"""Makes a folder that any engine can open: config.json has what it needs, and the modelling file goes along."""
 
 import hashlib
 from collections.abc import Mapping
@@ -74,7 +74,7 @@ def write_modelling_file(folder: Path, config: Mapping[str, Any], adapter: Adapt
     """Put the modelling file into a folder that is being written, in place of code of the source's.
 
     Args:
-        adapter: adapter of the folder's format; None where diffquant does not run its architecture.
+        adapter: adapter of the folder's format, or None if diffquant does not run its architecture.
 
     Returns:
         SHA-256 of each file of code by its name, for the record.
@@ -102,7 +102,7 @@ def without_code(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def beyond_weights(diffquant_config: Mapping[str, Any] | None) -> str:
-    """What a folder's recipe asks of cache and logits, which other engines do not do; nothing where it asks nothing."""
+    """The recipe's settings of cache and logits, which other engines ignore; empty if there are none."""
     recipe = (diffquant_config or {}).get("recipe", {})
     asked = {name: recipe[name] for name in ("k", "v", "logits", "qk") if recipe.get(name, "16") != "16"}
     return ", ".join(f"{name} {scheme}" for name, scheme in asked.items())

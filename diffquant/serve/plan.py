@@ -1,4 +1,4 @@
-"""How vLLM's server has to be started for a folder: its model, dtype, context and cache, and what it will not do."""
+"""Plans how to start vLLM's server for a folder: model, dtype, context, cache, and what it does not support."""
 
 import json
 import os
@@ -35,7 +35,7 @@ Implementation = Literal["plugin", "folder"]
 
 @dataclass(frozen=True)
 class ServerPlan:
-    """A server that is not started yet.
+    """A server to start.
 
     Attributes:
         command: command line of vLLM's OpenAI server.
@@ -212,7 +212,7 @@ def _check_format(checkpoint: Checkpoint) -> None:
 
 
 def _adapter(checkpoint: Checkpoint) -> Adapter | None:
-    """Adapter of a folder's format; None where vLLM may know a model that diffquant does not run.
+    """Adapter of a folder's format, or None for a model that vLLM may know although diffquant does not run it.
 
     Raises:
         UnknownModelTypeError: vLLM has no layers for the model.

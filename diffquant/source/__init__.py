@@ -1,1 +1,1 @@
-"""An opened checkpoint: what it holds, which one it is, its tokenizer and its calibrated ranges."""
+"""Opened checkpoints: their tensors, identity, tokenizer and calibrated ranges."""

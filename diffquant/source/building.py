@@ -1,4 +1,4 @@
-"""A runnable model from an opened checkpoint: its tensors under the model's names, packed weights kept or expanded."""
+"""Builds a runnable model from an opened checkpoint, keeping packed weights or dequantizing them."""
 
 from collections.abc import Callable
 from typing import cast
@@ -41,7 +41,7 @@ def build_model(
 
     Args:
         dtype, device, packed: as `diffquant.load` takes them.
-        rewrite: function that makes what the model gets in place of a parameter.
+        rewrite: function that replaces a parameter's data.
         places: places that the model is spread over, in place of the device.
 
     Raises:
@@ -53,7 +53,7 @@ def build_model(
     dtype = dtype or source.dtype
     placement: Placement = OneDevice(device)
     if places is not None:
-        # Hooks fetch parameters, and packed codes are none.
+        # Accelerate's hooks move parameters, but packed codes are buffers.
         packed = False
         placement = Spread(model, places, dtype)
     if packed is None:
@@ -88,7 +88,7 @@ def has_packed_kernels(device: str, dtype: torch.dtype) -> bool:
 
 
 def check_places(source: Source, places: Places, dtype: torch.dtype) -> None:
-    """Check that all of a model finds a place, without reading it.
+    """Check that every parameter of a model has a place, without reading it.
 
     Raises:
         UsageError: as `Spread` raises it.
@@ -97,7 +97,7 @@ def check_places(source: Source, places: Places, dtype: torch.dtype) -> None:
 
 
 def _empty_model(architecture: Architecture) -> CausalModel:
-    """The model without storage, but for what no checkpoint holds."""
+    """The model without storage, except for tensors that no checkpoint holds."""
     with torch.device("meta"):
         model: CausalModel = architecture.new_model()
     model.make_tables()
@@ -127,7 +127,7 @@ def _packed_weight(source: Source, name: str, scheme: Scheme, dtype: torch.dtype
 
 
 def _install(model: CausalModel, name: str, weight: PackedWeight) -> dict[str, Tensor]:
-    """Put a packed layer where a model has a Linear, and give its buffers by full name."""
+    """Replace a Linear of the model by a packed layer, and return its buffers by full name."""
     layer = QuantizedLinear(weight, cast(nn.Linear, model.get_submodule(name)).bias)
     model.set_submodule(name, layer)
     return {f"{name}.{part}": buffer for part, buffer in layer.named_buffers()}
@@ -147,7 +147,7 @@ def _parameter(source: Source, name: str, rewrite: Rewrite) -> Tensor:
 
 
 def _unpacked(source: Source, module: str, shape: tuple[int, ...]) -> Tensor:
-    """A packed weight of a shape as it is read.
+    """A packed weight, dequantized.
 
     Raises:
         NonFiniteError: a scale, or a code of eight bits, is NaN or infinite.
@@ -166,7 +166,7 @@ def _in_dtype(data: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     """Finite data in the run's dtype.
 
     Raises:
-        NonFiniteError: the dtype does not reach as far.
+        NonFiniteError: a value is beyond the dtype's range.
     """
     converted = data.to(dtype)
     if not torch.isfinite(converted).all():

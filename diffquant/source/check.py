@@ -1,4 +1,4 @@
-"""A check of a checkpoint's tensors against those that its adapter expects."""
+"""Checks a checkpoint's tensors against those that its adapter expects."""
 
 from collections.abc import Iterable
 
@@ -28,11 +28,11 @@ def check_tensors(checkpoint: Checkpoint, adapter: Adapter) -> dict[str, Scheme]
         Scheme of each packed module by name; empty for a 16-bit checkpoint.
 
     Raises:
-        CheckpointError: tensors are missing, have another shape or type, or are no part of the model; all are named.
+        CheckpointError: tensors are missing, of another shape or type, or not part of the model; all are named.
     """
     layers = adapter.architecture.num_hidden_layers
     if layers > len(checkpoint.tensors):
-        # Before a shape is written down for each tensor of them.
+        # Checked before listing shapes, since a wrong number of layers could make that list huge.
         raise CheckpointError(
             f"{checkpoint.path}: config.json has {layers} layers, and there are {len(checkpoint.tensors)} tensors"
         )
@@ -63,7 +63,7 @@ def stored_shapes(parameters: Parameters, schemes: dict[str, Scheme]) -> dict[st
 
 
 def is_surplus(name: str, tied: bool) -> bool:
-    """Whether a tensor is tolerated though no model needs it: older exports wrote buffers and tied heads."""
+    """Whether to tolerate a tensor that the model does not need: older writers stored buffers and tied heads."""
     return name.endswith("rotary_emb.inv_freq") or (tied and name == _HEAD)
 
 
@@ -92,7 +92,7 @@ def _differences(
 
 
 def _other_shapes(checkpoint: Checkpoint, parameters: Parameters, schemes: dict[str, Scheme]) -> list[str]:
-    """Packed weights whose stored shape, which readers unpack by, is not the model's."""
+    """Packed weights whose stored shape, by which readers unpack, differs from the model's."""
     problems = []
     for name, parameter in parameters.items():
         module = name.removesuffix(".weight")

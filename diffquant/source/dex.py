@@ -1,4 +1,4 @@
-"""DEX checkpoints: a Llama whose attention outputs a trained matrix makes differential, which folds into o_proj.
+"""DEX checkpoints: a Llama with a trained matrix on its attention outputs, which folds into o_proj.
 
 For the selected heads h of a layer, the output O_h becomes O_h − λ·(M·O_h + b). Behind the softmax all is linear, so
 o_proj's columns of head h become W_h·(I − λM) and its bias loses λ·Σ W_h·b: what remains is a plain Llama.
@@ -41,7 +41,7 @@ def folded_columns(rows: Tensor, mixing: Tensor, lam: float, selected: Tensor) -
 
 
 class DexCheckpoint(Checkpoint):
-    """A DEX checkpoint seen as the Llama that computes the same.
+    """A DEX checkpoint presented as the equivalent Llama.
 
     o_proj is read in float32 at least, and written in the checkpoint's own dtype.
 
@@ -104,7 +104,7 @@ class DexCheckpoint(Checkpoint):
         return bias - self._lam(block) * (weight @ columns)
 
     def _added(self, name: str) -> Tensor:
-        """A bias that only the Llama has: zero, but for what DEX's own bias makes of o_proj's."""
+        """A bias that only the Llama has: zero, except for o_proj's, which takes in DEX's bias."""
         info = self.tensors[name]
         zero = torch.zeros(info.shape, dtype=info.dtype)
         block, _, part = name.rpartition(".o_proj.")
@@ -199,12 +199,12 @@ class DexCheckpoint(Checkpoint):
 
 
 def as_llama(checkpoint: Checkpoint) -> Checkpoint:
-    """A DEX checkpoint as the Llama that it folds into; any other as it is."""
+    """Convert a DEX checkpoint to the equivalent Llama; return any other unchanged."""
     return DexCheckpoint(checkpoint) if checkpoint.config.get("model_type") == DEX else checkpoint
 
 
 def _there(data: Tensor | None) -> Tensor:
-    """A part that the check found."""
+    """A part of DEX that the check found earlier."""
     if data is None:
         raise CheckpointError("a part of DEX vanished from the checkpoint while it was read; open it again")
     return data

@@ -1,4 +1,4 @@
-"""The identity of a checkpoint: a fingerprint of its contents, the same wherever they lie."""
+"""The identity of a checkpoint: a fingerprint of its contents, independent of where they lie."""
 
 import hashlib
 import json
@@ -14,18 +14,18 @@ FilesState = dict[str, tuple[int, ...]]
 
 
 def checkpoint_fingerprint(checkpoint: Checkpoint) -> str:
-    """SHA-256 over the contents of a checkpoint's weights, config and tokenizer, wherever they lie."""
+    """SHA-256 over the contents of a checkpoint's weights, config and tokenizer, independent of paths."""
     digests = {file.name: _digest_once(file.resolve(), _file_state(file)) for file in _files(checkpoint)}
     return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
 
 
 def checkpoint_state(checkpoint: Checkpoint) -> FilesState:
-    """The state of the files that a checkpoint's fingerprint is of; it changes whenever one is written or replaced."""
+    """State of the files behind a checkpoint's fingerprint, which changes if one is written or replaced."""
     return files_state(_files(checkpoint))
 
 
 def files_state(files: Iterable[Path]) -> FilesState:
-    """The state of files: for each, numbers of which some change whenever it is written or replaced."""
+    """State of files: numbers for each, some of which change if it is written or replaced."""
     return {str(file): _file_state(file) for file in files}
 
 
@@ -42,6 +42,6 @@ def _digest_once(file: Path, _state: tuple[int, ...]) -> str:
 
 
 def _file_state(file: Path) -> tuple[int, ...]:
-    """Values of which some change whenever the file is written again."""
+    """Numbers, some of which change if the file is written again."""
     status = file.stat()
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

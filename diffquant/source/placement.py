@@ -1,4 +1,4 @@
-"""Where a model's parameters lie: on one device, or spread over devices, main memory and disk by accelerate."""
+"""Places a model's parameters: on one device, or spread by accelerate over devices, main memory and disk."""
 
 import shutil
 import tempfile
@@ -23,10 +23,10 @@ class Placement(Protocol):
     """A way to place a model."""
 
     def put(self, name: str, data: Tensor) -> Tensor:
-        """A parameter's data in its place; on the meta device where the place is the disk."""
+        """Move a parameter's data to its place; the result is on the meta device if the place is the disk."""
 
     def finish(self, model: CausalModel) -> None:
-        """Make a model run whose parameters were put in their places."""
+        """Make a model runnable after its parameters were placed."""
 
 
 class OneDevice:
@@ -43,23 +43,23 @@ class OneDevice:
 
 
 class Spread:
-    """A model over several places. What lies in memory or on disk comes to the device that computes when it is needed.
+    """A model over several places. Weights in memory or on disk move to the computing device when they are needed.
 
     Source: accelerate's big-model inference.
     """
 
     def __init__(self, model: CausalModel, places: Places, dtype: torch.dtype) -> None:
-        """Decide on the places, before any parameter is read.
+        """Choose the places before reading any parameter.
 
         Args:
             model: the model without storage.
             dtype: dtype of the model, from which the sizes of its layers follow.
 
         Raises:
-            UsageError: modules are unknown, parameters have no place, the embedding would have to be fetched, or there
-                is no folder for what lies on disk.
+            UsageError: modules are unknown, parameters have no place, the embedding is placed where nothing computes,
+                or there is no folder for weights on disk.
         """
-        # Here, since it takes a second that models on one device need not spend.
+        # Imported here: it takes a second, which models on one device need not spend.
         from accelerate import infer_auto_device_map
         from accelerate.utils import get_balanced_memory
 
@@ -91,7 +91,7 @@ class Spread:
 
         if self._index:
             save_offload_index(self._index, self._folder)
-        # A layer's weights come all at once: attention reads some of them without calling their modules.
+        # Move a layer's weights all at once: attention reads some of them without calling their modules.
         dispatch_model(
             model, self.places, offload_dir=self._folder, preload_module_classes=self._layer_classes, force_hooks=True
         )
@@ -117,7 +117,7 @@ class Spread:
 
     @staticmethod
     def _new_folder(model: CausalModel, parent: Path | None) -> Path:
-        """A folder that no other model shares, which would overwrite this one's weights; it goes with the model."""
+        """Make a folder for this model alone, so that none overwrites its weights; it is removed with the model."""
         if parent is None:
             raise UsageError(f"the device map puts parts of the model on disk: give {spelled('offload_folder')}")
         try:
@@ -125,7 +125,7 @@ class Spread:
             folder = Path(tempfile.mkdtemp(prefix="model-", dir=parent))
         except OSError as error:
             raise UsageError(f"cannot write to the offload folder {parent}: {error.strerror}") from error
-        # States that a sweep compares with hold the head, which outlives its model then.
+        # A sweep's reference states hold the head, which then outlives its model.
         weakref.finalize(model.lm_head, shutil.rmtree, folder, ignore_errors=True)
         return folder
 
@@ -133,7 +133,7 @@ class Spread:
 def _disjoint(
     module: nn.Module, places: Mapping[str, str | int], name: str = "", inherited: str | int | None = None
 ) -> dict[str, str | int]:
-    """Places by names of modules none of which is part of another, as accelerate wants them; the inner place wins."""
+    """Places by names of modules that do not contain each other, as accelerate wants them; inner modules win."""
     place, prefix = places.get(name, inherited), f"{name}." if name else ""
     if not any(other != name and other.startswith(prefix) for other in places):
         return {} if place is None else {name: place}
@@ -143,7 +143,7 @@ def _disjoint(
 
 @contextmanager
 def at_hand(module: nn.Module) -> Iterator[None]:
-    """A context in which a module's parameters are on the device that computes, wherever they lie.
+    """A context in which a module's parameters are on the computing device, wherever they lie otherwise.
 
     Args:
         module: a decoder layer, whose parts may be used then, or a module with parameters of its own.

@@ -1,4 +1,4 @@
-"""The places of a model that is larger than one device. No torch here."""
+"""Places for a model that is larger than one device. No torch here."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ class Places:
 
     Attributes:
         device_map: "auto", or places by modules' names.
-        max_memory: most bytes of each place for "auto", such as {0: "20GB", "cpu": "60GB"}; all of it by default.
-        offload_folder: folder for what lies on disk.
+        max_memory: memory limit of each place for "auto", such as {0: "20GB", "cpu": "60GB"}; no limit by default.
+        offload_folder: folder for weights on disk.
     """
 
     device_map: DeviceMap
@@ -34,10 +34,10 @@ class Places:
         offload_folder: Path | str | None,
         max_memory: Mapping[int | str, int | str] | None = None,
     ) -> Self | None:
-        """The places that options name; None without a device map, for a model on one device.
+        """Make the places from options, or None for a model on one device, without a device map.
 
         Raises:
-            UsageError: a device is named too, the device map is an unknown word, or a folder comes without a map.
+            UsageError: a device is given too, the device map is an unknown word, or a folder is given without a map.
         """
         if device_map is None:
             if offload_folder is not None:
@@ -56,7 +56,7 @@ class Places:
 
     @property
     def device(self) -> str:
-        """Name of the device that computes; what lies in memory or on disk comes to it. "auto" where the map is."""
+        """Name of the device that computes, to which weights in memory or on disk are moved; "auto" if the map is."""
         if isinstance(self.device_map, str):
             return "auto"
         place = next((place for place in self.device_map.values() if place not in ("cpu", "disk")), "cpu")

@@ -1,4 +1,4 @@
-"""Calibrated ranges: the magnitudes that the largest code stands for where a scheme is static.
+"""Calibrated ranges: the magnitudes that the largest code of a static scheme stands for.
 
 `diffquant calibrate` writes them as a safetensors file: `layers.N.k` [key heads, d], `layers.N.v` [h_kv, dv] and
 `layers.N.logits` [maps·h], heads as DiffTransformer orders them, with the checkpoint and the settings that they come
@@ -36,7 +36,7 @@ class Ranges:
     Attributes:
         model: fingerprint of the checkpoint that was calibrated.
         settings: text, observer and tokens of the calibration.
-        bits: width that they were clipped for; None where they serve every width.
+        bits: width that they were clipped for; None if they serve every width.
         tensors: float32 ranges by name.
     """
 
@@ -51,7 +51,7 @@ class Ranges:
         return hashlib.sha256(save(_contiguous(self.tensors))).hexdigest()
 
     def check_model(self, source: Source, origin: str = "these ranges") -> None:
-        """Check that the ranges were calibrated on this very checkpoint, and are those of all its layers and heads.
+        """Check that the ranges were calibrated on this checkpoint and cover all its layers and heads.
 
         Args:
             origin: where the ranges come from, for the message.
@@ -67,10 +67,10 @@ class Ranges:
         _check_shapes(self.tensors, source, origin)
 
     def check(self, recipe: Recipe) -> None:
-        """Check that a recipe's static schemes find their ranges here.
+        """Check that there are ranges for all static schemes of a recipe.
 
         Raises:
-            UsageError: a target was not calibrated, or was for another width.
+            UsageError: a target was not calibrated, or for another width.
         """
         for target in LAYER_TARGETS:
             static = [scheme for scheme in recipe.schemes_of(target) if scheme.sharing.is_static]
@@ -85,7 +85,7 @@ class Ranges:
 
 
 def check_ranges_used(file: Path | str | None, recipes: Iterable[Recipe]) -> None:
-    """Check that a file of ranges, if there is one, serves some recipe.
+    """Check that some recipe uses the file of ranges, if one is given.
 
     Raises:
         UsageError: no recipe has a static scheme.
@@ -100,7 +100,7 @@ def check_ranges_output(path: Path, overwrite: bool) -> None:
     """Check that a file of ranges can be written at a path.
 
     Raises:
-        OutputExistsError: the file is there and `overwrite` is false, or it is none that diffquant wrote.
+        OutputExistsError: the file exists and `overwrite` is false, or diffquant did not write it.
         UsageError: it is a folder, or nothing can be written beside it.
     """
     if path.is_dir():
@@ -122,7 +122,7 @@ def _is_of_ranges(path: Path) -> bool:
 
 
 def write_ranges(path: Path, ranges: Ranges) -> None:
-    """Write a file of ranges, whole or not at all."""
+    """Write a file of ranges atomically."""
     metadata = {
         "diffquant": _VERSION,
         "model": ranges.model,
@@ -134,7 +134,7 @@ def write_ranges(path: Path, ranges: Ranges) -> None:
 
 
 def read_ranges(path: Path, source: Source) -> Ranges:
-    """The ranges in a file, which must have been calibrated on this very checkpoint.
+    """Read the ranges in a file, which must have been calibrated on this checkpoint.
 
     Raises:
         CheckpointError: the file cannot be read, or belongs to another model.
@@ -145,7 +145,7 @@ def read_ranges(path: Path, source: Source) -> Ranges:
 
 
 def read_any_ranges(path: Path) -> Ranges:
-    """The ranges in a file, whichever model was calibrated.
+    """Read the ranges in a file, for whichever model.
 
     Raises:
         CheckpointError: the file cannot be read, or is not what diffquant calibrate wrote.
@@ -171,16 +171,16 @@ def read_any_ranges(path: Path) -> Ranges:
 
 
 def _file_digest(metadata: Mapping[str, str], ranges: Ranges) -> str:
-    """SHA-256 of all that a file of ranges says."""
+    """SHA-256 of a file's ranges and metadata."""
     said = {name: metadata[name] for name in ("diffquant", "model", "settings", "bits")}
     return plain_digest([said, ranges.digest])
 
 
 def _check_values(tensors: Mapping[str, Tensor], origin: str) -> None:
-    """Check that ranges are what a scale can be made of.
+    """Check that ranges are valid.
 
     Raises:
-        CheckpointError: some are of another type than float32, or not finite and above zero; they are named.
+        CheckpointError: some are not float32, finite and above zero; they are named.
     """
     wrong = [
         name
@@ -198,7 +198,7 @@ def _check_shapes(tensors: Mapping[str, Tensor], source: Source, origin: str) ->
     """Check that each target that has ranges has them for every layer and head of a checkpoint.
 
     Raises:
-        CheckpointError: some are missing, of another shape, or no ranges of this checkpoint; they are named.
+        CheckpointError: some are missing, of another shape, or do not belong to this checkpoint; they are named.
     """
     rows = source.architecture.token_rows[0]
     shape_of = {"k": rows.keys, "v": rows.values, "logits": (source.spec.query_heads,)}

@@ -1,4 +1,4 @@
-"""A `Source` is a checkpoint that was opened and checked once, and is passed from verb to verb."""
+"""`Source`: a checkpoint that was opened and checked once, to pass to any verb."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ from diffquant.text.special_tokens import SpecialTokens, read_special_tokens
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A checkpoint whose config and tensors are known to fit each other.
+    """A checkpoint whose config and tensors were checked to fit together.
 
     Attributes:
         checkpoint: reader of its config and tensors.
@@ -66,10 +66,10 @@ class Source:
         return self.architecture.num_hidden_layers
 
     def transformer(self, verb: str) -> TransformerArchitecture:
-        """The architecture, for a verb that takes a DiffTransformer alone.
+        """The architecture, for a verb that takes only a DiffTransformer.
 
         Raises:
-            CheckpointError: it is another, which the verb does not take.
+            CheckpointError: it is another architecture.
         """
         # A subclass has blocks that these verbs do not know.
         if type(self.architecture) is TransformerArchitecture:
@@ -118,7 +118,7 @@ class Source:
 
     @cached_property
     def special_tokens(self) -> SpecialTokens:
-        """The tokens that begin, end and pad what the model writes.
+        """The tokens that begin, end and pad the model's text.
 
         Raises:
             CheckpointError: as `read_special_tokens` raises it.
@@ -135,16 +135,16 @@ class Source:
         return load_tokenizer(self.path)
 
     def __reduce__(self) -> "tuple[Callable[[Path, str, FilesState], Source], tuple[Path, str, FilesState]]":
-        # It travels to another process as its path, and is opened there.
+        # Pickled as its path, and opened again in the other process.
         return _open_again, (self.path, self.fingerprint, self.state)
 
     def check_unchanged(self) -> None:
-        """Check that the checkpoint's files are those that were opened; to be called before a result is recorded.
+        """Check that the checkpoint's files are still those that were opened; call it before recording a result.
 
         Raises:
             CheckpointError: they changed, or are gone.
         """
-        # Touched files are read again: only another content is another checkpoint.
+        # Files may be touched without changing: compare what they hold before saying that they changed.
         if self._state_now() != self.state and self._fingerprint_now() != self.fingerprint:
             raise self._changed()
 
@@ -171,12 +171,12 @@ class Source:
 def open_source(path: Path | str | Source | WeightSource) -> Source:
     """Open a folder of safetensors or a .gguf file, and check its tensors against its config.
 
-    A source that is open already is handed back, so that every verb takes either.
+    Returns an open source as it is, so that every verb takes either.
 
     Raises:
         UnknownModelTypeError: no adapter reads its architecture.
-        CheckpointError: the checkpoint is damaged, incomplete or of a kind that is not read; every offending file
-            and tensor is named.
+        CheckpointError: the checkpoint is damaged, incomplete or of an unsupported kind; every offending file and
+            tensor is named.
     """
     if isinstance(path, Source):
         return path
@@ -188,14 +188,14 @@ def open_source(path: Path | str | Source | WeightSource) -> Source:
 
 
 def _open_again(path: Path, fingerprint: str, state: FilesState) -> Source:
-    """A checkpoint that was opened in another process.
+    """Open a checkpoint again that another process had opened.
 
     Raises:
-        CheckpointError: it is no longer the one that was opened there.
+        CheckpointError: it has changed since.
     """
     source = open_source(path)
     if source.state == state:
-        # The very same files, which need not be read to be known.
+        # Exactly the same files, so there is no need to read them again.
         vars(source)["fingerprint"] = fingerprint
     elif source.fingerprint != fingerprint:
         raise source._changed()

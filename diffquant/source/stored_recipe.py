@@ -35,8 +35,8 @@ def with_stored(recipe: Recipe, stored: Recipe) -> tuple[Recipe, tuple[str, ...]
     """A recipe for a checkpoint that records one of its cache and logits already.
 
     Returns:
-        The recipe, with what is stored of each target that it says nothing of; and what to tell people: what goes
-        along, and what replaces what is stored.
+        The recipe, with the stored scheme for each target that it does not mention, and notes for people: which stored
+        schemes are kept, and which are replaced.
     """
     carried: list[str] = []
     notes: list[str] = []
@@ -64,7 +64,7 @@ def with_stored(recipe: Recipe, stored: Recipe) -> tuple[Recipe, tuple[str, ...]
 
 
 def _of_target(recipe: Recipe, target: str) -> tuple[Scheme, dict[str, Scheme]]:
-    """The scheme of a target of layers and the overrides of it."""
+    """A target's scheme and its overrides by layer."""
     own = {pattern: scheme for pattern, scheme in recipe.overrides.items() if target_of(pattern) == target}
     return getattr(recipe, target), own
 
@@ -75,10 +75,10 @@ def _text(recipe: Recipe, target: str) -> str:
 
 
 def stored_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
-    """The dtype that a quantized checkpoint's model runs in; None where it is that of the tensors.
+    """The dtype in which a quantized checkpoint's model runs, or None if the tensors' dtype decides.
 
     Raises:
-        CheckpointError: it is none that models run in.
+        CheckpointError: models cannot run in it.
     """
     entry = config.get("diffquant_config")
     name = entry.get("dtype") if isinstance(entry, Mapping) else None

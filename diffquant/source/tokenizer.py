@@ -1,4 +1,4 @@
-"""Loading of a checkpoint's tokenizer."""
+"""Loads a checkpoint's tokenizer."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from diffquant.errors import CheckpointError
 from diffquant.formats.hub import local_path
 
-# One of them is in the folder of every tokenizer that transformers reads.
+# Every tokenizer that transformers reads has one of these files.
 _FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -19,7 +19,7 @@ _FILES = (
 
 
 def load_tokenizer(path: Path | str) -> Any:
-    """The checkpoint's tokenizer, from its own files alone; no code of the checkpoint is run.
+    """Load the checkpoint's tokenizer from its own files, without running code of the checkpoint.
 
     Raises:
         CheckpointError: there is none, it cannot be read, or it is a Python program.
@@ -35,11 +35,11 @@ def load_tokenizer(path: Path | str) -> Any:
     # Without trust_remote_code, transformers asks on stdin whether to run the checkpoint's code.
     safely = {"local_files_only": True, "trust_remote_code": False}
     verbosity = logging.get_verbosity()
-    # It would warn of model types that are not its own, which a tokenizer does not depend on.
+    # transformers would warn about unknown model types, on which a tokenizer does not depend.
     logging.set_verbosity_error()
     try:
         if path.suffix == ".gguf":
-            # Here, since a folder is opened without the time that importing gguf takes.
+            # Imported here, since opening a folder does not need gguf, which is slow to import.
             from diffquant.formats.gguf_tokenizer import load_gguf_tokenizer
 
             return load_gguf_tokenizer(path)
@@ -47,7 +47,7 @@ def load_tokenizer(path: Path | str) -> Any:
         # It would warn of "indexing errors" of every text that is longer than the context and then cut into windows.
         tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
         return tokenizer
-    except Exception as error:  # tokenizers raise anything, bare Exception included
+    except Exception as error:  # tokenizers may raise anything, even a bare Exception
         why = str(error).strip().partition("\n")[0]
         if "trust_remote_code" in str(error):
             why = "it is Python code of the checkpoint's own, which is never run; it needs a tokenizer.json"

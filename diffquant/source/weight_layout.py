@@ -1,6 +1,6 @@
-"""Which weights of a checkpoint are stored [in, out], where packing takes [out, in]: GPT-2's Conv1D, some experts.
+"""Finds weights stored as [in, out], while packing needs [out, in]: GPT-2's Conv1D, some experts.
 
-No file says so. A bias tells, which is as long as the outputs, and so do shapes of projections that belong together.
+No file says which. We infer it from biases, whose length is `out`, and from the shapes of related projections.
 """
 
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from diffquant.formats.reader import TensorInfo
 
 _CONV1D = ("c_attn", "q_attn", "c_fc", "c_proj")
-# Of these the outputs are more than the inputs, whatever the model.
+# These have more outputs than inputs in every model.
 _WIDENING = ("c_attn", "c_fc")
 _GATE_UP, _DOWN = "gate_up_proj", "down_proj"
 
@@ -16,11 +16,11 @@ Tensors = Mapping[str, TensorInfo]
 
 
 def stored_transposed(tensors: Tensors) -> list[str]:
-    """Names of the weights, of two or three axes, that are stored with their inputs before their outputs."""
+    """Names of the weights, of two or three axes, that are stored as [..., in, out]."""
     weights = [name for name, info in tensors.items() if len(info.shape) in (2, 3) and not name.endswith("bias")]
     found = [name for name in weights if _is_transposed(name, tensors)]
     if any(_module(name) in _CONV1D for name in found):
-        # A square one among them does not show it by itself.
+        # A square matrix does not show its layout, so decide for all of its kind together.
         found += [name for name in weights if _module(name) in _CONV1D and len(set(tensors[name].shape)) == 1]
     return [name for name in weights if name in set(found)]
 
@@ -38,7 +38,7 @@ def _is_transposed(name: str, tensors: Tensors) -> bool:
 
 
 def _is_transposed_expert(name: str, tensors: Tensors) -> bool:
-    """Whether the two matrices of an expert fit each other as [in, out] and [in, out] alone."""
+    """Whether the shapes of an expert's two matrices fit only if both are [in, out]."""
     gate_up = tensors.get(name.replace(_DOWN, _GATE_UP))
     down = tensors.get(name.replace(_GATE_UP, _DOWN))
     if gate_up is None or down is None or gate_up is down or len(gate_up.shape) != 3 or len(down.shape) != 3:

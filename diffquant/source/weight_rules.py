@@ -1,4 +1,4 @@
-"""Rules that choose, by their names, which weights of a model of unknown architecture are packed."""
+"""Rules that choose by name which weights to pack in a model of unknown architecture."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -18,7 +18,7 @@ class WeightRules:
     Attributes:
         linears: patterns of matrices [out, in] that may be packed.
         experts: patterns of tensors [experts, out, in] that may be packed.
-        keep: patterns of tensors that stay as they are, whatever else they match.
+        keep: patterns of tensors that are never packed.
     """
 
     linears: tuple[str, ...]
@@ -27,10 +27,10 @@ class WeightRules:
 
     @classmethod
     def read(cls, file: Path | None = None, keep: tuple[str, ...] = ()) -> "WeightRules":
-        """The rules that ship, with the sections of a YAML file in place of theirs, and some more to keep.
+        """Read the default rules; a YAML file replaces sections of them, and `keep` adds patterns.
 
         Raises:
-            UsageError: the file cannot be read, has an unknown section, or one that is no list of patterns.
+            UsageError: the file cannot be read, has an unknown section, or a section is not a list of patterns.
         """
         rules = cls(**_sections(weight_rules_text(), "the rules that ship"))
         if file is not None:
@@ -42,7 +42,7 @@ class WeightRules:
         return replace(rules, keep=rules.keep + keep)
 
     def mean(self, name: str, axes: int) -> bool:
-        """Whether a tensor with so many axes is a weight that may be packed, if nothing keeps it."""
+        """Whether a tensor with `axes` axes is a weight that may be packed, unless a rule keeps it."""
         return matches(name, {2: self.linears, 3: self.experts}.get(axes, ()))
 
     def to_dict(self) -> dict[str, Any]:
@@ -50,12 +50,12 @@ class WeightRules:
 
 
 def matches(name: str, patterns: tuple[str, ...]) -> bool:
-    """Whether a tensor's name matches one of some patterns, in any case."""
+    """Whether a tensor's name matches one of the patterns, ignoring case."""
     return any(fnmatchcase(name.lower(), pattern.lower()) for pattern in patterns)
 
 
 def _sections(text: str, what: str) -> dict[str, tuple[str, ...]]:
-    # Here, since a checkpoint of a known architecture is opened without the time that importing yaml takes.
+    # Imported here, since checkpoints of known architectures do not need yaml.
     from diffquant.support.yaml_text import parse_yaml
 
     try:
@@ -72,7 +72,7 @@ def _sections(text: str, what: str) -> dict[str, tuple[str, ...]]:
 
 
 def _patterns(entry: Any, what: str) -> tuple[str, ...]:
-    """The patterns of a section: a list of them, or lists under titles of their own."""
+    """The patterns of a section, given as a list or as lists under titles."""
     if isinstance(entry, Mapping):
         return tuple(pattern for title, part in entry.items() for pattern in _patterns(part, f"{what}: {title}"))
     if not isinstance(entry, list) or not all(isinstance(pattern, str) for pattern in entry):

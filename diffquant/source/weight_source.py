@@ -1,4 +1,4 @@
-"""A `WeightSource` is a checkpoint of any architecture, known by its tensors' names and shapes; it is not run."""
+"""`WeightSource`: a checkpoint of any architecture, of which only tensors' names and shapes are known."""
 
 import difflib
 from collections.abc import Mapping
@@ -13,13 +13,13 @@ from diffquant.formats.reader import Checkpoint, TensorInfo
 from diffquant.scheme import Scheme
 from diffquant.source.weight_rules import WeightRules, matches
 
-# Of narrower matrices, such as the coefficients of each expert's activation, scales cost what codes save.
+# In narrower matrices, such as the coefficients of each expert's activation, scales cost what codes save.
 _NARROWEST = 32
 
 
 @dataclass(frozen=True, eq=False)
 class WeightSource:
-    """A checkpoint whose architecture need not be known.
+    """A checkpoint of any architecture.
 
     Attributes:
         checkpoint: reader of its config and tensors.
@@ -37,7 +37,7 @@ class WeightSource:
 
     @property
     def model_type(self) -> str | None:
-        """The `model_type` of config.json, which nothing here depends on."""
+        """The `model_type` of config.json, for information only."""
         return self.checkpoint.config.get("model_type")
 
     @cached_property
@@ -62,15 +62,15 @@ class WeightSource:
 
 
 def open_weights(path: Path | str | WeightSource, rules: WeightRules | None = None) -> WeightSource:
-    """Open a checkpoint of any architecture for the sake of its weights.
+    """Open a checkpoint of any architecture to work on its weights.
 
     Args:
-        path: a folder of safetensors; an open source is handed back.
-        rules: rules that choose the weights; those that ship by default.
+        path: a folder of safetensors; an open source is returned as it is.
+        rules: rules that choose the weights; by default those that ship with diffquant.
 
     Raises:
         CheckpointError: the checkpoint is damaged or incomplete.
-        UsageError: a pattern to keep matches no tensor, though it is not one that ships.
+        UsageError: one of the caller's patterns to keep matches no tensor.
     """
     if isinstance(path, WeightSource):
         return path

@@ -38,7 +38,7 @@ def compare(before: str | Path, after: str | Path) -> ComparisonReport:
         first, second = (_names(side) for side in sides)
         raise UsageError(
             f"nothing to compare: A has {first}, and B has {second}; choose one configuration of each, such as "
-            "run@16 and run@6:tensor"
+            f"'{_chosen(before, sides[0])}' and '{_chosen(after, sides[1])}'"
         )
     alone = [
         f"{letter}'s {' '.join(filter(None, key))}"
@@ -118,6 +118,12 @@ def _configuration(point: Point) -> str:
 
 def _point_name(point: Point, names: dict[Path, str]) -> str:
     return f"{names[point.model]} {_configuration(point)}"
+
+
+def _chosen(source: str | Path, outcomes: list[Outcome]) -> str:
+    """How to ask for the first of a source's configurations alone."""
+    folder = Path(source) if Path(source).exists() else Path(str(source).rpartition("@")[0] or source)
+    return f"{folder}@{outcomes[0].name}"
 
 
 def _names(outcomes: list[Outcome]) -> str:

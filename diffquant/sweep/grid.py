@@ -171,7 +171,9 @@ def _check_granularities(options: SweepOptions) -> None:
         (target, name): _why_refused(target, name) for target in options.targets for name in options.granularities
     }
     useless = [name for name in options.granularities if all(faults[target, name] for target in options.targets)]
-    unserved = [target for target in options.targets if not _granularities_of(target, options)]
+    # Where no granularity serves any target, the reasons above say it all.
+    all_useless = len(useless) == len(options.granularities)
+    unserved = [] if all_useless else [t for t in options.targets if not _granularities_of(t, options)]
     wrong = [faults[options.targets[0], name] for name in useless]
     wrong += [f"{target}: none of {', '.join(options.granularities)} serves it" for target in unserved]
     if wrong:

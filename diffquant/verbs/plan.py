@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from diffquant.planning import MemoryPlan
 
 Memory = Annotated[str | int, kinds.Kind(str, "SIZE")]
+Context = Annotated[int, kinds.Kind(int, "TOKENS", least=1)]
 _UNITS = {"K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 
@@ -26,7 +27,7 @@ def plan(
     k: kinds.Scheme | None = None,
     v: kinds.Scheme | None = None,
     residual: kinds.Residual | None = None,
-    context: kinds.Count | None = None,
+    context: Context | None = None,
     batch: kinds.Count = 1,
     memory: Memory | None = None,
     revision: kinds.Name | None = None,

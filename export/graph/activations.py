@@ -27,7 +27,7 @@ EMITTED: Mapping[str, Emit] = {"silu": _silu, "swish": _silu, "poly_norm": _poly
 
 
 def functions(hidden_act: str, opset: int) -> list[FunctionProto]:
-    """Functions that a graph with an activation carries; none where standard ops compute it."""
+    """ONNX functions that an activation needs in the graph; empty if standard ops compute it."""
     return [poly_norm_function(opset)] if hidden_act == "poly_norm" else []
 
 
@@ -35,7 +35,7 @@ def poly_norm_function(opset: int) -> FunctionProto:
     """The op as an ONNX function in standard ops, float32 inside, so that float16 graphs survive cubes.
 
     Args:
-        opset: version of the standard domain; 18 or later, and that of the model.
+        opset: the model's version of the standard domain, 18 or later.
     """
     return parser.parse_function(
         f'<opset_import: ["" : {opset}], domain: "{DOMAIN}">\n'

@@ -1,4 +1,4 @@
-"""Function bodies of the op: what computes it where no native kernel is loaded.
+"""Function bodies of the op, which compute it if no native kernel is loaded.
 
 A body is written for one set of attributes and one head width; `pure.py` holds the one in standard ops.
 """
@@ -30,7 +30,7 @@ def body(
         kind: "contrib" (one GroupQueryAttention of ONNX Runtime) or "pure" (standard ops alone).
         attributes: attributes of every node that will use it.
         width: d, width of a query.
-        opset: version of the standard domain; 18 or later, and that of the model.
+        opset: the model's version of the standard domain, 18 or later.
         cached: whether nodes have a past.
         gates: those of `GATES` that nodes have.
 
@@ -70,7 +70,7 @@ def contrib_text(attributes: OpAttributes, width: int, gates: Collection[str] = 
     }
     inputs = "key, value, past_key, past_value, seqlens_k, total_sequence_length, cos_cache, sin_cache"
     if attributes.kv_bit_width:
-        # Written only where they are used: ONNX Runtime before 1.27 does not know them.
+        # Written only if used: ONNX Runtime before 1.27 does not know them.
         options["kv_cache_bit_width"] = attributes.kv_bit_width
         options["k_quant_type"] = options["v_quant_type"] = '"PER_CHANNEL"'
         inputs += ", , , , k_scale, v_scale"
@@ -119,7 +119,7 @@ def _masked_queries(attributes: OpAttributes, width: int) -> str:
 
 
 def contrib_problems(attributes: OpAttributes, width: int) -> list[str]:
-    """Reasons why GroupQueryAttention cannot compute the op for queries of a width; none where it can."""
+    """Reasons why GroupQueryAttention cannot compute the op for queries of this width; empty if it can."""
     row = 2 * width if attributes.generation == 1 else width
     problems = contrib_row_problems(row, bool(attributes.do_rotary))
     if attributes.logit_bits:
@@ -130,6 +130,6 @@ def contrib_problems(attributes: OpAttributes, width: int) -> list[str]:
 
 
 def contrib_row_problems(row: int, rotates: bool) -> list[str]:
-    """Reasons why GroupQueryAttention cannot take key rows of a width, which it rotates or not; none where it can."""
+    """Reasons why GroupQueryAttention cannot take key rows of this width, rotated or not; empty if it can."""
     multiple = 16 if rotates else 8
     return [f"its rows are multiples of {multiple} wide, not {row}"] if row % multiple else []

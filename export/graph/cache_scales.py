@@ -1,4 +1,4 @@
-"""Static scales of a quantized KV cache as the op wants them, from calibrated ranges."""
+"""Computes the op's static scales of a quantized KV cache from calibrated ranges."""
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""The decoder as an ONNX graph: Llama's layers around the op, one node an attention."""
+"""The decoder as an ONNX graph: Llama's layers around the op, one node per attention."""
 
 from collections.abc import Mapping
 
@@ -33,7 +33,7 @@ def build(plan: ExportPlan, scales: Mapping[int, Scales]) -> tuple[ModelProto, l
     """The exported model, and the tensors of its data file in order.
 
     Args:
-        plan: checkpoint to export, and what its weights become.
+        plan: checkpoint to export, with its weights in exported form.
         scales: scales of the quantized cache by layer; none for a cache in the activations' type.
     """
     decoder = _Decoder(plan, scales)

@@ -1,4 +1,4 @@
-"""Loading of an exported model's graph, its external data checked but not read."""
+"""Loads an exported model's graph, and checks its external data without reading it."""
 
 import re
 from pathlib import Path, PurePosixPath

@@ -30,7 +30,7 @@ def container_bits(scheme: Scheme) -> int:
 
 
 def block_size(scheme: Scheme, width: int, pure: bool) -> int | None:
-    """Columns that share a scale in the exported file; None where no kernel has such blocks."""
+    """Columns that share a scale in the exported file, or None if no kernel has such blocks."""
     if pure:
         # Rows of halves of bytes follow one another without a gap.
         return None if width % 2 and container_bits(scheme) == 4 else scheme.size or width
@@ -43,8 +43,8 @@ def check_blocks(matrices: list[Matrix], pure: bool) -> None:
     """Refuse number formats and group sizes that no kernel has.
 
     Raises:
-        UsageError: some weights are no integers; the message names them all.
-        GroupSizeError: some weights have such a size; the message names them all.
+        UsageError: some weights are not integers; the message names them all.
+        GroupSizeError: no kernel has the group size of some weights; the message names them all.
     """
     unread = [m for m in matrices if m.scheme.format.integer_refusal]
     if unread:
@@ -61,7 +61,7 @@ def check_blocks(matrices: list[Matrix], pure: bool) -> None:
 
 
 def int8_block(matrix: Matrix, options: ExportOptions) -> int | None:
-    """Columns of a matrix that share a scale where its product rounds activations to int8; None where it does not."""
+    """Columns that share a scale if the matrix's product rounds activations to int8, or None if it does not."""
     if options.pure or not matrix.scheme.quantizes or options.accuracy_level == 1:
         return None
     return block_size(matrix.scheme, matrix.shape[1], pure=False)
@@ -95,7 +95,7 @@ class Linears:
         stored = self._codes(matrix)
         out, width = matrix.shape
         block = block_size(matrix.scheme, width, pure=False) or width
-        # In blocks, as the head reads them: codes in another shape would be a second copy in memory.
+        # In blocks, as the head reads them: another shape would need a second copy of the codes.
         scale_shape = self.graph.int64(f"{matrix.module}.scale_shape", (out, -1, 1))
         rows = self.graph.add(
             "GatherBlockQuantized",

@@ -1,4 +1,4 @@
-"""Outputs of an exported model that its attention maps are computed of: rotated queries, λ and the signal's gate.
+"""Extra outputs of an exported model from which to compute its attention maps: rotated queries, λ, signal gate.
 
 Rotated keys are in the cache, so softmax(Q·Kᵀ·scale) of each map needs nothing else.
 """

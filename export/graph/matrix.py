@@ -1,4 +1,4 @@
-"""A checkpoint's weight as an exported graph wants it: rows in the op's order, codes carried over as they are.
+"""A checkpoint's weight for an exported graph: rows in the op's order, codes unchanged.
 
 Reordering is by rows alone, which every packed format allows: scales and codes run along a row.
 """
@@ -32,9 +32,9 @@ class Matrix:
         stored_name: name of the weight in the checkpoint.
         name: name of the DiffTransformer parameter.
         shape: (out, in) after reordering.
-        stored: scheme it is packed with in the checkpoint; 16 bits where it is not.
+        stored: scheme it is packed with in the checkpoint; 16 bits if it is not.
         wanted: scheme to quantize a plain one to.
-        order: row of the checkpoint's weight at each exported row; None where no row moves.
+        order: row of the checkpoint's weight at each exported row; None if no row moves.
     """
 
     checkpoint: Checkpoint
@@ -55,7 +55,7 @@ class Matrix:
 
     @property
     def scheme(self) -> Scheme:
-        """Scheme of the exported codes; 16 bits where values are exported."""
+        """Scheme of the exported codes; 16 bits if plain values are exported."""
         return self.stored if self.stored.quantizes else self.wanted
 
     def values(self, first: int, last: int) -> Tensor:
@@ -117,7 +117,7 @@ def read_matrix(source: Source, name: str, wanted: Scheme) -> Matrix:
     Args:
         source: checkpoint that holds it.
         name: name of the DiffTransformer parameter.
-        wanted: scheme to quantize it to where the checkpoint holds it plain.
+        wanted: scheme to quantize it to if it is plain in the checkpoint.
     """
     stored_name = source.adapter.source_name(name)
     stored = source.packed.get(stored_name.removesuffix(".weight"), FULL)

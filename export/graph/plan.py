@@ -1,4 +1,4 @@
-"""The plan of an export: the weights by name as the graph stores them, checked to be what a graph can express."""
+"""The plan of an export: every weight in the form that the graph stores, checked before anything is built."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,7 +27,7 @@ _MOVING_ROPE = ("dynamic", "longrope")
 
 @dataclass(frozen=True, eq=False)
 class ExportPlan:
-    """A checkpoint to export, and the form that its weights take.
+    """A checkpoint to export, with its weights in exported form.
 
     Attributes:
         source: checkpoint that is exported.

@@ -1,4 +1,4 @@
-"""External data: the tensors in one file beside model.onnx, written some rows at a time."""
+"""External data: all tensors in one file beside model.onnx, written a few rows at a time."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ Rows = Callable[[int, int], Tensor]
 
 @dataclass(frozen=True)
 class Streamed:
-    """A tensor whose data is made when it is written.
+    """A tensor whose data is computed while it is written.
 
     Attributes:
         name: name of the initializer.
@@ -62,7 +62,7 @@ def place(tensors: Sequence[Streamed]) -> tuple[dict[str, TensorProto], int]:
 
 
 def write(path: Path, tensors: Sequence[Streamed], progress: Progress) -> None:
-    """Write the data file; memory is a few blocks of rows a core."""
+    """Write the data file; memory use is a few blocks of rows per core."""
     placed, size = place(tensors)
     total = sum(tensor.nbytes for tensor in tensors)
     done = 0

@@ -1,1 +1,1 @@
-"""Exported folders run by ONNX Runtime: sessions, generation, evaluation."""
+"""Runs exported folders with ONNX Runtime: sessions, generation, evaluation."""

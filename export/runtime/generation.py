@@ -1,4 +1,4 @@
-"""Generation of text by an exported folder, token by token, with the time and memory that it takes."""
+"""Generates text with an exported folder, token by token, and measures time and memory."""
 
 import sys
 import time
@@ -23,11 +23,11 @@ _PREFILL_CHUNK = 512
 
 @dataclass
 class Speed:
-    """Time and memory of a run, filled in as the run goes.
+    """Time and memory of a run, updated while it runs.
 
     Attributes:
         prompt_tokens: number of tokens in the prompt.
-        new_tokens: number of tokens made.
+        new_tokens: number of generated tokens.
         prompt_seconds: time until the first new token.
         decode_seconds: time for all further tokens.
         cache_bytes: size of the KV cache.
@@ -52,7 +52,7 @@ class Speed:
 
 
 class Generator:
-    """An exported folder ready to continue prompts. torch is not imported for it.
+    """An exported folder that continues prompts. Does not import torch.
 
     Attributes:
         model: open model.
@@ -78,7 +78,7 @@ class Generator:
         self._context = config.get("max_position_embeddings", 2048)
         if type(self._context) is not int:
             raise CheckpointError(f"{folder / 'config.json'}: max_position_embeddings is {self._context!r}, no number")
-        # Logit scales that span rows are of one call.
+        # Logit scales that span rows depend on how many rows a call has.
         self._chunk = _PREFILL_CHUNK if shares_prefixes(manifest.options.recipe) else self._context
         self.speed = Speed()
 

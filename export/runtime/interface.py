@@ -1,4 +1,4 @@
-"""What an exported graph takes and gives, read from it and checked before a session is opened."""
+"""Reads an exported graph's inputs and outputs, and checks them before a session is opened."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ class Interface:
     """What an exported graph takes beside tokens and their mask, and gives.
 
     Attributes:
-        cache: shape of the KV cache; None for a model exported without one.
+        cache: shape of the KV cache, or None if the model has none.
         vocabulary: number of tokens that have a logit.
         kind: ONNX's number of the logits' type.
     """

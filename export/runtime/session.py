@@ -25,7 +25,7 @@ class OnnxModel:
 
     Attributes:
         folder: folder that holds the model.
-        cache: shape of the KV cache; None for a model exported without one.
+        cache: shape of the KV cache, or None if the model has none.
         vocabulary: number of tokens that have a logit.
         dtype: dtype of the logits.
         device: where it runs.

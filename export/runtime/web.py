@@ -1,4 +1,4 @@
-"""The file web.json, which tells a page how to run an exported folder and to compute attention maps of its outputs."""
+"""Writes web.json, which tells a web page how to run an exported folder and to compute its attention maps."""
 
 import json
 from pathlib import Path

@@ -7,6 +7,7 @@ import torch
 from scipy.stats import t
 from torch.nn.functional import kl_div
 
+from diffquant.evals.columns import ITEMS as ITEMS_COLUMNS
 from diffquant.evals.columns import Compared
 from diffquant.evals.encoding import RequestEncoder
 from diffquant.evals.margin_columns import KL, MARGIN, MARGINS
@@ -104,6 +105,13 @@ def test_results_of_before_there_were_margins_have_the_columns_that_they_had():
     assert [change.of(Compared(old, old)) is not None for change in MARGINS.changes] == [False, False, True]
     (note,) = MARGINS.notes([old])
     assert "margin" not in note
+
+
+def test_items_without_choices_flip_too_and_means_over_draws_do_not():
+    now, before = (TaskResult(metric="retrieved", score=0.5, n=3, values=values) for values in ([1, 0, 0], [0, 1, 1]))
+    assert ITEMS_COLUMNS.table[-1].text(Compared(now, before)) == "+1 -2"
+    drawn = TaskResult(metric="acc", score=0.5, n=3, values=[0.5, 0, 1])
+    assert ITEMS_COLUMNS.table[-1].text(Compared(drawn, drawn)) == "-"
 
 
 def test_a_sweep_leads_with_what_resolves_and_has_the_accuracy_beside_it(tmp_path):

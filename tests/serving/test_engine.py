@@ -15,6 +15,8 @@ from tests.support.checkpoints import write_checkpoint
 
 CHUNKED = {"max_num_batched_tokens": 64, "enable_chunked_prefill": True, "enable_prefix_caching": True}
 ALPHA, RANK = 16, 8
+# Two processes for each of a dozen models take most of an hour where a processor is slow and busy.
+pytestmark = pytest.mark.timeout(7200)
 FAMILY_ON_RANKS = ["diffllama", "unilm-v1", "unilm-v2", "motif", "motif-grouped", "gated"]
 
 

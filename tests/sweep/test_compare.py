@@ -167,7 +167,7 @@ def test_what_cannot_be_compared_is_said(run, model, tmp_path):
     (tmp_path / "sweep.json").write_text('{"cells": [{}]}')
     with pytest.raises(UsageError, match=r"cannot read .*sweep\.json as a sweep: KeyError"):
         compare(run, tmp_path)
-    with pytest.raises(UsageError, match="choose one configuration of each, such as run@16"):
+    with pytest.raises(UsageError, match=f"such as '{run}@16' and '{run}@logits "):
         compare(f"{run}@16", f"{run}@logits")
     for task in OPTIONS.tasks:
         run_sweep([model], replace(OPTIONS, tasks=(task,), bits=(16,), task_options=OPTIONS_OF[task]), tmp_path / task)

