@@ -31,7 +31,7 @@ from tests.support.checkpoints import write_checkpoint
 VERBS = [verb for group in verbs.GROUPS.values() for verb in group]
 COMMANDS = typer.main.get_command(app).commands
 # What only the terminal has, and what only a program can give.
-TERMINALS = {"as_json", "dry_run"}
+TERMINALS = {"as_json", "dry_run", "details"}
 PROGRAMS = {"progress", "planned", "said", "tokenizer", "max_memory"}
 ROOMS = {"bench", "demo", "doctor", "report"}
 

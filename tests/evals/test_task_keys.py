@@ -81,7 +81,7 @@ def test_recorded_cells_read_and_write_as_they_are(name):
         columns, compared = kind_of(cell["task"]).columns, Compared(result.result, result.result)
         metrics = [*columns.changes, *([columns.score] if columns.score else [])]
         drawn = [each for each in (metric.of(compared) for metric in metrics) if each]
-        assert all(each.low <= each.value <= each.high for each in drawn)
+        assert all(each.low <= each.mean <= each.high for each in drawn)
         assert drawn or cell["bits"] == 16
 
 
