@@ -209,7 +209,7 @@ def test_four_over_six_takes_whichever_of_two_scales_loses_less():
 
 @pytest.mark.parametrize("name", ["mxfp4", "mxfp6", "mxfp6_e3m2", "mxfp8", "mxfp8_e5m2"])
 def test_microscaled_floats_agree_with_torchao_under_the_floor(name):
-    mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
+    mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor", reason="needs the extra quantizers")
     elements = {
         "mxfp4": torch.float4_e2m1fn_x2, "mxfp8": torch.float8_e4m3fn, "mxfp8_e5m2": torch.float8_e5m2,
         "mxfp6": "fp6_e2m3", "mxfp6_e3m2": "fp6_e3m2",
@@ -225,7 +225,7 @@ def test_microscaled_floats_agree_with_torchao_under_the_floor(name):
 
 
 def test_nvfp4_agrees_with_torchao():
-    nv = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
+    nv = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor", reason="needs the extra quantizers")
     x = blocks(16).reshape(64, 128)
     # Its tensor scale is a multiplier, and block scales below 2^-6 are raised to that there.
     multiplier = nv.per_tensor_amax_to_scale(x.abs().amax())
