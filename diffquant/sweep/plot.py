@@ -8,7 +8,7 @@ Source: the presentation follows figure 8 of arXiv 2410.05258.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from diffquant.errors import UsageError
 from diffquant.evals.columns import Metric
@@ -93,8 +93,8 @@ def bands(sweep: SweepResult) -> list[Band]:
     return [band for band in found if band.lines]
 
 
-def plot(sweep: SweepResult, path: Path) -> None:
-    """Draw a sweep into a file, whose suffix (.png, .svg, .pdf) says the format.
+def plot(sweep: SweepResult, path: Path | BinaryIO) -> None:
+    """Draw a sweep into a file, whose suffix (.png, .svg, .pdf) says the format, or as PNG into a stream.
 
     Raises:
         UsageError: the sweep has nothing to draw.
