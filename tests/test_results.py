@@ -45,7 +45,7 @@ def test_a_result_is_a_line_at_a_prompt_and_whole_where_it_is_printed(tmp_path):
 def test_a_sweep_shows_its_table_and_its_plot(tmp_path):
     model = write_diff_v2(tmp_path / "model")
     sweep = diffquant.sweep(model, tmp_path / "out", tasks="perplexity", bits=4, characters=400)
-    assert repr(sweep) == "SweepResult(1 cells, 1 configurations)" or "configurations)" in repr(sweep)
+    assert "\n" not in repr(sweep)
     assert str(sweep) == sweep.table()
     assert "4:row" in sweep.table()
     texts = Cells(sweep._repr_html_()).texts
@@ -57,8 +57,7 @@ def test_a_sweep_shows_its_table_and_its_plot(tmp_path):
 
 
 def test_a_sweep_without_a_quantized_cell_has_nothing_to_draw(tmp_path):
-    sweep = diffquant.sweep(
-        write_diff_v2(tmp_path / "m"), tmp_path / "out", tasks="perplexity", bits=16, characters=400
-    )
+    model = write_diff_v2(tmp_path / "model")
+    sweep = diffquant.sweep(model, tmp_path / "out", tasks="perplexity", bits=16, characters=400)
     with pytest.raises(UsageError, match="nothing to plot"):
         sweep.plot()

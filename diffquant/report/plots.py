@@ -76,6 +76,9 @@ class Picture:
 
     png: bytes
 
+    def __repr__(self) -> str:
+        return "a picture"
+
     def _repr_png_(self) -> bytes:
         return self.png
 
