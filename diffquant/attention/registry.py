@@ -81,4 +81,4 @@ def check_backend(name: str, logits: Iterable[Scheme] = ()) -> None:
             f"attention backend {name!r} keeps logits inside its kernel and cannot quantize them; use auto or naive"
         )
     if refused:
-        raise UsageError(f"attention backend {name!r} computes quantized logits alone; use auto or naive")
+        raise UsageError(f"attention backend {name!r} computes only quantized logits; use auto or naive")

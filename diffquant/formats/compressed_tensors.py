@@ -257,7 +257,7 @@ def _checked_groups(entry: Any) -> dict[str, Scheme]:
     if not isinstance(entry, Mapping) or entry.get("quant_method") != "compressed-tensors":
         method = entry.get("quant_method") if isinstance(entry, Mapping) else entry
         raise CheckpointError(
-            f"this checkpoint is quantized by {method!r}; read are 16-bit checkpoints, compressed-tensors "
+            f"this checkpoint is quantized by {method!r}; diffquant reads 16-bit checkpoints, compressed-tensors "
             f"{PACK_QUANTIZED}, {', '.join(LAYOUTS)}"
         )
     layout = entry.get("format")
@@ -357,4 +357,4 @@ def _matches(pattern: str, module: str) -> bool:
     try:
         return re.match(pattern, module) is not None
     except (re.error, RecursionError) as error:
-        raise CheckpointError(f"config.json: target {pattern!r} is no regular expression: {error}") from error
+        raise CheckpointError(f"config.json: target {pattern!r} is not a regular expression: {error}") from error
