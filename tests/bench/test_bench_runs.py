@@ -187,7 +187,7 @@ def other_answers(run_sweep):
 
     def shifted(models, options, folder, engine):
         result = run_sweep(models, options, folder, engine=partial(engine, workers=1))
-        if engine.workers == 1:
+        if engine.keywords["workers"] == 1:
             return result
         cells = [
             replace(
