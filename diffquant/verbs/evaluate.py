@@ -25,6 +25,8 @@ def evaluate(
     v: kinds.Scheme | None = None,
     logits: kinds.Scheme | None = None,
     qk: kinds.Scheme | None = None,
+    p: kinds.Scheme | None = None,
+    pv: kinds.Scheme | None = None,
     residual: kinds.Residual | None = None,
     overrides: kinds.Overrides = (),
     scales: kinds.File | None = None,
@@ -75,6 +77,17 @@ def evaluate(
     )
     chosen_device(device)
     wanted = chosen_recipe(
-        recipe, preset, weights=weights, kv=kv, k=k, v=v, logits=logits, qk=qk, residual=residual, overrides=overrides
+        recipe,
+        preset,
+        weights=weights,
+        kv=kv,
+        k=k,
+        v=v,
+        logits=logits,
+        qk=qk,
+        p=p,
+        pv=pv,
+        residual=residual,
+        overrides=overrides,
     )
     return measure(at_revision(model, revision), wanted, options, progress or progress_for("eval"), runtime_of)

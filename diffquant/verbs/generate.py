@@ -35,6 +35,8 @@ def generate(
     v: kinds.Scheme | None = None,
     logits: kinds.Scheme | None = None,
     qk: kinds.Scheme | None = None,
+    p: kinds.Scheme | None = None,
+    pv: kinds.Scheme | None = None,
     residual: kinds.Residual | None = None,
     overrides: kinds.Overrides = (),
     scales: kinds.File | None = None,
@@ -91,7 +93,18 @@ def generate(
     from diffquant.support.devices import as_dtype
 
     wanted = chosen_recipe(
-        recipe, preset, weights=weights, kv=kv, k=k, v=v, logits=logits, qk=qk, residual=residual, overrides=overrides
+        recipe,
+        preset,
+        weights=weights,
+        kv=kv,
+        k=k,
+        v=v,
+        logits=logits,
+        qk=qk,
+        p=p,
+        pv=pv,
+        residual=residual,
+        overrides=overrides,
     )
     check_backend(attention)
     if isinstance(model, CausalModel):

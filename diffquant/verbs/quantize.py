@@ -44,6 +44,8 @@ def quantize(
     v: kinds.Scheme | None = None,
     logits: kinds.Scheme | None = None,
     qk: kinds.Scheme | None = None,
+    p: kinds.Scheme | None = None,
+    pv: kinds.Scheme | None = None,
     residual: kinds.Residual | None = None,
     overrides: kinds.Overrides = (),
     rounding: Rounding | None = None,
@@ -116,7 +118,18 @@ def quantize(
     from diffquant.quantization.quantize import quantize as write
 
     wanted = chosen_recipe(
-        recipe, preset, weights=weights, kv=kv, k=k, v=v, logits=logits, qk=qk, residual=residual, overrides=overrides
+        recipe,
+        preset,
+        weights=weights,
+        kv=kv,
+        k=k,
+        v=v,
+        logits=logits,
+        qk=qk,
+        p=p,
+        pv=pv,
+        residual=residual,
+        overrides=overrides,
     )
     # Weights at 16 bits, where someone asks for them, make a plain folder of one that another library packed.
     if wanted is None or (weights is None and replace(wanted, rounding=NEAREST) == Recipe()):
