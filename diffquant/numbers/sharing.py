@@ -1,10 +1,11 @@
 """What shares one scale: every granularity, and the shapes and targets that follow from it. No torch.
 
 A "row" is an output channel of a weight, a token of a cache or a query of logits, a "group" `size` neighbours along the
-contracted axis (tokens, of values that weights multiply), a "column" a channel over `size` tokens (or all), a "block" a `size` x `size` tile of logits, or `size`
-tokens of queries, of keys and of values, a "warp" 32 queries and 64 keys, a "thread" every eighth of those 32 queries
-and two in eight of those 64 keys, as SageAttention's kernels hold them, a "map" one map of a layer's logits over all heads, a "pair" both maps of a head, and
-"static" a calibrated scale of a channel of the cache or of a head of the logits.
+contracted axis (tokens of a channel, of values that weights multiply), a "column" a channel over `size` tokens (or
+all), a "block" a `size` x `size` tile of logits, or `size` tokens of queries, of keys and of values, a "warp" 32
+queries and 64 keys, a "thread" every eighth of those queries and two in eight of those keys, as SageAttention's kernels
+hold them, a "map" one map of a layer's logits over all heads, a "pair" both maps of a head, and "static" a calibrated
+scale of a channel of the cache or of a head of the logits.
 """
 
 import re
