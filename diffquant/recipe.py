@@ -42,9 +42,9 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "kv-4bit-best": {"k": "4:c32", "v": "4:row:rotated", "residual": 64},
     "paper": {"logits": "4:tensor"},
 }
-# Operands of attention as published kernels round them, also arguments of `Recipe.of`, beside any of the above. What all
-# leave out: kernels round P while a row's largest logit is that of the keys read so far, and accumulate in formats of
-# their own; here it is the row's own, and sums are exact.
+# Operands of attention as published kernels round them, also arguments of `Recipe.of`, beside any of the above. What
+# all leave out: kernels round P while a row's largest logit is that of the keys read so far, and accumulate in formats
+# of their own; here it is the row's own, and sums are exact.
 LIKE: Mapping[str, Mapping[str, Any]] = {
     # SageAttention 2 as released (qk_int8_pv_fp8, per thread). Its V scale of 2.25 for half-precision sums is not here.
     "sage2": {"qk": "8:thread:smooth", "p": "e4m3:row:fullsum", "pv": "e4m3:channel"},

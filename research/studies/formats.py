@@ -34,9 +34,8 @@ TEXTS = ("books", "web")
 TARGETS = ("weights", "k", "v", "logits", "qk", "p", "pv")
 # Formats with a scale for each 32 neighbours along the axis that a product sums over (nvfp4: 16), and the bits that a
 # value takes with its share of a scale.
-FINE = {
-    "8:g32": 8.5, "e4m3:g32": 8.5, "mxfp8": 8.25, "6:g32": 6.5, "mxfp6": 6.25, "4:g32": 4.5, "nvfp4": 4.5, "mxfp4": 4.25,
-}  # fmt: skip
+FINE = {"8:g32": 8.5, "e4m3:g32": 8.5, "mxfp8": 8.25, "6:g32": 6.5, "mxfp6": 6.25}
+FINE |= {"4:g32": 4.5, "nvfp4": 4.5, "mxfp4": 4.25}
 # The coarsest scales that kernels have of each.
 COARSE = {"weights": "row", "logits": "row", "qk": "head", "p": "row", "pv": "column"}
 COARSE_FORMATS = ("8", "e4m3", "6", "4")
