@@ -98,7 +98,8 @@ def _tile_means(x: Tensor, valid: Tensor | None) -> Tensor:
     length = x.shape[2]
     counted = x.new_ones(1, 1, length, 1) if valid is None else valid.to(x.dtype)
     sums, counts = (pad(y, (0, 0, 0, -length % _TILE)).unflatten(2, (-1, _TILE)).sum(3) for y in (x, counted))
-    return (sums / counts.clamp(min=1)).repeat_interleave(_TILE, 2)[:, :, :length]
+    means: Tensor = (sums / counts.clamp(min=1)).repeat_interleave(_TILE, 2)
+    return means[:, :, :length]
 
 
 def _read_back(x: Tensor, scheme: Scheme, operand: str) -> Tensor:

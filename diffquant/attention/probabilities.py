@@ -10,13 +10,12 @@ registers before they round: FlashAttention-3 (arXiv 2407.08608; hopper/softmax.
 Kernels round while the largest logit of a row is still that of the keys read so far. Here it is the row's own.
 """
 
-import math
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from diffquant.numbers.formats import NumberFormat
+from diffquant.numbers.logit_scales import weight_scale
 from diffquant.scheme import FULL, Scheme
 
 
@@ -46,20 +45,12 @@ def softmax_weights(logits: Tensor, visible: Tensor | None, scheme: Scheme = FUL
 
 def _rounded(weights: Tensor, scheme: Scheme) -> Tensor:
     """Unnormalized weights [..., S] as a scheme's codes and scales give them back."""
-    top = weights.new_ones(1)
-    number_format = scheme.format.bound_to(top.float())
     if scheme.granularity == "row":
-        return _read_back(weights, number_format, row_scale(number_format, scheme.pow2, top))
+        return _read_back(weights, scheme.format, weight_scale(scheme.format, scheme.pow2, weights.dtype).to(weights))
+    number_format = scheme.format.bound_to(torch.ones(1))
     keys, size = weights.shape[-1], scheme.size or 1
     groups = pad(weights, (0, -keys % size)).unflatten(-1, (-1, size))
     return _read_back(groups, number_format, number_format.scale(groups, -1)).flatten(-2)[..., :keys]
-
-
-def row_scale(number_format: NumberFormat, pow2: bool, top: Tensor) -> Tensor:
-    """Scale of a row whose largest weight is `top`, which is 1, [1]; with `pow2` a power of two."""
-    if pow2:
-        return top * 2.0 ** -math.floor(math.log2(number_format.largest))
-    return number_format.scale_of(top)
 
 
 def _read_back(x: Tensor, number_format: NumberFormat, scale: Tensor) -> Tensor:

@@ -120,7 +120,7 @@ def _text(name: str) -> str:
 
 
 def _readings(model: CausalModel, source: Source, text: str, settings: Settings) -> list[Reading]:
-    return prose_readings(model, source.tokenizer, _text(text), settings)  # type: ignore[arg-type]
+    return prose_readings(model, source.tokenizer, _text(text), settings)
 
 
 def _nll(readings: Sequence[Reading], exact: Sequence[torch.Tensor], settings: Settings) -> list[float]:
