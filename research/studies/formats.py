@@ -61,22 +61,29 @@ def main(
     paths: Annotated[list[Path], typer.Argument(help="Checkpoints; with --show, the folder of results.")],
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Folder of a file a model.")] = None,
     passages: Annotated[int, typer.Option(help="Passages read of either text.")] = 16,
-    windows: Annotated[int, typer.Option(help="Windows of 256 tokens read of each passage.")] = 2,
+    windows: Annotated[int, typer.Option(help="Windows of 256 tokens read of each passage.")] = 1,
+    schemes: Annotated[str, typer.Option(help="Schemes that are measured, with commas; all by default.")] = "",
     texts: Annotated[str, typer.Option(help="Texts that are read, with commas.")] = ",".join(TEXTS),
     show: Annotated[bool, typer.Option("--show", help="Only print results side by side.")] = False,
 ) -> None:
     """Measure what every number format costs on every kind of tensor."""
     if not show:
         for path in paths:
-            measure(path, output or Path(), Settings(passages=passages, windows=windows), texts.split(","))
+            wanted = [row for row in recipes() if not schemes or row.split()[1] in schemes.split(",")]
+            measure(path, output or Path(), Settings(passages=passages, windows=windows), texts.split(","), wanted)
         return
     print(tables({name: read_json(paths[0] / f"{name}.json") for name in MODELS.values()}))
 
 
 def measure(
-    path: Path, output: Path, settings: Settings, texts: Sequence[str], progress: Progress | None = None
+    path: Path,
+    output: Path,
+    settings: Settings,
+    texts: Sequence[str],
+    rows: Sequence[str],
+    progress: Progress | None = None,
 ) -> None:
-    """Measure every recipe on a model that its file does not hold yet, and write the file after each.
+    """Measure those rows' recipes on a model that its file does not hold yet, and write the file after each.
 
     Raises:
         UsageError: the file holds results of another model or text.
@@ -97,7 +104,7 @@ def measure(
         if "16" not in results.rows:
             results.add("16", {text: _nll(read[text], exact[text], settings) for text in texts})
         shown = progress or progress_for(name)
-        todo = [row for row in recipes() if row not in results.rows]
+        todo = [row for row in rows if row not in results.rows]
         for number, row in enumerate(todo):
             shown(number, len(todo), row)
             measured = _under(source, model, recipes()[row])
