@@ -31,7 +31,7 @@ DEFAULT_GRANULARITY = {
     "logits": "row",
     "qk": "row",
     "p": "row",
-    "pv": "channel",
+    "pv": "column",
 }
 
 # Arguments of `Recipe.of` by the field's own names; 4-bit weights beside 16-bit activations are known as w4a16 too.
