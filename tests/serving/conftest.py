@@ -25,8 +25,8 @@ from vllm.platforms import current_platform
 current_platform.import_kernels()
 torch.ops._C.cpu_attention_with_kv_cache
 """
-# The engine in the process that asks it, nothing compiled for its log-probabilities, no statistics, and threads where the
-# system puts them.
+# The engine in the process that asks it, nothing compiled for its log-probabilities, no statistics, and threads where
+# the system puts them.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "TORCHDYNAMO_DISABLE": "1",

@@ -71,7 +71,9 @@ def run(job: dict[str, Any], options: dict[str, Any], answer: Path | None) -> No
     if answer is not None:
         answer.write_text(json.dumps(found))
     sys.stdout.flush()
-    # Taking the engine apart takes longer than its answers did.
+    if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1" and not isinstance(found, str):
+        engine.llm_engine.engine_core.shutdown()
+    # Taking an engine of this process apart takes longer than its answers did.
     os._exit(0)
 
 
@@ -80,7 +82,7 @@ def start(job: dict[str, Any], variables: dict[str, str], log: Path, answer: Pat
     options, processes = job.get("options", {}), set()
     ranks = options.get("tensor_parallel_size", 1)
     if ranks > 1:
-        # Ranks find one another as those of torchrun do. vLLM does not pipeline so, and starts such processes by itself.
+        # Ranks find one another as those of torchrun do.
         options = options | {"distributed_executor_backend": "external_launcher"}
         variables = variables | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     for rank in range(ranks):
