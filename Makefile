@@ -68,7 +68,7 @@ test-oldest: $(VENV)/.ready
 # What vLLM computes of the family, by the plugin and by the folders alone, and `diffquant serve` over HTTP, on a processor.
 # vLLM's environment is its own, since it asks for older libraries; the first one's packages, torch among them, stand behind.
 test-serving: $(SERVING)/.ready
-	DIFFQUANT_COMPLETE=1 $(SERVING)/bin/python -m pytest tests/serving
+	DIFFQUANT_COMPLETE=1 $(SERVING)/bin/python -m pytest tests/serving tests/serve/test_folder.py
 
 $(SERVING)/.ready: pyproject.toml constraints-serving.txt | $(VENV)/.ready
 	test -x $(SERVING)/bin/python || $(PYTHON) -m venv $(SERVING)

@@ -14,6 +14,7 @@ from diffquant.errors import CheckpointError
 from diffquant.model.adapters import adapter_for
 from diffquant.serve import modeling_diffquant
 from diffquant.serve.folder import MODELLING_FILE, config_for_engines, modelling_file
+from tests.serving.answers import record
 from tests.support.checkpoints import MOTIF, NATIVE, SIZES, UNILM, edit_json, write_checkpoint
 from tests.support.models import random_ids
 from tests.support.thorough import thorough
@@ -72,9 +73,10 @@ def transformers_alone(measure, folders):
 def test_a_folder_computes_the_same_in_transformers_alone(alone, source, bits):
     found = alone[0][source, bits]
     assert found["class"] == MODELLING_FILE.removesuffix(".py")
-    assert max(*found["sdpa"], *found["eager"]) < CLOSE
-    assert found["tokens None"]
-    assert found["tokens static"]
+    furthest, is_same = max(*found["sdpa"], *found["eager"]), found["tokens None"] and found["tokens static"]
+    record("transformers", source, bits, furthest, is_same)
+    assert furthest < CLOSE
+    assert is_same
 
 
 @pytest.mark.parametrize("source", SOURCES)
