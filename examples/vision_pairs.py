@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.nn.functional import conv2d, gelu, layer_norm, linear, rms_norm
+from torch.nn.functional import conv2d, gelu, layer_norm, linear, normalize, rms_norm
 
 from diffquant.attention import attend
 from diffquant.errors import CheckpointError
@@ -84,7 +84,7 @@ class Vision:
             return self._linear(x, "head")
         if "image_projection" in t:
             x = x @ t["image_projection"]
-        return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return normalize(x, dim=-1)
 
     def _attention(self, x: Tensor, layer: int) -> Tensor:
         at = f"{self._layers}.{layer}.attn"
