@@ -47,6 +47,9 @@ def quantize(
     v: kinds.Scheme | None = None,
     logits: kinds.Scheme | None = None,
     qk: kinds.Scheme | None = None,
+    p: kinds.Scheme | None = None,
+    pv: kinds.Scheme | None = None,
+    like: kinds.Kernel | None = None,
     residual: kinds.Residual | None = None,
     overrides: kinds.Overrides = (),
     rounding: Rounding | None = None,
@@ -67,6 +70,9 @@ def quantize(
     v: kinds.Scheme | None = None,
     logits: kinds.Scheme | None = None,
     qk: kinds.Scheme | None = None,
+    p: kinds.Scheme | None = None,
+    pv: kinds.Scheme | None = None,
+    like: kinds.Kernel | None = None,
     residual: kinds.Residual | None = None,
     overrides: kinds.Overrides = (),
     rounding: Rounding | None = None,
@@ -97,6 +103,9 @@ def quantize(
     v: kinds.Scheme | None = None,
     logits: kinds.Scheme | None = None,
     qk: kinds.Scheme | None = None,
+    p: kinds.Scheme | None = None,
+    pv: kinds.Scheme | None = None,
+    like: kinds.Kernel | None = None,
     residual: kinds.Residual | None = None,
     overrides: kinds.Overrides = (),
     rounding: Rounding | None = None,
@@ -137,9 +146,15 @@ def quantize(
         v: scheme of values, in place of `kv`.
         logits: scheme of attention logits, whose rounding is simulated: 6:row, 4:tensor, 4:row:shift or 16.
         qk: scheme of the queries and keys of Q·Kᵀ, whose rounding is simulated: 8:row, 4:b64:smooth or 16.
+        p: scheme of softmax weights before their row's sum divides them, whose rounding is simulated: 8:row, e4m3:row,
+            nvfp4 or 16.
+        pv: scheme of the values that those weights multiply, beside that of the cache; simulated: e4m3:channel, nvfp4,
+            8:g32 or 16.
+        like: published kernel whose qk, p and pv are taken, where they are not given: sage2 (int8 and FP8), sage2-int4,
+            sage3 (NVFP4), fa3-fp8 or modelopt-nvfp4.
         residual: number of newest tokens of the KV cache that stay 16-bit; none by default.
-        overrides: scheme for some weights, or layers' .k, .v, .logits and .qk: '*.mlp.*=6:row', '*.layers.3.*.k=8'; the
-            first match wins. In Python also a mapping from patterns to schemes.
+        overrides: scheme for some weights, or layers' .k, .v, .logits, .qk, .p and .pv: '*.mlp.*=6:row',
+            '*.layers.3.*.k=8'; the first match wins. In Python also a mapping from patterns to schemes.
         rounding: rule from weights to codes. mse, the default, searches each scale for the least squared error;
             nearest takes it from the largest magnitude, as a recipe's file that names no rule has it, and wherever mse
             cannot; gptq also compensates errors over a text; tuned goes on from there by gradients, for the least loss,
@@ -170,7 +185,19 @@ def quantize(
     from diffquant.quantization.quantize import quantize as write
 
     wanted = chosen_recipe(
-        recipe, preset, weights=weights, kv=kv, k=k, v=v, logits=logits, qk=qk, residual=residual, overrides=overrides
+        recipe,
+        preset,
+        weights=weights,
+        kv=kv,
+        k=k,
+        v=v,
+        logits=logits,
+        qk=qk,
+        p=p,
+        pv=pv,
+        like=like,
+        residual=residual,
+        overrides=overrides,
     )
     # Weights at 16 bits, where someone asks for them, make a plain folder of one that another library packed.
     if wanted is None or (weights is None and replace(wanted, rounding=NEAREST) == Recipe()):
