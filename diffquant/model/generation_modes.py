@@ -31,7 +31,7 @@ def check_cache(cache: Cache, recipe: Recipe, is_quantized: bool) -> None:
     """
     kind = type(cache).__name__
     if not hasattr(cache, "get_seq_length"):
-        raise UsageError(f"past_key_values is a {kind}, which is no cache; pass what new_cache() gives")
+        raise UsageError(f"past_key_values is a {kind}, not a cache; pass the result of new_cache()")
     own = getattr(cache, "recipe", None)
     if is_quantized and isinstance(own, Recipe) and _of_cache(own) != _of_cache(recipe):
         raise UsageError(
@@ -106,9 +106,10 @@ def dependence_on_steps(recipe: Recipe) -> str | None:
     blocks = [scheme for scheme in of_cache if not scheme.sharing.by_token]
     if blocks:
         return f"keys at {blocks[0]} are rounded by blocks of tokens, and drafts fill some"
-    for target, what in (("logits", "logits"), ("qk", "queries and keys")):
+    for target, what in (("logits", "logits"), ("qk", "queries and keys"), ("pv", "values before P·V")):
         for scheme in recipe.schemes_of(target):
-            if scheme.quantizes and (not scheme.sharing.by_token or scheme.smooth):
+            by_token = scheme.granularity == "row" if target == "pv" else scheme.sharing.by_token
+            if scheme.quantizes and (not by_token or scheme.smooth or scheme.smoothq):
                 return f"{what} at {scheme} have scales over several tokens, and drafts are read at once"
     return None
 

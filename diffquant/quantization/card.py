@@ -30,6 +30,7 @@ def quantized_card(
     """
     name, model_type = plan.checkpoint.name, str(plan.checkpoint.config.get("model_type"))
     recipe = plan.recipe
+    operands = (("queries and keys", recipe.qk), ("softmax weights", recipe.p), ("values before P·V", recipe.pv))
     lines = [
         front_matter("transformers", _tags(plan, is_differential), plan.checkpoint.front_matter, "quantized"),
         f"# {markdown_text(name)}, quantized\n",
@@ -40,7 +41,7 @@ def quantized_card(
         f"| K cache | {recipe.k} |",
         f"| V cache | {recipe.v} |",
         f"| attention logits | {recipe.logits} |",
-        *([f"| queries and keys | {recipe.qk} |"] if recipe.qk.quantizes else []),
+        *(f"| {what} | {scheme} |" for what, scheme in operands if scheme.quantizes),
         *(f"| {markdown_code(pattern)} | {scheme} |" for pattern, scheme in recipe.overrides.items()),
         "",
         f"Tensors take {plan.size}.",

@@ -170,10 +170,7 @@ def pack_job(
     height, width = math.prod(tensor.info.shape[:-1]), tensor.info.shape[-1]
 
     def read(first: int, last: int) -> Tensor:
-        if len(tensor.info.shape) == 2:
-            return checkpoint.read_rows(tensor.name, slice(first, last))
-        # The rows of all experts, one after another; of a mapped file no others are touched.
-        return checkpoint.read(tensor.name).reshape(height, width)[first:last]
+        return checkpoint.matrix_rows(tensor.name, first, last)
 
     dtype = scheme.format.scale_dtype(checkpoint.written_dtype(tensor.name))
     rounded = RoundedWeight(rounder, tensor.name, read, (height, width), scheme, dtype, magnitudes)

@@ -24,7 +24,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-TITLES = {"logits": "attention logits", "kv": "KV cache", "k": "keys", "v": "values", "qk": "queries and keys"}
+TITLES = {
+    "logits": "attention logits",
+    "kv": "KV cache",
+    "k": "keys",
+    "v": "values",
+    "qk": "queries and keys",
+    "p": "softmax weights",
+    "pv": "values before P·V",
+}
 # Distance in bits between two models at one width; panels side by side.
 _SPREAD, _COLUMNS = 0.12, 5
 # Lower end of a logarithmic axis, as a share of the lowest point: an interval that reaches 0 has no end on it.

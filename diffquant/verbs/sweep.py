@@ -57,7 +57,7 @@ def sweep(
         output: folder for cells, table, plot and report.
         tasks: tasks, separated by commas.
         bits: bit widths, 2 to 8; 16 is always measured.
-        targets: what to quantize, each alone: logits, qk, weights, kv, k, v.
+        targets: what to quantize, each alone: logits, qk, p, pv, weights, kv, k, v.
         granularities: what shares one scale, such as row,tensor,row:shift; each applies to the targets that have it.
         recipes: YAML file of a recipe to measure as well.
         scales: ranges that diffquant calibrate wrote for one of the models, for static schemes.
@@ -102,6 +102,7 @@ def sweep(
     )
     chosen_device(device)
     folder, shown = Path(output), progress or progress_for("sweep")
+    shown(0, 1, "opening the models")
     if planned is not None:
         from diffquant.sweep.forecast import forecast
 
