@@ -37,13 +37,14 @@ from diffquant.source.source import Source, open_source
 from diffquant.support.digests import FileDigests
 from diffquant.support.files import write_atomically
 from diffquant.support.progress import Progress, silent
+from diffquant.support.readable import Readable
 from diffquant.support.spelling import spelled
 from diffquant.support.versions import versions
 from diffquant.text.special_tokens import read_special_tokens
 
 
-@dataclass(frozen=True)
-class OnnxReport:
+@dataclass(frozen=True, repr=False)
+class OnnxReport(Readable):
     """What a run of `export` wrote.
 
     Attributes:
