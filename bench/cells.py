@@ -143,9 +143,9 @@ def read_result(path: Path) -> BenchResult:
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
-        raise UsageError(f"cannot read {path}: it is no JSON ({error})") from error
+        raise UsageError(f"cannot read {path}: it is not JSON ({error})") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("cells"), list):
-        raise UsageError(f"cannot read {path}: it is no result of `diffquant bench` in format {FORMAT}")
+        raise UsageError(f"cannot read {path}: it is not a result of `diffquant bench` in format {FORMAT}")
     try:
         cells = tuple(cell_of(entry) for entry in data["cells"])
         return BenchResult(data["environment"], data["machine"], data["settings"], cells)

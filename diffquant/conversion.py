@@ -209,12 +209,12 @@ def _target_config(source: Source, to: str) -> dict[str, Any]:
         UsageError: no exact way leads from this source to `to`.
     """
     if to not in _WAYS:
-        raise UsageError(f"cannot convert to {to!r}; possible are {', '.join(_WAYS)}")
+        raise UsageError(f"cannot convert to {to!r}; choose from {', '.join(_WAYS)}")
     checkpoint, adapter, model_type = source.checkpoint, source.adapter, _type_of(source)
     if model_type != _WAYS[to]:
         ways = ", ".join(f"{start} to {end}" for end, start in _WAYS.items())
         kind = ", a plain Transformer," if source.spec.maps == 1 else ""
-        raise UsageError(f"cannot convert {model_type}{kind} to {to} exactly; possible are {ways}")
+        raise UsageError(f"cannot convert {model_type}{kind} to {to} exactly; choose from {ways}")
     if to == "llama":
         return checkpoint.written_config
     return _diffllama_config(source) if to == "diffllama" else _diff_v2_config(checkpoint, adapter)
@@ -280,7 +280,7 @@ def _diffllama_origin(checkpoint: Checkpoint, adapter: Adapter, target: Adapter,
 
 
 def _diff_v2_origin(adapter: Adapter, name: str) -> Origin:
-    """Origin where both maps are the Llama's one: each query head stands twice; λ is ½, so the output is doubled."""
+    """Origin where both maps are the Llama's one: each query head appears twice; λ is ½, so the output is doubled."""
     spec, projection = adapter.architecture.diff_spec, name.split(".")[-2]
     if projection == "lambda_proj":
         return Origin(None)
@@ -337,7 +337,7 @@ _CARDS = {
     "llama": "what DEX subtracts from each selected head is folded into o_proj.",
     "diffllama": "heads are reordered, the per-pair norm's weight is folded into o_proj.",
     "diff-v2": (
-        "every query head stands twice, so that a pair's two maps start equal, λ is ½ "
+        "every query head appears twice, so that a pair's two maps start equal, λ is ½ "
         "everywhere and o_proj is doubled. It is a starting point for training, not a trained DIFF model."
     ),
 }

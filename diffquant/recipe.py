@@ -406,7 +406,7 @@ def _layer_name(target: str, layer: int) -> str:
 def _parse_overrides(overrides: Mapping[str, str]) -> dict[str, Scheme]:
     unnamed = [pattern for pattern in overrides if not isinstance(pattern, str)]
     if unnamed:
-        raise UsageError(f"overrides must map name patterns to schemes; {unnamed[0]!r} is no pattern")
+        raise UsageError(f"overrides must map name patterns to schemes; {unnamed[0]!r} is not a pattern")
     return {pattern: _parse_for(target_of(pattern), text) for pattern, text in overrides.items()}
 
 
@@ -426,7 +426,7 @@ def _check_allowed(target: str, scheme: Scheme, what: str | None = None) -> None
     if scheme.shift and target != "logits":
         raise UsageError(f"{what}: shift is for logits, which softmax sees only up to a constant a row")
     if scheme.alike and target != "logits":
-        raise UsageError(f"{what}: alike is for logits, of which there are two maps")
+        raise UsageError(f"{what}: alike is only for logits, which have two maps to share a scale")
     if scheme.rotated and target not in ("k", "v", "qk"):
         raise UsageError(f"{what}: rotated is for k and v, the cache's keys and values, and for qk; leave it out")
     if scheme.rotated and scheme.sharing.is_static:

@@ -51,7 +51,8 @@ class OnnxReport:
         bytes_before: bytes that the checkpoint takes.
         bytes_after: size of the model's two files.
         weights: number of the checkpoint's weights.
-        seconds: duration of the run.
+        seconds: duration of the run, calibration included.
+        calibrated: seconds of it that the cache's scales took; 0 where they were given or there are none.
         floor: oldest ONNX Runtime that opens the model.
         notes: sentences that a reader should know.
     """
@@ -61,14 +62,16 @@ class OnnxReport:
     bytes_after: int
     weights: int
     seconds: float
+    calibrated: float
     floor: str
     notes: tuple[str, ...]
 
     def summary(self) -> str:
         """A few lines for people."""
+        calibration = f", {self.calibrated:.1f} s of them calibrating the cache" if self.calibrated else ""
         first = (
             f"{self.destination}: {compared_size(self.bytes_after, self.bytes_before, self.weights)}, "
-            f"in {self.seconds:.1f} s, for ONNX Runtime {self.floor} and later"
+            f"in {self.seconds:.1f} s{calibration}, for ONNX Runtime {self.floor} and later"
         )
         return "\n".join([first, *(f"  {note}" for note in self.notes)])
 
@@ -140,6 +143,7 @@ def write_export(
         bytes_after,
         checked.weights,
         time.monotonic() - started,
+        0.0,
         runtime_floor(options),
         tuple(_make_notes(plan, streamed)),
     )

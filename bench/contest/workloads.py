@@ -169,7 +169,9 @@ def lengths(text: str) -> list[int]:
 def _length(text: str, all_text: str) -> int:
     digits, factor = (text[:-1], 1024) if text[-1:] in ("K", "k") else (text, 1)
     if not digits.isdecimal() or not 1 <= int(digits) * factor <= LARGEST:
-        raise UsageError(f"cannot read {all_text!r}: {text!r} is no count; expected such as 512,1K or 1K-16K")
+        raise UsageError(
+            f"cannot read {all_text!r}: {text!r} is not a count; expected a value such as 512,1K or 1K-16K"
+        )
     return int(digits) * factor
 
 

@@ -81,4 +81,4 @@ def check_backend(name: str, rounds_maps: Iterable[bool] = ()) -> None:
             "use auto or naive"
         )
     if refused:
-        raise UsageError(f"attention backend {name!r} computes quantized maps alone; use auto or naive")
+        raise UsageError(f"attention backend {name!r} computes only quantized maps; use auto or naive")

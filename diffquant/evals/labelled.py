@@ -130,7 +130,7 @@ def _read(path: Path, split: str, fine: bool) -> tuple[Example, ...]:
     except (ValueError, csv.Error) as error:
         raise UsageError(f"cannot read {path}: {error}") from error
     if faults:
-        raise UsageError(f"{len(faults)} lines of {path} are no examples: {first_few(faults)}")
+        raise UsageError(f"{len(faults)} lines of {path} are not examples: {first_few(faults)}")
     if not examples:
         raise UsageError(f"{path} is empty: it needs texts with labels")
     return tuple(examples)

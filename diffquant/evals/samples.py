@@ -33,12 +33,12 @@ def read_samples(path: Path) -> Outcome:
             sample = _sample(line)
             documents = by_filter.setdefault(str(sample["filter"]), {})
             if sample["doc_id"] in documents:
-                raise ValueError(f"document {sample['doc_id']} stands twice")
+                raise ValueError(f"document {sample['doc_id']} appears twice")
             documents[sample["doc_id"]] = sample
         except ValueError as error:
             faults.append(f"line {number}: {error}")
     if faults:
-        raise UsageError(f"{len(faults)} lines of {path} are no samples of lm-eval: {first_few(faults)}")
+        raise UsageError(f"{len(faults)} lines of {path} are not samples of lm-eval: {first_few(faults)}")
     if not by_filter:
         raise UsageError(f"{path} is empty: it needs the lines that lm_eval --log_samples writes")
     first = dict(sorted(next(iter(by_filter.values())).items(), key=lambda item: _place(item[0])))

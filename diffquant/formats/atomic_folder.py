@@ -90,7 +90,9 @@ def _check_destination(destination: Path, overwrite: bool) -> None:
     if not overwrite:
         raise OutputExistsError(f"{destination} exists; choose another output or pass {spelled('overwrite', True)}")
     if not destination.is_dir() or destination.is_symlink():
-        raise OutputExistsError(f"{destination} exists and is no folder: it will not be overwritten")
+        raise OutputExistsError(
+            f"{destination} exists and is not a folder, so it is not overwritten; choose another output"
+        )
     check_replaced(destination, (entry.name for entry in destination.iterdir()), _recorded_files(destination))
 
 

@@ -93,7 +93,9 @@ def llama_config(metadata: Mapping[str, Value], factors: Factors | None, *, is_t
     """
     architecture = metadata.get("general.architecture")
     if architecture != "llama":
-        raise CheckpointError(f"it holds a model of architecture {architecture!r}, and only a llama's GGUF is read")
+        raise CheckpointError(
+            f"it holds a model of architecture {architecture!r}, but only GGUF files of Llamas can be read"
+        )
     _check_whole(metadata)
     _check_keys(metadata)
     stated = {key: _uniform(metadata, _PREFIX + theirs) for key, theirs in _SIZES.items()}
@@ -124,7 +126,7 @@ def _check_whole(metadata: Mapping[str, Value]) -> None:
     """
     kind, parts = metadata.get("general.type", "model"), metadata.get("split.count", 0)
     if kind != "model":
-        raise CheckpointError(f"its general.type is {kind!r}, and only a whole model is read")
+        raise CheckpointError(f"its general.type is {kind!r}, but only a whole model can be read")
     if parts not in (0, 1):
         raise CheckpointError(f"it is one of {parts} parts; put them together first: llama-gguf-split --merge")
 
@@ -140,7 +142,7 @@ def _check_keys(metadata: Mapping[str, Value]) -> None:
     unread = [f"{key} is {metadata[key]!r}" for key in stated if not _is_neutral(key, metadata[key])]
     if unread:
         raise CheckpointError(
-            f"it states what is not computed: {', '.join(unread)}; where the model does not need it, "
+            f"it has settings that diffquant does not compute: {', '.join(unread)}; where the model does not need it, "
             "gguf-new-metadata --remove-metadata KEY makes a file without"
         )
 
@@ -159,7 +161,9 @@ def _uniform(metadata: Mapping[str, Value], key: str) -> Value | None:
     if not isinstance(value, tuple):
         return value
     if len(set(value)) != 1:
-        raise CheckpointError(f"{key} differs from layer to layer: {list(value)}, and one for all is computed")
+        raise CheckpointError(
+            f"{key} differs from layer to layer: {list(value)}, but diffquant computes one value for all layers"
+        )
     return value[0]
 
 

@@ -49,14 +49,14 @@ def _scaling(metadata: Mapping[str, Value]) -> dict[str, Any]:
     """The scaling that the metadata state, or an empty one."""
     kind = metadata.get(_SCALING + "type", "linear")
     if kind not in ("none", "linear", "yarn"):
-        raise CheckpointError(f"{_SCALING}type is {kind!r}, and only linear and yarn are computed")
+        raise CheckpointError(f"{_SCALING}type is {kind!r}, but only linear and yarn are supported")
     # Files of 2023 have the older name.
     factor = _number(metadata, _SCALING + "factor", _number(metadata, "llama.rope.scale_linear", 1.0)) or 1.0
     attention = _number(metadata, _SCALING + "attn_factor", 1.0)
     if kind == "yarn":
         return _yarn(metadata, factor, attention)
     if attention != 1:
-        raise CheckpointError(f"{_SCALING}attn_factor is {attention:g}, which is computed with type yarn alone")
+        raise CheckpointError(f"{_SCALING}attn_factor is {attention:g}, which is supported only with type yarn")
     return {} if kind == "none" or factor == 1 else {"rope_type": "linear", "factor": factor}
 
 
@@ -101,7 +101,8 @@ def _of_factors(factors: Factors, theta: float) -> dict[str, Any]:
             }
     where = "" if nearest is None else f"; the nearest settings differ at pair {int(nearest.argmax())} by {gap:.2g}"
     raise CheckpointError(
-        f"{FACTORS} divides the frequencies of {len(factors)} pairs of channels as no scaling of Llama 3's does{where}"
+        f"{FACTORS} divides the frequencies of {len(factors)} pairs of channels in a "
+        f"way that no scaling of Llama 3 does{where}"
     )
 
 

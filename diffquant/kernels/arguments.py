@@ -24,7 +24,7 @@ def call_refusal(call: AttentionCall) -> str | None:
     if call.signals_per_noise > 1:
         return f"{call.signals_per_noise} pairs share a noise head; the kernel takes one a pair: `expanded` gives it"
     if call.mask.seen is not None:
-        return "the kernel has causal masks alone, and the caller says which keys each query sees"
+        return "the kernel knows only causal masks, but the call says which keys each query sees"
     if call.mask.hides_by_window(call.keys):
         return f"the kernel has no window, and queries see {call.mask.window} of {call.keys} keys"
     if call.mask.keys is not None and call.mask.ranges is None:

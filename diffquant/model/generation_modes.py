@@ -31,7 +31,7 @@ def check_cache(cache: Cache, recipe: Recipe, is_quantized: bool) -> None:
     """
     kind = type(cache).__name__
     if not hasattr(cache, "get_seq_length"):
-        raise UsageError(f"past_key_values is a {kind}, which is no cache; pass what new_cache() gives")
+        raise UsageError(f"past_key_values is a {kind}, not a cache; pass the result of new_cache()")
     own = getattr(cache, "recipe", None)
     if is_quantized and isinstance(own, Recipe) and _of_cache(own) != _of_cache(recipe):
         raise UsageError(

@@ -15,8 +15,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from diffquant.family.mask import Mask
 from diffquant.model.attention import DiffAttention
 from diffquant.model.cache import PackedCache
-from diffquant.model.causal import CausalModel, Decoder, DecoderLayer
+from diffquant.model.causal import CausalModel
 from diffquant.model.config import ArchitectureConfig, DiffTransformerConfig
+from diffquant.model.decoder import Decoder, DecoderLayer
 from diffquant.model.fused_cache import FusedCache, fused_cache_refusal, warn_of_slow_decoding
 from diffquant.model.graphed_steps import GraphedSteps, warn_of_ungraphed_decoding
 from diffquant.model.positions import count_positions

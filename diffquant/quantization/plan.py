@@ -180,10 +180,11 @@ def plan_quantization(
 
 def rounded_again(checkpoint: Checkpoint) -> str:
     """What people should know of weights that were rounded before they came here; "" where that is not known."""
-    kind = checkpoint.rounded_as
+    kind, note = checkpoint.rounded_as, checkpoint.note
     if not kind:
         return ""
-    return f"the source's weights were rounded to {kind} before: rounding them again adds to that error"
+    again = f"the source's weights were rounded to {kind} before: rounding them again adds to that error"
+    return f"{again}; {note}" if note else again
 
 
 def unpacked_dtypes(source: Source | WeightSource, dtype: torch.dtype | None = None) -> dict[str, torch.dtype]:

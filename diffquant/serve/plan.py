@@ -85,7 +85,7 @@ def plan_server(
     check_installed(implementation)
     checkpoint = open_checkpoint(model)
     if not checkpoint.path.is_dir():
-        raise UsageError(f"{model} is no folder: vLLM serves folders, which `diffquant quantize` makes of it")
+        raise UsageError(f"{model} is not a folder, and vLLM serves folders: make one with `diffquant quantize`")
     if isinstance(checkpoint, DequantizedCheckpoint):
         raise UsageError(
             f"{model} holds weights rounded to {checkpoint.rounded_as}: make a folder of 16 bits for the server first, "

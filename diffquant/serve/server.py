@@ -82,7 +82,7 @@ def serve(
         server.wait()
     finally:
         _end(server)
-    raise DiffQuantError(f"vLLM's server ended with status {server.returncode}; what it said stands above")
+    raise DiffQuantError(f"vLLM's server ended with status {server.returncode}; its output is above")
 
 
 def _has_gpu() -> bool:
@@ -114,7 +114,7 @@ def _wait_until_ready(server: "subprocess.Popen[bytes]", plan: ServerPlan) -> No
                 return
         except (URLError, OSError):
             time.sleep(_PAUSE)
-    raise DiffQuantError(f"vLLM's server did not start (status {server.returncode}); what it said stands above")
+    raise DiffQuantError(f"vLLM's server did not start (status {server.returncode}); its output is above")
 
 
 def _end(server: "subprocess.Popen[bytes]") -> None:

@@ -70,7 +70,7 @@ class Spread:
             memory = get_balanced_memory(model, dict(places.max_memory) if places.max_memory else None, **sizes)
             device_map = infer_auto_device_map(model, memory, **sizes)
         elif unknown := sorted(set(device_map) - {name for name, _ in model.named_modules()}):
-            raise UsageError(f"device_map names what is no module of the model: {', '.join(unknown)}")
+            raise UsageError(f"device_map names modules that the model does not have: {', '.join(unknown)}")
         self.places = _disjoint(model, device_map)
         self._index: dict[str, Any] = {}
         self._check(model)

@@ -109,7 +109,7 @@ def check_ranges_output(path: Path, overwrite: bool) -> None:
         raise OutputExistsError(f"{path} exists; choose another output or pass {spelled('overwrite', True)}")
     folder = path.absolute().parent
     if not folder.is_dir():
-        raise UsageError(f"there is no folder {folder} to write {path.name} into")
+        raise UsageError(f"the folder {folder}, where {path.name} would be written, does not exist")
     check_written_file(path, _is_of_ranges(path))
 
 

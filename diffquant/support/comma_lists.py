@@ -20,7 +20,7 @@ def split_numbers(parameter: str, text: str, example: str) -> tuple[int, ...]:
     unread = [part for part in split_list(text) if not re.fullmatch("[0-9]{1,9}K?", part)]
     if unread:
         raise UsageError(
-            f"cannot read {spelled(parameter)} {text[:80]!r}: {unread[0][:40]!r} is no whole number below a billion; "
-            f"expected such as {example}"
+            f"cannot read {spelled(parameter)} {text[:80]!r}: {unread[0][:40]!r} is not a whole number below a "
+            f"billion; expected such as {example}"
         )
     return tuple(int(part.removesuffix("K")) * (1024 if part.endswith("K") else 1) for part in split_list(text))

@@ -74,7 +74,7 @@ def keep_at_work(work: Work, size: int, start: Callable[[int], Member], progress
                 if idle_deaths == _MOST_IDLE_DEATHS:
                     raise DiffQuantError("workers die before they measure anything; is there memory for as many?")
             if not open_places:
-                raise DiffQuantError("every worker failed; what went wrong stands above")
+                raise DiffQuantError("every worker failed; their errors are above")
             for place in sorted(open_places - members.keys()):
                 members[place] = start(place)
             time.sleep(_SECONDS_BETWEEN_LOOKS)

@@ -55,5 +55,5 @@ def read_special_tokens(path: Path, config: Mapping[str, Any]) -> SpecialTokens:
         if token is not None and type(token) is not int
     ]
     if wrong:
-        raise CheckpointError(f"{origin}: {', '.join(wrong)}, which is no token id")
+        raise CheckpointError(f"{origin}: {', '.join(wrong)}, which is not a token id")
     return SpecialTokens(bos, tuple(ends), pad)

@@ -102,6 +102,7 @@ def sweep(
     )
     chosen_device(device)
     folder, shown = Path(output), progress or progress_for("sweep")
+    shown(0, 1, "opening the models")
     if planned is not None:
         from diffquant.sweep.forecast import forecast
 

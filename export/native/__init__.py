@@ -29,7 +29,7 @@ def library_path() -> Path | None:
     if not override:
         return None
     if not Path(override).is_file():
-        raise UsageError(f"{_OVERRIDE} is {override}, which is no file; unset it or build one there")
+        raise UsageError(f"{_OVERRIDE} is {override}, which is not a file; unset it or build one there")
     return Path(override)
 
 

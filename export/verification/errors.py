@@ -139,7 +139,7 @@ def cache_excess(reference: Reference, passages: Sequence[np.ndarray], states: S
     """
     given = reference.cache
     if given is None:
-        raise DiffQuantError("there is no quantized cache to measure")
+        raise DiffQuantError("the model has no quantized cache to measure")
     caches = (given, given.fitted())
     errors: list[list[tuple[Tensor, ...]]] = [[], []]
     # Neither the embedding nor the head has a cache.

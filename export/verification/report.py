@@ -212,10 +212,10 @@ def measures(
         firsts: first position of each passage.
         margin: factor of the noise.
     """
-    typical = zip(errors.quantile(0.5), noise.typical(firsts), strict=True)
+    typical, largest = zip(errors.quantile(0.5), noise.typical(firsts), strict=True), noise.largest
     return (
         tuple(Measure(value, margin * limit) for value, limit in typical),
-        tuple(Measure(value, margin * noise.largest) for value in errors.largest),
+        tuple(Measure(value, margin * largest) for value in errors.largest),
     )
 
 

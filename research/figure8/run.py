@@ -52,8 +52,6 @@ from research.train.train import claim, interruptible, objective_of, read_text
 BUILD = Path(__file__).parents[2] / "build" / "figure8"
 # Steps between checkpoints, and losses averaged in a line of the log.
 EVERY = 100
-# Bytes of a raw file that is still written as plain text.
-_PLAIN = 50_000
 # Large blocks stay the process's own instead of being mapped and returned again and again.
 _ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": "8000000000",
@@ -209,12 +207,11 @@ def weights_digest(model: DiffTransformer) -> str:
 
 
 def write_result(record: Mapping[str, Any], folder: Path) -> Path:
-    """Write a raw file whole, packed where it is large; numbers keep six digits."""
+    """Write a raw file whole, packed by xz; numbers keep six digits."""
     content = json.dumps(_rounded(record), ensure_ascii=False).replace('], "', '],\n"').replace('}, "', '},\n"') + "\n"
-    is_plain = len(content) <= _PLAIN
-    file = folder / (f"{record['run']}.json" if is_plain else f"{record['run']}.json.xz")
+    file = folder / f"{record['run']}.json.xz"
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, content if is_plain else lzma.compress(content.encode(), preset=9))
+    write_atomically(file, lzma.compress(content.encode(), preset=9))
     return file
 
 

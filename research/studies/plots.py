@@ -44,9 +44,9 @@ RESULTS = (ROOT / "research" / "results", ROOT / "bench" / "results")
 
 # The name of the text inside a picture that says what it was drawn from.
 STAMP = "diffquant digest"
-COLOURS = 64
+COLOURS = 24
 # Bytes of a picture at most; one that would have more is drawn with fewer dots.
-LARGEST = 100_000
+LARGEST = 55_000
 
 _Draw = Callable[[Path], object]
 
@@ -116,7 +116,7 @@ def _draw(drawing: Drawing, picture: Path) -> None:
     """Draw a picture with so many dots that it is small, in few colours, and with the digest of what it shows."""
     info = PngInfo()
     info.add_text(STAMP, drawing.digest())
-    for share in (1.0, 0.85, 0.7, 0.6, 0.5):
+    for share in (1.0, 0.85, 0.7, 0.6, 0.5, 0.42):
         with _resolution(share):
             drawing.draw(picture)
         with Image.open(picture) as image:

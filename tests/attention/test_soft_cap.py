@@ -87,5 +87,5 @@ def test_a_cap_is_a_magnitude(cap):
 
 def test_a_checkpoint_of_our_own_cannot_ask_for_one():
     config = NATIVE["gated"]
-    with pytest.raises(CheckpointError, match=r"soft_cap of 30\.0, which Dragon's layers alone have"):
+    with pytest.raises(CheckpointError, match=r"soft_cap of 30\.0, which only Dragon's layers have"):
         adapter_for(config | {"spec": config["spec"] | {"soft_cap": 30.0}})

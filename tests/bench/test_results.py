@@ -110,9 +110,9 @@ def test_a_result_survives_its_file(tmp_path):
     ("text", "reason"),
     [
         (None, "No such file"),
-        ("{", "it is no JSON"),
-        ("[]", "no result of `diffquant bench`"),
-        ('{"format": 99, "cells": []}', "no result of `diffquant bench`"),
+        ("{", "it is not JSON"),
+        ("[]", "not a result of `diffquant bench`"),
+        ('{"format": 99, "cells": []}', "not a result of `diffquant bench`"),
         ('{"format": 1, "cells": [{"path": "x"}], "environment": {}, "machine": {}, "settings": {}}', "damaged"),
         ('{"format": 1, "cells": []}', "damaged"),
     ],

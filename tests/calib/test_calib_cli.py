@@ -124,7 +124,7 @@ def test_calibrated_scales_are_used_by_eval_and_sweep(run, models, tmp_path):
         (("calibrate", "MODEL", "-o", "OUT", "--observer", "minmax"), 2, "unknown observer"),
         (("calibrate", "MODEL", "-o", "OUT", "--target", "q"), 2, "unknown target 'q'"),
         (("calibrate", "MODEL", "-o", "OUT", "--target", "k,hidden"), 2, "no scheme quantizes hidden states"),
-        (("calibrate", "MODEL", "-o", "NO/WHERE"), 2, "no folder"),
+        (("calibrate", "MODEL", "-o", "NO/WHERE"), 2, "does not exist"),
         (("calibrate", "MODEL", "-o", "OUT", "--device", "nowhere"), 2, "unknown device"),
         (("search", "MODEL", "-o", "OUT", "--budget", "3", "--granularity", "g16"), 2, "below the narrowest width"),
         (("search", "MODEL", "-o", "OUT", "--budget", "few", "--granularity", "g16"), 2, "cannot read budget"),

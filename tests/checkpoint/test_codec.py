@@ -141,7 +141,7 @@ def with_targets(targets):
         (with_weights(num_bits=9), "has 9 bits"),
         (with_targets("Linear"), "has no list of targets"),
         (with_targets([7]), "has no list of targets"),
-        (with_targets(["re:("]), r"target '\(' is no regular expression"),
+        (with_targets(["re:("]), r"target '\(' is not a regular expression"),
         (with_weights(group_size=None), "has no group_size"),
         (with_weights(actorder="group"), "reorders columns"),
         (None, "yet the weights of .*up_proj are packed"),

@@ -153,10 +153,10 @@ def test_nan_is_named(tmp_path):
 def test_other_ways_are_refused_with_those_that_exist(tmp_path):
     source = write_diffllama(tmp_path / "model")
     with pytest.raises(
-        UsageError, match="cannot convert diffllama to diff-v2 exactly; possible are diff_v1 to diffllama"
+        UsageError, match="cannot convert diffllama to diff-v2 exactly; choose from diff_v1 to diffllama"
     ):
         convert(source, tmp_path / "out", "diff-v2")
-    with pytest.raises(UsageError, match="cannot convert to 'mamba'; possible are diffllama, diff-v2"):
+    with pytest.raises(UsageError, match="cannot convert to 'mamba'; choose from diffllama, diff-v2"):
         convert(source, tmp_path / "out", "mamba")
 
 

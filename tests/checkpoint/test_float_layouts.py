@@ -269,7 +269,7 @@ def test_a_float_weight_is_refused_by_export_before_anything_is_written(llama, t
     from diffquant.export import export
 
     quantize(llama, tmp_path / "low", "nvfp4")
-    with pytest.raises(UsageError, match="nvfp4 is no integer of 2 to 8 bits"):
+    with pytest.raises(UsageError, match="nvfp4 is not an integer format of 2 to 8 bits"):
         export(tmp_path / "low", tmp_path / "onnx")
     assert not (tmp_path / "onnx").exists()
 

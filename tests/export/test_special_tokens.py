@@ -150,7 +150,7 @@ def test_settings_of_sampling_change_neither_texts_nor_evaluations(source, endle
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"eos_token_id": "7"}', "eos_token_id is '7', which is no token id"),
+        ('{"eos_token_id": "7"}', "eos_token_id is '7', which is not a token id"),
         ('{"eos_token_id": [[1]], "pad_token_id": true}', r"eos_token_id is \[\[1\]\], pad_token_id is True"),
         ("{", "cannot read"),
         ("[]", "must hold a JSON object"),

@@ -122,7 +122,7 @@ def test_pairs_that_share_a_noise_head_read_it_once(queries):
 
 def test_noise_heads_that_no_value_head_has_whole_are_refused():
     q, k, v, lam = random_call("v1", 1, 20, pairs=8, kv_pairs=2)
-    with pytest.raises(UsageError, match="1 noise heads are no multiple of 2 value heads; repeat them"):
+    with pytest.raises(UsageError, match="1 noise heads are not a multiple of 2 value heads; repeat them"):
         decode([q[0], q[1][:, :1]], stored(K4V4, k, v), lam, scale=0.125)
 
 

@@ -107,5 +107,5 @@ def test_what_does_not_fit_is_refused():
         repack(words, torch.ones(8, 3), 4, 96)
     with pytest.raises(UsageError, match=r"scale \[8, 5\] is none of"):
         repack(words, torch.ones(8, 5), 4, 48)
-    with pytest.raises(UsageError, match="groups of 24 are no multiple of 16"):
+    with pytest.raises(UsageError, match="groups of 24 are not a multiple of 16"):
         repack(words, torch.ones(8, 2), 4, 48)

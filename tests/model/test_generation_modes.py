@@ -44,7 +44,7 @@ def test_caches_with_room_for_tokens_to_come_are_refused(folders, kind):
     fixed = StaticCache(config=model.config, max_cache_len=32)
     refused("StaticCache with layers of kind Static", model, IDS, past_key_values=fixed)
     refused("StaticCache with layers of kind Static", asked, model, past_key_values=fixed)
-    refused("is a tuple, which is no cache", model, IDS, past_key_values=())
+    refused("is a tuple, not a cache", model, IDS, past_key_values=())
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -118,7 +118,7 @@ def test_quantize_with_gptq_opens_its_source_once(checkpoint, tmp_path, monkeypa
     ("rounding", "message"),
     [
         ("gtpq", r"unknown rounding 'gtpq'; did you mean 'gptq'"),
-        ({"name": "mse", "tokens": 64}, r"rounding='gptq or tuned' reads; give them with it alone"),
+        ({"name": "mse", "tokens": 64}, r"rounding='gptq or tuned' reads; give them only with it"),
         ({"name": "gptq", "text": "absent.txt"}, r"cannot read text from absent\.txt"),
         ({"name": "gptq", "tokens": 256, "window": 512, "text": "SHORT"}, r"fewer than one window"),
     ],

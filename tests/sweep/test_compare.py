@@ -352,8 +352,8 @@ def edited(file, folder, edit):
     [
         (lambda lines: lines[:-2], r"not asked the same \(document 13: [0-9a-f]+ and absent; document 14: "),
         (lambda lines: [lines[0] | {"doc_hash": "x"}, *lines[1:]], r"document 0: [0-9a-f]+ and x"),
-        (lambda lines: [*lines, lines[3]], "1 lines of .*line 16: document 3 stands twice"),
-        (lambda lines: ["{", *lines], "1 lines of .* are no samples of lm-eval: line 1: "),
+        (lambda lines: [*lines, lines[3]], "1 lines of .*line 16: document 3 appears twice"),
+        (lambda lines: ["{", *lines], "1 lines of .* are not samples of lm-eval: line 1: "),
         (lambda lines: [{"text": "a"}, *lines], "line 1: has no doc_id, doc_hash, target_hash, metrics"),
         (lambda lines: [], "is empty"),
         (lambda lines: [*lines, lines[0] | {"filter": "strict"}], "filter strict has other documents"),

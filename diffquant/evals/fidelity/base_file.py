@@ -62,7 +62,9 @@ class BaseFile:
         opened = cls(path, context, vocabulary, chunks)
         size, expected = path.stat().st_size, opened._start(chunks)
         if size < expected:
-            raise CheckpointError(f"{path} has {size} bytes of the {expected} that its head promises: it was cut short")
+            raise CheckpointError(
+                f"{path} has {size} bytes of the {expected} that its header promises: it was cut short"
+            )
         return opened
 
     @cached_property

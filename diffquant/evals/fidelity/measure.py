@@ -119,7 +119,7 @@ def save_base(side: Side, chunks: Tensor, path: Path, progress: Progress) -> Non
         for number, chunk in enumerate(chunks):
             predicted = side.predict(number, _as_read(chunk, side), first)
             if not isinstance(predicted, Whole):
-                raise UsageError(f"{side.name} tells its likeliest tokens alone, and the file holds all")
+                raise UsageError(f"{side.name} gives only its likeliest tokens, but the file needs all of them")
             yield predicted
             progress(number + 1, len(chunks), "reading")
 

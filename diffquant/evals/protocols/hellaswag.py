@@ -178,7 +178,7 @@ def load_items(path: Path | None = None, limit: int | None = None) -> list[Hella
         except (ValueError, UsageError) as error:
             faults.append(f"line {number}: {error}")
     if faults:
-        raise UsageError(f"{len(faults)} lines of {path} are no items: {first_few(faults)}")
+        raise UsageError(f"{len(faults)} lines of {path} are not items: {first_few(faults)}")
     if not items:
         raise UsageError(f"{path or 'the items'}: nothing to score; each line must be one HellaSwag item in JSON")
     return items

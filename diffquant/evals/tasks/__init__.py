@@ -96,7 +96,7 @@ def _idle_options(tasks: Sequence[Task], values: Mapping[str, object]) -> list[s
     if not tasks or not idle:
         return []
     names = ", ".join(task.name for task in tasks)
-    return [f"{names}: {', '.join(idle)} would change nothing; possible are {', '.join(sorted(taken))}"]
+    return [f"{names}: {', '.join(idle)} would change nothing; choose from {', '.join(sorted(taken))}"]
 
 
 @cache

@@ -82,7 +82,7 @@ def prefill_specialized_refusal(call: AttentionCall, bits: int = 16) -> str | No
 def specialized_refusal(device: torch.device) -> str | None:
     """Reason why no warp-specialized kernel runs on a device, or None."""
     if device_class(device) != "sm_90":
-        return "warp-specialized kernels are made for Hopper (compute capability 9.0) alone"
+        return "warp-specialized kernels run only on Hopper (compute capability 9.0)"
     return None
 
 

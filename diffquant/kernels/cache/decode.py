@@ -136,7 +136,9 @@ def _shares_keys(q: Sequence[Tensor], store: KVStore, lam: Tensor | None, mask: 
     if not shared and k_heads != len(q) * v_heads:
         raise UsageError(f"decode: {len(q)} maps cannot read {k_heads} key heads beside {v_heads} value heads")
     if len(q) == 2 and q[1].shape[1] % v_heads:
-        raise UsageError(f"decode: {q[1].shape[1]} noise heads are no multiple of {v_heads} value heads; repeat them")
+        raise UsageError(
+            f"decode: {q[1].shape[1]} noise heads are not a multiple of {v_heads} value heads; repeat them"
+        )
     # Stand-ins of the shapes that are read back, without memory.
     keys = k.recent.new_empty(()).expand(batch, v_heads, blocks * FRAGMENT, k.width)
     values = v.recent.new_empty(()).expand(batch, v_heads, blocks * FRAGMENT, v.width)
@@ -144,7 +146,7 @@ def _shares_keys(q: Sequence[Tensor], store: KVStore, lam: Tensor | None, mask: 
     if q[0].is_cuda and q[0].dtype not in HALF_TYPES:
         raise UsageError(f"decode takes float16 and bfloat16 on CUDA, got {q[0].dtype}")
     if mask.seen is not None:
-        raise UsageError("decode: the kernels have causal masks alone, and the caller says which keys each query sees")
+        raise UsageError("decode: the kernels know only causal masks, but the call says which keys each query sees")
     if mask.window is not None:
         raise UsageError(f"decode: the kernels have no window, and queries see {mask.window} keys")
     if mask.keys is not None and mask.ranges is None:

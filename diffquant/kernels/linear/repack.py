@@ -73,7 +73,7 @@ def repack_refusal(scheme: Scheme) -> str | None:
 def group_refusal(group: int) -> str | None:
     """Reason why a group of this size cannot be repacked, or None; 0 means no groups."""
     if group % FRAGMENT:
-        return f"groups of {group} are no multiple of {FRAGMENT}, the columns of a fragment"
+        return f"groups of {group} are not a multiple of {FRAGMENT}, the columns of a fragment"
     return None
 
 

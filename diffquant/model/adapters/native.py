@@ -18,9 +18,7 @@ def read_native(config: dict[str, Any]) -> Adapter:
     """
     spec = read_spec(config.get("spec"))
     if spec.soft_cap is not None:
-        raise CheckpointError(
-            f"config.json: `spec` has a soft_cap of {spec.soft_cap}, which Dragon's layers alone have"
-        )
+        raise CheckpointError(f"config.json: `spec` has a soft_cap of {spec.soft_cap}, which only Dragon's layers have")
     if config.get("head_dim") not in (None, spec.head_dim):
         raise CheckpointError(f"config.json: head_dim is {config['head_dim']!r}, and `spec` has {spec.head_dim}")
     sizes = read_sizes(config | {"head_dim": spec.head_dim}, DEFAULTS)

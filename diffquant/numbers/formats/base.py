@@ -74,7 +74,7 @@ class NumberFormat(ABC):
     @property
     def integer_refusal(self) -> str | None:
         """Why a reader of integers, such as a kernel, cannot have this format, in one sentence; None where it can."""
-        return f"{self.name} is no integer of 2 to 8 bits, which is all that is read here; use one, such as 4"
+        return f"{self.name} is not an integer format of 2 to 8 bits, the only kind supported here; use one, such as 4"
 
     @property
     def bits(self) -> int:

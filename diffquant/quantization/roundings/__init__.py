@@ -43,8 +43,8 @@ def checked_rounding(settings: RoundingSettings, schemes: Mapping[str, Scheme]) 
     if settings.reads and not rounding.needs_text:
         readers = " or ".join(name for name, each in ROUNDINGS.items() if each.needs_text)
         raise UsageError(
-            f"{spelled('text')} and {spelled('tokens')} say what {spelled('rounding', readers)} reads; give them "
-            "with it alone"
+            f"{spelled('text')} and {spelled('tokens')} say which text {spelled('rounding', readers)} reads; give them "
+            "only with it"
         )
     foreign = [name for name in settings.options if name not in rounding.options]
     if foreign:

@@ -11,7 +11,8 @@ PAGE.table(
     lambda *_: Unmeasured("limits of tests, and versions"),
 )
 PAGE.table(
-    "model | plugin, 16 bits | 8 bits | 4 bits | the folder alone, 16 bits | plugin, two tensor-parallel ranks",
+    "model | transformers alone, 16 bits | 8 bits | 4 bits | vLLM by the plugin, 16 bits | 8 bits | 4 bits"
+    " | on two ranks, 16 bits | vLLM by the folder alone, 16 bits | on two ranks, 16 bits",
     lambda *_: Unmeasured("tests/serve/test_table.py holds it to its file"),
 )
 PAGE.leaves(

@@ -101,6 +101,6 @@ def test_the_claims_name_what_uncommitted_trees_measured():
 def test_raw_files_and_pictures_are_small():
     folders = (RESULTS, BENCHED, ROOT / "research" / "figure8" / "results")
     files = [file for folder in folders for file in folder.rglob("*") if file.is_file()]
-    most = {".png": 100_000, ".xz": math.inf}
+    most = {".png": 55_000, ".xz": math.inf}
     large = [str(file) for file in files if file.stat().st_size > most.get(file.suffix, 50_000)]
     assert not large, f"compress them (xz -9e FILE), or draw less: {', '.join(large)}"
