@@ -50,7 +50,7 @@ test-quantizers: $(VENV)/.ready
 		> "$$(build/quantizers/bin/python -c 'import site; print(site.getsitepackages()[0])')/diffquant-tests.pth"
 	build/quantizers/bin/python -m pip install --quiet --constraint constraints.txt 'diffquant[quantizers]'
 	build/quantizers/bin/python -m pip install --quiet --no-deps llmcompressor==0.14.0.1
-	build/quantizers/bin/python -c 'import auto_round, bitsandbytes, hqq, llmcompressor, torchao'
+	build/quantizers/bin/python -c 'import auto_round, bitsandbytes, hqq, llmcompressor, modelopt, torchao'
 	build/quantizers/bin/python -m pytest research/tests/studies/test_rounding_bench.py \
 		research/tests/studies/test_rounding_text_methods.py \
 		-k 'stored_bits or nf4'

@@ -13,7 +13,7 @@ from diffquant.errors import CheckpointError
 from diffquant.family.lam import LAMBDA_VECTORS, lam_from_vectors
 from diffquant.family.spec import DiffSpec
 from diffquant.formats.compressed_tensors import packed_shapes
-from diffquant.quantization.plan import QuantizationPlan, plan_quantization
+from diffquant.quantization.plan import QuantizationPlan, plan_quantization, rounded_before
 from diffquant.recipe import LAYER_TARGETS, Recipe
 from diffquant.report.sizes import bytes_at_16_bits, stored_bits
 from diffquant.report.tables import megabytes
@@ -39,6 +39,7 @@ class Inspection(Readable):
         sizes: bytes as it is, at 16 bits, and as `quantize` would write it at each scheme; None where that does not
             fit the weights.
         packed_bits: stored bits of a packed weight, as it is and at each scheme of `sizes` that packs some.
+        rounded: what another library rounded the weights to before; "" where that is not known.
     """
 
     path: str
@@ -53,6 +54,7 @@ class Inspection(Readable):
     lam: list[float]
     sizes: dict[str, int | None]
     packed_bits: dict[str, float]
+    rounded: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"recipe": self.recipe.to_dict(), "generation": self.spec.generation}
@@ -68,6 +70,8 @@ class Inspection(Readable):
             lines.append("layers by kind: " + ", ".join(f"{count} {kind}" for kind, count in self.kinds.items()))
         if self.packed or self.recipe != Recipe():
             lines.append(f"{self.packed} weights are packed; recipe: {_scheme_list(self.recipe)}")
+        if self.rounded:
+            lines.append(self.rounded)
         if spec.lam == "exp":
             where = "by layer" if len(self.kinds) == 1 else "of the layers with attention"
             lines.append(f"λ {where}: " + " ".join(f"{value:.3f}" for value in self.lam))
@@ -107,6 +111,7 @@ def inspect_checkpoint(path: Path | str | Source) -> Inspection:
             **{scheme: plan.bytes_after if plan else None for scheme, plan in plans.items()},
         },
         packed_bits=_stored_packed_bits(source) | {scheme: plan.packed_bits for scheme, plan in plans.items() if plan},
+        rounded=rounded_before(source.checkpoint),
     )
 
 
@@ -123,7 +128,7 @@ class WeightInspection(Readable):
         experts: number of those that are experts in one tensor.
         chosen_parameters: number of elements of the chosen weights.
         packed: number of weights that are stored packed.
-        sizes, packed_bits: as `Inspection` has them.
+        sizes, packed_bits, rounded: as `Inspection` has them.
     """
 
     path: str
@@ -136,6 +141,7 @@ class WeightInspection(Readable):
     packed: int
     sizes: dict[str, int | None]
     packed_bits: dict[str, float]
+    rounded: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -151,6 +157,7 @@ class WeightInspection(Readable):
             f"weights by name: {self.weights}, {self.experts} of them experts in one tensor, with "
             f"{self.chosen_parameters / 1e6:.1f} M parameters; quantize --weights-only --dry-run lists them",
         ]
+        lines += [self.rounded] if self.rounded else []
         return "\n".join([*lines, *(_size_line(scheme, self.sizes, self.packed_bits) for scheme in self.sizes)])
 
 
