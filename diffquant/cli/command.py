@@ -60,6 +60,8 @@ class Option:
         read, default = self.kind.type, False if self.is_inverted else self.default
         if self.kind.repeats:
             read, default = list[read], default or None  # type: ignore[valid-type]
+        elif self.kind.is_needed:
+            default = inspect.Parameter.empty
         elif read is str and isinstance(default, int):
             default = str(default)
         read = read | None if default is None else read

@@ -31,6 +31,7 @@ from diffquant.support.digests import FileDigests
 from diffquant.support.escaping import one_line
 from diffquant.support.files import write_atomically
 from diffquant.support.progress import Progress, progress_for
+from diffquant.support.readable import Readable
 from diffquant.support.versions import versions
 
 
@@ -49,8 +50,8 @@ class TensorError:
     error: float
 
 
-@dataclass(frozen=True)
-class Quantization:
+@dataclass(frozen=True, repr=False)
+class Quantization(Readable):
     """What a run of `quantize` did.
 
     Attributes:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from diffquant.source.weight_source import WeightSource
 
 AnyModel = Annotated["Path | str | Source | WeightSource | CausalModel", kinds.Kind(Path, "MODEL", by_place=True)]
+Output = Annotated["Path | str", kinds.Kind(Path, "FOLDER", short="-o", is_needed=True)]
 # Seconds of work that nobody has to be told of before.
 WORTH_SAYING = 2
 # What each effort rounds by.
@@ -59,7 +60,7 @@ def quantize(
 @overload
 def quantize(
     model: AnyModel,
-    output: kinds.NewFolder,
+    output: Output,
     recipe: kinds.RecipeFile | None = None,
     *,
     preset: kinds.Preset | None = None,
@@ -92,7 +93,7 @@ def quantize(
 
 def quantize(
     model: AnyModel,
-    output: kinds.NewFolder | None = None,
+    output: Output | None = None,
     recipe: kinds.RecipeFile | None = None,
     *,
     preset: kinds.Preset | None = None,

@@ -20,6 +20,21 @@ PAGE.leaves(
     "versions, which tests/serve/test_table.py holds to the same file",
 )
 
+# lm-eval over HTTP
+
+_EVALS = raw("serving-hellaswag.json")
+PAGE.says(
+    "On {} items the pocket model DIFF V2 at {} bits has an accuracy of {}, normalized {}, by either",
+    _EVALS["items"],
+    int(_EVALS["weights"].partition(":")[0]),
+    _EVALS["our_acc"],
+    _EVALS["our_acc_norm"],
+)
+PAGE.means(
+    "by either",
+    _EVALS["lm_eval_acc"] == _EVALS["our_acc"] and _EVALS["lm_eval_acc_norm"] == _EVALS["our_acc_norm"],
+)
+
 # Speed
 
 _BENCH = raw("serve-bench.json")
