@@ -147,6 +147,7 @@ def _short(value: float) -> float:
 
 MODELS = {"Transformer": "prose-transformer", "DIFF V1": "prose-diff-v1", "DIFF V2": "prose-diff-v2"}
 DIFF = tuple(MODELS)[1:]
+MISSING = "—"
 # A table's columns: KL on the prose, and what DIFF loses on either text.
 COLUMNS = (*MODELS, *(f"{model} loses, {text}" for text in TEXTS for model in DIFF))
 
@@ -158,6 +159,11 @@ class Measured:
         self.results: dict[str, Mapping[str, Any]] = {
             model: read_json(folder / f"{name}.json") for model, name in MODELS.items()
         }
+
+    def rows(self, model: str, target: str = "") -> list[str]:
+        """Rows, of one target or of all, that a model was measured in."""
+        measured = self.results[model]["results"]
+        return [row for row in recipes() if row in measured and target in ("", row.split()[0])]
 
     def kl(self, model: str, row: str, text: str = "books") -> Difference:
         """Mean KL over passages with its 95 % interval, in nats."""
@@ -184,13 +190,15 @@ class Measured:
 
         Punished or forgiven is a row whose interval of bits lost lies on one side of zero on both texts.
         """
-        rows = [row for row in recipes() if row.split()[0] == target]
+        rows = self.rows(model, target)
         lost = [[self.lost(model, row, text) for text in TEXTS] for row in rows]
         punished = sum(all(x.low > 0 for x in of_row) for of_row in lost)
         return punished, sum(all(x.high < 0 for x in of_row) for of_row in lost), len(rows)
 
     def cell(self, row: str, column: str) -> str:
-        """A cell of the table: KL in thousandths of a nat, or bits lost with their interval."""
+        """A cell of the table: KL in thousandths of a nat, or bits lost with their interval; a dash is not measured."""
+        if row not in self.rows(column.split(" loses, ", maxsplit=1)[0]):
+            return MISSING
         if column in MODELS:
             kl = 1000 * self.kl(column, row).mean
             return f"{kl:.{max(0, 2 - math.floor(math.log10(kl)))}f}"
