@@ -20,12 +20,13 @@ from diffquant.report.tables import megabytes
 from diffquant.source.source import Source, open_source
 from diffquant.source.weight_source import WeightSource, open_weights
 from diffquant.support.escaping import one_line
+from diffquant.support.readable import Readable
 
 WIDTHS = ("8:g32", "6:g32", "4:g32", "4:g128")
 
 
-@dataclass(frozen=True)
-class Inspection:
+@dataclass(frozen=True, repr=False)
+class Inspection(Readable):
     """What a checkpoint is, at a glance.
 
     Attributes:
@@ -114,8 +115,8 @@ def inspect_checkpoint(path: Path | str | Source) -> Inspection:
     )
 
 
-@dataclass(frozen=True)
-class WeightInspection:
+@dataclass(frozen=True, repr=False)
+class WeightInspection(Readable):
     """What names and shapes say of a checkpoint whose architecture is not known.
 
     Attributes:

@@ -136,7 +136,7 @@ class CausalModel(CausalPreTrainedModel, GenerationMixin):
                 f"attn_implementation {name!r} is not computed here; choose {', '.join(BACKEND_OF)}, or a backend of "
                 "diffquant's by use_attention()"
             )
-        check_backend(BACKEND_OF[name], self.recipe.schemes_of("logits"))
+        check_backend(BACKEND_OF[name], self.recipe.rounds_maps)
         self.use_attention(BACKEND_OF[name])
 
     @classmethod
@@ -216,7 +216,7 @@ class CausalModel(CausalPreTrainedModel, GenerationMixin):
         for attention in self.attentions:
             of_layer = recipe.at_layer(attention.layer)
             attention.logits = of_layer.logits
-            attention.qk = of_layer.qk
+            attention.qk, attention.p, attention.pv = of_layer.qk, of_layer.p, of_layer.pv
             # Rotations are refused where a layer keeps no keys and values of its own.
             if (rows := self.model.architecture.token_rows.get(attention.layer)) is not None:
                 attention.key_rotation = self._rotation(of_layer.k, rows.keys[1])
@@ -251,23 +251,28 @@ class CausalModel(CausalPreTrainedModel, GenerationMixin):
     def reset_logit_report(self) -> None:
         for attention in self.attentions:
             attention.meter = LogitMeter()
-            attention.qk_calls = 0
+            attention.qk_calls = attention.pv_calls = 0
 
     def require_fired(self) -> None:
-        """Check that every layer's quantizers of logits, and of queries and keys, ran since the last reset.
+        """Check that every layer's quantizers of logits and of operands ran since the last reset.
 
         Raises:
             NotFiredError: one did not in some layers, which are named.
         """
-        asked = {attention: self.recipe.at_layer(attention.layer) for attention in self.attentions}
-        idle_by_target = {
-            "logits": [a.layer for a, recipe in asked.items() if recipe.logits.quantizes and not a.meter.calls],
-            "queries and keys": [a.layer for a, recipe in asked.items() if recipe.qk.quantizes and not a.qk_calls],
-        }
+        idle_by_target: dict[str, list[int]] = {}
+        for attention in self.attentions:
+            recipe = self.recipe.at_layer(attention.layer)
+            for what, scheme, calls in (
+                ("logits", recipe.logits, attention.meter.calls),
+                ("queries and keys", recipe.qk, attention.qk_calls),
+                ("softmax weights", recipe.p, attention.meter.p_calls),
+                ("values before P·V", recipe.pv, attention.pv_calls),
+            ):
+                if scheme.quantizes and not calls:
+                    idle_by_target.setdefault(what, []).append(attention.layer)
         faults = [
             f"{what} are to be quantized, but layers {', '.join(map(str, idle))} did not"
             for what, idle in idle_by_target.items()
-            if idle
         ]
         if faults:
             raise NotFiredError("; ".join(faults))

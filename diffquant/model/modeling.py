@@ -116,8 +116,8 @@ class DiffTransformerModel(Decoder):
             return f"attention was asked to run on {', '.join(chosen)}"
         if any(attention.logits.quantizes for attention in attentions):
             return "attention logits are quantized, for which K and V are read back"
-        if any(attention.qk.quantizes for attention in attentions):
-            return "queries and keys are quantized before their product, for which K and V are read back"
+        if any(attention.rounds for attention in attentions):
+            return "operands of attention's products are quantized, for which K and V are read back"
         # accelerate's hooks copy weights from where they lie, and no graph holds that.
         if any(hasattr(layer, "_hf_hook") for layer in self.layers):
             return "the model is spread over several places"

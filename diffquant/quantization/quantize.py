@@ -31,6 +31,7 @@ from diffquant.support.digests import FileDigests
 from diffquant.support.escaping import one_line
 from diffquant.support.files import write_atomically
 from diffquant.support.progress import Progress, progress_for
+from diffquant.support.readable import Readable
 from diffquant.support.versions import versions
 
 
@@ -49,8 +50,8 @@ class TensorError:
     error: float
 
 
-@dataclass(frozen=True)
-class Quantization:
+@dataclass(frozen=True, repr=False)
+class Quantization(Readable):
     """What a run of `quantize` did.
 
     Attributes:
@@ -249,7 +250,9 @@ def _write_descriptions(
     adapter = source.adapter if isinstance(source, Source) else None
     if adapter is not None:
         config = config_for_engines(config, adapter)
+    carried = {file.name for file in folder.glob("*.py")}
     code = write_modelling_file(folder, config, adapter)
+    replaced = sorted(carried - code.keys()) if code else []
     if plan.schemes:
         config["quantization_config"] = quantization_config(plan.schemes, plan.linears)
     write_atomically(folder / "config.json", json.dumps(config, indent=2) + "\n")
@@ -257,7 +260,7 @@ def _write_descriptions(
     account = _account(plan, records, errors) | {"rounding": rounding} | ({"code": code} if code else {})
     write_atomically(folder / "diffquant.json", json.dumps(account, indent=2) + "\n")
     is_differential = isinstance(source, Source) and source.spec.maps > 1
-    card = quantized_card(plan, {e.name: e.error for e in errors.values()}, bool(code), is_differential)
+    card = quantized_card(plan, {e.name: e.error for e in errors.values()}, bool(code), replaced, is_differential)
     write_atomically(folder / "README.md", card)
 
 
