@@ -255,14 +255,8 @@ def _checked_groups(entry: Any) -> dict[str, Scheme]:
         CheckpointError: something in the entry is not read; all of it is named.
     """
     if not isinstance(entry, Mapping) or entry.get("quant_method") != "compressed-tensors":
-        # It imports this file.
-        from diffquant.formats.dequantized import LAYOUTS
-
         method = entry.get("quant_method") if isinstance(entry, Mapping) else entry
-        raise CheckpointError(
-            f"this checkpoint is quantized by {method!r}; diffquant reads 16-bit checkpoints and those of "
-            f"{', '.join(sorted(LAYOUTS))}"
-        )
+        raise CheckpointError(f"this checkpoint is quantized by {method!r}, whose packed weights are not read")
     layout = entry.get("format")
     problems = [] if layout == _MIXED or _in_layout(layout) else [f"its format is {layout!r}"]
     if entry.get("kv_cache_scheme"):

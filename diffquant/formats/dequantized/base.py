@@ -75,17 +75,24 @@ def dequantized(checkpoint: Checkpoint) -> Checkpoint:
     """A folder in one of these layouts as the checkpoint of its floats; any other checkpoint as it is.
 
     Raises:
-        CheckpointError: tensors are missing, of other shapes or types, or a setting is not read; all are named.
+        CheckpointError: no layout has its quant_method; or tensors are missing, of other shapes or types, or a setting
+            is not read; all are named.
     """
     entry = _entry(checkpoint)
-    if entry is None or str(entry.get("quant_method")) not in LAYOUTS:
+    if entry is None:
         return checkpoint
-    contents = LAYOUTS[entry["quant_method"]](entry, checkpoint)
+    method = entry.get("quant_method")
+    if str(method) not in LAYOUTS:
+        raise CheckpointError(
+            f"this checkpoint is quantized by {method!r}; diffquant reads 16-bit checkpoints and those of "
+            f"{', '.join(sorted(LAYOUTS))}"
+        )
+    contents = LAYOUTS[str(method)](entry, checkpoint)
     if contents is None:
         return checkpoint
     if not contents.matrices:
         raise CheckpointError(
-            f"{checkpoint.path} holds no weight that {entry['quant_method']} packed, though its config says so; "
+            f"{checkpoint.path} holds no weight that {method} packed, though its config says so; "
             "without its quantization_config it is a plain checkpoint"
         )
     return DequantizedCheckpoint(checkpoint, contents)

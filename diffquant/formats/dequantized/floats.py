@@ -77,7 +77,7 @@ def float_matrix(
     def rows(indices: Tensor) -> Tensor:
         picked = stored.read(codes).flatten(0, -2)[indices]
         values = _e2m1(picked) if is_packed else picked.float()
-        scale = spread(_wide(stored.read(scales)), indices)
+        scale = spread(stored.read(scales), indices)
         if over is not None and above is not None:
             whole = over(stored.read(above).float(), indices)
             # In each library's own order, so that products have its bits.
@@ -104,7 +104,7 @@ def spreading(
     *lead, height, width = shape
     experts, stated = math.prod(lead), tuple(n for n in scales if n != 1)
     if not stated:
-        return lambda scale, _indices: scale.reshape(())
+        return lambda scale, _indices: _wide(scale).reshape(())
     if block is not None:
         down, across = block
         grid = (*lead, -(-height // down), -(-width // across))
@@ -114,17 +114,17 @@ def spreading(
 
             def of_blocks(scale: Tensor, indices: Tensor) -> Tensor:
                 at = indices // height * tiles + indices % height // down
-                return scale.reshape(experts * tiles, -1)[at].repeat_interleave(across, -1)[:, :width]
+                return _picked(scale.reshape(experts * tiles, -1), at).repeat_interleave(across, -1)[:, :width]
 
             return of_blocks
     if lead and stated == (experts,) and scales[0] == experts:
-        return lambda scale, indices: scale.reshape(-1, 1)[indices // height]
+        return lambda scale, indices: _picked(scale.reshape(-1, 1), indices // height)
     if scales in ((*lead, height), (*lead, height, 1)):
-        return lambda scale, indices: scale.reshape(-1, 1)[indices]
+        return lambda scale, indices: _picked(scale.reshape(-1, 1), indices)
     if group is not None and scales == (*lead, height, -(-width // group)):
 
         def of_groups(scale: Tensor, indices: Tensor) -> Tensor:
-            return scale.flatten(0, -2)[indices].repeat_interleave(group, -1)[:, :width]
+            return _picked(scale.flatten(0, -2), indices).repeat_interleave(group, -1)[:, :width]
 
         return of_groups
     return None
@@ -143,6 +143,11 @@ def without_scales(stored: Checkpoint, found: Mapping[str, object]) -> list[str]
         for name, info in stored.tensors.items()
         if name.endswith((".weight", "_proj")) and info.dtype in small and name not in found
     ]
+
+
+def _picked(scale: Tensor, rows: Tensor) -> Tensor:
+    """Some rows of scales in float32; those of all experts would be a gigabyte."""
+    return _wide(scale.view(torch.uint8)[rows].view(scale.dtype) if scale.itemsize == 1 else scale[rows])
 
 
 def _wide(scale: Tensor) -> Tensor:
