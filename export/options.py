@@ -23,6 +23,7 @@ _OLDEST_OPSET, _OLDEST_PURE_OPSET = 18, 21
 IR_VERSION = 10
 LOGIT_GRANULARITIES = ("row", "head", "pair", "tensor")
 DTYPES = ("float32", "float16")
+OPS = ("custom", "flex")
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class ExportOptions:
         cache: whether the model takes and returns a KV cache.
         opset: version of the standard domain; 0 takes 23, and in a portable graph the oldest that has its ops.
         pure: whether the graph has standard ONNX ops alone, and no function.
+        op: how the graph says attention: "custom", an op with its body, or "flex", a FlexAttention of ai.onnx.preview.
         portable: whether the folder is for readers beside ONNX Runtime: no function, their names of files, and a
             config.json that describes the model's inputs as a Llama's.
         accuracy_level: precision of ONNX Runtime's products with codes: 4 multiplies int8 activations, 1 float32 ones,
@@ -55,6 +57,7 @@ class ExportOptions:
     cache: bool = True
     opset: int = 0
     pure: bool = False
+    op: str = "custom"
     portable: bool = False
     accuracy_level: int = 4
     genai_device: str = "cpu"
@@ -81,7 +84,7 @@ class ExportOptions:
     @property
     def inlines(self) -> bool:
         """Whether functions are written out in the graph."""
-        return self.pure or self.portable
+        return self.pure or self.portable or self.op == "flex"
 
     @property
     def layout(self) -> Layout:
@@ -132,6 +135,11 @@ class ExportOptions:
             )
         if not self.cache and self.kv_bits < 16:
             yield f"{spelled('kv', self.kv_bits)} and {spelled('cache', False)} contradict each other"
+        if self.op not in OPS:
+            yield f"unknown op {self.op!r}; known are {', '.join(OPS)}"
+        if self.op == "flex" and (self.portable or self.web):
+            other = spelled("portable" if self.portable else "web")
+            yield f"no other reader has FlexAttention: leave out {spelled('op', 'flex')} or {other}"
         if self.web:
             yield from self._web_problems()
 

@@ -9,6 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from diffquant.export.graph.activations import EMITTED, functions
 from diffquant.export.graph.body import BodyKind, body, contrib_problems
 from diffquant.export.graph.cache_scales import Scales
+from diffquant.export.graph.flex import PREVIEW
 from diffquant.export.graph.inlining import inlined
 from diffquant.export.graph.linears import Linears
 from diffquant.export.graph.maps import MapOutputs
@@ -84,6 +85,8 @@ class _Decoder:
         elif self.scales:
             own.append(quantized_attention_function(self.options.opset))
         domains = ({} if self.options.pure else {CONTRIB: 1}) | ({DOMAIN: VERSION} if own else {})
+        if self.options.op == "flex":
+            domains[PREVIEW] = 1
         model = self.graph.model(initializers, self.options.opset, domains, IR_VERSION)
         model.functions.extend(own)
         return inlined(model) if self.options.inlines else model
@@ -93,6 +96,8 @@ class _Decoder:
         attributes, width = self._attributes(), self.spec.head_dim
         # Where GroupQueryAttention cannot compute it (rounded logits, odd widths), the body spells it out.
         kind: BodyKind = "pure" if self.options.pure or contrib_problems(attributes, width) else "contrib"
+        if self.options.op == "flex":
+            kind = "flex"
         present = {"signal_gate": self.spec.lam == "two-gates", "output_gate": self.spec.output_gate}
         gates = [name for name in GATES if present[name]]
         return body(kind, attributes, width, self.options.opset, self.options.cache, gates)

@@ -10,6 +10,7 @@ from onnx import helper
 from diffquant.errors import CheckpointError
 from diffquant.export.files import model_file
 from diffquant.export.graph.external import load_graph
+from diffquant.export.graph.inlining import is_flex, without_flex
 from diffquant.export.native import library_path
 from diffquant.export.runtime.device import RuntimeDevice, nodes_on_cpu
 from diffquant.export.runtime.interface import CacheShape, read_interface
@@ -29,6 +30,7 @@ class OnnxModel:
         vocabulary: number of tokens that have a logit.
         dtype: dtype of the logits.
         device: where it runs.
+        takes_padding: whether sequences of a batch may differ in length.
     """
 
     def __init__(
@@ -64,7 +66,10 @@ class OnnxModel:
         self.cache = interface.cache
         self.vocabulary = interface.vocabulary
         self.dtype = interface.dtype
-        is_changed = bool(extra_outputs) or accuracy_level is not None
+        self.takes_padding = not is_flex(graph)
+        is_changed = bool(extra_outputs) or accuracy_level is not None or not self.takes_padding
+        if not self.takes_padding:
+            graph = without_flex(graph)
         if extra_outputs:
             kind = interface.kind
             graph.graph.output.extend(helper.make_tensor_value_info(name, kind, None) for name in extra_outputs)

@@ -32,11 +32,13 @@ class Run:
 def routes(model: OnnxModel) -> Iterator[tuple[str, Runner]]:
     """Names and runners of the routes that a model has, prefill first."""
     yield "prefill", prefill
-    yield "padded batch", _padded
+    if model.takes_padding:
+        yield "padded batch", _padded
     if model.cache is not None:
         yield "chunked prefill", _chunked
         yield "decode", _decoded
-        yield "batch decode", _padded_then_decoded
+        if model.takes_padding:
+            yield "batch decode", _padded_then_decoded
 
 
 def decoded_in_place(model: OnnxModel, passage: np.ndarray) -> Run:
