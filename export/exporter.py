@@ -38,13 +38,14 @@ from diffquant.source.source import Source, open_source
 from diffquant.support.digests import FileDigests
 from diffquant.support.files import write_atomically
 from diffquant.support.progress import Progress, silent
+from diffquant.support.readable import Readable
 from diffquant.support.spelling import spelled
 from diffquant.support.versions import versions
 from diffquant.text.special_tokens import read_special_tokens
 
 
-@dataclass(frozen=True)
-class OnnxReport:
+@dataclass(frozen=True, repr=False)
+class OnnxReport(Readable):
     """What a run of `export` wrote.
 
     Attributes:
@@ -52,7 +53,8 @@ class OnnxReport:
         bytes_before: bytes that the checkpoint takes.
         bytes_after: size of the model's two files.
         weights: number of the checkpoint's weights.
-        seconds: duration of the run.
+        seconds: duration of the run, calibration included.
+        calibrated: seconds of it that the cache's scales took; 0 where they were given or there are none.
         floor: oldest ONNX Runtime that opens the model.
         notes: sentences that a reader should know.
     """
@@ -62,14 +64,16 @@ class OnnxReport:
     bytes_after: int
     weights: int
     seconds: float
+    calibrated: float
     floor: str
     notes: tuple[str, ...]
 
     def summary(self) -> str:
         """A few lines for people."""
+        calibration = f", {self.calibrated:.1f} s of them calibrating the cache" if self.calibrated else ""
         first = (
             f"{self.destination}: {compared_size(self.bytes_after, self.bytes_before, self.weights)}, "
-            f"in {self.seconds:.1f} s, for ONNX Runtime {self.floor} and later"
+            f"in {self.seconds:.1f} s{calibration}, for ONNX Runtime {self.floor} and later"
         )
         return "\n".join([first, *(f"  {note}" for note in self.notes)])
 
@@ -143,6 +147,7 @@ def write_export(
         bytes_after,
         checked.weights,
         time.monotonic() - started,
+        0.0,
         runtime_floor(options),
         tuple(_make_notes(plan, streamed)),
     )

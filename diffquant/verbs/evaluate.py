@@ -69,7 +69,7 @@ def evaluate(
     options = SweepOptions(
         tasks=texts(tasks),
         scales=() if scales is None else paths(scales),
-        task_options=task_values(task_options),
+        task_options=task_values(task_options, evaluate),
         dtype=dtype,
         attention=attention,
         device=device,

@@ -1,5 +1,7 @@
 """The verb `export`: a checkpoint as an ONNX model, the ranges of a quantized cache found where none are given."""
 
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -74,6 +76,7 @@ def export(
         DiffQuantError: anything wrong with the checkpoint, the options or the output; nothing is left then.
         MissingDependencyError: onnx or onnxruntime is not installed.
     """
+    started, calibrated = time.monotonic(), 0.0
     from diffquant.export import require
 
     require()
@@ -104,8 +107,11 @@ def export(
     note_if_transformer(plan.source)
     ranges: Ranges | Path | None = path_or_none(scales)
     if options.kv_bits < 16 and ranges is None:
+        begun = time.monotonic()
         ranges = calibrate_cache(plan.source, Recipe(weights=options.weights, logits=options.logits), progress=shown)
+        calibrated = time.monotonic() - begun
     report = write_export(plan, folder, ranges, overwrite, shown)
+    report = replace(report, seconds=time.monotonic() - started, calibrated=calibrated)
     push_folder(folder, push)
     return report
 

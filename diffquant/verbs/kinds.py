@@ -28,6 +28,7 @@ class Kind:
         known: function that says which values there are, for the end of its help.
         heading: heading that it stands under in the help.
         or_stdin: whether - stands for what standard input says.
+        is_needed: whether the command line has to give it although Python may leave it out.
     """
 
     type: Any
@@ -41,6 +42,7 @@ class Kind:
     known: Callable[[], Iterable[str]] | None = None
     heading: str = "Options"
     or_stdin: bool = False
+    is_needed: bool = False
 
 
 def _task_usages() -> list[str]:

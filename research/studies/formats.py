@@ -7,7 +7,8 @@ One rule for all: scales from largest magnitudes, nothing calibrated or chosen o
 before the next is measured, and the same command goes on where it was interrupted.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -72,7 +73,7 @@ def main(
             wanted = [row for row in recipes() if not schemes or row.split()[1] in schemes.split(",")]
             measure(path, output or Path(), Settings(passages=passages, windows=windows), texts.split(","), wanted)
         return
-    print(tables({name: read_json(paths[0] / f"{name}.json") for name in MODELS.values()}))
+    print(tables(Measured(paths[0])))
 
 
 def measure(
@@ -145,39 +146,69 @@ def _short(value: float) -> float:
 
 
 MODELS = {"Transformer": "prose-transformer", "DIFF V1": "prose-diff-v1", "DIFF V2": "prose-diff-v2"}
-Results = Mapping[str, Mapping[str, Any]]
+DIFF = tuple(MODELS)[1:]
+# A table's columns: KL on the prose, and what DIFF loses on either text.
+COLUMNS = (*MODELS, *(f"{model} loses, {text}" for text in TEXTS for model in DIFF))
 
 
-def kl(result: Mapping[str, Any], row: str, text: str = "books") -> Difference:
-    """Mean KL over passages with its 95 % interval, in nats."""
-    return mean_interval(result["results"][row][text])
+class Measured:
+    """KL of the trio by row of `recipes`, text and model, from the raw files of a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.results: dict[str, Mapping[str, Any]] = {
+            model: read_json(folder / f"{name}.json") for model, name in MODELS.items()
+        }
+
+    def kl(self, model: str, row: str, text: str = "books") -> Difference:
+        """Mean KL over passages with its 95 % interval, in nats."""
+        return mean_interval(self.passages(model, row, text))
+
+    def passages(self, model: str, row: str, text: str = "books") -> list[float]:
+        values: list[float] = self.results[model]["results"][row][text]
+        return values
+
+    def lost(self, model: str, row: str, text: str = "books") -> Difference:
+        """Bits that a DIFF model needs more than the Transformer for the same KL, with its 95 % interval over passages.
+
+        Each passage has its own: half the binary logarithm of the ratio of both KLs.
+        """
+        return self.bits((model, row), ("Transformer", row), text)
+
+    def bits(self, ours: tuple[str, str], others: tuple[str, str], text: str = "books") -> Difference:
+        """The same between any two models and rows."""
+        pairs = zip(self.passages(*ours, text), self.passages(*others, text), strict=True)
+        return mean_interval([-advantage(a, b) for a, b in pairs])
+
+    def verdicts(self, model: str, target: str) -> tuple[int, int, int]:
+        """Of a target's rows: how many a DIFF model is punished in, forgiven in, and how many there are.
+
+        Punished or forgiven is a row whose interval of bits lost lies on one side of zero on both texts.
+        """
+        rows = [row for row in recipes() if row.split()[0] == target]
+        lost = [[self.lost(model, row, text) for text in TEXTS] for row in rows]
+        punished = sum(all(x.low > 0 for x in of_row) for of_row in lost)
+        return punished, sum(all(x.high < 0 for x in of_row) for of_row in lost), len(rows)
+
+    def cell(self, row: str, column: str) -> str:
+        """A cell of the table: KL in thousandths of a nat, or bits lost with their interval."""
+        if column in MODELS:
+            kl = 1000 * self.kl(column, row).mean
+            return f"{kl:.{max(0, 2 - math.floor(math.log10(kl)))}f}"
+        model, text = column.split(" loses, ")
+        lost = self.lost(model, row, text)
+        return f"{lost.mean:+.2f} [{lost.low:+.2f}, {lost.high:+.2f}]".replace("-", "−")
 
 
-def bits_lost(result: Mapping[str, Any], plain: Mapping[str, Any], row: str, text: str = "books") -> Difference:
-    """Bits that a model needs more than another for the same KL under a row, with its 95 % interval over passages.
-
-    Each passage has its own: half the binary logarithm of the ratio of both KLs.
-    """
-    pairs = zip(result["results"][row][text], plain["results"][row][text], strict=True)
-    return mean_interval([-advantage(ours, others) for ours, others in pairs])
-
-
-def tables(results: Results) -> str:
-    """Markdown: KL of every row and model in thousandths of a nat, and bits lost by DIFF."""
-    plain = results[MODELS["Transformer"]]
-    rows = []
-    for row in recipes():
-        cells = [f"{1000 * kl(result, row).mean:.3g}" for result in results.values()]
-        lost = [bits_lost(result, plain, row) for name, result in results.items() if result is not plain]
-        rows.append([row, *cells, *(f"{x.mean:+.2f} [{x.low:+.2f}, {x.high:+.2f}]" for x in lost)])
-    return "\n".join(markdown(["rounded", *MODELS, "V1, bits lost", "V2, bits lost"], rows))
-
-
-def interval_rows(results: Results, text: str) -> Iterator[tuple[str, Difference, Difference]]:
-    """Every row with the bits that V1 and V2 lose to the Transformer on a text."""
-    plain, first, second = (results[name] for name in MODELS.values())
-    for row in recipes():
-        yield row, bits_lost(first, plain, row, text), bits_lost(second, plain, row, text)
+def tables(measured: Measured) -> str:
+    """Markdown with a row of KL and of bits lost for each of `recipes`, and a line of verdicts a target and model."""
+    rows = [[row, *(measured.cell(row, column) for column in COLUMNS)] for row in recipes()]
+    counts = [
+        f"{model}, {target}: punished {punished}, forgiven {forgiven} of {rows_of}"
+        for target in (*TARGETS, "like")
+        for model in DIFF
+        for punished, forgiven, rows_of in [measured.verdicts(model, target)]
+    ]
+    return "\n".join([*markdown(["rounded", *COLUMNS], rows), "", *counts])
 
 
 if __name__ == "__main__":

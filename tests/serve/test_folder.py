@@ -104,6 +104,8 @@ def test_a_strangers_code_is_not_carried_where_ours_serves(tmp_path):
     diffquant.quantize(source, tmp_path / "out", {"weights": "8:row"})
     assert [file.name for file in (tmp_path / "out").glob("*.py")] == [MODELLING_FILE]
     assert (tmp_path / "out" / MODELLING_FILE).read_text() == modelling_file("Motif")
+    assert "source's own code is not part of this folder" in (card := (tmp_path / "out/README.md").read_text())
+    assert "`modeling_motif.py`" in card
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert set(config["auto_map"].values()) == {
         f"modeling_diffquant.{name}" for name in ("DiffConfig", "DiffModel", "DiffForCausalLM")

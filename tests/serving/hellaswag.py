@@ -1,6 +1,6 @@
 """lm-eval's `local-completions`, asked of a server, beside our own HellaSwag of the same items.
 
-build/serving/bin/python -m tests.serving.hellaswag    # 200 items, into bench/results/serving-hellaswag.json
+build/serving/bin/python -m tests.serving.hellaswag    # writes bench/results/serving-hellaswag.json
 """
 
 import json

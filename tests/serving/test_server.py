@@ -16,11 +16,10 @@ from diffquant.evals.protocols.hellaswag import load_items
 
 openai = pytest.importorskip("openai", reason="needs OpenAI's client, which is what make test-serving fetches")
 
-from tests.serving.hellaswag import compare  # noqa: E402
+from tests.serving.hellaswag import ITEMS, compare  # noqa: E402
 from tests.serving.server import NEW, served, write_pocket  # noqa: E402
 
 REQUESTS = 32
-ITEMS = 24
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +101,6 @@ def test_fidelity_to_a_server_is_that_to_its_folder(v2, tmp_path):
 
 
 def test_lm_eval_over_http_gives_our_own_hellaswag(v2, tmp_path, monkeypatch):
-    """`python -m tests.serving.hellaswag` compares 200 items."""
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     (tmp_path / "items").mkdir()
