@@ -7,13 +7,12 @@ from onnx import TensorProto, helper
 
 from diffquant.export import ExportOptions, export
 from diffquant.export.files import model_file
-from tests.golden.sources import write_source
-from tests.support.checkpoints import edit_json
+from tests.support.checkpoints import write_checkpoint
 from tests.support.exports import cache_ranges
 
 KEPT = Path(__file__).parent / "graphs"
 _ALL = {"weights": "4:g32", "kv_bits": 8, "embed_bits": 8}
-# A source, and the options of its export; a random source has two layers, which are alike but for their names.
+# A source, of one layer, and the options of its export.
 GRAPHS = {
     "diffllama": ("diffllama", {}),
     "diffllama-quantized": ("diffllama", _ALL),
@@ -33,8 +32,7 @@ GRAPHS = {
 def graph_text(folder: Path, name: str) -> str:
     """The graph of one of `GRAPHS`, exported into a folder."""
     source, options = GRAPHS[name]
-    checkpoint = write_source(folder, source)
-    edit_json(checkpoint / "config.json", num_hidden_layers=1)
+    checkpoint = write_checkpoint(folder / "checkpoint", source, num_hidden_layers=1)
     parsed = ExportOptions.parse(**options)
     export(checkpoint, folder / "out", parsed, ranges=cache_ranges(checkpoint, parsed))
     model = onnx.load(model_file(folder / "out"), load_external_data=False)
