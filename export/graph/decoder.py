@@ -11,6 +11,7 @@ from diffquant.export.graph.body import BodyKind, body, contrib_problems
 from diffquant.export.graph.cache_scales import Scales
 from diffquant.export.graph.linears import Linears
 from diffquant.export.graph.maps import MapOutputs
+from diffquant.export.graph.matmul import MATMUL, matmul_function
 from diffquant.export.graph.nodes import CONTRIB, Graph
 from diffquant.export.graph.op import DOMAIN, GATES, NAME, VERSION, OpAttributes
 from diffquant.export.graph.plan import EMBEDDING, HEAD, ExportPlan, key_width
@@ -81,6 +82,8 @@ class _Decoder:
             own.append(self._attention_function())
         elif self.scales:
             own.append(quantized_attention_function(self.options.opset))
+        if any((node.domain, node.op_type) == (DOMAIN, MATMUL) for node in self.graph.nodes):
+            own.append(matmul_function(self.options.opset))
         domains = ({} if self.options.pure else {CONTRIB: 1}) | ({DOMAIN: VERSION} if own else {})
         model = self.graph.model(initializers, self.options.opset, domains, IR_VERSION)
         model.functions.extend(own)

@@ -10,6 +10,8 @@ from onnx import helper
 from diffquant.errors import CheckpointError
 from diffquant.export.files import MODEL_FILE
 from diffquant.export.graph.external import load_graph
+from diffquant.export.graph.matmul import MATMUL
+from diffquant.export.graph.nodes import CONTRIB
 from diffquant.export.native import library_path
 from diffquant.export.runtime.device import RuntimeDevice, nodes_on_cpu
 from diffquant.export.runtime.interface import CacheShape, read_interface
@@ -186,7 +188,12 @@ def session_options(threads: int = 0, native: bool = True) -> ort.SessionOptions
 
 
 def _set_accuracy(graph: onnx.ModelProto, level: int) -> None:
+    """Have every product with codes computed by ONNX Runtime's own op at this level."""
     for node in graph.graph.node:
+        if node.op_type != MATMUL:
+            continue
+        # The native library's products round activations whatever the level is.
+        node.domain = CONTRIB
         for attribute in node.attribute:
             if attribute.name == "accuracy_level":
                 attribute.i = level
