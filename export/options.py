@@ -104,6 +104,15 @@ class ExportOptions:
         cache = Scheme.parse(self.kv_bits, default="static")
         return Recipe(weights=self.weights, k=cache, v=cache, logits=self.logits)
 
+    @property
+    def has_own_products(self) -> bool:
+        """Whether products with codes are an op of this project's, for which the native library has kernels.
+
+        They round activations, read float32, and run on the processor; a page in a browser has no such library.
+        """
+        on_cpu = self.genai_device == "cpu" and not self.web and not self.pure
+        return on_cpu and self.accuracy_level == 4 and self.dtype == "float32"
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"weights": str(self.weights), "logits": str(self.logits)}
 

@@ -13,6 +13,7 @@ from diffquant.export.graph.flex import PREVIEW
 from diffquant.export.graph.inlining import inlined
 from diffquant.export.graph.linears import Linears
 from diffquant.export.graph.maps import MapOutputs
+from diffquant.export.graph.matmul import MATMUL, matmul_function
 from diffquant.export.graph.nodes import CONTRIB, Graph
 from diffquant.export.graph.norms import rms_norm
 from diffquant.export.graph.op import DOMAIN, GATES, NAME, VERSION, OpAttributes
@@ -84,6 +85,8 @@ class _Decoder:
             own.append(self._attention_function())
         elif self.scales:
             own.append(quantized_attention_function(self.options.opset))
+        if any((node.domain, node.op_type) == (DOMAIN, MATMUL) for node in self.graph.nodes):
+            own.append(matmul_function(self.options.opset))
         domains = ({} if self.options.pure else {CONTRIB: 1}) | ({DOMAIN: VERSION} if own else {})
         if self.options.op == "flex":
             domains[PREVIEW] = 1

@@ -12,8 +12,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from diffquant.errors import GroupSizeError, UsageError
+from diffquant.export.graph.matmul import MATMUL
 from diffquant.export.graph.matrix import Matrix, checked_cast
 from diffquant.export.graph.nodes import CONTRIB, Graph
+from diffquant.export.graph.op import DOMAIN
 from diffquant.export.graph.streaming import Rows, Streamed, reshaped
 from diffquant.export.options import ExportOptions
 from diffquant.numbers.packing import pack
@@ -135,11 +137,11 @@ class Linears:
             weight = self.graph.add("DequantizeLinear", stored["codes"], stored["scales"], axis=1, block_size=block)
             return self.graph.add("MatMul", x, self.graph.add("Transpose", weight, perm=[1, 0]))
         return self.graph.add(
-            "MatMulNBits",
+            MATMUL,
             x,
             stored["codes"],
             stored["scales"],
-            domain=CONTRIB,
+            domain=DOMAIN if self.options.has_own_products else CONTRIB,
             K=width,
             N=out,
             bits=container_bits(matrix.scheme),

@@ -1,4 +1,4 @@
-"""The op's native kernel for the CPU: its library, and the instruction set that it uses on this machine.
+"""The native kernels for the CPU, of attention and of products with codes: their library, and what they use here.
 
 A wheel carries the library where a compiler was there to build it; `python -m diffquant.export.native`
 builds it in place. Without it a model's function body runs instead: the same numbers, slower.
@@ -34,13 +34,26 @@ def library_path() -> Path | None:
 
 
 def kernel_name() -> str | None:
-    """The instruction set the library uses here: avx512, avx2 or plain; None without a library."""
+    """The instruction set of the library's attention here: avx512, avx2 or plain; None without a library."""
     library = _loaded()
     if library is None:
         return None
     library.diffquant_kernel_name.restype = ctypes.c_char_p
     name: bytes = library.diffquant_kernel_name()
     return name.decode()
+
+
+def matmul_kernel_name() -> str | None:
+    """The instruction set of the library's products with codes here: avx512vnni or avx2.
+
+    None without a library, and where ONNX Runtime's own products are used because no faster ones are known.
+    """
+    library = _loaded()
+    if library is None:
+        return None
+    library.diffquant_matmul_kernel_name.restype = ctypes.c_char_p
+    name: bytes | None = library.diffquant_matmul_kernel_name()
+    return name.decode() if name else None
 
 
 def use_kernel(name: str) -> bool:
@@ -57,12 +70,21 @@ def use_kernel(name: str) -> bool:
 
 
 def kernel_calls() -> int:
-    """Number of times that the library's kernel has run in this process; 0 without a library."""
+    """Number of times that the library's attention has run in this process; 0 without a library."""
     library = _loaded()
     if library is None:
         return 0
     library.diffquant_kernel_calls.restype = ctypes.c_int64
     return int(library.diffquant_kernel_calls())
+
+
+def matmul_calls() -> int:
+    """Number of products with codes that the library has computed in this process; 0 without a library."""
+    library = _loaded()
+    if library is None:
+        return 0
+    library.diffquant_matmul_calls.restype = ctypes.c_int64
+    return int(library.diffquant_matmul_calls())
 
 
 def _loaded() -> ctypes.CDLL | None:

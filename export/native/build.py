@@ -17,10 +17,15 @@ _FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra
 # g++ takes AVX-512's own headers for readers of uninitialized registers.
 _FLAGS += ["-Wno-unknown-warning-option", "-Wno-maybe-uninitialized"]
 _AVX2 = ["-mavx2", "-mfma", "-mf16c"]
-# What a processor must have is checked when the library runs, so each file may use all of it.
+_AVX512 = [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
+_INTEL, _ARM = ("x86_64", "amd64"), ("aarch64", "arm64")
+# Files for some machines alone. What a processor must have is checked when the library runs, so each may use all of it.
 _PROCESSOR_FLAGS = {
-    "kernel_avx2": _AVX2,
-    "kernel_avx512": [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"],
+    "kernel_avx2": (_INTEL, _AVX2),
+    "kernel_avx512": (_INTEL, _AVX512),
+    "matmul_avx2": (_INTEL, _AVX2),
+    "matmul_avx512vnni": (_INTEL, [*_AVX512, "-mavx512vnni"]),
+    "matmul_neon": (_ARM, ["-march=armv8.2-a+dotprod"]),
 }
 _SANITIZE = ["-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
 
@@ -49,7 +54,7 @@ def build(library: Path, compiler: str, sanitize: bool = False, sources: Path = 
             Path(folder) / f"{source.stem}.o": [
                 compiler,
                 *flags,
-                *_PROCESSOR_FLAGS.get(source.stem, []),
+                *_PROCESSOR_FLAGS.get(source.stem, ((), []))[1],
                 "-c",
                 str(source),
             ]
@@ -63,8 +68,9 @@ def build(library: Path, compiler: str, sanitize: bool = False, sources: Path = 
 
 
 def _sources_in(folder: Path) -> list[Path]:
-    intel = platform.machine().lower() in ("x86_64", "amd64")
-    return [source for source in sorted(folder.glob("*.cc")) if intel or source.stem not in _PROCESSOR_FLAGS]
+    machine = platform.machine().lower()
+    elsewhere = {stem for stem, (machines, _) in _PROCESSOR_FLAGS.items() if machine not in machines}
+    return [source for source in sorted(folder.glob("*.cc")) if source.stem not in elsewhere]
 
 
 def _run(command: list[str]) -> None:

@@ -1,52 +1,21 @@
 #include "node.h"
 
 #include <algorithm>
-#include <atomic>
 #include <limits>
-#include <vector>
 
 #include "dispatch.h"
+#include "runtime.h"
 
 namespace diffquant {
 namespace {
-
-using Shape = std::vector<int64_t>;
 
 constexpr const char* kInputNames[] = {"query",     "key",        "value",     "lambda",
                                        "past_key",  "past_value", "seqlens_k", "total_sequence_length",
                                        "cos_cache", "sin_cache",  "k_scale",   "v_scale",
                                        "signal_gate", "output_gate"};
 
-std::string text(const Shape& shape) {
-  std::string out = "[";
-  for (size_t i = 0; i < shape.size(); ++i) out += (i ? ", " : "") + std::to_string(shape[i]);
-  return out + "]";
-}
-
-void require(bool condition, const std::string& otherwise) {
-  if (!condition) throw InvalidArgument(otherwise);
-}
-
 void require_shape(Input input, const Shape& shape, const Shape& wanted) {
   require(shape == wanted, std::string(kInputNames[input]) + " is " + text(shape) + ", expected " + text(wanted));
-}
-
-void check(ort::Status* status) {
-  if (status) throw RefusedByRuntime{status};
-}
-
-template <class T>
-T attribute(ort::Api api, const ort::KernelInfo* info, const char* name,
-            ort::Slot<ort::Status* (*)(const ort::KernelInfo*, const char*, T*)> slot) {
-  T value{};
-  ort::Status* status = slot(api)(info, name, &value);
-  if (status) ort::kReleaseStatus(api)(status);
-  require(!status, std::string("attribute ") + name + " is missing; every node carries all of them");
-  return value;
-}
-
-int64_t integer(ort::Api api, const ort::KernelInfo* info, const char* name) {
-  return attribute<int64_t>(api, info, name, ort::kGetAttributeInt);
 }
 
 // Version 1 of the op has no signals_per_noise: each pair has a noise head of its own.
@@ -356,24 +325,9 @@ class Call {
     return largest;
   }
 
-  // Calls task(0) to task(count - 1) on the session's threads.
   template <class Task>
   void parallel(int64_t count, const Task& task) {
-    struct Shared {
-      const Task& task;
-      std::atomic<bool> failed{false};
-    } shared{task};
-    const auto one = [](void* data, size_t i) {
-      Shared& shared = *static_cast<Shared*>(data);
-      try {
-        shared.task(static_cast<int64_t>(i));
-      } catch (...) {
-        shared.failed = true;  // nothing may be thrown into ONNX Runtime
-      }
-    };
-    if (count == 1) one(&shared, 0);
-    if (count > 1) check(ort::kParallelFor(api_)(context_, one, count, 0, &shared));
-    if (shared.failed) throw std::bad_alloc();
+    run_in_parallel(api_, context_, count, task);
   }
 
   const ort::Value* value(Input input) const {
@@ -383,30 +337,9 @@ class Call {
   }
   bool present(Input input) const { return value(input) != nullptr; }
 
-  const void* data(Input input) const {
-    void* out = nullptr;
-    check(ort::kGetTensorData(api_)(value(input), &out));
-    return out;
-  }
-
-  Shape shape(Input input) const {
-    ort::TensorInfo* info = nullptr;
-    check(ort::kGetTensorTypeAndShape(api_)(value(input), &info));
-    size_t count = 0;
-    check(ort::kGetDimensionsCount(api_)(info, &count));
-    Shape out(count);
-    check(ort::kGetDimensions(api_)(info, out.data(), count));
-    ort::kReleaseTensorInfo(api_)(info);
-    return out;
-  }
-
-  void* output(size_t index, const Shape& shape) {
-    ort::Value* out = nullptr;
-    check(ort::kGetOutput(api_)(context_, index, shape.data(), shape.size(), &out));
-    void* data = nullptr;
-    check(ort::kGetTensorData(api_)(out, &data));
-    return data;
-  }
+  const void* data(Input input) const { return data_of(api_, value(input)); }
+  Shape shape(Input input) const { return shape_of(api_, value(input)); }
+  void* output(size_t index, const Shape& shape) { return make_output(api_, context_, index, shape); }
 
   const Node& node_;
   const ort::Api api_;

@@ -1,9 +1,6 @@
 // One node of a graph: its attributes, and a call of it with its inputs checked.
 #pragma once
 
-#include <stdexcept>
-#include <string>
-
 #include "ort_api.h"
 #include "problem.h"
 
@@ -23,16 +20,6 @@ inline Input input_at(size_t place, int64_t maps) {
 }
 inline size_t place_of(Input input, int64_t maps) { return maps == 2 || input < kLambda ? input : input - 1; }
 inline size_t input_count(int64_t maps) { return place_of(maps == 2 ? kOutputGate : kValueScale, maps) + 1; }
-
-// Something a user can cause; its text becomes ONNX Runtime's error.
-struct InvalidArgument : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
-
-// What ONNX Runtime answered to a request; goes back to it as it is.
-struct RefusedByRuntime {
-  ort::Status* status;
-};
 
 class Node {
  public:

@@ -49,6 +49,7 @@ constexpr Slot<Status* (*)(const KernelContext*, size_t index, const Value**)> k
 constexpr Slot<Status* (*)(KernelContext*, size_t index, const int64_t* dims, size_t count, Value**)> kGetOutput{91};
 constexpr Slot<void (*)(Status*)> kReleaseStatus{93};
 constexpr Slot<void (*)(TensorInfo*)> kReleaseTensorInfo{99};
+constexpr Slot<Status* (*)(const KernelInfo*, size_t index, int* is_constant, const Value**)> kGetConstantInput{249};
 constexpr Slot<Status* (*)(const KernelContext*, void (*task)(void*, size_t), size_t count, size_t batches, void*)>
     kParallelFor{274};
 

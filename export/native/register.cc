@@ -1,11 +1,12 @@
 // What ONNX Runtime finds in the library: its ops, each once for each pair of activation and cache types.
 #include <atomic>
 #include <mutex>
-#include <new>
-#include <string>
 
 #include "dispatch.h"
+#include "matmul_op.h"
+#include "matmul_run.h"
 #include "node.h"
+#include "runtime.h"
 
 #define DIFFQUANT_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -44,31 +45,9 @@ struct Instance {
 
 const Op& as_op(const ort::CustomOp* op) { return *static_cast<const Op*>(op); }
 
-ort::Status* failure(ort::Api api, const Op& op, int code, const char* what) {
-  const std::string message = std::string("diffquant::") + op.title() + ": " + what;
-  return ort::kCreateStatus(api)(code, message.c_str());
-}
-
-// Runs `body`; what it throws becomes a status, since nothing may be thrown into ONNX Runtime.
-template <class Body>
-ort::Status* guarded(ort::Api api, const Op& op, const Body& body) {
-  try {
-    body();
-    return nullptr;
-  } catch (const RefusedByRuntime& refused) {
-    return refused.status;
-  } catch (const InvalidArgument& error) {
-    return failure(api, op, ort::kInvalidArgument, error.what());
-  } catch (const std::bad_alloc&) {
-    return failure(api, op, ort::kFail, "out of memory");
-  } catch (const std::exception& error) {
-    return failure(api, op, ort::kFail, error.what());
-  }
-}
-
 ort::Status* create_kernel(const ort::CustomOp* op, ort::Api api, const ort::KernelInfo* info, void** kernel) {
   const Op& made = as_op(op);
-  return guarded(api, made, [&] {
+  return guarded(api, made.title(), [&] {
     *kernel = new Instance{api, made, Node(api, info, made.maps, made.activations, made.cache)};
   });
 }
@@ -76,7 +55,7 @@ ort::Status* create_kernel(const ort::CustomOp* op, ort::Api api, const ort::Ker
 ort::Status* compute(void* kernel, ort::KernelContext* context) {
   ++calls;
   const Instance& instance = *static_cast<Instance*>(kernel);
-  return guarded(instance.api, instance.op, [&] { instance.node.compute(context); });
+  return guarded(instance.api, instance.op.title(), [&] { instance.node.compute(context); });
 }
 
 Op make_op(int64_t maps, Element activations, Element cache) {
@@ -125,7 +104,8 @@ ort::Status* make_domain(ort::Api api, ort::CustomOpDomain** domain) {
   for (const Op& op : kOps) {
     if (ort::Status* status = ort::kCustomOpDomainAdd(api)(*domain, &op)) return status;
   }
-  return nullptr;
+  // Where the runtime's own product is as fast, a node's function body leads to it.
+  return matmul_kernel() ? ort::kCustomOpDomainAdd(api)(*domain, &matmul_op()) : nullptr;
 }
 
 }  // namespace
@@ -158,3 +138,22 @@ DIFFQUANT_EXPORT int diffquant_use_kernel(const char* name) { return diffquant::
 
 // How often the kernel has run in this process: tells a test, or doctor, that the body did not run instead.
 DIFFQUANT_EXPORT int64_t diffquant_kernel_calls() { return diffquant::calls; }
+
+// The instruction set of products with codes; null where ONNX Runtime's own are used.
+DIFFQUANT_EXPORT const char* diffquant_matmul_kernel_name() {
+  const diffquant::MatmulKernel* kernel = diffquant::matmul_kernel();
+  return kernel ? kernel->name : nullptr;
+}
+
+// How often a product with codes has run in this process.
+DIFFQUANT_EXPORT int64_t diffquant_matmul_calls() { return diffquant::matmul_calls(); }
+
+// One product by the kernel of that name, for tests: y [rows, channels] of x [rows, width], MatMulNBits' codes and its
+// scales. Returns 0 where this processor lacks the kernel.
+DIFFQUANT_EXPORT int diffquant_matmul(const char* name, int64_t rows, int64_t channels, int64_t width, int64_t block,
+                                      int64_t bits, const float* x, const uint8_t* codes, const float* scales,
+                                      float* y) {
+  const diffquant::MatmulKernel* kernel = diffquant::find_matmul_kernel(name);
+  if (kernel) diffquant::multiply_here(*kernel, rows, {channels, width, block, bits, nullptr, nullptr}, x, codes, scales, y);
+  return kernel != nullptr;
+}

@@ -11,6 +11,8 @@ from diffquant.errors import CheckpointError
 from diffquant.export.files import model_file
 from diffquant.export.graph.external import load_graph
 from diffquant.export.graph.inlining import is_flex, without_flex
+from diffquant.export.graph.matmul import MATMUL
+from diffquant.export.graph.nodes import CONTRIB
 from diffquant.export.native import library_path
 from diffquant.export.runtime.device import RuntimeDevice, nodes_on_cpu
 from diffquant.export.runtime.interface import CacheShape, read_interface
@@ -191,7 +193,12 @@ def session_options(threads: int = 0, native: bool = True) -> ort.SessionOptions
 
 
 def _set_accuracy(graph: onnx.ModelProto, level: int) -> None:
+    """Have every product with codes computed by ONNX Runtime's own op at this level."""
     for node in graph.graph.node:
+        if node.op_type != MATMUL:
+            continue
+        # The native library's products round activations whatever the level is.
+        node.domain = CONTRIB
         for attribute in node.attribute:
             if attribute.name == "accuracy_level":
                 attribute.i = level

@@ -7,11 +7,16 @@ import pytest
 from onnx.defs import OpSchema
 
 from diffquant.errors import UsageError
+from diffquant.export.graph.matmul import matmul_schema
 from diffquant.export.graph.op import OpAttributes, schema
 from diffquant.export.graph.quantized_attention import quantized_attention_schema
 
 PAGE = (Path(__file__).parents[2] / "docs" / "differential-attention-op.md").read_text()
-SCHEMAS = {"DifferentialAttention": schema, "QuantizedAttention": quantized_attention_schema}
+SCHEMAS = {
+    "DifferentialAttention": schema,
+    "QuantizedAttention": quantized_attention_schema,
+    "MatMulNBits": matmul_schema,
+}
 
 
 def table(heading, op="DifferentialAttention"):

@@ -1,0 +1,87 @@
+// Which kernel multiplies codes on this processor.
+#include <cstring>
+#include <vector>
+
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
+
+#include "matmul_run.h"
+
+namespace diffquant {
+namespace {
+
+struct Candidate {
+  const MatmulKernel* kernel;
+  bool runs;
+  // Whether it was measured faster than ONNX Runtime's own product on such a processor.
+  bool is_faster;
+};
+
+std::vector<Candidate> candidates() {
+  std::vector<Candidate> out;
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool avx512 = __builtin_cpu_supports("avx512f");
+  const bool vnni = avx2 && avx512 && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+                    __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
+  out.push_back({&kVnniMatmul, vnni, true});
+  // Where the runtime has wider kernels of its own nothing was measured.
+  out.push_back({&kAvx2Matmul, avx2, !avx512});
+#elif defined(__aarch64__)
+#if defined(__linux__)
+  constexpr unsigned long kDotProducts = 1 << 20;  // HWCAP_ASIMDDP
+  const bool dot = getauxval(AT_HWCAP) & kDotProducts;
+#else
+  const bool dot = true;
+#endif
+  out.push_back({&kNeonMatmul, dot, false});
+#endif
+  out.push_back({&kPlainMatmul, true, false});
+  return out;
+}
+
+// Whether a kernel gives what the plain one gives, to the last bit: an instruction that an emulator or a processor has
+// wrong must not go unnoticed.
+bool agrees_with_plain(const MatmulKernel& kernel) {
+  constexpr int64_t kRows = 13, kChannels = 20, kWidth = 90, kBlock = 32;
+  uint32_t state = 1;
+  const auto next = [&] { return state = state * 1664525 + 1013904223, state >> 8; };
+  for (const int64_t bits : {4, 8}) {
+    const PackedMatrix shape{kChannels, kWidth, kBlock, bits, nullptr, nullptr};
+    std::vector<float> x(kRows * kWidth), scales(kChannels * shape.blocks());
+    std::vector<uint8_t> codes(kChannels * shape.padded() * bits / 8);
+    for (float& value : x) value = static_cast<float>(next()) / (1 << 23) - 1;
+    for (float& value : scales) value = static_cast<float>(next()) / (1 << 24);
+    for (uint8_t& value : codes) value = static_cast<uint8_t>(next());
+    std::vector<float> wanted(kRows * kChannels), given(kRows * kChannels);
+    multiply_here(kPlainMatmul, kRows, shape, x.data(), codes.data(), scales.data(), wanted.data());
+    multiply_here(kernel, kRows, shape, x.data(), codes.data(), scales.data(), given.data());
+    if (std::memcmp(wanted.data(), given.data(), given.size() * sizeof(float)) != 0) return false;
+  }
+  return true;
+}
+
+const MatmulKernel* choose() {
+  for (const Candidate& each : candidates()) {
+    if (each.runs && each.is_faster && agrees_with_plain(*each.kernel)) return each.kernel;
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+const MatmulKernel* matmul_kernel() {
+  static const MatmulKernel* const kernel = choose();
+  return kernel;
+}
+
+const MatmulKernel* find_matmul_kernel(const char* name) {
+  for (const Candidate& each : candidates()) {
+    if (each.runs && std::strcmp(each.kernel->name, name) == 0) return each.kernel;
+  }
+  return nullptr;
+}
+
+}  // namespace diffquant

@@ -1,0 +1,70 @@
+// A model of the AVX-512 intrinsics that the products of codes use, lane by lane as Intel's guide defines them, for
+// processors that lack the instructions. It hides the compiler's own header where its folder is searched first.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+struct __m512i {
+  int32_t lane[16];
+};
+struct __m512 {
+  float lane[16];
+};
+
+template <class Vector, class Function>
+inline Vector each_lane(Function function) {
+  Vector out;
+  for (int i = 0; i < 16; ++i) out.lane[i] = function(i);
+  return out;
+}
+
+inline __m512i _mm512_load_si512(const void* from) {
+  __m512i out;
+  std::memcpy(&out, from, sizeof out);
+  return out;
+}
+inline __m512i _mm512_set1_epi32(int32_t x) {
+  return each_lane<__m512i>([=](int) { return x; });
+}
+inline __m512i _mm512_set1_epi8(int8_t x) { return _mm512_set1_epi32(static_cast<uint8_t>(x) * 0x01010101); }
+inline __m512i _mm512_and_si512(__m512i a, __m512i b) {
+  return each_lane<__m512i>([&](int i) { return a.lane[i] & b.lane[i]; });
+}
+inline __m512i _mm512_srli_epi16(__m512i a, unsigned count) {
+  uint16_t words[32];
+  std::memcpy(words, &a, sizeof words);
+  for (uint16_t& word : words) word = static_cast<uint16_t>(word >> count);
+  return _mm512_load_si512(words);
+}
+// The first operand's bytes are unsigned, the second's signed; nothing saturates.
+inline __m512i _mm512_dpbusd_epi32(__m512i sum, __m512i a, __m512i b) {
+  uint8_t unsigned_bytes[64];
+  int8_t signed_bytes[64];
+  std::memcpy(unsigned_bytes, &a, 64);
+  std::memcpy(signed_bytes, &b, 64);
+  return each_lane<__m512i>([&](int i) {
+    int32_t out = sum.lane[i];
+    for (int j = 4 * i; j < 4 * i + 4; ++j) out += unsigned_bytes[j] * signed_bytes[j];
+    return out;
+  });
+}
+
+inline __m512 _mm512_load_ps(const float* from) {
+  return each_lane<__m512>([=](int i) { return from[i]; });
+}
+inline void _mm512_store_ps(float* to, __m512 x) { std::memcpy(to, &x, sizeof x); }
+inline __m512 _mm512_set1_ps(float x) {
+  return each_lane<__m512>([=](int) { return x; });
+}
+inline __m512 _mm512_setzero_ps() { return _mm512_set1_ps(0); }
+inline __m512 _mm512_cvtepi32_ps(__m512i a) {
+  return each_lane<__m512>([&](int i) { return static_cast<float>(a.lane[i]); });
+}
+inline __m512 _mm512_mul_ps(__m512 a, __m512 b) {
+  return each_lane<__m512>([&](int i) { return a.lane[i] * b.lane[i]; });
+}
+inline __m512 _mm512_fmadd_ps(__m512 a, __m512 b, __m512 c) {
+  return each_lane<__m512>([&](int i) { return std::fma(a.lane[i], b.lane[i], c.lane[i]); });
+}

@@ -1,0 +1,135 @@
+"""Products of codes with rounded activations by the native library, against NumPy and among instruction sets."""
+
+import ctypes
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from diffquant.export.graph.matmul import matmul_function
+from diffquant.export.graph.nodes import CONTRIB
+from diffquant.export.native import matmul_calls, matmul_kernel_name
+from diffquant.export.native.build import SOURCES, find_compiler
+from diffquant.export.options import IR_VERSION, OLDEST_OPSET
+from diffquant.export.runtime.session import session_options
+
+_MODELS = Path(__file__).parent / "intrinsics"
+# Heights beside a tile's, widths that no block divides, channels that fill no group.
+_SHAPES = [(1, 33, 100, 16), (5, 16, 64, 32), (13, 50, 300, 128), (25, 7, 96, 64), (2, 40, 256, 256)]
+
+
+def inputs(rows, channels, width, block, bits, seed=0):
+    """Activations, stored codes [channels, blocks, bytes], scales, and the codes as whole numbers."""
+    rng = np.random.default_rng(seed)
+    blocks = -(-width // block)
+    codes = rng.integers(0, 2**bits, (channels, blocks * block), np.uint8)
+    codes[0], codes[-1] = 0, 2**bits - 1
+    stored = codes if bits == 8 else codes[:, 0::2] | codes[:, 1::2] << 4
+    scales = (rng.random((channels, blocks)) * 0.02 + 0.005).astype(np.float32)
+    x = rng.standard_normal((rows, width)).astype(np.float32)
+    x[0, : min(block, width)] = 0
+    x[-1] = np.sign(x[-1])  # every activation at its largest code
+    return x, np.ascontiguousarray(stored.reshape(channels, blocks, -1)), scales, codes
+
+
+def product(function, x, stored, scales, block, bits, *first):
+    """y [rows, channels] by a function of the library's signature, or None where it refuses."""
+    (rows, width), channels = x.shape, len(stored)
+    y = np.full((rows, channels), np.nan, np.float32)
+    pointers = [array.ctypes.data_as(ctypes.c_void_p) for array in (x, stored, scales, y)]
+    sizes = [ctypes.c_int64(size) for size in (rows, channels, width, block, bits)]
+    return y if function(*first, *sizes, *pointers) else None
+
+
+def oracle(x, codes, scales, block, bits):
+    """The product in float64 of activations that are rounded by blocks, absmax / 127."""
+    rows, width = x.shape
+    blocks = np.pad(x.astype(np.float64), ((0, 0), (0, -width % block))).reshape(rows, -1, block)
+    scale = np.abs(blocks).max(-1, keepdims=True) / 127
+    rounded = np.rint(blocks / np.where(scale == 0, 1, scale)) * scale
+    weights = (codes.astype(np.float64) - 2 ** (bits - 1)).reshape(len(codes), -1, block) * scales[..., None]
+    return rounded.reshape(rows, -1) @ weights.reshape(len(codes), -1).T
+
+
+@pytest.fixture(scope="module")
+def modelled(tmp_path_factory):
+    """Products by instruction sets that this machine may lack, with their intrinsics spelled out in C++."""
+    compiler = find_compiler()
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    library = tmp_path_factory.mktemp("modelled") / "libmodelled.so"
+    sources = [SOURCES / f"matmul_{name}.cc" for name in ("plain", "avx512vnni", "neon")]
+    options = ["-std=c++17", "-O1", "-fPIC", "-shared", f"-I{_MODELS}", f"-I{SOURCES}"]
+    subprocess.run([compiler, *options, *map(str, sources), str(_MODELS / "run.cc"), "-o", str(library)], check=True)
+    return ctypes.CDLL(str(library))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("shape", _SHAPES, ids=str)
+def test_every_instruction_set_gives_the_plain_one_s_bits_and_numpy_s_product(library, shape, bits):
+    x, stored, scales, codes = inputs(*shape, bits)
+    native, block = ctypes.CDLL(str(library)), shape[3]
+    plain = product(native.diffquant_matmul, x, stored, scales, block, bits, b"plain")
+    wanted = oracle(x, codes, scales, block, bits)
+    np.testing.assert_allclose(plain, wanted, rtol=0, atol=2e-5 * np.abs(wanted).max())
+    for name in (b"avx2", b"avx512vnni", b"neon"):
+        given = product(native.diffquant_matmul, x, stored, scales, block, bits, name)
+        assert given is None or given.tobytes() == plain.tobytes(), name
+
+
+@pytest.mark.parametrize("name", [b"avx512vnni", b"neon"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_instruction_sets_of_other_machines_give_the_same_bits_on_a_model_of_them(modelled, name, bits):
+    for shape in _SHAPES:
+        x, stored, scales, _ = inputs(*shape, bits)
+        plain = product(modelled.modelled_matmul, x, stored, scales, shape[3], bits, b"plain")
+        given = product(modelled.modelled_matmul, x, stored, scales, shape[3], bits, name)
+        assert given.tobytes() == plain.tobytes(), shape
+
+
+def test_a_row_s_product_does_not_depend_on_the_rows_beside_it(library):
+    x, stored, scales, _ = inputs(40, 48, 128, 32, 4)
+    native = ctypes.CDLL(str(library)).diffquant_matmul
+    for name in (b"plain", b"avx2"):
+        together = product(native, x, stored, scales, 32, 4, name)
+        if together is not None:
+            alone = product(native, x[17:18].copy(), stored, scales, 32, 4, name)
+            assert alone.tobytes() == together[17:18].tobytes()
+
+
+def test_what_is_not_finite_makes_its_own_row_nan(library):
+    x, stored, scales, _ = inputs(4, 16, 64, 32, 4)
+    x[1, 3], x[2, 40] = np.nan, np.inf
+    y = product(ctypes.CDLL(str(library)).diffquant_matmul, x, stored, scales, 32, 4, b"plain")
+    assert np.isnan(y[1:3]).all()
+    assert np.isfinite(y[[0, 3]]).all()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_sessions_run_the_library_s_product_where_it_is_registered_and_the_body_elsewhere(library, bits):
+    x, stored, scales, codes = inputs(30, 40, 100, 32, bits)
+    attributes = {"K": 100, "N": 40, "bits": bits, "block_size": 32, "accuracy_level": 4}
+    node = helper.make_node("MatMulNBits", ["x", "codes", "scales"], ["y"], domain="diffquant", **attributes)
+    values = [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", "tokens", 100])]
+    results = [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", "tokens", 40])]
+    constants = [numpy_helper.from_array(stored, "codes"), numpy_helper.from_array(scales, "scales")]
+    domains = {"": OLDEST_OPSET, CONTRIB: 1, "diffquant": 2}
+    model = helper.make_model(
+        helper.make_graph([node], "product", values, results, constants),
+        opset_imports=[helper.make_opsetid(*domain) for domain in domains.items()],
+        ir_version=IR_VERSION,
+        functions=[matmul_function(OLDEST_OPSET)],
+    )
+    wanted = oracle(x, codes, scales, 32, bits)
+    for native in (True, False):
+        session = ort.InferenceSession(
+            model.SerializeToString(), session_options(2, native), providers=["CPUExecutionProvider"]
+        )
+        calls = matmul_calls()
+        (y,) = session.run(None, {"x": x.reshape(3, 10, 100)})
+        assert matmul_calls() == calls + (native and matmul_kernel_name() is not None)
+        assert y.shape == (3, 10, 40)
+        np.testing.assert_allclose(y.reshape(30, 40), wanted, rtol=0, atol=0.02 * np.abs(wanted).max())
