@@ -17,11 +17,12 @@ OTHER_TRITON := build/triton-3.6.0
 WEB := examples/web
 LLAMA_CPP := tests/llama_cpp
 SERVING := build/serving
+READERS := build/readers
 
 OLDEST := build/oldest
 OLDEST_TRANSFORMERS := $(shell sed -n 's/.*"transformers>=\(.*\)".*/\1/p' pyproject.toml)
 
-.PHONY: demo test test-eighth test-llama-cpp test-oldest test-quantizers test-serving test-thorough test-triton test-web test-webgpu lint docs docs-check research-check walk dist plots mutants gpu gpu-bench gpu-test fuzz pairs sanitize clean
+.PHONY: demo test test-eighth test-llama-cpp test-oldest test-quantizers test-readers test-serving test-serving-models test-thorough test-triton test-web test-webgpu lint docs docs-check research-check walk dist plots mutants gpu gpu-bench gpu-test fuzz pairs sanitize clean
 
 demo: $(VENV)/.ready
 	$(BIN)/diffquant demo --output demo-output --overwrite
@@ -50,7 +51,7 @@ test-quantizers: $(VENV)/.ready
 		> "$$(build/quantizers/bin/python -c 'import site; print(site.getsitepackages()[0])')/diffquant-tests.pth"
 	build/quantizers/bin/python -m pip install --quiet --constraint constraints.txt 'diffquant[quantizers]'
 	build/quantizers/bin/python -m pip install --quiet --no-deps llmcompressor==0.14.0.1
-	build/quantizers/bin/python -c 'import auto_round, bitsandbytes, hqq, llmcompressor, torchao'
+	build/quantizers/bin/python -c 'import auto_round, bitsandbytes, hqq, llmcompressor, modelopt, torchao'
 	build/quantizers/bin/python -m pytest research/tests/studies/test_rounding_bench.py \
 		research/tests/studies/test_rounding_text_methods.py \
 		-k 'stored_bits or nf4'
@@ -65,10 +66,16 @@ test-oldest: $(VENV)/.ready
 	$(OLDEST)/bin/python -m pip install --quiet transformers==$(OLDEST_TRANSFORMERS)
 	$(OLDEST)/bin/python -m pytest tests/model tests/attention tests/checkpoint tests/test_auto_classes.py tests/test_generation.py
 
-# What vLLM computes of the family, by the plugin and by the folders alone, and `diffquant serve` over HTTP, on a processor.
+# What vLLM computes of the family, by the plugin and by the folders alone, and `diffquant serve` over HTTP, on a processor;
+# and the folders in the older transformers that vLLM asks for.
 # vLLM's environment is its own, since it asks for older libraries; the first one's packages, torch among them, stand behind.
 test-serving: $(SERVING)/.ready
-	DIFFQUANT_COMPLETE=1 $(SERVING)/bin/python -m pytest tests/serving
+	DIFFQUANT_COMPLETE=1 $(SERVING)/bin/python -m pytest tests/serving tests/serve/test_folder.py
+
+# The part of it that CI runs: each member of the family in one process of vLLM, by the plugin at 16, 8 and 4 bits and by
+# its folder alone.
+test-serving-models: $(SERVING)/.ready
+	DIFFQUANT_COMPLETE=1 $(SERVING)/bin/python -m pytest tests/serving/test_plugin.py
 
 $(SERVING)/.ready: pyproject.toml constraints-serving.txt | $(VENV)/.ready
 	test -x $(SERVING)/bin/python || $(PYTHON) -m venv $(SERVING)
@@ -99,6 +106,22 @@ test-llama-cpp: $(VENV)/.ready
 test-web: $(VENV)/.ready
 	! command -v npm || test -d $(WEB)/node_modules || npm ci --prefix $(WEB) --ignore-scripts --no-audit --no-fund
 	$(BIN)/python -m pytest tests/web -rs
+
+# Exported folders in OpenVINO, transformers.js, onnxruntime-web and -node, and older versions of ONNX Runtime, each in
+# an environment of its own. npm fetches its packages once; where it is not installed its readers are skipped, and say so.
+test-readers: $(READERS)/.ready
+	! command -v npm || test -d tests/readers/node_modules \
+		|| npm ci --prefix tests/readers --ignore-scripts --no-audit --no-fund
+	$(BIN)/python -m pytest tests/readers -rs
+
+$(READERS)/.ready: tests/readers/requirements.txt tests/readers/onnxruntime.txt | $(VENV)/.ready
+	test -x $(READERS)/bin/python || $(PYTHON) -m venv $(READERS)
+	$(READERS)/bin/python -m pip install --quiet --requirement tests/readers/requirements.txt
+	while read -r version numpy; do \
+		$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(READERS)/onnxruntime-$$version \
+			onnxruntime==$$version numpy==$$numpy coloredlogs==15.0.1 humanfriendly==10.0 || exit 1; \
+	done < tests/readers/onnxruntime.txt
+	touch $@
 
 # The page on WebGPU as Chromium computes it on the processor, which takes minutes.
 test-webgpu: test-web

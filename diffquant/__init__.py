@@ -5,8 +5,9 @@
     model = diffquant.load("checkpoint-4bit")
 
 Make: `quantize`, `convert`, `search`, `calibrate`. Measure: `evaluate`, `sweep`, `compare`, `outliers`,
-`attention_map`, `fidelity`. Run: `load`, `load_tokenizer`, `generate`, `serve`, `export`, `verify`, `run`. Look:
-`inspect`, `plan`. Recipes are `Recipe`s, or what `Recipe.parse` reads; every error is a `DiffQuantError`.
+`attention_map`, `fidelity`, `report`, `bench`. Run: `load`, `load_tokenizer`, `generate`, `serve`, `export`, `verify`,
+`run`. Look: `inspect`, `plan`, `doctor`. Recipes are `Recipe`s, or what `Recipe.parse` reads; every error is a
+`DiffQuantError`.
 
 Importing the package does not import torch. Once it is imported, transformers' `AutoModelForCausalLM` opens every
 folder that diffquant writes.
@@ -44,7 +45,7 @@ from diffquant.verbs import (
 if TYPE_CHECKING:
     from diffquant.loading import load
     from diffquant.source.tokenizer import load_tokenizer
-    from diffquant.verbs import export, serve, sweep
+    from diffquant.verbs import bench, doctor, export, report, serve, sweep
 
 __all__ = [
     "DiffQuantError",
@@ -52,9 +53,11 @@ __all__ = [
     "Scheme",
     "__version__",
     "attention_map",
+    "bench",
     "calibrate",
     "compare",
     "convert",
+    "doctor",
     "evaluate",
     "export",
     "fidelity",
@@ -65,6 +68,7 @@ __all__ = [
     "outliers",
     "plan",
     "quantize",
+    "report",
     "run",
     "search",
     "serve",
@@ -106,11 +110,14 @@ class _Room(ModuleType):
 
 # A clone without symbolic links has no room of that name, and should say so.
 require_links(Path(__file__).parent)
+import diffquant.bench as _bench  # noqa: E402
+import diffquant.doctor as _doctor  # noqa: E402
 import diffquant.export as _export  # noqa: E402
+import diffquant.report as _report  # noqa: E402
 import diffquant.serve as _serve  # noqa: E402
 import diffquant.sweep as _sweep  # noqa: E402
 
-for _room, _verb in ((_export, _verbs.export), (_serve, _verbs.serve), (_sweep, _verbs.sweep)):
-    _room.__class__, vars(_room)["__wrapped__"] = _Room, _verb
+for _room in (_bench, _doctor, _export, _report, _serve, _sweep):
+    _room.__class__, vars(_room)["__wrapped__"] = _Room, getattr(_verbs, _room.__name__.rpartition(".")[2])
 
 register_with_transformers()

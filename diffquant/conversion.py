@@ -33,6 +33,7 @@ from diffquant.support.devices import as_dtype
 from diffquant.support.escaping import one_line
 from diffquant.support.files import write_atomically
 from diffquant.support.progress import Progress, progress_for
+from diffquant.support.readable import Readable
 from diffquant.support.versions import versions
 
 # A source tensor's rows [rows, ...] -> the target's.
@@ -43,8 +44,8 @@ _FLOAT32_ERROR = 1e-6
 _WAYS = {"diffllama": "diff_v1", "diff-v2": "llama", "llama": DEX}
 
 
-@dataclass(frozen=True)
-class Conversion:
+@dataclass(frozen=True, repr=False)
+class Conversion(Readable):
     """What a run of `convert` did.
 
     Attributes:

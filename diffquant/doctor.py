@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from diffquant.support.installation import install_command, requirements
 from diffquant.support.machine import cores
+from diffquant.support.readable import Readable
 
 if TYPE_CHECKING:
     from diffquant.kernels.survey import KernelSurvey
@@ -27,8 +28,8 @@ ADDED_BY = {
 }
 
 
-@dataclass(frozen=True)
-class Diagnosis:
+@dataclass(frozen=True, repr=False)
+class Diagnosis(Readable):
     """What diffquant sees of the machine.
 
     Attributes:

@@ -13,19 +13,20 @@ from diffquant.errors import CheckpointError
 from diffquant.family.lam import LAMBDA_VECTORS, lam_from_vectors
 from diffquant.family.spec import DiffSpec
 from diffquant.formats.compressed_tensors import packed_shapes
-from diffquant.quantization.plan import QuantizationPlan, plan_quantization
+from diffquant.quantization.plan import QuantizationPlan, plan_quantization, rounded_before
 from diffquant.recipe import LAYER_TARGETS, Recipe
 from diffquant.report.sizes import bytes_at_16_bits, stored_bits
 from diffquant.report.tables import megabytes
 from diffquant.source.source import Source, open_source
 from diffquant.source.weight_source import WeightSource, open_weights
 from diffquant.support.escaping import one_line
+from diffquant.support.readable import Readable
 
 WIDTHS = ("8:g32", "6:g32", "4:g32", "4:g128")
 
 
-@dataclass(frozen=True)
-class Inspection:
+@dataclass(frozen=True, repr=False)
+class Inspection(Readable):
     """What a checkpoint is, at a glance.
 
     Attributes:
@@ -38,6 +39,7 @@ class Inspection:
         sizes: bytes as it is, at 16 bits, and as `quantize` would write it at each scheme; None where that does not
             fit the weights.
         packed_bits: stored bits of a packed weight, as it is and at each scheme of `sizes` that packs some.
+        rounded: what another library rounded the weights to before; "" where that is not known.
     """
 
     path: str
@@ -52,6 +54,7 @@ class Inspection:
     lam: list[float]
     sizes: dict[str, int | None]
     packed_bits: dict[str, float]
+    rounded: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"recipe": self.recipe.to_dict(), "generation": self.spec.generation}
@@ -67,6 +70,8 @@ class Inspection:
             lines.append("layers by kind: " + ", ".join(f"{count} {kind}" for kind, count in self.kinds.items()))
         if self.packed or self.recipe != Recipe():
             lines.append(f"{self.packed} weights are packed; recipe: {_scheme_list(self.recipe)}")
+        if self.rounded:
+            lines.append(self.rounded)
         if spec.lam == "exp":
             where = "by layer" if len(self.kinds) == 1 else "of the layers with attention"
             lines.append(f"λ {where}: " + " ".join(f"{value:.3f}" for value in self.lam))
@@ -106,11 +111,12 @@ def inspect_checkpoint(path: Path | str | Source) -> Inspection:
             **{scheme: plan.bytes_after if plan else None for scheme, plan in plans.items()},
         },
         packed_bits=_stored_packed_bits(source) | {scheme: plan.packed_bits for scheme, plan in plans.items() if plan},
+        rounded=rounded_before(source.checkpoint),
     )
 
 
-@dataclass(frozen=True)
-class WeightInspection:
+@dataclass(frozen=True, repr=False)
+class WeightInspection(Readable):
     """What names and shapes say of a checkpoint whose architecture is not known.
 
     Attributes:
@@ -122,7 +128,7 @@ class WeightInspection:
         experts: number of those that are experts in one tensor.
         chosen_parameters: number of elements of the chosen weights.
         packed: number of weights that are stored packed.
-        sizes, packed_bits: as `Inspection` has them.
+        sizes, packed_bits, rounded: as `Inspection` has them.
     """
 
     path: str
@@ -135,6 +141,7 @@ class WeightInspection:
     packed: int
     sizes: dict[str, int | None]
     packed_bits: dict[str, float]
+    rounded: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -150,6 +157,7 @@ class WeightInspection:
             f"weights by name: {self.weights}, {self.experts} of them experts in one tensor, with "
             f"{self.chosen_parameters / 1e6:.1f} M parameters; quantize --weights-only --dry-run lists them",
         ]
+        lines += [self.rounded] if self.rounded else []
         return "\n".join([*lines, *(_size_line(scheme, self.sizes, self.packed_bits) for scheme in self.sizes)])
 
 

@@ -9,12 +9,13 @@ from torch import Tensor
 from diffquant.errors import UsageError
 from diffquant.model.causal import CausalModel
 from diffquant.quantization.magnitudes import Magnitudes
-from diffquant.quantization.plan import checked_schemes, unpacked_dtypes
+from diffquant.quantization.plan import checked_schemes, plan_quantization, unpacked_dtypes
 from diffquant.quantization.rounded_weight import as_stored
 from diffquant.quantization.roundings import rounding_named
 from diffquant.recipe import Recipe, RecipeLike
 from diffquant.scheme import Scheme
 from diffquant.source.building import Rewrite, as_it_is, build_model
+from diffquant.source.memory import memory_source
 from diffquant.source.places import DeviceMap, Places
 from diffquant.source.ranges import read_ranges
 from diffquant.source.source import Source, open_source
@@ -85,6 +86,25 @@ def load(
         model.model.ranges = {name: tensor.to(model.device) for name, tensor in ranges.tensors.items()}
     model.apply_recipe(recipe)
     return model
+
+
+def quantized(model: CausalModel, recipe: RecipeLike) -> CausalModel:
+    """Another model that computes what a loaded one does once `quantize` wrote it and `load` read it again.
+
+    What the model's own recipe says of cache and logits stays where this one says nothing. Its dtype and device stay.
+
+    Raises:
+        UsageError: the model's weights are at low bits already, or the rule reads a text.
+        DiffQuantError: as `quantize` raises it.
+    """
+    wanted = Recipe.parse(recipe)
+    if rounding_named(wanted.rounding.name).needs_text:
+        raise UsageError(
+            f"{wanted.rounding.name} reads a text, and a model in memory has no tokenizer: quantize the folder that "
+            "save_pretrained writes, with its tokenizer"
+        )
+    source = memory_source(model)
+    return load(source, plan_quantization(source, wanted).recipe, model.dtype, str(model.device))
 
 
 def _rewrite_as_stored(source: Source, schemes: Mapping[str, Scheme], recipe: Recipe) -> Rewrite:

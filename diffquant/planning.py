@@ -13,13 +13,14 @@ from diffquant.report.tables import megabytes
 from diffquant.source.source import Source
 from diffquant.source.stored_recipe import with_stored
 from diffquant.support.escaping import one_line
+from diffquant.support.readable import Readable
 
 # Vocabulary logits and the states of a layer that is summed wait in float32.
 _FLOAT32 = 4
 
 
-@dataclass(frozen=True)
-class MemoryPlan:
+@dataclass(frozen=True, repr=False)
+class MemoryPlan(Readable):
     """Bytes that a model takes while it generates.
 
     Attributes:

@@ -14,7 +14,9 @@ from diffquant.scheme import FULL, Scheme
 from diffquant.support.suggestion import did_you_mean
 from diffquant.support.version import CONFIG_VERSION
 
-LAYER_TARGETS = ("k", "v", "logits", "qk")
+LAYER_TARGETS = ("k", "v", "logits", "qk", "p", "pv")
+# Those that a recipe's plain form leaves out where they stay at 16 bits: cells and folders of before have one form.
+_UNSAID = ("qk", "p", "pv")
 _TARGETS = ("weights", *LAYER_TARGETS)
 # Those that can be calibrated, and that a search chooses the widths of.
 CALIBRATED_TARGETS = ("k", "v", "logits")
@@ -22,7 +24,15 @@ CALIBRATED_TARGETS = ("k", "v", "logits")
 ROUNDING_OPTIONS = {"inputs": ("rounded", "unrounded"), "target": ("model", "layer"), "order": ("stored", "activation")}
 # Groups of 128 are the custom, but do not divide every width in use (576 in SmolLM2-135M); 32 do, and
 # gain more at 4 bits than their half bit of scales costs.
-DEFAULT_GRANULARITY = {"weights": "g32", "k": "row", "v": "row", "logits": "row", "qk": "row"}
+DEFAULT_GRANULARITY = {
+    "weights": "g32",
+    "k": "row",
+    "v": "row",
+    "logits": "row",
+    "qk": "row",
+    "p": "row",
+    "pv": "column",
+}
 
 # Arguments of `Recipe.of` by the field's own names; 4-bit weights beside 16-bit activations are known as w4a16 too.
 PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -31,6 +41,24 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     # The least KL of the caches of research/pages/kv.md that take at most 0.3 of 16 bits in a long context.
     "kv-4bit-best": {"k": "4:c32", "v": "4:row:rotated", "residual": 64},
     "paper": {"logits": "4:tensor"},
+}
+# Operands of attention as published kernels round them, also arguments of `Recipe.of`, beside any of the above. What
+# all leave out: kernels round P while a row's largest logit is that of the keys read so far, and accumulate in formats
+# of their own; here it is the row's own, and sums are exact.
+LIKE: Mapping[str, Mapping[str, Any]] = {
+    # SageAttention 2 as released (qk_int8_pv_fp8, per thread). Its V scale of 2.25 for half-precision sums is not here.
+    "sage2": {"qk": "8:thread:smooth", "p": "e4m3:row:fullsum", "pv": "e4m3:channel"},
+    # The same paper's INT4, arXiv 2411.10958, whose queries lose their mean too.
+    "sage2-int4": {"qk": "4:thread:smooth:smoothq", "p": "e4m3:row:fullsum", "pv": "e4m3:channel"},
+    # SageAttention 3, arXiv 2505.11594: scales of P under 1/(448·6), those of Q, K and V under none. The kernel divides
+    # P by scales before they become e4m3; here it is by what they became, as the formula has it for Q, K and V.
+    "sage3": {"qk": "nvfp4:smooth:smoothq", "p": "nvfp4:fullsum", "pv": "nvfp4"},
+    # FlashAttention-3, arXiv 2407.08608, section 3.3: blocks, and Q and K rotated. The released kernel instead takes a
+    # scale a sequence and KV head from its caller, and does not rotate; both place P's largest at 2^8.
+    "fa3-fp8": {"qk": "e4m3:b128:rotated", "p": "e4m3:row:pow2:fullsum", "pv": "e4m3:b128"},
+    # ModelOpt's q, k, p and v_bmm_quantizer in NVFP4: P under 1/(448·6), K and V under none. A dynamic Q has a scale of
+    # its tensor above its blocks', which is left out here: it only matters where block scales leave e4m3's range.
+    "modelopt-nvfp4": {"qk": "nvfp4", "p": "nvfp4:fullsum", "pv": "nvfp4"},
 }
 
 
@@ -133,10 +161,12 @@ class Recipe:
         k, v: schemes of the KV cache.
         logits: scheme of Q·Kᵀ·scale of each map, before softmax (simulated).
         qk: scheme of the queries and keys that Q·Kᵀ is computed of (simulated).
+        p: scheme of each map's softmax weights before they are divided by their row's sum (simulated).
+        pv: scheme of the values that the weights are multiplied with, beside that of the cache (simulated).
         residual: number of newest tokens of the cache that stay 16-bit.
         overrides: schemes by name pattern (shell wildcards); the first match wins. A pattern names modules whose
-            weight it is about, or where it ends in ".k", ".v", ".logits" or ".qk" the cache, logits or operands
-            of a layer: "model.layers.3.self_attn.k".
+            weight it is about, or where it ends in ".k", ".v", ".logits", ".qk", ".p" or ".pv" the cache,
+            logits or operands of a layer: "model.layers.3.self_attn.k".
         rounding: rule by which weights become codes and scales.
     """
 
@@ -145,6 +175,8 @@ class Recipe:
     v: Scheme = FULL
     logits: Scheme = FULL
     qk: Scheme = FULL
+    p: Scheme = FULL
+    pv: Scheme = FULL
     residual: int = 0
     overrides: Mapping[str, Scheme] = field(default_factory=dict)
     rounding: RoundingSettings = NEAREST
@@ -169,6 +201,8 @@ class Recipe:
         overrides: Mapping[str, str] | None = None,
         rounding: str | Mapping[str, Any] = NEAREST.name,
         qk: str | int = 16,
+        p: str | int = 16,
+        pv: str | int = 16,
     ) -> "Recipe":
         """A recipe from scheme texts; `kv` serves whichever of `k` and `v` is not given.
 
@@ -181,6 +215,8 @@ class Recipe:
             v=_parse_for("v", kv if v is None else v),
             logits=_parse_for("logits", logits),
             qk=_parse_for("qk", qk),
+            p=_parse_for("p", p),
+            pv=_parse_for("pv", pv),
             residual=residual,
             overrides=_parse_overrides(overrides or {}),
             rounding=RoundingSettings.parse(rounding),
@@ -252,11 +288,11 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data: scheme texts, the residual and the overrides; operands and rounding where they are not plain."""
-        # A recipe without the latter has one form, which cells and checkpoints are known by.
-        schemes = {target: str(getattr(self, target)) for target in _TARGETS if target != "qk" or self.qk.quantizes}
+        schemes = {target: getattr(self, target) for target in _TARGETS}
+        stated = {target: str(s) for target, s in schemes.items() if s.quantizes or target not in _UNSAID}
         rounding = {} if self.rounding == NEAREST else {"rounding": self.rounding.to_plain()}
         return {
-            **schemes,
+            **stated,
             "residual": self.residual,
             "overrides": {pattern: str(scheme) for pattern, scheme in self.overrides.items()},
             **rounding,
@@ -298,18 +334,24 @@ class Recipe:
         return {pattern: scheme for pattern, scheme in self.overrides.items() if target_of(pattern) == "weights"}
 
     def at_layer(self, layer: int) -> "Recipe":
-        """This recipe with the `k`, `v`, `logits` and `qk` of one layer, overrides applied."""
-        k, v, logits, qk = (self._scheme_at(target, layer) for target in LAYER_TARGETS)
-        return replace(self, k=k, v=v, logits=logits, qk=qk, overrides=self.weight_overrides)
+        """This recipe with the schemes of one layer's `LAYER_TARGETS`, overrides applied."""
+        of_layer = {target: self._scheme_at(target, layer) for target in LAYER_TARGETS}
+        return replace(self, **of_layer, overrides=self.weight_overrides)  # type: ignore[arg-type]
 
     def schemes_of(self, target: str) -> set[Scheme]:
-        """Every scheme that some layer may have for "k", "v", "logits" or "qk"."""
+        """Every scheme that some layer may have for one of `LAYER_TARGETS`."""
         return {getattr(self, target)} | {s for pattern, s in self.overrides.items() if target_of(pattern) == target}
 
     @property
     def schemes(self) -> set[Scheme]:
         """Every scheme of some tensor."""
         return {*(getattr(self, target) for target in _TARGETS), *self.overrides.values()}
+
+    @property
+    def rounds_maps(self) -> set[bool]:
+        """Whether layers round their maps, by logits or by softmax weights: as backends must be able to."""
+        logits, weights = ({s.quantizes for s in self.schemes_of(target)} for target in ("logits", "p"))
+        return {a or b for a in logits for b in weights}
 
     @property
     def rotates_cache(self) -> bool:
@@ -352,7 +394,7 @@ RecipeLike = Recipe | str | int | Path | Mapping[str, Any]
 
 
 def target_of(pattern: str) -> str:
-    """The target of an override: "k", "v", "logits" or "qk" where its last part says so, else "weights"."""
+    """The target of an override: one of `LAYER_TARGETS` where its last part says so, else "weights"."""
     last = pattern.rsplit(".", 1)[-1]
     return last if last in LAYER_TARGETS else "weights"
 
@@ -385,11 +427,17 @@ def _check_allowed(target: str, scheme: Scheme, what: str | None = None) -> None
         raise UsageError(f"{what}: shift is for logits, which softmax sees only up to a constant a row")
     if scheme.alike and target != "logits":
         raise UsageError(f"{what}: alike is only for logits, which have two maps to share a scale")
-    if scheme.rotated and target not in ("k", "v"):
-        raise UsageError(f"{what}: rotated is for k and v, the cache's keys and values; leave it out")
+    if scheme.rotated and target not in ("k", "v", "qk"):
+        raise UsageError(f"{what}: rotated is for k and v, the cache's keys and values, and for qk; leave it out")
     if scheme.rotated and scheme.sharing.is_static:
         raise UsageError(f"{what}: static scales are of channels as they are; leave out rotated")
-    if scheme.smooth and target != "qk":
-        raise UsageError(f"{what}: smooth is for qk, whose keys may lose their mean before Q·Kᵀ; leave it out")
+    if (scheme.smooth or scheme.smoothq) and target != "qk":
+        flag = "smooth" if scheme.smooth else "smoothq"
+        raise UsageError(f"{what}: {flag} is for qk, which may lose its means before Q·Kᵀ; leave it out")
+    if (scheme.pow2 or scheme.fullsum) and target != "p":
+        flag = "pow2" if scheme.pow2 else "fullsum"
+        raise UsageError(f"{what}: {flag} is for p, softmax weights with a scale and a sum of their own; leave it out")
+    if scheme.pow2 and scheme.granularity != "row":
+        raise UsageError(f"{what}: pow2 is for one scale a row, which is known beforehand; leave it out")
     if scheme.shift and scheme.sharing.is_static:
         raise UsageError(f"{what}: static scales are of logits as they are; leave out shift")

@@ -12,12 +12,12 @@ from diffquant.support.spelling import spelled
 if TYPE_CHECKING:
     from torch import Tensor
 
-_FLAGS = ("shift", "alike", "rotated", "smooth")
+_FLAGS = ("shift", "alike", "rotated", "smooth", "smoothq", "pow2", "fullsum")
 # No scheme is as long; what is would only fill the screen.
 _LONGEST = 64
 _GRAMMAR = (
-    "FORMAT[:GRANULARITY][:shift, :alike, :rotated or :smooth], such as 4:g32, 6:row, 8:head, 4:tensor:shift, nvfp4 or "
-    "16"
+    "FORMAT[:GRANULARITY][:shift, :alike, :rotated, :smooth, ...], such as 4:g32, 6:row, 8:head, 4:tensor:shift, nvfp4 "
+    "or 16"
 )
 
 
@@ -35,6 +35,11 @@ class Scheme:
             queries are rotated as keys are, and what is read of values is rotated back.
         smooth: whether keys lose their mean over a sequence's tokens before they are rounded for Q·Kᵀ, which softmax
             does not see.
+        smoothq: whether queries lose their mean over 128 tokens before they are rounded for Q·Kᵀ; the mean's own
+            product with the keys is added exactly.
+        pow2: whether the scale of softmax weights is the largest power of two that their largest level allows.
+        fullsum: whether softmax weights are divided by the sum of the unrounded ones, as published kernels do, in
+            place of the sum of the rounded ones.
     """
 
     format: NumberFormat
@@ -43,6 +48,9 @@ class Scheme:
     alike: bool = False
     rotated: bool = False
     smooth: bool = False
+    smoothq: bool = False
+    pow2: bool = False
+    fullsum: bool = False
 
     def __post_init__(self) -> None:
         flags = [flag for flag in _FLAGS if getattr(self, flag)]
@@ -67,11 +75,11 @@ class Scheme:
         """Read the text form.
 
         Args:
-            text: `FORMAT[:GRANULARITY][:shift, :alike, :rotated or :smooth]`; a format is 2 to 8 for integers of so
-                many bits, 16, or the name of another one.
+            text: `FORMAT[:GRANULARITY]` and the names of transforms such as `:shift`; a format is 2 to 8 for integers
+                of so many bits, 16, or the name of another one.
             default: granularity where the text names none.
             target: what the scheme is for, where that is known: "weights", whose rows may be called "channel", or "k",
-                "v", "logits" or "qk", whose rows may be called "token".
+                "v", "logits", "qk", "p" or "pv", whose rows may be called "token".
 
         Raises:
             UsageError: the text is no such form, or names the rows of another target.

@@ -1,6 +1,5 @@
 """The model card of an exported folder."""
 
-from diffquant.export.files import MODEL_FILE
 from diffquant.export.graph.plan import ExportPlan
 from diffquant.formats.front_matter import front_matter
 from diffquant.quantization.card import FAMILY
@@ -19,9 +18,11 @@ Exported from {name} ({model_type}) by diffquant.
 | embedding and head | {embed} |
 | activations | {dtype} |
 
-`diffquant run FOLDER --prompt TEXT` continues a prompt. ONNX Runtime opens {model} by itself as well: an operator of
-diffquant's own comes with its function body of standard operators. diffquant.json has what it was made from.
+`diffquant run FOLDER --prompt TEXT` continues a prompt. ONNX Runtime opens {model} by itself as well{why}.
+diffquant.json has what it was made from.
 """
+
+_FUNCTION = "an operator of\ndiffquant's own comes with its function body of standard operators"
 
 
 def exported_card(plan: ExportPlan) -> str:
@@ -39,5 +40,6 @@ def exported_card(plan: ExportPlan) -> str:
         logits=options.logits,
         embed=f"{options.embed_bits} bits",
         dtype=options.dtype,
-        model=MODEL_FILE,
+        model=options.layout.model,
+        why="" if options.inlines else f": {_FUNCTION}",
     )

@@ -12,7 +12,7 @@ import onnx
 
 from diffquant.errors import CheckpointError, UsageError
 from diffquant.export.card import exported_card
-from diffquant.export.files import DATA_FILE, MODEL_FILE, RANGES_FILE
+from diffquant.export.files import RANGES_FILE
 from diffquant.export.graph.cache_scales import Scales, static_scales
 from diffquant.export.graph.decoder import build
 from diffquant.export.graph.linears import container_bits
@@ -22,6 +22,7 @@ from diffquant.export.manifest import write_manifest
 from diffquant.export.options import ExportOptions, check_runtime, runtime_floor
 from diffquant.export.runtime.device import RuntimeDevice
 from diffquant.export.runtime.genai import write_genai_config
+from diffquant.export.runtime.portable import portable_config
 from diffquant.export.runtime.web import write_web_description
 from diffquant.formats.atomic_folder import check_output, staged
 from diffquant.formats.json_object import read_json
@@ -37,13 +38,14 @@ from diffquant.source.source import Source, open_source
 from diffquant.support.digests import FileDigests
 from diffquant.support.files import write_atomically
 from diffquant.support.progress import Progress, silent
+from diffquant.support.readable import Readable
 from diffquant.support.spelling import spelled
 from diffquant.support.versions import versions
 from diffquant.text.special_tokens import read_special_tokens
 
 
-@dataclass(frozen=True)
-class OnnxReport:
+@dataclass(frozen=True, repr=False)
+class OnnxReport(Readable):
     """What a run of `export` wrote.
 
     Attributes:
@@ -51,7 +53,8 @@ class OnnxReport:
         bytes_before: bytes that the checkpoint takes.
         bytes_after: size of the model's two files.
         weights: number of the checkpoint's weights.
-        seconds: duration of the run.
+        seconds: duration of the run, calibration included.
+        calibrated: seconds of it that the cache's scales took; 0 where they were given or there are none.
         floor: oldest ONNX Runtime that opens the model.
         notes: sentences that a reader should know.
     """
@@ -61,14 +64,16 @@ class OnnxReport:
     bytes_after: int
     weights: int
     seconds: float
+    calibrated: float
     floor: str
     notes: tuple[str, ...]
 
     def summary(self) -> str:
         """A few lines for people."""
+        calibration = f", {self.calibrated:.1f} s of them calibrating the cache" if self.calibrated else ""
         first = (
             f"{self.destination}: {compared_size(self.bytes_after, self.bytes_before, self.weights)}, "
-            f"in {self.seconds:.1f} s, for ONNX Runtime {self.floor} and later"
+            f"in {self.seconds:.1f} s{calibration}, for ONNX Runtime {self.floor} and later"
         )
         return "\n".join([first, *(f"  {note}" for note in self.notes)])
 
@@ -128,18 +133,21 @@ def write_export(
     with staged(destination, key, nbytes, overwrite) as staging:
         folder = staging.folder
         checked.checkpoint.write_side_files(folder)
-        write(folder / DATA_FILE, streamed, progress)
-        onnx.save(model, folder / MODEL_FILE)
+        layout = options.layout
+        (folder / layout.model).parent.mkdir(exist_ok=True)
+        write(folder / layout.data, streamed, progress)
+        onnx.save(model, folder / layout.model)
         if ranges is not None:
             write_ranges(folder / RANGES_FILE, ranges)
         _write_descriptions(plan, streamed, folder)
-        bytes_after = sum((folder / name).stat().st_size for name in (MODEL_FILE, DATA_FILE))
+        bytes_after = sum((folder / name).stat().st_size for name in (layout.model, layout.data))
     return OnnxReport(
         destination,
         checked.checkpoint.stored_nbytes,
         bytes_after,
         checked.weights,
         time.monotonic() - started,
+        0.0,
         runtime_floor(options),
         tuple(_make_notes(plan, streamed)),
     )
@@ -180,9 +188,12 @@ def _cache_scales(source: Source, options: ExportOptions, ranges: Ranges | None)
 def _write_descriptions(plan: ExportPlan, streamed: Sequence[Streamed], folder: Path) -> None:
     """Write config.json, genai_config.json, web.json, the card and diffquant.json."""
     checkpoint, tokens = plan.source.checkpoint, plan.source.special_tokens
-    write_atomically(folder / "config.json", json.dumps(without_code(checkpoint.config, folder), indent=2) + "\n")
+    config = portable_config(plan.config, tokens) if plan.options.portable else without_code(checkpoint.config, folder)
+    write_atomically(folder / "config.json", json.dumps(config, indent=2) + "\n")
     if plan.options.cache:
-        write_genai_config(folder, plan.config, tokens, RuntimeDevice.parse(plan.options.genai_device))
+        write_genai_config(
+            folder, plan.config, tokens, RuntimeDevice.parse(plan.options.genai_device), plan.options.layout
+        )
     if plan.options.web:
         write_web_description(folder, plan.config, tokens)
     write_atomically(folder / "README.md", exported_card(plan))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from diffquant.errors import CheckpointError, UsageError
-from diffquant.export.files import DATA_FILE, MODEL_FILE, RANGES_FILE
+from diffquant.export.files import MODEL_FILE, RANGES_FILE, layout_of, model_file
 from diffquant.export.options import ExportOptions, runtime_floor
 from diffquant.formats.json_object import read_json
 from diffquant.support.digests import FileDigests
@@ -48,13 +48,14 @@ def write_manifest(folder: Path, options: ExportOptions, source: Mapping[str, An
     # Here, since it imports torch, without which a record is read.
     from diffquant.support.versions import versions
 
+    layout = layout_of(folder)
     entry = {
         "format": FORMAT,
         "versions": versions(),
         "onnxruntime": f">={runtime_floor(options)}",
         "options": options.to_dict(),
         "source": source,
-        **FileDigests.of(folder / name for name in (MODEL_FILE, DATA_FILE)).to_dict(),
+        **FileDigests.within(folder, (layout.model, layout.data)).to_dict(),
         "calibration": FileDigests.of(file for file in [folder / RANGES_FILE] if file.exists()).to_dict(),
         "tensors": tensors,
     }
@@ -67,7 +68,7 @@ def read_manifest(folder: Path) -> Manifest:
     Raises:
         CheckpointError: the folder has no record, or one that cannot be read.
     """
-    if not (folder / MODEL_FILE).is_file():
+    if not model_file(folder).is_file():
         raise CheckpointError(f"{folder} has no {MODEL_FILE}; `diffquant export` makes such a folder")
     entry = read_json(folder / FILE)
     try:

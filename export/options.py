@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import onnxruntime
 
 from diffquant.errors import UsageError
+from diffquant.export.files import PLAIN, PORTABLE, Layout
 from diffquant.recipe import Recipe
 from diffquant.scheme import FULL, Scheme
 from diffquant.support.spelling import spelled
@@ -15,11 +16,14 @@ from diffquant.support.spelling import spelled
 if TYPE_CHECKING:
     import torch
 
-# RMSNormalization became standard in opset 23, which ONNX Runtime takes from 1.23 on.
-OLDEST_OPSET, NEWEST_OPSET = 23, 26
+# RMSNormalization became standard in opset 23, which ONNX Runtime takes from 1.23 on; earlier ones spell it out.
+DEFAULT_OPSET, NEWEST_OPSET = 23, 26
+# Reductions take their axes as an input, and Split its number of outputs, from 18 on; scales of blocks came with 21.
+_OLDEST_OPSET, _OLDEST_PURE_OPSET = 18, 21
 IR_VERSION = 10
 LOGIT_GRANULARITIES = ("row", "head", "pair", "tensor")
 DTYPES = ("float32", "float16")
+OPS = ("custom", "flex")
 
 
 @dataclass(frozen=True)
@@ -33,8 +37,11 @@ class ExportOptions:
         dtype: type of activations, 16-bit weights and an unquantized cache.
         embed_bits: width of embedding and head: 16, or 8 for codes.
         cache: whether the model takes and returns a KV cache.
-        opset: version of the standard domain.
-        pure: whether the graph has standard ONNX ops alone.
+        opset: version of the standard domain; 0 takes 23, and in a portable graph the oldest that has its ops.
+        pure: whether the graph has standard ONNX ops alone, and no function.
+        op: how the graph says attention: "custom", an op with its body, or "flex", a FlexAttention of ai.onnx.preview.
+        portable: whether the folder is for readers beside ONNX Runtime: no function, their names of files, and a
+            config.json that describes the model's inputs as a Llama's.
         accuracy_level: precision of ONNX Runtime's products with codes: 4 multiplies int8 activations, 1 float32 ones,
             for which it expands codes of 5 to 8 bits anew at each call.
         genai_device: device that genai_config.json names to onnxruntime-genai: "cpu", "cuda" or "cuda:N".
@@ -48,13 +55,17 @@ class ExportOptions:
     dtype: str = "float32"
     embed_bits: int = 16
     cache: bool = True
-    opset: int = OLDEST_OPSET
+    opset: int = 0
     pure: bool = False
+    op: str = "custom"
+    portable: bool = False
     accuracy_level: int = 4
     genai_device: str = "cpu"
     web: bool = False
 
     def __post_init__(self) -> None:
+        if not self.opset:
+            object.__setattr__(self, "opset", self.oldest_opset if self.portable else DEFAULT_OPSET)
         problems = list(self._problems())
         if problems:
             raise UsageError(f"cannot export: {'; '.join(problems)}")
@@ -64,6 +75,21 @@ class ExportOptions:
         """Options with schemes in their text form."""
         of_weights, of_logits = Scheme.parse(weights, "g32", "weights"), Scheme.parse(logits, "row", "logits")
         return cls(weights=of_weights, logits=of_logits, **others)
+
+    @property
+    def oldest_opset(self) -> int:
+        """The oldest version of the standard domain that has the graph's ops."""
+        return _OLDEST_PURE_OPSET if self.pure else _OLDEST_OPSET
+
+    @property
+    def inlines(self) -> bool:
+        """Whether functions are written out in the graph."""
+        return self.pure or self.portable or self.op == "flex"
+
+    @property
+    def layout(self) -> Layout:
+        """Where the folder has its files."""
+        return PORTABLE if self.portable else PLAIN
 
     @property
     def torch_dtype(self) -> "torch.dtype":
@@ -84,7 +110,7 @@ class ExportOptions:
 
         They round activations, read float32, and run on the processor; a page in a browser has no such library.
         """
-        on_cpu = self.genai_device == "cpu" and not self.web and not self.pure
+        on_cpu = self.genai_device == "cpu" and not self.web and not self.inlines
         return on_cpu and self.accuracy_level == 4 and self.dtype == "float32"
 
     def to_dict(self) -> dict[str, Any]:
@@ -99,8 +125,8 @@ class ExportOptions:
             yield f"unknown dtype {self.dtype!r}; known are {', '.join(DTYPES)}"
         if self.accuracy_level not in (1, 4):
             yield f"accuracy level {self.accuracy_level} is not 1 (float32 activations) or 4 (int8 activations)"
-        if not OLDEST_OPSET <= self.opset <= NEWEST_OPSET:
-            yield f"opset {self.opset} is not within {OLDEST_OPSET} to {NEWEST_OPSET}"
+        if not self.oldest_opset <= self.opset <= NEWEST_OPSET:
+            yield f"opset {self.opset} is not within {self.oldest_opset} to {NEWEST_OPSET}"
         if self.weights.quantizes and (refusal := self.weights.sharing.refusal("weights")):
             yield f"weights {refusal}"
         for what, scheme in (("weights", self.weights), ("logits", self.logits)):
@@ -118,6 +144,11 @@ class ExportOptions:
             )
         if not self.cache and self.kv_bits < 16:
             yield f"{spelled('kv', self.kv_bits)} and {spelled('cache', False)} contradict each other"
+        if self.op not in OPS:
+            yield f"unknown op {self.op!r}; known are {', '.join(OPS)}"
+        if self.op == "flex" and (self.portable or self.web):
+            other = spelled("portable" if self.portable else "web")
+            yield f"no other reader has FlexAttention: leave out {spelled('op', 'flex')} or {other}"
         if self.web:
             yield from self._web_problems()
 
@@ -127,6 +158,10 @@ class ExportOptions:
                 f"{spelled('web')} reads the keys in a float32 KV cache: leave out {spelled('cache', False)} and "
                 f"{spelled('kv')}"
             )
+        if self.portable:
+            yield f"the page of {spelled('web')} finds the model beside web.json: leave out {spelled('portable')}"
+        if self.opset < DEFAULT_OPSET:
+            yield f"{spelled('web')} rotates queries by an operator of opset {DEFAULT_OPSET}"
         if self.dtype != "float32":
             yield f"{spelled('web')} is float32: leave out {spelled('dtype')}"
         if self.logits.quantizes:
@@ -150,8 +185,13 @@ def check_runtime(options: ExportOptions) -> None:
 
 
 def runtime_floor(options: ExportOptions) -> str:
-    """Oldest ONNX Runtime that loads the model."""
-    return "1.27" if options.kv_bits < 16 and not options.pure else "1.23"
+    """Oldest ONNX Runtime that loads the model; `make test-readers` opens folders of each with it."""
+    if options.kv_bits < 16 and not options.pure:
+        return "1.27"
+    if options.opset >= DEFAULT_OPSET or (options.embed_bits < 16 and not options.pure):
+        return "1.23"
+    # Before 1.20 some graph optimizations mistake the type of standard codes.
+    return "1.20" if options.pure else "1.18"
 
 
 def _newest_opset() -> int:
@@ -163,14 +203,14 @@ def _newest_opset() -> int:
     graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "probe", [value], [result])
     quiet = onnxruntime.SessionOptions()
     quiet.log_severity_level = 4
-    for opset in range(NEWEST_OPSET, OLDEST_OPSET - 1, -1):
+    for opset in range(NEWEST_OPSET, _OLDEST_OPSET - 1, -1):
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=IR_VERSION)
         try:
             onnxruntime.InferenceSession(model.SerializeToString(), quiet, providers=["CPUExecutionProvider"])
         except Exception:  # the runtime's own exception types differ between its versions
             continue
         return opset
-    return OLDEST_OPSET - 1
+    return _OLDEST_OPSET - 1
 
 
 def _runtime_version() -> tuple[int, int]:

@@ -14,6 +14,11 @@ def test_a_model_in_memory_is_refused_in_words(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_parameter_that_there_is_not_hears_of_the_nearest(tmp_path):
+    with pytest.raises(UsageError, match="no task has an option granularity; did you mean 'granularities'"):
+        diffquant.sweep("model", tmp_path / "out", granularity="row")
+
+
 @pytest.mark.parametrize("given", [4, "4", [4]])
 def test_one_width_is_given_as_a_number_too(given):
     assert numbers("bits", given) == (4,)

@@ -3,8 +3,9 @@
     python -m tests.walk [--folder FOLDER]
 
 It prints how long each command took and fails where a command fails or states no duration, prints something else than
-README shows, says nothing for more than five seconds, writes a line that 80 columns do not hold, or "quantizes" to more
-bytes than 16 bits take. `ORG/NAME` is a folder of that name, which holds the DIFF model that README converts.
+README shows, says nothing for more than five seconds (of a machine with nothing else to do), writes a line that 80
+columns do not hold, or "quantizes" to more bytes than 16 bits take. `ORG/NAME` is a folder of that name, which holds
+the DIFF model that README converts.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import time
 import venv
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fcntl import ioctl
 from pathlib import Path
@@ -160,19 +161,24 @@ def _faults(step: Step, ran: Ran) -> Iterator[str]:
         yield "README does not say how long it takes"
     if not step.command.startswith(("diffquant", "python - ")):
         return  # pip and the like speak as they speak
-    if ran.silence > LONGEST_SILENCE:
-        yield f"it said nothing for {ran.silence:.0f} s"
+    if ran.silence > LONGEST_SILENCE * (others := crowding()):
+        yield f"it said nothing for {ran.silence:.0f} s, with {others:.1f} processes a core"
     widest = max(re.split(r"[\r\n]+", ran.stdout + "\n" + ran.stderr), key=len)
     if len(widest) > COLUMNS:
         yield f"a line has {len(widest)} columns: {widest}"
     printed = ran.stdout.splitlines()
-    if step.shown is not None and list(map(masked, step.shown)) != list(map(masked, printed)):
+    if step.shown is not None and words_of(step.shown) != words_of(printed):
         yield "README shows other lines; it printed:\n        " + "\n        ".join(printed)
 
 
-def masked(line: str) -> str:
-    """A line without what is measured anew on each machine."""
-    return _MEASURED.sub("…", line.rstrip())
+def words_of(lines: Iterable[str]) -> list[str]:
+    """The words of a text, wherever its lines end, without what is measured anew on each machine."""
+    return _MEASURED.sub("…", " ".join(" ".join(lines).split())).split()
+
+
+def crowding() -> float:
+    """How many processes share a core of this machine: by so much does a second last longer than on one at rest."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def _larger(command: str, folder: Path, sizes: dict[str, int]) -> Iterator[str]:

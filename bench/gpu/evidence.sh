@@ -15,6 +15,8 @@ cd "$(dirname "$0")/../.."
 
 PYTHON=${PYTHON:-python3}
 MINUTES=${MINUTES:-8}
+# DEVICE=cpu rehearses `sweep` and `pairs` where there is no GPU.
+DEVICE=${DEVICE:-cuda}
 LIMIT=$((64 << 20))
 # Results of earlier runs, and pages: nothing that a call needs.
 LEFT_HERE=(':!bench/results' ':!research/results' ':!docs' ':!tests/golden' ':!examples')
@@ -76,7 +78,7 @@ run_sweep() {
     "$PYTHON" -m diffquant.cli convert "$(model)" --output evidence/diff-v2 --to diff-v2
     timeout 500 "$PYTHON" -m diffquant.cli sweep "$(model)" evidence/diff-v2 --output evidence/sweep \
         --items evidence/items.jsonl.gz --limit 2000 --bits 16,8,6,4,3 --granularities tensor,row,row:shift \
-        --device cuda 2>&1 | tee "$OUT/sweep.txt"
+        --device "$DEVICE" 2>&1 | tee "$OUT/sweep.txt"
     cp evidence/sweep/sweep.json evidence/sweep/table.csv "$OUT/"
 }
 
@@ -84,7 +86,7 @@ run_pairs() {
     local status=0
     export PYTHONPATH=.:evidence/packages
     timeout 570 "$PYTHON" -m research.train.pairs train --base "$(model)" --text evidence/text.txt.xz \
-        --output evidence/pairs --minutes "$MINUTES" --device cuda 2>&1 | tee "$OUT/pairs.log" || status=$?
+        --output evidence/pairs --minutes "$MINUTES" --device "$DEVICE" 2>&1 | tee "$OUT/pairs.log" || status=$?
     (cd evidence && find pairs -name '*.json*' -o -name 'delta.safetensors') |
         tar --create --directory evidence --files-from - | split --bytes 15MB --numeric-suffixes - "$OUT/pairs.tar."
     return $status

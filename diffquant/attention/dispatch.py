@@ -23,11 +23,10 @@ def attend(call: AttentionCall, backend: str = "auto") -> Tensor:
     Raises:
         UsageError: the backend is unknown or cannot do what is asked.
     """
-    check_backend(backend, [call.logits])
+    check_backend(backend, [call.rounds_maps])
     if not call.q[0].numel():
         # Kernels do not have to handle empty batches or sequences.
-        if call.meter is not None:
-            call.meter.calls += int(call.logits.quantizes)
+        call.count()
         return call.v.new_empty(*call.q[0].shape[:3], call.v.shape[-1])
     if backend == "auto":
         return fastest(call).compute(call)
@@ -43,7 +42,7 @@ def fastest(call: AttentionCall) -> Backend:
         UsageError: no backend serves it; the message gives each one's reason.
     """
     refusals = []
-    for backend in by_priority(call.logits):
+    for backend in by_priority(call.rounds_maps):
         if not backend.pays(call):
             continue
         refusal = backend.refuses(call)

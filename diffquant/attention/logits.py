@@ -25,13 +25,15 @@ class LogitMeter:
     Counts stay on their device, since fetching each would synchronize; `report` fetches them.
 
     Attributes:
-        calls: number of quantized attention calls.
+        calls: number of attention calls with quantized logits.
+        p_calls: number of those with quantized softmax weights.
         entries: number of visible logits rounded, over both maps.
         clipped: how many of them were clipped (only `shift` and static scales clip).
         scale_sum, scale_count, scale_max: sum, number and maximum of the scales.
     """
 
     calls: int = 0
+    p_calls: int = 0
     entries: int | Tensor = 0
     clipped: int | Tensor = 0
     scale_sum: float | Tensor = 0.0

@@ -1,6 +1,5 @@
 """The reference implementation, with full T x S maps in up to float64; every fast path is tested against it."""
 
-import torch
 from torch import Tensor
 
 from diffquant.attention.logits import (
@@ -12,6 +11,7 @@ from diffquant.attention.logits import (
     round_logits,
     to_coded,
 )
+from diffquant.attention.probabilities import softmax_weights
 from diffquant.family.call import AttentionCall
 from diffquant.family.heads import each_pairs_noise
 from diffquant.family.norm import pair_norm
@@ -41,23 +41,16 @@ def naive(call: AttentionCall) -> Tensor:
         coded = to_coded([prepare_logits(x, visible, logits.shift) for x in map_logits], logits)
         largest = magnitudes(coded, logits, call.ranges)
         if call.meter is not None:
-            call.meter.calls += 1
             record_logits(call.meter, coded, largest, visible, logits)
         rounded = [
             round_logits(x, logit_scale(top, logits.format, logits.shift), logits)
             for x, top in zip(coded, largest, strict=True)
         ]
         map_logits = from_coded(rounded, logits)
-    maps = [masked_softmax(x, visible) for x in map_logits]
+    call.count()
+    maps = [softmax_weights(x, visible, call.p) for x in map_logits]
     weights = maps[0] if call.signal_gate is None else call.signal_gate.to(dtype) * maps[0]
     if call.lam is not None:
         weights = weights - call.lam.to(dtype) * each_pairs_noise(maps[1], call.pairs)
     values = v.to(dtype).repeat_interleave(call.pairs // v.shape[1], 1)
     return pair_norm((weights @ values).to(v.dtype), call.post)
-
-
-def masked_softmax(logits: Tensor, visible: Tensor | None) -> Tensor:
-    """Softmax of [..., S] logits over the visible keys; all zero for a row that sees none."""
-    if visible is None:
-        return logits.softmax(-1)
-    return logits.masked_fill(~visible, -torch.inf).softmax(-1).nan_to_num(0.0)

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
-from diffquant.scheme import Scheme
 
 
 def _serves_all(_call: AttentionCall) -> str | None:
@@ -27,7 +26,7 @@ class Backend:
         name: name by which users choose it.
         compute: function from a call to its [B, h, T, dv], the pair norm included.
         refuses: function from a call to the reason why the backend cannot serve it, or None if it can.
-        logits: precision of logits that it supports: "full", "quantized", or "both".
+        logits: maps that it supports: "full", "quantized" (logits or softmax weights are rounded), or "both".
         priority: rank for "auto": among backends that serve a call, the highest computes it; 0 means that a backend
             is used only by name.
         pays: rule for "auto" that says whether the backend is worth considering for a call.
@@ -40,9 +39,9 @@ class Backend:
     priority: int = 0
     pays: Callable[[AttentionCall], bool] = _always
 
-    def takes(self, logits: Scheme) -> bool:
-        """Whether it supports logits at a scheme's precision."""
-        return self.logits in ("both", "quantized" if logits.quantizes else "full")
+    def takes(self, rounds_maps: bool) -> bool:
+        """Whether it supports calls that round their maps, or those that do not."""
+        return self.logits in ("both", "quantized" if rounds_maps else "full")
 
 
 BACKENDS: dict[str, Backend] = {}
@@ -59,26 +58,27 @@ def register(backend: Backend) -> None:
     BACKENDS[backend.name] = backend
 
 
-def by_priority(logits: Scheme) -> list[Backend]:
-    """Backends to try for "auto" with logits at a scheme, the fastest first."""
-    candidates = [backend for backend in BACKENDS.values() if backend.priority and backend.takes(logits)]
+def by_priority(rounds_maps: bool) -> list[Backend]:
+    """Backends to try for "auto", where a call rounds its maps or does not, the fastest first."""
+    candidates = [backend for backend in BACKENDS.values() if backend.priority and backend.takes(rounds_maps)]
     return sorted(candidates, key=lambda backend: -backend.priority)
 
 
-def check_backend(name: str, logits: Iterable[Scheme] = ()) -> None:
-    """Check a user's choice of backend for attention with logits at the given schemes.
+def check_backend(name: str, rounds_maps: Iterable[bool] = ()) -> None:
+    """Check a user's choice of backend for layers that round their maps or do not.
 
     Raises:
-        UsageError: it is neither "auto" nor a backend, or the backend does not support such logits.
+        UsageError: it is neither "auto" nor a backend, or the backend does not support such maps.
     """
     if name == "auto":
         return
     if name not in BACKENDS:
         raise UsageError(f"unknown attention backend {name!r}; known are auto, {', '.join(sorted(BACKENDS))}")
-    refused = [scheme for scheme in logits if not BACKENDS[name].takes(scheme)]
-    if any(scheme.quantizes for scheme in refused):
+    refused = [rounds for rounds in rounds_maps if not BACKENDS[name].takes(rounds)]
+    if any(refused):
         raise UsageError(
-            f"attention backend {name!r} keeps logits inside its kernel and cannot quantize them; use auto or naive"
+            f"attention backend {name!r} keeps logits inside its kernel and cannot quantize them or their softmax; "
+            "use auto or naive"
         )
     if refused:
-        raise UsageError(f"attention backend {name!r} computes only quantized logits; use auto or naive")
+        raise UsageError(f"attention backend {name!r} computes only quantized maps; use auto or naive")

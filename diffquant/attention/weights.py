@@ -15,7 +15,7 @@ from diffquant.attention.logits import (
     round_logits,
     to_coded,
 )
-from diffquant.attention.naive import masked_softmax
+from diffquant.attention.probabilities import softmax_weights
 from diffquant.family.call import AttentionCall
 from diffquant.family.heads import each_pairs_noise
 from diffquant.numbers.absmax import compute_dtype
@@ -46,7 +46,7 @@ def attention_weights(call: AttentionCall, first: int = 0) -> tuple[Tensor, Tens
 
 
 def softmax_blocks(call: AttentionCall, first: int = 0) -> Iterator[tuple[slice, list[Tensor]]]:
-    """Each map's softmax, logits rounded as the call says, by blocks of queries up to the last.
+    """Each map's softmax, logits and weights rounded as the call says, by blocks of queries up to the last.
 
     Where a scale spans rows (tensor, map, head, pair) the logits are computed twice: once for their largest magnitude,
     once to be rounded.
@@ -68,7 +68,7 @@ def softmax_blocks(call: AttentionCall, first: int = 0) -> Iterator[tuple[slice,
                 record_logits(call.meter, coded, largest, visible, logits)
             for each, top in zip(coded, largest, strict=True):
                 round_logits(each, logit_scale(top, logits.format, logits.shift), logits)
-        yield rows, [masked_softmax(x, visible) for x in from_coded(coded, logits)]
+        yield rows, [softmax_weights(x, visible, call.p) for x in from_coded(coded, logits)]
 
 
 def weigh(call: AttentionCall, maps: list[Tensor], rows: slice) -> Tensor:

@@ -60,6 +60,8 @@ class Option:
         read, default = self.kind.type, False if self.is_inverted else self.default
         if self.kind.repeats:
             read, default = list[read], default or None  # type: ignore[valid-type]
+        elif self.kind.is_needed:
+            default = inspect.Parameter.empty
         elif read is str and isinstance(default, int):
             default = str(default)
         read = read | None if default is None else read
@@ -103,10 +105,10 @@ def command(verb: Callable[..., Any]) -> Callable[..., None]:
     def run(as_json: bool = False, dry_run: bool = False, details: bool = False, **read: Any) -> None:
         given = {name: options[name].value(value) for name, value in read.items()}
         if "said" in own and not as_json:
-            given["said"] = shown.say
+            given["said"] = shown.speak
         if dry_run:
             given["planned"] = shown.stop_at
-        with command_line(), notes(as_json), waiting(name_of(verb), prints="said" in own or verb is verbs.serve):
+        with command_line(), notes(as_json), waiting(name_of(verb), prints=verb is verbs.serve):
             try:
                 result = verb(**given)
             except DiffQuantError as error:

@@ -62,6 +62,11 @@ class Shown:
             if part is not None:
                 typer.echo(fitted(part, sys.stdout))
 
+    def speak(self, text: str) -> None:
+        """Print a piece of the result as it comes."""
+        clear_lines()
+        self.say(text)
+
     def stop_at(self, plan: Any) -> None:
         """Print a plan, and end the command before anything is written."""
         clear_lines()
@@ -108,9 +113,11 @@ def notes(as_json: bool) -> Iterator[None]:
 def waiting(name: str, prints: bool) -> Iterator[None]:
     """Give a sign of life on a terminal, since what a verb imports and opens may take longer than people wait for one.
 
+    The line goes away when the verb has progress to show or something to say, and at its end.
+
     Args:
         name: the command.
-        prints: whether it prints by itself: then the line is gone once torch is imported.
+        prints: whether a library prints by itself: then the line is gone once torch is imported.
     """
     if sys.stderr.isatty() and "torch" not in sys.modules:
         Waiting(f"{name}: loading ...")

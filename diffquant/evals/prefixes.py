@@ -6,8 +6,9 @@ from diffquant.recipe import Recipe
 def shares_prefixes(recipe: Recipe) -> bool:
     """Whether continuations can reuse a computed prefix: no scale may span tokens of a sequence."""
     cached = recipe.schemes_of("k") | recipe.schemes_of("v")
-    rounded = recipe.schemes_of("logits") | recipe.schemes_of("qk")
-    rows_only = all(s.sharing.by_token and not s.smooth for s in rounded)
+    rounded = recipe.schemes_of("logits") | recipe.schemes_of("qk") | recipe.schemes_of("p")
+    rows_only = all(s.sharing.by_token and not s.smooth and not s.smoothq for s in rounded)
+    rows_only &= all(s.granularity in ("", "row") for s in recipe.schemes_of("pv"))
     # Tokens in the residual of a context are no longer the newest once a continuation follows.
     ages = bool(recipe.residual) and any(scheme.quantizes for scheme in cached)
     return rows_only and _by_token(recipe) and not ages
@@ -16,9 +17,10 @@ def shares_prefixes(recipe: Recipe) -> bool:
 def takes_padding(recipe: Recipe) -> bool:
     """Whether left padding leaves a sequence's states unchanged: no scale may span several tokens or rows."""
     rounded = recipe.schemes_of("logits") | recipe.schemes_of("qk")
-    # Groups of logits are neighbouring keys, counted from the first one.
-    counts = any(s.sharing.counts_tokens for s in rounded) or any(
-        s.granularity == "group" for s in recipe.schemes_of("logits")
+    # Groups of logits, weights and values are neighbouring tokens, counted from the first one.
+    counted = recipe.schemes_of("logits") | recipe.schemes_of("p") | recipe.schemes_of("pv")
+    counts = any(s.sharing.counts_tokens or s.smoothq for s in rounded) or any(
+        s.granularity in ("group", "block") for s in counted
     )
     return _by_token(recipe) and not counts
 

@@ -24,6 +24,7 @@ class Meter(Protocol):
     """Counter of a logit quantizer's work; `diffquant.attention.LogitMeter` is one."""
 
     calls: int
+    p_calls: int
 
     def count(self, entries: int | Tensor, clipped: int | Tensor) -> None: ...
 
@@ -44,8 +45,9 @@ class AttentionCall:
         mask: mask of the keys that a query sees; the output of a query that sees none is 0.
         post: norm over a pair's output, if there is one.
         logits: scheme to which both maps' logits are rounded; 16 bits leave them unchanged.
+        p: scheme to which each map's softmax weights are rounded before they are divided by their sum.
         ranges: largest logits [h], or [h + n], of a static scheme.
-        meter: counts the rounded logits, if given.
+        meter: counts the rounded logits and the calls with rounded weights, if given.
         signal_gate: factor g of the signal map, broadcastable to [B, h, T, 1]; None means 1, as with one map.
         soft_cap: bound c of the logits x, applied as c·tanh(x/c) before masking and rounding; None means no cap.
 
@@ -62,6 +64,7 @@ class AttentionCall:
     mask: Mask
     post: PairNorm | None = None
     logits: Scheme = FULL
+    p: Scheme = FULL
     ranges: Tensor | None = None
     meter: Meter | None = None
     signal_gate: Tensor | None = None
@@ -75,6 +78,17 @@ class AttentionCall:
             heads = sum(x.shape[1] for x in self.q)
             if self.ranges is None or self.ranges.numel() != heads:
                 raise UsageError(f"logits at {self.logits} need {heads} calibrated ranges, one a head of each map")
+
+    @property
+    def rounds_maps(self) -> bool:
+        """Whether something of the maps is rounded, so that they have to be computed one by one."""
+        return self.logits.quantizes or self.p.quantizes
+
+    def count(self) -> None:
+        """Count the call in its meter, if it has one, by what is rounded."""
+        if self.meter is not None:
+            self.meter.calls += int(self.logits.quantizes)
+            self.meter.p_calls += int(self.p.quantizes)
 
     @property
     def maps(self) -> int:

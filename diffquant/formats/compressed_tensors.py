@@ -15,13 +15,12 @@ Source: compressed-tensors 0.20, compressors.
 
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from diffquant.errors import CheckpointError
-from diffquant.formats.dequantized import LAYOUTS
 from diffquant.formats.reader import TensorInfo
 from diffquant.numbers.formats import FORMATS, NumberFormat
 from diffquant.numbers.formats.integer import PACK_QUANTIZED
@@ -36,6 +35,7 @@ _MIXED = "mixed-precision"
 
 # The version whose layout this is; from 0.17 on 6-bit codes are dense.
 _LAYOUT_VERSION = "0.20.0"
+_T = TypeVar("_T")
 _STRATEGIES = {"group": "group", "tensor_group": "group", "channel": "row", "tensor": "tensor"}
 
 
@@ -215,7 +215,7 @@ def read_schemes(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str,
             )
         return {}
     groups = _checked_groups(entry)
-    schemes = {module: _scheme_of(module, groups) for module in modules}
+    schemes = {module: target_of(module, groups) for module in modules}
     uncovered = [module for module, scheme in schemes.items() if scheme is None]
     if uncovered:
         raise CheckpointError(f"no group of quantization_config covers the packed weights of {', '.join(uncovered)}")
@@ -256,10 +256,7 @@ def _checked_groups(entry: Any) -> dict[str, Scheme]:
     """
     if not isinstance(entry, Mapping) or entry.get("quant_method") != "compressed-tensors":
         method = entry.get("quant_method") if isinstance(entry, Mapping) else entry
-        raise CheckpointError(
-            f"this checkpoint is quantized by {method!r}; diffquant reads 16-bit checkpoints, compressed-tensors "
-            f"{PACK_QUANTIZED}, {', '.join(LAYOUTS)}"
-        )
+        raise CheckpointError(f"this checkpoint is quantized by {method!r}, whose packed weights are not read")
     layout = entry.get("format")
     problems = [] if layout == _MIXED or _in_layout(layout) else [f"its format is {layout!r}"]
     if entry.get("kv_cache_scheme"):
@@ -343,13 +340,13 @@ def _scheme(number_format: NumberFormat, weights: Mapping[str, Any]) -> Scheme:
     return Scheme(number_format, Sharing(granularity, weights["group_size"] if granularity == "group" else None))
 
 
-def _scheme_of(module: str, targets: Mapping[str, Scheme]) -> Scheme | None:
-    """The scheme that compressed-tensors picks: by an exact name, else a regular expression, else the class."""
+def target_of(module: str, targets: Mapping[str, _T]) -> _T | None:
+    """What compressed-tensors picks for a module: by an exact name, else a regular expression, else the class."""
     if module in targets:
         return targets[module]
-    for target, scheme in targets.items():
+    for target, chosen in targets.items():
         if target.startswith("re:") and _matches(target.removeprefix("re:"), module):
-            return scheme
+            return chosen
     return targets.get("Linear")
 
 

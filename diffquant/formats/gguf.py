@@ -17,22 +17,11 @@ from diffquant.errors import CheckpointError
 from diffquant.formats.front_matter import gguf_front_matter
 from diffquant.formats.gguf_config import llama_config
 from diffquant.formats.gguf_header import Header, read_header
+from diffquant.formats.gguf_names import IN_LAYERS
 from diffquant.formats.gguf_rope import FACTORS, Factors
 from diffquant.formats.gguf_tokenizer import load_gguf_tokenizer
 from diffquant.formats.reader import Checkpoint, TensorInfo
 
-# In the order of a Llama's layer.
-_LAYER = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-}
 _HEAD = "output.weight"
 _OUTSIDE_LAYERS = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -196,15 +185,15 @@ def _stored_rows(rows: int, heads: int) -> Tensor:
 def _llama_name(name: str) -> str:
     """The name that transformers gives a tensor; the file's own where a Llama has no such tensor."""
     match = _IN_LAYER.fullmatch(name)
-    if match and match[2] in _LAYER:
-        return f"model.layers.{match[1]}.{_LAYER[match[2]]}.weight"
+    if match and match[2] in IN_LAYERS:
+        return f"model.layers.{match[1]}.{IN_LAYERS[match[2]]}.weight"
     return _OUTSIDE_LAYERS.get(name, name)
 
 
 def _place(name: str) -> tuple[int, int, int]:
     """The place of a tensor in a Llama's order: embedding, layers, norm, head, then anything else."""
     match = _IN_LAYER.fullmatch(name)
-    if match and match[2] in _LAYER:
-        return 1, int(match[1]), list(_LAYER).index(match[2])
+    if match and match[2] in IN_LAYERS:
+        return 1, int(match[1]), list(IN_LAYERS).index(match[2])
     outer = list(_OUTSIDE_LAYERS)
     return (0 if name == outer[0] else 2), 0, outer.index(name) if name in outer else len(outer)

@@ -29,6 +29,7 @@ _DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -83,6 +84,13 @@ class Checkpoint(ABC):
     def read_rows(self, name: str, rows: slice | Tensor) -> Tensor:
         """Some rows of a tensor's data, as `read(name)[rows]` gives them without the memory of the others."""
 
+    def matrix_rows(self, name: str, first: int, last: int) -> Tensor:
+        """Rows of a matrix [out, in] or of experts [experts, out, in], whose rows stand one after another."""
+        if len(self.tensors[name].shape) == 2:
+            return self.read_rows(name, slice(first, last))
+        # Of a mapped file no others are touched.
+        return self.read(name).flatten(0, -2)[first:last]
+
     @abstractmethod
     def weight_files(self) -> list[Path]:
         """The files that hold tensors, in order."""
@@ -111,6 +119,11 @@ class Checkpoint(ABC):
         entry = self.config.get("diffquant_config")
         kind = entry.get("rounded_as") if isinstance(entry, Mapping) else None
         return kind if isinstance(kind, str) else None
+
+    @property
+    def note(self) -> str:
+        """A sentence on what its makers ask of engines and nothing here computes; "" if there is nothing."""
+        return ""
 
     @property
     def name(self) -> str:

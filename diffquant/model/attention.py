@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from diffquant.attention import LogitMeter, attend
-from diffquant.attention.operands import rounded_operands
+from diffquant.attention.operands import rounded_operands, rounded_values
 from diffquant.family.call import AttentionCall
 from diffquant.family.heads import HeadLayout
 from diffquant.family.lam import LAMBDA_VECTORS, lam_from_vectors
@@ -37,7 +37,9 @@ class PairAttention(nn.Module):
         logits: scheme of the logits.
         logit_ranges: ranges of a static scheme.
         qk: scheme of queries and keys.
-        qk_calls: number of attentions whose queries and keys were rounded.
+        p: scheme of softmax weights.
+        pv: scheme of the values that they are multiplied with.
+        qk_calls, pv_calls: number of attentions whose queries and keys, or values, were rounded.
         meter: counter of what is rounded.
         calls: list that every call is added to, which then keeps to the backends; None to keep none.
         key_rotation, value_rotation: matrices [d, d] and [dv, dv] that keys and values are rotated by before they are
@@ -58,8 +60,8 @@ class PairAttention(nn.Module):
         self.backend = "auto"
         self.logits = FULL
         self.logit_ranges: Tensor | None = None
-        self.qk = FULL
-        self.qk_calls = 0
+        self.qk = self.p = self.pv = FULL
+        self.qk_calls = self.pv_calls = 0
         self.key_rotation: Tensor | None = None
         self.value_rotation: Tensor | None = None
         self.meter = LogitMeter()
@@ -70,6 +72,11 @@ class PairAttention(nn.Module):
         if spec.post_norm == "affine":
             self.subln = LlamaRMSNorm(spec.value_dim, spec.post_norm_eps)
 
+    @property
+    def rounds(self) -> bool:
+        """Whether something between the projections and the output is rounded, but for the cache."""
+        return any(scheme.quantizes for scheme in (self.logits, self.qk, self.p, self.pv))
+
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, lam: Tensor | None, mask: Mask, signal_gate: Tensor | None = None
     ) -> Tensor:
@@ -79,6 +86,10 @@ class PairAttention(nn.Module):
             q, k = rounded_operands(q, k, mask, self.qk)
             v = v.to(q.dtype)
             self.qk_calls += 1
+        if self.pv.quantizes:
+            v = rounded_values(v, mask, self.pv)
+            q, k = q.to(v.dtype), k.to(v.dtype)
+            self.pv_calls += 1
         call = AttentionCall(
             self.layout.query_maps(q),
             self.layout.key_maps(k),
@@ -87,6 +98,7 @@ class PairAttention(nn.Module):
             scale=self.scale,
             mask=mask,
             logits=self.logits,
+            p=self.p,
             meter=self.meter,
             post=self.post(),
             ranges=self.logit_ranges,
@@ -147,7 +159,7 @@ class DiffAttention(PairAttention):
             k = without_padding(k, mask)
         y, gate = None, self.signal_gate(x)
         # The decode kernel rounds nothing and has no gate, and a caller may bring its cache to any model.
-        is_taken = not (self.logits.quantizes or self.qk.quantizes) and gate is None and self.calls is None
+        is_taken = not self.rounds and gate is None and self.calls is None
         if isinstance(cache, FusedCache) and self.backend == "auto" and is_taken:
             queries, post = self.layout.query_maps(q), self.post()
             fused = cache.attend(self.layer, queries, k, v, lam, scale=self.scale, mask=mask, post=post)

@@ -106,9 +106,10 @@ def dependence_on_steps(recipe: Recipe) -> str | None:
     blocks = [scheme for scheme in of_cache if not scheme.sharing.by_token]
     if blocks:
         return f"keys at {blocks[0]} are rounded by blocks of tokens, and drafts fill some"
-    for target, what in (("logits", "logits"), ("qk", "queries and keys")):
+    for target, what in (("logits", "logits"), ("qk", "queries and keys"), ("pv", "values before P·V")):
         for scheme in recipe.schemes_of(target):
-            if scheme.quantizes and (not scheme.sharing.by_token or scheme.smooth):
+            by_token = scheme.granularity == "row" if target == "pv" else scheme.sharing.by_token
+            if scheme.quantizes and (not by_token or scheme.smooth or scheme.smoothq):
                 return f"{what} at {scheme} have scales over several tokens, and drafts are read at once"
     return None
 

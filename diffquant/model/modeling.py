@@ -15,8 +15,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from diffquant.family.mask import Mask
 from diffquant.model.attention import DiffAttention
 from diffquant.model.cache import PackedCache
-from diffquant.model.causal import CausalModel, Decoder, DecoderLayer
+from diffquant.model.causal import CausalModel
 from diffquant.model.config import ArchitectureConfig, DiffTransformerConfig
+from diffquant.model.decoder import Decoder, DecoderLayer
 from diffquant.model.fused_cache import FusedCache, fused_cache_refusal, warn_of_slow_decoding
 from diffquant.model.graphed_steps import GraphedSteps, warn_of_ungraphed_decoding
 from diffquant.model.positions import count_positions
@@ -115,8 +116,8 @@ class DiffTransformerModel(Decoder):
             return f"attention was asked to run on {', '.join(chosen)}"
         if any(attention.logits.quantizes for attention in attentions):
             return "attention logits are quantized, for which K and V are read back"
-        if any(attention.qk.quantizes for attention in attentions):
-            return "queries and keys are quantized before their product, for which K and V are read back"
+        if any(attention.rounds for attention in attentions):
+            return "operands of attention's products are quantized, for which K and V are read back"
         # accelerate's hooks copy weights from where they lie, and no graph holds that.
         if any(hasattr(layer, "_hf_hook") for layer in self.layers):
             return "the model is spread over several places"

@@ -1,4 +1,6 @@
-"""Scales of simulated low-bit logits."""
+"""Scales of simulated low-bit logits and softmax weights."""
+
+import math
 
 import torch
 from torch import Tensor
@@ -22,3 +24,10 @@ def logit_scale(magnitude: Tensor, number_format: NumberFormat, shift: bool) -> 
         return number_format.scale_of(magnitude)
     scale = magnitude.clamp(max=SHIFT_RANGE) / number_format.steps
     return torch.where(scale == 0, 1.0, scale)
+
+
+def weight_scale(number_format: NumberFormat, pow2: bool = False, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Scale [1] of a row of unnormalized softmax weights, whose largest is always 1; with `pow2` a power of two."""
+    if pow2:
+        return torch.full((1,), 2.0 ** -math.floor(math.log2(number_format.largest)), dtype=dtype)
+    return number_format.scale_of(torch.ones(1, dtype=dtype))

@@ -1,9 +1,11 @@
 """What shares one scale: every granularity, and the shapes and targets that follow from it. No torch.
 
 A "row" is an output channel of a weight, a token of a cache or a query of logits, a "group" `size` neighbours along the
-contracted axis, a "column" a channel over `size` tokens (or all), a "block" a `size` x `size` tile of logits, or `size`
-tokens of queries and of keys, a "map" one map of a layer's logits over all heads, a "pair" both maps of a head, and
-"static" a calibrated scale of a channel of the cache or of a head of the logits.
+contracted axis (tokens of a channel, of values that weights multiply), a "column" a channel over `size` tokens (or
+all), a "block" a `size` x `size` tile of logits, or `size` tokens of queries, of keys and of values, a "warp" 32
+queries and 64 keys, a "thread" every eighth of those queries and two in eight of those keys, as SageAttention's kernels
+hold them, a "map" one map of a layer's logits over all heads, a "pair" both maps of a head, and "static" a calibrated
+scale of a channel of the cache or of a head of the logits.
 """
 
 import re
@@ -20,14 +22,16 @@ if TYPE_CHECKING:
 
 # What of a model can have its scales so.
 _TARGETS = {
-    "tensor": ("weights", "logits", "qk"),
+    "tensor": ("weights", "logits", "qk", "pv"),
     "map": ("logits",),
-    "head": ("logits", "qk"),
+    "head": ("logits", "qk", "pv"),
     "pair": ("logits",),
-    "row": ("weights", "k", "v", "logits", "qk"),
-    "group": ("weights", "k", "v", "logits", "qk"),
-    "column": ("k",),
-    "block": ("logits", "qk"),
+    "row": ("weights", "k", "v", "logits", "qk", "p", "pv"),
+    "group": ("weights", "k", "v", "logits", "qk", "p", "pv"),
+    "column": ("k", "pv"),
+    "block": ("logits", "qk", "pv"),
+    "warp": ("qk",),
+    "thread": ("qk",),
     "static": ("k", "v", "logits"),
 }
 # Axes along which the entries of one tensor [..., rows, columns] share a scale; with a size, `size` neighbours.
@@ -36,7 +40,7 @@ _AXES: "dict[str, Axes]" = {"head": (-2, -1), "row": -1, "group": -1, "column": 
 _LEADING = {"tensor": (1, 2), "map": (1, 2), "head": (2,), "pair": (2,)}
 _LETTERS = {"group": "g", "column": "c", "block": "b"}
 # Other names of "row", by the targets whose rows they are.
-_ROWS = {"channel": ("weights",), "token": ("k", "v", "logits", "qk")}
+_ROWS = {"channel": ("weights",), "token": ("k", "v", "logits", "qk", "p", "pv")}
 
 
 @dataclass(frozen=True)
@@ -66,11 +70,13 @@ class Sharing:
 
         Args:
             target: what it is for, where that is known: "weights", whose rows may be called "channel", or "k", "v",
-                "logits" or "qk", whose rows may be called "token".
+                "logits", "qk", "p" or "pv", whose rows may be called "token"; a "channel" of "pv" is a column.
 
         Raises:
             UsageError: there is none of that name, or it names the rows of another target.
         """
+        if (text, target) == ("channel", "pv"):
+            return cls("column")
         if text in _ROWS:
             if target not in _ROWS[text]:
                 raise UsageError(_why_not_rows(text, target))
@@ -88,6 +94,8 @@ class Sharing:
         if target not in _TARGETS[self.name]:
             able = ", ".join(name for name, targets in _TARGETS.items() if target in targets)
             return f"cannot be quantized per {self.name}; use {able}"
+        if self.name == "column" and target == "pv":
+            return f"has channels over so many tokens as groups; write g{self.size}" if self.size else None
         if self.name == "column" and not self.size:
             return "per column needs a block of tokens that share scales, such as 4:c64"
         return None
@@ -125,7 +133,7 @@ class Sharing:
     @property
     def counts_tokens(self) -> bool:
         """Whether its borders are counted from the first position, so that padding moves them."""
-        return self.name in ("column", "block")
+        return self.name in ("column", "block", "warp", "thread")
 
     @property
     def is_static(self) -> bool:

@@ -1,6 +1,6 @@
 """Model cards: the README.md of a checkpoint that was quantized or converted."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from diffquant.formats.front_matter import front_matter
 from diffquant.formats.reader import Checkpoint
@@ -14,17 +14,23 @@ FAMILY = "differential-transformer"
 
 
 def quantized_card(
-    plan: QuantizationPlan, errors: Mapping[str, float], carries_code: bool, is_differential: bool
+    plan: QuantizationPlan,
+    errors: Mapping[str, float],
+    carries_code: bool,
+    replaced: Sequence[str],
+    is_differential: bool,
 ) -> str:
     """Model card of a quantized checkpoint: what was quantized, how, and how to load it.
 
     Args:
         errors: relative RMS error of each packed weight, by name.
         carries_code: whether the modelling file is part of the folder.
+        replaced: names of the source's files of code that it stands in for.
         is_differential: whether the model is known to subtract attention maps.
     """
     name, model_type = plan.checkpoint.name, str(plan.checkpoint.config.get("model_type"))
     recipe = plan.recipe
+    operands = (("queries and keys", recipe.qk), ("softmax weights", recipe.p), ("values before P·V", recipe.pv))
     lines = [
         front_matter("transformers", _tags(plan, is_differential), plan.checkpoint.front_matter, "quantized"),
         f"# {markdown_text(name)}, quantized\n",
@@ -35,7 +41,7 @@ def quantized_card(
         f"| K cache | {recipe.k} |",
         f"| V cache | {recipe.v} |",
         f"| attention logits | {recipe.logits} |",
-        *([f"| queries and keys | {recipe.qk} |"] if recipe.qk.quantizes else []),
+        *(f"| {what} | {scheme} |" for what, scheme in operands if scheme.quantizes),
         *(f"| {markdown_code(pattern)} | {scheme} |" for pattern, scheme in recipe.overrides.items()),
         "",
         f"Tensors take {plan.size}.",
@@ -43,6 +49,9 @@ def quantized_card(
     ]
     if plan.schemes:
         lines.append(_weights_paragraph(plan, errors, carries_code))
+    if replaced:
+        files = ", ".join(map(markdown_code, replaced))
+        lines.append(f"The source's own code is not part of this folder, which modeling_diffquant.py runs: {files}.\n")
     lines.append(_NOT_RUN if plan.rules else _RUN + (f"{_EXPERTS}\n" if plan.has_experts else ""))
     return "\n".join(lines)
 

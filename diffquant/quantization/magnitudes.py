@@ -1,5 +1,6 @@
 """Largest magnitudes of whole weights, for formats whose scales depend on them."""
 
+import math
 import threading
 from collections.abc import Mapping
 
@@ -49,8 +50,6 @@ class Magnitudes:
     def _largest(self, name: str) -> Tensor:
         shape = self._checkpoint.tensors[name].shape
         largest = torch.zeros((), dtype=torch.float32)
-        if len(shape) != 2:
-            return self._checkpoint.read(name).abs().amax().float()
-        for first, last in row_blocks(*shape):
-            largest = torch.maximum(largest, self._checkpoint.read_rows(name, slice(first, last)).abs().amax().float())
+        for first, last in row_blocks(math.prod(shape[:-1]), shape[-1]):
+            largest = torch.maximum(largest, self._checkpoint.matrix_rows(name, first, last).abs().amax().float())
         return largest

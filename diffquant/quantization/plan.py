@@ -180,10 +180,15 @@ def plan_quantization(
 
 def rounded_again(checkpoint: Checkpoint) -> str:
     """What people should know of weights that were rounded before they came here; "" where that is not known."""
-    kind = checkpoint.rounded_as
-    if not kind:
-        return ""
-    return f"the source's weights were rounded to {kind} before: rounding them again adds to that error"
+    before = rounded_before(checkpoint)
+    ends = ";" if checkpoint.note else ":"
+    return f"the source's {before}{ends} rounding them again adds to that error" if before else ""
+
+
+def rounded_before(checkpoint: Checkpoint) -> str:
+    """The codes that weights were rounded to, and what else their engines round; "" where that is not known."""
+    kind, note = checkpoint.rounded_as, checkpoint.note
+    return f"weights were rounded to {kind} before{f'; {note}' if note else ''}" if kind else ""
 
 
 def unpacked_dtypes(source: Source | WeightSource, dtype: torch.dtype | None = None) -> dict[str, torch.dtype]:

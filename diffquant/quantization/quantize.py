@@ -31,6 +31,7 @@ from diffquant.support.digests import FileDigests
 from diffquant.support.escaping import one_line
 from diffquant.support.files import write_atomically
 from diffquant.support.progress import Progress, progress_for
+from diffquant.support.readable import Readable
 from diffquant.support.versions import versions
 
 
@@ -49,8 +50,8 @@ class TensorError:
     error: float
 
 
-@dataclass(frozen=True)
-class Quantization:
+@dataclass(frozen=True, repr=False)
+class Quantization(Readable):
     """What a run of `quantize` did.
 
     Attributes:
@@ -170,10 +171,7 @@ def pack_job(
     height, width = math.prod(tensor.info.shape[:-1]), tensor.info.shape[-1]
 
     def read(first: int, last: int) -> Tensor:
-        if len(tensor.info.shape) == 2:
-            return checkpoint.read_rows(tensor.name, slice(first, last))
-        # The rows of all experts, one after another; of a mapped file no others are touched.
-        return checkpoint.read(tensor.name).reshape(height, width)[first:last]
+        return checkpoint.matrix_rows(tensor.name, first, last)
 
     dtype = scheme.format.scale_dtype(checkpoint.written_dtype(tensor.name))
     rounded = RoundedWeight(rounder, tensor.name, read, (height, width), scheme, dtype, magnitudes)
@@ -252,7 +250,9 @@ def _write_descriptions(
     adapter = source.adapter if isinstance(source, Source) else None
     if adapter is not None:
         config = config_for_engines(config, adapter)
+    carried = {file.name for file in folder.glob("*.py")}
     code = write_modelling_file(folder, config, adapter)
+    replaced = sorted(carried - code.keys()) if code else []
     if plan.schemes:
         config["quantization_config"] = quantization_config(plan.schemes, plan.linears)
     write_atomically(folder / "config.json", json.dumps(config, indent=2) + "\n")
@@ -260,7 +260,7 @@ def _write_descriptions(
     account = _account(plan, records, errors) | {"rounding": rounding} | ({"code": code} if code else {})
     write_atomically(folder / "diffquant.json", json.dumps(account, indent=2) + "\n")
     is_differential = isinstance(source, Source) and source.spec.maps > 1
-    card = quantized_card(plan, {e.name: e.error for e in errors.values()}, bool(code), is_differential)
+    card = quantized_card(plan, {e.name: e.error for e in errors.values()}, bool(code), replaced, is_differential)
     write_atomically(folder / "README.md", card)
 
 

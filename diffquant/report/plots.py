@@ -2,6 +2,7 @@
 
 import io
 import re
+from dataclasses import dataclass
 from html import escape
 from typing import Any, Literal, TypedDict
 
@@ -63,6 +64,23 @@ class Tips:
         """Lay an unseen mark over a point, large enough to be hit."""
         axis.plot([x], [y], "o", markersize=13, color="none", zorder=9, gid=f"tip-{len(self.texts)}")
         self.texts.append(text)
+
+
+@dataclass(frozen=True, repr=False)
+class Picture:
+    """A picture that a notebook shows.
+
+    Attributes:
+        png: content of a PNG file.
+    """
+
+    png: bytes
+
+    def __repr__(self) -> str:
+        return "a picture"
+
+    def _repr_png_(self) -> bytes:
+        return self.png
 
 
 def new_figure(width: float, height: float) -> Any:

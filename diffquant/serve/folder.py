@@ -104,7 +104,7 @@ def without_code(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 def beyond_weights(diffquant_config: Mapping[str, Any] | None) -> str:
     """The recipe's settings of cache and logits, which other engines ignore; empty if there are none."""
     recipe = (diffquant_config or {}).get("recipe", {})
-    asked = {name: recipe[name] for name in ("k", "v", "logits", "qk") if recipe.get(name, "16") != "16"}
+    asked = {name: recipe[name] for name in ("k", "v", "logits", "qk", "p", "pv") if recipe.get(name, "16") != "16"}
     return ", ".join(f"{name} {scheme}" for name, scheme in asked.items())
 
 

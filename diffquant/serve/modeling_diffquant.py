@@ -311,7 +311,7 @@ class DiffForCausalLM(LlamaForCausalLM):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
         recipe = (getattr(config, "diffquant_config", None) or {}).get("recipe", {})
-        asked = {name: recipe[name] for name in ("k", "v", "logits", "qk") if recipe.get(name, "16") != "16"}
+        asked = {name: recipe[name] for name in ("k", "v", "logits", "qk", "p", "pv") if recipe.get(name, "16") != "16"}
         if asked:
             schemes = ", ".join(f"{name} {scheme}" for name, scheme in asked.items())
             logging.get_logger(__name__).warning(_NOT_HERE.format(schemes))

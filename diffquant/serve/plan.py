@@ -152,7 +152,8 @@ def check_code(folder: Path, config: Mapping[str, Any]) -> None:
     if strange:
         raise CheckpointError(
             f"{folder} holds code that is not this diffquant's, and {spelled('implementation', 'folder')} would run "
-            f"it: {', '.join(strange)}; the plugin, which is the default, runs none of it"
+            f"it: {', '.join(strange)}; the plugin, which is the default, runs none of it; or make the folder "
+            "again by this diffquant"
         )
     if not files:
         raise CheckpointError(f"{folder} holds no modelling file: leave out {spelled('implementation', 'folder')}")

@@ -36,6 +36,11 @@ class FileDigests:
         return cls({file.name: content_digest(file, algorithm) for file in files}, algorithm)
 
     @classmethod
+    def within(cls, folder: Path, names: Iterable[str]) -> Self:
+        """The digests of some files by their paths in a folder."""
+        return cls({name: content_digest(folder / name) for name in names})
+
+    @classmethod
     def read(cls, record: Mapping[str, object]) -> Self:
         """Read the digests of a record, stored under their algorithm's name; empty if the record has none.
 

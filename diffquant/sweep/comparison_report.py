@@ -8,13 +8,14 @@ from diffquant.evals.comparison import Comparison, ItemFlips
 from diffquant.evals.faults import first_few
 from diffquant.report.tables import aligned
 from diffquant.support.plain_data import JsonObject
+from diffquant.support.readable import Readable
 
 # Most items that the text names for each kind of flip.
 _NAMED_ITEMS = 20
 
 
-@dataclass(frozen=True)
-class ComparisonReport:
+@dataclass(frozen=True, repr=False)
+class ComparisonReport(Readable):
     """The comparison of everything that two sources have in common.
 
     Attributes:

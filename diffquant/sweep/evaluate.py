@@ -42,7 +42,7 @@ def evaluate(
 
     Raises:
         DiffQuantError: the checkpoint, the tasks or their data cannot be read; all before the first item.
-        NotFiredError: a layer did not quantize its logits, or its queries and keys.
+        NotFiredError: a layer did not quantize its logits or operands.
     """
     device = resolve_device(options.computing_device)
     check_backend(options.attention)
@@ -68,7 +68,7 @@ def _checkpoint_subject(path: Path, recipe: Recipe | None, options: SweepOptions
     source = open_source(path)
     check_loadable(source, [] if recipe is None else [recipe])
     applied = source.recipe if recipe is None else recipe
-    check_backend(options.attention, applied.schemes_of("logits"))
+    check_backend(options.attention, applied.rounds_maps)
     scales = next(iter(options.scales), None)
     check_ranges_used(scales, [applied])
     return CheckpointSubject(source, setup, scales)

@@ -17,7 +17,16 @@ from diffquant.support.suggestion import did_you_mean
 EXPORTED, RECIPE = "onnx", "recipe"
 
 # The recipe's fields that each target sets.
-TARGETS = {"weights": ("weights",), "kv": ("k", "v"), "k": ("k",), "v": ("v",), "logits": ("logits",), "qk": ("qk",)}
+TARGETS = {
+    "weights": ("weights",),
+    "kv": ("k", "v"),
+    "k": ("k",),
+    "v": ("v",),
+    "logits": ("logits",),
+    "qk": ("qk",),
+    "p": ("p",),
+    "pv": ("pv",),
+}
 
 
 @dataclass(frozen=True)

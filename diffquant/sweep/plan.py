@@ -76,7 +76,7 @@ def plan_sweep(models: Sequence[Path], options: SweepOptions, runtime_of: Runtim
         check_as_it_is(options)
     grid = points(checkpoints, options) if checkpoints or not exported else []
     tasks = make_tasks(options.tasks, options.task_options, options.pass_tokens(device))
-    check_backend(options.attention, (scheme for point in grid for scheme in point.recipe.schemes_of("logits")))
+    check_backend(options.attention, (rounds for point in grid for rounds in point.recipe.rounds_maps))
     sources = {model: open_source(model) for model in checkpoints}
     recipes = {model: [point.recipe for point in grid if point.model == model] for model in checkpoints}
     for model, source in sources.items():

@@ -1,6 +1,7 @@
 """A plot of results against bits: for each task the change from 16 bits, and below it the scores.
 
-Each panel shows one target at one granularity, with a line per model.
+Each panel shows one target at one granularity, with a line per model; of one model alone, a panel shows a target with a
+line per granularity.
 
 Source: the presentation follows figure 8 of arXiv 2410.05258.
 """
@@ -8,7 +9,7 @@ Source: the presentation follows figure 8 of arXiv 2410.05258.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from diffquant.errors import UsageError
 from diffquant.evals.columns import Metric
@@ -24,7 +25,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-TITLES = {"logits": "attention logits", "kv": "KV cache", "k": "keys", "v": "values", "qk": "queries and keys"}
+TITLES = {
+    "logits": "attention logits",
+    "kv": "KV cache",
+    "k": "keys",
+    "v": "values",
+    "qk": "queries and keys",
+    "p": "softmax weights",
+    "pv": "values before P·V",
+}
 # Distance in bits between two models at one width; panels side by side.
 _SPREAD, _COLUMNS = 0.12, 5
 # Lower end of a logarithmic axis, as a share of the lowest point: an interval that reaches 0 has no end on it.
@@ -38,17 +47,24 @@ def panel_title(point: Point) -> str:
     title = TITLES.get(point.target, point.target)
     if point.target in (EXPORTED, RECIPE):
         return title
+    return f"{title}, {_granularity(point)}"
+
+
+def _granularity(point: Point) -> str:
+    """What shares a scale, such as "per row with shift" or "per group of 32"."""
     if point.granularity == "static":
-        return f"{title}, static"
+        return "static"
     shared, _, form = point.granularity.partition(":")
-    return f"{title}, per {shared}" + ({"": "", "rotated": ", rotated"}.get(form, f" with {form}"))
+    shared = f"group of {shared[1:]}" if shared[:1] == "g" and shared[1:].isdigit() else shared
+    return f"per {shared}" + ({"": "", "rotated": ", rotated"}.get(form, f" with {form}"))
 
 
 @dataclass(frozen=True)
 class BitsLine:
-    """One model in one panel.
+    """One model in one panel, or one granularity of the model there is.
 
     Attributes:
+        model: name of the model, or of the granularity.
         points: values at each width, from wide to narrow.
         full: value at 16 bits, or None for a change, which is zero there.
     """
@@ -93,8 +109,8 @@ def bands(sweep: SweepResult) -> list[Band]:
     return [band for band in found if band.lines]
 
 
-def plot(sweep: SweepResult, path: Path) -> None:
-    """Draw a sweep into a file, whose suffix (.png, .svg, .pdf) says the format.
+def plot(sweep: SweepResult, path: Path | BinaryIO) -> None:
+    """Draw a sweep into a file, whose suffix (.png, .svg, .pdf) says the format, or as PNG into a stream.
 
     Raises:
         UsageError: the sweep has nothing to draw.
@@ -135,6 +151,7 @@ def _band(sweep: SweepResult, task: str, metric: Metric, is_change: bool) -> Ban
 def _lines(sweep: SweepResult, task: str, metric: Metric, is_change: bool) -> dict[str, list[BitsLine]]:
     """A task's lines by the title of their panel; changes have no value at 16 bits."""
     full: dict[str, Difference | None] = {}
+    shared = _granularities(sweep)
     drawn: dict[tuple[str, str], list[tuple[int, Difference]]] = {}
     for row in rows(sweep):
         compared = row.results[task]
@@ -142,12 +159,26 @@ def _lines(sweep: SweepResult, task: str, metric: Metric, is_change: bool) -> di
         if row.point.is_baseline:
             full[row.model] = value
         elif value is not None and row.point.target not in (EXPORTED, RECIPE):
-            drawn.setdefault((panel_title(row.point), row.model), []).append((row.point.bits, value))
+            title, line = panel_title(row.point), row.model
+            if len(shared.get(row.point.target, ())) > 1:
+                title, line = TITLES.get(row.point.target, row.point.target), _granularity(row.point)
+            drawn.setdefault((title, line), []).append((row.point.bits, value))
+    alone = next(iter(full.values()), None)
     lines: dict[str, list[BitsLine]] = {}
-    for (title, model), narrow in drawn.items():
-        at_16 = None if is_change else full.get(model)
-        lines.setdefault(title, []).append(BitsLine(model, tuple(narrow), at_16))
+    for (title, line), narrow in drawn.items():
+        # The line at 16 bits is drawn once, also where granularities share it.
+        at_16 = full.get(line) if line in full else alone if title not in lines else None
+        lines.setdefault(title, []).append(BitsLine(line, tuple(narrow), None if is_change else at_16))
     return lines
+
+
+def _granularities(sweep: SweepResult) -> dict[str, set[str]]:
+    """The granularities of each target in a sweep of one model; none of a sweep that compares models."""
+    found: dict[str, set[str]] = {}
+    if len({point.model for point in sweep.points}) == 1:
+        for point in sweep.points:
+            found.setdefault(point.target, set()).add(point.granularity)
+    return found
 
 
 def _figure(drawn: list[Band]) -> "Figure":
@@ -164,7 +195,7 @@ def _figure(drawn: list[Band]) -> "Figure":
         for axis, title in zip(axes, shown, strict=False):
             _draw(axis, band.lines.get(title, []), models, band)
             axis.set_title("" if shown == above else title, fontsize=10)
-            axis.set_xlabel("bits of a code" if band is drawn[-1] else "")
+            axis.set_xlabel("bits" if band is drawn[-1] else "")
         above = shown
         for axis in axes[len(shown) :]:
             axis.set_visible(False)
@@ -219,7 +250,7 @@ def _draw(axis: "Axes", lines: Sequence[BitsLine], models: Sequence[str], band: 
     axis.set_xticks(widths, [str(bits) for bits in widths])
     if widths:
         axis.set_xlim(max(widths) + 0.5, min(widths) - 0.5)
-    axis.set_xlabel("bits of a code")
+    axis.set_xlabel("bits")
     if band.is_change and not band.is_log:
         axis.axhline(0, color=REFERENCE, linewidth=1.2, zorder=1)
     tidy(axis)

@@ -54,7 +54,7 @@ class Subject(Protocol):
         """Run a task under a recipe, or under the model's own; returns the result with its time and stored sizes.
 
         Raises:
-            NotFiredError: a layer did not quantize its logits, or its queries and keys.
+            NotFiredError: a layer did not quantize its logits or operands.
             CheckpointError: the model's files changed since they were opened.
         """
 
@@ -148,7 +148,7 @@ class CheckpointSubject:
         result = task.run(TorchModel(model), self.source.tokenizer, reference, progress)
         seconds = round(time.monotonic() - started, 2)
         measured = self.source.recipe if recipe is None else recipe
-        if any(_quantizes(measured, target) for target in ("logits", "qk")):
+        if any(_quantizes(measured, target) for target in ("logits", "qk", "p", "pv")):
             model.require_fired()
         weights = weights_of(measured)
         if weights not in self._weight_bytes:

@@ -77,7 +77,7 @@ def notes(sweep: SweepResult) -> list[str]:
         )
     texts.append(
         "stored is the size of the checkpoint (two bytes per weight at 16 bits) or of the KV cache per token, scales "
-        "included; quantized logits store nothing."
+        "included; quantized logits and operands store nothing."
     )
     quantized = ", ".join(_source_text(path, sweep.settings) for path in sweep.settings["quantized"])
     if quantized:
@@ -146,7 +146,7 @@ def _stored(row: Row) -> str:
     cache = f"{row.kv_bytes / 1e3:.2f} kB/token" if row.kv_bytes is not None else MISSING
     if row.point.target in ("", EXPORTED, RECIPE):
         return f"{weights}, {cache}"
-    return {"weights": weights, "logits": MISSING, "qk": MISSING}.get(row.point.target, cache)
+    return weights if row.point.target == "weights" else cache if row.point.target in ("kv", "k", "v") else MISSING
 
 
 def _record(row: Row) -> JsonObject:

@@ -60,6 +60,7 @@ class Worker:
     def _settle(self, job: Job, deaths: int, progress: Progress) -> None:
         """Measure a cell or record its failure: no error of one cell may stop the others."""
         try:
+            progress(0, 1, "loading")
             subject = self._subject_of(job, deaths)
             reference = subject.reference(job.task, job.point.recipe, progress)
             measured = subject.measure(job.task, job.point.recipe, reference, progress)

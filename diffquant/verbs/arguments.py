@@ -1,10 +1,13 @@
 """What the verbs take: a list may be a text with commas, as on the command line, or a sequence."""
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from diffquant.errors import UsageError
 from diffquant.support.comma_lists import split_list, split_numbers
+from diffquant.support.suggestion import did_you_mean
 
 if TYPE_CHECKING:
     from diffquant.evals.task import TaskOption
@@ -36,12 +39,19 @@ def path_or_none(given: Path | str | None) -> Path | None:
     return None if given is None else Path(given)
 
 
-def task_values(given: Mapping[str, object]) -> dict[str, object]:
-    """Tasks' options as tasks take them, of such that may be text: lengths="64,128", text="books.txt"."""
+def task_values(given: Mapping[str, object], verb: Callable[..., object]) -> dict[str, object]:
+    """Tasks' options as tasks take them, of such that may be text: lengths="64,128", text="books.txt".
+
+    Raises:
+        UsageError: neither a task nor the verb has such an option.
+    """
     from diffquant.evals.tasks import task_options
 
     options = {option.name: option for option in task_options()}
-    return {name: _read(options[name], value) if name in options else value for name, value in given.items()}
+    for name in given.keys() - options.keys():
+        known = [*inspect.signature(verb).parameters, *options]
+        raise UsageError(f"no task has an option {name}{did_you_mean(name, known)}")
+    return {name: _read(options[name], value) for name, value in given.items()}
 
 
 def _read(option: "TaskOption[object]", value: object) -> object:

@@ -74,6 +74,7 @@ def bench(
     from diffquant.bench import cells, run
     from diffquant.bench.compare import summarize_changes
     from diffquant.bench.contest.workloads import lengths as counts
+    from diffquant.bench.options import SECTIONS, BenchOptions
 
     device = chosen_device(device)
     if threads:
@@ -83,8 +84,8 @@ def bench(
 
         return run_tuning(Path(tune), device, progress or progress_for("tune"))
     former = None if compare is None else cells.read_result(Path(compare))
-    options = run.BenchOptions(
-        sections=tuple(sections or run.SECTIONS),
+    options = BenchOptions(
+        sections=tuple(sections or SECTIONS),
         device=device,
         models=texts(shapes),
         lengths=tuple(counts(lengths)) if lengths else (),

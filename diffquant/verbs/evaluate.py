@@ -25,6 +25,9 @@ def evaluate(
     v: kinds.Scheme | None = None,
     logits: kinds.Scheme | None = None,
     qk: kinds.Scheme | None = None,
+    p: kinds.Scheme | None = None,
+    pv: kinds.Scheme | None = None,
+    like: kinds.Kernel | None = None,
     residual: kinds.Residual | None = None,
     overrides: kinds.Overrides = (),
     scales: kinds.File | None = None,
@@ -47,7 +50,7 @@ def evaluate(
     Args:
         model, revision: as `quantize` takes them.
         tasks: tasks, separated by commas.
-        recipe, preset, weights, kv, k, v, logits, qk, residual, overrides: as `quantize` takes them.
+        recipe, preset, weights, kv, k, v, logits, qk, p, pv, like, residual, overrides: as `quantize` takes them.
         dtype: as `search` takes it.
         scales, attention, device, device_map, offload_folder: as `generate` takes them.
         progress: function called with the items done; by default a line on a terminal, one per minute in a log.
@@ -66,7 +69,7 @@ def evaluate(
     options = SweepOptions(
         tasks=texts(tasks),
         scales=() if scales is None else paths(scales),
-        task_options=task_values(task_options),
+        task_options=task_values(task_options, evaluate),
         dtype=dtype,
         attention=attention,
         device=device,
@@ -75,6 +78,18 @@ def evaluate(
     )
     chosen_device(device)
     wanted = chosen_recipe(
-        recipe, preset, weights=weights, kv=kv, k=k, v=v, logits=logits, qk=qk, residual=residual, overrides=overrides
+        recipe,
+        preset,
+        weights=weights,
+        kv=kv,
+        k=k,
+        v=v,
+        logits=logits,
+        qk=qk,
+        p=p,
+        pv=pv,
+        like=like,
+        residual=residual,
+        overrides=overrides,
     )
     return measure(at_revision(model, revision), wanted, options, progress or progress_for("eval"), runtime_of)

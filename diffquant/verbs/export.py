@@ -1,5 +1,7 @@
 """The verb `export`: a checkpoint as an ONNX model, the ranges of a quantized cache found where none are given."""
 
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -32,8 +34,10 @@ def export(
     dtype: kinds.Name = "float32",
     embed: Bits = 16,
     cache: bool = True,
-    opset: int = 23,
+    opset: int | None = None,
     pure_onnx: bool = False,
+    op: kinds.Name = "custom",
+    portable: bool = False,
     accuracy_level: int = 4,
     genai_device: kinds.Name = "cpu",
     web: bool = False,
@@ -56,8 +60,10 @@ def export(
         dtype: dtype of the activations: float32 or float16.
         embed: bits of embedding and head: 16 or 8.
         cache: False makes a model without a KV cache.
-        opset: opset of the standard ONNX operators.
-        pure_onnx: use standard ONNX operators alone.
+        opset: opset of the standard ONNX operators: 23 by default, and with portable the oldest that has them.
+        pure_onnx: use standard ONNX operators alone, without functions.
+        op: how the graph says attention: custom, or flex, ai.onnx.preview's FlexAttention.
+        portable: write the folder for readers beside ONNX Runtime: OpenVINO, transformers.js, optimum.
         accuracy_level: precision of products with codes: 4 rounds activations to int8, 1 keeps float32, which is slow.
         genai_device: device that onnxruntime-genai will use: cpu, cuda or cuda:N.
         web: add the outputs that examples/web draws attention maps from.
@@ -70,6 +76,7 @@ def export(
         DiffQuantError: anything wrong with the checkpoint, the options or the output; nothing is left then.
         MissingDependencyError: onnx or onnxruntime is not installed.
     """
+    started, calibrated = time.monotonic(), 0.0
     from diffquant.export import require
 
     require()
@@ -87,8 +94,10 @@ def export(
         dtype=dtype,
         embed_bits=embed,
         cache=cache,
-        opset=opset,
+        opset=opset or 0,
         pure=pure_onnx,
+        op=op,
+        portable=portable,
         accuracy_level=accuracy_level,
         genai_device=genai_device,
         web=web,
@@ -98,8 +107,11 @@ def export(
     note_if_transformer(plan.source)
     ranges: Ranges | Path | None = path_or_none(scales)
     if options.kv_bits < 16 and ranges is None:
+        begun = time.monotonic()
         ranges = calibrate_cache(plan.source, Recipe(weights=options.weights, logits=options.logits), progress=shown)
+        calibrated = time.monotonic() - begun
     report = write_export(plan, folder, ranges, overwrite, shown)
+    report = replace(report, seconds=time.monotonic() - started, calibrated=calibrated)
     push_folder(folder, push)
     return report
 

@@ -36,6 +36,7 @@ def fidelity(
     top_k: kinds.Count = 20,
     output: kinds.NewFolder | None = None,
     dataset: Dataset | None = None,
+    card: bool = False,
     save_base: kinds.File | None = None,
     dtype: kinds.Name = "auto",
     device: kinds.Name = "auto",
@@ -63,7 +64,9 @@ def fidelity(
             has its own.
         top_k: number of the likeliest tokens to ask a server for.
         output: folder for the numbers, and a table for the model card.
-        dataset: the text's dataset on the hub, for an entry in .eval_results of `output`, which the hub reads.
+        dataset: the text's dataset on the hub, for an entry in .eval_results of `output`, which the hub reads; with
+            `card` also of B.
+        card: put the table onto the model card of B, a folder here, in place of an earlier one.
         save_base: file to write A's log-probabilities to, in llama.cpp's format and in place of B: 2 bytes for each
             scored token and entry of the vocabulary.
         dtype: auto (bfloat16 where it is native), float32, bfloat16 or float16.
@@ -82,8 +85,10 @@ def fidelity(
     device = notes.chosen_device(device)
     if (candidate is None) == (save_base is None):
         raise UsageError(f"give B, which is compared with A, or {spelled('save_base', 'FILE')} in its place")
-    if dataset is not None and output is None:
+    if dataset is not None and output is None and not card:
         raise UsageError(f"{spelled('dataset')} is written into a folder: give {spelled('output')}, too")
+    if card and (candidate is None or not Path(candidate).is_dir()):
+        raise UsageError(f"{spelled('card', True)} is for a candidate that is a folder, which has a model card")
     progress = progress or progress_for("fidelity")
     reading = _Reading(text, characters, context)
     if candidate is None:
@@ -91,13 +96,15 @@ def fidelity(
         notes.wrote([str(save_base)])
         return None
 
-    from diffquant.evals.fidelity.outputs import FILES, write_fidelity
+    from diffquant.evals.fidelity.outputs import FILES, put_on_card, write_fidelity
 
     if output is not None:
         FILES.check(Path(output))
     result = _compared([_opened(str(side), top_k, dtype, device) for side in (reference, candidate)], reading, progress)
     if output is not None:
         notes.wrote(write_fidelity(result, Path(output), dataset))
+    if card:
+        notes.wrote(put_on_card(result, Path(str(candidate)), dataset))
     return result
 
 

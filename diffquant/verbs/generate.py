@@ -35,6 +35,9 @@ def generate(
     v: kinds.Scheme | None = None,
     logits: kinds.Scheme | None = None,
     qk: kinds.Scheme | None = None,
+    p: kinds.Scheme | None = None,
+    pv: kinds.Scheme | None = None,
+    like: kinds.Kernel | None = None,
     residual: kinds.Residual | None = None,
     overrides: kinds.Overrides = (),
     scales: kinds.File | None = None,
@@ -59,7 +62,8 @@ def generate(
         model: as `quantize` takes it. In Python also a model that is loaded, with its tokenizer.
         prompt: text to continue; on the command line, - reads standard input.
         tokenizer: tokenizer of a model that is loaded, as `load_tokenizer` gives it; a checkpoint has its own.
-        recipe, preset, weights, kv, k, v, logits, qk, residual, overrides, revision: as `quantize` takes them.
+        recipe, preset, weights, kv, k, v, logits, qk, p, pv, like, residual, overrides, revision: as `quantize` takes
+            them.
         scales: ranges that diffquant calibrate wrote, for static schemes such as 8:static.
         max_new_tokens: largest number of tokens to add to the prompt.
         temperature: randomness of the choice of tokens; 0 takes the likeliest.
@@ -91,7 +95,19 @@ def generate(
     from diffquant.support.devices import as_dtype
 
     wanted = chosen_recipe(
-        recipe, preset, weights=weights, kv=kv, k=k, v=v, logits=logits, qk=qk, residual=residual, overrides=overrides
+        recipe,
+        preset,
+        weights=weights,
+        kv=kv,
+        k=k,
+        v=v,
+        logits=logits,
+        qk=qk,
+        p=p,
+        pv=pv,
+        like=like,
+        residual=residual,
+        overrides=overrides,
     )
     check_backend(attention)
     if isinstance(model, CausalModel):

@@ -28,6 +28,7 @@ class Kind:
         known: function that says which values there are, for the end of its help.
         heading: heading that it stands under in the help.
         or_stdin: whether - stands for what standard input says.
+        is_needed: whether the command line has to give it although Python may leave it out.
     """
 
     type: Any
@@ -41,6 +42,7 @@ class Kind:
     known: Callable[[], Iterable[str]] | None = None
     heading: str = "Options"
     or_stdin: bool = False
+    is_needed: bool = False
 
 
 def _task_usages() -> list[str]:
@@ -76,6 +78,7 @@ _IN_RECIPE = "Options of what is quantized"
 Scheme = Annotated[str | int, Kind(str, "SCHEME", heading=_IN_RECIPE)]
 RecipeFile = Annotated["RecipeLike", Kind(Path, "FILE", heading=_IN_RECIPE)]
 Preset = Annotated[str, Kind(Literal["int4", "int8", "kv-4bit-best", "paper"], heading=_IN_RECIPE)]
+Kernel = Annotated[str, Kind(Literal["sage2", "sage2-int4", "sage3", "fa3-fp8", "modelopt-nvfp4"], heading=_IN_RECIPE)]
 Residual = Annotated[int, Kind(int, "TOKENS", heading=_IN_RECIPE)]
 Overrides = Annotated[
     Mapping[str, str] | Sequence[str], Kind(str, "PATTERN=SCHEME", repeats=True, former="override", heading=_IN_RECIPE)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeGuard, overload
 
 from diffquant.errors import UnknownModelTypeError, UsageError
 from diffquant.recipe import NEAREST, Recipe, RoundingSettings
@@ -17,12 +17,14 @@ from diffquant.verbs.notes import note_if_transformer, say
 from diffquant.verbs.recipes import chosen_recipe
 
 if TYPE_CHECKING:
+    from diffquant.model.causal import CausalModel
     from diffquant.quantization.plan import QuantizationPlan
     from diffquant.quantization.quantize import Quantization
     from diffquant.source.source import Source
     from diffquant.source.weight_source import WeightSource
 
-AnyModel = Annotated["Path | str | Source | WeightSource", kinds.Kind(Path, "MODEL", by_place=True)]
+AnyModel = Annotated["Path | str | Source | WeightSource | CausalModel", kinds.Kind(Path, "MODEL", by_place=True)]
+Output = Annotated["Path | str", kinds.Kind(Path, "FOLDER", short="-o", is_needed=True)]
 # Seconds of work that nobody has to be told of before.
 WORTH_SAYING = 2
 # What each effort rounds by.
@@ -32,9 +34,10 @@ Rounding = Annotated[str | Mapping[str, Any], kinds.Kind(str, "NAME")]
 Keep = Annotated[str | Sequence[str], kinds.Kind(str, "PATTERN", repeats=True)]
 
 
+@overload
 def quantize(
-    model: AnyModel,
-    output: kinds.NewFolder,
+    model: "CausalModel",
+    output: None = None,
     recipe: kinds.RecipeFile | None = None,
     *,
     preset: kinds.Preset | None = None,
@@ -44,6 +47,32 @@ def quantize(
     v: kinds.Scheme | None = None,
     logits: kinds.Scheme | None = None,
     qk: kinds.Scheme | None = None,
+    p: kinds.Scheme | None = None,
+    pv: kinds.Scheme | None = None,
+    like: kinds.Kernel | None = None,
+    residual: kinds.Residual | None = None,
+    overrides: kinds.Overrides = (),
+    rounding: Rounding | None = None,
+    effort: Effort | None = None,
+) -> "CausalModel": ...
+
+
+@overload
+def quantize(
+    model: AnyModel,
+    output: Output,
+    recipe: kinds.RecipeFile | None = None,
+    *,
+    preset: kinds.Preset | None = None,
+    weights: kinds.Scheme | None = None,
+    kv: kinds.Scheme | None = None,
+    k: kinds.Scheme | None = None,
+    v: kinds.Scheme | None = None,
+    logits: kinds.Scheme | None = None,
+    qk: kinds.Scheme | None = None,
+    p: kinds.Scheme | None = None,
+    pv: kinds.Scheme | None = None,
+    like: kinds.Kernel | None = None,
     residual: kinds.Residual | None = None,
     overrides: kinds.Overrides = (),
     rounding: Rounding | None = None,
@@ -59,7 +88,40 @@ def quantize(
     overwrite: bool = False,
     planned: "Callable[[QuantizationPlan], None] | None" = None,
     progress: Progress | None = None,
-) -> "Quantization":
+) -> "Quantization": ...
+
+
+def quantize(
+    model: AnyModel,
+    output: Output | None = None,
+    recipe: kinds.RecipeFile | None = None,
+    *,
+    preset: kinds.Preset | None = None,
+    weights: kinds.Scheme | None = None,
+    kv: kinds.Scheme | None = None,
+    k: kinds.Scheme | None = None,
+    v: kinds.Scheme | None = None,
+    logits: kinds.Scheme | None = None,
+    qk: kinds.Scheme | None = None,
+    p: kinds.Scheme | None = None,
+    pv: kinds.Scheme | None = None,
+    like: kinds.Kernel | None = None,
+    residual: kinds.Residual | None = None,
+    overrides: kinds.Overrides = (),
+    rounding: Rounding | None = None,
+    effort: Effort | None = None,
+    text: kinds.File | None = None,
+    tokens: kinds.Tokens | None = None,
+    weights_only: bool = False,
+    keep: Keep = (),
+    weight_rules: kinds.File | None = None,
+    dtype: kinds.StoredDtype | None = None,
+    revision: kinds.Name | None = None,
+    push: kinds.Push | None = None,
+    overwrite: bool = False,
+    planned: "Callable[[QuantizationPlan], None] | None" = None,
+    progress: Progress | None = None,
+) -> "Quantization | CausalModel":
     """Quantize a checkpoint's weights, KV cache and logits.
 
         diffquant quantize model -o model-4bit --preset int4
@@ -70,8 +132,9 @@ def quantize(
 
     Args:
         model: a checkpoint folder (safetensors), .gguf file, or ORG/NAME[@REVISION] on the Hugging Face hub. In Python
-            also an open `Source` or `WeightSource`.
-        output: folder to create; it appears whole or not at all.
+            also an open `Source` or `WeightSource`, or a model that `load` gave: that stays as it is, and comes back
+            as another one under the recipe, in memory, to the bit what its folder would give.
+        output: folder to create; it appears whole or not at all. In Python none for a model in memory.
         recipe: YAML file of a recipe, in place of the schemes. In Python also a scheme of the weights such as "4:g32",
             a mapping such as {"weights": "4:g32", "kv": 8}, or a `Recipe`.
         preset: name of a recipe. int4: weights 4:g32, known as w4a16. int8: weights 8:row and a KV cache of 8 bits.
@@ -83,9 +146,15 @@ def quantize(
         v: scheme of values, in place of `kv`.
         logits: scheme of attention logits, whose rounding is simulated: 6:row, 4:tensor, 4:row:shift or 16.
         qk: scheme of the queries and keys of Q·Kᵀ, whose rounding is simulated: 8:row, 4:b64:smooth or 16.
+        p: scheme of softmax weights before their row's sum divides them, whose rounding is simulated: 8:row, e4m3:row,
+            nvfp4 or 16.
+        pv: scheme of the values that those weights multiply, beside that of the cache; simulated: e4m3:channel, nvfp4,
+            8:g32 or 16.
+        like: published kernel whose qk, p and pv are taken, where they are not given: sage2 (int8 and FP8), sage2-int4,
+            sage3 (NVFP4), fa3-fp8 or modelopt-nvfp4.
         residual: number of newest tokens of the KV cache that stay 16-bit; none by default.
-        overrides: scheme for some weights, or layers' .k, .v, .logits and .qk: '*.mlp.*=6:row', '*.layers.3.*.k=8'; the
-            first match wins. In Python also a mapping from patterns to schemes.
+        overrides: scheme for some weights, or layers' .k, .v, .logits, .qk, .p and .pv: '*.mlp.*=6:row',
+            '*.layers.3.*.k=8'; the first match wins. In Python also a mapping from patterns to schemes.
         rounding: rule from weights to codes. mse, the default, searches each scale for the least squared error;
             nearest takes it from the largest magnitude, as a recipe's file that names no rule has it, and wherever mse
             cannot; gptq also compensates errors over a text; tuned goes on from there by gradients, for the least loss,
@@ -106,7 +175,7 @@ def quantize(
         progress: function called with the work done; by default a line on a terminal, one per minute in a log.
 
     Returns:
-        Sizes, and the error of every packed weight.
+        Sizes, and the error of every packed weight; of a model in memory, the quantized one.
 
     Raises:
         DiffQuantError: anything wrong with the checkpoint, the recipe or the output; nothing is left then.
@@ -116,7 +185,19 @@ def quantize(
     from diffquant.quantization.quantize import quantize as write
 
     wanted = chosen_recipe(
-        recipe, preset, weights=weights, kv=kv, k=k, v=v, logits=logits, qk=qk, residual=residual, overrides=overrides
+        recipe,
+        preset,
+        weights=weights,
+        kv=kv,
+        k=k,
+        v=v,
+        logits=logits,
+        qk=qk,
+        p=p,
+        pv=pv,
+        like=like,
+        residual=residual,
+        overrides=overrides,
     )
     # Weights at 16 bits, where someone asks for them, make a plain folder of one that another library packed.
     if wanted is None or (weights is None and replace(wanted, rounding=NEAREST) == Recipe()):
@@ -128,6 +209,18 @@ def quantize(
     # A file or a Recipe says all of itself: without a rule it is nearest, today as when it was written.
     is_open = rounding is None and not isinstance(recipe, Path | Recipe) and "rounding" not in _entries(recipe)
     wanted = replace(wanted, rounding=_rounding(wanted.rounding, "mse" if is_open else rounding, text, tokens))
+    if is_loaded(model):
+        on_disk = (output, text, tokens, weight_rules, dtype, revision, push, planned)
+        if any(given is not None for given in on_disk) or weights_only or keep or overwrite:
+            raise UsageError(
+                "a model in memory is quantized in memory, under a recipe alone: leave out output and what else is "
+                "about files, or quantize the folder that save_pretrained writes"
+            )
+        from diffquant.loading import quantized
+
+        return quantized(model, wanted)
+    if output is None:
+        raise UsageError(f"a folder to write to is missing: give {spelled('output')}")
     check_push(push)
     kept = (keep,) if isinstance(keep, str) else tuple(keep)
     source = _opened(at_revision(model, revision), weights_only, kept, weight_rules)
@@ -146,6 +239,15 @@ def quantize(
     report = write(source, output, wanted, dtype=dtype, overwrite=overwrite, planned=told, progress=shown)
     push_folder(output, push)
     return report
+
+
+def is_loaded(model: object) -> "TypeGuard[CausalModel]":
+    """Whether a model is one that `load` gave, and no place where one lies."""
+    if isinstance(model, Path | str):
+        return False
+    from diffquant.model.causal import CausalModel
+
+    return isinstance(model, CausalModel)
 
 
 def _chosen_rule(rounding: Rounding | None, effort: str | None) -> Rounding | None:

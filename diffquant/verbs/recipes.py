@@ -4,34 +4,46 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from diffquant.errors import UsageError
-from diffquant.recipe import PRESETS, Recipe, RecipeLike
+from diffquant.recipe import LIKE, PRESETS, Recipe, RecipeLike
 from diffquant.support.spelling import spelled
 
 
-def chosen_recipe(recipe: RecipeLike | None = None, preset: str | None = None, **settings: Any) -> Recipe | None:
+def chosen_recipe(
+    recipe: RecipeLike | None = None, preset: str | None = None, *, like: str | None = None, **settings: Any
+) -> Recipe | None:
     """The recipe that is given whole, by a preset's name or by its settings; None where nothing is given.
 
     Args:
+        like: name of a published kernel, whose operands of attention go with a preset or with settings; a setting for
+            the same operand takes its place.
         settings: what `Recipe.of` takes; None is not given, and overrides may be "PATTERN=SCHEME" texts.
 
     Raises:
         UsageError: more than one of the three is given, or one cannot be read.
     """
+    if like is not None and like not in LIKE:
+        raise UsageError(f"unknown kernel {like!r} to be like; known are {', '.join(LIKE)}")
+    operands = {} if like is None else LIKE[like]
     stated = {name: value for name, value in settings.items() if value is not None and value != ()}
     whole = [name for name, given in (("recipe", recipe), ("preset", preset)) if given is not None]
     if len(whole) == 2:
         raise UsageError(f"{spelled('recipe')} and {spelled('preset')} are two recipes; give one or the other")
+    if recipe is not None and like is not None:
+        raise UsageError(
+            f"{spelled('recipe')} says all of itself; write {spelled('like', like)}'s operands into it: "
+            + ", ".join(f"{target} {scheme}" for target, scheme in operands.items())
+        )
     if whole and stated:
         raise UsageError(f"{spelled(whole[0])} replaces {', '.join(map(spelled, stated))}; give one or the other")
     if preset is not None:
         if preset not in PRESETS:
             raise UsageError(f"unknown preset {preset!r}; known are {', '.join(PRESETS)}")
-        return Recipe.of(**PRESETS[preset])
+        return Recipe.of(**PRESETS[preset], **operands)
     if recipe is not None:
         return Recipe.parse(recipe)
     if "overrides" in stated:
         stated["overrides"] = _overrides(stated["overrides"])
-    return Recipe.of(**stated) if stated else None
+    return Recipe.of(**{**operands, **stated}) if operands or stated else None
 
 
 def _overrides(given: Mapping[str, str] | Sequence[str]) -> Mapping[str, str]:

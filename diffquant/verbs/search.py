@@ -29,6 +29,7 @@ def search(
     windows: kinds.Count = 8,
     window: int = 256,
     characters: kinds.Count = 16384,
+    tensor_types: kinds.File | None = None,
     dtype: kinds.Name = "float32",
     device: kinds.Name = "auto",
     revision: kinds.Name | None = None,
@@ -53,6 +54,7 @@ def search(
         windows: number of windows of the text's first half to measure on.
         window: number of tokens that the model sees at once.
         characters: number of characters of the text's second half to compare on.
+        tensor_types: file to write the widths of weights to, as llama-quantize's --tensor-type-file takes them.
         dtype: dtype of models that run: auto (bfloat16 where it is native), float32, bfloat16 or float16.
         device: device that models run on: cpu, cuda or cuda:N; auto uses CUDA where there is a CUDA device.
         planned: function called with the search before the first measurement; what it raises ends the run.
@@ -68,7 +70,11 @@ def search(
     from diffquant.calib.search.allocation import Budget
     from diffquant.calib.search.outputs import check_search_output, write_search
     from diffquant.calib.search.search import Search, SearchOptions
+    from diffquant.calib.search.tensor_types import check_widths
+    from diffquant.calib.search.tensor_types import tensor_types as llama_cpp_types
+    from diffquant.support.files import write_atomically
 
+    lines = path_or_none(tensor_types)
     folder, wanted = Path(output), Budget.parse(str(budget))
     options = SearchOptions(
         targets=texts(targets),
@@ -81,10 +87,16 @@ def search(
         dtype=dtype,
         device=chosen_device(device),
     )
+    if lines is not None:
+        check_widths(options.targets, options.widths)
     check_search_output(str(wanted), folder)
     run = Search(at_revision(model, revision), wanted, options, folder)
     if planned is not None:
         planned(run)
     result = run.run(progress or progress_for("search"))
-    wrote(write_search(result, folder))
+    files = write_search(result, folder)
+    if lines is not None:
+        write_atomically(lines, llama_cpp_types(result))
+        files.append(lines)
+    wrote(files)
     return result

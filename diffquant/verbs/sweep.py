@@ -13,7 +13,7 @@ from diffquant.verbs.notes import chosen_device, say, wrote
 
 if TYPE_CHECKING:
     from diffquant.sweep.forecast import SweepForecast
-    from diffquant.sweep.result import SweepResult
+    from diffquant.sweep.measured import MeasuredSweep
 
 Granularities = Annotated[str | Sequence[str], kinds.Kind(str, "LIST", former="granularity")]
 Recipes = Annotated[kinds.PathText | Sequence[kinds.PathText], kinds.Kind(Path, "FILE", repeats=True, former="recipe")]
@@ -42,7 +42,7 @@ def sweep(
     planned: "Callable[[SweepForecast], None] | None" = None,
     progress: Progress | None = None,
     **task_options: object,
-) -> "SweepResult":
+) -> "MeasuredSweep":
     """Measure what each bit width costs, in a table and a page.
 
         diffquant sweep transformer diff -o sweep --targets logits --bits 16,8,6,4
@@ -57,7 +57,7 @@ def sweep(
         output: folder for cells, table, plot and report.
         tasks: tasks, separated by commas.
         bits: bit widths, 2 to 8; 16 is always measured.
-        targets: what to quantize, each alone: logits, qk, weights, kv, k, v.
+        targets: what to quantize, each alone: logits, qk, p, pv, weights, kv, k, v.
         granularities: what shares one scale, such as row,tensor,row:shift; each applies to the targets that have it.
         recipes: YAML file of a recipe to measure as well.
         scales: ranges that diffquant calibrate wrote for one of the models, for static schemes.
@@ -72,7 +72,8 @@ def sweep(
         task_options: options of the tasks, such as limit=100 or lengths="64,128".
 
     Returns:
-        All cells, those that were there included; none for a worker that leaves others measuring.
+        All cells, those that were there included, with `table()` and `plot()`; none for a worker that leaves others
+        measuring.
 
     Raises:
         DiffQuantError: what can be known before the first cell is wrong.
@@ -82,6 +83,7 @@ def sweep(
     from diffquant.export.targets import runtime_of
     from diffquant.sweep.engines.choice import chosen_engine
     from diffquant.sweep.grid import SweepOptions
+    from diffquant.sweep.measured import MeasuredSweep
     from diffquant.sweep.outputs import write_outputs
     from diffquant.sweep.result import SweepResult
     from diffquant.sweep.run import join_sweep, run_sweep
@@ -93,7 +95,7 @@ def sweep(
         granularities=texts(granularities),
         recipes=paths(recipes),
         scales=paths(scales),
-        task_options=task_values(task_options),
+        task_options=task_values(task_options, sweep),
         dtype=dtype,
         attention=attention,
         device=device,
@@ -102,6 +104,7 @@ def sweep(
     )
     chosen_device(device)
     folder, shown = Path(output), progress or progress_for("sweep")
+    shown(0, 1, "opening the models")
     if planned is not None:
         from diffquant.sweep.forecast import forecast
 
@@ -123,4 +126,4 @@ def sweep(
         result = run_sweep(paths(models), options, folder, shown, runtime_of, engine)
         wrote(write_outputs(result, folder))
     result.require_complete()
-    return result
+    return MeasuredSweep.of(result)

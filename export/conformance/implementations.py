@@ -17,7 +17,7 @@ from diffquant.export.conformance.vectors import OUTPUTS, Vector
 from diffquant.export.graph.body import CONTRIB, BodyKind, body
 from diffquant.export.graph.op import DOMAIN, GATES, NAME, VERSION, schema
 from diffquant.export.native import library_path
-from diffquant.export.options import IR_VERSION, OLDEST_OPSET
+from diffquant.export.options import DEFAULT_OPSET, IR_VERSION
 
 Outputs = dict[str, np.ndarray]
 
@@ -127,8 +127,8 @@ def one_node(vector: Vector, kind: BodyKind | None) -> onnx.ModelProto:
     outputs = [_declared(name, vector.outputs[name]) for name in OUTPUTS]
     names = [p.name if p.name in given else "" for p in schema().inputs]
     node = helper.make_node(NAME, names, list(OUTPUTS), domain=DOMAIN, **attributes.to_dict())
-    functions = [body(kind, attributes, vector.width, OLDEST_OPSET, vector.is_cached, gates)] if kind else []
-    domains = {"": OLDEST_OPSET, DOMAIN: VERSION} | ({CONTRIB: 1} if kind == "contrib" else {})
+    functions = [body(kind, attributes, vector.width, DEFAULT_OPSET, vector.is_cached, gates)] if kind else []
+    domains = {"": DEFAULT_OPSET, DOMAIN: VERSION} | ({CONTRIB: 1} if kind == "contrib" else {})
     return helper.make_model(
         helper.make_graph([node], "vector", inputs, outputs),
         opset_imports=[helper.make_opsetid(*domain) for domain in domains.items()],

@@ -9,11 +9,12 @@ from typing import Literal
 from onnx import FunctionProto, parser
 
 from diffquant.errors import UsageError
+from diffquant.export.graph.flex import PREVIEW, flex_text
 from diffquant.export.graph.op import DOMAIN, NAME, OpAttributes, schema
 from diffquant.export.graph.pure import pure_text
 
 CONTRIB = "com.microsoft"
-BodyKind = Literal["contrib", "pure"]
+BodyKind = Literal["contrib", "pure", "flex"]
 
 
 def body(
@@ -27,7 +28,8 @@ def body(
     """The op as an ONNX function that computes it.
 
     Args:
-        kind: "contrib" (one GroupQueryAttention of ONNX Runtime) or "pure" (standard ops alone).
+        kind: "contrib" (one GroupQueryAttention of ONNX Runtime), "pure" (standard ops alone) or "flex" (one
+            FlexAttention of ai.onnx.preview).
         attributes: attributes of every node that will use it.
         width: d, width of a query.
         opset: the model's version of the standard domain, 18 or later.
@@ -43,8 +45,12 @@ def body(
     problems = contrib_problems(attributes, width) if is_contrib else []
     if problems:
         raise UsageError(f"ONNX Runtime's GroupQueryAttention: {'; '.join(problems)}; use the pure body")
-    text = contrib_text(attributes, width, gates) if is_contrib else pure_text(attributes, width, cached, gates)
-    domains = [f'"" : {opset}'] + ([f'"{CONTRIB}" : 1'] if kind == "contrib" else [])
+    if is_contrib:
+        text = contrib_text(attributes, width, gates)
+    else:
+        text = (flex_text if kind == "flex" else pure_text)(attributes, width, cached, gates)
+    other = {"contrib": CONTRIB, "flex": PREVIEW}.get(kind)
+    domains = [f'"" : {opset}'] + ([f'"{other}" : 1'] if other else [])
     inputs = ", ".join(p.name for p in schema().inputs)
     outputs = ", ".join(p.name for p in schema().outputs)
     return parser.parse_function(

@@ -9,10 +9,13 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from diffquant.export.graph.activations import EMITTED, functions
 from diffquant.export.graph.body import BodyKind, body, contrib_problems
 from diffquant.export.graph.cache_scales import Scales
+from diffquant.export.graph.flex import PREVIEW
+from diffquant.export.graph.inlining import inlined
 from diffquant.export.graph.linears import Linears
 from diffquant.export.graph.maps import MapOutputs
 from diffquant.export.graph.matmul import MATMUL, matmul_function
 from diffquant.export.graph.nodes import CONTRIB, Graph
+from diffquant.export.graph.norms import rms_norm
 from diffquant.export.graph.op import DOMAIN, GATES, NAME, VERSION, OpAttributes
 from diffquant.export.graph.plan import EMBEDDING, HEAD, ExportPlan, key_width
 from diffquant.export.graph.quantized_attention import QUANTIZED_ATTENTION, quantized_attention_function
@@ -39,8 +42,8 @@ def build(plan: ExportPlan, scales: Mapping[int, Scales]) -> tuple[ModelProto, l
     """
     decoder = _Decoder(plan, scales)
     decoder.emit()
-    initializers, _ = place(decoder.linears.streamed)
-    return decoder.model(initializers), decoder.linears.streamed
+    initializers, _ = place(decoder.linears.streamed, plan.options.layout.data_name)
+    return decoder.model(decoder.linears.with_views(initializers)), decoder.linears.streamed
 
 
 class _Decoder:
@@ -59,8 +62,8 @@ class _Decoder:
 
     def emit(self) -> None:
         graph = self.graph
-        ids = graph.input("input_ids", TensorProto.INT64, ["batch", "sequence"])
-        mask = graph.input("attention_mask", TensorProto.INT64, ["batch", "total"])
+        ids = graph.input("input_ids", TensorProto.INT64, ["batch_size", "sequence"])
+        mask = graph.input("attention_mask", TensorProto.INT64, ["batch_size", "total"])
         lengths = self._lengths(mask)
         x = self.linears.lookup(ids, self.plan.matrices[EMBEDDING], EMBEDDED)
         for layer in range(self.config.num_hidden_layers):
@@ -70,7 +73,7 @@ class _Decoder:
         head = EMBEDDING if self.config.tie_word_embeddings else HEAD
         logits = self.linears.product(x, self.plan.matrices[head])
         graph.add("Identity", logits, name="logits")
-        graph.output("logits", graph.kind, ["batch", "sequence", self.config.vocab_size])
+        graph.output("logits", graph.kind, ["batch_size", "sequence", self.config.vocab_size])
         # Readers of such models expect the logits first.
         graph.outputs.insert(0, graph.outputs.pop())
         if self.options.web:
@@ -85,15 +88,19 @@ class _Decoder:
         if any((node.domain, node.op_type) == (DOMAIN, MATMUL) for node in self.graph.nodes):
             own.append(matmul_function(self.options.opset))
         domains = ({} if self.options.pure else {CONTRIB: 1}) | ({DOMAIN: VERSION} if own else {})
+        if self.options.op == "flex":
+            domains[PREVIEW] = 1
         model = self.graph.model(initializers, self.options.opset, domains, IR_VERSION)
         model.functions.extend(own)
-        return model
+        return inlined(model) if self.options.inlines else model
 
     def _attention_function(self) -> FunctionProto:
         """The op's body for every attention node."""
         attributes, width = self._attributes(), self.spec.head_dim
         # Where GroupQueryAttention cannot compute it (rounded logits, odd widths), the body spells it out.
         kind: BodyKind = "pure" if self.options.pure or contrib_problems(attributes, width) else "contrib"
+        if self.options.op == "flex":
+            kind = "flex"
         present = {"signal_gate": self.spec.lam == "two-gates", "output_gate": self.spec.output_gate}
         gates = [name for name in GATES if present[name]]
         return body(kind, attributes, width, self.options.opset, self.options.cache, gates)
@@ -226,12 +233,12 @@ class _Decoder:
         by_pair = graph.int64("by_pair", (0, 0, spec.pairs, spec.value_dim))
         rows = graph.add("Reshape", attended, by_pair)
         scaled = graph.typed(f"layers.{layer}.post_norm", weight * factor)
-        normed = graph.add("RMSNormalization", rows, scaled, axis=-1, epsilon=spec.post_norm_eps)
+        normed = rms_norm(graph, rows, scaled, spec.post_norm_eps, self.options.opset)
         return graph.add("Reshape", normed, graph.int64("by_token", (0, 0, spec.pairs * spec.value_dim)))
 
     def _norm(self, x: str, name: str, eps: float) -> str:
         weight = self.graph.typed(name, self.plan.vector(name))
-        return self.graph.add("RMSNormalization", x, weight, axis=-1, epsilon=eps)
+        return rms_norm(self.graph, x, weight, eps, self.options.opset)
 
     def _linear(self, x: str, module: str) -> str:
         bias = self.plan.vector(module + ".bias") if module + ".bias" in self.plan.parameters else None
@@ -252,7 +259,7 @@ class _Decoder:
 
     def _cache_shape(self, rows: str) -> list[str | int]:
         width = key_width(self.spec)
-        return ["batch", self.spec.kv_pairs, rows, width // 2 if self.cache_kind == TensorProto.UINT8 else width]
+        return ["batch_size", self.spec.kv_pairs, rows, width // 2 if self.cache_kind == TensorProto.UINT8 else width]
 
     def _cache_scales(self, layer: int) -> list[str]:
         if not self.scales:

@@ -7,11 +7,11 @@ import onnx
 from onnx import ModelProto, TensorProto
 
 from diffquant.errors import CheckpointError
-from diffquant.export.files import MODEL_FILE
+from diffquant.export.files import MODEL_FILE, model_file
 
 
-def check_external(model: ModelProto, folder: Path) -> None:
-    """Check that every external tensor lies inside the folder and inside its file.
+def check_external(model: ModelProto, path: Path) -> None:
+    """Check that every external tensor lies inside the folder of the graph and inside its file.
 
     Raises:
         CheckpointError: some do not; the message names them all.
@@ -19,9 +19,9 @@ def check_external(model: ModelProto, folder: Path) -> None:
     problems: dict[str, None] = {}
     for tensor in model.graph.initializer:
         if tensor.data_location == TensorProto.EXTERNAL:
-            problems |= dict.fromkeys(_problems_of(tensor, folder))
+            problems |= dict.fromkeys(_problems_of(tensor, path.parent))
     if problems:
-        raise CheckpointError(f"{folder / MODEL_FILE}: {'; '.join(problems)}; export the model again")
+        raise CheckpointError(f"{path}: {'; '.join(problems)}; export the model again")
 
 
 def load_graph(folder: Path) -> ModelProto:
@@ -30,14 +30,14 @@ def load_graph(folder: Path) -> ModelProto:
     Raises:
         CheckpointError: it is missing, damaged, or refers to data that is.
     """
-    path = folder / MODEL_FILE
+    path = model_file(folder)
     if not path.is_file():
         raise CheckpointError(f"{folder} has no {MODEL_FILE}; `diffquant export` makes such a folder")
     try:
         model = onnx.load(path, load_external_data=False)
     except Exception as error:  # protobuf's own exception type is no part of its interface
         raise CheckpointError(f"{path} is damaged ({error}); export the model again") from error
-    check_external(model, folder)
+    check_external(model, path)
     return model
 
 

@@ -4,6 +4,8 @@ ONNX Runtime multiplies codes of 4 and 8 bits (`MatMulNBits`); narrower ones fit
 exactly. Stored values are code + 2^(b-1), which is what compressed-tensors stores, too.
 """
 
+from collections.abc import Mapping
+
 import torch
 from onnx import TensorProto
 from torch import Tensor
@@ -14,7 +16,7 @@ from diffquant.export.graph.matmul import MATMUL
 from diffquant.export.graph.matrix import Matrix, checked_cast
 from diffquant.export.graph.nodes import CONTRIB, Graph
 from diffquant.export.graph.op import DOMAIN
-from diffquant.export.graph.streaming import Rows, Streamed
+from diffquant.export.graph.streaming import Rows, Streamed, reshaped
 from diffquant.export.options import ExportOptions
 from diffquant.numbers.packing import pack
 from diffquant.scheme import Scheme
@@ -81,6 +83,12 @@ class Linears:
         self.options = options
         self.streamed: list[Streamed] = []
         self._streamed_names: set[str] = set()
+        self._views: dict[str, tuple[str, tuple[int, ...]]] = {}
+
+    def with_views(self, initializers: Mapping[str, TensorProto]) -> dict[str, TensorProto]:
+        """The streamed tensors' initializers, and those that show some of them in another shape."""
+        views = {name: reshaped(initializers[of], name, shape) for name, (of, shape) in self._views.items()}
+        return {**initializers, **views}
 
     def product(self, x: str, matrix: Matrix, bias: Tensor | None = None) -> str:
         """Name of the product [B, T, out] of x [B, T, in] and the transposed matrix, plus the bias."""
@@ -97,13 +105,15 @@ class Linears:
         stored = self._codes(matrix)
         out, width = matrix.shape
         block = block_size(matrix.scheme, width, pure=False) or width
-        # In blocks, as the head reads them: another shape would need a second copy of the codes.
-        scale_shape = self.graph.int64(f"{matrix.module}.scale_shape", (out, -1, 1))
+        # In blocks, as the head reads them: another shape would need a second copy of the codes. The head's scales lack
+        # an axis; OpenVINO takes an initializer alone, and so the same bytes have a second one.
+        scales = f"{stored['scales']}_blocks"
+        self._views[scales] = stored["scales"], (out, -(-width // block), 1)
         rows = self.graph.add(
             "GatherBlockQuantized",
             stored["codes"],
             ids,
-            self.graph.add("Reshape", stored["scales"], scale_shape),
+            scales,
             domain=CONTRIB,
             bits=container_bits(matrix.scheme),
             block_size=block,

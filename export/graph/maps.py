@@ -45,11 +45,11 @@ class MapOutputs:
 
     def declare(self) -> None:
         """Make them outputs of the model, behind all others."""
-        by_token: list[str | int] = ["batch", "sequence", self.spec.pairs]
+        by_token: list[str | int] = ["batch_size", "sequence", self.spec.pairs]
         lambda_shape: list[str | int] = [1] if self.spec.lam == "exp" else by_token
         width = self.spec.query_heads * self.spec.head_dim
         for layer in self._layers:
-            self.graph.output(QUERY.format(layer=layer), self.graph.kind, ["batch", "sequence", width])
+            self.graph.output(QUERY.format(layer=layer), self.graph.kind, ["batch_size", "sequence", width])
             self.graph.output(LAMBDA.format(layer=layer), TensorProto.FLOAT, lambda_shape)
             if self.spec.lam == "two-gates":
                 self.graph.output(SIGNAL_GATE.format(layer=layer), TensorProto.FLOAT, by_token)

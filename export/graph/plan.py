@@ -122,9 +122,10 @@ def _problems(source: Source, options: ExportOptions) -> list[str]:
         problems.append("it scales attention by 1 - λ_init without a norm")
     if spec.value_dim != key_width(spec):
         problems.append(f"its values are {spec.value_dim} wide, its keys {key_width(spec)}")
-    if spec.maps == 1 and (options.pure or options.logits.quantizes):
+    if spec.maps == 1 and (options.pure or options.logits.quantizes or options.op == "flex"):
         problems.append(
-            f"a Transformer's attention is ONNX Runtime's own: leave out {spelled('pure_onnx')} and {spelled('logits')}"
+            f"a Transformer's attention is ONNX Runtime's own: leave out {spelled('pure_onnx')}, {spelled('logits')} "
+            f"and {spelled('op', 'flex')}"
         )
     if spec.maps == 1 and options.web:
         problems.append(

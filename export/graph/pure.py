@@ -30,9 +30,9 @@ def pure_text(attributes: OpAttributes, width: int, cached: bool, gates: Collect
         raise UsageError("the pure body has 8- and 4-bit caches, not 6")
     key_width = (2 if attributes.generation == 1 else 1) * width
     kv_pairs = attributes.num_kv_pairs
-    parts = [_CONSTANTS, _positions("past_key" if cached else None)]
-    parts.append(_rows("query", attributes.query_heads, width, width, attributes))
-    parts.append(_rows("key", kv_pairs, key_width, width, attributes))
+    parts = [constants_text, positions_text("past_key" if cached else None)]
+    parts.append(rows_text("query", attributes.query_heads, width, width, attributes))
+    parts.append(rows_text("key", kv_pairs, key_width, width, attributes))
     parts.append(f"""   value_shape = Constant <value = int64[4] {{0, 0, {kv_pairs}, {key_width}}}> ()
    value_rows = Reshape (value, value_shape)
    value_turned = Identity (value_rows)""")
@@ -43,7 +43,7 @@ def pure_text(attributes: OpAttributes, width: int, cached: bool, gates: Collect
     return "\n".join(parts)
 
 
-_CONSTANTS = f"""   c0 = Constant <value = int64[1] {{0}}> ()
+constants_text = f"""   c0 = Constant <value = int64[1] {{0}}> ()
    c1 = Constant <value = int64[1] {{1}}> ()
    c2 = Constant <value = int64[1] {{2}}> ()
    s0 = Constant <value = int64 {{0}}> ()
@@ -58,7 +58,7 @@ _CONSTANTS = f"""   c0 = Constant <value = int64[1] {{0}}> ()
    total = Reshape (total_wide, c1)"""
 
 
-def _positions(past: str | None) -> str:
+def positions_text(past: str | None) -> str:
     """Nodes that make start [B], position [B, T] of the queries, column [S] of the keys, and real [B, T]."""
     rows = f"Shape <start = 2, end = 3> ({past})" if past else "Identity (c0)"
     return f"""   past_rows = {rows}
@@ -77,7 +77,7 @@ def _positions(past: str | None) -> str:
    real = Less (position, tokens_column)"""
 
 
-def _rows(name: str, rows: int, width: int, head_width: int, attributes: OpAttributes) -> str:
+def rows_text(name: str, rows: int, width: int, head_width: int, attributes: OpAttributes) -> str:
     """Nodes that make {name}_turned [B, T, rows, width], rotated; the tables repeat the angles of a head's width."""
     shape = f"""   {name}_shape = Constant <value = int64[4] {{0, 0, {rows}, {width}}}> ()
    {name}_rows = Reshape ({name}, {name}_shape)"""

@@ -50,14 +50,14 @@ class Streamed:
         return ((first, min(first + rows, self.shape[0])) for first in range(0, self.shape[0], rows))
 
 
-def place(tensors: Sequence[Streamed]) -> tuple[dict[str, TensorProto], int]:
+def place(tensors: Sequence[Streamed], data_name: str = DATA_FILE) -> tuple[dict[str, TensorProto], int]:
     """Initializers by name that say where in the data file each tensor lies, and the file's size."""
     placed: dict[str, TensorProto] = {}
     end = 0
     for tensor in tensors:
         offset = -(-end // _PAGE) * _PAGE
         end = offset + tensor.nbytes
-        placed[tensor.name] = _reference(tensor, offset)
+        placed[tensor.name] = _reference(tensor, offset, data_name)
     return placed, end
 
 
@@ -81,12 +81,22 @@ def write(path: Path, tensors: Sequence[Streamed], progress: Progress) -> None:
         file.sync()
 
 
-def _reference(tensor: Streamed, offset: int) -> TensorProto:
+def _reference(tensor: Streamed, offset: int, data_name: str) -> TensorProto:
     proto = TensorProto(name=tensor.name, data_type=tensor.kind, dims=tensor.shape)
     proto.data_location = TensorProto.EXTERNAL
-    for key, value in (("location", DATA_FILE), ("offset", offset), ("length", tensor.nbytes)):
+    for key, value in (("location", data_name), ("offset", offset), ("length", tensor.nbytes)):
         proto.external_data.add(key=key, value=str(value))
     return proto
+
+
+def reshaped(tensor: TensorProto, name: str, shape: Sequence[int]) -> TensorProto:
+    """A second initializer of the same bytes in another shape, for ops that want them otherwise."""
+    other = TensorProto()
+    other.CopyFrom(tensor)
+    other.name = name
+    del other.dims[:]
+    other.dims.extend(shape)
+    return other
 
 
 def _offset_of(proto: TensorProto) -> int:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from diffquant.export.files import MODEL_FILE
+from diffquant.export.files import Layout
 from diffquant.export.graph.plan import key_width
 from diffquant.export.runtime.device import RuntimeDevice
 from diffquant.model.config import DiffTransformerConfig
@@ -15,18 +15,20 @@ FILE = "genai_config.json"
 
 
 def write_genai_config(
-    folder: Path, config: DiffTransformerConfig, tokens: SpecialTokens, device: RuntimeDevice
+    folder: Path, config: DiffTransformerConfig, tokens: SpecialTokens, device: RuntimeDevice, layout: Layout
 ) -> None:
     """Describe the model as onnxruntime-genai's "decoder": names, sizes, special tokens, and where it runs."""
-    write_atomically(folder / FILE, json.dumps(_entry(config, tokens, device), indent=2) + "\n")
+    write_atomically(folder / FILE, json.dumps(_entry(config, tokens, device, layout), indent=2) + "\n")
 
 
-def _entry(config: DiffTransformerConfig, tokens: SpecialTokens, device: RuntimeDevice) -> dict[str, Any]:
+def _entry(
+    config: DiffTransformerConfig, tokens: SpecialTokens, device: RuntimeDevice, layout: Layout
+) -> dict[str, Any]:
     spec = config.diff_spec
     context = config.max_position_embeddings
     decoder = {
         "session_options": {"log_id": "onnxruntime-genai", "provider_options": _providers(device)},
-        "filename": MODEL_FILE,
+        "filename": layout.model,
         "head_size": key_width(spec),
         "hidden_size": config.hidden_size,
         "num_attention_heads": spec.query_heads,

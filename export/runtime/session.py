@@ -8,8 +8,9 @@ import onnxruntime as ort
 from onnx import helper
 
 from diffquant.errors import CheckpointError
-from diffquant.export.files import MODEL_FILE
+from diffquant.export.files import model_file
 from diffquant.export.graph.external import load_graph
+from diffquant.export.graph.inlining import is_flex, without_flex
 from diffquant.export.graph.matmul import MATMUL
 from diffquant.export.graph.nodes import CONTRIB
 from diffquant.export.native import library_path
@@ -31,6 +32,7 @@ class OnnxModel:
         vocabulary: number of tokens that have a logit.
         dtype: dtype of the logits.
         device: where it runs.
+        takes_padding: whether sequences of a batch may differ in length.
     """
 
     def __init__(
@@ -62,11 +64,14 @@ class OnnxModel:
         self.device.check()
         graph = load_graph(folder)
         self.folder = folder
-        interface = read_interface(graph.graph, folder / MODEL_FILE)
+        interface = read_interface(graph.graph, model_file(folder))
         self.cache = interface.cache
         self.vocabulary = interface.vocabulary
         self.dtype = interface.dtype
-        is_changed = bool(extra_outputs) or accuracy_level is not None
+        self.takes_padding = not is_flex(graph)
+        is_changed = bool(extra_outputs) or accuracy_level is not None or not self.takes_padding
+        if not self.takes_padding:
+            graph = without_flex(graph)
         if extra_outputs:
             kind = interface.kind
             graph.graph.output.extend(helper.make_tensor_value_info(name, kind, None) for name in extra_outputs)
@@ -135,7 +140,7 @@ class OnnxModel:
         try:
             self.session.run_with_iobinding(binding)
         except Exception as error:  # the runtime's own exception types differ between its versions
-            file = self.folder / MODEL_FILE
+            file = model_file(self.folder)
             raise GraphError(f"ONNX Runtime {ort.__version__} fails in {file}: {error}") from error
 
 
@@ -203,11 +208,14 @@ def _open(
     folder: Path, options: ort.SessionOptions, device: RuntimeDevice, changed: onnx.ModelProto | None
 ) -> ort.InferenceSession:
     """A session on the folder's model, or on a changed copy of it that has the same data."""
+    file = model_file(folder)
     try:
         if changed is None:
-            return ort.InferenceSession(str(folder / MODEL_FILE), options, providers=device.providers)
+            return ort.InferenceSession(str(file), options, providers=device.providers)
         # A model from memory has no folder of its own to look for its data in.
-        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder.resolve()))
+        options.add_session_config_entry(
+            "session.model_external_initializers_file_folder_path", str(file.parent.resolve())
+        )
         return ort.InferenceSession(changed.SerializeToString(), options, providers=device.providers)
     except Exception as error:  # the runtime's own exception types differ between its versions
-        raise CheckpointError(f"ONNX Runtime {ort.__version__} cannot open {folder / MODEL_FILE}: {error}") from error
+        raise CheckpointError(f"ONNX Runtime {ort.__version__} cannot open {file}: {error}") from error

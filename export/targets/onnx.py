@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diffquant.export import require
-from diffquant.export.files import MODEL_FILE
+from diffquant.export.files import model_file
 from diffquant.export.targets.registry import register
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ class OnnxTarget:
     name = "onnx"
 
     def opens(self, folder: Path) -> bool:
-        return (folder / MODEL_FILE).is_file()
+        return model_file(folder).is_file()
 
     def runtime(self) -> "Runtime":
         require()

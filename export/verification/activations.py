@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from diffquant.export.graph.nodes import CONTRIB
-from diffquant.export.options import IR_VERSION, OLDEST_OPSET
+from diffquant.export.options import DEFAULT_OPSET, IR_VERSION
 
 # From activations [..., K] and the block of columns that share a scale in the weight, to their rounded values.
 Rounding = Callable[[Tensor, int], Tensor]
@@ -100,7 +100,7 @@ def _through_identity(x: Tensor, bits: int, block: int) -> Tensor:
     )
     values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, list(x.shape)) for name in ("x", "y")]
     graph = helper.make_graph([node], "identity", values[:1], values[1:], initializers)
-    imports = [helper.make_opsetid("", OLDEST_OPSET), helper.make_opsetid(CONTRIB, 1)]
+    imports = [helper.make_opsetid("", DEFAULT_OPSET), helper.make_opsetid(CONTRIB, 1)]
     model = helper.make_model(graph, opset_imports=imports, ir_version=IR_VERSION)
     session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     return torch.from_numpy(session.run(None, {"x": x.numpy()})[0])

@@ -19,6 +19,7 @@ from diffquant.export.runtime.device import on_cpu_text
 from diffquant.export.runtime.session import GraphError, OnnxModel
 from diffquant.export.verification.errors import StageNoise, cache_excess, relative_rms, stage_errors, stage_noise
 from diffquant.export.verification.long_context import LONG_CONTEXT, FarCalls, far_calls, reach
+from diffquant.export.verification.passages import beginnings
 from diffquant.export.verification.reference import FLIPPING, WHOLE, Reading, Reference
 from diffquant.export.verification.report import (
     Measure,
@@ -30,7 +31,7 @@ from diffquant.export.verification.report import (
     measures,
     nearest_limits,
 )
-from diffquant.export.verification.routes import IN_PLACE, Run, decoded_in_place, prefill, routes
+from diffquant.export.verification.routes import IN_PLACE, PREFILL, Run, decoded_in_place, prefill, routes
 from diffquant.export.verification.tokens import compare_tokens
 from diffquant.recipe import Recipe
 from diffquant.support.progress import Progress
@@ -44,7 +45,7 @@ MARGIN = 4.0
 # Typical rounding of the cache against that under scales fitted to the passages themselves: two bits lost.
 CACHE_LIMIT = 4.0
 # Work of a route, and of measuring what rounding does, beside that of any other route: CPU seconds of SmolLM2's export.
-_WORK_OF_LONG_CONTEXT, _WORK_OF_NOISE = 3, 7
+_WORK_OF_LONG_CONTEXT, _WORK_OF_NOISE = 3, 4
 
 
 class _RouteError(CheckpointError):
@@ -97,10 +98,12 @@ class Comparison:
         self._rounds = reference.rounds and device == "cpu"
         # A scale that spans rows of logits spans those of one call, whose reference has to read the same calls.
         self._spans_rows = not shares_prefixes(Recipe(logits=manifest.options.logits))
+        # Weights are proved by whole passages, masks and caches by their beginnings, at a third of the cost.
+        self._beginnings = passages if self._spans_rows else beginnings(passages)
         self._outputs = (EMBEDDED, *(LAYER_OUTPUT.format(layer=i) for i in range(reference.layers)), "logits")
-        self._whole = self._logits(rounds=False)
+        self._whole = self._logits(passages, rounds=False)
         self._expectations: dict[bool, tuple[list[Tensor], float, StageNoise]] = {}
-        self._far_noises: dict[bool, dict[int, StageNoise]] = {}
+        self._far_noises: dict[int, StageNoise] = {}
         self._tokens: list[SessionTokens] = []
         self._done = self._total = 0
         self._cache: Measure | None = None
@@ -119,9 +122,10 @@ class Comparison:
         fallbacks: dict[str, int] = {}
         sessions = self._sessions()
         # Prefill and padded batch, and with a cache four more.
-        routes_of_one = (6 if self._manifest.options.cache else 2) + _WORK_OF_LONG_CONTEXT
+        routes_of_one = 6 if self._manifest.options.cache else 2
         self._done, noises = 0, len({session.rounds for session in sessions})
-        self._total = len(sessions) * routes_of_one + noises * _WORK_OF_NOISE
+        far = sum(not session.rounds for session in sessions)
+        self._total = len(sessions) * routes_of_one + far * _WORK_OF_LONG_CONTEXT + noises * _WORK_OF_NOISE
         for session in sessions:
             self._advance(0, f"{session.name}, opening it")
             model = self._open(session)
@@ -181,35 +185,42 @@ class Comparison:
 
     def _compared(self, session: _Session, model: OnnxModel) -> Iterator[Route]:
         """Every route of a session, compared."""
-        with self._running(session, "prefill"):
-            read = _states_of(prefill(model, self._passages, self._outputs))
+        # The function body's weights are those of the session before.
+        passages = self._beginnings if session.runs_body else self._passages
+        with self._running(session, PREFILL):
+            read = prefill(model, passages, self._outputs)
+        begun = [[x[:, : ids.shape[1]] for x in of] for of, ids in zip(_states_of(read), self._beginnings, strict=True)]
         if session.is_folder and self._reference.cache is not None:
-            self._cache = Measure(cache_excess(self._reference, self._passages, read), CACHE_LIMIT)
+            self._cache = Measure(cache_excess(self._reference, self._beginnings, begun), CACHE_LIMIT)
         # Sessions that compute alike share what rounding explains.
         if session.rounds not in self._expectations:
             self._advance(0, f"{session.name}, what rounding explains")
-            self._expectations[session.rounds] = self._expected(session, read)
-            self._advance(_WORK_OF_NOISE, f"{session.name}, prefill")
+            self._expectations[session.rounds] = self._expected(session, begun)
+            self._advance(_WORK_OF_NOISE, f"{session.name}, {PREFILL}")
         whole, limit, noise = self._expectations[session.rounds]
-        last = [states[-1] for states in read]
-        self._tokens.append(SessionTokens(session.name, compare_tokens(zip(self._whole, last, strict=True))))
+        last = [_float32(run.states[-1]) for run in read]
+        self._tokens.append(SessionTokens(session.name, compare_tokens(_cut(self._whole, last))))
 
         def logits_errors(runs: Sequence[Run]) -> tuple[Measure, Measure | None]:
             """Errors of the logits against the reference's and against prefill's."""
             is_cut = self._spans_rows and any(len(run.calls) > 1 for run in runs)
-            wanted = self._logits(session.rounds, runs=runs) if is_cut else whole
+            wanted = self._logits(passages, session.rounds, runs=runs) if is_cut else whole
             against = [_relative_error(runs, others) for others in (wanted, *([] if is_cut else [last]))]
             return Measure(against[0], limit), None if is_cut else Measure(against[1], limit)
 
-        for name, route in routes(model):
-            with self._running(session, name):
-                runs = route(model, self._passages, self._outputs)
+        def route(name: str, passages: list[np.ndarray], runs: Sequence[Run]) -> Route:
             firsts = [run.first for run in runs]
             with self._reference.arithmetic(rounds=session.rounds):
                 errors = stage_errors(
-                    self._reference, self._passages, _states_of(runs), firsts, list(map(self._reading_of, runs))
+                    self._reference, passages, _states_of(runs), firsts, list(map(self._reading_of, runs))
                 )
-            yield Route(session.name, name, *measures(errors, noise, firsts, MARGIN), *logits_errors(runs))
+            return Route(session.name, name, *measures(errors, noise, firsts, MARGIN), *logits_errors(runs))
+
+        yield route(PREFILL, passages, read)
+        for name, runner in routes(model):
+            with self._running(session, name):
+                runs = runner(model, self._beginnings, self._outputs)
+            yield route(name, self._beginnings, runs)
         if model.cache is not None:
             with self._running(session, IN_PLACE):
                 # The folder itself is opened once more without a thing changed, as `diffquant run` uses it.
@@ -218,25 +229,26 @@ class Comparison:
                     if session.is_folder
                     else model
                 )
-                runs = [decoded_in_place(used, self._passages[0])]
+                runs = [decoded_in_place(used, self._beginnings[0])]
             yield Route(session.name, IN_PLACE, (), (), *logits_errors(runs))
-        yield self._long_context(session, model, noise)
+        # Rounded activations change products, of which the routes above have each kind; the graph is the same.
+        if not session.rounds:
+            yield self._long_context(session, model, noise)
 
     def _long_context(self, session: _Session, model: OnnxModel, usual: StageNoise) -> Route:
         """Calls far into the context, each held to what rounding does to such calls."""
         found: list[tuple[tuple[Measure, ...], tuple[Measure, ...]]] = []
         self._reached = reach(model, self._reference.model.config.max_position_embeddings)
         calls = far_calls(model, self._reference, self._passages, self._outputs)
-        # Sessions that compute alike share what rounding explains here, too.
-        noises = self._far_noises.setdefault(session.rounds, {})
         while far := self._next(calls, session):
             states = [[_float32(values) for values in each] for each in far.states]
             firsts, readings = [0] * len(states), [far.reading] * len(states)
-            with self._reference.arithmetic(rounds=session.rounds):
-                errors = stage_errors(self._reference, far.sequences, states, firsts, readings)
-            if (number := len(found)) not in noises:
-                noises[number] = stage_noise(self._reference, far.sequences, states, session.rounds, far.reading, True)
-            found.append(far_measures(errors, noises[number], usual, MARGIN))
+            errors = stage_errors(self._reference, far.sequences, states, firsts, readings)
+            # Sessions share what rounding explains here, too.
+            if (number := len(found)) not in self._far_noises:
+                noise = stage_noise(self._reference, far.sequences, states, False, far.reading, True)
+                self._far_noises[number] = noise
+            found.append(far_measures(errors, self._far_noises[number], usual, MARGIN))
         typical, largest = (nearest_limits(parts) for parts in zip(*found, strict=True))
         return Route(session.name, LONG_CONTEXT, typical, largest, None, None)
 
@@ -255,24 +267,26 @@ class Comparison:
     def _reading_of(self, run: Run) -> Reading:
         return Reading(run.calls) if self._spans_rows and len(run.calls) > 1 else WHOLE
 
-    def _logits(self, rounds: bool, noise: float | None = None, runs: Sequence[Run] | None = None) -> list[Tensor]:
-        """Logits of the passages by the reference, whole or as some runs read them."""
-        readings = [WHOLE for _ in self._passages] if runs is None else map(self._reading_of, runs)
+    def _logits(
+        self, passages: list[np.ndarray], rounds: bool, noise: float | None = None, runs: Sequence[Run] | None = None
+    ) -> list[Tensor]:
+        """Logits of passages by the reference, whole or as some runs read them."""
+        readings = [WHOLE for _ in passages] if runs is None else map(self._reading_of, runs)
         logits = []
         with self._reference.arithmetic(rounds=rounds, noise=noise):
-            for ids, reading in zip(self._passages, readings, strict=False):
+            for ids, reading in zip(passages, readings, strict=False):
                 with self._reference.reading(reading):
                     logits.append(self._reference.run(ids))
         return logits
 
-    def _expected(self, session: _Session, read: list[list[Tensor]]) -> tuple[list[Tensor], float, StageNoise]:
+    def _expected(self, session: _Session, begun: list[list[Tensor]]) -> tuple[list[Tensor], float, StageNoise]:
         """Logits that a session should have, how far they may be off, and what rounding does to its stages."""
-        whole = self._logits(rounds=True) if session.rounds else self._whole
+        whole = self._logits(self._passages, rounds=True) if session.rounds else self._whole
         rounds_anew = session.rounds and self._reference.knows_rounding
         limit = self._tolerance
         if limit is None:
-            limit = MARGIN * relative_rms(zip(self._logits(rounds_anew, FLIPPING), whole, strict=True))
-        return whole, limit, stage_noise(self._reference, self._passages, read, session.rounds)
+            limit = MARGIN * relative_rms(zip(self._logits(self._passages, rounds_anew, FLIPPING), whole, strict=True))
+        return whole, limit, stage_noise(self._reference, self._beginnings, begun, session.rounds)
 
     def _notes(self, scales: Measure | None) -> Iterator[str]:
         """Sentences about int8 activations, and about what was not compared."""
@@ -301,9 +315,14 @@ class Comparison:
 def _relative_error(runs: Sequence[Run], wanted: Sequence[Tensor]) -> float:
     """Relative RMS error of the logits of some runs, where they tell a route from prefill."""
     return relative_rms(
-        (states[-1][:, run.first :], logits[:, run.first :])
-        for run, states, logits in zip(runs, _states_of(runs), wanted, strict=False)
+        (got[:, run.first :], logits[:, run.first :])
+        for run, (logits, got) in zip(runs, _cut(wanted, [_float32(run.states[-1]) for run in runs]), strict=True)
     )
+
+
+def _cut(wanted: Sequence[Tensor], got: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Logits of whole passages as far as others, of their beginnings or of some of them, reach."""
+    return ((whole[:, : some.shape[1]], some) for whole, some in zip(wanted, got, strict=False))
 
 
 def _states_of(runs: Sequence[Run]) -> list[list[Tensor]]:

@@ -12,9 +12,9 @@ from diffquant.export.verification.reference import WHOLE, Reading, Reference
 
 LONG_CONTEXT = "long context"
 # Tokens that are read behind each past. The median over them does not notice a code that one of them flips.
-TOKENS = 5
-# Beyond the passages that are read whole, and then each power of two.
-_PASTS = (255, 300, 511)
+TOKENS = 3
+# Beyond the passages that are read whole; then come the powers of four.
+_PASTS = (255, 300)
 # Bytes of one layer's keys and values in float32, of which the reference holds three copies.
 _MOST_BYTES = 2**28
 # Positions that are read in one call where there is no cache to put before a token.
@@ -68,8 +68,8 @@ def far_calls(
 def past_lengths(end: int) -> list[int]:
     """Numbers of rows before a token, up to one less than the positions there are."""
     last = end - 1
-    doubled = (2**power - 1 for power in range(10, last.bit_length() + 1))
-    return sorted({length for length in (*_PASTS, *doubled, last) if 0 < length <= last})
+    powers = (2**power - 1 for power in range(10, last.bit_length() + 1, 2))
+    return sorted({length for length in (*_PASTS, *powers, last) if 0 < length <= last})
 
 
 def _together(

@@ -1,5 +1,7 @@
 """Sequences of token ids that a verification reads: passages of the prose that ships, from end to end of it."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from diffquant.data import books_text
@@ -9,6 +11,8 @@ from diffquant.source.source import Source
 
 POSITIONS = 512
 LONGEST = 160
+# Of the longest passage, the positions that prove what a route does with masks and caches.
+BEGINNING = 48
 # Passages differ in length, so that a padded batch has padding; the first is the longest.
 _SHARES = (1.0, 0.8, 0.65, 0.5, 0.35, 0.9)
 _SHORTEST = 2
@@ -29,6 +33,11 @@ def sample_passages(source: Source, config: DiffTransformerConfig) -> list[np.nd
         rng = np.random.default_rng(0)
         passages = [rng.integers(0, config.vocab_size, length).tolist() for length in lengths]
     return [np.array([ids], np.int64) for ids in passages]
+
+
+def beginnings(passages: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """The first positions of some passages, whose lengths are to each other as those of the passages."""
+    return [ids[:, : max(min(_SHORTEST, ids.shape[1]), ids.shape[1] * BEGINNING // LONGEST)] for ids in passages]
 
 
 def _lengths(longest: int) -> list[int]:

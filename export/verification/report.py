@@ -8,6 +8,7 @@ from pathlib import Path
 
 from diffquant.export.verification.errors import StageErrors, StageNoise
 from diffquant.export.verification.tokens import TokenComparison
+from diffquant.support.readable import Readable
 
 
 @dataclass(frozen=True)
@@ -96,8 +97,8 @@ def loses_tokens(sessions: Sequence[SessionTokens]) -> bool:
     return len(sessions) > 1 and sessions[0].tokens.agreement < sessions[1].tokens.agreement
 
 
-@dataclass(frozen=True, kw_only=True)
-class Verification:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Verification(Readable):
     """How an exported folder compares with its checkpoint.
 
     Attributes:
@@ -212,10 +213,10 @@ def measures(
         firsts: first position of each passage.
         margin: factor of the noise.
     """
-    typical = zip(errors.quantile(0.5), noise.typical(firsts), strict=True)
+    typical, largest = zip(errors.quantile(0.5), noise.typical(firsts), strict=True), noise.largest
     return (
         tuple(Measure(value, margin * limit) for value, limit in typical),
-        tuple(Measure(value, margin * noise.largest) for value in errors.largest),
+        tuple(Measure(value, margin * largest) for value in errors.largest),
     )
 
 

@@ -10,8 +10,8 @@ from diffquant.export.runtime.session import InPlaceDecoder, OnnxModel
 # From passages [1, T] to a run of each; a route may leave out later passages.
 Runner = Callable[[OnnxModel, Sequence[np.ndarray], tuple[str, ...]], list["Run"]]
 
-IN_PLACE = "decode in place"
-_DECODED, _DECODED_TOGETHER = 8, 3
+PREFILL, IN_PLACE = "prefill", "decode in place"
+_DECODED, _DECODED_TOGETHER = 5, 3
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,14 @@ class Run:
 
 
 def routes(model: OnnxModel) -> Iterator[tuple[str, Runner]]:
-    """Names and runners of the routes that a model has, prefill first."""
-    yield "prefill", prefill
-    yield "padded batch", _padded
+    """Names and runners of the routes that a model has beside prefill."""
+    if model.takes_padding:
+        yield "padded batch", _padded
     if model.cache is not None:
         yield "chunked prefill", _chunked
         yield "decode", _decoded
-        yield "batch decode", _padded_then_decoded
+        if model.takes_padding:
+            yield "batch decode", _padded_then_decoded
 
 
 def decoded_in_place(model: OnnxModel, passage: np.ndarray) -> Run:
@@ -53,7 +54,7 @@ def prefill(model: OnnxModel, passages: Sequence[np.ndarray], outputs: tuple[str
 
 
 def _chunked(model: OnnxModel, passages: Sequence[np.ndarray], outputs: tuple[str, ...]) -> list[Run]:
-    return [_in_chunks(model, ids, _thirds(ids.shape[1]), outputs) for ids in passages]
+    return [_in_chunks(model, ids, _halves(ids.shape[1]), outputs) for ids in passages]
 
 
 def _decoded(model: OnnxModel, passages: Sequence[np.ndarray], outputs: tuple[str, ...]) -> list[Run]:
@@ -110,9 +111,8 @@ def _right_padded(passages: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarra
     return padded, mask
 
 
-def _thirds(length: int) -> list[int]:
-    part = max(1, length // 3)
-    return [part, part, length - 2 * part] if length > 2 * part else [length]
+def _halves(length: int) -> list[int]:
+    return [length // 2, length - length // 2] if length > 1 else [length]
 
 
 def _prompt_then_tokens(length: int) -> list[int]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from diffquant.attention.logits import from_coded, magnitudes, prepare_logits, round_logits, to_coded
-from diffquant.attention.naive import masked_softmax
+from diffquant.attention.probabilities import softmax_weights
 from diffquant.evals.divergence import next_token_kl
 from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm, pair_norm
@@ -87,7 +87,7 @@ class SeenAttention:
 
     def terms(self, logits: Sequence[Tensor]) -> list[Tensor]:
         """Terms [B, h, T, dv] of the output for some logits: A1·V and, of a pair, λ·A2·V."""
-        weighed = [masked_softmax(of_map, self.visible) @ self.values for of_map in logits]
+        weighed = [softmax_weights(of_map, self.visible) @ self.values for of_map in logits]
         return weighed if self.lam is None else [weighed[0], self.lam * weighed[1]]
 
     def rounded(self, scheme: Scheme) -> tuple[list[Tensor], list[Tensor]]:

@@ -1,9 +1,11 @@
 """Record what the commands on README, docs/quantize.md and docs/verify.md print, and put it onto the pages.
 
     python -m research.studies.transcripts SmolLM2-135M-Instruct.Q4_1.gguf
+    python -m research.studies.transcripts SmolLM2-135M-Instruct.Q4_1.gguf --folder made --again export,verify
 
 The commands are the pages' own, in the order in which each finds what it needs, in a folder of their own. What they
 print goes to research/results/transcripts.json and into the pages' blocks; a machine that is busy tells other times.
+With `--again` only some are run, in a folder where the others were; the others' records stay, with their environment.
 """
 
 import os
@@ -12,13 +14,14 @@ import subprocess
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from diffquant.bench.environment import environment
 from diffquant.errors import UsageError
 from diffquant.support.files import write_atomically, write_json
+from research.studies.results import read_json
 
 ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", ROOT / "docs" / "quantize.md", ROOT / "docs" / "verify.md")
@@ -30,6 +33,8 @@ ORDER = ("convert", "inspect", "quantize", "generate", "export", "verify", "run"
 
 def main(
     model: Annotated[Path, typer.Argument(help="SmolLM2-135M-Instruct.Q4_1.gguf.")],
+    again: Annotated[str, typer.Option(help="Commands to run; all by default.")] = "",
+    folder: Annotated[Path | None, typer.Option(help="Folder to run them in; a new one by default.")] = None,
 ) -> None:
     """Run the pages' commands and put what they print onto them."""
     lines_by_page = {page: page.read_text(encoding="utf-8").splitlines() for page in PAGES}
@@ -38,15 +43,32 @@ def main(
         {line[2:]: None for line in lines if line.startswith("$ diffquant ") and line.split()[2] in ORDER},
         key=lambda call: ORDER.index(call.split()[1]),
     )
-    with TemporaryDirectory() as folder:
-        (Path(folder) / model.name).symlink_to(model.absolute())
-        outputs = {call: _printed_by(call, Path(folder)) for call in calls}
-    calls_and_outputs = [{"command": call, "output": output} for call, output in outputs.items()]
-    result = {"environment": environment("onnxruntime"), "transcripts": calls_and_outputs}
-    write_json(RECORDED, result)
+    verbs = again.split(",") if again else ORDER
+    former = {_without_comment(each["command"]): each for each in _former_records()} if again else {}
+    records: list[dict[str, Any]] = []
+    with TemporaryDirectory() as new:
+        place = folder or Path(new)
+        if not (place / model.name).exists():
+            (place / model.name).symlink_to(model.absolute())
+        for call in calls:
+            is_run = call.split()[1] in verbs
+            record = {"output": _printed_by(call, place)} if is_run else former[_without_comment(call)]
+            records.append(record | {"command": call})
+    outputs = {each["command"]: each["output"] for each in records}
+    write_json(RECORDED, {"environment": environment("onnxruntime"), "transcripts": records})
     for page, page_lines in lines_by_page.items():
         write_atomically(page, "\n".join(with_outputs(page_lines, outputs)) + "\n")
     typer.echo(f"wrote {RECORDED} and {', '.join(map(str, PAGES))}")
+
+
+def _without_comment(call: str) -> str:
+    return call.partition("#")[0].rstrip()
+
+
+def _former_records() -> list[dict[str, Any]]:
+    """What was recorded before, each command with its environment."""
+    former = read_json(RECORDED)
+    return [{"environment": former["environment"]} | each for each in former["transcripts"]]
 
 
 def with_outputs(lines: list[str], outputs: dict[str, list[str]]) -> list[str]:

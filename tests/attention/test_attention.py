@@ -411,7 +411,7 @@ def test_a_backend_that_cannot_serve_says_why():
         attend(AttentionCall(*inputs, scale=0.3, mask=Mask()), "triton")
     with pytest.raises(UsageError, match="cannot quantize them"):
         attend(AttentionCall(*inputs, scale=0.3, mask=Mask(), logits=Scheme.parse("4:row")), "flashdiff1")
-    with pytest.raises(UsageError, match="'simulated' computes only quantized logits"):
+    with pytest.raises(UsageError, match="'simulated' computes only quantized maps"):
         attend(AttentionCall(*inputs, scale=0.3, mask=Mask()), "simulated")
 
 

@@ -132,7 +132,15 @@ def test_half_types_are_rounded_in_float32_and_come_back(tmp_path):
     [
         ({"qk": "4:pair"}, "qk cannot be quantized per pair; use tensor, head, row, group, block"),
         ({"qk": "4:row:shift"}, "shift is for logits"),
-        ({"qk": "4:row:rotated"}, "rotated is for k and v"),
+        ({"logits": "4:row:rotated"}, "rotated is for k and v"),
+        ({"p": "4:row:smooth"}, "smooth is for qk"),
+        ({"pv": "4:row:smoothq"}, "smoothq is for qk"),
+        ({"p": "8:tensor"}, "p cannot be quantized per tensor; use row, group"),
+        ({"pv": "4:c16"}, "pv has channels over so many tokens as groups; write g16"),
+        ({"qk": "4:row:fullsum"}, "fullsum is for p"),
+        ({"pv": "e4m3:row:pow2"}, "pow2 is for p"),
+        ({"p": "4:g16:pow2"}, "pow2 is for one scale a row"),
+        ({"p": "4:row:shift"}, "shift is for logits"),
         ({"logits": "4:row:smooth"}, "smooth is for qk"),
         ({"overrides": {"*.layers.0.*.k": "4:row:smooth"}}, "smooth is for qk"),
     ],
@@ -143,6 +151,8 @@ def test_what_operands_cannot_be_is_refused(recipe, said):
 
 
 def test_a_recipe_without_operands_has_the_form_it_had():
-    assert "qk" not in Recipe.of(logits="4:row").to_dict()
-    recipe = Recipe.of(qk="4:b64:smooth", overrides={"*.layers.1.*.qk": "8:row"})
+    assert not {"qk", "p", "pv"} & Recipe.of(logits="4:row").to_dict().keys()
+    operands = {"qk": "4:b64:smooth", "p": "e4m3:row:pow2:fullsum", "pv": "nvfp4"}
+    recipe = Recipe.of(**operands, overrides={"*.layers.1.*.qk": "8:row", "*.layers.1.*.pv": "8:channel"})
+    assert operands.items() <= recipe.to_dict().items()
     assert Recipe.from_dict(recipe.to_dict()) == recipe

@@ -67,9 +67,10 @@ import importlib.util, sys
 there = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *of: None if name in ("onnx", "onnxruntime") else there(name, *of)
 sys.modules["onnx"] = sys.modules["onnxruntime"] = None
-from diffquant.bench import run
+from diffquant.bench.options import BenchOptions
+from diffquant.bench.sections import PARTS
 from diffquant.support.progress import silent
-print(run._export(run.BenchOptions(("export",)))[0].measure(silent)[0].missing)
+print(PARTS["export"](BenchOptions(("export",)))[0].measure(silent)[0].missing)
 """
     done = run_program(code)
     assert done.returncode == 0, done.stderr

@@ -4,6 +4,7 @@ import json
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,8 +13,9 @@ from typer.testing import CliRunner
 from diffquant.bench import memory, run, timing
 from diffquant.bench.cells import BenchCell
 from diffquant.bench.gpu import tune
+from diffquant.bench.options import SECTIONS, BenchOptions
 from diffquant.bench.programs import cell_speeds, comparison, generate, hellaswag, peer_engines, programs, sharing
-from diffquant.bench.run import SECTIONS, BenchOptions, Part
+from diffquant.bench.sections import PARTS, Part
 from diffquant.cli import app
 from diffquant.errors import DiffQuantError, FailedCellsError, MissingDependencyError, UsageError
 from diffquant.kernels.configs import AttentionTile
@@ -103,9 +105,9 @@ def test_a_section_that_fails_is_named_and_the_others_go_on(monkeypatch, tmp_pat
     def broken(*arguments):
         raise RuntimeError("no such thing")
 
-    monkeypatch.setitem(run._PARTS, "quantize", broken)
+    monkeypatch.setitem(PARTS, "quantize", broken)
     dense = BenchCell("linear", "1 x 1", "dense", values=(1.0,))
-    monkeypatch.setitem(run._PARTS, "linear", lambda _: [Part("dense", lambda _: [dense])])
+    monkeypatch.setitem(PARTS, "linear", lambda _: [Part("dense", lambda _: [dense])])
     monkeypatch.setattr(run.roofline, "measure_roofline", lambda *arguments: {})
     result = run.run_bench(BenchOptions(sections=("quantize", "linear")), tmp_path)
     failed, measured = result.cells
@@ -125,7 +127,7 @@ def test_an_interrupted_bench_goes_on_with_what_it_kept_and_a_whole_one_starts_a
         return [BenchCell("linear", name, "dense", values=(1.0, 2.0), facts={"rounding error": 0.5})]
 
     parts = [Part(name, lambda _, name=name: measure(name)) for name in ("first", "second")]
-    monkeypatch.setitem(run._PARTS, "linear", lambda _: parts)
+    monkeypatch.setitem(PARTS, "linear", lambda _: parts)
     monkeypatch.setattr(run.roofline, "measure_roofline", lambda *arguments: ran.append("roofline") or {"copy": {}})
     options = BenchOptions(sections=("linear",))
     with pytest.raises(KeyboardInterrupt, match="run the same command again"):
@@ -158,8 +160,8 @@ def test_a_shared_sweep_is_measured_beside_one_that_is_not(tmp_path, monkeypatch
     assert not two.falls
 
     options = BenchOptions(sections=("sweep",), checkpoints=(model,), workers=(1, 2))
-    assert [part.name for part in run._PARTS["sweep"](options)] == ["checkpoints", "kinds of cells", "workers"]
-    assert [part.name for part in run._PARTS["sweep"](replace(options, workers=()))] == [
+    assert [part.name for part in PARTS["sweep"](options)] == ["checkpoints", "kinds of cells", "workers"]
+    assert [part.name for part in PARTS["sweep"](replace(options, workers=()))] == [
         "checkpoints",
         "kinds of cells",
     ]
@@ -184,8 +186,8 @@ def other_answers(run_sweep):
     """The sweep, in which every item turns out otherwise where two workers share it."""
 
     def shifted(models, options, folder, engine):
-        result = run_sweep(models, options, folder, engine=replace(engine, workers=1))
-        if engine.workers == 1:
+        result = run_sweep(models, options, folder, engine=partial(engine, workers=1))
+        if engine.keywords["workers"] == 1:
             return result
         cells = [
             replace(

@@ -179,7 +179,7 @@ def test_zero_points_that_version_1_has_no_place_for_are_refused(tmp_path, sym):
         ("awq", {"version": "gemv"}, "version of quantization_config is 'gemv', and read is 'gemm'"),
         ("awq", {"backend": "llm-awq"}, "'llm-awq', whose words have another order"),
         ("awq", {"group_size": 64}, r"q_proj\.qzeros is \[2, 8\], not \[1, 8\]"),
-        ("hqq", {}, "quantized by 'hqq'; diffquant reads .*awq, bitsandbytes, gptq"),
+        ("hqq", {}, "quantized by 'hqq'; diffquant reads .*awq, bitsandbytes, compressed-tensors, fp8, gptq, modelopt"),
     ],
 )
 def test_settings_that_are_not_read_are_named(tmp_path, method, changes, problem):

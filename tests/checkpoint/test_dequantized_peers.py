@@ -1,12 +1,17 @@
 """Folders that other libraries quantized, against what those libraries themselves make of the same bytes."""
 
+import copy
+
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from diffquant.formats.opening import open_checkpoint
+from diffquant.loading import load
+from diffquant.source.source import open_source
 from tests.support.checkpoints import edit_json, write_llama
+from tests.support.models import random_llama
 
 UP = "model.layers.0.mlp.up_proj"
 
@@ -88,3 +93,68 @@ def test_int8_as_bitsandbytes_packs_and_unpacks_it(tmp_path):
     ours = packed_alone(tmp_path / "folder", parts, quant_method="bitsandbytes", load_in_8bit=True)
     assert torch.equal(ours, peer.int8_vectorwise_dequant(codes, scales))
     assert (ours - weight).abs().max() < 0.02
+
+
+MODELOPT = {
+    "FP8_DEFAULT_CFG": "FP8",
+    "FP8_PER_CHANNEL_PER_TOKEN_CFG": "FP8",
+    "FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG": "FP8",
+    "NVFP4_DEFAULT_CFG": "NVFP4",
+    "NVFP4_DEFAULT_CFG, FP8_KV_CFG": "NVFP4",
+    "NVFP4_MLP_ONLY_CFG": "NVFP4",
+    "MXFP8_DEFAULT_CFG": "MXFP8",
+    "W4A8_MXFP4_FP8_CFG": "MXFP4",
+}
+
+
+@pytest.mark.parametrize("config", MODELOPT)
+def test_a_folder_that_modelopt_exports_is_read_as_modelopt_dequantizes_it(tmp_path, config):
+    quantizer = pytest.importorskip("modelopt.torch.quantization", reason="needs the extra quantizers")
+    from modelopt.torch.export import export_hf_checkpoint
+
+    model = random_llama(
+        0,
+        vocab_size=64,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        architectures=["LlamaForCausalLM"],
+    ).bfloat16()
+    recipe, *caches = (copy.deepcopy(getattr(quantizer, name)) for name in config.split(", "))
+    if caches:
+        recipe = quantizer.utils.update_quant_cfg_with_kv_cache_quant(recipe, caches[0]["quant_cfg"])
+    quantizer.quantize(model, recipe, lambda each: each(torch.arange(32)[None]))
+    export_hf_checkpoint(model, export_dir=tmp_path / "folder")
+    stored, kind = load_file(tmp_path / "folder" / "model.safetensors"), MODELOPT[config]
+    source = open_source(tmp_path / "folder")
+    packed = [name for name in source.checkpoint.tensors if f"{name}_scale" in stored]
+    assert len(packed) == (6 if "MLP" in config else 14)
+    for name in packed:
+        theirs = by_modelopt(kind, stored[name], stored[f"{name}_scale"], stored.get(f"{name}_scale_2"))
+        assert torch.equal(source.checkpoint.read(name), theirs)
+    assert source.checkpoint.rounded_as == f"ModelOpt {kind}"
+    assert ("keys and values" in source.checkpoint.note) == ("KV" in config)
+    assert torch.isfinite(load(tmp_path / "folder", dtype=torch.float32)(torch.arange(9)[None]).logits).all()
+
+
+def by_modelopt(kind, codes, scale, above):
+    """What ModelOpt's own tensors dequantize codes to, in float32."""
+    from modelopt.torch.quantization.qtensor import FP8QTensor, MXFP4QTensor, MXFP8QTensor, NVFP4QTensor
+
+    shape = torch.Size((codes.shape[0], codes.shape[1] * (2 if codes.dtype == torch.uint8 else 1)))
+    if kind == "NVFP4":
+        tensor = NVFP4QTensor(shape, torch.float32, codes)
+        return tensor.dequantize(torch.float32, scale=scale, double_scale=above, block_sizes={-1: 16})
+    if kind == "MXFP4":
+        return MXFP4QTensor(shape, torch.float32, codes).dequantize(torch.float32, scale=scale, block_sizes={-1: 32})
+    if kind == "MXFP8":
+        return MXFP8QTensor(shape, torch.float32, codes).dequantize(torch.float32, scale=scale)
+    tensor = FP8QTensor(shape, torch.float32, codes)
+    if scale.dim() == 4:
+        blocks = {-1: 128, -2: 128}
+        return tensor.dequantize(torch.float32, scale=scale.reshape(shape[0] // 128, -1), block_sizes=blocks)
+    scale = scale[:, None] if scale.dim() == 1 else scale
+    return tensor.dequantize(torch.float32, scale=scale)

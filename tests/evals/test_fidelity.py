@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -21,6 +22,7 @@ from diffquant.evals.fidelity.measure import Comparison, compare
 from diffquant.evals.fidelity.result import Fidelity
 from diffquant.evals.fidelity.server import Server
 from diffquant.evals.fidelity.sides import Side
+from diffquant.source.source import open_source
 from diffquant.support.progress import silent
 from tests.support import tiny_lm
 
@@ -309,6 +311,22 @@ def test_outputs_are_read_by_the_hubs_own_parser(reference, candidate, tmp_path)
     assert json.loads((tmp_path / "out/fidelity.json").read_text())["kl"]["mean"]["mean"] == made.mean.mean
     assert f"| mean KL, nats | {made.mean.mean:.5f} |" in (tmp_path / "out/fidelity.md").read_text()
     diffquant.fidelity(reference, candidate, output=tmp_path / "out", **READING)
+
+
+def test_a_card_tells_what_was_measured_last(reference, candidate, tmp_path):
+    folder = tmp_path / "candidate"
+    shutil.copytree(candidate, folder)
+    (folder / "README.md").write_text("---\nlicense: mit\n---\n\n# Mine\n\n## Fidelity\n\nold\n\n## Use\n\nwords\n")
+    before = open_source(folder).fingerprint
+    for _ in range(2):
+        measured = diffquant.fidelity(reference, folder, characters=3000, card=True, dataset="org/text")
+    text = (folder / "README.md").read_text()
+    assert text == "---\nlicense: mit\n---\n\n# Mine\n\n## Use\n\nwords\n\n" + measured.card()
+    (entry,) = parse_eval_result_entries(yaml.safe_load((folder / ".eval_results/fidelity.yaml").read_text()))
+    assert entry.dataset_id == "org/text"
+    assert open_source(folder).fingerprint == before
+    with pytest.raises(UsageError, match="a folder, which has a model card"):
+        diffquant.fidelity(reference, "http://127.0.0.1:1", card=True)
 
 
 def test_a_strangers_files_stay(reference, candidate, tmp_path):

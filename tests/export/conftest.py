@@ -12,11 +12,11 @@ collect_ignore_glob = [] if is_complete() or (find_spec("onnx") and find_spec("o
 @pytest.fixture(autouse=True)
 def few_positions(monkeypatch):
     """Verifications read few positions here, which makes them weaker and fast."""
-    from diffquant.export.verification import long_context, passages
+    from diffquant.export.verification import passages
 
     monkeypatch.setattr(passages, "LONGEST", 32)
     monkeypatch.setattr(passages, "POSITIONS", 128)
-    monkeypatch.setattr(long_context, "TOKENS", 3)
+    monkeypatch.setattr(passages, "BEGINNING", 22)
 
 
 @pytest.fixture

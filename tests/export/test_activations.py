@@ -8,7 +8,7 @@ from onnx.reference import ReferenceEvaluator
 
 from diffquant.export.graph.activations import POLY_NORM, poly_norm_function
 from diffquant.export.graph.op import DOMAIN, VERSION
-from diffquant.export.options import IR_VERSION, OLDEST_OPSET
+from diffquant.export.options import DEFAULT_OPSET, IR_VERSION
 
 WEIGHT, BIAS = np.array([0.2, -0.3, 0.5], "f4"), np.array([0.125], "f4")
 
@@ -25,8 +25,8 @@ def one_node(kind):
     inputs = [helper.make_tensor_value_info("x", kind, ["B", "T", "N"])]
     inputs += [helper.make_tensor_value_info(n, TensorProto.FLOAT, [s]) for n, s in (("weight", 3), ("bias", 1))]
     graph = helper.make_graph([node], "one_node", inputs, [helper.make_tensor_value_info("y", kind, ["B", "T", "N"])])
-    opsets = [helper.make_opsetid("", OLDEST_OPSET), helper.make_opsetid(DOMAIN, VERSION)]
-    functions = [poly_norm_function(OLDEST_OPSET)]
+    opsets = [helper.make_opsetid("", DEFAULT_OPSET), helper.make_opsetid(DOMAIN, VERSION)]
+    functions = [poly_norm_function(DEFAULT_OPSET)]
     return helper.make_model(graph, opset_imports=opsets, functions=functions, ir_version=IR_VERSION)
 
 

@@ -183,12 +183,16 @@ def body_without_rotation(e):
 
 
 def body_position_late(e):
-    """Rotate the pure body's queries as if they stood one place later."""
-    node = next(node for node in e.body.node if "query_cos_all" in node.output)
-    at = list(e.body.node).index(node)
-    e.body.node.insert(at, helper.make_node("Add", ["position", "c1"], ["later"]))
-    for name in ("query_cos_all", "query_sin_all"):
-        next(node for node in e.body.node if name in node.output).input[1] = "later"
+    """Rotate the queries of the standard body, which is written out, as if they stood one place later."""
+    e.constants(one_place=[1])
+    nodes = e.model.graph.node
+    gathers = [node for node in nodes if node.output and node.output[0].startswith(("query_cos_all", "query_sin_all"))]
+    for place in dict.fromkeys(node.input[1] for node in gathers):
+        turned = [node for node in gathers if node.input[1] == place]
+        at = list(nodes).index(turned[0])
+        for node in turned:
+            node.input[1] = f"{place}_later"
+        nodes.insert(at, helper.make_node("Add", [place, "one_place"], [f"{place}_later"]))
 
 
 def one_scaled(name, by):
@@ -320,7 +324,7 @@ FAULTS = {
     "body: the noise is added": ("v1", body_adds_the_noise),
     "body: no rotation": ("v2", body_without_rotation),
     "body: no rotation in a Transformer": ("llama", body_without_rotation),
-    "body: queries rotated one place late": ("pure", body_position_late),
+    "standard body: queries rotated one place late": ("pure", body_position_late),
 }
 
 

@@ -1,4 +1,4 @@
-"""Write goldens again: python -m tests.golden [NAME...]."""
+"""Write goldens again: python -m tests.golden [NAME...], where graphs and help are names, too."""
 
 import json
 import shutil
@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 from tests.golden.cases import CASES
+from tests.golden.graphs import GRAPHS, KEPT, graph_text
 from tests.golden.running import EXPECTED, expected, help_texts, run
 
 
@@ -19,6 +20,12 @@ def _write(names: list[str]) -> None:
         expected(case).parent.mkdir(exist_ok=True)
         expected(case).write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
         print(f"{case.name}: exit {result['exit']}, {len(result['files'])} files", file=sys.stderr)
+    if not names or "graphs" in names:
+        shutil.rmtree(KEPT, ignore_errors=True)
+        KEPT.mkdir()
+        for name in GRAPHS:
+            with tempfile.TemporaryDirectory() as folder:
+                (KEPT / f"{name}.txt").write_text(graph_text(Path(folder), name))
     if not names or "help" in names:
         shutil.rmtree(EXPECTED / "help", ignore_errors=True)
         (EXPECTED / "help").mkdir(parents=True)

@@ -1,13 +1,16 @@
 """Simulated logits, interpreted, against the plain form: exact where arithmetic is, at the borders of codes too."""
 
+from dataclasses import replace
 from fractions import Fraction
 from itertools import product
 
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 
-from diffquant.attention import LogitMeter
+from diffquant.attention import LogitMeter, attend
 from diffquant.attention.backends import simulated as in_blocks
 from diffquant.attention.naive import naive
 from diffquant.errors import UsageError
@@ -18,6 +21,7 @@ from diffquant.kernels import configs
 from diffquant.kernels.arguments import empty_output
 from diffquant.kernels.attention import operator
 from diffquant.kernels.attention import prefill_simulated as module
+from diffquant.kernels.attention.attend_rounded import to_e4m3
 from diffquant.kernels.attention.prefill_simulated import TILES, prefill_simulated_refusal
 from diffquant.scheme import FULL, Scheme
 from tests.support.kernel_inputs import (
@@ -183,9 +187,56 @@ def test_logits_of_any_size_stay_finite():
             assert relative_error(out, plain(q, k, v, lam, factor, Mask(), Scheme.parse(text))) <= LIMIT
 
 
+@pytest.mark.parametrize("text", ["8:row", "4:row:fullsum", "e4m3:row", "e4m3:row:pow2:fullsum"])
+@pytest.mark.parametrize("logits", ["16", "4:row", "6:tensor:shift"])
+@pytest.mark.parametrize(("generation", "name"), [("plain", "ragged"), ("v1", "causal"), ("v2", "ragged, one empty")])
+def test_softmax_weights_are_rounded_as_the_plain_form_rounds_them(device_class, generation, name, logits, text):
+    queries, keys, mask = SEEN[name]
+    q, k, v, lam = whole_numbers(generation, queries, keys, batch=2)
+    schemes = {"logits": Scheme.parse(logits), "p": Scheme.parse(text)}
+    call = AttentionCall(q, k, v, lam, scale=0.0625, mask=mask, meter=(meter := LogitMeter()), **schemes)
+    out = module.prefill_simulated(call)
+    assert (meter.calls, meter.p_calls, meter.entries > 0) == (int(logits != "16"), 1, logits != "16")
+    assert relative_error(out, naive(replace(call, meter=None)).double()) <= LIMIT
+    # An integer of 4 bits moves the output far more than the kernel errs.
+    if text == "4:row:fullsum":
+        assert relative_error(out, naive(replace(call, meter=None, p=FULL)).double()) > 10 * LIMIT
+
+
+def test_every_e4m3_number_and_what_lies_between_is_rounded_as_a_cast_rounds_it():
+    steps = torch.arange(0, 448 * 2**12 + 1, dtype=torch.float64) / 2**12
+    borders = torch.tensor(Scheme.parse("e4m3:row").format.levels).double()
+    x = torch.cat([steps[:: 2**5], steps[: 2**12], (borders[1:] + borders[:-1]) / 2, borders]).float()
+    x = x[x >= 0]
+    x = torch.cat([x, x.nextafter(torch.tensor(0.0)), x.nextafter(torch.tensor(448.0))])
+    out = torch.empty_like(x)
+    _round[(1,)](x, out, len(x), BLOCK=triton.next_power_of_2(len(x)))
+    torch.testing.assert_close(out, x.to(torch.float8_e4m3fn).float(), rtol=0, atol=0)
+
+
+@triton.jit
+def _round(x, out, n, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(out + at, to_e4m3(tl.load(x + at, mask=at < n, other=0.0)), mask=at < n)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nvfp4", "softmax weights at nvfp4: one scale a group is not served; the kernel takes row"),
+        ("e5m2:row", "softmax weights at e5m2:row: e5m2 is no integer"),
+    ],
+)
+def test_weights_that_are_not_served_are_refused_and_go_to_blocks(text, message):
+    call = AttentionCall(*random_call("v1", 5, 5), scale=0.125, mask=Mask(), p=Scheme.parse(text))
+    with pytest.raises(UsageError, match=message):
+        module.prefill_simulated(call)
+    torch.testing.assert_close(attend(call), naive(call), rtol=0, atol=1e-3)
+
+
 @pytest.mark.parametrize("generation", ["plain", "v1", "v2"])
 def test_the_operator_is_well_formed(generation):
-    arguments = (*operator_arguments(generation), 4, "pair", True, False)
+    arguments = (*operator_arguments(generation), 4, "pair", True, "e4m3:row:fullsum", False)
     checks = ["test_schema", "test_faketensor"]
     torch.library.opcheck(torch.ops.diffquant.simulated_logits.default, arguments, test_utils=checks)
 

@@ -14,6 +14,7 @@ from diffquant.errors import CheckpointError
 from diffquant.model.adapters import adapter_for
 from diffquant.serve import modeling_diffquant
 from diffquant.serve.folder import MODELLING_FILE, config_for_engines, modelling_file
+from tests.serving.answers import record
 from tests.support.checkpoints import MOTIF, NATIVE, SIZES, UNILM, edit_json, write_checkpoint
 from tests.support.models import random_ids
 from tests.support.thorough import thorough
@@ -72,9 +73,10 @@ def transformers_alone(measure, folders):
 def test_a_folder_computes_the_same_in_transformers_alone(alone, source, bits):
     found = alone[0][source, bits]
     assert found["class"] == MODELLING_FILE.removesuffix(".py")
-    assert max(*found["sdpa"], *found["eager"]) < CLOSE
-    assert found["tokens None"]
-    assert found["tokens static"]
+    furthest, is_same = max(*found["sdpa"], *found["eager"]), found["tokens None"] and found["tokens static"]
+    record("transformers", source, bits, furthest, is_same)
+    assert furthest < CLOSE
+    assert is_same
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -102,6 +104,8 @@ def test_a_strangers_code_is_not_carried_where_ours_serves(tmp_path):
     diffquant.quantize(source, tmp_path / "out", {"weights": "8:row"})
     assert [file.name for file in (tmp_path / "out").glob("*.py")] == [MODELLING_FILE]
     assert (tmp_path / "out" / MODELLING_FILE).read_text() == modelling_file("Motif")
+    assert "source's own code is not part of this folder" in (card := (tmp_path / "out/README.md").read_text())
+    assert "`modeling_motif.py`" in card
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert set(config["auto_map"].values()) == {
         f"modeling_diffquant.{name}" for name in ("DiffConfig", "DiffModel", "DiffForCausalLM")

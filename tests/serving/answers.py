@@ -34,11 +34,16 @@ def expected(folder: Path, prompts: list[list[int]], dtype: str = "float32", new
     return answers
 
 
-def check(where: str, source: str, bits: str, rounds: list[list[Answer]] | str, wanted: list[Answer]) -> None:
-    """Check that each round of an engine's answers is the model's own: log-probabilities, and which tokens come.
+def record(where: str, source: str, bits: str, furthest: float, is_same: bool) -> None:
+    """Note what was found in the file that DIFFQUANT_SERVING_RECORD names, for the table of docs/serving.md."""
+    if place := os.environ.get("DIFFQUANT_SERVING_RECORD"):
+        found = {"where": where, "source": source, "bits": bits, "furthest": furthest, "tokens equal": is_same}
+        with Path(place).open("a") as file:
+            file.write(json.dumps(found) + "\n")
 
-    What was found goes into the file that DIFFQUANT_SERVING_RECORD names, for the table of docs/serving.md.
-    """
+
+def check(where: str, source: str, bits: str, rounds: list[list[Answer]] | str, wanted: list[Answer]) -> None:
+    """Check that each round of an engine's answers is the model's own: log-probabilities, and which tokens come."""
     # A text is the error that the engine ended with.
     assert not isinstance(rounds, str), rounds
     pairs = [pair for answers in rounds for pair in zip(answers, wanted, strict=True)]
@@ -50,10 +55,7 @@ def check(where: str, source: str, bits: str, rounds: list[list[Answer]] | str, 
         for a, b in zip(answer[name], want[name], strict=True)
     )
     is_same = all(answer["tokens"] == want["tokens"] for answer, want in pairs)
-    if record := os.environ.get("DIFFQUANT_SERVING_RECORD"):
-        found = {"where": where, "source": source, "bits": bits, "furthest": furthest, "tokens equal": is_same}
-        with Path(record).open("a") as file:
-            file.write(json.dumps(found) + "\n")
+    record(where, source, bits, furthest, is_same)
     assert furthest < CLOSE
     assert is_same
 

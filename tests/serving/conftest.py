@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,9 +25,11 @@ from vllm.platforms import current_platform
 current_platform.import_kernels()
 torch.ops._C.cpu_attention_with_kv_cache
 """
-# The engine in the process that asks it, no statistics, and threads where the system puts them.
+# The engine in the process that asks it, nothing compiled for its log-probabilities, no statistics, and threads where
+# the system puts them.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "TORCHDYNAMO_DISABLE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
@@ -62,23 +64,32 @@ Engine = Callable[..., tuple[list[Any], str]]
 
 
 @pytest.fixture(scope="session")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    """Runs jobs of tests/serving/engine.py in one process, with further variables; the answers, and what it printed."""
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """Runs jobs of tests/serving/engine.py, with further variables; returns the answers, and what was printed."""
+    errors = tmp_path_factory.mktemp("engine") / "errors.txt"
+    command = [sys.executable, Path(__file__).parent / "engine.py"]
+    pipe = subprocess.PIPE
+    with (
+        errors.open("w") as file,
+        subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=file, text=True, env=os.environ | ENVIRONMENT
+        ) as process,
+    ):
 
-    def run(jobs: list[dict[str, Any]], **variables: str) -> tuple[list[Any], str]:
-        folder = tmp_path_factory.mktemp("engine")
-        (folder / "jobs.json").write_text(json.dumps(jobs))
-        done = subprocess.run(
-            [sys.executable, Path(__file__).parent / "engine.py", folder / "jobs.json", folder / "answers.json"],
-            capture_output=True,
-            text=True,
-            env=os.environ | ENVIRONMENT | variables,
-        )
-        (folder / "log.txt").write_text(done.stdout + done.stderr)
-        assert done.returncode == 0, done.stderr[-4000:]
-        return json.loads((folder / "answers.json").read_text()), done.stdout + done.stderr
+        def run(jobs: list[dict[str, Any]], **variables: str) -> tuple[list[Any], str]:
+            place = tmp_path_factory.mktemp("engine")
+            (place / "log.txt").touch()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(json.dumps({"jobs": jobs, "variables": variables, "place": str(place)}) + "\n")
+            process.stdin.flush()
+            answers = process.stdout.readline()
+            assert answers, errors.read_text()[-4000:]
+            return json.loads(answers), (place / "log.txt").read_text()
 
-    return run
+        yield run
+        assert process.stdin is not None
+        process.stdin.close()
 
 
 @pytest.fixture(scope="session")

@@ -1,96 +1,31 @@
 """`diffquant serve`, asked over HTTP by the clients that people use, answers as diffquant does."""
 
 import json
-import re
-import signal
-import socket
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from urllib.request import urlopen
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 import diffquant
 from diffquant.data import books_text, pocket_models
-from diffquant.evals.protocols import hellaswag
-from diffquant.evals.torch_model import TorchModel
+from diffquant.demo.smollm2 import gguf_file
+from diffquant.evals.protocols.hellaswag import load_items
 
 openai = pytest.importorskip("openai", reason="needs OpenAI's client, which is what make test-serving fetches")
 
-ROOT = Path(__file__).parents[2]
-NEW = 12
+from tests.serving.hellaswag import ITEMS, compare  # noqa: E402
+from tests.serving.server import NEW, served, write_pocket  # noqa: E402
+
 REQUESTS = 32
-ITEMS = 24
-TASK = """
-task: items
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {data}}}}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{{{query}}}}"
-doc_to_choice: endings
-doc_to_target: label
-metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
-"""
-
-
-@dataclass
-class Served:
-    """A server that answers.
-
-    Attributes:
-        folder: folder that it serves.
-        lines: lines that the command printed, the URL and the command line of curl.
-        log: file that stderr goes to.
-        client: OpenAI's client of it.
-    """
-
-    folder: Path
-    lines: list[str]
-    log: Path
-    client: openai.OpenAI
-
-    def complete(self, prompt: str, **asked: object) -> str:
-        asked = {"max_tokens": NEW, "temperature": 0, "extra_body": {"ignore_eos": True}} | asked
-        return self.client.completions.create(model=self.folder.name, prompt=prompt, **asked).choices[0].text
-
-    def running(self) -> float:
-        """Number of requests that the engine works on."""
-        metrics = urlopen(self.lines[0].replace("/v1", "/metrics")).read().decode()
-        return sum(float(number) for number in re.findall(r"^vllm:num_requests_running\S* (\S+)$", metrics, re.M))
-
-
-@contextmanager
-def served(folder: Path, log: Path, *options: str) -> Iterator[Served]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "diffquant", "serve", str(folder), "--port", str(port), *options]
-    with (
-        log.open("w") as errors,
-        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True) as server,
-    ):
-        try:
-            lines = [server.stdout.readline().strip() for _ in range(2)]
-            assert all(lines), log.read_text()[-4000:]
-            yield Served(folder, lines, log, openai.OpenAI(base_url=lines[0], api_key="none", max_retries=0))
-        finally:
-            server.send_signal(signal.SIGTERM)
-            assert server.wait(60) == 130
 
 
 @pytest.fixture(scope="module")
 def v2(tmp_path_factory):
     """DIFF V2 at 4 bits in float32, where batches change no token."""
-    folder = tmp_path_factory.mktemp("v2") / "prose-v2"
-    pocket = next(path for path in pocket_models("prose") if path.name.endswith("v2"))
-    diffquant.quantize(pocket, folder, {"weights": "4:row", "kv": "8:row"})
+    folder = write_pocket(tmp_path_factory.mktemp("v2") / "prose-v2", "diff-v2", {"weights": "4:row", "kv": "8:row"})
     with served(folder, folder.with_suffix(".log"), "--dtype", "float32") as server:
         yield server
 
@@ -165,51 +100,52 @@ def test_fidelity_to_a_server_is_that_to_its_folder(v2, tmp_path):
     assert same.agreement.mean == 1
 
 
-def test_lm_eval_over_http_gives_our_own_hellaswag(v2, model, tmp_path, monkeypatch):
-    from lm_eval import simple_evaluate
-    from lm_eval.tasks import TaskManager
-
+def test_lm_eval_over_http_gives_our_own_hellaswag(v2, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    items = hellaswag.load_items(limit=ITEMS)
-    entries = [{"query": item.query, "endings": list(item.endings), "label": item.label} for item in items]
-    (tmp_path / "items.jsonl").write_text("\n".join(map(json.dumps, entries)))
-    (tmp_path / "task.yaml").write_text(TASK.format(data=tmp_path / "items.jsonl"))
-    output = simple_evaluate(
-        model="local-completions",
-        model_args={
-            "model": v2.folder.name,
-            "base_url": f"{v2.lines[0]}/completions",
-            "tokenizer": str(v2.folder),
-            "num_concurrent": 8,
-            # As the tokenizer begins texts by itself, and `diffquant eval` with it.
-            "add_bos_token": True,
-            "max_length": 512,
-        },
-        tasks=["items"],
-        task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
-        bootstrap_iters=0,
-    )
-    samples = sorted(output["samples"]["items"], key=lambda sample: sample["doc_id"])
-    answers = [[float(logprob) for ((logprob, _),) in sample["resps"]] for sample in samples]
-    ours = hellaswag.evaluate_hellaswag(TorchModel(model[0]), model[1], items)
-    differences = [
-        abs(a - b) for theirs, own in zip(answers, ours.logprobs, strict=True) for a, b in zip(theirs, own, strict=True)
-    ]
+    (tmp_path / "items").mkdir()
+    found = compare(v2, load_items(limit=ITEMS), tmp_path / "items")
     # A sum over some dozen tokens, each of which vLLM rounds to a float.
-    assert max(differences) < 1e-3
-    assert output["results"]["items"]["acc,none"] == pytest.approx(sum(ours.correct) / ITEMS)
-    assert output["results"]["items"]["acc_norm,none"] == pytest.approx(sum(ours.correct_norm) / ITEMS)
+    assert found.furthest < 1e-3
+    assert found.lm_eval_acc == pytest.approx(found.our_acc)
+    assert found.lm_eval_acc_norm == pytest.approx(found.our_acc_norm)
 
 
 def test_a_folder_is_served_by_the_file_that_it_carries(tmp_path, prompts):
-    """DIFF V1 by its modelling file, as a machine without diffquant serves it."""
-    pocket = next(path for path in pocket_models("prose") if path.name.endswith("diff-v1"))
-    folder = tmp_path / "v1"
-    diffquant.quantize(pocket, folder, {"kv": "8:row"})
-    with served(folder, tmp_path / "log", "--dtype", "float32", "--implementation", "folder") as server:
+    """DIFF V1 by its modelling file on two ranks, as a machine without diffquant serves it."""
+    folder = write_pocket(tmp_path / "v1", "diff-v1", {"kv": "8:row"})
+    options = ["--dtype", "float32", "--implementation", "folder", "--tensor-parallel", "2"]
+    with served(folder, tmp_path / "log", *options) as server:
         loaded, tokenizer = diffquant.load(folder, {"kv": 16}, dtype="float32"), diffquant.load_tokenizer(folder)
         for prompt in prompts[:4]:
             expected = diffquant.generate(loaded, prompt, tokenizer=tokenizer, max_new_tokens=NEW)
             assert server.complete(prompt) == expected
         assert "TransformersForCausalLM" in server.log.read_text()
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory):
+    """SmolLM2 as DIFF V2 at 4 bits, with maps that differ and gates that depend on the token."""
+    root = tmp_path_factory.mktemp("smollm2")
+    diffquant.convert(gguf_file(), root / "plain", "diff-v2")
+    file, generator = root / "plain/model.safetensors", torch.Generator().manual_seed(6)
+    tensors = load_file(file)
+    for name, weight in tensors.items():
+        # Each pair has its signal rows before its noise rows.
+        if name.endswith("q_proj.weight"):
+            pairs = weight.float().unflatten(0, (-1, 2, 64))
+            pairs[:, 1] += 0.5 * pairs.std() * torch.randn(pairs[:, 1].shape, generator=generator)
+            tensors[name] = pairs.flatten(0, 2).to(weight.dtype)
+        elif name.endswith("lambda_proj.weight"):
+            tensors[name] = (0.05 * torch.randn(weight.shape, generator=generator)).to(weight.dtype)
+    save_file(tensors, file, metadata={"format": "pt"})
+    diffquant.quantize(root / "plain", root / "SmolLM2-diff-v2", {"weights": "4:g32"})
+    return root / "SmolLM2-diff-v2"
+
+
+def test_smollm2_at_4_bits_says_over_http_what_diffquant_says(smollm2, tmp_path):
+    with served(smollm2, tmp_path / "log", "--dtype", "float32", "--context", "512") as server:
+        loaded, tokenizer = diffquant.load(smollm2, dtype="float32"), diffquant.load_tokenizer(smollm2)
+        for prompt in ("The capital of France is", "Once upon a time there was a small girl who"):
+            expected = diffquant.generate(loaded, prompt, tokenizer=tokenizer, max_new_tokens=NEW)
+            assert server.complete(prompt) == expected

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 import onnx
@@ -10,7 +9,8 @@ import torch
 from onnx import TensorProto, helper
 
 from diffquant.attention.naive import naive
-from diffquant.export.graph.body import CONTRIB, body
+from diffquant.export.graph.body import CONTRIB, BodyKind, body
+from diffquant.export.graph.flex import PREVIEW
 from diffquant.export.graph.op import DOMAIN, GATES, NAME, VERSION, OpAttributes, schema
 from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
@@ -201,7 +201,7 @@ def _by_row(heads: torch.Tensor) -> torch.Tensor:
 
 def one_node(
     case: Case,
-    kind: Literal["contrib", "pure"] | None,
+    kind: BodyKind | None,
     float_type: int = TensorProto.FLOAT,
     cached: bool = True,
 ) -> onnx.ModelProto:
@@ -242,6 +242,7 @@ def one_node(
     functions = [body(kind, case.attributes, case.width, OPSET, cached, case.gates)] if kind else []
     domains = [helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, VERSION)]
     domains += [helper.make_opsetid(CONTRIB, 1)] if kind == "contrib" else []
+    domains += [helper.make_opsetid(PREVIEW, 1)] if kind == "flex" else []
     graph = helper.make_graph([node], "one_node", inputs, outputs)
     return helper.make_model(graph, opset_imports=domains, functions=functions, ir_version=IR)
 

@@ -24,8 +24,8 @@ def test_a_models_16_bits_come_once_and_first_whatever_bits_are_asked_for():
 
 
 def test_each_target_sets_its_own_part_of_the_recipe():
-    grid = points([MODEL], SweepOptions(bits=(6,), targets=("weights", "kv", "k", "v", "logits", "qk")))
-    fields = ("weights", "kv", "k", "v", "logits", "qk")
+    grid = points([MODEL], SweepOptions(bits=(6,), targets=("weights", "kv", "k", "v", "logits", "qk", "p", "pv")))
+    fields = ("weights", "kv", "k", "v", "logits", "qk", "p", "pv")
     assert [p.recipe for p in grid[1:]] == [Recipe.of(**{field: 6}) for field in fields]
 
 
@@ -51,6 +51,8 @@ def test_a_row_by_another_name_is_the_same_cell():
     rows = labels(**names, granularities=("row",))
     assert labels(**names, granularities=("channel", "token", "row")) == rows
     assert labels(**names, granularities=("channel", "token")) == rows
+    columns = labels(bits=(4,), targets=("pv",))
+    assert columns == labels(bits=(4,), targets=("pv",), granularities=("channel",)) == ["16 bits", "pv 4:column"]
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def test_the_command_line_offers_its_option_and_passes_it_on(model, monkeypatch,
 
         No more.
         """
-        return json.dumps(task_values(task_options), default=str)
+        return json.dumps(task_values(task_options, show), default=str)
 
     monkeypatch.setitem(SHOWN, "show", Shown(lambda text, _: text, data=None))
     app = typer.Typer()

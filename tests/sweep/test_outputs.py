@@ -135,6 +135,20 @@ def test_a_line_runs_from_wide_to_narrow_and_leaves_out_what_failed(sweep):
     assert drawn[PER_ROW, "diff"].full.mean == pytest.approx(60)
 
 
+def test_of_one_model_granularities_are_lines_of_one_panel(sweep):
+    alone = replace(sweep, cells=[cell for cell in sweep.cells if cell.point.model == MODELS[1]])
+    change, score = bands(alone)
+    for band in (change, score):
+        assert {title: [line.model for line in lines] for title, lines in band.lines.items()} == {
+            "attention logits": ["per row", "per tensor"]
+        }
+    by_line = {line.model: [bits for bits, _ in line.points] for line in score.lines["attention logits"]}
+    assert by_line == {"per row": [8, 4, 3], "per tensor": [8, 4]}
+    # The dashed line of 16 bits, which both share, is drawn once.
+    assert [line.full and round(line.full.mean) for line in score.lines["attention logits"]] == [60, None]
+    assert "attention logits" in report_html(alone)
+
+
 def test_bars_are_the_paired_interval_of_the_difference_from_16_bits(sweep):
     (_, eight), *_ = bands(sweep)[0].lines[PER_ROW][0].points
     change = paired_difference([int(i < 5) for i in range(10)], [int(i < 6) for i in range(10)])
@@ -168,7 +182,7 @@ def test_every_task_and_granularity_has_a_panel_of_its_own(sweep):
     assert all(axis.get_ylim()[0] < 0 < axis.get_ylim()[1] for axis in changes)
     assert scores[0].get_ylim()[0] == 0
     assert len(figure.legends[0].get_texts()) == 2
-    assert [axis.get_xlabel() for axis in figure.axes] == ["", "", "bits of a code", "bits of a code"]
+    assert [axis.get_xlabel() for axis in figure.axes] == ["", "", "bits", "bits"]
     taller = [axis.get_position().height for axis in (changes[0], scores[0])]
     assert taller[0] > taller[1]
 

@@ -1,4 +1,7 @@
-"""Simulated low-bit logits in PyTorch by blocks of queries: memory linear in S, while `naive` needs T x S."""
+"""Simulated low-bit logits and softmax weights in PyTorch by blocks of queries.
+
+Memory is linear in S, while `naive` needs T x S.
+"""
 
 import warnings
 
@@ -10,12 +13,11 @@ from diffquant.family.call import AttentionCall
 
 
 def simulated(call: AttentionCall) -> Tensor:
-    """Attention of a call with quantized logits, followed by the pair norm, in memory linear in S."""
+    """Attention of a call with rounded maps, followed by the pair norm, in memory linear in S."""
     if call.v.is_cuda and (refusal := BACKENDS["triton-simulated"].refuses(call)):
-        warnings.warn(f"logits are quantized in PyTorch, many times slower than in a kernel: {refusal}", stacklevel=2)
+        warnings.warn(f"maps are quantized in PyTorch, many times slower than in a kernel: {refusal}", stacklevel=2)
     out = by_blocks(call)
-    if call.meter is not None:
-        call.meter.calls += 1
+    call.count()
     return out
 
 

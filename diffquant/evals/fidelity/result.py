@@ -13,6 +13,7 @@ from diffquant.evals.fidelity.measure import Comparison
 from diffquant.evals.stats import Difference, mean_interval
 from diffquant.report.tables import aligned, markdown
 from diffquant.support.plain_data import JsonObject
+from diffquant.support.readable import Readable
 
 # Neighbouring chunks resemble each other: the intervals are over equal parts of the text, each one observation.
 PARTS = 16
@@ -20,8 +21,8 @@ _RESAMPLES = 1000
 _QUANTILES = {"median": 0.5, "99 %": 0.99, "99.9 %": 0.999}
 
 
-@dataclass(frozen=True)
-class Fidelity:
+@dataclass(frozen=True, repr=False)
+class Fidelity(Readable):
     """KL divergence and top-1 agreement of a candidate's next-token distributions with a reference's.
 
     Attributes:

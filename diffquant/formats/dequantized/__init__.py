@@ -5,9 +5,16 @@ Importing this package registers every file in it.
 
 import sys
 
-from diffquant.formats.dequantized.base import LAYOUTS, DequantizedCheckpoint, RoundedMatrix, dequantized, register
+from diffquant.formats.dequantized.base import (
+    LAYOUTS,
+    Contents,
+    DequantizedCheckpoint,
+    RoundedMatrix,
+    dequantized,
+    register,
+)
 from diffquant.support.discovery import import_all
 
-__all__ = ["LAYOUTS", "DequantizedCheckpoint", "RoundedMatrix", "dequantized", "register"]
+__all__ = ["LAYOUTS", "Contents", "DequantizedCheckpoint", "RoundedMatrix", "dequantized", "register"]
 
 import_all(sys.modules[__name__])

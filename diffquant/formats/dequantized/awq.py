@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from diffquant.formats.dequantized.base import (
+    Contents,
     Parts,
     RoundedMatrix,
     check_plain,
@@ -30,7 +31,7 @@ _PLACES = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
 
 
 @register("awq")
-def read_awq(entry: Mapping[str, Any], stored: Checkpoint) -> tuple[str, dict[str, RoundedMatrix]]:
+def read_awq(entry: Mapping[str, Any], stored: Checkpoint) -> Contents:
     """The matrices of an AWQ folder.
 
     Raises:
@@ -50,7 +51,7 @@ def read_awq(entry: Mapping[str, Any], stored: Checkpoint) -> tuple[str, dict[st
         if (matrix := _matrix(stored, parts, module, size))
     }
     parts.check("awq")
-    return f"AWQ {_BITS}{'' if size == -1 else f':g{size}'}", matrices
+    return Contents(f"AWQ {_BITS}{'' if size == -1 else f':g{size}'}", matrices)
 
 
 def _matrix(stored: Checkpoint, parts: Parts, module: str, size: int) -> RoundedMatrix | None:

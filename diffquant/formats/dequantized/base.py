@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 from diffquant.errors import CheckpointError
+from diffquant.formats.json_object import read_json
 from diffquant.formats.reader import Checkpoint, TensorInfo
 
+# Where ModelOpt says how it quantized; newer versions say it in config.json too.
+MODELOPT_CONFIG = "hf_quant_config.json"
 # Elements that are dequantized at a time when a whole matrix is read: their codes and scales are spread out meanwhile.
 _AT_A_TIME = 1 << 22
 
@@ -20,20 +23,38 @@ class RoundedMatrix:
     """A matrix that a folder stores as codes.
 
     Attributes:
-        shape: [out, in] of the matrix.
+        shape: [out, in] of the matrix, or [experts, out, in] of experts in one tensor.
         parts: names of the tensors that it is made of, the codes first.
         dtype: dtype that its library dequantizes it to, in which a verb writes it.
-        rows: function from int64 indices [n] of output rows to their values, float32 [n, in].
+        rows: function from int64 indices [n] of output rows, those of all experts one after another, to their values,
+            float32 [n, in].
     """
 
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     parts: tuple[str, ...]
     dtype: torch.dtype
     rows: Callable[[Tensor], Tensor]
 
 
-# (quantization_config, the folder) -> the kind of its codes, and its matrices by the names that they have unpacked.
-Layout = Callable[[Mapping[str, Any], Checkpoint], tuple[str, dict[str, RoundedMatrix]]]
+@dataclass(frozen=True)
+class Contents:
+    """What a reader finds in a folder.
+
+    Attributes:
+        kind: kind of the codes, as people are told.
+        matrices: the packed weights by the names that they have unpacked.
+        unused: tensors that only engines read which quantize activations or caches.
+        note: sentence on what the folder asks of engines and nothing here computes; "" if there is nothing.
+    """
+
+    kind: str
+    matrices: Mapping[str, RoundedMatrix]
+    unused: tuple[str, ...] = ()
+    note: str = ""
+
+
+# (quantization_config, the folder) -> its contents, or None for a folder whose packed weights are read as they are.
+Layout = Callable[[Mapping[str, Any], Checkpoint], Contents | None]
 LAYOUTS: dict[str, Layout] = {}
 
 
@@ -54,12 +75,37 @@ def dequantized(checkpoint: Checkpoint) -> Checkpoint:
     """A folder in one of these layouts as the checkpoint of its floats; any other checkpoint as it is.
 
     Raises:
-        CheckpointError: tensors are missing, of other shapes or types, or a setting is not read; all are named.
+        CheckpointError: no layout has its quant_method; or tensors are missing, of other shapes or types, or a setting
+            is not read; all are named.
     """
-    entry = checkpoint.config.get("quantization_config")
-    if not isinstance(entry, Mapping) or str(entry.get("quant_method")) not in LAYOUTS:
+    entry = _entry(checkpoint)
+    if entry is None:
         return checkpoint
-    return DequantizedCheckpoint(checkpoint, *LAYOUTS[entry["quant_method"]](entry, checkpoint))
+    method = entry.get("quant_method")
+    if str(method) not in LAYOUTS:
+        raise CheckpointError(
+            f"this checkpoint is quantized by {method!r}; diffquant reads 16-bit checkpoints and those of "
+            f"{', '.join(sorted(LAYOUTS))}"
+        )
+    contents = LAYOUTS[str(method)](entry, checkpoint)
+    if contents is None:
+        return checkpoint
+    if not contents.matrices:
+        raise CheckpointError(
+            f"{checkpoint.path} holds no weight that {method} packed, though its config says so; "
+            "without its quantization_config it is a plain checkpoint"
+        )
+    return DequantizedCheckpoint(checkpoint, contents)
+
+
+def _entry(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
+    """The `quantization_config` of config.json, or what ModelOpt writes into a file beside it."""
+    entry = checkpoint.config.get("quantization_config")
+    file = checkpoint.path / MODELOPT_CONFIG
+    if entry is None and file.is_file():
+        stated = read_json(file).get("quantization")
+        entry = {"quant_method": "modelopt", **stated} if isinstance(stated, Mapping) else None
+    return entry if isinstance(entry, Mapping) else None
 
 
 class DequantizedCheckpoint(Checkpoint):
@@ -67,24 +113,15 @@ class DequantizedCheckpoint(Checkpoint):
 
     Args:
         stored: the folder as it lies on disk.
-        kind: kind of the codes, as people are told.
-        matrices: the packed weights by the names that they have unpacked.
-
-    Raises:
-        CheckpointError: no weight is packed.
+        contents: what a layout's reader found in it.
     """
 
-    def __init__(self, stored: Checkpoint, kind: str, matrices: Mapping[str, RoundedMatrix]) -> None:
-        if not matrices:
-            method = stored.config["quantization_config"]["quant_method"]
-            raise CheckpointError(
-                f"{stored.path} holds no weight that {method} packed, though its config.json says so; without its "
-                "quantization_config it is a plain checkpoint"
-            )
-        self.path, self._stored, self._kind, self._matrices = stored.path, stored, kind, matrices
+    def __init__(self, stored: Checkpoint, contents: Contents) -> None:
+        self.path, self._stored, self._contents = stored.path, stored, contents
+        self._matrices = contents.matrices
         self.config = {key: value for key, value in stored.config.items() if key != "quantization_config"}
-        first = {matrix.parts[0]: name for name, matrix in matrices.items()}
-        others = {part for matrix in matrices.values() for part in matrix.parts[1:]}
+        first = {matrix.parts[0]: name for name, matrix in self._matrices.items()}
+        others = {part for matrix in self._matrices.values() for part in matrix.parts[1:]} | set(contents.unused)
         # In the folder's order, so that neighbours in a file stay neighbours.
         self.tensors = {
             first.get(name, name): self._info(first.get(name, name), info)
@@ -99,25 +136,38 @@ class DequantizedCheckpoint(Checkpoint):
         matrix = self._matrices.get(name)
         if matrix is None:
             return self._stored.read_rows(name, rows)
+        *lead, height, width = matrix.shape
         wanted = torch.arange(matrix.shape[0])[rows]
-        values = torch.empty(len(wanted), matrix.shape[1])
-        height = max(1, _AT_A_TIME // max(1, matrix.shape[1]))
-        for piece, some in zip(values.split(height), wanted.split(height), strict=True):
-            piece.copy_(matrix.rows(some))
-        return values
+        if not lead:
+            return _values(matrix, wanted)
+        # All rows of the experts that are wanted.
+        of_all = (wanted[:, None] * height + torch.arange(height)).flatten()
+        return _values(matrix, of_all).view(len(wanted), height, width)
+
+    def matrix_rows(self, name: str, first: int, last: int) -> Tensor:
+        matrix = self._matrices.get(name)
+        if matrix is None:
+            return self._stored.matrix_rows(name, first, last)
+        return _values(matrix, torch.arange(first, last))
 
     def weight_files(self) -> list[Path]:
         return self._stored.weight_files()
 
     def write_side_files(self, folder: Path) -> None:
         self._stored.write_side_files(folder)
+        # It would say of plain weights that they are packed.
+        (folder / MODELOPT_CONFIG).unlink(missing_ok=True)
 
     def written_dtype(self, name: str) -> torch.dtype:
         return self._matrices[name].dtype if name in self._matrices else self._stored.written_dtype(name)
 
     @property
     def rounded_as(self) -> str:
-        return self._kind
+        return self._contents.kind
+
+    @property
+    def note(self) -> str:
+        return self._contents.note
 
     @property
     def stored_nbytes(self) -> int:
@@ -126,6 +176,15 @@ class DequantizedCheckpoint(Checkpoint):
     def _info(self, name: str, info: TensorInfo) -> TensorInfo:
         matrix = self._matrices.get(name)
         return info if matrix is None else TensorInfo(torch.float32, matrix.shape, info.shard)
+
+
+def _values(matrix: RoundedMatrix, rows: Tensor) -> Tensor:
+    """Values float32 [n, in] of some rows, dequantized a few at a time."""
+    values = torch.empty(len(rows), matrix.shape[-1])
+    height = max(1, _AT_A_TIME // max(1, matrix.shape[-1]))
+    for piece, some in zip(values.split(height), rows.split(height), strict=True):
+        piece.copy_(matrix.rows(some))
+    return values
 
 
 class Parts:

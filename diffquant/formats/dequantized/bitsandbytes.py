@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffquant.formats.dequantized.base import Parts, RoundedMatrix, modules_with, register
+from diffquant.formats.dequantized.base import Contents, Parts, RoundedMatrix, modules_with, register
 from diffquant.formats.reader import Checkpoint
 from diffquant.support.devices import DTYPES
 from diffquant.support.plain_data import parse_json
@@ -30,7 +30,7 @@ _STEP = 7.874015718698502e-3
 
 
 @register("bitsandbytes")
-def read_bitsandbytes(_entry: Mapping[str, Any], stored: Checkpoint) -> tuple[str, dict[str, RoundedMatrix]]:
+def read_bitsandbytes(_entry: Mapping[str, Any], stored: Checkpoint) -> Contents:
     """The matrices of a bitsandbytes folder, of which each says how it was rounded.
 
     Raises:
@@ -53,7 +53,8 @@ def read_bitsandbytes(_entry: Mapping[str, Any], stored: Checkpoint) -> tuple[st
         if name.endswith(".weight") and info.dtype in integers and name not in matrices
     ]
     parts.check("bitsandbytes")
-    return f"bitsandbytes {'/'.join(dict.fromkeys(kinds))}", {name: m for name, m in matrices.items() if m is not None}
+    found = {name: matrix for name, matrix in matrices.items() if matrix is not None}
+    return Contents(f"bitsandbytes {'/'.join(dict.fromkeys(kinds))}", found)
 
 
 def _int8(stored: Checkpoint, parts: Parts, module: str) -> RoundedMatrix | None:

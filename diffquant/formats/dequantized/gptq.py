@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from diffquant.formats.dequantized.base import (
+    Contents,
     Parts,
     RoundedMatrix,
     check_plain,
@@ -32,7 +33,7 @@ _VERSIONS = {"gptq": 1, "gptq_v2": 0}
 
 
 @register("gptq")
-def read_gptq(entry: Mapping[str, Any], stored: Checkpoint) -> tuple[str, dict[str, RoundedMatrix]]:
+def read_gptq(entry: Mapping[str, Any], stored: Checkpoint) -> Contents:
     """The matrices of a GPTQ folder.
 
     Raises:
@@ -55,7 +56,7 @@ def read_gptq(entry: Mapping[str, Any], stored: Checkpoint) -> tuple[str, dict[s
     if offset and not parts.problems and entry.get("sym") is not True:
         _refuse_zero_points_of_zero(stored, parts, modules, bits)
     parts.check("gptq")
-    return f"GPTQ {bits}{'' if size == -1 else f':g{size}'}", matrices
+    return Contents(f"GPTQ {bits}{'' if size == -1 else f':g{size}'}", matrices)
 
 
 def _matrix(stored: Checkpoint, parts: Parts, module: str, bits: int, size: int, offset: int) -> RoundedMatrix | None:

@@ -1,4 +1,4 @@
-"""Attention whose logits are rounded to codes, in two kernels: each query's extremes, then softmax of rounded logits.
+"""Attention whose logits or softmax weights are rounded to codes, in two kernels: each query's extremes, then softmax.
 
 In both kernels' code `step` is the scale of a query's logits.
 """
@@ -12,6 +12,19 @@ from diffquant.kernels.attention.tiles import key_blocks, seen_by
 
 # Adding and subtracting 1.5·2^23 rounds a float32 to an integer, half to even.
 _ROUND = tl.constexpr(12582912.0)
+
+
+# The same for multiples of 2^-9, which e4m3's numbers below 2^-6 are.
+_ROUND_SMALL = tl.constexpr(24576.0)
+
+
+@triton.jit
+def to_e4m3(x):
+    """The e4m3 number nearest to x in [0, 448], half to even, in float32: as any device computes it."""
+    bits = x.to(tl.int32, bitcast=True)
+    # Three of 23 bits of mantissa stay.
+    kept = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
+    return tl.where(x < 0.015625, (x + _ROUND_SMALL) - _ROUND_SMALL, kept.to(tl.float32, bitcast=True))
 
 
 @triton.jit
@@ -83,11 +96,17 @@ def _extremes_among(
 def attend_rounded(
     q1, q2, k1, k2, v, lam, starts, ends, weight, top, steps, out, parked, clipped,
     q_strides, k_strides, v_strides, lam_strides, out_strides,
-    heads, group, T, S, window, scale, log2e, levels, eps, factor,
-    MAPS: tl.constexpr, CAUSAL: tl.constexpr, SHIFT: tl.constexpr, NORM: tl.constexpr, DESCRIBED: tl.constexpr,
+    heads, group, T, S, window, scale, log2e, levels, weight_step, eps, factor,
+    MAPS: tl.constexpr, CAUSAL: tl.constexpr, LOGITS: tl.constexpr, SHIFT: tl.constexpr,
+    WEIGHTS: tl.constexpr, FULL_SUM: tl.constexpr, NORM: tl.constexpr, DESCRIBED: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, HALVES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Attention of one tile of BM queries of one pair, a map after the other."""
+    """Attention of one tile of BM queries of one pair, a map after the other.
+
+    LOGITS are rounded to codes, or left. WEIGHTS, unnormalized and 1 at a row's largest logit, become codes of
+    `weight_step`: integers ("int") or e4m3 numbers ("e4m3"), or stay ("none"). They are divided by the sum of codes, or
+    with FULL_SUM of what was rounded.
+    """
     DH: tl.constexpr = DV // HALVES
     tiles = tl.cdiv(T, BM)
     tile = tiles - 1 - tl.program_id(0) % tiles
@@ -115,7 +134,9 @@ def attend_rounded(
         step = tl.load(steps + row, mask=query < T, other=1.0)
         inverse = tl.div_rn(1.0, step)
         # Shifted logits are at most 0. Others reach the code of their row's largest.
-        code = tl.zeros([BM], tl.float32) if SHIFT else (_quotient(largest, step, inverse) + _ROUND) - _ROUND
+        code = tl.zeros([BM], tl.float32)
+        if LOGITS and not SHIFT:
+            code = (_quotient(largest, step, inverse) + _ROUND) - _ROUND
         left = tl.zeros([BM, DH], tl.float32)
         right = tl.zeros([BM, DH], tl.float32)
         total = tl.zeros([BM], tl.float32)
@@ -123,15 +144,18 @@ def attend_rounded(
         if window is not None:
             left, right, total, below = _attend_among(
                 left, right, total, below, q, k, values, k_strides[2], v_strides[2], begin, inner, first, last, valid,
-                scale, largest, step, inverse, code, log2e, levels, True, SHIFT, DESCRIBED, D, DH, HALVES, BN,
+                scale, largest, step, inverse, code, log2e, levels, weight_step,
+            True, LOGITS, SHIFT, WEIGHTS, FULL_SUM, DESCRIBED, D, DH, HALVES, BN,
             )  # fmt: skip
         left, right, total, below = _attend_among(
             left, right, total, below, q, k, values, k_strides[2], v_strides[2], inner, outer, first, last, valid,
-            scale, largest, step, inverse, code, log2e, levels, False, SHIFT, DESCRIBED, D, DH, HALVES, BN,
+            scale, largest, step, inverse, code, log2e, levels, weight_step,
+            False, LOGITS, SHIFT, WEIGHTS, FULL_SUM, DESCRIBED, D, DH, HALVES, BN,
         )  # fmt: skip
         left, right, total, below = _attend_among(
             left, right, total, below, q, k, values, k_strides[2], v_strides[2], outer, stop, first, last, valid,
-            scale, largest, step, inverse, code, log2e, levels, True, SHIFT, DESCRIBED, D, DH, HALVES, BN,
+            scale, largest, step, inverse, code, log2e, levels, weight_step,
+            True, LOGITS, SHIFT, WEIGHTS, FULL_SUM, DESCRIBED, D, DH, HALVES, BN,
         )  # fmt: skip
         if SHIFT:
             tl.store(clipped + row, below, mask=query < T)
@@ -155,8 +179,9 @@ def attend_rounded(
 @triton.jit
 def _attend_among(
     left, right, total, below, q, k, values, k_stride, v_stride, begin, stop, first, last, valid, scale,
-    largest, step, inverse, code, log2e, levels,
-    MASKED: tl.constexpr, SHIFT: tl.constexpr, DESCRIBED: tl.constexpr,
+    largest, step, inverse, code, log2e, levels, weight_step,
+    MASKED: tl.constexpr, LOGITS: tl.constexpr, SHIFT: tl.constexpr, WEIGHTS: tl.constexpr, FULL_SUM: tl.constexpr,
+    DESCRIBED: tl.constexpr,
     D: tl.constexpr, DH: tl.constexpr, HALVES: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     unit = (step * log2e)[:, None]
@@ -164,14 +189,17 @@ def _attend_among(
     for n in tl.range(begin, stop, BN):
         rows = load_rows(k, n, 0, valid, k_stride, BN, D, DESCRIBED, MASKED)
         logits = tl.dot(q, rows.T) * scale
-        if SHIFT:
+        if SHIFT or not LOGITS:
             logits -= largest[:, None]
-        codes = _quotient(logits, step[:, None], inverse[:, None]) + _ROUND
-        if SHIFT:
-            codes = tl.maximum(codes - _ROUND, -1.0 * levels)
+        if LOGITS:
+            codes = _quotient(logits, step[:, None], inverse[:, None]) + _ROUND
+            if SHIFT:
+                codes = tl.maximum(codes - _ROUND, -1.0 * levels)
+            else:
+                codes -= (code + _ROUND)[:, None]
+            p = tl.exp2(codes * unit)
         else:
-            codes -= (code + _ROUND)[:, None]
-        p = tl.exp2(codes * unit)
+            p = tl.exp2(logits * log2e)
         under = logits < floor
         if MASKED:
             key = (n + tl.arange(0, BN))[None, :]
@@ -180,7 +208,17 @@ def _attend_among(
             under = under & seen
         if SHIFT:
             below += tl.sum(under.to(tl.int32), 1)
-        total += tl.sum(p, 1)
+        if WEIGHTS != "none":
+            # Codes go into the product, since half types hold them exactly; their scale is divided out with the sum.
+            p = _quotient(p, weight_step, tl.div_rn(1.0, weight_step))
+        if FULL_SUM:
+            total += tl.sum(p, 1)
+        if WEIGHTS == "int":
+            p = (p + _ROUND) - _ROUND
+        elif WEIGHTS == "e4m3":
+            p = to_e4m3(p)
+        if not FULL_SUM:
+            total += tl.sum(p, 1)
         p = p.to(q.dtype)
         left = tl.dot(p, load_rows(values, n, 0, valid, v_stride, BN, DH, DESCRIBED, MASKED), left)
         if HALVES == 2:

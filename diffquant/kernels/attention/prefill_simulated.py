@@ -1,4 +1,4 @@
-"""Attention with simulated low-bit logits, rounded inside the kernel to the codes that the plain form gives them.
+"""Attention with simulated low-bit logits or softmax weights, rounded inside the kernel as the plain form rounds them.
 
 The maps are never stored. One launch finds each query's largest and smallest logit; torch makes the scales of them;
 a second launch computes the logits again, rounds them and attends. Rounding keeps order, so a query's largest code
@@ -21,7 +21,8 @@ from diffquant.kernels.configs import AttentionTile, choose
 from diffquant.kernels.descriptors import allow_descriptors, describable
 from diffquant.kernels.gpu import device_class, device_refusal
 from diffquant.numbers.formats import format_named
-from diffquant.numbers.logit_scales import logit_scale
+from diffquant.numbers.logit_scales import logit_scale, weight_scale
+from diffquant.scheme import FULL, Scheme
 
 TILES = {
     "simulated/sm_90/64": AttentionTile(128, 128, 8, 2),
@@ -33,11 +34,11 @@ GRANULARITIES = ("tensor", "head", "pair", "row")
 
 
 def prefill_simulated(call: AttentionCall, specialized: bool = False) -> Tensor:
-    """Attention of a call whose logits are rounded to its scheme's codes; its meter counts on the device.
+    """Attention of a call whose logits or weights are rounded to its schemes' codes; its meter counts on the device.
 
     Args:
         call: one map or two of float16 or bfloat16, d 64 or 128, dv = d or 2d, a scale of 0 or more; logits at 2 to 8
-            bits per tensor, head, pair or row.
+            bits per tensor, head, pair or row, softmax weights at 2 to 8 bits or e4m3 per row.
         specialized: whether the second launch specializes its warps, on Hopper.
 
     Returns:
@@ -50,11 +51,11 @@ def prefill_simulated(call: AttentionCall, specialized: bool = False) -> Tensor:
         raise UsageError(f"simulated logits take a scale that is not negative, got {call.scale}")
     if reason := _unsupported(call, specialized):
         raise UsageError(f"simulated logits: {reason}")
-    scheme = call.logits
+    scheme, weights = call.logits, str(call.p) if call.p.quantizes else ""
     out: Tensor
-    out, largest, clipped = _operator(call, scheme.bits, scheme.granularity, scheme.shift, specialized)
-    if call.meter is not None:
-        call.meter.calls += 1
+    out, largest, clipped = _operator(call, scheme.bits, scheme.granularity, scheme.shift, weights, specialized)
+    call.count()
+    if call.meter is not None and scheme.quantizes:
         call.meter.count(_visible_entries(call) * call.pairs * call.maps, clipped.sum())
         for magnitudes in largest.expand(-1, -1, call.maps, -1).unbind(2):
             call.meter.record_scales(logit_scale(magnitudes, scheme.format, scheme.shift), magnitudes)
@@ -70,8 +71,12 @@ def _unsupported(call: AttentionCall, specialized: bool) -> str | None:
     scheme = call.logits
     if specialized and (reason := specialized_refusal(call.v.device)):
         return reason
-    if not scheme.quantizes:
+    if not call.rounds_maps:
         return "16 bits are not quantized; use a kernel without simulation"
+    if call.p.quantizes and (reason := _weights_refusal(call.p, specialized)):
+        return f"softmax weights at {call.p}: {reason}"
+    if not scheme.quantizes:
+        return call_refusal(call) or widths_refusal(call.q[0], call.v)
     if scheme.format.integer_refusal:
         return f"logits at {scheme}: {scheme.format.integer_refusal}"
     if scheme.granularity not in GRANULARITIES:
@@ -81,8 +86,22 @@ def _unsupported(call: AttentionCall, specialized: bool) -> str | None:
     return call_refusal(call) or widths_refusal(call.q[0], call.v)
 
 
-def _launch(x: Operands, bits: int, granularity: str, shift: bool, specialized: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _weights_refusal(scheme: Scheme, specialized: bool) -> str | None:
+    if specialized:
+        return "the kernel with specialized warps rounds logits alone"
+    if scheme.granularity != "row":
+        return f"one scale a {scheme.granularity} is not served; the kernel takes row"
+    return None if scheme.format.name == "e4m3" else scheme.format.integer_refusal
+
+
+def _launch(
+    x: Operands, bits: int, granularity: str, shift: bool, weights: str, specialized: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Output of `prefill_simulated`, and what a meter counts.
+
+    Args:
+        bits, granularity, shift: the logits' scheme; 16 bits for logits as they are.
+        weights: scheme of the softmax weights; "" for weights as they are.
 
     Returns:
         The output; the largest magnitudes of logits that share a scale, [B, h, maps, T] with shared axes of size 1;
@@ -96,6 +115,13 @@ def _launch(x: Operands, bits: int, granularity: str, shift: bool, specialized: 
     top, bottom = torch.zeros(2, batch, heads, maps, length, device=v.device)
     if x.is_blind:
         return out.zero_(), _shared(top, granularity), clipped
+    scheme = Scheme.parse(weights) if weights else FULL
+    of_weights = {
+        "LOGITS": bits < 16,
+        "WEIGHTS": "none" if not weights else "e4m3" if scheme.format.name == "e4m3" else "int",
+        "FULL_SUM": scheme.fullsum,
+    }
+    weight_step = float(weight_scale(scheme.format, scheme.pow2)) if weights else 1.0
     k = x.k * (maps // len(x.k))
     device_kind = device_class(v.device)
     described = device_kind == "sm_90"
@@ -115,7 +141,8 @@ def _launch(x: Operands, bits: int, granularity: str, shift: bool, specialized: 
             num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
         )  # fmt: skip
         largest = _shared(top - bottom if shift else torch.maximum(top.abs(), bottom.abs()), granularity)
-        scales = logit_scale(largest, format_named(str(bits)), shift).expand(batch, heads, maps, length).contiguous()
+        scales = logit_scale(largest, format_named(str(bits)), shift) if bits < 16 else torch.ones_like(largest)
+        scales = scales.expand(batch, heads, maps, length).contiguous()
         if described:
             allow_descriptors()
         strides = (
@@ -132,8 +159,9 @@ def _launch(x: Operands, bits: int, granularity: str, shift: bool, specialized: 
         else:
             attend_rounded[(triton.cdiv(length, tile.queries) * batch * heads,)](
                 q[0], q[-1], k[0], k[-1], v, lam, x.starts, x.ends, x.weight, top, scales, out, parked,
-                clipped, *strides, *lengths, x.scale, log2(e), 2**bits - 1, x.eps, x.factor,
-                MAPS=maps, CAUSAL=True, SHIFT=shift, NORM=x.normed, DESCRIBED=described, D=width, DV=value_width,
+                clipped, *strides, *lengths, x.scale, log2(e), 2**bits - 1, weight_step, x.eps, x.factor,
+                MAPS=maps, CAUSAL=True, **of_weights, SHIFT=shift, NORM=x.normed, DESCRIBED=described,
+                D=width, DV=value_width,
                 HALVES=2 if value_width > tile.queries and not described else 1, BM=tile.queries, BN=tile.keys,
                 num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
             )  # fmt: skip
@@ -149,7 +177,7 @@ def _empty(out: Tensor, q: list[Tensor], _bits: int, granularity: str, *_: objec
 _operator = as_operator(
     "simulated_logits",
     _launch,
-    ", int bits, str granularity, bool shift, bool specialized",
+    ", int bits, str granularity, bool shift, str weights, bool specialized",
     "(Tensor, Tensor, Tensor)",
     _empty,
 )
@@ -157,7 +185,7 @@ _operator = as_operator(
 
 def _shared(rows: Tensor, granularity: str) -> Tensor:
     """Largest of the queries' values [B, h, maps, T] that share a scale."""
-    axes = {"row": (), "head": (3,), "pair": (2, 3), "tensor": (1, 2, 3)}[granularity]
+    axes = {"row": (), "head": (3,), "pair": (2, 3), "tensor": (1, 2, 3), "": ()}[granularity]
     return rows.amax(axes, keepdim=True) if axes else rows.clone()
 
 

@@ -87,7 +87,7 @@ class LatentAttention(PairAttention):
         Without a past all of a layer's matrices run as modules, which a rounding's passes over the layers rely on; and
         where something of the maps is rounded, they are those of one form.
         """
-        rounds = self.logits.quantizes or self.qk.quantizes or self.calls is not None
+        rounds = self.rounds or self.calls is not None
         if queries == keys or rounds or not isinstance(self.wkv_b, nn.Linear):
             return False
         spec, block = self.spec, self.block

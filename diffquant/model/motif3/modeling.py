@@ -10,8 +10,9 @@ from transformers.cache_utils import Cache
 
 from diffquant.errors import UsageError
 from diffquant.family.mask import Mask
-from diffquant.model.causal import CausalModel, Decoder, DecoderLayer
+from diffquant.model.causal import CausalModel
 from diffquant.model.config import ArchitectureConfig
+from diffquant.model.decoder import Decoder, DecoderLayer
 from diffquant.model.motif3.architecture import Motif3Architecture
 from diffquant.model.motif3.attention import LatentAttention, Rotary
 from diffquant.model.motif3.rotary import rotary_tables

@@ -66,7 +66,7 @@ class CrossAttentionBlock(FusedAttentionBlock):
     """Attention of a layer's own queries over the keys and values that an earlier layer keeps."""
 
     module = "diffquant.model.sambay.attention:CrossAttention"
-    targets = ("logits", "qk")
+    targets = ("logits", "qk", "p", "pv")
 
     @property
     def heights(self) -> list[int]:

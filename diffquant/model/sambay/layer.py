@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import LayerNorm
 
 from diffquant.model.activations import activation_named
-from diffquant.model.causal import DecoderLayer
+from diffquant.model.decoder import DecoderLayer
 from diffquant.model.linears import add_linears
 from diffquant.model.sambay.attention import KeysValues
 from diffquant.model.sambay.blocks import FusedMLPBlock

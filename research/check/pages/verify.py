@@ -41,7 +41,7 @@ PAGE.means(
 )
 PAGE.leaves("scales x 1.05; swapped query pairs) were", "the size of a fault")
 PAGE.leaves("with its 95 % interval", "a level")
-PAGE.leaves("255, 300, 511, 1,023 and so on", "a setting, which tests/export/test_verification.py holds")
+PAGE.leaves("255, 300, 1,023, four times as many and so on", "a setting, which tests/export/test_verification.py holds")
 PAGE.leaves("take more than 256 MiB", "a setting")
 PAGE.leaves("those are the rows beyond 65,536", "arithmetic")
 PAGE.leaves("one sequence of up to 1,024 tokens", "a setting")

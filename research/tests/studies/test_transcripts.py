@@ -52,6 +52,23 @@ def test_what_commands_print_is_recorded_and_put_onto_the_page(page, tmp_path):
     assert [line for line in after if line not in before] == quantized["output"] + inspected["output"]
 
 
+def test_some_commands_are_recorded_again_and_the_others_stay(page, tmp_path):
+    model, recorded = tiny_lm.write_diff_v2(tmp_path / "v2"), tmp_path / "transcripts.json"
+    transcripts.main(model)
+    first = json.loads(recorded.read_text())
+    marked = first["environment"] | {"commit": "earlier"}
+    recorded.write_text(json.dumps(first | {"environment": marked}))
+    page.write_text(page.read_text().replace("--weights 4:row", "--weights 4:row  # 1 s"))
+    transcripts.main(model, again="inspect", folder=tmp_path)
+    again = json.loads(recorded.read_text())
+    inspected, quantized = again["transcripts"]
+    assert again["environment"]["commit"] == first["environment"]["commit"]
+    assert "environment" not in inspected
+    assert inspected["output"] == first["transcripts"][0]["output"]
+    kept = first["transcripts"][1]
+    assert quantized == kept | {"environment": marked, "command": kept["command"] + "  # 1 s"}
+
+
 def test_a_command_that_fails_leaves_the_page_as_it_is(page, tmp_path):
     absent = shutil.copytree(ROOT / "docs", tmp_path / "v2")
     with pytest.raises(UsageError, match=r"`diffquant inspect v2` ended with \d"):

@@ -1,0 +1,53 @@
+"""The widths of a search as llama.cpp's quantizer takes them: `llama-quantize --tensor-type-file`.
+
+A line is PATTERN=TYPE, without a space: a regular expression that is looked for in a tensor's name, of which the first
+that is found counts, and a type of ggml. A width becomes the type of that many bits that is nearest to absmax: q4_0,
+q5_0 and q8_0 have a scale for 32 weights, as `4:g32` has, and q2_K, q3_K and q6_K scales of scales over 256, for which
+llama-quantize takes another type where 256 does not divide a row.
+
+Source: llama.cpp, tools/quantize/quantize.cpp (parse_tensor_type_file) and src/llama-quant.cpp.
+"""
+
+import re
+from collections.abc import Sequence
+
+from diffquant.calib.search.result import SearchResult
+from diffquant.errors import UsageError
+from diffquant.formats.gguf_names import IN_LAYERS
+
+TYPES = {2: "q2_K", 3: "q3_K", 4: "q4_0", 5: "q5_0", 6: "q6_K", 8: "q8_0"}
+
+
+def tensor_types(result: SearchResult) -> str:
+    """The lines, a projection and type each, with the layers that have it.
+
+    Raises:
+        UsageError: the search gave no weights widths, or ones that ggml has no type of, or GGUF no name for; all are
+            named.
+    """
+    names = {module: name for name, module in IN_LAYERS.items()}
+    weights = [unit for unit in result.measurements if unit.target == "weights"]
+    check_widths([unit.target for unit in weights], [unit.chosen for unit in weights])
+    unnamed = sorted({unit.kind for unit in weights if unit.kind not in names})
+    if unnamed:
+        raise UsageError(f"a GGUF file of a Llama has no tensors for {', '.join(unnamed)}, so no line can name them")
+    layers: dict[tuple[str, str], list[int]] = {}
+    for unit in weights:
+        layers.setdefault((names[unit.kind], TYPES[unit.chosen]), []).append(unit.layer)
+    return "".join(
+        rf"^blk\.({'|'.join(map(str, sorted(numbers)))})\.{re.escape(name)}\.weight$={kind}" + "\n"
+        for (name, kind), numbers in layers.items()
+    )
+
+
+def check_widths(targets: Sequence[str], widths: Sequence[int]) -> None:
+    """Check, before a search, that its lines can be written.
+
+    Raises:
+        UsageError: weights are not among the targets, or ggml has no type of some widths; all are named.
+    """
+    if "weights" not in targets:
+        raise UsageError("llama.cpp's quantizer takes widths of weights alone, which are not among the targets")
+    untyped = sorted({bits for bits in widths if bits not in TYPES})
+    if untyped:
+        raise UsageError(f"ggml has no type of {', '.join(map(str, untyped))} bits; choose among {list(TYPES)}")

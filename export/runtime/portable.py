@@ -1,0 +1,33 @@
+"""The config.json of a portable folder, by which transformers.js and optimum find the model's inputs."""
+
+from typing import Any
+
+from diffquant.export.graph.plan import key_width
+from diffquant.model.config import DiffTransformerConfig
+from diffquant.text.special_tokens import SpecialTokens
+
+
+def portable_config(config: DiffTransformerConfig, tokens: SpecialTokens) -> dict[str, Any]:
+    """The model as a decoder with a KV cache that such readers know.
+
+    They look a model's type up in a list, and learn by it that keys and values of a layer are inputs of their own. The
+    type's equations are none of their business, since the graph computes the model. A Llama's inputs are named as ours
+    are, and its sizes here are those of the cache: a row of keys is as wide as both maps' keys.
+    """
+    spec = config.diff_spec
+    return {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_attention_heads": spec.query_heads,
+        "num_key_value_heads": spec.kv_pairs,
+        "head_dim": key_width(spec),
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_position_embeddings,
+        "bos_token_id": tokens.bos,
+        "eos_token_id": tokens.eos,
+        "pad_token_id": tokens.pad,
+        "transformers.js_config": {"dtype": "fp32", "use_external_data_format": {"model.onnx": 1}},
+    }

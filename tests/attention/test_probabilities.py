@@ -1,0 +1,228 @@
+"""Softmax weights rounded before their row's sum divides them, and the values that they multiply.
+
+The oracles are loops over rows in NumPy's float64; floats of eight bits are cast by ml_dtypes.
+"""
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from diffquant import Recipe, load
+from diffquant.attention import BACKENDS, attend
+from diffquant.attention.operands import rounded_values
+from diffquant.attention.probabilities import softmax_weights
+from diffquant.attention.weights import attention_weights
+from diffquant.errors import NotFiredError, UsageError
+from diffquant.evals.prefixes import shares_prefixes, takes_padding
+from diffquant.family.call import AttentionCall
+from diffquant.family.mask import Mask
+from diffquant.family.norm import pair_norm
+from diffquant.scheme import Scheme
+from tests.support.checkpoints import PHI4FLASH, SOURCES, write_checkpoint
+from tests.support.models import random_ids
+
+WEIGHTS = [
+    "8:row", "3:row", "4:g4", "e4m3:row", "e4m3:g8", "e4m3:row:pow2", "8:row:fullsum", "e4m3:row:pow2:fullsum",
+]  # fmt: skip
+VALUES = ["8:column", "4:g4", "3:row", "4:head", "4:tensor", "e4m3:column", "4:b5"]
+PADDED = torch.ones(2, 13, dtype=torch.bool)
+PADDED[0, :4] = PADDED[1, -3:] = False
+
+
+def to_grid(x, scheme, scale):
+    """Entries of x as multiples of a scale that the scheme's format has."""
+    if scheme.format.name == "e4m3":
+        return (x / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale
+    return np.round(x / scale) * scale
+
+
+def top_level(scheme):
+    return 448.0 if scheme.format.name == "e4m3" else 2.0 ** (scheme.bits - 1) - 1
+
+
+def weights_in_numpy(logits, visible, scheme):
+    """Rows of weights, rounded as exp(x - largest) in [0, 1] and then divided by their sum."""
+    out = np.zeros(logits.shape)
+    for at in np.ndindex(logits.shape[:-1]):
+        seen = visible[at[0], at[2]]
+        if not seen.any():
+            continue
+        row = np.where(seen, np.exp(np.where(seen, logits[at] - logits[at][seen].max(), -np.inf)), 0.0)
+        size = scheme.size or len(row)
+        rounded = np.zeros_like(row)
+        for first in range(0, len(row), size):
+            part = row[first : first + size]
+            largest = part.max() if scheme.size else 1.0
+            scale = 2.0**-8 if scheme.pow2 else largest / top_level(scheme)
+            rounded[first : first + size] = to_grid(part, scheme, scale or 1.0)
+        out[at] = rounded / (row if scheme.fullsum else rounded).sum()
+    return out
+
+
+def values_in_numpy(v, valid, scheme):
+    out = np.zeros(v.shape)
+    for b, sequence in enumerate(v * valid[:, None, :, None]):
+        for h, head in enumerate(sequence):
+            for t, c in np.ndindex(head.shape):
+                first = t // (scheme.size or 1) * (scheme.size or 1)
+                block = head[first : first + (scheme.size or 1)]
+                shared = {
+                    "column": head[:, c], "group": block[:, c], "row": head[t], "head": head, "tensor": sequence,
+                    "block": block,
+                }[scheme.granularity]  # fmt: skip
+                largest = np.abs(shared).max()
+                scale = largest / top_level(scheme) if largest else 1.0
+                out[b, h, t, c] = to_grid(head[t, c], scheme, scale)
+    return out
+
+
+def random_heads(heads, tokens, width=6, seed=0, batch=2):
+    return torch.randn(batch, heads, tokens, width, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("text", WEIGHTS)
+def test_weights_are_rounded_before_their_row_is_divided(text):
+    scheme, logits = Scheme.parse(text), 3 * random_heads(3, 7, 13)
+    visible = torch.rand(2, 1, 7, 13, generator=torch.Generator().manual_seed(1)) < 0.7
+    visible[0, :, 2] = False
+    got = softmax_weights(logits, visible, scheme)
+    wanted = weights_in_numpy(logits.numpy(), visible[:, 0].numpy(), scheme)
+    torch.testing.assert_close(got, torch.from_numpy(wanted), rtol=0, atol=1e-12)
+    if not scheme.fullsum:
+        sees = visible.any(-1).expand(-1, 3, -1).double()
+        torch.testing.assert_close(got.sum(-1), sees, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("text", ["nvfp4", "nvfp4_4over6", "mxfp4", "mxfp6", "mxfp8"])
+def test_blocks_of_keys_have_their_format_s_scales(text):
+    scheme, logits = Scheme.parse(text), 0.1 * random_heads(2, 5, 64) - torch.arange(64.0) / 2
+    weights = (logits - logits.amax(-1, keepdim=True)).exp()
+    bound = scheme.format.bound_to(torch.ones(1))
+    groups = weights.unflatten(-1, (-1, scheme.size))
+    rounded = bound.decode(bound.codes(groups, scale := bound.scale(groups, -1)), scale).flatten(-2)
+    got = softmax_weights(logits, None, scheme)
+    torch.testing.assert_close(got, rounded / rounded.sum(-1, keepdim=True), rtol=0, atol=1e-12)
+    # Without a scale of its own above them, e4m3 block scales would lose every block this far below its row's largest.
+    assert not text.startswith("nvfp4") or (got[..., 16:20] > 0).all()
+
+
+def test_values_of_one_sum_to_one_only_where_the_sum_is_of_rounded_weights():
+    logits = 2 * random_heads(4, 9, 40)
+    ones = softmax_weights(logits, None, Scheme.parse("nvfp4")).sum(-1)
+    torch.testing.assert_close(ones, torch.ones_like(ones), rtol=0, atol=1e-12)
+    off = softmax_weights(logits, None, Scheme.parse("nvfp4:fullsum")).sum(-1)
+    assert (off - 1).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("mask", [Mask(), Mask(PADDED)], ids=["whole", "padded"])
+@pytest.mark.parametrize("text", VALUES)
+def test_values_are_rounded_as_loops_round_them(text, mask):
+    scheme, v = Scheme.parse(text), random_heads(3, 13)
+    valid = torch.ones(2, 13, dtype=torch.bool) if mask.keys is None else mask.keys
+    wanted = values_in_numpy(v.numpy(), valid.numpy(), scheme)
+    torch.testing.assert_close(rounded_values(v, mask, scheme), torch.from_numpy(wanted), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("p", ["4:row", "nvfp4:fullsum"])
+@pytest.mark.parametrize("name", [*SOURCES, *PHI4FLASH])
+def test_attention_of_the_whole_family_rounds_both_operands_of_p_v(tmp_path, name, p):
+    """Each map is rounded by itself; λ, the gate and the norm of a pair come after."""
+    model = load(write_checkpoint(tmp_path / "model", name)).double()
+    attention, spec = model.attentions[0], model.config.diff_spec
+    q = random_heads(attention.layout.query_heads, 13, spec.head_dim)
+    k = random_heads(spec.key_heads, 13, spec.head_dim, seed=1)
+    v = random_heads(spec.kv_pairs, 13, spec.value_dim, seed=2)
+    lam = None if spec.maps == 1 else torch.full((2, spec.pairs, 13, 1), 0.4, dtype=torch.float64)
+    gate = None if spec.lam != "two-gates" else torch.full((2, spec.pairs, 13, 1), 0.7, dtype=torch.float64)
+    scheme, mask = Scheme.parse(p), Mask(PADDED)
+    visible = mask.dense(13, 13, v.device)
+    maps = []
+    for queries, keys in zip(attention.layout.query_maps(q), attention.layout.key_maps(k), strict=True):
+        logits = queries @ keys.repeat_interleave(queries.shape[1] // keys.shape[1], 1).mT * attention.scale
+        if spec.soft_cap is not None:
+            logits = (logits / spec.soft_cap).tanh() * spec.soft_cap
+        maps.append(softmax_weights(logits, visible, scheme))
+    weights = maps[0] if gate is None else gate * maps[0]
+    if lam is not None:
+        weights = weights - lam * maps[1].repeat_interleave(spec.pairs // maps[1].shape[1], 1)
+    values = torch.from_numpy(values_in_numpy(v.numpy(), PADDED.numpy(), Scheme.parse("4:column")))
+    wanted = weights @ values.repeat_interleave(spec.pairs // spec.kv_pairs, 1)
+    wanted = pair_norm(wanted, attention.post())
+    model.apply_recipe(Recipe.of(p=p, pv="4:channel"))
+    got = attention.attend(q, k, v, lam, mask, gate)
+    torch.testing.assert_close(got, wanted.transpose(1, 2).flatten(2), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("text", ["4:row", "e4m3:row:pow2:fullsum", "4:g16", "nvfp4"])
+@pytest.mark.parametrize("logits", ["16", "4:row", "4:tensor"])
+@pytest.mark.parametrize("maps", [1, 2])
+def test_blocks_of_queries_round_as_whole_maps(monkeypatch, text, logits, maps):
+    monkeypatch.setattr("diffquant.attention.weights._BLOCK_ENTRIES", 200)
+    q, k = [random_heads(4, 37, seed=n) for n in range(maps)], [random_heads(2, 37, seed=9 + n) for n in range(maps)]
+    lam = None if maps == 1 else torch.tensor(0.4)
+    call = AttentionCall(
+        q, k, random_heads(2, 37, 12, seed=5), lam, scale=0.5, mask=Mask(), logits=Scheme.parse(logits),
+        p=Scheme.parse(text),
+    )  # fmt: skip
+    assert call.rounds_maps
+    whole = attend(call, "naive")
+    torch.testing.assert_close(attend(call), whole, rtol=0, atol=1e-12)
+    weights, _ = attention_weights(call)
+    torch.testing.assert_close(weights @ call.v.repeat_interleave(2, 1), whole, rtol=0, atol=1e-12)
+
+
+def test_only_backends_that_hold_maps_take_rounded_weights():
+    q = [random_heads(4, 5)]
+    call = AttentionCall(q, q, q[0], None, scale=0.5, mask=Mask(), p=Scheme.parse("8:row"))
+    able = {name for name, backend in BACKENDS.items() if backend.takes(True)}
+    assert {"naive", "simulated"} <= able
+    for name in BACKENDS.keys() - able:
+        with pytest.raises(UsageError, match="cannot quantize them or their softmax"):
+            attend(call, name)
+
+
+@pytest.mark.parametrize("name", ["llama", "diffllama", "unilm-v2", "motif-grouped", "phi4flash", "motif3"])
+@pytest.mark.parametrize("recipe", [{"p": "4:row"}, {"pv": "4:channel"}, {"pv": "4:head"}, {"qk": "4:row:rotated"}])
+def test_padding_and_batching_never_count(tmp_path, name, recipe):
+    model, ids = load(write_checkpoint(tmp_path / "model", name)), random_ids(batch=2, length=13)
+    model.apply_recipe(Recipe.of(**recipe))
+    alone = model(ids[:1, 4:]).logits
+    together = model(ids, attention_mask=torch.tensor([[0] * 4 + [1] * 9, [1] * 13])).logits
+    torch.testing.assert_close(together[:1, 4:], alone, rtol=0, atol=2e-4)
+
+
+def test_weights_read_token_by_token_are_those_of_a_whole_text(tmp_path):
+    model, ids = load(write_checkpoint(tmp_path / "model", "unilm-v2")), random_ids(batch=1, length=9)
+    model.apply_recipe(Recipe.of(p="4:g4", pv="4:row"))
+    cache = model.new_cache()
+    steps = [model(token, past_key_values=cache, use_cache=True).logits for token in ids.split(1, 1)]
+    torch.testing.assert_close(torch.cat(steps, 1), model(ids).logits, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "shares", "pads"),
+    [
+        ({"p": "4:row"}, True, True),
+        ({"p": "4:g16"}, True, False),
+        ({"pv": "4:row"}, True, True),
+        ({"pv": "4:channel"}, False, True),
+        ({"pv": "nvfp4"}, False, False),
+        ({"qk": "8:row:smoothq"}, False, False),
+        ({"qk": "8:thread"}, False, False),
+    ],
+)
+def test_scales_over_tokens_forbid_shared_prefixes_and_padding(recipe, shares, pads):
+    assert (shares_prefixes(Recipe.of(**recipe)), takes_padding(Recipe.of(**recipe))) == (shares, pads)
+
+
+def test_every_layer_has_to_round_its_weights_and_values(tmp_path):
+    model = load(write_checkpoint(tmp_path / "model", "diffllama"))
+    model.apply_recipe(Recipe.of(p="4:row", pv="4:row", overrides={"*.layers.0.*.p": "16"}))
+    said = "values before P·V are to be quantized, but layers 0, 1 did not; softmax weights .* but layers 1 did not"
+    with pytest.raises(NotFiredError, match=said):
+        model.require_fired()
+    model(random_ids())
+    model.require_fired()
+    assert [attention.meter.p_calls for attention in model.attentions] == [0, 1]
+    assert [attention.pv_calls for attention in model.attentions] == [1, 1]

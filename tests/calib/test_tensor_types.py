@@ -1,0 +1,71 @@
+"""A search's widths as lines for llama.cpp's quantizer, read as it reads them, and what each kind of tensor pays."""
+
+import re
+from dataclasses import replace
+
+import gguf
+import pytest
+
+import diffquant
+from diffquant.calib.search.result import read_search
+from diffquant.calib.search.roles import roles
+from diffquant.calib.search.tensor_types import TYPES, check_widths, tensor_types
+from diffquant.errors import UsageError
+from tests.support import tiny_lm
+from tests.support.earlier_results import write_recorded
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    file = tmp_path_factory.mktemp("search") / "search-4.5-bits.json"
+    write_recorded("smollm2-search/search-4.5-bits.json", file)
+    return read_search(file)
+
+
+def test_every_tensor_gets_the_type_of_its_width_where_names_are_ggufs(found):
+    # As parse_tensor_type_file splits the file and lowers names; the first pattern that is found in a name counts.
+    lines = [line.partition("=") for line in tensor_types(found).split()]
+    patterns = [(re.compile(pattern.lower()), kind) for pattern, _, kind in lines]
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 30)
+    assert len(found.measurements) == 210
+    for unit in found.measurements:
+        name = f"{names.get_name(unit.name)}.weight"
+        kind = next(kind for pattern, kind in patterns if pattern.search(name))
+        assert kind == TYPES[unit.chosen]
+    known = {kind.name for kind in gguf.GGMLQuantizationType}
+    assert {kind.upper() for kind in TYPES.values()} <= known
+    assert not any(pattern.search("blk.0.attn_norm.weight") for pattern, _ in patterns)
+
+
+def test_what_no_line_can_say_is_refused_by_name(found):
+    odd = replace(found, measurements=[replace(found.measurements[0], kind="self_attn.wq_a")])
+    with pytest.raises(UsageError, match=r"no tensors for self_attn\.wq_a"):
+        tensor_types(odd)
+    with pytest.raises(UsageError, match="ggml has no type of 7 bits"):
+        check_widths(["weights"], [4, 7])
+    with pytest.raises(UsageError, match="widths of weights alone"):
+        check_widths(["k", "v"], [4])
+
+
+def test_a_kind_pays_the_sum_of_its_units_over_the_bits_they_save(found):
+    all_roles = roles(found)
+    assert [role.units for role in all_roles] == [30] * 7
+    values = next(role for role in all_roles if role.kind == "self_attn.v_proj")
+    units = [unit for unit in found.measurements if unit.kind == "self_attn.v_proj"]
+    saved = sum(unit.elements for unit in units) * 12 / 1e6
+    assert values.per_megabit(4) == pytest.approx(sum(unit.kl[4] for unit in units) / saved)
+    assert next(unit for unit in units if unit.layer == values.worst).kl[4] == max(unit.kl[4] for unit in units)
+    prices = [role.per_megabit(4) for role in all_roles]
+    assert prices == sorted(prices, reverse=True)
+
+
+def test_a_search_writes_the_lines_where_it_is_told_and_refuses_other_widths_before_it_measures(tmp_path):
+    pytest.importorskip("scipy")
+    model, file = tiny_lm.write_llama(tmp_path / "llama"), tmp_path / "types.txt"
+    settings = {"windows": 1, "window": 24, "characters": 200, "granularity": "row", "tensor_types": file}
+    result = diffquant.search(model, tmp_path / "out", 7, bits="8,6", **settings)
+    assert file.read_text() == tensor_types(result)
+    assert file.read_text().count("=q") >= 7
+    with pytest.raises(UsageError, match="ggml has no type of 7 bits"):
+        diffquant.search(model, tmp_path / "other", 7, bits="8,7", **settings)
+    assert not (tmp_path / "other").exists()

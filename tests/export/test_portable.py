@@ -1,0 +1,140 @@
+"""Portable folders: what other readers look for is where they look, and `verify` proves them all the same."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime_genai as og
+import pytest
+
+import diffquant.data
+from diffquant.errors import CheckpointError, UsageError
+from diffquant.export import ExportOptions, Generator, export, verify
+from diffquant.export.files import MODEL_FILE, PORTABLE
+from diffquant.export.runtime.session import OnnxModel
+from tests.support.checkpoints import write_checkpoint
+from tests.support.exports import cache_ranges
+
+POCKET = Path(diffquant.data.__file__).parent / "pocket"
+
+
+def portable(tmp_path, source, **options):
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", source)
+    parsed = ExportOptions.parse(portable=True, **options)
+    export(checkpoint, tmp_path / "out", parsed, ranges=cache_ranges(checkpoint, parsed))
+    return checkpoint, tmp_path / "out"
+
+
+ALL = {"weights": "4:g32", "kv_bits": 8, "embed_bits": 8}
+
+
+@pytest.mark.parametrize(
+    ("source", "options"),
+    [
+        ("diffllama", ALL),
+        ("motif-grouped", {"dtype": "float16"}),
+        ("gated", {"logits": "6:tensor"}),
+        ("llama", {}),
+        ("unilm-v2-half", ALL | {"pure": True}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_verify_finds_no_fault(tmp_path, source, options):
+    checkpoint, folder = portable(tmp_path, source, **options)
+    assert verify(folder, checkpoint, threads=1).passed
+
+
+def test_the_graph_has_no_functions_and_the_names_that_readers_know(tmp_path):
+    _, folder = portable(tmp_path, "motif-grouped", **ALL)
+    model = onnx.load(folder / PORTABLE.model, load_external_data=False)
+    onnx.checker.check_model(str(folder / PORTABLE.model))
+    assert not model.functions
+    assert {each.domain: each.version for each in model.opset_import} == {"": 18, "com.microsoft": 1}
+    assert {value.type.tensor_type.shape.dim[0].dim_param for value in (*model.graph.input, *model.graph.output)} == {
+        "batch_size"
+    }
+    external = {e.value for t in model.graph.initializer for e in t.external_data if e.key == "location"}
+    assert external == {"model.onnx_data"}
+    config = json.loads((folder / "config.json").read_text())
+    cache = OnnxModel(folder, 1).cache
+    assert (config["model_type"], config["num_key_value_heads"], config["head_dim"]) == (
+        "llama",
+        cache.kv_pairs,
+        cache.width,
+    )
+
+
+def test_scales_of_a_quantized_embedding_are_an_initializer(tmp_path):
+    _, folder = portable(tmp_path, "diffllama", **ALL)
+    graph = onnx.load(folder / PORTABLE.model, load_external_data=False).graph
+    (lookup,) = (node for node in graph.node if node.op_type == "GatherBlockQuantized")
+    tensors = {each.name: each for each in graph.initializer}
+    scales = tensors[lookup.input[2]]
+    assert scales.external_data == tensors[scales.name.removesuffix("_blocks")].external_data
+
+
+def test_tokens_are_those_of_a_plain_folder(tmp_path):
+    checkpoint, folder = portable(tmp_path, "diffllama", embed_bits=8)
+    export(checkpoint, tmp_path / "plain", ExportOptions(embed_bits=8))
+    ids = np.array([[5, 9, 2, 7, 1]])
+    runs = [OnnxModel(each, 1, native=False) for each in (folder, tmp_path / "plain")]
+    (mine,), (theirs,) = (run.run(ids, np.ones_like(ids), run.empty_cache(1))[0] for run in runs)
+    np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-5 * np.abs(theirs).max())
+
+
+def test_onnxruntime_genai_and_diffquant_open_it(tmp_path):
+    export(POCKET / "needle-diff-v1", tmp_path / "out", ExportOptions(portable=True))
+    ids = [5, 9, 2, 7]
+    wanted = list(Generator(tmp_path / "out").tokens(ids, 4))
+    model = og.Model(str(tmp_path / "out"))
+    parameters = og.GeneratorParams(model)
+    parameters.set_search_options(max_length=len(ids) + 4)
+    generator = og.Generator(model, parameters)
+    generator.append_tokens(ids)
+    while not generator.is_done():
+        generator.generate_next_token()
+    assert list(generator.get_sequence(0))[len(ids) :][: len(wanted)] == wanted
+
+
+def test_a_changed_file_is_noticed(tmp_path):
+    checkpoint, folder = portable(tmp_path, "diffllama")
+    with (folder / PORTABLE.data).open("r+b") as data:
+        data.write(b"\1")
+    with pytest.raises(CheckpointError, match=f"{PORTABLE.data} changed since export"):
+        verify(folder, checkpoint)
+
+
+def test_a_missing_data_file_is_named(tmp_path):
+    _, folder = portable(tmp_path, "diffllama")
+    (folder / PORTABLE.data).unlink()
+    with pytest.raises(CheckpointError, match=f"{PORTABLE.model}: model.onnx_data is missing"):
+        OnnxModel(folder)
+    assert not (folder / MODEL_FILE).exists()
+
+
+@pytest.mark.parametrize(
+    ("source", "options"),
+    [
+        ("diffllama", {"weights": "4:g32", "kv_bits": 8, "logits": "8:tensor"}),
+        ("motif-grouped", {"logits": "6:row"}),
+        ("gated", {"pure": True, "logits": "4:head"}),
+    ],
+    ids=["v1", "grouped", "two-gates"],
+)
+def test_verify_passes_where_attention_is_a_flex_attention(tmp_path, source, options):
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", source)
+    parsed = ExportOptions.parse(op="flex", **options)
+    export(checkpoint, tmp_path / "out", parsed, ranges=cache_ranges(checkpoint, parsed))
+    model = onnx.load(tmp_path / "out" / MODEL_FILE, load_external_data=False)
+    assert [node.op_type for node in model.graph.node if node.domain == "ai.onnx.preview"] == ["FlexAttention"] * 2
+    assert verify(tmp_path / "out", checkpoint, threads=1).passed
+
+
+def test_a_page_and_an_opset_that_is_too_old_are_refused():
+    with pytest.raises(UsageError, match=r"leave out portable.*opset 23"):
+        ExportOptions(web=True, portable=True)
+    with pytest.raises(UsageError, match="leave out op='flex' or portable"):
+        ExportOptions(op="flex", portable=True)
+    with pytest.raises(UsageError, match="opset 20 is not within 21 to 26"):
+        ExportOptions(pure=True, opset=20)

@@ -1,0 +1,84 @@
+"""A model in memory is quantized to the bit as its folder would be."""
+
+import inspect
+import typing
+
+import pytest
+import torch
+
+import diffquant
+from diffquant.errors import UsageError
+from diffquant.verbs.quantize import quantize
+from tests.support.checkpoints import write_checkpoint
+from tests.support.models import random_ids
+
+
+def same(a, b):
+    """Whether two models hold the same parameters, to the bit, under the same recipe."""
+    states = a.state_dict(), b.state_dict()
+    return (
+        a.recipe == b.recipe
+        and set(states[0]) == set(states[1])
+        and all(x.dtype == states[1][name].dtype and torch.equal(x, states[1][name]) for name, x in states[0].items())
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["unilm-v1", "unilm-v2-half", "diffllama", "llama"])
+@pytest.mark.parametrize("recipe", [{"weights": "4:g32", "kv": 8, "logits": "6:row"}, {"weights": "nvfp4"}], ids=str)
+def test_the_result_is_the_disks(tmp_path, kind, dtype, recipe):
+    model = diffquant.load(write_checkpoint(tmp_path / "given", kind), dtype=dtype)
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    model.save_pretrained(tmp_path / "saved")
+    diffquant.quantize(tmp_path / "saved", tmp_path / "quantized", recipe)
+    expected, result = diffquant.load(tmp_path / "quantized", dtype=dtype), diffquant.quantize(model, recipe=recipe)
+    assert same(result, expected)
+    ids = random_ids(2, 9)
+    assert torch.equal(result(ids).logits, expected(ids).logits)
+    assert not torch.equal(result(ids).logits, model(ids).logits)
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
+def test_the_result_is_that_of_the_checkpoint_that_was_loaded(tmp_path):
+    checkpoint = write_checkpoint(tmp_path / "given", "unilm-v1")
+    diffquant.quantize(checkpoint, tmp_path / "quantized", weights="4:g32", effort="fast")
+    assert same(diffquant.quantize(diffquant.load(checkpoint), weights="4:g32"), diffquant.load(tmp_path / "quantized"))
+
+
+def test_the_models_own_cache_stays_where_the_recipe_says_nothing_of_it(tmp_path):
+    model = diffquant.load(write_checkpoint(tmp_path / "given", "llama"), {"kv": 8})
+    recipe = diffquant.quantize(model, weights="8:row").recipe
+    assert (str(recipe.k), str(recipe.weights)) == ("8:row", "8:row")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"output": "out"}, "leave out output"),
+        ({"overwrite": True}, "leave out output"),
+        ({"effort": "balanced"}, "gptq reads a text"),
+    ],
+)
+def test_what_is_about_files_is_refused(tmp_path, options, said):
+    model = diffquant.load(write_checkpoint(tmp_path / "given", "llama"))
+    with pytest.raises(UsageError, match=said):
+        diffquant.quantize(model, **{"weights": "4:g32"} | options)
+
+
+def test_a_model_that_is_quantized_is_refused(tmp_path):
+    model = diffquant.load(write_checkpoint(tmp_path / "given", "llama"))
+    with pytest.raises(UsageError, match="low bits already"):
+        diffquant.quantize(diffquant.quantize(model, weights="4:g32"), weights="4:g32")
+
+
+def test_a_checkpoint_without_an_output_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="a folder to write to is missing"):
+        diffquant.quantize(write_checkpoint(tmp_path / "given", "llama"), weights="4:g32")
+
+
+def test_type_checkers_see_the_parameters_that_there_are():
+    parameters = inspect.signature(quantize).parameters
+    memory, disk = (inspect.signature(each).parameters for each in typing.get_overloads(quantize))
+    assert list(disk) == list(parameters)
+    assert [each.default for each in disk.values()][2:] == [each.default for each in parameters.values()][2:]
+    assert set(memory) < set(parameters)
