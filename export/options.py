@@ -110,7 +110,7 @@ class ExportOptions:
 
         They round activations, read float32, and run on the processor; a page in a browser has no such library.
         """
-        on_cpu = self.genai_device == "cpu" and not self.web and not self.pure
+        on_cpu = self.genai_device == "cpu" and not self.web and not self.inlines
         return on_cpu and self.accuracy_level == 4 and self.dtype == "float32"
 
     def to_dict(self) -> dict[str, Any]:

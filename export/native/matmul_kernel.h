@@ -98,17 +98,19 @@ struct Matmul {
     int32_t largest = 0;
     for (int64_t i = 0; i < count; ++i) largest = larger(largest, bits_as<int32_t>(x[i]) & 0x7fffffff);
     const float top = bits_as<float>(largest);
-    // Below this 127 / top is infinite, and to scale by it would make NaN of a zero.
-    const float inverse = top > 1e-36f ? 127.0f / top : 0.0f;
-    scale = inverse == 0.0f ? 0.0f : top / 127.0f;
+    // Less than this has no exact scale, and is taken for zero.
+    const bool is_zero = top < 1e-36f;
+    const float divisor = is_zero ? 1.0f : top / 127.0f;
+    scale = is_zero ? 0.0f : divisor;
     // NaN and infinity have no code: they make every product with their row NaN.
     if (largest >= 0x7f800000) scale = __builtin_nanf("");
-    // Added to 1.5 * 2^23 a product loses its fraction, half to even, and stands in the sum's last bits.
+    // A quotient by the scale, as ONNX Runtime and `verify` have it: another way would break ties another way.
+    // Added to 1.5 * 2^23 it loses its fraction, half to even, and stands in the sum's last bits.
     constexpr float kShift = 12582912.0f;
     const int32_t shift = bits_as<int32_t>(kShift);
     int32_t sum = 0;
     for (int64_t i = 0; i < count; ++i) {
-      const int32_t code = largest >= 0x7f800000 ? 0 : bits_as<int32_t>(__builtin_fmaf(x[i], inverse, kShift)) - shift;
+      const int32_t code = largest >= 0x7f800000 || is_zero ? 0 : bits_as<int32_t>(x[i] / divisor + kShift) - shift;
       codes[i] = static_cast<Activation>(code);
       sum += code;
     }

@@ -13,7 +13,7 @@ from diffquant.export.graph.matmul import matmul_function
 from diffquant.export.graph.nodes import CONTRIB
 from diffquant.export.native import matmul_calls, matmul_kernel_name
 from diffquant.export.native.build import SOURCES, find_compiler
-from diffquant.export.options import IR_VERSION, OLDEST_OPSET
+from diffquant.export.options import DEFAULT_OPSET, IR_VERSION
 from diffquant.export.runtime.session import session_options
 
 _MODELS = Path(__file__).parent / "intrinsics"
@@ -116,12 +116,12 @@ def test_sessions_run_the_library_s_product_where_it_is_registered_and_the_body_
     values = [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", "tokens", 100])]
     results = [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", "tokens", 40])]
     constants = [numpy_helper.from_array(stored, "codes"), numpy_helper.from_array(scales, "scales")]
-    domains = {"": OLDEST_OPSET, CONTRIB: 1, "diffquant": 2}
+    domains = {"": DEFAULT_OPSET, CONTRIB: 1, "diffquant": 2}
     model = helper.make_model(
         helper.make_graph([node], "product", values, results, constants),
         opset_imports=[helper.make_opsetid(*domain) for domain in domains.items()],
         ir_version=IR_VERSION,
-        functions=[matmul_function(OLDEST_OPSET)],
+        functions=[matmul_function(DEFAULT_OPSET)],
     )
     wanted = oracle(x, codes, scales, 32, bits)
     for native in (True, False):
