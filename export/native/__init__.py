@@ -44,7 +44,7 @@ def kernel_name() -> str | None:
 
 
 def matmul_kernel_name() -> str | None:
-    """The instruction set of the library's products with codes here: avx512vnni or avx2.
+    """The instruction set of the library's products with codes here, avx2.
 
     None without a library, and where ONNX Runtime's own products are used because no faster ones are known.
     """

@@ -26,8 +26,8 @@ std::vector<Candidate> candidates() {
   const bool avx512 = __builtin_cpu_supports("avx512f");
   const bool vnni = avx2 && avx512 && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                     __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
-  out.push_back({&kVnniMatmul, vnni, true});
-  // Where the runtime has wider kernels of its own nothing was measured.
+  out.push_back({&kVnniMatmul, vnni, false});
+  // Where the runtime has wider kernels of its own nothing was measured, neither this one nor that above.
   out.push_back({&kAvx2Matmul, avx2, !avx512});
 #elif defined(__aarch64__)
 #if defined(__linux__)
