@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from research.check.page import Expected, Page, Unmeasured
+from research.check.raw import raw
 
 PAGE = Page("docs/kernels.md", is_guide=True)
 PAGE.leaves("within limits of 2 % for int8 and 8 % for e4m3", "the tests' limits")
@@ -52,3 +53,41 @@ def _estimated(row: str, column: str) -> list[Expected]:
 
 
 PAGE.table("aim | at least | H100 | H200 | estimate", _estimated)
+
+_COMPILED = raw("compiled-kernels.json")["compiled"]
+
+
+def _compiled(kernel: str, card: str) -> list[Expected]:
+    """How many calls of a kernel compiled for a card, and of how many; nothing where the launch code refuses them."""
+    calls = [cells for name, cells in _COMPILED.items() if _kernel_of(name) == kernel]
+    made = [cells[f"{triton} {card}"] is not None for cells in calls for triton in ("installed", "3.6.0")]
+    return [sum(made), len(made)] if any(made) else []
+
+
+def _kernel_of(call: str) -> str:
+    name = call.rpartition(", v")[0] or call
+    return name.split()[0] if name.split()[0] in ("decode", "append", "GEMV", "GEMM", "expand") else name
+
+
+PAGE.table("kernel | sm_80 | sm_86 | sm_89 | sm_90 | sm_100 | sm_120", _compiled)
+PAGE.leaves("by Triton 3.9.0 and by 3.6.0", "versions")
+
+
+def _calls_with(fault: str) -> list[str]:
+    return [
+        f"{name}, {where}" for name, cells in _COMPILED.items() for where, cell in cells.items() if cell and cell[fault]
+    ]
+
+
+PAGE.means(
+    "the stack in six of them, all V1 at d = 128",
+    len(_calls_with("spilling")) == 6 and all(", v1 128, " in call for call in _calls_with("spilling")),
+)
+PAGE.means(
+    "The two whose operands are overwritten, GEMMs at 8 and 4 bits for sm_90",
+    sorted(_calls_with("overwritten")) == ["GEMM 4 bits, 3.6.0 sm_90", "GEMM 8 bits, 3.6.0 sm_90"],
+)
+PAGE.leaves("for sm_80 by Triton 3.6.0, int8", "a version")
+PAGE.leaves("fp8 kernel by Triton 3.9.0", "a version")
+PAGE.leaves("for sm_90 by Triton 3.6.0", "a version")
+PAGE.leaves("GEMMs at 8 and 4 bits", "widths")
