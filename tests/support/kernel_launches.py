@@ -9,7 +9,7 @@ from diffquant.recipe import Recipe
 from diffquant.scheme import Scheme
 from tests.support.kernel_inputs import on_call, random_call
 
-Call = Callable[[], object]
+Call = Callable[..., object]
 FAMILIES = ("v1", "v2")
 
 
