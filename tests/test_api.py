@@ -231,7 +231,7 @@ def test_a_device_map_that_cannot_serve_is_refused_before_anything_is_read(tmp_p
         diffquant.load(source, device_map={"model.layers": "cpu"})
     with pytest.raises(UsageError, match=r"puts model\.embed_tokens where nothing computes"):
         diffquant.load(source, device_map={"": "disk"}, offload_folder=tmp_path / "offload")
-    with pytest.raises(UsageError, match=r"no module of the model: model\.layer\.1$"):
+    with pytest.raises(UsageError, match=r"modules that the model does not have: model\.layer\.1$"):
         diffquant.load(source, device_map={"": "cpu", "model.layer.1": "cpu"})
     with pytest.raises(UsageError, match="leave out device or device_map"):
         diffquant.load(source, device="cpu", device_map="auto")

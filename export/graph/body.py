@@ -9,7 +9,8 @@ from typing import Literal
 from onnx import FunctionProto, parser
 
 from diffquant.errors import UsageError
-from diffquant.export.graph.flex import PREVIEW, flex_text
+from diffquant.export.graph.flex import flex_text
+from diffquant.export.graph.inlining import PREVIEW
 from diffquant.export.graph.op import DOMAIN, NAME, OpAttributes, schema
 from diffquant.export.graph.pure import pure_text
 

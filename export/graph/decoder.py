@@ -9,14 +9,13 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from diffquant.export.graph.activations import EMITTED, functions
 from diffquant.export.graph.body import BodyKind, body, contrib_problems
 from diffquant.export.graph.cache_scales import Scales
-from diffquant.export.graph.flex import PREVIEW
-from diffquant.export.graph.inlining import inlined
+from diffquant.export.graph.inlining import PREVIEW, inlined
 from diffquant.export.graph.linears import Linears
 from diffquant.export.graph.maps import MapOutputs
 from diffquant.export.graph.matmul import MATMUL, matmul_function
-from diffquant.export.graph.nodes import CONTRIB, Graph
+from diffquant.export.graph.nodes import Graph
 from diffquant.export.graph.norms import rms_norm
-from diffquant.export.graph.op import DOMAIN, GATES, NAME, VERSION, OpAttributes
+from diffquant.export.graph.op import CONTRIB, DOMAIN, GATES, NAME, VERSION, OpAttributes
 from diffquant.export.graph.plan import EMBEDDING, HEAD, ExportPlan, key_width
 from diffquant.export.graph.quantized_attention import QUANTIZED_ATTENTION, quantized_attention_function
 from diffquant.export.graph.streaming import Streamed, place

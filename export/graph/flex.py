@@ -7,13 +7,13 @@ a batch are therefore equally long.
 from collections.abc import Collection
 
 from diffquant.errors import UsageError
+from diffquant.export.graph.inlining import FLEX_ATTENTION, PREVIEW
 from diffquant.export.graph.op import OpAttributes
 from diffquant.export.graph.pure import constants_text, positions_text, rows_text
 from diffquant.export.graph.pure_cache import stored_rows
 from diffquant.numbers.absmax import max_code
 from diffquant.numbers.logit_scales import SHIFT_RANGE
 
-PREVIEW, FLEX_ATTENTION = "ai.onnx.preview", "FlexAttention"
 # Axes of logits [B, heads, T, S] that share a step; a pair's is found of its heads'.
 _SHARING = {"row": "3", "head": "2, 3", "pair": "2, 3", "tensor": "1, 2, 3"}
 

@@ -2,8 +2,8 @@
 
 from onnx import ModelProto, inliner
 
-from diffquant.export.graph.flex import FLEX_ATTENTION, PREVIEW
-
+# onnx's own op for attention with any function of the logits, and its domain.
+PREVIEW, FLEX_ATTENTION = "ai.onnx.preview", "FlexAttention"
 _FLEX = (PREVIEW, FLEX_ATTENTION)
 
 

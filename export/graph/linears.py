@@ -14,8 +14,8 @@ from torch.nn.functional import pad
 from diffquant.errors import GroupSizeError, UsageError
 from diffquant.export.graph.matmul import MATMUL
 from diffquant.export.graph.matrix import Matrix, checked_cast
-from diffquant.export.graph.nodes import CONTRIB, Graph
-from diffquant.export.graph.op import DOMAIN
+from diffquant.export.graph.nodes import Graph
+from diffquant.export.graph.op import CONTRIB, DOMAIN
 from diffquant.export.graph.streaming import Rows, Streamed, reshaped
 from diffquant.export.options import ExportOptions
 from diffquant.numbers.packing import pack

@@ -6,8 +6,7 @@ docs/differential-attention-op.md is the specification; a test keeps its tables 
 from onnx import FunctionProto, parser
 from onnx.defs import OpSchema
 
-from diffquant.export.graph.nodes import CONTRIB
-from diffquant.export.graph.op import DOMAIN, VERSION, parameter
+from diffquant.export.graph.op import CONTRIB, DOMAIN, VERSION, parameter
 
 MATMUL = "MatMulNBits"
 # Whole numbers that ONNX Runtime's op has by the same names.

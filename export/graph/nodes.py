@@ -12,8 +12,6 @@ from torch import Tensor
 from diffquant.errors import DiffQuantError
 from diffquant.support.spelling import spelled
 
-CONTRIB = "com.microsoft"
-
 
 class Graph:
     """Nodes, constants, inputs and outputs of a model.

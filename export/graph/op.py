@@ -13,6 +13,8 @@ from diffquant.errors import UsageError
 from diffquant.export.options import LOGIT_GRANULARITIES
 
 DOMAIN = "diffquant"
+# Domain of the operators that ONNX Runtime adds to the standard ones.
+CONTRIB = "com.microsoft"
 NAME = "DifferentialAttention"
 VERSION = 2
 

@@ -12,7 +12,7 @@ from diffquant.export.files import model_file
 from diffquant.export.graph.external import load_graph
 from diffquant.export.graph.inlining import is_flex, without_flex
 from diffquant.export.graph.matmul import MATMUL
-from diffquant.export.graph.nodes import CONTRIB
+from diffquant.export.graph.op import CONTRIB
 from diffquant.export.native import library_path
 from diffquant.export.runtime.device import RuntimeDevice, nodes_on_cpu
 from diffquant.export.runtime.interface import CacheShape, read_interface

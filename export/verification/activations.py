@@ -14,7 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor
 from torch.nn.functional import pad
 
-from diffquant.export.graph.nodes import CONTRIB
+from diffquant.export.graph.op import CONTRIB
 from diffquant.export.options import DEFAULT_OPSET, IR_VERSION
 
 # From activations [..., K] and the block of columns that share a scale in the weight, to their rounded values.

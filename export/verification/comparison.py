@@ -195,7 +195,7 @@ class Comparison:
         # Sessions that compute alike share what rounding explains.
         if session.rounds not in self._expectations:
             self._advance(0, f"{session.name}, what rounding explains")
-            self._expectations[session.rounds] = self._expected(session, begun)
+            self._expectations[session.rounds] = self._expected(session, begun, _states_of(read))
             self._advance(_WORK_OF_NOISE, f"{session.name}, {PREFILL}")
         whole, limit, noise = self._expectations[session.rounds]
         last = [_float32(run.states[-1]) for run in read]
@@ -279,14 +279,17 @@ class Comparison:
                     logits.append(self._reference.run(ids))
         return logits
 
-    def _expected(self, session: _Session, begun: list[list[Tensor]]) -> tuple[list[Tensor], float, StageNoise]:
+    def _expected(
+        self, session: _Session, begun: list[list[Tensor]], read: list[list[Tensor]]
+    ) -> tuple[list[Tensor], float, StageNoise]:
         """Logits that a session should have, how far they may be off, and what rounding does to its stages."""
         whole = self._logits(self._passages, rounds=True) if session.rounds else self._whole
         rounds_anew = session.rounds and self._reference.knows_rounding
         limit = self._tolerance
         if limit is None:
             limit = MARGIN * relative_rms(zip(self._logits(self._passages, rounds_anew, FLIPPING), whole, strict=True))
-        return whole, limit, stage_noise(self._reference, self._beginnings, begun, session.rounds)
+        noise = stage_noise(self._reference, self._beginnings, begun, session.rounds, whole=(self._passages, read))
+        return whole, limit, noise
 
     def _notes(self, scales: Measure | None) -> Iterator[str]:
         """Sentences about int8 activations, and about what was not compared."""

@@ -98,6 +98,7 @@ def stage_noise(
     rounds: bool,
     reading: Reading = WHOLE,
     flips_alone: bool = False,
+    whole: tuple[Sequence[np.ndarray], Sequence[Sequence[Tensor]]] | None = None,
 ) -> StageNoise:
     """Errors that rounding explains: of the reference's stages disturbed, given the same states.
 
@@ -108,22 +109,39 @@ def stage_noise(
         rounds: whether activations are rounded.
         reading: how every passage was read.
         flips_alone: leave out `rounded`, which is `flipped` then.
+        whole: passages and states to look for the largest error in, where those above are only beginnings of them: the
+            largest of more positions is larger.
     """
     many = FLIPPING_LOGITS if reference.rounds_logits else FLIPPING
     sizes = (FLIPPING if flips_alone else 0.0, FLIPPING, many)
-    disturbed: dict[float, list[tuple[Tensor, ...]]] = {size: [] for size in sizes}
+    # Whether a code flips at all is chance; how much a flip does is seen where many do.
+    if whole is None:
+        return StageNoise(*_disturbed(reference, passages, states, rounds, reading, sizes))
+    some = _disturbed(reference, passages, states, rounds, reading, sizes[:2])
+    return StageNoise(*some, *_disturbed(reference, *whole, rounds, reading, sizes[2:]))
+
+
+def _disturbed(
+    reference: Reference,
+    passages: Sequence[np.ndarray],
+    states: Sequence[Sequence[Tensor]],
+    rounds: bool,
+    reading: Reading,
+    sizes: Sequence[float],
+) -> list[StageErrors]:
+    """Errors of the reference's stages, disturbed by noise of each size."""
+    errors: list[list[tuple[Tensor, ...]]] = [[] for _ in sizes]
     # Rounding by a rule unknown here may differ by as much as the rounding itself.
     rounds_anew = rounds and reference.knows_rounding
     with reference.reading(reading):
         for ids, outputs in zip(passages, states, strict=True):
             with reference.arithmetic(rounds=rounds):
                 wanted = list(_wanted(reference, ids, outputs))
-            for noise, errors in disturbed.items():
-                with reference.arithmetic(rounds=rounds_anew, noise=noise):
+            for size, of_size in zip(sizes, errors, strict=True):
+                with reference.arithmetic(rounds=rounds_anew, noise=size):
                     got = [output for output, _ in _wanted(reference, ids, outputs)]
-                errors.append(tuple(position_errors(x, *pair) for x, pair in zip(got, wanted, strict=True)))
-    # Whether a code flips at all is chance; how much a flip does is seen where many do.
-    return StageNoise(*(StageErrors(tuple(disturbed[size])) for size in sizes))
+                of_size.append(tuple(position_errors(x, *pair) for x, pair in zip(got, wanted, strict=True)))
+    return [StageErrors(tuple(each)) for each in errors]
 
 
 def cache_excess(reference: Reference, passages: Sequence[np.ndarray], states: Sequence[Sequence[Tensor]]) -> float:

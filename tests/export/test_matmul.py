@@ -10,7 +10,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from diffquant.export.graph.matmul import matmul_function
-from diffquant.export.graph.nodes import CONTRIB
+from diffquant.export.graph.op import CONTRIB
 from diffquant.export.native import matmul_calls, matmul_kernel_name
 from diffquant.export.native.build import SOURCES, find_compiler
 from diffquant.export.options import DEFAULT_OPSET, IR_VERSION

@@ -26,7 +26,7 @@ def test_an_override_names_another_library_or_none(monkeypatch, tmp_path):
     assert library_path() is None
     assert kernel_name() is None
     monkeypatch.setenv("DIFFQUANT_NATIVE_LIBRARY", str(tmp_path / "none.so"))
-    with pytest.raises(UsageError, match=r"none\.so, which is no file"):
+    with pytest.raises(UsageError, match=r"none\.so, which is not a file"):
         library_path()
 
 

@@ -224,7 +224,7 @@ def _round(x, out, n, BLOCK: tl.constexpr):
     ("text", "message"),
     [
         ("nvfp4", "softmax weights at nvfp4: one scale a group is not served; the kernel takes row"),
-        ("e5m2:row", "softmax weights at e5m2:row: e5m2 is no integer"),
+        ("e5m2:row", "softmax weights at e5m2:row: e5m2 is not an integer"),
     ],
 )
 def test_weights_that_are_not_served_are_refused_and_go_to_blocks(text, message):

@@ -185,9 +185,9 @@ def test_what_the_kernels_do_not_take_is_said(has_capability):
     with pytest.raises(UsageError, match="a positive scale, got -1"):
         prefill_specialized(*plain, scale=-1.0)
     has_capability(8, 0)
-    with pytest.raises(UsageError, match="made for Hopper"):
+    with pytest.raises(UsageError, match="run only on Hopper"):
         prefill_specialized(*random_call("v1", 5, 5), scale=0.125)
-    with pytest.raises(UsageError, match=r"simulated logits: .* made for Hopper"):
+    with pytest.raises(UsageError, match=r"simulated logits: .* run only on Hopper"):
         simulated(*random_call("v1", 5, 5), scale=0.125, scheme=Scheme.parse("8:row"), specialized=True)
     call = AttentionCall(*random_call("v1", 5, 5), scale=0.125, mask=CAUSAL)
     assert prefill_specialized_refusal(call) == "Triton kernels run on CUDA devices, not on cpu"

@@ -192,7 +192,10 @@ def test_a_shell_reads_the_command_line_of_any_name(vllm, packed, tmp_path):
 def test_a_layout_of_diffquants_own_is_refused_by_name(vllm, packed, tmp_path):
     folder = tmp_path / "own"
     shutil.copytree(packed, folder)
-    edit_json(folder / "config.json", quantization_config={"format": "diffquant-ternary"})
+    edit_json(
+        folder / "config.json",
+        quantization_config={"quant_method": "compressed-tensors", "format": "diffquant-ternary"},
+    )
     with pytest.raises(UsageError, match="in the layout diffquant-ternary, which is not served yet"):
         plan_server(folder, **ASKED)
 

@@ -10,7 +10,7 @@ from onnx import TensorProto, helper
 
 from diffquant.attention.naive import naive
 from diffquant.export.graph.body import CONTRIB, BodyKind, body
-from diffquant.export.graph.flex import PREVIEW
+from diffquant.export.graph.inlining import PREVIEW
 from diffquant.export.graph.op import DOMAIN, GATES, NAME, VERSION, OpAttributes, schema
 from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask

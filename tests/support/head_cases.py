@@ -8,8 +8,7 @@ import torch
 from onnx import TensorProto, helper
 from torch.nn.functional import scaled_dot_product_attention
 
-from diffquant.export.graph.nodes import CONTRIB
-from diffquant.export.graph.op import DOMAIN, VERSION
+from diffquant.export.graph.op import CONTRIB, DOMAIN, VERSION
 from diffquant.export.graph.quantized_attention import (
     QUANTIZED_ATTENTION,
     quantized_attention_function,

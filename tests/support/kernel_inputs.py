@@ -86,7 +86,8 @@ def on_call(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
         **options: Any,
     ) -> Tensor:
         return kernel(
-            AttentionCall(q, k, v, lam, scale=scale, mask=mask, post=post, logits=scheme, meter=meter), **options
+            AttentionCall(q, k, v, lam, scale=scale, mask=mask, post=post, logits=scheme, p=FULL, meter=meter),
+            **options,
         )
 
     return run
