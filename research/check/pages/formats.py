@@ -2,8 +2,10 @@
 
 from collections.abc import Iterable
 
+from diffquant.evals.stats import Difference, mean_interval
 from research.check.page import RESULTS, Page
-from research.studies.formats import COLUMNS, MISSING, TEXTS, Measured
+from research.studies.figure8_model import advantage
+from research.studies.formats import COLUMNS, FULL_SUMS, TARGETS, TEXTS, Measured
 
 PAGE = Page("research/pages/formats.md", guides=("Protocol",))
 MEASURED = Measured(RESULTS / "formats")
@@ -22,8 +24,6 @@ def _lost(model: str, target: str) -> tuple[float, float]:
 
 def verdict(target: str, model: str) -> str:
     """A cell of the first table."""
-    if not MEASURED.rows(model, target):
-        return MISSING
     punished, forgiven, rows = MEASURED.verdicts(model, target)
     low, high = _lost(model, target)
     return f"{low:+.2f} to {high:+.2f}; {punished} and {forgiven} of {rows}".replace("-", "−")
@@ -31,17 +31,34 @@ def verdict(target: str, model: str) -> str:
 
 def beside_integers(target: str, model: str) -> str:
     """Bits that nvfp4 loses to integers of 4 bits in groups of 32, which take as many stored bits."""
-    if f"{target} nvfp4" not in MEASURED.rows(model):
-        return MISSING
     lost = MEASURED.bits((model, f"{target} nvfp4"), (model, f"{target} 4:g32"))
     return f"{lost.mean:+.2f} [{lost.low:+.2f}, {lost.high:+.2f}]".replace("-", "−")
 
 
-def by_full_sum(scheme: str, model: str) -> str:
+def full_sum(model: str, scheme: str, text: str = "books") -> Difference:
     """Bits that a scheme of P loses by the sum of unrounded weights."""
-    if not {f"p {scheme}", f"p {scheme}:fullsum"} <= set(MEASURED.rows(model)):
-        return MISSING
-    lost = MEASURED.bits((model, f"p {scheme}:fullsum"), (model, f"p {scheme}"))
+    return MEASURED.bits((model, f"p {scheme}:fullsum"), (model, f"p {scheme}"), text)
+
+
+def full_sum_beside(model: str, scheme: str, text: str) -> Difference:
+    """Bits that a DIFF model loses more than the Transformer by the sum of unrounded weights, passage by passage."""
+    losses = [
+        [
+            advantage(rounded, full)
+            for rounded, full in zip(
+                MEASURED.passages(each, f"p {scheme}", text),
+                MEASURED.passages(each, f"p {scheme}:fullsum", text),
+                strict=True,
+            )
+        ]
+        for each in (model, "Transformer")
+    ]
+    return mean_interval([ours - others for ours, others in zip(*losses, strict=True)])
+
+
+def by_full_sum(scheme: str, model: str) -> str:
+    """A cell of the table of row sums."""
+    lost = full_sum(model, scheme)
     return f"{lost.mean:+.2f} [{lost.low:+.2f}, {lost.high:+.2f}]".replace("-", "−")
 
 
@@ -52,39 +69,78 @@ PAGE.table("`fullsum` against the rounded sum | Transformer | DIFF V1 | DIFF V2"
 
 PAGE.says("V1's values lose most, {} to {} bits in the cache", *_lost("DIFF V1", "v"))
 PAGE.says("{} to {} as operand", *_lost("DIFF V1", "pv"))
+PAGE.means(
+    "softmax weights lose as much only by the unrounded sum",
+    all(
+        MEASURED.lost("DIFF V1", row, text).mean < _lost("DIFF V1", "pv")[0]
+        for row in MEASURED.rows("DIFF V1", "p")
+        if not row.endswith("fullsum")
+        for text in TEXTS
+    ),
+)
 PAGE.says(
     "V2 needs {} to {} bits fewer than the Transformer for values in the cache",
     *sorted(-x for x in _lost("DIFF V2", "v")),
 )
+PAGE.says("and {} to {} fewer for values as operand", *sorted(-x for x in _lost("DIFF V2", "pv")))
 PAGE.says("and {} to {} more for the logits", *_lost("DIFF V2", "logits"))
-_FULL = {
-    (model, scheme): MEASURED.bits((model, f"p {scheme}:fullsum"), (model, f"p {scheme}"))
-    for model in ("Transformer", "DIFF V1")
-    for scheme in ("8:row", "4:row", "nvfp4", "e4m3:row")
-}
+PAGE.says("its softmax weights lose bits in every row of both texts, {} to {}", *_lost("DIFF V2", "p"))
+PAGE.says("its queries and keys at most {}", _lost("DIFF V2", "qk")[1])
+PAGE.says("cost V1 {} to {} bits and V2 at most {} more", *_lost("DIFF V1", "like"), _lost("DIFF V2", "like")[1])
+
+
+def _of_most(model: str, verdict_of: int) -> set[str]:
+    """Targets that a model is punished (0) or forgiven (1) in by most of their rows."""
+    counts = {target: MEASURED.verdicts(model, target) for target in TARGETS}
+    return {target for target, each in counts.items() if 2 * each[verdict_of] > each[2]}
+
+
 PAGE.means(
-    "The Transformer gains by it with integers and `nvfp4`, and V1 loses in all four",
-    all(_FULL["DIFF V1", s].low > 0 for s in ("8:row", "4:row", "nvfp4", "e4m3:row"))
-    and all(_FULL["Transformer", s].high < 0 for s in ("8:row", "4:row", "nvfp4")),
+    "V2 is forgiven in its values and punished in its logits, softmax weights, and queries and keys",
+    _of_most("DIFF V2", 1) == {"v", "pv"} and _of_most("DIFF V2", 0) == {"logits", "p", "qk"},
 )
-_SHARES = {model: 1000 * MEASURED.kl(model, "p 4:row").mean for model in ("Transformer", "DIFF V1")}
-_FULLS = {model: 1000 * MEASURED.kl(model, "p 4:row:fullsum").mean for model in ("Transformer", "DIFF V1")}
+PAGE.means("DIFF V1 is punished nearly everywhere", _of_most("DIFF V1", 0) == set(TARGETS))
+PAGE.means(
+    "V2's are punished under either sum", MEASURED.verdicts("DIFF V2", "p")[0] == len(MEASURED.rows("DIFF V2", "p"))
+)
+_GAINS = [scheme for scheme in FULL_SUMS if not scheme.startswith("e4m3")]
+PAGE.means(
+    "The Transformer and V2 gain by it with integers and `nvfp4` and lose with `e4m3`, and V1 loses in all four, "
+    "on both texts",
+    all(
+        all(full_sum("DIFF V1", scheme, text).low > 0 for scheme in FULL_SUMS)
+        and all(full_sum(model, scheme, text).high < 0 for model in ("Transformer", "DIFF V2") for scheme in _GAINS)
+        and all(full_sum(model, "e4m3:row", text).low > 0 for model in ("Transformer", "DIFF V2"))
+        for text in TEXTS
+    ),
+)
+PAGE.means(
+    "goes with the Transformer in all four",
+    all(full_sum("DIFF V2", s).mean * full_sum("Transformer", s).mean > 0 for s in FULL_SUMS),
+)
+_COST = {
+    model: [full_sum_beside(model, scheme, text) for scheme in ("e4m3:row", "nvfp4") for text in TEXTS]
+    for model in ("DIFF V1", "DIFF V2")
+}
+PAGE.says(
+    "the unrounded sum costs V2 {} to {} bits more than the Transformer",
+    *_ends(each.mean for each in _COST["DIFF V2"]),
+)
+PAGE.means("with intervals above zero on both texts", all(each.low > 0 for each in _COST["DIFF V2"]))
+PAGE.says("and V1 {} to {}. V1 has", *_ends(each.mean for each in _COST["DIFF V1"]))
+_KLS = [
+    1000 * MEASURED.kl(model, f"p 4:row{end}").mean
+    for model in ("DIFF V1", "Transformer", "DIFF V2")
+    for end in ("", ":fullsum")
+]
 PAGE.says(
     "With 4 bits a row V1's KL is {} thousandths of a nat by the sum of rounded weights and {} by the other, the "
-    "Transformer's {} and {}",
-    _SHARES["DIFF V1"],
-    _FULLS["DIFF V1"],
-    _SHARES["Transformer"],
-    _FULLS["Transformer"],
+    "Transformer's {} and {}, V2's {} and {}",
+    *_KLS,
 )
 PAGE.means(
     "its logits, queries, keys and weights lose bits in every row of both texts, too",
     all(_lost("DIFF V1", target)[0] > 0 for target in ("logits", "qk", "k", "weights")),
-)
-_V2 = [scheme for scheme in ("8:row", "4:row", "nvfp4") if by_full_sum(scheme, "DIFF V2") != MISSING]
-PAGE.means(
-    "goes with the Transformer in what was measured of it",
-    all(MEASURED.bits(("DIFF V2", f"p {s}:fullsum"), ("DIFF V2", f"p {s}")).high < 0 for s in _V2),
 )
 for text in (
     "with 95 % intervals over 16 passages",
