@@ -14,6 +14,7 @@ PAGE.means(
 )
 PAGE.leaves("less KL than AutoRound at 4.5, 4.12 and 3.5 bits", "sizes")
 PAGE.leaves("Motif-2.6B and -2-12.7B", "names of models")
+PAGE.leaves("ONNX Runtime from 1.18 on", "a version, which make test-readers holds")
 PAGE.leaves("whose KL stays below 0.05 nats", "a choice of the page")
 PAGE.means(
     "more than ten times as fast as by transformers' loader",

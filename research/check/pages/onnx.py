@@ -4,12 +4,18 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from research.check.page import Page
+from research.check.page import Page, Unmeasured
 from research.check.raw import raw
 
 GGUF, V2, V1 = "SmolLM2-135M-Instruct.Q4_1.gguf", "smollm2-135m-diff-v2", "diffllama-0.6gb"
 PAGE, GUIDE = Page("research/pages/onnx.md"), Page("docs/onnx.md", is_guide=True)
 PAGES = [PAGE, GUIDE]
+GUIDE.table(
+    "portable folder | OpenVINO 2026.4.1 | transformers.js 4.3.1 | onnxruntime-web 1.30.0 | onnxruntime-node 1.30.0"
+    " | onnx's evaluator 1.23.2 | oldest ONNX Runtime",
+    lambda *_: Unmeasured("what tests/readers holds, and versions"),
+)
+GUIDE.leaves("the versions tried\nare 1.18.1, 1.20.1, 1.23.2 and 1.27.0", "versions")
 
 # Generation in ONNX Runtime
 

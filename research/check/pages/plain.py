@@ -19,8 +19,8 @@ CLI.table("exit code | meaning", lambda *_: Unmeasured("definitions"))
 PAPERS.table("of | what it shows | command | our results", lambda *_: Unmeasured("numbers of tables and sections"))
 for heads, sections in {
     "member of the family | generation | `signals_per_noise` | `lambda` | gates": (None,),
-    "# | name | type | shape | ": ("Inputs", "Inputs of QuantizedAttention"),
-    "name | type | values": ("Attributes", "Attributes of QuantizedAttention"),
+    "# | name | type | shape | ": ("Inputs", "Inputs of QuantizedAttention", "Inputs of MatMulNBits"),
+    "name | type | values": ("Attributes", "Attributes of QuantizedAttention", "Attributes of MatMulNBits"),
     "b | type | c | layout": (None,),
     "# | input | type | shape": (None,),
 }.items():
