@@ -2,10 +2,8 @@
 
 import platform
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from typing import TYPE_CHECKING
 
-from diffquant.support.installation import install_command, requirements
 from diffquant.support.machine import cores
 from diffquant.support.readable import Readable
 
@@ -57,6 +55,8 @@ class Diagnosis(Readable):
         return asdict(self)
 
     def __str__(self) -> str:
+        from diffquant.support.installation import install_command
+
         lines = [
             f"diffquant {self.diffquant}, Python {self.python}, {self.cores} cores",
             f"device: {self.device}; bfloat16 arithmetic: {'native' if self.bfloat16 else 'emulated, slow'}",
@@ -80,6 +80,8 @@ def diagnose(native_kernel: str | None) -> Diagnosis:
     Args:
         native_kernel: instruction set of the ONNX op's kernel, which this room cannot ask; None if it was not built.
     """
+    # Not at the top: `import diffquant` makes this room callable, and most programs never ask it.
+    from diffquant.support.installation import requirements
     from diffquant.support.version import __version__
 
     versions = {extra: {name: _version(name) for name in names} for extra, names in requirements().items()}
@@ -99,6 +101,8 @@ def diagnose(native_kernel: str | None) -> Diagnosis:
 
 
 def _version(package: str) -> str | None:
+    from importlib import metadata
+
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

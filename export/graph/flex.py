@@ -9,10 +9,8 @@ from collections.abc import Collection
 from diffquant.errors import UsageError
 from diffquant.export.graph.inlining import FLEX_ATTENTION, PREVIEW
 from diffquant.export.graph.op import OpAttributes
-from diffquant.export.graph.pure import constants_text, positions_text, rows_text
+from diffquant.export.graph.pure import constants_text, positions_text, rounded_text, rows_text
 from diffquant.export.graph.pure_cache import stored_rows
-from diffquant.numbers.absmax import max_code
-from diffquant.numbers.logit_scales import SHIFT_RANGE
 
 # Axes of logits [B, heads, T, S] that share a step; a pair's is found of its heads'.
 _SHARING = {"row": "3", "head": "2, 3", "pair": "2, 3", "tensor": "1, 2, 3"}
@@ -107,21 +105,13 @@ def _score_mod(attributes: OpAttributes) -> str:
 
 def _rounded(attributes: OpAttributes) -> str:
     """Nodes that make m_scores: logits rounded as `diffquant.attention.logits` rounds them."""
-    bits, axes = attributes.logit_bits, _SHARING[attributes.logit_granularity]
-    levels = 2**bits - 1 if attributes.logit_shift else max_code(bits)
-    lines = ["   m_unmasked = Identity (m_logits)"]
-    ranged, clamped = "   m_range = Identity (m_largest)", "   m_codes = Identity (m_nearest)"
+    axes = _SHARING[attributes.logit_granularity]
+    unmasked = "   m_unmasked = Identity (m_logits)"
     if attributes.logit_shift:
-        lines = [
-            "   m_seen_logits = Where (m_seen, m_logits, m_hidden)",
-            "   m_last = Constant <value = int64[1] {3}> ()",
-            "   m_top = ReduceMax (m_seen_logits, m_last)",
-            "   m_unmasked = Sub (m_logits, m_top)",
-        ]
-        ranged = f"   m_limit = Constant <value_float = {SHIFT_RANGE!r}> ()\n   m_range = Min (m_largest, m_limit)"
-        clamped = (
-            f"   m_lowest = Constant <value_float = {float(-levels)!r}> ()\n   m_codes = Max (m_nearest, m_lowest)"
-        )
+        unmasked = """   m_seen_logits = Where (m_seen, m_logits, m_hidden)
+   m_last = Constant <value = int64[1] {3}> ()
+   m_top = ReduceMax (m_seen_logits, m_last)
+   m_unmasked = Sub (m_logits, m_top)"""
     shared = "   m_largest = Identity (m_largest_of_axes)"
     if attributes.logit_granularity == "pair":
         shared = f"""   m_by_pair = Constant <value = int64[3] {{0, {attributes.num_pairs}, 2}}> ()
@@ -131,22 +121,13 @@ def _rounded(attributes: OpAttributes) -> str:
    m_of_pair = ReduceMax (m_maps, m_third)
    m_of_both = Concat <axis = 2> (m_of_pair, m_of_pair)
    m_largest = Reshape (m_of_both, m_by_head)"""
-    before = "\n".join(lines)
-    return f"""{before}
+    return f"""{unmasked}
    m_prepared = Where (m_seen, m_unmasked, m_zero)
    m_size = Abs (m_prepared)
    m_sharing = Constant <value = int64[{axes.count(",") + 1}] {{{axes}}}> ()
    m_largest_of_axes = ReduceMax (m_size, m_sharing)
 {shared}
-{ranged}
-   m_levels = Constant <value_float = {float(levels)!r}> ()
-   m_step_or_zero = Div (m_range, m_levels)
-   m_no_step = Equal (m_step_or_zero, m_zero)
-   m_step = Where (m_no_step, m_one, m_step_or_zero)
-   m_steps_away = Div (m_prepared, m_step)
-   m_nearest = Round (m_steps_away)
-{clamped}
-   m_scores = Mul (m_codes, m_step)"""
+{rounded_text(attributes, "m_")}"""
 
 
 def _output(attributes: OpAttributes, value_width: int, gates: Collection[str]) -> str:

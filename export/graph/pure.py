@@ -168,9 +168,7 @@ _SHARING = {"row": "5", "head": "4, 5", "pair": "2, 4, 5", "tensor": "1, 2, 3, 4
 
 def _simulated(attributes: OpAttributes) -> str:
     """Nodes that make scores: logits rounded as `diffquant.attention.logits` rounds them."""
-    bits = attributes.logit_bits
     axes = _SHARING[attributes.logit_granularity]
-    levels = 2**bits - 1 if attributes.logit_shift else max_code(bits)
     shifted = (
         """   seen_logits = Where (visible, logits, hidden)
    key_axis = Constant <value = int64[1] {5}> ()
@@ -178,16 +176,6 @@ def _simulated(attributes: OpAttributes) -> str:
    unmasked = Sub (logits, largest_of_row)"""
         if attributes.logit_shift
         else "   unmasked = Identity (logits)"
-    )
-    ranged = (
-        f"   shift_range = Constant <value_float = {SHIFT_RANGE!r}> ()\n   range = Min (largest, shift_range)"
-        if attributes.logit_shift
-        else "   range = Identity (largest)"
-    )
-    clamped = (
-        f"   lowest = Constant <value_float = {float(-levels)!r}> ()\n   logit_codes = Max (nearest, lowest)"
-        if attributes.logit_shift
-        else "   logit_codes = Identity (nearest)"
     )
     return f"""{shifted}
    prepared = Where (visible, unmasked, zero)
@@ -197,15 +185,34 @@ def _simulated(attributes: OpAttributes) -> str:
    counted = Where (real_rows, size, zero)
    sharing = Constant <value = int64[{axes.count(",") + 1}] {{{axes}}}> ()
    largest = ReduceMax (counted, sharing)
-{ranged}
-   levels = Constant <value_float = {float(levels)!r}> ()
-   step_or_zero = Div (range, levels)
-   no_step = Equal (step_or_zero, zero)
-   step = Where (no_step, one, step_or_zero)
-   steps_away = Div (prepared, step)
-   nearest = Round (steps_away)
+{rounded_text(attributes)}"""
+
+
+def rounded_text(attributes: OpAttributes, prefix: str = "") -> str:
+    """Nodes that make scores: logits rounded to multiples of a step.
+
+    Args:
+        attributes: attributes of the op.
+        prefix: what all names begin with, those of the values that it reads included: prepared, the logits; largest,
+            the largest of those that share a step; zero and one.
+    """
+    bits, p = attributes.logit_bits, prefix
+    levels = 2**bits - 1 if attributes.logit_shift else max_code(bits)
+    ranged, clamped = f"   {p}range = Identity ({p}largest)", f"   {p}logit_codes = Identity ({p}nearest)"
+    if attributes.logit_shift:
+        ranged = f"""   {p}shift_range = Constant <value_float = {SHIFT_RANGE!r}> ()
+   {p}range = Min ({p}largest, {p}shift_range)"""
+        clamped = f"""   {p}lowest = Constant <value_float = {float(-levels)!r}> ()
+   {p}logit_codes = Max ({p}nearest, {p}lowest)"""
+    return f"""{ranged}
+   {p}levels = Constant <value_float = {float(levels)!r}> ()
+   {p}step_or_zero = Div ({p}range, {p}levels)
+   {p}no_step = Equal ({p}step_or_zero, {p}zero)
+   {p}step = Where ({p}no_step, {p}one, {p}step_or_zero)
+   {p}steps_away = Div ({p}prepared, {p}step)
+   {p}nearest = Round ({p}steps_away)
 {clamped}
-   scores = Mul (logit_codes, step)"""
+   {p}scores = Mul ({p}logit_codes, {p}step)"""
 
 
 def _output(attributes: OpAttributes, value_width: int, gates: Collection[str]) -> str:

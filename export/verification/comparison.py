@@ -189,13 +189,14 @@ class Comparison:
         passages = self._beginnings if session.runs_body else self._passages
         with self._running(session, PREFILL):
             read = prefill(model, passages, self._outputs)
-        begun = [[x[:, : ids.shape[1]] for x in of] for of, ids in zip(_states_of(read), self._beginnings, strict=True)]
+        states = _states_of(read)
+        begun = [[x[:, : ids.shape[1]] for x in of] for of, ids in zip(states, self._beginnings, strict=True)]
         if session.is_folder and self._reference.cache is not None:
             self._cache = Measure(cache_excess(self._reference, self._beginnings, begun), CACHE_LIMIT)
         # Sessions that compute alike share what rounding explains.
         if session.rounds not in self._expectations:
             self._advance(0, f"{session.name}, what rounding explains")
-            self._expectations[session.rounds] = self._expected(session, begun, _states_of(read))
+            self._expectations[session.rounds] = self._expected(session, begun, states)
             self._advance(_WORK_OF_NOISE, f"{session.name}, {PREFILL}")
         whole, limit, noise = self._expectations[session.rounds]
         last = [_float32(run.states[-1]) for run in read]
