@@ -25,7 +25,8 @@ from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
 from diffquant.model.attention import observed
 from diffquant.model.modeling import DiffLayer, DiffTransformer, TransformerWalk
-from diffquant.recipe import LAYER_TARGETS, Recipe
+from diffquant.recipe import Recipe
+from diffquant.recipe.targets import LAYER_TARGETS
 from diffquant.source.source import Source, open_source
 from diffquant.support.code import provenance
 from diffquant.support.devices import resolve_device, resolve_dtype

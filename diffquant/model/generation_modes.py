@@ -7,7 +7,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from diffquant.errors import UsageError
-from diffquant.recipe import Recipe, target_of
+from diffquant.recipe import Recipe
+from diffquant.recipe.targets import target_of
 from diffquant.scheme import Scheme
 
 # Kinds of caches that hold what they have read and nothing else.
