@@ -20,7 +20,7 @@ from diffquant.export.runtime.session import GraphError, OnnxModel
 from diffquant.export.verification.errors import StageNoise, cache_excess, relative_rms, stage_errors, stage_noise
 from diffquant.export.verification.long_context import LONG_CONTEXT, FarCalls, far_calls, reach
 from diffquant.export.verification.passages import beginnings
-from diffquant.export.verification.reference import FLIPPING, WHOLE, Reading, Reference
+from diffquant.export.verification.reference import WHOLE, Reading, Reference
 from diffquant.export.verification.report import (
     Measure,
     Route,
@@ -288,7 +288,8 @@ class Comparison:
         rounds_anew = session.rounds and self._reference.knows_rounding
         limit = self._tolerance
         if limit is None:
-            limit = MARGIN * relative_rms(zip(self._logits(self._passages, rounds_anew, FLIPPING), whole, strict=True))
+            disturbed = self._logits(self._passages, rounds_anew, self._reference.flipping)
+            limit = MARGIN * relative_rms(zip(disturbed, whole, strict=True))
         noise = stage_noise(self._reference, self._beginnings, begun, session.rounds, whole=(self._passages, read))
         return whole, limit, noise
 
