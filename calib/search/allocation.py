@@ -167,7 +167,7 @@ def spread_evenly(units: Sequence[Unit], widths: Sequence[Width], budget: Budget
     return chosen
 
 
-def average_bits(allocation: Allocation, target: str) -> float:
+def average_bits(allocation: Mapping[Unit, Width], target: str) -> float:
     """Mean stored bits over a target's elements."""
     units = [unit for unit in allocation if unit.target == target]
     return stored_bits(sum(unit.stored[allocation[unit]] for unit in units), sum(unit.elements for unit in units))
