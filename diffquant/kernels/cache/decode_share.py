@@ -12,15 +12,16 @@ weights are the products probability times scale and fill float16's range howeve
 import triton
 import triton.language as tl
 
-from diffquant.kernels.cache.decode_span import attend_span, nothing_seen
+from diffquant.kernels.cache.decode_span import attend_span, keep_share, nothing_seen
 from diffquant.kernels.cache.decode_tiles import query_tiles
-from diffquant.kernels.cache.kv_layout import channels_in_word, field_channels, packed_tokens, stored_head
+from diffquant.kernels.cache.kv_layout import channels_in_word, packed_tokens, stored_head
 
 
-@triton.jit(do_not_specialize=["one"])
+@triton.jit(do_not_specialize=["window", "one"])
 def decode_share(
     Q1, Q2, q1_stride, q2_stride, KCodes, KTop, KScales, KRecent, VCodes, VTop, VScales, VRecent,
-    Progress, Starts, Ends, Largest, Total, Acc, scale, capacity, group, noise_group, queries, k_heads, v_heads, one,
+    Progress, Starts, Ends, Largest, Total, Acc,
+    scale, window, capacity, group, noise_group, queries, k_heads, v_heads, one,
     RESIDUAL: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     K_BITS: tl.constexpr, K_BLOCK: tl.constexpr, K_RING: tl.constexpr, V_BITS: tl.constexpr, V_RING: tl.constexpr,
     SHARED_K: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr,
@@ -28,8 +29,8 @@ def decode_share(
     """Maxima, sums and weighted values of a program's rows over its keys.
 
     Programs are (sequence and KV head, share, tile of rows), in this order because only a grid's first axis may be
-    longer than 65,535. Rows are ordered map, query pair (or noise head) of the group, query. A warp takes TOKENS of
-    each step. `scale` includes log2(e); `one` is 1, which the compiler must not know.
+    longer than 65,535. Rows are ordered as `query_tiles` has them. A warp takes TOKENS of each step. `scale` includes
+    log2(e); `one` is 1, which the compiler must not know.
     """
     STEP: tl.constexpr = WARPS * TOKENS
     K_FIELDS: tl.constexpr = channels_in_word(K_BITS)
@@ -38,19 +39,10 @@ def decode_share(
     sequence = (tl.program_id(0) // v_heads).to(tl.int64)
     head = tl.program_id(0) % v_heads
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-    signals = group * queries
-    q1 = query_tiles(
-        Q1 + sequence * q1_stride[0] + head * group * q1_stride[1], q1_stride, 0, signals, queries, one,
-        K_FIELDS, WIDTH, ROWS, WARPS,
+    q1, q2 = query_tiles(
+        Q1, Q2, q1_stride, q2_stride, sequence, head, group, noise_group, queries, one,
+        SHARED_K, K_FIELDS, False, WIDTH, ROWS, WARPS,
     )  # fmt: skip
-    q2 = q1
-    if Q2 is not None:
-        q2 = query_tiles(
-            Q2 + sequence * q2_stride[0] + head * noise_group * q2_stride[1], q2_stride,
-            signals, noise_group * queries, queries, one, K_FIELDS, WIDTH, ROWS, WARPS,
-        )  # fmt: skip
-        if SHARED_K:
-            q1 = _added(q1, q2, K_FIELDS)
 
     length = tl.load(Progress)
     position = length - queries + row % queries
@@ -62,6 +54,9 @@ def decode_share(
     if Ends is not None:
         # A query beyond the valid range is padding itself; no other sees so far.
         first = tl.where(position < tl.load(Ends + sequence), first, length)
+    if window is not None:
+        first = tl.maximum(first, position - window + 1)
+        begin = tl.maximum(begin, length - queries - window + 1)
     begin = begin // STEP * STEP
     share = tl.cdiv(tl.cdiv(length - begin, STEP), tl.num_programs(1)) * STEP
     begin += tl.program_id(1) * share
@@ -76,10 +71,10 @@ def decode_share(
     v_head = sequence * v_heads + head
     v = stored_head(VCodes, VTop, VScales, v_head, capacity, V_BITS, 1, VALUE_WIDTH)
     sums = nothing_seen(WARPS, TOKENS, ROWS, VALUE_WIDTH, V_FIELDS)
-    noise = row >= signals
+    noise = row >= group * queries
     sums = attend_span(
         sums, q1, q2, noise, first, position, begin, tl.minimum(end, tl.minimum(k_packed, v_packed)),
-        k1, k2, v, scale, one,
+        k1, k2, v, None, scale, one,
         K_BITS, K_BLOCK, K_FIELDS, 0, V_BITS, V_FIELDS, 0, WIDTH, VALUE_WIDTH, TWO_K, ROWS, TOKENS, WARPS,
     )  # fmt: skip
     if K_RING:
@@ -88,40 +83,18 @@ def decode_share(
         # Blocks leave K's window whole: V may be packed, or have no window, where K waits.
         sums = attend_span(
             sums, q1, q2, noise, first, position, tl.maximum(begin, k_packed), tl.minimum(end, v_packed),
-            k1, k2, v, scale, one,
+            k1, k2, v, None, scale, one,
             16, 1, K_FIELDS, K_RING, V_BITS, V_FIELDS, 0, WIDTH, VALUE_WIDTH, TWO_K, ROWS, TOKENS, WARPS,
         )  # fmt: skip
     if V_RING:
         v = _waiting(VRecent + v_head * (V_RING * VALUE_WIDTH))
         sums = attend_span(
             sums, q1, q2, noise, first, position, tl.maximum(begin, v_packed), end,
-            k1, k2, v, scale, one,
+            k1, k2, v, None, scale, one,
             16, 1, K_FIELDS, K_RING, 16, V_FIELDS, V_RING, WIDTH, VALUE_WIDTH, TWO_K, ROWS, TOKENS, WARPS,
         )  # fmt: skip
 
-    largest, total, acc = sums
-    of_all = tl.max(largest, 0)
-    shrink = tl.exp2(largest - of_all[None, :])
-    total = tl.sum(tl.sum(total, 1) * shrink, 0)
-    tile_index = tl.program_id(0).to(tl.int64) * tl.num_programs(2) + tl.program_id(2)
-    out = (tile_index * tl.num_programs(1) + tl.program_id(1)) * ROWS + tl.arange(0, ROWS)
-    tl.store(Largest + out, of_all)
-    tl.store(Total + out, total)
-    for field in tl.static_range(V_FIELDS):
-        channel = field_channels(field, VALUE_WIDTH, V_FIELDS)
-        weighed = tl.sum(acc[field] * shrink[:, None, :], 0)
-        tl.store(Acc + out[None, :] * VALUE_WIDTH + channel[:, None], weighed)
-
-
-@triton.jit
-def _added(a, b, FIELDS: tl.constexpr):
-    if FIELDS == 1:
-        out = (a[0] + b[0],)
-    elif FIELDS == 2:
-        out = a[0] + b[0], a[1] + b[1]
-    else:
-        out = a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3]
-    return out
+    keep_share(sums, Largest, Total, Acc, V_FIELDS, False, VALUE_WIDTH, ROWS)
 
 
 @triton.jit

@@ -16,7 +16,16 @@ from diffquant.kernels.cache.decode_tiles import (
     spread_over_rows,
     token_scales,
 )
-from diffquant.kernels.cache.kv_layout import channels_in_word, field_of, load_words
+from diffquant.kernels.cache.kv_layout import channels_in_word, field_channels, field_of, load_words
+from diffquant.kernels.cache.paged_rows import (
+    PAGE,
+    key_matrix,
+    load_keys,
+    load_values,
+    pages_of,
+    value_channels,
+    value_matrix,
+)
 from diffquant.kernels.linear.unpacking import INTERPRETED
 
 
@@ -34,13 +43,16 @@ def nothing_seen(
 
 @triton.jit
 def attend_span(
-    sums, q1, q2, noise, first, last, begin, end, k1, k2, v, scale, one,
+    sums, q1, q2, noise, first, last, begin, end, k1, k2, v, Table, scale, one,
     K_BITS: tl.constexpr, K_BLOCK: tl.constexpr, K_FIELDS: tl.constexpr, K_RING: tl.constexpr,
     V_BITS: tl.constexpr, V_FIELDS: tl.constexpr, V_RING: tl.constexpr,
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, TWO_K: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Sums after keys begin to end more, of which a row sees those from `first` to `last`."""
+    """Sums after keys begin to end more, of which a row sees those from `first` to `last`.
+
+    With a Table of a sequence's pages, keys and values are rows in these: `paged_rows`.
+    """
     STATES: tl.constexpr = q1[0].dtype
     CODES: tl.constexpr = tl.float32 if tl.float32 == STATES else tl.float16
     K_DTYPE: tl.constexpr = STATES if K_BITS == 16 else CODES
@@ -48,26 +60,38 @@ def attend_span(
     PER_CHANNEL: tl.constexpr = K_BITS < 16 and K_BLOCK > 1
     PER_TOKEN: tl.constexpr = K_BITS < 16 and K_BLOCK == 1
     STEP: tl.constexpr = WARPS * TOKENS
-    K_CHUNKS: tl.constexpr = WIDTH // (16 * K_FIELDS)
-    V_CHUNKS: tl.constexpr = VALUE_WIDTH // (16 * V_FIELDS)
+    PAGED: tl.constexpr = Table is not None
     largest, total, acc = sums
     first = tl.maximum(first, begin)
     last = tl.minimum(last, end - 1)
+    oldest = begin
     begin = begin // STEP * STEP
+    next_pages = (0,)
+    if PAGED:
+        next_pages = pages_of(Table, begin, oldest, end, STEP // PAGE)
     for step in range(begin, end, STEP):
-        # Everything is asked for at once, before the first of it is used.
-        keys1, key_scales1 = _keys(k1, step, one, K_BITS, K_BLOCK, K_FIELDS, K_RING, WIDTH, ROWS, TOKENS, WARPS)
+        pages = next_pages
+        # Everything is asked for at once, before the first of it is used, and the table's entries a step ahead.
+        keys1, key_scales1 = _keys(
+            k1, pages, step, one, K_BITS, K_BLOCK, K_FIELDS, K_RING, PAGED, WIDTH, ROWS, TOKENS, WARPS
+        )
         keys2, key_scales2 = keys1, key_scales1
         if TWO_K:
-            keys2, key_scales2 = _keys(k2, step, one, K_BITS, K_BLOCK, K_FIELDS, K_RING, WIDTH, ROWS, TOKENS, WARPS)
-        values, value_scales = _values(v, step, one, V_BITS, V_FIELDS, V_RING, VALUE_WIDTH, TOKENS, WARPS)
+            keys2, key_scales2 = _keys(
+                k2, pages, step, one, K_BITS, K_BLOCK, K_FIELDS, K_RING, PAGED, WIDTH, ROWS, TOKENS, WARPS
+            )
+        values, value_scales = _values(
+            v, pages, step, oldest, end, one, V_BITS, V_FIELDS, V_RING, PAGED, VALUE_WIDTH, TOKENS, WARPS
+        )
+        if PAGED:
+            next_pages = pages_of(Table, step + STEP, oldest, end, STEP // PAGE)
         logits = tl.zeros([WARPS, TOKENS, ROWS], tl.float32)
         for field in tl.static_range(K_FIELDS):
-            k = field_of(keys1, field, K_DTYPE, K_BITS, False, K_CHUNKS, TOKENS, WARPS)
+            k = _matrix(keys1, field, K_DTYPE, K_BITS, False, K_FIELDS, PAGED, WIDTH, TOKENS, WARPS)
             q = matrix_of_queries(q1[field], key_scales1, field, PER_CHANNEL, K_DTYPE, ROWS, WARPS)
             logits = tl.dot(k, q, logits, input_precision="ieee")
             if TWO_K:
-                k = field_of(keys2, field, K_DTYPE, K_BITS, False, K_CHUNKS, TOKENS, WARPS)
+                k = _matrix(keys2, field, K_DTYPE, K_BITS, False, K_FIELDS, PAGED, WIDTH, TOKENS, WARPS)
                 q = matrix_of_queries(q2[field], key_scales2, field, PER_CHANNEL, K_DTYPE, ROWS, WARPS)
                 logits = tl.dot(k, q, logits, input_precision="ieee")
         if PER_TOKEN:
@@ -93,18 +117,21 @@ def attend_span(
             probabilities *= spread_over_rows(tl.exp2(-of_values), ROWS, TOKENS, WARPS)
         total = total * shrink + probabilities
         weights = weights.to(V_DTYPE)
-        acc = _weighed(acc, shrink, weights, values, V_DTYPE, V_BITS, V_FIELDS, V_CHUNKS, TOKENS, WARPS)
+        acc = _weighed(acc, shrink, weights, values, V_DTYPE, V_BITS, V_FIELDS, PAGED, VALUE_WIDTH, TOKENS, WARPS)
     return largest, total, acc
 
 
 @triton.jit
 def _keys(
-    k, step, one,
-    BITS: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr, RING: tl.constexpr, WIDTH: tl.constexpr,
-    ROWS: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr,
+    k, pages, step, one,
+    BITS: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr, RING: tl.constexpr, PAGED: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Words of a step's keys, and their scales."""
-    words = _words(k, step, one, BITS, FIELDS, RING, WIDTH, TOKENS, WARPS)
+    if PAGED:
+        words = (load_keys(k, pages, WIDTH, TOKENS, WARPS),)
+    else:
+        words = _words(k, step, one, BITS, FIELDS, RING, WIDTH, TOKENS, WARPS)
     if BITS == 16:
         scales = words
     elif BLOCK == 1:
@@ -116,12 +143,15 @@ def _keys(
 
 @triton.jit
 def _values(
-    v, step, one,
-    BITS: tl.constexpr, FIELDS: tl.constexpr, RING: tl.constexpr, WIDTH: tl.constexpr,
+    v, pages, step, oldest, end, one,
+    BITS: tl.constexpr, FIELDS: tl.constexpr, RING: tl.constexpr, PAGED: tl.constexpr, WIDTH: tl.constexpr,
     TOKENS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Words of a step's values, and their scales."""
-    words = _words(v, step, one, BITS, FIELDS, RING, WIDTH, TOKENS, WARPS)
+    if PAGED:
+        words = (load_values(v, pages, step, oldest, end, WIDTH, TOKENS, WARPS),)
+    else:
+        words = _words(v, step, one, BITS, FIELDS, RING, WIDTH, TOKENS, WARPS)
     scales = words
     if BITS < 16:
         scales = token_scales(v[2] + step, TOKENS, WARPS)
@@ -149,20 +179,20 @@ def _words(
 @triton.jit
 def _weighed(
     acc, shrink, weights, values,
-    DTYPE: tl.constexpr, BITS: tl.constexpr, FIELDS: tl.constexpr, CHUNKS: tl.constexpr,
+    DTYPE: tl.constexpr, BITS: tl.constexpr, FIELDS: tl.constexpr, PAGED: tl.constexpr, WIDTH: tl.constexpr,
     TOKENS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Fields of acc·shrink + Vᵀ·weights."""
-    a = _product(acc, shrink, weights, values, 0, DTYPE, BITS, CHUNKS, TOKENS, WARPS)
+    a = _product(acc, shrink, weights, values, 0, DTYPE, BITS, FIELDS, PAGED, WIDTH, TOKENS, WARPS)
     if FIELDS == 1:
         out = (a,)
     else:
-        b = _product(acc, shrink, weights, values, 1, DTYPE, BITS, CHUNKS, TOKENS, WARPS)
+        b = _product(acc, shrink, weights, values, 1, DTYPE, BITS, FIELDS, PAGED, WIDTH, TOKENS, WARPS)
         if FIELDS == 2:
             out = a, b
         else:
-            c = _product(acc, shrink, weights, values, 2, DTYPE, BITS, CHUNKS, TOKENS, WARPS)
-            d = _product(acc, shrink, weights, values, 3, DTYPE, BITS, CHUNKS, TOKENS, WARPS)
+            c = _product(acc, shrink, weights, values, 2, DTYPE, BITS, FIELDS, PAGED, WIDTH, TOKENS, WARPS)
+            d = _product(acc, shrink, weights, values, 3, DTYPE, BITS, FIELDS, PAGED, WIDTH, TOKENS, WARPS)
             out = a, b, c, d
     return out
 
@@ -170,11 +200,26 @@ def _weighed(
 @triton.jit
 def _product(
     acc, shrink, weights, values,
-    FIELD: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr, CHUNKS: tl.constexpr,
-    TOKENS: tl.constexpr, WARPS: tl.constexpr,
+    FIELD: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr, FIELDS: tl.constexpr, PAGED: tl.constexpr,
+    WIDTH: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    v = field_of(values, FIELD, DTYPE, BITS, True, CHUNKS, TOKENS, WARPS)
+    v = _matrix(values, FIELD, DTYPE, BITS, True, FIELDS, PAGED, WIDTH, TOKENS, WARPS)
     return tl.dot(v, weights, acc[FIELD] * shrink, input_precision="ieee")
+
+
+@triton.jit
+def _matrix(
+    words, FIELD: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr, TRANSPOSED: tl.constexpr,
+    FIELDS: tl.constexpr, PAGED: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """One field of what was loaded as the left sides of products, in the form of `field_of`."""
+    if not PAGED:
+        out = field_of(words, FIELD, DTYPE, BITS, TRANSPOSED, WIDTH // (16 * FIELDS), TOKENS, WARPS)
+    elif TRANSPOSED:
+        out = value_matrix(words[0], WIDTH, TOKENS, WARPS)
+    else:
+        out = key_matrix(words[0], WIDTH, TOKENS, WARPS)
+    return out
 
 
 @triton.jit
@@ -197,3 +242,23 @@ def _zeros(WARPS: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, FIEL
     else:
         out = zeros, zeros, zeros, zeros
     return out
+
+
+@triton.jit
+def keep_share(
+    sums, Largest, Total, Acc,
+    FIELDS: tl.constexpr, PAGED: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Store a program's maxima, sums and weighted values, after its warps' have met."""
+    largest, total, acc = sums
+    of_all = tl.max(largest, 0)
+    shrink = tl.exp2(largest - of_all[None, :])
+    total = tl.sum(tl.sum(total, 1) * shrink, 0)
+    tile_index = tl.program_id(0).to(tl.int64) * tl.num_programs(2) + tl.program_id(2)
+    out = (tile_index * tl.num_programs(1) + tl.program_id(1)) * ROWS + tl.arange(0, ROWS)
+    tl.store(Largest + out, of_all)
+    tl.store(Total + out, total)
+    for field in tl.static_range(FIELDS):
+        channel = value_channels(WIDTH) if PAGED else field_channels(field, WIDTH, FIELDS)
+        weighed = tl.sum(acc[field] * shrink[:, None, :], 0)
+        tl.store(Acc + out[None, :] * WIDTH + channel[:, None], weighed)
