@@ -102,7 +102,8 @@ def run(program: Program, grid: Sequence[int], threads: int, shared_bytes: int, 
         memory.accesses.begin(number)
         block = Block(program, threads, shared_bytes, memory, parameters, maps, place, (x, y, z))
         try:
-            block.run()
+            with np.errstate(all="ignore"):
+                block.run()
         except Fault as fault:
             fault.add_note(f"in block {place} of {program.name}")
             raise
