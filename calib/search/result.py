@@ -95,11 +95,7 @@ def read_search(file: Path) -> SearchResult:
     """The result in a search-*.json."""
     data = json.loads(read_text(file))
     there = [key for key in ("measurements", "parts") if data.get(key) is not None]
-    measured = {
-        key: [_measurement(unit) for unit in data[key]]
-        for key in ("measurements", "parts")
-        if data.get(key) is not None
-    }
+    measured = {key: [_measurement(unit) for unit in data[key]] for key in there}
     candidates = [Candidate(**candidate) for candidate in data["candidates"]]
     recipe = Recipe.from_dict(data["recipe"])
     return SearchResult(**data | measured | {"candidates": candidates, "recipe": recipe})
