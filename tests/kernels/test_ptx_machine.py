@@ -284,6 +284,33 @@ def test_threads_that_part_meet_again():
     assert given.tolist() == wanted
 
 
+def test_sums_of_codes_stop_at_the_ends_of_their_type():
+    body = """
+        mov.u32 %a, 0x7f7f7f7f;
+        mma.sync.aligned.m16n8k32.row.col.satfinite.s32.s8.s8.s32
+            {%d0, %d1, %d2, %d3}, {%a, %a, %a, %a}, {%a, %a}, {2147000000, 0, 0, -2147483648};
+        mul.wide.u32 %to, %t, 16;  add.u64 %to, %g0, %to;  st.global.v4.b32 [%to], {%d0, %d1, %d2, %d3};
+    """
+    given = torch.zeros(32, 4, dtype=torch.int32)
+    ran(body, given, threads=32)
+    product = 32 * 127 * 127
+    assert given.unique(dim=0).tolist() == [[2**31 - 1, product, product, product - 2**31]]
+
+
+def test_threads_may_load_different_parameters_by_their_addresses():
+    body = """
+        mov.b32 %first, p0;  mov.b32 %second, p1;  and.b32 %odd, %t, 1;  setp.eq.u32 %p1, %odd, 1;
+        selp.b32 %which, %second, %first, %p1;  ld.param.b64 %from, [%which];
+        ld.global.b32 %x, [%from];
+        add.u64 %to, %g2, %at;  st.global.b32 [%to], %x;
+    """
+    given = torch.zeros(64, dtype=torch.int32)
+    ran(body, torch.tensor([7], dtype=torch.int32), torch.tensor([9], dtype=torch.int32), given)
+    assert given.tolist() == [7, 9] * 32
+    with pytest.raises(Fault, match="no parameter begins at"):
+        ran(body.replace("[%which]", "[%which+8]"), *(numbers(64) for _ in range(3)))
+
+
 def test_indexed_branches_and_labels_of_inner_scopes_lead_where_they_say():
     body = """
         table: .branchtargets first, second;

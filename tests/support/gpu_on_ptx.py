@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from diffquant.support.files import write_json
+
 CAPABILITY = "DIFFQUANT_PTX"
 RESULTS = "DIFFQUANT_PTX_RESULTS"
 # Few multiprocessors split keys into few shares.
@@ -144,7 +146,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         kernel["launches"] += 1
         kernel["instructions"] += launch.executed
     if file := os.environ.get(RESULTS):
-        Path(file).write_text(json.dumps(_results, indent=1))
+        write_json(Path(file), _results)
 
 
 def pytest_unconfigure() -> None:

@@ -67,7 +67,7 @@ def count_arrivals(b: Block, i: Instruction, mask: Mask) -> None:
         place = i.operands[1] if i.operands[0] == "_" else i.operands[0]
         addresses = b.address(place)
         nbytes = b.raw(i.operands[-1]) if i.has("expect_tx") else np.zeros(b.threads, np.uint64)
-        for thread in threads:
+        for thread in threads.tolist():
             b.copies.arrive(int(addresses[thread]), int(b.warp[thread]), int(nbytes[thread]), i.text)
 
 

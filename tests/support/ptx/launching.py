@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tests.support.ptx import arithmetic, copying, matrices, movement  # noqa: F401  # they declare opcodes
-from tests.support.ptx.block import PARAMETERS, Block
+from tests.support.ptx.block import PARAMETER_BYTES, PARAMETERS, Block
 from tests.support.ptx.graphs import captured
 from tests.support.ptx.memory import Buffer, GlobalMemory
 from tests.support.ptx.parsing import Fault, Program, parse
@@ -98,7 +98,7 @@ def run(program: Program, grid: Sequence[int], threads: int, shared_bytes: int, 
     executed = 0
     for number in range(x * y * z):
         place = number % x, number // x % y, number // x // y
-        maps = {PARAMETERS + 128 * at: dict(fields) for at, fields in arguments.tensor_maps.items()}
+        maps = {PARAMETERS + PARAMETER_BYTES * at: dict(fields) for at, fields in arguments.tensor_maps.items()}
         memory.accesses.begin(number)
         block = Block(program, threads, shared_bytes, memory, parameters, maps, place, (x, y, z))
         try:

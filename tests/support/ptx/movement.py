@@ -26,7 +26,7 @@ _ROUNDINGS = {"rni": np.rint, "rmi": np.floor, "rpi": np.ceil, "rzi": np.trunc}
 def load(b: Block, i: Instruction, mask: Mask) -> None:
     size, targets = SIZES[i.type], elements(i.operands[0])
     if i.has("param"):
-        b.set(targets[0], np.full(b.threads, b.parameters[i.operands[1].strip("[] ")], np.uint64), mask)
+        b.set(targets[0], b.parameter(i.operands[1], mask), mask)
         return
     space = "shared" if i.has("shared") else "global"
     taken = b.loaded(space, b.address(i.operands[1]), size, len(targets), mask, i.text)
