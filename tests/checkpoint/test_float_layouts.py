@@ -17,6 +17,7 @@ from diffquant.loading import load
 from diffquant.quantization.quantize import quantize
 from diffquant.quantization.roundings.gptq.compensation import Inputs, compensate, damped
 from diffquant.quantization.roundings.nearest import round_to_nearest
+from diffquant.quantization.roundings.tuned import descent
 from diffquant.recipe import Recipe
 from diffquant.scheme import Scheme
 from diffquant.source.source import open_source
@@ -224,8 +225,13 @@ def test_a_format_with_blocks_of_its_own_takes_no_granularity(text):
 
 
 @pytest.mark.parametrize("scheme", ["nvfp4", "mxfp4", "e4m3:channel"])
-@pytest.mark.parametrize("rounding", ["mse", {"name": "gptq", "tokens": 256, "window": 64}], ids=["mse", "gptq"])
-def test_roundings_fit_scales_that_the_format_can_store(llama, tmp_path, scheme, rounding):
+@pytest.mark.parametrize(
+    "rounding",
+    ["mse", *({"name": name, "tokens": 256, "window": 64} for name in ("gptq", "tuned"))],
+    ids=["mse", "gptq", "tuned"],
+)
+def test_roundings_fit_scales_that_the_format_can_store(llama, tmp_path, scheme, rounding, monkeypatch):
+    monkeypatch.setattr(descent, "_STEPS", 20)
     near = quantize(llama, tmp_path / "near", scheme)
     recipe = Recipe.of(weights=scheme, rounding=rounding)
     fitted = quantize(llama, tmp_path / "fitted", recipe)

@@ -8,7 +8,7 @@ import torch
 
 from diffquant.errors import UsageError
 from diffquant.kernels import gpu
-from diffquant.kernels.cache.decode import count_shares
+from diffquant.kernels.cache.decode_cut import count_shares
 from diffquant.kernels.gpu import device_refusal, fp8_refusal, triton_version, unpacked_product_refusal
 from diffquant.kernels.linear import gemm
 from diffquant.kernels.linear import linear as module

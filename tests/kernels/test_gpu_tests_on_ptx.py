@@ -12,10 +12,12 @@ import pytest
 from tests.kernels.ptx_runs import COMBINATIONS, named, run
 
 WHOLE = "DIFFQUANT_PTX_WHOLE"
-# Each kind of kernel that is quick to run: warp-specialized, with rows that see no key; decode and append; GEMV.
+# Each kind of kernel that is quick to run: warp-specialized, with rows that see no key; decode and append; decode from
+# pages; GEMV.
 SAMPLE = [
     "test_specialized.py::test_close_to_the_plain_form[v1-16-bit-64-torch.bfloat16-ragged, one empty]",
     "test_decode.py::test_what_a_query_sees[v1-one key]",
+    "test_paged.py::test_chunks_see_a_window_and_both_maps_keys_in_one_head[70]",
     "test_linear.py::test_kernels_equal_float64[torch.float16-4-33-576-32-16]",
 ]
 
@@ -43,6 +45,7 @@ def test_every_kernel_passes_its_tests_as_it_is_compiled():
     print(f"{WHOLE}={number}: {named(triton, capability)}")
     said = ran(capability, triton, [""])
     print(said)
-    kernels = ["prefill_v1", "prefill_v2", "attend_int8", "attend_rounded", "decode_share", "append_tokens", "_gemv"]
+    kernels = ["prefill_v1", "prefill_v2", "attend_int8", "attend_rounded", "append_tokens", "decode_share"]
+    kernels += ["paged_share", "_gemv"]
     kernels += ["attend_specialized", "attend_fp8_specialized"] if capability == 90 else []
     assert [kernel for kernel in kernels if f"\n{kernel}: " not in said] == []
