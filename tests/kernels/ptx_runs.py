@@ -30,14 +30,15 @@ def run(capability: int, triton: Path | None, tests: list[str], results: str = "
     paths = [str(ROOT)] if triton is None else [str(triton), str(ROOT)]
     # Machine code is missing from what is compiled for the machine: it is kept apart.
     cache = ROOT / "build" / ("ptx-cache" if triton is None else f"ptx-cache-{triton.name}")
-    environment = os.environ | {CAPABILITY: str(capability), "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
-    environment |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", RESULTS: results}
+    variables = os.environ | {CAPABILITY: str(capability), "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
+    variables |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", RESULTS: results}
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "--noconftest", "-p", "no:cacheprovider", "--tb=short"]
     command += ["-p", "tests.support.gpu_on_ptx", *(f"tests/gpu/{test}" for test in tests)]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
 
 
 def main(file: Path) -> int:
+    described = environment()
     runs = json.loads(file.read_text())["runs"] if file.exists() else {}
     part = file.with_suffix(".part.json")
     failed = 0
@@ -46,7 +47,7 @@ def main(file: Path) -> int:
         write_json(part, runs.get(name, {"tests": {}, "kernels": {}}))
         done = run(capability, triton, [""], str(part))
         runs[name] = json.loads(part.read_text())
-        write_json(file, {"environment": environment(), "runs": runs})
+        write_json(file, {"environment": described, "runs": runs})
         seconds = sum(runs[name]["tests"].values())
         print(f"{name}: {len(runs[name]['tests'])} passed in {seconds / 60:.1f} minutes of a core", flush=True)
         # Status 5: none was left to run.
