@@ -26,11 +26,11 @@ def program(body, pointers=1, threads=64):
     )
 
 
-def ran(body, *tensors, threads=64, grid=(1,), shared=32768):
+def ran(body, *tensors, threads=64, grid=(1,), shared=32768, before=None):
     arguments = Arguments()
     for tensor in tensors:
         arguments.add_tensor(tensor)
-    return run(program(body, len(tensors), threads), grid, threads, shared, arguments)
+    return run(program(body, len(tensors), threads), grid, threads, shared, arguments, before)
 
 
 def numbers(count):
@@ -249,6 +249,34 @@ def test_blocks_that_reach_the_same_place_need_an_atomic_between_them():
     counted.zero_()
     with pytest.raises(Race, match="a tensor is read beside a store"):
         ran(body.format(arrive="atom.global.gpu.relaxed.add.u32 %before, [%g1], 1;"), slots, counted, grid=(4,))
+
+
+COPY = "add.u64 %from, %g0, %at; ld.global.b32 %x, [%from]; add.u64 %to, %g1, %at; {early} st.global.b32 [%to], %x;"
+WAIT_FOR_LAUNCH = "griddepcontrol.wait;"
+
+
+def test_a_dependent_launch_waits_before_it_reaches_what_the_one_before_does():
+    a, b, c, d = (numbers(64) + i for i in range(4))
+    first = ran(COPY.format(early=""), a, b)
+    ran(WAIT_FOR_LAUNCH + COPY.format(early=""), b, c, before=[first])
+    assert torch.equal(c, numbers(64))
+    for source, target in ((b, c), (c, a), (c, b)):
+        with pytest.raises(Race, match="without griddepcontrol"):
+            ran(COPY.format(early=""), source, target, before=[first])
+    # What the launch before only reads may be read; and a launch may store once it has waited.
+    second = ran(COPY.format(early=WAIT_FOR_LAUNCH), a, d, before=[first])
+    # The second may not have waited yet when the third begins.
+    with pytest.raises(Race, match="without griddepcontrol"):
+        ran(COPY.format(early=WAIT_FOR_LAUNCH), b, c, before=[first, second])
+    # One that is not dependent begins when all are done.
+    ran(COPY.format(early=""), b, c)
+
+
+def test_each_warp_waits_for_itself():
+    half = "setp.eq.u32 %p1, %w, 0; @%p1 griddepcontrol.wait;"
+    first = ran(COPY.format(early=""), a := numbers(64), b := numbers(64))
+    with pytest.raises(Race, match="without griddepcontrol"):
+        ran(half + COPY.format(early=""), b, a, before=[first])
 
 
 @pytest.mark.parametrize(

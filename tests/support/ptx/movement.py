@@ -162,6 +162,8 @@ def fence(b: Block, i: Instruction, mask: Mask) -> None:
 )
 def without_effect(b: Block, i: Instruction, mask: Mask) -> None:
     """What changes when something happens, and not what is computed."""
+    if i.opcode == "griddepcontrol" and i.has("wait"):
+        b.memory.dependence.waited.update(np.unique(b.warp[mask]).tolist())
     if i.opcode == "createpolicy":
         b.set(i.operands[0], np.zeros(b.threads, np.uint64), mask)
 
