@@ -16,7 +16,8 @@ from diffquant.errors import UsageError
 from diffquant.evals.protocols.perplexity import reference_of, score_text
 from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
-from diffquant.recipe import DEFAULT_GRANULARITY, Recipe
+from diffquant.recipe import Recipe
+from diffquant.recipe.targets import DEFAULT_GRANULARITY
 from diffquant.source.source import Source, open_source
 from diffquant.support.code import code_digest, provenance
 from diffquant.support.devices import resolve_device, resolve_dtype

@@ -14,7 +14,8 @@ from diffquant.quantization.plan import plan_quantization
 from diffquant.quantization.rounded_weight import as_stored
 from diffquant.quantization.roundings import Rounder
 from diffquant.quantization.roundings.nearest import round_to_nearest
-from diffquant.recipe import CALIBRATED_TARGETS, DEFAULT_GRANULARITY, Recipe
+from diffquant.recipe import Recipe
+from diffquant.recipe.targets import CALIBRATED_TARGETS, DEFAULT_GRANULARITY
 from diffquant.scheme import FULL, Scheme
 from diffquant.source.source import Source
 from diffquant.sweep.storage import state_bytes_per_token

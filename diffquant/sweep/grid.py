@@ -7,7 +7,8 @@ from pathlib import Path
 from diffquant.errors import UsageError
 from diffquant.evals.defaults import batch_tokens_on
 from diffquant.evals.tasks import check_options, task_kinds, task_options
-from diffquant.recipe import DEFAULT_GRANULARITY, Recipe
+from diffquant.recipe import Recipe
+from diffquant.recipe.targets import DEFAULT_GRANULARITY
 from diffquant.source.places import DeviceMap, Places
 from diffquant.support.files import check_distinct
 from diffquant.support.plain_data import JsonObject

@@ -9,7 +9,7 @@ from diffquant.errors import CheckpointError, UsageError
 from diffquant.evals.task import Task
 from diffquant.evals.tasks import make_tasks
 from diffquant.loading import check_loadable
-from diffquant.recipe import LAYER_TARGETS
+from diffquant.recipe.targets import LAYER_TARGETS
 from diffquant.source.building import check_places
 from diffquant.source.ranges import check_ranges_used, read_any_ranges
 from diffquant.source.source import Source, open_source

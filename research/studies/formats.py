@@ -19,7 +19,8 @@ from diffquant import data
 from diffquant.evals.stats import Difference, mean_interval
 from diffquant.loading import load
 from diffquant.model.causal import CausalModel
-from diffquant.recipe import LIKE, Recipe
+from diffquant.recipe import Recipe
+from diffquant.recipe.presets import LIKE
 from diffquant.report.tables import markdown
 from diffquant.source.source import Source, open_source
 from diffquant.support.progress import Progress, progress_for

@@ -47,9 +47,11 @@ BASES = {
     "long": ("unilm-v2-half", LOW),
     "no cache": ("unilm-v1", {"cache": False}),
     "spanning logits": ("unilm-v2-half", LOW | {"logits": "6:tensor"}),
+    "portable": ("unilm-v2-half", LOW | {"portable": True}),
+    "flex": ("unilm-v1-plain", {"op": "flex", "weights": "4:g32", "kv_bits": 8}),
 }
 # Beyond the passages that these tests read, and beyond the default context of their models.
-CONTEXTS = {"long": 512}
+CONTEXTS = {"long": 512, "portable": 512, "flex": 512}
 
 
 @pytest.fixture(scope="module")
@@ -279,6 +281,10 @@ FAULTS = {
     "one channel's scale x 1.5": ("llama", one_scaled(f"{N}.k_scale", 1.5)),
     "a cache emptied where logit scales span rows": ("spanning logits", cache_emptied),
     "a first call of one token counted as two": ("v2", no_first_call_of_one_token),
+    "a cache row overwritten in a portable folder": ("portable", row_overwritten),
+    "padding counted as tokens in a portable folder": ("portable", all_visible),
+    "values one row late beside FlexAttention": ("flex", lambda e: with_rows(e, present("value"), (0, 1), (0, -1))),
+    "a cache's scales x 1.02 beside FlexAttention": ("flex", scaled(f"{N}.v_scale", 1.02)),
     "a graph that cannot run behind a token": ("untied", fails_behind_a_token),
     # Weights.
     "scales x 1.05": ("v2", scales_larger),
@@ -328,6 +334,9 @@ FAULTS = {
     "no rotation from position 300 on": ("long", unrotated_from(300)),
     "no rotation from position 60 on, without a cache": ("no cache", unrotated_from(60)),
     "one angle wrong at the last position": ("long", lambda e: e.change("sin_cache", one_sine)),
+    "no rotation from position 300 on in a portable folder": ("portable", unrotated_from(300)),
+    "no rotation from position 300 on beside FlexAttention": ("flex", unrotated_from(300)),
+    "another λ beside FlexAttention": ("flex", scaled(f"{N}.lambda", 1.2)),
     "a window of 250 in one layer": ("long", window_of(250, LAYER)),
     "a window of 40 in one layer, without a cache": ("no cache", window_of(40, LAYER)),
     "the last place read where a shorter sequence has padding": ("v1", given("Unsqueeze", 0, "Sub")),

@@ -10,13 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 import diffquant
 from diffquant import cli
 from diffquant.calib.calibration.kv_cache import calibrate_cache
-from diffquant.errors import CheckpointError, UsageError
+from diffquant.errors import CheckpointError, NonFiniteError, UsageError
 from diffquant.evals.constrained import choose
 from diffquant.evals.encoding import Request
 from diffquant.evals.scoring import score
@@ -170,6 +171,21 @@ def test_samples_follow_the_softmax_of_logits_over_the_temperature(temperature):
     counts = np.bincount([pick(logits) for _ in range(draws)], minlength=4)
     # Four standard deviations of a count.
     assert (np.abs(counts - draws * wanted) < 4 * np.sqrt(draws * wanted * (1 - wanted))).all()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_overflow_float16_are_refused_and_no_token_is_chosen(tmp_path, temperature):
+    checkpoint = tiny_lm.write_diff_v2(tmp_path / "model")
+    tensors = load_file(checkpoint / "model.safetensors")
+    # What goes into down_proj is beyond float16, and no weight is.
+    larger = {name: x * (3000 if "up_proj" in name or "gate_proj" in name else 1) for name, x in tensors.items()}
+    save_file(larger, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    for dtype in ("float32", "float16"):
+        export(checkpoint, tmp_path / dtype, ExportOptions(dtype=dtype))
+    assert list(Generator(tmp_path / "float32", 1).stream(PROMPT, 4, temperature))
+    said = "float16 computes NaN or infinity in float16, and no token can be chosen: export it with dtype='float32'"
+    with pytest.raises(NonFiniteError, match=said):
+        list(Generator(tmp_path / "float16", 1).stream(PROMPT, 4, temperature))
 
 
 def test_a_text_ends_with_the_context(source, plain):

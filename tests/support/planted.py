@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 from onnx import FunctionProto, NodeProto, TensorProto, helper, numpy_helper
 
-from diffquant.export.files import DATA_FILE, MODEL_FILE
+from diffquant.export.files import Layout, layout_of
 from diffquant.export.manifest import FILE
 from diffquant.support.digests import FileDigests
 from tests.support.stacks import rows_of
@@ -35,13 +35,17 @@ class PlantedExport:
     def copy(cls, folder: Path, to: Path) -> "PlantedExport":
         """Copy a folder and open the copy."""
         shutil.copytree(folder, to)
-        return cls(to, onnx.load(to / MODEL_FILE, load_external_data=False))
+        return cls(to, onnx.load(to / layout_of(to).model, load_external_data=False))
+
+    @property
+    def layout(self) -> Layout:
+        return layout_of(self.folder)
 
     def save(self) -> None:
         """Write the graph, and have the record agree with what is there now."""
-        onnx.save(self.model, self.folder / MODEL_FILE)
+        onnx.save(self.model, self.folder / self.layout.model)
         record = json.loads((self.folder / FILE).read_text())
-        record |= FileDigests.of(self.folder / name for name in (MODEL_FILE, DATA_FILE)).to_dict()
+        record |= FileDigests.within(self.folder, (self.layout.model, self.layout.data)).to_dict()
         (self.folder / FILE).write_text(json.dumps(record))
 
     def change(self, name: str, edit: Callable[[np.ndarray], np.ndarray]) -> None:
@@ -52,7 +56,7 @@ class PlantedExport:
             return
         entries = {entry.key: entry.value for entry in proto.external_data}
         dtype = helper.tensor_dtype_to_np_dtype(proto.data_type)
-        data = np.memmap(self.folder / DATA_FILE, dtype, "r+", int(entries["offset"]), tuple(proto.dims))
+        data = np.memmap(self.folder / self.layout.data, dtype, "r+", int(entries["offset"]), tuple(proto.dims))
         changed = edit(np.array(data[rows]))
         assert (changed != data[rows]).any()
         data[rows] = changed

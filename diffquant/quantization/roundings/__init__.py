@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from diffquant.errors import UsageError
 from diffquant.quantization.roundings.base import ROUNDINGS, Round, Rounder, Rounding, register
-from diffquant.recipe import RoundingSettings
+from diffquant.recipe.rounding import RoundingSettings
 from diffquant.scheme import Scheme
 from diffquant.support.discovery import import_all
 from diffquant.support.spelling import spelled

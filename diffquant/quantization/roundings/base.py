@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from diffquant.errors import UsageError
-from diffquant.recipe import RoundingSettings
+from diffquant.recipe.rounding import RoundingSettings
 from diffquant.scheme import Scheme
 from diffquant.source.source import Source
 from diffquant.source.weight_source import WeightSource

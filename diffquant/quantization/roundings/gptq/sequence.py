@@ -13,7 +13,7 @@ from diffquant.model.walk import Walk, batches
 from diffquant.quantization.magnitudes import Magnitudes
 from diffquant.quantization.roundings.gptq.compensation import Inputs, compensate, damped, retargeting
 from diffquant.quantization.roundings.gptq.layer_inputs import Moments, input_of, inputs_on_the_way, readers_by_input
-from diffquant.recipe import RoundingSettings
+from diffquant.recipe.rounding import RoundingSettings
 from diffquant.scheme import Scheme
 from diffquant.source.building import build_model
 from diffquant.source.source import Source

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from diffquant.quantization.roundings.base import Rounder, Rounding, register
 from diffquant.quantization.roundings.mse import round_with_clipping
-from diffquant.recipe import RoundingSettings
+from diffquant.recipe.rounding import RoundingSettings
 from diffquant.scheme import Scheme
 from diffquant.source.source import Source, open_source
 from diffquant.source.weight_source import WeightSource
