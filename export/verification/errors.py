@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from diffquant.errors import DiffQuantError
-from diffquant.export.verification.reference import FLIPPING, FLIPPING_LOGITS, WHOLE, Reading, Reference
+from diffquant.export.verification.reference import FLIPPING, WHOLE, Reading, Reference
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,7 @@ def stage_noise(
         whole: passages and states to look for the largest error in, where those above are only beginnings of them: the
             largest of more positions is larger.
     """
-    many = FLIPPING_LOGITS if reference.rounds_logits else FLIPPING
-    sizes = (FLIPPING if flips_alone else 0.0, FLIPPING, many)
+    sizes = (FLIPPING if flips_alone else 0.0, FLIPPING, reference.flipping)
     # Whether a code flips at all is chance; how much a flip does is seen where many do.
     if whole is None:
         return StageNoise(*_disturbed(reference, passages, states, rounds, reading, sizes))

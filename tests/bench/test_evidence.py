@@ -21,7 +21,8 @@ LIMIT = 64 << 20
 PYTHON = """#!/bin/bash
 printf '%q ' "$@" >> "$ASKED"; echo >> "$ASKED"
 case "$*" in
-    *"import gguf"*) echo "$PACKAGES" ;;
+    *"carried pack"*) mkdir -p "${@: -1}" && cp "${@: -2:1}" "${@: -1}/carried.safetensors" ;;
+    *"carried unpack"*) mkdir "${@: -1}" ;;
     *train.pairs*) mkdir -p evidence/pairs/diff-v1
         head -c 40000000 /dev/urandom > evidence/pairs/diff-v1/delta.safetensors
         echo {} > evidence/pairs/results.json; touch evidence/pairs/diff-v1/checkpoint.pt; echo trained ;;
@@ -34,16 +35,12 @@ esac
 @pytest.fixture
 def machine(tmp_path):
     """A function that runs the script in a folder, with a Python that does nothing, and no GPU."""
-    programs, packages = tmp_path / "bin", tmp_path / "packages"
+    programs = tmp_path / "bin"
     programs.mkdir()
     (programs / "python3").write_text(PYTHON)
     (programs / "python3").chmod(0o755)
-    for name in ("gguf/__init__.py", "gguf-0.17.1.dist-info/METADATA"):
-        (packages / name).parent.mkdir(parents=True)
-        (packages / name).touch()
     environment = os.environ | {
         "PATH": f"{programs}:/usr/bin:/bin",
-        "PACKAGES": str(packages),
         "ASKED": str(tmp_path / "asked"),
         "OUT": str(tmp_path / "out"),
         "FAILING": "",
@@ -85,8 +82,8 @@ def asked(tmp_path):
 
 @pytest.mark.parametrize("call", CALLS)
 def test_a_call_needs_its_archive_alone_and_leaves_raw_results(call, machine, packed, tmp_path):
-    assert (packed / f"{call}.tar").stat().st_size <= LIMIT
-    there = unpacked(packed / f"{call}.tar", tmp_path / "there")
+    assert (packed / f"{call}.tar.gz").stat().st_size <= LIMIT
+    there = unpacked(packed / f"{call}.tar.gz", tmp_path / "there")
     done(machine(there, call))
     wanted = {"tests": "gpu-test.txt", "ratios": "gpu.json", "sweep": "sweep.json", "pairs": "pairs.log"}
     left = {path.name: path.stat().st_size for path in (tmp_path / "out").iterdir()}
@@ -99,8 +96,7 @@ def test_a_call_needs_its_archive_alone_and_leaves_raw_results(call, machine, pa
 
 
 def test_what_a_call_asks_of_our_commands_they_take(machine, packed, tmp_path):
-    there = unpacked(packed / "sweep.tar", tmp_path / "there")
-    assert (there / "evidence/packages/gguf-0.17.1.dist-info").is_dir()
+    there = unpacked(packed / "sweep.tar.gz", tmp_path / "there")
     done(machine(there, "sweep"))
     seen = [words[2:] for words in asked(tmp_path) if words[:2] == ["-m", "diffquant.cli"]]
     assert [words[0] for words in seen] == ["convert", "sweep"]
@@ -112,7 +108,7 @@ def test_what_a_call_asks_of_our_commands_they_take(machine, packed, tmp_path):
 
 
 def test_training_comes_back_in_pieces_without_what_only_resuming_needs(machine, packed, tmp_path):
-    there = unpacked(packed / "pairs.tar", tmp_path / "there")
+    there = unpacked(packed / "pairs.tar.gz", tmp_path / "there")
     done(machine(there, "pairs"))
     assert len(list((tmp_path / "out").glob("pairs.tar.*"))) == 3
     done(machine(there, "unpack", tmp_path / "out", tmp_path / "back"))
@@ -124,17 +120,16 @@ def test_training_comes_back_in_pieces_without_what_only_resuming_needs(machine,
 
 def test_a_model_that_does_not_fit_is_refused_where_it_is_packed(machine, tmp_path):
     large, small = tmp_path / "large.gguf", tmp_path / "small"
-    with large.open("wb") as file:
-        file.truncate(LIMIT)
+    large.write_bytes(os.urandom(LIMIT))
     small.write_bytes(b"some text")
     refused = machine(ROOT, "pack", large, small, small, tmp_path / "packed")
     assert refused.returncode == 1
-    assert "sweep.tar is larger than 64 MiB" in refused.stderr
-    assert "quantize MODEL to fewer bits" in refused.stderr
+    assert "sweep.tar.gz is larger than 64 MiB" in refused.stderr
+    assert "take a smaller MODEL" in refused.stderr
     assert machine(ROOT, "nonsense").returncode == 2
 
 
 def test_a_failed_bench_fails_its_call(machine, packed, tmp_path):
-    there = unpacked(packed / "ratios.tar", tmp_path / "there")
+    there = unpacked(packed / "ratios.tar.gz", tmp_path / "there")
     assert machine(there, "ratios", FAILING="yes").returncode != 0
     assert "commit" in (tmp_path / "out/device.txt").read_text()
