@@ -151,9 +151,10 @@ def decode_packed_pages(
         return out
     q = [x if x.stride(3) == 1 else x.contiguous() for x in q]
     k_bits, v_bits = keys.scheme.bits, values.scheme.bits
+    token_bits = k_heads // v_heads * keys.width * k_bits + values.width * v_bits
     tile = choose(TILES, f"decode/{device_class(out.device)}/{values.width}/{max(k_bits, v_bits)}")
     capacity = table.shape[1] * PAGE
-    cut = Cut.of(tile, q, v_heads, capacity, window)
+    cut = Cut.of(tile, q, v_heads, token_bits, capacity, window)
     sums = cut.empty_sums(out)
     with torch.cuda.device_of(out):
         packed_pages_share[cut.grid](

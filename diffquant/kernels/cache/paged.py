@@ -78,15 +78,17 @@ def decode_paged(
         return out
     q = [x if x.stride(3) == 1 else x.contiguous() for x in q]
     capacity = table.shape[1] * PAGE
+    shared = len(q) == 2 and _is_same(*k)
+    token_bits = 16 * ((1 if shared else len(k)) * width + value_width)
     tile = choose(TILES, f"paged/{device_class(out.device)}/{value_width}")
-    cut = Cut.of(tile, q, v_heads, capacity, window)
+    cut = Cut.of(tile, q, v_heads, token_bits, capacity, window)
     sums = cut.empty_sums(out)
     with torch.cuda.device_of(out):
         paged_share[cut.grid](
             q[0], q[1] if len(q) == 2 else None, q[0].stride()[:3], q[-1].stride()[:3],
             k[0], k[-1], v, k[0].stride()[:3], v.stride()[:3], table, table.stride(0), lengths, *sums,
             scale * log2(e), window, capacity, cut.group, cut.noise_group, queries, v_heads, 1,
-            WIDTH=width, VALUE_WIDTH=value_width, SHARED_K=len(q) == 2 and _is_same(*k),
+            WIDTH=width, VALUE_WIDTH=value_width, SHARED_K=shared,
             ROWS=ROWS, TOKENS=cut.tokens, WARPS=tile.warps, **cut.options,
         )  # fmt: skip
         cut.combine(sums, lam, norm.weight, out, post is not None, norm.eps, norm.factor)
