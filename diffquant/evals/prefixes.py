@@ -18,11 +18,14 @@ def takes_padding(recipe: Recipe) -> bool:
     """Whether left padding leaves a sequence's states unchanged: no scale may span several tokens or rows."""
     rounded = recipe.schemes_of("logits") | recipe.schemes_of("qk")
     # Groups of logits, weights and values are neighbouring tokens, counted from the first one.
-    counted = recipe.schemes_of("logits") | recipe.schemes_of("p") | recipe.schemes_of("pv")
-    counts = any(s.sharing.counts_tokens or s.smoothq for s in rounded) or any(
-        s.granularity in ("group", "block") for s in counted
-    )
+    counts = any(s.sharing.counts_tokens or s.smoothq for s in rounded)
+    counts |= counts_keys(recipe) or any(s.granularity in ("group", "block") for s in recipe.schemes_of("pv"))
     return _by_token(recipe) and not counts
+
+
+def counts_keys(recipe: Recipe) -> bool:
+    """Whether neighbouring keys share a scale of logits or softmax weights, in groups from the first key on."""
+    return any(s.granularity in ("group", "block") for target in ("logits", "p") for s in recipe.schemes_of(target))
 
 
 def _by_token(recipe: Recipe) -> bool:

@@ -11,6 +11,8 @@ from torch.nn.functional import linear
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from diffquant.evals.language_model import LanguageModel, States, TokenCache
+from diffquant.evals.prefixes import counts_keys
+from diffquant.model.causal import CausalModel
 from diffquant.recipe import Recipe
 from diffquant.source.placement import at_hand
 from diffquant.text.tokens import end_token, max_length
@@ -79,6 +81,17 @@ class TorchModel(LanguageModel):
     def recipe(self) -> Recipe:
         # A model without a recipe is not quantized.
         return getattr(self.model, "recipe", None) or Recipe()
+
+    @property
+    def shares_prefixes(self) -> bool:
+        # In a layer with a window the first key of a call is not the sequence's: groups of keys begin elsewhere.
+        return super().shares_prefixes and not (self._has_windows and counts_keys(self.recipe))
+
+    @property
+    def _has_windows(self) -> bool:
+        if not isinstance(self.model, CausalModel):
+            return False
+        return any(rows.window is not None for rows in self.model.model.architecture.token_rows.values())
 
     def max_length(self, tokenizer: "PreTrainedTokenizerBase | None") -> int:
         return max_length(self.model.config, tokenizer)

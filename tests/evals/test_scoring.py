@@ -14,6 +14,7 @@ from diffquant.loading import load
 from diffquant.recipe import Recipe
 from diffquant.text.tokens import max_length
 from tests.support import tiny_lm
+from tests.support.checkpoints import write_checkpoint
 
 AWKWARD = [
     ("", "alone"),
@@ -123,6 +124,25 @@ def test_a_quantized_score_is_that_of_its_sequence_run_alone(diff_v2, recipe):
     for batch_tokens in (60, 4096):
         ours = [s.logprob for s in score(TorchModel(model), requests, batch_tokens)]
         torch.testing.assert_close(torch.tensor(ours), torch.tensor(alone), rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "recipe", [{}, {"kv": "4:row", "logits": "4:row"}, {"logits": "nvfp4"}, {"p": "4:g4"}], ids=str
+)
+@pytest.mark.parametrize("source", ["phi4flash", "motif3"])
+def test_a_score_of_a_model_with_windows_is_that_of_its_sequence_run_alone(tmp_path, source, recipe):
+    model = load(write_checkpoint(tmp_path / source, source), Recipe.of(**recipe), dtype=torch.float64)
+    rng = torch.Generator().manual_seed(0)
+    draw = lambda length: tuple(torch.randint(2, 90, (length,), generator=rng).tolist())  # noqa: E731
+    contexts = [draw(length) for length in (3, 9, 14, 25, 31)]
+    requests = [scoring.Request(context, draw(length)) for context in contexts for length in (1, 4, 7)]
+    alone = []
+    for request in requests:
+        tokens = torch.tensor([request.context + request.continuation])
+        logprobs = model(tokens[:, :-1]).logits.log_softmax(-1).gather(2, tokens[:, 1:, None])
+        alone.append(float(logprobs[0, len(request.context) - 1 :].sum()))
+    ours = [s.logprob for s in score(TorchModel(model), requests)]
+    torch.testing.assert_close(torch.tensor(ours), torch.tensor(alone), rtol=0, atol=1e-4)
 
 
 def test_prefixes_are_shared_only_where_no_scale_spans_rows():
