@@ -40,7 +40,8 @@ def stream(
         raise UsageError("the prompt is empty")
     inputs = {name: ids.to(model.device) for name, ids in _model_inputs(tokenizer, prompt, chat).items()}
     pieces = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    # transformers would draw among the 50 likeliest tokens alone.
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
     failures: list[BaseException] = []
     abandoned = Event()
     stopping = StoppingCriteriaList([_StopWhenSet(abandoned)])

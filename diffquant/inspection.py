@@ -14,7 +14,8 @@ from diffquant.family.lam import LAMBDA_VECTORS, lam_from_vectors
 from diffquant.family.spec import DiffSpec
 from diffquant.formats.compressed_tensors import packed_shapes
 from diffquant.quantization.plan import QuantizationPlan, plan_quantization, rounded_before
-from diffquant.recipe import LAYER_TARGETS, Recipe
+from diffquant.recipe import Recipe
+from diffquant.recipe.targets import LAYER_TARGETS
 from diffquant.report.sizes import bytes_at_16_bits, stored_bits
 from diffquant.report.tables import megabytes
 from diffquant.source.source import Source, open_source

@@ -28,7 +28,7 @@ from diffquant.formats.atomic_folder import check_output, staged
 from diffquant.formats.json_object import read_json
 from diffquant.formats.reader import Checkpoint
 from diffquant.formats.row_stream import checkpoint_stamp
-from diffquant.recipe import LAYER_TARGETS
+from diffquant.recipe.targets import LAYER_TARGETS
 from diffquant.report.sizes import compared_size, stored_bits
 from diffquant.report.tables import megabytes
 from diffquant.scheme import Scheme

@@ -15,7 +15,8 @@ import typer
 from diffquant.cli import app, main
 from diffquant.cli.show import waiting
 from diffquant.errors import UsageError
-from diffquant.recipe import PRESETS, Recipe
+from diffquant.recipe import Recipe
+from diffquant.recipe.presets import PRESETS
 from diffquant.scheme import Scheme
 from diffquant.support.comma_lists import split_numbers
 from diffquant.verbs import GROUPS

@@ -4,6 +4,7 @@ import threading
 from copy import copy
 
 import pytest
+import torch
 
 from diffquant import load, load_tokenizer
 from diffquant.errors import UsageError
@@ -31,6 +32,20 @@ def test_generation_ends_when_its_reader_leaves(model):
     next(pieces)
     pieces.close()
     assert threading.active_count() == before
+
+
+def test_samples_come_of_the_whole_vocabulary(model, monkeypatch):
+    language_model, tokenizer = model
+    generate, made = language_model.generate, []
+    monkeypatch.setattr(language_model, "generate", lambda **given: made.append(generate(**given)))
+    torch.manual_seed(0)
+    # So hot that all tokens are alike.
+    list(stream(language_model, tokenizer, "It was a dark night", max_new_tokens=40, temperature=1e4))
+    (ids,) = made
+    logits = language_model(ids).logits[0, :-1]
+    ranks = (logits > logits.gather(1, ids[0, 1:, None])).sum(1)[-40:]
+    # All but one set of 40 draws in a hundred thousand reach beyond three quarters.
+    assert ranks.max() >= 0.75 * logits.shape[1]
 
 
 def test_an_empty_prompt_and_a_missing_chat_template_are_refused(model):

@@ -21,7 +21,8 @@ from diffquant.cli.show import SHOWN, Shown
 from diffquant.errors import FailedCellsError, UsageError
 from diffquant.evals.tasks import task_options
 from diffquant.export import exporter
-from diffquant.recipe import PRESETS, Recipe
+from diffquant.recipe import Recipe
+from diffquant.recipe.presets import PRESETS
 from diffquant.verbs.kinds import Model, Prompt
 from diffquant.verbs.notes import add, say, wrote
 from diffquant.verbs.recipes import chosen_recipe

@@ -25,7 +25,8 @@ from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
 from diffquant.model.attention import observed
 from diffquant.model.modeling import DiffLayer, DiffTransformer, TransformerWalk
-from diffquant.recipe import LAYER_TARGETS, Recipe
+from diffquant.recipe import Recipe
+from diffquant.recipe.targets import LAYER_TARGETS
 from diffquant.source.source import Source, open_source
 from diffquant.support.code import provenance
 from diffquant.support.devices import resolve_device, resolve_dtype
@@ -33,6 +34,7 @@ from diffquant.support.files import check_distinct
 from diffquant.support.progress import Progress, silent
 from diffquant.support.spelling import spelled
 from diffquant.support.versions import versions
+from diffquant.sweep.result import model_names
 from diffquant.text.corpus import load_text, text_digest
 
 # Shares of the weights' magnitudes, the weights as they are, and each map's own.
@@ -137,7 +139,10 @@ def map_attention(models: Sequence[Path], options: AttentionMapOptions, progress
     sources = [open_source(model) for model in models]
     for source in sources:
         source.transformer("attention-map")
-    attention_by_model = [_map_model(source, text, options, progress) for source in sources]
+    names = model_names(list(models))
+    attention_by_model = [
+        _map_model(source, names[model], text, options, progress) for model, source in zip(models, sources, strict=True)
+    ]
     settings = {
         "text": text_digest(text),
         "items_format": needle.ITEMS_FORMAT,
@@ -148,7 +153,9 @@ def map_attention(models: Sequence[Path], options: AttentionMapOptions, progress
     return AttentionMaps(attention_by_model, settings)
 
 
-def _map_model(source: Source, text: str, options: AttentionMapOptions, progress: Progress) -> ModelAttention:
+def _map_model(
+    source: Source, name: str, text: str, options: AttentionMapOptions, progress: Progress
+) -> ModelAttention:
     model = load(source, options.recipe, resolve_dtype(options.dtype, options.device), options.device)
     tokenizer = source.tokenizer
     items = needle.make_items_for(TorchModel(model), tokenizer, text, options.plan)
@@ -156,11 +163,11 @@ def _map_model(source: Source, text: str, options: AttentionMapOptions, progress
     for number, item in enumerate(items, 1):
         observation = attention_by_part(model, make_prompt(tokenizer, item))
         observed_at.setdefault((item.length, item.depth), []).append(observation)
-        progress(number, len(items), source.path.name)
+        progress(number, len(items), name)
     model.require_fired()
     places = [_mean_at(*place, observed) for place, observed in sorted(observed_at.items())]
     return ModelAttention(
-        source.path.name,
+        name,
         model.config.diff_spec.generation,
         source.fingerprint,
         model.recipe.to_dict(),

@@ -23,6 +23,7 @@ from diffquant.support.devices import resolve_device, resolve_dtype
 from diffquant.support.files import check_distinct
 from diffquant.support.progress import Progress, silent
 from diffquant.support.versions import versions
+from diffquant.sweep.result import model_names
 from diffquant.text.corpus import load_text, text_digest
 from diffquant.text.tokens import token_windows
 
@@ -60,7 +61,9 @@ def find_outliers(models: Sequence[Path], options: OutlierOptions, progress: Pro
     check_distinct(models)
     options = replace(options, device=resolve_device(options.places.device if options.places else options.device))
     text = load_text(options.text)
-    outliers_by_model = [_measure_model(Path(model), text, options, progress) for model in models]
+    models = [Path(model) for model in models]
+    names = model_names(models)
+    outliers_by_model = [_measure_model(model, names[model], text, options, progress) for model in models]
     settings = {
         "text": text_digest(text),
         "window": options.window,
@@ -71,12 +74,12 @@ def find_outliers(models: Sequence[Path], options: OutlierOptions, progress: Pro
     return Outliers(outliers_by_model, settings)
 
 
-def _measure_model(path: Path, text: str, options: OutlierOptions, progress: Progress) -> ModelOutliers:
+def _measure_model(path: Path, name: str, text: str, options: OutlierOptions, progress: Progress) -> ModelOutliers:
     source = open_source(path)
     model = load(source, None, resolve_dtype(options.dtype, options.device), options.device, device_map=options.places)
     ids = token_windows(model, source.tokenizer, text, options.window, options.tokens)
     layers, overall = measure_magnitudes(model, ids, options.batch_tokens, progress)
-    return ModelOutliers(path.name, model.config.diff_spec.generation, source.fingerprint, ids.numel(), layers, overall)
+    return ModelOutliers(name, model.config.diff_spec.generation, source.fingerprint, ids.numel(), layers, overall)
 
 
 @torch.inference_mode()

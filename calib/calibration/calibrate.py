@@ -8,7 +8,8 @@ from diffquant.calib.calibration.observe import BATCH_TOKENS, observe_ranges, to
 from diffquant.calib.calibration.observers import Observer
 from diffquant.errors import UsageError
 from diffquant.loading import load
-from diffquant.recipe import CALIBRATED_TARGETS, Recipe
+from diffquant.recipe import Recipe
+from diffquant.recipe.targets import CALIBRATED_TARGETS
 from diffquant.source.places import Places
 from diffquant.source.ranges import Ranges
 from diffquant.source.source import Source, open_source

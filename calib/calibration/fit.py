@@ -12,7 +12,7 @@ from diffquant.family.spec import DiffSpec
 from diffquant.model.modeling import DiffTransformer
 from diffquant.model.walk import causal_logits, visible_entries
 from diffquant.numbers.absmax import max_code
-from diffquant.recipe import CALIBRATED_TARGETS
+from diffquant.recipe.targets import CALIBRATED_TARGETS
 from diffquant.report.tables import aligned
 from diffquant.support.progress import Progress, silent
 

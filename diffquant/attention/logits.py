@@ -147,26 +147,32 @@ def count_clipped(prepared: Tensor, scale: Tensor, scheme: Scheme) -> int | Tens
     return below.sum()
 
 
-def record_logits(
-    meter: Meter, prepared: Sequence[Tensor], largest: Sequence[Tensor], visible: Tensor | None, scheme: Scheme
-) -> None:
-    """Record in a meter the logits that are about to be rounded.
+def logit_scales(
+    prepared: Sequence[Tensor],
+    largest: Sequence[Tensor],
+    visible: Tensor | None,
+    scheme: Scheme,
+    meter: Meter | None = None,
+) -> list[Tensor]:
+    """Scales of logits that are about to be rounded, one tensor per map; a meter counts what they will do.
 
     Args:
-        meter: meter that counts.
         prepared: one [B, h, T, S] per map, from `prepare_logits` and `to_coded`.
         largest: their `magnitudes`.
         visible: bool, broadcastable to [B, h, T, S], or None if everything is visible.
         scheme: scheme of the logits.
+        meter: meter that counts; none by default.
     """
-    batch, _, length, keys = prepared[0].shape
-    heads = sum(logits.shape[1] for logits in prepared)
-    seen = batch * length * keys if visible is None else visible.sum() * (batch // visible.shape[0])
-    meter.count(seen * heads, 0)
-    for logits, top in zip(prepared, largest, strict=True):
-        scale = logit_scale(top, scheme.format, scheme.shift)
-        meter.count(0, count_clipped(logits, scale, scheme))
-        meter.record_scales(scale, top)
+    scales = [logit_scale(top, scheme.format, scheme.shift) for top in largest]
+    if meter is not None:
+        batch, _, length, keys = prepared[0].shape
+        heads = sum(logits.shape[1] for logits in prepared)
+        seen = batch * length * keys if visible is None else visible.sum() * (batch // visible.shape[0])
+        meter.count(seen * heads, 0)
+        for logits, top, scale in zip(prepared, largest, scales, strict=True):
+            meter.count(0, count_clipped(logits, scale, scheme))
+            meter.record_scales(scale, top)
+    return scales
 
 
 def _largest(logits: Tensor, sharing: Sharing) -> Tensor:

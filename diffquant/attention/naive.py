@@ -5,9 +5,9 @@ from torch import Tensor
 from diffquant.attention.logits import (
     binds_maps,
     from_coded,
+    logit_scales,
     magnitudes,
     prepare_logits,
-    record_logits,
     round_logits,
     to_coded,
 )
@@ -16,7 +16,6 @@ from diffquant.family.call import AttentionCall
 from diffquant.family.heads import each_pairs_noise
 from diffquant.family.norm import pair_norm
 from diffquant.numbers.absmax import compute_dtype
-from diffquant.numbers.logit_scales import logit_scale
 
 
 def naive(call: AttentionCall) -> Tensor:
@@ -40,12 +39,8 @@ def naive(call: AttentionCall) -> Tensor:
     if logits.quantizes:
         coded = to_coded([prepare_logits(x, visible, logits.shift) for x in map_logits], logits)
         largest = magnitudes(coded, logits, call.ranges)
-        if call.meter is not None:
-            record_logits(call.meter, coded, largest, visible, logits)
-        rounded = [
-            round_logits(x, logit_scale(top, logits.format, logits.shift), logits)
-            for x, top in zip(coded, largest, strict=True)
-        ]
+        scales = logit_scales(coded, largest, visible, logits, call.meter)
+        rounded = [round_logits(x, scale, logits) for x, scale in zip(coded, scales, strict=True)]
         map_logits = from_coded(rounded, logits)
     call.count()
     maps = [softmax_weights(x, visible, call.p) for x in map_logits]

@@ -9,9 +9,9 @@ from torch import Tensor
 from diffquant.attention.logits import (
     binds_maps,
     from_coded,
+    logit_scales,
     magnitudes,
     prepare_logits,
-    record_logits,
     round_logits,
     to_coded,
 )
@@ -19,7 +19,6 @@ from diffquant.attention.probabilities import softmax_weights
 from diffquant.family.call import AttentionCall
 from diffquant.family.heads import each_pairs_noise
 from diffquant.numbers.absmax import compute_dtype
-from diffquant.numbers.logit_scales import logit_scale
 
 # Number of logits to hold at once, over maps and heads: enough for efficient matrix products, a few tens of MB.
 _BLOCK_ENTRIES = 1 << 21
@@ -64,10 +63,8 @@ def softmax_blocks(call: AttentionCall, first: int = 0) -> Iterator[tuple[slice,
     for rows, coded, visible in _coded_blocks(call, first):
         if logits.quantizes:
             largest = shared or magnitudes(coded, logits, call.ranges)
-            if call.meter is not None:
-                record_logits(call.meter, coded, largest, visible, logits)
-            for each, top in zip(coded, largest, strict=True):
-                round_logits(each, logit_scale(top, logits.format, logits.shift), logits)
+            for each, scale in zip(coded, logit_scales(coded, largest, visible, logits, call.meter), strict=True):
+                round_logits(each, scale, logits)
         yield rows, [softmax_weights(x, visible, call.p) for x in from_coded(coded, logits)]
 
 

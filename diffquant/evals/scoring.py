@@ -128,13 +128,13 @@ def _logits_entries(device: torch.device) -> int:
 
 
 def _after_contexts(model: LanguageModel, requests: Sequence[Request], batch_tokens: int) -> Iterator[_Predictions]:
-    """Run each context once, then the continuations of all requests that share it."""
+    """Run each context once, then the continuations that share it; contexts are padded if they may be."""
     sharers: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for index, request in enumerate(requests):
         sharers[request.context].append(index)
-    contexts = sorted(sharers, key=len, reverse=True)
+    contexts = list(sharers)
     pass_cost = pass_cost_on(model.device.type)
-    for run in split_into_runs([*map(len, contexts)], batch_tokens, pass_cost=pass_cost):
+    for run in _batches(model, [*map(len, contexts)], batch_tokens, pass_cost):
         batch = [contexts[i] for i in run]
         owners = [sharers[context] for context in batch]
         # Contexts [B, S], left-padded: the state after the last token predicts each continuation's first.
@@ -163,19 +163,26 @@ def _whole(model: LanguageModel, requests: Sequence[Request], batch_tokens: int)
     """Run whole sequences [R, T], left-padded, or of one length if the model cannot take padding."""
     sequences = [request.context + request.continuation for request in requests]
     lengths = [len(sequence) - 1 for sequence in sequences]
-    order = sorted(range(len(requests)), key=lengths.__getitem__, reverse=True)
+    for owners in _batches(model, lengths, batch_tokens, pass_cost_on(model.device.type)):
+        tokens, real = (padded.to(model.device) for padded in _padded([sequences[i] for i in owners], is_left=True))
+        new = torch.tensor([[len(requests[i].continuation)] for i in owners], device=model.device)
+        # Score only the continuations' tokens.
+        scored = torch.arange(1, tokens.shape[1], device=model.device) >= tokens.shape[1] - new
+        states = model.read(tokens[:, :-1], None if real.all() else real[:, :-1])[scored]
+        owner_of = [[i] for i in owners for _ in requests[i].continuation]
+        yield _Predictions(states, tokens[:, 1:][scored].unsqueeze(1), owner_of, len(owners))
+
+
+def _batches(model: LanguageModel, lengths: Sequence[int], batch_tokens: int, pass_cost: int) -> Iterator[list[int]]:
+    """Sequences that run together, padded on the left: indices of `lengths`, the longest first.
+
+    They have one length if the model cannot take padding, which would shift the groups of tokens that share a scale.
+    """
+    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     groups = [order] if model.takes_padding else [list(alike) for _, alike in groupby(order, lengths.__getitem__)]
     for group in groups:
-        widths, pass_cost = [lengths[index] for index in group], pass_cost_on(model.device.type)
-        for run in split_into_runs(widths, batch_tokens, pass_cost=pass_cost):
-            owners = [group[place] for place in run]
-            tokens, real = (padded.to(model.device) for padded in _padded([sequences[i] for i in owners], is_left=True))
-            new = torch.tensor([[len(requests[i].continuation)] for i in owners], device=model.device)
-            # Score only the continuations' tokens.
-            scored = torch.arange(1, tokens.shape[1], device=model.device) >= tokens.shape[1] - new
-            states = model.read(tokens[:, :-1], None if real.all() else real[:, :-1])[scored]
-            owner_of = [[i] for i in owners for _ in requests[i].continuation]
-            yield _Predictions(states, tokens[:, 1:][scored].unsqueeze(1), owner_of, len(owners))
+        for run in split_into_runs([lengths[index] for index in group], batch_tokens, pass_cost=pass_cost):
+            yield [group[place] for place in run]
 
 
 def _padded(rows: Sequence[Sequence[int]], is_left: bool = False) -> tuple[Tensor, Tensor]:

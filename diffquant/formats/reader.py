@@ -21,6 +21,8 @@ from diffquant.support.plain_data import parse_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+# What peft calls the settings of a LoRA adapter.
+ADAPTER = "adapter_config.json"
 
 _DTYPES = {
     "F64": torch.float64,
@@ -150,6 +152,7 @@ class FolderCheckpoint(Checkpoint):
     def __init__(self, path: Path) -> None:
         self.path = path
         _check_links(path)
+        _check_adapter(path)
         self.config = read_json(path / "config.json")
         index = _read_index(path)
         shards = sorted(set(index.values())) if index else [SINGLE]
@@ -205,6 +208,19 @@ def _check_links(folder: Path) -> None:
         raise CheckpointError(
             f"checkpoint {folder} has links to files outside it, which are not followed: {', '.join(outside)}; "
             "put the files themselves there, or remove the links"
+        )
+
+
+def _check_adapter(folder: Path) -> None:
+    """Check that no LoRA adapter lies in the folder: transformers adds its weights, and nothing here reads them.
+
+    Raises:
+        CheckpointError: there is one.
+    """
+    if (folder / ADAPTER).is_file():
+        raise CheckpointError(
+            f"{folder} holds {ADAPTER}, and the weights of an adapter are not added here: merge it into the model "
+            f"(peft's merge_and_unload), or, to have the model without it, remove {ADAPTER}"
         )
 
 

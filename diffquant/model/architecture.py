@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from diffquant.errors import UsageError
 from diffquant.family.spec import DiffSpec
 from diffquant.model.blocks import Block, Blocks, Parameter, Parameters, Shape, TokenRows
-from diffquant.recipe import LAYER_TARGETS, Recipe
+from diffquant.recipe import Recipe
+from diffquant.recipe.targets import LAYER_TARGETS
 from diffquant.scheme import Scheme
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from diffquant.family.heads import PROJECTIONS, Projection
 from diffquant.family.lam import LAMBDA_VECTORS
 from diffquant.family.spec import DiffSpec
 from diffquant.model.activations import activation_named
-from diffquant.recipe import LAYER_TARGETS
+from diffquant.recipe.targets import LAYER_TARGETS
 
 if TYPE_CHECKING:
     from torch import nn

@@ -26,7 +26,8 @@ from diffquant.model.graphed_steps import GraphedSteps
 from diffquant.model.quantized_linear import QuantizedLinear
 from diffquant.model.walk import Walk
 from diffquant.numbers.rotation import rotation
-from diffquant.recipe import LAYER_TARGETS, Recipe
+from diffquant.recipe import Recipe
+from diffquant.recipe.targets import LAYER_TARGETS
 from diffquant.scheme import Scheme
 from diffquant.support.files import write_atomically
 from diffquant.support.spelling import spelled

@@ -7,7 +7,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from diffquant.errors import UsageError
-from diffquant.recipe import Recipe, target_of
+from diffquant.recipe import Recipe
+from diffquant.recipe.targets import target_of
 from diffquant.scheme import Scheme
 
 # Kinds of caches that hold what they have read and nothing else.
@@ -60,7 +61,7 @@ def check_generation(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
         given: arguments of `generate` by name.
 
     Raises:
-        UsageError: the model has no such cache, or drafts would change what it generates.
+        UsageError: the model has no such cache, or drafts or chunks of the prompt would change what it generates.
     """
     settings = given.get("generation_config") or model.generation_config
 
@@ -92,6 +93,11 @@ def check_generation(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
             f"assisted decoding and prompt lookup would give other tokens than decoding step by step: {refusal}; leave "
             "out assistant_model and prompt_lookup_num_tokens"
         )
+    refusal = dependence_on_steps(model.recipe) if asked("prefill_chunk_size") else None
+    if refusal is not None:
+        raise UsageError(
+            f"prefill_chunk_size would give other tokens than a prompt that is read at once: {refusal}; leave it out"
+        )
     for drafter in (given.get("assistant_model"), model if asked("is_assistant") else None):
         refusal = getattr(getattr(drafter, "model", None), "crop_refusal", None)
         if refusal is not None:
@@ -102,15 +108,15 @@ def dependence_on_steps(recipe: Recipe) -> str | None:
     """The reason why reading tokens at once, or dropping them again, changes results, or None if it does not."""
     of_cache = [scheme for target in ("k", "v") for scheme in recipe.schemes_of(target) if scheme.quantizes]
     if of_cache and recipe.residual:
-        return f"of the cache the newest {recipe.residual} tokens stay at 16 bits (residual), and drafts push some out"
+        return f"of the cache the newest {recipe.residual} tokens stay at 16 bits (residual)"
     blocks = [scheme for scheme in of_cache if not scheme.sharing.by_token]
     if blocks:
-        return f"keys at {blocks[0]} are rounded by blocks of tokens, and drafts fill some"
+        return f"keys at {blocks[0]} are rounded by blocks of tokens"
     for target, what in (("logits", "logits"), ("qk", "queries and keys"), ("pv", "values before P·V")):
         for scheme in recipe.schemes_of(target):
             by_token = scheme.granularity == "row" if target == "pv" else scheme.sharing.by_token
             if scheme.quantizes and (not by_token or scheme.smooth or scheme.smoothq):
-                return f"{what} at {scheme} have scales over several tokens, and drafts are read at once"
+                return f"{what} at {scheme} have scales over several tokens"
     return None
 
 

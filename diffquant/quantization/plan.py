@@ -16,7 +16,8 @@ from diffquant.formats.reader import Checkpoint, TensorInfo
 from diffquant.formats.writer import OutputTensor
 from diffquant.quantization.roundings import checked_rounding, rounding_named
 from diffquant.quantization.targets import Targets, targets_of
-from diffquant.recipe import LAYER_TARGETS, Recipe
+from diffquant.recipe import Recipe
+from diffquant.recipe.targets import LAYER_TARGETS
 from diffquant.report.sizes import compared_size, stored_bits
 from diffquant.report.tables import aligned, megabytes
 from diffquant.scheme import FULL, Scheme

@@ -42,10 +42,14 @@ def memory_source(model: CausalModel) -> Source:
     """The source that a loaded model is.
 
     Raises:
-        UsageError: its weights are at low bits already.
+        UsageError: its weights are at low bits already, or some lie on the disk.
     """
     if model.has_low_bit_weights:
         raise UsageError("the weights of this model are at low bits already; load its 16-bit checkpoint")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise UsageError(
+            "parts of this model are spread to other places (device_map); quantize its checkpoint's folder"
+        )
     checkpoint = MemoryCheckpoint(model)
     return Source(checkpoint, adapter_for(checkpoint.config).fitted_to(checkpoint.tensors), {}, {})
 

@@ -18,7 +18,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from diffquant.errors import CheckpointError, OutputExistsError, UsageError
-from diffquant.recipe import LAYER_TARGETS, Recipe
+from diffquant.recipe import Recipe
+from diffquant.recipe.targets import LAYER_TARGETS
 from diffquant.source.source import Source
 from diffquant.support.files import write_atomically
 from diffquant.support.outputs import check_written_file

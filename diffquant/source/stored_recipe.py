@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from diffquant.errors import CheckpointError, UsageError
-from diffquant.recipe import LAYER_TARGETS, Recipe, target_of
+from diffquant.recipe import Recipe
+from diffquant.recipe.targets import LAYER_TARGETS, target_of
 from diffquant.scheme import Scheme
 from diffquant.support.devices import DTYPES
 from diffquant.support.version import CONFIG_VERSION

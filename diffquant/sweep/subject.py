@@ -14,7 +14,8 @@ from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
 from diffquant.model.causal import CausalModel
 from diffquant.quantization.roundings import rounding_named, text_read_digest
-from diffquant.recipe import LAYER_TARGETS, Recipe
+from diffquant.recipe import Recipe
+from diffquant.recipe.targets import LAYER_TARGETS
 from diffquant.source.building import has_packed_kernels
 from diffquant.source.places import Places
 from diffquant.source.source import Source

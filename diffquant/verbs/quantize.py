@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeGuard, overload
 
 from diffquant.errors import UnknownModelTypeError, UsageError
-from diffquant.recipe import NEAREST, Recipe, RoundingSettings
+from diffquant.recipe import Recipe
+from diffquant.recipe.rounding import NEAREST, RoundingSettings
 from diffquant.support.durations import spoken
 from diffquant.support.progress import Progress, progress_for
 from diffquant.support.spelling import spelled

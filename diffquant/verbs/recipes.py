@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from diffquant.errors import UsageError
-from diffquant.recipe import LIKE, PRESETS, Recipe, RecipeLike
+from diffquant.recipe import Recipe, RecipeLike
+from diffquant.recipe.presets import LIKE, PRESETS
 from diffquant.support.spelling import spelled
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from diffquant.errors import CheckpointError, UsageError
+from diffquant.errors import CheckpointError, NonFiniteError, UsageError
 from diffquant.evals.prefixes import shares_prefixes
 from diffquant.export.manifest import check_unchanged, read_manifest
 from diffquant.export.runtime.session import InPlaceDecoder, OnnxModel
@@ -118,6 +118,7 @@ class Generator:
 
         Raises:
             UsageError: the ids fill the model's context.
+            NonFiniteError: logits overflow, or are no numbers.
         """
         if len(ids) >= self._context:
             raise UsageError(f"the prompt has {len(ids)} tokens; the model's context ends at {self._context}")
@@ -130,7 +131,7 @@ class Generator:
             logits = state.step(np.array([ids[first : first + self._chunk]]))[0, -1]
         self.speed = Speed(len(ids), 0, time.perf_counter() - started, cache_bytes=state.nbytes)
         for count in range(room):
-            token = pick(logits)
+            token = pick(self._finite(logits))
             if token in self._ends:
                 return
             self.speed.new_tokens += 1
@@ -140,6 +141,15 @@ class Generator:
                 before = time.perf_counter()
                 logits = state.step(np.array([[token]]))[0, -1]
                 self.speed.decode_seconds += time.perf_counter() - before
+
+    def _finite(self, logits: np.ndarray) -> np.ndarray:
+        if np.isfinite(logits.max()):
+            return logits
+        advice = f"export it with {spelled('dtype', 'float32')}" if logits.dtype == np.float16 else "export it again"
+        raise NonFiniteError(
+            f"{self.model.folder} computes NaN or infinity in {logits.dtype}, and no token can be chosen: {advice}; "
+            "verify says in which layer that begins"
+        )
 
 
 class FolderTokenizer:

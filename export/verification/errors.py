@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from diffquant.errors import DiffQuantError
-from diffquant.export.verification.reference import FLIPPING, FLIPPING_LOGITS, WHOLE, Reading, Reference
+from diffquant.export.verification.reference import FLIPPING, WHOLE, Reading, Reference
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def stage_noise(
         whole: passages and states to look for the largest error in, where those above are only beginnings of them: the
             largest of more positions is larger.
     """
-    many = FLIPPING_LOGITS if reference.rounds_logits else FLIPPING
+    many = reference.flipping
     rounded = FLIPPING if flips_alone else 0.0
     # Whether a code flips at all is chance; how much a flip does is seen where many do.
     if whole is None:
@@ -125,7 +125,8 @@ def stage_noise(
     # The whole passages come first, since the reference then knows their beginnings.
     (many_flipped,) = _disturbed(reference, *whole, rounds, reading, (many,))
     if many != FLIPPING:
-        return StageNoise(*_disturbed(reference, passages, states, rounds, reading, (rounded, FLIPPING)), many_flipped)
+        some, flipped = _disturbed(reference, passages, states, rounds, reading, (rounded, FLIPPING))
+        return StageNoise(some, flipped, many_flipped)
     (some,) = _disturbed(reference, passages, states, rounds, reading, (rounded,))
     return StageNoise(some, many_flipped.until([ids.shape[1] for ids in passages]), many_flipped)
 

@@ -67,7 +67,7 @@ class Reference:
         model: model with the exported weights' values.
         layers: number of layers.
         rounds: whether some products round their activations to int8.
-        rounds_logits: whether attention logits are rounded.
+        flipping: disturbance by which some codes fall to their neighbours, those of attention logits among them.
         knows_rounding: whether ONNX Runtime rounds activations by a rule that torch follows here.
     """
 
@@ -79,7 +79,7 @@ class Reference:
         self.model: DiffTransformer = load(source, Recipe(logits=options.logits), torch.float32, device="cpu")
         self.layers = self.model.config.num_hidden_layers
         self.rounds = False
-        self.rounds_logits = options.logits.quantizes
+        self.flipping = FLIPPING_LOGITS if options.logits.quantizes else FLIPPING
         self._shares_prefixes = shares_prefixes(Recipe(logits=options.logits))
         self.knows_rounding = True
         self._is_rounding = False

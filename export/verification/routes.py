@@ -48,12 +48,33 @@ def routes(model: OnnxModel, shares_prefixes: bool = True) -> Iterator[tuple[str
             yield "batch decode", (lambda *_: decoded) if shares_prefixes else _padded_then_decoded
 
 
-def decoded_in_place(model: OnnxModel, passage: np.ndarray) -> Run:
-    """Logits of a passage that is decoded as `diffquant run` does it: past and present share their memory."""
+def last_positions(model: OnnxModel, passages: Sequence[np.ndarray]) -> list[Run]:
+    """Logits as a folder gives them that gives each sequence's last ones, of any model.
+
+    The first passage is decoded as `diffquant run` does it, where past and present share their memory; the others are a
+    padded batch, which ends at a place of its own in each.
+    """
+    runs = [_decoded_in_place(model, passages[0])]
+    if model.takes_padding and len(passages) > 1:
+        padded, mask = _right_padded(passages[1:])
+        (logits,), _ = model.run(padded, mask, model.empty_cache(len(padded)))
+        for of, ids in zip(logits, passages[1:], strict=True):
+            length = ids.shape[1]
+            last = of[[length - 1 if model.gives_every_position else 0]]
+            runs.append(Run([_at_the_end(last, length)], (length,), length - 1))
+    return runs
+
+
+def _decoded_in_place(model: OnnxModel, passage: np.ndarray) -> Run:
     state = InPlaceDecoder(model, 1, passage.shape[1])
     lengths = _prompt_then_tokens(passage.shape[1])
-    logits = [state.step(chunk) for chunk in np.split(passage, _ends(lengths), 1)]
-    return Run([np.concatenate(logits, 1)], tuple(lengths), lengths[0] if len(lengths) > 1 else 0)
+    last = np.concatenate([state.step(chunk)[0, -1:] for chunk in np.split(passage, _ends(lengths), 1)])
+    return Run([_at_the_end(last, passage.shape[1])], tuple(lengths), lengths[0] - 1)
+
+
+def _at_the_end(logits: np.ndarray, length: int) -> np.ndarray:
+    """Logits [1, T, V] that end with these [n, V]; the others are not there to be compared."""
+    return np.pad(logits, ((length - len(logits), 0), (0, 0)), constant_values=np.nan)[None]
 
 
 def prefill(model: OnnxModel, passages: Sequence[np.ndarray], outputs: tuple[str, ...]) -> list[Run]:

@@ -13,7 +13,8 @@ from diffquant.model.causal import CausalModel
 from diffquant.model.walk import batches
 from diffquant.quantization.roundings import Rounder, rounding_named
 from diffquant.quantization.roundings.gptq.layer_inputs import inputs_on_the_way, readers_by_input
-from diffquant.recipe import Recipe, RoundingSettings
+from diffquant.recipe import Recipe
+from diffquant.recipe.rounding import RoundingSettings
 from diffquant.scheme import Scheme
 from diffquant.source.source import Source
 from diffquant.support.progress import silent

@@ -14,7 +14,7 @@ from diffquant.errors import UsageError
 from diffquant.family.mask import Mask
 from diffquant.family.norm import pair_norm
 from diffquant.numbers.rotation import rotation
-from diffquant.recipe import LIKE
+from diffquant.recipe.presets import LIKE
 from diffquant.verbs.recipes import chosen_recipe
 from tests.support.checkpoints import PHI4FLASH, SOURCES, write_checkpoint
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import sys
 
 import pytest
@@ -49,6 +50,18 @@ def test_outliers_stand_side_by_side_and_a_conversion_changes_none(run, models, 
     assert (tmp_path / "o" / "outliers.png").read_bytes().startswith(b"\x89PNG")
     code, out, _ = run("outliers", models[0], "--tokens", 128, "--window", 64)
     assert (code, out.splitlines()[0].split()[:4]) == (0, ["model", "activation", "top", "1"])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("outliers", "--tokens", 128, "--window", 64), ("attention-map", "--samples", 1, "--lengths", 120)],
+    ids=lambda words: words[0],
+)
+def test_models_whose_folders_are_called_alike_are_told_apart(run, models, tmp_path, arguments):
+    folders = [shutil.copytree(model, tmp_path / letter / "hf") for model, letter in zip(models, "ab", strict=True)]
+    code, out, err = run(*arguments, *folders, "--json")
+    assert code == 0, err
+    assert [model["name"] for model in json.loads(out)["models"]] == ["a/hf", "b/hf"]
 
 
 def test_attention_of_the_models_that_ship_by_depth(run, tmp_path):

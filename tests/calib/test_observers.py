@@ -20,7 +20,8 @@ from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
 from diffquant.model.cache import PackedStates
 from diffquant.model.modeling import TransformerWalk
-from diffquant.recipe import LAYER_TARGETS, Recipe
+from diffquant.recipe import Recipe
+from diffquant.recipe.targets import LAYER_TARGETS
 from diffquant.scheme import Scheme
 from diffquant.source.ranges import Ranges, read_any_ranges, write_ranges
 from diffquant.source.source import open_source

@@ -12,6 +12,7 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from compressed_tensors.quantization import QuantizationScheme
+from compressed_tensors.transform import TransformArgs, TransformConfig, TransformLocation, TransformScheme
 from safetensors.torch import load_file, save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
@@ -26,6 +27,7 @@ from diffquant.source.source import open_source
 from diffquant.source.weight_source import open_weights
 from tests.support.checkpoints import MOTIF3, edit_json, write_checkpoint, write_random
 from tests.support.models import random_ids
+from tests.support.oracles import agrees
 from tests.support.packed_folders import edit_entry, edit_tensors
 
 UP = "model.layers.0.mlp.up_proj"
@@ -128,7 +130,7 @@ def test_a_weight_is_what_compressed_tensors_decompresses(tmp_path, kind):
     checkpoint = open_checkpoint(tmp_path / "packed")
     assert len(expected) == 14
     for name, values in expected.items():
-        assert torch.equal(checkpoint.read(name).to(values.dtype), values)
+        agrees("compressed-tensors", f"{kind}: weights read", checkpoint.read(name).to(values.dtype), values)
         assert checkpoint.written_dtype(name) == torch.float16
     assert checkpoint.rounded_as == f"compressed-tensors {FOLDERS[kind][3]}"
     assert ("also round inputs" in checkpoint.note) == bool(FOLDERS[kind][2])
@@ -154,6 +156,36 @@ def test_what_is_quantized_in_weights_alone_stays_packed(tmp_path):
         config_groups={"group_0": {"targets": ["Linear"], "weights": FOLDERS["mxfp8"][1], "format": "mxfp8-quantized"}},
     )
     assert len(open_source(tmp_path / "packed").packed) == 14
+
+
+@pytest.mark.parametrize("location", TransformLocation)
+@pytest.mark.parametrize("kind", ["mxfp8", "int8"])
+def test_transforms_that_engines_compute_are_refused(tmp_path, kind, location):
+    """Those of weights alone were made before they were stored: it is compressed-tensors that says which they are."""
+    write_folder(tmp_path / "packed", kind)
+    applied = TransformArgs(targets=["re:.*down_proj$"], location=location)
+    transform = TransformScheme(type="hadamard", apply=[applied], head_dim=16)
+    edit_entry(tmp_path / "packed", transform_config=TransformConfig(config_groups={"R4": transform}).model_dump())
+    if applied.is_online():
+        with pytest.raises(CheckpointError, match=r"turns activations while the model runs \(R4\)"):
+            open_source(tmp_path / "packed")
+    else:
+        open_source(tmp_path / "packed")
+
+
+@pytest.mark.parametrize("config", [{}, {"config_groups": {}}, None])
+def test_no_transforms_are_none(tmp_path, config):
+    write_folder(tmp_path / "packed", "int8")
+    edit_entry(tmp_path / "packed", transform_config=config)
+    open_source(tmp_path / "packed")
+
+
+@pytest.mark.parametrize("config", [{"config_groups": ["R4"]}, "hadamard", {"config_groups": {"R4": {"apply": {}}}}])
+def test_transforms_of_another_form_are_refused(tmp_path, config):
+    write_folder(tmp_path / "packed", "int8")
+    edit_entry(tmp_path / "packed", transform_config=config)
+    with pytest.raises(CheckpointError, match="turns activations while the model runs"):
+        open_source(tmp_path / "packed")
 
 
 def test_integers_in_groups_of_any_order_follow_their_index(tmp_path):
@@ -192,7 +224,7 @@ def test_fp8_in_blocks_is_what_transformers_dequantizes(tmp_path):
     checkpoint = open_checkpoint(tmp_path / "packed")
     assert len(expected) == 14
     for name, values in expected.items():
-        assert torch.equal(checkpoint.read(name), values)
+        agrees("transformers", "fp8 of blocks: weights read", checkpoint.read(name), values)
     assert checkpoint.rounded_as == "FP8 in blocks of 32x16"
     assert torch.isfinite(load(tmp_path / "packed", dtype=torch.float32)(random_ids()).logits).all()
 

@@ -144,6 +144,13 @@ def test_a_header_that_gives_something_twice_is_refused_by_name(tmp_path, part):
         open_checkpoint(folder)
 
 
+def test_an_adapter_beside_the_weights_is_refused_and_not_left_out(sharded):
+    """transformers opens such a folder as the model with its adapter."""
+    (sharded / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "base"}')
+    with pytest.raises(CheckpointError, match=r"the weights of an adapter are not added here: merge it"):
+        open_checkpoint(sharded)
+
+
 def test_pickles_are_not_opened(tmp_path):
     write_diffllama(tmp_path / "model")
     (tmp_path / "model/model.safetensors").rename(tmp_path / "model/pytorch_model.bin")

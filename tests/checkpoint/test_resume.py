@@ -12,7 +12,8 @@ from diffquant.errors import DiffQuantError, OutputExistsError
 from diffquant.quantization.quantize import quantize
 from diffquant.quantization.roundings.base import Rounder
 from diffquant.quantization.roundings.nearest import Nearest, round_to_nearest
-from diffquant.recipe import Recipe, RoundingSettings
+from diffquant.recipe import Recipe
+from diffquant.recipe.rounding import RoundingSettings
 from tests.support.checkpoints import contents, write_diffllama
 
 KILLED_AT = 0.6

@@ -96,6 +96,14 @@ RECIPES = {
     "qk smooth": Recipe.of(qk="4:head:smooth"),
     "qk block": Recipe.of(qk="4:b16"),
     "block": Recipe.of(logits="4:b16"),
+    "logits group": Recipe.of(logits="4:g16"),
+    "logits nvfp4": Recipe.of(logits="nvfp4"),
+    "p row": Recipe.of(p="8:row"),
+    "p group": Recipe.of(p="4:g16"),
+    "p mxfp8 of a layer": Recipe.of(overrides={"*.layers.1.*.p": "mxfp8"}),
+    "pv row": Recipe.of(pv="6:row"),
+    "pv group": Recipe.of(pv="4:g16"),
+    "pv channel": Recipe.of(pv="e4m3:channel"),
     "k column": Recipe.of(k="4:c16", v="4:row"),
     "residual": Recipe.of(kv="4:row", residual=9),
 }
@@ -119,12 +127,14 @@ def test_a_quantized_score_is_that_of_its_sequence_run_alone(diff_v2, recipe):
 
 def test_prefixes_are_shared_only_where_no_scale_spans_rows():
     shared = {name for name, recipe in RECIPES.items() if shares_prefixes(recipe)}
-    assert shared == {"16 bits", "row", "row shift", "kv row", "kv group"}
+    of_groups = {"logits group", "logits nvfp4", "p group", "p mxfp8 of a layer"}
+    assert shared == {"16 bits", "row", "row shift", "kv row", "kv group", "p row", "pv row", *of_groups}
 
 
 def test_sequences_are_padded_only_where_no_scale_spans_so_many_tokens():
     padded = {name for name, recipe in RECIPES.items() if takes_padding(recipe)}
-    assert set(RECIPES) - padded == {"block", "qk block", "k column"}
+    counted = {"logits group", "logits nvfp4", "p group", "p mxfp8 of a layer", "pv group"}
+    assert set(RECIPES) - padded == {"block", "qk block", "k column", *counted}
 
 
 @pytest.mark.parametrize(("granularity", "passes"), [("tensor", 1), ("b16", 5)])

@@ -47,9 +47,11 @@ BASES = {
     "long": ("unilm-v2-half", LOW),
     "no cache": ("unilm-v1", {"cache": False}),
     "spanning logits": ("unilm-v2-half", LOW | {"logits": "6:tensor"}),
+    "portable": ("unilm-v2-half", LOW | {"portable": True}),
+    "flex": ("unilm-v1-plain", {"op": "flex", "weights": "4:g32", "kv_bits": 8}),
 }
 # Beyond the passages that these tests read, and beyond the default context of their models.
-CONTEXTS = {"long": 512}
+CONTEXTS = {"long": 512, "portable": 512, "flex": 512}
 
 
 @pytest.fixture(scope="module")
@@ -230,7 +232,11 @@ def window_of(size, layer):
 def no_first_call_of_one_token(e):
     """Count two tokens at least."""
     e.constants(at_least=[1])
-    e.behind("Sub", lambda before, after: [helper.make_node("Max", [before, "at_least"], [after])])
+    e.behind("last_token", lambda before, after: [helper.make_node("Max", [before, "at_least"], [after])])
+
+
+def one_less(before, after):
+    return [helper.make_node("Sub", [before, "before_last"], [after])]
 
 
 def fails_behind_a_token(e):
@@ -275,6 +281,10 @@ FAULTS = {
     "one channel's scale x 1.5": ("llama", one_scaled(f"{N}.k_scale", 1.5)),
     "a cache emptied where logit scales span rows": ("spanning logits", cache_emptied),
     "a first call of one token counted as two": ("v2", no_first_call_of_one_token),
+    "a cache row overwritten in a portable folder": ("portable", row_overwritten),
+    "padding counted as tokens in a portable folder": ("portable", all_visible),
+    "values one row late beside FlexAttention": ("flex", lambda e: with_rows(e, present("value"), (0, 1), (0, -1))),
+    "a cache's scales x 1.02 beside FlexAttention": ("flex", scaled(f"{N}.v_scale", 1.02)),
     "a graph that cannot run behind a token": ("untied", fails_behind_a_token),
     # Weights.
     "scales x 1.05": ("v2", scales_larger),
@@ -308,7 +318,10 @@ FAULTS = {
     "the final norm missing": ("v1", skipped("RMSNormalization", "layers.1.output")),
     "a pair's norm missing": ("float32", skipped(f"{N}.RMSNormalization_2", f"{N}.Reshape")),
     "another epsilon": ("v2", lambda e: e.set_attribute("epsilon", 1e-2, [e.node(f"{N}.RMSNormalization")])),
-    "a rectangle for the sigmoid's gate": ("v1", given(f"{N}.Mul", 1, f"{N}.MatMulNBits_5")),
+    "a rectangle for the sigmoid's gate": (
+        "v1",
+        given(f"{N}.Mul", 1, f"{weight('gate').removesuffix('.weight')}.product"),
+    ),
     "a layer left out": ("v2", skipped(f"{N}.output", "layers.0.output")),
     "a layer's attention left out": ("llama", skipped(f"{N}.Add", "layers.0.output")),
     "a residual left out": ("v1", given(f"{N}.output", 0, "layers.0.output")),
@@ -321,8 +334,13 @@ FAULTS = {
     "no rotation from position 300 on": ("long", unrotated_from(300)),
     "no rotation from position 60 on, without a cache": ("no cache", unrotated_from(60)),
     "one angle wrong at the last position": ("long", lambda e: e.change("sin_cache", one_sine)),
+    "no rotation from position 300 on in a portable folder": ("portable", unrotated_from(300)),
+    "no rotation from position 300 on beside FlexAttention": ("flex", unrotated_from(300)),
+    "another λ beside FlexAttention": ("flex", scaled(f"{N}.lambda", 1.2)),
     "a window of 250 in one layer": ("long", window_of(250, LAYER)),
     "a window of 40 in one layer, without a cache": ("no cache", window_of(40, LAYER)),
+    "the last place read where a shorter sequence has padding": ("v1", given("Unsqueeze", 0, "Sub")),
+    "a prompt's last position but one": ("pure", lambda e: e.behind("Min", one_less, before_last=[1])),
     # The function body, which stock ONNX Runtime computes.
     "body: the noise is added": ("v1", body_adds_the_noise),
     "body: no rotation": ("v2", body_without_rotation),
@@ -484,6 +502,7 @@ SOUND = {
     "V2, float16": ("unilm-v2-half", {"dtype": "float16"}),
     "V2, float16, 4 bits, cache 8, embedding 8": ("unilm-v2-half", LOW | {"dtype": "float16"}),
     "V2, 4-bit logits with a scale per tensor": ("unilm-v2", {"logits": "4:tensor", "weights": "8:g32"}),
+    "V2, 6-bit logits with a scale per tensor, 4 bits": ("unilm-v2-half", {"logits": "6:tensor", "weights": "4:g32"}),
     "V2, 4-bit logits per tensor, standard ops, no cache": (
         "unilm-v2-half",
         {"logits": "4:tensor", "pure": True, "cache": False},

@@ -123,6 +123,21 @@ def test_what_is_refused_does_give_other_tokens(recipe, monkeypatch):
     assert not all(torch.equal(*pair) for pair in zip(kept, drafted, strict=True))
 
 
+@pytest.mark.parametrize(("said", "recipe"), DEPENDENT.items(), ids=DEPENDENT)
+def test_prompts_in_chunks_are_refused_where_they_would_change_the_tokens(said, recipe):
+    model = ours(random_diffllama(num_key_value_heads=4))
+    model.apply_recipe(Recipe.of(**recipe))
+    refused(f"prefill_chunk_size would give other tokens.*{said}", asked, model, prefill_chunk_size=5)
+    refused(said, model.generate, IDS, GenerationConfig(prefill_chunk_size=5, **GREEDY))
+
+
+@pytest.mark.parametrize("recipe", EXACT, ids=str)
+def test_prompts_in_chunks_give_the_tokens_of_prompts_at_once(recipe):
+    model = ours(random_diffllama(num_key_value_heads=4))
+    model.apply_recipe(Recipe.of(**recipe))
+    assert torch.equal(asked(model, prefill_chunk_size=5), asked(model))
+
+
 def test_states_that_cannot_go_back_are_no_drafts(folders):
     phi, llama = load(folders["phi4flash"]), random_llama()
     said = "Mamba's states and the windows of this model do not hold what was before"

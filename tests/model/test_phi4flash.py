@@ -27,7 +27,7 @@ from diffquant.model.sambay.mamba import Mamba
 from diffquant.model.windowed_cache import WindowedLayer
 from diffquant.quantization.roundings import rounding_named
 from diffquant.quantization.roundings.tuned import descent
-from diffquant.recipe import RoundingSettings
+from diffquant.recipe.rounding import RoundingSettings
 from diffquant.scheme import Scheme
 from diffquant.source.source import open_source
 from diffquant.support.progress import silent

@@ -17,7 +17,7 @@ from diffquant.quantization.roundings.gptq import sequence
 from diffquant.quantization.roundings.gptq.compensation import Inputs, damped, in_order_of_inputs, retargeting
 from diffquant.quantization.roundings.gptq.layer_inputs import readers_by_input
 from diffquant.quantization.roundings.mse import fitted_scale
-from diffquant.recipe import RoundingSettings
+from diffquant.recipe.rounding import RoundingSettings
 from diffquant.source.source import open_source
 from diffquant.text.tokens import token_windows
 from tests.support import tiny_lm

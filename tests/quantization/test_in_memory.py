@@ -71,6 +71,14 @@ def test_a_model_that_is_quantized_is_refused(tmp_path):
         diffquant.quantize(diffquant.quantize(model, weights="4:g32"), weights="4:g32")
 
 
+def test_a_model_whose_parts_lie_on_the_disk_is_refused(tmp_path):
+    checkpoint = write_checkpoint(tmp_path / "given", "llama")
+    places = {"model.embed_tokens": "cpu", "model.layers": "disk", "model.norm": "cpu", "lm_head": "cpu"}
+    model = diffquant.load(checkpoint, device_map=places, offload_folder=tmp_path / "offloaded")
+    with pytest.raises(UsageError, match="are spread to other places"):
+        diffquant.quantize(model, weights="8:row")
+
+
 def test_a_checkpoint_without_an_output_is_refused(tmp_path):
     with pytest.raises(UsageError, match="a folder to write to is missing"):
         diffquant.quantize(write_checkpoint(tmp_path / "given", "llama"), weights="4:g32")

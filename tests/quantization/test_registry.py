@@ -11,7 +11,8 @@ from diffquant.loading import load
 from diffquant.quantization import roundings
 from diffquant.quantization.quantize import quantize
 from diffquant.quantization.roundings import Rounder, Rounding, register, rounding_named
-from diffquant.recipe import Recipe, RoundingSettings
+from diffquant.recipe import Recipe
+from diffquant.recipe.rounding import RoundingSettings
 from diffquant.source import source as source_module
 from diffquant.sweep import SweepOptions, run_sweep
 from diffquant.sweep.evaluate import evaluate

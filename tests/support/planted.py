@@ -10,9 +10,10 @@ import numpy as np
 import onnx
 from onnx import FunctionProto, NodeProto, TensorProto, helper, numpy_helper
 
-from diffquant.export.files import DATA_FILE, MODEL_FILE
+from diffquant.export.files import Layout, layout_of
 from diffquant.export.manifest import FILE
 from diffquant.support.digests import FileDigests
+from tests.support.stacks import rows_of
 
 LAYER = 1
 _RANGE = np.iinfo(np.int64)
@@ -34,27 +35,31 @@ class PlantedExport:
     def copy(cls, folder: Path, to: Path) -> "PlantedExport":
         """Copy a folder and open the copy."""
         shutil.copytree(folder, to)
-        return cls(to, onnx.load(to / MODEL_FILE, load_external_data=False))
+        return cls(to, onnx.load(to / layout_of(to).model, load_external_data=False))
+
+    @property
+    def layout(self) -> Layout:
+        return layout_of(self.folder)
 
     def save(self) -> None:
         """Write the graph, and have the record agree with what is there now."""
-        onnx.save(self.model, self.folder / MODEL_FILE)
+        onnx.save(self.model, self.folder / self.layout.model)
         record = json.loads((self.folder / FILE).read_text())
-        record |= FileDigests.of(self.folder / name for name in (MODEL_FILE, DATA_FILE)).to_dict()
+        record |= FileDigests.within(self.folder, (self.layout.model, self.layout.data)).to_dict()
         (self.folder / FILE).write_text(json.dumps(record))
 
     def change(self, name: str, edit: Callable[[np.ndarray], np.ndarray]) -> None:
-        """Replace an initializer's values by others of the same shape."""
-        proto = next(tensor for tensor in self.model.graph.initializer if tensor.name == name)
+        """Replace the values of an initializer, or of a matrix in one, by others of the same shape."""
+        proto, rows = rows_of(self.model, name)
         if proto.data_location != TensorProto.EXTERNAL:
             proto.CopyFrom(numpy_helper.from_array(edit(numpy_helper.to_array(proto).copy()), name))
             return
         entries = {entry.key: entry.value for entry in proto.external_data}
         dtype = helper.tensor_dtype_to_np_dtype(proto.data_type)
-        data = np.memmap(self.folder / DATA_FILE, dtype, "r+", int(entries["offset"]), tuple(proto.dims))
-        changed = edit(np.array(data))
-        assert (changed != data).any()
-        data[:] = changed
+        data = np.memmap(self.folder / self.layout.data, dtype, "r+", int(entries["offset"]), tuple(proto.dims))
+        changed = edit(np.array(data[rows]))
+        assert (changed != data[rows]).any()
+        data[rows] = changed
         data.flush()
 
     def node(self, output: str) -> NodeProto:

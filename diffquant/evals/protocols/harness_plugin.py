@@ -12,7 +12,8 @@ from diffquant.evals.defaults import batch_tokens_on
 from diffquant.evals.protocols.harness_model import HarnessModel
 from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import check_loadable, load
-from diffquant.recipe import PRESETS, Recipe, RecipeLike
+from diffquant.recipe import Recipe, RecipeLike
+from diffquant.recipe.presets import PRESETS
 from diffquant.source.places import DeviceMap, Places
 from diffquant.source.source import Source, open_source
 from diffquant.support.devices import resolve_device, resolve_dtype

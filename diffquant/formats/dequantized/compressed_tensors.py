@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diffquant.errors import CheckpointError
 from diffquant.formats.compressed_tensors import GLOBAL, PACKED, SCALE, SHAPE, target_of
 from diffquant.formats.dequantized.base import Contents, Parts, RoundedMatrix, modules_with, register
 from diffquant.formats.dequantized.floats import float_matrix, model_dtype, spreading, without_scales
@@ -35,6 +36,9 @@ _ROUNDED_ALSO = {"input_activations": "inputs", "output_activations": "outputs"}
 _UNUSED = ("input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point")
 _OF_CACHES = (".k_scale", ".v_scale", ".q_scale", ".k_zero_point", ".v_zero_point")
 
+# Where a transform changes weights before they are stored.
+_OF_WEIGHTS = ("weight_input", "weight_output")
+
 Groups = Mapping[str, Mapping[str, Any]]
 
 
@@ -45,6 +49,11 @@ def read_compressed_tensors(entry: Mapping[str, Any], stored: Checkpoint) -> Con
     Raises:
         CheckpointError: tensors or settings are not what the layouts have; all are named.
     """
+    if online := _online_transforms(entry.get("transform_config")):
+        raise CheckpointError(
+            f"{stored.path}: transform_config of quantization_config turns activations while the model runs "
+            f"({', '.join(online)}), which is not computed here"
+        )
     groups = entry.get("config_groups")
     if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
         return None
@@ -76,6 +85,21 @@ def read_compressed_tensors(entry: Mapping[str, Any], stored: Checkpoint) -> Con
     caches = tuple(name for name in stored.tensors if name.endswith(_OF_CACHES))
     kind = f"compressed-tensors {'/'.join(dict.fromkeys(kinds))}"
     return Contents(kind, matrices, caches, _note(entry, groups))
+
+
+def _online_transforms(config: Any) -> list[str]:
+    """Names of transforms that an engine has to compute; those of weights alone stand in the weights as stored."""
+    groups = config.get("config_groups") if isinstance(config, Mapping) else config
+    if not isinstance(groups, Mapping):
+        return ["no groups of transforms"] if groups else []
+    return [str(name) for name, group in groups.items() if not _is_offline(group)]
+
+
+def _is_offline(group: Any) -> bool:
+    applied = group.get("apply") if isinstance(group, Mapping) else None
+    return isinstance(applied, list) and all(
+        isinstance(each, Mapping) and each.get("location") in _OF_WEIGHTS for each in applied
+    )
 
 
 def _is_read_here(group: Mapping[str, Any]) -> bool:

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from diffquant.family.spec import DiffSpec
 from diffquant.model.blocks import Block, Parameter, Parameters, TokenRows, below, linear, token_rows
-from diffquant.recipe import LAYER_TARGETS
+from diffquant.recipe.targets import LAYER_TARGETS
 
 # What the gate of an output channel has beside its projection; no checkpoint stores it.
 GATE_BIAS = 1.15

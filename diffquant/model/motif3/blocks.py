@@ -17,7 +17,7 @@ from diffquant.model.blocks import (
     below,
     linear,
 )
-from diffquant.recipe import LAYER_TARGETS
+from diffquant.recipe.targets import LAYER_TARGETS
 
 
 @dataclass(frozen=True)

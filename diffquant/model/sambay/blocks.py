@@ -17,7 +17,7 @@ from diffquant.model.blocks import (
     pair_parameters,
     token_rows,
 )
-from diffquant.recipe import LAYER_TARGETS
+from diffquant.recipe.targets import LAYER_TARGETS
 
 if TYPE_CHECKING:
     from torch import nn

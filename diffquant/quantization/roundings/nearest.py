@@ -7,7 +7,7 @@ from torch import Tensor
 
 from diffquant.formats.compressed_tensors import weight_codes, weight_scale
 from diffquant.quantization.roundings.base import Rounder, Rounding, register
-from diffquant.recipe import RoundingSettings
+from diffquant.recipe.rounding import RoundingSettings
 from diffquant.scheme import Scheme
 from diffquant.source.source import Source
 from diffquant.source.weight_source import WeightSource

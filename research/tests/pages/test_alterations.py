@@ -19,7 +19,7 @@ def is_noticed(alteration: Alteration, tmp_path) -> bool:
 
 def test_nine_in_ten_of_an_audits_alterations_are_noticed(tmp_path):
     alterations = list(audited())
-    assert len(alterations) >= 50, "the sentences of many alterations are gone: put others in audited.json"
+    assert len(alterations) >= 60, "the sentences of many of the 67 are gone: put others in audited.json"
     unnoticed = missed(alterations, tmp_path)
     assert len(unnoticed) <= len(alterations) // 10, "\n".join(unnoticed)
 

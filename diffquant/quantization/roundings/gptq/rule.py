@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from diffquant.quantization.roundings.base import Rounder, Rounding, register
 from diffquant.quantization.roundings.mse import round_with_clipping
-from diffquant.recipe import ROUNDING_OPTIONS, RoundingSettings
+from diffquant.recipe.rounding import ROUNDING_OPTIONS, RoundingSettings
 from diffquant.scheme import Scheme
 from diffquant.source.source import Source, open_source
 from diffquant.source.weight_source import WeightSource

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from diffquant.quantization.roundings.base import Rounder, Rounding, register
 from diffquant.quantization.roundings.mse import round_with_clipping
-from diffquant.recipe import RoundingSettings
+from diffquant.recipe.rounding import RoundingSettings
 from diffquant.scheme import Scheme
 from diffquant.source.source import Source, open_source
 from diffquant.source.weight_source import WeightSource
@@ -20,7 +20,7 @@ class Tuned(Rounding):
     """Codes and scales of a layer's weights, tuned together; a weight outside the layers is rounded as by mse."""
 
     name = "tuned"
-    needs_text = needs_even_levels = True
+    needs_text = True
     # 360 s where gptq takes its 150 s.
     work = 15.5
 

@@ -1,0 +1,269 @@
+"""A `Recipe` says how a model is quantized: a scheme for each kind of tensor, overrides by name, and a rounding."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from diffquant.errors import UsageError
+from diffquant.recipe.rounding import NEAREST, RoundingSettings
+from diffquant.recipe.targets import (
+    LAYER_TARGETS,
+    TARGETS,
+    UNSAID,
+    check_allowed,
+    layer_name,
+    parse_for,
+    parse_overrides,
+    target_of,
+)
+from diffquant.scheme import FULL, Scheme
+from diffquant.support.suggestion import did_you_mean
+from diffquant.support.version import CONFIG_VERSION
+
+
+@dataclass(frozen=True, repr=False)
+class Recipe:
+    """What is quantized in a model, and how. Every target defaults to 16 bits.
+
+    Most recipes are made of texts, by `Recipe.of` or by a verb that is given them:
+
+        >>> Recipe.of(weights="4:g32", kv=8)
+        Recipe.of(weights='4:g32', kv='8:row')
+
+    Attributes:
+        weights: scheme of the linear layers' weights.
+        k, v: schemes of the KV cache.
+        logits: scheme of Q·Kᵀ·scale of each map, before softmax (simulated).
+        qk: scheme of the queries and keys that Q·Kᵀ is computed of (simulated).
+        p: scheme of each map's softmax weights before they are divided by their row's sum (simulated).
+        pv: scheme of the values that the weights are multiplied with, beside that of the cache (simulated).
+        residual: number of newest tokens of the cache that stay 16-bit.
+        overrides: schemes by name pattern (shell wildcards); the first match wins. A pattern names modules whose
+            weight it is about, or where it ends in ".k", ".v", ".logits", ".qk", ".p" or ".pv" the cache,
+            logits or operands of a layer: "model.layers.3.self_attn.k".
+        rounding: rule by which weights become codes and scales.
+    """
+
+    weights: Scheme = FULL
+    k: Scheme = FULL
+    v: Scheme = FULL
+    logits: Scheme = FULL
+    qk: Scheme = FULL
+    p: Scheme = FULL
+    pv: Scheme = FULL
+    residual: int = 0
+    overrides: Mapping[str, Scheme] = field(default_factory=dict)
+    rounding: RoundingSettings = NEAREST
+
+    def __post_init__(self) -> None:
+        for target in TARGETS:
+            check_allowed(target, getattr(self, target))
+        for pattern, scheme in self.overrides.items():
+            check_allowed(target_of(pattern), scheme, f"override {pattern!r}")
+        if self.residual < 0:
+            raise UsageError(f"residual must be 0 or more tokens, got {self.residual}")
+
+    @classmethod
+    def of(
+        cls,
+        weights: str | int = 16,
+        kv: str | int = 16,
+        k: str | int | None = None,
+        v: str | int | None = None,
+        logits: str | int = 16,
+        residual: int = 0,
+        overrides: Mapping[str, str] | None = None,
+        rounding: str | Mapping[str, Any] = NEAREST.name,
+        qk: str | int = 16,
+        p: str | int = 16,
+        pv: str | int = 16,
+    ) -> "Recipe":
+        """A recipe from scheme texts; `kv` serves whichever of `k` and `v` is not given.
+
+        Args:
+            rounding: a rounding's name, or a mapping as `RoundingSettings.parse` reads it.
+        """
+        return cls(
+            weights=parse_for("weights", weights),
+            k=parse_for("k", kv if k is None else k),
+            v=parse_for("v", kv if v is None else v),
+            logits=parse_for("logits", logits),
+            qk=parse_for("qk", qk),
+            p=parse_for("p", p),
+            pv=parse_for("pv", pv),
+            residual=residual,
+            overrides=parse_overrides(overrides or {}),
+            rounding=RoundingSettings.parse(rounding),
+        )
+
+    @classmethod
+    def parse(cls, given: "RecipeLike") -> "Recipe":
+        """A recipe from what people write: a scheme of the weights, entries by name, or a YAML file.
+
+        Args:
+            given: a recipe; a scheme of the weights such as "4:g32" or 8; a mapping such as
+                {"weights": "4:g32", "kv": 8}, as `from_dict` reads it; or the `Path` of a YAML file.
+
+        Raises:
+            UsageError: it is none of these, or cannot be read.
+        """
+        if isinstance(given, Recipe):
+            return given
+        if isinstance(given, str | int):
+            return cls.of(weights=given)
+        if isinstance(given, Path):
+            return cls.read(given)
+        if isinstance(given, Mapping):
+            return cls.from_dict(given)
+        raise UsageError(
+            f"a recipe is a scheme of the weights such as '4:g32', a mapping such as {{'weights': '4:g32', 'kv': 8}}, "
+            f"the Path of a YAML file or a Recipe; got {given!r}"
+        )
+
+    @classmethod
+    def from_dict(cls, entries: Mapping[str, Any]) -> "Recipe":
+        """Inverse of `to_dict`; `kv` serves whichever of `k` and `v` is not given.
+
+        Raises:
+            UsageError: a key is unknown (the nearest known one is named), or a scheme is malformed.
+        """
+        known = [*(f.name for f in fields(cls)), "kv"]
+        unknown = [key for key in entries if key not in known]
+        if unknown:
+            raise UsageError("; ".join(f"unknown recipe key {key!r}{did_you_mean(str(key), known)}" for key in unknown))
+        overrides = entries.get("overrides") or {}
+        residual = entries.get("residual", 0)
+        if not isinstance(overrides, Mapping):
+            raise UsageError(f"overrides must map name patterns to schemes, got {overrides!r}")
+        if type(residual) is not int:
+            raise UsageError(f"residual must be a number of tokens, got {residual!r}")
+        if "kv" in entries:
+            entries = {"k": entries["kv"], "v": entries["kv"], **entries}
+        schemes = {target: parse_for(target, entries[target]) for target in TARGETS if target in entries}
+        rounding = RoundingSettings.parse(entries.get("rounding", NEAREST.name))
+        return cls(**schemes, residual=residual, overrides=parse_overrides(overrides), rounding=rounding)
+
+    @classmethod
+    def read(cls, path: Path) -> "Recipe":
+        """Read a recipe from a YAML file."""
+        # Here, since a recipe of options is made without the time that importing yaml takes.
+        from diffquant.support.yaml_text import parse_yaml
+
+        try:
+            entries = parse_yaml(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UsageError(f"cannot read recipe {path}: {error}") from error
+        if not isinstance(entries, dict):
+            raise UsageError(f"recipe {path} must be a mapping of {', '.join(f.name for f in fields(cls))}")
+        try:
+            return cls.from_dict(entries)
+        except UsageError as error:
+            raise UsageError(f"recipe {path}: {error}") from error
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data: scheme texts, the residual and the overrides; operands and rounding where they are not plain."""
+        schemes = {target: getattr(self, target) for target in TARGETS}
+        stated = {target: str(s) for target, s in schemes.items() if s.quantizes or target not in UNSAID}
+        rounding = {} if self.rounding == NEAREST else {"rounding": self.rounding.to_plain()}
+        return {
+            **stated,
+            "residual": self.residual,
+            "overrides": {pattern: str(scheme) for pattern, scheme in self.overrides.items()},
+            **rounding,
+        }
+
+    def to_config(self) -> dict[str, Any]:
+        """The content of `diffquant_config` in the config.json of a checkpoint under this recipe."""
+        return {"version": CONFIG_VERSION, "recipe": self.to_dict()}
+
+    def __repr__(self) -> str:
+        """An expression that makes the recipe, without what is at its default."""
+        entries, defaults = self.to_dict(), Recipe().to_dict()
+        if entries["k"] == entries["v"]:
+            entries = {"weights": entries["weights"], "kv": entries.pop("k"), **entries, "v": defaults["v"]}
+            defaults["kv"] = defaults["k"]
+        stated = {name: value for name, value in entries.items() if value != defaults.get(name)}
+        return f"Recipe.of({', '.join(f'{name}={value!r}' for name, value in stated.items())})"
+
+    def to_yaml(self) -> str:
+        import yaml
+
+        return yaml.safe_dump(self.to_dict(), sort_keys=False)
+
+    def weight_scheme(self, module: str, by_default: bool = True) -> Scheme:
+        """Scheme of a module's weight.
+
+        Args:
+            module: full name without ".weight".
+            by_default: whether `weights` applies to it when no override does (embeddings, λ
+                projections and the head stay 16-bit unless an override names them).
+        """
+        for pattern, scheme in self.weight_overrides.items():
+            if fnmatchcase(module, pattern):
+                return scheme
+        return self.weights if by_default else FULL
+
+    @property
+    def weight_overrides(self) -> dict[str, Scheme]:
+        return {pattern: scheme for pattern, scheme in self.overrides.items() if target_of(pattern) == "weights"}
+
+    def at_layer(self, layer: int) -> "Recipe":
+        """This recipe with the schemes of one layer's `LAYER_TARGETS`, overrides applied."""
+        of_layer = {target: self._scheme_at(target, layer) for target in LAYER_TARGETS}
+        return replace(self, **of_layer, overrides=self.weight_overrides)  # type: ignore[arg-type]
+
+    def schemes_of(self, target: str) -> set[Scheme]:
+        """Every scheme that some layer may have for one of `LAYER_TARGETS`."""
+        return {getattr(self, target)} | {s for pattern, s in self.overrides.items() if target_of(pattern) == target}
+
+    @property
+    def schemes(self) -> set[Scheme]:
+        """Every scheme of some tensor."""
+        return {*(getattr(self, target) for target in TARGETS), *self.overrides.values()}
+
+    @property
+    def rounds_maps(self) -> set[bool]:
+        """Whether layers round their maps, by logits or by softmax weights: as backends must be able to."""
+        logits, weights = ({s.quantizes for s in self.schemes_of(target)} for target in ("logits", "p"))
+        return {a or b for a in logits for b in weights}
+
+    @property
+    def rotates_cache(self) -> bool:
+        """Whether some layer's keys or values are rotated before they are rounded."""
+        return any(scheme.rotated for target in ("k", "v") for scheme in self.schemes_of(target))
+
+    def is_static(self, target: str) -> bool:
+        """Whether some layer's "k", "v" or "logits" takes calibrated scales."""
+        return any(scheme.sharing.is_static for scheme in self.schemes_of(target))
+
+    def check_layers(self, layers: Mapping[str, Sequence[int]]) -> None:
+        """Check that every override of a cache or of logits is about some layer.
+
+        Args:
+            layers: numbers of the layers that have each target.
+
+        Raises:
+            UsageError: some match no layer; they are named.
+        """
+        names = [layer_name(target, layer) for target in LAYER_TARGETS for layer in layers[target]]
+        patterns = [pattern for pattern in self.overrides if target_of(pattern) != "weights"]
+        unmatched = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
+        if unmatched:
+            raise UsageError(
+                f"overrides {', '.join(map(repr, unmatched))} match no layer; the model's are {names[0]} to {names[-1]}"
+            )
+
+    def _scheme_at(self, target: str, layer: int) -> Scheme:
+        name = layer_name(target, layer)
+        matches = (s for p, s in self.overrides.items() if target_of(p) == target and fnmatchcase(name, p))
+        return next(matches, getattr(self, target))
+
+    def with_weights_of(self, other: "Recipe") -> "Recipe":
+        """This recipe's cache and logits with the other's weights and their rounding."""
+        own = {pattern: s for pattern, s in self.overrides.items() if target_of(pattern) != "weights"}
+        return replace(self, weights=other.weights, overrides=own | other.weight_overrides, rounding=other.rounding)
+
+
+RecipeLike = Recipe | str | int | Path | Mapping[str, Any]
