@@ -18,6 +18,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from diffquant.errors import UsageError
+
 STEP = 0.4
 _LARGEST = 127
 _FILE = "carried.safetensors"
@@ -44,13 +46,19 @@ def decoded(stored: Tensor, step: Tensor) -> Tensor:
 
 
 def pack(model: Path, folder: Path) -> None:
-    """Write what `unpack` needs of a model: a folder that transformers loads, or a .gguf file."""
+    """Write what `unpack` needs of a model: a folder of 16-bit weights that transformers loads, or a .gguf file.
+
+    Raises:
+        UsageError: its weights are packed.
+    """
     place, options = (model.parent, {"gguf_file": model.name}) if model.suffix == ".gguf" else (model, {})
     loaded = AutoModelForCausalLM.from_pretrained(place, **options)
     tensors = {}
     for name, weight in loaded.state_dict().items():
         if name == "lm_head.weight" and loaded.config.tie_word_embeddings:
             continue
+        if not weight.is_floating_point():
+            raise UsageError(f"{model}: {name} holds codes; give the model that it was made of")
         if weight.dim() == 2:
             tensors[f"{name} codes"], tensors[f"{name} step"] = coded(weight)
         else:
@@ -58,6 +66,8 @@ def pack(model: Path, folder: Path) -> None:
     folder.mkdir(parents=True)
     save_file(tensors, folder / _FILE)
     loaded.config.dtype = "bfloat16"
+    # A GGUF file's, whose weights are floats by now.
+    vars(loaded.config).pop("quantization_config", None)
     loaded.config.save_pretrained(folder)
     AutoTokenizer.from_pretrained(place, **options).save_pretrained(folder)
 

@@ -8,7 +8,7 @@
 # The calls, by worth: `tests` runs the kernels' tests; `ratios` holds their speeds to the aims; `sweep` measures HellaSwag
 # with quantized logits; `pairs` trains SmolLM2 as a Transformer, DIFF V1 and V2 on equal tokens. No call needs what
 # another one left, each ends within ten minutes and leaves its raw results, and an archive holds at most 64 MiB: MODEL, a
-# .gguf file or a folder that transformers loads, travels at some 3.4 bits per weight (bench/gpu/carried.py), and what runs
+# .gguf file or a folder of 16-bit weights, travels at some 3.4 bits per weight (bench/gpu/carried.py), and what runs
 # there is what they decode to. Results come in at most eight files of 16 MiB. Nothing is installed there, where torch,
 # triton, transformers, safetensors, typer and pytest are.
 set -euo pipefail

@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from diffquant import load
+from diffquant import load, quantize
 from diffquant.bench.gpu.carried import STEP, coded, decoded, pack, unpack
 from diffquant.data import books_text
+from diffquant.errors import UsageError
 from tests.support import tiny_lm
+from tests.support.checkpoints import write_llama
+from tests.support.gguf_files import write_gguf
 from tests.support.thorough import thorough
 
 ROOT = Path(__file__).parents[2]
@@ -37,19 +40,34 @@ def test_a_row_that_is_nearly_empty_keeps_its_largest_entry():
     assert torch.equal(decoded(*coded(weight)), weight)
 
 
-def test_what_arrives_is_the_model_within_half_a_step(tmp_path):
-    tiny_lm.write_llama(tmp_path / "model")
-    pack(tmp_path / "model", tmp_path / "carried")
+def folder(tmp_path):
+    return tiny_lm.write_llama(tmp_path / "model")
+
+
+def gguf(tmp_path):
+    return write_gguf(tmp_path / "model.gguf", write_llama(tmp_path / "llama"))
+
+
+@pytest.mark.parametrize("kind", [folder, gguf])
+def test_what_arrives_is_the_model_within_half_a_step(kind, tmp_path):
+    model = kind(tmp_path)
+    pack(model, tmp_path / "carried")
     unpack(tmp_path / "carried", tmp_path / "plain")
-    sent, arrived = (dict(load(tmp_path / name, dtype=torch.float32).named_parameters()) for name in ("model", "plain"))
+    sent, arrived = (load(path, dtype=torch.float32).state_dict() for path in (model, tmp_path / "plain"))
     assert sent.keys() == arrived.keys()
     for name, weight in sent.items():
-        rows = weight.detach().reshape(len(weight), -1)
+        rows = weight.reshape(len(weight), -1)
         step = STEP * rows.square().mean(1, keepdim=True).sqrt() if weight.dim() == 2 else torch.zeros(1)
         # Half a step, and bfloat16's rounding of what results.
         within = 0.5 * step * 1.01 + (rows.abs() + step) * 2**-8
-        assert ((arrived[name].detach().reshape(rows.shape) - rows).abs() <= within).all(), name
+        assert ((arrived[name].reshape(rows.shape) - rows).abs() <= within).all(), name
     assert (tmp_path / "plain/tokenizer.json").read_bytes() == (tmp_path / "carried/tokenizer.json").read_bytes()
+
+
+def test_packed_weights_are_refused(tmp_path):
+    quantize(folder(tmp_path), tmp_path / "quantized", weights="8:channel")
+    with pytest.raises(UsageError, match=r"_proj.* holds codes; give the model that it was made of"):
+        pack(tmp_path / "quantized", tmp_path / "carried")
 
 
 @thorough

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from diffquant.support.files import write_json
+
 CAPABILITY = "DIFFQUANT_PTX"
 RESULTS = "DIFFQUANT_PTX_RESULTS"
 # Few multiprocessors split keys into few shares.
@@ -53,9 +55,13 @@ SELECTED: dict[str, Callable[[Parameters], bool]] = {
     ),
     "test_paged.py::test_chunks_see_a_window_and_both_maps_keys_in_one_head": lambda p: p["window"] == 70,
     "test_paged.py::test_a_captured_step_is_valid_while_sequences_grow_and_pages_change": lambda _: True,
+    "test_packed_pages.py::test_pages_hold_a_stores_codes_and_are_attended_to_where_they_are": lambda p: (
+        p["width"] == (64 if p["recipe"].k.bits == 6 else 128)
+    ),
     "test_linear.py::test_kernels_equal_float64": lambda p: (
         (p["rows"], p["tokens"]) in ((33, 1), (33, 16), (200, 3), (50, 17)) and (p["bits"] != 6 or p["dtype"] == _HALF)
     ),
+    "test_linear.py::test_a_layer_waits_for_the_one_whose_output_it_takes": lambda _: True,
     "test_linear.py::test_codes_in_the_next_wider_container": lambda p: p["bits"] in (3, 5),
     "test_linear.py::test_expanded_weights_are_the_checkpoints": lambda p: p["group"] in (64, "tensor"),
 }
@@ -149,7 +155,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         kernel["launches"] += 1
         kernel["instructions"] += launch.executed
     if file := os.environ.get(RESULTS):
-        Path(file).write_text(json.dumps(_results, indent=1))
+        write_json(Path(file), _results)
 
 
 def pytest_unconfigure() -> None:

@@ -23,6 +23,8 @@ Handler = Callable[["Block", Instruction, Mask], None]
 OPCODES: dict[str, tuple[Handler, frozenset[str]]] = {}
 # Where parameters stand that kernels take the address of, in 32 bits.
 PARAMETERS = 0xF000_0000
+# A tensor map is as large.
+PARAMETER_BYTES = 128
 _MOST_STEPS = 20_000_000
 
 
@@ -203,7 +205,7 @@ class Block:
         if operand == "global_smem":
             return np.zeros(self.threads, np.uint64)
         if operand in self.parameters:
-            return np.full(self.threads, PARAMETERS + list(self.parameters).index(operand) * 128, np.uint64)
+            return np.full(self.threads, PARAMETERS + list(self.parameters).index(operand) * PARAMETER_BYTES, np.uint64)
         try:
             digits = operand.rstrip("U")
             number = int(digits[2:], 16) if digits[:2] in ("0f", "0F", "0d", "0D") else int(digits, 0)
@@ -244,6 +246,18 @@ class Block:
         base, offset = _address(operand)
         words = self.read(base, "u64")
         return words + np.uint64(offset) if offset else words
+
+    def parameter(self, operand: str, mask: Mask) -> Array:
+        """A parameter's word, or that of several whose addresses stand in a register.
+
+        Raises:
+            Fault: no parameter begins there.
+        """
+        words = np.array([word & 0xFFFFFFFFFFFFFFFF for word in self.parameters.values()], np.uint64)
+        numbers, within = np.divmod(self.address(operand).astype(np.int64) - PARAMETERS, PARAMETER_BYTES)
+        if (mask & ((numbers < 0) | (numbers >= len(words)) | (within != 0))).any():
+            raise Fault(f"no parameter begins at {operand}")
+        return words.take(numbers, mode="clip")
 
     def one(self, operand: str, mask: Mask) -> int:
         """An operand's word where all chosen threads have the same.

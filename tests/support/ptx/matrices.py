@@ -10,7 +10,7 @@ from tests.support.ptx.parsing import Fault, Instruction, elements
 @opcode("mma", "row col satfinite m16n8k16 m16n8k8 m16n8k32 e4m3")
 def warp_product(b: Block, i: Instruction, mask: Mask) -> None:
     total, left, right, _ = i.parts[-4:]
-    if left not in ELEMENT_BYTES or i.has("satfinite"):
+    if left not in ELEMENT_BYTES or (i.has("satfinite") and total != "s32"):
         raise Fault(f"unknown product: {i.text}")
     if not (mask.reshape(-1, 32).all(1) | ~mask.reshape(-1, 32).any(1)).all():
         raise Fault(f"threads of a warp part at a product: {i.text}")
@@ -23,7 +23,8 @@ def warp_product(b: Block, i: Instruction, mask: Mask) -> None:
     # Rows g and g + 8, and of each columns 2 t and 2 t + 1.
     by_register = product.reshape(b.warps, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3).reshape(4, b.threads)
     for register, old, new in zip(results, totals, by_register, strict=True):
-        b.write(register, new + b.read(old, total), total, mask)
+        summed = new + b.read(old, total)
+        b.write(register, summed.clip(-(2**31), 2**31 - 1) if i.has("satfinite") else summed, total, mask)
 
 
 @opcode("ldmatrix stmatrix", "m8n8 x1 x2 x4 trans shared")

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tests.support.ptx.dependents import Dependence, Reached
 from tests.support.ptx.parsing import Fault
 from tests.support.ptx.races import Clocks, GlobalAccesses, Ints, SharedAccesses
 
@@ -19,11 +20,12 @@ _CELLS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64,
 
 @dataclass(frozen=True)
 class Buffer:
-    """A tensor's storage: address and size in bytes, and the bytes that one thread alone may write."""
+    """A tensor's storage: address and size in bytes, the bytes that one thread alone may write, and what keeps it."""
 
     address: int
     size: int
     unit: int
+    held: Any = None
 
 
 class Cells:
@@ -62,7 +64,8 @@ class Cells:
 class GlobalMemory:
     """The storages of a launch's tensors."""
 
-    def __init__(self, buffers: Sequence[Buffer]) -> None:
+    def __init__(self, buffers: Sequence[Buffer], before: Sequence[Reached] = ()) -> None:
+        self.dependence = Dependence(before)
         self.buffers = [each for each in buffers if each.size]
         self.cells = [
             Cells(np.ctypeslib.as_array((ctypes.c_uint8 * each.size).from_address(each.address)), each.address)
@@ -72,6 +75,7 @@ class GlobalMemory:
 
     def load(self, clocks: Clocks, agents: Ints, addresses: Array, nbytes: int, text: str) -> Array:
         """A cell for each access."""
+        self.dependence.check(agents, addresses, nbytes, text, stores=False)
         loaded = np.zeros(len(addresses), _CELLS.get(nbytes, np.uint8))
         for place, those, offsets in self._places(addresses, nbytes, text):
             loaded[those] = self.cells[place].take(offsets, nbytes)
@@ -82,6 +86,7 @@ class GlobalMemory:
     def store(self, clocks: Clocks, agents: Ints, addresses: Array, stored: Array, text: str) -> None:
         """Store words [accesses, n]."""
         nbytes = stored.itemsize * stored.shape[1]
+        self.dependence.check(agents, addresses, nbytes, text, stores=True)
         for place, those, offsets in self._places(addresses, nbytes, text):
             self.cells[place].put(offsets, stored[those])
             units = self._units(place, offsets, nbytes)
@@ -124,6 +129,17 @@ class GlobalMemory:
         if len(left):
             raise Fault(f"{int(addresses[left[0]]):#x} is outside of all tensors: {text}")
         return found
+
+    def reached(self) -> list[Reached]:
+        """What all blocks loaded and stored."""
+        places = [place for place in range(len(self.buffers)) if place in self.accesses.written]
+        stamps = [(self.buffers[p], self.accesses.read[p] > 0, self.accesses.written[p] > 0) for p in places]
+        return [Reached(each.address, each.unit, loaded, stored, each.held) for each, loaded, stored in stamps]
+
+    def begin(self, block: int) -> None:
+        """The next block runs."""
+        self.accesses.begin(block)
+        self.dependence.begin()
 
     def _units(self, place: int, offsets: Ints, nbytes: int) -> Ints:
         unit = self.buffers[place].unit

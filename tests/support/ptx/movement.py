@@ -26,7 +26,7 @@ _ROUNDINGS = {"rni": np.rint, "rmi": np.floor, "rpi": np.ceil, "rzi": np.trunc}
 def load(b: Block, i: Instruction, mask: Mask) -> None:
     size, targets = SIZES[i.type], elements(i.operands[0])
     if i.has("param"):
-        b.set(targets[0], np.full(b.threads, b.parameters[i.operands[1].strip("[] ")], np.uint64), mask)
+        b.set(targets[0], b.parameter(i.operands[1], mask), mask)
         return
     space = "shared" if i.has("shared") else "global"
     taken = b.loaded(space, b.address(i.operands[1]), size, len(targets), mask, i.text)
@@ -162,6 +162,8 @@ def fence(b: Block, i: Instruction, mask: Mask) -> None:
 )
 def without_effect(b: Block, i: Instruction, mask: Mask) -> None:
     """What changes when something happens, and not what is computed."""
+    if i.opcode == "griddepcontrol" and i.has("wait"):
+        b.memory.dependence.waited.update(np.unique(b.warp[mask]).tolist())
     if i.opcode == "createpolicy":
         b.set(i.operands[0], np.zeros(b.threads, np.uint64), mask)
 
