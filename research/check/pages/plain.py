@@ -1,5 +1,6 @@
 """Pages that give no result: whatever looks like one on them is listed here with its reason."""
 
+from diffquant.bench.synthetic import preset
 from research.check.page import Page, Unmeasured
 from research.check.raw import raw
 
@@ -50,6 +51,24 @@ MODELS.means("first three layers", _INDEX["layers"] == 3)
 MODELS.says(
     "with at most {} MB beside the mapped files",
     max(_PART[run]["peak_anonymous"] for run in ("whole", "killed", "resumed")) / 1e6,
+)
+_MADE = raw("generate-motif-3.json")
+_CACHES = _MADE["caches"]
+MODELS.says(
+    "with {} experts each in place of {} and random weights",
+    _MADE["shrunk"]["num_experts"],
+    preset("motif-3")["num_experts"],
+)
+MODELS.means(
+    "An eighth of its layers, seven",
+    _MADE["shrunk"]["num_hidden_layers"] == 7 == round(preset("motif-3")["num_hidden_layers"] / 8),
+)
+MODELS.means("those of reading the text again, but for float32's rounding", _CACHES["16 bits"]["error"] < 1e-5)
+MODELS.means("from a prompt longer than a window", _MADE["prompt"] > preset("motif-3")["sliding_window"])
+MODELS.says(
+    "The cache of {} tokens takes {} MB in float32, and\n  {} MB at `8:row:rotated`",
+    _MADE["prompt"] + _CACHES["16 bits"]["tokens"] - 1,
+    *(each["cache_bytes"] / 1e6 for each in _CACHES.values()),
 )
 MODELS.table(
     "model | `model_type` | attention | what runs | checked against | weights | licence",

@@ -5,6 +5,7 @@ from functools import partial
 from statistics import median
 
 from diffquant.calib.search.result import SearchResult, read_search
+from diffquant.calib.search.roles import roles
 from diffquant.calib.search.table import uniform_kl
 from research.check.numbers import About, Expected
 from research.check.page import RESULTS, Page
@@ -167,6 +168,52 @@ def _chosen(result: SearchResult) -> list[int]:
 PAGE.says(
     "At 4.5 bits {} tensors get 4 bits, {} get 6 and {} get 8; at 5.5 it is {}, {} and {}", *_chosen(W45), *_chosen(W55)
 )
+
+# By role
+
+_SEARCHES = {
+    name: read_search(RESULTS / f"search-roles/search-{name}.json")
+    for name in ("prose-transformer", "prose-diff-v1", "prose-diff-v2")
+}
+_ROLES = {name: {role.kind.rpartition(".")[2]: role for role in roles(result)} for name, result in _SEARCHES.items()}
+
+
+def _price(kind: str, model: str) -> float:
+    """Thousandths of a nat that 4 bits cost a kind for each million bits saved; NaN where a model has none of it."""
+    role = _ROLES[model].get(kind)
+    return math.nan if role is None else 1000 * role.per_megabit(4)
+
+
+def _dearest(model: str) -> list[str]:
+    return sorted(_ROLES[model], key=lambda kind: -_price(kind, model))
+
+
+def _signal_over_noise(projection: str, model: str) -> float:
+    return _price(f"{projection}, signal", model) / _price(f"{projection}, noise", model)
+
+
+PAGE.table(
+    "4 bits a row | prose-transformer | prose-diff-v1 | prose-diff-v2",
+    lambda kind, model: f"{_price(kind, model):.3g}" if kind in _ROLES[model] else "—",
+)
+PAGE.means(
+    "noise queries pay least for a bit",
+    all(_dearest(model)[-1] == "q_proj, noise" for model in ("prose-diff-v1", "prose-diff-v2")),
+)
+PAGE.says(
+    "signal queries pay {} times as much in V1 and {} times in V2, and in V1 signal keys {} times",
+    _signal_over_noise("q_proj", "prose-diff-v1"),
+    _signal_over_noise("q_proj", "prose-diff-v2"),
+    _signal_over_noise("k_proj", "prose-diff-v1"),
+)
+PAGE.means(
+    "V1 pays most for `o_proj` and `v_proj`, behind and before its norm of each pair; V2 for `down_proj`, as the "
+    "Transformer does",
+    _dearest("prose-diff-v1")[:2] == ["o_proj", "v_proj"]
+    and {_dearest(model)[0] for model in ("prose-diff-v2", "prose-transformer")} == {"down_proj"},
+)
+PAGE.means("is the second dearest", _dearest("prose-diff-v2")[1] == "lambda_proj")
+PAGE.leaves("Costs are of 4 windows of 256 tokens", "a setting")
 
 # Models trained here
 
