@@ -42,8 +42,8 @@ class ExportOptions:
         op: how the graph says attention: "custom", an op with its body, or "flex", a FlexAttention of ai.onnx.preview.
         portable: whether the folder is for readers beside ONNX Runtime: no function, their names of files, and a
             config.json that describes the model's inputs as a Llama's.
-        accuracy_level: precision of ONNX Runtime's products with codes: 4 multiplies int8 activations, 1 float32 ones,
-            for which it expands codes of 5 to 8 bits anew at each call.
+        accuracy_level: precision of products with codes of 4 bits: 4 multiplies int8 activations, 1 float32 ones. Codes
+            of 5 to 8 bits are multiplied with int8 activations either way: ONNX Runtime has no other kernel for them.
         genai_device: device that genai_config.json names to onnxruntime-genai: "cpu", "cuda" or "cuda:N".
         web: whether the model also gives what its attention maps are computed of, and the folder a description for
             pages that draw them.
@@ -106,12 +106,11 @@ class ExportOptions:
 
     @property
     def has_own_products(self) -> bool:
-        """Whether products with codes are an op of this project's, for which the native library has kernels.
+        """Whether products that round activations are an op of this project's, which the native library has kernels of.
 
-        They round activations, read float32, and run on the processor; a page in a browser has no such library.
+        They read float32 and run on the processor; a page in a browser has no such library.
         """
-        on_cpu = self.genai_device == "cpu" and not self.web and not self.inlines
-        return on_cpu and self.accuracy_level == 4 and self.dtype == "float32"
+        return self.genai_device == "cpu" and not self.web and not self.inlines and self.dtype == "float32"
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"weights": str(self.weights), "logits": str(self.logits)}

@@ -32,7 +32,7 @@ def compare_with_export(rows: dict[str, dict[str, Any]], float_export: str) -> N
 def table(model: str, rows: dict[str, Any]) -> str:
     """Text with a line for each contestant: medians, their spread, and their shares of torch's and the export's."""
     columns = ["decode tokens/s", "of torch", "prefill tokens/s", "of torch", "folder MB", "of f32", "peak MB"]
-    head = [model, *columns, "of torch", "of f32", "same tokens", "written in s", "with MB"]
+    head = [model, *columns, "of torch", "of f32", "same tokens", "written in s", "with MB", "kernels"]
     lines = []
     for name, row in rows.items():
         if "missing" in row:
@@ -45,7 +45,9 @@ def table(model: str, rows: dict[str, Any]) -> str:
         peak = [_text(row, "peak_bytes", 1e-6, ".0f")]
         peak += [_text(row, what, 1, ".2f") for what in ("peak_of_torch", "peak_of_export")]
         written = [_text(row, "write_seconds", 1, ".1f"), _text(row, "write_anonymous_bytes", 1e-6, ".0f")]
-        lines.append([name, *speeds, *folder, *peak, str(row.get("same_tokens", "-")), *written])
+        lines.append(
+            [name, *speeds, *folder, *peak, str(row.get("same_tokens", "-")), *written, row.get("kernels", "-")]
+        )
     missing = [f"{name}: none, {row['missing']}" for name, row in rows.items() if "missing" in row]
     return "\n".join([*aligned(head, lines), *missing])
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from diffquant.export import require
+from diffquant.export.native import kernel_calls, kernel_name, matmul_calls, matmul_kernel_name
 
 # From tokens [1, T] to the logits of some of them, the last one's among them: [1, T or 1, V].
 Step = Callable[[np.ndarray], np.ndarray]
@@ -25,12 +26,14 @@ class Engine:
         decode: function of a prompt [1, T] and a count; gives tokens a second from the first new token to the last,
             and the new tokens, none where the engine does not tell.
         prefill: function of a prompt [1, T]; gives tokens a second of running it alone.
+        kernels: function that names whose kernels have run.
         about: what a result must say of the engine, such as the flags it was built with.
         elsewhere: whether it runs in processes of its own, whose memory is then not known.
     """
 
     decode: Callable[[np.ndarray, int], tuple[float, list[int]]]
     prefill: Callable[[np.ndarray], float]
+    kernels: Callable[[], str]
     about: Mapping[str, str] = field(default_factory=dict)
     elsewhere: bool = False
 
@@ -38,6 +41,7 @@ class Engine:
 def timed(
     generate: Callable[[np.ndarray, int], tuple[list[int], list[float]]],
     run: Callable[[np.ndarray], Any],
+    kernels: Callable[[], str],
     about: Mapping[str, str] | None = None,
 ) -> Engine:
     """Engine that is timed from here.
@@ -45,6 +49,7 @@ def timed(
     Args:
         generate: function of a prompt and a count; gives so many new tokens and the time of each.
         run: function that runs a prompt alone.
+        kernels: function that names whose kernels have run.
         about: what a result must say of the engine.
     """
 
@@ -57,10 +62,12 @@ def timed(
         run(prompt)
         return int(prompt.shape[1]) / (time.perf_counter() - started)
 
-    return Engine(decode, prefill, about or {})
+    return Engine(decode, prefill, kernels, about or {})
 
 
-def stepping(start: Callable[[int], Step], about: Mapping[str, str] | None = None) -> Engine:
+def stepping(
+    start: Callable[[int], Step], kernels: Callable[[], str], about: Mapping[str, str] | None = None
+) -> Engine:
     """Engine that decodes greedily by a step; `start` makes one with room for so many tokens."""
 
     def generate(prompt: np.ndarray, count: int) -> tuple[list[int], list[float]]:
@@ -72,7 +79,7 @@ def stepping(start: Callable[[int], Step], about: Mapping[str, str] | None = Non
             ids = np.array([tokens[-1:]])
         return tokens, times
 
-    return timed(generate, lambda prompt: start(prompt.shape[1])(prompt), about)
+    return timed(generate, lambda prompt: start(prompt.shape[1])(prompt), kernels, about)
 
 
 def open_torch(model: Path, threads: int) -> Engine:
@@ -92,9 +99,9 @@ def open_torch(model: Path, threads: int) -> Engine:
 
     @torch.inference_mode()
     def prefill(prompt: np.ndarray) -> Any:
-        return opened(torch.from_numpy(prompt), use_cache=True).logits
+        return opened(torch.from_numpy(prompt), use_cache=True, logits_to_keep=1).logits
 
-    return timed(generate, prefill)
+    return timed(generate, prefill, lambda: f"torch's, {torch.backends.cpu.get_cpu_capability()}")
 
 
 class Clock:
@@ -134,7 +141,17 @@ def open_export(folder: Path, threads: int, native: bool = True) -> Engine:
     from diffquant.export.runtime.session import InPlaceDecoder, OnnxModel
 
     model = OnnxModel(folder, threads, native=native, device="cpu")
-    return stepping(lambda rows: InPlaceDecoder(model, 1, rows).step)
+    return stepping(lambda rows: InPlaceDecoder(model, 1, rows).step, export_kernels)
+
+
+def export_kernels() -> str:
+    """Whose kernels have computed exported models in this process: those of the native library that were called."""
+    found = []
+    if kernel_calls():
+        found.append(f"attention {kernel_name()}")
+    if matmul_calls():
+        found.append(f"products {matmul_kernel_name()}")
+    return f"diffquant's: {', '.join(found)}" if found else "ONNX Runtime's"
 
 
 def random_tokens(model: Path, count: int) -> np.ndarray:

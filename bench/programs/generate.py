@@ -4,8 +4,10 @@
 
 Every contestant has a process of its own, the same tokens and threads, and they take turns (A B A B),
 so that what else the machine does falls on all of them. Decoding is timed from the first new token to
-the last; prefill gives the logits of every position and fills the cache, in one pass. Peak memory is
-the process's largest resident set from its start to the end of its generating.
+the last; prefill fills the cache and gives the last position's logits in one pass, and in transformers' exports and
+llama.cpp's Python binding those of every position. Peak memory is the process's largest resident set from its start to
+the end of its generating. Each row names whose kernels ran; without the native library the rows that are to run it are
+refused.
 
 What memory or time cannot hold at once goes in pieces: `--write --exports FOLDER` makes the contestants'
 folders beforehand, `--contestants` names who runs beside torch, and `--merge` adds them to a file. A
@@ -45,6 +47,7 @@ from diffquant.bench.programs.peer_engines import (
     write_transformers,
 )
 from diffquant.errors import MissingDependencyError, UsageError
+from diffquant.export.native import library_path
 from diffquant.support.files import write_json
 from diffquant.support.spelling import spelled
 
@@ -57,11 +60,13 @@ class Contestant:
         write: function that writes a model's folder, or None to open the model itself.
         open: function that opens a folder on so many threads.
         peer: whether it is another library's, which may be unable to run a model.
+        native: whether it is to run the native library's kernels wherever the model has nodes for them.
     """
 
     write: Callable[[Path, Path], None] | None
     open: Callable[[Path, int], Engine]
     peer: bool = False
+    native: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,9 +93,9 @@ KV_4 = LOW_BITS | {"kv_bits": 4}
 TORCH, FLOAT = "torch float32", "export float32"
 CONTESTANTS = {
     TORCH: Contestant(None, open_torch),
-    FLOAT: Contestant(partial(write_export, {}), open_export),
-    "export 4:g32 kv 8 embed 8": Contestant(partial(write_export, LOW_BITS), open_export),
-    "export 4:g32 kv 4 embed 8": Contestant(partial(write_export, KV_4), open_export),
+    FLOAT: Contestant(partial(write_export, {}), open_export, native=True),
+    "export 4:g32 kv 8 embed 8": Contestant(partial(write_export, LOW_BITS), open_export, native=True),
+    "export 4:g32 kv 4 embed 8": Contestant(partial(write_export, KV_4), open_export, native=True),
     "function body, 4:g32 kv 8": Contestant(partial(write_export, LOW_BITS), partial(open_export, native=False)),
     "transformers export": Contestant(partial(write_transformers, None), open_transformers, peer=True),
     "transformers export, fused": Contestant(partial(write_transformers, "cpu"), open_transformers, peer=True),
@@ -127,6 +132,11 @@ def decode_speed(prompt: np.ndarray, count: int) -> tuple[float, list[int]]:
 def prefill_speed(prompt: np.ndarray) -> float:
     """Speed of prefill by this process's model, in tokens a second."""
     return _engines[0].prefill(prompt)
+
+
+def kernels() -> str:
+    """Whose kernels this process's model has run."""
+    return _engines[0].kernels()
 
 
 def peak_bytes() -> int | None:
@@ -170,6 +180,7 @@ def folder_of(name: str, place: Path) -> Path:
 
 def measure_generation(model: Path, place: Path, names: Sequence[str], settings: Settings) -> dict[str, dict[str, Any]]:
     """Numbers of each contestant on a model, or why it has none; torch must be among them."""
+    check_kernels(names)
     rows = write_all(model, place, names)
     pools = {}
     for name, row in rows.items():
@@ -195,9 +206,24 @@ def measure_generation(model: Path, place: Path, names: Sequence[str], settings:
         for name, pool in pools.items():
             rows[name]["prefill"].append(pool.submit(prefill_speed, long_prompt).result())
     for name, pool in pools.items():
+        rows[name]["kernels"] = pool.submit(kernels).result()
         pool.shutdown()
         compare_with_torch(rows[name], rows[TORCH])
     return rows
+
+
+def check_kernels(names: Sequence[str]) -> None:
+    """Refuse contestants that are to run kernels which are not there: their rows would be another's.
+
+    Raises:
+        UsageError: the native library is not built, or the environment turns it off.
+    """
+    native = [name for name in names if CONTESTANTS[name].native]
+    if native and library_path() is None:
+        raise UsageError(
+            f"{', '.join(map(repr, native))} run the native library, and there is none: build it by "
+            "python -m diffquant.export.native, and leave DIFFQUANT_NATIVE_LIBRARY unset"
+        )
 
 
 def admit(name: str, model: Path, place: Path, settings: Settings) -> tuple[ProcessPoolExecutor, Mapping[str, str]]:

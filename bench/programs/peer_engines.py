@@ -19,9 +19,9 @@ import numpy as np
 from diffquant.bench.programs.engines import Engine, Step, random_tokens, stepping, timed
 from diffquant.errors import CheckpointError, MissingDependencyError
 
-# A scale over 32 weights and int8 activations in products, as our 4-bit export has them; the head's codes serve the
-# embedding, too.
-_GENAI_OPTIONS = ("block_size=32", "accuracy_level=4")
+# A scale over 32 weights, int8 activations in products and the last position's logits, as our 4-bit export has them;
+# the head's codes serve the embedding, too.
+_GENAI_OPTIONS = ("block_size=32", "accuracy_level=4", "prune_lm_head=true")
 # The file that llama-cpp-python and llama-bench open.
 _GGUF = "model.gguf"
 
@@ -83,7 +83,7 @@ def open_transformers(folder: Path, threads: int) -> Engine:
 
         return step
 
-    return stepping(start)
+    return stepping(start, lambda: "ONNX Runtime's")
 
 
 def write_genai(model: Path, folder: Path) -> None:
@@ -138,7 +138,7 @@ def open_genai(folder: Path, threads: int) -> Engine:
     def run(prompt: np.ndarray) -> Any:
         start(prompt.shape[1] + 1).append_tokens(prompt[0].astype(np.int32))
 
-    return timed(generate, run, {"builder options": "int4, " + ", ".join(_GENAI_OPTIONS)})
+    return timed(generate, run, lambda: "ONNX Runtime's", {"builder options": "int4, " + ", ".join(_GENAI_OPTIONS)})
 
 
 def write_llama_cpp(model: Path, folder: Path) -> None:
@@ -183,7 +183,7 @@ def open_llama_cpp(folder: Path, threads: int) -> Engine:
 
         return step
 
-    return stepping(start, about)
+    return stepping(start, lambda: "llama.cpp's", about)
 
 
 def open_llama_bench(folder: Path, threads: int) -> Engine:
@@ -210,4 +210,4 @@ def open_llama_bench(folder: Path, threads: int) -> Engine:
         return speed("-p", str(prompt.shape[1]), "-n", "0")
 
     about = {"flags": " ".join(flags) + " -p 0 -n NEW -d PROMPT, or -p PREFILL -n 0"}
-    return Engine(decode, prefill, about, elsewhere=True)
+    return Engine(decode, prefill, lambda: "llama.cpp's", about, elsewhere=True)

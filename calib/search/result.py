@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,7 @@ class SearchResult:
         measurements: costs of the units.
         recipe: searched recipe.
         settings: all that the measurements depend on.
-        parts: costs of parts of layers, as `find_parts` has them, where they were asked for.
+        parts: costs of parts of layers, as `find_parts` has them; None if they were not asked for.
     """
 
     model: str
@@ -79,7 +79,7 @@ class SearchResult:
     measurements: list[Measurement]
     recipe: Recipe
     settings: dict[str, Any]
-    parts: list[Measurement] = field(default_factory=list)
+    parts: list[Measurement] | None = None
 
     @property
     def widths(self) -> list[Width]:
@@ -94,7 +94,8 @@ class SearchResult:
 def read_search(file: Path) -> SearchResult:
     """The result in a search-*.json."""
     data = json.loads(read_text(file))
-    measured = {key: [_measurement(unit) for unit in data.get(key, [])] for key in ("measurements", "parts")}
+    there = [key for key in ("measurements", "parts") if data.get(key) is not None]
+    measured = {key: [_measurement(unit) for unit in data[key]] for key in there}
     candidates = [Candidate(**candidate) for candidate in data["candidates"]]
     recipe = Recipe.from_dict(data["recipe"])
     return SearchResult(**data | measured | {"candidates": candidates, "recipe": recipe})

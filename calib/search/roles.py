@@ -41,7 +41,7 @@ class Role:
 def roles(result: SearchResult) -> list[Role]:
     """The kinds of tensors of a search and of parts, the one that pays most for a bit at the lowest width first."""
     kinds: dict[tuple[str, str], list[Measurement]] = {}
-    for unit in [*result.measurements, *result.parts]:
+    for unit in [*result.measurements, *(result.parts or [])]:
         kinds.setdefault((unit.target, unit.kind), []).append(unit)
     found = [_role(target, kind, units) for (target, kind), units in kinds.items()]
     return sorted(found, key=lambda role: -role.per_megabit(result.widths[-1]))

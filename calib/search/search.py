@@ -201,7 +201,7 @@ class Search:
             [measured[u] for u in self.units],
             to_recipe(chosen),
             settings,
-            [measured[u] for u in self.parts],
+            [measured[u] for u in self.parts] if self.options.parts else None,
         )
 
     def _sensitivity(self) -> Sensitivity:

@@ -18,7 +18,7 @@ def search_table(result: SearchResult) -> str:
 
     Where parts were measured, a table of what each kind of tensor pays for its bits comes between them.
     """
-    parts = [*aligned(*roles_table(result), names=2), ""] if result.parts else []
+    parts = [] if result.parts is None else [*aligned(*roles_table(result), names=2), ""]
     return "\n".join([*aligned(HEADS, table_lines(result), names=2), "", *parts, verdict(result)])
 
 

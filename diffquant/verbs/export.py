@@ -64,7 +64,8 @@ def export(
         pure_onnx: use standard ONNX operators alone, without functions.
         op: how the graph says attention: custom, or flex, ai.onnx.preview's FlexAttention.
         portable: write the folder for readers beside ONNX Runtime: OpenVINO, transformers.js, optimum.
-        accuracy_level: precision of products with codes: 4 rounds activations to int8, 1 keeps float32, which is slow.
+        accuracy_level: precision of products with 4-bit codes: 4 rounds activations to int8, 1 keeps float32, which is
+            slow.
         genai_device: device that onnxruntime-genai will use: cpu, cuda or cuda:N.
         web: add the outputs that examples/web draws attention maps from.
         progress: function called with the work done; by default a line on a terminal, one per minute in a log.

@@ -10,6 +10,7 @@ from diffquant.export.graph.activations import EMITTED, functions
 from diffquant.export.graph.body import BodyKind, body, contrib_problems
 from diffquant.export.graph.cache_scales import Scales
 from diffquant.export.graph.inlining import PREVIEW, inlined
+from diffquant.export.graph.last_position import SEQUENCE, last_position
 from diffquant.export.graph.linears import Linears
 from diffquant.export.graph.maps import MapOutputs
 from diffquant.export.graph.matmul import MATMUL, matmul_function
@@ -27,6 +28,7 @@ PAST = "past_key_values.{layer}.{part}"
 PRESENT = "present.{layer}.{part}"
 EMBEDDED = "embedded"
 LAYER_OUTPUT = "layers.{layer}.output"
+_LAST_TOKEN = "last_token"
 
 _KINDS = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16}
 _CACHE_KINDS = {8: TensorProto.INT8, 4: TensorProto.UINT8}
@@ -61,18 +63,23 @@ class _Decoder:
 
     def emit(self) -> None:
         graph = self.graph
-        ids = graph.input("input_ids", TensorProto.INT64, ["batch_size", "sequence"])
+        ids = graph.input("input_ids", TensorProto.INT64, ["batch_size", SEQUENCE])
         mask = graph.input("attention_mask", TensorProto.INT64, ["batch_size", "total"])
         lengths = self._lengths(mask)
         x = self.linears.lookup(ids, self.plan.matrices[EMBEDDING], EMBEDDED)
         for layer in range(self.config.num_hidden_layers):
             with graph.module(f"layers.{layer}"):
                 x = self._layer(x, layer, lengths)
+        # A model with a cache generates, and a prompt's other logits are not asked for.
+        if self.options.cache:
+            x = last_position(graph, x, ids, _LAST_TOKEN)
         x = self._norm(x, "model.norm.weight", self.config.rms_norm_eps)
         head = EMBEDDING if self.config.tie_word_embeddings else HEAD
-        logits = self.linears.product(x, self.plan.matrices[head])
+        (logits,) = self.linears.products(x, [self.plan.matrices[head]])
         graph.add("Identity", logits, name="logits")
-        graph.output("logits", graph.kind, ["batch_size", "sequence", self.config.vocab_size])
+        # By a size of 1 here onnxruntime-genai knows not to ask for the others.
+        positions = 1 if self.options.cache else SEQUENCE
+        graph.output("logits", graph.kind, ["batch_size", positions, self.config.vocab_size])
         # Readers of such models expect the logits first.
         graph.outputs.insert(0, graph.outputs.pop())
         if self.options.web:
@@ -126,7 +133,7 @@ class _Decoder:
         """Names of seqlens_k [B] and total_sequence_length, computed from the mask [B, S]."""
         graph = self.graph
         tokens = graph.add("ReduceSum", mask, graph.int64("mask_axis", (1,)), keepdims=0)
-        last = graph.add("Sub", tokens, graph.int64("one", (1,)))
+        last = graph.add("Sub", tokens, graph.int64("one", (1,)), name=_LAST_TOKEN)
         total = graph.add("Squeeze", graph.add("Shape", mask, start=1, end=2))
         return (
             graph.add("Cast", last, name="seqlens_k", to=TensorProto.INT32),
@@ -142,7 +149,7 @@ class _Decoder:
         return self.graph.add("Add", x, expanded, name=LAYER_OUTPUT.format(layer=layer))
 
     def _mlp(self, x: str, prefix: str) -> str:
-        gate, up = (self._linear(x, prefix + name) for name in ("gate_proj", "up_proj"))
+        gate, up = self._linears(x, [prefix + name for name in ("gate_proj", "up_proj")])
         own = [name for name in self.plan.parameters if name.startswith(f"{prefix}act_fn.")]
         parameters = {
             name.rpartition(".")[2]: self.graph.constant(name, self.plan.vector(name).numpy()) for name in own
@@ -152,7 +159,7 @@ class _Decoder:
 
     def _attention(self, x: str, layer: int, lengths: tuple[str, str]) -> str:
         prefix = f"model.layers.{layer}.self_attn."
-        q, k, v = (self._linear(x, prefix + name) for name in PROJECTIONS)
+        q, k, v = self._linears(x, [prefix + name for name in PROJECTIONS])
         past = [self._cache_input(layer, part) for part in ("key", "value")] if self.options.cache else ["", ""]
         present = [PRESENT.format(layer=layer, part=part) for part in ("key", "value")]
         tables = list(self._tables()) if self.spec.rope != "none" else ["", ""]
@@ -240,8 +247,18 @@ class _Decoder:
         return rms_norm(self.graph, x, weight, eps, self.options.opset)
 
     def _linear(self, x: str, module: str) -> str:
-        bias = self.plan.vector(module + ".bias") if module + ".bias" in self.plan.parameters else None
-        return self.linears.product(x, self.plan.matrices[module + ".weight"], bias)
+        (y,) = self._linears(x, [module])
+        return y
+
+    def _linears(self, x: str, modules: list[str]) -> list[str]:
+        """Names of what several linears make of the same input."""
+        products = self.linears.products(x, [self.plan.matrices[f"{module}.weight"] for module in modules])
+        return [self._biased(y, f"{module}.bias") for y, module in zip(products, modules, strict=True)]
+
+    def _biased(self, y: str, name: str) -> str:
+        if name not in self.plan.parameters:
+            return y
+        return self.graph.add("Add", y, self.graph.typed(name, self.plan.vector(name)))
 
     def _tables(self) -> tuple[str, str]:
         """Names of the tables cos and sin, a column for every two channels of a key row that rotate together."""

@@ -4,7 +4,8 @@ ONNX Runtime multiplies codes of 4 and 8 bits (`MatMulNBits`); narrower ones fit
 exactly. Stored values are code + 2^(b-1), which is what compressed-tensors stores, too.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from onnx import TensorProto
@@ -16,7 +17,7 @@ from diffquant.export.graph.matmul import MATMUL
 from diffquant.export.graph.matrix import Matrix, checked_cast
 from diffquant.export.graph.nodes import Graph
 from diffquant.export.graph.op import CONTRIB, DOMAIN
-from diffquant.export.graph.streaming import Rows, Streamed, reshaped
+from diffquant.export.graph.streaming import Streamed, spanning
 from diffquant.export.options import ExportOptions
 from diffquant.numbers.packing import pack
 from diffquant.scheme import Scheme
@@ -64,11 +65,27 @@ def check_blocks(matrices: list[Matrix], pure: bool) -> None:
         )
 
 
+def accuracy_level(scheme: Scheme, options: ExportOptions) -> int:
+    """Precision of a product with codes: 4 multiplies int8 activations, 1 float32 ones.
+
+    ONNX Runtime has no kernel for float32 activations and 8-bit codes: it would expand all of them at each call.
+    """
+    return 4 if container_bits(scheme) == 8 else options.accuracy_level
+
+
 def int8_block(matrix: Matrix, options: ExportOptions) -> int | None:
     """Columns that share a scale if the matrix's product rounds activations to int8, or None if it does not."""
-    if options.pure or not matrix.scheme.quantizes or options.accuracy_level == 1:
+    if options.pure or not matrix.scheme.quantizes or accuracy_level(matrix.scheme, options) == 1:
         return None
     return block_size(matrix.scheme, matrix.shape[1], pure=False)
+
+
+@dataclass(frozen=True)
+class _View:
+    """An initializer that shows streamed tensors, each behind the one before, as one of another shape."""
+
+    parts: tuple[str, ...]
+    shape: tuple[int, ...]
 
 
 class Linears:
@@ -83,18 +100,30 @@ class Linears:
         self.options = options
         self.streamed: list[Streamed] = []
         self._streamed_names: set[str] = set()
-        self._views: dict[str, tuple[str, tuple[int, ...]]] = {}
+        self._views: dict[str, _View] = {}
 
     def with_views(self, initializers: Mapping[str, TensorProto]) -> dict[str, TensorProto]:
-        """The streamed tensors' initializers, and those that show some of them in another shape."""
-        views = {name: reshaped(initializers[of], name, shape) for name, (of, shape) in self._views.items()}
-        return {**initializers, **views}
+        """The streamed tensors' initializers, in which views stand for those that nobody reads by themselves."""
+        views = {
+            name: spanning([initializers[part] for part in view.parts], name, view.shape)
+            for name, view in self._views.items()
+        }
+        stacked = {part for view in self._views.values() if len(view.parts) > 1 for part in view.parts}
+        return {**{name: tensor for name, tensor in initializers.items() if name not in stacked}, **views}
 
-    def product(self, x: str, matrix: Matrix, bias: Tensor | None = None) -> str:
-        """Name of the product [B, T, out] of x [B, T, in] and the transposed matrix, plus the bias."""
-        multiply = self._code_product if matrix.scheme.quantizes else self._value_product
-        y = multiply(x, matrix)
-        return y if bias is None else self.graph.add("Add", y, self.graph.typed(f"{matrix.module}.bias", bias))
+    def products(self, x: str, matrices: Sequence[Matrix]) -> list[str]:
+        """Names of the products [B, T, out] of x [B, T, in] and each transposed matrix.
+
+        Matrices whose codes are laid out alike become one product, which rounds x once and has the same sums.
+        """
+        if len(matrices) > 1 and self._are_alike(matrices):
+            return self._stacked_products(x, matrices)
+        return [
+            self._code_product(x, matrix.shape, matrix.scheme, self._codes(matrix))
+            if matrix.scheme.quantizes
+            else self._value_product(x, matrix)
+            for matrix in matrices
+        ]
 
     def lookup(self, ids: str, matrix: Matrix, name: str) -> str:
         """The embedding's rows [B, T, D] at token ids [B, T], under the name given."""
@@ -108,7 +137,7 @@ class Linears:
         # In blocks, as the head reads them: another shape would need a second copy of the codes. The head's scales lack
         # an axis; OpenVINO takes an initializer alone, and so the same bytes have a second one.
         scales = f"{stored['scales']}_blocks"
-        self._views[scales] = stored["scales"], (out, -(-width // block), 1)
+        self._views[scales] = _View((stored["scales"],), (out, -(-width // block), 1))
         rows = self.graph.add(
             "GatherBlockQuantized",
             stored["codes"],
@@ -129,24 +158,53 @@ class Linears:
         # As fast as MatMul on a transposed copy; rows stream as stored, and a tied head shares them.
         return self.graph.add("FusedMatMul", x, values, domain=CONTRIB, transB=1)
 
-    def _code_product(self, x: str, matrix: Matrix) -> str:
-        stored = self._codes(matrix)
-        out, width = matrix.shape
-        block = block_size(matrix.scheme, width, self.options.pure)
+    def _are_alike(self, matrices: Sequence[Matrix]) -> bool:
+        """Whether the rows of all matrices can stand in one, whose product they then are."""
+        if self.options.pure or not all(matrix.scheme.quantizes for matrix in matrices):
+            return False
+        layouts = {
+            (container_bits(m.scheme), block_size(m.scheme, m.shape[1], pure=False), m.shape[1:]) for m in matrices
+        }
+        return len(layouts) == 1
+
+    def _stacked_products(self, x: str, matrices: Sequence[Matrix]) -> list[str]:
+        heights, width = [matrix.shape[0] for matrix in matrices], matrices[0].shape[1]
+        room = matrices[0].module.rpartition(".")[0]
+        name = f"{room}.{'+'.join(matrix.module.rpartition('.')[2] for matrix in matrices)}"
+        parts = [self._layout(matrix) for matrix in matrices]
+        stored = {}
+        for what in ("codes", "scales"):
+            tensors = [part[what] for part in parts]
+            for place, tensor in enumerate(tensors):
+                self._stream(replace(tensor, follows=place > 0))
+            stored[what] = f"{name}{tensors[0].name.removeprefix(matrices[0].module)}"
+            shape = (sum(heights), *tensors[0].shape[1:])
+            self._views[stored[what]] = _View(tuple(tensor.name for tensor in tensors), shape)
+        y = self._code_product(x, (sum(heights), width), matrices[0].scheme, stored)
+        names = [f"{matrix.module}.product" for matrix in matrices]
+        sizes = self.graph.int64(f"rows.{'.'.join(map(str, heights))}", heights)
+        self.graph.add_all("Split", [y, sizes], names, axis=-1)
+        return names
+
+    def _code_product(self, x: str, shape: tuple[int, int], scheme: Scheme, stored: Mapping[str, str]) -> str:
+        """The product with codes [out, in] under these names."""
+        out, width = shape
+        block = block_size(scheme, width, self.options.pure)
         if self.options.pure:
             weight = self.graph.add("DequantizeLinear", stored["codes"], stored["scales"], axis=1, block_size=block)
             return self.graph.add("MatMul", x, self.graph.add("Transpose", weight, perm=[1, 0]))
+        level = accuracy_level(scheme, self.options)
         return self.graph.add(
             MATMUL,
             x,
             stored["codes"],
             stored["scales"],
-            domain=DOMAIN if self.options.has_own_products else CONTRIB,
+            domain=DOMAIN if level == 4 and self.options.has_own_products else CONTRIB,
             K=width,
             N=out,
-            bits=container_bits(matrix.scheme),
+            bits=container_bits(scheme),
             block_size=block,
-            accuracy_level=self.options.accuracy_level,
+            accuracy_level=level,
         )
 
     def _pure_lookup(self, ids: str, matrix: Matrix, name: str) -> str:
@@ -166,11 +224,16 @@ class Linears:
         def make(first: int, last: int) -> Tensor:
             return checked_cast(matrix.values(first, last), dtype, matrix.stored_name)
 
-        row = matrix.shape[1] * dtype.itemsize
-        return self._stream(matrix, ".weight", _FLOAT_KINDS[dtype], matrix.shape, row, make)
+        out, width = matrix.shape
+        name, kind = f"{matrix.module}.weight", _FLOAT_KINDS[dtype]
+        return self._stream(Streamed(name, kind, (out, width), width * dtype.itemsize, width, make))
 
     def _codes(self, matrix: Matrix) -> dict[str, str]:
         """Names of the initializers of a quantized matrix: "codes" and "scales"."""
+        return {what: self._stream(tensor) for what, tensor in self._layout(matrix).items()}
+
+    def _layout(self, matrix: Matrix) -> dict[str, Streamed]:
+        """The tensors of a quantized matrix: "codes" and "scales"."""
         out, width = matrix.shape
         bits, pure = container_bits(matrix.scheme), self.options.pure
         block = block_size(matrix.scheme, width, pure) or width
@@ -189,21 +252,18 @@ class Linears:
             return scales.repeat_interleave(blocks // scales.shape[1], 1)
 
         row, scale_row = blocks * block * bits // 8, blocks * dtype.itemsize
-        scale_kind = _FLOAT_KINDS[dtype]
+        scale_kind, module = _FLOAT_KINDS[dtype], matrix.module
         return {
-            "codes": self._stream(matrix, ".weight_codes", kind, shape, row, make_codes),
-            "scales": self._stream(matrix, ".weight_scale", scale_kind, (out, blocks), scale_row, make_scales),
+            "codes": Streamed(f"{module}.weight_codes", kind, shape, row, width, make_codes),
+            "scales": Streamed(f"{module}.weight_scale", scale_kind, (out, blocks), scale_row, width, make_scales),
         }
 
-    def _stream(
-        self, matrix: Matrix, suffix: str, kind: int, shape: tuple[int, ...], row_bytes: int, make: Rows
-    ) -> str:
+    def _stream(self, tensor: Streamed) -> str:
         """Name of the initializer, streamed once: a tied head meets the embedding's again."""
-        name = matrix.module + suffix
-        if name not in self._streamed_names:
-            self._streamed_names.add(name)
-            self.streamed.append(Streamed(name, kind, shape, row_bytes, matrix.shape[1], make))
-        return name
+        if tensor.name not in self._streamed_names:
+            self._streamed_names.add(tensor.name)
+            self.streamed.append(tensor)
+        return tensor.name
 
 
 def stored_bytes(codes: Tensor, bits: int, signed: bool) -> Tensor:

@@ -31,6 +31,7 @@ class Streamed:
         row_bytes: stored bytes of a row.
         width: elements of a row in the checkpoint.
         make: function from first and last (exclusive) row to their data, whose bytes are what is stored.
+        follows: whether it lies right behind the tensor before it, so that both can be read as one.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Streamed:
     row_bytes: int
     width: int
     make: Rows
+    follows: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -55,7 +57,7 @@ def place(tensors: Sequence[Streamed], data_name: str = DATA_FILE) -> tuple[dict
     placed: dict[str, TensorProto] = {}
     end = 0
     for tensor in tensors:
-        offset = -(-end // _PAGE) * _PAGE
+        offset = end if tensor.follows else -(-end // _PAGE) * _PAGE
         end = offset + tensor.nbytes
         placed[tensor.name] = _reference(tensor, offset, data_name)
     return placed, end
@@ -73,7 +75,7 @@ def write(path: Path, tensors: Sequence[Streamed], progress: Progress) -> None:
             file.put(data.data.cast("B"), offsets[tensor.name] + first * tensor.row_bytes)
             return tensor.name, data.nbytes
 
-        offsets = {name: _offset_of(proto) for name, proto in placed.items()}
+        offsets = {name: _entry(proto, "offset") for name, proto in placed.items()}
         tasks = ((tensor, first, last) for tensor in tensors for first, last in tensor.blocks())
         for name, written in in_order(pool, work, tasks):
             done += written
@@ -89,15 +91,18 @@ def _reference(tensor: Streamed, offset: int, data_name: str) -> TensorProto:
     return proto
 
 
-def reshaped(tensor: TensorProto, name: str, shape: Sequence[int]) -> TensorProto:
-    """A second initializer of the same bytes in another shape, for ops that want them otherwise."""
+def spanning(tensors: Sequence[TensorProto], name: str, shape: Sequence[int]) -> TensorProto:
+    """Another initializer of the bytes of tensors that lie one behind the other."""
     other = TensorProto()
-    other.CopyFrom(tensor)
+    other.CopyFrom(tensors[0])
     other.name = name
     del other.dims[:]
     other.dims.extend(shape)
+    for entry in other.external_data:
+        if entry.key == "length":
+            entry.value = str(sum(_entry(tensor, "length") for tensor in tensors))
     return other
 
 
-def _offset_of(proto: TensorProto) -> int:
-    return next(int(entry.value) for entry in proto.external_data if entry.key == "offset")
+def _entry(proto: TensorProto, key: str) -> int:
+    return next(int(entry.value) for entry in proto.external_data if entry.key == key)

@@ -11,7 +11,7 @@ from pathlib import Path
 from diffquant.errors import UsageError
 from diffquant.export.native.build import LIBRARY
 
-_OVERRIDE = "DIFFQUANT_NATIVE_LIBRARY"
+OVERRIDE = "DIFFQUANT_NATIVE_LIBRARY"
 
 
 def library_path() -> Path | None:
@@ -22,14 +22,14 @@ def library_path() -> Path | None:
     Raises:
         UsageError: DIFFQUANT_NATIVE_LIBRARY names no file.
     """
-    override = os.environ.get(_OVERRIDE)
+    override = os.environ.get(OVERRIDE)
     if override is None:
         built = Path(__file__).with_name(LIBRARY)
         return built if built.is_file() else None
     if not override:
         return None
     if not Path(override).is_file():
-        raise UsageError(f"{_OVERRIDE} is {override}, which is not a file; unset it or build one there")
+        raise UsageError(f"{OVERRIDE} is {override}, which is not a file; unset it or build one there")
     return Path(override)
 
 

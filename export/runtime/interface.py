@@ -47,11 +47,13 @@ class Interface:
         cache: shape of the KV cache, or None if the model has none.
         vocabulary: number of tokens that have a logit.
         kind: ONNX's number of the logits' type.
+        gives_every_position: whether there are logits of every new token, and not of each sequence's last one alone.
     """
 
     cache: CacheShape | None
     vocabulary: int
     kind: int
+    gives_every_position: bool
 
     @property
     def dtype(self) -> np.dtype:
@@ -70,7 +72,9 @@ def read_interface(graph: onnx.GraphProto, file: Path) -> Interface:
     if problems:
         raise CheckpointError(f"{file} is not a model that diffquant exported: {'; '.join(problems)}; export it again")
     logits, past = outputs["logits"], [name for name in inputs if name.startswith(_PAST)]
-    return Interface(_cache_shape(inputs, past) if past else None, logits.shape.dim[2].dim_value, logits.elem_type)
+    _, positions, vocabulary = logits.shape.dim
+    cache = _cache_shape(inputs, past) if past else None
+    return Interface(cache, vocabulary.dim_value, logits.elem_type, positions.dim_value != 1)
 
 
 def _problems(

@@ -78,7 +78,7 @@ class OnnxRuntime:
             CheckpointError: the folder is damaged.
             MissingDependencyError: ONNX Runtime cannot use the device.
         """
-        model = OnnxModel(folder, device=device)
+        model = OnnxModel(folder, device=device, every_position=True)
         if device == "auto" and model.device.kind == "cpu" and torch.cuda.is_available():
             why = f"ONNX Runtime does not start on CUDA here; {install_command('onnx-gpu')} may help"
             logging.getLogger(__name__).warning("%s runs on the processor: %s", folder, why)
@@ -101,7 +101,7 @@ class OnnxCache:
 
 
 class OnnxLanguageModel(LanguageModel):
-    """An exported model as the evaluations see it; its states are its logits."""
+    """An exported model as the evaluations see it, open with `every_position`; its states are its logits."""
 
     def __init__(self, runtime: OnnxModel) -> None:
         self.runtime = runtime

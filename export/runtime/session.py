@@ -1,5 +1,8 @@
 """An exported folder in a session of ONNX Runtime: opened, fed, its cache kept in place."""
 
+import logging
+import os
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +14,17 @@ from diffquant.errors import CheckpointError
 from diffquant.export.files import model_file
 from diffquant.export.graph.external import load_graph
 from diffquant.export.graph.inlining import is_flex, without_flex
+from diffquant.export.graph.last_position import give_every_position
 from diffquant.export.graph.matmul import MATMUL
-from diffquant.export.graph.op import CONTRIB
-from diffquant.export.native import library_path
+from diffquant.export.graph.op import CONTRIB, DOMAIN, NAME
+from diffquant.export.graph.quantized_attention import QUANTIZED_ATTENTION
+from diffquant.export.native import OVERRIDE, library_path
 from diffquant.export.runtime.device import RuntimeDevice, nodes_on_cpu
 from diffquant.export.runtime.interface import CacheShape, read_interface
 from diffquant.support.spelling import spelled
+
+# The ops that the library has kernels of.
+_NATIVE = {(DOMAIN, name) for name in (NAME, QUANTIZED_ATTENTION, MATMUL)}
 
 
 class GraphError(CheckpointError):
@@ -32,6 +40,7 @@ class OnnxModel:
         vocabulary: number of tokens that have a logit.
         dtype: dtype of the logits.
         device: where it runs.
+        gives_every_position: whether there are logits of every new token, and not of each sequence's last one alone.
         takes_padding: whether sequences of a batch may differ in length.
     """
 
@@ -40,6 +49,7 @@ class OnnxModel:
         folder: Path,
         threads: int = 0,
         extra_outputs: tuple[str, ...] = (),
+        every_position: bool = False,
         accuracy_level: int | None = None,
         native: bool = True,
         device: str = "auto",
@@ -50,6 +60,7 @@ class OnnxModel:
         Args:
             threads: number of threads that share one node's work; 0 takes all cores.
             extra_outputs: values inside the graph to return as well.
+            every_position: whether to compute the logits of every new token where the folder gives the last one's.
             accuracy_level: precision of every product with codes; the model's own by default.
             native: whether the op's native kernel computes it where it is built, and not the model's function body;
                 it is the processor's alone.
@@ -64,20 +75,26 @@ class OnnxModel:
         self.device.check()
         graph = load_graph(folder)
         self.folder = folder
+        is_changed = bool(extra_outputs) or accuracy_level is not None
+        if every_position:
+            is_changed |= give_every_position(graph)
         interface = read_interface(graph.graph, model_file(folder))
         self.cache = interface.cache
         self.vocabulary = interface.vocabulary
         self.dtype = interface.dtype
+        self.gives_every_position = interface.gives_every_position
         self.takes_padding = not is_flex(graph)
-        is_changed = bool(extra_outputs) or accuracy_level is not None or not self.takes_padding
         if not self.takes_padding:
-            graph = without_flex(graph)
+            graph, is_changed = without_flex(graph), True
         if extra_outputs:
             kind = interface.kind
             graph.graph.output.extend(helper.make_tensor_value_info(name, kind, None) for name in extra_outputs)
         if accuracy_level is not None:
             _set_accuracy(graph, accuracy_level)
-        options = session_options(threads, native and self.device.kind == "cpu")
+        native = native and self.device.kind == "cpu"
+        if native and lacks_kernels(graph):
+            _say_once_that_bodies_run()
+        options = session_options(threads, native)
         if not spins:
             options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         self.device.prepare(options)
@@ -165,11 +182,12 @@ class InPlaceDecoder:
         return self.cache.row_bytes * self.batch * self.rows
 
     def step(self, ids: np.ndarray) -> np.ndarray:
-        """Append tokens [B, T] to the batch, and return their logits [B, T, V]."""
+        """Append tokens [B, T] to the batch, and return their logits [B, T, V], or the last one's alone [B, 1, V]."""
         self.length += ids.shape[1]
         bind_tokens(self._binding, ids, np.ones((self.batch, self.length), np.int64))
+        positions = ids.shape[1] if self.model.gives_every_position else 1
         # Bound to an array of ours: the runtime's own output would be copied into one.
-        logits = np.empty((*ids.shape, self.model.vocabulary), self.model.dtype)
+        logits = np.empty((self.batch, positions, self.model.vocabulary), self.model.dtype)
         self._binding.bind_ortvalue_output("logits", ort.OrtValue.ortvalue_from_numpy(logits))
         self.model.run_bound(self._binding)
         return logits
@@ -190,6 +208,21 @@ def session_options(threads: int = 0, native: bool = True) -> ort.SessionOptions
     if library is not None:
         options.register_custom_ops_library(str(library))
     return options
+
+
+def lacks_kernels(graph: onnx.ModelProto) -> bool:
+    """Whether the graph has ops that the native library computes, and none was built or named."""
+    return library_path() is None and any((node.domain, node.op_type) in _NATIVE for node in graph.graph.node)
+
+
+@cache
+def _say_once_that_bodies_run() -> None:
+    # An empty name says that no library is wanted.
+    if OVERRIDE not in os.environ:
+        logging.getLogger(__name__).warning(
+            "no native library is built: ONNX Runtime computes the model by the ops' function bodies, which is slower; "
+            "python -m diffquant.export.native builds one"
+        )
 
 
 def _set_accuracy(graph: onnx.ModelProto, level: int) -> None:

@@ -20,7 +20,7 @@ from diffquant.export.runtime.session import GraphError, OnnxModel
 from diffquant.export.verification.errors import StageNoise, cache_excess, relative_rms, stage_errors, stage_noise
 from diffquant.export.verification.long_context import LONG_CONTEXT, FarCalls, far_calls, reach
 from diffquant.export.verification.passages import beginnings
-from diffquant.export.verification.reference import FLIPPING, WHOLE, Reading, Reference
+from diffquant.export.verification.reference import WHOLE, Reading, Reference
 from diffquant.export.verification.report import (
     Measure,
     Route,
@@ -31,7 +31,7 @@ from diffquant.export.verification.report import (
     measures,
     nearest_limits,
 )
-from diffquant.export.verification.routes import IN_PLACE, PREFILL, Run, decoded_in_place, prefill, routes
+from diffquant.export.verification.routes import IN_PLACE, PREFILL, Run, last_positions, prefill, routes
 from diffquant.export.verification.tokens import compare_tokens
 from diffquant.recipe import Recipe
 from diffquant.support.progress import Progress
@@ -181,7 +181,9 @@ class Comparison:
 
     def _open(self, session: _Session) -> OnnxModel:
         seen, native = self._outputs[:-1], not session.runs_body
-        return OnnxModel(self._folder, self._threads, seen, session.accuracy_level, native, self._device, spins=False)
+        return OnnxModel(
+            self._folder, self._threads, seen, True, session.accuracy_level, native, self._device, spins=False
+        )
 
     def _compared(self, session: _Session, model: OnnxModel) -> Iterator[Route]:
         """Every route of a session, compared."""
@@ -210,15 +212,14 @@ class Comparison:
             return Measure(against[0], limit), None if is_cut else Measure(against[1], limit)
 
         def route(name: str, passages: list[np.ndarray], runs: Sequence[Run]) -> Route:
-            firsts = [run.first for run in runs]
+            firsts, readings = [run.first for run in runs], list(map(self._reading_of, runs))
+            ids = [passage[:, : sum(run.calls)] for passage, run in zip(passages, runs, strict=False)]
             with self._reference.arithmetic(rounds=session.rounds):
-                errors = stage_errors(
-                    self._reference, passages, _states_of(runs), firsts, list(map(self._reading_of, runs))
-                )
+                errors = stage_errors(self._reference, ids, _states_of(runs), firsts, readings)
             return Route(session.name, name, *measures(errors, noise, firsts, MARGIN), *logits_errors(runs))
 
         yield route(PREFILL, passages, read)
-        for name, runner in routes(model):
+        for name, runner in routes(model, not self._spans_rows):
             with self._running(session, name):
                 runs = runner(model, self._beginnings, self._outputs)
             yield route(name, self._beginnings, runs)
@@ -230,7 +231,7 @@ class Comparison:
                     if session.is_folder
                     else model
                 )
-                runs = [decoded_in_place(used, self._beginnings[0])]
+                runs = last_positions(used, self._beginnings)
             yield Route(session.name, IN_PLACE, (), (), *logits_errors(runs))
         # Rounded activations change products, of which the routes above have each kind; the graph is the same.
         if not session.rounds:
@@ -288,7 +289,8 @@ class Comparison:
         rounds_anew = session.rounds and self._reference.knows_rounding
         limit = self._tolerance
         if limit is None:
-            limit = MARGIN * relative_rms(zip(self._logits(self._passages, rounds_anew, FLIPPING), whole, strict=True))
+            disturbed = self._logits(self._passages, rounds_anew, self._reference.flipping)
+            limit = MARGIN * relative_rms(zip(disturbed, whole, strict=True))
         noise = stage_noise(self._reference, self._beginnings, begun, session.rounds, whole=(self._passages, read))
         return whole, limit, noise
 
@@ -299,7 +301,9 @@ class Comparison:
                 "ONNX Runtime rounds activations on this processor by a rule unknown here: products with int8 "
                 "activations are held to no more than what such rounding costs"
             )
-        if self._rounds and loses_tokens(self._tokens):
+        # Beside wider codes activations are rounded in any case.
+        has_choice = any(tensor["container_bits"] == 4 for tensor in self._manifest.tensors.values())
+        if self._rounds and has_choice and loses_tokens(self._tokens):
             rounded, exact = (each.tokens.agreement for each in self._tokens[:2])
             yield (
                 f"the likeliest token is torch's at {rounded:.1%} of the positions, and at {exact:.1%} with float32 "
@@ -335,4 +339,4 @@ def _states_of(runs: Sequence[Run]) -> list[list[Tensor]]:
 
 
 def _float32(values: np.ndarray) -> Tensor:
-    return torch.from_numpy(values.astype(np.float32))
+    return torch.from_numpy(values.astype(np.float32, copy=False))

@@ -1,6 +1,7 @@
 """The command line, timing in turns, memory, generation's bookkeeping and the GPU table's verdicts."""
 
 import json
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -14,10 +15,20 @@ from diffquant.bench import memory, run, timing
 from diffquant.bench.cells import BenchCell
 from diffquant.bench.gpu import tune
 from diffquant.bench.options import SECTIONS, BenchOptions
-from diffquant.bench.programs import cell_speeds, comparison, generate, hellaswag, peer_engines, programs, sharing
+from diffquant.bench.programs import (
+    cell_speeds,
+    comparison,
+    engines,
+    generate,
+    hellaswag,
+    peer_engines,
+    programs,
+    sharing,
+)
 from diffquant.bench.sections import PARTS, Part
 from diffquant.cli import app
 from diffquant.errors import DiffQuantError, FailedCellsError, MissingDependencyError, UsageError
+from diffquant.export.native import kernel_name, library_path, matmul_kernel_name
 from diffquant.kernels.configs import AttentionTile
 from diffquant.sweep.grid import SweepOptions
 from tests.support import tiny_lm
@@ -251,6 +262,7 @@ def test_llama_bench_is_asked_for_the_same_lengths_and_its_memory_is_not_ours(tm
     assert engine.decode(np.zeros((1, 64), int), 32) == (32.064, [])
     assert engine.prefill(np.zeros((1, 128), int)) == 128.0
     assert "-t 2" in engine.about["flags"]
+    assert engine.kernels() == "llama.cpp's"
     monkeypatch.setattr(generate, "_engines", [engine])
     assert generate.peak_bytes() is None
     row = {"decode": [1.0], "prefill": [1.0], "peak_bytes": None, "tokens": []}
@@ -286,6 +298,38 @@ def test_a_peer_that_cannot_write_is_a_reason_and_its_folder_is_not_tried_again(
     found = generate.write_all(tmp_path / "no-gguf", tmp_path, ["llama.cpp Q4_0"])
     assert "missing" in found["llama.cpp Q4_0"]
     assert generate.write_all(tmp_path / "no-gguf", tmp_path, ["llama.cpp Q4_0"]) == found
+
+
+def test_rows_of_native_kernels_are_refused_where_there_are_none(tmp_path, monkeypatch):
+    monkeypatch.setenv("DIFFQUANT_NATIVE_LIBRARY", "")
+    names = [generate.TORCH, generate.FLOAT, "function body, 4:g32 kv 8"]
+    with pytest.raises(UsageError, match=r"^'export float32' run the native library, and there is none"):
+        generate.measure_generation(tmp_path, tmp_path, names, generate.Settings(threads=1))
+    generate.check_kernels([generate.TORCH, "function body, 4:g32 kv 8", "onnxruntime-genai int4"])
+
+
+needs_library = pytest.mark.skipif(library_path() is None, reason="the native library is not built")
+
+
+@needs_library
+@pytest.mark.parametrize("native", [True, False])
+def test_a_row_names_the_kernels_that_ran_and_not_those_that_could_have(tmp_path, native):
+    model = tiny_lm.write_diff_v2(tmp_path / "model")
+    engines.write_export({"weights": "4:row"}, model, tmp_path / "out")
+    code = f"""
+from pathlib import Path
+from diffquant.bench.programs.engines import open_export
+import numpy as np
+engine = open_export(Path({str(tmp_path / "out")!r}), 1, native={native})
+print(engine.kernels())
+engine.decode(np.array([[3, 4, 5]]), 3)
+print(engine.kernels())
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    before, after = ran.stdout.splitlines()
+    assert before == "ONNX Runtime's"
+    names = [f"attention {kernel_name()}", *([f"products {matmul_kernel_name()}"] if matmul_kernel_name() else [])]
+    assert after == (f"diffquant's: {', '.join(names)}" if native else "ONNX Runtime's")
 
 
 def test_errors_lose_their_paths():
@@ -330,6 +374,7 @@ def test_tuning_takes_the_fastest_neighbour_that_is_right(monkeypatch):
 
 
 @thorough
+@needs_library
 def test_generation_gives_the_same_tokens_in_torch_and_in_the_float32_export(tmp_path):
     pytest.importorskip("onnxruntime")
     model = tiny_lm.write_diff_v2(tmp_path / "diff-v2")
@@ -337,6 +382,8 @@ def test_generation_gives_the_same_tokens_in_torch_and_in_the_float32_export(tmp
     names = [generate.TORCH, generate.FLOAT, "llama.cpp Q4_0"]
     found = generate.measure_generation(model, tmp_path, names, settings)
     assert found[generate.FLOAT]["same_tokens"] == 4
+    assert found[generate.TORCH]["kernels"].startswith("torch's, ")
+    assert found[generate.FLOAT]["kernels"] == f"diffquant's: attention {kernel_name()}"
     assert found[generate.FLOAT]["folder_bytes"] > 0
     assert found[generate.FLOAT]["write_seconds"] > 0
     assert "missing" in found["llama.cpp Q4_0"]

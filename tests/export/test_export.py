@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from onnx import TensorProto, numpy_helper
+from onnx import numpy_helper
 from onnx.reference import ReferenceEvaluator
 from transformers import DiffLlamaForCausalLM
 
@@ -29,6 +29,7 @@ from diffquant.source.source import open_source
 from tests.support.checkpoints import SIZES, SOURCES, write_checkpoint
 from tests.support.exports import cache_ranges
 from tests.support.models import random_ids
+from tests.support.stacks import rows_of
 from tests.support.thorough import sampled
 
 PRECISIONS = {
@@ -112,7 +113,7 @@ def test_the_plain_transformer_takes_the_same_options(checkpoint, tmp_path, prec
 
 def test_logits_equal_stock_transformers_to_the_end_of_the_context(checkpoint, tmp_path):
     ids = random_ids(2, SIZES["max_position_embeddings"]).numpy()
-    model = OnnxModel(exported(checkpoint("diffllama"), tmp_path / "out"), 1)
+    model = OnnxModel(exported(checkpoint("diffllama"), tmp_path / "out"), 1, every_position=True)
     (logits,), _ = model.run(ids, np.ones_like(ids), model.empty_cache(2))
     oracle = DiffLlamaForCausalLM.from_pretrained(checkpoint("diffllama")).eval()(torch.from_numpy(ids)).logits
     np.testing.assert_allclose(logits, oracle.numpy(), rtol=0, atol=2e-5)
@@ -139,7 +140,12 @@ def test_a_quantized_checkpoint_keeps_its_codes_and_scales(tmp_path, weights, dt
     folder = exported(quantized, tmp_path / "out")
     source = open_checkpoint(plain)
     adapter = adapter_for(source.config)
-    held = initializers(folder)
+    model = onnx.load(folder / MODEL_FILE)
+
+    def held(name):
+        tensor, rows = rows_of(model, name)
+        return numpy_helper.to_array(tensor)[rows]
+
     scheme = Scheme.parse(weights)
     for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.down_proj"):
         module = f"model.layers.1.{name}"
@@ -148,9 +154,9 @@ def test_a_quantized_checkpoint_keeps_its_codes_and_scales(tmp_path, weights, dt
         codes, scale = unpack(packed["weight_packed"], scheme.bits, width), packed["weight_scale"].float()
         order = adapter.rows_as(op_layout(adapter.architecture.diff_spec), module + ".weight")
         rows = slice(None) if order is None else order
-        stored = from_container(held[module + ".weight_codes"], 4 if scheme.bits <= 4 else 8)[:, :width]
+        stored = from_container(held(module + ".weight_codes"), 4 if scheme.bits <= 4 else 8)[:, :width]
         np.testing.assert_array_equal(stored, codes[rows].numpy())
-        blocks = held[module + ".weight_scale"]
+        blocks = held(module + ".weight_scale")
         wanted = (scale.expand(len(codes), 1) if scale.numel() == 1 else scale)[rows].numpy()
         np.testing.assert_array_equal(blocks, np.repeat(wanted, blocks.shape[1] // wanted.shape[1], 1))
     assert verify(folder, quantized).passed
@@ -189,17 +195,32 @@ def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path):
 @pytest.mark.parametrize(
     "options", sampled([{"weights": "6:g16"}, {"weights": "8:row"}, {"embed_bits": 8}], 3), ids=str
 )
-def test_accuracy_level_1_keeps_float32_activations_at_every_width(checkpoint, tmp_path, options):
-    rounding, exact = (
-        verify(
-            exported(checkpoint("unilm-v2"), tmp_path / str(level), accuracy_level=level, **options),
-            checkpoint("unilm-v2"),
-        )
-        for level in (4, 1)
-    )
-    assert "int8 activations" in {route.session for route in rounding.routes}
+def test_codes_of_8_bits_round_activations_at_both_accuracy_levels(checkpoint, tmp_path, options):
+    folders = [
+        exported(checkpoint("unilm-v2"), tmp_path / str(level), accuracy_level=level, **options) for level in (4, 1)
+    ]
+    graphs = [(folder / MODEL_FILE).read_bytes() for folder in folders]
+    assert graphs[0] == graphs[1]
+    assert "int8 activations" in {route.session for route in verify(folders[1], checkpoint("unilm-v2")).routes}
+
+
+@pytest.mark.usefixtures("library")
+def test_accuracy_level_1_keeps_float32_activations_beside_codes_of_4_bits(checkpoint, tmp_path):
+    folder = exported(checkpoint("unilm-v2"), tmp_path / "out", weights="4:g32", accuracy_level=1)
+    exact = verify(folder, checkpoint("unilm-v2"))
     assert {route.session for route in exact.routes} == {"as exported", "function body"}
     assert largest_error(exact) < 1e-5
+
+
+def test_a_head_of_8_bits_rounds_where_accuracy_level_1_spares_the_rest(checkpoint, tmp_path):
+    options = {"weights": "4:g32", "embed_bits": 8, "accuracy_level": 1}
+    folder = exported(checkpoint("unilm-v1"), tmp_path / "out", **options)
+    nodes = [node for node in onnx.load(folder / MODEL_FILE).graph.node if node.op_type == "MatMulNBits"]
+    attributes = [{a.name: a.i for a in node.attribute} for node in nodes]
+    assert {(each["bits"], each["accuracy_level"]) for each in attributes} == {(4, 1), (8, 4)}
+    assert {node.domain for node in nodes if node.input[1].startswith("model.layers")} == {"com.microsoft"}
+    assert nodes[-1].domain == "diffquant"
+    assert verify(folder, checkpoint("unilm-v1")).passed
 
 
 @pytest.mark.parametrize(
@@ -319,12 +340,6 @@ def test_tied_weights_are_stored_once(tmp_path):
         names = [t.name for t in onnx.load(folder / MODEL_FILE, load_external_data=False).graph.initializer]
         assert not [name for name in names if "lm_head" in name]
         assert verify(folder, source).passed
-
-
-def initializers(folder):
-    model = onnx.load(folder / MODEL_FILE)
-    kept = (TensorProto.UINT8, TensorProto.FLOAT)
-    return {t.name: numpy_helper.to_array(t) for t in model.graph.initializer if t.data_type in kept}
 
 
 def from_container(stored, bits):

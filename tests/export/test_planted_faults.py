@@ -232,7 +232,11 @@ def window_of(size, layer):
 def no_first_call_of_one_token(e):
     """Count two tokens at least."""
     e.constants(at_least=[1])
-    e.behind("Sub", lambda before, after: [helper.make_node("Max", [before, "at_least"], [after])])
+    e.behind("last_token", lambda before, after: [helper.make_node("Max", [before, "at_least"], [after])])
+
+
+def one_less(before, after):
+    return [helper.make_node("Sub", [before, "before_last"], [after])]
 
 
 def fails_behind_a_token(e):
@@ -314,7 +318,10 @@ FAULTS = {
     "the final norm missing": ("v1", skipped("RMSNormalization", "layers.1.output")),
     "a pair's norm missing": ("float32", skipped(f"{N}.RMSNormalization_2", f"{N}.Reshape")),
     "another epsilon": ("v2", lambda e: e.set_attribute("epsilon", 1e-2, [e.node(f"{N}.RMSNormalization")])),
-    "a rectangle for the sigmoid's gate": ("v1", given(f"{N}.Mul", 1, f"{N}.MatMulNBits_5")),
+    "a rectangle for the sigmoid's gate": (
+        "v1",
+        given(f"{N}.Mul", 1, f"{weight('gate').removesuffix('.weight')}.product"),
+    ),
     "a layer left out": ("v2", skipped(f"{N}.output", "layers.0.output")),
     "a layer's attention left out": ("llama", skipped(f"{N}.Add", "layers.0.output")),
     "a residual left out": ("v1", given(f"{N}.output", 0, "layers.0.output")),
@@ -332,6 +339,8 @@ FAULTS = {
     "another λ beside FlexAttention": ("flex", scaled(f"{N}.lambda", 1.2)),
     "a window of 250 in one layer": ("long", window_of(250, LAYER)),
     "a window of 40 in one layer, without a cache": ("no cache", window_of(40, LAYER)),
+    "the last place read where a shorter sequence has padding": ("v1", given("Unsqueeze", 0, "Sub")),
+    "a prompt's last position but one": ("pure", lambda e: e.behind("Min", one_less, before_last=[1])),
     # The function body, which stock ONNX Runtime computes.
     "body: the noise is added": ("v1", body_adds_the_noise),
     "body: no rotation": ("v2", body_without_rotation),
@@ -493,6 +502,7 @@ SOUND = {
     "V2, float16": ("unilm-v2-half", {"dtype": "float16"}),
     "V2, float16, 4 bits, cache 8, embedding 8": ("unilm-v2-half", LOW | {"dtype": "float16"}),
     "V2, 4-bit logits with a scale per tensor": ("unilm-v2", {"logits": "4:tensor", "weights": "8:g32"}),
+    "V2, 6-bit logits with a scale per tensor, 4 bits": ("unilm-v2-half", {"logits": "6:tensor", "weights": "4:g32"}),
     "V2, 4-bit logits per tensor, standard ops, no cache": (
         "unilm-v2-half",
         {"logits": "4:tensor", "pure": True, "cache": False},

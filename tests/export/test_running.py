@@ -26,7 +26,7 @@ from diffquant.evals.torch_model import TorchModel
 from diffquant.export import ExportOptions, Generator, export
 from diffquant.export.files import DATA_FILE, MODEL_FILE
 from diffquant.export.native import library_path
-from diffquant.export.runtime import generation
+from diffquant.export.runtime import generation, session
 from diffquant.export.runtime.scoring import OnnxLanguageModel
 from diffquant.export.runtime.session import InPlaceDecoder, OnnxModel
 from diffquant.export.targets import runtime_of
@@ -138,7 +138,7 @@ print("torch" in sys.modules, "transformers" in sys.modules)
 
 
 def test_steps_write_into_the_same_buffers(folder):
-    model = OnnxModel(folder, 1)
+    model = OnnxModel(folder, 1, every_position=True)
     state = InPlaceDecoder(model, 1, 32)
     before = [buffer.data_ptr() for buffer in state._buffers]
     ids = np.arange(2, 12)[None]
@@ -285,12 +285,14 @@ def test_scores_are_those_of_torch(source, plain):
     contexts = [draw(9), draw(4)]
     requests = [Request(context, draw(n)) for context in contexts for n in (1, 5, 3)]
     model = diffquant.load(source)
-    ours = score(OnnxLanguageModel(OnnxModel(plain, 1)), requests)
+    ours = score(OnnxLanguageModel(OnnxModel(plain, 1, every_position=True)), requests)
     for mine, oracle in zip(ours, score(TorchModel(model), requests), strict=True):
         assert mine.logprob == pytest.approx(oracle.logprob, abs=1e-3)
         assert mine.greedy == oracle.greedy
     asked = draw(30), [draw(n) for n in (5, 5, 5, 3)], [draw(2), draw(3), draw(3)]
-    assert choose(OnnxLanguageModel(OnnxModel(plain, 1)), *asked) == choose(TorchModel(model), *asked)
+    assert choose(OnnxLanguageModel(OnnxModel(plain, 1, every_position=True)), *asked) == choose(
+        TorchModel(model), *asked
+    )
 
 
 def test_tasks_run_on_an_exported_folder(source, plain):
@@ -344,6 +346,28 @@ def test_the_command_line_exports_verifies_and_runs(source, tmp_path):
     assert "tokens/s" in continued.stderr
 
 
+def test_a_session_without_a_library_says_so_once(plain, monkeypatch, caplog):
+    monkeypatch.delenv("DIFFQUANT_NATIVE_LIBRARY", raising=False)
+    monkeypatch.setattr(session, "library_path", lambda: None)
+    session._say_once_that_bodies_run.cache_clear()
+    for _ in range(2):
+        OnnxModel(plain, 1)
+    assert caplog.messages == [
+        "no native library is built: ONNX Runtime computes the model by the ops' function bodies, which is slower; "
+        "python -m diffquant.export.native builds one"
+    ]
+
+
+@pytest.mark.parametrize(("native", "named"), [(False, None), (True, "")])
+def test_nobody_is_told_of_a_library_that_is_not_wanted(plain, monkeypatch, caplog, native, named):
+    if named is not None:
+        monkeypatch.setenv("DIFFQUANT_NATIVE_LIBRARY", named)
+    monkeypatch.setattr(session, "library_path", lambda: None)
+    session._say_once_that_bodies_run.cache_clear()
+    OnnxModel(plain, 1, native=native)
+    assert not caplog.messages
+
+
 def test_sessions_load_the_native_kernel_where_it_is_built(plain, monkeypatch):
     from diffquant.export.native import kernel_calls
 
@@ -365,7 +389,10 @@ def test_lm_eval_scores_and_generates_with_it(source, plain):
     from diffquant.evals.protocols.harness_model import HarnessModel
 
     tokenizer = tiny_lm.tokenizer()
-    models = [OnnxLanguageModel(OnnxModel(plain, 1)), TorchModel(diffquant.load(source, dtype=torch.float32))]
+    models = [
+        OnnxLanguageModel(OnnxModel(plain, 1, every_position=True)),
+        TorchModel(diffquant.load(source, dtype=torch.float32)),
+    ]
     adapters = [HarnessModel(model, tokenizer, 256, silent) for model in models]
     pairs = [Instance("loglikelihood", {}, (PROMPT, text), i) for i, text in enumerate((" moon", " sea was"))]
     ours, oracle = (adapter.loglikelihood(pairs) for adapter in adapters)

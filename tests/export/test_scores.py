@@ -57,7 +57,9 @@ def models(source, folder, given) -> tuple[LanguageModel, LanguageModel]:
     if ranges is not None:
         scales = folder / "scales.safetensors"
         write_ranges(scales, ranges)
-    return OnnxLanguageModel(OnnxModel(folder / "out", 1)), TorchModel(load(source, options.recipe, scales=scales))
+    return OnnxLanguageModel(OnnxModel(folder / "out", 1, every_position=True)), TorchModel(
+        load(source, options.recipe, scales=scales)
+    )
 
 
 @pytest.mark.parametrize("given", OPTIONS, ids=lambda given: " ".join(f"{name} {x}" for name, x in given.items()))
@@ -75,4 +77,4 @@ def test_an_export_scores_and_chooses_as_torch_does(source, requests, tmp_path, 
 def test_an_export_without_a_cache_gives_none(source, tmp_path):
     export(source, tmp_path / "out", ExportOptions(cache=False))
     with pytest.raises(CheckpointError, match="was exported without a cache; export it again without cache=False"):
-        OnnxLanguageModel(OnnxModel(tmp_path / "out", 1)).new_cache()
+        OnnxLanguageModel(OnnxModel(tmp_path / "out", 1, every_position=True)).new_cache()

@@ -124,9 +124,10 @@ def test_wide_heads_many_rows_and_mixed_bits(dtype):
 
 
 @pytest.mark.parametrize("queries", sampled([1, 3], 2))
-def test_pairs_that_share_a_noise_head_read_it_once(queries):
-    q, k, v, lam = random_call("v1", queries, 70, pairs=8, kv_pairs=2)
-    check(K4V4, ([q[0], q[1][:, ::4]], k, v, lam))
+@pytest.mark.parametrize(("pairs", "noises", "kv_pairs"), [(8, 2, 2), (36, 12, 4)], ids=["4 to 1", "36 to 12"])
+def test_pairs_that_share_a_noise_head_read_it_once(pairs, noises, kv_pairs, queries):
+    q, k, v, lam = random_call("v1", queries, 70, pairs=pairs, kv_pairs=kv_pairs)
+    check(K4V4, ([q[0], q[1][:, :: pairs // noises]], k, v, lam))
 
 
 def test_noise_heads_that_no_value_head_has_whole_are_refused():

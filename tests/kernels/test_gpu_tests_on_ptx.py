@@ -45,7 +45,7 @@ def test_every_kernel_passes_its_tests_as_it_is_compiled():
     print(f"{WHOLE}={number}: {named(triton, capability)}")
     said = ran(capability, triton, [""])
     print(said)
-    kernels = ["prefill_v1", "prefill_v2", "attend_int8", "attend_rounded", "append_tokens", "decode_share"]
-    kernels += ["paged_share", "_gemv"]
+    kernels = ["prefill_v1", "prefill_v2", "attend_int8", "attend_rounded", "decode_share", "append_tokens", "_gemv"]
+    kernels += ["paged_share", "packed_pages_share", "append_pages"]
     kernels += ["attend_specialized", "attend_fp8_specialized"] if capability == 90 else []
     assert [kernel for kernel in kernels if f"\n{kernel}: " not in said] == []

@@ -13,6 +13,7 @@ from onnx import FunctionProto, NodeProto, TensorProto, helper, numpy_helper
 from diffquant.export.files import Layout, layout_of
 from diffquant.export.manifest import FILE
 from diffquant.support.digests import FileDigests
+from tests.support.stacks import rows_of
 
 LAYER = 1
 _RANGE = np.iinfo(np.int64)
@@ -48,17 +49,17 @@ class PlantedExport:
         (self.folder / FILE).write_text(json.dumps(record))
 
     def change(self, name: str, edit: Callable[[np.ndarray], np.ndarray]) -> None:
-        """Replace an initializer's values by others of the same shape."""
-        proto = next(tensor for tensor in self.model.graph.initializer if tensor.name == name)
+        """Replace the values of an initializer, or of a matrix in one, by others of the same shape."""
+        proto, rows = rows_of(self.model, name)
         if proto.data_location != TensorProto.EXTERNAL:
             proto.CopyFrom(numpy_helper.from_array(edit(numpy_helper.to_array(proto).copy()), name))
             return
         entries = {entry.key: entry.value for entry in proto.external_data}
         dtype = helper.tensor_dtype_to_np_dtype(proto.data_type)
         data = np.memmap(self.folder / self.layout.data, dtype, "r+", int(entries["offset"]), tuple(proto.dims))
-        changed = edit(np.array(data))
-        assert (changed != data).any()
-        data[:] = changed
+        changed = edit(np.array(data[rows]))
+        assert (changed != data[rows]).any()
+        data[rows] = changed
         data.flush()
 
     def node(self, output: str) -> NodeProto:

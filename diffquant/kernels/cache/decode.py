@@ -143,8 +143,9 @@ def _launch(
     q = [x if x.stride(3) == 1 else x.contiguous() for x in q]
     # One row of scales serves a warp's tokens.
     capacity, most_tokens = keys[0].shape[2] * FRAGMENT, k_block if k_block > 1 else CAPACITY_STEP
+    token_bits = k_heads // v_heads * width * k_bits + value_width * v_bits
     tile = choose(TILES, f"decode/{device_class(out.device)}/{value_width}/{max(k_bits, v_bits)}")
-    cut = Cut.of(tile, q, v_heads, capacity, window, most_tokens)
+    cut = Cut.of(tile, q, v_heads, token_bits, capacity, window, most_tokens)
     sums = cut.empty_sums(out)
     with torch.cuda.device_of(out):
         decode_share[cut.grid](

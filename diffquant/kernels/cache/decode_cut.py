@@ -12,7 +12,7 @@ from torch import Tensor
 from diffquant.errors import UsageError
 from diffquant.kernels.cache.decode_combine import decode_combine
 from diffquant.kernels.cache.kv_store import CAPACITY_STEP
-from diffquant.kernels.gpu import processors, registers_of
+from diffquant.kernels.gpu import bandwidth, processors, registers_of
 from diffquant.kernels.linear.repack import FRAGMENT
 
 
@@ -52,8 +52,9 @@ TILES = {
 }
 # Rows of a tile: the columns of a product, whose rows are tokens or channels.
 ROWS = 8
-# Steps that a share's start and end cost: first loads, and partial sums written and read again.
-_STEPS_TO_START = 2
+# What a share's start and end cost, its first loads and its partial sums, and the least that a step's loads take:
+# assumptions, as those of `diffquant.bench.gpu.hopper`.
+_SECONDS_TO_START, _SECONDS_OF_LOADS = 1e-6, 0.5e-6
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ class Cut:
         tile: DecodeTile,
         q: Sequence[Tensor],
         v_heads: int,
+        token_bits: int,
         capacity: int,
         window: int | None,
         most_tokens: int = CAPACITY_STEP,
@@ -91,6 +93,7 @@ class Cut:
         """Cut for queries [B, h, T, d] a map.
 
         Args:
+            token_bits: bits of a token's keys and values of one KV head.
             capacity: number of tokens that a sequence may have.
             window: number of newest keys that a query sees; None if there is no window.
             most_tokens: most tokens of a step that a warp may take.
@@ -103,7 +106,10 @@ class Cut:
         # A window may begin within a step and end within another.
         seen = capacity if window is None else min(capacity, window + queries - 1 + step)
         room = tile.blocks * processors(q[0].device)
-        shares = count_shares(batch * v_heads * tiles, max(seen // step, 1), room)
+        # Memory sets the pace: all programs that there is room for share it.
+        pace = max(_SECONDS_OF_LOADS, room * step * token_bits / 8 / bandwidth(q[0].device))
+        start = _SECONDS_TO_START / pace
+        shares = count_shares(batch * v_heads * tiles, max(seen // step, 1), room, start)
         return cls(tile, tokens, batch * v_heads, group, noise_group, shares, tiles)
 
     @property
@@ -145,16 +151,17 @@ class Cut:
 
 
 @cache
-def count_shares(others: int, steps: int, room: int) -> int:
+def count_shares(others: int, steps: int, room: int, start: float) -> int:
     """Number of shares that the keys are split into, for which a device with room for `room` programs ends first.
 
     Args:
         others: number of programs a share.
         steps: number of steps of all keys.
         room: number of programs that run at a time; they come in waves.
+        start: number of steps that a wave's start and end take as long as.
     """
 
-    def steps_in_a_row(shares: int) -> int:
-        return -(-others * shares // room) * (-(-steps // shares) + _STEPS_TO_START)
+    def steps_in_a_row(shares: int) -> float:
+        return -(-others * shares // room) * (-(-steps // shares) + start)
 
     return min(range(1, min(steps, room) + 1), key=steps_in_a_row)

@@ -22,6 +22,8 @@ from diffquant.kernels.cache.paged_rows import (
     key_matrix,
     load_keys,
     load_values,
+    page_at,
+    paged_token_scales,
     pages_of,
     value_channels,
     value_matrix,
@@ -51,7 +53,7 @@ def attend_span(
 ):  # fmt: skip
     """Sums after keys begin to end more, of which a row sees those from `first` to `last`.
 
-    With a Table of a sequence's pages, keys and values are rows in these: `paged_rows`.
+    With a Table of a sequence's pages, keys and values are in these: states in rows (`paged_rows`), codes in fragments.
     """
     STATES: tl.constexpr = q1[0].dtype
     CODES: tl.constexpr = tl.float32 if tl.float32 == STATES else tl.float16
@@ -104,8 +106,9 @@ def attend_span(
         seen = (token[:, :, None] >= first[None, None, :]) & (token[:, :, None] <= last[None, None, :])
         logits = tl.where(seen, logits * scale, -float("inf"))
         if V_BITS < 16:
-            # Behind the newest token scales may be 0.
-            of_values = tl.where(of_warps(step, TOKENS, WARPS) < end, value_scales.to(tl.float32), 1.0)
+            # Behind the newest token scales may be 0, and in pages anything.
+            token = of_warps(step, TOKENS, WARPS)
+            of_values = tl.where((token >= oldest) & (token < end), value_scales.to(tl.float32), 1.0)
             of_values = _log2(of_values, CODES)
             logits += spread_over_rows(of_values, ROWS, TOKENS, WARPS)
         raised = tl.maximum(largest, tl.max(logits, 1))
@@ -128,12 +131,14 @@ def _keys(
     WIDTH: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Words of a step's keys, and their scales."""
-    if PAGED:
+    if PAGED and BITS == 16:
         words = (load_keys(k, pages, WIDTH, TOKENS, WARPS),)
     else:
-        words = _words(k, step, one, BITS, FIELDS, RING, WIDTH, TOKENS, WARPS)
+        words = _words(k, pages, step, one, BITS, FIELDS, RING, PAGED, WIDTH, TOKENS, WARPS)
     if BITS == 16:
         scales = words
+    elif PAGED:
+        scales = (paged_token_scales(k[2], pages, k[3], TOKENS, WARPS),)
     elif BLOCK == 1:
         scales = (token_scales(k[2] + step, TOKENS, WARPS),)
     else:
@@ -148,26 +153,33 @@ def _values(
     TOKENS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Words of a step's values, and their scales."""
-    if PAGED:
+    if PAGED and BITS == 16:
         words = (load_values(v, pages, step, oldest, end, WIDTH, TOKENS, WARPS),)
     else:
-        words = _words(v, step, one, BITS, FIELDS, RING, WIDTH, TOKENS, WARPS)
+        words = _words(v, pages, step, one, BITS, FIELDS, RING, PAGED, WIDTH, TOKENS, WARPS)
     scales = words
     if BITS < 16:
-        scales = token_scales(v[2] + step, TOKENS, WARPS)
+        if PAGED:
+            scales = paged_token_scales(v[2], pages, v[3], TOKENS, WARPS)
+        else:
+            scales = token_scales(v[2] + step, TOKENS, WARPS)
     return words, scales
 
 
 @triton.jit
 def _words(
-    stored, step, one,
-    BITS: tl.constexpr, FIELDS: tl.constexpr, RING: tl.constexpr, WIDTH: tl.constexpr,
+    stored, pages, step, one,
+    BITS: tl.constexpr, FIELDS: tl.constexpr, RING: tl.constexpr, PAGED: tl.constexpr, WIDTH: tl.constexpr,
     TOKENS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Words of a step, as `load_words` gives them."""
     index = tl.arange(0, TOKENS * WARPS // 16 * (WIDTH // (16 * FIELDS)))
     fragment = index % WARPS * (TOKENS // 16) + index // (WARPS * (WIDTH // (16 * FIELDS)))
-    if RING:
+    if PAGED:
+        # A page has a fragment of each head.
+        fragment = page_at(pages, fragment) * stored[3]
+        codes, top = stored[0], stored[1]
+    elif RING:
         fragment = (step // 16 + fragment) % (RING // 16)
         codes, top = stored[0], stored[1]
     else:
@@ -213,7 +225,7 @@ def _matrix(
     FIELDS: tl.constexpr, PAGED: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """One field of what was loaded as the left sides of products, in the form of `field_of`."""
-    if not PAGED:
+    if not PAGED or BITS < 16:
         out = field_of(words, FIELD, DTYPE, BITS, TRANSPOSED, WIDTH // (16 * FIELDS), TOKENS, WARPS)
     elif TRANSPOSED:
         out = value_matrix(words[0], WIDTH, TOKENS, WARPS)
@@ -247,9 +259,9 @@ def _zeros(WARPS: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, FIEL
 @triton.jit
 def keep_share(
     sums, Largest, Total, Acc,
-    FIELDS: tl.constexpr, PAGED: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    FIELDS: tl.constexpr, IN_ROWS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Store a program's maxima, sums and weighted values, after its warps' have met."""
+    """Store a program's maxima, sums and weighted values, after its warps' have met; values came IN_ROWS of pages."""
     largest, total, acc = sums
     of_all = tl.max(largest, 0)
     shrink = tl.exp2(largest - of_all[None, :])
@@ -259,6 +271,6 @@ def keep_share(
     tl.store(Largest + out, of_all)
     tl.store(Total + out, total)
     for field in tl.static_range(FIELDS):
-        channel = value_channels(WIDTH) if PAGED else field_channels(field, WIDTH, FIELDS)
+        channel = value_channels(WIDTH) if IN_ROWS else field_channels(field, WIDTH, FIELDS)
         weighed = tl.sum(acc[field] * shrink[:, None, :], 0)
         tl.store(Acc + out[None, :] * WIDTH + channel[:, None], weighed)

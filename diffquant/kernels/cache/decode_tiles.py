@@ -16,23 +16,24 @@ from diffquant.kernels.linear.unpacking import multiply
 @triton.jit
 def query_tiles(
     Q1, Q2, q1_stride, q2_stride, sequence, head, group, noise_group, queries, one,
-    SHARED_K: tl.constexpr, FIELDS: tl.constexpr, PAGED: tl.constexpr,
+    SHARED_K: tl.constexpr, FIELDS: tl.constexpr, IN_ROWS: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Queries of a program's rows for the keys of each map, a tile a field; both are all of them where maps share keys.
 
-    Rows are ordered map, query pair (or noise head) of the group, query.
+    Rows are ordered map, query pair (or noise head) of the group, query. Keys that lie IN_ROWS of pages take channels
+    in an order of their own.
     """
     signals = group * queries
     q1 = _tiles(
         Q1 + sequence * q1_stride[0] + head * group * q1_stride[1], q1_stride, 0, signals, queries, one,
-        FIELDS, PAGED, WIDTH, ROWS, WARPS,
+        FIELDS, IN_ROWS, WIDTH, ROWS, WARPS,
     )  # fmt: skip
     q2 = q1
     if Q2 is not None:
         q2 = _tiles(
             Q2 + sequence * q2_stride[0] + head * noise_group * q2_stride[1], q2_stride,
-            signals, noise_group * queries, queries, one, FIELDS, PAGED, WIDTH, ROWS, WARPS,
+            signals, noise_group * queries, queries, one, FIELDS, IN_ROWS, WIDTH, ROWS, WARPS,
         )  # fmt: skip
         if SHARED_K:
             q1 = _added(q1, q2, FIELDS)
@@ -42,14 +43,14 @@ def query_tiles(
 @triton.jit
 def _tiles(
     Q, stride, first, count, queries, one,
-    FIELDS: tl.constexpr, PAGED: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr,
+    FIELDS: tl.constexpr, IN_ROWS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Queries of a program's rows, one tile a field; 0 but for `count` rows from `first` on."""
     index = tl.arange(0, WIDTH // FIELDS // 8 * WARPS * ROWS)
     row = tl.program_id(2) * ROWS + index % ROWS
     at = (row - first) // queries * stride[1] + row % queries * stride[2]
     here = (row >= first) & (row < first + count)
-    if PAGED:
+    if IN_ROWS:
         channel = key_channels((index // (ROWS * WARPS))[:, None], tl.arange(0, 8)[None, :])
     else:
         channel = _channels(one, FIELDS, WIDTH, ROWS, WARPS)

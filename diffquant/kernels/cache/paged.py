@@ -78,15 +78,17 @@ def decode_paged(
         return out
     q = [x if x.stride(3) == 1 else x.contiguous() for x in q]
     capacity = table.shape[1] * PAGE
+    shared = len(q) == 2 and _is_same(*k)
+    token_bits = 16 * ((1 if shared else len(k)) * width + value_width)
     tile = choose(TILES, f"paged/{device_class(out.device)}/{value_width}")
-    cut = Cut.of(tile, q, v_heads, capacity, window)
+    cut = Cut.of(tile, q, v_heads, token_bits, capacity, window)
     sums = cut.empty_sums(out)
     with torch.cuda.device_of(out):
         paged_share[cut.grid](
             q[0], q[1] if len(q) == 2 else None, q[0].stride()[:3], q[-1].stride()[:3],
             k[0], k[-1], v, k[0].stride()[:3], v.stride()[:3], table, table.stride(0), lengths, *sums,
             scale * log2(e), window, capacity, cut.group, cut.noise_group, queries, v_heads, 1,
-            WIDTH=width, VALUE_WIDTH=value_width, SHARED_K=len(q) == 2 and _is_same(*k),
+            WIDTH=width, VALUE_WIDTH=value_width, SHARED_K=shared,
             ROWS=ROWS, TOKENS=cut.tokens, WARPS=tile.warps, **cut.options,
         )  # fmt: skip
         cut.combine(sums, lam, norm.weight, out, post is not None, norm.eps, norm.factor)
@@ -115,46 +117,59 @@ def _check(
                 f"{name} {list(x.shape)} with strides {list(x.stride())} is not [pages, {PAGE}, heads, width] with "
                 "a head's channels side by side"
             )
-    if table.ndim != 2 or not table.shape[-1] or table.dtype != torch.int32 or table.stride(-1) != 1:
-        wrong.append(f"the table is {table.dtype} {list(table.shape)}, not int32 [sequences, pages], a row in a piece")
-    if lengths.ndim != 1 or lengths.dtype != torch.int32 or lengths.stride(0) != 1:
-        wrong.append(f"lengths are {lengths.dtype} {list(lengths.shape)}, not int32 [sequences]")
+    wrong += check_sequences(table, lengths, q[0].shape[0], v.device, window)
     if len({x.stride() for x in k}) > 1:
         wrong.append(f"keys of the two maps have strides {' and '.join(str(list(x.stride())) for x in k)}")
-    if window is not None and window < 1:
-        wrong.append(f"a window of {window} keys shows a query nothing; it has to be 1 or more")
-    if not wrong:
-        wrong = _disagreements(q, k, v, table, lengths)
+    if not wrong and {x.shape[:3] for x in k} != {v.shape[:3]}:
+        shapes = ", ".join(str(list(x.shape)) for x in (*k, v))
+        wrong.append(f"keys and values have pages and heads of their own: {shapes}")
     if wrong:
         raise UsageError("decode_paged: " + "; ".join(wrong))
     # Stand-ins of the shapes that are gathered, without memory.
     shape = q[0].shape[0], v.shape[2], table.shape[1] * PAGE
     keys = [x.new_empty(()).expand(*shape, x.shape[3]) for x in k]
-    check_tensors(q, keys, v.new_empty(()).expand(*shape, v.shape[3]), lam, Mask(), post)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in q):
-        raise UsageError("decode_paged has no backward pass; call it under torch.no_grad()")
+    check_call(q, keys, v.new_empty(()).expand(*shape, v.shape[3]), lam, post)
 
 
-def _disagreements(q: Sequence[Tensor], k: Sequence[Tensor], v: Tensor, table: Tensor, lengths: Tensor) -> list[str]:
-    """What is wrong with tensors of the right ranks."""
+def check_sequences(
+    table: Tensor, lengths: Tensor, batch: int, device: torch.device, window: int | None = None
+) -> list[str]:
+    """What is wrong with a table, lengths and a window for so many sequences."""
     wrong = []
-    if {x.shape[:3] for x in k} != {v.shape[:3]}:
-        shapes = ", ".join(str(list(x.shape)) for x in (*k, v))
-        wrong.append(f"keys and values have pages and heads of their own: {shapes}")
-    if {table.shape[0], lengths.shape[0]} != {q[0].shape[0]}:
-        wrong.append(f"{q[0].shape[0]} sequences, {table.shape[0]} rows of the table, {lengths.shape[0]} lengths")
-    if table.device != v.device or lengths.device != v.device:
-        wrong.append(f"the table is on {table.device}, lengths on {lengths.device}, values on {v.device}")
+    if table.ndim != 2 or not table.shape[-1] or table.dtype != torch.int32 or table.stride(-1) != 1:
+        wrong.append(f"the table is {table.dtype} {list(table.shape)}, not int32 [sequences, pages], a row in a piece")
+    if lengths.ndim != 1 or lengths.dtype != torch.int32 or lengths.stride(0) != 1:
+        wrong.append(f"lengths are {lengths.dtype} {list(lengths.shape)}, not int32 [sequences]")
+    if not wrong and {table.shape[0], lengths.shape[0]} != {batch}:
+        wrong.append(f"{batch} sequences, {table.shape[0]} rows of the table, {lengths.shape[0]} lengths")
+    if table.device != device or lengths.device != device:
+        wrong.append(f"the table is on {table.device}, lengths on {lengths.device}, values on {device}")
+    if window is not None and window < 1:
+        wrong.append(f"a window of {window} keys shows a query nothing; it has to be 1 or more")
+    return wrong
+
+
+def check_call(q: Sequence[Tensor], k: Sequence[Tensor], v: Tensor, lam: Tensor | None, post: PairNorm | None) -> None:
+    """Check queries against keys [B, h_kv, S, d] and values [B, h_kv, S, dv] of pages; of these only shapes matter.
+
+    Raises:
+        UsageError: arguments disagree, or the kernels do not take them.
+    """
+    check_tensors(q, k, v, lam, Mask(), post)
+    wrong = []
     width, value_width = q[0].shape[3], v.shape[3]
     if width not in (64, 128) or value_width not in (width, 2 * width):
         wrong.append(f"queries are {width} wide, which may be 64 or 128, and values {value_width}, as wide or twice")
     if v.dtype not in HALF_TYPES and (v.is_cuda or v.dtype != torch.float32):
         wrong.append(f"keys and values are {v.dtype}; the kernels take float16 and bfloat16")
-    if len(q) == 2 and v.shape[2] and q[1].shape[1] % v.shape[2]:
-        wrong.append(f"{q[1].shape[1]} noise heads are not a multiple of {v.shape[2]} value heads; repeat them")
+    if len(q) == 2 and q[1].shape[1] % v.shape[1]:
+        wrong.append(f"{q[1].shape[1]} noise heads are not a multiple of {v.shape[1]} value heads; repeat them")
     if not 0 < q[0].shape[2] <= MAX_QUERIES:
         wrong.append(f"{q[0].shape[2]} new tokens are not 1 to {MAX_QUERIES}; longer ones are a prefill")
-    return wrong
+    if torch.is_grad_enabled() and any(x.requires_grad for x in q):
+        wrong.append("there is no backward pass; call it under torch.no_grad()")
+    if wrong:
+        raise UsageError("decoding from pages: " + "; ".join(wrong))
 
 
 def _is_same(a: Tensor, b: Tensor) -> bool:

@@ -38,6 +38,15 @@ def page_at(pages, number):
 
 
 @triton.jit
+def paged_token_scales(Scales, pages, heads, TOKENS: tl.constexpr, WARPS: tl.constexpr):
+    """Scales of a step's tokens in the form of `token_scales`; `Scales` points to a head's of the first page."""
+    index = tl.arange(0, TOKENS // 8 * WARPS)
+    page = page_at(pages, index % WARPS * (TOKENS // PAGE) + index // (2 * WARPS))
+    token = (index // WARPS % 2 * 8)[:, None] + tl.arange(0, 32)[None, :] // 4
+    return tl.load(Scales + (page * heads * PAGE)[:, None] + token)
+
+
+@triton.jit
 def load_keys(k, pages, WIDTH: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr):
     """Keys of a step, [(16 tokens, 32 channels, half of the tokens, warp), 256] for `key_matrix`.
 

@@ -1,0 +1,74 @@
+"""Logits of the last position: what an exported folder gives that generates, whatever the lengths of a batch."""
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from transformers import DiffLlamaForCausalLM
+
+from diffquant.export import ExportOptions, export
+from diffquant.export.files import MODEL_FILE
+from diffquant.export.runtime.session import InPlaceDecoder, OnnxModel
+from tests.support.checkpoints import write_checkpoint
+from tests.support.models import random_ids
+
+LENGTHS = (7, 1, 12)
+
+
+@pytest.fixture(scope="module", params=[{}, {"pure": True}, {"portable": True}], ids=["", "pure", "portable"])
+def exported(request, tmp_path_factory):
+    root = tmp_path_factory.mktemp("last")
+    source = write_checkpoint(root / "source", "diffllama")
+    export(source, root / "out", ExportOptions(**request.param))
+    return source, root / "out"
+
+
+def padded():
+    ids = random_ids(len(LENGTHS), max(LENGTHS))
+    mask = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
+    return ids, mask.long()
+
+
+@torch.inference_mode()
+def test_each_sequence_of_a_padded_batch_has_its_own_last_logits_and_so_has_the_next_call(exported):
+    source, folder = exported
+    oracle, model = DiffLlamaForCausalLM.from_pretrained(source).eval(), OnnxModel(folder, 1)
+    ids, mask = padded()
+    (logits,), cache = model.run(ids.numpy(), mask.numpy(), model.empty_cache(len(ids)))
+    assert logits.shape[:2] == (len(ids), 1)
+    for row, length, given in zip(ids, LENGTHS, logits, strict=True):
+        wanted = oracle(row[None, :length]).logits[0, -1]
+        np.testing.assert_allclose(given[0], wanted.numpy(), rtol=0, atol=2e-5)
+
+    more = random_ids(len(ids), 1, seed=1)
+    longer = torch.nn.functional.pad(mask, (0, 1))
+    for row, length in zip(longer, LENGTHS, strict=True):
+        row[: length + 1] = 1
+    (logits,), _ = model.run(more.numpy(), longer.numpy(), cache)
+    for row, new, length, given in zip(ids, more, LENGTHS, logits, strict=True):
+        wanted = oracle(torch.cat([row[:length], new])[None]).logits[0, -1]
+        np.testing.assert_allclose(given, wanted.numpy()[None], rtol=0, atol=2e-5)
+
+
+def test_the_same_folder_gives_the_logits_of_every_position(exported):
+    _, folder = exported
+    last, every = OnnxModel(folder, 1), OnnxModel(folder, 1, every_position=True)
+    ids, mask = (tensor.numpy() for tensor in padded())
+    given, whole = (model.run(ids, mask, model.empty_cache(len(ids)))[0][0] for model in (last, every))
+    assert whole.shape[:2] == ids.shape
+    assert (last.gives_every_position, every.gives_every_position) == (False, True)
+    for of, row, length in zip(given, whole, LENGTHS, strict=True):
+        np.testing.assert_allclose(of[0], row[length - 1], rtol=0, atol=1e-5)
+    steps = [InPlaceDecoder(model, 1, 12).step(ids[-1:]) for model in (last, every)]
+    assert [step.shape[1] for step in steps] == [1, 12]
+    np.testing.assert_allclose(steps[0][0, 0], steps[1][0, -1], rtol=0, atol=1e-5)
+
+
+def test_a_model_without_a_cache_scores_and_gives_every_position(tmp_path):
+    source = write_checkpoint(tmp_path / "source", "diffllama")
+    export(source, tmp_path / "out", ExportOptions(cache=False))
+    graph = onnx.load(tmp_path / "out" / MODEL_FILE, load_external_data=False).graph
+    assert "GatherND" not in {node.op_type for node in graph.node}
+    ids = random_ids(1, 6).numpy()
+    (logits,), _ = OnnxModel(tmp_path / "out", 1).run(ids, np.ones_like(ids), [])
+    assert logits.shape[:2] == ids.shape
