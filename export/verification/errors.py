@@ -125,7 +125,8 @@ def stage_noise(
     # The whole passages come first, since the reference then knows their beginnings.
     (many_flipped,) = _disturbed(reference, *whole, rounds, reading, (many,))
     if many != FLIPPING:
-        return StageNoise(*_disturbed(reference, passages, states, rounds, reading, (rounded, FLIPPING)), many_flipped)
+        some, flipped = _disturbed(reference, passages, states, rounds, reading, (rounded, FLIPPING))
+        return StageNoise(some, flipped, many_flipped)
     (some,) = _disturbed(reference, passages, states, rounds, reading, (rounded,))
     return StageNoise(some, many_flipped.until([ids.shape[1] for ids in passages]), many_flipped)
 
