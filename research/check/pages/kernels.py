@@ -92,3 +92,19 @@ PAGE.leaves("for sm_80 by Triton 3.6.0, int8", "a version")
 PAGE.leaves("fp8 kernel by Triton 3.9.0", "a version")
 PAGE.leaves("for sm_90 by Triton 3.6.0", "a version")
 PAGE.leaves("GEMMs at 8 and 4 bits", "widths")
+
+_RUNS = raw("ptx-runs.json")
+
+
+def _run(run: str, column: str) -> list[Expected]:
+    installed = f"Triton {_RUNS['environment']['versions']['triton']}"
+    name = run.replace(installed, "Triton installed")
+    kernels = _RUNS["runs"][name]["kernels"].values()
+    if column == "tests passed":
+        return [len(_RUNS["runs"][name]["tests"])]
+    if column == "minutes":
+        return [sum(_RUNS["runs"][name]["tests"].values()) / 60]
+    return [sum(kernel[column] for kernel in kernels)]
+
+
+PAGE.table("run | tests passed | minutes | launches | instructions", _run)
