@@ -24,6 +24,7 @@ from diffquant.errors import DiffQuantError
 from diffquant.recipe import Recipe
 from diffquant.scheme import Scheme
 from diffquant.support.links import require_links
+from diffquant.support.progress import waiting
 from diffquant.support.version import __version__
 from diffquant.verbs import (
     attention_map,
@@ -82,7 +83,8 @@ if not TYPE_CHECKING:  # A type checker that saw it would take any name for one 
 
     def __getattr__(name: str) -> Any:
         if name == "load":
-            from diffquant.loading import load
+            with waiting("diffquant: importing torch and transformers ..."):
+                from diffquant.loading import load
 
             return load
         if name == "load_tokenizer":

@@ -2,16 +2,21 @@
 
 import gzip
 import hashlib
+import json
 import os
 import shlex
 import subprocess
+import sys
 import tarfile
+from itertools import islice
 from pathlib import Path
 
 import pytest
 from typer.main import get_command
 
 from diffquant.cli import app
+from tests.support import tiny_lm
+from tests.support.thorough import thorough
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path("bench/gpu/evidence.sh")
@@ -133,3 +138,24 @@ def test_a_failed_bench_fails_its_call(machine, packed, tmp_path):
     there = unpacked(packed / "ratios.tar.gz", tmp_path / "there")
     assert machine(there, "ratios", FAILING="yes").returncode != 0
     assert "commit" in (tmp_path / "out/device.txt").read_text()
+
+
+@thorough
+def test_a_sweep_runs_on_what_travelled_alone(tmp_path):
+    """With a tiny model on this processor: commands, versions and files are those of the call."""
+    model, items, text = tiny_lm.write_llama(tmp_path / "model"), tmp_path / "items.jsonl.gz", tmp_path / "text.txt"
+    with gzip.open(ROOT / "diffquant/data/hellaswag-1000.jsonl.gz") as known:
+        items.write_bytes(gzip.compress(b"".join(islice(known, 4))))
+    text.write_text("It was a dark and stormy night.")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"PYTHON": sys.executable, "DEVICE": "cpu", "OUT": str(tmp_path / "out")}
+
+    def run(folder, *arguments):
+        command = ["bash", SCRIPT, *map(str, arguments)]
+        return done(subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True))
+
+    run(ROOT, "pack", model, items, text, tmp_path / "packed")
+    run(unpacked(tmp_path / "packed/sweep.tar.gz", tmp_path / "there"), "sweep")
+    # Two models at 16 bits, and at four widths by three granularities.
+    assert len((tmp_path / "out/table.csv").read_text().splitlines()) == 1 + 2 * (1 + 4 * 3)
+    assert json.loads((tmp_path / "out/sweep.json").read_text())["settings"]["options"]["targets"] == ["logits"]

@@ -198,7 +198,7 @@ def test_routes_count_positions_that_were_read_behind_a_cache_alone(tmp_path):
     found = {name: [(run.first, run.calls) for run in of_route] for name, of_route in runs.items()}
     assert found == {
         "prefill": [(0, (30,)), (0, (21,))],
-        "padded batch": [(0, (30,)), (0, (21,))],
+        "padded batch": [(0, (27,)), (0, (18,))],
         "chunked prefill": [(15, (15, 15)), (10, (10, 11))],
         "decode": [(25, (25, *[1] * 5))],
         "batch decode": [(27, (27, 1, 1, 1)), (18, (18, 1, 1, 1))],
