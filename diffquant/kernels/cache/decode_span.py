@@ -108,7 +108,10 @@ def attend_span(
         if V_BITS < 16:
             # Behind the newest token scales may be 0, and in pages anything.
             token = of_warps(step, TOKENS, WARPS)
-            of_values = tl.where((token >= oldest) & (token < end), value_scales.to(tl.float32), 1.0)
+            here = token < end
+            if PAGED:
+                here &= token >= oldest
+            of_values = tl.where(here, value_scales.to(tl.float32), 1.0)
             of_values = _log2(of_values, CODES)
             logits += spread_over_rows(of_values, ROWS, TOKENS, WARPS)
         raised = tl.maximum(largest, tl.max(logits, 1))
