@@ -6,7 +6,7 @@
 
 Make: `quantize`, `convert`, `search`, `calibrate`. Measure: `evaluate`, `sweep`, `compare`, `outliers`,
 `attention_map`, `fidelity`, `report`, `bench`. Run: `load`, `load_tokenizer`, `generate`, `serve`, `export`, `verify`,
-`run`. Look: `inspect`, `plan`, `doctor`. Recipes are `Recipe`s, or what `Recipe.parse` reads; every error is a
+`run`. Look: `inspect`, `plan`, `doctor`, `demo`. Recipes are `Recipe`s, or what `Recipe.parse` reads; every error is a
 `DiffQuantError`.
 
 Importing the package does not import torch. Once it is imported, transformers' `AutoModelForCausalLM` opens every
@@ -24,6 +24,7 @@ from diffquant.errors import DiffQuantError
 from diffquant.recipe import Recipe
 from diffquant.scheme import Scheme
 from diffquant.support.links import require_links
+from diffquant.support.progress import waiting
 from diffquant.support.version import __version__
 from diffquant.verbs import (
     attention_map,
@@ -45,7 +46,7 @@ from diffquant.verbs import (
 if TYPE_CHECKING:
     from diffquant.loading import load
     from diffquant.source.tokenizer import load_tokenizer
-    from diffquant.verbs import bench, doctor, export, report, serve, sweep
+    from diffquant.verbs import bench, demo, doctor, export, report, serve, sweep
 
 __all__ = [
     "DiffQuantError",
@@ -57,6 +58,7 @@ __all__ = [
     "calibrate",
     "compare",
     "convert",
+    "demo",
     "doctor",
     "evaluate",
     "export",
@@ -81,7 +83,8 @@ if not TYPE_CHECKING:  # A type checker that saw it would take any name for one 
 
     def __getattr__(name: str) -> Any:
         if name == "load":
-            from diffquant.loading import load
+            with waiting("diffquant: importing torch and transformers ..."):
+                from diffquant.loading import load
 
             return load
         if name == "load_tokenizer":
@@ -111,13 +114,14 @@ class _Room(ModuleType):
 # A clone without symbolic links has no room of that name, and should say so.
 require_links(Path(__file__).parent)
 import diffquant.bench as _bench  # noqa: E402
+import diffquant.demo as _demo  # noqa: E402
 import diffquant.doctor as _doctor  # noqa: E402
 import diffquant.export as _export  # noqa: E402
 import diffquant.report as _report  # noqa: E402
 import diffquant.serve as _serve  # noqa: E402
 import diffquant.sweep as _sweep  # noqa: E402
 
-for _room in (_bench, _doctor, _export, _report, _serve, _sweep):
+for _room in (_bench, _demo, _doctor, _export, _report, _serve, _sweep):
     _room.__class__, vars(_room)["__wrapped__"] = _Room, getattr(_verbs, _room.__name__.rpartition(".")[2])
 
 register_with_transformers()

@@ -7,8 +7,9 @@ from functools import cache
 import pytest
 
 from diffquant import data
-from diffquant.demo import demo, pocket
+from diffquant.demo import pocket
 from diffquant.demo.budget import Budget
+from diffquant.demo.show import demo
 from diffquant.errors import OutputExistsError
 from diffquant.evals.protocols import needle
 from diffquant.evals.protocols.needle import NeedlePlan
@@ -91,6 +92,9 @@ def test_pocket_demo_shows_figure_8_and_asks_the_4_bit_model(tmp_path):
     answers = re.findall(r"^(?:torch|ONNX Runtime): .*Paris is (.*)$", text, re.M)
     assert [answer.split()[0].strip(".") for answer in answers] == ["42"] * 2
     assert (tmp_path / "out" / "retrieval" / "places.png").is_file()
+    # It ends with what to open and what to do next, and no line of its own is too long for a terminal.
+    assert text.index(answers[-1]) < text.index(f"  {tmp_path}/out/retrieval/report.html\n") < text.index("ORG/NAME")
+    assert max(len(line) for line in text.split("2. Quantize")[0].splitlines() if str(tmp_path) not in line) <= 80
     with pytest.raises(OutputExistsError):
         demo(tmp_path / "out", minutes=0, pocket=True, overwrite=False, say=said.append)
 

@@ -12,7 +12,7 @@ from math import ceil
 from diffquant.bench.gpu.binaries import Binary
 from diffquant.bench.gpu.compiling import Launch, compile_launches
 from diffquant.bench.gpu.hopper import Card, blocks_at_once, seconds, step
-from diffquant.kernels.gpu import H200
+from diffquant.kernels.gpu import AbsentGpu
 
 # Operations a second on an H100 of attention in fp16, causal, 16K tokens, d 128 (arXiv 2407.08608, figure 5).
 CUDNN, FLASH_2 = 539e12, 335e12
@@ -78,9 +78,9 @@ class Aim:
     at_least: float
 
 
-def compiled(path: Path) -> list[tuple[Binary, Work]]:
-    """A path's launches, compiled for Hopper, seconds each, and what each has to do."""
-    return [(launch.binary, path.work(launch)) for launch in compile_launches(path.call, H200)]
+def compiled(path: Path, absent: AbsentGpu) -> list[tuple[Binary, Work]]:
+    """A path's launches, compiled and cut for a GPU that is not there, and what each has to do."""
+    return [(launch.binary, path.work(launch)) for launch in compile_launches(path.call, absent)]
 
 
 def estimate(name: str, launches: Sequence[tuple[Binary, Work]], card: Card) -> Estimate:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from math import ceil
 
 from diffquant.bench.gpu.binaries import Binary
+from diffquant.kernels import gpu
+from diffquant.kernels.gpu import COPY_REACHES, AbsentGpu
 
 PROCESSORS = 132
 # Of an H100 or H200 (SXM): the clock at which the data sheet's 989 TFLOP/s of dense fp16 are 4,096 operations
@@ -21,8 +23,6 @@ MULTIPLY_ADDS_A_CYCLE = {"16": 2048, "8": 4096}
 WARP_PRODUCTS = 0.62
 SPECIAL_A_CYCLE = 16
 SCHEDULERS = 4
-# A copy reaches about nine tenths of the data sheet's bandwidth.
-_REACHED = 0.9
 # From launch to a full stream of loads, and from the last load to the end: an assumption, and so is that half of it
 # passes while the kernel ahead ends, where loads do not wait for that.
 RAMP_SECONDS = 2e-6
@@ -37,14 +37,15 @@ TAKING_TURNS = 477 / 989 * (2048 + 1030) / 2048
 
 @dataclass(frozen=True)
 class Card:
-    """A card of Hopper's: its name, and the bytes a second that a copy moves."""
+    """A card of Hopper's: its name, the bytes a second that a copy moves, and what launch code is told of it."""
 
     name: str
     bytes_a_second: float
+    absent: AbsentGpu
 
 
-H100 = Card("H100", 3.35e12 * _REACHED)
-H200 = Card("H200", 4.8e12 * _REACHED)
+H100 = Card("H100", 3.35e12 * COPY_REACHES, gpu.H100)
+H200 = Card("H200", 4.8e12 * COPY_REACHES, gpu.H200)
 CARDS = (H100, H200)
 
 _REGISTERS, _SHARED, _WARPS, _RESERVED = 65_536, 233_472, 64, 1024

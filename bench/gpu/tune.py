@@ -70,11 +70,11 @@ def shipped() -> dict[str, Any]:
     """Configurations of all kernels by key, as they are in force."""
     # Here, since they are Triton's, which a machine without a GPU may lack.
     from diffquant.kernels.attention import prefill_int8, prefill_simulated
-    from diffquant.kernels.cache import decode
+    from diffquant.kernels.cache import decode_cut
     from diffquant.kernels.linear import gemm, gemv
 
     tables: list[Mapping[str, Any]] = [PREFILL]
-    tables += [module.TILES for module in (prefill_int8, prefill_simulated, decode, gemv, gemm)]
+    tables += [module.TILES for module in (prefill_int8, prefill_simulated, decode_cut, gemv, gemm)]
     return {key: choose(table, key) for table in tables for key in table}
 
 

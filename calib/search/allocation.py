@@ -8,14 +8,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from diffquant.calib.search.units import Unit
+from diffquant.calib.search.widths import Width, code_width, spoken
 from diffquant.errors import DiffQuantError, MissingDependencyError, UsageError
 from diffquant.report.sizes import stored_bits
 from diffquant.support.installation import install_command
 from diffquant.support.spelling import spelled
 
 # The cost of each unit at each width, and the width of each unit.
-Costs = Mapping[Unit, Mapping[int, float]]
-Allocation = dict[Unit, int]
+Costs = Mapping[Unit, Mapping[Width, float]]
+Allocation = dict[Unit, Width]
 # The solver calls costs equal that differ by less than 1e-6.
 _LARGEST_COST = 1e6
 
@@ -59,7 +60,7 @@ class Budget:
             groups.setdefault(unit.target, []).append(unit)
         return [(group, (self.bits or 0.0) / 8 * sum(u.elements for u in group)) for group in groups.values()]
 
-    def check(self, units: Sequence[Unit], widths: Sequence[int]) -> None:
+    def check(self, units: Sequence[Unit], widths: Sequence[Width]) -> None:
         """Check that the narrowest widths fit, and not all of the widest.
 
         Raises:
@@ -69,21 +70,32 @@ class Budget:
         if self.nbytes is not None and any(unit.target != "weights" for unit in units):
             raise UsageError("a budget in bytes is for weights; give average bits for k, v and logits")
         for group, limit in self.limits(units):
-            least = sum(unit.stored[min(widths)] for unit in group)
+            narrowest, *_, widest = by_size(group, widths)
+            least = total(group, narrowest)
             if least > limit * (1 + 1e-9):
                 elements = sum(unit.elements for unit in group)
                 # Rounded up, so that what is named is enough.
                 each = math.ceil(100 * stored_bits(least, elements)) / 100
                 needed = f"{least / 1e6:.1f} MB" if self.nbytes is not None else f"{each:.2f} stored bits each"
                 raise UsageError(
-                    f"the budget of {self} is below the narrowest width: {group[0].target} at {min(widths)} bits take "
+                    f"the budget of {self} is below the narrowest width: {group[0].target} at {spoken(narrowest)} take "
                     f"{needed}, scales included; raise {spelled('budget')}, or add a narrower width to "
                     f"{spelled('bits')}"
                 )
-        if all(sum(unit.stored[max(widths)] for unit in group) < limit for group, limit in self.limits(units)):
+        if all(total(group, by_size(group, widths)[-1]) < limit for group, limit in self.limits(units)):
             raise UsageError(
-                f"the budget of {self} holds everything at {max(widths)} bits, the widest; there is nothing to search"
+                f"the budget of {self} holds everything at {spoken(widest)}, the widest; there is nothing to search"
             )
+
+
+def total(units: Sequence[Unit], width: Width) -> float:
+    """Bytes of all units at a width."""
+    return sum(unit.stored[width] for unit in units)
+
+
+def by_size(units: Sequence[Unit], widths: Sequence[Width]) -> list[Width]:
+    """Widths by what the units store at them, the narrowest first."""
+    return sorted(widths, key=lambda width: (total(units, width), code_width(width)))
 
 
 def require_scipy() -> None:
@@ -112,7 +124,7 @@ def allocate(costs: Costs, budget: Budget) -> Allocation:
     """
     from scipy.optimize import Bounds, LinearConstraint, milp
 
-    units, widths = list(costs), sorted(next(iter(costs.values())))
+    units, widths = list(costs), list(next(iter(costs.values())))
     objective = np.array([costs[unit][bits] for unit in units for bits in widths])
     one_each = np.kron(np.eye(len(units)), np.ones(len(widths)))
     limits = budget.limits(units)
@@ -137,25 +149,25 @@ def allocate(costs: Costs, budget: Budget) -> Allocation:
     return {unit: widths[index] for unit, index in zip(units, picked, strict=True)}
 
 
-def spread_evenly(units: Sequence[Unit], widths: Sequence[int], budget: Budget) -> Allocation:
+def spread_evenly(units: Sequence[Unit], widths: Sequence[Width], budget: Budget) -> Allocation:
     """Widths that use the budget up without a measurement: two neighbouring ones in turn, in the model's order."""
     chosen: Allocation = {}
     for group, limit in budget.limits(units):
-        totals = {bits: sum(unit.stored[bits] for unit in group) for bits in widths}
-        low = max(bits for bits in widths if totals[bits] <= limit * (1 + 1e-9))
-        high = min((bits for bits in widths if bits > low), default=low)
+        totals = {width: total(group, width) for width in by_size(group, widths)}
+        low = [width for width, stored in totals.items() if stored <= limit * (1 + 1e-9)][-1]
+        high = next((width for width, stored in totals.items() if stored > totals[low]), low)
         share = (limit - totals[low]) / max(totals[high] - totals[low], 1e-9)
         allowed = spent = 0.0
         for unit in group:
             more = unit.stored[high] - unit.stored[low]
             allowed += share * more
-            widen = high > low and spent + more <= allowed * (1 + 1e-9)
+            widen = high != low and spent + more <= allowed * (1 + 1e-9)
             spent += more if widen else 0.0
             chosen[unit] = high if widen else low
     return chosen
 
 
-def average_bits(allocation: Allocation, target: str) -> float:
+def average_bits(allocation: Mapping[Unit, Width], target: str) -> float:
     """Mean stored bits over a target's elements."""
     units = [unit for unit in allocation if unit.target == target]
     return stored_bits(sum(unit.stored[allocation[unit]] for unit in units), sum(unit.elements for unit in units))

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from diffquant.calib.search.result import Candidate, Measurement, SearchResult, alike
+from diffquant.calib.search.widths import Width, spoken
 from diffquant.report.plots import Tips, literal, look, new_figure, plain_log_scale, tidy
 
 # Letters over a coloured cell are dark or light on any page.
@@ -22,7 +23,7 @@ def heat_figure(result: SearchResult) -> Any:
 
     kinds = list(dict.fromkeys(m.kind for m in result.measurements))
     layers = 1 + max(m.layer for m in result.measurements)
-    narrowest = min(result.measurements[0].kl)
+    narrowest = result.widths[-1]
     at = {(m.kind, m.layer): m for m in result.measurements}
     values = [[_shown(at.get((kind, layer)), narrowest) for layer in range(layers)] for kind in kinds]
     drawn = [value for row in values for value in row if value == value]
@@ -38,8 +39,8 @@ def heat_figure(result: SearchResult) -> Any:
             str(measurement.chosen),
             ha="center",
             va="center",
-            fontsize=8,
-            fontweight="bold" if measurement.chosen > narrowest else "normal",
+            fontsize=8 if len(str(measurement.chosen)) < 3 else 5,
+            fontweight="bold" if measurement.chosen != narrowest else "normal",
             color=_DARK if shade > 0.5 else _LIGHT,
         )
     axis.set_yticks(range(len(kinds)), [kind.removeprefix("self_attn.").removeprefix("mlp.") for kind in kinds])
@@ -47,12 +48,12 @@ def heat_figure(result: SearchResult) -> Any:
     axis.set_xlabel("layer")
     axis.set_title(literal(f"{result.model}, {result.budget}: bits given to each tensor"), fontsize=11)
     bar = figure.colorbar(image, ax=axis, pad=0.01)
-    bar.set_label(f"KL at {narrowest} bits alone, nats")
+    bar.set_label(f"KL at {spoken(narrowest)} alone, nats")
     return figure
 
 
-def _shown(measurement: Measurement | None, bits: int) -> Any:
-    return float("nan") if measurement is None else max(measurement.kl[bits], 1e-9)
+def _shown(measurement: Measurement | None, width: Width) -> Any:
+    return float("nan") if measurement is None else max(measurement.kl[width], 1e-9)
 
 
 def plot_pareto(results: Sequence[SearchResult], path: Path) -> None:

@@ -5,8 +5,9 @@ from pathlib import Path
 
 from diffquant.calib.search.plots import draw_pareto, heat_figure
 from diffquant.calib.search.result import SearchResult, alike, read_searches
-from diffquant.calib.search.roles import roles
+from diffquant.calib.search.roles import roles_table
 from diffquant.calib.search.table import HEADS, table_lines, verdict
+from diffquant.calib.search.widths import spoken
 from diffquant.report.page import Charts, Drawing, Facts, Fold, Note, Report, Section, Table
 from diffquant.report.plots import Tips, as_svg, new_figure
 
@@ -34,13 +35,14 @@ def _pareto(group: Sequence[SearchResult]) -> Drawing:
 
 
 def _sections(result: SearchResult) -> list[Section]:
-    widths = sorted(result.measurements[0].kl, reverse=True)
+    widths = result.widths
     costliest = sorted(result.measurements, key=lambda unit: -unit.kl[widths[-1]])
     units = [
         [unit.name, unit.target, f"{unit.elements:,}", *(f"{unit.kl[bits]:.3g}" for bits in widths), str(unit.chosen)]
         for unit in costliest
     ]
-    heads = ["unit", "target", "elements", *(f"KL at {bits} bits" for bits in widths), "bits given"]
+    heads = ["unit", "target", "elements", *(f"KL at {spoken(width)}" for width in widths), "bits given"]
+    kinds, roles = roles_table(result)
     heat = as_svg(heat_figure(result), f"{result.model}, {result.budget}: bits given to each tensor")
     return [
         Section(
@@ -49,21 +51,11 @@ def _sections(result: SearchResult) -> list[Section]:
                 Table(HEADS, table_lines(result), [name == "16 bits" for name, *_ in table_lines(result)], names=2),
                 Note("KL is that of the next-token distributions from those of 16 bits, in nats, on text held out."),
                 Drawing(heat),
-                Table(
-                    ["kind", "target", *(f"KL per Mbit at {bits}" for bits in widths), "worst layer"], _roles(result)
-                ),
+                Table(kinds, roles),
                 Note("KL of a kind: its units' costs added up, each rounded alone. Mbit: a million bits saved of 16."),
                 Fold(f"{len(units)} units, the costliest first", [Table(heads, units, names=2)]),
             ],
         )
-    ]
-
-
-def _roles(result: SearchResult) -> list[list[str]]:
-    widths = sorted(result.measurements[0].kl, reverse=True)
-    return [
-        [role.kind, role.target, *(f"{role.per_megabit(bits):.3g}" for bits in widths), str(role.worst)]
-        for role in roles(result)
     ]
 
 

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from diffquant.calib.search.widths import Width
 from diffquant.recipe import Recipe
 from diffquant.support.xz import named, read_text
 
@@ -41,9 +42,9 @@ class Measurement:
         layer: number of its layer.
         kind: name inside a layer, such as "mlp.up_proj".
         elements: number of entries that have its width.
-        kl: cost of each width in nats, as `Cost.kl`.
+        kl: cost of each width in nats, as `Cost.kl`, the widest first.
         attention: error at its attention's output, as `Cost.attention`.
-        chosen: width that it got.
+        chosen: width that it got; None for a part, which gets none of its own.
     """
 
     name: str
@@ -51,9 +52,9 @@ class Measurement:
     layer: int
     kind: str
     elements: int
-    kl: dict[int, float]
-    attention: dict[int, float | None]
-    chosen: int
+    kl: dict[Width, float]
+    attention: dict[Width, float | None]
+    chosen: Width | None
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ class SearchResult:
         measurements: costs of the units.
         recipe: searched recipe.
         settings: all that the measurements depend on.
+        parts: costs of parts of layers, as `find_parts` has them; None if they were not asked for.
     """
 
     model: str
@@ -77,6 +79,12 @@ class SearchResult:
     measurements: list[Measurement]
     recipe: Recipe
     settings: dict[str, Any]
+    parts: list[Measurement] | None = None
+
+    @property
+    def widths(self) -> list[Width]:
+        """Widths that were measured, the widest first."""
+        return list(self.measurements[0].kl)
 
     def to_json(self) -> str:
         """The result as a JSON document."""
@@ -86,13 +94,19 @@ class SearchResult:
 def read_search(file: Path) -> SearchResult:
     """The result in a search-*.json."""
     data = json.loads(read_text(file))
-    measurements = [
-        Measurement(**unit | {name: {int(bits): cost for bits, cost in unit[name].items()} for name in _BY_WIDTH})
-        for unit in data["measurements"]
-    ]
+    there = [key for key in ("measurements", "parts") if data.get(key) is not None]
+    measured = {key: [_measurement(unit) for unit in data[key]] for key in there}
     candidates = [Candidate(**candidate) for candidate in data["candidates"]]
     recipe = Recipe.from_dict(data["recipe"])
-    return SearchResult(**data | {"candidates": candidates, "measurements": measurements, "recipe": recipe})
+    return SearchResult(**data | measured | {"candidates": candidates, "recipe": recipe})
+
+
+def _measurement(unit: dict[str, Any]) -> Measurement:
+    by_width = {
+        name: {int(width) if width.isdecimal() else width: cost for width, cost in unit[name].items()}
+        for name in _BY_WIDTH
+    }
+    return Measurement(**unit | by_width)
 
 
 def read_searches(folder: Path) -> list[SearchResult]:

@@ -7,15 +7,25 @@ from typing import Any
 
 import torch
 
-from diffquant.calib.search.allocation import Allocation, Budget, allocate, average_bits, require_scipy, spread_evenly
+from diffquant.calib.search.allocation import (
+    Allocation,
+    Budget,
+    allocate,
+    average_bits,
+    by_size,
+    require_scipy,
+    spread_evenly,
+)
 from diffquant.calib.search.products import OneDnnProducts
 from diffquant.calib.search.result import Candidate, Measurement, SearchResult
 from diffquant.calib.search.sensitivity import Cost, Sensitivity
-from diffquant.calib.search.units import Unit, find_units, to_recipe
+from diffquant.calib.search.units import Unit, find_parts, find_units, to_recipe
+from diffquant.calib.search.widths import INTEGERS, Width, spoken
 from diffquant.errors import UsageError
 from diffquant.evals.protocols.perplexity import reference_of, score_text
 from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
+from diffquant.numbers.formats import format_named
 from diffquant.recipe import Recipe
 from diffquant.recipe.targets import DEFAULT_GRANULARITY
 from diffquant.source.source import Source, open_source
@@ -42,7 +52,7 @@ class SearchOptions:
 
     Attributes:
         targets: names among "weights", "k", "v" and "logits".
-        widths: widths to choose among.
+        widths: widths to choose among: integers of 2 to 8 bits, or other number formats by name.
         granularity: granularity of the weights.
         text: file whose first half is measured on and whose second half is compared on; the prose that ships by
             default.
@@ -51,10 +61,11 @@ class SearchOptions:
         check_characters: most characters of the second half that are compared on.
         dtype: dtype of the models.
         device: device that they run on.
+        parts: whether parts of layers are measured too, which get no width of their own.
     """
 
     targets: tuple[str, ...] = ("weights",)
-    widths: tuple[int, ...] = (8, 6, 4)
+    widths: tuple[Width, ...] = (8, 6, 4)
     granularity: str = DEFAULT_GRANULARITY["weights"]
     text: Path | None = None
     windows: int = 8
@@ -62,11 +73,15 @@ class SearchOptions:
     check_characters: int = 16384
     dtype: str = "float32"
     device: str = "auto"
+    parts: bool = False
 
     def __post_init__(self) -> None:
-        if len(set(self.widths)) < 2 or not all(2 <= bits <= 8 for bits in self.widths):
+        if len(set(self.widths)) < 2 or not all(
+            width in INTEGERS if isinstance(width, int) else format_named(width).quantizes for width in self.widths
+        ):
             raise UsageError(
-                f"{spelled('bits')} needs two or more widths between 2 and 8, got {', '.join(map(str, self.widths))}"
+                f"{spelled('bits')} needs two or more widths between 2 and 8, or names of number formats, got "
+                f"{', '.join(map(str, self.widths))}"
             )
 
 
@@ -79,6 +94,7 @@ class Search:
         widths: widths to choose among, the widest first.
         source: checkpoint that is searched.
         units: units that get a width each.
+        parts: parts of layers that are measured beside them.
         journal: measurements made so far.
     """
 
@@ -97,10 +113,14 @@ class Search:
         require_scipy()
         options = replace(options, device=resolve_device(options.device))
         self.budget, self.options = budget, options
-        self.widths = sorted(set(options.widths), reverse=True)
         self.source = open_source(path)
         self.source.transformer("search")
-        self.units = find_units(self.source, options.targets, options.granularity)
+        floats = [width for width in options.widths if not isinstance(width, int)]
+        # A choice among integers is compared with uniform ones of any width.
+        self._uniform = (*(INTEGERS if len(floats) < len(options.widths) else ()), *floats)
+        self.units = find_units(self.source, options.targets, options.granularity, self._uniform)
+        self.parts = find_parts(self.source, options.granularity) if options.parts else []
+        self.widths = by_size(self.units, list(set(options.widths)))[::-1]
         budget.check(self.units, self.widths)
         text = load_text(options.text)
         self._text, self._held_out = text[: len(text) // 2], text[len(text) // 2 :][: options.check_characters]
@@ -120,24 +140,24 @@ class Search:
         self.journal = Journal(output, self._key)
 
     @property
-    def missing(self) -> list[tuple[Unit, int]]:
+    def missing(self) -> list[tuple[Unit, Width]]:
         """Units at widths that are not measured yet."""
         return [
             (u, bits)
-            for u in self.units
+            for u in [*self.units, *self.parts]
             for bits in self.widths
             if self.journal.get(_measurement_name(u, bits)) is None
         ]
 
     def estimate(self) -> str:
         """A sentence on how long the rest will take, judged by one pass over the model."""
-        sensitivity = self._sensitivity()
+        sensitivity, count = self._sensitivity(), len(self.units) + len(self.parts)
         layers = len(sensitivity.model.model.layers)
         share = sensitivity.seconds / (layers + 1)
         seconds = sum(share * (layers - unit.layer + 1) for unit, _ in self.missing)
         return (
-            f"{len(self.units)} units at {len(self.widths)} widths: {len(self.missing)} of "
-            f"{len(self.units) * len(self.widths)} measurements to do, about {seconds / 60:.1f} minutes"
+            f"{count} units at {len(self.widths)} widths: {len(self.missing)} of {count * len(self.widths)} "
+            f"measurements to do, about {seconds / 60:.1f} minutes"
         )
 
     def run(self, progress: Progress = silent) -> SearchResult:
@@ -149,15 +169,16 @@ class Search:
         """
         try:
             costs = self._costs(progress)
-            chosen = allocate({u: {b: cost.kl for b, cost in by.items()} for u, by in costs.items()}, self.budget)
+            units = {u: {b: cost.kl for b, cost in costs[u].items()} for u in self.units}
+            chosen = allocate(units, self.budget)
             perplexity, candidates = self._compare(chosen, costs, progress)
         except KeyboardInterrupt:
             raise KeyboardInterrupt(
                 f"interrupted: {len(self.journal)} measurements are kept in {self.journal.path}; run the same command "
                 "again to go on"
             ) from None
-        measurements = [
-            Measurement(
+        measured = {
+            u: Measurement(
                 name=u.name,
                 target=u.target,
                 layer=u.layer,
@@ -165,15 +186,22 @@ class Search:
                 elements=u.elements,
                 kl={b: cost.kl for b, cost in by.items()},
                 attention={b: cost.attention for b, cost in by.items()},
-                chosen=chosen[u],
+                chosen=chosen.get(u),
             )
             for u, by in costs.items()
-        ]
+        }
         settings = (
             self._key | provenance(__name__) | {"held_out": text_digest(self._held_out), "check_window": _CHECK_WINDOW}
         )
         return SearchResult(
-            self.source.path.name, str(self.budget), perplexity, candidates, measurements, to_recipe(chosen), settings
+            self.source.path.name,
+            str(self.budget),
+            perplexity,
+            candidates,
+            [measured[u] for u in self.units],
+            to_recipe(chosen),
+            settings,
+            [measured[u] for u in self.parts] if self.options.parts else None,
         )
 
     def _sensitivity(self) -> Sensitivity:
@@ -181,15 +209,16 @@ class Search:
         tokens = self.options.windows * self.options.window
         return Sensitivity(model, token_windows(model, self._tokenizer, self._text, self.options.window, tokens))
 
-    def _costs(self, progress: Progress) -> dict[Unit, dict[int, Cost]]:
+    def _costs(self, progress: Progress) -> dict[Unit, dict[Width, Cost]]:
         missing = self.missing
         sensitivity = self._sensitivity() if missing else None
         for done, (unit, bits) in enumerate(missing):
             if sensitivity is not None:
                 self._record(_measurement_name(unit, bits), asdict(sensitivity.cost_of(unit, bits)))
-            progress(done + 1, len(missing), f"{unit.name} at {bits} bits")
+            progress(done + 1, len(missing), f"{unit.name} at {spoken(bits)}")
         return {
-            u: {bits: Cost(**self.journal.get(_measurement_name(u, bits))) for bits in self.widths} for u in self.units
+            u: {bits: Cost(**self.journal.get(_measurement_name(u, bits))) for bits in self.widths}
+            for u in [*self.units, *self.parts]
         }
 
     def _record(self, name: str, result: dict[str, float | None]) -> None:
@@ -198,7 +227,7 @@ class Search:
         self.journal.add(name, result)
 
     def _compare(
-        self, chosen: Allocation, costs: dict[Unit, dict[int, Cost]], progress: Progress
+        self, chosen: Allocation, costs: dict[Unit, dict[Width, Cost]], progress: Progress
     ) -> tuple[float, list[Candidate]]:
         """The perplexity of the 16-bit model, and the candidates, on the text held out."""
         rivals = {"searched": chosen, "spread evenly": spread_evenly(self.units, self.widths, self.budget)}
@@ -221,14 +250,14 @@ class Search:
             )
         return measured["16 bits"]["perplexity"], candidates
 
-    def _uniform_widths(self, chosen: Allocation) -> list[int]:
+    def _uniform_widths(self, chosen: Allocation) -> list[Width]:
         """Uniform widths from the widest that stores no more than the chosen ones, in any target, to the next above."""
-        below: list[int] = []
+        widths, below = by_size(self.units, self._uniform), list[int]()
         for target in self.options.targets:
-            uniform = {bits: average_bits(dict.fromkeys(self.units, bits), target) for bits in range(2, 9)}
             mean = average_bits(chosen, target)
-            below.append(max((bits for bits, stored in uniform.items() if stored <= mean * (1 + 1e-9)), default=2))
-        return list(range(min(below), min(max(below) + 1, 8) + 1))
+            uniform = [average_bits(dict.fromkeys(self.units, width), target) for width in widths]
+            below.append(max((n for n, stored in enumerate(uniform) if stored <= mean * (1 + 1e-9)), default=0))
+        return widths[min(below) : max(below) + 2]
 
     def _held_out_scores(self, recipes: dict[str, Recipe], progress: Progress) -> dict[str, dict[str, Any]]:
         """KL, perplexity and bytes of each recipe, and of "16 bits", from the journal or measured now."""
@@ -259,5 +288,5 @@ class Search:
         return {name: self.journal.get(names[name]) for name in compared}
 
 
-def _measurement_name(unit: Unit, bits: int) -> str:
-    return f"{unit.name} {unit.scheme(bits)}"
+def _measurement_name(unit: Unit, width: Width) -> str:
+    return f"{unit.name} {unit.scheme(width)}"

@@ -9,6 +9,7 @@ from torch.nn.functional import linear
 
 from diffquant.calib.search.products import OneDnnProducts
 from diffquant.calib.search.units import Unit, unit_at_width
+from diffquant.calib.search.widths import Width
 from diffquant.errors import NonFiniteError
 from diffquant.model.modeling import DiffLayer, DiffTransformer
 from diffquant.support.spelling import spelled
@@ -71,10 +72,10 @@ class Sensitivity:
             raise NonFiniteError(f"the model computes NaN or infinity; use {spelled('dtype', 'float32')}")
 
     @torch.inference_mode()
-    def cost_of(self, unit: Unit, bits: int) -> Cost:
+    def cost_of(self, unit: Unit, width: Width) -> Cost:
         """The cost of a unit at a width, from a run that begins at the unit's layer."""
         with OneDnnProducts():
-            with unit_at_width(self.model, unit, bits):
+            with unit_at_width(self.model, unit, width):
                 x, attention = self._run_watched(self._walk.layers[unit.layer], self._inputs[unit.layer])
             for layer in self._walk.layers[unit.layer + 1 :]:
                 x = self._walk.run(layer, x)

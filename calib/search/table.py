@@ -4,6 +4,7 @@ import itertools
 import math
 
 from diffquant.calib.search.result import Candidate, SearchResult
+from diffquant.calib.search.roles import roles_table
 from diffquant.report.tables import aligned, megabytes
 
 HEADS = ("recipe", "stored bits", "checkpoint", "perplexity", "KL", "predicted KL")
@@ -13,8 +14,12 @@ _ALIKE = 0.02
 
 
 def search_table(result: SearchResult) -> str:
-    """A table of the candidates on the text held out, and how the search compares with uniform bits of its size."""
-    return "\n".join([*aligned(HEADS, table_lines(result), names=2), "", verdict(result)])
+    """A table of the candidates on the text held out, and how the search compares with uniform bits of its size.
+
+    Where parts were measured, a table of what each kind of tensor pays for its bits comes between them.
+    """
+    parts = [] if result.parts is None else [*aligned(*roles_table(result), names=2), ""]
+    return "\n".join([*aligned(HEADS, table_lines(result), names=2), "", *parts, verdict(result)])
 
 
 def table_lines(result: SearchResult) -> list[list[str]]:

@@ -12,10 +12,11 @@ import re
 from collections.abc import Sequence
 
 from diffquant.calib.search.result import SearchResult
+from diffquant.calib.search.widths import Width, spoken
 from diffquant.errors import UsageError
 from diffquant.formats.gguf_names import IN_LAYERS
 
-TYPES = {2: "q2_K", 3: "q3_K", 4: "q4_0", 5: "q5_0", 6: "q6_K", 8: "q8_0"}
+TYPES: dict[Width, str] = {2: "q2_K", 3: "q3_K", 4: "q4_0", 5: "q5_0", 6: "q6_K", 8: "q8_0"}
 
 
 def tensor_types(result: SearchResult) -> str:
@@ -27,20 +28,21 @@ def tensor_types(result: SearchResult) -> str:
     """
     names = {module: name for name, module in IN_LAYERS.items()}
     weights = [unit for unit in result.measurements if unit.target == "weights"]
-    check_widths([unit.target for unit in weights], [unit.chosen for unit in weights])
+    chosen = {unit.name: unit.chosen for unit in weights if unit.chosen is not None}
+    check_widths([unit.target for unit in weights], list(chosen.values()))
     unnamed = sorted({unit.kind for unit in weights if unit.kind not in names})
     if unnamed:
         raise UsageError(f"a GGUF file of a Llama has no tensors for {', '.join(unnamed)}, so no line can name them")
     layers: dict[tuple[str, str], list[int]] = {}
     for unit in weights:
-        layers.setdefault((names[unit.kind], TYPES[unit.chosen]), []).append(unit.layer)
+        layers.setdefault((names[unit.kind], TYPES[chosen[unit.name]]), []).append(unit.layer)
     return "".join(
         rf"^blk\.({'|'.join(map(str, sorted(numbers)))})\.{re.escape(name)}\.weight$={kind}" + "\n"
         for (name, kind), numbers in layers.items()
     )
 
 
-def check_widths(targets: Sequence[str], widths: Sequence[int]) -> None:
+def check_widths(targets: Sequence[str], widths: Sequence[Width]) -> None:
     """Check, before a search, that its lines can be written.
 
     Raises:
@@ -48,6 +50,6 @@ def check_widths(targets: Sequence[str], widths: Sequence[int]) -> None:
     """
     if "weights" not in targets:
         raise UsageError("llama.cpp's quantizer takes widths of weights alone, which are not among the targets")
-    untyped = sorted({bits for bits in widths if bits not in TYPES})
+    untyped = dict.fromkeys(spoken(width) for width in widths if width not in TYPES)
     if untyped:
-        raise UsageError(f"ggml has no type of {', '.join(map(str, untyped))} bits; choose among {list(TYPES)}")
+        raise UsageError(f"no type of ggml is written for {', '.join(untyped)}; choose among {list(TYPES)}")

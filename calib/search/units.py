@@ -6,7 +6,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
+from diffquant.calib.search.widths import INTEGERS, Width, code_width, scheme_at
 from diffquant.errors import UsageError
 from diffquant.model.blocks import TokenRows
 from diffquant.model.modeling import DiffTransformer
@@ -21,7 +23,6 @@ from diffquant.source.source import Source
 from diffquant.sweep.storage import state_bytes_per_token
 
 TARGETS = ("weights", *CALIBRATED_TARGETS)
-_WIDTHS = range(2, 9)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -35,10 +36,11 @@ class Unit:
         kind: name inside a layer, such as "mlp.up_proj" or "logits".
         granularity: granularity of its scheme, which says what shares one scale.
         elements: entries of the weight, or entries a token of the cache; 1 for logits.
-        stored: bytes at each width from 2 to 8 bits, scales included: a weight's as `quantize` writes it, K's or V's of
-            a token as the cache holds it; for logits, which nothing stores, those of the codes.
+        stored: bytes at each width, scales included: a weight's as `quantize` writes it, K's or V's of a token as the
+            cache holds it; for logits, which nothing stores, those of the codes.
         parameter: name of the model's parameter, for weights.
         dtype: dtype in which the weight is written.
+        rows: indices of the parameter's rows, where the unit is a part of it.
     """
 
     target: str
@@ -47,13 +49,14 @@ class Unit:
     kind: str
     granularity: str
     elements: int
-    stored: Mapping[int, float]
+    stored: Mapping[Width, float]
     parameter: str = ""
     dtype: torch.dtype = torch.float32
+    rows: Tensor | None = None
 
-    def scheme(self, bits: int) -> Scheme:
+    def scheme(self, width: Width) -> Scheme:
         """The unit's scheme at a width."""
-        return Scheme.parse(f"{bits}:{self.granularity}", target=self.target)
+        return scheme_at(width, self.granularity, self.target)
 
     @property
     def in_attention(self) -> bool:
@@ -61,13 +64,16 @@ class Unit:
         return not self.kind.startswith(("mlp", "self_attn.o_proj"))
 
 
-def find_units(source: Source, targets: Sequence[str], granularity: str) -> list[Unit]:
+def find_units(
+    source: Source, targets: Sequence[str], granularity: str, widths: Sequence[Width] = INTEGERS
+) -> list[Unit]:
     """Every unit of the targets, layer by layer.
 
     Args:
         source: checkpoint whose units they are.
         targets: names among `TARGETS`.
         granularity: granularity of the weights; the others have their targets' defaults.
+        widths: widths whose sizes are asked for.
 
     Raises:
         UsageError: an unknown target, or none.
@@ -76,10 +82,10 @@ def find_units(source: Source, targets: Sequence[str], granularity: str) -> list
     unknown = [target for target in targets if target not in TARGETS]
     if unknown or not targets:
         raise UsageError(f"unknown target {', '.join(map(repr, unknown))}; known are {', '.join(TARGETS)}")
-    units = _weight_units(source, granularity) if "weights" in targets else []
+    units = _weight_units(source, granularity, widths) if "weights" in targets else []
     for target in CALIBRATED_TARGETS:
         if target in targets:
-            elements, stored = _entries(source.architecture.token_rows[0], target)
+            elements, stored = _entries(source.architecture.token_rows[0], target, widths)
             units += [
                 Unit(
                     target=target,
@@ -95,39 +101,79 @@ def find_units(source: Source, targets: Sequence[str], granularity: str) -> list
     return sorted(units, key=lambda unit: unit.layer)
 
 
-def _entries(rows: TokenRows, target: str) -> tuple[int, dict[int, float]]:
+def find_parts(source: Source, granularity: str) -> list[Unit]:
+    """Parts of layers that a report tells apart and no recipe does, layer by layer.
+
+    These are the rows of each map's heads in the projections of queries, and of keys where each map has its own, and
+    the matrices that stay at 16 bits unless an override names them, such as λ's and the gate's.
+
+    Args:
+        source: checkpoint whose parts they are.
+        granularity: granularity of the weights.
+    """
+    layout, parts = source.architecture.diff_spec.layout, []
+    heads = {"self_attn.q_proj": ("q_proj", layout.pairs)}
+    if not layout.shares_keys:
+        heads["self_attn.k_proj"] = ("k_proj", layout.kv_pairs)
+    for parameter, each in source.architecture.parameters.items():
+        if ".layers." not in parameter or each.packing == "never":
+            continue
+        unit = _weight_unit(source, parameter, granularity)
+        if each.packing == "named":
+            parts.append(unit)
+        elif unit.kind in heads and layout.maps == 2:
+            projection, signals = heads[unit.kind]
+            rows = layout.rows(projection)  # type: ignore[arg-type]  # one of its projections
+            for name, of_map in (("signal", rows[:signals]), ("noise", rows[signals:])):
+                elements = of_map.numel() * each.shape[-1]
+                parts.append(
+                    replace(
+                        unit,
+                        name=f"{unit.name}, {name}",
+                        kind=f"{unit.kind}, {name}",
+                        rows=of_map.flatten(),
+                        elements=elements,
+                    )
+                )
+    return parts
+
+
+def _entries(rows: TokenRows, target: str, widths: Sequence[Width]) -> tuple[int, dict[Width, float]]:
     """Entries of one layer's "k" or "v" a token, and their bytes at each width; of "logits" one entry."""
     if target == "logits":
-        return 1, {bits: bits / 8 for bits in _WIDTHS}
-    heads, width = rows.keys if target == "k" else rows.values
-    schemes = {bits: Scheme.parse(f"{bits}:{DEFAULT_GRANULARITY[target]}") for bits in _WIDTHS}
-    return heads * width, {bits: state_bytes_per_token(scheme, heads, width) for bits, scheme in schemes.items()}
+        return 1, {width: code_width(width) / 8 for width in widths}
+    heads, channels = rows.keys if target == "k" else rows.values
+    schemes = {width: scheme_at(width, DEFAULT_GRANULARITY[target], target) for width in widths}
+    return heads * channels, {
+        width: state_bytes_per_token(scheme, heads, channels) for width, scheme in schemes.items()
+    }
 
 
-def to_recipe(bits: Mapping[Unit, int]) -> Recipe:
+def to_recipe(widths: Mapping[Unit, Width]) -> Recipe:
     """The recipe of an allocation: each target's commonest width, and an override for whatever differs."""
-    schemes = {unit: unit.scheme(width) for unit, width in bits.items()}
+    schemes = {unit: unit.scheme(width) for unit, width in widths.items()}
     common = {target: _commonest([s for unit, s in schemes.items() if unit.target == target]) for target in TARGETS}
     overrides = {unit.name: scheme for unit, scheme in schemes.items() if scheme != common[unit.target]}
     return Recipe(common["weights"], common["k"], common["v"], common["logits"], overrides=overrides)
 
 
 @contextmanager
-def unit_at_width(model: DiffTransformer, unit: Unit, bits: int) -> Iterator[None]:
+def unit_at_width(model: DiffTransformer, unit: Unit, width: Width) -> Iterator[None]:
     """Put one unit of the model at a width inside the context, and restore the model afterwards."""
     if unit.target == "weights":
         parameter = model.get_parameter(unit.parameter)
         original = parameter.data
-        scheme = unit.scheme(bits)
+        scheme = unit.scheme(width)
         dtype = scheme.format.scale_dtype(unit.dtype)
-        parameter.data = as_stored(Rounder(round_to_nearest), unit.name, original, scheme, dtype)
+        rounded = as_stored(Rounder(round_to_nearest), unit.name, original, scheme, dtype)
+        parameter.data = rounded if unit.rows is None else original.index_copy(0, unit.rows, rounded[unit.rows])
         try:
             yield
         finally:
             parameter.data = original
         return
     before = model.recipe
-    model.apply_recipe(replace(before, overrides={unit.name: unit.scheme(bits)}))
+    model.apply_recipe(replace(before, overrides={unit.name: unit.scheme(width)}))
     try:
         yield
     finally:
@@ -138,25 +184,29 @@ def _commonest(schemes: list[Scheme]) -> Scheme:
     return Counter(schemes).most_common(1)[0][0] if schemes else FULL
 
 
-def _weight_units(source: Source, granularity: str) -> list[Unit]:
-    plans = {bits: plan_quantization(source, Recipe.of(weights=f"{bits}:{granularity}")) for bits in _WIDTHS}
-    stored = {bits: {tensor.name: tensor.stored_bytes for tensor in plan.tensors} for bits, plan in plans.items()}
-    units = []
-    for parameter in source.architecture.linear_shapes():
-        stored_name = source.adapter.source_name(parameter)
-        info = source.checkpoint.tensors[stored_name]
-        _, _, layer, kind = parameter.removesuffix(".weight").split(".", 3)
-        units.append(
-            Unit(
-                target="weights",
-                name=stored_name.removesuffix(".weight"),
-                layer=int(layer),
-                kind=kind,
-                granularity=granularity,
-                elements=torch.Size(info.shape).numel(),
-                stored={bits: sizes[stored_name] for bits, sizes in stored.items()},
-                parameter=parameter,
-                dtype=source.checkpoint.written_dtype(stored_name),
-            )
-        )
-    return units
+def _weight_units(source: Source, granularity: str, widths: Sequence[Width]) -> list[Unit]:
+    plans = {
+        width: plan_quantization(source, Recipe.of(weights=str(scheme_at(width, granularity, "weights"))))
+        for width in widths
+    }
+    stored = {width: {tensor.name: tensor.stored_bytes for tensor in plan.tensors} for width, plan in plans.items()}
+    units = [_weight_unit(source, parameter, granularity) for parameter in source.architecture.linear_shapes()]
+    return [
+        replace(unit, stored={width: sizes[f"{unit.name}.weight"] for width, sizes in stored.items()}) for unit in units
+    ]
+
+
+def _weight_unit(source: Source, parameter: str, granularity: str) -> Unit:
+    stored_name = source.adapter.source_name(parameter)
+    _, _, layer, kind = parameter.removesuffix(".weight").split(".", 3)
+    return Unit(
+        target="weights",
+        name=stored_name.removesuffix(".weight"),
+        layer=int(layer),
+        kind=kind,
+        granularity=granularity,
+        elements=torch.Size(source.checkpoint.tensors[stored_name].shape).numel(),
+        stored={},
+        parameter=parameter,
+        dtype=source.checkpoint.written_dtype(stored_name),
+    )

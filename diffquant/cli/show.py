@@ -206,5 +206,5 @@ SHOWN = {
     "fidelity": Shown(lambda result, _: result and result.summary()),
     "verify": Shown(details=lambda verification: verification.table()),
     "serve": Shown(lambda *_: None, data=None),
-    "demo": Shown(lambda *_: None, data=None),
+    "demo": Shown(lambda *_: None, data=None, say=lambda text: typer.echo(fitted(text, sys.stdout))),
 }

@@ -16,7 +16,7 @@ from diffquant.sweep.result import SweepResult
 from diffquant.sweep.run import run_sweep
 
 NEEDLE = "needle:4"
-RECIPE = Recipe.of(weights="4:g32", kv=8)
+RECIPE = Recipe.of(weights="4:g32", kv=8, rounding="mse")
 PROMPT = (
     "The magic number for Paris is 42. It was a very good night. The magic number for Rome is 17. "
     "He did not know what to do. The magic number for Paris is"
@@ -27,16 +27,19 @@ _TASK_OPTIONS = {NEEDLE: {"limit": _ITEMS}, "perplexity": {"characters": 6000}}
 
 def show_figure_8(output: Path, say: Callable[[str], None]) -> None:
     """Round the attention logits of trained models, and show what is left of retrieval and of the predictions."""
-    say("1. Do low-bit attention logits hurt DIFF models less than a Transformer? (the paper's Figure 8)")
-    say("A Transformer, a DIFF V1 and a DIFF V2, trained alike, find numbers hidden in prose. Their logits are rounded")
-    say("with one scale per tensor, as in the paper, and with one per row after subtracting its maximum (row:shift).\n")
-    _sweep("needle", NEEDLE, output / "retrieval", f"numbers found, of {_ITEMS}", _found, say)
+    say("1. Do low-bit attention logits hurt DIFF models less than a Transformer?")
+    say("(The paper's Figure 8.) A Transformer, a DIFF V1 and a DIFF V2, trained alike,")
+    say("find numbers hidden in prose. Their attention logits are rounded to 4 and 3")
+    say("bits: with one scale per tensor, as in the paper, and with one per row after")
+    say(f"subtracting its maximum (row:shift). So many of {_ITEMS} numbers are found:\n")
+    _sweep("needle", NEEDLE, output / "retrieval", _found, say)
     if data.pocket_models("prose"):
-        say("Three others predict English:\n")
-        _sweep("prose", "perplexity", output / "english", "KL from the model's own 16 bits, nats", _divergence, say)
-    say(f"These models are of one training, with seed {seed_of_the_models()}. Which loses most at 4 bits with one")
-    say("scale per tensor is an accident of it on retrieval: in another training the Transformer lost most. On English")
-    say("the DIFF models lost more in all four trainings. With row:shift 3 bits cost none of them much.")
+        say("Three others predict English; KL from each one's own 16 bits, in nats:\n")
+        _sweep("prose", "perplexity", output / "english", _divergence, say)
+    say(f"These models are of one training, with seed {seed_of_the_models()}. Which of them loses most at 4")
+    say("bits with one scale per tensor is an accident of it on retrieval: in another")
+    say("training the Transformer lost most. On English the DIFF models lost more in all")
+    say("four trainings. With row:shift 3 bits cost none of them much.")
     say("research/pages/figure8.md has intervals and the other trainings.\n")
 
 
@@ -58,7 +61,7 @@ def ask_the_pocket_model(output: Path, overwrite: bool, say: Callable[[str], Non
 
 
 def _sweep(
-    trio: str, task: str, folder: Path, what: str, text: Callable[[SweepResult, int], str], say: Callable[[str], None]
+    trio: str, task: str, folder: Path, text: Callable[[SweepResult, int], str], say: Callable[[str], None]
 ) -> None:
     options = SweepOptions(
         tasks=(task,),
@@ -72,12 +75,13 @@ def _sweep(
     result = run_sweep(models, options, folder, progress_for(f"{trio} models"))
     result.require_complete()
     points = len(result.cells) // len(models)
-    schemes = [cell.point.label for cell in result.cells[:points]]
+    # All but the first are logits, as the text above says.
+    schemes = [cell.point.label.removeprefix("logits ") for cell in result.cells[:points]]
     rows = [
         [result.cells[first].point.model.name, *(text(result, first + offset) for offset in range(points))]
         for first in range(0, len(result.cells), points)
     ]
-    say("\n".join(aligned([what, *schemes], rows)))
+    say("\n".join(aligned(["", *schemes], rows)))
     say(f"wrote {', '.join(str(path) for path in write_outputs(result, folder))}\n")
 
 

@@ -1,6 +1,6 @@
 """The same prompt continued in torch and in ONNX Runtime, by the same low-bit model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -22,7 +22,9 @@ def speak_twice(
     from diffquant.export import require
 
     low = open_source(checkpoint)
-    say("torch:        " + prompt + "".join(stream(load(low, dtype=torch.float32), low.tokenizer, prompt, new_tokens)))
+    say(
+        "torch:        " + _continued(prompt, stream(load(low, dtype=torch.float32), low.tokenizer, prompt, new_tokens))
+    )
     try:
         require()
     except MissingDependencyError as missing:
@@ -30,10 +32,16 @@ def speak_twice(
         return
     from diffquant.export import ExportOptions, Generator, export
 
-    # Float32 activations, as in torch, so that the sentence is the same to the letter.
-    options = ExportOptions(accuracy_level=1)
+    # Float32 activations, as in torch: the 8-bit embedding and the cache are what may tell the sentences apart.
+    options = ExportOptions.parse(accuracy_level=1, embed_bits=8)
     summary = export(low, exported, options, overwrite=overwrite, progress=progress_for("export")).summary()
     generator = Generator(exported)
-    say("ONNX Runtime: " + prompt + "".join(generator.stream(prompt, new_tokens)))
+    say("ONNX Runtime: " + _continued(prompt, generator.stream(prompt, new_tokens)))
     say(f"{generator.speed}\n{summary}")
-    say(f"`diffquant verify {exported} {checkpoint}` compares the two layer by layer.\n")
+    say(f"To compare the two layer by layer:\n  diffquant verify {exported} {checkpoint}\n")
+
+
+def _continued(prompt: str, pieces: Iterable[str]) -> str:
+    """A prompt and what follows it; tokenizers of words leave out the space between them."""
+    text = "".join(pieces)
+    return prompt + ("" if text[:1].isspace() else " ") + text

@@ -128,7 +128,7 @@ def _logits_entries(device: torch.device) -> int:
 
 
 def _after_contexts(model: LanguageModel, requests: Sequence[Request], batch_tokens: int) -> Iterator[_Predictions]:
-    """Run each context once, then the continuations of all requests that share it; contexts are padded if they may be."""
+    """Run each context once, then the continuations that share it; contexts are padded if they may be."""
     sharers: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for index, request in enumerate(requests):
         sharers[request.context].append(index)

@@ -15,7 +15,7 @@ from diffquant.errors import CheckpointError, MissingDependencyError, UnknownMod
 from diffquant.formats.dequantized import DequantizedCheckpoint
 from diffquant.formats.opening import open_checkpoint
 from diffquant.formats.reader import Checkpoint
-from diffquant.model.adapters import Adapter, adapter_for
+from diffquant.model.adapters import NOT_RUN, Adapter, adapter_for
 from diffquant.numbers.formats.integer import PACK_QUANTIZED
 from diffquant.serve.folder import (
     beyond_weights,
@@ -216,11 +216,15 @@ def _adapter(checkpoint: Checkpoint) -> Adapter | None:
     """Adapter of a folder's format, or None for a model that vLLM may know although diffquant does not run it.
 
     Raises:
-        UnknownModelTypeError: vLLM has no layers for the model.
+        UnknownModelTypeError: vLLM has no layers for the model, or the format is known as one that is not run.
     """
     try:
         adapter = adapter_for(checkpoint.config)
-    except UnknownModelTypeError:
+    except UnknownModelTypeError as error:
+        if str(checkpoint.config.get("model_type")).lower() in NOT_RUN:
+            raise UnknownModelTypeError(
+                f"{checkpoint.path} is not served by the plugin: {error}; a vLLM of its makers may serve it by itself"
+            ) from error
         return None
     require_served(checkpoint.config, adapter)
     return adapter

@@ -3,7 +3,8 @@
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from threading import Event, Lock, Thread
 from typing import TYPE_CHECKING
 
@@ -173,6 +174,17 @@ class Waiting:
     def _draw(self, text: str) -> None:
         sys.stderr.write(f"\r\x1b[K{text}")
         sys.stderr.flush()
+
+
+@contextmanager
+def waiting(text: str) -> Iterator[None]:
+    """Give a sign of life on a terminal while torch is imported, which may take longer than people wait for one."""
+    line = Waiting(text) if sys.stderr.isatty() and "torch" not in sys.modules else None
+    try:
+        yield
+    finally:
+        if line is not None:
+            line.stop()
 
 
 # Lines that are on the terminal, which an error's message has to clear.

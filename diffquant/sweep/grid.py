@@ -16,6 +16,8 @@ from diffquant.support.suggestion import did_you_mean
 
 # Target names of an exported folder, which is measured as it is, and of a point whose recipe comes from a file.
 EXPORTED, RECIPE = "onnx", "recipe"
+# What the recipe that a quantized folder records is called, where others have their files' names.
+OWN = "own"
 
 # The recipe's fields that each target sets.
 TARGETS = {
@@ -147,6 +149,8 @@ def points(models: Sequence[Path], options: SweepOptions) -> list[Point]:
     repeated = sorted({stem for stem in stems if stems.count(stem) > 1})
     if repeated:
         raise UsageError(f"recipes are told apart by their files' names; rename all but one {', '.join(repeated)}")
+    if OWN in stems:
+        raise UsageError(f"the recipe that a quantized folder records is called {OWN}; rename {OWN}.yaml")
     _check_granularities(options)
     widths = sorted({bits for bits in options.bits if bits != 16}, reverse=True)
     return [point for model in models for point in _points_of(model, widths, options)]

@@ -9,6 +9,7 @@ from diffquant.errors import CheckpointError, UsageError
 from diffquant.evals.task import Task
 from diffquant.evals.tasks import make_tasks
 from diffquant.loading import check_loadable
+from diffquant.recipe import Recipe
 from diffquant.recipe.targets import LAYER_TARGETS
 from diffquant.source.building import check_places
 from diffquant.source.ranges import check_ranges_used, read_any_ranges
@@ -24,7 +25,7 @@ from diffquant.sweep.exported import (
     check_on_one_device,
     exported_points,
 )
-from diffquant.sweep.grid import Point, SweepOptions, points
+from diffquant.sweep.grid import OWN, RECIPE, Point, SweepOptions, points
 from diffquant.sweep.subject import CheckpointSubject, Setup, Subject
 from diffquant.sweep.work import Job
 
@@ -78,6 +79,8 @@ def plan_sweep(models: Sequence[Path], options: SweepOptions, runtime_of: Runtim
     tasks = make_tasks(options.tasks, options.task_options, options.pass_tokens(device))
     check_backend(options.attention, (rounds for point in grid for rounds in point.recipe.rounds_maps))
     sources = {model: open_source(model) for model in checkpoints}
+    grid += [_own_point(model, source) for model, source in sources.items() if _of_cache_and_logits(source) != Recipe()]
+    grid.sort(key=lambda point: checkpoints.index(point.model))
     recipes = {model: [point.recipe for point in grid if point.model == model] for model in checkpoints}
     for model, source in sources.items():
         check_loadable(source, recipes[model])
@@ -93,6 +96,16 @@ def plan_sweep(models: Sequence[Path], options: SweepOptions, runtime_of: Runtim
     origins = {point.model: subjects[point.compared_with] if point.compared_with else None for point in folders}
     compared = {folder: replace(subject, compared_with=origins[folder]) for folder, subject in exported.items()}
     return SweepPlan(grid + folders, tasks, options, sources, {**subjects, **compared}, setup)
+
+
+def _own_point(model: Path, source: Source) -> Point:
+    """A folder under all of the recipe that it records, whose other rows have its weights alone."""
+    return Point(model, RECIPE, 0, OWN, _of_cache_and_logits(source), model)
+
+
+def _of_cache_and_logits(source: Source) -> Recipe:
+    """What a checkpoint's recipe says beside its weights, which are as they are stored."""
+    return source.recipe.with_weights_of(Recipe())
 
 
 def _scales_by_model(sources: Mapping[Path, Source], files: Sequence[Path]) -> dict[Path, Path]:

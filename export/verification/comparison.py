@@ -20,7 +20,7 @@ from diffquant.export.runtime.session import GraphError, OnnxModel
 from diffquant.export.verification.errors import StageNoise, cache_excess, relative_rms, stage_errors, stage_noise
 from diffquant.export.verification.long_context import LONG_CONTEXT, FarCalls, far_calls, reach
 from diffquant.export.verification.passages import beginnings
-from diffquant.export.verification.reference import FLIPPING, WHOLE, Reading, Reference
+from diffquant.export.verification.reference import WHOLE, Reading, Reference
 from diffquant.export.verification.report import (
     Measure,
     Route,
@@ -212,15 +212,14 @@ class Comparison:
             return Measure(against[0], limit), None if is_cut else Measure(against[1], limit)
 
         def route(name: str, passages: list[np.ndarray], runs: Sequence[Run]) -> Route:
-            firsts = [run.first for run in runs]
+            firsts, readings = [run.first for run in runs], list(map(self._reading_of, runs))
+            ids = [passage[:, : sum(run.calls)] for passage, run in zip(passages, runs, strict=False)]
             with self._reference.arithmetic(rounds=session.rounds):
-                errors = stage_errors(
-                    self._reference, passages, _states_of(runs), firsts, list(map(self._reading_of, runs))
-                )
+                errors = stage_errors(self._reference, ids, _states_of(runs), firsts, readings)
             return Route(session.name, name, *measures(errors, noise, firsts, MARGIN), *logits_errors(runs))
 
         yield route(PREFILL, passages, read)
-        for name, runner in routes(model):
+        for name, runner in routes(model, not self._spans_rows):
             with self._running(session, name):
                 runs = runner(model, self._beginnings, self._outputs)
             yield route(name, self._beginnings, runs)
@@ -290,7 +289,8 @@ class Comparison:
         rounds_anew = session.rounds and self._reference.knows_rounding
         limit = self._tolerance
         if limit is None:
-            limit = MARGIN * relative_rms(zip(self._logits(self._passages, rounds_anew, FLIPPING), whole, strict=True))
+            disturbed = self._logits(self._passages, rounds_anew, self._reference.flipping)
+            limit = MARGIN * relative_rms(zip(disturbed, whole, strict=True))
         noise = stage_noise(self._reference, self._beginnings, begun, session.rounds, whole=(self._passages, read))
         return whole, limit, noise
 
@@ -339,4 +339,4 @@ def _states_of(runs: Sequence[Run]) -> list[list[Tensor]]:
 
 
 def _float32(values: np.ndarray) -> Tensor:
-    return torch.from_numpy(values.astype(np.float32))
+    return torch.from_numpy(values.astype(np.float32, copy=False))

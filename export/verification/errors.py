@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from diffquant.errors import DiffQuantError
-from diffquant.export.verification.reference import FLIPPING, FLIPPING_LOGITS, WHOLE, Reading, Reference
+from diffquant.export.verification.reference import FLIPPING, WHOLE, Reading, Reference
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,11 @@ class StageErrors:
         """Errors at the positions of each passage from a first one on; as many passages as there are first ones."""
         kept = zip(self.passages, firsts, strict=False)
         return StageErrors(tuple(tuple(errors[first:] for errors in stages) for stages, first in kept))
+
+    def until(self, lengths: Sequence[int]) -> "StageErrors":
+        """Errors at the first positions of each passage."""
+        kept = zip(self.passages, lengths, strict=True)
+        return StageErrors(tuple(tuple(errors[:length] for errors in stages) for stages, length in kept))
 
 
 @dataclass(frozen=True)
@@ -112,13 +117,17 @@ def stage_noise(
         whole: passages and states to look for the largest error in, where those above are only beginnings of them: the
             largest of more positions is larger.
     """
-    many = FLIPPING_LOGITS if reference.rounds_logits else FLIPPING
-    sizes = (FLIPPING if flips_alone else 0.0, FLIPPING, many)
+    many = reference.flipping
+    rounded = FLIPPING if flips_alone else 0.0
     # Whether a code flips at all is chance; how much a flip does is seen where many do.
     if whole is None:
-        return StageNoise(*_disturbed(reference, passages, states, rounds, reading, sizes))
-    some = _disturbed(reference, passages, states, rounds, reading, sizes[:2])
-    return StageNoise(*some, *_disturbed(reference, *whole, rounds, reading, sizes[2:]))
+        return StageNoise(*_disturbed(reference, passages, states, rounds, reading, (rounded, FLIPPING, many)))
+    # The whole passages come first, since the reference then knows their beginnings.
+    (many_flipped,) = _disturbed(reference, *whole, rounds, reading, (many,))
+    if many != FLIPPING:
+        return StageNoise(*_disturbed(reference, passages, states, rounds, reading, (rounded, FLIPPING)), many_flipped)
+    (some,) = _disturbed(reference, passages, states, rounds, reading, (rounded,))
+    return StageNoise(some, many_flipped.until([ids.shape[1] for ids in passages]), many_flipped)
 
 
 def _disturbed(
@@ -130,18 +139,18 @@ def _disturbed(
     sizes: Sequence[float],
 ) -> list[StageErrors]:
     """Errors of the reference's stages, disturbed by noise of each size."""
-    errors: list[list[tuple[Tensor, ...]]] = [[] for _ in sizes]
+    errors: dict[float, list[tuple[Tensor, ...]]] = {size: [] for size in sizes}
     # Rounding by a rule unknown here may differ by as much as the rounding itself.
     rounds_anew = rounds and reference.knows_rounding
     with reference.reading(reading):
         for ids, outputs in zip(passages, states, strict=True):
             with reference.arithmetic(rounds=rounds):
                 wanted = list(_wanted(reference, ids, outputs))
-            for size, of_size in zip(sizes, errors, strict=True):
+            for size, of_size in errors.items():
                 with reference.arithmetic(rounds=rounds_anew, noise=size):
                     got = [output for output, _ in _wanted(reference, ids, outputs)]
                 of_size.append(tuple(position_errors(x, *pair) for x, pair in zip(got, wanted, strict=True)))
-    return [StageErrors(tuple(each)) for each in errors]
+    return [StageErrors(tuple(errors[size])) for size in sizes]
 
 
 def cache_excess(reference: Reference, passages: Sequence[np.ndarray], states: Sequence[Sequence[Tensor]]) -> float:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from diffquant.evals.prefixes import shares_prefixes
 from diffquant.export.graph.cache_scales import Scales, state_order
 from diffquant.export.graph.linears import container_bits, int8_block
 from diffquant.export.graph.plan import EMBEDDING, HEAD, ExportPlan
@@ -66,7 +67,7 @@ class Reference:
         model: model with the exported weights' values.
         layers: number of layers.
         rounds: whether some products round their activations to int8.
-        rounds_logits: whether attention logits are rounded.
+        flipping: disturbance by which some codes fall to their neighbours, those of attention logits among them.
         knows_rounding: whether ONNX Runtime rounds activations by a rule that torch follows here.
     """
 
@@ -87,7 +88,8 @@ class Reference:
         self.model: DiffTransformer = load(source, Recipe(logits=options.logits), torch.float32, device="cpu")
         self.layers = self.model.config.num_hidden_layers
         self.rounds = False
-        self.rounds_logits = options.logits.quantizes
+        self.flipping = FLIPPING_LOGITS if options.logits.quantizes else FLIPPING
+        self._shares_prefixes = shares_prefixes(Recipe(logits=options.logits))
         self.knows_rounding = True
         self._is_rounding = False
         self._noise: float | None = None
@@ -142,8 +144,8 @@ class Reference:
     def stage(self, number: int, x: Tensor, first: int = 0) -> Tensor:
         """Output of a stage from a position on, [B, T - first, D or V].
 
-        A stage remembers the last whole sequences of each length. It computes nothing for the states that it was given
-        last, and where only the beginning is as it was, nothing before `first`.
+        A stage remembers the last whole sequences of each length. It computes nothing for states with which one of them
+        begins, and where only those before `first` are as they were, nothing before it.
 
         Args:
             number: number of the stage, in the order of `stages`.
@@ -156,7 +158,7 @@ class Reference:
         if len(self._kept_for) != len(context) or any(a is not b for a, b in zip(context, self._kept_for, strict=True)):
             self._kept, self._kept_for = {}, context
         key = (number, x.shape[:2])
-        kept = self._kept.get(key)
+        kept = self._kept.get(key) or self._beginning_of_another(number, x)
         if kept is not None and torch.equal(kept.given, x):
             return kept.output[:, first:]
         if first and self._reading is WHOLE:
@@ -169,6 +171,18 @@ class Reference:
             # Rows behind a long past would take the memory of a whole context in every layer.
             self._kept[key] = _Kept(x, output, cached if self._reading is WHOLE else ())
         return output[:, first:]
+
+    def _beginning_of_another(self, number: int, x: Tensor) -> _Kept | None:
+        """What a stage made of states with which a sequence that it remembers begins."""
+        if not self._shares_prefixes or self._reading is not WHOLE:
+            return None
+        length = x.shape[1]
+        for (of, shape), kept in self._kept.items():
+            if of == number and shape[0] == len(x) and shape[1] > length and torch.equal(kept.given[:, :length], x):
+                rows = tuple(part[:, :, :length] for part in kept.cached)
+                self._kept[number, x.shape[:2]] = beginning = _Kept(x, kept.output[:, :length], rows)
+                return beginning
+        return None
 
     def _computed(self, number: int, x: Tensor, cached: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """A stage's output of states behind keys and values that it cached, and what is cached after it."""
@@ -260,6 +274,7 @@ class Reference:
         def hook(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor | None:
             if self._noise is None:
                 return None
-            return output * (1 + max(size, self._noise) * torch.randn(output.shape, generator=self._random))
+            factors = torch.randn(output.shape, generator=self._random).mul_(max(size, self._noise))
+            return factors.add_(1).mul_(output)
 
         return hook

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -29,15 +30,22 @@ class Run:
     first: int = 0
 
 
-def routes(model: OnnxModel) -> Iterator[tuple[str, Runner]]:
-    """Names and runners of the routes that a model has beside prefill."""
+def routes(model: OnnxModel, shares_prefixes: bool = True) -> Iterator[tuple[str, Runner]]:
+    """Names and runners of the routes that a model has beside prefill, to be run in this order.
+
+    Args:
+        shares_prefixes: whether positions do not depend on how many follow them in a call.
+    """
+    # One batch is padded, read and decoded further: what it was before its first decoded token is a route by itself.
+    decoded: list[Run] = []
     if model.takes_padding:
-        yield "padded batch", _padded
+        is_one = shares_prefixes and model.cache is not None
+        yield "padded batch", partial(_padded_before, decoded) if is_one else _padded
     if model.cache is not None:
         yield "chunked prefill", _chunked
         yield "decode", _decoded
         if model.takes_padding:
-            yield "batch decode", _padded_then_decoded
+            yield "batch decode", (lambda *_: decoded) if shares_prefixes else _padded_then_decoded
 
 
 def last_positions(model: OnnxModel, passages: Sequence[np.ndarray]) -> list[Run]:
@@ -89,7 +97,7 @@ def _in_chunks(model: OnnxModel, ids: np.ndarray, lengths: list[int], outputs: t
         end += chunk.shape[1]
         states, cache = model.run(chunk, np.ones((1, end), np.int64), cache, outputs)
         parts.append(states)
-    states = [np.concatenate(values, 1) for values in zip(*parts, strict=True)]
+    states = [np.concatenate(values, 1) for values in zip(*parts, strict=True)] if len(parts) > 1 else parts[0]
     return Run(states, tuple(lengths), lengths[0] if len(lengths) > 1 else 0)
 
 
@@ -98,6 +106,14 @@ def _padded(model: OnnxModel, passages: Sequence[np.ndarray], outputs: tuple[str
     states, _ = model.run(padded, mask, model.empty_cache(len(passages)), outputs)
     lengths = [ids.shape[1] for ids in passages]
     return [Run([values[i : i + 1, :length] for values in states], (length,)) for i, length in enumerate(lengths)]
+
+
+def _padded_before(
+    decoded: list[Run], model: OnnxModel, passages: Sequence[np.ndarray], outputs: tuple[str, ...]
+) -> list[Run]:
+    """A padded batch up to the tokens that are then decoded; the whole runs go to `decoded`."""
+    decoded[:] = _padded_then_decoded(model, passages, outputs)
+    return [Run([values[:, : run.calls[0]] for values in run.states], run.calls[:1]) for run in decoded]
 
 
 def _padded_then_decoded(model: OnnxModel, passages: Sequence[np.ndarray], outputs: tuple[str, ...]) -> list[Run]:

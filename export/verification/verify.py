@@ -18,6 +18,7 @@ from diffquant.export.verification.report import Measure, Verification
 from diffquant.export.verification.rotation import rotation_excess
 from diffquant.source.ranges import read_any_ranges
 from diffquant.source.source import Source, open_source
+from diffquant.support.allocator import freed_memory_kept
 from diffquant.support.digests import FileDigests
 from diffquant.support.progress import Progress, silent
 
@@ -61,19 +62,21 @@ def verify(
     reference = Reference(source, manifest.options, cache_scales(graph), exact_bits(graph))
     rotation = rotation_excess(graph, reference.model.model.rotary_emb, source.architecture.max_position_embeddings)
     passages = sample_passages(source, reference.model.config)
-    comparison = Comparison(
-        folder,
-        manifest,
-        reference,
-        passages,
-        tolerance=tolerance,
-        threads=threads,
-        device=chosen.name,
-        progress=progress,
-    )
-    verification = comparison.verification(
-        scales=_scale_error(folder, manifest, reference), rotation=None if rotation is None else Measure(rotation, 1.0)
-    )
+    with freed_memory_kept():
+        comparison = Comparison(
+            folder,
+            manifest,
+            reference,
+            passages,
+            tolerance=tolerance,
+            threads=threads,
+            device=chosen.name,
+            progress=progress,
+        )
+        verification = comparison.verification(
+            scales=_scale_error(folder, manifest, reference),
+            rotation=None if rotation is None else Measure(rotation, 1.0),
+        )
     if not verification.passed:
         raise ToleranceError(str(verification), verification)
     return verification

@@ -148,17 +148,20 @@ def _short(value: float) -> float:
 
 MODELS = {"Transformer": "prose-transformer", "DIFF V1": "prose-diff-v1", "DIFF V2": "prose-diff-v2"}
 DIFF = tuple(MODELS)[1:]
+# A Transformer of another size, which was measured in some rows of 4 bits alone.
+LARGER = {"SmolLM2-135M": "SmolLM2-135M-Instruct.Q4_1"}
+FOUR_BITS = ("4:g32", "nvfp4", "mxfp4")
 MISSING = "—"
 # A table's columns: KL on the prose, and what DIFF loses on either text.
 COLUMNS = (*MODELS, *(f"{model} loses, {text}" for text in TEXTS for model in DIFF))
 
 
 class Measured:
-    """KL of the trio by row of `recipes`, text and model, from the raw files of a folder."""
+    """KL of the trio and of SmolLM2 by row of `recipes`, text and model, from the raw files of a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.results: dict[str, Mapping[str, Any]] = {
-            model: read_json(folder / f"{name}.json") for model, name in MODELS.items()
+            model: read_json(folder / f"{name}.json") for model, name in (MODELS | LARGER).items()
         }
 
     def rows(self, model: str, target: str = "") -> list[str]:
@@ -204,8 +207,19 @@ class Measured:
             kl = 1000 * self.kl(column, row).mean
             return f"{kl:.{max(0, 2 - math.floor(math.log10(kl)))}f}"
         model, text = column.split(" loses, ")
-        lost = self.lost(model, row, text)
-        return f"{lost.mean:+.2f} [{lost.low:+.2f}, {lost.high:+.2f}]".replace("-", "−")
+        return shown_bits(self.lost(model, row, text))
+
+    def larger_cell(self, target: str, column: str) -> str:
+        """A cell of SmolLM2's table: KL in thousandths of a nat, or bits that a format loses to `4:g32`."""
+        (model,), scheme = LARGER, column.split(maxsplit=1)[0].strip("`")
+        if column in FOUR_BITS:
+            return f"{1000 * self.kl(model, f'{target} {scheme}').mean:.3g}"
+        return shown_bits(self.bits((model, f"{target} {scheme}"), (model, f"{target} 4:g32")))
+
+
+def shown_bits(lost: Difference) -> str:
+    """Bits with their interval, as the page's tables have them."""
+    return f"{lost.mean:+.2f} [{lost.low:+.2f}, {lost.high:+.2f}]".replace("-", "−")
 
 
 def tables(measured: Measured) -> str:
@@ -217,7 +231,11 @@ def tables(measured: Measured) -> str:
         for model in DIFF
         for punished, forgiven, rows_of in [measured.verdicts(model, target)]
     ]
-    return "\n".join([*markdown(["rounded", *COLUMNS], rows), "", *counts])
+    others = (*FOUR_BITS, *(f"`{scheme}` against `4:g32`" for scheme in FOUR_BITS[1:]))
+    larger = [[target, *(measured.larger_cell(target, column) for column in others)] for target in TARGETS]
+    return "\n".join(
+        [*markdown(["rounded", *COLUMNS], rows), "", *counts, "", *markdown(["SmolLM2-135M", *others], larger)]
+    )
 
 
 if __name__ == "__main__":

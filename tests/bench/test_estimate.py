@@ -116,7 +116,7 @@ from diffquant.bench.gpu.estimated_paths import AIMS, paths, rivals
 planned = paths()
 asked = {name for aim in AIMS for name in (aim.path, aim.other)}
 print(sorted(asked - {p.name for p in planned} - rivals(H100).keys()))
-(part, seconds), = estimate("linear", compiled(planned[-1]), H100).parts
+(part, seconds), = estimate("linear", compiled(planned[-1], H100.absent), H100).parts
 print(part.kernel, part.registers > 0, 0 < seconds < 1e-4)
 """
 

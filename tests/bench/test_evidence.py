@@ -2,16 +2,21 @@
 
 import gzip
 import hashlib
+import json
 import os
 import shlex
 import subprocess
+import sys
 import tarfile
+from itertools import islice
 from pathlib import Path
 
 import pytest
 from typer.main import get_command
 
 from diffquant.cli import app
+from tests.support import tiny_lm
+from tests.support.thorough import thorough
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path("bench/gpu/evidence.sh")
@@ -21,7 +26,8 @@ LIMIT = 64 << 20
 PYTHON = """#!/bin/bash
 printf '%q ' "$@" >> "$ASKED"; echo >> "$ASKED"
 case "$*" in
-    *"import gguf"*) echo "$PACKAGES" ;;
+    *"carried pack"*) mkdir -p "${@: -1}" && cp "${@: -2:1}" "${@: -1}/carried.safetensors" ;;
+    *"carried unpack"*) mkdir "${@: -1}" ;;
     *train.pairs*) mkdir -p evidence/pairs/diff-v1
         head -c 40000000 /dev/urandom > evidence/pairs/diff-v1/delta.safetensors
         echo {} > evidence/pairs/results.json; touch evidence/pairs/diff-v1/checkpoint.pt; echo trained ;;
@@ -34,16 +40,12 @@ esac
 @pytest.fixture
 def machine(tmp_path):
     """A function that runs the script in a folder, with a Python that does nothing, and no GPU."""
-    programs, packages = tmp_path / "bin", tmp_path / "packages"
+    programs = tmp_path / "bin"
     programs.mkdir()
     (programs / "python3").write_text(PYTHON)
     (programs / "python3").chmod(0o755)
-    for name in ("gguf/__init__.py", "gguf-0.17.1.dist-info/METADATA"):
-        (packages / name).parent.mkdir(parents=True)
-        (packages / name).touch()
     environment = os.environ | {
         "PATH": f"{programs}:/usr/bin:/bin",
-        "PACKAGES": str(packages),
         "ASKED": str(tmp_path / "asked"),
         "OUT": str(tmp_path / "out"),
         "FAILING": "",
@@ -85,8 +87,8 @@ def asked(tmp_path):
 
 @pytest.mark.parametrize("call", CALLS)
 def test_a_call_needs_its_archive_alone_and_leaves_raw_results(call, machine, packed, tmp_path):
-    assert (packed / f"{call}.tar").stat().st_size <= LIMIT
-    there = unpacked(packed / f"{call}.tar", tmp_path / "there")
+    assert (packed / f"{call}.tar.gz").stat().st_size <= LIMIT
+    there = unpacked(packed / f"{call}.tar.gz", tmp_path / "there")
     done(machine(there, call))
     wanted = {"tests": "gpu-test.txt", "ratios": "gpu.json", "sweep": "sweep.json", "pairs": "pairs.log"}
     left = {path.name: path.stat().st_size for path in (tmp_path / "out").iterdir()}
@@ -99,8 +101,7 @@ def test_a_call_needs_its_archive_alone_and_leaves_raw_results(call, machine, pa
 
 
 def test_what_a_call_asks_of_our_commands_they_take(machine, packed, tmp_path):
-    there = unpacked(packed / "sweep.tar", tmp_path / "there")
-    assert (there / "evidence/packages/gguf-0.17.1.dist-info").is_dir()
+    there = unpacked(packed / "sweep.tar.gz", tmp_path / "there")
     done(machine(there, "sweep"))
     seen = [words[2:] for words in asked(tmp_path) if words[:2] == ["-m", "diffquant.cli"]]
     assert [words[0] for words in seen] == ["convert", "sweep"]
@@ -112,7 +113,7 @@ def test_what_a_call_asks_of_our_commands_they_take(machine, packed, tmp_path):
 
 
 def test_training_comes_back_in_pieces_without_what_only_resuming_needs(machine, packed, tmp_path):
-    there = unpacked(packed / "pairs.tar", tmp_path / "there")
+    there = unpacked(packed / "pairs.tar.gz", tmp_path / "there")
     done(machine(there, "pairs"))
     assert len(list((tmp_path / "out").glob("pairs.tar.*"))) == 3
     done(machine(there, "unpack", tmp_path / "out", tmp_path / "back"))
@@ -124,17 +125,37 @@ def test_training_comes_back_in_pieces_without_what_only_resuming_needs(machine,
 
 def test_a_model_that_does_not_fit_is_refused_where_it_is_packed(machine, tmp_path):
     large, small = tmp_path / "large.gguf", tmp_path / "small"
-    with large.open("wb") as file:
-        file.truncate(LIMIT)
+    large.write_bytes(os.urandom(LIMIT))
     small.write_bytes(b"some text")
     refused = machine(ROOT, "pack", large, small, small, tmp_path / "packed")
     assert refused.returncode == 1
-    assert "sweep.tar is larger than 64 MiB" in refused.stderr
-    assert "quantize MODEL to fewer bits" in refused.stderr
+    assert "sweep.tar.gz is larger than 64 MiB" in refused.stderr
+    assert "take a smaller MODEL" in refused.stderr
     assert machine(ROOT, "nonsense").returncode == 2
 
 
 def test_a_failed_bench_fails_its_call(machine, packed, tmp_path):
-    there = unpacked(packed / "ratios.tar", tmp_path / "there")
+    there = unpacked(packed / "ratios.tar.gz", tmp_path / "there")
     assert machine(there, "ratios", FAILING="yes").returncode != 0
     assert "commit" in (tmp_path / "out/device.txt").read_text()
+
+
+@thorough
+def test_a_sweep_runs_on_what_travelled_alone(tmp_path):
+    """With a tiny model on this processor: commands, versions and files are those of the call."""
+    model, items, text = tiny_lm.write_llama(tmp_path / "model"), tmp_path / "items.jsonl.gz", tmp_path / "text.txt"
+    with gzip.open(ROOT / "diffquant/data/hellaswag-1000.jsonl.gz") as known:
+        items.write_bytes(gzip.compress(b"".join(islice(known, 4))))
+    text.write_text("It was a dark and stormy night.")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"PYTHON": sys.executable, "DEVICE": "cpu", "OUT": str(tmp_path / "out")}
+
+    def run(folder, *arguments):
+        command = ["bash", SCRIPT, *map(str, arguments)]
+        return done(subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True))
+
+    run(ROOT, "pack", model, items, text, tmp_path / "packed")
+    run(unpacked(tmp_path / "packed/sweep.tar.gz", tmp_path / "there"), "sweep")
+    # Two models at 16 bits, and at four widths by three granularities.
+    assert len((tmp_path / "out/table.csv").read_text().splitlines()) == 1 + 2 * (1 + 4 * 3)
+    assert json.loads((tmp_path / "out/sweep.json").read_text())["settings"]["options"]["targets"] == ["logits"]

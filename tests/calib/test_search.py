@@ -13,7 +13,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.nn.functional import linear
 
+import diffquant
 from tests.support import tiny_lm
+from tests.support.checkpoints import write_checkpoint
+from tests.support.models import random_ids
 
 pytest.importorskip("scipy")
 
@@ -21,10 +24,12 @@ from diffquant.calib.search import search as search_module
 from diffquant.calib.search.allocation import Budget, allocate, average_bits, spread_evenly
 from diffquant.calib.search.outputs import write_search
 from diffquant.calib.search.products import OneDnnProducts
+from diffquant.calib.search.result import read_searches
+from diffquant.calib.search.roles import roles
 from diffquant.calib.search.search import Search, SearchOptions
 from diffquant.calib.search.sensitivity import Sensitivity
 from diffquant.calib.search.table import search_table, uniform_kl
-from diffquant.calib.search.units import Unit, find_units, to_recipe
+from diffquant.calib.search.units import Unit, find_parts, find_units, to_recipe, unit_at_width
 from diffquant.errors import CheckpointError, GroupSizeError, UsageError
 from diffquant.evals.divergence import next_token_kl
 from diffquant.formats.opening import open_checkpoint
@@ -330,6 +335,137 @@ def test_what_cannot_be_searched_is_refused(checkpoint, tmp_path, budget, change
 def test_fewer_than_two_widths_are_refused():
     with pytest.raises(UsageError, match="two or more widths"):
         SearchOptions(widths=(4,))
+
+
+@pytest.mark.parametrize("widths", [("16", "4"), ("nvfp4",), ("nvfp4", 9), ("fp4", "nvfp4")], ids=str)
+def test_what_is_no_choice_of_widths_is_refused(widths):
+    with pytest.raises(UsageError, match=r"two or more widths|unknown number format .fp4."):
+        SearchOptions(widths=widths)
+
+
+FLOATS = replace(OPTIONS, widths=("nvfp4", "e4m3", 6))
+
+
+def test_a_search_among_floats_beats_an_even_spread_and_its_recipe_quantizes(checkpoint, tmp_path):
+    options = replace(FLOATS, targets=("weights",), widths=("nvfp4", "e4m3"))
+    search = Search(checkpoint, Budget.parse("5.5"), options, tmp_path / "out")
+    # Sizes of integers, whose groups may not divide what blocks of floats do, are not asked for.
+    assert {width for unit in search.units for width in unit.stored} == {"nvfp4", "e4m3"}
+    found = search.run()
+    assert found.widths == ["e4m3", "nvfp4"]
+    by_name = {c.name: c for c in found.candidates}
+    assert by_name.keys() == {"searched", "spread evenly", "uniform nvfp4", "uniform e4m3"}
+    assert by_name["searched"].kl < by_name["spread evenly"].kl
+    recipe_file, *_ = write_search(found, tmp_path / "out")
+    report = quantize(checkpoint, tmp_path / "low", Recipe.read(recipe_file))
+    assert 5 < report.packed_bits <= 5.5
+    chosen = {unit.name: unit.chosen for unit in found.measurements}
+    packed = {name: scheme.format.name for name, scheme in open_source(tmp_path / "low").packed.items()}
+    assert packed == chosen
+    assert {"nvfp4", "e4m3"} == set(chosen.values())
+    assert read_searches(tmp_path / "out")[0] == found
+
+
+def test_floats_and_integers_are_chosen_among_for_caches_and_logits_too(tmp_path):
+    narrow = write_checkpoint(tmp_path / "llama", "llama", vocab_size=tiny_lm.WORDS)
+    tiny_lm.tokenizer().save_pretrained(narrow)
+    options = replace(FLOATS, targets=("k", "v", "logits"))
+    search = Search(narrow, Budget.parse("6.5"), options, tmp_path / "out")
+    assert search.widths == ["e4m3", 6, "nvfp4"]
+    found = search.run()
+    assert [c.name for c in found.candidates][:2] == ["searched", "spread evenly"]
+    assert all(bits <= 6.5 + 1e-9 for bits in found.candidates[0].bits.values())
+    model = load(narrow, found.recipe)
+    model(torch.arange(20)[None])
+    model.require_fired()
+
+
+@pytest.mark.parametrize("width", ["nvfp4", "e4m3"])
+def test_the_cost_of_a_float_is_what_the_whole_model_under_that_recipe_shows(checkpoint, width):
+    model = load(checkpoint, dtype=torch.float32)
+    ids = token_windows(model, load_tokenizer(checkpoint), load_text(), 48, 144)
+    exact = model(ids).logits.flatten(0, 1)
+    sensitivity = Sensitivity(model, ids)
+    for unit in units_of(checkpoint, ("weights", "logits"))[::4]:
+        recipe = Recipe.from_dict({"overrides": {unit.name: str(unit.scheme(width))}})
+        changed = load(checkpoint, recipe, torch.float32)(ids).logits.flatten(0, 1)
+        expected = float(next_token_kl(exact, changed).double().mean())
+        assert sensitivity.cost_of(unit, width).kl == pytest.approx(expected, rel=1e-3, abs=1e-7)
+
+
+# Whether each map has its own keys, how many signal heads share a noise head, and what stays unless it is named.
+FAMILY = {
+    "diffllama": (True, 1, set()),
+    "unilm-v1": (True, 1, set()),
+    "unilm-v2": (False, 1, {"lambda_proj"}),
+    "motif": (True, 1, set()),
+    "motif-grouped": (True, 4, set()),
+    "gated": (False, 2, {"lambda_proj", "output_gate_proj"}),
+    "llama": (False, 0, set()),
+}
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_parts_are_the_rows_of_each_maps_heads_and_what_stays_at_16_bits(tmp_path, name):
+    own_keys, signals, kept = FAMILY[name]
+    source = open_source(write_checkpoint(tmp_path / "model", name))
+    parts = find_parts(source, "row")
+    maps = [projection for projection, is_one in (("q_proj", signals), ("k_proj", own_keys)) if is_one]
+    assert {part.kind for part in parts} == {
+        *(f"self_attn.{projection}, {of_map}" for projection in maps for of_map in ("signal", "noise")),
+        *(f"self_attn.{module}" for module in kept),
+    }
+    model, ids = load(source, dtype=torch.float32), random_ids()
+    layout, exact = source.spec.layout, projected(model, ids)
+    for part in [each for each in parts if each.layer == 0 and each.rows is not None]:
+        with unit_at_width(model, part, 2):
+            rounded = projected(model, ids)
+        projection = part.kind.split(".")[1].split(",")[0]
+        heads = (layout.queries if projection == "q_proj" else layout.keys)(rounded[projection] - exact[projection])
+        of_signal = layout.pairs if projection == "q_proj" else layout.kv_pairs
+        moved = heads.abs().amax((0, 2, 3)) > 0
+        assert moved[:of_signal].all() == part.kind.endswith("signal") == (not moved[of_signal:].any())
+        assert moved[of_signal:].all() == part.kind.endswith("noise")
+    for projection in maps:
+        of_maps = [part for part in parts if part.layer == 0 and projection in part.kind]
+        rows = torch.cat([part.rows for part in of_maps])
+        assert rows.sort().values.tolist() == list(range(layout.height(projection)))
+        if projection == "q_proj":
+            assert of_maps[0].elements == signals * of_maps[1].elements
+
+
+def projected(model, ids):
+    """What the first layer projects to queries and to keys."""
+    seen, attention = {}, model.model.layers[0].self_attn
+    hooks = [
+        getattr(attention, name).register_forward_hook(lambda _m, _x, y, name=name: seen.update({name: y}))
+        for name in ("q_proj", "k_proj")
+    ]
+    model(ids)
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+@pytest.mark.parametrize("name", ["motif-grouped", "gated"])
+def test_roles_tell_what_each_map_and_what_stays_pays_for_its_bits(tmp_path, name):
+    folder = write_checkpoint(tmp_path / "model", name, torch.bfloat16, vocab_size=tiny_lm.WORDS)
+    tiny_lm.tokenizer().save_pretrained(folder)
+    settings = {"windows": 1, "window": 32, "characters": 200, "granularity": "row", "bits": "8,6", "roles": True}
+    found = diffquant.search(folder, tmp_path / "out", 7.5, **settings)
+    assert read_searches(tmp_path / "out")[0] == found
+    plain = diffquant.search(folder, tmp_path / "plain", 7.5, **settings | {"roles": False})
+    # Parts cost time, and change no choice.
+    assert [unit.chosen for unit in plain.measurements] == [unit.chosen for unit in found.measurements]
+    assert (plain.parts, {part.chosen for part in found.parts}) == (None, {None})
+    kinds = {role.kind: role for role in roles(found)}
+    parts = {part.kind for part in found.parts}
+    assert {"self_attn.q_proj, signal", "self_attn.q_proj, noise"} < parts < kinds.keys()
+    assert kinds["self_attn.q_proj"].elements == sum(
+        kinds[f"self_attn.q_proj, {of_map}"].elements for of_map in ("signal", "noise")
+    )
+    assert "self_attn.q_proj, noise" in search_table(found)
+    assert "self_attn.q_proj, noise" not in search_table(plain)
 
 
 def test_layer_overrides_leave_weights_alone(checkpoint):

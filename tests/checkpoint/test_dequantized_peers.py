@@ -12,6 +12,7 @@ from diffquant.loading import load
 from diffquant.source.source import open_source
 from tests.support.checkpoints import edit_json, write_llama
 from tests.support.models import random_llama
+from tests.support.oracles import agrees
 
 UP = "model.layers.0.mlp.up_proj"
 
@@ -49,9 +50,9 @@ def test_gptq_as_auto_round_packs_and_multiplies_it(tmp_path, version, bits, ord
         tmp_path / "folder", tensors, quant_method="gptq", bits=bits, group_size=size, checkpoint_format=version
     )
     unit = torch.eye(inputs)
-    assert torch.equal(ours.half().float(), layer(unit).T)
+    agrees("AutoRound", f"{version}: weights read", ours.half().float(), layer(unit).T)
     layer.scales = layer.scales.float()
-    assert torch.equal(ours, layer(unit).T)
+    agrees("AutoRound", f"{version}: weights read", ours, layer(unit).T)
 
 
 def test_awq_as_auto_round_packs_and_unpacks_it(tmp_path):
@@ -66,8 +67,9 @@ def test_awq_as_auto_round_packs_and_unpacks_it(tmp_path):
     ours = packed_alone(tmp_path / "folder", tensors, quant_method="awq", bits=4, group_size=size, version="gemm")
     theirs = peer.dequantize_gemm(layer.qweight, layer.qzeros, layer.scales, 4, size)
     assert theirs.dtype == torch.float16
-    assert torch.equal(ours.half(), theirs.T)
-    assert torch.equal(ours, peer.dequantize_gemm(layer.qweight, layer.qzeros, layer.scales.float(), 4, size).T)
+    agrees("AutoRound", "awq: weights read", ours.half(), theirs.T)
+    theirs = peer.dequantize_gemm(layer.qweight, layer.qzeros, layer.scales.float(), 4, size)
+    agrees("AutoRound", "awq: weights read", ours, theirs.T)
 
 
 @pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16])
@@ -82,7 +84,7 @@ def test_four_bits_as_bitsandbytes_packs_and_unpacks_them(tmp_path, rows, width,
     ours = packed_alone(tmp_path / "folder", parts, quant_method="bitsandbytes", load_in_4bit=True)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         state.dtype = dtype
-        assert torch.equal(ours.to(dtype), peer.dequantize_4bit(codes, state))
+        agrees("bitsandbytes", f"{kind}: weights read", ours.to(dtype), peer.dequantize_4bit(codes, state))
 
 
 def test_int8_as_bitsandbytes_packs_and_unpacks_it(tmp_path):
@@ -91,7 +93,7 @@ def test_int8_as_bitsandbytes_packs_and_unpacks_it(tmp_path):
     codes, scales, _ = peer.int8_vectorwise_quant(weight)
     parts = {"weight": codes, "SCB": scales, "weight_format": torch.tensor(0, dtype=torch.uint8)}
     ours = packed_alone(tmp_path / "folder", parts, quant_method="bitsandbytes", load_in_8bit=True)
-    assert torch.equal(ours, peer.int8_vectorwise_dequant(codes, scales))
+    agrees("bitsandbytes", "int8: weights read", ours, peer.int8_vectorwise_dequant(codes, scales))
     assert (ours - weight).abs().max() < 0.02
 
 
@@ -134,7 +136,7 @@ def test_a_folder_that_modelopt_exports_is_read_as_modelopt_dequantizes_it(tmp_p
     assert len(packed) == (6 if "MLP" in config else 14)
     for name in packed:
         theirs = by_modelopt(kind, stored[name], stored[f"{name}_scale"], stored.get(f"{name}_scale_2"))
-        assert torch.equal(source.checkpoint.read(name), theirs)
+        agrees("ModelOpt", f"{kind}: weights read", source.checkpoint.read(name), theirs)
     assert source.checkpoint.rounded_as == f"ModelOpt {kind}"
     assert ("keys and values" in source.checkpoint.note) == ("KV" in config)
     assert torch.isfinite(load(tmp_path / "folder", dtype=torch.float32)(torch.arange(9)[None]).logits).all()

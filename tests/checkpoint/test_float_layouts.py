@@ -17,11 +17,13 @@ from diffquant.loading import load
 from diffquant.quantization.quantize import quantize
 from diffquant.quantization.roundings.gptq.compensation import Inputs, compensate, damped
 from diffquant.quantization.roundings.nearest import round_to_nearest
+from diffquant.quantization.roundings.tuned import descent
 from diffquant.recipe import Recipe
 from diffquant.scheme import Scheme
 from diffquant.source.source import open_source
 from tests.support import tiny_lm
 from tests.support.models import random_llama
+from tests.support.oracles import agrees
 
 # Scheme, layout, names of a module's tensors, and stored bits of a weight [64, 96].
 LAYOUTS = [
@@ -97,8 +99,9 @@ def test_stock_transformers_opens_it_and_gives_the_same_logits(llama, tmp_path, 
     for name, weight in ours.named_parameters():
         assert torch.equal(simulated.get_parameter(name), weight)
     # It decodes weights once it runs.
-    assert torch.equal(theirs(ids).logits, ours(ids).logits)
-    assert torch.equal(theirs.get_parameter(f"{MODULE}.weight"), ours.get_parameter(f"{MODULE}.weight"))
+    agrees("transformers", f"{layout}: logits", ours(ids).logits, theirs(ids).logits)
+    weights = (each.get_parameter(f"{MODULE}.weight") for each in (ours, theirs))
+    agrees("transformers", f"{layout}: weights", *weights)
     card = (tmp_path / "low" / "README.md").read_text()
     assert f"compressed-tensors' {layout}" in card
     assert "- compressed-tensors" in card
@@ -118,7 +121,7 @@ def test_compressed_tensors_decodes_a_module_to_what_float32_gives_once_rounded(
     theirs = BaseCompressor.get_value_from_registry(layout).decompress(state, group)["weight"]
     ours = load(tmp_path / "low", dtype=torch.float32).get_parameter(f"{MODULE}.weight")
     assert theirs.dtype == torch.bfloat16
-    assert torch.equal(ours.bfloat16(), theirs)
+    agrees("compressed-tensors", f"{layout}: written weights", ours.bfloat16(), theirs)
     # Products in float32 have more digits where two scales are multiplied.
     assert torch.equal(ours, theirs.float()) == (not scheme.startswith(("nvfp4", "e4m3")))
 
@@ -224,8 +227,13 @@ def test_a_format_with_blocks_of_its_own_takes_no_granularity(text):
 
 
 @pytest.mark.parametrize("scheme", ["nvfp4", "mxfp4", "e4m3:channel"])
-@pytest.mark.parametrize("rounding", ["mse", {"name": "gptq", "tokens": 256, "window": 64}], ids=["mse", "gptq"])
-def test_roundings_fit_scales_that_the_format_can_store(llama, tmp_path, scheme, rounding):
+@pytest.mark.parametrize(
+    "rounding",
+    ["mse", *({"name": name, "tokens": 256, "window": 64} for name in ("gptq", "tuned"))],
+    ids=["mse", "gptq", "tuned"],
+)
+def test_roundings_fit_scales_that_the_format_can_store(llama, tmp_path, scheme, rounding, monkeypatch):
+    monkeypatch.setattr(descent, "_STEPS", 20)
     near = quantize(llama, tmp_path / "near", scheme)
     recipe = Recipe.of(weights=scheme, rounding=rounding)
     fitted = quantize(llama, tmp_path / "fitted", recipe)

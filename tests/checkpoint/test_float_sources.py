@@ -27,6 +27,7 @@ from diffquant.source.source import open_source
 from diffquant.source.weight_source import open_weights
 from tests.support.checkpoints import MOTIF3, edit_json, write_checkpoint, write_random
 from tests.support.models import random_ids
+from tests.support.oracles import agrees
 from tests.support.packed_folders import edit_entry, edit_tensors
 
 UP = "model.layers.0.mlp.up_proj"
@@ -129,7 +130,7 @@ def test_a_weight_is_what_compressed_tensors_decompresses(tmp_path, kind):
     checkpoint = open_checkpoint(tmp_path / "packed")
     assert len(expected) == 14
     for name, values in expected.items():
-        assert torch.equal(checkpoint.read(name).to(values.dtype), values)
+        agrees("compressed-tensors", f"{kind}: weights read", checkpoint.read(name).to(values.dtype), values)
         assert checkpoint.written_dtype(name) == torch.float16
     assert checkpoint.rounded_as == f"compressed-tensors {FOLDERS[kind][3]}"
     assert ("also round inputs" in checkpoint.note) == bool(FOLDERS[kind][2])
@@ -223,7 +224,7 @@ def test_fp8_in_blocks_is_what_transformers_dequantizes(tmp_path):
     checkpoint = open_checkpoint(tmp_path / "packed")
     assert len(expected) == 14
     for name, values in expected.items():
-        assert torch.equal(checkpoint.read(name), values)
+        agrees("transformers", "fp8 of blocks: weights read", checkpoint.read(name), values)
     assert checkpoint.rounded_as == "FP8 in blocks of 32x16"
     assert torch.isfinite(load(tmp_path / "packed", dtype=torch.float32)(random_ids()).logits).all()
 

@@ -502,6 +502,7 @@ SOUND = {
     "V2, float16": ("unilm-v2-half", {"dtype": "float16"}),
     "V2, float16, 4 bits, cache 8, embedding 8": ("unilm-v2-half", LOW | {"dtype": "float16"}),
     "V2, 4-bit logits with a scale per tensor": ("unilm-v2", {"logits": "4:tensor", "weights": "8:g32"}),
+    "V2, 6-bit logits with a scale per tensor, 4 bits": ("unilm-v2-half", {"logits": "6:tensor", "weights": "4:g32"}),
     "V2, 4-bit logits per tensor, standard ops, no cache": (
         "unilm-v2-half",
         {"logits": "4:tensor", "pure": True, "cache": False},

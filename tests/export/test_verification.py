@@ -15,9 +15,10 @@ from diffquant.errors import CheckpointError, ToleranceError
 from diffquant.export import ExportOptions, export, verify
 from diffquant.export.files import MODEL_FILE, RANGES_FILE
 from diffquant.export.graph.external import load_graph
+from diffquant.export.native import kernel_calls
 from diffquant.export.runtime.interface import CacheShape
 from diffquant.export.runtime.session import OnnxModel
-from diffquant.export.verification import activations, long_context, passages
+from diffquant.export.verification import activations, comparison, long_context, passages
 from diffquant.export.verification.activations import keep, round_by_block, round_by_row, runtime_rounding
 from diffquant.export.verification.caches import GrowingCache, Past, StaticCache, cache_scales
 from diffquant.export.verification.errors import StageErrors, StageNoise, relative_rms, stage_errors
@@ -117,6 +118,29 @@ def test_an_error_of_a_stage_is_relative_to_what_the_stage_adds(tmp_path):
         np.testing.assert_allclose(errors, wanted[2:], rtol=1e-3)
 
 
+def test_the_same_disturbance_disturbs_alike(tmp_path):
+    source = open_source(write_checkpoint(tmp_path / "checkpoint", "llama"))
+    reference, ids = Reference(source, ExportOptions(), {}), random_ids(1, 9)
+    disturbed = []
+    for _ in range(2):
+        with reference.arithmetic(noise=2.0**-18):
+            disturbed.append(reference.stage(1, reference.stage(0, ids)))
+    assert torch.equal(*disturbed)
+    assert not torch.equal(disturbed[0], reference.stage(1, reference.stage(0, ids)))
+
+
+def test_far_angles_are_off_in_each_channel_by_itself(tmp_path):
+    reference = Reference(open_source(write_checkpoint(tmp_path / "checkpoint", "llama")), ExportOptions(), {})
+    one, at = torch.zeros(1, 1, 64), 90
+    _, sin = reference._rotary(one, at)
+    with reference.arithmetic(noise=0.0):
+        cos, turned = reference._rotary(one, at)
+    angle = at * reference.model.model.rotary_emb.inv_freq
+    # In the last digits of a frequency; the first channels' angles are large enough to show them.
+    shares = ((turned - sin)[0, 0] / cos[0, 0])[:3] / (angle[:3] * 2.0**-24)
+    assert shares.max() - shares.min() > 0.5
+
+
 def errors_of(*passages):
     """Errors of one stage at the positions of some passages."""
     return StageErrors(tuple((torch.tensor(values, dtype=torch.float64),) for values in passages))
@@ -174,7 +198,7 @@ def test_routes_count_positions_that_were_read_behind_a_cache_alone(tmp_path):
     found = {name: [(run.first, run.calls) for run in of_route] for name, of_route in runs.items()}
     assert found == {
         "prefill": [(0, (30,)), (0, (21,))],
-        "padded batch": [(0, (30,)), (0, (21,))],
+        "padded batch": [(0, (27,)), (0, (18,))],
         "chunked prefill": [(15, (15, 15)), (10, (10, 11))],
         "decode": [(25, (25, *[1] * 5))],
         "batch decode": [(27, (27, 1, 1, 1)), (18, (18, 1, 1, 1))],
@@ -216,9 +240,41 @@ def test_both_columns_of_logits_have_the_limit_that_rounding_gives(tmp_path):
     assert report.rotation.value < 1e-3
     assert report.reached == 96
     assert ("accuracy_level=1" in str(report)) == loses_tokens(report.tokens)
+    prefills = [route for route in report.routes if route.name == PREFILL]
+    # Prefill is itself what others are held to, and not what it is held to.
+    assert all(route.against_prefill.value == 0 < route.logits.value for route in prefills)
     tight = min(measure.limit for route in report.routes for measure in route.of_logits)
     given = verify(folder, checkpoint, tolerance=tight * 50, threads=1)
     assert {measure.limit for route in given.routes for measure in route.of_logits} == {tight * 50}
+
+
+def test_calls_whose_logits_have_scales_of_their_own_are_not_held_to_prefill(tmp_path):
+    checkpoint, folder = made(tmp_path, weights="4:g32", logits="6:tensor")
+    routes_of = [route for route in verify(folder, checkpoint, threads=1).routes if route.name != "long context"]
+    held = {route.name for route in routes_of if route.against_prefill is not None}
+    assert held == {"prefill", "padded batch"}
+    assert {route.name for route in routes_of} - held == {
+        "chunked prefill",
+        "decode",
+        "batch decode",
+        "decode in place",
+    }
+
+
+def test_the_session_of_the_body_runs_without_the_native_kernel(tmp_path, library, monkeypatch):
+    checkpoint, folder = made(tmp_path)
+    calls, original = [], comparison.prefill
+
+    def counted(*given):
+        before = kernel_calls()
+        runs = original(*given)
+        calls.append(kernel_calls() - before)
+        return runs
+
+    monkeypatch.setattr(comparison, "prefill", counted)
+    report = verify(folder, checkpoint, threads=1)
+    assert list(dict.fromkeys(route.session for route in report.routes)) == ["as exported", "function body"]
+    assert [count > 0 for count in calls] == [True, False]
 
 
 @pytest.mark.parametrize("context", [2, 96, 256, 257, 301, 302, 512, 2048, 3000, 131072])

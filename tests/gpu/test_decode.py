@@ -119,8 +119,9 @@ def test_equals_the_plain_form(generation, recipe, dtype, width):
         (4, 300, padding(300, starts=[0, 141], device=DEVICE)),
         (2, 300, padding(300, starts=[299, 300], device=DEVICE)),
         (9, 300, padding(300, starts=[7, 0], ends=[300, 295], device=DEVICE)),
+        (2, 300, Mask(window=70)),
     ],
-    ids=["one key", "chunk", "16", "more queries than keys", "left padding", "padded queries", "ragged"],
+    ids=["one key", "chunk", "16", "more queries than keys", "left padding", "padded queries", "ragged", "window"],
 )
 @pytest.mark.parametrize("generation", ["plain", "v1", "v2"])
 def test_what_a_query_sees(generation, queries, keys, mask):

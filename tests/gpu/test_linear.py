@@ -72,6 +72,16 @@ def test_codes_in_the_next_wider_container(bits):
         check(linear(x, packed, backend=backend(tokens)), x, exact, torch.float16)
 
 
+@pytest.mark.parametrize("tokens", [1, 16])
+@pytest.mark.parametrize("bits", [4, 6, 8])
+def test_a_layer_waits_for_the_one_whose_output_it_takes(bits, tokens):
+    """From Hopper on it begins while that one still runs."""
+    first, _ = random_case(96, 512, bits, 128, torch.float16, DEVICE)
+    second, exact = random_case(33, 96, bits, 32, torch.float16, DEVICE)
+    y = linear(random_activations(tokens, 512, device=DEVICE), first)
+    check(linear(y, second), y, exact, torch.float16)
+
+
 @pytest.mark.parametrize("tokens", [1, 8, 64, 1024, 4096])
 @pytest.mark.parametrize(("rows", "width"), [(8192, 3072), (3072, 8192)])
 @pytest.mark.parametrize("bits", [4, 6, 8])

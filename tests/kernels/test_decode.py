@@ -1,5 +1,6 @@
 """Decoding from a store, interpreted, against the plain form in float64 over what the store reads back."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -13,6 +14,7 @@ from diffquant.kernels.arguments import empty_output
 from diffquant.kernels.cache import decode as module
 from diffquant.kernels.cache.append import append
 from diffquant.kernels.cache.decode import decode, decode_refusal
+from diffquant.kernels.cache.decode_cut import TILES
 from diffquant.kernels.cache.kv_store import KVStore
 from diffquant.recipe import Recipe
 from tests.support.kernel_inputs import expected, padding, random_call, relative_error
@@ -73,8 +75,7 @@ def test_equals_the_plain_form(generation, recipe):
 
 @pytest.mark.parametrize("recipe", [Recipe.of(k="4:c16", v=4), Recipe.of(k="8:c16", v=8)], ids=["4 bits", "8 bits"])
 def test_key_scales_of_fewer_tokens_than_a_warp_takes_are_each_tokens_own(recipe):
-    tile = module.choose(module.TILES, f"decode/{module.device_class(torch.device('cpu'))}/64/{recipe.v.bits}")
-    assert tile.tokens > 16
+    assert TILES[f"decode/sm_80/64/{recipe.v.bits}"].tokens > 16
     q, k, v, lam = random_call("v2", 1, 129)
     # Blocks of 16 tokens differ by a factor of 4, and so do their scales.
     sizes = 4.0 ** (torch.arange(129) // 16 % 2 * 2 - 1)
@@ -92,6 +93,10 @@ def test_key_scales_of_fewer_tokens_than_a_warp_takes_are_each_tokens_own(recipe
         (64, 5, padding(64, starts=[60, 62])),
         (17, 1, padding(17, starts=[17, 3])),
         (40, 6, padding(40, starts=[3, 0], ends=[40, 37])),
+        (300, 2, Mask(window=70)),
+        (100, 1, Mask(window=1)),
+        (20, 3, Mask(window=50)),
+        (200, 3, replace(padding(200, starts=[0, 150], ends=[199, 200]), window=33)),
     ],
     ids=[
         "chunk",
@@ -101,6 +106,10 @@ def test_key_scales_of_fewer_tokens_than_a_warp_takes_are_each_tokens_own(recipe
         "padded queries",
         "nothing to see",
         "ragged",
+        "window",
+        "window of its own key",
+        "window beyond the first key",
+        "ragged window",
     ],
 )
 def test_what_a_query_sees(keys, queries, mask):
@@ -115,9 +124,10 @@ def test_wide_heads_many_rows_and_mixed_bits(dtype):
 
 
 @pytest.mark.parametrize("queries", sampled([1, 3], 2))
-def test_pairs_that_share_a_noise_head_read_it_once(queries):
-    q, k, v, lam = random_call("v1", queries, 70, pairs=8, kv_pairs=2)
-    check(K4V4, ([q[0], q[1][:, ::4]], k, v, lam))
+@pytest.mark.parametrize(("pairs", "noises", "kv_pairs"), [(8, 2, 2), (36, 12, 4)], ids=["4 to 1", "36 to 12"])
+def test_pairs_that_share_a_noise_head_read_it_once(pairs, noises, kv_pairs, queries):
+    q, k, v, lam = random_call("v1", queries, 70, pairs=pairs, kv_pairs=kv_pairs)
+    check(K4V4, ([q[0], q[1][:, :: pairs // noises]], k, v, lam))
 
 
 def test_noise_heads_that_no_value_head_has_whole_are_refused():
@@ -188,5 +198,5 @@ def test_the_operator_has_a_fake():
     q, k, v, lam = random_call("v2", 1, 20)
     store = stored(Recipe.of(kv=4, residual=1), k, v)
     sides = store.keys.tensors, store.values.tensors
-    arguments = (q, *sides, store.progress, lam, None, None, None, 4, 1, 4, 1, True, 0.125, False, 0.0, 1.0)
+    arguments = (q, *sides, store.progress, lam, None, None, None, 4, 1, 4, 1, True, None, 0.125, False, 0.0, 1.0)
     opcheck(module._op, arguments)

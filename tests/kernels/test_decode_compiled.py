@@ -5,11 +5,16 @@ from functools import partial
 import torch
 
 from diffquant.kernels.cache.append import append
-from diffquant.kernels.cache.decode import TILES, decode
+from diffquant.kernels.cache.decode import decode
+from diffquant.kernels.cache.decode_cut import TILES
 from diffquant.kernels.cache.kv_store import KVStore
+from diffquant.kernels.cache.packed_pages import PagedStore, decode_packed_pages
+from diffquant.kernels.cache.paged import TILES as PAGED_TILES
+from diffquant.kernels.cache.paged import decode_paged
 from diffquant.recipe import Recipe
 from tests.support.kernel_inputs import random_call
 from tests.support.offline import SHARED_LIMIT, compiled
+from tests.support.paged_inputs import paged
 from tests.support.thorough import thorough
 
 # Generation, width, recipe, capability, and how many instructions a thread may spend on an element of K
@@ -24,6 +29,14 @@ CASES = {
     "v2-d128-int6-sm_80": ("v2", 128, Recipe.of(kv=6), 80, 4.1),
     "v1-d128-16-sm_90": ("v1", 128, Recipe.of(), 90, 1.1),
 }
+# From pages it takes one more for two elements of V, whose tokens have to become neighbours, and those of addresses.
+PAGED = {
+    "paged-v1-d128-sm_90": ("v1", 128, 90, 1.8),
+    "paged-v2-d64-sm_90": ("v2", 64, 90, 3.2),
+    "paged-v1-d64-sm_80": ("v1", 64, 80, 2.5),
+}
+# Codes in pages, by bits.
+PACKED_PAGES = {"pages-v1-d128-int4-sm_90": ("v1", 128, 4, 90, 2.2), "pages-v2-d64-int8-sm_80": ("v2", 64, 8, 80, 4.0)}
 APPENDED = ("v1-d64-int4-sm_90", "v2-d128-int6-sm_80")
 REGISTERS = 65_536
 # Of barriers, and of loads and stores that do not go to global memory.
@@ -41,6 +54,36 @@ def launches():
         yield name, capability, partial(decode, q, store, lam, scale=0.125)
         if name in APPENDED:
             yield f"append-{name}", capability, partial(append, store, both(generation, k), v)
+    for name, (generation, width, bits, capability, _) in PACKED_PAGES.items():
+        q, k, v, lam = random_call(generation, 1, 1, width=width, dtype=torch.bfloat16, pairs=8, kv_pairs=2)
+        store = PagedStore(Recipe.of(kv=bits), both(generation, k), v, 1)
+        sequences = torch.zeros(1, 256, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+        yield name, capability, partial(decode_packed_pages, q, store, *sequences, lam, scale=0.125)
+        yield f"append-{name}", capability, partial(store.append, both(generation, k), v, *sequences)
+    for name, (generation, width, capability, _) in PAGED.items():
+        q, k, v, lam = random_call(generation, 1, 1, width=width, dtype=torch.bfloat16, pairs=8, kv_pairs=2)
+        pages = paged(k, v, [1])
+        table = torch.zeros(1, 256, dtype=torch.int32)
+        yield name, capability, partial(decode_paged, q, pages.k, pages.v, table, pages.lengths, lam, scale=0.125)
+
+
+def values_of(generation, width):
+    return 2 * width if generation == "v1" else width
+
+
+def assert_cheap(launched, name, kernel, generation, width, tile, most):
+    """A loop of products without barriers or shared memory, of at most so many instructions an element of K or V."""
+    share, combine = launched
+    assert (share.kernel, combine.kernel) == (kernel, "decode_combine"), name
+    assert share.stack == combine.stack == 0, name
+    assert not share.overwritten, name
+    assert REGISTERS // (-(-share.registers // 8) * 8 * 32 * tile.warps) >= tile.blocks, name
+    assert share.shared * tile.blocks <= SHARED_LIMIT[80], name
+    loop = share.main_loops[0]
+    assert loop["HMMA"], name
+    assert not [each for each in NOT_IN_THE_LOOP if loop.get(each)], name
+    elements = tile.tokens * (values_of(generation, width) + (2 * width if generation == "v1" else width)) / 32
+    assert sum(loop.values()) / elements <= most, (name, sum(loop.values()) / elements)
 
 
 # One test, so that workers side by side do not each compile all of it.
@@ -48,20 +91,15 @@ def launches():
 def test_shipped_configurations_unpack_cheaply_and_without_barriers():
     binaries = compiled(__file__)
     for name, (generation, width, recipe, capability, most) in CASES.items():
-        share, combine = binaries[name]
-        assert (share.kernel, combine.kernel) == ("decode_share", "decode_combine"), name
-        assert share.stack == combine.stack == 0, name
-        assert not share.overwritten, name
-        values = 2 * width if generation == "v1" else width
-        tile = TILES[f"decode/sm_{capability}/{values}/{recipe.k.bits}"]
-        assert REGISTERS // (-(-share.registers // 8) * 8 * 32 * tile.warps) >= tile.blocks, name
-        assert share.shared * tile.blocks <= SHARED_LIMIT[80], name
-        packed = share.main_loops[0]
-        assert packed["HMMA"], name
-        assert not [each for each in NOT_IN_THE_LOOP if packed.get(each)], name
-        elements = tile.tokens * (values + (2 * width if generation == "v1" else width)) / 32
-        assert sum(packed.values()) / elements <= most, (name, sum(packed.values()) / elements)
-    for name in APPENDED:
+        tile = TILES[f"decode/sm_{capability}/{values_of(generation, width)}/{recipe.k.bits}"]
+        assert_cheap(binaries[name], name, "decode_share", generation, width, tile, most)
+    for name, (generation, width, capability, most) in PAGED.items():
+        tile = PAGED_TILES[f"paged/sm_{capability}/{values_of(generation, width)}"]
+        assert_cheap(binaries[name], name, "paged_share", generation, width, tile, most)
+    for name, (generation, width, bits, capability, most) in PACKED_PAGES.items():
+        tile = TILES[f"decode/sm_{capability}/{values_of(generation, width)}/{bits}"]
+        assert_cheap(binaries[name], name, "packed_pages_share", generation, width, tile, most)
+    for name in (*APPENDED, *PACKED_PAGES):
         (kernel,) = binaries[f"append-{name}"]
         assert kernel.stack == 0, name
         assert kernel.shared <= SHARED_LIMIT[kernel.capability], name

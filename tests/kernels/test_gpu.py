@@ -1,6 +1,7 @@
 """Which devices and which Triton the kernels take, and what they say where they do not."""
 
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from diffquant.errors import UsageError
 from diffquant.kernels import gpu
-from diffquant.kernels.cache.decode import count_shares
+from diffquant.kernels.cache.decode_cut import TILES, Cut, count_shares
 from diffquant.kernels.gpu import device_refusal, fp8_refusal, triton_version, unpacked_product_refusal
 from diffquant.kernels.linear import gemm
 from diffquant.kernels.linear import linear as module
@@ -17,6 +18,7 @@ from diffquant.kernels.survey import survey
 from tests.support.packed_weights import random_activations, random_case, relative_error
 
 CUDA = torch.device("cuda", 0)
+HALF = replace(gpu.H100, processors=66)
 KIB_99 = 101_376
 
 
@@ -92,18 +94,50 @@ def test_where_it_does_not_more_than_16_tokens_take_an_expanded_weight(old_trito
     assert expanded == [packed]
 
 
+@pytest.mark.parametrize("start", [0.1, 0.5, 2])
 @pytest.mark.parametrize(("others", "steps", "room"), [(96, 128, 264), (32, 128, 264), (7, 512, 216)])
-def test_shares_of_a_long_context_fill_their_waves(others, steps, room):
-    shares = count_shares(others, steps, room)
+def test_shares_of_a_long_context_fill_their_waves(others, steps, room, start):
+    shares = count_shares(others, steps, room, start)
     waves = -(-others * shares // room)
     # Of all that the device has room for while they run, the share that works.
     assert others * steps / (waves * room * -(-steps // shares)) >= 0.85
 
 
 def test_keys_are_split_while_there_is_room_and_no_further():
-    assert count_shares(1, 1, 264) == 1
-    assert count_shares(1, 128, 264) == 128
-    assert count_shares(264, 128, 264) == 1
+    assert count_shares(1, 1, 264, 2) == 1
+    assert count_shares(1, 128, 264, 2) == 128
+    assert count_shares(264, 128, 264, 2) == 1
+
+
+def test_a_start_that_costs_more_leads_to_fewer_waves():
+    # 100 programs a share on 264 places: the cheaper a start, the more waves may fill them.
+    waves = [-(-100 * count_shares(100, 128, 264, start) // 264) for start in (0.01, 1, 30)]
+    assert waves == sorted(waves, reverse=True)
+    assert waves[0] > waves[-1] == 1
+
+
+def test_shares_are_those_of_a_devices_own_bandwidth_and_multiprocessors():
+    q = [torch.zeros(8, 12, 1, 128, dtype=torch.float16)]
+    shares = {}
+    for name, card in {"H100": gpu.H100, "slow": replace(gpu.H100, bytes_a_second=1e11), "half": HALF}.items():
+        with gpu.assuming(card):
+            shares[name] = Cut.of(TILES["decode/sm_90/256/4"], q, 12, 2048, 16384, None).shares
+    # 96 programs a share, and places for two blocks on each of 132 or 66 multiprocessors.
+    assert shares["slow"] >= shares["H100"] > 1
+    assert shares["half"] != shares["H100"]
+
+
+def test_a_devices_bandwidth_is_its_memorys_clock_times_its_width(machine, monkeypatch):
+    machine((9, 0))
+    # An H100 (SXM), as its driver says: 2,619 MHz and 5,120 bits.
+    told = SimpleNamespace(memory_clock_rate=2_619_000, memory_bus_width=5120, multi_processor_count=132)
+    for properties, wanted in ((told, 3.35e12), (SimpleNamespace(multi_processor_count=66), 3.35e12 / 2)):
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, properties=properties: properties)
+        for cached in (gpu._bandwidth_of, gpu._processors_of):
+            cached.cache_clear()
+        assert gpu.bandwidth(CUDA) == pytest.approx(wanted * gpu.COPY_REACHES, rel=0.01)
+    gpu._processors_of.cache_clear()
+    gpu._bandwidth_of.cache_clear()
 
 
 def test_the_survey_says_what_runs_and_why_the_rest_does_not(machine, monkeypatch):

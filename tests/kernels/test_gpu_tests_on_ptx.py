@@ -5,38 +5,26 @@ of two cards, another each day; DIFFQUANT_PTX_WHOLE, a number from 0 to 3, says 
 """
 
 import os
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
-from tests.support.gpu_on_ptx import CAPABILITY
+from tests.kernels.ptx_runs import COMBINATIONS, named, run
 
-ROOT = Path(__file__).parents[2]
 WHOLE = "DIFFQUANT_PTX_WHOLE"
-OTHER_TRITON = ROOT / "build/triton-3.6.0"
-# Triton, the installed one or the other, and capability.
-COMBINATIONS = [(None, 90), (OTHER_TRITON, 90), (None, 80), (OTHER_TRITON, 80)]
-# Each kind of kernel that is quick to run: warp-specialized, with rows that see no key; decode and append; GEMV.
+# Each kind of kernel that is quick to run: warp-specialized, with rows that see no key; decode and append; decode from
+# pages; GEMV.
 SAMPLE = [
     "test_specialized.py::test_close_to_the_plain_form[v1-16-bit-64-torch.bfloat16-ragged, one empty]",
     "test_decode.py::test_what_a_query_sees[v1-one key]",
+    "test_paged.py::test_chunks_see_a_window_and_both_maps_keys_in_one_head[70]",
     "test_linear.py::test_kernels_equal_float64[torch.float16-4-33-576-32-16]",
 ]
 
 
 def ran(capability, triton, tests):
-    """What pytest says of tests on the machine, in a process where kernels are not interpreted."""
-    paths = [str(ROOT)] if triton is None else [str(triton), str(ROOT)]
-    # Machine code is missing from what is compiled for the machine: it is kept apart.
-    cache = ROOT / "build" / ("ptx-cache" if triton is None else f"ptx-cache-{triton.name}")
-    environment = os.environ | {CAPABILITY: str(capability), "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
-    environment |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "--noconftest", "-p", "no:cacheprovider", "--tb=short"]
-    command += ["-p", "tests.support.gpu_on_ptx", *(f"tests/gpu/{test}" for test in tests)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    """What pytest says of tests on the machine."""
+    done = run(capability, triton, tests)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     return done.stdout
 
@@ -54,9 +42,10 @@ def test_every_kernel_passes_its_tests_as_it_is_compiled():
     chosen = os.environ[WHOLE]
     number = int(time.time() // 86400) % len(COMBINATIONS) if chosen == "today" else int(chosen)
     triton, capability = COMBINATIONS[number]
-    print(f"{WHOLE}={number}: {triton.name if triton else 'installed Triton'}, sm_{capability}")
+    print(f"{WHOLE}={number}: {named(triton, capability)}")
     said = ran(capability, triton, [""])
     print(said)
     kernels = ["prefill_v1", "prefill_v2", "attend_int8", "attend_rounded", "decode_share", "append_tokens", "_gemv"]
+    kernels += ["paged_share", "packed_pages_share", "append_pages"]
     kernels += ["attend_specialized", "attend_fp8_specialized"] if capability == 90 else []
     assert [kernel for kernel in kernels if f"\n{kernel}: " not in said] == []

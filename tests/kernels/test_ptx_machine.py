@@ -26,11 +26,11 @@ def program(body, pointers=1, threads=64):
     )
 
 
-def ran(body, *tensors, threads=64, grid=(1,), shared=32768):
+def ran(body, *tensors, threads=64, grid=(1,), shared=32768, before=None):
     arguments = Arguments()
     for tensor in tensors:
         arguments.add_tensor(tensor)
-    return run(program(body, len(tensors), threads), grid, threads, shared, arguments)
+    return run(program(body, len(tensors), threads), grid, threads, shared, arguments, before)
 
 
 def numbers(count):
@@ -251,6 +251,34 @@ def test_blocks_that_reach_the_same_place_need_an_atomic_between_them():
         ran(body.format(arrive="atom.global.gpu.relaxed.add.u32 %before, [%g1], 1;"), slots, counted, grid=(4,))
 
 
+COPY = "add.u64 %from, %g0, %at; ld.global.b32 %x, [%from]; add.u64 %to, %g1, %at; {early} st.global.b32 [%to], %x;"
+WAIT_FOR_LAUNCH = "griddepcontrol.wait;"
+
+
+def test_a_dependent_launch_waits_before_it_reaches_what_the_one_before_does():
+    a, b, c, d = (numbers(64) + i for i in range(4))
+    first = ran(COPY.format(early=""), a, b)
+    ran(WAIT_FOR_LAUNCH + COPY.format(early=""), b, c, before=[first])
+    assert torch.equal(c, numbers(64))
+    for source, target in ((b, c), (c, a), (c, b)):
+        with pytest.raises(Race, match="without griddepcontrol"):
+            ran(COPY.format(early=""), source, target, before=[first])
+    # What the launch before only reads may be read; and a launch may store once it has waited.
+    second = ran(COPY.format(early=WAIT_FOR_LAUNCH), a, d, before=[first])
+    # The second may not have waited yet when the third begins.
+    with pytest.raises(Race, match="without griddepcontrol"):
+        ran(COPY.format(early=WAIT_FOR_LAUNCH), b, c, before=[first, second])
+    # One that is not dependent begins when all are done.
+    ran(COPY.format(early=""), b, c)
+
+
+def test_each_warp_waits_for_itself():
+    half = "setp.eq.u32 %p1, %w, 0; @%p1 griddepcontrol.wait;"
+    first = ran(COPY.format(early=""), a := numbers(64), b := numbers(64))
+    with pytest.raises(Race, match="without griddepcontrol"):
+        ran(half + COPY.format(early=""), b, a, before=[first])
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -282,6 +310,33 @@ def test_threads_that_part_meet_again():
     ran(body, given)
     wanted = [10 * (t - 1) if t % 2 else 1001 + t for t in range(64)]
     assert given.tolist() == wanted
+
+
+def test_sums_of_codes_stop_at_the_ends_of_their_type():
+    body = """
+        mov.u32 %a, 0x7f7f7f7f;
+        mma.sync.aligned.m16n8k32.row.col.satfinite.s32.s8.s8.s32
+            {%d0, %d1, %d2, %d3}, {%a, %a, %a, %a}, {%a, %a}, {2147000000, 0, 0, -2147483648};
+        mul.wide.u32 %to, %t, 16;  add.u64 %to, %g0, %to;  st.global.v4.b32 [%to], {%d0, %d1, %d2, %d3};
+    """
+    given = torch.zeros(32, 4, dtype=torch.int32)
+    ran(body, given, threads=32)
+    product = 32 * 127 * 127
+    assert given.unique(dim=0).tolist() == [[2**31 - 1, product, product, product - 2**31]]
+
+
+def test_threads_may_load_different_parameters_by_their_addresses():
+    body = """
+        mov.b32 %first, p0;  mov.b32 %second, p1;  and.b32 %odd, %t, 1;  setp.eq.u32 %p1, %odd, 1;
+        selp.b32 %which, %second, %first, %p1;  ld.param.b64 %from, [%which];
+        ld.global.b32 %x, [%from];
+        add.u64 %to, %g2, %at;  st.global.b32 [%to], %x;
+    """
+    given = torch.zeros(64, dtype=torch.int32)
+    ran(body, torch.tensor([7], dtype=torch.int32), torch.tensor([9], dtype=torch.int32), given)
+    assert given.tolist() == [7, 9] * 32
+    with pytest.raises(Fault, match="no parameter begins at"):
+        ran(body.replace("[%which]", "[%which+8]"), *(numbers(64) for _ in range(3)))
 
 
 def test_indexed_branches_and_labels_of_inner_scopes_lead_where_they_say():

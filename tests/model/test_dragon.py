@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import diffquant
 from diffquant.errors import UnknownModelTypeError, UsageError
 from diffquant.family.mask import Mask
 from diffquant.family.spec import DiffSpec
@@ -18,6 +19,7 @@ from diffquant.model.dragon.blocks import TensorProductBlock
 from diffquant.model.dragon.cache import MixedLayer
 from diffquant.numbers.rotation import rotation
 from diffquant.recipe import Recipe
+from tests.support.checkpoints import edit_json, write_checkpoint
 
 HIDDEN, GROUPS, SIGNALS, WIDTH, RANK, REACH, CAP = 12, 2, 3, 6, 2, 3, 5.0
 SPEC = DiffSpec(
@@ -243,3 +245,24 @@ def test_float16_and_masks_of_each_query_are_refused(attention):
 def test_the_rest_of_the_model_is_refused_by_name(model_type):
     with pytest.raises(UnknownModelTypeError, match=rf"'{model_type}' is not read.*not Mamba-3.*weights_only=True"):
         adapter_for({"model_type": model_type})
+
+
+@pytest.mark.parametrize("model_type", ["dragon", "olala"])
+@pytest.mark.parametrize(
+    ("verb", "given"),
+    [
+        (diffquant.export, ["out"]),
+        (diffquant.search, ["out", 5]),
+        (diffquant.calibrate, ["out"]),
+        (diffquant.load, []),
+        (diffquant.generate, ["the cat"]),
+    ],
+    ids=lambda each: getattr(each, "__name__", ""),
+)
+def test_verbs_refuse_a_folder_of_it_by_name_before_they_write(tmp_path, model_type, verb, given):
+    write_checkpoint(tmp_path / "model", "llama")
+    edit_json(tmp_path / "model" / "config.json", model_type=model_type)
+    out = [tmp_path / "out" if each == "out" else each for each in given]
+    with pytest.raises(UnknownModelTypeError, match=rf"'{model_type}' is not read.*not Mamba-3"):
+        verb(tmp_path / "model", *out)
+    assert not (tmp_path / "out").exists()

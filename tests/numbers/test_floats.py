@@ -10,6 +10,7 @@ from compressed_tensors.quantization.lifecycle.forward import dequantize, quanti
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
 from diffquant.numbers.formats import NumberFormat, format_named
+from tests.support.oracles import agrees
 
 # Elements by the format that has them: ml_dtypes' cast, and torch's where there is one.
 ELEMENTS = {
@@ -53,10 +54,11 @@ def test_every_16_bit_number_is_cast_as_ml_dtypes_and_torch_cast_it(name):
     oracle = torch.from_numpy(within.numpy().astype(theirs).astype("float32"))
     one = torch.ones(())
     for values in (x, x.double()):
-        assert torch.equal(number_format.values(number_format.codes(values, one), torch.float32), oracle)
+        read = number_format.values(number_format.codes(values, one), torch.float32)
+        agrees("ml_dtypes", f"{name}: casts of 16-bit numbers", read, oracle)
     assert torch.equal(number_format.rounded_(x.clone()), oracle)
     if torchs is not None:
-        assert torch.equal(within.to(torchs).float(), oracle)
+        agrees("torch", f"{name}: casts of 16-bit numbers", read, within.to(torchs).float())
 
 
 @pytest.mark.parametrize("name", ELEMENTS)
@@ -85,7 +87,8 @@ def test_bytes_are_the_bits_of_ml_dtypes_numbers(name):
     bits[levels == 0] = 0
     width = number_format.width
     dense = sum(int(b) << (i * width) for i, b in enumerate(bits))
-    assert packed.numpy().tobytes() == dense.to_bytes(len(codes) * width // 8, "little")
+    oracle = torch.frombuffer(bytearray(dense.to_bytes(len(codes) * width // 8, "little")), dtype=torch.uint8)
+    agrees("ml_dtypes", f"{name}: bytes", packed, oracle)
 
 
 def test_four_bits_are_packed_as_compressed_tensors_packs_them():
@@ -99,14 +102,14 @@ def test_four_bits_are_packed_as_compressed_tensors_packs_them():
     assert number_format.pack(codes).tolist() == [[16, 50, 84, 118, 249, 160, 17, 64]]
     every = torch.arange(256, dtype=torch.uint8)[None]
     read = number_format.values(number_format.unpack(every, 512), torch.float32)
-    assert torch.equal(read, unpack_fp4_from_uint8(every, 1, 512).float())
+    agrees("compressed-tensors", "nvfp4: bytes", read, unpack_fp4_from_uint8(every, 1, 512).float())
 
 
 def test_six_bits_are_packed_as_compressed_tensors_packs_them():
     number_format = format_named("mxfp6")
     codes = number_format.codes(torch.randn(7, 96, generator=torch.Generator().manual_seed(0)) * 3, torch.ones(()))
     values = number_format.values(codes, torch.float32)
-    assert torch.equal(number_format.pack(codes), pack_fp6_to_uint8(values))
+    agrees("compressed-tensors", "mxfp6: bytes", number_format.pack(codes), pack_fp6_to_uint8(values))
 
 
 @pytest.mark.parametrize(("name", "bits"), MICROSCALED.items())
@@ -119,11 +122,12 @@ def test_microscaled_floats_agree_with_compressed_tensors(name, bits):
     x = largest[:, None] * torch.linspace(-1, 1, 32)
     scale, _ = calculate_qparams(x.amin(-1, keepdim=True), x.amax(-1, keepdim=True), args)
     ours = number_format.scale(x, -1)
-    assert torch.equal(ours, scale)
+    agrees("compressed-tensors", f"{name}: scales", ours, scale)
     assert torch.equal(number_format.unpack_scale(number_format.pack_scale(ours)), ours)
     quantized = quantize(x, scale, None, args)
     theirs = dequantize(quantized, scale, None, args, dtype=torch.float32)
-    assert torch.equal(number_format.decode(number_format.codes(x, ours), ours), theirs)
+    read = number_format.decode(number_format.codes(x, ours), ours)
+    agrees("compressed-tensors", f"{name}: values", read, theirs)
 
 
 def test_the_shared_exponent_is_the_floor_of_ocp_unless_the_name_says_up():
@@ -148,7 +152,7 @@ def test_scales_of_microscaled_floats_are_ml_dtypes_e8m0_in_every_byte():
     every = torch.arange(255, dtype=torch.uint8)
     scale = number_format.unpack_scale(every)
     oracle = every.numpy().view(ml_dtypes.float8_e8m0fnu).astype("float32")
-    assert torch.equal(scale, torch.from_numpy(oracle))
+    agrees("ml_dtypes", "e8m0: scales", scale, torch.from_numpy(oracle))
     assert torch.equal(number_format.pack_scale(scale), every)
     assert number_format.unpack_scale(torch.tensor([255], dtype=torch.uint8)).isnan().all()
 
@@ -163,13 +167,15 @@ def test_nvfp4_agrees_with_compressed_tensors_with_and_without_a_tensors_scale(s
         theirs = None
         if number_format.tensor_scale is not None:
             theirs = generate_gparam(x.amin(), x.amax())
-            assert torch.equal(number_format.tensor_scale, theirs)
+            agrees("compressed-tensors", "nvfp4: scales", number_format.tensor_scale, theirs)
         scale, _ = calculate_qparams(x.amin(-1, keepdim=True), x.amax(-1, keepdim=True), args, theirs)
         values, codes, ours = decoded(number_format, x)
-        assert torch.equal(number_format.pack_scale(ours).view(torch.float8_e4m3fn).float(), scale)
+        stored = number_format.pack_scale(ours).view(torch.float8_e4m3fn).float()
+        agrees("compressed-tensors", "nvfp4: scales", stored, scale)
         quantized = quantize(x, scale, None, args, global_scale=theirs)
-        assert torch.equal(number_format.values(codes, torch.float32), quantized)
-        assert torch.equal(values, dequantize(quantized, scale, None, args, global_scale=theirs))
+        agrees("compressed-tensors", "nvfp4: levels", number_format.values(codes, torch.float32), quantized)
+        read = dequantize(quantized, scale, None, args, global_scale=theirs)
+        agrees("compressed-tensors", "nvfp4: values", values, read)
         stored = number_format.pack_scale(ours)
         assert torch.equal(number_format.unpack_scale(stored, number_format.tensor_scale), ours)
     assert format_named("nvfp4").bound_to(torch.tensor([3.0])).tensor_scale.tolist() == [896]
@@ -218,9 +224,10 @@ def test_microscaled_floats_agree_with_torchao_under_the_floor(name):
     scale, data = mx.to_mx(x, elements[name], 32, scaling_mode=mx.ScaleCalculationMode.FLOOR)
     number_format = format_named(name)
     values, codes, ours = decoded(number_format, x)
-    assert torch.equal(scale.view(torch.uint8), number_format.pack_scale(ours).reshape(scale.shape))
+    packed = number_format.pack_scale(ours).reshape(scale.shape)
+    agrees("torchao", f"{name}: scales", packed, scale.view(torch.uint8))
     theirs = mx.to_dtype(data, scale, elements[name], 32, torch.float32)
-    assert torch.equal(values, theirs)
+    agrees("torchao", f"{name}: values", values, theirs)
     assert torch.equal(codes, number_format.codes(x, ours))
 
 
@@ -236,7 +243,7 @@ def test_nvfp4_agrees_with_torchao():
     theirs = scale.view(torch.float8_e4m3fn).float().reshape(-1)
     normal = theirs > 2.0**-6
     assert normal.double().mean() > 0.4
-    assert torch.equal(scale.view(torch.uint8).reshape(-1)[normal], stored[normal])
+    agrees("torchao", "nvfp4: scales", stored[normal], scale.view(torch.uint8).reshape(-1)[normal])
     packed = number_format.pack(codes.reshape(x.shape)).reshape(-1, 8)
     theirs = data.view(torch.uint8).reshape(-1, 8)
     same = number_format.unpack(theirs, 16) == number_format.unpack(packed, 16)

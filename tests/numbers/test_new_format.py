@@ -21,6 +21,7 @@ from diffquant.numbers.formats import FORMATS, NumberFormat, format_named, regis
 from diffquant.numbers.logit_scales import logit_scale
 from diffquant.quantization.plan import plan_quantization
 from diffquant.quantization.quantize import quantize
+from diffquant.quantization.roundings.tuned import descent
 from diffquant.recipe import Recipe
 from diffquant.scheme import Scheme
 from diffquant.source.source import open_source
@@ -162,19 +163,21 @@ def test_a_group_of_the_toys_layout_with_other_codes_is_refused_by_name(ternary)
         read_schemes({"quantization_config": config}, ["model.layers.0.mlp.up_proj"])
 
 
-@pytest.mark.parametrize("rounding", ["mse", {"name": "gptq", "tokens": 256, "window": 64}], ids=["mse", "gptq"])
+@pytest.mark.parametrize(
+    "rounding",
+    ["mse", *({"name": name, "tokens": 256, "window": 64} for name in ("gptq", "tuned"))],
+    ids=["mse", "gptq", "tuned"],
+)
 @pytest.mark.parametrize("name", ["ternary", "e2m1"])
-def test_levels_even_or_not_take_a_rounding_and_lose_less_by_it(ternary, e2m1, checkpoint, tmp_path, name, rounding):
+def test_levels_even_or_not_take_a_rounding_and_lose_less_by_it(
+    ternary, e2m1, checkpoint, tmp_path, name, rounding, monkeypatch
+):
+    monkeypatch.setattr(descent, "_STEPS", 20)
     near = quantize(checkpoint, tmp_path / "near", f"{name}:g16")
     fitted = quantize(checkpoint, tmp_path / "fitted", Recipe.of(weights=f"{name}:g16", rounding=rounding))
     assert load(tmp_path / "fitted").get_parameter(NAME).isfinite().all()
     if rounding == "mse":
         assert sum(e.error for e in fitted.errors) < 0.95 * sum(e.error for e in near.errors)
-
-
-def test_uneven_levels_are_refused_by_a_rounding_that_computes_with_codes(e2m1, checkpoint, tmp_path):
-    with pytest.raises(UsageError, match="'tuned' computes with codes, and the levels of e2m1 are unevenly"):
-        quantize(checkpoint, tmp_path / "low", Recipe.of(weights="e2m1:g16", rounding="tuned"))
 
 
 def test_uneven_levels_cannot_be_counted_from_a_rows_maximum(e2m1, ternary):

@@ -10,6 +10,7 @@ from diffquant import Recipe, load, quantize
 from diffquant.data import books_text, pocket_models
 from diffquant.errors import DiffQuantError
 from diffquant.quantization.roundings.gptq import sequence
+from diffquant.quantization.roundings.nearest import round_to_nearest
 from diffquant.quantization.roundings.tuned import descent
 from diffquant.scheme import Scheme
 from diffquant.source.source import open_source
@@ -58,6 +59,16 @@ def test_the_text_that_is_read_loses_less_than_by_gptq(checkpoint):
     tokenizer = open_source(checkpoint).tokenizer
     ids = token_windows(load(checkpoint), tokenizer, books_text(), READ["window"], READ["tokens"])
     by_gptq, by_tuned = (lost(low_bit(checkpoint, name), checkpoint, ids) for name in ("gptq", "tuned"))
+    assert by_tuned < 0.9 * by_gptq
+
+
+@pytest.mark.usefixtures("fewer_steps")
+@pytest.mark.parametrize("checkpoint", ["unilm-v2"], indirect=True)
+@pytest.mark.parametrize("scheme", ["nvfp4", "nvfp4_4over6", "mxfp4", "e4m3:row"])
+def test_floats_lose_less_than_by_gptq_too(checkpoint, scheme):
+    tokenizer = open_source(checkpoint).tokenizer
+    ids = token_windows(load(checkpoint), tokenizer, books_text(), READ["window"], READ["tokens"])
+    by_gptq, by_tuned = (lost(low_bit(checkpoint, name, scheme), checkpoint, ids) for name in ("gptq", "tuned"))
     assert by_tuned < 0.9 * by_gptq
 
 
@@ -119,6 +130,65 @@ def test_weights_start_between_their_codes_and_where_the_16_bit_weight_is():
     far = latent_of(weight + 0.4, [[-4, 3, 1, 0]], scale)
     torch.testing.assert_close(far.place.detach(), torch.tensor([[-3.7, 3.3, 0.7, -0.3]]))
     assert torch.equal(far.made()[0], torch.tensor([[-4, 3, 1, 0]]))
+
+
+def float_latent(name, weight):
+    """A weight [rows, block] of a format with blocks of its own, as absmax rounds it."""
+    scheme = Scheme.parse(name).bound_to(weight.abs().amax())
+    return descent._Latent(weight, round_to_nearest("", weight, scheme, torch.float32), scheme), scheme.format
+
+
+def test_floats_start_between_their_levels():
+    weight = torch.tensor([[6.0, 4.4, -2.6, 0.3, 0, 1.1, 3.0, -0.7] * 4])
+    latent, _ = float_latent("mxfp4", weight)
+    # Levels around 4, -3, 0.5, 1 and -0.5 are 3 and 6, -4 and -2, 0 and 1, 0.5 and 1.5, -1 and 0.
+    expected = [7, 6 + 0.4 / 1.5, -5 + 0.3, 1 - 0.3, 0, 2 + 0.1 / 0.5, 5, -1 - 0.3]
+    torch.testing.assert_close(latent.place.detach()[0, :8], torch.tensor(expected))
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4_4over6", "mxfp4", "mxfp6", "mxfp8"])
+def test_gradients_of_floats_pass_through_levels_and_stored_scales(name):
+    torch.manual_seed(0)
+    latent, number_format = float_latent(name, torch.randn(6, 64))
+    latent.place.data += torch.randn(6, 64)
+    latent.stay_in_range()
+    latent.stretch.data.normal_(0, 0.1)
+    upstream = torch.randn(6, 64)
+    with torch.enable_grad():
+        latent().mul(upstream).sum().backward()
+        place, stretch = latent.place.detach().requires_grad_(), latent.stretch.detach().requires_grad_()
+        # A line through each level, as steep as its neighbours lie apart.
+        levels = torch.tensor(number_format.levels)
+        at = place.detach().round().int() + number_format.levels.index(0)
+        steps = torch.gradient(levels)[0]
+        steps[0], steps[-1] = levels[1] - levels[0], levels[-1] - levels[-2]
+        line = levels[at] + steps[at] * (place - place.detach())
+        stretched = latent._scale * (1 + stretch)
+        stored = stretched + (number_format.storable(stretched.detach(), torch.float32) - stretched.detach())
+        weight = line * stored.repeat_interleave(number_format.block, 1)
+        (weight * upstream).sum().backward()
+    torch.testing.assert_close(latent().detach(), weight.detach())
+    torch.testing.assert_close(latent.place.grad, place.grad)
+    torch.testing.assert_close(latent.stretch.grad, stretch.grad)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4_4over6", "mxfp4", "mxfp8_e5m2"])
+def test_floats_descend_on_what_is_stored(name):
+    torch.manual_seed(0)
+    latent, number_format = float_latent(name, torch.randn(6, 64))
+    latent.place.data += 20 * torch.randn(6, 64)
+    latent.stay_in_range()
+    latent.stretch.data.normal_(0, 0.1)
+    codes, scale = latent.made()
+    assert torch.equal(number_format.values(codes, torch.float32).unique()[[0, -1]], torch.tensor(ends(number_format)))
+    stored = number_format.unpack_scale(number_format.pack_scale(scale), number_format.tensor_scale)
+    assert torch.equal(stored, scale)
+    read = number_format.values(codes, torch.float32) * stored.repeat_interleave(number_format.block, 1)
+    assert torch.equal(read, latent())
+
+
+def ends(number_format):
+    return [number_format.lowest, number_format.largest]
 
 
 def test_gradients_pass_through_rounding():

@@ -149,6 +149,31 @@ def test_layers_that_the_plugin_has_none_of_are_refused_by_name(vllm, tmp_path, 
         require_served(config, adapter_for(config))
 
 
+@pytest.mark.parametrize("model_type", ["dragon", "olala"])
+def test_a_model_that_is_known_as_not_run_is_refused_with_its_reason(vllm, tmp_path, model_type):
+    model = write_checkpoint(tmp_path / "model", "motif")
+    edit_json(model / "config.json", model_type=model_type)
+    with pytest.raises(UnknownModelTypeError, match=rf"not served by the plugin: .*'{model_type}'.*not Mamba-3"):
+        plan_server(model, **ASKED)
+
+
+@pytest.mark.parametrize(
+    ("weights", "layout"),
+    [
+        ("nvfp4", "nvfp4-pack-quantized"),
+        ("mxfp4", "mxfp4-pack-quantized"),
+        ("mxfp6", "mxfp6-pack-quantized"),
+        ("mxfp8", "mxfp8-quantized"),
+        ("e4m3:row", "float-quantized"),
+    ],
+)
+def test_weights_in_floats_are_refused_naming_their_layout_and_what_to_serve(vllm, tmp_path, weights, layout):
+    kept = {"*.down_proj": "16"}
+    diffquant.quantize(POCKET, tmp_path / "floats", diffquant.Recipe.of(weights=weights, overrides=kept))
+    with pytest.raises(UsageError, match=rf"in the layout {layout}, which is not served yet; serve one with integers"):
+        plan_server(tmp_path / "floats", **ASKED)
+
+
 def test_what_vllm_may_know_is_left_to_it(vllm, tmp_path):
     model = write_checkpoint(tmp_path / "model", "motif")
     edit_json(model / "config.json", model_type="somebodys")

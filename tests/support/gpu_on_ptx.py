@@ -4,12 +4,17 @@ DIFFQUANT_PTX names the compute capability that they are compiled for, times ten
 CUDA device are the host's. Of the tests those are kept that `SELECTED` names, so that each kernel runs for each family
 and width at least once; random calls have one head of keys. What only a device has (its memory's peak, what
 torch.compile makes) is not looked at.
+
+DIFFQUANT_PTX_RESULTS may name a JSON file, for the processor seconds of each test that passed, compiling included, and
+the launches and instructions of each kernel. Tests that it has already are left out: a run can be taken up again.
 """
 
+import json
 import os
-from collections import Counter
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +22,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from diffquant.support.files import write_json
+
 CAPABILITY = "DIFFQUANT_PTX"
+RESULTS = "DIFFQUANT_PTX_RESULTS"
 # Few multiprocessors split keys into few shares.
 PROCESSORS = 4
 SHARED_MEMORY = {80: 166_912, 90: 232_448}
@@ -38,13 +46,22 @@ SELECTED: dict[str, Callable[[Parameters], bool]] = {
         (p["name"], p["text"]) in (("ragged, one empty", "4:row"), ("causal", "8:head:shift")) and p["width"] == 64
     ),
     "test_decode.py::test_what_is_stored_are_the_codes_of_numbers": lambda p: len(p["chunks"]) == 5,
-    "test_decode.py::test_what_a_query_sees": lambda p: p["keys"] in (1, 3),
+    "test_decode.py::test_what_a_query_sees": lambda p: p["keys"] in (1, 3) or p["mask"].window,
     "test_decode.py::test_pairs_that_share_a_noise_head_read_it_once": lambda _: True,
     "test_decode.py::test_the_pair_norm_is_part_of_the_kernel": lambda _: True,
     "test_decode.py::test_replays_beyond_the_capacity_touch_nothing_else": lambda _: True,
+    "test_paged.py::test_shuffled_pages_of_sequences_of_any_length": lambda p: (
+        (p["lengths"], p["width"]) in (((300, 1, 0, 65), 64), ((16, 129), 128))
+    ),
+    "test_paged.py::test_chunks_see_a_window_and_both_maps_keys_in_one_head": lambda p: p["window"] == 70,
+    "test_paged.py::test_a_captured_step_is_valid_while_sequences_grow_and_pages_change": lambda _: True,
+    "test_packed_pages.py::test_pages_hold_a_stores_codes_and_are_attended_to_where_they_are": lambda p: (
+        p["width"] == (64 if p["recipe"].k.bits == 6 else 128)
+    ),
     "test_linear.py::test_kernels_equal_float64": lambda p: (
         (p["rows"], p["tokens"]) in ((33, 1), (33, 16), (200, 3), (50, 17)) and (p["bits"] != 6 or p["dtype"] == _HALF)
     ),
+    "test_linear.py::test_a_layer_waits_for_the_one_whose_output_it_takes": lambda _: True,
     "test_linear.py::test_codes_in_the_next_wider_container": lambda p: p["bits"] in (3, 5),
     "test_linear.py::test_expanded_weights_are_the_checkpoints": lambda p: p["group"] in (64, "tensor"),
 }
@@ -52,7 +69,8 @@ SELECTED: dict[str, Callable[[Parameters], bool]] = {
 _ONE_SEQUENCE = ("test_what_is_stored_are_the_codes_of_numbers", "test_pairs_that_share_a_noise_head_read_it_once")
 _stack = ExitStack()
 _launched: list[Any] = []
-_running = ""
+_results: dict[str, dict[str, Any]] = {"tests": {}, "kernels": {}}
+_sequences: dict[str, int] = {}
 
 
 class _OnHost(TorchFunctionMode):
@@ -117,15 +135,27 @@ def _with_few_heads(random_call: Callable[..., Any]) -> Callable[..., Any]:
 
     def few(generation: str, queries: int, keys: int, **shape: Any) -> Any:
         pairs = shape.get("pairs", 2) // shape.get("kv_pairs", 1)
-        smaller = {"pairs": pairs, "kv_pairs": 1} | ({"batch": 1} if _running in _ONE_SEQUENCE else {})
-        return random_call(generation, queries, keys, **shape | smaller)
+        return random_call(generation, queries, keys, **shape | {"pairs": pairs, "kv_pairs": 1} | _sequences)
 
     return few
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    global _running  # noqa: PLW0603
-    _running = getattr(item, "originalname", item.name)
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Run a test, with one sequence where all are alike, and note what it took."""
+    _sequences.clear()
+    _launched.clear()
+    if item.name.split("[")[0] in _ONE_SEQUENCE or _parameters(item).get("name") == "causal":
+        _sequences["batch"] = 1
+    began = time.process_time()
+    yield
+    _results["tests"][_named(item)] = round(time.process_time() - began, 2)
+    for launch in _launched:
+        kernel = _results["kernels"].setdefault(launch.name, {"launches": 0, "instructions": 0})
+        kernel["launches"] += 1
+        kernel["instructions"] += launch.executed
+    if file := os.environ.get(RESULTS):
+        write_json(Path(file), _results)
 
 
 def pytest_unconfigure() -> None:
@@ -133,22 +163,27 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep what `SELECTED` names."""
-    kept = [item for item in items if _is_selected(item)]
+    """Keep what `SELECTED` names and did not pass before."""
+    if (file := Path(os.environ.get(RESULTS, ""))).is_file():
+        _results.update(json.loads(file.read_text()))
+    kept = [item for item in items if _is_selected(item) and _named(item) not in _results["tests"]]
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = kept
 
 
 def _is_selected(item: pytest.Item) -> bool:
-    chosen = SELECTED.get(f"{item.path.name}::{getattr(item, 'originalname', item.name)}")
-    callspec = getattr(item, "callspec", None)
-    return chosen is not None and chosen({} if callspec is None else callspec.params)
+    chosen = SELECTED.get(f"{item.path.name}::{item.name.split('[')[0]}")
+    return chosen is not None and chosen(_parameters(item))
+
+
+def _named(item: pytest.Item) -> str:
+    return f"{item.path.name}::{item.name}"
+
+
+def _parameters(item: pytest.Item) -> Parameters:
+    return {} if (callspec := getattr(item, "callspec", None)) is None else callspec.params
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    launches, executed = Counter[str](), Counter[str]()
-    for launch in _launched:
-        launches[launch.name] += 1
-        executed[launch.name] += launch.executed
-    for name in sorted(launches):
-        terminalreporter.write_line(f"{name}: {launches[name]} launches, {executed[name]} instructions")
+    for name, kernel in sorted(_results["kernels"].items()):
+        terminalreporter.write_line(f"{name}: {kernel['launches']} launches, {kernel['instructions']} instructions")

@@ -47,6 +47,7 @@ def _decode() -> Iterator[tuple[str, Call]]:
     from diffquant.kernels.cache.append import append
     from diffquant.kernels.cache.decode import decode
     from diffquant.kernels.cache.kv_store import KVStore
+    from diffquant.kernels.cache.paged import decode_paged
 
     for family in FAMILIES:
         q, k, v, lam = random_call(family, 1, 1, width=128, dtype=torch.bfloat16, pairs=8, kv_pairs=2)
@@ -56,6 +57,10 @@ def _decode() -> Iterator[tuple[str, Call]]:
             yield f"decode {bits} bits, {family} 128", partial(decode, q, store, lam, scale=0.125)
         store = KVStore(Recipe.of(k="4:c64", v=4, residual=64), keys, v, 4096)
         yield f"append 4 bits, {family} 128", partial(append, store, keys, v)
+        cache = [x.new_zeros(256, 16, 2, x.shape[3]) for x in (*k, v)]
+        pages = [cache[0], cache[0 if family == "v2" else 1]], cache[2], torch.zeros(1, 256, dtype=torch.int32)
+        lengths = torch.ones(1, dtype=torch.int32)
+        yield f"paged 16 bits, {family} 128", partial(decode_paged, q, *pages, lengths, lam, scale=0.125)
 
 
 def _linear() -> Iterator[tuple[str, Call]]:

@@ -107,6 +107,35 @@ def test_a_cell_stores_what_quantize_writes(model, output, tmp_path):
     assert next(c for c in result.cells if c.point is point).measurement.weight_bytes == report.bytes_after
 
 
+@pytest.mark.parametrize(
+    "recipe", [{"kv": "2:row", "logits": "3:tensor"}, {"weights": "4:row", "kv": "2:row"}], ids=str
+)
+def test_a_folder_is_measured_under_the_recipe_that_it_records_too(model, tmp_path, recipe):
+    quantize(model, tmp_path / "folder", Recipe.of(**recipe))
+    of_task = {"characters": 600, "window": 64, "stride": 32}
+    options = SweepOptions(tasks=("perplexity",), bits=(16,), targets=("weights",), task_options=of_task)
+    result = run_sweep([tmp_path / "folder", model], options, tmp_path / "out")
+    assert [(point.model.name, point.label) for point in result.points] == [
+        ("folder", "16 bits"),
+        ("folder", "recipe own"),
+        (model.name, "16 bits"),
+    ]
+    tokenizer, text = load_tokenizer(model), load_text(characters=600)
+    measured = []
+    for own in (Recipe(), None):
+        loaded = TorchModel(load(tmp_path / "folder", own))
+        measured.append(perplexity.score_text(loaded, tokenizer, text, 64, 32).perplexity)
+    found = [result.result_of(point, "perplexity").details["perplexity"] for point in result.points[:2]]
+    assert found == pytest.approx(measured)
+    assert abs(found[0] / found[1] - 1) > 1e-3
+
+
+def test_a_recipe_called_as_a_folders_own_is_refused(model, tmp_path):
+    (tmp_path / "own.yaml").write_text("kv: 8")
+    with pytest.raises(UsageError, match=r"rename own\.yaml"):
+        run_sweep([model], replace(OPTIONS, recipes=(tmp_path / "own.yaml",)), tmp_path / "out")
+
+
 def test_cells_that_are_there_are_not_measured_again(model, copy_of, loads):
     before = {file.name: file.stat().st_mtime_ns for file in (copy_of / "cells").iterdir()}
     run_sweep([model], OPTIONS, copy_of)

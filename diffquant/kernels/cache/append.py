@@ -80,8 +80,8 @@ def _launch(
                 k, k.stride(), *keys, v, v.stride(), *values,
                 progress, tokens, keys[0].shape[2] * FRAGMENT, steps, k_heads, v_heads,
                 WIDTH=width, VALUE_WIDTH=value_width, K_BITS=k_bits, K_BLOCK=k_block, K_RING=k_ring, V_BITS=v_bits,
-                V_RING=v_ring, RESIDUAL=residual, K_LIMIT=_largest_scale(k_bits, k.dtype),
-                V_LIMIT=_largest_scale(v_bits, k.dtype), PACKS=packs, KEEPS=keeps, num_warps=4, enable_fp_fusion=True,
+                V_RING=v_ring, RESIDUAL=residual, K_LIMIT=largest_scale(k_bits, k.dtype),
+                V_LIMIT=largest_scale(v_bits, k.dtype), PACKS=packs, KEEPS=keeps, num_warps=4, enable_fp_fusion=True,
             )  # fmt: skip
 
 
@@ -109,6 +109,6 @@ def _most_waiting_steps(tokens: int, ring: int, block: int) -> int:
 
 
 @cache
-def _largest_scale(bits: int, dtype: torch.dtype) -> float:
+def largest_scale(bits: int, dtype: torch.dtype) -> float:
     """Largest scale whose products with codes a dtype can hold."""
     return 1.0 if bits == 16 else float(storable_scale(torch.tensor(torch.inf), max_code(bits), dtype))

@@ -73,7 +73,7 @@ def _store_step(
     packs = (begin + STEP > packed) & (begin < packing)
     if PACKS and leaves & packs:
         codes, top, scales = stored_head(Codes, Top, Scales, head, capacity, BITS, BLOCK, WIDTH)
-        _pack_step(
+        pack_step(
             New, token_stride, channel_stride, codes, top, scales, Recent + head * RING * WIDTH,
             begin, packed, packing, length, BITS, BLOCK, RING, WIDTH, LIMIT, TRANSPOSED, STEP,
         )  # fmt: skip
@@ -91,7 +91,7 @@ def _store_step(
 
 
 @triton.jit
-def _pack_step(
+def pack_step(
     New, token_stride, channel_stride, Codes, Top, Scales, Recent, begin, packed, packing, length,
     BITS: tl.constexpr, BLOCK: tl.constexpr, RING: tl.constexpr, WIDTH: tl.constexpr, LIMIT: tl.constexpr,
     TRANSPOSED: tl.constexpr, STEP: tl.constexpr,

@@ -6,12 +6,9 @@ subtracts the maps and, if asked, normalizes. Its plain form is `diffquant.atten
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
 from math import e, log2
 
 import torch
-import triton
 from torch import Tensor
 
 from diffquant.errors import UsageError
@@ -19,55 +16,16 @@ from diffquant.family.call import check_tensors
 from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
 from diffquant.kernels.arguments import HALF_TYPES, empty_output, widths_refusal
-from diffquant.kernels.cache.decode_combine import decode_combine
+from diffquant.kernels.cache.decode_cut import ROWS, TILES, Cut
 from diffquant.kernels.cache.decode_share import decode_share
 from diffquant.kernels.cache.kv_store import CAPACITY_STEP, KVStore, channels_in_word, store_refusal
 from diffquant.kernels.configs import choose
-from diffquant.kernels.gpu import device_class, device_refusal, processors, registers_of
+from diffquant.kernels.gpu import device_class, device_refusal
 from diffquant.kernels.linear.repack import FRAGMENT
 from diffquant.recipe import Recipe
 
-
-@dataclass(frozen=True)
-class DecodeTile:
-    """A block of `decode_share`.
-
-    Attributes:
-        tokens: number of tokens that a warp takes of a step, a multiple of 16.
-        warps: number of warps.
-        blocks: number of blocks that a multiprocessor holds; their registers are limited to what that takes.
-    """
-
-    tokens: int
-    warps: int
-    blocks: int
-
-    def __post_init__(self) -> None:
-        if self.tokens % FRAGMENT or CAPACITY_STEP % (self.tokens * self.warps):
-            raise UsageError(
-                f"decode: {self.warps} warps of {self.tokens} tokens; tokens must be a multiple of {FRAGMENT}, and a "
-                f"step of all warps must divide {CAPACITY_STEP}, in which a store grows"
-            )
-
-
-# By the values' width and the most bits of K and V: as many tokens and blocks as registers hold the words, the sums and
-# the queries of.
-_SIZES = {
-    **{(64, 4): (32, 4), (64, 6): (32, 4), (64, 8): (32, 4), (64, 16): (16, 4)},
-    **{(128, 4): (32, 3), (128, 6): (32, 3), (128, 8): (16, 3), (128, 16): (16, 4)},
-    **{(256, 4): (32, 2), (256, 6): (16, 2), (256, 8): (16, 2), (256, 16): (16, 3)},
-}
-TILES = {
-    f"decode/{device}/{width}/{bits}": DecodeTile(tokens, 4, blocks)
-    for device in ("sm_80", "sm_90")
-    for (width, bits), (tokens, blocks) in _SIZES.items()
-}
 MAX_QUERIES = 16
-# Rows of a tile: the columns of a product, whose rows are tokens or channels.
-_ROWS = 8
 _CAUSAL = Mask()
-# Steps that a share's start and end cost: first loads, and partial sums written and read again.
-_STEPS_TO_START = 2
 
 
 def decode(
@@ -87,7 +45,8 @@ def decode(
         store: one layer's keys and values; keys of both maps (V1) or of one that both read.
         lam: λ, broadcastable to [B, h, T, 1]; None with one map.
         scale: factor of Q·Kᵀ.
-        mask: mask of the keys that a query sees; its padding, where there is any, is one range of keys a sequence.
+        mask: mask of the keys that a query sees, with or without a window; its padding, where there is any, is one
+            range of keys a sequence.
         post: norm over a pair's output; None for none.
 
     Returns:
@@ -107,7 +66,7 @@ def decode(
     out: Tensor = run(
         list(q), keys.tensors, values.tensors, store.progress, lam, starts, ends, norm.weight,
         keys.scheme.bits, keys.block, values.scheme.bits, max(keys.residual, values.residual), shared,
-        scale, post is not None, norm.eps, norm.factor,
+        mask.window, scale, post is not None, norm.eps, norm.factor,
     )  # fmt: skip
     return out
 
@@ -147,8 +106,6 @@ def _shares_keys(q: Sequence[Tensor], store: KVStore, lam: Tensor | None, mask: 
         raise UsageError(f"decode takes float16 and bfloat16 on CUDA, got {q[0].dtype}")
     if mask.seen is not None:
         raise UsageError("decode: the kernels know only causal masks, but the call says which keys each query sees")
-    if mask.window is not None:
-        raise UsageError(f"decode: the kernels have no window, and queries see {mask.window} keys")
     if mask.keys is not None and mask.ranges is None:
         raise UsageError("decode: the padding mask has holes; the kernels take one range of keys a sequence")
     if not 0 < q[0].shape[2] <= MAX_QUERIES:
@@ -170,48 +127,37 @@ def _launch(
     v_bits: int,
     residual: int,
     shared_k: bool,
+    window: int | None,
     scale: float,
     normed: bool,
     eps: float,
     factor: float,
 ) -> Tensor:
     """Output of `decode` for arguments taken apart; `keys` and `values` are `StoredSide.tensors`."""
-    batch, pairs, queries, width = q[0].shape
+    queries, width = q[0].shape[2:]
     k_heads, v_heads = keys[0].shape[1], values[0].shape[1]
     value_width = _value_width(values, v_bits)
     out = empty_output(q[0], value_width)
     if out.numel() == 0:
         return out
     q = [x if x.stride(3) == 1 else x.contiguous() for x in q]
-    tile = choose(TILES, f"decode/{device_class(out.device)}/{value_width}/{max(k_bits, v_bits)}")
     # One row of scales serves a warp's tokens.
-    tokens = min(tile.tokens, k_block) if k_block > 1 else tile.tokens
-    group, noise_group = pairs // v_heads, q[-1].shape[1] // v_heads
-    tiles = triton.cdiv((group + (noise_group if len(q) == 2 else 0)) * queries, _ROWS)
-    capacity = keys[0].shape[2] * FRAGMENT
-    others = batch * v_heads * tiles
-    shares = count_shares(others, capacity // (tokens * tile.warps), tile.blocks * processors(out.device))
-    largest, total, acc = (
-        out.new_empty(others, shares, _ROWS, *shape, dtype=torch.float32) for shape in ((), (), (value_width,))
-    )
+    capacity, most_tokens = keys[0].shape[2] * FRAGMENT, k_block if k_block > 1 else CAPACITY_STEP
+    token_bits = k_heads // v_heads * width * k_bits + value_width * v_bits
+    tile = choose(TILES, f"decode/{device_class(out.device)}/{value_width}/{max(k_bits, v_bits)}")
+    cut = Cut.of(tile, q, v_heads, token_bits, capacity, window, most_tokens)
+    sums = cut.empty_sums(out)
     with torch.cuda.device_of(out):
-        decode_share[(batch * v_heads, shares, tiles)](
+        decode_share[cut.grid](
             q[0], q[1] if len(q) == 2 else None, q[0].stride()[:3], q[-1].stride()[:3], *keys, *values,
-            progress, starts, ends, largest, total, acc, scale * log2(e), capacity, group, noise_group, queries,
-            k_heads, v_heads, 1,
+            progress, starts, ends, *sums,
+            scale * log2(e), window, capacity, cut.group, cut.noise_group, queries, k_heads, v_heads, 1,
             RESIDUAL=residual, WIDTH=width, VALUE_WIDTH=value_width,
             K_BITS=k_bits, K_BLOCK=k_block, K_RING=keys[3].shape[2] * FRAGMENT,
             V_BITS=v_bits, V_RING=values[3].shape[2] * FRAGMENT,
-            SHARED_K=shared_k, ROWS=_ROWS, TOKENS=tokens, WARPS=tile.warps, num_warps=tile.warps, num_stages=1,
-            maxnreg=registers_of(tile.blocks, tile.warps), enable_fp_fusion=True,
+            SHARED_K=shared_k, ROWS=ROWS, TOKENS=cut.tokens, WARPS=tile.warps, **cut.options,
         )  # fmt: skip
-        lam = None if lam is None else lam.float().expand(batch, pairs, queries, 1)
-        decode_combine[(batch * pairs * queries,)](
-            largest, total, acc, lam, weight, out, lam.stride()[:3] if lam is not None else (0, 0, 0), out.stride()[:3],
-            pairs, group, noise_group, queries, shares, tiles, eps, factor,
-            NORM=normed, ROWS=_ROWS, SHARES=triton.next_power_of_2(shares), VALUE_WIDTH=value_width, num_warps=4,
-            enable_fp_fusion=True,
-        )  # fmt: skip
+        cut.combine(sums, lam, weight, out, normed, eps, factor)
     return out
 
 
@@ -238,19 +184,3 @@ def _(
 
 def _value_width(values: list[Tensor], bits: int) -> int:
     return values[0].shape[3] * FRAGMENT * channels_in_word(bits)
-
-
-@cache
-def count_shares(others: int, steps: int, room: int) -> int:
-    """Number of shares that the keys are split into, for which a device with room for `room` programs ends first.
-
-    Args:
-        others: number of programs a share.
-        steps: number of steps of all keys.
-        room: number of programs that run at a time; they come in waves.
-    """
-
-    def steps_in_a_row(shares: int) -> int:
-        return -(-others * shares // room) * (-(-steps // shares) + _STEPS_TO_START)
-
-    return min(range(1, min(steps, room) + 1), key=steps_in_a_row)

@@ -9,20 +9,51 @@ need it; four threads read the same.
 import triton
 import triton.language as tl
 
+from diffquant.kernels.cache.paged_rows import key_channels
 from diffquant.kernels.linear.unpacking import multiply
 
 
 @triton.jit
 def query_tiles(
+    Q1, Q2, q1_stride, q2_stride, sequence, head, group, noise_group, queries, one,
+    SHARED_K: tl.constexpr, FIELDS: tl.constexpr, IN_ROWS: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """Queries of a program's rows for the keys of each map, a tile a field; both are all of them where maps share keys.
+
+    Rows are ordered map, query pair (or noise head) of the group, query. Keys that lie IN_ROWS of pages take channels
+    in an order of their own.
+    """
+    signals = group * queries
+    q1 = _tiles(
+        Q1 + sequence * q1_stride[0] + head * group * q1_stride[1], q1_stride, 0, signals, queries, one,
+        FIELDS, IN_ROWS, WIDTH, ROWS, WARPS,
+    )  # fmt: skip
+    q2 = q1
+    if Q2 is not None:
+        q2 = _tiles(
+            Q2 + sequence * q2_stride[0] + head * noise_group * q2_stride[1], q2_stride,
+            signals, noise_group * queries, queries, one, FIELDS, IN_ROWS, WIDTH, ROWS, WARPS,
+        )  # fmt: skip
+        if SHARED_K:
+            q1 = _added(q1, q2, FIELDS)
+    return q1, q2
+
+
+@triton.jit
+def _tiles(
     Q, stride, first, count, queries, one,
-    FIELDS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr,
+    FIELDS: tl.constexpr, IN_ROWS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Queries of a program's rows, one tile a field; 0 but for `count` rows from `first` on."""
     index = tl.arange(0, WIDTH // FIELDS // 8 * WARPS * ROWS)
     row = tl.program_id(2) * ROWS + index % ROWS
     at = (row - first) // queries * stride[1] + row % queries * stride[2]
     here = (row >= first) & (row < first + count)
-    channel = _channels(one, FIELDS, WIDTH, ROWS, WARPS)
+    if IN_ROWS:
+        channel = key_channels((index // (ROWS * WARPS))[:, None], tl.arange(0, 8)[None, :])
+    else:
+        channel = _channels(one, FIELDS, WIDTH, ROWS, WARPS)
     return _fields(Q + at[:, None] + channel, here[:, None], FIELDS)
 
 
@@ -96,4 +127,15 @@ def _fields(at, mask, FIELDS: tl.constexpr):
             tl.load(at + 32, mask=mask, other=other),
             tl.load(at + 48, mask=mask, other=other),
         )
+    return out
+
+
+@triton.jit
+def _added(a, b, FIELDS: tl.constexpr):
+    if FIELDS == 1:
+        out = (a[0] + b[0],)
+    elif FIELDS == 2:
+        out = a[0] + b[0], a[1] + b[1]
+    else:
+        out = a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3]
     return out

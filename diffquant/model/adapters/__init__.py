@@ -25,7 +25,7 @@ _DRAGON = (
     "residual and experts behind a latent; the weights can be quantized, by `quantize` with {weights_only}, but not run"
 )
 # Types that are known and not run, and why.
-_NOT_RUN = {"dragon": _DRAGON, "olala": _DRAGON}
+NOT_RUN = {"dragon": _DRAGON, "olala": _DRAGON}
 # Settings that transformers or vLLM compute for any model, and the values at which they change nothing.
 _NEUTRAL = {"is_causal": (None, True), "logit_scale": (None, 1)}
 
@@ -39,8 +39,8 @@ def adapter_for(config: dict[str, Any]) -> Adapter:
     """
     # Motif's files say "Motif" or "motif".
     model_type = str(config.get("model_type")).lower()
-    if model_type in _NOT_RUN:
-        reason = _NOT_RUN[model_type].format(weights_only=spelled("weights_only", True))
+    if model_type in NOT_RUN:
+        reason = NOT_RUN[model_type].format(weights_only=spelled("weights_only", True))
         raise UnknownModelTypeError(f"model_type {config['model_type']!r} is not read: {reason}")
     if model_type not in READERS:
         raise UnknownModelTypeError(
@@ -80,4 +80,4 @@ def _refuse_settings(config: dict[str, Any]) -> None:
         )
 
 
-__all__ = ["READERS", "Adapter", "adapter_for", "register"]
+__all__ = ["NOT_RUN", "READERS", "Adapter", "adapter_for", "register"]

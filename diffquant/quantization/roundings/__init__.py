@@ -36,8 +36,7 @@ def checked_rounding(settings: RoundingSettings, schemes: Mapping[str, Scheme]) 
 
     Raises:
         UsageError: there is no such rounding, the settings name a text and it reads none, or options that it does not
-            have, or it works row by row and scales span rows, every such module named; or it computes with codes, and a
-            format's levels are no codes.
+            have, or it works row by row and scales span rows, every such module named.
     """
     rounding = rounding_named(settings.name)
     if settings.reads and not rounding.needs_text:
@@ -55,12 +54,6 @@ def checked_rounding(settings: RoundingSettings, schemes: Mapping[str, Scheme]) 
         raise UsageError(
             f"{spelled('rounding', rounding.name)} works row by row and {', '.join(spanning)} have one scale a tensor; "
             f"use a group or row granularity, or {spelled('rounding', 'nearest')}"
-        )
-    uneven = sorted({scheme.format.name for scheme in schemes.values() if not scheme.format.is_even})
-    if uneven and rounding.needs_even_levels:
-        raise UsageError(
-            f"{spelled('rounding', rounding.name)} computes with codes, and the levels of {', '.join(uneven)} are "
-            f"unevenly far apart; use {spelled('rounding', 'nearest')}"
         )
     return rounding
 

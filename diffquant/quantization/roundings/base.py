@@ -45,7 +45,6 @@ class Rounding(ABC):
         options: names of the settings beside the text that it takes.
         row_by_row: whether it works on rows alone, so that no scale can span rows. A rule that does not leaves a scale
             of the whole tensor to absmax, with every weight at its nearest code.
-        needs_even_levels: whether it computes with codes, which then have to be a format's levels themselves.
         work: products with every weight, for each token, that a rule with a text takes as long as.
     """
 
@@ -53,7 +52,6 @@ class Rounding(ABC):
     needs_text: ClassVar[bool] = False
     options: ClassVar[frozenset[str]] = frozenset()
     row_by_row: ClassVar[bool] = True
-    needs_even_levels: ClassVar[bool] = False
     work: ClassVar[float] = 0.0
 
     @abstractmethod

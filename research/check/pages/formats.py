@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from diffquant.evals.stats import Difference, mean_interval
 from research.check.page import RESULTS, Page
 from research.studies.figure8_model import advantage
-from research.studies.formats import COLUMNS, FULL_SUMS, TARGETS, TEXTS, Measured
+from research.studies.formats import COLUMNS, FULL_SUMS, MODELS, TARGETS, TEXTS, Measured, shown_bits
 
 PAGE = Page("research/pages/formats.md", guides=("Protocol",))
 MEASURED = Measured(RESULTS / "formats")
@@ -31,8 +31,7 @@ def verdict(target: str, model: str) -> str:
 
 def beside_integers(target: str, model: str) -> str:
     """Bits that nvfp4 loses to integers of 4 bits in groups of 32, which take as many stored bits."""
-    lost = MEASURED.bits((model, f"{target} nvfp4"), (model, f"{target} 4:g32"))
-    return f"{lost.mean:+.2f} [{lost.low:+.2f}, {lost.high:+.2f}]".replace("-", "−")
+    return shown_bits(MEASURED.bits((model, f"{target} nvfp4"), (model, f"{target} 4:g32")))
 
 
 def full_sum(model: str, scheme: str, text: str = "books") -> Difference:
@@ -58,8 +57,7 @@ def full_sum_beside(model: str, scheme: str, text: str) -> Difference:
 
 def by_full_sum(scheme: str, model: str) -> str:
     """A cell of the table of row sums."""
-    lost = full_sum(model, scheme)
-    return f"{lost.mean:+.2f} [{lost.low:+.2f}, {lost.high:+.2f}]".replace("-", "−")
+    return shown_bits(full_sum(model, scheme))
 
 
 PAGE.table("rounded | " + " | ".join(COLUMNS), MEASURED.cell)
@@ -67,6 +65,31 @@ PAGE.table("DIFF against the Transformer | DIFF V1 | DIFF V2", verdict)
 PAGE.table("`nvfp4` against `4:g32` | Transformer | DIFF V1 | DIFF V2", beside_integers)
 PAGE.table("`fullsum` against the rounded sum | Transformer | DIFF V1 | DIFF V2", by_full_sum)
 
+PAGE.table(
+    "SmolLM2-135M | 4:g32 | nvfp4 | mxfp4 | `nvfp4` against `4:g32` | `mxfp4` against `4:g32`", MEASURED.larger_cell
+)
+_LARGER = {
+    target: MEASURED.bits(("SmolLM2-135M", f"{target} nvfp4"), ("SmolLM2-135M", f"{target} 4:g32"))
+    for target in TARGETS
+}
+_POCKET = [
+    MEASURED.bits((model, f"{target} nvfp4"), (model, f"{target} 4:g32")).mean
+    for model in MODELS
+    for target in ("k", "qk")
+]
+PAGE.means(
+    "`nvfp4` loses less than `4:g32` on every tensor but the logits",
+    all(each.high < 0 for target, each in _LARGER.items() if target != "logits") and _LARGER["logits"].mean > 0,
+)
+PAGE.says("gain {} and {} bits by it", -_LARGER["k"].mean, -_LARGER["qk"].mean)
+PAGE.says("where the pocket models lose {} to {}", *_ends(_POCKET))
+PAGE.means(
+    "`mxfp4` loses more than `4:g32` on weights, values in the cache and logits",
+    all(
+        MEASURED.bits(("SmolLM2-135M", f"{target} mxfp4"), ("SmolLM2-135M", f"{target} 4:g32")).low > 0
+        for target in ("weights", "v", "logits")
+    ),
+)
 PAGE.says("V1's values lose most, {} to {} bits in the cache", *_lost("DIFF V1", "v"))
 PAGE.says("{} to {} as operand", *_lost("DIFF V1", "pv"))
 PAGE.means(
@@ -146,6 +169,8 @@ for text in (
     "with 95 % intervals over 16 passages",
     "Both take 4.5 stored bits with groups of 32 and of 16",
     "with 95 % intervals, Student's over 16 passages",
+    "That is of heads 32 wide and 1.25 M parameters",
+    "and bits with 95 % intervals over those four",
     "Three models of 1.25 M parameters",
     "(1.25 M parameters, one training",
     "take 4.5 bits, `mxfp4` 4.25, `6:g32` 6.5 and `mxfp6` 6.25",

@@ -12,6 +12,7 @@ PAGE.table("granularity | one scale per", lambda *_: Unmeasured("definitions"))
 PAGE.table("target | what is rounded | one scale per", lambda *_: Unmeasured("definitions"))
 PAGE.table("`--like` | is | not in it", lambda *_: Unmeasured("definitions"))
 PAGE.table("format | elements | scale | bits | weights open elsewhere as", lambda *_: Unmeasured("definitions"))
+PAGE.leaves("**Blocks of 128 × 128**", "DeepSeek's layout")
 PAGE.leaves(
     "from a mantissa of 1.75 (mxfp6: 1.9375)", "compressed-tensors' rule, which tests/numbers/test_floats.py holds"
 )

@@ -8,7 +8,8 @@ as the kernel allows, and it reports (`Fault`, `Race`):
 - two warps that reach the same bytes, one of them to write, with nothing that orders them: barriers, mbarriers, copies
   and products that were waited for, in shared memory; in the tensors, atomics between blocks too;
 - bytes that threads wrote and the tensor cores or a bulk copy reach with no `fence.proxy.async` in between;
-- copies and products whose results are touched before they are waited for, and waits that never end.
+- copies and products whose results are touched before they are waited for, and waits that never end;
+- what a dependent launch reaches of the launch before it, with no `griddepcontrol.wait` in between.
 
 It knows nothing of time, and not how Hopper's tensor cores round: its sums are exact until they become float32. Blocks
 run one after another; threads of a warp are in step.

@@ -6,27 +6,27 @@ import numpy as np
 
 from tests.support.ptx.block import Block, Mask, opcode
 from tests.support.ptx.parsing import SIZES, Fault, Instruction
-from tests.support.ptx.values import BITS, FLOATS, Array, flushed, halves, joined, number_type
+from tests.support.ptx.values import BITS, FLOATS, Array, flushed, number_type
 
+_COMPARISONS: dict[str, Callable[[Array, Array], Array]] = {
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+}
 _WIDER = {"s16": "s32", "u16": "u32", "s32": "s64", "u32": "u64"}
-_PACKED = ("f16x2", "bf16x2", "s16x2", "u16x2")
 
 
 def _elementwise(b: Block, i: Instruction, mask: Mask, compute: Callable[..., Array]) -> None:
     """Set a register to a function of all operands, each read as the instruction's type and rounded to it."""
     kind = i.type
-    if kind in _PACKED:
-        low, high = zip(*(halves(b.raw(each), kind) for each in i.operands[1:]), strict=True)
-        b.write(i.operands[0], joined(compute(*low), compute(*high), kind), "u64", mask)
-        return
     numbers = [b.read(each, kind) for each in i.operands[1:]]
-    if i.has("ftz") and kind == "f32":
-        numbers = [flushed(each) for each in numbers]
-    with np.errstate(all="ignore"):
+    if kind == "f32" and i.has("ftz"):
+        computed = flushed(compute(*map(flushed, numbers)).astype(np.float32, copy=False))
+    else:
         computed = compute(*numbers)
-    computed = computed.astype(np.float32 if kind == "bf16" else numbers[0].dtype)
-    if i.has("ftz") and kind == "f32":
-        computed = flushed(computed)
     b.write(i.operands[0], computed, kind, mask)
 
 
@@ -157,7 +157,7 @@ def extreme(b: Block, i: Instruction, mask: Mask) -> None:
 @opcode("and or xor")
 def logic(b: Block, i: Instruction, mask: Mask) -> None:
     x, y = (b.read(each, i.type) for each in i.operands[1:])
-    b.write(i.operands[0], {"and": x & y, "or": x | y, "xor": x ^ y}[i.opcode], i.type, mask)
+    b.write(i.operands[0], x & y if i.opcode == "and" else x | y if i.opcode == "or" else x ^ y, i.type, mask)
 
 
 @opcode("not")
@@ -167,61 +167,58 @@ def complement(b: Block, i: Instruction, mask: Mask) -> None:
 
 @opcode("shl shr")
 def shift(b: Block, i: Instruction, mask: Mask) -> None:
-    numbers, by = b.read(i.operands[1], i.type), b.raw(i.operands[2]).astype(np.uint32).astype(np.int64)
-    width = 8 * numbers.dtype.itemsize
-    if i.opcode == "shr" and numbers.dtype.kind == "i":
-        shifted = numbers.astype(np.int64) >> np.minimum(by, width - 1)
-    else:
-        words = numbers.astype(np.uint64)
-        at = np.minimum(by, 63).astype(np.uint64)
-        shifted = np.where(by >= width, 0, words << at if i.opcode == "shl" else words >> at)
-    b.write(i.operands[0], shifted.astype(numbers.dtype), i.type, mask)
+    numbers = b.read(i.operands[1], i.type)
+    by, width = b.read(i.operands[2], "u32"), 8 * numbers.dtype.itemsize
+    at = np.minimum(by, width - 1).astype(numbers.dtype)
+    shifted = numbers << at if i.opcode == "shl" else numbers >> at
+    if i.opcode == "shl" or numbers.dtype.kind == "u":
+        shifted = np.where(by >= width, shifted.dtype.type(0), shifted)
+    b.write(i.operands[0], shifted, i.type, mask)
 
 
 @opcode("shf", "l r wrap clamp")
 def funnel_shift(b: Block, i: Instruction, mask: Mask) -> None:
-    low, high, by = (b.raw(each) & np.uint64(0xFFFFFFFF) for each in i.operands[1:4])
+    low, high, by = (b.read(each, "u32").astype(np.uint64) for each in i.operands[1:4])
     both = high << np.uint64(32) | low
-    at = by & np.uint64(31) if i.has("wrap") else np.minimum(by, 32)
+    at = by & np.uint64(31) if i.has("wrap") else np.minimum(by, np.uint64(32))
     shifted = (both << at) >> np.uint64(32) if i.has("l") else both >> at
-    b.write(i.operands[0], shifted.astype(np.uint32), "u32", mask)
+    b.write(i.operands[0], shifted, "u32", mask)
 
 
 @opcode("bfe")
 def extract(b: Block, i: Instruction, mask: Mask) -> None:
-    words = b.raw(i.operands[1]).astype(BITS[SIZES[i.type]]).astype(np.uint64)
-    at, width = (b.raw(each) & np.uint64(255) for each in i.operands[2:4])
-    kept = (np.uint64(1) << np.minimum(width, 63)) - np.uint64(1)
-    field = words >> np.minimum(at, 63) & kept
+    words = b.words(i.operands[1], SIZES[i.type]).astype(np.uint64)
+    at, width = (b.words(each, 8) & np.uint64(255) for each in i.operands[2:4])
+    kept = (np.uint64(1) << np.minimum(width, np.uint64(63))) - np.uint64(1)
+    field = words >> np.minimum(at, np.uint64(63)) & kept
     if i.type.startswith("s"):
-        negative = field >> (np.maximum(width, 1) - np.uint64(1)) & np.uint64(1)
+        negative = field >> (np.maximum(width, np.uint64(1)) - np.uint64(1)) & np.uint64(1)
         field = np.where(negative == 1, field | ~kept, field)
-    b.write(i.operands[0], field.astype(BITS[SIZES[i.type]]), i.type.replace("s", "u"), mask)
+    b.set(i.operands[0], field.astype(BITS[SIZES[i.type]]), mask)
 
 
 @opcode("bfi")
 def insert(b: Block, i: Instruction, mask: Mask) -> None:
-    new, old, at, width = (b.raw(each) & np.uint64(0xFFFFFFFF) for each in i.operands[1:5])
+    new, old, at, width = (b.words(each, 4).astype(np.uint64) for each in i.operands[1:5])
     field = ((np.uint64(1) << width) - np.uint64(1)) << at
-    b.write(i.operands[0], old & ~field | new << at & field, "u64", mask)
+    b.write(i.operands[0], old & ~field | new << at & field, "u32", mask)
 
 
 @opcode("prmt")
 def permute(b: Block, i: Instruction, mask: Mask) -> None:
-    low, high, chosen = (b.raw(each) & np.uint64(0xFFFFFFFF) for each in i.operands[1:4])
-    both, out = high << np.uint64(32) | low, np.zeros(b.threads, np.uint64)
-    for place in range(4):
-        selector = chosen >> np.uint64(4 * place) & np.uint64(15)
-        byte = both >> (selector & np.uint64(7)) * np.uint64(8) & np.uint64(255)
-        # The selector's highest bit asks for the byte's sign, eight times.
-        sign = np.where(byte & np.uint64(128), np.uint64(255), np.uint64(0))
-        out |= np.where(selector & np.uint64(8), sign, byte) << np.uint64(8 * place)
-    b.write(i.operands[0], out, "u64", mask)
+    low, high, chosen = (b.words(each, 4) for each in i.operands[1:4])
+    both = np.stack([low, high], 1).view(np.uint8)
+    selectors = chosen[:, None] >> np.array([0, 4, 8, 12], np.uint32) & np.uint32(15)
+    picked = np.take_along_axis(both, (selectors & np.uint32(7)).astype(np.int64), 1)
+    # The selector's highest bit asks for the byte's sign, eight times.
+    signs = np.where(picked & np.uint8(128), np.uint8(255), np.uint8(0))
+    picked = np.where(selectors & np.uint32(8), signs, picked)
+    b.set(i.operands[0], picked.view(np.uint32)[:, 0], mask)
 
 
 @opcode("lop3")
 def logic_of_three(b: Block, i: Instruction, mask: Mask) -> None:
-    x, y, z = (b.raw(each).astype(np.uint32) for each in i.operands[1:4])
+    x, y, z = (b.words(each, 4) for each in i.operands[1:4])
     table, out = int(i.operands[4], 0), np.zeros(b.threads, np.uint32)
     for case in range(8):
         if table >> case & 1:
@@ -231,22 +228,20 @@ def logic_of_three(b: Block, i: Instruction, mask: Mask) -> None:
 
 @opcode("popc")
 def count_bits(b: Block, i: Instruction, mask: Mask) -> None:
-    words = b.raw(i.operands[1]).astype(BITS[SIZES[i.type]]).astype(np.uint64)
-    counted = sum((words >> np.uint64(bit) & np.uint64(1) for bit in range(64)), np.zeros(b.threads, np.uint64))
-    b.write(i.operands[0], counted.astype(np.uint32), "u32", mask)
+    b.write(i.operands[0], np.bitwise_count(b.words(i.operands[1], SIZES[i.type])), "u32", mask)
 
 
 @opcode("clz")
 def leading_zeros(b: Block, i: Instruction, mask: Mask) -> None:
-    numbers = b.raw(i.operands[1]).astype(BITS[SIZES[i.type]]).astype(np.float64)
+    numbers = b.words(i.operands[1], SIZES[i.type]).astype(np.float64)
     used = np.where(numbers > 0, np.floor(np.log2(np.maximum(numbers, 1))) + 1, 0)
     b.write(i.operands[0], (8 * SIZES[i.type] - used).astype(np.uint32), "u32", mask)
 
 
 @opcode("selp")
 def select(b: Block, i: Instruction, mask: Mask) -> None:
-    chosen = b.read(i.operands[3], "pred")
-    b.write(i.operands[0], np.where(chosen, b.raw(i.operands[1]), b.raw(i.operands[2])), "u64", mask)
+    one, other = (b.words(each, SIZES[i.type]) for each in i.operands[1:3])
+    b.set(i.operands[0], np.where(b.read(i.operands[3], "pred"), one, other), mask)
 
 
 @opcode("setp", "eq ne lt le gt ge lo ls hi hs equ neu ltu leu gtu geu num nan and or xor ftz")
@@ -258,11 +253,11 @@ def compare(b: Block, i: Instruction, mask: Mask) -> None:
         out = ~out if how == "num" else out
     else:
         plain = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}.get(how, how[:2])
-        out = {"eq": x == y, "ne": x != y, "lt": x < y, "le": x <= y, "gt": x > y, "ge": x >= y}[plain]
-        if i.type in FLOATS:
+        out = _COMPARISONS[plain](x, y)
+        if i.type in FLOATS and (len(how) == 3) != (how == "ne"):
             unordered = np.isnan(x) | np.isnan(y)
-            # Names of three letters hold where a number is none.
-            out = out | unordered if len(how) == 3 else out & ~unordered
+            # Names of three letters hold where a number is none. The others do not, as NumPy's but for "ne".
+            out = out & ~unordered if how == "ne" else out | unordered
     combined = next((part for part in i.parts[2:] if part in ("and", "or", "xor")), "")
     if combined:
         other = b.read(i.operands[3], "pred")

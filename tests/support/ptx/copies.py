@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tests.support.ptx.memory import Words
 from tests.support.ptx.parsing import Fault
 from tests.support.ptx.races import Ints, Knowledge
+from tests.support.ptx.values import Array
 
 if TYPE_CHECKING:
     from tests.support.ptx.block import Block
@@ -48,8 +48,8 @@ class AsyncCopy:
     """A cp.async of some threads: numbers of the threads, places in shared memory, sources, bytes each, bytes read."""
 
     threads: Ints
-    targets: Words
-    sources: Words
+    targets: Array
+    sources: Array
     nbytes: int
     read: Ints
     text: str
@@ -190,9 +190,8 @@ class Copies:
             those = np.nonzero(copy.read == size)[0]
             if size:
                 agents = block.warp[copy.threads[those]]
-                values[those, :size] = block.memory.load(
-                    block.clocks, agents, copy.sources[those], int(size), copy.text
-                )
+                cells = block.memory.load(block.clocks, agents, copy.sources[those], int(size), copy.text)
+                values[those, :size] = cells.view(np.uint8).reshape(-1, size)
         offsets = block.shared.offsets(copy.targets, copy.nbytes, copy.text)
         block.shared.accesses.awaited[block.shared.accesses.units(offsets, copy.nbytes)] = False
         block.shared.store(block.warp[copy.threads], copy.targets, values, copy.text)

@@ -27,7 +27,7 @@ def copy(b: Block, i: Instruction, mask: Mask) -> None:
             b.copies.wait(warp, 0 if i.has("wait_all") else int(i.operands[0], 0))
     elif i.has("tensor"):
         tensor_map, _, coordinates = i.operands[1].strip("[] ").partition(",")
-        at = [b.raw(each).astype(np.uint32).view(np.int32) for each in elements(coordinates)]
+        at = [b.read(each, "s32") for each in elements(coordinates)]
         target, barrier, maps = b.address(i.operands[0]), b.address(i.operands[2]), b.raw(tensor_map.strip())
         for thread in np.nonzero(mask)[0]:
             warp = int(b.warp[thread])
@@ -53,21 +53,21 @@ def count_arrivals(b: Block, i: Instruction, mask: Mask) -> None:
     elif i.has("inval"):
         b.copies.barriers.pop(b.one_address(i.operands[0], mask), None)
     elif i.has("try_wait") or i.has("test_wait"):
-        addresses, parity = b.address(i.operands[1]), b.raw(i.operands[2])
+        addresses, parity = b.address(i.operands[1]).tolist(), (b.words(i.operands[2], 4) & np.uint32(1)).tolist()
+        asked: dict[tuple[int, int, int], bool] = {}
         passed = np.zeros(b.threads, np.bool_)
-        for asked in np.unique(
-            np.stack([addresses[threads], parity[threads] & np.uint64(1), b.warp[threads]]), axis=1
-        ).T:
-            address, phase, warp = (int(each) for each in asked)
-            those = mask & (addresses == asked[0]) & ((parity & np.uint64(1)) == asked[1]) & (b.warp == warp)
-            passed[those] = b.copies.passed(address, phase, warp, i.text)
+        for thread in threads.tolist():
+            what = addresses[thread], parity[thread], thread // 32
+            if what not in asked:
+                asked[what] = b.copies.passed(*what, i.text)
+            passed[thread] = asked[what]
         b.write(i.operands[0], passed, "pred", mask)
         b.spinning |= mask & ~passed
     else:
         place = i.operands[1] if i.operands[0] == "_" else i.operands[0]
         addresses = b.address(place)
         nbytes = b.raw(i.operands[-1]) if i.has("expect_tx") else np.zeros(b.threads, np.uint64)
-        for thread in threads:
+        for thread in threads.tolist():
             b.copies.arrive(int(addresses[thread]), int(b.warp[thread]), int(nbytes[thread]), i.text)
 
 

@@ -1,11 +1,11 @@
 """Matrices as the threads of a warp hold them in registers, for tensor cores of any type of element."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tests.support.ptx.memory import Bytes
-from tests.support.ptx.values import Array, bfloat16_to_float32, e4m3_to_float32
+from tests.support.ptx.values import BITS, Array, bfloat16_to_float32, e4m3_to_float32
 
 if TYPE_CHECKING:
     from tests.support.ptx.block import Block
@@ -14,29 +14,24 @@ if TYPE_CHECKING:
 ELEMENT_BYTES = {"f16": 2, "bf16": 2, "s8": 1, "u8": 1, "e4m3": 1}
 
 
-def numbers_of(stored: Bytes, kind: str) -> Array:
-    """Numbers [...] of bytes [..., size]."""
+def numbers_of(bits: Array, kind: str) -> Array:
+    """Numbers of unsigned integers of their width."""
     if kind == "e4m3":
-        return e4m3_to_float32(stored[..., 0])
-    if kind in ("s8", "u8"):
-        return stored[..., 0].view(np.int8 if kind == "s8" else np.uint8)
-    bits = np.ascontiguousarray(stored).view(np.uint16)[..., 0]
-    return bits.view(np.float16) if kind == "f16" else bfloat16_to_float32(bits)
+        return e4m3_to_float32(bits)
+    if kind == "bf16":
+        return bfloat16_to_float32(bits)
+    return bits.view({"f16": np.float16, "s8": np.int8, "u8": np.uint8}[kind])
 
 
-def elements_of(block: "Block", register: str, kind: str) -> Array:
-    """A register's elements [warps, 32, elements]."""
-    stored = np.ascontiguousarray(block.raw(register).astype(np.uint32)).view(np.uint8).reshape(block.warps, 32, 4)
-    return numbers_of(stored.reshape(block.warps, 32, 4 // ELEMENT_BYTES[kind], ELEMENT_BYTES[kind]), kind)
+def fragments_of(block: "Block", registers: Sequence[str], kind: str) -> Array:
+    """float64 [registers, warps, 8, 4, elements]: what thread 4 g + t of each warp holds."""
+    words = np.stack([block.words(each, 4) for each in registers])
+    bits = words.view(BITS[ELEMENT_BYTES[kind]]).reshape(len(registers), block.warps, 8, 4, -1)
+    return numbers_of(bits, kind).astype(np.float64)
 
 
-def left_fragments(block: "Block", registers: list[str], kind: str) -> Array:
-    """Left sides [warps, 16, inner] that warps hold in registers."""
-    count, lane = 4 // ELEMENT_BYTES[kind], np.arange(32)
-    matrix = np.zeros((block.warps, 16, 2 * len(registers) * count), np.float64)
-    for number, register in enumerate(registers):
-        values = elements_of(block, register, kind)
-        for each in range(count):
-            column = lane % 4 * count + each + 4 * count * (number // 2)
-            matrix[:, lane // 4 + 8 * (number % 2), column] = values[..., each]
-    return matrix
+def left_fragments(block: "Block", registers: Sequence[str], kind: str) -> Array:
+    """Left sides [warps, 16, inner] that warps hold in registers: rows g and g + 8 in turn, then the next columns."""
+    held = fragments_of(block, registers, kind)
+    by_row = held.reshape(-1, 2, *held.shape[1:]).transpose(2, 1, 3, 0, 4, 5)
+    return by_row.reshape(block.warps, 16, -1)

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from tests.support.ptx import arithmetic, copying, matrices, movement  # noqa: F401  # they declare opcodes
-from tests.support.ptx.block import PARAMETERS, Block
+from tests.support.ptx.block import PARAMETER_BYTES, PARAMETERS, Block
+from tests.support.ptx.dependents import Reached
 from tests.support.ptx.graphs import captured
 from tests.support.ptx.memory import Buffer, GlobalMemory
 from tests.support.ptx.parsing import Fault, Program, parse
@@ -29,11 +30,19 @@ _SCRATCH_ALIGNMENT = 128
 
 @dataclass
 class Launch:
-    """A launch that ran: its kernel, its grid, and the instructions that all blocks executed."""
+    """A launch that ran.
+
+    Attributes:
+        executed: number of instructions that all blocks executed.
+        reached: what they loaded and stored.
+        is_dependent: whether it may begin while the launch before still runs.
+    """
 
     name: str
     grid: tuple[int, int, int]
     executed: int
+    reached: list[Reached]
+    is_dependent: bool
 
 
 @dataclass
@@ -60,7 +69,7 @@ class Arguments:
         if storage.nbytes():
             known = self.buffers.get(storage.data_ptr())
             unit = min(unit, known.unit) if known else unit
-            self.buffers[storage.data_ptr()] = Buffer(storage.data_ptr(), storage.nbytes(), unit)
+            self.buffers[storage.data_ptr()] = Buffer(storage.data_ptr(), storage.nbytes(), unit, storage)
         self.words.append(tensor.data_ptr())
 
     def add_tensor_map(self, descriptor: Any, meta: dict[str, Any]) -> None:
@@ -84,30 +93,51 @@ class Arguments:
         self.words[-1] += -self.words[-1] % _SCRATCH_ALIGNMENT
 
 
-def run(program: Program, grid: Sequence[int], threads: int, shared_bytes: int, arguments: Arguments) -> Launch:
+def run(
+    program: Program,
+    grid: Sequence[int],
+    threads: int,
+    shared_bytes: int,
+    arguments: Arguments,
+    before: Sequence[Launch] | None = None,
+) -> Launch:
     """Run a kernel's blocks, one after another.
+
+    Args:
+        before: the launches so far, of a launch that may begin while the last of them still runs.
 
     Raises:
         Fault: as the package says.
     """
     if len(program.parameters) != len(arguments.words):
         raise Fault(f"{program.name} takes {len(program.parameters)} parameters, not {len(arguments.words)}")
-    memory = GlobalMemory(list(arguments.buffers.values()))
+    memory = GlobalMemory(list(arguments.buffers.values()), _unfinished(before or ()))
     parameters = {p.name: word for p, word in zip(program.parameters, arguments.words, strict=True)}
     x, y, z = (*grid, 1, 1)[:3]
     executed = 0
     for number in range(x * y * z):
         place = number % x, number // x % y, number // x // y
-        maps = {PARAMETERS + 128 * at: dict(fields) for at, fields in arguments.tensor_maps.items()}
-        memory.accesses.begin(number)
+        maps = {PARAMETERS + PARAMETER_BYTES * at: dict(fields) for at, fields in arguments.tensor_maps.items()}
+        memory.begin(number)
         block = Block(program, threads, shared_bytes, memory, parameters, maps, place, (x, y, z))
         try:
-            block.run()
+            with np.errstate(all="ignore"):
+                block.run()
         except Fault as fault:
             fault.add_note(f"in block {place} of {program.name}")
             raise
         executed += block.executed
-    return Launch(program.name, (x, y, z), executed)
+    return Launch(program.name, (x, y, z), executed, memory.reached(), before is not None)
+
+
+def _unfinished(launches: Sequence[Launch]) -> list[Reached]:
+    """What launches reach that may still run when a dependent one begins: the last that was none, and all since."""
+    found: list[Reached] = []
+    for launch in reversed(launches):
+        found += launch.reached
+        if not launch.is_dependent:
+            break
+    return found
 
 
 @contextmanager
@@ -144,7 +174,8 @@ def launches_run_here(capability: int) -> Iterator[list[Launch]]:
             sizes = grid({**options}) if callable(grid) else grid
 
             def work() -> None:
-                launched.append(_launch(self, kernel, sizes, args, options))
+                before = launched if options.get("launch_pdl") else None
+                launched.append(_launch(self, kernel, sizes, args, options, before))
 
             if not captured(work):
                 work()
@@ -161,7 +192,14 @@ def launches_run_here(capability: int) -> Iterator[list[Launch]]:
 _parse: Callable[[str], Program] = cache(parse)
 
 
-def _launch(function: Any, kernel: Any, grid: Sequence[int], args: tuple[Any, ...], options: dict[str, Any]) -> Launch:
+def _launch(
+    function: Any,
+    kernel: Any,
+    grid: Sequence[int],
+    args: tuple[Any, ...],
+    options: dict[str, Any],
+    before: Sequence[Launch] | None,
+) -> Launch:
     program = _parse(kernel.asm["ptx"])
     given = dict(zip(function.arg_names, args, strict=False)) | options
     arguments = Arguments()
@@ -172,7 +210,7 @@ def _launch(function: Any, kernel: Any, grid: Sequence[int], args: tuple[Any, ..
     arguments.add_scratch(int(getattr(kernel.metadata, "global_scratch_size", 0) or 0) * blocks)
     arguments.add_scratch(0)
     threads = program.threads or 32 * kernel.metadata.num_warps
-    return run(program, grid, threads, max(int(kernel.metadata.shared), 16), arguments)
+    return run(program, grid, threads, max(int(kernel.metadata.shared), 16), arguments, before)
 
 
 def _add(arguments: Arguments, value: Any, kind: Any, maps: Iterator[dict[str, Any]]) -> None:

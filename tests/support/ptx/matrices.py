@@ -3,29 +3,28 @@
 import numpy as np
 
 from tests.support.ptx.block import Block, Mask, opcode
-from tests.support.ptx.fragments import ELEMENT_BYTES, elements_of, left_fragments
+from tests.support.ptx.fragments import ELEMENT_BYTES, fragments_of, left_fragments
 from tests.support.ptx.parsing import Fault, Instruction, elements
 
 
 @opcode("mma", "row col satfinite m16n8k16 m16n8k8 m16n8k32 e4m3")
 def warp_product(b: Block, i: Instruction, mask: Mask) -> None:
     total, left, right, _ = i.parts[-4:]
-    if left not in ELEMENT_BYTES or i.has("satfinite"):
+    if left not in ELEMENT_BYTES or (i.has("satfinite") and total != "s32"):
         raise Fault(f"unknown product: {i.text}")
     if not (mask.reshape(-1, 32).all(1) | ~mask.reshape(-1, 32).any(1)).all():
         raise Fault(f"threads of a warp part at a product: {i.text}")
     results, lefts, rights, totals = (elements(each) for each in i.operands)
-    lane, count = np.arange(32), 4 // ELEMENT_BYTES[left]
-    a = left_fragments(b, lefts, left)
-    other = np.zeros((b.warps, a.shape[2], 8), np.float64)
-    for number, register in enumerate(rights):
-        values = elements_of(b, register, right)
-        for each in range(count):
-            other[:, lane % 4 * count + each + 4 * count * number, lane // 4] = values[..., each]
-    product = a @ other
-    for number, (register, old) in enumerate(zip(results, totals, strict=True)):
-        row, column = lane // 4 + 8 * (number // 2), lane % 4 * 2 + number % 2
-        b.write(register, product[:, row, column].reshape(-1) + b.read(old, total), total, mask)
+    rights_held = fragments_of(b, rights, right)
+    # Registers, columns, threads of a column, elements: thread 4 g + t has rows from t on of column g.
+    inner = len(rights) * 4 * rights_held.shape[-1]
+    other = rights_held.transpose(1, 0, 3, 4, 2).reshape(b.warps, inner, 8)
+    product = left_fragments(b, lefts, left) @ other
+    # Rows g and g + 8, and of each columns 2 t and 2 t + 1.
+    by_register = product.reshape(b.warps, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3).reshape(4, b.threads)
+    for register, old, new in zip(results, totals, by_register, strict=True):
+        summed = new + b.read(old, total)
+        b.write(register, summed.clip(-(2**31), 2**31 - 1) if i.has("satfinite") else summed, total, mask)
 
 
 @opcode("ldmatrix stmatrix", "m8n8 x1 x2 x4 trans shared")
@@ -36,23 +35,22 @@ def matrices(b: Block, i: Instruction, mask: Mask) -> None:
     chosen = np.nonzero(mask.reshape(-1, 32).all(1))[0]
     if mask.sum() != 32 * len(chosen):
         raise Fault(f"threads of a warp part at a matrix: {i.text}")
-    lane, agents = np.arange(32), np.repeat(chosen, 8)
-    for number, register in enumerate(registers):
-        rows = addresses[chosen, 8 * number : 8 * number + 8].reshape(-1)
-        if loads:
-            matrix = b.shared.load(agents, rows, 16, i.text).view(np.uint16).reshape(-1, 8, 8)
-            matrix = matrix.transpose(0, 2, 1) if i.has("trans") else matrix
-            low, high = (matrix[:, lane // 4, 2 * (lane % 4) + half].astype(np.uint64) for half in (0, 1))
-            words = np.zeros((b.warps, 32), np.uint64)
-            words[chosen] = low | high << np.uint64(16)
-            b.write(register, words.reshape(-1), "u64", mask)
-        else:
-            words = b.raw(register).reshape(b.warps, 32)[chosen]
-            matrix = np.zeros((len(chosen), 8, 8), np.uint16)
-            for half in (0, 1):
-                matrix[:, lane // 4, 2 * (lane % 4) + half] = words >> np.uint64(16 * half) & np.uint64(0xFFFF)
-            matrix = matrix.transpose(0, 2, 1) if i.has("trans") else matrix
-            b.shared.store(agents, rows, np.ascontiguousarray(matrix).view(np.uint8).reshape(-1, 16), i.text)
+    count = len(registers)
+    # Thread 8 n + r has the address of row r of matrix n; thread 4 r + c holds columns 2 c and 2 c + 1 of its row r.
+    rows, agents = addresses[chosen, : 8 * count].reshape(-1), np.repeat(chosen, 8 * count)
+    shape = len(chosen), count, 8, 8
+    if loads:
+        held = b.shared.load(agents, rows, 16, i.text).view(np.uint16).reshape(shape)
+        held = held.swapaxes(2, 3) if i.has("trans") else held
+        words = np.zeros((count, b.warps, 32), np.uint32)
+        words[:, chosen] = np.ascontiguousarray(held.swapaxes(0, 1)).view(np.uint32).reshape(count, -1, 32)
+        for register, word in zip(registers, words.reshape(count, -1), strict=True):
+            b.set(register, word, mask)
+    else:
+        words = np.stack([b.words(each, 4).reshape(b.warps, 32)[chosen] for each in registers], 1)
+        held = words.view(np.uint16).reshape(shape)
+        held = held.swapaxes(2, 3) if i.has("trans") else held
+        b.shared.store(agents, rows, np.ascontiguousarray(held).reshape(-1, 8), i.text)
 
 
 @opcode(

@@ -26,23 +26,17 @@ _ROUNDINGS = {"rni": np.rint, "rmi": np.floor, "rpi": np.ceil, "rzi": np.trunc}
 def load(b: Block, i: Instruction, mask: Mask) -> None:
     size, targets = SIZES[i.type], elements(i.operands[0])
     if i.has("param"):
-        b.write(targets[0], np.full(b.threads, b.parameters[i.operands[1].strip("[] ")], np.uint64), "u64", mask)
+        b.set(targets[0], b.parameter(i.operands[1], mask), mask)
         return
-    taken = b.loaded(
-        "shared" if i.has("shared") else "global", b.address(i.operands[1]), size * len(targets), mask, i.text
-    )
-    for number, target in enumerate(targets):
-        words = np.ascontiguousarray(taken[:, number * size : (number + 1) * size]).view(BITS[size])[:, 0]
-        # Narrow signed numbers fill the register that they are loaded into.
-        numbers = words.view(np.int8 if size == 1 else np.int16).astype(np.int32) if i.type in ("s8", "s16") else words
-        b.write(target, numbers, f"{'s' if numbers.dtype.kind == 'i' else 'u'}{8 * numbers.dtype.itemsize}", mask)
+    space = "shared" if i.has("shared") else "global"
+    taken = b.loaded(space, b.address(i.operands[1]), size, len(targets), mask, i.text)
+    for target, words in zip(targets, np.ascontiguousarray(taken.T), strict=True):
+        b.set(target, _filled(words, i.type) if i.type in ("s8", "s16") else words, mask)
 
 
 @opcode("st", "global shared volatile relaxed release gpu cta v2 v4 L1::evict_last L1::evict_first L2::cache_hint")
 def store(b: Block, i: Instruction, mask: Mask) -> None:
-    size = SIZES[i.type]
-    parts = [b.raw(each).astype(BITS[size])[:, None].view(np.uint8) for each in elements(i.operands[1])]
-    values = np.concatenate(parts, 1)
+    values = np.stack([b.words(each, SIZES[i.type]) for each in elements(i.operands[1])], 1)
     b.stored("shared" if i.has("shared") else "global", b.address(i.operands[0]), values, mask, i.text)
 
 
@@ -50,26 +44,28 @@ def store(b: Block, i: Instruction, mask: Mask) -> None:
 def move(b: Block, i: Instruction, mask: Mask) -> None:
     target, source = i.operands
     if i.type == "pred":
-        b.write(target, b.read(source, "pred"), "pred", mask)
+        b.set(target, b.read(source, "pred"), mask)
     elif target.startswith("{"):
-        parts, words = elements(target), b.raw(source)
-        width = 8 * SIZES[i.type] // len(parts)
-        for number, part in enumerate(parts):
-            b.write(part, words >> np.uint64(width * number) & np.uint64((1 << width) - 1), "u64", mask)
+        parts = elements(target)
+        words = b.words(source, SIZES[i.type]).view(BITS[SIZES[i.type] // len(parts)]).reshape(-1, len(parts))
+        for part, word in zip(parts, np.ascontiguousarray(words.T), strict=True):
+            b.set(part, word, mask)
     elif source.startswith("{"):
         parts = elements(source)
-        width = 8 * SIZES[i.type] // len(parts)
-        words = np.zeros(b.threads, np.uint64)
-        for number, part in enumerate(parts):
-            words |= (b.raw(part) & np.uint64((1 << width) - 1)) << np.uint64(width * number)
-        b.write(target, words, "u64", mask)
+        words = np.stack([b.words(each, SIZES[i.type] // len(parts)) for each in parts], 1)
+        b.set(target, words.view(BITS[SIZES[i.type]])[:, 0], mask)
     else:
-        b.write(target, b.raw(source).astype(BITS[SIZES[i.type]]), f"u{8 * SIZES[i.type]}", mask)
+        b.set(target, b.words(source, SIZES[i.type]), mask)
+
+
+def _filled(words: Array, kind: str) -> Array:
+    """Narrow signed numbers, which fill the register that they go to."""
+    return words.view(np.int8 if kind == "s8" else np.int16).astype(np.int32).view(np.uint32)
 
 
 @opcode("cvta", "to global shared param")
 def convert_address(b: Block, i: Instruction, mask: Mask) -> None:
-    b.write(i.operands[0], b.raw(i.operands[1]), "u64", mask)
+    b.set(i.operands[0], b.raw(i.operands[1]), mask)
 
 
 @opcode("cvt", "rn rni rmi rpi rzi ftz sat satfinite relu pack")
@@ -80,10 +76,10 @@ def convert(b: Block, i: Instruction, mask: Mask) -> None:
     if into in ("f16x2", "bf16x2", "e4m3x2") and source == "f32":
         high, low = (b.read(each, "f32") for each in i.operands[1:])
         if into == "e4m3x2":
-            words = float32_to_e4m3(low).astype(np.uint64) | float32_to_e4m3(high).astype(np.uint64) << np.uint64(8)
+            words = np.stack([float32_to_e4m3(low), float32_to_e4m3(high)], 1).view(np.uint16)[:, 0]
         else:
             words = joined(low, high, into)
-        b.write(i.operands[0], words, "u64", mask)
+        b.set(i.operands[0], words, mask)
         return
     numbers = b.read(i.operands[1], source)
     if i.has("ftz") and source == "f32":
@@ -94,28 +90,23 @@ def convert(b: Block, i: Instruction, mask: Mask) -> None:
     elif source in FLOATS and into == source and any(map(i.has, _ROUNDINGS)):
         numbers = next(f for name, f in _ROUNDINGS.items() if i.has(name))(numbers)
     words = to_words(numbers, into)
-    if into in ("s8", "s16"):
-        # Narrow signed numbers fill the register that they go to.
-        signed = words.astype(BITS[SIZES[into]]).view(np.int8 if into == "s8" else np.int16)
-        words = signed.astype(np.int32).view(np.uint32).astype(np.uint64)
-    b.write(i.operands[0], words, "u64", mask)
+    b.set(i.operands[0], _filled(words, into) if into in ("s8", "s16") else words, mask)
 
 
 @opcode("shfl", "bfly idx up down")
 def shuffle(b: Block, i: Instruction, mask: Mask) -> None:
-    words, by = b.raw(i.operands[1]), b.raw(i.operands[2]).astype(np.int64)
+    words, by = b.words(i.operands[1], 4), b.words(i.operands[2], 4).view(np.int32)
     ways: dict[str, Array] = {"bfly": b.lane ^ by, "idx": by & 31, "down": b.lane + by, "up": b.lane - by}
     source = ways[next(way for way in ways if i.has(way))]
     source = np.where((source >= 0) & (source < 32), source, b.lane)
-    b.write(i.operands[0].split("|")[0], words[b.warp * 32 + source], "u64", mask)
+    b.set(i.operands[0].split("|")[0], words[b.warp * 32 + source], mask)
 
 
 @opcode("vote", "ballot any all")
 def vote(b: Block, i: Instruction, mask: Mask) -> None:
     said = (b.read(i.operands[1], "pred") & mask).reshape(-1, 32)
     if i.has("ballot"):
-        words = (said.astype(np.uint64) << np.arange(32, dtype=np.uint64)).sum(1)
-        b.write(i.operands[0], np.repeat(words, 32), "u64", mask)
+        b.set(i.operands[0], _bits(said), mask)
     else:
         agreed = said.any(1) if i.has("any") else (said | ~mask.reshape(-1, 32)).all(1)
         b.write(i.operands[0], np.repeat(agreed, 32), "pred", mask)
@@ -137,8 +128,12 @@ def elect(b: Block, i: Instruction, mask: Mask) -> None:
 
 @opcode("activemask")
 def active_mask(b: Block, i: Instruction, mask: Mask) -> None:
-    words = (mask.reshape(-1, 32).astype(np.uint64) << np.arange(32, dtype=np.uint64)).sum(1)
-    b.write(i.operands[0], np.repeat(words, 32), "u64", mask)
+    b.set(i.operands[0], _bits(mask.reshape(-1, 32)), mask)
+
+
+def _bits(truths: Array) -> Array:
+    """Truths of each warp [warps, 32] as the bits of a word, for each of its threads."""
+    return np.repeat((truths.astype(np.uint32) << np.arange(32, dtype=np.uint32)).sum(1, dtype=np.uint32), 32)
 
 
 @opcode("bar barrier", "warp arrive cta")
@@ -167,29 +162,24 @@ def fence(b: Block, i: Instruction, mask: Mask) -> None:
 )
 def without_effect(b: Block, i: Instruction, mask: Mask) -> None:
     """What changes when something happens, and not what is computed."""
+    if i.opcode == "griddepcontrol" and i.has("wait"):
+        b.memory.dependence.waited.update(np.unique(b.warp[mask]).tolist())
     if i.opcode == "createpolicy":
-        b.write(i.operands[0], np.zeros(b.threads, np.uint64), "u64", mask)
+        b.set(i.operands[0], np.zeros(b.threads, np.uint64), mask)
 
 
 @opcode("atom", "global shared acq_rel relaxed gpu cta sys add min max or and exch cas")
 def atomic(b: Block, i: Instruction, mask: Mask) -> None:
     if not i.has("add") or not i.has("global"):
         raise Fault(f"unknown atomic: {i.text}")
-    size, addresses = SIZES[i.type], b.address(i.operands[1])
-    before = np.zeros(b.threads, np.uint64)
+    size, addresses, added = SIZES[i.type], b.address(i.operands[1]), b.read(i.operands[2], i.type)
+    before = np.zeros(b.threads, added.dtype)
     for thread in np.nonzero(mask)[0]:
         alone = np.arange(b.threads) == thread
         if i.has("acq_rel"):
             b.memory.accesses.atomic(b.clocks, int(b.warp[thread]), int(addresses[thread]))
-        taken = b.loaded("global", addresses, size, alone, i.text)[thread].view(BITS[size])
-        numbers = to_words(taken, f"u{8 * size}")
-        before[thread] = numbers[0]
-        kind = i.type
-        added = b.read(i.operands[2], kind)[thread]
-        new = (taken.view(added.dtype) + added).astype(added.dtype).view(np.uint8)
-        values = np.zeros((b.threads, size), np.uint8)
-        values[thread] = new
-        b.stored("global", addresses, values, alone, i.text)
+        before[thread] = b.loaded("global", addresses, size, 1, alone, i.text)[thread, 0].view(added.dtype)
+        b.stored("global", addresses, (before + added).view(BITS[size])[:, None], alone, i.text)
         if i.has("acq_rel"):
             b.memory.accesses.atomic(b.clocks, int(b.warp[thread]), int(addresses[thread]))
-    b.write(i.operands[0], before, "u64", mask)
+    b.set(i.operands[0], before.view(BITS[size]), mask)

@@ -1,7 +1,9 @@
 """PTX text as a program: its entry's parameters, its instructions in order, and where its branches lead."""
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache, cached_property
 
 
 class Fault(Exception):
@@ -27,6 +29,8 @@ class Instruction:
         text: the statement as the compiler wrote it.
         target: number of the instruction that a branch leads to.
         targets: numbers that an indexed branch chooses from.
+        names: registers and whatever else its operands name.
+        handler: what executes it, once it was looked up.
     """
 
     parts: tuple[str, ...]
@@ -37,6 +41,7 @@ class Instruction:
     target: int = -1
     targets: tuple[int, ...] = ()
     names: frozenset[str] = field(default_factory=frozenset)
+    handler: Callable[..., None] | None = None
 
     @property
     def opcode(self) -> str:
@@ -67,12 +72,21 @@ class Program:
     instructions: tuple[Instruction, ...]
     ranges: dict[str, int] = field(default_factory=dict)
 
+    @cached_property
+    def stops(self) -> list[int]:
+        """Number of the next instruction, from each one on, that branches or that other threads may wait for."""
+        last, found = len(self.instructions), []
+        for number, instruction in reversed([*enumerate(self.instructions)]):
+            last = number if instruction.opcode in _STOPS else last
+            found.append(last)
+        return found[::-1]
+
     def declares(self, register: str) -> bool:
         """Whether a range of registers that the entry declares holds one of this name."""
         found = re.fullmatch(r"(%\D+)(\d+)", register)
         return found is not None and int(found[2]) < self.ranges.get(found[1], 0)
 
-    @property
+    @cached_property
     def finest_store(self) -> int:
         sizes = [SIZES[i.type] for i in self.instructions if i.opcode == "st" and i.has("shared") and i.type in SIZES]
         return min([*sizes, 4])
@@ -86,6 +100,8 @@ SIZES = {
     **dict.fromkeys(("b64", "u64", "s64", "f64"), 8),
     "b128": 16,
 }
+_STOPS = ("bra", "brx", "ret", "exit", "bar", "barrier", "mbarrier")
+_BLANK = re.compile(r"\s*")
 _LABEL = re.compile(r"([\w$]+)\s*:(?!:)")
 _PARAMETER = re.compile(
     r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)(?:\s+\.ptr(?:\s+\.\w+)?(?:\s+\.align\s+\d+)?)?\s+(\w+)(?:\[(\d+)\])?"
@@ -137,7 +153,7 @@ class _Body:
         at, opened, last_label = 0, 0, ""
         scope: tuple[int, ...] = (0,)
         while True:
-            at += len(self.text[at:]) - len(self.text[at:].lstrip()) if self.text[at].isspace() else 0
+            at = _BLANK.match(self.text, at).end()  # type: ignore[union-attr]  # it always matches
             if self.text[at] == "{":
                 opened += 1
                 scope = (*scope, opened)
@@ -182,6 +198,7 @@ def read_instruction(text: str) -> Instruction:
     return Instruction(parts, found, predicate, negated, text, names=names)
 
 
-def elements(vector: str) -> list[str]:
+@cache
+def elements(vector: str) -> tuple[str, ...]:
     """Operands of a vector, or the operand itself where it is none."""
-    return [each.strip() for each in vector.strip("{} ").split(",")]
+    return tuple(each.strip() for each in vector.strip("{} ").split(","))

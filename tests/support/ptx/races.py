@@ -14,6 +14,9 @@ from tests.support.ptx.parsing import Fault
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
+# Bits of an agent's time in a stamp of shared memory.
+_TIME = 40
+_TIMES = (1 << _TIME) - 1
 
 
 class Race(Fault):
@@ -42,6 +45,10 @@ class Clocks:
         self.known: Ints = np.zeros((self.agents, self.agents), np.int64)
         self.fenced: Ints = np.zeros((self.agents, self.agents), np.int64)
         np.fill_diagonal(self.known, 1)
+        # Barriers of all warps so far, and the last one up to which every warp knows of every access.
+        self.meetings, self.settled = 0, -1
+        # When the bulk copies and each warpgroup's products last accessed anything.
+        self.acted: Ints = np.zeros(self.agents, np.int64)
 
     def products_of(self, warpgroup: int) -> int:
         """Agent of a warpgroup's products."""
@@ -77,6 +84,10 @@ class Clocks:
             self.release(agent, told)
         for agent in agents:
             self.acquire(agent, told)
+        if len(agents) == self.warps:
+            if (self.known[: self.warps, self.warps :] >= self.acted[self.warps :]).all():
+                self.settled = self.meetings
+            self.meetings += 1
 
     def act_for(self, agent: int, told: Knowledge) -> None:
         """Let an agent know what another one told it, and of others no more."""
@@ -91,16 +102,20 @@ class Clocks:
 
 
 class SharedAccesses:
-    """The last store to each unit of shared memory, and each agent's last load since."""
+    """The last store to each unit of shared memory, and each agent's last load since.
+
+    A stamp is the number of the agent, from 1 on, before its time. `touched` has the barriers of all warps that were
+    before a unit's last access: most accesses stand behind a barrier that settled all earlier ones.
+    """
 
     def __init__(self, clocks: Clocks, nbytes: int, unit: int) -> None:
         self.clocks, self.unit = clocks, unit
-        units = nbytes // unit + 16
-        self.writer = np.full(units, -1, np.int16)
-        self.written: Ints = np.zeros(units, np.int64)
-        self.read: Ints = np.zeros((clocks.agents, units), np.int64)
+        self.count = nbytes // unit + 16
+        self.stored: Ints = np.zeros(self.count, np.int64)
+        self.read: Ints = np.zeros((clocks.agents, self.count), np.int64)
+        self.touched: Ints = np.full(self.count, -1, np.int64)
         # Units whose asynchronous copy was asked for and not waited for.
-        self.awaited: Bools = np.zeros(units, np.bool_)
+        self.awaited: Bools = np.zeros(self.count, np.bool_)
 
     def units(self, offsets: Ints, nbytes: int) -> Ints:
         """Units [accesses, units each] that accesses of so many bytes reach."""
@@ -109,35 +124,48 @@ class SharedAccesses:
 
     def load(self, agents: Ints, units: Ints, text: str, *, asynchronous: bool = False) -> None:
         """Note loads by agents [accesses] of units [accesses, n]; those of tensor cores need stores to be fenced."""
-        who = np.broadcast_to(agents[:, None], units.shape)
-        writer, at = self.writer[units], self.written[units]
-        self._refuse(self.awaited[units], "a copy that was not waited for is read", text)
-        self._refuse((writer >= 0) & (self.clocks.known[who, writer] < at), "read beside a store", text)
-        if asynchronous:
-            self._refuse(self._unfenced(who, writer, at), "read by the tensor cores without a fence", text)
-        self.read[who, units] = self.clocks.known[who, who]
+        self._refuse(self.awaited.take(units), "a copy that was not waited for is read", text)
+        if asynchronous or self.touched.take(units).max() > self.clocks.settled:
+            place, at = self._last(agents, units)
+            self._refuse(self.clocks.known.take(place) < at, "read beside a store", text)
+            if asynchronous:
+                self._refuse(self._unfenced(place, at), "read by the tensor cores without a fence", text)
+        times = self.clocks.known.diagonal()[agents]
+        self.read.reshape(-1)[agents[:, None] * self.count + units] = times[:, None]
+        self._touch(agents, units)
 
     def store(self, agents: Ints, units: Ints, text: str, *, by_copy: bool = False) -> None:
         """Note stores by agents [accesses] to units [accesses, n]; a bulk copy needs earlier ones to be fenced."""
-        who = np.broadcast_to(agents[:, None], units.shape)
-        writer, at = self.writer[units], self.written[units]
-        self._refuse(self.awaited[units], "a copy that was not waited for is overwritten", text)
-        self._refuse((writer >= 0) & (self.clocks.known[who, writer] < at), "written beside a store", text)
-        if by_copy:
-            self._refuse(self._unfenced(who, writer, at), "overwritten by a bulk copy without a fence", text)
-        readers = self.read[:, units]
-        self._refuse((readers > self.clocks.known[who].transpose(2, 0, 1)).any(0), "overwritten beside a load", text)
-        self.writer[units] = who
-        self.written[units] = self.clocks.known[who, who]
+        self._refuse(self.awaited.take(units), "a copy that was not waited for is overwritten", text)
+        if by_copy or self.touched.take(units).max() > self.clocks.settled:
+            place, at = self._last(agents, units)
+            self._refuse(self.clocks.known.take(place) < at, "written beside a store", text)
+            if by_copy:
+                self._refuse(self._unfenced(place, at), "overwritten by a bulk copy without a fence", text)
+            known = self.clocks.known[agents].T[:, :, None]
+            self._refuse(self.read.take(units, 1) > known, "overwritten beside a load", text)
+        times = self.clocks.known.diagonal()[agents]
+        self.stored[units] = (agents + 1 << _TIME | times)[:, None]
+        self._touch(agents, units)
 
     def same_instruction(self, agents: Ints, units: Ints, text: str) -> None:
         """Two warps of one instruction store to the same unit: the later one's name is there."""
-        who = np.broadcast_to(agents[:, None], units.shape)
-        self._refuse(self.writer[units] != who, "written by two warps at once", text)
+        self._refuse(self.stored[units] >> _TIME != agents[:, None] + 1, "written by two warps at once", text)
 
-    def _unfenced(self, who: Ints, writer: Any, at: Ints) -> Bools:
-        by_threads = (writer >= 0) & (writer < self.clocks.warps)
-        missing: Bools = by_threads & (self.clocks.fenced[who, writer] < at)
+    def _last(self, agents: Ints, units: Ints) -> tuple[Ints, Ints]:
+        """Of the last stores: where in the clocks stands what agents know of them, and their times."""
+        stamps = self.stored.take(units)
+        # Of what nobody wrote the time is 0, of which everyone knows.
+        return agents[:, None] * self.clocks.agents + np.maximum((stamps >> _TIME) - 1, 0), stamps & _TIMES
+
+    def _touch(self, agents: Ints, units: Ints) -> None:
+        self.touched[units] = self.clocks.meetings
+        if agents[0] >= self.clocks.warps:
+            self.clocks.acted[agents[0]] = self.clocks.time(agents[0])
+
+    def _unfenced(self, place: Ints, at: Ints) -> Bools:
+        by_threads = place % self.clocks.agents < self.clocks.warps
+        missing: Bools = by_threads & (self.clocks.fenced.take(place) < at)
         return missing
 
     def _refuse(self, bad: Any, what: str, text: str) -> None:
@@ -155,6 +183,7 @@ class GlobalAccesses:
     def __init__(self) -> None:
         self.written: dict[int, Ints] = {}
         self.read: dict[int, Ints] = {}
+        self.stored_to: set[int] = set()
         self.released: dict[int, dict[int, Ints]] = {}
         self.other_blocks: dict[int, Ints] = {}
         self.block = 0
@@ -165,16 +194,16 @@ class GlobalAccesses:
 
     def load(self, clocks: Clocks, agents: Ints, place: int, units: Ints, size: int, text: str) -> None:
         written, read = self._of(place, size)
-        who = np.broadcast_to(agents[:, None], units.shape)
-        self._refuse(clocks, who, written[units], f"a tensor is read beside a store: {text}")
-        read[units] = self._stamp(clocks, who)
+        if place in self.stored_to:
+            self._refuse(clocks, agents, written.take(units), f"a tensor is read beside a store: {text}")
+        read[units] = self._stamp(clocks, agents)
 
     def store(self, clocks: Clocks, agents: Ints, place: int, units: Ints, size: int, text: str) -> None:
         written, read = self._of(place, size)
-        who = np.broadcast_to(agents[:, None], units.shape)
-        self._refuse(clocks, who, written[units], f"a tensor is written beside a store: {text}")
-        self._refuse(clocks, who, read[units], f"a tensor is overwritten beside a load: {text}")
-        written[units] = self._stamp(clocks, who)
+        self._refuse(clocks, agents, written.take(units), f"a tensor is written beside a store: {text}")
+        self._refuse(clocks, agents, read.take(units), f"a tensor is overwritten beside a load: {text}")
+        written[units] = self._stamp(clocks, agents)
+        self.stored_to.add(place)
 
     def atomic(self, clocks: Clocks, warp: int, address: int) -> None:
         """An atomic that acquires and releases."""
@@ -192,14 +221,16 @@ class GlobalAccesses:
             self.written[place], self.read[place] = np.zeros(size, np.int64), np.zeros(size, np.int64)
         return self.written[place], self.read[place]
 
-    def _stamp(self, clocks: Clocks, who: Ints) -> Ints:
-        stamp: Ints = ((self.block + 1) << 40) | (who << 32) | clocks.known[who, who]
-        return stamp
+    def _stamp(self, clocks: Clocks, agents: Ints) -> Ints:
+        stamp: Ints = (self.block + 1) << 40 | agents << 32 | clocks.known.diagonal()[agents]
+        return stamp[:, None]
 
-    def _refuse(self, clocks: Clocks, who: Ints, stamps: Ints, what: str) -> None:
+    def _refuse(self, clocks: Clocks, agents: Ints, stamps: Ints, what: str) -> None:
+        if not stamps.any():
+            return
         block, agent, at = (stamps >> 40) - 1, stamps >> 32 & 255, stamps & 0xFFFFFFFF
         here = block == self.block
-        bad = here & (clocks.known[who, np.where(here, agent, 0)] < at)
+        bad = here & (clocks.known.take(agents[:, None] * clocks.agents + np.where(here, agent, 0)) < at)
         elsewhere = (block >= 0) & ~here
         if elsewhere.any():
             for other in np.unique(block[elsewhere]):

@@ -1,4 +1,7 @@
-"""Numbers in registers: every register is a row of 64-bit words, one a thread, that instructions read as their type."""
+"""Numbers in registers: every register is a row of words, one a thread, that instructions read as their type.
+
+Rows are never changed in place, so that registers may share one.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,8 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tests.support.ptx.memory import Words
-from tests.support.ptx.parsing import SIZES, Fault
+from tests.support.ptx.parsing import SIZES
 
 Array = NDArray[Any]
 BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
@@ -17,26 +19,28 @@ _TYPES: dict[str, Any] = {
     **{f"b{8 * size}": kind for size, kind in BITS.items()},
     **{"s8": np.int8, "s16": np.int16, "s32": np.int32, "s64": np.int64},
     **{"f16": np.float16, "f32": np.float32, "f64": np.float64},
+    **{"f16x2": np.float16, "s16x2": np.int16, "u16x2": np.uint16},
 }
 FLOATS = ("f16", "bf16", "f32", "f64")
 _E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
 
 
 def from_words(words: Array, kind: str) -> Array:
-    """Numbers of a type from registers; bfloat16 becomes float32, and packed types their bits."""
-    bits = words.astype(BITS[SIZES[kind]])
-    if kind == "bf16":
-        return bfloat16_to_float32(bits)
-    return bits.view(_TYPES[kind]) if kind in _TYPES else bits
+    """Numbers of a type from registers. bfloat16 becomes float32; of packed types both numbers, the low one first."""
+    size = SIZES[kind]
+    bits = words if words.dtype.itemsize == size else words.astype(BITS[size])
+    if kind in ("bf16", "bf16x2"):
+        return bfloat16_to_float32(bits.view(np.uint16))
+    return bits.view(_TYPES.get(kind, BITS[size]))
 
 
-def to_words(numbers: Array, kind: str) -> Words:
-    """Registers that hold numbers of a type."""
-    if kind == "bf16":
-        numbers = float32_to_bfloat16(numbers.astype(np.float32))
-    elif kind in _TYPES and numbers.dtype != _TYPES[kind]:
-        numbers = numbers.astype(_TYPES[kind])
-    return numbers.view(BITS[numbers.dtype.itemsize]).astype(np.uint64)
+def to_words(numbers: Array, kind: str) -> Array:
+    """Registers that hold numbers of a type, in its width."""
+    if kind in ("bf16", "bf16x2"):
+        numbers = float32_to_bfloat16(numbers.astype(np.float32, copy=False))
+    else:
+        numbers = numbers.astype(_TYPES.get(kind, numbers.dtype), copy=False)
+    return numbers.view(BITS[SIZES[kind]])
 
 
 def bfloat16_to_float32(bits: Array) -> Array:
@@ -61,26 +65,9 @@ def e4m3_to_float32(bits: Array) -> Array:
     return taken
 
 
-def halves(words: Array, kind: str) -> tuple[Array, Array]:
-    """Both numbers of a packed register ("f16x2", "bf16x2", "s16x2"), the low one first."""
-    bits = words.astype(np.uint32)
-    low, high = (bits & np.uint32(0xFFFF)).astype(np.uint16), (bits >> np.uint32(16)).astype(np.uint16)
-    if kind == "f16x2":
-        return low.view(np.float16).astype(np.float64), high.view(np.float16).astype(np.float64)
-    if kind == "bf16x2":
-        return bfloat16_to_float32(low).astype(np.float64), bfloat16_to_float32(high).astype(np.float64)
-    if kind in ("s16x2", "u16x2"):
-        return low, high
-    raise Fault(f"unknown packed type {kind}")
-
-
-def joined(low: Array, high: Array, kind: str) -> Words:
+def joined(low: Array, high: Array, kind: str) -> Array:
     """A packed register of two numbers."""
-    if kind == "f16x2":
-        low, high = low.astype(np.float16).view(np.uint16), high.astype(np.float16).view(np.uint16)
-    elif kind == "bf16x2":
-        low, high = (float32_to_bfloat16(x.astype(np.float32)) for x in (low, high))
-    return low.astype(np.uint16).astype(np.uint64) | high.astype(np.uint16).astype(np.uint64) << np.uint64(16)
+    return to_words(np.stack([low, high], 1).reshape(-1), kind)
 
 
 def flushed(numbers: Array) -> Array:

@@ -135,9 +135,7 @@ class LayerWeights:
 
     def _rounded(self, module: str, rows: Tensor, inputs: Inputs, moved: Tensor | None) -> Made:
         name = self._stored_name(module)
-        values, scheme = rows.float(), self._scheme(name)
-        if scheme.format.spans_tensor:
-            scheme = scheme.bound_to(self._magnitudes.of(name))
+        values, scheme = rows.float(), self._bound_scheme(name)
         dtype = scheme.format.scale_dtype(self._source.checkpoint.written_dtype(name))
         return compensate(values if moved is None else values + values @ moved, inputs, scheme, dtype)
 
@@ -153,7 +151,7 @@ class LayerWeights:
         for module in (name for name, each in self.layer.named_modules() if isinstance(each, nn.Linear)):
             name = self._stored_name(module)
             if self.is_rounded(module) and name in self._made:
-                yield module, self._source.checkpoint.read(name).float(), self._made[name], self._scheme(name)
+                yield module, self._source.checkpoint.read(name).float(), self._made[name], self._bound_scheme(name)
 
     def in_order(self, module: str, weight: Tensor) -> Tensor:
         """A checkpoint's weight [out, in] in float32, its rows as the model has them."""
@@ -162,6 +160,11 @@ class LayerWeights:
 
     def _scheme(self, name: str) -> Scheme:
         return self._schemes[name.removesuffix(".weight")]
+
+    def _bound_scheme(self, name: str) -> Scheme:
+        """A weight's scheme, bound to it where its format's scales depend on all of it."""
+        scheme = self._scheme(name)
+        return scheme.bound_to(self._magnitudes.of(name)) if scheme.format.spans_tensor else scheme
 
     def _stored_name(self, module: str) -> str:
         return self._source.adapter.source_name(self._name(module))

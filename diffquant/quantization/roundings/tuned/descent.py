@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from diffquant.model.walk import Walk
+from diffquant.numbers.formats import NumberFormat
 from diffquant.quantization.roundings.gptq.sequence import LayerWeights, Made
 from diffquant.scheme import Scheme
 
@@ -23,6 +24,35 @@ _CODE_TRAVEL, _SCALE_TRAVEL = 1.0, 0.25
 _FARTHEST_START = 0.3
 
 
+class _Ladder:
+    """The levels of a format as numbers of their codes, between which places can move.
+
+    Attributes:
+        first, last: lowest and last code.
+    """
+
+    def __init__(self, number_format: NumberFormat) -> None:
+        self._format, levels = number_format, number_format.levels
+        self.first = -levels.index(0)
+        self.last = self.first + len(levels) - 1
+        # A code further is a level further: half the distance of the two around, where levels are unevenly far apart.
+        around = torch.tensor((2 * levels[0] - levels[1], *levels, 2 * levels[-1] - levels[-2]))
+        self._steps = None if number_format.is_even else (around[2:] - around[:-2]) / 2
+
+    def levels(self, codes: Tensor) -> Tensor:
+        """Levels of codes that are whole numbers in float32."""
+        return codes if self._steps is None else self._format.values(codes.to(torch.int8), codes.dtype)
+
+    def per_code_(self, values: Tensor, codes: Tensor) -> Tensor:
+        """Values for each level as values for each code there, in place."""
+        return values if self._steps is None else values.mul_(self._steps[codes.int() - self.first])
+
+    def storable(self, scale: Tensor) -> Tensor:
+        """Scales as they are stored, where a byte holds them; 16 bits are so near that descent need not see them."""
+        is_coarse = self._format.stored_scale_dtype(scale.dtype).itemsize == 1
+        return self._format.storable(scale, scale.dtype) if is_coarse else scale
+
+
 class _Rounded(torch.autograd.Function):
     """A weight from places between codes and stretched scales, whose gradient passes through rounding.
 
@@ -30,17 +60,19 @@ class _Rounded(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, place: Tensor, stretch: Tensor, scale: Tensor) -> Tensor:
-        codes, stretched = place.round(), scale * (1 + stretch)
+    def forward(ctx: Any, place: Tensor, stretch: Tensor, scale: Tensor, ladder: _Ladder) -> Tensor:
+        codes, stretched = place.round(), ladder.storable(scale * (1 + stretch))
+        ctx.ladder = ladder
         ctx.save_for_backward(codes, stretched, scale)
-        return _times(codes, stretched)
+        return _times(ladder.levels(codes), stretched)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
         (gradient,) = gradients
         codes, stretched, scale = ctx.saved_tensors
-        of_stretch = torch.linalg.vecdot(_by_scale(gradient, scale), _by_scale(codes, scale)).mul_(scale)
-        return _times(gradient, stretched), of_stretch, None
+        levels = ctx.ladder.levels(codes)
+        of_stretch = torch.linalg.vecdot(_by_scale(gradient, scale), _by_scale(levels, scale)).mul_(scale)
+        return ctx.ladder.per_code_(_times(gradient, stretched), codes), of_stretch, None, None
 
 
 def _by_scale(values: Tensor, scale: Tensor) -> Tensor:
@@ -65,21 +97,23 @@ class _Latent(nn.Module):
 
     def __init__(self, weight: Tensor, made: Made, scheme: Scheme) -> None:
         super().__init__()
-        codes, scale = made
+        codes, scale = made[0].float(), made[1]
         self._format, self._dtype, self._scale = scheme.format, scale.dtype, scale.float()
-        away = _times(weight, 1 / self._scale) - codes
+        self._ladder = _Ladder(scheme.format)
+        away = _times(weight, 1 / self._scale) - self._ladder.levels(codes)
+        away /= self._ladder.per_code_(torch.ones_like(away), codes)
         self.place = nn.Parameter(codes + away.clamp(-_FARTHEST_START, _FARTHEST_START))
         self.stretch = nn.Parameter(torch.zeros_like(self._scale))
         self.stay_in_range()
 
     def forward(self) -> Tensor:
         """The weight [out, in], whose gradient passes through rounding."""
-        weight: Tensor = _Rounded.apply(self.place, self.stretch, self._scale)
+        weight: Tensor = _Rounded.apply(self.place, self.stretch, self._scale, self._ladder)
         return weight
 
     def stay_in_range(self) -> None:
         """Bring places beyond the last code of either end back to where they are rounded to it."""
-        self.place.data.clamp_(self._format.lowest - _FARTHEST_START, self._format.largest + _FARTHEST_START)
+        self.place.data.clamp_(self._ladder.first - _FARTHEST_START, self._ladder.last + _FARTHEST_START)
 
     def made(self) -> Made:
         """Codes int8 and scale as they are stored."""

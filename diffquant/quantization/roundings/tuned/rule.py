@@ -20,7 +20,7 @@ class Tuned(Rounding):
     """Codes and scales of a layer's weights, tuned together; a weight outside the layers is rounded as by mse."""
 
     name = "tuned"
-    needs_text = needs_even_levels = True
+    needs_text = True
     # 360 s where gptq takes its 150 s.
     work = 15.5
 

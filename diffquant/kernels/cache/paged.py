@@ -1,0 +1,176 @@
+"""Attention of a few new queries over keys and values in pages of 16 tokens: vLLM's cache, read in place.
+
+Which pages are a sequence's, and how long it is, stands on the device, so a captured CUDA graph stays valid while
+sequences grow, end and begin. Its plain form is `diffquant.attention.naive` over each sequence's gathered pages.
+"""
+
+from collections.abc import Sequence
+from math import e, log2
+
+import torch
+from torch import Tensor
+
+from diffquant.errors import UsageError
+from diffquant.family.call import check_tensors
+from diffquant.family.mask import Mask
+from diffquant.family.norm import PairNorm
+from diffquant.kernels.arguments import HALF_TYPES, empty_output
+from diffquant.kernels.cache.decode import MAX_QUERIES
+from diffquant.kernels.cache.decode_cut import ROWS, Cut, DecodeTile
+from diffquant.kernels.cache.paged_share import paged_share
+from diffquant.kernels.configs import choose
+from diffquant.kernels.gpu import device_class
+from diffquant.kernels.linear.repack import FRAGMENT
+
+PAGE = FRAGMENT
+# By the values' width. At 256 a thread has no registers left, beside the words, for where its rows are.
+TILES = {
+    f"paged/{device}/{width}": DecodeTile(16, 4, blocks)
+    for device in ("sm_80", "sm_90")
+    for width, blocks in ((64, 4), (128, 4), (256, 2))
+}
+
+
+def decode_paged(
+    q: Sequence[Tensor],
+    k: Sequence[Tensor],
+    v: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    lam: Tensor | None,
+    *,
+    scale: float,
+    window: int | None = None,
+    post: PairNorm | None = None,
+) -> Tensor:
+    """Causal attention of the newest tokens of sequences whose keys and values lie in pages of 16 tokens.
+
+    Nothing is copied: `k` and `v` may be views of a vLLM cache, whose blocks are the pages. N is their number. Where a
+    cache has both maps' keys side by side in one head, `cache[..., :d]` and `cache[..., d:]` are the two.
+
+    Args:
+        q: one [B, h, T, d] a map, one or two maps, T up to 16; a sequence's last T tokens are theirs. The second may
+            have fewer heads, a multiple of V's, that h / n neighbouring pairs share.
+        k: one [N, 16, h_kv, d] a map, both with the same strides; the same tensor twice if the maps share keys (V2).
+            float16 or bfloat16, d 64 or 128.
+        v: [N, 16, h_kv, dv], dv d or 2d.
+        table: numbers of each sequence's pages in order, int32 [B, M], M at least 1. Only entries of pages that hold
+            a token which some query sees need to name one, and a row without a sequence its first.
+        lengths: number of tokens of each sequence, the new ones included, int32 [B], up to 16 M; 0 where a row is
+            no sequence's, and its output 0.
+        lam: λ, broadcastable to [B, h, T, 1]; None with one map.
+        scale: factor of Q·Kᵀ.
+        window: number of newest keys that a query sees, its own included; None if there is no window.
+        post: norm over a pair's output, if there is one.
+
+    Returns:
+        [B, h, T, dv], in memory [B, T, h, dv].
+
+    Raises:
+        UsageError: arguments disagree, or the kernels do not take them.
+    """
+    _check(q, k, v, table, lengths, lam, window, post)
+    queries, width = q[0].shape[2:]
+    v_heads, value_width = v.shape[2:]
+    norm = post or PairNorm(0.0)
+    out = empty_output(q[0], value_width)
+    if out.numel() == 0:
+        return out
+    q = [x if x.stride(3) == 1 else x.contiguous() for x in q]
+    capacity = table.shape[1] * PAGE
+    shared = len(q) == 2 and _is_same(*k)
+    token_bits = 16 * ((1 if shared else len(k)) * width + value_width)
+    tile = choose(TILES, f"paged/{device_class(out.device)}/{value_width}")
+    cut = Cut.of(tile, q, v_heads, token_bits, capacity, window)
+    sums = cut.empty_sums(out)
+    with torch.cuda.device_of(out):
+        paged_share[cut.grid](
+            q[0], q[1] if len(q) == 2 else None, q[0].stride()[:3], q[-1].stride()[:3],
+            k[0], k[-1], v, k[0].stride()[:3], v.stride()[:3], table, table.stride(0), lengths, *sums,
+            scale * log2(e), window, capacity, cut.group, cut.noise_group, queries, v_heads, 1,
+            WIDTH=width, VALUE_WIDTH=value_width, SHARED_K=shared,
+            ROWS=ROWS, TOKENS=cut.tokens, WARPS=tile.warps, **cut.options,
+        )  # fmt: skip
+        cut.combine(sums, lam, norm.weight, out, post is not None, norm.eps, norm.factor)
+    return out
+
+
+def _check(
+    q: Sequence[Tensor],
+    k: Sequence[Tensor],
+    v: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    lam: Tensor | None,
+    window: int | None,
+    post: PairNorm | None,
+) -> None:
+    """Check the arguments of `decode_paged`.
+
+    Raises:
+        UsageError: arguments disagree, or the kernels do not take them; the message names all that are wrong.
+    """
+    wrong = []
+    for name, x in (*((f"k{i + 1}" if len(k) > 1 else "k", x) for i, x in enumerate(k)), ("v", v)):
+        if x.ndim != 4 or x.shape[1] != PAGE or x.stride(3) != 1:
+            wrong.append(
+                f"{name} {list(x.shape)} with strides {list(x.stride())} is not [pages, {PAGE}, heads, width] with "
+                "a head's channels side by side"
+            )
+    wrong += check_sequences(table, lengths, q[0].shape[0], v.device, window)
+    if len({x.stride() for x in k}) > 1:
+        wrong.append(f"keys of the two maps have strides {' and '.join(str(list(x.stride())) for x in k)}")
+    if not wrong and {x.shape[:3] for x in k} != {v.shape[:3]}:
+        shapes = ", ".join(str(list(x.shape)) for x in (*k, v))
+        wrong.append(f"keys and values have pages and heads of their own: {shapes}")
+    if wrong:
+        raise UsageError("decode_paged: " + "; ".join(wrong))
+    # Stand-ins of the shapes that are gathered, without memory.
+    shape = q[0].shape[0], v.shape[2], table.shape[1] * PAGE
+    keys = [x.new_empty(()).expand(*shape, x.shape[3]) for x in k]
+    check_call(q, keys, v.new_empty(()).expand(*shape, v.shape[3]), lam, post)
+
+
+def check_sequences(
+    table: Tensor, lengths: Tensor, batch: int, device: torch.device, window: int | None = None
+) -> list[str]:
+    """What is wrong with a table, lengths and a window for so many sequences."""
+    wrong = []
+    if table.ndim != 2 or not table.shape[-1] or table.dtype != torch.int32 or table.stride(-1) != 1:
+        wrong.append(f"the table is {table.dtype} {list(table.shape)}, not int32 [sequences, pages], a row in a piece")
+    if lengths.ndim != 1 or lengths.dtype != torch.int32 or lengths.stride(0) != 1:
+        wrong.append(f"lengths are {lengths.dtype} {list(lengths.shape)}, not int32 [sequences]")
+    if not wrong and {table.shape[0], lengths.shape[0]} != {batch}:
+        wrong.append(f"{batch} sequences, {table.shape[0]} rows of the table, {lengths.shape[0]} lengths")
+    if table.device != device or lengths.device != device:
+        wrong.append(f"the table is on {table.device}, lengths on {lengths.device}, values on {device}")
+    if window is not None and window < 1:
+        wrong.append(f"a window of {window} keys shows a query nothing; it has to be 1 or more")
+    return wrong
+
+
+def check_call(q: Sequence[Tensor], k: Sequence[Tensor], v: Tensor, lam: Tensor | None, post: PairNorm | None) -> None:
+    """Check queries against keys [B, h_kv, S, d] and values [B, h_kv, S, dv] of pages; of these only shapes matter.
+
+    Raises:
+        UsageError: arguments disagree, or the kernels do not take them.
+    """
+    check_tensors(q, k, v, lam, Mask(), post)
+    wrong = []
+    width, value_width = q[0].shape[3], v.shape[3]
+    if width not in (64, 128) or value_width not in (width, 2 * width):
+        wrong.append(f"queries are {width} wide, which may be 64 or 128, and values {value_width}, as wide or twice")
+    if v.dtype not in HALF_TYPES and (v.is_cuda or v.dtype != torch.float32):
+        wrong.append(f"keys and values are {v.dtype}; the kernels take float16 and bfloat16")
+    if len(q) == 2 and q[1].shape[1] % v.shape[1]:
+        wrong.append(f"{q[1].shape[1]} noise heads are not a multiple of {v.shape[1]} value heads; repeat them")
+    if not 0 < q[0].shape[2] <= MAX_QUERIES:
+        wrong.append(f"{q[0].shape[2]} new tokens are not 1 to {MAX_QUERIES}; longer ones are a prefill")
+    if torch.is_grad_enabled() and any(x.requires_grad for x in q):
+        wrong.append("there is no backward pass; call it under torch.no_grad()")
+    if wrong:
+        raise UsageError("decoding from pages: " + "; ".join(wrong))
+
+
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr()

@@ -1,0 +1,53 @@
+"""Packed pages on a CUDA device: codes of a store without pages, and attention against the plain form in float64."""
+
+import pytest
+import torch
+
+from diffquant.kernels.arguments import empty_output
+from diffquant.kernels.cache import packed_pages as module
+from diffquant.kernels.cache.append import append
+from diffquant.kernels.cache.kv_store import KVStore
+from diffquant.kernels.cache.packed_pages import PagedStore, decode_packed_pages
+from diffquant.recipe import Recipe
+from tests.support.kernel_inputs import random_call, relative_error
+from tests.support.paged_inputs import expected_of_packed, fill, shuffled_table
+
+DEVICE = "cuda"
+LIMITS = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
+WIDTHS = [(128, torch.float16), (64, torch.bfloat16)]
+RECIPES = [Recipe.of(kv=4), Recipe.of(k=6, v=6), Recipe.of(k=8, v=4)]
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_outputs(monkeypatch):
+    monkeypatch.setattr(module, "empty_output", lambda q, width: empty_output(q, width).fill_(torch.nan))
+
+
+@pytest.mark.parametrize(("width", "dtype"), WIDTHS, ids=str)
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda x: f"{x.k}-{x.v}")
+@pytest.mark.parametrize(("generation", "window"), [("plain", None), ("v1", 70), ("v2", None)])
+def test_pages_hold_a_stores_codes_and_are_attended_to_where_they_are(generation, window, recipe, width, dtype):
+    lengths = [150, 0, 33]
+    call = {"width": width, "pairs": 6, "kv_pairs": 3, "batch": 3, "dtype": dtype, "device": DEVICE}
+    q, k, v, lam = random_call(generation, 2, 150, **call)
+    both = k[0] if k[0] is k[-1] else torch.cat(list(k), 1)
+    table, pages = shuffled_table(lengths, DEVICE)
+    store = PagedStore(recipe, both, v, pages)
+    for side in (store.keys, store.values):
+        side.codes.fill_(-1)
+        side.top.fill_(-1)
+        side.scales.fill_(torch.nan)
+    fill(store, both, v, table, lengths, [7, 40])
+    sizes = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    plain = KVStore(recipe, both, v, 150)
+    append(plain, both, v)
+    read = store.read(table, sizes)
+    for sequence, own in enumerate(read):
+        for x, all_of_it in zip(own, plain.read(), strict=True):
+            assert torch.equal(x[0], all_of_it[sequence, :, : lengths[sequence]])
+    out = decode_packed_pages(q, store, table, sizes, lam, scale=width**-0.5, window=window)
+    wanted = expected_of_packed(q, k, read, lam, scale=width**-0.5, window=window)
+    assert relative_error(out, wanted) <= LIMITS[dtype]

@@ -1,0 +1,88 @@
+"""Packed pages, interpreted: the codes of `KVStore`, and attention against the plain form in float64 over them."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from diffquant.errors import UsageError
+from diffquant.kernels.arguments import empty_output
+from diffquant.kernels.cache import packed_pages as module
+from diffquant.kernels.cache.append import append
+from diffquant.kernels.cache.kv_store import KVStore
+from diffquant.kernels.cache.packed_pages import PagedStore, decode_packed_pages
+from diffquant.recipe import Recipe
+from tests.support.kernel_inputs import random_call, relative_error
+from tests.support.paged_inputs import expected_of_packed, fill, shuffled_table
+from tests.support.thorough import sampled
+
+# Generation, queries and window.
+CALLS = [("plain", 1, None), ("v1", 3, 40), ("v2", 1, 20), ("v1", 1, None), ("v2", 2, None)]
+RECIPES = [Recipe.of(kv=4), Recipe.of(k=6, v=6), Recipe.of(k=8, v=4), Recipe.of(kv=8)]
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_outputs(monkeypatch):
+    monkeypatch.setattr(module, "empty_output", lambda q, width: empty_output(q, width).fill_(torch.nan))
+
+
+def named(x):
+    return f"{x.k}-{x.v}" if isinstance(x, Recipe) else "-".join(map(str, x))
+
+
+def filled(recipe, k, v, lengths, chunks=(7, 40)):
+    """A store of pages that hold NaN and the largest codes where nothing was appended, and its table."""
+    both = k[0] if k[0] is k[-1] else torch.cat(list(k), 1)
+    table, pages = shuffled_table(lengths, v.device)
+    store = PagedStore(recipe, both, v, pages)
+    for side in (store.keys, store.values):
+        side.codes.fill_(-1)
+        side.top.fill_(-1)
+        side.scales.fill_(torch.nan)
+    fill(store, both, v, table, lengths, chunks)
+    return store, table, both
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=named)
+def test_what_is_stored_are_the_codes_of_a_store_without_pages(recipe):
+    lengths = [70, 16, 1]
+    _, k, v, _ = random_call("v1", 1, 70, batch=3, kv_pairs=2)
+    store, table, both = filled(recipe, k, v, lengths)
+    plain = KVStore(recipe, both, v, 70)
+    append(plain, both, v)
+    wanted = plain.read()
+    for sequence, read in enumerate(store.read(table, torch.tensor(lengths))):
+        for x, all_of_it in zip(read, wanted, strict=True):
+            assert torch.equal(x[0], all_of_it[sequence, :, : lengths[sequence]])
+
+
+# Each recipe and each call is in every fourth of their pairs.
+@pytest.mark.parametrize(("recipe", "call"), sampled(product(RECIPES, CALLS), 4), ids=named)
+def test_equals_the_plain_form_over_what_reads_back(recipe, call):
+    generation, queries, window = call
+    lengths = [129, 16, 0, 50]
+    q, k, v, lam = random_call(generation, queries, 129, batch=4, pairs=4, kv_pairs=2)
+    store, table, _ = filled(recipe, k, v, lengths)
+    sizes = torch.tensor(lengths, dtype=torch.int32)
+    out = decode_packed_pages(q, store, table, sizes, lam, scale=0.125, window=window)
+    wanted = expected_of_packed(q, k, store.read(table, sizes), lam, scale=0.125, window=window)
+    assert relative_error(out, wanted) <= 2e-3
+
+
+def test_what_pages_do_not_hold_is_refused_by_name():
+    q, k, v, _lam = random_call("v2", 1, 20)
+    for recipe, said in (
+        (Recipe.of(k=16, v=4), "k has 16 bits; `decode_paged` reads pages of states"),
+        (Recipe.of(k="4:c64", v=4), "k has scales per 64 tokens"),
+        (Recipe.of(kv=4, residual=8), "8 tokens stay unquantized"),
+        (Recipe.of(kv=3), "3 bits"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            PagedStore(recipe, k[0], v, 4)
+    store, table, both = filled(Recipe.of(kv=4), k, v, [20])
+    sizes = torch.tensor([20], dtype=torch.int32)
+    other = PagedStore(Recipe.of(kv=4), both, v.repeat(1, 2, 1, 1), 4)
+    with pytest.raises(UsageError, match="1 maps cannot read 1 key heads beside 2 value heads"):
+        decode_packed_pages(q[:1], other, table, sizes, None, scale=0.125)
+    with pytest.raises(UsageError, match=r"k is torch\.float32"):
+        store.append(both.float(), v, table, sizes)
