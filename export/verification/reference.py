@@ -4,7 +4,7 @@ A stage is the embedding, a layer, or the head behind the final norm. A stage's 
 of the stages before, so that an error is seen where it is made, and not through all that follows.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -71,7 +71,16 @@ class Reference:
         knows_rounding: whether ONNX Runtime rounds activations by a rule that torch follows here.
     """
 
-    def __init__(self, source: Source, options: ExportOptions, scales: Mapping[int, Scales]) -> None:
+    def __init__(
+        self, source: Source, options: ExportOptions, scales: Mapping[int, Scales], exact_bits: Collection[int] = ()
+    ) -> None:
+        """Load the checkpoint with the export's weights.
+
+        Args:
+            scales: scales of the quantized cache by layer.
+            exact_bits: widths of codes whose products the graph computes of float32 activations.
+        """
+        self._exact_bits = exact_bits
         self._plan = ExportPlan(source, options)
         self._orders = state_order(source)
         by_layer = {layer: to_model_order(layer_scales, self._orders) for layer, layer_scales in scales.items()}
@@ -239,7 +248,10 @@ class Reference:
             block = None if matrix is None else int8_block(matrix, self._plan.options)
             if matrix is None or block is None or not isinstance(module, nn.Linear):
                 continue
-            rounding = runtime_rounding(container_bits(matrix.scheme), block)
+            bits = container_bits(matrix.scheme)
+            if bits in self._exact_bits:
+                continue
+            rounding = runtime_rounding(bits, block)
             self.rounds = True
             self.knows_rounding &= rounding is not None
             module.register_forward_pre_hook(self._rounding_hook(rounding or round_by_block, block))

@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+from onnx import ModelProto
+
 from diffquant.errors import CheckpointError, ToleranceError
 from diffquant.export.files import RANGES_FILE
 from diffquant.export.graph.external import load_graph
+from diffquant.export.graph.matmul import MATMUL
 from diffquant.export.manifest import Manifest, check_unchanged, read_manifest
 from diffquant.export.runtime.device import RuntimeDevice
 from diffquant.export.verification.caches import cache_scales, scale_error
@@ -56,7 +59,7 @@ def verify(
     check_unchanged(folder, manifest)
     _check_source(manifest, source)
     graph = load_graph(folder)
-    reference = Reference(source, manifest.options, cache_scales(graph))
+    reference = Reference(source, manifest.options, cache_scales(graph), exact_bits(graph))
     rotation = rotation_excess(graph, reference.model.model.rotary_emb, source.architecture.max_position_embeddings)
     passages = sample_passages(source, reference.model.config)
     with freed_memory_kept():
@@ -77,6 +80,12 @@ def verify(
     if not verification.passed:
         raise ToleranceError(str(verification), verification)
     return verification
+
+
+def exact_bits(graph: ModelProto) -> set[int]:
+    """Widths of codes whose products do not round activations; older exports have 8 bits among them."""
+    products = [{each.name: each.i for each in node.attribute} for node in graph.graph.node if node.op_type == MATMUL]
+    return {product["bits"] for product in products if product["accuracy_level"] == 1}
 
 
 def _scale_error(folder: Path, manifest: Manifest, reference: Reference) -> Measure | None:

@@ -210,6 +210,19 @@ def test_routes_count_positions_that_were_read_behind_a_cache_alone(tmp_path):
         assert run.states[-1].shape[:2] == ids.shape
 
 
+def test_codes_of_8_bits_at_accuracy_level_1_are_expected_to_keep_activations_as_older_exports_do(tmp_path):
+    checkpoint, folder = made(tmp_path, weights="8:g32", accuracy_level=1)
+    planted = PlantedExport.copy(folder, tmp_path / "older")
+    for node in planted.model.graph.node:
+        if node.op_type == "MatMulNBits":
+            node.domain = "com.microsoft"
+            next(each for each in node.attribute if each.name == "accuracy_level").i = 1
+    planted.save()
+    report = verify(planted.folder, checkpoint, threads=1)
+    assert {route.session for route in report.routes} <= {"as exported", "function body"}
+    assert max(route.logits.value for route in report.routes if route.logits) < 1e-5
+
+
 def test_both_columns_of_logits_have_the_limit_that_rounding_gives(tmp_path):
     checkpoint, folder = made(tmp_path, weights="4:g32", kv_bits=8)
     report = verify(folder, checkpoint, threads=1)

@@ -1,0 +1,150 @@
+"""Long and large: far offsets in data, a whole long context, batches, sessions side by side, and hours of serving.
+
+`make soak` serves for an hour; what `make test-thorough` runs of it takes minutes.
+"""
+
+import gc
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+from diffquant.export import ExportOptions, Generator, export
+from diffquant.export.files import DATA_FILE, MODEL_FILE
+from diffquant.export.runtime.session import InPlaceDecoder, OnnxModel
+from tests.support import tiny_lm
+from tests.support.checkpoints import write_checkpoint
+from tests.support.exports import cache_ranges
+from tests.support.thorough import thorough
+
+pytestmark = thorough
+SECONDS = float(os.environ.get("DIFFQUANT_SOAK_SECONDS", "20"))
+CONTEXT = 32768
+PROMPTS = ["the old man", "a house and the door of it", "it"]
+
+
+def exported(folder, source="unilm-v2-half", sizes=None, **options):
+    checkpoint = write_checkpoint(folder / "checkpoint", source, **sizes or {})
+    parsed = ExportOptions.parse(**options)
+    export(checkpoint, folder / "out", parsed, ranges=cache_ranges(checkpoint, parsed))
+    return folder / "out"
+
+
+def prefill(model, ids):
+    (logits,), _ = model.run(ids, np.ones_like(ids), model.empty_cache(len(ids)))
+    return logits
+
+
+@pytest.mark.parametrize("gigabytes", [2, 8])
+def test_tensors_beyond_so_many_gigabytes_of_data_are_read(tmp_path, gigabytes):
+    folder = exported(tmp_path, weights="4:g32", embed_bits=8)
+    ids = np.arange(3, 20)[None]
+    wanted = prefill(OnnxModel(folder, 1), ids)
+    data = (folder / DATA_FILE).read_bytes()
+    # A hole takes no space, and no length of one tensor grows.
+    away = gigabytes << 30
+    with (folder / DATA_FILE).open("r+b") as file:
+        file.seek(away)
+        file.write(data)
+        file.seek(0)
+        file.write(bytes(len(data)))
+    graph = onnx.load(folder / MODEL_FILE, load_external_data=False)
+    for tensor in graph.graph.initializer:
+        for entry in tensor.external_data:
+            if entry.key == "offset":
+                entry.value = str(int(entry.value) + away)
+    onnx.save(graph, folder / MODEL_FILE)
+    assert (folder / DATA_FILE).stat().st_size > away
+    np.testing.assert_array_equal(prefill(OnnxModel(folder, 1), ids), wanted)
+
+
+@pytest.mark.parametrize("options", [{}, {"weights": "4:g32", "kv_bits": 8}], ids=["float32", "low"])
+def test_the_end_of_a_long_context_is_the_function_bodys(tmp_path, options):
+    sizes = {"max_position_embeddings": CONTEXT, "num_hidden_layers": 1}
+    folder = exported(tmp_path, sizes=sizes, **options)
+    ids = np.random.default_rng(0).integers(0, 90, (1, CONTEXT))
+    found = []
+    for native in (True, False):
+        state = InPlaceDecoder(OnnxModel(folder, 1, native=native), 1, CONTEXT)
+        for first in range(0, CONTEXT - 1, 4095):
+            state.step(ids[:, first : min(first + 4095, CONTEXT - 1)])
+        found.append(state.step(ids[:, -1:]))
+        assert state.length == CONTEXT
+    # Without activations rounded differently, sums over 32,768 keys differ in their last digits.
+    error = np.sqrt(np.square(found[0] - found[1]).mean() / np.square(found[1]).mean())
+    assert error < (5e-2 if options else 1e-4)
+
+
+def test_sixteen_sequences_at_once_are_each_what_it_is_alone(tmp_path):
+    model = OnnxModel(exported(tmp_path, weights="4:g32", kv_bits=8), 2)
+    ids = np.random.default_rng(0).integers(0, 90, (16, 24))
+
+    def decoded(rows):
+        state, fresh, made = InPlaceDecoder(model, len(rows), 40), rows, []
+        for _ in range(16):
+            made.append(state.step(fresh)[:, -1])
+            fresh = made[-1].argmax(-1)[:, None]
+        return np.stack(made, 1)
+
+    together = decoded(ids)
+    for number, row in enumerate(ids):
+        np.testing.assert_array_equal(together[number].argmax(-1), decoded(row[None])[0].argmax(-1))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("soak")
+    export(tiny_lm.write_diff_v2(root / "model"), root / "out", ExportOptions.parse("8:row"))
+    return root / "out"
+
+
+def continued(generator, prompt):
+    return list(generator.stream(prompt, 24))
+
+
+def test_two_sessions_at_once_say_what_each_says_alone(folder):
+    generators = [Generator(folder, 1), Generator(folder, 1)]
+    wanted = [continued(generators[0], prompt) for prompt in PROMPTS]
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(10):
+            both = pool.map(lambda generator: [continued(generator, prompt) for prompt in PROMPTS], generators)
+            assert list(both) == [wanted, wanted]
+
+
+def test_a_text_that_is_given_up_leaves_nothing_behind(folder):
+    generator = Generator(folder, 1)
+    wanted = continued(generator, PROMPTS[0])
+    for _ in range(20):
+        stream = generator.stream(PROMPTS[1], 400)
+        next(stream)
+        stream.close()
+    assert continued(generator, PROMPTS[0]) == wanted
+
+
+def test_memory_does_not_grow_while_it_serves(folder):
+    generator = Generator(folder, 1)
+    ends = time.monotonic() + SECONDS
+    # What is allocated once and kept has been by then.
+    for _ in range(30):
+        assert [continued(generator, prompt) for prompt in PROMPTS]
+    wanted, before, answers = [continued(generator, prompt) for prompt in PROMPTS], resident(), 0
+    while time.monotonic() < ends:
+        assert [continued(generator, prompt) for prompt in PROMPTS] == wanted
+        stream = generator.stream(PROMPTS[1], 400)
+        next(stream)
+        stream.close()
+        answers += len(PROMPTS) + 1
+    grown = resident() - before
+    print(f"{answers} answers in {SECONDS:.0f} s: {grown / 1e6:+.1f} MB of {before / 1e6:.0f}")
+    assert answers
+    assert grown < 8e6
+
+
+def resident():
+    """Bytes of memory that this process holds."""
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
