@@ -22,7 +22,7 @@ READERS := build/readers
 OLDEST := build/oldest
 OLDEST_TRANSFORMERS := $(shell sed -n 's/.*"transformers>=\(.*\)".*/\1/p' pyproject.toml)
 
-.PHONY: demo test test-eighth test-llama-cpp test-oldest test-quantizers test-readers test-serving test-serving-models test-thorough test-triton test-web test-webgpu lint docs docs-check research-check walk dist plots mutants gpu gpu-bench gpu-test fuzz pairs sanitize soak clean
+.PHONY: demo test test-eighth test-llama-cpp test-oldest test-ptx test-quantizers test-readers test-serving test-serving-models test-thorough test-triton test-web test-webgpu lint docs docs-check research-check walk dist plots mutants gpu gpu-bench gpu-test fuzz pairs sanitize soak clean
 
 demo: $(VENV)/.ready
 	$(BIN)/diffquant demo --output demo-output --overwrite
@@ -85,10 +85,13 @@ $(SERVING)/.ready: pyproject.toml constraints-serving.txt | $(VENV)/.ready
 	$(SERVING)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
-# Kernels as Triton 3.6.0 compiles them, and all kernels run on the PTX machine, with one of two Tritons for one of two
-# cards: another each day, or the one that DIFFQUANT_PTX_WHOLE says (0 to 3). The wheel, of 188 MB, is fetched once.
-test-triton: $(VENV)/.ready $(OTHER_TRITON)/triton
+# Kernels as Triton 3.6.0 compiles them. The wheel, of 188 MB, is fetched once.
+test-triton: $(VENV)/.ready $(OTHER_TRITON)/triton test-ptx
 	$(BIN)/python -m pytest tests/kernels/test_triton_3_6_compiled.py
+
+# All kernels run on the PTX machine, with one of two Tritons for one of two cards: another each day, or the one that
+# DIFFQUANT_PTX_WHOLE says (0 to 3).
+test-ptx: $(VENV)/.ready $(OTHER_TRITON)/triton
 	DIFFQUANT_PTX_WHOLE=$${DIFFQUANT_PTX_WHOLE:-today} $(BIN)/python -m pytest -s -n 0 tests/kernels/test_gpu_tests_on_ptx.py -k every
 
 $(OTHER_TRITON)/triton: | $(VENV)/.ready

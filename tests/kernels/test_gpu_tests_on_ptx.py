@@ -1,6 +1,6 @@
 """Tests of `tests/gpu` as Triton compiles their kernels, run on the PTX machine (`tests.support.gpu_on_ptx`).
 
-A few run in every run of the tests. `make test-triton` runs all that the plugin selects with one of two Tritons for one
+A few run in every run of the tests. `make test-ptx` runs all that the plugin selects with one of two Tritons for one
 of two cards, another each day; DIFFQUANT_PTX_WHOLE, a number from 0 to 3, says which.
 """
 
@@ -35,7 +35,7 @@ def test_a_kernel_passes_its_test_as_it_is_compiled(test):
     assert " launches, " in ran(90, None, [test])
 
 
-@pytest.mark.skipif(WHOLE not in os.environ, reason="takes many minutes: make test-triton runs it")
+@pytest.mark.skipif(WHOLE not in os.environ, reason="takes many minutes: make test-ptx runs it")
 # Of all of them, each is shorter than what hangs.
 @pytest.mark.timeout(7200)
 def test_every_kernel_passes_its_tests_as_it_is_compiled():

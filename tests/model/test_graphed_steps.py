@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from diffquant.generation import stream
-from diffquant.kernels.cache import append, decode
+from diffquant.kernels.cache import append, decode, decode_cut
 from diffquant.model import graphed_steps
 from diffquant.model.adapters import adapter_for
 from diffquant.model.cache import PackedCache
@@ -295,8 +295,8 @@ class Launched:
 def test_launches_of_a_step_wait_for_nothing_and_stay_the_same_while_a_cache_fills(recipe, monkeypatch):
     kernels = {name: Launched() for name in ("append_tokens", "decode_share", "decode_combine")}
     monkeypatch.setattr(append, "append_tokens", kernels["append_tokens"])
-    for name in ("decode_share", "decode_combine"):
-        monkeypatch.setattr(decode, name, kernels[name])
+    monkeypatch.setattr(decode, "decode_share", kernels["decode_share"])
+    monkeypatch.setattr(decode_cut, "decode_combine", kernels["decode_combine"])
     k, q = torch.randn(1, 2, 1, 64), torch.randn(1, 2, 1, 64)
     cache = FusedCache(recipe, 1, capacity=128)
     starts = torch.zeros(1, dtype=torch.int32)
@@ -317,7 +317,7 @@ def test_launches_of_a_step_wait_for_nothing_and_stay_the_same_while_a_cache_fil
             )
             decode._launch(
                 [q], store.keys.tensors, store.values.tensors, store.progress, None, starts, starts + 128, None,
-                recipe.k.bits, store.keys.block, recipe.v.bits, recipe.residual, False, 0.125, False, 0.0, 1.0,
+                recipe.k.bits, store.keys.block, recipe.v.bits, recipe.residual, False, None, 0.125, False, 0.0, 1.0,
             )  # fmt: skip
         store.length += 1
         operations.append(reads.names)

@@ -14,7 +14,7 @@ VARIABLE = "DIFFQUANT_COMPLETE"
 _EXPECTED = re.compile(
     "needs a CUDA device|compiling does not depend on the device|this processor has no|needs the extra quantizers"
     "|its data do not ship|needs Triton 3.6.0 beside the other|what make test-(web|llama-cpp|serving|readers)"
-    "|make test-triton runs it"
+    "|make test-ptx runs it"
 )
 
 
