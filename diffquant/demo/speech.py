@@ -32,7 +32,8 @@ def speak_twice(
         return
     from diffquant.export import ExportOptions, Generator, export
 
-    # Float32 activations, as in torch: the 8-bit embedding and the cache are what may tell the sentences apart.
+    # Float32 activations beside 4-bit weights, as in torch. The sentences may part by the cache and by the embedding,
+    # which has 8 bits and, as the head, rounded activations.
     options = ExportOptions.parse(accuracy_level=1, embed_bits=8)
     summary = export(low, exported, options, overwrite=overwrite, progress=progress_for("export")).summary()
     generator = Generator(exported)

@@ -7,15 +7,11 @@
 namespace diffquant {
 namespace {
 
-struct Avx2Matmul {
+struct Avx2Matmul : CodesAsStored {
   static constexpr int kRows = 4;
   // Codes of 8 bits times int8 do not fit the sums of 16 bits that AVX2 makes of bytes: both become int16.
   template <int bits>
   using Activation = std::conditional_t<bits == 4, int8_t, int16_t>;
-  template <int bits>
-  static constexpr int32_t kZero = bits == 4 ? 8 : 128;
-  template <int bits>
-  static constexpr uint8_t kFlipped = 0;
   // At 8 bits the even bytes hold the first two columns, the odd ones the others.
   static int64_t byte_of(int64_t bits, int64_t i) { return bits == 4 ? i : i / 2 + i % 2 * 2; }
 

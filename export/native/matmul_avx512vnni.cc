@@ -5,16 +5,9 @@
 namespace diffquant {
 namespace {
 
-struct VnniMatmul {
+struct VnniMatmul : CodesAsStored {
   // As many chains of products as hide the four cycles of each.
   static constexpr int kRows = 12;
-  template <int bits>
-  using Activation = int8_t;
-  template <int bits>
-  static constexpr int32_t kZero = bits == 4 ? 8 : 128;
-  template <int bits>
-  static constexpr uint8_t kFlipped = 0;
-  static int64_t byte_of(int64_t, int64_t i) { return i; }
 
   template <int bits, int rows>
   static void tile(const Tile& t) {

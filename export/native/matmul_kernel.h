@@ -21,12 +21,23 @@ struct Tile {
   float* sums;  // [rows, kGroup]
 };
 
+// What an instruction set takes from here where it says nothing else: codes in their order, times int8.
+struct CodesAsStored {
+  template <int bits>
+  using Activation = int8_t;
+  template <int bits>
+  static constexpr int32_t kZero = bits == 4 ? 8 : 128;
+  template <int bits>
+  static constexpr uint8_t kFlipped = 0;
+  static int64_t byte_of(int64_t, int64_t i) { return i; }
+};
+
 // An instruction set's `Isa` has
 //     kRows: rows of a tile;
 //     Activation<bits>: type of a rounded activation;
 //     kZero<bits>: zero point of the codes as its tile reads them;
 //     byte_of(bits, i): which of a channel's four bytes holds column i of four;
-//     flipped<bits>: bits of a stored code to invert;
+//     kFlipped<bits>: bits of a stored code to invert;
 //     tile<bits, rows>(Tile).
 template <class Isa>
 struct Matmul {

@@ -6,16 +6,13 @@ namespace diffquant {
 namespace {
 
 // NEON with the dot products of Armv8.2, which multiply signed bytes: codes of 8 bits are read less 128.
-struct NeonMatmul {
+struct NeonMatmul : CodesAsStored {
   static constexpr int kRows = 4;
   static constexpr int kParts = kGroup / 4;
-  template <int bits>
-  using Activation = int8_t;
   template <int bits>
   static constexpr int32_t kZero = bits == 4 ? 8 : 0;
   template <int bits>
   static constexpr uint8_t kFlipped = bits == 4 ? 0 : 0x80;
-  static int64_t byte_of(int64_t, int64_t i) { return i; }
 
   template <int bits, int rows>
   static void tile(const Tile& t) {

@@ -4,15 +4,8 @@ namespace diffquant {
 namespace {
 
 // The twin of the others: the formula, one code after the other.
-struct PlainMatmul {
+struct PlainMatmul : CodesAsStored {
   static constexpr int kRows = 1;
-  template <int bits>
-  using Activation = int8_t;
-  template <int bits>
-  static constexpr int32_t kZero = bits == 4 ? 8 : 128;
-  template <int bits>
-  static constexpr uint8_t kFlipped = 0;
-  static int64_t byte_of(int64_t, int64_t i) { return i; }
 
   template <int bits, int rows>
   static void tile(const Tile& t) {

@@ -182,7 +182,14 @@ class Comparison:
     def _open(self, session: _Session) -> OnnxModel:
         seen, native = self._outputs[:-1], not session.runs_body
         return OnnxModel(
-            self._folder, self._threads, seen, True, session.accuracy_level, native, self._device, spins=False
+            self._folder,
+            self._threads,
+            seen,
+            every_position=True,
+            accuracy_level=session.accuracy_level,
+            native=native,
+            device=self._device,
+            spins=False,
         )
 
     def _compared(self, session: _Session, model: OnnxModel) -> Iterator[Route]:
