@@ -367,13 +367,25 @@ def _check_packable(checkpoint: Checkpoint, schemes: Mapping[str, Scheme]) -> No
         raise UsageError(
             f"one scale a tensor would span all experts of {', '.join(spanning)}; use a group or row granularity"
         )
+    parted = {n: infos[n].shape for n, scheme in schemes.items() if _parts_experts(scheme, infos[n].shape)}
+    if parted:
+        raise GroupSizeError(
+            "blocks would span two experts, whose rows they do not divide, of "
+            + ", ".join(f"{name} {list(shape)}" for name, shape in parted.items())
+            + "; use a group or row granularity"
+        )
     shapes_by_size: dict[int, dict[str, tuple[int, ...]]] = {}
     for name, info in infos.items():
-        if size := schemes[name].size:
+        # Blocks may end beyond a weight.
+        if (size := schemes[name].size) and not schemes[name].sharing.tile:
             shapes_by_size.setdefault(size, {})[name] = info.shape
     problems = [_misfit_problem(size, shapes) for size, shapes in shapes_by_size.items()]
     if any(problems):
         raise GroupSizeError("; ".join(filter(None, problems)))
+
+
+def _parts_experts(scheme: Scheme, shape: tuple[int, ...]) -> bool:
+    return len(shape) > 2 and bool(scheme.sharing.tile) and shape[-2] % scheme.sharing.tile > 0
 
 
 def _misfit_problem(size: int, shapes: Mapping[str, tuple[int, ...]]) -> str:

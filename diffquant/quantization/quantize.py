@@ -169,6 +169,7 @@ def pack_job(
     """The job that makes a weight's codes and scales, some rows at a time."""
     scheme, module = tensor.scheme, tensor.module
     height, width = math.prod(tensor.info.shape[:-1]), tensor.info.shape[-1]
+    tile = scheme.sharing.tile or 1
 
     def read(first: int, last: int) -> Tensor:
         return checkpoint.matrix_rows(tensor.name, first, last)
@@ -186,7 +187,8 @@ def pack_job(
         parts = packed_rows(codes, scale, rounded.scheme)
         if first > 0 and scheme.sharing.spans_rows:
             del parts[SCALE]
-        pieces = {module + suffix: (first, part) for suffix, part in parts.items()}
+        # Rows of scales are of blocks, where blocks have some.
+        pieces = {module + suffix: (first // tile if suffix == SCALE else first, part) for suffix, part in parts.items()}
         if first == 0:
             once = packed_once(tensor.info.shape, rounded.scheme)
             pieces |= {module + suffix: (0, part) for suffix, part in once.items()}
@@ -194,7 +196,7 @@ def pack_job(
         error = _sum_of_squares(decode_codes(codes, scale, scheme).sub_(values))
         return Block(pieces, error, total)
 
-    return Job(tensor.name, height, width, tensor.outputs, make)
+    return Job(tensor.name, height, width, tensor.outputs, make, tile)
 
 
 def _sum_of_squares(values: Tensor) -> float:

@@ -266,6 +266,11 @@ def test_one_scale_for_all_experts_is_refused(source):
         refused(source, Recipe.of(weights="8:tensor"))
 
 
+def test_blocks_that_would_span_two_experts_are_refused(source):
+    with pytest.raises(GroupSizeError, match=r"span two experts, .*gate_up_proj \[5, 192, 64\].*; use a group or row"):
+        refused(source, Recipe.of(weights="e4m3:b128"))
+
+
 def test_what_needs_a_model_that_runs_is_refused(source):
     with pytest.raises(UsageError, match="not run: it has no k, v, logits to quantize"):
         refused(source, Recipe.of(weights="4:g32", kv=8, logits=8))
@@ -310,7 +315,7 @@ def test_integers_are_carried_over(tmp_path, source):
     assert torch.equal(open_checkpoint(tmp_path / "out").read("model.layers.0.table"), torch.arange(6).reshape(2, 3))
 
 
-@pytest.mark.parametrize("text", ["nvfp4", "mxfp4", "mxfp8", "e4m3:channel"])
+@pytest.mark.parametrize("text", ["nvfp4", "mxfp4", "mxfp8", "e4m3:channel", "e4m3:b32"])
 def test_experts_and_linears_are_packed_as_floats_whatever_the_blocks(tmp_path, source, monkeypatch, text):
     scheme = Scheme.parse(text, target="weights")
     quantize(open_weights(source), tmp_path / "out", Recipe.of(weights=text))
