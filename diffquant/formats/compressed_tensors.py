@@ -1,7 +1,8 @@
 """Packed weights as compressed-tensors stores them: packed codes and scales, and their entry in config.json.
 
 A Linear at prefix P is stored as P.weight_packed ([out, words of in codes], int32 for integers),
-P.weight_scale ([out, in/g], [out, 1], [1] or, of blocks of floats, [⌈out/b⌉, ⌈in/b⌉], in 16 bits) and P.weight_shape (int64 [2]).
+P.weight_scale ([out, in/g], [out, 1], [1] or, for blocks of floats, [⌈out/b⌉, ⌈in/b⌉], in 16 bits) and P.weight_shape
+(int64 [2]).
 Experts in one tensor [experts, out, in] have a leading axis more in the first two, and weight_shape [3].
 Codes are computed against the scale as stored, after its rounding to a half type.
 
@@ -223,15 +224,24 @@ def read_schemes(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str,
 
 
 def name_patterns(names: Iterable[str]) -> list[str]:
-    """Module names as compressed-tensors targets; names that differ in the layer's number become one expression."""
+    """Module names as compressed-tensors targets; names that differ in a layer's number become one expression.
+
+    So do those that also differ in an expert's, where all of them are in the same layers.
+    """
     layers: dict[tuple[str, str], list[str]] = {}
     for name in names:
         match = re.fullmatch(r"(.*\.layers)\.(\d+)\.(.+)", name)
         key = (match[1], match[3]) if match else (name, "")
         layers.setdefault(key, []).append(match[2] if match else "")
+    experts: dict[tuple[str, str, str], list[str]] = {}
+    for (stem, tail), numbers in layers.items():
+        match = re.fullmatch(r"(.*experts)\.(\d+)\.(.+)", tail)
+        start = f"re:{re.escape(stem)}\\.{_alternatives(numbers)}\\." if tail else stem
+        key_of_all = (start, match[1], match[3]) if match else (start, tail, "")
+        experts.setdefault(key_of_all, []).append(match[2] if match else "")
     return [
-        f"re:{re.escape(stem)}\\.{_alternatives(numbers)}\\.{re.escape(tail)}$" if tail else stem
-        for (stem, tail), numbers in layers.items()
+        start + (re.escape(tail) + (f"\\.{_alternatives(numbers)}\\.{re.escape(end)}$" if end else "$") if tail else "")
+        for (start, tail, end), numbers in experts.items()
     ]
 
 
@@ -312,13 +322,14 @@ def _group_problems(group: Any, layout: object) -> list[str]:
         problems += [f"has format {own!r}"] if own != layout else []
     elif _format_of(group, layout) is None:
         problems += _unknown_codes(weights, formats)
-    if not isinstance(weights.get("strategy"), str) or weights["strategy"] not in _STRATEGIES:
-        problems.append(f"has strategy {weights.get('strategy')!r}")
-    size = weights.get("group_size")
-    if weights.get("strategy") == "group" and not _is_size(size):
-        problems.append("has no group_size" if size is None else f"has group_size {size!r}")
-    if weights.get("strategy") == "block" and not is_square(weights.get("block_structure")):
+    strategy, size = weights.get("strategy"), weights.get("group_size")
+    has_tiles = (known := _format_of(group, layout)) is None or known.has_tiles
+    if not isinstance(strategy, str) or strategy not in _STRATEGIES or (strategy == "block" and not has_tiles):
+        problems.append(f"has strategy {strategy!r}")
+    elif strategy == "block" and not is_square(weights.get("block_structure")):
         problems.append(f"has block_structure {weights.get('block_structure')!r}")
+    if strategy == "group" and not _is_size(size):
+        problems.append("has no group_size" if size is None else f"has group_size {size!r}")
     if weights.get("actorder") == "group":
         problems.append("reorders columns (actorder)")
     if group.get("input_activations") or group.get("output_activations"):
@@ -340,7 +351,9 @@ def _unknown_codes(weights: Mapping[str, Any], formats: list[NumberFormat]) -> l
 
 def is_square(structure: object) -> bool:
     """Whether a block_structure is one of blocks as high as wide."""
-    return isinstance(structure, list) and len(structure) == 2 and structure[0] == structure[1] and _is_size(structure[0])
+    return (
+        isinstance(structure, list) and len(structure) == 2 and structure[0] == structure[1] and _is_size(structure[0])
+    )
 
 
 def _is_size(size: object) -> bool:

@@ -3,9 +3,9 @@
 A "row" is an output channel of a weight, a token of a cache or a query of logits, a "group" `size` neighbours along the
 contracted axis (tokens of a channel, of values that weights multiply), a "column" a channel over `size` tokens (or
 all), a "block" a `size` x `size` tile of a weight or of logits, or `size` tokens of queries, of keys and of values, a
-"warp" 32 queries and 64 keys, a "thread" every eighth of those queries and two in eight of those keys, as SageAttention's kernels
-hold them, a "map" one map of a layer's logits over all heads, a "pair" both maps of a head, and "static" a calibrated
-scale of a channel of the cache or of a head of the logits.
+"warp" 32 queries and 64 keys, a "thread" every eighth of those queries and two in eight of those keys, as
+SageAttention's kernels hold them, a "map" one map of a layer's logits over all heads, a "pair" both maps of a head,
+and "static" a calibrated scale of a channel of the cache or of a head of the logits.
 """
 
 import re
@@ -142,7 +142,7 @@ class Sharing:
 
     @property
     def tile(self) -> int:
-        """Number of queries and of keys, or of a weight's rows and columns, that share a scale; 0 for any but a block."""
+        """Number of queries and of keys, or of a weight's rows and columns, with one scale; 0 for any but a block."""
         return self.size or 0 if self.name == "block" else 0
 
     @property
@@ -176,8 +176,9 @@ class Sharing:
         from torch.nn.functional import pad
 
         rows, columns = (-length % self.tile for length in x.shape)
-        whole = pad(x, (0, columns, 0, rows)) if rows or columns else x
-        return whole.unflatten(1, (-1, self.tile)).unflatten(0, (-1, self.tile))
+        whole: Tensor = pad(x, (0, columns, 0, rows)) if rows or columns else x
+        tiles: Tensor = whole.unflatten(1, (-1, self.tile)).unflatten(0, (-1, self.tile))
+        return tiles
 
     def unviewed(self, view: "Tensor", shape: "tuple[int, ...]") -> "Tensor":
         """A weight [rows, columns] of what `view` made of it."""

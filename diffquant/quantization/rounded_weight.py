@@ -116,5 +116,6 @@ def as_stored(
         return decode_codes(*rounded.rows(first, rows[first:last].float()), scheme).to(weight.dtype)
 
     # Products of matrices depend, in their last bits, on the number of rows and of threads: both are `quantize`'s own.
+    blocks = row_blocks(len(rows), rows.shape[1], scheme.sharing.tile or 1)
     with workers() as pool:
-        return torch.cat(list(in_order(pool, read_back, row_blocks(*rows.shape, scheme.sharing.tile or 1)))).reshape(weight.shape)
+        return torch.cat(list(in_order(pool, read_back, blocks))).reshape(weight.shape)

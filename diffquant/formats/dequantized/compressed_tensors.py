@@ -1,9 +1,10 @@
 """Folders of compressed-tensors whose engines round more than weights, or weights otherwise than diffquant writes them.
 
 Weights under symmetric scales alone are read packed (`formats.compressed_tensors`). Here are read as floats: weights
-beside quantized activations or caches, FP8 in blocks that are not square, `naive-quantized` and `int-quantized`, integers with zero points,
-and groups in any order (weight_g_idx). A module has weight_packed or weight, weight_scale, weight_global_scale (a
-divisor), weight_zero_point (int8, or packed along the outputs), and scales of its inputs and outputs.
+beside quantized activations or caches, FP8 in blocks that are not square, `naive-quantized` and `int-quantized`,
+integers with zero points, and groups in any order (weight_g_idx). A module has weight_packed or weight, weight_scale,
+weight_global_scale (a divisor), weight_zero_point (int8, or packed along the outputs), and scales of its inputs and
+outputs.
 
 Source: compressed-tensors 0.20, compressors; quantization/lifecycle/forward.py.
 """
