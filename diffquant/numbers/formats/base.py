@@ -31,6 +31,7 @@ class NumberFormat(ABC):
         spans_tensor: whether a weight's scales depend on the largest magnitude of the whole weight.
         fits_errors: whether scales are chosen by the errors that they leave, so that magnitudes alone do not tell them.
         trials: shares of the absmax scale that a rounding with fitted scales tries, where not by bits.
+        has_tiles: whether a weight's scales may be of square blocks, in which its layout has it.
     """
 
     name: str
@@ -40,6 +41,7 @@ class NumberFormat(ABC):
     spans_tensor: ClassVar[bool] = False
     fits_errors: ClassVar[bool] = False
     trials: ClassVar[tuple[float, ...]] = ()
+    has_tiles: ClassVar[bool] = False
 
     @cached_property
     def largest(self) -> float:

@@ -49,11 +49,12 @@ def checked_rounding(settings: RoundingSettings, schemes: Mapping[str, Scheme]) 
     if foreign:
         owners = " or ".join(name for name, each in ROUNDINGS.items() if each.options.issuperset(foreign))
         raise UsageError(f"rounding {rounding.name} takes no {', '.join(foreign)}; leave out, or name {owners}")
-    spanning = [module for module, scheme in schemes.items() if scheme.sharing.spans_rows]
+    spanning = {m: scheme for m, scheme in schemes.items() if scheme.sharing.spans_rows or scheme.sharing.tile}
     if spanning and rounding.row_by_row:
+        kinds = " or ".join(dict.fromkeys("block" if each.sharing.tile else "tensor" for each in spanning.values()))
         raise UsageError(
-            f"{spelled('rounding', rounding.name)} works row by row and {', '.join(spanning)} have one scale a tensor; "
-            f"use a group or row granularity, or {spelled('rounding', 'nearest')}"
+            f"{spelled('rounding', rounding.name)} works row by row and {', '.join(spanning)} have one scale a "
+            f"{kinds}; use a group or row granularity, or {spelled('rounding', 'nearest')}"
         )
     return rounding
 
