@@ -19,6 +19,7 @@ from diffquant.errors import DiffQuantError
 from diffquant.evals.task import TaskOption
 from diffquant.evals.tasks import task_options
 from diffquant.support.spelling import command_line, spelled
+from diffquant.support.waits import wait_briefly
 from diffquant.verbs.kinds import Kind
 
 _PLAIN = {int: Kind(int, "NUMBER"), float: Kind(float, "NUMBER"), bool: Kind(bool)}
@@ -108,6 +109,9 @@ def command(verb: Callable[..., Any]) -> Callable[..., None]:
             given["said"] = shown.speak
         if dry_run:
             given["planned"] = shown.stop_at
+        # Before torch is loaded. What `bench` times has to wait as it does elsewhere.
+        if verb is not verbs.bench:
+            wait_briefly()
         with command_line(), notes(as_json), waiting(name_of(verb), prints=verb is verbs.serve):
             try:
                 result = verb(**given)
