@@ -10,6 +10,8 @@ from diffquant.support.files import check_writable
 from diffquant.support.plain_data import parse_json
 
 _NAMED_FILES = 5
+# Of a checkpoint's or an export's folder, and of no run's.
+_OF_MODELS = ("config.json", "model.safetensors", "model.onnx")
 
 
 def check_replaced(folder: Path, replaced: Iterable[str], own: Collection[str]) -> None:
@@ -49,10 +51,12 @@ class RunFiles:
         """Check before the work that these files can be written and replace only those of an earlier run.
 
         Raises:
-            OutputExistsError: files of these names exist, but no run's numbers.
+            OutputExistsError: files of these names exist, but no run's numbers; or a model is there.
             UsageError: nothing can be written there.
         """
         check_writable(folder)
+        if not self.is_run(folder) and any((folder / name).exists() for name in _OF_MODELS):
+            raise OutputExistsError(f"{folder} is a model's folder; choose another output")
         there = [name for name in (self.data, *self.beside) if os.path.lexists(folder / name)]
         check_replaced(folder, there, there if self.is_run(folder) else ())
 

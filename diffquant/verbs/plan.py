@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 Memory = Annotated[str | int, kinds.Kind(str, "SIZE")]
 Context = Annotated[int, kinds.Kind(int, "TOKENS", least=1)]
 _UNITS = {"K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_LEAST = 1000
 
 
 def plan(
@@ -75,6 +76,7 @@ def _bytes(memory: str | int) -> int:
         size = int(float(text.rstrip("KMGT")) * factor)
     except (ValueError, OverflowError):
         size = 0
-    if size <= 0:
+    # A bare number is meant to be of gigabytes, and would be of bytes.
+    if size < _LEAST:
         raise UsageError(f"{spelled('memory')} takes a size such as 24G, not {memory!r}")
     return size
