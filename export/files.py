@@ -41,6 +41,8 @@ def check_exported(folder: Path) -> None:
     """
     if model_file(folder).is_file():
         return
+    if not folder.exists():
+        raise CheckpointError(f"there is no {folder}; `diffquant export` makes such a folder of a checkpoint")
     if folder.suffix == ".onnx" and folder.is_file():
         raise CheckpointError(f"{folder} is a file; give the folder that it is in, {folder.parent}")
     if folder.suffix == ".gguf" or (folder / "config.json").is_file():

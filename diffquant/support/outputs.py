@@ -41,11 +41,13 @@ class RunFiles:
         data: name of the JSON file with the numbers, which identifies a run.
         fields: fields that this file must have.
         beside: names of the files made from it.
+        joins_models: whether they may stand in a model's own folder.
     """
 
     data: str
     fields: frozenset[str]
     beside: tuple[str, ...]
+    joins_models: bool = False
 
     def check(self, folder: Path) -> None:
         """Check before the work that these files can be written and replace only those of an earlier run.
@@ -55,7 +57,7 @@ class RunFiles:
             UsageError: nothing can be written there.
         """
         check_writable(folder)
-        if not self.is_run(folder) and any((folder / name).exists() for name in _OF_MODELS):
+        if not (self.joins_models or self.is_run(folder)) and any((folder / name).exists() for name in _OF_MODELS):
             raise OutputExistsError(f"{folder} is a model's folder; choose another output")
         there = [name for name in (self.data, *self.beside) if os.path.lexists(folder / name)]
         check_replaced(folder, there, there if self.is_run(folder) else ())

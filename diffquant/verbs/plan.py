@@ -6,6 +6,7 @@ from diffquant.errors import UsageError
 from diffquant.recipe import Recipe
 from diffquant.support.spelling import spelled
 from diffquant.verbs import kinds
+from diffquant.verbs.checked import checked
 from diffquant.verbs.hub import at_revision
 from diffquant.verbs.recipes import chosen_recipe
 
@@ -18,6 +19,7 @@ _UNITS = {"K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _LEAST = 1000
 
 
+@checked
 def plan(
     model: kinds.Model,
     recipe: kinds.RecipeFile | None = None,
