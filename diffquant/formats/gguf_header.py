@@ -208,5 +208,8 @@ def _checked(entries: list[_Entry], data_start: int, file_nbytes: int) -> dict[s
         raise CheckpointError(", ".join(broken))
     beyond = [name for name, tensor in tensors.items() if tensor.start + tensor.nbytes > file_nbytes]
     if beyond:
-        raise CheckpointError(f"it ends at byte {file_nbytes}, before data of {', '.join(beyond)}; download it again")
+        raise CheckpointError(
+            f"it ends at byte {file_nbytes}, before data of {len(beyond)} of its {len(tensors)} tensors, the first "
+            f"{beyond[0]}; download it again"
+        )
     return tensors

@@ -3,13 +3,14 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from diffquant.errors import CheckpointError
+from diffquant.errors import CheckpointError, UsageError
 from diffquant.family.spec import DiffSpec
 from diffquant.formats.opening import open_checkpoint
 from diffquant.formats.reader import Checkpoint
@@ -180,6 +181,8 @@ def open_source(path: Path | str | Source | WeightSource) -> Source:
     """
     if isinstance(path, Source):
         return path
+    if not isinstance(path, str | PathLike | WeightSource):
+        raise UsageError(f"a model is a folder, a .gguf file or ORG/NAME, not of type {type(path).__name__}")
     stored = path.checkpoint if isinstance(path, WeightSource) else open_checkpoint(Path(path))
     checkpoint = as_llama(stored)
     adapter = adapter_for(checkpoint.config).fitted_to(checkpoint.tensors)

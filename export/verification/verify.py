@@ -5,7 +5,7 @@ from pathlib import Path
 from onnx import ModelProto
 
 from diffquant.errors import CheckpointError, ToleranceError
-from diffquant.export.files import RANGES_FILE
+from diffquant.export.files import RANGES_FILE, check_exported
 from diffquant.export.graph.external import load_graph
 from diffquant.export.graph.matmul import MATMUL
 from diffquant.export.manifest import Manifest, check_unchanged, read_manifest
@@ -50,7 +50,10 @@ def verify(
         MissingDependencyError: ONNX Runtime cannot use the device.
         ToleranceError: something differs by more than rounding explains; its `result` is the Verification.
     """
-    folder, source = Path(folder), open_source(source)
+    folder = Path(folder)
+    # Before the checkpoint is opened, which says less where the two were exchanged.
+    check_exported(folder)
+    source = open_source(source)
     source.transformer("verify")
     chosen = RuntimeDevice.parse(device)
     chosen.check()
