@@ -40,7 +40,7 @@ class Graph:
 
     def add(self, op: str, *inputs: str, name: str | None = None, domain: str = "", **attributes: Any) -> str:
         """Add a node with one output, and return the output's name."""
-        output = name or self._unused_name(op)
+        output = name or self.unused_name(op)
         self.add_all(op, inputs, [output], domain, **attributes)
         return output
 
@@ -91,7 +91,8 @@ class Graph:
         imports = [helper.make_opsetid("", opset), *(helper.make_opsetid(*domain) for domain in domains.items())]
         return helper.make_model(graph, opset_imports=imports, ir_version=ir, producer_name="diffquant")
 
-    def _unused_name(self, op: str) -> str:
+    def unused_name(self, op: str) -> str:
+        """A name for the output of a node of this kind, after the module it is in."""
         stem = f"{self._module}{op}"
         count = self._name_counts[stem] = self._name_counts.get(stem, 0) + 1
         return stem if count == 1 else f"{stem}_{count}"
