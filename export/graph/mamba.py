@@ -89,9 +89,7 @@ def _convolution_text(seen: int) -> str:
    tap_{tap} = Mul (inputs_{tap}, weight_{tap})"""
         for tap in range(seen)
     )
-    sums = "\n".join(
-        f"   sum_{tap} = Add ({f'sum_{tap - 1}' if tap else 'bias'}, tap_{tap})" for tap in range(seen)
-    )
+    sums = "\n".join(f"   sum_{tap} = Add ({f'sum_{tap - 1}' if tap else 'bias'}, tap_{tap})" for tap in range(seen))
     return f"""   axis = Constant <value = int64[1] {{1}}> ()
    length = Shape <start = 1, end = 2> (u)
    inputs = Concat <axis = 1> (past_state, u)

@@ -26,6 +26,8 @@ class Graph:
         self.inputs: list[ValueInfoProto] = []
         self.outputs: list[ValueInfoProto] = []
         self.constants: dict[str, TensorProto] = {}
+        # Values whose type is not that of activations.
+        self.values: list[ValueInfoProto] = []
         self._module = ""
         self._name_counts: dict[str, int] = {}
 
@@ -87,7 +89,7 @@ class Graph:
     ) -> onnx.ModelProto:
         """The finished model; `initializers` refer to its data file, `domains` are the others' versions."""
         tensors = [*self.constants.values(), *initializers.values()]
-        graph = helper.make_graph(self.nodes, "decoder", self.inputs, self.outputs, tensors)
+        graph = helper.make_graph(self.nodes, "decoder", self.inputs, self.outputs, tensors, value_info=self.values)
         imports = [helper.make_opsetid("", opset), *(helper.make_opsetid(*domain) for domain in domains.items())]
         return helper.make_model(graph, opset_imports=imports, ir_version=ir, producer_name="diffquant")
 

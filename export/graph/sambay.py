@@ -42,7 +42,6 @@ class SambaYDecoder(Decoder):
         return [causal_convolution_function(self.architecture.mamba_d_conv, opset), selective_scan_function(opset)]
 
     def _embedded(self, ids: str) -> str:
-        # The residual is float32 whatever its branches are.
         return self._wide(super()._embedded(ids))
 
     def _layer(self, x: str, layer: int, lengths: tuple[str, str]) -> str:
@@ -59,7 +58,13 @@ class SambaYDecoder(Decoder):
         x = graph.add("Add", x, self._wide(mixed))
         normed = self._layer_norm(x, prefix + "post_attention_layernorm", blocks["post_attention_layernorm"])
         expanded = self._wide(self._network(normed, prefix + "mlp."))
-        return graph.add("Add", x, expanded, name=LAYER_OUTPUT.format(layer=layer))
+        return self._residual(graph.add("Add", x, expanded, name=LAYER_OUTPUT.format(layer=layer)))
+
+    def _residual(self, x: str) -> str:
+        """The residual's own name, which says its type: float32, whatever that of its branches is."""
+        if self.graph.kind != TensorProto.FLOAT:
+            self.graph.values.append(helper.make_tensor_value_info(x, TensorProto.FLOAT, None))
+        return x
 
     def _final_norm(self, x: str) -> str:
         name, norm = self.architecture.final_norm
@@ -74,7 +79,7 @@ class SambaYDecoder(Decoder):
         prefix, graph = f"model.layers.{layer}.attn.", self.graph
         projected = self._linear(x, prefix + "Wqkv")
         if block.stored is None:
-            # The new keys and values are put behind the others once more: ONNX Runtime before 1.27 reads no cache alone.
+            # The new keys and values go behind the others once more: ONNX Runtime before 1.27 reads no cache alone.
             query, present = projected, [f"layers.{layer}.{part}" for part in ("keys", "values")]
         else:
             query, *new = (f"layers.{layer}.{part}" for part in ("query", "key", "value"))
@@ -97,7 +102,7 @@ class SambaYDecoder(Decoder):
         widths = [block.rank, block.states, block.states]
         low, into, out_of = (f"layers.{layer}.{name}" for name in ("step_low", "into", "out_of"))
         self._split(self._linear(inputs, prefix + "x_proj"), widths, [low, into, out_of])
-        scanned = self._scanned(*map(self._wide, (inputs, self._step(low, prefix), into, out_of)), layer, block, prefix)
+        scanned = self._scanned([inputs, self._step(low, prefix), into, out_of], layer, block, prefix)
         self._memory = self._narrow(scanned)
         return self._linear(graph.add("Mul", self._memory, self._silu(gate)), prefix + "out_proj")
 
@@ -113,20 +118,22 @@ class SambaYDecoder(Decoder):
     def _step(self, low: str, prefix: str) -> str:
         """Name of Δ [B, T, E] in float32, 0 where there is padding."""
         graph = self.graph
-        weight = graph.typed(f"{prefix}dt_proj.weight", self.plan.small_matrix(prefix + "dt_proj.weight").T.contiguous())
+        weight = graph.typed(
+            f"{prefix}dt_proj.weight", self.plan.small_matrix(prefix + "dt_proj.weight").T.contiguous()
+        )
         bias = graph.constant(f"{prefix}dt_proj.bias", self.plan.vector(prefix + "dt_proj.bias").numpy())
         biased = graph.add("Add", self._wide(graph.add("MatMul", low, weight)), bias)
         return graph.add("Mul", graph.add("Softplus", biased), self._is_token)
 
-    def _scanned(
-        self, inputs: str, step: str, into: str, out_of: str, layer: int, block: MambaBlock, prefix: str
-    ) -> str:
+    def _scanned(self, inputs: list[str], layer: int, block: MambaBlock, prefix: str) -> str:
+        """Name of the scan's output [B, T, E] in float32; the inputs are u, Δ, B and C."""
         graph = self.graph
+        u, step, into, out_of = map(self._wide, inputs)
         decays = graph.constant(f"layers.{layer}.A", (-self.plan.vector(prefix + "A_log").exp()).numpy())
         skip = graph.constant(f"layers.{layer}.D", self.plan.vector(prefix + "D").numpy())
         past, present = self._state(layer, STATES[1], TensorProto.FLOAT, block.stored[1])
         y = f"layers.{layer}.scanned"
-        graph.add_all(SELECTIVE_SCAN, [inputs, step, decays, into, out_of, skip, past], [y, present], DOMAIN)
+        graph.add_all(SELECTIVE_SCAN, [u, step, decays, into, out_of, skip, past], [y, present], DOMAIN)
         return y
 
     def _state(self, layer: int, part: str, kind: int, shape: Shape) -> tuple[str, str]:
@@ -137,7 +144,7 @@ class SambaYDecoder(Decoder):
             whole = self.graph.add("Concat", self.graph.add("Shape", "input_ids", start=0, end=1), like, axis=0)
             zero = helper.make_tensor("zero", kind, [1], [0])
             return self.graph.add("ConstantOfShape", whole, value=zero), present
-        sizes = ["batch_size", *shape]
+        sizes: list[str | int] = ["batch_size", *shape]
         self.graph.output(present, kind, sizes)
         return self.graph.input(PAST.format(layer=layer, part=part), kind, sizes), present
 
@@ -159,7 +166,9 @@ class SambaYDecoder(Decoder):
         return lengths
 
     def _layer_norm(self, x: str, name: str, norm: Block) -> str:
-        weight, bias = (self.graph.typed(f"{name}.{part}", self.plan.vector(f"{name}.{part}")) for part in ("weight", "bias"))
+        weight, bias = (
+            self.graph.typed(f"{name}.{part}", self.plan.vector(f"{name}.{part}")) for part in ("weight", "bias")
+        )
         eps = cast(LayerNormBlock, norm).eps
         return self.graph.add("LayerNormalization", self._narrow(x), weight, bias, axis=-1, epsilon=eps)
 

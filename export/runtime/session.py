@@ -87,8 +87,10 @@ class OnnxModel:
         if not self.takes_padding:
             graph, is_changed = without_flex(graph), True
         if extra_outputs:
-            kind = interface.kind
-            graph.graph.output.extend(helper.make_tensor_value_info(name, kind, None) for name in extra_outputs)
+            own_kinds = {value.name: value.type.tensor_type.elem_type for value in graph.graph.value_info}
+            graph.graph.output.extend(
+                helper.make_tensor_value_info(name, own_kinds.get(name, interface.kind), None) for name in extra_outputs
+            )
         if accuracy_level is not None:
             _set_accuracy(graph, accuracy_level)
         native = native and self.device.kind == "cpu"
