@@ -55,7 +55,7 @@ test-quantizers: $(VENV)/.ready
 	build/quantizers/bin/python -m pytest research/tests/studies/test_rounding_bench.py \
 		research/tests/studies/test_rounding_text_methods.py \
 		-k 'stored_bits or nf4'
-	build/quantizers/bin/python -m pytest tests/checkpoint/test_dequantized_peers.py
+	build/quantizers/bin/python -m pytest tests/checkpoint/test_dequantized_peers.py tests/numbers/test_float_peers.py
 
 # The oldest transformers that pyproject.toml allows, which vLLM and rented machines may have, with the huggingface_hub that
 # it asks for. Its environment sees the first one's packages behind its own.

@@ -154,7 +154,7 @@ def _unknown_format(name: str, text: str) -> str:
 
 
 def _meaning_of(name: str) -> str:
-    """What another library's name of a scheme is here, as the start of a sentence; "" for no such name."""
+    """Translate another library's name of a scheme, as the start of a sentence; "" for an unknown name."""
     known = re.fullmatch(r"(?:w|int|uint|nf|q|iq)([2-8])(?:a16|_.*|)", name)
     if known is None:
         return ""

@@ -46,7 +46,7 @@ from diffquant.text.special_tokens import read_special_tokens
 
 @dataclass(frozen=True, repr=False)
 class OnnxReport(Readable):
-    """What a run of `export` wrote.
+    """The outcome of `export`.
 
     Attributes:
         destination: folder that was written.

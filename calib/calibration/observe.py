@@ -66,7 +66,7 @@ def to_ranges(
 
     Args:
         ids: [N, T] windows that were observed.
-        text: text that the windows were cut from; "" where they are no text.
+        text: text that the windows were cut from; "" if they are no text.
 
     Raises:
         CheckpointError: the checkpoint changed since it was opened.

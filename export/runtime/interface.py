@@ -70,7 +70,7 @@ class CacheShape:
 
 @dataclass(frozen=True)
 class Interface:
-    """What an exported graph takes beside tokens and their mask, and gives.
+    """Inputs of an exported graph beside tokens and their mask, and its outputs.
 
     Attributes:
         cache: shape of the KV cache, or None if the model has none.

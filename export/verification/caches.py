@@ -131,7 +131,7 @@ class GrowingCache(DynamicCache):
     """A cache of one layer that is extended call by call.
 
     Attributes:
-        static: what rounds keys and values; None where they stay as they are.
+        static: what rounds keys and values; None if they stay as they are.
         past: rows before the first call; None for none.
         held: keys and values as they are read, those of all calls so far.
     """

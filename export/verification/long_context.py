@@ -37,7 +37,7 @@ class FarCalls:
 
 
 def reach(model: OnnxModel, positions: int) -> int:
-    """Number of the context's positions, of so many, that `far_calls` reaches."""
+    """Number of a context's positions that `far_calls` reaches."""
     return min(positions, _most_rows(model.cache) + 1 if model.cache else _MOST_UNCACHED)
 
 

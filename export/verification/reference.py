@@ -55,7 +55,7 @@ WHOLE = Reading()
 
 @dataclass(frozen=True)
 class _Kept:
-    """What a stage made of a whole sequence, for routes that give it the same states, or such a beginning of them."""
+    """A stage's output for a whole sequence, kept for routes that give it the same states or their beginning."""
 
     given: Tensor
     output: Tensor
@@ -175,7 +175,7 @@ class Reference:
         return output[:, first:]
 
     def _beginning_of_another(self, number: int, x: Tensor) -> _Kept | None:
-        """What a stage made of states with which a sequence that it remembers begins."""
+        """A stage's output for states that begin a sequence it remembers."""
         if not self._shares_prefixes or self._reading is not WHOLE:
             return None
         length = x.shape[1]
