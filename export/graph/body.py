@@ -34,7 +34,8 @@ def body(
     Args:
         kind: "contrib" (one GroupQueryAttention of ONNX Runtime), "pure" (standard ops alone) or "flex" (one
             FlexAttention of ai.onnx.preview).
-        attributes: attributes of every node that will use it, with the widest window of any, which it reads from each.
+        attributes: attributes of every node that will use it. Their windows may differ, of which this is the widest;
+            only the flex body is for this very one, since a score_mod knows nothing of the node around it.
         width: d, width of a query.
         opset: the model's version of the standard domain, 18 or later.
         cached: whether nodes have a past.

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 import torch
-from onnx import FunctionProto, ModelProto, TensorProto
+from onnx import FunctionProto, ModelProto, NodeProto, TensorProto
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from diffquant.export.graph.activations import EMITTED, functions
@@ -74,7 +74,7 @@ class Decoder:
     def model(self, initializers: dict[str, TensorProto]) -> ModelProto:
         own = functions(self.config.hidden_act, self.options.opset) + self._own_functions()
         if self.spec.maps == 2:
-            own.append(self._attention_function())
+            own += self._attention_functions()
         elif self.scales:
             own.append(quantized_attention_function(self.options.opset))
         if any((node.domain, node.op_type) == (DOMAIN, MATMUL) for node in self.graph.nodes):
@@ -90,9 +90,23 @@ class Decoder:
         """Functions that the layers need beside attention, the activation and products."""
         return []
 
-    def _attention_function(self) -> FunctionProto:
-        """The op's body for every attention node."""
-        attributes, width = self._attributes(self._widest_window()), self.spec.head_dim
+    def _attention_functions(self) -> list[FunctionProto]:
+        """The op's body for every attention node; for flex, one for the nodes of each window."""
+        windows = sorted({window for node in self._attention_nodes() if (window := _window(node)) > 0})
+        if self.options.op != "flex" or not windows:
+            return [self._attention_function(max(windows, default=None))]
+        functions = [self._attention_function(window) for window in (None, *windows)]
+        for function, window in zip(functions, (-1, *windows), strict=True):
+            function.overload = str(window)
+        for node in self._attention_nodes():
+            node.overload = str(_window(node))
+        return functions
+
+    def _attention_nodes(self) -> list[NodeProto]:
+        return [node for node in self.graph.nodes if (node.domain, node.op_type) == (DOMAIN, NAME)]
+
+    def _attention_function(self, window: int | None) -> FunctionProto:
+        attributes, width = self._attributes(window), self.spec.head_dim
         # Where GroupQueryAttention cannot compute it (rounded logits, odd widths), the body spells it out.
         kind: BodyKind = "pure" if self.options.pure or contrib_problems(attributes, width) else "contrib"
         if self.options.op == "flex":
@@ -100,11 +114,6 @@ class Decoder:
         present = {"signal_gate": self.spec.lam == "two-gates", "output_gate": self.spec.output_gate}
         gates = [name for name in GATES if present[name]]
         return body(kind, attributes, width, self.options.opset, self.options.cache, gates)
-
-    def _widest_window(self) -> int | None:
-        """The largest window of any attention; None where there is none."""
-        windows = [rows.window for rows in self.plan.source.architecture.token_rows.values() if rows.window]
-        return max(windows, default=None)
 
     def _attributes(self, window: int | None = None) -> OpAttributes:
         """Attributes of an attention node whose queries see so many of the newest keys, or all."""
@@ -299,6 +308,11 @@ class Decoder:
             return []
         names = (f"layers.{layer}.k_scale", f"layers.{layer}.v_scale")
         return [self.graph.constant(n, value) for n, value in zip(names, self.scales[layer], strict=True)]
+
+
+def _window(node: NodeProto) -> int:
+    """The window of an attention node, -1 for none."""
+    return next(each.i for each in node.attribute if each.name == "local_window_size")
 
 
 def _trimmed(inputs: list[str]) -> list[str]:

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from diffquant.errors import UsageError
 from diffquant.export.graph.inlining import FLEX_ATTENTION, PREVIEW
 from diffquant.export.graph.op import OpAttributes
-from diffquant.export.graph.pure import constants_text, positions_text, rounded_text, rows_text, window_text
+from diffquant.export.graph.pure import constants_text, positions_text, rounded_text, rows_text
 from diffquant.export.graph.pure_cache import stored_rows
 
 # Axes of logits [B, heads, T, S] that share a step; a pair's is found of its heads'.
@@ -70,7 +70,15 @@ def _heads(attributes: OpAttributes, width: int) -> str:
 
 def _score_mod(attributes: OpAttributes) -> str:
     """The graph from logits [B, heads, T, S] to logits that are rounded, and lowest where a query may not look."""
-    seen = window_text("m_", "m_1") if attributes.local_window_size > 0 else "   m_seen = Identity (m_causal)"
+    window = attributes.local_window_size
+    seen = (
+        f"""   m_window = Constant <value = int64[1] {{{window}}}> ()
+   m_oldest = Sub (m_position, m_window)
+   m_inside = Greater (m_column, m_oldest)
+   m_seen = And (m_causal, m_inside)"""
+        if window > 0
+        else "   m_seen = Identity (m_causal)"
+    )
     scores = _rounded(attributes) if attributes.logit_bits else "   m_scores = Identity (m_logits)"
     return f"""score_mod (float[B, H, L, S] m_logits) => (float[B, H, L, S] m_out) {{
    m_0 = Constant <value = int64 {{0}}> ()
@@ -86,9 +94,9 @@ def _score_mod(attributes: OpAttributes) -> str:
    m_before = Sub (m_keys, m_queries)
    m_steps = Range (m_0, m_queries_s, m_1)
    m_places = Add (m_steps, m_before)
-   m_position_column = Unsqueeze (m_places, m_second)
+   m_position = Unsqueeze (m_places, m_second)
    m_column = Range (m_0, m_keys_s, m_1)
-   m_causal = LessOrEqual (m_column, m_position_column)
+   m_causal = LessOrEqual (m_column, m_position)
 {seen}
 {scores}
    m_out = Where (m_seen, m_scores, m_hidden)

@@ -120,7 +120,7 @@ def _logits(attributes: OpAttributes, width: int) -> str:
     else:
         keys = """   key_columns = Transpose <perm = [0, 1, 3, 2]> (key_read)
    group_axis = Constant <value = int64[2] {2, 3}> ()"""
-    seen = window_text("", "s1") if attributes.local_window_size > 0 else "   seen = Identity (causal)"
+    seen = _WINDOW_TEXT if attributes.local_window_size > 0 else "   seen = Identity (causal)"
     return f"""{keys}
    keys_spread = Unsqueeze (key_columns, group_axis)
    query_wide = Cast <to = {TensorProto.FLOAT}> (query_turned)
@@ -136,20 +136,13 @@ def _logits(attributes: OpAttributes, width: int) -> str:
    visible = Unsqueeze (seen, map_axes)"""
 
 
-def window_text(prefix: str, one: str) -> str:
-    """Nodes that make seen: the keys that the node's own window leaves of causal; a node without one has -1.
-
-    Args:
-        prefix: what all names begin with, those of the values that it reads included: causal, column, position_column.
-        one: name of the number 1.
-    """
-    p = prefix
-    return f"""   {p}window = Constant <value_int: int = @local_window_size> ()
-   {p}no_window = Less ({p}window, {one})
-   {p}oldest = Sub ({p}position_column, {p}window)
-   {p}near = Greater ({p}column, {p}oldest)
-   {p}inside = Or ({p}near, {p}no_window)
-   {p}seen = And ({p}causal, {p}inside)"""
+# A node without a window has -1.
+_WINDOW_TEXT = """   window = Constant <value_int: int = @local_window_size> ()
+   no_window = Less (window, s1)
+   oldest = Sub (position_column, window)
+   near = Greater (column, oldest)
+   inside = Or (near, no_window)
+   seen = And (causal, inside)"""
 
 
 def _by_map(attributes: OpAttributes, width: int) -> str:
