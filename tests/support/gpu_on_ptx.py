@@ -42,6 +42,7 @@ SELECTED: dict[str, Callable[[Parameters], bool]] = {
         p["name"] == "ragged, one empty" or (p["name"], p["width"]) == ("causal", 64)
     ),
     "test_specialized.py::test_close_to_the_plain_form": lambda p: p["name"] in _SHORT,
+    "test_specialized.py::test_the_pipelined_form_is_close_to_the_plain_form": lambda p: p["name"] in _SHORT,
     "test_simulated.py::test_equals_the_plain_form_at_every_border": lambda p: (
         (p["name"], p["text"]) in (("ragged, one empty", "4:row"), ("causal", "8:head:shift")) and p["width"] == 64
     ),

@@ -33,6 +33,7 @@ def _prefill() -> Iterator[tuple[str, Call]]:
         "int8 QK, fp8 PV": partial(on_call(prefill_int8), pv="fp8"),
         "simulated logits": simulated,
         "warp-specialized": partial(on_call(prefill_specialized), bits=16),
+        "warp-specialized, pipelined": partial(on_call(prefill_specialized), bits=16, pipelined=True),
         "warp-specialized, fp8": partial(on_call(prefill_specialized), bits=8),
         "warp-specialized, simulated logits": partial(simulated, specialized=True),
     }
