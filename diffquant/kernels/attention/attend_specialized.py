@@ -9,6 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 
+from diffquant.kernels.attention.softmax_pipelined import attend_softmax_pipelined
 from diffquant.kernels.attention.specialized import (
     LOWEST,
     keep,
@@ -20,7 +21,6 @@ from diffquant.kernels.attention.specialized import (
     valid_keys,
     waits_for_signal,
 )
-from diffquant.kernels.attention.softmax_pipelined import attend_softmax_pipelined
 from diffquant.kernels.attention.specialized_rounding import attend_rounded_blocks, row_codes
 from diffquant.kernels.attention.specialized_softmax import attend_softmax_blocks
 
