@@ -33,6 +33,7 @@ def _prefill() -> Iterator[tuple[str, Call]]:
         "int8 QK, fp8 PV": partial(on_call(prefill_int8), pv="fp8"),
         "simulated logits": simulated,
         "warp-specialized": partial(on_call(prefill_specialized), bits=16),
+        "warp-specialized, pipelined": partial(on_call(prefill_specialized), bits=16, pipelined=True),
         "warp-specialized, fp8": partial(on_call(prefill_specialized), bits=8),
         "warp-specialized, simulated logits": partial(simulated, specialized=True),
     }
@@ -67,14 +68,22 @@ def _linear() -> Iterator[tuple[str, Call]]:
     from diffquant.kernels.linear.expand import launch_expand
     from diffquant.kernels.linear.gemm import launch_gemm
     from diffquant.kernels.linear.linear import launch
-    from diffquant.kernels.linear.repack import PackedWeight, repack
+    from diffquant.kernels.linear.repack import PackedWeight, repack, repack_floats
     from diffquant.numbers.packing import packed_words
 
     def zeros(bits: int, rows: int) -> PackedWeight:
         words = torch.zeros(rows, packed_words(3072, bits), dtype=torch.int32)
         return repack(words, torch.ones(rows, 3072 // 128, dtype=torch.float16), bits, 3072)
 
+    def floats(name: str, rows: int) -> PackedWeight:
+        scale = torch.ones(rows, 3072 // (16 if name == "nvfp4" else 32), dtype=torch.uint8)
+        divisor = torch.ones(1) if name == "nvfp4" else None
+        return repack_floats(torch.zeros(rows, 3072 // 2, dtype=torch.uint8), scale, divisor, 3072)
+
     x = torch.zeros(64, 3072, dtype=torch.float16)
+    for name in ("nvfp4", "mxfp4"):
+        yield f"GEMV {name}", partial(launch, x[:1], floats(name, 64), None)
+        yield f"GEMM {name}", partial(launch_gemm, x, floats(name, 1024), None)
     for bits in (8, 6, 4):
         yield f"GEMV {bits} bits", partial(launch, x[:1], zeros(bits, 64), None)
     for bits in (8, 6, 4):

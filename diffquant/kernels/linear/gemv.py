@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from diffquant.kernels.configs import choose
 from diffquant.kernels.gpu import capability, device_class, registers_of
 from diffquant.kernels.linear.repack import FRAGMENT, PackedWeight, fields_in_word
-from diffquant.kernels.linear.unpacking import load_high, unpack_field
+from diffquant.kernels.linear.unpacking import load_high, read_scale, unpack_field
 
 MOST_TOKENS = 16
 
@@ -59,7 +59,7 @@ def launch_gemv(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
     _gemv[(blocks, 1)](
         x, weight.low, weight.high, weight.scales, weight.row_scale, bias, y,
         tokens, rows, width, blocks, chunks, x.stride(0), int(len(weight.row_scale) > 1),
-        BITS=weight.bits, FIELDS=fields_in_word(weight.bits), GROUP=weight.group,
+        BITS=weight.bits, FLOATS=weight.holds_floats, FIELDS=fields_in_word(weight.bits), GROUP=weight.group,
         SPAN=gcd(weight.group // FRAGMENT, fields_in_word(weight.bits)),
         TILES=triton.cdiv(tokens, 8), WARPS=tile.warps, UNROLL=unroll,
         EVEN=chunks % (tile.warps * unroll) == 0 and width == chunks * FRAGMENT * fields_in_word(weight.bits),
@@ -80,7 +80,7 @@ def _unroll(chunks: int, tile: GemvTile) -> int:
 def _gemv(
     x, low, high, scales, row_scale, bias, y,
     M, N, K, blocks, chunks, x_stride, row_scale_stride,
-    BITS: tl.constexpr, FIELDS: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
+    BITS: tl.constexpr, FLOATS: tl.constexpr, FIELDS: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
     TILES: tl.constexpr, WARPS: tl.constexpr, UNROLL: tl.constexpr, EVEN: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -129,7 +129,7 @@ def _gemv(
             start = (first + u * WARPS) * chunk_width
             part = tl.zeros_like(sums)
             for field in tl.static_range(FIELDS):
-                a = unpack_field(words, tops, x.dtype.element_ty, field, BITS)
+                a = unpack_field(words, tops, x.dtype.element_ty, field, BITS, FLOATS)
                 a = a.reshape(WARPS, 8, 4, 2, 2, 2).permute(0, 4, 1, 3, 2, 5).reshape(WARPS, 16, 16)
                 column = start + field * 16
                 mask = token < M if EVEN else (token < M) & (column + k < K)
@@ -142,7 +142,8 @@ def _gemv(
                     if (field + 1) % SPAN == 0:
                         # Beyond K any scale will do, too.
                         group = tl.minimum(chunk * chunk_width + field * 16, K - 1) // GROUP
-                        scale = tl.load(scales + (group * blocks + block)[:, None] * 16 + lane_row).to(tl.float32)
+                        stored = tl.load(scales + (group * blocks + block)[:, None] * 16 + lane_row)
+                        scale = read_scale(stored, GROUP, FLOATS)
                         scale = scale.reshape(WARPS, 8, 4, 2).permute(0, 3, 1, 2)[:, :, :, None, :, None]
                         scale = scale.broadcast_to(WARPS, 2, 8, TILES, 4, 2).reshape(WARPS, 16, TILES * 8)
                         sums += part * scale
