@@ -110,6 +110,11 @@ def _loaded_by(plan: QuantizationPlan, carries_code: bool) -> str:
             f"The codes of {', '.join(own)} are packed in a layout of diffquant's own, which `diffquant.load` "
             "alone reads; transformers, vLLM and other readers of compressed-tensors refuse this folder.\n"
         )
+    if plan.is_as_the_makers:
+        return (
+            "The layout is that of the makers' own NVFP4 release, experts alone, which their vLLM reads and "
+            "`diffquant.load` opens.\n"
+        )
     layouts = sorted({scheme.format.layout for scheme in plan.schemes.values()}) or [PACK_QUANTIZED]
     standard = f"The format is compressed-tensors' {' and '.join(layouts)}"
     if plan.rules:

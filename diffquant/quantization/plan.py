@@ -11,11 +11,10 @@ from fnmatch import fnmatchcase
 import torch
 
 from diffquant.errors import CheckpointError, GroupSizeError, UsageError
-from diffquant.formats.compressed_tensors import packed_shapes, packed_types
 from diffquant.formats.reader import Checkpoint, TensorInfo
 from diffquant.formats.writer import OutputTensor
 from diffquant.model.adapters import is_read
-from diffquant.quantization.parts import Part, experts_apart, whole
+from diffquant.quantization.parts import MakersExperts, Part, experts_apart, makers_experts, whole
 from diffquant.quantization.roundings import checked_rounding, rounding_named
 from diffquant.quantization.targets import Targets, targets_of
 from diffquant.recipe import Recipe
@@ -33,6 +32,9 @@ from diffquant.support.spelling import spelled
 
 _QUANTIZED_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 _EMBEDDING = "model.embed_tokens"
+
+# (module, shape of its weight) -> the modules that it is packed as.
+Parted = Callable[[str, tuple[int, ...]], tuple[Part, ...]]
 
 # Group sizes that people use, of which an error names those that fit.
 _GROUP_SIZES = (16, 32, 64, 128)
@@ -112,9 +114,15 @@ class QuantizationPlan:
         return list(dict.fromkeys([*self.linears, *parts]))
 
     @property
+    def is_as_the_makers(self) -> bool:
+        """Whether experts, and nothing else, are packed as the model's makers do it."""
+        return any(isinstance(part, MakersExperts) for tensor in self.tensors for part in tensor.parts)
+
+    @property
     def has_stacked_experts(self) -> bool:
-        """Whether experts are packed in one tensor."""
-        return any(len(part.shape) > 2 for tensor in self.tensors for part in tensor.parts)
+        """Whether experts are packed in one tensor, as nobody else does it."""
+        is_stacked = any(len(part.shape) > 2 for tensor in self.tensors for part in tensor.parts)
+        return is_stacked and not self.is_as_the_makers
 
     @property
     def bytes_before(self) -> int:
@@ -189,7 +197,7 @@ def plan_quantization(
     packed = {name: schemes[module] for module, name in targets_of(source).weights.items() if module in schemes}
     # A recipe of the cache alone copies the weights.
     unpacked = unpacked_dtypes(source, dtype) if packed or dtype else {}
-    parted = whole if is_read(source.checkpoint.config) else experts_apart
+    parted = _parted(source, packed)
     tensors = tuple(
         _planned(name, info, packed.get(name, FULL), source.checkpoint.written_dtype(name), unpacked.get(name), parted)
         for name, info in source.checkpoint.tensors.items()
@@ -201,6 +209,16 @@ def plan_quantization(
     run_dtype = source.dtype if isinstance(source, Source) and is_rounded else None
     plan = QuantizationPlan(source.checkpoint, recipe, tensors, _linears(source), rules, run_dtype, notes)
     return replace(plan, notes=(*notes, *_misread_experts(plan)))
+
+
+def _parted(source: Source | WeightSource, packed: Mapping[str, Scheme]) -> Parted:
+    """The function that says which modules a weight is packed as."""
+    if isinstance(source, Source) and source.architecture.makers_pack_experts:
+        shapes = source.checkpoint.tensors
+        if all(scheme.format.name == "nvfp4" and len(shapes[name].shape) > 2 for name, scheme in packed.items()):
+            return makers_experts
+    # What runs such experts here reads them as they lie.
+    return whole if is_read(source.checkpoint.config) else experts_apart
 
 
 def _misread_experts(plan: QuantizationPlan) -> list[str]:
@@ -449,14 +467,10 @@ def _planned(
     scheme: Scheme,
     written: torch.dtype,
     unpacked: torch.dtype | None,
-    parted: Callable[[str, tuple[int, ...]], tuple[Part, ...]],
+    parted: Parted,
 ) -> PlannedTensor:
     if not scheme.quantizes:
         return PlannedTensor(name, info, scheme, (OutputTensor(name, unpacked or written, info.shape),))
-    parts, types = parted(name.removesuffix(".weight"), info.shape), packed_types(scheme, written)
-    outputs = tuple(
-        OutputTensor(part.module + suffix, types[suffix], shape)
-        for part in parts
-        for suffix, shape in packed_shapes(part.shape, scheme).items()
-    )
+    parts = parted(name.removesuffix(".weight"), info.shape)
+    outputs = tuple(output for part in parts for output in part.outputs(scheme, written))
     return PlannedTensor(name, info, scheme, outputs, parts)

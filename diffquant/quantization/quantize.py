@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from diffquant.formats.atomic_folder import check_output, staged
-from diffquant.formats.compressed_tensors import SCALE, decode_codes, packed_once, packed_rows, quantization_config
+from diffquant.formats.compressed_tensors import SCALE, decode_codes, packed_rows, quantization_config
 from diffquant.formats.reader import Checkpoint
 from diffquant.formats.row_stream import Block, Job, Shard, check_rows, checkpoint_stamp, copy_job, write_shards
+from diffquant.numbers.formats import format_named
 from diffquant.quantization.card import quantized_card
 from diffquant.quantization.magnitudes import Magnitudes
+from diffquant.quantization.parts import MakersExperts
 from diffquant.quantization.plan import PlannedTensor, QuantizationPlan, plan_quantization
 from diffquant.quantization.rounded_weight import RoundedWeight
 from diffquant.quantization.roundings import Rounder, rounding_named
@@ -197,9 +199,9 @@ def pack_job(
                 per_row = tile if suffix == SCALE else 1
                 whole = suffix == SCALE and scheme.sharing.spans_rows
                 some = data if whole else data[here.start // per_row : -(-here.stop // per_row)]
-                pieces[part.module + suffix] = (max(first - part.first, 0) // per_row, some)
-            once = packed_once(part.shape, rounded.scheme) if begins else {}
-            pieces |= {part.module + suffix: (0, data) for suffix, data in once.items()}
+                pieces[part.name(suffix)] = (max(first - part.first, 0) // per_row, some)
+            if begins:
+                pieces |= {name: (0, data) for name, data in part.once(rounded.scheme).items()}
         # Of a float32 source, `values` are the mapped file itself: only what was decoded may be written to.
         error = _sum_of_squares(decode_codes(codes, scale, scheme).sub_(values))
         return Block(pieces, error, total)
@@ -263,7 +265,13 @@ def _write_descriptions(
     carried = {file.name for file in folder.glob("*.py")}
     code = write_modelling_file(folder, config, adapter)
     replaced = sorted(carried - code.keys()) if code else []
-    if plan.schemes:
+    if plan.is_as_the_makers:
+        config["quantization_config"] = {
+            "quant_method": MakersExperts.method,
+            "group_size": format_named("nvfp4").block,
+            "produced_by": f"diffquant {versions()['diffquant']}",
+        }
+    elif plan.schemes:
         config["quantization_config"] = quantization_config(plan.written_schemes, plan.written_linears)
     write_atomically(folder / "config.json", json.dumps(config, indent=2) + "\n")
     write_atomically(folder / "recipe.yaml", plan.recipe.to_yaml())

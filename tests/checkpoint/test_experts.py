@@ -1,16 +1,21 @@
-"""Quantized experts as stock transformers reads them: from a Linear each, whatever the source has them in."""
+"""Quantized experts as others read them: stock transformers from a Linear each, Motif-3's makers from their layout."""
 
+import json
 import re
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
 
 from diffquant.formats.compressed_tensors import packed_shapes, unpack_parts
+from diffquant.loading import load
 from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
+from diffquant.source.source import open_source
 from diffquant.source.weight_source import open_weights
+from tests.support.checkpoints import MOTIF3, write_random
 from tests.support.oracles import agrees
 
 EXPERTS, IDS = 3, torch.arange(3, 30)[None]
@@ -126,3 +131,64 @@ def test_transformers_refuses_experts_of_eight_bits_whose_scales_are_of_blocks(t
     quantize(open_weights(tmp_path / "source"), tmp_path / "low", Recipe.of(weights=text))
     with pytest.raises(RuntimeError, match="automatic conversion of the weights"):
         opened(tmp_path / "low")
+
+
+def motif3_with_experts_at(tmp_path, text, **changes):
+    """A Motif-3 whose experts are packed under a scheme, and its report; experts differ a thousandfold in size."""
+    config = MOTIF3 | {"moe_intermediate_size": 32, "hidden_size": 64, "intermediate_size": 64}
+    tensors = write_random(tmp_path / "plain", config | {"vocab_size": 64}, torch.bfloat16)
+    stacks = {n: x for n, x in tensors.items() if ".experts." in n and n.endswith("_proj")}
+    sizes = torch.logspace(-2, 1, MOTIF3["num_experts"], dtype=torch.bfloat16)[:, None, None]
+    tensors |= {name: stack * sizes for name, stack in stacks.items()}
+    save_file(tensors, tmp_path / "plain" / "model.safetensors", metadata={"format": "pt"})
+    recipe = Recipe.of(weights="16", overrides={"*.experts.*": text} | changes)
+    return tensors, quantize(tmp_path / "plain", tmp_path / "low", recipe)
+
+
+def test_motif_3s_experts_in_nvfp4_lie_as_in_its_makers_release(tmp_path):
+    """Decoded here as their tool's reader does, in NumPy."""
+    tensors, report = motif3_with_experts_at(tmp_path, "nvfp4")
+    config = json.loads((tmp_path / "low" / "config.json").read_text())["quantization_config"]
+    assert (config["quant_method"], config["group_size"]) == ("modelopt_nvfp4", 16)
+    stored = load_file(tmp_path / "low" / "model.safetensors")
+    packed = {name for name, x in tensors.items() if ".experts." in name and name.endswith("_proj")}
+    assert len(packed) == 8
+    scales_of = {name + part for name in packed for part in ("_weight_scale", "_weight_scale_2")}
+    assert stored.keys() == tensors.keys() | scales_of
+    source = open_source(tmp_path / "low")
+    assert source.checkpoint.rounded_as == "ModelOpt NVFP4"
+    simulated = load(tmp_path / "plain", Recipe.of(weights="16", overrides={"*.experts.*": "nvfp4"}))
+    opened_again = load(tmp_path / "low")
+    for name in packed:
+        codes, scales, above = (stored[name + part] for part in ("", "_weight_scale", "_weight_scale_2"))
+        experts, rows, width = tensors[name].shape
+        assert (codes.dtype, tuple(codes.shape)) == (torch.uint8, (experts, rows, width // 2))
+        assert (scales.dtype, tuple(scales.shape)) == (torch.float8_e4m3fn, (experts, rows, width // 16))
+        assert (above.dtype, tuple(above.shape)) == (torch.float32, (experts,))
+        nibbles = np.stack([codes.numpy() & 15, codes.numpy() >> 4], -1).reshape(experts, rows, width)
+        levels = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)[nibbles]
+        product = scales.float().numpy() * above.numpy()[:, None, None]
+        values = torch.from_numpy(levels * product.repeat(16, -1))
+        assert torch.equal(source.checkpoint.read(name), values)
+        for model in (simulated, opened_again):
+            assert torch.equal(model.get_parameter(name), values.bfloat16())
+        lost = (values - tensors[name].float()).square().sum((1, 2)) / tensors[name].float().square().sum((1, 2))
+        # No expert loses by the multiplier that all of them have.
+        assert 0.002 < lost.min() < lost.max() < 0.015
+    for name in tensors.keys() - packed:
+        assert torch.equal(stored[name], tensors[name])
+    assert all(0.05 < each.error < 0.12 for each in report.errors)
+    assert "makers' own NVFP4 release" in (tmp_path / "low" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "changes"), [("4:g32", {}), ("mxfp4", {}), ("nvfp4", {"*.self_attn.wo": "8:row"})], ids=str
+)
+def test_other_experts_of_motif_3_lie_in_one_tensor_as_before(tmp_path, text, changes):
+    motif3_with_experts_at(tmp_path, text, **changes)
+    recipe = Recipe.of(weights="16", overrides={"*.experts.*": text} | changes)
+    simulated, opened_again = load(tmp_path / "plain", recipe), load(tmp_path / "low")
+    name = "model.layers.1.moe.experts.down_proj"
+    assert f"{name}.weight_packed" in load_file(tmp_path / "low" / "model.safetensors")
+    assert torch.equal(simulated.get_parameter(name), opened_again.get_parameter(name))
+    assert open_source(tmp_path / "low").packed
