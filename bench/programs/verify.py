@@ -1,4 +1,4 @@
-"""What `diffquant verify` costs: CPU and wall seconds of each of its parts, with threads that wait as a command has them.
+"""What `diffquant verify` costs: CPU and wall seconds of each of its parts, its threads waiting as a command's do.
 
     python -m diffquant.bench.programs.verify smollm2-onnx smollm2-4bit --json bench/results/verify.json
 
@@ -89,13 +89,8 @@ def _turn(folder: Path, model: Path) -> dict[str, Any]:
         DiffQuantError: the process failed.
     """
     started, before = time.monotonic(), os.times()
-    done = subprocess.run(
-        [sys.executable, "-c", _TURN, str(folder), str(model)],
-        env=variables,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-c", _TURN, str(folder), str(model)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     seconds, after = time.monotonic() - started, os.times()
     if done.returncode:
         raise DiffQuantError(f"verifying {folder} failed: {done.stderr.strip().splitlines()[-1]}")

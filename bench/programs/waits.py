@@ -22,7 +22,7 @@ from diffquant.support.files import write_json
 from diffquant.support.waits import wait_briefly
 
 _PROMPT, _PROMPTS, _TOKENS = 160, 3, 24
-_TURN = """
+_PROGRAM = """
 import json, sys, time
 import torch
 import diffquant
@@ -42,6 +42,10 @@ with torch.no_grad():
         }
 print(json.dumps(found))
 """
+
+
+# Seconds and CPU seconds a call, by what was read.
+_Turn = dict[str, dict[str, float]]
 
 
 def main(
@@ -73,15 +77,15 @@ def measure_waits(model: Path, repeats: int) -> dict[str, Any]:
         "brief": brief,
         "own": own,
         "ratios": {
-            work: {
-                quantity: median(
-                    theirs[work][quantity] / ours[work][quantity] for ours, theirs in zip(brief, own, strict=True)
-                )
-                for quantity in ("cpu_seconds", "seconds")
-            }
+            work: {quantity: _ratio(brief, own, work, quantity) for quantity in ("cpu_seconds", "seconds")}
             for work in ("prompt", "token")
         },
     }
+
+
+def _ratio(brief: list[_Turn], own: list[_Turn], work: str, quantity: str) -> float:
+    """Median of how many times as much the other way takes in turns that followed one another."""
+    return median(theirs[work][quantity] / ours[work][quantity] for ours, theirs in zip(brief, own, strict=True))
 
 
 def waits_summary(result: dict[str, Any]) -> str:
@@ -93,17 +97,17 @@ def waits_summary(result: dict[str, Any]) -> str:
     return f"with OpenMP's own waits, at a load of {result['environment']['load_average']:g}: {'; '.join(told)}"
 
 
-def _turn(model: Path, variables: dict[str, str]) -> dict[str, dict[str, float]]:
+def _turn(model: Path, variables: dict[str, str]) -> _Turn:
     """Seconds a call in one process with these environment variables.
 
     Raises:
         DiffQuantError: the process failed.
     """
-    command = [sys.executable, "-c", _TURN, str(model), *map(str, (_PROMPT, _PROMPTS, _TOKENS))]
+    command = [sys.executable, "-c", _PROGRAM, str(model), *map(str, (_PROMPT, _PROMPTS, _TOKENS))]
     done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     if done.returncode:
         raise DiffQuantError(f"running {model} failed: {done.stderr.strip().splitlines()[-1]}")
-    found: dict[str, dict[str, float]] = json.loads(done.stdout.splitlines()[-1])
+    found: _Turn = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
