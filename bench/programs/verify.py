@@ -1,9 +1,8 @@
-"""What `diffquant verify` costs: CPU and wall seconds of each of its parts, and of the whole by how its threads wait.
+"""What `diffquant verify` costs: CPU and wall seconds of each of its parts, its threads waiting as a command's do.
 
     python -m diffquant.bench.programs.verify smollm2-onnx smollm2-4bit --json bench/results/verify.json
 
-Each turn is a process of its own, by turns with threads that wait as the command has them wait and as OpenMP does by
-itself, which is what `diffquant.verify` in Python gets.
+Each turn is a process of its own.
 """
 
 import json
@@ -13,7 +12,6 @@ import sys
 import time
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import Annotated, Any
 
 import typer
@@ -40,7 +38,7 @@ print(json.dumps({"called": called, "verdict": verification.verdict()}))
 def main(
     folder: Annotated[Path, typer.Argument(help="Folder that `export` wrote.")],
     model: Annotated[Path, typer.Argument(help="Checkpoint that it was exported from.")],
-    repeats: Annotated[int, typer.Option(min=1, help="Turns of each.")] = 2,
+    repeats: Annotated[int, typer.Option(min=1, help="Turns.")] = 1,
     file: Annotated[Path | None, typer.Option("--json", help="Where to write the numbers.")] = None,
 ) -> None:
     """Time a verification and its parts."""
@@ -51,35 +49,21 @@ def main(
 
 
 def measure_verify(folder: Path, model: Path, repeats: int) -> dict[str, Any]:
-    """Seconds of the turns with either way of waiting, and the ratio of their CPU seconds."""
-    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
-        os.environ.pop(name, None)
-    plain = dict(os.environ)
+    """Seconds of each turn and of its parts."""
     wait_briefly()
-    brief, long = [], []
-    for _ in range(repeats):
-        brief.append(_turn(folder, model, dict(os.environ)))
-        long.append(_turn(folder, model, plain))
     return {
         "environment": environment("onnxruntime"),
         "folder": folder.name,
         "folder_bytes": sum(file.stat().st_size for file in folder.iterdir()),
-        "brief_waits": brief,
-        "long_waits": long,
-        "cpu_ratio": median(other["cpu_seconds"] / own["cpu_seconds"] for own, other in zip(brief, long, strict=True)),
+        "turns": [_turn(folder, model) for _ in range(repeats)],
     }
 
 
 def verify_summary(result: dict[str, Any]) -> str:
-    """Lines of text: the whole, then the parts of the first turn."""
-    own, other = result["brief_waits"][0], result["long_waits"][0]
-    lines = [
-        own["verdict"],
-        f"{own['cpu_seconds']:.0f} CPU seconds in {own['seconds']:.0f} s; with OpenMP's own waiting "
-        f"{other['cpu_seconds']:.0f} in {other['seconds']:.0f} s, {result['cpu_ratio']:.1f} times as many",
-    ]
-    lines += [f"{part['cpu_seconds']:7.2f}  {part['part']}" for part in own["parts"]]
-    return "\n".join(lines)
+    """Lines of text: the quickest turn's verdict, its seconds and its parts."""
+    turn = min(result["turns"], key=lambda each: each["cpu_seconds"])
+    lines = [turn["verdict"], f"{turn['cpu_seconds']:.1f} CPU seconds in {turn['seconds']:.0f} s:"]
+    return "\n".join(lines + [f"{part['cpu_seconds']:7.2f}  {part['part']}" for part in turn["parts"]])
 
 
 def parts_of(called: list[tuple[str, float, float]]) -> list[dict[str, Any]]:
@@ -98,20 +82,15 @@ def parts_of(called: list[tuple[str, float, float]]) -> list[dict[str, Any]]:
     return parts
 
 
-def _turn(folder: Path, model: Path, variables: dict[str, str]) -> dict[str, Any]:
-    """Seconds of one process with these environment variables.
+def _turn(folder: Path, model: Path) -> dict[str, Any]:
+    """Seconds of one process.
 
     Raises:
         DiffQuantError: the process failed.
     """
     started, before = time.monotonic(), os.times()
-    done = subprocess.run(
-        [sys.executable, "-c", _TURN, str(folder), str(model)],
-        env=variables,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-c", _TURN, str(folder), str(model)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     seconds, after = time.monotonic() - started, os.times()
     if done.returncode:
         raise DiffQuantError(f"verifying {folder} failed: {done.stderr.strip().splitlines()[-1]}")

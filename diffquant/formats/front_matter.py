@@ -48,6 +48,8 @@ def gguf_front_matter(metadata: Mapping[str, Any]) -> dict[str, Any]:
         "language": "general.languages",
     }
     stated = {key: metadata[theirs] for key, theirs in keys.items() if metadata.get(theirs)}
+    # YAML has lists and no tuples.
+    stated = {key: list(value) if isinstance(value, tuple) else value for key, value in stated.items()}
     _, hub, base = str(metadata.get("general.base_model.0.repo_url", "")).partition("//huggingface.co/")
     return stated | ({"base_model": base} if hub and base else {})
 
