@@ -312,7 +312,8 @@ class Decoder:
 
 def _window(node: NodeProto) -> int:
     """The window of an attention node, -1 for none."""
-    return int(next(each.i for each in node.attribute if each.name == "local_window_size"))
+    window: int = next(each.i for each in node.attribute if each.name == "local_window_size")
+    return window
 
 
 def _trimmed(inputs: list[str]) -> list[str]:

@@ -16,6 +16,7 @@ from diffquant.family.spec import DiffSpec
 from diffquant.model.adapters import Adapter
 from diffquant.model.blocks import Parameters
 from diffquant.model.config import ArchitectureConfig
+from diffquant.model.motif3.architecture import Motif3Architecture
 from diffquant.model.sambay.architecture import SambaYArchitecture
 from diffquant.numbers.absmax import check_finite
 from diffquant.scheme import FULL, Scheme
@@ -120,6 +121,15 @@ def check_exportable(source: Source, verb: str) -> None:
     Raises:
         CheckpointError: it is another.
     """
+    architecture = source.architecture
+    if isinstance(architecture, Motif3Architecture):
+        latent = architecture.kv_lora_rank
+        raise CheckpointError(
+            f"{source.path} is a {source.model_type} model that caches latents: {verb} does not take it yet. ONNX "
+            f"Runtime's GroupQueryAttention has keys and values of one width, and a latent is a key of "
+            f"{latent + architecture.qk_rope_head_dim} channels and a value of {latent}; inspect, quantize, generate, "
+            "eval, sweep and outliers take it"
+        )
     source.check_taken(verb, SambaYArchitecture)
 
 

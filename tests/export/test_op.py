@@ -25,7 +25,7 @@ SCHEMAS = {
 def table(heading, op="DifferentialAttention"):
     """Rows of the first table in an op's section, code marks removed."""
     title = heading if op == "DifferentialAttention" else f"{heading} of {op}"
-    section = PAGE.split(f"## {title}\n")[1].split("\n## ")[0]
+    section = re.split("\n##? ", PAGE.split(f"## {title}\n")[1])[0]
     rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
     return [[cell.strip().strip("`") for cell in row] for row in rows[2:]]
 
