@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from math import ceil
 
 import torch
 from torch import Tensor
@@ -196,9 +197,15 @@ def _decode_call(bits: int, heads: int) -> Callable[[], Tensor]:
 def _linear() -> Path:
     def multiply() -> Tensor:
         packed, _ = kernels.packed_weight(torch.zeros(64, MODEL.hidden, dtype=torch.float16), 4, 128)
+        # Of as many rows as the layer has: nothing is read when it is compiled.
+        low = packed.low[:1].expand(MODEL.inner // 16, *packed.low.shape[1:])
+        packed = replace(packed, low=low, shape=(MODEL.inner, MODEL.hidden))
         return launch_linear(torch.zeros(1, MODEL.hidden, dtype=torch.float16), packed, None)
 
-    # Codes, and a scale of 16 bits for each 128 of them; a block of 16 rows takes all columns in one step.
-    blocks = MODEL.inner // 16
-    work = Work(blocks, MODEL.hidden * MODEL.inner * (4 + 16 / 128) / 8, blocks)
-    return Path(_PACKED, multiply, lambda _: work)
+    def work(launch: Launch) -> Work:
+        # A step of the loop is a block of 16 rows by all columns; the last to end has as many as any.
+        steps = ceil(MODEL.inner / 16 / launch.programs) * launch.programs
+        # Codes, and a scale of 16 bits for each 128 of them.
+        return Work(steps, MODEL.hidden * MODEL.inner * (4 + 16 / 128) / 8, launch.programs)
+
+    return Path(_PACKED, multiply, work)

@@ -26,8 +26,8 @@ SCHEDULERS = 4
 # From launch to a full stream of loads, and from the last load to the end: an assumption, and so is that half of it
 # passes while the kernel ahead ends, where loads do not wait for that.
 RAMP_SECONDS = 2e-6
-# FlashAttention-3 (616 TFLOP/s, causal, 16K, d 128; arXiv 2407.08608) is bound by its products and overlaps the rest:
-# one warpgroup's softmax with the other's products, and with its own, of which PV, half of them, is under way meanwhile.
+# FlashAttention-3 (616 TFLOP/s, causal, 16K, d 128; arXiv 2407.08608) is bound by its products and overlaps the rest: a
+# warpgroup's softmax with the other's products, and with its own, of which PV, half of them, is under way meanwhile.
 PIPELINED, HIDING = 616 / 989, 0.5
 # Where a warpgroup waits for each product where it asks for it, it reaches 582 of 661 TFLOP/s (the same paper's
 # ablation).

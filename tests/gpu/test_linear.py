@@ -5,7 +5,7 @@ from functools import lru_cache
 import pytest
 import torch
 
-from diffquant.kernels.gpu import unpacked_product_refusal
+from diffquant.kernels.gpu import processors, unpacked_product_refusal
 from diffquant.kernels.linear.expand import launch_expand
 from diffquant.kernels.linear.linear import linear, packed_linear
 from diffquant.kernels.linear.repack import dequantize_weight
@@ -72,6 +72,18 @@ def test_floats_under_scales_of_a_byte_equal_float64(dtype, name, rows, width, t
     packed, exact = random_floats(rows, width, name, DEVICE)
     x = random_activations(tokens, width, dtype, DEVICE)
     check(linear(x, packed, None, backend(tokens)), x, exact, dtype)
+
+
+@pytest.mark.parametrize("tokens", [1, 8])
+@pytest.mark.parametrize(("width", "kind"), [(1024, 4), (3072, 4), (1536, "nvfp4")])
+def test_programs_of_several_row_blocks_ask_for_words_ahead(width, kind, tokens):
+    # Each program of some has another block to compute.
+    rows = 16 * (2 * processors(torch.device(DEVICE)) + 5) - 3
+    packed, exact = (
+        random_floats(rows, width, kind, DEVICE) if kind != 4 else last_case(rows, width, 4, 128, device=DEVICE)
+    )
+    x = random_activations(tokens, width, torch.float16, DEVICE)
+    check(linear(x, packed, None, "triton"), x, exact, torch.float16)
 
 
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)

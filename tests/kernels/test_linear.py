@@ -7,7 +7,7 @@ import torch
 
 from diffquant.errors import UsageError
 from diffquant.kernels.configs import trying
-from diffquant.kernels.linear import gemm
+from diffquant.kernels.linear import gemm, gemv
 from diffquant.kernels.linear.expand import launch_expand
 from diffquant.kernels.linear.linear import launch, linear, packed_linear
 from diffquant.kernels.linear.repack import dequantize_weight, join, repack, repack_floats
@@ -77,6 +77,22 @@ def test_kernels_read_floats_under_scales_of_a_byte(tokens, rows, width, dtype, 
     packed, exact = random_floats(rows, width, name)
     x = random_activations(tokens, width).to(dtype)
     assert relative_error(launch(x, packed, None), x.double() @ exact.T) < (6e-4 if dtype == torch.float16 else 1e-6)
+
+
+@interpreted
+@pytest.mark.parametrize("tokens", [1, 8])
+@pytest.mark.parametrize(("width", "kind"), [(512, 4), (3072, 4), (1536, "nvfp4"), (4096, "mxfp4")])
+def test_words_asked_for_ahead_change_no_bit(width, kind, tokens, monkeypatch):
+    """Programs of several row blocks, which a device has where blocks are more than it holds at once."""
+    packed, exact = random_case(83, width, 4, 128) if kind == 4 else random_floats(83, width, kind)
+    x = random_activations(tokens, width)
+    at_once = launch(x, packed, None)
+    programs = []
+    monkeypatch.setattr(gemv, "processors", lambda _: programs.append(1) or 1)
+    ahead = launch(x, packed, None)
+    assert programs
+    assert torch.equal(ahead, at_once)
+    assert relative_error(ahead, x.double() @ exact.T) < 6e-4
 
 
 @interpreted

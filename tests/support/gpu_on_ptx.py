@@ -65,6 +65,7 @@ SELECTED: dict[str, Callable[[Parameters], bool]] = {
     "test_linear.py::test_floats_under_scales_of_a_byte_equal_float64": lambda p: (
         (p["rows"], p["tokens"]) in ((33, 1), (33, 16), (33, 17))
     ),
+    "test_linear.py::test_programs_of_several_row_blocks_ask_for_words_ahead": lambda p: p["width"] != 1024,
     "test_linear.py::test_floats_are_written_out_as_they_are_decoded": lambda _: True,
     "test_linear.py::test_a_layer_waits_for_the_one_whose_output_it_takes": lambda _: True,
     "test_linear.py::test_codes_in_the_next_wider_container": lambda p: p["bits"] in (3, 5),

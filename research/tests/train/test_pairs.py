@@ -218,7 +218,7 @@ def test_a_run_killed_in_the_second_model_goes_on_to_the_same_deltas(run, base, 
 @thorough
 @pytest.mark.timeout(1200)
 def test_what_runs_on_a_gpu_runs_and_goes_on_where_it_was_stopped(base, text, tmp_path, monkeypatch):
-    """By the name of a device that is not "cpu": in bfloat16, compiled, by the backend for GPUs, in a planned number of steps."""
+    """In bfloat16, compiled, by the backend for GPUs: by the name of a device that is not "cpu"."""
     settings = replace(SETTINGS, schedule=replace(SCHEDULE, steps=0), every=1)
     steps = Continuation._advance
     taken = []
