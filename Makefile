@@ -72,7 +72,7 @@ test-oldest: $(VENV)/.ready
 test-serving: $(SERVING)/.ready
 	DIFFQUANT_COMPLETE=1 $(SERVING)/bin/python -m pytest tests/serving tests/serve/test_folder.py
 
-# The part of it that CI runs: each member of the family in one process of vLLM, by the plugin at 16, 8 and 4 bits and by
+# The part of it that CI runs, one day in five: each member of the family in one process of vLLM, by the plugin at 16, 8 and 4 bits and by
 # its folder alone.
 test-serving-models: $(SERVING)/.ready
 	DIFFQUANT_COMPLETE=1 $(SERVING)/bin/python -m pytest tests/serving/test_plugin.py

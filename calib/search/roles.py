@@ -1,4 +1,4 @@
-"""What each kind of tensor pays for its bits: the KL of rounding it alone, over the bits that rounding saves.
+"""The price of each kind of tensor: the KL of rounding it alone, over the bits that rounding saves.
 
 Where parts were measured, queries (and keys, where each map has its own) are told apart by map, experts by layer, and λ
 and gates are among the kinds, which stay at 16 bits unless an override names them.

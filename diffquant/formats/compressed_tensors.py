@@ -67,7 +67,7 @@ def packed_rows(codes: Tensor, scale: Tensor, scheme: Scheme) -> dict[str, Tenso
 
 
 def packed_once(shape: tuple[int, ...], scheme: Scheme) -> dict[str, Tensor]:
-    """What is stored once of a weight, whose scheme is bound to it, by the suffix of its name."""
+    """Tensors stored once for a weight whose scheme is bound to it, by the suffix of their names."""
     shapes = {SHAPE: torch.tensor(shape, dtype=torch.int64)} if scheme.format.stores_shape else {}
     tensor_scale = scheme.format.tensor_scale
     return shapes if tensor_scale is None else shapes | {GLOBAL: tensor_scale}
@@ -367,7 +367,7 @@ def _scheme(number_format: NumberFormat, weights: Mapping[str, Any]) -> Scheme:
 
 
 def target_of(module: str, targets: Mapping[str, _T]) -> _T | None:
-    """What compressed-tensors picks for a module: by an exact name, else a regular expression, else the class."""
+    """The entry that compressed-tensors picks for a module: by exact name, else regular expression, else class."""
     if module in targets:
         return targets[module]
     for target, chosen in targets.items():

@@ -1,4 +1,4 @@
-"""What shares one scale: every granularity, and the shapes and targets that follow from it. No torch.
+"""Granularities: the numbers that share one scale, and the shapes and targets that follow. No torch.
 
 A "row" is an output channel of a weight, a token of a cache or a query of logits, a "group" `size` neighbours along the
 contracted axis (tokens of a channel, of values that weights multiply), a "column" a channel over `size` tokens (or
@@ -90,7 +90,7 @@ class Sharing:
         return f"{_LETTERS[self.name]}{self.size}" if self.size else self.name
 
     def refusal(self, target: str) -> str | None:
-        """Why a target cannot have its scales so, and what it can have; None where it can."""
+        """Why a target cannot have its scales so, and what it can have; None if it can."""
         if target not in _TARGETS[self.name]:
             able = ", ".join(name for name, targets in _TARGETS.items() if target in targets)
             return f"cannot be quantized per {self.name}; use {able}"

@@ -138,6 +138,6 @@ def _weights_paragraph(plan: QuantizationPlan, errors: Mapping[str, float], carr
             by_scheme.setdefault(tensor.scheme, []).append(errors[tensor.name])
     parts = [f"{len(e)} weights at {scheme} ({sum(e) / len(e):.2%} mean error)" for scheme, e in by_scheme.items()]
     return (
-        f"Packed: {', '.join(parts)}; {plan.packed_bits:.2f} stored bits a weight, scales included; rounding: "
+        f"\nPacked: {', '.join(parts)}; {plan.packed_bits:.2f} stored bits a weight, scales included; rounding: "
         f"{plan.recipe.rounding.name}. {_loaded_by(plan, carries_code)}"
     )

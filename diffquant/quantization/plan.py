@@ -78,7 +78,7 @@ class PlannedTensor:
 
 @dataclass(frozen=True)
 class QuantizationPlan:
-    """What becomes of every tensor of a checkpoint, in its order.
+    """How every tensor of a checkpoint will be stored, in its order.
 
     Attributes:
         tensors: tensors that are copied or packed.
@@ -237,14 +237,14 @@ def _misread_experts(plan: QuantizationPlan) -> list[str]:
 
 
 def rounded_again(checkpoint: Checkpoint) -> str:
-    """What people should know of weights that were rounded before they came here; "" where that is not known."""
+    """A warning for people about weights that were rounded before they came here; "" if they were not."""
     before = rounded_before(checkpoint)
     ends = ";" if checkpoint.note else ":"
     return f"the source's {before}{ends} rounding them again adds to that error" if before else ""
 
 
 def rounded_before(checkpoint: Checkpoint) -> str:
-    """The codes that weights were rounded to, and what else their engines round; "" where that is not known."""
+    """The codes that weights were rounded to, and what else their engines round; "" if that is not known."""
     kind, note = checkpoint.rounded_as, checkpoint.note
     return f"weights were rounded to {kind} before{f'; {note}' if note else ''}" if kind else ""
 
@@ -447,7 +447,7 @@ def _parts_experts(scheme: Scheme, shape: tuple[int, ...]) -> bool:
 
 
 def _misfit_problem(size: int, shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """What a group size does not divide among tensors of these shapes, and what does; "" where it divides all."""
+    """Say which widths a group size does not divide, and which sizes do; "" if it divides all."""
     misfits = {name: shape for name, shape in shapes.items() if shape[-1] % size}
     if not misfits:
         return ""

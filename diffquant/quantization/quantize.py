@@ -54,7 +54,7 @@ class TensorError:
 
 @dataclass(frozen=True, repr=False)
 class Quantization(Readable):
-    """What a run of `quantize` did.
+    """The outcome of `quantize`.
 
     Attributes:
         destination: folder that was written.

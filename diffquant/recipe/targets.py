@@ -1,4 +1,4 @@
-"""What a recipe quantizes, by name, and which schemes each may have."""
+"""Targets of a recipe, by name, and the schemes that each may have."""
 
 from collections.abc import Mapping
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from diffquant.support.progress import Progress, progress_for
 from diffquant.verbs import kinds
 from diffquant.verbs.arguments import path_or_none, texts, widths
+from diffquant.verbs.checked import checked
 from diffquant.verbs.hub import at_revision
 from diffquant.verbs.notes import chosen_device, wrote
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 Size = Annotated[str | float, kinds.Kind(str, "SIZE")]
 
 
+@checked
 def search(
     model: kinds.Model,
     output: kinds.NewFolder,

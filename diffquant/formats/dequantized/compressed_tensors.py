@@ -45,7 +45,7 @@ Groups = Mapping[str, Mapping[str, Any]]
 
 @register("compressed-tensors")
 def read_compressed_tensors(entry: Mapping[str, Any], stored: Checkpoint) -> Contents | None:
-    """The matrices of a compressed-tensors folder; None for one that is read packed.
+    """The matrices of a compressed-tensors folder; None if it is read packed.
 
     Raises:
         CheckpointError: tensors or settings are not what the layouts have; all are named.
@@ -204,7 +204,7 @@ def _integers(
 
 
 def _order(stored: Checkpoint, parts: Parts, module: str, width: int) -> Tensor | None:
-    """The group of each input, where a folder says it; None where groups are of neighbours, or it is wrong."""
+    """The group of each input, if a folder stores it; None if groups are of neighbours, or it is wrong."""
     name = module + _ORDER
     if name not in stored.tensors or not parts.expect(name, (width,), torch.int32, torch.int64):
         return None

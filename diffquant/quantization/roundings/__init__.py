@@ -60,7 +60,7 @@ def checked_rounding(settings: RoundingSettings, schemes: Mapping[str, Scheme]) 
 
 
 def text_read_digest(settings: RoundingSettings) -> str | None:
-    """16 hex digits of the text that a rounding reads, without reading it through a model; None where it reads none.
+    """16 hex digits of the text that a rounding reads, without reading it through a model; None if it reads none.
 
     Raises:
         UsageError: there is no such rounding, or the text cannot be read.
