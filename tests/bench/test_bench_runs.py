@@ -22,13 +22,14 @@ from diffquant.bench.programs import (
     generate,
     hellaswag,
     peer_engines,
+    products,
     programs,
     sharing,
 )
 from diffquant.bench.sections import PARTS, Part
 from diffquant.cli import app
 from diffquant.errors import DiffQuantError, FailedCellsError, MissingDependencyError, UsageError
-from diffquant.export.native import kernel_name, library_path, matmul_kernel_name
+from diffquant.export.native import kernel_name, library_path, matmul_calls, matmul_kernel_name
 from diffquant.kernels.configs import AttentionTile
 from diffquant.sweep.grid import SweepOptions
 from tests.support import tiny_lm
@@ -330,6 +331,24 @@ print(engine.kernels())
     assert before == "ONNX Runtime's"
     names = [f"attention {kernel_name()}", *([f"products {matmul_kernel_name()}"] if matmul_kernel_name() else [])]
     assert after == (f"diffquant's: {', '.join(names)}" if native else "ONNX Runtime's")
+
+
+def test_products_are_timed_in_turns_and_the_library_computes_its_own(monkeypatch):
+    if (name := matmul_kernel_name()) is None:
+        pytest.skip("no library, or ONNX Runtime's own products are used here")
+    monkeypatch.setitem(products.SHAPES, "tiny", (96, 40))
+    monkeypatch.setattr(products, "_COLD_BYTES", 20_000)
+    product = products.Product("tiny", 3, 4, 32)
+    calls = matmul_calls()
+    times = products.measure(product, [name], 1, 2)
+    assert product.matrices == 11
+    assert matmul_calls() == calls + 2 * 2 * 11
+    assert list(times) == [products.STOCK, name]
+    assert [len(turns) for turns in times.values()] == [2, 2]
+    assert products.ratios({products.STOCK: [3.0, 9.0, 4.0], name: [2.0, 1.0, 5.0]}) == {
+        "ratio": {name: 2.0},
+        "ratio_of_best": {name: 3.0},
+    }
 
 
 def test_errors_lose_their_paths():
