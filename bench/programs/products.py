@@ -167,7 +167,13 @@ def products_model(product: Product) -> ModelProto:
     rng = np.random.default_rng(0)
     width, channels = SHAPES[product.shape]
     blocks = -(-width // product.block)
-    attributes: dict[str, Any] = {"K": width, "N": channels, "bits": product.bits, "block_size": product.block, "accuracy_level": 4}
+    attributes: dict[str, Any] = {
+        "K": width,
+        "N": channels,
+        "bits": product.bits,
+        "block_size": product.block,
+        "accuracy_level": 4,
+    }
     constants, nodes = [], []
     for i in range(product.matrices):
         codes = rng.integers(0, 256, (channels, blocks, product.block * product.bits // 8), np.uint8)
