@@ -273,6 +273,30 @@ def test_llama_bench_is_asked_for_the_same_lengths_and_its_memory_is_not_ours(tm
     assert "-" in comparison.table("m", {"llama-bench Q4_0": row})
 
 
+def test_cpu_seconds_of_llama_bench_leave_out_its_loading(tmp_path, monkeypatch):
+    # What it computes is what more tokens, or more turns, take: a thousandth of a second a token after a second.
+    program = tmp_path / "llama-bench"
+    program.write_text(
+        f"#!{sys.executable}\nimport sys, time, json\n"
+        "given = dict(zip(sys.argv[1::2], sys.argv[2::2]))\n"
+        "tokens = int(given['-p']) * int(given['-r']) + int(given['-n'])\n"
+        "start = time.process_time()\n"
+        "while time.process_time() < start + 0.2 + tokens / 1000: pass\n"
+        "print(json.dumps([{'avg_ts': 1.0}]))\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(engines, "_clock", [engines.time.process_time])
+    engine = peer_engines.open_llama_bench(tmp_path, 1)
+    assert engine.decode(np.zeros((1, 64), int), 200)[0] == pytest.approx(1000, rel=0.2)
+    assert engine.prefill(np.zeros((1, 100), int)) == pytest.approx(1000, rel=0.2)
+
+
+def test_cpu_seconds_take_one_thread(tmp_path):
+    with pytest.raises(UsageError, match="give"):
+        generate.main([tmp_path], threads=2, cpu_seconds=True)
+
+
 def test_llama_bench_that_is_not_installed_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(MissingDependencyError, match="llama-bench is not on the path"):
