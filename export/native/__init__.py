@@ -15,7 +15,7 @@ OVERRIDE = "DIFFQUANT_NATIVE_LIBRARY"
 
 
 def library_path() -> Path | None:
-    """The library to give to `SessionOptions.register_custom_ops_library`, or None where it was not built.
+    """The library to give to `SessionOptions.register_custom_ops_library`, or None if it was not built.
 
     The environment's DIFFQUANT_NATIVE_LIBRARY names another; empty, it stands for none.
 
