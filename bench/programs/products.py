@@ -31,7 +31,9 @@ STOCK = "ONNX Runtime"
 SHAPES = {"qkv": (576, 960), "o": (576, 576), "gate+up": (576, 3072), "down": (1536, 576), "head": (576, 49152)}
 ROWS = (1, 4, 16, 64, 128, 1024)
 # A scale for each channel is stored as one for each of its longest blocks: 64 columns of 576, 256 of 1536.
-FORMATS = {f"{bits}:g{block}": (bits, block) for bits in (4, 8) for block in (32, 64, 128)}
+FORMATS: dict[str, tuple[int, int | None]] = {
+    f"{bits}:g{block}": (bits, block) for bits in (4, 8) for block in (32, 64, 128)
+}
 FORMATS |= {f"{bits}:channel": (bits, None) for bits in (4, 8)}
 # The head gives the last position alone, and batches of them.
 _HEAD_ROWS = 16
