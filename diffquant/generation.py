@@ -26,7 +26,7 @@ def stream(
     """Continue a prompt.
 
     Args:
-        max_new_tokens: largest number of tokens that follow the prompt.
+        max_new_tokens: largest number of tokens that follow the prompt; the model's context ends earlier.
         temperature: divisor of the vocabulary logits that tokens are drawn from; 0 decodes greedily.
         chat: whether the prompt is wrapped in the tokenizer's chat template, as a user's message.
 
@@ -34,11 +34,13 @@ def stream(
         Decoded pieces of the continuation as they come.
 
     Raises:
-        UsageError: the prompt is empty, or the tokenizer's chat template is missing or fails.
+        UsageError: the prompt is empty or fills the model's context, or the tokenizer's chat template is missing or
+            fails.
     """
     if not prompt.strip():
         raise UsageError("the prompt is empty")
     inputs = {name: ids.to(model.device) for name, ids in _model_inputs(tokenizer, prompt, chat).items()}
+    room = _room(model, inputs["input_ids"].shape[1])
     pieces = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     # transformers would draw among the 50 likeliest tokens alone.
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
@@ -51,7 +53,7 @@ def stream(
             model.generate(
                 **inputs,
                 **sampling,
-                max_new_tokens=max_new_tokens,
+                max_new_tokens=min(max_new_tokens, room),
                 streamer=pieces,
                 pad_token_id=0,
                 stopping_criteria=stopping,
@@ -70,6 +72,18 @@ def stream(
         worker.join()
     if failures:
         raise failures[0]
+
+
+def _room(model: CausalModel, tokens: int) -> int:
+    """Number of tokens that a model's context has room for behind a prompt of so many.
+
+    Raises:
+        UsageError: there is none.
+    """
+    context: int = model.config.max_position_embeddings
+    if tokens >= context:
+        raise UsageError(f"the prompt has {tokens} tokens; the model's context ends at {context}")
+    return context - tokens
 
 
 class _StopWhenSet(StoppingCriteria):

@@ -16,6 +16,7 @@ from typer.cli import get_docs_for_click
 from diffquant.cli import app
 
 CLI_PAGE = "docs/cli.md"
+_STYLE = ".md-typeset td:first-child code { white-space: nowrap }"
 _TARGET = re.compile(r"\]\((?![a-z]+:|#)([^)#\s]+)")
 
 
@@ -27,6 +28,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name in reached(root, named(config.nav)):
         files.append(File(name, str(root), config.site_dir, config.use_directory_urls))
     return files
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Keep a command in a table's first column on one line."""
+    return output.replace("</head>", f"<style>{_STYLE}</style></head>", 1)
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from diffquant.errors import CheckpointError
+
 MODEL_FILE, DATA_FILE = "model.onnx", "model.onnx.data"
 # What calibration found for a quantized cache; `diffquant calibrate` writes such files, too.
 RANGES_FILE = "kv_ranges.safetensors"
@@ -22,13 +24,33 @@ class Layout:
 
     @property
     def data_name(self) -> str:
-        """What the graph calls its data."""
+        """The name by which the graph refers to its data."""
         return Path(self.data).name
 
 
 PLAIN = Layout(MODEL_FILE, DATA_FILE)
 # Where transformers.js and optimum look.
 PORTABLE = Layout("onnx/model.onnx", "onnx/model.onnx_data")
+
+
+def check_exported(folder: Path) -> None:
+    """Check that a path leads to an exported folder.
+
+    Raises:
+        CheckpointError: it does not.
+    """
+    if model_file(folder).is_file():
+        return
+    if not folder.exists():
+        raise CheckpointError(f"there is no {folder}; `diffquant export` makes such a folder of a checkpoint")
+    if folder.suffix == ".onnx" and folder.is_file():
+        raise CheckpointError(f"{folder} is a file; give the folder that it is in, {folder.parent}")
+    if folder.suffix == ".gguf" or (folder / "config.json").is_file():
+        raise CheckpointError(
+            f"{folder} is a checkpoint and no export: `diffquant export` makes one of it, and `diffquant generate` "
+            "continues texts with it as it is"
+        )
+    raise CheckpointError(f"{folder} has no {MODEL_FILE}; `diffquant export` makes such a folder")
 
 
 def layout_of(folder: Path) -> Layout:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from diffquant.errors import CheckpointError, UsageError
-from diffquant.export.files import MODEL_FILE, RANGES_FILE, layout_of, model_file
+from diffquant.export.files import RANGES_FILE, check_exported, layout_of
 from diffquant.export.options import ExportOptions, runtime_floor
 from diffquant.formats.json_object import read_json
 from diffquant.support.digests import FileDigests
@@ -68,8 +68,7 @@ def read_manifest(folder: Path) -> Manifest:
     Raises:
         CheckpointError: the folder has no record, or one that cannot be read.
     """
-    if not model_file(folder).is_file():
-        raise CheckpointError(f"{folder} has no {MODEL_FILE}; `diffquant export` makes such a folder")
+    check_exported(folder)
     entry = read_json(folder / FILE)
     try:
         return Manifest(

@@ -78,7 +78,7 @@ class Binary:
 
 
 def read_binary(kernel: Any, capability: int) -> Binary:
-    """What a kernel that Triton compiled uses.
+    """Resources of a kernel that Triton compiled.
 
     Args:
         kernel: what a launch of a jitted function gives.

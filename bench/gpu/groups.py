@@ -29,7 +29,7 @@ V2 = Model("3B as V2", 3072, 28, 24, 24, 128, 128, 8192)
 
 @dataclass(frozen=True)
 class Aim:
-    """Ratio that is to be reached: `path` is at least so many times as fast as `other`.
+    """Ratio to reach: how many times as fast as `other` the `path` is to be.
 
     Attributes:
         at_least: ratio below which the aim is missed.

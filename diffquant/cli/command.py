@@ -7,8 +7,7 @@ from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any
 
 import typer
 
@@ -19,9 +18,9 @@ from diffquant.errors import DiffQuantError
 from diffquant.evals.task import TaskOption
 from diffquant.evals.tasks import task_options
 from diffquant.support.spelling import command_line, spelled
-from diffquant.verbs.kinds import Kind
+from diffquant.support.waits import wait_briefly
+from diffquant.verbs.kinds import Kind, kind_of
 
-_PLAIN = {int: Kind(int, "NUMBER"), float: Kind(float, "NUMBER"), bool: Kind(bool)}
 _TASK_WORDS = {int: "NUMBER", str: "LIST", Path: "FILE"}
 # What only the terminal has.
 _JSON = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
@@ -80,7 +79,7 @@ class Option:
         return inspect.Parameter(self.name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
 
     def value(self, read: Any) -> Any:
-        """What the verb is given, of what typer read."""
+        """The verb's own arguments among those that typer read."""
         if self.kind.repeats:
             return tuple(read or ())
         if self.kind.or_stdin and read == "-":
@@ -108,6 +107,9 @@ def command(verb: Callable[..., Any]) -> Callable[..., None]:
             given["said"] = shown.speak
         if dry_run:
             given["planned"] = shown.stop_at
+        # Before torch is loaded. What `bench` times has to wait as it does elsewhere.
+        if verb is not verbs.bench:
+            wait_briefly()
         with command_line(), notes(as_json), waiting(name_of(verb), prints=verb is verbs.serve):
             try:
                 result = verb(**given)
@@ -139,7 +141,7 @@ def former_names(verb: Callable[..., Any]) -> dict[str, str]:
 
 @cache
 def options_of(verb: Callable[..., Any]) -> tuple[Option, ...]:
-    """What the command line can give of a verb's parameters, in their order."""
+    """The parameters of a verb that the command line can give, in their order."""
     return tuple(_options(verb))
 
 
@@ -148,7 +150,7 @@ def _options(verb: Callable[..., Any]) -> Iterator[Option]:
     for name, each in parameters.items():
         if each.kind is inspect.Parameter.VAR_KEYWORD:
             yield from map(_task_option, task_options())
-        elif given := _given(each.annotation):
+        elif given := kind_of(each.annotation):
             yield Option(name, given, each.default, _help(verb, name, given))
 
 
@@ -156,15 +158,6 @@ def _task_option(option: TaskOption[object]) -> Option:
     given = Kind(option.kind, _TASK_WORDS.get(option.kind), least=option.minimum, heading="Options of tasks")
     default = option.default if option.written is None else option.written
     return Option(option.name, given, default, _as_options(option.help, {other.name for other in task_options()}))
-
-
-def _given(annotation: Any) -> Kind | None:
-    """How the command line reads a parameter of this type; None for what only Python can give."""
-    for kind in get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,):
-        for given in (*getattr(kind, "__metadata__", ()), _PLAIN.get(kind)):
-            if isinstance(given, Kind):
-                return given
-    return None
 
 
 def _help(verb: Callable[..., Any], name: str, kind: Kind) -> str:

@@ -40,7 +40,7 @@ def read_front_matter(folder: Path) -> dict[str, Any]:
 
 
 def gguf_front_matter(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """What a GGUF file's metadata says of the same."""
+    """The same, from a GGUF file's metadata."""
     keys = {
         "license": "general.license",
         "license_name": "general.license.name",
@@ -48,6 +48,8 @@ def gguf_front_matter(metadata: Mapping[str, Any]) -> dict[str, Any]:
         "language": "general.languages",
     }
     stated = {key: metadata[theirs] for key, theirs in keys.items() if metadata.get(theirs)}
+    # YAML has lists and no tuples.
+    stated = {key: list(value) if isinstance(value, tuple) else value for key, value in stated.items()}
     _, hub, base = str(metadata.get("general.base_model.0.repo_url", "")).partition("//huggingface.co/")
     return stated | ({"base_model": base} if hub and base else {})
 

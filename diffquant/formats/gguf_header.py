@@ -33,7 +33,7 @@ _SCALARS = {
 }
 
 Numbers = tuple[int | float, ...]
-Value = int | float | bool | str | Numbers
+Value = int | float | bool | str | Numbers | tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Header:
     """The header of a GGUF file.
 
     Attributes:
-        metadata: values by key; an array of texts is represented by its length.
+        metadata: values by key; an array of texts is represented by its length, but for those of `general.`.
         tensors: tensors as stored, by the file's own names.
     """
 
@@ -95,7 +95,7 @@ def read_header(data: memoryview) -> Header:
         if version not in _VERSIONS:
             raise CheckpointError(f"its GGUF version is {version}; {' and '.join(map(str, _VERSIONS))} are read")
         tensor_count, key_count = cursor.scalar("Q"), cursor.scalar("Q")
-        pairs = [(cursor.string(), cursor.value(cursor.scalar("I"))) for _ in range(key_count)]
+        pairs = [cursor.pair() for _ in range(key_count)]
         entries = [cursor.tensor() for _ in range(tensor_count)]
     except (struct.error, UnicodeDecodeError) as error:
         raise CheckpointError(f"its header is cut off or damaged at byte {cursor.offset} of {len(data)}") from error
@@ -138,12 +138,18 @@ class _Cursor:
         self.offset += length
         return text
 
-    def value(self, kind: int) -> Value:
-        """The next value of metadata, or for an array of texts its length."""
+    def pair(self) -> tuple[str, Value]:
+        """The next key of metadata with its value."""
+        key = self.string()
+        # Arrays elsewhere are the tokenizer's, of which only the length is wanted.
+        return key, self._value(self.scalar("I"), key.startswith("general."))
+
+    def _value(self, kind: int, wants_texts: bool) -> Value:
+        """The next value of metadata; an array of texts whole, or its length."""
         if kind == GGUFValueType.STRING:
             return self.string()
         if kind == GGUFValueType.ARRAY:
-            return self._array()
+            return self._array(wants_texts)
         return self.scalar(self._letter(kind))
 
     def tensor(self) -> _Entry:
@@ -153,8 +159,10 @@ class _Cursor:
         shape = tuple(self.scalar("Q") for _ in range(dimensions))
         return _Entry(name, shape[::-1], self.scalar("I"), self.scalar("Q"))
 
-    def _array(self) -> Value:
+    def _array(self, wants_texts: bool = False) -> Value:
         kind, length = self.scalar("I"), self.scalar("Q")
+        if wants_texts and kind == GGUFValueType.STRING:
+            return tuple(self.string() for _ in range(length))
         if kind in (GGUFValueType.STRING, GGUFValueType.ARRAY):
             for _ in range(length):
                 self._skip(self.scalar("Q")) if kind == GGUFValueType.STRING else self._array()
@@ -208,5 +216,8 @@ def _checked(entries: list[_Entry], data_start: int, file_nbytes: int) -> dict[s
         raise CheckpointError(", ".join(broken))
     beyond = [name for name, tensor in tensors.items() if tensor.start + tensor.nbytes > file_nbytes]
     if beyond:
-        raise CheckpointError(f"it ends at byte {file_nbytes}, before data of {', '.join(beyond)}; download it again")
+        raise CheckpointError(
+            f"it ends at byte {file_nbytes}, before data of {len(beyond)} of its {len(tensors)} tensors, the first "
+            f"{beyond[0]}; download it again"
+        )
     return tensors

@@ -1,5 +1,6 @@
 """Opens a checkpoint in any supported format."""
 
+import re
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -24,15 +25,32 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
         return GgufCheckpoint(path)
     if not path.is_dir():
-        raise CheckpointError(
-            f"{path} is neither a checkpoint folder nor a .gguf file; {_nearest(path)}"
-            "a model of the hub is named ORG/NAME"
-        )
+        raise CheckpointError(f"{path} is neither a checkpoint folder nor a .gguf file; {_meant(path)}")
+    if inside := _checkpoint_in(path):
+        raise CheckpointError(f"{path} has no config.json; give {inside}, which is in it")
     return dequantized(FolderCheckpoint(path))
 
 
+def _meant(path: Path) -> str:
+    """What to give in place of a path that leads to no checkpoint."""
+    if path.is_file():
+        return f"give the folder that it is in, {path.parent}"
+    # A path has lost one of the address's two slashes.
+    if address := re.fullmatch(r"https?:/huggingface\.co/([^/]+/[^/]+).*", path.as_posix()):
+        return f"a model of the hub is named ORG/NAME: {address[1]}"
+    return f"{_nearest(path)}a model of the hub is named ORG/NAME"
+
+
+def _checkpoint_in(folder: Path) -> Path | None:
+    """The one checkpoint in a folder that is none: a .gguf file, or a snapshot in a folder of the hub's cache."""
+    if (folder / "config.json").exists():
+        return None
+    found = [*folder.glob("*.gguf"), *(file.parent for file in folder.glob("snapshots/*/config.json"))]
+    return found[0] if len(found) == 1 else None
+
+
 def _nearest(path: Path) -> str:
-    """What stands beside where a path leads, and is called nearly as it is."""
+    """Ask whether a neighbour with a similar name was meant; "" if there is none."""
     try:
         names = [each.name for each in path.parent.iterdir() if each.is_dir() or each.suffix == ".gguf"]
     except OSError:

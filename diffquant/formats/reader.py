@@ -21,6 +21,8 @@ from diffquant.support.plain_data import parse_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+# What a file of Git LFS begins with until its content is fetched.
+_POINTER = b"version https://git-lfs"
 # What peft calls the settings of a LoRA adapter.
 ADAPTER = "adapter_config.json"
 
@@ -103,7 +105,7 @@ class Checkpoint(ABC):
 
     @property
     def front_matter(self) -> dict[str, Any]:
-        """What its model card says of licence, language and origin, which a card made of it repeats."""
+        """Licence, language and origin in its model card, which a card made of it repeats."""
         return read_front_matter(self.path)
 
     def written_dtype(self, name: str) -> torch.dtype:
@@ -254,11 +256,19 @@ def _open_all(folder: Path, files: Mapping[str, Path]) -> tuple[dict[str, Any], 
         except FileNotFoundError:
             problems.append(f"{shard} is missing")
         except (SafetensorError, OSError) as error:
-            size = file.stat().st_size
-            problems.append(f"{shard} ({size} bytes) is truncated or damaged ({error})")
+            problems.append(f"{shard} {_damage(file, error)}")
         except ValueError as error:
             problems.append(f"{shard} has a header that readers take differently: {error}")
     return handles, problems
+
+
+def _damage(file: Path, error: Exception) -> str:
+    """What a file holds that is no safetensors file, after its name."""
+    with file.open("rb") as stream:
+        begins = stream.read(len(_POINTER))
+    if begins == _POINTER:
+        return "is a pointer of Git LFS and not the weights, which `git lfs pull` fetches"
+    return f"({file.stat().st_size} bytes) is truncated or damaged ({error})"
 
 
 def _check_header(file: Path) -> None:

@@ -1,49 +1,51 @@
-"""A plan of what quantizing a checkpoint will do, tensor by tensor; everything that can be wrong is noticed here."""
+"""A plan of what quantizing a checkpoint will do, tensor by tensor."""
 
-import difflib
-import math
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
-from diffquant.errors import CheckpointError, GroupSizeError, UsageError
-from diffquant.formats.compressed_tensors import packed_shapes, packed_types
+from diffquant.errors import CheckpointError, UsageError
 from diffquant.formats.reader import Checkpoint, TensorInfo
 from diffquant.formats.writer import OutputTensor
-from diffquant.quantization.roundings import checked_rounding, rounding_named
-from diffquant.quantization.targets import Targets, targets_of
+from diffquant.model.adapters import is_read
+from diffquant.quantization.checks import EMBEDDING, checked_schemes
+from diffquant.quantization.parts import MakersExperts, Part, experts_apart, makers_experts, whole
+from diffquant.quantization.targets import targets_of
 from diffquant.recipe import Recipe
-from diffquant.recipe.targets import LAYER_TARGETS
 from diffquant.report.sizes import compared_size, stored_bits
 from diffquant.report.tables import aligned, megabytes
 from diffquant.scheme import FULL, Scheme
 from diffquant.source.check import is_surplus
 from diffquant.source.source import Source
 from diffquant.source.stored_recipe import stored_dtype, with_stored
-from diffquant.source.weight_layout import stored_transposed
 from diffquant.source.weight_rules import WeightRules
 from diffquant.source.weight_source import WeightSource
 from diffquant.support.spelling import spelled
 
-_QUANTIZED_TYPES = (torch.float32, torch.float16, torch.bfloat16)
-_EMBEDDING = "model.embed_tokens"
-
-# Group sizes that people use, of which an error names those that fit.
-_GROUP_SIZES = (16, 32, 64, 128)
+# (module, shape of its weight) -> the modules that it is packed as.
+Parted = Callable[[str, tuple[int, ...]], tuple[Part, ...]]
 
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """A source tensor and what becomes of it."""
+    """A source tensor and what becomes of it.
+
+    Attributes:
+        name: name of the tensor in the source.
+        info: its entry there.
+        scheme: scheme that it is packed under; 16 bits for one that is copied.
+        outputs: tensors that are written of it.
+        parts: modules that it is packed as; none for one that is copied.
+    """
 
     name: str
     info: TensorInfo
     scheme: Scheme
     outputs: tuple[OutputTensor, ...]
+    parts: tuple[Part, ...] = ()
 
     @property
     def module(self) -> str:
@@ -65,11 +67,11 @@ class PlannedTensor:
 
 @dataclass(frozen=True)
 class QuantizationPlan:
-    """What becomes of every tensor of a checkpoint, in its order.
+    """How every tensor of a checkpoint will be stored, in its order.
 
     Attributes:
         tensors: tensors that are copied or packed.
-        linears: every module that a reader will see as a Linear, packed or not.
+        linears: every module of the source that is a Linear, packed or not.
         rules: rules that chose the weights of an architecture that is not run; None for one that is.
         run_dtype: dtype that the source runs in, where matrices that are not packed are written in another, or were
             before; else None.
@@ -86,13 +88,30 @@ class QuantizationPlan:
 
     @property
     def schemes(self) -> dict[str, Scheme]:
-        """Scheme of each packed module."""
+        """Scheme of each module whose weight is packed, as the source names it."""
         return {tensor.module: tensor.scheme for tensor in self.tensors if tensor.scheme.quantizes}
 
     @property
-    def has_experts(self) -> bool:
-        """Whether experts in one tensor are packed."""
-        return any(tensor.scheme.quantizes and len(tensor.info.shape) > 2 for tensor in self.tensors)
+    def written_schemes(self) -> dict[str, Scheme]:
+        """Scheme of each packed module, as it is written."""
+        return {part.module: tensor.scheme for tensor in self.tensors for part in tensor.parts}
+
+    @property
+    def written_linears(self) -> list[str]:
+        """Every module that a reader will see as a Linear, packed or not."""
+        parts = [part.module for tensor in self.tensors for part in tensor.parts if len(part.shape) == 2]
+        return list(dict.fromkeys([*self.linears, *parts]))
+
+    @property
+    def is_as_the_makers(self) -> bool:
+        """Whether experts, and nothing else, are packed as the model's makers do it."""
+        return any(isinstance(part, MakersExperts) for tensor in self.tensors for part in tensor.parts)
+
+    @property
+    def has_stacked_experts(self) -> bool:
+        """Whether experts are packed in one tensor, as nobody else does it."""
+        is_stacked = any(len(part.shape) > 2 for tensor in self.tensors for part in tensor.parts)
+        return is_stacked and not self.is_as_the_makers
 
     @property
     def bytes_before(self) -> int:
@@ -154,8 +173,7 @@ def plan_quantization(
         CheckpointError: tensors are of a type that is not quantized, the checkpoint is quantized already, or rules
             find no weight in it.
         GroupSizeError: a group size does not divide the width of some tensors.
-        UsageError: an override matches nothing, or names what stock readers cannot load packed; the rounding is
-            unknown, or cannot do these schemes; or the recipe asks more of a `WeightSource` than packed weights.
+        UsageError: as `checked_schemes` says.
     """
     _refuse_quantized(source)
     notes: tuple[str, ...] = ()
@@ -167,8 +185,9 @@ def plan_quantization(
     packed = {name: schemes[module] for module, name in targets_of(source).weights.items() if module in schemes}
     # A recipe of the cache alone copies the weights.
     unpacked = unpacked_dtypes(source, dtype) if packed or dtype else {}
+    parted = _parted(source, packed)
     tensors = tuple(
-        _planned(name, info, packed.get(name, FULL), source.checkpoint.written_dtype(name), unpacked.get(name))
+        _planned(name, info, packed.get(name, FULL), source.checkpoint.written_dtype(name), unpacked.get(name), parted)
         for name, info in source.checkpoint.tensors.items()
         if isinstance(source, WeightSource) or not is_surplus(name, source.adapter.architecture.tie_word_embeddings)
     )
@@ -176,18 +195,44 @@ def plan_quantization(
     rules = source.rules if isinstance(source, WeightSource) else None
     is_rounded = bool(unpacked) or stored_dtype(source.checkpoint.config) is not None
     run_dtype = source.dtype if isinstance(source, Source) and is_rounded else None
-    return QuantizationPlan(source.checkpoint, recipe, tensors, _linears(source), rules, run_dtype, notes)
+    plan = QuantizationPlan(source.checkpoint, recipe, tensors, _linears(source), rules, run_dtype, notes)
+    return replace(plan, notes=(*notes, *_misread_experts(plan)))
+
+
+def _parted(source: Source | WeightSource, packed: Mapping[str, Scheme]) -> Parted:
+    """The function that says which modules a weight is packed as."""
+    if isinstance(source, Source) and source.architecture.makers_pack_experts:
+        shapes = source.checkpoint.tensors
+        if all(scheme.format.name == "nvfp4" and len(shapes[name].shape) > 2 for name, scheme in packed.items()):
+            return makers_experts
+    # What runs such experts here reads them as they lie.
+    return whole if is_read(source.checkpoint.config) else experts_apart
+
+
+def _misread_experts(plan: QuantizationPlan) -> list[str]:
+    """A sentence on experts that transformers reads otherwise than they are stored, without an error."""
+    formats = {
+        scheme.format.name
+        for module, scheme in plan.written_schemes.items()
+        if scheme.format.spans_tensor and re.search(r"experts\.\d+\.", module)
+    }
+    if not formats:
+        return []
+    return [
+        f"transformers (5.23) leaves out the tensor scale of experts in {' and '.join(sorted(formats))}, and has them "
+        f"hundreds of times too large: give them another format for it, such as {spelled('weights', 'mxfp4')}"
+    ]
 
 
 def rounded_again(checkpoint: Checkpoint) -> str:
-    """What people should know of weights that were rounded before they came here; "" where that is not known."""
+    """A warning for people about weights that were rounded before they came here; "" if they were not."""
     before = rounded_before(checkpoint)
     ends = ";" if checkpoint.note else ":"
     return f"the source's {before}{ends} rounding them again adds to that error" if before else ""
 
 
 def rounded_before(checkpoint: Checkpoint) -> str:
-    """The codes that weights were rounded to, and what else their engines round; "" where that is not known."""
+    """The codes that weights were rounded to, and what else their engines round; "" if that is not known."""
     kind, note = checkpoint.rounded_as, checkpoint.note
     return f"weights were rounded to {kind} before{f'; {note}' if note else ''}" if kind else ""
 
@@ -213,32 +258,9 @@ def unpacked_dtypes(source: Source | WeightSource, dtype: torch.dtype | None = N
             )
         return {}
     own = {name: source.checkpoint.written_dtype(name) for name in targets_of(source).weights.values()}
-    if dtype is None and own[source.adapter.source_name(f"{_EMBEDDING}.weight")] == torch.float32:
+    if dtype is None and own[source.adapter.source_name(f"{EMBEDDING}.weight")] == torch.float32:
         dtype = torch.bfloat16
     return {} if dtype is None else {name: dtype for name, kind in own.items() if kind != dtype}
-
-
-def checked_schemes(source: Source | WeightSource, recipe: Recipe) -> dict[str, Scheme]:
-    """Scheme of each module that a recipe packs in a 16-bit checkpoint, by the checkpoint's own names.
-
-    Raises:
-        CheckpointError: a weight is of a type that is not quantized, or rules find no weight.
-        GroupSizeError: a group size does not divide the width of some tensors; all are named.
-        UsageError: as `plan_quantization` says.
-    """
-    targets = targets_of(source)
-    schemes = targets.schemes(recipe)
-    by_name = {targets.weights[module]: scheme for module, scheme in schemes.items()}
-    _check_overrides(recipe, targets)
-    if isinstance(source, WeightSource):
-        _check_weights_alone(source, recipe, schemes)
-    else:
-        source.architecture.check_recipe(recipe)
-    _refuse_transposed(source, by_name)
-    _check_packable(source.checkpoint, by_name)
-    if checked_rounding(recipe.rounding, schemes).needs_text:
-        _refuse_experts(source.checkpoint, by_name, recipe.rounding.name)
-    return schemes
 
 
 def _linears(source: Source | WeightSource) -> tuple[str, ...]:
@@ -248,66 +270,7 @@ def _linears(source: Source | WeightSource) -> tuple[str, ...]:
     else:
         modules = [module for module, name in targets_of(source).weights.items() if name != module]
     # A tied head has no weight of its own, yet a reader meets its module.
-    return tuple(name for name in dict.fromkeys([*modules, "lm_head"]) if name != _EMBEDDING)
-
-
-def _check_weights_alone(source: WeightSource, recipe: Recipe, schemes: Mapping[str, Scheme]) -> None:
-    """Check that a recipe for an architecture that is not run packs weights, and asks no more."""
-    targets = [target for target in LAYER_TARGETS if any(s.quantizes for s in recipe.schemes_of(target))]
-    if targets:
-        raise UsageError(
-            f"{source.path} (model_type {source.model_type!r}) is quantized by its tensors' names and not run: it has "
-            f"no {', '.join(targets)} to quantize; give {spelled('weights')} alone"
-        )
-    if rounding_named(recipe.rounding.name).needs_text:
-        raise UsageError(
-            f"{spelled('rounding', recipe.rounding.name)} runs the model, and {source.path} (model_type "
-            f"{source.model_type!r}) is quantized by its tensors' names alone; use nearest or mse"
-        )
-    if not schemes:
-        raise CheckpointError(
-            f"no tensor of {source.path} is packed: of {len(source.checkpoint.tensors)}, {len(source.weights)} are "
-            f"weights by their names, and the recipe or the rules keep all of them; the rules pack "
-            f"{', '.join((*source.rules.linears, *source.rules.experts))}. Give rules of your own with "
-            f"{spelled('weight_rules')}"
-        )
-
-
-def _refuse_transposed(source: Source | WeightSource, chosen: Collection[str]) -> None:
-    """Refuse to pack weights whose last axis is not their inputs.
-
-    Raises:
-        CheckpointError: some of the chosen are; all are named.
-    """
-    tensors = source.checkpoint.tensors
-    if isinstance(source, WeightSource):
-        found = stored_transposed(tensors)
-    else:
-        parameters = source.adapter.source_parameters
-        found = [name for name, each in parameters.items() if each.contracted not in (-1, len(each.shape) - 1)]
-    transposed = [name for name in found if name in chosen]
-    if transposed:
-        shapes = ", ".join(f"{name} {list(tensors[name].shape)}" for name in transposed)
-        cure = spelled("keep", "PATTERN") if isinstance(source, WeightSource) else "an override at 16 bits"
-        raise CheckpointError(
-            f"{len(transposed)} weights of {source.path} are stored [in, out], as GPT-2's Conv1D and some experts are, "
-            f"and would be packed along the wrong axis: {shapes}; leave them as they are with {cure}, or write "
-            "them [out, in] for a model of Linear layers"
-        )
-
-
-def _refuse_experts(checkpoint: Checkpoint, chosen: Collection[str], rounding: str) -> None:
-    """Refuse experts in one tensor to a rounding that reads the inputs of Linears.
-
-    Raises:
-        UsageError: some of the chosen are; all are named.
-    """
-    experts = [name for name in chosen if len(checkpoint.tensors[name].shape) > 2]
-    if experts:
-        raise UsageError(
-            f"{spelled('rounding', rounding)} reads the inputs of Linears, and {', '.join(experts)} are experts in one "
-            "tensor; use nearest or mse, or keep them at 16 bits with an override"
-        )
+    return tuple(name for name in dict.fromkeys([*modules, "lm_head"]) if name != EMBEDDING)
 
 
 def _check_names(tensors: Sequence[PlannedTensor]) -> None:
@@ -331,72 +294,16 @@ def _refuse_quantized(source: Source | WeightSource) -> None:
         )
 
 
-def _check_overrides(recipe: Recipe, targets: Targets) -> None:
-    problems = [
-        _no_match_problem(pattern, targets)
-        for pattern in recipe.weight_overrides
-        if not any(fnmatchcase(module, pattern) for module in targets.weights)
-    ]
-    if problems:
-        raise UsageError("; ".join(problems))
-
-
-def _no_match_problem(pattern: str, targets: Targets) -> str:
-    if targets.is_tied and fnmatchcase("lm_head", pattern):
-        return f"override {pattern!r}: this model's head is its embedding (tie_word_embeddings), which stays 16-bit"
-    nearest = difflib.get_close_matches(pattern.replace("*", ""), targets.weights, n=1, cutoff=0.0)
-    hint = f"; the nearest is {nearest[0]!r}" if nearest else ""
-    return f"override {pattern!r} matches no weight{hint}"
-
-
-def _check_packable(checkpoint: Checkpoint, schemes: Mapping[str, Scheme]) -> None:
-    """Check that the weights of `schemes`, by the tensors' names, can be packed under them."""
-    if f"{_EMBEDDING}.weight" in schemes:
-        raise UsageError(
-            f"an override quantizes {_EMBEDDING}, and compressed-tensors' readers cannot load a packed embedding; "
-            "leave it at 16 bits"
-        )
-    infos = {name: checkpoint.tensors[name] for name in schemes}
-    mistyped = [f"{name} is {info.dtype}" for name, info in infos.items() if info.dtype not in _QUANTIZED_TYPES]
-    if mistyped:
-        raise CheckpointError(
-            f"weights must be float16, bfloat16 or float32 to be quantized: {', '.join(mistyped)}; convert them first"
-        )
-    spanning = [n for n, scheme in schemes.items() if scheme.sharing.spans_rows and len(infos[n].shape) > 2]
-    if spanning:
-        raise UsageError(
-            f"one scale a tensor would span all experts of {', '.join(spanning)}; use a group or row granularity"
-        )
-    shapes_by_size: dict[int, dict[str, tuple[int, ...]]] = {}
-    for name, info in infos.items():
-        if size := schemes[name].size:
-            shapes_by_size.setdefault(size, {})[name] = info.shape
-    problems = [_misfit_problem(size, shapes) for size, shapes in shapes_by_size.items()]
-    if any(problems):
-        raise GroupSizeError("; ".join(filter(None, problems)))
-
-
-def _misfit_problem(size: int, shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """What a group size does not divide among tensors of these shapes, and what does; "" where it divides all."""
-    misfits = {name: shape for name, shape in shapes.items() if shape[-1] % size}
-    if not misfits:
-        return ""
-    widths = ", ".join(map(str, sorted({shape[-1] for shape in misfits.values()})))
-    name, shape = next(iter(misfits.items()))
-    common = math.gcd(*(shape[-1] for shape in shapes.values()))
-    fitting = [f"g{divisor}" for divisor in _GROUP_SIZES if common % divisor == 0] or [f"g{math.gcd(size, common)}"]
-    return (
-        f"group size {size} does not divide the input width of {len(misfits)} tensors, such as {name} {list(shape)}; "
-        f"their widths are {widths}: use {', '.join(fitting)} or row, or keep them at 16 bits with an override"
-    )
-
-
 def _planned(
-    name: str, info: TensorInfo, scheme: Scheme, written: torch.dtype, unpacked: torch.dtype | None
+    name: str,
+    info: TensorInfo,
+    scheme: Scheme,
+    written: torch.dtype,
+    unpacked: torch.dtype | None,
+    parted: Parted,
 ) -> PlannedTensor:
     if not scheme.quantizes:
         return PlannedTensor(name, info, scheme, (OutputTensor(name, unpacked or written, info.shape),))
-    module = name.removesuffix(".weight")
-    shapes, types = packed_shapes(info.shape, scheme), packed_types(scheme, written)
-    outputs = tuple(OutputTensor(module + suffix, types[suffix], shape) for suffix, shape in shapes.items())
-    return PlannedTensor(name, info, scheme, outputs)
+    parts = parted(name.removesuffix(".weight"), info.shape)
+    outputs = tuple(output for part in parts for output in part.outputs(scheme, written))
+    return PlannedTensor(name, info, scheme, outputs, parts)

@@ -3,13 +3,14 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from diffquant.errors import CheckpointError
+from diffquant.errors import CheckpointError, UsageError
 from diffquant.family.spec import DiffSpec
 from diffquant.formats.opening import open_checkpoint
 from diffquant.formats.reader import Checkpoint
@@ -71,13 +72,22 @@ class Source:
         Raises:
             CheckpointError: it is another architecture.
         """
+        self.check_taken(verb)
+        return cast(TransformerArchitecture, self.architecture)
+
+    def check_taken(self, verb: str, *others: type[Architecture]) -> None:
+        """Check that a verb takes the model: a DiffTransformer, or one of other architectures.
+
+        Raises:
+            CheckpointError: it is another architecture.
+        """
         # A subclass has blocks that these verbs do not know.
-        if type(self.architecture) is TransformerArchitecture:
-            return self.architecture
+        if type(self.architecture) in (TransformerArchitecture, *others):
+            return
         kinds = ", ".join(dict.fromkeys(self.architecture.layer_kinds))
         raise CheckpointError(
             f"{self.path} is a {self.model_type} model with layers of {kinds}: {verb} does not take it yet; inspect, "
-            "quantize, generate, eval, sweep and outliers do"
+            "quantize, generate, eval, sweep, search and outliers do"
         )
 
     @property
@@ -180,6 +190,8 @@ def open_source(path: Path | str | Source | WeightSource) -> Source:
     """
     if isinstance(path, Source):
         return path
+    if not isinstance(path, str | PathLike | WeightSource):
+        raise UsageError(f"a model is a folder, a .gguf file or ORG/NAME, not of type {type(path).__name__}")
     stored = path.checkpoint if isinstance(path, WeightSource) else open_checkpoint(Path(path))
     checkpoint = as_llama(stored)
     adapter = adapter_for(checkpoint.config).fitted_to(checkpoint.tensors)

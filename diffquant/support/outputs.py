@@ -10,6 +10,8 @@ from diffquant.support.files import check_writable
 from diffquant.support.plain_data import parse_json
 
 _NAMED_FILES = 5
+# Of a checkpoint's or an export's folder, and of no run's.
+_OF_MODELS = ("config.json", "model.safetensors", "model.onnx")
 
 
 def check_replaced(folder: Path, replaced: Iterable[str], own: Collection[str]) -> None:
@@ -39,20 +41,24 @@ class RunFiles:
         data: name of the JSON file with the numbers, which identifies a run.
         fields: fields that this file must have.
         beside: names of the files made from it.
+        joins_models: whether they may stand in a model's own folder.
     """
 
     data: str
     fields: frozenset[str]
     beside: tuple[str, ...]
+    joins_models: bool = False
 
     def check(self, folder: Path) -> None:
         """Check before the work that these files can be written and replace only those of an earlier run.
 
         Raises:
-            OutputExistsError: files of these names exist, but no run's numbers.
+            OutputExistsError: files of these names exist, but no run's numbers; or a model is there.
             UsageError: nothing can be written there.
         """
         check_writable(folder)
+        if not (self.joins_models or self.is_run(folder)) and any((folder / name).exists() for name in _OF_MODELS):
+            raise OutputExistsError(f"{folder} is a model's folder; choose another output")
         there = [name for name in (self.data, *self.beside) if os.path.lexists(folder / name)]
         check_replaced(folder, there, there if self.is_run(folder) else ())
 

@@ -72,17 +72,29 @@ def _outcomes(source: str) -> list[_Measured]:
         return [_Measured(path, "", read_samples(path))]
     file = path / "sweep.json" if path.is_dir() else path
     if not stored(file).is_file():
-        raise UsageError(f"{path} has no sweep.json: give a sweep's folder, or a samples_*.jsonl of lm-eval")
+        raise UsageError(_no_sweep(path))
     try:
         sweep = read_sweep(file)
         outcomes = _of_sweep(sweep, words.split())
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise UsageError(f"cannot read {file} as a sweep: {type(error).__name__}: {error}") from error
+        raise UsageError(
+            _no_sweep(file)
+            if isinstance(error, ValueError)
+            else f"cannot read {file} as a sweep: {type(error).__name__}: {error}"
+        ) from error
     if not outcomes:
         names = model_names([point.model for point in sweep.points])
         known = ", ".join(dict.fromkeys(_point_name(point, names) for point in sweep.points))
         raise UsageError(f"{source}: no measured configuration is called {words!r}; there are {known}")
     return outcomes
+
+
+def _no_sweep(path: Path) -> str:
+    """Why nothing that was measured is at a path."""
+    wanted = "give a sweep's folder, or a samples_*.jsonl of lm-eval"
+    if path.suffix == ".gguf" or (path / "config.json").is_file():
+        return f"{path} is a model: {wanted}; `diffquant fidelity` compares what two models predict"
+    return f"{path} has no sweep.json: {wanted}" if path.is_dir() else f"{path} is no sweep.json: {wanted}"
 
 
 def _of_sweep(sweep: SweepResult, words: Sequence[str]) -> list[_Measured]:

@@ -44,7 +44,7 @@ def sweep_report(sweep: SweepResult, name: str, files: Sequence[str]) -> Report:
 
 
 def _sizes_sections(sweep: SweepResult) -> list[Section]:
-    """What to take: sizes against KL, and the smallest that changes little."""
+    """The recommendation: sizes against KL, and the smallest that changes little."""
     found = sized(sweep)
     if not found:
         return []
@@ -130,7 +130,8 @@ def _layers_table(cell: MeasuredCell) -> Table:
 
 
 def _settings_facts(settings: JsonObject) -> dict[str, str]:
-    flat = {f"{name} {key}": value for name in ("options", "versions") for key, value in settings[name].items()}
+    flat = {key.replace("_", " "): value for key, value in settings["options"].items()}
+    flat |= {f"version of {name}": value for name, value in settings["versions"].items()}
     flat |= {f"task {task['name']}": _value_text(task) for task in settings["tasks"]}
     flat |= {f"SHA-256 of {Path(path).name}": digest for path, digest in settings["models"].items()}
     flat["dtype"] = settings["dtype"]
@@ -143,4 +144,6 @@ def _value_text(value: object) -> str:
         return ", ".join(f"{key} {inner}" for key, inner in value.items() if key != "name" and inner is not None)
     if isinstance(value, list | tuple):
         return ", ".join(map(str, value))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     return str(value)

@@ -17,8 +17,10 @@ def load_text(path: Path | None = None, characters: int | None = None) -> str:
         return data.books_text()[:characters]
     try:
         text = path.read_text(encoding="utf-8")[:characters]
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read text from {path}: {error}") from error
+    except OSError as error:
+        raise UsageError(f"cannot read text from {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is no text in UTF-8 ({error}); convert it, with iconv for instance") from error
     if not text.strip():
         raise UsageError(f"{path} is empty; give a text with prose in it")
     return text

@@ -1,4 +1,4 @@
-"""What the verbs take: a list may be a text with commas, as on the command line, or a sequence."""
+"""Arguments of the verbs: a list may be a text with commas, as on the command line, or a sequence."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -62,6 +62,9 @@ def task_values(given: Mapping[str, object], verb: Callable[..., object]) -> dic
 
 def _read(option: "TaskOption[object]", value: object) -> object:
     if isinstance(value, str):
-        value = option.kind(value)
+        try:
+            value = option.kind(value)
+        except ValueError as error:
+            raise UsageError(f"{option.name} takes a number, not {value!r}") from error
     is_written = option.read is not None and isinstance(value, option.kind)
     return option.read(value) if is_written else value  # type: ignore[arg-type,misc]  # of what it reads

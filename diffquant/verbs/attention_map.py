@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from diffquant.support.progress import Progress, progress_for
 from diffquant.verbs import kinds
 from diffquant.verbs.arguments import numbers, path_or_none, paths
+from diffquant.verbs.checked import checked
 from diffquant.verbs.notes import chosen_device, wrote
 from diffquant.verbs.recipes import chosen_recipe
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from diffquant.calib.analysis.attention_map import AttentionMaps
 
 
+@checked
 def attention_map(
     models: kinds.Models,
     output: kinds.NewFolder | None = None,

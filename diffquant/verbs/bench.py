@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from diffquant.support.progress import Progress, progress_for
 from diffquant.verbs import kinds
 from diffquant.verbs.arguments import paths, texts
+from diffquant.verbs.checked import checked
 from diffquant.verbs.notes import add, chosen_device, wrote
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ Checkpoints = Annotated[kinds.PathText | Sequence[kinds.PathText], kinds.Kind(Pa
 Counts = Annotated[str, kinds.Kind(str, "LIST")]
 
 
+@checked
 def bench(
     sections: Sections = (),
     output: kinds.NewFolder = "bench-output",

@@ -8,6 +8,7 @@ from diffquant.source.places import Places
 from diffquant.support.progress import Progress, progress_for
 from diffquant.verbs import kinds
 from diffquant.verbs.arguments import path_or_none, texts
+from diffquant.verbs.checked import checked
 from diffquant.verbs.hub import at_revision
 from diffquant.verbs.notes import chosen_device, wrote
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from diffquant.calib.calibration.fit import Fit
 
 
+@checked
 def calibrate(
     model: kinds.Model,
     output: kinds.NewFile,

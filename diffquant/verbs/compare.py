@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Annotated
 
 from diffquant.verbs import kinds
+from diffquant.verbs.checked import checked
 
 if TYPE_CHECKING:
     from diffquant.sweep.comparison_report import ComparisonReport
@@ -11,6 +12,7 @@ Before = Annotated[kinds.PathText, kinds.Kind(str, "A", by_place=True)]
 After = Annotated[kinds.PathText, kinds.Kind(str, "B", by_place=True)]
 
 
+@checked
 def compare(before: Before, after: After) -> "ComparisonReport":
     """Compare two results on the same items, item by item.
 

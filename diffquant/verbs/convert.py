@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from diffquant.support.progress import Progress, progress_for
 from diffquant.verbs import kinds
+from diffquant.verbs.checked import checked
 from diffquant.verbs.hub import at_revision, check_push, push_folder
 
 if TYPE_CHECKING:
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
 Kind = Annotated[str, kinds.Kind(Literal["diffllama", "diff-v2", "llama"])]
 
 
+@checked
 def convert(
     model: kinds.Model,
     output: kinds.NewFolder,

@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Annotated
 
 from diffquant.verbs import kinds
+from diffquant.verbs.checked import checked
 
 Minutes = Annotated[float, kinds.Kind(float, "NUMBER", least=0)]
 
 
+@checked
 def demo(
     output: kinds.NewFolder = "demo-output",
     *,

@@ -3,11 +3,13 @@
 from typing import TYPE_CHECKING
 
 from diffquant.errors import MissingDependencyError
+from diffquant.verbs.checked import checked
 
 if TYPE_CHECKING:
     from diffquant.doctor import Diagnosis
 
 
+@checked
 def doctor() -> "Diagnosis":
     """Say what is installed, and what each extra would add.
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from diffquant.support.progress import Progress, progress_for
 from diffquant.verbs import kinds
 from diffquant.verbs.arguments import path_or_none, paths, task_values, texts
+from diffquant.verbs.checked import checked
 from diffquant.verbs.hub import at_revision
 from diffquant.verbs.notes import chosen_device
 from diffquant.verbs.recipes import chosen_recipe
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from diffquant.evals.task_result import TaskResult
 
 
+@checked
 def evaluate(
     model: kinds.PathModel,
     tasks: kinds.Tasks = "hellaswag",

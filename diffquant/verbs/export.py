@@ -12,6 +12,7 @@ from diffquant.support.progress import Progress, progress_for
 from diffquant.support.spelling import spelled
 from diffquant.verbs import kinds
 from diffquant.verbs.arguments import path_or_none
+from diffquant.verbs.checked import checked
 from diffquant.verbs.hub import at_revision, check_push, push_folder
 from diffquant.verbs.notes import note_if_transformer, say
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 Bits = Annotated[int, kinds.Kind(int, "BITS")]
 
 
+@checked
 def export(
     model: kinds.Model,
     output: kinds.NewFolder,

@@ -9,6 +9,7 @@ from diffquant.support.plain_data import JsonObject
 from diffquant.support.progress import Progress, progress_for
 from diffquant.support.spelling import spelled
 from diffquant.verbs import kinds, notes
+from diffquant.verbs.checked import checked
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,6 +27,7 @@ Context = Annotated[int, kinds.Kind(int, "TOKENS", least=4)]
 Dataset = Annotated[str, kinds.Kind(str, "ORG/NAME")]
 
 
+@checked
 def fidelity(
     reference: Reference,
     candidate: Candidate | None = None,
@@ -110,7 +112,7 @@ def fidelity(
 
 @dataclass(frozen=True)
 class _Reading:
-    """What is read, as `fidelity` takes it."""
+    """The text to read and how much of it, as `fidelity` takes it."""
 
     text: Path | str | None
     characters: int

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from diffquant.errors import UsageError
 from diffquant.source.places import Places
 from diffquant.verbs import kinds
+from diffquant.verbs.checked import checked
 from diffquant.verbs.hub import at_revision
 from diffquant.verbs.notes import chosen_device
 from diffquant.verbs.recipes import chosen_recipe
@@ -22,6 +23,7 @@ AnyModel = Annotated["Path | str | Source | CausalModel", kinds.Kind(Path, "MODE
 Dtype = Annotated["torch.dtype | str", kinds.Kind(str, "NAME")]
 
 
+@checked
 def generate(
     model: AnyModel,
     prompt: kinds.Prompt,
@@ -120,6 +122,8 @@ def generate(
             raise UsageError(
                 "recipe, dtype, device and its map are for loading; this model is loaded already: apply_recipe, to"
             )
+        if isinstance(tokenizer, str):
+            raise UsageError(f"tokenizer is a text: tokenizer=diffquant.load_tokenizer({tokenizer!r}) gives one")
         loaded = model
     else:
         places, chosen = Places.of(device, device_map, offload_folder), chosen_device(device)

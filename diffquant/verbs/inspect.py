@@ -4,12 +4,14 @@ from typing import TYPE_CHECKING
 
 from diffquant.errors import UnknownModelTypeError
 from diffquant.verbs import kinds
+from diffquant.verbs.checked import checked
 from diffquant.verbs.hub import at_revision
 
 if TYPE_CHECKING:
     from diffquant.inspection import Inspection, WeightInspection
 
 
+@checked
 def inspect(model: kinds.PathModel, *, revision: kinds.Name | None = None) -> "Inspection | WeightInspection":
     """Say what a checkpoint is: its kind, λ, and sizes.
 

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +44,18 @@ class Kind:
     heading: str = "Options"
     or_stdin: bool = False
     is_needed: bool = False
+
+
+_PLAIN = {int: Kind(int, "NUMBER"), float: Kind(float, "NUMBER"), bool: Kind(bool)}
+
+
+def kind_of(annotation: Any) -> Kind | None:
+    """How the command line reads a parameter of this type; None for what only Python can give."""
+    for kind in get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,):
+        for given in (*getattr(kind, "__metadata__", ()), _PLAIN.get(kind)):
+            if isinstance(given, Kind):
+                return given
+    return None
 
 
 def _task_usages() -> list[str]:

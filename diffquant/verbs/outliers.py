@@ -7,12 +7,14 @@ from diffquant.source.places import Places
 from diffquant.support.progress import Progress, progress_for
 from diffquant.verbs import kinds
 from diffquant.verbs.arguments import path_or_none, paths
+from diffquant.verbs.checked import checked
 from diffquant.verbs.notes import chosen_device, wrote
 
 if TYPE_CHECKING:
     from diffquant.calib.analysis.outlier_result import Outliers
 
 
+@checked
 def outliers(
     models: kinds.Models,
     output: kinds.NewFolder | None = None,

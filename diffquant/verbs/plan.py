@@ -6,6 +6,7 @@ from diffquant.errors import UsageError
 from diffquant.recipe import Recipe
 from diffquant.support.spelling import spelled
 from diffquant.verbs import kinds
+from diffquant.verbs.checked import checked
 from diffquant.verbs.hub import at_revision
 from diffquant.verbs.recipes import chosen_recipe
 
@@ -15,8 +16,10 @@ if TYPE_CHECKING:
 Memory = Annotated[str | int, kinds.Kind(str, "SIZE")]
 Context = Annotated[int, kinds.Kind(int, "TOKENS", least=1)]
 _UNITS = {"K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_LEAST = 1000
 
 
+@checked
 def plan(
     model: kinds.Model,
     recipe: kinds.RecipeFile | None = None,
@@ -75,6 +78,7 @@ def _bytes(memory: str | int) -> int:
         size = int(float(text.rstrip("KMGT")) * factor)
     except (ValueError, OverflowError):
         size = 0
-    if size <= 0:
+    # A bare number is meant to be of gigabytes, and would be of bytes.
+    if size < _LEAST:
         raise UsageError(f"{spelled('memory')} takes a size such as 24G, not {memory!r}")
     return size

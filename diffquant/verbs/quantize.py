@@ -13,6 +13,7 @@ from diffquant.support.progress import Progress, progress_for
 from diffquant.support.spelling import spelled
 from diffquant.support.suggestion import did_you_mean
 from diffquant.verbs import kinds
+from diffquant.verbs.checked import checked
 from diffquant.verbs.hub import at_revision, check_push, push_folder
 from diffquant.verbs.notes import note_if_transformer, say
 from diffquant.verbs.recipes import chosen_recipe
@@ -92,6 +93,7 @@ def quantize(
 ) -> "Quantization": ...
 
 
+@checked
 def quantize(
     model: AnyModel,
     output: Output | None = None,
@@ -296,11 +298,6 @@ def _opened(
         return model
     if isinstance(model, Source):
         return model
-    if not isinstance(model, Path):
-        raise UsageError(
-            f"quantize reads a checkpoint from disk, not a {type(model).__name__} in memory: give its folder; "
-            "model.save_pretrained(folder) writes one"
-        )
     if not (weights_only or keep or rules_file):
         try:
             return open_source(model)

@@ -6,10 +6,12 @@ from typing import Annotated
 
 from diffquant.verbs import kinds
 from diffquant.verbs.arguments import path_or_none, paths
+from diffquant.verbs.checked import checked
 
 Runs = Annotated[kinds.PathText | Sequence[kinds.PathText], kinds.Kind(Path, "RUNS", by_place=True, repeats=True)]
 
 
+@checked
 def report(runs: Runs, output: kinds.NewFile | None = None) -> list[Path]:
     """Rewrite the pages of runs, with an index of them.
 

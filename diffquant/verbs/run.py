@@ -4,10 +4,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from diffquant.verbs import kinds
+from diffquant.verbs.checked import checked
 from diffquant.verbs.generate import joined
 from diffquant.verbs.notes import add, say
 
 
+@checked
 def run(
     folder: kinds.Exported,
     prompt: kinds.Prompt,

@@ -43,7 +43,12 @@ def write_index(folders: Sequence[Path], index: Path | None) -> list[Path]:
     """
     absent = [str(folder) for folder in folders if not folder.is_dir()]
     if absent:
-        raise UsageError(f"no such folder: {', '.join(absent)}")
+        files = [str(folder) for folder in folders if folder.is_file()]
+        raise UsageError(
+            f"{', '.join(files)}: give the folder of a run, not a file of it"
+            if files
+            else f"no such folder: {', '.join(absent)}"
+        )
     index = index or Path(os.path.commonpath([folder.absolute() for folder in folders])) / "index.html"
     check_written_file(index, _is_index(index))
     runs = find_runs(folders)

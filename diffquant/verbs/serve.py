@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Annotated, Literal
 
 from diffquant.verbs import kinds
+from diffquant.verbs.checked import checked
 from diffquant.verbs.hub import at_revision
 
 Cache = Annotated[Literal["16", "fp8"], kinds.Kind(Literal["16", "fp8"])]
@@ -12,6 +13,7 @@ Address = Annotated[str, kinds.Kind(str, "ADDRESS")]
 Context = Annotated[int, kinds.Kind(int, "TOKENS", least=1)]
 
 
+@checked
 def serve(
     model: kinds.PathModel,
     *,

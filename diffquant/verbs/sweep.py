@@ -9,6 +9,7 @@ from diffquant.support.progress import Progress, progress_for
 from diffquant.support.spelling import spelled
 from diffquant.verbs import kinds
 from diffquant.verbs.arguments import numbers, path_or_none, paths, task_values, texts
+from diffquant.verbs.checked import checked
 from diffquant.verbs.notes import chosen_device, say, wrote
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ Recipes = Annotated[kinds.PathText | Sequence[kinds.PathText], kinds.Kind(Path, 
 Address = Annotated[str, kinds.Kind(str, "ADDRESS")]
 
 
+@checked
 def sweep(
     models: kinds.Models,
     output: kinds.NewFolder,

@@ -5,12 +5,14 @@ from typing import TYPE_CHECKING
 
 from diffquant.support.progress import Progress, progress_for
 from diffquant.verbs import kinds
+from diffquant.verbs.checked import checked
 from diffquant.verbs.hub import at_revision
 
 if TYPE_CHECKING:
     from diffquant.export.verification.report import Verification
 
 
+@checked
 def verify(
     folder: kinds.Exported,
     model: kinds.Model,

@@ -7,7 +7,7 @@ import onnx
 from onnx import ModelProto, TensorProto
 
 from diffquant.errors import CheckpointError
-from diffquant.export.files import MODEL_FILE, model_file
+from diffquant.export.files import check_exported, model_file
 
 
 def check_external(model: ModelProto, path: Path) -> None:
@@ -30,9 +30,8 @@ def load_graph(folder: Path) -> ModelProto:
     Raises:
         CheckpointError: it is missing, damaged, or refers to data that is.
     """
+    check_exported(folder)
     path = model_file(folder)
-    if not path.is_file():
-        raise CheckpointError(f"{folder} has no {MODEL_FILE}; `diffquant export` makes such a folder")
     try:
         model = onnx.load(path, load_external_data=False)
     except Exception as error:  # protobuf's own exception type is no part of its interface

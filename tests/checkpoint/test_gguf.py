@@ -9,6 +9,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from diffquant.errors import CheckpointError
 from diffquant.formats import gguf as gguf_format
+from diffquant.formats.front_matter import gguf_front_matter
 from diffquant.formats.gguf import GgufCheckpoint
 from diffquant.formats.gguf_header import read_header
 from diffquant.formats.gguf_rope import rope_parameters
@@ -330,3 +331,16 @@ def test_quantizing_reads_rows_and_never_a_whole_matrix(tiny, tmp_path, monkeypa
     monkeypatch.setattr("diffquant.formats.row_stream.BLOCK_ELEMENTS", 640)
     quantize(tiny, tmp_path / "out", Recipe.of(weights=weights))
     assert 0 < max(largest) <= 64
+
+
+def test_languages_are_read_as_texts_and_a_vocabulary_by_its_length(tmp_path):
+    writer = GGUFWriter(tmp_path / "head.gguf", "llama")
+    writer.add_languages(["en", "de"])
+    writer.add_token_list([b"a", b"b", b"c"])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    metadata = read_header(memoryview((tmp_path / "head.gguf").read_bytes())).metadata
+    assert metadata["general.languages"] == ("en", "de")
+    assert metadata["tokenizer.ggml.tokens"] == 3
+    assert gguf_front_matter(metadata) == {"language": ["en", "de"]}

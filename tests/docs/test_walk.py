@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.walk import run, steps_of, walk, words_of
+from tests.walk import Step, run, says_the_same, steps_of, walk, words_of
 
 PAGE = """
 ```sh
@@ -102,3 +102,21 @@ def test_a_result_that_is_larger_than_16_bits_is_a_fault(tmp_path, capsys):
     page = "\n".join(["```sh", *(f"diffquant {call} # 1 s" for call in calls), "```"])
     assert walk(page, tmp_path, environment) == 1
     assert "d has 1,000 bytes, and 16 bits take 1,000" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("command", "shown", "printed", "same"),
+    [
+        ("diffquant quantize a -o b", "24.86%  layers.23.o_proj  4:g32", "26.27%  layers.23.o_proj  4:g32", True),
+        ("diffquant quantize a -o b", "24.86%  layers.23.o_proj  4:g32", "34.86%  layers.23.o_proj  4:g32", False),
+        ("diffquant quantize a -o b", "24.86%  layers.23.o_proj", "24.86%  layers.22.o_proj", False),
+        ("diffquant quantize a -o b", "3 MB", "3 MB more", False),
+        ("diffquant generate a", " Paris. It lies there.", " Paris. Rome is in Italy.", True),
+        ("diffquant generate a", " Paris. It lies there.", " located in the heart. It lies there.", False),
+        ("diffquant run a", " Paris. It lies there.", "", False),
+    ],
+)
+def test_processors_may_differ_in_how_much_they_round_and_in_what_a_model_goes_on_to_write(
+    command, shown, printed, same
+):
+    assert says_the_same(Step(1, command, [shown]), [printed]) is same

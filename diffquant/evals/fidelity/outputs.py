@@ -14,7 +14,7 @@ NUMBERS, CARD, README = "fidelity.json", "fidelity.md", "README.md"
 _SECTION = re.compile(r"^## Fidelity\n.*?(?=^##? |\Z)", re.MULTILINE | re.DOTALL)
 # Where the hub looks for evaluations of a model.
 HUB = Path(".eval_results/fidelity.yaml")
-FILES = RunFiles(NUMBERS, frozenset({"reference", "candidate", "kl", "same_top_token"}), (CARD, str(HUB)))
+FILES = RunFiles(NUMBERS, frozenset({"reference", "candidate", "kl", "same_top_token"}), (CARD, str(HUB)), True)
 
 
 def put_on_card(result: Fidelity, model: Path, dataset: str | None) -> list[Path]:

@@ -1,0 +1,117 @@
+"""Threads that sleep soon after a product, as commands have them, beside OpenMP's own, which go round in a loop.
+
+    python -m diffquant.bench.programs.waits CHECKPOINT --json bench/results/waits.json
+
+Each turn is a process of its own, one way and the other by turns: a prompt read at once, and tokens one at a time. On a
+machine with nothing else to do the two take alike; the result says how busy it was.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import typer
+
+from diffquant.bench.environment import environment
+from diffquant.errors import DiffQuantError
+from diffquant.support.files import write_json
+from diffquant.support.waits import wait_briefly
+
+_PROMPT, _PROMPTS, _TOKENS = 160, 3, 24
+_PROGRAM = """
+import json, sys, time
+import torch
+import diffquant
+model = diffquant.load(sys.argv[1], dtype=torch.float32)
+prompt, calls = int(sys.argv[2]), {"prompt": int(sys.argv[3]), "token": int(sys.argv[4])}
+ids = torch.arange(prompt)[None]
+found = {}
+with torch.no_grad():
+    for name, given in (("prompt", ids), ("token", ids[:, :1])):
+        model(given)
+        began = time.process_time(), time.monotonic()
+        for _ in range(calls[name]):
+            model(given)
+        found[name] = {
+            "cpu_seconds": (time.process_time() - began[0]) / calls[name],
+            "seconds": (time.monotonic() - began[1]) / calls[name],
+        }
+print(json.dumps(found))
+"""
+
+
+# Seconds and CPU seconds a call, by what was read.
+_Turn = dict[str, dict[str, float]]
+
+
+def main(
+    model: Annotated[Path, typer.Argument(help="Checkpoint.")],
+    repeats: Annotated[int, typer.Option(min=1, help="Turns of each.")] = 3,
+    file: Annotated[Path | None, typer.Option("--json", help="Where to write the numbers.")] = None,
+) -> None:
+    """Time a model with either way of waiting."""
+    result = measure_waits(model, repeats)
+    if file:
+        write_json(file, result)
+    typer.echo(waits_summary(result))
+
+
+def measure_waits(model: Path, repeats: int) -> dict[str, Any]:
+    """Seconds a call of either way's turns, and their ratios."""
+    plain = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    os.environ.pop("OMP_WAIT_POLICY", None)
+    os.environ.pop("GOMP_SPINCOUNT", None)
+    wait_briefly()
+    brief, own = [], []
+    for _ in range(repeats):
+        brief.append(_turn(model, dict(os.environ)))
+        own.append(_turn(model, plain))
+    return {
+        "environment": environment(),
+        "model": model.name,
+        "prompt_tokens": _PROMPT,
+        "brief": brief,
+        "own": own,
+        "ratios": {
+            work: {quantity: _ratio(brief, own, work, quantity) for quantity in ("cpu_seconds", "seconds")}
+            for work in ("prompt", "token")
+        },
+    }
+
+
+def _ratio(brief: list[_Turn], own: list[_Turn], work: str, quantity: str) -> float:
+    """Median of how many times as much the other way takes in turns that followed one another."""
+    return median(theirs[work][quantity] / ours[work][quantity] for ours, theirs in zip(brief, own, strict=True))
+
+
+def waits_summary(result: dict[str, Any]) -> str:
+    """Line of text with the ratios."""
+    told = [
+        f"a {work} takes {ratio['seconds']:.1f} times as long and {ratio['cpu_seconds']:.1f} times the CPU seconds"
+        for work, ratio in result["ratios"].items()
+    ]
+    return f"with OpenMP's own waits, at a load of {result['environment']['load_average']:g}: {'; '.join(told)}"
+
+
+def _turn(model: Path, variables: dict[str, str]) -> _Turn:
+    """Seconds a call in one process with these environment variables.
+
+    Raises:
+        DiffQuantError: the process failed.
+    """
+    command = [sys.executable, "-c", _PROGRAM, str(model), *map(str, (_PROMPT, _PROMPTS, _TOKENS))]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise DiffQuantError(f"running {model} failed: {done.stderr.strip().splitlines()[-1]}")
+    found: _Turn = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+if __name__ == "__main__":
+    from diffquant.support.program import run_program
+
+    run_program(main)
