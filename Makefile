@@ -55,7 +55,7 @@ test-quantizers: $(VENV)/.ready
 	build/quantizers/bin/python -m pytest research/tests/studies/test_rounding_bench.py \
 		research/tests/studies/test_rounding_text_methods.py \
 		-k 'stored_bits or nf4'
-	build/quantizers/bin/python -m pytest tests/checkpoint/test_dequantized_peers.py
+	build/quantizers/bin/python -m pytest tests/checkpoint/test_dequantized_peers.py tests/numbers/test_float_peers.py
 
 # The oldest transformers that pyproject.toml allows, which vLLM and rented machines may have, with the huggingface_hub that
 # it asks for. Its environment sees the first one's packages behind its own.
@@ -72,7 +72,7 @@ test-oldest: $(VENV)/.ready
 test-serving: $(SERVING)/.ready
 	DIFFQUANT_COMPLETE=1 $(SERVING)/bin/python -m pytest tests/serving tests/serve/test_folder.py
 
-# The part of it that CI runs: each member of the family in one process of vLLM, by the plugin at 16, 8 and 4 bits and by
+# The part of it that CI runs, one day in five: each member of the family in one process of vLLM, by the plugin at 16, 8 and 4 bits and by
 # its folder alone.
 test-serving-models: $(SERVING)/.ready
 	DIFFQUANT_COMPLETE=1 $(SERVING)/bin/python -m pytest tests/serving/test_plugin.py

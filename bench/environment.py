@@ -51,7 +51,7 @@ def _cpu_name() -> str:
 
 
 def _cpu_line(*heads: str) -> str:
-    """What /proc/cpuinfo says of the first processor under one of these heads; "" where it says nothing."""
+    """The first processor's entry in /proc/cpuinfo under one of these heads; "" if there is none."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

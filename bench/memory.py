@@ -68,7 +68,7 @@ def _forget_peak() -> None:
 
 
 def _fill_pages(nbytes: int) -> None:
-    """Touch so many bytes of new pages, and give them back."""
+    """Touch this many bytes of new pages, and give them back."""
     with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as pages:
         pages[:: mmap.PAGESIZE] = b"1" * (nbytes // mmap.PAGESIZE)
 

@@ -126,7 +126,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def sized_diffllama(gigabytes: float) -> dict[str, Any]:
-    """Config of a DiffLlama of about so many times 10^9 bytes in bfloat16, by its number of layers."""
+    """Config of a DiffLlama of about this many times 10^9 bytes in bfloat16, by its number of layers."""
     return _LAYER | {"num_hidden_layers": _layers_for(gigabytes * 1e9)}
 
 

@@ -35,7 +35,7 @@ class Timed:
     """A call that is warm and ready to be timed.
 
     Attributes:
-        run: function that makes so many calls and gives the milliseconds they took.
+        run: function that makes a number of calls and gives the milliseconds they took.
         count: number of calls in a turn.
     """
 

@@ -102,7 +102,7 @@ def _config_classes() -> "list[type[PreTrainedConfig]]":
 
 
 class LoadedModel:
-    """What `AutoModelForCausalLM` calls for our model types: `diffquant.load` under transformers' names."""
+    """The class behind `AutoModelForCausalLM` for our model types: `diffquant.load` under transformers' names."""
 
     @classmethod
     def from_pretrained(

@@ -46,7 +46,7 @@ _WAYS = {"diffllama": "diff_v1", "diff-v2": "llama", "llama": DEX}
 
 @dataclass(frozen=True, repr=False)
 class Conversion(Readable):
-    """What a run of `convert` did.
+    """The outcome of `convert`.
 
     Attributes:
         destination: folder that was written.
@@ -80,7 +80,7 @@ class Conversion(Readable):
 
 
 def _rounding_note(dtype: torch.dtype, error: float) -> str:
-    """What follows "the same function" where weights were rounded."""
+    """A remark to put after "the same function" when weights were rounded."""
     name = str(dtype).removeprefix("torch.")
     return f" but for weights rounded to {name} (relative RMS error {error:.2%})" if error > _FLOAT32_ERROR else ""
 

@@ -28,12 +28,12 @@ ADDED_BY = {
 
 @dataclass(frozen=True, repr=False)
 class Diagnosis(Readable):
-    """What diffquant sees of the machine.
+    """The machine as diffquant sees it.
 
     Attributes:
-        native_kernel: instruction set of the ONNX op's kernel; None where its library was not built.
-        cuda_kernels: survey of the first CUDA device; None where torch finds none.
-        required, extras: versions by package, and by extra and package; None where a package is missing.
+        native_kernel: instruction set of the ONNX op's kernel; None if its library was not built.
+        cuda_kernels: survey of the first CUDA device; None if torch finds none.
+        required, extras: versions by package, and by extra and package; None if a package is missing.
     """
 
     diffquant: str

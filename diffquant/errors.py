@@ -5,7 +5,7 @@ class DiffQuantError(Exception):
     """Base of every error a user can cause. `exit_code` is what the command line returns.
 
     Attributes:
-        result: what the work came to all the same, such as a sweep some of whose cells failed; None where it left none.
+        result: what the work came to all the same, such as a sweep some of whose cells failed; None if it left none.
     """
 
     exit_code = 1

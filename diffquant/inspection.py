@@ -28,7 +28,7 @@ WIDTHS = ("8:g32", "6:g32", "4:g32", "4:g128")
 
 @dataclass(frozen=True, repr=False)
 class Inspection(Readable):
-    """What a checkpoint is, at a glance.
+    """A checkpoint at a glance.
 
     Attributes:
         path: folder or file that was read.
@@ -37,10 +37,10 @@ class Inspection(Readable):
         packed: number of weights that are stored packed.
         lam: λ of each layer with attention for V1; for V2 the root mean square of each layer's λ projection (0 gives
             λ ½ everywhere).
-        sizes: bytes as it is, at 16 bits, and as `quantize` would write it at each scheme; None where that does not
+        sizes: bytes as it is, at 16 bits, and as `quantize` would write it at each scheme; None if that does not
             fit the weights.
         packed_bits: stored bits of a packed weight, as it is and at each scheme of `sizes` that packs some.
-        rounded: what another library rounded the weights to before; "" where that is not known.
+        rounded: what another library rounded the weights to before; "" if that is not known.
     """
 
     path: str
@@ -118,7 +118,7 @@ def inspect_checkpoint(path: Path | str | Source) -> Inspection:
 
 @dataclass(frozen=True, repr=False)
 class WeightInspection(Readable):
-    """What names and shapes say of a checkpoint whose architecture is not known.
+    """A checkpoint of unknown architecture at a glance, from its names and shapes.
 
     Attributes:
         path: folder that was read.
@@ -212,7 +212,7 @@ def _lambdas(source: Source) -> list[float]:
 
 
 def _plans(source: Source | WeightSource) -> dict[str, QuantizationPlan | None]:
-    """A plan for each of `WIDTHS`; None where that does not fit the weights."""
+    """A plan for each of `WIDTHS`; None if that does not fit the weights."""
     plans: dict[str, QuantizationPlan | None] = {}
     for scheme in WIDTHS:
         try:

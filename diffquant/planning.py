@@ -79,7 +79,7 @@ class MemoryPlan(Readable):
 
 
 def plan_memory(source: Source, recipe: Recipe, context: int, batch: int, memory: int, where: str) -> MemoryPlan:
-    """What a model takes, without reading a tensor.
+    """A model's memory, computed without reading a tensor.
 
     The cache is `PackedCache`'s own, filled with tensors that have shapes and no data, and the weights are those of
     `quantize`'s plan, or of the checkpoint where it is quantized already.
@@ -110,7 +110,7 @@ def plan_memory(source: Source, recipe: Recipe, context: int, batch: int, memory
 
 
 def _cache_bytes(source: Source, recipe: Recipe, tokens: int, batch: int) -> int:
-    """Bytes of the cache of all layers after so many tokens, and of states that do not grow."""
+    """Bytes of all layers' cache after this many tokens, and of states that do not grow."""
     architecture, total = source.architecture, 0
     alike: dict[Any, int] = {}
     for layer, rows in architecture.token_rows.items():

@@ -154,7 +154,7 @@ def _unknown_format(name: str, text: str) -> str:
 
 
 def _meaning_of(name: str) -> str:
-    """What another library's name of a scheme is here, as the start of a sentence; "" for no such name."""
+    """Translate another library's name of a scheme, as the start of a sentence; "" for an unknown name."""
     if name in ("fp8", "float8", "f8"):
         return "8-bit floats are e4m3 here; "
     if name in ("gptq", "awq", "autoround", "hqq"):

@@ -13,8 +13,8 @@ import onnx
 from diffquant.errors import CheckpointError, UsageError
 from diffquant.export.card import exported_card
 from diffquant.export.files import RANGES_FILE
+from diffquant.export.graph.build import build
 from diffquant.export.graph.cache_scales import Scales, static_scales
-from diffquant.export.graph.decoder import build
 from diffquant.export.graph.linears import container_bits
 from diffquant.export.graph.plan import ExportPlan, plan_export
 from diffquant.export.graph.streaming import Streamed, place, write
@@ -46,7 +46,7 @@ from diffquant.text.special_tokens import read_special_tokens
 
 @dataclass(frozen=True, repr=False)
 class OnnxReport(Readable):
-    """What a run of `export` wrote.
+    """The outcome of `export`.
 
     Attributes:
         destination: folder that was written.

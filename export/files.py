@@ -24,7 +24,7 @@ class Layout:
 
     @property
     def data_name(self) -> str:
-        """What the graph calls its data."""
+        """The name by which the graph refers to its data."""
         return Path(self.data).name
 
 

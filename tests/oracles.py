@@ -13,6 +13,7 @@ from tests.support.oracles import AGREED
 
 FILES = (
     "tests/numbers/test_floats.py",
+    "tests/numbers/test_float_peers.py",
     "tests/checkpoint/test_float_layouts.py",
     "tests/checkpoint/test_float_sources.py",
     "tests/checkpoint/test_dequantized.py",

@@ -118,7 +118,7 @@ class Contest:
         ]
 
     def peak(self, name: str, work: Workload, threads: int) -> int:
-        """Bytes that a peer's call takes at most beyond its inputs; on the CPU with so many threads."""
+        """Largest number of bytes that a peer's call takes beyond its inputs; on the CPU with this many threads."""
         if self.device == "cuda":
             peer = self.entrants()[name]
             with torch.inference_mode():

@@ -88,7 +88,7 @@ def _facts(call: AttentionCall) -> dict[str, float]:
 
 
 def _count(work: Workload, bits: int) -> Count:
-    """Count of attention over a cache of so many bits; a scale has 16."""
+    """Count of attention over a cache of this many bits; a scale has 16."""
     if bits == 16:
         return counts.fused(work)
     per_token = {"key": 16 / (64 if bits == 4 else work.model.width), "value": 16 / work.model.value_width}

@@ -182,6 +182,9 @@ PEERS: dict[str, Peer] = {
     "DIFF, fused, specialized": Peer(
         _ours("triton-specialized"), differential, counts.fused, missing=_reason_of("triton-specialized")
     ),
+    "DIFF, fused, pipelined": Peer(
+        _ours("triton-pipelined"), differential, counts.fused, missing=_reason_of("triton-pipelined")
+    ),
     "DIFF, fused, int8 QK, fp8 PV, specialized": Peer(
         _ours("triton-fp8-specialized"),
         differential,

@@ -14,6 +14,7 @@ from diffquant.bench.gpu.machine_code import (
     instructions,
     multiply_adds,
     overwritten_operands,
+    under_way_at_exponentials,
 )
 
 # Registers of a thread and warps of a block are set anew where a kernel gives its warps different work.
@@ -35,6 +36,7 @@ class Binary:
         main_loops: opcodes of each innermost loop that uses the tensor cores.
         products: multiply-adds of each of these loops by operand width in bits (16, 8), a warpgroup on Hopper's
             asynchronous products and a warp on others.
+        hiding: share of each of these loops' asynchronous products that is under way while it computes exponentials.
         barriers: number of barriers of each of these loops at which all warps of a block meet.
         early_loads: number of loads before it waits for the kernel that runs ahead of it; 0 where it never does.
         overwritten: instructions of these loops that write what a product under way may still read.
@@ -50,6 +52,7 @@ class Binary:
     opcodes: dict[str, int]
     main_loops: list[dict[str, int]]
     products: list[dict[str, int]]
+    hiding: list[float]
     barriers: list[int]
     early_loads: int
     overwritten: list[str]
@@ -75,7 +78,7 @@ class Binary:
 
 
 def read_binary(kernel: Any, capability: int) -> Binary:
-    """What a kernel that Triton compiled uses.
+    """Resources of a kernel that Triton compiled.
 
     Args:
         kernel: what a launch of a jitted function gives.
@@ -104,6 +107,7 @@ def read_binary(kernel: Any, capability: int) -> Binary:
         opcodes=counted(code),
         main_loops=[counted(loop) for loop in loops],
         products=[multiply_adds(loop) for loop in loops],
+        hiding=[under_way_at_exponentials(loop) for loop in loops],
         barriers=[block_barriers(loop) for loop in loops],
         early_loads=_loads_before_waiting([each.opcode for each in code]),
         overwritten=[fault for loop in loops for fault in overwritten_operands(loop)],

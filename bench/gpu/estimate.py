@@ -21,7 +21,7 @@ _PAIRS, _WIDTH = 12, 128  # the 3B model of arXiv 2410.05258
 
 @dataclass(frozen=True)
 class Work:
-    """What a launch has to do in the workload that is estimated, whatever it was compiled on.
+    """The work of a launch in the workload that is estimated, whatever it was compiled on.
 
     Attributes:
         steps: steps of its blocks' inner loops.
@@ -66,7 +66,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Aim:
-    """Ratio that is to be reached: `other` takes at least so many times as long as `path`.
+    """Ratio to reach: how many times as long as `path` the `other` is to take.
 
     Attributes:
         other: name of a path, or of a rival with published speed.

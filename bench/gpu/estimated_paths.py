@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from math import ceil
 
 import torch
 from torch import Tensor
@@ -49,6 +50,7 @@ _FP16, _FP16_SHORT, _FP8 = "fused fp16, 16K", "fused fp16, 8K", "int8 QK and fp8
 _ROW_SPECIALIZED, _SHIFT_SPECIALIZED = f"{_ROW}, specialized", f"{_SHIFT}, specialized"
 _FP16_SPECIALIZED, _FP16_SHORT_SPECIALIZED = f"{_FP16}, specialized", f"{_FP16_SHORT}, specialized"
 _FP8_SPECIALIZED = f"{_FP8}, specialized"
+_FP16_PIPELINED, _FP16_SHORT_PIPELINED = f"{_FP16}, pipelined", f"{_FP16_SHORT}, pipelined"
 _CUDNN, _FLASH = "Transformer, cuDNN, 16K", "Transformer, FlashAttention-2, 16K"
 _FOUR, _TWO = "four cuDNN calls, 16K", "two cuDNN calls of 256 values, 16K"
 _DENSE, _PACKED = "dense fp16 linear", "4-bit linear"
@@ -63,10 +65,14 @@ AIMS = (
     Aim("P2", _FP16, _FOUR, 1.3),
     Aim("P2", _FP16_SPECIALIZED, _FOUR, 1.3),
     Aim("P2", _FP16_SPECIALIZED, _TWO, 1.0),
+    Aim("P2", _FP16_PIPELINED, _FOUR, 1.3),
+    Aim("P2", _FP16_PIPELINED, _TWO, 1.15),
     Aim("P3", _ROW, _FP16_SHORT, 1 / 1.6),
     Aim("P3", _SHIFT, _FP16_SHORT, 1 / 1.6),
     Aim("P3", _ROW_SPECIALIZED, _FP16_SHORT_SPECIALIZED, 1 / 1.6),
     Aim("P3", _SHIFT_SPECIALIZED, _FP16_SHORT_SPECIALIZED, 1 / 1.6),
+    Aim("P3", _ROW_SPECIALIZED, _FP16_SHORT_PIPELINED, 1 / 1.6),
+    Aim("P3", _SHIFT_SPECIALIZED, _FP16_SHORT_PIPELINED, 1 / 1.6),
     Aim("P4", _CACHE(4), _CACHE(16), 3.0),
     Aim("P5", _PACKED, _DENSE, 3.0),
 )
@@ -75,6 +81,7 @@ AIMS = (
 def paths() -> list[Path]:
     """Paths of all aims; each compiles its kernels when it is estimated."""
     call = differential(_COMPILED_ON, "cpu")
+    pipelined = partial(prefill_specialized, call, pipelined=True)
     return [
         Path(_FP8, partial(prefill_int8, call, "fp8"), partial(_attention, _LONG, 128, 128)),
         Path(_FP16, partial(prefill, call), partial(_attention, _LONG, 128, 128)),
@@ -82,6 +89,8 @@ def paths() -> list[Path]:
         Path(_FP8_SPECIALIZED, partial(prefill_specialized, call, 8), partial(_attention, _LONG, 128, 128)),
         Path(_FP16_SPECIALIZED, partial(prefill_specialized, call), partial(_attention, _LONG, 128, 128)),
         Path(_FP16_SHORT_SPECIALIZED, partial(prefill_specialized, call), partial(_attention, _SHORT, 128, 128)),
+        Path(_FP16_PIPELINED, pipelined, partial(_attention, _LONG, 128, 64)),
+        Path(_FP16_SHORT_PIPELINED, pipelined, partial(_attention, _SHORT, 128, 64)),
         _simulated(_ROW, call, "8:row", specialized=False),
         _simulated(_SHIFT, call, "8:row:shift", specialized=False),
         _simulated(_ROW_SPECIALIZED, call, "8:row", specialized=True),
@@ -188,9 +197,15 @@ def _decode_call(bits: int, heads: int) -> Callable[[], Tensor]:
 def _linear() -> Path:
     def multiply() -> Tensor:
         packed, _ = kernels.packed_weight(torch.zeros(64, MODEL.hidden, dtype=torch.float16), 4, 128)
+        # Of as many rows as the layer has: nothing is read when it is compiled.
+        low = packed.low[:1].expand(MODEL.inner // 16, *packed.low.shape[1:])
+        packed = replace(packed, low=low, shape=(MODEL.inner, MODEL.hidden))
         return launch_linear(torch.zeros(1, MODEL.hidden, dtype=torch.float16), packed, None)
 
-    # Codes, and a scale of 16 bits for each 128 of them; a block of 16 rows takes all columns in one step.
-    blocks = MODEL.inner // 16
-    work = Work(blocks, MODEL.hidden * MODEL.inner * (4 + 16 / 128) / 8, blocks)
-    return Path(_PACKED, multiply, lambda _: work)
+    def work(launch: Launch) -> Work:
+        # A step of the loop is a block of 16 rows by all columns; the last to end has as many as any.
+        steps = ceil(MODEL.inner / 16 / launch.programs) * launch.programs
+        # Codes, and a scale of 16 bits for each 128 of them.
+        return Work(steps, MODEL.hidden * MODEL.inner * (4 + 16 / 128) / 8, launch.programs)
+
+    return Path(_PACKED, multiply, work)

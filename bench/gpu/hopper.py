@@ -26,10 +26,12 @@ SCHEDULERS = 4
 # From launch to a full stream of loads, and from the last load to the end: an assumption, and so is that half of it
 # passes while the kernel ahead ends, where loads do not wait for that.
 RAMP_SECONDS = 2e-6
-# FlashAttention-3 (616 TFLOP/s, causal, 16K, d 128; arXiv 2407.08608) is bound by its products and overlaps the rest.
-# Our warpgroups wait for each product where they ask for it. Without overlap within a warpgroup FlashAttention-3
-# reaches 582 of 661 TFLOP/s (the same paper's ablation).
-OVERLAPPED = 616 / 989 * 582 / 661
+# FlashAttention-3 (616 TFLOP/s, causal, 16K, d 128; arXiv 2407.08608) is bound by its products and overlaps the rest: a
+# warpgroup's softmax with the other's products, and with its own, of which PV, half of them, is under way meanwhile.
+PIPELINED, HIDING = 616 / 989, 0.5
+# Where a warpgroup waits for each product where it asks for it, it reaches 582 of 661 TFLOP/s (the same paper's
+# ablation).
+OVERLAPPED = PIPELINED * 582 / 661
 # Triton's tutorial kernel (477 TFLOP/s, same shape) has the loop of `prefill_v2`: 2,048 cycles of products and 1,030
 # of other instructions.
 TAKING_TURNS = 477 / 989 * (2048 + 1030) / 2048
@@ -59,7 +61,8 @@ of 16 bits and twice as many of 8, {WARP_PRODUCTS:.0%} of that by mma.sync;
 {RAMP_SECONDS * 1e6:.0f} us a launch where memory sets the pace, half of it
 where the kernel loads before the one ahead of it ends.
 A step takes as long as the slowest of its products, instructions and special functions, at {OVERLAPPED:.0%} \
-(FlashAttention-3's share without overlap within a warpgroup); where all warps of a lone
+(FlashAttention-3's share without overlap within a warpgroup), or up to {PIPELINED:.0%} (its share) by what a
+warpgroup has under way while it computes exponentials; where all warps of a lone
 block meet in every step, products and instructions one after the other, at {TAKING_TURNS:.0%} (the share of Triton's \
 tutorial kernel). Where each block has one step, it computes when all that it asked for has come. \
 Nothing here was measured."""
@@ -74,6 +77,7 @@ class Step:
         instructions: cycles of the schedulers.
         special: cycles of the special-function units.
         barriers: number of barriers at which the whole block meets.
+        hiding: share of the products that is under way while exponentials are computed.
         takes_turns: whether products and other instructions take turns.
     """
 
@@ -81,6 +85,7 @@ class Step:
     instructions: float
     special: float
     barriers: int
+    hiding: float
     takes_turns: bool
 
     @property
@@ -88,7 +93,8 @@ class Step:
         """Cycles expected of it."""
         if self.takes_turns:
             return (self.products + self.instructions) / TAKING_TURNS
-        return max(self.products, self.instructions, self.special) / OVERLAPPED
+        reached = OVERLAPPED + (PIPELINED - OVERLAPPED) * min(1.0, self.hiding / HIDING)
+        return max(self.products, self.instructions, self.special) / reached
 
 
 def blocks_at_once(binary: Binary) -> int:
@@ -119,7 +125,8 @@ def step(binary: Binary) -> Step | None:
         special += loop.get("MUFU", 0) * warps * 32 / SPECIAL_A_CYCLE
     barriers = max(binary.barriers[i] for i in inner)
     lone = blocks_at_once(binary) == 1
-    return Step(products, instructions, special, barriers, takes_turns=barriers > 0 and lone)
+    hiding = min(binary.hiding[i] for i in inner)
+    return Step(products, instructions, special, barriers, hiding, takes_turns=barriers > 0 and lone)
 
 
 def seconds(binary: Binary, card: Card, steps: float, nbytes: float, programs: int = 0) -> float:

@@ -93,6 +93,28 @@ def block_barriers(code: Code) -> int:
     return sum(each.opcode == "BAR" and ".SYNC" in each.text and len(each.operands) < 2 for each in code)
 
 
+def under_way_at_exponentials(loop: Code) -> float:
+    """Share of a loop's products that are under way while it computes exponentials, on average over these."""
+    closed: list[int] = []
+    opened = 0
+    seen: list[int] = []
+    # Twice, since products of one pass may be waited for in the next, which is then like any other.
+    for each in loop + loop:
+        if each.opcode in _PRODUCTS:
+            opened += sum(multiply_adds([each]).values())
+            if any("gsb" in operand for operand in each.operands):
+                closed.append(opened)
+                opened = 0
+        elif each.text.startswith("WARPGROUP.DEPBAR"):
+            allowed = int(each.operands[-1], 16)
+            closed = closed[len(closed) - allowed :] if allowed < len(closed) else closed
+        elif each.text.startswith("MUFU.EX2"):
+            seen.append(sum(closed) + opened)
+    last = seen[len(seen) // 2 :]
+    total = sum(multiply_adds(loop).values())
+    return sum(last) / len(last) / total if last and total else 0.0
+
+
 def overwritten_operands(loop: Code) -> list[str]:
     """Instructions of a loop that write a register while a product of this pass or the last one may still read it."""
     under_way: list[list[set[int]]] = []

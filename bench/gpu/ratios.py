@@ -168,7 +168,7 @@ def main() -> int:
     parser.add_argument(
         "--estimate", action="store_true", help="measure nothing: estimate the ratios from machine code, without a GPU"
     )
-    parser.add_argument("--minutes", type=float, default=_MINUTES, help="begin no group after so many")
+    parser.add_argument("--minutes", type=float, default=_MINUTES, help="begin no group after this many")
     options = parser.parse_args()
     if options.estimate and options.file:
         parser.error("--estimate prints and writes no file; leave out --json")

@@ -68,7 +68,7 @@ def timed(
 def stepping(
     start: Callable[[int], Step], kernels: Callable[[], str], about: Mapping[str, str] | None = None
 ) -> Engine:
-    """Engine that decodes greedily by a step; `start` makes one with room for so many tokens."""
+    """Engine that decodes greedily by a step; `start` makes one with room for a number of tokens."""
 
     def generate(prompt: np.ndarray, count: int) -> tuple[list[int], list[float]]:
         step, ids = start(prompt.shape[1] + count), prompt

@@ -34,7 +34,7 @@ _TOLERANCE = 1e-3
 
 @dataclass(frozen=True)
 class Generated:
-    """What one cache gave.
+    """The measurements of one cache.
 
     Attributes:
         tokens: number of tokens that were generated.

@@ -123,7 +123,7 @@ def inspect_once(source: Path) -> float:
 def quantize_once(
     source: Path, destination: Path, weights: str, rounding: str = "nearest", kill_at: int | None = None
 ) -> QuantizingRun:
-    """Quantize in a process of its own, watched and, once it has written so many bytes, killed.
+    """Quantize in a process of its own, watched and killed once it has written a number of bytes.
 
     Raises:
         DiffQuantError: it failed, or ended before it could be killed.

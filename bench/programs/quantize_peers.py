@@ -89,7 +89,7 @@ def in_turns(ways: Mapping[str, Callable[[], object]], turns: int) -> dict[str, 
 
 
 def summary(times: Mapping[str, Mapping[str, list[float]]], nbytes: int) -> str:
-    """Text with a line for each way to quantize so many bytes."""
+    """Text with a line for each way to quantize this many bytes."""
     lines = [
         [
             name,

@@ -181,7 +181,7 @@ def _take_turns(
 
 
 def aims(rows: Sequence[Row]) -> list[Aim]:
-    """What of served models is aimed at, for as much as was measured."""
+    """The aims of served models, for as much as was measured."""
     speeds = {
         (row["model"], row["bits"], row["engine"], row["requests"]): row["values"] for row in rows if "values" in row
     }

@@ -112,7 +112,7 @@ def sleeping_work(
 
 
 def scores(folder: Path) -> dict[str, float]:
-    """What the cells of a folder hold, by the cells' names."""
+    """Contents of a folder's cells, by the cells' names."""
     entries = [json.loads(file.read_text(encoding="utf-8")) for file in folder.glob("*.json")]
     return {entry["key"]["task"]["name"]: entry["result"]["score"] for entry in entries if "result" in entry}
 

@@ -10,6 +10,7 @@ from diffquant.calib.calibration.observers import Observer
 from diffquant.data import books_text
 from diffquant.errors import CheckpointError, UsageError
 from diffquant.loading import load
+from diffquant.model.sambay.architecture import SambaYArchitecture
 from diffquant.recipe import Recipe
 from diffquant.source.ranges import Ranges
 from diffquant.source.source import Source, open_source
@@ -34,7 +35,7 @@ def calibrate_cache(
         NonFiniteError: the model computes NaN or infinity.
     """
     source, text = open_source(path), ""
-    source.transformer("calibrate")
+    source.check_taken("calibrate", SambaYArchitecture)
     if ids is None:
         text = books_text()
         ids = _prose_windows(source, text)

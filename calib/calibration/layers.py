@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from diffquant.errors import NonFiniteError
-from diffquant.model.modeling import DiffTransformer
+from diffquant.model.causal import CausalModel
 from diffquant.model.walk import batches
 from diffquant.source.placement import at_hand
 from diffquant.support.spelling import spelled
@@ -15,8 +15,8 @@ from diffquant.support.spelling import spelled
 Projections = tuple[Tensor, Tensor, Tensor]
 
 
-def projected_layers(model: DiffTransformer, ids: Tensor, batch_tokens: int) -> Iterator[list[Projections]]:
-    """Each layer's queries, keys and values under the model's recipe, one entry a batch of windows.
+def projected_layers(model: CausalModel, ids: Tensor, batch_tokens: int) -> Iterator[list[Projections]]:
+    """Each layer's queries, keys and values under the model's recipe, one entry a batch of windows; none without any.
 
     Memory holds the inputs of one layer for all windows, and that layer's projections.
 
@@ -32,9 +32,9 @@ def projected_layers(model: DiffTransformer, ids: Tensor, batch_tokens: int) -> 
     for number, layer in enumerate(walk.layers):
         with at_hand(layer):
             projections = [walk.project(layer, x) for x in inputs]
-        yield projections
+        yield [each for each in projections if each is not None]
         inputs = [walk.run(layer, x) for x in inputs]
-        if not all(torch.isfinite(x.sum(dtype=torch.float64)) for x in inputs):
+        if not all(torch.isfinite(walk.hidden(x).sum(dtype=torch.float64)) for x in inputs):
             raise NonFiniteError(f"layer {number} computes NaN or infinity; use {spelled('dtype', 'float32')}")
 
 

@@ -10,7 +10,7 @@ from diffquant.calib.calibration.layers import Projections, by_token, projected_
 from diffquant.calib.calibration.observers import Observer, key_ranges
 from diffquant.calib.statistics import Magnitudes
 from diffquant.family.spec import DiffSpec
-from diffquant.model.modeling import DiffTransformer
+from diffquant.model.causal import CausalModel
 from diffquant.model.walk import causal_logits, visible_entries
 from diffquant.source.ranges import Ranges
 from diffquant.source.source import Source
@@ -25,14 +25,14 @@ BATCH_TOKENS = 4096
 
 @torch.inference_mode()
 def observe_ranges(
-    model: DiffTransformer,
+    model: CausalModel,
     ids: Tensor,
     targets: Collection[str],
     observer: Observer,
     batch_tokens: int = BATCH_TOKENS,
     progress: Progress = silent,
 ) -> dict[str, Tensor]:
-    """Observed ranges by the names that a `Ranges` file gives them: "layers.N.k" and so on.
+    """Observed ranges by the names that a `Ranges` file gives them, "layers.N.k" and so on, of layers that have any.
 
     Args:
         model: model under the recipe whose activations are to be observed.
@@ -47,7 +47,8 @@ def observe_ranges(
     spec, layers = model.config.diff_spec, model.config.num_hidden_layers
     tensors: dict[str, Tensor] = {}
     for number, projections in enumerate(projected_layers(model, ids, batch_tokens)):
-        ranges = _layer_ranges(projections, targets, observer, spec)
+        own = [target for target in targets if number in model.model.architecture.target_layers[target]]
+        ranges = _layer_ranges(projections, own, observer, spec)
         tensors |= {f"layers.{number}.{target}": _nonzero(tensor).cpu() for target, tensor in ranges.items()}
         progress(number + 1, layers, "calibrating")
     return tensors
@@ -59,13 +60,13 @@ def _nonzero(ranges: Tensor) -> Tensor:
 
 
 def to_ranges(
-    source: Source, model: DiffTransformer, ids: Tensor, text: str, observer: Observer, tensors: dict[str, Tensor]
+    source: Source, model: CausalModel, ids: Tensor, text: str, observer: Observer, tensors: dict[str, Tensor]
 ) -> Ranges:
     """The ranges that `observe_ranges` gave for a checkpoint, with the settings that they depend on.
 
     Args:
         ids: [N, T] windows that were observed.
-        text: text that the windows were cut from; "" where they are no text.
+        text: text that the windows were cut from; "" if they are no text.
 
     Raises:
         CheckpointError: the checkpoint changed since it was opened.

@@ -1,7 +1,7 @@
-"""What each kind of tensor pays for its bits: the KL of rounding it alone, over the bits that rounding saves.
+"""The price of each kind of tensor: the KL of rounding it alone, over the bits that rounding saves.
 
-Where parts were measured, queries (and keys, where each map has its own) are told apart by map, and λ and gates are
-among the kinds, which stay at 16 bits unless an override names them.
+Where parts were measured, queries (and keys, where each map has its own) are told apart by map, experts by layer, and λ
+and gates are among the kinds, which stay at 16 bits unless an override names them.
 """
 
 from collections.abc import Sequence
@@ -43,6 +43,8 @@ def roles(result: SearchResult) -> list[Role]:
     kinds: dict[tuple[str, str], list[Measurement]] = {}
     for unit in [*result.measurements, *(result.parts or [])]:
         kinds.setdefault((unit.target, unit.kind), []).append(unit)
+        if result.parts is not None and ".experts." in unit.kind:
+            kinds[unit.target, f"{unit.kind}, layer {unit.layer}"] = [unit]
     found = [_role(target, kind, units) for (target, kind), units in kinds.items()]
     return sorted(found, key=lambda role: -role.per_megabit(result.widths[-1]))
 

@@ -114,7 +114,6 @@ class Search:
         options = replace(options, device=resolve_device(options.device))
         self.budget, self.options = budget, options
         self.source = open_source(path)
-        self.source.transformer("search")
         floats = [width for width in options.widths if not isinstance(width, int)]
         # A choice among integers is compared with uniform ones of any width.
         self._uniform = (*(INTEGERS if len(floats) < len(options.widths) else ()), *floats)

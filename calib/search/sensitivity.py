@@ -2,16 +2,17 @@
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from diffquant.calib.search.products import OneDnnProducts
 from diffquant.calib.search.units import Unit, unit_at_width
 from diffquant.calib.search.widths import Width
 from diffquant.errors import NonFiniteError
-from diffquant.model.modeling import DiffLayer, DiffTransformer
+from diffquant.model.causal import CausalModel
 from diffquant.support.spelling import spelled
 
 # Entries of the 16-bit model's log-probabilities in memory: 128 MB.
@@ -36,7 +37,8 @@ class Cost:
 class Sensitivity:
     """A model's reading of some windows, kept so that a change in a layer runs only what comes after it.
 
-    Holds every layer's input, [N, T, D] each, and log-probabilities at evenly spread positions.
+    Holds every layer's input, [N, T, D] each or what else goes between layers, and log-probabilities at evenly spread
+    positions.
 
     Attributes:
         model: 16-bit model.
@@ -44,7 +46,7 @@ class Sensitivity:
         seconds: duration of one pass over the model.
     """
 
-    def __init__(self, model: DiffTransformer, ids: Tensor) -> None:
+    def __init__(self, model: CausalModel, ids: Tensor) -> None:
         """Read the windows once.
 
         Args:
@@ -58,8 +60,8 @@ class Sensitivity:
         self.model = model
         self.positions = torch.arange(0, ids.numel(), -(-ids.numel() * model.config.vocab_size // _EXPECTED_ENTRIES))
         self._walk = model.walk(ids.shape[1])
-        self._inputs: list[Tensor] = []
-        self._attention: list[Tensor] = []
+        self._inputs: list[Any] = []
+        self._attention: list[Tensor | None] = []
         with torch.inference_mode(), OneDnnProducts():
             x = self._walk.embed(ids)
             for layer in self._walk.layers:
@@ -80,20 +82,25 @@ class Sensitivity:
             for layer in self._walk.layers[unit.layer + 1 :]:
                 x = self._walk.run(layer, x)
             logits = self._logits(x)
-        error = relative_rms(attention, self._attention[unit.layer]) if unit.in_attention else None
+        wanted = self._attention[unit.layer] if unit.in_attention else None
+        error = relative_rms(attention, wanted) if attention is not None and wanted is not None else None
         return Cost(max(self._kl(logits), 0.0), error)
 
-    def _run_watched(self, layer: DiffLayer, x: Tensor) -> tuple[Tensor, Tensor]:
-        """A layer's output, and the input of its attention's output projection."""
+    def _run_watched(self, layer: nn.Module, x: Any) -> tuple[Any, Tensor | None]:
+        """A layer's output, and the input of its attention's output projection, if it has attention."""
         inputs: list[Tensor] = []
-        hook = layer.self_attn.o_proj.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+        output = self._walk.attention_output(layer)
+        if output is None:
+            return self._walk.run(layer, x), None
+        hook = output.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
         try:
             return self._walk.run(layer, x), inputs[0]
         finally:
             hook.remove()
 
-    def _logits(self, x: Tensor) -> Tensor:
-        hidden = self.model.model.norm(x).flatten(0, 1)[self.positions]
+    def _logits(self, x: Any) -> Tensor:
+        norm = self.model.model.get_submodule(self.model.model.architecture.final_norm[0])
+        hidden = norm(self._walk.hidden(x)).flatten(0, 1)[self.positions]
         return linear(hidden, self.model.lm_head.weight).float()
 
     def _kl(self, logits: Tensor) -> float:

@@ -11,13 +11,13 @@ from torch import Tensor
 from diffquant.calib.search.widths import INTEGERS, Width, code_width, scheme_at
 from diffquant.errors import UsageError
 from diffquant.model.blocks import TokenRows
-from diffquant.model.modeling import DiffTransformer
+from diffquant.model.causal import CausalModel
 from diffquant.quantization.plan import plan_quantization
 from diffquant.quantization.rounded_weight import as_stored
 from diffquant.quantization.roundings import Rounder
 from diffquant.quantization.roundings.nearest import round_to_nearest
 from diffquant.recipe import Recipe
-from diffquant.recipe.targets import CALIBRATED_TARGETS, DEFAULT_GRANULARITY
+from diffquant.recipe.targets import CALIBRATED_TARGETS, DEFAULT_GRANULARITY, layer_name
 from diffquant.scheme import FULL, Scheme
 from diffquant.source.source import Source
 from diffquant.sweep.storage import state_bytes_per_token
@@ -61,7 +61,9 @@ class Unit:
     @property
     def in_attention(self) -> bool:
         """Whether its error reaches the output projection's input."""
-        return not self.kind.startswith(("mlp", "self_attn.o_proj"))
+        return self.target != "weights" or (
+            self.kind.startswith(("self_attn.", "attn.")) and not self.kind.endswith((".o_proj", ".wo", ".out_proj"))
+        )
 
 
 def find_units(
@@ -85,19 +87,7 @@ def find_units(
     units = _weight_units(source, granularity, widths) if "weights" in targets else []
     for target in CALIBRATED_TARGETS:
         if target in targets:
-            elements, stored = _entries(source.architecture.token_rows[0], target, widths)
-            units += [
-                Unit(
-                    target=target,
-                    name=f"model.layers.{layer}.self_attn.{target}",
-                    layer=layer,
-                    kind=target,
-                    granularity=DEFAULT_GRANULARITY[target],
-                    elements=elements,
-                    stored=stored,
-                )
-                for layer in range(source.layers)
-            ]
+            units += [_layer_unit(source, target, layer, widths) for layer in source.architecture.target_layers[target]]
     return sorted(units, key=lambda unit: unit.layer)
 
 
@@ -112,18 +102,15 @@ def find_parts(source: Source, granularity: str) -> list[Unit]:
         granularity: granularity of the weights.
     """
     layout, parts = source.architecture.diff_spec.layout, []
-    heads = {"self_attn.q_proj": ("q_proj", layout.pairs)}
-    if not layout.shares_keys:
-        heads["self_attn.k_proj"] = ("k_proj", layout.kv_pairs)
+    signals_of = {"q_proj": layout.pairs} | ({} if layout.shares_keys else {"k_proj": layout.kv_pairs})
     for parameter, each in source.architecture.parameters.items():
         if ".layers." not in parameter or each.packing == "never":
             continue
         unit = _weight_unit(source, parameter, granularity)
         if each.packing == "named":
             parts.append(unit)
-        elif unit.kind in heads and layout.maps == 2:
-            projection, signals = heads[unit.kind]
-            rows = layout.rows(projection)  # type: ignore[arg-type]  # one of its projections
+        elif each.projection in signals_of and layout.maps == 2:
+            signals, rows = signals_of[each.projection], layout.rows(each.projection)
             for name, of_map in (("signal", rows[:signals]), ("noise", rows[signals:])):
                 elements = of_map.numel() * each.shape[-1]
                 parts.append(
@@ -138,9 +125,22 @@ def find_parts(source: Source, granularity: str) -> list[Unit]:
     return parts
 
 
-def _entries(rows: TokenRows, target: str, widths: Sequence[Width]) -> tuple[int, dict[Width, float]]:
+def _layer_unit(source: Source, target: str, layer: int, widths: Sequence[Width]) -> Unit:
+    elements, stored = _entries(source.architecture.token_rows.get(layer), target, widths)
+    return Unit(
+        target=target,
+        name=layer_name(target, layer),
+        layer=layer,
+        kind=target,
+        granularity=DEFAULT_GRANULARITY[target],
+        elements=elements,
+        stored=stored,
+    )
+
+
+def _entries(rows: TokenRows | None, target: str, widths: Sequence[Width]) -> tuple[int, dict[Width, float]]:
     """Entries of one layer's "k" or "v" a token, and their bytes at each width; of "logits" one entry."""
-    if target == "logits":
+    if target == "logits" or rows is None:
         return 1, {width: code_width(width) / 8 for width in widths}
     heads, channels = rows.keys if target == "k" else rows.values
     schemes = {width: scheme_at(width, DEFAULT_GRANULARITY[target], target) for width in widths}
@@ -158,7 +158,7 @@ def to_recipe(widths: Mapping[Unit, Width]) -> Recipe:
 
 
 @contextmanager
-def unit_at_width(model: DiffTransformer, unit: Unit, width: Width) -> Iterator[None]:
+def unit_at_width(model: CausalModel, unit: Unit, width: Width) -> Iterator[None]:
     """Put one unit of the model at a width inside the context, and restore the model afterwards."""
     if unit.target == "weights":
         parameter = model.get_parameter(unit.parameter)
@@ -189,11 +189,9 @@ def _weight_units(source: Source, granularity: str, widths: Sequence[Width]) -> 
         width: plan_quantization(source, Recipe.of(weights=str(scheme_at(width, granularity, "weights"))))
         for width in widths
     }
-    stored = {width: {tensor.name: tensor.stored_bytes for tensor in plan.tensors} for width, plan in plans.items()}
+    stored = {width: {tensor.module: tensor.stored_bytes for tensor in plan.tensors} for width, plan in plans.items()}
     units = [_weight_unit(source, parameter, granularity) for parameter in source.architecture.linear_shapes()]
-    return [
-        replace(unit, stored={width: sizes[f"{unit.name}.weight"] for width, sizes in stored.items()}) for unit in units
-    ]
+    return [replace(unit, stored={width: sizes[unit.name] for width, sizes in stored.items()}) for unit in units]
 
 
 def _weight_unit(source: Source, parameter: str, granularity: str) -> Unit:

@@ -1,4 +1,4 @@
-"""Widths that a search chooses among: integers of so many bits, or other number formats by name. No torch."""
+"""Widths that a search chooses among: integers by their bits, or other number formats by name. No torch."""
 
 from diffquant.numbers.formats import format_named
 from diffquant.scheme import Scheme

@@ -24,7 +24,7 @@ def softmax_weights(logits: Tensor, visible: Tensor | None, scheme: Scheme = FUL
 
     Args:
         logits: [B, heads, T, S].
-        visible: bool, broadcastable to them; None where everything is.
+        visible: bool, broadcastable to them; None if everything is.
         scheme: scheme of the weights: a scale a row, or for each group of `size` keys, counted from the first.
 
     Returns:

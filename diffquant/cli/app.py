@@ -38,7 +38,7 @@ def _options(
         bool, typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_print_version)
     ] = False,
 ) -> None:
-    """What every command line may have before its verb."""
+    """Options that every command line may have before its verb."""
 
 
 for _verb in (verb for group in GROUPS.values() for verb in group):

@@ -79,7 +79,7 @@ class Option:
         return inspect.Parameter(self.name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
 
     def value(self, read: Any) -> Any:
-        """What the verb is given, of what typer read."""
+        """The verb's own arguments among those that typer read."""
         if self.kind.repeats:
             return tuple(read or ())
         if self.kind.or_stdin and read == "-":
@@ -141,7 +141,7 @@ def former_names(verb: Callable[..., Any]) -> dict[str, str]:
 
 @cache
 def options_of(verb: Callable[..., Any]) -> tuple[Option, ...]:
-    """What the command line can give of a verb's parameters, in their order."""
+    """The parameters of a verb that the command line can give, in their order."""
     return tuple(_options(verb))
 
 

@@ -1,4 +1,4 @@
-"""What the terminal shows of each verb: its result as text or JSON, and what it says beside that."""
+"""Output of each verb on a terminal: its result as text or JSON, and remarks beside it."""
 
 import json
 import logging
@@ -32,7 +32,7 @@ class Shown:
     """How a verb's result is shown, of the result and of what the verb was given.
 
     Attributes:
-        text: text for people; None where nothing is left to say.
+        text: text for people; None if nothing is left to say.
         data: JSON for programs; None for a verb that has none.
         plan: text of what is only planned.
         say: function that prints text that comes before the result.

@@ -1,4 +1,4 @@
-"""What ships with the package: HellaSwag items (MIT), public-domain prose, the pocket models, and weight rules."""
+"""Data in the package: HellaSwag items (MIT), public-domain prose, the pocket models, and weight rules."""
 
 import gzip
 import lzma

@@ -20,7 +20,7 @@ class DiffSpec:
         value_dim: dv, width of a value: 2d in V1, d in V2 and plain.
         maps: number of maps: 2, or 1 for a plain Transformer.
         shared_k: whether both maps read the same keys (V2).
-        head_order: order of heads in a projection's output, as `HeadLayout` has it: "adjacent" or "halves".
+        head_order: order of heads in a projection's output, as in `HeadLayout`: "adjacent" or "halves".
         lam: kind of λ: "exp" (V1, one scalar a layer), "sigmoid" (V2, a token and pair), "two-gates" (V3, a sigmoid of
             its own for each map, a token and pair) or "none".
         lam_init_offset: number added to the 0-based layer index in λ_init.

@@ -1,7 +1,8 @@
 """Packed weights as compressed-tensors stores them: packed codes and scales, and their entry in config.json.
 
 A Linear at prefix P is stored as P.weight_packed ([out, words of in codes], int32 for integers),
-P.weight_scale ([out, in/g], [out, 1] or [1], in 16 bits) and P.weight_shape (int64 [2]).
+P.weight_scale ([out, in/g], [out, 1], [1] or, for blocks of floats, [⌈out/b⌉, ⌈in/b⌉], in 16 bits) and P.weight_shape
+(int64 [2]).
 Experts in one tensor [experts, out, in] have a leading axis more in the first two, and weight_shape [3].
 Codes are computed against the scale as stored, after its rounding to a half type.
 
@@ -36,7 +37,7 @@ _MIXED = "mixed-precision"
 # The version whose layout this is; from 0.17 on 6-bit codes are dense.
 _LAYOUT_VERSION = "0.20.0"
 _T = TypeVar("_T")
-_STRATEGIES = {"group": "group", "tensor_group": "group", "channel": "row", "tensor": "tensor"}
+_STRATEGIES = {"group": "group", "tensor_group": "group", "channel": "row", "tensor": "tensor", "block": "block"}
 
 
 def pack_weight(weight: Tensor, scheme: Scheme) -> dict[str, Tensor]:
@@ -66,7 +67,7 @@ def packed_rows(codes: Tensor, scale: Tensor, scheme: Scheme) -> dict[str, Tenso
 
 
 def packed_once(shape: tuple[int, ...], scheme: Scheme) -> dict[str, Tensor]:
-    """What is stored once of a weight, whose scheme is bound to it, by the suffix of its name."""
+    """Tensors stored once for a weight whose scheme is bound to it, by the suffix of their names."""
     shapes = {SHAPE: torch.tensor(shape, dtype=torch.int64)} if scheme.format.stores_shape else {}
     tensor_scale = scheme.format.tensor_scale
     return shapes if tensor_scale is None else shapes | {GLOBAL: tensor_scale}
@@ -96,11 +97,11 @@ def unpack_parts(parts: Mapping[str, Tensor], shape: Sequence[int], scheme: Sche
 
 
 def weight_scale(values: Tensor, scheme: Scheme, dtype: torch.dtype | None = None) -> Tensor:
-    """Absmax scale of a weight as it is stored: [out, in/g], [out, 1] or [1].
+    """Absmax scale of a weight as it is stored: [out, in/g], [out, 1], [1] or, of blocks, [⌈out/b⌉, ⌈in/b⌉].
 
     Args:
         values: [out, in] finite floats.
-        scheme: granularity tensor, row or group.
+        scheme: granularity tensor, row, group or block.
         dtype: dtype of the scale, as the format's `scale_dtype` gives it; that of `values` by default.
     """
     view, dim = scheme.sharing.view(values)
@@ -117,7 +118,7 @@ def weight_codes(values: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
     """
     view, _ = scheme.sharing.view(values)
     wide = scale.to(torch.promote_types(values.dtype, torch.float32))
-    return scheme.format.codes(view, scheme.sharing.spread(wide)).reshape(values.shape)
+    return scheme.sharing.unviewed(scheme.format.codes(view, scheme.sharing.spread(wide)), values.shape)
 
 
 def decode_codes(codes: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
@@ -128,7 +129,7 @@ def decode_codes(codes: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
     """
     view, _ = scheme.sharing.view(codes)
     wide = scale.to(torch.promote_types(scale.dtype, torch.float32))
-    return scheme.format.decode(view, scheme.sharing.spread(wide)).reshape(codes.shape)
+    return scheme.sharing.unviewed(scheme.format.decode(view, scheme.sharing.spread(wide)), codes.shape)
 
 
 def packed_shapes(shape: tuple[int, ...], scheme: Scheme) -> dict[str, tuple[int, ...]]:
@@ -223,15 +224,24 @@ def read_schemes(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str,
 
 
 def name_patterns(names: Iterable[str]) -> list[str]:
-    """Module names as compressed-tensors targets; names that differ in the layer's number become one expression."""
+    """Module names as compressed-tensors targets; names that differ in a layer's number become one expression.
+
+    So do those that also differ in an expert's, where all of them are in the same layers.
+    """
     layers: dict[tuple[str, str], list[str]] = {}
     for name in names:
         match = re.fullmatch(r"(.*\.layers)\.(\d+)\.(.+)", name)
         key = (match[1], match[3]) if match else (name, "")
         layers.setdefault(key, []).append(match[2] if match else "")
+    experts: dict[tuple[str, str, str], list[str]] = {}
+    for (stem, tail), numbers in layers.items():
+        match = re.fullmatch(r"(.*experts)\.(\d+)\.(.+)", tail)
+        start = f"re:{re.escape(stem)}\\.{_alternatives(numbers)}\\." if tail else stem
+        key_of_all = (start, match[1], match[3]) if match else (start, tail, "")
+        experts.setdefault(key_of_all, []).append(match[2] if match else "")
     return [
-        f"re:{re.escape(stem)}\\.{_alternatives(numbers)}\\.{re.escape(tail)}$" if tail else stem
-        for (stem, tail), numbers in layers.items()
+        start + (re.escape(tail) + (f"\\.{_alternatives(numbers)}\\.{re.escape(end)}$" if end else "$") if tail else "")
+        for (start, tail, end), numbers in experts.items()
     ]
 
 
@@ -243,7 +253,8 @@ def _weights_entry(scheme: Scheme) -> dict[str, Any]:
     return {
         **scheme.format.description,
         "strategy": scheme.format.strategy(scheme.granularity),
-        "group_size": scheme.size,
+        "group_size": None if scheme.sharing.tile else scheme.size,
+        **({"block_structure": [scheme.sharing.tile] * 2} if scheme.sharing.tile else {}),
         "dynamic": False,
     }
 
@@ -311,10 +322,13 @@ def _group_problems(group: Any, layout: object) -> list[str]:
         problems += [f"has format {own!r}"] if own != layout else []
     elif _format_of(group, layout) is None:
         problems += _unknown_codes(weights, formats)
-    if not isinstance(weights.get("strategy"), str) or weights["strategy"] not in _STRATEGIES:
-        problems.append(f"has strategy {weights.get('strategy')!r}")
-    size = weights.get("group_size")
-    if weights.get("strategy") == "group" and (type(size) is not int or size < 1):
+    strategy, size = weights.get("strategy"), weights.get("group_size")
+    has_tiles = (known := _format_of(group, layout)) is None or known.has_tiles
+    if not isinstance(strategy, str) or strategy not in _STRATEGIES or (strategy == "block" and not has_tiles):
+        problems.append(f"has strategy {strategy!r}")
+    elif strategy == "block" and not is_square(weights.get("block_structure")):
+        problems.append(f"has block_structure {weights.get('block_structure')!r}")
+    if strategy == "group" and not _is_size(size):
         problems.append("has no group_size" if size is None else f"has group_size {size!r}")
     if weights.get("actorder") == "group":
         problems.append("reorders columns (actorder)")
@@ -335,13 +349,25 @@ def _unknown_codes(weights: Mapping[str, Any], formats: list[NumberFormat]) -> l
     return problems
 
 
+def is_square(structure: object) -> bool:
+    """Whether a block_structure is one of blocks as high as wide."""
+    return (
+        isinstance(structure, list) and len(structure) == 2 and structure[0] == structure[1] and _is_size(structure[0])
+    )
+
+
+def _is_size(size: object) -> bool:
+    return type(size) is int and size > 0
+
+
 def _scheme(number_format: NumberFormat, weights: Mapping[str, Any]) -> Scheme:
     granularity = _STRATEGIES[weights["strategy"]]
-    return Scheme(number_format, Sharing(granularity, weights["group_size"] if granularity == "group" else None))
+    size = {"group": weights.get("group_size"), "block": (weights.get("block_structure") or [None])[0]}
+    return Scheme(number_format, Sharing(granularity, size.get(granularity)))
 
 
 def target_of(module: str, targets: Mapping[str, _T]) -> _T | None:
-    """What compressed-tensors picks for a module: by an exact name, else a regular expression, else the class."""
+    """The entry that compressed-tensors picks for a module: by exact name, else regular expression, else class."""
     if module in targets:
         return targets[module]
     for target, chosen in targets.items():

@@ -40,7 +40,7 @@ def read_front_matter(folder: Path) -> dict[str, Any]:
 
 
 def gguf_front_matter(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """What a GGUF file's metadata says of the same."""
+    """The same, from a GGUF file's metadata."""
     keys = {
         "license": "general.license",
         "license_name": "general.license.name",

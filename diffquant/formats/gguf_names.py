@@ -1,4 +1,4 @@
-"""What a GGUF file of a Llama calls the modules of a layer, which stand below blk.N."""
+"""Names of a layer's modules in a GGUF file of a Llama, where they stand below blk.N."""
 
 # In the order of a Llama's layer.
 IN_LAYERS = {

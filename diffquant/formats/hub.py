@@ -62,7 +62,7 @@ def check_pushable(model: str) -> None:
 
 
 def published(folder: Path, model: str) -> str:
-    """What a push sends: files with their sizes, licence and base of the card; in one line."""
+    """One line about a push: files with their sizes, and the card's licence and base."""
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     says = read_front_matter(folder)
     licence = f"licence {says['license']}" if says.get("license") else "no licence named"

@@ -50,7 +50,7 @@ def _checkpoint_in(folder: Path) -> Path | None:
 
 
 def _nearest(path: Path) -> str:
-    """What stands beside where a path leads, and is called nearly as it is."""
+    """Ask whether a neighbour with a similar name was meant; "" if there is none."""
     try:
         names = [each.name for each in path.parent.iterdir() if each.is_dir() or each.suffix == ".gguf"]
     except OSError:

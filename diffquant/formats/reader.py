@@ -105,7 +105,7 @@ class Checkpoint(ABC):
 
     @property
     def front_matter(self) -> dict[str, Any]:
-        """What its model card says of licence, language and origin, which a card made of it repeats."""
+        """Licence, language and origin in its model card, which a card made of it repeats."""
         return read_front_matter(self.path)
 
     def written_dtype(self, name: str) -> torch.dtype:

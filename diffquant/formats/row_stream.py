@@ -56,6 +56,7 @@ class Job:
         rows, width: number of rows to go through, and of source elements in each.
         outputs: tensors to write.
         make: function from the first and last (exclusive) row to their block.
+        together: rows that no block parts.
     """
 
     name: str
@@ -63,9 +64,10 @@ class Job:
     width: int
     outputs: tuple[OutputTensor, ...]
     make: Callable[[int, int], Block]
+    together: int = 1
 
     def blocks(self) -> Iterator[tuple[int, int]]:
-        return row_blocks(self.rows, self.width)
+        return row_blocks(self.rows, self.width, self.together)
 
 
 @dataclass(frozen=True)
@@ -80,9 +82,9 @@ class Shard:
         return [output for job in self.jobs for output in job.outputs]
 
 
-def row_blocks(rows: int, width: int) -> Iterator[tuple[int, int]]:
-    """First and last (exclusive) row of each block of a tensor [rows, width]."""
-    height = max(1, BLOCK_ELEMENTS // max(1, width))
+def row_blocks(rows: int, width: int, together: int = 1) -> Iterator[tuple[int, int]]:
+    """First and last (exclusive) row of each block of a tensor [rows, width], in which so many rows lie together."""
+    height = together * max(1, BLOCK_ELEMENTS // max(1, width) // together)
     return ((first, min(first + height, rows)) for first in range(0, rows, height))
 
 

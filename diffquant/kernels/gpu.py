@@ -1,4 +1,4 @@
-"""What the kernels ask of a device, and of the Triton that compiles them for it."""
+"""Requirements of the kernels on a device and on the Triton that compiles them for it."""
 
 import os
 from collections.abc import Iterator
@@ -158,13 +158,13 @@ def _processors_of(device: torch.device) -> int:
 
 
 def registers_of(blocks: int, warps: int) -> int:
-    """Number of registers that a thread may take where a multiprocessor, which has 65,536, holds so many blocks."""
+    """Number of registers that a thread may take for a multiprocessor, which has 65,536, to hold this many blocks."""
     return min(65_536 // (blocks * warps * 32) // 8 * 8, 255)
 
 
 @cache
 def triton_version() -> tuple[int, int] | None:
-    """Major and minor version of Triton; None where it is not installed."""
+    """Major and minor version of Triton; None if it is not installed."""
     # Looked up once, since every layer of every step asks.
     if find_spec("triton") is None:
         return None

@@ -22,14 +22,14 @@ _ARCHITECTURES = {"sm_80": "Ampere", "sm_90": "Hopper"}
 
 @dataclass(frozen=True)
 class KernelSurvey:
-    """What the kernels make of a device.
+    """Which kernels a device can run.
 
     Attributes:
         capability: compute capability, as in "9.0".
         shared_memory: bytes of shared memory that one block may ask for.
-        triton: version of Triton; None where it is not installed.
+        triton: version of Triton; None if it is not installed.
         table: class of devices whose configurations are used.
-        tuned: file of tuned configurations; None where there is none.
+        tuned: file of tuned configurations; None if there is none.
         refused: reason by kernel that does not run.
     """
 

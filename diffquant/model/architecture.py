@@ -26,10 +26,12 @@ class Architecture(ABC):
 
     Attributes:
         model: "module:class" of the `CausalModel` that runs it.
+        makers_pack_experts: whether its makers have a layout of their own for experts in NVFP4, and for nothing else.
         diff_spec: specification of the attention.
     """
 
     model: ClassVar[str]
+    makers_pack_experts: ClassVar[bool] = False
 
     vocab_size: int
     hidden_size: int

@@ -51,7 +51,7 @@ def _seen(mask: Tensor) -> Tensor:
 
 
 def packed_mask(position_ids: Tensor) -> Mask | None:
-    """The mask of sequences packed into one row, recognized by positions that restart; None for a single sequence.
+    """The mask of sequences packed into one row, recognized by positions that restart; None if there is only one.
 
     Args:
         position_ids: [B, T].

@@ -190,3 +190,6 @@ class TransformerWalk(Walk[Tensor]):
     def project(self, layer: nn.Module, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         layer = cast(DiffLayer, layer)
         return layer.self_attn.project(layer.input_layernorm(state), self.rotary)
+
+    def attention_output(self, layer: nn.Module) -> nn.Module:
+        return cast(DiffLayer, layer).self_attn.o_proj

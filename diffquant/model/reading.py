@@ -1,4 +1,4 @@
-"""What layers with and without a window need to know about the tokens that a model reads."""
+"""Positions and masks of the tokens that a model reads, for layers with and without a window."""
 
 from dataclasses import dataclass
 from typing import Self

@@ -45,6 +45,10 @@ class Walk(ABC, Generic[State]):
         Each is [B, heads, T, width], rotated where the model rotates, signal heads before noise heads.
         """
 
+    @abstractmethod
+    def attention_output(self, layer: nn.Module) -> nn.Module | None:
+        """The Linear that a layer's attention ends with, or None if the layer has no attention."""
+
     def window(self, layer: nn.Module) -> int | None:  # noqa: ARG002  most models have none
         """Number of newest keys that a layer's queries see, or None if it has no window."""
         return None

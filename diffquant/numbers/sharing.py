@@ -1,11 +1,11 @@
-"""What shares one scale: every granularity, and the shapes and targets that follow from it. No torch.
+"""Granularities: the numbers that share one scale, and the shapes and targets that follow. No torch.
 
 A "row" is an output channel of a weight, a token of a cache or a query of logits, a "group" `size` neighbours along the
 contracted axis (tokens of a channel, of values that weights multiply), a "column" a channel over `size` tokens (or
-all), a "block" a `size` x `size` tile of logits, or `size` tokens of queries, of keys and of values, a "warp" 32
-queries and 64 keys, a "thread" every eighth of those queries and two in eight of those keys, as SageAttention's kernels
-hold them, a "map" one map of a layer's logits over all heads, a "pair" both maps of a head, and "static" a calibrated
-scale of a channel of the cache or of a head of the logits.
+all), a "block" a `size` x `size` tile of a weight or of logits, or `size` tokens of queries, of keys and of values, a
+"warp" 32 queries and 64 keys, a "thread" every eighth of those queries and two in eight of those keys, as
+SageAttention's kernels hold them, a "map" one map of a layer's logits over all heads, a "pair" both maps of a head,
+and "static" a calibrated scale of a channel of the cache or of a head of the logits.
 """
 
 import re
@@ -29,7 +29,7 @@ _TARGETS = {
     "row": ("weights", "k", "v", "logits", "qk", "p", "pv"),
     "group": ("weights", "k", "v", "logits", "qk", "p", "pv"),
     "column": ("k", "pv"),
-    "block": ("logits", "qk", "pv"),
+    "block": ("weights", "logits", "qk", "pv"),
     "warp": ("qk",),
     "thread": ("qk",),
     "static": ("k", "v", "logits"),
@@ -90,7 +90,7 @@ class Sharing:
         return f"{_LETTERS[self.name]}{self.size}" if self.size else self.name
 
     def refusal(self, target: str) -> str | None:
-        """Why a target cannot have its scales so, and what it can have; None where it can."""
+        """Why a target cannot have its scales so, and what it can have; None if it can."""
         if target not in _TARGETS[self.name]:
             able = ", ".join(name for name, targets in _TARGETS.items() if target in targets)
             return f"cannot be quantized per {self.name}; use {able}"
@@ -142,7 +142,7 @@ class Sharing:
 
     @property
     def tile(self) -> int:
-        """Number of queries, and of keys, that share a scale; 0 for any but a block."""
+        """Number of queries and of keys, or of a weight's rows and columns, with one scale; 0 for any but a block."""
         return self.size or 0 if self.name == "block" else 0
 
     @property
@@ -153,11 +153,15 @@ class Sharing:
     def view(self, x: "Tensor") -> "tuple[Tensor, Axes]":
         """View of x [..., rows, columns], and its axes along which all entries share one scale.
 
+        Tiles of a weight [rows, columns] are [⌈rows/size⌉, size, ⌈columns/size⌉, size], with zeros beyond its edges.
+
         Raises:
             UsageError: it does not name entries of one tensor, or `size` does not divide the axis.
         """
         if self.name == "tensor":
             return x, tuple(range(x.dim()))
+        if self.name == "block":
+            return self._tiles(x), (-3, -1)
         axis = _AXES.get(self.name)
         if axis is None:
             raise UsageError(f"granularity {self.name!r} does not name entries of one tensor")
@@ -168,12 +172,31 @@ class Sharing:
             raise UsageError(f"{self.size} does not divide axis {axis} of a tensor of shape {list(x.shape)}")
         return x.unflatten(axis, (length // self.size, self.size)), axis
 
+    def _tiles(self, x: "Tensor") -> "Tensor":
+        from torch.nn.functional import pad
+
+        rows, columns = (-length % self.tile for length in x.shape)
+        whole: Tensor = pad(x, (0, columns, 0, rows)) if rows or columns else x
+        tiles: Tensor = whole.unflatten(1, (-1, self.tile)).unflatten(0, (-1, self.tile))
+        return tiles
+
+    def unviewed(self, view: "Tensor", shape: "tuple[int, ...]") -> "Tensor":
+        """A weight [rows, columns] of what `view` made of it."""
+        if not self.tile:
+            return view.reshape(shape)
+        rows, columns = shape
+        return view.flatten(2, 3).flatten(0, 1)[:rows, :columns]
+
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape in which the scales of a weight [..., out, in] are stored."""
+        if self.tile:
+            return (*shape[:-2], *(-(-length // self.tile) for length in shape[-2:]))
         return (1,) if self.spans_rows else (*shape[:-1], shape[-1] // self.size if self.size else 1)
 
     def spread(self, scale: "Tensor") -> "Tensor":
         """A weight's stored scales in a shape that broadcasts to `view`."""
+        if self.tile:
+            return scale[:, None, :, None]
         return scale.unsqueeze(-1) if self.size else scale
 
 

@@ -52,7 +52,8 @@ def quantized_card(
     if replaced:
         files = ", ".join(map(markdown_code, replaced))
         lines.append(f"The source's own code is not part of this folder, which modeling_diffquant.py runs: {files}.\n")
-    lines.append(_NOT_RUN if plan.rules else _RUN + (f"{_EXPERTS}\n" if plan.has_experts else ""))
+    stacked = f"{_EXPERTS}\n" if plan.has_stacked_experts else ""
+    lines.append((_NOT_RUN if plan.rules else _RUN) + stacked)
     return "\n".join(lines)
 
 
@@ -62,11 +63,11 @@ tensor's bits, error and size.
 _EXPERTS = """\
 Weights of experts in one tensor are packed along their last axis, as [experts, out, words], and belong to no Linear: a
 loader that only replaces Linear modules does not find them, and may go on with random ones."""
-_NOT_RUN = f"""\
+_NOT_RUN = """\
 The weights were chosen by their names, since diffquant does not run this architecture: **nothing measured
 what quantizing did to the model**. A loader needs the architecture's own code, and has to read compressed-tensors.
-{_EXPERTS} diffquant.json has the
-rules, and each tensor's bits, error and size; docs/any-model.md of diffquant says how to decode a tensor.
+diffquant.json has the rules, and each tensor's bits, error and size; docs/any-model.md of diffquant says how to decode
+a tensor.
 """
 
 
@@ -108,6 +109,11 @@ def _loaded_by(plan: QuantizationPlan, carries_code: bool) -> str:
         return (
             f"The codes of {', '.join(own)} are packed in a layout of diffquant's own, which `diffquant.load` "
             "alone reads; transformers, vLLM and other readers of compressed-tensors refuse this folder.\n"
+        )
+    if plan.is_as_the_makers:
+        return (
+            "The layout is that of the makers' own NVFP4 release, experts alone, which their vLLM reads and "
+            "`diffquant.load` opens.\n"
         )
     layouts = sorted({scheme.format.layout for scheme in plan.schemes.values()}) or [PACK_QUANTIZED]
     standard = f"The format is compressed-tensors' {' and '.join(layouts)}"

@@ -52,4 +52,18 @@ class Magnitudes:
         largest = torch.zeros((), dtype=torch.float32)
         for first, last in row_blocks(math.prod(shape[:-1]), shape[-1]):
             largest = torch.maximum(largest, self._checkpoint.matrix_rows(name, first, last).abs().amax().float())
+        return largest if len(shape) == 2 else _raised(largest, self._schemes[name.removesuffix(".weight")])
+
+
+def _raised(largest: Tensor, scheme: Scheme) -> Tensor:
+    """The next magnitude under which the tensor's scale of experts is a power of two.
+
+    Some readers divide by it and others multiply by its reciprocal: so both compute the same. Block scales, which are
+    floats, lose nothing by it.
+    """
+    divisor = scheme.format.bound_to(largest).tensor_scale
+    if divisor is None:
         return largest
+    top = (divisor.double() * largest).round()
+    half, _ = torch.frexp(divisor)
+    return (top / (divisor / (half * 2))).float().reshape(())

@@ -4,16 +4,17 @@ import difflib
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 import torch
 
 from diffquant.errors import CheckpointError, GroupSizeError, UsageError
-from diffquant.formats.compressed_tensors import packed_shapes, packed_types
 from diffquant.formats.reader import Checkpoint, TensorInfo
 from diffquant.formats.writer import OutputTensor
+from diffquant.model.adapters import is_read
+from diffquant.quantization.parts import MakersExperts, Part, experts_apart, makers_experts, whole
 from diffquant.quantization.roundings import checked_rounding, rounding_named
 from diffquant.quantization.targets import Targets, targets_of
 from diffquant.recipe import Recipe
@@ -32,18 +33,30 @@ from diffquant.support.spelling import spelled
 _QUANTIZED_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 _EMBEDDING = "model.embed_tokens"
 
+# (module, shape of its weight) -> the modules that it is packed as.
+Parted = Callable[[str, tuple[int, ...]], tuple[Part, ...]]
+
 # Group sizes that people use, of which an error names those that fit.
 _GROUP_SIZES = (16, 32, 64, 128)
 
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """A source tensor and what becomes of it."""
+    """A source tensor and what becomes of it.
+
+    Attributes:
+        name: name of the tensor in the source.
+        info: its entry there.
+        scheme: scheme that it is packed under; 16 bits for one that is copied.
+        outputs: tensors that are written of it.
+        parts: modules that it is packed as; none for one that is copied.
+    """
 
     name: str
     info: TensorInfo
     scheme: Scheme
     outputs: tuple[OutputTensor, ...]
+    parts: tuple[Part, ...] = ()
 
     @property
     def module(self) -> str:
@@ -65,11 +78,11 @@ class PlannedTensor:
 
 @dataclass(frozen=True)
 class QuantizationPlan:
-    """What becomes of every tensor of a checkpoint, in its order.
+    """How every tensor of a checkpoint will be stored, in its order.
 
     Attributes:
         tensors: tensors that are copied or packed.
-        linears: every module that a reader will see as a Linear, packed or not.
+        linears: every module of the source that is a Linear, packed or not.
         rules: rules that chose the weights of an architecture that is not run; None for one that is.
         run_dtype: dtype that the source runs in, where matrices that are not packed are written in another, or were
             before; else None.
@@ -86,13 +99,30 @@ class QuantizationPlan:
 
     @property
     def schemes(self) -> dict[str, Scheme]:
-        """Scheme of each packed module."""
+        """Scheme of each module whose weight is packed, as the source names it."""
         return {tensor.module: tensor.scheme for tensor in self.tensors if tensor.scheme.quantizes}
 
     @property
-    def has_experts(self) -> bool:
-        """Whether experts in one tensor are packed."""
-        return any(tensor.scheme.quantizes and len(tensor.info.shape) > 2 for tensor in self.tensors)
+    def written_schemes(self) -> dict[str, Scheme]:
+        """Scheme of each packed module, as it is written."""
+        return {part.module: tensor.scheme for tensor in self.tensors for part in tensor.parts}
+
+    @property
+    def written_linears(self) -> list[str]:
+        """Every module that a reader will see as a Linear, packed or not."""
+        parts = [part.module for tensor in self.tensors for part in tensor.parts if len(part.shape) == 2]
+        return list(dict.fromkeys([*self.linears, *parts]))
+
+    @property
+    def is_as_the_makers(self) -> bool:
+        """Whether experts, and nothing else, are packed as the model's makers do it."""
+        return any(isinstance(part, MakersExperts) for tensor in self.tensors for part in tensor.parts)
+
+    @property
+    def has_stacked_experts(self) -> bool:
+        """Whether experts are packed in one tensor, as nobody else does it."""
+        is_stacked = any(len(part.shape) > 2 for tensor in self.tensors for part in tensor.parts)
+        return is_stacked and not self.is_as_the_makers
 
     @property
     def bytes_before(self) -> int:
@@ -167,8 +197,9 @@ def plan_quantization(
     packed = {name: schemes[module] for module, name in targets_of(source).weights.items() if module in schemes}
     # A recipe of the cache alone copies the weights.
     unpacked = unpacked_dtypes(source, dtype) if packed or dtype else {}
+    parted = _parted(source, packed)
     tensors = tuple(
-        _planned(name, info, packed.get(name, FULL), source.checkpoint.written_dtype(name), unpacked.get(name))
+        _planned(name, info, packed.get(name, FULL), source.checkpoint.written_dtype(name), unpacked.get(name), parted)
         for name, info in source.checkpoint.tensors.items()
         if isinstance(source, WeightSource) or not is_surplus(name, source.adapter.architecture.tie_word_embeddings)
     )
@@ -176,18 +207,44 @@ def plan_quantization(
     rules = source.rules if isinstance(source, WeightSource) else None
     is_rounded = bool(unpacked) or stored_dtype(source.checkpoint.config) is not None
     run_dtype = source.dtype if isinstance(source, Source) and is_rounded else None
-    return QuantizationPlan(source.checkpoint, recipe, tensors, _linears(source), rules, run_dtype, notes)
+    plan = QuantizationPlan(source.checkpoint, recipe, tensors, _linears(source), rules, run_dtype, notes)
+    return replace(plan, notes=(*notes, *_misread_experts(plan)))
+
+
+def _parted(source: Source | WeightSource, packed: Mapping[str, Scheme]) -> Parted:
+    """The function that says which modules a weight is packed as."""
+    if isinstance(source, Source) and source.architecture.makers_pack_experts:
+        shapes = source.checkpoint.tensors
+        if all(scheme.format.name == "nvfp4" and len(shapes[name].shape) > 2 for name, scheme in packed.items()):
+            return makers_experts
+    # What runs such experts here reads them as they lie.
+    return whole if is_read(source.checkpoint.config) else experts_apart
+
+
+def _misread_experts(plan: QuantizationPlan) -> list[str]:
+    """A sentence on experts that transformers reads otherwise than they are stored, without an error."""
+    formats = {
+        scheme.format.name
+        for module, scheme in plan.written_schemes.items()
+        if scheme.format.spans_tensor and re.search(r"experts\.\d+\.", module)
+    }
+    if not formats:
+        return []
+    return [
+        f"transformers (5.23) leaves out the tensor scale of experts in {' and '.join(sorted(formats))}, and has them "
+        f"hundreds of times too large: give them another format for it, such as {spelled('weights', 'mxfp4')}"
+    ]
 
 
 def rounded_again(checkpoint: Checkpoint) -> str:
-    """What people should know of weights that were rounded before they came here; "" where that is not known."""
+    """A warning for people about weights that were rounded before they came here; "" if they were not."""
     before = rounded_before(checkpoint)
     ends = ";" if checkpoint.note else ":"
     return f"the source's {before}{ends} rounding them again adds to that error" if before else ""
 
 
 def rounded_before(checkpoint: Checkpoint) -> str:
-    """The codes that weights were rounded to, and what else their engines round; "" where that is not known."""
+    """The codes that weights were rounded to, and what else their engines round; "" if that is not known."""
     kind, note = checkpoint.rounded_as, checkpoint.note
     return f"weights were rounded to {kind} before{f'; {note}' if note else ''}" if kind else ""
 
@@ -367,17 +424,30 @@ def _check_packable(checkpoint: Checkpoint, schemes: Mapping[str, Scheme]) -> No
         raise UsageError(
             f"one scale a tensor would span all experts of {', '.join(spanning)}; use a group or row granularity"
         )
+    parted = {n: infos[n].shape for n, scheme in schemes.items() if _parts_experts(scheme, infos[n].shape)}
+    if parted:
+        raise GroupSizeError(
+            "blocks would span two experts, whose rows they do not divide, of "
+            + ", ".join(f"{name} {list(shape)}" for name, shape in parted.items())
+            + "; use a group or row granularity"
+        )
     shapes_by_size: dict[int, dict[str, tuple[int, ...]]] = {}
     for name, info in infos.items():
-        if size := schemes[name].size:
+        # Blocks may end beyond a weight.
+        if (size := schemes[name].size) and not schemes[name].sharing.tile:
             shapes_by_size.setdefault(size, {})[name] = info.shape
     problems = [_misfit_problem(size, shapes) for size, shapes in shapes_by_size.items()]
     if any(problems):
         raise GroupSizeError("; ".join(filter(None, problems)))
 
 
+def _parts_experts(scheme: Scheme, shape: tuple[int, ...]) -> bool:
+    # Half of an expert's rows may become a Linear.
+    return len(shape) > 2 and bool(scheme.sharing.tile) and shape[-2] // 2 % scheme.sharing.tile > 0
+
+
 def _misfit_problem(size: int, shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """What a group size does not divide among tensors of these shapes, and what does; "" where it divides all."""
+    """Say which widths a group size does not divide, and which sizes do; "" if it divides all."""
     misfits = {name: shape for name, shape in shapes.items() if shape[-1] % size}
     if not misfits:
         return ""
@@ -392,11 +462,15 @@ def _misfit_problem(size: int, shapes: Mapping[str, tuple[int, ...]]) -> str:
 
 
 def _planned(
-    name: str, info: TensorInfo, scheme: Scheme, written: torch.dtype, unpacked: torch.dtype | None
+    name: str,
+    info: TensorInfo,
+    scheme: Scheme,
+    written: torch.dtype,
+    unpacked: torch.dtype | None,
+    parted: Parted,
 ) -> PlannedTensor:
     if not scheme.quantizes:
         return PlannedTensor(name, info, scheme, (OutputTensor(name, unpacked or written, info.shape),))
-    module = name.removesuffix(".weight")
-    shapes, types = packed_shapes(info.shape, scheme), packed_types(scheme, written)
-    outputs = tuple(OutputTensor(module + suffix, types[suffix], shape) for suffix, shape in shapes.items())
-    return PlannedTensor(name, info, scheme, outputs)
+    parts = parted(name.removesuffix(".weight"), info.shape)
+    outputs = tuple(output for part in parts for output in part.outputs(scheme, written))
+    return PlannedTensor(name, info, scheme, outputs, parts)

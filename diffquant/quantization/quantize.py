@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from diffquant.formats.atomic_folder import check_output, staged
-from diffquant.formats.compressed_tensors import SCALE, decode_codes, packed_once, packed_rows, quantization_config
+from diffquant.formats.compressed_tensors import SCALE, decode_codes, packed_rows, quantization_config
 from diffquant.formats.reader import Checkpoint
 from diffquant.formats.row_stream import Block, Job, Shard, check_rows, checkpoint_stamp, copy_job, write_shards
+from diffquant.numbers.formats import format_named
 from diffquant.quantization.card import quantized_card
 from diffquant.quantization.magnitudes import Magnitudes
+from diffquant.quantization.parts import MakersExperts
 from diffquant.quantization.plan import PlannedTensor, QuantizationPlan, plan_quantization
 from diffquant.quantization.rounded_weight import RoundedWeight
 from diffquant.quantization.roundings import Rounder, rounding_named
@@ -52,7 +54,7 @@ class TensorError:
 
 @dataclass(frozen=True, repr=False)
 class Quantization(Readable):
-    """What a run of `quantize` did.
+    """The outcome of `quantize`.
 
     Attributes:
         destination: folder that was written.
@@ -167,8 +169,9 @@ def pack_job(
     checkpoint: Checkpoint, tensor: PlannedTensor, rounder: Rounder, magnitudes: Magnitudes | None = None
 ) -> Job:
     """The job that makes a weight's codes and scales, some rows at a time."""
-    scheme, module = tensor.scheme, tensor.module
+    scheme = tensor.scheme
     height, width = math.prod(tensor.info.shape[:-1]), tensor.info.shape[-1]
+    tile = scheme.sharing.tile or 1
 
     def read(first: int, last: int) -> Tensor:
         return checkpoint.matrix_rows(tensor.name, first, last)
@@ -183,18 +186,27 @@ def pack_job(
         if not math.isfinite(total):
             check_rows(rows, tensor.name, first)
         codes, scale = rounded.rows(first, values)
-        parts = packed_rows(codes, scale, rounded.scheme)
+        rows_of = packed_rows(codes, scale, rounded.scheme)
         if first > 0 and scheme.sharing.spans_rows:
-            del parts[SCALE]
-        pieces = {module + suffix: (first, part) for suffix, part in parts.items()}
-        if first == 0:
-            once = packed_once(tensor.info.shape, rounded.scheme)
-            pieces |= {module + suffix: (0, part) for suffix, part in once.items()}
+            del rows_of[SCALE]
+        pieces: dict[str, tuple[int, Tensor]] = {}
+        for part in tensor.parts:
+            if part.first >= last or part.last <= first:
+                continue
+            here, begins = part.within(first, last), part.first >= first
+            for suffix, data in rows_of.items():
+                # A row of scales is of so many rows of codes.
+                per_row = tile if suffix == SCALE else 1
+                whole = suffix == SCALE and scheme.sharing.spans_rows
+                some = data if whole else data[here.start // per_row : -(-here.stop // per_row)]
+                pieces[part.name(suffix)] = (max(first - part.first, 0) // per_row, some)
+            if begins:
+                pieces |= {name: (0, data) for name, data in part.once(rounded.scheme).items()}
         # Of a float32 source, `values` are the mapped file itself: only what was decoded may be written to.
         error = _sum_of_squares(decode_codes(codes, scale, scheme).sub_(values))
         return Block(pieces, error, total)
 
-    return Job(tensor.name, height, width, tensor.outputs, make)
+    return Job(tensor.name, height, width, tensor.outputs, make, tile)
 
 
 def _sum_of_squares(values: Tensor) -> float:
@@ -253,8 +265,14 @@ def _write_descriptions(
     carried = {file.name for file in folder.glob("*.py")}
     code = write_modelling_file(folder, config, adapter)
     replaced = sorted(carried - code.keys()) if code else []
-    if plan.schemes:
-        config["quantization_config"] = quantization_config(plan.schemes, plan.linears)
+    if plan.is_as_the_makers:
+        config["quantization_config"] = {
+            "quant_method": MakersExperts.method,
+            "group_size": format_named("nvfp4").block,
+            "produced_by": f"diffquant {versions()['diffquant']}",
+        }
+    elif plan.schemes:
+        config["quantization_config"] = quantization_config(plan.written_schemes, plan.written_linears)
     write_atomically(folder / "config.json", json.dumps(config, indent=2) + "\n")
     write_atomically(folder / "recipe.yaml", plan.recipe.to_yaml())
     account = _account(plan, records, errors) | {"rounding": rounding} | ({"code": code} if code else {})

@@ -36,7 +36,7 @@ class RoundedWeight:
             name: the weight's name in the checkpoint.
             read: function that gives rows from first to last (exclusive), finite floats.
             shape: (out, in).
-            scheme: granularity tensor, row or group.
+            scheme: granularity tensor, row, group or block, whose rows are asked for together.
             dtype: dtype of the stored scale.
             magnitudes: largest magnitudes of the checkpoint's weights, where some share a scale of the tensor; those of
                 this weight by default.
@@ -96,7 +96,7 @@ def as_stored(
         rounder: rounding made ready for the checkpoint.
         name: the weight's name in the checkpoint.
         weight: [out, in] or [experts, out, in] finite floats, with the checkpoint's own rows.
-        scheme: granularity tensor, row or group.
+        scheme: granularity tensor, row, group or block.
         dtype: dtype of the stored scale; by default that in which a weight of this dtype has its scale stored.
         magnitudes: as `RoundedWeight` takes them.
 
@@ -116,5 +116,6 @@ def as_stored(
         return decode_codes(*rounded.rows(first, rows[first:last].float()), scheme).to(weight.dtype)
 
     # Products of matrices depend, in their last bits, on the number of rows and of threads: both are `quantize`'s own.
+    blocks = row_blocks(len(rows), rows.shape[1], scheme.sharing.tile or 1)
     with workers() as pool:
-        return torch.cat(list(in_order(pool, read_back, row_blocks(*rows.shape)))).reshape(weight.shape)
+        return torch.cat(list(in_order(pool, read_back, blocks))).reshape(weight.shape)

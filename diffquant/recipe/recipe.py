@@ -25,7 +25,7 @@ from diffquant.support.version import CONFIG_VERSION
 
 @dataclass(frozen=True, repr=False)
 class Recipe:
-    """What is quantized in a model, and how. Every target defaults to 16 bits.
+    """The scheme of each target of a model. Every target defaults to 16 bits.
 
     Most recipes are made of texts, by `Recipe.of` or by a verb that is given them:
 

@@ -1,8 +1,9 @@
-"""What a recipe quantizes, by name, and which schemes each may have."""
+"""Targets of a recipe, by name, and the schemes that each may have."""
 
 from collections.abc import Mapping
 
 from diffquant.errors import UsageError
+from diffquant.numbers.formats import FORMATS
 from diffquant.scheme import Scheme
 
 LAYER_TARGETS = ("k", "v", "logits", "qk", "p", "pv")
@@ -53,6 +54,9 @@ def check_allowed(target: str, scheme: Scheme, what: str | None = None) -> None:
     what = what or target
     if scheme.quantizes and (refusal := scheme.sharing.refusal(target)):
         raise UsageError(f"{what} {refusal}")
+    if scheme.sharing.tile and target == "weights" and not scheme.format.has_tiles:
+        able = " and ".join(f"{name}:{scheme.sharing}" for name, each in FORMATS.items() if each.has_tiles)
+        raise UsageError(f"{what}: {scheme.format.name} is not stored in blocks of a weight, which {able} are")
     if scheme.format.fits_errors and target == "logits":
         raise UsageError(
             f"{what}: {scheme.format.name} chooses scales by the errors they leave, and logits are rounded by their "

@@ -152,13 +152,13 @@ class Section:
 
 @dataclass(frozen=True)
 class Report:
-    """What a page says of one run.
+    """One run's part of a page.
 
     Attributes:
         kind: verb that made the run, such as "sweep".
         name: name of the run, which its folder has.
         headline: sentences that say what the run shows.
-        date: date of the run, "" where none was noted.
+        date: date of the run, "" if none was noted.
         sections: sections in order, what matters first.
         files: names of the files beside the page that hold the run's numbers and pictures.
     """

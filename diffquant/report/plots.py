@@ -32,7 +32,7 @@ _THEMED = {"#000000": "currentColor", "#ffffff": "var(--paper)", GRID: "var(--gr
 
 
 class Look(TypedDict):
-    """What tells a series from the others, by the names that matplotlib has for it."""
+    """Colour, marker and line of a series, as keyword arguments of matplotlib."""
 
     color: str
     linestyle: str

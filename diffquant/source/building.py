@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from diffquant.errors import NonFiniteError
-from diffquant.formats.compressed_tensors import GLOBAL, PACKED, SCALE, SHAPE, packed_shapes, unpack_parts
+from diffquant.formats.compressed_tensors import GLOBAL, PACKED, SCALE, packed_shapes, unpack_parts
 from diffquant.kernels.arguments import HALF_TYPES
-from diffquant.kernels.linear.repack import PackedWeight, repack, repack_refusal
+from diffquant.kernels.linear.repack import PackedWeight, repack, repack_floats, repack_refusal
 from diffquant.model.architecture import Architecture
 from diffquant.model.causal import CausalModel
 from diffquant.model.mlp import DiffMLP
@@ -116,14 +116,23 @@ def _packable_schemes(source: Source) -> dict[str, Scheme]:
 
 
 def _packed_weight(source: Source, name: str, scheme: Scheme, dtype: torch.dtype, device: str) -> PackedWeight:
-    module = source.adapter.source_name(name).removesuffix(".weight")
-    words, scale, shape = (source.checkpoint.read(module + suffix) for suffix in (PACKED, SCALE, SHAPE))
-    check_finite(scale, module + SCALE)
-    _in_dtype(scale * -scheme.format.lowest, dtype, name)
+    stored_name = source.adapter.source_name(name)
+    module = stored_name.removesuffix(".weight")
+    shape = source.adapter.source_parameters[stored_name].shape
+    parts = {suffix: source.checkpoint.read(module + suffix) for suffix in packed_shapes(shape, scheme)}
+    words, scale, divisor = parts[PACKED], parts[SCALE], parts.get(GLOBAL)
+    multipliers = scheme.format.unpack_scale(scale, divisor)
+    check_finite(multipliers, module + SCALE)
+    _in_dtype(multipliers * -scheme.format.lowest, dtype, name)
+    is_integer = scheme.format.integer_refusal is None
+    scale = scale if is_integer else scale.view(torch.uint8)
     order = source.adapter.row_order(name)
     if order is not None:
         words, scale = words[order], scale if scale.numel() == 1 else scale[order]
-    return repack(words.to(device), scale.to(device), scheme.bits, int(shape[1]), dtype)
+    if is_integer:
+        return repack(words.to(device), scale.to(device), scheme.bits, shape[1], dtype)
+    divisor = None if divisor is None else divisor.to(device)
+    return repack_floats(words.to(device), scale.to(device), divisor, shape[1])
 
 
 def _install(model: CausalModel, name: str, weight: PackedWeight) -> dict[str, Tensor]:

@@ -55,7 +55,7 @@ def memory_source(model: CausalModel) -> Source:
 
 
 def _config_of(model: CausalModel) -> dict[str, Any]:
-    """What config.json would hold, with the tokens that end a text."""
+    """The contents of config.json, with the tokens that end a text."""
     settings = model.generation_config
     tokens = {f"{name}_token_id": getattr(settings, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     recipe = {} if model.recipe == Recipe() else {"diffquant_config": model.recipe.to_config()}

@@ -75,7 +75,7 @@ class Ranges:
         """
         for target in LAYER_TARGETS:
             static = [scheme for scheme in recipe.schemes_of(target) if scheme.sharing.is_static]
-            if static and f"layers.0.{target}" not in self.tensors:
+            if static and not any(name.endswith(f".{target}") for name in self.tensors):
                 raise UsageError(f"{target} {static[0]}: these ranges hold none of {target}; calibrate it too")
             wrong = [scheme for scheme in static if self.bits is not None and self.bits != scheme.bits]
             if wrong:
@@ -201,10 +201,13 @@ def _check_shapes(tensors: Mapping[str, Tensor], source: Source, origin: str) ->
     Raises:
         CheckpointError: some are missing, of another shape, or do not belong to this checkpoint; they are named.
     """
-    rows = source.architecture.token_rows[0]
+    architecture = source.architecture
+    rows = next(iter(architecture.token_rows.values()))
     shape_of = {"k": rows.keys, "v": rows.values, "logits": (source.spec.query_heads,)}
     targets = {name.rpartition(".")[2] for name in tensors} & set(shape_of)
-    expected = {f"layers.{n}.{target}": shape_of[target] for n in range(source.layers) for target in targets}
+    expected = {
+        f"layers.{n}.{target}": shape_of[target] for target in targets for n in architecture.target_layers[target]
+    }
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     wrong = [
         f"{name} is {list(found[name]) if name in found else 'missing'}, expected {list(shape)}"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -72,13 +72,22 @@ class Source:
         Raises:
             CheckpointError: it is another architecture.
         """
+        self.check_taken(verb)
+        return cast(TransformerArchitecture, self.architecture)
+
+    def check_taken(self, verb: str, *others: type[Architecture]) -> None:
+        """Check that a verb takes the model: a DiffTransformer, or one of other architectures.
+
+        Raises:
+            CheckpointError: it is another architecture.
+        """
         # A subclass has blocks that these verbs do not know.
-        if type(self.architecture) is TransformerArchitecture:
-            return self.architecture
+        if type(self.architecture) in (TransformerArchitecture, *others):
+            return
         kinds = ", ".join(dict.fromkeys(self.architecture.layer_kinds))
         raise CheckpointError(
             f"{self.path} is a {self.model_type} model with layers of {kinds}: {verb} does not take it yet; inspect, "
-            "quantize, generate, eval, sweep and outliers do"
+            "quantize, generate, eval, sweep, search and outliers do"
         )
 
     @property

@@ -10,7 +10,7 @@ _RULE = re.compile("-+(?:  -+)+")
 
 
 def columns_of(stream: TextIO) -> int | None:
-    """The width of the terminal that a stream writes to; None where it is none, as for files and pipes."""
+    """The width of the terminal that a stream writes to; None if it is none, as for files and pipes."""
     try:
         return os.get_terminal_size(stream.fileno()).columns or None
     except (OSError, ValueError):

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ExportedModel:
-    """What a sweep needs to know about an exported folder.
+    """An exported folder as a subject of a sweep.
 
     Attributes:
         bits: width of its weights; 16 where they are not quantized.

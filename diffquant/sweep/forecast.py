@@ -1,4 +1,4 @@
-"""What a sweep would measure, before it does, and about how long that takes where its folder tells."""
+"""List what a sweep would measure, and estimate how long it takes if cells in its folder tell."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class SweepForecast:
     Attributes:
         held: number of cells that the folder holds already.
         missing: captions of those to measure, in their order.
-        seconds: time that they take, by the mean of the held cells of the same model and task; None where some have
+        seconds: time that they take, by the mean of the held cells of the same model and task; None if some have
             none like them.
     """
 

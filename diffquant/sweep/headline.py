@@ -54,7 +54,7 @@ def _of_items(task: str, changes: Sequence[tuple[Row, Difference]]) -> str:
 
 
 def _told_by_kl(task: str, changes: Sequence[tuple[Row, Difference]]) -> str | None:
-    """What KL says where items leave a loss open; None where they suffice, or KL was not measured."""
+    """The verdict by KL when too few items were scored to tell; None if they suffice, or KL was not measured."""
     found = [(row, drawn, kl) for row, drawn in changes if (kl := kl_of(row, task)) is not None and kl.low > 0]
     points = [(row, POINTS.of(row.results[task]), kl) for row, _, kl in found]
     open_ = [(row, drawn, kl) for row, drawn, kl in points if drawn is not None and drawn.low < -_SETTLED]

@@ -104,7 +104,7 @@ def _own_point(model: Path, source: Source) -> Point:
 
 
 def _of_cache_and_logits(source: Source) -> Recipe:
-    """What a checkpoint's recipe says beside its weights, which are as they are stored."""
+    """The cache and logits that a checkpoint's recipe names; its weights are as they are stored."""
     return source.recipe.with_weights_of(Recipe())
 
 

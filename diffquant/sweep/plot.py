@@ -51,7 +51,7 @@ def panel_title(point: Point) -> str:
 
 
 def _granularity(point: Point) -> str:
-    """What shares a scale, such as "per row with shift" or "per group of 32"."""
+    """Name the granularity of a scale, such as "per row with shift" or "per group of 32"."""
     if point.granularity == "static":
         return "static"
     shared, _, form = point.granularity.partition(":")

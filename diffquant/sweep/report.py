@@ -44,7 +44,7 @@ def sweep_report(sweep: SweepResult, name: str, files: Sequence[str]) -> Report:
 
 
 def _sizes_sections(sweep: SweepResult) -> list[Section]:
-    """What to take: sizes against KL, and the smallest that changes little."""
+    """The recommendation: sizes against KL, and the smallest that changes little."""
     found = sized(sweep)
     if not found:
         return []

@@ -1,4 +1,4 @@
-"""What a size costs: stored bytes against KL, and for each model the smallest configuration that changes little."""
+"""Stored bytes against KL, and for each model the smallest configuration that changes little."""
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence

@@ -16,9 +16,9 @@ class SpecialTokens:
     """Tokens that stand around a text.
 
     Attributes:
-        bos: token that begins a text; None where there is none.
+        bos: token that begins a text; None if there is none.
         ends: tokens that end a text: generation stops at the first of them.
-        pad: token that fills a batch; None where there is none.
+        pad: token that fills a batch; None if there is none.
     """
 
     bos: int | None

@@ -9,7 +9,7 @@ from diffquant.errors import DiffQuantError, UsageError
 from diffquant.support.spelling import spelled
 
 DEFAULT_MAX_LENGTH = 2048
-# A text's end may change the tokens before it, never so many.
+# A text's end may change the tokens before it, but never this many.
 _TOKENS_OF_AN_END = 256
 # What transformers' tokenizers say when nobody told them.
 _UNSET_LENGTH = int(1e30)
@@ -89,7 +89,7 @@ def encode_text(tokenizer: Any, text: str, device: torch.device, tokens: int | N
 
 
 def _first_encoded(tokenizer: Any, text: str, tokens: int) -> list[int]:
-    """At least so many of a text's tokens, or all that it has, without encoding a long text whole."""
+    """At least `tokens` of a text's tokens, or all of them, without encoding a long text whole."""
     wanted = tokens + _TOKENS_OF_AN_END
     length = 8 * wanted
     ids = _encoded(tokenizer, text[:length])

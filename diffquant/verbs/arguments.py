@@ -1,4 +1,4 @@
-"""What the verbs take: a list may be a text with commas, as on the command line, or a sequence."""
+"""Arguments of the verbs: a list may be a text with commas, as on the command line, or a sequence."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence

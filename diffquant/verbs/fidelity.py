@@ -112,7 +112,7 @@ def fidelity(
 
 @dataclass(frozen=True)
 class _Reading:
-    """What is read, as `fidelity` takes it."""
+    """The text to read and how much of it, as `fidelity` takes it."""
 
     text: Path | str | None
     characters: int

@@ -1,4 +1,4 @@
-"""What verbs do about the Hugging Face hub, where models come from and outputs may go."""
+"""The Hugging Face hub for verbs: models are fetched from it and outputs may be pushed to it."""
 
 from pathlib import Path
 from typing import TypeVar

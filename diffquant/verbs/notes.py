@@ -1,4 +1,4 @@
-"""What verbs say beside their results: logged for Python, shown on stderr by the command line."""
+"""Remarks of verbs beside their results: logged for Python, shown on stderr by the command line."""
 
 import logging
 from collections.abc import Iterable

@@ -12,7 +12,7 @@ from diffquant.support.spelling import spelled
 def chosen_recipe(
     recipe: RecipeLike | None = None, preset: str | None = None, *, like: str | None = None, **settings: Any
 ) -> Recipe | None:
-    """The recipe that is given whole, by a preset's name or by its settings; None where nothing is given.
+    """The recipe that is given whole, by a preset's name or by its settings; None if nothing is given.
 
     Args:
         like: name of a published kernel, whose operands of attention go with a preset or with settings; a setting for

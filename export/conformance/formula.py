@@ -158,7 +158,7 @@ class _Call:
         return rounded
 
     def sharing(self, s: int, m: int, t: int) -> tuple[int, ...]:
-        """What a logit's step is shared by."""
+        """The granularity of a logit's step."""
         return {"row": (s, m, t), "head": (s, m), "pair": (s,), "tensor": ()}[self.attributes.logit_granularity]
 
     def weight(self, name: str, b: int, t: int, s: int) -> float:

@@ -27,10 +27,10 @@ TOLERANCES = {np.dtype(np.float32): (2e-5, 1e-6), np.dtype(np.float16): (5e-3, 2
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of one vector on one implementation.
+    """One implementation's result on one test vector.
 
     Attributes:
-        error: largest absolute difference of the real rows of `output`; None where it is not served.
+        error: largest absolute difference of the real rows of `output`; None if it is not served.
         passed: whether everything is within the tolerances, or the vector is not served.
         note: reason why it is not served, or what differs.
     """
@@ -96,7 +96,7 @@ IMPLEMENTATIONS: Mapping[str, Callable[[Vector], Outputs]] = {
 
 
 def judge(vector: Vector, implementation: Callable[[Vector], Outputs]) -> Verdict:
-    """What an implementation makes of a vector."""
+    """Run one test vector on an implementation."""
     try:
         outputs = implementation(vector)
     except UsageError as reason:

@@ -1,6 +1,7 @@
 """Function bodies of the op, which compute it if no native kernel is loaded.
 
-A body is written for one set of attributes and one head width; `pure.py` holds the one in standard ops.
+A body is written for one set of attributes, but for the window, and one head width; `pure.py` holds the one in standard
+ops.
 """
 
 from collections.abc import Collection
@@ -16,6 +17,8 @@ from diffquant.export.graph.pure import pure_text
 
 CONTRIB = "com.microsoft"
 BodyKind = Literal["contrib", "pure", "flex"]
+# Layers differ in it, and in no other attribute.
+_WINDOW = "local_window_size: int = @local_window_size"
 
 
 def body(
@@ -31,7 +34,8 @@ def body(
     Args:
         kind: "contrib" (one GroupQueryAttention of ONNX Runtime), "pure" (standard ops alone) or "flex" (one
             FlexAttention of ai.onnx.preview).
-        attributes: attributes of every node that will use it.
+        attributes: attributes of every node that will use it. Their windows may differ, of which this is the widest;
+            only the flex body is for this very one, since a score_mod knows nothing of the node around it.
         width: d, width of a query.
         opset: the model's version of the standard domain, 18 or later.
         cached: whether nodes have a past.
@@ -73,7 +77,6 @@ def contrib_text(attributes: OpAttributes, width: int, gates: Collection[str] = 
         "scale": float(attributes.scale),
         "do_rotary": attributes.do_rotary,
         "rotary_interleaved": attributes.rotary_interleaved,
-        "local_window_size": attributes.local_window_size,
     }
     inputs = "key, value, past_key, past_value, seqlens_k, total_sequence_length, cos_cache, sin_cache"
     if attributes.kv_bit_width:
@@ -82,7 +85,7 @@ def contrib_text(attributes: OpAttributes, width: int, gates: Collection[str] = 
         options["k_quant_type"] = options["v_quant_type"] = '"PER_CHANNEL"'
         inputs += ", , , , k_scale, v_scale"
     queries = _masked_queries(attributes, width) if attributes.generation == 1 else "   heads = Identity (query)"
-    listed = ", ".join(f"{name} = {value}" for name, value in options.items())
+    listed = ", ".join([*(f"{name} = {value}" for name, value in options.items()), _WINDOW])
     gated = "Mul (signal, signal_gate_spread)" if "signal_gate" in gates else "Identity (signal)"
     spread = _by_group("lambda", pairs, noises, signals)
     if "signal_gate" in gates:

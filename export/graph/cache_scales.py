@@ -28,7 +28,7 @@ def static_scales(source: Source, bits: int, ranges: Ranges) -> dict[int, Scales
     ranges.check(Recipe.of(kv=f"{bits}:static"))
     orders = state_order(source)
     scales = {}
-    for layer in range(source.layers):
+    for layer in source.architecture.token_rows:
         k, v = (
             _to_op_order(ranges.tensors[f"layers.{layer}.{target}"], order) / max_code(bits)
             for target, order in zip(("k", "v"), orders, strict=True)

@@ -1,9 +1,9 @@
-"""The decoder as an ONNX graph: Llama's layers around the op, one node per attention."""
+"""A decoder as an ONNX graph: from ids to logits, with Llama's layers around the op, one node per attention."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
-from onnx import FunctionProto, ModelProto, TensorProto
+from onnx import FunctionProto, ModelProto, NodeProto, TensorProto
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from diffquant.export.graph.activations import EMITTED, functions
@@ -19,7 +19,6 @@ from diffquant.export.graph.norms import rms_norm
 from diffquant.export.graph.op import CONTRIB, DOMAIN, GATES, NAME, VERSION, OpAttributes
 from diffquant.export.graph.plan import EMBEDDING, HEAD, ExportPlan, key_width
 from diffquant.export.graph.quantized_attention import QUANTIZED_ATTENTION, quantized_attention_function
-from diffquant.export.graph.streaming import Streamed, place
 from diffquant.export.options import IR_VERSION
 from diffquant.family.heads import PROJECTIONS
 from diffquant.family.lam import LAMBDA_VECTORS, lam_from_vectors
@@ -28,26 +27,13 @@ PAST = "past_key_values.{layer}.{part}"
 PRESENT = "present.{layer}.{part}"
 EMBEDDED = "embedded"
 LAYER_OUTPUT = "layers.{layer}.output"
-_LAST_TOKEN = "last_token"
+LAST_TOKEN = "last_token"
 
 _KINDS = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16}
 _CACHE_KINDS = {8: TensorProto.INT8, 4: TensorProto.UINT8}
 
 
-def build(plan: ExportPlan, scales: Mapping[int, Scales]) -> tuple[ModelProto, list[Streamed]]:
-    """The exported model, and the tensors of its data file in order.
-
-    Args:
-        plan: checkpoint to export, with its weights in exported form.
-        scales: scales of the quantized cache by layer; none for a cache in the activations' type.
-    """
-    decoder = _Decoder(plan, scales)
-    decoder.emit()
-    initializers, _ = place(decoder.linears.streamed, plan.options.layout.data_name)
-    return decoder.model(decoder.linears.with_views(initializers)), decoder.linears.streamed
-
-
-class _Decoder:
+class Decoder:
     """A graph that is built node by node, from input ids to logits."""
 
     def __init__(self, plan: ExportPlan, scales: Mapping[int, Scales]) -> None:
@@ -66,14 +52,14 @@ class _Decoder:
         ids = graph.input("input_ids", TensorProto.INT64, ["batch_size", SEQUENCE])
         mask = graph.input("attention_mask", TensorProto.INT64, ["batch_size", "total"])
         lengths = self._lengths(mask)
-        x = self.linears.lookup(ids, self.plan.matrices[EMBEDDING], EMBEDDED)
+        x = self._embedded(ids)
         for layer in range(self.config.num_hidden_layers):
             with graph.module(f"layers.{layer}"):
                 x = self._layer(x, layer, lengths)
         # A model with a cache generates, and a prompt's other logits are not asked for.
         if self.options.cache:
-            x = last_position(graph, x, ids, _LAST_TOKEN)
-        x = self._norm(x, "model.norm.weight", self.config.rms_norm_eps)
+            x = last_position(graph, x, ids, LAST_TOKEN)
+        x = self._final_norm(x)
         head = EMBEDDING if self.config.tie_word_embeddings else HEAD
         (logits,) = self.linears.products(x, [self.plan.matrices[head]])
         graph.add("Identity", logits, name="logits")
@@ -86,9 +72,9 @@ class _Decoder:
             self.maps.declare()
 
     def model(self, initializers: dict[str, TensorProto]) -> ModelProto:
-        own = functions(self.config.hidden_act, self.options.opset)
+        own = functions(self.config.hidden_act, self.options.opset) + self._own_functions()
         if self.spec.maps == 2:
-            own.append(self._attention_function())
+            own += self._attention_functions()
         elif self.scales:
             own.append(quantized_attention_function(self.options.opset))
         if any((node.domain, node.op_type) == (DOMAIN, MATMUL) for node in self.graph.nodes):
@@ -100,9 +86,27 @@ class _Decoder:
         model.functions.extend(own)
         return inlined(model) if self.options.inlines else model
 
-    def _attention_function(self) -> FunctionProto:
-        """The op's body for every attention node."""
-        attributes, width = self._attributes(), self.spec.head_dim
+    def _own_functions(self) -> list[FunctionProto]:
+        """Functions that the layers need beside attention, the activation and products."""
+        return []
+
+    def _attention_functions(self) -> list[FunctionProto]:
+        """The op's body for every attention node; for flex, one for the nodes of each window."""
+        windows = sorted({window for node in self._attention_nodes() if (window := _window(node)) > 0})
+        if self.options.op != "flex" or not windows:
+            return [self._attention_function(max(windows, default=None))]
+        functions = [self._attention_function(window) for window in (None, *windows)]
+        for function, window in zip(functions, (-1, *windows), strict=True):
+            function.overload = str(window)
+        for node in self._attention_nodes():
+            node.overload = str(_window(node))
+        return functions
+
+    def _attention_nodes(self) -> list[NodeProto]:
+        return [node for node in self.graph.nodes if (node.domain, node.op_type) == (DOMAIN, NAME)]
+
+    def _attention_function(self, window: int | None) -> FunctionProto:
+        attributes, width = self._attributes(window), self.spec.head_dim
         # Where GroupQueryAttention cannot compute it (rounded logits, odd widths), the body spells it out.
         kind: BodyKind = "pure" if self.options.pure or contrib_problems(attributes, width) else "contrib"
         if self.options.op == "flex":
@@ -111,8 +115,8 @@ class _Decoder:
         gates = [name for name in GATES if present[name]]
         return body(kind, attributes, width, self.options.opset, self.options.cache, gates)
 
-    def _attributes(self) -> OpAttributes:
-        """Attributes of every attention node."""
+    def _attributes(self, window: int | None = None) -> OpAttributes:
+        """Attributes of an attention node whose queries see so many of the newest keys, or all."""
         spec, options = self.spec, self.options
         return OpAttributes(
             num_pairs=spec.pairs,
@@ -122,6 +126,7 @@ class _Decoder:
             do_rotary=int(spec.rope != "none"),
             # The rows of V1's projections are reordered so that its channels are neighbours.
             rotary_interleaved=int(spec.rope != "none" and (spec.rope == "interleaved" or not spec.shared_k)),
+            local_window_size=window or -1,
             kv_bit_width=options.kv_bits if self.scales else 0,
             logit_bits=options.logits.bits if options.logits.quantizes else 0,
             logit_granularity=options.logits.granularity or "row",
@@ -129,11 +134,14 @@ class _Decoder:
             signals_per_noise=spec.signals_per_noise,
         )
 
+    def _embedded(self, ids: str) -> str:
+        return self.linears.lookup(ids, self.plan.matrices[EMBEDDING], EMBEDDED)
+
     def _lengths(self, mask: str) -> tuple[str, str]:
         """Names of seqlens_k [B] and total_sequence_length, computed from the mask [B, S]."""
         graph = self.graph
         tokens = graph.add("ReduceSum", mask, graph.int64("mask_axis", (1,)), keepdims=0)
-        last = graph.add("Sub", tokens, graph.int64("one", (1,)), name=_LAST_TOKEN)
+        last = graph.add("Sub", tokens, graph.int64("one", (1,)), name=LAST_TOKEN)
         total = graph.add("Squeeze", graph.add("Shape", mask, start=1, end=2))
         return (
             graph.add("Cast", last, name="seqlens_k", to=TensorProto.INT32),
@@ -160,8 +168,7 @@ class _Decoder:
     def _attention(self, x: str, layer: int, lengths: tuple[str, str]) -> str:
         prefix = f"model.layers.{layer}.self_attn."
         q, k, v = self._linears(x, [prefix + name for name in PROJECTIONS])
-        past = [self._cache_input(layer, part) for part in ("key", "value")] if self.options.cache else ["", ""]
-        present = [PRESENT.format(layer=layer, part=part) for part in ("key", "value")]
+        past, present = self._past(layer), [PRESENT.format(layer=layer, part=part) for part in ("key", "value")]
         tables = list(self._tables()) if self.spec.rope != "none" else ["", ""]
         scales = self._cache_scales(layer)
         attended = f"layers.{layer}.attention"
@@ -178,10 +185,8 @@ class _Decoder:
             self.graph.add_all(NAME, inputs, outputs, DOMAIN, **self._attributes().to_dict())
             if self.options.web:
                 self.maps.add(layer, q, lam, signal_gate, tables, bool(self._attributes().rotary_interleaved))
-        if self.options.cache:
-            for name in present:
-                self.graph.output(name, self.cache_kind, self._cache_shape("present"))
-        return self._linear(self._post(attended, layer), prefix + "o_proj")
+        self._declare_present(present)
+        return self._linear(self._post(attended, layer, prefix), prefix + "o_proj")
 
     def _plain_attention(self, inputs: list[str], scales: list[str], outputs: list[str]) -> None:
         """Add a Transformer's attention: ONNX Runtime's own, or where the cache is quantized an op with a kernel."""
@@ -203,9 +208,7 @@ class _Decoder:
         """Names of the signal map's gate, "" for none, and of λ, in float32: [1] (V1), or [B, T, h] (V2, V3)."""
         prefix = f"model.layers.{layer}.self_attn."
         if self.spec.lam == "exp":
-            vectors = (self.plan.vector(prefix + name) for name in LAMBDA_VECTORS)
-            lam = lam_from_vectors(*vectors, init=self.spec.lam_init(layer))
-            return "", self.graph.constant(f"layers.{layer}.lambda", lam.reshape(1).numpy())
+            return "", self._scalar_lam(layer, prefix)
         weight = self.plan.small_matrix(prefix + "lambda_proj.weight")
         x_float = self.graph.add("Cast", x, to=TensorProto.FLOAT)
         parts = (
@@ -219,6 +222,12 @@ class _Decoder:
             names[name] = self.graph.add("Sigmoid", self.graph.add("MatMul", x_float, constant))
         return names.get("signal_gate", ""), names["lambda"]
 
+    def _scalar_lam(self, layer: int, prefix: str) -> str:
+        """Name of λ of V1, [1] in float32."""
+        vectors = (self.plan.vector(prefix + name) for name in LAMBDA_VECTORS)
+        lam = lam_from_vectors(*vectors, init=self.spec.lam_init(layer))
+        return self.graph.constant(f"layers.{layer}.lambda", lam.reshape(1).numpy())
+
     def _output_gate(self, x: str, layer: int) -> str:
         """Name of the gate of each channel of the output, [B, T, h·dv]; "" for none."""
         if not self.spec.output_gate:
@@ -227,20 +236,27 @@ class _Decoder:
         weight = self.plan.small_matrix(f"model.layers.{layer}.self_attn.output_gate_proj.weight")
         return self.graph.add("Sigmoid", self.graph.add("MatMul", x, self.graph.typed(name, weight.T.contiguous())))
 
-    def _post(self, attended: str, layer: int) -> str:
-        """Name of the output after the per-pair norm, whose weight takes the factor (1 - λ_init) in."""
+    def _post(self, attended: str, layer: int, prefix: str) -> str:
+        """Name of the output after the per-pair norm, whose weight takes the factor (1 - λ_init) in.
+
+        Args:
+            prefix: what the names of the attention's parameters begin with.
+        """
         spec, graph = self.spec, self.graph
         factor = spec.post_factor(layer)
         if spec.post_norm == "none":
             return attended
         weight = torch.ones(spec.value_dim)
         if spec.post_norm == "affine":
-            weight = self.plan.vector(f"model.layers.{layer}.self_attn.subln.weight")
+            weight = self.plan.vector(prefix + "subln.weight")
         by_pair = graph.int64("by_pair", (0, 0, spec.pairs, spec.value_dim))
         rows = graph.add("Reshape", attended, by_pair)
         scaled = graph.typed(f"layers.{layer}.post_norm", weight * factor)
         normed = rms_norm(graph, rows, scaled, spec.post_norm_eps, self.options.opset)
         return graph.add("Reshape", normed, graph.int64("by_token", (0, 0, spec.pairs * spec.value_dim)))
+
+    def _final_norm(self, x: str) -> str:
+        return self._norm(x, "model.norm.weight", self.config.rms_norm_eps)
 
     def _norm(self, x: str, name: str, eps: float) -> str:
         weight = self.graph.typed(name, self.plan.vector(name))
@@ -270,8 +286,18 @@ class _Decoder:
                 self.graph.typed(name, table[0, :, : self.spec.head_dim // 2].repeat(1, keys_of_pair))
         return "cos_cache", "sin_cache"
 
-    def _cache_input(self, layer: int, part: str) -> str:
-        return self.graph.input(PAST.format(layer=layer, part=part), self.cache_kind, self._cache_shape("past"))
+    def _past(self, layer: int) -> list[str]:
+        """Names of a layer's keys and values of earlier calls, which become inputs of the model; "" without a cache."""
+        if not self.options.cache:
+            return ["", ""]
+        names = [PAST.format(layer=layer, part=part) for part in ("key", "value")]
+        return [self.graph.input(name, self.cache_kind, self._cache_shape("past")) for name in names]
+
+    def _declare_present(self, names: Sequence[str]) -> None:
+        """Make a layer's keys and values outputs of the model, where it has a cache."""
+        if self.options.cache:
+            for name in names:
+                self.graph.output(name, self.cache_kind, self._cache_shape("present"))
 
     def _cache_shape(self, rows: str) -> list[str | int]:
         width = key_width(self.spec)
@@ -282,6 +308,12 @@ class _Decoder:
             return []
         names = (f"layers.{layer}.k_scale", f"layers.{layer}.v_scale")
         return [self.graph.constant(n, value) for n, value in zip(names, self.scales[layer], strict=True)]
+
+
+def _window(node: NodeProto) -> int:
+    """The window of an attention node, -1 for none."""
+    window: int = next(each.i for each in node.attribute if each.name == "local_window_size")
+    return window
 
 
 def _trimmed(inputs: list[str]) -> list[str]:

@@ -26,6 +26,8 @@ class Graph:
         self.inputs: list[ValueInfoProto] = []
         self.outputs: list[ValueInfoProto] = []
         self.constants: dict[str, TensorProto] = {}
+        # Values whose type is not that of activations.
+        self.values: list[ValueInfoProto] = []
         self._module = ""
         self._name_counts: dict[str, int] = {}
 
@@ -40,7 +42,7 @@ class Graph:
 
     def add(self, op: str, *inputs: str, name: str | None = None, domain: str = "", **attributes: Any) -> str:
         """Add a node with one output, and return the output's name."""
-        output = name or self._unused_name(op)
+        output = name or self.unused_name(op)
         self.add_all(op, inputs, [output], domain, **attributes)
         return output
 
@@ -87,11 +89,12 @@ class Graph:
     ) -> onnx.ModelProto:
         """The finished model; `initializers` refer to its data file, `domains` are the others' versions."""
         tensors = [*self.constants.values(), *initializers.values()]
-        graph = helper.make_graph(self.nodes, "decoder", self.inputs, self.outputs, tensors)
+        graph = helper.make_graph(self.nodes, "decoder", self.inputs, self.outputs, tensors, value_info=self.values)
         imports = [helper.make_opsetid("", opset), *(helper.make_opsetid(*domain) for domain in domains.items())]
         return helper.make_model(graph, opset_imports=imports, ir_version=ir, producer_name="diffquant")
 
-    def _unused_name(self, op: str) -> str:
+    def unused_name(self, op: str) -> str:
+        """A name for the output of a node of this kind, after the module it is in."""
         stem = f"{self._module}{op}"
         count = self._name_counts[stem] = self._name_counts.get(stem, 0) + 1
         return stem if count == 1 else f"{stem}_{count}"

@@ -1,5 +1,6 @@
 """The plan of an export: every weight in the form that the graph stores, checked before anything is built."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,7 +15,9 @@ from diffquant.export.options import ExportOptions
 from diffquant.family.spec import DiffSpec
 from diffquant.model.adapters import Adapter
 from diffquant.model.blocks import Parameters
-from diffquant.model.config import DiffTransformerConfig
+from diffquant.model.config import ArchitectureConfig
+from diffquant.model.motif3.architecture import Motif3Architecture
+from diffquant.model.sambay.architecture import SambaYArchitecture
 from diffquant.numbers.absmax import check_finite
 from diffquant.scheme import FULL, Scheme
 from diffquant.source.source import Source
@@ -42,8 +45,8 @@ class ExportPlan:
         return self.source.adapter
 
     @property
-    def config(self) -> DiffTransformerConfig:
-        config: DiffTransformerConfig = self.source.transformer("export").config
+    def config(self) -> ArchitectureConfig:
+        config: ArchitectureConfig = self.source.architecture.config
         return config
 
     @property
@@ -103,6 +106,7 @@ def plan_export(source: Source, options: ExportOptions) -> ExportPlan:
             f"{source.path} holds quantized weights already: they are exported as they are; leave out "
             f"{spelled('weights')}"
         )
+    check_exportable(source, "export")
     problems = _problems(source, options)
     if problems:
         raise CheckpointError(f"{source.path} cannot be exported: {'; '.join(problems)}")
@@ -111,13 +115,44 @@ def plan_export(source: Source, options: ExportOptions) -> ExportPlan:
     return plan
 
 
+def check_exportable(source: Source, verb: str) -> None:
+    """Check that a checkpoint is of an architecture that has a graph.
+
+    Raises:
+        CheckpointError: it is another.
+    """
+    architecture = source.architecture
+    if isinstance(architecture, Motif3Architecture):
+        latent = architecture.kv_lora_rank
+        raise CheckpointError(
+            f"{source.path} is a {source.model_type} model that caches latents: {verb} does not take it yet. ONNX "
+            f"Runtime's GroupQueryAttention has keys and values of one width, and a latent is a key of "
+            f"{latent + architecture.qk_rope_head_dim} channels and a value of {latent}; inspect, quantize, generate, "
+            "eval, sweep and outliers take it"
+        )
+    source.check_taken(verb, SambaYArchitecture)
+
+
+def _state_problems(options: ExportOptions) -> Iterator[str]:
+    if options.portable:
+        yield (
+            f"the readers of {spelled('portable')} folders learn a model's inputs from a list of types, of which none "
+            "has Mamba's states beside keys and values: leave it out"
+        )
+    if options.web:
+        yield f"{spelled('web')} shows attention in every layer, and its layers of Mamba have none"
+
+
 def _problems(source: Source, options: ExportOptions) -> list[str]:
-    config, spec = source.transformer("export").config, source.spec
+    config, spec = source.architecture.config, source.spec
     problems = []
+    if isinstance(source.architecture, SambaYArchitecture):
+        problems += list(_state_problems(options))
     if config.hidden_act not in EMITTED:
         problems.append(f"its activation {config.hidden_act!r} is not {' or '.join(EMITTED)}")
-    if config.rope_parameters and config.rope_parameters.get("rope_type") in _MOVING_ROPE:
-        problems.append(f"its rope_type {config.rope_parameters['rope_type']!r} changes with the sequence's length")
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in _MOVING_ROPE:
+        problems.append(f"its rope_type {rope['rope_type']!r} changes with the sequence's length")
     if spec.scale_by_init and spec.post_norm == "none":
         problems.append("it scales attention by 1 - λ_init without a norm")
     if spec.value_dim != key_width(spec):

@@ -120,15 +120,7 @@ def _logits(attributes: OpAttributes, width: int) -> str:
     else:
         keys = """   key_columns = Transpose <perm = [0, 1, 3, 2]> (key_read)
    group_axis = Constant <value = int64[2] {2, 3}> ()"""
-    window = attributes.local_window_size
-    seen = (
-        f"""   window = Constant <value = int64[1] {{{window}}}> ()
-   oldest = Sub (position_column, window)
-   inside = Greater (column, oldest)
-   seen = And (causal, inside)"""
-        if window > 0
-        else "   seen = Identity (causal)"
-    )
+    seen = _WINDOW_TEXT if attributes.local_window_size > 0 else "   seen = Identity (causal)"
     return f"""{keys}
    keys_spread = Unsqueeze (key_columns, group_axis)
    query_wide = Cast <to = {TensorProto.FLOAT}> (query_turned)
@@ -142,6 +134,15 @@ def _logits(attributes: OpAttributes, width: int) -> str:
 {seen}
    map_axes = Constant <value = int64[3] {{1, 2, 3}}> ()
    visible = Unsqueeze (seen, map_axes)"""
+
+
+# A node without a window has -1.
+_WINDOW_TEXT = """   window = Constant <value_int: int = @local_window_size> ()
+   no_window = Less (window, s1)
+   oldest = Sub (position_column, window)
+   near = Greater (column, oldest)
+   inside = Or (near, no_window)
+   seen = And (causal, inside)"""
 
 
 def _by_map(attributes: OpAttributes, width: int) -> str:

@@ -15,7 +15,7 @@ OVERRIDE = "DIFFQUANT_NATIVE_LIBRARY"
 
 
 def library_path() -> Path | None:
-    """The library to give to `SessionOptions.register_custom_ops_library`, or None where it was not built.
+    """The library to give to `SessionOptions.register_custom_ops_library`, or None if it was not built.
 
     The environment's DIFFQUANT_NATIVE_LIBRARY names another; empty, it stands for none.
 
@@ -44,7 +44,7 @@ def kernel_name() -> str | None:
 
 
 def matmul_kernel_name() -> str | None:
-    """The instruction set of the library's products with codes here, avx2.
+    """The instruction set of the library's products with codes here, avx512vnni or avx2.
 
     None without a library, and where ONNX Runtime's own products are used because no faster ones are known.
     """
@@ -67,6 +67,21 @@ def use_kernel(name: str) -> bool:
     """
     library = _loaded()
     return library is not None and bool(library.diffquant_use_kernel(name.encode()))
+
+
+def use_matmul_kernel(name: str) -> bool:
+    """Use another instruction set for products with codes, in sessions opened from now on, to test or compare it.
+
+    To use one where ONNX Runtime's own products are the default, call this before the process's first session.
+
+    Args:
+        name: avx512vnni, avx2, neon or plain.
+
+    Returns:
+        Whether there is a library and this processor has it.
+    """
+    library = _loaded()
+    return library is not None and bool(library.diffquant_use_matmul_kernel(name.encode()))
 
 
 def kernel_calls() -> int:

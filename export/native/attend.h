@@ -47,14 +47,15 @@ class BlockAttention {
     Scratch& scratch = Scratch::of_this_thread();
     const int64_t maps = problem.maps;
     scratch.reset(maps * logits_of_map_ + maps * problem.width * rows_ + problem.values.width * rows_ + buffer +
-                      widest + maps * problem.width + 2 * rows_,
-                  8);
+                      widest + maps * problem.width * (1 + (tall_ ? V::kLanes : 1)) + 2 * rows_,
+                  9);
     logits_ = scratch.take(maps * logits_of_map_);
     queries_ = scratch.take(maps * problem.width * rows_);
     sums_ = scratch.take(problem.values.width * rows_);
     buffer_ = scratch.take(buffer);
     angles_ = scratch.take(widest);
-    row_ = scratch.take(maps * problem.width);
+    staged_ = scratch.take(maps * problem.width * (tall_ ? V::kLanes : 1));
+    key_scales_ = scratch.take(maps * problem.width);
     of_rows_ = scratch.take(rows_);
     gates_ = scratch.take(rows_);
   }
@@ -121,27 +122,41 @@ class BlockAttention {
   // Queries rotated and scaled, [maps][width][rows] in a tall panel and [maps][rows][width] in a flat one. Whatever
   // multiplies a key channel's codes multiplies the query here instead, once.
   void gather_queries() {
-    const int64_t width = problem_.width;
-    const float* key_scale = problem_.keys.scale_of(block_.kv_pair);
+    const int64_t width = problem_.width, both = problem_.maps * width, together = tall_ ? V::kLanes : 1;
+    gather_key_scales();
     Rotation<V> rotation(problem_, angles_);
-    for (int64_t row = 0; row < rows_; ++row) {
-      if (row < block_.rows) {
-        // Neighbouring rows of a block lie a page apart, where no processor looks ahead by itself.
-        for (int map = 0; map < problem_.maps; ++map) {
-          if (row + kAhead < block_.rows) prefetch(query(row + kAhead, map), width * sizeof(float));
-          decode<V>(problem_.activations, query(row, map), width, row_ + map * width);
-        }
-        rotation.move_to(problem_.start[block_.sequence] + token(row));
-        for (int64_t c = 0; c < problem_.maps * width; c += problem_.keys.width) rotation.turn(row_ + c);
-      } else {
-        for (int64_t c = 0; c < problem_.maps * width; ++c) row_[c] = 0;
-      }
+    for (int64_t first = 0; first < rows_; first += together) {
+      for (int64_t i = 0; i < together; ++i) gather_query(first + i, rotation, staged_ + i * both);
       for (int map = 0; map < problem_.maps; ++map) {
-        float* to = queries_ + map * width * rows_ + (tall_ ? row : row * width);
-        for (int64_t c = 0; c < width; ++c) {
-          const float channel = key_scale ? key_scale[problem_.key_offset(map) + c] : 1.0f;
-          to[c * (tall_ ? rows_ : 1)] = row_[map * width + c] * problem_.scale * channel;
+        const float* from = staged_ + map * width;
+        float* to = queries_ + map * width * rows_;
+        if (tall_) {
+          transpose_rows<V>(from, both, width, to + first, rows_);
+        } else {
+          std::memcpy(to + first * width, from, width * sizeof(float));
         }
+      }
+    }
+  }
+
+  void gather_query(int64_t row, Rotation<V>& rotation, float* to) {
+    const int64_t width = problem_.width, both = problem_.maps * width;
+    if (row >= block_.rows) return void(std::memset(to, 0, both * sizeof(float)));
+    for (int map = 0; map < problem_.maps; ++map) {
+      // Neighbouring rows of a block lie a page apart, where no processor looks ahead by itself.
+      if (row + kAhead < block_.rows) prefetch(query(row + kAhead, map), width * sizeof(float));
+      decode<V>(problem_.activations, query(row, map), width, to + map * width);
+    }
+    rotation.move_to(problem_.start[block_.sequence] + token(row));
+    for (int64_t c = 0; c < both; c += problem_.keys.width) rotation.turn(to + c);
+    for (int64_t c = 0; c < both; ++c) to[c] = to[c] * problem_.scale * key_scales_[c];
+  }
+
+  void gather_key_scales() {
+    const float* scale = problem_.keys.scale_of(block_.kv_pair);
+    for (int map = 0; map < problem_.maps; ++map) {
+      for (int64_t c = 0; c < problem_.width; ++c) {
+        key_scales_[map * problem_.width + c] = scale ? scale[problem_.key_offset(map) + c] : 1.0f;
       }
     }
   }
@@ -278,7 +293,7 @@ class BlockAttention {
   const int64_t first_key_, keys_;
   const int64_t row_stride_, key_stride_, logits_of_map_;
   const int64_t read_rows_;
-  float *logits_, *queries_, *sums_, *buffer_, *angles_, *row_, *of_rows_, *gates_;
+  float *logits_, *queries_, *sums_, *buffer_, *angles_, *staged_, *key_scales_, *of_rows_, *gates_;
 };
 
 template <class V>

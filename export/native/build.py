@@ -15,7 +15,7 @@ SOURCES = Path(__file__).parent
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
 # g++ takes AVX-512's own headers for readers of uninitialized registers.
-_FLAGS += ["-Wno-unknown-warning-option", "-Wno-maybe-uninitialized"]
+_FLAGS += ["-Wno-unknown-warning-option", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
 _AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 _AVX512 = [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
 _INTEL, _ARM = ("x86_64", "amd64"), ("aarch64", "arm64")

@@ -12,23 +12,22 @@
 
 namespace diffquant {
 
-// Output channels whose codes lie side by side.
-constexpr int64_t kGroup = 16;
-
-// A matrix of codes in a kernel's order: for each group of channels a run of codes, then the next group's.
+// A matrix of codes in a kernel's order: for each group of channels, which lie side by side, a run of codes, then the
+// next group's.
 // Four neighbouring columns of a channel fill 32 bits; at 4 bits a byte holds a column and the one four further.
 struct PackedMatrix {
   int64_t channels, width, block, bits;
   uint8_t* codes;
-  float* scales;  // [groups, blocks, kGroup]
+  float* scales;  // [groups, blocks, group]
+  int64_t group = 0;  // channels; the kernel's
 
   DIFFQUANT_INLINE int64_t blocks() const { return (width + block - 1) / block; }
   DIFFQUANT_INLINE int64_t padded() const { return blocks() * block; }
-  DIFFQUANT_INLINE int64_t groups() const { return (channels + kGroup - 1) / kGroup; }
-  DIFFQUANT_INLINE int64_t group_bytes() const { return padded() * kGroup * bits / 8; }
+  DIFFQUANT_INLINE int64_t groups() const { return (channels + group - 1) / group; }
+  DIFFQUANT_INLINE int64_t group_bytes() const { return padded() * group * bits / 8; }
 };
 
-// Rows of activations, rounded: codes of int8 or int16 [rows, padded], the others [rows, blocks].
+// Rows of activations, rounded: codes of int8 or int16 [rows, padded], the others [blocks, rows].
 struct RoundedRows {
   int64_t rows;
   uint8_t* codes;
@@ -39,6 +38,8 @@ struct RoundedRows {
 
 struct MatmulKernel {
   const char* name;
+  // Channels whose codes lie side by side.
+  int64_t group;
   // Bytes of a rounded activation, for codes of so many bits.
   int64_t (*activation_bytes)(int64_t bits);
   // Fills a packed matrix, whose memory is there, from MatMulNBits' codes [channels, blocks, block * bits / 8] and
@@ -57,5 +58,7 @@ extern const MatmulKernel kPlainMatmul, kAvx2Matmul, kVnniMatmul, kNeonMatmul;
 const MatmulKernel* matmul_kernel();
 // The kernel of that name (plain, avx2, avx512vnni, neon), or null if this processor cannot run it.
 const MatmulKernel* find_matmul_kernel(const char* name);
+// Sessions that are opened from now on use the kernel of that name; returns whether this processor runs it.
+bool use_matmul_kernel(const char* name);
 
 }  // namespace diffquant

@@ -110,7 +110,7 @@ struct Avx2Matmul : CodesAsStored {
   static void add_block(const Tile& t, int64_t block, const __m256i (&whole)[rows][2], __m256 (&sums)[rows][2]) {
     const __m256 scales[2] = {_mm256_load_ps(t.scales + block * kGroup), _mm256_load_ps(t.scales + block * kGroup + 8)};
     for (int r = 0; r < rows; ++r) {
-      const __m256 scale = _mm256_set1_ps(t.activation_scales[r * t.matrix.blocks() + block]);
+      const __m256 scale = _mm256_set1_ps(t.activation_scales[block * t.all_rows + r]);
       for (int i = 0; i < 2; ++i) {
         sums[r][i] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(whole[r][i]), _mm256_mul_ps(scale, scales[i]), sums[r][i]);
       }
@@ -125,7 +125,7 @@ struct Avx2Matmul : CodesAsStored {
   }
 
   static __m256i offset(const Tile& t, int64_t row, int64_t block) {
-    return _mm256_set1_epi32(t.offsets[row * t.matrix.blocks() + block]);
+    return _mm256_set1_epi32(t.offsets[block * t.all_rows + row]);
   }
   static __m256i load(const uint8_t* from) { return _mm256_load_si256(reinterpret_cast<const __m256i*>(from)); }
   static __m256i four_bytes(const uint8_t* from) {

@@ -6,8 +6,11 @@ namespace diffquant {
 namespace {
 
 struct VnniMatmul : CodesAsStored {
-  // As many chains of products as hide the four cycles of each.
-  static constexpr int kRows = 12;
+  // Twelve chains of products hide the four cycles of each, and their sums as floats fill the other registers. Two
+  // vectors of channels share an activation's broadcast, which would else take all that a core can load.
+  static constexpr int kRows = 6;
+  static constexpr int kVectors = 2;
+  static constexpr int64_t kGroup = 16 * kVectors;
 
   template <int bits, int rows>
   static void tile(const Tile& t) {
@@ -15,38 +18,64 @@ struct VnniMatmul : CodesAsStored {
     const uint8_t* codes = t.codes;
     const uint8_t* activations = t.activations;
     constexpr int kStep = bits == 4 ? 8 : 4;
-    __m512 sums[rows];
-    for (auto& sum : sums) sum = _mm512_setzero_ps();
+    __m512 sums[rows][kVectors];
+    for (auto& row : sums) {
+      for (auto& sum : row) sum = _mm512_setzero_ps();
+    }
     for (int64_t block = 0; block < t.matrix.blocks(); ++block) {
-      __m512i whole[rows];
-      for (int r = 0; r < rows; ++r) whole[r] = _mm512_set1_epi32(t.offsets[r * t.matrix.blocks() + block]);
-      for (int64_t k = 0; k < t.matrix.block; k += kStep, codes += 64, activations += kStep) {
-        const __m512i a = _mm512_load_si512(reinterpret_cast<const void*>(codes));
+      __m512i whole[rows][kVectors];
+      for (int r = 0; r < rows; ++r) {
+        for (auto& sum : whole[r]) sum = _mm512_set1_epi32(t.offsets[block * t.all_rows + r]);
+      }
+      for (int64_t k = 0; k < t.matrix.block; k += kStep, codes += 4 * kGroup, activations += kStep) {
+        __m512i a[kVectors];
+        for (int i = 0; i < kVectors; ++i) a[i] = _mm512_load_si512(reinterpret_cast<const void*>(codes + 64 * i));
         if constexpr (bits == 4) {
-          add_bytes(whole, _mm512_and_si512(a, low), activations, t.row_bytes);
-          add_bytes(whole, _mm512_and_si512(_mm512_srli_epi16(a, 4), low), activations + 4, t.row_bytes);
+          __m512i half[kVectors];
+          for (int i = 0; i < kVectors; ++i) half[i] = _mm512_and_si512(a[i], low);
+          add_bytes(whole, half, activations, t.row_bytes);
+          for (int i = 0; i < kVectors; ++i) half[i] = _mm512_and_si512(_mm512_srli_epi16(a[i], 4), low);
+          add_bytes(whole, half, activations + 4, t.row_bytes);
         } else {
           add_bytes(whole, a, activations, t.row_bytes);
         }
       }
-      const __m512 scales = _mm512_load_ps(t.scales + block * kGroup);
-      for (int r = 0; r < rows; ++r) {
-        const __m512 scale = _mm512_mul_ps(_mm512_set1_ps(t.activation_scales[r * t.matrix.blocks() + block]), scales);
-        sums[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole[r]), scale, sums[r]);
+      for (int i = 0; i < kVectors; ++i) {
+        const __m512 scales = _mm512_load_ps(t.scales + block * kGroup + 16 * i);
+        for (int r = 0; r < rows; ++r) {
+          const __m512 scale = _mm512_mul_ps(_mm512_set1_ps(t.activation_scales[block * t.all_rows + r]), scales);
+          sums[r][i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole[r][i]), scale, sums[r][i]);
+        }
       }
     }
-    for (int r = 0; r < rows; ++r) _mm512_store_ps(t.sums + r * kGroup, sums[r]);
+    for (int r = 0; r < rows; ++r) {
+      for (int i = 0; i < kVectors; ++i) _mm512_store_ps(t.sums + r * kGroup + 16 * i, sums[r][i]);
+    }
   }
 
  private:
   template <int rows>
-  DIFFQUANT_INLINE static void add_bytes(__m512i (&whole)[rows], __m512i a, const uint8_t* x, int64_t row_bytes) {
-#pragma GCC unroll 12
+  DIFFQUANT_INLINE static void add_bytes(__m512i (&whole)[rows][kVectors], const __m512i (&a)[kVectors],
+                                         const uint8_t* x, int64_t row_bytes) {
+#pragma GCC unroll 6
     for (int r = 0; r < rows; ++r) {
       int32_t four;
       std::memcpy(&four, x + r * row_bytes, sizeof four);
-      whole[r] = _mm512_dpbusd_epi32(whole[r], a, _mm512_set1_epi32(four));
+      const __m512i b = _mm512_set1_epi32(four);
+      for (int i = 0; i < kVectors; ++i) {
+        whole[r][i] = _mm512_dpbusd_epi32(whole[r][i], a[i], b);
+        keep_in_place(whole[r][i]);
+      }
     }
+  }
+
+  // Otherwise g++ gives each sum of a step another register, and moves them all back.
+  DIFFQUANT_INLINE static void keep_in_place(__m512i& sum) {
+#if defined(__AVX512F__)
+    asm("" : "+v"(sum));
+#else
+    static_cast<void>(sum);
+#endif
   }
 };
 

@@ -13,16 +13,18 @@ namespace {
 struct Tile {
   const PackedMatrix& matrix;
   const uint8_t* codes;      // of the group
-  const float* scales;       // of the group [blocks, kGroup]
+  const float* scales;       // of the group [blocks, group]
   const uint8_t* activations;
   int64_t row_bytes;
-  const float* activation_scales;
-  const int32_t* offsets;
-  float* sums;  // [rows, kGroup]
+  int64_t all_rows;
+  const float* activation_scales;  // [blocks, all_rows], from the tile's first row on
+  const int32_t* offsets;          // alike
+  float* sums;                     // [rows, group]
 };
 
 // What an instruction set takes from here where it says nothing else: codes in their order, times int8.
 struct CodesAsStored {
+  static constexpr int64_t kGroup = 16;
   template <int bits>
   using Activation = int8_t;
   template <int bits>
@@ -34,6 +36,7 @@ struct CodesAsStored {
 
 // An instruction set's `Isa` has
 //     kRows: rows of a tile;
+//     kGroup: channels of a tile;
 //     Activation<bits>: type of a rounded activation;
 //     kZero<bits>: zero point of the codes as its tile reads them;
 //     byte_of(bits, i): which of a channel's four bytes holds column i of four;
@@ -41,6 +44,7 @@ struct CodesAsStored {
 //     tile<bits, rows>(Tile).
 template <class Isa>
 struct Matmul {
+  static constexpr int64_t kGroup = Isa::kGroup;
   template <int bits>
   using ActivationOf = typename Isa::template Activation<bits>;
 
@@ -94,7 +98,7 @@ struct Matmul {
       Activation* codes = reinterpret_cast<Activation*>(rows.codes) + row * m.padded();
       for (int64_t block = 0; block < m.blocks(); ++block) {
         const int64_t begin = block * m.block, count = smaller(m.block, m.width - begin);
-        const int64_t i = row * m.blocks() + block;
+        const int64_t i = block * rows.rows + row;
         const int32_t sum = round_block(x + row * m.width + begin, count, codes + begin, rows.scales[i]);
         for (int64_t k = count; k < m.block; ++k) codes[begin + k] = 0;
         rows.offsets[i] = -Isa::template kZero<bits> * sum;
@@ -141,15 +145,32 @@ struct Matmul {
                         m.scales + group * m.blocks() * kGroup,
                         rows.codes + row * row_bytes,
                         row_bytes,
-                        rows.scales + row * m.blocks(),
-                        rows.offsets + row * m.blocks(),
+                        rows.rows,
+                        rows.scales + row,
+                        rows.offsets + row,
                         sums};
         run<bits, Isa::kRows>(tile, height);
+        // While later rows use this group's codes, the next one's arrive.
+        if (row && group + 1 < m.groups()) prefetch_share(tile.codes + m.group_bytes(), m.group_bytes(), row, height, rows.rows);
         for (int64_t i = 0; i < height; ++i) {
-          std::memcpy(y + (row + i) * m.channels + channel, sums + i * kGroup, count * sizeof(float));
+          copy_group(sums + i * kGroup, count, y + (row + i) * m.channels + channel);
         }
       }
     }
+  }
+
+  // Asks for the part of `bytes` that `height` rows are of all, from `row` on.
+  static void prefetch_share(const uint8_t* from, int64_t bytes, int64_t row, int64_t height, int64_t rows) {
+    const int64_t first = Isa::kRows, tail = rows - first;
+    for (int64_t i = (row - first) * bytes / tail & -64; i < (row - first + height) * bytes / tail; i += 64) {
+      __builtin_prefetch(from + i, 0, 2);
+    }
+  }
+
+  // Copies `count` floats, most often a whole group: a size known beforehand needs no call.
+  static void copy_group(const float* from, int64_t count, float* to) {
+    if (count == kGroup) return void(std::memcpy(to, from, kGroup * sizeof(float)));
+    std::memcpy(to, from, count * sizeof(float));
   }
 
   // The tile of exactly `height` rows.
@@ -164,7 +185,7 @@ struct Matmul {
 
 template <class Isa>
 constexpr MatmulKernel make_matmul(const char* name) {
-  return {name, Matmul<Isa>::activation_bytes, Matmul<Isa>::pack, Matmul<Isa>::round, Matmul<Isa>::multiply};
+  return {name, Isa::kGroup, Matmul<Isa>::activation_bytes, Matmul<Isa>::pack, Matmul<Isa>::round, Matmul<Isa>::multiply};
 }
 
 }  // namespace

@@ -26,7 +26,7 @@ struct NeonMatmul : CodesAsStored {
     for (int64_t block = 0; block < t.matrix.blocks(); ++block) {
       int32x4_t whole[rows][kParts];
       for (int r = 0; r < rows; ++r) {
-        for (auto& part : whole[r]) part = vdupq_n_s32(t.offsets[r * t.matrix.blocks() + block]);
+        for (auto& part : whole[r]) part = vdupq_n_s32(t.offsets[block * t.all_rows + r]);
       }
       for (int64_t k = 0; k < t.matrix.block; k += kStep, codes += 64, activations += kStep) {
         int8x16_t four[rows][2];
@@ -49,7 +49,7 @@ struct NeonMatmul : CodesAsStored {
         }
       }
       for (int r = 0; r < rows; ++r) {
-        const float scale = t.activation_scales[r * t.matrix.blocks() + block];
+        const float scale = t.activation_scales[block * t.all_rows + r];
         for (int i = 0; i < kParts; ++i) {
           const float32x4_t scales = vmulq_n_f32(vld1q_f32(t.scales + block * kGroup + 4 * i), scale);
           sums[r][i] = vfmaq_f32(sums[r][i], vcvtq_f32_s32(whole[r][i]), scales);

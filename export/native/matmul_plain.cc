@@ -13,11 +13,11 @@ struct PlainMatmul : CodesAsStored {
     for (int64_t channel = 0; channel < kGroup; ++channel) {
       float sum = 0;
       for (int64_t block = 0; block < t.matrix.blocks(); ++block) {
-        int32_t product = t.offsets[block];
+        int32_t product = t.offsets[block * t.all_rows];
         for (int64_t k = block * t.matrix.block; k < (block + 1) * t.matrix.block; ++k) {
           product += activations[k] * code<bits>(t.codes, channel, k);
         }
-        const float scale = t.activation_scales[block] * t.scales[block * kGroup + channel];
+        const float scale = t.activation_scales[block * t.all_rows] * t.scales[block * kGroup + channel];
         sum = __builtin_fmaf(static_cast<float>(product), scale, sum);
       }
       t.sums[channel] = sum;

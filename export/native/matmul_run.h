@@ -16,9 +16,10 @@ class OwnedMatrix {
  public:
   // `shape` is without memory; codes and scales are MatMulNBits'. Throws std::bad_alloc.
   OwnedMatrix(const MatmulKernel& kernel, PackedMatrix shape, const uint8_t* codes, const float* scales)
-      : matrix_(shape),
-        codes_(allocate(shape.groups() * shape.group_bytes())),
-        scales_(allocate(shape.groups() * shape.blocks() * kGroup * sizeof(float))) {
+      : matrix_(shape) {
+    matrix_.group = kernel.group;
+    codes_ = allocate(matrix_.groups() * matrix_.group_bytes());
+    scales_ = allocate(matrix_.groups() * matrix_.blocks() * matrix_.group * sizeof(float));
     matrix_.codes = static_cast<uint8_t*>(codes_.get());
     matrix_.scales = static_cast<float*>(scales_.get());
     kernel.pack(matrix_, codes, scales);
@@ -65,7 +66,7 @@ void multiply_rows(const MatmulKernel& kernel, const PackedMatrix& m, const floa
     parallel((rounded.rows + rows_each - 1) / rows_each, [&](int64_t i) {
       kernel.round(m, x + first * m.width, rounded, i * rows_each, std::min(rounded.rows, (i + 1) * rows_each));
     });
-    const int64_t groups_each = std::max<int64_t>(kTaskProducts / (rounded.rows * m.padded() * kGroup), 1);
+    const int64_t groups_each = std::max<int64_t>(kTaskProducts / (rounded.rows * m.padded() * m.group), 1);
     parallel((m.groups() + groups_each - 1) / groups_each, [&](int64_t i) {
       const int64_t last = std::min(m.groups(), (i + 1) * groups_each);
       kernel.multiply(m, rounded, i * groups_each, last, y + first * m.channels);

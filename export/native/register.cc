@@ -145,6 +145,10 @@ DIFFQUANT_EXPORT const char* diffquant_matmul_kernel_name() {
   return kernel ? kernel->name : nullptr;
 }
 
+// Has sessions of this process use another instruction set for products with codes, to test or measure it; returns 0
+// where this processor lacks it. Registering fixes whether there is one at all: this comes before the first session.
+DIFFQUANT_EXPORT int diffquant_use_matmul_kernel(const char* name) { return diffquant::use_matmul_kernel(name); }
+
 // How often a product with codes has run in this process.
 DIFFQUANT_EXPORT int64_t diffquant_matmul_calls() { return diffquant::matmul_calls(); }
 

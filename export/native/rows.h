@@ -117,6 +117,16 @@ void write_row(const Cache& cache, int64_t kv_pair, float* row, uint8_t* to) {
   for (int64_t i = 0; i < cache.width; ++i) to[i] = static_cast<uint8_t>(static_cast<int8_t>(row[i]));
 }
 
+// to[column][row] of kLanes rows, which lie `stride` floats apart, and `width` columns.
+template <class V>
+void transpose_rows(const float* from, int64_t stride, int64_t width, float* to, int64_t to_stride) {
+  int64_t c = 0;
+  for (; c + V::kLanes <= width; c += V::kLanes) V::transpose(from + c, stride, to + c * to_stride, to_stride);
+  for (; c < width; ++c) {
+    for (int64_t row = 0; row < V::kLanes; ++row) to[c * to_stride + row] = from[row * stride + c];
+  }
+}
+
 inline void rotate_one(float* a, float* b, float cos, float sin) {
   const float turned = *a * cos - *b * sin;
   *b = *a * sin + *b * cos;
@@ -132,7 +142,8 @@ class Rotation {
       : problem_(problem), half_(problem.keys.width / 2), cos_(buffer), sin_(buffer + half_) {}
 
   void move_to(int64_t position) {
-    if (!problem_.cos) return;
+    if (!problem_.cos || position == position_) return;
+    position_ = position;
     decode<V>(problem_.activations, row_at(problem_.cos, problem_.activations, position, half_), half_, cos_);
     decode<V>(problem_.activations, row_at(problem_.sin, problem_.activations, position, half_), half_, sin_);
   }
@@ -149,7 +160,7 @@ class Rotation {
 
  private:
   const Problem& problem_;
-  int64_t half_;
+  int64_t half_, position_ = -1;
   float *cos_, *sin_;
 };
 

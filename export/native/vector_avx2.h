@@ -59,6 +59,25 @@ struct Avx2 {
     return _mm256_add_ps(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31));
   }
 
+  // to[column][row] of kLanes rows and columns.
+  static void transpose(const float* from, int64_t stride, float* to, int64_t to_stride) {
+    Vec columns[2][4];  // of four rows each: half k of column j has column 4k + j
+    for (int i = 0; i < 2; ++i) {
+      const float* rows = from + 4 * i * stride;
+      const Vec a = load(rows), b = load(rows + stride), c = load(rows + 2 * stride), d = load(rows + 3 * stride);
+      const __m256d ab = _mm256_castps_pd(_mm256_unpacklo_ps(a, b)), ab_high = _mm256_castps_pd(_mm256_unpackhi_ps(a, b));
+      const __m256d cd = _mm256_castps_pd(_mm256_unpacklo_ps(c, d)), cd_high = _mm256_castps_pd(_mm256_unpackhi_ps(c, d));
+      columns[i][0] = _mm256_castpd_ps(_mm256_unpacklo_pd(ab, cd));
+      columns[i][1] = _mm256_castpd_ps(_mm256_unpackhi_pd(ab, cd));
+      columns[i][2] = _mm256_castpd_ps(_mm256_unpacklo_pd(ab_high, cd_high));
+      columns[i][3] = _mm256_castpd_ps(_mm256_unpackhi_pd(ab_high, cd_high));
+    }
+    for (int j = 0; j < 4; ++j) {
+      store(to + j * to_stride, _mm256_permute2f128_ps(columns[0][j], columns[1][j], 0x20));
+      store(to + (4 + j) * to_stride, _mm256_permute2f128_ps(columns[0][j], columns[1][j], 0x31));
+    }
+  }
+
   static Vec load_half(const uint16_t* from) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
   }

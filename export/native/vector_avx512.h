@@ -50,6 +50,31 @@ struct Avx512 {
     return sum_neighbours(sum_neighbours(quarters[0], quarters[1]), sum_neighbours(quarters[2], quarters[3]));
   }
 
+  // to[column][row] of kLanes rows and columns.
+  static void transpose(const float* from, int64_t stride, float* to, int64_t to_stride) {
+    Vec columns[4][4];  // of four rows each: quarter k of column j has column 4k + j
+    for (int i = 0; i < 4; ++i) {
+      const float* rows = from + 4 * i * stride;
+      const Vec a = load(rows), b = load(rows + stride), c = load(rows + 2 * stride), d = load(rows + 3 * stride);
+      const __m512d ab = _mm512_castps_pd(_mm512_unpacklo_ps(a, b)), ab_high = _mm512_castps_pd(_mm512_unpackhi_ps(a, b));
+      const __m512d cd = _mm512_castps_pd(_mm512_unpacklo_ps(c, d)), cd_high = _mm512_castps_pd(_mm512_unpackhi_ps(c, d));
+      columns[i][0] = _mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd));
+      columns[i][1] = _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd));
+      columns[i][2] = _mm512_castpd_ps(_mm512_unpacklo_pd(ab_high, cd_high));
+      columns[i][3] = _mm512_castpd_ps(_mm512_unpackhi_pd(ab_high, cd_high));
+    }
+    for (int j = 0; j < 4; ++j) {
+      const Vec low = _mm512_shuffle_f32x4(columns[0][j], columns[1][j], 0x44);
+      const Vec high = _mm512_shuffle_f32x4(columns[0][j], columns[1][j], 0xee);
+      const Vec low_rest = _mm512_shuffle_f32x4(columns[2][j], columns[3][j], 0x44);
+      const Vec high_rest = _mm512_shuffle_f32x4(columns[2][j], columns[3][j], 0xee);
+      store(to + j * to_stride, _mm512_shuffle_f32x4(low, low_rest, 0x88));
+      store(to + (4 + j) * to_stride, _mm512_shuffle_f32x4(low, low_rest, 0xdd));
+      store(to + (8 + j) * to_stride, _mm512_shuffle_f32x4(high, high_rest, 0x88));
+      store(to + (12 + j) * to_stride, _mm512_shuffle_f32x4(high, high_rest, 0xdd));
+    }
+  }
+
   static Vec load_half(const uint16_t* from) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
   }

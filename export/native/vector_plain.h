@@ -91,6 +91,11 @@ struct Plain {
     return map([&](int i) { return sum(each[i]); });
   }
 
+  // to[column][row] of kLanes rows and columns.
+  static void transpose(const float* from, int64_t stride, float* to, int64_t to_stride) {
+    for (int64_t i = 0; i < kLanes * kLanes; ++i) to[i / kLanes * to_stride + i % kLanes] = from[i % kLanes * stride + i / kLanes];
+  }
+
   static Vec load_half(const uint16_t* from) {
     return map([=](int i) { return float_of_half(from[i]); });
   }

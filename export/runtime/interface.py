@@ -16,15 +16,38 @@ _TOKENS = ("input_ids", "attention_mask")
 
 
 @dataclass(frozen=True)
-class CacheShape:
-    """Names and sizes of a model's KV cache.
+class StateShape:
+    """Name and size of a state that a call replaces.
 
     Attributes:
-        inputs: names of the inputs that take the past, by layer and part.
-        outputs: names of the outputs that give the present, in the same order.
+        input: name of the input that takes it.
+        output: name of the output that gives it.
+        sizes: its sizes behind the batch.
+        dtype: dtype of its entries.
+    """
+
+    input: str
+    output: str
+    sizes: tuple[int, int]
+    dtype: np.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes of one sequence."""
+        return self.sizes[0] * self.sizes[1] * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """Names and sizes of a model's cache: keys and values of each token, and states of a whole sequence.
+
+    Attributes:
+        inputs: names of the inputs that take keys and values of the past, by layer and part.
+        outputs: names of the outputs that give those of the present, in the same order.
         kv_pairs: number h_kv of KV pairs.
         width: entries that a KV pair stores a token, two codes of 4 bits to an entry.
         dtype: dtype of the entries.
+        states: states beside keys and values; none in a Transformer.
     """
 
     inputs: tuple[str, ...]
@@ -32,16 +55,22 @@ class CacheShape:
     kv_pairs: int
     width: int
     dtype: np.dtype
+    states: tuple[StateShape, ...] = ()
 
     @property
     def row_bytes(self) -> int:
         """Bytes that one token of one sequence takes in all layers."""
         return len(self.inputs) * self.kv_pairs * self.width * self.dtype.itemsize
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that the states of one sequence take."""
+        return sum(state.nbytes for state in self.states)
+
 
 @dataclass(frozen=True)
 class Interface:
-    """What an exported graph takes beside tokens and their mask, and gives.
+    """Inputs of an exported graph beside tokens and their mask, and its outputs.
 
     Attributes:
         cache: shape of the KV cache, or None if the model has none.
@@ -92,16 +121,37 @@ def _problems(
         yield "its logits are not [batch, sequence, vocabulary]"
     if logits is not None and logits.elem_type not in (TensorProto.FLOAT, TensorProto.FLOAT16):
         yield "its logits are no floats"
-    kinds = {(inputs[name].elem_type, *(dim.dim_value for dim in inputs[name].shape.dim)) for name in past}
+    shapes = {name: [dim.dim_value for dim in inputs[name].shape.dim] for name in past}
+    states, rows = (list(filter(of_kind, past)) for of_kind in (_is_state, lambda name: not _is_state(name)))
+    if not all(len(shapes[name]) == 3 and 0 not in shapes[name][2:] for name in states):
+        yield "its states are not [batch, size, size]"
+    if states and not rows:
+        yield "it has states and no keys"
+    kinds = {(inputs[name].elem_type, *shapes[name]) for name in rows}
     if len(kinds) > 1 or any(len(kind) != 5 or 0 in (kind[0], kind[2], kind[4]) for kind in kinds):
         yield "its caches are not [batch, KV pairs, tokens, width] of one type each"
 
 
 def _cache_shape(inputs: Mapping[str, onnx.TypeProto.Tensor], past: list[str]) -> CacheShape:
-    kind = inputs[past[0]]
+    rows = tuple(name for name in past if not _is_state(name))
+    kind = inputs[rows[0]]
     _, kv_pairs, _, width = (dim.dim_value for dim in kind.shape.dim)
-    dtype = helper.tensor_dtype_to_np_dtype(kind.elem_type)
-    return CacheShape(tuple(past), tuple(map(_present, past)), kv_pairs, width, dtype)
+    states = tuple(_state_shape(name, inputs[name]) for name in past if _is_state(name))
+    return CacheShape(rows, tuple(map(_present, rows)), kv_pairs, width, _dtype(kind), states)
+
+
+def _state_shape(name: str, kind: onnx.TypeProto.Tensor) -> StateShape:
+    _, first, second = (dim.dim_value for dim in kind.shape.dim)
+    return StateShape(name, _present(name), (first, second), _dtype(kind))
+
+
+def _dtype(kind: onnx.TypeProto.Tensor) -> np.dtype:
+    return helper.tensor_dtype_to_np_dtype(kind.elem_type)
+
+
+def _is_state(past: str) -> bool:
+    """Whether an input takes a state, and not rows of each token."""
+    return past.endswith("_state")
 
 
 def _present(past: str) -> str:

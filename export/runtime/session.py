@@ -87,8 +87,10 @@ class OnnxModel:
         if not self.takes_padding:
             graph, is_changed = without_flex(graph), True
         if extra_outputs:
-            kind = interface.kind
-            graph.graph.output.extend(helper.make_tensor_value_info(name, kind, None) for name in extra_outputs)
+            own_kinds = {value.name: value.type.tensor_type.elem_type for value in graph.graph.value_info}
+            graph.graph.output.extend(
+                helper.make_tensor_value_info(name, own_kinds.get(name, interface.kind), None) for name in extra_outputs
+            )
         if accuracy_level is not None:
             _set_accuracy(graph, accuracy_level)
         native = native and self.device.kind == "cpu"
@@ -119,11 +121,17 @@ class OnnxModel:
         return self.cache
 
     def empty_cache(self, batch: int, rows: int = 0) -> list[ort.OrtValue]:
-        """Caches on the device that hold no token, in the order of `cache.inputs`, with room for `rows` tokens."""
+        """Caches on the device that hold no token: those of `cache.inputs`, with room for `rows` tokens, and states."""
         if self.cache is None:
             return []
         shape = (batch, self.cache.kv_pairs, rows, self.cache.width)
-        return [self.device.value(np.zeros(shape, self.cache.dtype)) for _ in self.cache.inputs]
+        of_tokens = [self.device.value(np.zeros(shape, self.cache.dtype)) for _ in self.cache.inputs]
+        return of_tokens + self.empty_states(batch)
+
+    def empty_states(self, batch: int) -> list[ort.OrtValue]:
+        """States on the device as they are before the first token, in the order of `cache.states`."""
+        states = () if self.cache is None else self.cache.states
+        return [self.device.value(np.zeros((batch, *state.sizes), state.dtype)) for state in states]
 
     def run(
         self, ids: np.ndarray, mask: np.ndarray, past: list[ort.OrtValue], outputs: tuple[str, ...] = ("logits",)
@@ -140,9 +148,11 @@ class OnnxModel:
         for name in outputs:
             binding.bind_output(name)
         if self.cache is not None:
-            for name, value in zip(self.cache.inputs, past, strict=True):
+            states = self.cache.states
+            taken = (*self.cache.inputs, *(state.input for state in states))
+            for name, value in zip(taken, past, strict=True):
                 binding.bind_ortvalue_input(name, value)
-            for name in self.cache.outputs:
+            for name in (*self.cache.outputs, *(state.output for state in states)):
                 binding.bind_output(name, self.device.kind, self.device.index)
         self.run_bound(binding)
         results = binding.get_outputs()
@@ -171,20 +181,28 @@ class InPlaceDecoder:
         self.rows = rows
         self.length = 0
         self._binding = model.session.io_binding()
-        self._buffers = model.empty_cache(batch, rows)
+        tokens = len(self.cache.inputs)
+        buffers = model.empty_cache(batch, rows)
+        self._buffers, states = buffers[:tokens], buffers[tokens:]
         for past, present, buffer in zip(self.cache.inputs, self.cache.outputs, self._buffers, strict=True):
             self._binding.bind_ortvalue_input(past, buffer)
             self._binding.bind_ortvalue_output(present, buffer)
+        # A state is replaced as a whole, which nobody promises to do in its own place: calls alternate between two.
+        self._states, self._next_states = states, model.empty_states(batch)
 
     @property
     def nbytes(self) -> int:
         """Size of the caches."""
-        return self.cache.row_bytes * self.batch * self.rows
+        return self.batch * (self.cache.row_bytes * self.rows + 2 * self.cache.state_bytes)
 
     def step(self, ids: np.ndarray) -> np.ndarray:
         """Append tokens [B, T] to the batch, and return their logits [B, T, V], or the last one's alone [B, 1, V]."""
         self.length += ids.shape[1]
         bind_tokens(self._binding, ids, np.ones((self.batch, self.length), np.int64))
+        for state, past, present in zip(self.cache.states, self._states, self._next_states, strict=True):
+            self._binding.bind_ortvalue_input(state.input, past)
+            self._binding.bind_ortvalue_output(state.output, present)
+        self._states, self._next_states = self._next_states, self._states
         positions = ids.shape[1] if self.model.gives_every_position else 1
         # Bound to an array of ours: the runtime's own output would be copied into one.
         logits = np.empty((self.batch, positions, self.model.vocabulary), self.model.dtype)

@@ -15,7 +15,7 @@ class ExportTarget(Protocol):
 
     @property
     def name(self) -> str:
-        """What users call it."""
+        """The target's name in commands."""
         ...
 
     def opens(self, folder: Path) -> bool:
@@ -23,7 +23,7 @@ class ExportTarget(Protocol):
         ...
 
     def runtime(self) -> "Runtime":
-        """What evaluations run such folders with.
+        """The runtime that evaluations open such folders with.
 
         Raises:
             MissingDependencyError: a library that it needs is not installed.
@@ -48,7 +48,7 @@ def target_of(folder: Path) -> ExportTarget | None:
 
 
 def runtime_of(folder: Path) -> "Runtime | None":
-    """What opens an exported folder, for sweeps and evaluations; None for a checkpoint.
+    """The runtime that opens an exported folder, for sweeps and evaluations; None for a checkpoint.
 
     Raises:
         MissingDependencyError: a library that it needs is not installed.

@@ -54,7 +54,7 @@ def keep(x: Tensor, block: int) -> Tensor:  # noqa: ARG001  nothing is rounded
 
 @cache
 def runtime_rounding(bits: int, block: int) -> Rounding | None:
-    """The rule by which this machine's ONNX Runtime rounds activations; None where it is none of those known.
+    """The rule by which this machine's ONNX Runtime rounds activations; None if it is none of those known.
 
     Args:
         bits: width of the weight's codes, 4 or 8.

@@ -96,16 +96,25 @@ class Past:
     Attributes:
         keys: [1, key heads, P, d] in DiffTransformer's order: floats, or codes as floats where the cache is quantized.
         values: [1, h_kv, P, dv], likewise.
+        states: those of layers that keep states instead, [1, ...] each; None where no layer does.
     """
 
     keys: Tensor
     values: Tensor
+    states: tuple[Tensor, Tensor] | None = None
 
     @classmethod
-    def of(cls, keys: np.ndarray, values: np.ndarray, orders: tuple[Tensor, Tensor]) -> "Past":
+    def of(
+        cls,
+        keys: np.ndarray,
+        values: np.ndarray,
+        orders: tuple[Tensor, Tensor],
+        states: tuple[Tensor, Tensor] | None = None,
+    ) -> "Past":
         """The rows of an exported model's caches, [1, h_kv, P, entries] as it stores them."""
         flat = (torch.from_numpy(_codes(x)[0]).movedim(0, 1).flatten(1) for x in (keys, values))
-        return cls(*(rows[:, order].movedim(0, 1)[None].float() for rows, order in zip(flat, orders, strict=True)))
+        of_model = [rows[:, order].movedim(0, 1)[None].float() for rows, order in zip(flat, orders, strict=True)]
+        return cls(of_model[0], of_model[1], states)
 
     @property
     def length(self) -> int:
@@ -122,7 +131,7 @@ class GrowingCache(DynamicCache):
     """A cache of one layer that is extended call by call.
 
     Attributes:
-        static: what rounds keys and values; None where they stay as they are.
+        static: what rounds keys and values; None if they stay as they are.
         past: rows before the first call; None for none.
         held: keys and values as they are read, those of all calls so far.
     """

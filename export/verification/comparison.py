@@ -110,10 +110,10 @@ class Comparison:
         self._reached = 0
 
     def verification(self, scales: Measure | None, rotation: Measure | None) -> Verification:
-        """What the comparison says.
+        """Results of the comparison.
 
         Args:
-            scales: error of the cache's scales against calibration's; None where there is none to compare.
+            scales: error of the cache's scales against calibration's; None if there is none to compare.
             rotation: error of the tables of cosines and sines; None without them.
         """
         compared: list[Route] = []

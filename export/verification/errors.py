@@ -27,7 +27,7 @@ class StageErrors:
         return self.quantile(1.0)
 
     def quantile(self, share: float) -> tuple[float, ...]:
-        """What this share of all positions does not exceed, by stage."""
+        """The quantile of all positions' errors at this share, by stage."""
         return tuple(float(torch.cat(parts).quantile(share)) for parts in zip(*self.passages, strict=True))
 
     def behind(self, firsts: Sequence[int]) -> "StageErrors":
@@ -56,7 +56,7 @@ class StageNoise:
     many_flipped: StageErrors
 
     def typical(self, firsts: Sequence[int]) -> tuple[float, ...]:
-        """What the median over some passages' positions, from first ones on, hardly ever exceeds, by stage."""
+        """A bound that the median over some passages' positions, from first ones on, hardly ever exceeds, by stage."""
         # A code of the cache that flips is felt by all positions behind it: passages are what chance draws, not
         # positions. Four standard errors, where a passage counts as four.
         share = 0.5 + 1 / math.sqrt(len(firsts))

@@ -37,7 +37,7 @@ class FarCalls:
 
 
 def reach(model: OnnxModel, positions: int) -> int:
-    """Number of the context's positions, of so many, that `far_calls` reaches."""
+    """Number of a context's positions that `far_calls` reaches."""
     return min(positions, _most_rows(model.cache) + 1 if model.cache else _MOST_UNCACHED)
 
 
@@ -56,11 +56,12 @@ def far_calls(
         whole = np.resize(text, (1, end))
         yield FarCalls(WHOLE, [whole], [_read(model, whole, outputs)])
         return
-    sizes = _row_sizes(model, passages[-1])
+    sizes, states_after = _row_sizes(model, passages[-1])
     for length in past_lengths(end):
         rows = [_random_rows(model.cache, length, size, seed) for seed, size in enumerate(sizes)]
-        states = _behind(model, rows, tokens, outputs)
-        past = reference.past(*(part[:, :, :length] for part in rows))
+        states = _behind(model, rows, states_after, tokens, outputs)
+        keys, values = (part[:, :, :length] for part in rows)
+        past = reference.past(keys, values, states_after)
         at_once = max(1, _MOST_BYTES // (past.nbytes + 1))
         yield _together(Reading(past=past), tokens, states, at_once)
 
@@ -91,11 +92,13 @@ def _read(model: OnnxModel, ids: np.ndarray, outputs: tuple[str, ...]) -> list[n
     return states
 
 
-def _row_sizes(model: OnnxModel, passage: np.ndarray) -> list[float]:
-    """RMS of a passage's keys and values, over all layers."""
+def _row_sizes(model: OnnxModel, passage: np.ndarray) -> tuple[list[float], list[np.ndarray]]:
+    """RMS of a passage's keys and values, over all layers, and the states after it of the last layer that has some."""
     _, caches = model.run(passage, np.ones_like(passage), model.empty_cache(1))
-    parts = [[np.square(value.numpy().astype(np.float64)).mean() for value in caches[part::2]] for part in (0, 1)]
-    return [float(np.mean(part)) ** 0.5 for part in parts]
+    kept = 0 if model.cache is None else len(model.cache.inputs)
+    rows, states = caches[:kept], caches[kept:]
+    parts = [[np.square(value.numpy().astype(np.float64)).mean() for value in rows[part::2]] for part in (0, 1)]
+    return [float(np.mean(part)) ** 0.5 for part in parts], [state.numpy() for state in states[-2:]]
 
 
 def _random_rows(cache: CacheShape, length: int, size: float, seed: int) -> np.ndarray:
@@ -108,9 +111,13 @@ def _random_rows(cache: CacheShape, length: int, size: float, seed: int) -> np.n
 
 
 def _behind(
-    model: OnnxModel, rows: Sequence[np.ndarray], tokens: Sequence[np.ndarray], outputs: tuple[str, ...]
+    model: OnnxModel,
+    rows: Sequence[np.ndarray],
+    kept: Sequence[np.ndarray],
+    tokens: Sequence[np.ndarray],
+    outputs: tuple[str, ...],
 ) -> list[list[np.ndarray]]:
-    """States of each token behind the same rows, whose last one is the token's own.
+    """States of each token behind the same rows, whose last one is the token's own, and the same kept states.
 
     All layers share one buffer of keys and one of values, which keeps the whole at the size of one layer: a layer's
     row is read before the next layer, which needs its output, writes another there.
@@ -128,6 +135,8 @@ def _behind(
         for number, (past, present) in enumerate(zip(model.cache.inputs, model.cache.outputs, strict=True)):
             binding.bind_ortvalue_input(past, buffers[number % 2])
             binding.bind_ortvalue_output(present, buffers[number % 2])
+        for number, state in enumerate(model.cache.states):
+            binding.bind_ortvalue_input(state.input, model.device.value(kept[number % 2]))
         model.run_bound(binding)
         results: list[ort.OrtValue] = binding.get_outputs()
         states.append([value.numpy() for value in results[: len(outputs)]])

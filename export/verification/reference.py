@@ -4,7 +4,7 @@ A stage is the embedding, a layer, or the head behind the final norm. A stage's 
 of the stages before, so that an error is seen where it is made, and not through all that follows.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -23,7 +23,9 @@ from diffquant.export.verification.activations import Rounding, round_by_block, 
 from diffquant.export.verification.caches import GrowingCache, Past, StaticCache, to_model_order
 from diffquant.family.mask import Mask
 from diffquant.loading import load
-from diffquant.model.modeling import DiffLayer, DiffTransformer
+from diffquant.model.causal import CausalModel
+from diffquant.model.decoder import DecoderLayer
+from diffquant.model.modeling import DiffLayer
 from diffquant.recipe import Recipe
 from diffquant.source.source import Source
 
@@ -53,7 +55,7 @@ WHOLE = Reading()
 
 @dataclass(frozen=True)
 class _Kept:
-    """What a stage made of a whole sequence, for routes that give it the same states, or such a beginning of them."""
+    """A stage's output for a whole sequence, kept for routes that give it the same states or their beginning."""
 
     given: Tensor
     output: Tensor
@@ -85,7 +87,7 @@ class Reference:
         self._orders = state_order(source)
         by_layer = {layer: to_model_order(layer_scales, self._orders) for layer, layer_scales in scales.items()}
         self._cache = StaticCache(by_layer, options.kv_bits) if scales else None
-        self.model: DiffTransformer = load(source, Recipe(logits=options.logits), torch.float32, device="cpu")
+        self.model: CausalModel = load(source, Recipe(logits=options.logits), torch.float32, device="cpu")
         self.layers = self.model.config.num_hidden_layers
         self.rounds = False
         self.flipping = FLIPPING_LOGITS if options.logits.quantizes else FLIPPING
@@ -173,7 +175,7 @@ class Reference:
         return output[:, first:]
 
     def _beginning_of_another(self, number: int, x: Tensor) -> _Kept | None:
-        """What a stage made of states with which a sequence that it remembers begins."""
+        """A stage's output for states that begin a sequence it remembers."""
         if not self._shares_prefixes or self._reading is not WHOLE:
             return None
         length = x.shape[1]
@@ -190,8 +192,16 @@ class Reference:
         if number == 0:
             return model.embed_tokens(x), ()
         if number > self.layers:
-            return self.model.lm_head(model.norm(x)), ()
-        layer = cast(DiffLayer, model.layers[number - 1])
+            return self.model.lm_head(self._final_norm(x)), ()
+        return self._layer_output(number - 1, x, cached)
+
+    def _final_norm(self, x: Tensor) -> Tensor:
+        normed: Tensor = self.model.model.norm(x)
+        return normed
+
+    def _layer_output(self, number: int, x: Tensor, cached: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """A layer's output of states [B, T, D] behind keys and values that it cached, and what is cached after it."""
+        layer = cast(DiffLayer, self.model.model.layers[number])
         calls, past = self._reading.calls, self._reading.past
         cache = GrowingCache(self._cache, past, cached)
         first, parts = past.length if past else cached[0].shape[2] if cached else 0, []
@@ -200,9 +210,10 @@ class Reference:
             first += chunk.shape[1]
         return torch.cat(parts, 1), cache.held
 
-    def past(self, keys: np.ndarray, values: np.ndarray) -> Past:
-        """Rows of the exported model's caches [1, h_kv, P, entries], as `reading` takes them."""
-        return Past.of(keys, values, self._orders)
+    def past(self, keys: np.ndarray, values: np.ndarray, states: Sequence[np.ndarray] = ()) -> Past:
+        """Rows of the exported model's caches [1, h_kv, P, entries] and states [1, ...], as `reading` takes them."""
+        of_layer = tuple(torch.from_numpy(state.astype(np.float32)) for state in states)
+        return Past.of(keys, values, self._orders, (of_layer[0], of_layer[1]) if of_layer else None)
 
     def run(self, ids: np.ndarray) -> Tensor:
         """Logits [1, T, V] of token ids [1, T]: all stages."""
@@ -263,18 +274,19 @@ class Reference:
         """Have every result disturbed by its rounding error where that is asked for."""
         stored = _SUM if self._plan.options.dtype == "float32" else 2.0**-11
         for module in self.model.modules():
-            if isinstance(module, nn.Linear | LlamaRMSNorm):
+            if isinstance(module, nn.Linear | nn.LayerNorm | LlamaRMSNorm):
                 # Errors of a sum of K terms add up like a random walk (Higham and Mary, 2019).
                 width = module.weight.shape[-1]
                 module.register_forward_hook(self._disturbing_hook(max(stored, _SUM * width**0.5)))
-            elif isinstance(module, nn.Embedding | DiffLayer):
+            elif isinstance(module, nn.Embedding | DecoderLayer):
                 module.register_forward_hook(self._disturbing_hook(stored))
 
     def _disturbing_hook(self, size: float) -> Any:
-        def hook(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor | None:
-            if self._noise is None:
-                return None
-            factors = torch.randn(output.shape, generator=self._random).mul_(max(size, self._noise))
-            return factors.add_(1).mul_(output)
+        def hook(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+            return None if self._noise is None else self._with_disturbed(output, max(size, self._noise))
 
         return hook
+
+    def _with_disturbed(self, output: Any, size: float) -> Any:
+        """What a module gave, times random factors about 1."""
+        return torch.randn(output.shape, generator=self._random).mul_(size).add_(1).mul_(output)

@@ -1,4 +1,4 @@
-"""What a verification measured: numbers with their limits, by session and route."""
+"""Measurements of a verification: numbers with their limits, by session and route."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -48,7 +48,7 @@ class Route:
             were seen.
         largest: largest such error over the positions, by stage.
         logits: relative RMS error of the logits of whole runs; None where only stages were compared.
-        against_prefill: relative RMS difference of the logits from prefill's; None where they may differ.
+        against_prefill: relative RMS difference of the logits from prefill's; None if they may differ.
     """
 
     session: str
@@ -180,7 +180,7 @@ class Verification(Readable):
         return "\n".join(lines)
 
     def divergence(self) -> str:
-        """What the folder does where it first leaves its tolerance, as a sentence without its subject."""
+        """Describe where the folder first leaves its tolerance, as a sentence without its subject."""
         stages = [(number, route) for route in self.routes for number in route.stages_out_of_tolerance()]
         if stages:
             number, route = min(stages, key=lambda found: found[0])

@@ -24,7 +24,7 @@ def rotation_excess(graph: onnx.ModelProto, rotary: LlamaRotaryEmbedding, positi
         positions: number of positions that the tables must have.
 
     Returns:
-        The largest such part over all entries; infinite where positions are missing, None where nothing is rotated.
+        The largest such part over all entries; infinite where positions are missing, None if nothing is rotated.
     """
     tables = {each.name: numpy_helper.to_array(each) for each in graph.graph.initializer if each.name in _TABLES}
     if not tables:

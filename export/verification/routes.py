@@ -17,7 +17,7 @@ _DECODED, _DECODED_TOGETHER = 5, 3
 
 @dataclass(frozen=True)
 class Run:
-    """What came out of one passage's run.
+    """Results of one passage's run.
 
     Attributes:
         states: values of the graph at every position, [1, T, ...] each, as they were asked for.

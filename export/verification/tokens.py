@@ -1,4 +1,4 @@
-"""What a difference of vocabulary logits does to the tokens: Kullback-Leibler divergence and the likeliest token."""
+"""How a difference in vocabulary logits shows in tokens: Kullback-Leibler divergence and the likeliest token."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

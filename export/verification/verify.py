@@ -8,6 +8,7 @@ from diffquant.errors import CheckpointError, ToleranceError
 from diffquant.export.files import RANGES_FILE, check_exported
 from diffquant.export.graph.external import load_graph
 from diffquant.export.graph.matmul import MATMUL
+from diffquant.export.graph.plan import check_exportable
 from diffquant.export.manifest import Manifest, check_unchanged, read_manifest
 from diffquant.export.runtime.device import RuntimeDevice
 from diffquant.export.verification.caches import cache_scales, scale_error
@@ -16,6 +17,8 @@ from diffquant.export.verification.passages import sample_passages
 from diffquant.export.verification.reference import Reference
 from diffquant.export.verification.report import Measure, Verification
 from diffquant.export.verification.rotation import rotation_excess
+from diffquant.export.verification.state_reference import StateReference
+from diffquant.model.sambay.architecture import SambaYArchitecture
 from diffquant.source.ranges import read_any_ranges
 from diffquant.source.source import Source, open_source
 from diffquant.support.allocator import freed_memory_kept
@@ -54,7 +57,7 @@ def verify(
     # Before the checkpoint is opened, which says less where the two were exchanged.
     check_exported(folder)
     source = open_source(source)
-    source.transformer("verify")
+    check_exportable(source, "verify")
     chosen = RuntimeDevice.parse(device)
     chosen.check()
     progress(0, 1, "reading the folder and its checkpoint")
@@ -62,8 +65,12 @@ def verify(
     check_unchanged(folder, manifest)
     _check_source(manifest, source)
     graph = load_graph(folder)
-    reference = Reference(source, manifest.options, cache_scales(graph), exact_bits(graph))
-    rotation = rotation_excess(graph, reference.model.model.rotary_emb, source.architecture.max_position_embeddings)
+    of_states = isinstance(source.architecture, SambaYArchitecture)
+    twin = StateReference if of_states else Reference
+    reference = twin(source, manifest.options, cache_scales(graph), exact_bits(graph))
+    rotary = getattr(reference.model.model, "rotary_emb", None)
+    positions = source.architecture.max_position_embeddings
+    rotation = None if rotary is None else rotation_excess(graph, rotary, positions)
     passages = sample_passages(source, reference.model.config)
     with freed_memory_kept():
         comparison = Comparison(

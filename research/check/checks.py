@@ -1,4 +1,4 @@
-"""What is wrong with a page by its declaration, each fault with its file and line."""
+"""Check a page by its declaration and yield each fault with its file and line."""
 
 import re
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ def _row_faults(name: str, row: Row, declared: TableFigures) -> list[str]:
 
 
 def _cell_fault(cell: str, values_of: CellValues, label: str, column: str) -> str | None:
-    """Why a cell is not what its raw file says; None where it is."""
+    """Why a cell is not what its raw file says; None if it is."""
     numbers = numbers_in(without_code(cell))
     if not numbers:
         return None

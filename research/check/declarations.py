@@ -1,4 +1,4 @@
-"""What a declaration of a page consists of: figures of tables and sentences, statements in words, transcripts."""
+"""The parts of a page's declaration: figures of tables and sentences, statements in words, transcripts."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -63,7 +63,7 @@ class Claim:
     """A piece of running text without a figure, and whether the raw files bear it out.
 
     Attributes:
-        dispute: why the page is known to be wrong; None where it is not. An error again as soon as it is right.
+        dispute: why the page is known to be wrong; None if it is not. An error again as soon as it is right.
     """
 
     text: str

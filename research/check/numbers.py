@@ -34,7 +34,7 @@ def numbers_in(text: str) -> list[str]:
 
 
 def fault(written: str, expected: Expected) -> str | None:
-    """Why a number as written does not give a value; None where it does."""
+    """Why a number as written does not give a value; None if it does."""
     if isinstance(expected, Disputed):
         if _gives(written, expected.value):
             return f"it is right now; take the dispute ({expected.why}) out of the declaration"

@@ -1,4 +1,4 @@
-"""What a page's figures are, declared beside it and checked against the raw files.
+"""A page's figures, declared beside it and checked against the raw files.
 
 A page stays plain Markdown. Its declaration says of each table, transcript and figure in a sentence which value of
 which raw file it is; numbers are compared as rounded as they are written. What looks like a measurement and is not

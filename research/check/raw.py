@@ -69,7 +69,7 @@ def medians(entries: Sequence[dict[str, Any]], name: str) -> float:
 
 
 def recorded(command: str) -> list[str]:
-    """What the command that begins so printed when `python -m research.studies.transcripts` ran it."""
+    """Output of the command that begins so, from a run of `python -m research.studies.transcripts`."""
     return next(
         call["output"] for call in raw("transcripts.json")["transcripts"] if call["command"].startswith(command)
     )

@@ -28,7 +28,7 @@ _DECLARED = "¶"
 
 @dataclass(frozen=True)
 class Unit:
-    """What no declaration computes of a sentence or a cell.
+    """The numbers of a sentence or a cell that no declaration computes.
 
     Attributes:
         line: where it begins.
@@ -52,7 +52,7 @@ def listed(name: str) -> Mapping[str, str]:
 
 
 def units_of(page: "Page", document: Document) -> list[Unit]:
-    """What of a page tells results in words and is computed by no declaration."""
+    """Sentences of a page that tell results in words and are computed by no declaration."""
     units = []
     for passage in (*document.passages, *document.cells):
         spans = page.spans(passage)

@@ -1,4 +1,4 @@
-"""What the raw files say, as protocol.md compares them.
+"""The raw files, compared as protocol.md lays down.
 
     python -m research.figure8.analysis [FOLDER]
 

@@ -115,7 +115,7 @@ def upcoming(there: Mapping[str, Result]) -> list[Run]:
 
 
 def rate_of(run: Run, there: Mapping[str, Result]) -> float | None:
-    """Learning rate that the protocol gives a run; None where it is not needed, or what decides is not there yet."""
+    """Learning rate that the protocol gives a run; None if it is not needed, or what decides is not there yet."""
     rule = _RATE.fullmatch(run.rule)
     if rule is None:
         raise UsageError(f"{run.name} has an unknown rate {run.rule!r}")

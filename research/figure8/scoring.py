@@ -1,4 +1,4 @@
-"""What is measured of a trained model: KL under every scheme by passage, ranges, sensitivities, and its outliers."""
+"""Scores of a trained model: KL under every scheme by passage, ranges, sensitivities, and its outliers."""
 
 import json
 from collections.abc import Mapping, Sequence

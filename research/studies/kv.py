@@ -107,7 +107,7 @@ def unrotated(name: str) -> str:
 
 
 def gain(results: Mapping[str, Any], name: str, text: str) -> Difference | None:
-    """What KL changes by when keys or values are rotated, over the same windows; None where none is rotated."""
+    """The change of KL when keys or values are rotated, over the same windows; None if none is rotated."""
     if name == unrotated(name):
         return None
     ours, plain = (results[each][text] for each in (name, unrotated(name)))

@@ -71,7 +71,7 @@ class CacheForm(NamedTuple):
         return ", ".join([*parts, "ends 16"] if self.keeps_ends else parts)
 
     def recipe(self, layers: int) -> Recipe:
-        """The recipe for a model of so many layers."""
+        """The recipe for a model with this many layers."""
         ends = (0, layers - 1) if self.keeps_ends else ()
         overrides = {f"model.layers.{layer}.self_attn.{states}": "16" for layer in ends for states in "kv"}
         return Recipe.of(k=self.keys, v=self.values, residual=self.residual, overrides=overrides)

@@ -1,4 +1,4 @@
-"""What the studies of KV caches read, and the file that their results are kept in."""
+"""Texts that the studies of KV caches read, and the file that keeps their results."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ TEXTS = ("prose", "elsewhere")
 
 
 def texts_of(characters: int) -> dict[str, str]:
-    """What is read of each text, by the names in `TEXTS`."""
+    """The windows read of each text, by the names in `TEXTS`."""
     text = load_text()
     return {
         "prose": text[len(text) // 2 :][:characters],

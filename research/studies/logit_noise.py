@@ -60,7 +60,7 @@ class SeenAttention:
     Attributes:
         layer: number of the layer.
         logits: logits [B, h, T, S] of each map.
-        visible: mask of the keys that each query sees; None where it sees all.
+        visible: mask of the keys that each query sees; None if it sees all.
         values: values [B, h, S, dv].
         lam, post: λ and norm, as in `DiffAttention`.
     """

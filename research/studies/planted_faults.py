@@ -63,7 +63,7 @@ def main(
 
 
 def verified_with(fault: str, layer: int, export: Path, checkpoint: Path, threads: int = 0) -> dict[str, Any]:
-    """What `verify` says of a copy with a fault in it, with the worst value of each route as a part of its limit."""
+    """Run `verify` on a copy with a fault in it, and give the worst value of each route as a part of its limit."""
     with tempfile.TemporaryDirectory() as folder:
         planted = PlantedExport.copy(export, Path(folder) / export.name)
         if fault != SOUND:

@@ -97,7 +97,7 @@ def is_stale(picture: Path) -> bool:
 
 @cache
 def drawings(folder: Path) -> dict[str, Drawing]:
-    """What can be drawn from the raw files of a folder, by the picture's name."""
+    """Drawings that a folder's raw files allow, by the picture's name."""
     drawn = {
         name: drawing
         for file in named(folder, "*.json")
@@ -113,7 +113,7 @@ def drawings(folder: Path) -> dict[str, Drawing]:
 
 
 def _draw(drawing: Drawing, picture: Path) -> None:
-    """Draw a picture with so many dots that it is small, in few colours, and with the digest of what it shows."""
+    """Draw a picture in few colours and a resolution that keeps it small, with the digest of what it shows."""
     info = PngInfo()
     info.add_text(STAMP, drawing.digest())
     for share in (1.0, 0.85, 0.7, 0.6, 0.5, 0.42):

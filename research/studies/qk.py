@@ -1,4 +1,4 @@
-"""What rounding queries and keys costs beside rounding the logits that they make, from a sweep of both.
+"""The cost of rounding queries and keys beside that of rounding their logits, from a sweep of both.
 
 The tables of research/pages/qk.md: `python -m research.studies.qk research/results/figure8-qk`.
 """
@@ -25,7 +25,7 @@ OTHER_BITS = (8, 6, 3)
 
 
 class Measured:
-    """KL of next tokens by what is rounded to so many bits, over the windows of one text."""
+    """KL of next tokens by what is rounded to this many bits, over the windows of one text."""
 
     def __init__(self, sweep: SweepResult, bits: int = BITS) -> None:
         self._bits = bits
@@ -52,7 +52,7 @@ class Measured:
         return f"{1000 * kl.mean:.2f} [{1000 * kl.low:.2f}, {1000 * kl.high:.2f}]"
 
     def change(self, ours: tuple[str, str], others: tuple[str, str]) -> Difference:
-        """What KL changes by from one model and row to another, over the same windows, with its 95 % interval."""
+        """The change of KL from one model and row to another, over the same windows, with its 95 % interval."""
         (values, tokens), (baseline, _) = self.windows(*ours), self.windows(*others)
         return mean_interval([a - b for a, b in zip(values, baseline, strict=True)], tokens)
 

@@ -60,7 +60,7 @@ def _rows(sweep: SweepResult, point: Point) -> list[dict[str, object]]:
 
 
 def _differences(before: TaskResult, after: TaskResult) -> dict[str, tuple[np.ndarray, Difference]]:
-    """What each measure says of each item, and their mean with the interval that tables have."""
+    """Each measure of each item, and their mean with the interval that tables have."""
     identity = {"name": "hellaswag"}
     compared = compare_outcomes(*(outcome_of("", "hellaswag", identity, each) for each in (before, after)))
     scores = [outcome_of("", "hellaswag", identity, each).scores for each in (before, after)]

@@ -138,7 +138,7 @@ def read_result(file: Path) -> dict[str, Any]:
 
 
 def _provenance(method: Contestant | None) -> dict[str, Any]:
-    """What made a row, on what and when: a file may be the work of several days."""
+    """The method, machine and date behind a row: a file may be the work of several days."""
     now = environment(*_PACKAGES)
     package = None if method is None else method.package
     maker = f"{package} {now['versions'][package]}" if package else f"diffquant {now['commit']}"

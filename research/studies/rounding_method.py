@@ -1,4 +1,4 @@
-"""What a way to quantize weights is in a rounding contest: a rule for one weight, or one that reads a text first."""
+"""Methods of a rounding contest: a rule for one weight, or one that reads a text first."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

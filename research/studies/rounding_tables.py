@@ -130,12 +130,12 @@ def option_cells(result: dict[str, Any], name: str) -> list[str]:
 
 
 def more_kl(result: dict[str, Any], name: str) -> tuple[Difference | None, Difference | None]:
-    """What gptq under an option has of KL more than by itself, on the prose and elsewhere."""
+    """The KL that an option adds to gptq's, on the prose and elsewhere."""
     return kl_less(result, name, name.split(",", maxsplit=1)[0])
 
 
 def kl_less(result: dict[str, Any], ours: str, other: str) -> tuple[Difference | None, Difference | None]:
-    """What a method has of KL less another's, on the prose and elsewhere, where both kept their windows."""
+    """A method's KL minus another's, on the prose and elsewhere, where both kept their windows."""
     row, others = result["results"][ours], result["results"][other]
     return _kl_less(row, others), _kl_less(row.get("elsewhere", {}), others.get("elsewhere", {}))
 

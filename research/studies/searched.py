@@ -131,7 +131,7 @@ def _costs(
 
 
 def gain(result: Mapping[str, Any], width: str, text: str) -> Difference:
-    """What the search changes KL by against the uniform width, over the same windows."""
+    """The change of KL from the uniform width to the search's, over the same windows."""
     ours, plain = (result["results"][width][name][text] for name in (SEARCHED, UNIFORM))
     changes = [a - b for a, b in zip(ours["kl_by_window"], plain["kl_by_window"], strict=True)]
     return mean_interval(changes, ours["tokens_by_window"])

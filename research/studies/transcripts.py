@@ -66,7 +66,7 @@ def _without_comment(call: str) -> str:
 
 
 def _former_records() -> list[dict[str, Any]]:
-    """What was recorded before, each command with its environment."""
+    """The earlier record: each command with its environment."""
     former = read_json(RECORDED)
     return [{"environment": former["environment"]} | each for each in former["transcripts"]]
 
@@ -86,7 +86,7 @@ def with_outputs(lines: list[str], outputs: dict[str, list[str]]) -> list[str]:
 
 
 def _printed_by(call: str, folder: Path) -> list[str]:
-    """What a command prints on stdout, line by line."""
+    """Lines that a command prints on stdout."""
     typer.echo(f"$ {call}", err=True)
     done = subprocess.run(
         [sys.executable, "-m", "diffquant.cli", *shlex.split(call, comments=True)[1:]],

@@ -71,7 +71,7 @@ class Needles:
         return ids, torch.where(answers, 1 / answers.sum(), self.prose / (~answers).sum())
 
     def questions(self, seed: int, step: int, rows: int, length: int, needles: int) -> list[tuple[list[int], int]]:
-        """Contexts of so many needles, as sequences of this length have them, up to a first question's number.
+        """Contexts with a number of needles, as in sequences of this length, up to a first question's number.
 
         Returns:
             the prompt's tokens and the number that answers it, `rows` times.

@@ -80,7 +80,7 @@ def run_until_solved(kind: str, settings: Settings, data: Needles, digest: str, 
     Returns:
         what the run's retrieved.json holds: kind, seed, number of parameters, environment; `evaluations`, the share of
         questions answered for each N every 50 steps; and `solved`, the first of those steps at which an N's share
-        reached `ENOUGH`, None where none did.
+        reached `ENOUGH`, None if none did.
 
     Raises:
         UsageError: the folder holds a run of other settings or text.

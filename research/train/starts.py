@@ -97,7 +97,7 @@ def attention_of(model: DiffTransformer) -> list[Attention]:
 
 
 def take_over(kind: str, attention: Mapping[str, Tensor], spec: DiffSpec, level: Level | None) -> Attention:
-    """Attention of a layer as `kind` has it, noise and V1's λ vectors apart: the same numbers wherever it is computed.
+    """Attention of a layer of this kind, noise and V1's λ vectors apart: the same numbers wherever it is computed.
 
     Every query head stands twice, and λ is ½ everywhere, so V2's output is doubled. V1's keys stand twice too.
     Its values are twice as wide, and their second half is constant: that keeps the per-pair norm from taking the

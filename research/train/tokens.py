@@ -44,7 +44,7 @@ class TokenWindows:
 
 
 def check_length(text: str, tokenizer: Any, tokens: int) -> None:
-    """Check that a text has at least so many tokens.
+    """Check that a text has at least `tokens` tokens.
 
     Raises:
         UsageError: the text has fewer.

@@ -127,7 +127,7 @@ def new_model(settings: Settings, kind: str, vocabulary: int, device: str) -> Di
 
 
 def objective_of(model: DiffTransformer, arithmetic: str, device: str = "cpu") -> FastLoss | None:
-    """What `Trainer` differentiates under an arithmetic: "bf16" by fused kernels, or None for the model's own forward.
+    """The loss that `Trainer` differentiates: "bf16" by fused kernels, or None for the model's own forward.
 
     Raises:
         UsageError: the arithmetic is unknown, or this machine or model is not one for it.

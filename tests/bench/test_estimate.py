@@ -20,9 +20,22 @@ ROOT = Path(__file__).parents[2]
 PRODUCTS = {"16": 2 * 64 * 128 * 128}
 
 
-def binary(loops, products, *, barriers=0, registers=255, shared=200_000, warps=8, opcodes=None):
+def binary(loops, products, *, barriers=0, hiding=0.0, registers=255, shared=200_000, warps=8, opcodes=None):
     return Binary(
-        "kernel", 90, registers, 0, shared, warps, opcodes or {}, loops, products, [barriers] * len(loops), 0, [], {}
+        "kernel",
+        90,
+        registers,
+        0,
+        shared,
+        warps,
+        opcodes or {},
+        loops,
+        products,
+        [hiding] * len(loops),
+        [barriers] * len(loops),
+        0,
+        [],
+        {},
     )
 
 
@@ -45,6 +58,15 @@ def test_they_overlap_where_other_blocks_or_warpgroups_are_elsewhere():
     each = step(consumers)
     assert (each.products, each.instructions, each.barriers) == (2048, 1000, 0)
     assert each.cycles == pytest.approx(2048 / hopper.OVERLAPPED)
+
+
+@pytest.mark.parametrize(
+    ("hiding", "tflops"), [(0.0, 616 * 582 / 661), (0.25, 616 * (582 + 661) / 2 / 661), (0.7, 616)]
+)
+def test_what_is_under_way_at_exponentials_brings_it_nearer_to_flash_attention_3(hiding, tflops):
+    consumers = {"registers": 168, "warps": 12, "opcodes": {"USETMAXREG": 4}}
+    each = step(binary([INNER, EDGE] * 2, [PRODUCTS] * 4, hiding=hiding, **consumers))
+    assert each.cycles == pytest.approx(2048 / (tflops / 989))
 
 
 def test_eight_bits_multiply_twice_as_fast_and_warps_alone_slower():

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -15,6 +16,8 @@ import pytest
 from typer.main import get_command
 
 from diffquant.cli import app
+from diffquant.data import books_text
+from diffquant.loading import load
 from tests.support import tiny_lm
 from tests.support.thorough import thorough
 
@@ -140,22 +143,73 @@ def test_a_failed_bench_fails_its_call(machine, packed, tmp_path):
     assert "commit" in (tmp_path / "out/device.txt").read_text()
 
 
-@thorough
-def test_a_sweep_runs_on_what_travelled_alone(tmp_path):
-    """With a tiny model on this processor: commands, versions and files are those of the call."""
-    model, items, text = tiny_lm.write_llama(tmp_path / "model"), tmp_path / "items.jsonl.gz", tmp_path / "text.txt"
-    with gzip.open(ROOT / "diffquant/data/hellaswag-1000.jsonl.gz") as known:
-        items.write_bytes(gzip.compress(b"".join(islice(known, 4))))
-    text.write_text("It was a dark and stormy night.")
+# `pairs` in a few steps of a tiny model: of the settings that ship, those that a large GPU asks for.
+SMALL = """
+schedule: {warmup: 1, tokens: 128, accumulate: 1, lengths: [[0, 64]], rate: 1.0e-2, decay: 0}
+perturbation: 0.05
+distil: {diff-v1: 0.5}
+delta: 4:g32
+heldout: 2000
+calibration: 128
+every: 1
+"""
+
+
+@pytest.fixture
+def here(tmp_path):
+    """A function that runs the script with this Python on this processor."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment |= {"PYTHON": sys.executable, "DEVICE": "cpu", "OUT": str(tmp_path / "out")}
+    environment |= {"PYTHON": sys.executable, "DEVICE": "cpu", "MINUTES": "1", "OUT": str(tmp_path / "out")}
 
     def run(folder, *arguments):
         command = ["bash", SCRIPT, *map(str, arguments)]
         return done(subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True))
 
-    run(ROOT, "pack", model, items, text, tmp_path / "packed")
-    run(unpacked(tmp_path / "packed/sweep.tar.gz", tmp_path / "there"), "sweep")
+    return run
+
+
+@pytest.fixture
+def tiny(here, tmp_path):
+    """Archives of a tiny model, four items of HellaSwag and some prose."""
+    model, items, text = tiny_lm.write_llama(tmp_path / "model"), tmp_path / "items.jsonl.gz", tmp_path / "text.txt"
+    with gzip.open(ROOT / "diffquant/data/hellaswag-1000.jsonl.gz") as known:
+        items.write_bytes(gzip.compress(b"".join(islice(known, 4))))
+    text.write_text(books_text()[:20000])
+    here(ROOT, "pack", model, items, text, tmp_path / "packed")
+    return tmp_path / "packed"
+
+
+@thorough
+def test_a_sweep_runs_on_what_travelled_alone(here, tiny, tmp_path):
+    """With a tiny model on this processor: commands, versions and files are those of the call."""
+    here(unpacked(tiny / "sweep.tar.gz", tmp_path / "there"), "sweep")
     # Two models at 16 bits, and at four widths by three granularities.
     assert len((tmp_path / "out/table.csv").read_text().splitlines()) == 1 + 2 * (1 + 4 * 3)
     assert json.loads((tmp_path / "out/sweep.json").read_text())["settings"]["options"]["targets"] == ["logits"]
+
+
+@thorough
+@pytest.mark.timeout(600)
+def test_pairs_train_on_what_travelled_alone_and_what_comes_back_makes_the_models(here, tiny, tmp_path):
+    there = unpacked(tiny / "pairs.tar.gz", tmp_path / "there")
+    (there / "research/train/pairs.yaml").write_text(SMALL)
+    here(there, "pairs")
+    here(there, "unpack", tmp_path / "out", tmp_path / "back")
+    results = json.loads((tmp_path / "back/pairs/results.json").read_text())
+    assert results["steps"] == json.loads((tmp_path / "back/pairs/plan.json").read_text())["steps"] > 0
+    for kind, model in results["models"].items():
+        assert model["trained"]["perplexity"] < model["start"]["perplexity"]
+        # The base is what the model's codes of the archive decode to.
+        arguments = [
+            "apply",
+            tmp_path / f"back/pairs/{kind}/delta.safetensors",
+            there / "evidence/model",
+            tmp_path / kind,
+        ]
+        done(subprocess.run([sys.executable, "-m", "research.train.pairs", *arguments], cwd=there, capture_output=True))
+        assert load(tmp_path / kind).num_parameters() > 0
+    # The same call again, where it ended: nothing is trained anew.
+    steps = (there / "evidence/pairs/diff-v2/log.jsonl").stat().st_mtime_ns
+    shutil.rmtree(there / "evidence/model")
+    here(there, "pairs")
+    assert (there / "evidence/pairs/diff-v2/log.jsonl").stat().st_mtime_ns == steps

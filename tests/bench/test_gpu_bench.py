@@ -112,12 +112,15 @@ def test_times_are_held_to_these_aims_and_no_others():
         for aim in group.aims
         if group.measure is not groups.state_cells
     }
-    fp16, specialized, cache = "DIFF, fused", "DIFF, fused, specialized", "DIFF, fused, {}-bit cache".format
+    fp16, specialized, pipelined = "DIFF, fused", "DIFF, fused, specialized", "DIFF, fused, pipelined"
+    cache = "DIFF, fused, {}-bit cache".format
     assert aims == {
         ("DIFF, fused, int8 QK, fp8 PV, specialized", "Transformer, SDPA cuDNN", 1.25),
         ("DIFF, fused, int8 QK, fp8 PV, specialized", "Transformer, SDPA flash", 1.5),
         (specialized, "FlashDiffAttn_2, SDPA cuDNN", 1.3),
         (specialized, "FlashDiffAttn_1, SDPA cuDNN", 1.0),
+        (pipelined, "FlashDiffAttn_2, SDPA cuDNN", 1.3),
+        (pipelined, "FlashDiffAttn_1, SDPA cuDNN", 1.15),
         ("DIFF, simulated logits 8:row", fp16, 0.625),
         ("DIFF, simulated logits 8:row:shift", fp16, 0.625),
         (cache(4), cache(16), 3.0),

@@ -9,6 +9,7 @@ from diffquant.bench.gpu.machine_code import (
     instructions,
     multiply_adds,
     overwritten_operands,
+    under_way_at_exponentials,
 )
 
 PRODUCT = "HGMMA.64x128x16.F32 R24, R88, gdesc[UR4].tnspB, R24, gsb0"
@@ -73,3 +74,21 @@ def test_a_barrier_of_one_warpgroup_is_none_of_the_block():
     dump = loop_of("BAR.SYNC.DEFER_BLOCKING 0x0", "BAR.SYNC.DEFER_BLOCKING 0x1, 0x80", "BAR.ARV 0x2, 0x100")
     (loop,) = innermost_loops(instructions(dump))
     assert block_barriers(loop) == 1
+
+
+@pytest.mark.parametrize(
+    ("texts", "share"),
+    [
+        ((PRODUCT, WAIT_FOR_ALL, "MUFU.EX2 R1, R1"), 0.0),
+        ((PRODUCT, "MUFU.EX2 R1, R1", WAIT_FOR_ALL), 1.0),
+        # Of two, the older is waited for; then the younger one too.
+        ((PRODUCT, FROM_SHARED, LEAVE_ONE, "MUFU.EX2 R1, R1", WAIT_FOR_ALL), 0.5),
+        ((PRODUCT, FROM_SHARED, LEAVE_ONE, "MUFU.EX2 R1, R1", WAIT_FOR_ALL, "MUFU.EX2 R1, R1"), 0.25),
+        # What the pass before left is waited for behind the exponentials of this one.
+        (("MUFU.EX2 R1, R1", WAIT_FOR_ALL, PRODUCT), 1.0),
+        (("MUFU.RCP R1, R1", PRODUCT, WAIT_FOR_ALL), 0.0),
+    ],
+)
+def test_products_under_way_hide_behind_exponentials(texts, share):
+    (loop,) = innermost_loops(instructions(loop_of(*texts)))
+    assert under_way_at_exponentials(loop) == share

@@ -468,6 +468,64 @@ def test_roles_tell_what_each_map_and_what_stays_pays_for_its_bits(tmp_path, nam
     assert "self_attn.q_proj, noise" not in search_table(plain)
 
 
+# Models with layers of their own, in sizes that scales of rows do not outweigh.
+OTHERS = {
+    "motif3": {
+        **dict.fromkeys(("hidden_size", "intermediate_size"), 64),
+        **dict.fromkeys(("moe_intermediate_size", "q_lora_rank", "kv_lora_rank"), 32),
+    },
+    "phi4flash": {},
+}
+
+
+def write_other(folder, name):
+    write_checkpoint(folder, name, torch.bfloat16, vocab_size=tiny_lm.WORDS, **OTHERS[name])
+    tiny_lm.tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_cost_in_layers_of_other_kinds_is_what_the_whole_model_shows(tmp_path, name):
+    folder = write_other(tmp_path / "model", name)
+    model = load(folder, dtype=torch.float32)
+    ids = token_windows(model, load_tokenizer(folder), load_text(), 24, 48)
+    exact = model(ids).logits.flatten(0, 1)
+    sensitivity = Sensitivity(model, ids)
+    units = [*units_of(folder, ("weights",), "row")[::4], *units_of(folder, ("k", "v", "logits"))]
+    layers = open_source(folder).architecture.target_layers
+    assert {u.layer for u in units if u.target == "k"} == set(layers["k"])
+    assert {u.layer for u in units if u.target == "logits"} == set(layers["logits"])
+    for unit in units:
+        cost = sensitivity.cost_of(unit, 4)
+        recipe = Recipe.from_dict({"overrides": {unit.name: str(unit.scheme(4))}})
+        changed = load(folder, recipe, torch.float32)(ids).logits.flatten(0, 1)
+        expected = float(next_token_kl(exact, changed).double().mean())
+        assert cost.kl == pytest.approx(expected, rel=1e-3, abs=1e-6)
+        in_attention = unit.target != "weights" or (
+            unit.kind.startswith(("self_attn.w", "attn.Wqkv")) and unit.kind != "self_attn.wo"
+        )
+        assert (cost.attention is not None) == in_attention
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_models_of_other_layers_are_searched_and_experts_told_apart_by_layer(tmp_path, name):
+    folder = write_other(tmp_path / "model", name)
+    settings = {"windows": 1, "window": 24, "characters": 200, "granularity": "row", "bits": "8,6", "roles": True}
+    found = diffquant.search(folder, tmp_path / "out", 7.7, **settings)
+    quantize(folder, tmp_path / "low", found.recipe)
+    assert open_source(tmp_path / "low").packed
+    told = {role.kind: role for role in roles(found)}
+    if name == "phi4flash":
+        assert {"attn.Wqkv", "attn.x_proj", "attn.dt_proj", "mlp.fc1"} < told.keys()
+        return
+    assert {"self_attn.wq_b, signal", "self_attn.wq_b, noise", "moe.router.gate", "self_attn.wq_b_gate"} < told.keys()
+    for kind in ("moe.experts.gate_up_proj", "moe.experts.down_proj"):
+        by_layer = [told[f"{kind}, layer {layer}"] for layer in range(1, 5)]
+        assert sum(role.elements for role in by_layer) == told[kind].elements
+        assert sum(role.kl[6] for role in by_layer) == pytest.approx(told[kind].kl[6])
+    assert "moe.experts.down_proj, layer 3" in search_table(found)
+
+
 def test_layer_overrides_leave_weights_alone(checkpoint):
     recipe = Recipe.of(k=8, overrides={"*.layers.1.self_attn.k": "4", "*.layers.0.self_attn.logits": "6"})
     model = load(checkpoint, recipe)

@@ -23,7 +23,7 @@ from diffquant.source.weight_rules import WeightRules
 from diffquant.source.weight_source import open_weights
 from tests.support import unknown_model
 from tests.support.checkpoints import contents, write_diffllama
-from tests.support.unknown_model import write_unknown
+from tests.support.unknown_model import linears, write_unknown
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 KILLING_RUN = """
@@ -56,8 +56,9 @@ def packed_modules_of(folder):
 
 
 def expected_modules(tensors):
-    names = {name.removesuffix(".weight") for name in tensors}
-    return {name for name in names if name.split(".", 3)[-1] in unknown_model.PACKED}
+    """The matrices [out, in] that are packed, by the module that each becomes."""
+    packed = {n: x for n, x in tensors.items() if n.removesuffix(".weight").split(".", 3)[-1] in unknown_model.PACKED}
+    return {module: matrix for name, x in packed.items() for module, matrix in linears(name, x).items()}
 
 
 def run(*arguments):
@@ -78,13 +79,12 @@ def test_every_packed_weight_is_within_half_a_step_and_the_rest_is_unchanged(tmp
     quantize(open_weights(tmp_path / "source"), tmp_path / "out", Recipe.of(weights="4:g32"))
     written = written_tensors(tmp_path / "out")
     modules = expected_modules(tensors)
-    assert packed_modules_of(tmp_path / "out") == modules
-    for name, tensor in tensors.items():
-        module = name.removesuffix(".weight")
-        if module not in modules:
-            assert written[name].dtype == tensor.dtype
-            assert torch.equal(written[name], tensor)
-            continue
+    assert packed_modules_of(tmp_path / "out") == modules.keys()
+    assert len(modules) == 24 + 2 * 3 * unknown_model.EXPERTS
+    for name in [name for name in tensors if not linears(name, tensors[name]).keys() <= modules.keys()]:
+        assert written[name].dtype == tensors[name].dtype
+        assert torch.equal(written[name], tensors[name])
+    for module, tensor in modules.items():
         assert written[module + SHAPE].tolist() == list(tensor.shape)
         codes = unpack_from_int32(written[module + PACKED], 4, tensor.shape)
         step = written[module + SCALE].double().repeat_interleave(32, -1)
@@ -95,23 +95,23 @@ def test_every_packed_weight_is_within_half_a_step_and_the_rest_is_unchanged(tmp
 @pytest.mark.parametrize("text", ["4:g32", "6:row", "8:g32"])
 @pytest.mark.parametrize("rounding", ["nearest", "mse"])
 def test_each_expert_is_rounded_as_it_would_be_alone(tmp_path, source, text, rounding):
-    name = "model.layers.1.mlp.experts.down_proj"
     recipe = Recipe.of(weights=text, rounding=rounding)
     quantize(open_weights(source), tmp_path / "out", recipe)
     (tmp_path / "alone").mkdir()
-    experts = load_file(source / "model.safetensors")[name]
-    alone = {f"experts.{i}.weight": expert.contiguous() for i, expert in enumerate(experts)}
+    modules = expected_modules(load_file(source / "model.safetensors"))
+    alone = {f"{module}.weight": x.contiguous() for module, x in modules.items() if ".experts." in module}
+    assert len(alone) == 2 * 3 * unknown_model.EXPERTS
     save_file(alone, tmp_path / "alone/model.safetensors")
     (tmp_path / "alone/config.json").write_text("{}")
     quantize(open_weights(tmp_path / "alone"), tmp_path / "out-alone", recipe)
     whole, parts = written_tensors(tmp_path / "out"), written_tensors(tmp_path / "out-alone")
-    for suffix in (PACKED, SCALE):
-        assert torch.equal(
-            whole[name + suffix], torch.stack([parts[f"experts.{i}{suffix}"] for i in range(len(experts))])
-        )
-    decoded = unpack_weight(*(whole[name + suffix] for suffix in (PACKED, SCALE, SHAPE)), recipe.weights)
-    assert decoded.shape == experts.shape
-    assert (decoded - experts.float()).square().mean() < 0.02 * experts.float().square().mean()
+    assert len(parts) == 3 * len(alone)
+    assert all(torch.equal(whole[name], part) for name, part in parts.items())
+    for name, expert in alone.items():
+        module = name.removesuffix(".weight")
+        decoded = unpack_weight(*(whole[module + suffix] for suffix in (PACKED, SCALE, SHAPE)), recipe.weights)
+        assert decoded.shape == expert.shape
+        assert (decoded - expert.float()).square().mean() < 0.02 * expert.float().square().mean()
 
 
 def test_large_experts_are_packed_in_blocks_to_the_same_bytes(tmp_path, source, monkeypatch):
@@ -221,12 +221,12 @@ def test_inspect_says_what_names_and_shapes_say(tmp_path, source, capsys):
     tensors = written_tensors(source)
     assert (said["model_type"], said["tensors"]) == ("latent-mixture", len(tensors))
     assert said["parameters"] == sum(tensor.numel() for tensor in tensors.values())
-    assert (said["weights"], said["experts"]) == (len(expected_modules(tensors)), 4)
+    assert (said["weights"], said["experts"]) == (28, 4)
     quantize(open_weights(source), tmp_path / "out", Recipe.of(weights="4:g32"))
     size = sum(tensor.nbytes for tensor in written_tensors(tmp_path / "out").values())
     assert said["sizes"]["4:g32"] == size
     assert run("inspect", tmp_path / "out") == 0
-    assert f"{said['weights']} weights are packed" in capsys.readouterr().out
+    assert f"{len(expected_modules(tensors))} weights are packed" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("quantized", [False, True])
@@ -264,6 +264,11 @@ def test_tensors_that_groups_do_not_fit_are_counted_with_their_widths(source):
 def test_one_scale_for_all_experts_is_refused(source):
     with pytest.raises(UsageError, match=r"span all experts of .*experts\.gate_up_proj.*; use a group"):
         refused(source, Recipe.of(weights="8:tensor"))
+
+
+def test_blocks_that_would_span_two_experts_are_refused(source):
+    with pytest.raises(GroupSizeError, match=r"span two experts, .*gate_up_proj \[5, 192, 64\].*; use a group or row"):
+        refused(source, Recipe.of(weights="e4m3:b128"))
 
 
 def test_what_needs_a_model_that_runs_is_refused(source):
@@ -310,16 +315,16 @@ def test_integers_are_carried_over(tmp_path, source):
     assert torch.equal(open_checkpoint(tmp_path / "out").read("model.layers.0.table"), torch.arange(6).reshape(2, 3))
 
 
-@pytest.mark.parametrize("text", ["nvfp4", "mxfp4", "mxfp8", "e4m3:channel"])
+@pytest.mark.parametrize("text", ["nvfp4", "mxfp4", "mxfp8", "e4m3:channel", "e4m3:b32"])
 def test_experts_and_linears_are_packed_as_floats_whatever_the_blocks(tmp_path, source, monkeypatch, text):
     scheme = Scheme.parse(text, target="weights")
     quantize(open_weights(source), tmp_path / "out", Recipe.of(weights=text))
     whole, plain = written_tensors(tmp_path / "out"), load_file(source / "model.safetensors")
     packed = open_weights(tmp_path / "out").packed
     assert set(packed.values()) == {scheme}
-    assert "model.layers.1.mlp.experts.down_proj" in packed
-    for module in packed:
-        tensor = plain[module] if module in plain else plain[f"{module}.weight"]
+    modules = expected_modules(plain)
+    assert packed.keys() == modules.keys()
+    for module, tensor in modules.items():
         parts = {suffix: whole[module + suffix] for suffix in packed_shapes(tuple(tensor.shape), scheme)}
         decoded = unpack_parts(parts, tensor.shape, scheme)
         share = {"nvfp4": 0.015, "mxfp4": 0.03}.get(text, 0.002)

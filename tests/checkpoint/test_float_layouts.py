@@ -2,11 +2,12 @@
 
 import json
 import re
+from itertools import product
 
 import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.quantization import QuantizationConfig
+from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -29,6 +30,10 @@ from tests.support.oracles import agrees
 LAYOUTS = [
     ("e4m3:channel", "float-quantized", ("weight", "weight_scale"), 8 + 16 / 96),
     ("e4m3:tensor", "float-quantized", ("weight", "weight_scale"), 8 + 16 / (64 * 96)),
+    ("e4m3:g32", "float-quantized", ("weight", "weight_scale"), 8.5),
+    ("e4m3:b32", "float-quantized", ("weight", "weight_scale"), 8 + 16 / 32**2),
+    # Blocks that end beyond both edges.
+    ("e4m3:b40", "float-quantized", ("weight", "weight_scale"), 8 + 2 * 3 * 16 / (64 * 96)),
     ("nvfp4", "nvfp4-pack-quantized", ("weight_packed", "weight_scale", "weight_global_scale"), 4.5 + 32 / (64 * 96)),
     ("nvfp4_4over6", "nvfp4-pack-quantized", ("weight_packed", "weight_scale", "weight_global_scale"), 4.5 + 1 / 192),
     ("mxfp4", "mxfp4-pack-quantized", ("weight_packed", "weight_scale"), 4.25),
@@ -36,7 +41,7 @@ LAYOUTS = [
     ("mxfp6", "mxfp6-pack-quantized", ("weight_packed", "weight_scale"), 6.25),
     ("mxfp8", "mxfp8-quantized", ("weight", "weight_scale"), 8.25),
 ]
-OWN = ["e5m2:channel", "mxfp8_e5m2", "mxfp6_e3m2"]
+OWN = ["e5m2:channel", "e5m2:b32", "mxfp8_e5m2", "mxfp6_e3m2"]
 MODULE = "model.layers.1.mlp.down_proj"
 
 
@@ -265,8 +270,55 @@ def test_four_over_six_loses_less_than_nvfp4_at_the_same_size(llama, tmp_path):
     assert reports["nvfp4"].bytes_after == reports["nvfp4_4over6"].bytes_after
 
 
+@pytest.mark.parametrize("size", [16, 40, 128])
+def test_codes_under_scales_of_blocks_are_those_of_compressed_tensors(llama, tmp_path, size, monkeypatch):
+    quantize(llama, tmp_path / "low", f"e4m3:b{size}")
+    args = QuantizationArgs(num_bits=8, type="float", strategy="block", block_structure=[size, size])
+    scheme, plain = QuantizationScheme(targets=["Linear"], weights=args), tensors_of(llama)
+    codec = BaseCompressor.get_value_from_registry("float-quantized")
+    written = tensors_of(tmp_path / "low")
+    modules = [name.removesuffix(".weight_scale") for name in written if name.endswith("_scale")]
+    assert len(modules) == 14
+    for module in modules:
+        scale, weight = written[f"{module}.weight_scale"], plain[f"{module}.weight"].float()
+        assert tuple(scale.shape) == tuple(-(-length // size) for length in weight.shape)
+        for row, column in product(*map(range, scale.shape)):
+            tile = weight[row * size : (row + 1) * size, column * size : (column + 1) * size]
+            assert float(scale[row, column]) == float((tile.abs().max() / 448).bfloat16())
+        theirs = codec.compress({"weight": weight, "weight_scale": scale.float()}, scheme)["weight"]
+        ours = written[f"{module}.weight"].float()
+        agrees("compressed-tensors", "e4m3 in blocks: codes", ours, theirs.float())
+    # A few rows at a time, blocks stay whole.
+    monkeypatch.setattr("diffquant.formats.row_stream.BLOCK_ELEMENTS", 7 * 64)
+    quantize(llama, tmp_path / "pieces", f"e4m3:b{size}")
+    assert all(torch.equal(x.float(), written[name].float()) for name, x in tensors_of(tmp_path / "pieces").items())
+
+
+@pytest.mark.parametrize("rounding", ["mse", "gptq", "tuned"])
+def test_blocks_are_for_roundings_that_do_not_work_row_by_row(llama, tmp_path, rounding):
+    with pytest.raises(UsageError, match=rf"'{rounding}' works row by row and .* have one scale a block"):
+        quantize(llama, tmp_path / "low", Recipe.of(weights="e4m3:b32", rounding=rounding))
+
+
+@pytest.mark.parametrize("text", ["4:b32", "8:b128"])
+def test_integers_are_not_stored_in_blocks(llama, tmp_path, text):
+    with pytest.raises(UsageError, match=r"is not stored in blocks of a weight, which e4m3:b\d+ and e5m2:b\d+ are"):
+        quantize(llama, tmp_path / "low", text)
+
+
+@pytest.mark.parametrize("structure", [None, [32, 0], [32], "32"])
+def test_a_group_in_blocks_says_how_large_they_are(llama, tmp_path, structure):
+    quantize(llama, tmp_path / "low", "e4m3:b32")
+    file = tmp_path / "low" / "config.json"
+    config = json.loads(file.read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["block_structure"] = structure
+    file.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="block_structure"):
+        load(tmp_path / "low")
+
+
 def test_the_shapes_of_all_parts_are_those_that_are_written(llama, tmp_path):
-    for scheme in ("e4m3:channel", "nvfp4", "mxfp6", "8:row"):
+    for scheme in ("e4m3:channel", "e4m3:b40", "nvfp4", "mxfp6", "8:row"):
         quantize(llama, tmp_path / "low", scheme, overwrite=True)
         shapes = packed_shapes((64, 96), Scheme.parse(scheme, target="weights"))
         written = tensors_of(tmp_path / "low")

@@ -38,6 +38,21 @@ def test_packed_weights_compute_as_expanded_ones(tmp_path, weights):
     assert torch.equal(packed(ids()).logits, load(tmp_path / "low")(ids()).logits)
 
 
+@pytest.mark.parametrize("weights", ["nvfp4", "nvfp4_4over6", "mxfp4", "mxfp4_up"])
+def test_weights_of_floats_stay_packed(tmp_path, weights):
+    config = UNILM | {"model_type": "diff_v1", "num_key_value_heads": 4, "gqa_pairing": "plain"}
+    write_random(tmp_path / "source", config, torch.float32)
+    quantize(tmp_path / "source", tmp_path / "low", Recipe.of(weights=weights))
+    packed, expanded = load(tmp_path / "low", packed=True), load(tmp_path / "low")
+    layers = packed_layers(packed)
+    assert layers
+    assert all(layer.packed.holds_floats for layer in layers.values())
+    # The tensor's scale multiplies what the reader's divides.
+    torch.testing.assert_close(packed(ids()).logits, expanded(ids()).logits, rtol=1e-5, atol=1e-5)
+    layer = layers["model.layers.0.self_attn.q_proj"].packed
+    assert 8 * (layer.low.nbytes + layer.scales.nbytes) == (4 + 8 / layer.group) * layer.shape[0] * layer.shape[1]
+
+
 def test_packed_layers_hold_what_the_reader_decodes(tmp_path):
     source = write_llama(tmp_path / "source", dtype=torch.float16)
     quantize(source, tmp_path / "low", Recipe.of(weights="6:g32"))

@@ -93,7 +93,7 @@ def test_instruction_sets_of_other_machines_give_the_same_bits_on_a_model_of_the
 def test_a_row_s_product_does_not_depend_on_the_rows_beside_it(library):
     x, stored, scales, _ = inputs(40, 48, 128, 32, 4)
     native = ctypes.CDLL(str(library)).diffquant_matmul
-    for name in (b"plain", b"avx2"):
+    for name in (b"plain", b"avx2", b"avx512vnni"):
         together = product(native, x, stored, scales, 32, 4, name)
         if together is not None:
             alone = product(native, x[17:18].copy(), stored, scales, 32, 4, name)

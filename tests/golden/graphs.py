@@ -10,9 +10,11 @@ from diffquant.export.files import model_file
 from tests.support.checkpoints import write_checkpoint
 from tests.support.exports import cache_ranges
 
+# Of Phi-4-mini-flash as many as it takes to have each kind.
+_LAYERS = {"phi4flash": 8}
 KEPT = Path(__file__).parent / "graphs"
 _ALL = {"weights": "4:g32", "kv_bits": 8, "embed_bits": 8}
-# A source, of one layer, and the options of its export.
+# A source and the options of its export.
 GRAPHS = {
     "diffllama": ("diffllama", {}),
     "diffllama-quantized": ("diffllama", _ALL),
@@ -24,6 +26,8 @@ GRAPHS = {
     "motif-grouped": ("motif-grouped", {}),
     "gated": ("gated", {}),
     "gated-web": ("gated", {"web": True}),
+    "phi4flash": ("phi4flash", {}),
+    "phi4flash-quantized": ("phi4flash", _ALL),
     "transformer": ("llama", {}),
     "transformer-8-bit-cache": ("llama", {"kv_bits": 8}),
 }
@@ -32,7 +36,7 @@ GRAPHS = {
 def graph_text(folder: Path, name: str) -> str:
     """The graph of one of `GRAPHS`, exported into a folder."""
     source, options = GRAPHS[name]
-    checkpoint = write_checkpoint(folder / "checkpoint", source, num_hidden_layers=1)
+    checkpoint = write_checkpoint(folder / "checkpoint", source, num_hidden_layers=_LAYERS.get(source, 1))
     parsed = ExportOptions.parse(**options)
     export(checkpoint, folder / "out", parsed, ranges=cache_ranges(checkpoint, parsed))
     model = onnx.load(model_file(folder / "out"), load_external_data=False)

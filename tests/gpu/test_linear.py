@@ -5,12 +5,12 @@ from functools import lru_cache
 import pytest
 import torch
 
-from diffquant.kernels.gpu import unpacked_product_refusal
+from diffquant.kernels.gpu import processors, unpacked_product_refusal
 from diffquant.kernels.linear.expand import launch_expand
 from diffquant.kernels.linear.linear import linear, packed_linear
 from diffquant.kernels.linear.repack import dequantize_weight
 from diffquant.model.quantized_linear import QuantizedLinear
-from tests.support.packed_weights import poison, random_activations, random_case, relative_error
+from tests.support.packed_weights import poison, random_activations, random_case, random_floats, relative_error
 
 DEVICE = "cuda"
 
@@ -62,6 +62,35 @@ def test_kernels_equal_float64(dtype, bits, rows, width, group, tokens):
     # Kernels are compiled for each; a bias is added in float32, whatever the weights' type.
     bias = random_activations(1, rows, dtype, DEVICE, seed=3)[0] if dtype == torch.float16 else None
     check(linear(x, packed, bias, backend(tokens)), x, exact, dtype, 0 if bias is None else bias.double())
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 16, 17, 100, 513])
+@pytest.mark.parametrize(("rows", "width"), [(33, 576), (1000, 1024), (3072, 3072)])
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+def test_floats_under_scales_of_a_byte_equal_float64(dtype, name, rows, width, tokens):
+    packed, exact = random_floats(rows, width, name, DEVICE)
+    x = random_activations(tokens, width, dtype, DEVICE)
+    check(linear(x, packed, None, backend(tokens)), x, exact, dtype)
+
+
+@pytest.mark.parametrize("tokens", [1, 8])
+@pytest.mark.parametrize(("width", "kind"), [(1024, 4), (3072, 4), (1536, "nvfp4")])
+def test_programs_of_several_row_blocks_ask_for_words_ahead(width, kind, tokens):
+    # Each program of some has another block to compute.
+    rows = 16 * (2 * processors(torch.device(DEVICE)) + 5) - 3
+    packed, exact = (
+        random_floats(rows, width, kind, DEVICE) if kind != 4 else last_case(rows, width, 4, 128, device=DEVICE)
+    )
+    x = random_activations(tokens, width, torch.float16, DEVICE)
+    check(linear(x, packed, None, "triton"), x, exact, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
+def test_floats_are_written_out_as_they_are_decoded(name, dtype):
+    packed, _ = random_floats(333, 1344, name, DEVICE)
+    assert torch.equal(launch_expand(packed, dtype), dequantize_weight(packed, dtype))
 
 
 @pytest.mark.parametrize("bits", [2, 3, 5, 7])

@@ -2,9 +2,12 @@
 
     python -m tests.kernels.compilations bench/results/compiled-kernels.json
 
-takes about an hour of one core. `make test-triton` fetches Triton 3.6.0.
+takes about an hour of one core, and compiles only what FILE (or FILE.xz) does not have. `make test-triton` fetches
+Triton 3.6.0.
 """
 
+import json
+import lzma
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -21,13 +24,16 @@ from tests.support.offline import compiled
 
 CAPABILITIES = (80, 86, 89, 90, 100, 120)
 TRITONS = {"installed": None, "3.6.0": Path(__file__).parents[2] / "build/triton-3.6.0"}
-# Which of the capabilities the process that compiles is to take.
-_ONE = "DIFFQUANT_CAPABILITY"
+# Which of the capabilities the process that compiles is to take, and the calls, as JSON, that it need not make.
+_ONE, _MADE = "DIFFQUANT_CAPABILITY", "DIFFQUANT_COMPILED"
 
 
 def launches() -> Iterator[tuple[str, int, Callable[[], object]]]:
     """Calls for one card, which `tests.support.offline` makes; what the card cannot run launches nothing."""
+    made = json.loads(os.environ.get(_MADE, "[]"))
     for name, call in every_kernel():
+        if name in made:
+            continue
         yield name, int(os.environ[_ONE]), partial(_unless_refused, call)
 
 
@@ -49,14 +55,29 @@ def described(binaries: list[Binary]) -> dict[str, object] | None:
     }
 
 
+def earlier(file: Path) -> dict[str, dict[str, object]]:
+    """What a file says of calls that were compiled before, by call and card."""
+    packed = file.with_name(f"{file.name}.xz")
+    if packed.exists():
+        compiled_before = json.loads(lzma.decompress(packed.read_bytes()))
+    elif file.exists():
+        compiled_before = json.loads(file.read_text(encoding="utf-8"))
+    else:
+        return {}
+    cells: dict[str, dict[str, object]] = compiled_before["compiled"]
+    return cells
+
+
 def main(file: Path) -> None:
     result: dict[str, object] = {"environment": environment(), "compiled": {}}
-    cells: dict[str, dict[str, object]] = {}
+    cells = earlier(file)
     for version, triton in TRITONS.items():
         for capability in CAPABILITIES:
+            where = f"{version} sm_{capability}"
             os.environ[_ONE] = str(capability)
+            os.environ[_MADE] = json.dumps([name for name, by_card in cells.items() if where in by_card])
             for name, binaries in compiled(__file__, triton).items():
-                cells.setdefault(name, {})[f"{version} sm_{capability}"] = described(binaries)
+                cells.setdefault(name, {})[where] = described(binaries)
             result["compiled"] = cells
             write_json(file, result)
             print(f"Triton {version}, sm_{capability}: {len(cells)} calls", file=sys.stderr, flush=True)

@@ -54,3 +54,17 @@ def test_a_product_sees_what_shared_memory_holds_when_it_is_waited_for():
     # A buffer that is freed before the product is waited for may be filled anew.
     right.tensor.fill_(torch.nan)
     assert gluon_machine._wait(0, [pending]).isnan().all()
+
+
+def test_a_product_that_may_still_be_under_way_is_not_used():
+    left, right = Shared(FULL[:2].clone()), Shared(FULL.t()[:, :3].clone())
+    first, second = (
+        gluon_machine._product(left, right, torch.zeros(2, 3), use_acc=False, is_async=True) for _ in range(2)
+    )
+    with pytest.raises(RuntimeError, match="adds to one that nobody waited for"):
+        gluon_machine._product(left, right, first, is_async=True)
+    wanted = (FULL[:2].double() @ FULL.t()[:, :3].double()).float()
+    assert torch.equal(gluon_machine._wait(1, [first]), wanted)
+    with pytest.raises(RuntimeError, match="may still be under way"):
+        gluon_machine._wait(1, [second])
+    assert torch.equal(gluon_machine._wait(0, [second]), wanted)

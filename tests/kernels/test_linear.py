@@ -7,16 +7,17 @@ import torch
 
 from diffquant.errors import UsageError
 from diffquant.kernels.configs import trying
-from diffquant.kernels.linear import gemm
+from diffquant.kernels.linear import gemm, gemv
 from diffquant.kernels.linear.expand import launch_expand
 from diffquant.kernels.linear.linear import launch, linear, packed_linear
-from diffquant.kernels.linear.repack import dequantize_weight, join, repack
+from diffquant.kernels.linear.repack import dequantize_weight, join, repack, repack_floats
 from diffquant.model.quantized_linear import QuantizedLinear
 from tests.support.packed_weights import (
     exact_weight,
     poison,
     random_activations,
     random_case,
+    random_floats,
     random_scale,
     random_words,
     relative_error,
@@ -60,6 +61,64 @@ def test_kernels_equal_float64(tokens, rows, width, bits, group, biased):
     bias = random_activations(1, rows, seed=3)[0] if biased else None
     expected = x.double() @ exact.T + (bias.double() if biased else 0)
     assert relative_error(launch(x, packed, bias), expected) < 6e-4
+
+
+FLOATS = ("nvfp4", "mxfp4")
+
+
+@interpreted
+@pytest.mark.parametrize("name", FLOATS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "rows", "width"), [(1, 33, 576), (3, 16, 1344), (9, 31, 96), (17, 20, 352), (40, 130, 192)]
+)
+def test_kernels_read_floats_under_scales_of_a_byte(tokens, rows, width, dtype, name):
+    """In float16 and, to the last bit of what the formats' own decoding gives, in float32."""
+    packed, exact = random_floats(rows, width, name)
+    x = random_activations(tokens, width).to(dtype)
+    assert relative_error(launch(x, packed, None), x.double() @ exact.T) < (6e-4 if dtype == torch.float16 else 1e-6)
+
+
+@interpreted
+@pytest.mark.parametrize("tokens", [1, 8])
+@pytest.mark.parametrize(("width", "kind"), [(512, 4), (3072, 4), (1536, "nvfp4"), (4096, "mxfp4")])
+def test_words_asked_for_ahead_change_no_bit(width, kind, tokens, monkeypatch):
+    """Programs of several row blocks, which a device has where blocks are more than it holds at once."""
+    packed, exact = random_case(83, width, 4, 128) if kind == 4 else random_floats(83, width, kind)
+    x = random_activations(tokens, width)
+    at_once = launch(x, packed, None)
+    programs = []
+    monkeypatch.setattr(gemv, "processors", lambda _: programs.append(1) or 1)
+    ahead = launch(x, packed, None)
+    assert programs
+    assert torch.equal(ahead, at_once)
+    assert relative_error(ahead, x.double() @ exact.T) < 6e-4
+
+
+@interpreted
+@pytest.mark.parametrize("name", FLOATS)
+def test_floats_are_written_out_as_the_formats_decode_them(name):
+    packed, exact = random_floats(37, 192, name)
+    assert relative_error(dequantize_weight(packed, torch.float64), exact) < 1e-7
+    assert torch.equal(launch_expand(packed, torch.float16), dequantize_weight(packed, torch.float16))
+    both = join(random_floats(32, 192, name, seed=1)[0], replace(packed, row_scale=8 * packed.row_scale))
+    assert relative_error(launch_expand(both, torch.float32)[32:], 8 * exact) < 1e-7
+
+
+def test_scales_far_below_the_largest_keep_their_place_in_float16():
+    words, scale = torch.full((16, 16), 0x77, dtype=torch.uint8), torch.full((16, 1), 3, dtype=torch.uint8)
+    scale[1:] = torch.arange(15, dtype=torch.uint8)[:, None] * 2 + 1
+    packed = repack_floats(words, scale, None, 32)
+    wanted = 6 * torch.exp2(scale.double() - 127).expand(16, 32)
+    assert torch.equal(dequantize_weight(packed, torch.float64), wanted)
+    # What kernels for many tokens hold: codes times scales.
+    assert (dequantize_weight(replace(packed, row_scale=torch.ones(1)), torch.float16) > 0).all()
+
+
+def test_floats_of_other_shapes_are_refused():
+    words, scale = torch.zeros(4, 24, dtype=torch.uint8), torch.zeros(4, 2, dtype=torch.uint8)
+    with pytest.raises(UsageError, match=r"E2M1 floats \[4, 48\] .* got \[4, 24\] and scales \[4, 2\]"):
+        repack_floats(words, scale, None, 48)
 
 
 @interpreted

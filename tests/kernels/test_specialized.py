@@ -71,6 +71,17 @@ def test_close_to_the_plain_form(generation, bits, name):
     assert relative_error(out, expected(*inputs, scale=0.125, mask=mask)) <= LIMITS[bits]
 
 
+@pytest.mark.parametrize("name", sampled(SEEN, 4))
+@pytest.mark.parametrize("generation", ["v1", "v2"])
+def test_the_pipelined_form_is_close_to_the_plain_form(generation, name):
+    queries, keys, mask = SEEN[name]
+    batch = 2 if mask.keys is not None else 1
+    inputs = random_call(generation, queries, keys, batch=batch)
+    with configs.trying(TWO_STAGES):
+        out = prefill_specialized(*inputs, scale=0.125, mask=mask, pipelined=True)
+    assert relative_error(out, expected(*inputs, scale=0.125, mask=mask)) <= LIMITS[16]
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("generation", "bits"), CASES, ids=IDS)
 def test_wide_heads_and_the_pair_norm_are_served(generation, bits, dtype):
@@ -136,7 +147,7 @@ def test_nothing_in_gives_nothing_out():
 
 @pytest.mark.parametrize(("generation", "bits"), CASES, ids=IDS)
 def test_the_operator_is_well_formed(generation, bits):
-    arguments = (*operator_arguments(generation), bits)
+    arguments = (*operator_arguments(generation), bits, False)
     checks = ["test_schema", "test_faketensor"]
     torch.library.opcheck(torch.ops.diffquant.prefill_specialized.default, arguments, test_utils=checks)
 
@@ -182,6 +193,8 @@ def test_what_the_kernels_do_not_take_is_said(has_capability):
     plain = random_call("plain", 5, 5)
     with pytest.raises(UsageError, match="takes two maps; one is scaled_dot_product_attention"):
         prefill_specialized(*plain, scale=0.125)
+    with pytest.raises(UsageError, match="8-bit attention has no pipelined form"):
+        prefill_specialized(*random_call("v1", 5, 5), scale=0.125, bits=8, pipelined=True)
     with pytest.raises(UsageError, match="a positive scale, got -1"):
         prefill_specialized(*plain, scale=-1.0)
     has_capability(8, 0)

@@ -20,6 +20,8 @@ CASES = [
     ("v1", 128, "8"),
     ("v2", 64, "8"),
     ("v1", 128, "8:row:shift"),
+    ("v1", 128, "16, pipelined"),
+    ("v2", 64, "16, pipelined"),
 ]
 NAMES = [f"{generation}-d{width}-{how}" for generation, width, how in CASES]
 
@@ -33,8 +35,8 @@ def launches():
         q, k, v, lam = random_call(generation, 256, 256, width=width, dtype=torch.bfloat16)
         post = PairNorm(1e-5, torch.ones(v.shape[-1]), 0.8)
         call = (
-            partial(on_call(prefill_specialized), bits=int(how))
-            if how.isdecimal()
+            partial(on_call(prefill_specialized), bits=int(how.split(",")[0]), pipelined="," in how)
+            if ":" not in how
             else partial(on_call(prefill_simulated), scheme=Scheme.parse(how), specialized=True)
         )
         yield name, 90, partial(call, q, k, v, lam, scale=0.125, post=post)
@@ -67,13 +69,13 @@ def test_it_fits_and_does_not_spill(binaries, name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_warpgroups_go_their_own_ways(binaries, name):
-    """No barrier of the block in a loop: a warpgroup meets only itself, before it frees K and before it frees V."""
+    """No barrier of the block in a loop: a warpgroup meets only itself, before it frees K or V or passes the turn."""
     binary = binaries[name][-1]
     # Keys that every query sees and those at the edge, for each of two warpgroups.
     assert len(binary.main_loops) == 4
     assert binary.barriers == [0] * 4
     for loop in binary.main_loops:
-        assert loop["BAR"] == 2
+        assert loop["BAR"] == 3 if "pipelined" in name else 2
         assert "STS" not in loop
         # Only row maxima and sums (of weights, or of weights and clipped logits) cross lanes: two rows of a thread,
         # two exchanges each.
@@ -93,6 +95,19 @@ def test_products_run_asynchronously_at_their_width(binaries, name):
     wanted = {"IGMMA", "QGMMA"} if name.endswith("-8") else {"HGMMA"}
     for loop in binaries[name][-1].main_loops:
         assert {opcode for opcode in loop if "MMA" in opcode} == wanted
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_products_run_behind_exponentials_where_they_are_pipelined(binaries, name):
+    # PV: two thirds of V1's products, whose values are twice as wide as keys, and half of V2's.
+    wanted = 0.0 if "pipelined" not in name else 2 / 3 if name.startswith("v1") else 1 / 2
+    inner = _by_length(binaries[name][-1])[:2]
+    shares = [
+        share
+        for loop, share in zip(binaries[name][-1].main_loops, binaries[name][-1].hiding, strict=True)
+        if loop in inner
+    ]
+    assert shares == pytest.approx([wanted] * len(shares), abs=0.02)
 
 
 def test_a_step_is_expected_to_take_less_than_todays(binaries):

@@ -1,9 +1,10 @@
 """Tiny GGUF files whose angles are scaled in every way that llama.cpp computes for a Llama, and its logits for them.
 
-`python -m tests.llama_cpp.cases` asks llama.cpp and writes recorded.json, once `make test-llama-cpp` has fetched it.
+`python -m tests.llama_cpp.cases` asks llama.cpp and writes recorded.json.xz, once `make test-llama-cpp` has fetched it.
 """
 
 import json
+import lzma
 import shutil
 import subprocess
 import tempfile
@@ -22,7 +23,7 @@ from tests.support.gguf_files import write_gguf
 
 HERE = Path(__file__).parent
 POCKET = Path(diffquant.data.__file__).parent / "pocket"
-RECORDED = HERE / "recorded.json"
+RECORDED = HERE / "recorded.json.xz"
 IS_INSTALLED = bool(shutil.which("node")) and (HERE / "node_modules/node-llama-cpp").is_dir()
 
 CONFIG: dict[str, Any] = {
@@ -222,7 +223,7 @@ def record() -> None:
         },
         "tokens": tokens,
     }
-    RECORDED.write_text(json.dumps(content) + "\n")
+    RECORDED.write_bytes(lzma.compress(json.dumps(content).encode() + b"\n"))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Logits of a GGUF file against those of llama.cpp, whose format it is."""
 
 import json
+import lzma
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ from tests.llama_cpp.cases import (
     write_vocabulary,
 )
 
-RECORD = json.loads(RECORDED.read_text())
+RECORD = json.loads(lzma.decompress(RECORDED.read_bytes()))
 ANSWERS = {case: torch.tensor(rows) for case, rows in RECORD["logits"].items()}
 IDS = torch.tensor([TOKENS])
 

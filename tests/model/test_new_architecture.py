@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
@@ -13,11 +14,13 @@ from safetensors.torch import load_file, save_file
 from transformers import MixtralConfig, MixtralForCausalLM
 
 import diffquant
+from diffquant.calib.search.roles import roles
 from diffquant.errors import CheckpointError, GroupSizeError, UsageError
 from diffquant.formats.compressed_tensors import PACKED, SCALE, SHAPE
 from diffquant.inspection import inspect_checkpoint
 from diffquant.loading import load
 from diffquant.model.adapters import READERS, register
+from diffquant.model.blocks import Block
 from diffquant.quantization.plan import plan_quantization
 from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
@@ -26,6 +29,7 @@ from tests.support import tiny_lm
 from tests.support.checkpoints import SIZES, write_random
 from tests.support.mixture_adapter import read_mixture
 
+ROOT = Path(__file__).parents[2]
 MIXTURE = SIZES | {
     "model_type": "mixture",
     "attention": "diff_v2",
@@ -49,7 +53,7 @@ def mixture():
 @pytest.fixture
 def ungated(monkeypatch):
     """The example of CONTRIBUTING.md, as if its two files were there."""
-    text = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
+    text = (ROOT / "CONTRIBUTING.md").read_text()
     examples = re.findall(r"```python\n# (diffquant/model/(?:adapters/llama_)?ungated)\.py\n(.*?)```", text, re.DOTALL)
     for place, code in examples:
         module = ModuleType(place.replace("/", "."))
@@ -180,7 +184,48 @@ def test_experts_stored_with_their_inputs_first_are_refused_by_name(tmp_path):
     assert not torch.equal(logits(tmp_path / "plain", kept), logits(tmp_path / "plain"))
 
 
-@pytest.mark.parametrize(("verb", "given"), [(diffquant.export, {}), (diffquant.search, {"budget": 5})])
-def test_verbs_that_know_a_transformers_blocks_alone_say_so(checkpoint, tmp_path, verb, given):
+@pytest.mark.parametrize("verb", [diffquant.export, diffquant.calibrate])
+def test_verbs_that_know_a_transformers_blocks_alone_say_so(checkpoint, tmp_path, verb):
     with pytest.raises(CheckpointError, match="mixture model with layers of attention, attention with experts"):
-        verb(checkpoint, tmp_path / "out", **given)
+        verb(checkpoint, tmp_path / "out")
+
+
+def test_it_is_searched_and_its_experts_are_told_apart_by_layer(checkpoint, tmp_path):
+    settings = {"windows": 1, "window": 32, "characters": 200, "bits": "8,4", "roles": True}
+    found = diffquant.search(checkpoint, tmp_path / "out", 6, **settings)
+    told = {role.kind: role for role in roles(found)}
+    assert told["mlp.experts.down_proj"].units == 2
+    assert {f"mlp.experts.down_proj, layer {layer}" for layer in (1, 2)} < told.keys()
+    tables = quantize(checkpoint, tmp_path / "low", found.recipe)
+    assert tables.packed_bits <= 6
+
+
+def blocks_of_models():
+    """Every block that a model has beside those that all share, with the product's files that name it or its module."""
+    for package in ("dragon", "motif3", "sambay"):
+        for path in sorted((ROOT / "diffquant" / "model" / package).glob("*.py")):
+            module = import_module(f"diffquant.model.{package}.{path.stem}".removesuffix(".__init__"))
+            for block in vars(module).values():
+                if isinstance(block, type) and issubclass(block, Block) and block.__module__ == module.__name__:
+                    yield block
+
+
+def test_a_block_is_known_to_three_files_its_own_the_architectures_and_its_modules():
+    texts = {
+        path: path.read_text(encoding="utf-8")
+        for room in ("diffquant", "export", "calib")
+        for path in (ROOT / room).rglob("*.py")
+        if not any(parent.is_symlink() for parent in path.parents)
+    }
+    blocks = list(blocks_of_models())
+    assert len(blocks) > 9
+    for block in blocks:
+        # A norm's module is torch's own.
+        own = getattr(block, "module", None)
+        known = {ROOT / f"{own.partition(':')[0].replace('.', '/')}.py"} if own else set()
+        known |= {
+            path
+            for path, text in texts.items()
+            if re.search(rf"\b{block.__name__}\b", text) or (own or block.__name__) in text
+        }
+        assert len(known) <= 3, f"{block.__name__}: {sorted(path.name for path in known)}"

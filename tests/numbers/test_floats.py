@@ -10,6 +10,7 @@ from compressed_tensors.quantization.lifecycle.forward import dequantize, quanti
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
 from diffquant.numbers.formats import NumberFormat, format_named
+from tests.support.float_blocks import blocks, decoded
 from tests.support.oracles import agrees
 
 # Elements by the format that has them: ml_dtypes' cast, and torch's where there is one.
@@ -27,22 +28,6 @@ def every_16_bit_number():
     """All finite float16 and bfloat16 numbers, 128,768 of them, in float32."""
     patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
     return torch.cat([x[x.isfinite()] for x in (patterns.view(t).float() for t in (torch.float16, torch.bfloat16))])
-
-
-def blocks(width, scale=1.0, count=512):
-    """Blocks of normal numbers whose sizes differ by powers of ten; one is all zeros, one holds one number alone."""
-    generator = torch.Generator().manual_seed(width)
-    x = torch.randn(count, width, generator=generator) * 10.0 ** torch.linspace(-4, 2, count)[:, None] * scale
-    x[3], x[5] = 0, 0
-    x[5, 1] = -7.0
-    return x
-
-
-def decoded(number_format, x, dim=-1):
-    """Values read back, their codes and their scales."""
-    scale = number_format.scale(x, dim)
-    codes = number_format.codes(x, scale)
-    return number_format.decode(codes, scale), codes, scale
 
 
 @pytest.mark.parametrize("name", ELEMENTS)
@@ -211,43 +196,6 @@ def test_four_over_six_takes_whichever_of_two_scales_loses_less():
     assert 0.2 < (lost[4] < lost[6]).double().mean() < 0.9
     # 4, 3, 2 and 1 sevenths are levels under a scale of one seventh, as far as e4m3 has that.
     assert (values - x)[9].abs().max() < 0.4 * (decoded(six, x)[0] - x)[9].abs().max()
-
-
-@pytest.mark.parametrize("name", ["mxfp4", "mxfp6", "mxfp6_e3m2", "mxfp8", "mxfp8_e5m2"])
-def test_microscaled_floats_agree_with_torchao_under_the_floor(name):
-    mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor", reason="needs the extra quantizers")
-    elements = {
-        "mxfp4": torch.float4_e2m1fn_x2, "mxfp8": torch.float8_e4m3fn, "mxfp8_e5m2": torch.float8_e5m2,
-        "mxfp6": "fp6_e2m3", "mxfp6_e3m2": "fp6_e3m2",
-    }  # fmt: skip
-    x = blocks(32)
-    scale, data = mx.to_mx(x, elements[name], 32, scaling_mode=mx.ScaleCalculationMode.FLOOR)
-    number_format = format_named(name)
-    values, codes, ours = decoded(number_format, x)
-    packed = number_format.pack_scale(ours).reshape(scale.shape)
-    agrees("torchao", f"{name}: scales", packed, scale.view(torch.uint8))
-    theirs = mx.to_dtype(data, scale, elements[name], 32, torch.float32)
-    agrees("torchao", f"{name}: values", values, theirs)
-    assert torch.equal(codes, number_format.codes(x, ours))
-
-
-def test_nvfp4_agrees_with_torchao():
-    nv = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor", reason="needs the extra quantizers")
-    x = blocks(16).reshape(64, 128)
-    # Its tensor scale is a multiplier, and block scales below 2^-6 are raised to that there.
-    multiplier = nv.per_tensor_amax_to_scale(x.abs().amax())
-    scale, data = nv.nvfp4_quantize(x, 16, multiplier)
-    number_format = format_named("nvfp4").bound_to(x.abs().amax())
-    _, codes, ours = decoded(number_format, x.unflatten(-1, (-1, 16)))
-    stored = number_format.pack_scale(ours).reshape(-1)
-    theirs = scale.view(torch.float8_e4m3fn).float().reshape(-1)
-    normal = theirs > 2.0**-6
-    assert normal.double().mean() > 0.4
-    agrees("torchao", "nvfp4: scales", stored[normal], scale.view(torch.uint8).reshape(-1)[normal])
-    packed = number_format.pack(codes.reshape(x.shape)).reshape(-1, 8)
-    theirs = data.view(torch.uint8).reshape(-1, 8)
-    same = number_format.unpack(theirs, 16) == number_format.unpack(packed, 16)
-    assert same[normal].double().mean() > 0.9999
 
 
 def test_the_example_of_ocp_microscaling_a_block_under_one_power_of_two():

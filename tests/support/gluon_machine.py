@@ -219,20 +219,44 @@ def _load(source: Descriptor, at: Sequence[Any], barrier: Barrier, target: Share
     barrier.bring(tile.numel() * tile.element_size())
 
 
-def _product(left: Any, right: Shared, total: Tensor, *, use_acc: bool = True, is_async: bool) -> Callable[[], Tensor]:
-    def computed() -> Tensor:
+class Product:
+    """A product that a partition asked for: computed, from what shared memory holds by then, when it is waited for."""
+
+    def __init__(self, left: Any, right: Shared, total: Any, use_acc: bool) -> None:
+        if isinstance(total, Product):
+            raise RuntimeError("a product adds to one that nobody waited for")
+        self.left, self.right, self.total, self.use_acc = left, right, total, use_acc
+
+    def compute(self) -> Tensor:
         # Copied from shared memory as it is now; float64 holds products of codes and of halves exactly.
-        a, b = (x.tensor if isinstance(x, Shared) else x for x in (left, right))
+        a, b = (x.tensor if isinstance(x, Shared) else x for x in (self.left, self.right))
         product = a.double() @ b.double()
-        return (product + (total if use_acc else 0)).to(total.dtype)
-
-    return computed if is_async else computed()  # type: ignore[return-value]
+        return (product + (self.total if self.use_acc else 0)).to(self.total.dtype)
 
 
-def _wait(outstanding: int, deps: Sequence[Callable[[], Tensor]]) -> Tensor | tuple[Tensor, ...]:
-    if outstanding:
-        raise NotImplementedError("products are waited for all at once")
-    done = tuple(each() if callable(each) else each for each in deps)
+# Those of a thread that are under way, in the order in which they were asked for.
+_under_way = threading.local()
+
+
+def _product(left: Any, right: Shared, total: Any, *, use_acc: bool = True, is_async: bool) -> Product | Tensor:
+    product = Product(left, right, total, use_acc)
+    if not is_async:
+        return product.compute()
+    _under_way.products = [*_products(), product]
+    return product
+
+
+def _products() -> list[Product]:
+    products: list[Product] = getattr(_under_way, "products", [])
+    return products
+
+
+def _wait(outstanding: int, deps: Sequence[Any]) -> Tensor | tuple[Tensor, ...]:
+    products = _products()
+    _under_way.products = products[len(products) - outstanding :] if outstanding else []
+    if any(each is dep for each in _under_way.products for dep in deps):
+        raise RuntimeError("a product is used that may still be under way")
+    done = tuple(dep.compute() if isinstance(dep, Product) else dep for dep in deps)
     return done[0] if len(done) == 1 else done
 
 

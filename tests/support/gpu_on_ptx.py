@@ -42,6 +42,7 @@ SELECTED: dict[str, Callable[[Parameters], bool]] = {
         p["name"] == "ragged, one empty" or (p["name"], p["width"]) == ("causal", 64)
     ),
     "test_specialized.py::test_close_to_the_plain_form": lambda p: p["name"] in _SHORT,
+    "test_specialized.py::test_the_pipelined_form_is_close_to_the_plain_form": lambda p: p["name"] in _SHORT,
     "test_simulated.py::test_equals_the_plain_form_at_every_border": lambda p: (
         (p["name"], p["text"]) in (("ragged, one empty", "4:row"), ("causal", "8:head:shift")) and p["width"] == 64
     ),
@@ -61,6 +62,11 @@ SELECTED: dict[str, Callable[[Parameters], bool]] = {
     "test_linear.py::test_kernels_equal_float64": lambda p: (
         (p["rows"], p["tokens"]) in ((33, 1), (33, 16), (200, 3), (50, 17)) and (p["bits"] != 6 or p["dtype"] == _HALF)
     ),
+    "test_linear.py::test_floats_under_scales_of_a_byte_equal_float64": lambda p: (
+        (p["rows"], p["tokens"]) in ((33, 1), (33, 16), (33, 17))
+    ),
+    "test_linear.py::test_programs_of_several_row_blocks_ask_for_words_ahead": lambda p: p["width"] != 1024,
+    "test_linear.py::test_floats_are_written_out_as_they_are_decoded": lambda _: True,
     "test_linear.py::test_a_layer_waits_for_the_one_whose_output_it_takes": lambda _: True,
     "test_linear.py::test_codes_in_the_next_wider_container": lambda p: p["bits"] in (3, 5),
     "test_linear.py::test_expanded_weights_are_the_checkpoints": lambda p: p["group"] in (64, "tensor"),

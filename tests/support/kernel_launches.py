@@ -1,6 +1,7 @@
 """A call of every kernel by family, width and bits, as rows of a table: what is compiled for every card."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -33,6 +34,7 @@ def _prefill() -> Iterator[tuple[str, Call]]:
         "int8 QK, fp8 PV": partial(on_call(prefill_int8), pv="fp8"),
         "simulated logits": simulated,
         "warp-specialized": partial(on_call(prefill_specialized), bits=16),
+        "warp-specialized, pipelined": partial(on_call(prefill_specialized), bits=16, pipelined=True),
         "warp-specialized, fp8": partial(on_call(prefill_specialized), bits=8),
         "warp-specialized, simulated logits": partial(simulated, specialized=True),
     }
@@ -47,6 +49,7 @@ def _decode() -> Iterator[tuple[str, Call]]:
     from diffquant.kernels.cache.append import append
     from diffquant.kernels.cache.decode import decode
     from diffquant.kernels.cache.kv_store import KVStore
+    from diffquant.kernels.cache.packed_pages import PagedStore, decode_packed_pages
     from diffquant.kernels.cache.paged import decode_paged
 
     for family in FAMILIES:
@@ -61,20 +64,37 @@ def _decode() -> Iterator[tuple[str, Call]]:
         pages = [cache[0], cache[0 if family == "v2" else 1]], cache[2], torch.zeros(1, 256, dtype=torch.int32)
         lengths = torch.ones(1, dtype=torch.int32)
         yield f"paged 16 bits, {family} 128", partial(decode_paged, q, *pages, lengths, lam, scale=0.125)
+        for bits in (8, 6, 4):
+            packed = PagedStore(Recipe.of(kv=bits), keys, v, 256)
+            attend = partial(decode_packed_pages, q, packed, pages[2], lengths, lam, scale=0.125)
+            yield f"paged {bits} bits, {family} 128", attend
+        yield f"append to pages 4 bits, {family} 128", partial(packed.append, keys, v, pages[2], lengths)
 
 
 def _linear() -> Iterator[tuple[str, Call]]:
     from diffquant.kernels.linear.expand import launch_expand
     from diffquant.kernels.linear.gemm import launch_gemm
     from diffquant.kernels.linear.linear import launch
-    from diffquant.kernels.linear.repack import PackedWeight, repack
+    from diffquant.kernels.linear.repack import PackedWeight, repack, repack_floats
     from diffquant.numbers.packing import packed_words
 
     def zeros(bits: int, rows: int) -> PackedWeight:
         words = torch.zeros(rows, packed_words(3072, bits), dtype=torch.int32)
         return repack(words, torch.ones(rows, 3072 // 128, dtype=torch.float16), bits, 3072)
 
+    def floats(name: str, rows: int) -> PackedWeight:
+        scale = torch.ones(rows, 3072 // (16 if name == "nvfp4" else 32), dtype=torch.uint8)
+        divisor = torch.ones(1) if name == "nvfp4" else None
+        return repack_floats(torch.zeros(rows, 3072 // 2, dtype=torch.uint8), scale, divisor, 3072)
+
     x = torch.zeros(64, 3072, dtype=torch.float16)
+    for name in ("nvfp4", "mxfp4"):
+        yield f"GEMV {name}", partial(launch, x[:1], floats(name, 64), None)
+        yield f"GEMM {name}", partial(launch_gemm, x, floats(name, 1024), None)
+    few = zeros(4, 64)
+    # Of as many rows as make a program compute several blocks of them: nothing is read when it is compiled.
+    many = replace(few, low=few.low[:1].expand(1024, *few.low.shape[1:]), shape=(16 * 1024, 3072))
+    yield "GEMV 4 bits of many rows", partial(launch, x[:1], many, None)
     for bits in (8, 6, 4):
         yield f"GEMV {bits} bits", partial(launch, x[:1], zeros(bits, 64), None)
     for bits in (8, 6, 4):

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffquant.kernels.linear.repack import PackedWeight, repack
+from diffquant.kernels.linear.repack import PackedWeight, repack, repack_floats
+from diffquant.numbers.formats import format_named
 from diffquant.numbers.packing import pack, unpack
 
 
@@ -48,6 +49,20 @@ def random_case(
     words = random_words(rows, width, bits, device, seed)
     scale = random_scale(rows, width, group, dtype, device, seed + 1)
     return repack(words, scale, bits, width), exact_weight(words, scale, bits, width)
+
+
+def random_floats(rows: int, width: int, name: str, device: str = "cpu", seed: int = 0) -> tuple[PackedWeight, Tensor]:
+    """A random weight of E2M1 floats, every code and the smallest scales among them, and its values in float64."""
+    number_format = format_named(name)
+    generator = torch.Generator().manual_seed(seed)
+    words = torch.randint(0, 256, (rows, width // 2), generator=generator, dtype=torch.uint8)
+    group, (low, high) = (16, (0, 127)) if name == "nvfp4" else (32, (100, 118))
+    scale = torch.randint(low, high, (rows, width // group), generator=generator, dtype=torch.uint8)
+    divisor = torch.tensor([300.0]) if name == "nvfp4" else None
+    values = number_format.values(number_format.unpack(words, width), torch.float64)
+    exact = values * number_format.unpack_scale(scale, divisor).double().repeat_interleave(group, -1)
+    packed = repack_floats(words.to(device), scale.to(device), None if divisor is None else divisor.to(device), width)
+    return packed, exact.to(device)
 
 
 def random_activations(

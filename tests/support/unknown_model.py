@@ -97,3 +97,16 @@ def write_unknown(
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     (folder / "config.json").write_text(json.dumps(CONFIG | {"tie_word_embeddings": tied}))
     return tensors
+
+
+def linears(name: str, weight: Tensor) -> dict[str, Tensor]:
+    """The Linears that a weight is written as, each with its matrix [out, in]: one, or those of every expert."""
+    stem, _, kind = name.removesuffix(".weight").rpartition(".")
+    if not stem.endswith(".experts") or weight.ndim != 3:
+        return {f"{stem}.{kind}": weight}
+    projections = ["gate_proj", "up_proj"] if kind == "gate_up_proj" else ["down_proj"]
+    return {
+        f"{stem}.{number}.{projection}": matrix
+        for number, expert in enumerate(weight)
+        for projection, matrix in zip(projections, expert.chunk(len(projections)), strict=True)
+    }

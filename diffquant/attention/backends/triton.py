@@ -60,7 +60,8 @@ register(_backend("triton-simulated", "prefill_simulated", False, logits="quanti
 # fp8 too.
 register(_backend("triton-int8", "prefill_int8", "fp16"))
 register(_backend("triton-fp8", "prefill_int8", "fp8"))
-# Used only by name until a GPU has run them; they compute the same as the kernels without "specialized".
+# Used only by name until a GPU has run them; they compute the same as the kernels without "specialized" or "pipelined".
 register(_backend("triton-simulated-specialized", "prefill_simulated", True, logits="quantized"))
 register(_backend("triton-specialized", "prefill_specialized", 16))
 register(_backend("triton-fp8-specialized", "prefill_specialized", 8))
+register(_backend("triton-pipelined", "prefill_specialized", 16, True))

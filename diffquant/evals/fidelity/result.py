@@ -32,7 +32,7 @@ class Fidelity(Readable):
         quantiles: quantiles of the positions' KL in nats by name, with 95 % intervals.
         largest: largest KL at any position in nats.
         agreement: share of positions where both have the same likeliest token, with its 95 % interval.
-        perplexities: the reference's and the candidate's; None where a server does not tell all tokens.
+        perplexities: the reference's and the candidate's; None if a server does not tell all tokens.
         k: number of likeliest tokens if only those are known of one side, which makes the KL a lower bound.
         settings: date, commit and versions.
     """
@@ -176,7 +176,7 @@ def _parts(values: Tensor) -> tuple[Tensor, ...]:
 
 
 def parts_of(chunks: int) -> int:
-    """Number of observations in so many chunks."""
+    """Number of observations in this many chunks."""
     return min(PARTS, chunks)
 
 

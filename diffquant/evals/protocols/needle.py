@@ -48,7 +48,7 @@ _FEWEST_SENTENCES = 20
 
 @dataclass(frozen=True)
 class NeedlePlan:
-    """What decides which items are made.
+    """Settings that decide which items are made.
 
     Attributes:
         needles: N, number of cities in a context, each with its magic number.

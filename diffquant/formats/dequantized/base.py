@@ -38,7 +38,7 @@ class RoundedMatrix:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a reader finds in a folder.
+    """A folder's quantized matrices, as its reader found them.
 
     Attributes:
         kind: kind of the codes, as people are told.
@@ -198,7 +198,7 @@ class Parts:
         self._stored, self.problems = stored, list[str]()
 
     def shape(self, name: str, axes: int, *dtypes: torch.dtype) -> tuple[int, ...] | None:
-        """The shape of a tensor of so many axes and one of these dtypes, or any float if there are none."""
+        """The shape of a tensor with `axes` axes and one of these dtypes, or any float if none are given."""
         info = self._stored.tensors.get(name)
         if info is None:
             self.problems.append(f"{name} is missing")

@@ -132,7 +132,7 @@ def _four_bits(stored: Checkpoint, parts: Parts, module: str, kind: str) -> Roun
 
 
 def _state(stored: Checkpoint, parts: Parts, name: str) -> dict[str, Any] | None:
-    """What a matrix of 4 bits says of itself; None, and a problem, if it is not what is read."""
+    """The stored description of a 4-bit matrix; None, and a problem, if it is not what is read."""
     try:
         state = parse_json(bytes(stored.read(name).tolist()).decode())
         shape, sizes = state["shape"], [state["blocksize"], state.setdefault("nested_blocksize", 256)]

@@ -1,9 +1,10 @@
 """Folders of compressed-tensors whose engines round more than weights, or weights otherwise than diffquant writes them.
 
 Weights under symmetric scales alone are read packed (`formats.compressed_tensors`). Here are read as floats: weights
-beside quantized activations or caches, FP8 in blocks, `naive-quantized` and `int-quantized`, integers with zero points,
-and groups in any order (weight_g_idx). A module has weight_packed or weight, weight_scale, weight_global_scale (a
-divisor), weight_zero_point (int8, or packed along the outputs), and scales of its inputs and outputs.
+beside quantized activations or caches, FP8 in blocks that are not square, `naive-quantized` and `int-quantized`,
+integers with zero points, and groups in any order (weight_g_idx). A module has weight_packed or weight, weight_scale,
+weight_global_scale (a divisor), weight_zero_point (int8, or packed along the outputs), and scales of its inputs and
+outputs.
 
 Source: compressed-tensors 0.20, compressors; quantization/lifecycle/forward.py.
 """
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from diffquant.errors import CheckpointError
-from diffquant.formats.compressed_tensors import GLOBAL, PACKED, SCALE, SHAPE, target_of
+from diffquant.formats.compressed_tensors import GLOBAL, PACKED, SCALE, SHAPE, is_square, target_of
 from diffquant.formats.dequantized.base import Contents, Parts, RoundedMatrix, modules_with, register
 from diffquant.formats.dequantized.floats import float_matrix, model_dtype, spreading, without_scales
 from diffquant.formats.reader import Checkpoint
@@ -44,7 +45,7 @@ Groups = Mapping[str, Mapping[str, Any]]
 
 @register("compressed-tensors")
 def read_compressed_tensors(entry: Mapping[str, Any], stored: Checkpoint) -> Contents | None:
-    """The matrices of a compressed-tensors folder; None for one that is read packed.
+    """The matrices of a compressed-tensors folder; None if it is read packed.
 
     Raises:
         CheckpointError: tensors or settings are not what the layouts have; all are named.
@@ -112,7 +113,7 @@ def _is_read_here(group: Mapping[str, Any]) -> bool:
             isinstance(weights, Mapping)
             and (
                 weights.get("symmetric") is False
-                or weights.get("strategy") == "block"
+                or (weights.get("strategy") == "block" and not is_square(weights.get("block_structure")))
                 or weights.get("actorder") == "group"
             )
         )
@@ -132,14 +133,21 @@ def _matrix(
     unused = tuple(f"{module}.{each}" for each in _UNUSED if f"{module}.{each}" in stored.tensors)
     if weights.get("type") == "float":
         structure = weights.get("block_structure")
-        block = tuple(structure) if weights.get("strategy") == "block" and isinstance(structure, list) else None
-        if block is not None and (len(block) != 2 or not all(type(n) is int and n > 0 for n in block)):
+        block = _block(structure)
+        if weights.get("strategy") == "block" and block is None:
             parts.problems.append(f"block_structure of {module} is {structure!r}, and read are two numbers from 1 on")
             return None
         return float_matrix(
             stored, parts, codes, module + SCALE, divisor=module + GLOBAL, group=group, block=block, unused=unused
         )
     return _integers(stored, parts, module, codes, weights, group, unused)
+
+
+def _block(structure: object) -> tuple[int, int] | None:
+    """Height and width of blocks as a folder says them; None if it does not."""
+    if isinstance(structure, list) and len(structure) == 2 and all(type(n) is int and n > 0 for n in structure):
+        return structure[0], structure[1]
+    return None
 
 
 def _integers(
@@ -196,7 +204,7 @@ def _integers(
 
 
 def _order(stored: Checkpoint, parts: Parts, module: str, width: int) -> Tensor | None:
-    """The group of each input, where a folder says it; None where groups are of neighbours, or it is wrong."""
+    """The group of each input, if a folder stores it; None if groups are of neighbours, or it is wrong."""
     name = module + _ORDER
     if name not in stored.tensors or not parts.expect(name, (width,), torch.int32, torch.int64):
         return None

@@ -9,6 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 
+from diffquant.kernels.attention.softmax_pipelined import attend_softmax_pipelined
 from diffquant.kernels.attention.specialized import (
     LOWEST,
     keep,
@@ -31,7 +32,7 @@ def attend_specialized(
     q_strides, k_strides, v_strides, lam_strides, out_strides,
     pairs, group, T, S, scale, log2e, levels, eps, factor,
     ROUNDED: gl.constexpr, SHIFT: gl.constexpr, NORM: gl.constexpr, MAPS: gl.constexpr, PACK: gl.constexpr,
-    D: gl.constexpr, DV: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    D: gl.constexpr, DV: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PIPELINED: gl.constexpr,
 ):  # fmt: skip
     """Causal attention of a tile of 128 rows of one pair: q [B, h, T, d], k [B, h_kv, S, d], v [B, h_kv, S, dv].
 
@@ -80,6 +81,7 @@ def attend_specialized(
     # Both warpgroups read every buffer.
     free = (new_barriers(1, 2), new_barriers(STAGES, 2), new_barriers(STAGES, 2))
     waits = new_barriers(1, 1)
+    turns = new_barriers(2, 1)
     fence_async_shared()
 
     out_at = sequence * out_strides[0] + pair.to(gl.int64) * out_strides[1]
@@ -92,12 +94,12 @@ def attend_specialized(
     tensors = (lam, weight, top, steps_of_codes, clipped, out + out_at, parked + out_at)
     sizes = (lam_stride, out_strides[2], rows_at, query, position, T, valid, whole, steps)
     numbers = (scale, log2e, levels, eps, factor)
-    KIND: gl.constexpr = (ROUNDED, SHIFT, NORM, MAPS, PACK)
+    KIND: gl.constexpr = (ROUNDED, SHIFT, NORM, MAPS, PACK, PIPELINED)
     BYTES: gl.constexpr = (2 * 128 * D, 2 * BN * D, 2 * BN * DV)
     gl.warp_specialize(
         [
-            (_attend, (tensors, sizes, numbers, buffers, full, free, waits, 0, KIND, DV, BN, STAGES)),
-            (_attend, (tensors, sizes, numbers, buffers, full, free, waits, 1, KIND, DV, BN, STAGES)),
+            (_attend, (tensors, sizes, numbers, buffers, full, free, waits, turns, 0, KIND, DV, BN, STAGES)),
+            (_attend, (tensors, sizes, numbers, buffers, full, free, waits, turns, 1, KIND, DV, BN, STAGES)),
             (
                 load_tiles,
                 (
@@ -113,7 +115,7 @@ def attend_specialized(
 
 @gluon.jit
 def _attend(
-    tensors, sizes, numbers, buffers, full, free, waits,
+    tensors, sizes, numbers, buffers, full, free, waits, turns,
     HALF: gl.constexpr, KIND: gl.constexpr, DV: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Output of one half of the rows, by one warpgroup."""
@@ -125,6 +127,7 @@ def _attend(
     NORM: gl.constexpr = KIND[2]
     MAPS: gl.constexpr = KIND[3]
     PACK: gl.constexpr = KIND[4]
+    PIPELINED: gl.constexpr = KIND[5]
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     ROWS: gl.constexpr = gl.SliceLayout(1, LOGITS)
@@ -157,6 +160,12 @@ def _attend(
             )  # fmt: skip
             if SHIFT:
                 gl.store(clipped + row_at, below, mask=inside)
+        elif PIPELINED:
+            largest = gl.full([64], LOWEST, gl.float32, ROWS)
+            y, largest, total = attend_softmax_pipelined(
+                buffers, full, free, turns, scale, last, y, largest, total, done, own, whole, steps,
+                HALF, BN, STAGES, LOGITS, VALUES,
+            )  # fmt: skip
         else:
             largest = gl.full([64], LOWEST, gl.float32, ROWS)
             y, largest, total = attend_softmax_blocks(

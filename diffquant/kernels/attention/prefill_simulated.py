@@ -169,7 +169,7 @@ def _launch(
 
 
 def _empty(out: Tensor, q: list[Tensor], _bits: int, granularity: str, *_: object) -> tuple[Tensor, Tensor, Tensor]:
-    """What `_launch` returns, without its values."""
+    """Results of `_launch` by shape and dtype alone, for torch.compile."""
     rows = out.new_empty(*out.shape[:2], len(q), out.shape[2], dtype=torch.float32)
     return out, _shared(rows, granularity), rows.to(torch.int32)
 

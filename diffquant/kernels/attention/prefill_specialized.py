@@ -43,6 +43,11 @@ TILES = {
     "prefill_fp8_specialized/sm_90/128x128": SpecializedTile(128, 4),
     # With four, registers spill.
     "prefill_fp8_specialized/sm_90/128x256": SpecializedTile(128, 3),
+    # A block's logits and two blocks' weights are in registers at once: with values of 2d, long steps spill.
+    "prefill_pipelined/sm_90/64x64": SpecializedTile(128, 4),
+    "prefill_pipelined/sm_90/64x128": SpecializedTile(64, 4),
+    "prefill_pipelined/sm_90/128x128": SpecializedTile(128, 3),
+    "prefill_pipelined/sm_90/128x256": SpecializedTile(64, 4),
     # Rounding knows a row's largest code beforehand, so that short steps cost no rescaling; long ones spill.
     "simulated_specialized/sm_90/64x64": SpecializedTile(128, 4),
     "simulated_specialized/sm_90/64x128": SpecializedTile(128, 4),
@@ -52,13 +57,14 @@ TILES = {
 _ROWS = 128
 
 
-def prefill_specialized(call: AttentionCall, bits: int = 16) -> Tensor:
+def prefill_specialized(call: AttentionCall, bits: int = 16, pipelined: bool = False) -> Tensor:
     """Attention of a call on Hopper, one warp loading while two warpgroups compute.
 
     Args:
         call: maps of float16 or bfloat16, d 64 or 128, dv = d or 2d, a positive scale, logits left alone; two maps, or
             at 8 bits one or two.
         bits: width of what is multiplied: 16, or 8 for Q and K in int8, P and V in e4m3, as `prefill_int8` does.
+        pipelined: whether products run while softmax is computed, and warpgroups take turns; at 16 bits.
 
     Returns:
         [B, h, T, dv] in v's dtype, its memory [B, T, h, dv].
@@ -68,15 +74,15 @@ def prefill_specialized(call: AttentionCall, bits: int = 16) -> Tensor:
     """
     if call.scale <= 0:
         raise UsageError(f"prefill takes a positive scale, got {call.scale}")
-    if reason := _unsupported(call, bits):
+    if reason := _unsupported(call, bits, pipelined):
         raise UsageError(f"specialized prefill: {reason}")
-    out: Tensor = _operator(call, bits)
+    out: Tensor = _operator(call, bits, pipelined)
     return out
 
 
-def prefill_specialized_refusal(call: AttentionCall, bits: int = 16) -> str | None:
+def prefill_specialized_refusal(call: AttentionCall, bits: int = 16, pipelined: bool = False) -> str | None:
     """Reason why `prefill_specialized` cannot serve a call, or None."""
-    return device_refusal(call.v.device) or _unsupported(call, bits)
+    return device_refusal(call.v.device) or _unsupported(call, bits, pipelined)
 
 
 def specialized_refusal(device: torch.device) -> str | None:
@@ -96,6 +102,7 @@ def launch_specialized(
     rounded: bool,
     shift: bool,
     normed: bool,
+    pipelined: bool = False,
 ) -> None:
     """Launch `attend_specialized` over all tiles.
 
@@ -107,23 +114,26 @@ def launch_specialized(
         numbers: those behind the lengths.
         rounded: whether logits are rounded to codes, of shifted logits if `shift`.
         normed: whether rows are normed.
+        pipelined: as in `prefill_specialized`; logits that are not rounded alone.
     """
     batch, heads, length, width = q[0].shape
     kv_heads, keys, value_width = v.shape[1:]
-    kernel = "simulated_specialized" if rounded else "prefill_specialized"
+    kernel = "simulated_specialized" if rounded else "prefill_pipelined" if pipelined else "prefill_specialized"
     tile = choose(TILES, f"{kernel}/sm_90/{width}x{value_width}")
     shared = len(q) // len(k)
     allow_descriptors()
     attend_specialized[(-(-length * shared // _ROWS) * batch * heads,)](
         q[0], q[-1], k[0], k[-1], v, *tensors, heads, heads // kv_heads, length, keys, *numbers,
         ROUNDED=rounded, SHIFT=shift, NORM=normed, MAPS=len(k), PACK=shared, D=width, DV=value_width,
-        BN=tile.keys, STAGES=tile.stages, num_warps=4,
+        BN=tile.keys, STAGES=tile.stages, PIPELINED=pipelined, num_warps=4,
         # A product rounded to float32 decides codes at their borders: nothing is contracted behind the formula's back.
         enable_fp_fusion=not rounded,
     )  # fmt: skip
 
 
-def _unsupported(call: AttentionCall, bits: int) -> str | None:
+def _unsupported(call: AttentionCall, bits: int, pipelined: bool) -> str | None:
+    if pipelined and bits == 8:
+        return "8-bit attention has no pipelined form: registers do not hold what it would have under way"
     if reason := specialized_refusal(call.v.device):
         return reason
     if call.lam is None and bits == 16:
@@ -131,7 +141,7 @@ def _unsupported(call: AttentionCall, bits: int) -> str | None:
     return call_refusal(call) or widths_refusal(call.q[0], call.v)
 
 
-def _launch(x: Operands, bits: int) -> Tensor:
+def _launch(x: Operands, bits: int, pipelined: bool) -> Tensor:
     """Output of `prefill_specialized`."""
     out, q, k, v, lam = x.out, x.q, x.k, x.v, x.lam
     if x.is_blind:
@@ -160,11 +170,12 @@ def _launch(x: Operands, bits: int) -> Tensor:
             launch_specialized(
                 q, k, v, (lam, x.starts, x.ends, x.weight, None, None, None, out, parked, *strides),
                 (x.scale * log2(e), 0.0, 0.0, x.eps, x.factor), rounded=False, shift=False, normed=x.normed,
+                pipelined=pipelined,
             )  # fmt: skip
     return out
 
 
-_operator = as_operator("prefill_specialized", _launch, ", int bits")
+_operator = as_operator("prefill_specialized", _launch, ", int bits, bool pipelined")
 
 
 def _describable(tensors: list[Tensor]) -> list[Tensor]:

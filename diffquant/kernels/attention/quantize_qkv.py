@@ -21,7 +21,7 @@ from diffquant.kernels.attention.online import valid_range
 
 # Rows of Q or keys of V that one program quantizes, and keys whose statistics it gathers at once.
 _ROWS = 64
-# At most so many partial statistics a channel; every program of the second launch adds them up again.
+# Largest number of partial statistics per channel; every program of the second launch adds them up again.
 _CHUNKS = 32
 _E4M3_MAX = tl.constexpr(448.0)
 # Adding and subtracting 1.5·2^23 rounds a float32 to an integer, half to even.

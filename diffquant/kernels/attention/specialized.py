@@ -1,4 +1,4 @@
-"""What warp-specialized attention for Hopper shares (Gluon): its loads, its tile's keys, and the end of a row.
+"""Shared parts of warp-specialized attention for Hopper (Gluon): loads, the tile's keys, and the end of a row.
 
 One warp loads. Two warpgroups have 64 rows each and loops of their own, so that one computes softmax while the other
 multiplies. V1's maps follow one another, each warpgroup with 64 queries; V2's share their keys, so that one warpgroup
@@ -25,7 +25,7 @@ _load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_
 
 @gluon.jit
 def new_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Barriers [COUNT, 1] that complete a phase after so many arrivals."""
+    """Barriers [COUNT, 1] that complete a phase after ARRIVALS arrivals."""
     barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
         mbarrier.init(barriers.index(i), count=ARRIVALS)

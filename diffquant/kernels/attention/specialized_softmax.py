@@ -7,6 +7,20 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 
 @gluon.jit
+def softmax_of_block(
+    logits, scale, last, top, total, step, MASKED: gl.constexpr, BN: gl.constexpr, LOGITS: gl.constexpr
+):
+    """Weights of a block's keys, the rows' maxima and sums with them, and the factor for what stood before."""
+    if MASKED:
+        key = step * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, LOGITS))
+        logits = gl.where(key[None, :] < last[:, None], logits, -float("inf"))
+    risen = gl.maximum(top, gl.max(logits, 1) * scale)
+    p = gl.exp2(logits * scale - risen[:, None])
+    shrunk = gl.exp2(top - risen)
+    return p, risen, total * shrunk + gl.sum(p, 1), shrunk
+
+
+@gluon.jit
 def attend_softmax_blocks(
     buffers, full, free, scale, last, y, top, total, done, begin, stop,
     MASKED: gl.constexpr, HALF: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
@@ -22,14 +36,7 @@ def attend_softmax_blocks(
         logits = warpgroup_mma(q, buffers[1].index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
         logits = warpgroup_mma_wait(0, deps=[logits])
         mbarrier.arrive(free[1].index(stage), count=1)
-        if MASKED:
-            key = step * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, LOGITS))
-            logits = gl.where(key[None, :] < last[:, None], logits, -float("inf"))
-        risen = gl.maximum(top, gl.max(logits, 1) * scale)
-        p = gl.exp2(logits * scale - risen[:, None])
-        shrunk = gl.exp2(top - risen)
-        total = total * shrunk + gl.sum(p, 1)
-        top = risen
+        p, top, total, shrunk = softmax_of_block(logits, scale, last, top, total, step, MASKED, BN, LOGITS)
         y = y * gl.convert_layout(shrunk, gl.SliceLayout(1, VALUES))[:, None]
         values = buffers[2].index(stage)
         weights = gl.convert_layout(p.to(values.dtype), gl.DotOperandLayout(0, VALUES, 2))

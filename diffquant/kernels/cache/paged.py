@@ -134,7 +134,7 @@ def _check(
 def check_sequences(
     table: Tensor, lengths: Tensor, batch: int, device: torch.device, window: int | None = None
 ) -> list[str]:
-    """What is wrong with a table, lengths and a window for so many sequences."""
+    """Describe what is wrong with a table, lengths and a window for a number of sequences."""
     wrong = []
     if table.ndim != 2 or not table.shape[-1] or table.dtype != torch.int32 or table.stride(-1) != 1:
         wrong.append(f"the table is {table.dtype} {list(table.shape)}, not int32 [sequences, pages], a row in a piece")

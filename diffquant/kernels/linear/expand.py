@@ -22,7 +22,7 @@ def launch_expand(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     _expand[(chunks, triton.cdiv(blocks, _ROW_BLOCKS))](
         weight.low, weight.high, weight.scales, weight.row_scale, w,
         rows, width, blocks, chunks, int(len(weight.row_scale) > 1),
-        BITS=weight.bits, FIELDS=fields_in_word(weight.bits), GROUP=weight.group,
+        BITS=weight.bits, FLOATS=weight.holds_floats, FIELDS=fields_in_word(weight.bits), GROUP=weight.group,
         SPAN=gcd(weight.group // FRAGMENT, fields_in_word(weight.bits)), BLOCKS=_ROW_BLOCKS, enable_fp_fusion=True,
     )  # fmt: skip
     return w
@@ -31,12 +31,13 @@ def launch_expand(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
 @triton.jit(do_not_specialize=["row_scale_stride"])
 def _expand(
     low, high, scales, row_scale, w, N, K, blocks, chunks, row_scale_stride,
-    BITS: tl.constexpr, FIELDS: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr, BLOCKS: tl.constexpr,
+    BITS: tl.constexpr, FLOATS: tl.constexpr, FIELDS: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     a0, a1, a2, a3 = chunk_weights(
-        low, high, scales, block, blocks, chunk, chunks, K, w.dtype.element_ty, BITS, FIELDS, GROUP, SPAN
+        low, high, scales, block, blocks, chunk, chunks, K, w.dtype.element_ty, BITS, FLOATS, FIELDS, GROUP, SPAN
     )
     n = tl.program_id(1) * (BLOCKS * 16) + tl.arange(0, BLOCKS * 16)
     k = chunk * (16 * FIELDS) + tl.arange(0, 16 * FIELDS)

@@ -68,7 +68,7 @@ def launch_gemm(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
     _gemm[(*tiles, splits)](
         x, weight.low, weight.high, weight.scales, weight.row_scale, bias, parts,
         tokens, rows, width, blocks, chunks, triton.cdiv(chunks, splits), x.stride(0), row_scale_stride,
-        BITS=weight.bits, FIELDS=fields_in_word(weight.bits), GROUP=weight.group,
+        BITS=weight.bits, FLOATS=weight.holds_floats, FIELDS=fields_in_word(weight.bits), GROUP=weight.group,
         SPAN=gcd(weight.group // FRAGMENT, fields_in_word(weight.bits)),
         BLOCKS=tile.rows // FRAGMENT, TOKENS=tile.tokens, JOINED=device_kind == "sm_90",
         EVEN=width == chunks * FRAGMENT * fields_in_word(weight.bits), FINAL=splits == 1,
@@ -86,7 +86,7 @@ def launch_gemm(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
 def _gemm(
     x, low, high, scales, row_scale, bias, y,
     M, N, K, blocks, chunks, chunks_a_split, x_stride, row_scale_stride,
-    BITS: tl.constexpr, FIELDS: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
+    BITS: tl.constexpr, FLOATS: tl.constexpr, FIELDS: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
     BLOCKS: tl.constexpr, TOKENS: tl.constexpr, JOINED: tl.constexpr, EVEN: tl.constexpr, FINAL: tl.constexpr,
 ):  # fmt: skip
     """Product of one tile: of y [M, N] or, unless FINAL, of a split's unscaled part of it in y [splits, M, N]."""
@@ -98,7 +98,7 @@ def _gemm(
     sums = tl.zeros([BLOCKS * 16, TOKENS], tl.float32)
     for chunk in range(split * chunks_a_split, tl.minimum(chunks, (split + 1) * chunks_a_split)):
         a0, a1, a2, a3 = chunk_weights(
-            low, high, scales, block, blocks, chunk, chunks, K, x.dtype.element_ty, BITS, FIELDS, GROUP, SPAN
+            low, high, scales, block, blocks, chunk, chunks, K, x.dtype.element_ty, BITS, FLOATS, FIELDS, GROUP, SPAN
         )
         k = chunk * (16 * FIELDS)
         # Hopper's products run side by side if they are one; for Ampere's, joining would change columns' order.

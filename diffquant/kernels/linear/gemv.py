@@ -16,11 +16,13 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from diffquant.kernels.configs import choose
-from diffquant.kernels.gpu import capability, device_class, registers_of
+from diffquant.kernels.gpu import capability, device_class, processors, registers_of
 from diffquant.kernels.linear.repack import FRAGMENT, PackedWeight, fields_in_word
-from diffquant.kernels.linear.unpacking import load_high, unpack_field
+from diffquant.kernels.linear.unpacking import load_high, read_scale, unpack_field
 
 MOST_TOKENS = 16
+# Steps of a row block that are written out one after the other where they are asked for ahead: more of them spill.
+_MOST_STEPS = 2
 
 
 @dataclass(frozen=True)
@@ -31,18 +33,23 @@ class GemvTile:
         warps: number of warps.
         unroll: largest number of chunks of 512 bytes that a warp asks for before it uses the first.
         blocks: number of blocks that a multiprocessor holds; their registers are limited to what that takes.
+        ahead: largest number of chunks that are under way while as many are used, where there are more row blocks than
+            the device holds at once; 0 where registers do not hold both.
     """
 
     warps: int
     unroll: int
     blocks: int
+    ahead: int
 
 
 # 8 warps with 6 to 8 chunks are 24 to 32 KB a block: of 3,072 columns of 4 bits all there are, so that a block waits
 # for memory once. 6 bits come in two planes; words of 4 bits all wait in registers for the kernel ahead to end.
-_BLOCKS = {4: 2, 6: 2, 8: 4}
+_BLOCKS_AND_AHEAD = {4: (2, 4), 6: (2, 0), 8: (4, 0)}
 TILES = {
-    f"gemv/{device}/{bits}": GemvTile(8, 8, blocks) for device in ("sm_80", "sm_90") for bits, blocks in _BLOCKS.items()
+    f"gemv/{device}/{bits}": GemvTile(8, 8, *blocks_and_ahead)
+    for device in ("sm_80", "sm_90")
+    for bits, blocks_and_ahead in _BLOCKS_AND_AHEAD.items()
 }
 
 
@@ -52,22 +59,30 @@ def launch_gemv(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
     rows = weight.shape[0]
     blocks, chunks, _ = weight.low.shape
     tile = choose(TILES, f"gemv/{device_class(x.device)}/{weight.bits}")
-    unroll = _unroll(chunks, tile)
     # From Hopper on, blocks may take their places while the kernel before still runs.
     is_dependent = capability(x.device) >= (9, 0)
+    slots = processors(x.device) * tile.blocks
+    steps, unroll = _steps(chunks, tile, tokens <= 8 and blocks > slots)
     y = x.new_empty(tokens, rows)
-    _gemv[(blocks, 1)](
+    _gemv[(min(blocks, slots) if steps else blocks, 1)](
         x, weight.low, weight.high, weight.scales, weight.row_scale, bias, y,
         tokens, rows, width, blocks, chunks, x.stride(0), int(len(weight.row_scale) > 1),
-        BITS=weight.bits, FIELDS=fields_in_word(weight.bits), GROUP=weight.group,
+        BITS=weight.bits, FLOATS=weight.holds_floats, FIELDS=fields_in_word(weight.bits), GROUP=weight.group,
         SPAN=gcd(weight.group // FRAGMENT, fields_in_word(weight.bits)),
-        TILES=triton.cdiv(tokens, 8), WARPS=tile.warps, UNROLL=unroll,
+        TILES=triton.cdiv(tokens, 8), WARPS=tile.warps, UNROLL=unroll, STEPS=steps,
         EVEN=chunks % (tile.warps * unroll) == 0 and width == chunks * FRAGMENT * fields_in_word(weight.bits),
         DEPENDENT=is_dependent, num_warps=tile.warps, num_stages=1, enable_fp_fusion=True,
         maxnreg=registers_of(tile.blocks, tile.warps),
         **({"launch_pdl": True} if is_dependent else {}),
     )  # fmt: skip
     return y
+
+
+def _steps(chunks: int, tile: GemvTile, ahead: bool) -> tuple[int, int]:
+    """Steps of a row block and chunks of a step; no steps where words are not asked for ahead, or leave a remainder."""
+    even = [n for n in range(1, tile.ahead + 1) if chunks % (tile.warps * n) == 0] if ahead else []
+    steps = chunks // (tile.warps * max(even)) if even else 0
+    return (steps, max(even)) if 1 <= steps <= _MOST_STEPS else (0, _unroll(chunks, tile))
 
 
 def _unroll(chunks: int, tile: GemvTile) -> int:
@@ -80,23 +95,91 @@ def _unroll(chunks: int, tile: GemvTile) -> int:
 def _gemv(
     x, low, high, scales, row_scale, bias, y,
     M, N, K, blocks, chunks, x_stride, row_scale_stride,
-    BITS: tl.constexpr, FIELDS: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
-    TILES: tl.constexpr, WARPS: tl.constexpr, UNROLL: tl.constexpr, EVEN: tl.constexpr,
+    BITS: tl.constexpr, FLOATS: tl.constexpr, FIELDS: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
+    TILES: tl.constexpr, WARPS: tl.constexpr, UNROLL: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Product of one block of 16 columns of y [M, N]; tokens are TILES times 8, rounded up."""
+    """Products of blocks of 16 columns of y [M, N]; tokens are TILES times 8, rounded up.
+
+    A program has one block or, with STEPS, each that follows by the number of programs, whose words are asked for a
+    step ahead.
+    """
     if DEPENDENT:
         # The next kernel may come as well; it waits for this one in turn, or was not launched to come early.
         gdc_launch_dependents()
         if BITS == 6 or TILES > 1:
             # Two planes of codes, or the sums of many tokens, leave no registers in which words could wait.
             gdc_wait()
-    block = tl.program_id(0)
+    first_block = tl.program_id(0)
     # Always 1. Were it known to be, a thread would load more at once than its fragment takes.
     one = tl.num_programs(1)
+    if STEPS:
+        lows, highs = _words(low, high, first_block, 0, blocks, chunks, one, BITS, WARPS, UNROLL, True, False)
+        if DEPENDENT:
+            # Whoever writes codes waits on the host until they are in memory (`repack`). So they may be on their way
+            # while the kernel ahead ends, and x, which may be its output, may not.
+            gdc_wait()
+        for block in range(first_block, blocks, tl.num_programs(0)):
+            sums = tl.zeros([WARPS, 16, TILES * 8], tl.float32)
+            for step in tl.static_range(STEPS):
+                if step + 1 < STEPS:
+                    following, _ = _words(
+                        low, high, block, (step + 1) * WARPS * UNROLL, blocks, chunks, one,
+                        BITS, WARPS, UNROLL, True, False,
+                    )  # fmt: skip
+                else:
+                    following, _ = _words(
+                        low, high, block + tl.num_programs(0), 0, blocks, chunks, one, BITS, WARPS, UNROLL, True, True
+                    )
+                sums = _add_chunks(
+                    sums, x, scales, lows, highs, block, step * WARPS * UNROLL, M, K, blocks, x_stride, one,
+                    BITS, FLOATS, FIELDS, GROUP, SPAN, TILES, WARPS, UNROLL, EVEN,
+                )  # fmt: skip
+                lows = following
+            _store(sums, row_scale, bias, y, block, M, N, row_scale_stride, TILES)
+    else:
+        sums = tl.zeros([WARPS, 16, TILES * 8], tl.float32)
+        for first in range(0, chunks, WARPS * UNROLL):
+            lows, highs = _words(low, high, first_block, first, blocks, chunks, one, BITS, WARPS, UNROLL, EVEN, False)
+            if DEPENDENT and BITS != 6 and TILES == 1:
+                # As above; waiting again costs nothing.
+                gdc_wait()
+            sums = _add_chunks(
+                sums, x, scales, lows, highs, first_block, first, M, K, blocks, x_stride, one,
+                BITS, FLOATS, FIELDS, GROUP, SPAN, TILES, WARPS, UNROLL, EVEN,
+            )  # fmt: skip
+        _store(sums, row_scale, bias, y, first_block, M, N, row_scale_stride, TILES)
+
+
+@triton.jit
+def _words(
+    low, high, block, first, blocks, chunks, one,
+    BITS: tl.constexpr, WARPS: tl.constexpr, UNROLL: tl.constexpr, EVEN: tl.constexpr, MAY_BE_NONE: tl.constexpr,
+):  # fmt: skip
+    """Words of UNROLL chunks a warp, from `first` on, and their high bits where codes have 6."""
+    lows = ()
+    highs = ()
+    for u in tl.static_range(UNROLL):
+        chunk = first + u * WARPS + tl.arange(0, WARPS)
+        # What is not loaded may be any code: x is 0 there.
+        live = None if EVEN else (chunk < chunks)[:, None]
+        if MAY_BE_NONE:
+            live = (block + 0 * chunk < blocks)[:, None]
+        at = (block * chunks + chunk)[:, None]
+        lows += (tl.load(low + at * 256 + tl.arange(0, 256)[None, :], mask=live),)
+        if BITS == 6:
+            highs += (load_high(high + at * 128, live, one, WARPS),)
+    return lows, highs
+
+
+@triton.jit
+def _add_chunks(
+    sums, x, scales, lows, highs, block, first, M, K, blocks, x_stride, one,
+    BITS: tl.constexpr, FLOATS: tl.constexpr, FIELDS: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
+    TILES: tl.constexpr, WARPS: tl.constexpr, UNROLL: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Sums [WARPS, 16, 8 TILES] and the products of UNROLL chunks a warp."""
     chunk_width: tl.constexpr = 16 * FIELDS
-    warp = tl.arange(0, WARPS)
-    word = tl.arange(0, 256)
     # x's elements of a field are [(token tile, half o, warp, token of 8), (t, pair)].
     place = tl.arange(0, TILES * 2 * WARPS * 8)[:, None]
     pair = tl.arange(0, 8)[None, :]
@@ -106,47 +189,38 @@ def _gemv(
     # Scales are [warp, (g, t, half h)]: the four threads t of a row read the same.
     lane = tl.arange(0, 64)
     lane_row = (lane // 8 * 2 + lane % 2)[None, :]
-    sums = tl.zeros([WARPS, 16, TILES * 8], tl.float32)
-    for first in range(0, chunks, WARPS * UNROLL):
-        lows = ()
-        highs = ()
-        for u in tl.static_range(UNROLL):
-            chunk = first + u * WARPS + warp
-            # What is not loaded may be any code: x is 0 there.
-            live = None if EVEN else (chunk < chunks)[:, None]
-            at = (block * chunks + chunk)[:, None]
-            lows += (tl.load(low + at * 256 + word[None, :], mask=live),)
-            if BITS == 6:
-                highs += (load_high(high + at * 128, live, one, WARPS),)
-        if DEPENDENT and BITS != 6 and TILES == 1:
-            # Whoever writes codes waits on the host until they are in memory (`repack`). So they may be on their way
-            # while the kernel ahead ends, and x, which may be its output, may not. Waiting again costs nothing.
-            gdc_wait()
-        for u in tl.static_range(UNROLL):
-            chunk = first + u * WARPS + warp
-            words = lows[u]
-            tops = highs[u] if BITS == 6 else words
-            start = (first + u * WARPS) * chunk_width
-            part = tl.zeros_like(sums)
-            for field in tl.static_range(FIELDS):
-                a = unpack_field(words, tops, x.dtype.element_ty, field, BITS)
-                a = a.reshape(WARPS, 8, 4, 2, 2, 2).permute(0, 4, 1, 3, 2, 5).reshape(WARPS, 16, 16)
-                column = start + field * 16
-                mask = token < M if EVEN else (token < M) & (column + k < K)
-                b = tl.load(x_at + column, mask=mask, other=0.0)
-                b = b.reshape(TILES, 2, WARPS, 8, 8).permute(2, 1, 4, 0, 3).reshape(WARPS, 16, TILES * 8)
-                if GROUP == 0:
-                    sums = tl.dot(a, b, sums)
-                else:
-                    part = tl.dot(a, b, part)
-                    if (field + 1) % SPAN == 0:
-                        # Beyond K any scale will do, too.
-                        group = tl.minimum(chunk * chunk_width + field * 16, K - 1) // GROUP
-                        scale = tl.load(scales + (group * blocks + block)[:, None] * 16 + lane_row).to(tl.float32)
-                        scale = scale.reshape(WARPS, 8, 4, 2).permute(0, 3, 1, 2)[:, :, :, None, :, None]
-                        scale = scale.broadcast_to(WARPS, 2, 8, TILES, 4, 2).reshape(WARPS, 16, TILES * 8)
-                        sums += part * scale
-                        part = tl.zeros_like(sums)
+    for u in tl.static_range(UNROLL):
+        chunk = first + u * WARPS + tl.arange(0, WARPS)
+        words = lows[u]
+        tops = highs[u] if BITS == 6 else words
+        start = (first + u * WARPS) * chunk_width
+        part = tl.zeros_like(sums)
+        for field in tl.static_range(FIELDS):
+            a = unpack_field(words, tops, x.dtype.element_ty, field, BITS, FLOATS)
+            a = a.reshape(WARPS, 8, 4, 2, 2, 2).permute(0, 4, 1, 3, 2, 5).reshape(WARPS, 16, 16)
+            column = start + field * 16
+            mask = token < M if EVEN else (token < M) & (column + k < K)
+            b = tl.load(x_at + column, mask=mask, other=0.0)
+            b = b.reshape(TILES, 2, WARPS, 8, 8).permute(2, 1, 4, 0, 3).reshape(WARPS, 16, TILES * 8)
+            if GROUP == 0:
+                sums = tl.dot(a, b, sums)
+            else:
+                part = tl.dot(a, b, part)
+                if (field + 1) % SPAN == 0:
+                    # Beyond K any scale will do, too.
+                    group = tl.minimum(chunk * chunk_width + field * 16, K - 1) // GROUP
+                    stored = tl.load(scales + (group * blocks + block)[:, None] * 16 + lane_row)
+                    scale = read_scale(stored, GROUP, FLOATS)
+                    scale = scale.reshape(WARPS, 8, 4, 2).permute(0, 3, 1, 2)[:, :, :, None, :, None]
+                    scale = scale.broadcast_to(WARPS, 2, 8, TILES, 4, 2).reshape(WARPS, 16, TILES * 8)
+                    sums += part * scale
+                    part = tl.zeros_like(sums)
+    return sums
+
+
+@triton.jit
+def _store(sums, row_scale, bias, y, block, M, N, row_scale_stride, TILES: tl.constexpr):
+    """Write a block's columns: the warps' sums, scaled."""
     n = block * 16 + tl.arange(0, 16)
     m = tl.arange(0, TILES * 8)
     total = tl.sum(sums, 0) * tl.load(row_scale + n * row_scale_stride, mask=n < N, other=0.0).to(tl.float32)[:, None]

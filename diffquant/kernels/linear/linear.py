@@ -128,7 +128,7 @@ def _check(x: Tensor, weight: PackedWeight, bias: Tensor | None, backend: str) -
         problems.append(f"unknown backend {backend!r}; known are {', '.join(BACKENDS)}")
     if x.dim() == 0 or x.shape[-1] != width:
         problems.append(f"x is {list(x.shape)}, not [..., {width}]")
-    if weight.scales is not None and weight.scales.dtype != x.dtype:
+    if weight.scales is not None and not weight.holds_floats and weight.scales.dtype != x.dtype:
         problems.append(f"x is {x.dtype} and the weight's scales are {weight.scales.dtype}")
     if bias is not None and (bias.shape != (rows,) or bias.dtype != x.dtype):
         problems.append(f"bias is {bias.dtype} {list(bias.shape)}, not {x.dtype} [{rows}]")

@@ -5,6 +5,7 @@ columns 2t, 2t + 1, 2t + 8 and 2t + 9. A word of 16 bits holds one value of seve
 (its fields, lowest bits first: 4 of 4 bits, or 2 of 8), so that a thread reads 16 contiguous bytes and unpacks
 two values with every operation. 6-bit codes are a plane of their low 4 bits and one of their high 2 bits, in bytes.
 Stored is code + 2^(bits-1). 2- and 3-bit codes take the container of 4 bits, 5 the one of 6, 7 the one of 8.
+E2M1 floats (NVFP4, MXFP4) are 4 bits as their format stores them, and their scales are its bytes.
 """
 
 from dataclasses import dataclass
@@ -18,8 +19,14 @@ from diffquant.numbers.packing import packed_words, unpack
 from diffquant.scheme import Scheme
 
 FRAGMENT = 16
+# Formats of E2M1 floats whose scales are e4m3 numbers, one for 16 of them, and powers of two, one for 32.
+E4M3_SCALED, POWER_SCALED = ("nvfp4", "nvfp4_4over6"), ("mxfp4", "mxfp4_up")
+# Power of two that the largest scale of an MXFP4 weight is stored as: 31 binades below it are float16's too.
+_TOP_POWER = 8
 # Codes laid out at a time, a slab of rows: memory stays well below that of one 16-bit weight.
 _SLAB = 1 << 22
+# Numbers of the 16 codes of E2M1.
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 @dataclass(frozen=True)
@@ -30,7 +37,7 @@ class PackedWeight:
         low: words of codes, int16 [N/16, chunks, 256], rounded up; of 6-bit codes the low 4 bits.
         high: high 2 bits of 6-bit codes, int16 [N/16, chunks, 128], a byte a word of `low`; None for others.
         scales: scales of groups [K/group, N/16, 16], rows of a block as 0, 8, 1, 9, ..., relative to `row_scale`;
-            None without groups.
+            None without groups. Bytes where codes are E2M1 floats: e4m3 for groups of 16, E8M0 for groups of 32.
         row_scale: scales of rows, float32 [N], or [1] for all of them; with groups a power of two that keeps
             `scales` near 1, so that float16 holds them whatever the weights' size.
         bits: bits that a code takes: 4, 6 or 8.
@@ -45,6 +52,11 @@ class PackedWeight:
     bits: int
     group: int
     shape: tuple[int, int]
+
+    @property
+    def holds_floats(self) -> bool:
+        """Whether codes are E2M1 floats."""
+        return self.scales is not None and self.scales.dtype == torch.uint8
 
     @property
     def nbytes(self) -> int:
@@ -67,6 +79,8 @@ def fields_in_word(bits: int) -> int:
 
 def repack_refusal(scheme: Scheme) -> str | None:
     """Reason why a weight of this scheme cannot be repacked, or None."""
+    if scheme.format.name in (*E4M3_SCALED, *POWER_SCALED):
+        return None
     return scheme.format.integer_refusal or group_refusal(scheme.size or 0)
 
 
@@ -92,18 +106,7 @@ def repack(words: Tensor, scale: Tensor, bits: int, width: int, dtype: torch.dty
     """
     rows, groups = _count_rows_and_groups(words, scale, bits, width)
     stored_bits = container_bits(bits)
-    blocks, chunks = -(-rows // FRAGMENT), -(-width // (FRAGMENT * fields_in_word(stored_bits)))
-    low = torch.empty(blocks, chunks, 256, dtype=torch.int16, device=words.device)
-    high = torch.empty(blocks, chunks, 128, dtype=torch.int16, device=words.device) if stored_bits == 6 else None
-    step = max(1, _SLAB // (FRAGMENT * width))
-    for first in range(0, blocks, step):
-        part = slice(first, first + step)
-        codes = unpack(words[first * FRAGMENT : (first + step) * FRAGMENT].contiguous(), bits, width)
-        stored = _fragments(codes, stored_bits)
-        low[part] = _low(stored, stored_bits)
-        if high is not None:
-            high[part] = _high(stored)
-    _finish_writing(low.device)
+    low, high = _planes(words, bits, width)
     if groups <= 1:
         return PackedWeight(low, high, None, scale.float().flatten(), stored_bits, 0, (rows, width))
     largest = scale.float().abs().max().clamp(min=torch.finfo(torch.float32).tiny)
@@ -112,12 +115,44 @@ def repack(words: Tensor, scale: Tensor, bits: int, width: int, dtype: torch.dty
     return PackedWeight(low, high, _block_scales(relative), unit, stored_bits, width // groups, (rows, width))
 
 
+def repack_floats(words: Tensor, scale: Tensor, divisor: Tensor | None, width: int) -> PackedWeight:
+    """A checkpoint's weight of E2M1 floats, laid out for the kernels.
+
+    Args:
+        words: uint8 [N, K/2], two floats a byte, as NVFP4 and MXFP4 store them.
+        scale: bytes [N, K/16] of e4m3, or [N, K/32] of E8M0; none is NaN.
+        divisor: what e4m3 scales are divided by, float32 [1]; None without one.
+        width: K.
+
+    Raises:
+        UsageError: shapes disagree.
+    """
+    rows = len(words)
+    group = 16 if scale.shape == (rows, width // 16) else 32
+    if words.shape != (rows, width // 2) or scale.shape != (rows, width // group) or width % group:
+        raise UsageError(
+            f"a weight of E2M1 floats [{rows}, {width}] has bytes [{rows}, {width // 2}] and a scale for 16 or 32 "
+            f"neighbours, got {list(words.shape)} and scales {list(scale.shape)}"
+        )
+    scale = scale.view(torch.uint8)
+    unit = torch.ones(1, device=scale.device) if divisor is None else 1 / divisor.float().reshape(1)
+    if group == 32:
+        # Relative to the largest, since float16 holds the products of codes and scales in kernels for many tokens.
+        top = scale.max()
+        scale = (scale.int() - top.int() + 127 + _TOP_POWER).clamp(min=0).to(torch.uint8)
+        unit = torch.exp2(top.double() - 127 - _TOP_POWER).float().reshape(1)
+    low, _ = _planes(words.contiguous().view(torch.int32), 4, width)
+    return PackedWeight(low, None, _block_scales(scale), unit, 4, group, (rows, width))
+
+
 def dequantize_weight(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     """Weight W [N, K] in `dtype`: what the checkpoint's reader computes, rounded once."""
     rows = weight.shape[0]
     values = _codes(weight).float()
+    if weight.holds_floats:
+        values = torch.tensor(_E2M1, device=values.device)[_codes(weight).int() + 8]
     if weight.scales is not None:
-        scale = weight.scales.float().unflatten(2, (8, 2)).permute(1, 3, 2, 0).flatten(0, 2)[:rows]
+        scale = _read_scales(weight).unflatten(2, (8, 2)).permute(1, 3, 2, 0).flatten(0, 2)[:rows]
         values = (values.unflatten(1, (-1, weight.group)) * scale[..., None]).flatten(1)
     row_scale = weight.row_scale.float()
     return (values * (row_scale if len(row_scale) == 1 else row_scale[:, None])).to(dtype)
@@ -171,6 +206,32 @@ def _count_rows_and_groups(words: Tensor, scale: Tensor, bits: int, width: int) 
     if reason:
         raise UsageError(f"cannot repack a weight {[len(words), width]}: {reason}")
     return len(words), scale.shape[1]
+
+
+def _planes(words: Tensor, bits: int, width: int) -> tuple[Tensor, Tensor | None]:
+    """`low` and `high` of a checkpoint's words."""
+    rows, stored_bits = len(words), container_bits(bits)
+    blocks, chunks = -(-rows // FRAGMENT), -(-width // (FRAGMENT * fields_in_word(stored_bits)))
+    low = torch.empty(blocks, chunks, 256, dtype=torch.int16, device=words.device)
+    high = torch.empty(blocks, chunks, 128, dtype=torch.int16, device=words.device) if stored_bits == 6 else None
+    step = max(1, _SLAB // (FRAGMENT * width))
+    for first in range(0, blocks, step):
+        part = slice(first, first + step)
+        codes = unpack(words[first * FRAGMENT : (first + step) * FRAGMENT].contiguous(), bits, width)
+        stored = _fragments(codes, stored_bits)
+        low[part] = _low(stored, stored_bits)
+        if high is not None:
+            high[part] = _high(stored)
+    _finish_writing(low.device)
+    return low, high
+
+
+def _read_scales(weight: PackedWeight) -> Tensor:
+    """Scales of groups as float32, in their own order."""
+    assert weight.scales is not None
+    if not weight.holds_floats:
+        return weight.scales.float()
+    return weight.scales.view(torch.float8_e4m3fn if weight.group == 16 else torch.float8_e8m0fnu).float()
 
 
 def _finish_writing(device: torch.device) -> None:

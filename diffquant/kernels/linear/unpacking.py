@@ -48,6 +48,20 @@ def unpack_program(bits, field, half):
 
 
 @triton.constexpr_function
+def float_program(field, half):
+    """PTX that unpacks two E2M1 floats of a field into $0, from two words $1.
+
+    Their exponent and mantissa are those of the half type but for its bias, subnormal numbers included.
+    """
+    # Where the lowest bit of the mantissa goes, and the power of two between both biases.
+    place, bias = (9, 0x7400) if half else (6, 0x7E80)
+    lines = [".reg .b32 t, h, c;", shifted("h", "$1", place - 4 * field), f"and.b32 h, h, {twice(7 << place)};"]
+    lines += [shifted("t", "$1", 12 - 4 * field), f"lop3.b32 t, t, 0x80008000, h, 0xEA; mov.b32 h, {twice(bias)};"]
+    lines += [f"mov.b32 c, 0x80008000; fma.rn.{'f' if half else 'bf'}16x2 $0, t, h, c;"]
+    return "{" + " ".join(lines) + "}"
+
+
+@triton.constexpr_function
 def product_program(half):
     """PTX for two products $0 of $1 and $2; Ampere has no bf16x2 product, but a fused multiply-add, here of -0."""
     return f"{{.reg .b32 c; mov.b32 c, {twice(0x8000)}; fma.rn.{'f' if half else 'bf'}16x2 $0, $1, $2, c;}}"
@@ -83,16 +97,23 @@ def load_high(high, mask, one, COUNT: tl.constexpr):
 
 
 @triton.jit
-def unpack_field(low, high, dtype: tl.constexpr, FIELD: tl.constexpr, BITS: tl.constexpr):
-    """Codes of a field of the words `low` (and bytes `high`, for 6 bits)."""
-    if INTERPRETED:
+def unpack_field(low, high, dtype: tl.constexpr, FIELD: tl.constexpr, BITS: tl.constexpr, FLOATS: tl.constexpr = False):
+    """Codes of a field of the words `low` (and bytes `high`, for 6 bits); the numbers of E2M1 codes if FLOATS."""
+    if INTERPRETED and FLOATS:
+        stored = (low.to(tl.int32) >> (4 * FIELD)) & 15
+        magnitude = stored & 7
+        # 0 and a half are subnormal.
+        value = tl.where(magnitude < 2, magnitude * 0.5, (2 + (magnitude & 1)) * (1 << (magnitude >> 1)) * 0.25)
+        codes = tl.where(stored < 8, value, -value).to(dtype)
+    elif INTERPRETED:
         wide = low.to(tl.int32)
         stored = (wide >> (8 * FIELD)) & 255 if BITS == 8 else (wide >> (4 * FIELD)) & 15
         if BITS == 6:
             stored |= ((high.to(tl.int32) >> (2 * FIELD)) & 3) << 4
         codes = (stored - (1 << (BITS - 1))).to(dtype)
     else:
-        program: tl.constexpr = unpack_program(BITS, FIELD, dtype == tl.float16)
+        half: tl.constexpr = dtype == tl.float16
+        program: tl.constexpr = float_program(FIELD, half) if FLOATS else unpack_program(BITS, FIELD, half)
         # Operands are as many as the program has.
         operands = [low, high] if BITS == 6 else [low]
         constraints: tl.constexpr = "=r,r,r" if BITS == 6 else "=r,r"
@@ -101,6 +122,22 @@ def unpack_field(low, high, dtype: tl.constexpr, FIELD: tl.constexpr, BITS: tl.c
         else:
             codes = tl.inline_asm_elementwise(program, constraints, operands, tl.bfloat16, is_pure=True, pack=2)
     return codes
+
+
+@triton.jit
+def read_scale(stored, GROUP: tl.constexpr, FLOATS: tl.constexpr):
+    """float32 of a group's scale: of a number, or of a byte if FLOATS, e4m3 for groups of 16 and else E8M0."""
+    if not FLOATS:
+        scale = stored.to(tl.float32)
+    else:
+        bits = stored.to(tl.int32)
+        if GROUP == 16:
+            # Exponent and mantissa are float32's but for its bias, subnormal numbers included.
+            scale = ((bits & 127) << 20 | (bits & 128) << 24).to(tl.float32, bitcast=True) * 1.329227995784916e36
+        else:
+            # The exponent 0 is that of half the smallest normal number.
+            scale = tl.where(bits == 0, 1 << 22, bits << 23).to(tl.float32, bitcast=True)
+    return scale
 
 
 @triton.jit
@@ -119,7 +156,8 @@ def multiply(a, b):
 @triton.jit
 def chunk_weights(
     low, high, scales, block, blocks, chunk, chunks, K,
-    dtype: tl.constexpr, BITS: tl.constexpr, FIELDS: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
+    dtype: tl.constexpr, BITS: tl.constexpr, FLOATS: tl.constexpr, FIELDS: tl.constexpr, GROUP: tl.constexpr,
+    SPAN: tl.constexpr,
 ):  # fmt: skip
     """Weights of a chunk of some row blocks, in units of `row_scale`: a fragment [count, 256] for each field.
 
@@ -133,26 +171,26 @@ def chunk_weights(
     if BITS == 6:
         tops = load_high(high + block[:, None] * chunks * 128 + chunk * 128, live, 1, count)
     k = chunk * (16 * FIELDS)
-    a0 = unpack_field(words, tops, dtype, 0, BITS)
-    a1 = unpack_field(words, tops, dtype, 1, BITS)
+    a0 = unpack_field(words, tops, dtype, 0, BITS, FLOATS)
+    a1 = unpack_field(words, tops, dtype, 1, BITS, FLOATS)
     a2 = a0
     a3 = a1
     if FIELDS == 4:
-        a2 = unpack_field(words, tops, dtype, 2, BITS)
-        a3 = unpack_field(words, tops, dtype, 3, BITS)
+        a2 = unpack_field(words, tops, dtype, 2, BITS, FLOATS)
+        a3 = unpack_field(words, tops, dtype, 3, BITS, FLOATS)
     if GROUP:
         # A group spans SPAN fields of a chunk.
-        scale = _group_scales(scales, block, blocks, k, K, GROUP)
+        scale = _group_scales(scales, block, blocks, k, K, dtype, GROUP, FLOATS)
         a0 = multiply(a0, scale)
         if SPAN == 1:
-            scale = _group_scales(scales, block, blocks, k + 16, K, GROUP)
+            scale = _group_scales(scales, block, blocks, k + 16, K, dtype, GROUP, FLOATS)
         a1 = multiply(a1, scale)
         if FIELDS == 4:
             if SPAN < 4:
-                scale = _group_scales(scales, block, blocks, k + 32, K, GROUP)
+                scale = _group_scales(scales, block, blocks, k + 32, K, dtype, GROUP, FLOATS)
             a2 = multiply(a2, scale)
             if SPAN == 1:
-                scale = _group_scales(scales, block, blocks, k + 48, K, GROUP)
+                scale = _group_scales(scales, block, blocks, k + 48, K, dtype, GROUP, FLOATS)
             a3 = multiply(a3, scale)
     return a0, a1, a2, a3
 
@@ -170,11 +208,14 @@ def join_fields(a0, a1, a2, a3, FIELDS: tl.constexpr):
 
 
 @triton.jit
-def _group_scales(scales, block, blocks, k, K, GROUP: tl.constexpr):
+def _group_scales(
+    scales, block, blocks, k, K, dtype: tl.constexpr, GROUP: tl.constexpr, FLOATS: tl.constexpr
+):  # fmt: skip
     """Scales of column k's group (beyond K, of the last one), spread over the words of the row blocks."""
     count: tl.constexpr = block.shape[0]
     # The four threads t of a row read the same: (g, t, half h).
     lane = tl.arange(0, 64)
     at = scales + (block[:, None] * 16 + (lane // 8 * 2 + lane % 2)[None, :])
     scale = tl.load(at + tl.minimum(k, K - 1) // GROUP * blocks * 16, mask=(block < blocks)[:, None])
+    scale = read_scale(scale, GROUP, FLOATS).to(dtype) if FLOATS else scale
     return scale.reshape(count, 32, 1, 2, 1).broadcast_to(count, 32, 2, 2, 2).reshape(count, 256)

@@ -9,6 +9,7 @@ Importing this package registers every file in it.
 """
 
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from diffquant.errors import CheckpointError, UnknownModelTypeError
@@ -57,6 +58,11 @@ def adapter_for(config: dict[str, Any]) -> Adapter:
     if isinstance(adapter.architecture, TransformerArchitecture):
         check_angles(adapter.architecture)
     return adapter
+
+
+def is_read(config: Mapping[str, Any]) -> bool:
+    """Whether an adapter reads a config.json's `model_type`."""
+    return str(config.get("model_type")).lower() in READERS
 
 
 def _refuse_kinds_of_layers(config: dict[str, Any]) -> None:

@@ -88,7 +88,7 @@ def _check_ranges(config: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
 
 
 def check_width(config: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
-    """Check that heads divide the width, as LlamaConfig has it whatever `head_dim` is.
+    """Check that heads divide the width, as LlamaConfig demands whatever `head_dim` is.
 
     Raises:
         CheckpointError: the heads do not divide it.

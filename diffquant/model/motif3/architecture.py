@@ -26,6 +26,7 @@ class Motif3Architecture(Architecture):
     """
 
     model = "diffquant.model.motif3.modeling:Motif3"
+    makers_pack_experts = True
 
     rms_norm_eps: float
     num_noise_heads: int

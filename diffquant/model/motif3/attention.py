@@ -82,7 +82,7 @@ class LatentAttention(PairAttention):
         return self.queries(query_latent, rotary) * self.block.scale_factor, *self.expand(turned, latent)
 
     def _absorbs(self, queries: int, keys: int) -> bool:
-        """Whether so many queries read so many keys in the latent's space.
+        """Whether this many queries read this many keys in the latent's space.
 
         Without a past all of a layer's matrices run as modules, which a rounding's passes over the layers rely on; and
         where something of the maps is rounded, they are those of one form.

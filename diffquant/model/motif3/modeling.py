@@ -173,5 +173,8 @@ class Motif3Walk(Walk[Tensor]):
         layer = cast(Motif3Layer, layer)
         return layer.project(state, self.tables[layer.layer])
 
+    def attention_output(self, layer: nn.Module) -> nn.Module:
+        return cast(Motif3Layer, layer).self_attn.wo
+
     def window(self, layer: nn.Module) -> int | None:
         return cast(Motif3Layer, layer).self_attn.block.window

@@ -48,7 +48,7 @@ class Streams(nn.Module):
 
 
 def balanced(mix: Tensor, rounds: int) -> Tensor:
-    """Positive matrices [..., E, E] whose rows, then columns, were divided by their sums so many times.
+    """Positive matrices [..., E, E] after repeatedly dividing rows, then columns, by their sums.
 
     Source: Sinkhorn and Knopp, 1967.
     """

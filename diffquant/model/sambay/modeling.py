@@ -130,6 +130,10 @@ class SambaYWalk(Walk[Flow]):
             return None
         return layer.attn.project(layer.mixer_input(state.x), state.shared)
 
+    def attention_output(self, layer: nn.Module) -> nn.Module | None:
+        mixer = cast(SambaYLayer, layer).attn
+        return mixer.out_proj if isinstance(mixer, SambaYAttention) else None
+
     def window(self, layer: nn.Module) -> int | None:
         mixer = cast(SambaYLayer, layer).attn
         return mixer.window if isinstance(mixer, SambaYAttention) else None

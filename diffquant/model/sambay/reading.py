@@ -1,4 +1,4 @@
-"""What a SambaY model's layers need to know about the tokens that they read."""
+"""The positions, masks and memory that a SambaY model hands its layers with each call."""
 
 from dataclasses import dataclass, replace
 from typing import Self

@@ -27,10 +27,11 @@ class NumberFormat(ABC):
         name: name that schemes give it: "4" in "4:g32".
         levels: numbers that codes stand for, ascending, 0 among them; at most 256.
         quantizes: whether it rounds anything; only 16 bits do not.
-        block: number of neighbours that share a scale, where the format itself says so; None where a scheme does.
+        block: number of neighbours that share a scale, where the format itself says so; None if a scheme does.
         spans_tensor: whether a weight's scales depend on the largest magnitude of the whole weight.
         fits_errors: whether scales are chosen by the errors that they leave, so that magnitudes alone do not tell them.
         trials: shares of the absmax scale that a rounding with fitted scales tries, where not by bits.
+        has_tiles: whether a weight's scales may be of square blocks, in which its layout has it.
     """
 
     name: str
@@ -40,6 +41,7 @@ class NumberFormat(ABC):
     spans_tensor: ClassVar[bool] = False
     fits_errors: ClassVar[bool] = False
     trials: ClassVar[tuple[float, ...]] = ()
+    has_tiles: ClassVar[bool] = False
 
     @cached_property
     def largest(self) -> float:
@@ -73,7 +75,7 @@ class NumberFormat(ABC):
 
     @property
     def integer_refusal(self) -> str | None:
-        """Why a reader of integers, such as a kernel, cannot have this format, in one sentence; None where it can."""
+        """Why a reader of integers, such as a kernel, cannot have this format, in one sentence; None if it can."""
         return f"{self.name} is not an integer format of 2 to 8 bits, the only kind supported here; use one, such as 4"
 
     @property
@@ -251,7 +253,7 @@ class NumberFormat(ABC):
 
     @property
     def description(self) -> Mapping[str, Any]:
-        """What `weights` of a config group says of the format; readers that do not know its type refuse the folder."""
+        """The entry `weights` of a config group; readers that do not know its type refuse the folder."""
         return {"type": self.name}
 
     def strategy(self, granularity: str) -> str:
@@ -259,7 +261,7 @@ class NumberFormat(ABC):
         return {"row": "channel"}.get(granularity, granularity)
 
     def account(self) -> Mapping[str, Any]:
-        """What diffquant.json says of the format of a packed tensor."""
+        """The entry of diffquant.json on a packed tensor's format."""
         return {"format": self.name}
 
     def __repr__(self) -> str:

@@ -21,6 +21,7 @@ class Float8(Minifloat):
 
     is_native = True
     stores_shape = False
+    has_tiles = True
 
     @property
     def file_dtype(self) -> "torch.dtype":

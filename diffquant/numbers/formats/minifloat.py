@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def float_levels(exponent: int, mantissa: int, largest: float) -> tuple[float, ...]:
-    """All numbers up to `largest` of a float with a sign and so many bits of exponent and mantissa, ascending.
+    """All numbers up to `largest` of a float with a sign and the given bits of exponent and mantissa, ascending.
 
     The bias is 2^(exponent - 1) - 1, and the lowest exponent is that of subnormal numbers.
 
@@ -25,7 +25,7 @@ def float_levels(exponent: int, mantissa: int, largest: float) -> tuple[float, .
 
 
 class Minifloat(NumberFormat):
-    """A float with a sign, so many bits of exponent and mantissa, and a largest number.
+    """A float with a sign, given bits of exponent and mantissa, and a largest number.
 
     A code's magnitude is the number that its bits without the sign are, and bytes hold the bits, the first code in the
     lowest. What is beyond the largest number becomes that; -0 is read as 0.

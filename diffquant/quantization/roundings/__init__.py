@@ -49,17 +49,18 @@ def checked_rounding(settings: RoundingSettings, schemes: Mapping[str, Scheme]) 
     if foreign:
         owners = " or ".join(name for name, each in ROUNDINGS.items() if each.options.issuperset(foreign))
         raise UsageError(f"rounding {rounding.name} takes no {', '.join(foreign)}; leave out, or name {owners}")
-    spanning = [module for module, scheme in schemes.items() if scheme.sharing.spans_rows]
+    spanning = {m: scheme for m, scheme in schemes.items() if scheme.sharing.spans_rows or scheme.sharing.tile}
     if spanning and rounding.row_by_row:
+        kinds = " or ".join(dict.fromkeys("block" if each.sharing.tile else "tensor" for each in spanning.values()))
         raise UsageError(
-            f"{spelled('rounding', rounding.name)} works row by row and {', '.join(spanning)} have one scale a tensor; "
-            f"use a group or row granularity, or {spelled('rounding', 'nearest')}"
+            f"{spelled('rounding', rounding.name)} works row by row and {', '.join(spanning)} have one scale a "
+            f"{kinds}; use a group or row granularity, or {spelled('rounding', 'nearest')}"
         )
     return rounding
 
 
 def text_read_digest(settings: RoundingSettings) -> str | None:
-    """16 hex digits of the text that a rounding reads, without reading it through a model; None where it reads none.
+    """16 hex digits of the text that a rounding reads, without reading it through a model; None if it reads none.
 
     Raises:
         UsageError: there is no such rounding, or the text cannot be read.

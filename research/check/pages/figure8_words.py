@@ -1,4 +1,4 @@
-"""What research/pages/figure8.md says in words: shares, counts and verdicts, each computed as its figures are."""
+"""Words of research/pages/figure8.md: shares, counts and verdicts, each computed as its figures are."""
 
 import math
 from statistics import median
@@ -31,7 +31,7 @@ GRANULARITIES = ("tensor", "map", "head", "pair", "row", "tensor:shift", "row:sh
 
 
 def _plain(granularity: str) -> str:
-    """What the Transformer's only map is rounded by where DIFF has a scale a map."""
+    """The granularity for the Transformer's only map where DIFF has a scale for each map."""
     return "4:tensor" if granularity == "map" else f"4:{granularity}"
 
 

@@ -126,7 +126,7 @@ def _less(row: dict[str, Any], other: dict[str, Any]) -> list[Expected]:
 
 
 def _off(bits: int, found_on: str) -> float:
-    """What clipping changes of the KL on the same tokens, in percent."""
+    """The change of KL by clipping, on the same tokens, in percent."""
     clipped, whole = (mean_interval(_cache(bits, name, found_on)["kl"]).mean for name in ("mse", "absmax"))
     return 100 * (clipped / whole - 1)
 

@@ -404,7 +404,7 @@ _GPTQ_BY_HALF, _TUNED_BY_HALF = (
 
 
 def _more_by_half(model: str, rule: str, than: str) -> tuple[Difference | None, Difference | None]:
-    """What a rule over half the text has of KL more than another over all of it, on the prose and elsewhere."""
+    """The KL of a rule over half the text minus that of another over all of it, on the prose and elsewhere."""
     both = {"half": _HALF[model]["results"][rule], "full": SHIPPED[model]["results"][than]}
     return kl_less({"results": both}, "half", "full")
 

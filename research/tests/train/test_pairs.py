@@ -25,7 +25,7 @@ from research.train.settings import PairsSettings, Schedule, Sizes
 from research.train.three import DELTA, Limit, Trio, planned_steps
 from research.train.tokens import TOKENS, TokenWindows
 from tests.support import tiny_lm
-from tests.support.thorough import sampled
+from tests.support.thorough import sampled, thorough
 
 SCHEDULE = Schedule(steps=8, warmup=2, tokens=96, lengths=((0.0, 32),), rate=1e-2, accumulate=2, decay=0.0)
 SETTINGS = PairsSettings(SCHEDULE, 0.05, {"diff-v1": 0.3}, "4:g32", heldout=1500, calibration=128, every=3)
@@ -213,6 +213,36 @@ def test_a_run_killed_in_the_second_model_goes_on_to_the_same_deltas(run, base, 
     for kind in KINDS:
         a, b = (deltas.read_delta(place / kind / DELTA) for place in (folder, tmp_path / "run"))
         assert all(torch.equal(a.tensors[name], b.tensors[name]) for name in a.tensors)
+
+
+@thorough
+@pytest.mark.timeout(1200)
+def test_what_runs_on_a_gpu_runs_and_goes_on_where_it_was_stopped(base, text, tmp_path, monkeypatch):
+    """In bfloat16, compiled, by the backend for GPUs: by the name of a device that is not "cpu"."""
+    settings = replace(SETTINGS, schedule=replace(SCHEDULE, steps=0), every=1)
+    steps = Continuation._advance
+    taken = []
+
+    def stopped(self, batches):
+        taken.append(self.step)
+        if len(taken) == 3:
+            raise KeyboardInterrupt
+        return steps(self, batches)
+
+    monkeypatch.setattr(Trio, "seconds_a_step", lambda self, batches: dict.fromkeys(KINDS, 30.0))
+    monkeypatch.setattr(Continuation, "_advance", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        # The minutes leave time for two steps of each.
+        program.train(settings, base, text, tmp_path / "run", Limit(6), "cpu:0")
+    monkeypatch.setattr(Continuation, "_advance", steps)
+    results = program.train(settings, base, text, tmp_path / "run", Limit(6), "cpu:0")
+    for kind in KINDS:
+        model = results["models"][kind]
+        assert model["trained"]["perplexity"] < model["start"]["perplexity"]
+        assert model["kept"]["kl_from_trained"] < 0.02
+        log = [json.loads(line)["step"] for line in (tmp_path / "run" / kind / LOG).read_text().splitlines()]
+        assert log == list(range(1, results["steps"] + 1))
+        program.apply(tmp_path / "run" / kind / DELTA, base, tmp_path / kind)
 
 
 def test_all_models_read_the_same_tokens_and_learn(run):

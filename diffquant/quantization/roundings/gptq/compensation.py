@@ -61,7 +61,7 @@ def damped(products: Tensor) -> Tensor:
 
 
 def retargeting(products: Tensor, lost: Tensor) -> Tensor:
-    """What a weight [out, in] times it is to be moved by so that it gives the 16-bit model's outputs.
+    """The matrix R [in, in] for which W + W·R gives the 16-bit model's outputs, for a weight W [out, in].
 
     With X what the layer reads, Y what the 16-bit model has there and H = XᵀX + damping, the weight that comes nearest
     to W·Yᵀ on X, as far as damping lets it go from W, is W + W·(Y - X)ᵀX·H⁻¹. What rounding it then adds is weighed by

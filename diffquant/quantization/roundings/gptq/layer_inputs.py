@@ -25,7 +25,7 @@ class Moments:
 
     Attributes:
         products: XᵀX [in, in].
-        lost: (Y - X)ᵀX [in, in] for the input Y that the 16-bit model has there; None where that is not looked at.
+        lost: (Y - X)ᵀX [in, in] for the input Y that the 16-bit model has there; None if that is not looked at.
     """
 
     products: Tensor = field(default_factory=lambda: torch.zeros(()))
