@@ -10,7 +10,7 @@ def wait_briefly() -> None:
     """Have the threads of this process, and of those it starts, sleep soon after a product.
 
     GNU's OpenMP otherwise has them go round in a loop for milliseconds. Where other programs want the cores, each
-    thread then waits so for one that does not run, and what is computed takes several times as long. What the
+    thread then waits so for one that does not run, and what is computed takes longer. What the
     environment says already stands, and a process that has torch loaded goes on as it is.
     """
     if not os.environ.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}:
