@@ -8,8 +8,9 @@ from torch import Tensor
 
 from diffquant.errors import UsageError
 from diffquant.model.causal import CausalModel
+from diffquant.quantization.checks import checked_schemes
 from diffquant.quantization.magnitudes import Magnitudes
-from diffquant.quantization.plan import checked_schemes, plan_quantization, unpacked_dtypes
+from diffquant.quantization.plan import plan_quantization, unpacked_dtypes
 from diffquant.quantization.rounded_weight import as_stored
 from diffquant.quantization.roundings import rounding_named
 from diffquant.recipe import Recipe, RecipeLike

@@ -58,7 +58,8 @@ def search(
         window: number of tokens that the model sees at once.
         characters: number of characters of the text's second half to compare on.
         tensor_types: file to write the widths of weights to, as llama-quantize's --tensor-type-file takes them.
-        roles: also measure signal and noise queries apart, and λ and gates: what each pays for its bits.
+        roles: also measure signal and noise queries apart, and λ and gates, and tell experts apart by layer: what each
+            pays for its bits.
         dtype: dtype of models that run: auto (bfloat16 where it is native), float32, bfloat16 or float16.
         device: device that models run on: cpu, cuda or cuda:N; auto uses CUDA where there is a CUDA device.
         planned: function called with the search before the first measurement; what it raises ends the run.

@@ -1,9 +1,10 @@
-"""What vLLM answers to folders of floats on a processor: it knows their layouts, and says which kernel it lacks."""
+"""What vLLM on a processor answers to folders of floats and of experts: it knows them, and says what it lacks."""
 
 import pytest
 import torch
 
 import diffquant
+from tests.checkpoint.test_experts import write_mixture
 from tests.serving.checkpoints import write_served
 from tests.support.checkpoints import write_checkpoint
 
@@ -46,11 +47,21 @@ def folders(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def answers(engine, folders):
+def experts(tmp_path_factory):
+    """A mixture of experts, packed."""
+    root = tmp_path_factory.mktemp("experts")
+    write_mixture(root / "plain", "qwen3_moe")
+    diffquant.quantize(root / "plain", root / "low", {"weights": "4:g32"}, weights_only=True)
+    return root / "low"
+
+
+@pytest.fixture(scope="module")
+def answers(engine, folders, experts):
+    made = folders | {("qwen3_moe", "4:g32"): experts}
     jobs = [
-        {"folder": str(folder), "prompts": [[1, 2, 3]], "options": {"dtype": "bfloat16"}} for folder in folders.values()
+        {"folder": str(folder), "prompts": [[1, 2, 3]], "options": {"dtype": "bfloat16"}} for folder in made.values()
     ]
-    return dict(zip(folders, engine(jobs)[0], strict=True))
+    return dict(zip(made, engine(jobs)[0], strict=True))
 
 
 @pytest.mark.parametrize("scheme", ANSWERS)
@@ -58,3 +69,7 @@ def answers(engine, folders):
 def test_vllm_on_a_processor_opens_floats_and_names_what_it_lacks(answers, source, scheme):
     """An answer in place of this error would be a kernel that docs/serving.md does not know of."""
     assert ANSWERS[scheme] in answers[source, scheme]
+
+
+def test_vllm_on_a_processor_opens_packed_experts_and_has_no_kernel_for_them(answers):
+    assert "No WNA16 MoE backend supports the deployment configuration" in answers["qwen3_moe", "4:g32"]

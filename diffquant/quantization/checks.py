@@ -1,0 +1,182 @@
+"""Checks that a recipe can be carried out on a checkpoint; each error names what stands in the way and what to do."""
+
+import difflib
+import math
+from collections.abc import Collection, Mapping
+from fnmatch import fnmatchcase
+
+import torch
+
+from diffquant.errors import CheckpointError, GroupSizeError, UsageError
+from diffquant.formats.reader import Checkpoint
+from diffquant.quantization.roundings import checked_rounding, rounding_named
+from diffquant.quantization.targets import Targets, targets_of
+from diffquant.recipe import Recipe
+from diffquant.recipe.targets import LAYER_TARGETS
+from diffquant.scheme import Scheme
+from diffquant.source.source import Source
+from diffquant.source.weight_layout import stored_transposed
+from diffquant.source.weight_source import WeightSource
+from diffquant.support.spelling import spelled
+
+EMBEDDING = "model.embed_tokens"
+
+_QUANTIZED_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Group sizes that people use, of which an error names those that fit.
+_GROUP_SIZES = (16, 32, 64, 128)
+
+
+def checked_schemes(source: Source | WeightSource, recipe: Recipe) -> dict[str, Scheme]:
+    """Scheme of each module that a recipe packs in a 16-bit checkpoint, by the checkpoint's own names.
+
+    Raises:
+        CheckpointError: a weight is of a type that is not quantized, or rules find no weight.
+        GroupSizeError: a group size does not divide the width of some tensors; all are named.
+        UsageError: an override matches nothing, or names what stock readers cannot load packed; the rounding is
+            unknown, or cannot do these schemes; or the recipe asks more of a `WeightSource` than packed weights.
+    """
+    targets = targets_of(source)
+    schemes = targets.schemes(recipe)
+    by_name = {targets.weights[module]: scheme for module, scheme in schemes.items()}
+    _check_overrides(recipe, targets)
+    if isinstance(source, WeightSource):
+        _check_weights_alone(source, recipe, schemes)
+    else:
+        source.architecture.check_recipe(recipe)
+    _refuse_transposed(source, by_name)
+    _check_packable(source.checkpoint, by_name)
+    if checked_rounding(recipe.rounding, schemes).needs_text:
+        _refuse_experts(source.checkpoint, by_name, recipe.rounding.name)
+    return schemes
+
+
+def _check_weights_alone(source: WeightSource, recipe: Recipe, schemes: Mapping[str, Scheme]) -> None:
+    """Check that a recipe for an architecture that is not run packs weights, and asks no more."""
+    targets = [target for target in LAYER_TARGETS if any(s.quantizes for s in recipe.schemes_of(target))]
+    if targets:
+        raise UsageError(
+            f"{source.path} (model_type {source.model_type!r}) is quantized by its tensors' names and not run: it has "
+            f"no {', '.join(targets)} to quantize; give {spelled('weights')} alone"
+        )
+    if rounding_named(recipe.rounding.name).needs_text:
+        raise UsageError(
+            f"{spelled('rounding', recipe.rounding.name)} runs the model, and {source.path} (model_type "
+            f"{source.model_type!r}) is quantized by its tensors' names alone; use nearest or mse"
+        )
+    if not schemes:
+        raise CheckpointError(
+            f"no tensor of {source.path} is packed: of {len(source.checkpoint.tensors)}, {len(source.weights)} are "
+            f"weights by their names, and the recipe or the rules keep all of them; the rules pack "
+            f"{', '.join((*source.rules.linears, *source.rules.experts))}. Give rules of your own with "
+            f"{spelled('weight_rules')}"
+        )
+
+
+def _refuse_transposed(source: Source | WeightSource, chosen: Collection[str]) -> None:
+    """Refuse to pack weights whose last axis is not their inputs.
+
+    Raises:
+        CheckpointError: some of the chosen are; all are named.
+    """
+    tensors = source.checkpoint.tensors
+    if isinstance(source, WeightSource):
+        found = stored_transposed(tensors)
+    else:
+        parameters = source.adapter.source_parameters
+        found = [name for name, each in parameters.items() if each.contracted not in (-1, len(each.shape) - 1)]
+    transposed = [name for name in found if name in chosen]
+    if transposed:
+        shapes = ", ".join(f"{name} {list(tensors[name].shape)}" for name in transposed)
+        cure = spelled("keep", "PATTERN") if isinstance(source, WeightSource) else "an override at 16 bits"
+        raise CheckpointError(
+            f"{len(transposed)} weights of {source.path} are stored [in, out], as GPT-2's Conv1D and some experts are, "
+            f"and would be packed along the wrong axis: {shapes}; leave them as they are with {cure}, or write "
+            "them [out, in] for a model of Linear layers"
+        )
+
+
+def _refuse_experts(checkpoint: Checkpoint, chosen: Collection[str], rounding: str) -> None:
+    """Refuse experts in one tensor to a rounding that reads the inputs of Linears.
+
+    Raises:
+        UsageError: some of the chosen are; all are named.
+    """
+    experts = [name for name in chosen if len(checkpoint.tensors[name].shape) > 2]
+    if experts:
+        raise UsageError(
+            f"{spelled('rounding', rounding)} reads the inputs of Linears, and {', '.join(experts)} are experts in one "
+            "tensor; use nearest or mse, or keep them at 16 bits with an override"
+        )
+
+
+def _check_overrides(recipe: Recipe, targets: Targets) -> None:
+    problems = [
+        _no_match_problem(pattern, targets)
+        for pattern in recipe.weight_overrides
+        if not any(fnmatchcase(module, pattern) for module in targets.weights)
+    ]
+    if problems:
+        raise UsageError("; ".join(problems))
+
+
+def _no_match_problem(pattern: str, targets: Targets) -> str:
+    if targets.is_tied and fnmatchcase("lm_head", pattern):
+        return f"override {pattern!r}: this model's head is its embedding (tie_word_embeddings), which stays 16-bit"
+    nearest = difflib.get_close_matches(pattern.replace("*", ""), targets.weights, n=1, cutoff=0.0)
+    hint = f"; the nearest is {nearest[0]!r}" if nearest else ""
+    return f"override {pattern!r} matches no weight{hint}"
+
+
+def _check_packable(checkpoint: Checkpoint, schemes: Mapping[str, Scheme]) -> None:
+    """Check that the weights of `schemes`, by the tensors' names, can be packed under them."""
+    if f"{EMBEDDING}.weight" in schemes:
+        raise UsageError(
+            f"an override quantizes {EMBEDDING}, and compressed-tensors' readers cannot load a packed embedding; "
+            "leave it at 16 bits"
+        )
+    infos = {name: checkpoint.tensors[name] for name in schemes}
+    mistyped = [f"{name} is {info.dtype}" for name, info in infos.items() if info.dtype not in _QUANTIZED_TYPES]
+    if mistyped:
+        raise CheckpointError(
+            f"weights must be float16, bfloat16 or float32 to be quantized: {', '.join(mistyped)}; convert them first"
+        )
+    spanning = [n for n, scheme in schemes.items() if scheme.sharing.spans_rows and len(infos[n].shape) > 2]
+    if spanning:
+        raise UsageError(
+            f"one scale a tensor would span all experts of {', '.join(spanning)}; use a group or row granularity"
+        )
+    parted = {n: infos[n].shape for n, scheme in schemes.items() if _parts_experts(scheme, infos[n].shape)}
+    if parted:
+        raise GroupSizeError(
+            "blocks would span two experts, whose rows they do not divide, of "
+            + ", ".join(f"{name} {list(shape)}" for name, shape in parted.items())
+            + "; use a group or row granularity"
+        )
+    shapes_by_size: dict[int, dict[str, tuple[int, ...]]] = {}
+    for name, info in infos.items():
+        # Blocks may end beyond a weight.
+        if (size := schemes[name].size) and not schemes[name].sharing.tile:
+            shapes_by_size.setdefault(size, {})[name] = info.shape
+    problems = [_misfit_problem(size, shapes) for size, shapes in shapes_by_size.items()]
+    if any(problems):
+        raise GroupSizeError("; ".join(filter(None, problems)))
+
+
+def _parts_experts(scheme: Scheme, shape: tuple[int, ...]) -> bool:
+    # Half of an expert's rows may become a Linear.
+    return len(shape) > 2 and bool(scheme.sharing.tile) and shape[-2] // 2 % scheme.sharing.tile > 0
+
+
+def _misfit_problem(size: int, shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Say which widths a group size does not divide, and which sizes do; "" if it divides all."""
+    misfits = {name: shape for name, shape in shapes.items() if shape[-1] % size}
+    if not misfits:
+        return ""
+    widths = ", ".join(map(str, sorted({shape[-1] for shape in misfits.values()})))
+    name, shape = next(iter(misfits.items()))
+    common = math.gcd(*(shape[-1] for shape in shapes.values()))
+    fitting = [f"g{divisor}" for divisor in _GROUP_SIZES if common % divisor == 0] or [f"g{math.gcd(size, common)}"]
+    return (
+        f"group size {size} does not divide the input width of {len(misfits)} tensors, such as {name} {list(shape)}; "
+        f"their widths are {widths}: use {', '.join(fitting)} or row, or keep them at 16 bits with an override"
+    )
