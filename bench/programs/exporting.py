@@ -117,7 +117,8 @@ def _once(model: Path, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
         output = process.communicate()[0]
     if process.returncode:
         raise DiffQuantError(f"an export of {model} ended with status {process.returncode}")
-    return json.loads(output.splitlines()[-1]) | {"peak_resident": peak, "peak_anonymous": anonymous}
+    run: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return run | {"peak_resident": peak, "peak_anonymous": anonymous}
 
 
 def _medians(parts: Iterable[dict[str, float]]) -> dict[str, float]:
