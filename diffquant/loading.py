@@ -89,6 +89,20 @@ def load(
     return model
 
 
+def load_by_layer(source: Source, recipe: Recipe) -> CausalModel:
+    """A model in float32 that holds one layer's parameters at a time, for a walk through its layers.
+
+    Raises:
+        UsageError: the recipe does not fit the checkpoint.
+        CheckpointError: it changed since it was opened.
+    """
+    schemes = _simulated_schemes(source, recipe)
+    rewrite = _rewrite_as_stored(source, schemes, recipe) if schemes else as_it_is
+    model = build_model(source, torch.float32, rewrite=rewrite, by_layer=True)
+    model.apply_recipe(recipe.with_weights_of(source.recipe) if source.packed else recipe)
+    return model
+
+
 def quantized(model: CausalModel, recipe: RecipeLike) -> CausalModel:
     """Another model that computes what a loaded one does once `quantize` wrote it and `load` read it again.
 

@@ -9,7 +9,7 @@ from diffquant.calib.calibration.observe import observe_ranges, to_ranges
 from diffquant.calib.calibration.observers import Observer
 from diffquant.data import books_text
 from diffquant.errors import CheckpointError, UsageError
-from diffquant.loading import load
+from diffquant.loading import load_by_layer
 from diffquant.model.sambay.architecture import SambaYArchitecture
 from diffquant.recipe import Recipe
 from diffquant.source.ranges import Ranges
@@ -39,8 +39,9 @@ def calibrate_cache(
     if ids is None:
         text = books_text()
         ids = _prose_windows(source, text)
-    model = load(source, recipe or Recipe(), torch.float32, device="cpu")
-    tensors = observe_ranges(model, ids, ("k", "v"), Observer("absmax"), progress=progress)
+    model = load_by_layer(source, recipe or Recipe())
+    # A window at a time: its maps and states are most of what this holds.
+    tensors = observe_ranges(model, ids, ("k", "v"), Observer("absmax"), ids.shape[1], progress)
     return to_ranges(source, model, ids, text, Observer("absmax"), tensors)
 
 

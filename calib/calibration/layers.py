@@ -29,11 +29,14 @@ def projected_layers(model: CausalModel, ids: Tensor, batch_tokens: int) -> Iter
     """
     walk = model.walk(ids.shape[1])
     inputs = [walk.embed(batch) for batch in batches(ids, batch_tokens)]
+    last = len(walk.layers) - 1
     for number, layer in enumerate(walk.layers):
         with at_hand(layer):
             projections = [walk.project(layer, x) for x in inputs]
-        yield [each for each in projections if each is not None]
-        inputs = [walk.run(layer, x) for x in inputs]
+            yield [each for each in projections if each is not None]
+            if number == last:
+                return
+            inputs = [walk.run(layer, x) for x in inputs]
         if not all(torch.isfinite(walk.hidden(x).sum(dtype=torch.float64)) for x in inputs):
             raise NonFiniteError(f"layer {number} computes NaN or infinity; use {spelled('dtype', 'float32')}")
 

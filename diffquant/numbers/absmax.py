@@ -5,6 +5,9 @@ from torch import Tensor
 
 from diffquant.errors import NonFiniteError, UsageError
 
+# Entries that are summed at once: torch makes a copy of them in float64.
+_SUMMED = 1 << 20
+
 Axes = int | tuple[int, ...]
 
 
@@ -56,9 +59,14 @@ def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
     return codes.to(scale.dtype) * scale
 
 
+def has_finite_sums(x: Tensor) -> bool:
+    """Whether parts of x have sums in float64 that are finite: then all of x is, and nothing as large as x was made."""
+    return all(bool(torch.isfinite(part.sum(dtype=torch.float64))) for part in x.reshape(-1).split(_SUMMED))
+
+
 def check_finite(x: Tensor, name: str) -> None:
     """Raise NonFiniteError, naming the tensor and its first offending index, unless all of x is finite."""
-    if torch.isfinite(x.sum(dtype=torch.float64)):
+    if has_finite_sums(x):
         return
     offenders = (~torch.isfinite(x)).nonzero()
     if len(offenders):

@@ -1,6 +1,7 @@
 """Builds a runnable model from an opened checkpoint, keeping packed weights or dequantizing them."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 import torch
@@ -14,9 +15,9 @@ from diffquant.model.architecture import Architecture
 from diffquant.model.causal import CausalModel
 from diffquant.model.mlp import DiffMLP
 from diffquant.model.quantized_linear import QuantizedLinear
-from diffquant.numbers.absmax import check_finite
+from diffquant.numbers.absmax import check_finite, has_finite_sums
 from diffquant.scheme import Scheme
-from diffquant.source.placement import OneDevice, Placement, Spread
+from diffquant.source.placement import OneDevice, Placement, ReadByLayer, Spread
 from diffquant.source.places import Places
 from diffquant.source.source import Source
 
@@ -36,6 +37,7 @@ def build_model(
     packed: bool | None = None,
     rewrite: Rewrite = as_it_is,
     places: Places | None = None,
+    by_layer: bool = False,
 ) -> CausalModel:
     """The model of a checkpoint, with its cache and logits at 16 bits.
 
@@ -43,6 +45,7 @@ def build_model(
         dtype, device, packed: as `diffquant.load` takes them.
         rewrite: function that replaces a parameter's data.
         places: places that the model is spread over, in place of the device.
+        by_layer: whether a layer's parameters are read where it is at hand, and dropped behind it, on the processor.
 
     Raises:
         NonFiniteError: a parameter holds NaN or infinity.
@@ -56,17 +59,24 @@ def build_model(
         # Accelerate's hooks move parameters, but packed codes are buffers.
         packed = False
         placement = Spread(model, places, dtype)
+    if by_layer:
+        packed = False
+        placement = ReadByLayer(model)
     if packed is None:
         packed = has_packed_kernels(device, dtype)
     packed_schemes = _packable_schemes(source) if packed else {}
     state: dict[str, Tensor] = {}
-    for name, parameter in architecture.parameters.items():
+
+    def read(name: str) -> Tensor:
+        wanted = torch.float32 if dtype in HALF_TYPES and architecture.parameters[name].is_wide else dtype
+        return _in_dtype(_parameter(source, name, rewrite), wanted, name)
+
+    for name in architecture.parameters:
         if name in packed_schemes:
             weight = _packed_weight(source, name, packed_schemes[name], dtype, device)
             state |= _install(model, name.removesuffix(".weight"), weight)
         else:
-            wanted = torch.float32 if dtype in HALF_TYPES and parameter.is_wide else dtype
-            state[name] = placement.put(name, _in_dtype(_parameter(source, name, rewrite), wanted, name))
+            state[name] = placement.put(name, partial(read, name))
     if architecture.tie_word_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     model.load_state_dict(state, assign=True)
@@ -77,7 +87,7 @@ def build_model(
     model.eval().requires_grad_(False)
     placement.finish(model)
     for module in model.modules():
-        if isinstance(module, DiffMLP):
+        if isinstance(module, DiffMLP) and not by_layer:
             module.join_gate_and_up()
     return model
 
@@ -178,7 +188,7 @@ def _in_dtype(data: Tensor, dtype: torch.dtype, name: str) -> Tensor:
         NonFiniteError: a value is beyond the dtype's range.
     """
     converted = data.to(dtype)
-    if not torch.isfinite(converted).all():
+    if not has_finite_sums(converted) and not torch.isfinite(converted).all():
         largest = float(data.abs().max())
         raise NonFiniteError(f"{name} reaches {largest:.3g}, beyond {dtype}; run it in bfloat16 or float32")
     return converted

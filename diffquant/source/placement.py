@@ -3,7 +3,7 @@
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,14 +16,16 @@ from diffquant.model.causal import CausalModel
 from diffquant.source.places import Places
 from diffquant.support.spelling import spelled
 
-_EMBEDDING = "model.embed_tokens"
+_EMBEDDING, _LAYERS = "model.embed_tokens", "model.layers."
+# Where a layer keeps what reads its parameters.
+_READERS = "_parameter_readers"
 
 
 class Placement(Protocol):
     """A way to place a model."""
 
-    def put(self, name: str, data: Tensor) -> Tensor:
-        """Move a parameter's data to its place; the result is on the meta device if the place is the disk."""
+    def put(self, name: str, read: Callable[[], Tensor]) -> Tensor:
+        """Read a parameter and move it to its place; the result is on the meta device if the place is no memory."""
 
     def finish(self, model: CausalModel) -> None:
         """Make a model runnable after its parameters were placed."""
@@ -35,11 +37,32 @@ class OneDevice:
     def __init__(self, device: str) -> None:
         self.device = device
 
-    def put(self, _name: str, data: Tensor) -> Tensor:
-        return data.to(self.device)
+    def put(self, _name: str, read: Callable[[], Tensor]) -> Tensor:
+        return read().to(self.device)
 
     def finish(self, model: CausalModel) -> None:
         model.to(self.device)
+
+
+class ReadByLayer:
+    """Layers in the checkpoint alone: their parameters are read each time a layer is at hand, and dropped behind it."""
+
+    def __init__(self, model: CausalModel) -> None:
+        self._model = model
+        self._readers: dict[str, Callable[[], Tensor]] = {}
+
+    def put(self, name: str, read: Callable[[], Tensor]) -> Tensor:
+        if not name.startswith(_LAYERS):
+            return read()
+        self._readers[name] = read
+        empty: Tensor = self._model.get_parameter(name)
+        return empty
+
+    def finish(self, model: CausalModel) -> None:
+        for number, layer in enumerate(model.model.layers):
+            prefix = f"{_LAYERS}{number}."
+            own = {name.removeprefix(prefix): read for name, read in self._readers.items() if name.startswith(prefix)}
+            layer.__dict__[_READERS] = own
 
 
 class Spread:
@@ -76,8 +99,8 @@ class Spread:
         self._check(model)
         self._folder = self._new_folder(model, places.offload_folder) if "disk" in self.places.values() else None
 
-    def put(self, name: str, data: Tensor) -> Tensor:
-        place = self._place_of(name)
+    def put(self, name: str, read: Callable[[], Tensor]) -> Tensor:
+        data, place = read(), self._place_of(name)
         if place is not None and place != "disk":
             return data.to(torch.device(place))
         from accelerate.utils import offload_weight
@@ -148,6 +171,12 @@ def at_hand(module: nn.Module) -> Iterator[None]:
     Args:
         module: a decoder layer, whose parts may be used then, or a module with parameters of its own.
     """
+    if readers := module.__dict__.get(_READERS):
+        module.load_state_dict({name: read() for name, read in readers.items()}, assign=True)
+        module.requires_grad_(False)
+        yield
+        module.to("meta")
+        return
     if not hasattr(module, "_hf_hook"):
         yield
         return

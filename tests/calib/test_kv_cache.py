@@ -5,11 +5,15 @@ import torch
 
 import diffquant
 from diffquant.calib.calibration.kv_cache import calibrate_cache
+from diffquant.calib.calibration.observe import observe_ranges
+from diffquant.calib.calibration.observers import Observer
 from diffquant.errors import UsageError
+from diffquant.loading import load, load_by_layer
 from diffquant.recipe import Recipe
 from diffquant.source.source import open_source
 from tests.support import tiny_lm
 from tests.support.checkpoints import write_checkpoint
+from tests.support.models import random_ids
 
 
 def test_four_windows_of_the_prose_are_observed(tmp_path):
@@ -40,3 +44,18 @@ def test_a_tokenizer_of_another_vocabulary_is_refused(tmp_path):
     tiny_lm.tokenizer().save_pretrained(source)
     with pytest.raises(UsageError, match=r"gives token \d+; the model knows 90"):
         calibrate_cache(source)
+
+
+@pytest.mark.parametrize("name", ["diffllama", "phi4flash"])
+@pytest.mark.parametrize("weights", ["16", "4:g16"])
+def test_a_model_that_is_read_layer_by_layer_gives_the_same_ranges_and_keeps_none(name, weights, tmp_path):
+    source = open_source(write_checkpoint(tmp_path / "model", name))
+    recipe, ids = Recipe.of(weights=weights), random_ids(2, 24)
+    model = load_by_layer(source, recipe)
+    ranges = observe_ranges(model, ids, ("k", "v"), Observer("absmax"))
+    whole = observe_ranges(load(source, recipe, torch.float32), ids, ("k", "v"), Observer("absmax"))
+    assert set(ranges) == set(whole)
+    for place, wanted in whole.items():
+        torch.testing.assert_close(ranges[place], wanted, rtol=1e-5, atol=0)
+    layers = {parameter.device.type for parameter in model.model.layers.parameters()}
+    assert layers == {"meta"}
