@@ -2,8 +2,8 @@
 
 import os
 
-# Some ten microseconds, about as long as from one product of a layer to the next.
-_TURNS = "1000"
+# Some microseconds, about as long as sleeping and waking take by themselves.
+_TURNS = "100"
 
 
 def wait_briefly() -> None:
