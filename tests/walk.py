@@ -43,7 +43,9 @@ ELSEWHERE = {
 }
 # What differs between machines: seconds, speeds, and the bytes that a process took.
 _MEASURED = re.compile(r"\b\d[\d,.]*(?= (?:s|min|h|ms|tokens/s|GB of memory)\b)|\d+:\d\d")
-_NUMBER = re.compile(r"(\(?)(\d+(?:\.\d+)?)(%?\)?[,.;]?)")
+_NUMBER = re.compile(r"(\(?)(\d+\.\d+)(%?\)?[,.;]?)")
+# Units of numbers that are the same on every machine.
+_SIZES = ("MB", "MB,", "GB", "GB,", "M", "stored", "bits", "of")
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07")
 # A duration as README states it behind a command: # 20 s, # about 2 min.
 _DURATION = re.compile(r"#.*\b\d+ (?:s|min)\b")
@@ -178,18 +180,19 @@ def says_the_same(step: Step, printed: Sequence[str]) -> bool:
     """Whether a command printed what README shows, as far as two processors compute alike.
 
     They add float32 numbers in orders of their own: errors of rounding differ in their second digit, and texts that a
-    model writes part after some words, so that of these the first sentence counts.
+    model writes part after some words, so that of these the first sentence counts. Counts and sizes are the same.
     """
     shown = step.shown or []
     if step.command.split()[1:2] in (["generate"], ["run"]):
         first, second = (" ".join(lines).partition(".")[0].split() for lines in (shown, printed))
         return first == second
-    pairs = list(zip_longest(words_of(shown), words_of(printed), fillvalue=""))
-    return all(one == other or _are_near(one, other) for one, other in pairs)
+    ours, others = words_of(shown), words_of(printed)
+    triples = zip_longest(ours, others, ours[1:], fillvalue="")
+    return all(one == other or (unit not in _SIZES and _are_near(one, other)) for one, other, unit in triples)
 
 
 def _are_near(one: str, other: str) -> bool:
-    """Whether two words are numbers that differ by a tenth at most, with the same signs about them."""
+    """Whether two words are fractions that differ by a tenth at most, with the same signs about them."""
     parts = [_NUMBER.fullmatch(word) for word in (one, other)]
     if None in parts:
         return False

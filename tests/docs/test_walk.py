@@ -111,6 +111,7 @@ def test_a_result_that_is_larger_than_16_bits_is_a_fault(tmp_path, capsys):
         ("diffquant quantize a -o b", "24.86%  layers.23.o_proj  4:g32", "34.86%  layers.23.o_proj  4:g32", False),
         ("diffquant quantize a -o b", "24.86%  layers.23.o_proj", "24.86%  layers.22.o_proj", False),
         ("diffquant quantize a -o b", "3 MB", "3 MB more", False),
+        ("diffquant quantize a -o b", "b: 122.4 MB", "b: 122.5 MB", False),
         ("diffquant generate a", " Paris. It lies there.", " Paris. Rome is in Italy.", True),
         ("diffquant generate a", " Paris. It lies there.", " located in the heart. It lies there.", False),
         ("diffquant run a", " Paris. It lies there.", "", False),
