@@ -15,6 +15,7 @@ GUIDE.table(
     " | onnx's evaluator 1.23.2 | oldest ONNX Runtime",
     lambda *_: Unmeasured("what tests/readers holds, and versions"),
 )
+GUIDE.leaves("as Netron 9.3.3 shows it", "a version")
 GUIDE.leaves("has read since 0.12; 0.18 was tried", "versions")
 GUIDE.leaves("the versions tried\nare 1.18.1, 1.20.1, 1.23.2 and 1.27.0", "versions")
 
