@@ -20,7 +20,10 @@ CLI.table("exit code | meaning", lambda *_: Unmeasured("definitions"))
 PAPERS.table("of | what it shows | command | our results", lambda *_: Unmeasured("numbers of tables and sections"))
 for heads, sections in {
     "member of the family | generation | `signals_per_noise` | `lambda` | gates": (None,),
-    "# | name | type | shape | ": ("Inputs", "Inputs of QuantizedAttention", "Inputs of MatMulNBits"),
+    "# | name | type | shape | ": (
+        "Inputs",
+        *(f"Inputs of {op}" for op in ("QuantizedAttention", "MatMulNBits", "CausalConvolution", "SelectiveScan")),
+    ),
     "name | type | values": ("Attributes", "Attributes of QuantizedAttention", "Attributes of MatMulNBits"),
     "b | type | c | layout": (None,),
     "# | input | type | shape": (None,),
