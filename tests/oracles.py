@@ -18,6 +18,7 @@ FILES = (
     "tests/checkpoint/test_float_sources.py",
     "tests/checkpoint/test_dequantized.py",
     "tests/checkpoint/test_dequantized_peers.py",
+    "tests/checkpoint/test_experts.py",
 )
 
 if __name__ == "__main__":

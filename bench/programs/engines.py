@@ -14,6 +14,8 @@ import numpy as np
 from diffquant.export import require
 from diffquant.export.native import kernel_calls, kernel_name, matmul_calls, matmul_kernel_name
 
+_clock = [time.perf_counter]
+
 # From tokens [1, T] to the logits of some of them, the last one's among them: [1, T or 1, V].
 Step = Callable[[np.ndarray], np.ndarray]
 
@@ -58,9 +60,9 @@ def timed(
         return (count - 1) / (times[-1] - times[0]), tokens
 
     def prefill(prompt: np.ndarray) -> float:
-        started = time.perf_counter()
+        started = now()
         run(prompt)
-        return int(prompt.shape[1]) / (time.perf_counter() - started)
+        return int(prompt.shape[1]) / (now() - started)
 
     return Engine(decode, prefill, kernels, about or {})
 
@@ -75,11 +77,26 @@ def stepping(
         tokens, times = [], []
         for _ in range(count):
             tokens.append(int(step(ids)[0, -1].argmax()))
-            times.append(time.perf_counter())
+            times.append(now())
             ids = np.array([tokens[-1:]])
         return tokens, times
 
     return timed(generate, lambda prompt: start(prompt.shape[1])(prompt), kernels, about)
+
+
+def count_cpu_seconds() -> None:
+    """Count this process's seconds on a processor from now on, in which what else busy cores do has no part."""
+    _clock[0] = time.process_time
+
+
+def counts_cpu_seconds() -> bool:
+    """Whether this process counts its seconds on a processor."""
+    return _clock[0] is time.process_time
+
+
+def now() -> float:
+    """Seconds of the clock that counts in this process."""
+    return _clock[0]()
 
 
 def open_torch(model: Path, threads: int) -> Engine:
@@ -113,7 +130,7 @@ class Clock:
 
     def put(self, ids: Any) -> None:
         self.tokens.append(int(ids.flatten()[-1]))
-        self.times.append(time.perf_counter())
+        self.times.append(now())
 
     def end(self) -> None: ...
 

@@ -15,6 +15,9 @@ share of torch's is always of the torch that ran in the same piece, which each r
 numbers; a share of the float32 export's is of the newest float32 export in the file.
 
 llama-bench does not tell its tokens, and its memory is not counted.
+
+On busy cores `--threads 1 --cpu-seconds` counts a process's seconds on a processor, which others don't take; what
+they do to its caches and memory stays in.
 """
 
 import json
@@ -36,7 +39,14 @@ import typer
 from diffquant.bench.environment import environment
 from diffquant.bench.memory import AnonymousPeak, resident
 from diffquant.bench.programs.comparison import compare_with_export, compare_with_torch, table
-from diffquant.bench.programs.engines import Engine, open_export, open_torch, random_tokens, write_export
+from diffquant.bench.programs.engines import (
+    Engine,
+    count_cpu_seconds,
+    open_export,
+    open_torch,
+    random_tokens,
+    write_export,
+)
 from diffquant.bench.programs.peer_engines import (
     open_genai,
     open_llama_bench,
@@ -79,6 +89,7 @@ class Settings:
         prompt: tokens before the new ones.
         new: tokens to generate.
         prefill: tokens of the prompt that is run alone.
+        cpu_seconds: whether seconds are a process's on a processor, and not the clock's.
     """
 
     threads: int
@@ -86,6 +97,7 @@ class Settings:
     prompt: int = 64
     new: int = 64
     prefill: int = 1024
+    cpu_seconds: bool = False
 
 
 LOW_BITS = {"weights": "4:g32", "kv_bits": 8, "embed_bits": 8}
@@ -118,9 +130,11 @@ def write_folder(name: str, model: Path, folder: Path) -> dict[str, Any]:
     return {"write_seconds": seconds, "write_anonymous_bytes": watched.peak}
 
 
-def open_engine(name: str, folder: Path, threads: int) -> Mapping[str, str]:
+def open_engine(name: str, folder: Path, settings: Settings) -> Mapping[str, str]:
     """Open a contestant's folder as this process's model; returns what a result must say of the engine."""
-    _engines.append(CONTESTANTS[name].open(folder, threads))
+    if settings.cpu_seconds:
+        count_cpu_seconds()
+    _engines.append(CONTESTANTS[name].open(folder, settings.threads))
     return _engines[0].about
 
 
@@ -230,7 +244,7 @@ def admit(name: str, model: Path, place: Path, settings: Settings) -> tuple[Proc
     """Pool of one process that has the contestant's model open and warm, and what a result must say of its engine."""
     folder = folder_of(name, place) if CONTESTANTS[name].write else model
     pool = ProcessPoolExecutor(1, get_context("spawn"))
-    about = pool.submit(open_engine, name, folder, settings.threads).result()
+    about = pool.submit(open_engine, name, folder, settings).result()
     pool.submit(decode_speed, random_tokens(model, settings.prompt), settings.new).result()
     return pool, about
 
@@ -251,6 +265,9 @@ def main(
     prompt: Annotated[int, typer.Option(min=1, help="Tokens before the new ones.")] = Settings.prompt,
     new: Annotated[int, typer.Option(min=2, help="Tokens to generate.")] = Settings.new,
     prefill: Annotated[int, typer.Option(min=1, help="Tokens of a prompt run alone.")] = Settings.prefill,
+    cpu_seconds: Annotated[
+        bool, typer.Option("--cpu-seconds", help="Count a process's CPU seconds, for busy cores; takes --threads 1.")
+    ] = False,
     contestants: Annotated[str, typer.Option(help="Who runs beside torch, with semicolons; all by default.")] = "",
     exports: Annotated[
         Path | None, typer.Option(help="Keep the contestants' folders here, and take those that are.")
@@ -267,7 +284,9 @@ def main(
         for model in models:
             print(json.dumps({model.name: write_all(model, _place(exports, model), names)}, indent=1))
         return
-    settings = Settings(threads, repeats, prompt, new, prefill)
+    if cpu_seconds and threads > 1:
+        raise UsageError(f"{spelled('cpu_seconds', True)} counts what threads wait, too; give {spelled('threads', 1)}")
+    settings = Settings(threads, repeats, prompt, new, prefill, cpu_seconds)
     packages = ("onnx", "onnxruntime", "onnxruntime-genai", "llama_cpp_python")
     result: dict[str, Any] = {"environment": environment(*packages), "models": {}}
     if merge and file and file.is_file():

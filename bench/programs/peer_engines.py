@@ -4,10 +4,10 @@ A library is imported where it is used: a process that runs without it must not 
 """
 
 import json
+import resource
 import shutil
 import subprocess
 import sys
-import time
 from contextlib import redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from diffquant.bench.programs.engines import Engine, Step, random_tokens, stepping, timed
+from diffquant.bench.programs.engines import Engine, Step, counts_cpu_seconds, now, random_tokens, stepping, timed
 from diffquant.errors import CheckpointError, MissingDependencyError
 
 # A scale over 32 weights, int8 activations in products and the last position's logits, as our 4-bit export has them;
@@ -132,7 +132,7 @@ def open_genai(folder: Path, threads: int) -> Engine:
         for _ in range(count):
             generator.generate_next_token()
             tokens.append(int(generator.get_next_tokens()[0]))
-            times.append(time.perf_counter())
+            times.append(now())
         return tokens, times
 
     def run(prompt: np.ndarray) -> Any:
@@ -197,17 +197,30 @@ def open_llama_bench(folder: Path, threads: int) -> Engine:
         raise MissingDependencyError("llama-bench is not on the path")
     flags = ["-t", str(threads), "-r", "1"]
 
-    def speed(*test: str) -> float:
+    def run(*test: str) -> float:
         command = [program, "-m", str(folder / _GGUF), *flags, *test, "-o", "json"]
         ran = subprocess.run(command, capture_output=True, text=True, check=True)
         (entry,) = json.loads(ran.stdout)
         return float(entry["avg_ts"])
 
+    def cpu_seconds(*test: str) -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        run(*test)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    # A process tells its seconds with those of loading and warming up: what more of the same takes has none.
     def decode(prompt: np.ndarray, count: int) -> tuple[float, list[int]]:
-        return speed("-p", "0", "-n", str(count), "-d", str(prompt.shape[1])), []
+        start = ("-p", "0", "-d", str(prompt.shape[1]), "-n")
+        if not counts_cpu_seconds():
+            return run(*start, str(count)), []
+        return count / (cpu_seconds(*start, str(2 * count)) - cpu_seconds(*start, str(count))), []
 
     def prefill(prompt: np.ndarray) -> float:
-        return speed("-p", str(prompt.shape[1]), "-n", "0")
+        test = ("-p", str(prompt.shape[1]), "-n", "0")
+        if not counts_cpu_seconds():
+            return run(*test)
+        return 2 * int(prompt.shape[1]) / (cpu_seconds(*test, "-r", "3") - cpu_seconds(*test))
 
     about = {"flags": " ".join(flags) + " -p 0 -n NEW -d PROMPT, or -p PREFILL -n 0"}
     return Engine(decode, prefill, lambda: "llama.cpp's", about, elsewhere=True)

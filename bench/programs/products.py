@@ -2,6 +2,7 @@
 
 `python -m diffquant.bench.programs.products --json FILE` times single products in turns: for few rows, as a model
 decodes, as many matrices one after another as fill a processor's caches more than once; for many rows two of them.
+With one thread the process's seconds on a processor count, which nothing that runs beside it takes.
 """
 
 import os
@@ -30,7 +31,10 @@ STOCK = "ONNX Runtime"
 SHAPES = {"qkv": (576, 960), "o": (576, 576), "gate+up": (576, 3072), "down": (1536, 576), "head": (576, 49152)}
 ROWS = (1, 4, 16, 64, 128, 1024)
 # A scale for each channel is stored as one for each of its longest blocks: 64 columns of 576, 256 of 1536.
-FORMATS = ((4, 32), (4, 64), (4, 128), (4, 0), (8, 32), (8, 64), (8, 128), (8, 0))
+FORMATS: dict[str, tuple[int, int | None]] = {
+    f"{bits}:g{block}": (bits, block) for bits in (4, 8) for block in (32, 64, 128)
+}
+FORMATS |= {f"{bits}:channel": (bits, None) for bits in (4, 8)}
 # The head gives the last position alone, and batches of them.
 _HEAD_ROWS = 16
 _FEW_ROWS = 16
@@ -60,10 +64,10 @@ class Product:
         return max(2, -(-_COLD_BYTES * 8 // (width * channels * self.bits))) if self.rows <= _FEW_ROWS else 2
 
 
-def products() -> list[Product]:
-    """Every product to be measured."""
+def products(formats: Sequence[str]) -> list[Product]:
+    """Every product to be measured in these formats of FORMATS."""
     found = []
-    for bits, block in FORMATS:
+    for bits, block in map(FORMATS.__getitem__, formats):
         for shape, (width, _) in SHAPES.items():
             shared = block or max(size for size in (64, 128, 256) if width % size == 0)
             for rows in ROWS:
@@ -78,6 +82,7 @@ def main(
     kernels: Annotated[
         str, typer.Option(help="Instruction sets of the library, with commas; its own choice by default.")
     ] = "",
+    formats: Annotated[str, typer.Option(help=f"Some of {', '.join(FORMATS)}; all by default.")] = "",
     threads: Annotated[int, typer.Option(min=1, help="Threads of ONNX Runtime; all cores by default.")] = (
         os.cpu_count() or 1
     ),
@@ -86,6 +91,9 @@ def main(
     """Measure products with codes against ONNX Runtime's own."""
     if native.library_path() is None:
         raise MissingDependencyError("the native library is not built: python -m diffquant.export.native")
+    chosen = [name.strip() for name in formats.split(",") if name.strip()] or list(FORMATS)
+    if unread := [name for name in chosen if name not in FORMATS]:
+        raise UsageError(f"unknown format {', '.join(map(repr, unread))}; known are {', '.join(FORMATS)}")
     names = [name.strip() for name in kernels.split(",") if name.strip()] or [native.matmul_kernel_name() or ""]
     unknown = [name for name in names if not native.use_matmul_kernel(name)]
     if unknown:
@@ -93,7 +101,7 @@ def main(
             f"this processor runs no kernel called {', '.join(map(repr, unknown))}; name others by --kernels"
         )
     rows = []
-    for product in products():
+    for product in products(chosen):
         times = measure(product, names, threads, repeats)
         rows.append(asdict(product) | {"matrices": product.matrices, "ms": times} | ratios(times))
         print(line(product, times), flush=True)
@@ -167,7 +175,13 @@ def products_model(product: Product) -> ModelProto:
     rng = np.random.default_rng(0)
     width, channels = SHAPES[product.shape]
     blocks = -(-width // product.block)
-    attributes = {"K": width, "N": channels, "bits": product.bits, "block_size": product.block, "accuracy_level": 4}
+    attributes: dict[str, Any] = {
+        "K": width,
+        "N": channels,
+        "bits": product.bits,
+        "block_size": product.block,
+        "accuracy_level": 4,
+    }
     constants, nodes = [], []
     for i in range(product.matrices):
         codes = rng.integers(0, 256, (channels, blocks, product.block * product.bits // 8), np.uint8)

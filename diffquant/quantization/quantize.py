@@ -171,7 +171,7 @@ def pack_job(
     """The job that makes a weight's codes and scales, some rows at a time."""
     scheme = tensor.scheme
     height, width = math.prod(tensor.info.shape[:-1]), tensor.info.shape[-1]
-    tile = scheme.sharing.tile or 1
+    tile, rows_each = scheme.sharing.tile or 1, height // len(tensor.parts)
 
     def read(first: int, last: int) -> Tensor:
         return checkpoint.matrix_rows(tensor.name, first, last)
@@ -190,9 +190,8 @@ def pack_job(
         if first > 0 and scheme.sharing.spans_rows:
             del rows_of[SCALE]
         pieces: dict[str, tuple[int, Tensor]] = {}
-        for part in tensor.parts:
-            if part.first >= last or part.last <= first:
-                continue
+        # All parts of a weight have as many rows.
+        for part in tensor.parts[first // rows_each : -(-last // rows_each)]:
             here, begins = part.within(first, last), part.first >= first
             for suffix, data in rows_of.items():
                 # A row of scales is of so many rows of codes.

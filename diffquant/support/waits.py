@@ -2,15 +2,15 @@
 
 import os
 
-# Some ten microseconds, about as long as from one product of a layer to the next.
-_TURNS = "1000"
+# Some microseconds, about as long as sleeping and waking take by themselves.
+_TURNS = "100"
 
 
 def wait_briefly() -> None:
     """Have the threads of this process, and of those it starts, sleep soon after a product.
 
     GNU's OpenMP otherwise has them go round in a loop for milliseconds. Where other programs want the cores, each
-    thread then waits so for one that does not run, and what is computed takes several times as long. What the
+    thread then waits so for one that does not run, and what is computed takes longer. What the
     environment says already stands, and a process that has torch loaded goes on as it is.
     """
     if not os.environ.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}:

@@ -18,11 +18,13 @@ namespace diffquant {
 struct PackedMatrix {
   int64_t channels, width, block, bits;
   uint8_t* codes;
-  float* scales;  // [groups, blocks, group]
+  uint8_t* scales;  // [groups, blocks, group]: floats, or their upper halves where the lower ones are all zero
   int64_t group = 0;  // channels; the kernel's
+  bool scales_are_short = false;
 
   DIFFQUANT_INLINE int64_t blocks() const { return (width + block - 1) / block; }
   DIFFQUANT_INLINE int64_t padded() const { return blocks() * block; }
+  DIFFQUANT_INLINE int64_t scale_bytes() const { return scales_are_short ? 2 : 4; }
   DIFFQUANT_INLINE int64_t groups() const { return (channels + group - 1) / group; }
   DIFFQUANT_INLINE int64_t group_bytes() const { return padded() * group * bits / 8; }
 };

@@ -108,7 +108,7 @@ struct Avx2Matmul : CodesAsStored {
 
   template <int rows>
   static void add_block(const Tile& t, int64_t block, const __m256i (&whole)[rows][2], __m256 (&sums)[rows][2]) {
-    const __m256 scales[2] = {_mm256_load_ps(t.scales + block * kGroup), _mm256_load_ps(t.scales + block * kGroup + 8)};
+    const __m256 scales[2] = {scales_from(t, block * kGroup), scales_from(t, block * kGroup + 8)};
     for (int r = 0; r < rows; ++r) {
       const __m256 scale = _mm256_set1_ps(t.activation_scales[block * t.all_rows + r]);
       for (int i = 0; i < 2; ++i) {
@@ -124,6 +124,11 @@ struct Avx2Matmul : CodesAsStored {
     }
   }
 
+  static __m256 scales_from(const Tile& t, int64_t i) {
+    if (!t.matrix.scales_are_short) return _mm256_load_ps(reinterpret_cast<const float*>(t.scales) + i);
+    const __m128i upper = _mm_load_si128(reinterpret_cast<const __m128i*>(t.scales + 2 * i));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(upper), 16));
+  }
   static __m256i offset(const Tile& t, int64_t row, int64_t block) {
     return _mm256_set1_epi32(t.offsets[block * t.all_rows + row]);
   }

@@ -30,6 +30,10 @@ struct VnniMatmul : CodesAsStored {
       for (int64_t k = 0; k < t.matrix.block; k += kStep, codes += 4 * kGroup, activations += kStep) {
         __m512i a[kVectors];
         for (int i = 0; i < kVectors; ++i) a[i] = _mm512_load_si512(reinterpret_cast<const void*>(codes + 64 * i));
+        if constexpr (rows > 1) {
+          // The processor itself reads ahead where codes are all that arrives, for a single row.
+          for (int i = 0; i < kVectors; ++i) __builtin_prefetch(codes + 64 * i + kAhead);
+        }
         if constexpr (bits == 4) {
           __m512i half[kVectors];
           for (int i = 0; i < kVectors; ++i) half[i] = _mm512_and_si512(a[i], low);
@@ -41,7 +45,7 @@ struct VnniMatmul : CodesAsStored {
         }
       }
       for (int i = 0; i < kVectors; ++i) {
-        const __m512 scales = _mm512_load_ps(t.scales + block * kGroup + 16 * i);
+        const __m512 scales = scales_from(t, block * kGroup + 16 * i);
         for (int r = 0; r < rows; ++r) {
           const __m512 scale = _mm512_mul_ps(_mm512_set1_ps(t.activation_scales[block * t.all_rows + r]), scales);
           sums[r][i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole[r][i]), scale, sums[r][i]);
@@ -54,6 +58,14 @@ struct VnniMatmul : CodesAsStored {
   }
 
  private:
+  static constexpr int64_t kAhead = 4096;  // bytes: a page
+
+  static __m512 scales_from(const Tile& t, int64_t i) {
+    if (!t.matrix.scales_are_short) return _mm512_load_ps(reinterpret_cast<const float*>(t.scales) + i);
+    const __m256i upper = _mm256_load_si256(reinterpret_cast<const __m256i*>(t.scales + 2 * i));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(upper), 16));
+  }
+
   template <int rows>
   DIFFQUANT_INLINE static void add_bytes(__m512i (&whole)[rows][kVectors], const __m512i (&a)[kVectors],
                                          const uint8_t* x, int64_t row_bytes) {

@@ -13,7 +13,7 @@ namespace {
 struct Tile {
   const PackedMatrix& matrix;
   const uint8_t* codes;      // of the group
-  const float* scales;       // of the group [blocks, group]
+  const uint8_t* scales;     // of the group [blocks, group]
   const uint8_t* activations;
   int64_t row_bytes;
   int64_t all_rows;
@@ -72,11 +72,14 @@ struct Matmul {
         }
       }
     }
-    float* to = m.scales;
+    uint8_t* to = m.scales;
     for (int64_t group = 0; group < m.groups(); ++group) {
       for (int64_t block = 0; block < m.blocks(); ++block) {
         for (int64_t channel = group * kGroup; channel < (group + 1) * kGroup; ++channel) {
-          *to++ = channel < m.channels ? scales[channel * m.blocks() + block] : 0.0f;
+          const uint32_t scale = channel < m.channels ? bits_as<uint32_t>(scales[channel * m.blocks() + block]) : 0;
+          const uint16_t upper = static_cast<uint16_t>(scale >> 16);
+          m.scales_are_short ? std::memcpy(to, &upper, 2) : std::memcpy(to, &scale, 4);
+          to += m.scale_bytes();
         }
       }
     }
@@ -142,7 +145,7 @@ struct Matmul {
         const int64_t height = smaller<int64_t>(Isa::kRows, rows.rows - row);
         const Tile tile{m,
                         m.codes + group * m.group_bytes(),
-                        m.scales + group * m.blocks() * kGroup,
+                        m.scales + group * m.blocks() * kGroup * m.scale_bytes(),
                         rows.codes + row * row_bytes,
                         row_bytes,
                         rows.rows,
@@ -150,20 +153,10 @@ struct Matmul {
                         rows.offsets + row,
                         sums};
         run<bits, Isa::kRows>(tile, height);
-        // While later rows use this group's codes, the next one's arrive.
-        if (row && group + 1 < m.groups()) prefetch_share(tile.codes + m.group_bytes(), m.group_bytes(), row, height, rows.rows);
         for (int64_t i = 0; i < height; ++i) {
           copy_group(sums + i * kGroup, count, y + (row + i) * m.channels + channel);
         }
       }
-    }
-  }
-
-  // Asks for the part of `bytes` that `height` rows are of all, from `row` on.
-  static void prefetch_share(const uint8_t* from, int64_t bytes, int64_t row, int64_t height, int64_t rows) {
-    const int64_t first = Isa::kRows, tail = rows - first;
-    for (int64_t i = (row - first) * bytes / tail & -64; i < (row - first + height) * bytes / tail; i += 64) {
-      __builtin_prefetch(from + i, 0, 2);
     }
   }
 

@@ -51,7 +51,7 @@ struct NeonMatmul : CodesAsStored {
       for (int r = 0; r < rows; ++r) {
         const float scale = t.activation_scales[block * t.all_rows + r];
         for (int i = 0; i < kParts; ++i) {
-          const float32x4_t scales = vmulq_n_f32(vld1q_f32(t.scales + block * kGroup + 4 * i), scale);
+          const float32x4_t scales = vmulq_n_f32(scales_from(t, block * kGroup + 4 * i), scale);
           sums[r][i] = vfmaq_f32(sums[r][i], vcvtq_f32_s32(whole[r][i]), scales);
         }
       }
@@ -62,6 +62,10 @@ struct NeonMatmul : CodesAsStored {
   }
 
  private:
+  static float32x4_t scales_from(const Tile& t, int64_t i) {
+    if (!t.matrix.scales_are_short) return vld1q_f32(reinterpret_cast<const float*>(t.scales) + i);
+    return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(reinterpret_cast<const uint16_t*>(t.scales) + i), 16));
+  }
   static int8x16_t four_bytes(const uint8_t* from) {
     int32_t word;
     std::memcpy(&word, from, sizeof word);

@@ -17,7 +17,7 @@ struct PlainMatmul : CodesAsStored {
         for (int64_t k = block * t.matrix.block; k < (block + 1) * t.matrix.block; ++k) {
           product += activations[k] * code<bits>(t.codes, channel, k);
         }
-        const float scale = t.activation_scales[block * t.all_rows] * t.scales[block * kGroup + channel];
+        const float scale = t.activation_scales[block * t.all_rows] * scale_at(t, block * kGroup + channel);
         sum = __builtin_fmaf(static_cast<float>(product), scale, sum);
       }
       t.sums[channel] = sum;
@@ -25,6 +25,13 @@ struct PlainMatmul : CodesAsStored {
   }
 
  private:
+  static float scale_at(const Tile& t, int64_t i) {
+    uint32_t scale = 0;
+    const int64_t bytes = t.matrix.scale_bytes();
+    std::memcpy(reinterpret_cast<uint8_t*>(&scale) + 4 - bytes, t.scales + i * bytes, bytes);
+    return bits_as<float>(scale);
+  }
+
   template <int bits>
   static int32_t code(const uint8_t* codes, int64_t channel, int64_t k) {
     constexpr int64_t kStep = bits == 4 ? 8 : 4;

@@ -19,9 +19,10 @@ class OwnedMatrix {
       : matrix_(shape) {
     matrix_.group = kernel.group;
     codes_ = allocate(matrix_.groups() * matrix_.group_bytes());
-    scales_ = allocate(matrix_.groups() * matrix_.blocks() * matrix_.group * sizeof(float));
+    matrix_.scales_are_short = are_short(scales, shape.channels * shape.blocks());
+    scales_ = allocate(matrix_.groups() * matrix_.blocks() * matrix_.group * matrix_.scale_bytes());
     matrix_.codes = static_cast<uint8_t*>(codes_.get());
-    matrix_.scales = static_cast<float*>(scales_.get());
+    matrix_.scales = static_cast<uint8_t*>(scales_.get());
     kernel.pack(matrix_, codes, scales);
   }
   const PackedMatrix& get() const { return matrix_; }
@@ -31,6 +32,13 @@ class OwnedMatrix {
     void operator()(void* memory) const { std::free(memory); }
   };
   using Memory = std::unique_ptr<void, Free>;
+
+  // Scales of a bfloat16 checkpoint: half of their bytes are a tenth of what a token reads.
+  static bool are_short(const float* scales, int64_t count) {
+    uint32_t lower = 0;
+    for (int64_t i = 0; i < count; ++i) lower |= bits_as<uint32_t>(scales[i]) & 0xffff;
+    return !lower;
+  }
 
   static Memory allocate(int64_t bytes) {
     Memory out(std::aligned_alloc(64, round_up(std::max<int64_t>(bytes, 64), 64)));

@@ -35,6 +35,7 @@ PROGRAMS = [
     "diffquant.bench.programs.generate",
     "diffquant.bench.programs.hellaswag",
     "diffquant.bench.programs.native_op",
+    "diffquant.bench.programs.products",
     "diffquant.bench.programs.quantize",
     "diffquant.bench.programs.quantize_index",
     "diffquant.bench.programs.quantize_peers",
@@ -88,7 +89,7 @@ def test_the_projects_modules_are_imported_by_name_and_not_by_string():
 
 @pytest.mark.parametrize("module", PROGRAMS)
 def test_every_program_says_what_it_does_and_what_its_options_are(module):
-    if module.endswith("native_op"):
+    if module.endswith(("native_op", "products")):
         pytest.importorskip("onnxruntime")
     program = typer.Typer()
     program.command()(import_module(module).main)

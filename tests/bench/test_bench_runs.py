@@ -22,13 +22,14 @@ from diffquant.bench.programs import (
     generate,
     hellaswag,
     peer_engines,
+    products,
     programs,
     sharing,
 )
 from diffquant.bench.sections import PARTS, Part
 from diffquant.cli import app
 from diffquant.errors import DiffQuantError, FailedCellsError, MissingDependencyError, UsageError
-from diffquant.export.native import kernel_name, library_path, matmul_kernel_name
+from diffquant.export.native import kernel_name, library_path, matmul_calls, matmul_kernel_name
 from diffquant.kernels.configs import AttentionTile
 from diffquant.sweep.grid import SweepOptions
 from tests.support import tiny_lm
@@ -272,6 +273,30 @@ def test_llama_bench_is_asked_for_the_same_lengths_and_its_memory_is_not_ours(tm
     assert "-" in comparison.table("m", {"llama-bench Q4_0": row})
 
 
+def test_cpu_seconds_of_llama_bench_leave_out_its_loading(tmp_path, monkeypatch):
+    # What it computes is what more tokens, or more turns, take: a thousandth of a second a token after a second.
+    program = tmp_path / "llama-bench"
+    program.write_text(
+        f"#!{sys.executable}\nimport sys, time, json\n"
+        "given = dict(zip(sys.argv[1::2], sys.argv[2::2]))\n"
+        "tokens = int(given['-p']) * int(given['-r']) + int(given['-n'])\n"
+        "start = time.process_time()\n"
+        "while time.process_time() < start + 0.2 + tokens / 1000: pass\n"
+        "print(json.dumps([{'avg_ts': 1.0}]))\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(engines, "_clock", [engines.time.process_time])
+    engine = peer_engines.open_llama_bench(tmp_path, 1)
+    assert engine.decode(np.zeros((1, 64), int), 200)[0] == pytest.approx(1000, rel=0.2)
+    assert engine.prefill(np.zeros((1, 100), int)) == pytest.approx(1000, rel=0.2)
+
+
+def test_cpu_seconds_take_one_thread(tmp_path):
+    with pytest.raises(UsageError, match="give"):
+        generate.main([tmp_path], threads=2, cpu_seconds=True)
+
+
 def test_llama_bench_that_is_not_installed_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(MissingDependencyError, match="llama-bench is not on the path"):
@@ -330,6 +355,24 @@ print(engine.kernels())
     assert before == "ONNX Runtime's"
     names = [f"attention {kernel_name()}", *([f"products {matmul_kernel_name()}"] if matmul_kernel_name() else [])]
     assert after == (f"diffquant's: {', '.join(names)}" if native else "ONNX Runtime's")
+
+
+def test_products_are_timed_in_turns_and_the_library_computes_its_own(monkeypatch):
+    if (name := matmul_kernel_name()) is None:
+        pytest.skip("no library, or ONNX Runtime's own products are used here")
+    monkeypatch.setitem(products.SHAPES, "tiny", (96, 40))
+    monkeypatch.setattr(products, "_COLD_BYTES", 20_000)
+    product = products.Product("tiny", 3, 4, 32)
+    calls = matmul_calls()
+    times = products.measure(product, [name], 1, 2)
+    assert product.matrices == 11
+    assert matmul_calls() == calls + 2 * 2 * 11
+    assert list(times) == [products.STOCK, name]
+    assert [len(turns) for turns in times.values()] == [2, 2]
+    assert products.ratios({products.STOCK: [3.0, 9.0, 4.0], name: [2.0, 1.0, 5.0]}) == {
+        "ratio": {name: 2.0},
+        "ratio_of_best": {name: 3.0},
+    }
 
 
 def test_errors_lose_their_paths():

@@ -21,14 +21,19 @@ _MODELS = Path(__file__).parent / "intrinsics"
 _SHAPES = [(1, 33, 100, 16), (5, 16, 64, 32), (13, 50, 300, 128), (25, 7, 96, 64), (2, 40, 256, 256)]
 
 
-def inputs(rows, channels, width, block, bits, seed=0):
-    """Activations, stored codes [channels, blocks, bytes], scales, and the codes as whole numbers."""
+def inputs(rows, channels, width, block, bits, seed=0, scales_are_short=False):
+    """Activations, stored codes [channels, blocks, bytes], scales, and the codes as whole numbers.
+
+    Scales of a bfloat16 checkpoint are short: their last 16 bits are zero, and kernels hold them without.
+    """
     rng = np.random.default_rng(seed)
     blocks = -(-width // block)
     codes = rng.integers(0, 2**bits, (channels, blocks * block), np.uint8)
     codes[0], codes[-1] = 0, 2**bits - 1
     stored = codes if bits == 8 else codes[:, 0::2] | codes[:, 1::2] << 4
     scales = (rng.random((channels, blocks)) * 0.02 + 0.005).astype(np.float32)
+    if scales_are_short:
+        scales = (scales.view(np.uint32) & 0xFFFF0000).view(np.float32)
     x = rng.standard_normal((rows, width)).astype(np.float32)
     x[0, : min(block, width)] = 0
     x[-1] = np.sign(x[-1])  # every activation at its largest code
@@ -67,10 +72,11 @@ def modelled(tmp_path_factory):
     return ctypes.CDLL(str(library))
 
 
+@pytest.mark.parametrize("scales_are_short", [False, True], ids=["float32-scales", "bfloat16-scales"])
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("shape", _SHAPES, ids=str)
-def test_every_instruction_set_gives_the_plain_one_s_bits_and_numpy_s_product(library, shape, bits):
-    x, stored, scales, codes = inputs(*shape, bits)
+def test_every_instruction_set_gives_the_plain_one_s_bits_and_numpy_s_product(library, shape, bits, scales_are_short):
+    x, stored, scales, codes = inputs(*shape, bits, scales_are_short=scales_are_short)
     native, block = ctypes.CDLL(str(library)), shape[3]
     plain = product(native.diffquant_matmul, x, stored, scales, block, bits, b"plain")
     wanted = oracle(x, codes, scales, block, bits)
@@ -80,11 +86,14 @@ def test_every_instruction_set_gives_the_plain_one_s_bits_and_numpy_s_product(li
         assert given is None or given.tobytes() == plain.tobytes(), name
 
 
+@pytest.mark.parametrize("scales_are_short", [False, True], ids=["float32-scales", "bfloat16-scales"])
 @pytest.mark.parametrize("name", [b"avx512vnni", b"neon"])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_instruction_sets_of_other_machines_give_the_same_bits_on_a_model_of_them(modelled, name, bits):
+def test_instruction_sets_of_other_machines_give_the_same_bits_on_a_model_of_them(
+    modelled, name, bits, scales_are_short
+):
     for shape in _SHAPES:
-        x, stored, scales, _ = inputs(*shape, bits)
+        x, stored, scales, _ = inputs(*shape, bits, scales_are_short=scales_are_short)
         plain = product(modelled.modelled_matmul, x, stored, scales, shape[3], bits, b"plain")
         given = product(modelled.modelled_matmul, x, stored, scales, shape[3], bits, name)
         assert given.tobytes() == plain.tobytes(), shape

@@ -75,6 +75,17 @@ def test_equals_the_plain_form_at_every_border(generation, dtype, width, text, n
     assert relative_error(out, plain(*inputs, width**-0.5, mask, scheme)) <= LIMITS[dtype]
 
 
+@pytest.mark.parametrize("text", ["mxfp4", "mxfp6_up", "mxfp8", "nvfp4", "nvfp4:fullsum"])
+@pytest.mark.parametrize("logits", ["16", "8:row"])
+@pytest.mark.parametrize(("width", "dtype"), WIDTHS, ids=str)
+@pytest.mark.parametrize("generation", ["v1", "v2"])
+def test_weights_in_blocks_are_rounded_as_the_plain_form_rounds_them(generation, width, dtype, logits, text):
+    inputs = whole_numbers(generation, 129, 200, width=width, pairs=6, kv_pairs=3, dtype=dtype)
+    schemes = {"logits": Scheme.parse(logits), "p": Scheme.parse(text)}
+    call = AttentionCall(*inputs, scale=width**-0.5, mask=Mask(), **schemes)
+    assert relative_error(module.prefill_simulated(call), naive(call).double()) <= LIMITS[dtype]
+
+
 @pytest.mark.parametrize("bits", range(2, 9))
 @pytest.mark.parametrize("granularity", ["tensor", "head", "pair", "row"])
 @pytest.mark.parametrize("shift", ["", ":shift"], ids=["absmax", "shift"])

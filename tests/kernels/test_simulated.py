@@ -21,8 +21,9 @@ from diffquant.kernels import configs
 from diffquant.kernels.arguments import empty_output
 from diffquant.kernels.attention import operator
 from diffquant.kernels.attention import prefill_simulated as module
-from diffquant.kernels.attention.attend_rounded import to_e4m3
 from diffquant.kernels.attention.prefill_simulated import TILES, prefill_simulated_refusal
+from diffquant.kernels.attention.weight_blocks import BLOCK_FORMATS, to_float
+from diffquant.numbers.formats import format_named
 from diffquant.scheme import FULL, Scheme
 from tests.support.kernel_inputs import (
     expected,
@@ -203,6 +204,31 @@ def test_softmax_weights_are_rounded_as_the_plain_form_rounds_them(device_class,
         assert relative_error(out, naive(replace(call, meter=None, p=FULL)).double()) > 10 * LIMIT
 
 
+@pytest.mark.parametrize("text", sampled([*BLOCK_FORMATS, "mxfp4:fullsum", "nvfp4:fullsum"], 4))
+@pytest.mark.parametrize("logits", ["16", "4:row"])
+@pytest.mark.parametrize(
+    ("generation", "name"), [("plain", "causal"), ("v1", "more queries than keys"), ("v2", "causal")]
+)
+def test_weights_in_blocks_are_rounded_as_the_plain_form_rounds_them(device_class, generation, name, logits, text):
+    queries, keys, mask = SEEN[name]
+    inputs = whole_numbers(generation, queries, keys, batch=2)
+    schemes = {"logits": Scheme.parse(logits), "p": Scheme.parse(text)}
+    call = AttentionCall(*inputs, scale=0.0625, mask=mask, **schemes)
+    out = module.prefill_simulated(call)
+    assert relative_error(out, naive(call).double()) <= LIMIT
+    if "fp4" in text:
+        assert relative_error(out, naive(replace(call, p=FULL)).double()) > 10 * LIMIT
+
+
+@pytest.mark.parametrize("name", BLOCK_FORMATS)
+def test_what_the_kernels_know_of_a_format_is_what_it_is(name):
+    number_format = format_named(name)
+    size, mantissa, lowest, largest, _ = BLOCK_FORMATS[name]
+    normal = [level for level in number_format.levels if level >= 2.0**lowest]
+    assert (number_format.block, number_format.largest) == (size, largest)
+    assert normal[1] - normal[0] == 2.0 ** (lowest - mantissa) == min(x for x in number_format.levels if x > 0)
+
+
 def test_every_e4m3_number_and_what_lies_between_is_rounded_as_a_cast_rounds_it():
     steps = torch.arange(0, 448 * 2**12 + 1, dtype=torch.float64) / 2**12
     borders = torch.tensor(Scheme.parse("e4m3:row").format.levels).double()
@@ -217,14 +243,15 @@ def test_every_e4m3_number_and_what_lies_between_is_rounded_as_a_cast_rounds_it(
 @triton.jit
 def _round(x, out, n, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
-    tl.store(out + at, to_e4m3(tl.load(x + at, mask=at < n, other=0.0)), mask=at < n)
+    tl.store(out + at, to_float(tl.load(x + at, mask=at < n, other=0.0), 3, -6), mask=at < n)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("nvfp4", "softmax weights at nvfp4: one scale a group is not served; the kernel takes row"),
+        ("nvfp4_4over6", "softmax weights at nvfp4_4over6: one scale a group is not served; the kernel takes row"),
         ("e5m2:row", "softmax weights at e5m2:row: e5m2 is not an integer"),
+        ("4:g32", "softmax weights at 4:g32: one scale a group is not served; the kernel takes row"),
     ],
 )
 def test_weights_that_are_not_served_are_refused_and_go_to_blocks(text, message):
@@ -232,6 +259,13 @@ def test_weights_that_are_not_served_are_refused_and_go_to_blocks(text, message)
     with pytest.raises(UsageError, match=message):
         module.prefill_simulated(call)
     torch.testing.assert_close(attend(call), naive(call), rtol=0, atol=1e-3)
+
+
+def test_blocks_of_sequences_that_begin_later_go_to_pytorch():
+    inputs, mask = random_call("v1", 5, 5, batch=2), padding(5, starts=[0, 2], ends=[5, 5])
+    call = AttentionCall(*inputs, scale=0.125, mask=mask, p=Scheme.parse("mxfp4"))
+    with pytest.raises(UsageError, match="softmax weights at mxfp4: the kernel takes sequences without padding"):
+        module.prefill_simulated(call)
 
 
 @pytest.mark.parametrize("generation", ["plain", "v1", "v2"])

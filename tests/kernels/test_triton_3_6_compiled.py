@@ -12,7 +12,7 @@ from tests.support.offline import SHARED_LIMIT, compiled
 
 TRITON = Path(__file__).parents[2] / "build/triton-3.6.0"
 # The launch code keeps all GEMMs away; at 6 bits the check finds nothing overwritten.
-REFUSED = ("GEMM 8 bits", "GEMM 4 bits", "GEMM nvfp4", "GEMM mxfp4")
+REFUSED = ("GEMM 8 bits", "GEMM 4 bits")
 
 pytestmark = pytest.mark.skipif(
     not (TRITON / "triton").is_dir(), reason="needs Triton 3.6.0 beside the other: make test-triton fetches it"

@@ -8,7 +8,7 @@ import torch
 import diffquant
 from diffquant.attention import attend
 from diffquant.attention.operands import rounded_operands
-from diffquant.data import pocket_models
+from diffquant.data import books_text, pocket_models
 from diffquant.errors import UsageError
 from diffquant.evals.prefixes import shares_prefixes, takes_padding
 from diffquant.family.call import AttentionCall
@@ -85,6 +85,21 @@ def test_keys_in_fp8_and_values_in_nvfp4_serve_one_cache(kind):
     assert layer.stored_keys.words.shape[-1] == 2 * layer.stored_values.words.shape[-1] * (
         layer.stored_keys.recent.shape[-1] / layer.stored_values.recent.shape[-1]
     )
+
+
+@pytest.mark.parametrize("kind", ["transformer", "v1", "v2"])
+def test_no_block_of_a_trained_models_cache_has_a_scale_that_e4m3_lacks(kind):
+    """So a scale of the tensor above them, which would have to be calibrated, would gain no digit."""
+    model = diffquant.load(prose(kind), dtype="float32")
+    ids = torch.tensor([diffquant.load_tokenizer(prose(kind))(books_text()[5000:9000])["input_ids"][:512]])
+    walk = model.walk(ids.shape[1])
+    state, least = walk.embed(ids), torch.finfo(torch.float8_e4m3fn).smallest_normal
+    with torch.no_grad():
+        for layer in walk.layers:
+            for cached in walk.project(layer, state)[1:]:
+                scales = cached.unflatten(-1, (-1, 16)).abs().amax(-1) / 6
+                assert least < scales.min() < scales.max() < 448
+            state = walk.run(layer, state)
 
 
 def test_groups_that_do_not_divide_a_head_are_refused_when_the_model_is_loaded(tmp_path):

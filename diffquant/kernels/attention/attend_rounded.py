@@ -9,22 +9,10 @@ import triton.language as tl
 
 from diffquant.kernels.attention.online import load_rows, pair_norm, to_float16, valid_range
 from diffquant.kernels.attention.tiles import key_blocks, seen_by
+from diffquant.kernels.attention.weight_blocks import inverse_unit, rounded_in_blocks, to_float
 
 # Adding and subtracting 1.5·2^23 rounds a float32 to an integer, half to even.
 _ROUND = tl.constexpr(12582912.0)
-
-
-# The same for multiples of 2^-9, which e4m3's numbers below 2^-6 are.
-_ROUND_SMALL = tl.constexpr(24576.0)
-
-
-@triton.jit
-def to_e4m3(x):
-    """The e4m3 number nearest to x in [0, 448], half to even, in float32: as any device computes it."""
-    bits = x.to(tl.int32, bitcast=True)
-    # Three of 23 bits of mantissa stay.
-    kept = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
-    return tl.where(x < 0.015625, (x + _ROUND_SMALL) - _ROUND_SMALL, kept.to(tl.float32, bitcast=True))
 
 
 @triton.jit
@@ -98,14 +86,14 @@ def attend_rounded(
     q_strides, k_strides, v_strides, lam_strides, out_strides,
     heads, group, T, S, window, scale, log2e, levels, weight_step, eps, factor,
     MAPS: tl.constexpr, CAUSAL: tl.constexpr, LOGITS: tl.constexpr, SHIFT: tl.constexpr,
-    WEIGHTS: tl.constexpr, FULL_SUM: tl.constexpr, NORM: tl.constexpr, DESCRIBED: tl.constexpr,
+    WEIGHTS: tl.constexpr, BLOCKS: tl.constexpr, FULL_SUM: tl.constexpr, NORM: tl.constexpr, DESCRIBED: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, HALVES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Attention of one tile of BM queries of one pair, a map after the other.
 
     LOGITS are rounded to codes, or left. WEIGHTS, unnormalized and 1 at a row's largest logit, become codes of
-    `weight_step`: integers ("int") or e4m3 numbers ("e4m3"), or stay ("none"). They are divided by the sum of codes, or
-    with FULL_SUM of what was rounded.
+    `weight_step`: integers ("int") or e4m3 numbers ("e4m3"), or floats of `BLOCK_FORMATS`' entry BLOCKS ("blocks"), or
+    stay ("none"). They are divided by the sum of codes, or with FULL_SUM of what was rounded.
     """
     DH: tl.constexpr = DV // HALVES
     tiles = tl.cdiv(T, BM)
@@ -145,17 +133,17 @@ def attend_rounded(
             left, right, total, below = _attend_among(
                 left, right, total, below, q, k, values, k_strides[2], v_strides[2], begin, inner, first, last, valid,
                 scale, largest, step, inverse, code, log2e, levels, weight_step,
-            True, LOGITS, SHIFT, WEIGHTS, FULL_SUM, DESCRIBED, D, DH, HALVES, BN,
+            True, LOGITS, SHIFT, WEIGHTS, BLOCKS, FULL_SUM, DESCRIBED, D, DH, HALVES, BN,
             )  # fmt: skip
         left, right, total, below = _attend_among(
             left, right, total, below, q, k, values, k_strides[2], v_strides[2], inner, outer, first, last, valid,
             scale, largest, step, inverse, code, log2e, levels, weight_step,
-            False, LOGITS, SHIFT, WEIGHTS, FULL_SUM, DESCRIBED, D, DH, HALVES, BN,
+            False, LOGITS, SHIFT, WEIGHTS, BLOCKS, FULL_SUM, DESCRIBED, D, DH, HALVES, BN,
         )  # fmt: skip
         left, right, total, below = _attend_among(
             left, right, total, below, q, k, values, k_strides[2], v_strides[2], outer, stop, first, last, valid,
             scale, largest, step, inverse, code, log2e, levels, weight_step,
-            True, LOGITS, SHIFT, WEIGHTS, FULL_SUM, DESCRIBED, D, DH, HALVES, BN,
+            True, LOGITS, SHIFT, WEIGHTS, BLOCKS, FULL_SUM, DESCRIBED, D, DH, HALVES, BN,
         )  # fmt: skip
         if SHIFT:
             tl.store(clipped + row, below, mask=query < T)
@@ -180,7 +168,8 @@ def attend_rounded(
 def _attend_among(
     left, right, total, below, q, k, values, k_stride, v_stride, begin, stop, first, last, valid, scale,
     largest, step, inverse, code, log2e, levels, weight_step,
-    MASKED: tl.constexpr, LOGITS: tl.constexpr, SHIFT: tl.constexpr, WEIGHTS: tl.constexpr, FULL_SUM: tl.constexpr,
+    MASKED: tl.constexpr, LOGITS: tl.constexpr, SHIFT: tl.constexpr, WEIGHTS: tl.constexpr, BLOCKS: tl.constexpr,
+    FULL_SUM: tl.constexpr,
     DESCRIBED: tl.constexpr,
     D: tl.constexpr, DH: tl.constexpr, HALVES: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -208,15 +197,17 @@ def _attend_among(
             under = under & seen
         if SHIFT:
             below += tl.sum(under.to(tl.int32), 1)
-        if WEIGHTS != "none":
+        if WEIGHTS == "int" or WEIGHTS == "e4m3":
             # Codes go into the product, since half types hold them exactly; their scale is divided out with the sum.
             p = _quotient(p, weight_step, tl.div_rn(1.0, weight_step))
         if FULL_SUM:
-            total += tl.sum(p, 1)
+            total += tl.sum(p, 1) * inverse_unit(BLOCKS) if WEIGHTS == "blocks" else tl.sum(p, 1)
         if WEIGHTS == "int":
             p = (p + _ROUND) - _ROUND
         elif WEIGHTS == "e4m3":
-            p = to_e4m3(p)
+            p = to_float(p, 3, -6)
+        elif WEIGHTS == "blocks":
+            p = rounded_in_blocks(p, BLOCKS)
         if not FULL_SUM:
             total += tl.sum(p, 1)
         p = p.to(q.dtype)

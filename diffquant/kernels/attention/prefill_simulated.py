@@ -17,6 +17,7 @@ from diffquant.kernels.arguments import call_refusal, widths_refusal
 from diffquant.kernels.attention.attend_rounded import attend_rounded, extremes
 from diffquant.kernels.attention.operator import Operands, as_operator
 from diffquant.kernels.attention.prefill_specialized import launch_specialized, specialized_refusal
+from diffquant.kernels.attention.weight_blocks import BLOCK_FORMATS
 from diffquant.kernels.configs import AttentionTile, choose
 from diffquant.kernels.descriptors import allow_descriptors, describable
 from diffquant.kernels.gpu import device_class, device_refusal
@@ -38,7 +39,8 @@ def prefill_simulated(call: AttentionCall, specialized: bool = False) -> Tensor:
 
     Args:
         call: one map or two of float16 or bfloat16, d 64 or 128, dv = d or 2d, a scale of 0 or more; logits at 2 to 8
-            bits per tensor, head, pair or row, softmax weights at 2 to 8 bits or e4m3 per row.
+            bits per tensor, head, pair or row, softmax weights at 2 to 8 bits or e4m3 per row, or in a format of
+            `BLOCK_FORMATS` where all sequences begin at the first key.
         specialized: whether the second launch specializes its warps, on Hopper.
 
     Returns:
@@ -73,7 +75,7 @@ def _unsupported(call: AttentionCall, specialized: bool) -> str | None:
         return reason
     if not call.rounds_maps:
         return "16 bits are not quantized; use a kernel without simulation"
-    if call.p.quantizes and (reason := _weights_refusal(call.p, specialized)):
+    if call.p.quantizes and (reason := _weights_refusal(call, specialized)):
         return f"softmax weights at {call.p}: {reason}"
     if not scheme.quantizes:
         return call_refusal(call) or widths_refusal(call.q[0], call.v)
@@ -86,12 +88,27 @@ def _unsupported(call: AttentionCall, specialized: bool) -> str | None:
     return call_refusal(call) or widths_refusal(call.q[0], call.v)
 
 
-def _weights_refusal(scheme: Scheme, specialized: bool) -> str | None:
+def _weights_refusal(call: AttentionCall, specialized: bool) -> str | None:
+    scheme = call.p
     if specialized:
         return "the kernel with specialized warps rounds logits alone"
+    if (known := BLOCK_FORMATS.get(scheme.format.name)) is not None:
+        if scheme.size != known[0]:
+            return f"blocks of {scheme.size} keys are not served; the kernel takes {known[0]}"
+        # Blocks of keys are counted from the first of all, and the kernel's from a sequence's own.
+        return None if (call.mask.ranges or (None,))[0] is None else "the kernel takes sequences without padding"
     if scheme.granularity != "row":
         return f"one scale a {scheme.granularity} is not served; the kernel takes row"
     return None if scheme.format.name == "e4m3" else scheme.format.integer_refusal
+
+
+def _kind_of(weights: Scheme) -> str:
+    """Kernel's name of how a scheme rounds softmax weights."""
+    if not weights.quantizes:
+        return "none"
+    if weights.format.name in BLOCK_FORMATS:
+        return "blocks"
+    return "e4m3" if weights.format.name == "e4m3" else "int"
 
 
 def _launch(
@@ -118,10 +135,11 @@ def _launch(
     scheme = Scheme.parse(weights) if weights else FULL
     of_weights = {
         "LOGITS": bits < 16,
-        "WEIGHTS": "none" if not weights else "e4m3" if scheme.format.name == "e4m3" else "int",
+        "WEIGHTS": _kind_of(scheme),
+        "BLOCKS": BLOCK_FORMATS.get(scheme.format.name),
         "FULL_SUM": scheme.fullsum,
     }
-    weight_step = float(weight_scale(scheme.format, scheme.pow2)) if weights else 1.0
+    weight_step = float(weight_scale(scheme.format, scheme.pow2)) if scheme.granularity == "row" else 1.0
     k = x.k * (maps // len(x.k))
     device_kind = device_class(v.device)
     described = device_kind == "sm_90"

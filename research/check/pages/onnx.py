@@ -130,6 +130,19 @@ PAGE.means(
 PAGE.means(
     "llama-bench runs with `-t 2 -r 1`", _ELSEWHERE[GGUF]["llama-bench Q4_0"]["about"]["flags"].startswith("-t 2 -r 1")
 )
+
+
+def _products(row: str, head: str) -> list[float]:
+    """How many times as fast as ONNX Runtime's the library's product is, at least and at most over the shapes."""
+    bits, _, block = head.partition(":g")
+    wanted = {"rows": int(row.replace(",", "")), "bits": int(bits), "block": int(block)}
+    ratios = [
+        each["ratio"]["avx512vnni"] for each in raw("products.json")["products"] if wanted.items() <= each.items()
+    ]
+    return [min(ratios), max(ratios)]
+
+
+PAGE.table("rows | 4:g32 | 8:g64", _products)
 PAGE.leaves("calibrated on 64 random tokens", "a setting of the program")
 
 

@@ -39,6 +39,16 @@ PAGE.means(
     "`verify` refuses all four and passes the export as it is",
     len(_TRAINED) == 5 and all(each["refused"] == (name != "none") for name, each in _TRAINED.items()),
 )
+_COST = raw("verify.json")
+_TURN = _COST["turns"][0]
+PAGE.says(
+    "took {} CPU seconds on two cores that other programs kept busy (a load average of {}), {} of them measuring what "
+    "rounding explains, and {} seconds of the clock",
+    _TURN["cpu_seconds"],
+    _COST["environment"]["load_average"],
+    sum(part["cpu_seconds"] for part in _TURN["parts"] if part["part"].endswith("what rounding explains")),
+    _TURN["seconds"],
+)
 PAGE.leaves("scales x 1.05; swapped query pairs) were", "the size of a fault")
 PAGE.leaves("with its 95 % interval", "a level")
 PAGE.leaves("255, 300, 1,023, four times as many and so on", "a setting, which tests/export/test_verification.py holds")

@@ -12,7 +12,9 @@ struct Lanes {
 };
 using uint8x16_t = Lanes<uint8_t, 16>;
 using int8x16_t = Lanes<int8_t, 16>;
+using uint16x4_t = Lanes<uint16_t, 4>;
 using int32x4_t = Lanes<int32_t, 4>;
+using uint32x4_t = Lanes<uint32_t, 4>;
 using float32x4_t = Lanes<float, 4>;
 
 template <class To, class From>
@@ -48,6 +50,14 @@ inline int32x4_t vdotq_s32(int32x4_t sum, int8x16_t a, int8x16_t b) {
   for (int i = 0; i < 16; ++i) sum.lane[i / 4] += a.lane[i] * b.lane[i];
   return sum;
 }
+
+inline uint16x4_t vld1_u16(const uint16_t* from) { return {{from[0], from[1], from[2], from[3]}}; }
+inline uint32x4_t vshll_n_u16(uint16x4_t a, int count) {
+  uint32x4_t out;
+  for (int i = 0; i < 4; ++i) out.lane[i] = static_cast<uint32_t>(a.lane[i]) << count;
+  return out;
+}
+inline float32x4_t vreinterpretq_f32_u32(uint32x4_t a) { return same_bits<float32x4_t>(a); }
 
 inline float32x4_t vdupq_n_f32(float x) { return {{x, x, x, x}}; }
 inline float32x4_t vld1q_f32(const float* from) { return {{from[0], from[1], from[2], from[3]}}; }

@@ -9,6 +9,9 @@
 struct __m512i {
   int32_t lane[16];
 };
+struct __m256i {
+  uint16_t lane[16];
+};
 struct __m512 {
   float lane[16];
 };
@@ -49,6 +52,19 @@ inline __m512i _mm512_dpbusd_epi32(__m512i sum, __m512i a, __m512i b) {
     for (int j = 4 * i; j < 4 * i + 4; ++j) out += unsigned_bytes[j] * signed_bytes[j];
     return out;
   });
+}
+
+inline __m256i _mm256_load_si256(const __m256i* from) { return *from; }
+inline __m512i _mm512_cvtepu16_epi32(__m256i a) {
+  return each_lane<__m512i>([&](int i) { return a.lane[i]; });
+}
+inline __m512i _mm512_slli_epi32(__m512i a, unsigned count) {
+  return each_lane<__m512i>([&](int i) { return static_cast<int32_t>(static_cast<uint32_t>(a.lane[i]) << count); });
+}
+inline __m512 _mm512_castsi512_ps(__m512i a) {
+  __m512 out;
+  std::memcpy(&out, &a, sizeof out);
+  return out;
 }
 
 inline __m512 _mm512_load_ps(const float* from) {
