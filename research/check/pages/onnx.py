@@ -15,7 +15,7 @@ GUIDE.table(
     " | onnx's evaluator 1.23.2 | oldest ONNX Runtime",
     lambda *_: Unmeasured("what tests/readers holds, and versions"),
 )
-GUIDE.leaves("as Netron 9.3.3 shows it", "a version")
+GUIDE.leaves("as Netron 9.3.3 shows it", "versions")
 GUIDE.leaves("has read since 0.12; 0.18 was tried", "versions")
 GUIDE.leaves("the versions tried\nare 1.18.1, 1.20.1, 1.23.2 and 1.27.0", "versions")
 
@@ -165,3 +165,15 @@ GUIDE.means(
     "in decode onnxruntime-genai's 4-bit\nTransformer is ahead of ours",
     _MODELS[GGUF]["onnxruntime-genai int4"]["decode_of_torch"] > 1.1 * _MODELS[GGUF][_LOW]["decode_of_torch"],
 )
+
+# Time and memory of an export
+
+_EXPORTING = raw("exporting.json")
+GUIDE.says(
+    "takes {} times the processor time of a float32 export, of which {} s of {} s calibrate",
+    _EXPORTING["of_float32"]["4 bits"],
+    _EXPORTING["parts"]["4 bits"]["calibration"],
+    _EXPORTING["cpu_seconds"]["4 bits"],
+)
+GUIDE.says("at most {} MB beyond mapped files", _EXPORTING["peak_anonymous"]["4 bits"] / 1e6)
+GUIDE.says("rounded on the way it takes {} times", _EXPORTING["of_float32"]["4 bits, rounded on the way"])
