@@ -191,8 +191,11 @@ def _prefill_groups() -> list[Group]:
         )
     ]
     # Not every cuDNN takes values wider than keys.
-    fused = (Aim(SPECIALIZED, FOUR, 1.3), Aim(SPECIALIZED, TWO_CUDNN, 1.0, needs_other=False))
-    fused += (Aim(PIPELINED, FOUR, 1.3), Aim(PIPELINED, TWO_CUDNN, 1.15, needs_other=False))
+    fused = tuple(
+        aim
+        for path, of_two in ((SPECIALIZED, 1.0), (PIPELINED, 1.15))
+        for aim in (Aim(path, FOUR, 1.3), Aim(path, TWO_CUDNN, of_two, needs_other=False))
+    )
     rivals = (PIPELINED, SPECIALIZED, FP16, FOUR, TWO_CUDNN, TWO, *REFERENCES)
     planned += [
         _attention_group(f"prefill V1, {length} tokens, {dtype}", fused, model, length, dtype, rivals)

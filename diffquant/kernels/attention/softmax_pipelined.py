@@ -86,8 +86,9 @@ def _blocks(
         mbarrier.arrive(free[1].index(stage), count=1)
         p, top, total, shrunk = softmax_of_block(logits, scale, last, top, total, step, MASKED, BN, LOGITS)
         ready = gl.convert_layout(p.to(buffers[2].dtype), gl.DotOperandLayout(0, VALUES, 2))
-        # Their registers are the product's until it is done.
-        y, weights = warpgroup_mma_wait(0, deps=[y, weights])
+        # The old weights' registers are the product's until it is done. The new ones are named as well, since the
+        # compiler would otherwise compute them behind the wait.
+        y, weights, ready, shrunk = warpgroup_mma_wait(0, deps=[y, weights, ready, shrunk])
         mbarrier.arrive(free[2].index(before), count=1)
         y = y * gl.convert_layout(shrunk, gl.SliceLayout(1, VALUES))[:, None]
         weights = ready

@@ -16,12 +16,13 @@ PAGE.leaves("channels of a token, 16 bytes", "how a kernel is built")
 PAGE.leaves("chunks of 512 bytes", "how a kernel is built")
 PAGE.leaves("for 3,072 columns at 4 bits", "a size that was chosen")
 PAGE.leaves("on Hopper (Triton 3.9)", "a version")
+PAGE.leaves("What Triton 3.9.0's assembler", "a version")
 PAGE.leaves("Triton 3.6 takes V's scales", "a version")
 PAGE.leaves("Triton before 3.7 this starts", "a version")
 PAGE.leaves("those of Triton 3.6.0", "a version")
 PAGE.leaves("with Triton 3.6.0 as well", "a version")
 PAGE.leaves("with the installed Triton or 3.6.0", "a version")
-PAGE.leaves("Triton 3.9.0). Three of the six", "a version, and rows of the table")
+PAGE.leaves("3.9.0). Two of the six", "a version, and rows of the table")
 PAGE.table(
     "device | configurations | what differs",
     lambda *_: Unmeasured("names of devices and versions, what launch code does, and machine code that a test reads"),
