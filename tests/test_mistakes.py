@@ -179,7 +179,7 @@ def test_load_of_what_is_no_path_says_so(given):
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"), [({}, "100"), ({"OMP_WAIT_POLICY": "active"}, None), ({"GOMP_SPINCOUNT": "7"}, "7")]
+    ("said", "expected"), [({}, "10000"), ({"OMP_WAIT_POLICY": "active"}, None), ({"GOMP_SPINCOUNT": "7"}, "7")]
 )
 def test_what_the_environment_says_of_waiting_stands(monkeypatch, said, expected):
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
@@ -199,4 +199,4 @@ def test_a_commands_threads_wait_briefly(checkpoint):
     ran = subprocess.run(
         command, env=environment | {"OMP_DISPLAY_ENV": "verbose"}, capture_output=True, text=True, check=True
     )
-    assert "GOMP_SPINCOUNT = '100'" in ran.stderr
+    assert "GOMP_SPINCOUNT = '10000'" in ran.stderr

@@ -2,8 +2,8 @@
 
 import os
 
-# Some microseconds, about as long as sleeping and waking take by themselves.
-_TURNS = "100"
+# Tens of microseconds, about as long as sleeping and waking take by themselves.
+_TURNS = "10000"
 
 
 def wait_briefly() -> None:
