@@ -42,10 +42,8 @@ PAGE.means(
 _COST = raw("verify.json")
 _TURN = _COST["turns"][0]
 PAGE.says(
-    "took {} CPU seconds on two cores that other programs kept busy (a load average of {}), {} of them measuring what "
-    "rounding explains, and {} seconds of the clock",
+    "took {} CPU seconds on two cores, {} of them measuring what rounding explains, and {} seconds\nof the clock",
     _TURN["cpu_seconds"],
-    _COST["environment"]["load_average"],
     sum(part["cpu_seconds"] for part in _TURN["parts"] if part["part"].endswith("what rounding explains")),
     _TURN["seconds"],
 )
