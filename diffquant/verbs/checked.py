@@ -85,6 +85,7 @@ def _is_of(value: object, takes: set[str]) -> bool:
     """Whether a value is of one of the named types; a text is no sequence here."""
     return (
         not takes.isdisjoint(each.__name__ for each in type(value).__mro__ if each is not object)
+        or ("float" in takes and isinstance(value, numbers.Real) and not isinstance(value, bool))
         or ("Sequence" in takes and isinstance(value, Sequence) and not isinstance(value, str | bytes))
         or ("Mapping" in takes and isinstance(value, Mapping))
         or "Any" in takes

@@ -397,8 +397,8 @@ NATIVE = {
     ),
     "queries scaled for the first map's keys": (
         "attend.h",
-        "key_scale[problem_.key_offset(map) + c]",
-        "key_scale[problem_.key_offset(FAULT ? 0 : map) + c]",
+        "scale[problem_.key_offset(map) + c] : 1.0f",
+        "scale[problem_.key_offset(FAULT ? 0 : map) + c] : 1.0f",
     ),
     "one scale for all value channels": (
         "attend.h",
@@ -417,8 +417,8 @@ NATIVE = {
     ),
     "a scale one hundredth off": (
         "attend.h",
-        "row_[map * width + c] * problem_.scale * channel",
-        "row_[map * width + c] * problem_.scale * channel * (FAULT ? 1.01f : 1.0f)",
+        "to[c] * problem_.scale * key_scales_[c]",
+        "to[c] * problem_.scale * key_scales_[c] * (FAULT ? 1.01f : 1.0f)",
     ),
     "the past's last row not copied": (
         "node.cc",

@@ -113,7 +113,9 @@ def test_a_cell_stores_what_quantize_writes(model, output, tmp_path):
 def test_a_folder_is_measured_under_the_recipe_that_it_records_too(model, tmp_path, recipe):
     quantize(model, tmp_path / "folder", Recipe.of(**recipe))
     of_task = {"characters": 600, "window": 64, "stride": 32}
-    options = SweepOptions(tasks=("perplexity",), bits=(16,), targets=("weights",), task_options=of_task)
+    options = SweepOptions(
+        tasks=("perplexity",), bits=(16,), targets=("weights",), task_options=of_task, dtype="float32"
+    )
     result = run_sweep([tmp_path / "folder", model], options, tmp_path / "out")
     assert [(point.model.name, point.label) for point in result.points] == [
         ("folder", "16 bits"),
