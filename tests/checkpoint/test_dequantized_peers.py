@@ -82,9 +82,12 @@ def test_four_bits_as_bitsandbytes_packs_and_unpacks_them(tmp_path, rows, width,
     codes, state = peer.quantize_4bit(weight, None, None, block, nested, kind, storage)
     parts = {f"weight.{name}": data for name, data in state.as_dict(packed=True).items()} | {"weight": codes}
     ours = packed_alone(tmp_path / "folder", parts, quant_method="bitsandbytes", load_in_4bit=True)
+    # As one row: with AVX-512 bitsandbytes 0.50 misreads blocks that go on in the next row, by more than rounding lost.
+    state.shape = torch.Size([rows * width])
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         state.dtype = dtype
-        agrees("bitsandbytes", f"{kind}: weights read", ours.to(dtype), peer.dequantize_4bit(codes, state))
+        theirs = peer.dequantize_4bit(codes, state).reshape(rows, width)
+        agrees("bitsandbytes", f"{kind}: weights read", ours.to(dtype), theirs)
 
 
 def test_int8_as_bitsandbytes_packs_and_unpacks_it(tmp_path):
