@@ -79,7 +79,7 @@ class Option:
         return inspect.Parameter(self.name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
 
     def value(self, read: Any) -> Any:
-        """The verb's own arguments among those that typer read."""
+        """The verb's value of what typer read."""
         if self.kind.repeats:
             return tuple(read or ())
         if self.kind.or_stdin and read == "-":

@@ -362,8 +362,9 @@ def _is_size(size: object) -> bool:
 
 def _scheme(number_format: NumberFormat, weights: Mapping[str, Any]) -> Scheme:
     granularity = _STRATEGIES[weights["strategy"]]
-    size = {"group": weights.get("group_size"), "block": (weights.get("block_structure") or [None])[0]}
-    return Scheme(number_format, Sharing(granularity, size.get(granularity)))
+    if granularity == "block":
+        return Scheme(number_format, Sharing(granularity, weights["block_structure"][0]))
+    return Scheme(number_format, Sharing(granularity, weights["group_size"] if granularity == "group" else None))
 
 
 def target_of(module: str, targets: Mapping[str, _T]) -> _T | None:

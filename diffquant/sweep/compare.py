@@ -79,7 +79,7 @@ def _outcomes(source: str) -> list[_Measured]:
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UsageError(
             _no_sweep(file)
-            if isinstance(error, ValueError)
+            if isinstance(error, ValueError) and file.name != "sweep.json"
             else f"cannot read {file} as a sweep: {type(error).__name__}: {error}"
         ) from error
     if not outcomes:

@@ -133,8 +133,9 @@ def _matrix(
     unused = tuple(f"{module}.{each}" for each in _UNUSED if f"{module}.{each}" in stored.tensors)
     if weights.get("type") == "float":
         structure = weights.get("block_structure")
-        block = _block(structure)
-        if weights.get("strategy") == "block" and block is None:
+        in_blocks = weights.get("strategy") == "block"
+        block = _block(structure) if in_blocks else None
+        if in_blocks and block is None:
             parts.problems.append(f"block_structure of {module} is {structure!r}, and read are two numbers from 1 on")
             return None
         return float_matrix(

@@ -148,11 +148,11 @@ def repack_floats(words: Tensor, scale: Tensor, divisor: Tensor | None, width: i
 def dequantize_weight(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     """Weight W [N, K] in `dtype`: what the checkpoint's reader computes, rounded once."""
     rows = weight.shape[0]
-    values = _codes(weight).float()
-    if weight.holds_floats:
-        values = torch.tensor(_E2M1, device=values.device)[_codes(weight).int() + 8]
+    codes = _codes(weight)
+    of_floats = torch.tensor(_E2M1, device=codes.device)
+    values = of_floats[codes.int() + 8] if weight.holds_floats else codes.float()
     if weight.scales is not None:
-        scale = _read_scales(weight).unflatten(2, (8, 2)).permute(1, 3, 2, 0).flatten(0, 2)[:rows]
+        scale = _read_scales(weight, weight.scales).unflatten(2, (8, 2)).permute(1, 3, 2, 0).flatten(0, 2)[:rows]
         values = (values.unflatten(1, (-1, weight.group)) * scale[..., None]).flatten(1)
     row_scale = weight.row_scale.float()
     return (values * (row_scale if len(row_scale) == 1 else row_scale[:, None])).to(dtype)
@@ -226,12 +226,11 @@ def _planes(words: Tensor, bits: int, width: int) -> tuple[Tensor, Tensor | None
     return low, high
 
 
-def _read_scales(weight: PackedWeight) -> Tensor:
-    """Scales of groups as float32, in their own order."""
-    assert weight.scales is not None
+def _read_scales(weight: PackedWeight, scales: Tensor) -> Tensor:
+    """A weight's scales of groups as float32, in their own order."""
     if not weight.holds_floats:
-        return weight.scales.float()
-    return weight.scales.view(torch.float8_e4m3fn if weight.group == 16 else torch.float8_e8m0fnu).float()
+        return scales.float()
+    return scales.view(torch.float8_e4m3fn if weight.group == 16 else torch.float8_e8m0fnu).float()
 
 
 def _finish_writing(device: torch.device) -> None:
