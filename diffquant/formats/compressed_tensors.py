@@ -351,9 +351,15 @@ def _unknown_codes(weights: Mapping[str, Any], formats: list[NumberFormat]) -> l
 
 def is_square(structure: object) -> bool:
     """Whether a block_structure is one of blocks as high as wide."""
-    return (
-        isinstance(structure, list) and len(structure) == 2 and structure[0] == structure[1] and _is_size(structure[0])
-    )
+    block = block_of(structure)
+    return block is not None and block[0] == block[1]
+
+
+def block_of(structure: object) -> tuple[int, int] | None:
+    """Height and width of blocks as a folder says them; None if it does not."""
+    if isinstance(structure, list) and len(structure) == 2 and all(map(_is_size, structure)):
+        return structure[0], structure[1]
+    return None
 
 
 def _is_size(size: object) -> bool:

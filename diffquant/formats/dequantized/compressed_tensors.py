@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from diffquant.errors import CheckpointError
-from diffquant.formats.compressed_tensors import GLOBAL, PACKED, SCALE, SHAPE, is_square, target_of
+from diffquant.formats.compressed_tensors import GLOBAL, PACKED, SCALE, SHAPE, block_of, is_square, target_of
 from diffquant.formats.dequantized.base import Contents, Parts, RoundedMatrix, modules_with, register
 from diffquant.formats.dequantized.floats import float_matrix, model_dtype, spreading, without_scales
 from diffquant.formats.reader import Checkpoint
@@ -134,7 +134,7 @@ def _matrix(
     if weights.get("type") == "float":
         structure = weights.get("block_structure")
         in_blocks = weights.get("strategy") == "block"
-        block = _block(structure) if in_blocks else None
+        block = block_of(structure) if in_blocks else None
         if in_blocks and block is None:
             parts.problems.append(f"block_structure of {module} is {structure!r}, and read are two numbers from 1 on")
             return None
@@ -142,13 +142,6 @@ def _matrix(
             stored, parts, codes, module + SCALE, divisor=module + GLOBAL, group=group, block=block, unused=unused
         )
     return _integers(stored, parts, module, codes, weights, group, unused)
-
-
-def _block(structure: object) -> tuple[int, int] | None:
-    """Height and width of blocks as a folder says them; None if it does not."""
-    if isinstance(structure, list) and len(structure) == 2 and all(type(n) is int and n > 0 for n in structure):
-        return structure[0], structure[1]
-    return None
 
 
 def _integers(
