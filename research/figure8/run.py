@@ -186,10 +186,14 @@ def train(
     if not trainer.resume(folder):
         (folder / LOG).unlink(missing_ok=True)
     progress = progress_for(run.name)
+
+    def of_all(step: float, _: float, said: str) -> None:
+        progress(step, run.steps, said)
+
     while trainer.step < run.steps:
         if time.monotonic() > until:
             raise DiffQuantError(f"{run.name}: the time is up at step {trainer.step}; the same command goes on")
-        trainer.train(batches, folder, until=trainer.step + EVERY, every=EVERY, progress=progress)
+        trainer.train(batches, folder, until=trainer.step + EVERY, every=EVERY, progress=of_all)
 
 
 def losses(log: Path) -> dict[int, float]:

@@ -1,4 +1,4 @@
-"""A training step for one core with AVX-512 BF16: float32 parameters and residual, bfloat16 products, fused kernels.
+"""A training step for one core: float32 parameters and residual, bfloat16 products, fused kernels.
 
 It computes what `DiffTransformer` and cross entropy do, in another arithmetic; `kernels.cc` has the kernels.
 """
@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.nn.functional import embedding, linear
+from torch.nn import functional
+from torch.nn.functional import embedding
 
 from diffquant.errors import UsageError
 from diffquant.model.modeling import DiffTransformer
 from research.train.equalized import normed
-from research.train.kernels import Layout, call, library, longs
+from research.train.kernels import Layout, call, has_products, library, longs
 
 BF16 = torch.bfloat16
 # Rows of logits that exist at once.
@@ -49,8 +50,8 @@ class FastLoss:
             norm = layer.post_attention_layernorm
             x, y = _AddNorm.apply(x, added, norm.weight, norm.variance_epsilon)
             mlp = layer.mlp
-            gate_up = linear(y, torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]).to(BF16))
-            added = linear(_SwiGLU.apply(gate_up), mlp.down_proj.weight.to(BF16))
+            gate_up = _linear(y, torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))
+            added = _linear(_SwiGLU.apply(gate_up), mlp.down_proj.weight)
         _, y = _AddNorm.apply(x, added, model.norm.weight, model.norm.variance_epsilon)
         return _CrossEntropy.apply(y.flatten(0, 1), self._model.lm_head.weight, targets, weights.flatten().float())
 
@@ -58,7 +59,7 @@ class FastLoss:
         """Output [B, T, D] of an attention whose input is y [B, T, D], both bfloat16."""
         spec, signals = attention.spec, attention.spec.pairs
         weights = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
-        projections = linear(y, torch.cat(weights).to(BF16))
+        projections = _linear(y, torch.cat(weights))
         if gain := getattr(attention.q_proj, "gain", None):
             qk, v = projections.split([len(weights[0]) + len(weights[1]), len(weights[2])], -1)
             projections = torch.cat([normed(qk, spec.head_dim, gain), v], -1)
@@ -67,15 +68,15 @@ class FastLoss:
             signal, noise = out.float().split(signals, 2)
             out = torch.addcmul(signal, attention.scalar_lam(), noise, value=-1)
         elif spec.lam == "sigmoid":
-            lam = linear(y.float(), attention.lambda_proj.weight).sigmoid().to(BF16).unsqueeze(-1)
+            lam = functional.linear(y.float(), attention.lambda_proj.weight).sigmoid().to(BF16).unsqueeze(-1)
             out = torch.addcmul(out[:, :, :signals], lam, out[:, :, signals:], value=-1)
         if spec.post_norm == "affine":
             weight = attention.subln.weight * attention.post_factor
             _, out = _AddNorm.apply(out.float(), None, weight, spec.post_norm_eps)
         out = out.to(BF16).flatten(2)
         if spec.output_gate:
-            out = out * linear(y, attention.output_gate_proj.weight.to(BF16)).sigmoid()
-        return linear(out, attention.o_proj.weight.to(BF16))
+            out = out * _linear(y, attention.output_gate_proj.weight).sigmoid()
+        return _linear(out, attention.o_proj.weight)
 
     def _tables(self, length: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines [length, d / 2] of the rotary embedding."""
@@ -191,10 +192,10 @@ class _CrossEntropy(Function):
         gradient, weight_gradient = torch.empty_like(x), torch.zeros_like(weight)
         for rows in torch.arange(len(x)).split(_ROWS):
             part = slice(int(rows[0]), int(rows[-1]) + 1)
-            logits = x[part] @ narrow.mT
+            logits = _product(x[part], narrow.mT)
             loss += call("cross_entropy", *logits.shape, logits, targets[part].contiguous(), weights[part])
-            torch.mm(logits, narrow, out=gradient[part])
-            weight_gradient += logits.mT @ x[part]
+            gradient[part] = _product(logits, narrow)
+            weight_gradient += _product(logits.mT, x[part])
         ctx.save_for_backward(gradient, weight_gradient)
         return torch.tensor(loss)
 
@@ -202,6 +203,19 @@ class _CrossEntropy(Function):
     def backward(ctx: Any, upper: Tensor) -> tuple[Tensor, Tensor, None, None]:
         gradient, weight_gradient = ctx.saved_tensors
         return gradient * upper.to(BF16), weight_gradient * upper, None, None
+
+
+def _linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight.T in bfloat16, of x in bfloat16 and a weight in float32."""
+    narrow = weight.to(BF16)
+    if has_products():
+        return functional.linear(x, narrow)
+    return functional.linear(x.float(), narrow.float()).to(BF16)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b, all in bfloat16."""
+    return a @ b if has_products() else (a.float() @ b.float()).to(BF16)
 
 
 def _rows(x: Tensor) -> tuple[int, int]:

@@ -1,7 +1,7 @@
-// Forward and backward of what a small model spends its training on, for one core with AVX-512 BF16: causal attention
-// behind rotary embedding, RMSNorm behind a residual sum, SwiGLU, and cross entropy in the place of its logits.
+// Forward and backward of what a small model spends its training on, for one core: causal attention behind rotary
+// embedding, RMSNorm behind a residual sum, SwiGLU, and cross entropy in the place of its logits.
 // Products take bfloat16 and sum in float32. Every array is dense and row-major; fast.py makes them and checks shapes.
-#include <immintrin.h>
+#include "vectors.h"
 
 #include <cmath>
 #include <cstdint>
@@ -10,40 +10,22 @@
 
 namespace {
 
-using bf16 = uint16_t;
-using Pair = uint32_t;  // two bfloat16 that are neighbours along the axis that a product sums over
-using Vec = __m512;
-
 constexpr long kTile = 64;  // queries that are taken at once
-
-Vec all(float x) { return _mm512_set1_ps(x); }
-Vec load(const float* p) { return _mm512_loadu_ps(p); }
-void store(float* p, Vec x) { _mm512_storeu_ps(p, x); }
-Vec widened(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
-__m256i narrowed(Vec x) { return (__m256i)_mm512_cvtneps_pbh(x); }
-Vec load(const bf16* p) { return widened(_mm256_loadu_si256((const __m256i*)p)); }
-void store(bf16* p, Vec x) { _mm256_storeu_si256((__m256i*)p, narrowed(x)); }
-Vec load(const bf16* p, __mmask16 some) { return widened(_mm256_maskz_loadu_epi16(some, p)); }
-void store(bf16* p, Vec x, __mmask16 some) { _mm256_mask_storeu_epi16(p, some, narrowed(x)); }
-__mmask16 first(long count) { return count >= 16 ? 0xffff : count <= 0 ? 0 : (__mmask16)((1u << count) - 1); }
-__m512i paired(__m256i low, __m256i high) {
-  return _mm512_or_si512(_mm512_cvtepu16_epi32(low), _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));
-}
 
 // e^x to float32's precision; below -87 it stays at its value there. A NaN stays one: `max` returns its second operand.
 Vec exponential(Vec x) {
-  x = _mm512_max_ps(all(-87.f), x);
-  Vec n = _mm512_roundscale_ps(_mm512_mul_ps(x, all(1.44269504f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  Vec r = _mm512_fnmadd_ps(n, all(0.693359375f), x);
-  r = _mm512_fnmadd_ps(n, all(-2.12194440e-4f), r);
+  x = larger(all(-87.f), x);
+  Vec n = nearest(mul(x, all(1.44269504f)));
+  Vec r = fnma(n, all(0.693359375f), x);
+  r = fnma(n, all(-2.12194440e-4f), r);
   Vec sum = all(1.f / 720);
-  for (float term : {1.f / 120, 1.f / 24, 1.f / 6, .5f, 1.f, 1.f}) sum = _mm512_fmadd_ps(sum, r, all(term));
-  return _mm512_scalef_ps(sum, n);
+  for (float term : {1.f / 120, 1.f / 24, 1.f / 6, .5f, 1.f, 1.f}) sum = fma(sum, r, all(term));
+  return times_power(sum, n);
 }
 
 Vec sigmoid(Vec x) {
-  Vec inner = _mm512_min_ps(all(80.f), _mm512_sub_ps(_mm512_setzero_ps(), x));
-  return _mm512_div_ps(all(1.f), _mm512_add_ps(all(1.f), exponential(inner)));
+  Vec inner = smaller(all(80.f), sub(all(0), x));
+  return divide(all(1.f), add(all(1.f), exponential(inner)));
 }
 
 // c[Rows, 16 Vecs] (+)= sum over p of a(m, p) b(p, n), whose elements are pairs; a has strides for both axes.
@@ -51,13 +33,13 @@ template <int Rows, int Vecs, bool Add>
 void block(const Pair* a, long row, long step, const Pair* b, long b_row, float* c, long c_row, long pairs) {
   Vec sum[Rows][Vecs];
   for (int m = 0; m < Rows; m++)
-    for (int v = 0; v < Vecs; v++) sum[m][v] = Add ? load(c + m * c_row + 16 * v) : _mm512_setzero_ps();
+    for (int v = 0; v < Vecs; v++) sum[m][v] = Add ? load(c + m * c_row + 16 * v) : all(0);
   for (long p = 0; p < pairs; p++) {
-    __m512i right[Vecs];
-    for (int v = 0; v < Vecs; v++) right[v] = _mm512_loadu_si512(b + p * b_row + 16 * v);
+    Right right[Vecs];
+    for (int v = 0; v < Vecs; v++) right[v] = right_of(load_pairs(b + p * b_row + 16 * v));
     for (int m = 0; m < Rows; m++) {
-      __m512i left = _mm512_set1_epi32(a[m * row + p * step]);
-      for (int v = 0; v < Vecs; v++) sum[m][v] = _mm512_dpbf16_ps(sum[m][v], (__m512bh)left, (__m512bh)right[v]);
+      Left left = left_of(a + m * row + p * step);
+      for (int v = 0; v < Vecs; v++) sum[m][v] = multiplied(sum[m][v], left, right[v]);
     }
   }
   for (int m = 0; m < Rows; m++)
@@ -68,7 +50,11 @@ void block(const Pair* a, long row, long step, const Pair* b, long b_row, float*
 template <bool Add>
 void multiply(long rows, long columns, const Pair* a, long row, long step, const Pair* b, long b_row, float* c,
               long c_row, long pairs) {
-  if (columns % 64 == 0) {
+  if (kRegisters < 32) {
+    for (long n = 0; n < columns; n += 16)
+      for (long m = 0; m < rows; m += 4)
+        block<4, 1, Add>(a + m * row, row, step, b + n, b_row, c + m * c_row + n, c_row, pairs);
+  } else if (columns % 64 == 0) {
     for (long n = 0; n < columns; n += 64)
       for (long m = 0; m < rows; m += 4)
         block<4, 4, Add>(a + m * row, row, step, b + n, b_row, c + m * c_row + n, c_row, pairs);
@@ -84,8 +70,8 @@ void pair_rows(const bf16* x, long rows, long width, Pair* out) {
   for (long p = 0; p < rows / 2; p++)
     for (long c = 0; c < width; c += 16) {
       const bf16* at = x + 2 * p * width + c;
-      __m256i low = _mm256_loadu_si256((const __m256i*)at), high = _mm256_loadu_si256((const __m256i*)(at + width));
-      _mm512_storeu_si512(out + p * width + c, paired(low, high));
+      Narrow low = load_narrow(at), high = load_narrow(at + width);
+      store_pairs(out + p * width + c, paired(low, high));
     }
 }
 
@@ -114,8 +100,8 @@ void rotated_head(const Layout& of, const bf16* x, const float* cosine, const fl
     for (long i = 0; i < half; i += 16) {
       Vec a = load(x + t * of.channels + i), b = load(x + t * of.channels + half + i);
       Vec c = load(cosine + t * half + i), s = load(sine + t * half + i);
-      store(out + t * of.width + i, _mm512_fnmadd_ps(b, s, _mm512_mul_ps(a, c)));
-      store(out + t * of.width + half + i, _mm512_fmadd_ps(a, s, _mm512_mul_ps(b, c)));
+      store(out + t * of.width + i, fnma(b, s, mul(a, c)));
+      store(out + t * of.width + half + i, fma(a, s, mul(b, c)));
     }
 }
 
@@ -126,8 +112,8 @@ void turned_back(const Layout& of, const float* x, const float* cosine, const fl
     for (long i = 0; i < half; i += 16) {
       Vec a = load(x + t * of.width + i), b = load(x + t * of.width + half + i);
       Vec c = load(cosine + t * half + i), s = load(sine + t * half + i);
-      store(out + t * of.channels + i, _mm512_fmadd_ps(b, s, _mm512_mul_ps(a, c)));
-      store(out + t * of.channels + half + i, _mm512_fnmadd_ps(a, s, _mm512_mul_ps(b, c)));
+      store(out + t * of.channels + i, fma(b, s, mul(a, c)));
+      store(out + t * of.channels + half + i, fnma(a, s, mul(b, c)));
     }
 }
 
@@ -138,23 +124,22 @@ void copy_rows(const bf16* x, long from, long rows, long width, bf16* out) {
 // Numerators of a query's probabilities over `seen` keys, zero up to `end`. Returns their sum; `top` becomes the
 // largest logit.
 float numerators(const float* products, float scale, long seen, long end, bf16* out, float* top) {
-  Vec largest = all(-INFINITY), sum = _mm512_setzero_ps();
-  for (long j = 0; j < seen; j += 16)
-    largest = _mm512_mask_max_ps(largest, first(seen - j), largest, load(products + j));
-  *top = _mm512_reduce_max_ps(largest) * scale;
+  Vec tops = all(-INFINITY), sum = all(0);
+  for (long j = 0; j < seen; j += 16) tops = larger(tops, kept(load(products + j), seen - j, -INFINITY));
+  *top = largest(tops) * scale;
   for (long j = 0; j < end; j += 16) {
-    Vec x = _mm512_fmsub_ps(load(products + j), all(scale), all(*top));
-    Vec e = j < seen ? _mm512_maskz_mov_ps(first(seen - j), exponential(x)) : _mm512_setzero_ps();
-    sum = _mm512_add_ps(sum, e);
+    Vec x = fms(load(products + j), all(scale), all(*top));
+    Vec e = j < seen ? kept(exponential(x), seen - j) : all(0);
+    sum = add(sum, e);
     store(out + j, e);
   }
-  return _mm512_reduce_add_ps(sum);
+  return summed(sum);
 }
 
 float dot(const bf16* a, const bf16* b, long width) {
-  Vec sum = _mm512_setzero_ps();
-  for (long n = 0; n < width; n += 16) sum = _mm512_fmadd_ps(load(a + n), load(b + n), sum);
-  return _mm512_reduce_add_ps(sum);
+  Vec sum = all(0);
+  for (long n = 0; n < width; n += 16) sum = fma(load(a + n), load(b + n), sum);
+  return summed(sum);
 }
 
 template <class T>
@@ -200,7 +185,7 @@ void attention_forward(const Layout* layout, const bf16* projections, const floa
         for (long r = 0; r < kTile && start + r < of.length; r++) {
           bf16* row = out + ((b * of.length + start + r) * of.heads + h) * dv;
           for (long n = 0; n < dv; n += 16)
-            store(row + n, _mm512_mul_ps(load(sums.data() + r * dv + n), all(1 / sum[r])));
+            store(row + n, mul(load(sums.data() + r * dv + n), all(1 / sum[r])));
         }
       }
     }
@@ -249,11 +234,10 @@ void attention_backward(const Layout* layout, const bf16* out_gradient, const bf
                                      : 0.f;
           float log_sum = log_sums[(b * of.heads + h) * T + t];
           for (long j = 0; j < end; j += 16) {
-            __mmask16 seen = first(t + 1 - j);
             float* p = products.data() + r * T + j;
             float* w = weight_gradient.data() + r * T + j;
-            Vec weight = _mm512_maskz_mov_ps(seen, exponential(_mm512_fmsub_ps(load(p), all(of.scale), all(log_sum))));
-            Vec logit = _mm512_mul_ps(_mm512_mul_ps(weight, all(of.scale)), _mm512_sub_ps(load(w), all(mean)));
+            Vec weight = kept(exponential(fms(load(p), all(of.scale), all(log_sum))), t + 1 - j);
+            Vec logit = mul(mul(weight, all(of.scale)), sub(load(w), all(mean)));
             store(p, weight);
             store(w, logit);
             store(logit_rows.data() + r * T + j, logit);
@@ -262,8 +246,8 @@ void attention_backward(const Layout* layout, const bf16* out_gradient, const bf
         for (long r = 0; r < kTile; r += 2)
           for (long j = 0; j < end; j += 16) {
             const float *p = products.data() + r * T + j, *w = weight_gradient.data() + r * T + j;
-            _mm512_storeu_si512(weight_pairs.data() + r / 2 * T + j, paired(narrowed(load(p)), narrowed(load(p + T))));
-            _mm512_storeu_si512(logit_pairs.data() + r / 2 * T + j, paired(narrowed(load(w)), narrowed(load(w + T))));
+            store_pairs(weight_pairs.data() + r / 2 * T + j, paired(narrowed(load(p)), narrowed(load(p + T))));
+            store_pairs(logit_pairs.data() + r / 2 * T + j, paired(narrowed(load(w)), narrowed(load(w + T))));
           }
         pair_rows(query.data() + start * d, kTile, d, query_rows.data());
         pair_rows(upper.data() + start * dv, kTile, dv, upper_rows.data());
@@ -289,16 +273,16 @@ void norm_forward(long rows, long width, float epsilon, const float* x, const bf
                   float* sum, bf16* out, float* inverse) {
   for (long t = 0; t < rows; t++) {
     const float* row = x + t * width;
-    Vec squares = _mm512_setzero_ps();
+    Vec squares = all(0);
     for (long i = 0; i < width; i += 16) {
       Vec e = load(row + i);
-      if (added) store(sum + t * width + i, e = _mm512_add_ps(e, load(added + t * width + i)));
-      squares = _mm512_fmadd_ps(e, e, squares);
+      if (added) store(sum + t * width + i, e = add(e, load(added + t * width + i)));
+      squares = fma(e, e, squares);
     }
     if (added) row = sum + t * width;
-    inverse[t] = 1 / std::sqrt(_mm512_reduce_add_ps(squares) / width + epsilon);
+    inverse[t] = 1 / std::sqrt(summed(squares) / width + epsilon);
     for (long i = 0; i < width; i += 16)
-      store(out + t * width + i, _mm512_mul_ps(_mm512_mul_ps(load(row + i), all(inverse[t])), load(weight + i)));
+      store(out + t * width + i, mul(mul(load(row + i), all(inverse[t])), load(weight + i)));
   }
 }
 
@@ -307,18 +291,18 @@ void norm_backward(long rows, long width, const float* sum_gradient, const bf16*
                    const float* weight, const float* inverse, float* gradient, bf16* narrow, float* weight_gradient) {
   for (long t = 0; t < rows; t++) {
     const bf16* upper = out_gradient + t * width;
-    Vec scale = all(inverse[t]), along = _mm512_setzero_ps();
+    Vec scale = all(inverse[t]), along = all(0);
     for (long i = 0; i < width; i += 16) {
-      Vec unit = _mm512_mul_ps(load(sum + t * width + i), scale), g = load(upper + i);
-      store(weight_gradient + i, _mm512_fmadd_ps(g, unit, load(weight_gradient + i)));
-      along = _mm512_fmadd_ps(_mm512_mul_ps(g, load(weight + i)), unit, along);
+      Vec unit = mul(load(sum + t * width + i), scale), g = load(upper + i);
+      store(weight_gradient + i, fma(g, unit, load(weight_gradient + i)));
+      along = fma(mul(g, load(weight + i)), unit, along);
     }
-    Vec mean = all(_mm512_reduce_add_ps(along) / width);
+    Vec mean = all(summed(along) / width);
     for (long i = 0; i < width; i += 16) {
-      Vec unit = _mm512_mul_ps(load(sum + t * width + i), scale);
-      Vec g = _mm512_mul_ps(load(upper + i), load(weight + i));
-      Vec e = _mm512_mul_ps(scale, _mm512_fnmadd_ps(unit, mean, g));
-      if (sum_gradient) e = _mm512_add_ps(e, load(sum_gradient + t * width + i));
+      Vec unit = mul(load(sum + t * width + i), scale);
+      Vec g = mul(load(upper + i), load(weight + i));
+      Vec e = mul(scale, fnma(unit, mean, g));
+      if (sum_gradient) e = add(e, load(sum_gradient + t * width + i));
       store(gradient + t * width + i, e);
       if (narrow) store(narrow + t * width + i, e);
     }
@@ -329,23 +313,23 @@ void norm_backward(long rows, long width, const float* sum_gradient, const bf16*
 void swiglu_forward(long rows, long inner, const bf16* gate_up, bf16* out) {
   for (long t = 0; t < rows; t++)
     for (long i = 0; i < inner; i += 16) {
-      __mmask16 some = first(inner - i);
+      long some = inner - i;
       const bf16* at = gate_up + 2 * t * inner + i;
       Vec gate = load(at, some), up = load(at + inner, some);
-      store(out + t * inner + i, _mm512_mul_ps(_mm512_mul_ps(gate, sigmoid(gate)), up), some);
+      store(out + t * inner + i, mul(mul(gate, sigmoid(gate)), up), some);
     }
 }
 
 void swiglu_backward(long rows, long inner, const bf16* out_gradient, const bf16* gate_up, bf16* gradient) {
   for (long t = 0; t < rows; t++)
     for (long i = 0; i < inner; i += 16) {
-      __mmask16 some = first(inner - i);
+      long some = inner - i;
       const bf16* at = gate_up + 2 * t * inner + i;
       Vec gate = load(at, some), up = load(at + inner, some), upper = load(out_gradient + t * inner + i, some);
-      Vec share = sigmoid(gate), silu = _mm512_mul_ps(gate, share);
-      Vec slope = _mm512_fmadd_ps(silu, _mm512_sub_ps(all(1.f), share), share);
-      store(gradient + 2 * t * inner + i, _mm512_mul_ps(_mm512_mul_ps(upper, up), slope), some);
-      store(gradient + 2 * t * inner + inner + i, _mm512_mul_ps(upper, silu), some);
+      Vec share = sigmoid(gate), silu = mul(gate, share);
+      Vec slope = fma(silu, sub(all(1.f), share), share);
+      store(gradient + 2 * t * inner + i, mul(mul(upper, up), slope), some);
+      store(gradient + 2 * t * inner + inner + i, mul(upper, silu), some);
     }
 }
 
@@ -355,22 +339,22 @@ double cross_entropy(long rows, long vocabulary, bf16* logits, const int64_t* ta
   double loss = 0;
   for (long t = 0; t < rows; t++) {
     bf16* at = logits + t * vocabulary;
-    Vec largest = all(-INFINITY), sum = _mm512_setzero_ps();
-    for (long i = 0; i < vocabulary; i += 16) largest = _mm512_max_ps(largest, load(at + i));
-    float top = _mm512_reduce_max_ps(largest);
+    Vec tops = all(-INFINITY), sum = all(0);
+    for (long i = 0; i < vocabulary; i += 16) tops = larger(tops, load(at + i));
+    float top = largest(tops);
     uint32_t bits = (uint32_t)at[targets[t]] << 16;
     float target;
     memcpy(&target, &bits, sizeof target);
     for (long i = 0; i < vocabulary; i += 16) {
-      Vec e = exponential(_mm512_sub_ps(load(at + i), all(top)));
-      sum = _mm512_add_ps(sum, e);
+      Vec e = exponential(sub(load(at + i), all(top)));
+      sum = add(sum, e);
       store(row.data() + i, e);
     }
-    float total = _mm512_reduce_add_ps(sum);
+    float total = summed(sum);
     loss += weights[t] * (top + std::log(total) - target);
     row[targets[t]] -= total;
     for (long i = 0; i < vocabulary; i += 16)
-      store(at + i, _mm512_mul_ps(load(row.data() + i), all(weights[t] / total)));
+      store(at + i, mul(load(row.data() + i), all(weights[t] / total)));
   }
   return loss;
 }

@@ -1,6 +1,7 @@
 """The compiled kernels of `kernels.cc`: built once with a C++ compiler, when a training first asks for them."""
 
 import ctypes
+import hashlib
 import os
 import subprocess
 from collections.abc import Sequence
@@ -15,8 +16,11 @@ from diffquant.export.native.build import find_compiler
 from diffquant.support.files import file_digest
 
 SOURCE = Path(__file__).with_name("kernels.cc")
+_HEADER = Path(__file__).with_name("vectors.h")
 BUILD = SOURCE.parents[2] / "build" / "train"
-_FLAGS = ["-std=c++17", "-O3", "-shared", "-fPIC", "-march=x86-64-v4", "-mavx512bf16", "-Wno-psabi"]
+_FLAGS = ["-std=c++17", "-O3", "-shared", "-fPIC", "-Wno-psabi"]
+_NATIVE = ["-march=x86-64-v4", "-mavx512bf16"]
+_AVX2 = ["-march=x86-64-v3"]
 
 
 class Layout(ctypes.Structure):
@@ -31,11 +35,21 @@ class Layout(ctypes.Structure):
 
 
 def is_supported() -> bool:
-    """Whether this processor has the kernels' instructions."""
+    """Whether this processor has instructions that the kernels are written in."""
+    return has_products() or {"avx2", "fma"} <= _instructions()
+
+
+def has_products() -> bool:
+    """Whether this processor multiplies bfloat16; elsewhere float32 instructions multiply what is rounded to it."""
+    return "avx512_bf16" in _instructions()
+
+
+@cache
+def _instructions() -> frozenset[str]:
     try:
-        return "avx512_bf16" in Path("/proc/cpuinfo").read_text().split()
+        return frozenset(Path("/proc/cpuinfo").read_text().split())
     except OSError:
-        return False
+        return frozenset()
 
 
 @cache
@@ -43,15 +57,17 @@ def library() -> ctypes.CDLL:
     """The library, compiled into build/ where it is not there yet.
 
     Raises:
-        UsageError: the processor lacks AVX-512 BF16.
+        UsageError: the processor has neither AVX-512 BF16 nor AVX2.
         MissingDependencyError: there is no C++ compiler.
         DiffQuantError: the compiler failed.
     """
     if not is_supported():
-        raise UsageError("bf16 training needs a processor with AVX-512 BF16; train in float32 instead")
-    file = BUILD / f"kernels-{file_digest(SOURCE)[:16]}.so"
+        raise UsageError("bf16 training needs a processor with AVX-512 BF16 or AVX2; train in float32 instead")
+    flags = [*_FLAGS, *(_NATIVE if has_products() else _AVX2)]
+    built_from = f"{file_digest(SOURCE)}{file_digest(_HEADER)}{flags}"
+    file = BUILD / f"kernels-{hashlib.sha256(built_from.encode()).hexdigest()[:16]}.so"
     if not file.exists():
-        _compile(file)
+        _compile(file, flags)
     kernels = ctypes.CDLL(str(file))
     kernels.cross_entropy.restype = ctypes.c_double
     return kernels
@@ -85,7 +101,7 @@ def _converted(argument: Tensor | Layout | int | float | None) -> object:
     return ctypes.c_float(argument) if isinstance(argument, float) else ctypes.c_long(argument)
 
 
-def _compile(file: Path) -> None:
+def _compile(file: Path, flags: list[str]) -> None:
     compiler = find_compiler()
     if compiler is None:
         raise MissingDependencyError("bf16 training compiles its kernels: install g++ or clang++, or name one in CXX")
@@ -93,7 +109,7 @@ def _compile(file: Path) -> None:
     # A name of its own until it is whole: two trainings may begin at once.
     partial = file.with_suffix(f".{os.getpid()}.tmp")
     try:
-        subprocess.run([compiler, *_FLAGS, "-o", str(partial), str(SOURCE)], check=True, capture_output=True, text=True)
+        subprocess.run([compiler, *flags, "-o", str(partial), str(SOURCE)], check=True, capture_output=True, text=True)
         partial.replace(file)
     except (OSError, subprocess.CalledProcessError) as error:
         reason = getattr(error, "stderr", None) or error

@@ -45,7 +45,7 @@ def main(
     seed: Annotated[int | None, typer.Option(help="Seed of weights and data instead of the settings'.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     arithmetic: Annotated[
-        str, typer.Option(help="On a CPU: float32, or bf16, about three times as fast with AVX-512 BF16.")
+        str, typer.Option(help="On a CPU: float32, or bf16, which is faster, most of all with AVX-512 BF16.")
     ] = "float32",
 ) -> None:
     """Train one model of a matched set."""

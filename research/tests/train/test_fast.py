@@ -24,7 +24,7 @@ from research.train.settings import Schedule, Settings, Sizes
 SMALL = Sizes(hidden=128, layers=2, heads=4, head_dim=32, inner=344, context=512, init=0.06, bias=False, theta=1e4)
 LARGE = replace(SMALL, hidden=256, heads=8, inner=688)
 ALL_KINDS = (*KINDS, *CONTROLS, GATED)
-needs_bf16 = pytest.mark.skipif(not is_supported(), reason="this processor has no AVX-512 BF16")
+needs_bf16 = pytest.mark.skipif(not is_supported(), reason="this processor has neither AVX-512 BF16 nor AVX2")
 
 
 @pytest.fixture(autouse=True)
@@ -190,7 +190,7 @@ def test_a_compiler_that_is_missing_or_fails_is_named(compiler, raised, said, mo
 
 def test_a_processor_without_the_instructions_is_told_to_train_in_float32(monkeypatch):
     monkeypatch.setattr(kernels, "is_supported", lambda: False)
-    with pytest.raises(UsageError, match="AVX-512 BF16; train in float32 instead"):
+    with pytest.raises(UsageError, match="AVX-512 BF16 or AVX2; train in float32 instead"):
         kernels.library.__wrapped__()
 
 
