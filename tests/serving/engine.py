@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.models import llama, transformers  # noqa: F401
+from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 from vllm.v1.worker import cpu_worker  # noqa: F401
 
 # Tiny models take no more; blocks are as small as the processor's attention allows.
@@ -75,6 +76,15 @@ def run(job: dict[str, Any], options: dict[str, Any], answer: Path | None) -> No
         engine.llm_engine.engine_core.shutdown()
     # Taking an engine of this process apart takes longer than its answers did.
     os._exit(0)
+
+
+def _where_ranks_meet(executor: ExecutorWithExternalLauncher) -> tuple[str, int, int]:
+    """An address, and this process's rank. Of "env://", vLLM's own, ranks of every engine would share memory's name."""
+    rank = int(os.environ["RANK"])
+    return f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", rank, rank
+
+
+ExecutorWithExternalLauncher._distributed_args = _where_ranks_meet
 
 
 def start(job: dict[str, Any], variables: dict[str, str], log: Path, answer: Path) -> set[int]:
