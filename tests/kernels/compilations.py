@@ -92,11 +92,16 @@ def main(file: Path) -> None:
             where = f"{version} sm_{capability}"
             now, before = todays(triton, capability), recorded(cells, where)
             os.environ[_MADE] = json.dumps([name for name in now if name in before and now[name] == before[name]])
-            for name, binaries in compiled(__file__, triton).items():
+            made = compiled(__file__, triton)
+            for name, binaries in made.items():
                 cells.setdefault(name, {})[where] = described(binaries, now[name])
             result["compiled"] = cells = {name: by_card for name, by_card in cells.items() if name in now}
             write_json(file, result)
-            print(f"Triton {version}, sm_{capability}: {len(cells)} calls", file=sys.stderr, flush=True)
+            print(
+                f"Triton {version}, sm_{capability}: {len(made)} of {len(cells)} calls compiled, the others as they were",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 if __name__ == "__main__":
