@@ -59,12 +59,12 @@ def described(binaries: list[Binary], source: str | None) -> dict[str, object] |
 
 
 def earlier(file: Path) -> dict[str, dict[str, Any]]:
-    """What a file says of calls that were compiled before, by call and card."""
+    """What a file says of calls that were compiled before, by call and card; it goes on from FILE before FILE.xz."""
     packed = file.with_name(f"{file.name}.xz")
-    if packed.exists():
-        compiled_before = json.loads(lzma.decompress(packed.read_bytes()))
-    elif file.exists():
+    if file.exists():
         compiled_before = json.loads(file.read_text(encoding="utf-8"))
+    elif packed.exists():
+        compiled_before = json.loads(lzma.decompress(packed.read_bytes()))
     else:
         return {}
     cells: dict[str, dict[str, Any]] = compiled_before["compiled"]
@@ -97,11 +97,8 @@ def main(file: Path) -> None:
                 cells.setdefault(name, {})[where] = described(binaries, now[name])
             result["compiled"] = cells = {name: by_card for name, by_card in cells.items() if name in now}
             write_json(file, result)
-            print(
-                f"Triton {version}, sm_{capability}: {len(made)} of {len(cells)} calls compiled, the others as they were",
-                file=sys.stderr,
-                flush=True,
-            )
+            said = f"Triton {version}, sm_{capability}: {len(made)} of {len(cells)} calls anew"
+            print(said, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
