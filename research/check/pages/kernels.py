@@ -77,7 +77,7 @@ PAGE.table("kernel | sm_80 | sm_86 | sm_89 | sm_90 | sm_100 | sm_120", _compiled
 PAGE.leaves("by Triton 3.9.0 and by 3.6.0", "versions")
 _CELLS = [cell for cells in _RECORD.values() for cell in cells.values() if cell]
 PAGE.says("table has {} of {} calls", len(_COMPILED), len(_RECORD))
-PAGE.says("of {} compilations {} say so", len(_CELLS), sum("source" in cell for cell in _CELLS))
+PAGE.says("of {} compilations {} say it", len(_CELLS), sum("source" in cell for cell in _CELLS))
 
 
 def _calls_with(fault: str) -> list[str]:
