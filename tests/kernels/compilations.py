@@ -2,8 +2,8 @@
 
     python -m tests.kernels.compilations bench/results/compiled-kernels.json
 
-takes about an hour of one core, and compiles only what FILE (or FILE.xz) does not have. `make test-triton` fetches
-Triton 3.6.0.
+takes about an hour of one core, and compiles only what FILE (or FILE.xz) does not have of today's kernels: each call
+has a digest of the code that was compiled. `make test-triton` fetches Triton 3.6.0.
 """
 
 import json
@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from diffquant.bench.environment import environment
 from diffquant.bench.gpu.binaries import Binary
 from diffquant.errors import UsageError
 from diffquant.support.files import write_json
 from tests.support.kernel_launches import every_kernel
+from tests.support.kernel_sources import sources
 from tests.support.offline import compiled
 
 CAPABILITIES = (80, 86, 89, 90, 100, 120)
@@ -42,11 +44,12 @@ def _unless_refused(call: Callable[[], object]) -> None:
         call()
 
 
-def described(binaries: list[Binary]) -> dict[str, object] | None:
+def described(binaries: list[Binary], source: str | None) -> dict[str, object] | None:
     """The largest of what a call's kernels use, and the faults of their main loops; None for a call that is refused."""
     if not binaries:
         return None
     return {
+        "source": source,
         "kernels": [binary.kernel for binary in binaries],
         "registers": max(binary.registers for binary in binaries),
         "shared": max(binary.shared for binary in binaries),
@@ -55,17 +58,30 @@ def described(binaries: list[Binary]) -> dict[str, object] | None:
     }
 
 
-def earlier(file: Path) -> dict[str, dict[str, object]]:
-    """What a file says of calls that were compiled before, by call and card."""
+def earlier(file: Path) -> dict[str, dict[str, Any]]:
+    """What a file says of calls that were compiled before, by call and card; it goes on from FILE before FILE.xz."""
     packed = file.with_name(f"{file.name}.xz")
-    if packed.exists():
-        compiled_before = json.loads(lzma.decompress(packed.read_bytes()))
-    elif file.exists():
+    if file.exists():
         compiled_before = json.loads(file.read_text(encoding="utf-8"))
+    elif packed.exists():
+        compiled_before = json.loads(lzma.decompress(packed.read_bytes()))
     else:
         return {}
-    cells: dict[str, dict[str, object]] = compiled_before["compiled"]
+    cells: dict[str, dict[str, Any]] = compiled_before["compiled"]
     return cells
+
+
+def todays(triton: Path | None, capability: int) -> dict[str, str | None]:
+    """The digest of what each call would compile now, None for one that is refused."""
+    os.environ[_ONE], os.environ[_MADE] = str(capability), "[]"
+    return sources(__file__, triton)
+
+
+def recorded(cells: dict[str, dict[str, Any]], where: str) -> dict[str, str | None]:
+    """The digest of what a record has of each call for one card, None for one that was refused."""
+    return {
+        name: by_card[where] and by_card[where].get("source", "") for name, by_card in cells.items() if where in by_card
+    }
 
 
 def main(file: Path) -> None:
@@ -74,13 +90,15 @@ def main(file: Path) -> None:
     for version, triton in TRITONS.items():
         for capability in CAPABILITIES:
             where = f"{version} sm_{capability}"
-            os.environ[_ONE] = str(capability)
-            os.environ[_MADE] = json.dumps([name for name, by_card in cells.items() if where in by_card])
-            for name, binaries in compiled(__file__, triton).items():
-                cells.setdefault(name, {})[where] = described(binaries)
-            result["compiled"] = cells
+            now, before = todays(triton, capability), recorded(cells, where)
+            os.environ[_MADE] = json.dumps([name for name in now if name in before and now[name] == before[name]])
+            made = compiled(__file__, triton)
+            for name, binaries in made.items():
+                cells.setdefault(name, {})[where] = described(binaries, now[name])
+            result["compiled"] = cells = {name: by_card for name, by_card in cells.items() if name in now}
             write_json(file, result)
-            print(f"Triton {version}, sm_{capability}: {len(cells)} calls", file=sys.stderr, flush=True)
+            said = f"Triton {version}, sm_{capability}: {len(made)} of {len(cells)} calls anew"
+            print(said, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

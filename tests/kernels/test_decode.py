@@ -114,7 +114,8 @@ def test_key_scales_of_fewer_tokens_than_a_warp_takes_are_each_tokens_own(recipe
 )
 def test_what_a_query_sees(keys, queries, mask):
     batch = 1 if mask.keys is None else 2
-    check(K4V4, random_call("v1", queries, keys, batch=batch), mask=mask)
+    # Of several sequences, each has several heads.
+    check(K4V4, random_call("v1", queries, keys, batch=batch, kv_pairs=batch), mask=mask)
 
 
 @pytest.mark.parametrize("dtype", sampled([torch.float16, torch.float32], 2), ids=str)
@@ -161,8 +162,9 @@ def test_tokens_decoded_one_by_one_equal_a_chunk():
     torch.testing.assert_close(torch.cat(steps, 2), chunk, rtol=0, atol=2e-3)
 
 
-def test_after_the_newest_tokens_were_forgotten():
+def test_after_the_newest_tokens_were_forgotten_for_queries_of_any_strides():
     q, k, v, lam = random_call("v1", 1, 80)
+    q = [x.repeat_interleave(2, -1)[..., ::2] for x in q]
     store = stored(Recipe.of(k="4:c32", v=4, residual=4), k, v)
     store.crop(16)
     out = decode(q, store, lam, scale=0.125)

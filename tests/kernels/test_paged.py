@@ -80,8 +80,9 @@ def test_the_pair_norm_is_part_of_the_kernel():
     check("v1", 1, [40, 21], post=PairNorm(1e-5, torch.linspace(0.5, 2, 128).half(), 0.64))
 
 
-def test_heads_before_tokens_in_memory():
+def test_heads_before_tokens_in_memory_and_queries_of_any_strides():
     q, k, v, lam = random_call("v2", 1, 50, kv_pairs=2)
+    q = [x.repeat_interleave(2, -1)[..., ::2] for x in q]
     pages = paged(k, v, [50])
     wanted = expected_paged(q, pages, lam, scale=0.125)
     turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (pages.k[0], pages.v)]

@@ -99,8 +99,8 @@ def test_left_padding_changes_no_code():
 
 
 @pytest.mark.parametrize("generation", ["v1", "v2"])
-def test_the_pair_norm_is_part_of_the_kernel(generation):
-    inputs = random_call(generation, 33, 33)
+def test_the_pair_norm_is_part_of_the_kernel_and_pairs_find_their_keys(generation):
+    inputs = random_call(generation, 33, 33, pairs=4, kv_pairs=2)
     post = PairNorm(1e-5, torch.linspace(0.5, 2, inputs[2].shape[-1]).half(), 0.64)
     out = prefill_int8(*inputs, scale=0.125, post=post)
     assert relative_error(out, expected(*inputs, scale=0.125, post=post)) <= LIMITS["fp16"]

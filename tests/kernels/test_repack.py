@@ -1,5 +1,7 @@
 """The kernels' layout of weights: nothing lost, nothing added, and each thread's eight values where it looks."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 from diffquant.errors import UsageError
 from diffquant.kernels.linear import repack as module
 from diffquant.kernels.linear.repack import dequantize_weight, join, repack
-from tests.support.packed_weights import exact_weight, random_case, random_scale, random_words
+from tests.support.packed_weights import exact_weight, random_case, random_floats, random_scale, random_words
 
 
 @settings(max_examples=50)
@@ -68,6 +70,20 @@ def test_large_weights_go_in_slabs(monkeypatch):
     slabs, _ = random_case(100, 96, 6, 32)
     for name in ("low", "high", "scales", "row_scale"):
         assert torch.equal(getattr(whole, name), getattr(slabs, name)), name
+
+
+def test_a_weight_is_given_once_its_codes_are_in_memory(monkeypatch):
+    """A GEMV reads them before it waits for the kernel ahead, which may be the one that wrote them."""
+    waited = []
+    stream = SimpleNamespace(synchronize=lambda: waited.append("for the stream"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
+    module._finish_writing(torch.device("cuda"))
+    assert waited == ["for the stream"]
+    monkeypatch.setattr(module, "_finish_writing", waited.append)
+    packed, _ = random_case(32, 96, 4, 32)
+    join(packed, packed)
+    random_floats(32, 96, "nvfp4")
+    assert waited[1:] == [torch.device("cpu")] * 3
 
 
 @pytest.mark.parametrize("bits", [4, 6, 8])

@@ -160,8 +160,8 @@ def test_the_meter_counts_what_is_seen_and_clipped():
     assert ours.report()["clipped"] > 0
 
 
-def test_the_pair_norm_is_part_of_the_kernel():
-    inputs = whole_numbers("v1", 17, 33)
+def test_the_pair_norm_is_part_of_the_kernel_and_pairs_find_their_keys():
+    inputs = whole_numbers("v1", 17, 33, pairs=4, kv_pairs=2)
     post = PairNorm(1e-5, torch.linspace(0.5, 2, 128).half(), 0.64)
     out = simulated(*inputs, scale=0.125, scheme=Scheme.parse("8:row"), post=post)
     wanted = expected(*inputs, scale=0.125)

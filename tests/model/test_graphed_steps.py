@@ -86,6 +86,29 @@ def test_no_step_is_replayed_into_a_cache_that_is_full(recordings):
     assert (cache.length, recordings.replays) == (cache.capacity, [2])
 
 
+@pytest.mark.parametrize("changed", ["cache", "place", "batch", "positions"])
+def test_a_recording_is_replayed_for_what_it_was_made_of_alone(changed, recordings):
+    """A graph would go on with the addresses and the batch that it was recorded with."""
+    steps, cache = GraphedSteps(), Filled(0)
+    x, positions = torch.zeros(2, 1, 8), torch.zeros(1, 1, dtype=torch.long)
+
+    def ran():
+        return steps.run(lambda x, *_: x + 1, cache, x, positions, None)
+
+    assert [ran() is not None for _ in range(2)] == [False, True]
+    if changed == "cache":
+        cache = Filled(1)
+    if changed == "place":
+        cache.stamps = (2,)
+    if changed == "batch":
+        x = x[:1]
+    if changed == "positions":
+        positions = positions.repeat(2, 1)
+    assert ran() is None
+    assert ran().shape == x.shape
+    assert recordings.replays == [1, 1]
+
+
 def small_model(generation, **sizes):
     if generation == "v2":
         torch.manual_seed(0)

@@ -29,17 +29,23 @@ def compiled(module_file: str, triton: Path | None = None) -> dict[str, list[Bin
         module_file: file of the test module.
         triton: folder of another Triton than the one that is installed.
     """
+    binaries_by_launch = answered(__name__, module_file, triton)
+    return {name: [Binary(**binary) for binary in binaries] for name, binaries in binaries_by_launch.items()}
+
+
+def answered(program: str, module_file: str, triton: Path | None = None) -> dict[str, Any]:
+    """The JSON that a program prints of a test module's `launches()`, by launch name, in a process of its own."""
     root = Path(__file__).parents[2]
     module = ".".join(Path(module_file).relative_to(root).with_suffix("").parts)
     paths = os.pathsep.join(map(str, (root,) if triton is None else (triton, root)))
     environment = {**os.environ, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     done = subprocess.run(
-        [sys.executable, "-m", __name__, module], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-m", program, module], env=environment, capture_output=True, text=True, check=False
     )
     if done.returncode:
         raise RuntimeError(done.stderr[-4000:])
-    binaries_by_launch = json.loads(done.stdout.splitlines()[-1])
-    return {name: [Binary(**binary) for binary in binaries] for name, binaries in binaries_by_launch.items()}
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
 
 
 def main(module: str) -> None:

@@ -40,7 +40,7 @@ def paged(k: Sequence[Tensor], v: Tensor, lengths: Sequence[int], *, fused: bool
     """The first tokens of [B, H, S, w] in pages that stand in no order; `fused` has both maps' keys in one head."""
     heads, width = k[0].shape[1], k[0].shape[3]
     device = v.device
-    table, total = shuffled_table(lengths, "cpu", spare)
+    table, total = shuffled_table(lengths, device, spare)
 
     def room(wide: int) -> Tensor:
         return torch.full((total, PAGE, heads, wide), torch.nan, dtype=v.dtype, device=device)
@@ -56,7 +56,7 @@ def paged(k: Sequence[Tensor], v: Tensor, lengths: Sequence[int], *, fused: bool
             tokens = slice(number * PAGE, min(number * PAGE + PAGE, length))
             for pool, x in (*zip(keys, k, strict=True), (values, v)):
                 pool[page, : tokens.stop - tokens.start] = x[sequence, :, tokens].transpose(0, 1)
-    return Paged(keys, values, table.to(device), torch.tensor(lengths, dtype=torch.int32, device=device))
+    return Paged(keys, values, table, torch.tensor(lengths, dtype=torch.int32, device=device))
 
 
 def expected_paged(
@@ -83,16 +83,20 @@ def expected_paged(
 
 
 def shuffled_table(lengths: Sequence[int], device: torch.device | str, spare: int = 3) -> tuple[Tensor, int]:
-    """A table int32 [B, M] of pages in no order, entries behind a sequence's last page naming none; and the pages."""
+    """A table int32 [B, M] of pages in no order, entries behind a sequence's last page naming none; and the pages.
+
+    It is columns of a wider one, as a server has it for the longest of all sequences.
+    """
     counts = [-(-length // PAGE) for length in lengths]
     order = torch.randperm(sum(counts) + spare, generator=torch.Generator().manual_seed(1)).to(torch.int32)
     # An entry that is read although no token is behind it would be far outside of the cache.
-    table = torch.full((len(lengths), max(counts) + 1), 2**30, dtype=torch.int32)
+    columns = max(counts) + 1
+    table = torch.full((len(lengths), columns + 2), 2**30, dtype=torch.int32)
     for row, pages in zip(table, order.split([*counts, spare])[:-1], strict=True):
         row[: len(pages)] = pages
     # Rows without a sequence name a first page.
     table[:, 0] = torch.where(table[:, 0] == 2**30, 0, table[:, 0])
-    return table.to(device), len(order)
+    return table.to(device)[:, :columns], len(order)
 
 
 def fill(store: PagedStore, k: Tensor, v: Tensor, table: Tensor, lengths: Sequence[int], chunks: Sequence[int]) -> None:
@@ -121,6 +125,7 @@ def expected_of_packed(
     *,
     scale: float,
     window: int | None = None,
+    post: PairNorm | None = None,
 ) -> Tensor:
     """Output [B, h, T, dv] of `naive` in float64 over what pages read back; `k` says how many maps' keys there are."""
     outs = []
@@ -131,5 +136,5 @@ def expected_of_packed(
             outs.append(torch.zeros(*own[0].shape[:3], v.shape[3], dtype=torch.float64, device=v.device))
             continue
         maps = [keys] * len(k) if k[0] is k[-1] else list(keys.chunk(2, 1))
-        outs.append(expected(own, maps, v, factor, scale=scale, mask=Mask(window=window)))
+        outs.append(expected(own, maps, v, factor, scale=scale, mask=Mask(window=window), post=post))
     return torch.cat(outs)

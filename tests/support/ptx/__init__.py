@@ -12,7 +12,8 @@ as the kernel allows, and it reports (`Fault`, `Race`):
 - what a dependent launch reaches of the launch before it, with no `griddepcontrol.wait` in between.
 
 It knows nothing of time, and not how Hopper's tensor cores round: its sums are exact until they become float32. Blocks
-run one after another; threads of a warp are in step.
+run one after another; threads of a warp are in step. All launches are one stream's, and a CUDA graph (`graphs`) is what
+was captured, again in that order and at those addresses.
 
 It needs NumPy, PyTorch's host tensors and Triton, nothing of diffquant. `launching.launches_run_here` is where
 to begin.
