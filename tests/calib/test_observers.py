@@ -87,7 +87,7 @@ def test_no_position_exceeds_the_range_of_a_rotated_key(make):
     def keys(offset):
         walk = model.walk(16 + offset)
         rotary = tuple(table[:, offset:] for table in walk.rotary)
-        _, k, _ = TransformerWalk(model, rotary).project(walk.layers[0], walk.embed(ids))
+        _, k, _ = TransformerWalk(model, ids.shape[1], rotary).project(walk.layers[0], walk.embed(ids))
         return k.transpose(1, 2).flatten(0, 1)
 
     ranges = key_ranges(Observer("absmax"), keys(0), spec).view(-1, spec.head_dim)
