@@ -14,7 +14,7 @@ from diffquant.family.spec import DiffSpec
 if TYPE_CHECKING:
     from transformers.cache_utils import Cache
 
-    from diffquant.model.causal import CausalModel
+    from diffquant.model.decoder import Decoder
 
 # What goes from layer to layer.
 State = TypeVar("State")
@@ -29,11 +29,11 @@ class Walk(ABC, Generic[State]):
     """A model's layers over sequences [B, T] of one length without padding.
 
     Attributes:
-        model: model that is walked through.
+        model: CausalModel that is walked through.
         length: number of tokens of a sequence.
     """
 
-    model: "CausalModel"
+    model: Any
     length: int
 
     @property
@@ -43,7 +43,7 @@ class Walk(ABC, Generic[State]):
 
     def new_cache(self) -> "Cache | None":
         """A fresh cache for a layer: of a quantized one what it reads back counts, and of another nothing."""
-        decoder = self.model.model
+        decoder: Decoder = self.model.model
         return decoder.new_cache() if decoder.has_quantized_cache else None
 
     @abstractmethod
