@@ -14,7 +14,7 @@ import typer
 
 from diffquant.errors import UsageError
 from diffquant.formats.atomic_folder import staged
-from diffquant.formats.reader import INDEX
+from diffquant.formats.folder import INDEX
 from diffquant.formats.row_stream import Block, Job, Shard, shard_names, write_shards
 from diffquant.formats.writer import OutputTensor, ShardFile
 from diffquant.model.adapters import adapter_for

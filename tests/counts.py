@@ -101,7 +101,8 @@ class Depth:
             code = at.f_code
             if code.co_name == "<module>" and Path(code.co_filename) != Path(__file__):
                 return  # an import
-            if _is_own(code.co_filename):
+            # Before Python 3.12 a list comprehension has a frame.
+            if _is_own(code.co_filename) and code.co_name != "<listcomp>":
                 own.append(f"{os.path.relpath(os.path.realpath(code.co_filename), HOUSE)} {code.co_name}")
             at = at.f_back
         if len(own) > len(self.deepest):

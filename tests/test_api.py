@@ -311,7 +311,8 @@ def test_stock_transformers_cannot_load_a_packed_embedding(tmp_path):
     """Why an embedding stays at 16 bits: once this fails, overrides may pack it."""
     from safetensors.torch import load_file, save_file
 
-    from diffquant.formats.compressed_tensors import pack_weight, quantization_config
+    from diffquant.formats.compressed_config import quantization_config
+    from diffquant.formats.compressed_tensors import pack_weight
 
     folder = write_llama(tmp_path / "source")
     tensors = load_file(folder / "model.safetensors")

@@ -67,7 +67,7 @@ def which_change(installed, file, change):
 @pytest.mark.parametrize(
     ("file", "cells_change", "exports_change"),
     [
-        ("attention/backends/simulated.py", True, True),
+        ("attention/backends/blocks.py", True, True),
         ("family/lam.py", True, True),
         ("evals/tasks/perplexity.py", True, False),
         ("evals/protocols/perplexity.py", True, False),

@@ -6,8 +6,8 @@ from collections import Counter
 import pytest
 
 from diffquant.cli import main
+from diffquant.formats.folder import FolderCheckpoint
 from diffquant.formats.gguf import GgufCheckpoint
-from diffquant.formats.reader import FolderCheckpoint
 from tests.support import tiny_lm
 
 PROSE = ("--tokens", 256, "--window", 64)

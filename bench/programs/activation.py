@@ -7,7 +7,6 @@ per-pair norm's weight and in nothing else that takes time.
 """
 
 import json
-import os
 import tempfile
 from pathlib import Path
 from statistics import median
@@ -19,6 +18,7 @@ import typer
 from safetensors.torch import save_file
 
 from diffquant.bench.environment import environment
+from diffquant.bench.programs.apart import CORES, JsonFile, Threads
 from diffquant.bench.programs.engines import Engine, open_export, write_export
 from diffquant.export import native
 from diffquant.model.adapters import adapter_for
@@ -80,11 +80,9 @@ def measure(threads: int, repeats: int) -> dict[str, Any]:
 
 
 def main(
-    threads: Annotated[int, typer.Option(min=1, help="Threads of ONNX Runtime; all cores by default.")] = (
-        os.cpu_count() or 1
-    ),
+    threads: Threads = CORES,
     repeats: Annotated[int, typer.Option(min=1, help="Turns of each model.")] = 15,
-    file: Annotated[Path | None, typer.Option("--json", help="Where to write the numbers.")] = None,
+    file: JsonFile = None,
 ) -> None:
     """Measure decoding of an exported Motif beside an exported DiffLlama of the same sizes."""
     settings = {

@@ -13,6 +13,7 @@ import typer
 
 from diffquant.bench.cells import BenchCell, BenchResult
 from diffquant.bench.environment import environment
+from diffquant.bench.programs.apart import JsonFile
 from diffquant.evals.defaults import batch_tokens_on
 from diffquant.evals.tasks import make_tasks
 from diffquant.evals.torch_model import TorchModel
@@ -70,7 +71,7 @@ def main(
     items: Annotated[int, typer.Option(min=1, help="HellaSwag items of each run.")] = 40,
     repeats: Annotated[int, typer.Option(min=1, help="Turns of each kind.")] = 5,
     dtypes: Annotated[str, typer.Option(metavar="LIST", help="Dtypes of the models.")] = "float32,bfloat16",
-    file: Annotated[Path | None, typer.Option("--json", help="Where to write the numbers.")] = None,
+    file: JsonFile = None,
 ) -> None:
     """Measure the speed of each kind of a sweep's cells."""
     cells = [cell for model in models for cell in cell_speeds(model, dtypes.split(","), items, repeats)]

@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import typer
 
 from diffquant.bench.environment import environment
+from diffquant.bench.programs.apart import JsonFile
 from diffquant.bench.programs.ray_here import RayHere
 from diffquant.bench.programs.sleepers import scores, sleeping_work
 from diffquant.errors import DiffQuantError
@@ -55,7 +56,7 @@ def main(
     seconds: Annotated[float, typer.Option(help="Time that a cell sleeps.")] = 2.0,
     batches: Annotated[int, typer.Option(min=1, help="Number of batches that the cells are in.")] = 100,
     engine: Annotated[str, typer.Option(help="folder, ray, or both, separated by commas.")] = "folder,ray",
-    file: Annotated[Path | None, typer.Option("--json", help="Where to write the numbers.")] = None,
+    file: JsonFile = None,
 ) -> None:
     """Measure the share of a sweep's time that is lost to sharing it."""
     runs = {name: measure_loss(_ENGINES[name], workers, cells, batches, seconds) for name in engine.split(",")}

@@ -5,10 +5,6 @@
 Processes take turns. Processor time is kept beside time on the clock: other work on the machine does not count in it.
 """
 
-import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -16,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from diffquant.bench.environment import environment
-from diffquant.errors import DiffQuantError
+from diffquant.bench.programs.apart import JsonFile, run_apart
 from diffquant.support.files import write_json
 
 _TORCH, _INSPECT, _TRANSFORMERS = "import torch", "diffquant inspect", "import transformers"
@@ -25,7 +21,7 @@ _TORCH, _INSPECT, _TRANSFORMERS = "import torch", "diffquant inspect", "import t
 def main(
     model: Annotated[Path, typer.Argument(help="A small checkpoint folder.")],
     repeats: Annotated[int, typer.Option(min=1, help="Turns of each.")] = 10,
-    file: Annotated[Path | None, typer.Option("--json", help="Where to write the numbers.")] = None,
+    file: JsonFile = None,
 ) -> None:
     """Time `diffquant inspect` from start to exit, beside `import torch`."""
     result = measure_cold_start(model, repeats)
@@ -44,9 +40,9 @@ def measure_cold_start(model: Path, repeats: int) -> dict[str, Any]:
     turns: dict[str, list[dict[str, float]]] = {name: [] for name in commands}
     for number in range(repeats + 1):
         for name, arguments in commands.items():
-            turn = _run(arguments)
+            turn = run_apart(*arguments)
             if number:
-                turns[name].append(turn)
+                turns[name].append({"seconds": turn["process_seconds"], "cpu_seconds": turn["cpu_seconds"]})
     return {
         "environment": environment(),
         "model": model.name,
@@ -71,21 +67,6 @@ def _ratio(turns: dict[str, list[dict[str, float]]], quantity: str) -> float:
     """Median of the ratios of turns that followed one another."""
     side_by_side = zip(turns[_INSPECT], turns[_TORCH], strict=True)
     return median(ours[quantity] / torch[quantity] for ours, torch in side_by_side)
-
-
-def _run(arguments: list[str]) -> dict[str, float]:
-    """Run Python to its end; its time on the clock, and the processor time of all its threads.
-
-    Raises:
-        DiffQuantError: the process failed.
-    """
-    started = time.monotonic()
-    process = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise DiffQuantError(f"python {' '.join(arguments)} ended with status {process.returncode}")
-    return {"seconds": time.monotonic() - started, "cpu_seconds": usage.ru_utime + usage.ru_stime}
 
 
 if __name__ == "__main__":

@@ -8,8 +8,6 @@ them, and times are of the processor: seconds on a clock depend on who else has 
 
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,8 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from diffquant.bench.environment import environment
-from diffquant.bench.programs.quantize import watch
-from diffquant.errors import DiffQuantError
+from diffquant.bench.programs.apart import JsonFile, run_apart
 from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
 from diffquant.support.files import write_json
@@ -66,7 +63,7 @@ print(json.dumps({"parts": parts, "cpu_seconds": round(time.process_time(), 3), 
 def main(
     model: Annotated[Path, typer.Argument(help="A plain checkpoint, such as SmolLM2's GGUF.")],
     turns: Annotated[int, typer.Option(min=1, help="Exports of each kind.")] = TURNS,
-    file: Annotated[Path | None, typer.Option("--json", help="Where to write the numbers.")] = None,
+    file: JsonFile = None,
 ) -> None:
     """Measure an export at 4 bits with a calibrated cache beside a float32 export."""
     result = measure(model, turns)
@@ -110,15 +107,8 @@ def summary(result: dict[str, Any]) -> str:
 
 
 def _once(model: Path, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
-    command = [sys.executable, "-c", _WORKER, str(model), str(folder), json.dumps(options)]
     one = os.environ | dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=one) as process:
-        peak, anonymous = watch(process)
-        output = process.communicate()[0]
-    if process.returncode:
-        raise DiffQuantError(f"an export of {model} ended with status {process.returncode}")
-    run: dict[str, Any] = json.loads(output.splitlines()[-1])
-    return run | {"peak_resident": peak, "peak_anonymous": anonymous}
+    return run_apart("-c", _WORKER, model, folder, json.dumps(options), variables=one)
 
 
 def _medians(parts: Iterable[dict[str, float]]) -> dict[str, float]:

@@ -21,62 +21,37 @@ they do to its caches and memory stays in.
 """
 
 import json
-import os
-import re
 import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import typer
 
 from diffquant.bench.environment import environment
-from diffquant.bench.memory import AnonymousPeak, resident
+from diffquant.bench.programs.apart import CORES, JsonFile, Threads
 from diffquant.bench.programs.comparison import compare_with_export, compare_with_torch, table
-from diffquant.bench.programs.engines import (
-    Engine,
-    count_cpu_seconds,
-    open_export,
-    open_torch,
-    random_tokens,
-    write_export,
+from diffquant.bench.programs.contestants import (
+    CONTESTANTS,
+    FLOAT,
+    TORCH,
+    asked,
+    chosen,
+    folder_of,
+    may_be_missing,
+    open_engine,
+    peak_bytes,
+    reason,
+    write_all,
 )
-from diffquant.bench.programs.peer_engines import (
-    open_genai,
-    open_llama_bench,
-    open_llama_cpp,
-    open_transformers,
-    write_genai,
-    write_llama_cpp,
-    write_transformers,
-)
-from diffquant.errors import MissingDependencyError, UsageError
+from diffquant.bench.programs.engines import random_tokens
+from diffquant.errors import UsageError
 from diffquant.export.native import library_path
 from diffquant.support.files import write_json
 from diffquant.support.spelling import spelled
-
-
-@dataclass(frozen=True)
-class Contestant:
-    """A way to generate.
-
-    Attributes:
-        write: function that writes a model's folder, or None to open the model itself.
-        open: function that opens a folder on so many threads.
-        peer: whether it is another library's, which may be unable to run a model.
-        native: whether it is to run the native library's kernels wherever the model has nodes for them.
-    """
-
-    write: Callable[[Path, Path], None] | None
-    open: Callable[[Path, int], Engine]
-    peer: bool = False
-    native: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,98 +75,6 @@ class Settings:
     cpu_seconds: bool = False
 
 
-LOW_BITS = {"weights": "4:g32", "kv_bits": 8, "embed_bits": 8}
-KV_4 = LOW_BITS | {"kv_bits": 4}
-TORCH, FLOAT = "torch float32", "export float32"
-CONTESTANTS = {
-    TORCH: Contestant(None, open_torch),
-    FLOAT: Contestant(partial(write_export, {}), open_export, native=True),
-    "export 4:g32 kv 8 embed 8": Contestant(partial(write_export, LOW_BITS), open_export, native=True),
-    "export 4:g32 kv 4 embed 8": Contestant(partial(write_export, KV_4), open_export, native=True),
-    "function body, 4:g32 kv 8": Contestant(partial(write_export, LOW_BITS), partial(open_export, native=False)),
-    "transformers export": Contestant(partial(write_transformers, None), open_transformers, peer=True),
-    "transformers export, fused": Contestant(partial(write_transformers, "cpu"), open_transformers, peer=True),
-    "onnxruntime-genai int4": Contestant(write_genai, open_genai, peer=True),
-    "llama.cpp Q4_0": Contestant(write_llama_cpp, open_llama_cpp, peer=True),
-    "llama-bench Q4_0": Contestant(write_llama_cpp, open_llama_bench, peer=True),
-}
-_engines: list[Engine] = []  # the one of this process
-
-
-def write_folder(name: str, model: Path, folder: Path) -> dict[str, Any]:
-    """Write a contestant's folder; returns seconds, and the process's peak memory without mapped files."""
-    make = CONTESTANTS[name].write
-    if make is None:
-        return {}
-    started = time.perf_counter()
-    with AnonymousPeak() as watched:
-        make(model, folder)
-    seconds = time.perf_counter() - started
-    return {"write_seconds": seconds, "write_anonymous_bytes": watched.peak}
-
-
-def open_engine(name: str, folder: Path, settings: Settings) -> Mapping[str, str]:
-    """Open a contestant's folder as this process's model; returns what a result must say of the engine."""
-    if settings.cpu_seconds:
-        count_cpu_seconds()
-    _engines.append(CONTESTANTS[name].open(folder, settings.threads))
-    return _engines[0].about
-
-
-def decode_speed(prompt: np.ndarray, count: int) -> tuple[float, list[int]]:
-    """Speed of decoding by this process's model, in tokens a second, and the tokens."""
-    return _engines[0].decode(prompt, count)
-
-
-def prefill_speed(prompt: np.ndarray) -> float:
-    """Speed of prefill by this process's model, in tokens a second."""
-    return _engines[0].prefill(prompt)
-
-
-def kernels() -> str:
-    """Whose kernels this process's model has run."""
-    return _engines[0].kernels()
-
-
-def peak_bytes() -> int | None:
-    """Largest resident set of this process; getrusage's can be its parent's. None if the model runs elsewhere."""
-    return None if _engines[0].elsewhere else resident()[0]
-
-
-def write_all(model: Path, place: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Write the folders that are not there yet; returns what each took, or why there is none."""
-    rows: dict[str, dict[str, Any]] = {}
-    for name in names:
-        folder = folder_of(name, place)
-        note = folder.with_name(f"{folder.name}.json")
-        if not note.is_file():
-            note.write_text(json.dumps(_attempt(name, model, folder)))
-        rows[name] = json.loads(note.read_text())
-    return rows
-
-
-def _attempt(name: str, model: Path, folder: Path) -> dict[str, Any]:
-    """Numbers of writing a contestant's folder in a process whose memory is its own."""
-    try:
-        with ProcessPoolExecutor(1, get_context("spawn")) as writer:
-            took = writer.submit(write_folder, name, model, folder).result()
-    except Exception as error:  # whatever a peer fails with, the table says it
-        if not may_be_missing(name, error):
-            raise
-        return {"missing": reason(error)}
-    return took | {"folder_bytes": sum(file.stat().st_size for file in folder.glob("*")) or None}
-
-
-def may_be_missing(name: str, error: Exception) -> bool:
-    """Whether the others run where a contestant failed: it is a peer, or packages are not installed."""
-    return CONTESTANTS[name].peer or isinstance(error, MissingDependencyError)
-
-
-def folder_of(name: str, place: Path) -> Path:
-    """Path of a contestant's folder."""
-    return place / re.sub(r"[^\w.]+", "-", name)
-
-
 def measure_generation(model: Path, place: Path, names: Sequence[str], settings: Settings) -> dict[str, dict[str, Any]]:
     """Numbers of each contestant on a model, or why it has none; torch must be among them."""
     check_kernels(names)
@@ -211,16 +94,16 @@ def measure_generation(model: Path, place: Path, names: Sequence[str], settings:
     prompt, long_prompt = random_tokens(model, settings.prompt), random_tokens(model, settings.prefill)
     for _ in range(settings.repeats):
         for name, pool in pools.items():
-            speed, rows[name]["tokens"] = pool.submit(decode_speed, prompt, settings.new).result()
+            speed, rows[name]["tokens"] = pool.submit(asked, "decode", prompt, settings.new).result()
             rows[name]["decode"].append(speed)
     for name, pool in pools.items():
         rows[name]["peak_bytes"] = pool.submit(peak_bytes).result()
-        pool.submit(prefill_speed, long_prompt).result()  # warms up
+        pool.submit(asked, "prefill", long_prompt).result()  # warms up
     for _ in range(settings.repeats):
         for name, pool in pools.items():
-            rows[name]["prefill"].append(pool.submit(prefill_speed, long_prompt).result())
+            rows[name]["prefill"].append(pool.submit(asked, "prefill", long_prompt).result())
     for name, pool in pools.items():
-        rows[name]["kernels"] = pool.submit(kernels).result()
+        rows[name]["kernels"] = pool.submit(asked, "kernels").result()
         pool.shutdown()
         compare_with_torch(rows[name], rows[TORCH])
     return rows
@@ -244,23 +127,14 @@ def admit(name: str, model: Path, place: Path, settings: Settings) -> tuple[Proc
     """Pool of one process that has the contestant's model open and warm, and what a result must say of its engine."""
     folder = folder_of(name, place) if CONTESTANTS[name].write else model
     pool = ProcessPoolExecutor(1, get_context("spawn"))
-    about = pool.submit(open_engine, name, folder, settings).result()
-    pool.submit(decode_speed, random_tokens(model, settings.prompt), settings.new).result()
+    about = pool.submit(open_engine, name, folder, settings.threads, settings.cpu_seconds).result()
+    pool.submit(asked, "decode", random_tokens(model, settings.prompt), settings.new).result()
     return pool, about
-
-
-def reason(error: Exception) -> str:
-    """Text of an error: its type and first sentence, with the last parts of paths alone."""
-    text = str(error).strip().split("\n")[0].split(". ")[0]
-    places = r"(?<![\w.])/[\w./-]*/"
-    return f"{type(error).__name__}: {re.sub(places, '', text)}"
 
 
 def main(
     models: Annotated[list[Path], typer.Argument(help="A .gguf file or a folder, each.")],
-    threads: Annotated[int, typer.Option(min=1, help="Threads of each process; all cores by default.")] = (
-        os.cpu_count() or 1
-    ),
+    threads: Threads = CORES,
     repeats: Annotated[int, typer.Option(min=1, help="Turns of each contestant.")] = Settings.repeats,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens before the new ones.")] = Settings.prompt,
     new: Annotated[int, typer.Option(min=2, help="Tokens to generate.")] = Settings.new,
@@ -274,7 +148,7 @@ def main(
     ] = None,
     only_write: Annotated[bool, typer.Option("--write", help="Only make the folders.")] = False,
     merge: Annotated[bool, typer.Option("--merge", help="Add to the file that is there.")] = False,
-    file: Annotated[Path | None, typer.Option("--json", help="Where to write the numbers.")] = None,
+    file: JsonFile = None,
 ) -> None:
     """Measure generation in ONNX Runtime beside torch and its peers."""
     names = chosen(contestants)
@@ -306,19 +180,6 @@ def main(
         if file:
             write_json(file, result)
         print(table(model.name, everyone), flush=True)
-
-
-def chosen(names: str) -> list[str]:
-    """Names of torch and of the contestants in a list with semicolons, in the contest's order; all where it is empty.
-
-    Raises:
-        UsageError: no contestant has one of the names.
-    """
-    wanted = {name.strip() for name in names.split(";") if name.strip()}
-    if wanted - CONTESTANTS.keys():
-        unknown = ", ".join(map(repr, sorted(wanted - CONTESTANTS.keys())))
-        raise UsageError(f"no contestant is called {unknown}; known are {'; '.join(CONTESTANTS)}")
-    return [name for name in CONTESTANTS if not wanted or name in {TORCH, *wanted}]
 
 
 def _place(exports: Path, model: Path) -> Path:

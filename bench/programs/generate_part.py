@@ -10,7 +10,6 @@ whole text again at 16 bits of cache; a quantized cache tells its size.
 import resource
 import tempfile
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +17,7 @@ import torch
 import typer
 
 from diffquant.bench.environment import environment
+from diffquant.bench.programs.apart import JsonFile
 from diffquant.bench.synthetic import preset, synthesize
 from diffquant.errors import ToleranceError
 from diffquant.loading import load
@@ -32,30 +32,12 @@ _CACHES = {"16 bits": Recipe(), "8:row:rotated": Recipe.of(kv="8:row:rotated")}
 _TOLERANCE = 1e-3
 
 
-@dataclass(frozen=True)
-class Generated:
-    """The measurements of one cache.
-
-    Attributes:
-        tokens: number of tokens that were generated.
-        prompt_seconds, seconds_per_token: time to read the prompt, and of each token after it.
-        cache_bytes: size of the cache at the end.
-        error: largest difference of a step's logits from those of reading the whole text again, over their largest.
-    """
-
-    tokens: int
-    prompt_seconds: float
-    seconds_per_token: float
-    cache_bytes: int
-    error: float
-
-
 def main(
     experts: Annotated[int, typer.Option(min=8, help="Experts of each layer, of which 8 are chosen.")] = 12,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 140,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate.")] = 8,
     workplace: Annotated[Path | None, typer.Option(help="Folder with room for the weights.")] = None,
-    file: Annotated[Path | None, typer.Option("--json", help="Where to write the numbers.")] = None,
+    file: JsonFile = None,
 ) -> None:
     """Generate with an eighth of Motif-3's layers and few experts, of random weights."""
     shrunk = {"num_hidden_layers": _LAYERS, "num_experts": experts, "vocab_size": _VOCABULARY}
@@ -77,17 +59,22 @@ def main(
         "parameters": sum(each.numel() for each in model.parameters()),
         "prompt": prompt,
         "peak_resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "caches": {name: asdict(each) for name, each in caches.items()},
+        "caches": caches,
     }
     if file:
         write_json(file, result)
-    if caches["16 bits"].error > _TOLERANCE:
-        raise ToleranceError(f"logits of steps differ by {caches['16 bits'].error:.2g} of the largest")
+    if caches["16 bits"]["error"] > _TOLERANCE:
+        raise ToleranceError(f"logits of steps differ by {caches['16 bits']['error']:.2g} of the largest")
 
 
 @torch.inference_mode()
-def generate(model: CausalModel, ids: torch.Tensor, tokens: int) -> Generated:
-    """Generate greedily under the model's recipe, and compare each step with a whole reading at 16 bits of cache."""
+def generate(model: CausalModel, ids: torch.Tensor, tokens: int) -> dict[str, float]:
+    """Generate greedily under the model's recipe, and compare each step with a whole reading at 16 bits of cache.
+
+    Returns:
+        Number of tokens; seconds of the prompt, and of each token after it; bytes of the cache at the end; "error", the
+        largest difference of a step's logits from those of reading the whole text again, over their largest.
+    """
     cache, recipe = model.new_cache(), model.recipe
     started = time.monotonic()
     logits = [model(ids, past_key_values=cache, use_cache=True).logits[:, -1]]
@@ -100,7 +87,13 @@ def generate(model: CausalModel, ids: torch.Tensor, tokens: int) -> Generated:
     whole = model(ids).logits[:, -tokens:]
     model.apply_recipe(recipe)
     error = (torch.stack(logits, 1) - whole).abs().max() / whole.abs().max()
-    return Generated(tokens, read - started, per_token, cache.nbytes, float(error))
+    return {
+        "tokens": tokens,
+        "prompt_seconds": read - started,
+        "seconds_per_token": per_token,
+        "cache_bytes": cache.nbytes,
+        "error": float(error),
+    }
 
 
 if __name__ == "__main__":

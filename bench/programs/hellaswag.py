@@ -20,6 +20,7 @@ import torch
 import typer
 
 from diffquant.bench.environment import environment
+from diffquant.bench.programs.apart import JsonFile
 from diffquant.errors import MissingDependencyError, ToleranceError, UsageError
 from diffquant.evals.protocols.harness import require_lm_eval
 from diffquant.evals.protocols.hellaswag import HellaSwagItem, evaluate_hellaswag, load_items
@@ -49,7 +50,7 @@ def main(
     model: Annotated[Path, typer.Argument(help="A Llama: a .gguf file or a folder.")],
     items: Annotated[int, typer.Option(min=1, help="Items to score.")] = 100,
     repeats: Annotated[int, typer.Option(min=1, help="Turns of each scorer.")] = 5,
-    file: Annotated[Path | None, typer.Option("--json", help="Where to write the numbers.")] = None,
+    file: JsonFile = None,
 ) -> None:
     """Measure HellaSwag's items a second beside lm-eval's HFLM."""
     result = measure_scorers(model, items, repeats)

@@ -5,7 +5,6 @@ their ratios.
 """
 
 import json
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -20,6 +19,7 @@ import typer
 from onnx import TensorProto, helper
 
 from diffquant.bench.environment import environment
+from diffquant.bench.programs.apart import CORES, Threads
 from diffquant.errors import MissingDependencyError, UsageError
 from diffquant.export import native
 from diffquant.export.graph import body, op
@@ -108,9 +108,7 @@ WORKLOADS = [
 
 def main(
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
-    threads: Annotated[int, typer.Option(min=1, help="Threads of ONNX Runtime; all cores by default.")] = (
-        os.cpu_count() or 1
-    ),
+    threads: Threads = CORES,
     repeats: Annotated[int, typer.Option(min=1, help="Turns of each.")] = 21,
     shapes: Annotated[str, typer.Option(help=f"Some of {', '.join(SHAPES)}; all by default.")] = "",
 ) -> None:

@@ -5,9 +5,6 @@
 Each turn is a process of its own, ours and transformers' by turns; imports are not counted.
 """
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -15,11 +12,11 @@ from typing import Annotated, Any
 import typer
 
 from diffquant.bench.environment import environment
-from diffquant.errors import DiffQuantError
+from diffquant.bench.programs.apart import JsonFile, run_apart
 from diffquant.support.files import write_json
 
 _OURS = """
-import json, resource, sys, time
+import json, sys, time
 from pathlib import Path
 import torch
 from diffquant.source.source import open_source
@@ -31,7 +28,7 @@ for name in source.checkpoint.tensors:
 read = time.monotonic()
 """
 _LIBRARY = """
-import json, resource, sys, time
+import json, sys, time
 from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
@@ -49,15 +46,14 @@ AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, **dense)
 read = time.monotonic()
 """
 _REPORT = """
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-print(json.dumps({"open_seconds": opened - started, "seconds": read - started, "peak_resident": peak}))
+print(json.dumps({"open_seconds": opened - started, "seconds": read - started}))
 """
 
 
 def main(
     model: Annotated[Path, typer.Argument(help="A .gguf file of a llama.")],
     repeats: Annotated[int, typer.Option(min=1, help="Turns of each.")] = 3,
-    file: Annotated[Path | None, typer.Option("--json", help="Where to write the numbers.")] = None,
+    file: JsonFile = None,
 ) -> None:
     """Time opening a GGUF file and reading all its tensors."""
     result = measure_opening(model, repeats)
@@ -70,8 +66,8 @@ def measure_opening(model: Path, repeats: int) -> dict[str, Any]:
     """Seconds and bytes of our loader's turns and of transformers', and their ratio."""
     ours, theirs = [], []
     for _ in range(repeats):
-        ours.append(_turn(_OURS, model))
-        theirs.append(_turn(_LIBRARY, model))
+        ours.append(run_apart("-c", _OURS + _REPORT, model))
+        theirs.append(run_apart("-c", _LIBRARY + _REPORT, model))
     return {
         "environment": environment("gguf"),
         "model": model.name,
@@ -95,20 +91,6 @@ def opening_summary(result: dict[str, Any]) -> str:
         f"peak {median_of('transformers', 'peak_resident') / 1e6:.0f} MB: "
         f"{result['ratio']:.1f} times as long"
     )
-
-
-def _turn(program: str, model: Path) -> dict[str, float]:
-    """Numbers of one process.
-
-    Raises:
-        DiffQuantError: the process failed.
-    """
-    command = [sys.executable, "-c", program + _REPORT, str(model)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise DiffQuantError(f"reading {model} failed: {done.stderr.strip().splitlines()[-1]}")
-    numbers: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return numbers
 
 
 if __name__ == "__main__":

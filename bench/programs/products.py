@@ -5,11 +5,9 @@ decodes, as many matrices one after another as fill a processor's caches more th
 With one thread the process's seconds on a processor count, which nothing that runs beside it takes.
 """
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
@@ -19,6 +17,7 @@ import typer
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from diffquant.bench.environment import environment
+from diffquant.bench.programs.apart import CORES, JsonFile, Threads
 from diffquant.errors import MissingDependencyError, UsageError
 from diffquant.export import native
 from diffquant.export.graph.matmul import MATMUL
@@ -78,14 +77,12 @@ def products(formats: Sequence[str]) -> list[Product]:
 
 
 def main(
-    file: Annotated[Path | None, typer.Option("--json", help="Where to write the numbers.")] = None,
+    file: JsonFile = None,
     kernels: Annotated[
         str, typer.Option(help="Instruction sets of the library, with commas; its own choice by default.")
     ] = "",
     formats: Annotated[str, typer.Option(help=f"Some of {', '.join(FORMATS)}; all by default.")] = "",
-    threads: Annotated[int, typer.Option(min=1, help="Threads of ONNX Runtime; all cores by default.")] = (
-        os.cpu_count() or 1
-    ),
+    threads: Threads = CORES,
     repeats: Annotated[int, typer.Option(min=1, help="Turns of each.")] = 7,
 ) -> None:
     """Measure products with codes against ONNX Runtime's own."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from diffquant.bench.cells import BenchCell
-from diffquant.bench.programs import generate, hellaswag, quantize
+from diffquant.bench.programs import contestants, generate, hellaswag, quantize
 from diffquant.bench.programs.comparison import compare_with_export
 from diffquant.bench.synthetic import sized_diffllama, synthesize
 from diffquant.errors import DiffQuantError
@@ -28,13 +28,13 @@ def generation(
         peers: whether peers whose folders take minutes to make are among them.
     """
     cells = []
-    names = [name for name in generate.CONTESTANTS if peers or not name.startswith(_SLOW)]
+    names = [name for name in contestants.CONTESTANTS if peers or not name.startswith(_SLOW)]
     for done, model in enumerate(models):
         progress(done, len(models), f"generate: {model.name}")
         with tempfile.TemporaryDirectory() as place:
             rows = generate.measure_generation(model, Path(place), names, generate.Settings(threads, repeats))
-        compare_with_export(rows, generate.FLOAT)
-        left_out = [name for name in generate.CONTESTANTS if name not in names]
+        compare_with_export(rows, contestants.FLOAT)
+        left_out = [name for name in contestants.CONTESTANTS if name not in names]
         rows |= {name: {"missing": _SHORT} for name in left_out}
         cells += [cell for name, row in rows.items() for cell in _of_generation(model.name, name, row)]
     return cells
@@ -49,7 +49,7 @@ def _of_generation(model: str, name: str, row: dict[str, Any]) -> list[BenchCell
             name,
             unit="tokens/s",
             values=tuple(row.get(what, ())),
-            baseline=generate.TORCH,
+            baseline=contestants.TORCH,
             missing=row.get("missing"),
             peak_bytes=row.get("peak_bytes"),
             facts=facts,
@@ -84,12 +84,12 @@ def quantizing(gigabytes: float, weights: str, progress: Progress = silent) -> l
 
 def exporting(gigabytes: float, progress: Progress = silent) -> list[BenchCell]:
     """Cells of exporting a random checkpoint in float32 and in low bits; memory is without mapped files."""
-    names = [generate.FLOAT, *[name for name in generate.CONTESTANTS if name.startswith("export 4")]]
+    names = [contestants.FLOAT, *[name for name in contestants.CONTESTANTS if name.startswith("export 4")]]
     progress(0, 1, f"export: {gigabytes} GB")
     with tempfile.TemporaryDirectory() as place:
         source = Path(place) / "source"
         synthesize(source, sized_diffllama(gigabytes))
-        rows = generate.write_all(source, Path(place), names)
+        rows = contestants.write_all(source, Path(place), names)
     return [
         BenchCell(
             "export",

@@ -9,13 +9,7 @@ watched, then again with a kill in the middle and a second start, and compares t
 
 import hashlib
 import json
-import os
-import signal
-import subprocess
-import sys
 import tempfile
-import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -23,9 +17,9 @@ from typing import Annotated, Any
 import typer
 
 from diffquant.bench.environment import environment
-from diffquant.bench.memory import resident, status_bytes
+from diffquant.bench.programs.apart import JsonFile, run_apart
 from diffquant.bench.synthetic import PRESETS, preset, sized_diffllama, synthesize
-from diffquant.errors import DiffQuantError, ToleranceError
+from diffquant.errors import ToleranceError
 from diffquant.formats.staging import partial_folder
 from diffquant.support.files import write_json
 from diffquant.support.progress import progress_for
@@ -33,37 +27,14 @@ from diffquant.support.progress import progress_for
 MEMORY_LIMIT = 10**9
 INSPECT_LIMIT = 3.0
 _INSPECTIONS = 5
-_POLL_SECONDS = 0.01
 _WORKER = """
-import sys
+import json, sys
 from pathlib import Path
 from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
 report = quantize(Path(sys.argv[1]), Path(sys.argv[2]), Recipe.of(weights=sys.argv[3], rounding=sys.argv[4]))
-print(report.seconds, report.resumed)
+print(json.dumps({"seconds": report.seconds, "resumed": report.resumed}))
 """
-
-
-@dataclass(frozen=True)
-class QuantizingRun:
-    """Time and memory, in bytes, of one process that quantized.
-
-    Attributes:
-        seconds: time of `quantize` alone, or None if the process was killed.
-        process_seconds: time from start to exit, imports included.
-        cpu_seconds: time of all its cores, imports included; unlike the others it does not depend on what
-            else the machine was doing.
-        peak_resident: largest resident set, mapped files included (VmHWM).
-        peak_anonymous: largest resident set without mapped files (RssAnon).
-        resumed: number of shards taken over from an earlier run.
-    """
-
-    seconds: float | None
-    process_seconds: float
-    cpu_seconds: float
-    peak_resident: int
-    peak_anonymous: int
-    resumed: int
 
 
 def main(
@@ -73,7 +44,7 @@ def main(
     shards: Annotated[int, typer.Option(min=1, help="Files of the random one.")] = 4,
     weights: Annotated[str, typer.Option(help="Scheme, such as 4:g32.")] = "4:g32",
     workplace: Annotated[Path | None, typer.Option(help="Folder with room for twice the checkpoint.")] = None,
-    file: Annotated[Path | None, typer.Option("--json", help="Where to write the numbers.")] = None,
+    file: JsonFile = None,
 ) -> None:
     """Measure time and memory of quantizing a large checkpoint, and its survival of `kill -9`."""
     with tempfile.TemporaryDirectory(dir=workplace) as place:
@@ -90,7 +61,7 @@ def main(
 
 def measure_quantizing(source: Path, place: Path, weights: str) -> dict[str, Any]:
     """Inspect a checkpoint, quantize it whole, then killed and resumed, and compare."""
-    inspections = [inspect_once(source) for _ in range(_INSPECTIONS)]
+    inspected = [run_apart("-m", "diffquant.cli", "inspect", source) for _ in range(_INSPECTIONS)]
     uninterrupted = quantize_once(source, place / "whole", weights)
     output_bytes = allocated(place / "whole")
     killed = quantize_once(source, place / "resumed", weights, kill_at=output_bytes * 6 // 10)
@@ -103,48 +74,35 @@ def measure_quantizing(source: Path, place: Path, weights: str) -> dict[str, Any
         "source_bytes": source_bytes,
         "source_files": len(list(source.glob("*.safetensors"))),
         "output_bytes": output_bytes,
-        "inspect_seconds": inspections,
+        "inspect_seconds": [run["process_seconds"] for run in inspected],
         "anonymous_bytes_of_imports": idle_memory(),
-        "gigabytes_per_second": round(source_bytes / 1e9 / (uninterrupted.seconds or float("inf")), 3),
-        "whole": asdict(uninterrupted),
-        "killed": asdict(killed),
-        "resumed": asdict(resumed),
+        "gigabytes_per_second": round(source_bytes / 1e9 / uninterrupted["seconds"], 3),
+        "whole": uninterrupted,
+        "killed": killed,
+        "resumed": resumed,
         "byte_identical": digests(place / "whole") == digests(place / "resumed"),
     }
 
 
-def inspect_once(source: Path) -> float:
-    """Seconds from the start to the end of a process that inspects a checkpoint."""
-    started = time.monotonic()
-    subprocess.run([sys.executable, "-m", "diffquant.cli", "inspect", str(source)], stdout=subprocess.PIPE, check=True)
-    return time.monotonic() - started
-
-
 def quantize_once(
     source: Path, destination: Path, weights: str, rounding: str = "nearest", kill_at: int | None = None
-) -> QuantizingRun:
-    """Quantize in a process of its own, watched and killed once it has written a number of bytes.
+) -> dict[str, Any]:
+    """Quantize in a process of its own, killed once it has written a number of bytes.
 
-    Raises:
-        DiffQuantError: it failed, or ended before it could be killed.
+    Returns:
+        What `run_apart` measures; "seconds" of `quantize` alone, None if it was killed; and "resumed", the number of
+        shards taken over from an earlier run.
     """
-    started, cpu_before = time.monotonic(), _children_cpu()
-    command = [sys.executable, "-c", _WORKER, str(source), str(destination), weights, rounding]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        peak, anonymous = watch(process, partial_folder(destination), kill_at)
-        output = process.communicate()[0].split()
-    expected = 0 if kill_at is None else -signal.SIGKILL
-    if process.returncode != expected:
-        raise DiffQuantError(f"the quantizing process ended with status {process.returncode}, not {expected}")
-    seconds, resumed = (float(output[0]), int(output[1])) if output else (None, 0)
-    return QuantizingRun(seconds, time.monotonic() - started, _children_cpu() - cpu_before, peak, anonymous, resumed)
+    is_to_end = None if kill_at is None else lambda: allocated(partial_folder(destination)) > kill_at
+    arguments = (source, destination, weights, rounding)
+    return {"seconds": None, "resumed": 0} | run_apart("-c", _WORKER, *arguments, is_to_end=is_to_end)
 
 
 def idle_memory() -> int:
     """Bytes of anonymous memory of a process that has imported everything and done nothing."""
-    script = "import diffquant.quantization.quantize; print(open('/proc/self/status').read())"
-    status = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
-    return status_bytes(status, "RssAnon")
+    script = "import json, diffquant.quantization.quantize, diffquant.bench.memory as memory\n"
+    said = run_apart("-c", f'{script}print(json.dumps({{"idle": memory.resident()[1]}}))')
+    return int(said["idle"])
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -178,34 +136,6 @@ def quantizing_summary(result: dict[str, Any]) -> str:
 def allocated(folder: Path) -> int:
     """Bytes on the disk that a folder's tensors take; holes of sparse files do not count."""
     return sum(file.stat().st_blocks * 512 for file in folder.glob("*.safetensors"))
-
-
-def watch(process: "subprocess.Popen[str]", folder: Path | None = None, kill_at: int | None = None) -> tuple[int, int]:
-    """Largest resident and anonymous memory, in bytes, until a process ends.
-
-    Args:
-        folder: folder that it writes to.
-        kill_at: bytes there at which it is killed; None to let it end.
-    """
-    largest = anonymous = 0
-    while process.poll() is None:
-        try:
-            peak, now = resident(process.pid)
-        except OSError:
-            break
-        largest = max(largest, peak)
-        anonymous = max(anonymous, now)
-        if folder is not None and kill_at is not None and allocated(folder) > kill_at:
-            process.kill()
-            process.wait()
-        time.sleep(_POLL_SECONDS)
-    return largest, anonymous
-
-
-def _children_cpu() -> float:
-    """Processor seconds of all processes started here that have ended."""
-    used = os.times()
-    return used.children_user + used.children_system
 
 
 def _require(result: dict[str, Any]) -> None:

@@ -7,20 +7,17 @@ opened, inspected and planned. As many layers as are asked for, with embedding a
 with a kill in the middle and a second start.
 """
 
-import json
-import subprocess
-import sys
 import tempfile
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from diffquant.bench.environment import environment
-from diffquant.bench.programs.quantize import MEMORY_LIMIT, measure_quantizing, quantizing_summary, watch
+from diffquant.bench.programs.apart import JsonFile, run_apart
+from diffquant.bench.programs.quantize import MEMORY_LIMIT, measure_quantizing, quantizing_summary
 from diffquant.bench.synthetic import preset, write_holes
-from diffquant.errors import DiffQuantError, ToleranceError
+from diffquant.errors import ToleranceError
 from diffquant.support.files import write_json
 
 _MODEL = "motif-3"
@@ -43,27 +40,11 @@ print(json.dumps({
 """
 
 
-@dataclass(frozen=True)
-class PlanningRun:
-    """One process that opened a checkpoint and planned what would become of it; sizes and memory in bytes."""
-
-    open_seconds: float
-    plan_seconds: float
-    tensors: int
-    parameters: int
-    packed: int
-    bytes_before: int
-    bytes_after: int
-    packed_bits: float
-    peak_resident: int
-    peak_anonymous: int
-
-
 def main(
     layers: Annotated[int, typer.Option(min=1, help="Layers to quantize, from the first on.")] = 3,
     weights: Annotated[str, typer.Option(help="Scheme, such as 4:g32.")] = "4:g128",
     workplace: Annotated[Path | None, typer.Option(help="Folder with room for twice the quantized layers.")] = None,
-    file: Annotated[Path | None, typer.Option("--json", help="Where to write the numbers.")] = None,
+    file: JsonFile = None,
 ) -> None:
     """Plan an index too large for the disk, and quantize some of its layers, whole and resumed."""
     with tempfile.TemporaryDirectory(dir=workplace) as place:
@@ -75,33 +56,24 @@ def main(
             "environment": environment(),
             "model": _MODEL,
             "data": "holes of sparse files, which read as zeros",
-            "index": asdict(plan),
+            "index": plan,
             "layers": layers,
             "part": measure_quantizing(part, Path(place), weights),
         }
     if file:
         write_json(file, result)
     print(
-        f"{plan.tensors} tensors with {plan.parameters} parameters, {plan.bytes_before / 1e9:.1f} GB: opened in "
-        f"{plan.open_seconds:.1f} s and planned in {plan.plan_seconds:.1f} s, {plan.bytes_after / 1e9:.1f} GB at "
-        f"{weights}; peak memory {plan.peak_resident / 1e6:.0f} MB\n{quantizing_summary(result['part'])}"
+        f"{plan['tensors']} tensors with {plan['parameters']} parameters, {plan['bytes_before'] / 1e9:.1f} GB: opened "
+        f"in {plan['open_seconds']:.1f} s and planned in {plan['plan_seconds']:.1f} s, "
+        f"{plan['bytes_after'] / 1e9:.1f} GB at {weights}; peak memory {plan['peak_resident'] / 1e6:.0f} MB\n"
+        f"{quantizing_summary(result['part'])}"
     )
     _require(result)
 
 
-def plan_once(source: Path, weights: str) -> PlanningRun:
-    """Open and plan in a process of its own, whose memory is watched.
-
-    Raises:
-        DiffQuantError: it failed.
-    """
-    command = [sys.executable, "-c", _PLANNER, str(source), weights]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        peak, anonymous = watch(process)
-        said = process.communicate()[0]
-    if process.returncode:
-        raise DiffQuantError(f"the planning process ended with status {process.returncode}")
-    return PlanningRun(**json.loads(said), peak_resident=peak, peak_anonymous=anonymous)
+def plan_once(source: Path, weights: str) -> dict[str, Any]:
+    """Open and plan in a process of its own: what it says, and what `run_apart` measures."""
+    return run_apart("-c", _PLANNER, source, weights)
 
 
 def _require(result: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ import typer
 from torch import Tensor
 
 from diffquant.bench.environment import environment
+from diffquant.bench.programs.apart import JsonFile
 from diffquant.bench.synthetic import sized_diffllama, synthesize
 from diffquant.errors import MissingDependencyError
 from diffquant.quantization.plan import plan_quantization
@@ -42,7 +43,7 @@ def main(
     gigabytes: Annotated[float, typer.Option(help="Size of the random checkpoint, in bfloat16.")] = 1.36,
     turns: Annotated[int, typer.Option(min=1, help="Turns of each.")] = 5,
     workplace: Annotated[Path | None, typer.Option(help="Folder with room for twice the checkpoint.")] = None,
-    file: Annotated[Path | None, typer.Option("--json", help="Where to write the numbers.")] = None,
+    file: JsonFile = None,
 ) -> None:
     """Time `quantize` from file to file beside torchao in memory."""
     if find_spec("torchao") is None:

@@ -6,13 +6,13 @@ Each has a process of its own, all cores, and the text, tokens and window that i
 """
 
 import tempfile
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from diffquant.bench.environment import environment
+from diffquant.bench.programs.apart import JsonFile
 from diffquant.bench.programs.quantize import quantize_once
 from diffquant.support.files import write_json
 
@@ -21,14 +21,14 @@ def main(
     source: Annotated[Path, typer.Argument(help="A checkpoint.")],
     roundings: Annotated[str, typer.Option(help="Names, separated by commas.")] = "nearest,mse,gptq,tuned",
     weights: Annotated[str, typer.Option(help="Scheme, such as 4:g32.")] = "4:g32",
-    file: Annotated[Path | None, typer.Option("--json", help="Where to write the numbers.")] = None,
+    file: JsonFile = None,
 ) -> None:
     """Measure time and memory of quantizing a checkpoint by each rounding, in a process of its own."""
     # Before the runs, which are a load of their own.
     here, runs = environment(), {}
     for name in roundings.split(","):
         with tempfile.TemporaryDirectory() as place:
-            runs[name] = asdict(quantize_once(source, Path(place) / "out", weights, name))
+            runs[name] = quantize_once(source, Path(place) / "out", weights, name)
         run = runs[name]
         print(f"{name}: {run['process_seconds']:.1f} s, {run['peak_anonymous'] / 1e6:.0f} MB beyond mapped files")
         if file:

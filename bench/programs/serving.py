@@ -7,7 +7,6 @@ of token ids, other ones in each turn, and as many threads; the engines take tur
 Time is from the first request to the last answer, prompts included. Where vLLM is not installed its rows say so.
 """
 
-import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ import typer
 
 from diffquant.bench.cells import BenchCell
 from diffquant.bench.environment import environment
+from diffquant.bench.programs.apart import CORES, JsonFile, Threads
 from diffquant.bench.programs.batches import (
     Batch,
     BatchSettings,
@@ -32,7 +32,7 @@ from diffquant.bench.programs.batches import (
     open_transformers_batch,
     random_prompts,
 )
-from diffquant.bench.programs.generate import reason
+from diffquant.bench.programs.contestants import reason
 from diffquant.bench.synthetic import synthesize
 from diffquant.data import pocket_models
 from diffquant.quantization.quantize import quantize
@@ -230,11 +230,9 @@ def serving(settings: BatchSettings, progress: Progress = silent) -> list[BenchC
 
 def main(
     dtype: Annotated[str, typer.Option(help="dtype of all engines but ONNX Runtime.")] = "float32",
-    threads: Annotated[int, typer.Option(min=1, help="Threads of each engine; all cores by default.")] = (
-        os.cpu_count() or 1
-    ),
+    threads: Threads = CORES,
     repeats: Annotated[int, typer.Option(min=1, help="Turns of each engine.")] = BatchSettings.repeats,
-    file: Annotated[Path | None, typer.Option("--json", help="Where to write the numbers.")] = None,
+    file: JsonFile = None,
 ) -> None:
     """Measure served models beside batches of other engines."""
     settings = BatchSettings(dtype, threads, repeats=repeats)

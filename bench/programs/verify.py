@@ -5,11 +5,6 @@
 Each turn is a process of its own.
 """
 
-import json
-import os
-import subprocess
-import sys
-import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from diffquant.bench.environment import environment
-from diffquant.errors import DiffQuantError
+from diffquant.bench.programs.apart import JsonFile, run_apart
 from diffquant.support.files import write_json
 from diffquant.support.waits import wait_briefly
 
@@ -39,7 +34,7 @@ def main(
     folder: Annotated[Path, typer.Argument(help="Folder that `export` wrote.")],
     model: Annotated[Path, typer.Argument(help="Checkpoint that it was exported from.")],
     repeats: Annotated[int, typer.Option(min=1, help="Turns.")] = 1,
-    file: Annotated[Path | None, typer.Option("--json", help="Where to write the numbers.")] = None,
+    file: JsonFile = None,
 ) -> None:
     """Time a verification and its parts."""
     result = measure_verify(folder, model, repeats)
@@ -83,21 +78,11 @@ def parts_of(called: list[tuple[str, float, float]]) -> list[dict[str, Any]]:
 
 
 def _turn(folder: Path, model: Path) -> dict[str, Any]:
-    """Seconds of one process.
-
-    Raises:
-        DiffQuantError: the process failed.
-    """
-    started, before = time.monotonic(), os.times()
-    command = [sys.executable, "-c", _TURN, str(folder), str(model)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    seconds, after = time.monotonic() - started, os.times()
-    if done.returncode:
-        raise DiffQuantError(f"verifying {folder} failed: {done.stderr.strip().splitlines()[-1]}")
-    said = json.loads(done.stdout.splitlines()[-1])
+    """Seconds of one process."""
+    said = run_apart("-c", _TURN, folder, model)
     return {
-        "cpu_seconds": after.children_user + after.children_system - before.children_user - before.children_system,
-        "seconds": seconds,
+        "cpu_seconds": said["cpu_seconds"],
+        "seconds": said["process_seconds"],
         "verdict": said["verdict"],
         "parts": parts_of(said["called"]),
     }

@@ -6,10 +6,7 @@ Each turn is a process of its own, one way and the other by turns: a prompt read
 machine with nothing else to do the two take alike; the result says how busy it was.
 """
 
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -17,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from diffquant.bench.environment import environment
-from diffquant.errors import DiffQuantError
+from diffquant.bench.programs.apart import JsonFile, run_apart
 from diffquant.support.files import write_json
 from diffquant.support.waits import wait_briefly
 
@@ -44,14 +41,10 @@ print(json.dumps(found))
 """
 
 
-# Seconds and CPU seconds a call, by what was read.
-_Turn = dict[str, dict[str, float]]
-
-
 def main(
     model: Annotated[Path, typer.Argument(help="Checkpoint.")],
     repeats: Annotated[int, typer.Option(min=1, help="Turns of each.")] = 3,
-    file: Annotated[Path | None, typer.Option("--json", help="Where to write the numbers.")] = None,
+    file: JsonFile = None,
 ) -> None:
     """Time a model with either way of waiting."""
     result = measure_waits(model, repeats)
@@ -67,9 +60,10 @@ def measure_waits(model: Path, repeats: int) -> dict[str, Any]:
     os.environ.pop("GOMP_SPINCOUNT", None)
     wait_briefly()
     brief, own = [], []
+    arguments = ("-c", _PROGRAM, model, _PROMPT, _PROMPTS, _TOKENS)
     for _ in range(repeats):
-        brief.append(_turn(model, dict(os.environ)))
-        own.append(_turn(model, plain))
+        brief.append(run_apart(*arguments))
+        own.append(run_apart(*arguments, variables=plain))
     return {
         "environment": environment(),
         "model": model.name,
@@ -83,9 +77,9 @@ def measure_waits(model: Path, repeats: int) -> dict[str, Any]:
     }
 
 
-def _ratio(brief: list[_Turn], own: list[_Turn], work: str, quantity: str) -> float:
+def _ratio(brief: list[dict[str, Any]], own: list[dict[str, Any]], work: str, quantity: str) -> float:
     """Median of how many times as much the other way takes in turns that followed one another."""
-    return median(theirs[work][quantity] / ours[work][quantity] for ours, theirs in zip(brief, own, strict=True))
+    return float(median(theirs[work][quantity] / ours[work][quantity] for ours, theirs in zip(brief, own, strict=True)))
 
 
 def waits_summary(result: dict[str, Any]) -> str:
@@ -95,20 +89,6 @@ def waits_summary(result: dict[str, Any]) -> str:
         for work, ratio in result["ratios"].items()
     ]
     return f"with OpenMP's own waits, at a load of {result['environment']['load_average']:g}: {'; '.join(told)}"
-
-
-def _turn(model: Path, variables: dict[str, str]) -> _Turn:
-    """Seconds a call in one process with these environment variables.
-
-    Raises:
-        DiffQuantError: the process failed.
-    """
-    command = [sys.executable, "-c", _PROGRAM, str(model), *map(str, (_PROMPT, _PROMPTS, _TOKENS))]
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise DiffQuantError(f"running {model} failed: {done.stderr.strip().splitlines()[-1]}")
-    found: _Turn = json.loads(done.stdout.splitlines()[-1])
-    return found
 
 
 if __name__ == "__main__":

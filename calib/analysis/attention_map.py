@@ -19,7 +19,8 @@ from torch.nn.functional import one_hot
 
 from diffquant.attention.weights import attention_weights
 from diffquant.calib.analysis.needle_parts import PARTS, Prompt, make_prompt
-from diffquant.errors import NonFiniteError, UsageError
+from diffquant.errors import UsageError
+from diffquant.evals.language_model import require_finite
 from diffquant.evals.protocols import needle
 from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
@@ -32,7 +33,6 @@ from diffquant.support.code import provenance
 from diffquant.support.devices import resolve_device, resolve_dtype
 from diffquant.support.files import check_distinct
 from diffquant.support.progress import Progress, silent
-from diffquant.support.spelling import spelled
 from diffquant.support.versions import versions
 from diffquant.sweep.result import model_names
 from diffquant.text.corpus import load_text, text_digest
@@ -196,8 +196,8 @@ def attention_by_part(model: DiffTransformer, prompt: Prompt) -> tuple[Tensor, b
         sums_by_layer.append(torch.stack([share, weights, *maps]).mean(1).cpu().double() @ parts)
     logits = model.lm_head(model.model.norm(x[0, -1]))
     sums = torch.stack(sums_by_layer)
-    if not (sums.isfinite().all() and logits.isfinite().all()):
-        raise NonFiniteError(f"the model computes NaN or infinity; use {spelled('dtype', 'float32')}, or wider bits")
+    require_finite(sums)
+    require_finite(logits)
     return sums, int(logits.argmax()) == prompt.answer
 
 

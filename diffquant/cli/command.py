@@ -112,7 +112,8 @@ def command(verb: Callable[..., Any]) -> Callable[..., None]:
             wait_briefly()
         with command_line(), notes(as_json), waiting(name_of(verb), prints=verb is verbs.serve):
             try:
-                result = verb(**given)
+                # As it is: typer has checked what `checked` would.
+                result = inspect.unwrap(verb)(**given)
             except DiffQuantError as error:
                 if error.result is not None:
                     shown.show(error.result, given, as_json, str(error), details)

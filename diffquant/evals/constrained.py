@@ -16,11 +16,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from diffquant.errors import NonFiniteError
 from diffquant.evals.defaults import BATCH_TOKENS
-from diffquant.evals.language_model import LanguageModel
+from diffquant.evals.language_model import LanguageModel, require_finite
 from diffquant.support.progress import Progress, silent
-from diffquant.support.spelling import spelled
 
 Tokens = Sequence[int]
 
@@ -50,8 +48,8 @@ def choose(
     chosen = [0] * len(queries)
     done = 0
     for batch in _batches_of_one_length(queries, len(prefix) + max(map(len, labels)), batch_tokens):
-        spelled = _spell(start.branch(), [queries[i] for i in batch], labels)
-        for index, label in zip(batch, spelled, strict=True):
+        spelled_out = _spell(start.branch(), [queries[i] for i in batch], labels)
+        for index, label in zip(batch, spelled_out, strict=True):
             chosen[index] = label
         done += len(batch)
         progress(done, len(queries), "classifying")
@@ -85,10 +83,7 @@ class _Sequences:
         self.rows = [self.rows[row] + list(new) for row, new in zip(rows, tokens, strict=True)]
         ids = torch.tensor(self.rows if self.cache is None else [*map(list, tokens)], device=self.model.device)
         logits = self.model.read(ids, cache=self.cache)[:, -1].logits()
-        if not logits.isfinite().all():
-            raise NonFiniteError(
-                f"the model computes NaN or infinity; use {spelled('dtype', 'float32')}, or wider bits"
-            )
+        require_finite(logits)
         return logits
 
 

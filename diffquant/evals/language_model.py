@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Protocol, Self
 import torch
 from torch import Tensor
 
+from diffquant.errors import NonFiniteError
 from diffquant.evals.prefixes import shares_prefixes, takes_padding
 from diffquant.recipe import Recipe
+from diffquant.support.spelling import spelled
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,6 +61,16 @@ class States(ABC):
 def joined(parts: Sequence[States]) -> States:
     """Join parts of one model's states."""
     return replace(parts[0], values=torch.cat([part.values for part in parts]))
+
+
+def require_finite(computed: Tensor) -> None:
+    """Check what was computed with a model.
+
+    Raises:
+        NonFiniteError: some of it is NaN or infinity.
+    """
+    if not computed.isfinite().all():
+        raise NonFiniteError(f"the model computes NaN or infinity; use {spelled('dtype', 'float32')}, or wider bits")
 
 
 @dataclass(frozen=True)

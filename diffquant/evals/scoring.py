@@ -13,13 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from diffquant.errors import NonFiniteError
 from diffquant.evals.batching import pass_cost_on, split_into_runs
 from diffquant.evals.defaults import BATCH_TOKENS
 from diffquant.evals.encoding import Request
-from diffquant.evals.language_model import LanguageModel, States
+from diffquant.evals.language_model import LanguageModel, States, require_finite
 from diffquant.support.progress import Progress, silent
-from diffquant.support.spelling import spelled
 
 # Vocabulary logits to hold at once: 16 MiB in float32 stay in a CPU's cache, where the softmax over
 # them ran much faster than on 64 MiB.
@@ -92,8 +90,7 @@ def score(
         done += finished
         if finished:
             progress(done, len(requests), "scoring")
-    if not totals.isfinite().all():
-        raise NonFiniteError(f"the model computes NaN or infinity; use {spelled('dtype', 'float32')}, or wider bits")
+    require_finite(totals)
     return [Score(logprob, greedy) for logprob, greedy in zip(totals.tolist(), is_greedy.tolist(), strict=True)]
 
 

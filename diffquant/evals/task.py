@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, Self, TypeVar, cast
+from typing import TYPE_CHECKING, ClassVar, Generic, Self, TypeVar, cast
 
 from diffquant.errors import UsageError
 from diffquant.evals import defaults
@@ -93,15 +93,8 @@ class PlottedCell:
     result: TaskResult
 
 
-class Draw(Protocol):
-    """A function that draws a task's cells into a file."""
-
-    def __call__(self, cells: Sequence[PlottedCell], path: Path) -> None:
-        """Draw the cells.
-
-        Raises:
-            UsageError: there is nothing to draw.
-        """
+# A function that draws a task's cells into a file; it raises UsageError if there is nothing to draw.
+Draw = Callable[[Sequence[PlottedCell], Path], None]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -100,10 +100,6 @@ class HeadLayout:
         """Each map's keys [B, h_kv, S, d], from all in canonical order; one tensor twice where maps share keys."""
         return (k,) * self.maps if self.shares_keys else k.chunk(self.maps, 1)
 
-    def noise_of_signal(self) -> Tensor:
-        """Index of the noise head subtracted from each signal head, [h]; both read the same KV pairs."""
-        return torch.arange(self.pairs) // self.signals_per_noise
-
     def rows(self, projection: Projection) -> Tensor:
         """Index of the row that holds each channel of each head in a projection.
 

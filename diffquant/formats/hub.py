@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from diffquant.errors import CheckpointError, UsageError
+from diffquant.formats.folder import SIDE_SUFFIXES
 from diffquant.formats.front_matter import CARD, read_front_matter
-from diffquant.formats.reader import SIDE_SUFFIXES
 from diffquant.report.tables import megabytes
 from diffquant.support.progress import clear_lines
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 from diffquant.errors import CheckpointError
 from diffquant.formats.dequantized import dequantized
+from diffquant.formats.folder import FolderCheckpoint
 from diffquant.formats.hub import local_path
-from diffquant.formats.reader import Checkpoint, FolderCheckpoint
+from diffquant.formats.reader import Checkpoint
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

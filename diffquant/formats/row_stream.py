@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from diffquant.errors import CheckpointError
-from diffquant.formats.reader import INDEX, SINGLE, Checkpoint
+from diffquant.formats.folder import INDEX, SINGLE
+from diffquant.formats.reader import Checkpoint
 from diffquant.formats.staging import Staging
 from diffquant.formats.writer import OutputTensor, ShardFile
 from diffquant.numbers.absmax import check_finite

@@ -96,10 +96,6 @@ class Architecture(ABC):
             **({} if self.tie_word_embeddings else {"lm_head.weight": matrix}),
         }
 
-    def parameter_shapes(self) -> dict[str, Shape]:
-        """Shape of each parameter, by full name."""
-        return {name: parameter.shape for name, parameter in self.parameters.items()}
-
     def linear_shapes(self) -> dict[str, Shape]:
         """Shape [..., out, in] of each weight that a recipe's `weights` applies to, by full name."""
         return {name: each.shape for name, each in self.parameters.items() if each.packing == "weights"}

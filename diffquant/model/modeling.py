@@ -156,7 +156,7 @@ class DiffTransformer(CausalModel):
     def walk(self, length: int) -> "TransformerWalk":
         positions = torch.arange(length, device=self.device)[None]
         like = torch.empty(0, dtype=self.dtype, device=self.device)
-        return TransformerWalk(self, self.model.rotary_emb(like, position_ids=positions))
+        return TransformerWalk(self, length, self.model.rotary_emb(like, position_ids=positions))
 
 
 @dataclass(frozen=True)
@@ -164,16 +164,11 @@ class TransformerWalk(Walk[Tensor]):
     """A DiffTransformer's layers over sequences; what goes from layer to layer is the hidden states [B, T, D].
 
     Attributes:
-        model: model that is walked through.
         rotary: cosines and sines of the positions, [1, T, d] each.
     """
 
     model: DiffTransformer
     rotary: tuple[Tensor, Tensor]
-
-    @property
-    def layers(self) -> list[DiffLayer]:
-        return [cast(DiffLayer, layer) for layer in self.model.model.layers]
 
     def embed(self, ids: Tensor) -> Tensor:
         x: Tensor = self.model.model.embed_tokens(ids)
@@ -183,8 +178,7 @@ class TransformerWalk(Walk[Tensor]):
         return state
 
     def run(self, layer: nn.Module, state: Tensor) -> Tensor:
-        cache = self.model.new_cache() if self.model.model.has_quantized_cache else None
-        y: Tensor = layer(state, self.rotary, CAUSAL, cache)
+        y: Tensor = layer(state, self.rotary, CAUSAL, self.new_cache())
         return y
 
     def project(self, layer: nn.Module, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,13 +2,19 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Generic, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from diffquant.family.mask import Mask
 from diffquant.family.spec import DiffSpec
+
+if TYPE_CHECKING:
+    from transformers.cache_utils import Cache
+
+    from diffquant.model.decoder import Decoder
 
 # What goes from layer to layer.
 State = TypeVar("State")
@@ -18,13 +24,27 @@ _BLOCK_ENTRIES = 1 << 21
 CAUSAL = Mask()
 
 
+@dataclass(frozen=True)
 class Walk(ABC, Generic[State]):
-    """A model's layers over sequences [B, T] of one length without padding."""
+    """A model's layers over sequences [B, T] of one length without padding.
+
+    Attributes:
+        model: CausalModel that is walked through.
+        length: number of tokens of a sequence.
+    """
+
+    model: Any
+    length: int
 
     @property
-    @abstractmethod
-    def layers(self) -> Sequence[nn.Module]:
+    def layers(self) -> Sequence[Any]:
         """The layers in order."""
+        return list(self.model.model.layers)
+
+    def new_cache(self) -> "Cache | None":
+        """A fresh cache for a layer: of a quantized one what it reads back counts, and of another nothing."""
+        decoder: Decoder = self.model.model
+        return decoder.new_cache() if decoder.has_quantized_cache else None
 
     @abstractmethod
     def embed(self, ids: Tensor) -> State:

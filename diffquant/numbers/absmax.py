@@ -23,25 +23,6 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
 
 
-def absmax_scale(x: Tensor, top: float, dim: Axes, dtype: torch.dtype | None = None) -> Tensor:
-    """Scale that maps the largest magnitude along `dim` to the largest level.
-
-    Args:
-        x: [...] finite floats.
-        top: largest level of the format; for b bits 2^(b-1) - 1.
-        dim: axes that share one scale; kept with size 1.
-        dtype: dtype that the scale will be stored in; float32 (float64 for float64) by default.
-
-    Returns:
-        `x`'s shape with `dim` reduced to 1. Where all of x is zero, or so small that the scale would
-        be, it is 1.
-
-    Source: dynamic absmax quantization, arXiv 2410.05258, section 3.7.
-    """
-    largest = x.abs().amax(dim, keepdim=True).to(compute_dtype(x))
-    return storable_scale(largest / top, top, dtype or largest.dtype)
-
-
 def storable_scale(scale: Tensor, top: float, dtype: torch.dtype) -> Tensor:
     """A scale rounded to `dtype`: 1 where it is zero, and no larger than what the largest level can multiply."""
     numbers = torch.finfo(dtype)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from diffquant.formats.atomic_folder import check_output, staged
-from diffquant.formats.compressed_tensors import SCALE, decode_codes, packed_rows, quantization_config
+from diffquant.formats.compressed_config import quantization_config
+from diffquant.formats.compressed_tensors import SCALE, decode_codes, packed_rows
 from diffquant.formats.reader import Checkpoint
 from diffquant.formats.row_stream import Block, Job, Shard, check_rows, checkpoint_stamp, copy_job, write_shards
 from diffquant.numbers.formats import format_named

@@ -5,14 +5,8 @@ from collections.abc import Iterable
 import torch
 
 from diffquant.errors import CheckpointError
-from diffquant.formats.compressed_tensors import (
-    SCALE,
-    SHAPE,
-    packed_modules,
-    packed_shapes,
-    packed_types,
-    read_schemes,
-)
+from diffquant.formats.compressed_config import read_schemes
+from diffquant.formats.compressed_tensors import SCALE, SHAPE, packed_modules, packed_shapes, packed_types
 from diffquant.formats.reader import Checkpoint, TensorInfo
 from diffquant.model.adapters import Adapter
 from diffquant.model.blocks import Parameters, Shape

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 
-from diffquant.formats.reader import Checkpoint, side_files
+from diffquant.formats.folder import side_files
+from diffquant.formats.reader import Checkpoint
 from diffquant.support.files import file_digest
 
 # Device, inode, size and times of each file, by path.

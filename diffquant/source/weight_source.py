@@ -7,7 +7,8 @@ from functools import cached_property
 from pathlib import Path
 
 from diffquant.errors import UsageError
-from diffquant.formats.compressed_tensors import packed_modules, read_schemes
+from diffquant.formats.compressed_config import read_schemes
+from diffquant.formats.compressed_tensors import packed_modules
 from diffquant.formats.opening import open_checkpoint
 from diffquant.formats.reader import Checkpoint, TensorInfo
 from diffquant.scheme import Scheme

@@ -23,8 +23,8 @@ from diffquant.export.native import kernel_name
 from diffquant.export.runtime.device import RuntimeDevice, on_cpu_text
 from diffquant.export.runtime.generation import Generator
 from diffquant.export.runtime.session import OnnxModel
+from diffquant.formats.folder import side_files
 from diffquant.formats.json_object import read_json
-from diffquant.formats.reader import side_files
 from diffquant.model.adapters import adapter_for
 from diffquant.recipe import Recipe
 from diffquant.scheme import Scheme

@@ -17,7 +17,7 @@ import typer
 
 from diffquant.errors import UsageError
 from diffquant.evals.protocols.perplexity import reference_of, score_text
-from diffquant.evals.stats import Difference, mean_interval
+from diffquant.evals.stats import Difference
 from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
 from diffquant.recipe import Recipe
@@ -25,7 +25,7 @@ from diffquant.report.tables import markdown
 from diffquant.source.source import open_source
 from diffquant.support.progress import Progress, progress_for, silent
 from diffquant.sweep.storage import kv_bytes_per_token
-from research.studies.kv_results import TEXTS, KVResults, settings_of, texts_of
+from research.studies.kv_results import TEXTS, KVResults, kl_change, scored, settings_of, texts_of
 from research.studies.results import read_json
 
 # Schemes of keys and values at b bits: each rotated one stands behind the one that it is compared with.
@@ -80,12 +80,7 @@ def measure_caches(
         row: dict[str, Any] = {"bytes": kv_bytes_per_token(model)}
         for name, part in texts.items():
             score = score_text(TorchModel(model), tokenizer, part, _WINDOW, _WINDOW, reference=references[name])
-            row[name] = {
-                "perplexity": score.perplexity,
-                "kl": score.kl,
-                "tokens_by_window": score.tokens_by_window,
-                "kl_by_window": score.kl_by_window,
-            }
+            row[name] = scored(score)
         results.add(cache_name(recipe), row)
     progress(len(todo), len(todo), "done")
     return results.to_dict()
@@ -110,9 +105,7 @@ def gain(results: Mapping[str, Any], name: str, text: str) -> Difference | None:
     """The change of KL when keys or values are rotated, over the same windows; None if none is rotated."""
     if name == unrotated(name):
         return None
-    ours, plain = (results[each][text] for each in (name, unrotated(name)))
-    changes = [a - b for a, b in zip(ours["kl_by_window"], plain["kl_by_window"], strict=True)]
-    return mean_interval(changes, ours["tokens_by_window"])
+    return kl_change(results[name][text], results[unrotated(name)][text])
 
 
 def cost_table(results: Sequence[Mapping[str, Any]]) -> str:

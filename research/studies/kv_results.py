@@ -1,4 +1,4 @@
-"""Texts that the studies of KV caches read, and the file that keeps their results."""
+"""Texts that studies score, what they keep of a score, and the file that keeps the results of KV caches."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,6 +8,8 @@ from typing import Any
 from diffquant.bench.environment import environment
 from diffquant.errors import UsageError
 from diffquant.evals.protocols import hellaswag
+from diffquant.evals.protocols.perplexity import TextScore
+from diffquant.evals.stats import Difference, mean_interval
 from diffquant.source.source import Source
 from diffquant.support.files import write_json
 from diffquant.support.xz import stored
@@ -35,6 +37,18 @@ def settings_of(source: Source, texts: Mapping[str, str], characters: int, **win
         **windows,
         **{name: text_digest(text) for name, text in texts.items()},
     }
+
+
+def scored(score: TextScore) -> dict[str, Any]:
+    """What a study keeps of a text's score."""
+    kept = ("perplexity", "kl", "tokens_by_window", "nll_by_window", "kl_by_window")
+    return {name: getattr(score, name) for name in kept}
+
+
+def kl_change(ours: Mapping[str, Any], others: Mapping[str, Any]) -> Difference:
+    """The change of KL from another score of a text to ours, over the same windows."""
+    changes = [a - b for a, b in zip(ours["kl_by_window"], others["kl_by_window"], strict=True)]
+    return mean_interval(changes, ours["tokens_by_window"])
 
 
 @dataclass

@@ -75,6 +75,11 @@ class Drawing:
         return digest.hexdigest()
 
 
+_OF_SEARCH = "calib/search/plots.py"
+# The drawings of a file.
+_Drawn = Callable[[Path], Iterator[tuple[str, Drawing]]]
+
+
 def main(
     folders: Annotated[list[Path] | None, typer.Argument(help="Folders of results; all by default.")] = None,
 ) -> None:
@@ -168,24 +173,20 @@ def _draw_task(draw: Any, kind: Any, file: Path, path: Path) -> None:
     draw(plotted_cells(read_sweep(file), kind), path)
 
 
-def _of_outliers(file: Path) -> Iterator[tuple[str, Drawing]]:
-    code = ("calib/analysis/outlier_outputs.py",)
-    yield "outliers.png", Drawing(lambda path: plot_outliers(read_outliers(file), path), (file,), code)
+def _one(name: str, read: Callable[[Path], Any], draw: Callable[[Any, Path], object], code: str) -> _Drawn:
+    """A picture of one file, named after it where the name says so."""
 
+    def of_file(file: Path) -> Iterator[tuple[str, Drawing]]:
+        yield name.format(file.stem), Drawing(lambda path: draw(read(file), path), (file,), (code,))
 
-def _of_attention(file: Path) -> Iterator[tuple[str, Drawing]]:
-    code = ("calib/analysis/attention_map_outputs.py",)
-    yield "attention-map.png", Drawing(lambda path: plot_attention(read_attention_maps(file), path), (file,), code)
+    return of_file
 
 
 def _of_search(file: Path) -> Iterator[tuple[str, Drawing]]:
-    code = ("calib/search/plots.py",)
-    yield f"{file.stem}.png", Drawing(lambda path: heat_map(read_search(file), path), (file,), code)
+    yield from _one("{}.png", read_search, heat_map, _OF_SEARCH)(file)
     searches = tuple(named(file.parent, "search-*.json"))
-    yield (
-        "pareto.png",
-        Drawing(lambda path: plot_pareto([read_search(each) for each in searches], path), searches, code),
-    )
+    drawing = Drawing(lambda path: plot_pareto(list(map(read_search, searches)), path), searches, (_OF_SEARCH,))
+    yield "pareto.png", drawing
 
 
 def _of_bench(file: Path) -> Iterator[tuple[str, Drawing]]:
@@ -208,20 +209,17 @@ def _draw_figure8(figure: Callable[[list[Any]], Any], files: tuple[Path, ...], p
     figure(results).savefig(path, dpi=150)
 
 
-def _of_rounding(file: Path) -> Iterator[tuple[str, Drawing]]:
-    """A picture of a model whose contest has all sizes and a second text."""
-    code = ("research/studies/rounding_plot.py",)
-    yield f"{file.stem}.png", Drawing(lambda path: plot_against_size(read_json(file), path), (file,), code)
-
-
-_DRAWN_FROM: dict[str, Callable[[Path], Iterator[tuple[str, Drawing]]]] = {
+_DRAWN_FROM: dict[str, _Drawn] = {
     "sweep.json": _of_sweep,
-    "outliers.json": _of_outliers,
-    "attention-map.json": _of_attention,
+    "outliers.json": _one("outliers.png", read_outliers, plot_outliers, "calib/analysis/outlier_outputs.py"),
+    "attention-map.json": _one(
+        "attention-map.png", read_attention_maps, plot_attention, "calib/analysis/attention_map_outputs.py"
+    ),
     "search-*.json": _of_search,
     "bench.json": _of_bench,
     "figure8-*/*.json": _of_figure8,
-    "rounding/prose-*.json": _of_rounding,
+    # Of models whose contest has all sizes and a second text.
+    "rounding/prose-*.json": _one("{}.png", read_json, plot_against_size, "research/studies/rounding_plot.py"),
 }
 
 

@@ -19,6 +19,7 @@ from diffquant.loading import load
 from diffquant.recipe import Recipe
 from diffquant.source.source import open_source
 from diffquant.text.corpus import load_text, text_digest
+from research.studies.kv_results import scored
 from research.studies.model_reading import ModelReading
 from research.studies.rounding_method import Contestant, reason
 
@@ -148,13 +149,7 @@ class Subject:
     def _of_text(self, text: str, reference: States) -> dict[str, Any]:
         """Perplexity and KL of a text, and what they are means over."""
         score = score_text(TorchModel(self._model), self._tokenizer, text, *self._spans, reference=reference)
-        return {
-            "perplexity": score.perplexity,
-            "kl": score.kl,
-            "tokens_by_window": score.tokens_by_window,
-            "nll_by_window": score.nll_by_window,
-            "kl_by_window": score.kl_by_window,
-        }
+        return scored(score)
 
     @cached_property
     def _references(self) -> tuple[States, States]:

@@ -22,9 +22,8 @@ from diffquant.calib.search.search import Search, SearchOptions
 from diffquant.calib.search.units import find_units, to_recipe
 from diffquant.errors import UsageError
 from diffquant.evals.language_model import States
-from diffquant.evals.protocols import hellaswag
 from diffquant.evals.protocols.perplexity import reference_of, score_text
-from diffquant.evals.stats import Difference, mean_interval
+from diffquant.evals.stats import Difference
 from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
 from diffquant.recipe import Recipe
@@ -34,10 +33,9 @@ from diffquant.support.files import write_json
 from diffquant.support.progress import Progress, progress_for, silent
 from diffquant.support.xz import stored
 from diffquant.sweep.storage import weight_bytes
-from diffquant.text.corpus import load_text, text_digest
+from research.studies.kv_results import TEXTS, kl_change, scored, settings_of, texts_of
 from research.studies.results import read_json
 
-TEXTS = ("prose", "elsewhere")
 SEARCHED, UNIFORM = "searched", "uniform"
 # The widths of the pocket models' matrices have no common group but 8, so a row is what shares a scale.
 _OPTIONS = SearchOptions(widths=(8, 7, 6, 5, 4, 3), granularity="row")
@@ -81,11 +79,7 @@ def measure_searches(
     """
     source = open_source(path)
     units = find_units(source, _OPTIONS.targets, _OPTIONS.granularity)
-    text = load_text()
-    texts = {
-        "prose": text[len(text) // 2 :][:characters],
-        "elsewhere": "\n".join(item.query for item in hellaswag.load_items())[:characters],
-    }
+    texts = texts_of(characters)
     exact = TorchModel(load(source, Recipe(), torch.float32, "cpu"))
     references = {name: reference_of(exact, source.tokenizer, part, _WINDOW, _WINDOW) for name, part in texts.items()}
     results: dict[str, Any] = {}
@@ -101,13 +95,9 @@ def measure_searches(
     return {
         "environment": environment(),
         "settings": {
-            "model": path.name,
-            "fingerprint": source.fingerprint,
+            **settings_of(source, texts, characters, window=_WINDOW),
             "widths": _OPTIONS.widths,
             "granularity": _OPTIONS.granularity,
-            "characters": characters,
-            "window": _WINDOW,
-            **{name: text_digest(part) for name, part in texts.items()},
         },
         "results": results,
     }
@@ -121,20 +111,14 @@ def _costs(
     row: dict[str, Any] = {"bytes": weight_bytes(source, recipe)}
     for name, part in texts.items():
         score = score_text(model, source.tokenizer, part, _WINDOW, _WINDOW, reference=references[name])
-        row[name] = {
-            "perplexity": score.perplexity,
-            "kl": score.kl,
-            "tokens_by_window": score.tokens_by_window,
-            "kl_by_window": score.kl_by_window,
-        }
+        row[name] = scored(score)
     return row
 
 
 def gain(result: Mapping[str, Any], width: str, text: str) -> Difference:
     """The change of KL from the uniform width to the search's, over the same windows."""
     ours, plain = (result["results"][width][name][text] for name in (SEARCHED, UNIFORM))
-    changes = [a - b for a, b in zip(ours["kl_by_window"], plain["kl_by_window"], strict=True)]
-    return mean_interval(changes, ours["tokens_by_window"])
+    return kl_change(ours, plain)
 
 
 def searched_table(results: Sequence[Mapping[str, Any]]) -> str:

@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from diffquant.bench.programs import generate
+from diffquant.bench.programs import contestants
 from diffquant.errors import UsageError
 from tests.support.thorough import thorough
 
@@ -100,7 +100,11 @@ def test_every_program_says_what_it_does_and_what_its_options_are(module):
 
 
 def test_contestants_are_chosen_by_name_in_their_own_order_beside_torch():
-    assert generate.chosen("") == list(generate.CONTESTANTS)
-    assert generate.chosen(f"llama.cpp Q4_0; {generate.FLOAT}") == [generate.TORCH, generate.FLOAT, "llama.cpp Q4_0"]
+    assert contestants.chosen("") == list(contestants.CONTESTANTS)
+    assert contestants.chosen(f"llama.cpp Q4_0; {contestants.FLOAT}") == [
+        contestants.TORCH,
+        contestants.FLOAT,
+        "llama.cpp Q4_0",
+    ]
     with pytest.raises(UsageError, match="no contestant is called 'vllm'; known are torch float32;"):
-        generate.chosen("vllm")
+        contestants.chosen("vllm")

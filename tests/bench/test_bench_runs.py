@@ -18,6 +18,7 @@ from diffquant.bench.options import SECTIONS, BenchOptions
 from diffquant.bench.programs import (
     cell_speeds,
     comparison,
+    contestants,
     engines,
     generate,
     hellaswag,
@@ -215,9 +216,9 @@ def other_answers(run_sweep):
 def test_shares_are_of_the_float32_export_and_of_torch():
     torch = {"decode": [10.0, 20.0, 30.0], "prefill": [100.0], "peak_bytes": 1000, "tokens": [1, 2, 3]}
     low = {"decode": [80.0], "prefill": [50.0], "peak_bytes": 250, "folder_bytes": 20, "tokens": [1, 2, 4]}
-    found = {generate.TORCH: torch, generate.FLOAT: {"folder_bytes": 100, "peak_bytes": 500}, "low": low}
+    found = {contestants.TORCH: torch, contestants.FLOAT: {"folder_bytes": 100, "peak_bytes": 500}, "low": low}
     comparison.compare_with_torch(low, torch)
-    comparison.compare_with_export(found, generate.FLOAT)
+    comparison.compare_with_export(found, contestants.FLOAT)
     assert low["decode_of_torch"] == 4.0
     assert low["prefill_of_torch"] == 0.5
     assert low["same_tokens"] == 2
@@ -231,15 +232,15 @@ def test_a_merged_file_keeps_the_torch_that_each_ratio_is_to(tmp_path, monkeypat
     def measured(model, place, names, settings):
         rows = {name: {"decode": [next(speeds)], "prefill": [1.0], "peak_bytes": 1, "tokens": [1]} for name in names}
         for row in rows.values():
-            comparison.compare_with_torch(row, rows[generate.TORCH])
+            comparison.compare_with_torch(row, rows[contestants.TORCH])
         return rows
 
     monkeypatch.setattr(generate, "measure_generation", measured)
     file, low = tmp_path / "generate.json", "export 4:g32 kv 8 embed 8"
-    for contestant in (generate.FLOAT, low):
+    for contestant in (contestants.FLOAT, low):
         generate.main([tmp_path], contestants=contestant, merge=True, file=file)
     rows = json.loads(file.read_text())["models"][tmp_path.name]
-    assert list(rows) == [generate.TORCH, generate.FLOAT, low]
+    assert list(rows) == [contestants.TORCH, contestants.FLOAT, low]
     assert [row["decode_of_torch"] for row in rows.values()] == [1.0, 4.0, 3.0]
     for row in rows.values():
         assert row["decode_of_torch"] == row["decode"][0] / row["torch"]["decode"][0]
@@ -264,8 +265,8 @@ def test_llama_bench_is_asked_for_the_same_lengths_and_its_memory_is_not_ours(tm
     assert engine.prefill(np.zeros((1, 128), int)) == 128.0
     assert "-t 2" in engine.about["flags"]
     assert engine.kernels() == "llama.cpp's"
-    monkeypatch.setattr(generate, "_engines", [engine])
-    assert generate.peak_bytes() is None
+    monkeypatch.setattr(contestants, "_engines", [engine])
+    assert contestants.peak_bytes() is None
     row = {"decode": [1.0], "prefill": [1.0], "peak_bytes": None, "tokens": []}
     comparison.compare_with_torch(row, {"decode": [1.0], "prefill": [1.0], "peak_bytes": 5, "tokens": [7]})
     assert "same_tokens" not in row
@@ -313,24 +314,24 @@ def test_genais_int4_model_is_built_and_continues_tokens(tmp_path):
     tiny_lm.tokenizer().save_pretrained(model)
     peer_engines.write_genai(model, tmp_path / "genai")
     engine = peer_engines.open_genai(tmp_path / "genai", 1)
-    speed, tokens = engine.decode(generate.random_tokens(model, 5), 6)
+    speed, tokens = engine.decode(engines.random_tokens(model, 5), 6)
     assert speed > 0
     assert len(tokens) == 6
-    assert engine.prefill(generate.random_tokens(model, 8)) > 0
+    assert engine.prefill(engines.random_tokens(model, 8)) > 0
 
 
 def test_a_peer_that_cannot_write_is_a_reason_and_its_folder_is_not_tried_again(tmp_path):
-    found = generate.write_all(tmp_path / "no-gguf", tmp_path, ["llama.cpp Q4_0"])
+    found = contestants.write_all(tmp_path / "no-gguf", tmp_path, ["llama.cpp Q4_0"])
     assert "missing" in found["llama.cpp Q4_0"]
-    assert generate.write_all(tmp_path / "no-gguf", tmp_path, ["llama.cpp Q4_0"]) == found
+    assert contestants.write_all(tmp_path / "no-gguf", tmp_path, ["llama.cpp Q4_0"]) == found
 
 
 def test_rows_of_native_kernels_are_refused_where_there_are_none(tmp_path, monkeypatch):
     monkeypatch.setenv("DIFFQUANT_NATIVE_LIBRARY", "")
-    names = [generate.TORCH, generate.FLOAT, "function body, 4:g32 kv 8"]
+    names = [contestants.TORCH, contestants.FLOAT, "function body, 4:g32 kv 8"]
     with pytest.raises(UsageError, match=r"^'export float32' run the native library, and there is none"):
         generate.measure_generation(tmp_path, tmp_path, names, generate.Settings(threads=1))
-    generate.check_kernels([generate.TORCH, "function body, 4:g32 kv 8", "onnxruntime-genai int4"])
+    generate.check_kernels([contestants.TORCH, "function body, 4:g32 kv 8", "onnxruntime-genai int4"])
 
 
 needs_library = pytest.mark.skipif(library_path() is None, reason="the native library is not built")
@@ -376,7 +377,7 @@ def test_products_are_timed_in_turns_and_the_library_computes_its_own(monkeypatc
 
 
 def test_errors_lose_their_paths():
-    assert generate.reason(OSError("no file /a/b/c.gguf. More")) == "OSError: no file c.gguf"
+    assert contestants.reason(OSError("no file /a/b/c.gguf. More")) == "OSError: no file c.gguf"
 
 
 def test_every_kernel_with_configurations_is_tuned():
@@ -422,15 +423,15 @@ def test_generation_gives_the_same_tokens_in_torch_and_in_the_float32_export(tmp
     pytest.importorskip("onnxruntime")
     model = tiny_lm.write_diff_v2(tmp_path / "diff-v2")
     settings = generate.Settings(threads=1, repeats=1, prompt=5, new=4, prefill=8)
-    names = [generate.TORCH, generate.FLOAT, "llama.cpp Q4_0"]
+    names = [contestants.TORCH, contestants.FLOAT, "llama.cpp Q4_0"]
     found = generate.measure_generation(model, tmp_path, names, settings)
-    assert found[generate.FLOAT]["same_tokens"] == 4
-    assert found[generate.TORCH]["kernels"].startswith("torch's, ")
-    assert found[generate.FLOAT]["kernels"] == f"diffquant's: attention {kernel_name()}"
-    assert found[generate.FLOAT]["folder_bytes"] > 0
-    assert found[generate.FLOAT]["write_seconds"] > 0
+    assert found[contestants.FLOAT]["same_tokens"] == 4
+    assert found[contestants.TORCH]["kernels"].startswith("torch's, ")
+    assert found[contestants.FLOAT]["kernels"] == f"diffquant's: attention {kernel_name()}"
+    assert found[contestants.FLOAT]["folder_bytes"] > 0
+    assert found[contestants.FLOAT]["write_seconds"] > 0
     assert "missing" in found["llama.cpp Q4_0"]
-    comparison.compare_with_export(found, generate.FLOAT)
+    comparison.compare_with_export(found, contestants.FLOAT)
     assert "llama.cpp Q4_0: none, " in comparison.table("diff-v2", found)
     cells = [cell for name, row in found.items() for cell in programs._of_generation("diff-v2", name, row)]
     assert {cell.path for cell in cells if cell.missing} == {"llama.cpp Q4_0"}

@@ -29,12 +29,12 @@ def test_the_whole_index_takes_no_disk_and_its_plan_little_memory(tmp_path):
     write_holes(tmp_path / "index", preset("motif-3"), 155)
     assert sum(file.stat().st_blocks * 512 for file in (tmp_path / "index").iterdir()) < 10e6
     run = plan_once(tmp_path / "index", "4:g128")
-    assert (run.tensors, run.parameters) == (2236, 314_841_775_750)
-    assert run.bytes_before == 2 * run.parameters
+    assert (run["tensors"], run["parameters"]) == (2236, 314_841_775_750)
+    assert run["bytes_before"] == 2 * run["parameters"]
     # Five matrices of each attention, three of each dense network, five of each layer with experts.
-    assert run.packed == 53 * 5 + 2 * 3 + 51 * 5
-    assert run.peak_anonymous < 1e9
+    assert run["packed"] == 53 * 5 + 2 * 3 + 51 * 5
+    assert run["peak_anonymous"] < 1e9
     source = open_source(tmp_path / "index")
-    assert run.bytes_after == plan_quantization(source, Recipe.of(weights="4:g128")).bytes_after
+    assert run["bytes_after"] == plan_quantization(source, Recipe.of(weights="4:g128")).bytes_after
     config = json.loads((tmp_path / "index" / "config.json").read_text())
     assert config["num_hidden_layers"] == 53

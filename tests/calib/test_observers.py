@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from diffquant.attention.backends.simulated import simulated
+from diffquant.attention.backends.blocks import by_blocks
 from diffquant.attention.naive import naive
 from diffquant.calib.calibration.calibrate import CalibrationOptions, calibrate
 from diffquant.calib.calibration.fit import measure_fit
@@ -87,7 +87,7 @@ def test_no_position_exceeds_the_range_of_a_rotated_key(make):
     def keys(offset):
         walk = model.walk(16 + offset)
         rotary = tuple(table[:, offset:] for table in walk.rotary)
-        _, k, _ = TransformerWalk(model, rotary).project(walk.layers[0], walk.embed(ids))
+        _, k, _ = TransformerWalk(model, ids.shape[1], rotary).project(walk.layers[0], walk.embed(ids))
         return k.transpose(1, 2).flatten(0, 1)
 
     ranges = key_ranges(Observer("absmax"), keys(0), spec).view(-1, spec.head_dim)
@@ -134,7 +134,7 @@ def test_static_logits_are_the_same_by_blocks_and_whole(maps):
     scheme = Scheme.parse("4:static")
     call = AttentionCall(q, k, v, lam, scale=8**-0.5, mask=Mask(), logits=scheme, ranges=ranges)
     whole = naive(call)
-    in_blocks = simulated(call)
+    in_blocks = by_blocks(call)
     torch.testing.assert_close(in_blocks, whole)
     wide = [x.double() * 8**-0.5 @ y.double().repeat_interleave(2, 1).mT for x, y in zip(q, k, strict=True)]
     steps = [part.view(1, -1, 1, 1).double() / 7 for part in ranges.chunk(maps)]

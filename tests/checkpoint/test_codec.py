@@ -6,15 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diffquant.errors import CheckpointError
-from diffquant.formats.compressed_tensors import (
-    name_patterns,
-    pack_weight,
-    packed_shapes,
-    quantization_config,
-    read_schemes,
-    unpack_weight,
-    weight_codes,
-)
+from diffquant.formats.compressed_config import name_patterns, quantization_config, read_schemes
+from diffquant.formats.compressed_tensors import pack_weight, packed_shapes, unpack_weight, weight_codes
 from diffquant.numbers.absmax import max_code
 from diffquant.scheme import Scheme
 

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from diffquant.errors import CheckpointError, UnknownModelTypeError
+from diffquant.formats.folder import INDEX
 from diffquant.formats.opening import open_checkpoint
-from diffquant.formats.reader import INDEX
 from diffquant.source.source import open_source
 from tests.support.checkpoints import edit_json, write_diffllama, write_random
 

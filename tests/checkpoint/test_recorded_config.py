@@ -7,7 +7,8 @@ from safetensors.torch import load_file
 
 import diffquant
 from diffquant.errors import CheckpointError
-from diffquant.formats.compressed_tensors import PACKED, read_schemes
+from diffquant.formats.compressed_config import read_schemes
+from diffquant.formats.compressed_tensors import PACKED
 from diffquant.source.source import open_source
 from diffquant.support.version import CONFIG_VERSION
 from tests.support.checkpoints import edit_json, write_diffllama

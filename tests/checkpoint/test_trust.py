@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from diffquant.errors import CheckpointError, NonFiniteError, OutputExistsError
-from diffquant.formats.reader import INDEX
+from diffquant.formats.folder import INDEX
 from diffquant.loading import load
 from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe

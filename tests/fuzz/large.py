@@ -84,9 +84,9 @@ def main() -> int:
         run = quantize_once(Path(place) / "source", Path(place) / "out", arguments.scheme)
     print(
         f"{nbytes / 1e9:.2f} GB{f' in tensors of {tensor:g} GB' if tensor else ''}, {arguments.scheme}: "
-        f"{run.peak_anonymous / 1e6:.0f} MB beyond mapped files, {run.process_seconds:.0f} s"
+        f"{run['peak_anonymous'] / 1e6:.0f} MB beyond mapped files, {run['process_seconds']:.0f} s"
     )
-    return 1 if run.peak_anonymous >= LIMIT else 0
+    return 1 if run["peak_anonymous"] >= LIMIT else 0
 
 
 if __name__ == "__main__":

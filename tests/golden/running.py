@@ -35,6 +35,7 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def expected(case: Case) -> Path:
+    """The case's golden, which is kept as .xz."""
     return EXPECTED / f"{case.name}.json"
 
 

@@ -1,6 +1,7 @@
 """The checkpoints that the goldens start from: the smallest models that ship, and random ones of each source format."""
 
 import json
+import lzma
 import shutil
 from pathlib import Path
 
@@ -28,14 +29,23 @@ RANDOM = tuple(_CONFIGS)
 
 
 def write_source(folder: Path, name: str) -> Path:
-    """A checkpoint in `folder` under its name: a model that ships, a random one, or a GGUF file of the random Llama."""
+    """A checkpoint in `folder` under its name: a model that ships, a random one, or a GGUF file of the random Llama.
+
+    Or what an earlier commit wrote, whose larger files are kept as .xz.
+    """
     place = folder / name
     if name == "llama.gguf":
         return write_gguf(place, _write_random(folder / "llama-of-the-gguf", "llama", torch.float32))
     if name in _CONFIGS:
         return _write_random(place, name, torch.bfloat16)
     kept = (WRITTEN if (WRITTEN / name).exists() else POCKET) / name
-    return Path(shutil.copytree(kept, place) if kept.is_dir() else shutil.copy(kept, place))
+    if kept.is_file():
+        return Path(shutil.copy(kept, place))
+    shutil.copytree(kept, place)
+    for packed in place.rglob("*.xz"):
+        packed.with_suffix("").write_bytes(lzma.decompress(packed.read_bytes()))
+        packed.unlink()
+    return place
 
 
 def _write_random(folder: Path, name: str, dtype: torch.dtype) -> Path:

@@ -6,11 +6,11 @@ import torch
 
 import diffquant
 from diffquant.recipe import Recipe
-from tests.golden.sources import POCKET, WRITTEN
+from tests.golden.sources import POCKET, WRITTEN, write_source
 
 
-def test_an_old_quantized_folder_keeps_its_recipe():
-    model = diffquant.load(WRITTEN / "quantized", dtype="float32")
+def test_an_old_quantized_folder_keeps_its_recipe(tmp_path):
+    model = diffquant.load(write_source(tmp_path, "quantized"), dtype="float32")
     assert model.recipe == Recipe.of(weights="4:g32", k="4:c32", v="4:row:rotated", residual=64, logits="6:row:shift")
     assert model(torch.arange(3, 90)[None]).logits.isfinite().all()
 

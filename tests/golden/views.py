@@ -31,12 +31,17 @@ _PICTURES = (".png", ".svg", ".html")
 
 
 def view(path: Path, is_exact: bool) -> Any:
-    """A file as plain data: tensors by dtype, shape and digest, JSON by its values, a graph by its nodes."""
+    """A file as plain data: tensors by dtype, shape and digest, JSON by its values, a graph by its nodes.
+
+    A tokenizer is long and copied as it is: its digest stands for it.
+    """
     match path.suffix:
         case ".safetensors":
             return _tensors(path, is_exact)
         case ".onnx":
             return _graph(path, is_exact)
+        case ".json" if path.name == "tokenizer.json":
+            return _digest(json.dumps(stable(json.loads(path.read_text())), sort_keys=True).encode())
         case ".json":
             return stable(json.loads(path.read_text()))
         case ".jsonl":

@@ -32,7 +32,8 @@ def test_the_table_is_that_of_the_modules(case):
     architecture = adapter_for(SIZES | case).architecture
     with torch.device("meta"):
         model = architecture.new_model()
-    assert architecture.parameter_shapes() == {name: tuple(p.shape) for name, p in model.named_parameters()}
+    shapes = {name: each.shape for name, each in architecture.parameters.items()}
+    assert shapes == {name: tuple(p.shape) for name, p in model.named_parameters()}
     linears = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     kept = ("lambda_proj", "output_gate_proj", "lm_head", "dt_proj", "wq_b_gate", "router", "mhc_")
     packed = {name for name, shape in architecture.linear_shapes().items() if len(shape) == 2}

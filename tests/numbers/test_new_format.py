@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 from diffquant.attention.logits import round_logits
 from diffquant.data import pocket_models
 from diffquant.errors import CheckpointError, UsageError
-from diffquant.formats.compressed_tensors import pack_weight, quantization_config, read_schemes, unpack_weight
+from diffquant.formats.compressed_config import quantization_config, read_schemes
+from diffquant.formats.compressed_tensors import pack_weight, unpack_weight
 from diffquant.inspection import inspect_checkpoint
 from diffquant.kernels.cache.kv_store import store_refusal
 from diffquant.loading import load

@@ -170,14 +170,14 @@ def _quantiles(values: Tensor) -> dict[str, Difference]:
     }
 
 
-def _parts(values: Tensor) -> tuple[Tensor, ...]:
-    """Consecutive parts of N chunks, as equal as can be, as many as there are observations."""
-    return values.tensor_split(min(PARTS, len(values)))
-
-
 def parts_of(chunks: int) -> int:
     """Number of observations in this many chunks."""
     return min(PARTS, chunks)
+
+
+def _parts(values: Tensor) -> tuple[Tensor, ...]:
+    """Consecutive parts of N chunks, as equal as can be, as many as there are observations."""
+    return values.tensor_split(parts_of(len(values)))
 
 
 def _perplexity(nll: Tensor) -> float | None:

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from diffquant.errors import NonFiniteError, UsageError
+from diffquant.errors import UsageError
 from diffquant.evals.defaults import BATCH_TOKENS, STRIDE, WINDOW
 from diffquant.evals.divergence import kl_by_position
-from diffquant.evals.language_model import LanguageModel, States, joined
+from diffquant.evals.language_model import LanguageModel, States, joined, require_finite
 from diffquant.evals.scoring import token_scores
 from diffquant.support.progress import Progress, silent
-from diffquant.support.spelling import spelled
 from diffquant.text.tokens import encode_text
 
 if TYPE_CHECKING:
@@ -90,8 +89,7 @@ def score_text(
             done += len(states)
             progress(done, len(tokens) - 1, "reading")
     nll_sum = sum(map(mul, counts, nll))
-    if not math.isfinite(nll_sum):
-        raise NonFiniteError(f"the model computes NaN or infinity; use {spelled('dtype', 'float32')}, or wider bits")
+    require_finite(torch.tensor(nll_sum))
     mean_kl = sum(map(mul, counts, kl)) / done if kl else None
     return TextScore(nll_sum, done, len(text.encode()), mean_kl, counts, nll, kl)
 

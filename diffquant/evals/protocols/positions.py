@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from diffquant.errors import NonFiniteError, UsageError
+from diffquant.errors import UsageError
 from diffquant.evals.defaults import BATCH_TOKENS, WINDOW
-from diffquant.evals.language_model import LanguageModel
+from diffquant.evals.language_model import LanguageModel, require_finite
 from diffquant.evals.scoring import token_scores
 from diffquant.support.progress import Progress, silent
-from diffquant.support.spelling import spelled
 from diffquant.text.tokens import encode_text
 
 if TYPE_CHECKING:
@@ -58,8 +57,7 @@ def score_positions(
         for row, wanted in enumerate(targets[first : first + rows]):
             nll[first + row] = -token_scores(states[row], wanted[:, None])[0].flatten().double()
         progress(min(first + rows, len(windows)) * window, windows.numel(), "reading")
-    if not nll.isfinite().all():
-        raise NonFiniteError(f"the model computes NaN or infinity; use {spelled('dtype', 'float32')}, or wider bits")
+    require_finite(nll)
     both = zip(windows.tolist(), targets.tolist(), strict=True)
     return nll, torch.tensor([recalls([*seen, wanted[-1]]) for seen, wanted in both])
 

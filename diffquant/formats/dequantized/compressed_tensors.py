@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from diffquant.errors import CheckpointError
-from diffquant.formats.compressed_tensors import GLOBAL, PACKED, SCALE, SHAPE, block_of, is_square, target_of
+from diffquant.formats.compressed_config import block_of, is_square, target_of
+from diffquant.formats.compressed_tensors import GLOBAL, PACKED, SCALE, SHAPE
 from diffquant.formats.dequantized.base import Contents, Parts, RoundedMatrix, modules_with, register
 from diffquant.formats.dequantized.floats import float_matrix, model_dtype, spreading, without_scales
 from diffquant.formats.reader import Checkpoint

@@ -142,18 +142,11 @@ class Motif3Walk(Walk[Tensor]):
     """A Motif-3's layers over sequences of one length; what goes from layer to layer is the streams [B, T, E, D].
 
     Attributes:
-        model: model that is walked through.
-        length: number of tokens of a sequence.
         tables: cosines and sines for each layer.
     """
 
     model: Motif3
-    length: int
     tables: Sequence[Rotary]
-
-    @property
-    def layers(self) -> list[Motif3Layer]:
-        return [cast(Motif3Layer, layer) for layer in self.model.model.layers]
 
     def embed(self, ids: Tensor) -> Tensor:
         return self.model.model.start(self.model.model.embed_tokens(ids))
@@ -162,11 +155,9 @@ class Motif3Walk(Walk[Tensor]):
         return state.mean(-2)
 
     def run(self, layer: nn.Module, state: Tensor) -> Tensor:
-        decoder, layer = self.model.model, cast(Motif3Layer, layer)
-        cache = decoder.new_cache() if decoder.has_quantized_cache else None
-        out: Tensor = layer(
-            state, self.tables[layer.layer], Reading.of(None, self.length, decoder.architecture.seen, cache)
-        )
+        layer, window = cast(Motif3Layer, layer), self.model.model.architecture.seen
+        cache = cast(WindowsCache | None, self.new_cache())
+        out: Tensor = layer(state, self.tables[layer.layer], Reading.of(None, self.length, window, cache))
         return out
 
     def project(self, layer: nn.Module, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -97,19 +97,9 @@ class SambaY(CausalModel):
 
 @dataclass(frozen=True)
 class SambaYWalk(Walk[Flow]):
-    """A SambaY model's layers over sequences of one length.
-
-    Attributes:
-        model: model that is walked through.
-        length: number of tokens of a sequence.
-    """
+    """A SambaY model's layers over sequences of one length."""
 
     model: SambaY
-    length: int
-
-    @property
-    def layers(self) -> list[SambaYLayer]:
-        return [cast(SambaYLayer, layer) for layer in self.model.model.layers]
 
     def embed(self, ids: Tensor) -> Flow:
         return self.model.model.start(self.model.model.embed_tokens(ids))
@@ -118,10 +108,9 @@ class SambaYWalk(Walk[Flow]):
         return state.x
 
     def run(self, layer: nn.Module, state: Flow) -> Flow:
-        decoder = self.model.model
-        # A fresh cache for each layer: of a quantized one only what the layer reads back counts.
-        cache = decoder.new_cache() if decoder.has_quantized_cache else None
-        out: Flow = layer(state, SambaYReading.of(None, self.length, decoder.architecture.sliding_window, cache))
+        window = self.model.model.architecture.sliding_window
+        cache = cast(SambaYCache | None, self.new_cache())
+        out: Flow = layer(state, SambaYReading.of(None, self.length, window, cache))
         return out
 
     def project(self, layer: nn.Module, state: Flow) -> tuple[Tensor, Tensor, Tensor] | None:

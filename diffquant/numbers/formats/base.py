@@ -114,13 +114,18 @@ class NumberFormat(ABC):
             x: [...] finite floats.
             dim: axes that share one scale.
             dtype: dtype of the scale, for a format whose scales may be of any.
+
+        Returns:
+            `x`'s shape with `dim` reduced to 1. Where all of x is zero, or so small that the scale would be, it is 1.
+
+        Source: dynamic absmax quantization, arXiv 2410.05258, section 3.7.
         """
         from diffquant.numbers.absmax import compute_dtype
 
         return self.scale_of(x.abs().amax(dim, keepdim=True).to(compute_dtype(x)), dtype)
 
     def scale_of(self, largest: "Tensor", dtype: "torch.dtype | None" = None) -> "Tensor":
-        """Scale for entries whose largest magnitude is known, as `absmax_scale` makes it."""
+        """Scale for entries whose largest magnitude is known, as `scale` makes it."""
         from diffquant.numbers.absmax import storable_scale
 
         return storable_scale(largest / self.largest, self.largest, dtype or largest.dtype)

@@ -1,0 +1,68 @@
+"""Runs Python in processes of its own, so that neither its imports nor its memory are those of who measures."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from diffquant.bench.memory import resident
+from diffquant.errors import DiffQuantError
+
+# Options that many of the programs have.
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Where to write the numbers.")]
+Threads = Annotated[int, typer.Option(min=1, help="Threads of each process; all cores by default.")]
+CORES = os.cpu_count() or 1
+
+_POLL_SECONDS = 0.01
+
+
+def run_apart(
+    *arguments: object, variables: Mapping[str, str] | None = None, is_to_end: Callable[[], bool] | None = None
+) -> dict[str, Any]:
+    """Run Python with these arguments to its end.
+
+    Args:
+        variables: environment variables; by default those of this process.
+        is_to_end: function that is asked again and again, and says when to kill the process.
+
+    Returns:
+        "process_seconds" and "cpu_seconds" from start to exit, imports included; "peak_resident", the largest resident
+        set in bytes, and "peak_anonymous", that without mapped files; and the fields of the JSON object on the last
+        line that it printed, if that is one.
+
+    Raises:
+        DiffQuantError: it failed, or ended before it could be killed.
+    """
+    started, before = time.monotonic(), os.times()
+    command = [sys.executable, *map(str, arguments)]
+    peak = anonymous = 0
+    with tempfile.TemporaryFile("w+") as errors:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=variables) as process:
+            while process.poll() is None:
+                try:
+                    largest, now = resident(process.pid)
+                except OSError:
+                    break
+                peak, anonymous = max(peak, largest), max(anonymous, now)
+                if is_to_end is not None and is_to_end():
+                    process.kill()
+                    process.wait()
+                time.sleep(_POLL_SECONDS)
+            printed = process.communicate()[0].splitlines()
+        seconds, after = time.monotonic() - started, os.times()
+        errors.seek(0)
+        said = errors.read().strip()
+    expected = 0 if is_to_end is None else -signal.SIGKILL
+    if process.returncode != expected:
+        raise DiffQuantError(f"a process ended with status {process.returncode}, not {expected}: {said}")
+    used = after.children_user + after.children_system - before.children_user - before.children_system
+    measured = {"process_seconds": seconds, "cpu_seconds": used, "peak_resident": peak, "peak_anonymous": anonymous}
+    return measured | (json.loads(printed[-1]) if printed and printed[-1].startswith("{") else {})
