@@ -69,6 +69,11 @@ def _decode() -> Iterator[tuple[str, Call]]:
             attend = partial(decode_packed_pages, q, packed, pages[2], lengths, lam, scale=0.125)
             yield f"paged {bits} bits, {family} 128", attend
         yield f"append to pages 4 bits, {family} 128", partial(packed.append, keys, v, pages[2], lengths)
+        for bits in (8, 6, 4):
+            blocks = PagedStore(Recipe.of(k=f"{bits}:c64", v=bits, residual=64), keys, v, 256, places=1)
+            attend = partial(decode_packed_pages, q, blocks, pages[2], lengths, lam, scale=0.125, places=lengths)
+            yield f"paged {bits}:c64 keys, {family} 128", attend
+        yield f"append to pages 4:c64 keys, {family} 128", partial(blocks.append, keys, v, pages[2], lengths, lengths)
 
 
 def _linear() -> Iterator[tuple[str, Call]]:
