@@ -45,6 +45,7 @@ MODEL = model_named("3B")
 _LONG, _SHORT, _CONTEXT, _BATCH = 16384, 8192, 16384, 8
 _COMPILED_ON = Workload(MODEL, 256, 256, 1, "float16")
 _ROW, _SHIFT = "simulated 8:row, 8K", "simulated 8:row:shift, 8K"
+_OPERANDS, _OPERANDS_SHIFT = f"{_ROW}, qk 8:row", f"{_SHIFT}, qk 8:row"
 _FP16, _FP16_SHORT, _FP8 = "fused fp16, 16K", "fused fp16, 8K", "int8 QK and fp8 PV, 16K"
 # The same with warps specialized.
 _ROW_SPECIALIZED, _SHIFT_SPECIALIZED = f"{_ROW}, specialized", f"{_SHIFT}, specialized"
@@ -69,6 +70,8 @@ AIMS = (
     Aim("P2", _FP16_PIPELINED, _TWO, 1.15),
     Aim("P3", _ROW, _FP16_SHORT, 1 / 1.6),
     Aim("P3", _SHIFT, _FP16_SHORT, 1 / 1.6),
+    Aim("P3", _OPERANDS, _FP16_SHORT, 1 / 1.6),
+    Aim("P3", _OPERANDS_SHIFT, _FP16_SHORT, 1 / 1.6),
     Aim("P3", _ROW_SPECIALIZED, _FP16_SHORT_SPECIALIZED, 1 / 1.6),
     Aim("P3", _SHIFT_SPECIALIZED, _FP16_SHORT_SPECIALIZED, 1 / 1.6),
     Aim("P3", _ROW_SPECIALIZED, _FP16_SHORT_PIPELINED, 1 / 1.6),
@@ -93,6 +96,8 @@ def paths() -> list[Path]:
         Path(_FP16_SHORT_PIPELINED, pipelined, partial(_attention, _SHORT, 128, 64)),
         _simulated(_ROW, call, "8:row", specialized=False),
         _simulated(_SHIFT, call, "8:row:shift", specialized=False),
+        _simulated(_OPERANDS, replace(call, qk=Scheme.parse("8:row")), "8:row", specialized=False),
+        _simulated(_OPERANDS_SHIFT, replace(call, qk=Scheme.parse("8:row")), "8:row:shift", specialized=False),
         _simulated(_ROW_SPECIALIZED, call, "8:row", specialized=True),
         _simulated(_SHIFT_SPECIALIZED, call, "8:row:shift", specialized=True),
         _decode(16),
@@ -144,6 +149,9 @@ def _simulated(name: str, call: AttentionCall, scheme: str, specialized: bool) -
     }
 
     def work(launch: Launch) -> Work:
+        if launch.binary.kernel == "round_rows":
+            # Of one map's queries or keys: read, and codes written, in 16 bits each, with a scale of 32 a row.
+            return Work(nbytes=_SHORT * MODEL.pairs * (4 * MODEL.width + 4))
         return _attention(_SHORT, 128, keys_of_a_step[launch.binary.kernel], launch)
 
     rounded = replace(call, logits=Scheme.parse(scheme))

@@ -38,7 +38,7 @@ PAGED = {
 # Codes in pages, with scales of tokens and of blocks of keys' channels, of which each page has a part.
 PACKED_PAGES = {
     "pages-v1-d128-int4-sm_90": ("v1", 128, Recipe.of(kv=4), 90, 2.2),
-    "pages-v1-d128-c64-int4-sm_90": ("v1", 128, Recipe.of(k="4:c64", v=4, residual=64), 90, 2.8),
+    "pages-v1-d128-c64-int4-sm_90": ("v1", 128, Recipe.of(k="4:c64", v=4), 90, 2.8),
     "pages-v2-d64-int8-sm_80": ("v2", 64, Recipe.of(kv=8), 80, 4.0),
 }
 APPENDED = ("v1-d64-int4-sm_90", "v2-d128-int6-sm_80")

@@ -33,6 +33,7 @@ def _prefill() -> Iterator[tuple[str, Call]]:
         "int8 QK, fp16 PV": partial(on_call(prefill_int8), pv="fp16"),
         "int8 QK, fp8 PV": partial(on_call(prefill_int8), pv="fp8"),
         "simulated logits": simulated,
+        "simulated logits of rounded operands": partial(simulated, qk=Scheme.parse("8:row")),
         "warp-specialized": partial(on_call(prefill_specialized), bits=16),
         "warp-specialized, pipelined": partial(on_call(prefill_specialized), bits=16, pipelined=True),
         "warp-specialized, fp8": partial(on_call(prefill_specialized), bits=8),
