@@ -24,7 +24,15 @@ from diffquant.bench.gpu.estimate import (
     report,
     tile_steps,
 )
-from diffquant.bench.gpu.hopper import ASSUMPTIONS, CARDS, RAMP_SECONDS, Card
+from diffquant.bench.gpu.hopper import (
+    ASSUMPTIONS,
+    CARDS,
+    CLOCK_HZ,
+    MULTIPLY_ADDS_A_CYCLE,
+    PROCESSORS,
+    RAMP_SECONDS,
+    Card,
+)
 from diffquant.family.call import AttentionCall
 from diffquant.kernels.attention.prefill import prefill
 from diffquant.kernels.attention.prefill_int8 import prefill_int8
@@ -38,6 +46,7 @@ from diffquant.kernels.cache.decode_cut import DecodeTile
 from diffquant.kernels.cache.kv_store import KVStore
 from diffquant.kernels.cache.paged import PAGE, decode_paged
 from diffquant.kernels.cache.paged import TILES as PAGED_TILES
+from diffquant.kernels.linear.gemm import TILES as GEMM_TILES
 from diffquant.kernels.linear.linear import launch as launch_linear
 from diffquant.scheme import Scheme
 
@@ -55,6 +64,12 @@ _FP16_PIPELINED, _FP16_SHORT_PIPELINED = f"{_FP16}, pipelined", f"{_FP16_SHORT},
 _CUDNN, _FLASH = "Transformer, cuDNN, 16K", "Transformer, FlashAttention-2, 16K"
 _FOUR, _TWO = "four cuDNN calls, 16K", "two cuDNN calls of 256 values, 16K"
 _DENSE, _PACKED = "dense fp16 linear", "4-bit linear"
+_GEMM, _DENSE_OF = "4-bit linear, {} tokens".format, "dense fp16 linear, {} tokens".format
+# By tokens, how many times as fast as dense fp16 Marlin's own benchmark is on a card that is not named, a stranger's run
+# of January 2024 (https://github.com/vllm-project/vllm/pull/2497); and the aim, nine tenths of it.
+_MARLIN = {32: 2.28, 64: 1.47, 128: 1.01, 256: 0.74, 512: 0.73, 1024: 0.66}
+# Dense products of 1,024 tokens in that run: 141 / 0.66 TFLOP/s, of 312 if the card is an A100, as its numbers look.
+_DENSE_SHARE = 0.69
 _CACHE = "decode, {}-bit cache".format
 _PAGES = "decode, 16-bit cache in pages"
 
@@ -78,6 +93,7 @@ AIMS = (
     Aim("P3", _SHIFT_SPECIALIZED, _FP16_SHORT_PIPELINED, 1 / 1.6),
     Aim("P4", _CACHE(4), _CACHE(16), 3.0),
     Aim("P5", _PACKED, _DENSE, 3.0),
+    *(Aim("GEMM", _GEMM(tokens), _DENSE_OF(tokens), 0.9 * marlin) for tokens, marlin in _MARLIN.items()),
 )
 
 
@@ -103,7 +119,8 @@ def paths() -> list[Path]:
         _decode(16),
         _decode(4),
         _decode_paged(),
-        _linear(),
+        _linear(1),
+        *map(_linear, _MARLIN),
     ]
 
 
@@ -122,12 +139,17 @@ def print_estimates() -> int:
 def rivals(card: Card) -> dict[str, float]:
     """Seconds of what is not ours on a card, by name."""
     dense = MODEL.hidden * MODEL.inner * 2
+    multiplied = _DENSE_SHARE * 2 * PROCESSORS * CLOCK_HZ * MULTIPLY_ADDS_A_CYCLE["16"]
     return {
         _CUDNN: attention_seconds(_LONG, 4, CUDNN),
         _FLASH: attention_seconds(_LONG, 4, FLASH_2),
         _FOUR: attention_seconds(_LONG, 8, CUDNN),
         _TWO: attention_seconds(_LONG, 6, CUDNN),
         _DENSE: dense / card.bytes_a_second + RAMP_SECONDS,
+        **{
+            _DENSE_OF(tokens): RAMP_SECONDS + max(dense / card.bytes_a_second, tokens * dense / multiplied)
+            for tokens in _MARLIN
+        },
     }
 
 
@@ -202,18 +224,25 @@ def _decode_call(bits: int, heads: int) -> Callable[[], Tensor]:
     return launch
 
 
-def _linear() -> Path:
+def _linear(tokens: int) -> Path:
     def multiply() -> Tensor:
         packed, _ = kernels.packed_weight(torch.zeros(64, MODEL.hidden, dtype=torch.float16), 4, 128)
         # Of as many rows as the layer has: nothing is read when it is compiled.
         low = packed.low[:1].expand(MODEL.inner // 16, *packed.low.shape[1:])
         packed = replace(packed, low=low, shape=(MODEL.inner, MODEL.hidden))
-        return launch_linear(torch.zeros(1, MODEL.hidden, dtype=torch.float16), packed, None)
+        return launch_linear(torch.zeros(tokens, MODEL.hidden, dtype=torch.float16), packed, None)
 
     def work(launch: Launch) -> Work:
+        codes = MODEL.hidden * MODEL.inner * (4 + 16 / 128) / 8
+        if tokens > 1:
+            # A step is a tile by 64 columns, whose x comes from the second-level cache.
+            tile = GEMM_TILES[f"gemm/sm_90/{min(tokens, 128)}"]
+            steps = ceil(tokens / tile.tokens) * MODEL.inner / tile.rows * MODEL.hidden / 64
+            moved = codes + 2 * tokens * (MODEL.hidden + MODEL.inner)
+            return Work(steps, moved, launch.programs)
         # A step of the loop is a block of 16 rows by all columns; the last to end has as many as any.
         steps = ceil(MODEL.inner / 16 / launch.programs) * launch.programs
         # Codes, and a scale of 16 bits for each 128 of them.
-        return Work(steps, MODEL.hidden * MODEL.inner * (4 + 16 / 128) / 8, launch.programs)
+        return Work(steps, codes, launch.programs)
 
-    return Path(_PACKED, multiply, work)
+    return Path(_PACKED if tokens == 1 else _GEMM(tokens), multiply, work)
