@@ -65,8 +65,8 @@ _CUDNN, _FLASH = "Transformer, cuDNN, 16K", "Transformer, FlashAttention-2, 16K"
 _FOUR, _TWO = "four cuDNN calls, 16K", "two cuDNN calls of 256 values, 16K"
 _DENSE, _PACKED = "dense fp16 linear", "4-bit linear"
 _GEMM, _DENSE_OF = "4-bit linear, {} tokens".format, "dense fp16 linear, {} tokens".format
-# By tokens, how many times as fast as dense fp16 Marlin's own benchmark is on a card that is not named, a stranger's run
-# of January 2024 (https://github.com/vllm-project/vllm/pull/2497); and the aim, nine tenths of it.
+# By tokens, how many times as fast as dense fp16 Marlin is by its own benchmark, on a card that is not named: a run
+# that was posted to https://github.com/vllm-project/vllm/pull/2497 in January 2024. The aim is nine tenths of that.
 _MARLIN = {32: 2.28, 64: 1.47, 128: 1.01, 256: 0.74, 512: 0.73, 1024: 0.66}
 # Dense products of 1,024 tokens in that run: 141 / 0.66 TFLOP/s, of 312 if the card is an A100, as its numbers look.
 _DENSE_SHARE = 0.69
