@@ -134,12 +134,15 @@ def expected_of_rounded(
     scale: float,
     mask: Mask,
     qk: Scheme,
-    **schemes: Scheme,
+    *,
+    logits: Scheme = FULL,
+    p: Scheme = FULL,
 ) -> Tensor:
     """Output [B, h, T, dv] of `naive` over queries and keys that were rounded first, each map by itself."""
     maps = [rounded_operands(x, y, mask, qk) for x, y in zip(q, k, strict=True)]
     keys = [maps[0][1]] * len(k) if k[0] is k[-1] else [y for _, y in maps]
-    return naive(AttentionCall([x for x, _ in maps], keys, v.float(), lam, scale=scale, mask=mask, **schemes)).double()
+    queries = [x for x, _ in maps]
+    return naive(AttentionCall(queries, keys, v.float(), lam, scale=scale, mask=mask, logits=logits, p=p)).double()
 
 
 def normed(out: Tensor, post: PairNorm) -> Tensor:

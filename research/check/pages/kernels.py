@@ -38,6 +38,7 @@ _ROWS = {
     "P1": "int8 QK and fp8 PV, 16K, specialized  against  Transformer, cuDNN, 16K",
     "P2: fused": "fused fp16, 16K, specialized  against  four cuDNN calls, 16K",
     "P2: the same": "fused fp16, 16K, specialized  against  two cuDNN calls of 256 values, 16K",
+    "P3: the same": "simulated 8:row, 8K, qk 8:row  against  fused fp16, 8K",
     "P3": "simulated 8:row, 8K, specialized  against  fused fp16, 8K, specialized",
     "P4": "decode, 4-bit cache  against  decode, 16-bit cache",
     "P5": "4-bit linear  against  dense fp16 linear",
@@ -55,6 +56,17 @@ def _estimated(row: str, column: str) -> list[Expected]:
 
 
 PAGE.table("aim | at least | H100 | H200 | estimate", _estimated)
+
+
+def _gemm(tokens: str, column: str) -> list[Expected]:
+    card = "H100" if column == "at least" else column
+    path = f"4-bit linear, {tokens.replace(',', '')} tokens"
+    line = re.search(rf"^{card}:\n(?:[PG].*\n)*?GEMM +([\d.]+)x +aim ([\d.]+)x.* {path}  against", _ESTIMATES, re.M)
+    assert line is not None
+    return [float(line[2] if column == "at least" else line[1])]
+
+
+PAGE.table("tokens | at least | H100 | H200", _gemm)
 
 _COMPILED = raw("compiled-kernels.json")["compiled"]
 
