@@ -235,11 +235,15 @@ def _linear(tokens: int) -> Path:
     def work(launch: Launch) -> Work:
         codes = MODEL.hidden * MODEL.inner * (4 + 16 / 128) / 8
         if tokens > 1:
-            # A step is a tile by 64 columns, whose x comes from the second-level cache.
+            # A step is a tile by 64 columns. Parts of a K that is split are of 32 bits, written and read again.
             tile = GEMM_TILES[f"gemm/sm_90/{min(tokens, 128)}"]
-            steps = ceil(tokens / tile.tokens) * MODEL.inner / tile.rows * MODEL.hidden / 64
-            moved = codes + 2 * tokens * (MODEL.hidden + MODEL.inner)
-            return Work(steps, moved, launch.programs)
+            tiles = ceil(tokens / tile.tokens) * MODEL.inner // tile.rows
+            splits = PROCESSORS // tiles or 1
+            parts, out = 4 * splits * tokens * MODEL.inner * (splits > 1), 2 * tokens * MODEL.inner
+            if launch.binary.kernel == "_add":
+                return Work(nbytes=parts + out)
+            moved = codes + 2 * tokens * MODEL.hidden + (parts or out)
+            return Work(tiles * MODEL.hidden / 64, moved, launch.programs)
         # A step of the loop is a block of 16 rows by all columns; the last to end has as many as any.
         steps = ceil(MODEL.inner / 16 / launch.programs) * launch.programs
         # Codes, and a scale of 16 bits for each 128 of them.

@@ -41,13 +41,12 @@ class GemmTile:
     stages: int
 
 
-# 64 rows are one of Hopper's products: half as many tiles of 128 would leave processors without one, or split K, and
-# adding the parts costs as much as reading the codes. Ampere's warps, with two fragments a step each, spill with 128
-# tokens.
+# 128 rows give each of 4 warps two fragments a step, on Hopper one warpgroup's; with up to 64 tokens three or
+# more blocks share a processor, so that one unpacks while another multiplies. Ampere's warps spill with 128.
 TILES = {
-    "gemm/sm_90/32": GemmTile(64, 32, 4, 3),
-    "gemm/sm_90/64": GemmTile(64, 64, 4, 3),
-    "gemm/sm_90/128": GemmTile(64, 128, 4, 3),
+    "gemm/sm_90/32": GemmTile(128, 32, 4, 3),
+    "gemm/sm_90/64": GemmTile(128, 64, 4, 3),
+    "gemm/sm_90/128": GemmTile(128, 128, 4, 3),
     "gemm/sm_80/32": GemmTile(128, 32, 4, 3),
     "gemm/sm_80/64": GemmTile(128, 64, 4, 3),
     "gemm/sm_80/128": GemmTile(128, 64, 4, 3),
