@@ -81,14 +81,14 @@ _SHIFTED = "simulated 8:row:shift, 8K, qk 8:row"
 _OF_A_STEP = rf"^{_SHIFTED}: (?:.*\n)*?  attend_rounded: .* a step: (\d+) cycles of products, (\d+) of instructions"
 PAGE.says("rounded logits take {} times as long as fused fp16", _SHIFTED_TIME / _FUSED_TIME)
 PAGE.says("a step has {} cycles of instructions beside {} of products", *reversed(_of_h100(_OF_A_STEP)))
+_GEMMS = [rf"^4-bit linear, {tokens} tokens: ([\d.]+) ms\n  _gemm: .*\n  _add: ([\d.]+) ms" for tokens in (32, 64, 128)]
+_TIMES = [[1000 * time for time in _of_h100(pattern)] for pattern in _GEMMS]
 PAGE.says(
-    "That takes {}, {} and {} µs on either card",
-    *(1000 * _of_h100(rf"^4-bit linear, {tokens} tokens: ([\d.]+) ms$")[0] for tokens in (32, 64, 128)),
+    "that launch takes {}, {} and {} of {}, {} and {} µs", *(add for _, add in _TIMES), *(whole for whole, _ in _TIMES)
 )
 PAGE.leaves("fused fp16 (aim 1.6)", "an aim")
 PAGE.leaves("to reach 69 % of the card's peak", "an assumption of the estimate")
 PAGE.leaves("3,072 columns and 8,192 rows", "a size that was chosen")
-PAGE.leaves("layers of 8,192 rows", "a size that was chosen")
 PAGE.leaves(
     "1.25 times the instructions of one of `row`", "machine code, which tests/kernels/test_decode_compiled.py bounds"
 )
