@@ -24,7 +24,15 @@ from diffquant.bench.gpu.estimate import (
     report,
     tile_steps,
 )
-from diffquant.bench.gpu.hopper import ASSUMPTIONS, CARDS, RAMP_SECONDS, Card
+from diffquant.bench.gpu.hopper import (
+    ASSUMPTIONS,
+    CARDS,
+    CLOCK_HZ,
+    MULTIPLY_ADDS_A_CYCLE,
+    PROCESSORS,
+    RAMP_SECONDS,
+    Card,
+)
 from diffquant.family.call import AttentionCall
 from diffquant.kernels.attention.prefill import prefill
 from diffquant.kernels.attention.prefill_int8 import prefill_int8
@@ -38,6 +46,7 @@ from diffquant.kernels.cache.decode_cut import DecodeTile
 from diffquant.kernels.cache.kv_store import KVStore
 from diffquant.kernels.cache.paged import PAGE, decode_paged
 from diffquant.kernels.cache.paged import TILES as PAGED_TILES
+from diffquant.kernels.linear.gemm import TILES as GEMM_TILES
 from diffquant.kernels.linear.linear import launch as launch_linear
 from diffquant.scheme import Scheme
 
@@ -45,6 +54,7 @@ MODEL = model_named("3B")
 _LONG, _SHORT, _CONTEXT, _BATCH = 16384, 8192, 16384, 8
 _COMPILED_ON = Workload(MODEL, 256, 256, 1, "float16")
 _ROW, _SHIFT = "simulated 8:row, 8K", "simulated 8:row:shift, 8K"
+_OPERANDS, _OPERANDS_SHIFT = f"{_ROW}, qk 8:row", f"{_SHIFT}, qk 8:row"
 _FP16, _FP16_SHORT, _FP8 = "fused fp16, 16K", "fused fp16, 8K", "int8 QK and fp8 PV, 16K"
 # The same with warps specialized.
 _ROW_SPECIALIZED, _SHIFT_SPECIALIZED = f"{_ROW}, specialized", f"{_SHIFT}, specialized"
@@ -54,6 +64,12 @@ _FP16_PIPELINED, _FP16_SHORT_PIPELINED = f"{_FP16}, pipelined", f"{_FP16_SHORT},
 _CUDNN, _FLASH = "Transformer, cuDNN, 16K", "Transformer, FlashAttention-2, 16K"
 _FOUR, _TWO = "four cuDNN calls, 16K", "two cuDNN calls of 256 values, 16K"
 _DENSE, _PACKED = "dense fp16 linear", "4-bit linear"
+_GEMM, _DENSE_OF = "4-bit linear, {} tokens".format, "dense fp16 linear, {} tokens".format
+# By tokens, how many times as fast as dense fp16 Marlin is by its own benchmark, on a card that is not named: a run
+# that was posted to https://github.com/vllm-project/vllm/pull/2497 in January 2024. The aim is nine tenths of that.
+_MARLIN = {32: 2.28, 64: 1.47, 128: 1.01, 256: 0.74, 512: 0.73, 1024: 0.66}
+# Dense products of 1,024 tokens in that run: 141 / 0.66 TFLOP/s, of 312 if the card is an A100, as its numbers look.
+_DENSE_SHARE = 0.69
 _CACHE = "decode, {}-bit cache".format
 _PAGES = "decode, 16-bit cache in pages"
 
@@ -69,12 +85,15 @@ AIMS = (
     Aim("P2", _FP16_PIPELINED, _TWO, 1.15),
     Aim("P3", _ROW, _FP16_SHORT, 1 / 1.6),
     Aim("P3", _SHIFT, _FP16_SHORT, 1 / 1.6),
+    Aim("P3", _OPERANDS, _FP16_SHORT, 1 / 1.6),
+    Aim("P3", _OPERANDS_SHIFT, _FP16_SHORT, 1 / 1.6),
     Aim("P3", _ROW_SPECIALIZED, _FP16_SHORT_SPECIALIZED, 1 / 1.6),
     Aim("P3", _SHIFT_SPECIALIZED, _FP16_SHORT_SPECIALIZED, 1 / 1.6),
     Aim("P3", _ROW_SPECIALIZED, _FP16_SHORT_PIPELINED, 1 / 1.6),
     Aim("P3", _SHIFT_SPECIALIZED, _FP16_SHORT_PIPELINED, 1 / 1.6),
     Aim("P4", _CACHE(4), _CACHE(16), 3.0),
     Aim("P5", _PACKED, _DENSE, 3.0),
+    *(Aim("GEMM", _GEMM(tokens), _DENSE_OF(tokens), 0.9 * marlin) for tokens, marlin in _MARLIN.items()),
 )
 
 
@@ -93,12 +112,15 @@ def paths() -> list[Path]:
         Path(_FP16_SHORT_PIPELINED, pipelined, partial(_attention, _SHORT, 128, 64)),
         _simulated(_ROW, call, "8:row", specialized=False),
         _simulated(_SHIFT, call, "8:row:shift", specialized=False),
+        _simulated(_OPERANDS, replace(call, qk=Scheme.parse("8:row")), "8:row", specialized=False),
+        _simulated(_OPERANDS_SHIFT, replace(call, qk=Scheme.parse("8:row")), "8:row:shift", specialized=False),
         _simulated(_ROW_SPECIALIZED, call, "8:row", specialized=True),
         _simulated(_SHIFT_SPECIALIZED, call, "8:row:shift", specialized=True),
         _decode(16),
         _decode(4),
         _decode_paged(),
-        _linear(),
+        _linear(1),
+        *map(_linear, _MARLIN),
     ]
 
 
@@ -117,12 +139,17 @@ def print_estimates() -> int:
 def rivals(card: Card) -> dict[str, float]:
     """Seconds of what is not ours on a card, by name."""
     dense = MODEL.hidden * MODEL.inner * 2
+    multiplied = _DENSE_SHARE * 2 * PROCESSORS * CLOCK_HZ * MULTIPLY_ADDS_A_CYCLE["16"]
     return {
         _CUDNN: attention_seconds(_LONG, 4, CUDNN),
         _FLASH: attention_seconds(_LONG, 4, FLASH_2),
         _FOUR: attention_seconds(_LONG, 8, CUDNN),
         _TWO: attention_seconds(_LONG, 6, CUDNN),
         _DENSE: dense / card.bytes_a_second + RAMP_SECONDS,
+        **{
+            _DENSE_OF(tokens): RAMP_SECONDS + max(dense / card.bytes_a_second, tokens * dense / multiplied)
+            for tokens in _MARLIN
+        },
     }
 
 
@@ -144,6 +171,9 @@ def _simulated(name: str, call: AttentionCall, scheme: str, specialized: bool) -
     }
 
     def work(launch: Launch) -> Work:
+        if launch.binary.kernel == "round_rows":
+            # Of one map's queries or keys: read, and codes written, in 16 bits each, with a scale of 32 a row.
+            return Work(nbytes=_SHORT * MODEL.pairs * (4 * MODEL.width + 4))
         return _attention(_SHORT, 128, keys_of_a_step[launch.binary.kernel], launch)
 
     rounded = replace(call, logits=Scheme.parse(scheme))
@@ -194,18 +224,29 @@ def _decode_call(bits: int, heads: int) -> Callable[[], Tensor]:
     return launch
 
 
-def _linear() -> Path:
+def _linear(tokens: int) -> Path:
     def multiply() -> Tensor:
         packed, _ = kernels.packed_weight(torch.zeros(64, MODEL.hidden, dtype=torch.float16), 4, 128)
         # Of as many rows as the layer has: nothing is read when it is compiled.
         low = packed.low[:1].expand(MODEL.inner // 16, *packed.low.shape[1:])
         packed = replace(packed, low=low, shape=(MODEL.inner, MODEL.hidden))
-        return launch_linear(torch.zeros(1, MODEL.hidden, dtype=torch.float16), packed, None)
+        return launch_linear(torch.zeros(tokens, MODEL.hidden, dtype=torch.float16), packed, None)
 
     def work(launch: Launch) -> Work:
+        codes = MODEL.hidden * MODEL.inner * (4 + 16 / 128) / 8
+        if tokens > 1:
+            # A step is a tile by 64 columns. Parts of a K that is split are of 32 bits, written and read again.
+            tile = GEMM_TILES[f"gemm/sm_90/{min(tokens, 128)}"]
+            tiles = ceil(tokens / tile.tokens) * MODEL.inner // tile.rows
+            splits = PROCESSORS // tiles or 1
+            parts, out = 4 * splits * tokens * MODEL.inner * (splits > 1), 2 * tokens * MODEL.inner
+            if launch.binary.kernel == "_add":
+                return Work(nbytes=parts + out)
+            moved = codes + 2 * tokens * MODEL.hidden + (parts or out)
+            return Work(tiles * MODEL.hidden / 64, moved, launch.programs)
         # A step of the loop is a block of 16 rows by all columns; the last to end has as many as any.
         steps = ceil(MODEL.inner / 16 / launch.programs) * launch.programs
         # Codes, and a scale of 16 bits for each 128 of them.
-        return Work(steps, MODEL.hidden * MODEL.inner * (4 + 16 / 128) / 8, launch.programs)
+        return Work(steps, codes, launch.programs)
 
-    return Path(_PACKED, multiply, work)
+    return Path(_PACKED if tokens == 1 else _GEMM(tokens), multiply, work)

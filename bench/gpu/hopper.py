@@ -104,7 +104,12 @@ def blocks_at_once(binary: Binary) -> int:
     return max(1, min(_REGISTERS // registers, by_shared, _WARPS // binary.warps))
 
 
-def step(binary: Binary) -> Step | None:
+def resident(binary: Binary, programs: int) -> int:
+    """Number of a launch's equal blocks that a multiprocessor has at a time; of unequal ones there are always more."""
+    return min(blocks_at_once(binary), ceil(programs / PROCESSORS)) if programs else blocks_at_once(binary)
+
+
+def step(binary: Binary, programs: int = 0) -> Step | None:
     """Cost of one step of a block's inner loop, without masking, or None if no loop multiplies.
 
     Warps that are specialized come in warpgroups with two loops each, the inner and the edge's.
@@ -124,7 +129,7 @@ def step(binary: Binary) -> Step | None:
         instructions += sum(loop.values()) * warps / SCHEDULERS
         special += loop.get("MUFU", 0) * warps * 32 / SPECIAL_A_CYCLE
     barriers = max(binary.barriers[i] for i in inner)
-    lone = blocks_at_once(binary) == 1
+    lone = resident(binary, programs) == 1
     hiding = min(binary.hiding[i] for i in inner)
     return Step(products, instructions, special, barriers, hiding, takes_turns=barriers > 0 and lone)
 
@@ -138,9 +143,9 @@ def seconds(binary: Binary, card: Card, steps: float, nbytes: float, programs: i
         programs: number of equal blocks, whose last wave may leave processors idle; 0 where they are unequal and
             the longest start first.
     """
-    each = step(binary)
+    each = step(binary, programs)
     computing = 0.0 if each is None else steps * each.cycles / (PROCESSORS * CLOCK_HZ)
-    slots = PROCESSORS * blocks_at_once(binary)
+    slots = PROCESSORS * resident(binary, programs)
     idle = ceil(programs / slots) * slots / programs if programs else 1.0
     ramp = RAMP_SECONDS / 2 if binary.early_loads else RAMP_SECONDS
     moving = nbytes / card.bytes_a_second + ramp

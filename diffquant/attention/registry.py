@@ -29,6 +29,7 @@ class Backend:
         logits: maps that it supports: "full", "quantized" (logits or softmax weights are rounded), or "both".
         priority: rank for "auto": among backends that serve a call, the highest computes it; 0 means that a backend
             is used only by name.
+        rounds_operands: whether it rounds queries and keys itself, of maps that are rounded as well.
         pays: rule for "auto" that says whether the backend is worth considering for a call.
     """
 
@@ -37,6 +38,7 @@ class Backend:
     refuses: Callable[[AttentionCall], str | None] = _serves_all
     logits: Literal["full", "quantized", "both"] = "full"
     priority: int = 0
+    rounds_operands: bool = False
     pays: Callable[[AttentionCall], bool] = _always
 
     def takes(self, rounds_maps: bool) -> bool:

@@ -46,6 +46,8 @@ class AttentionCall:
         post: norm over a pair's output, if there is one.
         logits: scheme to which both maps' logits are rounded; 16 bits leave them unchanged.
         p: scheme to which each map's softmax weights are rounded before they are divided by their sum.
+        qk: scheme to which the backend itself rounds queries and keys, one a map; they are rounded before the call for
+            backends that do not.
         ranges: largest logits [h], or [h + n], of a static scheme.
         meter: counts the rounded logits and the calls with rounded weights, if given.
         signal_gate: factor g of the signal map, broadcastable to [B, h, T, 1]; None means 1, as with one map.
@@ -65,6 +67,7 @@ class AttentionCall:
     post: PairNorm | None = None
     logits: Scheme = FULL
     p: Scheme = FULL
+    qk: Scheme = FULL
     ranges: Tensor | None = None
     meter: Meter | None = None
     signal_gate: Tensor | None = None
@@ -82,7 +85,7 @@ class AttentionCall:
     @property
     def rounds_maps(self) -> bool:
         """Whether something of the maps is rounded, so that they have to be computed one by one."""
-        return self.logits.quantizes or self.p.quantizes
+        return self.logits.quantizes or self.p.quantizes or self.qk.quantizes
 
     def count(self) -> None:
         """Count the call in its meter, if it has one, by what is rounded."""

@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from diffquant.attention import LogitMeter, attend
+from diffquant.attention import BACKENDS, LogitMeter, attend
 from diffquant.attention.operands import rounded_operands, rounded_values
 from diffquant.family.call import AttentionCall
 from diffquant.family.heads import HeadLayout
@@ -82,9 +82,13 @@ class PairAttention(nn.Module):
     ) -> Tensor:
         """Output [B, T, h·dv] of queries [B, query heads, T, d] over keys [B, key heads, S, d] and their values."""
         dtype = v.dtype
+        # Only a backend that is chosen by name rounds queries and keys itself.
+        named = self.backend in BACKENDS and BACKENDS[self.backend].rounds_operands
+        by_backend = named and not self.pv.quantizes and self.calls is None
         if self.qk.quantizes:
-            q, k = rounded_operands(q, k, mask, self.qk)
-            v = v.to(q.dtype)
+            if not by_backend:
+                q, k = rounded_operands(q, k, mask, self.qk)
+                v = v.to(q.dtype)
             self.qk_calls += 1
         if self.pv.quantizes:
             v = rounded_values(v, mask, self.pv)
@@ -99,6 +103,7 @@ class PairAttention(nn.Module):
             mask=mask,
             logits=self.logits,
             p=self.p,
+            qk=self.qk if by_backend else FULL,
             meter=self.meter,
             post=self.post(),
             ranges=self.logit_ranges,

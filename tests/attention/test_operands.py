@@ -1,15 +1,20 @@
 """Queries and keys rounded before Q·Kᵀ: against loops over heads and tokens in NumPy's float64, in the whole family."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from diffquant import Recipe, load
+from diffquant.attention import BACKENDS
+from diffquant.attention.naive import naive
 from diffquant.attention.operands import rounded_operands
+from diffquant.attention.registry import Backend
 from diffquant.errors import NotFiredError, UsageError
 from diffquant.evals.prefixes import shares_prefixes
 from diffquant.family.mask import Mask
-from diffquant.scheme import Scheme
+from diffquant.scheme import FULL, Scheme
 from tests.support.checkpoints import PHI4FLASH, SOURCES, write_checkpoint
 from tests.support.models import random_ids
 
@@ -119,6 +124,27 @@ def test_every_layer_has_to_round_its_operands(tmp_path):
     model(random_ids())
     model.require_fired()
     assert [attention.qk_calls for attention in model.attentions] == [0, 1]
+
+
+@pytest.mark.parametrize("name", ["diffllama", "unilm-v2"])
+def test_a_backend_that_rounds_operands_gets_them_as_they_are(tmp_path, monkeypatch, name):
+    seen = []
+
+    def compute(call):
+        seen.append(call.qk)
+        maps = [rounded_operands(q, k, call.mask, call.qk) for q, k in zip(call.q, call.k, strict=True)]
+        return naive(replace(call, q=[q for q, _ in maps], k=[k for _, k in maps], qk=FULL))
+
+    own = Backend("own", compute, logits="quantized", rounds_operands=True)
+    monkeypatch.setitem(BACKENDS, "own", own)
+    model, ids = load(write_checkpoint(tmp_path / "model", name)), random_ids(batch=2, length=13)
+    model.apply_recipe(Recipe.of(qk="4:row", logits="8:row"))
+    wanted = model(ids).logits
+    for attention in model.attentions:
+        attention.backend = "own"
+    torch.testing.assert_close(model(ids).logits, wanted, rtol=0, atol=1e-4)
+    assert seen == [Scheme.parse("4:row")] * len(model.attentions)
+    model.require_fired()
 
 
 def test_half_types_are_rounded_in_float32_and_come_back(tmp_path):

@@ -90,6 +90,14 @@ def test_the_last_wave_leaves_processors_idle():
     assert seconds(kernel, hopper.H200, 13_200, 0, 133) == pytest.approx(full * 2 * 132 / 133)
 
 
+def test_a_block_that_finds_no_other_on_its_multiprocessor_takes_turns_with_itself():
+    kernel = replace(binary([INNER], [PRODUCTS], registers=128, shared=50_000, warps=4), barriers=[2])
+    assert blocks_at_once(kernel) > 2
+    assert step(kernel, 264).cycles == step(kernel).cycles < step(kernel, 132).cycles
+    # Two side by side take as long as that many steps, and none waits for a third.
+    assert seconds(kernel, hopper.H200, 26_400, 0, 264) == seconds(kernel, hopper.H200, 26_400, 0)
+
+
 @pytest.mark.parametrize("card", hopper.CARDS, ids=lambda card: card.name)
 def test_a_card_moves_bytes_at_its_own_speed(card):
     kernel = binary([INNER], [PRODUCTS])
@@ -146,4 +154,4 @@ print(part.kernel, part.registers > 0, 0 < seconds < 1e-4)
 def test_kernels_are_compiled_through_their_launch_code_without_a_gpu():
     environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
-    assert done.stdout.splitlines() == ["[]", "_gemv True True"], done.stderr
+    assert done.stdout.splitlines() == ["[]", "_gemm True True"], done.stderr

@@ -14,7 +14,15 @@ from diffquant.kernels.attention import operator
 from diffquant.kernels.attention import prefill_simulated as module
 from diffquant.kernels.attention.prefill_simulated import prefill_simulated_refusal
 from diffquant.scheme import Scheme
-from tests.support.kernel_inputs import normed, on_call, padding, random_call, relative_error
+from tests.support.kernel_inputs import (
+    expected_of_rounded,
+    normed,
+    on_call,
+    padding,
+    random_call,
+    relative_error,
+    steps_of_two,
+)
 
 DEVICE = "cuda"
 simulated, blocked = on_call(module.prefill_simulated), on_call(in_blocks.simulated)
@@ -84,6 +92,20 @@ def test_weights_in_blocks_are_rounded_as_the_plain_form_rounds_them(generation,
     schemes = {"logits": Scheme.parse(logits), "p": Scheme.parse(text)}
     call = AttentionCall(*inputs, scale=width**-0.5, mask=Mask(), **schemes)
     assert relative_error(module.prefill_simulated(call), naive(call).double()) <= LIMITS[dtype]
+
+
+@pytest.mark.parametrize(
+    ("qk", "logits", "p"), [("8:row", "8:row", "16"), ("4:row", "16", "e4m3:row"), ("mxfp8", "16", "mxfp4")]
+)
+@pytest.mark.parametrize(("width", "dtype"), WIDTHS, ids=str)
+@pytest.mark.parametrize("generation", ["plain", "v1", "v2"])
+def test_queries_and_keys_are_rounded_as_before_the_plain_form(generation, width, dtype, qk, logits, p):
+    shape = {"width": width, "pairs": 6, "kv_pairs": 3, "dtype": dtype, "device": DEVICE}
+    inputs = steps_of_two(*random_call(generation, 100, 170, **shape), Scheme.parse(qk))
+    schemes = {"logits": Scheme.parse(logits), "p": Scheme.parse(p)}
+    call = AttentionCall(*inputs, scale=width**-0.5, mask=Mask(), qk=Scheme.parse(qk), **schemes)
+    wanted = expected_of_rounded(*inputs, width**-0.5, Mask(), Scheme.parse(qk), **schemes)
+    assert relative_error(module.prefill_simulated(call), wanted) <= LIMITS[dtype]
 
 
 @pytest.mark.parametrize("bits", range(2, 9))

@@ -35,8 +35,12 @@ PAGED = {
     "paged-v2-d64-sm_90": ("v2", 64, 90, 3.2),
     "paged-v1-d64-sm_80": ("v1", 64, 80, 2.5),
 }
-# Codes in pages, by bits.
-PACKED_PAGES = {"pages-v1-d128-int4-sm_90": ("v1", 128, 4, 90, 2.2), "pages-v2-d64-int8-sm_80": ("v2", 64, 8, 80, 4.0)}
+# Codes in pages, with scales of tokens and of blocks of keys' channels, of which each page has a part.
+PACKED_PAGES = {
+    "pages-v1-d128-int4-sm_90": ("v1", 128, Recipe.of(kv=4), 90, 2.2),
+    "pages-v1-d128-c64-int4-sm_90": ("v1", 128, Recipe.of(k="4:c64", v=4), 90, 2.8),
+    "pages-v2-d64-int8-sm_80": ("v2", 64, Recipe.of(kv=8), 80, 4.0),
+}
 APPENDED = ("v1-d64-int4-sm_90", "v2-d128-int6-sm_80")
 REGISTERS = 65_536
 # Of barriers, and of loads and stores that do not go to global memory.
@@ -54,12 +58,14 @@ def launches():
         yield name, capability, partial(decode, q, store, lam, scale=0.125)
         if name in APPENDED:
             yield f"append-{name}", capability, partial(append, store, both(generation, k), v)
-    for name, (generation, width, bits, capability, _) in PACKED_PAGES.items():
+    for name, (generation, width, recipe, capability, _) in PACKED_PAGES.items():
         q, k, v, lam = random_call(generation, 1, 1, width=width, dtype=torch.bfloat16, pairs=8, kv_pairs=2)
-        store = PagedStore(Recipe.of(kv=bits), both(generation, k), v, 1)
-        sequences = torch.zeros(1, 256, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
-        yield name, capability, partial(decode_packed_pages, q, store, *sequences, lam, scale=0.125)
-        yield f"append-{name}", capability, partial(store.append, both(generation, k), v, *sequences)
+        store = PagedStore(recipe, both(generation, k), v, 1, places=1)
+        table, lengths = torch.zeros(1, 256, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+        places = torch.zeros(1, dtype=torch.int32) if store.waits else None
+        attend = partial(decode_packed_pages, q, store, table, lengths, lam, scale=0.125, places=places)
+        yield name, capability, attend
+        yield f"append-{name}", capability, partial(store.append, both(generation, k), v, table, lengths, places)
     for name, (generation, width, capability, _) in PAGED.items():
         q, k, v, lam = random_call(generation, 1, 1, width=width, dtype=torch.bfloat16, pairs=8, kv_pairs=2)
         pages = paged(k, v, [1])
@@ -96,8 +102,8 @@ def test_shipped_configurations_unpack_cheaply_and_without_barriers():
     for name, (generation, width, capability, most) in PAGED.items():
         tile = PAGED_TILES[f"paged/sm_{capability}/{values_of(generation, width)}"]
         assert_cheap(binaries[name], name, "paged_share", generation, width, tile, most)
-    for name, (generation, width, bits, capability, most) in PACKED_PAGES.items():
-        tile = TILES[f"decode/sm_{capability}/{values_of(generation, width)}/{bits}"]
+    for name, (generation, width, recipe, capability, most) in PACKED_PAGES.items():
+        tile = TILES[f"decode/sm_{capability}/{values_of(generation, width)}/{recipe.k.bits}"]
         assert_cheap(binaries[name], name, "packed_pages_share", generation, width, tile, most)
     for name in (*APPENDED, *PACKED_PAGES):
         (kernel,) = binaries[f"append-{name}"]

@@ -49,6 +49,9 @@ SELECTED: dict[str, Callable[[Parameters], bool]] = {
     "test_simulated.py::test_weights_in_blocks_are_rounded_as_the_plain_form_rounds_them": lambda p: (
         (p["generation"], p["width"], p["logits"]) in (("v1", 64, "16"), ("v2", 128, "8:row"))
     ),
+    "test_simulated.py::test_queries_and_keys_are_rounded_as_before_the_plain_form": lambda p: (
+        (p["generation"], p["width"], p["qk"]) in (("v1", 64, "8:row"), ("v2", 128, "4:row"), ("plain", 64, "mxfp8"))
+    ),
     "test_decode.py::test_what_is_stored_are_the_codes_of_numbers": lambda p: len(p["chunks"]) == 5,
     "test_decode.py::test_what_a_query_sees": lambda p: p["keys"] in (1, 3) or p["mask"].window,
     "test_decode.py::test_pairs_that_share_a_noise_head_read_it_once": lambda _: True,

@@ -1,6 +1,7 @@
 """Random calls of the attention kernels, and the results the plain form gives for them in float64."""
 
 from collections.abc import Callable, Sequence
+from math import ceil, log2
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from diffquant.attention import LogitMeter
 from diffquant.attention.naive import naive
+from diffquant.attention.operands import rounded_operands
 from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
@@ -82,11 +84,12 @@ def on_call(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
         mask: Mask = CAUSAL,
         post: PairNorm | None = None,
         scheme: Scheme = FULL,
+        qk: Scheme = FULL,
         meter: LogitMeter | None = None,
         **options: Any,
     ) -> Tensor:
         return kernel(
-            AttentionCall(q, k, v, lam, scale=scale, mask=mask, post=post, logits=scheme, p=FULL, meter=meter),
+            AttentionCall(q, k, v, lam, scale=scale, mask=mask, post=post, logits=scheme, p=FULL, qk=qk, meter=meter),
             **options,
         )
 
@@ -107,6 +110,39 @@ def expected(
     wide = [x.double() for x in q], [x.double() for x in k], v.double(), None if lam is None else lam.double()
     out = naive(AttentionCall(*wide, scale=scale, mask=mask))
     return out if post is None else normed(out, post)
+
+
+def steps_of_two(
+    q: Sequence[Tensor], k: Sequence[Tensor], v: Tensor, lam: Tensor | None, qk: Scheme
+) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor | None]:
+    """A call whose queries and keys have scales that are powers of two, one a token and head."""
+
+    def with_largest(x: Tensor) -> Tensor:
+        x = x.clamp(-3.4, 3.4)
+        x[..., 5] = 4.0 if qk.format.block else qk.format.largest * 2.0 ** (2 - ceil(log2(qk.format.largest)))
+        return x
+
+    changed = {id(x): with_largest(x.clone()) for x in (*q, *k)}
+    return [changed[id(x)] for x in q], [changed[id(x)] for x in k], v, lam
+
+
+def expected_of_rounded(
+    q: Sequence[Tensor],
+    k: Sequence[Tensor],
+    v: Tensor,
+    lam: Tensor | None,
+    scale: float,
+    mask: Mask,
+    qk: Scheme,
+    *,
+    logits: Scheme = FULL,
+    p: Scheme = FULL,
+) -> Tensor:
+    """Output [B, h, T, dv] of `naive` over queries and keys that were rounded first, each map by itself."""
+    maps = [rounded_operands(x, y, mask, qk) for x, y in zip(q, k, strict=True)]
+    keys = [maps[0][1]] * len(k) if k[0] is k[-1] else [y for _, y in maps]
+    queries = [x for x, _ in maps]
+    return naive(AttentionCall(queries, keys, v.float(), lam, scale=scale, mask=mask, logits=logits, p=p)).double()
 
 
 def normed(out: Tensor, post: PairNorm) -> Tensor:

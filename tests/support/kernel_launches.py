@@ -33,6 +33,7 @@ def _prefill() -> Iterator[tuple[str, Call]]:
         "int8 QK, fp16 PV": partial(on_call(prefill_int8), pv="fp16"),
         "int8 QK, fp8 PV": partial(on_call(prefill_int8), pv="fp8"),
         "simulated logits": simulated,
+        "simulated logits of rounded operands": partial(simulated, qk=Scheme.parse("8:row")),
         "warp-specialized": partial(on_call(prefill_specialized), bits=16),
         "warp-specialized, pipelined": partial(on_call(prefill_specialized), bits=16, pipelined=True),
         "warp-specialized, fp8": partial(on_call(prefill_specialized), bits=8),
@@ -69,6 +70,11 @@ def _decode() -> Iterator[tuple[str, Call]]:
             attend = partial(decode_packed_pages, q, packed, pages[2], lengths, lam, scale=0.125)
             yield f"paged {bits} bits, {family} 128", attend
         yield f"append to pages 4 bits, {family} 128", partial(packed.append, keys, v, pages[2], lengths)
+        for bits in (8, 6, 4):
+            blocks = PagedStore(Recipe.of(k=f"{bits}:c64", v=bits, residual=64), keys, v, 256, places=1)
+            attend = partial(decode_packed_pages, q, blocks, pages[2], lengths, lam, scale=0.125, places=lengths)
+            yield f"paged {bits}:c64 keys, {family} 128", attend
+        yield f"append to pages 4:c64 keys, {family} 128", partial(blocks.append, keys, v, pages[2], lengths, lengths)
 
 
 def _linear() -> Iterator[tuple[str, Call]]:

@@ -9,6 +9,7 @@ from torch import Tensor
 from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
 from diffquant.kernels.cache.packed_pages import PagedStore
+from diffquant.recipe import Recipe
 from tests.support.kernel_inputs import expected
 
 PAGE = 16
@@ -99,7 +100,30 @@ def shuffled_table(lengths: Sequence[int], device: torch.device | str, spare: in
     return table.to(device)[:, :columns], len(order)
 
 
-def fill(store: PagedStore, k: Tensor, v: Tensor, table: Tensor, lengths: Sequence[int], chunks: Sequence[int]) -> None:
+def poisoned_store(
+    recipe: Recipe, k: Tensor, v: Tensor, pages: int, sequences: int
+) -> tuple[PagedStore, Tensor | None]:
+    """Pages and rings that hold NaN and the largest codes until something is stored, and each sequence's ring."""
+    waits = bool(recipe.residual or recipe.k.sharing.tokens > 1)
+    store = PagedStore(recipe, k, v, pages, places=sequences + 1 if waits else 0)
+    for side in (store.keys, store.values):
+        side.codes.fill_(-1)
+        side.top.fill_(-1)
+        side.scales.fill_(torch.nan)
+        side.recent.fill_(torch.nan)
+    places = torch.arange(sequences, 0, -1, dtype=torch.int32, device=v.device)
+    return store, places if waits else None
+
+
+def fill(
+    store: PagedStore,
+    k: Tensor,
+    v: Tensor,
+    table: Tensor,
+    lengths: Sequence[int],
+    chunks: Sequence[int],
+    places: Tensor | None = None,
+) -> None:
     """Append the first tokens of [B, H, S, w], `chunks` at a time and then the rest."""
     done = 0
     most = max(lengths)
@@ -113,7 +137,8 @@ def fill(store: PagedStore, k: Tensor, v: Tensor, table: Tensor, lengths: Sequen
             if end > done:
                 own = slice(sequence, sequence + 1)
                 total = torch.tensor([end], dtype=torch.int32, device=v.device)
-                store.append(k[own, :, done:end], v[own, :, done:end], table[own], total)
+                ring = None if places is None else places[own]
+                store.append(k[own, :, done:end], v[own, :, done:end], table[own], total, ring)
         done = stop
 
 

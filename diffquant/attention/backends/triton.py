@@ -55,7 +55,9 @@ def _is_worth_fusing(call: AttentionCall) -> bool:
 
 
 register(_backend("triton", "prefill", priority=30, pays=_is_worth_fusing))
-register(_backend("triton-simulated", "prefill_simulated", False, logits="quantized", priority=30))
+register(
+    _backend("triton-simulated", "prefill_simulated", False, logits="quantized", priority=30, rounds_operands=True)
+)
 # Used only by name: they are faster, but about 1 % off the model's result, and some percent with P·V in
 # fp8 too.
 register(_backend("triton-int8", "prefill_int8", "fp16"))

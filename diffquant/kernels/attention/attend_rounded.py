@@ -9,7 +9,7 @@ import triton.language as tl
 
 from diffquant.kernels.attention.online import load_rows, pair_norm, to_float16, valid_range
 from diffquant.kernels.attention.tiles import key_blocks, seen_by
-from diffquant.kernels.attention.weight_blocks import inverse_unit, rounded_in_blocks, to_float
+from diffquant.kernels.attention.weight_blocks import TOP_EXPONENT, inverse_unit, rounded_in_blocks, to_float
 
 # Adding and subtracting 1.5·2^23 rounds a float32 to an integer, half to even.
 _ROUND = tl.constexpr(12582912.0)
@@ -25,11 +25,15 @@ def _quotient(x, step, inverse):
 # Lengths change from call to call: a kernel for each that is or is not a multiple of 16 would gain nothing.
 @triton.jit(do_not_specialize=["T", "S", "window"])
 def extremes(
-    q1, q2, k1, k2, starts, ends, top, bottom, q_strides, k_strides, heads, group, T, S, window, scale,
+    q1, q2, k1, k2, q_steps, k_steps, k_maps, starts, ends, top, bottom, q_strides, k_strides,
+    heads, group, T, S, window, scale,
     MAPS: tl.constexpr, CAUSAL: tl.constexpr, DESCRIBED: tl.constexpr, D: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Largest and smallest visible logit of each query of a tile; 0 and 0 where it sees none. The scale is positive."""
+    """Largest and smallest visible logit of each query of a tile; 0 and 0 where it sees none. The scale is positive.
+
+    With `q_steps` and `k_steps`, queries and keys are codes: theirs are the scales of a map's tokens.
+    """
     tiles = tl.cdiv(T, BM)
     tile = tiles - 1 - tl.program_id(0) % tiles
     map_of_pair = tl.program_id(0) // tiles
@@ -45,30 +49,49 @@ def extremes(
     k += tl.cast(start, tl.int64) * k_strides[2]
     if DESCRIBED:
         k = tl.make_tensor_descriptor(k, [valid, D], [k_strides[2], 1], [BN, D])
+    row = map_of_pair.to(tl.int64) * T + query
+    if k_steps is not None:
+        scale *= tl.load(q_steps + row, mask=query < T, other=1.0)
+        k_steps += _key_row(sequence, head // group, heads // group, own, k_maps, S) + start
     high = tl.full([BM], -float("inf"), tl.float32)
     low = tl.full([BM], float("inf"), tl.float32)
     if window is not None:
         high, low = _extremes_among(
-            high, low, q, k, k_strides[2], begin, inner, first, last, valid, True, DESCRIBED, D, BN
+            high, low, q, k, k_steps, k_strides[2], begin, inner, first, last, valid, True, DESCRIBED, D, BN
         )
     high, low = _extremes_among(
-        high, low, q, k, k_strides[2], inner, outer, first, last, valid, False, DESCRIBED, D, BN
+        high, low, q, k, k_steps, k_strides[2], inner, outer, first, last, valid, False, DESCRIBED, D, BN
     )
-    high, low = _extremes_among(high, low, q, k, k_strides[2], outer, stop, first, last, valid, True, DESCRIBED, D, BN)
-    row = map_of_pair.to(tl.int64) * T + query
+    high, low = _extremes_among(
+        high, low, q, k, k_steps, k_strides[2], outer, stop, first, last, valid, True, DESCRIBED, D, BN
+    )
     # Rounding keeps order: the largest product is the largest once it is scaled, too.
     tl.store(top + row, tl.where(first < last, high * scale, 0.0), mask=query < T)
     tl.store(bottom + row, tl.where(first < last, low * scale, 0.0), mask=query < T)
 
 
 @triton.jit
+def _key_row(sequence, head, heads, own, maps, S):
+    """Place of a head's scales among those of keys [B, heads, maps, S], which two maps may share."""
+    return ((sequence * heads + head) * maps + tl.minimum(own, maps - 1)) * S
+
+
+@triton.jit
+def _times_steps(products, k_steps, n, BN: tl.constexpr):
+    """Products of codes times the keys' scales, where they have any, which a tile may read beyond the last key's."""
+    if k_steps is not None:
+        products *= tl.load(k_steps + n + tl.arange(0, BN))[None, :]
+    return products
+
+
+@triton.jit
 def _extremes_among(
-    high, low, q, k, k_stride, begin, stop, first, last, valid,
+    high, low, q, k, k_steps, k_stride, begin, stop, first, last, valid,
     MASKED: tl.constexpr, DESCRIBED: tl.constexpr, D: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     for n in tl.range(begin, stop, BN):
         rows = load_rows(k, n, 0, valid, k_stride, BN, D, DESCRIBED, MASKED)
-        logits = tl.dot(q, rows.T)
+        logits = _times_steps(tl.dot(q, rows.T), k_steps, n, BN)
         if MASKED:
             key = (n + tl.arange(0, BN))[None, :]
             seen = (key >= first[:, None]) & (key < last[:, None])
@@ -82,14 +105,14 @@ def _extremes_among(
 
 @triton.jit(do_not_specialize=["T", "S", "window"])
 def attend_rounded(
-    q1, q2, k1, k2, v, lam, starts, ends, weight, top, steps, out, parked, clipped,
+    q1, q2, k1, k2, q_steps, k_steps, k_maps, v, lam, starts, ends, weight, top, steps, out, parked, clipped,
     q_strides, k_strides, v_strides, lam_strides, out_strides,
     heads, group, T, S, window, scale, log2e, levels, weight_step, eps, factor,
     MAPS: tl.constexpr, CAUSAL: tl.constexpr, LOGITS: tl.constexpr, SHIFT: tl.constexpr,
     WEIGHTS: tl.constexpr, BLOCKS: tl.constexpr, FULL_SUM: tl.constexpr, NORM: tl.constexpr, DESCRIBED: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, HALVES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Attention of one tile of BM queries of one pair, a map after the other.
+    """Attention of one tile of BM queries of one pair, a map after the other; queries and keys as `extremes` has them.
 
     LOGITS are rounded to codes, or left. WEIGHTS, unnormalized and 1 at a row's largest logit, become codes of
     `weight_step`: integers ("int") or e4m3 numbers ("e4m3"), or floats of `BLOCK_FORMATS`' entry BLOCKS ("blocks"), or
@@ -120,6 +143,11 @@ def attend_rounded(
         row = (pair * MAPS + own).to(tl.int64) * T + query
         largest = tl.load(top + row, mask=query < T, other=0.0)
         step = tl.load(steps + row, mask=query < T, other=1.0)
+        factor_of = scale
+        of_keys = k_steps
+        if k_steps is not None:
+            factor_of = (scale * tl.load(q_steps + row, mask=query < T, other=1.0))[:, None]
+            of_keys += _key_row(sequence, head // group, heads // group, own, k_maps, S) + start
         inverse = tl.div_rn(1.0, step)
         # Shifted logits are at most 0. Others reach the code of their row's largest.
         code = tl.zeros([BM], tl.float32)
@@ -131,18 +159,18 @@ def attend_rounded(
         below = tl.zeros([BM], tl.int32)
         if window is not None:
             left, right, total, below = _attend_among(
-                left, right, total, below, q, k, values, k_strides[2], v_strides[2], begin, inner, first, last, valid,
-                scale, largest, step, inverse, code, log2e, levels, weight_step,
+                left, right, total, below, q, k, of_keys, values, k_strides[2], v_strides[2], begin, inner,
+                first, last, valid, factor_of, largest, step, inverse, code, log2e, levels, weight_step,
             True, LOGITS, SHIFT, WEIGHTS, BLOCKS, FULL_SUM, DESCRIBED, D, DH, HALVES, BN,
             )  # fmt: skip
         left, right, total, below = _attend_among(
-            left, right, total, below, q, k, values, k_strides[2], v_strides[2], inner, outer, first, last, valid,
-            scale, largest, step, inverse, code, log2e, levels, weight_step,
+            left, right, total, below, q, k, of_keys, values, k_strides[2], v_strides[2], inner, outer,
+            first, last, valid, factor_of, largest, step, inverse, code, log2e, levels, weight_step,
             False, LOGITS, SHIFT, WEIGHTS, BLOCKS, FULL_SUM, DESCRIBED, D, DH, HALVES, BN,
         )  # fmt: skip
         left, right, total, below = _attend_among(
-            left, right, total, below, q, k, values, k_strides[2], v_strides[2], outer, stop, first, last, valid,
-            scale, largest, step, inverse, code, log2e, levels, weight_step,
+            left, right, total, below, q, k, of_keys, values, k_strides[2], v_strides[2], outer, stop,
+            first, last, valid, factor_of, largest, step, inverse, code, log2e, levels, weight_step,
             True, LOGITS, SHIFT, WEIGHTS, BLOCKS, FULL_SUM, DESCRIBED, D, DH, HALVES, BN,
         )  # fmt: skip
         if SHIFT:
@@ -166,7 +194,7 @@ def attend_rounded(
 
 @triton.jit
 def _attend_among(
-    left, right, total, below, q, k, values, k_stride, v_stride, begin, stop, first, last, valid, scale,
+    left, right, total, below, q, k, k_steps, values, k_stride, v_stride, begin, stop, first, last, valid, scale,
     largest, step, inverse, code, log2e, levels, weight_step,
     MASKED: tl.constexpr, LOGITS: tl.constexpr, SHIFT: tl.constexpr, WEIGHTS: tl.constexpr, BLOCKS: tl.constexpr,
     FULL_SUM: tl.constexpr,
@@ -177,7 +205,7 @@ def _attend_among(
     floor = (-(levels + 0.5) * step)[:, None]
     for n in tl.range(begin, stop, BN):
         rows = load_rows(k, n, 0, valid, k_stride, BN, D, DESCRIBED, MASKED)
-        logits = tl.dot(q, rows.T) * scale
+        logits = _times_steps(tl.dot(q, rows.T), k_steps, n, BN) * scale
         if SHIFT or not LOGITS:
             logits -= largest[:, None]
         if LOGITS:
@@ -207,7 +235,7 @@ def _attend_among(
         elif WEIGHTS == "e4m3":
             p = to_float(p, 3, -6)
         elif WEIGHTS == "blocks":
-            p = rounded_in_blocks(p, BLOCKS)
+            p = rounded_in_blocks(p, BLOCKS, TOP_EXPONENT)
         if not FULL_SUM:
             total += tl.sum(p, 1)
         p = p.to(q.dtype)

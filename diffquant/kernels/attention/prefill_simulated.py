@@ -17,6 +17,7 @@ from diffquant.kernels.arguments import call_refusal, widths_refusal
 from diffquant.kernels.attention.attend_rounded import attend_rounded, extremes
 from diffquant.kernels.attention.operator import Operands, as_operator
 from diffquant.kernels.attention.prefill_specialized import launch_specialized, specialized_refusal
+from diffquant.kernels.attention.round_operands import operands_refusal, rounded_rows
 from diffquant.kernels.attention.weight_blocks import BLOCK_FORMATS
 from diffquant.kernels.configs import AttentionTile, choose
 from diffquant.kernels.descriptors import allow_descriptors, describable
@@ -35,12 +36,13 @@ GRANULARITIES = ("tensor", "head", "pair", "row")
 
 
 def prefill_simulated(call: AttentionCall, specialized: bool = False) -> Tensor:
-    """Attention of a call whose logits or weights are rounded to its schemes' codes; its meter counts on the device.
+    """Attention of a call whose maps or operands are rounded to its schemes' codes; its meter counts on the device.
 
     Args:
         call: one map or two of float16 or bfloat16, d 64 or 128, dv = d or 2d, a scale of 0 or more; logits at 2 to 8
             bits per tensor, head, pair or row, softmax weights at 2 to 8 bits or e4m3 per row, or in a format of
-            `BLOCK_FORMATS` where all sequences begin at the first key.
+            `BLOCK_FORMATS` where all sequences begin at the first key. Queries and keys at `qk` as `operands_refusal`
+            has them.
         specialized: whether the second launch specializes its warps, on Hopper.
 
     Returns:
@@ -53,9 +55,9 @@ def prefill_simulated(call: AttentionCall, specialized: bool = False) -> Tensor:
         raise UsageError(f"simulated logits take a scale that is not negative, got {call.scale}")
     if reason := _unsupported(call, specialized):
         raise UsageError(f"simulated logits: {reason}")
-    scheme, weights = call.logits, str(call.p) if call.p.quantizes else ""
+    scheme, weights, qk = call.logits, *(str(x) if x.quantizes else "" for x in (call.p, call.qk))
     out: Tensor
-    out, largest, clipped = _operator(call, scheme.bits, scheme.granularity, scheme.shift, weights, specialized)
+    out, largest, clipped = _operator(call, scheme.bits, scheme.granularity, scheme.shift, weights, qk, specialized)
     call.count()
     if call.meter is not None and scheme.quantizes:
         call.meter.count(_visible_entries(call) * call.pairs * call.maps, clipped.sum())
@@ -77,6 +79,10 @@ def _unsupported(call: AttentionCall, specialized: bool) -> str | None:
         return "16 bits are not quantized; use a kernel without simulation"
     if call.p.quantizes and (reason := _weights_refusal(call, specialized)):
         return f"softmax weights at {call.p}: {reason}"
+    if call.qk.quantizes:
+        reason = "the kernel with specialized warps rounds logits alone" if specialized else operands_refusal(call.qk)
+        if reason is not None:
+            return f"queries and keys at {call.qk}: {reason}"
     if not scheme.quantizes:
         return call_refusal(call) or widths_refusal(call.q[0], call.v)
     if scheme.format.integer_refusal:
@@ -112,13 +118,13 @@ def _kind_of(weights: Scheme) -> str:
 
 
 def _launch(
-    x: Operands, bits: int, granularity: str, shift: bool, weights: str, specialized: bool
+    x: Operands, bits: int, granularity: str, shift: bool, weights: str, qk: str, specialized: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output of `prefill_simulated`, and what a meter counts.
 
     Args:
         bits, granularity, shift: the logits' scheme; 16 bits for logits as they are.
-        weights: scheme of the softmax weights; "" for weights as they are.
+        weights, qk: schemes of the softmax weights, and of queries and keys; "" where they are as they are.
 
     Returns:
         The output; the largest magnitudes of logits that share a scale, [B, h, maps, T] with shared axes of size 1;
@@ -140,7 +146,12 @@ def _launch(
         "FULL_SUM": scheme.fullsum,
     }
     weight_step = float(weight_scale(scheme.format, scheme.pow2)) if scheme.granularity == "row" else 1.0
-    k = x.k * (maps // len(x.k))
+    k, k_maps = x.k, len(x.k)
+    q_steps = k_steps = None
+    if qk:
+        with torch.cuda.device_of(v):
+            (q, q_steps), (k, k_steps) = (rounded_rows(rows, Scheme.parse(qk)) for rows in (q, k))
+    k = k * (maps // k_maps)
     device_kind = device_class(v.device)
     described = device_kind == "sm_90"
     if described:
@@ -153,7 +164,7 @@ def _launch(
         if described:
             allow_descriptors()
         extremes[(triton.cdiv(length, tile.queries) * batch * heads * maps,)](
-            q[0], q[-1], k[0], k[-1], x.starts, x.ends, top, bottom,
+            q[0], q[-1], k[0], k[-1], q_steps, k_steps, k_maps, x.starts, x.ends, top, bottom,
             q[0].stride()[:3], k[0].stride()[:3], *lengths, x.scale,
             MAPS=maps, CAUSAL=True, DESCRIBED=described, D=width, BM=tile.queries, BN=tile.keys,
             num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
@@ -176,8 +187,8 @@ def _launch(
             )  # fmt: skip
         else:
             attend_rounded[(triton.cdiv(length, tile.queries) * batch * heads,)](
-                q[0], q[-1], k[0], k[-1], v, lam, x.starts, x.ends, x.weight, top, scales, out, parked,
-                clipped, *strides, *lengths, x.scale, log2(e), 2**bits - 1, weight_step, x.eps, x.factor,
+                q[0], q[-1], k[0], k[-1], q_steps, k_steps, k_maps, v, lam, x.starts, x.ends, x.weight, top, scales,
+                out, parked, clipped, *strides, *lengths, x.scale, log2(e), 2**bits - 1, weight_step, x.eps, x.factor,
                 MAPS=maps, CAUSAL=True, **of_weights, SHIFT=shift, NORM=x.normed, DESCRIBED=described,
                 D=width, DV=value_width,
                 HALVES=2 if value_width > tile.queries and not described else 1, BM=tile.queries, BN=tile.keys,
@@ -195,7 +206,7 @@ def _empty(out: Tensor, q: list[Tensor], _bits: int, granularity: str, *_: objec
 _operator = as_operator(
     "simulated_logits",
     _launch,
-    ", int bits, str granularity, bool shift, str weights, bool specialized",
+    ", int bits, str granularity, bool shift, str weights, str qk, bool specialized",
     "(Tensor, Tensor, Tensor)",
     _empty,
 )

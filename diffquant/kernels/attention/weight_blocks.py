@@ -25,7 +25,7 @@ BLOCK_FORMATS = {
 }
 # NVFP4's scale of a tensor whose largest number is 1, and the block scale of zeros.
 _DIVISOR, _OF_ZEROS = tl.constexpr(448.0 * 6.0), tl.constexpr(0.125)
-_TOP_EXPONENT = tl.constexpr(14)
+TOP_EXPONENT = tl.constexpr(14)
 
 
 @triton.constexpr_function
@@ -55,12 +55,15 @@ def to_float(x, MANTISSA: tl.constexpr, LOWEST: tl.constexpr):
 @triton.jit
 def inverse_unit(FORMAT: tl.constexpr):
     """Number of units of rounded weights in 1."""
-    return 2.0**_TOP_EXPONENT if FORMAT[4] > 0 else _DIVISOR
+    return 2.0**TOP_EXPONENT if FORMAT[4] > 0 else _DIVISOR
 
 
 @triton.jit
-def rounded_in_blocks(p, FORMAT: tl.constexpr):
-    """Weights [rows, keys] in [0, 1] as an entry of `BLOCK_FORMATS` rounds them, in units."""
+def rounded_in_blocks(p, FORMAT: tl.constexpr, TOP: tl.constexpr):
+    """Weights [rows, keys] in [0, 1] as an entry of `BLOCK_FORMATS` rounds them, in units.
+
+    Of MX formats a unit is 2^-TOP: with 0 any magnitudes are rounded.
+    """
     SIZE: tl.constexpr = FORMAT[0]
     ROWS: tl.constexpr = p.shape[0]
     KEYS: tl.constexpr = p.shape[1]
@@ -74,7 +77,7 @@ def rounded_in_blocks(p, FORMAT: tl.constexpr):
         exponent = tl.maximum(exponent, 1)
         # Both are powers of two: products with them are exact.
         inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-        unit = ((exponent + _TOP_EXPONENT) << 23).to(tl.float32, bitcast=True)
+        unit = ((exponent + TOP) << 23).to(tl.float32, bitcast=True)
         ratio = blocks * inverse[:, :, None]
     else:
         # 448 is the largest e4m3 number, and the largest weight is 1.

@@ -67,13 +67,7 @@ def _launch(
     batch, k_heads, tokens, width = k.shape
     v_heads, value_width = v.shape[1], v.shape[3]
     k_ring, v_ring = (side[3].shape[2] * FRAGMENT for side in (keys, values))
-    rings = [ring for ring in (k_ring, v_ring) if ring]
-    # More tokens than a window holds might be written over others that are still to be packed.
-    phases = [(True, True)] if not rings or tokens <= min(rings) else [(True, False), (False, True)]
-    steps = max(
-        _most_packed_steps(tokens, k_block) + _most_waiting_steps(tokens, k_ring, k_block),
-        _most_packed_steps(tokens, 1) + _most_waiting_steps(tokens, v_ring, 1),
-    )
+    steps, phases = append_launches(tokens, k_block, k_ring, v_ring)
     with torch.cuda.device_of(k):
         for packs, keeps in phases:
             append_tokens[(steps * batch * (k_heads + v_heads),)](
@@ -91,6 +85,17 @@ _op = torch.library.custom_op("diffquant::append", _launch, mutates_args=("keys"
 @_op.register_fake
 def _(*_args: object) -> None:
     return None
+
+
+def append_launches(tokens: int, k_block: int, k_ring: int, v_ring: int) -> tuple[int, list[tuple[bool, bool]]]:
+    """Steps that a head's tokens take wherever they begin, and of each launch whether it packs and whether it keeps."""
+    steps = max(
+        _most_packed_steps(tokens, k_block) + _most_waiting_steps(tokens, k_ring, k_block),
+        _most_packed_steps(tokens, 1) + _most_waiting_steps(tokens, v_ring, 1),
+    )
+    # More tokens than a window holds might be written over others that are still to be packed.
+    fits = all(tokens <= ring for ring in (k_ring, v_ring) if ring)
+    return steps, [(True, True)] if fits else [(True, False), (False, True)]
 
 
 def _tokens_a_step(block: int) -> int:

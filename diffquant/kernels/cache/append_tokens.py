@@ -10,6 +10,7 @@ import triton.language as tl
 
 from diffquant.kernels.cache.kv_layout import channels_in_word, field_channels, packed_tokens, place, stored_head
 from diffquant.kernels.cache.kv_store import TOKENS_A_STEP
+from diffquant.kernels.cache.paged_rows import PAGE
 
 _TOKENS_A_STEP = tl.constexpr(TOKENS_A_STEP)
 
@@ -34,16 +35,20 @@ def append_tokens(
     # A replayed graph may go on beyond the capacity; what does not fit is dropped.
     total = tl.minimum(length + tokens, capacity)
     if head < k_heads:
-        _store_step(
+        own = sequence * k_heads + head
+        codes, top, scales = stored_head(KCodes, KTop, KScales, own, capacity, K_BITS, K_BLOCK, WIDTH)
+        store_step(
             K + sequence * k_stride[0] + head * k_stride[1], k_stride[2], k_stride[3],
-            KCodes, KTop, KScales, KRecent, sequence * k_heads + head, index, length, total, tokens, k_floor, capacity,
+            codes, top, scales, KRecent + own * K_RING * WIDTH, None, 0, index, length, total, tokens, k_floor,
             K_BITS, K_BLOCK, K_RING, RESIDUAL, WIDTH, K_LIMIT, False, PACKS, KEEPS,
         )  # fmt: skip
     else:
         head -= k_heads
-        _store_step(
+        own = sequence * v_heads + head
+        codes, top, scales = stored_head(VCodes, VTop, VScales, own, capacity, V_BITS, 1, VALUE_WIDTH)
+        store_step(
             V + sequence * v_stride[0] + head * v_stride[1], v_stride[2], v_stride[3],
-            VCodes, VTop, VScales, VRecent, sequence * v_heads + head, index, length, total, tokens, v_floor, capacity,
+            codes, top, scales, VRecent + own * V_RING * VALUE_WIDTH, None, 0, index, length, total, tokens, v_floor,
             V_BITS, 1, V_RING, RESIDUAL, VALUE_WIDTH, V_LIMIT, True, PACKS, KEEPS,
         )  # fmt: skip
     if KEEPS:
@@ -56,12 +61,15 @@ def append_tokens(
 
 
 @triton.jit
-def _store_step(
-    New, token_stride, channel_stride, Codes, Top, Scales, Recent, head, index, length, total, tokens, floor, capacity,
+def store_step(
+    New, token_stride, channel_stride, Codes, Top, Scales, Recent, Table, heads, index, length, total, tokens, floor,
     BITS: tl.constexpr, BLOCK: tl.constexpr, RING: tl.constexpr, RESIDUAL: tl.constexpr, WIDTH: tl.constexpr,
     LIMIT: tl.constexpr, TRANSPOSED: tl.constexpr, PACKS: tl.constexpr, KEEPS: tl.constexpr,
 ):  # fmt: skip
-    """Pack a step of tokens and put new ones into the slots of the window that held them."""
+    """Pack a step of a head's tokens and put new ones into the slots of the window that held them.
+
+    With a Table of a sequence's pages, of `heads` heads each, Codes, Top and Scales point to the head in the first.
+    """
     STEP: tl.constexpr = BLOCK if BLOCK > 1 else _TOKENS_A_STEP
     packed = packed_tokens(length, floor, BITS, BLOCK, RESIDUAL)
     packing = packed_tokens(total, floor, BITS, BLOCK, RESIDUAL)
@@ -72,10 +80,9 @@ def _store_step(
     begin = step * STEP
     packs = (begin + STEP > packed) & (begin < packing)
     if PACKS and leaves & packs:
-        codes, top, scales = stored_head(Codes, Top, Scales, head, capacity, BITS, BLOCK, WIDTH)
-        pack_step(
-            New, token_stride, channel_stride, codes, top, scales, Recent + head * RING * WIDTH,
-            begin, packed, packing, length, BITS, BLOCK, RING, WIDTH, LIMIT, TRANSPOSED, STEP,
+        _pack_step(
+            New, token_stride, channel_stride, Codes, Top, Scales, Recent, Table, heads, begin, packed, packing, length,
+            BITS, BLOCK, RING, WIDTH, LIMIT, TRANSPOSED, STEP,
         )  # fmt: skip
     if KEEPS and RING:
         # A packed step's slots are free only now, and their owner alone writes to them.
@@ -86,13 +93,13 @@ def _store_step(
             column = tl.arange(0, WIDTH)[None, :]
             new = ((token >= kept) & (token < total))[:, None]
             source = New + (token - length).to(tl.int64)[:, None] * token_stride + column * channel_stride
-            slot = Recent + head * RING * WIDTH + place((token % RING)[:, None], column, WIDTH, 1, TRANSPOSED)
+            slot = Recent + place((token % RING)[:, None], column, WIDTH, 1, TRANSPOSED)
             tl.store(slot, tl.load(source, mask=new), mask=new)
 
 
 @triton.jit
-def pack_step(
-    New, token_stride, channel_stride, Codes, Top, Scales, Recent, begin, packed, packing, length,
+def _pack_step(
+    New, token_stride, channel_stride, Codes, Top, Scales, Recent, Table, heads, begin, packed, packing, length,
     BITS: tl.constexpr, BLOCK: tl.constexpr, RING: tl.constexpr, WIDTH: tl.constexpr, LIMIT: tl.constexpr,
     TRANSPOSED: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
@@ -107,6 +114,13 @@ def pack_step(
     new = New + (token - length).to(tl.int64)[:, None] * token_stride
     slot = (token % RING if RING else token)[:, None]
     at = place(token[:, None], first, WIDTH, FIELDS, TRANSPOSED)
+    channel_scales = Scales
+    if Table is not None:
+        # From where the first token would stand, were the sequence's pages one after another.
+        page = tl.load(Table + token // PAGE).to(tl.int64)
+        before = page * heads * PAGE - token // PAGE * PAGE
+        words = before[:, None] * (WIDTH // FIELDS)
+        Codes, Top, Scales = Codes + words, Top + words // 2, Scales + before
     if BITS == 16:
         tl.store(Codes + at, tl.load(new + first * channel_stride, mask=is_new), mask=inside)
     else:
@@ -120,18 +134,29 @@ def pack_step(
                 largest = tl.maximum(largest, tl.max(tl.abs(x), 1))
             of_tokens = _scale(largest, BITS, LIMIT, New.dtype.element_ty)
             tl.store(Scales + token, of_tokens, mask=(token >= packed) & (token < packing))
-        Scales += begin // BLOCK * WIDTH if BLOCK > 1 else 0
         words = tl.zeros([STEP, WIDTH // FIELDS], tl.int32)
         tops = words
         for field in tl.static_range(FIELDS):
             channel = first + field * 16
             x = _states(new, channel_stride, is_new, Recent, slot, is_old, channel, WIDTH, RING, TRANSPOSED)
-            code = _stored(x, of_tokens, Scales + channel, BITS, BLOCK, LIMIT, New.dtype.element_ty)
+            of_channels = _scales_at(channel_scales, Table, heads, begin, channel, BLOCK, WIDTH)
+            code = _stored(x, of_tokens, of_channels, BITS, BLOCK, LIMIT, New.dtype.element_ty)
             words |= (code & ((1 << PLANE) - 1)) << (PLANE * field)
             tops |= (code >> 4) << (2 * field)
         tl.store(Codes + at, words.to(tl.int16), mask=inside)
         if BITS == 6:
             tl.store(Top.to(tl.pointer_type(tl.uint8)) + at, tops.to(tl.uint8), mask=inside)
+
+
+@triton.jit
+def _scales_at(Scales, Table, heads, begin, channel, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    """Pointers to the channels' scales of the block of tokens that begins there; each of its pages has a part."""
+    out = Scales + begin // BLOCK * WIDTH + channel
+    if Table is not None and BLOCK > 1:
+        PART: tl.constexpr = WIDTH * PAGE // BLOCK
+        page = tl.load(Table + begin // PAGE + channel // PART).to(tl.int64)
+        out = Scales + page * heads * PART + channel % PART
+    return out
 
 
 @triton.jit

@@ -12,9 +12,10 @@ weights are the products probability times scale and fill float16's range howeve
 import triton
 import triton.language as tl
 
-from diffquant.kernels.cache.decode_span import attend_span, keep_share, nothing_seen
+from diffquant.kernels.cache.decode_span import attend_span
+from diffquant.kernels.cache.decode_sums import keep_share, nothing_seen
 from diffquant.kernels.cache.decode_tiles import query_tiles
-from diffquant.kernels.cache.kv_layout import channels_in_word, packed_tokens, stored_head
+from diffquant.kernels.cache.kv_layout import channels_in_word, packed_tokens, stored_head, waiting
 
 
 @triton.jit(do_not_specialize=["window", "one"])
@@ -78,8 +79,8 @@ def decode_share(
         K_BITS, K_BLOCK, K_FIELDS, 0, V_BITS, V_FIELDS, 0, WIDTH, VALUE_WIDTH, TWO_K, ROWS, TOKENS, WARPS,
     )  # fmt: skip
     if K_RING:
-        k1 = _waiting(KRecent + k_head * (K_RING * WIDTH))
-        k2 = _waiting(KRecent + (k_head + v_heads) * (K_RING * WIDTH))
+        k1 = waiting(KRecent + k_head * (K_RING * WIDTH))
+        k2 = waiting(KRecent + (k_head + v_heads) * (K_RING * WIDTH))
         # Blocks leave K's window whole: V may be packed, or have no window, where K waits.
         sums = attend_span(
             sums, q1, q2, noise, first, position, tl.maximum(begin, k_packed), tl.minimum(end, v_packed),
@@ -87,7 +88,7 @@ def decode_share(
             16, 1, K_FIELDS, K_RING, V_BITS, V_FIELDS, 0, WIDTH, VALUE_WIDTH, TWO_K, ROWS, TOKENS, WARPS,
         )  # fmt: skip
     if V_RING:
-        v = _waiting(VRecent + v_head * (V_RING * VALUE_WIDTH))
+        v = waiting(VRecent + v_head * (V_RING * VALUE_WIDTH))
         sums = attend_span(
             sums, q1, q2, noise, first, position, tl.maximum(begin, v_packed), end,
             k1, k2, v, None, scale, one,
@@ -95,9 +96,3 @@ def decode_share(
         )  # fmt: skip
 
     keep_share(sums, Largest, Total, Acc, V_FIELDS, False, VALUE_WIDTH, ROWS)
-
-
-@triton.jit
-def _waiting(recent):
-    """Pointers as `stored_head` gives them, to states not yet quantized."""
-    return recent, recent, recent

@@ -8,15 +8,15 @@ from registers in the order in which it was loaded: the loop has neither shared 
 import triton
 import triton.language as tl
 
-from diffquant.kernels.attention.online import LOWEST
 from diffquant.kernels.cache.decode_tiles import (
     channel_scales,
     matrix_of_queries,
     of_warps,
+    paged_channel_scales,
     spread_over_rows,
     token_scales,
 )
-from diffquant.kernels.cache.kv_layout import channels_in_word, field_channels, field_of, load_words
+from diffquant.kernels.cache.kv_layout import channels_in_word, column_in_fragment, field_of, load_words
 from diffquant.kernels.cache.paged_rows import (
     PAGE,
     key_matrix,
@@ -25,22 +25,9 @@ from diffquant.kernels.cache.paged_rows import (
     page_at,
     paged_token_scales,
     pages_of,
-    value_channels,
     value_matrix,
 )
 from diffquant.kernels.linear.unpacking import INTERPRETED
-
-
-@triton.jit
-def nothing_seen(
-    WARPS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, FIELDS: tl.constexpr
-):
-    """Maxima, sums and fields of weighted values before the first key."""
-    return (
-        tl.full([WARPS, ROWS], LOWEST, tl.float32),
-        tl.zeros([WARPS, TOKENS, ROWS], tl.float32),
-        _zeros(WARPS, WIDTH // FIELDS, ROWS, FIELDS),
-    )
 
 
 @triton.jit
@@ -63,6 +50,9 @@ def attend_span(
     PER_TOKEN: tl.constexpr = K_BITS < 16 and K_BLOCK == 1
     STEP: tl.constexpr = WARPS * TOKENS
     PAGED: tl.constexpr = Table is not None
+    # What waits is in a ring, whatever else lies in pages.
+    K_PAGED: tl.constexpr = PAGED and K_RING == 0
+    V_PAGED: tl.constexpr = PAGED and V_RING == 0
     largest, total, acc = sums
     first = tl.maximum(first, begin)
     last = tl.minimum(last, end - 1)
@@ -70,30 +60,33 @@ def attend_span(
     begin = begin // STEP * STEP
     next_pages = (0,)
     if PAGED:
-        next_pages = pages_of(Table, begin, oldest, end, STEP // PAGE)
+        next_pages = pages_of(Table, begin, oldest, end, K_BLOCK, STEP // PAGE)
     for step in range(begin, end, STEP):
         pages = next_pages
         # Everything is asked for at once, before the first of it is used, and the table's entries a step ahead.
         keys1, key_scales1 = _keys(
-            k1, pages, step, one, K_BITS, K_BLOCK, K_FIELDS, K_RING, PAGED, WIDTH, ROWS, TOKENS, WARPS
+            k1, pages, step, one, K_BITS, K_BLOCK, K_FIELDS, K_RING, K_PAGED, WIDTH, ROWS, TOKENS, WARPS
         )
         keys2, key_scales2 = keys1, key_scales1
         if TWO_K:
             keys2, key_scales2 = _keys(
-                k2, pages, step, one, K_BITS, K_BLOCK, K_FIELDS, K_RING, PAGED, WIDTH, ROWS, TOKENS, WARPS
+                k2, pages, step, one, K_BITS, K_BLOCK, K_FIELDS, K_RING, K_PAGED, WIDTH, ROWS, TOKENS, WARPS
             )
         values, value_scales = _values(
-            v, pages, step, oldest, end, one, V_BITS, V_FIELDS, V_RING, PAGED, VALUE_WIDTH, TOKENS, WARPS
+            v, pages, step, oldest, end, one, V_BITS, V_FIELDS, V_RING, V_PAGED, VALUE_WIDTH, TOKENS, WARPS
         )
+        if PAGED and V_RING:
+            # A place was another sequence's before: NaN of its values would survive a weight of 0.
+            values = _only_of(values, step, oldest, end, V_FIELDS, VALUE_WIDTH, TOKENS, WARPS)
         if PAGED:
-            next_pages = pages_of(Table, step + STEP, oldest, end, STEP // PAGE)
+            next_pages = pages_of(Table, step + STEP, oldest, end, K_BLOCK, STEP // PAGE)
         logits = tl.zeros([WARPS, TOKENS, ROWS], tl.float32)
         for field in tl.static_range(K_FIELDS):
-            k = _matrix(keys1, field, K_DTYPE, K_BITS, False, K_FIELDS, PAGED, WIDTH, TOKENS, WARPS)
+            k = _matrix(keys1, field, K_DTYPE, K_BITS, False, K_FIELDS, K_PAGED, WIDTH, TOKENS, WARPS)
             q = matrix_of_queries(q1[field], key_scales1, field, PER_CHANNEL, K_DTYPE, ROWS, WARPS)
             logits = tl.dot(k, q, logits, input_precision="ieee")
             if TWO_K:
-                k = _matrix(keys2, field, K_DTYPE, K_BITS, False, K_FIELDS, PAGED, WIDTH, TOKENS, WARPS)
+                k = _matrix(keys2, field, K_DTYPE, K_BITS, False, K_FIELDS, K_PAGED, WIDTH, TOKENS, WARPS)
                 q = matrix_of_queries(q2[field], key_scales2, field, PER_CHANNEL, K_DTYPE, ROWS, WARPS)
                 logits = tl.dot(k, q, logits, input_precision="ieee")
         if PER_TOKEN:
@@ -123,7 +116,7 @@ def attend_span(
             probabilities *= spread_over_rows(tl.exp2(-of_values), ROWS, TOKENS, WARPS)
         total = total * shrink + probabilities
         weights = weights.to(V_DTYPE)
-        acc = _weighed(acc, shrink, weights, values, V_DTYPE, V_BITS, V_FIELDS, PAGED, VALUE_WIDTH, TOKENS, WARPS)
+        acc = _weighed(acc, shrink, weights, values, V_DTYPE, V_BITS, V_FIELDS, V_PAGED, VALUE_WIDTH, TOKENS, WARPS)
     return largest, total, acc
 
 
@@ -140,6 +133,8 @@ def _keys(
         words = _words(k, pages, step, one, BITS, FIELDS, RING, PAGED, WIDTH, TOKENS, WARPS)
     if BITS == 16:
         scales = words
+    elif PAGED and BLOCK > 1:
+        scales = paged_channel_scales(k[2], pages, k[3], one, BLOCK, FIELDS, WIDTH, ROWS, TOKENS, WARPS)
     elif PAGED:
         scales = (paged_token_scales(k[2], pages, k[3], TOKENS, WARPS),)
     elif BLOCK == 1:
@@ -167,6 +162,21 @@ def _values(
         else:
             scales = token_scales(v[2] + step, TOKENS, WARPS)
     return words, scales
+
+
+@triton.jit
+def _only_of(
+    words, step, oldest, end, FIELDS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr
+):
+    """States of values, those of tokens out of [oldest, end) 0."""
+    index = tl.arange(0, TOKENS * WARPS // 16 * (WIDTH // (16 * FIELDS)))
+    fragment = index % WARPS * (TOKENS // 16) + index // (WARPS * (WIDTH // (16 * FIELDS)))
+    token = step + fragment[:, None] * 16 + column_in_fragment()[None, :]
+    here = (token >= oldest) & (token < end)
+    out = ()
+    for field in tl.static_range(FIELDS):
+        out += (tl.where(here, words[field], 0.0),)
+    return out
 
 
 @triton.jit
@@ -245,35 +255,3 @@ def _log2(x, CODES: tl.constexpr):
     else:
         out = tl.log2(x)
     return out
-
-
-@triton.jit
-def _zeros(WARPS: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, FIELDS: tl.constexpr):
-    zeros = tl.zeros([WARPS, CHANNELS, ROWS], tl.float32)
-    if FIELDS == 1:
-        out = (zeros,)
-    elif FIELDS == 2:
-        out = zeros, zeros
-    else:
-        out = zeros, zeros, zeros, zeros
-    return out
-
-
-@triton.jit
-def keep_share(
-    sums, Largest, Total, Acc,
-    FIELDS: tl.constexpr, IN_ROWS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Store a program's maxima, sums and weighted values, after its warps' have met; values came IN_ROWS of pages."""
-    largest, total, acc = sums
-    of_all = tl.max(largest, 0)
-    shrink = tl.exp2(largest - of_all[None, :])
-    total = tl.sum(tl.sum(total, 1) * shrink, 0)
-    tile_index = tl.program_id(0).to(tl.int64) * tl.num_programs(2) + tl.program_id(2)
-    out = (tile_index * tl.num_programs(1) + tl.program_id(1)) * ROWS + tl.arange(0, ROWS)
-    tl.store(Largest + out, of_all)
-    tl.store(Total + out, total)
-    for field in tl.static_range(FIELDS):
-        channel = value_channels(WIDTH) if IN_ROWS else field_channels(field, WIDTH, FIELDS)
-        weighed = tl.sum(acc[field] * shrink[:, None, :], 0)
-        tl.store(Acc + out[None, :] * WIDTH + channel[:, None], weighed)

@@ -27,6 +27,13 @@ def place(token, channel, WIDTH: tl.constexpr, FIELDS: tl.constexpr, TRANSPOSED:
 
 
 @triton.jit
+def column_in_fragment():
+    """Column of each of a fragment's 256 elements, in the order of `place`."""
+    at = tl.arange(0, 256)
+    return at // 8 % 4 * 2 + at // 4 % 2 * 8 + at % 2
+
+
+@triton.jit
 def field_channels(FIELD: tl.constexpr, WIDTH: tl.constexpr, FIELDS: tl.constexpr):
     """Channels [WIDTH / FIELDS] that stand in one field of the words."""
     index = tl.arange(0, WIDTH // FIELDS)
@@ -91,6 +98,12 @@ def packed_tokens(length, floor, BITS: tl.constexpr, BLOCK: tl.constexpr, RESIDU
 @triton.jit
 def stored_head(Codes, Top, Scales, head, capacity, BITS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
     """Pointers to a head's codes, second plane and scales; heads stand one after another, `capacity` tokens each."""
-    scales = capacity // BLOCK * WIDTH if BLOCK > 1 else capacity
+    scales = capacity * WIDTH // BLOCK if BLOCK > 1 else capacity
     words: tl.constexpr = WIDTH // channels_in_word(BITS)
     return Codes + head * capacity * words, Top + head * capacity * (words // 2), Scales + head * scales
+
+
+@triton.jit
+def waiting(recent):
+    """Pointers as `stored_head` gives them, to states not yet quantized."""
+    return recent, recent, recent

@@ -16,14 +16,16 @@ PAGE = tl.constexpr(repack.FRAGMENT)
 
 
 @triton.jit
-def pages_of(Table, begin, oldest, end, COUNT: tl.constexpr):
+def pages_of(Table, begin, oldest, end, BLOCK: tl.constexpr, COUNT: tl.constexpr):
     """Numbers of the pages that hold COUNT·16 tokens from `begin` on, a tuple.
 
-    Where a page has none of the tokens [oldest, end), the nearest one that has is named: the Table says nothing of it.
+    Where a page has nothing of the blocks of the tokens [oldest, end), the nearest one that has is named: the Table
+    says nothing of it.
     """
+    first = oldest // BLOCK * BLOCK // PAGE
     out = ()
     for i in tl.static_range(COUNT):
-        number = tl.minimum(tl.maximum(begin // PAGE + i, oldest // PAGE), tl.maximum(end - 1, 0) // PAGE)
+        number = tl.minimum(tl.maximum(begin // PAGE + i, first), tl.maximum(end - 1, 0) // PAGE)
         out += (tl.load(Table + number),)
     return out
 

@@ -22,7 +22,7 @@ PAGE.leaves("Triton before 3.7 this starts", "a version")
 PAGE.leaves("those of Triton 3.6.0", "a version")
 PAGE.leaves("with Triton 3.6.0 as well", "a version")
 PAGE.leaves("with the installed Triton or 3.6.0", "a version")
-PAGE.leaves("3.9.0). Two of the six", "a version, and rows of the table")
+PAGE.leaves("3.9.0). Two of the seven", "a version, and rows of the table")
 PAGE.table(
     "device | configurations | what differs",
     lambda *_: Unmeasured("names of devices and versions, what launch code does, and machine code that a test reads"),
@@ -38,6 +38,7 @@ _ROWS = {
     "P1": "int8 QK and fp8 PV, 16K, specialized  against  Transformer, cuDNN, 16K",
     "P2: fused": "fused fp16, 16K, specialized  against  four cuDNN calls, 16K",
     "P2: the same": "fused fp16, 16K, specialized  against  two cuDNN calls of 256 values, 16K",
+    "P3: the same": "simulated 8:row, 8K, qk 8:row  against  fused fp16, 8K",
     "P3": "simulated 8:row, 8K, specialized  against  fused fp16, 8K, specialized",
     "P4": "decode, 4-bit cache  against  decode, 16-bit cache",
     "P5": "4-bit linear  against  dense fp16 linear",
@@ -55,6 +56,42 @@ def _estimated(row: str, column: str) -> list[Expected]:
 
 
 PAGE.table("aim | at least | H100 | H200 | estimate", _estimated)
+
+
+def _gemm(tokens: str, column: str) -> list[Expected]:
+    card = "H100" if column == "at least" else column
+    path = f"4-bit linear, {tokens.replace(',', '')} tokens"
+    line = re.search(rf"^{card}:\n(?:[PG].*\n)*?GEMM +([\d.]+)x +aim ([\d.]+)x.* {path}  against", _ESTIMATES, re.M)
+    assert line is not None
+    return [float(line[2] if column == "at least" else line[1])]
+
+
+PAGE.table("tokens | at least | H100 | H200", _gemm)
+
+
+def _of_h100(pattern: str) -> list[float]:
+    """Numbers of the first line that a pattern finds, an H100's."""
+    found = re.search(pattern, _ESTIMATES, re.M)
+    assert found is not None, pattern
+    return [float(number.replace(",", "")) for number in found.groups()]
+
+
+_SHIFTED = "simulated 8:row:shift, 8K, qk 8:row"
+(_SHIFTED_TIME,), (_FUSED_TIME,) = _of_h100(rf"^{_SHIFTED}: ([\d.]+) ms$"), _of_h100(r"^fused fp16, 8K: ([\d.]+) ms$")
+_OF_A_STEP = rf"^{_SHIFTED}: (?:.*\n)*?  attend_rounded: .* a step: (\d+) cycles of products, (\d+) of instructions"
+PAGE.says("rounded logits take {} times as long as fused fp16", _SHIFTED_TIME / _FUSED_TIME)
+PAGE.says("a step has {} cycles of instructions beside {} of products", *reversed(_of_h100(_OF_A_STEP)))
+_GEMMS = [rf"^4-bit linear, {tokens} tokens: ([\d.]+) ms\n  _gemm: .*\n  _add: ([\d.]+) ms" for tokens in (32, 64, 128)]
+_TIMES = [[1000 * time for time in _of_h100(pattern)] for pattern in _GEMMS]
+PAGE.says(
+    "that launch takes {}, {} and {} of {}, {} and {} µs", *(add for _, add in _TIMES), *(whole for whole, _ in _TIMES)
+)
+PAGE.leaves("fused fp16 (aim 1.6)", "an aim")
+PAGE.leaves("to reach 69 % of the card's peak", "an assumption of the estimate")
+PAGE.leaves("3,072 columns and 8,192 rows", "a size that was chosen")
+PAGE.leaves(
+    "1.25 times the instructions of one of `row`", "machine code, which tests/kernels/test_decode_compiled.py bounds"
+)
 
 _RECORD = raw("compiled-kernels.json")["compiled"]
 # Two compilers for six cards: a call is in the table once it has been through all.

@@ -260,9 +260,11 @@ def compare(b: Block, i: Instruction, mask: Mask) -> None:
             out = out & ~unordered if how == "ne" else out | unordered
     combined = next((part for part in i.parts[2:] if part in ("and", "or", "xor")), "")
     if combined:
-        other = b.read(i.operands[3], "pred")
+        other = np.repeat(b.read(i.operands[3], "pred"), out.size // b.threads)
         out = {"and": out & other, "or": out | other, "xor": out ^ other}[combined]
     targets = i.operands[0].split("|")
-    b.write(targets[0], out, "pred", mask)
+    # The second truth is that of the high half where two numbers are packed, and elsewhere the first one negated.
+    low, high = (out[::2], out[1::2]) if i.type.endswith("x2") else (out, ~out)
+    b.write(targets[0], low, "pred", mask)
     if len(targets) == 2:
-        b.write(targets[1], ~out, "pred", mask)
+        b.write(targets[1], high, "pred", mask)
