@@ -9,6 +9,9 @@ llama.cpp's Python binding those of every position. Peak memory is the process's
 the end of its generating. Each row names whose kernels ran; without the native library the rows that are to run it are
 refused.
 
+Batches are read and continued, too: so many prompts at once, whose tokens are counted together. What takes one sequence
+at a time has no numbers there.
+
 What memory or time cannot hold at once goes in pieces: `--write --exports FOLDER` makes the contestants'
 folders beforehand, `--contestants` names who runs beside torch, and `--merge` adds them to a file. A
 share of torch's is always of the torch that ran in the same piece, which each row keeps with its own
@@ -25,10 +28,9 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any
@@ -39,82 +41,13 @@ import typer
 from diffquant.bench.environment import environment
 from diffquant.bench.memory import AnonymousPeak, resident
 from diffquant.bench.programs.comparison import compare_with_export, compare_with_torch, table
-from diffquant.bench.programs.engines import (
-    Engine,
-    count_cpu_seconds,
-    open_export,
-    open_torch,
-    random_tokens,
-    write_export,
-)
-from diffquant.bench.programs.peer_engines import (
-    open_genai,
-    open_llama_bench,
-    open_llama_cpp,
-    open_transformers,
-    write_genai,
-    write_llama_cpp,
-    write_transformers,
-)
+from diffquant.bench.programs.contestants import CONTESTANTS, FLOAT, TORCH, Settings
+from diffquant.bench.programs.engines import Engine, count_cpu_seconds, random_tokens
 from diffquant.errors import MissingDependencyError, UsageError
 from diffquant.export.native import library_path
 from diffquant.support.files import write_json
 from diffquant.support.spelling import spelled
 
-
-@dataclass(frozen=True)
-class Contestant:
-    """A way to generate.
-
-    Attributes:
-        write: function that writes a model's folder, or None to open the model itself.
-        open: function that opens a folder on so many threads.
-        peer: whether it is another library's, which may be unable to run a model.
-        native: whether it is to run the native library's kernels wherever the model has nodes for them.
-    """
-
-    write: Callable[[Path, Path], None] | None
-    open: Callable[[Path, int], Engine]
-    peer: bool = False
-    native: bool = False
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Settings of a measurement, the same for each contestant.
-
-    Attributes:
-        threads: threads of each process.
-        repeats: turns of each contestant.
-        prompt: tokens before the new ones.
-        new: tokens to generate.
-        prefill: tokens of the prompt that is run alone.
-        cpu_seconds: whether seconds are a process's on a processor, and not the clock's.
-    """
-
-    threads: int
-    repeats: int = 5
-    prompt: int = 64
-    new: int = 64
-    prefill: int = 1024
-    cpu_seconds: bool = False
-
-
-LOW_BITS = {"weights": "4:g32", "kv_bits": 8, "embed_bits": 8}
-KV_4 = LOW_BITS | {"kv_bits": 4}
-TORCH, FLOAT = "torch float32", "export float32"
-CONTESTANTS = {
-    TORCH: Contestant(None, open_torch),
-    FLOAT: Contestant(partial(write_export, {}), open_export, native=True),
-    "export 4:g32 kv 8 embed 8": Contestant(partial(write_export, LOW_BITS), open_export, native=True),
-    "export 4:g32 kv 4 embed 8": Contestant(partial(write_export, KV_4), open_export, native=True),
-    "function body, 4:g32 kv 8": Contestant(partial(write_export, LOW_BITS), partial(open_export, native=False)),
-    "transformers export": Contestant(partial(write_transformers, None), open_transformers, peer=True),
-    "transformers export, fused": Contestant(partial(write_transformers, "cpu"), open_transformers, peer=True),
-    "onnxruntime-genai int4": Contestant(write_genai, open_genai, peer=True),
-    "llama.cpp Q4_0": Contestant(write_llama_cpp, open_llama_cpp, peer=True),
-    "llama-bench Q4_0": Contestant(write_llama_cpp, open_llama_bench, peer=True),
-}
 _engines: list[Engine] = []  # the one of this process
 
 
@@ -146,6 +79,11 @@ def decode_speed(prompt: np.ndarray, count: int) -> tuple[float, list[int]]:
 def prefill_speed(prompt: np.ndarray) -> float:
     """Speed of prefill by this process's model, in tokens a second."""
     return _engines[0].prefill(prompt)
+
+
+def takes_batches() -> bool:
+    """Whether this process's model takes several sequences at once."""
+    return _engines[0].takes_batches
 
 
 def kernels() -> str:
@@ -219,11 +157,28 @@ def measure_generation(model: Path, place: Path, names: Sequence[str], settings:
     for _ in range(settings.repeats):
         for name, pool in pools.items():
             rows[name]["prefill"].append(pool.submit(prefill_speed, long_prompt).result())
+    measure_batches(model, pools, rows, settings)
     for name, pool in pools.items():
         rows[name]["kernels"] = pool.submit(kernels).result()
         pool.shutdown()
         compare_with_torch(rows[name], rows[TORCH])
     return rows
+
+
+def measure_batches(
+    model: Path, pools: Mapping[str, ProcessPoolExecutor], rows: dict[str, dict[str, Any]], settings: Settings
+) -> None:
+    """Add to each row the speeds of several sequences at once, by their number; none where a model takes one."""
+    taking = {name: pool for name, pool in pools.items() if pool.submit(takes_batches).result()}
+    for size in settings.batches:
+        prompts = random_tokens(model, size * settings.prompt).reshape(size, settings.prompt)
+        for name in taking:
+            rows[name].setdefault("batches", {})[str(size)] = {"decode": [], "prefill": []}
+        for _ in range(settings.repeats):
+            for name, pool in taking.items():
+                speeds = rows[name]["batches"][str(size)]
+                speeds["prefill"].append(pool.submit(prefill_speed, prompts).result())
+                speeds["decode"].append(pool.submit(decode_speed, prompts, settings.new).result()[0])
 
 
 def check_kernels(names: Sequence[str]) -> None:
@@ -265,6 +220,7 @@ def main(
     prompt: Annotated[int, typer.Option(min=1, help="Tokens before the new ones.")] = Settings.prompt,
     new: Annotated[int, typer.Option(min=2, help="Tokens to generate.")] = Settings.new,
     prefill: Annotated[int, typer.Option(min=1, help="Tokens of a prompt run alone.")] = Settings.prefill,
+    batches: Annotated[str, typer.Option(help="Numbers of prompts at once, with commas; empty for none.")] = "4,16",
     cpu_seconds: Annotated[
         bool, typer.Option("--cpu-seconds", help="Count a process's CPU seconds, for busy cores; takes --threads 1.")
     ] = False,
@@ -286,7 +242,8 @@ def main(
         return
     if cpu_seconds and threads > 1:
         raise UsageError(f"{spelled('cpu_seconds', True)} counts what threads wait, too; give {spelled('threads', 1)}")
-    settings = Settings(threads, repeats, prompt, new, prefill, cpu_seconds)
+    sizes = tuple(int(size) for size in batches.split(",") if size.strip())
+    settings = Settings(threads, repeats, prompt, new, prefill, sizes, cpu_seconds)
     packages = ("onnx", "onnxruntime", "onnxruntime-genai", "llama_cpp_python")
     result: dict[str, Any] = {"environment": environment(*packages), "models": {}}
     if merge and file and file.is_file():

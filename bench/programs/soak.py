@@ -25,8 +25,8 @@ import typer
 
 from diffquant.bench.environment import environment
 from diffquant.bench.memory import status_bytes
+from diffquant.bench.programs.contestants import LOW_BITS
 from diffquant.bench.programs.engines import export_kernels, write_export
-from diffquant.bench.programs.generate import LOW_BITS
 from diffquant.errors import ToleranceError
 from diffquant.export import Generator
 from diffquant.export.runtime.session import InPlaceDecoder
