@@ -53,6 +53,31 @@ def _bitsandbytes(kind: str, nested: bool) -> Quantize:
     return quantize
 
 
+def _int8(rounds_inputs: bool) -> Quantize:
+    """bitsandbytes' int8 with a scale a row. It is LLM.int8 where inputs are rounded, too, as it is used.
+
+    LLM.int8 gives each row of inputs a scale, and multiplies the columns in which some input reaches 6 as they are.
+    """
+
+    def quantize(name: str, weight: Tensor, read_rule: ReadRule) -> Quantized:
+        functional = import_module("bitsandbytes.functional")
+        codes, scales, _ = functional.int8_vectorwise_quant(weight)
+        stored = _bits(codes, scales)
+        values = functional.int8_vectorwise_dequant(codes, scales).float()
+        return Quantized(values, stored, stored, _llm_int8(weight) if rounds_inputs else None)
+
+    return quantize
+
+
+def _llm_int8(weight: Tensor) -> torch.nn.Module:
+    layers = import_module("bitsandbytes.nn")
+    linear = layers.Linear8bitLt(weight.shape[1], weight.shape[0], bias=False, has_fp16_weights=False, threshold=6.0)
+    linear.weight = layers.Int8Params(weight.clone(), requires_grad=False, has_fp16_weights=False)
+    # It is rounded on its way to a device.
+    made: torch.nn.Module = linear.to("cpu")
+    return made
+
+
 def _torchao_int4(least: int) -> Quantize:
     """torchao's int4 with a bfloat16 scale and zero a group, as its tinygemm layouts have it."""
 
@@ -95,7 +120,7 @@ def _torchao_intx(bits: int, least: int) -> Quantize:
     return quantize
 
 
-def _hqq(bits: int, group: int) -> Quantize:
+def _hqq(bits: int, group: int | None) -> Quantize:
     """HQQ along the input axis, the one its fast kernels read; scale and zero in float16, as `HQQLinear` keeps them."""
 
     def quantize(name: str, weight: Tensor, read_rule: ReadRule) -> Quantized:
@@ -116,10 +141,13 @@ def _bits(*tensors: Tensor) -> int:
 
 
 def _of_ours(tier: str, bits: int, least: int) -> list[Method]:
-    return [Method(f"{rule} {bits}:g{least}", tier, _ours(rule, bits, least)) for rule in RULES]
+    sharing = "channel" if least == _ROW else f"g{least}"
+    return [Method(f"{rule} {bits}:{sharing}", tier, _ours(rule, bits, least)) for rule in RULES]
 
 
-_FINE, _COARSE, _SIX, _LOW = TIERS
+# A group that is wider than any weight is a whole row.
+_ROW = 1 << 30
+_FINE, _COARSE, _SIX, _LOW, _EIGHT = TIERS
 METHODS = (
     *_of_ours(_FINE, 4, 32),
     Method("bitsandbytes nf4, blocks of 64", _FINE, _bitsandbytes("nf4", nested=False), "bitsandbytes"),
@@ -137,6 +165,11 @@ METHODS = (
     *_of_ours(_LOW, 3, 32),
     Method("torchao int3, groups of 48", _LOW, _torchao_intx(3, 48), "torchao"),
     Method("HQQ 3 bits, groups of 64", _LOW, _hqq(3, 64), "hqq"),
+    *_of_ours(_EIGHT, 8, _ROW),
+    Method("bitsandbytes int8, rows", _EIGHT, _int8(rounds_inputs=False), "bitsandbytes"),
+    Method("bitsandbytes LLM.int8, inputs rounded too", _EIGHT, _int8(rounds_inputs=True), "bitsandbytes"),
+    Method("torchao int8, rows", _EIGHT, _torchao_intx(8, _ROW), "torchao"),
+    Method("HQQ 8 bits, rows", _EIGHT, _hqq(8, None), "hqq"),
 )
 
 _OPTIONS: Mapping[str, Mapping[str, str]] = {
