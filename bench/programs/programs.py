@@ -9,6 +9,7 @@ from typing import Any
 from diffquant.bench.cells import BenchCell
 from diffquant.bench.programs import generate, hellaswag, quantize
 from diffquant.bench.programs.comparison import compare_with_export
+from diffquant.bench.programs.contestants import CONTESTANTS, FLOAT, TORCH, Settings
 from diffquant.bench.synthetic import sized_diffllama, synthesize
 from diffquant.errors import DiffQuantError
 from diffquant.export.native import library_path
@@ -28,14 +29,14 @@ def generation(
         peers: whether peers whose folders take minutes to make are among them.
     """
     cells = []
-    names = [name for name in generate.CONTESTANTS if peers or not name.startswith(_SLOW)]
+    names = [name for name in CONTESTANTS if peers or not name.startswith(_SLOW)]
     for done, model in enumerate(models):
         progress(done, len(models), f"generate: {model.name}")
         with tempfile.TemporaryDirectory() as place:
-            settings = generate.Settings(threads, repeats, batches=())
+            settings = Settings(threads, repeats, batches=())
             rows = generate.measure_generation(model, Path(place), names, settings)
-        compare_with_export(rows, generate.FLOAT)
-        left_out = [name for name in generate.CONTESTANTS if name not in names]
+        compare_with_export(rows, FLOAT)
+        left_out = [name for name in CONTESTANTS if name not in names]
         rows |= {name: {"missing": _SHORT} for name in left_out}
         cells += [cell for name, row in rows.items() for cell in _of_generation(model.name, name, row)]
     return cells
@@ -50,12 +51,12 @@ def _of_generation(model: str, name: str, row: dict[str, Any]) -> list[BenchCell
             name,
             unit="tokens/s",
             values=tuple(row.get(what, ())),
-            baseline=generate.TORCH,
+            baseline=TORCH,
             missing=row.get("missing"),
             peak_bytes=row.get("peak_bytes"),
             facts=facts,
         )
-        for what, length in (("decode", generate.Settings.new), ("prefill", generate.Settings.prefill))
+        for what, length in (("decode", Settings.new), ("prefill", Settings.prefill))
     ]
 
 
@@ -85,7 +86,7 @@ def quantizing(gigabytes: float, weights: str, progress: Progress = silent) -> l
 
 def exporting(gigabytes: float, progress: Progress = silent) -> list[BenchCell]:
     """Cells of exporting a random checkpoint in float32 and in low bits; memory is without mapped files."""
-    names = [generate.FLOAT, *[name for name in generate.CONTESTANTS if name.startswith("export 4")]]
+    names = [FLOAT, *[name for name in CONTESTANTS if name.startswith("export 4")]]
     progress(0, 1, f"export: {gigabytes} GB")
     with tempfile.TemporaryDirectory() as place:
         source = Path(place) / "source"

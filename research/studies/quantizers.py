@@ -4,7 +4,7 @@ Every library quantizes and dequantizes by itself; what it stores is counted fro
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from types import MappingProxyType
 from typing import Any
@@ -64,18 +64,23 @@ def _int8(rounds_inputs: bool) -> Quantize:
         codes, scales, _ = functional.int8_vectorwise_quant(weight)
         stored = _bits(codes, scales)
         values = functional.int8_vectorwise_dequant(codes, scales).float()
-        return Quantized(values, stored, stored, _llm_int8(weight) if rounds_inputs else None)
+        return Quantized(values, stored, stored, _llm_int8(codes, scales) if rounds_inputs else None)
 
     return quantize
 
 
-def _llm_int8(weight: Tensor) -> torch.nn.Module:
-    layers = import_module("bitsandbytes.nn")
-    linear = layers.Linear8bitLt(weight.shape[1], weight.shape[0], bias=False, has_fp16_weights=False, threshold=6.0)
-    linear.weight = layers.Int8Params(weight.clone(), requires_grad=False, has_fp16_weights=False)
-    # It is rounded on its way to a device.
-    made: torch.nn.Module = linear.to("cpu")
-    return made
+def _llm_int8(codes: Tensor, scales: Tensor) -> Callable[[Tensor], Tensor]:
+    """The product as MatMul8bitLt computes it; on a processor the library's Linear8bitLt does not round its inputs."""
+    functional = import_module("bitsandbytes.functional")
+
+    def product(x: Tensor) -> Tensor:
+        rows = x.flatten(0, -2)
+        inputs, steps, outliers = functional.int8_vectorwise_quant(rows.half(), threshold=6.0)
+        mixed = torch.ops.bitsandbytes.int8_mixed_scaled_mm
+        y: Tensor = mixed(rows, inputs, codes, steps, scales, outliers, None)[0]
+        return y.float().unflatten(0, x.shape[:-1])
+
+    return product
 
 
 def _torchao_int4(least: int) -> Quantize:
