@@ -78,7 +78,8 @@ def _llm_int8(codes: Tensor, scales: Tensor) -> Callable[[Tensor], Tensor]:
         inputs, steps, outliers = functional.int8_vectorwise_quant(rows.half(), threshold=6.0)
         mixed = torch.ops.bitsandbytes.int8_mixed_scaled_mm
         y: Tensor = mixed(rows, inputs, codes, steps, scales, outliers, None)[0]
-        return y.float().unflatten(0, x.shape[:-1])
+        restored: Tensor = y.float().unflatten(0, x.shape[:-1])
+        return restored
 
     return product
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -138,12 +138,14 @@ class Subject:
 
     def _multiply_by(self, name: str, product: Callable[[Tensor], Tensor]) -> RemovableHandle:
         """Have a linear layer multiply in a method's way."""
+        layer = cast(torch.nn.Linear, self._model.get_submodule(name.removesuffix(".weight")))
 
-        def output(module: torch.nn.Module, given: tuple[Tensor, ...], _: Tensor) -> Tensor:
+        def output(_layer: torch.nn.Module, given: tuple[Tensor, ...], _output: Tensor) -> Tensor:
             y = product(given[0])
-            return y if module.bias is None else y + module.bias
+            return y if layer.bias is None else y + layer.bias
 
-        return self._model.get_submodule(name.removesuffix(".weight")).register_forward_hook(output)
+        hook: RemovableHandle = layer.register_forward_hook(output)
+        return hook
 
     def _scores(self, former: Mapping[str, Any], references: tuple[States, States] | None) -> dict[str, Any]:
         if references is None:
