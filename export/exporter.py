@@ -20,7 +20,7 @@ from diffquant.export.graph.plan import ExportPlan, plan_export
 from diffquant.export.graph.streaming import Streamed, place, write
 from diffquant.export.manifest import write_manifest
 from diffquant.export.options import ExportOptions, check_runtime, runtime_floor
-from diffquant.export.runtime.device import RuntimeDevice
+from diffquant.export.runtime.device import RuntimeDevice, cuda_notes
 from diffquant.export.runtime.genai import write_genai_config
 from diffquant.export.runtime.portable import portable_config
 from diffquant.export.runtime.web import write_web_description
@@ -260,6 +260,9 @@ def _make_notes(plan: ExportPlan, streamed: Sequence[Streamed]) -> list[str]:
         notes.append(
             f"KV cache of 4 bits: experimental; compare its quality with {spelled('kv', 8)} before relying on it"
         )
+    if options.genai_device != "cpu":
+        is_fused = not (options.pure or options.logits.quantizes or options.op == "flex")
+        notes += cuda_notes(options.dtype, options.kv_bits, is_fused)
     if options.logits.quantizes:
         notes.append(f"logits {options.logits} are rounded by the graph's body in standard ops, which holds whole maps")
     return notes

@@ -11,7 +11,11 @@ def compare_with_torch(row: dict[str, Any], torch: dict[str, Any]) -> None:
     for what in ("decode", "prefill"):
         row[f"{what}_median"] = median(row[what])
         row[f"{what}_of_torch"] = median(row[what]) / median(torch[what])
-    row["torch"] = {what: torch[what] for what in ("decode", "prefill", "peak_bytes")}
+    for size, speeds in row.get("batches", {}).items():
+        for what in ("decode", "prefill"):
+            speeds[f"{what}_median"] = median(speeds[what])
+            speeds[f"{what}_of_torch"] = median(speeds[what]) / median(torch["batches"][size][what])
+    row["torch"] = {what: torch[what] for what in ("decode", "prefill", "peak_bytes", "batches") if what in torch}
     if row["peak_bytes"]:
         row["peak_of_torch"] = row["peak_bytes"] / torch["peak_bytes"]
     if row["tokens"]:
@@ -48,8 +52,13 @@ def table(model: str, rows: dict[str, Any]) -> str:
         lines.append(
             [name, *speeds, *folder, *peak, str(row.get("same_tokens", "-")), *written, row.get("kernels", "-")]
         )
+    batches = [
+        f"{name}, {size} at once: decode {speeds['decode_median']:.1f} tokens/s, prefill {speeds['prefill_median']:.1f}"
+        for name, row in rows.items()
+        for size, speeds in row.get("batches", {}).items()
+    ]
     missing = [f"{name}: none, {row['missing']}" for name, row in rows.items() if "missing" in row]
-    return "\n".join([*aligned(head, lines), *missing])
+    return "\n".join([*aligned(head, lines), *batches, *missing])
 
 
 def _text(row: dict[str, Any], what: str, factor: float, spec: str) -> str:

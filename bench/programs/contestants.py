@@ -132,6 +132,11 @@ def asked(what: str, *arguments: object) -> Any:
     return getattr(_engines[0], what)(*arguments)
 
 
+def takes_batches() -> bool:
+    """Whether this process's engine takes several sequences at once."""
+    return _engines[0].takes_batches
+
+
 def peak_bytes() -> int | None:
     """Largest resident set of this process; getrusage's can be its parent's. None if the model runs elsewhere."""
     return None if _engines[0].elsewhere else resident()[0]

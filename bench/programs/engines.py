@@ -16,7 +16,7 @@ from diffquant.export.native import kernel_calls, kernel_name, matmul_calls, mat
 
 _clock = [time.perf_counter]
 
-# From tokens [1, T] to the logits of some of them, the last one's among them: [1, T or 1, V].
+# From tokens [B, T] to the logits of some of them, the last ones' among them: [B, T or 1, V].
 Step = Callable[[np.ndarray], np.ndarray]
 
 
@@ -25,12 +25,13 @@ class Engine:
     """An open model whose speed at continuing tokens can be measured.
 
     Attributes:
-        decode: function of a prompt [1, T] and a count; gives tokens a second from the first new token to the last,
-            and the new tokens, none where the engine does not tell.
-        prefill: function of a prompt [1, T]; gives tokens a second of running it alone.
+        decode: function of prompts [B, T] and a count; gives tokens a second of all sequences from the first new tokens
+            to the last, and the first sequence's new tokens, none where the engine does not tell.
+        prefill: function of prompts [B, T]; gives tokens a second of running them alone.
         kernels: function that names whose kernels have run.
         about: what a result must say of the engine, such as the flags it was built with.
         elsewhere: whether it runs in processes of its own, whose memory is then not known.
+        takes_batches: whether it takes more than one sequence at once.
     """
 
     decode: Callable[[np.ndarray, int], tuple[float, list[int]]]
@@ -38,6 +39,7 @@ class Engine:
     kernels: Callable[[], str]
     about: Mapping[str, str] = field(default_factory=dict)
     elsewhere: bool = False
+    takes_batches: bool = True
 
 
 def timed(
@@ -45,43 +47,51 @@ def timed(
     run: Callable[[np.ndarray], Any],
     kernels: Callable[[], str],
     about: Mapping[str, str] | None = None,
+    takes_batches: bool = True,
 ) -> Engine:
     """Engine that is timed from here.
 
     Args:
-        generate: function of a prompt and a count; gives so many new tokens and the time of each.
-        run: function that runs a prompt alone.
+        generate: function of prompts and a count; gives so many new tokens of the first one and the time of each.
+        run: function that runs prompts alone.
         kernels: function that names whose kernels have run.
         about: what a result must say of the engine.
+        takes_batches: whether there may be several prompts.
     """
 
-    def decode(prompt: np.ndarray, count: int) -> tuple[float, list[int]]:
-        tokens, times = generate(prompt, count)
-        return (count - 1) / (times[-1] - times[0]), tokens
+    def decode(prompts: np.ndarray, count: int) -> tuple[float, list[int]]:
+        tokens, times = generate(prompts, count)
+        return len(prompts) * (count - 1) / (times[-1] - times[0]), tokens
 
-    def prefill(prompt: np.ndarray) -> float:
+    def prefill(prompts: np.ndarray) -> float:
         started = now()
-        run(prompt)
-        return int(prompt.shape[1]) / (now() - started)
+        run(prompts)
+        return prompts.size / (now() - started)
 
-    return Engine(decode, prefill, kernels, about or {})
+    return Engine(decode, prefill, kernels, about or {}, takes_batches=takes_batches)
 
 
 def stepping(
-    start: Callable[[int], Step], kernels: Callable[[], str], about: Mapping[str, str] | None = None
+    start: Callable[[int, int], Step],
+    kernels: Callable[[], str],
+    about: Mapping[str, str] | None = None,
+    takes_batches: bool = True,
 ) -> Engine:
-    """Engine that decodes greedily by a step; `start` makes one with room for a number of tokens."""
+    """Engine that decodes greedily by a step; `start` makes one for so many sequences with room for so many tokens."""
 
-    def generate(prompt: np.ndarray, count: int) -> tuple[list[int], list[float]]:
-        step, ids = start(prompt.shape[1] + count), prompt
+    def generate(prompts: np.ndarray, count: int) -> tuple[list[int], list[float]]:
+        step, ids = start(len(prompts), prompts.shape[1] + count), prompts
         tokens, times = [], []
         for _ in range(count):
-            tokens.append(int(step(ids)[0, -1].argmax()))
+            ids = step(ids)[:, -1].argmax(-1)[:, None]
             times.append(now())
-            ids = np.array([tokens[-1:]])
+            tokens.append(int(ids[0, 0]))
         return tokens, times
 
-    return timed(generate, lambda prompt: start(prompt.shape[1])(prompt), kernels, about)
+    def run(prompts: np.ndarray) -> Any:
+        return start(*prompts.shape)(prompts)
+
+    return timed(generate, run, kernels, about, takes_batches)
 
 
 def count_cpu_seconds() -> None:
@@ -109,9 +119,16 @@ def open_torch(model: Path, threads: int) -> Engine:
     opened = load(model, dtype=torch.float32, device="cpu")
     opened.generation_config.eos_token_id = None  # everyone generates the same count
 
-    def generate(prompt: np.ndarray, count: int) -> tuple[list[int], list[float]]:
-        clock = Clock()
-        opened.generate(torch.from_numpy(prompt), max_new_tokens=count, do_sample=False, streamer=clock, pad_token_id=0)
+    def generate(prompts: np.ndarray, count: int) -> tuple[list[int], list[float]]:
+        clock, ids = Clock(), torch.from_numpy(prompts)
+        opened.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=count,
+            do_sample=False,
+            streamer=clock,
+            pad_token_id=0,
+        )
         return clock.tokens[1:], clock.times[1:]
 
     @torch.inference_mode()
@@ -122,14 +139,15 @@ def open_torch(model: Path, threads: int) -> Engine:
 
 
 class Clock:
-    """A streamer for transformers' `generate`; it is given the prompt first, which counts as one token here."""
+    """A streamer for transformers' `generate`; it is given the prompts first, which count as one token here."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.times: list[float] = []
 
     def put(self, ids: Any) -> None:
-        self.tokens.append(int(ids.flatten()[-1]))
+        # Of prompts [B, T] and of the tokens [B] after them.
+        self.tokens.append(int(ids.flatten()[0]))
         self.times.append(now())
 
     def end(self) -> None: ...
@@ -158,7 +176,7 @@ def open_export(folder: Path, threads: int, native: bool = True) -> Engine:
     from diffquant.export.runtime.session import InPlaceDecoder, OnnxModel
 
     model = OnnxModel(folder, threads, native=native, device="cpu")
-    return stepping(lambda rows: InPlaceDecoder(model, 1, rows).step, export_kernels)
+    return stepping(lambda batch, rows: InPlaceDecoder(model, batch, rows).step, export_kernels)
 
 
 def export_kernels() -> str:

@@ -9,6 +9,9 @@ llama.cpp's Python binding those of every position. Peak memory is the process's
 the end of its generating. Each row names whose kernels ran; without the native library the rows that are to run it are
 refused.
 
+Batches are read and continued, too: so many prompts at once, whose tokens are counted together. What takes one sequence
+at a time has no numbers there.
+
 What memory or time cannot hold at once goes in pieces: `--write --exports FOLDER` makes the contestants'
 folders beforehand, `--contestants` names who runs beside torch, and `--merge` adds them to a file. A
 share of torch's is always of the torch that ran in the same piece, which each row keeps with its own
@@ -45,6 +48,7 @@ from diffquant.bench.programs.contestants import (
     open_engine,
     peak_bytes,
     reason,
+    takes_batches,
     write_all,
 )
 from diffquant.bench.programs.engines import random_tokens
@@ -64,6 +68,7 @@ class Settings:
         prompt: tokens before the new ones.
         new: tokens to generate.
         prefill: tokens of the prompt that is run alone.
+        batches: numbers of prompts that are read and continued at once, beside one alone.
         cpu_seconds: whether seconds are a process's on a processor, and not the clock's.
     """
 
@@ -72,6 +77,7 @@ class Settings:
     prompt: int = 64
     new: int = 64
     prefill: int = 1024
+    batches: tuple[int, ...] = (4, 16)
     cpu_seconds: bool = False
 
 
@@ -102,11 +108,28 @@ def measure_generation(model: Path, place: Path, names: Sequence[str], settings:
     for _ in range(settings.repeats):
         for name, pool in pools.items():
             rows[name]["prefill"].append(pool.submit(asked, "prefill", long_prompt).result())
+    measure_batches(model, pools, rows, settings)
     for name, pool in pools.items():
         rows[name]["kernels"] = pool.submit(asked, "kernels").result()
         pool.shutdown()
         compare_with_torch(rows[name], rows[TORCH])
     return rows
+
+
+def measure_batches(
+    model: Path, pools: Mapping[str, ProcessPoolExecutor], rows: dict[str, dict[str, Any]], settings: Settings
+) -> None:
+    """Add to each row the speeds of several sequences at once, by their number; none where a model takes one."""
+    taking = {name: pool for name, pool in pools.items() if pool.submit(takes_batches).result()}
+    for size in settings.batches:
+        prompts = random_tokens(model, size * settings.prompt).reshape(size, settings.prompt)
+        for name in taking:
+            rows[name].setdefault("batches", {})[str(size)] = {"decode": [], "prefill": []}
+        for _ in range(settings.repeats):
+            for name, pool in taking.items():
+                speeds = rows[name]["batches"][str(size)]
+                speeds["prefill"].append(pool.submit(asked, "prefill", prompts).result())
+                speeds["decode"].append(pool.submit(asked, "decode", prompts, settings.new).result()[0])
 
 
 def check_kernels(names: Sequence[str]) -> None:
@@ -139,6 +162,7 @@ def main(
     prompt: Annotated[int, typer.Option(min=1, help="Tokens before the new ones.")] = Settings.prompt,
     new: Annotated[int, typer.Option(min=2, help="Tokens to generate.")] = Settings.new,
     prefill: Annotated[int, typer.Option(min=1, help="Tokens of a prompt run alone.")] = Settings.prefill,
+    batches: Annotated[str, typer.Option(help="Numbers of prompts at once, with commas; empty for none.")] = "4,16",
     cpu_seconds: Annotated[
         bool, typer.Option("--cpu-seconds", help="Count a process's CPU seconds, for busy cores; takes --threads 1.")
     ] = False,
@@ -160,7 +184,8 @@ def main(
         return
     if cpu_seconds and threads > 1:
         raise UsageError(f"{spelled('cpu_seconds', True)} counts what threads wait, too; give {spelled('threads', 1)}")
-    settings = Settings(threads, repeats, prompt, new, prefill, cpu_seconds)
+    sizes = tuple(int(size) for size in batches.split(",") if size.strip())
+    settings = Settings(threads, repeats, prompt, new, prefill, sizes, cpu_seconds)
     packages = ("onnx", "onnxruntime", "onnxruntime-genai", "llama_cpp_python")
     result: dict[str, Any] = {"environment": environment(*packages), "models": {}}
     if merge and file and file.is_file():

@@ -62,8 +62,8 @@ def open_transformers(folder: Path, threads: int) -> Engine:
     session = ort.InferenceSession(str(folder / "decode.onnx"), options, providers=["CPUExecutionProvider"])
     caches = [value for value in session.get_inputs() if "past_key_values" in value.name]
 
-    def start(_: int) -> Step:
-        shapes = [(1, int(value.shape[1]), 0, int(value.shape[3])) for value in caches]
+    def start(batch: int, _: int) -> Step:
+        shapes = [(batch, int(value.shape[1]), 0, int(value.shape[3])) for value in caches]
         past = [ort.OrtValue.ortvalue_from_numpy(np.zeros(shape, np.float32)) for shape in shapes]
         length = 0
 
@@ -71,7 +71,8 @@ def open_transformers(folder: Path, threads: int) -> Engine:
             nonlocal past, length
             binding = session.io_binding()
             binding.bind_cpu_input("input_ids", ids)
-            binding.bind_cpu_input("position_ids", np.arange(length, length + ids.shape[1])[None])
+            places = np.arange(length, length + ids.shape[1])[None].repeat(batch, 0)
+            binding.bind_cpu_input("position_ids", places)
             for value, cache in zip(caches, past, strict=True):
                 binding.bind_ortvalue_input(value.name, cache)
             for output in session.get_outputs():
@@ -119,15 +120,16 @@ def open_genai(folder: Path, threads: int) -> Engine:
     config.overlay(json.dumps(options))
     model = genai.Model(config)
 
-    def start(rows: int) -> Any:
-        parameters = genai.GeneratorParams(model)
+    def start(prompts: np.ndarray, count: int) -> Any:
+        parameters, rows = genai.GeneratorParams(model), prompts.shape[1] + count
         # No end before its time: everyone generates the same count.
-        parameters.set_search_options(min_length=rows, max_length=rows, do_sample=False)
-        return genai.Generator(model, parameters)
+        parameters.set_search_options(min_length=rows, max_length=rows, do_sample=False, batch_size=len(prompts))
+        generator = genai.Generator(model, parameters)
+        generator.append_tokens(prompts.astype(np.int32).flatten())
+        return generator
 
-    def generate(prompt: np.ndarray, count: int) -> tuple[list[int], list[float]]:
-        generator = start(prompt.shape[1] + count)
-        generator.append_tokens(prompt[0].astype(np.int32))
+    def generate(prompts: np.ndarray, count: int) -> tuple[list[int], list[float]]:
+        generator = start(prompts, count)
         tokens, times = [], []
         for _ in range(count):
             generator.generate_next_token()
@@ -135,8 +137,8 @@ def open_genai(folder: Path, threads: int) -> Engine:
             times.append(now())
         return tokens, times
 
-    def run(prompt: np.ndarray) -> Any:
-        start(prompt.shape[1] + 1).append_tokens(prompt[0].astype(np.int32))
+    def run(prompts: np.ndarray) -> Any:
+        start(prompts, 1)
 
     return timed(generate, run, lambda: "ONNX Runtime's", {"builder options": "int4, " + ", ".join(_GENAI_OPTIONS)})
 
@@ -174,7 +176,7 @@ def open_llama_cpp(folder: Path, threads: int) -> Engine:
         verbose=False,
     )
 
-    def start(_: int) -> Step:
+    def start(_batch: int, _rows: int) -> Step:
         model.reset()
 
         def step(ids: np.ndarray) -> np.ndarray:
@@ -183,15 +185,18 @@ def open_llama_cpp(folder: Path, threads: int) -> Engine:
 
         return step
 
-    return stepping(start, lambda: "llama.cpp's", about)
+    return stepping(start, lambda: "llama.cpp's", about, takes_batches=False)
 
 
 def open_llama_bench(folder: Path, threads: int) -> Engine:
     """Engine of llama.cpp's own llama-bench, a process for each turn, which warms up and loads before it times.
 
+    Several sequences at once are llama-batched-bench's, where that is on the path, too.
+
     Raises:
         MissingDependencyError: no program of that name is on the path.
     """
+    batched = shutil.which("llama-batched-bench")
     program = shutil.which("llama-bench")
     if program is None:
         raise MissingDependencyError("llama-bench is not on the path")
@@ -209,18 +214,33 @@ def open_llama_bench(folder: Path, threads: int) -> Engine:
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
+    def run_batch(prompts: np.ndarray, count: int) -> dict[str, float]:
+        sequences, tokens = prompts.shape
+        sizes = {"-npp": tokens, "-ntg": count, "-npl": sequences, "-c": sequences * (tokens + count), "-t": threads}
+        command = [batched or "", "-m", str(folder / _GGUF), "--output-format", "jsonl"]
+        command += [str(part) for size in sizes.items() for part in size]
+        ran = subprocess.run(command, capture_output=True, text=True, check=True)
+        (entry,) = (json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{"))
+        return dict(entry)
+
     # A process tells its seconds with those of loading and warming up: what more of the same takes has none.
     def decode(prompt: np.ndarray, count: int) -> tuple[float, list[int]]:
+        if len(prompt) > 1:
+            return run_batch(prompt, count)["speed_tg"], []
         start = ("-p", "0", "-d", str(prompt.shape[1]), "-n")
         if not counts_cpu_seconds():
             return run(*start, str(count)), []
         return count / (cpu_seconds(*start, str(2 * count)) - cpu_seconds(*start, str(count))), []
 
     def prefill(prompt: np.ndarray) -> float:
+        if len(prompt) > 1:
+            return run_batch(prompt, 1)["speed_pp"]
         test = ("-p", str(prompt.shape[1]), "-n", "0")
         if not counts_cpu_seconds():
             return run(*test)
         return 2 * int(prompt.shape[1]) / (cpu_seconds(*test, "-r", "3") - cpu_seconds(*test))
 
     about = {"flags": " ".join(flags) + " -p 0 -n NEW -d PROMPT, or -p PREFILL -n 0"}
-    return Engine(decode, prefill, lambda: "llama.cpp's", about, elsewhere=True)
+    # Its batches tell the clock's seconds alone.
+    takes_batches = batched is not None and not counts_cpu_seconds()
+    return Engine(decode, prefill, lambda: "llama.cpp's", about, elsewhere=True, takes_batches=takes_batches)

@@ -32,7 +32,8 @@ def generation(
     for done, model in enumerate(models):
         progress(done, len(models), f"generate: {model.name}")
         with tempfile.TemporaryDirectory() as place:
-            rows = generate.measure_generation(model, Path(place), names, generate.Settings(threads, repeats))
+            settings = generate.Settings(threads, repeats, batches=())
+            rows = generate.measure_generation(model, Path(place), names, settings)
         compare_with_export(rows, contestants.FLOAT)
         left_out = [name for name in contestants.CONTESTANTS if name not in names]
         rows |= {name: {"missing": _SHORT} for name in left_out}

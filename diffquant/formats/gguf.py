@@ -107,9 +107,14 @@ class GgufCheckpoint(Checkpoint):
     def front_matter(self) -> dict[str, Any]:
         return self._front_matter
 
+    @cached_property
+    def tokenizer(self) -> Any:
+        # It takes a second and more.
+        return load_gguf_tokenizer(self.path)
+
     def write_side_files(self, folder: Path) -> None:
         try:
-            tokenizer = load_gguf_tokenizer(self.path)
+            tokenizer = self.tokenizer
         except Exception as error:
             raise CheckpointError(f"cannot read the tokenizer in {self.path}: {error}") from error
         tokenizer.save_pretrained(folder)

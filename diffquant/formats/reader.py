@@ -68,6 +68,11 @@ class Checkpoint(ABC):
         """Put tokenizer, generation settings and chat template into `folder`."""
 
     @property
+    def tokenizer(self) -> Any:
+        """The tokenizer in the file of the weights, read once; None where it has files of its own."""
+        return None
+
+    @property
     def front_matter(self) -> dict[str, Any]:
         """Licence, language and origin in its model card, which a card made of it repeats."""
         return read_front_matter(self.path)

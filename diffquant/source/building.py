@@ -1,6 +1,6 @@
 """Builds a runnable model from an opened checkpoint, keeping packed weights or dequantizing them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import cast
 
@@ -17,7 +17,7 @@ from diffquant.model.mlp import DiffMLP
 from diffquant.model.quantized_linear import QuantizedLinear
 from diffquant.numbers.absmax import check_finite, has_finite_sums
 from diffquant.scheme import Scheme
-from diffquant.source.placement import OneDevice, Placement, ReadByLayer, Spread
+from diffquant.source.placement import EMBEDDING, OneDevice, Placement, ReadByLayer, Spread
 from diffquant.source.places import Places
 from diffquant.source.source import Source
 
@@ -38,6 +38,7 @@ def build_model(
     rewrite: Rewrite = as_it_is,
     places: Places | None = None,
     by_layer: bool = False,
+    whole: Collection[str] = (),
 ) -> CausalModel:
     """The model of a checkpoint, with its cache and logits at 16 bits.
 
@@ -45,7 +46,9 @@ def build_model(
         dtype, device, packed: as `diffquant.load` takes them.
         rewrite: function that replaces a parameter's data.
         places: places that the model is spread over, in place of the device.
-        by_layer: whether a layer's parameters are read where it is at hand, and dropped behind it, on the processor.
+        by_layer: whether a layer's parameters are read where it is at hand, and dropped behind it, on the processor; of
+            the embedding the rows that a text has are read, and of the head nothing.
+        whole: modules, by the checkpoint's names, whose rows are not rewritten one by one.
 
     Raises:
         NonFiniteError: a parameter holds NaN or infinity.
@@ -61,11 +64,19 @@ def build_model(
         placement = Spread(model, places, dtype)
     if by_layer:
         packed = False
-        placement = ReadByLayer(model)
+        placement = ReadByLayer(model, lambda rows: _in_dtype(read_rows(rows), dtype, EMBEDDING))
     if packed is None:
         packed = has_packed_kernels(device, dtype)
     packed_schemes = _packable_schemes(source) if packed else {}
     state: dict[str, Tensor] = {}
+
+    def read_rows(rows: Tensor) -> Tensor:
+        stored_name = source.adapter.source_name(EMBEDDING)
+        if stored_name.removesuffix(".weight") in {*source.packed, *whole}:
+            return _parameter(source, EMBEDDING, rewrite)[rows]
+        data = source.checkpoint.read_rows(stored_name, rows)
+        check_finite(data, stored_name)
+        return rewrite(stored_name, data)
 
     def read(name: str) -> Tensor:
         wanted = torch.float32 if dtype in HALF_TYPES and architecture.parameters[name].is_wide else dtype

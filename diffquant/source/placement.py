@@ -17,6 +17,8 @@ from diffquant.source.places import Places
 from diffquant.support.spelling import spelled
 
 _EMBEDDING, _LAYERS = "model.embed_tokens", "model.layers."
+EMBEDDING = f"{_EMBEDDING}.weight"
+_ENDS = (EMBEDDING, "lm_head.weight")
 # Where a layer keeps what reads its parameters.
 _READERS = "_parameter_readers"
 
@@ -45,24 +47,44 @@ class OneDevice:
 
 
 class ReadByLayer:
-    """Layers in the checkpoint alone: their parameters are read each time a layer is at hand, and dropped behind it."""
+    """Layers in the checkpoint alone: their parameters are read each time a layer is at hand, and dropped behind it.
 
-    def __init__(self, model: CausalModel) -> None:
-        self._model = model
+    The embedding stays there, too, and gives the rows that it is asked for; the head is not read at all.
+    """
+
+    def __init__(self, model: CausalModel, embed: Callable[[Tensor], Tensor]) -> None:
+        """Take the model without storage, and what reads rows of the embedding by token ids [N]."""
+        self._model, self._embed = model, embed
         self._readers: dict[str, Callable[[], Tensor]] = {}
 
     def put(self, name: str, read: Callable[[], Tensor]) -> Tensor:
-        if not name.startswith(_LAYERS):
-            return read()
-        self._readers[name] = read
         empty: Tensor = self._model.get_parameter(name)
+        if name.startswith(_LAYERS):
+            self._readers[name] = read
+        elif name not in _ENDS:
+            return read()
         return empty
 
     def finish(self, model: CausalModel) -> None:
+        model.set_submodule(_EMBEDDING, _Rows(self._embed))
         for number, layer in enumerate(model.model.layers):
             prefix = f"{_LAYERS}{number}."
             own = {name.removeprefix(prefix): read for name, read in self._readers.items() if name.startswith(prefix)}
             layer.__dict__[_READERS] = own
+
+
+class _Rows(nn.Module):
+    """An embedding whose rows are read as they are asked for."""
+
+    def __init__(self, read: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._read = read
+        # The first parameter says where a model computes.
+        self.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        known, places = ids.unique(return_inverse=True)
+        return self._read(known)[places]
 
 
 class Spread:
@@ -132,7 +154,7 @@ class Spread:
                 "modules, or the whole model as ''"
             )
         has_device = bool(set(self.places.values()) - {"cpu", "disk"})
-        if self._place_of(f"{_EMBEDDING}.weight") in (("cpu", "disk") if has_device else ("disk",)):
+        if self._place_of(EMBEDDING) in (("cpu", "disk") if has_device else ("disk",)):
             raise UsageError(
                 f"device_map puts {_EMBEDDING} where nothing computes; put it on a device, or in 'cpu' where all the "
                 "rest is in 'cpu' or on 'disk'"

@@ -23,7 +23,7 @@ from diffquant.source.check import check_tensors
 from diffquant.source.dex import as_llama
 from diffquant.source.identity import FilesState, checkpoint_fingerprint, checkpoint_state
 from diffquant.source.stored_recipe import stored_dtype, stored_recipe
-from diffquant.source.tokenizer import load_tokenizer
+from diffquant.source.tokenizer import tokenizer_of
 from diffquant.source.weight_source import WeightSource
 from diffquant.text.special_tokens import SpecialTokens, read_special_tokens
 
@@ -142,7 +142,7 @@ class Source:
         Raises:
             CheckpointError: there is none, or it cannot be read.
         """
-        return load_tokenizer(self.path)
+        return tokenizer_of(self.checkpoint)
 
     def __reduce__(self) -> "tuple[Callable[[Path, str, FilesState], Source], tuple[Path, str, FilesState]]":
         # Pickled as its path, and opened again in the other process.

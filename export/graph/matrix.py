@@ -73,7 +73,7 @@ class Matrix:
         if self.stored.quantizes:
             words = self._read_ordered(self._sibling(PACKED), first, last)
             return self.stored.format.unpack(words, self.shape[1])
-        codes, _ = self._rounded.rows(first, self.values(first, last).float())
+        codes, self._made_scales[first, last] = self._rounded.rows(first, self.values(first, last).float())
         return codes
 
     def scales(self, first: int, last: int) -> Tensor:
@@ -82,15 +82,22 @@ class Matrix:
             name = self._sibling(SCALE)
             is_shared = self.checkpoint.tensors[name].shape == (1,)
             scale = self.checkpoint.read(name) if is_shared else self._read_ordered(name, first, last)
+        elif (first, last) in self._made_scales:
+            scale = self._made_scales.pop((first, last))
         else:
             _, scale = self._rounded.rows(first, self.values(first, last).float())
         return scale.expand(last - first, 1) if scale.numel() == 1 else scale
 
     def dequantized(self, first: int, last: int, scale_dtype: torch.dtype = torch.float32) -> Tensor:
         """codes · scale in float32, the scale as the exported model stores it."""
-        scale = self.scales(first, last).to(scale_dtype).float()
+        codes, scale = self.codes(first, last), self.scales(first, last).to(scale_dtype).float()
         flat = scale.flatten()[:1] if self.scheme.sharing.spans_rows else scale
-        return decode_codes(self.codes(first, last), flat, self.scheme)
+        return decode_codes(codes, flat, self.scheme)
+
+    @cached_property
+    def _made_scales(self) -> dict[tuple[int, int], Tensor]:
+        """Scales that were made with codes and not asked for yet: the data file has them behind all codes."""
+        return {}
 
     @cached_property
     def _rounded(self) -> RoundedWeight:

@@ -125,10 +125,11 @@ def check_exportable(source: Source, verb: str) -> None:
     if isinstance(architecture, Motif3Architecture):
         latent = architecture.kv_lora_rank
         raise CheckpointError(
-            f"{source.path} is a {source.model_type} model that caches latents: {verb} does not take it yet. ONNX "
-            f"Runtime's GroupQueryAttention has keys and values of one width, and a latent is a key of "
-            f"{latent + architecture.qk_rope_head_dim} channels and a value of {latent}; inspect, quantize, generate, "
-            "eval, sweep and outliers take it"
+            f"{source.path} is a {source.model_type} model that caches latents: {verb} does not take it yet. Standard "
+            "operators could say it, and no graph of them is written: of attention over one cached row, which is a key "
+            f"of {latent + architecture.qk_rope_head_dim} channels and with its first {latent} the value, nor of "
+            "experts that each token chooses, nor of residual streams; inspect, quantize, generate, eval, sweep and "
+            "outliers take it"
         )
     source.check_taken(verb, SambaYArchitecture)
 

@@ -122,6 +122,22 @@ def nodes_on_cpu(session: ort.InferenceSession) -> dict[str, int]:
     return dict(Counter(node.op_type for graph in graphs if graph.ep_name == CPU for node in graph.get_nodes()))
 
 
+def cuda_notes(dtype: str, kv_bits: int, is_fused: bool) -> list[str]:
+    """Sentences on what a model's CUDA session leaves to the processor.
+
+    Args:
+        is_fused: whether attention is ONNX Runtime's GroupQueryAttention, and not written out in standard operators.
+
+    Source: docs/OperatorKernels.md of ONNX Runtime, at 001d12d2623f; none of it has run here.
+    """
+    advice = []
+    if dtype == "float32":
+        advice.append(f"takes float16 activations alone; export with {spelled('dtype', 'float16')}")
+    if kv_bits == 4:
+        advice.append(f"has no cache of 4 bits; export with {spelled('kv', 8)} or {spelled('kv', 16)}")
+    return [f"attention runs on the processor: on CUDA, ONNX Runtime's {each}" for each in advice if is_fused]
+
+
 def on_cpu_text(nodes: dict[str, int]) -> str:
     """Text of a number of nodes by operator that the processor runs."""
     operators = ", ".join(f"{operator} {count}" for operator, count in sorted(nodes.items(), key=lambda x: -x[1]))

@@ -4,7 +4,7 @@ Every library quantizes and dequantizes by itself; what it stores is counted fro
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from types import MappingProxyType
 from typing import Any
@@ -53,6 +53,37 @@ def _bitsandbytes(kind: str, nested: bool) -> Quantize:
     return quantize
 
 
+def _int8(rounds_inputs: bool) -> Quantize:
+    """bitsandbytes' int8 with a scale a row. It is LLM.int8 where inputs are rounded, too, as it is used.
+
+    LLM.int8 gives each row of inputs a scale, and multiplies the columns in which some input reaches 6 as they are.
+    """
+
+    def quantize(name: str, weight: Tensor, read_rule: ReadRule) -> Quantized:
+        functional = import_module("bitsandbytes.functional")
+        codes, scales, _ = functional.int8_vectorwise_quant(weight)
+        stored = _bits(codes, scales)
+        values = functional.int8_vectorwise_dequant(codes, scales).float()
+        return Quantized(values, stored, stored, _llm_int8(codes, scales) if rounds_inputs else None)
+
+    return quantize
+
+
+def _llm_int8(codes: Tensor, scales: Tensor) -> Callable[[Tensor], Tensor]:
+    """The product as MatMul8bitLt computes it; on a processor the library's Linear8bitLt does not round its inputs."""
+    functional = import_module("bitsandbytes.functional")
+
+    def product(x: Tensor) -> Tensor:
+        rows = x.flatten(0, -2)
+        inputs, steps, outliers = functional.int8_vectorwise_quant(rows.half(), threshold=6.0)
+        mixed = torch.ops.bitsandbytes.int8_mixed_scaled_mm
+        y: Tensor = mixed(rows, inputs, codes, steps, scales, outliers, None)[0]
+        restored: Tensor = y.float().unflatten(0, x.shape[:-1])
+        return restored
+
+    return product
+
+
 def _torchao_int4(least: int) -> Quantize:
     """torchao's int4 with a bfloat16 scale and zero a group, as its tinygemm layouts have it."""
 
@@ -95,7 +126,7 @@ def _torchao_intx(bits: int, least: int) -> Quantize:
     return quantize
 
 
-def _hqq(bits: int, group: int) -> Quantize:
+def _hqq(bits: int, group: int | None) -> Quantize:
     """HQQ along the input axis, the one its fast kernels read; scale and zero in float16, as `HQQLinear` keeps them."""
 
     def quantize(name: str, weight: Tensor, read_rule: ReadRule) -> Quantized:
@@ -116,10 +147,13 @@ def _bits(*tensors: Tensor) -> int:
 
 
 def _of_ours(tier: str, bits: int, least: int) -> list[Method]:
-    return [Method(f"{rule} {bits}:g{least}", tier, _ours(rule, bits, least)) for rule in RULES]
+    sharing = "channel" if least == _ROW else f"g{least}"
+    return [Method(f"{rule} {bits}:{sharing}", tier, _ours(rule, bits, least)) for rule in RULES]
 
 
-_FINE, _COARSE, _SIX, _LOW = TIERS
+# A group that is wider than any weight is a whole row.
+_ROW = 1 << 30
+_FINE, _COARSE, _SIX, _LOW, _EIGHT = TIERS
 METHODS = (
     *_of_ours(_FINE, 4, 32),
     Method("bitsandbytes nf4, blocks of 64", _FINE, _bitsandbytes("nf4", nested=False), "bitsandbytes"),
@@ -137,6 +171,11 @@ METHODS = (
     *_of_ours(_LOW, 3, 32),
     Method("torchao int3, groups of 48", _LOW, _torchao_intx(3, 48), "torchao"),
     Method("HQQ 3 bits, groups of 64", _LOW, _hqq(3, 64), "hqq"),
+    *_of_ours(_EIGHT, 8, _ROW),
+    Method("bitsandbytes int8, rows", _EIGHT, _int8(rounds_inputs=False), "bitsandbytes"),
+    Method("bitsandbytes LLM.int8, inputs rounded too", _EIGHT, _int8(rounds_inputs=True), "bitsandbytes"),
+    Method("torchao int8, rows", _EIGHT, _torchao_intx(8, _ROW), "torchao"),
+    Method("HQQ 8 bits, rows", _EIGHT, _hqq(8, None), "hqq"),
 )
 
 _OPTIONS: Mapping[str, Mapping[str, str]] = {

@@ -1,14 +1,16 @@
 """A model whose weights a method quantizes, and what that costs its outputs on prose like gptq's and on other text."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from diffquant.errors import UsageError
 from diffquant.evals.language_model import States
@@ -108,6 +110,7 @@ class Subject:
         """Give the model a method's weights while open; yields what they store and lose."""
         bits = held = elements = 0
         errors: list[float] = []
+        hooks: list[RemovableHandle] = []
         try:
             started = time.process_time()
             quantized = method.over(self._reading)
@@ -118,6 +121,8 @@ class Subject:
                 seconds += time.process_time() - started
                 errors.append(float((made.values - exact).norm() / exact.norm()))
                 self._model.get_parameter(name).data = made.values
+                if made.product is not None:
+                    hooks.append(self._multiply_by(name, made.product))
                 bits, held, elements = bits + made.bits, held + made.held, elements + weight.numel()
             yield {
                 "tier": method.tier,
@@ -127,8 +132,21 @@ class Subject:
                 "cpu_seconds": seconds,
             }
         finally:
+            for hook in hooks:
+                hook.remove()
             for name, (_, weight) in self._weights.items():
                 self._model.get_parameter(name).data = weight.float()
+
+    def _multiply_by(self, name: str, product: Callable[[Tensor], Tensor]) -> RemovableHandle:
+        """Have a linear layer multiply in a method's way."""
+        layer = cast(torch.nn.Linear, self._model.get_submodule(name.removesuffix(".weight")))
+
+        def output(_layer: torch.nn.Module, given: tuple[Tensor, ...], _output: Tensor) -> Tensor:
+            y = product(given[0])
+            return y if layer.bias is None else y + layer.bias
+
+        hook: RemovableHandle = layer.register_forward_hook(output)
+        return hook
 
     def _scores(self, former: Mapping[str, Any], references: tuple[States, States] | None) -> dict[str, Any]:
         if references is None:

@@ -10,7 +10,7 @@ from diffquant.quantization.roundings import Rounder
 from diffquant.scheme import Scheme
 from research.studies.model_reading import ModelReading
 
-TIERS = ("4.5 bits", "4.125 bits", "6.125 bits", "3.5 bits")
+TIERS = ("4.5 bits", "4.125 bits", "6.125 bits", "3.5 bits", "8 bits")
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,13 @@ class Quantized:
         values: weight [out, in] in float32.
         bits: number of bits of the codes at their own width, with scales and zeros.
         held: number of bits of the tensors that the library holds, where codes lie in wider containers; else `bits`.
+        product: function that multiplies inputs [..., in] with it, where the library rounds those, too.
     """
 
     values: Tensor
     bits: int
     held: int
+    product: Callable[[Tensor], Tensor] | None = None
 
 
 # (rule of ours that reads a text, its options, scheme of a weight by its width) -> the rule made ready for the model.

@@ -23,7 +23,7 @@ from research.studies.model_reading import ModelReading
 from research.studies.rounding_method import TIERS, Prepared, Quantized, TextMethod, group_size
 
 _SCALE_BITS = 16
-_FINE, _COARSE, _, _LOW = TIERS
+_FINE, _COARSE, _, _LOW, _ = TIERS
 
 
 def _llm_compressor(bits: int, least: int, observer: str) -> Callable[[ModelReading], Prepared]:

@@ -247,6 +247,63 @@ def test_a_merged_file_keeps_the_torch_that_each_ratio_is_to(tmp_path, monkeypat
         assert row["settings"].keys() >= {"commit", "date", "cpu", "threads"}
 
 
+def test_batches_have_their_own_medians_and_shares():
+    torch, low = (
+        {"decode": [10.0], "prefill": [10.0], "peak_bytes": 1, "tokens": [1]}
+        | {"batches": {"4": {"decode": [speed, 3 * speed, 2 * speed], "prefill": [speed]}}}
+        for speed in (5.0, 20.0)
+    )
+    comparison.compare_with_torch(low, torch)
+    assert low["batches"]["4"]["decode_median"] == 40.0
+    assert low["batches"]["4"]["decode_of_torch"] == low["batches"]["4"]["prefill_of_torch"] == 4.0
+    assert low["torch"]["batches"] == torch["batches"]
+    told = comparison.table("m", {"low": low})
+    assert "low, 4 at once: decode 40.0 tokens/s, prefill 20.0" in told
+
+
+@pytest.mark.parametrize("name", ["export", "torch"])
+def test_a_sequence_in_a_batch_is_continued_as_it_is_alone(tmp_path, name):
+    model = tiny_lm.write_diff_v2(tmp_path / "model")
+    if name == "export":
+        engines.write_export({"weights": "8:row"}, model, tmp_path / "out")
+        engine = engines.open_export(tmp_path / "out", 1)
+    else:
+        engine = engines.open_torch(model, 1)
+    prompts = np.random.default_rng(0).integers(3, 90, (3, 7))
+    first = engine.decode(prompts[:1], 6)[1]
+    assert len(first) == 6
+    assert engine.takes_batches
+    assert engine.decode(prompts, 6)[1] == first
+    assert engine.decode(prompts[[2, 0, 1]], 6)[1] == engine.decode(prompts[2:], 6)[1]
+
+
+def test_tokens_of_all_sequences_are_counted(monkeypatch):
+    times = iter((10.0, 11.0, 12.0, 20.0, 24.0))
+    monkeypatch.setattr(engines, "_clock", [lambda: next(times)])
+    logits = np.zeros((4, 1, 9))
+    engine = engines.stepping(lambda batch, rows: lambda ids: logits[:batch], lambda: "none")
+    assert engine.decode(np.zeros((4, 5), int), 3)[0] == 4 * 2 / (12.0 - 10.0)
+    assert engine.prefill(np.zeros((4, 5), int)) == 4 * 5 / (24.0 - 20.0)
+
+
+def test_llama_batched_bench_is_asked_for_sequences_at_once(tmp_path, monkeypatch):
+    fake_llama_bench(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert not peer_engines.open_llama_bench(tmp_path, 2).takes_batches
+    program = tmp_path / "llama-batched-bench"
+    program.write_text(
+        f"#!{sys.executable}\nimport json, sys\nflags = dict(zip(sys.argv[1::2], sys.argv[2::2]))\n"
+        "assert int(flags['-c']) == int(flags['-npl']) * (int(flags['-npp']) + int(flags['-ntg']))\n"
+        "print('loading')\n"
+        "print(json.dumps({'speed_pp': float(flags['-npp']), 'speed_tg': float(flags['-npl'] + flags['-t'])}))\n"
+    )
+    program.chmod(0o755)
+    engine = peer_engines.open_llama_bench(tmp_path, 2)
+    assert engine.takes_batches
+    assert engine.decode(np.zeros((16, 64), int), 32) == (162.0, [])
+    assert engine.prefill(np.zeros((4, 65), int)) == 65.0
+
+
 def fake_llama_bench(folder):
     """A program that answers as llama-bench does, with the flags it was given as its speed's digits."""
     program = folder / "llama-bench"
@@ -318,6 +375,8 @@ def test_genais_int4_model_is_built_and_continues_tokens(tmp_path):
     assert speed > 0
     assert len(tokens) == 6
     assert engine.prefill(engines.random_tokens(model, 8)) > 0
+    prompts = engines.random_tokens(model, 15).reshape(3, 5)
+    assert engine.decode(prompts, 6)[1] == engine.decode(prompts[:1], 6)[1]
 
 
 def test_a_peer_that_cannot_write_is_a_reason_and_its_folder_is_not_tried_again(tmp_path):
@@ -422,13 +481,15 @@ def test_tuning_takes_the_fastest_neighbour_that_is_right(monkeypatch):
 def test_generation_gives_the_same_tokens_in_torch_and_in_the_float32_export(tmp_path):
     pytest.importorskip("onnxruntime")
     model = tiny_lm.write_diff_v2(tmp_path / "diff-v2")
-    settings = generate.Settings(threads=1, repeats=1, prompt=5, new=4, prefill=8)
+    settings = generate.Settings(threads=1, repeats=1, prompt=5, new=4, prefill=8, batches=(3,))
     names = [contestants.TORCH, contestants.FLOAT, "llama.cpp Q4_0"]
     found = generate.measure_generation(model, tmp_path, names, settings)
     assert found[contestants.FLOAT]["same_tokens"] == 4
     assert found[contestants.TORCH]["kernels"].startswith("torch's, ")
     assert found[contestants.FLOAT]["kernels"] == f"diffquant's: attention {kernel_name()}"
     assert found[contestants.FLOAT]["folder_bytes"] > 0
+    for row in (found[contestants.TORCH], found[contestants.FLOAT]):
+        assert all(row["batches"]["3"][what][0] > 0 for what in ("decode", "prefill"))
     assert found[contestants.FLOAT]["write_seconds"] > 0
     assert "missing" in found["llama.cpp Q4_0"]
     comparison.compare_with_export(found, contestants.FLOAT)

@@ -1,5 +1,8 @@
 """Exported folders on a CUDA device, as far as it shows without one: what is asked for, refused, and falls back."""
 
+import json
+
+import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
@@ -8,15 +11,17 @@ from typer.testing import CliRunner
 
 from diffquant import cli
 from diffquant.errors import MissingDependencyError, UsageError
-from diffquant.export import export
+from diffquant.export import ExportOptions, export
+from diffquant.export.graph.op import DOMAIN
 from diffquant.export.runtime.device import RuntimeDevice, nodes_on_cpu, on_cpu_text
-from diffquant.export.runtime.session import OnnxModel
+from diffquant.export.runtime.session import InPlaceDecoder, OnnxModel
 from diffquant.export.targets import runtime_of
 from diffquant.export.verification.verify import verify
 from diffquant.sweep.evaluate import evaluate
 from diffquant.sweep.grid import SweepOptions
 from diffquant.sweep.run import run_sweep
 from tests.support.checkpoints import write_checkpoint
+from tests.support.exports import cache_ranges
 
 CUDA = "CUDAExecutionProvider"
 
@@ -101,6 +106,90 @@ def test_caches_stand_where_the_model_runs(folder):
     values = model.empty_cache(2, 5)
     assert {value.device_name() for value in values} == {"cpu"}
     assert {tuple(value.shape()) for value in values} == {(2, model.cache.kv_pairs, 5, model.cache.width)}
+
+
+class RecordingBinding:
+    """Inputs and outputs bound to a device that is not here, and made on the processor in its place."""
+
+    def __init__(self, binding, bound):
+        self._binding, self._bound = binding, bound
+
+    def __getattr__(self, name):
+        return getattr(self._binding, name)
+
+    def bind_output(self, name, device_type="cpu", device_id=0):
+        self._bound.append((name, device_type, device_id))
+        self._binding.bind_output(name)
+
+
+@pytest.fixture
+def elsewhere(folder, monkeypatch):
+    """A model on a second card, as far as it tells ONNX Runtime; values made there, and outputs bound there."""
+    model, made, bound = OnnxModel(folder, 1), [], []
+    make, io_binding = ort.OrtValue.ortvalue_from_numpy, model.session.io_binding
+
+    def ortvalue_from_numpy(array, device_type="cpu", device_id=0):
+        made.append((tuple(array.shape), device_type, device_id))
+        return make(array)
+
+    monkeypatch.setattr(ort.OrtValue, "ortvalue_from_numpy", staticmethod(ortvalue_from_numpy))
+    monkeypatch.setattr(model.session, "io_binding", lambda: RecordingBinding(io_binding(), bound))
+    monkeypatch.setattr(model, "device", RuntimeDevice("cuda", 1))
+    return model, made, bound
+
+
+def test_a_decoder_makes_its_caches_once_on_the_card_and_logits_in_memory(elsewhere):
+    model, made, _ = elsewhere
+    state = InPlaceDecoder(model, 2, 12)
+    rows = (2, model.cache.kv_pairs, 12, model.cache.width)
+    assert made == [(rows, "cuda", 1)] * len(model.cache.inputs)
+    made.clear()
+    for _ in range(3):
+        state.step(np.full((2, 1), 5))
+    assert made == [((2, 1, model.vocabulary), "cpu", 0)] * 3
+
+
+def test_caches_that_grow_stay_on_the_card_from_call_to_call(elsewhere):
+    model, made, bound = elsewhere
+    ids = np.arange(3, 8)[None]
+    (logits,), past = model.run(ids, np.ones_like(ids), model.empty_cache(1))
+    made.clear()
+    model.run(ids[:, :1], np.ones((1, 6), np.int64), past)
+    assert not made
+    assert bound == 2 * [("logits", "cpu", 0), *((name, "cuda", 1) for name in model.cache.outputs)]
+    assert logits.shape == (1, 1, model.vocabulary)
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({}, [r"takes float16 activations alone; export with dtype='float16'"]),
+        ({"dtype": "float16"}, []),
+        ({"dtype": "float16", "kv_bits": 4}, [r"has no cache of 4 bits; export with kv=8 or kv=16"]),
+        ({"logits": "8:row"}, []),
+    ],
+    ids=["float32", "float16", "4-bit cache", "logits in standard operators"],
+)
+def test_a_folder_for_cuda_says_what_is_left_to_the_processor(tmp_path, options, wanted):
+    checkpoint = write_checkpoint(tmp_path / "model", "diffllama")
+    parsed = ExportOptions.parse(genai_device="cuda:1", **options)
+    report = export(checkpoint, tmp_path / "out", parsed, ranges=cache_ranges(checkpoint, parsed))
+    told = [note for note in report.notes if "runs on the processor" in note]
+    assert told == [f"attention runs on the processor: on CUDA, ONNX Runtime's {each}" for each in wanted]
+    domains = {(node.domain, node.op_type) for node in onnx.load(tmp_path / "out/model.onnx").graph.node}
+    assert not any(op == "MatMulNBits" and domain == DOMAIN for domain, op in domains)
+
+
+@has_cuda_provider
+def test_onnxruntime_genai_reads_the_card_from_the_folder_and_asks_for_its_own_build(tmp_path):
+    genai = pytest.importorskip("onnxruntime_genai")
+    checkpoint = write_checkpoint(tmp_path / "model", "diffllama")
+    export(checkpoint, tmp_path / "out", ExportOptions.parse("4:g32", dtype="float16", genai_device="cuda:1"))
+    config = json.loads((tmp_path / "out/genai_config.json").read_text())
+    providers = config["model"]["decoder"]["session_options"]["provider_options"]
+    assert providers == [{"cuda": {"device_id": "1", "use_tf32": "0"}}]
+    with pytest.raises(Exception, match=r"(?i)cuda"):
+        genai.Model(str(tmp_path / "out"))
 
 
 def test_eval_and_sweep_ask_the_runtime_for_their_device(folder, tmp_path):

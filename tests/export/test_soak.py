@@ -1,18 +1,20 @@
-"""Long and large: far offsets in data, a whole long context, batches, sessions side by side, and hours of serving.
+"""Long and large: far offsets in data, a whole long context, batches, sessions side by side, and serving for a while.
 
-`make soak` serves for an hour; what `make test-thorough` runs of it takes minutes.
+`make soak` serves for an hour after these.
 """
 
-import gc
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from threading import Timer
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 
+from diffquant.bench.programs import soak
+from diffquant.errors import ToleranceError
 from diffquant.export import ExportOptions, Generator, export
 from diffquant.export.files import DATA_FILE, MODEL_FILE
 from diffquant.export.runtime.session import InPlaceDecoder, OnnxModel
@@ -125,26 +127,43 @@ def test_a_text_that_is_given_up_leaves_nothing_behind(folder):
     assert continued(generator, PROMPTS[0]) == wanted
 
 
-def test_memory_does_not_grow_while_it_serves(folder):
-    generator = Generator(folder, 1)
-    ends = time.monotonic() + SECONDS
-    # What is allocated once and kept has been by then.
-    for _ in range(30):
-        assert [continued(generator, prompt) for prompt in PROMPTS]
-    wanted, before, answers = [continued(generator, prompt) for prompt in PROMPTS], resident(), 0
+def test_a_call_that_is_cancelled_ends_and_leaves_the_session_as_it_was(folder):
+    model = OnnxModel(folder, 1)
+    ids = np.random.default_rng(0).integers(3, 90, (1, 500))
+    wanted = prefill(model, ids)
+    names = (*model.cache.inputs, "input_ids", "attention_mask")
+    fed = dict(zip(names, [*(value.numpy() for value in model.empty_cache(1)), ids, np.ones_like(ids)], strict=True))
+    before, during = ort.RunOptions(), ort.RunOptions()
+    before.terminate = True
+    with pytest.raises(Exception, match=r"(?i)terminate"):
+        model.session.run(["logits"], fed, before)
+    # From another thread, while calls follow each other.
+    timer = Timer(0.2, lambda: setattr(during, "terminate", True))
+    timer.start()
+    with pytest.raises(Exception, match=r"(?i)terminate"):
+        call_for(60, lambda: model.session.run(["logits"], fed, during))
+    timer.join()
+    np.testing.assert_array_equal(prefill(model, ids), wanted)
+
+
+def call_for(seconds, call):
+    ends = time.monotonic() + seconds
     while time.monotonic() < ends:
-        assert [continued(generator, prompt) for prompt in PROMPTS] == wanted
-        stream = generator.stream(PROMPTS[1], 400)
-        next(stream)
-        stream.close()
-        answers += len(PROMPTS) + 1
-    grown = resident() - before
-    print(f"{answers} answers in {SECONDS:.0f} s: {grown / 1e6:+.1f} MB of {before / 1e6:.0f}")
-    assert answers
-    assert grown < 8e6
+        call()
 
 
-def resident():
-    """Bytes of memory that this process holds."""
-    gc.collect()
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def test_memory_does_not_grow_while_it_serves(folder):
+    served = soak.serve([folder], SECONDS, SECONDS / 4)
+    print(soak.summary(served))
+    served.check()
+    assert len(served.samples) == 5
+    assert served.tokens > 0
+
+
+def test_a_server_that_grows_or_changes_its_mind_is_refused():
+    samples = tuple(soak.Sample(float(n), n, 10**8 + n * 5 * 10**6, 10**7) for n in range(3))
+    with pytest.raises(ToleranceError, match=r"grown by 10.0 MB, which is over 8 MB, in 2 rounds"):
+        soak.Soak(samples, 9, is_constant=True).check()
+    soak.Soak(samples[:2], 9, is_constant=True).check()
+    with pytest.raises(ToleranceError, match="not those of the first one"):
+        soak.Soak(samples[:1], 9, is_constant=False).check()

@@ -188,3 +188,19 @@ GUIDE.says(
     "the 4-bit Transformer has {} times its decode and {} times its prefill, and {} and\n{} times llama-bench's",
     *(_ratio(GGUF, what, peer) for peer in (_GENAI, _BENCH) for what in ("decode", "prefill")),
 )
+
+# An hour of serving
+
+_SOAK = raw("soak.json")
+_FIRST, _LAST = _SOAK["samples"][0], _SOAK["samples"][-1]
+GUIDE.says(
+    "In {} minutes and {}\nrounds on a busy machine it generated {} tokens",
+    _LAST["seconds"] / 60,
+    _LAST["rounds"],
+    _SOAK["tokens"],
+)
+GUIDE.says("its memory went from {} MB to {} MB", _FIRST["resident"] / 1e6, _LAST["resident"] / 1e6)
+GUIDE.means("each round's the same as the first one's", _SOAK["is_constant"])
+GUIDE.means("from two sessions each", _SOAK["sessions"] == 2 * len(_SOAK["models"]))
+GUIDE.leaves("the end of a context of 32,768 tokens", "a setting")
+GUIDE.leaves("beyond 2 and 8 GB of a file", "settings")
