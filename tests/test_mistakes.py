@@ -129,6 +129,22 @@ def test_a_recipe_that_is_none_is_named_in_one_line(checkpoint, tmp_path, conten
         diffquant.quantize(checkpoint, tmp_path / "out", tmp_path / "recipe.yaml")
 
 
+def test_a_text_that_is_missing_is_told_before_the_work(checkpoint, tmp_path, caplog):
+    caplog.set_level("INFO")
+    with pytest.raises(UsageError, match=r"cannot read text from .*absent\.txt: No such file"):
+        diffquant.quantize(checkpoint, tmp_path / "out", weights="4:g16", rounding="gptq", text=tmp_path / "absent.txt")
+    assert "about" not in caplog.text
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_file_in_the_outputs_place_is_never_offered_to_be_overwritten(checkpoint, tmp_path, overwrite):
+    (tmp_path / "out").write_text("mine")
+    with pytest.raises(OutputExistsError, match=r"is not a folder, so it is not overwritten; choose another output$"):
+        diffquant.quantize(checkpoint, tmp_path / "out", weights="4:g16", overwrite=overwrite)
+    assert (tmp_path / "out").read_text() == "mine"
+
+
 @pytest.mark.parametrize(
     ("widths", "sizes"), [((128, 344), "use g8 or row,"), ((64, 96), "use g16, g32 or row,"), ((5, 7), "use row,")]
 )
