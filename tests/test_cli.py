@@ -94,7 +94,7 @@ def test_dry_run_prints_the_table_and_writes_nothing(run, checkpoint, tmp_path):
         (["quantize", "nowhere", "-o", "OUT", "--weights", "4"], 1, "nowhere is neither"),
         (["quantize", "SRC", "-o", "OUT", "--weights", "4", "--override", "q_proj"], 2, "expected PATTERN=SCHEME"),
         (["quantize", "SRC", "-o", "OUT", "--weights", "4", "--recipe", "r.yaml"], 2, "one or the other"),
-        (["quantize", "SRC", "-o", "OUT", "--recipe", "absent.yaml"], 2, "cannot read recipe absent.yaml"),
+        (["quantize", "SRC", "-o", "OUT", "--recipe", "absent.yaml"], 2, "there is no recipe absent.yaml"),
         (["quantize", "SRC", "-o", "OUT", "--weights", "4", "--text", "EMPTY"], 2, "--rounding gptq"),
         (["quantize", "SRC", "-o", "OUT", "--weights", "4", "--tokens", "64"], 2, "--rounding gptq"),
         (["quantize", "SRC", "-o", "OUT", "--weights", "4", "--rounding", "gtpq"], 2, "did you mean 'gptq'"),

@@ -12,6 +12,7 @@ from diffquant import data
 from diffquant.errors import CheckpointError, DiffQuantError, OutputExistsError, UsageError
 from diffquant.export.files import check_exported
 from diffquant.formats.opening import open_checkpoint
+from diffquant.quantization.checks import _misfit_problem
 from diffquant.support.waits import wait_briefly
 from diffquant.sweep.outputs import run_files
 from tests.support.checkpoints import write_diffllama
@@ -95,6 +96,60 @@ def test_no_run_goes_into_a_models_folder(checkpoint):
     with pytest.raises(OutputExistsError, match="is a model's folder; choose another output"):
         run_files().check(checkpoint)
     assert sorted(checkpoint.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("content", "hint"),
+    [
+        (b"\xff\xfe", "config.json is no text in UTF-8"),
+        (b"", "config.json is empty; fetch it again"),
+        (b'{"model_type": "diffllama", "num_hidden_layers": -2}', "bad: config.json lacks a positive"),
+    ],
+)
+def test_a_damaged_config_is_named(tmp_path, content, hint):
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad/config.json").write_bytes(content)
+    (tmp_path / "bad/model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")
+    with pytest.raises(CheckpointError, match=hint):
+        diffquant.inspect(tmp_path / "bad")
+
+
+@pytest.mark.parametrize(
+    ("content", "hint"),
+    [
+        (None, "there is no recipe .*recipe.yaml$"),
+        (b"\xff\xfe\x80", "recipe.yaml is no text in UTF-8$"),
+        (b"kv: 8\nweights: [4", r"cannot read recipe .*recipe.yaml: line 2: expected ',' or '\]'[^\n]*$"),
+    ],
+)
+def test_a_recipe_that_is_none_is_named_in_one_line(checkpoint, tmp_path, content, hint):
+    if content is not None:
+        (tmp_path / "recipe.yaml").write_bytes(content)
+    with pytest.raises(UsageError, match=hint):
+        diffquant.quantize(checkpoint, tmp_path / "out", tmp_path / "recipe.yaml")
+
+
+def test_a_text_that_is_missing_is_told_before_the_work(checkpoint, tmp_path, caplog):
+    caplog.set_level("INFO")
+    with pytest.raises(UsageError, match=r"cannot read text from .*absent\.txt: No such file"):
+        diffquant.quantize(checkpoint, tmp_path / "out", weights="4:g16", rounding="gptq", text=tmp_path / "absent.txt")
+    assert "about" not in caplog.text
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_file_in_the_outputs_place_is_never_offered_to_be_overwritten(checkpoint, tmp_path, overwrite):
+    (tmp_path / "out").write_text("mine")
+    with pytest.raises(OutputExistsError, match=r"is not a folder, so it is not overwritten; choose another output$"):
+        diffquant.quantize(checkpoint, tmp_path / "out", weights="4:g16", overwrite=overwrite)
+    assert (tmp_path / "out").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("widths", "sizes"), [((128, 344), "use g8 or row,"), ((64, 96), "use g16, g32 or row,"), ((5, 7), "use row,")]
+)
+def test_a_group_that_does_not_fit_hears_sizes_that_do(widths, sizes):
+    assert sizes in _misfit_problem(31, {f"layers.{width}": (4, width) for width in widths})
 
 
 @pytest.mark.parametrize(

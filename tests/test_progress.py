@@ -107,7 +107,8 @@ def test_long_work_is_a_line_per_minute_off_a_terminal():
     program = hurried + PROGRAM.replace("range(5)", "range(41)").replace("4e9", "40e9").replace("time.sleep(0.25)", "")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     lines = done.stderr.splitlines()
-    assert all(re.match(r"quantize \d+% after \d+ min(, about \d+ min left)?: model\.layers\.", line) for line in lines)
+    form = re.compile(r"quantize \d+% after \d+ min(, about \d+ (s|min) left)?: model\.layers\.")
+    assert all(form.match(line) for line in lines)
     minutes = [int(re.search(r"after (\d+) min", line)[1]) for line in lines]
     assert minutes == sorted(minutes)
     assert len(lines) - 1 <= minutes[-1] < 15
@@ -146,18 +147,25 @@ time.sleep(1.3)
 make_room()
 print("note: something", file=sys.stderr)
 time.sleep(1.1)
-progress_for("verify")(0, 2, "layer 1")
+shown = progress_for("verify")
+shown(0, 2, "layer 1")
+time.sleep(1.2)
+make_room()
+print("note: something else", file=sys.stderr)
 time.sleep(1.2)
 """
 
 
 def test_a_line_stands_there_before_there_is_progress():
     _, written = on_a_terminal(WAITING)
-    before, after = written.replace("\x1b[K", "").split("note: something")
+    before, after, drawn_again = re.split(r"note: something(?: else)?\r\n", written.replace("\x1b[K", ""))
     assert before.startswith("\rverify: loading ...\rverify: loading ... 1 s\r")
     waited, drawn = after.split("verify   0%", 1)
     assert waited.strip("\r\n") == "verify: loading ... 2 s"
     assert "loading" not in drawn
+    # Where the line stood are blanks.
+    assert drawn.rsplit("\r", 2)[1].isspace()
+    assert "verify   0%" in drawn_again
 
 
 @pytest.mark.parametrize("columns", [30, 50])

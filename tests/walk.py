@@ -2,36 +2,34 @@
 
     python -m tests.walk [--folder FOLDER]
 
-It prints how long each command took and fails where a command fails or states no duration, prints something else than
-README shows, says nothing for more than five seconds (of a machine with nothing else to do), writes a line that 80
-columns do not hold, or "quantizes" to more bytes than 16 bits take. `ORG/NAME` is a folder of that name, which holds
-the DIFF model that README converts.
+It prints how long each command took and fails where a command fails, states no duration or a wrong one, prints
+something else than README shows, says nothing for more than five seconds, writes a line that 80 columns do not hold, or
+"quantizes" to more bytes than 16 bits take. `ORG/NAME` is a folder of that name, which holds the DIFF model that README
+converts.
+
+A duration is held to the CPU seconds that a command takes, in the time of README's processor: README records how long a
+loop took there, which is run here too. In silence only the time counts that no thread waited for a core. So neither
+another processor nor other work beside the walk changes what it finds.
 """
 
 import argparse
 import math
 import os
-import pty
 import re
-import selectors
 import shutil
-import struct
 import subprocess
 import sys
-import time
 import venv
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from fcntl import ioctl
 from itertools import zip_longest
 from pathlib import Path
-from termios import TIOCSWINSZ
-from typing import NamedTuple
 
 from diffquant.demo.smollm2 import gguf_file
+from tests.support.watched import COLUMNS, Ran, loop_seconds, run
 
 ROOT = Path(__file__).parents[1]
-COLUMNS, LONGEST_SILENCE = 80, 5.0
+LONGEST_SILENCE = 5.0
 # Commands that are not walked, by how they begin, and why.
 ELSEWHERE = {
     "pip install": "the environment is made from the wheel",
@@ -46,9 +44,15 @@ _MEASURED = re.compile(r"\b\d[\d,.]*(?= (?:s|min|h|ms|tokens/s|GB of memory)\b)|
 _NUMBER = re.compile(r"(\(?)(\d+\.\d+)(%?\)?[,.;]?)")
 # Units of numbers that are the same on every machine.
 _SIZES = ("MB", "MB,", "GB", "GB,", "M", "stored", "bits", "of")
-_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07")
-# A duration as README states it behind a command: # 20 s, # about 2 min.
-_DURATION = re.compile(r"#.*\b\d+ (?:s|min)\b")
+# A duration as README states it behind a command: # 20 s, # about 2 min, # 1 to 3 min.
+_DURATION = re.compile(r"#.*?\b(?:(?P<least>\d+) to )?(?P<most>\d+) (?P<unit>s|min)\b")
+# What README says of the loop on the machine whose durations it states, and cores that there are.
+_LOOP = re.compile(r"<!-- The loop of tests/walk\.py took (\d+\.\d+) CPU seconds there\. -->")
+_CORES = 2
+# A stated duration is wrong if it is off by more than this factor.
+_OFF = 2.5
+# Seconds that may go by without the processor: files are read.
+_BESIDE = 5
 
 
 @dataclass
@@ -58,16 +62,6 @@ class Step:
     line: int
     command: str
     shown: list[str] | None = None
-
-
-class Ran(NamedTuple):
-    """What came of a command: what it wrote, how long it took, and the longest that it said nothing."""
-
-    status: int
-    stdout: str
-    stderr: str
-    seconds: float
-    silence: float
 
 
 def steps_of(page: str) -> Iterator[Step]:
@@ -106,68 +100,37 @@ def walk(page: str, folder: Path, environment: dict[str, str]) -> int:
     """Run a page's commands in a folder; returns how many faults there were, each of which is printed."""
     faults = 0
     sizes: dict[str, int] = {}
+    loop = _LOOP.search(page)
+    slower = loop_seconds() / float(loop[1]) if loop else None
+    if slower:
+        print(f"this processor takes {slower:.1f} times as long as README's", flush=True)
     for step in steps_of(page):
         name = step.command.partition("\n")[0]
         if why := next((why for start, why in ELSEWHERE.items() if step.command.startswith(start)), None):
             print(f"{step.line:4}  not here  {name}  ({why})", flush=True)
             continue
         ran = run(step.command, folder, environment)
-        found = [*_faults(step, ran), *_larger(step.command, folder, sizes)]
-        print(f"{step.line:4}  {ran.seconds:6.1f} s  {name}")
+        found = [*_faults(step, ran, slower), *_larger(step.command, folder, sizes)]
+        print(f"{step.line:4}  {ran.seconds:6.1f} s, {ran.cpu:6.1f} of CPU  {name}")
         print(*(f"      ! {fault}\n" for fault in found), sep="", end="", flush=True)
         faults += len(found)
     return faults
 
 
-def run(command: str, folder: Path, environment: dict[str, str]) -> Ran:
-    """Run a shell command whose stdout and stderr are terminals of 80 columns, and watch what comes when."""
-    ends = [pty.openpty() for _ in range(2)]
-    for _, theirs in ends:
-        ioctl(theirs, TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
-    started = last = time.monotonic()
-    with subprocess.Popen(
-        ["bash", "-c", command],
-        cwd=folder,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=ends[0][1],
-        stderr=ends[1][1],
-    ) as process:
-        for _, theirs in ends:
-            os.close(theirs)
-        selector = selectors.DefaultSelector()
-        heard = {ours: b"" for ours, _ in ends}
-        for ours in heard:
-            selector.register(ours, selectors.EVENT_READ)
-        silence = 0.0
-        while selector.get_map():
-            for key, _ in selector.select():
-                try:
-                    part = os.read(key.fd, 65536)
-                except OSError:
-                    part = b""
-                if not part:
-                    selector.unregister(key.fd)
-                    continue
-                silence, last = max(silence, time.monotonic() - last), time.monotonic()
-                heard[key.fd] += part
-        process.wait()
-    silence = max(silence, time.monotonic() - last)
-    for ours in heard:
-        os.close(ours)
-    stdout, stderr = (_ESCAPES.sub("", part.decode(errors="replace")).replace("\r\n", "\n") for part in heard.values())
-    return Ran(process.returncode, stdout, stderr, time.monotonic() - started, silence)
-
-
-def _faults(step: Step, ran: Ran) -> Iterator[str]:
+def _faults(step: Step, ran: Ran, slower: float | None) -> Iterator[str]:
     if ran.status:
         yield f"it ended with {ran.status}: {ran.stderr.strip()[-500:]}"
-    if not _DURATION.search(step.command.partition("\n")[0]):
+    stated = _DURATION.search(step.command.partition("\n")[0])
+    if not stated:
         yield "README does not say how long it takes"
     if not step.command.startswith(("diffquant", "python - ")):
         return  # pip and the like speak as they speak
-    if ran.silence > LONGEST_SILENCE * (others := crowding()):
-        yield f"it said nothing for {ran.silence:.0f} s, with {others:.1f} processes a core"
+    if slower is None:
+        yield "README does not say how long the loop of tests/walk.py took where its durations are from"
+    elif stated and (wrong := misstated(stated, ran.cpu / slower)):
+        yield wrong
+    if ran.silence > LONGEST_SILENCE:
+        yield f"it said nothing for {ran.silence:.0f} s"
     widest = max(re.split(r"[\r\n]+", ran.stdout + "\n" + ran.stderr), key=len)
     if len(widest) > COLUMNS:
         yield f"a line has {len(widest)} columns: {widest}"
@@ -205,9 +168,18 @@ def words_of(lines: Iterable[str]) -> list[str]:
     return _MEASURED.sub("…", " ".join(" ".join(lines).split())).split()
 
 
-def crowding() -> float:
-    """How many processes share a core of this machine: by so much does a second last longer than on one at rest."""
-    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+def misstated(stated: re.Match[str], cpu: float) -> str | None:
+    """What is wrong with a stated duration of work that takes README's processor these CPU seconds; None if nothing is.
+
+    On some cores that have nothing else to do, work takes at most its CPU seconds, and its part of them at least.
+    """
+    unit = {"s": 1, "min": 60}[stated["unit"]]
+    least, most = (int(stated[end] or stated["most"]) * unit for end in ("least", "most"))
+    if most * _OFF < cpu / _CORES or least > cpu * _OFF + _BESIDE:
+        return (
+            f"README says {stated['most']} {stated['unit']}, and it takes {cpu:.0f} CPU seconds of README's processor"
+        )
+    return None
 
 
 def _larger(command: str, folder: Path, sizes: dict[str, int]) -> Iterator[str]:

@@ -7,6 +7,8 @@ _CUDA_BATCH_TOKENS = 16384
 # Perplexity: tokens in a window, and from the start of one window to the next.
 WINDOW = 1024
 STRIDE = 512
+# Characters of English in a token, about, by which the length of a run is estimated.
+CHARACTERS_PER_TOKEN = 4
 # Needle: largest number of tokens in a prompt; items per depth and length.
 LENGTHS = (256,)
 SAMPLES = 50

@@ -145,6 +145,11 @@ class Task(ABC):
     def identity(self) -> JsonObject:
         """Everything that the result depends on, apart from model and recipe."""
 
+    @property
+    def tokens(self) -> int | None:
+        """About how many tokens a model reads in a run; None if that is not known before it."""
+        return None
+
     def unseen(self) -> list[str]:
         """Inputs that `identity` cannot see; cells are kept even if these change."""
         return []

@@ -87,12 +87,13 @@ def check_output(source: Path, destination: Path, overwrite: bool) -> None:
 def _check_destination(destination: Path, overwrite: bool) -> None:
     if not os.path.lexists(destination):
         return
-    if not overwrite:
-        raise OutputExistsError(f"{destination} exists; choose another output or pass {spelled('overwrite', True)}")
+    # First, since overwriting is no way out of it.
     if not destination.is_dir() or destination.is_symlink():
         raise OutputExistsError(
             f"{destination} exists and is not a folder, so it is not overwritten; choose another output"
         )
+    if not overwrite:
+        raise OutputExistsError(f"{destination} exists; choose another output or pass {spelled('overwrite', True)}")
     check_replaced(destination, (entry.name for entry in destination.iterdir()), _recorded_files(destination))
 
 

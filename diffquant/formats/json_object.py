@@ -17,7 +17,11 @@ def read_json(path: Path) -> dict[str, Any]:
         content = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path.parent} has no {path.name}; a checkpoint folder needs one") from None
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path} is no text in UTF-8; fetch it again") from error
     except (OSError, ValueError) as error:
+        if path.is_file() and not path.stat().st_size:
+            raise CheckpointError(f"{path} is empty; fetch it again") from error
         raise CheckpointError(f"cannot read {path}: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} must hold a JSON object, not {type(content).__name__}")

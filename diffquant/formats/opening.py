@@ -35,7 +35,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
 def _meant(path: Path) -> str:
     """What to give in place of a path that leads to no checkpoint."""
     if path.is_file():
-        return f"give the folder that it is in, {path.parent}"
+        holds = (path.parent / "config.json").exists()
+        return f"give the folder that it is in, {path.parent}" if holds else "give a folder with a config.json"
     # A path has lost one of the address's two slashes.
     if address := re.fullmatch(r"https?:/huggingface\.co/([^/]+/[^/]+).*", path.as_posix()):
         return f"a model of the hub is named ORG/NAME: {address[1]}"

@@ -54,5 +54,5 @@ def check_finite(x: Tensor, name: str) -> None:
         at = offenders[0].tolist()
         raise NonFiniteError(
             f"{name} {list(x.shape)} holds {len(offenders)} NaN or infinite values, the first ({x[tuple(at)].item()}) "
-            f"at {at}; repair the checkpoint, absmax scales are not defined for it"
+            f"at {at}: the checkpoint is damaged; fetch it again, or repair it"
         )

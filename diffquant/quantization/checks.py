@@ -175,8 +175,10 @@ def _misfit_problem(size: int, shapes: Mapping[str, tuple[int, ...]]) -> str:
     widths = ", ".join(map(str, sorted({shape[-1] for shape in misfits.values()})))
     name, shape = next(iter(misfits.items()))
     common = math.gcd(*(shape[-1] for shape in shapes.values()))
-    fitting = [f"g{divisor}" for divisor in _GROUP_SIZES if common % divisor == 0] or [f"g{math.gcd(size, common)}"]
+    power = common & -common
+    fitting = [group for group in _GROUP_SIZES if common % group == 0] or ([power] if power > 1 else [])
+    sizes = f"{', '.join(f'g{group}' for group in fitting)} or row" if fitting else "row"
     return (
         f"group size {size} does not divide the input width of {len(misfits)} tensors, such as {name} {list(shape)}; "
-        f"their widths are {widths}: use {', '.join(fitting)} or row, or keep them at 16 bits with an override"
+        f"their widths are {widths}: use {sizes}, or keep them at 16 bits with an override"
     )

@@ -1,7 +1,5 @@
 """How long quantizing will take on this machine, before it starts."""
 
-import time
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -13,6 +11,7 @@ from diffquant.source.source import Source
 from diffquant.source.weight_source import WeightSource
 from diffquant.support.machine import cores
 from diffquant.support.progress import silent
+from diffquant.support.speed import quickest, seconds_per_product
 
 # Rows and columns of what is timed: some milliseconds each.
 _ROWS, _WIDTH = 64, 1024
@@ -34,22 +33,10 @@ def estimated_seconds(source: Source | WeightSource, plan: QuantizationPlan) -> 
             by_scheme[tensor.scheme] = by_scheme.get(tensor.scheme, 0) + tensor.elements
     weights = sum(by_scheme.values())
     if rounding.needs_text:
-        x, matrix = torch.randn(_ROWS, _WIDTH), torch.randn(_WIDTH, _WIDTH)
-        seconds = _timed(lambda: x @ matrix) / (x.numel() * _WIDTH)
-        return seconds * rounding.work * weights * (settings.tokens or _TOKENS)
+        return seconds_per_product() * rounding.work * weights * (settings.tokens or _TOKENS)
     round_rows = rounding.prepare(source, plan.schemes, settings, silent).round
     total = 0.0
     for scheme, elements in by_scheme.items():
         values = torch.randn(_ROWS, 8 * (scheme.size or _WIDTH // 8))
-        total += elements * _timed(partial(round_rows, "", values, scheme, torch.bfloat16)) / values.numel()
+        total += elements * quickest(partial(round_rows, "", values, scheme, torch.bfloat16)) / values.numel()
     return total / cores()
-
-
-def _timed(work: Callable[[], object]) -> float:
-    """Seconds of the quickest of some calls: what else the machine does is no part of the work."""
-    seconds = []
-    for _ in range(4):
-        started = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - started)
-    return min(seconds)

@@ -153,7 +153,13 @@ class Recipe:
 
         try:
             entries = parse_yaml(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except FileNotFoundError:
+            raise UsageError(f"there is no recipe {path}") from None
+        except UnicodeDecodeError as error:
+            raise UsageError(f"recipe {path} is no text in UTF-8") from error
+        except OSError as error:
+            raise UsageError(f"cannot read recipe {path}: {error.strerror}") from error
+        except ValueError as error:
             raise UsageError(f"cannot read recipe {path}: {error}") from error
         if not isinstance(entries, dict):
             raise UsageError(f"recipe {path} must be a mapping of {', '.join(f.name for f in fields(cls))}")

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from diffquant.errors import CheckpointError, UsageError
+from diffquant.errors import CheckpointError, UnknownModelTypeError, UsageError
 from diffquant.family.spec import DiffSpec
 from diffquant.formats.opening import open_checkpoint
 from diffquant.formats.reader import Checkpoint
@@ -194,7 +194,12 @@ def open_source(path: Path | str | Source | WeightSource) -> Source:
         raise UsageError(f"a model is a folder, a .gguf file or ORG/NAME, not of type {type(path).__name__}")
     stored = path.checkpoint if isinstance(path, WeightSource) else open_checkpoint(Path(path))
     checkpoint = as_llama(stored)
-    adapter = adapter_for(checkpoint.config).fitted_to(checkpoint.tensors)
+    try:
+        adapter = adapter_for(checkpoint.config).fitted_to(checkpoint.tensors)
+    except UnknownModelTypeError:
+        raise
+    except CheckpointError as error:
+        raise CheckpointError(f"{checkpoint.path}: {error}") from error
     state = checkpoint_state(checkpoint)
     return Source(checkpoint, adapter, check_tensors(checkpoint, adapter), state)
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from threading import Event, Lock, Thread
 from typing import TYPE_CHECKING
 
+from diffquant.support.durations import spoken
 from diffquant.support.escaping import one_line
 
 if TYPE_CHECKING:
@@ -82,6 +83,11 @@ class TerminalProgress:
             return
         line.n, line.bar_format, line.leave = share, _DONE, True
         self.stop()
+
+    def aside(self) -> None:
+        """Make room for a line; this one comes back a second later."""
+        if self._line is not None:
+            self._line.clear()
 
     def stop(self) -> None:
         """Draw no more; a line of work that is not done goes away."""
@@ -200,8 +206,7 @@ def clear_lines() -> None:
 def make_room() -> None:
     """Let a line be printed where it is waited for something that goes on."""
     for line in list(_drawing):
-        if isinstance(line, Waiting):
-            line.aside()
+        line.aside()
 
 
 class LogProgress:
@@ -221,7 +226,7 @@ class LogProgress:
         if is_due or (share >= 1 and self._lines):
             self._lines = int(elapsed / _SECONDS_BETWEEN_LOG_LINES)
             left = self._countdown.left
-            rest = f", about {_minutes(left)} left" if left and share < 1 else ""
+            rest = f", about {spoken(left)} left" if left and share < 1 else ""
             print(
                 f"{self.label} {share:.0%} after {_minutes(elapsed)}{rest}: {one_line(what)}",
                 file=sys.stderr,

@@ -53,5 +53,9 @@ def parse_yaml(text: str) -> Any:
     """
     try:
         return yaml.load(text, Loader=_PlainLoader)
+    except yaml.MarkedYAMLError as error:
+        # In one line, without the parser's picture of the place.
+        place = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        raise ValueError(f"{place}{error.problem}") from error
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error

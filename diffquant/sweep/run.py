@@ -2,7 +2,7 @@
 
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from diffquant.sweep.addresses import why_again
 from diffquant.sweep.claims import Claims, latest_claims
 from diffquant.sweep.engines import Engine
 from diffquant.sweep.exported import RuntimeOf
+from diffquant.sweep.forecast import SweepForecast, forecast
 from diffquant.sweep.grid import SweepOptions
 from diffquant.sweep.plan import SweepPlan, plan_sweep
 from diffquant.sweep.result import MeasuredCell, SweepResult
@@ -33,6 +34,7 @@ def run_sweep(
     progress: Progress = silent,
     runtime_of: RuntimeOf | None = None,
     engine: Engine | None = None,
+    planned: Callable[[SweepForecast], None] | None = None,
 ) -> SweepResult:
     """Measure every cell that `output` does not hold yet.
 
@@ -41,6 +43,7 @@ def run_sweep(
             from if that is in the sweep.
         runtime_of: finds the runtime for an exported folder; not needed for checkpoints.
         engine: runs the cells; by default this process does.
+        planned: called with the cells to measure before anything is written; what it raises ends the sweep.
 
     A cell that fails is recorded and the rest goes on; `SweepResult.require_complete` raises for it. An interrupt loses
     only the cell under way: the same call resumes from there. Other sweeps may use `output` at the same time: one of
@@ -52,7 +55,7 @@ def run_sweep(
         DiffQuantError: `output` is gone, or no process is left to measure the cells.
         KeyboardInterrupt: with a message that says how to go on.
     """
-    plan, jobs, work = _open(models, options, output, runtime_of)
+    plan, jobs, work = _open(models, options, output, runtime_of, planned)
     try:
         if work.batches and engine:
             engine(work, progress)
@@ -69,6 +72,7 @@ def join_sweep(
     output: Path,
     progress: Progress = silent,
     runtime_of: RuntimeOf | None = None,
+    planned: Callable[[SweepForecast], None] | None = None,
 ) -> SweepResult | None:
     """Measure cells until other processes have claimed the rest; the last one writes sweep.json, tables and plots.
 
@@ -84,7 +88,7 @@ def join_sweep(
     """
     from diffquant.sweep.outputs import write_outputs
 
-    plan, jobs, work = _open(models, options, output, runtime_of)
+    plan, jobs, work = _open(models, options, output, runtime_of, planned)
     try:
         Worker(work, start=random.random()).run(progress, is_patient=False)
     except KeyboardInterrupt:
@@ -104,7 +108,11 @@ def join_sweep(
 
 
 def _open(
-    models: Sequence[Path], options: SweepOptions, output: Path, runtime_of: RuntimeOf | None
+    models: Sequence[Path],
+    options: SweepOptions,
+    output: Path,
+    runtime_of: RuntimeOf | None,
+    planned: Callable[[SweepForecast], None] | None,
 ) -> tuple[SweepPlan, list[Job], Work]:
     """A sweep's plan, all of its cells, and the missing ones as work."""
     from diffquant.sweep.outputs import run_files
@@ -113,6 +121,8 @@ def _open(
     plan = plan_sweep([Path(model) for model in models], options, runtime_of)
     folder = output / "cells"
     jobs = plan.jobs(folder)
+    if planned is not None:
+        planned(forecast(jobs))
     folder.mkdir(parents=True, exist_ok=True)
     missing = [job for job in jobs if job.cell.read() is None]
     if missing and (why := why_again(folder, [job.cell.key for job in missing])):

@@ -16,7 +16,7 @@ from diffquant.verbs import kinds
 from diffquant.verbs.checked import checked
 from diffquant.verbs.hub import at_revision, check_push, push_folder
 from diffquant.verbs.notes import note_if_transformer, say
-from diffquant.verbs.recipes import chosen_recipe
+from diffquant.verbs.recipes import chosen_recipe, with_a_rule_that_can
 
 if TYPE_CHECKING:
     from diffquant.model.causal import CausalModel
@@ -186,6 +186,7 @@ def quantize(
     """
     from diffquant.quantization.estimate import estimated_seconds
     from diffquant.quantization.quantize import quantize as write
+    from diffquant.text.corpus import load_text
 
     wanted = chosen_recipe(
         recipe,
@@ -229,10 +230,12 @@ def quantize(
     source = _opened(at_revision(model, revision), weights_only, kept, weight_rules)
     note_if_transformer(source)
     if is_open:
-        wanted = _with_a_rule_that_can(source, wanted)
+        wanted = with_a_rule_that_can(source, wanted)
     shown = progress or progress_for("quantize")
 
     def told(plan: "QuantizationPlan") -> None:
+        if plan.schemes and wanted.rounding.text is not None:
+            load_text(wanted.rounding.text)  # before anything is said of the work
         seconds = estimated_seconds(source, plan) if plan.schemes else 0.0
         if seconds >= WORTH_SAYING:
             say(f"quantize: {len(plan.schemes)} weights by {wanted.rounding.name}, about {spoken(seconds)}")
@@ -266,24 +269,6 @@ def _chosen_rule(rounding: Rounding | None, effort: str | None) -> Rounding | No
 
 def _entries(recipe: object) -> Mapping[str, Any]:
     return recipe if isinstance(recipe, Mapping) else {}
-
-
-def _with_a_rule_that_can(source: "Source | WeightSource", recipe: Recipe) -> Recipe:
-    """A recipe by the default rule, or by nearest where that cannot do its schemes, which is said."""
-    from diffquant.quantization.roundings import checked_rounding
-    from diffquant.quantization.targets import targets_of
-
-    schemes = {} if source.packed else targets_of(source).schemes(recipe)
-    if not schemes:
-        return replace(recipe, rounding=NEAREST)
-    try:
-        checked_rounding(recipe.rounding, schemes)
-    except UsageError as error:
-        if recipe.rounding.reads:
-            raise
-        say(f"note: rounds by nearest, since {error}")
-        return replace(recipe, rounding=NEAREST)
-    return recipe
 
 
 def _opened(

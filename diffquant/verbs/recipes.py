@@ -1,12 +1,19 @@
 """The recipe that a verb's parameters make."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from diffquant.errors import UsageError
 from diffquant.recipe import Recipe, RecipeLike
 from diffquant.recipe.presets import LIKE, PRESETS
+from diffquant.recipe.rounding import NEAREST
 from diffquant.support.spelling import spelled
+from diffquant.verbs.notes import say
+
+if TYPE_CHECKING:
+    from diffquant.source.source import Source
+    from diffquant.source.weight_source import WeightSource
 
 
 def chosen_recipe(
@@ -56,3 +63,21 @@ def _override(text: str) -> tuple[str, str]:
     if not separator or not pattern:
         raise UsageError(f"cannot read override {text!r}: expected PATTERN=SCHEME, such as '*.mlp.*=6:row'")
     return pattern, scheme
+
+
+def with_a_rule_that_can(source: "Source | WeightSource", recipe: Recipe) -> Recipe:
+    """A recipe by the default rule, or by nearest where that cannot do its schemes, which is said."""
+    from diffquant.quantization.roundings import checked_rounding
+    from diffquant.quantization.targets import targets_of
+
+    schemes = {} if source.packed else targets_of(source).schemes(recipe)
+    if not schemes:
+        return replace(recipe, rounding=NEAREST)
+    try:
+        checked_rounding(recipe.rounding, schemes)
+    except UsageError as error:
+        if recipe.rounding.reads:
+            raise
+        say(f"note: rounds by nearest, since {error}")
+        return replace(recipe, rounding=NEAREST)
+    return recipe

@@ -107,17 +107,19 @@ def sweep(
     chosen_device(device)
     folder, shown = Path(output), progress or progress_for("sweep")
     shown(0, 1, "opening the models")
-    if planned is not None:
-        from diffquant.sweep.forecast import forecast
 
-        planned(forecast(paths(models), options, folder, runtime_of))
+    def told(cells: "SweepForecast") -> None:
+        if planned is not None:
+            planned(cells)
+        say(f"sweep: {cells.headline}")
+
     if worker:
         if workers is not None or devices or ray:
             raise UsageError(
                 f"{spelled('worker')} is one process: leave out {spelled('workers')}, {spelled('devices')} and "
                 f"{spelled('ray')}, and start more of it"
             )
-        joined = join_sweep(paths(models), options, folder, shown, runtime_of)
+        joined = join_sweep(paths(models), options, folder, shown, runtime_of, told)
         if joined is None:
             say("nothing is left to claim; whoever finishes last writes the tables")
         else:
@@ -125,7 +127,7 @@ def sweep(
         result = joined or SweepResult([], {})
     else:
         options, engine = chosen_engine(options, workers, texts(devices), ray, say)
-        result = run_sweep(paths(models), options, folder, shown, runtime_of, engine)
+        result = run_sweep(paths(models), options, folder, shown, runtime_of, engine, told)
         wrote(write_outputs(result, folder))
     result.require_complete()
     return MeasuredSweep.of(result)

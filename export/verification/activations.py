@@ -35,10 +35,11 @@ def round_by_block(x: Tensor, block: int) -> Tensor:
     Source: QuantizeARow_CompInt8 of ONNX Runtime's MLAS, `sqnbitgemm_kernel_avx*.cpp`.
     """
     width = x.shape[-1]
-    blocks = pad(x, (0, -width % block)).unflatten(-1, (-1, block))
+    whole = pad(x, (0, -width % block)) if width % block else x
+    blocks = whole.unflatten(-1, (-1, block))
     scale = blocks.abs().amax(-1, keepdim=True) / 127
-    codes = (blocks / torch.where(scale == 0, 1.0, scale)).round()
-    rounded: Tensor = (codes * scale).flatten(-2)[..., :width]
+    codes = (blocks / torch.where(scale == 0, 1.0, scale)).round_()
+    rounded: Tensor = codes.mul_(scale).flatten(-2)[..., :width]
     return rounded
 
 
@@ -50,6 +51,21 @@ def round_by_row(x: Tensor, block: int) -> Tensor:  # noqa: ARG001  the weight's
 def keep(x: Tensor, block: int) -> Tensor:  # noqa: ARG001  nothing is rounded
     """Activations as they are, for a kernel that computes in float32 although it may round."""
     return x
+
+
+class RoundedInputs:
+    """Rounds what products take: once where several that follow each other take the same activations."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Tensor, Rounding, int, Tensor] | None = None
+
+    def of(self, x: Tensor, rounding: Rounding, block: int) -> Tensor:
+        """Activations x [..., K] as a product with a weight of such blocks rounds them."""
+        if self._last is not None and self._last[0] is x and self._last[1:3] == (rounding, block):
+            return self._last[3]
+        rounded = rounding(x, block)
+        self._last = x, rounding, block, rounded
+        return rounded
 
 
 @cache

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,6 @@ from diffquant.errors import CheckpointError
 from diffquant.evals.prefixes import shares_prefixes
 from diffquant.export.graph.decoder import EMBEDDED, LAYER_OUTPUT
 from diffquant.export.manifest import Manifest
-from diffquant.export.native import library_path
 from diffquant.export.runtime.device import on_cpu_text
 from diffquant.export.runtime.session import GraphError, OnnxModel
 from diffquant.export.verification.errors import StageNoise, cache_excess, relative_rms, stage_errors, stage_noise
@@ -32,6 +30,7 @@ from diffquant.export.verification.report import (
     nearest_limits,
 )
 from diffquant.export.verification.routes import IN_PLACE, PREFILL, Run, last_positions, prefill, routes
+from diffquant.export.verification.sessions import Session, sessions_of
 from diffquant.export.verification.tokens import compare_tokens
 from diffquant.recipe import Recipe
 from diffquant.support.progress import Progress
@@ -50,25 +49,6 @@ _WORK_OF_LONG_CONTEXT, _WORK_OF_NOISE = 3, 4
 
 class _RouteError(CheckpointError):
     """ONNX Runtime cannot run the folder by a route."""
-
-
-@dataclass(frozen=True)
-class _Session:
-    """One way of opening the folder, with every stage's output to be seen.
-
-    Attributes:
-        name: what users call it.
-        rounds: whether its products round activations to int8.
-        accuracy_level: precision of products with codes; None for the folder's own.
-        runs_body: whether attention is the function body although there is a native kernel.
-        is_folder: whether it computes what the folder does where nothing is changed.
-    """
-
-    name: str
-    rounds: bool
-    accuracy_level: int | None = None
-    runs_body: bool = False
-    is_folder: bool = False
 
 
 class Comparison:
@@ -120,7 +100,7 @@ class Comparison:
         failures: list[str] = []
         refusals: list[str] = []
         fallbacks: dict[str, int] = {}
-        sessions = self._sessions()
+        sessions = sessions_of(self._reference, self._rounds, self._device)
         # Prefill and padded batch, and with a cache four more.
         routes_of_one = 6 if self._manifest.options.cache else 2
         self._done, noises = 0, len({session.rounds for session in sessions})
@@ -128,7 +108,7 @@ class Comparison:
         self._total = len(sessions) * routes_of_one + far * _WORK_OF_LONG_CONTEXT + noises * _WORK_OF_NOISE
         for session in sessions:
             self._advance(0, f"{session.name}, opening it")
-            model = self._open(session)
+            model = session.open(self._folder, self._threads, self._outputs[:-1], self._device)
             fallbacks |= model.fallbacks
             of_session: list[Route] = []
             try:
@@ -166,33 +146,7 @@ class Comparison:
         self._done += work
         self._progress(self._done, self._total, what)
 
-    def _sessions(self) -> list[_Session]:
-        """The folder as it is, with float32 products where it rounds activations, and without the native kernel."""
-        rounds = self._rounds
-        sessions = [_Session("int8 activations" if rounds else "as exported", rounds, is_folder=True)]
-        if rounds:
-            # What rounding hides is seen here: nothing but float32 arithmetic lies between this and torch.
-            sessions.append(_Session("float32 products", False, 1))
-        # A Transformer's attention over a float cache is ONNX Runtime's own either way.
-        has_kernel = self._reference.model.config.diff_spec.maps > 1 or self._reference.cache is not None
-        if library_path() is not None and self._device == "cpu" and has_kernel:
-            sessions.append(_Session("function body", False, 1 if rounds else None, runs_body=True))
-        return sessions
-
-    def _open(self, session: _Session) -> OnnxModel:
-        seen, native = self._outputs[:-1], not session.runs_body
-        return OnnxModel(
-            self._folder,
-            self._threads,
-            seen,
-            every_position=True,
-            accuracy_level=session.accuracy_level,
-            native=native,
-            device=self._device,
-            spins=False,
-        )
-
-    def _compared(self, session: _Session, model: OnnxModel) -> Iterator[Route]:
+    def _compared(self, session: Session, model: OnnxModel) -> Iterator[Route]:
         """Every route of a session, compared."""
         # The function body's weights are those of the session before.
         passages = self._beginnings if session.runs_body else self._passages
@@ -200,12 +154,15 @@ class Comparison:
             read = prefill(model, passages, self._outputs)
         states = _states_of(read)
         begun = [[x[:, : ids.shape[1]] for x in of] for of, ids in zip(states, self._beginnings, strict=True)]
+        # Where activations are rounded, whole passages are compared by their logits alone: their stages are those of
+        # the session with float32 products, which hide nothing.
+        of_stages, given = (self._beginnings, begun) if session.rounds else (passages, states)
         if session.is_folder and self._reference.cache is not None:
             self._cache = Measure(cache_excess(self._reference, self._beginnings, begun), CACHE_LIMIT)
         # Sessions that compute alike share what rounding explains.
         if session.rounds not in self._expectations:
             self._advance(0, f"{session.name}, what rounding explains")
-            self._expectations[session.rounds] = self._expected(session, begun, states)
+            self._expectations[session.rounds] = self._expected(session, begun, of_stages, given)
             self._advance(_WORK_OF_NOISE, f"{session.name}, {PREFILL}")
         whole, limit, noise = self._expectations[session.rounds]
         last = [_float32(run.states[-1]) for run in read]
@@ -218,14 +175,16 @@ class Comparison:
             against = [_relative_error(runs, others) for others in (wanted, *([] if is_cut else [last]))]
             return Measure(against[0], limit), None if is_cut else Measure(against[1], limit)
 
-        def route(name: str, passages: list[np.ndarray], runs: Sequence[Run]) -> Route:
+        def route(
+            name: str, passages: list[np.ndarray], runs: Sequence[Run], states: list[list[Tensor]] | None = None
+        ) -> Route:
             firsts, readings = [run.first for run in runs], list(map(self._reading_of, runs))
             ids = [passage[:, : sum(run.calls)] for passage, run in zip(passages, runs, strict=False)]
             with self._reference.arithmetic(rounds=session.rounds):
-                errors = stage_errors(self._reference, ids, _states_of(runs), firsts, readings)
+                errors = stage_errors(self._reference, ids, states or _states_of(runs), firsts, readings)
             return Route(session.name, name, *measures(errors, noise, firsts, MARGIN), *logits_errors(runs))
 
-        yield route(PREFILL, passages, read)
+        yield route(PREFILL, of_stages, read, given)
         for name, runner in routes(model, not self._spans_rows):
             with self._running(session, name):
                 runs = runner(model, self._beginnings, self._outputs)
@@ -244,7 +203,7 @@ class Comparison:
         if not session.rounds:
             yield self._long_context(session, model, noise)
 
-    def _long_context(self, session: _Session, model: OnnxModel, usual: StageNoise) -> Route:
+    def _long_context(self, session: Session, model: OnnxModel, usual: StageNoise) -> Route:
         """Calls far into the context, each held to what rounding does to such calls."""
         found: list[tuple[tuple[Measure, ...], tuple[Measure, ...]]] = []
         self._reached = reach(model, self._reference.model.config.max_position_embeddings)
@@ -261,12 +220,12 @@ class Comparison:
         typical, largest = (nearest_limits(parts) for parts in zip(*found, strict=True))
         return Route(session.name, LONG_CONTEXT, typical, largest, None, None)
 
-    def _next(self, calls: Iterator[FarCalls], session: _Session) -> FarCalls | None:
+    def _next(self, calls: Iterator[FarCalls], session: Session) -> FarCalls | None:
         with self._running(session, LONG_CONTEXT):
             return next(calls, None)
 
     @contextmanager
-    def _running(self, session: _Session, route: str) -> Iterator[None]:
+    def _running(self, session: Session, route: str) -> Iterator[None]:
         """Say of an error of the runtime's where it arose."""
         try:
             yield
@@ -289,16 +248,20 @@ class Comparison:
         return logits
 
     def _expected(
-        self, session: _Session, begun: list[list[Tensor]], read: list[list[Tensor]]
+        self,
+        session: Session,
+        begun: list[list[Tensor]],
+        of_stages: list[np.ndarray],
+        given: list[list[Tensor]],
     ) -> tuple[list[Tensor], float, StageNoise]:
         """Logits that a session should have, how far they may be off, and what rounding does to its stages."""
         whole = self._logits(self._passages, rounds=True) if session.rounds else self._whole
         rounds_anew = session.rounds and self._reference.knows_rounding
         limit = self._tolerance
         if limit is None:
-            disturbed = self._logits(self._passages, rounds_anew, self._reference.flipping)
-            limit = MARGIN * relative_rms(zip(disturbed, whole, strict=True))
-        noise = stage_noise(self._reference, self._beginnings, begun, session.rounds, whole=(self._passages, read))
+            disturbed = self._logits(self._beginnings, rounds_anew, self._reference.flipping)
+            limit = MARGIN * relative_rms((got, wanted) for wanted, got in _cut(whole, disturbed))
+        noise = stage_noise(self._reference, self._beginnings, begun, session.rounds, whole=(of_stages, given))
         return whole, limit, noise
 
     def _notes(self, scales: Measure | None) -> Iterator[str]:

@@ -1,7 +1,8 @@
 """Calls that reach far into the context without reading all of it: single tokens behind caches of random rows."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import onnxruntime as ort
@@ -50,8 +51,8 @@ def far_calls(
     """
     text = np.concatenate(passages, 1)
     end = reach(model, reference.model.config.max_position_embeddings)
-    tokens = [text[:, [at]] for at in np.linspace(0, text.shape[1] - 1, TOKENS, dtype=int)]
-    yield _together(WHOLE, tokens, [_read(model, token, outputs) for token in tokens], TOKENS)
+    tokens = text[0, np.linspace(0, text.shape[1] - 1, TOKENS, dtype=int)][:, None]
+    yield FarCalls(WHOLE, [tokens], [_together(model, tokens, lambda ids: _read(model, ids, outputs))])
     if model.cache is None:
         whole = np.resize(text, (1, end))
         yield FarCalls(WHOLE, [whole], [_read(model, whole, outputs)])
@@ -59,11 +60,12 @@ def far_calls(
     sizes, states_after = _row_sizes(model, passages[-1])
     for length in past_lengths(end):
         rows = [_random_rows(model.cache, length, size, seed) for seed, size in enumerate(sizes)]
-        states = _behind(model, rows, states_after, tokens, outputs)
         keys, values = (part[:, :, :length] for part in rows)
         past = reference.past(keys, values, states_after)
         at_once = max(1, _MOST_BYTES // (past.nbytes + 1))
-        yield _together(Reading(past=past), tokens, states, at_once)
+        batches = [tokens[at : at + at_once] for at in range(0, TOKENS, at_once)]
+        behind = partial(_behind, model, rows, states_after, outputs)
+        yield FarCalls(Reading(past=past), batches, [_together(model, batch, behind) for batch in batches])
 
 
 def past_lengths(end: int) -> list[int]:
@@ -73,13 +75,10 @@ def past_lengths(end: int) -> list[int]:
     return sorted({length for length in (*_PASTS, *powers, last) if 0 < length <= last})
 
 
-def _together(
-    reading: Reading, tokens: Sequence[np.ndarray], states: Sequence[Sequence[np.ndarray]], at_once: int
-) -> FarCalls:
-    """Tokens that were read one by one, in batches for the reference, which reads its weights once for a batch."""
-    batches = [slice(at, at + at_once) for at in range(0, len(tokens), at_once)]
-    together = [[np.concatenate(values) for values in zip(*states[batch], strict=True)] for batch in batches]
-    return FarCalls(reading, [np.concatenate(tokens[batch]) for batch in batches], together)
+def _together(model: OnnxModel, ids: np.ndarray, read: Callable[[np.ndarray], list[np.ndarray]]) -> list[np.ndarray]:
+    """States of tokens [B, 1], read in one call where a model takes batches, since each call reads all weights."""
+    parts = [read(part) for part in ([ids] if model.takes_padding else np.split(ids, len(ids)))]
+    return [np.concatenate(values) for values in zip(*parts, strict=True)]
 
 
 def _most_rows(cache: CacheShape) -> int:
@@ -88,7 +87,7 @@ def _most_rows(cache: CacheShape) -> int:
 
 
 def _read(model: OnnxModel, ids: np.ndarray, outputs: tuple[str, ...]) -> list[np.ndarray]:
-    states, _ = model.run(ids, np.ones_like(ids), model.empty_cache(1), outputs)
+    states, _ = model.run(ids, np.ones_like(ids), model.empty_cache(len(ids)), outputs)
     return states
 
 
@@ -114,30 +113,27 @@ def _behind(
     model: OnnxModel,
     rows: Sequence[np.ndarray],
     kept: Sequence[np.ndarray],
-    tokens: Sequence[np.ndarray],
     outputs: tuple[str, ...],
-) -> list[list[np.ndarray]]:
-    """States of each token behind the same rows, whose last one is the token's own, and the same kept states.
+    tokens: np.ndarray,
+) -> list[np.ndarray]:
+    """States of tokens [B, 1], each behind the same rows, whose last one is the token's own, and the same kept states.
 
     All layers share one buffer of keys and one of values, which keeps the whole at the size of one layer: a layer's
     row is read before the next layer, which needs its output, writes another there.
     """
     if model.cache is None:
         return []
-    length = rows[0].shape[2]
-    buffers = [model.device.value(part) for part in rows]
-    states = []
-    for token in tokens:
-        binding = model.session.io_binding()
-        bind_tokens(binding, token, np.ones((1, length), np.int64))
-        for name in outputs:
-            binding.bind_output(name)
-        for number, (past, present) in enumerate(zip(model.cache.inputs, model.cache.outputs, strict=True)):
-            binding.bind_ortvalue_input(past, buffers[number % 2])
-            binding.bind_ortvalue_output(present, buffers[number % 2])
-        for number, state in enumerate(model.cache.states):
-            binding.bind_ortvalue_input(state.input, model.device.value(kept[number % 2]))
-        model.run_bound(binding)
-        results: list[ort.OrtValue] = binding.get_outputs()
-        states.append([value.numpy() for value in results[: len(outputs)]])
-    return states
+    count, length = len(tokens), rows[0].shape[2]
+    buffers = [model.device.value(np.repeat(part, count, 0)) for part in rows]
+    binding = model.session.io_binding()
+    bind_tokens(binding, tokens, np.ones((count, length), np.int64))
+    for name in outputs:
+        binding.bind_output(name)
+    for number, (past, present) in enumerate(zip(model.cache.inputs, model.cache.outputs, strict=True)):
+        binding.bind_ortvalue_input(past, buffers[number % 2])
+        binding.bind_ortvalue_output(present, buffers[number % 2])
+    for number, state in enumerate(model.cache.states):
+        binding.bind_ortvalue_input(state.input, model.device.value(np.repeat(kept[number % 2], count, 0)))
+    model.run_bound(binding)
+    results: list[ort.OrtValue] = binding.get_outputs()
+    return [value.numpy() for value in results[: len(outputs)]]

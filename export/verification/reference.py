@@ -19,8 +19,9 @@ from diffquant.export.graph.cache_scales import Scales, state_order
 from diffquant.export.graph.linears import container_bits, int8_block
 from diffquant.export.graph.plan import EMBEDDING, HEAD, ExportPlan
 from diffquant.export.options import ExportOptions
-from diffquant.export.verification.activations import Rounding, round_by_block, runtime_rounding
+from diffquant.export.verification.activations import RoundedInputs, Rounding, round_by_block, runtime_rounding
 from diffquant.export.verification.caches import GrowingCache, Past, StaticCache, to_model_order
+from diffquant.export.verification.disturbance import Disturbance
 from diffquant.family.mask import Mask
 from diffquant.loading import load
 from diffquant.model.causal import CausalModel
@@ -98,7 +99,8 @@ class Reference:
         self._reading = WHOLE
         self._kept: dict[tuple[int, torch.Size], _Kept] = {}
         self._kept_for: tuple[object, ...] = ()
-        self._random = torch.Generator()
+        self._disturbance = Disturbance()
+        self._rounded_inputs = RoundedInputs()
         self._take_weights()
         self._hook_products()
         self._hook_results()
@@ -118,7 +120,7 @@ class Reference:
                 same way each time.
         """
         self._is_rounding, self._noise = rounds, noise
-        self._random.manual_seed(0)
+        self._disturbance.restart()
         try:
             yield
         finally:
@@ -236,7 +238,7 @@ class Reference:
             return cos, sin
         # Powers of a base differ between processors in the last digit, and so do far positions' angles.
         angle = torch.arange(first, first + x.shape[1])[:, None] * rotary.inv_freq.repeat(2)
-        turn = angle * _SUM * torch.randn(angle.shape[-1], generator=self._random)
+        turn = angle * _SUM * self._disturbance.normals(angle.shape[-1])
         return cos - turn * sin, sin + turn * cos
 
     def _take_weights(self) -> None:
@@ -268,7 +270,10 @@ class Reference:
             module.register_forward_pre_hook(self._rounding_hook(rounding or round_by_block, block))
 
     def _rounding_hook(self, rounding: Rounding, block: int) -> Any:
-        return lambda _module, inputs: (rounding(inputs[0], block),) if self._is_rounding else None
+        def hook(_module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor] | None:
+            return (self._rounded_inputs.of(inputs[0], rounding, block),) if self._is_rounding else None
+
+        return hook
 
     def _hook_results(self) -> None:
         """Have every result disturbed by its rounding error where that is asked for."""
@@ -289,4 +294,4 @@ class Reference:
 
     def _with_disturbed(self, output: Any, size: float) -> Any:
         """What a module gave, times random factors about 1."""
-        return torch.randn(output.shape, generator=self._random).mul_(size).add_(1).mul_(output)
+        return self._disturbance.of(output, size)

@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from tests.walk import Step, run, says_the_same, steps_of, walk, words_of
+from tests.support.watched import loop_seconds, run, waits
+from tests.walk import _DURATION, Step, misstated, says_the_same, steps_of, walk, words_of
 
 PAGE = """
 ```sh
@@ -26,6 +27,13 @@ import this  # 4 s
 ```
 """
 DURATION = "  # 1 s"
+LOOP = "<!-- The loop of tests/walk.py took 1.50 CPU seconds there. -->\n"
+
+
+@pytest.fixture(autouse=True)
+def loop(monkeypatch):
+    """A processor that is as fast as README's."""
+    monkeypatch.setattr("tests.walk.loop_seconds", lambda: 1.5)
 
 
 def program(tmp_path, body):
@@ -39,7 +47,7 @@ def program(tmp_path, body):
 
 def walked(command, tmp_path, capsys, shown=""):
     """What the walk says of a page's `diffquant` that does what a shell command does."""
-    faults = walk(f"```\n$ diffquant  {command}\n{shown}```\n", tmp_path, program(tmp_path, command))
+    faults = walk(f"{LOOP}```\n$ diffquant  {command}\n{shown}```\n", tmp_path, program(tmp_path, command))
     said = capsys.readouterr().out
     assert faults == said.count("      ! ")
     return said
@@ -80,13 +88,45 @@ def test_a_fault_is_told(command, shown, fault, tmp_path, capsys):
 
 def test_silence_is_measured_before_between_and_after_lines(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("tests.walk.LONGEST_SILENCE", 0.4)
-    monkeypatch.setattr("os.getloadavg", lambda: (0.5, 0, 0))
     for command in ("sleep 1", "echo; sleep 1; echo >&2", "echo >&2; sleep 1"):
         assert run(command, tmp_path, dict(os.environ)).silence > 0.9
     assert "it said nothing for 1 s" in walked("sleep 1" + DURATION, tmp_path, capsys)
     assert "said nothing" not in walked("for i in 1 2 3; do sleep 0.2; echo $i >&2; done" + DURATION, tmp_path, capsys)
-    monkeypatch.setattr("os.getloadavg", lambda: (10.0 * os.cpu_count(), 0, 0))
-    assert "said nothing" not in walked("sleep 1" + DURATION, tmp_path, capsys)
+
+
+def test_what_waits_for_a_core_is_not_silent(tmp_path):
+    # Two programs that work without a word, on one core: each waits for half of the time.
+    core = min(os.sched_getaffinity(0))
+    work = f"taskset -c {core} {sys.executable} -c 'import time; t = time.time() + 6\nwhile time.time() < t: pass'"
+    both = run(f"{work} & {work}; wait", tmp_path, dict(os.environ))
+    assert both.seconds > 6
+    assert both.silence < both.seconds - 1.5
+    assert both.cpu < both.seconds + 1
+    assert max(waits(os.getpid()).values()) >= 0
+
+
+@pytest.mark.parametrize(
+    ("stated", "cpu", "is_wrong"),
+    [
+        ("20 s", 20, False),
+        ("20 s", 99, False),
+        ("20 s", 101, True),
+        ("1 to 3 min", 300, False),
+        ("1 to 3 min", 901, True),
+        ("1 to 3 min", 21, True),
+        ("about 2 min", 40, True),
+        ("5 s", 0.1, False),
+    ],
+)
+def test_a_duration_is_held_to_the_work_that_there_is(stated, cpu, is_wrong):
+    found = _DURATION.search(f"diffquant verify a b   # {stated}: PASS if 3 of 4 min")
+    assert (misstated(found, cpu) is not None) is is_wrong
+
+
+def test_a_page_that_does_not_record_its_processor_is_told(tmp_path, capsys):
+    walk("```sh\ndiffquant a # 1 s\n```", tmp_path, program(tmp_path, "true"))
+    assert "does not say how long the loop of tests/walk.py took" in capsys.readouterr().out
+    assert loop_seconds() > 0.05
 
 
 def test_a_command_sees_a_terminal_of_80_columns(tmp_path):
@@ -99,7 +139,7 @@ def test_a_command_sees_a_terminal_of_80_columns(tmp_path):
 def test_a_result_that_is_larger_than_16_bits_is_a_fault(tmp_path, capsys):
     environment = program(tmp_path, 'mkdir -p "$4" && head -c "$5" /dev/zero > "$4/model"')
     calls = ["convert a -o b 1000", "quantize b -o c 999", "export c -o d 1000"]
-    page = "\n".join(["```sh", *(f"diffquant {call} # 1 s" for call in calls), "```"])
+    page = LOOP + "\n".join(["```sh", *(f"diffquant {call} # 1 s" for call in calls), "```"])
     assert walk(page, tmp_path, environment) == 1
     assert "d has 1,000 bytes, and 16 bits take 1,000" in capsys.readouterr().out
 

@@ -8,7 +8,7 @@ import onnx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from scipy.stats import entropy
+from scipy.stats import entropy, kurtosis
 from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmbedding
 
 from diffquant.errors import CheckpointError, ToleranceError
@@ -19,8 +19,15 @@ from diffquant.export.native import kernel_calls
 from diffquant.export.runtime.interface import CacheShape
 from diffquant.export.runtime.session import OnnxModel
 from diffquant.export.verification import activations, comparison, long_context, passages
-from diffquant.export.verification.activations import keep, round_by_block, round_by_row, runtime_rounding
+from diffquant.export.verification.activations import (
+    RoundedInputs,
+    keep,
+    round_by_block,
+    round_by_row,
+    runtime_rounding,
+)
 from diffquant.export.verification.caches import GrowingCache, Past, StaticCache, cache_scales
+from diffquant.export.verification.disturbance import Disturbance
 from diffquant.export.verification.errors import StageErrors, StageNoise, relative_rms, stage_errors
 from diffquant.export.verification.long_context import far_calls, past_lengths, reach
 from diffquant.export.verification.reference import WHOLE, Reference
@@ -127,6 +134,32 @@ def test_the_same_disturbance_disturbs_alike(tmp_path):
             disturbed.append(reference.stage(1, reference.stage(0, ids)))
     assert torch.equal(*disturbed)
     assert not torch.equal(disturbed[0], reference.stage(1, reference.stage(0, ids)))
+
+
+def test_factors_of_a_disturbance_are_normal_in_each_row_and_each_column():
+    disturbance = Disturbance()
+    first, second = (((disturbance.of(torch.ones(3, 100, 2000), 2.0**-10) - 1) * 2.0**10).numpy() for _ in range(2))
+    for axes in ((0, 1), (2,)):
+        # Five standard errors of a mean and of a deviation.
+        count = first.size // np.delete(first.shape, axes).prod()
+        assert np.abs(first.mean(axes)).max() < 5 / np.sqrt(count)
+        assert np.abs(first.std(axes) - 1).max() < 5 / np.sqrt(2 * count)
+    assert kurtosis(first.flatten()) == pytest.approx(0, abs=0.2)
+    neighbours = [np.corrcoef(first[0, 0], other)[0, 1] for other in (first[0, 1], first[1, 0], second[0, 0])]
+    assert np.abs(neighbours).max() < 5 / np.sqrt(2000)
+
+
+def test_products_that_take_the_same_activations_round_them_once():
+    rounded, inputs = [], RoundedInputs()
+
+    def rule(x, block):
+        rounded.append(block)
+        return round_by_block(x, block)
+
+    x, other = torch.randn(2, 5, 64), torch.randn(2, 5, 64)
+    for given, block in [(x, 32), (x, 32), (x, 16), (other, 16), (x, 16)]:
+        assert torch.equal(inputs.of(given, rule, block), round_by_block(given, block))
+    assert rounded == [32, 16, 16, 16]
 
 
 def test_far_angles_are_off_in_each_channel_by_itself(tmp_path):
@@ -312,7 +345,7 @@ def test_at_8_heads_of_64_channels_65536_rows_are_followed(dtype, as_floats):
     assert reach(shape, 40000) == 40000
 
 
-def test_random_rows_are_as_large_as_a_passages_keys_and_values(tmp_path):
+def test_random_rows_are_as_large_as_a_passages_keys_and_values(tmp_path, monkeypatch):
     checkpoint = write_checkpoint(tmp_path / "checkpoint", "unilm-v1")
     weights = load_file(checkpoint / "model.safetensors")
     save_file({name: x * 3 if "v_proj" in name else x for name, x in weights.items()}, checkpoint / "model.safetensors")
@@ -324,6 +357,12 @@ def test_random_rows_are_as_large_as_a_passages_keys_and_values(tmp_path):
     assert sizes[1] > 2 * sizes[0]
     calls = list(far_calls(model, Reference(source, ExportOptions(), {}), [passage], ("logits",)))
     assert [call.reading.past.length for call in calls[1:]] == [95]
+    # A model that takes no batches reads them one by one.
+    monkeypatch.setattr(model, "takes_padding", False)
+    alone = far_calls(model, Reference(source, ExportOptions(), {}), [passage], ("logits",))
+    for together, one_by_one in zip(calls, alone, strict=True):
+        np.testing.assert_array_equal(together.sequences, one_by_one.sequences)
+        np.testing.assert_allclose(together.states, one_by_one.states, atol=1e-4)
     past = calls[-1].reading.past
     assert [float(x.square().mean().sqrt()) for x in (past.keys, past.values)] == pytest.approx(sizes, rel=0.1)
 

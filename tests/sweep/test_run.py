@@ -1,4 +1,5 @@
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -54,13 +55,16 @@ def output(model, tmp_path_factory):
 
 
 def test_a_dry_run_says_what_is_to_be_measured_and_about_how_long(model, copy_of, tmp_path):
-    nothing = forecast([model], OPTIONS, tmp_path / "new")
-    assert (nothing.held, len(nothing.missing), nothing.seconds) == (0, CELLS, None)
-    assert f"{CELLS} cells to measure" in str(nothing)
+    def planned(options, folder):
+        return forecast(plan_sweep([model], options, None).jobs(folder / "cells"))
+
+    nothing = planned(OPTIONS, tmp_path / "new")
+    assert (nothing.held, len(nothing.missing)) == (0, CELLS)
+    assert re.match(rf"{CELLS} cells to measure; about \d+ (s|min), if none runs beside another\n", str(nothing))
     assert not (tmp_path / "new").exists()
-    assert str(forecast([model], OPTIONS, copy_of)) == f"nothing to measure; {CELLS} are there already"
+    assert str(planned(OPTIONS, copy_of)) == f"nothing to measure; {CELLS} are there already"
     taken = [Cell.read(job.cell).seconds for job in plan_sweep([model], OPTIONS, None).jobs(copy_of / "cells")]
-    more = forecast([model], replace(OPTIONS, bits=(16, 4, 3)), copy_of)
+    more = planned(replace(OPTIONS, bits=(16, 4, 3)), copy_of)
     assert (more.held, len(more.missing)) == (CELLS, 8)
     assert min(taken) * 8 <= more.seconds <= max(taken) * 8
     assert sum("perplexity" in caption for caption in more.missing) == 4

@@ -64,6 +64,11 @@ class NeedlePlan:
     samples: int = SAMPLES
     seed: int = 0
 
+    @property
+    def item_lengths(self) -> list[int]:
+        """Number of tokens that each item's prompt may have, in their order."""
+        return [length for _ in range(self.samples) for length in self.lengths for _ in DEPTHS]
+
     def __post_init__(self) -> None:
         if not 1 <= self.asked <= self.needles <= len(CITIES):
             raise UsageError(

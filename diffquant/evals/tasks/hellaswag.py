@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self
 
+from diffquant.evals.defaults import CHARACTERS_PER_TOKEN
 from diffquant.evals.margin_columns import MARGINS
 from diffquant.evals.stats import estimate, mean_interval
 from diffquant.evals.task import LIMIT, Task, TaskOption, at_least_one
@@ -47,6 +48,10 @@ class HellaSwag(Task):
             raise cls.misread(name)
         items = load_items(_ITEMS.of(values), at_least_one(LIMIT, values))
         return cls(items=tuple(items), batch_tokens=batch_tokens)
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(item.query) + sum(map(len, item.endings)) for item in self.items) // CHARACTERS_PER_TOKEN
 
     def identity(self) -> JsonObject:
         from diffquant.evals.protocols.hellaswag import hellaswag_digest

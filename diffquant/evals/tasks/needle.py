@@ -75,6 +75,10 @@ class Needle(Task):
     def name(self) -> str:
         return f"{self.kind}:{self.plan.needles}:{self.plan.asked}"
 
+    @property
+    def tokens(self) -> int:
+        return sum(self.plan.item_lengths[: self.limit])
+
     def identity(self) -> JsonObject:
         from diffquant.evals.protocols.needle import ITEMS_FORMAT
         from diffquant.text.corpus import text_digest

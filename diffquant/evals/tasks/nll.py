@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from diffquant.errors import UsageError
+from diffquant.evals.defaults import CHARACTERS_PER_TOKEN
 from diffquant.evals.plots.positions import plot_positions
 from diffquant.evals.position_columns import POSITIONS
 from diffquant.evals.task import CHARACTERS, TEXT, WINDOW, Task, at_least_one
@@ -52,6 +53,10 @@ class Nll(Task):
             raise UsageError(f"nll needs windows of 2 tokens or more, got {window}")
         text = load_text(TEXT.of(values), at_least_one(CHARACTERS, values))
         return cls(text=text, window=window, batch_tokens=batch_tokens)
+
+    @property
+    def tokens(self) -> int:
+        return len(self.text) // CHARACTERS_PER_TOKEN
 
     def identity(self) -> JsonObject:
         from diffquant.text.corpus import text_digest

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from diffquant.evals.defaults import STRIDE
+from diffquant.evals.defaults import CHARACTERS_PER_TOKEN, STRIDE
 from diffquant.evals.task import CHARACTERS, TEXT, WINDOW, Task, TaskOption, at_least_one
 from diffquant.evals.task_result import TaskResult
 from diffquant.evals.tasks import register
@@ -51,6 +51,12 @@ class Perplexity(Task):
         check_windows(window, stride)
         text = load_text(TEXT.of(values), at_least_one(CHARACTERS, values))
         return cls(text=text, window=window, stride=stride, batch_tokens=batch_tokens)
+
+    @property
+    def tokens(self) -> int:
+        # Windows overlap, and where there is one alone it is no longer than the text.
+        read = len(self.text) // CHARACTERS_PER_TOKEN
+        return read if read <= self.window else read * self.window // self.stride
 
     def identity(self) -> JsonObject:
         from diffquant.text.corpus import text_digest
