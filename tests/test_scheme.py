@@ -119,7 +119,7 @@ def test_a_recipe_makes_the_round_trip_through_yaml(tmp_path):
     ("text", "fault"),
     [
         ("- 4", "must be a mapping of weights, k, v, logits"),
-        ("weights: [", "while parsing"),
+        ("weights: [", "line 1: expected the node content"),
         ("residual: many", "residual must be a number of tokens, got 'many'"),
         ("overrides: 4", "overrides must map name patterns to schemes, got 4"),
         ("residual: -1", "residual must be 0 or more tokens, got -1"),

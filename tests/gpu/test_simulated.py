@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from diffquant.attention import LogitMeter
-from diffquant.attention.backends import simulated as in_blocks
+from diffquant.attention.backends import blocks as in_blocks
 from diffquant.attention.naive import naive
 from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
@@ -25,7 +25,7 @@ from tests.support.kernel_inputs import (
 )
 
 DEVICE = "cuda"
-simulated, blocked = on_call(module.prefill_simulated), on_call(in_blocks.simulated)
+simulated, blocked = on_call(module.prefill_simulated), on_call(in_blocks.by_blocks)
 LIMITS = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
 # Every kernel is compiled anew for each, at a second or more.
 WIDTHS = [(128, torch.float16), (64, torch.bfloat16)]

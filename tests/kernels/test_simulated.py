@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from diffquant.attention import LogitMeter, attend
-from diffquant.attention.backends import simulated as in_blocks
+from diffquant.attention.backends import blocks as in_blocks
 from diffquant.attention.naive import naive
 from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
@@ -36,7 +36,7 @@ from tests.support.kernel_inputs import (
 )
 from tests.support.thorough import sampled
 
-simulated, blocked = on_call(module.prefill_simulated), on_call(in_blocks.simulated)
+simulated, blocked = on_call(module.prefill_simulated), on_call(in_blocks.by_blocks)
 LIMIT = 2e-3
 SMALL = {key: {"queries": 64, "keys": 32} for key in TILES}
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from diffquant.attention import LogitMeter
-from diffquant.attention.backends import simulated as in_blocks
+from diffquant.attention.backends import blocks as in_blocks
 from diffquant.attention.naive import naive
 from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
@@ -172,7 +172,7 @@ def test_rounded_logits_equal_the_plain_form_at_every_border(generation, text, n
         out = simulated(*inputs, **shared, meter=meters[0], specialized=True)
     wanted = naive(AttentionCall(*inputs, scale=0.0625, mask=mask, logits=scheme)).double()
     assert relative_error(out, wanted) <= LIMITS[16]
-    on_call(in_blocks.simulated)(*inputs, **shared, meter=meters[1])
+    on_call(in_blocks.by_blocks)(*inputs, **shared, meter=meters[1])
     assert meters[0].report() == meters[1].report()
 
 
