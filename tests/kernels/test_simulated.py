@@ -270,7 +270,7 @@ def test_blocks_of_sequences_that_begin_later_go_to_pytorch():
 
 @pytest.mark.parametrize("generation", ["plain", "v1", "v2"])
 def test_the_operator_is_well_formed(generation):
-    arguments = (*operator_arguments(generation), 4, "pair", True, "e4m3:row:fullsum", False)
+    arguments = (*operator_arguments(generation), 4, "pair", True, "e4m3:row:fullsum", "8:row", False)
     checks = ["test_schema", "test_faketensor"]
     torch.library.opcheck(torch.ops.diffquant.simulated_logits.default, arguments, test_utils=checks)
 
