@@ -7,6 +7,7 @@ from statistics import mean
 
 from diffquant.support.durations import spoken
 from diffquant.support.speed import seconds_per_product
+from diffquant.sweep.measurement import Measurement
 from diffquant.sweep.subject import CheckpointSubject
 from diffquant.sweep.work import Job
 
@@ -44,12 +45,11 @@ class SweepForecast:
         return "\n".join([self.headline, *(f"  {each}" for each in self.missing)])
 
 
-def forecast(jobs: Sequence[Job]) -> SweepForecast:
-    """Look at which of a sweep's cells there are, and judge the others."""
+def forecast(cells: Sequence[tuple[Job, Measurement | None]]) -> SweepForecast:
+    """How long a sweep's cells take that have no measurement yet, judged by the others and by the work."""
     held: dict[tuple[Path, str], list[float]] = {}
     missing = []
-    for job in jobs:
-        measurement = job.cell.read()
+    for job, measurement in cells:
         if measurement is None:
             missing.append(job)
         else:
@@ -66,7 +66,7 @@ def forecast(jobs: Sequence[Job]) -> SweepForecast:
     if products:
         seconds += products * seconds_per_product()
     captions = tuple(job.caption for job in missing)
-    return SweepForecast(len(jobs) - len(missing), captions, seconds if is_known else None)
+    return SweepForecast(len(cells) - len(missing), captions, seconds if is_known else None)
 
 
 def _products(job: Job) -> int | None:

@@ -121,10 +121,11 @@ def _open(
     plan = plan_sweep([Path(model) for model in models], options, runtime_of)
     folder = output / "cells"
     jobs = plan.jobs(folder)
+    cells = [(job, job.cell.read()) for job in jobs]
     if planned is not None:
-        planned(forecast(jobs))
+        planned(forecast(cells))
     folder.mkdir(parents=True, exist_ok=True)
-    missing = [job for job in jobs if job.cell.read() is None]
+    missing = [job for job, measurement in cells if measurement is None]
     if missing and (why := why_again(folder, [job.cell.key for job in missing])):
         _logger.warning("%s; they are measured again", why)
     # A model's points are consecutive, so its batches are too.

@@ -154,15 +154,12 @@ class Comparison:
             read = prefill(model, passages, self._outputs)
         states = _states_of(read)
         begun = [[x[:, : ids.shape[1]] for x in of] for of, ids in zip(states, self._beginnings, strict=True)]
-        # Where activations are rounded, whole passages are compared by their logits alone: their stages are those of
-        # the session with float32 products, which hide nothing.
-        of_stages, given = (self._beginnings, begun) if session.rounds else (passages, states)
         if session.is_folder and self._reference.cache is not None:
             self._cache = Measure(cache_excess(self._reference, self._beginnings, begun), CACHE_LIMIT)
         # Sessions that compute alike share what rounding explains.
         if session.rounds not in self._expectations:
             self._advance(0, f"{session.name}, what rounding explains")
-            self._expectations[session.rounds] = self._expected(session, begun, of_stages, given)
+            self._expectations[session.rounds] = self._expected(session, begun, states)
             self._advance(_WORK_OF_NOISE, f"{session.name}, {PREFILL}")
         whole, limit, noise = self._expectations[session.rounds]
         last = [_float32(run.states[-1]) for run in read]
@@ -175,16 +172,14 @@ class Comparison:
             against = [_relative_error(runs, others) for others in (wanted, *([] if is_cut else [last]))]
             return Measure(against[0], limit), None if is_cut else Measure(against[1], limit)
 
-        def route(
-            name: str, passages: list[np.ndarray], runs: Sequence[Run], states: list[list[Tensor]] | None = None
-        ) -> Route:
+        def route(name: str, passages: list[np.ndarray], runs: Sequence[Run]) -> Route:
             firsts, readings = [run.first for run in runs], list(map(self._reading_of, runs))
             ids = [passage[:, : sum(run.calls)] for passage, run in zip(passages, runs, strict=False)]
             with self._reference.arithmetic(rounds=session.rounds):
-                errors = stage_errors(self._reference, ids, states or _states_of(runs), firsts, readings)
+                errors = stage_errors(self._reference, ids, _states_of(runs), firsts, readings)
             return Route(session.name, name, *measures(errors, noise, firsts, MARGIN), *logits_errors(runs))
 
-        yield route(PREFILL, of_stages, read, given)
+        yield route(PREFILL, passages, read)
         for name, runner in routes(model, not self._spans_rows):
             with self._running(session, name):
                 runs = runner(model, self._beginnings, self._outputs)
@@ -248,20 +243,16 @@ class Comparison:
         return logits
 
     def _expected(
-        self,
-        session: Session,
-        begun: list[list[Tensor]],
-        of_stages: list[np.ndarray],
-        given: list[list[Tensor]],
+        self, session: Session, begun: list[list[Tensor]], read: list[list[Tensor]]
     ) -> tuple[list[Tensor], float, StageNoise]:
         """Logits that a session should have, how far they may be off, and what rounding does to its stages."""
         whole = self._logits(self._passages, rounds=True) if session.rounds else self._whole
         rounds_anew = session.rounds and self._reference.knows_rounding
         limit = self._tolerance
         if limit is None:
-            disturbed = self._logits(self._beginnings, rounds_anew, self._reference.flipping)
-            limit = MARGIN * relative_rms((got, wanted) for wanted, got in _cut(whole, disturbed))
-        noise = stage_noise(self._reference, self._beginnings, begun, session.rounds, whole=(of_stages, given))
+            disturbed = self._logits(self._passages, rounds_anew, self._reference.flipping)
+            limit = MARGIN * relative_rms(zip(disturbed, whole, strict=True))
+        noise = stage_noise(self._reference, self._beginnings, begun, session.rounds, whole=(self._passages, read))
         return whole, limit, noise
 
     def _notes(self, scales: Measure | None) -> Iterator[str]:

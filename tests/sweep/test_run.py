@@ -56,7 +56,8 @@ def output(model, tmp_path_factory):
 
 def test_a_dry_run_says_what_is_to_be_measured_and_about_how_long(model, copy_of, tmp_path):
     def planned(options, folder):
-        return forecast(plan_sweep([model], options, None).jobs(folder / "cells"))
+        jobs = plan_sweep([model], options, None).jobs(folder / "cells")
+        return forecast([(job, job.cell.read()) for job in jobs])
 
     nothing = planned(OPTIONS, tmp_path / "new")
     assert (nothing.held, len(nothing.missing)) == (0, CELLS)
