@@ -83,6 +83,9 @@ def read_binary(kernel: Any, capability: int) -> Binary:
     Args:
         kernel: what a launch of a jitted function gives.
         capability: compute capability that it was compiled for, times ten.
+
+    Raises:
+        RuntimeError: cuobjdump cannot read it.
     """
     import triton
 
@@ -90,10 +93,15 @@ def read_binary(kernel: Any, capability: int) -> Binary:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        usage, sass = (
-            subprocess.run([tool, flag, file.name], capture_output=True, text=True, check=True).stdout
+        dumps = [
+            subprocess.run([tool, flag, file.name], capture_output=True, text=True, check=False)
             for flag in ("-res-usage", "-sass")
+        ]
+    if any(dump.returncode for dump in dumps):
+        raise RuntimeError(
+            f"cuobjdump cannot read {kernel.metadata.name}, {len(kernel.asm['cubin'])} bytes: {dumps[0].stderr.strip()}"
         )
+    usage, sass = (dump.stdout for dump in dumps)
     registers, stack = map(int, re.findall(r"REG:(\d+) STACK:(\d+)", usage)[0])
     code = instructions(sass)
     loops = [loop for loop in innermost_loops(code) if any("MMA" in each.text for each in loop)]
