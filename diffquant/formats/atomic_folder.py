@@ -126,8 +126,8 @@ def _check_space(destination: Path, nbytes: int) -> None:
     available = _free_bytes(destination) + written
     if nbytes + _MARGIN > available:
         raise DiffQuantError(
-            f"{destination} needs {nbytes} bytes for its weights and {_MARGIN} for what may lie beside them, and only "
-            f"{available} are free there; make room or choose another disk"
+            f"{destination} needs {nbytes:,} bytes for its weights and {_MARGIN:,} for what may lie beside them, and only "
+            f"{available:,} are free there; make room or choose another disk"
         )
 
 
@@ -176,7 +176,7 @@ def _write_error(error: OSError, destination: Path, nbytes: int) -> DiffQuantErr
         # A quota or the number of files may be at its end where bytes are not.
         limit = "" if free < nbytes else f"; {os.strerror(error.errno)}, so look at quotas and the number of files too"
         return DiffQuantError(
-            f"the disk is full: {destination} needs {nbytes} bytes and {free} are free{limit}; "
+            f"the disk is full: {destination} needs {nbytes:,} bytes and {free:,} are free{limit}; "
             f"finished shards are kept in {partial}: make room and run the same command again to go on from there"
         )
     return DiffQuantError(f"writing {destination} failed: {error}; finished shards, if any, are kept in {partial}")

@@ -34,7 +34,7 @@ class SweepForecast:
     @property
     def headline(self) -> str:
         """How many cells there are to measure, and about how long that takes."""
-        held = f"; {self.held} are there already" if self.held else ""
+        held = f"; {self.held} {'is' if self.held == 1 else 'are'} there already" if self.held else ""
         if not self.missing:
             return f"nothing to measure{held}"
         unknown = "; the first cell will tell how long one takes"

@@ -307,9 +307,13 @@ def test_too_small_a_disk_is_refused_before_work(tmp_path, source, monkeypatch):
     # More than the weights, and less than what is kept beside them.
     for free in (10, 16 << 20):
         monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: shutil._ntuple_diskusage(free, 0, free))
-        with pytest.raises(DiffQuantError, match=r"needs \d+ bytes for .* and \d+ for .* only \d+ are free") as refusal:
+        with pytest.raises(
+            DiffQuantError, match=r"needs [\d,]+ bytes for .* and [\d,]+ for .* only [\d,]+ are free"
+        ) as refusal:
             quantize(source, tmp_path / "out", Recipe.of(weights="8:row"))
-        weights, beside, said = map(int, re.findall(r" (\d+) (?:bytes|for|are)", str(refusal.value)))
+        weights, beside, said = (
+            int(n.replace(",", "")) for n in re.findall(r" ([\d,]+) (?:bytes|for|are)", str(refusal.value))
+        )
         assert said == free < weights + beside
     assert not (tmp_path / "out.partial").exists()
 
@@ -322,7 +326,9 @@ def test_a_place_where_nothing_can_be_written_is_no_full_disk(source):
 
 def test_a_quota_is_no_full_disk(tmp_path, source, monkeypatch):
     monkeypatch.setattr("os.pwrite", fill_up_after(0))
-    with pytest.raises(DiffQuantError, match=r"needs \d+ bytes and \d+ are free; .*quotas and the number of files"):
+    with pytest.raises(
+        DiffQuantError, match=r"needs [\d,]+ bytes and [\d,]+ are free; .*quotas and the number of files"
+    ):
         quantize(source, tmp_path / "out", Recipe.of(weights="8:row"))
 
 
@@ -330,7 +336,9 @@ def test_a_disk_that_fills_up_says_how_to_go_on(tmp_path, source, monkeypatch):
     quantize(source, tmp_path / "expected", Recipe.of(weights="8:row"))
     with monkeypatch.context() as patch:
         patch.setattr("os.pwrite", fill_up_after(120_000))
-        with pytest.raises(DiffQuantError, match=r"disk is full.*needs \d+ bytes and \d+ are free.*same command again"):
+        with pytest.raises(
+            DiffQuantError, match=r"disk is full.*needs [\d,]+ bytes and [\d,]+ are free.*same command again"
+        ):
             quantize(source, tmp_path / "out", Recipe.of(weights="8:row"))
     assert not (tmp_path / "out").exists()
     report = quantize(source, tmp_path / "out", Recipe.of(weights="8:row"))

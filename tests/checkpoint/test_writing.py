@@ -145,7 +145,7 @@ def test_what_an_interrupted_run_wrote_needs_no_room_again(tmp_path, monkeypatch
     monkeypatch.setattr(atomic_folder, "_free_bytes", lambda destination: 19 << 20)
     nbytes = (3 << 20) + written + too_much
     if too_much:
-        refused = f"needs {nbytes} bytes for .* and {16 << 20} for .* only {(19 << 20) + written} are free"
+        refused = f"needs {nbytes:,} bytes for .* and {16 << 20:,} for .* only {(19 << 20) + written:,} are free"
         with pytest.raises(DiffQuantError, match=refused), staged(tmp_path / "out", {}, nbytes, overwrite=False):
             pass
     else:
