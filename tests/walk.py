@@ -42,6 +42,8 @@ ELSEWHERE = {
 # What differs between machines: seconds, speeds, and the bytes that a process took.
 _MEASURED = re.compile(r"\b\d[\d,.]*(?= (?:s|min|h|ms|tokens/s|GB of memory)\b)|\d+:\d\d")
 _NUMBER = re.compile(r"(\(?)(\d+\.\d+)(%?\)?[,.;]?)")
+# A line of a list of tensors' errors.
+_ERROR = re.compile(r"\s+\d+\.\d+%  \S")
 # Units of numbers that are the same on every machine.
 _SIZES = ("MB", "MB,", "GB", "GB,", "M", "stored", "bits", "of")
 # A duration as README states it behind a command: # 20 s, # about 2 min, # 1 to 3 min.
@@ -142,16 +144,23 @@ def _faults(step: Step, ran: Ran, slower: float | None) -> Iterator[str]:
 def says_the_same(step: Step, printed: Sequence[str]) -> bool:
     """Whether a command printed what README shows, as far as two processors compute alike.
 
-    They add float32 numbers in orders of their own: errors of rounding differ in their second digit, and texts that a
-    model writes part after some words, so that of these the first sentence counts. Counts and sizes are the same.
+    They add float32 numbers in orders of their own: errors of rounding differ in their second digit, tensors of nearly
+    one error change places in a list, and texts that a model writes part after some words, so that of these the first
+    sentence counts. Counts and sizes are the same.
     """
     shown = step.shown or []
     if step.command.split()[1:2] in (["generate"], ["run"]):
         first, second = (" ".join(lines).partition(".")[0].split() for lines in (shown, printed))
         return first == second
-    ours, others = words_of(shown), words_of(printed)
+    ours, others = words_of(_by_name(shown)), words_of(_by_name(printed))
     triples = zip_longest(ours, others, ours[1:], fillvalue="")
     return all(one == other or (unit not in _SIZES and _are_near(one, other)) for one, other, unit in triples)
+
+
+def _by_name(lines: Sequence[str]) -> list[str]:
+    """The lines, those of a list of errors in the order of the names behind them."""
+    rows = iter(sorted((line for line in lines if _ERROR.match(line)), key=lambda line: line.split()[1:]))
+    return [next(rows) if _ERROR.match(line) else line for line in lines]
 
 
 def _are_near(one: str, other: str) -> bool:

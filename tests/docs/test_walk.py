@@ -150,6 +150,18 @@ def test_a_result_that_is_larger_than_16_bits_is_a_fault(tmp_path, capsys):
         ("diffquant quantize a -o b", "24.86%  layers.23.o_proj  4:g32", "26.27%  layers.23.o_proj  4:g32", True),
         ("diffquant quantize a -o b", "24.86%  layers.23.o_proj  4:g32", "34.86%  layers.23.o_proj  4:g32", False),
         ("diffquant quantize a -o b", "24.86%  layers.23.o_proj", "24.86%  layers.22.o_proj", False),
+        (
+            "diffquant quantize a -o b",
+            "a:\n  9.8%  first\n  9.7%  next\nend",
+            "a:\n  9.9%  next\n  9.8%  first\nend",
+            True,
+        ),
+        (
+            "diffquant quantize a -o b",
+            "a:\n  9.8%  first\n  7.7%  next\nend",
+            "a:\n  9.9%  next\n  9.8%  first\nend",
+            False,
+        ),
         ("diffquant quantize a -o b", "3 MB", "3 MB more", False),
         ("diffquant quantize a -o b", "b: 122.4 MB", "b: 122.5 MB", False),
         ("diffquant generate a", " Paris. It lies there.", " Paris. Rome is in Italy.", True),
@@ -160,4 +172,4 @@ def test_a_result_that_is_larger_than_16_bits_is_a_fault(tmp_path, capsys):
 def test_processors_may_differ_in_how_much_they_round_and_in_what_a_model_goes_on_to_write(
     command, shown, printed, same
 ):
-    assert says_the_same(Step(1, command, [shown]), [printed]) is same
+    assert says_the_same(Step(1, command, shown.split("\n")), printed.split("\n")) is same
