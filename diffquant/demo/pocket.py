@@ -38,8 +38,8 @@ def show_figure_8(output: Path, say: Callable[[str], None]) -> None:
         _sweep("prose", "perplexity", output / "english", _divergence, say)
     say(f"These models are of one training, with seed {seed_of_the_models()}. Which of them loses most at 4")
     say("bits with one scale per tensor is an accident of it on retrieval: in another")
-    say("training the Transformer lost most. On English the DIFF models lost more in all")
-    say("four trainings. With row:shift 3 bits cost none of them much.")
+    say("training the Transformer lost most. On English the DIFF models lost more in each")
+    say("of ten trainings. With row:shift 3 bits cost none of them much.")
     say("research/pages/figure8.md has intervals and the other trainings.\n")
 
 

@@ -34,13 +34,17 @@ from diffquant.support.xz import named, read_text
 from diffquant.sweep.outputs import plotted_cells
 from diffquant.sweep.plot import plot
 from diffquant.sweep.result import read_sweep
+from research.figure8.analysis import MAIN
+from research.figure8.plan import RESULTS as TRAININGS
+from research.figure8.plan import results as trainings
+from research.figure8.plot import plot_bits_won
 from research.studies.figure8_plots import plot_against_prediction, plot_by_bits
 from research.studies.results import read_attention_maps, read_json
 from research.studies.rounding_plot import plot_against_size
 from research.train.solved_report import write_plot
 
 ROOT = Path(__file__).parents[2]
-RESULTS = (ROOT / "research" / "results", ROOT / "bench" / "results")
+RESULTS = (ROOT / "research" / "results", ROOT / "bench" / "results", TRAININGS)
 
 # The name of the text inside a picture that says what it was drawn from.
 STAMP = "diffquant digest"
@@ -203,6 +207,18 @@ def _of_figure8(file: Path) -> Iterator[tuple[str, Drawing]]:
             yield name, Drawing(partial(_draw_figure8, figure, files), files, code)
 
 
+def _of_trainings(file: Path) -> Iterator[tuple[str, Drawing]]:
+    """The picture of all trainings of the primary comparisons, which a file of one of them stands for."""
+    files = tuple(TRAININGS / f"{name}.json" for each in MAIN for pair in each.names for name in pair)
+    if file == files[0]:
+        code = ("research/figure8/plot.py", "research/figure8/analysis.py")
+        yield "bits-won.png", Drawing(_draw_trainings, files, code)
+
+
+def _draw_trainings(path: Path) -> None:
+    plot_bits_won(trainings(TRAININGS)).savefig(path, dpi=150)
+
+
 def _draw_figure8(figure: Callable[[list[Any]], Any], files: tuple[Path, ...], path: Path) -> None:
     results = [read_json(file) for file in files]
     results.sort(key=lambda result: (result["generation"] != "Transformer", result["generation"]))
@@ -218,6 +234,7 @@ _DRAWN_FROM: dict[str, _Drawn] = {
     "search-*.json": _of_search,
     "bench.json": _of_bench,
     "figure8-*/*.json": _of_figure8,
+    "figure8/results/*.json": _of_trainings,
     # Of models whose contest has all sizes and a second text.
     "rounding/prose-*.json": _one("{}.png", read_json, plot_against_size, "research/studies/rounding_plot.py"),
 }

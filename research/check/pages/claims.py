@@ -1,7 +1,8 @@
 """The figures of research/pages/claims.md, each computed as on the page that it is of."""
 
 from research.check.page import Page, Unmeasured
-from research.check.pages import figure8, kv, rounding, search
+from research.check.pages import figure8_one_rate as one_rate
+from research.check.pages import kv, rounding, search
 from research.check.pages.figure8_seeds import CERTAIN, HOLM
 from research.check.raw import committed, raw
 
@@ -74,14 +75,14 @@ PAGE.leaves("At the stored bits of 4, 5 or 6 bits everywhere", "sizes")
 
 PAGE.says(
     "V1 at twice the learning rate loses fewer bits in all {} schemes, less than half as many in {}",
-    len(figure8.REMAINS),
-    sum(share < 0.5 for share in figure8.REMAINS.values()),
+    len(one_rate.REMAINS),
+    sum(share < 0.5 for share in one_rate.REMAINS.values()),
 )
 PAGE.says(
     "in five, all at 3 bits, {} to {} % of the loss remains",
-    *(take(100 * share for share in figure8.REMAINS.values() if share > 0.5) for take in (min, max)),
+    *(take(100 * share for share in one_rate.REMAINS.values() if share > 0.5) for take in (min, max)),
 )
-PAGE.means("in five, all at 3 bits", [s[0] for s, share in figure8.REMAINS.items() if share > 0.5] == ["3"] * 5)
+PAGE.means("in five, all at 3 bits", [s[0] for s, share in one_rate.REMAINS.items() if share > 0.5] == ["3"] * 5)
 PAGE.means(
     "Of 14 intervals over trainings 13 miss zero, and by Holm's correction four: V1's loss under `4:tensor`, `4:head` "
     "and `4:row:shift`, V2's under `4:row:shift`",
@@ -93,14 +94,16 @@ PAGE.means(
 )
 PAGE.means(
     "DIFF V1 in all cells of one training, and in another it raises five of 12, lowers five and leaves two",
-    (figure8.directions("V1", figure8.FIRST)[0], figure8.directions("V1", figure8.SECOND)) == (12, (5, 5, 2)),
+    (one_rate.directions("V1", one_rate.FIRST)[0], one_rate.directions("V1", one_rate.SECOND)) == (12, (5, 5, 2)),
 )
 PAGE.means(
     "On retrieval `alike` helps DIFF V2 in most cells",
-    all(figure8.directions("V2", folders)[0] > 6 for folders in (figure8.FIRST, figure8.SECOND)),
+    all(one_rate.directions("V2", folders)[0] > 6 for folders in (one_rate.FIRST, one_rate.SECOND)),
 )
 
-PAGE.says("twice as wide, has {} [{}, {}] of the other's perplexity", *figure8.ratio("Transformer with half the heads"))
+PAGE.says(
+    "twice as wide, has {} [{}, {}] of the other's perplexity", *one_rate.ratio("Transformer with half the heads")
+)
 
 # Speed
 

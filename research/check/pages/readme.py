@@ -4,11 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from research.check.page import Page, Unmeasured, Values
-from research.check.pages.figure8 import REMAINS
-from research.check.pages.figure8_seeds import SEEDS
+from research.check.pages.figure8 import MORE, WON
 from research.check.pages.rounding import SHIPPED, SMOLLM2
 from research.check.raw import raw, recorded
-from research.studies.figure8_seeds import bits_won
 
 PAGE = Page("README.md")
 for verb in ("convert SmolLM2", "quantize smollm2", "generate smollm2", "export smollm2", "run smollm2"):
@@ -63,20 +61,9 @@ PAGE.says(
     "A small DIFF V1 at {} to {} bits per weight",
     *(round(SHIPPED["DIFF V1"]["results"][f"nearest {size}"]["bits"], 1) for size in ("3:g32", "6:g128")),
 )
-PAGE.says(
-    "One DIFF V1 trained at twice the learning rate lost less than half as many bits in {} of {} schemes",
-    sum(share < 0.5 for share in REMAINS.values()),
-    len(REMAINS),
-)
-PAGE.means(
-    "and more than half as many in the other five, all at 3 bits",
-    [scheme[0] for scheme, share in REMAINS.items() if share > 0.5] == ["3"] * 5,
-)
-PAGE.means(
-    "in each of four trainings, DIFF lost more than the Transformer when rounded as the paper rounds",
-    len(SEEDS) == 4
-    and all(bits_won(seed, f"DIFF {name}", "4:tensor") < 0 for seed in SEEDS.values() for name in ("V1", "V2")),
-)
+PAGE.says("DIFF V1 needs {} [{}, {}] bits more than the Transformer when rounded as the paper rounds", *MORE["DIFF V1"])
+PAGE.says("and V2 {} [{},\n{}]. None", *MORE["DIFF V2"])
+PAGE.means("with six trainings of each kind at its own best\nlearning rate", {len(won) for won in WON.values()} == {6})
 PAGE.leaves("Python 3.11 or later", "a version")
 PAGE.leaves("took 0.22 CPU seconds there", "how fast README's processor is, by which the walk judges durations")
 PAGE.table(" | ", lambda *_: Unmeasured("contents"))

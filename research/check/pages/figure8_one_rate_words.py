@@ -1,9 +1,9 @@
-"""Words of research/pages/figure8.md: shares, counts and verdicts, each computed as its figures are."""
+"""Words of research/pages/figure8-one-rate.md: shares, counts and verdicts, each computed as its figures are."""
 
 import math
 from statistics import median
 
-from research.check.pages.figure8 import (
+from research.check.pages.figure8_one_rate import (
     AHEAD,
     AT600,
     CELLS,
