@@ -1,4 +1,4 @@
-"""Computes attention with the fastest backend that can, or with the requested one."""
+"""Chooses the backend that computes an attention: the fastest that can, or the requested one."""
 
 import logging
 
@@ -10,37 +10,23 @@ from diffquant.family.call import AttentionCall
 from diffquant.support.logs import log_once
 
 
-def attend(call: AttentionCall, backend: str = "auto") -> Tensor:
-    """Differential attention, or plain attention with one map.
+def backend_for(call: AttentionCall, name: str = "auto") -> Backend:
+    """The backend that computes a call; logs once, at level INFO, why faster ones do not.
 
     Args:
         call: tensors and options of the attention.
-        backend: a name in `BACKENDS`, or "auto".
-
-    Returns:
-        [B, h, T, dv] in v's dtype.
+        name: a name in `BACKENDS`, or "auto" for the fastest backend that serves the call.
 
     Raises:
-        UsageError: the backend is unknown or cannot do what is asked.
+        UsageError: the backend is unknown or cannot do what is asked, or none can; the message gives each one's reason.
     """
-    check_backend(backend, [call.rounds_maps])
+    check_backend(name, [call.rounds_maps])
     if not call.q[0].numel():
-        # Kernels do not have to handle empty batches or sequences.
-        call.count()
-        return call.v.new_empty(*call.q[0].shape[:3], call.v.shape[-1])
-    if backend == "auto":
-        return fastest(call).compute(call)
-    if refusal := BACKENDS[backend].refuses(call):
-        raise UsageError(f"attention backend {backend!r}: {refusal}; use auto")
-    return BACKENDS[backend].compute(call)
-
-
-def fastest(call: AttentionCall) -> Backend:
-    """The fastest backend that serves a call; logs once, at level INFO, why faster ones do not.
-
-    Raises:
-        UsageError: no backend serves it; the message gives each one's reason.
-    """
+        return _EMPTY
+    if name != "auto":
+        if refusal := BACKENDS[name].refuses(call):
+            raise UsageError(f"attention backend {name!r}: {refusal}; use auto")
+        return BACKENDS[name]
     refusals = []
     for backend in by_priority(call.rounds_maps):
         if not backend.pays(call):
@@ -51,3 +37,12 @@ def fastest(call: AttentionCall) -> Backend:
         refusals.append(f"{backend.name}: {refusal}")
         log_once(__name__, logging.INFO, "attention backend %s is not used: %s", backend.name, refusal)
     raise UsageError(f"no attention backend serves this call: {'; '.join(refusals)}")
+
+
+def _of_nothing(call: AttentionCall) -> Tensor:
+    call.count()
+    return call.v.new_empty(*call.q[0].shape[:3], call.v.shape[-1])
+
+
+# Kernels do not have to handle empty batches or sequences.
+_EMPTY = Backend("empty", _of_nothing)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from diffquant import verbs
-from diffquant.attention import BACKENDS, attend, check_backend, dispatch
+from diffquant.attention import BACKENDS, check_backend, dispatch
 from diffquant.attention.naive import naive
 from diffquant.attention.registry import Backend, register
 from diffquant.cli.command import options_of
@@ -12,6 +12,7 @@ from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
 from diffquant.scheme import FULL, Scheme
+from tests.support.attending import attend
 
 CALLS = []
 
@@ -93,7 +94,7 @@ def test_a_name_is_given_once(toy):
 def test_where_nobody_serves_a_call_each_says_why(monkeypatch):
     monkeypatch.setattr(dispatch, "by_priority", lambda logits: [Backend("toy", compute, lambda call: "it is a toy")])
     with pytest.raises(UsageError, match="no attention backend serves this call: toy: it is a toy"):
-        dispatch.fastest(AttentionCall(*inputs(), scale=0.3, mask=Mask()))
+        dispatch.backend_for(AttentionCall(*inputs(), scale=0.3, mask=Mask()))
 
 
 def test_the_command_lines_help_names_backends_that_are_there():
