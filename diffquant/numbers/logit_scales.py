@@ -1,7 +1,6 @@
 """Formats and scales of simulated low-bit logits and softmax weights."""
 
 import math
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -32,7 +31,6 @@ class OneSided(NumberFormat):
         return ratio.round_().clamp_(min=self.lowest)
 
 
-@cache
 def logit_format(number_format: NumberFormat, shift: bool) -> NumberFormat:
     """Format in which logits are rounded; with `shift` they are at most 0, since their row's maximum was subtracted."""
     return OneSided(number_format) if shift else number_format
