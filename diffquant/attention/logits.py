@@ -154,11 +154,11 @@ def count_logits(
     heads = sum(logits.shape[1] for logits in prepared)
     seen = batch * length * keys if visible is None else visible.sum() * (batch // visible.shape[0])
     meter.count(seen * heads, 0)
-    reach = logit_format(scheme.format, scheme.shift).reach
     for logits, top, scale in zip(prepared, largest, scales, strict=True):
         # Absmax scales clip nothing.
         if scheme.shift or scheme.sharing.is_static:
-            meter.count(0, (logits.abs() > reach * scale).sum())
+            reach = logit_format(scheme.format, scheme.shift).reach * scale
+            meter.count(0, (logits.abs() > reach).sum())
         meter.record_scales(scale, top)
 
 
