@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad
 
-from diffquant.attention import BACKENDS, backend_for
+from diffquant.attention import BACKENDS, attend
 from diffquant.attention.backends.composed import flashdiff1, flashdiff2
 from diffquant.attention.naive import naive
 from diffquant.bench.contest import counts, diffllama
@@ -82,11 +82,7 @@ def _reason_of(name: str) -> Callable[[AttentionCall], str | None]:
 
 
 def _simulated(scheme: Scheme) -> Attention:
-    def rounded(call: AttentionCall) -> Tensor:
-        call = replace(call, logits=scheme)
-        return backend_for(call).compute(call)
-
-    return rounded
+    return lambda call: attend(replace(call, logits=scheme))
 
 
 def _rounded_eagerly(call: AttentionCall) -> Tensor:

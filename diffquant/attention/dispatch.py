@@ -10,6 +10,18 @@ from diffquant.family.call import AttentionCall
 from diffquant.support.logs import log_once
 
 
+def attend(call: AttentionCall, backend: str = "auto") -> Tensor:
+    """Differential attention, or plain attention with one map, by the backend that `backend_for` gives.
+
+    Returns:
+        [B, h, T, dv] in v's dtype.
+
+    Raises:
+        UsageError: the backend is unknown or cannot do what is asked.
+    """
+    return backend_for(call, backend).compute(call)
+
+
 def backend_for(call: AttentionCall, name: str = "auto") -> Backend:
     """The backend that computes a call; logs once, at level INFO, why faster ones do not.
 

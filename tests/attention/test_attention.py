@@ -9,14 +9,13 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from diffquant.attention import BACKENDS, LogitMeter, weights
+from diffquant.attention import BACKENDS, LogitMeter, attend, weights
 from diffquant.attention.backends import composed
 from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm, pair_norm
 from diffquant.scheme import Scheme
-from tests.support.attending import attend
 
 GENERATIONS = ["plain", "v1", "v2"]
 SHAPES = [(17, 29), (29, 29), (1, 29), (1, 1), (2, 2), (13, 5)]

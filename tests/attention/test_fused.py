@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from diffquant.attention import LogitMeter, dispatch
+from diffquant.attention import LogitMeter, attend, dispatch
 from diffquant.attention.backends import triton
 from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
@@ -17,7 +17,6 @@ from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
 from diffquant.kernels.attention import prefill, prefill_int8, prefill_simulated
 from diffquant.scheme import Scheme
-from tests.support.attending import attend
 from tests.support.kernel_inputs import random_call, relative_error
 from tests.support.thorough import sampled
 

@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import linear
 
 from diffquant import load
-from diffquant.attention import BACKENDS
+from diffquant.attention import BACKENDS, attend
 from diffquant.errors import CheckpointError, UsageError
 from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
@@ -17,7 +17,6 @@ from diffquant.kernels.arguments import call_refusal
 from diffquant.model.fused_cache import FusedCache, fused_cache_refusal
 from diffquant.recipe import Recipe
 from diffquant.scheme import Scheme
-from tests.support.attending import attend
 from tests.support.checkpoints import NATIVE, write_checkpoint
 from tests.support.models import random_ids
 

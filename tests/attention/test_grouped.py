@@ -5,13 +5,12 @@ import logging
 import pytest
 import torch
 
-from diffquant.attention import BACKENDS, LogitMeter
+from diffquant.attention import BACKENDS, LogitMeter, attend
 from diffquant.attention.backends import triton
 from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
 from diffquant.kernels.arguments import call_refusal
 from diffquant.scheme import Scheme
-from tests.support.attending import attend
 
 # Pairs, noise heads, KV pairs: Motif-2's kind, a ratio of 3 over one KV pair, noise heads that share KV pairs.
 SHAPES = {"4:1": (8, 2, 2), "3:1-mqa": (6, 2, 1), "2:1-gqa": (12, 6, 3)}

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from diffquant import verbs
-from diffquant.attention import BACKENDS, check_backend, dispatch
+from diffquant.attention import BACKENDS, attend, check_backend, dispatch
 from diffquant.attention.naive import naive
 from diffquant.attention.registry import Backend, register
 from diffquant.cli.command import options_of
@@ -12,7 +12,6 @@ from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
 from diffquant.scheme import FULL, Scheme
-from tests.support.attending import attend
 
 CALLS = []
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from diffquant import Recipe, load
-from diffquant.attention import BACKENDS
+from diffquant.attention import BACKENDS, attend
 from diffquant.attention.operands import rounded_values
 from diffquant.attention.probabilities import softmax_weights
 from diffquant.attention.weights import attention_weights
@@ -19,7 +19,6 @@ from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
 from diffquant.family.norm import pair_norm
 from diffquant.scheme import Scheme
-from tests.support.attending import attend
 from tests.support.checkpoints import PHI4FLASH, SOURCES, write_checkpoint
 from tests.support.models import random_ids
 

@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from diffquant.attention import BACKENDS, backend_for
+from diffquant.attention import BACKENDS, attend
+from diffquant.attention.dispatch import backend_for
 from diffquant.errors import CheckpointError, UsageError
 from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
 from diffquant.kernels.arguments import call_refusal
 from diffquant.model.adapters import adapter_for
 from diffquant.scheme import Scheme
-from tests.support.attending import attend
 from tests.support.checkpoints import NATIVE
 
 CAP, SCALE = 2.0, 0.4

@@ -5,11 +5,11 @@ from itertools import product
 import pytest
 import torch
 
+from diffquant.attention import attend
 from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
 from diffquant.kernels.arguments import call_refusal
 from diffquant.scheme import Scheme
-from tests.support.attending import attend
 
 # Left padding, holes, no padding, and nothing but padding.
 ROWS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 0, 0, 1, 0, 1, 1, 0], [1] * 9, [0] * 9]).bool()

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from diffquant.attention import attend
 from diffquant.attention.naive import naive
 from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
 from diffquant.scheme import Scheme
-from tests.support.attending import attend
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from diffquant.attention import LogitMeter
+from diffquant.attention import LogitMeter, attend
 from diffquant.attention.backends import blocks as in_blocks
 from diffquant.attention.naive import naive
 from diffquant.errors import UsageError
@@ -25,7 +25,6 @@ from diffquant.kernels.attention.prefill_simulated import TILES, prefill_simulat
 from diffquant.kernels.attention.weight_blocks import BLOCK_FORMATS, to_float
 from diffquant.numbers.formats import format_named
 from diffquant.scheme import FULL, Scheme
-from tests.support.attending import attend
 from tests.support.kernel_inputs import (
     expected,
     normed,

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from diffquant import load
+from diffquant.attention import attend
 from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
 from diffquant.recipe import Recipe
 from tests.attention.test_attention import random_inputs
-from tests.support.attending import attend
 from tests.support.checkpoints import write_checkpoint
 from tests.support.models import ours, random_diffllama, random_ids, random_llama
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import diffquant
+from diffquant.attention import attend
 from diffquant.attention.operands import rounded_operands
 from diffquant.data import books_text, pocket_models
 from diffquant.errors import UsageError
@@ -16,7 +17,6 @@ from diffquant.model.cache import PackedStates
 from diffquant.recipe import Recipe
 from diffquant.scheme import Scheme
 from diffquant.sweep.storage import state_bytes_per_token
-from tests.support.attending import attend
 
 CACHED = [
     # Scheme, and bytes of a token's [2, 64] states.
