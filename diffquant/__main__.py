@@ -10,7 +10,7 @@ def main() -> None:
     interruption.watch()
     try:
         from diffquant.cli.app import app
-        from diffquant.support.program import run_commands
+        from diffquant.support.program import exit_codes
     except KeyboardInterrupt:
         sys.stderr.write("\ninterrupted\n")
         raise SystemExit(130) from None
@@ -21,7 +21,8 @@ def main() -> None:
 
         sys.stderr.write(f"diffquant needs {error.name}, which is not installed: {install_command()}\n")
         raise SystemExit(5) from None
-    run_commands(app)
+    with exit_codes():
+        app()
 
 
 if __name__ == "__main__":

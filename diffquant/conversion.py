@@ -1,22 +1,20 @@
 """Conversion of a checkpoint into another member of the family that computes the same function.
 
-Three ways are exact: unilm's DIFF V1 as Hugging Face `diffllama`, a plain Llama as DIFF V2, and DEX as a plain Llama.
-What is written in a narrower dtype than it is read in, as of a GGUF file, is the same function but for that rounding,
-which is measured.
+`source/exact_ways.py` has the ways. What is written in a narrower dtype than it is read in, as of a GGUF file, is the
+same function but for that rounding, which is measured.
 """
 
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from diffquant.errors import CheckpointError, UsageError
+from diffquant.errors import CheckpointError
 from diffquant.formats.atomic_folder import check_output, staged
 from diffquant.formats.reader import Checkpoint
 from diffquant.formats.row_stream import Block, Job, Shard, check_rows, checkpoint_stamp, in_dtype, write_shards
@@ -27,7 +25,7 @@ from diffquant.quantization.card import converted_card
 from diffquant.recipe import Recipe
 from diffquant.report.tables import megabytes
 from diffquant.serve.folder import config_for_engines, write_modelling_file
-from diffquant.source.dex import DEX, DexCheckpoint
+from diffquant.source.exact_ways import Origin, type_of, way_to
 from diffquant.source.source import Source, open_source
 from diffquant.support.devices import as_dtype
 from diffquant.support.escaping import one_line
@@ -36,12 +34,8 @@ from diffquant.support.progress import Progress, progress_for
 from diffquant.support.readable import Readable
 from diffquant.support.versions import versions
 
-# A source tensor's rows [rows, ...] -> the target's.
-Change = Callable[[Tensor], Tensor]
-
 # Float32's own rounding, which a folded norm brings, is not worth a word.
 _FLOAT32_ERROR = 1e-6
-_WAYS = {"diffllama": "diff_v1", "diff-v2": "llama", "llama": DEX}
 
 
 @dataclass(frozen=True, repr=False)
@@ -85,21 +79,6 @@ def _rounding_note(dtype: torch.dtype, error: float) -> str:
     return f" but for weights rounded to {name} (relative RMS error {error:.2%})" if error > _FLOAT32_ERROR else ""
 
 
-@dataclass(frozen=True)
-class Origin:
-    """The origin of a target's tensor: a source tensor, and what changes on the way.
-
-    Attributes:
-        source: name of the tensor to read; None for zeros.
-        rows: index in the source of each output row; None for the same rows.
-        change: function of the rows that were read; None to leave them as they are.
-    """
-
-    source: str | None
-    rows: Tensor | None = None
-    change: Change | None = None
-
-
 def convert(
     source: Path | str | Source,
     destination: Path | str,
@@ -128,12 +107,12 @@ def convert(
     destination, progress, dtype = Path(destination), progress or progress_for("convert"), as_dtype(dtype)
     check_output(source.path if isinstance(source, Source) else Path(source), destination, overwrite)
     opened = open_source(source)
-    checkpoint, source_type = opened.checkpoint, _type_of(opened)
-    config = _target_config(opened, to)
+    checkpoint, source_type, way = opened.checkpoint, type_of(opened), way_to(to, opened)
+    config = way.config(opened)
     if opened.packed:
         raise CheckpointError(f"{opened.path} is quantized; convert its 16-bit original, then quantize the result")
     target = adapter_for(config)
-    origins = _origins(checkpoint, opened.adapter, target, to)
+    origins = {name: way.origin(opened, target, name) for name in target.source_shapes()}
     written = dtype or checkpoint.written_dtype("model.embed_tokens.weight")
     dtype_name = str(written).removeprefix("torch.")
     config = {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": dtype_name}
@@ -158,7 +137,7 @@ def convert(
         config = config_for_engines(config, target)
         write_modelling_file(staging.folder, config, target)
         write_atomically(staging.folder / "config.json", json.dumps(config, indent=2) + "\n")
-        what = f"The function is unchanged{_rounding_note(written, error)}: {_CARDS[to]}"
+        what = f"The function is unchanged{_rounding_note(written, error)}: {way.card}"
         if opened.recipe != Recipe():
             write_atomically(staging.folder / "recipe.yaml", opened.recipe.to_yaml())
             what += f" Its recipe goes along: `{opened.recipe!r}`."
@@ -177,125 +156,11 @@ def convert(
     )
 
 
-def _type_of(source: Source) -> str:
-    """The model_type of config.json, which for DEX is not that of the Llama it is opened as."""
-    return DEX if isinstance(source.checkpoint, DexCheckpoint) else source.model_type
-
-
 def _rounding_error(records: Mapping[str, Mapping[str, Any]]) -> float:
     """Relative RMS error of everything that was rounded, of the records of the files written."""
     sums = [squares for record in records.values() for squares in record["sums"].values()]
     total = math.fsum(values for _, values in sums)
     return math.sqrt(math.fsum(error for error, _ in sums) / total) if total else 0.0
-
-
-# Where a config.json leaves these out, source and target have different defaults.
-_RESOLVED = (
-    "rms_norm_eps",
-    "hidden_act",
-    "max_position_embeddings",
-    "initializer_range",
-    "tie_word_embeddings",
-    "attention_bias",
-    "rope_parameters",
-)
-# What rope_parameters, resolved, has in it.
-_ROTARY = ("rope_theta", "rope_scaling", "rope_angles", "partial_rotary_factor", "original_max_position_embeddings")
-
-
-def _target_config(source: Source, to: str) -> dict[str, Any]:
-    """The target's config.json.
-
-    Raises:
-        UsageError: no exact way leads from this source to `to`.
-    """
-    if to not in _WAYS:
-        raise UsageError(f"cannot convert to {to!r}; choose from {', '.join(_WAYS)}")
-    checkpoint, adapter, model_type = source.checkpoint, source.adapter, _type_of(source)
-    if model_type != _WAYS[to]:
-        ways = ", ".join(f"{start} to {end}" for end, start in _WAYS.items())
-        kind = ", a plain Transformer," if source.spec.maps == 1 else ""
-        raise UsageError(f"cannot convert {model_type}{kind} to {to} exactly; choose from {ways}")
-    if to == "llama":
-        return checkpoint.written_config
-    return _diffllama_config(source) if to == "diffllama" else _diff_v2_config(checkpoint, adapter)
-
-
-def _diffllama_config(source: Source) -> dict[str, Any]:
-    checkpoint, adapter, ours, spec = source.checkpoint, source.adapter, source.transformer("convert"), source.spec
-    problems = []
-    if not math.isclose(ours.rms_norm_eps, spec.post_norm_eps, rel_tol=1e-6):
-        problems.append(
-            f"rms_norm_eps is {ours.rms_norm_eps}, while subln's is {spec.post_norm_eps} and diffllama has one for both"
-        )
-    if ours.mlp_bias:
-        problems.append("mlp_bias is true, and diffllama's MLP has none")
-    if problems:
-        raise CheckpointError(f"no diffllama computes what {checkpoint.path} does: {'; '.join(problems)}")
-    dropped = ("rope_style", "gqa_pairing", "attention_dropout", "auto_map", *_ROTARY)
-    return _carried(checkpoint, adapter, dropped) | {
-        "model_type": "diffllama",
-        "architectures": ["DiffLlamaForCausalLM"],
-        "num_attention_heads": spec.query_heads,
-        "num_key_value_heads": spec.key_heads,
-        "head_dim": spec.head_dim,
-    }
-
-
-def _diff_v2_config(checkpoint: Checkpoint, adapter: Adapter) -> dict[str, Any]:
-    spec = adapter.architecture.diff_spec
-    return _carried(checkpoint, adapter, ("architectures", "auto_map", *_ROTARY)) | {
-        "model_type": "diff_v2",
-        "num_attention_heads": 2 * spec.pairs,
-        "num_key_value_heads": spec.kv_pairs,
-        "head_dim": spec.head_dim,
-        "rope_style": "half",
-    }
-
-
-def _carried(checkpoint: Checkpoint, adapter: Adapter, dropped: tuple[str, ...]) -> dict[str, Any]:
-    """The source's config without what does not apply, what it left to defaults spelled out."""
-    carried = {key: value for key, value in checkpoint.config.items() if key not in dropped}
-    return carried | {key: getattr(adapter.architecture, key) for key in _RESOLVED}
-
-
-def _origins(checkpoint: Checkpoint, adapter: Adapter, target: Adapter, to: str) -> dict[str, Origin]:
-    """Origin of each tensor of the target."""
-    if to == "diffllama":
-        return {name: _diffllama_origin(checkpoint, adapter, target, name) for name in target.source_shapes()}
-    if to == "llama":
-        return {name: Origin(name) for name in target.source_shapes()}
-    return {name: _diff_v2_origin(adapter, name) for name in target.source_shapes()}
-
-
-def _diffllama_origin(checkpoint: Checkpoint, adapter: Adapter, target: Adapter, name: str) -> Origin:
-    """Origin under a change of layout: heads from adjacent to halves, rotated rows from interleaved to half.
-
-    The norm subln, which diffllama has without a weight, goes into o_proj's columns.
-    """
-    spec, source = adapter.architecture.diff_spec, adapter.source_name(name)
-    if name.endswith("o_proj.weight") and spec.post_norm == "affine":
-        subln = checkpoint.read(name.replace("o_proj", "subln"))
-        return Origin(source, change=_scaled(subln.repeat(spec.pairs)))
-    return Origin(source, adapter.rows_as(target.architecture.diff_spec.layout, name))
-
-
-def _diff_v2_origin(adapter: Adapter, name: str) -> Origin:
-    """Origin where both maps are the Llama's one: each query head appears twice; λ is ½, so the output is doubled."""
-    spec, projection = adapter.architecture.diff_spec, name.split(".")[-2]
-    if projection == "lambda_proj":
-        return Origin(None)
-    if projection == "q_proj":
-        heads = torch.arange(spec.pairs * spec.head_dim).view(spec.pairs, spec.head_dim)
-        return Origin(name, heads.repeat_interleave(2, dim=0).flatten())
-    if name.endswith("o_proj.weight"):
-        return Origin(name, change=_scaled(torch.tensor(2.0)))
-    return Origin(name)
-
-
-def _scaled(factor: Tensor) -> Change:
-    """Multiplication by a factor (of each column, or one)."""
-    return lambda rows: rows.double() * factor.double()
 
 
 def _shards(
@@ -332,13 +197,3 @@ def _job(checkpoint: Checkpoint, name: str, shape: Shape, origin: Origin, dtype:
         return Block({name: (first, converted)}, error, float(values.square().sum()))
 
     return Job(name, shape[0], torch.Size(shape[1:]).numel(), (OutputTensor(name, dtype, shape),), make)
-
-
-_CARDS = {
-    "llama": "what DEX subtracts from each selected head is folded into o_proj.",
-    "diffllama": "heads are reordered, the per-pair norm's weight is folded into o_proj.",
-    "diff-v2": (
-        "every query head appears twice, so that a pair's two maps start equal, λ is ½ "
-        "everywhere and o_proj is doubled. It is a starting point for training, not a trained DIFF model."
-    ),
-}

@@ -13,7 +13,7 @@ from diffquant.errors import CheckpointError
 from diffquant.family.lam import LAMBDA_VECTORS, lam_from_vectors
 from diffquant.family.spec import DiffSpec
 from diffquant.formats.compressed_tensors import packed_shapes
-from diffquant.quantization.plan import QuantizationPlan, plan_quantization, rounded_before
+from diffquant.quantization.plan import QuantizationPlan, plan_quantization
 from diffquant.recipe import Recipe
 from diffquant.recipe.targets import LAYER_TARGETS
 from diffquant.report.sizes import bytes_at_16_bits, stored_bits
@@ -112,7 +112,7 @@ def inspect_checkpoint(path: Path | str | Source) -> Inspection:
             **{scheme: plan.bytes_after if plan else None for scheme, plan in plans.items()},
         },
         packed_bits=_stored_packed_bits(source) | {scheme: plan.packed_bits for scheme, plan in plans.items() if plan},
-        rounded=rounded_before(source.checkpoint),
+        rounded=source.checkpoint.rounded_before,
     )
 
 

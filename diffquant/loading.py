@@ -10,9 +10,10 @@ from diffquant.errors import UsageError
 from diffquant.model.causal import CausalModel
 from diffquant.quantization.checks import checked_schemes
 from diffquant.quantization.magnitudes import Magnitudes
-from diffquant.quantization.plan import plan_quantization, unpacked_dtypes
+from diffquant.quantization.plan import plan_quantization
 from diffquant.quantization.rounded_weight import as_stored
 from diffquant.quantization.roundings import rounding_named
+from diffquant.quantization.unpacked import unpacked_dtypes
 from diffquant.recipe import Recipe, RecipeLike
 from diffquant.scheme import Scheme
 from diffquant.source.building import Rewrite, as_it_is, build_model

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Evidence from a GPU: what README and docs/kernels.md may claim once it is committed.
 #
-#   bench/gpu/evidence.sh pack MODEL ITEMS.jsonl.gz TEXT FOLDER   here: FOLDER/CALL.tar.gz, with all that each call needs
+#   bench/gpu/evidence.sh pack MODEL ITEMS TEXT FOLDER   here: FOLDER/CALL.tar.gz, with all that each call needs
 #   tar -xf CALL.tar.gz && OUT=RESULTS bench/gpu/evidence.sh CALL there, in a folder of its own
 #   bench/gpu/evidence.sh unpack RESULTS FOLDER                   here: what `pairs` gave back
 #
@@ -30,9 +30,9 @@ pack() {
     git rev-parse HEAD >"$tree/commit"
     for call in tests ratios; do archive "$tree" "$folder/$call.tar.gz"; done
     PYTHONPATH=. "$PYTHON" -m diffquant.bench.gpu.carried pack "$model" "$tree/evidence/carried"
-    cp "$items" "$tree/evidence/items.jsonl.gz"
+    cp "$items" "$tree/evidence/items"
     archive "$tree" "$folder/sweep.tar.gz"
-    rm "$tree/evidence/items.jsonl.gz"
+    rm "$tree/evidence/items"
     xz --stdout "$text" >"$tree/evidence/text.txt.xz"
     archive "$tree" "$folder/pairs.tar.gz"
     rm -r "$tree"
@@ -73,7 +73,7 @@ run_sweep() {
     model
     "$PYTHON" -m diffquant.cli convert evidence/model --output evidence/diff-v2 --to diff-v2
     timeout 500 "$PYTHON" -m diffquant.cli sweep evidence/model evidence/diff-v2 --output evidence/sweep \
-        --items evidence/items.jsonl.gz --limit 2000 --bits 16,8,6,4,3 --granularities tensor,row,row:shift \
+        --items evidence/items --limit 2000 --bits 16,8,6,4,3 --granularities tensor,row,row:shift \
         --device "$DEVICE" 2>&1 | tee "$OUT/sweep.txt"
     cp evidence/sweep/sweep.json evidence/sweep/table.csv "$OUT/"
 }

@@ -4,8 +4,8 @@ Depends only on torch and numpy.
 """
 
 from diffquant.attention import backends  # noqa: F401  registers them
-from diffquant.attention.dispatch import attend
+from diffquant.attention.dispatch import attend, backend_for
 from diffquant.attention.logits import LogitMeter
 from diffquant.attention.registry import BACKENDS, check_backend
 
-__all__ = ["BACKENDS", "LogitMeter", "attend", "check_backend"]
+__all__ = ["BACKENDS", "LogitMeter", "attend", "backend_for", "check_backend"]

@@ -1,4 +1,4 @@
-"""Computes attention with the fastest backend that can, or with the requested one."""
+"""Chooses the backend that computes an attention: the fastest that can, or the requested one."""
 
 import logging
 
@@ -11,11 +11,7 @@ from diffquant.support.logs import log_once
 
 
 def attend(call: AttentionCall, backend: str = "auto") -> Tensor:
-    """Differential attention, or plain attention with one map.
-
-    Args:
-        call: tensors and options of the attention.
-        backend: a name in `BACKENDS`, or "auto".
+    """Differential attention, or plain attention with one map, by the backend that `backend_for` gives.
 
     Returns:
         [B, h, T, dv] in v's dtype.
@@ -23,24 +19,26 @@ def attend(call: AttentionCall, backend: str = "auto") -> Tensor:
     Raises:
         UsageError: the backend is unknown or cannot do what is asked.
     """
-    check_backend(backend, [call.rounds_maps])
-    if not call.q[0].numel():
-        # Kernels do not have to handle empty batches or sequences.
-        call.count()
-        return call.v.new_empty(*call.q[0].shape[:3], call.v.shape[-1])
-    if backend == "auto":
-        return fastest(call).compute(call)
-    if refusal := BACKENDS[backend].refuses(call):
-        raise UsageError(f"attention backend {backend!r}: {refusal}; use auto")
-    return BACKENDS[backend].compute(call)
+    return backend_for(call, backend).compute(call)
 
 
-def fastest(call: AttentionCall) -> Backend:
-    """The fastest backend that serves a call; logs once, at level INFO, why faster ones do not.
+def backend_for(call: AttentionCall, name: str = "auto") -> Backend:
+    """The backend that computes a call; logs once, at level INFO, why faster ones do not.
+
+    Args:
+        call: tensors and options of the attention.
+        name: a name in `BACKENDS`, or "auto" for the fastest backend that serves the call.
 
     Raises:
-        UsageError: no backend serves it; the message gives each one's reason.
+        UsageError: the backend is unknown or cannot do what is asked, or none can; the message gives each one's reason.
     """
+    check_backend(name, [call.rounds_maps])
+    if not call.q[0].numel():
+        return _EMPTY
+    if name != "auto":
+        if refusal := BACKENDS[name].refuses(call):
+            raise UsageError(f"attention backend {name!r}: {refusal}; use auto")
+        return BACKENDS[name]
     refusals = []
     for backend in by_priority(call.rounds_maps):
         if not backend.pays(call):
@@ -51,3 +49,12 @@ def fastest(call: AttentionCall) -> Backend:
         refusals.append(f"{backend.name}: {refusal}")
         log_once(__name__, logging.INFO, "attention backend %s is not used: %s", backend.name, refusal)
     raise UsageError(f"no attention backend serves this call: {'; '.join(refusals)}")
+
+
+def _of_nothing(call: AttentionCall) -> Tensor:
+    call.count()
+    return call.v.new_empty(*call.q[0].shape[:3], call.v.shape[-1])
+
+
+# Kernels do not have to handle empty batches or sequences.
+_EMPTY = Backend("empty", _of_nothing)

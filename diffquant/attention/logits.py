@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from diffquant.family.call import Meter
-from diffquant.numbers.logit_scales import logit_scale
+from diffquant.numbers.logit_scales import logit_format
 from diffquant.numbers.sharing import Sharing
 from diffquant.scheme import Scheme
 
@@ -127,52 +127,39 @@ def magnitudes(prepared: Sequence[Tensor], scheme: Scheme, ranges: Tensor | None
 
 def round_logits(prepared: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
     """Round prepared logits to multiples of a scale, in place; `shift` clips below, static scales on both sides."""
-    # With `shift` all codes are on one side, so they go beyond the symmetric range; even levels continue as integers.
-    ratio = prepared.div_(scale)
-    levels = ratio.round_() if scheme.shift else scheme.format.rounded_(ratio)
-    if scheme.shift:
-        levels.clamp_(min=-scheme.format.steps)
+    levels = logit_format(scheme.format, scheme.shift).rounded_(prepared.div_(scale))
     if scheme.sharing.is_static:
         levels.clamp_(-scheme.format.largest, scheme.format.largest)
     return levels.mul_(scale)
 
 
-def count_clipped(prepared: Tensor, scale: Tensor, scheme: Scheme) -> int | Tensor:
-    """Number of prepared logits more than half a code beyond the last one, on their device."""
-    if scheme.sharing.is_static:
-        return (prepared.abs() > scheme.format.reach * scale).sum()
-    if not scheme.shift:
-        return 0
-    below: Tensor = prepared < -(scheme.format.steps + 0.5) * scale
-    return below.sum()
-
-
-def logit_scales(
+def count_logits(
+    meter: Meter,
     prepared: Sequence[Tensor],
     largest: Sequence[Tensor],
+    scales: Sequence[Tensor],
     visible: Tensor | None,
     scheme: Scheme,
-    meter: Meter | None = None,
-) -> list[Tensor]:
-    """Scales of logits that are about to be rounded, one tensor per map; a meter counts what they will do.
+) -> None:
+    """Count in a meter what rounding will do to prepared logits, one [B, h, T, S] a map, which are not rounded yet.
 
     Args:
-        prepared: one [B, h, T, S] per map, from `prepare_logits` and `to_coded`.
-        largest: their `magnitudes`.
+        meter: meter that counts.
+        prepared: from `prepare_logits` and `to_coded`.
+        largest, scales: their `magnitudes`, and the scales made of them.
         visible: bool, broadcastable to [B, h, T, S], or None if everything is visible.
         scheme: scheme of the logits.
-        meter: meter that counts; none by default.
     """
-    scales = [logit_scale(top, scheme.format, scheme.shift) for top in largest]
-    if meter is not None:
-        batch, _, length, keys = prepared[0].shape
-        heads = sum(logits.shape[1] for logits in prepared)
-        seen = batch * length * keys if visible is None else visible.sum() * (batch // visible.shape[0])
-        meter.count(seen * heads, 0)
-        for logits, top, scale in zip(prepared, largest, scales, strict=True):
-            meter.count(0, count_clipped(logits, scale, scheme))
-            meter.record_scales(scale, top)
-    return scales
+    batch, _, length, keys = prepared[0].shape
+    heads = sum(logits.shape[1] for logits in prepared)
+    seen = batch * length * keys if visible is None else visible.sum() * (batch // visible.shape[0])
+    meter.count(seen * heads, 0)
+    for logits, top, scale in zip(prepared, largest, scales, strict=True):
+        # Absmax scales clip nothing.
+        if scheme.shift or scheme.sharing.is_static:
+            reach = logit_format(scheme.format, scheme.shift).reach * scale
+            meter.count(0, (logits.abs() > reach).sum())
+        meter.record_scales(scale, top)
 
 
 def _largest(logits: Tensor, sharing: Sharing) -> Tensor:

@@ -4,8 +4,8 @@ from torch import Tensor
 
 from diffquant.attention.logits import (
     binds_maps,
+    count_logits,
     from_coded,
-    logit_scales,
     magnitudes,
     prepare_logits,
     round_logits,
@@ -16,6 +16,7 @@ from diffquant.family.call import AttentionCall
 from diffquant.family.heads import each_pairs_noise
 from diffquant.family.norm import pair_norm
 from diffquant.numbers.absmax import compute_dtype
+from diffquant.numbers.logit_scales import logit_format
 
 
 def naive(call: AttentionCall) -> Tensor:
@@ -39,7 +40,9 @@ def naive(call: AttentionCall) -> Tensor:
     if logits.quantizes:
         coded = to_coded([prepare_logits(x, visible, logits.shift) for x in map_logits], logits)
         largest = magnitudes(coded, logits, call.ranges)
-        scales = logit_scales(coded, largest, visible, logits, call.meter)
+        scales = [logit_format(logits.format, logits.shift).scale_of(top) for top in largest]
+        if call.meter is not None:
+            count_logits(call.meter, coded, largest, scales, visible, logits)
         rounded = [round_logits(x, scale, logits) for x, scale in zip(coded, scales, strict=True)]
         map_logits = from_coded(rounded, logits)
     call.count()

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from diffquant.attention.logits import (
     binds_maps,
+    count_logits,
     from_coded,
-    logit_scales,
     magnitudes,
     prepare_logits,
     round_logits,
@@ -19,6 +19,7 @@ from diffquant.attention.probabilities import softmax_weights
 from diffquant.family.call import AttentionCall
 from diffquant.family.heads import each_pairs_noise
 from diffquant.numbers.absmax import compute_dtype
+from diffquant.numbers.logit_scales import logit_format
 
 # Number of logits to hold at once, over maps and heads: enough for efficient matrix products, a few tens of MB.
 _BLOCK_ENTRIES = 1 << 21
@@ -63,7 +64,10 @@ def softmax_blocks(call: AttentionCall, first: int = 0) -> Iterator[tuple[slice,
     for rows, coded, visible in _coded_blocks(call, first):
         if logits.quantizes:
             largest = shared or magnitudes(coded, logits, call.ranges)
-            for each, scale in zip(coded, logit_scales(coded, largest, visible, logits, call.meter), strict=True):
+            scales = [logit_format(logits.format, logits.shift).scale_of(top) for top in largest]
+            if call.meter is not None:
+                count_logits(call.meter, coded, largest, scales, visible, logits)
+            for each, scale in zip(coded, scales, strict=True):
                 round_logits(each, scale, logits)
         yield rows, [softmax_weights(x, visible, call.p) for x in from_coded(coded, logits)]
 

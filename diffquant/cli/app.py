@@ -6,7 +6,7 @@ import typer
 
 from diffquant.cli.command import command, example_of, former_names, name_of
 from diffquant.cli.verbs import Verb, VerbGroup
-from diffquant.support.program import run_commands
+from diffquant.support.program import exit_codes
 from diffquant.support.version import __version__
 from diffquant.verbs import GROUPS
 
@@ -23,7 +23,8 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the command line."""
-    run_commands(app)
+    with exit_codes():
+        app()
 
 
 def _print_version(wanted: bool) -> None:

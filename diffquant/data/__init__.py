@@ -1,18 +1,17 @@
 """Data in the package: HellaSwag items (MIT), public-domain prose, the pocket models, and weight rules."""
 
-import gzip
 import lzma
 from importlib.resources import files
 from pathlib import Path
 
-HELLASWAG = "hellaswag-1000.jsonl.gz"
+HELLASWAG = "hellaswag-1000.jsonl.xz"
 BOOKS = "books.txt.xz"
 WEIGHT_RULES = "weight-rules.yaml"
 
 
 def hellaswag_lines() -> list[str]:
     """1,000 HellaSwag validation items, one JSON object a line; the licence is in LICENSE-hellaswag.txt."""
-    return gzip.decompress((files(__name__) / HELLASWAG).read_bytes()).decode().splitlines()
+    return lzma.decompress((files(__name__) / HELLASWAG).read_bytes()).decode().splitlines()
 
 
 def books_text() -> str:

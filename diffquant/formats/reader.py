@@ -99,6 +99,18 @@ class Checkpoint(ABC):
         return ""
 
     @property
+    def rounded_before(self) -> str:
+        """The codes that weights were rounded to, and what else their engines round; "" if that is not known."""
+        kind, note = self.rounded_as, self.note
+        return f"weights were rounded to {kind} before{f'; {note}' if note else ''}" if kind else ""
+
+    @property
+    def rounded_again(self) -> str:
+        """A warning for people about weights that were rounded before they came here; "" if they were not."""
+        before, ends = self.rounded_before, ";" if self.note else ":"
+        return f"the source's {before}{ends} rounding them again adds to that error" if before else ""
+
+    @property
     def name(self) -> str:
         place = self.path.resolve()
         # Hugging Face's cache has models--ORG--NAME/snapshots/COMMIT.

@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from diffquant.attention import BACKENDS, LogitMeter, attend
+from diffquant.attention import BACKENDS, LogitMeter, backend_for
 from diffquant.attention.operands import rounded_operands, rounded_values
 from diffquant.family.call import AttentionCall
 from diffquant.family.heads import HeadLayout
@@ -112,7 +112,7 @@ class PairAttention(nn.Module):
         )
         if self.calls is not None:
             self.calls.append(call)
-        return attend(call, self.backend).to(dtype).transpose(1, 2).flatten(2)
+        return backend_for(call, self.backend).compute(call).to(dtype).transpose(1, 2).flatten(2)
 
     def scalar_lam(self) -> Tensor:
         """λ of a V1 layer, a float32 scalar."""

@@ -61,7 +61,7 @@ class Decoder(CausalPreTrainedModel):
         self.architecture = config.architecture
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         layers = enumerate(self.architecture.layers)
-        self.layers = nn.ModuleList(self.layer_class(blocks, layer) for layer, blocks in layers)
+        self.layers = nn.ModuleList([self.layer_class(blocks, layer) for layer, blocks in layers])
         self._no_split_modules = [self.layer_class.__name__]
         name, norm = self.architecture.final_norm
         self.add_module(name, norm.new_module())

@@ -1,4 +1,4 @@
-"""Scales of simulated low-bit logits and softmax weights."""
+"""Formats and scales of simulated low-bit logits and softmax weights."""
 
 import math
 
@@ -11,19 +11,29 @@ from diffquant.numbers.formats import NumberFormat
 SHIFT_RANGE = 12.0
 
 
-def logit_scale(magnitude: Tensor, number_format: NumberFormat, shift: bool) -> Tensor:
-    """Scale that maps a largest magnitude to the largest level; 1 where it is 0.
+class OneSided(NumberFormat):
+    """A format of even steps whose levels all lie at zero or below, for values that do."""
 
-    Args:
-        magnitude: largest |logit| of the entries that share a scale, any shape.
-        number_format: format of the logits' codes.
-        shift: whether all logits are at most 0, since their row's maximum was subtracted: every code then stands for
-            one.
-    """
-    if not shift:
-        return number_format.scale_of(magnitude)
-    scale = magnitude.clamp(max=SHIFT_RANGE) / number_format.steps
-    return torch.where(scale == 0, 1.0, scale)
+    def __init__(self, both_sides: NumberFormat) -> None:
+        self.name = f"{both_sides.name} below zero"
+        self.levels = tuple(range(-both_sides.steps, 1))
+
+    @property
+    def reach(self) -> float:
+        return self.steps + 0.5
+
+    def scale_of(self, largest: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Scale that maps a largest magnitude, `SHIFT_RANGE` at most, to the lowest level; 1 where it is 0."""
+        scale = largest.clamp(max=SHIFT_RANGE) / self.steps
+        return torch.where(scale == 0, 1.0, scale).to(dtype or scale.dtype)
+
+    def rounded_(self, ratio: Tensor) -> Tensor:
+        return ratio.round_().clamp_(min=self.lowest)
+
+
+def logit_format(number_format: NumberFormat, shift: bool) -> NumberFormat:
+    """Format in which logits are rounded; with `shift` they are at most 0, since their row's maximum was subtracted."""
+    return OneSided(number_format) if shift else number_format
 
 
 def weight_scale(number_format: NumberFormat, pow2: bool = False, dtype: torch.dtype = torch.float32) -> Tensor:

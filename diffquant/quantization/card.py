@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from diffquant.formats.front_matter import front_matter
 from diffquant.formats.reader import Checkpoint
 from diffquant.numbers.formats.integer import PACK_QUANTIZED
-from diffquant.quantization.plan import QuantizationPlan, rounded_again
+from diffquant.quantization.plan import QuantizationPlan
 from diffquant.scheme import Scheme
 from diffquant.support.escaping import markdown_code, markdown_text
 
@@ -45,7 +45,7 @@ def quantized_card(
         *(f"| {markdown_code(pattern)} | {scheme} |" for pattern, scheme in recipe.overrides.items()),
         "",
         f"Tensors take {plan.size}.",
-        *([f"\n{again[:1].upper()}{again[1:]}."] if plan.schemes and (again := rounded_again(plan.checkpoint)) else []),
+        *([f"\n{again[:1].upper()}{again[1:]}."] if plan.schemes and (again := plan.checkpoint.rounded_again) else []),
     ]
     if plan.schemes:
         lines.append(_weights_paragraph(plan, errors, carries_code))

@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from diffquant.errors import CheckpointError, UsageError
+from diffquant.errors import CheckpointError
 from diffquant.formats.reader import Checkpoint, TensorInfo
 from diffquant.formats.writer import OutputTensor
 from diffquant.model.adapters import is_read
 from diffquant.quantization.checks import EMBEDDING, checked_schemes
 from diffquant.quantization.parts import MakersExperts, Part, experts_apart, makers_experts, whole
 from diffquant.quantization.targets import targets_of
+from diffquant.quantization.unpacked import unpacked_dtypes
 from diffquant.recipe import Recipe
 from diffquant.report.sizes import compared_size, stored_bits
 from diffquant.report.tables import aligned, megabytes
@@ -87,9 +88,13 @@ class QuantizationPlan:
     notes: tuple[str, ...] = ()
 
     @property
+    def packed(self) -> list[PlannedTensor]:
+        return [tensor for tensor in self.tensors if tensor.scheme.quantizes]
+
+    @property
     def schemes(self) -> dict[str, Scheme]:
         """Scheme of each module whose weight is packed, as the source names it."""
-        return {tensor.module: tensor.scheme for tensor in self.tensors if tensor.scheme.quantizes}
+        return {tensor.module: tensor.scheme for tensor in self.packed}
 
     @property
     def written_schemes(self) -> dict[str, Scheme]:
@@ -131,7 +136,7 @@ class QuantizationPlan:
     @property
     def packed_bits(self) -> float:
         """Mean stored bits of the packed weights; of all, where none is packed."""
-        packed = [tensor for tensor in self.tensors if tensor.scheme.quantizes] or self.tensors
+        packed = self.packed or self.tensors
         return stored_bits(sum(t.stored_bytes for t in packed), sum(t.elements for t in packed))
 
     @property
@@ -180,7 +185,7 @@ def plan_quantization(
     if isinstance(source, Source):
         recipe, notes = with_stored(recipe, source.recipe)
     schemes = checked_schemes(source, recipe)
-    if schemes and (again := rounded_again(source.checkpoint)):
+    if schemes and (again := source.checkpoint.rounded_again):
         notes = (*notes, again)
     packed = {name: schemes[module] for module, name in targets_of(source).weights.items() if module in schemes}
     # A recipe of the cache alone copies the weights.
@@ -222,45 +227,6 @@ def _misread_experts(plan: QuantizationPlan) -> list[str]:
         f"transformers (5.23) leaves out the tensor scale of experts in {' and '.join(sorted(formats))}, and has them "
         f"hundreds of times too large: give them another format for it, such as {spelled('weights', 'mxfp4')}"
     ]
-
-
-def rounded_again(checkpoint: Checkpoint) -> str:
-    """A warning for people about weights that were rounded before they came here; "" if they were not."""
-    before = rounded_before(checkpoint)
-    ends = ";" if checkpoint.note else ":"
-    return f"the source's {before}{ends} rounding them again adds to that error" if before else ""
-
-
-def rounded_before(checkpoint: Checkpoint) -> str:
-    """The codes that weights were rounded to, and what else their engines round; "" if that is not known."""
-    kind, note = checkpoint.rounded_as, checkpoint.note
-    return f"weights were rounded to {kind} before{f'; {note}' if note else ''}" if kind else ""
-
-
-def unpacked_dtypes(source: Source | WeightSource, dtype: torch.dtype | None = None) -> dict[str, torch.dtype]:
-    """Dtype of each matrix that may stay unpacked, by the tensor's name, where it is not the source's.
-
-    What is not packed is stored in 16 bits, as the recipe has it: matrices of a float32 checkpoint become bfloat16,
-    which has the same range; the model goes on to run in float32. Vectors, all but free, stay as they are, and so does
-    all of a checkpoint whose architecture is unknown.
-
-    Args:
-        dtype: dtype that is wanted in place of the checkpoint's own or, where that is float32, of bfloat16.
-
-    Raises:
-        UsageError: a dtype is wanted of a checkpoint whose architecture is unknown.
-    """
-    if isinstance(source, WeightSource):
-        if dtype is not None:
-            raise UsageError(
-                f"{source.path} (model_type {source.model_type!r}) is quantized by its tensors' names, and what is not "
-                f"packed stays as it is; leave out {spelled('dtype')}"
-            )
-        return {}
-    own = {name: source.checkpoint.written_dtype(name) for name in targets_of(source).weights.values()}
-    if dtype is None and own[source.adapter.source_name(f"{EMBEDDING}.weight")] == torch.float32:
-        dtype = torch.bfloat16
-    return {} if dtype is None else {name: dtype for name, kind in own.items() if kind != dtype}
 
 
 def _linears(source: Source | WeightSource) -> tuple[str, ...]:

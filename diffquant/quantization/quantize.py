@@ -1,6 +1,5 @@
 """Quantization of a checkpoint's weights as a stream: memory is a few blocks, and only a rounding builds a model."""
 
-import json
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -12,27 +11,21 @@ import torch
 from torch import Tensor
 
 from diffquant.formats.atomic_folder import check_output, staged
-from diffquant.formats.compressed_config import quantization_config
 from diffquant.formats.compressed_tensors import SCALE, decode_codes, packed_rows
 from diffquant.formats.reader import Checkpoint
 from diffquant.formats.row_stream import Block, Job, Shard, check_rows, checkpoint_stamp, copy_job, write_shards
-from diffquant.numbers.formats import format_named
-from diffquant.quantization.card import quantized_card
+from diffquant.quantization.descriptions import write_descriptions
 from diffquant.quantization.magnitudes import Magnitudes
-from diffquant.quantization.parts import MakersExperts
 from diffquant.quantization.plan import PlannedTensor, QuantizationPlan, plan_quantization
 from diffquant.quantization.rounded_weight import RoundedWeight
 from diffquant.quantization.roundings import Rounder, rounding_named
 from diffquant.recipe import Recipe, RecipeLike
 from diffquant.report.sizes import compared_size
 from diffquant.scheme import Scheme
-from diffquant.serve.folder import config_for_engines, write_modelling_file
 from diffquant.source.source import Source, open_source
 from diffquant.source.weight_source import WeightSource
 from diffquant.support.devices import as_dtype
-from diffquant.support.digests import FileDigests
 from diffquant.support.escaping import one_line
-from diffquant.support.files import write_atomically
 from diffquant.support.progress import Progress, progress_for
 from diffquant.support.readable import Readable
 from diffquant.support.versions import versions
@@ -151,7 +144,8 @@ def quantize(
         opened.checkpoint.write_side_files(staging.folder)
         records = write_shards(_shards(plan, rounder), staging, plan.bytes_after, progress)
         errors = _errors(plan, records)
-        _write_descriptions(plan, opened, rounded, records, errors, staging.folder)
+        write_descriptions(plan, opened, rounded, records, errors, staging.folder)
+    by_error = sorted(plan.packed, key=lambda tensor: -errors[tensor.name])
     return Quantization(
         destination,
         plan.bytes_before,
@@ -160,7 +154,7 @@ def quantize(
         plan.packed_bits,
         time.monotonic() - started,
         staging.resumed,
-        tuple(sorted(errors.values(), key=lambda e: -e.error)),
+        tuple(TensorError(tensor.name, tensor.scheme, errors[tensor.name]) for tensor in by_error),
         recipe.rounding.name,
         plan.notes,
     )
@@ -233,81 +227,11 @@ def _shards(plan: QuantizationPlan, rounder: Rounder) -> list[Shard]:
     return [Shard(file, jobs[file.name]) for file in plan.checkpoint.weight_files()]
 
 
-def _errors(plan: QuantizationPlan, records: Mapping[str, Mapping[str, Any]]) -> dict[str, TensorError]:
+def _errors(plan: QuantizationPlan, records: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Relative RMS error of each packed weight, of the records of the files written."""
     sums = {name: squares for record in records.values() for name, squares in record["sums"].items()}
-    return {
-        tensor.name: TensorError(tensor.name, tensor.scheme, _relative_rms(*sums.get(tensor.name, (0.0, 0.0))))
-        for tensor in plan.tensors
-        if tensor.scheme.quantizes
-    }
+    return {tensor.name: _relative_rms(*sums.get(tensor.name, (0.0, 0.0))) for tensor in plan.packed}
 
 
 def _relative_rms(error: float, total: float) -> float:
     return math.sqrt(error / total) if total else 0.0
-
-
-def _write_descriptions(
-    plan: QuantizationPlan,
-    source: Source | WeightSource,
-    rounding: Mapping[str, Any],
-    records: Mapping[str, Mapping[str, Any]],
-    errors: Mapping[str, TensorError],
-    folder: Path,
-) -> None:
-    """Write config.json, recipe.yaml, diffquant.json, the model card and what engines need."""
-    recorded = plan.recipe.to_config()
-    if plan.run_dtype is not None:
-        recorded["dtype"] = str(plan.run_dtype).removeprefix("torch.")
-    config = plan.checkpoint.written_config | {"diffquant_config": recorded}
-    adapter = source.adapter if isinstance(source, Source) else None
-    if adapter is not None:
-        config = config_for_engines(config, adapter)
-    carried = {file.name for file in folder.glob("*.py")}
-    code = write_modelling_file(folder, config, adapter)
-    replaced = sorted(carried - code.keys()) if code else []
-    if plan.is_as_the_makers:
-        config["quantization_config"] = {
-            "quant_method": MakersExperts.method,
-            "group_size": format_named("nvfp4").block,
-            "produced_by": f"diffquant {versions()['diffquant']}",
-        }
-    elif plan.schemes:
-        config["quantization_config"] = quantization_config(plan.written_schemes, plan.written_linears)
-    write_atomically(folder / "config.json", json.dumps(config, indent=2) + "\n")
-    write_atomically(folder / "recipe.yaml", plan.recipe.to_yaml())
-    account = _account(plan, records, errors) | {"rounding": rounding} | ({"code": code} if code else {})
-    write_atomically(folder / "diffquant.json", json.dumps(account, indent=2) + "\n")
-    is_differential = isinstance(source, Source) and source.spec.maps > 1
-    card = quantized_card(plan, {e.name: e.error for e in errors.values()}, bool(code), replaced, is_differential)
-    write_atomically(folder / "README.md", card)
-
-
-def _account(
-    plan: QuantizationPlan, records: Mapping[str, Mapping[str, Any]], errors: Mapping[str, TensorError]
-) -> dict[str, Any]:
-    """The content of diffquant.json: of each tensor and file, what can be checked later."""
-    files = plan.checkpoint.weight_files()
-    return {
-        "versions": versions(),
-        "recipe": plan.recipe.to_dict(),
-        **({"rules": plan.rules.to_dict()} if plan.rules else {}),
-        "bytes": plan.bytes_after,
-        "weights": plan.weights,
-        "packed_bits": round(plan.packed_bits, 4),
-        "source": {
-            "bytes": plan.bytes_before,
-            **FileDigests({f.name: r["source_digest"] for f, r in zip(files, records.values(), strict=True)}).to_dict(),
-        },
-        **FileDigests({name: record["digest"] for name, record in records.items()}).to_dict(),
-        "tensors": {
-            tensor.name: {
-                **tensor.scheme.format.account(),
-                "granularity": tensor.scheme.granularity_text,
-                "stored_bytes": tensor.stored_bytes,
-                "stored_bits": round(tensor.stored_bits, 4),
-                "relative_rms_error": errors[tensor.name].error,
-            }
-            for tensor in plan.tensors
-            if tensor.scheme.quantizes
-        },
-    }

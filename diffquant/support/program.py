@@ -1,9 +1,10 @@
-"""Runs command lines and turns every error into one line and an exit code."""
+"""Command lines whose errors are one line and an exit code."""
 
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from io import TextIOWrapper
 from typing import NoReturn
 
@@ -21,18 +22,20 @@ def run_program(command: Callable[..., None]) -> None:
     """Run a stand-alone command, such as `python -m diffquant.bench.programs.quantize`."""
     program = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     program.command()(command)
-    run_commands(program)
+    with exit_codes():
+        program()
 
 
-def run_commands(program: typer.Typer) -> None:
-    """Run the command that the arguments name; SIGTERM, which schedulers send, interrupts it as Ctrl-C does."""
+@contextmanager
+def exit_codes() -> Iterator[None]:
+    """Exit with a line about what is raised inside; SIGTERM, which schedulers send, interrupts as Ctrl-C does."""
     interruption.watch()
     if isinstance(sys.stdout, TextIOWrapper):
         # Windows code pages lack λ and other characters that we print.
         sys.stdout.reconfigure(errors="replace")
     with visible_streams(), command_line():
         try:
-            program()
+            yield
         except DiffQuantError as error:
             _fail(f"error: {error}", error.exit_code)
         except OSError as error:

@@ -2,6 +2,9 @@
 
 import hashlib
 import json
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -58,10 +61,19 @@ class Cell:
         write_atomically(self.path, json.dumps(entry, indent=1) + "\n")
         self.failure_path.unlink(missing_ok=True)
 
-    def write_failure(self, error: str, trace: str) -> None:
-        """Record a failure: the error in one line, and its traceback."""
-        entry = {"key": self.key, "error": error, "trace": trace.splitlines()}
-        write_atomically(self.failure_path, json.dumps(entry, indent=1) + "\n")
+    @contextmanager
+    def settled(self) -> Iterator[list[Measurement]]:
+        """Write the measurement that is put into the list, or record the error that is raised instead."""
+        measured: list[Measurement] = []
+        try:
+            yield measured
+        except Exception as error:
+            first_line = str(error).split("\n", 1)[0] or type(error).__name__
+            trace = "".join(traceback.format_exception(error)).splitlines()
+            entry = {"key": self.key, "error": first_line, "trace": trace}
+            write_atomically(self.failure_path, json.dumps(entry, indent=1) + "\n")
+        else:
+            self.write(*measured)
 
     def read_failure(self) -> str | None:
         """The error of the last attempt in one line, or None if no failure is recorded."""

@@ -1,7 +1,6 @@
 """A worker: measures the cells of a sweep that no other process has claimed. No torch at the top."""
 
 import time
-import traceback
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -50,25 +49,17 @@ class Worker:
                 while (taken := self._next(claims, is_patient)) is not None:
                     job, claim = taken
                     done = total - len(self.work.left)
-                    with claim:
-                        self._settle(job, claim.deaths, _within(progress, done, total, job.caption))
+                    shown = _within(progress, done, total, job.caption)
+                    # No error of one cell may stop the others.
+                    with claim, job.cell.settled() as measured:
+                        shown(0, 1, "loading")
+                        subject = self._subject_of(job, claim.deaths)
+                        reference = subject.reference(job.task, job.point.recipe, shown)
+                        measured.append(subject.measure(job.task, job.point.recipe, reference, shown))
                     progress(done + 1, total, job.caption)
         except OSError:
             self.work.look()  # Raises if the folder is gone.
             raise
-
-    def _settle(self, job: Job, deaths: int, progress: Progress) -> None:
-        """Measure a cell or record its failure: no error of one cell may stop the others."""
-        try:
-            progress(0, 1, "loading")
-            subject = self._subject_of(job, deaths)
-            reference = subject.reference(job.task, job.point.recipe, progress)
-            measured = subject.measure(job.task, job.point.recipe, reference, progress)
-        except Exception as error:
-            first_line = str(error).split("\n", 1)[0] or type(error).__name__
-            job.cell.write_failure(first_line, "".join(traceback.format_exception(error)))
-        else:
-            job.cell.write(measured)
 
     def _next(self, claims: Claims, is_patient: bool) -> tuple[Job, Claim] | None:
         work = self.work

@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 
 import torch
-from onnx import FunctionProto, ModelProto, NodeProto, TensorProto
+from onnx import FunctionProto, ModelProto, TensorProto
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from diffquant.export.graph.activations import EMITTED, functions
-from diffquant.export.graph.body import BodyKind, body, contrib_problems
+from diffquant.export.graph.attention_functions import attention_functions
 from diffquant.export.graph.cache_scales import Scales
 from diffquant.export.graph.inlining import PREVIEW, inlined
 from diffquant.export.graph.last_position import SEQUENCE, last_position
@@ -16,7 +16,7 @@ from diffquant.export.graph.maps import MapOutputs
 from diffquant.export.graph.matmul import MATMUL, matmul_function
 from diffquant.export.graph.nodes import Graph
 from diffquant.export.graph.norms import rms_norm
-from diffquant.export.graph.op import CONTRIB, DOMAIN, GATES, NAME, VERSION, OpAttributes
+from diffquant.export.graph.op import CONTRIB, DOMAIN, NAME, VERSION, OpAttributes
 from diffquant.export.graph.plan import EMBEDDING, HEAD, ExportPlan, key_width
 from diffquant.export.graph.quantized_attention import QUANTIZED_ATTENTION, quantized_attention_function
 from diffquant.export.options import IR_VERSION
@@ -74,7 +74,7 @@ class Decoder:
     def model(self, initializers: dict[str, TensorProto]) -> ModelProto:
         own = functions(self.config.hidden_act, self.options.opset) + self._own_functions()
         if self.spec.maps == 2:
-            own += self._attention_functions()
+            own += attention_functions(self.plan, self.graph.nodes, self._attributes())
         elif self.scales:
             own.append(quantized_attention_function(self.options.opset))
         if any((node.domain, node.op_type) == (DOMAIN, MATMUL) for node in self.graph.nodes):
@@ -89,31 +89,6 @@ class Decoder:
     def _own_functions(self) -> list[FunctionProto]:
         """Functions that the layers need beside attention, the activation and products."""
         return []
-
-    def _attention_functions(self) -> list[FunctionProto]:
-        """The op's body for every attention node; for flex, one for the nodes of each window."""
-        windows = sorted({window for node in self._attention_nodes() if (window := _window(node)) > 0})
-        if self.options.op != "flex" or not windows:
-            return [self._attention_function(max(windows, default=None))]
-        functions = [self._attention_function(window) for window in (None, *windows)]
-        for function, window in zip(functions, (-1, *windows), strict=True):
-            function.overload = str(window)
-        for node in self._attention_nodes():
-            node.overload = str(_window(node))
-        return functions
-
-    def _attention_nodes(self) -> list[NodeProto]:
-        return [node for node in self.graph.nodes if (node.domain, node.op_type) == (DOMAIN, NAME)]
-
-    def _attention_function(self, window: int | None) -> FunctionProto:
-        attributes, width = self._attributes(window), self.spec.head_dim
-        # Where GroupQueryAttention cannot compute it (rounded logits, odd widths), the body spells it out.
-        kind: BodyKind = "pure" if self.options.pure or contrib_problems(attributes, width) else "contrib"
-        if self.options.op == "flex":
-            kind = "flex"
-        present = {"signal_gate": self.spec.lam == "two-gates", "output_gate": self.spec.output_gate}
-        gates = [name for name in GATES if present[name]]
-        return body(kind, attributes, width, self.options.opset, self.options.cache, gates)
 
     def _attributes(self, window: int | None = None) -> OpAttributes:
         """Attributes of an attention node whose queries see so many of the newest keys, or all."""
@@ -308,12 +283,6 @@ class Decoder:
             return []
         names = (f"layers.{layer}.k_scale", f"layers.{layer}.v_scale")
         return [self.graph.constant(n, value) for n, value in zip(names, self.scales[layer], strict=True)]
-
-
-def _window(node: NodeProto) -> int:
-    """The window of an attention node, -1 for none."""
-    window: int = next(each.i for each in node.attribute if each.name == "local_window_size")
-    return window
 
 
 def _trimmed(inputs: list[str]) -> list[str]:

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-import torch
 from onnxruntime.capi import onnxruntime_pybind11_state as runtime_errors
 from torch import Tensor
 
@@ -29,7 +28,7 @@ from diffquant.export.verification.report import (
     measures,
     nearest_limits,
 )
-from diffquant.export.verification.routes import IN_PLACE, PREFILL, Run, last_positions, prefill, routes
+from diffquant.export.verification.routes import IN_PLACE, PREFILL, Run, as_float32, last_positions, prefill, routes
 from diffquant.export.verification.sessions import Session, sessions_of
 from diffquant.export.verification.tokens import compare_tokens
 from diffquant.recipe import Recipe
@@ -152,7 +151,7 @@ class Comparison:
         passages = self._beginnings if session.runs_body else self._passages
         with self._running(session, PREFILL):
             read = prefill(model, passages, self._outputs)
-        states = _states_of(read)
+        states = [run.tensors for run in read]
         begun = [[x[:, : ids.shape[1]] for x in of] for of, ids in zip(states, self._beginnings, strict=True)]
         if session.is_folder and self._reference.cache is not None:
             self._cache = Measure(cache_excess(self._reference, self._beginnings, begun), CACHE_LIMIT)
@@ -162,7 +161,7 @@ class Comparison:
             self._expectations[session.rounds] = self._expected(session, begun, states)
             self._advance(_WORK_OF_NOISE, f"{session.name}, {PREFILL}")
         whole, limit, noise = self._expectations[session.rounds]
-        last = [_float32(run.states[-1]) for run in read]
+        last = [each[-1] for each in states]
         self._tokens.append(SessionTokens(session.name, compare_tokens(_cut(self._whole, last))))
 
         def logits_errors(runs: Sequence[Run]) -> tuple[Measure, Measure | None]:
@@ -176,7 +175,7 @@ class Comparison:
             firsts, readings = [run.first for run in runs], list(map(self._reading_of, runs))
             ids = [passage[:, : sum(run.calls)] for passage, run in zip(passages, runs, strict=False)]
             with self._reference.arithmetic(rounds=session.rounds):
-                errors = stage_errors(self._reference, ids, _states_of(runs), firsts, readings)
+                errors = stage_errors(self._reference, ids, [run.tensors for run in runs], firsts, readings)
             return Route(session.name, name, *measures(errors, noise, firsts, MARGIN), *logits_errors(runs))
 
         yield route(PREFILL, passages, read)
@@ -204,7 +203,7 @@ class Comparison:
         self._reached = reach(model, self._reference.model.config.max_position_embeddings)
         calls = far_calls(model, self._reference, self._passages, self._outputs)
         while far := self._next(calls, session):
-            states = [[_float32(values) for values in each] for each in far.states]
+            states = [list(map(as_float32, each)) for each in far.states]
             firsts, readings = [0] * len(states), [far.reading] * len(states)
             errors = stage_errors(self._reference, far.sequences, states, firsts, readings)
             # Sessions share what rounding explains here, too.
@@ -285,19 +284,10 @@ def _relative_error(runs: Sequence[Run], wanted: Sequence[Tensor]) -> float:
     """Relative RMS error of the logits of some runs, where they tell a route from prefill."""
     return relative_rms(
         (got[:, run.first :], logits[:, run.first :])
-        for run, (logits, got) in zip(runs, _cut(wanted, [_float32(run.states[-1]) for run in runs]), strict=True)
+        for run, (logits, got) in zip(runs, _cut(wanted, [as_float32(run.states[-1]) for run in runs]), strict=True)
     )
 
 
 def _cut(wanted: Sequence[Tensor], got: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
     """Logits of whole passages as far as others, of their beginnings or of some of them, reach."""
     return ((whole[:, : some.shape[1]], some) for whole, some in zip(wanted, got, strict=False))
-
-
-def _states_of(runs: Sequence[Run]) -> list[list[Tensor]]:
-    """States of each passage's run in float32."""
-    return [[_float32(values) for values in run.states] for run in runs]
-
-
-def _float32(values: np.ndarray) -> Tensor:
-    return torch.from_numpy(values.astype(np.float32, copy=False))

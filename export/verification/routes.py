@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from diffquant.export.runtime.session import InPlaceDecoder, OnnxModel
 
@@ -28,6 +30,16 @@ class Run:
     states: list[np.ndarray]
     calls: tuple[int, ...]
     first: int = 0
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The states in float32."""
+        return list(map(as_float32, self.states))
+
+
+def as_float32(values: np.ndarray) -> Tensor:
+    """Values that ONNX Runtime gave, in float32."""
+    return torch.from_numpy(values.astype(np.float32, copy=False))
 
 
 def routes(model: OnnxModel, shares_prefixes: bool = True) -> Iterator[tuple[str, Runner]]:

@@ -20,7 +20,7 @@ from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm, pair_norm
 from diffquant.model.attention import DiffAttention
 from diffquant.model.modeling import DiffTransformer
-from diffquant.numbers.logit_scales import logit_scale
+from diffquant.numbers.logit_scales import logit_format
 from diffquant.scheme import Scheme
 
 # Small enough that KL is quadratic in it, large enough to stand far above float32's own noise.
@@ -95,7 +95,7 @@ class SeenAttention:
         prepared = [prepare_logits(logits.clone(), self.visible, scheme.shift) for logits in self.logits]
         coded = to_coded(prepared, scheme)
         tops = magnitudes(coded, scheme)
-        scales = [logit_scale(top, scheme.format, scheme.shift) for top in tops]
+        scales = [logit_format(scheme.format, scheme.shift).scale_of(top) for top in tops]
         rounded = [round_logits(logits, scale, scheme) for logits, scale in zip(coded, scales, strict=True)]
         # Where all is zero nothing is rounded, whatever the scale.
         used = [torch.where(top == 0, 0.0, scale) for top, scale in zip(tops, scales, strict=True)]

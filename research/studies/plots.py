@@ -1,9 +1,11 @@
 """Redraw every plot among the results from the raw files beside it.
 
-    python -m research.studies.plots [FOLDER...]
+    python -m research.studies.plots [FOLDER or PICTURE...]
 
-Each picture holds a digest of those files and of the code that draws, by which `is_stale` knows it without drawing. A
-plot that no program here draws is named, and the command fails: a picture without its numbers proves nothing.
+Pictures that a page shows are kept; any other, such as research/results/pocket-needle/plot.png, is drawn when it is
+named. Each picture holds a digest of those files and of the code that draws, by which `is_stale` knows it without
+drawing. A plot that no program here draws is named, and the command fails: a picture without its numbers proves
+nothing.
 """
 
 import ast
@@ -85,10 +87,14 @@ _Drawn = Callable[[Path], Iterator[tuple[str, Drawing]]]
 
 
 def main(
-    folders: Annotated[list[Path] | None, typer.Argument(help="Folders of results; all by default.")] = None,
+    places: Annotated[
+        list[Path] | None, typer.Argument(help="Pictures to draw, or folders whose pictures are; all by default.")
+    ] = None,
 ) -> None:
-    """Redraw every plot of a result from the raw files beside it."""
-    pictures = [picture for folder in folders or RESULTS for picture in sorted(folder.rglob("*.png"))]
+    """Draw plots of results from the raw files beside them."""
+    pictures: list[Path] = []
+    for place in places or RESULTS:
+        pictures += [place] if place.suffix == ".png" else sorted(place.rglob("*.png"))
     unknown = [picture for picture in pictures if picture.name not in drawings(picture.parent)]
     if unknown:
         raise UsageError(f"nothing here draws {', '.join(map(str, unknown))}; add it to research/studies/plots.py")

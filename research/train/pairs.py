@@ -27,7 +27,7 @@ from diffquant.report.tables import aligned
 from diffquant.source.source import Source, open_source
 from diffquant.support.devices import check_device
 from diffquant.support.files import write_atomically
-from diffquant.support.program import run_commands
+from diffquant.support.program import exit_codes
 from research.train.deltas import applied, check_groups, read_delta
 from research.train.loop import Batches
 from research.train.models import KINDS
@@ -176,4 +176,5 @@ def _calibration(batches: Batches, settings: PairsSettings) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    run_commands(commands)
+    with exit_codes():
+        commands()

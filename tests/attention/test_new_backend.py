@@ -93,7 +93,7 @@ def test_a_name_is_given_once(toy):
 def test_where_nobody_serves_a_call_each_says_why(monkeypatch):
     monkeypatch.setattr(dispatch, "by_priority", lambda logits: [Backend("toy", compute, lambda call: "it is a toy")])
     with pytest.raises(UsageError, match="no attention backend serves this call: toy: it is a toy"):
-        dispatch.fastest(AttentionCall(*inputs(), scale=0.3, mask=Mask()))
+        dispatch.backend_for(AttentionCall(*inputs(), scale=0.3, mask=Mask()))
 
 
 def test_the_command_lines_help_names_backends_that_are_there():

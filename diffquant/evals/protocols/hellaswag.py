@@ -6,6 +6,7 @@ Source: Zellers et al., arXiv 1905.07830; lm-eval 0.4.13, tasks/hellaswag.
 import gzip
 import hashlib
 import json
+import lzma
 import re
 import zlib
 from collections.abc import Iterable, Sequence
@@ -31,7 +32,7 @@ from diffquant.support.progress import Progress, silent
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# HellaSwag's largest file has 48 MB; some megabytes of gzip can hold gigabytes.
+# HellaSwag's largest file has 48 MB; some megabytes of gzip or xz can hold gigabytes.
 _LARGEST_FILE = 1 << 28
 
 
@@ -161,7 +162,7 @@ def _requests(
 
 
 def load_items(path: Path | None = None, limit: int | None = None) -> list[HellaSwagItem]:
-    """The first `limit` items of a JSONL file (gzip or not), or of the 1,000 that ship.
+    """The first `limit` items of a JSONL file (packed by gzip or xz, or not), or of the 1,000 that ship.
 
     A line is an original HellaSwag item (activity_label, ctx_a, ctx_b, endings, label) or a prepared one
     (query, endings, label).
@@ -245,11 +246,12 @@ def _index_of_largest(values: Sequence[float]) -> int:
 def _read_lines(path: Path) -> list[str]:
     try:
         with path.open("rb") as file:
-            is_packed = file.read(2) == b"\x1f\x8b"
-        with gzip.open(path) if is_packed else path.open("rb") as file:
+            start = file.read(6)
+        opened = gzip.open if start.startswith(b"\x1f\x8b") else lzma.open if start == b"\xfd7zXZ\x00" else open
+        with opened(path, "rb") as file:
             raw = file.read(_LARGEST_FILE + 1)
         if len(raw) > _LARGEST_FILE:
             raise UsageError(f"cannot read items from {path}: they take more than {_LARGEST_FILE >> 20} MiB; split it")
         return raw.decode().splitlines()
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+    except (OSError, EOFError, zlib.error, lzma.LZMAError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read items from {path}: {error}") from error

@@ -23,7 +23,7 @@ from diffquant.kernels.configs import AttentionTile, choose
 from diffquant.kernels.descriptors import allow_descriptors, describable
 from diffquant.kernels.gpu import device_class, device_refusal
 from diffquant.numbers.formats import format_named
-from diffquant.numbers.logit_scales import logit_scale, weight_scale
+from diffquant.numbers.logit_scales import logit_format, weight_scale
 from diffquant.scheme import FULL, Scheme
 
 TILES = {
@@ -62,7 +62,8 @@ def prefill_simulated(call: AttentionCall, specialized: bool = False) -> Tensor:
     if call.meter is not None and scheme.quantizes:
         call.meter.count(_visible_entries(call) * call.pairs * call.maps, clipped.sum())
         for magnitudes in largest.expand(-1, -1, call.maps, -1).unbind(2):
-            call.meter.record_scales(logit_scale(magnitudes, scheme.format, scheme.shift), magnitudes)
+            scales = logit_format(scheme.format, scheme.shift).scale_of(magnitudes)
+            call.meter.record_scales(scales, magnitudes)
     return out
 
 
@@ -170,7 +171,8 @@ def _launch(
             num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
         )  # fmt: skip
         largest = _shared(top - bottom if shift else torch.maximum(top.abs(), bottom.abs()), granularity)
-        scales = logit_scale(largest, format_named(str(bits)), shift) if bits < 16 else torch.ones_like(largest)
+        rounding = logit_format(format_named(str(bits)), shift)
+        scales = rounding.scale_of(largest) if rounding.quantizes else torch.ones_like(largest)
         scales = scales.expand(batch, heads, maps, length).contiguous()
         if described:
             allow_descriptors()

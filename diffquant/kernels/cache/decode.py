@@ -15,14 +15,13 @@ from diffquant.errors import UsageError
 from diffquant.family.call import check_tensors
 from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
-from diffquant.kernels.arguments import HALF_TYPES, empty_output, widths_refusal
+from diffquant.kernels.arguments import HALF_TYPES, empty_output
 from diffquant.kernels.cache.decode_cut import ROWS, TILES, Cut
 from diffquant.kernels.cache.decode_share import decode_share
-from diffquant.kernels.cache.kv_store import CAPACITY_STEP, KVStore, channels_in_word, store_refusal
+from diffquant.kernels.cache.kv_store import CAPACITY_STEP, KVStore, channels_in_word
 from diffquant.kernels.configs import choose
-from diffquant.kernels.gpu import device_class, device_refusal
+from diffquant.kernels.gpu import device_class
 from diffquant.kernels.linear.repack import FRAGMENT
-from diffquant.recipe import Recipe
 
 MAX_QUERIES = 16
 _CAUSAL = Mask()
@@ -69,17 +68,6 @@ def decode(
         mask.window, scale, post is not None, norm.eps, norm.factor,
     )  # fmt: skip
     return out
-
-
-def decode_refusal(recipe: Recipe, q: Sequence[Tensor], v: Tensor) -> str | None:
-    """Reason why `decode` cannot serve these queries from a store of such values, or None."""
-    if q[0].shape[2] > MAX_QUERIES:
-        return f"decode takes up to {MAX_QUERIES} new tokens, not {q[0].shape[2]}"
-    return (
-        device_refusal(v.device)
-        or widths_refusal(q[0], v)
-        or store_refusal(recipe, q[0].shape[-1], v.shape[-1], v.dtype)
-    )
 
 
 def _shares_keys(q: Sequence[Tensor], store: KVStore, lam: Tensor | None, mask: Mask, post: PairNorm | None) -> bool:

@@ -43,22 +43,23 @@ class NumberFormat(ABC):
     trials: ClassVar[tuple[float, ...]] = ()
     has_tiles: ClassVar[bool] = False
 
-    @cached_property
+    # Plain properties: a cached one takes a lock, which torch.compile cannot trace.
+    @property
     def largest(self) -> float:
         """Level that absmax maps the largest magnitude to."""
         return self.levels[-1]
 
-    @cached_property
+    @property
     def lowest(self) -> float:
         """Lowest level, which scales that need not be symmetric may use."""
         return self.levels[0]
 
-    @cached_property
+    @property
     def reach(self) -> float:
         """Largest magnitude, in scales, that is not clipped: half a step beyond the last level."""
         return self.largest + (self.largest - self.levels[-2]) / 2
 
-    @cached_property
+    @property
     def steps(self) -> int:
         """Number of steps from the lowest to the last level: codes of one side where all levels serve that."""
         return len(self.levels) - 1
@@ -68,7 +69,7 @@ class NumberFormat(ABC):
         """Whether codes are the levels themselves, so that codes can be computed with."""
         return self.levels == tuple(range(int(self.lowest), int(self.largest) + 1))
 
-    @cached_property
+    @property
     def code_width(self) -> int:
         """Bits that tell all codes apart."""
         return self.steps.bit_length()

@@ -581,11 +581,10 @@ PAGE.says("within its interval (KL {} [{}, {}])", _SEED_1.mean, _SEED_1.low, _SE
 
 # Heads and learning rate
 
-_SEED_0 = {kind: raw(f"figure8-prose-kl-seed-0/prose-{kind}.json") for kind in KINDS}
 _CONTROLS = {
-    "Transformer": _SEED_0["transformer"],
+    "Transformer": PROSE["transformer"],
     "Transformer with half the heads": raw("figure8-prose-kl-controls/prose-half-heads.json"),
-    "DIFF V1": _SEED_0["diff-v1"],
+    "DIFF V1": PROSE["diff-v1"],
     "DIFF V1 at twice the rate": raw("figure8-prose-kl-controls/prose-diff-v1-rate-4e-3.json"),
 }
 
@@ -602,7 +601,7 @@ def _control(row: str, column: str) -> list[Expected]:
         return [math.exp(mean_interval(result["nll"]).mean)]
     if column == "over the Transformer's":
         return ratio(row)
-    trio = {"transformer": _SEED_0["transformer"], "control": result}
+    trio = {"transformer": PROSE["transformer"], "control": result}
     if column in ("range", "sensitivity"):
         return [bits_of_parts(trio, "control", "4:tensor")[column == "sensitivity"]]
     return [bits(trio, "control", f"4:{column}")]

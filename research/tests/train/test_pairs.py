@@ -15,7 +15,7 @@ from diffquant.conversion import convert
 from diffquant.errors import CheckpointError, GroupSizeError, OutputExistsError, UsageError
 from diffquant.evals.divergence import next_token_kl
 from diffquant.model.modeling import DiffTransformer
-from diffquant.support.program import run_commands
+from diffquant.support.program import exit_codes
 from research.train import deltas, starts
 from research.train import pairs as program
 from research.train.distil import Continuation, Objective
@@ -319,12 +319,12 @@ def test_the_command_line_applies_and_says_what_is_wrong(run, base, tmp_path, mo
     folder, _ = run
     arguments = ["pairs.py", "apply", str(folder / "diff-v1" / DELTA), str(base), str(tmp_path / "v1")]
     monkeypatch.setattr("sys.argv", arguments)
-    with pytest.raises(SystemExit) as stopped:
-        run_commands(program.commands)
+    with pytest.raises(SystemExit) as stopped, exit_codes():
+        program.commands()
     assert not stopped.value.code
     assert "DIFF V1" in capsys.readouterr().out
-    with pytest.raises(SystemExit) as stopped:
-        run_commands(program.commands)
+    with pytest.raises(SystemExit) as stopped, exit_codes():
+        program.commands()
     assert stopped.value.code == OutputExistsError.exit_code
     assert "exists; choose another output" in capsys.readouterr().err
 
