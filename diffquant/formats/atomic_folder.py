@@ -126,8 +126,8 @@ def _check_space(destination: Path, nbytes: int) -> None:
     available = _free_bytes(destination) + written
     if nbytes + _MARGIN > available:
         raise DiffQuantError(
-            f"{destination} needs {nbytes:,} bytes for its weights and {_MARGIN:,} for what may lie beside them, and only "
-            f"{available:,} are free there; make room or choose another disk"
+            f"{destination} needs {nbytes:,} bytes for its weights and {_MARGIN:,} for what may lie beside them, and "
+            f"only {available:,} are free there; make room or choose another disk"
         )
 
 
