@@ -187,3 +187,14 @@ PAGE.says(
     "trained at that rate with seeds 101 to 106, on {} million tokens",
     THERE["e1-transformer-seed-101"]["tokens"] / 1e6,
 )
+for _text, _why in (
+    ("At 1.25 million parameters", "a size"),
+    ("models of 1.25 million parameters, 7.4 million tokens and windows of 256", "sizes"),
+    ("three times the tokens and 5.3 million parameters", "sizes"),
+    ("intervals are 95 %", "a level"),
+    ("bars are 95 % intervals", "a level"),
+    ("Means and 95 % intervals", "a level"),
+    ("stays below 0.05 by Holm's correction for 72", "a level"),
+    ("has logits up to 318, its DIFF up to 38.8", "the paper's"),
+):
+    PAGE.leaves(_text, _why)
