@@ -19,7 +19,7 @@ from diffquant.export.graph.linears import container_bits
 from diffquant.export.graph.plan import ExportPlan, plan_export
 from diffquant.export.graph.streaming import Streamed, place, write
 from diffquant.export.manifest import write_manifest
-from diffquant.export.options import ExportOptions, check_runtime, runtime_floor
+from diffquant.export.options import ExportOptions, check_runtime
 from diffquant.export.runtime.device import cuda_notes
 from diffquant.export.runtime.genai import write_genai_config
 from diffquant.export.runtime.portable import portable_config
@@ -148,7 +148,7 @@ def write_export(
         checked.weights,
         time.monotonic() - started,
         0.0,
-        runtime_floor(options),
+        plan.floor,
         tuple(_make_notes(plan, streamed)),
     )
 
@@ -195,7 +195,7 @@ def _write_descriptions(plan: ExportPlan, streamed: Sequence[Streamed], folder: 
     if plan.options.web:
         write_web_description(folder, plan.config, tokens)
     write_atomically(folder / "README.md", exported_card(plan))
-    write_manifest(folder, plan.options, _source_record(checkpoint), _tensor_records(plan, streamed))
+    write_manifest(folder, plan.options, plan.floor, _source_record(checkpoint), _tensor_records(plan, streamed))
 
 
 def _source_record(checkpoint: Checkpoint) -> dict[str, Any]:

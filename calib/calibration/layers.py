@@ -14,7 +14,7 @@ from diffquant.support.spelling import spelled
 
 
 class Projections(NamedTuple):
-    """A layer's rotated queries and keys and its values, and keys and values as it caches them, [B, heads, T, width]."""
+    """A layer's rotated queries and keys, its values, and both as it caches them, [B, heads, T, width] each."""
 
     queries: Tensor
     keys: Tensor

@@ -70,7 +70,11 @@ class ExpertsDecoder(Decoder):
             number = graph.add("Gather", some, given[0])
             total = self._with_expert(given[2], number, tokens, chosen, shares, parameters, prefix, block)
             goes_on = graph.add("Identity", given[1])
-        kinds = [(TensorProto.INT64, []), (TensorProto.BOOL, []), (TensorProto.FLOAT, None)]
+        kinds: list[tuple[int, list[int] | None]] = [
+            (TensorProto.INT64, []),
+            (TensorProto.BOOL, []),
+            (TensorProto.FLOAT, None),
+        ]
         inputs = [helper.make_tensor_value_info(n, *kind) for n, kind in zip(given, kinds, strict=True)]
         outputs = [helper.make_tensor_value_info(n, *kind) for n, kind in zip((goes_on, total), kinds[1:], strict=True)]
         body = helper.make_graph(nodes, f"{prefix}expert", inputs, outputs)

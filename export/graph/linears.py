@@ -149,7 +149,18 @@ class Linears:
             gather_axis=0,
             quantize_axis=2,
         )
-        return self.graph.add("Reshape", rows, self.graph.int64(f"{matrix.module}.row", (0, 0, width)), name=name)
+        return self.row_of_blocks(rows, f"{matrix.module}.row", (0, 0), width, block, name)
+
+    def row_of_blocks(
+        self, blocks: str, shape_name: str, rows: Sequence[int], width: int, block: int, name: str | None = None
+    ) -> str:
+        """Name of rows [*rows, width] of their blocks, the last of which may be padded."""
+        graph, padded = self.graph, -(-width // block) * block
+        shape = graph.int64(shape_name, (*rows, padded))
+        if padded == width:
+            return graph.add("Reshape", blocks, shape, name=name)
+        bounds = [graph.int64(f"column.{place}", (place,)) for place in (0, width, -1)]
+        return graph.add("Slice", graph.add("Reshape", blocks, shape), *bounds, name=name)
 
     def _value_product(self, x: str, matrix: Matrix) -> str:
         values = self._values(matrix)

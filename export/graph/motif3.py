@@ -80,7 +80,7 @@ class Motif3Decoder(ExpertsDecoder):
         return super()._final_norm(self.graph.narrow(mean))
 
     def _read(self, x: str, prefix: str, block: StreamsBlock) -> tuple[str, str, str]:
-        """Names of a part's input [B, T, D], of the mixed streams [B, T, E, D] and its output's factors [B, T, E, 1]."""
+        """Names of a part's input [B, T, D], the mixed streams [B, T, E, D] and the output's factors [B, T, E, 1]."""
         graph, plan = self.graph, self.plan
         heights = {gate: int(np.prod(shape)) for gate, shape in block.gates.items()}
         parts = {

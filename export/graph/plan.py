@@ -12,7 +12,7 @@ from diffquant.export.graph.body import contrib_row_problems
 from diffquant.export.graph.latents import EXPANSION, OUTPUT_GATE, op_spec
 from diffquant.export.graph.linears import check_blocks
 from diffquant.export.graph.matrix import Matrix, op_layout, read_matrix
-from diffquant.export.options import ExportOptions
+from diffquant.export.options import ExportOptions, runtime_floor
 from diffquant.family.spec import DiffSpec
 from diffquant.model.adapters import Adapter
 from diffquant.model.blocks import Parameters
@@ -82,6 +82,12 @@ class ExportPlan:
         check_finite(vector, self.adapter.source_name(name))
         order = self.adapter.rows_as(op_layout(self.source.spec), name)
         return (vector if order is None else vector[order]).float()
+
+    @property
+    def floor(self) -> str:
+        """Oldest ONNX Runtime that opens the model."""
+        stacked = [m for name, m in self.matrices.items() if len(self.parameters[name].shape) > 2]
+        return runtime_floor(self.options, any(matrix.has_codes for matrix in stacked))
 
     @property
     def parameters(self) -> Parameters:

@@ -1,6 +1,6 @@
-"""Matrices that stand one behind another in a weight: those of a token's experts, and those of heads.
+"""Matrices that stand one behind another in a weight: those of experts, and those of heads.
 
-ONNX Runtime multiplies with codes that it knows beforehand; of an expert that a token chose, a graph makes values first.
+ONNX Runtime multiplies with codes that it knows beforehand; of an expert that a token chose, a graph makes values.
 """
 
 from dataclasses import replace
@@ -30,7 +30,7 @@ def head_matrices(linears: Linears, matrix: Matrix, name: str, rows: Tensor, is_
 
     def make(first: int, last: int) -> Tensor:
         values = checked_cast(own.floats(first * height, last * height), dtype, matrix.stored_name)
-        by_head = values.unflatten(0, (-1, height))
+        by_head: Tensor = values.unflatten(0, (-1, height))
         return by_head.mT if is_transposed else by_head
 
     shape = (heads, width, height) if is_transposed else (heads, height, width)
@@ -91,12 +91,7 @@ def _gathered(linears: Linears, matrix: Matrix, shape: tuple[int, int], number: 
         gather_axis=0,
         quantize_axis=2,
     )
-    values = graph.add("Reshape", blocks, graph.int64(f"by_row.{out}", (out, -1)))
-    if width % block == 0:
-        return values
-    # The last block is padded.
-    bounds = [graph.int64(f"column.{place}", (place,)) for place in (0, width, 1)]
-    return graph.add("Slice", values, *bounds)
+    return linears.row_of_blocks(blocks, f"row.{out}.{width}", (out,), width, block)
 
 
 def _decoded(linears: Linears, matrix: Matrix, shape: tuple[int, int], number: str) -> str:

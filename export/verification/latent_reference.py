@@ -37,16 +37,17 @@ class LatentReference(Reference):
         return torch.cat(parts, 1), cache.held
 
     def rows_of_a_cache(self, keys: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        # A latent is a key and a value; where that has channels more, nothing lies.
+        # A latent is a key and a value, which is filled up with nothing.
         architecture = self._decoder.architecture
         share = architecture.kv_lora_rank / (architecture.kv_lora_rank + architecture.qk_rope_head_dim)
         end = round(keys.shape[-1] * share)
         nothing = 0x88 if keys.dtype == np.uint8 else 0
-        return keys, np.concatenate([keys[..., :end], np.full_like(keys[..., end:], nothing)], -1)
+        return keys, np.concatenate([keys[..., :end], np.full_like(values[..., end:], nothing)], -1)
 
     @property
     def _decoder(self) -> Motif3Model:
         return cast(Motif3Model, self.model.model)
 
     def _streams(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self._decoder.architecture.mhc_expansion_rate, -1))
+        streams: Tensor = x.unflatten(-1, (self._decoder.architecture.mhc_expansion_rate, -1))
+        return streams
