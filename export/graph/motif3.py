@@ -123,7 +123,8 @@ class Motif3Decoder(ExpertsDecoder):
         rows = graph.int64("by_pair", (0, 0, spec.kv_pairs, -1, block.latent + block.rope))
         bounds = [graph.int64(f"channel.{place}", (place,)) for place in (0, block.latent, -1)]
         of_latents = graph.add("Slice", graph.add("Reshape", attended, rows), *bounds)
-        y = self._by_head(of_latents, self._expansion(block, of_values=True), spec.value_dim, block)
+        sizes = spec.pairs // spec.kv_pairs, block.latent, spec.value_dim
+        y = self._by_head(of_latents, self._expansion(block, of_values=True), sizes, block)
         (gate,) = self.linears.products(query_latent, [self.plan.matrices[f"model.layers.{layer}{OUTPUT_GATE}"]])
         gated = graph.add("Mul", graph.add("Reshape", y, by_token), graph.add("Sigmoid", gate))
         return self._linear(gated, f"{prefix}wo")
@@ -135,7 +136,8 @@ class Motif3Decoder(ExpertsDecoder):
         heads = graph.add("Reshape", projected, graph.int64("by_head", (0, 0, spec.query_heads, spec.head_dim)))
         plain, turning = self.graph.split(heads, [block.plain, block.rope])
         groups = graph.add("Reshape", plain, graph.int64("by_group", (0, 0, spec.kv_pairs, -1, block.plain)))
-        within = self._by_head(groups, self._expansion(block, of_values=False), block.latent, block)
+        sizes = spec.query_heads // spec.kv_pairs, block.plain, block.latent
+        within = self._by_head(groups, self._expansion(block, of_values=False), sizes, block)
         latents = graph.add("Reshape", within, graph.int64("by_latent", (0, 0, spec.query_heads, block.latent)))
         queries = graph.add("Concat", latents, self._turned(turning, block), axis=-1)
         rows = graph.add("Reshape", queries, graph.int64("one_behind_another", (0, 0, -1)))
@@ -149,17 +151,14 @@ class Motif3Decoder(ExpertsDecoder):
         name = f"{matrix.module}.{'values' if of_values else 'keys'}"
         return head_matrices(self.linears, matrix, name, rows, is_transposed=of_values)
 
-    def _by_head(self, x: str, matrices: str, width: int, block: LatentAttentionBlock) -> str:
-        """Name of x [B, T, G, heads, in] times each group's matrix [in, width]."""
-        graph, groups = self.graph, block.spec.kv_pairs
+    def _by_head(self, x: str, matrices: str, sizes: tuple[int, int, int], block: LatentAttentionBlock) -> str:
+        """Name of x [B, T, G, heads, in] times each group's matrix [in, out]; the sizes are heads, in and out."""
+        graph, groups, (heads, inner, outer) = self.graph, block.spec.kv_pairs, sizes
         group_first = graph.add("Transpose", x, perm=[0, 2, 1, 3, 4])
-        heads = graph.add("Shape", x, start=3, end=4)
-        inner = graph.add("Shape", x, start=4, end=5)
-        zeros = graph.int64("batch_and_groups", (0, groups, -1))
-        tokens = graph.add("Reshape", group_first, graph.add("Concat", zeros, inner, axis=0))
-        product = graph.add("MatMul", tokens, matrices)
-        sizes = graph.add("Concat", zeros, heads, graph.int64(f"width.{width}", (width,)), axis=0)
-        return graph.add("Transpose", graph.add("Reshape", product, sizes), perm=[0, 2, 1, 3, 4])
+        rows = graph.add("Reshape", group_first, graph.int64(f"rows.{inner}", (0, groups, -1, inner)))
+        product = graph.add("MatMul", rows, matrices)
+        by_head = graph.int64(f"heads.{heads}.{outer}", (0, groups, -1, heads, outer))
+        return graph.add("Transpose", graph.add("Reshape", product, by_head), perm=[0, 2, 1, 3, 4])
 
     def _turned(self, x: str, block: LatentAttentionBlock) -> str:
         """Name of x [B, T, heads, rope] turned by each token's position."""
