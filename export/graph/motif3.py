@@ -120,7 +120,7 @@ class Motif3Decoder(ExpertsDecoder):
         attended = f"layers.{layer}.attention"
         graph.add_all(NAME, inputs, [attended, *present], DOMAIN, **self._attributes(block.window).to_dict())
         self._declare_present(present)
-        rows = graph.int64("by_pair", (0, 0, spec.kv_pairs, -1, block.latent + block.rope))
+        rows = graph.int64("pairs_by_group", (0, 0, spec.kv_pairs, -1, block.latent + block.rope))
         bounds = [graph.int64(f"channel.{place}", (place,)) for place in (0, block.latent, -1)]
         of_latents = graph.add("Slice", graph.add("Reshape", attended, rows), *bounds)
         sizes = spec.pairs // spec.kv_pairs, block.latent, spec.value_dim
@@ -155,9 +155,9 @@ class Motif3Decoder(ExpertsDecoder):
         """Name of x [B, T, G, heads, in] times each group's matrix [in, out]; the sizes are heads, in and out."""
         graph, groups, (heads, inner, outer) = self.graph, block.spec.kv_pairs, sizes
         group_first = graph.add("Transpose", x, perm=[0, 2, 1, 3, 4])
-        rows = graph.add("Reshape", group_first, graph.int64(f"rows.{inner}", (0, groups, -1, inner)))
+        rows = graph.add("Reshape", group_first, graph.int64(f"group_rows.{inner}", (0, groups, -1, inner)))
         product = graph.add("MatMul", rows, matrices)
-        by_head = graph.int64(f"heads.{heads}.{outer}", (0, groups, -1, heads, outer))
+        by_head = graph.int64(f"group_heads.{heads}.{outer}", (0, groups, -1, heads, outer))
         return graph.add("Transpose", graph.add("Reshape", product, by_head), perm=[0, 2, 1, 3, 4])
 
     def _turned(self, x: str, block: LatentAttentionBlock) -> str:

@@ -85,8 +85,14 @@ class Graph:
         self.outputs.append(helper.make_tensor_value_info(name, kind, shape))
 
     def constant(self, name: str, value: np.ndarray) -> str:
-        """Add a small tensor to model.onnx itself, and return its name; one name always stands for one value."""
-        self.constants.setdefault(name, numpy_helper.from_array(np.ascontiguousarray(value), name))
+        """Add a small tensor to model.onnx itself, and return its name.
+
+        Raises:
+            ValueError: the name stands for another value already.
+        """
+        tensor = numpy_helper.from_array(np.ascontiguousarray(value), name)
+        if self.constants.setdefault(name, tensor) != tensor:
+            raise ValueError(f"two constants of a graph are called {name}")
         return name
 
     def typed(self, name: str, value: Tensor) -> str:

@@ -77,8 +77,8 @@ def _gathered(linears: Linears, matrix: Matrix, shape: tuple[int, int], number: 
     layout = linears.layout(matrix)
     scales = replace(layout["scales"], shape=(*layout["scales"].shape, 1))
     codes, scales_name = linears.stream(layout["codes"]), linears.stream(scales)
-    first = graph.add("Mul", number, graph.constant(f"rows.{out}", np.array(out, np.int64)))
-    rows = graph.add("Add", graph.constant(f"range.{out}", np.arange(out)), first)
+    first = graph.add("Mul", number, graph.constant(f"expert.height.{out}", np.array(out, np.int64)))
+    rows = graph.add("Add", graph.constant(f"expert.rows.{out}", np.arange(out)), first)
     block = block_size(matrix.scheme, width, pure=False) or width
     blocks = graph.add(
         "GatherBlockQuantized",
@@ -91,7 +91,7 @@ def _gathered(linears: Linears, matrix: Matrix, shape: tuple[int, int], number: 
         gather_axis=0,
         quantize_axis=2,
     )
-    return linears.row_of_blocks(blocks, f"row.{out}.{width}", (out,), width, block)
+    return linears.row_of_blocks(blocks, f"expert.row.{out}.{width}", (out,), width, block)
 
 
 def _decoded(linears: Linears, matrix: Matrix, shape: tuple[int, int], number: str) -> str:
@@ -118,7 +118,7 @@ def _decoded(linears: Linears, matrix: Matrix, shape: tuple[int, int], number: s
         halves = [graph.add("Unsqueeze", half, axis) for half in (signed, upper)]
         wide = graph.add("Concat", *halves, axis=-1)
     blocks = scales.shape[1]
-    grouped = graph.add("Reshape", wide, graph.int64(f"groups.{out}.{blocks}", (out, blocks, -1)))
+    grouped = graph.add("Reshape", wide, graph.int64(f"expert.blocks.{out}.{blocks}", (out, blocks, -1)))
     of_all = replace(
         scales,
         shape=(experts, out, blocks, 1),
@@ -129,4 +129,4 @@ def _decoded(linears: Linears, matrix: Matrix, shape: tuple[int, int], number: s
     scale = graph.add("Gather", linears.stream(of_all), number)
     typed = grouped if graph.kind == TensorProto.FLOAT else graph.add("Cast", grouped, to=graph.kind)
     values = graph.add("Mul", typed, scale)
-    return graph.add("Reshape", values, graph.int64(f"by_row.{out}", (out, -1)))
+    return graph.add("Reshape", values, graph.int64(f"expert.row.{out}", (out, -1)))
