@@ -169,7 +169,7 @@ FAULTS = {
     "a window where there is none": lambda e: e.set_attribute("local_window_size", 9, [e.node("layers.2.attention")]),
     "angles that are not stretched": lambda e: e.change("frequencies.0", lambda x: x * np.float32(1.01)),
     "angles of the other layers": lambda e: e.change("frequencies.1", exchanged),
-    "latents of another width": lambda e: e.set_attribute("scale", 14**-0.5),
+    "a scale of rows over latents": lambda e: e.set_attribute("scale", 14**-0.5),
     "keys of another group": lambda e: e.change("model.layers.1.self_attn.wkv_b.keys", exchanged),
     "values of another group": lambda e: e.change("model.layers.2.self_attn.wkv_b.values", exchanged),
     "another layer's latents": lambda e: rewired(e, "layers.2.attention", 4, "past_key_values.4.key"),
@@ -181,10 +181,6 @@ FAULTS = {
     "experts in another order": lambda e: e.change("model.layers.4.moe.experts.down_proj.weight", exchanged),
     "the last expert alone": lambda e: (
         body(e, 2, "ScatterND").attribute[0].CopyFrom(helper.make_attribute("reduction", "none"))
-    ),
-    "shares of the first choice": lambda e: (
-        body(e, 2, "GatherND").attribute.append(helper.make_attribute("batch_dims", 0))
-        or body(e, 2, "Gather").input.__setitem__(1, "round")
     ),
     "streams that are balanced once": rounds_once,
     "streams in another order": lambda e: e.change("model.layers.3.mhc_ffn.bias", exchanged),
