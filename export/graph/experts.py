@@ -65,6 +65,8 @@ class ExpertsDecoder(Decoder):
         count = graph.add("Squeeze", graph.add("Shape", some))
         zero = helper.make_tensor("zero", TensorProto.FLOAT, [1], [0])
         nothing = graph.add("ConstantOfShape", graph.add("Shape", tokens), value=zero)
+        # onnx's evaluator takes an absent condition for one that fails.
+        always = graph.add("Constant", value=helper.make_tensor("always", TensorProto.BOOL, [], [True]))
         given = [graph.unused_name(name) for name in ("round", "goes", "sum")]
         with graph.nested() as nodes:
             number = graph.add("Gather", some, given[0])
@@ -78,7 +80,7 @@ class ExpertsDecoder(Decoder):
         inputs = [helper.make_tensor_value_info(n, *kind) for n, kind in zip(given, kinds, strict=True)]
         outputs = [helper.make_tensor_value_info(n, *kind) for n, kind in zip((goes_on, total), kinds[1:], strict=True)]
         body = helper.make_graph(nodes, f"{prefix}expert", inputs, outputs)
-        routed = self.graph.narrow(graph.add("Loop", count, "", nothing, body=body))
+        routed = self.graph.narrow(graph.add("Loop", count, always, nothing, body=body))
         by_token = graph.add("Reshape", routed, graph.add("Shape", x))
         return graph.add("Add", by_token, self._poly_mlp(x, f"{prefix}shared_experts.", block.shared))
 

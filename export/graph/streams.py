@@ -62,6 +62,7 @@ def _text(streams: int, rounds: int) -> str:
    res_clipped = Clip (res_matrix, least_mix, largest_mix)
    positive = Exp (res_clipped)
    rounds = Constant <value_int = {rounds}> ()
+   always = Constant <value = bool {{1}}> ()
    balanced = Loop <body = balance (int64 round, bool goes, float[b, t, e, f] mix) =>
       (bool goes_on, float[b, t, e, f] next) {{
       goes_on = Identity (goes)
@@ -74,5 +75,5 @@ def _text(streams: int, rounds: int) -> str:
       column_sums = ReduceSum (by_rows, column_axis)
       column_divisors = Max (column_sums, smallest)
       next = Div (by_rows, column_divisors)
-   }}> (rounds, , positive)
+   }}> (rounds, always, positive)
    mixed = MatMul (balanced, streams)"""
