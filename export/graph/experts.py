@@ -31,7 +31,7 @@ class ExpertsDecoder(Decoder):
         return self.graph.add("Mul", x, self.graph.constant(f"factor.{factor:.17g}.{dtype}", np.array(factor, dtype)))
 
     def _bounds(self, poly: PolySettings) -> list[str]:
-        return [self.graph.constant(f"clamp.{x:g}", np.array(x, np.float32)) for x in (-poly.clamp, poly.clamp)]
+        return [self.graph.constant(f"clamp.{x!r}", np.array(x, np.float32)) for x in (-poly.clamp, poly.clamp)]
 
     def _poly_mlp(self, x: str, prefix: str, block: PolyMLPBlock) -> str:
         bounds = self._bounds(block.poly)

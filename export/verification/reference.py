@@ -253,12 +253,13 @@ class Reference:
         parameters = dict(self.model.named_parameters())
         dtype = self._plan.options.torch_dtype
         for name, matrix in self._plan.matrices.items():
-            in_model_order, rows = replace(matrix, order=self._plan.adapter.row_order(name)), matrix.shape[0]
-            if matrix.has_codes:
-                values = in_model_order.dequantized(0, rows, dtype)
-            else:
-                values = in_model_order.floats(0, rows).to(dtype).float()
-            parameters[name].data = values.view(parameters[name].shape)
+            parameter, rows = parameters[name], matrix.shape[0]
+            if matrix.scheme.quantizes:
+                in_model_order = replace(matrix, order=self._plan.adapter.row_order(name))
+                scale_dtype = dtype if matrix.has_codes else torch.float32
+                parameter.data = in_model_order.dequantized(0, rows, scale_dtype).view(parameter.shape)
+            if not matrix.has_codes:
+                parameter.data = parameter.data.to(dtype).float()
         self.model.tie_weights()
 
     def _hook_products(self) -> None:
