@@ -19,8 +19,8 @@ from diffquant.export.graph.linears import container_bits
 from diffquant.export.graph.plan import ExportPlan, plan_export
 from diffquant.export.graph.streaming import Streamed, place, write
 from diffquant.export.manifest import write_manifest
-from diffquant.export.options import ExportOptions, check_runtime, runtime_floor
-from diffquant.export.runtime.device import RuntimeDevice, cuda_notes
+from diffquant.export.options import ExportOptions, check_runtime
+from diffquant.export.runtime.device import cuda_notes
 from diffquant.export.runtime.genai import write_genai_config
 from diffquant.export.runtime.portable import portable_config
 from diffquant.export.runtime.web import write_web_description
@@ -148,7 +148,7 @@ def write_export(
         checked.weights,
         time.monotonic() - started,
         0.0,
-        runtime_floor(options),
+        plan.floor,
         tuple(_make_notes(plan, streamed)),
     )
 
@@ -188,16 +188,14 @@ def _cache_scales(source: Source, options: ExportOptions, ranges: Ranges | None)
 def _write_descriptions(plan: ExportPlan, streamed: Sequence[Streamed], folder: Path) -> None:
     """Write config.json, genai_config.json, web.json, the card and diffquant.json."""
     checkpoint, tokens = plan.source.checkpoint, plan.source.special_tokens
-    config = portable_config(plan.config, tokens) if plan.options.portable else without_code(checkpoint.config, folder)
+    config = portable_config(plan, tokens) if plan.options.portable else without_code(checkpoint.config, folder)
     write_atomically(folder / "config.json", json.dumps(config, indent=2) + "\n")
     if plan.options.cache:
-        write_genai_config(
-            folder, plan.config, tokens, RuntimeDevice.parse(plan.options.genai_device), plan.options.layout
-        )
+        write_genai_config(folder, plan, tokens)
     if plan.options.web:
         write_web_description(folder, plan.config, tokens)
     write_atomically(folder / "README.md", exported_card(plan))
-    write_manifest(folder, plan.options, _source_record(checkpoint), _tensor_records(plan, streamed))
+    write_manifest(folder, plan.options, plan.floor, _source_record(checkpoint), _tensor_records(plan, streamed))
 
 
 def _source_record(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -231,7 +229,7 @@ def _tensor_records(plan: ExportPlan, streamed: Sequence[Streamed]) -> dict[str,
             "granularity": matrix.scheme.granularity_text,
         }
         for name, matrix in plan.matrices.items()
-        if matrix.scheme.quantizes
+        if matrix.has_codes
     }
 
 
@@ -271,7 +269,7 @@ def _make_notes(plan: ExportPlan, streamed: Sequence[Streamed]) -> list[str]:
 def _scheme_sizes(plan: ExportPlan, streamed: Sequence[Streamed]) -> dict[Scheme, tuple[int, int]]:
     """Bytes of codes and scales of each scheme, and the number of their weights, in the order of the schemes' texts."""
     nbytes = _packed_bytes(streamed)
-    matrices = [matrix for matrix in plan.matrices.values() if matrix.scheme.quantizes]
+    matrices = [matrix for matrix in plan.matrices.values() if matrix.has_codes]
     return {
         scheme: (sum(nbytes[m.module] for m in alike), sum(m.elements for m in alike))
         for scheme in sorted({matrix.scheme for matrix in matrices}, key=str)

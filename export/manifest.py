@@ -8,7 +8,7 @@ from typing import Any
 
 from diffquant.errors import CheckpointError, UsageError
 from diffquant.export.files import RANGES_FILE, check_exported, layout_of
-from diffquant.export.options import ExportOptions, runtime_floor
+from diffquant.export.options import ExportOptions
 from diffquant.formats.json_object import read_json
 from diffquant.support.digests import FileDigests
 from diffquant.support.files import write_atomically
@@ -43,8 +43,10 @@ class Manifest:
     calibration: FileDigests
 
 
-def write_manifest(folder: Path, options: ExportOptions, source: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
-    """Write the record of a finished folder."""
+def write_manifest(
+    folder: Path, options: ExportOptions, floor: str, source: Mapping[str, Any], tensors: Mapping[str, Any]
+) -> None:
+    """Write the record of a finished folder; `floor` is the oldest ONNX Runtime that opens it."""
     # Here, since it imports torch, without which a record is read.
     from diffquant.support.versions import versions
 
@@ -52,7 +54,7 @@ def write_manifest(folder: Path, options: ExportOptions, source: Mapping[str, An
     entry = {
         "format": FORMAT,
         "versions": versions(),
-        "onnxruntime": f">={runtime_floor(options)}",
+        "onnxruntime": f">={floor}",
         "options": options.to_dict(),
         "source": source,
         **FileDigests.within(folder, (layout.model, layout.data)).to_dict(),

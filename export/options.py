@@ -183,11 +183,16 @@ def check_runtime(options: ExportOptions) -> None:
         raise UsageError(f"the installed ONNX Runtime {onnxruntime.__version__} {' and '.join(problems)}")
 
 
-def runtime_floor(options: ExportOptions) -> str:
-    """Oldest ONNX Runtime that loads the model; `make test-readers` opens folders of each with it."""
+def runtime_floor(options: ExportOptions, has_stacked_codes: bool = False) -> str:
+    """Oldest ONNX Runtime that loads the model; `make test-readers` opens folders of each with it.
+
+    Args:
+        has_stacked_codes: whether experts are codes, of which the graph gathers a token's.
+    """
     if options.kv_bits < 16 and not options.pure:
         return "1.27"
-    if options.opset >= DEFAULT_OPSET or (options.embed_bits < 16 and not options.pure):
+    gathers_codes = options.embed_bits < 16 or has_stacked_codes
+    if options.opset >= DEFAULT_OPSET or (gathers_codes and not options.pure):
         return "1.23"
     # Before 1.20 some graph optimizations mistake the type of standard codes.
     return "1.20" if options.pure else "1.18"

@@ -90,7 +90,7 @@ def _layer_losses(
     projections: list[Projections], ranges: Mapping[str, Tensor], bits: int, spec: DiffSpec
 ) -> dict[str, RoundingLoss]:
     losses = {target: RoundingLoss() for target in ranges}
-    for q, k, v in projections:
+    for q, k, v, _ in projections:
         if "k" in ranges:
             losses["k"].add(by_token(k), ranges["k"], bits)
         if "v" in ranges:

@@ -10,6 +10,7 @@ from diffquant.calib.calibration.observers import Observer
 from diffquant.data import books_text
 from diffquant.errors import CheckpointError, UsageError
 from diffquant.loading import load_by_layer
+from diffquant.model.motif3.architecture import Motif3Architecture
 from diffquant.model.sambay.architecture import SambaYArchitecture
 from diffquant.recipe import Recipe
 from diffquant.source.ranges import Ranges
@@ -35,7 +36,7 @@ def calibrate_cache(
         NonFiniteError: the model computes NaN or infinity.
     """
     source, text = open_source(path), ""
-    source.check_taken("calibrate", SambaYArchitecture)
+    source.check_taken("calibrate", SambaYArchitecture, Motif3Architecture)
     if ids is None:
         text = books_text()
         ids = _prose_windows(source, text)

@@ -1,6 +1,7 @@
 """Projections of windows of text, layer by layer, on their way through a model."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -11,8 +12,14 @@ from diffquant.numbers.absmax import has_finite_sums
 from diffquant.source.placement import at_hand
 from diffquant.support.spelling import spelled
 
-# A layer's rotated queries and keys and its values, [B, heads, T, width] each.
-Projections = tuple[Tensor, Tensor, Tensor]
+
+class Projections(NamedTuple):
+    """A layer's rotated queries and keys, its values, and both as it caches them, [B, heads, T, width] each."""
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    cached: tuple[Tensor, Tensor]
 
 
 def projected_layers(model: CausalModel, ids: Tensor, batch_tokens: int) -> Iterator[list[Projections]]:
@@ -32,8 +39,8 @@ def projected_layers(model: CausalModel, ids: Tensor, batch_tokens: int) -> Iter
     last = len(walk.layers) - 1
     for number, layer in enumerate(walk.layers):
         with at_hand(layer):
-            projections = [walk.project(layer, x) for x in inputs]
-            yield [each for each in projections if each is not None]
+            projected = [(x, walk.project(layer, x)) for x in inputs]
+            yield [Projections(*each, walk.cached(layer, x, each)) for x, each in projected if each is not None]
             if number == last:
                 return
             inputs = [walk.run(layer, x) for x in inputs]

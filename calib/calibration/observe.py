@@ -91,10 +91,10 @@ def _layer_ranges(
     """Ranges k [key heads, d], v [h_kv, dv] and logits [query heads] of one layer, those that are targets."""
     ranges = {}
     if "k" in targets:
-        keys = torch.cat([by_token(k) for _, k, _ in projections])
+        keys = torch.cat([by_token(k) for k, _ in [each.cached for each in projections]])
         ranges["k"] = key_ranges(observer, keys, spec).view(keys.shape[1:])
     if "v" in targets:
-        values = torch.cat([by_token(v) for _, _, v in projections])
+        values = torch.cat([by_token(v) for _, v in [each.cached for each in projections]])
         ranges["v"] = observer.ranges(values.abs().flatten(1)).view(values.shape[1:])
     if "logits" in targets:
         ranges["logits"] = _logit_ranges(projections, observer, spec)
@@ -104,8 +104,8 @@ def _layer_ranges(
 def _logit_ranges(projections: list[Projections], observer: Observer, spec: DiffSpec) -> Tensor:
     """Ranges [query heads] of one layer's logits, in canonical order."""
     heads = [_HeadLogits() for _ in range(spec.layout.query_heads)]
-    for q, k, _ in projections:
-        for first, block in causal_logits(q, k, spec):
+    for each in projections:
+        for first, block in causal_logits(each.queries, each.keys, spec):
             visible = block.abs_().tril_(first)
             for head, logits in zip(heads, visible.unbind(1), strict=True):
                 head.add(logits)

@@ -65,6 +65,15 @@ class Walk(ABC, Generic[State]):
         Each is [B, heads, T, width], rotated where the model rotates, signal heads before noise heads.
         """
 
+    def cached(
+        self,
+        layer: nn.Module,  # noqa: ARG002  most models cache what they project
+        state: State,  # noqa: ARG002
+        projections: tuple[Tensor, Tensor, Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values as the layer's cache keeps them, [B, heads, T, width] each, beside what `project` gives."""
+        return projections[1:]
+
     @abstractmethod
     def attention_output(self, layer: nn.Module) -> nn.Module | None:
         """The Linear that a layer's attention ends with, or None if the layer has no attention."""

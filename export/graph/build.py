@@ -6,10 +6,19 @@ from onnx import ModelProto
 
 from diffquant.export.graph.cache_scales import Scales
 from diffquant.export.graph.decoder import Decoder
+from diffquant.export.graph.motif3 import Motif3Decoder
 from diffquant.export.graph.plan import ExportPlan
 from diffquant.export.graph.sambay import SambaYDecoder
 from diffquant.export.graph.streaming import Streamed, place
+from diffquant.model.architecture import Architecture
+from diffquant.model.motif3.architecture import Motif3Architecture
 from diffquant.model.sambay.architecture import SambaYArchitecture
+
+# Of a Transformer it is `Decoder`.
+_DECODERS: Mapping[type[Architecture], type[Decoder]] = {
+    SambaYArchitecture: SambaYDecoder,
+    Motif3Architecture: Motif3Decoder,
+}
 
 
 def build(plan: ExportPlan, scales: Mapping[int, Scales]) -> tuple[ModelProto, list[Streamed]]:
@@ -19,8 +28,7 @@ def build(plan: ExportPlan, scales: Mapping[int, Scales]) -> tuple[ModelProto, l
         plan: checkpoint to export, with its weights in exported form.
         scales: scales of the quantized cache by layer; none for a cache in the activations' type.
     """
-    of_states = isinstance(plan.source.architecture, SambaYArchitecture)
-    decoder = SambaYDecoder(plan, scales) if of_states else Decoder(plan, scales)
+    decoder = _DECODERS.get(type(plan.source.architecture), Decoder)(plan, scales)
     decoder.emit()
     initializers, _ = place(decoder.linears.streamed, plan.options.layout.data_name)
     return decoder.model(decoder.linears.with_views(initializers)), decoder.linears.streamed

@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from diffquant.export.graph.latents import latent_widths, op_spec
 from diffquant.export.graph.matrix import op_layout
 from diffquant.numbers.absmax import max_code
 from diffquant.recipe import Recipe
@@ -27,19 +28,30 @@ def static_scales(source: Source, bits: int, ranges: Ranges) -> dict[int, Scales
     """
     ranges.check(Recipe.of(kv=f"{bits}:static"))
     orders = state_order(source)
+    shape = (1, op_spec(source.architecture).kv_pairs, 1, -1)
     scales = {}
     for layer in source.architecture.token_rows:
-        k, v = (
-            _to_op_order(ranges.tensors[f"layers.{layer}.{target}"], order) / max_code(bits)
-            for target, order in zip(("k", "v"), orders, strict=True)
+        k, v = (ranges.tensors[f"layers.{layer}.{target}"] for target in ("k", "v"))
+        rows = (
+            [_to_op_order(x, order) / max_code(bits) for x, order in zip((k, v), orders, strict=True)]
+            if latent_widths(source.architecture) is None
+            else _latent_scales(k, v, bits)
         )
-        shape = (1, source.spec.kv_pairs, 1, -1)
-        scales[layer] = (k.reshape(shape), v.reshape(shape))
+        scales[layer] = (rows[0].reshape(shape), rows[1].reshape(shape))
     return scales
 
 
+def _latent_scales(turned: Tensor, latent: Tensor, bits: int) -> list[np.ndarray]:
+    """Scales of a latent as a key and as a value: one code of each channel is both."""
+    of_latent, of_turned = (x.flatten().numpy() / max_code(bits) for x in (latent, turned))
+    return [np.concatenate([of_latent, of_turned]), np.concatenate([of_latent, np.ones_like(of_turned)])]
+
+
 def state_order(source: Source) -> tuple[Tensor, Tensor]:
-    """Places of DiffTransformer's keys [key heads, d] and values [h_kv, dv] in an exported layer's flat cache row."""
+    """Places of the model's keys [key heads, d] and values [h_kv, dv] in an exported layer's flat cache rows."""
+    if widths := latent_widths(source.architecture):
+        latent, turned = widths
+        return torch.arange(latent, latent + turned)[None], torch.arange(latent)[None]
     layout, exported = source.spec.layout, op_layout(source.spec)
     places = []
     for projection in ("k_proj", "v_proj"):

@@ -24,7 +24,7 @@ from diffquant.scheme import Scheme
 
 _BLOCKS = (256, 128, 64, 32, 16)
 _SIGNED_KINDS = {4: TensorProto.INT4, 8: TensorProto.INT8}
-_FLOAT_KINDS = {torch.float32: TensorProto.FLOAT, torch.float16: TensorProto.FLOAT16}
+FLOAT_KINDS = {torch.float32: TensorProto.FLOAT, torch.float16: TensorProto.FLOAT16}
 # Where no block divides the width, the last one is padded; short ones waste least.
 _PADDED_BLOCK = 32
 
@@ -55,7 +55,7 @@ def check_blocks(matrices: list[Matrix], pure: bool) -> None:
     if unread:
         named = ", ".join(f"{m.name} {m.scheme}" for m in unread)
         raise UsageError(f"cannot export {named}: {unread[0].scheme.format.integer_refusal}")
-    refused = [m for m in matrices if m.scheme.quantizes and block_size(m.scheme, m.shape[1], pure) is None]
+    refused = [m for m in matrices if m.has_codes and block_size(m.scheme, m.shape[1], pure) is None]
     if refused:
         raise GroupSizeError(
             "no kernel reads "
@@ -75,7 +75,7 @@ def accuracy_level(scheme: Scheme, options: ExportOptions) -> int:
 
 def int8_block(matrix: Matrix, options: ExportOptions) -> int | None:
     """Columns that share a scale if the matrix's product rounds activations to int8, or None if it does not."""
-    if options.pure or not matrix.scheme.quantizes or accuracy_level(matrix.scheme, options) == 1:
+    if options.pure or not matrix.has_codes or accuracy_level(matrix.scheme, options) == 1:
         return None
     return block_size(matrix.scheme, matrix.shape[1], pure=False)
 
@@ -149,7 +149,18 @@ class Linears:
             gather_axis=0,
             quantize_axis=2,
         )
-        return self.graph.add("Reshape", rows, self.graph.int64(f"{matrix.module}.row", (0, 0, width)), name=name)
+        return self.row_of_blocks(rows, f"{matrix.module}.row", (0, 0), width, block, name)
+
+    def row_of_blocks(
+        self, blocks: str, shape_name: str, rows: Sequence[int], width: int, block: int, name: str | None = None
+    ) -> str:
+        """Name of rows [*rows, width] of their blocks, the last of which may be padded."""
+        graph, padded = self.graph, -(-width // block) * block
+        shape = graph.int64(shape_name, (*rows, padded))
+        if padded == width:
+            return graph.add("Reshape", blocks, shape, name=name)
+        bounds = [graph.int64(f"column.{place}", (place,)) for place in (0, width, -1)]
+        return graph.add("Slice", graph.add("Reshape", blocks, shape), *bounds, name=name)
 
     def _value_product(self, x: str, matrix: Matrix) -> str:
         values = self._values(matrix)
@@ -171,12 +182,12 @@ class Linears:
         heights, width = [matrix.shape[0] for matrix in matrices], matrices[0].shape[1]
         room = matrices[0].module.rpartition(".")[0]
         name = f"{room}.{'+'.join(matrix.module.rpartition('.')[2] for matrix in matrices)}"
-        parts = [self._layout(matrix) for matrix in matrices]
+        parts = [self.layout(matrix) for matrix in matrices]
         stored = {}
         for what in ("codes", "scales"):
             tensors = [part[what] for part in parts]
             for place, tensor in enumerate(tensors):
-                self._stream(replace(tensor, follows=place > 0))
+                self.stream(replace(tensor, follows=place > 0))
             stored[what] = f"{name}{tensors[0].name.removeprefix(matrices[0].module)}"
             shape = (sum(heights), *tensors[0].shape[1:])
             self._views[stored[what]] = _View(tuple(tensor.name for tensor in tensors), shape)
@@ -225,14 +236,14 @@ class Linears:
             return checked_cast(matrix.values(first, last), dtype, matrix.stored_name)
 
         out, width = matrix.shape
-        name, kind = f"{matrix.module}.weight", _FLOAT_KINDS[dtype]
-        return self._stream(Streamed(name, kind, (out, width), width * dtype.itemsize, width, make))
+        name, kind = f"{matrix.module}.weight", FLOAT_KINDS[dtype]
+        return self.stream(Streamed(name, kind, (out, width), width * dtype.itemsize, width, make))
 
     def _codes(self, matrix: Matrix) -> dict[str, str]:
         """Names of the initializers of a quantized matrix: "codes" and "scales"."""
-        return {what: self._stream(tensor) for what, tensor in self._layout(matrix).items()}
+        return {what: self.stream(tensor) for what, tensor in self.layout(matrix).items()}
 
-    def _layout(self, matrix: Matrix) -> dict[str, Streamed]:
+    def layout(self, matrix: Matrix) -> dict[str, Streamed]:
         """The tensors of a quantized matrix: "codes" and "scales"."""
         out, width = matrix.shape
         bits, pure = container_bits(matrix.scheme), self.options.pure
@@ -252,13 +263,13 @@ class Linears:
             return scales.repeat_interleave(blocks // scales.shape[1], 1)
 
         row, scale_row = blocks * block * bits // 8, blocks * dtype.itemsize
-        scale_kind, module = _FLOAT_KINDS[dtype], matrix.module
+        scale_kind, module = FLOAT_KINDS[dtype], matrix.module
         return {
             "codes": Streamed(f"{module}.weight_codes", kind, shape, row, width, make_codes),
             "scales": Streamed(f"{module}.weight_scale", scale_kind, (out, blocks), scale_row, width, make_scales),
         }
 
-    def _stream(self, tensor: Streamed) -> str:
+    def stream(self, tensor: Streamed) -> str:
         """Name of the initializer, streamed once: a tied head meets the embedding's again."""
         if tensor.name not in self._streamed_names:
             self._streamed_names.add(tensor.name)

@@ -3,6 +3,7 @@
 Reordering is by rows alone, which every packed format allows: scales and codes run along a row.
 """
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -25,7 +26,7 @@ from diffquant.support.spelling import spelled
 
 @dataclass(frozen=True)
 class Matrix:
-    """A weight [out, in], read some rows at a time.
+    """A weight [out, in], or experts' whose rows stand one behind another, read some rows at a time.
 
     Attributes:
         checkpoint: reader of the weight.
@@ -35,6 +36,7 @@ class Matrix:
         stored: scheme it is packed with in the checkpoint; 16 bits if it is not.
         wanted: scheme to quantize a plain one to.
         order: row of the checkpoint's weight at each exported row; None if no row moves.
+        is_expanded: whether the graph has its values, whatever it is packed with.
     """
 
     checkpoint: Checkpoint
@@ -44,6 +46,7 @@ class Matrix:
     stored: Scheme
     wanted: Scheme
     order: Tensor | None
+    is_expanded: bool = False
 
     @property
     def module(self) -> str:
@@ -57,6 +60,11 @@ class Matrix:
     def scheme(self) -> Scheme:
         """Scheme of the exported codes; 16 bits if plain values are exported."""
         return self.stored if self.stored.quantizes else self.wanted
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether the graph has codes of it."""
+        return self.scheme.quantizes and not self.is_expanded
 
     def values(self, first: int, last: int) -> Tensor:
         """Rows of a matrix that is not packed, as stored.
@@ -94,6 +102,10 @@ class Matrix:
         flat = scale.flatten()[:1] if self.scheme.sharing.spans_rows else scale
         return decode_codes(codes, flat, self.scheme)
 
+    def floats(self, first: int, last: int) -> Tensor:
+        """Rows in float32 as a reader makes them of what the checkpoint stores, or is to store."""
+        return self.dequantized(first, last) if self.scheme.quantizes else self.values(first, last).float()
+
     @cached_property
     def _made_scales(self) -> dict[tuple[int, int], Tensor]:
         """Scales that were made with codes and not asked for yet: the data file has them behind all codes."""
@@ -106,13 +118,16 @@ class Matrix:
 
         # A scale of the whole tensor does not depend on the order of its rows, which are read fastest as they lie.
         def read(first: int, last: int) -> Tensor:
-            return self.checkpoint.read_rows(self.stored_name, slice(first, last))
+            return self.checkpoint.matrix_rows(self.stored_name, first, last)
 
         dtype = self.wanted.format.scale_dtype(self.checkpoint.written_dtype(self.stored_name))
-        return RoundedWeight(Rounder(round_to_nearest), self.stored_name, read, info.shape, self.wanted, dtype)
+        shape = _rows_and_width(info.shape)
+        return RoundedWeight(Rounder(round_to_nearest), self.stored_name, read, shape, self.wanted, dtype)
 
     def _read_ordered(self, name: str, first: int, last: int) -> Tensor:
-        return self.checkpoint.read_rows(name, slice(first, last) if self.order is None else self.order[first:last])
+        if self.order is None:
+            return self.checkpoint.matrix_rows(name, first, last)
+        return self.checkpoint.read_rows(name, self.order[first:last])
 
     def _sibling(self, suffix: str) -> str:
         return self.stored_name.removesuffix(".weight") + suffix
@@ -128,10 +143,15 @@ def read_matrix(source: Source, name: str, wanted: Scheme) -> Matrix:
     """
     stored_name = source.adapter.source_name(name)
     stored = source.packed.get(stored_name.removesuffix(".weight"), FULL)
-    out, width = source.architecture.parameters[name].shape
+    shape = _rows_and_width(source.architecture.parameters[name].shape)
     order = source.adapter.rows_as(op_layout(source.spec), name)
     scheme = FULL if stored.quantizes else wanted
-    return Matrix(source.checkpoint, stored_name, name, (out, width), stored, scheme, order)
+    return Matrix(source.checkpoint, stored_name, name, shape, stored, scheme, order)
+
+
+def _rows_and_width(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Number of rows, of experts those of all, and their width."""
+    return math.prod(shape[:-1]), shape[-1]
 
 
 def op_layout(spec: DiffSpec) -> HeadLayout:

@@ -40,11 +40,34 @@ class Graph:
         finally:
             self._module = outer
 
+    @contextmanager
+    def nested(self) -> Iterator[list[NodeProto]]:
+        """Nodes added inside go to the list that this gives, for the body of a node."""
+        outer, self.nodes = self.nodes, []
+        try:
+            yield self.nodes
+        finally:
+            self.nodes = outer
+
     def add(self, op: str, *inputs: str, name: str | None = None, domain: str = "", **attributes: Any) -> str:
         """Add a node with one output, and return the output's name."""
         output = name or self.unused_name(op)
         self.add_all(op, inputs, [output], domain, **attributes)
         return output
+
+    def split(self, x: str, widths: Sequence[int], names: Sequence[str] = ()) -> list[str]:
+        """Add a node that cuts the last axis, and return its outputs' names."""
+        outputs = list(names) or [self.unused_name("Part") for _ in widths]
+        self.add_all("Split", [x, self.int64(f"widths.{'.'.join(map(str, widths))}", widths)], outputs, axis=-1)
+        return outputs
+
+    def wide(self, x: str) -> str:
+        """Name of activations in float32."""
+        return x if self.kind == TensorProto.FLOAT else self.add("Cast", x, to=TensorProto.FLOAT)
+
+    def narrow(self, x: str) -> str:
+        """Name of what is in float32 in the activations' type."""
+        return x if self.kind == TensorProto.FLOAT else self.add("Cast", x, to=self.kind)
 
     def add_all(
         self, op: str, inputs: Sequence[str], outputs: Sequence[str], domain: str = "", **attributes: Any
@@ -62,8 +85,14 @@ class Graph:
         self.outputs.append(helper.make_tensor_value_info(name, kind, shape))
 
     def constant(self, name: str, value: np.ndarray) -> str:
-        """Add a small tensor to model.onnx itself, and return its name; one name always stands for one value."""
-        self.constants.setdefault(name, numpy_helper.from_array(np.ascontiguousarray(value), name))
+        """Add a small tensor to model.onnx itself, and return its name.
+
+        Raises:
+            ValueError: the name stands for another value already.
+        """
+        tensor = numpy_helper.from_array(np.ascontiguousarray(value), name)
+        if self.constants.setdefault(name, tensor) != tensor:
+            raise ValueError(f"two constants of a graph are called {name}")
         return name
 
     def typed(self, name: str, value: Tensor) -> str:

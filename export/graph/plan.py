@@ -1,7 +1,7 @@
 """The plan of an export: every weight in the form that the graph stores, checked before anything is built."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import Tensor
@@ -9,9 +9,10 @@ from torch import Tensor
 from diffquant.errors import CheckpointError, UsageError
 from diffquant.export.graph.activations import EMITTED
 from diffquant.export.graph.body import contrib_row_problems
+from diffquant.export.graph.latents import EXPANSION, OUTPUT_GATE, op_spec
 from diffquant.export.graph.linears import check_blocks
 from diffquant.export.graph.matrix import Matrix, op_layout, read_matrix
-from diffquant.export.options import ExportOptions
+from diffquant.export.options import ExportOptions, runtime_floor
 from diffquant.family.spec import DiffSpec
 from diffquant.model.adapters import Adapter
 from diffquant.model.blocks import Parameters
@@ -49,23 +50,27 @@ class ExportPlan:
         config: ArchitectureConfig = self.source.architecture.config
         return config
 
-    @property
+    @cached_property
     def spec(self) -> DiffSpec:
-        return self.source.spec
+        """The specification of the attention that the graph's nodes compute."""
+        return op_spec(self.source.architecture)
 
     @cached_property
     def matrices(self) -> dict[str, Matrix]:
-        """Every linear's weight, the embedding and the head, by DiffTransformer's names."""
+        """Every linear's or experts' weight, the embedding and the head, by the model's names."""
         ends = [EMBEDDING] if self.config.tie_word_embeddings else [EMBEDDING, HEAD]
         schemes = dict.fromkeys(self.source.architecture.linear_shapes(), self.options.weights)
         schemes |= dict.fromkeys(ends, self._end_scheme)
-        return {name: read_matrix(self.source, name, scheme) for name, scheme in schemes.items()}
+        schemes |= dict.fromkeys([name for name in self.parameters if name.endswith(OUTPUT_GATE)], FULL)
+        return {
+            name: replace(read_matrix(self.source, name, scheme), is_expanded=name.endswith(EXPANSION))
+            for name, scheme in schemes.items()
+        }
 
     def small_matrix(self, name: str) -> Tensor:
         """All rows of a matrix in float32."""
         matrix = read_matrix(self.source, name, FULL)
-        rows = matrix.shape[0]
-        return matrix.dequantized(0, rows) if matrix.scheme.quantizes else matrix.values(0, rows).float()
+        return matrix.floats(0, matrix.shape[0])
 
     def vector(self, name: str) -> Tensor:
         """A norm's weight, a bias or a λ vector in float32, its entries in the order of its matrix's rows.
@@ -75,8 +80,14 @@ class ExportPlan:
         """
         vector = self.source.read(name)
         check_finite(vector, self.adapter.source_name(name))
-        order = self.adapter.rows_as(op_layout(self.spec), name)
+        order = self.adapter.rows_as(op_layout(self.source.spec), name)
         return (vector if order is None else vector[order]).float()
+
+    @property
+    def floor(self) -> str:
+        """Oldest ONNX Runtime that opens the model."""
+        stacked = [m for name, m in self.matrices.items() if len(self.parameters[name].shape) > 2]
+        return runtime_floor(self.options, any(matrix.has_codes for matrix in stacked))
 
     @property
     def parameters(self) -> Parameters:
@@ -121,17 +132,7 @@ def check_exportable(source: Source, verb: str) -> None:
     Raises:
         CheckpointError: it is another.
     """
-    architecture = source.architecture
-    if isinstance(architecture, Motif3Architecture):
-        latent = architecture.kv_lora_rank
-        raise CheckpointError(
-            f"{source.path} is a {source.model_type} model that caches latents: {verb} does not take it yet. Standard "
-            "operators could say it, and no graph of them is written: of attention over one cached row, which is a key "
-            f"of {latent + architecture.qk_rope_head_dim} channels and with its first {latent} the value, nor of "
-            "experts that each token chooses, nor of residual streams; inspect, quantize, generate, eval, sweep and "
-            "outliers take it"
-        )
-    source.check_taken(verb, SambaYArchitecture)
+    source.check_taken(verb, SambaYArchitecture, Motif3Architecture)
 
 
 def _state_problems(options: ExportOptions) -> Iterator[str]:
@@ -144,9 +145,18 @@ def _state_problems(options: ExportOptions) -> Iterator[str]:
         yield f"{spelled('web')} shows attention in every layer, and its layers of Mamba have none"
 
 
+def _latent_problems(architecture: Motif3Architecture, options: ExportOptions) -> Iterator[str]:
+    if options.web:
+        yield f"the page of {spelled('web')} draws whole maps, and some of its layers see a window"
+    if options.kv_bits == 4 and architecture.kv_lora_rank % 2:
+        yield f"two codes of 4 bits share a byte, and its latents have {architecture.kv_lora_rank} channels"
+
+
 def _problems(source: Source, options: ExportOptions) -> list[str]:
-    config, spec = source.architecture.config, source.spec
+    config, spec = source.architecture.config, op_spec(source.architecture)
     problems = []
+    if isinstance(source.architecture, Motif3Architecture):
+        problems += list(_latent_problems(source.architecture, options))
     if isinstance(source.architecture, SambaYArchitecture):
         problems += list(_state_problems(options))
     if config.hidden_act not in EMITTED:

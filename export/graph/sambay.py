@@ -1,6 +1,6 @@
 """SambaY as an ONNX graph: Mamba's states and shared keys and values beside the op, whose windows differ by layer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import cast
 
 import numpy as np
@@ -42,7 +42,7 @@ class SambaYDecoder(Decoder):
         return [causal_convolution_function(self.architecture.mamba_d_conv, opset), selective_scan_function(opset)]
 
     def _embedded(self, ids: str) -> str:
-        return self._wide(super()._embedded(ids))
+        return self.graph.wide(super()._embedded(ids))
 
     def _layer(self, x: str, layer: int, lengths: tuple[str, str]) -> str:
         prefix = f"model.layers.{layer}."
@@ -55,9 +55,9 @@ class SambaYDecoder(Decoder):
             mixed = self._gated(normed, prefix + "attn.")
         else:
             mixed = self._attention_over(normed, layer, cast(FusedAttentionBlock, mixer), lengths)
-        x = graph.add("Add", x, self._wide(mixed))
+        x = graph.add("Add", x, self.graph.wide(mixed))
         normed = self._layer_norm(x, prefix + "post_attention_layernorm", blocks["post_attention_layernorm"])
-        expanded = self._wide(self._network(normed, prefix + "mlp."))
+        expanded = self.graph.wide(self._network(normed, prefix + "mlp."))
         return self._residual(graph.add("Add", x, expanded, name=LAYER_OUTPUT.format(layer=layer)))
 
     def _residual(self, x: str) -> str:
@@ -83,7 +83,7 @@ class SambaYDecoder(Decoder):
             query, present = projected, [f"layers.{layer}.{part}" for part in ("keys", "values")]
         else:
             query, *new = (f"layers.{layer}.{part}" for part in ("query", "key", "value"))
-            self._split(projected, block.heights, [query, *new])
+            self.graph.split(projected, block.heights, [query, *new])
             self._shared = [*new, *self._past(layer)], self._cache_scales(layer)
             present = [PRESENT.format(layer=layer, part=part) for part in ("key", "value")]
             self._declare_present(present)
@@ -101,9 +101,9 @@ class SambaYDecoder(Decoder):
         inputs = self._silu(self._convolved(u, layer, block, prefix))
         widths = [block.rank, block.states, block.states]
         low, into, out_of = (f"layers.{layer}.{name}" for name in ("step_low", "into", "out_of"))
-        self._split(self._linear(inputs, prefix + "x_proj"), widths, [low, into, out_of])
+        self.graph.split(self._linear(inputs, prefix + "x_proj"), widths, [low, into, out_of])
         scanned = self._scanned([inputs, self._step(low, prefix), into, out_of], layer, block, prefix)
-        self._memory = self._narrow(scanned)
+        self._memory = self.graph.narrow(scanned)
         return self._linear(graph.add("Mul", self._memory, self._silu(gate)), prefix + "out_proj")
 
     def _convolved(self, u: str, layer: int, block: MambaBlock, prefix: str) -> str:
@@ -122,13 +122,13 @@ class SambaYDecoder(Decoder):
             f"{prefix}dt_proj.weight", self.plan.small_matrix(prefix + "dt_proj.weight").T.contiguous()
         )
         bias = graph.constant(f"{prefix}dt_proj.bias", self.plan.vector(prefix + "dt_proj.bias").numpy())
-        biased = graph.add("Add", self._wide(graph.add("MatMul", low, weight)), bias)
+        biased = graph.add("Add", self.graph.wide(graph.add("MatMul", low, weight)), bias)
         return graph.add("Mul", graph.add("Softplus", biased), self._is_token)
 
     def _scanned(self, inputs: list[str], layer: int, block: MambaBlock, prefix: str) -> str:
         """Name of the scan's output [B, T, E] in float32; the inputs are u, Δ, B and C."""
         graph = self.graph
-        u, step, into, out_of = map(self._wide, inputs)
+        u, step, into, out_of = map(self.graph.wide, inputs)
         decays = graph.constant(f"layers.{layer}.A", (-self.plan.vector(prefix + "A_log").exp()).numpy())
         skip = graph.constant(f"layers.{layer}.D", self.plan.vector(prefix + "D").numpy())
         past, present = self._state(layer, STATES[1], TensorProto.FLOAT, block.stored[1])
@@ -170,22 +170,12 @@ class SambaYDecoder(Decoder):
             self.graph.typed(f"{name}.{part}", self.plan.vector(f"{name}.{part}")) for part in ("weight", "bias")
         )
         eps = cast(LayerNormBlock, norm).eps
-        return self.graph.add("LayerNormalization", self._narrow(x), weight, bias, axis=-1, epsilon=eps)
+        return self.graph.add("LayerNormalization", self.graph.narrow(x), weight, bias, axis=-1, epsilon=eps)
 
     def _silu(self, x: str) -> str:
         return EMITTED["silu"](self.graph, x, {})
 
     def _halves(self, x: str, width: int) -> tuple[str, str]:
         first, second = self.graph.unused_name("Half"), self.graph.unused_name("Half")
-        self._split(x, [width, width], [first, second])
+        self.graph.split(x, [width, width], [first, second])
         return first, second
-
-    def _split(self, x: str, widths: Sequence[int], names: Sequence[str]) -> None:
-        sizes = self.graph.int64(f"widths.{'.'.join(map(str, widths))}", widths)
-        self.graph.add_all("Split", [x, sizes], names, axis=-1)
-
-    def _wide(self, x: str) -> str:
-        return x if self.graph.kind == TensorProto.FLOAT else self.graph.add("Cast", x, to=TensorProto.FLOAT)
-
-    def _narrow(self, x: str) -> str:
-        return x if self.graph.kind == TensorProto.FLOAT else self.graph.add("Cast", x, to=self.graph.kind)

@@ -4,31 +4,26 @@ import json
 from pathlib import Path
 from typing import Any
 
-from diffquant.export.files import Layout
-from diffquant.export.graph.plan import key_width
+from diffquant.export.graph.plan import ExportPlan, key_width
 from diffquant.export.runtime.device import RuntimeDevice
-from diffquant.model.config import DiffTransformerConfig
 from diffquant.support.files import write_atomically
 from diffquant.text.special_tokens import SpecialTokens
 
 FILE = "genai_config.json"
 
 
-def write_genai_config(
-    folder: Path, config: DiffTransformerConfig, tokens: SpecialTokens, device: RuntimeDevice, layout: Layout
-) -> None:
+def write_genai_config(folder: Path, plan: ExportPlan, tokens: SpecialTokens) -> None:
     """Describe the model as onnxruntime-genai's "decoder": names, sizes, special tokens, and where it runs."""
-    write_atomically(folder / FILE, json.dumps(_entry(config, tokens, device, layout), indent=2) + "\n")
+    write_atomically(folder / FILE, json.dumps(_entry(plan, tokens), indent=2) + "\n")
 
 
-def _entry(
-    config: DiffTransformerConfig, tokens: SpecialTokens, device: RuntimeDevice, layout: Layout
-) -> dict[str, Any]:
-    spec = config.diff_spec
+def _entry(plan: ExportPlan, tokens: SpecialTokens) -> dict[str, Any]:
+    config, spec = plan.config, plan.spec
+    device = RuntimeDevice.parse(plan.options.genai_device)
     context = config.max_position_embeddings
     decoder = {
         "session_options": {"log_id": "onnxruntime-genai", "provider_options": _providers(device)},
-        "filename": layout.model,
+        "filename": plan.options.layout.model,
         "head_size": key_width(spec),
         "hidden_size": config.hidden_size,
         "num_attention_heads": spec.query_heads,

@@ -2,19 +2,18 @@
 
 from typing import Any
 
-from diffquant.export.graph.plan import key_width
-from diffquant.model.config import DiffTransformerConfig
+from diffquant.export.graph.plan import ExportPlan, key_width
 from diffquant.text.special_tokens import SpecialTokens
 
 
-def portable_config(config: DiffTransformerConfig, tokens: SpecialTokens) -> dict[str, Any]:
+def portable_config(plan: ExportPlan, tokens: SpecialTokens) -> dict[str, Any]:
     """The model as a decoder with a KV cache that such readers know.
 
     They look a model's type up in a list, and learn by it that keys and values of a layer are inputs of their own. The
     type's equations are none of their business, since the graph computes the model. A Llama's inputs are named as ours
     are, and its sizes here are those of the cache: a row of keys is as wide as both maps' keys.
     """
-    spec = config.diff_spec
+    config, spec = plan.config, plan.spec
     return {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],

@@ -190,12 +190,15 @@ class Reference:
 
     def _computed(self, number: int, x: Tensor, cached: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """A stage's output of states behind keys and values that it cached, and what is cached after it."""
-        model = self.model.model
         if number == 0:
-            return model.embed_tokens(x), ()
+            return self._embedded(x), ()
         if number > self.layers:
             return self.model.lm_head(self._final_norm(x)), ()
         return self._layer_output(number - 1, x, cached)
+
+    def _embedded(self, ids: Tensor) -> Tensor:
+        rows: Tensor = self.model.model.embed_tokens(ids)
+        return rows
 
     def _final_norm(self, x: Tensor) -> Tensor:
         normed: Tensor = self.model.model.norm(x)
@@ -211,6 +214,10 @@ class Reference:
             parts.append(layer(chunk, self._rotary(chunk, first), Mask(None), cache))
             first += chunk.shape[1]
         return torch.cat(parts, 1), cache.held
+
+    def rows_of_a_cache(self, keys: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Any rows [1, h_kv, P, entries] as a cache may hold them."""
+        return keys, values
 
     def past(self, keys: np.ndarray, values: np.ndarray, states: Sequence[np.ndarray] = ()) -> Past:
         """Rows of the exported model's caches [1, h_kv, P, entries] and states [1, ...], as `reading` takes them."""
@@ -246,11 +253,13 @@ class Reference:
         parameters = dict(self.model.named_parameters())
         dtype = self._plan.options.torch_dtype
         for name, matrix in self._plan.matrices.items():
+            parameter, rows = parameters[name], matrix.shape[0]
             if matrix.scheme.quantizes:
                 in_model_order = replace(matrix, order=self._plan.adapter.row_order(name))
-                parameters[name].data = in_model_order.dequantized(0, matrix.shape[0], dtype)
-            else:
-                parameters[name].data = parameters[name].data.to(dtype).float()
+                scale_dtype = dtype if matrix.has_codes else torch.float32
+                parameter.data = in_model_order.dequantized(0, rows, scale_dtype).view(parameter.shape)
+            if not matrix.has_codes:
+                parameter.data = parameter.data.to(dtype).float()
         self.model.tie_weights()
 
     def _hook_products(self) -> None:

@@ -1,5 +1,6 @@
 """Proof that an exported folder is its model: the verb `verify`."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from onnx import ModelProto
@@ -13,11 +14,14 @@ from diffquant.export.manifest import Manifest, check_unchanged, read_manifest
 from diffquant.export.runtime.device import RuntimeDevice
 from diffquant.export.verification.caches import cache_scales, scale_error
 from diffquant.export.verification.comparison import Comparison
+from diffquant.export.verification.latent_reference import LatentReference
 from diffquant.export.verification.passages import sample_passages
 from diffquant.export.verification.reference import Reference
 from diffquant.export.verification.report import Measure, Verification
 from diffquant.export.verification.rotation import rotation_excess
 from diffquant.export.verification.state_reference import StateReference
+from diffquant.model.architecture import Architecture
+from diffquant.model.motif3.architecture import Motif3Architecture
 from diffquant.model.sambay.architecture import SambaYArchitecture
 from diffquant.source.ranges import read_any_ranges
 from diffquant.source.source import Source, open_source
@@ -27,6 +31,11 @@ from diffquant.support.progress import Progress, silent
 
 # A scale of the cache may differ by this share from calibration's.
 SCALE_LIMIT = 0.01
+# Of a Transformer it is `Reference`.
+_TWINS: Mapping[type[Architecture], type[Reference]] = {
+    SambaYArchitecture: StateReference,
+    Motif3Architecture: LatentReference,
+}
 
 
 def verify(
@@ -65,9 +74,9 @@ def verify(
     check_unchanged(folder, manifest)
     _check_source(manifest, source)
     graph = load_graph(folder)
-    of_states = isinstance(source.architecture, SambaYArchitecture)
-    twin = StateReference if of_states else Reference
-    reference = twin(source, manifest.options, cache_scales(graph), exact_bits(graph))
+    reference = _TWINS.get(type(source.architecture), Reference)(
+        source, manifest.options, cache_scales(graph), exact_bits(graph)
+    )
     rotary = getattr(reference.model.model, "rotary_emb", None)
     positions = source.architecture.max_position_embeddings
     rotation = None if rotary is None else rotation_excess(graph, rotary, positions)

@@ -182,7 +182,7 @@ def test_the_fit_of_logits_counts_those_that_a_query_sees():
     tensors = observe_ranges(model, ids[:2], ("logits",), Observer("percentile", 90.0, bits=6))
     (fit, *_) = measure_fit(model, ids[2:], tensors, 6, batch_tokens=40)
     with torch.inference_mode():
-        q, k, _ = next(projected_layers(model, ids[2:], 4096))[0]
+        q, k, *_ = next(projected_layers(model, ids[2:], 4096))[0]
     k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
     logits = (q.double() @ k.double().mT).numpy() * q.shape[-1] ** -0.5
     seen = np.broadcast_to(np.tri(31, dtype=bool), logits.shape)

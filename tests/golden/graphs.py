@@ -10,8 +10,8 @@ from diffquant.export.files import model_file
 from tests.support.checkpoints import write_checkpoint
 from tests.support.exports import cache_ranges
 
-# Of Phi-4-mini-flash as many as it takes to have each kind.
-_LAYERS = {"phi4flash": 8}
+# As many as it takes to have each kind.
+_LAYERS = {"phi4flash": 8, "motif3": 2}
 KEPT = Path(__file__).parent / "graphs"
 _ALL = {"weights": "4:g32", "kv_bits": 8, "embed_bits": 8}
 # A source and the options of its export.
@@ -28,6 +28,8 @@ GRAPHS = {
     "gated-web": ("gated", {"web": True}),
     "phi4flash": ("phi4flash", {}),
     "phi4flash-quantized": ("phi4flash", _ALL),
+    "motif3": ("motif3", {}),
+    "motif3-quantized": ("motif3", {"weights": "4:row", "kv_bits": 8}),
     "transformer": ("llama", {}),
     "transformer-8-bit-cache": ("llama", {"kv_bits": 8}),
 }

@@ -10,7 +10,7 @@ from diffquant.model.motif3.blocks import ExpertsBlock, PolyMLPBlock
 from diffquant.numbers.absmax import compute_dtype
 
 # Keeps shares finite where all chosen experts' sigmoids are 0.
-_SUM_EPS = 1e-20
+SUM_EPS = 1e-20
 
 
 class PolyMLP(nn.Module):
@@ -104,7 +104,7 @@ class Experts(nn.Module):
         chosen = favoured.topk(self.block.chosen).indices
         shares = scores.gather(1, chosen)
         if self.block.normed:
-            shares = shares / (shares.sum(1, keepdim=True) + _SUM_EPS)
+            shares = shares / (shares.sum(1, keepdim=True) + SUM_EPS)
         return chosen, shares * self.block.scale
 
     def _expert(self, expert: int, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

@@ -53,6 +53,12 @@ class Motif3Layer(DecoderLayer):
         read, _, _ = self.mhc_attn(x)
         return self.self_attn.project(self.input_layernorm(read), rotary)
 
+    def cached(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        """The turned channels and the latent that a cache keeps, for streams x."""
+        read, _, _ = self.mhc_attn(x)
+        _, latent, turned = self.self_attn.latents(self.input_layernorm(read), rotary)
+        return turned, latent
+
 
 class Motif3Model(Decoder):
     """The decoder without its head: embedding, layers over residual streams, their mean and the final norm."""
@@ -163,6 +169,15 @@ class Motif3Walk(Walk[Tensor]):
     def project(self, layer: nn.Module, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         layer = cast(Motif3Layer, layer)
         return layer.project(state, self.tables[layer.layer])
+
+    def cached(
+        self,
+        layer: nn.Module,
+        state: Tensor,
+        projections: tuple[Tensor, Tensor, Tensor],  # noqa: ARG002  expanded
+    ) -> tuple[Tensor, Tensor]:
+        layer = cast(Motif3Layer, layer)
+        return layer.cached(state, self.tables[layer.layer])
 
     def attention_output(self, layer: nn.Module) -> nn.Module:
         return cast(Motif3Layer, layer).self_attn.wo

@@ -11,9 +11,9 @@ from torch.nn.functional import linear, rms_norm
 from diffquant.model.motif3.blocks import StreamsBlock
 from diffquant.numbers.absmax import compute_dtype
 
-_EPS = 1e-6
-_LARGEST_GATE, _LARGEST_MIX = 10.0, 20.0
-_SMALLEST_SUM = 1e-8
+EPS = 1e-6
+LARGEST_GATE, LARGEST_MIX = 10.0, 20.0
+SMALLEST_SUM = 1e-8
 
 
 class Streams(nn.Module):
@@ -23,7 +23,7 @@ class Streams(nn.Module):
         super().__init__()
         self.block = block
         width = block.streams * block.width
-        self.rms_norm = nn.RMSNorm(width, _EPS)
+        self.rms_norm = nn.RMSNorm(width, EPS)
         for name, shape in block.gates.items():
             self.add_module(f"proj_{name}", nn.Linear(width, torch.Size(shape).numel(), bias=False))
             self.register_parameter(f"alpha_{name}", nn.Parameter(torch.zeros(1)))
@@ -33,10 +33,10 @@ class Streams(nn.Module):
         """A part's input [B, T, D], the mixed streams [B, T, E, D], and its output's factors [B, T, E]."""
         wide = x.to(compute_dtype(x))
         flat = wide.flatten(-2)
-        n = rms_norm(flat, flat.shape[-1:], self.rms_norm.weight.to(flat.dtype), _EPS)
-        reads = self._gate("pre", n, _LARGEST_GATE).sigmoid()
-        writes = self._gate("post", n, _LARGEST_GATE).sigmoid() * self.block.post_scale
-        mix = balanced(self._gate("res", n, _LARGEST_MIX).exp(), self.block.rounds)
+        n = rms_norm(flat, flat.shape[-1:], self.rms_norm.weight.to(flat.dtype), EPS)
+        reads = self._gate("pre", n, LARGEST_GATE).sigmoid()
+        writes = self._gate("post", n, LARGEST_GATE).sigmoid() * self.block.post_scale
+        mix = balanced(self._gate("res", n, LARGEST_MIX).exp(), self.block.rounds)
         return (reads[..., None] * wide).sum(-2).to(x.dtype), mix @ wide, writes
 
     def _gate(self, name: str, n: Tensor, largest: float) -> Tensor:
@@ -53,8 +53,8 @@ def balanced(mix: Tensor, rounds: int) -> Tensor:
     Source: Sinkhorn and Knopp, 1967.
     """
     for _ in range(rounds):
-        mix = mix / mix.sum(-1, keepdim=True).clamp(min=_SMALLEST_SUM)
-        mix = mix / mix.sum(-2, keepdim=True).clamp(min=_SMALLEST_SUM)
+        mix = mix / mix.sum(-1, keepdim=True).clamp(min=SMALLEST_SUM)
+        mix = mix / mix.sum(-2, keepdim=True).clamp(min=SMALLEST_SUM)
     return mix
 
 

@@ -26,7 +26,7 @@ for heads, sections in {
     ),
     "name | type | values": ("Attributes", "Attributes of QuantizedAttention", "Attributes of MatMulNBits"),
     "b | type | c | layout": (None,),
-    "# | input | type | shape": (None,),
+    "# | input | type | shape": ("diffquant::PolyNorm, version 2", "diffquant::ReadStreams, version 2"),
 }.items():
     for section in sections:
         OPERATOR.table(heads, lambda *_: Unmeasured("definitions"), section=section)

@@ -1,0 +1,202 @@
+"""Motif-3's export: latents that are keys and values, experts that tokens choose, residual streams."""
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import helper
+
+import diffquant
+from diffquant.calib.calibration.kv_cache import calibrate_cache
+from diffquant.errors import CheckpointError, ToleranceError
+from diffquant.export import ExportOptions, export, verify
+from diffquant.export.files import model_file
+from diffquant.export.manifest import read_manifest
+from diffquant.export.runtime.session import OnnxModel
+from diffquant.recipe import Recipe
+from tests.support.checkpoints import MOTIF3, write_checkpoint
+from tests.support.exports import cache_ranges
+from tests.support.models import random_ids
+from tests.support.planted import PlantedExport
+
+# A row of 14 channels, which GroupQueryAttention does not take; an expert's width that no byte divides at 4 bits.
+SIZES = {"max_position_embeddings": 96}
+EVEN = SIZES | {"moe_intermediate_size": 8}
+LATENT = MOTIF3["kv_lora_rank"]
+
+
+@pytest.fixture(scope="module")
+def motif3(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("motif3") / "model", "motif3", **SIZES)
+
+
+def exported(source, folder, **options):
+    parsed = ExportOptions.parse(**options)
+    export(source, folder, parsed, ranges=cache_ranges(source, parsed))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"weights": "4:row", "kv_bits": 8, "embed_bits": 8},
+        {"weights": "8:row", "accuracy_level": 1, "kv_bits": 4},
+        {"pure": True, "weights": "6:row", "kv_bits": 8},
+        {"op": "flex"},
+        {"portable": True, "weights": "4:row"},
+        {"cache": False},
+        {"dtype": "float16"},
+        {"logits": "6:row"},
+        {"logits": "6:tensor"},
+    ],
+    ids=lambda options: " ".join(f"{name} {value}" for name, value in options.items()),
+)
+def test_other_forms_are_proved(options, motif3, tmp_path):
+    assert verify(exported(motif3, tmp_path / "out", **options), motif3).passed
+
+
+def test_four_bits_of_experts_are_gathered_as_bytes_in_standard_operators(tmp_path):
+    source = write_checkpoint(tmp_path / "model", "motif3", **EVEN)
+    folder = exported(source, tmp_path / "out", weights="4:row", pure=True)
+    assert verify(folder, source).passed
+    used = {node.op_type for node in nodes_of(onnx.load(model_file(folder), load_external_data=False).graph)}
+    assert {"Loop", "NonZero", "ScatterND"} < used
+    assert not {"GatherBlockQuantized", "FusedMatMul"} & used
+
+
+def nodes_of(graph):
+    """All nodes of a graph, those of bodies included."""
+    for node in graph.node:
+        yield node
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                yield from nodes_of(attribute.g)
+
+
+def test_ranges_are_of_what_the_models_cache_keeps(motif3):
+    ids = random_ids(2, 30)
+    ranges = calibrate_cache(motif3, ids=ids)
+    model = diffquant.load(motif3, dtype=torch.float32)
+    cache = model.model.new_cache()
+    model(ids, past_key_values=cache)
+    # Layers without a window keep every token.
+    for layer in (0, 2, 4):
+        latents = cache.layers[layer].stored_values.read()
+        torch.testing.assert_close(ranges.tensors[f"layers.{layer}.v"], latents.abs().amax((0, 2)))
+        turned = cache.layers[layer].stored_keys.read().unflatten(-1, (2, -1))
+        lengths = turned.norm(dim=-2).amax((0, 2)).repeat(1, 2)
+        torch.testing.assert_close(ranges.tensors[f"layers.{layer}.k"], lengths)
+
+
+def test_a_cache_holds_a_latent_as_a_key_and_the_same_codes_as_a_value(motif3, tmp_path):
+    model = OnnxModel(exported(motif3, tmp_path / "out", kv_bits=8), 1)
+    ids = random_ids(1, 12).numpy()
+    _, rows = model.run(ids, np.ones_like(ids), model.empty_cache(1))
+    for key, value in zip(rows[0::2], rows[1::2], strict=True):
+        keys, values = key.numpy(), value.numpy()
+        assert keys.shape == (1, 1, 12, LATENT + MOTIF3["qk_rope_head_dim"])
+        np.testing.assert_array_equal(keys[..., :LATENT], values[..., :LATENT])
+        assert np.abs(keys).max() > 64
+        assert not values[..., LATENT:].any()
+
+
+def test_a_token_runs_its_own_experts_whatever_stands_beside_it(motif3, tmp_path):
+    """One sequence alone, in a padded batch, and token by token, with logits of every position."""
+    model = OnnxModel(exported(motif3, tmp_path / "out"), 1, every_position=True)
+    ids = random_ids(3, 20, 5).numpy()
+    lengths = [20, 11, 1]
+    wanted = diffquant.load(motif3, dtype=torch.float32)(torch.from_numpy(ids)).logits.numpy()
+    mask = np.array([[column < length for column in range(20)] for length in lengths]).astype(np.int64)
+    (padded,), cache = model.run(ids * mask, mask, model.empty_cache(3))
+    for got, of, length in zip(padded, wanted, lengths, strict=True):
+        np.testing.assert_allclose(got[:length], of[:length], rtol=0, atol=2e-4)
+    cache = model.empty_cache(1)
+    for end in range(1, 12):
+        (last,), cache = model.run(ids[1:2, end - 1 : end], np.ones((1, end), np.int64), cache)
+        np.testing.assert_allclose(last[0, 0], wanted[1, end - 1], rtol=0, atol=2e-4)
+
+
+def test_a_quantized_expert_needs_a_runtime_that_gathers_codes(motif3, tmp_path):
+    floors = {}
+    for name, options in {"float": {}, "codes": {"weights": "4:row"}}.items():
+        floors[name] = read_manifest(exported(motif3, tmp_path / name, portable=True, **options)).floor
+    assert floors == {"float": ">=1.18", "codes": ">=1.23"}
+
+
+def test_what_a_graph_cannot_say_is_refused_with_its_reason(motif3, tmp_path):
+    with pytest.raises(CheckpointError, match=r"draws whole maps"):
+        export(motif3, tmp_path / "out", ExportOptions.parse(web=True))
+    odd = write_checkpoint(tmp_path / "odd", "motif3", kv_lora_rank=11, **SIZES)
+    with pytest.raises(CheckpointError, match=r"its latents have 11 channels"):
+        export(odd, tmp_path / "out", ExportOptions.parse(kv_bits=4))
+
+
+def test_experts_in_the_makers_nvfp4_are_exported_as_the_floats_of_their_codes(tmp_path):
+    wide = write_checkpoint(tmp_path / "wide", "motif3", hidden_size=32, moe_intermediate_size=32, **SIZES)
+    low = tmp_path / "low"
+    diffquant.quantize(wide, low, Recipe.of(weights="16", overrides={"*.experts.*": "nvfp4"}))
+    model = OnnxModel(exported(low, tmp_path / "out"), 1, every_position=True)
+    ids = random_ids(1, 15)
+    (logits,), _ = model.run(ids.numpy(), np.ones((1, 15), np.int64), model.empty_cache(1))
+    wanted = diffquant.load(low, dtype=torch.float32)(ids).logits
+    assert (wanted - diffquant.load(wide, dtype=torch.float32)(ids).logits).abs().max() > 0.01
+    torch.testing.assert_close(torch.from_numpy(logits), wanted, rtol=0, atol=2e-4)
+
+
+def body(planted, layer, op, number=0):
+    """A node of an expert's body."""
+    loop = next(n for n in planted.model.graph.node if n.op_type == "Loop" and n.name.startswith(f"layers.{layer}."))
+    graph = next(a.g for a in loop.attribute if a.name == "body")
+    return [node for node in graph.node if node.op_type == op][number]
+
+
+def rounds_once(planted):
+    streams = next(f for f in planted.model.functions if f.name == "ReadStreams")
+    node = next(n for n in streams.node if "rounds" in n.output)
+    node.attribute[0].CopyFrom(helper.make_attribute("value_int", 1))
+
+
+def exchanged(x):
+    return x[::-1].copy()
+
+
+def rewired(planted, output, place, name):
+    planted.node(output).input[place] = name
+
+
+FAULTS = {
+    "a window of one token less": lambda e: e.set_attribute("local_window_size", 2, [e.node("layers.1.attention")]),
+    "a window where there is none": lambda e: e.set_attribute("local_window_size", 9, [e.node("layers.2.attention")]),
+    "angles that are not stretched": lambda e: e.change("frequencies.0", lambda x: x * np.float32(1.01)),
+    "angles of the other layers": lambda e: e.change("frequencies.1", exchanged),
+    "a scale of rows over latents": lambda e: e.set_attribute("scale", 14**-0.5),
+    "keys of another group": lambda e: e.change("model.layers.1.self_attn.wkv_b.keys", exchanged),
+    "values of another group": lambda e: e.change("model.layers.2.self_attn.wkv_b.values", exchanged),
+    "another layer's latents": lambda e: rewired(e, "layers.2.attention", 4, "past_key_values.4.key"),
+    "a share for another expert": lambda e: e.change(
+        "model.layers.3.moe.router.gate.weight", lambda x: x[:, ::-1].copy()
+    ),
+    "a bias that takes no part": lambda e: e.change("model.layers.1.moe.expert_bias", lambda x: x * 0),
+    "another expert's norm": lambda e: e.change("model.layers.1.moe.experts.act_fn.weight", exchanged),
+    "experts in another order": lambda e: e.change("model.layers.4.moe.experts.down_proj.weight", exchanged),
+    "the last expert alone": lambda e: (
+        body(e, 2, "ScatterND").attribute[0].CopyFrom(helper.make_attribute("reduction", "none"))
+    ),
+    "streams that are balanced once": rounds_once,
+    "streams in another order": lambda e: e.change("model.layers.3.mhc_ffn.bias", exchanged),
+    "a stream that is written twice": lambda e: e.change("model.layers.0.mhc_attn.alpha", lambda x: x * np.float32(2)),
+}
+
+
+@pytest.fixture(scope="module")
+def sound(motif3, tmp_path_factory):
+    return exported(motif3, tmp_path_factory.mktemp("sound") / "out")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_latents_experts_and_streams_is_refused(fault, motif3, sound, tmp_path):
+    planted = PlantedExport.copy(sound, tmp_path / "planted")
+    FAULTS[fault](planted)
+    planted.save()
+    with pytest.raises(ToleranceError):
+        verify(planted.folder, motif3)
