@@ -149,8 +149,8 @@ class Cut:
         decode_combine[(batch * pairs * queries,)](
             *sums, lam, weight, out, lam.stride()[:3] if lam is not None else (0, 0, 0), out.stride()[:3],
             pairs, self.group, self.noise_group, queries, self.shares, self.tiles, eps, factor,
-            NORM=normed, ROWS=self.rows, SHARES=triton.next_power_of_2(self.shares), VALUE_WIDTH=value_width, num_warps=4,
-            enable_fp_fusion=True,
+            NORM=normed, ROWS=self.rows, SHARES=triton.next_power_of_2(self.shares), VALUE_WIDTH=value_width,
+            num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from diffquant.kernels.cache.decode_cut import Cut, DecodeTile
 from diffquant.kernels.cache.kv_store import CAPACITY_STEP, LATENT_WIDTHS, KVStore
 from diffquant.kernels.cache.latent_share import latent_share
 from diffquant.kernels.configs import choose
-from diffquant.kernels.gpu import device_class
+from diffquant.kernels.gpu import SMALLEST_SHARED_MEMORY, device_class, shared_memory
 from diffquant.kernels.linear.repack import FRAGMENT
 
 _CAUSAL = Mask()
@@ -49,10 +49,13 @@ class LatentTile(DecodeTile):
             )
 
 
-# By the latents' bits: the largest that neither spill nor, on sm_80, exceed the shared memory of its smaller devices.
+# By the latents' bits: the largest whose loops over packed tokens do not spill and, on sm_80, fit the shared memory of
+# its smaller devices.
 TILES = {
-    **{f"latent/sm_90/{bits}": LatentTile(8, 8, 1, rows=32) for bits in (16, 8, 4)},
+    "latent/sm_90/16": LatentTile(8, 8, 1, rows=32),
+    "latent/sm_90/8": LatentTile(8, 4, 2, rows=32),
     "latent/sm_90/6": LatentTile(4, 8, 1, rows=32),
+    "latent/sm_90/4": LatentTile(8, 4, 2, rows=32),
     **{f"latent/sm_80/{bits}": LatentTile(4, 8, 1, rows=32) for bits in (16, 8, 6, 4)},
 }
 
@@ -87,7 +90,11 @@ def decode_latent(
     q = [x if x.stride(3) == 1 else x.contiguous() for x in q]
     noises = q[1].shape[1] if len(q) == 2 else 0
     tile = choose(TILES, f"latent/{device_class(out.device)}/{values.scheme.bits}")
-    rows = min(tile.rows, max(_LEAST_ROWS, triton.next_power_of_2((pairs + noises) * queries)))
+    most_rows = tile.rows
+    if values.ring and out.dtype == torch.bfloat16 and shared_memory(out.device) <= SMALLEST_SHARED_MEMORY:
+        # Codes are multiplied in float16, states that wait in their own type: there are two copies of the queries.
+        most_rows = max(_LEAST_ROWS, most_rows // 2)
+    rows = min(most_rows, max(_LEAST_ROWS, triton.next_power_of_2((pairs + noises) * queries)))
     token_bits = keys.width * keys.scheme.bits + values.width * values.scheme.bits
     cut = Cut.of(tile, q, 1, token_bits, store.capacity, mask.window, rows=rows)
     sums = cut.empty_sums(out)

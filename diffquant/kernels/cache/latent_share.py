@@ -49,9 +49,7 @@ def latent_share(
 
     q, q_turned = _queries(Q1, q1_stride, sequence, row, pairs, queries, TURNED, LATENT)
     if Q2 is not None:
-        noise, noise_turned = _queries(
-            Q2, q2_stride, sequence, row - pairs * queries, noises, queries, TURNED, LATENT
-        )
+        noise, noise_turned = _queries(Q2, q2_stride, sequence, row - pairs * queries, noises, queries, TURNED, LATENT)
         q += noise
         q_turned += noise_turned
     k = stored_head(KCodes, KTop, KScales, sequence, capacity, K_BITS, K_BLOCK, TURNED)
@@ -65,8 +63,8 @@ def latent_share(
         k = waiting(KRecent + sequence * (K_RING * TURNED))
         # Blocks leave the keys' window whole: latents may be packed, or have no window, where keys wait.
         sums = latent_span(
-            sums, q, q_turned, first, position, tl.maximum(begin, k_packed), tl.minimum(end, v_packed), k, v, scale, one,
-            16, 1, K_RING, V_BITS, 0, TURNED, LATENT, TOKENS,
+            sums, q, q_turned, first, position, tl.maximum(begin, k_packed), tl.minimum(end, v_packed), k, v,
+            scale, one, 16, 1, K_RING, V_BITS, 0, TURNED, LATENT, TOKENS,
         )  # fmt: skip
     if V_RING:
         v = waiting(VRecent + sequence * (V_RING * LATENT))
