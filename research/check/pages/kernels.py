@@ -107,7 +107,11 @@ def _compiled(kernel: str, card: str) -> list[Expected]:
 
 def _kernel_of(call: str) -> str:
     name = call.rpartition(", v")[0] or call
-    return name.split()[0] if name.split()[0] in ("decode", "paged", "append", "GEMV", "GEMM", "expand") else name
+    return (
+        name.split()[0]
+        if name.split()[0] in ("decode", "paged", "latents", "append", "GEMV", "GEMM", "expand")
+        else name
+    )
 
 
 PAGE.table("kernel | sm_80 | sm_86 | sm_89 | sm_90 | sm_100 | sm_120", _compiled)
