@@ -173,4 +173,5 @@ class LatentAttention(PairAttention):
     def _per_head(self) -> Sequence[Tensor]:
         """Of a head's keys and of its values the rows that make them of the latent, [h_kv, plain or dv, c]."""
         per_head = self.wkv_b.weight.unflatten(0, (self.spec.kv_pairs, -1))
-        return per_head.split([self.block.plain, self.spec.value_dim], 1)
+        parts: Sequence[Tensor] = per_head.split([self.block.plain, self.spec.value_dim], 1)
+        return parts
