@@ -49,7 +49,7 @@ class LatentTile(DecodeTile):
             )
 
 
-# By the latents' bits: the largest whose loops, without a residual, do not spill and, on sm_80, fit the shared memory of
+# By the latents' bits: the largest whose loops do not spill without a residual and, on sm_80, fit the shared memory of
 # its smaller devices.
 TILES = {
     "latent/sm_90/16": LatentTile(8, 8, 1, rows=32),
