@@ -11,6 +11,7 @@ from torch import Tensor
 from diffquant.bench.contest import kernels
 from diffquant.bench.contest.decode import RECIPES
 from diffquant.bench.contest.workloads import Workload, differential, model_named
+from diffquant.bench.gpu import estimated_latents
 from diffquant.bench.gpu.compiling import Launch
 from diffquant.bench.gpu.estimate import (
     CUDNN,
@@ -94,6 +95,7 @@ AIMS = (
     Aim("P4", _CACHE(4), _CACHE(16), 3.0),
     Aim("P5", _PACKED, _DENSE, 3.0),
     *(Aim("GEMM", _GEMM(tokens), _DENSE_OF(tokens), 0.9 * marlin) for tokens, marlin in _MARLIN.items()),
+    *estimated_latents.AIMS,
 )
 
 
@@ -121,6 +123,7 @@ def paths() -> list[Path]:
         _decode_paged(),
         _linear(1),
         *map(_linear, _MARLIN),
+        *estimated_latents.paths(),
     ]
 
 
@@ -150,6 +153,7 @@ def rivals(card: Card) -> dict[str, float]:
             _DENSE_OF(tokens): RAMP_SECONDS + max(dense / card.bytes_a_second, tokens * dense / multiplied)
             for tokens in _MARLIN
         },
+        **estimated_latents.rivals(card),
     }
 
 

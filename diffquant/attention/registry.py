@@ -47,6 +47,8 @@ class Backend:
 
 
 BACKENDS: dict[str, Backend] = {}
+# Name of the kernel that decodes from latents: models with latent attention look for it.
+LATENT = "triton-latent"
 
 
 def register(backend: Backend) -> None:

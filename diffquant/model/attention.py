@@ -77,13 +77,18 @@ class PairAttention(nn.Module):
         """Whether something between the projections and the output is rounded, but for the cache."""
         return any(scheme.quantizes for scheme in (self.logits, self.qk, self.p, self.pv))
 
+    @property
+    def calls_backend(self) -> str:
+        """Name of the backend of calls, or "auto": the one that was chosen, unless that computes no calls."""
+        return self.backend
+
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, lam: Tensor | None, mask: Mask, signal_gate: Tensor | None = None
     ) -> Tensor:
         """Output [B, T, h·dv] of queries [B, query heads, T, d] over keys [B, key heads, S, d] and their values."""
         dtype = v.dtype
         # Only a backend that is chosen by name rounds queries and keys itself.
-        named = self.backend in BACKENDS and BACKENDS[self.backend].rounds_operands
+        named = self.calls_backend in BACKENDS and BACKENDS[self.calls_backend].rounds_operands
         by_backend = named and not self.pv.quantizes and self.calls is None
         if self.qk.quantizes:
             if not by_backend:
@@ -112,7 +117,7 @@ class PairAttention(nn.Module):
         )
         if self.calls is not None:
             self.calls.append(call)
-        return backend_for(call, self.backend).compute(call).to(dtype).transpose(1, 2).flatten(2)
+        return backend_for(call, self.calls_backend).compute(call).to(dtype).transpose(1, 2).flatten(2)
 
     def scalar_lam(self) -> Tensor:
         """λ of a V1 layer, a float32 scalar."""

@@ -19,7 +19,7 @@ from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
 from diffquant.family.spec import DiffSpec
 from diffquant.kernels.arguments import HALF_TYPES
-from diffquant.kernels.cache.kv_store import KVStore, store_refusal
+from diffquant.kernels.cache.kv_store import LATENT_WIDTHS, KVStore, store_refusal
 from diffquant.kernels.gpu import capability, device_refusal
 from diffquant.model.cache import PackedLayer
 from diffquant.recipe import Recipe
@@ -165,7 +165,16 @@ def fused_cache_refusal(recipe: Recipe, spec: DiffSpec, dtype: torch.dtype, devi
     return next((reason for reason in refusals if reason), None)
 
 
+def latent_layer_refusal(
+    recipe: Recipe, turned: int, latent: int, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """The reason why no kernel decodes from a `FusedLayer` of so many turned channels and latents, or None."""
+    if dtype not in HALF_TYPES:
+        return f"the decode kernel takes float16 and bfloat16, not {dtype}"
+    return device_refusal(device) or store_refusal(recipe, turned, latent, dtype, LATENT_WIDTHS)
+
+
 def warn_of_slow_decoding(reason: str) -> None:
-    """Log once per reason that decoding on a CUDA device does not use its kernel."""
+    """Log once per reason that decoding does not use its kernel."""
     message = "the decode kernel is not used, which makes generation much slower: %s"
     log_once(__name__, logging.WARNING, message, reason)

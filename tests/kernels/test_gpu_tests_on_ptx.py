@@ -13,11 +13,12 @@ from tests.kernels.ptx_runs import COMBINATIONS, named, run
 
 WHOLE = "DIFFQUANT_PTX_WHOLE"
 # Each kind of kernel that is quick to run: warp-specialized, with rows that see no key; decode and append; decode from
-# pages; GEMV.
+# pages; decode from latents; GEMV.
 SAMPLE = [
     "test_specialized.py::test_close_to_the_plain_form[v1-16-bit-64-torch.bfloat16-ragged, one empty]",
     "test_decode.py::test_what_a_query_sees[v1-one key]",
     "test_paged.py::test_chunks_see_a_window_and_both_maps_keys_in_one_head[70]",
+    "test_latent.py::test_chunks_of_ragged_sequences_see_a_window[1-33]",
     "test_linear.py::test_kernels_equal_float64[torch.float16-4-33-576-32-16]",
 ]
 
@@ -46,6 +47,6 @@ def test_every_kernel_passes_its_tests_as_it_is_compiled():
     said = ran(capability, triton, [""])
     print(said)
     kernels = ["prefill_v1", "prefill_v2", "attend_int8", "attend_rounded", "decode_share", "append_tokens", "_gemv"]
-    kernels += ["paged_share", "packed_pages_share", "append_pages"]
+    kernels += ["paged_share", "packed_pages_share", "append_pages", "latent_share"]
     kernels += ["attend_specialized", "attend_fp8_specialized"] if capability == 90 else []
     assert [kernel for kernel in kernels if f"\n{kernel}: " not in said] == []

@@ -18,6 +18,7 @@ def every_kernel() -> Iterator[tuple[str, Call]]:
     """Names of kernels and calls that launch them; a call whose card cannot run it raises UsageError."""
     yield from _prefill()
     yield from _decode()
+    yield from _decode_latent()
     yield from _linear()
 
 
@@ -75,6 +76,19 @@ def _decode() -> Iterator[tuple[str, Call]]:
             attend = partial(decode_packed_pages, q, blocks, pages[2], lengths, lam, scale=0.125, places=lengths)
             yield f"paged {bits}:c64 keys, {family} 128", attend
         yield f"append to pages 4:c64 keys, {family} 128", partial(blocks.append, keys, v, pages[2], lengths, lengths)
+
+
+def _decode_latent() -> Iterator[tuple[str, Call]]:
+    from diffquant.kernels.cache.kv_store import KVStore
+    from diffquant.kernels.cache.latent import decode_latent
+    from tests.support.latent_inputs import SCALE, random_latents
+
+    q, turned, latents, lam = random_latents(1, 1, pairs=64, noises=16, dtype=torch.bfloat16)
+    for bits in (16, 8, 6, 4):
+        store = KVStore(Recipe.of(kv=bits), turned, latents, 4096)
+        yield f"latents {bits} bits", partial(decode_latent, q, store, lam, scale=SCALE)
+    store = KVStore(Recipe.of(k="4:c64", v=4, residual=64), turned, latents, 4096)
+    yield "latents 4 bits, 4:c64 keys", partial(decode_latent, q, store, lam, scale=SCALE)
 
 
 def _linear() -> Iterator[tuple[str, Call]]:

@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from diffquant.attention.registry import Backend, register
+from diffquant.attention.naive import naive
+from diffquant.attention.registry import LATENT, Backend, register
 from diffquant.family.call import AttentionCall
 from diffquant.kernels.gpu import device_refusal
 from diffquant.support.logs import log_once
@@ -67,3 +68,11 @@ register(_backend("triton-simulated-specialized", "prefill_simulated", True, log
 register(_backend("triton-specialized", "prefill_specialized", 16))
 register(_backend("triton-fp8-specialized", "prefill_specialized", 8))
 register(_backend("triton-pipelined", "prefill_specialized", 16, True))
+
+
+def _decodes_alone(_call: AttentionCall) -> str:
+    return "it reads the cache of a model with latent attention, a few tokens at a time, and computes nothing else"
+
+
+# The model calls its kernel, since no call has a cache, and gives other backends what it does not read.
+register(Backend(LATENT, naive, _decodes_alone))

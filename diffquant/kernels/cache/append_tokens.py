@@ -45,11 +45,12 @@ def append_tokens(
     else:
         head -= k_heads
         own = sequence * v_heads + head
-        codes, top, scales = stored_head(VCodes, VTop, VScales, own, capacity, V_BITS, 1, VALUE_WIDTH)
+        # Names of their own, since a compiled branch gives a name the type that it has in the other.
+        v_codes, v_top, v_scales = stored_head(VCodes, VTop, VScales, own, capacity, V_BITS, 1, VALUE_WIDTH)
         store_step(
             V + sequence * v_stride[0] + head * v_stride[1], v_stride[2], v_stride[3],
-            codes, top, scales, VRecent + own * V_RING * VALUE_WIDTH, None, 0, index, length, total, tokens, v_floor,
-            V_BITS, 1, V_RING, RESIDUAL, VALUE_WIDTH, V_LIMIT, True, PACKS, KEEPS,
+            v_codes, v_top, v_scales, VRecent + own * V_RING * VALUE_WIDTH, None, 0, index, length, total, tokens,
+            v_floor, V_BITS, 1, V_RING, RESIDUAL, VALUE_WIDTH, V_LIMIT, True, PACKS, KEEPS,
         )  # fmt: skip
     if KEEPS:
         # All have read the old length by the time the last one arrives.

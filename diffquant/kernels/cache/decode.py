@@ -18,7 +18,7 @@ from diffquant.family.norm import PairNorm
 from diffquant.kernels.arguments import HALF_TYPES, empty_output
 from diffquant.kernels.cache.decode_cut import ROWS, TILES, Cut
 from diffquant.kernels.cache.decode_share import decode_share
-from diffquant.kernels.cache.kv_store import CAPACITY_STEP, KVStore, channels_in_word
+from diffquant.kernels.cache.kv_store import CAPACITY_STEP, WIDTHS, KVStore, channels_in_word
 from diffquant.kernels.configs import choose
 from diffquant.kernels.gpu import device_class
 from diffquant.kernels.linear.repack import FRAGMENT
@@ -79,6 +79,8 @@ def _shares_keys(q: Sequence[Tensor], store: KVStore, lam: Tensor | None, mask: 
     k, v = store.keys, store.values
     batch, k_heads, blocks = k.codes.shape[:3]
     v_heads = v.codes.shape[1]
+    if (k.width, v.width) not in WIDTHS:
+        raise UsageError(f"decode: the store has {k.width} channels beside latents of {v.width}; use decode_latent")
     shared = len(q) == 2 and k_heads == v_heads
     if not shared and k_heads != len(q) * v_heads:
         raise UsageError(f"decode: {len(q)} maps cannot read {k_heads} key heads beside {v_heads} value heads")

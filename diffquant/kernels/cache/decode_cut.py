@@ -69,6 +69,7 @@ class Cut:
         noise_group: number of noise heads that do; that of the pairs with one map.
         shares: number of shares that the keys are split into.
         tiles: number of tiles of a KV head's rows.
+        rows: number of rows of a tile.
     """
 
     tile: DecodeTile
@@ -78,6 +79,7 @@ class Cut:
     noise_group: int
     shares: int
     tiles: int
+    rows: int = ROWS
 
     @classmethod
     def of(
@@ -89,6 +91,7 @@ class Cut:
         capacity: int,
         window: int | None,
         most_tokens: int = CAPACITY_STEP,
+        rows: int = ROWS,
     ) -> "Cut":
         """Cut for queries [B, h, T, d] a map.
 
@@ -97,11 +100,12 @@ class Cut:
             capacity: number of tokens that a sequence may have.
             window: number of newest keys that a query sees; None if there is no window.
             most_tokens: most tokens of a step that a warp may take.
+            rows: number of rows of a tile.
         """
         batch, pairs, queries, _ = q[0].shape
         tokens = min(tile.tokens, most_tokens)
         group, noise_group = pairs // v_heads, q[-1].shape[1] // v_heads
-        tiles = triton.cdiv((group + (noise_group if len(q) == 2 else 0)) * queries, ROWS)
+        tiles = triton.cdiv((group + (noise_group if len(q) == 2 else 0)) * queries, rows)
         step = tokens * tile.warps
         # A window may begin within a step and end within another.
         seen = capacity if window is None else min(capacity, window + queries - 1 + step)
@@ -110,7 +114,7 @@ class Cut:
         pace = max(_SECONDS_OF_LOADS, room * step * token_bits / 8 / bandwidth(q[0].device))
         start = _SECONDS_TO_START / pace
         shares = count_shares(batch * v_heads * tiles, max(seen // step, 1), room, start)
-        return cls(tile, tokens, batch * v_heads, group, noise_group, shares, tiles)
+        return cls(tile, tokens, batch * v_heads, group, noise_group, shares, tiles, rows)
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -126,7 +130,7 @@ class Cut:
 
     def empty_sums(self, out: Tensor) -> list[Tensor]:
         """Room for the partial maxima, sums and weighted values of an output [B, h, T, dv]."""
-        places = self.heads * self.tiles, self.shares, ROWS
+        places = self.heads * self.tiles, self.shares, self.rows
         return [out.new_empty(*places, *shape, dtype=torch.float32) for shape in ((), (), (out.shape[3],))]
 
     def combine(
@@ -145,8 +149,8 @@ class Cut:
         decode_combine[(batch * pairs * queries,)](
             *sums, lam, weight, out, lam.stride()[:3] if lam is not None else (0, 0, 0), out.stride()[:3],
             pairs, self.group, self.noise_group, queries, self.shares, self.tiles, eps, factor,
-            NORM=normed, ROWS=ROWS, SHARES=triton.next_power_of_2(self.shares), VALUE_WIDTH=value_width, num_warps=4,
-            enable_fp_fusion=True,
+            NORM=normed, ROWS=self.rows, SHARES=triton.next_power_of_2(self.shares), VALUE_WIDTH=value_width,
+            num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip
 
 

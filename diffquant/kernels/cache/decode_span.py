@@ -105,7 +105,7 @@ def attend_span(
             if PAGED:
                 here &= token >= oldest
             of_values = tl.where(here, value_scales.to(tl.float32), 1.0)
-            of_values = _log2(of_values, CODES)
+            of_values = log2_of_scales(of_values, CODES)
             logits += spread_over_rows(of_values, ROWS, TOKENS, WARPS)
         raised = tl.maximum(largest, tl.max(logits, 1))
         shrink = tl.exp2(largest - raised)[:, None, :]
@@ -248,7 +248,8 @@ def _matrix(
 
 
 @triton.jit
-def _log2(x, CODES: tl.constexpr):
+def log2_of_scales(x, CODES: tl.constexpr):
+    """Logarithms of positive float32, approximate where codes are float16."""
     if tl.float16 == CODES and not INTERPRETED:
         # tl.log2 is a polynomial of a dozen instructions.
         out = tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)

@@ -7,7 +7,7 @@ bits, in bytes, as weights have them (`diffquant.kernels.linear.repack`). The ne
 ring: token t in slot t modulo its length.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from itertools import count
 
@@ -25,6 +25,9 @@ STATE_TYPES = (torch.float16, torch.bfloat16, torch.float32)
 TOKENS_A_STEP = FRAGMENT
 # Tokens by which capacities grow: a whole step of every kernel.
 CAPACITY_STEP = 128
+# Widths of keys and values that `decode` reads, and of the turned channels and latents that `decode_latent` does.
+WIDTHS = ((64, 64), (64, 128), (128, 128), (128, 256))
+LATENT_WIDTHS = ((64, 512),)
 _STAMPS = count()
 _UNSERVED = {
     "static": "calibrated scales; the kernels compute theirs",
@@ -188,7 +191,7 @@ class KVStore:
         Raises:
             UsageError: the kernels cannot store such keys and values.
         """
-        reason = store_refusal(recipe, k.shape[-1], v.shape[-1], k.dtype)
+        reason = store_refusal(recipe, k.shape[-1], v.shape[-1], k.dtype, WIDTHS + LATENT_WIDTHS)
         if reason:
             raise UsageError(f"KV store: {reason}")
         capacity = _rounded_up(capacity)
@@ -269,14 +272,19 @@ def ring_length(scheme: Scheme, residual: int) -> int:
     return -(-waiting // step) * step if scheme.quantizes else 0
 
 
-def store_refusal(recipe: Recipe, width: int, value_width: int, dtype: torch.dtype) -> str | None:
+def store_refusal(
+    recipe: Recipe,
+    width: int,
+    value_width: int,
+    dtype: torch.dtype,
+    widths: Sequence[tuple[int, int]] = WIDTHS,
+) -> str | None:
     """Reason why a `KVStore` cannot hold keys and values of these widths, or None; float32 is for the interpreter."""
     if dtype not in STATE_TYPES:
         return f"keys and values are {dtype}; the kernels take {', '.join(map(str, STATE_TYPES))}"
-    if width not in (64, 128) or value_width not in (width, 2 * width):
-        return (
-            f"keys are {width} and values {value_width} wide; keys must be 64 or 128, values as wide or twice as wide"
-        )
+    if (width, value_width) not in widths:
+        known = ", ".join(f"{wide} and {values}" for wide, values in widths)
+        return f"keys are {width} and values {value_width} wide; the kernels take {known}"
     for name, scheme in (("k", recipe.k), ("v", recipe.v)):
         if scheme.format.integer_refusal:
             return f"{name} is {scheme}; the kernels unpack integers of 4, 6 and 8 bits, and take 16"

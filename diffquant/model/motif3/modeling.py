@@ -8,11 +8,15 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from diffquant.attention.registry import LATENT
 from diffquant.errors import UsageError
 from diffquant.family.mask import Mask
+from diffquant.model.blocks import TokenRows
+from diffquant.model.cache import PackedLayer
 from diffquant.model.causal import CausalModel
 from diffquant.model.config import ArchitectureConfig
 from diffquant.model.decoder import Decoder, DecoderLayer
+from diffquant.model.fused_cache import FusedLayer, warn_of_slow_decoding
 from diffquant.model.motif3.architecture import Motif3Architecture
 from diffquant.model.motif3.attention import LatentAttention, Rotary
 from diffquant.model.motif3.rotary import rotary_tables
@@ -125,9 +129,19 @@ class Motif3Model(Decoder):
     def new_cache(self) -> WindowsCache:
         """An empty cache of latents as the recipe wants it."""
         rows = self.architecture.token_rows
-        layers = [storage_of(each, layer, self.recipe, self.ranges) for layer, each in rows.items()]
+        layers = [self._storage(layer, each) for layer, each in rows.items()]
         windowed = next((layer for layer, each in rows.items() if each.window is not None), None)
         return WindowsCache(self.recipe, layers, whole=0, windowed=windowed)
+
+    def _storage(self, layer: int, rows: TokenRows) -> PackedLayer:
+        attention = cast(Motif3Layer, self.layers[layer]).self_attn
+        # The kernel has no backward pass, and a window is short.
+        if attention.backend == LATENT and rows.window is None and not torch.is_grad_enabled():
+            recipe = self.recipe.at_layer(layer)
+            if (refusal := attention.decoding_refusal(recipe)) is None:
+                return FusedLayer(recipe, None)
+            warn_of_slow_decoding(refusal)
+        return storage_of(rows, layer, self.recipe, self.ranges)
 
 
 class Motif3(CausalModel):

@@ -86,6 +86,14 @@ _TIMES = [[1000 * time for time in _of_h100(pattern)] for pattern in _GEMMS]
 PAGE.says(
     "that launch takes {}, {} and {} of {}, {} and {} µs", *(add for _, add in _TIMES), *(whole for whole, _ in _TIMES)
 )
+_LATENTS = [rf"^latents +([\d.]+)x .* {bits}-bit latents  against  keys" for bits in (16, 8, 4)]
+_SPEEDS = [ratio for pattern in _LATENTS for ratio in _of_h100(pattern)]
+PAGE.says("is {} times the speed of reading what latents are expanded to", _SPEEDS[0])
+PAGE.says("(8 bits {}, 4 bits {})", *_SPEEDS[1:])
+_READ_ONCE = _of_h100(r"^latents +([\d.]+)x .* 16-bit latents, read once$")
+PAGE.says("and {} times that of reading the latents alone", *_READ_ONCE)
+PAGE.leaves("8 sequences of 16K tokens and an H100", "sizes that were chosen")
+PAGE.leaves("what latents are expanded to at 16 bits", "a width of states")
 PAGE.leaves("fused fp16 (aim 1.6)", "an aim")
 PAGE.leaves("to reach 69 % of the card's peak", "an assumption of the estimate")
 PAGE.leaves("3,072 columns and 8,192 rows", "a size that was chosen")
@@ -107,7 +115,11 @@ def _compiled(kernel: str, card: str) -> list[Expected]:
 
 def _kernel_of(call: str) -> str:
     name = call.rpartition(", v")[0] or call
-    return name.split()[0] if name.split()[0] in ("decode", "paged", "append", "GEMV", "GEMM", "expand") else name
+    return (
+        name.split()[0]
+        if name.split()[0] in ("decode", "paged", "latents", "append", "GEMV", "GEMM", "expand")
+        else name
+    )
 
 
 PAGE.table("kernel | sm_80 | sm_86 | sm_89 | sm_90 | sm_100 | sm_120", _compiled)

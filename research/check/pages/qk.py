@@ -91,7 +91,7 @@ PAGE.means(
     and len(set(_DECIDED)) == len(_DECIDED),
 )
 PAGE.leaves("At 8, 6 and 3 bits", "widths")
-PAGE.leaves("(figure8.md#figure-8), at 4 bits", "a width")
+PAGE.leaves("(figure8-one-rate.md#figure-8), at 4 bits", "a width")
 PAGE.leaves("of 4-bit logits", "a width")
 PAGE.leaves("Three models of 1.25 M parameters", "a count")
 PAGE.leaves("hold 95 % intervals", "a level")

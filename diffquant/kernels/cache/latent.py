@@ -1,0 +1,144 @@
+"""Attention of a few new queries over a `KVStore` of latents, which are the keys of all heads and their values too.
+
+What a latent's key has beside it, the channels turned by their position, are the store's keys. Queries come in the
+latents' space and so do results: the maps are subtracted there, by the kernel that combines `decode`'s shares as well.
+Its plain form is `diffquant.attention.naive` over `store.read()`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import e, log2
+
+import torch
+import triton
+from torch import Tensor
+
+from diffquant.errors import UsageError
+from diffquant.family.call import check_tensors
+from diffquant.family.mask import Mask
+from diffquant.kernels.arguments import HALF_TYPES, empty_output
+from diffquant.kernels.cache.decode import MAX_QUERIES
+from diffquant.kernels.cache.decode_cut import Cut, DecodeTile
+from diffquant.kernels.cache.kv_store import CAPACITY_STEP, LATENT_WIDTHS, KVStore
+from diffquant.kernels.cache.latent_share import latent_share
+from diffquant.kernels.configs import choose
+from diffquant.kernels.gpu import SMALLEST_SHARED_MEMORY, device_class, shared_memory
+from diffquant.kernels.linear.repack import FRAGMENT
+
+_CAUSAL = Mask()
+_LEAST_ROWS = 16
+
+
+@dataclass(frozen=True)
+class LatentTile(DecodeTile):
+    """A block of `latent_share`, whose warps share their tokens: `tokens` is a warp's part of a step.
+
+    Attributes:
+        rows: most rows of queries, a power of two from 16 on.
+    """
+
+    rows: int
+
+    def __post_init__(self) -> None:
+        step = self.tokens * self.warps
+        if step % FRAGMENT or CAPACITY_STEP % step or self.rows < _LEAST_ROWS or self.rows & (self.rows - 1):
+            raise UsageError(
+                f"decode_latent: {self.warps} warps of {self.tokens} tokens by {self.rows} rows; a step of all warps "
+                f"must be a multiple of {FRAGMENT} that divides {CAPACITY_STEP}, rows a power of two from "
+                f"{_LEAST_ROWS} on"
+            )
+
+
+# By the latents' bits: the largest whose loops do not spill without a residual and, on sm_80, fit the shared memory of
+# its smaller devices.
+TILES = {
+    "latent/sm_90/16": LatentTile(8, 8, 1, rows=32),
+    "latent/sm_90/8": LatentTile(8, 4, 2, rows=32),
+    "latent/sm_90/6": LatentTile(4, 8, 1, rows=32),
+    "latent/sm_90/4": LatentTile(8, 4, 2, rows=32),
+    **{f"latent/sm_80/{bits}": LatentTile(4, 8, 1, rows=32) for bits in (16, 8, 6, 4)},
+}
+
+
+def decode_latent(
+    q: Sequence[Tensor], store: KVStore, lam: Tensor | None, *, scale: float, mask: Mask = _CAUSAL
+) -> Tensor:
+    """Causal attention of the newest tokens of a store of latents.
+
+    Args:
+        q: one [B, h, T, c + r] a map, one or two maps, T up to 16; the last T tokens stored are theirs. The first c
+            channels are for latents, the last r for turned channels. The second map may have n heads, of which h / n
+            neighbouring ones of the first share each.
+        store: one layer's turned channels [B, 1, S, r] as keys and latents [B, 1, S, c] as values; c 512 and r 64.
+        lam: λ, broadcastable to [B, h, T, 1]; None with one map.
+        scale: factor of Q·Kᵀ.
+        mask: mask of the keys that a query sees, with or without a window; its padding, where there is any, is one
+            range of keys a sequence.
+
+    Returns:
+        Weighted latents [B, h, T, c], in memory [B, T, h, c].
+
+    Raises:
+        UsageError: arguments disagree, or the kernels do not take them.
+    """
+    _check(q, store, lam, mask)
+    keys, values = store.keys, store.values
+    batch, pairs, queries, _ = q[0].shape
+    out = empty_output(q[0], values.width)
+    if out.numel() == 0:
+        return out
+    q = [x if x.stride(3) == 1 else x.contiguous() for x in q]
+    noises = q[1].shape[1] if len(q) == 2 else 0
+    tile = choose(TILES, f"latent/{device_class(out.device)}/{values.scheme.bits}")
+    most_rows = tile.rows
+    if values.ring and out.dtype == torch.bfloat16 and shared_memory(out.device) <= SMALLEST_SHARED_MEMORY:
+        # Codes are multiplied in float16, states that wait in their own type: there are two copies of the queries.
+        most_rows = max(_LEAST_ROWS, most_rows // 2)
+    rows = min(most_rows, max(_LEAST_ROWS, triton.next_power_of_2((pairs + noises) * queries)))
+    token_bits = keys.width * keys.scheme.bits + values.width * values.scheme.bits
+    cut = Cut.of(tile, q, 1, token_bits, store.capacity, mask.window, rows=rows)
+    sums = cut.empty_sums(out)
+    starts, ends = mask.ranges or (None, None)
+    with torch.cuda.device_of(out):
+        latent_share[(batch * cut.tiles, cut.shares)](
+            q[0], q[1] if noises else None, q[0].stride()[:3], q[-1].stride()[:3], *keys.tensors, *values.tensors,
+            store.progress, starts, ends, *sums,
+            scale * log2(e), mask.window, store.capacity, pairs, noises, queries, cut.tiles, 1,
+            RESIDUAL=max(keys.residual, values.residual), TURNED=keys.width, LATENT=values.width,
+            K_BITS=keys.scheme.bits, K_BLOCK=keys.block, K_RING=keys.ring,
+            V_BITS=values.scheme.bits, V_RING=values.ring, ROWS=rows, TOKENS=tile.tokens * tile.warps, **cut.options,
+        )  # fmt: skip
+        cut.combine(sums, lam, None, out, False, 0.0, 1.0)
+    return out
+
+
+def _check(q: Sequence[Tensor], store: KVStore, lam: Tensor | None, mask: Mask) -> None:
+    """Check the arguments of `decode_latent`.
+
+    Raises:
+        UsageError: arguments disagree, or the kernels do not take them; the message names all that are wrong.
+    """
+    k, v = store.keys, store.values
+    batch, heads = v.codes.shape[:2]
+    wrong = []
+    if (k.width, v.width) not in LATENT_WIDTHS or (heads, k.codes.shape[1]) != (1, 1):
+        wrong.append(
+            f"the store has {k.codes.shape[1]} heads of {k.width} channels and {heads} of {v.width}; the kernel reads "
+            "one of 64 turned channels and one of latents of 512"
+        )
+    if q[0].dtype != v.dtype or (q[0].is_cuda and v.dtype not in HALF_TYPES):
+        wrong.append(f"queries are {q[0].dtype}, stored states {v.dtype}; the kernel takes float16 and bfloat16")
+    if mask.seen is not None:
+        wrong.append("the kernel knows only causal masks, but the call says which keys each query sees")
+    if mask.keys is not None and mask.ranges is None:
+        wrong.append("the padding mask has holes; the kernel takes one range of keys a sequence")
+    if not 0 < q[0].shape[2] <= MAX_QUERIES:
+        wrong.append(f"{q[0].shape[2]} new tokens are not 1 to {MAX_QUERIES}; longer ones are a prefill")
+    if torch.is_grad_enabled() and any(x.requires_grad for x in q):
+        wrong.append("there is no backward pass; call it under torch.no_grad()")
+    if wrong:
+        raise UsageError("decode_latent: " + "; ".join(wrong))
+    # Stand-ins of the shapes that are read back, without memory.
+    empty = v.recent.new_empty(())
+    keys, values = (empty.expand(batch, 1, store.capacity, width) for width in (v.width + k.width, v.width))
+    check_tensors(q, [keys] * len(q), values, lam, mask, None)
