@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from diffquant.attention.registry import LATENT
@@ -58,7 +58,7 @@ class LatentAttention(PairAttention):
             if self.value_rotation is not None:
                 latent = rotated(latent, self.value_rotation)
             stored = without_padding(turned, mask), without_padding(latent, mask)
-            y = self._decoded(q, stored, lam, mask, reading.cache.layers[self.layer])
+            y = self._decoded(q, stored, lam, mask, reading.cache)
             if y is None:
                 turned, latent = reading.cache.update(*stored, self.layer, needed=reading.needed)
                 if self.value_rotation is not None:
@@ -118,13 +118,16 @@ class LatentAttention(PairAttention):
         return self._raised(self.attend(torch.cat(self._within(q), 1), keys, latent, lam, mask))
 
     def _decoded(
-        self, q: Tensor, stored: tuple[Tensor, Tensor], lam: Tensor, mask: Mask, layer: CacheLayerMixin
+        self, q: Tensor, stored: tuple[Tensor, Tensor], lam: Tensor, mask: Mask, cache: Cache
     ) -> Tensor | None:
         """Output of a few tokens after others, which are stored, by the kernel that reads the latents as they are.
 
         None, with nothing stored, where it was not asked for by name, or does not serve these tokens.
         """
-        if self.backend != LATENT or not isinstance(layer, FusedLayer) or not layer.get_seq_length():
+        if self.backend != LATENT:
+            return None
+        layer = cache.layers[self.layer]
+        if not isinstance(layer, FusedLayer) or not layer.get_seq_length():
             return None
         from diffquant.kernels.cache.decode import MAX_QUERIES
         from diffquant.kernels.cache.latent import decode_latent
