@@ -104,6 +104,7 @@ PAGE.leaves(
 _RECORD = raw("compiled-kernels.json")["compiled"]
 # Two compilers for six cards: a call is in the table once it has been through all.
 _COMPILED = {name: cells for name, cells in _RECORD.items() if len(cells) == 12}
+_CELLS = [cell for cells in _RECORD.values() for cell in cells.values() if cell]
 
 
 def _compiled(kernel: str, card: str) -> list[Expected]:
@@ -124,9 +125,11 @@ def _kernel_of(call: str) -> str:
 
 PAGE.table("kernel | sm_80 | sm_86 | sm_89 | sm_90 | sm_100 | sm_120", _compiled)
 PAGE.leaves("by Triton 3.9.0 and by 3.6.0", "versions")
-_CELLS = [cell for cells in _RECORD.values() for cell in cells.values() if cell]
-PAGE.says("table has {} of {} calls", len(_COMPILED), len(_RECORD))
-PAGE.says("of {} compilations {} say it", len(_CELLS), sum("source" in cell for cell in _CELLS))
+PAGE.says("They are {} calls", len(_RECORD))
+PAGE.means(
+    "and the file says which code each compiled",
+    len(_COMPILED) == len(_RECORD) and all("source" in cell for cell in _CELLS),
+)
 
 
 def _calls_with(fault: str) -> list[str]:
@@ -135,10 +138,21 @@ def _calls_with(fault: str) -> list[str]:
     ]
 
 
+PAGE.says("the stack in {} of all compilations", len(_calls_with("spilling")))
 PAGE.means(
-    "the stack in six of them, all V1 at d = 128",
-    len(_calls_with("spilling")) == 6 and all(", v1 128, " in call for call in _calls_with("spilling")),
+    "The others are V2's paged decode at d = 128 with 6- and 4-bit keys in blocks of 64",
+    {call.rpartition(", ")[0] for call in _calls_with("spilling") if ", v1 128, " not in call}
+    == {
+        "paged 6:c64 keys, v2 128",
+        "paged 4:c64 keys, v2 128",
+        "latents 4 bits, 4:c64 keys",
+        "latents 8 bits",
+        "latents 4 bits",
+        "GEMV nvfp4",
+        "simulated logits of rounded operands, v1 64",
+    },
 )
+PAGE.leaves("by Triton 3.6.0 for Hopper, latents at 8 and 4 bits", "a version and widths")
 PAGE.means(
     "The two whose operands are overwritten, GEMMs at 8 and 4 bits for sm_90",
     sorted(_calls_with("overwritten")) == ["GEMM 4 bits, 3.6.0 sm_90", "GEMM 8 bits, 3.6.0 sm_90"],
