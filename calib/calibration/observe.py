@@ -91,10 +91,10 @@ def _layer_ranges(
     """Ranges k [key heads, d], v [h_kv, dv] and logits [query heads] of one layer, those that are targets."""
     ranges = {}
     if "k" in targets:
-        keys = torch.cat([by_token(k) for k, _ in [each.cached for each in projections]])
+        keys = torch.cat([by_token(each.cached[0]) for each in projections])
         ranges["k"] = key_ranges(observer, keys, spec).view(keys.shape[1:])
     if "v" in targets:
-        values = torch.cat([by_token(v) for _, v in [each.cached for each in projections]])
+        values = torch.cat([by_token(each.cached[1]) for each in projections])
         ranges["v"] = observer.ranges(values.abs().flatten(1)).view(values.shape[1:])
     if "logits" in targets:
         ranges["logits"] = _logit_ranges(projections, observer, spec)
