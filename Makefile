@@ -184,7 +184,8 @@ gpu-bench:
 # Tests compile kernels for most of their time: they run side by side where pytest-xdist is there.
 gpu-test:
 	side_by_side=$$($(PYTHON) -c 'import xdist' 2>/dev/null && echo "-n $(JOBS) --dist worksteal"); \
-	PYTHONPATH=. $(PYTHON) -m pytest tests/gpu $$side_by_side --noconftest -p no:cacheprovider -p tests.support.compilations
+	PYTHONPATH=. $(PYTHON) -m pytest tests/gpu $$side_by_side --noconftest -p no:cacheprovider -p tests.support.compilations \
+		-p tests.support.device_run
 
 # What `make test` tries a little of: a kill before every file operation of every verb, 10,000 damaged checkpoints, 10,000
 # damaged inputs of other kinds, and 1,000 weights chosen to break quantization; beyond it, a checkpoint and a tensor larger

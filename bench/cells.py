@@ -63,6 +63,11 @@ class BenchCell:
         """Name of the cell within a result."""
         return self.section, self.workload, self.path, self.unit
 
+    def to_dict(self) -> dict[str, Any]:
+        """What the cell has, and the median of its values, as plain data."""
+        entry = {name: value for name, value in asdict(self).items() if value not in (None, {}, ())}
+        return entry | ({"median": self.spread.median} if self.spread else {})
+
 
 @dataclass(frozen=True)
 class BenchResult:

@@ -1,11 +1,12 @@
 """The groups of measurements that a GPU is asked for: who runs in each, on what, and which ratios are to be reached."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from diffquant.bench.contest.workloads import Model, model_named
+from diffquant.bench.gpu.stores import CONTIGUOUS, latent_cells, paged_cells
 
 _TURNS = 5
 _GENERATIONS = 3
@@ -67,7 +68,7 @@ def attention_cells(
     from diffquant.bench.contest.workloads import Workload
 
     work = Workload(model, queries, keys, batch, dtype)
-    return [_to_dict(cell) for cell in Contest(section, "cuda", _TURNS, tuple(peers), graph).run([work])]
+    return [cell.to_dict() for cell in Contest(section, "cuda", _TURNS, tuple(peers), graph).run([work])]
 
 
 def eight_bit_cells(model: Model, length: int, dtype: str, peers: Sequence[str]) -> list[dict[str, Any]]:
@@ -82,12 +83,12 @@ def eight_bit_cells(model: Model, length: int, dtype: str, peers: Sequence[str])
     return [*cells, {"path": QUANTIZING, "median": median(values), "values": values}]
 
 
-def linear_cells(graph: bool) -> list[dict[str, Any]]:
-    """Cells of every path of a linear layer of the 3B model, at one token."""
+def linear_cells(graph: bool, tokens: int) -> list[dict[str, Any]]:
+    """Cells of every path of a linear layer of the 3B model, at some tokens."""
     from diffquant.bench.contest import linears
 
-    cells = linears.run_linears([model_named("3B")], (1,), "float16", "cuda", _TURNS, graph=graph)
-    return [_to_dict(cell) for cell in cells]
+    cells = linears.run_linears([model_named("3B")], (tokens,), "float16", "cuda", _TURNS, graph=graph)
+    return [cell.to_dict() for cell in cells]
 
 
 def state_cells(context: int) -> list[dict[str, Any]]:
@@ -246,14 +247,27 @@ def _decode_groups() -> list[Group]:
         arguments = ("decode", model_named("3B"), 1, 16384, 8, "float16", graph, peers)
         name = f"decode V1, context 16K, batch 8, float16{how}"
         planned.append(Group(name, aims if graph else (), attention_cells, arguments, REFERENCES))
+    graphed = "context 16K, batch 8, float16, CUDA graphs"
+    planned.append(Group(f"decode V1 from pages, {graphed}", (), paged_cells, (16384, 8), (CONTIGUOUS,)))
+    planned.append(Group(f"decode Motif-3 from latents, {graphed}", (), latent_cells, (16384, 8)))
     return planned
 
 
 def _linear_groups() -> list[Group]:
     aims = (Aim("packed, 4 bits", "dense", 3.0),)
     return [
-        Group("linear 3072 -> 8192, 1 token, float16, CUDA graphs", aims, linear_cells, (True,), ("dense",)),
-        Group("linear 3072 -> 8192, 1 token, float16", (), linear_cells, (False,), ("dense",)),
+        Group("linear 3072 -> 8192, 1 token, float16, CUDA graphs", aims, linear_cells, (True, 1), ("dense",)),
+        Group("linear 3072 -> 8192, 1 token, float16", (), linear_cells, (False, 1), ("dense",)),
+        *(
+            Group(
+                f"linear 3072 -> 8192, {tokens} tokens, float16, CUDA graphs",
+                (),
+                linear_cells,
+                (True, tokens),
+                ("dense",),
+            )
+            for tokens in (16, 64, 256)
+        ),
     ]
 
 
@@ -274,8 +288,3 @@ def _generation_group() -> Group:
     arguments = (sizes, 1024, 64, "cuda", "bfloat16")
     eager = tuple(GENERATING.format(bits, ONE_BY_ONE) for bits in (16, 8, 4))
     return Group("generation by a DiffLlama of 1 B parameters, batch 1", (), generation_cells, arguments, eager)
-
-
-def _to_dict(cell: Any) -> dict[str, Any]:
-    entry = {name: value for name, value in asdict(cell).items() if value not in (None, {}, ())}
-    return entry | ({"median": cell.spread.median} if cell.spread else {})

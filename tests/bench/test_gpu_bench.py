@@ -10,7 +10,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from diffquant.bench.contest import contest, kernels, linears
 from diffquant.bench.contest.workloads import Workload, differential, model_named
-from diffquant.bench.gpu import groups, ratios
+from diffquant.bench.gpu import groups, ratios, stores
 from diffquant.bench.gpu.groups import Aim, Group
 
 
@@ -101,7 +101,7 @@ def test_every_aim_and_every_reference_is_a_peer_that_runs():
         elif group.measure is groups.generation_cells:
             assert named <= {groups.GENERATING.format(b, groups.ONE_BY_ONE) for b in (16, 8, 4)}
         else:
-            assert named <= {*linears.PATHS, *states}
+            assert named <= {*linears.PATHS, *states, stores.CONTIGUOUS}
 
 
 def test_times_are_held_to_these_aims_and_no_others():
