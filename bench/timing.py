@@ -113,4 +113,10 @@ def _captured(work: Work) -> Work:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()
-    return graph.replay
+
+    def replay() -> None:
+        # A graph knows addresses alone: the tensors there live as long as what it was captured of.
+        _ = work
+        graph.replay()
+
+    return replay

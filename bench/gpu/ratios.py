@@ -4,8 +4,9 @@
     PYTHONPATH=. python -m diffquant.bench.gpu --estimate
 
 Needs torch, triton and numpy alone; what generates text end to end says that it needs transformers too. Each group
-runs in a process of its own, so that one that fails takes no other with it, and what is measured is written after
-each. Exit code 4 where an aim is missed, 3 where a cell could not be measured.
+runs in a process of its own, so that one that fails takes no other with it: first all once, side by side, which
+compiles what they need, then one after the other, and what is measured is written after each. Exit code 4 where an
+aim is missed, 3 where a cell could not be measured.
 """
 
 import argparse
@@ -13,7 +14,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
@@ -27,40 +28,63 @@ from diffquant.bench.gpu.groups import Aim, Group, groups
 from diffquant.support.files import write_json
 
 _RUNS = 2
-_SECONDS_A_GROUP = 150
+_SECONDS_A_GROUP = 60
+_SECONDS_TO_WARM = 150
 _MINUTES = 6.0
 _DTYPES = ["float16", "bfloat16"]
 
 Ceilings = dict[str, dict[str, float]]
 
 
-def run_apart(
-    measure: Callable[..., Any], arguments: Sequence[Any], runs: int, seconds: float
-) -> tuple[list[Any], str | None]:
-    """Results of a function called `runs` times in a process of its own, and the problem where that failed.
+class Apart:
+    """A process of its own, which a fault or a hanging kernel takes along and no other.
 
-    Args:
-        seconds: time that each call may take.
+    Attributes:
+        problem: what went wrong, once something did; nothing is called after that.
     """
-    results: list[Any] = []
-    pool = ProcessPoolExecutor(1, get_context("spawn"))
-    try:
-        while len(results) < runs:
-            results.append(pool.submit(measure, *arguments).result(seconds))
-    except Exception as error:  # the other groups go on, and the calls before count
-        for process in list(pool._processes.values()):
-            process.kill()
-        return results, failure(error)
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-    return results, None
+
+    def __init__(self) -> None:
+        self._pool = ProcessPoolExecutor(1, get_context("spawn"))
+        self.problem: str | None = None
+
+    def start(self, function: Callable[..., Any], arguments: Sequence[Any]) -> Future[Any] | None:
+        """Call a function there; None after a problem."""
+        return self._pool.submit(_alone, function, tuple(arguments)) if self.problem is None else None
+
+    def result(self, future: Future[Any] | None, seconds: float) -> Any:
+        """What a call gave within some seconds from now, or None with a problem; the process has ended then."""
+        if future is None:
+            return None
+        try:
+            return future.result(seconds)
+        except Exception as error:  # the other groups go on
+            self.problem = f"no result in {seconds:.0f} s" if isinstance(error, TimeoutError) else failure(error)
+            for process in list(self._pool._processes.values()):
+                process.kill()
+            return None
+
+    def end(self) -> None:
+        """End the process."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def run_group(group: Group) -> dict[str, Any]:
+def _alone(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """A function's result, without the memory that its process keeps for later: others measure on the same device."""
+    import torch
+
+    result = function(*arguments)
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    return result
+
+
+def run_group(group: Group, process: Apart) -> dict[str, Any]:
     """Cells of a group's runs and the ratios of its aims; the problem where it failed."""
     started = time.perf_counter()
-    runs, problem = run_apart(group.measure, group.arguments, _RUNS, _SECONDS_A_GROUP)
-    return entry(group, runs, problem) | {"seconds": time.perf_counter() - started}
+    runs = [process.result(process.start(group.measure, group.arguments), _SECONDS_A_GROUP) for _ in range(_RUNS)]
+    process.end()
+    done = [run for run in runs if run is not None]
+    return entry(group, done, process.problem) | {"seconds": time.perf_counter() - started}
 
 
 def entry(group: Group, runs: Sequence[Sequence[dict[str, Any]]], problem: str | None) -> dict[str, Any]:
@@ -192,21 +216,34 @@ def main() -> int:
 def measure_all(chosen: Sequence[Group], file: Path | None, seconds: float, device: str = "cuda") -> dict[str, Any]:
     """Everything about some groups, printed and written after each; none is begun when the time is over."""
     started = time.perf_counter()
-    speeds, problem = run_apart(measure_roofline, (device, _DTYPES), 1, _SECONDS_A_GROUP)
-    ceilings: Ceilings | None = speeds[0] if speeds else None
+    processes = _warmed(chosen)
+    roofline = Apart()
+    ceilings: Ceilings | None = roofline.result(roofline.start(measure_roofline, (device, _DTYPES)), _SECONDS_A_GROUP)
+    roofline.end()
     result: dict[str, Any] = {
         "environment": environment(),
-        "ceilings": ceilings if ceilings is not None else {"problem": problem},
+        "ceilings": ceilings if ceilings is not None else {"problem": roofline.problem},
         "groups": [],
     }
     print(f"ceilings: {json.dumps(result['ceilings'])}", flush=True)
-    for group in chosen:
+    for group, process in zip(chosen, processes, strict=True):
         over = time.perf_counter() - started > seconds
-        result["groups"].append(entry(group, (), "the time was over") if over else run_group(group))
+        result["groups"].append(entry(group, (), "the time was over") if over else run_group(group, process))
         print(group_text(result["groups"][-1], ceilings), flush=True)
         if file:
             write_json(file, result)
     return result
+
+
+def _warmed(chosen: Sequence[Group]) -> list[Apart]:
+    """Processes that have run their group once, all side by side: kernels are compiled, and imports done."""
+    processes = [Apart() for _ in chosen]
+    began = time.monotonic()
+    futures = [process.start(group.measure, group.arguments) for group, process in zip(chosen, processes, strict=True)]
+    for process, future in zip(processes, futures, strict=True):
+        process.result(future, max(0.0, began + _SECONDS_TO_WARM - time.monotonic()))
+    print(f"{len(chosen)} groups ran once, side by side, in {time.monotonic() - began:.0f} s", flush=True)
+    return processes
 
 
 if __name__ == "__main__":

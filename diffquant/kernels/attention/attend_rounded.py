@@ -176,7 +176,8 @@ def attend_rounded(
         if SHIFT:
             tl.store(clipped + row, below, mask=query < T)
         y = tl.join(left, right).permute(0, 2, 1).reshape([BM, DV]) if HALVES == 2 else left
-        y *= tl.where(last > 0, 1 / tl.where(total == 0, 1.0, total), 0.0)[:, None]
+        # Chosen and not multiplied: a row that sees nothing took weights of whole blocks, which may be infinite.
+        y = tl.where((last > 0)[:, None], y * (1 / tl.where(total == 0, 1.0, total))[:, None], 0.0)
         if own + 1 < MAPS:
             # In fp16 whatever the output's type: bfloat16 would lose what the difference keeps.
             tl.store(parked + at, to_float16(y), mask=stored)

@@ -178,8 +178,9 @@ def _attend(
             )  # fmt: skip
         done += steps
         mbarrier.arrive(free[0].index(0), count=1)
-        part = gl.where(sees, 1.0 / gl.where(total == 0, 1.0, total), 0.0)
-        y = y * gl.convert_layout(part, gl.SliceLayout(1, VALUES))[:, None]
+        part = gl.convert_layout(1.0 / gl.where(total == 0, 1.0, total), gl.SliceLayout(1, VALUES))
+        # Chosen and not multiplied: rounded weights of a row that sees nothing may be infinite.
+        y = gl.where(gl.convert_layout(sees, gl.SliceLayout(1, VALUES))[:, None], y * part[:, None], 0.0)
         if waits_for_signal(own, T, HALF, MAPS, PACK):
             park(y, parked + places, kept)
         else:
