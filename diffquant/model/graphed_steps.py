@@ -26,10 +26,12 @@ class Recording:
     Attributes:
         replay: function that does it.
         result: tensor that each replay writes anew.
+        work: what was recorded; a graph knows addresses alone, so what the work reads has to live as long.
     """
 
     replay: Callable[[], None]
     result: Tensor
+    work: Callable[[], Tensor]
 
 
 def record(work: Callable[[], Tensor]) -> Recording:
@@ -39,10 +41,17 @@ def record(work: Callable[[], Tensor]) -> Recording:
         RuntimeError: the work waits for the device, or does something else that no graph holds.
     """
     graph = torch.cuda.CUDAGraph()
-    # Other threads may go on with the device.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        result = work()
-    return Recording(graph.replay, result)
+    random = torch.cuda.default_generators[torch.cuda.current_device()]
+    before = random.clone_state()
+    try:
+        # Other threads may go on with the device.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            result = work()
+    except RuntimeError:
+        # A recording that failed leaves the generator as if it still went on, and sampling would be refused.
+        random.graphsafe_set_state(before)
+        raise
+    return Recording(graph.replay, result, work)
 
 
 @dataclass(frozen=True)

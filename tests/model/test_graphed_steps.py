@@ -44,7 +44,7 @@ class Recordings:
             self.replays[number] += 1
             one.replay()
 
-        return graphed_steps.Recording(replay, one.result)
+        return graphed_steps.Recording(replay, one.result, work)
 
 
 @pytest.fixture

@@ -1,17 +1,18 @@
 """Recordings of tensor operations on a CPU, which stand in for CUDA graphs.
 
 As in a graph, what is recorded does not run, no Python runs when it is replayed, every address is the recorded one,
-and whatever would wait for the device is refused.
+nothing that it reads is kept alive by it, and whatever would wait for the device is refused.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from diffquant.kernels.cache import append, decode
 from diffquant.model.graphed_steps import Recording
@@ -54,21 +55,38 @@ class _Recorder(NoHostReads):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[Any, Any, Any, list[Any]]] = []
+        # Tensors of the recording itself, which a graph's own memory has.
+        self._made: dict[int, Tensor] = {}
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        read = tree_map(self._by_address, (args, kwargs))
         if func._schema.is_mutable:
-            self.calls.append((func, args, kwargs, []))
+            self.calls.append((func, *read, []))
             return args[0] if func._schema.returns else None
         # Only for what the result looks like: its values are those of another step.
         out = func(*args, **kwargs)
+        leaves = tree_leaves(out)
+        self._made |= {id(x): x for x in leaves if isinstance(x, Tensor)}
         is_view = any(returned.alias_info is not None for returned in func._schema.returns)
-        self.calls.append((func, args, kwargs, [] if is_view else tree_leaves(out)))
+        self.calls.append((func, *read, [] if is_view else leaves))
         return out
+
+    def _by_address(self, x: Any) -> Any:
+        return ref(x) if isinstance(x, Tensor) and id(x) not in self._made else x
 
     def replay(self) -> None:
         for func, args, kwargs, outs in self.calls:
+            args, kwargs = tree_map(_still_there, (args, kwargs))
             for old, new in zip(outs, tree_leaves(func(*args, **kwargs)), strict=False):
                 old.copy_(new)
+
+
+def _still_there(x: Any) -> Any:
+    if not isinstance(x, ref):
+        return x
+    tensor = x()
+    assert tensor is not None, "a recording reads memory that was given back"
+    return tensor
 
 
 @contextmanager
@@ -93,4 +111,4 @@ def record(work: Callable[[], Tensor]) -> Recording:
     recorder = _Recorder()
     with kernels_as_operators(), recorder:
         result = work()
-    return Recording(recorder.replay, result)
+    return Recording(recorder.replay, result, work)

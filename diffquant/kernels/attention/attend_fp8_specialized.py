@@ -80,7 +80,7 @@ def attend_fp8_specialized(
     full = (new_barriers(1, 1), new_barriers(STAGES, 1), new_barriers(STAGES, 1))
     # Both warpgroups read every buffer.
     free = (new_barriers(1, 2), new_barriers(STAGES, 2), new_barriers(STAGES, 2))
-    waits = new_barriers(1, 1)
+    waits = new_barriers(1, 1) if PACK == 2 else full[0]
     fence_async_shared()
 
     out_at = sequence * out_strides[0] + head.to(gl.int64) * out_strides[1]

@@ -80,8 +80,9 @@ def attend_specialized(
     full = (new_barriers(1, 1), new_barriers(STAGES, 1), new_barriers(STAGES, 1))
     # Both warpgroups read every buffer.
     free = (new_barriers(1, 2), new_barriers(STAGES, 2), new_barriers(STAGES, 2))
-    waits = new_barriers(1, 1)
-    turns = new_barriers(2, 1)
+    # What no partition waits for is not made, and names stand for others: see `new_barriers`.
+    waits = new_barriers(1, 1) if PACK == 2 else full[0]
+    turns = new_barriers(2, 1) if PIPELINED else full[0]
     fence_async_shared()
 
     out_at = sequence * out_strides[0] + pair.to(gl.int64) * out_strides[1]
