@@ -2,6 +2,7 @@
 
 from research.check.page import Page
 from research.check.pages.figure8 import VERDICTS
+from research.check.pages.kernels import OUTCOMES
 from research.check.pages.rounding import CHANCE, SHARES, SHIPPED
 from research.check.raw import medians, raw
 
@@ -22,3 +23,9 @@ PAGE.means(
 )
 PAGE.leaves("at 1.25 million parameters", "a size")
 PAGE.means("parameters DIFF loses more by low-bit logits", {*VERDICTS.values()} == {"DIFF loses"})
+PAGE.says(
+    "One H100 has run them: {} of {} tests passed, {} were skipped",
+    OUTCOMES["passed"],
+    sum(OUTCOMES.values()),
+    OUTCOMES["skipped"],
+)

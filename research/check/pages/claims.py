@@ -4,6 +4,7 @@ from research.check.page import Page, Unmeasured
 from research.check.pages import figure8_one_rate as one_rate
 from research.check.pages import kv, rounding, search
 from research.check.pages.figure8_seeds import CERTAIN, HOLM
+from research.check.pages.kernels import AIMS, OUTCOMES
 from research.check.raw import committed, raw
 
 PAGE = Page("research/pages/claims.md")
@@ -136,6 +137,13 @@ PAGE.says("of its decode rate ({} of a DiffLlama's)", raw("motif-decode.json")["
 
 # Raw files
 
+PAGE.says(
+    "On an H100 {} of the {} measured ratios", AIMS.count("reached"), AIMS.count("reached") + AIMS.count("missed")
+)
+PAGE.says("all {} tests on one H100, of which {} failed in the last run", sum(OUTCOMES.values()), OUTCOMES["failed"])
+PAGE.leaves("Triton 3.6, torch 2.11, one shape a row", "versions")
+PAGE.leaves("as carried at 3.4 bits a weight", "arithmetic of bench/gpu/carried.py")
+PAGE.leaves("400 items, paired, one run", "what was asked for")
 _SWEEPS = {name.rpartition("/")[0]: raw(name) for name in committed("sweep.json")}
 _WITH_CODE = {name for name, sweep in _SWEEPS.items() if any(cell.get("code") for cell in sweep["cells"])}
 PAGE.says(
@@ -144,10 +152,18 @@ PAGE.says(
     len(_SWEEPS) - len(_WITH_CODE),
 )
 PAGE.means(
-    "Of the 21 committed sweeps five have them: `research/results/figure8-needle-alike-seed-1/`, "
-    "`research/results/figure8-qk/`, `research/results/pocket-nll/`, `research/results/smollm2-logits-kl/` and "
-    "`research/results/smollm2-margins/`",
-    {"figure8-needle-alike-seed-1", "figure8-qk", "pocket-nll", "smollm2-logits-kl", "smollm2-margins"} == _WITH_CODE,
+    "Of the 22 committed sweeps six have them: `research/results/figure8-needle-alike-seed-1/`, "
+    "`research/results/figure8-qk/`, `research/results/pocket-nll/`, `research/results/smollm2-logits-h100/`, "
+    "`research/results/smollm2-logits-kl/` and `research/results/smollm2-margins/`",
+    {
+        "figure8-needle-alike-seed-1",
+        "figure8-qk",
+        "pocket-nll",
+        "smollm2-logits-h100",
+        "smollm2-logits-kl",
+        "smollm2-margins",
+    }
+    == _WITH_CODE,
 )
 PAGE.leaves("about 3,240 figures of tables", "an audit's count, whose programs are not in this repository")
 PAGE.leaves("3,465 statistics against scipy", "an audit's count, whose programs are not in this repository")
