@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from diffquant.attention.logits import from_coded, magnitudes, prepare_logits, round_logits, to_coded
 from diffquant.attention.probabilities import softmax_weights
+from diffquant.errors import UsageError
 from diffquant.evals.divergence import next_token_kl
 from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm, pair_norm
@@ -106,7 +107,13 @@ class SeenAttention:
 def observed(
     model: DiffTransformer, see: Callable[[SeenAttention], Tensor | None], layers: slice = slice(None)
 ) -> Iterator[None]:
-    """Show `see` every layer's attention while open; what it returns stands for the pairs' outputs [B, h, T, dv]."""
+    """Show `see` every layer's attention while open; what it returns stands for the pairs' outputs [B, h, T, dv].
+
+    Raises:
+        UsageError: signals have gates (V3), which `SeenAttention` does not know.
+    """
+    if any(module.spec.lam == "two-gates" for module in model.attentions):
+        raise UsageError("attention whose signals have gates cannot be observed")
 
     def hook(module: Any, arguments: Any, output: Tensor) -> Tensor | None:
         x, rotary, mask, _ = arguments
@@ -114,7 +121,10 @@ def observed(
         pairs = see(attention)
         if pairs is None:
             return None
-        projected: Tensor = module.o_proj(pair_norm(pairs, attention.post).transpose(1, 2).flatten(2))
+        y = pair_norm(pairs, attention.post).transpose(1, 2).flatten(2)
+        if module.spec.output_gate:
+            y = y * module.output_gate_proj(x).sigmoid()
+        projected: Tensor = module.o_proj(y)
         return projected
 
     handles = [module.register_forward_hook(hook) for module in model.attentions[layers]]

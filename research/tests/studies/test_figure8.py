@@ -32,6 +32,7 @@ SPECS = {
     "plain": DiffSpec(4, 2, 8, 8, maps=1),
     "v1": DiffSpec(2, 2, 8, 16, lam="exp", post_norm="affine", scale_by_init=True),
     "v2": DiffSpec(4, 2, 8, 8, shared_k=True, lam="sigmoid"),
+    "gated": DiffSpec(4, 2, 8, 8, maps=1, output_gate=True),
 }
 READINGS = [Reading(torch.randint(0, 400, (3, 30), generator=torch.Generator().manual_seed(1)), 29)]
 # Enough that the noise which measures a sensitivity, and the logits that are rounded, are not few.
