@@ -63,8 +63,8 @@ register(
 # fp8 too.
 register(_backend("triton-int8", "prefill_int8", "fp16"))
 register(_backend("triton-fp8", "prefill_int8", "fp8"))
-# Used only by name: some of their launches never ended on an H100, and no GPU has run what mended that. They compute the
-# same as the kernels without "specialized" or "pipelined".
+# Used only by name: some of their launches never ended on an H100, and no GPU has run what mended that. They compute
+# the same as the kernels without "specialized" or "pipelined".
 register(_backend("triton-simulated-specialized", "prefill_simulated", True, logits="quantized"))
 register(_backend("triton-specialized", "prefill_specialized", 16))
 register(_backend("triton-fp8-specialized", "prefill_specialized", 8))
