@@ -44,6 +44,8 @@ struct MatmulKernel {
   const char* name;
   // Channels whose codes lie side by side.
   int64_t group;
+  // Rows that are rounded and multiplied in one go, or 0 for as many as a cache holds.
+  int64_t rows;
   // Bytes of a rounded activation, for codes of so many bits.
   int64_t (*activation_bytes)(int64_t bits);
   // Fills a packed matrix, whose memory is there, from MatMulNBits' codes [channels, blocks, block * bits / 8] and

@@ -178,7 +178,7 @@ struct Matmul {
 
 template <class Isa>
 constexpr MatmulKernel make_matmul(const char* name) {
-  return {name, Isa::kGroup, Matmul<Isa>::activation_bytes, Matmul<Isa>::pack, Matmul<Isa>::round, Matmul<Isa>::multiply};
+  return {name, Isa::kGroup, 0, Matmul<Isa>::activation_bytes, Matmul<Isa>::pack, Matmul<Isa>::round, Matmul<Isa>::multiply};
 }
 
 }  // namespace

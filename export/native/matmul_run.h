@@ -64,7 +64,8 @@ template <class Parallel>
 void multiply_rows(const MatmulKernel& kernel, const PackedMatrix& m, const float* x, int64_t rows, float* y,
                    const Parallel& parallel) {
   const int64_t row_bytes = m.padded() * kernel.activation_bytes(m.bits);
-  const int64_t most = std::min(rows, std::max<int64_t>(kChunkBytes / row_bytes / 12 * 12, 12));
+  const int64_t held = kernel.rows ? kernel.rows : std::max<int64_t>(kChunkBytes / row_bytes / 12 * 12, 12);
+  const int64_t most = std::min(rows, held);
   Scratch& scratch = Scratch::of_this_thread();
   const int64_t stride = round_up(most, kRowsOfMemory);
   const int64_t code_floats = (stride * row_bytes + 3) / 4;
