@@ -75,7 +75,7 @@ def use_matmul_kernel(name: str) -> bool:
     To use one where ONNX Runtime's own products are the default, call this before the process's first session.
 
     Args:
-        name: avx512vnni, avx2, neon or plain.
+        name: amx, avx512vnni, avx2, neon or plain.
 
     Returns:
         Whether there is a library and this processor has it.

@@ -25,6 +25,7 @@ _PROCESSOR_FLAGS = {
     "kernel_avx512": (_INTEL, _AVX512),
     "matmul_avx2": (_INTEL, _AVX2),
     "matmul_avx512vnni": (_INTEL, [*_AVX512, "-mavx512vnni"]),
+    "matmul_amx": (_INTEL, [*_AVX512, "-mavx512vnni", "-mamx-tile", "-mamx-int8"]),
     "matmul_neon": (_ARM, ["-march=armv8.2-a+dotprod"]),
 }
 _SANITIZE = ["-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]

@@ -29,9 +29,11 @@ struct PackedMatrix {
   DIFFQUANT_INLINE int64_t group_bytes() const { return padded() * group * bits / 8; }
 };
 
-// Rows of activations, rounded: codes of int8 or int16 [rows, padded], the others [blocks, rows].
+// Rows of activations, rounded: codes of int8 or int16 [stride, padded], the others [blocks, stride].
 struct RoundedRows {
   int64_t rows;
+  // Rows that there is memory for: a kernel may compute whole tiles of them.
+  int64_t stride;
   uint8_t* codes;
   float* scales;
   // What a zero point adds to a block's product.
@@ -42,6 +44,8 @@ struct MatmulKernel {
   const char* name;
   // Channels whose codes lie side by side.
   int64_t group;
+  // Rows that are rounded and multiplied in one go, or 0 for as many as a cache holds.
+  int64_t rows;
   // Bytes of a rounded activation, for codes of so many bits.
   int64_t (*activation_bytes)(int64_t bits);
   // Fills a packed matrix, whose memory is there, from MatMulNBits' codes [channels, blocks, block * bits / 8] and
@@ -54,11 +58,11 @@ struct MatmulKernel {
 };
 
 // Each is compiled for the processors of its kind alone.
-extern const MatmulKernel kPlainMatmul, kAvx2Matmul, kVnniMatmul, kNeonMatmul;
+extern const MatmulKernel kPlainMatmul, kAvx2Matmul, kVnniMatmul, kAmxMatmul, kNeonMatmul;
 
 // The kernel for this processor, or null if there is none that beats ONNX Runtime's own.
 const MatmulKernel* matmul_kernel();
-// The kernel of that name (plain, avx2, avx512vnni, neon), or null if this processor cannot run it.
+// The kernel of that name (plain, avx2, avx512vnni, amx, neon), or null if this processor cannot run it.
 const MatmulKernel* find_matmul_kernel(const char* name);
 // Sessions that are opened from now on use the kernel of that name; returns whether this processor runs it.
 bool use_matmul_kernel(const char* name);

@@ -3,6 +3,13 @@
 #include <cstring>
 #include <vector>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+#if defined(__x86_64__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #if defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
 #endif
@@ -19,6 +26,22 @@ struct Candidate {
   bool is_faster;
 };
 
+#if defined(__x86_64__)
+// Whether the processor has tiles of int8 and the system lets this process use them.
+bool may_use_tiles() {
+#if defined(__linux__)
+  constexpr unsigned kTiles = 1 << 24, kBytes = 1 << 25;  // AMX-TILE and AMX-INT8
+  unsigned a, b, c, d = 0;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kTiles) == 0 || (d & kBytes) == 0) return false;
+  // Tiles make a thread's state larger than memory that programs set aside for signals, so each has to ask for them.
+  constexpr int kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+#endif
+
 std::vector<Candidate> candidates() {
   std::vector<Candidate> out;
 #if defined(__x86_64__)
@@ -27,6 +50,8 @@ std::vector<Candidate> candidates() {
   const bool avx512 = __builtin_cpu_supports("avx512f");
   const bool vnni = avx2 && avx512 && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                     __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
+  static const bool tiles = vnni && may_use_tiles();
+  out.push_back({&kAmxMatmul, tiles, true});
   out.push_back({&kVnniMatmul, vnni, true});
   // Beside AVX-512 without VNNI, where the runtime's own kernel is wider than this one, nothing was measured.
   out.push_back({&kAvx2Matmul, avx2, !avx512});
@@ -46,7 +71,7 @@ std::vector<Candidate> candidates() {
 // Whether a kernel gives what the plain one gives, to the last bit: an instruction that an emulator or a processor has
 // wrong must not go unnoticed.
 bool agrees_with_plain(const MatmulKernel& kernel) {
-  constexpr int64_t kRows = 13, kChannels = 40, kWidth = 90, kBlock = 32;
+  constexpr int64_t kRows = 45, kChannels = 40, kWidth = 90, kBlock = 32;
   uint32_t state = 1;
   const auto next = [&] { return state = state * 1664525 + 1013904223, state >> 8; };
   for (const int64_t bits : {4, 8}) {

@@ -101,7 +101,7 @@ struct Matmul {
       Activation* codes = reinterpret_cast<Activation*>(rows.codes) + row * m.padded();
       for (int64_t block = 0; block < m.blocks(); ++block) {
         const int64_t begin = block * m.block, count = smaller(m.block, m.width - begin);
-        const int64_t i = block * rows.rows + row;
+        const int64_t i = block * rows.stride + row;
         const int32_t sum = round_block(x + row * m.width + begin, count, codes + begin, rows.scales[i]);
         for (int64_t k = count; k < m.block; ++k) codes[begin + k] = 0;
         rows.offsets[i] = -Isa::template kZero<bits> * sum;
@@ -148,7 +148,7 @@ struct Matmul {
                         m.scales + group * m.blocks() * kGroup * m.scale_bytes(),
                         rows.codes + row * row_bytes,
                         row_bytes,
-                        rows.rows,
+                        rows.stride,
                         rows.scales + row,
                         rows.offsets + row,
                         sums};
@@ -178,7 +178,7 @@ struct Matmul {
 
 template <class Isa>
 constexpr MatmulKernel make_matmul(const char* name) {
-  return {name, Isa::kGroup, Matmul<Isa>::activation_bytes, Matmul<Isa>::pack, Matmul<Isa>::round, Matmul<Isa>::multiply};
+  return {name, Isa::kGroup, 0, Matmul<Isa>::activation_bytes, Matmul<Isa>::pack, Matmul<Isa>::round, Matmul<Isa>::multiply};
 }
 
 }  // namespace

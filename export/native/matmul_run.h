@@ -54,6 +54,8 @@ namespace {
 
 // Rounded rows that fit a second-level cache beside a group's codes: they are read again for each group.
 constexpr int64_t kChunkBytes = 256 * 1024;
+// Rows that a kernel may compute together.
+constexpr int64_t kRowsOfMemory = 16;
 // Work that pays for handing it to another thread.
 constexpr int64_t kTaskProducts = 1 << 19, kTaskRoundings = 1 << 15;
 
@@ -62,12 +64,15 @@ template <class Parallel>
 void multiply_rows(const MatmulKernel& kernel, const PackedMatrix& m, const float* x, int64_t rows, float* y,
                    const Parallel& parallel) {
   const int64_t row_bytes = m.padded() * kernel.activation_bytes(m.bits);
-  const int64_t most = std::min(rows, std::max<int64_t>(kChunkBytes / row_bytes / 12 * 12, 12));
+  const int64_t held = kernel.rows ? kernel.rows : std::max<int64_t>(kChunkBytes / row_bytes / 12 * 12, 12);
+  const int64_t most = std::min(rows, held);
   Scratch& scratch = Scratch::of_this_thread();
-  const int64_t code_floats = (most * row_bytes + 3) / 4;
-  scratch.reset(code_floats + 2 * most * m.blocks(), 3);
-  RoundedRows rounded{0, reinterpret_cast<uint8_t*>(scratch.take(code_floats)), scratch.take(most * m.blocks()),
-                      reinterpret_cast<int32_t*>(scratch.take(most * m.blocks()))};
+  const int64_t stride = round_up(most, kRowsOfMemory);
+  const int64_t code_floats = (stride * row_bytes + 3) / 4;
+  scratch.reset(code_floats + 2 * stride * m.blocks(), 3);
+  RoundedRows rounded{0, stride, reinterpret_cast<uint8_t*>(scratch.take(code_floats)),
+                      scratch.take(stride * m.blocks()),
+                      reinterpret_cast<int32_t*>(scratch.take(stride * m.blocks()))};
   for (int64_t first = 0; first < rows; first += most) {
     rounded.rows = std::min(most, rows - first);
     const int64_t rows_each = std::max<int64_t>(kTaskRoundings / m.width, 1);

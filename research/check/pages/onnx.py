@@ -139,17 +139,35 @@ PAGE.means(
 )
 
 
-def _products(row: str, head: str) -> list[float]:
-    """How many times as fast as ONNX Runtime's the library's product is, at least and at most over the shapes."""
+def _ratios(file: str, row: str, head: str) -> list[dict[str, float]]:
+    """How many times as fast as ONNX Runtime's each kernel's product is, for each shape."""
     bits, _, block = head.partition(":g")
     wanted = {"rows": int(row.replace(",", "")), "bits": int(bits), "block": int(block)}
-    ratios = [
-        each["ratio"]["avx512vnni"] for each in raw("products.json")["products"] if wanted.items() <= each.items()
-    ]
+    return [each["ratio"] for each in raw(file)["products"] if wanted.items() <= each.items()]
+
+
+def _products(row: str, head: str) -> list[float]:
+    """The library's product beside ONNX Runtime's, at least and at most over the shapes."""
+    ratios = [each["avx512vnni"] for each in _ratios("products-epyc.json", row, head)]
+    return [min(ratios), max(ratios)]
+
+
+_KERNELS = {
+    "VNNI": lambda ratio: ratio["avx512vnni"],
+    "AMX": lambda ratio: ratio["amx"],
+    "AMX beside VNNI": lambda ratio: ratio["amx"] / ratio["avx512vnni"],
+}
+
+
+def _tiles(row: str, head: str) -> list[float]:
+    """The same where the processor has a matrix unit, of the kernels that the row names."""
+    rows, _, kernel = row.partition(", ")
+    ratios = [_KERNELS[kernel](each) for each in _ratios("products.json", rows, head)]
     return [min(ratios), max(ratios)]
 
 
 PAGE.table("rows | 4:g32 | 8:g64", _products)
+PAGE.table("rows and kernel | 4:g32 | 8:g64 | 4:g128", _tiles)
 PAGE.leaves("calibrated on 64 random tokens", "a setting of the program")
 
 

@@ -6,7 +6,7 @@
 extern "C" int modelled_matmul(const char* name, int64_t rows, int64_t channels, int64_t width, int64_t block,
                                int64_t bits, const float* x, const uint8_t* codes, const float* scales, float* y) {
   using namespace diffquant;
-  for (const MatmulKernel* kernel : {&kPlainMatmul, &kVnniMatmul, &kNeonMatmul}) {
+  for (const MatmulKernel* kernel : {&kPlainMatmul, &kVnniMatmul, &kAmxMatmul, &kNeonMatmul}) {
     if (std::strcmp(kernel->name, name) != 0) continue;
     multiply_here(*kernel, rows, {channels, width, block, bits, nullptr, nullptr}, x, codes, scales, y);
     return 1;
