@@ -28,6 +28,8 @@ _PROCESSOR_FLAGS = {
     "matmul_amx": (_INTEL, [*_AVX512, "-mavx512vnni", "-mamx-tile", "-mamx-int8"]),
     "matmul_neon": (_ARM, ["-march=armv8.2-a+dotprod"]),
 }
+# What compilers older than the processor do not know is left out, and the rest is told so: g++ has AMX since 11.
+_NEWEST = {"matmul_amx": "-DDIFFQUANT_WITHOUT_AMX"}
 _SANITIZE = ["-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
 
 
@@ -49,23 +51,36 @@ def build(library: Path, compiler: str, sanitize: bool = False, sources: Path = 
         subprocess.CalledProcessError: the compiler failed; its reasons stand on stderr.
     """
     flags = _FLAGS + (_SANITIZE if sanitize else [])
+    left_out = {stem for stem in _NEWEST if not _takes(compiler, _flags_of(stem))}
+    flags += [_NEWEST[stem] for stem in left_out]
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent, prefix=".build-") as folder:
         commands = {
             Path(folder) / f"{source.stem}.o": [
                 compiler,
                 *flags,
-                *_PROCESSOR_FLAGS.get(source.stem, ((), []))[1],
+                *_flags_of(source.stem),
                 "-c",
                 str(source),
             ]
             for source in _sources_in(sources)
+            if source.stem not in left_out
         }
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(_run, [[*command, "-o", str(object_file)] for object_file, command in commands.items()]))
         linked = Path(folder) / library.name
         _run([compiler, *flags, "-shared", "-o", str(linked), *map(str, commands)])
         os.replace(linked, library)
+
+
+def _flags_of(stem: str) -> list[str]:
+    return _PROCESSOR_FLAGS.get(stem, ((), []))[1]
+
+
+def _takes(compiler: str, flags: list[str]) -> bool:
+    """Whether a compiler knows some flags."""
+    command = [compiler, *flags, "-E", "-x", "c++", os.devnull]
+    return subprocess.run(command, check=False, capture_output=True).returncode == 0
 
 
 def _sources_in(folder: Path) -> list[Path]:

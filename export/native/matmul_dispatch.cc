@@ -26,7 +26,7 @@ struct Candidate {
   bool is_faster;
 };
 
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(DIFFQUANT_WITHOUT_AMX)
 // Whether the processor has tiles of int8 and the system lets this process use them.
 bool may_use_tiles() {
 #if defined(__linux__)
@@ -50,8 +50,10 @@ std::vector<Candidate> candidates() {
   const bool avx512 = __builtin_cpu_supports("avx512f");
   const bool vnni = avx2 && avx512 && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                     __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
+#if !defined(DIFFQUANT_WITHOUT_AMX)
   static const bool tiles = vnni && may_use_tiles();
   out.push_back({&kAmxMatmul, tiles, true});
+#endif
   out.push_back({&kVnniMatmul, vnni, true});
   // Beside AVX-512 without VNNI, where the runtime's own kernel is wider than this one, nothing was measured.
   out.push_back({&kAvx2Matmul, avx2, !avx512});

@@ -43,6 +43,18 @@ def test_a_failed_build_leaves_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_compiler_from_before_a_processor_builds_the_kernels_that_it_knows(tmp_path):
+    older = tmp_path / "g++-10"
+    older.write_text('#!/bin/sh\ncase "$*" in *-mamx*) exit 1 ;; esac\nexec c++ "$@" -O0\n')
+    older.chmod(0o755)
+    library = tmp_path / LIBRARY
+    ran = build("-o", library, CXX=str(older))
+    assert ran.returncode == 0, ran.stderr
+    loaded = "import ctypes, os, sys; ctypes.CDLL(sys.argv[1], mode=os.RTLD_NOW)"
+    subprocess.run([sys.executable, "-c", loaded, library], check=True)
+    assert b"amx" not in library.read_bytes()
+
+
 def test_every_header_and_source_is_shipped():
     patterns = {"*.cc", "*.h"}
     shipped = (Path(__file__).parents[2] / "pyproject.toml").read_text()
