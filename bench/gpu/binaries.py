@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from diffquant.bench.gpu.machine_code import (
+    barriers_stored_over,
     block_barriers,
     counted,
     innermost_loops,
@@ -40,6 +41,7 @@ class Binary:
         barriers: number of barriers of each of these loops at which all warps of a block meet.
         early_loads: number of loads before it waits for the kernel that runs ahead of it; 0 where it never does.
         overwritten: instructions of these loops that write what a product under way may still read.
+        stored_over: instructions that set up a barrier where a plain store writes too.
         pointers: types of the tensors it takes, by argument.
     """
 
@@ -56,6 +58,7 @@ class Binary:
     barriers: list[int]
     early_loads: int
     overwritten: list[str]
+    stored_over: list[str]
     pointers: dict[str, str]
 
     @property
@@ -119,6 +122,7 @@ def read_binary(kernel: Any, capability: int) -> Binary:
         barriers=[block_barriers(loop) for loop in loops],
         early_loads=_loads_before_waiting([each.opcode for each in code]),
         overwritten=[fault for loop in loops for fault in overwritten_operands(loop)],
+        stored_over=barriers_stored_over(code),
         pointers={
             name: kind for name, kind in kernel.src.signature.items() if isinstance(kind, str) and kind.startswith("*")
         },

@@ -1,4 +1,4 @@
-"""Machine code of NVIDIA's GPUs as cuobjdump prints it: its loops, what they use, and registers written too early.
+"""Machine code of NVIDIA's GPUs as cuobjdump prints it: its loops, what they use, and what is written too early.
 
 Hopper's matrix products run asynchronously. A warpgroup closes a group of them with a product that names the
 scoreboard gsb0, and `WARPGROUP.DEPBAR.LE gsb0, N` waits until at most N closed groups are under way. Until then a
@@ -13,6 +13,10 @@ _LINE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?(.*?);", re.MUL
 _PRODUCTS = ("HGMMA", "IGMMA", "QGMMA")
 # A warp's own product: HMMA.16816 is 16 rows, 8 columns, 16 deep.
 _WARP_SHAPE = re.compile(r"[HI]MMA\.(16)(8)(8|16|32)\b")
+# A place of shared memory that a kernel knows when it is compiled: a uniform register has the memory's beginning.
+_FIXED = re.compile(r"\[UR\d+(?:\+(0x[0-9a-f]+))?\]")
+_STORED_BYTES = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
+_BARRIER_BYTES = 8
 # The left side of a product of 64 rows, 16 columns of 16 bits or 32 of 8: four registers a thread.
 _LEFT_REGISTERS = 4
 _WRITE_NO_REGISTER = frozenset(
@@ -136,6 +140,29 @@ def overwritten_operands(loop: Code) -> list[str]:
             if any(written & left for group in (*under_way, opened) for left in group):
                 faults.append(f"{each.address:#x}: {each.text}")
     return list(dict.fromkeys(faults))
+
+
+def barriers_stored_over(code: Code) -> list[str]:
+    """Initial states of barriers, `SYNCS.EXCH.64 URZ, [UR4+0x38000], UR6`, in bytes that a plain store writes too.
+
+    Nothing orders the two: whoever reads what was stored may find the barrier's state, or the other way round.
+    """
+    stored: set[int] = set()
+    for each in code:
+        if each.opcode == "STS" and (place := _FIXED.fullmatch(each.operands[0])):
+            width = _STORED_BYTES.get(each.text.split()[0].rpartition(".")[2], 4)
+            stored.update(range(_offset(place), _offset(place) + width))
+    return [
+        f"{each.address:#x}: {each.text}"
+        for each in code
+        if each.text.startswith("SYNCS.EXCH.64")
+        and (place := _FIXED.fullmatch(each.operands[1]))
+        and not stored.isdisjoint(range(_offset(place), _offset(place) + _BARRIER_BYTES))
+    ]
+
+
+def _offset(place: re.Match[str]) -> int:
+    return int(place[1] or "0", 16)
 
 
 def _written(each: Instruction) -> set[int]:

@@ -1,14 +1,18 @@
 """The command line, timing in turns, memory, generation's bookkeeping and the GPU table's verdicts."""
 
+import gc
 import json
 import subprocess
 import sys
 import time
+import weakref
 from dataclasses import replace
 from functools import partial
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from diffquant.bench import memory, run, timing
@@ -55,6 +59,21 @@ def test_a_short_call_runs_often_enough_to_be_timed():
 def test_graphs_are_for_cuda():
     with pytest.raises(UsageError, match="only CUDA devices have graphs"):
         timing.prepare(lambda: None, graph=True)
+
+
+def test_a_graph_keeps_what_it_was_captured_of(monkeypatch):
+    """It knows addresses alone, and nobody else may keep the tensors there."""
+    read, replayed = torch.ones(3), []
+    there = weakref.ref(read)
+    device = MagicMock()
+    device.CUDAGraph().replay = lambda: replayed.append(there() is not None)
+    device.Event().elapsed_time = lambda _: 2.0
+    monkeypatch.setattr(torch, "cuda", device)
+    timed = timing.prepare(partial(torch.neg, read), "cuda", graph=True)
+    del read
+    gc.collect()
+    assert timed.turn() == 2 / 3
+    assert replayed == [True] * 4
 
 
 def test_anonymous_memory_counts_what_was_touched():

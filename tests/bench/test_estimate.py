@@ -35,6 +35,7 @@ def binary(loops, products, *, barriers=0, hiding=0.0, registers=255, shared=200
         [barriers] * len(loops),
         0,
         [],
+        [],
         {},
     )
 

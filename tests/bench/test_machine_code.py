@@ -1,8 +1,9 @@
-"""The check for registers that are written while Hopper's products may still read them, on small loops."""
+"""The checks for registers that are written while Hopper's products may still read them, and more, on small loops."""
 
 import pytest
 
 from diffquant.bench.gpu.machine_code import (
+    barriers_stored_over,
     block_barriers,
     counted,
     innermost_loops,
@@ -92,3 +93,27 @@ def test_a_barrier_of_one_warpgroup_is_none_of_the_block():
 def test_products_under_way_hide_behind_exponentials(texts, share):
     (loop,) = innermost_loops(instructions(loop_of(*texts)))
     assert under_way_at_exponentials(loop) == share
+
+
+SET_UP = "SYNCS.EXCH.64 URZ, [UR5+0x38008], UR22"
+
+
+@pytest.mark.parametrize(
+    ("store", "is_over"),
+    [
+        ("STS [UR5+0x38008], R4", True),
+        ("STS.128 [UR5+0x38000], R4", True),
+        ("STS.64 [UR5+0x38000], R4", False),
+        ("STS.64 [UR5+0x38010], R4", False),
+        ("STS.U8 [UR4+0x3800f], R4", True),
+        ("STS.U8 [UR4+0x38007], R4", False),
+        # From the memory's beginning on, and at a place that each thread computes.
+        ("STS [UR5], R4", False),
+        ("STS [R3], R4", False),
+        ("LDS.128 R4, [UR5+0x38000]", False),
+    ],
+)
+def test_a_barrier_and_what_is_stored_have_bytes_of_their_own(store, is_over):
+    for texts in ((SET_UP, store), (store, SET_UP)):
+        found = barriers_stored_over(instructions(loop_of(*texts)))
+        assert [fault.partition(": ")[2] for fault in found] == ([SET_UP] if is_over else [])

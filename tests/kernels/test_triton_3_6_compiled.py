@@ -35,6 +35,7 @@ def test_no_product_loses_its_operands(binaries):
     for name, each in binaries.items():
         for binary in each:
             assert name in REFUSED or binary.overwritten == [], name
+            assert binary.stored_over == [], name
             assert binary.shared <= SHARED_LIMIT[90], name
             assert not binary.spills_in_a_main_loop(), name
 

@@ -43,8 +43,16 @@ SELECTED: dict[str, Callable[[Parameters], bool]] = {
     ),
     "test_specialized.py::test_close_to_the_plain_form": lambda p: p["name"] in _SHORT,
     "test_specialized.py::test_the_pipelined_form_is_close_to_the_plain_form": lambda p: p["name"] in _SHORT,
+    "test_specialized.py::test_rounded_logits_fall_on_the_codes_of_the_plain_form": lambda p: (
+        p["name"] == "right padding" and (p["generation"], p["text"]) in (("v1", "4:row:shift"), ("v2", "8:row"))
+    ),
     "test_simulated.py::test_equals_the_plain_form_at_every_border": lambda p: (
-        (p["name"], p["text"]) in (("ragged, one empty", "4:row"), ("causal", "8:head:shift")) and p["width"] == 64
+        ((p["name"], p["text"]) in (("ragged, one empty", "4:row"), ("causal", "8:head:shift")) and p["width"] == 64)
+        # Rows that see nothing, whose weights float16 would not hold.
+        or (
+            p["name"] in ("more queries than keys", "ragged")
+            and (p["generation"], p["text"], p["width"]) in (("v1", "8:head:shift", 128), ("v2", "4:row", 128))
+        )
     ),
     "test_simulated.py::test_weights_in_blocks_are_rounded_as_the_plain_form_rounds_them": lambda p: (
         (p["generation"], p["width"], p["logits"]) in (("v1", 64, "16"), ("v2", 128, "8:row"))
