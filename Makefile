@@ -7,8 +7,11 @@ NATIVE := export/native/libdiffquant_onnx.so
 SANITIZED := build/sanitized/libdiffquant_onnx.so
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-# Where `make gpu-bench` writes, and how many processes test: each holds a context of about half a gigabyte on the device.
+# Where `make gpu-bench` writes, and which groups it measures: those whose names contain ONLY. What `make gpu-test` runs, and in
+# how many processes: each holds a context of about half a gigabyte on the device.
 JSON ?= bench/results/gpu.json
+ONLY ?=
+TESTS ?= tests/gpu
 JOBS ?= 12
 HAS_TORCH := $(PYTHON) -c 'import torch, transformers' 2>/dev/null
 
@@ -179,12 +182,12 @@ gpu:
 
 # Ratios against their aims, written to JSON after each group.
 gpu-bench:
-	PYTHONPATH=. $(PYTHON) -m diffquant.bench.gpu --json $(JSON)
+	PYTHONPATH=. $(PYTHON) -m diffquant.bench.gpu --json $(JSON) --only '$(ONLY)'
 
 # Tests compile kernels for most of their time: they run side by side where pytest-xdist is there.
 gpu-test:
 	side_by_side=$$($(PYTHON) -c 'import xdist' 2>/dev/null && echo "-n $(JOBS) --dist worksteal"); \
-	PYTHONPATH=. $(PYTHON) -m pytest tests/gpu $$side_by_side --noconftest -p no:cacheprovider -p tests.support.compilations \
+	PYTHONPATH=. $(PYTHON) -m pytest $(TESTS) $$side_by_side --noconftest -p no:cacheprovider -p tests.support.compilations \
 		-p tests.support.device_run
 
 # What `make test` tries a little of: a kill before every file operation of every verb, 10,000 damaged checkpoints, 10,000

@@ -1,7 +1,7 @@
 """The number of kernels that `make gpu-test` and `make gpu-bench` compile, which is most of what they take.
 
-Each has six minutes, which the bounds below keep if a kernel takes 4 CPU seconds on average. One in twenty of them,
-compiled for an H200 by Triton 3.9 on a core that others used too, took 2.3 on average, and the slowest 10.
+Each has six minutes, which the bounds below keep if a kernel takes twice the 1.3 CPU seconds on average that 774 of the
+tests' kernels took beside an H100, by Triton 3.6 and with other programs. All of the bench's were there after 71 s.
 """
 
 import json
@@ -16,13 +16,13 @@ from tests.support.thorough import thorough
 
 ROOT = Path(__file__).parents[1]
 BENCH = "bench_launches.py"
-SECONDS_A_KERNEL = 4.0
+SECONDS_A_KERNEL = 2.6
 MINUTES = 6.0
 # `make gpu-test` runs twelve processes on 16 cores. 60 seconds are for what is not compiling: starting, 64K contexts.
 MOST_IN_TESTS = int((60 * MINUTES - 60) * 12 / SECONDS_A_KERNEL)
-# `make gpu-bench` compiles in one process. Half of its time is for measuring, and ten kernels are for the group that
-# generates text, which is not counted.
-MOST_IN_BENCH = int(60 * MINUTES / 2 / SECONDS_A_KERNEL) - 10
+# `make gpu-bench` compiles its groups side by side, each in a process. A third of its time is for that, on half of the
+# cores, since groups do not have as many kernels each; what the group that generates text compiles is not counted.
+MOST_IN_BENCH = int(60 * MINUTES / 3 * 8 / SECONDS_A_KERNEL)
 
 
 def kernels_by_file(folder):

@@ -44,14 +44,16 @@ def hangs():
     time.sleep(600)
 
 
-def test_a_group_that_hangs_when_it_runs_once_is_named_and_the_others_are_measured(monkeypatch):
-    monkeypatch.setattr(ratios, "measure_roofline", fails)
-    monkeypatch.setattr(ratios, "_SECONDS_TO_WARM", 8.0)
-    began = time.monotonic()
-    result = ratios.measure_all([Group("stuck", (), hangs, ()), Group("well", (), first, ())], None, seconds=600)
-    assert time.monotonic() - began < 60
-    assert [group["problem"] for group in result["groups"]] == ["no result in 8 s", None]
-    assert result["groups"][1]["runs"] == [cells(a=1.0)] * 2
+def test_a_process_that_hangs_ends_with_a_reason_and_is_called_no_more():
+    stuck, well = ratios.Apart(), ratios.Apart()
+    waiting, done = stuck.start(hangs, ()), well.start(first, ())
+    assert stuck.result(waiting, 0.5) is None
+    assert stuck.problem == "no result in time"
+    assert stuck.start(first, ()) is None
+    assert well.result(done, 60) == cells(a=1.0)
+    assert well.problem is None
+    stuck.end()
+    well.end()
 
 
 def test_a_group_that_fails_is_reported_and_ends():

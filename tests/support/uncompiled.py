@@ -25,7 +25,7 @@ from diffquant.family.call import AttentionCall
 
 COUNTS = "DIFFQUANT_COUNTS"
 # What meta tensors cannot say, and what the tests hear instead.
-_ANSWERS = {"item": 0.0, "__float__": 0.0, "__int__": 0, "__index__": 0, "__bool__": True, "equal": True, "tolist": [0]}
+_ANSWERS = {"item": 0.0, "__float__": 0.0, "__int__": 0, "__index__": 0, "__bool__": True, "equal": True}
 _keys: set[tuple[Path, str, str, str]] = set()
 _counts: dict[str, Counter[str]] = defaultdict(Counter)
 _running = Path()
@@ -43,20 +43,30 @@ class _OnMeta(TorchFunctionMode):
             return args[0].is_meta
         if name == "cuda":
             return args[0].to("meta")
-        if name in _ANSWERS and any(isinstance(x, Tensor) and x.is_meta for x in args):
-            return _ANSWERS[name]
-        if kwargs.pop("generator", None) is not None or _is_cuda(kwargs.get("device")):
+        if any(isinstance(x, Tensor) and x.is_meta for x in args):
+            if name in _ANSWERS:
+                return _ANSWERS[name]
+            if name == "tolist":
+                return torch.zeros(args[0].shape, dtype=args[0].dtype).tolist()
+        generator = kwargs.pop("generator", None)
+        if _is_cuda(getattr(generator, "asked_for", None)) or _is_cuda(kwargs.get("device")):
             kwargs["device"] = "meta"
+        elif generator is not None:
+            kwargs["generator"] = generator
         if name == "to":
             args = tuple("meta" if _is_cuda(x) else x for x in args)
         return func(*args, **kwargs)
 
 
 class _Generator(torch.Generator):
-    """A random generator that may be asked for on any device, and draws on none."""
+    """A random generator that may be asked for on any device, and draws on the host alone."""
 
-    def __new__(cls, *_: object) -> "_Generator":
-        return super().__new__(cls)
+    asked_for: object
+
+    def __new__(cls, device: object = "cpu") -> "_Generator":
+        made = super().__new__(cls)
+        made.asked_for = device
+        return made
 
 
 class _Graph:
