@@ -11,6 +11,8 @@ from research.figure8.analysis import (
     LEVEL,
     MAIN,
     PRIMARY,
+    THREE,
+    Comparison,
     Measure,
     bits_won,
     holm,
@@ -92,6 +94,33 @@ PARTS: dict[str, Measure] = {
     "perplexity over the Transformer's": perplexity_ratio,
 }
 PAGE.table("mean over six trainings | DIFF V1 | DIFF V2", lambda row, column: interval(column, PARTS[row]))
+
+# Controls
+
+_CONTROLS = {
+    "half the heads, of V1's width": Comparison("half-heads", seeds=THREE),
+    "gates behind attention": Comparison("gated", seeds=THREE),
+}
+_OF_CONTROLS: dict[str, Measure] = {
+    "bits won at `4:tensor`": bits_won(PRIMARY),
+    "range": range_won,
+    "sensitivity": sensitivity_won,
+    "perplexity": perplexity_ratio,
+}
+
+
+def _control(row: str, column: str) -> list[float]:
+    mean = mean_interval(_CONTROLS[row].values(THERE, _OF_CONTROLS[column]))
+    return [mean.mean, mean.low, mean.high]
+
+
+PAGE.table(
+    "over the Transformer, three trainings | bits won at `4:tensor` | range | sensitivity | perplexity", _control
+)
+PAGE.says(
+    "no second map wins {} [{}, {}] bits, and one with gates behind attention {} [{}, {}]",
+    *(x for row in _CONTROLS for x in _control(row, "bits won at `4:tensor`")),
+)
 
 # Outliers
 
