@@ -33,6 +33,7 @@ _SECONDS_A_GROUP = 150
 _SECONDS_TO_WARM = 150
 _MINUTES = 6.0
 _DTYPES = ["float16", "bfloat16"]
+_LATE = "no result in time"
 
 Ceilings = dict[str, dict[str, float]]
 
@@ -59,7 +60,7 @@ class Apart:
         try:
             return future.result(seconds)
         except Exception as error:  # the other groups go on
-            self.problem = "no result in time" if isinstance(error, TimeoutError) else failure(error)
+            self.problem = _LATE if isinstance(error, TimeoutError) else failure(error)
             for process in list(self._pool._processes.values()):
                 process.kill()
             return None
@@ -83,7 +84,6 @@ def run_group(group: Group, process: Apart) -> dict[str, Any]:
     """Cells of a group's runs and the ratios of its aims; the problem where it failed."""
     started = time.perf_counter()
     runs = [process.result(process.start(group.measure, group.arguments), _SECONDS_A_GROUP) for _ in range(_RUNS)]
-    process.end()
     done = [run for run in runs if run is not None]
     return entry(group, done, process.problem) | {"seconds": time.perf_counter() - started}
 
@@ -230,6 +230,7 @@ def measure_all(chosen: Sequence[Group], file: Path | None, seconds: float, devi
     for group, process in zip(chosen, processes, strict=True):
         over = time.perf_counter() - started > seconds
         result["groups"].append(entry(group, (), "the time was over") if over else run_group(group, process))
+        process.end()
         print(group_text(result["groups"][-1], ceilings), flush=True)
         if file:
             write_json(file, result)
@@ -237,14 +238,18 @@ def measure_all(chosen: Sequence[Group], file: Path | None, seconds: float, devi
 
 
 def _warmed(chosen: Sequence[Group]) -> list[Apart]:
-    """Processes that have run their group once, all side by side: kernels are compiled, and imports done."""
+    """Processes that have run their group once, all side by side: kernels are compiled, and imports done.
+
+    A group that failed has a new one, since it may have lacked memory beside the others; one that hangs has none.
+    """
     processes = [Apart() for _ in chosen]
     began = time.monotonic()
     futures = [process.start(group.measure, group.arguments) for group, process in zip(chosen, processes, strict=True)]
     for process, future in zip(processes, futures, strict=True):
         process.result(future, max(0.0, began + _SECONDS_TO_WARM - time.monotonic()))
+    failed = [process.problem not in (None, _LATE) for process in processes]
     print(f"{len(chosen)} groups ran once, side by side, in {time.monotonic() - began:.0f} s", flush=True)
-    return processes
+    return [Apart() if again else process for again, process in zip(failed, processes, strict=True)]
 
 
 if __name__ == "__main__":

@@ -101,6 +101,20 @@ def test_what_was_measured_is_written_before_the_next_group_begins(tmp_path, mon
     assert "problem" in result["ceilings"]
 
 
+def fails_at_first(path):
+    if path.exists():
+        return cells(a=1.0)
+    path.touch()
+    raise MemoryError("beside the others")
+
+
+def test_a_group_that_lacked_memory_beside_the_others_is_measured_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(ratios, "measure_roofline", fails)
+    planned = [Group("large", (), fails_at_first, (tmp_path / "tried",))]
+    (measured,) = ratios.measure_all(planned, None, seconds=600)["groups"]
+    assert (measured["problem"], measured["runs"]) == (None, [cells(a=1.0)] * 2)
+
+
 def test_no_group_begins_when_the_time_is_over(monkeypatch, capsys):
     monkeypatch.setattr(ratios, "measure_roofline", fails)
     result = ratios.measure_all([Group("late", (Aim("a", "b", 1.0),), first, ())], None, seconds=0)

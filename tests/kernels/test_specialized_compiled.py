@@ -71,7 +71,7 @@ def test_it_fits_and_does_not_spill(binaries, name):
 
 @pytest.mark.parametrize("name", NAMES + OTHER_NAMES)
 def test_no_barrier_is_set_up_where_partitions_find_what_they_are_handed(binaries, name):
-    """Else, on an H100, a barrier's initial state now and then stood there instead, and partitions looped for ever."""
+    """Where they shared bytes, an H100's partitions looped for ever now and then, as if handed a barrier's state."""
     assert binaries[name][-1].opcodes["SYNCS"] > 0
     assert binaries[name][-1].stored_over == []
 

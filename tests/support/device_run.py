@@ -7,6 +7,7 @@ and seconds, compiling included; it is written as tests end, so that a run that 
 
 import os
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Any:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Keep what a test did; with workers, what they say comes here, and that one is gone, too."""
+    """Keep what a test did; what workers report comes here, and that a worker ended in a test."""
     entry = _tests.setdefault(report.nodeid, {"outcome": report.outcome, "seconds": 0.0})
     entry["seconds"] = round(entry["seconds"] + report.duration, 2)
     if report.failed:
@@ -56,6 +57,9 @@ def pytest_sessionfinish() -> None:
     _write()
 
 
+_environment = cache(environment)
+
+
 def _write() -> None:
     if (file := os.environ.get(RESULTS)) and "PYTEST_XDIST_WORKER" not in os.environ:
-        write_json(Path(file), {"environment": environment(), "tests": _tests})
+        write_json(Path(file), {"environment": _environment(), "tests": _tests})

@@ -27,8 +27,8 @@ _load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_
 def new_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     """Barriers [COUNT, 1] that complete a phase after ARRIVALS arrivals; make none that no partition uses.
 
-    Triton puts what partitions are handed into the memory of barriers that nothing uses, and an H100 let their
-    initial states land there afterwards: partitions then looped for ever.
+    Triton puts what partitions are handed into the memory of barriers that nothing uses. On an H100 partitions then
+    looped for ever now and then, as if a barrier's initial state had been read for a number of steps.
     """
     barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):

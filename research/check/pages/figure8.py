@@ -38,7 +38,11 @@ def values(name: str, measure: Measure) -> list[float]:
 
 def interval(name: str, measure: Measure) -> list[float]:
     """Mean and 95 % interval over trainings."""
-    mean = mean_interval(values(name, measure))
+    return _interval_of(values(name, measure))
+
+
+def _interval_of(found: list[float]) -> list[float]:
+    mean = mean_interval(found)
     return [mean.mean, mean.low, mean.high]
 
 
@@ -110,8 +114,7 @@ _OF_CONTROLS: dict[str, Measure] = {
 
 
 def _control(row: str, column: str) -> list[float]:
-    mean = mean_interval(_CONTROLS[row].values(THERE, _OF_CONTROLS[column]))
-    return [mean.mean, mean.low, mean.high]
+    return _interval_of(_CONTROLS[row].values(THERE, _OF_CONTROLS[column]))
 
 
 PAGE.table(

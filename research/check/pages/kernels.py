@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from research.check.page import Expected, Page, Unmeasured
 from research.check.raw import raw
@@ -107,9 +108,14 @@ _H100 = raw("h100/ratios.json")
 _GROUPS = {group["group"]: group for group in _H100["groups"]}
 
 
-def _seconds(group: str, path: str) -> float:
-    """Median over the runs of a path's medians, in milliseconds."""
-    runs = next(entry["runs"] for name, entry in _GROUPS.items() if name.startswith(group))
+def _group(begins: str) -> dict[str, Any]:
+    """The group of that name, or the first whose name begins so."""
+    return _GROUPS.get(begins) or next(entry for name, entry in _GROUPS.items() if name.startswith(begins))
+
+
+def _milliseconds(group: str, path: str) -> float:
+    """Median over the runs of a path's medians."""
+    runs = _group(group)["runs"]
     return median(cell["median"] for cells in runs for cell in cells if cell["path"] == path)
 
 
@@ -154,13 +160,12 @@ _ESTIMATE_OF = {
 def _of_card(row: str, column: str) -> list[Expected]:
     group, path, other = _MEASURED[row]
     if column == "times as fast":
-        return [_seconds(group, other) / _seconds(group, path)]
+        return [_milliseconds(group, other) / _milliseconds(group, path)]
     if column == "estimate":
         return _estimated(_ESTIMATE_OF[row], "H100") if row in _ESTIMATE_OF else []
     if column == "against":
         return []
-    entry = next(entry for name, entry in _GROUPS.items() if name.startswith(group))
-    return [aim["at_least"] for aim in entry["aims"] if (aim["path"], aim["other"]) == (path, other)]
+    return [aim["at_least"] for aim in _group(group)["aims"] if (aim["path"], aim["other"]) == (path, other)]
 
 
 PAGE.table("path | against | times as fast | aim | estimate", _of_card)
@@ -170,57 +175,52 @@ _PRODUCTS, _COPY = _H100["ceilings"]["matmul"], _H100["ceilings"]["copy"]["bytes
 
 
 def _cell(group: str, path: str) -> dict[str, float]:
-    runs = next(entry["runs"] for name, entry in _GROUPS.items() if name.startswith(group))
-    return next(cell for cell in runs[0] if cell["path"] == path)
+    return next(cell for cell in _group(group)["runs"][0] if cell["path"] == path)
+
+
+def _share_of_copy(group: str, path: str) -> float:
+    """Bytes that a path moves a second, beside those of a copy."""
+    return _cell(group, path)["bytes"] / (_milliseconds(group, path) / 1e3) / _COPY
 
 
 _OPERATIONS = _cell(_8BIT, _CUDNN)["operations"]
 PAGE.says(
     "cuDNN reaches {} % of the card's own matrix-product speed",
-    100 * _OPERATIONS / (_seconds(_8BIT, _CUDNN) / 1e3) / _PRODUCTS["float16"],
+    100 * _OPERATIONS / (_milliseconds(_8BIT, _CUDNN) / 1e3) / _PRODUCTS["float16"],
 )
 PAGE.says("and our fp8 form {} of its speed", *_of_card("prefill in fp8, specialized, 16K", "times as fast"))
 PAGE.means(
     "The 4-bit GEMV moves its codes at half the speed of a copy",
-    0.45 < _cell(_ONE_TOKEN, "packed, 4 bits")["bytes"] / (_seconds(_ONE_TOKEN, "packed, 4 bits") / 1e3) / _COPY < 0.55,
+    0.45
+    < _cell(_ONE_TOKEN, "packed, 4 bits")["bytes"] / (_milliseconds(_ONE_TOKEN, "packed, 4 bits") / 1e3) / _COPY
+    < 0.55,
 )
 _EAGER_LINEAR = "linear 3072 -> 8192, 1 token, float16"
-_LAUNCHED = next(entry["runs"] for name, entry in _GROUPS.items() if name == _EAGER_LINEAR)
-_BY_PATH = {
-    path: median(cell["median"] for cells in _LAUNCHED for cell in cells if cell["path"] == path)
-    for path in ("packed, 4 bits", "dense")
-}
 PAGE.means(
     "a 4-bit linear layer takes four times as long as a dense one",
-    3.5 < _BY_PATH["packed, 4 bits"] / _BY_PATH["dense"] < 4.5,
+    3.5 < _milliseconds(_EAGER_LINEAR, "packed, 4 bits") / _milliseconds(_EAGER_LINEAR, "dense") < 4.5,
 )
 _PLAINLY = "DIFF, simulated logits 8:row, eager"
 PAGE.says(
     "Simulated logits in 8K tokens take {} MB, and plain PyTorch takes {} GB and {} times as long",
     _cell(_ROUNDED, "DIFF, simulated logits 8:row")["peak_bytes"] / 1e6,
     _cell(_ROUNDED, _PLAINLY)["peak_bytes"] / 1e9,
-    _seconds(_ROUNDED, _PLAINLY) / _seconds(_ROUNDED, "DIFF, simulated logits 8:row"),
+    _milliseconds(_ROUNDED, _PLAINLY) / _milliseconds(_ROUNDED, "DIFF, simulated logits 8:row"),
 )
 _STATE = "attention state"
 PAGE.says(
     "a 4-bit cache takes {} times less memory than a 16-bit one",
-    _seconds(_STATE, "16-bit state") / _seconds(_STATE, "4-bit state"),
+    _milliseconds(_STATE, "16-bit state") / _milliseconds(_STATE, "4-bit state"),
 )
 _MOTIF = "decode Motif-3 from latents"
 PAGE.says(
     "from latents takes {} ms a layer at 16 bits and {} ms at 4",
-    *(_seconds(_MOTIF, f"{bits}-bit latents") for bits in (16, 4)),
+    *(_milliseconds(_MOTIF, f"{bits}-bit latents") for bits in (16, 4)),
 )
 PAGE.leaves("a layer at 16 bits and", "widths")
 PAGE.means(
     "which moves a fifth and a twentieth of what a copy moves meanwhile",
-    [
-        round(
-            _cell(_MOTIF, f"{bits}-bit latents")["bytes"] / (_seconds(_MOTIF, f"{bits}-bit latents") / 1e3) / _COPY, 2
-        )
-        for bits in (16, 4)
-    ]
-    == [0.19, 0.05],
+    [round(_share_of_copy(_MOTIF, f"{bits}-bit latents"), 2) for bits in (16, 4)] == [0.19, 0.05],
 )
 PAGE.leaves("(8 sequences of 16K tokens)", "sizes that were chosen")
 PAGE.leaves("SmolLM2-135M as a Transformer and as DIFF V2, 400 items at 14 settings", "what was asked for")

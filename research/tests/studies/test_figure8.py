@@ -75,6 +75,14 @@ def test_attention_taken_apart_equals_the_models_own(kind, text):
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-4)
 
 
+def test_signals_with_gates_are_refused():
+    spec = DiffSpec(4, 2, 8, 8, shared_k=True, lam="two-gates").to_dict()
+    config = random_model("v2").config
+    config.spec = spec
+    with pytest.raises(UsageError, match="signals have gates"), observed(DiffTransformer(config), lambda _: None):
+        pass
+
+
 def test_noise_of_opposite_signs_costs_what_the_quadratic_form_says():
     model = random_model("v1")
     exact = predictions_of(model, READINGS)
