@@ -20,7 +20,7 @@ from diffquant.evals.stats import mean_interval
 from diffquant.report.tables import markdown
 from diffquant.support.code import CHANGED
 from research.figure8.plan import EDGES, EQUALIZED, GRID, KINDS, RESULTS, Result, best_rate, grid_name, results
-from research.figure8.scoring import SCHEMES
+from research.figure8.scoring import FORMATS, SCHEMES
 from research.studies.figure8_model import advantage, parts
 
 DIFFS = KINDS[1:]
@@ -113,6 +113,7 @@ def perplexity_ratio(diff: Result, plain: Result) -> float:
 
 
 MAIN = [Comparison(kind) for kind in DIFFS]
+LONGER = [Comparison(kind, experiment="e2", seeds=THREE) for kind in DIFFS]
 
 
 def p_value(differences: Sequence[float]) -> float:
@@ -148,6 +149,7 @@ def summary(there: Mapping[str, Result]) -> str:
         "Secondary: parts, fixed steps, operands, the other text, perplexity": _parts(there),
         "Arithmetic": _arithmetic(there),
         "Controls, E2 and E3: bits won at 4:tensor, three seeds": _others(there),
+        "E2: formats and softmax weights, bits won, three seeds": _formats(there),
         "Outliers, means over seeds": _outliers(there),
     }
     return "\n\n".join(f"## {title}\n\n" + "\n".join(lines) for title, lines in sections.items())
@@ -212,13 +214,18 @@ def _arithmetic(there: Mapping[str, Result]) -> list[str]:
 def _others(there: Mapping[str, Result]) -> list[str]:
     equalized = [Comparison(kind + EQUALIZED, "transformer" + EQUALIZED, seeds=THREE) for kind in DIFFS]
     controls = [Comparison(kind, seeds=THREE) for kind in ("half-heads", "gated")]
-    longer = [Comparison(kind, experiment=name, seeds=THREE) for name in ("e2", "e3") for kind in DIFFS]
+    longer = [*LONGER, *(replace(comparison, experiment="e3") for comparison in LONGER)]
     measures: list[Measure] = [bits_won(PRIMARY), range_won, sensitivity_won, perplexity_ratio]
     rows = [
         [f"{c.experiment}: {c.kind} − {c.base}", *(_over(there, c, measure) for measure in measures)]
         for c in (*controls, *equalized, *longer)
     ]
     return markdown(["", "bits won", "range", "sensitivity", "perplexity"], rows)
+
+
+def _formats(there: Mapping[str, Result]) -> list[str]:
+    measures = {name: bits_won(name, among="kl_of_formats") for name in FORMATS}
+    return markdown(["", *DIFFS], [[name, *(_over(there, c, m) for c in LONGER)] for name, m in measures.items()])
 
 
 def _outliers(there: Mapping[str, Result]) -> list[str]:

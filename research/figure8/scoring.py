@@ -24,6 +24,10 @@ BITS = (8, 6, 4, 3)
 SHARED = ("tensor", "head", "pair", "row", "tensor:alike", "head:alike", "row:alike", "tensor:shift", "row:shift")
 SCHEMES = [f"{bits}:{shared}" for shared in SHARED for bits in BITS]
 OPERANDS = [f"{bits}:{shared}" for shared in ("tensor", "head", "row") for bits in BITS]
+# Formats beside integers, and softmax weights before their row's sum divides them: a target and a scheme.
+_FLOATS = ("e4m3:row", "nvfp4", "mxfp4")
+FORMATS = [f"{target} {scheme}" for target in ("logits", "qk") for scheme in ("e4m3:tensor", *_FLOATS)]
+FORMATS += [f"p {scheme}" for scheme in (*(f"{bits}:row" for bits in BITS), *_FLOATS)]
 # Steps that logits are rounded to whatever their range is.
 STEPS = (1.0, 2.0, 4.0, 8.0)
 BOOKS, WEB = Settings(windows=4), Settings(windows=2)
@@ -59,6 +63,7 @@ def scores(model: DiffTransformer, tokenizer: Any, progress: Progress = silent) 
             "kl": {scheme: _passages(values, BOOKS) for scheme, values in measured["kl"].items()},
             "kl_of_steps": {f"{step:g}": _passages(_under_step(model, books, exact, step), BOOKS) for step in STEPS},
             "kl_of_qk": _under(model, books, {name: Recipe.of(qk=name) for name in OPERANDS}, BOOKS)["kl"],
+            "kl_of_formats": _under(model, books, {name: _of_format(name) for name in FORMATS}, BOOKS)["kl"],
         },
         "web": {"reading": reading | {"windows_in_a_passage": WEB.windows, "text": text_digest(web)}}
         | _under(
@@ -75,6 +80,11 @@ def web_text() -> str:
     """HellaSwag's contexts with their right endings: another domain than books."""
     items = [json.loads(line) for line in data.hellaswag_lines()]
     return "\n\n".join(f"{item['ctx_a']} {item['ctx_b']} {item['endings'][item['label']]}" for item in items)
+
+
+def _of_format(name: str) -> Recipe:
+    target, scheme = name.split()
+    return Recipe.of(**{target: scheme})
 
 
 def _under(

@@ -9,7 +9,7 @@ from diffquant.errors import UsageError
 from research.figure8 import analysis
 from research.figure8.analysis import MAIN, SIX, bits_won, check_alike, holm, p_value, summary
 from research.figure8.plan import EDGES, GRID, KINDS, best_rate, grid_name, listed, rate_of, upcoming
-from research.figure8.scoring import OPERANDS, SCHEMES, STEPS
+from research.figure8.scoring import FORMATS, OPERANDS, SCHEMES, STEPS
 
 BITS = {"diff-v1": [-0.6, -0.5, -0.4, -0.7, -0.55, -0.3], "diff-v2": [0.2, -0.2, 0.1, 0.3, -0.3, 0.05]}
 
@@ -28,6 +28,7 @@ def result(run, kl=0.04, **changed):
             "kl": dict.fromkeys(SCHEMES, passages),
             "kl_of_steps": {f"{step:g}": passages for step in STEPS},
             "kl_of_qk": dict.fromkeys(OPERANDS, passages),
+            "kl_of_formats": dict.fromkeys(FORMATS, passages),
             "layers": [{"sensitivity": {"first": 1.0}, "errors": errors}],
         },
         "web": {"kl": dict.fromkeys(SCHEMES, passages)},
@@ -60,6 +61,14 @@ def test_bits_won_are_compared_over_trainings_as_scipy_does():
     assert "DIFF loses" in v1
     assert "undecided" in v2
     assert text.count("\n| `") == 36
+
+
+def test_formats_are_compared_over_the_longer_trainings():
+    there = {f"e2-transformer-seed-{seed}": result("plain", 0.04) for seed in (101, 102, 103)}
+    there |= {f"e2-diff-v1-seed-{seed}": result("diff", 0.01) for seed in (101, 102, 103)}
+    text = summary(there)
+    section = text[text.index("## E2: formats") : text.index("## Outliers")]
+    assert section.count("| +1.00 [+1.00, +1.00] |  |") == len(FORMATS)
 
 
 def test_holms_p_values_are_those_of_closed_testing():

@@ -155,6 +155,7 @@ def test_every_passage_of_every_kind_is_scored(tmp_path):
         for part in (
             found["books"]["kl"],
             found["books"]["kl_of_qk"],
+            found["books"]["kl_of_formats"],
             found["books"]["kl_of_steps"],
             found["web"]["kl"],
         ):
