@@ -8,7 +8,7 @@ from torch import Tensor
 from diffquant.errors import NonFiniteError
 from diffquant.model.causal import CausalModel
 from diffquant.model.walk import batches
-from diffquant.numbers.absmax import has_finite_sums
+from diffquant.numbers.absmax import is_finite
 from diffquant.source.placement import at_hand
 from diffquant.support.spelling import spelled
 
@@ -44,7 +44,7 @@ def projected_layers(model: CausalModel, ids: Tensor, batch_tokens: int) -> Iter
             if number == last:
                 return
             inputs = [walk.run(layer, x) for x in inputs]
-        if not all(has_finite_sums(walk.hidden(x)) for x in inputs):
+        if not all(is_finite(walk.hidden(x)) for x in inputs):
             raise NonFiniteError(f"layer {number} computes NaN or infinity; use {spelled('dtype', 'float32')}")
 
 

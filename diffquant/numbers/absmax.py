@@ -5,7 +5,7 @@ from torch import Tensor
 
 from diffquant.errors import NonFiniteError, UsageError
 
-# Entries that are summed at once: torch makes a copy of them in float64.
+# Entries that are summed at once: torch makes a copy of them in the dtype of the sum.
 _SUMMED = 1 << 20
 
 Axes = int | tuple[int, ...]
@@ -40,19 +40,20 @@ def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
     return codes.to(scale.dtype) * scale
 
 
-def has_finite_sums(x: Tensor) -> bool:
-    """Whether parts of x have sums in float64 that are finite: then all of x is, and nothing as large as x was made."""
-    return all(bool(torch.isfinite(part.sum(dtype=torch.float64))) for part in x.reshape(-1).split(_SUMMED))
+def is_finite(x: Tensor) -> bool:
+    """Whether all of x is finite: where its parts have finite sums, nothing as large as x is made to tell."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    sums = all(bool(torch.isfinite(part.sum(dtype=wide))) for part in x.reshape(-1).split(_SUMMED))
+    return sums or bool(torch.isfinite(x).all())
 
 
 def check_finite(x: Tensor, name: str) -> None:
     """Raise NonFiniteError, naming the tensor and its first offending index, unless all of x is finite."""
-    if has_finite_sums(x):
+    if is_finite(x):
         return
     offenders = (~torch.isfinite(x)).nonzero()
-    if len(offenders):
-        at = offenders[0].tolist()
-        raise NonFiniteError(
-            f"{name} {list(x.shape)} holds {len(offenders)} NaN or infinite values, the first ({x[tuple(at)].item()}) "
-            f"at {at}: the checkpoint is damaged; fetch it again, or repair it"
-        )
+    at = offenders[0].tolist()
+    raise NonFiniteError(
+        f"{name} {list(x.shape)} holds {len(offenders)} NaN or infinite values, the first ({x[tuple(at)].item()}) "
+        f"at {at}: the checkpoint is damaged; fetch it again, or repair it"
+    )

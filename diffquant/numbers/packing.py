@@ -2,8 +2,8 @@
 
 The stored value is code + 2^(b-1). This is the layout of compressed-tensors' pack-quantized format.
 Eight codes are held as the eight bytes of one int64 and squeezed together in three doubling steps,
-so that packing costs a dozen integer operations for every eight codes, whatever b is. Four bits, the usual width, are
-packed in fewer.
+so that packing costs a dozen integer operations for every eight codes, whatever b is. Eight bits are bytes as they
+are, and four, the usual width, take fewer operations.
 """
 
 from collections.abc import Iterator
@@ -34,8 +34,8 @@ def pack(codes: Tensor, bits: int) -> Tensor:
         unsigned = pad(unsigned, (0, -length % 32))
     # One axis: views of another width ask for strides that axes of size 1 need not have.
     flat = unsigned.reshape(-1)
-    words = (_joined_halves(flat) if bits == 4 else _squeezed(flat, bits)).view(torch.int32)
-    words = words.view(*codes.shape[:-1], packed_words(unsigned.shape[-1], bits))
+    stored = flat if bits == 8 else _joined_halves(flat) if bits == 4 else _squeezed(flat, bits)
+    words = stored.view(torch.int32).view(*codes.shape[:-1], packed_words(unsigned.shape[-1], bits))
     return words[..., : packed_words(length, bits)].contiguous()
 
 
@@ -64,14 +64,26 @@ def unpack(words: Tensor, bits: int, length: int) -> Tensor:
     Returns:
         int8 [..., length].
     """
-    padded = -(-length // 32) * 32
-    filled = pad(words, (0, packed_words(padded, bits) - words.shape[-1]))
-    low_bytes = filled.reshape(-1).view(torch.uint8).view(-1, bits)
-    lanes = pad(low_bytes, (0, 8 - bits)).view(torch.int64).view(-1)
+    if 32 % bits:
+        words = pad(words, (0, packed_words(-(-length // 32) * 32, bits) - words.shape[-1]))
+    stored = words.reshape(-1).view(torch.uint8)
+    unsigned = stored if bits == 8 else _split_halves(stored) if bits == 4 else _spread(stored, bits)
+    codes = unsigned.view(*words.shape[:-1], words.shape[-1] * 32 // bits)[..., :length]
+    return (codes - (1 << (bits - 1))).view(torch.int8)
+
+
+def _split_halves(stored: Tensor) -> Tensor:
+    """Inverse of `_joined_halves`."""
+    halves = stored.to(torch.int16)
+    return (halves << 4).bitwise_or_(halves).bitwise_and_(0x0F0F).view(torch.uint8)
+
+
+def _spread(stored: Tensor, bits: int) -> Tensor:
+    """Inverse of `_squeezed`."""
+    lanes = pad(stored.view(-1, bits), (0, 8 - bits)).view(torch.int64).view(-1)
     for width, shift, mask in reversed(list(_doublings(bits))):
         lanes = (lanes & mask) | (((lanes >> shift) & mask) << width)
-    unsigned = lanes.view(torch.uint8).view(*words.shape[:-1], padded)[..., :length]
-    return (unsigned - (1 << (bits - 1))).view(torch.int8)
+    return lanes.view(torch.uint8)
 
 
 def _doublings(bits: int) -> Iterator[tuple[int, int, int]]:

@@ -15,7 +15,7 @@ from diffquant.model.architecture import Architecture
 from diffquant.model.causal import CausalModel
 from diffquant.model.mlp import DiffMLP
 from diffquant.model.quantized_linear import QuantizedLinear
-from diffquant.numbers.absmax import check_finite, has_finite_sums
+from diffquant.numbers.absmax import check_finite, is_finite
 from diffquant.scheme import Scheme
 from diffquant.source.placement import EMBEDDING, OneDevice, Placement, ReadByLayer, Spread
 from diffquant.source.places import Places
@@ -199,7 +199,7 @@ def _in_dtype(data: Tensor, dtype: torch.dtype, name: str) -> Tensor:
         NonFiniteError: a value is beyond the dtype's range.
     """
     converted = data.to(dtype)
-    if not has_finite_sums(converted) and not torch.isfinite(converted).all():
+    if not is_finite(converted):
         largest = float(data.abs().max())
         raise NonFiniteError(f"{name} reaches {largest:.3g}, beyond {dtype}; run it in bfloat16 or float32")
     return converted

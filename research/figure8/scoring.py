@@ -84,7 +84,7 @@ def web_text() -> str:
 
 def _of_format(name: str) -> Recipe:
     target, scheme = name.split()
-    return Recipe.of(**{target: scheme})
+    return Recipe.parse({target: scheme})
 
 
 def _under(

@@ -102,6 +102,11 @@ def test_nan_and_infinity_are_refused_by_name_and_place(bad):
         check_finite(x, "layers.0.q_proj")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_finite_numbers_whose_sum_is_not_are_finite(dtype):
+    check_finite(torch.full((8,), torch.finfo(dtype).max, dtype=dtype), "layers.0.q_proj")
+
+
 def test_values_that_sum_to_infinity_are_not_refused():
     check_finite(torch.full((64,), torch.finfo(torch.float32).max), "huge")
 
