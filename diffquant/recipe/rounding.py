@@ -28,6 +28,7 @@ class RoundingSettings:
             what was lost before them (GPTAQ, arXiv 2504.02692), or "layer", the layer's own for the inputs it has.
         order: order in which a weight's columns are rounded: "stored", or "activation", those of the largest inputs
             first, with scales that are chosen before.
+        seed: seed of the order in which windows are read by a rounding that draws one; 0 by default.
     """
 
     name: str = "nearest"
@@ -37,14 +38,17 @@ class RoundingSettings:
     inputs: str | None = None
     target: str | None = None
     order: str | None = None
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         for what, number in (("tokens", self.tokens), ("window", self.window)):
             if number is not None and (type(number) is not int or number < 2):
                 raise UsageError(f"rounding: {what} must be a number of 2 or more, got {number!r}")
-        for what, choice in self.options.items():
-            if choice not in ROUNDING_OPTIONS[what]:
-                raise UsageError(f"rounding: {what} must be {' or '.join(ROUNDING_OPTIONS[what])}, got {choice!r}")
+        if self.seed is not None and (type(self.seed) is not int or self.seed < 0):
+            raise UsageError(f"rounding: seed must be a number of 0 or more, got {self.seed!r}")
+        for what, choices in ROUNDING_OPTIONS.items():
+            if (choice := getattr(self, what)) not in (None, *choices):
+                raise UsageError(f"rounding: {what} must be {' or '.join(choices)}, got {choice!r}")
         if (self.inputs, self.target) == ("unrounded", "model"):
             raise UsageError(
                 "rounding: on unrounded inputs a layer's output is the model's; leave out inputs, or target"
@@ -71,9 +75,9 @@ class RoundingSettings:
         return cls(**{**entry, "text": None if text is None else Path(text)})
 
     @property
-    def options(self) -> dict[str, str]:
+    def options(self) -> dict[str, str | int]:
         """The options that are given, by name."""
-        return {name: given for name in ROUNDING_OPTIONS if (given := getattr(self, name)) is not None}
+        return {name: given for name in (*ROUNDING_OPTIONS, "seed") if (given := getattr(self, name)) is not None}
 
     @property
     def reads(self) -> bool:

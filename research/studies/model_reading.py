@@ -66,7 +66,7 @@ class ModelReading:
         """Token ids [N, window] of the text."""
         return token_windows(self.model(), self._source.tokenizer, load_text(self._text), self._window, self._tokens)
 
-    def rounder(self, rule: str, given: Mapping[str, str], scheme_of: Callable[[int], Scheme]) -> Rounder:
+    def rounder(self, rule: str, given: Mapping[str, Any], scheme_of: Callable[[int], Scheme]) -> Rounder:
         """A rounding of ours that reads a text, made ready for the model; kept until another one is asked for.
 
         Args:

@@ -25,7 +25,9 @@ RULES = ("nearest", "mse", "gptq", "tuned")
 _SCALE = torch.float16
 
 
-def _ours(rule: str, bits: int, least: int, options: Mapping[str, str] = MappingProxyType({})) -> Quantize:
+def ours(rule: str, bits: int, least: int, options: Mapping[str, Any] = MappingProxyType({})) -> Quantize:
+    """A rule of ours with a scale a group, with its options."""
+
     def scheme_of(width: int) -> Scheme:
         return Scheme.parse(f"{bits}:g{group_size(width, least)}")
 
@@ -148,7 +150,7 @@ def _bits(*tensors: Tensor) -> int:
 
 def _of_ours(tier: str, bits: int, least: int) -> list[Method]:
     sharing = "channel" if least == _ROW else f"g{least}"
-    return [Method(f"{rule} {bits}:{sharing}", tier, _ours(rule, bits, least)) for rule in RULES]
+    return [Method(f"{rule} {bits}:{sharing}", tier, ours(rule, bits, least)) for rule in RULES]
 
 
 # A group that is wider than any weight is a whole row.
@@ -186,7 +188,7 @@ _OPTIONS: Mapping[str, Mapping[str, str]] = {
 }
 # gptq as it may be told to work.
 VARIANTS = tuple(
-    Method(f"gptq {bits}:g{least}{name}", tier, _ours("gptq", bits, least, options))
+    Method(f"gptq {bits}:g{least}{name}", tier, ours("gptq", bits, least, options))
     for tier, bits, least in ((_FINE, 4, 32), (_COARSE, 4, 128), (_LOW, 3, 32))
     for name, options in _OPTIONS.items()
 )

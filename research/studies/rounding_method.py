@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -31,7 +32,7 @@ class Quantized:
 
 
 # (rule of ours that reads a text, its options, scheme of a weight by its width) -> the rule made ready for the model.
-ReadRule = Callable[[str, Mapping[str, str], Callable[[int], Scheme]], Rounder]
+ReadRule = Callable[[str, Mapping[str, Any], Callable[[int], Scheme]], Rounder]
 
 # (name in the checkpoint, weight [out, in] float16) -> the weight quantized.
 Prepared = Callable[[str, Tensor], Quantized]

@@ -75,8 +75,12 @@ class _Block(torch.nn.Module):
         return self._walk.run(self.layer, hidden_states)
 
 
-def _auto_round(bits: int, least: int) -> Callable[[ModelReading], Prepared]:
-    """AutoRound's tuning of rounding and ranges, symmetric, with its own settings but for the text and its windows."""
+def auto_round(bits: int, least: int, seed: int | None = None) -> Callable[[ModelReading], Prepared]:
+    """AutoRound's tuning of rounding and ranges, symmetric, with its own settings but for the text and its windows.
+
+    Args:
+        seed: seed of its own draws; its own by default.
+    """
 
     def prepare(reading: ModelReading) -> Prepared:
         tuner_class = import_module("auto_round").AutoRound
@@ -105,6 +109,7 @@ def _auto_round(bits: int, least: int) -> Callable[[ModelReading], Prepared]:
             device_map="cpu",
             amp=False,
             enable_torch_compile=False,
+            **({} if seed is None else {"seed": seed}),
         )
         tuner.quantize()
         made: dict[str, Quantized] = {}
@@ -219,7 +224,7 @@ def _of_llm_compressor(tier: str, bits: int, least: int) -> list[TextMethod]:
 
 
 def _of_auto_round(tier: str, bits: int, least: int) -> TextMethod:
-    return TextMethod(f"AutoRound {bits} bits, groups of {least}", tier, _auto_round(bits, least), "auto-round")
+    return TextMethod(f"AutoRound {bits} bits, groups of {least}", tier, auto_round(bits, least), "auto-round")
 
 
 def _of_llama_cpp(tier: str, kind: str) -> TextMethod:

@@ -8,7 +8,7 @@ from torch.nn.functional import kl_div
 
 from diffquant import Recipe, load, quantize
 from diffquant.data import books_text, pocket_models
-from diffquant.errors import DiffQuantError
+from diffquant.errors import DiffQuantError, UsageError
 from diffquant.quantization.roundings.gptq import sequence
 from diffquant.quantization.roundings.nearest import round_to_nearest
 from diffquant.quantization.roundings.tuned import descent, rule
@@ -110,6 +110,25 @@ def test_a_layer_that_does_not_gain_keeps_gptqs_codes(checkpoint, monkeypatch):
     gptq, tuned = (load_file(low_bit(checkpoint, name) / "model.safetensors") for name in ("gptq", "tuned"))
     assert gptq.keys() == tuned.keys()
     assert all(torch.equal(tensor, tuned[name]) for name, tensor in gptq.items())
+
+
+@pytest.mark.usefixtures("fewer_steps")
+@pytest.mark.parametrize("checkpoint", ["unilm-v2"], indirect=True)
+def test_a_seed_decides_the_order_of_windows_and_so_the_codes(checkpoint):
+    def codes(**seed):
+        rounding = {"name": "tuned", **READ, **seed}
+        quantize(
+            checkpoint, folder := checkpoint.with_name("low"), Recipe.of("3:g16", rounding=rounding), overwrite=True
+        )
+        return load_file(folder / "model.safetensors")
+
+    unsaid, first, second = codes(), codes(seed=0), codes(seed=1)
+    assert all(torch.equal(tensor, first[name]) for name, tensor in unsaid.items())
+    assert any(not torch.equal(tensor, second[name]) for name, tensor in unsaid.items())
+    with pytest.raises(UsageError, match="rounding gptq takes no seed; leave out, or name tuned"):
+        quantize(checkpoint, checkpoint.with_name("no"), Recipe.of("3:g16", rounding={"name": "gptq", "seed": 1}))
+    with pytest.raises(UsageError, match="seed must be a number of 0 or more, got -1"):
+        Recipe.of("3:g16", rounding={"name": "tuned", "seed": -1})
 
 
 @pytest.mark.usefixtures("fewer_steps")

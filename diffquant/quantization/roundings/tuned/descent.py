@@ -132,12 +132,15 @@ class _Output(nn.Module):
         return self._walk.hidden(self._walk.run(self.layer, state))
 
 
-def tune_layer(walk: Walk[Any], weights: LayerWeights, inputs: Sequence[Any], exact: Sequence[Any]) -> Sequence[Any]:
+def tune_layer(
+    walk: Walk[Any], weights: LayerWeights, inputs: Sequence[Any], exact: Sequence[Any], seed: int = 0
+) -> Sequence[Any]:
     """Tune the codes and scales of a rounded layer together, and keep them where they lower its error.
 
     Args:
         inputs: batches of what the layer reads.
         exact: the 16-bit model's output for each.
+        seed: seed of the order in which batches are read.
 
     Returns:
         The layer's output for each, with the codes and scales that it has from now on.
@@ -147,7 +150,7 @@ def tune_layer(walk: Walk[Any], weights: LayerWeights, inputs: Sequence[Any], ex
         return rounded
     latents = {module: _Latent(weight, made, scheme) for module, weight, made, scheme in weights.rounded()}
     targets = [walk.hidden(state) for state in exact]
-    _descend(_Output(walk, weights.layer), weights, latents, inputs, targets)
+    _descend(_Output(walk, weights.layer), weights, latents, inputs, targets, seed)
     for module, latent in latents.items():
         weights.take(module, latent.made())
     tuned = _outputs(walk, weights.layer, inputs)
@@ -168,6 +171,7 @@ def _descend(
     latents: dict[str, _Latent],
     inputs: Sequence[Any],
     targets: Sequence[Tensor],
+    seed: int,
 ) -> None:
     """Move the latents by Adam with a step that falls to zero; each step reads one batch, and none twice before all."""
     travels = {
@@ -177,7 +181,7 @@ def _descend(
     groups = [{"params": numbers, "lr": 2 * travel / _STEPS} for travel, numbers in travels.items()]
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95), fused=True)
     falling = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / _STEPS)
-    for batch in islice(_shuffled(len(inputs)), _STEPS):
+    for batch in islice(_shuffled(len(inputs), seed), _STEPS):
         with torch.enable_grad():
             tried = {f"layer.{name}.weight": weights.in_order(name, latent()) for name, latent in latents.items()}
             lost = torch.func.functional_call(output, tried, (inputs[batch],)) - targets[batch]
@@ -189,9 +193,9 @@ def _descend(
         falling.step()
 
 
-def _shuffled(count: int) -> Iterator[int]:
+def _shuffled(count: int, seed: int) -> Iterator[int]:
     """Numbers below `count` in an order that is drawn anew each time all have come, without end."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     while True:
         yield from torch.randperm(count, generator=generator).tolist()
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 from diffquant.quantization.roundings.base import Rounder, Rounding, register
 from diffquant.quantization.roundings.mse import round_with_clipping
@@ -21,6 +22,7 @@ class Tuned(Rounding):
 
     name = "tuned"
     needs_text = True
+    options = frozenset({"seed"})
     # 360 s where gptq takes its 150 s.
     work = 15.5
 
@@ -37,9 +39,10 @@ class Tuned(Rounding):
 
         settings = replace(settings, window=settings.window or _WINDOW)
         text = load_text(settings.text)
-        rounded = rounded_layers(open_source(source), schemes, settings, text, progress, tune_layer, _WINDOW)
+        tune = partial(tune_layer, seed=settings.seed or 0)
+        rounded = rounded_layers(open_source(source), schemes, settings, text, progress, tune, _WINDOW)
         identity = {"text": text_digest(text), "tokens": rounded.tokens, "window": rounded.window}
-        return Rounder(round_with_clipping, identity, rounded.made)
+        return Rounder(round_with_clipping, identity | settings.options, rounded.made)
 
 
 register(Tuned())
