@@ -30,7 +30,7 @@ def softmax_weights(logits: Tensor, visible: Tensor | None, scheme: Scheme = FUL
     Returns:
         The weights, which sum to 1 in each row but for `fullsum`'s, in the dtype of the logits.
     """
-    masked = logits if visible is None else logits.masked_fill(~visible, -torch.inf)
+    masked = logits if visible is None else torch.where(visible, logits, -torch.inf)
     if not scheme.quantizes:
         weights = masked.softmax(-1)
         return weights if visible is None else weights.nan_to_num(0.0)

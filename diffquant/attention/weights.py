@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from diffquant.attention.logits import (
     binds_maps,
@@ -42,7 +43,8 @@ def attention_weights(call: AttentionCall, first: int = 0) -> tuple[Tensor, Tens
         skipped = slice(max(first - rows.start, 0), None)
         maps.append(torch.stack([each_pairs_noise(x, call.pairs) for x in block])[..., skipped, :])
         weights.append(weigh(call, block, rows)[..., skipped, :])
-    return torch.cat(weights, -2), torch.cat(maps, -2)
+    whole, whole_maps = ([pad(x, (0, call.keys - x.shape[-1])) for x in blocks] for blocks in (weights, maps))
+    return torch.cat(whole, -2), torch.cat(whole_maps, -2)
 
 
 def softmax_blocks(call: AttentionCall, first: int = 0) -> Iterator[tuple[slice, list[Tensor]]]:
@@ -52,7 +54,8 @@ def softmax_blocks(call: AttentionCall, first: int = 0) -> Iterator[tuple[slice,
     once to be rounded.
 
     Yields:
-        The queries of a block, the first of which lies at `first` or before it, and one [B, h or n, R, S] a map.
+        The queries of a block, the first of which lies at `first` or before it, and one [B, h or n, R, S'] a map, of
+        the keys up to the last that one of them may see.
     """
     if binds_maps(call.logits):
         call = call.expanded()
@@ -73,7 +76,7 @@ def softmax_blocks(call: AttentionCall, first: int = 0) -> Iterator[tuple[slice,
 
 
 def weigh(call: AttentionCall, maps: list[Tensor], rows: slice) -> Tensor:
-    """Combine maps of some queries into weights [B, h, R, S], in place of the first map."""
+    """Combine maps of some queries into weights [B, h, R, S'], in place of the first map."""
     weights = maps[0]
     if call.signal_gate is not None:
         weights.mul_(_rows_of(call.signal_gate, rows).to(weights.dtype))
@@ -99,9 +102,11 @@ def _coded_blocks(call: AttentionCall, first: int) -> Iterator[tuple[slice, list
     size = max(_BLOCK_ENTRIES // (batch * heads * len(q) * call.keys) // tile, 1) * tile
     for start in range(first // tile * tile, length, size):
         rows = slice(start, min(start + size, length))
+        reach = call.mask.reach(rows, length, call.keys)
         visible = call.mask.visible(rows, length, call.keys, call.v.device)
+        visible = None if visible is None else visible[..., :reach]
         map_logits = [
-            call.capped(grouped_product(queries[:, :, rows], keys.mT).mul_(call.scale))
+            call.capped(grouped_product(queries[:, :, rows], keys[:, :, :reach].mT).mul_(call.scale))
             for queries, keys in zip(q, k, strict=True)
         ]
         yield rows, to_coded([prepare_logits(x, visible, scheme.shift) for x in map_logits], scheme), visible

@@ -49,6 +49,10 @@ class Mask:
         """Whether some of these S keys may lie outside the window."""
         return self.window is not None and self.window < keys
 
+    def reach(self, queries: slice, length: int, keys: int) -> int:
+        """How many of S keys a range of T queries may see, from the first on, at least one: later ones are hidden."""
+        return keys if self.seen is not None else max(queries.stop + keys - length, 1)
+
     def visible(self, queries: slice, length: int, keys: int, device: torch.device) -> Tensor | None:
         """Which keys a range of the queries sees.
 

@@ -85,3 +85,18 @@ def test_the_kernels_refuse_windows_that_hide_something():
     call = AttentionCall((q,), (q,), q, None, scale=1.0, mask=Mask(None, 3))
     assert call_refusal(call) == "the kernel has no window, and queries see 3 of 4 keys"
     assert call_refusal(AttentionCall((q,), (q,), q, None, scale=1.0, mask=Mask(None, 4))) is None
+
+
+@pytest.mark.parametrize("padding", [0, 2])
+@pytest.mark.parametrize(("length", "keys"), [(5, 5), (3, 7), (7, 4), (1, 6)])
+def test_no_query_sees_a_key_beyond_its_reach_and_the_last_sees_up_to_it(length, keys, padding):
+    valid = torch.arange(keys)[None] >= padding if padding else None
+    mask = Mask(valid)
+    for start, stop in product(range(length), range(1, length + 1)):
+        if start < stop:
+            seen = mask.visible(slice(start, stop), length, keys, torch.device("cpu"))
+            reach = mask.reach(slice(start, stop), length, keys)
+            seen = torch.ones(keys, dtype=torch.bool) if seen is None else seen.any(-2).flatten()
+            assert reach >= 1
+            assert not seen[reach:].any()
+            assert seen[reach - 1] or not seen.any()

@@ -23,7 +23,8 @@ def by_blocks(call: AttentionCall) -> Tensor:
     values = v.to(compute_dtype(v))
     out = torch.empty(*call.q[0].shape[:3], v.shape[-1], dtype=v.dtype, device=v.device)
     for rows, maps in softmax_blocks(call):
-        out[:, :, rows] = grouped_product(weigh(call, maps, rows), values)
+        weights = weigh(call, maps, rows)
+        out[:, :, rows] = grouped_product(weights, values[:, :, : weights.shape[-1]])
     call.count()
     return pair_norm(out, call.post)
 
