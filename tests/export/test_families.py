@@ -1,7 +1,5 @@
 """Exports of the families beside V1 and V2, tokens as torch's: states, shared keys, latents, V3's gates, DEX."""
 
-from dataclasses import replace
-
 import numpy as np
 import onnx
 import onnxruntime_genai as genai
@@ -69,9 +67,6 @@ def checkpoint_of(name, root):
 def exported(source, folder, **options):
     parsed = ExportOptions.parse(**options)
     ranges = calibrate_cache(source) if parsed.kv_bits < 16 else None
-    if ranges and "kv_lora_rank" in (source / "config.json").read_text():
-        # Random text leaves those of its latents: what lies below one has a code of its own in the op, -128.
-        ranges = replace(ranges, tensors={name: 1.5 * each for name, each in ranges.tensors.items()})
     export(source, folder, parsed, ranges=ranges)
     return folder
 
