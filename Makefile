@@ -213,12 +213,12 @@ pairs:
 $(NATIVE): $(wildcard export/native/*.cc export/native/*.h) export/native/build.py | $(VENV)/.ready
 	$(BIN)/python -m diffquant.export.native || test $$? -eq 5
 
-# The native kernel's tests with address and undefined-behaviour checks. Leaks are not looked for: Python has many.
+# The native kernels' tests with address and undefined-behaviour checks. Leaks are not looked for: Python has many.
 sanitize: $(VENV)/.ready
 	$(BIN)/python -m diffquant.export.native --sanitize --output $(SANITIZED)
 	DIFFQUANT_NATIVE_LIBRARY=$(SANITIZED) ASAN_OPTIONS=detect_leaks=0 \
 		LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
-		$(BIN)/python -m pytest tests/export/test_native.py -p no:cacheprovider
+		$(BIN)/python -m pytest tests/export/test_native.py tests/export/test_matmul.py -p no:cacheprovider
 
 # Exported folders for an hour, or DIFFQUANT_SOAK_SECONDS: serving with bounded memory; before it a context of 32K, batches,
 # sessions side by side, calls that are cancelled, and data beyond 2 and 8 GB.

@@ -189,6 +189,8 @@ def _write_descriptions(plan: ExportPlan, streamed: Sequence[Streamed], folder: 
     """Write config.json, genai_config.json, web.json, the card and diffquant.json."""
     checkpoint, tokens = plan.source.checkpoint, plan.source.special_tokens
     config = portable_config(plan, tokens) if plan.options.portable else without_code(checkpoint.config, folder)
+    # A checkpoint may leave it to its family's default.
+    config |= {"max_position_embeddings": plan.config.max_position_embeddings}
     write_atomically(folder / "config.json", json.dumps(config, indent=2) + "\n")
     if plan.options.cache:
         write_genai_config(folder, plan, tokens)

@@ -80,7 +80,7 @@ class _Call:
         if not self.bits:
             return row
         limit = 2 ** (self.bits - 1)
-        codes: np.ndarray = np.clip(np.rint(row / self.scales(part)[kv_pair]), -limit, limit - 1).astype(int)
+        codes: np.ndarray = np.clip(np.rint(row / self.scales(part)[kv_pair]), 1 - limit, limit - 1).astype(int)
         if self.bits == 8:
             return codes
         binary = "".join(format(code + limit, f"0{self.bits}b")[::-1] for code in codes)

@@ -10,6 +10,7 @@ from typing import Literal
 from onnx import FunctionProto, parser
 
 from diffquant.errors import UsageError
+from diffquant.export.graph.contrib_cache import bounded_rows
 from diffquant.export.graph.flex import flex_text
 from diffquant.export.graph.inlining import PREVIEW
 from diffquant.export.graph.op import DOMAIN, NAME, OpAttributes, schema
@@ -75,16 +76,18 @@ def contrib_text(attributes: OpAttributes, width: int, gates: Collection[str] = 
         "num_heads": attributes.query_heads,
         "kv_num_heads": attributes.num_kv_pairs,
         "scale": float(attributes.scale),
-        "do_rotary": attributes.do_rotary,
-        "rotary_interleaved": attributes.rotary_interleaved,
     }
-    inputs = "key, value, past_key, past_value, seqlens_k, total_sequence_length, cos_cache, sin_cache"
+    cache = "past_key, past_value, seqlens_k, total_sequence_length"
+    queries = _masked_queries(attributes, width) if attributes.generation == 1 else "   heads = Identity (query)"
     if attributes.kv_bit_width:
+        queries += "\n" + bounded_rows("heads", attributes.kv_bit_width, bool(attributes.do_rotary))
+        inputs = f"heads_turned, key_bounded, value_bounded, {cache}, , , , , , k_scale, v_scale"
         # Written only if used: ONNX Runtime before 1.27 does not know them.
         options["kv_cache_bit_width"] = attributes.kv_bit_width
         options["k_quant_type"] = options["v_quant_type"] = '"PER_CHANNEL"'
-        inputs += ", , , , k_scale, v_scale"
-    queries = _masked_queries(attributes, width) if attributes.generation == 1 else "   heads = Identity (query)"
+    else:
+        options |= {"do_rotary": attributes.do_rotary, "rotary_interleaved": attributes.rotary_interleaved}
+        inputs = f"heads, key, value, {cache}, cos_cache, sin_cache"
     listed = ", ".join([*(f"{name} = {value}" for name, value in options.items()), _WINDOW])
     gated = "Mul (signal, signal_gate_spread)" if "signal_gate" in gates else "Identity (signal)"
     spread = _by_group("lambda", pairs, noises, signals)
@@ -92,7 +95,7 @@ def contrib_text(attributes: OpAttributes, width: int, gates: Collection[str] = 
         spread += "\n" + _by_group("signal_gate", pairs, noises, signals)
     rows = "Mul (rows_out, output_gate)" if "output_gate" in gates else "Identity (rows_out)"
     return f"""{queries}
-   both, present_key, present_value = {CONTRIB}.GroupQueryAttention <{listed}> (heads, {inputs})
+   both, present_key, present_value = {CONTRIB}.GroupQueryAttention <{listed}> ({inputs})
    by_noise = Constant <value = int64[5] {{0, 0, {noises}, {signals + 1}, {value_width}}}> ()
    by_row = Constant <value = int64[3] {{0, 0, {pairs * value_width}}}> ()
    parts = Constant <value = int64[2] {{{signals}, 1}}> ()

@@ -76,7 +76,7 @@ class Decoder:
         if self.spec.maps == 2:
             own += attention_functions(self.plan, self.graph.nodes, self._attributes())
         elif self.scales:
-            own.append(quantized_attention_function(self.options.opset))
+            own.append(quantized_attention_function(self.options.opset, self.options.kv_bits, self.spec.rope != "none"))
         if any((node.domain, node.op_type) == (DOMAIN, MATMUL) for node in self.graph.nodes):
             own.append(matmul_function(self.options.opset))
         domains = ({} if self.options.pure else {CONTRIB: 1}) | ({DOMAIN: VERSION} if own else {})

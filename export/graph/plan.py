@@ -135,16 +135,6 @@ def check_exportable(source: Source, verb: str) -> None:
     source.check_taken(verb, SambaYArchitecture, Motif3Architecture)
 
 
-def _state_problems(options: ExportOptions) -> Iterator[str]:
-    if options.portable:
-        yield (
-            f"the readers of {spelled('portable')} folders learn a model's inputs from a list of types, of which none "
-            "has Mamba's states beside keys and values: leave it out"
-        )
-    if options.web:
-        yield f"{spelled('web')} shows attention in every layer, and its layers of Mamba have none"
-
-
 def _latent_problems(architecture: Motif3Architecture, options: ExportOptions) -> Iterator[str]:
     if options.web:
         yield f"the page of {spelled('web')} draws whole maps, and some of its layers see a window"
@@ -157,8 +147,8 @@ def _problems(source: Source, options: ExportOptions) -> list[str]:
     problems = []
     if isinstance(source.architecture, Motif3Architecture):
         problems += list(_latent_problems(source.architecture, options))
-    if isinstance(source.architecture, SambaYArchitecture):
-        problems += list(_state_problems(options))
+    if isinstance(source.architecture, SambaYArchitecture) and options.web:
+        problems.append(f"{spelled('web')} shows attention in every layer, and its layers of Mamba have none")
     if config.hidden_act not in EMITTED:
         problems.append(f"its activation {config.hidden_act!r} is not {' or '.join(EMITTED)}")
     rope = getattr(config, "rope_parameters", None) or {}

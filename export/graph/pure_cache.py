@@ -3,6 +3,7 @@
 from onnx import TensorProto
 
 from diffquant.export.graph.op import OpAttributes
+from diffquant.numbers.absmax import max_code
 
 
 def stored_rows(name: str, kv_pairs: int, width: int, attributes: OpAttributes, cached: bool) -> str:
@@ -42,17 +43,18 @@ def _merged(name: str, kv_pairs: int, width: int) -> str:
 
 def _encode(name: str, scale: str, width: int, bits: int) -> str:
     """Nodes that make the cache's codes of the new rows."""
-    low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+    high = max_code(bits)
     rounded = f"""   {name}_wide = Cast <to = {TensorProto.FLOAT}> ({name}_new)
    {name}_ratio = Div ({name}_wide, {scale})
    {name}_nearest = Round ({name}_ratio)
-   {name}_low = Constant <value = float {{{low}.0}}> ()
+   {name}_low = Constant <value = float {{{-high}.0}}> ()
    {name}_high = Constant <value = float {{{high}.0}}> ()
    {name}_clamped = Clip ({name}_nearest, {name}_low, {name}_high)"""
     if bits == 8:
         return f"{rounded}\n   {name}_codes = Cast <to = {TensorProto.INT8}> ({name}_clamped)"
     return f"""{rounded}
-   {name}_unsigned = Sub ({name}_clamped, {name}_low)
+   {name}_zero = Constant <value = float {{{high + 1}.0}}> ()
+   {name}_unsigned = Add ({name}_clamped, {name}_zero)
    {name}_by_byte = Constant <value = int64[5] {{0, 0, 0, {width // 2}, 2}}> ()
    {name}_nibbles = Reshape ({name}_unsigned, {name}_by_byte)
    {name}_places = Constant <value = float[2] {{1.0, 16.0}}> ()
@@ -79,5 +81,5 @@ def _decode(name: str, scale: str, width: int, bits: int) -> str:
    {name}_both = Concat <axis = 4> ({name}_lower_column, {name}_upper_column)
    {name}_row_shape = Constant <value = int64[4] {{0, 0, 0, {width}}}> ()
    {name}_row = Reshape ({name}_both, {name}_row_shape)
-   {name}_signed = Add ({name}_row, {name}_low)
+   {name}_signed = Sub ({name}_row, {name}_zero)
    {name}_read = Mul ({name}_signed, {scale})"""

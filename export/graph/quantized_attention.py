@@ -6,6 +6,7 @@ docs/differential-attention-op.md is the specification; a test keeps its tables 
 from onnx import FunctionProto, parser
 from onnx.defs import OpSchema
 
+from diffquant.export.graph.contrib_cache import bounded_rows
 from diffquant.export.graph.op import CONTRIB, DOMAIN, VERSION, parameter
 
 QUANTIZED_ATTENTION = "QuantizedAttention"
@@ -51,27 +52,30 @@ def quantized_attention_schema() -> OpSchema:
     )
 
 
-def quantized_attention_function(opset: int) -> FunctionProto:
+def quantized_attention_function(opset: int, bits: int, rotates: bool) -> FunctionProto:
     """The op as an ONNX function, which is one GroupQueryAttention of ONNX Runtime.
 
     Args:
         opset: version of the standard domain, that of the model.
+        bits: `kv_bit_width` of the nodes that will use it.
+        rotates: their `do_rotary`.
     """
     op = quantized_attention_schema()
     inputs, outputs = (", ".join(each.name for each in parameters) for parameters in (op.inputs, op.outputs))
     return parser.parse_function(
         f'<opset_import: ["" : {opset}, "{CONTRIB}" : 1], domain: "{DOMAIN}">\n'
-        f"{QUANTIZED_ATTENTION} <{', '.join(_ATTRIBUTES)}> ({inputs}) => ({outputs})\n{{\n{_TEXT}\n}}"
+        f"{QUANTIZED_ATTENTION} <{', '.join(_ATTRIBUTES)}> ({inputs}) => ({outputs})\n"
+        f"{{\n{bounded_rows('query', bits, rotates)}\n{_TEXT}\n}}"
     )
 
 
 _OPTIONS = [
-    *(f"{name}: int = @{name}" for name in _COPIED),
+    *(f"{name}: int = @{name}" for name in _COPIED if "rota" not in name),
     "scale: float = @scale",
     "kv_cache_bit_width: int = @kv_bit_width",
     'k_quant_type = "PER_CHANNEL"',
     'v_quant_type = "PER_CHANNEL"',
 ]
 _TEXT = f"""   output, present_key, present_value = {CONTRIB}.GroupQueryAttention <{", ".join(_OPTIONS)}> (
-      query, key, value, past_key, past_value, seqlens_k, total_sequence_length, cos_cache, sin_cache, , , ,
+      query_turned, key_bounded, value_bounded, past_key, past_value, seqlens_k, total_sequence_length, , , , , ,
       k_scale, v_scale)"""

@@ -8,7 +8,7 @@ from onnx import FunctionProto, TensorProto, helper
 
 from diffquant.export.graph.activations import EMITTED
 from diffquant.export.graph.cache_scales import Scales
-from diffquant.export.graph.decoder import LAST_TOKEN, LAYER_OUTPUT, PAST, PRESENT, Decoder
+from diffquant.export.graph.decoder import LAST_TOKEN, LAYER_OUTPUT, PRESENT, Decoder
 from diffquant.export.graph.mamba import (
     CAUSAL_CONVOLUTION,
     SELECTIVE_SCAN,
@@ -21,8 +21,10 @@ from diffquant.model.blocks import Block, Shape
 from diffquant.model.sambay.architecture import SambaYArchitecture
 from diffquant.model.sambay.blocks import FusedAttentionBlock, GatedMemoryBlock, LayerNormBlock, MambaBlock
 
-# A layer's states by the names that onnxruntime-genai has for such.
-STATES = ("conv_state", "recurrent_state")
+# A layer's states by the names that transformers.js has for such, before and after a call.
+PAST_STATE = "past_{state}.{layer}"
+PRESENT_STATE = "present_{state}.{layer}"
+STATES = ("conv", "ssm")
 
 
 class SambaYDecoder(Decoder):
@@ -136,17 +138,17 @@ class SambaYDecoder(Decoder):
         graph.add_all(SELECTIVE_SCAN, [u, step, decays, into, out_of, skip, past], [y, present], DOMAIN)
         return y
 
-    def _state(self, layer: int, part: str, kind: int, shape: Shape) -> tuple[str, str]:
+    def _state(self, layer: int, state: str, kind: int, shape: Shape) -> tuple[str, str]:
         """Names of a layer's state before and after the new tokens; without a cache it begins anew."""
-        present = PRESENT.format(layer=layer, part=part)
+        present = PRESENT_STATE.format(state=state, layer=layer)
         if not self.options.cache:
-            like = self.graph.int64(f"shape.{part}", shape)
+            like = self.graph.int64(f"shape.{state}", shape)
             whole = self.graph.add("Concat", self.graph.add("Shape", "input_ids", start=0, end=1), like, axis=0)
             zero = helper.make_tensor("zero", kind, [1], [0])
             return self.graph.add("ConstantOfShape", whole, value=zero), present
         sizes: list[str | int] = ["batch_size", *shape]
         self.graph.output(present, kind, sizes)
-        return self.graph.input(PAST.format(layer=layer, part=part), kind, sizes), present
+        return self.graph.input(PAST_STATE.format(state=state, layer=layer), kind, sizes), present
 
     def _gated(self, x: str, prefix: str) -> str:
         gate = self._silu(self._linear(x, prefix + "in_proj"))

@@ -87,12 +87,13 @@ void write_activations(Storage storage, const float* from, int64_t count, uint8_
   std::memcpy(to, from, count * sizeof(float));
 }
 
-// Codes of x in place: round-half-even(x / scale), clamped to -2^(bits-1) … 2^(bits-1) - 1.
+// Codes of x in place: round-half-even(x / scale), clamped to the format's, of which the lowest
+// is the largest one's negative: -2^(bits-1) is never stored.
 inline void to_codes(float* x, const float* scale, int64_t count, int bits) {
-  const float lowest = -static_cast<float>(1 << (bits - 1));
+  const float largest = static_cast<float>((1 << (bits - 1)) - 1);
   for (int64_t i = 0; i < count; ++i) {
     // Clamped first: the bounds are whole numbers, and the rounding is good for small numbers only.
-    x[i] = round_half_even(smaller(larger(x[i] / scale[i], lowest), -lowest - 1));
+    x[i] = round_half_even(smaller(larger(x[i] / scale[i], -largest), largest));
   }
 }
 

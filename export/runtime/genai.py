@@ -6,6 +6,7 @@ from typing import Any
 
 from diffquant.export.graph.plan import ExportPlan, key_width
 from diffquant.export.runtime.device import RuntimeDevice
+from diffquant.model.sambay.architecture import SambaYArchitecture
 from diffquant.support.files import write_atomically
 from diffquant.text.special_tokens import SpecialTokens
 
@@ -21,7 +22,7 @@ def _entry(plan: ExportPlan, tokens: SpecialTokens) -> dict[str, Any]:
     config, spec = plan.config, plan.spec
     device = RuntimeDevice.parse(plan.options.genai_device)
     context = config.max_position_embeddings
-    decoder = {
+    decoder: dict[str, Any] = {
         "session_options": {"log_id": "onnxruntime-genai", "provider_options": _providers(device)},
         "filename": plan.options.layout.model,
         "head_size": key_width(spec),
@@ -41,6 +42,9 @@ def _entry(plan: ExportPlan, tokens: SpecialTokens) -> dict[str, Any]:
             "present_value_names": "present.%d.value",
         },
     }
+    if isinstance(plan.source.architecture, SambaYArchitecture):
+        decoder["inputs"] |= {"past_conv_names": "past_conv.%d", "past_recurrent_names": "past_ssm.%d"}
+        decoder["outputs"] |= {"present_conv_names": "present_conv.%d", "present_recurrent_names": "present_ssm.%d"}
     model: dict[str, Any] = {
         "type": "decoder",
         "vocab_size": config.vocab_size,

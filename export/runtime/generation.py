@@ -75,9 +75,7 @@ class Generator:
         self.model.check_cache()
         self.text = FolderTokenizer(folder)
         self._ends = read_special_tokens(folder, config).ends
-        self._context = config.get("max_position_embeddings", 2048)
-        if type(self._context) is not int:
-            raise CheckpointError(f"{folder / 'config.json'}: max_position_embeddings is {self._context!r}, no number")
+        self._context = read_context(folder)
         # Logit scales that span rows depend on how many rows a call has.
         self._chunk = _PREFILL_CHUNK if shares_prefixes(manifest.options.recipe) else self._context
         self.speed = Speed()
@@ -206,6 +204,18 @@ class FolderTokenizer:
         from diffquant.source.tokenizer import load_tokenizer
 
         return load_tokenizer(self._folder)
+
+
+def read_context(folder: Path) -> int:
+    """The number of tokens that an exported model sees at once.
+
+    Raises:
+        CheckpointError: its config.json does not say.
+    """
+    length = read_json(folder / "config.json").get("max_position_embeddings", 2048)
+    if type(length) is not int:
+        raise CheckpointError(f"{folder / 'config.json'}: max_position_embeddings is {length!r}, no number")
+    return length
 
 
 def peak_bytes() -> int:

@@ -10,8 +10,9 @@ from onnx import TensorProto, helper
 
 from diffquant.errors import CheckpointError
 
-_PAST = "past_key_values."
-_PRESENT = "present."
+# Of what a call takes and gives, the names before the layer: of rows of each token, and of states.
+_ROWS, _STATES = {"past_key_values": "present"}, {"past_conv": "present_conv", "past_ssm": "present_ssm"}
+_PRESENT_OF = _ROWS | _STATES
 _TOKENS = ("input_ids", "attention_mask")
 
 
@@ -100,7 +101,7 @@ def read_interface(graph: onnx.GraphProto, file: Path) -> Interface:
     problems = list(_problems(inputs, outputs))
     if problems:
         raise CheckpointError(f"{file} is not a model that diffquant exported: {'; '.join(problems)}; export it again")
-    logits, past = outputs["logits"], [name for name in inputs if name.startswith(_PAST)]
+    logits, past = outputs["logits"], list(filter(_is_past, inputs))
     _, positions, vocabulary = logits.shape.dim
     cache = _cache_shape(inputs, past) if past else None
     return Interface(cache, vocabulary.dim_value, logits.elem_type, positions.dim_value != 1)
@@ -109,7 +110,7 @@ def read_interface(graph: onnx.GraphProto, file: Path) -> Interface:
 def _problems(
     inputs: Mapping[str, onnx.TypeProto.Tensor], outputs: Mapping[str, onnx.TypeProto.Tensor]
 ) -> Iterator[str]:
-    past = [name for name in inputs if name.startswith(_PAST)]
+    past = list(filter(_is_past, inputs))
     unknown = [name for name in inputs if name not in (*_TOKENS, *past)]
     if unknown:
         yield f"nobody knows what its inputs {', '.join(unknown)} take"
@@ -149,11 +150,17 @@ def _dtype(kind: onnx.TypeProto.Tensor) -> np.dtype:
     return helper.tensor_dtype_to_np_dtype(kind.elem_type)
 
 
+def _is_past(name: str) -> bool:
+    """Whether an input takes what an earlier call gave."""
+    return name.partition(".")[0] in _PRESENT_OF
+
+
 def _is_state(past: str) -> bool:
     """Whether an input takes a state, and not rows of each token."""
-    return past.endswith("_state")
+    return past.partition(".")[0] in _STATES
 
 
 def _present(past: str) -> str:
     """Name of the output that gives what an input takes, and more."""
-    return _PRESENT + past.removeprefix(_PAST)
+    kind, _, layer = past.partition(".")
+    return f"{_PRESENT_OF[kind]}.{layer}"

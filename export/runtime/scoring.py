@@ -21,18 +21,15 @@ from diffquant.evals.language_model import LanguageModel, LogitStates, TokenCach
 from diffquant.export.manifest import check_unchanged, read_manifest
 from diffquant.export.native import kernel_name
 from diffquant.export.runtime.device import RuntimeDevice, on_cpu_text
-from diffquant.export.runtime.generation import Generator
+from diffquant.export.runtime.generation import Generator, read_context
 from diffquant.export.runtime.session import OnnxModel
 from diffquant.formats.folder import side_files
-from diffquant.formats.json_object import read_json
-from diffquant.model.adapters import adapter_for
 from diffquant.recipe import Recipe
 from diffquant.scheme import Scheme
 from diffquant.source.tokenizer import load_tokenizer
 from diffquant.support.files import file_digest
 from diffquant.support.installation import install_command
 from diffquant.sweep.exported import ExportedModel
-from diffquant.text.tokens import max_length
 
 
 class OnnxRuntime:
@@ -106,8 +103,7 @@ class OnnxLanguageModel(LanguageModel):
     def __init__(self, runtime: OnnxModel) -> None:
         self.runtime = runtime
         self._recipe = read_manifest(runtime.folder).options.recipe
-        # The config of the checkpoint that it was exported from.
-        self._config = adapter_for(read_json(runtime.folder / "config.json")).architecture
+        self._context = read_context(runtime.folder)
 
     @property
     def device(self) -> torch.device:
@@ -121,8 +117,8 @@ class OnnxLanguageModel(LanguageModel):
     def has_cache(self) -> bool:
         return self.runtime.cache is not None
 
-    def max_length(self, tokenizer: PreTrainedTokenizerBase | None) -> int:
-        return max_length(self._config, tokenizer)
+    def max_length(self, tokenizer: PreTrainedTokenizerBase | None) -> int:  # noqa: ARG002  the folder says it
+        return self._context
 
     def new_cache(self) -> OnnxCache:
         self.runtime.check_cache()

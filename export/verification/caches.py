@@ -57,16 +57,16 @@ class StaticCache(DynamicCache):
 
     def read_back(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer as their codes are read."""
-        limit = 2 ** (self.bits - 1)
+        limit = max_code(self.bits)
         keys, values = (
-            (x / scale).round().clamp(-limit, limit - 1) * scale
+            (x / scale).round().clamp(-limit, limit) * scale
             for x, scale in zip((keys, values), self.scales[layer], strict=True)
         )
         return keys, values
 
     def fitted(self) -> "StaticCache":
         """A cache of the same width whose scales fit what this one was given."""
-        limit = 2 ** (self.bits - 1) - 1
+        limit = max_code(self.bits)
         scales = {}
         for layer, largest in self.largest.items():
             keys, values = (torch.where(x == 0, 1.0, x / limit) for x in largest)

@@ -74,9 +74,7 @@ def verify(
     check_unchanged(folder, manifest)
     _check_source(manifest, source)
     graph = load_graph(folder)
-    reference = _TWINS.get(type(source.architecture), Reference)(
-        source, manifest.options, cache_scales(graph), exact_bits(graph)
-    )
+    reference = twin_of(source)(source, manifest.options, cache_scales(graph), exact_bits(graph))
     rotary = getattr(reference.model.model, "rotary_emb", None)
     positions = source.architecture.max_position_embeddings
     rotation = None if rotary is None else rotation_excess(graph, rotary, positions)
@@ -99,6 +97,11 @@ def verify(
     if not verification.passed:
         raise ToleranceError(str(verification), verification)
     return verification
+
+
+def twin_of(source: Source) -> type[Reference]:
+    """The class of the torch twin of an export of this checkpoint."""
+    return _TWINS.get(type(source.architecture), Reference)
 
 
 def exact_bits(graph: ModelProto) -> set[int]:

@@ -15,7 +15,17 @@ from diffquant.errors import UsageError
 from diffquant.export.graph.body import body
 from diffquant.export.graph.inlining import inlined, without_flex
 from diffquant.scheme import Scheme
-from tests.support.attention_cases import Case, empty_past, expected, feed, on_a_lattice, one_node, random_inputs
+from tests.support.attention_cases import (
+    Case,
+    codes_in,
+    empty_past,
+    expected,
+    feed,
+    on_a_lattice,
+    one_node,
+    quotients,
+    random_inputs,
+)
 
 CASES = {
     "v1": Case(),
@@ -85,7 +95,7 @@ def test_prefill_chunked_prefill_and_decode_equal_naive(run, case, rows):
         np.testing.assert_allclose(output, expected(case, inputs, tokens), rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("case", [CASES["v1"], CASES["v2-half"]], ids=["v1", "v2"])
+@pytest.mark.parametrize("case", [CASES["v1"], CASES["v2-half"], Case(kv_bits=8)], ids=["v1", "v2", "v1-codes"])
 def test_a_ragged_batch_equals_its_sequences_one_by_one(run_ragged, case):
     lengths, width = [11, 4, 7], 11
     inputs = random_inputs(case, batch=3, length=width + 1)
@@ -130,6 +140,22 @@ def test_quantized_caches_hold_the_codes_and_attention_reads_them(run, generatio
     for tokens in (slice(0, 16), slice(16, 17), slice(17, 19)):
         output, *past = call(feed(inputs, tokens, past))
         np.testing.assert_allclose(output, expected(case, inputs, tokens), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("case", [CASES["v1"], CASES["v2-half"], Case(generation=2, rope="")], ids=["v1", "v2", "nope"])
+def test_beyond_a_range_codes_are_the_largest_on_both_sides(run, case, bits):
+    case = replace(case, kv_bits=bits)
+    inputs = random_inputs(case, batch=1, length=19)
+    inputs |= {name: 4 * inputs[name] for name in ("key", "value")}
+    call, past = run(case), empty_past(case, 1)
+    for tokens in (slice(0, 16), slice(16, 19)):
+        _, *past = call(feed(inputs, tokens, past))
+    for cache, exact in zip(past, quotients(case, inputs, 19), strict=True):
+        codes, largest = codes_in(cache, bits, 19), 2 ** (bits - 1) - 1
+        for is_beyond, code in ((exact < -largest, -largest), (exact > largest, largest)):
+            assert is_beyond.sum() > 20
+            assert (codes[is_beyond] == code).all()
 
 
 @pytest.mark.parametrize("generation", [1, 2])

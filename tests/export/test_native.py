@@ -28,7 +28,7 @@ def checked_codes(case, inputs, caches, rows):
     found = [codes_in(cache, case.kv_bits, rows) for cache in caches]
     for codes, exact in zip(found, quotients(case, inputs, rows), strict=True):
         # A key on the border between two codes may fall either way after its rotation in float32.
-        assert np.abs(codes - np.clip(exact, -limit, limit - 1)).max() < 0.5 + 1e-4
+        assert np.abs(codes - np.clip(exact, 1 - limit, limit - 1)).max() < 0.5 + 1e-4
     return found
 
 
@@ -126,7 +126,7 @@ def test_codes_of_rotated_keys_that_are_exact_are_exact(kernel, generation, bits
     output, *past = native(kernel, case)(feed(inputs, slice(0, 40), past_of(case, 2, 50)))
     limit = 2 ** (bits - 1)
     for cache, wanted in zip(past, quotients(case, inputs, 40), strict=True):
-        np.testing.assert_array_equal(codes_in(cache, bits, 40), np.clip(np.rint(wanted), -limit, limit - 1))
+        np.testing.assert_array_equal(codes_in(cache, bits, 40), np.clip(np.rint(wanted), 1 - limit, limit - 1))
     assert_close(output, expected(case, inputs, slice(0, 40)), atol=2e-5)
 
 
@@ -137,7 +137,7 @@ def test_stored_codes_are_those_of_the_specification(kernel, bits):
     present = native(kernel, case)(feed(inputs, slice(0, 19), past_of(case, 1, 0)))[2]
     values = inputs["value"].reshape(19, case.kv_pairs, case.row).transpose(1, 0, 2)
     limit = 2 ** (bits - 1)
-    codes = np.clip(np.rint(values / inputs["v_scale"][0]), -limit, limit - 1).astype(int)
+    codes = np.clip(np.rint(values / inputs["v_scale"][0]), 1 - limit, limit - 1).astype(int)
     if bits == 8:
         np.testing.assert_array_equal(present[0], codes)
         return

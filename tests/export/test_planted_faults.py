@@ -180,11 +180,14 @@ def body_node(e, op, index=0):
 
 
 def body_adds_the_noise(e):
-    body_node(e, "Sub").op_type = "Add"
+    body_node(e, "Sub", -1).op_type = "Add"
 
 
 def body_without_rotation(e):
-    e.set_attribute("do_rotary", 0, [body_node(e, "GroupQueryAttention")])
+    for _ in ("queries", "keys"):
+        node = body_node(e, "RotaryEmbedding")
+        turned = node.output[0]
+        node.CopyFrom(helper.make_node("Identity", [node.input[0]], [turned]))
 
 
 def body_position_late(e):
@@ -427,9 +430,9 @@ NATIVE = {
     ),
     "codes cut off where they should be rounded": (
         "rows.h",
-        "x[i] = round_half_even(smaller(larger(x[i] / scale[i], lowest), -lowest - 1));",
-        "x[i] = FAULT ? static_cast<int>(smaller(larger(x[i] / scale[i], lowest), -lowest - 1))"
-        " : round_half_even(smaller(larger(x[i] / scale[i], lowest), -lowest - 1));",
+        "x[i] = round_half_even(smaller(larger(x[i] / scale[i], -largest), largest));",
+        "x[i] = FAULT ? static_cast<int>(smaller(larger(x[i] / scale[i], -largest), largest))"
+        " : round_half_even(smaller(larger(x[i] / scale[i], -largest), largest));",
     ),
     "a past in place forgotten": (
         "node.cc",

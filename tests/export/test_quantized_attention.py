@@ -34,7 +34,7 @@ def assert_codes(case, inputs, caches, rows):
     limit = 2 ** (case.bits - 1)
     for cache, exact in zip(caches, case.quotients(inputs, rows), strict=True):
         # A key on the border between two codes may fall either way after its rotation in float32.
-        assert np.abs(codes_in(cache, case.bits, rows) - np.clip(exact, -limit, limit - 1)).max() < 0.5 + 1e-4
+        assert np.abs(codes_in(cache, case.bits, rows) - np.clip(exact, 1 - limit, limit - 1)).max() < 0.5 + 1e-4
 
 
 @pytest.mark.parametrize("bits", [8, 6, 4])

@@ -12,7 +12,7 @@ def _mark(folder: Folder, answer: list[int] | str) -> str:
     if isinstance(answer, str):
         print(answer, file=sys.stderr)
         return "no"
-    return "yes" if answer in folder.tokens else "other tokens"
+    return "yes" if answer == folder.tokens else "other tokens"
 
 
 def _main() -> None:

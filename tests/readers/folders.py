@@ -1,12 +1,12 @@
 """The folders that readers are given: each feature of an export, on models that ship and on random ones."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from tokenizers import Tokenizer
 
 import diffquant.data
@@ -15,14 +15,17 @@ from diffquant.export.files import model_file
 from diffquant.export.graph.external import load_graph
 from diffquant.export.manifest import read_manifest
 from diffquant.export.verification.caches import cache_scales
-from diffquant.export.verification.reference import Reference
+from diffquant.export.verification.verify import twin_of
 from diffquant.source.source import open_source
 from tests.support.checkpoints import write_checkpoint
 from tests.support.exports import cache_ranges
 
 POCKET = Path(diffquant.data.__file__).parent / "pocket"
 COUNT = 12
-_TEXT = "The old man opened the door of the house, and"
+_TEXTS = {
+    "prose-diff-v1": "Oh, what have I done to be blessed with such",
+    "prose-diff-v2": "I might mention the sociable feelings of those",
+}
 
 
 @dataclass(frozen=True)
@@ -51,12 +54,14 @@ FEATURES = {
     "random grouped": Feature("motif-grouped"),
     "random V3": Feature("gated"),
     "random Transformer": Feature("llama"),
+    "random Phi-4-mini-flash": Feature("phi4flash"),
     "standard operators": Feature("prose-diff-v1", {"pure": True}),
     "standard operators, 8-bit cache": Feature("prose-diff-v2", {"pure": True, "kv_bits": 8}),
     "standard operators, all quantized": Feature(
         "prose-diff-v2", {"pure": True, **_ALL, "weights": "4:row", "logits": "8:row"}
     ),
     "standard operators, random V3": Feature("gated", {"pure": True}),
+    "standard operators, random Phi-4-mini-flash, 8-bit cache": Feature("phi4flash", {"pure": True, "kv_bits": 8}),
 }
 
 
@@ -88,29 +93,36 @@ class Folder:
     @cached_property
     def prompt(self) -> list[int]:
         """Tokens to continue."""
-        file = self._source / "tokenizer.json"
-        return Tokenizer.from_file(str(file)).encode(_TEXT).ids if file.is_file() else [3, 14, 15, 9, 26, 5, 35, 8]
+        text = _TEXTS.get(self.feature.source)
+        if text is None:
+            return [3, 14, 15, 9, 26, 5, 35, 8]
+        return Tokenizer.from_file(str(self._source / "tokenizer.json")).encode(text).ids
 
     @cached_property
-    def tokens(self) -> list[list[int]]:
-        """What torch continues the prompt with, the same codes in weights and cache: with activations as they are, and
-        rounded to 8 bits where ONNX Runtime rounds them, which it leaves to each build."""
+    def tokens(self) -> list[int]:
+        """What torch continues the prompt with, the same codes in weights and cache.
+
+        Readers round activations of some products to 8 bits, each by its own rule, and a code that falls to its
+        neighbour moves all later ones, and with them the logits. So no token may be decided by as little.
+        """
         manifest = read_manifest(self.path)
-        reference = Reference(open_source(self._source), manifest.options, cache_scales(load_graph(self.path)))
-        both = []
-        for rounds in (False, True):
-            with reference.arithmetic(rounds=rounds):
-                both.append(_continued(self.prompt, lambda ids: reference.run(ids)[0, -1].argmax()))
-        return both
+        source = open_source(self._source)
+        reference = twin_of(source)(source, manifest.options, cache_scales(load_graph(self.path)))
+        ids = list(self.prompt)
+        while len(ids) < len(self.prompt) + COUNT:
+            ids.append(int(reference.run(np.array([ids]))[0, -1].argmax()))
+        likeliest = torch.tensor(ids[len(self.prompt) :])[:, None]
+        leads = []
+        for arithmetic in ({}, {"rounds": True}, {"noise": reference.flipping}):
+            with reference.arithmetic(**arithmetic):
+                logits = reference.run(np.array([ids]))[0, len(self.prompt) - 1 : -1]
+            leads.append(logits.gather(1, likeliest)[:, 0] - logits.scatter(1, likeliest, -torch.inf).amax(1))
+        lead, moved = leads[0].min(), max((leads[0] - other).abs().max() for other in leads[1:])
+        if lead <= 3 * moved:
+            raise ValueError(f"{self._root.name}: a token leads by {lead:.3f}, and rounding moves leads by {moved:.3f}")
+        return ids[len(self.prompt) :]
 
     @cached_property
     def _source(self) -> Path:
         pocket = POCKET / self.feature.source
         return pocket if pocket.is_dir() else write_checkpoint(self._root / "source", self.feature.source)
-
-
-def _continued(prompt: list[int], likeliest: Callable[[np.ndarray], Any]) -> list[int]:
-    ids = list(prompt)
-    for _ in range(COUNT):
-        ids.append(int(likeliest(np.array([ids]))))
-    return ids[len(prompt) :]

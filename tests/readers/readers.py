@@ -70,7 +70,7 @@ def _evaluated(folder: Folder) -> list[int]:
     session = ReferenceEvaluator(str(folder.file))
     types = {each.name: each.type.tensor_type for each in onnx.load(folder.file, load_external_data=False).graph.input}
     caches = {
-        name: (_NUMPY_OF[kind.elem_type], kind.shape.dim[1].dim_value, kind.shape.dim[3].dim_value)
+        name: (_NUMPY_OF[kind.elem_type], [dim.dim_value for dim in kind.shape.dim[1:]])
         for name, kind in types.items()
         if name.startswith("past")
     }

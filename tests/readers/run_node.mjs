@@ -23,13 +23,17 @@ async function bySession({ file, ids }) {
   const [{ Tensor }, session] = await openSession(file);
   const made = [...ids];
   const pasts = session.inputMetadata.filter(({ name }) => name.startsWith("past"));
-  const feeds = Object.fromEntries(pasts.map(({ name, type, shape }) => [name, new Tensor(type, new ARRAYS[type](0), [1, shape[1], 0, shape[3]])]));
+  const feeds = {};
+  for (const { name, type, shape } of pasts) {
+    const sizes = [1, ...shape.slice(1).map((size) => (typeof size === "number" ? size : 0))];
+    feeds[name] = new Tensor(type, new ARRAYS[type](sizes.reduce((a, b) => a * b)), sizes);
+  }
   for (let step = 0; step < count; step++) {
     const fresh = step ? made.slice(-1) : made;
     feeds.input_ids = new Tensor("int64", BigInt64Array.from(fresh, BigInt), [1, fresh.length]);
     feeds.attention_mask = new Tensor("int64", new BigInt64Array(made.length).fill(1n), [1, made.length]);
     const outputs = await session.run(feeds);
-    for (const { name } of pasts) feeds[name] = outputs[name.replace("past_key_values", "present")];
+    for (const { name } of pasts) feeds[name] = outputs[name.replace("past_key_values", "present").replace("past_", "present_")];
     const { data, dims } = outputs.logits;
     const last = Array.from(data.slice(data.length - dims[2]));
     made.push(last.indexOf(last.reduce((a, b) => (b > a ? b : a))));

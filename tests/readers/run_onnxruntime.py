@@ -19,7 +19,8 @@ def tokens(task, count):
     options.intra_op_num_threads = 1
     session = onnxruntime.InferenceSession(task["file"], options, providers=["CPUExecutionProvider"])
     past = [each for each in session.get_inputs() if each.name.startswith("past")]
-    caches = {each.name: (_DTYPES[each.type], each.shape[1], each.shape[3]) for each in past}
+    sizes = {each.name: [size if isinstance(size, int) else 0 for size in each.shape[1:]] for each in past}
+    caches = {each.name: (_DTYPES[each.type], sizes[each.name]) for each in past}
     names = [each.name for each in session.get_outputs()]
     return greedy(lambda feeds: dict(zip(names, session.run(names, feeds), strict=True)), caches, task["ids"], count)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import openvino
 
 sys.path.insert(0, str(Path(__file__).parent))
-from decoding import greedy
+from decoding import greedy, present
 
 # Its default on some processors is bfloat16, whose tokens are its own.
 _OPTIONS = {"INFERENCE_NUM_THREADS": 1, "INFERENCE_PRECISION_HINT": "f32"}
@@ -18,10 +18,10 @@ def tokens(core, task, count):
     caches = {}
     for port in model.inputs:
         if port.any_name.startswith("past"):
-            sizes = [port.partial_shape[axis].get_length() for axis in (1, 3)]
-            caches[port.any_name] = (port.element_type.to_dtype(), *sizes)
+            sizes = [size.get_length() if size.is_static else 0 for size in list(port.partial_shape)[1:]]
+            caches[port.any_name] = (port.element_type.to_dtype(), sizes)
     # OpenVINO may know a port by the name of a node as well.
-    wanted = {"logits", *(name.replace("past_key_values", "present") for name in caches)}
+    wanted = {"logits", *map(present, caches)}
     outputs = {next(iter(port.names & wanted)): port for port in model.outputs}
 
     def run(feeds):

@@ -137,7 +137,7 @@ def expected(
     if case.kv_bits:
         if codes is None:
             limit = 2 ** (case.kv_bits - 1)
-            codes = [np.clip(np.rint(x), -limit, limit - 1) for x in quotients(case, inputs, tokens.stop, dtype)]
+            codes = [np.clip(np.rint(x), 1 - limit, limit - 1) for x in quotients(case, inputs, tokens.stop, dtype)]
         k, v = (
             _by_row(torch.from_numpy(each).to(dtype)) * torch.from_numpy(inputs[name]).to(dtype).flatten()
             for each, name in zip(codes, ("k_scale", "v_scale"), strict=True)

@@ -131,7 +131,7 @@ class HeadCase:
         return helper.make_model(
             helper.make_graph([node], "one_node", _declared(values), _declared(outputs)),
             opset_imports=[helper.make_opsetid(*domain) for domain in domains.items()],
-            functions=[quantized_attention_function(OPSET)] if has_body else [],
+            functions=[quantized_attention_function(OPSET, self.bits, bool(self.rope))] if has_body else [],
             ir_version=IR,
         )
 
