@@ -258,7 +258,7 @@ def _outliers(there: Mapping[str, Result]) -> list[str]:
 
 def _on_purpose(there: Mapping[str, Result]) -> list[str]:
     schemes = [f"{bits}:{shared}" for shared in ("tensor", "row", "row:shift") for bits in BITS]
-    measures: dict[str, Measure] = {f"`{scheme}`": bits_won(scheme) for scheme in schemes}
+    measures: dict[str, Measure] = {scheme: bits_won(scheme) for scheme in schemes}
     measures |= {f"steps of {step}": bits_won(step, among="kl_of_steps") for step in ("1", "2", "4", "8")}
     measures |= {"largest logit over the Transformer's": largest_logit_ratio}
     rows = [[name, *(_over(there, c, m) for c in ON_PURPOSE)] for name, m in measures.items()]
