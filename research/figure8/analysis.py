@@ -19,8 +19,19 @@ from diffquant.errors import UsageError
 from diffquant.evals.stats import mean_interval
 from diffquant.report.tables import markdown
 from diffquant.support.code import CHANGED
-from research.figure8.plan import EDGES, EQUALIZED, GRID, KINDS, RESULTS, Result, best_rate, grid_name, results
-from research.figure8.scoring import FORMATS, SCHEMES
+from research.figure8.plan import (
+    EDGES,
+    EQUALIZED,
+    GRID,
+    KINDS,
+    OUTLIERS,
+    RESULTS,
+    Result,
+    best_rate,
+    grid_name,
+    results,
+)
+from research.figure8.scoring import BITS, FORMATS, SCHEMES
 from research.studies.figure8_model import advantage, parts
 
 DIFFS = KINDS[1:]
@@ -112,8 +123,15 @@ def perplexity_ratio(diff: Result, plain: Result) -> float:
     return math.exp(diff["validation"]["nll"] - plain["validation"]["nll"])
 
 
+def largest_logit_ratio(diff: Result, plain: Result) -> float:
+    """Largest logit, of both maps of all layers, over the other model's."""
+    top, other = (each["outliers"]["overall"]["logits"]["top"]["1"] for each in (diff, plain))
+    return float(top / other)
+
+
 MAIN = [Comparison(kind) for kind in DIFFS]
 LONGER = [Comparison(kind, experiment="e2", seeds=THREE) for kind in DIFFS]
+ON_PURPOSE = [Comparison(kind + OUTLIERS, "transformer" + OUTLIERS, seeds=THREE) for kind in DIFFS]
 
 
 def p_value(differences: Sequence[float]) -> float:
@@ -151,6 +169,7 @@ def summary(there: Mapping[str, Result]) -> str:
         "Controls, E2 and E3: bits won at 4:tensor, three seeds": _others(there),
         "E2: formats and softmax weights, bits won, three seeds": _formats(there),
         "Outliers, means over seeds": _outliers(there),
+        "Outliers on purpose: bits won on books, three seeds": _on_purpose(there),
     }
     return "\n\n".join(f"## {title}\n\n" + "\n".join(lines) for title, lines in sections.items())
 
@@ -218,7 +237,7 @@ def _others(there: Mapping[str, Result]) -> list[str]:
     measures: list[Measure] = [bits_won(PRIMARY), range_won, sensitivity_won, perplexity_ratio]
     rows = [
         [f"{c.experiment}: {c.kind} − {c.base}", *(_over(there, c, measure) for measure in measures)]
-        for c in (*controls, *equalized, *longer)
+        for c in (*controls, *equalized, *ON_PURPOSE, *longer)
     ]
     return markdown(["", "bits won", "range", "sensitivity", "perplexity"], rows)
 
@@ -242,6 +261,15 @@ def _outliers(there: Mapping[str, Result]) -> list[str]:
     ]
     heads = [f"{kind}, {rank}" for kind in ("logits", "hidden") for rank in ("top 1", "top 10", "median")]
     return markdown(["", "trainings", *heads], rows)
+
+
+def _on_purpose(there: Mapping[str, Result]) -> list[str]:
+    schemes = [f"{bits}:{shared}" for shared in ("tensor", "row", "row:shift") for bits in BITS]
+    measures: dict[str, Measure] = {scheme: bits_won(scheme) for scheme in schemes}
+    measures |= {f"steps of {step}": bits_won(step, among="kl_of_steps") for step in ("1", "2", "4", "8")}
+    measures |= {"largest logit over the Transformer's": largest_logit_ratio}
+    rows = [[name, *(_over(there, c, m) for c in ON_PURPOSE)] for name, m in measures.items()]
+    return markdown(["", *(c.kind for c in ON_PURPOSE)], rows)
 
 
 def _are_complete(there: Mapping[str, Result]) -> bool:

@@ -25,6 +25,7 @@ EDGES = {GRID[0]: 5e-4, GRID[-1]: 16e-3}
 EQUALIZED = "-equalized"
 # Largest magnitude of a logit in an equalized model: about what trained Transformers of this size reach.
 LARGEST = 28.0
+OUTLIERS = "-outliers"
 
 _SMALL = Sizes(hidden=128, layers=5, heads=4, head_dim=32, inner=344, context=512, init=0.06, bias=False, theta=10000.0)
 _LARGE = Sizes(hidden=256, layers=6, heads=8, head_dim=32, inner=688, context=512, init=0.06, bias=False, theta=10000.0)
@@ -33,7 +34,7 @@ TOKENS_PER_STEP = 4096
 _STEPS = 1800
 # What the best rate falls with: tokens to this power, and width.
 _EXPONENT = -0.32
-_RATE = re.compile(r"(?P<number>[\d.e-]+)(?P<edge>\?)?|best(?: (?P<sign>[×/]) 2)?|(?P<checked>checked)")
+_RATE = re.compile(r"(?P<number>[\d.e-]+)(?P<edge>\?)?|best(?: (?P<sign>[×/]) (?P<factor>[2-9]))?|(?P<checked>checked)")
 
 Result = Mapping[str, Any]
 
@@ -44,12 +45,13 @@ class Run:
 
     Attributes:
         name: name of the run and of its raw file.
-        kind: kind of model, with "-equalized" behind it where queries and keys have one length.
+        kind: kind of model, with "-equalized" behind it where queries and keys have one length, or "-outliers" where a
+            high rate makes its logits large on purpose.
         size: name of its sizes in `SIZES`.
         steps: number of optimizer steps.
         rule: how its rate is found: a number, a number with "?" (needed only behind the end of the grid that is best),
-            "best" (of its kind, carried to its tokens and width; with "× 2" or "/ 2" for its neighbours), or "checked"
-            (the best of the three neighbours at a quarter of the tokens, carried on).
+            "best" (of its kind, carried to its tokens and width; with "× 2" or "/ 2" for its neighbours, and "× 4" for
+            large logits), or "checked" (the best of the three neighbours at a quarter of the tokens, carried on).
         seed: seed of weights and data.
         arithmetic: "bf16", or "float32".
     """
@@ -63,10 +65,14 @@ class Run:
     arithmetic: str
 
     @property
+    def architecture(self) -> str:
+        """Kind of model that is trained, however it is trained."""
+        return self.kind.removesuffix(EQUALIZED).removesuffix(OUTLIERS)
+
+    @property
     def base(self) -> str:
         """Kind whose best rate the run takes: a control takes that of the kind it controls."""
-        kind = self.kind.removesuffix(EQUALIZED)
-        return kind if kind in KINDS else "transformer"
+        return self.architecture if self.architecture in KINDS else "transformer"
 
     def schedule(self, rate: float) -> Schedule:
         """Schedule at a rate."""
@@ -125,8 +131,8 @@ def rate_of(run: Run, there: Mapping[str, Result]) -> float | None:
     best = best_rate(run.base, there)
     if best is None:
         return None
-    neighbours = {"×": 2.0, "/": 0.5, None: 1.0}
-    factor = _checked(run.kind, there) if rule["checked"] else neighbours[rule["sign"]]
+    times = float(rule["factor"] or 1)
+    factor = _checked(run.kind, there) if rule["checked"] else 1 / times if rule["sign"] == "/" else times
     return None if factor is None else round(best * run.carry * factor, 6)
 
 

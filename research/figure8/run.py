@@ -172,7 +172,7 @@ def check_fits(run: Run, record: Result, there: Mapping[str, Result]) -> None:
 def new_model(run: Run, vocabulary: int) -> DiffTransformer:
     """Model of random weights that depend on the run's kind, size and seed."""
     torch.manual_seed(run.seed)
-    model = DiffTransformer(matched(run.kind.removesuffix(EQUALIZED), SIZES[run.size], vocabulary))
+    model = DiffTransformer(matched(run.architecture, SIZES[run.size], vocabulary))
     if run.kind.endswith(EQUALIZED):
         equalize(model, LARGEST)
     return model

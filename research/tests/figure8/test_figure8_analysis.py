@@ -7,7 +7,7 @@ from scipy.stats import ttest_1samp
 
 from diffquant.errors import UsageError
 from research.figure8 import analysis
-from research.figure8.analysis import MAIN, SIX, bits_won, check_alike, holm, p_value, summary
+from research.figure8.analysis import MAIN, ON_PURPOSE, SIX, THREE, bits_won, check_alike, holm, p_value, summary
 from research.figure8.plan import EDGES, GRID, KINDS, best_rate, grid_name, listed, rate_of, upcoming
 from research.figure8.scoring import FORMATS, OPERANDS, SCHEMES, STEPS
 
@@ -133,6 +133,25 @@ def test_the_arithmetic_matters_where_it_moves_more_than_two_standard_deviations
     assert said in line
 
 
+def test_large_logits_on_purpose_are_compared_among_themselves():
+    """Each DIFF kind with the Transformer that was trained alike, and not with the one at its best rate."""
+    there = second_stage()
+    for seed, bits in zip(THREE, (0.5, 0.3, 0.4), strict=True):
+        there[f"e1-transformer-outliers-seed-{seed}"] = result("t", 0.5)
+        found = result("d", 0.5 * 4**-bits)
+        top = {"top": {"1": 3.0, "10": 2.0}, "median": 1.0}
+        found["outliers"] = {"overall": {"logits": top, "hidden": top}}
+        there[f"e1-diff-v1-outliers-seed-{seed}"] = found
+    text = summary(there)
+    section = text[text.index("## Outliers on purpose") :]
+    line = next(x for x in section.splitlines() if x.startswith("| 4:tensor |"))
+    low, high = ttest_1samp((0.5, 0.3, 0.4), 0.0).confidence_interval()
+    assert f"+0.40 [{low:+.2f}, {high:+.2f}]" in line
+    ratio = next(x for x in section.splitlines() if x.startswith("| largest logit over"))
+    assert "+0.33 [+0.33, +0.33]" in ratio
+    assert "e1: diff-v1-outliers − transformer-outliers | +0.40" in text
+
+
 def losses(kind, by_rate):
     return {grid_name(kind, rate): {"validation": {"nll": nll}} for rate, nll in by_rate.items()}
 
@@ -163,10 +182,14 @@ def test_the_list_can_be_run_from_its_beginning_to_its_end():
     assert rates["e3-diff-v2-check-half"] == pytest.approx(best / 4 * (1950 / 1800) ** -0.32, rel=1e-3)
     assert rates["e3-diff-v2-seed-101"] == pytest.approx(best * (7800 / 1800) ** -0.32, rel=1e-3)
     assert rates["e1-gated-seed-101"] == rates["e1-transformer-seed-101"]
+    assert rates["e3-diff-v2-check-double"] == pytest.approx(best * (1950 / 1800) ** -0.32, rel=1e-3)
+    for comparison in ON_PURPOSE:
+        for name in (name for pair in comparison.names for name in pair):
+            assert rates[name] == 4 * rates[name.replace("-outliers", "")]
 
 
 def test_the_list_has_what_the_protocol_asks_for():
     names = {run.name for run in listed()}
     assert {grid_name(kind, rate) for kind in KINDS for rate in (*GRID, *EDGES.values())} <= names
-    assert {name for comparison in MAIN for pair in comparison.names for name in pair} <= names
+    assert {name for comparison in (*MAIN, *ON_PURPOSE) for pair in comparison.names for name in pair} <= names
     assert all(run.arithmetic == "bf16" for run in listed() if not run.name.startswith("arithmetic"))

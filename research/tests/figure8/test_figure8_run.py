@@ -5,6 +5,7 @@ import json
 import os
 import runpy
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ from diffquant.errors import DiffQuantError, UsageError
 from research.figure8 import plan, run, scoring, text
 from research.figure8.plan import Run, results
 from research.train.kernels import is_supported
+from research.train.settings import Schedule
 
 SCHEMES = ["4:tensor", "3:row:shift"]
 
@@ -64,6 +66,17 @@ def test_an_interrupted_run_has_the_results_of_a_straight_one(books, tmp_path, m
     assert straight["books"] == "scored"
     assert len(straight["weights"]) == 64
     assert straight["losses"].keys() == {"2", "4"}
+
+
+@pytest.mark.parametrize("kind", plan.KINDS)
+def test_large_logits_on_purpose_are_the_same_training_at_another_rate(kind):
+    usual, ours = (Run("x", name, "1.25M", 4, "4e-3", 101, "bf16") for name in (kind, kind + plan.OUTLIERS))
+    weights, same = (run.new_model(each, 320).state_dict() for each in (usual, ours))
+    assert weights.keys() == same.keys()
+    assert all(torch.equal(weights[name], same[name]) for name in weights)
+    lengths = ((0.0, 128), (0.5, 256))
+    assert usual.schedule(4e-3) == Schedule(4, 100, 512, lengths, rate=4e-3, decay=0.1, clip=1.0, seed=101)
+    assert ours.schedule(16e-3) == replace(usual.schedule(4e-3), rate=16e-3)
 
 
 def test_a_training_whose_loss_is_no_number_is_a_result(books, tmp_path, monkeypatch):
