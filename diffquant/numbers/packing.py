@@ -66,7 +66,8 @@ def unpack(words: Tensor, bits: int, length: int) -> Tensor:
     """
     if 32 % bits:
         words = pad(words, (0, packed_words(-(-length // 32) * 32, bits) - words.shape[-1]))
-    stored = words.reshape(-1).view(torch.uint8)
+    # A copy, since views of another width ask for strides that an axis of size 1 need not have.
+    stored = words.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
     unsigned = stored if bits == 8 else _split_halves(stored) if bits == 4 else _spread(stored, bits)
     codes = unsigned.view(*words.shape[:-1], words.shape[-1] * 32 // bits)[..., :length]
     return (codes - (1 << (bits - 1))).view(torch.int8)

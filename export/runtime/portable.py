@@ -3,9 +3,8 @@
 from typing import Any
 
 from diffquant.export.graph.plan import ExportPlan, key_width
-from diffquant.model.blocks import Block
+from diffquant.model.blocks import Block, TokenRows
 from diffquant.model.sambay.architecture import SambaYArchitecture
-from diffquant.model.sambay.blocks import MambaBlock
 from diffquant.text.special_tokens import SpecialTokens
 
 
@@ -45,6 +44,6 @@ def portable_config(plan: ExportPlan, tokens: SpecialTokens) -> dict[str, Any]:
 
 def _layer_type(mixer: Block) -> str:
     """The type by which readers look for a layer's states, for its keys and values, or for neither."""
-    if isinstance(mixer, MambaBlock):
-        return "mamba"
-    return "dense" if mixer.stored is None else "attention"
+    if mixer.stored is None:
+        return "dense"
+    return "attention" if isinstance(mixer.stored, TokenRows) else "mamba"

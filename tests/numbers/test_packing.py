@@ -31,3 +31,13 @@ def test_any_shape_and_stride_makes_the_round_trip(bits, shape, length, random):
 def test_32_codes_fill_exactly_b_words(bits, words):
     assert packed_words(32, bits) == words
     assert pack(random_codes(bits, 3, 32), bits).shape == (3, words)
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_words_may_have_any_strides(bits):
+    codes = random_codes(bits, 6, 32)
+    for words in (pack(codes, bits).mT.contiguous().mT, pack(codes, bits).repeat_interleave(2, 1)[:, ::2]):
+        for rows in (6, 1):
+            assert torch.equal(unpack(words[:rows], bits, 32), codes[:rows])
+            first = codes[:rows, : 32 // bits]
+            assert torch.equal(unpack(words[:rows, :1], bits, 32 // bits), first)

@@ -169,7 +169,7 @@ def half(tmp_path_factory):
 def test_the_weights_are_those_that_quantize_stores(half, tmp_path):
     quantize(half, tmp_path / "out", Recipe.of(weights="4:g16", rounding="mse"))
     stored = load(tmp_path / "out", dtype=torch.float32)
-    method = Method("mse", TIERS[0], quantizers._ours("mse", 4, 16))
+    method = Method("mse", TIERS[0], quantizers.ours("mse", 4, 16))
     subject = Subject(half, OPTIONS)
     with subject._quantized(method) as facts:
         for name, (_, weight) in subject._weights.items():
