@@ -22,7 +22,7 @@ from research.figure8.analysis import (
     sensitivity_won,
     verdict,
 )
-from research.figure8.plan import GRID, KINDS, best_rate, grid_name, results
+from research.figure8.plan import EQUALIZED, GRID, KINDS, OUTLIERS, best_rate, grid_name, results
 from research.figure8.scoring import SCHEMES
 
 PAGE = Page("research/pages/figure8.md")
@@ -105,6 +105,10 @@ _CONTROLS = {
     "half the heads, of V1's width": Comparison("half-heads", seeds=THREE),
     "gates behind attention": Comparison("gated", seeds=THREE),
 }
+_CONTROLS |= {
+    f"{name}, equal ranges": Comparison(kind + EQUALIZED, "transformer" + EQUALIZED, seeds=THREE)
+    for name, kind in list(NAMES.items())[1:]
+}
 _OF_CONTROLS: dict[str, Measure] = {
     "bits won at `4:tensor`": bits_won(PRIMARY),
     "range": range_won,
@@ -122,8 +126,56 @@ PAGE.table(
 )
 PAGE.says(
     "no second map wins {} [{}, {}] bits, and one with gates behind attention {} [{}, {}]",
-    *(x for row in _CONTROLS for x in _control(row, "bits won at `4:tensor`")),
+    *(x for row in list(_CONTROLS)[:2] for x in _control(row, "bits won at `4:tensor`")),
 )
+_EQUAL = {name: _control(f"{name}, equal ranges", "bits won at `4:tensor`") for name in WON}
+PAGE.says("V1 needs {} [{}, {}] bits more and V2 {} [{}, {}]", *(-x[at] for x in _EQUAL.values() for at in (0, 2, 1)))
+# The protocol's sixth result: an interval that holds zero and leaves out the primary mean.
+PAGE.means(
+    "[equal ranges](#controls)",
+    not any(low < 0 < high and not low <= fmean(WON[name]) <= high for name, (_, low, high) in _EQUAL.items()),
+)
+
+# Large logits on purpose
+
+_SEEDS = [seed for seed in THREE if all(f"e1-{kind}{OUTLIERS}-seed-{seed}" in THERE for kind in KINDS)]
+
+
+def _on_purpose(row: str, column: str) -> list[float]:
+    name, seed = row.split(", seed ")
+    found = THERE[f"e1-{NAMES[name]}{OUTLIERS}-seed-{seed}"]
+    if column == "perplexity":
+        return [found["validation"]["perplexity"]]
+    if column.startswith("KL"):
+        return [fmean(found["books"]["kl"][column.split("`")[1]])]
+    operand, rank = _MAGNITUDES[column]
+    return [found["outliers"]["overall"][operand]["top"][rank]]
+
+
+PAGE.table(
+    "trained at four times the best rate | largest logit | largest hidden state | perplexity "
+    "| KL, nats, `8:tensor` | KL, nats, `4:tensor` | KL, nats, `4:row:shift`",
+    _on_purpose,
+)
+for _seed in _SEEDS:
+    _pairs = [Comparison(kind + OUTLIERS, KINDS[0] + OUTLIERS, seeds=(_seed,)) for kind in KINDS[1:]]
+    PAGE.says(
+        f"of seed {_seed} V1 wins {{}} bits at `4:tensor` and V2 {{}}",
+        *(won for pair in _pairs for won in pair.values(THERE, bits_won(PRIMARY))),
+    )
+PAGE.means(
+    f"{['none', 'three', 'six', 'nine'][len(_SEEDS)]} of them are there, which is too few to say anything",
+    0 < len(_SEEDS) < len(THREE),
+)
+PAGE.means(
+    "four times the best rate, which makes logits large",
+    all(
+        THERE[f"e1-{kind}{OUTLIERS}-seed-{seed}"]["rate"] == 4 * THERE[f"e1-{kind}-seed-{seed}"]["rate"]
+        for seed in _SEEDS
+        for kind in KINDS
+    ),
+)
+
 
 # Outliers
 
