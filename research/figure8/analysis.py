@@ -237,7 +237,7 @@ def _others(there: Mapping[str, Result]) -> list[str]:
     measures: list[Measure] = [bits_won(PRIMARY), range_won, sensitivity_won, perplexity_ratio]
     rows = [
         [f"{c.experiment}: {c.kind} − {c.base}", *(_over(there, c, measure) for measure in measures)]
-        for c in (*controls, *equalized, *ON_PURPOSE, *longer)
+        for c in (*controls, *equalized, *longer)
     ]
     return markdown(["", "bits won", "range", "sensitivity", "perplexity"], rows)
 
@@ -268,6 +268,7 @@ def _on_purpose(there: Mapping[str, Result]) -> list[str]:
     measures: dict[str, Measure] = {scheme: bits_won(scheme) for scheme in schemes}
     measures |= {f"steps of {step}": bits_won(step, among="kl_of_steps") for step in ("1", "2", "4", "8")}
     measures |= {"largest logit over the Transformer's": largest_logit_ratio}
+    measures |= {"perplexity over the Transformer's": perplexity_ratio}
     rows = [[name, *(_over(there, c, m) for c in ON_PURPOSE)] for name, m in measures.items()]
     return markdown(["", *(c.kind for c in ON_PURPOSE)], rows)
 
