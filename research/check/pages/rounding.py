@@ -76,6 +76,47 @@ PAGE.table(
     columns=_SIZE_COLUMNS,
 )
 
+# Eight bits
+
+EIGHT = {model: raw(f"rounding/8-bits/{file}.json")["results"] for model, file in _FILES.items()}
+_MICRO = ("KL, µnats", "elsewhere")
+
+
+def _eight(row: str, column: str) -> Values:
+    if column == "bits":
+        return sorted({rows[row]["bits"] for rows in EIGHT.values()})
+    model, _, text = column.partition(": ")
+    scores = EIGHT[model][row]
+    return [1e6 * (scores["elsewhere"] if text == "elsewhere" else scores)["kl"]]
+
+
+def _times(method: str, others: Sequence[str]) -> list[float]:
+    """Least and largest KL of a method over that of others, over models."""
+    ratios = [rows[method]["kl"] / rows[other]["kl"] for rows in EIGHT.values() for other in others]
+    return [min(ratios), max(ratios)]
+
+
+_HQQ, _INT8 = "HQQ 8 bits, rows", "bitsandbytes int8, rows"
+PAGE.table(
+    f"method | bits | {' | '.join(f'{model}: {_MICRO[0]} | {_MICRO[1]}' for model in SHIPPED)}",
+    _eight,
+    columns=["bits", *(f"{model}: {text}" for model in SHIPPED for text in _MICRO)],
+)
+_UNROUNDED = [
+    {name: row["kl"] for name, row in rows.items() if name != "16 bits" and "LLM" not in name}
+    for rows in EIGHT.values()
+]
+PAGE.means(
+    "all cost between one and two ten-thousandths of a nat on the prose",
+    all(1e-4 < kl < 2e-4 for rows in _UNROUNDED for kl in rows.values()),
+)
+PAGE.means("costs least there", all(min(rows, key=lambda name: rows[name]) == _HQQ for rows in _UNROUNDED))
+PAGE.says("and `mse` {} to {} times as much", *_times("mse 8:channel", [_HQQ]))
+PAGE.says(
+    "as LLM.int8 does, costs {} to {} times what its weights cost",
+    *_times("bitsandbytes LLM.int8, inputs rounded too", [_INT8]),
+)
+
 _BY_FILE = {result["settings"]["model"]: result for result in (SMOLLM2, *SHIPPED.values())}
 
 
