@@ -45,5 +45,15 @@ def _no_gradients():
         yield
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Modules and cases that are made now stay: looking for garbage among them took a fifth of the time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_unconfigure():
     gc.unfreeze()
