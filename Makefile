@@ -162,9 +162,12 @@ dist: $(VENV)/.ready
 	$(BIN)/python -m twine check --strict dist/*
 
 # The documentation site, in build/site. A link, anchor or docstring reference that leads nowhere fails it.
-docs: $(VENV)/.ready
-	$(PIP) 'diffquant[docs]'
+docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+
+$(VENV)/.docs: pyproject.toml constraints.txt | $(VENV)/.ready
+	$(PIP) 'diffquant[docs]'
+	touch $@
 
 # Every plot among the results drawn again from the raw files beside it.
 plots: $(VENV)/.ready

@@ -2,12 +2,14 @@
 
 import gc
 import os
+from importlib.util import find_spec
 
 import pytest
 import torch
 from hypothesis import settings
 
 from tests.support.completeness import pytest_sessionfinish, pytest_terminal_summary  # noqa: F401
+from tests.support.interpreting import without_waste
 from tests.support.thorough import pytest_collection_modifyitems, pytest_sessionstart  # noqa: F401
 
 torch.set_num_threads(1)
@@ -17,6 +19,12 @@ if not torch.cuda.is_available():
 # A busy machine is no failure, and CI tries the same examples every time.
 settings.register_profile("diffquant", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("diffquant")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_waste_in_the_interpreter():
+    if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
+        without_waste()
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +43,16 @@ def _imports_are_no_garbage():
 def _no_gradients():
     with torch.no_grad():
         yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Modules and cases that are made now stay: looking for garbage among them took a fifth of the time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_unconfigure():

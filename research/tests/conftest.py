@@ -4,6 +4,8 @@ from tests.conftest import (  # noqa: F401
     _imports_are_no_garbage,
     _no_device_unless_named,
     _no_gradients,
+    _no_waste_in_the_interpreter,
+    pytest_collection,
     pytest_collection_modifyitems,
     pytest_sessionfinish,
     pytest_sessionstart,

@@ -2,6 +2,7 @@
 
 import json
 import time
+from multiprocessing import get_context
 
 import pytest
 import torch
@@ -12,6 +13,14 @@ from diffquant.bench.contest import contest, kernels, linears
 from diffquant.bench.contest.workloads import Workload, differential, model_named
 from diffquant.bench.gpu import groups, ratios, stores
 from diffquant.bench.gpu.groups import Aim, Group
+
+
+@pytest.fixture(autouse=True)
+def _imports_are_shared(monkeypatch):
+    """Processes begin with torch and this file imported, which is nearly all that each would do by itself."""
+    shared = get_context("forkserver")
+    shared.set_forkserver_preload([__name__])
+    monkeypatch.setattr(ratios, "get_context", lambda _: shared)
 
 
 def cells(**medians):

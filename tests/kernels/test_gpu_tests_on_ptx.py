@@ -30,10 +30,12 @@ def ran(capability, triton, tests):
     return done.stdout
 
 
-@pytest.mark.parametrize("test", SAMPLE)
-def test_a_kernel_passes_its_test_as_it_is_compiled(test):
+def test_a_kernel_of_each_kind_passes_its_test_as_it_is_compiled():
     pytest.importorskip("triton")
-    assert " launches, " in ran(90, None, [test])
+    said = ran(90, None, SAMPLE)
+    assert said.startswith("." * len(SAMPLE) + " ")
+    kernels = ["attend_specialized", "decode_share", "append_tokens", "paged_share", "latent_share", "_gemv"]
+    assert [kernel for kernel in kernels if f"\n{kernel}: " not in said] == []
 
 
 @pytest.mark.skipif(WHOLE not in os.environ, reason="takes many minutes: make test-ptx runs it")
