@@ -28,9 +28,12 @@ from research.figure8.run import BUILD
 from research.train.loop import LOG
 from research.train.train import RUN
 
-# What a raw file says of the training; its scores stay there.
+# What a folder keeps of its training's raw file; of the scores it has these schemes' KL, in nats.
 _KEPT = ("run", "kind", "parameters", "arithmetic", "training_text", "weights", "validation", "environment")
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+_SCHEMES = (PRIMARY, "4:row:shift")
+# What transformers notes of the place that the run's tokenizer was read from.
+_WHERE = ("is_local", "local_files_only")
 
 
 def main(
@@ -67,12 +70,15 @@ def ship(run: Run, trained: Result, folder: Path, output: Path) -> None:
     # Saved for `generate`, which reads the same from config.json.
     (output / "generation_config.json").unlink(missing_ok=True)
     for file in _TOKENIZER:
-        # Indented, a vocabulary of 2,048 takes more than twice the room.
         content = json.loads((folder / "model" / file).read_text(encoding="utf-8"))
+        for where in _WHERE:
+            content.pop(where, None)
+        # Indented, a vocabulary of 2,048 takes more than twice the room.
         write_atomically(output / file, json.dumps(content, ensure_ascii=False, separators=(",", ":")) + "\n")
     write_atomically(output / LOG, (folder / LOG).read_bytes())
+    books = {"nll": fmean(trained["books"]["nll"]), "kl": {s: fmean(trained["books"]["kl"][s]) for s in _SCHEMES}}
     settings = {"model": asdict(SIZES[run.size]), "schedule": asdict(run.schedule(trained["rate"]))}
-    write_json(output / RUN, {key: trained[key] for key in _KEPT} | settings)
+    write_json(output / RUN, {key: trained[key] for key in _KEPT} | {"books": books} | settings)
 
 
 def likeness(trained: Result, committed: Result) -> str:

@@ -71,6 +71,7 @@ def test_an_interrupted_run_has_the_results_of_a_straight_one(books, tmp_path, m
 
 def test_a_model_that_ships_is_its_runs_in_16_bits_and_says_how_it_was_trained(books, tmp_path, monkeypatch):
     trained = made("diff-v1", books, tmp_path, monkeypatch)
+    trained["books"] = {"nll": [3.5, 4.5], "kl": {"4:tensor": [0.25, 0.75], "4:row:shift": [0.0, 0.5], "4:row": [1.0]}}
     folder, shipped = tmp_path / "build" / trained["run"], tmp_path / "shipped"
     ship.ship(Run(trained["run"], "diff-v1", "1.25M", 4, "4e-3", 100, "bf16"), trained, folder, shipped)
     exact, model = (diffquant.load(path, dtype="float32") for path in (folder / "model", shipped))
@@ -80,6 +81,7 @@ def test_a_model_that_ships_is_its_runs_in_16_bits_and_says_how_it_was_trained(b
     assert tokenizers[0](data.books_text()[:999])["input_ids"] == tokenizers[1](data.books_text()[:999])["input_ids"]
     said = json.loads((shipped / "training.json").read_text())
     assert said.items() >= {key: trained[key] for key in ("run", "kind", "weights", "validation")}.items()
+    assert said["books"] == {"nll": 4.0, "kl": {"4:tensor": 0.5, "4:row:shift": 0.25}}
     assert said["schedule"].items() >= {"steps": 4, "rate": trained["rate"], "seed": 100}.items()
     assert sorted(file.name for file in shipped.iterdir()) == sorted(
         ["config.json", "log.jsonl", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "training.json"]
