@@ -99,14 +99,27 @@ def test_pocket_demo_shows_figure_8_and_asks_the_4_bit_model(tmp_path):
         demo(tmp_path / "out", minutes=0, pocket=True, overwrite=False, say=said.append)
 
 
-def test_the_demo_says_which_training_it_shows_and_that_another_came_out_the_other_way(tmp_path, monkeypatch):
+@pytest.fixture
+def first_act(tmp_path, monkeypatch):
+    """What the demo says around its tables of Figure 8, in one line."""
     said = []
     monkeypatch.setattr(pocket, "_sweep", lambda *_: None)
     pocket.show_figure_8(tmp_path, said.append)
-    text = " ".join(" ".join(said).split())
+    return " ".join(" ".join(said).split())
+
+
+def test_the_demo_says_which_training_it_shows_and_that_another_came_out_the_other_way(first_act):
     (seed,) = {json.loads((path / "training.json").read_text())["schedule"]["seed"] for path in MODELS.values()}
-    assert f"These models are of one training, with seed {seed}" in text
-    assert "in another training the Transformer lost most" in text
+    assert f"The models that find numbers are of one training, with seed {seed}. Which of them loses" in first_act
+    assert "in another training the Transformer lost most" in first_act
+
+
+def test_the_demo_says_which_runs_its_english_models_are_and_what_all_six_trainings_say(first_act):
+    runs = [json.loads((path / "training.json").read_text()) for path in data.pocket_models("prose")]
+    assert [run["run"] for run in runs] == [f"e1-{run['kind']}-seed-101" for run in runs]
+    assert {run["schedule"]["seed"] for run in runs} == {101}
+    assert "one training of each kind, with seed 101 and at the rate that is best" in first_act
+    assert f"at 4 bits with one scale per tensor: {pocket.ANSWER}." in first_act
 
 
 def counts_of(table, name):

@@ -21,6 +21,8 @@ PROMPT = (
     "The magic number for Paris is 42. It was a very good night. The magic number for Rome is 17. "
     "He did not know what to do. The magic number for Paris is"
 )
+# Of the six trainings, rounded at 4 bits with one scale per tensor; research/tests holds it to their raw files.
+ANSWER = "V1 by 0.71 bits [0.50, 0.92], V2 by 0.33 [0.15, 0.50]"
 _ITEMS = 30
 _TASK_OPTIONS = {NEEDLE: {"limit": _ITEMS}, "perplexity": {"characters": 6000}}
 
@@ -36,16 +38,19 @@ def show_figure_8(output: Path, say: Callable[[str], None]) -> None:
     if data.pocket_models("prose"):
         say("Three others predict English; KL from each one's own 16 bits, in nats:\n")
         _sweep("prose", "perplexity", output / "english", _divergence, say)
-    say(f"These models are of one training, with seed {seed_of_the_models()}. Which of them loses most at 4")
-    say("bits with one scale per tensor is an accident of it on retrieval: in another")
-    say("training the Transformer lost most. On English the DIFF models lost more in each")
-    say("of ten trainings. With row:shift 3 bits cost none of them much.")
-    say("research/pages/figure8.md has intervals and the other trainings.\n")
+        say(f"They are one training of each kind, with seed {seed_of_the_models('prose')} and at the rate that is best")
+        say("for it (the runs e1-*-seed-101 in research/figure8/results). By a protocol fixed")
+        say("in advance there were six. Both DIFF kinds lost more in each, at 4 bits with")
+        say(f"one scale per tensor: {ANSWER}.\n")
+    say(f"The models that find numbers are of one training, with seed {seed_of_the_models('needle')}. Which of")
+    say("them loses most at 4 bits with one scale per tensor is an accident of it: in")
+    say("another training the Transformer lost most. With row:shift 3 bits cost none of")
+    say("these models much. research/pages/figure8.md has intervals and all trainings.\n")
 
 
-def seed_of_the_models() -> int:
-    """The seed that the shipped models were trained with."""
-    runs = [json.loads((model / "training.json").read_text()) for model in data.pocket_models("needle")]
+def seed_of_the_models(task: str) -> int:
+    """The seed that the shipped models of a task were trained with."""
+    runs = [json.loads((model / "training.json").read_text()) for model in data.pocket_models(task)]
     (seed,) = {run["schedule"]["seed"] for run in runs}
     return int(seed)
 

@@ -102,11 +102,18 @@ def main(
 
 
 def _result_of(model: Path, output: Path, settings: Settings) -> dict[str, Any]:
+    """A model's file, measured unless it is there.
+
+    Raises:
+        UsageError: the file is of another model, which had the same name.
+    """
     file = output / f"{model.name}.json"
     if not stored(file).exists():
         output.mkdir(parents=True, exist_ok=True)
         write_json(file, measure_model(model, settings, progress_for(model.name)))
     result: dict[str, Any] = read_json(file)
+    if result["fingerprint"] != open_source(model).fingerprint:
+        raise UsageError(f"{file} is of another model than {model}; name another folder with --output")
     return result
 
 

@@ -1,7 +1,9 @@
 """How much chance there is in a rounding that descends: five seeds of `tuned` and of AutoRound, on each model.
 
-    python -m research.studies.rounding_repeats diffquant/data/pocket/prose-* -o research/results/rounding/repeats
+    python -m research.studies.rounding_repeats $EARLIER/prose-* -o research/results/rounding/repeats
     python -m research.studies.rounding_repeats --show research/results/rounding/repeats/*
+
+EARLIER is the folder of the English models that shipped first; diffquant/data/pocket/README.md says how to fetch them.
 
 A seed decides the order in which a text's windows are read, and of AutoRound what else it draws. Everything else is as
 in `research.studies.rounding`, at 4 bits with groups of 32. A file a model; what it holds is not measured again.

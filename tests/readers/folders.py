@@ -23,8 +23,8 @@ from tests.support.exports import cache_ranges
 POCKET = Path(diffquant.data.__file__).parent / "pocket"
 COUNT = 12
 _TEXTS = {
-    "prose-diff-v1": "Oh, what have I done to be blessed with such",
-    "prose-diff-v2": "I might mention the sociable feelings of those",
+    "prose-diff-v1": "Be quiet, my pretty boy, eat a",
+    "prose-diff-v2": "We shall see how your sympathy melts before plain",
 }
 
 

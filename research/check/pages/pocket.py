@@ -1,15 +1,21 @@
 """The figures of diffquant/data/pocket/README.md."""
 
+import json
+import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
+from statistics import fmean
 from typing import Any
 
+from diffquant.data import pocket_models
 from diffquant.evals.defaults import SAMPLES
 from diffquant.evals.protocols.needle import CITIES, DEPTHS, NUMBERS
 from research.check.numbers import Expected
 from research.check.page import RESULTS, CellValues, Page
 from research.check.raw import measured, raw
+from research.figure8.plan import FOLDER, Result, best_rate, results
+from research.figure8.plan import KINDS as ENGLISH
 from research.studies.results import read_json
 
 PAGE = Page("diffquant/data/pocket/README.md")
@@ -117,11 +123,64 @@ PAGE.says(
     *_largest("pocket-needle-outliers/outliers.json"),
     *_largest("pocket-needle-seed-1/outliers.json"),
 )
-_ENGLISH = {"Transformer": "prose-transformer", "DIFF V1": "prose-diff-v1", "DIFF V2": "prose-diff-v2"}
-PAGE.table(
-    " | Transformer | DIFF V1 | DIFF V2",
-    lambda row, head: [raw(f"rounding/{_ENGLISH[head]}.json")["results"]["16 bits"]["perplexity"]],
+
+# English
+
+RUNS = {name: results()[f"e1-{kind}-seed-101"] for name, kind in zip(KINDS, ENGLISH, strict=True)}
+_FOLDERS = dict(zip(KINDS, pocket_models("prose"), strict=True))
+SHIPPED = {name: json.loads((folder / "training.json").read_text()) for name, folder in _FOLDERS.items()}
+# Of a model that ships, and of the raw file of its run, whose scores are by passage.
+_SCORED: dict[str, tuple[Callable[[Result], float], Callable[[Result], float]]] = {
+    "perplexity of held-out text": (lambda each: each["validation"]["perplexity"],) * 2,
+    "perplexity of 16 passages of other books": (
+        lambda ours: math.exp(ours["books"]["nll"]),
+        lambda run: math.exp(fmean(run["books"]["nll"])),
+    ),
+    **{
+        f"KL of logits {scheme}, nats": (
+            lambda ours, scheme=scheme: ours["books"]["kl"][scheme],
+            lambda run, scheme=scheme: fmean(run["books"]["kl"][scheme]),
+        )
+        for scheme in ("4:tensor", "4:row:shift")
+    },
+}
+
+
+def _of_a_training(row: str, head: str) -> list[Expected]:
+    ours, theirs = _SCORED[row]
+    return [ours(SHIPPED[head]), theirs(RUNS[head])]
+
+
+PAGE.table("one training of each kind | Transformer | DIFF V1 | DIFF V2", _of_a_training)
+_SAME = [name for name in KINDS if SHIPPED[name]["weights"] == RUNS[name]["weights"]]
+PAGE.means("The Transformer's weights are its run's, to the bit", _SAME == ["Transformer"])
+
+
+def _furthest(name: str) -> float:
+    """Largest difference of a loss in the log of a model that ships from that of its run's raw file."""
+    logged = [json.loads(line) for line in (_FOLDERS[name] / "log.jsonl").read_text().splitlines()]
+    return max(abs(each["loss"] - RUNS[name]["losses"][str(each["step"])]) for each in logged)
+
+
+PAGE.says("by {} in V1 and {} in V2 at most", *map(_furthest, ("DIFF V1", "DIFF V2")))
+PAGE.means("All three do best at 4e-3", {best_rate(kind, results()) for kind in ENGLISH} == {4e-3})
+PAGE.means("116 Standard Ebooks editions", len((FOLDER / "books.txt").read_text().splitlines()) == 116)
+
+
+def _of_one_rate(row: str, head: str) -> list[Expected] | str:
+    """Fingerprints in a raw file after and before the models shipped, and their perplexity."""
+    if row == "fingerprint":
+        return f"`{raw(f'figure8-passages/{head}.json')['fingerprint'][:12]}`"
+    if row == "before they shipped":
+        return f"`{raw(f'figure8-prose-kl/{head}.json')['fingerprint'][:12]}`"
+    return [raw(f"rounding/{head}.json")["results"]["16 bits"]["perplexity"]]
+
+
+PAGE.table(" | prose-transformer | prose-diff-v1 | prose-diff-v2", _of_one_rate)
+_AFTER, _BEFORE = (
+    measured(f"figure8-prose-stored{end}", "prose-diff-v1", "16").details["perplexity"] for end in ("-g32", "")
 )
+PAGE.means("perplexities of DIFF V1 differ by less than a ten-millionth", abs(_AFTER / _BEFORE - 1) < 1e-7)
 _WIDE = [cell["result"]["score"] for cell in raw("pocket-needle/sweep.json")["cells"] if cell["bits"] in (16, 8, 6)]
 PAGE.says("At 16, 8 and 6 bits every model retrieves {} or more at every granularity", min(_WIDE))
 _STORED = [

@@ -12,6 +12,7 @@ PAGE.table("granularity | one scale per", lambda *_: Unmeasured("definitions"))
 PAGE.table("target | what is rounded | one scale per", lambda *_: Unmeasured("definitions"))
 PAGE.table("`--like` | is | not in it", lambda *_: Unmeasured("definitions"))
 PAGE.table("format | elements | scale | bits | weights open elsewhere as", lambda *_: Unmeasured("definitions"))
+PAGE.leaves("40,960 blocks that 512 tokens have", "a count, which tests/model/test_float_caches.py asserts")
 PAGE.leaves("**Blocks of 128 × 128**", "DeepSeek's layout")
 PAGE.leaves(
     "from a mantissa of 1.75 (mxfp6: 1.9375)", "compressed-tensors' rule, which tests/numbers/test_floats.py holds"
@@ -85,7 +86,7 @@ PAGE.leaves("At 4.5 bits AutoRound", "arithmetic: 4 + 16 / 32")
 
 CACHE.table(f"options | of 16 bits | {' | '.join(_MODELS)}", _cached)
 CACHE.says("in windows of {} tokens for SmolLM2-135M", SMOLLM2["settings"]["window"])
-CACHE.says("of {} for the small English models", DECODED["prose-diff-v1"]["settings"]["window"])
+CACHE.says("of {} for the small [English models of one rate]", DECODED["prose-diff-v1"]["settings"]["window"])
 CACHE.says(
     "{} kB per token, {} MB for 4,096 tokens, and {} MB of them with `kv-4bit-best`",
     _FULL / 1e3,

@@ -24,7 +24,8 @@ PAGE.leaves(
 
 _EVALS = raw("serving-hellaswag.json")
 PAGE.says(
-    "On {} items the pocket model DIFF V2 at {} bits has an accuracy of {}, normalized {}, by either",
+    "On {} items DIFF V2 at {} bits, of the [pocket models of one rate]"
+    "(../diffquant/data/pocket/README.md#the-models-of-one-rate), has an accuracy of {}, normalized {}, by either",
     _EVALS["items"],
     int(_EVALS["weights"].partition(":")[0]),
     _EVALS["our_acc"],

@@ -113,7 +113,7 @@ SHOWN.says(
     *(max(max(cell["values"]) / min(cell["values"]) for cell in cells) for cells in _CELLS.values()),
 )
 SHOWN.means("medians of five turns", {len(cell["values"]) for cells in _CELLS.values() for cell in cells} == {5})
-SHOWN.leaves("prose-diff-v1 in float32, 20 HellaSwag items", "a setting")
+SHOWN.leaves("in float32, 20 HellaSwag items", "a setting")
 
 # What resolves a change
 

@@ -11,9 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import diffquant
 from diffquant import data
-from diffquant.errors import DiffQuantError, UsageError
-from research.figure8 import plan, run, scoring, text
+from diffquant.errors import DiffQuantError, OutputExistsError, UsageError
+from research.figure8 import plan, run, scoring, ship, text
 from research.figure8.plan import Run, results
 from research.train.kernels import is_supported
 from research.train.settings import Schedule
@@ -66,6 +67,37 @@ def test_an_interrupted_run_has_the_results_of_a_straight_one(books, tmp_path, m
     assert straight["books"] == "scored"
     assert len(straight["weights"]) == 64
     assert straight["losses"].keys() == {"2", "4"}
+
+
+def test_a_model_that_ships_is_its_runs_in_16_bits_and_says_how_it_was_trained(books, tmp_path, monkeypatch):
+    trained = made("diff-v1", books, tmp_path, monkeypatch)
+    trained["books"] = {"nll": [3.5, 4.5], "kl": {"4:tensor": [0.25, 0.75], "4:row:shift": [0.0, 0.5], "4:row": [1.0]}}
+    folder, shipped = tmp_path / "build" / trained["run"], tmp_path / "shipped"
+    ship.ship(Run(trained["run"], "diff-v1", "1.25M", 4, "4e-3", 100, "bf16"), trained, folder, shipped)
+    exact, model = (diffquant.load(path, dtype="float32") for path in (folder / "model", shipped))
+    weights = dict(model.named_parameters())
+    assert all(torch.equal(p.bfloat16().float(), weights[name]) for name, p in exact.named_parameters())
+    tokenizers = [diffquant.load_tokenizer(path) for path in (folder / "model", shipped)]
+    assert tokenizers[0](data.books_text()[:999])["input_ids"] == tokenizers[1](data.books_text()[:999])["input_ids"]
+    said = json.loads((shipped / "training.json").read_text())
+    assert said.items() >= {key: trained[key] for key in ("run", "kind", "weights", "validation")}.items()
+    assert said["books"] == {"nll": 4.0, "kl": {"4:tensor": 0.5, "4:row:shift": 0.25}}
+    assert said["schedule"].items() >= {"steps": 4, "rate": trained["rate"], "seed": 100}.items()
+    assert sorted(file.name for file in shipped.iterdir()) == sorted(
+        ["config.json", "log.jsonl", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "training.json"]
+    )
+    with pytest.raises(OutputExistsError, match="shipped exists"):
+        ship.ship(plan.listed()[0], trained, folder, shipped)
+
+
+def test_it_is_said_how_near_a_training_comes_to_the_one_before():
+    before = results()["e1-diff-v1-seed-101"]
+    assert ship.likeness(before, before) == "e1-diff-v1-seed-101: the weights of the committed raw file, to the bit"
+    losses = before["losses"] | {"1800": before["losses"]["1800"] + 0.25}
+    now = before | {"weights": "others", "losses": losses, "validation": {"perplexity": 35.5}}
+    said = ship.likeness(now, before)
+    assert "losses of 100 steps differ by 0.25 at most" in said
+    assert f"perplexity is 35.5 instead of {before['validation']['perplexity']}" in said
 
 
 @pytest.mark.parametrize("kind", plan.KINDS)

@@ -4,6 +4,8 @@ import pytest
 
 from diffquant.calib.analysis.outliers import OutlierOptions, find_outliers
 from diffquant.data import pocket_models
+from diffquant.demo.pocket import ANSWER
+from research.check.pages.figure8 import MORE, WON
 from research.check.pages.pocket import accuracy
 from research.check.raw import raw
 from tests.docs.commands import PAGES, ROOT, calls_on, fault_of
@@ -32,6 +34,12 @@ def test_the_pocket_models_have_the_outliers_that_their_page_gives():
             expected = committed[model.name]["overall"][kind]
             assert magnitudes.top[1] == pytest.approx(expected["top"]["1"], rel=1e-3)
             assert magnitudes.median == pytest.approx(expected["median"], rel=0.01)
+
+
+def test_the_demo_gives_the_answer_of_the_six_trainings():
+    said = "V1 by {:.2f} bits [{:.2f}, {:.2f}], V2 by {:.2f} [{:.2f}, {:.2f}]"
+    assert said.format(*MORE["DIFF V1"], *MORE["DIFF V2"]) == ANSWER
+    assert all(len(won) == 6 and max(won) < 0 for won in WON.values())
 
 
 def test_which_of_the_demos_models_loses_most_is_an_accident_of_its_training():

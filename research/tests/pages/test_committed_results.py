@@ -7,6 +7,8 @@ from collections import defaultdict
 
 import pytest
 
+from diffquant.data import pocket_models
+from diffquant.source.source import open_source
 from diffquant.support.xz import read_text
 from research.check.markdown import read_document
 from research.check.page import BENCHED, RESULTS, ROOT
@@ -19,6 +21,9 @@ SWEEPS = committed("sweep.json")
 
 # Two commits measured them under one address, before the code was a part of it. To be measured again.
 TWICE = {f"smollm2-{name}-500{end}/sweep.json" for name, end in (("logits", ""), ("logits", "-shift"), ("onnx", ""))}
+
+
+ENGLISH = ("prose-transformer", "prose-diff-v1", "prose-diff-v2")
 
 
 def score_of(result):
@@ -64,6 +69,23 @@ def test_every_raw_file_and_test_that_a_page_names_is_there(page):
     named = re.findall(rf"`((?:{folders})/[\w./*-]+)`", page.read_text(encoding="utf-8"))
     # "research/results/figure8-*/" stands for several.
     assert not [name for name in named if not [*ROOT.glob(name.rstrip("/")), *ROOT.glob(f"{name}.xz")]]
+
+
+# Files of English models that hold no fingerprint, and of other seeds of the same rate.
+UNNAMED = {"bench/results/quantize-default/prose-diff-v1.json", "bench/results/serving-hellaswag.json"}
+OTHER_SEEDS = {f"research/results/figure8-prose-kl-seed-1/{name}.json" for name in ENGLISH}
+
+
+def test_results_on_english_models_are_of_those_that_the_pocket_page_tells_from_todays():
+    page = (ROOT / "diffquant/data/pocket/README.md").read_text(encoding="utf-8")
+    earlier = re.findall(r"`([0-9a-f]{12})`", page.partition("### The models of one rate")[2])
+    assert len(earlier) == 2 * len(ENGLISH)
+    todays = [open_source(folder).fingerprint for folder in pocket_models("prose")]
+    assert not [each for each in todays if each.startswith(tuple(earlier))]
+    files = [file for folder in (RESULTS, BENCHED) for file in folder.rglob("*.json*")]
+    texts = {str(file.relative_to(ROOT)).removesuffix(".xz"): read_text(file) for file in files}
+    of_english = {name for name, text in texts.items() if re.search(rf'"([^"]*/)?({"|".join(ENGLISH)})"', text)}
+    assert {name for name in of_english if not any(each in texts[name] for each in earlier)} == UNNAMED | OTHER_SEEDS
 
 
 def test_the_faults_that_verify_is_said_to_refuse_are_planted():

@@ -39,8 +39,8 @@ READINGS = [Reading(torch.randint(0, 400, (3, 30), generator=torch.Generator().m
 MANY_READINGS = [Reading(torch.randint(0, 400, (48, 30), generator=torch.Generator().manual_seed(2)), 29)]
 
 
-def random_model(kind):
-    torch.manual_seed(0)
+def random_model(kind, seed=0):
+    torch.manual_seed(seed)
     config = DiffTransformerConfig(
         vocab_size=400,
         hidden_size=32,
@@ -183,3 +183,7 @@ def test_the_program_writes_a_file_a_model_and_does_not_measure_it_again(tmp_pat
     monkeypatch.setattr(figure8_plots, "write_plots", lambda *_: None)
     run_to_its_end(figure8.main)
     assert capsys.readouterr().out == said
+    # Another model of that name.
+    random_model("v1", seed=1).save_pretrained(tmp_path / "v1")
+    with pytest.raises(UsageError, match=r"v1\.json is of another model than .*v1; name another folder"):
+        figure8.main([tmp_path / "v1"], out)
