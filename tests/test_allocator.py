@@ -23,14 +23,13 @@ def pages_mapped():
 
 pages_of_a_tensor = MEGABYTES * 2**20 // resource.getpagesize()
 with freed_memory_kept():
-    print(pages_mapped() / pages_of_a_tensor, pages_mapped() / pages_of_a_tensor)
+    pages_mapped()  # the first ones need new memory
+    print(pages_mapped() / pages_of_a_tensor)
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the allocator is glibc's")
 def test_large_tensors_are_mapped_once():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
-    first, then = map(float, done.stdout.split())
-    # Two places for the two that live at once and one more between which the second alternates, of 40 tensors made.
-    assert first < 4
-    assert then < 0.1
+    # Otherwise it is at least 7 of the 40, and all of them where the heap lies less luckily.
+    assert float(done.stdout) < 0.1

@@ -10,12 +10,14 @@ from research.check.page import Page
 from research.figure8.analysis import (
     LEVEL,
     MAIN,
+    ON_PURPOSE,
     PRIMARY,
     THREE,
     Comparison,
     Measure,
     bits_won,
     holm,
+    largest_logit_ratio,
     p_value,
     perplexity_ratio,
     range_won,
@@ -138,9 +140,7 @@ PAGE.means(
 
 # Large logits on purpose
 
-_WORDS = ("none", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-_COUNT = sum(f"{OUTLIERS}-seed-" in name for name in THERE)
-_SEEDS = [seed for seed in THREE if all(f"e1-{kind}{OUTLIERS}-seed-{seed}" in THERE for kind in KINDS)]
+_MAGNITUDES = {"largest logit": ("logits", "1"), "largest hidden state": ("hidden", "1")}
 
 
 def _on_purpose(row: str, column: str) -> list[float]:
@@ -159,29 +159,53 @@ PAGE.table(
     "| KL, nats, `8:tensor` | KL, nats, `4:tensor` | KL, nats, `4:row:shift`",
     _on_purpose,
 )
-for _seed in _SEEDS:
-    _pairs = [Comparison(kind + OUTLIERS, KINDS[0] + OUTLIERS, seeds=(_seed,)) for kind in KINDS[1:]]
-    PAGE.says(
-        f"With seed {_seed} V1 wins {{}} bits over the Transformer at `4:tensor`, and V2 {{}}",
-        *(won for pair in _pairs for won in pair.values(THERE, bits_won(PRIMARY))),
-    )
+_LARGE = dict(zip(list(NAMES)[1:], ON_PURPOSE, strict=True))
+_OF_LARGE: dict[str, Measure] = {
+    **{scheme: bits_won(scheme) for scheme in ("8:tensor", "6:tensor", PRIMARY, "3:tensor", "4:row", "4:row:shift")},
+    **{f"logits in steps of {step}": bits_won(step, among="kl_of_steps") for step in ("1", "8")},
+    "largest logit over the Transformer's": largest_logit_ratio,
+    "perplexity over the Transformer's": perplexity_ratio,
+}
+
+
+def _of_large(row: str, column: str) -> list[float]:
+    return _interval_of(_LARGE[column].values(THERE, _OF_LARGE[row]))
+
+
+PAGE.table("bits won over the Transformer of that rate, three trainings | DIFF V1 | DIFF V2", _of_large)
+_LARGEST_OF_TRANSFORMER = [_on_purpose(f"Transformer, seed {seed}", "largest logit")[0] for seed in THREE]
+PAGE.says("and here it has {}, {} and {}", *_LARGEST_OF_TRANSFORMER)
+_WON_LARGE = {name: _of_large(PRIMARY, name) for name in _LARGE}
+for _words in (
+    "V1 wins {} [{}, {}] bits over the Transformer at `4:tensor`, and V2 {} [{}, {}]",
+    "V1 wins {} [{}, {}] bits there and V2 {} [{}, {}]",
+):
+    PAGE.says(_words, *(x for each in _WON_LARGE.values() for x in each))
+PAGE.says("at `8:tensor` it wins {} [{}, {}] bits", *_of_large("8:tensor", "DIFF V2"))
+PAGE.means("one of ten rows", len(_OF_LARGE) == 10)
 PAGE.means(
-    f"{_WORDS[_COUNT]} of them are there, too few to say anything",
-    0 < _COUNT < 9,
+    "it costs perplexity, V2 least",
+    min(NAMES, key=lambda name: fmean(_on_purpose(f"{name}, seed {seed}", "perplexity")[0] for seed in THREE))
+    == "DIFF V2",
+)
+PAGE.leaves("its largest logit must exceed 100", "the protocol's")
+for _words in ("Both intervals hold zero", "which decide nothing"):
+    PAGE.means(_words, all(low < 0 < high for _, low, high in _WON_LARGE.values()))
+PAGE.says(
+    "its largest logit is {} [{}, {}] of the Transformer's, and V1's {} [{}, {}]",
+    *(x for name in ("DIFF V2", "DIFF V1") for x in _of_large("largest logit over the Transformer's", name)),
 )
 PAGE.means(
     "four times the best rate, which makes logits large",
     all(
         THERE[f"e1-{kind}{OUTLIERS}-seed-{seed}"]["rate"] == 4 * THERE[f"e1-{kind}-seed-{seed}"]["rate"]
-        for seed in _SEEDS
+        for seed in THREE
         for kind in KINDS
-    ),
+    )
+    and min(_LARGEST_OF_TRANSFORMER) > 100,
 )
 
-
 # Outliers
-
-_MAGNITUDES = {"largest logit": ("logits", "1"), "largest hidden state": ("hidden", "1")}
 
 
 def largest(kind: str, what: str) -> list[float]:
