@@ -27,13 +27,15 @@ TEXTS = [
     "日本語 и кириллица 🙂👩‍👩‍👧 e\u0301",
     "don't  I'LL we've</s> <s>under_score#hash C++ [x]{y}",
 ]
+# Each next token leads by 0.1 at least: runtimes round what goes into an 8-bit head in their own ways.
+DECIDED = "of the sun. We sprang to our feet, straining our"
 IDS = [0, 31, 7, 42, 19, 63, 5, 88, 42, 19, 3, 71, 50, 50, 2, 11, 29]
 
 
 @pytest.mark.parametrize("source", POCKET)
 def test_greedy_tokens_are_those_of_onnx_runtime_in_python(folders, source):
     folder = folders(source)
-    ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(TEXTS[0]).ids
+    ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(DECIDED).ids
     wanted = list(Generator(folder, model=OnnxModel(folder, threads=1, native=False)).tokens(ids, 24))
     assert node("run_model.mjs", {"folder": str(folder), "ids": ids, "count": 24})["tokens"] == wanted
 
