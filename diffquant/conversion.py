@@ -107,6 +107,7 @@ def convert(
     destination, progress, dtype = Path(destination), progress or progress_for("convert"), as_dtype(dtype)
     check_output(source.path if isinstance(source, Source) else Path(source), destination, overwrite)
     opened = open_source(source)
+    opened.check_special_tokens()
     checkpoint, source_type, way = opened.checkpoint, type_of(opened), way_to(to, opened)
     config = way.config(opened)
     if opened.packed:

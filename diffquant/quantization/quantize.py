@@ -126,6 +126,8 @@ def quantize(
     path = source.path if isinstance(source, Source | WeightSource) else Path(source)
     check_output(path, destination, overwrite)
     opened = source if isinstance(source, WeightSource) else open_source(source)
+    if isinstance(opened, Source):
+        opened.check_special_tokens()
     plan = plan_quantization(opened, recipe, as_dtype(dtype))
     if planned is not None:
         planned(plan)

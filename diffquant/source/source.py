@@ -135,6 +135,14 @@ class Source:
         """
         return read_special_tokens(self.path, self.checkpoint.config)
 
+    def check_special_tokens(self) -> None:
+        """Check that a copy, which their file goes along with, can be loaded.
+
+        Raises:
+            CheckpointError: as `read_special_tokens` raises it.
+        """
+        read_special_tokens(self.path, self.checkpoint.config)
+
     @cached_property
     def tokenizer(self) -> Any:
         """The checkpoint's tokenizer.

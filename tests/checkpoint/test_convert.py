@@ -201,3 +201,11 @@ def test_a_gguf_without_a_tokenizer_is_refused_before_work(tmp_path, monkeypatch
     with pytest.raises(CheckpointError, match=r"cannot read the tokenizer in .*tiny\.gguf"):
         convert(tmp_path / "tiny.gguf", tmp_path / "out", "diff-v2")
     assert not (tmp_path / "out.partial").exists()
+
+
+def test_special_tokens_that_cannot_be_read_are_refused_before_anything_is_written(tmp_path):
+    source = write_llama(tmp_path / "source")
+    (source / "generation_config.json").write_text('{"bos_token_id": {}')
+    with pytest.raises(CheckpointError, match=r"generation_config\.json"):
+        convert(source, tmp_path / "out", "diff-v2")
+    assert not (tmp_path / "out").exists()

@@ -236,6 +236,14 @@ def test_a_packed_embedding_is_refused_since_no_reader_loads_it(source):
         plan_of(source, Recipe.of(overrides={"*embed*": "8:row"}))
 
 
+def test_special_tokens_that_cannot_be_read_are_refused_before_anything_is_written(source, tmp_path):
+    """They would go along as they are, and the copy would not load."""
+    (source / "generation_config.json").write_text('{"bos_token_id": {}')
+    with pytest.raises(CheckpointError, match=r"generation_config\.json"):
+        quantize(source, tmp_path / "out", Recipe.of(weights="8:row"))
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_quantized_source_is_refused(tmp_path, source):
     quantize(source, tmp_path / "out", Recipe.of(weights="8:row"))
     with pytest.raises(CheckpointError, match="quantized already"):
