@@ -42,7 +42,11 @@ def batched(folder: Path) -> bool:
     prompts = [ids, ids[5:12], ids[:16]]
     asked = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)
     together = [request.generated_tokens for request in model.generate_batch(prompts, asked).values()]
-    alone = [model.generate(torch.tensor([prompt]), asked)[0, len(prompt) :].tolist() for prompt in prompts]
+    # With a mask of its own: without one, a prompt's zeros would be taken for padding.
+    alone = [
+        model.generate(prompt, asked, attention_mask=torch.ones_like(prompt))[0, prompt.shape[1] :].tolist()
+        for prompt in (torch.tensor([prompt]) for prompt in prompts)
+    ]
     return together == alone
 
 
