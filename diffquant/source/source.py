@@ -141,7 +141,7 @@ class Source:
         Raises:
             CheckpointError: as `read_special_tokens` raises it.
         """
-        read_special_tokens(self.path, self.checkpoint.config)
+        _ = self.special_tokens
 
     @cached_property
     def tokenizer(self) -> Any:

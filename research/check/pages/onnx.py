@@ -75,9 +75,9 @@ for _page, _section in ((PAGE, "With both peers in one run"), (GUIDE, None)):
     _page.says("a random DiffLlama V1 of {} B parameters", _ON_EPYC[V1][_FLOAT]["folder_bytes"] / 4e9)
 
 
-def _ratio(models: Mapping[str, Any], what: str, peer: str, model: str = GGUF, row: str = _LOW) -> float:
-    """How many times a peer's speed a row has."""
-    return float(models[model][row][f"{what}_median"] / models[model][peer][f"{what}_median"])
+def _ratio(models: Mapping[str, Any], what: str, peer: str, model: str = GGUF) -> float:
+    """How many times a peer's speed the 4-bit export has."""
+    return float(models[model][_LOW][f"{what}_median"] / models[model][peer][f"{what}_median"])
 
 
 def _of_genai(prompts: str) -> float:
@@ -94,8 +94,7 @@ _TURNS = [
     if turns
 ]
 PAGE.says("so that turns of a row differ by up to {} times", max(max(turns) / min(turns) for turns in _TURNS))
-_AIMED_AT = "we aimed at once the prefill and 1.1 times the decode"
-PAGE.leaves(_AIMED_AT, "aims")
+PAGE.leaves("we aimed at once the prefill and 1.1 times the decode", "aims")
 PAGE.leaves("we aimed at a 4-bit prefill of 1.5 times the float32 export's", "an aim")
 PAGE.says(
     "The 4-bit export's prefill is {} times onnxruntime-genai's and {} times\n"
@@ -119,14 +118,14 @@ PAGE.says(
     *_written(V2),
 )
 GUIDE.means("took a quarter to half a minute on two cores", all(12 < _written(model)[0] < 30 for model in (GGUF, V2)))
-_IN_NOVEMBER = raw("generate-2026-11-22.json")["models"][GGUF]
+_BEFORE_PRODUCTS = raw("generate-2026-11-22.json")["models"][GGUF]
 PAGE.says(
     "SmolLM2's 4-bit export decoded\n  {} tokens per second and read {}",
-    *(_IN_NOVEMBER[_LOW][f"{what}_median"] for what in ("decode", "prefill")),
+    *(_BEFORE_PRODUCTS[_LOW][f"{what}_median"] for what in ("decode", "prefill")),
 )
 PAGE.means(
     "and onnxruntime-genai was ahead in decode",
-    _IN_NOVEMBER[_GENAI]["decode_median"] > _IN_NOVEMBER[_LOW]["decode_median"],
+    _BEFORE_PRODUCTS[_GENAI]["decode_median"] > _BEFORE_PRODUCTS[_LOW]["decode_median"],
 )
 _EARLIER = raw("generate-2026-11-20.json")["models"]
 PAGE.says(
@@ -212,6 +211,7 @@ def _kernel(context: int, tokens: int, kv_bits: int) -> tuple[float, float]:
 PAGE.says("the kernel is {} to {} times as fast in float32 decode at 4K context", *_kernel(4096, 1, 0))
 PAGE.says("{} to {} times in a prefill of 1K", *_kernel(1024, 1024, 0))
 PAGE.says("and {} to {} times in decode over an 8-bit cache", *_kernel(4096, 1, 8))
+
 # Time and memory of an export
 
 _EXPORTING = raw("exporting.json")
