@@ -23,7 +23,7 @@ from tests.support.exports import cache_ranges
 POCKET = Path(diffquant.data.__file__).parent / "pocket"
 COUNT = 12
 _TEXTS = {
-    "prose-diff-v1": "Be quiet, my pretty boy, eat a",
+    "prose-diff-v1": "Next to getting warm and keeping warm, dinner",
     "prose-diff-v2": "We shall see how your sympathy melts before plain",
 }
 
