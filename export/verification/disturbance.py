@@ -1,5 +1,7 @@
 """Random factors about 1, by which rounding disturbs results."""
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,6 @@ class Disturbance:
 
     def __init__(self) -> None:
         self._random = torch.Generator()
-        self._normals = self.normals(_NORMALS)
 
     def restart(self) -> None:
         """Draw the same places again."""
@@ -37,4 +38,9 @@ class Disturbance:
         step = min(_ROW_STEP, (_NORMALS - width) // rows)
         places = _NORMALS - width - step * (rows - 1) + 1
         start = int(torch.randint(places, (), generator=self._random))
-        return self._normals.as_strided((rows, width), (step, 1), start)
+        return _supply().as_strided((rows, width), (step, 1), start)
+
+
+@cache
+def _supply() -> Tensor:
+    return torch.randn(_NORMALS, generator=torch.Generator())
