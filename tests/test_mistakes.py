@@ -149,7 +149,9 @@ def test_a_file_in_the_outputs_place_is_never_offered_to_be_overwritten(checkpoi
     ("widths", "sizes"), [((128, 344), "use g8 or row,"), ((64, 96), "use g16, g32 or row,"), ((5, 7), "use row,")]
 )
 def test_a_group_that_does_not_fit_hears_sizes_that_do(widths, sizes):
-    assert sizes in _misfit_problem(31, {f"layers.{width}": (4, width) for width in widths})
+    shapes = {f"layers.{width}": (4, width) for width in widths}
+    assert sizes in _misfit_problem(31, shapes)
+    assert sizes.replace("use", "fp7 has no other size, so use integers with") in _misfit_problem(31, shapes, "fp7")
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def _refuse_transposed(source: Source | WeightSource, chosen: Collection[str]) -
     transposed = [name for name in found if name in chosen]
     if transposed:
         shapes = ", ".join(f"{name} {list(tensors[name].shape)}" for name in transposed)
-        cure = spelled("keep", "PATTERN") if isinstance(source, WeightSource) else "an override at 16 bits"
+        cure = spelled("keep", "PATTERN") if isinstance(source, WeightSource) else spelled("overrides", "PATTERN=16")
         raise CheckpointError(
             f"{len(transposed)} weights of {source.path} are stored [in, out], as GPT-2's Conv1D and some experts are, "
             f"and would be packed along the wrong axis: {shapes}; leave them as they are with {cure}, or write "
@@ -105,7 +105,7 @@ def _refuse_experts(checkpoint: Checkpoint, chosen: Collection[str], rounding: s
     if experts:
         raise UsageError(
             f"{spelled('rounding', rounding)} reads the inputs of Linears, and {', '.join(experts)} are experts in one "
-            "tensor; use nearest or mse, or keep them at 16 bits with an override"
+            f"tensor; use nearest or mse, or keep them at 16 bits with {spelled('overrides', 'PATTERN=16')}"
         )
 
 
@@ -152,12 +152,14 @@ def _check_packable(checkpoint: Checkpoint, schemes: Mapping[str, Scheme]) -> No
             + ", ".join(f"{name} {list(shape)}" for name, shape in parted.items())
             + "; use a group or row granularity"
         )
-    shapes_by_size: dict[int, dict[str, tuple[int, ...]]] = {}
+    groups: dict[tuple[int, str], dict[str, tuple[int, ...]]] = {}
     for name, info in infos.items():
+        scheme = schemes[name]
         # Blocks may end beyond a weight.
-        if (size := schemes[name].size) and not schemes[name].sharing.tile:
-            shapes_by_size.setdefault(size, {})[name] = info.shape
-    problems = [_misfit_problem(size, shapes) for size, shapes in shapes_by_size.items()]
+        if scheme.size and not scheme.sharing.tile:
+            fixed_by = scheme.format.name if scheme.format.block else ""
+            groups.setdefault((scheme.size, fixed_by), {})[name] = info.shape
+    problems = [_misfit_problem(size, shapes, fixed_by) for (size, fixed_by), shapes in groups.items()]
     if any(problems):
         raise GroupSizeError("; ".join(filter(None, problems)))
 
@@ -167,8 +169,12 @@ def _parts_experts(scheme: Scheme, shape: tuple[int, ...]) -> bool:
     return len(shape) > 2 and bool(scheme.sharing.tile) and shape[-2] // 2 % scheme.sharing.tile > 0
 
 
-def _misfit_problem(size: int, shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """Say which widths a group size does not divide, and which sizes do; "" if it divides all."""
+def _misfit_problem(size: int, shapes: Mapping[str, tuple[int, ...]], fixed_by: str = "") -> str:
+    """Say which widths a group size does not divide, and which sizes do; "" if it divides all.
+
+    Args:
+        fixed_by: name of the format that has this size and no other; "" for a size that was chosen.
+    """
     misfits = {name: shape for name, shape in shapes.items() if shape[-1] % size}
     if not misfits:
         return ""
@@ -178,7 +184,8 @@ def _misfit_problem(size: int, shapes: Mapping[str, tuple[int, ...]]) -> str:
     power = common & -common
     fitting = [group for group in _GROUP_SIZES if common % group == 0] or ([power] if power > 1 else [])
     sizes = f"{', '.join(f'g{group}' for group in fitting)} or row" if fitting else "row"
+    use = f"{fixed_by} has no other size, so use integers with {sizes}" if fixed_by else f"use {sizes}"
     return (
         f"group size {size} does not divide the input width of {len(misfits)} tensors, such as {name} {list(shape)}; "
-        f"their widths are {widths}: use {sizes}, or keep them at 16 bits with an override"
+        f"their widths are {widths}: {use}, or keep them at 16 bits with {spelled('overrides', 'PATTERN=16')}"
     )
