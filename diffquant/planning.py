@@ -73,7 +73,7 @@ class MemoryPlan(Readable):
                 f"  cache    {megabytes(self.cache):>12}  k {self.recipe.k}, v {self.recipe.v}; "
                 f"{self.batch} x {self.context:,} tokens",
                 f"  work     {megabytes(self.work):>12}  one layer read back, and logits",
-                f"with {self.batch} sequences, {longest}{beyond}",
+                f"with {self.batch} {'sequence' if self.batch == 1 else 'sequences'}, {longest}{beyond}",
             ]
         )
 

@@ -99,7 +99,9 @@ class Fidelity(Readable):
 
     def notes(self) -> list[str]:
         """Notes on how to read the figures."""
-        notes = [f"Over {self._read()}. Intervals are over {self.text['parts']} equal parts of it."]
+        parts = self.text["parts"]
+        intervals = f"Intervals are over {parts} equal parts of it" if parts > 1 else "One part alone tells no interval"
+        notes = [f"Over {self._read()}. {intervals}."]
         if self.k is not None:
             notes.append(
                 f"Of one model only the {self.k} likeliest tokens at a position are known; all others are one bin, so "
