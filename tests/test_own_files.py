@@ -160,5 +160,5 @@ def test_somebodys_link_and_folder_count_as_theirs(tmp_path):
 
 
 def test_many_files_are_counted(tmp_path):
-    with pytest.raises(OutputExistsError, match="holds 0, 1, 2, 3, 4 and 2 more, which"):
+    with pytest.raises(OutputExistsError, match="holds 0, 1, 2, 3, 4, and 2 more, which"):
         check_replaced(tmp_path, map(str, range(7)), [])

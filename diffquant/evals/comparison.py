@@ -6,13 +6,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from diffquant.errors import UsageError
-from diffquant.evals.faults import first_few
 from diffquant.evals.stats import Difference, mcnemar, mean_interval, paired_difference
 from diffquant.evals.task_result import TaskResult
+from diffquant.support.listing import first_few
 from diffquant.support.plain_data import JsonObject
-
-# Most items that a message lists.
-_NAMED_ITEMS = 5
 
 # Fields of a task's identity that do not determine which items were asked.
 _NOT_ASKED = ("name", "batch_tokens")
@@ -175,9 +172,8 @@ def left_out(before: Outcome, after: Outcome) -> list[str]:
             if name not in outcome.scores:
                 told.append(f"{letter} has no {before.task} {name}")
             elif faulty := outcome.scores[name].faulty:
-                items = ", ".join(str(outcome.ids[place]) for place in faulty[:_NAMED_ITEMS])
-                more = f" and {len(faulty) - _NAMED_ITEMS} more" if len(faulty) > _NAMED_ITEMS else ""
-                told.append(f"{letter}'s {before.task} {name} is no finite number for item {items}{more}")
+                items = first_few((outcome.ids[place] for place in faulty), ", ")
+                told.append(f"{letter}'s {before.task} {name} is no finite number for item {items}")
     return told
 
 

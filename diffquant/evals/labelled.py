@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from diffquant.errors import UsageError
-from diffquant.evals.faults import first_few
+from diffquant.support.listing import first_few
 from diffquant.support.plain_data import parse_json
 from diffquant.support.spelling import spelled
 
@@ -101,7 +101,7 @@ def load_dataset(train: Path, test: Path | None = None, fine: bool = False) -> D
         raise UsageError(f"{train}: every example is {dataset.labels[0]!r}; two classes or more are needed")
     unknown = sorted({example.label for example in dataset.test} - set(dataset.labels))
     if unknown:
-        raise UsageError(f"{test or train}: labels that {train} does not have: {first_few(list(map(repr, unknown)))}")
+        raise UsageError(f"{test or train}: labels that {train} does not have: {first_few(map(repr, unknown), ', ')}")
     return dataset
 
 

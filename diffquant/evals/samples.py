@@ -10,7 +10,7 @@ from pathlib import Path
 
 from diffquant.errors import UsageError
 from diffquant.evals.comparison import MARGIN, PERCENT, PLAIN, Outcome, Scores
-from diffquant.evals.faults import first_few
+from diffquant.support.listing import first_few
 from diffquant.support.plain_data import JsonObject, parse_json, plain_digest
 
 _NAME = re.compile(r"samples_(.+)_\d{4}-\d\d-\d\dT[\d.:-]+")

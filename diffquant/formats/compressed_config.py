@@ -12,6 +12,7 @@ from diffquant.numbers.formats import FORMATS, NumberFormat
 from diffquant.numbers.formats.integer import PACK_QUANTIZED
 from diffquant.numbers.sharing import Sharing
 from diffquant.scheme import Scheme
+from diffquant.support.listing import first_few
 
 # The folder's format where its groups have several.
 _MIXED = "mixed-precision"
@@ -70,14 +71,16 @@ def read_schemes(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str,
     if entry is None:
         if modules:
             raise CheckpointError(
-                f"config.json has no quantization_config, yet the weights of {', '.join(modules)} are packed"
+                f"config.json has no quantization_config, yet the weights of {first_few(modules, ', ')} are packed"
             )
         return {}
     groups = _checked_groups(entry)
     schemes = {module: target_of(module, groups) for module in modules}
     uncovered = [module for module, scheme in schemes.items() if scheme is None]
     if uncovered:
-        raise CheckpointError(f"no group of quantization_config covers the packed weights of {', '.join(uncovered)}")
+        raise CheckpointError(
+            f"no group of quantization_config covers the packed weights of {first_few(uncovered, ', ')}"
+        )
     return {module: scheme for module, scheme in schemes.items() if scheme is not None}
 
 

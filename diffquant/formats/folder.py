@@ -16,6 +16,7 @@ from diffquant.errors import CheckpointError
 from diffquant.formats.front_matter import CARD
 from diffquant.formats.json_object import read_json
 from diffquant.formats.reader import Checkpoint, TensorInfo
+from diffquant.support.listing import first_few
 from diffquant.support.plain_data import parse_json
 
 SINGLE = "model.safetensors"
@@ -62,7 +63,7 @@ class FolderCheckpoint(Checkpoint):
         self.tensors, unlisted = _list_tensors(self._handles, index)
         problems += unlisted
         if problems:
-            raise CheckpointError(f"checkpoint {path} is not complete: {'; '.join(problems)}; download it again")
+            raise CheckpointError(f"checkpoint {path} is not complete: {first_few(problems)}; download it again")
 
     def read(self, name: str) -> Tensor:
         data: Tensor = self._handles[self.tensors[name].shard].get_tensor(name)
@@ -99,7 +100,7 @@ def _check_links(folder: Path) -> None:
     What such a link leads to would stand in the output, which people publish.
 
     Raises:
-        CheckpointError: some are; all are named.
+        CheckpointError: some are; the first are named.
     """
     links = sorted(
         file.name for file in folder.iterdir() if file.is_symlink() and (_is_text(file) or file.name == CARD)
@@ -107,7 +108,7 @@ def _check_links(folder: Path) -> None:
     outside = [f"{name} -> {(folder / name).readlink()}" for name in links if not _is_inside(folder, name)]
     if outside:
         raise CheckpointError(
-            f"checkpoint {folder} has links to files outside it, which are not followed: {', '.join(outside)}; "
+            f"checkpoint {folder} has links to files outside it, which are not followed: {first_few(outside, ', ')}; "
             "put the files themselves there, or remove the links"
         )
 
@@ -207,7 +208,7 @@ def _list_tensors(
         listed = {name for name, place in index.items() if place == shard} if index else present
         absent = sorted(listed - present)
         if absent:
-            problems.append(f"{shard} lacks {', '.join(absent)}, which the index places there")
+            problems.append(f"{shard} lacks {first_few(absent, ', ')}, which the index places there")
         for name in sorted(listed & present):
             header = handle.get_slice(name)
             dtype = _DTYPES.get(header.get_dtype())

@@ -21,6 +21,7 @@ from diffquant.formats.gguf_names import IN_LAYERS
 from diffquant.formats.gguf_rope import FACTORS, Factors
 from diffquant.formats.gguf_tokenizer import load_gguf_tokenizer
 from diffquant.formats.reader import Checkpoint, TensorInfo
+from diffquant.support.listing import first_few
 
 _HEAD = "output.weight"
 _OUTSIDE_LAYERS = {
@@ -157,11 +158,11 @@ def _check_kinds(header: Header) -> None:
     """Check that gguf dequantizes what the tensors hold.
 
     Raises:
-        CheckpointError: it cannot; every such tensor is named.
+        CheckpointError: it cannot; the first are named.
     """
     unread = [f"{name} is {t.kind.name}" for name, t in header.tensors.items() if not _is_dequantized(t.kind)]
     if unread:
-        raise CheckpointError(f"gguf dequantizes no tensor of these types: {', '.join(unread)}")
+        raise CheckpointError(f"gguf dequantizes no tensor of these types: {first_few(unread, ', ')}")
 
 
 @cache

@@ -17,6 +17,7 @@ from diffquant.scheme import Scheme
 from diffquant.source.source import Source
 from diffquant.source.weight_layout import stored_transposed
 from diffquant.source.weight_source import WeightSource
+from diffquant.support.listing import first_few
 from diffquant.support.spelling import spelled
 
 EMBEDDING = "model.embed_tokens"
@@ -31,7 +32,7 @@ def checked_schemes(source: Source | WeightSource, recipe: Recipe) -> dict[str, 
 
     Raises:
         CheckpointError: a weight is of a type that is not quantized, or rules find no weight.
-        GroupSizeError: a group size does not divide the width of some tensors; all are named.
+        GroupSizeError: a group size does not divide the width of some tensors; the first are named.
         UsageError: an override matches nothing, or names what stock readers cannot load packed; the rounding is
             unknown, or cannot do these schemes; or the recipe asks more of a `WeightSource` than packed weights.
     """
@@ -76,7 +77,7 @@ def _refuse_transposed(source: Source | WeightSource, chosen: Collection[str]) -
     """Refuse to pack weights whose last axis is not their inputs.
 
     Raises:
-        CheckpointError: some of the chosen are; all are named.
+        CheckpointError: some of the chosen are; the first are named.
     """
     tensors = source.checkpoint.tensors
     if isinstance(source, WeightSource):
@@ -86,7 +87,7 @@ def _refuse_transposed(source: Source | WeightSource, chosen: Collection[str]) -
         found = [name for name, each in parameters.items() if each.contracted not in (-1, len(each.shape) - 1)]
     transposed = [name for name in found if name in chosen]
     if transposed:
-        shapes = ", ".join(f"{name} {list(tensors[name].shape)}" for name in transposed)
+        shapes = first_few((f"{name} {list(tensors[name].shape)}" for name in transposed), ", ")
         cure = spelled("keep", "PATTERN") if isinstance(source, WeightSource) else spelled("overrides", "PATTERN=16")
         raise CheckpointError(
             f"{len(transposed)} weights of {source.path} are stored [in, out], as GPT-2's Conv1D and some experts are, "
@@ -99,13 +100,13 @@ def _refuse_experts(checkpoint: Checkpoint, chosen: Collection[str], rounding: s
     """Refuse experts in one tensor to a rounding that reads the inputs of Linears.
 
     Raises:
-        UsageError: some of the chosen are; all are named.
+        UsageError: some of the chosen are; the first are named.
     """
     experts = [name for name in chosen if len(checkpoint.tensors[name].shape) > 2]
     if experts:
         raise UsageError(
-            f"{spelled('rounding', rounding)} reads the inputs of Linears, and {', '.join(experts)} are experts in one "
-            f"tensor; use nearest or mse, or keep them at 16 bits with {spelled('overrides', 'PATTERN=16')}"
+            f"{spelled('rounding', rounding)} reads the inputs of Linears, and {first_few(experts, ', ')} are experts "
+            f"in one tensor; use nearest or mse, or keep them at 16 bits with {spelled('overrides', 'PATTERN=16')}"
         )
 
 
@@ -138,18 +139,19 @@ def _check_packable(checkpoint: Checkpoint, schemes: Mapping[str, Scheme]) -> No
     mistyped = [f"{name} is {info.dtype}" for name, info in infos.items() if info.dtype not in _QUANTIZED_TYPES]
     if mistyped:
         raise CheckpointError(
-            f"weights must be float16, bfloat16 or float32 to be quantized: {', '.join(mistyped)}; convert them first"
+            f"weights must be float16, bfloat16 or float32 to be quantized: {first_few(mistyped, ', ')}; convert them "
+            "first"
         )
     spanning = [n for n, scheme in schemes.items() if scheme.sharing.spans_rows and len(infos[n].shape) > 2]
     if spanning:
         raise UsageError(
-            f"one scale a tensor would span all experts of {', '.join(spanning)}; use a group or row granularity"
+            f"one scale a tensor would span all experts of {first_few(spanning, ', ')}; use a group or row granularity"
         )
     parted = {n: infos[n].shape for n, scheme in schemes.items() if _parts_experts(scheme, infos[n].shape)}
     if parted:
         raise GroupSizeError(
             "blocks would span two experts, whose rows they do not divide, of "
-            + ", ".join(f"{name} {list(shape)}" for name, shape in parted.items())
+            + first_few((f"{name} {list(shape)}" for name, shape in parted.items()), ", ")
             + "; use a group or row granularity"
         )
     groups: dict[tuple[int, str], dict[str, tuple[int, ...]]] = {}

@@ -24,6 +24,7 @@ from diffquant.source.source import Source
 from diffquant.source.stored_recipe import stored_dtype, with_stored
 from diffquant.source.weight_rules import WeightRules
 from diffquant.source.weight_source import WeightSource
+from diffquant.support.listing import first_few
 from diffquant.support.spelling import spelled
 
 # (module, shape of its weight) -> the modules that it is packed as.
@@ -245,8 +246,8 @@ def _check_names(tensors: Sequence[PlannedTensor]) -> None:
     twice = [name for name, count in counts.items() if count > 1]
     if twice:
         raise CheckpointError(
-            f"{', '.join(twice)} would be written twice: the source has tensors of that name beside the packed ones; "
-            "keep those at 16 bits"
+            f"{first_few(twice, ', ')} would be written twice: the source has tensors of that name beside the packed "
+            "ones; keep those at 16 bits"
         )
 
 

@@ -1,6 +1,6 @@
 """Checks a checkpoint's tensors against those that its adapter expects."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 
@@ -11,6 +11,7 @@ from diffquant.formats.reader import Checkpoint, TensorInfo
 from diffquant.model.adapters import Adapter
 from diffquant.model.blocks import Parameters, Shape
 from diffquant.scheme import FULL, Scheme
+from diffquant.support.listing import first_few
 
 _HEAD = "lm_head.weight"
 
@@ -22,7 +23,7 @@ def check_tensors(checkpoint: Checkpoint, adapter: Adapter) -> dict[str, Scheme]
         Scheme of each packed module by name; empty for a 16-bit checkpoint.
 
     Raises:
-        CheckpointError: tensors are missing, of another shape or type, or not part of the model; all are named.
+        CheckpointError: tensors are missing, of another shape or type, or not part of the model; the first are named.
     """
     layers = adapter.architecture.num_hidden_layers
     if layers > len(checkpoint.tensors):
@@ -97,9 +98,8 @@ def _other_shapes(checkpoint: Checkpoint, parameters: Parameters, schemes: dict[
     return _problem("wrong packed shape: ", problems)
 
 
-def _problem(what: str, names: Iterable[str]) -> list[str]:
-    text = ", ".join(names)
-    return [what + text] if text else []
+def _problem(what: str, names: Sequence[str]) -> list[str]:
+    return [what + first_few(names, ", ")] if names else []
 
 
 def _has_right_type(name: str, info: TensorInfo, schemes: dict[str, Scheme]) -> bool:

@@ -21,6 +21,7 @@ from diffquant.errors import CheckpointError
 from diffquant.formats.reader import Checkpoint, TensorInfo
 from diffquant.model.adapters import adapter_for
 from diffquant.numbers.absmax import check_finite
+from diffquant.support.listing import first_few
 
 DEX = "dex_llama"
 _PART = ".dex."
@@ -46,7 +47,7 @@ class DexCheckpoint(Checkpoint):
     o_proj is read in float32 at least, and written in the checkpoint's own dtype.
 
     Raises:
-        CheckpointError: parts of DEX are missing, unknown or misshapen, or λ is still annealed; all are named.
+        CheckpointError: parts of DEX are missing, unknown or misshapen, or λ is still annealed; the first are named.
     """
 
     def __init__(self, stored: Checkpoint) -> None:
@@ -149,7 +150,7 @@ class DexCheckpoint(Checkpoint):
             f"{name} is no part of DEX" for name in self._stored.tensors if _PART in name and name not in known
         ]
         if problems:
-            raise CheckpointError(f"{self.path} is not a DEX checkpoint that folds into a Llama: {'; '.join(problems)}")
+            raise CheckpointError(f"{self.path} is not a DEX checkpoint that folds into a Llama: {first_few(problems)}")
 
     def _problems(self, block: str) -> list[str]:
         shapes = {part: self._shape(block, part) for part in _PARTS}

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from diffquant.errors import UsageError
 from diffquant.model.causal import CausalModel
 from diffquant.source.places import Places
+from diffquant.support.listing import first_few
 from diffquant.support.spelling import spelled
 
 _EMBEDDING, _LAYERS = "model.embed_tokens", "model.layers."
@@ -115,7 +116,7 @@ class Spread:
             memory = get_balanced_memory(model, dict(places.max_memory) if places.max_memory else None, **sizes)
             device_map = infer_auto_device_map(model, memory, **sizes)
         elif unknown := sorted(set(device_map) - {name for name, _ in model.named_modules()}):
-            raise UsageError(f"device_map names modules that the model does not have: {', '.join(unknown)}")
+            raise UsageError(f"device_map names modules that the model does not have: {first_few(unknown, ', ')}")
         self.places = _disjoint(model, device_map)
         self._index: dict[str, Any] = {}
         self._check(model)

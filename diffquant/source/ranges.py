@@ -22,6 +22,7 @@ from diffquant.recipe import Recipe
 from diffquant.recipe.targets import LAYER_TARGETS
 from diffquant.source.source import Source
 from diffquant.support.files import write_atomically
+from diffquant.support.listing import first_few
 from diffquant.support.outputs import check_written_file
 from diffquant.support.plain_data import parse_json, plain_digest
 from diffquant.support.spelling import spelled
@@ -190,7 +191,7 @@ def _check_values(tensors: Mapping[str, Tensor], origin: str) -> None:
     ]
     if wrong:
         raise CheckpointError(
-            f"{origin}: ranges must be finite float32 above zero, and {', '.join(wrong)} are not; run diffquant "
+            f"{origin}: ranges must be finite float32 above zero, and {first_few(wrong, ', ')} are not; run diffquant "
             "calibrate"
         )
 
@@ -216,7 +217,7 @@ def _check_shapes(tensors: Mapping[str, Tensor], source: Source, origin: str) ->
     ] + [f"{name} is no range of it" for name in found if name not in expected]
     if wrong:
         raise CheckpointError(
-            f"{origin}: these are not the ranges of {source.path}: {'; '.join(wrong[:8])}; run diffquant calibrate"
+            f"{origin}: these are not the ranges of {source.path}: {first_few(wrong)}; run diffquant calibrate"
         )
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from diffquant.errors import OutputExistsError
 from diffquant.support.files import check_writable
+from diffquant.support.listing import first_few
 from diffquant.support.plain_data import parse_json
 
-_NAMED_FILES = 5
 # Of a checkpoint's or an export's folder, and of no run's.
 _OF_MODELS = ("config.json", "model.safetensors", "model.onnx")
 
@@ -26,9 +26,8 @@ def check_replaced(folder: Path, replaced: Iterable[str], own: Collection[str]) 
     """
     foreign = sorted(set(replaced) - set(own))
     if foreign:
-        more = f" and {len(foreign) - _NAMED_FILES} more" if len(foreign) > _NAMED_FILES else ""
         raise OutputExistsError(
-            f"{folder} holds {', '.join(foreign[:_NAMED_FILES])}{more}, which diffquant did not write there; "
+            f"{folder} holds {first_few(foreign, ', ')}, which diffquant did not write there; "
             "it will not be overwritten: move it away or choose another output"
         )
 

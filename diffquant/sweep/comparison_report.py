@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from diffquant.evals.comparison import Comparison, ItemFlips
-from diffquant.evals.faults import first_few
 from diffquant.report.tables import aligned
+from diffquant.support.listing import first_few
 from diffquant.support.plain_data import JsonObject
 from diffquant.support.readable import Readable
 

@@ -21,6 +21,7 @@ from diffquant.export.graph.streaming import Streamed, spanning
 from diffquant.export.options import ExportOptions
 from diffquant.numbers.packing import pack
 from diffquant.scheme import Scheme
+from diffquant.support.listing import first_few
 
 _BLOCKS = (256, 128, 64, 32, 16)
 _SIGNED_KINDS = {4: TensorProto.INT4, 8: TensorProto.INT8}
@@ -48,18 +49,18 @@ def check_blocks(matrices: list[Matrix], pure: bool) -> None:
     """Refuse number formats and group sizes that no kernel has.
 
     Raises:
-        UsageError: some weights are not integers; the message names them all.
-        GroupSizeError: no kernel has the group size of some weights; the message names them all.
+        UsageError: some weights are not integers.
+        GroupSizeError: no kernel has the group size of some weights.
     """
     unread = [m for m in matrices if m.scheme.format.integer_refusal]
     if unread:
-        named = ", ".join(f"{m.name} {m.scheme}" for m in unread)
+        named = first_few((f"{m.name} {m.scheme}" for m in unread), ", ")
         raise UsageError(f"cannot export {named}: {unread[0].scheme.format.integer_refusal}")
     refused = [m for m in matrices if m.has_codes and block_size(m.scheme, m.shape[1], pure) is None]
     if refused:
         raise GroupSizeError(
             "no kernel reads "
-            + ", ".join(f"{m.name} {list(m.shape)} {m.scheme}" for m in refused)
+            + first_few((f"{m.name} {list(m.shape)} {m.scheme}" for m in refused), ", ")
             + ": ONNX Runtime's share a scale over 16, 32, 64, 128 or 256 columns, and standard 4-bit rows are of even "
             "width; quantize with g32"
         )

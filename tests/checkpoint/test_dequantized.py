@@ -171,14 +171,14 @@ def test_zero_points_that_version_1_has_no_place_for_are_refused(tmp_path, sym):
     [
         ("gptq", {"bits": 9}, "bits of quantization_config is 9, and 2 to 8 is read"),
         ("gptq", {"bits": True}, "bits of quantization_config is True"),
-        ("gptq", {"bits": 8}, r"qweight is \[8, 64\], not \[16, 64\]: 64 inputs of 8 bits"),
+        ("gptq", {"bits": 8}, r"qweight is \[20, 64\], not \[40, 64\]: 160 inputs of 8 bits"),
         ("gptq", {"group_size": 0}, "group_size of quantization_config is 0"),
         ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format of quantization_config is 'marlin'"),
         ("gptq", {"pack_dtype": "int16"}, "pack_dtype of quantization_config is 'int16'"),
         ("awq", {"bits": 8}, "bits of quantization_config is 8, and 4 to 4 is read"),
         ("awq", {"version": "gemv"}, "version of quantization_config is 'gemv', and read is 'gemm'"),
         ("awq", {"backend": "llm-awq"}, "'llm-awq', whose words have another order"),
-        ("awq", {"group_size": 64}, r"q_proj\.qzeros is \[2, 8\], not \[1, 8\]"),
+        ("awq", {"group_size": 64}, r"gate_proj\.qzeros is \[2, 20\], not \[1, 20\]"),
         ("hqq", {}, "quantized by 'hqq'; diffquant reads .*awq, bitsandbytes, compressed-tensors, fp8, gptq, modelopt"),
     ],
 )

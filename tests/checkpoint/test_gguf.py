@@ -149,7 +149,7 @@ def test_a_type_that_gguf_does_not_know_is_named(tiny):
 
 def test_a_type_that_is_not_dequantized_is_named(tiny, monkeypatch):
     monkeypatch.setattr(gguf_format, "_is_dequantized", lambda kind: kind.name != "Q8_0")
-    with pytest.raises(CheckpointError, match=r"no tensor of these types: .*blk\.0\.attn_q\.weight is Q8_0"):
+    with pytest.raises(CheckpointError, match=r"no tensor of these types: output\.weight is Q8_0, .* and \d+ more"):
         GgufCheckpoint(tiny)
 
 

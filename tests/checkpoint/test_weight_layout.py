@@ -73,7 +73,7 @@ def test_every_conv1d_is_known_and_refused(tmp_path, name, sizes):
         CheckpointError, match=rf"{len(expected)} weights of .* are stored \[in, out\].*keep='PATTERN'"
     ) as refusal:
         quantize(source, tmp_path / "out", Recipe.of(weights="4:g16"))
-    assert all(name in str(refusal.value) for name in expected)
+    assert sum(name in str(refusal.value) for name in expected) == min(len(expected), 5)
     assert not (tmp_path / "out").exists()
 
 

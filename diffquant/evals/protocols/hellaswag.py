@@ -23,9 +23,9 @@ from diffquant.errors import UsageError
 from diffquant.evals.defaults import BATCH_TOKENS
 from diffquant.evals.divergence import KlMeter
 from diffquant.evals.encoding import Request, RequestEncoder
-from diffquant.evals.faults import first_few
 from diffquant.evals.language_model import LanguageModel, States, joined
 from diffquant.evals.scoring import score
+from diffquant.support.listing import first_few
 from diffquant.support.plain_data import JsonObject, parse_json
 from diffquant.support.progress import Progress, silent
 

@@ -35,7 +35,7 @@ def read_awq(entry: Mapping[str, Any], stored: Checkpoint) -> Contents:
     """The matrices of an AWQ folder.
 
     Raises:
-        CheckpointError: tensors or settings are not what the layout has; all are named.
+        CheckpointError: tensors or settings are not what the layout has; the first are named.
     """
     parts = Parts(stored)
     count(entry, "bits", range(_BITS, _BITS + 1), parts.problems)

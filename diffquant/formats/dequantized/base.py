@@ -11,6 +11,7 @@ from torch import Tensor
 from diffquant.errors import CheckpointError
 from diffquant.formats.json_object import read_json
 from diffquant.formats.reader import Checkpoint, TensorInfo
+from diffquant.support.listing import first_few
 
 # Where ModelOpt says how it quantized; newer versions say it in config.json too.
 MODELOPT_CONFIG = "hf_quant_config.json"
@@ -61,7 +62,7 @@ LAYOUTS: dict[str, Layout] = {}
 def register(quant_method: str) -> Callable[[Layout], Layout]:
     """Register the reader of the folders whose `quantization_config` has this `quant_method`.
 
-    A reader checks names, shapes, types and settings, and names everything wrong at once; it reads no codes.
+    A reader checks names, shapes, types and settings, and names what is wrong at once; it reads no codes.
     """
 
     def add(layout: Layout) -> Layout:
@@ -76,7 +77,7 @@ def dequantized(checkpoint: Checkpoint) -> Checkpoint:
 
     Raises:
         CheckpointError: no layout has its quant_method; or tensors are missing, of other shapes or types, or a setting
-            is not read; all are named.
+            is not read; the first are named.
     """
     entry = _entry(checkpoint)
     if entry is None:
@@ -224,10 +225,10 @@ class Parts:
         """Check that nothing was wrong.
 
         Raises:
-            CheckpointError: something was; all of it is named.
+            CheckpointError: something was; the first are named.
         """
         if self.problems:
-            raise CheckpointError(f"{self._stored.path} is not read as {method} wrote it: {'; '.join(self.problems)}")
+            raise CheckpointError(f"{self._stored.path} is not read as {method} wrote it: {first_few(self.problems)}")
 
 
 def modules_with(stored: Checkpoint, suffix: str) -> list[str]:

@@ -34,7 +34,7 @@ def read_bitsandbytes(_entry: Mapping[str, Any], stored: Checkpoint) -> Contents
     """The matrices of a bitsandbytes folder, of which each says how it was rounded.
 
     Raises:
-        CheckpointError: tensors are not what the layouts have; all are named.
+        CheckpointError: tensors are not what the layouts have; the first are named.
     """
     parts = Parts(stored)
     matrices: dict[str, RoundedMatrix | None] = {}

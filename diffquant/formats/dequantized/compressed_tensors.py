@@ -49,7 +49,7 @@ def read_compressed_tensors(entry: Mapping[str, Any], stored: Checkpoint) -> Con
     """The matrices of a compressed-tensors folder; None if it is read packed.
 
     Raises:
-        CheckpointError: tensors or settings are not what the layouts have; all are named.
+        CheckpointError: tensors or settings are not what the layouts have; the first are named.
     """
     if online := _online_transforms(entry.get("transform_config")):
         raise CheckpointError(

@@ -22,7 +22,7 @@ def read_fp8(entry: Mapping[str, Any], stored: Checkpoint) -> Contents:
     """The matrices of an fp8 folder.
 
     Raises:
-        CheckpointError: tensors or settings are not what the layout has; all are named.
+        CheckpointError: tensors or settings are not what the layout has; the first are named.
     """
     parts = Parts(stored)
     block = _block(entry, parts)

@@ -37,7 +37,7 @@ def read_gptq(entry: Mapping[str, Any], stored: Checkpoint) -> Contents:
     """The matrices of a GPTQ folder.
 
     Raises:
-        CheckpointError: tensors or settings are not what the layout has; all are named.
+        CheckpointError: tensors or settings are not what the layout has; the first are named.
     """
     parts = Parts(stored)
     bits = count(entry, "bits", range(2, 9), parts.problems)

@@ -45,7 +45,7 @@ def read_modelopt(entry: Mapping[str, Any], stored: Checkpoint) -> Contents:
     """The matrices of a ModelOpt folder.
 
     Raises:
-        CheckpointError: tensors or settings are not what the layout has; all are named.
+        CheckpointError: tensors or settings are not what the layout has; the first are named.
     """
     parts = Parts(stored)
     algorithm = entry.get("quant_algo")

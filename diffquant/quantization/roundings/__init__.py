@@ -8,6 +8,7 @@ from diffquant.quantization.roundings.base import ROUNDINGS, Round, Rounder, Rou
 from diffquant.recipe.rounding import RoundingSettings
 from diffquant.scheme import Scheme
 from diffquant.support.discovery import import_all
+from diffquant.support.listing import first_few
 from diffquant.support.spelling import spelled
 from diffquant.support.suggestion import did_you_mean
 from diffquant.text.corpus import load_text, text_digest
@@ -53,7 +54,7 @@ def checked_rounding(settings: RoundingSettings, schemes: Mapping[str, Scheme]) 
     if spanning and rounding.row_by_row:
         kinds = " or ".join(dict.fromkeys("block" if each.sharing.tile else "tensor" for each in spanning.values()))
         raise UsageError(
-            f"{spelled('rounding', rounding.name)} works row by row and {', '.join(spanning)} have one scale a "
+            f"{spelled('rounding', rounding.name)} works row by row and {first_few(spanning, ', ')} have one scale a "
             f"{kinds}; use a group or row granularity, or {spelled('rounding', 'nearest')}"
         )
     return rounding
