@@ -1,4 +1,4 @@
-"""The sides of a comparison: checkpoints, exported folders, llama.cpp's log-probability files, served models."""
+"""The sides of a comparison, and those of them that run here: checkpoints and exported folders."""
 
 from abc import ABC, abstractmethod
 from functools import cached_property
@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from diffquant.errors import CheckpointError
-from diffquant.evals.fidelity.base_file import BaseFile
 from diffquant.evals.fidelity.distributions import Distributions, Whole
 from diffquant.support.plain_data import JsonObject
 
@@ -92,31 +91,3 @@ class Model(Side):
         if not logits.isfinite().all():
             raise CheckpointError(f"{self.name} computes NaN or infinity in chunk {number}; use --dtype float32")
         return Whole(logits.log_softmax(-1).cpu())
-
-
-class Stored(Side):
-    """A model known by llama.cpp's file of its log-probabilities."""
-
-    def __init__(self, file: BaseFile) -> None:
-        self._file = file
-
-    @property
-    def name(self) -> str:
-        return str(self._file.path)
-
-    def about(self) -> JsonObject:
-        return {"kind": "llama.cpp base file", "path": self.name}
-
-    @property
-    def fixed_chunks(self) -> Tensor:
-        return self._file.tokens
-
-    def tokens(self, text: str) -> list[int]:  # noqa: ARG002
-        raise CheckpointError(f"{self.name} holds log-probabilities and no tokenizer")
-
-    @property
-    def first_token(self) -> int | None:
-        return None
-
-    def predict(self, number: int, ids: Tensor, first: int) -> Whole:  # noqa: ARG002
-        return self._file.read(number)
