@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from diffquant.calib.analysis.outlier_result import HIDDEN, LOGITS, RANKS, Magnitude, ModelOutliers, Outliers
-from diffquant.calib.statistics import QUANTILE_ERROR, Largest, Magnitudes
+from diffquant.calib.statistics import QUANTILE_ERROR, Magnitudes
 from diffquant.loading import load
 from diffquant.model.causal import CausalModel
-from diffquant.model.walk import batches, causal_logits, visible_entries
+from diffquant.model.walk import batches, causal_logits
 from diffquant.source.placement import at_hand
 from diffquant.source.places import Places
 from diffquant.source.source import open_source
@@ -95,57 +95,37 @@ def measure_magnitudes(
         NonFiniteError: the model computes NaN or infinity.
     """
     walk = model.walk(ids.shape[1])
-    tallies = [{LOGITS: _Tally(), HIDDEN: _Tally()} for _ in walk.layers]
+    counted = [_by_kind() for _ in walk.layers]
     done = 0
     for batch in batches(ids, batch_tokens):
         state = walk.embed(batch)
-        for layer, tally in zip(walk.layers, tallies, strict=True):
+        for layer, of_layer in zip(walk.layers, counted, strict=True):
             with at_hand(layer):
                 projections = walk.project(layer, state)
             if projections is not None:
                 q, k, _ = projections
                 for first, logits in causal_logits(q, k, model.config.diff_spec):
-                    tally[LOGITS].add_causal(logits, first, walk.window(layer))
+                    of_layer[LOGITS].add_causal(logits, first, walk.window(layer))
             state = walk.run(layer, state)
-            tally[HIDDEN].add(walk.hidden(state).float().abs())
+            of_layer[HIDDEN].add(walk.hidden(state).float().abs())
         done += batch.numel()
         progress(done, ids.numel(), "reading")
-    overall = {kind: _Tally() for kind in (LOGITS, HIDDEN)}
-    for tally in tallies:
+    overall = _by_kind()
+    for of_layer in counted:
         for kind, total in overall.items():
-            total.merge(tally[kind])
-    return [_magnitudes_of(tally) for tally in tallies], _magnitudes_of(overall)
+            total.merge(of_layer[kind])
+    return [_told(of_layer) for of_layer in counted], _told(overall)
 
 
-def _magnitudes_of(tallies: dict[str, "_Tally"]) -> dict[str, Magnitude]:
-    return {kind: tally.magnitude() for kind, tally in tallies.items() if tally.magnitudes.count}
+def _by_kind() -> dict[str, Magnitudes]:
+    return {kind: Magnitudes(max(RANKS)) for kind in (LOGITS, HIDDEN)}
 
 
-class _Tally:
-    """The largest magnitudes of one kind of activation, and a histogram of all of them."""
+def _told(counted: dict[str, Magnitudes]) -> dict[str, Magnitude]:
+    return {kind: _magnitude(each) for kind, each in counted.items() if each.count}
 
-    def __init__(self) -> None:
-        self.largest = Largest(max(RANKS))
-        self.magnitudes = Magnitudes()
 
-    def add(self, magnitudes: Tensor) -> None:
-        self.largest.add(magnitudes)
-        self.magnitudes.add(magnitudes)
-
-    def add_causal(self, logits: Tensor, first: int, window: int | None) -> None:
-        """Take in a block of `causal_logits`; hidden entries become zeros that do not count."""
-        magnitudes = logits.abs_().tril_(first)
-        if window is not None:
-            magnitudes.triu_(first - window + 1)
-        batch, heads, queries, keys = logits.shape
-        self.largest.add(magnitudes)
-        self.magnitudes.add(magnitudes, magnitudes.numel() - visible_entries(batch * heads, queries, keys, window))
-
-    def merge(self, other: "_Tally") -> None:
-        self.largest.add(other.largest.values)
-        self.magnitudes.merge(other.magnitudes)
-
-    def magnitude(self) -> Magnitude:
-        count = self.magnitudes.count
-        top = {rank: float(self.largest.values[rank - 1]) for rank in RANKS if rank <= count}
-        return Magnitude(count, top, self.magnitudes.quantile(0.5))
+def _magnitude(counted: Magnitudes) -> Magnitude:
+    count = counted.count
+    top = {rank: float(counted.largest[rank - 1]) for rank in RANKS if rank <= count}
+    return Magnitude(count, top, counted.quantile(0.5))
