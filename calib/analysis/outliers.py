@@ -4,7 +4,6 @@ Source: arXiv 2410.05258, section 3.7, Table 5: the largest magnitudes and the m
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -28,11 +27,21 @@ from diffquant.text.corpus import load_text, text_digest
 from diffquant.text.tokens import token_windows
 
 
-@dataclass(frozen=True)
-class OutlierOptions:
-    """Options of a run of `find_outliers`.
+def find_outliers(
+    models: Sequence[Path],
+    *,
+    text: Path | None = None,
+    tokens: int = 400_000,
+    window: int = 1024,
+    dtype: str = "auto",
+    device: str = "auto",
+    places: Places | None = None,
+    batch_tokens: int = 4096,
+    progress: Progress = silent,
+) -> Outliers:
+    """Measure the outliers of every model, one model after the other.
 
-    Attributes:
+    Args:
         text: file that is read; the prose that ships by default.
         tokens: most tokens of the text.
         window: tokens that a model sees at once.
@@ -40,46 +49,34 @@ class OutlierOptions:
         device: device that they run on, if they are on one.
         places: places that they are spread over, or None to use one device.
         batch_tokens: most tokens of one pass.
-    """
-
-    text: Path | None = None
-    tokens: int = 400_000
-    window: int = 1024
-    dtype: str = "auto"
-    device: str = "auto"
-    places: Places | None = None
-    batch_tokens: int = 4096
-
-
-def find_outliers(models: Sequence[Path], options: OutlierOptions, progress: Progress = silent) -> Outliers:
-    """Measure the outliers of every model, one model after the other.
 
     Raises:
         UsageError: a model named twice, a text shorter than a window, or a device that is not there.
         NonFiniteError: a model computes NaN or infinity.
     """
     check_distinct(models)
-    options = replace(options, device=resolve_device(options.places.device if options.places else options.device))
-    text = load_text(options.text)
-    models = [Path(model) for model in models]
-    names = model_names(models)
-    outliers_by_model = [_measure_model(model, names[model], text, options, progress) for model in models]
+    device = resolve_device(places.device if places else device)
+    run_dtype = resolve_dtype(dtype, device)
+    read = load_text(text)
+    names = model_names(list(models))
+
+    def measure(path: Path) -> ModelOutliers:
+        source = open_source(path)
+        model = load(source, None, run_dtype, device, device_map=places)
+        ids = token_windows(model, source.tokenizer, read, window, tokens)
+        magnitudes = measure_magnitudes(model, ids, batch_tokens, progress)
+        generation = model.config.diff_spec.generation
+        return ModelOutliers(names[path], generation, source.fingerprint, ids.numel(), *magnitudes)
+
+    outliers_by_model = [measure(path) for path in models]
     settings = {
-        "text": text_digest(text),
-        "window": options.window,
-        "dtype": str(resolve_dtype(options.dtype, options.device)).removeprefix("torch."),
+        "text": text_digest(read),
+        "window": window,
+        "dtype": str(run_dtype).removeprefix("torch."),
         "median_error": QUANTILE_ERROR,
         "versions": versions(),
     } | provenance(__name__)
     return Outliers(outliers_by_model, settings)
-
-
-def _measure_model(path: Path, name: str, text: str, options: OutlierOptions, progress: Progress) -> ModelOutliers:
-    source = open_source(path)
-    model = load(source, None, resolve_dtype(options.dtype, options.device), options.device, device_map=options.places)
-    ids = token_windows(model, source.tokenizer, text, options.window, options.tokens)
-    layers, overall = measure_magnitudes(model, ids, options.batch_tokens, progress)
-    return ModelOutliers(name, model.config.diff_spec.generation, source.fingerprint, ids.numel(), layers, overall)
 
 
 @torch.inference_mode()
