@@ -47,7 +47,7 @@ class Sleep(Task):
     def identity(self) -> JsonObject:
         return {"name": self.name}
 
-    def run(self, model: object, tokenizer: object, reference: object, progress: Progress) -> TaskResult:
+    def run(self, model: object, reference: object, progress: Progress) -> TaskResult:
         if self.is_deadly:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(self.seconds)

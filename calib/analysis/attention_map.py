@@ -155,11 +155,10 @@ def map_attention(
 def _map_model(
     model: DiffTransformer, source: Source, name: str, haystack: str, plan: needle.NeedlePlan, progress: Progress
 ) -> ModelAttention:
-    tokenizer = source.tokenizer
-    items = needle.make_items_for(TorchModel(model), tokenizer, haystack, plan)
+    items = needle.make_items_for(TorchModel(model, source.tokenizer), haystack, plan)
     observed_at: dict[tuple[int, float], list[tuple[Tensor, bool]]] = {}
     for number, item in enumerate(items, 1):
-        observation = attention_by_part(model, make_prompt(tokenizer, item))
+        observation = attention_by_part(model, make_prompt(source.tokenizer, item))
         observed_at.setdefault((item.length, item.depth), []).append(observation)
         progress(number, len(items), name)
     model.require_fired()

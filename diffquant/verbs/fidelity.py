@@ -160,8 +160,8 @@ def _model(path: Path, dtype: str, device: str) -> "Side":
     runtime = runtime_of(path)
     if runtime is not None:
         described = runtime.describe(path, device)
-        model, tokenizer = runtime.open(path, device)
-        return Model(path, model, tokenizer, {"kind": "export", "scheme": described.scheme, **described.identity})
+        about = {"kind": "export", "scheme": described.scheme, **described.identity}
+        return Model(path, runtime.open(path, device), about)
     source = open_source(path)
     loaded = load(source, dtype=dtype, device=device)
     about = {
@@ -170,7 +170,7 @@ def _model(path: Path, dtype: str, device: str) -> "Side":
         "recipe": source.recipe.to_dict(),
         "dtype": str(loaded.dtype).removeprefix("torch."),
     }
-    return Model(path, TorchModel(loaded), source.tokenizer, about)
+    return Model(path, TorchModel(loaded, source.tokenizer), about)
 
 
 def _chunks(

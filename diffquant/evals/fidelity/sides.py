@@ -13,8 +13,6 @@ from diffquant.evals.fidelity.distributions import Distributions, Whole
 from diffquant.support.plain_data import JsonObject
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from diffquant.evals.language_model import LanguageModel
 
 
@@ -62,10 +60,8 @@ class Side(ABC):
 class Model(Side):
     """A model that runs here."""
 
-    def __init__(
-        self, path: Path, model: "LanguageModel", tokenizer: "PreTrainedTokenizerBase", about: JsonObject
-    ) -> None:
-        self._path, self._model, self._tokenizer, self._about = path, model, tokenizer, about
+    def __init__(self, path: Path, model: "LanguageModel", about: JsonObject) -> None:
+        self._path, self._model, self._about = path, model, about
 
     @property
     def name(self) -> str:
@@ -75,13 +71,13 @@ class Model(Side):
         return self._about
 
     def tokens(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        ids: list[int] = self._model.tokenizer.encode(text, add_special_tokens=False, verbose=False)
         return ids if self.first_token is None else [self.first_token, *ids]
 
     @cached_property
     def first_token(self) -> int | None:
         # The token is named by many tokenizers that do not put it before a text.
-        bos, ids = self._tokenizer.bos_token_id, self._tokenizer.encode("a")
+        bos, ids = self._model.tokenizer.bos_token_id, self._model.tokenizer.encode("a")
         return int(bos) if bos is not None and ids and ids[0] == bos else None
 
     @torch.inference_mode()
