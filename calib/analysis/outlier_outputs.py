@@ -84,12 +84,7 @@ FILES = RunFiles("outliers.json", frozenset({"models", "settings"}), ("outliers.
 
 
 def write_outliers(outliers: Outliers, folder: Path) -> list[Path]:
-    """Write outliers.json, outliers.png and outliers.html.
-
-    Raises:
-        OutputExistsError: the folder holds files of these names that diffquant did not write.
-    """
-    FILES.check(folder)
+    """Write outliers.json, outliers.png and outliers.html into a folder that `FILES` has checked."""
     folder.mkdir(parents=True, exist_ok=True)
     data, picture, report = (folder / f"outliers.{end}" for end in ("json", "png", "html"))
     write_atomically(data, outliers.to_json())
