@@ -163,7 +163,7 @@ def make_items(tokenizer: "PreTrainedTokenizerBase", text: str, plan: NeedlePlan
     Raises:
         UsageError: the tokenizer can spell too few of the text's sentences, or the needles do not fit.
     """
-    haystack = _make_haystack(tokenizer, text)
+    haystack = _haystack(tokenizer, text)
     return [
         haystack.item(plan, length, depth, sample)
         for sample in range(plan.samples)
@@ -241,10 +241,8 @@ def _draw_numbers(rng: random.Random, count: int) -> list[str]:
     return drawn
 
 
-@lru_cache(maxsize=1)
-def _make_haystack(tokenizer: "PreTrainedTokenizerBase", text: str) -> Haystack:
-    """The haystack of a text; the last one is kept, since a sweep's next cell asks for the same."""
-    return Haystack(tokenizer, text)
+# The last one is kept, since a sweep's next cell asks for the same.
+_haystack = lru_cache(maxsize=1)(Haystack)
 
 
 def statement(city: str, number: str) -> str:
