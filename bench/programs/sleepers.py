@@ -83,7 +83,7 @@ class Sleeper:
         while self.gate is not None and not self.gate.exists():
             time.sleep(0.02)
         started = time.monotonic()
-        result = task.run(None, None, None, progress)  # type: ignore[arg-type]
+        result = task.run(None, None, progress)  # type: ignore[arg-type]
         return Measurement(result, time.monotonic() - started, 0, 0.0)
 
 
