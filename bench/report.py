@@ -10,7 +10,7 @@ from diffquant.bench.contest.throughput import SECTION as THROUGHPUT
 from diffquant.bench.contest.throughput import table7
 from diffquant.bench.plots import Plot, plots
 from diffquant.report import tables
-from diffquant.report.page import Block, Drawing, Facts, Fold, Items, Note, Report, Section, Subtitle, Table
+from diffquant.report.page import Block, Drawing, Fold, Items, Report, Section, Table
 
 _HEADS = ["path", "median", "spread", "× baseline", "of roofline", "peak MB", "Gop", "MB moved", "error from naive"]
 _NOTES = (
@@ -83,11 +83,11 @@ def bench_report(result: BenchResult, name: str, files: Sequence[str]) -> Report
     """
     drawings, workloads = plots(result), _tables(result)
     sections = [
-        Section(name, [*_drawn(name, drawings), *(b for t in workloads if t.section == name for b in _blocks(t))])
+        Section(name, [*_drawn(name, drawings), *(_timed(table) for table in workloads if table.section == name)])
         for name in dict.fromkeys(table.section for table in workloads)
     ]
-    about = Section("How it was measured", [Note(_machine(result)), *map(Note, _notes(result))])
-    settings = Section("Settings", [Facts(_settings(result))])
+    about = Section("How it was measured", [_machine(result), *_notes(result)])
+    settings = Section("Settings", [_settings(result)])
     date = str(result.environment["date"])
     return Report("bench", name, _headline(result), date, [*sections, about, settings], files)
 
@@ -114,17 +114,17 @@ def _headline(result: BenchResult) -> list[str]:
 
 def _drawn(section: str, drawings: Sequence[Plot]) -> list[Block]:
     mine = [plot for plot in drawings if plot.name.startswith(f"{section}-")]
-    return [block for plot in mine for block in (Subtitle(plot.title), Drawing(plot.svg()))]
+    return [Section(plot.title, [Drawing(plot.svg())]) for plot in mine]
 
 
-def _blocks(table: _Table) -> list[Block]:
-    blocks: list[Block] = [Subtitle(table.workload)]
+def _timed(table: _Table) -> Section:
+    blocks: list[Block] = []
     if table.rows:
         blocks.append(Table(table.heads, table.rows, table.baselines))
     if table.missing:
         reasons = Items([f"{path}: none, {reason}" for path, reason in table.missing])
         blocks.append(Fold(f"{len(table.missing)} not measured", [reasons]))
-    return blocks
+    return Section(table.workload, blocks)
 
 
 def _tables(result: BenchResult) -> list[_Table]:

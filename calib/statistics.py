@@ -1,4 +1,4 @@
-"""Statistics of a stream in bounded memory: its exact largest values, and its quantiles from a histogram."""
+"""Statistics of a stream of magnitudes in bounded memory: the exact largest, and quantiles from a histogram."""
 
 import math
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from diffquant.errors import NonFiniteError
+from diffquant.model.walk import visible_entries
 from diffquant.support.spelling import spelled
 
 # The lower bits of a float32 that a bin ignores: 128 bins an octave.
@@ -16,34 +17,22 @@ _INFINITY = 0x7F800000 >> _DROPPED_BITS
 QUANTILE_ERROR = 2.0**-8
 
 
-class Largest:
-    """The exact k largest values of a stream.
+class Magnitudes:
+    """A histogram of magnitudes whose bins are float32's exponent and the first seven bits of its fraction.
 
     Attributes:
-        values: largest values so far, in descending order, float32.
+        largest: the exact largest magnitudes so far, in descending order, float32.
     """
 
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self.values = torch.empty(0)
+    def __init__(self, kept: int = 1) -> None:
+        """Nothing is counted yet.
 
-    def add(self, values: Tensor) -> None:
-        """Take in values: floats of any shape."""
-        flat = values.reshape(-1)
-        if len(self.values) == self._count:
-            least = self.values[-1].to(flat.device)
-            if not flat.numel() or flat.amax() <= least:
-                return
-            flat = flat[flat > least]
-        joined = torch.cat([self.values, flat.topk(min(self._count, flat.numel())).values.float().cpu()])
-        self.values = joined.topk(min(self._count, joined.numel())).values
-
-
-class Magnitudes:
-    """A histogram of magnitudes whose bins are float32's exponent and the first seven bits of its fraction."""
-
-    def __init__(self) -> None:
+        Args:
+            kept: how many of the largest are kept.
+        """
+        self._kept = kept
         self.counts = torch.zeros(_INFINITY, dtype=torch.int64)
+        self.largest = torch.empty(0)
 
     @property
     def count(self) -> int:
@@ -54,21 +43,41 @@ class Magnitudes:
         """Count magnitudes.
 
         Args:
-            magnitudes: any shape, contiguous float32, none negative.
+            magnitudes: any shape, float32, none negative.
             zeros_to_ignore: number of zeros among them that do not count.
 
         Raises:
             NonFiniteError: NaN or infinity is among them.
         """
-        bins = (magnitudes.reshape(-1).view(torch.int32) >> _DROPPED_BITS).bincount(minlength=_INFINITY)
+        flat = magnitudes.reshape(-1)
+        bins = (flat.view(torch.int32) >> _DROPPED_BITS).bincount(minlength=_INFINITY)
         if len(bins) > _INFINITY:
             raise NonFiniteError(f"the model computes NaN or infinity; use {spelled('dtype', 'float32')}")
         bins[0] -= zeros_to_ignore
         self.counts += bins.cpu()
+        self._keep(flat)
+
+    def add_causal(self, logits: Tensor, first: int, window: int | None = None) -> None:
+        """Count a block [..., R, S] of `causal_logits`, in place; hidden entries become zeros that do not count."""
+        magnitudes = logits.abs_().tril_(first)
+        if window is not None:
+            magnitudes.triu_(first - window + 1)
+        *outer, queries, keys = logits.shape
+        self.add(magnitudes, magnitudes.numel() - visible_entries(math.prod(outer), queries, keys, window))
 
     def merge(self, other: "Magnitudes") -> None:
-        """Add another histogram's counts."""
+        """Add what another one has counted."""
         self.counts += other.counts
+        self._keep(other.largest)
+
+    def _keep(self, flat: Tensor) -> None:
+        if len(self.largest) == self._kept:
+            least = self.largest[-1].to(flat.device)
+            if not flat.numel() or flat.amax() <= least:
+                return
+            flat = flat[flat > least]
+        joined = torch.cat([self.largest, flat.topk(min(self._kept, flat.numel())).values.float().cpu()])
+        self.largest = joined.topk(min(self._kept, joined.numel())).values
 
     @staticmethod
     def values() -> Tensor:

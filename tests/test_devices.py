@@ -85,7 +85,7 @@ def test_an_exported_folder_runs_where_its_runtime_can_and_checkpoints_on_the_de
     assert replace(subject, compared_with=None).held_bytes == subject.model.weight_bytes
     both = replace(subject, compared_with=plan.subjects[models[0]])
     assert both.held_bytes == subject.model.weight_bytes + both.compared_with.held_bytes
-    assert runtime_of(models[1]).open(models[1], subject.device)[0].runtime.device.kind == "cpu"
+    assert runtime_of(models[1]).open(models[1], subject.device).runtime.device.kind == "cpu"
 
 
 @pytest.mark.skipif(CUDA in onnxruntime.get_available_providers(), reason="this onnxruntime runs on CUDA")

@@ -53,13 +53,13 @@ EVERY_WRITER = """
 from pathlib import Path
 import diffquant
 from diffquant import data
-from diffquant.calib.calibration.calibrate import CalibrationOptions, calibrate
+from diffquant.calib.calibration.calibrate import calibrate
 from diffquant.source.ranges import write_ranges
 
 folder = Path(sys.argv[1])
 (pocket,) = (path for path in data.pocket_models("needle") if path.name == "needle-diff-v1")
 diffquant.quantize(pocket, folder / "four", diffquant.Recipe.of(weights="4:g32"))
-ranges, _ = calibrate(pocket, CalibrationOptions(tokens=256, window=64))
+ranges, _ = calibrate(pocket, tokens=256, window=64)
 write_ranges(folder / "scales.safetensors", ranges)
 assert len(diffquant.load(folder / "four").model.layers) == len(diffquant.load(pocket).model.layers)
 if onnx:

@@ -32,7 +32,7 @@ def retrieved(name, needles=4, **recipe):
     """Share of 50 contexts of 256 tokens whose number the model gives."""
     model = load(MODELS[name], Recipe.of(**recipe))
     plan = NeedlePlan(needles, samples=10)
-    _, shares = needle.evaluate_needle(TorchModel(model), tokenizer(), data.books_text(), plan)
+    _, shares = needle.evaluate_needle(TorchModel(model, tokenizer()), data.books_text(), plan)
     return sum(shares) / len(shares)
 
 

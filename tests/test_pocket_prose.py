@@ -22,13 +22,13 @@ WINDOW = 256
 @cache
 def reference(name):
     model = load(MODELS[name], dtype=torch.float32)
-    return perplexity.reference_of(TorchModel(model), load_tokenizer(MODELS[name]), TEXT, WINDOW, WINDOW)
+    return perplexity.reference_of(TorchModel(model, load_tokenizer(MODELS[name])), TEXT, WINDOW, WINDOW)
 
 
 def scores(name, **recipe):
     model = load(MODELS[name], Recipe.of(**recipe), dtype=torch.float32)
     return perplexity.score_text(
-        TorchModel(model), load_tokenizer(MODELS[name]), TEXT, WINDOW, WINDOW, reference=reference(name)
+        TorchModel(model, load_tokenizer(MODELS[name])), TEXT, WINDOW, WINDOW, reference=reference(name)
     )
 
 

@@ -54,9 +54,10 @@ def cell_speeds(
         for turn in range(repeats):
             for place, (kind, recipe) in enumerate(KINDS.items()):
                 progress(number + (turn + place / len(KINDS)) / repeats, len(dtypes), f"sweep: {dtype}, {kind}")
-                reference, running = subject.reference(task, recipe, silent), TorchModel(subject.model(recipe))
+                reference = subject.reference(task, recipe, silent)
+                running = TorchModel(subject.model(recipe), source.tokenizer)
                 started = time.perf_counter()
-                task.run(running, source.tokenizer, reference, silent)
+                task.run(running, reference, silent)
                 speeds[kind].append(items / (time.perf_counter() - started))
         workload = f"{source.checkpoint.name}, {items} HellaSwag items, {dtype}, {torch.get_num_threads()} threads"
         cells += [

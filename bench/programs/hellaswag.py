@@ -137,7 +137,7 @@ def ratios(result: dict[str, Any]) -> dict[str, tuple[float, float]]:
 
 
 def _ours(model: Any, tokenizer: Any) -> Callable[[Sequence[HellaSwagItem]], list[int]]:
-    return lambda items: evaluate_hellaswag(TorchModel(model), tokenizer, items).choices
+    return lambda items: evaluate_hellaswag(TorchModel(model, tokenizer), items).choices
 
 
 def _hflm(model: Any, tokenizer: Any, batch_size: int) -> Callable[[Sequence[HellaSwagItem]], list[int]]:

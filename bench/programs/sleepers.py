@@ -47,7 +47,7 @@ class Sleep(Task):
     def identity(self) -> JsonObject:
         return {"name": self.name}
 
-    def run(self, model: object, tokenizer: object, reference: object, progress: Progress) -> TaskResult:
+    def run(self, model: object, reference: object, progress: Progress) -> TaskResult:
         if self.is_deadly:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(self.seconds)
@@ -83,7 +83,7 @@ class Sleeper:
         while self.gate is not None and not self.gate.exists():
             time.sleep(0.02)
         started = time.monotonic()
-        result = task.run(None, None, None, progress)  # type: ignore[arg-type]
+        result = task.run(None, None, progress)  # type: ignore[arg-type]
         return Measurement(result, time.monotonic() - started, 0, 0.0)
 
 

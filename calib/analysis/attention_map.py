@@ -9,7 +9,7 @@ microsoft/unilm issue 1654; how signed weights are normalized neither says, so b
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,25 +41,6 @@ from diffquant.text.corpus import load_text, text_digest
 SHARE, SIGNED, MAPS = "share", "signed", ("signal", "noise")
 # The weight on each of `PARTS`, by kind.
 Weights = dict[str, dict[str, float]]
-
-
-@dataclass(frozen=True)
-class AttentionMapOptions:
-    """Options of a run of `map_attention`.
-
-    Attributes:
-        plan: plan of the needle items, which asks for one needle.
-        text: file whose prose is the haystack; the prose that ships by default.
-        recipe: recipe to simulate; a quantized checkpoint's own by default.
-        dtype: dtype of the models; the rows measured are computed in float32.
-        device: device that they run on.
-    """
-
-    plan: needle.NeedlePlan = field(default_factory=needle.NeedlePlan)
-    text: Path | None = None
-    recipe: Recipe | None = None
-    dtype: str = "auto"
-    device: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -121,8 +102,24 @@ class AttentionMaps:
         return json.dumps(asdict(self), indent=1) + "\n"
 
 
-def map_attention(models: Sequence[Path], options: AttentionMapOptions, progress: Progress = silent) -> AttentionMaps:
+def map_attention(
+    models: Sequence[Path],
+    plan: needle.NeedlePlan,
+    *,
+    text: Path | None = None,
+    recipe: Recipe | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+    progress: Progress = silent,
+) -> AttentionMaps:
     """Measure where the attention of every model goes, one model after the other.
+
+    Args:
+        plan: plan of the needle items, which asks for one needle.
+        text: file whose prose is the haystack; the prose that ships by default.
+        recipe: recipe to simulate; a quantized checkpoint's own by default.
+        dtype: dtype of the models; the rows measured are computed in float32.
+        device: device that they run on.
 
     Raises:
         UsageError: a model named twice, more than one needle asked for, static schemes, items that cannot be made, or
@@ -130,38 +127,38 @@ def map_attention(models: Sequence[Path], options: AttentionMapOptions, progress
         NonFiniteError: a model computes NaN or infinity.
     """
     check_distinct(models)
-    if options.plan.asked != 1:
-        raise UsageError(f"attention goes to one answer at a time; {options.plan.asked} needles are to be asked for")
-    if options.recipe is not None and any(options.recipe.is_static(target) for target in LAYER_TARGETS):
+    if plan.asked != 1:
+        raise UsageError(f"attention goes to one answer at a time; {plan.asked} needles are to be asked for")
+    if recipe is not None and any(recipe.is_static(target) for target in LAYER_TARGETS):
         raise UsageError("static scales are a model's own and are not taken here; use another granularity")
-    options = replace(options, device=resolve_device(options.device))
-    text = load_text(options.text)
+    device = resolve_device(device)
+    run_dtype = resolve_dtype(dtype, device)
+    haystack = load_text(text)
     sources = [open_source(model) for model in models]
     for source in sources:
         source.transformer("attention-map")
     names = model_names(list(models))
     attention_by_model = [
-        _map_model(source, names[model], text, options, progress) for model, source in zip(models, sources, strict=True)
+        _map_model(load(source, recipe, run_dtype, device), source, names[path], haystack, plan, progress)
+        for path, source in zip(models, sources, strict=True)
     ]
     settings = {
-        "text": text_digest(text),
+        "text": text_digest(haystack),
         "items_format": needle.ITEMS_FORMAT,
-        "plan": asdict(options.plan),
-        "dtype": str(resolve_dtype(options.dtype, options.device)).removeprefix("torch."),
+        "plan": asdict(plan),
+        "dtype": str(run_dtype).removeprefix("torch."),
         "versions": versions(),
     } | provenance(__name__)
     return AttentionMaps(attention_by_model, settings)
 
 
 def _map_model(
-    source: Source, name: str, text: str, options: AttentionMapOptions, progress: Progress
+    model: DiffTransformer, source: Source, name: str, haystack: str, plan: needle.NeedlePlan, progress: Progress
 ) -> ModelAttention:
-    model = load(source, options.recipe, resolve_dtype(options.dtype, options.device), options.device)
-    tokenizer = source.tokenizer
-    items = needle.make_items_for(TorchModel(model), tokenizer, text, options.plan)
+    items = needle.make_items_for(TorchModel(model, source.tokenizer), haystack, plan)
     observed_at: dict[tuple[int, float], list[tuple[Tensor, bool]]] = {}
     for number, item in enumerate(items, 1):
-        observation = attention_by_part(model, make_prompt(tokenizer, item))
+        observation = attention_by_part(model, make_prompt(source.tokenizer, item))
         observed_at.setdefault((item.length, item.depth), []).append(observation)
         progress(number, len(items), name)
     model.require_fired()

@@ -49,12 +49,7 @@ FILES = RunFiles("attention-map.json", frozenset({"models", "settings"}), ("atte
 
 
 def write_attention_maps(attention: AttentionMaps, folder: Path) -> list[Path]:
-    """Write attention-map.json and attention-map.png.
-
-    Raises:
-        OutputExistsError: the folder holds files of these names that diffquant did not write.
-    """
-    FILES.check(folder)
+    """Write attention-map.json and attention-map.png into a folder that `FILES` has checked."""
     folder.mkdir(parents=True, exist_ok=True)
     data, picture = folder / "attention-map.json", folder / "attention-map.png"
     write_atomically(data, attention.to_json())

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from diffquant.calib.analysis.outlier_result import HIDDEN, LOGITS, RANKS, Magnitude, ModelOutliers, Outliers
-from diffquant.report.page import Charts, Drawing, Facts, Key, Note, Report, Section, Table, page
+from diffquant.report.page import Charts, Drawing, Key, Report, Section, Table, page
 from diffquant.report.plots import GLYPHS, Tips, as_svg, literal, look, new_figure, plain_log_scale, tidy
 from diffquant.report.tables import aligned
 from diffquant.support.files import write_atomically
@@ -31,9 +31,9 @@ def outlier_report(outliers: Outliers, name: str) -> Report:
     sections = [
         Section(TITLES[kind].capitalize(), [Charts(_drawings(outliers, kind), keys)]) for kind in (LOGITS, HIDDEN)
     ]
-    sections.append(Section("All layers", [Table(_HEADS, _lines(outliers), names=2), Note(_note(outliers))]))
+    sections.append(Section("All layers", [Table(_HEADS, _lines(outliers), names=2), _note(outliers)]))
     facts = {name: str(value) for name, value in outliers.settings.items() if not isinstance(value, dict)}
-    sections.append(Section("Settings", [Facts(facts)]))
+    sections.append(Section("Settings", [facts]))
     date = outliers.settings.get("date", "")
     return Report("outliers", name, _headline(outliers), date, sections, ["outliers.json", "outliers.png"])
 
@@ -84,12 +84,7 @@ FILES = RunFiles("outliers.json", frozenset({"models", "settings"}), ("outliers.
 
 
 def write_outliers(outliers: Outliers, folder: Path) -> list[Path]:
-    """Write outliers.json, outliers.png and outliers.html.
-
-    Raises:
-        OutputExistsError: the folder holds files of these names that diffquant did not write.
-    """
-    FILES.check(folder)
+    """Write outliers.json, outliers.png and outliers.html into a folder that `FILES` has checked."""
     folder.mkdir(parents=True, exist_ok=True)
     data, picture, report = (folder / f"outliers.{end}" for end in ("json", "png", "html"))
     write_atomically(data, outliers.to_json())

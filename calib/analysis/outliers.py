@@ -4,17 +4,16 @@ Source: arXiv 2410.05258, section 3.7, Table 5: the largest magnitudes and the m
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from diffquant.calib.analysis.outlier_result import HIDDEN, LOGITS, RANKS, Magnitude, ModelOutliers, Outliers
-from diffquant.calib.statistics import QUANTILE_ERROR, Largest, Magnitudes
+from diffquant.calib.statistics import QUANTILE_ERROR, Magnitudes
 from diffquant.loading import load
 from diffquant.model.causal import CausalModel
-from diffquant.model.walk import batches, causal_logits, visible_entries
+from diffquant.model.walk import batches, causal_logits
 from diffquant.source.placement import at_hand
 from diffquant.source.places import Places
 from diffquant.source.source import open_source
@@ -28,11 +27,21 @@ from diffquant.text.corpus import load_text, text_digest
 from diffquant.text.tokens import token_windows
 
 
-@dataclass(frozen=True)
-class OutlierOptions:
-    """Options of a run of `find_outliers`.
+def find_outliers(
+    models: Sequence[Path],
+    *,
+    text: Path | None = None,
+    tokens: int = 400_000,
+    window: int = 1024,
+    dtype: str = "auto",
+    device: str = "auto",
+    places: Places | None = None,
+    batch_tokens: int = 4096,
+    progress: Progress = silent,
+) -> Outliers:
+    """Measure the outliers of every model, one model after the other.
 
-    Attributes:
+    Args:
         text: file that is read; the prose that ships by default.
         tokens: most tokens of the text.
         window: tokens that a model sees at once.
@@ -40,46 +49,34 @@ class OutlierOptions:
         device: device that they run on, if they are on one.
         places: places that they are spread over, or None to use one device.
         batch_tokens: most tokens of one pass.
-    """
-
-    text: Path | None = None
-    tokens: int = 400_000
-    window: int = 1024
-    dtype: str = "auto"
-    device: str = "auto"
-    places: Places | None = None
-    batch_tokens: int = 4096
-
-
-def find_outliers(models: Sequence[Path], options: OutlierOptions, progress: Progress = silent) -> Outliers:
-    """Measure the outliers of every model, one model after the other.
 
     Raises:
         UsageError: a model named twice, a text shorter than a window, or a device that is not there.
         NonFiniteError: a model computes NaN or infinity.
     """
     check_distinct(models)
-    options = replace(options, device=resolve_device(options.places.device if options.places else options.device))
-    text = load_text(options.text)
-    models = [Path(model) for model in models]
-    names = model_names(models)
-    outliers_by_model = [_measure_model(model, names[model], text, options, progress) for model in models]
+    device = resolve_device(places.device if places else device)
+    run_dtype = resolve_dtype(dtype, device)
+    read = load_text(text)
+    names = model_names(list(models))
+
+    def measure(path: Path) -> ModelOutliers:
+        source = open_source(path)
+        model = load(source, None, run_dtype, device, device_map=places)
+        ids = token_windows(model, source.tokenizer, read, window, tokens)
+        magnitudes = measure_magnitudes(model, ids, batch_tokens, progress)
+        generation = model.config.diff_spec.generation
+        return ModelOutliers(names[path], generation, source.fingerprint, ids.numel(), *magnitudes)
+
+    outliers_by_model = [measure(path) for path in models]
     settings = {
-        "text": text_digest(text),
-        "window": options.window,
-        "dtype": str(resolve_dtype(options.dtype, options.device)).removeprefix("torch."),
+        "text": text_digest(read),
+        "window": window,
+        "dtype": str(run_dtype).removeprefix("torch."),
         "median_error": QUANTILE_ERROR,
         "versions": versions(),
     } | provenance(__name__)
     return Outliers(outliers_by_model, settings)
-
-
-def _measure_model(path: Path, name: str, text: str, options: OutlierOptions, progress: Progress) -> ModelOutliers:
-    source = open_source(path)
-    model = load(source, None, resolve_dtype(options.dtype, options.device), options.device, device_map=options.places)
-    ids = token_windows(model, source.tokenizer, text, options.window, options.tokens)
-    layers, overall = measure_magnitudes(model, ids, options.batch_tokens, progress)
-    return ModelOutliers(name, model.config.diff_spec.generation, source.fingerprint, ids.numel(), layers, overall)
 
 
 @torch.inference_mode()
@@ -95,57 +92,37 @@ def measure_magnitudes(
         NonFiniteError: the model computes NaN or infinity.
     """
     walk = model.walk(ids.shape[1])
-    tallies = [{LOGITS: _Tally(), HIDDEN: _Tally()} for _ in walk.layers]
+    counted = [_by_kind() for _ in walk.layers]
     done = 0
     for batch in batches(ids, batch_tokens):
         state = walk.embed(batch)
-        for layer, tally in zip(walk.layers, tallies, strict=True):
+        for layer, of_layer in zip(walk.layers, counted, strict=True):
             with at_hand(layer):
                 projections = walk.project(layer, state)
             if projections is not None:
                 q, k, _ = projections
                 for first, logits in causal_logits(q, k, model.config.diff_spec):
-                    tally[LOGITS].add_causal(logits, first, walk.window(layer))
+                    of_layer[LOGITS].add_causal(logits, first, walk.window(layer))
             state = walk.run(layer, state)
-            tally[HIDDEN].add(walk.hidden(state).float().abs())
+            of_layer[HIDDEN].add(walk.hidden(state).float().abs())
         done += batch.numel()
         progress(done, ids.numel(), "reading")
-    overall = {kind: _Tally() for kind in (LOGITS, HIDDEN)}
-    for tally in tallies:
+    overall = _by_kind()
+    for of_layer in counted:
         for kind, total in overall.items():
-            total.merge(tally[kind])
-    return [_magnitudes_of(tally) for tally in tallies], _magnitudes_of(overall)
+            total.merge(of_layer[kind])
+    return [_told(of_layer) for of_layer in counted], _told(overall)
 
 
-def _magnitudes_of(tallies: dict[str, "_Tally"]) -> dict[str, Magnitude]:
-    return {kind: tally.magnitude() for kind, tally in tallies.items() if tally.magnitudes.count}
+def _by_kind() -> dict[str, Magnitudes]:
+    return {kind: Magnitudes(max(RANKS)) for kind in (LOGITS, HIDDEN)}
 
 
-class _Tally:
-    """The largest magnitudes of one kind of activation, and a histogram of all of them."""
+def _told(counted: dict[str, Magnitudes]) -> dict[str, Magnitude]:
+    return {kind: _magnitude(each) for kind, each in counted.items() if each.count}
 
-    def __init__(self) -> None:
-        self.largest = Largest(max(RANKS))
-        self.magnitudes = Magnitudes()
 
-    def add(self, magnitudes: Tensor) -> None:
-        self.largest.add(magnitudes)
-        self.magnitudes.add(magnitudes)
-
-    def add_causal(self, logits: Tensor, first: int, window: int | None) -> None:
-        """Take in a block of `causal_logits`; hidden entries become zeros that do not count."""
-        magnitudes = logits.abs_().tril_(first)
-        if window is not None:
-            magnitudes.triu_(first - window + 1)
-        batch, heads, queries, keys = logits.shape
-        self.largest.add(magnitudes)
-        self.magnitudes.add(magnitudes, magnitudes.numel() - visible_entries(batch * heads, queries, keys, window))
-
-    def merge(self, other: "_Tally") -> None:
-        self.largest.add(other.largest.values)
-        self.magnitudes.merge(other.magnitudes)
-
-    def magnitude(self) -> Magnitude:
-        count = self.magnitudes.count
-        top = {rank: float(self.largest.values[rank - 1]) for rank in RANKS if rank <= count}
-        return Magnitude(count, top, self.magnitudes.quantile(0.5))
+def _magnitude(counted: Magnitudes) -> Magnitude:
+    count = counted.count
+    top = {rank: float(counted.largest[rank - 1]) for rank in RANKS if rank <= count}
+    return Magnitude(count, top, counted.quantile(0.5))

@@ -11,7 +11,7 @@ from diffquant.calib.calibration.observers import Observer, key_ranges
 from diffquant.calib.statistics import Magnitudes
 from diffquant.family.spec import DiffSpec
 from diffquant.model.causal import CausalModel
-from diffquant.model.walk import causal_logits, visible_entries
+from diffquant.model.walk import causal_logits
 from diffquant.source.ranges import Ranges
 from diffquant.source.source import Source
 from diffquant.support.code import code_digest
@@ -103,29 +103,11 @@ def _layer_ranges(
 
 def _logit_ranges(projections: list[Projections], observer: Observer, spec: DiffSpec) -> Tensor:
     """Ranges [query heads] of one layer's logits, in canonical order."""
-    heads = [_HeadLogits() for _ in range(spec.layout.query_heads)]
+    heads = [Magnitudes() for _ in range(spec.layout.query_heads)]
     for each in projections:
         for first, block in causal_logits(each.queries, each.keys, spec):
-            visible = block.abs_().tril_(first)
-            for head, logits in zip(heads, visible.unbind(1), strict=True):
-                head.add(logits)
+            for head, logits in zip(heads, block.unbind(1), strict=True):
+                head.add_causal(logits, first)
     return observer.ranges_of_counts(
-        torch.stack([head.histogram.counts for head in heads]),
-        Magnitudes.values(),
-        torch.stack([head.largest for head in heads]),
+        torch.stack([head.counts for head in heads]), Magnitudes.values(), torch.cat([head.largest for head in heads])
     )
-
-
-class _HeadLogits:
-    """Magnitudes of one head's logits so far."""
-
-    def __init__(self) -> None:
-        self.histogram = Magnitudes()
-        self.largest = torch.zeros(())
-
-    def add(self, magnitudes: Tensor) -> None:
-        """Count a block [B, R, S] of magnitudes, 0 where hidden."""
-        queries, keys = magnitudes.shape[-2:]
-        hidden = magnitudes.numel() - visible_entries(len(magnitudes), queries, keys)
-        self.histogram.add(magnitudes.contiguous(), hidden)
-        self.largest = self.largest.maximum(magnitudes.amax().cpu())

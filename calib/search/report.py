@@ -8,7 +8,7 @@ from diffquant.calib.search.result import SearchResult, alike, read_searches
 from diffquant.calib.search.roles import roles_table
 from diffquant.calib.search.table import HEADS, table_lines, verdict
 from diffquant.calib.search.widths import spoken
-from diffquant.report.page import Charts, Drawing, Facts, Fold, Note, Report, Section, Table
+from diffquant.report.page import Charts, Drawing, Fold, Report, Section, Table
 from diffquant.report.plots import Tips, as_svg, new_figure
 
 
@@ -21,7 +21,7 @@ def search_report(folder: Path) -> Report:
     sections = [
         Section("KL by size", [Charts([_pareto(group) for group in alike(results)])]),
         *(section for result in results for section in _sections(result)),
-        Section("Settings", [Facts(_settings_facts(results[-1]))]),
+        Section("Settings", [_settings_facts(results[-1])]),
     ]
     dates = [result.settings["date"] for result in results if "date" in result.settings]
     headline = [f"{result.model}, {verdict(result)}." for result in results]
@@ -49,10 +49,10 @@ def _sections(result: SearchResult) -> list[Section]:
             f"Budget {result.budget}",
             [
                 Table(HEADS, table_lines(result), [name == "16 bits" for name, *_ in table_lines(result)], names=2),
-                Note("KL is that of the next-token distributions from those of 16 bits, in nats, on text held out."),
+                "KL is that of the next-token distributions from those of 16 bits, in nats, on text held out.",
                 Drawing(heat),
                 Table(kinds, roles),
-                Note("KL of a kind: its units' costs added up, each rounded alone. Mbit: a million bits saved of 16."),
+                "KL of a kind: its units' costs added up, each rounded alone. Mbit: a million bits saved of 16.",
                 Fold(f"{len(units)} units, the costliest first", [Table(heads, units, names=2)]),
             ],
         )

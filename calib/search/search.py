@@ -269,15 +269,14 @@ class Search:
             model = load(self.source, Recipe(), self._dtype, self.options.device)
             with OneDnnProducts():
                 reference = reference_of(
-                    TorchModel(model), self._tokenizer, self._held_out, _CHECK_WINDOW, _CHECK_WINDOW
+                    TorchModel(model, self._tokenizer), self._held_out, _CHECK_WINDOW, _CHECK_WINDOW
                 )
         for done, name in enumerate(name for name in compared if name in missing):
             progress(done, len(missing), f"comparing {name}")
             model = load(self.source, compared[name], self._dtype, self.options.device)
             with OneDnnProducts():
                 score = score_text(
-                    TorchModel(model),
-                    self._tokenizer,
+                    TorchModel(model, self._tokenizer),
                     self._held_out,
                     _CHECK_WINDOW,
                     _CHECK_WINDOW,

@@ -4,7 +4,8 @@ from typing import Annotated
 
 import typer
 
-from diffquant.cli.command import command, example_of, former_names, name_of
+from diffquant.cli.command import command, former_names, name_of
+from diffquant.cli.docstrings import documentation
 from diffquant.cli.verbs import Verb, VerbGroup
 from diffquant.support.program import exit_codes
 from diffquant.support.version import __version__
@@ -47,6 +48,6 @@ for _verb in (verb for group in GROUPS.values() for verb in group):
     app.command(
         name_of(_verb),
         cls=Verb,
-        epilog=f"Example: `{example_of(_verb)}`",
+        epilog=f"Example: `{documentation(_verb).example}`",
         context_settings={"token_normalize_func": lambda name, former=_former: former.get(name, name)},
     )(command(_verb))

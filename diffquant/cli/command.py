@@ -3,7 +3,7 @@
 import inspect
 import re
 import sys
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -130,11 +130,6 @@ def command(verb: Callable[..., Any]) -> Callable[..., None]:
     return run
 
 
-def example_of(verb: Callable[..., Any]) -> str:
-    """The command line that a verb's docstring shows."""
-    return documentation(verb).example
-
-
 def former_names(verb: Callable[..., Any]) -> dict[str, str]:
     """Names that options had, which still work, with the names they have now."""
     return {option.kind.former: option.name for option in options_of(verb) if option.kind.former}
@@ -143,16 +138,13 @@ def former_names(verb: Callable[..., Any]) -> dict[str, str]:
 @cache
 def options_of(verb: Callable[..., Any]) -> tuple[Option, ...]:
     """The parameters of a verb that the command line can give, in their order."""
-    return tuple(_options(verb))
-
-
-def _options(verb: Callable[..., Any]) -> Iterator[Option]:
-    parameters = inspect.signature(verb).parameters
-    for name, each in parameters.items():
+    options: list[Option] = []
+    for name, each in inspect.signature(verb).parameters.items():
         if each.kind is inspect.Parameter.VAR_KEYWORD:
-            yield from map(_task_option, task_options())
+            options += map(_task_option, task_options())
         elif given := kind_of(each.annotation):
-            yield Option(name, given, each.default, _help(verb, name, given))
+            options.append(Option(name, given, each.default, _help(verb, name, given)))
+    return tuple(options)
 
 
 def _task_option(option: TaskOption[object]) -> Option:

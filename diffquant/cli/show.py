@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pkgutil import resolve_name
 from typing import Any
 
 import typer
@@ -131,6 +132,11 @@ def waiting(name: str, prints: bool) -> Iterator[None]:
         clear_lines()
 
 
+def _made_by(place: str) -> Callable[[Any, Values], str]:
+    """What a function makes of a result, named "module:function", since it is imported when there is a result."""
+    return lambda result, _: resolve_name(place)(result)
+
+
 def _piece(text: str) -> None:
     typer.echo(text, nl=False)
 
@@ -139,22 +145,10 @@ def _continuation(text: str, given: Values) -> str:
     return json.dumps({"prompt": given["prompt"], "text": text})
 
 
-def _evaluation(results: Any, _: Values) -> str:
-    from diffquant.sweep.evaluate import results_text
-
-    return results_text(results)
-
-
 def _sweep_table(result: Any, _: Values) -> str | None:
     from diffquant.sweep.table import text_table
 
     return text_table(result) if result.cells else None
-
-
-def _search_table(result: Any, _: Values) -> str:
-    from diffquant.calib.search.table import search_table
-
-    return search_table(result)
 
 
 def _fits(fits: Any, given: Values) -> str:
@@ -172,18 +166,6 @@ def _calibration(fits: Any, given: Values) -> str:
     return json.dumps({"settings": settings, "fits": [asdict(fit) for fit in fits]})
 
 
-def _outliers(result: Any, _: Values) -> str:
-    from diffquant.calib.analysis.outlier_outputs import outlier_table
-
-    return outlier_table(result)
-
-
-def _attention(result: Any, _: Values) -> str:
-    from diffquant.calib.analysis.attention_map_outputs import attention_table
-
-    return attention_table(result)
-
-
 def _bench(result: Any, _: Values) -> str:
     from diffquant.bench.report import markdown
 
@@ -193,13 +175,16 @@ def _bench(result: Any, _: Values) -> str:
 # What is shown in another way than as the summary of the result.
 SHOWN = {
     "quantize": Shown(plan=lambda plan: plan.table()),
-    "search": Shown(_search_table, plan=lambda search: search.estimate()),
+    "search": Shown(_made_by("diffquant.calib.search.table:search_table"), plan=lambda search: search.estimate()),
     "calibrate": Shown(_fits, _calibration),
-    "eval": Shown(_evaluation, lambda results, _: json.dumps({name: each.to_dict() for name, each in results.items()})),
+    "eval": Shown(
+        _made_by("diffquant.sweep.evaluate:results_text"),
+        lambda results, _: json.dumps({name: each.to_dict() for name, each in results.items()}),
+    ),
     "sweep": Shown(_sweep_table),
     "report": Shown(lambda pages, _: f"wrote {pages[0]} and the pages of {len(pages) - 1} runs", data=None),
-    "outliers": Shown(_outliers),
-    "attention-map": Shown(_attention),
+    "outliers": Shown(_made_by("diffquant.calib.analysis.outlier_outputs:outlier_table")),
+    "attention-map": Shown(_made_by("diffquant.calib.analysis.attention_map_outputs:attention_table")),
     "bench": Shown(_bench),
     "generate": Shown(lambda *_: "", _continuation, say=_piece),
     "run": Shown(lambda *_: "", _continuation, say=_piece),

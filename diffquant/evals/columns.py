@@ -159,8 +159,8 @@ def _flips(compared: Compared) -> JsonObject:
     # An item may be right or wrong without a choice among answers, as a needle that is retrieved or not.
     has_choices = now.choices is not None and before.choices is not None
     chosen, chosen_before = (now.choices, before.choices) if has_choices else (right, right_before)
-    told = flips(right, right_before, chosen or (), chosen_before or ())
-    return dict(zip(names, (told.gained, told.lost, told.choices if has_choices else None), strict=True))
+    gained, lost, changed = flips(right, right_before, chosen or (), chosen_before or ())
+    return dict(zip(names, (gained, lost, changed if has_choices else None), strict=True))
 
 
 def _item_record(compared: Compared) -> JsonObject:

@@ -68,28 +68,12 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class ItemFlips:
-    """Items that became right, and items that became wrong.
-
-    Attributes:
-        p: p-value of McNemar's exact test of the hypothesis that gains and losses are equally likely.
-    """
-
-    gained: list[int | str]
-    lost: list[int | str]
-
-    @property
-    def p(self) -> float:
-        return mcnemar(len(self.gained), len(self.lost))
-
-
-@dataclass(frozen=True)
 class Comparison:
     """Two outcomes by one measure: before, after, and the paired difference after - before with its 95 % interval.
 
     Attributes:
         outcomes: outcomes before and after.
-        flips: None if items are not simply right or wrong.
+        gained, lost: items that became right, and that became wrong; None if items are not simply right or wrong.
     """
 
     outcomes: tuple[Outcome, Outcome]
@@ -99,7 +83,13 @@ class Comparison:
     before: float
     after: float
     difference: Difference
-    flips: ItemFlips | None
+    gained: list[int | str] | None
+    lost: list[int | str] | None
+
+    @property
+    def p(self) -> float | None:
+        """P-value of McNemar's exact test of the hypothesis that gains and losses are equally likely."""
+        return None if self.gained is None or self.lost is None else mcnemar(len(self.gained), len(self.lost))
 
     @property
     def name(self) -> str:
@@ -179,16 +169,17 @@ def left_out(before: Outcome, after: Outcome) -> list[str]:
 
 def _compared(measure: str, before: Outcome, after: Outcome) -> Comparison:
     old, new = before.scores[measure], after.scores[measure]
-    flips = None
+    gained: list[int | str] | None = None
+    lost: list[int | str] | None = None
     if old.weights is not None:
         difference = mean_interval([b - a for a, b in zip(old.values, new.values, strict=True)], old.weights)
     else:
         difference = paired_difference(new.values, old.values)
         if old.are_right_or_wrong and new.are_right_or_wrong:
             changed = [(i, b > a) for i, a, b in zip(before.ids, old.values, new.values, strict=True) if a != b]
-            flips = ItemFlips([i for i, is_gain in changed if is_gain], [i for i, is_gain in changed if not is_gain])
+            gained, lost = [i for i, is_gain in changed if is_gain], [i for i, is_gain in changed if not is_gain]
     means = [mean_interval(scores.values, scores.weights).mean for scores in (old, new)]
-    return Comparison((before, after), measure, old.unit, len(old.values), means[0], means[1], difference, flips)
+    return Comparison((before, after), measure, old.unit, len(old.values), means[0], means[1], difference, gained, lost)
 
 
 def _told(asked: JsonObject, name: str) -> str:

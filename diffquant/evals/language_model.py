@@ -99,7 +99,13 @@ class TokenCache(Protocol):
 
 
 class LanguageModel(ABC):
-    """A causal language model under evaluation."""
+    """A causal language model under evaluation.
+
+    Attributes:
+        tokenizer: the model's tokenizer, for what reads text.
+    """
+
+    tokenizer: "PreTrainedTokenizerBase"
 
     @property
     @abstractmethod
@@ -126,8 +132,9 @@ class LanguageModel(ABC):
         """Whether left padding leaves a sequence's states unchanged."""
         return takes_padding(self.recipe)
 
+    @property
     @abstractmethod
-    def max_length(self, tokenizer: "PreTrainedTokenizerBase | None") -> int:
+    def max_length(self) -> int:
         """Length of the model's context in tokens, from the tokenizer if the model does not say."""
 
     @abstractmethod
@@ -149,12 +156,7 @@ class LanguageModel(ABC):
 
     @abstractmethod
     def generate(
-        self,
-        prompt: Sequence[int],
-        new_tokens: int,
-        stops: Sequence[str],
-        tokenizer: "PreTrainedTokenizerBase",
-        sampling: Mapping[str, object],
+        self, prompt: Sequence[int], new_tokens: int, stops: Sequence[str], sampling: Mapping[str, object]
     ) -> list[int]:
         """Generate tokens after a prompt, until a stop string appears or there are `new_tokens`.
 

@@ -26,20 +26,6 @@ class Difference:
     high: float
 
 
-@dataclass(frozen=True)
-class Flips:
-    """Items on which two configurations disagree.
-
-    Attributes:
-        gained, lost: number of items that became right, and that became wrong.
-        choices: number of items for which the chosen ending changed.
-    """
-
-    gained: int
-    lost: int
-    choices: int
-
-
 def estimate(values: Sequence[float]) -> Estimate:
     """Mean and standard error, s/√n with the sample's s, as lm-eval reports it; n is at least 1."""
     n = len(values)
@@ -96,14 +82,12 @@ def wilson_interval(successes: int, n: int) -> tuple[float, float]:
 
 def flips(
     correct: Sequence[bool], baseline: Sequence[bool], choices: Sequence[int], baseline_choices: Sequence[int]
-) -> Flips:
-    """Count disagreements over the same items."""
+) -> tuple[int, int, int]:
+    """How many items became right, and how many wrong; and for how many the chosen ending changed."""
     now_and_before = list(zip(correct, baseline, strict=True))
-    return Flips(
-        gained=sum(now and not before for now, before in now_and_before),
-        lost=sum(before and not now for now, before in now_and_before),
-        choices=sum(a != b for a, b in zip(choices, baseline_choices, strict=True)),
-    )
+    gained = sum(now and not before for now, before in now_and_before)
+    lost = sum(before and not now for now, before in now_and_before)
+    return gained, lost, sum(a != b for a, b in zip(choices, baseline_choices, strict=True))
 
 
 def mcnemar(gained: int, lost: int) -> float:
@@ -113,10 +97,7 @@ def mcnemar(gained: int, lost: int) -> float:
     Psychometrika 12 (1947); its binomial form.
     """
     flipped = gained + lost
-    ways, tail = 1, 0
-    for count in range(min(gained, lost) + 1):
-        tail += ways
-        ways = ways * (flipped - count) // (count + 1)
+    tail = sum(math.comb(flipped, count) for count in range(min(gained, lost) + 1))
     return min(1.0, 2 * tail / (1 << flipped))
 
 

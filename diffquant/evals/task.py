@@ -14,8 +14,6 @@ from diffquant.support.plain_data import JsonObject
 from diffquant.support.progress import Progress
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from diffquant.evals.language_model import LanguageModel, States
 
 T_co = TypeVar("T_co", covariant=True)
@@ -155,25 +153,14 @@ class Task(ABC):
         return []
 
     @abstractmethod
-    def run(
-        self,
-        model: "LanguageModel",
-        tokenizer: "PreTrainedTokenizerBase",
-        reference: "States | None",
-        progress: Progress,
-    ) -> TaskResult:
+    def run(self, model: "LanguageModel", reference: "States | None", progress: Progress) -> TaskResult:
         """Measure a model.
 
         Args:
             reference: result of `reference` for the 16-bit model, if there is one to compare with.
         """
 
-    def reference(
-        self,
-        model: "LanguageModel",  # noqa: ARG002
-        tokenizer: "PreTrainedTokenizerBase",  # noqa: ARG002
-        progress: Progress,  # noqa: ARG002
-    ) -> "States | None":
+    def reference(self, model: "LanguageModel", progress: Progress) -> "States | None":  # noqa: ARG002
         """Compute the states that `run` compares other models with, or None if the task compares nothing."""
         return None
 

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,6 @@ from diffquant.model.causal import CausalModel
 from diffquant.recipe import Recipe
 from diffquant.source.placement import at_hand
 from diffquant.text.tokens import end_token, max_length
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 # Elements of the head's weight to widen to float32 at once: 32 MiB.
 _WIDENED_ENTRIES = 1 << 23
@@ -67,10 +64,11 @@ class TorchModel(LanguageModel):
 
     Args:
         model: a `DiffTransformer`, or another causal model of transformers, in eval mode.
+        tokenizer: its tokenizer; None where only tokens are read.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
+    def __init__(self, model: PreTrainedModel, tokenizer: Any = None) -> None:
+        self.model, self.tokenizer = model, tokenizer
 
     @property
     def device(self) -> torch.device:
@@ -93,8 +91,9 @@ class TorchModel(LanguageModel):
             return False
         return any(rows.window is not None for rows in self.model.model.architecture.token_rows.values())
 
-    def max_length(self, tokenizer: "PreTrainedTokenizerBase | None") -> int:
-        return max_length(self.model.config, tokenizer)
+    @property
+    def max_length(self) -> int:
+        return max_length(self.model.config, self.tokenizer)
 
     def new_cache(self) -> TorchCache:
         return TorchCache(self.model.new_cache() if hasattr(self.model, "new_cache") else DynamicCache())
@@ -106,12 +105,7 @@ class TorchModel(LanguageModel):
         return HiddenStates(out.last_hidden_state, self.model.lm_head)
 
     def generate(
-        self,
-        prompt: Sequence[int],
-        new_tokens: int,
-        stops: Sequence[str],
-        tokenizer: "PreTrainedTokenizerBase",
-        sampling: Mapping[str, object],
+        self, prompt: Sequence[int], new_tokens: int, stops: Sequence[str], sampling: Mapping[str, object]
     ) -> list[int]:
         ids = torch.tensor([list(prompt)], device=self.device)
         out = self.model.generate(
@@ -119,8 +113,8 @@ class TorchModel(LanguageModel):
             attention_mask=torch.ones_like(ids),
             max_new_tokens=new_tokens,
             stop_strings=list(stops),
-            tokenizer=tokenizer,
-            pad_token_id=end_token(tokenizer),
+            tokenizer=self.tokenizer,
+            pad_token_id=end_token(self.tokenizer),
             **{"do_sample": False, **sampling},
         )
         tokens: list[int] = out[0, len(prompt) :].tolist()

@@ -39,22 +39,6 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Subtitle:
-    """A heading inside a section."""
-
-    text: str
-    kind: ClassVar[str] = "subtitle"
-
-
-@dataclass(frozen=True)
-class Note:
-    """A paragraph that explains."""
-
-    text: str
-    kind: ClassVar[str] = "note"
-
-
-@dataclass(frozen=True)
 class Items:
     """A list of lines, in red where they are errors."""
 
@@ -132,22 +116,16 @@ class Fold:
 
 
 @dataclass(frozen=True)
-class Facts:
-    """A list of names, each with what is known of it."""
-
-    texts: Mapping[str, str]
-    kind: ClassVar[str] = "facts"
-
-
-Block: TypeAlias = Subtitle | Note | Items | Table | Drawing | Charts | Fold | Facts
-
-
-@dataclass(frozen=True)
 class Section:
-    """Blocks under a heading."""
+    """Blocks under a heading, which is a smaller one inside another section."""
 
     title: str
-    blocks: Sequence[Block]
+    blocks: "Sequence[Block]"
+    kind: ClassVar[str] = "section"
+
+
+# A text is a paragraph that explains, and a mapping a list of names, each with what is known of it.
+Block: TypeAlias = str | Mapping[str, str] | Items | Table | Drawing | Charts | Fold | Section
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ from diffquant.source.stored_recipe import stored_dtype, stored_recipe
 from diffquant.source.tokenizer import tokenizer_of
 from diffquant.source.weight_source import WeightSource
 from diffquant.text.special_tokens import SpecialTokens, read_special_tokens
+
+_Identity = TypeVar("_Identity")
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,8 +123,8 @@ class Source:
         Raises:
             CheckpointError: the files changed since they were opened.
         """
-        fingerprint = self._fingerprint_now()
-        if self._state_now() != self.state:
+        fingerprint = self._now(checkpoint_fingerprint)
+        if self._now(checkpoint_state) != self.state:
             raise self._changed()
         return fingerprint
 
@@ -163,18 +165,12 @@ class Source:
             CheckpointError: they changed, or are gone.
         """
         # Files may be touched without changing: compare what they hold before saying that they changed.
-        if self._state_now() != self.state and self._fingerprint_now() != self.fingerprint:
+        if self._now(checkpoint_state) != self.state and self._now(checkpoint_fingerprint) != self.fingerprint:
             raise self._changed()
 
-    def _state_now(self) -> FilesState:
+    def _now(self, identity: Callable[[Checkpoint], _Identity]) -> _Identity:
         try:
-            return checkpoint_state(self.checkpoint)
-        except OSError as error:
-            raise self._changed() from error
-
-    def _fingerprint_now(self) -> str:
-        try:
-            return checkpoint_fingerprint(self.checkpoint)
+            return identity(self.checkpoint)
         except OSError as error:
             raise self._changed() from error
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from diffquant.evals.comparison import Comparison, ItemFlips
+from diffquant.evals.comparison import Comparison
 from diffquant.report.tables import aligned
 from diffquant.support.listing import first_few
 from diffquant.support.plain_data import JsonObject
@@ -51,7 +51,9 @@ class ComparisonReport(Readable):
                 "difference": comparison.difference.mean,
                 "low": _finite(comparison.difference.low),
                 "high": _finite(comparison.difference.high),
-                **_flips_record(comparison.flips),
+                "p": comparison.p,
+                "gained": comparison.gained,
+                "lost": comparison.lost,
             }
             for comparison in self.comparisons
         ]
@@ -65,10 +67,10 @@ class ComparisonReport(Readable):
         )
         if units := {f"{c.measure} in {c.unit.name}" for c in rows if c.unit.name}:
             yield f"Units: {', '.join(sorted(units))}."
-        flipped = [c for c in rows if c.flips and (c.flips.gained or c.flips.lost)]
+        flipped = [c for c in rows if c.gained or c.lost]
         if len({comparison.name for comparison in rows}) == 1:
             for comparison in flipped:
-                yield f"{comparison.task} {comparison.measure}: {_items_text(comparison.flips)}."
+                yield f"{comparison.task} {comparison.measure}: {_items_text(comparison)}."
         elif flipped:
             yield "The JSON form names the items that flipped."
         if len(rows) > 1:
@@ -88,7 +90,6 @@ def _texts(comparison: Comparison) -> list[str]:
         for value in (comparison.before, comparison.after, difference.mean, difference.low, difference.high)
     )
     bounds = f" [{low:+{unit.format}}, {high:+{unit.format}}]" if math.isfinite(low) else ""
-    flips = comparison.flips
     return [
         comparison.name or "-",
         comparison.task,
@@ -97,25 +98,14 @@ def _texts(comparison: Comparison) -> list[str]:
         format(before, unit.format),
         format(after, unit.format),
         f"{mean:+{unit.format}}{bounds}",
-        f"{flips.p:.2g}" if flips else "-",
-        f"+{len(flips.gained)} -{len(flips.lost)}" if flips else "-",
+        "-" if comparison.p is None else f"{comparison.p:.2g}",
+        "-" if comparison.p is None else f"+{len(comparison.gained or ())} -{len(comparison.lost or ())}",
     ]
 
 
-def _items_text(flips: ItemFlips | None) -> str:
-    kinds = (("right", flips.gained), ("wrong", flips.lost)) if flips else ()
-    return "; ".join(
-        f"became {kind}: items {', '.join(map(str, items[:_NAMED_ITEMS]))}"
-        + (f" and {len(items) - _NAMED_ITEMS} more" if len(items) > _NAMED_ITEMS else "")
-        for kind, items in kinds
-        if items
-    )
-
-
-def _flips_record(flips: ItemFlips | None) -> JsonObject:
-    if flips is None:
-        return {"p": None, "gained": None, "lost": None}
-    return {"p": flips.p, "gained": flips.gained, "lost": flips.lost}
+def _items_text(comparison: Comparison) -> str:
+    kinds = (("right", comparison.gained), ("wrong", comparison.lost))
+    return "; ".join(f"became {kind}: items {first_few(items, ', ', _NAMED_ITEMS)}" for kind, items in kinds if items)
 
 
 def _finite(value: float) -> float | None:

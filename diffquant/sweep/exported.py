@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import Protocol, Self
 
 from diffquant.errors import CheckpointError, UsageError
 from diffquant.evals.language_model import LanguageModel, States
@@ -21,9 +21,6 @@ from diffquant.support.spelling import spelled
 from diffquant.sweep.grid import EXPORTED, Point, SweepOptions
 from diffquant.sweep.measurement import Measurement
 from diffquant.sweep.subject import CheckpointSubject, Setup
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -63,8 +60,8 @@ class Runtime(Protocol):
             CheckpointError: the folder is damaged, or changed since it was exported.
         """
 
-    def open(self, folder: Path, device: str) -> "tuple[LanguageModel, PreTrainedTokenizerBase]":
-        """The folder's model, on a device, and its tokenizer."""
+    def open(self, folder: Path, device: str) -> LanguageModel:
+        """The folder's model, on a device."""
 
 
 # Maps a path to the runtime that opens it, or to None for a checkpoint.
@@ -122,11 +119,11 @@ class ExportedSubject:
         return self.compared_with.reference(task, None, progress) if self.compared_with else None
 
     def measure(self, task: Task, recipe: Recipe | None, reference: States | None, progress: Progress) -> Measurement:  # noqa: ARG002
-        model, tokenizer = self._opened
+        model = self._opened
         started = time.monotonic()
         # Each sequence runs by itself, so the task's batch size only bounds memory.
         bounded = task.in_batches_of(self.runtime.batch_tokens)
-        result = bounded.run(model, tokenizer, reference, progress)
+        result = bounded.run(model, reference, progress)
         seconds = round(time.monotonic() - started, 2)
         # Files may be touched without changing: compare what they hold before saying that the model changed.
         touched = _folder_state(self.folder) != self.state
@@ -135,7 +132,7 @@ class ExportedSubject:
         return Measurement(result, seconds, self.model.weight_bytes, self.model.kv_bytes, commit=commit())
 
     @cached_property
-    def _opened(self) -> "tuple[LanguageModel, PreTrainedTokenizerBase]":
+    def _opened(self) -> LanguageModel:
         return self.runtime.open(self.folder, self.device)
 
 

@@ -13,11 +13,6 @@ from diffquant.sweep.table import cells_of, notes, text_table
 class MeasuredSweep(SweepResult):
     """All cells of a sweep, to print, to draw, and to end a notebook's cell with."""
 
-    @classmethod
-    def of(cls, result: SweepResult) -> "MeasuredSweep":
-        """The same cells."""
-        return cls(result.cells, result.settings)
-
     def table(self) -> str:
         """The table with its notes, as the command prints it."""
         return text_table(self)

@@ -3,18 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from diffquant.report.page import (
-    Block,
-    Charts,
-    Facts,
-    Fold,
-    Items,
-    Note,
-    Report,
-    Section,
-    Subtitle,
-    Table,
-)
+from diffquant.report.page import Block, Charts, Fold, Items, Report, Section, Table
 from diffquant.report.plots import key_of
 from diffquant.support.plain_data import JsonObject
 from diffquant.sweep.headline import headline
@@ -36,9 +25,9 @@ def sweep_report(sweep: SweepResult, name: str, files: Sequence[str]) -> Report:
         *_failures_section(sweep),
         *_sizes_sections(sweep),
         *_charts_sections(drawn),
-        Section("Results", [_results_table(sweep), *map(Note, notes(sweep))]),
+        Section("Results", [_results_table(sweep), *notes(sweep)]),
         *_logits_section(sweep),
-        Section("Settings", [Facts(_settings_facts(sweep.settings))]),
+        Section("Settings", [_settings_facts(sweep.settings)]),
     ]
     return Report("sweep", name, headline(sweep), sweep.settings["date"], sections, files)
 
@@ -52,12 +41,12 @@ def _sizes_sections(sweep: SweepResult) -> list[Section]:
     path_of = {name: str(model) for model, name in names.items()}
     drawings, keys = size_charts(found)
     table, commands = recommendations(found, path_of)
-    rule = Note(
+    rule = (
         f"Taken is each model's smallest configuration whose KL from 16 bits stays below {SMALL_KL} nats, the upper "
         "end of its 95 % interval where it has one, and 16 bits where none does. In the drawings lower and further "
         "left is better; bars: 95 % intervals."
     )
-    return [Section("Which to take", [table, Facts(commands), Charts(drawings, keys), rule])]
+    return [Section("Which to take", [table, commands, Charts(drawings, keys), rule])]
 
 
 def _charts_sections(drawn: Sequence[Band]) -> list[Section]:
@@ -70,8 +59,8 @@ def _charts_sections(drawn: Sequence[Band]) -> list[Section]:
         blocks: list[Block] = []
         for band in mine:
             legend = keys if band is mine[0] else ()
-            blocks += [Subtitle(band.label[0].upper() + band.label[1:]), Charts(charts(band, models), legend)]
-        sections.append(Section(task, [*blocks, Note(f"{bars_text(mine).capitalize()}.")]))
+            blocks.append(Section(band.label[0].upper() + band.label[1:], [Charts(charts(band, models), legend)]))
+        sections.append(Section(task, [*blocks, f"{bars_text(mine).capitalize()}."]))
     return sections
 
 
@@ -102,7 +91,7 @@ def _logits_section(sweep: SweepResult) -> list[Section]:
         "A scale is the distance between two neighbouring codes, in units of the logits; an entry is clipped where it "
         "lies outside the codes. Mean and largest scale are over all scales of a layer."
     )
-    opened = Fold(f"{len(folds)} cells with quantized logits", [Note(explained), *folds])
+    opened = Fold(f"{len(folds)} cells with quantized logits", [explained, *folds])
     return [Section("Logit quantizers, layer by layer", [opened])]
 
 

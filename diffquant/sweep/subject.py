@@ -139,14 +139,14 @@ class CheckpointSubject:
         if recipe == Recipe() or not task.compares_with_16_bits:
             return None
         if task.name not in self._references:
-            model = TorchModel(self.model(Recipe()))
-            self._references[task.name] = task.reference(model, self.source.tokenizer, progress)
+            model = TorchModel(self.model(Recipe()), self.source.tokenizer)
+            self._references[task.name] = task.reference(model, progress)
         return self._references[task.name]
 
     def measure(self, task: Task, recipe: Recipe | None, reference: States | None, progress: Progress) -> Measurement:
         model = self.model(recipe)
         started = time.monotonic()
-        result = task.run(TorchModel(model), self.source.tokenizer, reference, progress)
+        result = task.run(TorchModel(model, self.source.tokenizer), reference, progress)
         seconds = round(time.monotonic() - started, 2)
         measured = self.source.recipe if recipe is None else recipe
         if any(_quantizes(measured, target) for target in ("logits", "qk", "p", "pv")):

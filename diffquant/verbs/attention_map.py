@@ -52,7 +52,7 @@ def attention_map(
     Raises:
         DiffQuantError: a checkpoint, the text, the recipe or the output do not fit.
     """
-    from diffquant.calib.analysis.attention_map import AttentionMapOptions, map_attention
+    from diffquant.calib.analysis.attention_map import map_attention
     from diffquant.calib.analysis.attention_map_outputs import FILES, write_attention_maps
     from diffquant.evals.protocols.needle import NeedlePlan
 
@@ -60,8 +60,15 @@ def attention_map(
         FILES.check(Path(output))
     plan = NeedlePlan(needles, 1, numbers("lengths", lengths, "256,1K,4K"), samples)
     wanted = chosen_recipe(recipe, logits=logits)
-    options = AttentionMapOptions(plan, path_or_none(text), wanted, dtype, chosen_device(device))
-    found = map_attention(paths(models), options, progress or progress_for("attention"))
+    found = map_attention(
+        paths(models),
+        plan,
+        text=path_or_none(text),
+        recipe=wanted,
+        dtype=dtype,
+        device=chosen_device(device),
+        progress=progress or progress_for("attention"),
+    )
     if output is not None:
         wrote(write_attention_maps(found, Path(output)))
     return found

@@ -64,23 +64,23 @@ def calibrate(
     Raises:
         DiffQuantError: the checkpoint, the options, the text or the output do not fit.
     """
-    from diffquant.calib.calibration.calibrate import CalibrationOptions
     from diffquant.calib.calibration.calibrate import calibrate as observe
     from diffquant.calib.calibration.observers import Observer
     from diffquant.source.ranges import check_ranges_output, write_ranges
 
     check_ranges_output(Path(output), overwrite)
-    options = CalibrationOptions(
-        targets=texts(targets),
-        observer=Observer(observer, percentile, bits),
+    ranges, fits = observe(
+        at_revision(model, revision),
+        texts(targets),
+        Observer(observer, percentile, bits),
         text=path_or_none(text),
         tokens=tokens,
         window=window,
         dtype=dtype,
         places=Places.of(device, device_map, offload_folder, max_memory),
         device=chosen_device(device),
+        progress=progress or progress_for("calibrate"),
     )
-    ranges, fits = observe(at_revision(model, revision), options, progress or progress_for("calibrate"))
     write_ranges(Path(output), ranges)
     wrote([output])
     return fits

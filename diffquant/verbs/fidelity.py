@@ -1,6 +1,5 @@
 """The verb `fidelity`: how far one model's next-token distributions are from another's."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -91,18 +90,23 @@ def fidelity(
         raise UsageError(f"{spelled('dataset')} is written into a folder: give {spelled('output')}, too")
     if card and (candidate is None or not Path(candidate).is_dir()):
         raise UsageError(f"{spelled('card', True)} is for a candidate that is a folder, which has a model card")
-    progress = progress or progress_for("fidelity")
-    reading = _Reading(text, characters, context)
-    if candidate is None:
-        _save(_opened(str(reference), top_k, dtype, device), reading, Path(str(save_base)), progress)
-        notes.wrote([str(save_base)])
-        return None
-
+    from diffquant.evals.fidelity.base_file import MAGIC
+    from diffquant.evals.fidelity.measure import save_base as write_base
     from diffquant.evals.fidelity.outputs import FILES, put_on_card, write_fidelity
+    from diffquant.support.outputs import check_written_file
 
-    if output is not None:
+    shown, base = progress or progress_for("fidelity"), None if save_base is None else Path(save_base)
+    if base is not None:
+        check_written_file(base, is_own=_begins_with(base, MAGIC))
+    elif output is not None:
         FILES.check(Path(output))
-    result = _compared([_opened(str(side), top_k, dtype, device) for side in (reference, candidate)], reading, progress)
+    sides = [_opened(str(place), top_k, dtype, device) for place in (reference, candidate) if place is not None]
+    chunks, about = _chunks(sides, text, characters, context)
+    if base is not None:
+        write_base(sides[0], chunks, base, shown)
+        notes.wrote([base])
+        return None
+    result = _compared(sides, chunks, about, shown)
     if output is not None:
         notes.wrote(write_fidelity(result, Path(output), dataset))
     if card:
@@ -110,25 +114,7 @@ def fidelity(
     return result
 
 
-@dataclass(frozen=True)
-class _Reading:
-    """The text to read and how much of it, as `fidelity` takes it."""
-
-    text: Path | str | None
-    characters: int
-    context: int | None
-
-
-def _save(side: "Side", reading: _Reading, output: Path, progress: Progress) -> None:
-    from diffquant.evals.fidelity.base_file import MAGIC
-    from diffquant.evals.fidelity.measure import save_base
-    from diffquant.support.outputs import check_written_file
-
-    check_written_file(output, is_own=_begins_with(output, MAGIC))
-    save_base(side, _chunks([side], reading)[0], output, progress)
-
-
-def _compared(sides: "list[Side]", reading: _Reading, progress: Progress) -> "Fidelity":
+def _compared(sides: "list[Side]", chunks: "Tensor", about: JsonObject, progress: Progress) -> "Fidelity":
     from diffquant.evals.fidelity.base_file import scored
     from diffquant.evals.fidelity.calibration import calibration_note
     from diffquant.evals.fidelity.measure import compare
@@ -137,7 +123,6 @@ def _compared(sides: "list[Side]", reading: _Reading, progress: Progress) -> "Fi
     from diffquant.support.code import provenance
     from diffquant.support.versions import versions
 
-    chunks, about = _chunks(sides, reading)
     comparison = compare(sides[0], sides[1], chunks, progress)
     reference, candidate = ({"name": side.name, **side.about()} for side in sides)
     if candidate["kind"] == "checkpoint":
@@ -149,12 +134,11 @@ def _compared(sides: "list[Side]", reading: _Reading, progress: Progress) -> "Fi
 def _opened(place: str, top_k: int, dtype: str, device: str) -> "Side":
     from diffquant.evals.fidelity.base_file import MAGIC, BaseFile
     from diffquant.evals.fidelity.server import Server
-    from diffquant.evals.fidelity.sides import Stored
 
     if place.startswith(("http://", "https://")):
         return Server(place, top_k)
     if _begins_with(Path(place), MAGIC):
-        return Stored(BaseFile.open(Path(place)))
+        return BaseFile.open(Path(place))
     return _model(Path(place), dtype, device)
 
 
@@ -176,8 +160,8 @@ def _model(path: Path, dtype: str, device: str) -> "Side":
     runtime = runtime_of(path)
     if runtime is not None:
         described = runtime.describe(path, device)
-        model, tokenizer = runtime.open(path, device)
-        return Model(path, model, tokenizer, {"kind": "export", "scheme": described.scheme, **described.identity})
+        about = {"kind": "export", "scheme": described.scheme, **described.identity}
+        return Model(path, runtime.open(path, device), about)
     source = open_source(path)
     loaded = load(source, dtype=dtype, device=device)
     about = {
@@ -186,38 +170,36 @@ def _model(path: Path, dtype: str, device: str) -> "Side":
         "recipe": source.recipe.to_dict(),
         "dtype": str(loaded.dtype).removeprefix("torch."),
     }
-    return Model(path, TorchModel(loaded), source.tokenizer, about)
+    return Model(path, TorchModel(loaded, source.tokenizer), about)
 
 
-def _longest(sides: "list[Side]") -> dict[str, int]:
-    """Tokens of the longest chunk that each side reads, where that is known."""
-    return {side.name: side.longest for side in sides if side.longest is not None}
-
-
-def _chunks(sides: "list[Side]", reading: _Reading) -> "tuple[Tensor, JsonObject]":
-    """The tokens that are read, in chunks, and what they are."""
+def _chunks(
+    sides: "list[Side]", text: Path | str | None, characters: int, context: int | None
+) -> "tuple[Tensor, JsonObject]":
+    """The tokens that are read, in chunks, and what they are; the text and how much of it, as `fidelity` takes them."""
     from diffquant.evals.fidelity.base_file import scored
     from diffquant.evals.fidelity.measure import chunks_of
     from diffquant.evals.fidelity.result import parts_of
     from diffquant.text.corpus import load_text, text_digest
 
     about: JsonObject
-    for name, longest in _longest(sides).items():
-        if reading.context is not None and reading.context > longest:
-            raise UsageError(f"{name} reads chunks of up to {longest} tokens: {spelled('context', longest)} fits")
+    longest = {side.name: side.longest for side in sides if side.longest is not None}
+    for name, length in longest.items():
+        if context is not None and context > length:
+            raise UsageError(f"{name} reads chunks of up to {length} tokens: {spelled('context', length)} fits")
     stored = next((side for side in sides if side.fixed_chunks is not None), None)
     if stored is not None:
-        if (reading.text, reading.context) != (None, None):
+        if (text, context) != (None, None):
             raise UsageError(
                 f"{stored.name} holds its text's tokens in chunks: leave out {spelled('text')} and {spelled('context')}"
             )
         read, about = "", {"name": f"the text of {stored.name}"}
     else:
-        whole = load_text(None if reading.text is None else Path(reading.text))
-        read = whole[-reading.characters :] if reading.characters else whole
-        name = "the prose that ships" if reading.text is None else Path(reading.text).name
+        whole = load_text(None if text is None else Path(text))
+        read = whole[-characters:] if characters else whole
+        name = "the prose that ships" if text is None else Path(text).name
         about = {"name": name, "digest": text_digest(read), "characters": len(read)}
-    chunks = chunks_of(sides, read, reading.context or min([CONTEXT, *_longest(sides).values()]))
+    chunks = chunks_of(sides, read, context or min([CONTEXT, *longest.values()]))
     count, length = chunks.shape
     about |= {"context": length, "chunks": count, "scored": count * scored(length), "parts": parts_of(count)}
     return chunks, about

@@ -48,19 +48,20 @@ def outliers(
         DiffQuantError: a checkpoint, the text or the output do not fit.
     """
     from diffquant.calib.analysis.outlier_outputs import FILES, write_outliers
-    from diffquant.calib.analysis.outliers import OutlierOptions, find_outliers
+    from diffquant.calib.analysis.outliers import find_outliers
 
     if output is not None:
         FILES.check(Path(output))
-    options = OutlierOptions(
+    found = find_outliers(
+        paths(models),
         text=path_or_none(text),
         tokens=tokens,
         window=window,
         dtype=dtype,
         places=Places.of(device, device_map, offload_folder),
         device=chosen_device(device),
+        progress=progress or progress_for("outliers"),
     )
-    found = find_outliers(paths(models), options, progress or progress_for("outliers"))
     if output is not None:
         wrote(write_outliers(found, Path(output)))
     return found

@@ -211,7 +211,8 @@ def quantize(
         )
     rounding = _chosen_rule(rounding, effort)
     # A file or a Recipe says all of itself: without a rule it is nearest, today as when it was written.
-    is_open = rounding is None and not isinstance(recipe, Path | Recipe) and "rounding" not in _entries(recipe)
+    says_all = isinstance(recipe, Path | Recipe) or (isinstance(recipe, Mapping) and "rounding" in recipe)
+    is_open = rounding is None and not says_all
     wanted = replace(wanted, rounding=_rounding(wanted.rounding, "mse" if is_open else rounding, text, tokens))
     if is_loaded(model):
         on_disk = (output, text, tokens, weight_rules, dtype, revision, push, planned)
@@ -267,10 +268,6 @@ def _chosen_rule(rounding: Rounding | None, effort: str | None) -> Rounding | No
     return EFFORTS[effort]
 
 
-def _entries(recipe: object) -> Mapping[str, Any]:
-    return recipe if isinstance(recipe, Mapping) else {}
-
-
 def _opened(
     model: "Path | Source | WeightSource", weights_only: bool, keep: tuple[str, ...], rules_file: Path | str | None
 ) -> "Source | WeightSource":
@@ -279,9 +276,7 @@ def _opened(
     from diffquant.source.weight_rules import WeightRules
     from diffquant.source.weight_source import WeightSource, open_weights
 
-    if isinstance(model, WeightSource):
-        return model
-    if isinstance(model, Source):
+    if isinstance(model, Source | WeightSource):
         return model
     if not (weights_only or keep or rules_file):
         try:

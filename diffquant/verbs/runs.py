@@ -2,8 +2,8 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from diffquant.errors import UsageError
@@ -13,19 +13,6 @@ from diffquant.support.outputs import check_written_file
 from diffquant.support.xz import stored
 
 _INDEX = "runs"
-
-
-@dataclass(frozen=True)
-class Run:
-    """A run that left its raw numbers in a folder.
-
-    Attributes:
-        page: file of its page.
-        report: what the page says.
-    """
-
-    page: Path
-    report: Report
 
 
 def write_index(folders: Sequence[Path], index: Path | None) -> list[Path]:
@@ -55,52 +42,52 @@ def write_index(folders: Sequence[Path], index: Path | None) -> list[Path]:
     if not runs:
         known = ", ".join(_KINDS)
         raise UsageError(f"no run in or below {', '.join(map(str, folders))}: none has a {known}")
-    for number, run in enumerate(runs):
-        links = [_link("← before", run, runs[number - 1].page)] if number else []
-        links += [_link("all runs", run, index)]
-        links += [_link("next →", run, runs[number + 1].page)] if number + 1 < len(runs) else []
-        write_atomically(run.page, page(run.report, links))
+    pages = list(runs)
+    for number, file in enumerate(pages):
+        near = {"← before": pages[number - 1] if number else None, "all runs": index}
+        near["next →"] = pages[number + 1] if number + 1 < len(pages) else None
+        links = [Link(text, _relative(target, file)) for text, target in near.items() if target is not None]
+        write_atomically(file, page(runs[file], links))
     write_atomically(index, page(_index_report(runs, index)))
-    return [index, *(run.page for run in runs)]
+    return [index, *pages]
 
 
 def _is_index(file: Path) -> bool:
     return file.is_file() and f"· diffquant {_INDEX}</title>" in file.read_text(encoding="utf-8", errors="replace")
 
 
-def find_runs(folders: Sequence[Path]) -> list[Run]:
-    """The runs in and below some folders, in the order of their paths.
+def find_runs(folders: Sequence[Path]) -> dict[Path, Report]:
+    """The runs in and below some folders, in the order of their paths: the file of each one's page, and what it says.
 
     Raises:
         UsageError: a run's numbers cannot be read.
     """
-    found: dict[Path, Run] = {}
+    found: dict[Path, Report] = {}
     for pattern, (name, read) in _KINDS.items():
         files = (file for folder in folders for ending in ("", ".xz") for file in folder.rglob(pattern + ending))
         for place in sorted({file.parent.absolute() for file in files}):
             try:
-                found[place / name] = Run(place / name, read(place))
+                found[place / name] = read(place)
             except (OSError, ValueError, LookupError, TypeError) as error:
                 raise UsageError(f"cannot read the {pattern} of {place}: {type(error).__name__}: {error}") from error
-    return [found[place] for place in sorted(found)]
+    return dict(sorted(found.items()))
 
 
-def _index_report(runs: Sequence[Run], index: Path) -> Report:
-    counts = Counter(run.report.kind for run in runs)
+def _index_report(runs: Mapping[Path, Report], index: Path) -> Report:
+    counts = Counter(report.kind for report in runs.values())
     by_kind = ", ".join(f"{kind} {count}" for kind, count in counts.items())
     headline = [f"{len(runs)} runs by the verb that made them: {by_kind}."]
-    rows = [_index_row(run, index) for run in runs]
+    rows: list[list[str | Link]] = [
+        [
+            Link(_relative(file.parent, index), _relative(file, index)),
+            report.kind,
+            report.date[:10],
+            " ".join(report.headline),
+        ]
+        for file, report in runs.items()
+    ]
     table = Table(["run", "verb", "date", "what it shows"], rows, names=3, prose=1)
     return Report(_INDEX, index.absolute().parent.name, headline, "", [Section("Runs", [table])])
-
-
-def _index_row(run: Run, index: Path) -> list[str | Link]:
-    name = Link(_relative(run.page.parent, index), _relative(run.page, index))
-    return [name, run.report.kind, run.report.date[:10], " ".join(run.report.headline)]
-
-
-def _link(text: str, run: Run, target: Path) -> Link:
-    return Link(text, _relative(target, run.page))
 
 
 def _relative(target: Path, page_file: Path) -> str:

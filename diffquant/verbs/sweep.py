@@ -130,4 +130,4 @@ def sweep(
         result = run_sweep(paths(models), options, folder, shown, runtime_of, engine, told)
         wrote(write_outputs(result, folder))
     result.require_complete()
-    return MeasuredSweep.of(result)
+    return MeasuredSweep(result.cells, result.settings)

@@ -9,12 +9,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from diffquant.errors import UsageError
 from diffquant.evals.language_model import LanguageModel, LogitStates, TokenCache
@@ -68,8 +68,8 @@ class OnnxRuntime:
             kv_bytes=cache.row_bytes if cache else 0,
         )
 
-    def open(self, folder: Path, device: str) -> tuple["OnnxLanguageModel", PreTrainedTokenizerBase]:
-        """The folder's model and tokenizer.
+    def open(self, folder: Path, device: str) -> "OnnxLanguageModel":
+        """The folder's model.
 
         Raises:
             CheckpointError: the folder is damaged.
@@ -81,7 +81,7 @@ class OnnxRuntime:
             logging.getLogger(__name__).warning("%s runs on the processor: %s", folder, why)
         if fallbacks := model.fallbacks:
             logging.getLogger(__name__).warning("%s: %s", folder, on_cpu_text(fallbacks))
-        return OnnxLanguageModel(model), load_tokenizer(folder)
+        return OnnxLanguageModel(model, load_tokenizer(folder))
 
 
 class OnnxCache:
@@ -100,8 +100,9 @@ class OnnxCache:
 class OnnxLanguageModel(LanguageModel):
     """An exported model as the evaluations see it, open with `every_position`; its states are its logits."""
 
-    def __init__(self, runtime: OnnxModel) -> None:
-        self.runtime = runtime
+    def __init__(self, runtime: OnnxModel, tokenizer: Any = None) -> None:
+        """Take an open model, with its tokenizer where more than tokens is read."""
+        self.runtime, self.tokenizer = runtime, tokenizer
         self._recipe = read_manifest(runtime.folder).options.recipe
         self._context = read_context(runtime.folder)
 
@@ -117,7 +118,8 @@ class OnnxLanguageModel(LanguageModel):
     def has_cache(self) -> bool:
         return self.runtime.cache is not None
 
-    def max_length(self, tokenizer: PreTrainedTokenizerBase | None) -> int:  # noqa: ARG002  the folder says it
+    @property
+    def max_length(self) -> int:
         return self._context
 
     def new_cache(self) -> OnnxCache:
@@ -142,7 +144,6 @@ class OnnxLanguageModel(LanguageModel):
         prompt: Sequence[int],
         new_tokens: int,
         stops: Sequence[str],
-        tokenizer: PreTrainedTokenizerBase,
         sampling: Mapping[str, object],
     ) -> list[int]:
         if sampling.get("do_sample"):
@@ -150,7 +151,7 @@ class OnnxLanguageModel(LanguageModel):
         made: list[int] = []
         for token in self._generator.tokens(list(prompt), new_tokens):
             made.append(token)
-            if any(stop in tokenizer.decode(made) for stop in stops):
+            if any(stop in self.tokenizer.decode(made) for stop in stops):
                 break
         return made
 

@@ -71,7 +71,7 @@ def measure_caches(
     texts = texts_of(characters)
     results = KVResults(file, settings_of(source, texts, characters, window=_WINDOW))
     references = {
-        name: reference_of(TorchModel(model), tokenizer, part, _WINDOW, _WINDOW) for name, part in texts.items()
+        name: reference_of(TorchModel(model, tokenizer), part, _WINDOW, _WINDOW) for name, part in texts.items()
     }
     todo = [recipe for width in widths for recipe in recipes(width) if cache_name(recipe) not in results.rows]
     for number, recipe in enumerate(todo):
@@ -79,7 +79,7 @@ def measure_caches(
         model.apply_recipe(recipe)
         row: dict[str, Any] = {"bytes": kv_bytes_per_token(model)}
         for name, part in texts.items():
-            score = score_text(TorchModel(model), tokenizer, part, _WINDOW, _WINDOW, reference=references[name])
+            score = score_text(TorchModel(model, tokenizer), part, _WINDOW, _WINDOW, reference=references[name])
             row[name] = scored(score)
         results.add(cache_name(recipe), row)
     progress(len(todo), len(todo), "done")

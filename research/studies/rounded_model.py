@@ -156,7 +156,7 @@ class Subject:
             scores = self._of_text(self._scored, prose) | {"elsewhere": self._of_text(self._elsewhere, elsewhere)}
         if former.get("items", 0) >= len(self._items):
             return scores | {key: former[key] for key in ("items", "acc_norm", "correct") if key in former}
-        outcome = hellaswag.evaluate_hellaswag(TorchModel(self._model), self._tokenizer, self._items)
+        outcome = hellaswag.evaluate_hellaswag(TorchModel(self._model, self._tokenizer), self._items)
         right = outcome.correct_norm
         return scores | {
             "items": len(right),
@@ -166,14 +166,14 @@ class Subject:
 
     def _of_text(self, text: str, reference: States) -> dict[str, Any]:
         """Perplexity and KL of a text, and what they are means over."""
-        score = score_text(TorchModel(self._model), self._tokenizer, text, *self._spans, reference=reference)
+        score = score_text(TorchModel(self._model, self._tokenizer), text, *self._spans, reference=reference)
         return scored(score)
 
     @cached_property
     def _references(self) -> tuple[States, States]:
         """States of the 16-bit model on the prose and on HellaSwag's contexts."""
         prose, elsewhere = (
-            reference_of(TorchModel(self._model), self._tokenizer, text, *self._spans)
+            reference_of(TorchModel(self._model, self._tokenizer), text, *self._spans)
             for text in (self._scored, self._elsewhere)
         )
         return prose, elsewhere

@@ -80,8 +80,8 @@ def measure_searches(
     source = open_source(path)
     units = find_units(source, _OPTIONS.targets, _OPTIONS.granularity)
     texts = texts_of(characters)
-    exact = TorchModel(load(source, Recipe(), torch.float32, "cpu"))
-    references = {name: reference_of(exact, source.tokenizer, part, _WINDOW, _WINDOW) for name, part in texts.items()}
+    exact = TorchModel(load(source, Recipe(), torch.float32, "cpu"), source.tokenizer)
+    references = {name: reference_of(exact, part, _WINDOW, _WINDOW) for name, part in texts.items()}
     results: dict[str, Any] = {}
     for width in widths:
         same_width = dict.fromkeys(units, width)
@@ -107,10 +107,10 @@ def _costs(
     source: Source, recipe: Recipe, texts: Mapping[str, str], references: Mapping[str, States]
 ) -> dict[str, Any]:
     """Bytes of the checkpoint and scores of the texts under a recipe."""
-    model = TorchModel(load(source, recipe, torch.float32, "cpu"))
+    model = TorchModel(load(source, recipe, torch.float32, "cpu"), source.tokenizer)
     row: dict[str, Any] = {"bytes": weight_bytes(source, recipe)}
     for name, part in texts.items():
-        score = score_text(model, source.tokenizer, part, _WINDOW, _WINDOW, reference=references[name])
+        score = score_text(model, part, _WINDOW, _WINDOW, reference=references[name])
         row[name] = scored(score)
     return row
 

@@ -91,12 +91,12 @@ class Exam:
     @torch.compiler.set_stance("force_eager")
     def reference(self, model: DiffTransformer) -> States:
         """Predictions of a model, to compare others with."""
-        return reference_of(TorchModel(model), self._tokenizer, self._text)
+        return reference_of(TorchModel(model, self._tokenizer), self._text)
 
     @torch.compiler.set_stance("force_eager")
     def score(self, model: DiffTransformer, reference: States | None = None) -> dict[str, float]:
         """Perplexity, and mean KL in nats from the base or another reference."""
-        score = score_text(TorchModel(model), self._tokenizer, self._text, reference=reference or self._reference)
+        score = score_text(TorchModel(model, self._tokenizer), self._text, reference=reference or self._reference)
         return {"perplexity": score.perplexity, "kl": score.kl}
 
 

@@ -7,7 +7,7 @@ import torch
 
 from diffquant import data
 from diffquant.calib.analysis import attention_map
-from diffquant.calib.analysis.attention_map import AttentionMapOptions, attention_by_part, last_weights, map_attention
+from diffquant.calib.analysis.attention_map import attention_by_part, last_weights, map_attention
 from diffquant.calib.analysis.needle_parts import PARTS, Prompt, make_prompt
 from diffquant.errors import NonFiniteError, UsageError
 from diffquant.evals.encoding import RequestEncoder
@@ -211,7 +211,7 @@ def models(tmp_path_factory):
 
 def test_a_conversion_shares_its_attention_as_its_source_and_halves_it(models, text):
     plan = NeedlePlan(2, lengths=(120, 160), samples=2)
-    found = map_attention(models, AttentionMapOptions(plan, text, dtype="float32"))
+    found = map_attention(models, plan, text=text, dtype="float32")
     plain, diff = found.models
     assert plain.items == diff.items
     places = [(length, depth) for length in plan.lengths for depth in DEPTHS]
@@ -231,8 +231,10 @@ def test_right_is_the_share_of_a_places_items_and_progress_counts_them_all(model
     answers, told = iter([True, True, False, False, False, True, False, False, False, True]), []
     measured = attention_map.attention_by_part
     monkeypatch.setattr(attention_map, "attention_by_part", lambda *given: (measured(*given)[0], next(answers)))
-    options = AttentionMapOptions(NeedlePlan(2, lengths=(120,), samples=2), text, dtype="float32")
-    (model,) = map_attention(models[:1], options, lambda *done: told.append(done)).models
+    plan = NeedlePlan(2, lengths=(120,), samples=2)
+    (model,) = map_attention(
+        models[:1], plan, text=text, dtype="float32", progress=lambda *done: told.append(done)
+    ).models
     assert [place.right for place in model.places] == [1, 0.5, 0, 0, 0.5]
     assert told == [(done, 10, "llama") for done in range(1, 11)]
 
@@ -249,7 +251,7 @@ def test_right_is_what_greedy_decoding_says_first(models, text):
 def test_a_recipe_rounds_what_is_measured(models, text):
     plan = NeedlePlan(lengths=(120,), samples=1)
     full, low = (
-        map_attention(models[:1], AttentionMapOptions(plan, text, recipe, dtype="float32")).models[0]
+        map_attention(models[:1], plan, text=text, recipe=recipe, dtype="float32").models[0]
         for recipe in (None, Recipe.of(logits="2:tensor"))
     )
     assert low.recipe["logits"] == "2:tensor"
@@ -258,8 +260,8 @@ def test_a_recipe_rounds_what_is_measured(models, text):
 
 def test_what_cannot_be_measured_is_said(models):
     with pytest.raises(UsageError, match="one answer at a time; 2 needles"):
-        map_attention(models, AttentionMapOptions(NeedlePlan(2, 2)))
+        map_attention(models, NeedlePlan(2, 2))
     with pytest.raises(UsageError, match="a model's own"):
-        map_attention(models, AttentionMapOptions(recipe=Recipe.of(kv="8:static")))
+        map_attention(models, NeedlePlan(), recipe=Recipe.of(kv="8:static"))
     with pytest.raises(UsageError, match="does not say where its tokens stand"):
         make_prompt(type("Slow", (), {"is_fast": False})(), needle.NeedleItem("", (("Paris", "42"),), 0.0, 9))

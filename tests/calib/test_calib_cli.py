@@ -1,5 +1,6 @@
 """outliers, attention-map, calibrate and search as a user meets them: output, files, exit codes, one clear line."""
 
+import inspect
 import json
 import re
 import shutil
@@ -9,7 +10,7 @@ import pytest
 from safetensors import safe_open
 
 from diffquant import data
-from diffquant.calib.calibration.calibrate import CalibrationOptions
+from diffquant.calib.calibration.calibrate import calibrate
 from diffquant.calib.search.search import SearchOptions
 from diffquant.cli import main
 from tests.support import tiny_lm
@@ -195,8 +196,8 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_work(run, models
 @pytest.mark.parametrize(
     ("verb", "options", "names"),
     [
-        ("search", SearchOptions(), {"windows": "windows", "window": "window", "characters": "check_characters"}),
-        ("calibrate", CalibrationOptions(), {"tokens": "tokens", "window": "window"}),
+        ("search", SearchOptions, {"windows": "windows", "window": "window", "characters": "check_characters"}),
+        ("calibrate", calibrate, {"tokens": "tokens", "window": "window"}),
     ],
     ids=["search", "calibrate"],
 )
@@ -204,4 +205,6 @@ def test_options_in_python_are_by_default_what_the_help_says(run, verb, options,
     code, out, _ = run(verb, "--help")
     assert code == 0
     said = {name: re.search(rf"--{name} NUMBER.*?\[default: (\d+)", out, re.DOTALL)[1] for name in names}
-    assert said == {name: str(getattr(options, attribute)) for name, attribute in names.items()}
+    assert said == {
+        name: str(inspect.signature(options).parameters[attribute].default) for name, attribute in names.items()
+    }

@@ -9,7 +9,7 @@ import torch
 
 from diffquant.attention.backends.blocks import by_blocks
 from diffquant.attention.naive import naive
-from diffquant.calib.calibration.calibrate import CalibrationOptions, calibrate
+from diffquant.calib.calibration.calibrate import calibrate
 from diffquant.calib.calibration.fit import measure_fit
 from diffquant.calib.calibration.layers import by_token, projected_layers
 from diffquant.calib.calibration.observe import observe_ranges
@@ -253,13 +253,13 @@ def test_a_checkpoint_that_is_replaced_while_it_is_calibrated_gives_no_ranges(tm
         shutil.copy(tmp_path / "other" / "model.safetensors", model)
 
     with pytest.raises(CheckpointError, match="changed while"):
-        calibrate(model, CalibrationOptions(("v",), tokens=128, window=32), replace_it)
+        calibrate(model, ("v",), tokens=128, window=32, progress=replace_it)
 
 
 def test_two_windows_are_enough_to_calibrate_on_one_and_report_on_the_other(tmp_path):
     model = tiny_lm.write_llama(tmp_path / "model")
-    ranges, fits = calibrate(model, CalibrationOptions(("v",), tokens=64, window=32))
+    ranges, fits = calibrate(model, ("v",), tokens=64, window=32)
     assert set(ranges.tensors) == {"layers.0.v", "layers.1.v"}
     assert len(fits) == 2
     with pytest.raises(UsageError, match="one window of 32 tokens; two are needed"):
-        calibrate(model, CalibrationOptions(("v",), tokens=63, window=32))
+        calibrate(model, ("v",), tokens=63, window=32)

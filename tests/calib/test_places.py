@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 import diffquant
-from diffquant.calib.analysis.outliers import OutlierOptions, find_outliers
-from diffquant.calib.calibration.calibrate import CalibrationOptions, calibrate
+from diffquant.calib.analysis.outliers import find_outliers
+from diffquant.calib.calibration.calibrate import calibrate
 from diffquant.cli import main
 from diffquant.errors import UsageError
 from diffquant.source.places import Places
@@ -47,15 +47,15 @@ def places(tmp_path):
 
 
 def test_outliers_of_a_model_on_disk_are_those_of_one_in_memory(model, places, on_disk):
-    spread = find_outliers([model], OutlierOptions(places=places, **WINDOWS))
+    spread = find_outliers([model], places=places, **WINDOWS)
     assert any(name.startswith("model.layers.1.self_attn") for name in on_disk)
-    assert spread.models == find_outliers([model], OutlierOptions(**WINDOWS)).models
+    assert spread.models == find_outliers([model], **WINDOWS).models
 
 
 def test_ranges_of_a_model_on_disk_are_those_of_one_in_memory(model, places, on_disk):
-    spread, fits = calibrate(model, CalibrationOptions(places=places, **WINDOWS))
+    spread, fits = calibrate(model, places=places, **WINDOWS)
     assert any(name.startswith("model.layers.1.self_attn") for name in on_disk)
-    ranges, expected = calibrate(model, CalibrationOptions(**WINDOWS))
+    ranges, expected = calibrate(model, **WINDOWS)
     assert fits == expected
     assert spread.settings == ranges.settings
     torch.testing.assert_close(spread.tensors, ranges.tensors, rtol=0, atol=0)

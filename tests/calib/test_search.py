@@ -161,7 +161,7 @@ def test_the_text_that_widths_are_chosen_on_is_not_the_one_they_are_compared_on(
     monkeypatch.setattr(
         search_module,
         "score_text",
-        lambda *given, **more: read.append(("compared on", given[2])) or score(*given, **more),
+        lambda *given, **more: read.append(("compared on", given[1])) or score(*given, **more),
     )
     options = replace(OPTIONS, targets=("v",), text=tmp_path / "text.txt")
     Search(checkpoint, Budget.parse("7"), options, tmp_path / "out").run()

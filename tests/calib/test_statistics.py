@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diffquant.calib.statistics import QUANTILE_ERROR, Largest, Magnitudes
+from diffquant.calib.statistics import QUANTILE_ERROR, Magnitudes
 from diffquant.errors import NonFiniteError
 
 
@@ -14,11 +14,11 @@ from diffquant.errors import NonFiniteError
 def test_the_largest_are_those_of_the_whole_stream(seed, pieces, kept):
     generator = torch.Generator().manual_seed(seed)
     stream = [torch.randn(3, 17 * (i + 1), generator=generator).exp() for i in range(pieces)]
-    largest = Largest(kept)
+    magnitudes = Magnitudes(kept)
     for piece in stream:
-        largest.add(piece)
+        magnitudes.add(piece)
     whole = torch.cat([piece.flatten() for piece in stream])
-    assert torch.equal(largest.values, whole.topk(min(kept, len(whole))).values)
+    assert torch.equal(magnitudes.largest, whole.topk(min(kept, len(whole))).values)
 
 
 @given(st.integers(0, 2**31), st.floats(1e-12, 1e12), st.sampled_from([0.001, 0.1, 0.5, 0.9, 0.999, 1.0]))

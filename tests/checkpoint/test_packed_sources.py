@@ -51,14 +51,14 @@ def test_a_packed_source_is_scored_and_exported_as_the_floats_it_holds(tmp_path,
     SOURCES[kind](packed)
     give_words(packed)
     assert kind.partition("/")[0] in inspect_checkpoint(packed).rounded
-    score = score_text(TorchModel(load(packed, dtype="float32")), tiny_lm.tokenizer(), TEXT, window=64, stride=64)
+    score = score_text(TorchModel(load(packed, dtype="float32"), tiny_lm.tokenizer()), TEXT, window=64, stride=64)
     diffquant.quantize(packed, plain, weights="16", dtype="float32")
-    again = score_text(TorchModel(load(plain, dtype="float32")), tiny_lm.tokenizer(), TEXT, window=64, stride=64)
+    again = score_text(TorchModel(load(plain, dtype="float32"), tiny_lm.tokenizer()), TEXT, window=64, stride=64)
     assert again.perplexity == score.perplexity
 
     export(packed, onnx, ExportOptions.parse(dtype="float32"))
     assert verify(onnx, packed, tolerance=1e-4).tokens[0].tokens.agreement == 1.0
-    exported = score_text(*OnnxRuntime().open(onnx, "cpu"), TEXT, window=64, stride=64)
+    exported = score_text(OnnxRuntime().open(onnx, "cpu"), TEXT, window=64, stride=64)
     assert exported.perplexity == pytest.approx(score.perplexity, rel=1e-3)
 
     # What the user has beside what we make of it.

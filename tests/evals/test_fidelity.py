@@ -167,9 +167,9 @@ def test_a_base_keeps_log_probabilities_to_its_step(tmp_path):
     write_base(tmp_path / "base", tokens, iter([Whole(logs), Whole(logs.flip(0))]))
     opened = BaseFile.open(tmp_path / "base")
     assert (opened.context, opened.vocabulary, opened.chunks) == (8, 7, 2)
-    assert opened.tokens.tolist() == tokens.tolist()
+    assert opened.fixed_chunks.tolist() == tokens.tolist()
     floor = torch.maximum(logs, logs.amax(-1, keepdim=True) - 16)
-    assert torch.allclose(opened.read(1).logs.flip(0), floor, atol=16 / 65535)
+    assert torch.allclose(opened.predict(1, tokens[1], 4).logs.flip(0), floor, atol=16 / 65535)
 
 
 def test_a_base_that_was_cut_short_is_refused(tmp_path):

@@ -46,12 +46,12 @@ def instances(kind, arguments):
 
 def ours_and_theirs(max_length=512):
     model, tokenizer = tiny_lm.llama(max_length), tiny_lm.tokenizer()
-    return HarnessModel(TorchModel(model), tokenizer, 4096, silent), HFLM(pretrained=model, tokenizer=tokenizer)
+    return HarnessModel(TorchModel(model, tokenizer), 4096, silent), HFLM(pretrained=model, tokenizer=tokenizer)
 
 
 def test_a_local_task_scores_as_hflm_scores_it(task_file):
     ours, theirs = ours_and_theirs()
-    result = harness.run_task(ours.model, ours.tokenizer, str(task_file), limit=9)
+    result = harness.run_task(ours.model, str(task_file), limit=9)
     manager = TaskManager(include_path=str(task_file.parent), include_defaults=False)
     expected = simple_evaluate(model=theirs, tasks=["local_quiz"], limit=9, task_manager=manager, bootstrap_iters=0)
     assert result.metric == "acc_norm"
@@ -88,10 +88,10 @@ def test_a_file_that_names_no_task_is_refused(tmp_path):
     path = tmp_path / "empty.yaml"
     path.write_text("dataset_path: json\n")
     with pytest.raises(UsageError, match="names no task"):
-        harness.run_task(TorchModel(tiny_lm.llama()), tiny_lm.tokenizer(), str(path))
+        harness.run_task(TorchModel(tiny_lm.llama(), tiny_lm.tokenizer()), str(path))
 
 
 def test_without_lm_eval_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingDependencyError, match="pip install"):
-        harness.run_task(TorchModel(tiny_lm.llama()), tiny_lm.tokenizer(), "arc_easy")
+        harness.run_task(TorchModel(tiny_lm.llama(), tiny_lm.tokenizer()), "arc_easy")

@@ -245,7 +245,7 @@ def test_the_file_that_is_named_is_the_task_that_runs(place):
     write(place, {"quiz.yaml": reading("{data_files: {test: d.json}}"), "d.json": ""})
     write(place, {"older.yaml": reading("{data_files: {test: e.json}}"), "e.json": ""})
     with pytest.raises(UsageError, match=r"older\.yaml defines quiz as well"):
-        run_task(None, None, "quiz.yaml")
+        run_task(None, "quiz.yaml")
 
 
 FILTERED = (
@@ -265,8 +265,8 @@ filter_list:
 def test_a_task_with_several_filters_is_scored_by_its_first(place):
     """Every filter has each document once more: together they are another score, of twice as many items."""
     write(place, {"quiz.yaml": FILTERED, "d.json": ""})
-    model = TorchModel(load(tiny_lm.write_llama(place.parent / "model")))
-    result = run_task(model, tiny_lm.tokenizer(), "quiz.yaml")
+    model = TorchModel(load(tiny_lm.write_llama(place.parent / "model")), tiny_lm.tokenizer())
+    result = run_task(model, "quiz.yaml")
     assert result.n == len(result.values) == len(DOCUMENTS)
     assert result.details["metrics"]["quiz/exact_match,strict"] == result.score == 0
     assert result.details["metrics"]["quiz/exact_match,loose"] == 0.5
@@ -274,7 +274,7 @@ def test_a_task_with_several_filters_is_scored_by_its_first(place):
 
 def test_a_group_of_tasks_runs_from_its_file(place):
     write(place, FORMS["group"][0])
-    model = TorchModel(load(tiny_lm.write_llama(place.parent / "model")))
-    result = run_task(model, tiny_lm.tokenizer(), "quiz.yaml")
+    model = TorchModel(load(tiny_lm.write_llama(place.parent / "model")), tiny_lm.tokenizer())
+    result = run_task(model, "quiz.yaml")
     assert result.n == 2 * len(DOCUMENTS)
     assert TaskFiles.of(place / "quiz.yaml").name == "quiz"

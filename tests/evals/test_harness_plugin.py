@@ -90,8 +90,8 @@ def test_by_name_and_text_it_gives_the_numbers_of_our_own_hellaswag(checkpoint, 
     Path("recipe.yaml").write_text(recipe.to_yaml())
     arguments = f"pretrained={checkpoint},dtype=float32,recipe={text}"
     scores, samples = evaluated(task_folder, "diffquant", model_args=arguments, batch_size="auto", device="cpu")
-    model = TorchModel(load(checkpoint, recipe, "float32", "cpu"))
-    ours = hellaswag.evaluate_hellaswag(model, tiny_lm.tokenizer(), hellaswag.load_items(limit=ITEMS))
+    model = TorchModel(load(checkpoint, recipe, "float32", "cpu"), tiny_lm.tokenizer())
+    ours = hellaswag.evaluate_hellaswag(model, hellaswag.load_items(limit=ITEMS))
     answers = [[float(logprob) for ((logprob, _),) in sample["resps"]] for sample in samples]
     assert answers == ours.logprobs
     assert scores["acc,none"] == pytest.approx(sum(ours.correct) / ITEMS)

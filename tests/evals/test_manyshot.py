@@ -135,7 +135,7 @@ def test_tokens_are_those_of_the_whole_prompt(name):
 def test_choices_are_those_of_transformers_constrained_generation(adds_bos):
     model, tokenizer = tiny_lm.llama(1024), tiny_lm.tokenizer(adds_bos)
     dataset = examples()
-    outcome = evaluate_many_shot(TorchModel(model), tokenizer, dataset, ManyShotPlan(shots=12), batch_tokens=1024)
+    outcome = evaluate_many_shot(TorchModel(model, tokenizer), dataset, ManyShotPlan(shots=12), batch_tokens=1024)
     shown = prompt(demonstrations(dataset.train, 0, 0), 12, 0)
     chosen = []
     for text, _ in many_shot.question_order(dataset.test, 0):
@@ -194,7 +194,7 @@ def test_choices_are_those_of_full_passes_over_each_sequence_alone(diff_v2, reci
         chosen.append(sorted(LABELS).index(*left))
     for batch_tokens in (60, 4096):
         outcome = evaluate_many_shot(
-            TorchModel(model), tokenizer, dataset, ManyShotPlan(shots=6), limit=6, batch_tokens=batch_tokens
+            TorchModel(model, tokenizer), dataset, ManyShotPlan(shots=6), limit=6, batch_tokens=batch_tokens
         )
         assert outcome.choices == [chosen]
     assert len(set(chosen)) > 1
@@ -234,14 +234,12 @@ class Favouring(LanguageModel):
 
     device = torch.device("cpu")
     recipe = Recipe()
+    max_length = 64
 
     def __init__(self, token):
         self.liked = torch.zeros(500)
         self.liked[token] = 1.0
         self.liked[7] += 0.5
-
-    def max_length(self, tokenizer):
-        return 64
 
     def new_cache(self):
         return self
@@ -269,7 +267,7 @@ def test_of_one_label_that_begins_another_either_can_be_chosen(token, label):
 def test_all_is_as_many_as_fit_and_no_more():
     model, tokenizer = tiny_lm.llama(400), tiny_lm.tokenizer()
     dataset = examples()
-    outcome = evaluate_many_shot(TorchModel(model), tokenizer, dataset, ManyShotPlan(shots=None, draws=2))
+    outcome = evaluate_many_shot(TorchModel(model, tokenizer), dataset, ManyShotPlan(shots=None, draws=2))
     longest_label = max(len(path) for path in label_paths(tokenizer, "Type:"))
 
     def tokens(shots):
@@ -283,8 +281,8 @@ def test_all_is_as_many_as_fit_and_no_more():
 
 def test_draws_are_averaged_over_each_text():
     model, tokenizer = tiny_lm.llama(), tiny_lm.tokenizer()
-    outcome = evaluate_many_shot(TorchModel(model), tokenizer, examples(), ManyShotPlan(shots=3, draws=3), limit=15)
-    first = evaluate_many_shot(TorchModel(model), tokenizer, examples(), ManyShotPlan(shots=3), limit=15)
+    outcome = evaluate_many_shot(TorchModel(model, tokenizer), examples(), ManyShotPlan(shots=3, draws=3), limit=15)
+    first = evaluate_many_shot(TorchModel(model, tokenizer), examples(), ManyShotPlan(shots=3), limit=15)
     assert outcome.choices[0] == first.choices[0]
     right = torch.tensor(outcome.choices) == torch.tensor(outcome.right)
     torch.testing.assert_close(torch.tensor(outcome.correct), right.float().mean(0))
@@ -295,9 +293,9 @@ def test_draws_are_averaged_over_each_text():
 def test_what_does_not_fit_or_cannot_be_told_apart_is_refused():
     tokenizer, dataset = tiny_lm.tokenizer(), examples()
     with pytest.raises(UsageError, match=r"40 demonstrations .* take \d+ tokens, and the model sees 300"):
-        evaluate_many_shot(TorchModel(tiny_lm.llama(300)), tokenizer, dataset, ManyShotPlan(shots=40))
+        evaluate_many_shot(TorchModel(tiny_lm.llama(300), tokenizer), dataset, ManyShotPlan(shots=40))
     with pytest.raises(UsageError, match="which one demonstration does not fit"):
-        evaluate_many_shot(TorchModel(tiny_lm.llama(40)), tokenizer, dataset, ManyShotPlan(shots=None))
+        evaluate_many_shot(TorchModel(tiny_lm.llama(40), tokenizer), dataset, ManyShotPlan(shots=None))
     with pytest.raises(UsageError, match=r"61 demonstrations are asked for and train has 60"):
         ManyShotPlan(shots=61).check(dataset)
 

@@ -49,8 +49,8 @@ def ending_logprobs(model, item):
 @pytest.mark.parametrize("batch_tokens", [1, 700], ids=["one", "many"])
 def test_kl_and_margins_are_those_of_each_ending_run_alone(wrapper, batch_tokens):
     model, other, tokenizer = tiny_lm.llama(), tiny_lm.llama(seed=1), tiny_lm.tokenizer()
-    reference = hellaswag.reference_of(TorchModel(model), tokenizer, ITEMS, 4096)
-    outcome = hellaswag.evaluate_hellaswag(wrapper(other), tokenizer, ITEMS, batch_tokens, reference=reference)
+    reference = hellaswag.reference_of(TorchModel(model, tokenizer), ITEMS, 4096)
+    outcome = hellaswag.evaluate_hellaswag(wrapper(other, tokenizer), ITEMS, batch_tokens, reference=reference)
     for number, item in enumerate(ITEMS):
         of_reference, of_other = ([*ending_logprobs(m, item)] for m in (model, other))
         (p, right), (q, _) = of_reference[item.label], of_other[item.label]
@@ -66,15 +66,15 @@ def test_kl_and_margins_are_those_of_each_ending_run_alone(wrapper, batch_tokens
 
 
 def test_a_margin_is_negative_where_acc_norm_calls_the_item_wrong():
-    outcome = hellaswag.evaluate_hellaswag(TorchModel(tiny_lm.llama()), tiny_lm.tokenizer(), ITEMS)
+    outcome = hellaswag.evaluate_hellaswag(TorchModel(tiny_lm.llama(), tiny_lm.tokenizer()), ITEMS)
     assert [margin > 0 for margin in outcome.margins] == outcome.correct_norm
     assert set(outcome.correct_norm) == {True, False}
 
 
 def test_a_model_has_no_kl_from_itself():
-    model, tokenizer = TorchModel(tiny_lm.llama()), tiny_lm.tokenizer()
-    reference = hellaswag.reference_of(model, tokenizer, ITEMS)
-    outcome = hellaswag.evaluate_hellaswag(model, tokenizer, ITEMS, reference=reference)
+    model = TorchModel(tiny_lm.llama(), tiny_lm.tokenizer())
+    reference = hellaswag.reference_of(model, ITEMS)
+    outcome = hellaswag.evaluate_hellaswag(model, ITEMS, reference=reference)
     assert outcome.kl == pytest.approx([0] * len(ITEMS), abs=1e-5)
 
 
@@ -142,8 +142,8 @@ def test_a_sweep_leads_with_what_resolves_and_has_the_accuracy_beside_it(tmp_pat
 
 def test_the_reference_is_of_the_items_of_the_task():
     (task,) = make_tasks(["hellaswag"], {"limit": 3}, 4096)
-    model, tokenizer = TorchModel(tiny_lm.llama()), tiny_lm.tokenizer()
-    reference = task.reference(model, tokenizer, lambda *_: None)
-    measured = task.run(model, tokenizer, reference, lambda *_: None)
+    model = TorchModel(tiny_lm.llama(), tiny_lm.tokenizer())
+    reference = task.reference(model, lambda *_: None)
+    measured = task.run(model, reference, lambda *_: None)
     assert len(reference) == sum(measured.details["tokens_by_item"])
     assert measured.details["kl"] == pytest.approx(0, abs=1e-5)

@@ -25,7 +25,7 @@ def test_a_text_within_one_window_has_its_plain_perplexity():
     model, tokenizer = tiny_lm.llama(2048), tiny_lm.tokenizer()
     tokens = tokenizer.encode(TEXT)
     nll = cross_entropy(full_logits(model, tokens), torch.tensor(tokens), reduction="sum").item()
-    score = score_text(TorchModel(model), tokenizer, TEXT, window=2048, stride=2048)
+    score = score_text(TorchModel(model, tokenizer), TEXT, window=2048, stride=2048)
     assert score.tokens == len(tokens)
     assert score.perplexity == pytest.approx(math.exp(nll / len(tokens)), rel=1e-5)
     assert score.bits_per_byte == pytest.approx(nll / math.log(2) / len(TEXT.encode()), rel=1e-5)
@@ -44,7 +44,7 @@ def test_strided_windows_predict_every_token_once_with_their_context(window, str
         logits = model(torch.tensor([tokens[end - window : end]])).logits[0, predicted - end :]
         nll += cross_entropy(logits, torch.tensor(tokens[predicted + 1 : end + 1]), reduction="sum").item()
         predicted = end
-    score = score_text(TorchModel(model), tokenizer, TEXT[:400], window, stride, batch_tokens)
+    score = score_text(TorchModel(model, tokenizer), TEXT[:400], window, stride, batch_tokens)
     assert score.nll == pytest.approx(nll, rel=1e-5)
 
 
@@ -52,8 +52,8 @@ def test_windows_tell_apart_what_the_mean_sums_over(monkeypatch):
     monkeypatch.setattr(divergence, "_KL_ENTRIES", 7 * tiny_lm.WORDS)
     model, other, tokenizer = tiny_lm.llama(), tiny_lm.llama(seed=1), tiny_lm.tokenizer()
     tokens = [0, *tokenizer.encode(TEXT[:400])]
-    reference = reference_of(TorchModel(model), tokenizer, TEXT[:400], 64, 64)
-    score = score_text(TorchModel(other), tokenizer, TEXT[:400], 64, 64, reference=reference)
+    reference = reference_of(TorchModel(model, tokenizer), TEXT[:400], 64, 64)
+    score = score_text(TorchModel(other, tokenizer), TEXT[:400], 64, 64, reference=reference)
     p, q = (m(torch.tensor([tokens[64:128]])).logits[0].log_softmax(-1) for m in (model, other))
     expected = kl_div(q, p, reduction="batchmean", log_target=True).item()
     assert score.tokens_by_window[:2] == [64, 64]
@@ -67,10 +67,10 @@ def test_kl_is_the_mean_over_positions_of_torchs_kl_over_the_whole_vocabulary(mo
     model, other, tokenizer = tiny_lm.llama(2048), tiny_lm.llama(2048, seed=1), tiny_lm.tokenizer()
     tokens = tokenizer.encode(TEXT)
     p, q = (full_logits(m, tokens).log_softmax(-1) for m in (model, other))
-    reference = reference_of(TorchModel(model), tokenizer, TEXT, 2048, 2048)
-    score = score_text(TorchModel(other), tokenizer, TEXT, 2048, 2048, reference=reference)
+    reference = reference_of(TorchModel(model, tokenizer), TEXT, 2048, 2048)
+    score = score_text(TorchModel(other, tokenizer), TEXT, 2048, 2048, reference=reference)
     assert score.kl == pytest.approx(kl_div(q, p, reduction="batchmean", log_target=True).item(), rel=1e-4)
-    assert score_text(TorchModel(model), tokenizer, TEXT, 2048, 2048, reference=reference).kl == pytest.approx(
+    assert score_text(TorchModel(model, tokenizer), TEXT, 2048, 2048, reference=reference).kl == pytest.approx(
         0, abs=1e-6
     )
 
@@ -84,14 +84,14 @@ def test_kl_of_rows_is_torchs():
 @pytest.mark.parametrize(("text", "window", "stride"), [("", 8, 8), ("a", 8, 8), (TEXT, 8, 9), (TEXT, 8, 0)])
 def test_text_or_windows_that_cannot_be_are_refused(text, window, stride):
     with pytest.raises(UsageError, match="tokens"):
-        score_text(TorchModel(tiny_lm.llama()), tiny_lm.tokenizer(), text, window, stride)
+        score_text(TorchModel(tiny_lm.llama(), tiny_lm.tokenizer()), text, window, stride)
 
 
 def test_a_model_that_computes_nan_is_refused():
     model = tiny_lm.llama()
     model.model.norm.weight.data[0] = torch.nan
     with pytest.raises(NonFiniteError):
-        score_text(TorchModel(model), tiny_lm.tokenizer(), TEXT)
+        score_text(TorchModel(model, tiny_lm.tokenizer()), TEXT)
 
 
 def test_the_text_that_ships_is_prose_and_a_file_is_read_as_it_is(tmp_path):

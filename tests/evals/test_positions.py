@@ -28,7 +28,7 @@ WINDOW = 37
 def test_nll_is_that_of_each_window_run_alone(batch_tokens):
     model, tokenizer = tiny_lm.llama(), tiny_lm.tokenizer()
     tokens = [0, *tokenizer.encode(TEXT)]
-    scored, _ = score_positions(TorchModel(model), tokenizer, TEXT, WINDOW, batch_tokens)
+    scored, _ = score_positions(TorchModel(model, tokenizer), TEXT, WINDOW, batch_tokens)
     assert scored.shape == ((len(tokens) - 1) // WINDOW, WINDOW)
     for number, nll in enumerate(scored):
         window = torch.tensor(tokens[number * WINDOW : (number + 1) * WINDOW + 1])
@@ -37,7 +37,7 @@ def test_nll_is_that_of_each_window_run_alone(batch_tokens):
 
 
 def test_the_cumulative_average_is_the_mean_up_to_each_position():
-    nll, _ = score_positions(TorchModel(tiny_lm.llama()), tiny_lm.tokenizer(), TEXT, WINDOW)
+    nll, _ = score_positions(TorchModel(tiny_lm.llama(), tiny_lm.tokenizer()), TEXT, WINDOW)
     positions, means = cumulative_means(nll)
     assert positions == [1, 2, 4, 8, 16, 32, 37]
     for position, mean in zip(positions, means.T, strict=True):
@@ -47,7 +47,7 @@ def test_the_cumulative_average_is_the_mean_up_to_each_position():
 def test_a_hit_ends_a_bigram_that_stood_in_its_window_before():
     assert recalls([5, 6, 7, 5, 6, 6, 6, 6]) == [False, False, False, True, False, True, True]
     tokens = [0, *tiny_lm.tokenizer().encode(TEXT)]
-    _, is_hit = score_positions(TorchModel(tiny_lm.llama()), tiny_lm.tokenizer(), TEXT, WINDOW)
+    _, is_hit = score_positions(TorchModel(tiny_lm.llama(), tiny_lm.tokenizer()), TEXT, WINDOW)
     for number, hits in enumerate(is_hit.tolist()):
         window = tokens[number * WINDOW : (number + 1) * WINDOW + 1]
         for place in range(1, len(window)):
@@ -58,7 +58,7 @@ def test_a_hit_ends_a_bigram_that_stood_in_its_window_before():
 
 def measured(seed, **options):
     (task,) = make_tasks(["nll"], {"characters": 900, "window": WINDOW} | options, 4096)
-    return task.run(TorchModel(tiny_lm.llama(seed=seed)), tiny_lm.tokenizer(), None, lambda *_: None)
+    return task.run(TorchModel(tiny_lm.llama(seed=seed), tiny_lm.tokenizer()), None, lambda *_: None)
 
 
 def test_hits_and_others_together_are_all_tokens():
@@ -120,4 +120,4 @@ def test_what_cannot_be_read_is_refused():
     model = tiny_lm.llama()
     model.model.norm.weight.data[0] = torch.nan
     with pytest.raises(NonFiniteError):
-        score_positions(TorchModel(model), tiny_lm.tokenizer(), TEXT, WINDOW)
+        score_positions(TorchModel(model, tiny_lm.tokenizer()), TEXT, WINDOW)

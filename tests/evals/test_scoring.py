@@ -58,7 +58,7 @@ def test_real_items_score_as_hflm_scores_them(adds_bos):
     items = hellaswag.load_items(limit=20)
     pairs = [(item.query, f" {ending}") for item in items for ending in item.endings]
     theirs = hflm_answers(model, tokenizer, pairs, batch_size=4)
-    outcome = hellaswag.evaluate_hellaswag(TorchModel(model), tokenizer, items)
+    outcome = hellaswag.evaluate_hellaswag(TorchModel(model, tokenizer), items)
     assert_alike(our_answers(model, tokenizer, pairs), theirs)
     choices = torch.tensor([p for p, _ in theirs]).view(-1, 4).argmax(1)
     assert outcome.choices == choices.tolist()

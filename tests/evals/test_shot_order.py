@@ -40,13 +40,13 @@ def test_an_alternating_order_goes_round_the_classes():
 
 
 def test_accuracy_of_each_order_is_that_of_its_prompt_alone(monkeypatch):
-    model, tokenizer = TorchModel(tiny_lm.llama(1024)), tiny_lm.tokenizer()
+    model = TorchModel(tiny_lm.llama(1024), tiny_lm.tokenizer())
     data, plan = Dataset(tuple(SHOWN), tuple(ASKED)), OrderPlan(6, 3)
-    outcome = evaluate_many_shot(model, tokenizer, data, plan)
+    outcome = evaluate_many_shot(model, data, plan)
     for number, text in enumerate(plan.prompts(SHOWN, 6)):
         alone = ManyShotPlan(6)
         monkeypatch.setattr(ManyShotPlan, "prompts", lambda *_, text=text: [text])
-        assert evaluate_many_shot(model, tokenizer, data, alone).choices == [outcome.choices[number]]
+        assert evaluate_many_shot(model, data, alone).choices == [outcome.choices[number]]
         monkeypatch.undo()
 
 

@@ -114,7 +114,7 @@ def test_one_item_that_is_not_right_or_wrong_says_nothing_about_the_next():
 
 def test_flips_count_each_way_and_choices_that_stayed_wrong():
     counted = flips([1, 1, 0, 0, 1, 1, 1], [0, 0, 1, 0, 1, 1, 1], [2, 2, 0, 3, 1, 1, 1], [1, 1, 2, 0, 1, 1, 1])
-    assert (counted.gained, counted.lost, counted.choices) == (2, 1, 4)
+    assert counted == (2, 1, 4)
 
 
 def test_recovery_is_a_ratio_with_the_ends_of_the_difference_and_undefined_from_nothing():

@@ -109,7 +109,7 @@ def test_four_bits_with_a_quantized_cache_are_proved_and_the_tokens_are_torchs(f
 
 def test_scores_are_torchs(family, tmp_path):
     folder = exported(family, tmp_path / "out")
-    model, _ = OnnxRuntime().open(folder, "cpu")
+    model = OnnxRuntime().open(folder, "cpu")
     ids = random_ids(2, 19, 3) % tiny_lm.WORDS
     wanted = diffquant.load(family, dtype=torch.float32)(ids).logits
     torch.testing.assert_close(model.read(ids).logits(), wanted, rtol=0, atol=2e-4)

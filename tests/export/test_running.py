@@ -390,10 +390,10 @@ def test_lm_eval_scores_and_generates_with_it(source, plain):
 
     tokenizer = tiny_lm.tokenizer()
     models = [
-        OnnxLanguageModel(OnnxModel(plain, 1, every_position=True)),
-        TorchModel(diffquant.load(source, dtype=torch.float32)),
+        OnnxLanguageModel(OnnxModel(plain, 1, every_position=True), tokenizer),
+        TorchModel(diffquant.load(source, dtype=torch.float32), tokenizer),
     ]
-    adapters = [HarnessModel(model, tokenizer, 256, silent) for model in models]
+    adapters = [HarnessModel(model, 256, silent) for model in models]
     pairs = [Instance("loglikelihood", {}, (PROMPT, text), i) for i, text in enumerate((" moon", " sea was"))]
     ours, oracle = (adapter.loglikelihood(pairs) for adapter in adapters)
     assert [p for p, _ in ours] == pytest.approx([p for p, _ in oracle], abs=1e-3)

@@ -95,9 +95,10 @@ def test_texts_end_where_transformers_ends_them(source, stop, tmp_path, generati
     before_end = [token for token in wanted if token not in ends]
     assert list(Generator(out, 1).tokens(PROMPT, NEW)) == before_end
     assert json.loads((out / "genai_config.json").read_text())["model"]["eos_token_id"] == ends
-    onnx = OnnxLanguageModel(OnnxModel(out, 1, every_position=True))
-    for each, expected in ((TorchModel(model), wanted), (onnx, before_end)):
-        assert each.generate(PROMPT, NEW, ["\n\n\n"], tiny_lm.tokenizer(), {}) == expected
+    tokenizer = tiny_lm.tokenizer()
+    onnx = OnnxLanguageModel(OnnxModel(out, 1, every_position=True), tokenizer)
+    for each, expected in ((TorchModel(model, tokenizer), wanted), (onnx, before_end)):
+        assert each.generate(PROMPT, NEW, ["\n\n\n"], {}) == expected
 
 
 def test_genai_stops_at_each_of_several_ends(source, endless, stop, tmp_path):
@@ -143,12 +144,12 @@ def test_settings_of_sampling_change_neither_texts_nor_evaluations(source, endle
     # One that samples by itself is a model of transformers' own.
     sampler = AutoModelForCausalLM.from_pretrained(settle(source, sampling | {"repetition_penalty": 1.0}))
     for each in (
-        TorchModel(model),
-        TorchModel(sampler),
-        OnnxLanguageModel(OnnxModel(tmp_path / "out", 1, every_position=True)),
+        TorchModel(model, tokenizer),
+        TorchModel(sampler, tokenizer),
+        OnnxLanguageModel(OnnxModel(tmp_path / "out", 1, every_position=True), tokenizer),
     ):
-        assert HarnessModel(each, tokenizer, 256, silent).generate_until([asked]) == [wanted]
-        assert each.generate(PROMPT, NEW, ["\n\n\n"], tokenizer, {}) == endless[1]
+        assert HarnessModel(each, 256, silent).generate_until([asked]) == [wanted]
+        assert each.generate(PROMPT, NEW, ["\n\n\n"], {}) == endless[1]
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ class ArrayRuntime:
         with np.load(folder / "model.npz") as arrays:
             state = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
         model.load_state_dict(state)
-        return TorchModel(model.eval().requires_grad_(False)), load_tokenizer(folder)
+        return TorchModel(model.eval().requires_grad_(False), load_tokenizer(folder))
 
 
 class ArrayTarget:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from diffquant.calib.calibration.calibrate import CalibrationOptions, calibrate
+from diffquant.calib.calibration.calibrate import calibrate
 from diffquant.calib.search.allocation import Budget
 from diffquant.calib.search.outputs import write_search
 from diffquant.calib.search.search import Search, SearchOptions
@@ -83,7 +83,7 @@ def _search(inputs: Path, output: Path) -> None:
 
 def _calibrate(inputs: Path, output: Path) -> None:
     check_ranges_output(output, overwrite=False)
-    ranges, _ = calibrate(inputs, CalibrationOptions(("k", "v"), tokens=128, window=32))
+    ranges, _ = calibrate(inputs, ("k", "v"), tokens=128, window=32)
     write_ranges(output, ranges)
 
 

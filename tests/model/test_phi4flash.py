@@ -453,13 +453,14 @@ def test_a_config_that_is_not_computed_is_refused_naming_its_key(changes, messag
 
 
 def test_what_takes_a_transformer_alone_refuses_it(checkpoint):
-    from diffquant.calib.analysis.attention_map import AttentionMapOptions, map_attention
-    from diffquant.calib.calibration.calibrate import CalibrationOptions, calibrate
+    from diffquant.calib.analysis.attention_map import map_attention
+    from diffquant.calib.calibration.calibrate import calibrate
+    from diffquant.evals.protocols.needle import NeedlePlan
 
     folder = checkpoint[0]
     for verb, run in (
-        ("calibrate", lambda: calibrate(folder, CalibrationOptions())),
-        ("attention-map", lambda: map_attention([folder], AttentionMapOptions())),
+        ("calibrate", lambda: calibrate(folder)),
+        ("attention-map", lambda: map_attention([folder], NeedlePlan())),
     ):
         with pytest.raises(CheckpointError, match=f"phi4flash model with layers of mamba, .*: {verb} does not take it"):
             run()

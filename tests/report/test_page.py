@@ -8,15 +8,12 @@ import pytest
 from diffquant.report.page import (
     Charts,
     Drawing,
-    Facts,
     Fold,
     Items,
     Key,
     Link,
-    Note,
     Report,
     Section,
-    Subtitle,
     Table,
     page,
     sort_value,
@@ -52,8 +49,8 @@ def document(*blocks, name="name", headline=(), links=()):
 
 
 BLOCKS = {
-    "subtitle": Subtitle,
-    "note": Note,
+    "subtitle": lambda text: Section(text, []),
+    "note": str,
     "items": lambda text: Items([text]),
     "errors": lambda text: Items([text], errors=True),
     "heads": lambda text: Table([text, "b"], [["1", "2"]]),
@@ -61,10 +58,10 @@ BLOCKS = {
     "links": lambda text: Table(["a"], [[Link(text, text)]]),
     "legends": lambda text: Charts([], [Key("red", "x", text)]),
     "captions": lambda text: Drawing("<svg></svg>", text),
-    "summary": lambda text: Fold(text, [Note("inside")]),
+    "summary": lambda text: Fold(text, ["inside"]),
     "inside a fold": lambda text: Fold("summary", [Table(["a"], [[text]])]),
-    "names of facts": lambda text: Facts({text: "value"}),
-    "facts": lambda text: Facts({"name": text}),
+    "names of facts": lambda text: {text: "value"},
+    "facts": lambda text: {"name": text},
 }
 
 
@@ -159,4 +156,4 @@ def test_a_table_of_more_than_a_dozen_rows_has_a_field_that_filters_them(rows, h
 
 
 def test_a_page_ends_with_a_line_feed():
-    assert document(Note("text")).endswith("</html>\n")
+    assert document("text").endswith("</html>\n")

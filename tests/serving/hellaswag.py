@@ -68,7 +68,7 @@ def compare(server: Served, items: Sequence[HellaSwagItem], place: Path) -> Comp
     samples = sorted(output["samples"]["items"], key=lambda sample: sample["doc_id"])
     answers = [[float(logprob) for ((logprob, _),) in sample["resps"]] for sample in samples]
     model = diffquant.load(server.folder, {"kv": 16}, dtype="float32")
-    ours = evaluate_hellaswag(TorchModel(model), diffquant.load_tokenizer(server.folder), items)
+    ours = evaluate_hellaswag(TorchModel(model, diffquant.load_tokenizer(server.folder)), items)
     differences = [
         abs(a - b) for theirs, own in zip(answers, ours.logprobs, strict=True) for a, b in zip(theirs, own, strict=True)
     ]

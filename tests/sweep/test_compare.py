@@ -151,8 +151,8 @@ def test_recorded_results_are_compared_as_their_table_has_it(tmp_path):
     write_recorded("smollm2-logits-500/sweep.json", tmp_path / "sweep.json")
     report = diffquant.compare(f"{tmp_path}@{SMOLLM2} 16", f"{tmp_path}@{SMOLLM2} 6:tensor")
     (comparison,) = report.comparisons
-    assert (len(comparison.flips.gained), len(comparison.flips.lost)) == (7, 10)
-    assert comparison.flips.p == pytest.approx(binomtest(7, 17, 0.5).pvalue)
+    assert (len(comparison.gained), len(comparison.lost)) == (7, 10)
+    assert comparison.p == pytest.approx(binomtest(7, 17, 0.5).pvalue)
     assert [round(100 * x, 1) for x in (comparison.difference.low, comparison.difference.high)] == [-2.3, 1.1]
 
 

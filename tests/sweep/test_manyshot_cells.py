@@ -87,7 +87,7 @@ def test_cells_that_are_there_are_not_measured_again(files, model, tmp_path, mon
     evaluate_ = many_shot.evaluate_many_shot
 
     def counted(*arguments):
-        measured.append(arguments[3].shots)
+        measured.append(arguments[2].shots)
         return evaluate_(*arguments)
 
     monkeypatch.setattr(many_shot, "evaluate_many_shot", counted)

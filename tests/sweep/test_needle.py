@@ -125,7 +125,7 @@ def test_only_what_greedy_decoding_gives_counts():
     (model,) = (path for path in data.pocket_models("needle") if path.name == "needle-diff-v1")
     loaded, tokenizer = load(model, Recipe.of(logits="3:row"), dtype=torch.float32), load_tokenizer(model)
     plan = NeedlePlan(needles=4, lengths=(160,), samples=3)
-    items, retrieved = needle.evaluate_needle(TorchModel(loaded), tokenizer, data.books_text(), plan)
+    items, retrieved = needle.evaluate_needle(TorchModel(loaded, tokenizer), data.books_text(), plan)
     for item, share in zip(items, retrieved, strict=True):
         prompt, answer = item.requests()[0]
         ids = torch.tensor([tokenizer.encode(prompt)])
@@ -157,9 +157,9 @@ def test_a_length_beyond_the_model_or_below_its_needles_is_refused(tmp_path):
     model = tiny_lm.write_llama(tmp_path / "model")
     loaded, tokenizer = load(model), load_tokenizer(model)
     with pytest.raises(UsageError, match="the model sees 512 tokens, fewer than 600"):
-        needle.evaluate_needle(TorchModel(loaded), tokenizer, data.books_text(), NeedlePlan(lengths=(600,)))
+        needle.evaluate_needle(TorchModel(loaded, tokenizer), data.books_text(), NeedlePlan(lengths=(600,)))
     with pytest.raises(UsageError, match="6 needles do not fit into 40 tokens"):
-        needle.evaluate_needle(TorchModel(loaded), tokenizer, data.books_text(), NeedlePlan(needles=6, lengths=(40,)))
+        needle.evaluate_needle(TorchModel(loaded, tokenizer), data.books_text(), NeedlePlan(needles=6, lengths=(40,)))
 
 
 def test_a_sweep_pairs_needle_cells_and_draws_depth_against_length(tmp_path):

@@ -93,13 +93,13 @@ def test_a_cell_holds_what_evaluating_its_recipe_gives(model, output):
     result = run_sweep([model], OPTIONS, output)
     assert len(result.cells) == CELLS
     assert not result.failed
-    plain, quantized = TorchModel(load(model)), TorchModel(load(model, Recipe.of(weights="4:row")))
     tokenizer, text = load_tokenizer(model), load_text(characters=600)
+    plain, quantized = (TorchModel(load(model, recipe), tokenizer) for recipe in (None, Recipe.of(weights="4:row")))
     point = next(p for p in result.points if p.label == "weights 4:row")
-    outcome = hellaswag.evaluate_hellaswag(quantized, tokenizer, hellaswag.load_items(limit=6))
+    outcome = hellaswag.evaluate_hellaswag(quantized, hellaswag.load_items(limit=6))
     assert result.result_of(point, "hellaswag").choices == outcome.choices_norm
-    reference = perplexity.reference_of(plain, tokenizer, text, 64, 32)
-    score = perplexity.score_text(quantized, tokenizer, text, 64, 32, reference=reference)
+    reference = perplexity.reference_of(plain, text, 64, 32)
+    score = perplexity.score_text(quantized, text, 64, 32, reference=reference)
     measured = result.result_of(point, "perplexity").details
     assert measured["perplexity"] == pytest.approx(score.perplexity)
     assert measured["kl"] == pytest.approx(score.kl)
@@ -130,8 +130,8 @@ def test_a_folder_is_measured_under_the_recipe_that_it_records_too(model, tmp_pa
     tokenizer, text = load_tokenizer(model), load_text(characters=600)
     measured = []
     for own in (Recipe(), None):
-        loaded = TorchModel(load(tmp_path / "folder", own))
-        measured.append(perplexity.score_text(loaded, tokenizer, text, 64, 32).perplexity)
+        loaded = TorchModel(load(tmp_path / "folder", own), tokenizer)
+        measured.append(perplexity.score_text(loaded, text, 64, 32).perplexity)
     found = [result.result_of(point, "perplexity").details["perplexity"] for point in result.points[:2]]
     assert found == pytest.approx(measured)
     assert abs(found[0] / found[1] - 1) > 1e-3

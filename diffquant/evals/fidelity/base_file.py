@@ -22,6 +22,8 @@ from torch import Tensor
 
 from diffquant.errors import CheckpointError, UsageError
 from diffquant.evals.fidelity.distributions import Whole
+from diffquant.evals.fidelity.sides import Side
+from diffquant.support.plain_data import JsonObject
 
 MAGIC = b"_logits_"
 _HEAD = struct.Struct("<8siii")
@@ -31,8 +33,8 @@ _LEVELS = 65535
 
 
 @dataclass(frozen=True)
-class BaseFile:
-    """An opened file of log-probabilities.
+class BaseFile(Side):
+    """A model known by an opened file of its log-probabilities.
 
     Attributes:
         context: number of tokens n of a chunk.
@@ -67,17 +69,29 @@ class BaseFile:
             )
         return opened
 
+    @property
+    def name(self) -> str:
+        return str(self.path)
+
+    def about(self) -> JsonObject:
+        return {"kind": "llama.cpp base file", "path": self.name}
+
     @cached_property
-    def tokens(self) -> Tensor:
-        """The text's tokens [chunks, n]."""
+    def fixed_chunks(self) -> Tensor:
         count = self.chunks * self.context
         stored = np.fromfile(self.path, "<i4", count, offset=_HEAD.size)
         return torch.from_numpy(stored.astype(np.int64)).view(self.chunks, self.context)
 
-    def read(self, chunk: int) -> Whole:
-        """Distributions behind the tokens n/2 to n - 2 of a chunk."""
+    def tokens(self, text: str) -> list[int]:  # noqa: ARG002
+        raise CheckpointError(f"{self.name} holds log-probabilities and no tokenizer")
+
+    @property
+    def first_token(self) -> None:
+        return None
+
+    def predict(self, number: int, ids: Tensor, first: int) -> Whole:  # noqa: ARG002
         rows, width = scored(self.context), _row_width(self.vocabulary)
-        stored = np.fromfile(self.path, "<u2", rows * width, offset=self._start(chunk)).reshape(rows, width)
+        stored = np.fromfile(self.path, "<u2", rows * width, offset=self._start(number)).reshape(rows, width)
         scale, least = np.ascontiguousarray(stored[:, :4]).view("<f4").T.copy()
         codes = torch.from_numpy(stored[:, 4 : 4 + self.vocabulary].astype(np.float32))
         return Whole(codes * torch.from_numpy(scale)[:, None] + torch.from_numpy(least)[:, None], is_stored=True)

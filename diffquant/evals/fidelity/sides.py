@@ -1,4 +1,4 @@
-"""The sides of a comparison: checkpoints, exported folders, llama.cpp's log-probability files, served models."""
+"""The sides of a comparison, and those of them that run here: checkpoints and exported folders."""
 
 from abc import ABC, abstractmethod
 from functools import cached_property
@@ -9,13 +9,10 @@ import torch
 from torch import Tensor
 
 from diffquant.errors import CheckpointError
-from diffquant.evals.fidelity.base_file import BaseFile
 from diffquant.evals.fidelity.distributions import Distributions, Whole
 from diffquant.support.plain_data import JsonObject
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from diffquant.evals.language_model import LanguageModel
 
 
@@ -63,10 +60,8 @@ class Side(ABC):
 class Model(Side):
     """A model that runs here."""
 
-    def __init__(
-        self, path: Path, model: "LanguageModel", tokenizer: "PreTrainedTokenizerBase", about: JsonObject
-    ) -> None:
-        self._path, self._model, self._tokenizer, self._about = path, model, tokenizer, about
+    def __init__(self, path: Path, model: "LanguageModel", about: JsonObject) -> None:
+        self._path, self._model, self._about = path, model, about
 
     @property
     def name(self) -> str:
@@ -76,13 +71,13 @@ class Model(Side):
         return self._about
 
     def tokens(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        ids: list[int] = self._model.tokenizer.encode(text, add_special_tokens=False, verbose=False)
         return ids if self.first_token is None else [self.first_token, *ids]
 
     @cached_property
     def first_token(self) -> int | None:
         # The token is named by many tokenizers that do not put it before a text.
-        bos, ids = self._tokenizer.bos_token_id, self._tokenizer.encode("a")
+        bos, ids = self._model.tokenizer.bos_token_id, self._model.tokenizer.encode("a")
         return int(bos) if bos is not None and ids and ids[0] == bos else None
 
     @torch.inference_mode()
@@ -92,31 +87,3 @@ class Model(Side):
         if not logits.isfinite().all():
             raise CheckpointError(f"{self.name} computes NaN or infinity in chunk {number}; use --dtype float32")
         return Whole(logits.log_softmax(-1).cpu())
-
-
-class Stored(Side):
-    """A model known by llama.cpp's file of its log-probabilities."""
-
-    def __init__(self, file: BaseFile) -> None:
-        self._file = file
-
-    @property
-    def name(self) -> str:
-        return str(self._file.path)
-
-    def about(self) -> JsonObject:
-        return {"kind": "llama.cpp base file", "path": self.name}
-
-    @property
-    def fixed_chunks(self) -> Tensor:
-        return self._file.tokens
-
-    def tokens(self, text: str) -> list[int]:  # noqa: ARG002
-        raise CheckpointError(f"{self.name} holds log-probabilities and no tokenizer")
-
-    @property
-    def first_token(self) -> int | None:
-        return None
-
-    def predict(self, number: int, ids: Tensor, first: int) -> Whole:  # noqa: ARG002
-        return self._file.read(number)

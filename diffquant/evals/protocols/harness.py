@@ -18,7 +18,6 @@ from diffquant.support.progress import Progress, silent
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
-    from transformers import PreTrainedTokenizerBase
 
 # The metric a table shows, where a task has several.
 _PREFERRED = ("acc_norm", "acc", "exact_match", "f1", "word_perplexity")
@@ -56,7 +55,6 @@ def unseen(task: str) -> list[str]:
 
 def run_task(
     model: LanguageModel,
-    tokenizer: "PreTrainedTokenizerBase",
     task: str,
     limit: int | None = None,
     batch_tokens: int = BATCH_TOKENS,
@@ -81,7 +79,7 @@ def run_task(
     from diffquant.evals.protocols.harness_model import HarnessModel
 
     name, manager = _resolve(task)
-    adapter = HarnessModel(model, tokenizer, batch_tokens, progress)
+    adapter = HarnessModel(model, batch_tokens, progress)
     try:
         output = simple_evaluate(
             model=adapter, tasks=[name], limit=limit, task_manager=manager, bootstrap_iters=0, log_samples=True

@@ -1,7 +1,6 @@
 """Our scoring as a model of lm-eval. Import only where lm-eval is installed."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
@@ -14,9 +13,6 @@ from diffquant.evals.scoring import score
 from diffquant.support.progress import Progress
 from diffquant.text.tokens import end_token
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 _MAX_GENERATED = 256
 
 
@@ -24,19 +20,17 @@ class HarnessModel(LM):
     """A model of lm-eval, which answers its requests with the numbers that lm-eval's HFLM gives.
 
     Args:
-        model, tokenizer: model and tokenizer that the requests are answered with.
+        model: model that the requests are answered with.
         batch_tokens: most tokens of one scoring pass.
     """
 
-    def __init__(
-        self, model: LanguageModel, tokenizer: "PreTrainedTokenizerBase", batch_tokens: int, progress: Progress
-    ) -> None:
+    def __init__(self, model: LanguageModel, batch_tokens: int, progress: Progress) -> None:
         super().__init__()
         self.model = model
-        self.tokenizer = tokenizer
+        self.tokenizer = model.tokenizer
         self.batch_tokens = batch_tokens
         self.progress = progress
-        self.encoder = RequestEncoder(tokenizer, model.max_length(tokenizer))
+        self.encoder = RequestEncoder(model.tokenizer, model.max_length)
         self._device = model.device
 
     def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
@@ -95,7 +89,7 @@ class HarnessModel(LM):
         # Greedy decoding has no temperature, and transformers warns about one.
         sampling = {k: v for k, v in arguments.items() if arguments.get("do_sample") or k != "temperature"}
         ids = self.encoder.encode(context)[-max(1, self.encoder.max_length - most_tokens) :]
-        continuation = self.model.generate(ids, most_tokens, stops, self.tokenizer, sampling)
+        continuation = self.model.generate(ids, most_tokens, stops, sampling)
         text = self.tokenizer.decode(continuation, skip_special_tokens=True)
         answer: str = postprocess_generated_text(text, stops, None)
         return answer

@@ -68,12 +68,12 @@ class DiffQuantLM(HarnessModel):
         source = pretrained if isinstance(pretrained, Source) else open_source(str(pretrained))
         check_loadable(source, [] if wanted is None else [wanted])
         self.loaded = load(source, wanted, resolve_dtype(dtype, chosen), chosen, scales=scales, device_map=places)
-        model, tokenizer = TorchModel(self.loaded), source.tokenizer
-        length = model.max_length(tokenizer)
+        model = TorchModel(self.loaded, source.tokenizer)
+        length = model.max_length
         tokens = batch_tokens_on(chosen) if sequences is None else sequences * length
         if sequences is None and max_batch_size is not None:
             tokens = min(tokens, max_batch_size * length)
-        super().__init__(model, tokenizer, tokens, progress_for("lm-eval"))
+        super().__init__(model, tokens, progress_for("lm-eval"))
 
     def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
         answers = super().loglikelihood(requests)

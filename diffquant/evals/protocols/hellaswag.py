@@ -91,7 +91,6 @@ class HellaSwagOutcome:
 
 def evaluate_hellaswag(
     model: LanguageModel,
-    tokenizer: "PreTrainedTokenizerBase",
     items: Sequence[HellaSwagItem],
     batch_tokens: int = BATCH_TOKENS,
     progress: Progress = silent,
@@ -102,7 +101,7 @@ def evaluate_hellaswag(
     Args:
         reference: states of another model, from `reference_of`.
     """
-    requests = _requests(tokenizer, model.max_length(tokenizer), tuple(items))
+    requests = _requests(model.tokenizer, model.max_length, tuple(items))
     lengths = {index: len(requests[index].continuation) for index in _right_requests(items)}
     meter = None if reference is None else KlMeter(reference, lengths)
     scores = iter(score(model, requests, batch_tokens, progress, meter.see if meter else None))
@@ -123,7 +122,6 @@ def evaluate_hellaswag(
 
 def reference_of(
     model: LanguageModel,
-    tokenizer: "PreTrainedTokenizerBase",
     items: Sequence[HellaSwagItem],
     batch_tokens: int = BATCH_TOKENS,
     progress: Progress = silent,
@@ -132,7 +130,7 @@ def reference_of(
 
     The right endings are what people wrote; with the wrong ones, four times as many states would have to be held.
     """
-    requests = _requests(tokenizer, model.max_length(tokenizer), tuple(items))
+    requests = _requests(model.tokenizer, model.max_length, tuple(items))
     seen: list[int] = []
     parts: list[States] = []
 

@@ -10,7 +10,6 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, takewhile, zip_longest
-from typing import TYPE_CHECKING
 
 from diffquant.errors import UsageError
 from diffquant.evals.constrained import choose
@@ -20,9 +19,6 @@ from diffquant.evals.labelled import Dataset, Example
 from diffquant.evals.language_model import LanguageModel
 from diffquant.support.progress import Progress, silent
 from diffquant.support.spelling import spelled
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 QUERY = "Question: {text}\nType:"
 DEMONSTRATION = QUERY + " {label}"
@@ -121,7 +117,6 @@ class ManyShotOutcome:
 
 def evaluate_many_shot(
     model: LanguageModel,
-    tokenizer: "PreTrainedTokenizerBase",
     data: Dataset,
     plan: ManyShotPlan,
     limit: int | None = None,
@@ -133,7 +128,7 @@ def evaluate_many_shot(
     Raises:
         UsageError: the prompts do not fit the model's context, or its tokenizer cannot tell labels apart.
     """
-    encoder = RequestEncoder(tokenizer, model.max_length(tokenizer))
+    encoder = RequestEncoder(model.tokenizer, model.max_length)
     asked = question_order(data.test, plan.seed)[:limit]
     labels = label_tokens(encoder, data.labels)
     queries = query_tokens(encoder, [example.text for example in asked], data.train[0])

@@ -107,14 +107,13 @@ class NeedleItem:
 
 def evaluate_needle(
     model: LanguageModel,
-    tokenizer: "PreTrainedTokenizerBase",
     text: str,
     plan: NeedlePlan,
     limit: int | None = None,
     batch_tokens: int = BATCH_TOKENS,
     progress: Progress = silent,
 ) -> tuple[list[NeedleItem], list[float]]:
-    """Make the items for a tokenizer, the first `limit` of them, and score them.
+    """Make the items for a model's tokenizer, the first `limit` of them, and score them.
 
     Returns:
         The items, and each one's share of the cities asked for whose number greedy decoding gives.
@@ -122,8 +121,8 @@ def evaluate_needle(
     Raises:
         UsageError: the model cannot see a length, the text is too poor, or the needles do not fit.
     """
-    items = make_items_for(model, tokenizer, text, plan)[:limit]
-    encoder = RequestEncoder(tokenizer, model.max_length(tokenizer))
+    items = make_items_for(model, text, plan)[:limit]
+    encoder = RequestEncoder(model.tokenizer, model.max_length)
     requests = encoder.requests(texts for item in items for texts in item.requests())
     scores = iter(score(model, requests, batch_tokens, progress))
     # Greedy decoding gives a whole answer where each of its tokens is the likeliest after those before it.
@@ -142,20 +141,18 @@ def by_place(items: Iterable[NeedleItem], retrieved: Iterable[float]) -> list[di
     ]
 
 
-def make_items_for(
-    model: LanguageModel, tokenizer: "PreTrainedTokenizerBase", text: str, plan: NeedlePlan
-) -> list[NeedleItem]:
+def make_items_for(model: LanguageModel, text: str, plan: NeedlePlan) -> list[NeedleItem]:
     """The items of a plan, checked to fit the model.
 
     Raises:
         UsageError: the model cannot see a length, the text is too poor, or the needles do not fit.
     """
-    seen = model.max_length(tokenizer)
+    seen = model.max_length
     if max(plan.lengths) > seen:
         raise UsageError(
             f"needle: the model sees {seen} tokens, fewer than {max(plan.lengths)}; give {spelled('lengths')}"
         )
-    return make_items(tokenizer, text, plan)
+    return make_items(model.tokenizer, text, plan)
 
 
 def make_items(tokenizer: "PreTrainedTokenizerBase", text: str, plan: NeedlePlan) -> list[NeedleItem]:
@@ -166,7 +163,7 @@ def make_items(tokenizer: "PreTrainedTokenizerBase", text: str, plan: NeedlePlan
     Raises:
         UsageError: the tokenizer can spell too few of the text's sentences, or the needles do not fit.
     """
-    haystack = _make_haystack(tokenizer, text)
+    haystack = _haystack(tokenizer, text)
     return [
         haystack.item(plan, length, depth, sample)
         for sample in range(plan.samples)
@@ -244,10 +241,8 @@ def _draw_numbers(rng: random.Random, count: int) -> list[str]:
     return drawn
 
 
-@lru_cache(maxsize=1)
-def _make_haystack(tokenizer: "PreTrainedTokenizerBase", text: str) -> Haystack:
-    """The haystack of a text; the last one is kept, since a sweep's next cell asks for the same."""
-    return Haystack(tokenizer, text)
+# The last one is kept, since a sweep's next cell asks for the same.
+_haystack = lru_cache(maxsize=1)(Haystack)
 
 
 def statement(city: str, number: str) -> str:

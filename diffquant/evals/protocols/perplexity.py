@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from operator import mul
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,9 +19,6 @@ from diffquant.evals.language_model import LanguageModel, States, joined, requir
 from diffquant.evals.scoring import token_scores
 from diffquant.support.progress import Progress, silent
 from diffquant.text.tokens import encode_text
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -57,7 +53,6 @@ class TextScore:
 @torch.inference_mode()
 def score_text(
     model: LanguageModel,
-    tokenizer: "PreTrainedTokenizerBase",
     text: str,
     window: int = WINDOW,
     stride: int = STRIDE,
@@ -74,7 +69,7 @@ def score_text(
         UsageError: the text is too short, or window and stride do not fit.
         NonFiniteError: the model's logits are not finite.
     """
-    tokens = encode_text(tokenizer, text, model.device)
+    tokens = encode_text(model.tokenizer, text, model.device)
     counts: list[int] = []
     nll: list[float] = []
     kl: list[float] = []
@@ -97,7 +92,6 @@ def score_text(
 @torch.inference_mode()
 def reference_of(
     model: LanguageModel,
-    tokenizer: "PreTrainedTokenizerBase",
     text: str,
     window: int = WINDOW,
     stride: int = STRIDE,
@@ -109,7 +103,7 @@ def reference_of(
     Raises:
         UsageError: the text is too short, or window and stride do not fit.
     """
-    tokens = encode_text(tokenizer, text, model.device)
+    tokens = encode_text(model.tokenizer, text, model.device)
     parts: list[States] = []
     for ids, scored in _windows(model, tokens, window, stride, batch_tokens):
         parts += [states for states, _ in _by_window(model.read(ids[:, :-1]), ids, scored)]
@@ -132,7 +126,7 @@ def _windows(
 ) -> Iterator[tuple[Tensor, list[int]]]:
     """Passes over the text in order: windows [B, T + 1], each with the next token, and how many tokens it scores."""
     check_windows(window, stride)
-    window = min(window, len(tokens) - 1, model.max_length(None))
+    window = min(window, len(tokens) - 1, model.max_length)
     spans = list(_spans(len(tokens) - 1, window, min(stride, window)))
     rows = max(1, batch_tokens // window)
     for first in range(0, len(spans), rows):

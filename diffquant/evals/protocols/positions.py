@@ -8,7 +8,6 @@ arXiv 2312.04927, who also exclude the commonest bigrams of the training data, w
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,14 +19,10 @@ from diffquant.evals.scoring import token_scores
 from diffquant.support.progress import Progress, silent
 from diffquant.text.tokens import encode_text
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 
 @torch.inference_mode()
 def score_positions(
     model: LanguageModel,
-    tokenizer: "PreTrainedTokenizerBase",
     text: str,
     window: int = WINDOW,
     batch_tokens: int = BATCH_TOKENS,
@@ -43,8 +38,8 @@ def score_positions(
         UsageError: the text or the window is too short.
         NonFiniteError: the model's logits are not finite.
     """
-    tokens = encode_text(tokenizer, text, model.device)
-    window = min(window, len(tokens) - 1, model.max_length(None))
+    tokens = encode_text(model.tokenizer, text, model.device)
+    window = min(window, len(tokens) - 1, model.max_length)
     if window < 2:
         raise UsageError(f"nll needs windows of 2 tokens or more, got {window}")
     windows = tokens[: (len(tokens) - 1) // window * window].view(-1, window)

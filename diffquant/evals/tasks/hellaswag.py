@@ -15,8 +15,6 @@ from diffquant.support.plain_data import JsonObject
 from diffquant.support.progress import Progress
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from diffquant.evals.language_model import LanguageModel, States
     from diffquant.evals.protocols.hellaswag import HellaSwagItem
 
@@ -64,16 +62,10 @@ class HellaSwag(Task):
             "batch_tokens": self.batch_tokens,
         }
 
-    def run(
-        self,
-        model: "LanguageModel",
-        tokenizer: "PreTrainedTokenizerBase",
-        reference: "States | None",
-        progress: Progress,
-    ) -> TaskResult:
+    def run(self, model: "LanguageModel", reference: "States | None", progress: Progress) -> TaskResult:
         from diffquant.evals.protocols import hellaswag
 
-        outcome = hellaswag.evaluate_hellaswag(model, tokenizer, self.items, self.batch_tokens, progress, reference)
+        outcome = hellaswag.evaluate_hellaswag(model, self.items, self.batch_tokens, progress, reference)
         kl = {"kl": mean_interval(outcome.kl, outcome.tokens).mean, "kl_by_item": outcome.kl} if outcome.kl else {}
         acc, acc_norm = estimate(outcome.correct), estimate(outcome.correct_norm)
         return TaskResult(
@@ -97,7 +89,7 @@ class HellaSwag(Task):
             | kl,
         )
 
-    def reference(self, model: "LanguageModel", tokenizer: "PreTrainedTokenizerBase", progress: Progress) -> "States":
+    def reference(self, model: "LanguageModel", progress: Progress) -> "States":
         from diffquant.evals.protocols.hellaswag import reference_of
 
-        return reference_of(model, tokenizer, self.items, self.batch_tokens, progress)
+        return reference_of(model, self.items, self.batch_tokens, progress)

@@ -12,8 +12,6 @@ from diffquant.support.plain_data import JsonObject
 from diffquant.support.progress import Progress
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from diffquant.evals.language_model import LanguageModel, States
 
 
@@ -59,13 +57,7 @@ class Harness(Task):
 
         return unseen(self.task)
 
-    def run(
-        self,
-        model: "LanguageModel",
-        tokenizer: "PreTrainedTokenizerBase",
-        reference: "States | None",  # noqa: ARG002
-        progress: Progress,
-    ) -> TaskResult:
+    def run(self, model: "LanguageModel", reference: "States | None", progress: Progress) -> TaskResult:  # noqa: ARG002
         from diffquant.evals.protocols.harness import run_task
 
-        return run_task(model, tokenizer, self.task, self.limit, self.batch_tokens, progress)
+        return run_task(model, self.task, self.limit, self.batch_tokens, progress)

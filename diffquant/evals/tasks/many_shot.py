@@ -18,8 +18,6 @@ from diffquant.support.progress import Progress
 from diffquant.support.spelling import spelled
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from diffquant.evals.labelled import Dataset
     from diffquant.evals.language_model import LanguageModel, States
     from diffquant.evals.protocols.many_shot import ManyShotPlan
@@ -96,18 +94,10 @@ class ManyShot(Task):
             "batch_tokens": self.batch_tokens,
         }
 
-    def run(
-        self,
-        model: "LanguageModel",
-        tokenizer: "PreTrainedTokenizerBase",
-        reference: "States | None",  # noqa: ARG002
-        progress: Progress,
-    ) -> TaskResult:
+    def run(self, model: "LanguageModel", reference: "States | None", progress: Progress) -> TaskResult:  # noqa: ARG002
         from diffquant.evals.protocols import many_shot
 
-        outcome = many_shot.evaluate_many_shot(
-            model, tokenizer, self.data, self.plan, self.limit, self.batch_tokens, progress
-        )
+        outcome = many_shot.evaluate_many_shot(model, self.data, self.plan, self.limit, self.batch_tokens, progress)
         score = estimate(outcome.correct)
         # With several draws an item has several answers, so it cannot flip.
         one_draw = self.plan.draws == 1

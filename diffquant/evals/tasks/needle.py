@@ -17,8 +17,6 @@ from diffquant.support.plain_data import JsonObject
 from diffquant.support.progress import Progress
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from diffquant.evals.language_model import LanguageModel, States
     from diffquant.evals.protocols.needle import NeedlePlan
 
@@ -94,18 +92,10 @@ class Needle(Task):
             "batch_tokens": self.batch_tokens,
         }
 
-    def run(
-        self,
-        model: "LanguageModel",
-        tokenizer: "PreTrainedTokenizerBase",
-        reference: "States | None",  # noqa: ARG002
-        progress: Progress,
-    ) -> TaskResult:
+    def run(self, model: "LanguageModel", reference: "States | None", progress: Progress) -> TaskResult:  # noqa: ARG002
         from diffquant.evals.protocols import needle
 
-        items, retrieved = needle.evaluate_needle(
-            model, tokenizer, self.text, self.plan, self.limit, self.batch_tokens, progress
-        )
+        items, retrieved = needle.evaluate_needle(model, self.text, self.plan, self.limit, self.batch_tokens, progress)
         score = estimate(retrieved)
         return TaskResult(
             metric="retrieved",

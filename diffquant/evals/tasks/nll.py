@@ -16,7 +16,6 @@ from diffquant.support.progress import Progress
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import PreTrainedTokenizerBase
 
     from diffquant.evals.language_model import LanguageModel, States
 
@@ -69,16 +68,10 @@ class Nll(Task):
             "batch_tokens": self.batch_tokens,
         }
 
-    def run(
-        self,
-        model: "LanguageModel",
-        tokenizer: "PreTrainedTokenizerBase",
-        reference: "States | None",  # noqa: ARG002
-        progress: Progress,
-    ) -> TaskResult:
+    def run(self, model: "LanguageModel", reference: "States | None", progress: Progress) -> TaskResult:  # noqa: ARG002
         from diffquant.evals.protocols.positions import cumulative_means, score_positions
 
-        nll, is_hit = score_positions(model, tokenizer, self.text, self.window, self.batch_tokens, progress)
+        nll, is_hit = score_positions(model, self.text, self.window, self.batch_tokens, progress)
         windows, window = nll.shape
         positions, cumulative = cumulative_means(nll)
         return TaskResult(

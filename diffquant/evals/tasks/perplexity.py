@@ -13,8 +13,6 @@ from diffquant.support.plain_data import JsonObject
 from diffquant.support.progress import Progress
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from diffquant.evals.language_model import LanguageModel, States
 
 _STRIDE = TaskOption("stride", STRIDE, "Number of tokens from one window to the next.", int)
@@ -70,18 +68,10 @@ class Perplexity(Task):
             "batch_tokens": self.batch_tokens,
         }
 
-    def run(
-        self,
-        model: "LanguageModel",
-        tokenizer: "PreTrainedTokenizerBase",
-        reference: "States | None",
-        progress: Progress,
-    ) -> TaskResult:
+    def run(self, model: "LanguageModel", reference: "States | None", progress: Progress) -> TaskResult:
         from diffquant.evals.protocols.perplexity import score_text
 
-        score = score_text(
-            model, tokenizer, self.text, self.window, self.stride, self.batch_tokens, reference, progress
-        )
+        score = score_text(model, self.text, self.window, self.stride, self.batch_tokens, reference, progress)
         return TaskResult(
             metric="perplexity",
             details={
@@ -96,7 +86,7 @@ class Perplexity(Task):
             },
         )
 
-    def reference(self, model: "LanguageModel", tokenizer: "PreTrainedTokenizerBase", progress: Progress) -> "States":
+    def reference(self, model: "LanguageModel", progress: Progress) -> "States":
         from diffquant.evals.protocols.perplexity import reference_of
 
-        return reference_of(model, tokenizer, self.text, self.window, self.stride, self.batch_tokens, progress)
+        return reference_of(model, self.text, self.window, self.stride, self.batch_tokens, progress)

@@ -13,8 +13,6 @@ from diffquant.evals.tasks.many_shot import ManyShot
 from diffquant.support.progress import Progress
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from diffquant.evals.language_model import LanguageModel, States
     from diffquant.evals.protocols.many_shot import OrderPlan
 
@@ -53,14 +51,8 @@ class ShotOrder(ManyShot):
     def name(self) -> str:
         return f"{self.kind}:{self.plan.shots}:{self.plan.draws}" + (":alternate" if self.plan.alternates else "")
 
-    def run(
-        self,
-        model: "LanguageModel",
-        tokenizer: "PreTrainedTokenizerBase",
-        reference: "States | None",
-        progress: Progress,
-    ) -> TaskResult:
-        result = super().run(model, tokenizer, reference, progress)
+    def run(self, model: "LanguageModel", reference: "States | None", progress: Progress) -> TaskResult:
+        result = super().run(model, reference, progress)
         details = {name: value for name, value in result.details.items() if name not in ("by_draw", "choices_by_draw")}
         by_order = result.details["by_draw"]
         best, worst = max(by_order), min(by_order)

@@ -1,17 +1,13 @@
 """Rounding by the scales with the least squared error, with every weight at its nearest code."""
 
-from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from diffquant.numbers.formats import NumberFormat
 from diffquant.quantization.roundings.base import Rounder, Rounding, register
-from diffquant.recipe.rounding import RoundingSettings
 from diffquant.scheme import Scheme
-from diffquant.source.source import Source
-from diffquant.source.weight_source import WeightSource
-from diffquant.support.progress import Progress
 
 # Number of scales that are tried; the fewer the bits, the more clipping gains.
 _TRIALS = 20
@@ -73,13 +69,7 @@ class Mse(Rounding):
 
     name = "mse"
 
-    def prepare(
-        self,
-        source: Source | WeightSource,  # noqa: ARG002
-        schemes: Mapping[str, Scheme],  # noqa: ARG002
-        settings: RoundingSettings,  # noqa: ARG002
-        progress: Progress,  # noqa: ARG002
-    ) -> Rounder:
+    def prepare(self, *_: Any, **__: Any) -> Rounder:
         return Rounder(round_with_clipping)
 
 

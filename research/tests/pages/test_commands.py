@@ -2,7 +2,7 @@
 
 import pytest
 
-from diffquant.calib.analysis.outliers import OutlierOptions, find_outliers
+from diffquant.calib.analysis.outliers import find_outliers
 from diffquant.data import pocket_models
 from diffquant.demo.pocket import ANSWER
 from research.check.pages.figure8 import MORE, WON
@@ -25,8 +25,7 @@ def test_a_program_that_there_is_not_is_named():
 
 
 def test_the_pocket_models_have_the_outliers_that_their_page_gives():
-    options = OutlierOptions(tokens=20_000, window=256, dtype="float32")
-    again = find_outliers(sorted(pocket_models("needle")), options)
+    again = find_outliers(sorted(pocket_models("needle")), tokens=20_000, window=256, dtype="float32")
     committed = {model["name"]: model for model in raw("pocket-needle-outliers/outliers.json")["models"]}
     assert {model.fingerprint for model in again.models} == {model["fingerprint"] for model in committed.values()}
     for model in again.models:

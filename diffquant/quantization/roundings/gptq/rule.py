@@ -3,13 +3,11 @@
 from collections.abc import Mapping
 
 from diffquant.quantization.roundings.base import Rounder, Rounding, register
-from diffquant.quantization.roundings.mse import round_with_clipping
 from diffquant.recipe.rounding import ROUNDING_OPTIONS, RoundingSettings
 from diffquant.scheme import Scheme
 from diffquant.source.source import Source, open_source
 from diffquant.source.weight_source import WeightSource
 from diffquant.support.progress import Progress
-from diffquant.text.corpus import load_text, text_digest
 
 
 class Gptq(Rounding):
@@ -31,10 +29,7 @@ class Gptq(Rounding):
         # It runs a model, which the other rules and this one's name do without.
         from diffquant.quantization.roundings.gptq.sequence import rounded_layers
 
-        text = load_text(settings.text)
-        rounded = rounded_layers(open_source(source), schemes, settings, text, progress)
-        identity = {"text": text_digest(text), "tokens": rounded.tokens, "window": rounded.window}
-        return Rounder(round_with_clipping, identity | settings.options, rounded.made)
+        return rounded_layers(open_source(source), schemes, settings, progress)
 
 
 register(Gptq())

@@ -1,7 +1,6 @@
 """A checkpoint's weights rounded in the order in which the model reads them, each for the inputs that it then has."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,13 +10,16 @@ from diffquant.formats.compressed_tensors import decode_codes
 from diffquant.formats.row_stream import workers
 from diffquant.model.walk import Walk, batches
 from diffquant.quantization.magnitudes import Magnitudes
+from diffquant.quantization.roundings.base import Rounder
 from diffquant.quantization.roundings.gptq.compensation import Inputs, compensate, damped, retargeting
 from diffquant.quantization.roundings.gptq.layer_inputs import Moments, input_of, inputs_on_the_way, readers_by_input
+from diffquant.quantization.roundings.mse import round_with_clipping
 from diffquant.recipe.rounding import RoundingSettings
 from diffquant.scheme import Scheme
 from diffquant.source.building import build_model
 from diffquant.source.source import Source
 from diffquant.support.progress import Progress
+from diffquant.text.corpus import load_text, text_digest
 from diffquant.text.tokens import max_length, token_windows
 
 TOKENS = 16384
@@ -32,34 +34,19 @@ Made = tuple[Tensor, Tensor]
 Finish = Callable[[Walk[Any], "LayerWeights", Sequence[Any], Sequence[Any]], Sequence[Any]]
 
 
-@dataclass(frozen=True, eq=False)
-class RoundedLayers:
-    """Weights of the layers' linear modules, rounded over a text.
-
-    Attributes:
-        made: codes int8 [out, in] and stored scale of each weight, by the checkpoint's own names.
-        tokens: number of tokens that were read.
-        window: number of tokens that the model saw at once.
-    """
-
-    made: Mapping[str, Made]
-    tokens: int
-    window: int
-
-
 def rounded_layers(
     source: Source,
     schemes: Mapping[str, Scheme],
     settings: RoundingSettings,
-    text: str,
     progress: Progress,
     finish: Finish | None = None,
     batch_tokens: int = BATCH_TOKENS,
-) -> RoundedLayers:
+) -> Rounder:
     """Run a model over a text in float32, layer by layer, and round each layer's weights before the next one reads.
 
     It runs on the CPU whatever the model is loaded on later, so that every reader of a recipe gets the same codes.
-    Beside the model, memory holds the text's states and the second moments of one layer.
+    Beside the model, memory holds the text's states and the second moments of one layer. A weight outside the layers is
+    rounded as by mse.
 
     Args:
         schemes: scheme of each module whose weight is quantized, by the checkpoint's own names.
@@ -69,7 +56,7 @@ def rounded_layers(
     Raises:
         DiffQuantError: the checkpoint or its tokenizer cannot be read, or the text holds no window.
     """
-    tokenizer, tokens = source.tokenizer, settings.tokens or TOKENS
+    text, tokenizer, tokens = load_text(settings.text), source.tokenizer, settings.tokens or TOKENS
     model = build_model(source, torch.float32)
     window = min(settings.window or WINDOW, tokens, max_length(model.config, tokenizer))
     ids = token_windows(model, tokenizer, text, window, tokens)
@@ -93,7 +80,8 @@ def rounded_layers(
                 else:
                     states = finish(walk, weights, inputs, exact)
             progress(number + 1, len(walk.layers), "rounding by layers")
-    return RoundedLayers(made, ids.numel(), window)
+    identity = {"text": text_digest(text), "tokens": ids.numel(), "window": window}
+    return Rounder(round_with_clipping, identity | settings.options, made)
 
 
 class LayerWeights:

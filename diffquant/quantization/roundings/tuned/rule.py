@@ -5,13 +5,11 @@ from dataclasses import replace
 from functools import partial
 
 from diffquant.quantization.roundings.base import Rounder, Rounding, register
-from diffquant.quantization.roundings.mse import round_with_clipping
 from diffquant.recipe.rounding import RoundingSettings
 from diffquant.scheme import Scheme
 from diffquant.source.source import Source, open_source
 from diffquant.source.weight_source import WeightSource
 from diffquant.support.progress import Progress
-from diffquant.text.corpus import load_text, text_digest
 
 # Each step of descent reads one window.
 _WINDOW = 256
@@ -38,11 +36,8 @@ class Tuned(Rounding):
         from diffquant.quantization.roundings.tuned.descent import tune_layer
 
         settings = replace(settings, window=settings.window or _WINDOW)
-        text = load_text(settings.text)
         tune = partial(tune_layer, seed=settings.seed or 0)
-        rounded = rounded_layers(open_source(source), schemes, settings, text, progress, tune, _WINDOW)
-        identity = {"text": text_digest(text), "tokens": rounded.tokens, "window": rounded.window}
-        return Rounder(round_with_clipping, identity | settings.options, rounded.made)
+        return rounded_layers(open_source(source), schemes, settings, progress, tune, _WINDOW)
 
 
 register(Tuned())
