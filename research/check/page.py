@@ -15,6 +15,7 @@ from research.check import checks
 from research.check.declarations import (
     CellValues,
     Claim,
+    RowValues,
     Sentence,
     TableFigures,
     Transcript,
@@ -56,15 +57,22 @@ class Page:
     def table(
         self,
         heads: str,
-        values: CellValues,
+        values: CellValues | Unmeasured,
         row: str | None = None,
         section: str | None = None,
         names: int = 1,
-        columns: Sequence[str] = (),
     ) -> None:
-        """Declare a table by its heads, which " | " parts."""
-        texts = tuple(head.strip() for head in heads.split(" | "))
-        self.tables.append(TableFigures(texts, cache(values), row, section, names, tuple(columns) or texts[names:]))
+        """Declare a table by its heads, which " | " parts, and by a function of a row's label and a column's head."""
+        texts = _texts(heads)
+        of_cell = (lambda *_: values) if isinstance(values, Unmeasured) else values
+        self.tables.append(
+            TableFigures(texts, cache(lambda label, at: of_cell(label, texts[names + at])), row, section, names)
+        )
+
+    def rows(self, heads: str, cells: RowValues, section: str | None = None, names: int = 1) -> None:
+        """Declare a table by a function of a row's label, which gives all of the row's cells."""
+        cells_of = cache(cells)
+        self.tables.append(TableFigures(_texts(heads), lambda label, at: cells_of(label)[at], None, section, names))
 
     def says(self, text: str, *values: Expected) -> None:
         """Declare the figures of a sentence."""
@@ -107,3 +115,7 @@ class Page:
         patterns = [sentence.pattern for sentence in self.sentences]
         patterns += [words_of(text) for text in (*(claim.text for claim in self.claims), *self.unmeasured)]
         return [match.span() for pattern in patterns for match in pattern.finditer(passage.text)]
+
+
+def _texts(heads: str) -> tuple[str, ...]:
+    return tuple(head.strip() for head in heads.split(" | "))

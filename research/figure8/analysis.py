@@ -32,7 +32,7 @@ from research.figure8.plan import (
     results,
 )
 from research.figure8.scoring import BITS, FORMATS, SCHEMES
-from research.studies.figure8_model import advantage, parts
+from research.studies.figure8_model import advantage, parts_won
 
 DIFFS = KINDS[1:]
 SIX, THREE = range(101, 107), range(101, 104)
@@ -110,12 +110,12 @@ def bits_won(scheme: str, text: str = "books", among: str = "kl") -> Measure:
 
 def range_won(diff: Result, plain: Result) -> float:
     """Bits that a smaller range wins at the primary scheme, as the simple model of `figure8_model` says."""
-    return advantage(parts(diff["books"], PRIMARY)[0], parts(plain["books"], PRIMARY)[0])
+    return parts_won(diff["books"], plain["books"], PRIMARY)[0]
 
 
 def sensitivity_won(diff: Result, plain: Result) -> float:
     """Bits that a smaller sensitivity wins, likewise."""
-    return advantage(parts(diff["books"], PRIMARY)[1], parts(plain["books"], PRIMARY)[1])
+    return parts_won(diff["books"], plain["books"], PRIMARY)[1]
 
 
 def perplexity_ratio(diff: Result, plain: Result) -> float:

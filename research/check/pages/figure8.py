@@ -5,7 +5,7 @@ from dataclasses import replace
 from statistics import fmean, stdev
 
 from diffquant.evals.stats import mean_interval
-from research.check.numbers import About
+from research.check.numbers import About, ends
 from research.check.page import Page
 from research.figure8.analysis import (
     LEVEL,
@@ -216,7 +216,7 @@ def largest(kind: str, what: str) -> list[float]:
 
 def _extremes(row: str, column: str) -> list[float]:
     found = largest(NAMES[row], column)
-    return [fmean(found), min(found), max(found)]
+    return [fmean(found), *ends(found)]
 
 
 PAGE.table("mean of six trainings, least to most | largest logit | largest hidden state", _extremes)

@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from diffquant.evals.stats import Difference, estimate, mean_interval
 from diffquant.quantization.roundings.tuned.descent import _STEPS
 from diffquant.text.corpus import load_text
-from research.check.numbers import Expected
-from research.check.page import CellValues, Page, Unmeasured, Values
+from research.check.numbers import Expected, ends
+from research.check.page import Page, Unmeasured, Values
 from research.check.raw import raw
 from research.studies.rounding_tables import (
     READERS,
@@ -38,70 +39,57 @@ def _bits(row: dict[str, Any]) -> list[Expected]:
 
 
 def _cell(row: dict[str, Any], head: str) -> list[Expected]:
-    if head.endswith("bits"):
+    if head == "bits":
         return _bits(row)
     if head == "HellaSwag":
         accuracy = estimate([float(digit) for digit in row["correct"]])
         return [100 * accuracy.mean, 100 * (accuracy.se or 0)]
-    return [row["perplexity" if head.endswith("perplexity") else "kl"]]
+    return [row["perplexity" if head == "perplexity" else "kl"]]
 
 
 PAGE.table("method | bits | perplexity | KL, nats | HellaSwag", lambda row, head: _cell(OLDER["results"][row], head))
 
 
-def _windows_cell(result: dict[str, Any], columns: Sequence[str]) -> CellValues:
-    def cell(row: str, column: str) -> Values:
-        if column == "bits":
-            return _bits(result["results"][row])
-        return dict(zip(columns, method_cells(result, row), strict=True))[column]
-
-    return cell
+# Every model of the newest results.
+NEWEST = {"SmolLM2": SMOLLM2} | SHIPPED
 
 
-_SCORES = ("perplexity", "KL", "elsewhere: perplexity", "elsewhere: KL")
-_HEAD = "perplexity | KL, nats | elsewhere: perplexity | KL, nats"
+def _windows_cells(row: str, result: dict[str, Any]) -> list[Values]:
+    return [_bits(result["results"][row]), *method_cells(result, row)]
+
+
 for _section, _result in ({"SmolLM2-135M": SMOLLM2} | SHIPPED).items():
-    PAGE.table(
-        f"method | bits | CPU seconds | {_HEAD}",
-        _windows_cell(_result, ("CPU seconds", *_SCORES)),
+    PAGE.rows(
+        "method | bits | CPU seconds | perplexity | KL, nats | elsewhere: perplexity | KL, nats",
+        partial(_windows_cells, result=_result),
         section=_section,
-        columns=["bits", "CPU seconds", *_SCORES],
     )
-
-
-_SIZE_COLUMNS = ["bits", *(f"{model}: {text}" for model in SHIPPED for text in ("KL", "elsewhere"))]
-PAGE.table(
+PAGE.rows(
     "method | bits | Transformer: KL, nats | elsewhere | DIFF V1: KL, nats | elsewhere | DIFF V2: KL, nats | elsewhere",
-    lambda row, column: dict(zip(_SIZE_COLUMNS, size_cells(list(SHIPPED.values()), row), strict=True))[column],
-    columns=_SIZE_COLUMNS,
+    lambda row: size_cells(list(SHIPPED.values()), row),
 )
 
 # Eight bits
 
 EIGHT = {model: raw(f"rounding/8-bits/{file}.json")["results"] for model, file in _FILES.items()}
-_MICRO = ("KL, µnats", "elsewhere")
 
 
-def _eight(row: str, column: str) -> Values:
-    if column == "bits":
-        return sorted({rows[row]["bits"] for rows in EIGHT.values()})
-    model, _, text = column.partition(": ")
-    scores = EIGHT[model][row]
-    return [1e6 * (scores["elsewhere"] if text == "elsewhere" else scores)["kl"]]
+def _eight(row: str) -> list[Values]:
+    rows = [results[row] for results in EIGHT.values()]
+    return [
+        sorted({each["bits"] for each in rows}),
+        *([1e6 * scores["kl"]] for each in rows for scores in (each, each["elsewhere"])),
+    ]
 
 
-def _times(method: str, others: Sequence[str]) -> list[float]:
+def _times(method: str, others: Sequence[str]) -> tuple[float, float]:
     """Least and largest KL of a method over that of others, over models."""
     ratios = [rows[method]["kl"] / rows[other]["kl"] for rows in EIGHT.values() for other in others]
-    return [min(ratios), max(ratios)]
+    return ends(ratios)
 
 
 _HQQ, _INT8 = "HQQ 8 bits, rows", "bitsandbytes int8, rows"
-PAGE.table(
-    f"method | bits | {' | '.join(f'{model}: {_MICRO[0]} | {_MICRO[1]}' for model in SHIPPED)}",
-    _eight,
-    columns=["bits", *(f"{model}: {text}" for model in SHIPPED for text in _MICRO)],
-)
+PAGE.rows(f"method | bits | {' | '.join(f'{model}: KL, µnats | elsewhere' for model in SHIPPED)}", _eight)
 _UNROUNDED = [
     {name: row["kl"] for name, row in rows.items() if name != "16 bits" and "LLM" not in name}
     for rows in EIGHT.values()
@@ -120,31 +108,20 @@ PAGE.says(
 _BY_FILE = {result["settings"]["model"]: result for result in (SMOLLM2, *SHIPPED.values())}
 
 
-def _lead_cell(row: str, column: str) -> str:
+def _lead_cells(row: str) -> list[str]:
     file, _, ours = row.split(", ")
-    return dict(zip(("best other", "prose", "elsewhere"), lead_cells(_BY_FILE[file], ours), strict=True))[column]
+    return lead_cells(_BY_FILE[file], ours)
 
 
-PAGE.table(
-    "model | bits | ours | best other | KL less, nats | elsewhere",
-    _lead_cell,
-    names=3,
-    columns=["best other", "prose", "elsewhere"],
-)
-
-_HEADS = ["Transformer: perplexity", "KL, nats", "DIFF V1: perplexity", "KL, nats", "DIFF V2: perplexity", "KL, nats"]
+PAGE.rows("model | bits | ours | best other | KL less, nats | elsewhere", _lead_cells, names=3)
 
 
-def _trained_cell(row: str, column: str) -> list[Expected]:
-    model = "Transformer" if column == "bits" else column.partition(":")[0]
-    return _cell(TRAINED[model]["results"][row], column)
+def _trained_cells(row: str) -> list[Values]:
+    rows = [result["results"][row] for result in TRAINED.values()]
+    return [_bits(rows[0]), *([each[score]] for each in rows for score in ("perplexity", "kl"))]
 
 
-PAGE.table(
-    f"method | bits | {' | '.join(_HEADS)}",
-    _trained_cell,
-    columns=["bits", *(f"{model}: {what}" for model in TRAINED for what in ("perplexity", "KL"))],
-)
+PAGE.rows(f"method | bits | {' | '.join(f'{model}: perplexity | KL, nats' for model in TRAINED)}", _trained_cells)
 PAGE.table(
     "method | bits | the model's own | normal | Student's t, 5 | normal, large columns | normal, large rows",
     lambda row, head: [LAYERS[row]["bits"] if head == "bits" else LAYERS[row]["decibels"][head]],
@@ -186,7 +163,7 @@ def _fall(rounding: str, result: dict[str, Any], size: str = "4:g32") -> float:
 
 
 _FALLS = [_fall("mse", result) for result in (SMOLLM2, *SHIPPED.values())]
-PAGE.says("It lowers the KL of `nearest` by {} to {} % with groups of 32", min(_FALLS), max(_FALLS))
+PAGE.says("It lowers the KL of `nearest` by {} to {} % with groups of 32", *ends(_FALLS))
 PAGE.says(
     "its KL at 4.5 bits falls by {} % from `nearest`, the Transformer's by {} % and DIFF V2's by {} %",
     *(_fall("gptq", SHIPPED[model]) for model in ("DIFF V1", "Transformer", "DIFF V2")),
@@ -211,7 +188,7 @@ def _range_below(rivals: Mapping[str, str], ours: str = "gptq 4:g32") -> list[fl
     """Least and most percent of KL that ours has less than each model's rival on the prose, and elsewhere."""
     here = [_below_the_best(ours, SHIPPED[model], rival) for model, rival in rivals.items()]
     there = [_below_the_best(ours, _elsewhere(SHIPPED[model]), rival) for model, rival in rivals.items()]
-    return [min(here), max(here), min(there), max(there)]
+    return [*ends(here), *ends(there)]
 
 
 def _lowest(names: Sequence[str]) -> dict[str, str]:
@@ -245,7 +222,7 @@ def _tuner_less(ours: str) -> dict[str, tuple[float, float]]:
         size: [_below_the_best(f"{ours} {size}", result, tuner) for result in SHIPPED.values()]
         for size, tuner in TUNERS.items()
     }
-    return {size: (min(each), max(each)) for size, each in less.items()}
+    return {size: ends(each) for size, each in less.items()}
 
 
 _TUNED_LESS, _GPTQ_LESS = _tuner_less("tuned"), _tuner_less("gptq")
@@ -307,7 +284,7 @@ PAGE.means(
     "five of six on the Transformer, three of six on DIFF V2, none on DIFF V1",
     _BY_CHANCE == {"Transformer": 5, "DIFF V1": 0, "DIFF V2": 3},
 )
-PAGE.says("none on DIFF V1, where `tuned` has {} to {} % less", min(_ON_V1), max(_ON_V1))
+PAGE.says("none on DIFF V1, where `tuned` has {} to {} % less", *ends(_ON_V1))
 # The prose is scored from the ninth of sixteen passages on: four whole ones, in turn.
 _PASSAGE = len(load_text()) / 16
 
@@ -357,14 +334,14 @@ _MORE_BITS = [
     for size, tuner in TUNERS.items()
     for result in SHIPPED.values()
 ]
-PAGE.says("AutoRound has {} to {} % more bits", min(_MORE_BITS), max(_MORE_BITS))
+PAGE.says("AutoRound has {} to {} % more bits", *ends(_MORE_BITS))
 _TIMED = [
     [result["results"][names[size]]["cpu_seconds"] for size in TUNERS for result in SHIPPED.values()]
     for names in (TUNERS, {size: f"tuned {size}" for size in TUNERS}, {size: f"gptq {size}" for size in TUNERS})
 ]
 PAGE.says(
     "and took {} to {} seconds of CPU time a model, `tuned` {} to {} and `gptq` {} to {}",
-    *(end for seconds in _TIMED for end in (min(seconds), max(seconds))),
+    *(end for seconds in _TIMED for end in ends(seconds)),
 )
 PAGE.means(
     "were measured on one core each of an AMD EPYC with AVX-512",
@@ -393,7 +370,7 @@ PAGE.says("It has {} to {} % less KL than llama.cpp's Q4_K", *_range_below(_BY_Q
 PAGE.says(
     "and {} to {} % less than Q4_K_M, which has {} to {} bits",
     *_range_below(_BY_MIX)[:2],
-    *(take(result["results"][_BY_MIX[model]]["bits"] for model, result in SHIPPED.items()) for take in (min, max)),
+    *ends(result["results"][_BY_MIX[model]]["bits"] for model, result in SHIPPED.items()),
 )
 PAGE.says("it has {} to {} % less than llm-compressor's GPTQ", *_range_below(_BY_GPTQ)[:2])
 AGAINST_BLIND = _range_below(_BY_BLIND)
@@ -418,12 +395,10 @@ _SLOWER = [
 ]
 PAGE.says(
     "lowers `gptq`'s KL by {} to {} % on the prose and {} to {} % elsewhere",
-    min(_LESS),
-    max(_LESS),
-    min(_LESS_THERE),
-    max(_LESS_THERE),
+    *ends(_LESS),
+    *ends(_LESS_THERE),
 )
-PAGE.says("It takes {} to {} times the CPU time", min(_SLOWER), max(_SLOWER))
+PAGE.says("It takes {} to {} times the CPU time", *ends(_SLOWER))
 PAGE.means(
     "no interval of the difference contains zero. It takes",
     all(each and each.low > 0 for result in SHIPPED.values() for each in more_kl(result, _PLAIN)),
@@ -434,7 +409,7 @@ def _more(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> list[float]
     """Least and most percent of KL that the first of each two rows has more, on the prose and elsewhere."""
     here = [100 * (row["kl"] / other["kl"] - 1) for row, other in pairs]
     there = [100 * (row["elsewhere"]["kl"] / other["elsewhere"]["kl"] - 1) for row, other in pairs]
-    return [min(here), max(here), min(there), max(there)]
+    return [*ends(here), *ends(there)]
 
 
 _HALF = {model: raw(f"rounding/half-text/{file}.json") for model, file in _FILES.items()}
@@ -482,8 +457,7 @@ _BY_OWN = {
 }
 PAGE.says(
     "it has {} to {} % more on the prose, about as much as on the 16-bit model's inputs",
-    min(_BY_OWN["target layer"]),
-    max(_BY_OWN["target layer"]),
+    *ends(_BY_OWN["target layer"]),
 )
 PAGE.means(
     "None of `gptq`'s options helps",
@@ -495,8 +469,7 @@ PAGE.means(
 )
 PAGE.says(
     "`order: activation` has {} to {} % more",
-    min(_BY_OWN["order of activation"]),
-    max(_BY_OWN["order of activation"]),
+    *ends(_BY_OWN["order of activation"]),
 )
 PAGE.means(
     "on DIFF V1 both intervals of that contain zero, on the others none does",
@@ -508,18 +481,12 @@ PAGE.means(
 )
 
 
-def _option_cell(row: str, column: str) -> str:
+def _option_cells(row: str) -> list[str]:
     model, _, name = row.partition(", ")
-    return dict(zip(_OPTION_COLUMNS, option_cells(_BY_FILE[model], name), strict=True))[column]
+    return option_cells(_BY_FILE[model], name)
 
 
-_OPTION_COLUMNS = ["bits", "KL", "more", "elsewhere: KL", "elsewhere: more"]
-PAGE.table(
-    "model | gptq | bits | KL, nats | more than by itself | elsewhere: KL, nats | more",
-    _option_cell,
-    names=2,
-    columns=_OPTION_COLUMNS,
-)
+PAGE.rows("model | gptq | bits | KL, nats | more than by itself | elsewhere: KL, nats | more", _option_cells, names=2)
 PAGE.means(
     "On the inputs of the 16-bit model `gptq` would be behind Q4_K_M on the Transformer and DIFF V2",
     [model for model, result in SHIPPED.items() if _kl(_PLAIN, result) > _kl(_BY_MIX[model], result)]
@@ -698,8 +665,7 @@ PAGE.says(
     "Six bits cost the models trained here {} to {} nats on the prose, and SmolLM2 {} to {}",
     min(min(_SIX[model]) for model in SHIPPED),
     max(max(_SIX[model]) for model in SHIPPED),
-    min(_SIX["SmolLM2"]),
-    max(_SIX["SmolLM2"]),
+    *ends(_SIX["SmolLM2"]),
 )
 PAGE.says(
     "nf4 at 4.5 bits has {} on DIFF V2 where `gptq` has {}, with {} against {} nats",
@@ -714,7 +680,7 @@ _PEERS = [name for name in _tier("4:g32") if not name.startswith(OURS)]
 _AHEAD = [
     LAYERS["mse 4:g32"]["decibels"][kind] - max(LAYERS[peer]["decibels"][kind] for peer in _PEERS) for kind in _RANDOM
 ]
-PAGE.says("by {} dB (heavy tails, large rows: HQQ is as good) to {} dB", min(_AHEAD), max(_AHEAD))
+PAGE.says("by {} dB (heavy tails, large rows: HQQ is as good) to {} dB", *ends(_AHEAD))
 _BEHIND = [
     LAYERS["bitsandbytes nf4, double quantization"]["decibels"][kind] - LAYERS["mse 4:g128"]["decibels"][kind]
     for kind in LAYERS["mse 4:g128"]["decibels"]
@@ -765,4 +731,4 @@ PAGE.leaves("At 4.5 bits it is first", "a tier's name")
 PAGE.leaves("on DIFF V2 at 3.5 bits on both texts", "a tier's name")
 PAGE.leaves("a model and a size: at 4.5 bits", "a tier's name")
 PAGE.leaves("On SmolLM2 at 4.5 bits nf4", "a tier's name")
-PAGE.table(" | scales | codes | needs", lambda *_: Unmeasured("formulas"))
+PAGE.table(" | scales | codes | needs", Unmeasured("formulas"))
