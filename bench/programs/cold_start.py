@@ -5,6 +5,7 @@
 Processes take turns. Processor time is kept beside time on the clock: other work on the machine does not count in it.
 """
 
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -13,6 +14,7 @@ import typer
 
 from diffquant.bench.environment import environment
 from diffquant.bench.programs.apart import JsonFile, run_apart
+from diffquant.bench.timing import interleaved
 from diffquant.support.files import write_json
 
 _TORCH, _INSPECT, _TRANSFORMERS = "import torch", "diffquant inspect", "import transformers"
@@ -37,12 +39,11 @@ def measure_cold_start(model: Path, repeats: int) -> dict[str, Any]:
         _INSPECT: ["-m", "diffquant.cli", "inspect", str(model)],
         _TRANSFORMERS: ["-c", "from transformers import AutoModelForCausalLM"],
     }
-    turns: dict[str, list[dict[str, float]]] = {name: [] for name in commands}
-    for number in range(repeats + 1):
-        for name, arguments in commands.items():
-            turn = run_apart(*arguments)
-            if number:
-                turns[name].append({"seconds": turn["process_seconds"], "cpu_seconds": turn["cpu_seconds"]})
+    ran = interleaved({name: partial(run_apart, *arguments) for name, arguments in commands.items()}, repeats + 1)
+    turns = {
+        name: [{"seconds": run["process_seconds"], "cpu_seconds": run["cpu_seconds"]} for run in runs[1:]]
+        for name, runs in ran.items()
+    }
     return {
         "environment": environment(),
         "model": model.name,

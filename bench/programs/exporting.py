@@ -10,6 +10,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -18,6 +19,7 @@ import typer
 
 from diffquant.bench.environment import environment
 from diffquant.bench.programs.apart import JsonFile, run_apart
+from diffquant.bench.timing import interleaved
 from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
 from diffquant.support.files import write_json
@@ -74,13 +76,12 @@ def main(
 
 def measure(model: Path, turns: int) -> dict[str, Any]:
     """Processor seconds, their parts and the largest memory beyond mapped files of each export, turn by turn."""
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in EXPORTS}
     with tempfile.TemporaryDirectory() as place:
         low = Path(place) / "low"
         quantize(model, low, Recipe.of(weights="4:g32", rounding="nearest"))
-        for _ in range(turns):
-            for name, options in EXPORTS.items():
-                runs[name].append(_once(low if name == FOUR_BITS else model, Path(place) / "out", options))
+        sources = {name: low if name == FOUR_BITS else model for name in EXPORTS}
+        ways = {name: partial(_once, sources[name], Path(place) / "out", EXPORTS[name]) for name in EXPORTS}
+        runs = interleaved(ways, turns)
     times = {name: median(run["cpu_seconds"] for run in each) for name, each in runs.items()}
     return {
         "environment": environment(),
@@ -121,4 +122,6 @@ def _parts_text(parts: dict[str, float]) -> str:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    from diffquant.support.program import run_program
+
+    run_program(main)

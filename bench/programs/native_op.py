@@ -5,9 +5,9 @@ their ratios.
 """
 
 import json
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -20,9 +20,11 @@ from onnx import TensorProto, helper
 
 from diffquant.bench.environment import environment
 from diffquant.bench.programs.apart import CORES, Threads
+from diffquant.bench.timing import interleaved, second_call
 from diffquant.errors import MissingDependencyError, UsageError
 from diffquant.export import native
 from diffquant.export.graph import body, op
+from diffquant.export.runtime.session import session_options
 
 OPSET, IR = 23, 10
 
@@ -65,29 +67,6 @@ class OpWorkload:
     dtype: str = "float32"
 
 
-@dataclass(frozen=True)
-class OpTimes:
-    """Milliseconds of each call of the function body and of the native kernel."""
-
-    shape: str
-    workload: OpWorkload
-    body: list[float]
-    native: list[float]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Medians, best times, and how many times faster the native kernel is by each."""
-        return {
-            "shape": self.shape,
-            **asdict(self.workload),
-            "body_ms": median(self.body),
-            "native_ms": median(self.native),
-            "ratio": median(self.body) / median(self.native),
-            "body_best_ms": min(self.body),
-            "native_best_ms": min(self.native),
-            "ratio_of_best": min(self.body) / min(self.native),
-        }
-
-
 SHAPES = {
     "v1 8/8": OpShape(1, 8, 8, 64),
     "v1 16/4": OpShape(1, 16, 4, 64),
@@ -120,56 +99,57 @@ def main(
     library = native.library_path()
     if library is None:
         raise MissingDependencyError("the native kernel is not built: python -m diffquant.export.native")
-    results = [compare_kernel(name, workload, library, threads, repeats) for name in names for workload in WORKLOADS]
+    results = [
+        entry_of(name, workload, compare_kernel(name, workload, library, threads, repeats))
+        for name in names
+        for workload in WORKLOADS
+    ]
     if as_json:
-        print(json.dumps(op_report(results, native.kernel_name(), threads), indent=2))
+        about = {"environment": environment(), "onnxruntime": ort.__version__, "kernel": native.kernel_name()}
+        print(json.dumps(about | {"threads": threads, "results": results}, indent=2))
     else:
-        print("\n".join(times_line(result) for result in results))
+        print("\n".join(map(times_line, results)))
 
 
-def compare_kernel(name: str, workload: OpWorkload, library: Path, threads: int, repeats: int) -> OpTimes:
-    """Time the body and the kernel in turns, so that what else the machine does falls on both."""
-    shape = SHAPES[name]
-    calls = [prepared_call(shape, workload, path, threads) for path in (None, library)]
-    times: list[list[float]] = [[], []]
-    for _ in range(repeats):
-        for call, spent in zip(calls, times, strict=True):
-            call()  # brings its own caches and tables back into the processor's
-            start = time.perf_counter()
-            call()
-            spent.append((time.perf_counter() - start) * 1e3)
-    return OpTimes(name, workload, *times)
+def compare_kernel(
+    name: str, workload: OpWorkload, library: Path, threads: int, repeats: int
+) -> dict[str, list[float]]:
+    """Milliseconds of the body and of the kernel, in turns, so that what else the machine does falls on both."""
+    calls = {
+        path: partial(second_call, prepared_call(SHAPES[name], workload, taken, threads))
+        for path, taken in {"body": None, "native": library}.items()
+    }
+    return interleaved(calls, repeats)
 
 
-def op_report(results: list[OpTimes], kernel: str | None, threads: int) -> dict[str, Any]:
-    """Report of all workloads, for JSON."""
+def entry_of(name: str, workload: OpWorkload, times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """Medians and best times of a workload, and how many times faster the native kernel is by each."""
+    body, kernel = times["body"], times["native"]
     return {
-        "environment": environment(),
-        "onnxruntime": ort.__version__,
-        "kernel": kernel,
-        "threads": threads,
-        "results": [result.to_dict() for result in results],
+        "shape": name,
+        **asdict(workload),
+        "body_ms": median(body),
+        "native_ms": median(kernel),
+        "ratio": median(body) / median(kernel),
+        "body_best_ms": min(body),
+        "native_best_ms": min(kernel),
+        "ratio_of_best": min(body) / min(kernel),
     }
 
 
-def times_line(result: OpTimes) -> str:
+def times_line(entry: Mapping[str, Any]) -> str:
     """Line of text for one workload."""
-    work = result.workload
-    what = f"{work.tokens} of {work.context} tokens, {work.dtype}, cache {work.kv_bits or 'as is'}"
-    numbers = result.to_dict()
-    times = f"body {numbers['body_ms']:8.3f} ms  native {numbers['native_ms']:8.3f} ms"
-    return f"{result.shape:13} {what:42} {times}  {numbers['ratio']:5.2f}x  best {numbers['ratio_of_best']:5.2f}x"
+    cache = entry["kv_bits"] or "as is"
+    what = f"{entry['tokens']} of {entry['context']} tokens, {entry['dtype']}, cache {cache}"
+    times = f"body {entry['body_ms']:8.3f} ms  native {entry['native_ms']:8.3f} ms"
+    return f"{entry['shape']:13} {what:42} {times}  {entry['ratio']:5.2f}x  best {entry['ratio_of_best']:5.2f}x"
 
 
 def prepared_call(shape: OpShape, workload: OpWorkload, library: Path | None, threads: int) -> Callable[[], None]:
     """Call of the op on random inputs, everything bound beforehand and the cache extended in place."""
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.log_severity_level = 3
+    options = session_options(threads, native=library is not None)
     # Waiting threads of one session must not take the other's processors.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    if library is not None:
-        options.register_custom_ops_library(str(library))
     model = one_node(shape, workload)
     session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     binding = session.io_binding()

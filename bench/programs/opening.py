@@ -5,6 +5,7 @@
 Each turn is a process of its own, ours and transformers' by turns; imports are not counted.
 """
 
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -13,6 +14,7 @@ import typer
 
 from diffquant.bench.environment import environment
 from diffquant.bench.programs.apart import JsonFile, run_apart
+from diffquant.bench.timing import interleaved
 from diffquant.support.files import write_json
 
 _OURS = """
@@ -64,17 +66,15 @@ def main(
 
 def measure_opening(model: Path, repeats: int) -> dict[str, Any]:
     """Seconds and bytes of our loader's turns and of transformers', and their ratio."""
-    ours, theirs = [], []
-    for _ in range(repeats):
-        ours.append(run_apart("-c", _OURS + _REPORT, model))
-        theirs.append(run_apart("-c", _LIBRARY + _REPORT, model))
+    programs = {"ours": _OURS, "transformers": _LIBRARY}
+    ways = {name: partial(run_apart, "-c", program + _REPORT, model) for name, program in programs.items()}
+    turns = interleaved(ways, repeats)
     return {
         "environment": environment("gguf"),
         "model": model.name,
         "file_bytes": model.stat().st_size,
-        "ours": ours,
-        "transformers": theirs,
-        "ratio": median(their["seconds"] / our["seconds"] for our, their in zip(ours, theirs, strict=True)),
+        **turns,
+        "ratio": median(theirs["seconds"] / ours["seconds"] for ours, theirs in zip(*turns.values(), strict=True)),
     }
 
 
