@@ -31,7 +31,7 @@ from diffquant.bench.programs import (
     programs,
     sharing,
 )
-from diffquant.bench.sections import PARTS, Part
+from diffquant.bench.sections import PARTS
 from diffquant.cli import app
 from diffquant.errors import DiffQuantError, FailedCellsError, MissingDependencyError, UsageError
 from diffquant.export.native import kernel_name, library_path, matmul_calls, matmul_kernel_name
@@ -140,7 +140,7 @@ def test_a_section_that_fails_is_named_and_the_others_go_on(monkeypatch, tmp_pat
 
     monkeypatch.setitem(PARTS, "quantize", broken)
     dense = BenchCell("linear", "1 x 1", "dense", values=(1.0,))
-    monkeypatch.setitem(PARTS, "linear", lambda _: [Part("dense", lambda _: [dense])])
+    monkeypatch.setitem(PARTS, "linear", lambda _: {"dense": lambda _: [dense]})
     monkeypatch.setattr(run.roofline, "measure_roofline", lambda *arguments: {})
     result = run.run_bench(BenchOptions(sections=("quantize", "linear")), tmp_path)
     failed, measured = result.cells
@@ -159,7 +159,7 @@ def test_an_interrupted_bench_goes_on_with_what_it_kept_and_a_whole_one_starts_a
         ran.append(name)
         return [BenchCell("linear", name, "dense", values=(1.0, 2.0), facts={"rounding error": 0.5})]
 
-    parts = [Part(name, lambda _, name=name: measure(name)) for name in ("first", "second")]
+    parts = {name: lambda _, name=name: measure(name) for name in ("first", "second")}
     monkeypatch.setitem(PARTS, "linear", lambda _: parts)
     monkeypatch.setattr(run.roofline, "measure_roofline", lambda *arguments: ran.append("roofline") or {"copy": {}})
     options = BenchOptions(sections=("linear",))
@@ -193,8 +193,8 @@ def test_a_shared_sweep_is_measured_beside_one_that_is_not(tmp_path, monkeypatch
     assert not two.falls
 
     options = BenchOptions(sections=("sweep",), checkpoints=(model,), workers=(1, 2))
-    assert [part.name for part in PARTS["sweep"](options)] == ["checkpoints", "kinds of cells", "workers"]
-    assert [part.name for part in PARTS["sweep"](replace(options, workers=()))] == [
+    assert list(PARTS["sweep"](options)) == ["checkpoints", "kinds of cells", "workers"]
+    assert list(PARTS["sweep"](replace(options, workers=()))) == [
         "checkpoints",
         "kinds of cells",
     ]
