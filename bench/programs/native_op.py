@@ -13,20 +13,18 @@ from statistics import median
 from typing import Annotated, Any
 
 import numpy as np
-import onnx
 import onnxruntime as ort
 import typer
-from onnx import TensorProto, helper
 
 from diffquant.bench.environment import environment
 from diffquant.bench.programs.apart import CORES, Threads
 from diffquant.bench.timing import interleaved, second_call
 from diffquant.errors import MissingDependencyError, UsageError
 from diffquant.export import native
-from diffquant.export.graph import body, op
+from diffquant.export.conformance.implementations import one_node
+from diffquant.export.conformance.vectors import Made, Vector, random_inputs
+from diffquant.export.graph.op import OpAttributes
 from diffquant.export.runtime.session import session_options
-
-OPSET, IR = 23, 10
 
 
 @dataclass(frozen=True)
@@ -43,11 +41,6 @@ class OpShape:
     pairs: int
     kv_pairs: int
     width: int
-
-    @property
-    def row(self) -> int:
-        """Width of a KV pair's key or value, of both maps where each has its own."""
-        return self.width * (2 if self.generation == 1 else 1)
 
 
 @dataclass(frozen=True)
@@ -150,23 +143,22 @@ def prepared_call(shape: OpShape, workload: OpWorkload, library: Path | None, th
     options = session_options(threads, native=library is not None)
     # Waiting threads of one session must not take the other's processors.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    model = one_node(shape, workload)
-    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    call = random_call(shape, workload)
+    model = one_node(call, "contrib").SerializeToString()
+    session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     binding = session.io_binding()
-    rng = np.random.default_rng(0)
-    for value in model.graph.input:
-        binding.bind_ortvalue_input(value.name, _input(value, shape, workload, rng))
+    inputs = {name: ort.OrtValue.ortvalue_from_numpy(value) for name, value in call.inputs.items()}
+    for name, value in inputs.items():
+        binding.bind_ortvalue_input(name, value)
     binding.bind_output("output", "cpu")
-    for name in ("key", "value"):
-        cache = _random_cache(shape, workload, rng)
-        binding.bind_ortvalue_input(f"past_{name}", cache)
-        binding.bind_ortvalue_output(f"present_{name}", cache)
+    for part in ("key", "value"):
+        binding.bind_ortvalue_output(f"present_{part}", inputs[f"past_{part}"])
     return lambda: session.run_with_iobinding(binding)
 
 
-def one_node(shape: OpShape, workload: OpWorkload) -> onnx.ModelProto:
-    """ONNX model of one node, with its function body."""
-    attributes = op.OpAttributes(
+def random_call(shape: OpShape, workload: OpWorkload) -> Vector:
+    """A call on random inputs, whose outputs have their shapes alone."""
+    attributes = OpAttributes(
         num_pairs=shape.pairs,
         num_kv_pairs=shape.kv_pairs,
         generation=shape.generation,
@@ -175,70 +167,19 @@ def one_node(shape: OpShape, workload: OpWorkload) -> onnx.ModelProto:
         rotary_interleaved=1,
         kv_bit_width=workload.kv_bits,
     )
-    kind = TensorProto.FLOAT if workload.dtype == "float32" else TensorProto.FLOAT16
-    cache = {0: kind, 8: TensorProto.INT8, 4: TensorProto.UINT8}[workload.kv_bits]
-    past = [1, shape.kv_pairs, workload.context, _stored(shape, workload)]
-    kv = [1, workload.tokens, shape.kv_pairs * shape.row]
-    inputs = {
-        "query": (kind, [1, workload.tokens, 2 * shape.pairs * shape.width]),
-        "key": (kind, kv),
-        "value": (kind, kv),
-        "lambda": (TensorProto.FLOAT, [1] if shape.generation == 1 else [1, workload.tokens, shape.pairs]),
-        "past_key": (cache, past),
-        "past_value": (cache, past),
-        "seqlens_k": (TensorProto.INT32, [1]),
-        "total_sequence_length": (TensorProto.INT32, []),
-        "cos_cache": (kind, [workload.context, shape.row // 2]),
-        "sin_cache": (kind, [workload.context, shape.row // 2]),
-    }
-    if workload.kv_bits:
-        inputs |= {name: (TensorProto.FLOAT, [1, shape.kv_pairs, 1, shape.row]) for name in ("k_scale", "v_scale")}
-    outputs = {
-        "output": (kind, [1, workload.tokens, shape.pairs * shape.row]),
-        "present_key": (cache, past),
-        "present_value": (cache, past),
-    }
-    node = helper.make_node(op.NAME, list(inputs), list(outputs), domain=op.DOMAIN, **attributes.to_dict())
-    graph = helper.make_graph([node], "attention", _declared(inputs), _declared(outputs))
-    domains = [("", OPSET), (op.DOMAIN, op.VERSION), (body.CONTRIB, 1)]
-    function = body.body("contrib", attributes, shape.width, OPSET)
-    opsets = [helper.make_opsetid(*domain) for domain in domains]
-    return helper.make_model(graph, opset_imports=opsets, functions=[function], ir_version=IR)
-
-
-def _declared(values: Mapping[str, tuple[int, Sequence[int]]]) -> list[onnx.ValueInfoProto]:
-    return [helper.make_tensor_value_info(name, *value) for name, value in values.items()]
-
-
-def _stored(shape: OpShape, workload: OpWorkload) -> int:
-    return shape.row // 2 if workload.kv_bits == 4 else shape.row
-
-
-def _input(value: onnx.ValueInfoProto, shape: OpShape, workload: OpWorkload, rng: np.random.Generator) -> ort.OrtValue:
-    tensor = value.type.tensor_type
-    dims = [dim.dim_value for dim in tensor.shape.dim]
-    if value.name == "seqlens_k":
-        made = np.array([workload.context - 1], "i4")
-    elif value.name == "total_sequence_length":
-        made = np.array(workload.context, "i4")
-    elif value.name in ("k_scale", "v_scale"):
-        made = np.full(dims, 3.0 / (2 ** (workload.kv_bits - 1) - 1), "f4")
-    elif value.name in ("past_key", "past_value"):
-        return _random_cache(shape, workload, rng)
-    elif value.name == "lambda":
-        made = rng.random(dims, dtype="f4")
-    else:
-        made = rng.standard_normal(dims, dtype="f4").astype(workload.dtype)
-    return ort.OrtValue.ortvalue_from_numpy(made)
-
-
-def _random_cache(shape: OpShape, workload: OpWorkload, rng: np.random.Generator) -> ort.OrtValue:
-    dims = (1, shape.kv_pairs, workload.context, _stored(shape, workload))
-    if workload.kv_bits:
-        made = rng.integers(0, 256, dims, dtype="u1").view("i1" if workload.kv_bits == 8 else "u1")
-    else:
-        made = rng.standard_normal(dims, dtype="f4").astype(workload.dtype)
-    return ort.OrtValue.ortvalue_from_numpy(made)
+    made = Made(
+        {},
+        lengths=(workload.context,),
+        new=workload.tokens,
+        past=workload.context,
+        per_token=shape.generation == 2,
+        half=workload.dtype == "float16",
+    )
+    inputs = random_inputs(attributes, made, shape.width, np.random.default_rng(0))
+    row = shape.width * (2 if shape.generation == 1 else 1)
+    output = np.empty((1, workload.tokens, shape.pairs * row), inputs["query"].dtype)
+    caches = {f"present_{part}": inputs[f"past_{part}"] for part in ("key", "value")}
+    return Vector("", attributes, inputs, {"output": output, **caches})
 
 
 if __name__ == "__main__":
