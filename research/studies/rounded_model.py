@@ -23,7 +23,7 @@ from diffquant.source.source import open_source
 from diffquant.text.corpus import load_text, text_digest
 from research.studies.kv_results import scored
 from research.studies.model_reading import ModelReading
-from research.studies.rounding_method import Contestant, reason
+from research.studies.rounding_method import Method, reason
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Subject:
         """Whether a former result lacks something that is asked for."""
         return not _is_scored(former) or former.get("items", 0) < len(self._items)
 
-    def measured(self, method: Contestant | None, former: Mapping[str, Any]) -> dict[str, Any]:
+    def measured(self, method: Method | None, former: Mapping[str, Any]) -> dict[str, Any]:
         """Numbers of a method, or why there are none; None is the model as it is."""
         # Computed before a method changes the weights.
         references = None if _is_scored(former) else self._references
@@ -106,7 +106,7 @@ class Subject:
             return {"missing": reason(error, method)}
 
     @contextmanager
-    def _quantized(self, method: Contestant) -> Iterator[dict[str, Any]]:
+    def _quantized(self, method: Method) -> Iterator[dict[str, Any]]:
         """Give the model a method's weights while open; yields what they store and lose."""
         bits = held = elements = 0
         errors: list[float] = []
