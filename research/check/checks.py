@@ -65,18 +65,18 @@ def _cell_fault(cell: str, declared: TableFigures, label: str, at: int) -> str |
 def transcript_faults(page: "Page", document: Document) -> list[str]:
     wrong, used = [], set()
     for call in document.calls:
-        declared = next((each for each in page.transcripts if call.command.startswith(each.command)), None)
-        used.add(id(declared))
+        declared = next((begin for begin in page.transcripts if call.command.startswith(begin)), None)
+        used.add(declared)
         if not call.output:
             continue
         if declared is None:
             wrong.append(f"{page.name}:{call.line}: no declaration covers the output of {call.command!r}")
-        elif not isinstance(declared.lines, Unmeasured):
-            wrong += _line_faults(page.name, call, declared.lines())
+        elif not isinstance(lines := page.transcripts[declared], Unmeasured):
+            wrong += _line_faults(page.name, call, lines())
     return wrong + [
-        f"{page.name}: there is no transcript of {each.command!r}, which is declared"
-        for each in page.transcripts
-        if id(each) not in used
+        f"{page.name}: there is no transcript of {begin!r}, which is declared"
+        for begin in page.transcripts
+        if begin not in used
     ]
 
 

@@ -72,12 +72,8 @@ class Claim:
     dispute: str | None
 
 
-@dataclass(frozen=True)
-class Transcript:
-    """The output of a command that a page shows: the lines that it printed, of which the page may leave out some."""
-
-    command: str
-    lines: Callable[[], Sequence[str]] | Unmeasured
+# The lines that a command printed, of which a page may leave out some.
+Printed = Callable[[], Sequence[str]] | Unmeasured
 
 
 def cells_of_words(table: Table, declared: TableFigures | None) -> list[Passage]:

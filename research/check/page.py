@@ -6,7 +6,6 @@ declared is an error, unless it is listed as unmeasured with its reason. What a 
 declared, too, or stands in a list of sentences that were read (`research.check.reading`).
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -15,10 +14,10 @@ from research.check import checks
 from research.check.declarations import (
     CellValues,
     Claim,
+    Printed,
     RowValues,
     Sentence,
     TableFigures,
-    Transcript,
     Unmeasured,
     Values,
     cells_of_words,
@@ -51,7 +50,7 @@ class Page:
     tables: list[TableFigures] = field(default_factory=list)
     sentences: list[Sentence] = field(default_factory=list)
     claims: list[Claim] = field(default_factory=list)
-    transcripts: list[Transcript] = field(default_factory=list)
+    transcripts: dict[str, Printed] = field(default_factory=dict)
     unmeasured: dict[str, str] = field(default_factory=dict)
 
     def table(
@@ -82,9 +81,9 @@ class Page:
         """Declare a statement in words, and whether it is true."""
         self.claims.append(Claim(text, holds, dispute))
 
-    def shows(self, command: str, lines: Callable[[], Sequence[str]] | Unmeasured) -> None:
+    def shows(self, command: str, lines: Printed) -> None:
         """Declare the output of a command, by how the command begins."""
-        self.transcripts.append(Transcript(command, lines))
+        self.transcripts[command] = lines
 
     def leaves(self, text: str, why: str) -> None:
         """List text whose figures come from no raw file."""
