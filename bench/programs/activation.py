@@ -19,12 +19,11 @@ import typer
 from safetensors.torch import save_file
 
 from diffquant.bench.environment import environment
-from diffquant.bench.programs.apart import CORES, JsonFile, Threads
+from diffquant.bench.programs.apart import CORES, JsonFile, Threads, tell
 from diffquant.bench.programs.engines import open_export, write_export
 from diffquant.bench.timing import interleaved
 from diffquant.export import native
 from diffquant.model.adapters import adapter_for
-from diffquant.support.files import write_json
 
 SIZES: dict[str, Any] = {
     "vocab_size": 8192,
@@ -97,9 +96,7 @@ def main(
         "settings": settings | {"native_kernel": native.library_path() is not None},
         **measure(threads, repeats),
     }
-    if file:
-        write_json(file, result)
-    print(json.dumps(result["median"]), f"ratio {result['motif_of_diffllama']:.3f}")
+    tell(result, file, f"{json.dumps(result['median'])} ratio {result['motif_of_diffllama']:.3f}")
 
 
 if __name__ == "__main__":

@@ -13,9 +13,8 @@ from typing import Annotated, Any
 import typer
 
 from diffquant.bench.environment import environment
-from diffquant.bench.programs.apart import JsonFile, run_apart
+from diffquant.bench.programs.apart import JsonFile, run_apart, tell
 from diffquant.bench.timing import interleaved
-from diffquant.support.files import write_json
 
 _TORCH, _INSPECT, _TRANSFORMERS = "import torch", "diffquant inspect", "import transformers"
 
@@ -27,9 +26,7 @@ def main(
 ) -> None:
     """Time `diffquant inspect` from start to exit, beside `import torch`."""
     result = measure_cold_start(model, repeats)
-    if file:
-        write_json(file, result)
-    typer.echo(cold_start_summary(result))
+    tell(result, file, cold_start_summary(result))
 
 
 def measure_cold_start(model: Path, repeats: int) -> dict[str, Any]:

@@ -18,11 +18,10 @@ from typing import Annotated, Any
 import typer
 
 from diffquant.bench.environment import environment
-from diffquant.bench.programs.apart import JsonFile, run_apart
+from diffquant.bench.programs.apart import JsonFile, run_apart, tell
 from diffquant.bench.timing import interleaved
 from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
-from diffquant.support.files import write_json
 
 TURNS = 3
 TIME_LIMIT, MEMORY_LIMIT = 2.0, 600_000_000
@@ -69,9 +68,7 @@ def main(
 ) -> None:
     """Measure an export at 4 bits with a calibrated cache beside a float32 export."""
     result = measure(model, turns)
-    if file:
-        write_json(file, result)
-    print(summary(result))
+    tell(result, file, summary(result))
 
 
 def measure(model: Path, turns: int) -> dict[str, Any]:

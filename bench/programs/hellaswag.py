@@ -19,7 +19,7 @@ import torch
 import typer
 
 from diffquant.bench.environment import environment
-from diffquant.bench.programs.apart import JsonFile
+from diffquant.bench.programs.apart import JsonFile, tell
 from diffquant.bench.timing import clocked, interleaved
 from diffquant.errors import MissingDependencyError, ToleranceError, UsageError
 from diffquant.evals.protocols.harness import require_lm_eval
@@ -30,7 +30,6 @@ from diffquant.loading import load
 from diffquant.report.tables import aligned
 from diffquant.source.tokenizer import load_tokenizer
 from diffquant.support.devices import resolve_dtype
-from diffquant.support.files import write_json
 
 # HFLM's own default, and the size at which it was fastest on the machine this was written on.
 _BATCH_SIZES = (1, 8)
@@ -48,9 +47,7 @@ def main(
 ) -> None:
     """Measure HellaSwag's items a second beside lm-eval's HFLM."""
     result = measure_scorers(model, items, repeats)
-    if file:
-        write_json(file, result)
-    print(scorer_summary(result))
+    tell(result, file, scorer_summary(result))
     _require(result)
 
 

@@ -13,9 +13,8 @@ from typing import Annotated, Any
 import typer
 
 from diffquant.bench.environment import environment
-from diffquant.bench.programs.apart import JsonFile, run_apart
+from diffquant.bench.programs.apart import JsonFile, run_apart, tell
 from diffquant.bench.timing import interleaved
-from diffquant.support.files import write_json
 
 _OURS = """
 import json, sys, time
@@ -59,9 +58,7 @@ def main(
 ) -> None:
     """Time opening a GGUF file and reading all its tensors."""
     result = measure_opening(model, repeats)
-    if file:
-        write_json(file, result)
-    typer.echo(opening_summary(result))
+    tell(result, file, opening_summary(result))
 
 
 def measure_opening(model: Path, repeats: int) -> dict[str, Any]:

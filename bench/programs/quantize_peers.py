@@ -23,7 +23,7 @@ import typer
 from torch import Tensor
 
 from diffquant.bench.environment import environment
-from diffquant.bench.programs.apart import JsonFile
+from diffquant.bench.programs.apart import JsonFile, tell
 from diffquant.bench.synthetic import sized_diffllama, synthesize
 from diffquant.bench.timing import clocked, interleaved
 from diffquant.errors import MissingDependencyError
@@ -32,7 +32,6 @@ from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
 from diffquant.report.tables import aligned
 from diffquant.source.source import Source, open_source
-from diffquant.support.files import write_json
 from diffquant.support.progress import progress_for, silent
 
 # A group that torchao's layout for processors takes too.
@@ -66,9 +65,7 @@ def main(
         "packed_bytes": packed_bytes,
         "turns": times,
     }
-    if file:
-        write_json(file, result)
-    print(summary(times, packed_bytes))
+    tell(result, file, summary(times, packed_bytes))
 
 
 def packed_weights(source: Source) -> list[Tensor]:

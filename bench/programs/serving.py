@@ -22,7 +22,7 @@ import typer
 
 from diffquant.bench.cells import BenchCell
 from diffquant.bench.environment import environment
-from diffquant.bench.programs.apart import CORES, JsonFile, Threads
+from diffquant.bench.programs.apart import CORES, JsonFile, Threads, tell
 from diffquant.bench.programs.batches import (
     Batch,
     BatchSettings,
@@ -37,7 +37,6 @@ from diffquant.bench.synthetic import synthesize
 from diffquant.data import pocket_models
 from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
-from diffquant.support.files import write_json
 from diffquant.support.progress import Progress, progress_for, silent
 
 SERVED, GENERATE, TRANSFORMERS, ONNX = (
@@ -232,9 +231,7 @@ def main(
         "rows": rows,
         "aims": reached,
     }
-    if file:
-        write_json(file, result)
-    print(table(rows, reached))
+    tell(result, file, table(rows, reached))
 
 
 def table(rows: Sequence[Row], reached: Sequence[Row]) -> str:

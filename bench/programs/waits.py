@@ -15,9 +15,8 @@ from typing import Annotated, Any
 import typer
 
 from diffquant.bench.environment import environment
-from diffquant.bench.programs.apart import JsonFile, run_apart
+from diffquant.bench.programs.apart import JsonFile, run_apart, tell
 from diffquant.bench.timing import interleaved
-from diffquant.support.files import write_json
 from diffquant.support.waits import wait_briefly
 
 _PROMPT, _PROMPTS, _TOKENS = 160, 3, 24
@@ -50,9 +49,7 @@ def main(
 ) -> None:
     """Time a model with either way of waiting."""
     result = measure_waits(model, repeats)
-    if file:
-        write_json(file, result)
-    typer.echo(waits_summary(result))
+    tell(result, file, waits_summary(result))
 
 
 def measure_waits(model: Path, repeats: int) -> dict[str, Any]:
