@@ -47,7 +47,11 @@ def parts(result: Mapping[str, Any], scheme: str) -> tuple[float, float]:
 
 def by_passage(result: Mapping[str, Any], values: Sequence[float]) -> list[float]:
     """Values of sequences as means over each passage; of needles, or of one passage, as they are."""
-    windows = result["reading"].get("windows", 1)
+    return passage_means(values, result["reading"].get("windows", 1))
+
+
+def passage_means(values: Sequence[float], windows: int) -> list[float]:
+    """Values of sequences as means over each passage of so many."""
     return [sum(values[first : first + windows]) / windows for first in range(0, len(values), windows)]
 
 
