@@ -70,9 +70,9 @@ def _measure_sections(options: BenchOptions, journal: Journal, progress: Progres
     for section in options.sections:
         try:
             parts = PARTS[section](options)
-            for number, part in enumerate(parts):
+            for number, (name, measure) in enumerate(parts.items()):
                 told = _share_of(progress, number, len(parts))
-                kept = _kept(journal, f"{section}: {part.name}", lambda: [asdict(c) for c in part.measure(told)])  # noqa: B023
+                kept = _kept(journal, f"{section}: {name}", lambda: [asdict(cell) for cell in measure(told)])  # noqa: B023
                 cells += map(cell_of, kept)
         except Exception as error:  # whatever it is, it must not take the other sections' results along
             cells.append(BenchCell(section, "the whole section", "diffquant", missing=failure(error)))

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 from diffquant.bench.cells import BenchCell
@@ -22,40 +21,30 @@ _DECODE_FACTOR = 4
 _KIND_ITEMS = 10
 
 
-@dataclass(frozen=True)
-class Part:
-    """Cells that are measured at one go, and kept when a later part is interrupted.
-
-    Attributes:
-        name: name within its section.
-        measure: function that measures them.
-    """
-
-    name: str
-    measure: Callable[[Progress], list[BenchCell]]
-
-
-SectionParts = Callable[[BenchOptions], list[Part]]
+# Measures some cells at one go, which are kept when a later part of their section is interrupted.
+Part = Callable[[Progress], list[BenchCell]]
+# The parts of a section by name.
+SectionParts = Callable[[BenchOptions], dict[str, Part]]
 
 
 def _contest(section: str, factor: int) -> SectionParts:
-    def parts(options: BenchOptions) -> list[Part]:
+    def parts(options: BenchOptions) -> dict[str, Part]:
         contest_of = Contest(section, options.device, options.repeats, options.peers_of(section), options.graph)
-        return [Part(work.name, partial(contest_of.run, [work])) for work in options.workloads(factor)]
+        return {work.name: partial(contest_of.run, [work]) for work in options.workloads(factor)}
 
     return parts
 
 
-def _linear(options: BenchOptions) -> list[Part]:
+def _linear(options: BenchOptions) -> dict[str, Part]:
     def measure(model: Model, progress: Progress) -> list[BenchCell]:
         dtype, device, repeats = options.chosen_dtype, options.device, options.repeats
         return linears.run_linears([model], (1, 16), dtype, device, repeats, graph=options.graph, progress=progress)
 
     names = options.models or DEFAULT_MODELS[options.device]
-    return [Part(name, partial(measure, model_named(name))) for name in names]
+    return {name: partial(measure, model_named(name)) for name in names}
 
 
-def _throughput(options: BenchOptions) -> list[Part]:
+def _throughput(options: BenchOptions) -> dict[str, Part]:
     if options.device == "cuda":
         model, lengths = model_named("3B"), (2048, 4096)
     else:
@@ -65,10 +54,10 @@ def _throughput(options: BenchOptions) -> list[Part]:
         repeats = min(options.repeats, 3)
         return throughput.run_throughput([model], lengths, 1, options.chosen_dtype, options.device, repeats, progress)
 
-    return [Part(model.name, measure)]
+    return {model.name: measure}
 
 
-def _generate(options: BenchOptions) -> list[Part]:
+def _generate(options: BenchOptions) -> dict[str, Part]:
     alone = options.sections == ("generate",)
 
     def measure(progress: Progress) -> list[BenchCell]:
@@ -78,44 +67,42 @@ def _generate(options: BenchOptions) -> list[Part]:
     return _with_checkpoint("generate", options, measure)
 
 
-def _serve(options: BenchOptions) -> list[Part]:
+def _serve(options: BenchOptions) -> dict[str, Part]:
     settings = BatchSettings(options.chosen_dtype, os.cpu_count() or 1, repeats=min(options.repeats, 3))
-    return [Part("batches", lambda progress: serving.serving(settings, progress))]
+    return {"batches": lambda progress: serving.serving(settings, progress)}
 
 
-def _export(options: BenchOptions) -> list[Part]:
+def _export(options: BenchOptions) -> dict[str, Part]:
     try:
         require()
     except MissingDependencyError as error:
         absent = BenchCell("export", "ONNX", "diffquant export", missing=str(error))
-        return [Part("ONNX", lambda _: [absent])]
+        return {"ONNX": lambda _: [absent]}
     threads = os.cpu_count() or 1
-    return [
-        Part("ONNX", lambda progress: programs.exporting(0.3, progress)),
-        Part("native kernel", lambda progress: programs.native_kernel(options.repeats, threads, progress)),
-    ]
+    return {
+        "ONNX": lambda progress: programs.exporting(0.3, progress),
+        "native kernel": lambda progress: programs.native_kernel(options.repeats, threads, progress),
+    }
 
 
-def _sweep(options: BenchOptions) -> list[Part]:
+def _sweep(options: BenchOptions) -> dict[str, Part]:
     scoring = _with_checkpoint(
         "sweep", options, lambda progress: programs.scoring(options.checkpoints[:1], 20, 1, progress)
     )
     if not options.checkpoints:
         return scoring
     model, turns = options.checkpoints[0], min(options.repeats, 3)
-    kinds = Part(
-        "kinds of cells",
-        lambda progress: cell_speeds(model, (options.chosen_dtype,), _KIND_ITEMS, turns, progress),
+    scoring["kinds of cells"] = lambda progress: cell_speeds(
+        model, (options.chosen_dtype,), _KIND_ITEMS, turns, progress
     )
-    if not options.workers:
-        return [*scoring, kinds]
-    sharing = Part("workers", lambda progress: share_sweep(model, options.workers, turns, progress=progress))
-    return [*scoring, kinds, sharing]
+    if options.workers:
+        scoring["workers"] = lambda progress: share_sweep(model, options.workers, turns, progress=progress)
+    return scoring
 
 
-def _with_checkpoint(section: str, options: BenchOptions, measure: Callable[[Progress], list[BenchCell]]) -> list[Part]:
+def _with_checkpoint(section: str, options: BenchOptions, measure: Part) -> dict[str, Part]:
     absent = BenchCell(section, "no checkpoint", "diffquant", missing="needs a checkpoint: give --checkpoint")
-    return [Part("checkpoints", measure if options.checkpoints else lambda _: [absent])]
+    return {"checkpoints": measure if options.checkpoints else lambda _: [absent]}
 
 
 PARTS: dict[str, SectionParts] = {
@@ -125,7 +112,7 @@ PARTS: dict[str, SectionParts] = {
     "throughput": _throughput,
     "generate": _generate,
     "serve": _serve,
-    "quantize": lambda _: [Part("4:g32", lambda progress: programs.quantizing(0.5, "4:g32", progress))],
+    "quantize": lambda _: {"4:g32": lambda progress: programs.quantizing(0.5, "4:g32", progress)},
     "export": _export,
     "sweep": _sweep,
 }

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import ceil
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 from diffquant.errors import UsageError
 
@@ -14,6 +14,9 @@ _TURN_MS = {"cpu": 20.0, "cuda": 5.0}
 _WARM_UPS = 2
 
 Work = Callable[[], object]
+# What a turn gives: a time, or whatever else is measured.
+Turn = TypeVar("Turn")
+Name = TypeVar("Name")
 
 
 @dataclass(frozen=True)
@@ -30,25 +33,8 @@ def spread(values: list[float]) -> Spread:
     return Spread(median(values), min(values), max(values))
 
 
-@dataclass(frozen=True)
-class Timed:
-    """A call that is warm and ready to be timed.
-
-    Attributes:
-        run: function that makes a number of calls and gives the milliseconds they took.
-        count: number of calls in a turn.
-    """
-
-    run: Callable[[int], float]
-    count: int
-
-    def turn(self) -> float:
-        """Milliseconds of a call, over one turn."""
-        return self.run(self.count) / self.count
-
-
-def prepare(work: Work, device: str = "cpu", *, graph: bool = False) -> Timed:
-    """Warm a call up and find how often a turn must run it.
+def prepare(work: Work, device: str = "cpu", *, graph: bool = False) -> Callable[[], float]:
+    """Warm a call up and find how often a turn must run it; gives what runs one turn, in milliseconds of a call.
 
     Args:
         device: "cpu" or "cuda"; on CUDA the device's own clock counts.
@@ -63,16 +49,32 @@ def prepare(work: Work, device: str = "cpu", *, graph: bool = False) -> Timed:
         work()
     run = _cuda_run(_captured(work) if graph else work) if device == "cuda" else _host_run(work)
     once = max(run(1), 1e-4)
-    return Timed(run, max(1, ceil(_TURN_MS[device] / once)))
+    count = max(1, ceil(_TURN_MS[device] / once))
+    return lambda: run(count) / count
 
 
-def interleaved(calls: Mapping[str, Timed], repeats: int) -> dict[str, list[float]]:
-    """Milliseconds of every call's turns, one turn of each after the other, `repeats` times."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
+def interleaved(calls: Mapping[Name, Callable[[], Turn]], repeats: int) -> dict[Name, list[Turn]]:
+    """What every call gave in its turns, one turn of each after the other, `repeats` times."""
+    turns: dict[Name, list[Turn]] = {name: [] for name in calls}
     for _ in range(repeats):
         for name, call in calls.items():
-            times[name].append(call.turn())
-    return times
+            turns[name].append(call())
+    return turns
+
+
+def second_call(call: Work, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Milliseconds of a call behind another one, which brings its caches and tables back and wakes threads."""
+    call()
+    started = clock()
+    call()
+    return (clock() - started) * 1e3
+
+
+def clocked(call: Callable[[], Any]) -> dict[str, Any]:
+    """Wall and CPU seconds of a call, and what it gave."""
+    wall, cpu = time.monotonic(), time.process_time()
+    given = call()
+    return {"seconds": time.monotonic() - wall, "cpu_seconds": time.process_time() - cpu, "given": given}
 
 
 def _host_run(work: Work) -> Callable[[int], float]:

@@ -20,10 +20,9 @@ from diffquant.export.graph.plan import ExportPlan, plan_export
 from diffquant.export.graph.streaming import Streamed, place, write
 from diffquant.export.manifest import write_manifest
 from diffquant.export.options import ExportOptions, check_runtime
+from diffquant.export.runtime import genai, web
 from diffquant.export.runtime.device import cuda_notes
-from diffquant.export.runtime.genai import write_genai_config
 from diffquant.export.runtime.portable import portable_config
-from diffquant.export.runtime.web import write_web_description
 from diffquant.formats.atomic_folder import check_output, staged
 from diffquant.formats.json_object import read_json
 from diffquant.formats.reader import Checkpoint
@@ -191,11 +190,13 @@ def _write_descriptions(plan: ExportPlan, streamed: Sequence[Streamed], folder: 
     config = portable_config(plan, tokens) if plan.options.portable else without_code(checkpoint.config, folder)
     # A checkpoint may leave it to its family's default.
     config |= {"max_position_embeddings": plan.config.max_position_embeddings}
-    write_atomically(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    descriptions = {"config.json": config}
     if plan.options.cache:
-        write_genai_config(folder, plan, tokens)
+        descriptions[genai.FILE] = genai.genai_config(plan, tokens)
     if plan.options.web:
-        write_web_description(folder, plan.config, tokens)
+        descriptions[web.FILE] = web.web_description(plan.config, tokens)
+    for name, description in descriptions.items():
+        write_atomically(folder / name, json.dumps(description, indent=2) + "\n")
     write_atomically(folder / "README.md", exported_card(plan))
     write_manifest(folder, plan.options, plan.floor, _source_record(checkpoint), _tensor_records(plan, streamed))
 

@@ -14,7 +14,7 @@ from diffquant.bench.contest.decode import DECODE_PEERS
 from diffquant.bench.contest.peers import BASELINE, PEERS, Peer, failure, relative_error, tolerance
 from diffquant.bench.contest.workloads import Workload
 from diffquant.bench.memory import cpu_peak, cuda_peak, give_blocks_pages
-from diffquant.bench.timing import Timed, interleaved, prepare
+from diffquant.bench.timing import interleaved, prepare
 from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
 from diffquant.support.progress import Progress, silent
@@ -68,7 +68,7 @@ class Contest:
     @torch.inference_mode()
     def _times(self, work: Workload) -> list[BenchCell]:
         cells: dict[str, BenchCell] = {}
-        calls: dict[str, Timed] = {}
+        calls: dict[str, Callable[[], float]] = {}
         for name, peer in self.entrants().items():
             try:
                 call = peer.make(work, self.device)

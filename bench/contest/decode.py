@@ -1,6 +1,5 @@
 """Peers that attend one new token over a long cache: in 16 bits, packed, and the matched Transformer's."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -9,8 +8,7 @@ from diffquant.attention import BACKENDS
 from diffquant.bench.contest import counts, kernels
 from diffquant.bench.contest.counts import Count
 from diffquant.bench.contest.peers import BASELINE, PEERS, Peer
-from diffquant.bench.contest.workloads import Workload, differential
-from diffquant.errors import UsageError
+from diffquant.bench.contest.workloads import HeldCall, Workload, differential, held_by
 from diffquant.family.call import AttentionCall
 from diffquant.recipe import Recipe
 
@@ -20,17 +18,6 @@ RECIPES = {
     6: Recipe.of(kv="6:row"),
     4: Recipe.of(k="4:c64", v="4:row"),
 }
-
-
-@dataclass(frozen=True)
-class CachedCall(AttentionCall):
-    """A call whose keys and values are what a cache gives back.
-
-    Attributes:
-        cache: the cache that the peer reads.
-    """
-
-    cache: Any = None
 
 
 def unpacked(bits: int) -> Peer:
@@ -45,7 +32,7 @@ def unpacked(bits: int) -> Peer:
         return _cached(call, layer, layer.stored_keys.read(), layer.stored_values.read())
 
     def attention(call: AttentionCall) -> Tensor:
-        layer = _cache_of(call)
+        layer = held_by(call)
         now = _cached(call, None, layer.stored_keys.read(), layer.stored_values.read())
         return BACKENDS["flashdiff2"].compute(now)
 
@@ -66,25 +53,19 @@ def fused(bits: int) -> Peer:
         return None if call.v.is_cuda else "Triton kernels run on CUDA devices, not on cpu"
 
     def attention(call: AttentionCall) -> Tensor:
-        return kernels.decode_attention(call, _cache_of(call))
+        return kernels.decode_attention(call, held_by(call))
 
     return Peer(attention, make, lambda work: _count(work, bits), missing=missing, facts=_facts)
 
 
-def _cached(call: AttentionCall, cache: Any, keys: Tensor, values: Tensor) -> CachedCall:
+def _cached(call: AttentionCall, cache: Any, keys: Tensor, values: Tensor) -> HeldCall:
     shared = call.k[0] is call.k[1]
     k = [keys] * 2 if shared else list(keys.chunk(2, 1))
-    return CachedCall(call.q, k, values, call.lam, scale=call.scale, mask=call.mask, cache=cache)
-
-
-def _cache_of(call: AttentionCall) -> Any:
-    if not isinstance(call, CachedCall):
-        raise UsageError("this peer reads a cache; make its call with its own `make`")
-    return call.cache
+    return HeldCall(call.q, k, values, call.lam, scale=call.scale, mask=call.mask, held=cache)
 
 
 def _facts(call: AttentionCall) -> dict[str, float]:
-    return {"cache bytes": float(call.cache.nbytes)} if isinstance(call, CachedCall) else {}
+    return {"cache bytes": float(call.held.nbytes)} if isinstance(call, HeldCall) else {}
 
 
 def _count(work: Workload, bits: int) -> Count:

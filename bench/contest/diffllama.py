@@ -1,28 +1,13 @@
 """transformers' DiffLlama as a peer: its attention module, with projections that give tensors made beforehand."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 
-from diffquant.bench.contest.workloads import Workload, differential
-from diffquant.errors import UsageError
+from diffquant.bench.contest.workloads import HeldCall, Workload, differential, held_by
 from diffquant.family.call import AttentionCall
 from diffquant.family.norm import PairNorm
 
 _EPS = 1e-5
-
-
-@dataclass(frozen=True)
-class ModuleCall(AttentionCall):
-    """A call and the module that computes it, the pair norm included.
-
-    Attributes:
-        run: function that gives the module's output [B, h, T, dv].
-    """
-
-    run: Callable[[], Tensor]
 
 
 class _Projected(nn.Module):
@@ -76,23 +61,18 @@ def make_call(implementation: str, work: Workload, device: str) -> AttentionCall
         rows: Tensor = module(hidden, position_embeddings=rotary, attention_mask=mask)[0]
         return torch.unflatten(rows, -1, (model.pairs, -1)).transpose(1, 2)
 
-    return ModuleCall(call.q, call.k, call.v, lam, scale=call.scale, mask=call.mask, post=post, run=run)
+    return HeldCall(call.q, call.k, call.v, lam, scale=call.scale, mask=call.mask, post=post, held=run)
 
 
 def attention(call: AttentionCall) -> Tensor:
-    """Output of the module [B, h, T, dv], its norm included.
-
-    Raises:
-        UsageError: the call was not made by `make_call`.
-    """
-    if not isinstance(call, ModuleCall):
-        raise UsageError("this peer runs a module; make its call with `make_call`")
-    return call.run()
+    """Output of the module [B, h, T, dv], its norm included."""
+    output: Tensor = held_by(call)()
+    return output
 
 
 def missing(call: AttentionCall) -> str | None:
     """The reason why DiffLlama cannot run a call, or None if it can."""
-    return None if isinstance(call, ModuleCall) else "transformers knows no DIFF V2"
+    return None if isinstance(call, HeldCall) else "transformers knows no DIFF V2"
 
 
 def _rows(heads: Tensor) -> Tensor:

@@ -48,18 +48,10 @@ class Peer:
     facts: Callable[[AttentionCall], dict[str, float]] = lambda _: {}
 
 
-def _sdpa(backend: SDPBackend) -> Attention:
+def _sdpa(backend: SDPBackend, composed: Attention = flashdiff1) -> Attention:
     def attention(call: AttentionCall) -> Tensor:
         with sdpa_kernel(backend):
-            return flashdiff1(call)
-
-    return attention
-
-
-def _sdpa_halves(backend: SDPBackend) -> Attention:
-    def attention(call: AttentionCall) -> Tensor:
-        with sdpa_kernel(backend):
-            return flashdiff2(call)
+            return composed(call)
 
     return attention
 
@@ -79,6 +71,16 @@ def _reason_of(name: str) -> Callable[[AttentionCall], str | None]:
             return f"the kernel cannot be imported: {error}"
 
     return missing
+
+
+def _kernel(
+    name: str,
+    make: Callable[[Workload, str], AttentionCall] = differential,
+    count: Callable[[Workload], Count] = counts.fused,
+    tolerance: float | None = None,
+) -> Peer:
+    """A backend that may be absent, or refuse a call."""
+    return Peer(_ours(name), make, count, tolerance=tolerance, missing=_reason_of(name))
 
 
 def _simulated(scheme: Scheme) -> Attention:
@@ -141,9 +143,7 @@ PEERS: dict[str, Peer] = {
     "Transformer, SDPA cuDNN": Peer(
         _sdpa(SDPBackend.CUDNN_ATTENTION), transformer, counts.transformer, missing=_only_cuda
     ),
-    "Transformer, flash-attn": Peer(
-        _ours("flash_attn"), transformer, counts.transformer, missing=_reason_of("flash_attn")
-    ),
+    "Transformer, flash-attn": _kernel("flash_attn", transformer, counts.transformer),
     "DIFF, eager": Peer(_ours("naive"), differential, counts.eager),
     "FlashDiffAttn_1": Peer(_ours("flashdiff1"), differential, counts.two_calls),
     "FlashDiffAttn_1, SDPA mem-efficient": Peer(
@@ -158,40 +158,24 @@ PEERS: dict[str, Peer] = {
     "FlashDiffAttn_1, FlexAttention": Peer(_flex, differential, counts.two_calls, missing=_only_cuda),
     "FlashDiffAttn_2": Peer(_ours("flashdiff2"), differential, counts.four_calls),
     "FlashDiffAttn_2, SDPA flash": Peer(
-        _sdpa_halves(SDPBackend.FLASH_ATTENTION), differential, counts.four_calls, missing=_flash_widths
+        _sdpa(SDPBackend.FLASH_ATTENTION, flashdiff2), differential, counts.four_calls, missing=_flash_widths
     ),
     "FlashDiffAttn_2, SDPA cuDNN": Peer(
-        _sdpa_halves(SDPBackend.CUDNN_ATTENTION), differential, counts.four_calls, missing=_only_cuda
+        _sdpa(SDPBackend.CUDNN_ATTENTION, flashdiff2), differential, counts.four_calls, missing=_only_cuda
     ),
-    "FlashDiffAttn_2, flash-attn": Peer(
-        _ours("flash_attn"), differential, counts.four_calls, missing=_reason_of("flash_attn")
-    ),
+    "FlashDiffAttn_2, flash-attn": _kernel("flash_attn", count=counts.four_calls),
     **{
         f"transformers' DiffLlama, {how}": Peer(
             diffllama.attention, partial(diffllama.make_call, how), count, missing=diffllama.missing
         )
         for how, count in (("eager", counts.eager_halves), ("sdpa", counts.four_calls))
     },
-    "DIFF, fused": Peer(_ours("triton"), differential, counts.fused, missing=_reason_of("triton")),
-    "DIFF, fused, int8 QK": Peer(
-        _ours("triton-int8"), differential, counts.fused, tolerance=0.05, missing=_reason_of("triton-int8")
-    ),
-    "DIFF, fused, int8 QK, fp8 PV": Peer(
-        _ours("triton-fp8"), differential, counts.fused, tolerance=0.1, missing=_reason_of("triton-fp8")
-    ),
-    "DIFF, fused, specialized": Peer(
-        _ours("triton-specialized"), differential, counts.fused, missing=_reason_of("triton-specialized")
-    ),
-    "DIFF, fused, pipelined": Peer(
-        _ours("triton-pipelined"), differential, counts.fused, missing=_reason_of("triton-pipelined")
-    ),
-    "DIFF, fused, int8 QK, fp8 PV, specialized": Peer(
-        _ours("triton-fp8-specialized"),
-        differential,
-        counts.fused,
-        tolerance=0.1,
-        missing=_reason_of("triton-fp8-specialized"),
-    ),
+    "DIFF, fused": _kernel("triton"),
+    "DIFF, fused, int8 QK": _kernel("triton-int8", tolerance=0.05),
+    "DIFF, fused, int8 QK, fp8 PV": _kernel("triton-fp8", tolerance=0.1),
+    "DIFF, fused, specialized": _kernel("triton-specialized"),
+    "DIFF, fused, pipelined": _kernel("triton-pipelined"),
+    "DIFF, fused, int8 QK, fp8 PV, specialized": _kernel("triton-fp8-specialized", tolerance=0.1),
     "DIFF, simulated logits 8:row, eager": Peer(_rounded_eagerly, differential, counts.eager, logits=ROW_8),
     **{
         f"DIFF, simulated logits {scheme}": Peer(_simulated(scheme), differential, counts.simulated, logits=scheme)

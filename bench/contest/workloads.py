@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -112,6 +113,28 @@ class Workload:
         if dtype is None or dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise UsageError(f"unknown dtype {self.dtype!r}; known are float32, float16, bfloat16")
         return dtype
+
+
+@dataclass(frozen=True)
+class HeldCall(AttentionCall):
+    """A call and what its peer computes it with.
+
+    Attributes:
+        held: a cache, or the function that runs a module.
+    """
+
+    held: Any = None
+
+
+def held_by(call: AttentionCall) -> Any:
+    """What a call's peer computes it with.
+
+    Raises:
+        UsageError: the call was not made by the peer's own `make`.
+    """
+    if not isinstance(call, HeldCall):
+        raise UsageError("this peer reads a cache or runs a module; make its call with its own `make`")
+    return call.held
 
 
 def differential(work: Workload, device: str) -> AttentionCall:

@@ -5,12 +5,13 @@ and for an H200; what the rivals take comes from published speeds. It judges a c
 and replaces no measurement.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 
 from diffquant.bench.gpu.binaries import Binary
 from diffquant.bench.gpu.compiling import Launch, compile_launches
+from diffquant.bench.gpu.groups import Aim
 from diffquant.bench.gpu.hopper import Card, blocks_at_once, seconds, step
 from diffquant.kernels.gpu import AbsentGpu
 
@@ -48,34 +49,8 @@ class Path:
     work: Callable[[Launch], Work]
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """Time that a path is expected to take, and what its launches use.
-
-    Attributes:
-        parts: each launch with its seconds.
-    """
-
-    name: str
-    parts: tuple[tuple[Binary, float], ...]
-
-    @property
-    def seconds(self) -> float:
-        return sum(part for _, part in self.parts)
-
-
-@dataclass(frozen=True)
-class Aim:
-    """Ratio to reach: how many times as long as `path` the `other` is to take.
-
-    Attributes:
-        other: name of a path, or of a rival with published speed.
-    """
-
-    name: str
-    path: str
-    other: str
-    at_least: float
+# Each launch of a path with the seconds that it is expected to take.
+Estimate = list[tuple[Binary, float]]
 
 
 def compiled(path: Path, absent: AbsentGpu) -> list[tuple[Binary, Work]]:
@@ -83,10 +58,9 @@ def compiled(path: Path, absent: AbsentGpu) -> list[tuple[Binary, Work]]:
     return [(launch.binary, path.work(launch)) for launch in compile_launches(path.call, absent)]
 
 
-def estimate(name: str, launches: Sequence[tuple[Binary, Work]], card: Card) -> Estimate:
+def estimate(launches: Sequence[tuple[Binary, Work]], card: Card) -> Estimate:
     """Estimate of a path's launches on a card."""
-    parts = ((each, seconds(each, card, work.steps, work.nbytes, work.programs)) for each, work in launches)
-    return Estimate(name, tuple(parts))
+    return [(each, seconds(each, card, work.steps, work.nbytes, work.programs)) for each, work in launches]
 
 
 def attention_seconds(tokens: int, units: int, operations_a_second: float) -> float:
@@ -99,18 +73,20 @@ def tile_steps(tokens: int, queries: int, keys: int) -> int:
     return sum(ceil(min(top + queries, tokens) / keys) for top in range(0, tokens, queries))
 
 
-def report(card: Card, estimates: Sequence[Estimate], rivals: dict[str, float], aims: Sequence[Aim]) -> str:
-    """Text of estimates: each aim beside its ratio, then every kernel's resources and where its cycles go."""
-    taken = rivals | {each.name: each.seconds for each in estimates}
+def report(
+    card: Card, estimates: Mapping[str, Estimate], rivals: dict[str, float], aims: Sequence[tuple[str, Aim]]
+) -> str:
+    """Text of estimates by path: each aim beside its ratio, then every kernel's resources and where its cycles go."""
+    taken = rivals | {path: sum(part for _, part in parts) for path, parts in estimates.items()}
     lines = [f"{card.name}:"]
-    for aim in aims:
+    for name, aim in aims:
         ratio = taken[aim.other] / taken[aim.path]
         state = "reached" if ratio >= aim.at_least else "missed"
-        lines.append(f"{aim.name}  {ratio:5.2f}x  aim {aim.at_least:.2f}x {state:8} {aim.path}  against  {aim.other}")
+        lines.append(f"{name}  {ratio:5.2f}x  aim {aim.at_least:.2f}x {state:8} {aim.path}  against  {aim.other}")
     lines.append("")
-    for each in estimates:
-        lines.append(f"{each.name}: {each.seconds * 1e3:.4g} ms")
-        lines += [f"  {_part_text(binary, part)}" for binary, part in each.parts]
+    for path, parts in estimates.items():
+        lines.append(f"{path}: {taken[path] * 1e3:.4g} ms")
+        lines += [f"  {_part_text(binary, part)}" for binary, part in parts]
     lines += [f"{name}: {taken[name] * 1e3:.4g} ms, from published speed" for name in rivals]
     return "\n".join(lines)
 

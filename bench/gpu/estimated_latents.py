@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from diffquant.bench.gpu.compiling import Launch
-from diffquant.bench.gpu.estimate import Aim, Path, Work
+from diffquant.bench.gpu.estimate import Path, Work
+from diffquant.bench.gpu.groups import Aim
 from diffquant.bench.gpu.hopper import RAMP_SECONDS, Card
 from diffquant.kernels.cache.kv_store import KVStore
 from diffquant.kernels.cache.latent import TILES, decode_latent
@@ -24,8 +25,8 @@ _BITS = (16, 8, 4)
 
 AIMS = (
     # Latents are a ninth of the bytes.
-    *(Aim("latents", _LATENTS(bits), _EXPANDED, 3.0) for bits in _BITS),
-    *(Aim("latents", _LATENTS(bits), _READ_ONCE(bits), 0.8) for bits in _BITS),
+    *(("latents", Aim(_LATENTS(bits), _EXPANDED, 3.0)) for bits in _BITS),
+    *(("latents", Aim(_LATENTS(bits), _READ_ONCE(bits), 0.8)) for bits in _BITS),
 )
 
 

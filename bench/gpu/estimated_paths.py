@@ -16,7 +16,6 @@ from diffquant.bench.gpu.compiling import Launch
 from diffquant.bench.gpu.estimate import (
     CUDNN,
     FLASH_2,
-    Aim,
     Path,
     Work,
     attention_seconds,
@@ -25,6 +24,7 @@ from diffquant.bench.gpu.estimate import (
     report,
     tile_steps,
 )
+from diffquant.bench.gpu.groups import Aim
 from diffquant.bench.gpu.hopper import (
     ASSUMPTIONS,
     CARDS,
@@ -74,27 +74,27 @@ _DENSE_SHARE = 0.69
 _CACHE = "decode, {}-bit cache".format
 _PAGES = "decode, 16-bit cache in pages"
 
-# P1 to P5.
+# Of P1 to P5 and others, by name.
 AIMS = (
-    Aim("P1", _FP8, _CUDNN, 1.25),
-    Aim("P1", _FP8_SPECIALIZED, _CUDNN, 1.25),
-    Aim("P1", _FP8_SPECIALIZED, _FLASH, 1.5),
-    Aim("P2", _FP16, _FOUR, 1.3),
-    Aim("P2", _FP16_SPECIALIZED, _FOUR, 1.3),
-    Aim("P2", _FP16_SPECIALIZED, _TWO, 1.0),
-    Aim("P2", _FP16_PIPELINED, _FOUR, 1.3),
-    Aim("P2", _FP16_PIPELINED, _TWO, 1.15),
-    Aim("P3", _ROW, _FP16_SHORT, 1 / 1.6),
-    Aim("P3", _SHIFT, _FP16_SHORT, 1 / 1.6),
-    Aim("P3", _OPERANDS, _FP16_SHORT, 1 / 1.6),
-    Aim("P3", _OPERANDS_SHIFT, _FP16_SHORT, 1 / 1.6),
-    Aim("P3", _ROW_SPECIALIZED, _FP16_SHORT_SPECIALIZED, 1 / 1.6),
-    Aim("P3", _SHIFT_SPECIALIZED, _FP16_SHORT_SPECIALIZED, 1 / 1.6),
-    Aim("P3", _ROW_SPECIALIZED, _FP16_SHORT_PIPELINED, 1 / 1.6),
-    Aim("P3", _SHIFT_SPECIALIZED, _FP16_SHORT_PIPELINED, 1 / 1.6),
-    Aim("P4", _CACHE(4), _CACHE(16), 3.0),
-    Aim("P5", _PACKED, _DENSE, 3.0),
-    *(Aim("GEMM", _GEMM(tokens), _DENSE_OF(tokens), 0.9 * marlin) for tokens, marlin in _MARLIN.items()),
+    ("P1", Aim(_FP8, _CUDNN, 1.25)),
+    ("P1", Aim(_FP8_SPECIALIZED, _CUDNN, 1.25)),
+    ("P1", Aim(_FP8_SPECIALIZED, _FLASH, 1.5)),
+    ("P2", Aim(_FP16, _FOUR, 1.3)),
+    ("P2", Aim(_FP16_SPECIALIZED, _FOUR, 1.3)),
+    ("P2", Aim(_FP16_SPECIALIZED, _TWO, 1.0)),
+    ("P2", Aim(_FP16_PIPELINED, _FOUR, 1.3)),
+    ("P2", Aim(_FP16_PIPELINED, _TWO, 1.15)),
+    ("P3", Aim(_ROW, _FP16_SHORT, 1 / 1.6)),
+    ("P3", Aim(_SHIFT, _FP16_SHORT, 1 / 1.6)),
+    ("P3", Aim(_OPERANDS, _FP16_SHORT, 1 / 1.6)),
+    ("P3", Aim(_OPERANDS_SHIFT, _FP16_SHORT, 1 / 1.6)),
+    ("P3", Aim(_ROW_SPECIALIZED, _FP16_SHORT_SPECIALIZED, 1 / 1.6)),
+    ("P3", Aim(_SHIFT_SPECIALIZED, _FP16_SHORT_SPECIALIZED, 1 / 1.6)),
+    ("P3", Aim(_ROW_SPECIALIZED, _FP16_SHORT_PIPELINED, 1 / 1.6)),
+    ("P3", Aim(_SHIFT_SPECIALIZED, _FP16_SHORT_PIPELINED, 1 / 1.6)),
+    ("P4", Aim(_CACHE(4), _CACHE(16), 3.0)),
+    ("P5", Aim(_PACKED, _DENSE, 3.0)),
+    *(("GEMM", Aim(_GEMM(tokens), _DENSE_OF(tokens), 0.9 * marlin)) for tokens, marlin in _MARLIN.items()),
     *estimated_latents.AIMS,
 )
 
@@ -133,7 +133,7 @@ def print_estimates() -> int:
     texts = [ASSUMPTIONS]
     for card in CARDS:
         # Keys are split by what the card's memory moves.
-        estimates = [estimate(path.name, compiled(path, card.absent), card) for path in planned]
+        estimates = {path.name: estimate(compiled(path, card.absent), card) for path in planned}
         texts.append(report(card, estimates, rivals(card), AIMS))
     print("\n\n".join(texts))
     return 4 if any(" missed " in text for text in texts) else 0

@@ -7,6 +7,7 @@ product may still read the registers of its left side; whoever writes them chang
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 _LINE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?(.*?);", re.MULTILINE)
@@ -97,23 +98,33 @@ def block_barriers(code: Code) -> int:
     return sum(each.opcode == "BAR" and ".SYNC" in each.text and len(each.operands) < 2 for each in code)
 
 
-def under_way_at_exponentials(loop: Code) -> float:
-    """Share of a loop's products that are under way while it computes exponentials, on average over these."""
-    closed: list[int] = []
-    opened = 0
-    seen: list[int] = []
-    # Twice, since products of one pass may be waited for in the next, which is then like any other.
+def _with_products_under_way(loop: Code) -> Iterator[tuple[Instruction, Code]]:
+    """Each instruction of two passes that is no product and waits for none, and the products that are under way then.
+
+    Two, since products of one pass may be waited for in the next, which is then like any other.
+    """
+    closed: list[Code] = []
+    opened: Code = []
     for each in loop + loop:
         if each.opcode in _PRODUCTS:
-            opened += sum(multiply_adds([each]).values())
+            opened.append(each)
             if any("gsb" in operand for operand in each.operands):
                 closed.append(opened)
-                opened = 0
+                opened = []
         elif each.text.startswith("WARPGROUP.DEPBAR"):
             allowed = int(each.operands[-1], 16)
             closed = closed[len(closed) - allowed :] if allowed < len(closed) else closed
-        elif each.text.startswith("MUFU.EX2"):
-            seen.append(sum(closed) + opened)
+        else:
+            yield each, [product for group in (*closed, opened) for product in group]
+
+
+def under_way_at_exponentials(loop: Code) -> float:
+    """Share of a loop's products that are under way while it computes exponentials, on average over these."""
+    seen = [
+        sum(multiply_adds(products).values())
+        for each, products in _with_products_under_way(loop)
+        if each.text.startswith("MUFU.EX2")
+    ]
     last = seen[len(seen) // 2 :]
     total = sum(multiply_adds(loop).values())
     return sum(last) / len(last) / total if last and total else 0.0
@@ -121,24 +132,11 @@ def under_way_at_exponentials(loop: Code) -> float:
 
 def overwritten_operands(loop: Code) -> list[str]:
     """Instructions of a loop that write a register while a product of this pass or the last one may still read it."""
-    under_way: list[list[set[int]]] = []
-    opened: list[set[int]] = []
     faults = []
-    # Twice, since products of one pass may be waited for in the next.
-    for each in loop + loop:
-        if each.opcode in _PRODUCTS:
-            left = each.operands[1]
-            opened.append(_registers(left, _LEFT_REGISTERS) if left.startswith("R") else set())
-            if any("gsb" in operand for operand in each.operands):
-                under_way.append(opened)
-                opened = []
-        elif each.text.startswith("WARPGROUP.DEPBAR"):
-            allowed = int(each.operands[-1], 16)
-            under_way = under_way[len(under_way) - allowed :] if allowed < len(under_way) else under_way
-        else:
-            written = _written(each)
-            if any(written & left for group in (*under_way, opened) for left in group):
-                faults.append(f"{each.address:#x}: {each.text}")
+    for each, products in _with_products_under_way(loop):
+        written = _written(each)
+        if any(written & _registers(product.operands[1], _LEFT_REGISTERS) for product in products):
+            faults.append(f"{each.address:#x}: {each.text}")
     return list(dict.fromkeys(faults))
 
 

@@ -8,6 +8,7 @@ per-pair norm's weight and in nothing else that takes time.
 
 import json
 import tempfile
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -18,11 +19,11 @@ import typer
 from safetensors.torch import save_file
 
 from diffquant.bench.environment import environment
-from diffquant.bench.programs.apart import CORES, JsonFile, Threads
-from diffquant.bench.programs.engines import Engine, open_export, write_export
+from diffquant.bench.programs.apart import CORES, JsonFile, Threads, tell
+from diffquant.bench.programs.engines import open_export, write_export
+from diffquant.bench.timing import interleaved
 from diffquant.export import native
 from diffquant.model.adapters import adapter_for
-from diffquant.support.files import write_json
 
 SIZES: dict[str, Any] = {
     "vocab_size": 8192,
@@ -53,12 +54,6 @@ def write_model(folder: Path, config: dict[str, Any]) -> Path:
     return folder
 
 
-def tokens_per_second(engine: Engine, prompt: np.ndarray) -> float:
-    """Speed of decoding from the first new token to the last."""
-    speed, _ = engine.decode(prompt, NEW)
-    return speed
-
-
 def measure(threads: int, repeats: int) -> dict[str, Any]:
     """Speeds of both models, in turns, and the median of the turns' ratios."""
     engines = {}
@@ -69,13 +64,16 @@ def measure(threads: int, repeats: int) -> dict[str, Any]:
             write_export({"weights": "4:g32"}, model, exported)
             engines[name] = open_export(exported, threads)
         prompt = np.random.default_rng(0).integers(0, SIZES["vocab_size"], (1, PROMPT))
-        for engine in engines.values():
-            tokens_per_second(engine, prompt)  # warms up
-        turns = [{name: tokens_per_second(engine, prompt) for name, engine in engines.items()} for _ in range(repeats)]
+        # The first turn warms up.
+        turns = interleaved(
+            {name: partial(engine.decode, prompt, NEW) for name, engine in engines.items()}, repeats + 1
+        )
+    speeds = {name: [speed for speed, _ in of_model[1:]] for name, of_model in turns.items()}
+    pairs = zip(speeds["Motif"], speeds["DiffLlama"], strict=True)
     return {
-        "tokens_per_second": {name: [turn[name] for turn in turns] for name in engines},
-        "median": {name: median(turn[name] for turn in turns) for name in engines},
-        "motif_of_diffllama": median(turn["Motif"] / turn["DiffLlama"] for turn in turns),
+        "tokens_per_second": speeds,
+        "median": {name: median(of_model) for name, of_model in speeds.items()},
+        "motif_of_diffllama": median(motif / diffllama for motif, diffllama in pairs),
     }
 
 
@@ -98,9 +96,7 @@ def main(
         "settings": settings | {"native_kernel": native.library_path() is not None},
         **measure(threads, repeats),
     }
-    if file:
-        write_json(file, result)
-    print(json.dumps(result["median"]), f"ratio {result['motif_of_diffllama']:.3f}")
+    tell(result, file, f"{json.dumps(result['median'])} ratio {result['motif_of_diffllama']:.3f}")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import typer
 
 from diffquant.bench.memory import resident
 from diffquant.errors import DiffQuantError
+from diffquant.support.files import write_json
 
 # Options that many of the programs have.
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Where to write the numbers.")]
@@ -22,6 +23,13 @@ Threads = Annotated[int, typer.Option(min=1, help="Threads of each process; all 
 CORES = os.cpu_count() or 1
 
 _POLL_SECONDS = 0.01
+
+
+def tell(result: object, file: Path | None, text: str) -> None:
+    """Write a program's numbers where that is asked for, and print what they say."""
+    if file:
+        write_json(file, result)
+    print(text, flush=True)
 
 
 def run_apart(

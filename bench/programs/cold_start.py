@@ -5,6 +5,7 @@
 Processes take turns. Processor time is kept beside time on the clock: other work on the machine does not count in it.
 """
 
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -12,8 +13,8 @@ from typing import Annotated, Any
 import typer
 
 from diffquant.bench.environment import environment
-from diffquant.bench.programs.apart import JsonFile, run_apart
-from diffquant.support.files import write_json
+from diffquant.bench.programs.apart import JsonFile, run_apart, tell
+from diffquant.bench.timing import interleaved
 
 _TORCH, _INSPECT, _TRANSFORMERS = "import torch", "diffquant inspect", "import transformers"
 
@@ -25,9 +26,7 @@ def main(
 ) -> None:
     """Time `diffquant inspect` from start to exit, beside `import torch`."""
     result = measure_cold_start(model, repeats)
-    if file:
-        write_json(file, result)
-    typer.echo(cold_start_summary(result))
+    tell(result, file, cold_start_summary(result))
 
 
 def measure_cold_start(model: Path, repeats: int) -> dict[str, Any]:
@@ -37,12 +36,11 @@ def measure_cold_start(model: Path, repeats: int) -> dict[str, Any]:
         _INSPECT: ["-m", "diffquant.cli", "inspect", str(model)],
         _TRANSFORMERS: ["-c", "from transformers import AutoModelForCausalLM"],
     }
-    turns: dict[str, list[dict[str, float]]] = {name: [] for name in commands}
-    for number in range(repeats + 1):
-        for name, arguments in commands.items():
-            turn = run_apart(*arguments)
-            if number:
-                turns[name].append({"seconds": turn["process_seconds"], "cpu_seconds": turn["cpu_seconds"]})
+    ran = interleaved({name: partial(run_apart, *arguments) for name, arguments in commands.items()}, repeats + 1)
+    turns = {
+        name: [{"seconds": run["process_seconds"], "cpu_seconds": run["cpu_seconds"]} for run in runs[1:]]
+        for name, runs in ran.items()
+    }
     return {
         "environment": environment(),
         "model": model.name,

@@ -10,6 +10,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -17,10 +18,10 @@ from typing import Annotated, Any
 import typer
 
 from diffquant.bench.environment import environment
-from diffquant.bench.programs.apart import JsonFile, run_apart
+from diffquant.bench.programs.apart import JsonFile, run_apart, tell
+from diffquant.bench.timing import interleaved
 from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
-from diffquant.support.files import write_json
 
 TURNS = 3
 TIME_LIMIT, MEMORY_LIMIT = 2.0, 600_000_000
@@ -67,20 +68,17 @@ def main(
 ) -> None:
     """Measure an export at 4 bits with a calibrated cache beside a float32 export."""
     result = measure(model, turns)
-    if file:
-        write_json(file, result)
-    print(summary(result))
+    tell(result, file, summary(result))
 
 
 def measure(model: Path, turns: int) -> dict[str, Any]:
     """Processor seconds, their parts and the largest memory beyond mapped files of each export, turn by turn."""
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in EXPORTS}
     with tempfile.TemporaryDirectory() as place:
         low = Path(place) / "low"
         quantize(model, low, Recipe.of(weights="4:g32", rounding="nearest"))
-        for _ in range(turns):
-            for name, options in EXPORTS.items():
-                runs[name].append(_once(low if name == FOUR_BITS else model, Path(place) / "out", options))
+        sources = {name: low if name == FOUR_BITS else model for name in EXPORTS}
+        ways = {name: partial(_once, sources[name], Path(place) / "out", EXPORTS[name]) for name in EXPORTS}
+        runs = interleaved(ways, turns)
     times = {name: median(run["cpu_seconds"] for run in each) for name, each in runs.items()}
     return {
         "environment": environment(),
@@ -121,4 +119,6 @@ def _parts_text(parts: dict[str, float]) -> str:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    from diffquant.support.program import run_program
+
+    run_program(main)

@@ -35,7 +35,7 @@ from typing import Annotated, Any
 import typer
 
 from diffquant.bench.environment import environment
-from diffquant.bench.programs.apart import CORES, JsonFile, Threads
+from diffquant.bench.programs.apart import CORES, JsonFile, Threads, tell
 from diffquant.bench.programs.comparison import compare_with_export, compare_with_torch, table
 from diffquant.bench.programs.contestants import (
     CONTESTANTS,
@@ -54,7 +54,6 @@ from diffquant.bench.programs.contestants import (
 from diffquant.bench.programs.engines import random_tokens
 from diffquant.errors import UsageError
 from diffquant.export.native import library_path
-from diffquant.support.files import write_json
 from diffquant.support.spelling import spelled
 
 
@@ -202,9 +201,7 @@ def main(
         # The first torch stays: a later one ran beside fewer, and is kept with the rows that refer to it.
         everyone |= {name: row for name, row in rows.items() if name != TORCH or name not in everyone}
         compare_with_export(everyone, FLOAT)
-        if file:
-            write_json(file, result)
-        print(table(model.name, everyone), flush=True)
+        tell(result, file, table(model.name, everyone))
 
 
 def _place(exports: Path, model: Path) -> Path:

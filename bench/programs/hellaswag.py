@@ -8,9 +8,8 @@ both must choose the same ending of every item. Each one's defaults are not of o
 checkpoint's, which is float32 for a GGUF file, where ours is bfloat16 on a machine that has it.
 """
 
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -20,7 +19,8 @@ import torch
 import typer
 
 from diffquant.bench.environment import environment
-from diffquant.bench.programs.apart import JsonFile
+from diffquant.bench.programs.apart import JsonFile, tell
+from diffquant.bench.timing import clocked, interleaved
 from diffquant.errors import MissingDependencyError, ToleranceError, UsageError
 from diffquant.evals.protocols.harness import require_lm_eval
 from diffquant.evals.protocols.hellaswag import HellaSwagItem, evaluate_hellaswag, load_items
@@ -30,20 +30,13 @@ from diffquant.loading import load
 from diffquant.report.tables import aligned
 from diffquant.source.tokenizer import load_tokenizer
 from diffquant.support.devices import resolve_dtype
-from diffquant.support.files import write_json
 
 # HFLM's own default, and the size at which it was fastest on the machine this was written on.
 _BATCH_SIZES = (1, 8)
 
 
-@dataclass(frozen=True)
-class Scorer:
-    """One scorer in one dtype; `score` gives the chosen ending (by summed log-probability) of each item."""
-
-    name: str
-    dtype: str
-    batch_size: int | None
-    score: Callable[[Sequence[HellaSwagItem]], list[int]]
+# Gives the chosen ending of each item, by summed log-probability.
+Score = Callable[[Sequence[HellaSwagItem]], list[int]]
 
 
 def main(
@@ -54,9 +47,7 @@ def main(
 ) -> None:
     """Measure HellaSwag's items a second beside lm-eval's HFLM."""
     result = measure_scorers(model, items, repeats)
-    if file:
-        write_json(file, result)
-    print(scorer_summary(result))
+    tell(result, file, scorer_summary(result))
     _require(result)
 
 
@@ -68,18 +59,17 @@ def measure_scorers(path: Path, items: int, repeats: int) -> dict[str, Any]:
     """
     questions = load_items(limit=items)
     entrants = scorers(path)
-    timings: list[dict[str, Any]] = [
-        {"name": c.name, "dtype": c.dtype, "batch_size": c.batch_size, "seconds": [], "cpu_seconds": []}
-        for c in entrants
+    for score in entrants.values():
+        score(questions[:2])
+    turns = interleaved({who: partial(clocked, partial(score, questions)) for who, score in entrants.items()}, repeats)
+    timings = [
+        {
+            **dict(zip(("name", "dtype", "batch_size"), who, strict=True)),
+            **{what: [turn[what] for turn in of_scorer] for what in ("seconds", "cpu_seconds")},
+            "choices": of_scorer[-1]["given"],
+        }
+        for who, of_scorer in turns.items()
     ]
-    for entrant in entrants:
-        entrant.score(questions[:2])
-    for _ in range(repeats):
-        for entrant, timing in zip(entrants, timings, strict=True):
-            wall, cpu = time.monotonic(), time.process_time()
-            timing["choices"] = entrant.score(questions)
-            timing["seconds"].append(time.monotonic() - wall)
-            timing["cpu_seconds"].append(time.process_time() - cpu)
     return {
         "environment": environment() | {"threads": torch.get_num_threads(), "lm_eval": version("lm_eval")},
         "model": path.name,
@@ -89,15 +79,15 @@ def measure_scorers(path: Path, items: int, repeats: int) -> dict[str, Any]:
     }
 
 
-def scorers(path: Path) -> list[Scorer]:
-    """Scorers that take part: ours, and HFLM at its batch sizes, in float32 and bfloat16."""
+def scorers(path: Path) -> dict[tuple[str, str, int | None], Score]:
+    """Scorers that take part by name, dtype and batch size: ours and HFLM at its sizes, in float32 and bfloat16."""
     tokenizer = load_tokenizer(path)
-    entrants = []
+    entrants: dict[tuple[str, str, int | None], Score] = {}
     for dtype in (torch.float32, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
-        entrants.append(Scorer("diffquant", name, None, _ours(load(path, dtype=dtype), tokenizer)))
+        entrants["diffquant", name, None] = _ours(load(path, dtype=dtype), tokenizer)
         oracle = _transformers_llama(path, dtype)
-        entrants += [Scorer("HFLM", name, n, _hflm(oracle, tokenizer, n)) for n in _BATCH_SIZES]
+        entrants |= {("HFLM", name, n): _hflm(oracle, tokenizer, n) for n in _BATCH_SIZES}
     return entrants
 
 
@@ -136,11 +126,11 @@ def ratios(result: dict[str, Any]) -> dict[str, tuple[float, float]]:
     }
 
 
-def _ours(model: Any, tokenizer: Any) -> Callable[[Sequence[HellaSwagItem]], list[int]]:
+def _ours(model: Any, tokenizer: Any) -> Score:
     return lambda items: evaluate_hellaswag(TorchModel(model, tokenizer), items).choices
 
 
-def _hflm(model: Any, tokenizer: Any, batch_size: int) -> Callable[[Sequence[HellaSwagItem]], list[int]]:
+def _hflm(model: Any, tokenizer: Any, batch_size: int) -> Score:
     from lm_eval.api.instance import Instance
 
     scorer = _hflm_class()(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)

@@ -5,26 +5,26 @@ their ratios.
 """
 
 import json
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
 import numpy as np
-import onnx
 import onnxruntime as ort
 import typer
-from onnx import TensorProto, helper
 
 from diffquant.bench.environment import environment
 from diffquant.bench.programs.apart import CORES, Threads
+from diffquant.bench.timing import interleaved, second_call
 from diffquant.errors import MissingDependencyError, UsageError
 from diffquant.export import native
-from diffquant.export.graph import body, op
-
-OPSET, IR = 23, 10
+from diffquant.export.conformance.implementations import one_node
+from diffquant.export.conformance.vectors import Made, Vector, random_inputs
+from diffquant.export.graph.op import OpAttributes
+from diffquant.export.runtime.session import session_options
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,6 @@ class OpShape:
     kv_pairs: int
     width: int
 
-    @property
-    def row(self) -> int:
-        """Width of a KV pair's key or value, of both maps where each has its own."""
-        return self.width * (2 if self.generation == 1 else 1)
-
 
 @dataclass(frozen=True)
 class OpWorkload:
@@ -63,29 +58,6 @@ class OpWorkload:
     tokens: int
     kv_bits: int
     dtype: str = "float32"
-
-
-@dataclass(frozen=True)
-class OpTimes:
-    """Milliseconds of each call of the function body and of the native kernel."""
-
-    shape: str
-    workload: OpWorkload
-    body: list[float]
-    native: list[float]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Medians, best times, and how many times faster the native kernel is by each."""
-        return {
-            "shape": self.shape,
-            **asdict(self.workload),
-            "body_ms": median(self.body),
-            "native_ms": median(self.native),
-            "ratio": median(self.body) / median(self.native),
-            "body_best_ms": min(self.body),
-            "native_best_ms": min(self.native),
-            "ratio_of_best": min(self.body) / min(self.native),
-        }
 
 
 SHAPES = {
@@ -120,73 +92,73 @@ def main(
     library = native.library_path()
     if library is None:
         raise MissingDependencyError("the native kernel is not built: python -m diffquant.export.native")
-    results = [compare_kernel(name, workload, library, threads, repeats) for name in names for workload in WORKLOADS]
+    results = [
+        entry_of(name, workload, compare_kernel(name, workload, library, threads, repeats))
+        for name in names
+        for workload in WORKLOADS
+    ]
     if as_json:
-        print(json.dumps(op_report(results, native.kernel_name(), threads), indent=2))
+        about = {"environment": environment(), "onnxruntime": ort.__version__, "kernel": native.kernel_name()}
+        print(json.dumps(about | {"threads": threads, "results": results}, indent=2))
     else:
-        print("\n".join(times_line(result) for result in results))
+        print("\n".join(map(times_line, results)))
 
 
-def compare_kernel(name: str, workload: OpWorkload, library: Path, threads: int, repeats: int) -> OpTimes:
-    """Time the body and the kernel in turns, so that what else the machine does falls on both."""
-    shape = SHAPES[name]
-    calls = [prepared_call(shape, workload, path, threads) for path in (None, library)]
-    times: list[list[float]] = [[], []]
-    for _ in range(repeats):
-        for call, spent in zip(calls, times, strict=True):
-            call()  # brings its own caches and tables back into the processor's
-            start = time.perf_counter()
-            call()
-            spent.append((time.perf_counter() - start) * 1e3)
-    return OpTimes(name, workload, *times)
+def compare_kernel(
+    name: str, workload: OpWorkload, library: Path, threads: int, repeats: int
+) -> dict[str, list[float]]:
+    """Milliseconds of the body and of the kernel, in turns, so that what else the machine does falls on both."""
+    calls = {
+        path: partial(second_call, prepared_call(SHAPES[name], workload, taken, threads))
+        for path, taken in {"body": None, "native": library}.items()
+    }
+    return interleaved(calls, repeats)
 
 
-def op_report(results: list[OpTimes], kernel: str | None, threads: int) -> dict[str, Any]:
-    """Report of all workloads, for JSON."""
+def entry_of(name: str, workload: OpWorkload, times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """Medians and best times of a workload, and how many times faster the native kernel is by each."""
+    body, kernel = times["body"], times["native"]
     return {
-        "environment": environment(),
-        "onnxruntime": ort.__version__,
-        "kernel": kernel,
-        "threads": threads,
-        "results": [result.to_dict() for result in results],
+        "shape": name,
+        **asdict(workload),
+        "body_ms": median(body),
+        "native_ms": median(kernel),
+        "ratio": median(body) / median(kernel),
+        "body_best_ms": min(body),
+        "native_best_ms": min(kernel),
+        "ratio_of_best": min(body) / min(kernel),
     }
 
 
-def times_line(result: OpTimes) -> str:
+def times_line(entry: Mapping[str, Any]) -> str:
     """Line of text for one workload."""
-    work = result.workload
-    what = f"{work.tokens} of {work.context} tokens, {work.dtype}, cache {work.kv_bits or 'as is'}"
-    numbers = result.to_dict()
-    times = f"body {numbers['body_ms']:8.3f} ms  native {numbers['native_ms']:8.3f} ms"
-    return f"{result.shape:13} {what:42} {times}  {numbers['ratio']:5.2f}x  best {numbers['ratio_of_best']:5.2f}x"
+    cache = entry["kv_bits"] or "as is"
+    what = f"{entry['tokens']} of {entry['context']} tokens, {entry['dtype']}, cache {cache}"
+    times = f"body {entry['body_ms']:8.3f} ms  native {entry['native_ms']:8.3f} ms"
+    return f"{entry['shape']:13} {what:42} {times}  {entry['ratio']:5.2f}x  best {entry['ratio_of_best']:5.2f}x"
 
 
 def prepared_call(shape: OpShape, workload: OpWorkload, library: Path | None, threads: int) -> Callable[[], None]:
     """Call of the op on random inputs, everything bound beforehand and the cache extended in place."""
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.log_severity_level = 3
+    options = session_options(threads, native=library is not None)
     # Waiting threads of one session must not take the other's processors.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    if library is not None:
-        options.register_custom_ops_library(str(library))
-    model = one_node(shape, workload)
-    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    call = random_call(shape, workload)
+    model = one_node(call, "contrib").SerializeToString()
+    session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     binding = session.io_binding()
-    rng = np.random.default_rng(0)
-    for value in model.graph.input:
-        binding.bind_ortvalue_input(value.name, _input(value, shape, workload, rng))
+    inputs = {name: ort.OrtValue.ortvalue_from_numpy(value) for name, value in call.inputs.items()}
+    for name, value in inputs.items():
+        binding.bind_ortvalue_input(name, value)
     binding.bind_output("output", "cpu")
-    for name in ("key", "value"):
-        cache = _random_cache(shape, workload, rng)
-        binding.bind_ortvalue_input(f"past_{name}", cache)
-        binding.bind_ortvalue_output(f"present_{name}", cache)
+    for part in ("key", "value"):
+        binding.bind_ortvalue_output(f"present_{part}", inputs[f"past_{part}"])
     return lambda: session.run_with_iobinding(binding)
 
 
-def one_node(shape: OpShape, workload: OpWorkload) -> onnx.ModelProto:
-    """ONNX model of one node, with its function body."""
-    attributes = op.OpAttributes(
+def random_call(shape: OpShape, workload: OpWorkload) -> Vector:
+    """A call on random inputs, whose outputs have their shapes alone."""
+    attributes = OpAttributes(
         num_pairs=shape.pairs,
         num_kv_pairs=shape.kv_pairs,
         generation=shape.generation,
@@ -195,70 +167,19 @@ def one_node(shape: OpShape, workload: OpWorkload) -> onnx.ModelProto:
         rotary_interleaved=1,
         kv_bit_width=workload.kv_bits,
     )
-    kind = TensorProto.FLOAT if workload.dtype == "float32" else TensorProto.FLOAT16
-    cache = {0: kind, 8: TensorProto.INT8, 4: TensorProto.UINT8}[workload.kv_bits]
-    past = [1, shape.kv_pairs, workload.context, _stored(shape, workload)]
-    kv = [1, workload.tokens, shape.kv_pairs * shape.row]
-    inputs = {
-        "query": (kind, [1, workload.tokens, 2 * shape.pairs * shape.width]),
-        "key": (kind, kv),
-        "value": (kind, kv),
-        "lambda": (TensorProto.FLOAT, [1] if shape.generation == 1 else [1, workload.tokens, shape.pairs]),
-        "past_key": (cache, past),
-        "past_value": (cache, past),
-        "seqlens_k": (TensorProto.INT32, [1]),
-        "total_sequence_length": (TensorProto.INT32, []),
-        "cos_cache": (kind, [workload.context, shape.row // 2]),
-        "sin_cache": (kind, [workload.context, shape.row // 2]),
-    }
-    if workload.kv_bits:
-        inputs |= {name: (TensorProto.FLOAT, [1, shape.kv_pairs, 1, shape.row]) for name in ("k_scale", "v_scale")}
-    outputs = {
-        "output": (kind, [1, workload.tokens, shape.pairs * shape.row]),
-        "present_key": (cache, past),
-        "present_value": (cache, past),
-    }
-    node = helper.make_node(op.NAME, list(inputs), list(outputs), domain=op.DOMAIN, **attributes.to_dict())
-    graph = helper.make_graph([node], "attention", _declared(inputs), _declared(outputs))
-    domains = [("", OPSET), (op.DOMAIN, op.VERSION), (body.CONTRIB, 1)]
-    function = body.body("contrib", attributes, shape.width, OPSET)
-    opsets = [helper.make_opsetid(*domain) for domain in domains]
-    return helper.make_model(graph, opset_imports=opsets, functions=[function], ir_version=IR)
-
-
-def _declared(values: Mapping[str, tuple[int, Sequence[int]]]) -> list[onnx.ValueInfoProto]:
-    return [helper.make_tensor_value_info(name, *value) for name, value in values.items()]
-
-
-def _stored(shape: OpShape, workload: OpWorkload) -> int:
-    return shape.row // 2 if workload.kv_bits == 4 else shape.row
-
-
-def _input(value: onnx.ValueInfoProto, shape: OpShape, workload: OpWorkload, rng: np.random.Generator) -> ort.OrtValue:
-    tensor = value.type.tensor_type
-    dims = [dim.dim_value for dim in tensor.shape.dim]
-    if value.name == "seqlens_k":
-        made = np.array([workload.context - 1], "i4")
-    elif value.name == "total_sequence_length":
-        made = np.array(workload.context, "i4")
-    elif value.name in ("k_scale", "v_scale"):
-        made = np.full(dims, 3.0 / (2 ** (workload.kv_bits - 1) - 1), "f4")
-    elif value.name in ("past_key", "past_value"):
-        return _random_cache(shape, workload, rng)
-    elif value.name == "lambda":
-        made = rng.random(dims, dtype="f4")
-    else:
-        made = rng.standard_normal(dims, dtype="f4").astype(workload.dtype)
-    return ort.OrtValue.ortvalue_from_numpy(made)
-
-
-def _random_cache(shape: OpShape, workload: OpWorkload, rng: np.random.Generator) -> ort.OrtValue:
-    dims = (1, shape.kv_pairs, workload.context, _stored(shape, workload))
-    if workload.kv_bits:
-        made = rng.integers(0, 256, dims, dtype="u1").view("i1" if workload.kv_bits == 8 else "u1")
-    else:
-        made = rng.standard_normal(dims, dtype="f4").astype(workload.dtype)
-    return ort.OrtValue.ortvalue_from_numpy(made)
+    made = Made(
+        {},
+        lengths=(workload.context,),
+        new=workload.tokens,
+        past=workload.context,
+        per_token=shape.generation == 2,
+        half=workload.dtype == "float16",
+    )
+    inputs = random_inputs(attributes, made, shape.width, np.random.default_rng(0))
+    row = shape.width * (2 if shape.generation == 1 else 1)
+    output = np.empty((1, workload.tokens, shape.pairs * row), inputs["query"].dtype)
+    caches = {f"present_{part}": inputs[f"past_{part}"] for part in ("key", "value")}
+    return Vector("", attributes, inputs, {"output": output, **caches})
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@
 Each turn is a process of its own, ours and transformers' by turns; imports are not counted.
 """
 
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -12,8 +13,8 @@ from typing import Annotated, Any
 import typer
 
 from diffquant.bench.environment import environment
-from diffquant.bench.programs.apart import JsonFile, run_apart
-from diffquant.support.files import write_json
+from diffquant.bench.programs.apart import JsonFile, run_apart, tell
+from diffquant.bench.timing import interleaved
 
 _OURS = """
 import json, sys, time
@@ -57,24 +58,20 @@ def main(
 ) -> None:
     """Time opening a GGUF file and reading all its tensors."""
     result = measure_opening(model, repeats)
-    if file:
-        write_json(file, result)
-    typer.echo(opening_summary(result))
+    tell(result, file, opening_summary(result))
 
 
 def measure_opening(model: Path, repeats: int) -> dict[str, Any]:
     """Seconds and bytes of our loader's turns and of transformers', and their ratio."""
-    ours, theirs = [], []
-    for _ in range(repeats):
-        ours.append(run_apart("-c", _OURS + _REPORT, model))
-        theirs.append(run_apart("-c", _LIBRARY + _REPORT, model))
+    programs = {"ours": _OURS, "transformers": _LIBRARY}
+    ways = {name: partial(run_apart, "-c", program + _REPORT, model) for name, program in programs.items()}
+    turns = interleaved(ways, repeats)
     return {
         "environment": environment("gguf"),
         "model": model.name,
         "file_bytes": model.stat().st_size,
-        "ours": ours,
-        "transformers": theirs,
-        "ratio": median(their["seconds"] / our["seconds"] for our, their in zip(ours, theirs, strict=True)),
+        **turns,
+        "ratio": median(theirs["seconds"] / ours["seconds"] for ours, theirs in zip(*turns.values(), strict=True)),
     }
 
 

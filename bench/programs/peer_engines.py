@@ -56,9 +56,9 @@ def open_transformers(folder: Path, threads: int) -> Engine:
     """Engine of transformers' export; a call's cache is the next one's input without a copy, and grows by a copy."""
     import onnxruntime as ort
 
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.log_severity_level = 3
+    from diffquant.export.runtime.session import session_options
+
+    options = session_options(threads, native=False)
     session = ort.InferenceSession(str(folder / "decode.onnx"), options, providers=["CPUExecutionProvider"])
     caches = [value for value in session.get_inputs() if "past_key_values" in value.name]
 

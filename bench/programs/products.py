@@ -8,6 +8,7 @@ With one thread the process's seconds on a processor count, which nothing that r
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from statistics import median
 from typing import Annotated, Any
 
@@ -18,11 +19,13 @@ from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from diffquant.bench.environment import environment
 from diffquant.bench.programs.apart import CORES, JsonFile, Threads
+from diffquant.bench.timing import interleaved, second_call
 from diffquant.errors import MissingDependencyError, UsageError
 from diffquant.export import native
 from diffquant.export.graph.matmul import MATMUL
 from diffquant.export.graph.op import CONTRIB, DOMAIN, VERSION
 from diffquant.export.options import DEFAULT_OPSET, IR_VERSION
+from diffquant.export.runtime.session import session_options
 from diffquant.support.files import write_json
 
 STOCK = "ONNX Runtime"
@@ -114,16 +117,10 @@ def measure(product: Product, kernels: Sequence[str], threads: int, repeats: int
     for name in kernels:
         native.use_matmul_kernel(name)
         calls[name] = prepared_call(model, product, threads, stock=False)
-    times: dict[str, list[float]] = {name: [] for name in calls}
     # What runs beside a single thread does not count.
     clock = time.process_time if threads == 1 else time.perf_counter
-    for _ in range(repeats):
-        for name, call in calls.items():
-            call()  # wakes threads, and brings its own activations back into the caches
-            started = clock()
-            call()
-            times[name].append((clock() - started) * 1e3 / product.matrices)
-    return times
+    times = interleaved({name: partial(second_call, call, clock) for name, call in calls.items()}, repeats)
+    return {name: [ms / product.matrices for ms in turns] for name, turns in times.items()}
 
 
 def ratios(times: dict[str, list[float]]) -> dict[str, Any]:
@@ -148,13 +145,10 @@ def line(product: Product, times: dict[str, list[float]]) -> str:
 
 def prepared_call(model: ModelProto, product: Product, threads: int, stock: bool) -> Callable[[], object]:
     """Call of all matrices' products with one input, outputs bound beforehand."""
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.log_severity_level = 3
+    options = session_options(threads, native=not stock)
     # Waiting threads of one session must not take the other's processors.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     if not stock:
-        options.register_custom_ops_library(str(native.library_path()))
         model = _in_domain(model, DOMAIN)
     session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     binding = session.io_binding()

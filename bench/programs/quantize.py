@@ -17,11 +17,10 @@ from typing import Annotated, Any
 import typer
 
 from diffquant.bench.environment import environment
-from diffquant.bench.programs.apart import JsonFile, run_apart
+from diffquant.bench.programs.apart import JsonFile, run_apart, tell
 from diffquant.bench.synthetic import PRESETS, preset, sized_diffllama, synthesize
 from diffquant.errors import ToleranceError
 from diffquant.formats.staging import partial_folder
-from diffquant.support.files import write_json
 from diffquant.support.progress import progress_for
 
 MEMORY_LIMIT = 10**9
@@ -53,9 +52,7 @@ def main(
             config = preset(model) if model else sized_diffllama(gigabytes)
             synthesize(checkpoint, config, shards, progress_for("synthesize"))
         result = measure_quantizing(checkpoint, Path(place), weights)
-    if file:
-        write_json(file, result)
-    print(quantizing_summary(result))
+    tell(result, file, quantizing_summary(result))
     _require(result)
 
 

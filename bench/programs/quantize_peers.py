@@ -11,8 +11,8 @@ environment of its own, as `make test-quantizers` sets it up.
 
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -23,15 +23,15 @@ import typer
 from torch import Tensor
 
 from diffquant.bench.environment import environment
-from diffquant.bench.programs.apart import JsonFile
+from diffquant.bench.programs.apart import JsonFile, tell
 from diffquant.bench.synthetic import sized_diffllama, synthesize
+from diffquant.bench.timing import clocked, interleaved
 from diffquant.errors import MissingDependencyError
 from diffquant.quantization.plan import plan_quantization
 from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
 from diffquant.report.tables import aligned
 from diffquant.source.source import Source, open_source
-from diffquant.support.files import write_json
 from diffquant.support.progress import progress_for, silent
 
 # A group that torchao's layout for processors takes too.
@@ -65,9 +65,7 @@ def main(
         "packed_bytes": packed_bytes,
         "turns": times,
     }
-    if file:
-        write_json(file, result)
-    print(summary(times, packed_bytes))
+    tell(result, file, summary(times, packed_bytes))
 
 
 def packed_weights(source: Source) -> list[Tensor]:
@@ -78,15 +76,11 @@ def packed_weights(source: Source) -> list[Tensor]:
 
 def in_turns(ways: Mapping[str, Callable[[], object]], turns: int) -> dict[str, dict[str, list[float]]]:
     """Wall and CPU seconds of each way's turns, by its name, after one turn that is not counted."""
-    times: dict[str, dict[str, list[float]]] = {name: {"seconds": [], "cpu_seconds": []} for name in ways}
-    for turn in range(turns + 1):
-        for name, run in ways.items():
-            wall, cpu = time.monotonic(), time.process_time()
-            run()
-            if turn:
-                times[name]["seconds"].append(time.monotonic() - wall)
-                times[name]["cpu_seconds"].append(time.process_time() - cpu)
-    return times
+    times = interleaved({name: partial(clocked, run) for name, run in ways.items()}, turns + 1)
+    return {
+        name: {quantity: [turn[quantity] for turn in of_way[1:]] for quantity in ("seconds", "cpu_seconds")}
+        for name, of_way in times.items()
+    }
 
 
 def summary(times: Mapping[str, Mapping[str, list[float]]], nbytes: int) -> str:

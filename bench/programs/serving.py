@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -22,7 +22,7 @@ import typer
 
 from diffquant.bench.cells import BenchCell
 from diffquant.bench.environment import environment
-from diffquant.bench.programs.apart import CORES, JsonFile, Threads
+from diffquant.bench.programs.apart import CORES, JsonFile, Threads, tell
 from diffquant.bench.programs.batches import (
     Batch,
     BatchSettings,
@@ -37,7 +37,6 @@ from diffquant.bench.synthetic import synthesize
 from diffquant.data import pocket_models
 from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
-from diffquant.support.files import write_json
 from diffquant.support.progress import Progress, progress_for, silent
 
 SERVED, GENERATE, TRANSFORMERS, ONNX = (
@@ -75,25 +74,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "DIFF V2": _SIZES | {"model_type": "diff_v2", "num_attention_heads": 8, "num_key_value_heads": 4},
     "DIFF V1": _SIZES | {"model_type": "diffllama", "num_attention_heads": 8, "num_key_value_heads": 4},
 }
-
-
-@dataclass(frozen=True)
-class Aim:
-    """Something that a served model should reach.
-
-    Attributes:
-        what: what is compared, in words.
-        measured: median of the turns' ratios.
-        least: smallest ratio that reaches it.
-    """
-
-    what: str
-    measured: float
-    least: float
-
-    @property
-    def is_met(self) -> bool:
-        return self.measured >= self.least
 
 
 Row = dict[str, Any]
@@ -180,17 +160,20 @@ def _take_turns(
     return rows
 
 
-def aims(rows: Sequence[Row]) -> list[Aim]:
-    """The aims of served models, for as much as was measured."""
+def aims(rows: Sequence[Row]) -> list[Row]:
+    """The aims of served models, for as much as was measured: what is compared, in words, and whether it was reached.
+
+    Measured is the median of the turns' ratios, which has to be `least` at least.
+    """
     speeds = {
         (row["model"], row["bits"], row["engine"], row["requests"]): row["values"] for row in rows if "values" in row
     }
-    most, found = max(row["requests"] for row in rows), []
+    most, found = max(row["requests"] for row in rows), list[Row]()
 
     def compare(what: str, one: tuple[str, str, str, int], other: tuple[str, str, str, int], least: float) -> None:
         if one in speeds and other in speeds:
-            ratios = [a / b for a, b in zip(speeds[one], speeds[other], strict=True)]
-            found.append(Aim(what, median(ratios), least))
+            measured = median(a / b for a, b in zip(speeds[one], speeds[other], strict=True))
+            found.append({"what": what, "measured": measured, "least": least, "met": measured >= least})
 
     for model, bits in dict.fromkeys((row["model"], row["bits"]) for row in rows):
         at_most = (model, bits, SERVED, most)
@@ -246,14 +229,12 @@ def main(
         "settings": asdict(settings) | {"seconds": round(time.monotonic() - started, 1)},
         "models": MODELS,
         "rows": rows,
-        "aims": [asdict(aim) | {"met": aim.is_met} for aim in reached],
+        "aims": reached,
     }
-    if file:
-        write_json(file, result)
-    print(table(rows, reached))
+    tell(result, file, table(rows, reached))
 
 
-def table(rows: Sequence[Row], reached: Sequence[Aim]) -> str:
+def table(rows: Sequence[Row], reached: Sequence[Row]) -> str:
     """Medians of tokens a second, requests across, and the aims below."""
     counts = list(dict.fromkeys(row["requests"] for row in rows))
     lines = [f"{'model, bits, engine':<50}" + "".join(f"{count:>10}" for count in counts)]
@@ -262,7 +243,8 @@ def table(rows: Sequence[Row], reached: Sequence[Aim]) -> str:
         numbers = "".join(f"{median(row['values']):>10.1f}" for row in of if "values" in row)
         lines.append(f"{', '.join(name):<50}{numbers or '  ' + of[0].get('missing', '')}")
     lines += [
-        f"{'met' if aim.is_met else 'MISSED':<7}{aim.measured:6.2f} >= {aim.least:<5}{aim.what}" for aim in reached
+        f"{'met' if aim['met'] else 'MISSED':<7}{aim['measured']:6.2f} >= {aim['least']:<5}{aim['what']}"
+        for aim in reached
     ]
     return "\n".join(lines)
 

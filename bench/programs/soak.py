@@ -25,12 +25,12 @@ import typer
 
 from diffquant.bench.environment import environment
 from diffquant.bench.memory import status_bytes
+from diffquant.bench.programs.apart import JsonFile, tell
 from diffquant.bench.programs.contestants import LOW_BITS
 from diffquant.bench.programs.engines import export_kernels, write_export
 from diffquant.errors import ToleranceError
 from diffquant.export import Generator
 from diffquant.export.runtime.session import InPlaceDecoder
-from diffquant.support.files import write_json
 
 PROMPTS = ("The old man", "A house, and the door of it,", "It")
 GROWTH_LIMIT = 8_000_000
@@ -94,7 +94,7 @@ def main(
     models: Annotated[list[Path], typer.Argument(help="Checkpoints that have a tokenizer.")],
     seconds: Annotated[float, typer.Option(min=1, help="How long to serve.")] = 3600,
     every: Annotated[float, typer.Option(min=0.1, help="Seconds between samples.")] = 60,
-    file: Annotated[Path | None, typer.Option("--json", help="Where to write the numbers.")] = None,
+    file: JsonFile = None,
 ) -> None:
     """Serve exported folders, and hold the process's memory to a bound."""
     about = environment("onnx", "onnxruntime")
@@ -116,9 +116,7 @@ def main(
         "grown": soak.grown,
         "aims": {"grown": GROWTH_LIMIT},
     }
-    if file:
-        write_json(file, result)
-    print(summary(soak))
+    tell(result, file, summary(soak))
     soak.check()
 
 

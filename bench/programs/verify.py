@@ -12,8 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from diffquant.bench.environment import environment
-from diffquant.bench.programs.apart import JsonFile, run_apart
-from diffquant.support.files import write_json
+from diffquant.bench.programs.apart import JsonFile, run_apart, tell
 from diffquant.support.waits import wait_briefly
 
 # Progress says of these that they begin, of all other parts that they are done.
@@ -38,9 +37,7 @@ def main(
 ) -> None:
     """Time a verification and its parts."""
     result = measure_verify(folder, model, repeats)
-    if file:
-        write_json(file, result)
-    typer.echo(verify_summary(result))
+    tell(result, file, verify_summary(result))
 
 
 def measure_verify(folder: Path, model: Path, repeats: int) -> dict[str, Any]:

@@ -7,6 +7,7 @@ machine with nothing else to do the two take alike; the result says how busy it 
 """
 
 import os
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -14,8 +15,8 @@ from typing import Annotated, Any
 import typer
 
 from diffquant.bench.environment import environment
-from diffquant.bench.programs.apart import JsonFile, run_apart
-from diffquant.support.files import write_json
+from diffquant.bench.programs.apart import JsonFile, run_apart, tell
+from diffquant.bench.timing import interleaved
 from diffquant.support.waits import wait_briefly
 
 _PROMPT, _PROMPTS, _TOKENS = 160, 3, 24
@@ -48,9 +49,7 @@ def main(
 ) -> None:
     """Time a model with either way of waiting."""
     result = measure_waits(model, repeats)
-    if file:
-        write_json(file, result)
-    typer.echo(waits_summary(result))
+    tell(result, file, waits_summary(result))
 
 
 def measure_waits(model: Path, repeats: int) -> dict[str, Any]:
@@ -59,19 +58,15 @@ def measure_waits(model: Path, repeats: int) -> dict[str, Any]:
     os.environ.pop("OMP_WAIT_POLICY", None)
     os.environ.pop("GOMP_SPINCOUNT", None)
     wait_briefly()
-    brief, own = [], []
-    arguments = ("-c", _PROGRAM, model, _PROMPT, _PROMPTS, _TOKENS)
-    for _ in range(repeats):
-        brief.append(run_apart(*arguments))
-        own.append(run_apart(*arguments, variables=plain))
+    turn = partial(run_apart, "-c", _PROGRAM, model, _PROMPT, _PROMPTS, _TOKENS)
+    turns = interleaved({"brief": turn, "own": partial(turn, variables=plain)}, repeats)
     return {
         "environment": environment(),
         "model": model.name,
         "prompt_tokens": _PROMPT,
-        "brief": brief,
-        "own": own,
+        **turns,
         "ratios": {
-            work: {quantity: _ratio(brief, own, work, quantity) for quantity in ("cpu_seconds", "seconds")}
+            work: {quantity: _ratio(**turns, work=work, quantity=quantity) for quantity in ("cpu_seconds", "seconds")}
             for work in ("prompt", "token")
         },
     }

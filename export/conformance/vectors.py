@@ -167,17 +167,17 @@ def write_vectors(vectors: list[Vector], file: Path = FILE) -> None:
 def _make(name: str, made: Made, seed: int) -> Vector:
     base: dict[str, Any] = {"num_pairs": 4, "num_kv_pairs": 2, "generation": 1, "scale": made.width**-0.5}
     attributes = OpAttributes(**base | dict(made.attributes))
-    inputs = _inputs(attributes, made, np.random.default_rng(seed))
+    inputs = random_inputs(attributes, made, made.width, np.random.default_rng(seed))
     computed = compute(attributes, inputs)
     kinds = {"output": inputs["query"].dtype}
     outputs = {part: value.astype(kinds.get(part, value.dtype)) for part, value in computed.items()}
     return Vector(name, attributes, inputs, outputs)
 
 
-def _inputs(attributes: OpAttributes, made: Made, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """Random inputs in steps of 1/64, which are short to write and exact in every type."""
+def random_inputs(attributes: OpAttributes, made: Made, width: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """Random inputs of heads d wide, in steps of 1/64, which are short to write and exact in every type."""
     h, h_kv = attributes.num_pairs, attributes.num_kv_pairs
-    row = made.width * (2 if attributes.generation == 1 else 1)
+    row = width * (2 if attributes.generation == 1 else 1)
     batch, total = len(made.lengths), max(made.lengths)
     tokens = made.new or total
     kind = np.float16 if made.half else np.float32
@@ -190,7 +190,7 @@ def _inputs(attributes: OpAttributes, made: Made, rng: np.random.Generator) -> d
 
     each = (batch, tokens, h)
     inputs = {
-        "query": normal(batch, tokens, attributes.query_heads * made.width) * kind(2),
+        "query": normal(batch, tokens, attributes.query_heads * width) * kind(2),
         "key": normal(batch, tokens, h_kv * row),
         "value": normal(batch, tokens, h_kv * row),
         "lambda": share(*each) if made.per_token else share(1),
@@ -202,8 +202,8 @@ def _inputs(attributes: OpAttributes, made: Made, rng: np.random.Generator) -> d
         for part in ("past_key", "past_value"):
             inputs[part] = _past(shape, attributes.kv_bit_width, rng) if attributes.kv_bit_width else normal(*shape)
     if attributes.do_rotary:
-        angles = np.arange(total)[:, None] / 10.0 ** (np.arange(0, made.width, 2) / made.width)
-        tables = np.tile(angles, (1, row // made.width))
+        angles = np.arange(total)[:, None] / 10.0 ** (np.arange(0, width, 2) / width)
+        tables = np.tile(angles, (1, row // width))
         inputs |= {"cos_cache": np.cos(tables).astype(kind), "sin_cache": np.sin(tables).astype(kind)}
     if attributes.kv_bit_width:
         top = 3.0 / 2 ** (attributes.kv_bit_width - 1)

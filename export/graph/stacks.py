@@ -127,6 +127,5 @@ def _decoded(linears: Linears, matrix: Matrix, shape: tuple[int, int], number: s
         make=lambda first, last: scales.make(first * out, last * out),
     )
     scale = graph.add("Gather", linears.stream(of_all), number)
-    typed = grouped if graph.kind == TensorProto.FLOAT else graph.add("Cast", grouped, to=graph.kind)
-    values = graph.add("Mul", typed, scale)
+    values = graph.add("Mul", graph.narrow(grouped), scale)
     return graph.add("Reshape", values, graph.int64(f"expert.row.{out}", (out, -1)))

@@ -7,6 +7,7 @@ builds it in place. Without it a model's function body runs instead: the same nu
 import ctypes
 import os
 from pathlib import Path
+from typing import Any
 
 from diffquant.errors import UsageError
 from diffquant.export.native.build import LIBRARY
@@ -35,12 +36,7 @@ def library_path() -> Path | None:
 
 def kernel_name() -> str | None:
     """The instruction set of the library's attention here: avx512, avx2 or plain; None without a library."""
-    library = _loaded()
-    if library is None:
-        return None
-    library.diffquant_kernel_name.restype = ctypes.c_char_p
-    name: bytes = library.diffquant_kernel_name()
-    return name.decode()
+    return _name("diffquant_kernel_name")
 
 
 def matmul_kernel_name() -> str | None:
@@ -48,12 +44,7 @@ def matmul_kernel_name() -> str | None:
 
     None without a library, and where ONNX Runtime's own products are used because no faster ones are known.
     """
-    library = _loaded()
-    if library is None:
-        return None
-    library.diffquant_matmul_kernel_name.restype = ctypes.c_char_p
-    name: bytes | None = library.diffquant_matmul_kernel_name()
-    return name.decode() if name else None
+    return _name("diffquant_matmul_kernel_name")
 
 
 def use_kernel(name: str) -> bool:
@@ -65,8 +56,7 @@ def use_kernel(name: str) -> bool:
     Returns:
         Whether there is a library and this processor has it.
     """
-    library = _loaded()
-    return library is not None and bool(library.diffquant_use_kernel(name.encode()))
+    return bool(_asked("diffquant_use_kernel", ctypes.c_int, name.encode()))
 
 
 def use_matmul_kernel(name: str) -> bool:
@@ -80,28 +70,29 @@ def use_matmul_kernel(name: str) -> bool:
     Returns:
         Whether there is a library and this processor has it.
     """
-    library = _loaded()
-    return library is not None and bool(library.diffquant_use_matmul_kernel(name.encode()))
+    return bool(_asked("diffquant_use_matmul_kernel", ctypes.c_int, name.encode()))
 
 
 def kernel_calls() -> int:
     """Number of times that the library's attention has run in this process; 0 without a library."""
-    library = _loaded()
-    if library is None:
-        return 0
-    library.diffquant_kernel_calls.restype = ctypes.c_int64
-    return int(library.diffquant_kernel_calls())
+    return int(_asked("diffquant_kernel_calls", ctypes.c_int64) or 0)
 
 
 def matmul_calls() -> int:
     """Number of products with codes that the library has computed in this process; 0 without a library."""
-    library = _loaded()
-    if library is None:
-        return 0
-    library.diffquant_matmul_calls.restype = ctypes.c_int64
-    return int(library.diffquant_matmul_calls())
+    return int(_asked("diffquant_matmul_calls", ctypes.c_int64) or 0)
 
 
-def _loaded() -> ctypes.CDLL | None:
+def _name(function: str) -> str | None:
+    name: bytes | None = _asked(function, ctypes.c_char_p)
+    return name.decode() if name else None
+
+
+def _asked(function: str, kind: type, *arguments: bytes) -> Any:
+    """What a function of the library returns, of a type of C's; None without a library."""
     path = library_path()
-    return None if path is None else ctypes.CDLL(str(path))
+    if path is None:
+        return None
+    called = getattr(ctypes.CDLL(str(path)), function)
+    called.restype = kind
+    return called(*arguments)

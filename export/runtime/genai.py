@@ -1,24 +1,17 @@
 """The file genai_config.json, which onnxruntime-genai needs to run an exported folder as it is."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 from diffquant.export.graph.plan import ExportPlan, key_width
 from diffquant.export.runtime.device import RuntimeDevice
 from diffquant.model.sambay.architecture import SambaYArchitecture
-from diffquant.support.files import write_atomically
 from diffquant.text.special_tokens import SpecialTokens
 
 FILE = "genai_config.json"
 
 
-def write_genai_config(folder: Path, plan: ExportPlan, tokens: SpecialTokens) -> None:
-    """Describe the model as onnxruntime-genai's "decoder": names, sizes, special tokens, and where it runs."""
-    write_atomically(folder / FILE, json.dumps(_entry(plan, tokens), indent=2) + "\n")
-
-
-def _entry(plan: ExportPlan, tokens: SpecialTokens) -> dict[str, Any]:
+def genai_config(plan: ExportPlan, tokens: SpecialTokens) -> dict[str, Any]:
+    """The model as onnxruntime-genai's "decoder": names, sizes, special tokens, and where it runs."""
     config, spec = plan.config, plan.spec
     device = RuntimeDevice.parse(plan.options.genai_device)
     context = config.max_position_embeddings

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from research.check.declarations import CellValues, TableFigures, Unmeasured, label_of, without_code, words_of
+from research.check.declarations import TableFigures, Unmeasured, label_of, without_code, words_of
 from research.check.markdown import Call, Document, Passage, Row
 from research.check.numbers import NUMBER, faults, numbers_in
 from research.check.reading import listed, units_of
@@ -36,26 +36,21 @@ def table_faults(page: "Page", document: Document) -> list[str]:
 
 
 def _row_faults(name: str, row: Row, declared: TableFigures) -> list[str]:
-    label = label_of(row, declared.names)
-    faults_by_column = {
-        column: _cell_fault(cell, declared.values, label, column)
-        for column, cell in zip(declared.columns, row.cells[declared.names :], strict=True)
-    }
-    cells = dict(zip(declared.columns, row.cells[declared.names :], strict=True))
+    label, heads = label_of(row, declared.names), declared.heads[declared.names :]
     return [
-        f"{name}:{row.line}: {label}, {column}: the page says {cells[column]!r}, but {fault}"
-        for column, fault in faults_by_column.items()
-        if fault
+        f"{name}:{row.line}: {label}, {head}: the page says {cell!r}, but {fault}"
+        for at, (head, cell) in enumerate(zip(heads, row.cells[declared.names :], strict=True))
+        if (fault := _cell_fault(cell, declared, label, at))
     ]
 
 
-def _cell_fault(cell: str, values_of: CellValues, label: str, column: str) -> str | None:
+def _cell_fault(cell: str, declared: TableFigures, label: str, at: int) -> str | None:
     """Why a cell is not what its raw file says; None if it is."""
     numbers = numbers_in(without_code(cell))
     if not numbers:
         return None
     try:
-        values = values_of(label, column)
+        values = declared.values(label, at)
     except (LookupError, ValueError) as error:
         return f"its raw file has nothing for it: {error!r}"
     if isinstance(values, Unmeasured):
@@ -70,18 +65,18 @@ def _cell_fault(cell: str, values_of: CellValues, label: str, column: str) -> st
 def transcript_faults(page: "Page", document: Document) -> list[str]:
     wrong, used = [], set()
     for call in document.calls:
-        declared = next((each for each in page.transcripts if call.command.startswith(each.command)), None)
-        used.add(id(declared))
+        declared = next((begin for begin in page.transcripts if call.command.startswith(begin)), None)
+        used.add(declared)
         if not call.output:
             continue
         if declared is None:
             wrong.append(f"{page.name}:{call.line}: no declaration covers the output of {call.command!r}")
-        elif not isinstance(declared.lines, Unmeasured):
-            wrong += _line_faults(page.name, call, declared.lines())
+        elif not isinstance(lines := page.transcripts[declared], Unmeasured):
+            wrong += _line_faults(page.name, call, lines())
     return wrong + [
-        f"{page.name}: there is no transcript of {each.command!r}, which is declared"
-        for each in page.transcripts
-        if id(each) not in used
+        f"{page.name}: there is no transcript of {begin!r}, which is declared"
+        for begin in page.transcripts
+        if begin not in used
     ]
 
 

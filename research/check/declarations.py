@@ -17,8 +17,10 @@ class Unmeasured:
 
 
 Values = Sequence[Expected] | str | Unmeasured | None
-# From a row's label and a column's name to the values of the cell's numbers, or to its text.
+# From a row's label and a column's head to the values of the cell's numbers, or to its text.
 CellValues = Callable[[str, str], Values]
+# From a row's label to the same of all its cells.
+RowValues = Callable[[str], Sequence[Values]]
 
 
 @dataclass(frozen=True)
@@ -26,18 +28,17 @@ class TableFigures:
     """The figures of the table that has these heads.
 
     Attributes:
+        values: function of a row's label and a cell's place behind the label.
         row: label of a row, where several tables have these heads.
         section: heading that the table stands under, where that tells several apart.
         names: number of first columns, whose texts joined by commas are a row's label.
-        columns: names of the other columns, where their heads do not tell them apart.
     """
 
     heads: tuple[str, ...]
-    values: CellValues
+    values: Callable[[str, int], Values]
     row: str | None
     section: str | None
     names: int
-    columns: tuple[str, ...]
 
     def is_of(self, table: Table) -> bool:
         labels = [without_marks(row.label) for row in table.rows]
@@ -71,22 +72,18 @@ class Claim:
     dispute: str | None
 
 
-@dataclass(frozen=True)
-class Transcript:
-    """The output of a command that a page shows: the lines that it printed, of which the page may leave out some."""
-
-    command: str
-    lines: Callable[[], Sequence[str]] | Unmeasured
+# The lines that a command printed, of which a page may leave out some.
+Printed = Callable[[], Sequence[str]] | Unmeasured
 
 
 def cells_of_words(table: Table, declared: TableFigures | None) -> list[Passage]:
     """The cells that no raw file is compared with: all of a table without figures, else those listed as unmeasured."""
     names = declared.names if declared else len(table.heads)
     figures = [
-        (row, cell, _is_unmeasured(declared, label_of(row, names), column))
+        (row, cell, _is_unmeasured(declared, label_of(row, names), at))
         for row in table.rows
         if declared
-        for column, cell in zip(declared.columns, row.cells[names:], strict=True)
+        for at, cell in enumerate(row.cells[names:])
         if numbers_in(without_code(cell))
     ]
     if all(is_unmeasured for *_, is_unmeasured in figures):
@@ -96,9 +93,9 @@ def cells_of_words(table: Table, declared: TableFigures | None) -> list[Passage]
     return [Passage(cell, (0,), row.line, table.section) for row, cell in cells if cell]
 
 
-def _is_unmeasured(declared: TableFigures, label: str, column: str) -> bool:
+def _is_unmeasured(declared: TableFigures, label: str, at: int) -> bool:
     try:
-        return isinstance(declared.values(label, column), Unmeasured)
+        return isinstance(declared.values(label, at), Unmeasured)
     except (LookupError, ValueError):
         return False
 

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 
@@ -27,6 +27,12 @@ class Disputed:
 
 
 Expected = float | int | About | Disputed
+
+
+def ends(values: Iterable[float]) -> tuple[float, float]:
+    """The smallest and the largest of some values."""
+    ordered = sorted(values)
+    return ordered[0], ordered[-1]
 
 
 def numbers_in(text: str) -> list[str]:

@@ -6,7 +6,6 @@ declared is an error, unless it is listed as unmeasured with its reason. What a 
 declared, too, or stands in a list of sentences that were read (`research.check.reading`).
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -15,9 +14,10 @@ from research.check import checks
 from research.check.declarations import (
     CellValues,
     Claim,
+    Printed,
+    RowValues,
     Sentence,
     TableFigures,
-    Transcript,
     Unmeasured,
     Values,
     cells_of_words,
@@ -50,21 +50,28 @@ class Page:
     tables: list[TableFigures] = field(default_factory=list)
     sentences: list[Sentence] = field(default_factory=list)
     claims: list[Claim] = field(default_factory=list)
-    transcripts: list[Transcript] = field(default_factory=list)
+    transcripts: dict[str, Printed] = field(default_factory=dict)
     unmeasured: dict[str, str] = field(default_factory=dict)
 
     def table(
         self,
         heads: str,
-        values: CellValues,
+        values: CellValues | Unmeasured,
         row: str | None = None,
         section: str | None = None,
         names: int = 1,
-        columns: Sequence[str] = (),
     ) -> None:
-        """Declare a table by its heads, which " | " parts."""
-        texts = tuple(head.strip() for head in heads.split(" | "))
-        self.tables.append(TableFigures(texts, cache(values), row, section, names, tuple(columns) or texts[names:]))
+        """Declare a table by its heads, which " | " parts, and by a function of a row's label and a column's head."""
+        texts = _texts(heads)
+        of_cell = (lambda *_: values) if isinstance(values, Unmeasured) else values
+        self.tables.append(
+            TableFigures(texts, cache(lambda label, at: of_cell(label, texts[names + at])), row, section, names)
+        )
+
+    def rows(self, heads: str, cells: RowValues, section: str | None = None, names: int = 1) -> None:
+        """Declare a table by a function of a row's label, which gives all of the row's cells."""
+        cells_of = cache(cells)
+        self.tables.append(TableFigures(_texts(heads), lambda label, at: cells_of(label)[at], None, section, names))
 
     def says(self, text: str, *values: Expected) -> None:
         """Declare the figures of a sentence."""
@@ -74,9 +81,9 @@ class Page:
         """Declare a statement in words, and whether it is true."""
         self.claims.append(Claim(text, holds, dispute))
 
-    def shows(self, command: str, lines: Callable[[], Sequence[str]] | Unmeasured) -> None:
+    def shows(self, command: str, lines: Printed) -> None:
         """Declare the output of a command, by how the command begins."""
-        self.transcripts.append(Transcript(command, lines))
+        self.transcripts[command] = lines
 
     def leaves(self, text: str, why: str) -> None:
         """List text whose figures come from no raw file."""
@@ -107,3 +114,7 @@ class Page:
         patterns = [sentence.pattern for sentence in self.sentences]
         patterns += [words_of(text) for text in (*(claim.text for claim in self.claims), *self.unmeasured)]
         return [match.span() for pattern in patterns for match in pattern.finditer(passage.text)]
+
+
+def _texts(heads: str) -> tuple[str, ...]:
+    return tuple(head.strip() for head in heads.split(" | "))

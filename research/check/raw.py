@@ -59,9 +59,15 @@ def difference(folder: str, model: str, scheme: str, target: str | None = None) 
     )
 
 
-def points(change: Any) -> tuple[float, float, float]:
+def interval(change: Difference) -> tuple[float, float, float]:
+    """A mean with its interval, as pages write it."""
+    return change.mean, change.low, change.high
+
+
+def points(change: Difference) -> tuple[float, float, float]:
     """A paired difference with its interval, in points of a hundred."""
-    return tuple(100 * x for x in (change.mean, change.low, change.high))
+    mean, low, high = (100 * x for x in interval(change))
+    return mean, low, high
 
 
 def medians(entries: Sequence[dict[str, Any]], name: str) -> float:

@@ -32,7 +32,7 @@ from research.figure8.plan import (
     results,
 )
 from research.figure8.scoring import BITS, FORMATS, SCHEMES
-from research.studies.figure8_model import advantage, parts
+from research.studies.figure8_model import advantage, parts_won
 
 DIFFS = KINDS[1:]
 SIX, THREE = range(101, 107), range(101, 104)
@@ -110,12 +110,12 @@ def bits_won(scheme: str, text: str = "books", among: str = "kl") -> Measure:
 
 def range_won(diff: Result, plain: Result) -> float:
     """Bits that a smaller range wins at the primary scheme, as the simple model of `figure8_model` says."""
-    return advantage(parts(diff["books"], PRIMARY)[0], parts(plain["books"], PRIMARY)[0])
+    return parts_won(diff["books"], plain["books"], PRIMARY)[0]
 
 
 def sensitivity_won(diff: Result, plain: Result) -> float:
     """Bits that a smaller sensitivity wins, likewise."""
-    return advantage(parts(diff["books"], PRIMARY)[1], parts(plain["books"], PRIMARY)[1])
+    return parts_won(diff["books"], plain["books"], PRIMARY)[1]
 
 
 def perplexity_ratio(diff: Result, plain: Result) -> float:
@@ -129,7 +129,26 @@ def largest_logit_ratio(diff: Result, plain: Result) -> float:
     return float(top / other)
 
 
+# What is measured beside all schemes, and of controls.
+PARTS: dict[str, Measure] = {
+    "4:tensor, from the range": range_won,
+    "4:tensor, from the sensitivity": sensitivity_won,
+    **{f"logits in steps of {step}": bits_won(step, among="kl_of_steps") for step in ("1", "2", "4", "8")},
+    **{f"queries and keys, {s}": bits_won(s, among="kl_of_qk") for s in ("4:tensor", "4:head", "4:row")},
+    **{f"web, {s}": bits_won(s, "web") for s in (PRIMARY, "4:row", "4:row:shift")},
+    "perplexity over the Transformer's": perplexity_ratio,
+}
+OF_CONTROLS: dict[str, Measure] = {
+    "bits won at `4:tensor`": bits_won(PRIMARY),
+    "range": range_won,
+    "sensitivity": sensitivity_won,
+    "perplexity": perplexity_ratio,
+}
 MAIN = [Comparison(kind) for kind in DIFFS]
+CONTROLS = [
+    *(Comparison(kind, seeds=THREE) for kind in ("half-heads", "gated")),
+    *(Comparison(kind + EQUALIZED, "transformer" + EQUALIZED, seeds=THREE) for kind in DIFFS),
+]
 LONGER = [Comparison(kind, experiment="e2", seeds=THREE) for kind in DIFFS]
 ON_PURPOSE = [Comparison(kind + OUTLIERS, "transformer" + OUTLIERS, seeds=THREE) for kind in DIFFS]
 
@@ -208,12 +227,7 @@ def _secondary(there: Mapping[str, Result]) -> list[str]:
 
 
 def _parts(there: Mapping[str, Result]) -> list[str]:
-    measures: dict[str, Measure] = {"range": range_won, "sensitivity": sensitivity_won}
-    measures |= {f"steps of {step}": bits_won(step, among="kl_of_steps") for step in ("1", "2", "4", "8")}
-    measures |= {f"qk {s}": bits_won(s, among="kl_of_qk") for s in ("4:tensor", "4:head", "4:row")}
-    measures |= {f"web {s}": bits_won(s, "web") for s in (PRIMARY, "4:row", "4:row:shift")}
-    measures |= {"perplexity over the Transformer's": perplexity_ratio}
-    return markdown(["", *DIFFS], [[name, *(_over(there, c, m) for c in MAIN)] for name, m in measures.items()])
+    return markdown(["", *DIFFS], [[name, *(_over(there, c, m) for c in MAIN)] for name, m in PARTS.items()])
 
 
 def _arithmetic(there: Mapping[str, Result]) -> list[str]:
@@ -231,15 +245,12 @@ def _arithmetic(there: Mapping[str, Result]) -> list[str]:
 
 
 def _others(there: Mapping[str, Result]) -> list[str]:
-    equalized = [Comparison(kind + EQUALIZED, "transformer" + EQUALIZED, seeds=THREE) for kind in DIFFS]
-    controls = [Comparison(kind, seeds=THREE) for kind in ("half-heads", "gated")]
     longer = [*LONGER, *(replace(comparison, experiment="e3") for comparison in LONGER)]
-    measures: list[Measure] = [bits_won(PRIMARY), range_won, sensitivity_won, perplexity_ratio]
     rows = [
-        [f"{c.experiment}: {c.kind} − {c.base}", *(_over(there, c, measure) for measure in measures)]
-        for c in (*controls, *equalized, *longer)
+        [f"{c.experiment}: {c.kind} − {c.base}", *(_over(there, c, measure) for measure in OF_CONTROLS.values())]
+        for c in (*CONTROLS, *longer)
     ]
-    return markdown(["", "bits won", "range", "sensitivity", "perplexity"], rows)
+    return markdown(["", *OF_CONTROLS], rows)
 
 
 def _formats(there: Mapping[str, Result]) -> list[str]:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +18,16 @@ from diffquant.scheme import Scheme
 from diffquant.support.progress import Progress, silent
 from diffquant.text.corpus import text_digest
 from research.studies.figure8 import Settings, analyse, prose_readings
-from research.studies.figure8_model import by_passage
-from research.studies.logit_noise import Reading, SeenAttention, difference, divergences, observed, predictions_of
+from research.studies.figure8_model import passage_means
+from research.studies.logit_noise import (
+    Reading,
+    SeenAttention,
+    difference,
+    divergences,
+    losses,
+    observed,
+    predictions_of,
+)
 
 BITS = (8, 6, 4, 3)
 SHARED = ("tensor", "head", "pair", "row", "tensor:alike", "head:alike", "row:alike", "tensor:shift", "row:shift")
@@ -54,14 +63,15 @@ def scores(model: DiffTransformer, tokenizer: Any, progress: Progress = silent) 
     reading = {"passages": BOOKS.passages, "window": BOOKS.window, "text": text_digest(data.books_text())}
     web = web_text()
     exact = predictions_of(model, books)
+    by_passage = partial(passage_means, windows=BOOKS.windows)
     return {
         # Values are by passage, so a passage has one.
         "books": {
             "reading": reading | {"windows_in_a_passage": BOOKS.windows, "windows": 1, "books": 4},
-            "nll": _passages(measured["nll"], BOOKS),
+            "nll": by_passage(measured["nll"]),
             "layers": measured["layers"],
-            "kl": {scheme: _passages(values, BOOKS) for scheme, values in measured["kl"].items()},
-            "kl_of_steps": {f"{step:g}": _passages(_under_step(model, books, exact, step), BOOKS) for step in STEPS},
+            "kl": {scheme: by_passage(values) for scheme, values in measured["kl"].items()},
+            "kl_of_steps": {f"{step:g}": by_passage(_under_step(model, books, exact, step)) for step in STEPS},
             "kl_of_qk": _under(model, books, {name: Recipe.of(qk=name) for name in OPERANDS}, BOOKS)["kl"],
             "kl_of_formats": _under(model, books, {name: _of_format(name) for name in FORMATS}, BOOKS)["kl"],
         },
@@ -93,13 +103,13 @@ def _under(
     """NLL at 16 bits, and KL under each recipe."""
     model.apply_recipe(Recipe())
     exact = predictions_of(model, readings)
-    nll = [float(x) for reading, logits in zip(readings, exact, strict=True) for x in reading.nll(logits)]
+    nll = losses(readings, exact)
     kl = {}
     for name, recipe in recipes.items():
         model.apply_recipe(recipe)
-        kl[name] = _passages(divergences(exact, predictions_of(model, readings)), settings)
+        kl[name] = passage_means(divergences(exact, predictions_of(model, readings)), settings.windows)
     model.apply_recipe(Recipe())
-    return {"nll": _passages(nll, settings), "kl": kl}
+    return {"nll": passage_means(nll, settings.windows), "kl": kl}
 
 
 def _under_step(
@@ -122,7 +132,3 @@ def _outliers(model: DiffTransformer, readings: Sequence[Reading]) -> dict[str, 
         for magnitudes in (*layers, overall)
     ]
     return {"layers": as_data[:-1], "overall": as_data[-1]}
-
-
-def _passages(values: Sequence[float], settings: Settings) -> list[float]:
-    return by_passage({"reading": {"windows": settings.windows}}, values)

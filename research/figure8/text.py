@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from diffquant.errors import UsageError
 from diffquant.support.files import write_atomically
-from research.train.prose import bpe_tokenizer, parts, shuffled_windows
+from research.train.prose import bpe_tokenizer, encoded, shuffled_windows
 
 VOCABULARY, SAMPLE, CONTEXT = 2048, 4_000_000, 512
 WINDOW = 256
@@ -41,7 +41,7 @@ class TrainingText:
             folder.mkdir(parents=True, exist_ok=True)
             tokenizer = bpe_tokenizer(text[:SAMPLE], VOCABULARY, CONTEXT)
             tokenizer.save_pretrained(folder)
-            write_atomically(folder / "tokens.bin", _encoded(text, tokenizer).tobytes())
+            write_atomically(folder / "tokens.bin", encoded(text, tokenizer).tobytes())
         self.tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(folder)
         ids = np.fromfile(folder / "tokens.bin", np.uint16)
         stretch = len(ids) // HELD_OUT
@@ -68,8 +68,3 @@ class TrainingText:
             "training_tokens": len(self._ids),
             "held_out_tokens": HELD_OUT * WINDOW,
         }
-
-
-def _encoded(text: str, tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
-    encode = tokenizer.backend_tokenizer.encode
-    return np.concatenate([np.array(encode(part, add_special_tokens=False).ids, np.uint16) for part in parts(text)])

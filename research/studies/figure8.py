@@ -36,7 +36,7 @@ from diffquant.text import corpus
 from diffquant.text import tokens as token_ids
 from diffquant.text.tokens import max_length
 from research.studies.figure8_model import figure8_summary
-from research.studies.logit_noise import NOISES, Reading, divergences, layers_of, predictions_of, sensitivity
+from research.studies.logit_noise import NOISES, Reading, divergences, layers_of, losses, predictions_of, sensitivity
 from research.studies.results import read_json
 
 GRANULARITIES = "tensor,map,head,pair,row,tensor:alike,head:alike,row:alike,tensor:shift,row:shift"
@@ -175,7 +175,7 @@ def analyse(
     """Statistics of every layer's logits, what noise on them costs, and every scheme's KL by sequence."""
     model.apply_recipe(Recipe())
     exact = predictions_of(model, readings)
-    nll = [float(x) for reading, logits in zip(readings, exact, strict=True) for x in reading.nll(logits)]
+    nll = losses(readings, exact)
     layers = layers_of(model, readings, schemes)
     noises = list(NOISES.items())[: 1 if model.config.diff_spec.maps == 1 else None]
     for number, layer in enumerate(layers):

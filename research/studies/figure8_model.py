@@ -47,13 +47,28 @@ def parts(result: Mapping[str, Any], scheme: str) -> tuple[float, float]:
 
 def by_passage(result: Mapping[str, Any], values: Sequence[float]) -> list[float]:
     """Values of sequences as means over each passage; of needles, or of one passage, as they are."""
-    windows = result["reading"].get("windows", 1)
+    return passage_means(values, result["reading"].get("windows", 1))
+
+
+def passage_means(values: Sequence[float], windows: int) -> list[float]:
+    """Values of sequences as means over each passage of so many."""
     return [sum(values[first : first + windows]) / windows for first in range(0, len(values), windows)]
 
 
 def mean_kl(result: Mapping[str, Any], scheme: str) -> Difference:
     """Mean KL of a scheme over passages with its interval, in nats."""
     return mean_interval(by_passage(result, result["kl"][scheme]))
+
+
+def bits_won(diff: Mapping[str, Any], plain: Mapping[str, Any], scheme: str) -> float:
+    """Bits that DIFF may do with less than the Transformer for the same KL."""
+    return advantage(mean_kl(diff, scheme).mean, mean_kl(plain, scheme).mean)
+
+
+def parts_won(diff: Mapping[str, Any], plain: Mapping[str, Any], scheme: str) -> tuple[float, float]:
+    """Bits that the simple model says a smaller range and a smaller sensitivity win, in this order."""
+    (size, cost), (plain_size, plain_cost) = parts(diff, scheme), parts(plain, scheme)
+    return advantage(size, plain_size), advantage(cost, plain_cost)
 
 
 def advantage_by_book(diff: Mapping[str, Any], plain: Mapping[str, Any], scheme: str) -> list[float]:
@@ -92,13 +107,11 @@ def _against(diff: Mapping[str, Any], plain: Mapping[str, Any]) -> list[str]:
     lines = []
     for scheme in diff["kl"]:
         change = paired_difference(*(by_passage(result, result["kl"][scheme]) for result in (diff, plain)))
-        (size, cost), (plain_size, plain_cost) = parts(diff, scheme), parts(plain, scheme)
-        measured = advantage(mean_kl(diff, scheme).mean, mean_kl(plain, scheme).mean)
-        guess = advantage(predicted(diff, scheme), predicted(plain, scheme))
+        size, cost = parts_won(diff, plain, scheme)
         books = " ".join(f"{bits:+.2f}" for bits in advantage_by_book(diff, plain, scheme))
         lines.append(
-            f"  {scheme:<15} {measured:+.2f}  predicted {guess:+.2f}"
-            f" = range {advantage(size, plain_size):+.2f} and sensitivity {advantage(cost, plain_cost):+.2f};"
+            f"  {scheme:<15} {bits_won(diff, plain, scheme):+.2f}  predicted {size + cost:+.2f}"
+            f" = range {size:+.2f} and sensitivity {cost:+.2f};"
             f" KL {change.mean:+.2g} [{change.low:+.2g}, {change.high:+.2g}]" + (f"; by book {books}" if books else "")
         )
     return lines

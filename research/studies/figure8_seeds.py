@@ -19,7 +19,7 @@ from diffquant.errors import UsageError
 from diffquant.evals.stats import mean_interval
 from diffquant.report.tables import markdown
 from diffquant.support.xz import named
-from research.studies.figure8_model import advantage, mean_kl, parts
+from research.studies.figure8_model import bits_won, parts_won
 from research.studies.results import read_json
 
 SCHEMES = "4:tensor,4:head,4:row,4:row:shift,4:tensor:alike,4:head:alike,4:row:alike"
@@ -70,9 +70,9 @@ def seeds_summary(seeds: Mapping[str, Seed], schemes: Sequence[str]) -> str:
         if generation == _PLAIN:
             continue
         for scheme in schemes:
-            bits = [bits_won(seed, generation, scheme) for seed in seeds.values()]
+            bits = [bits_won(seed[generation], seed[_PLAIN], scheme) for seed in seeds.values()]
             lines.append([generation, f"`{scheme}`", *_with_mean(bits)])
-        splits = [predicted_bits(seed, generation, schemes[0]) for seed in seeds.values()]
+        splits = [parts_won(seed[generation], seed[_PLAIN], schemes[0]) for seed in seeds.values()]
         for name, part in zip(("range", "sensitivity"), zip(*splits, strict=True), strict=True):
             lines.append([generation, f"`{schemes[0]}`, {name}", *_with_mean(part)])
     names = list(seeds)
@@ -81,29 +81,6 @@ def seeds_summary(seeds: Mapping[str, Seed], schemes: Sequence[str]) -> str:
         markdown(["bits won", "logits", *names, "mean"], lines),
     )
     return "\n\n".join("\n".join(table) for table in tables)
-
-
-def bits_won(seed: Seed, generation: str, scheme: str) -> float:
-    """Bits that a DIFF model may do with less than its seed's Transformer for the same KL."""
-    return advantage(mean_kl(seed[generation], scheme).mean, mean_kl(seed[_PLAIN], scheme).mean)
-
-
-def predicted_bits(seed: Seed, generation: str, scheme: str) -> tuple[float, float]:
-    """Bits that the simple model says a smaller range and a smaller sensitivity win, in this order."""
-    (size, cost), (plain_size, plain_cost) = parts(seed[generation], scheme), parts(seed[_PLAIN], scheme)
-    return advantage(size, plain_size), advantage(cost, plain_cost)
-
-
-def holm(p_values: Mapping[str, float]) -> dict[str, float]:
-    """p-values corrected for how many there are: in at most 5 % of families is one of those up to 0.05 wrong.
-
-    Source: Holm, "A Simple Sequentially Rejective Multiple Test Procedure", Scandinavian Journal of Statistics 6 (1979)
-    """
-    corrected, largest = {}, 0.0
-    for rank, (name, p) in enumerate(sorted(p_values.items(), key=lambda each: each[1])):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p))
-        corrected[name] = largest
-    return corrected
 
 
 def _with_mean(bits: Sequence[float]) -> list[str]:

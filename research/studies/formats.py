@@ -27,9 +27,9 @@ from diffquant.support.progress import Progress, progress_for
 from diffquant.text.corpus import text_digest
 from research.figure8.scoring import web_text
 from research.studies.figure8 import Settings, prose_readings
-from research.studies.figure8_model import advantage, by_passage
+from research.studies.figure8_model import advantage, passage_means
 from research.studies.kv_results import KVResults
-from research.studies.logit_noise import Reading, divergences, predictions_of
+from research.studies.logit_noise import Reading, divergences, losses, predictions_of
 from research.studies.results import read_json
 
 TEXTS = ("books", "web")
@@ -101,10 +101,15 @@ def measure(
         output / f"{name}.json",
         {"model": name, "fingerprint": source.fingerprint, "rule": "absmax", **about, **digests},
     )
+
+    def short(values: Sequence[float]) -> list[float]:
+        """Means over passages in six digits, which are more than another machine's sums agree in."""
+        return [float(f"{x:.6g}") for x in passage_means(values, settings.windows)]
+
     with torch.inference_mode():
         exact = {text: predictions_of(model, readings) for text, readings in read.items()}
         if "16" not in results.rows:
-            results.add("16", {text: _nll(read[text], exact[text], settings) for text in texts})
+            results.add("16", {text: short(losses(read[text], exact[text])) for text in texts})
         shown = progress or progress_for(name)
         todo = [row for row in rows if row not in results.rows]
         for number, row in enumerate(todo):
@@ -112,7 +117,7 @@ def measure(
             measured = _under(source, model, recipes()[row])
             kl = {text: divergences(exact[text], predictions_of(measured, read[text])) for text in texts}
             measured.require_fired()
-            results.add(row, {text: [_short(x) for x in _passages(values, settings)] for text, values in kl.items()})
+            results.add(row, {text: short(values) for text, values in kl.items()})
         shown(len(todo), len(todo), "done")
 
 
@@ -130,20 +135,6 @@ def _text(name: str) -> str:
 
 def _readings(model: CausalModel, source: Source, text: str, settings: Settings) -> list[Reading]:
     return prose_readings(model, source.tokenizer, _text(text), settings)
-
-
-def _nll(readings: Sequence[Reading], exact: Sequence[torch.Tensor], settings: Settings) -> list[float]:
-    losses = [float(x) for reading, logits in zip(readings, exact, strict=True) for x in reading.nll(logits)]
-    return [_short(x) for x in _passages(losses, settings)]
-
-
-def _passages(values: Sequence[float], settings: Settings) -> list[float]:
-    return by_passage({"reading": {"windows": settings.windows}}, values)
-
-
-def _short(value: float) -> float:
-    """Six digits, which are more than another machine's sums agree in."""
-    return float(f"{value:.6g}")
 
 
 MODELS = {"Transformer": "prose-transformer", "DIFF V1": "prose-diff-v1", "DIFF V2": "prose-diff-v2"}

@@ -16,7 +16,6 @@ import torch
 import typer
 
 from diffquant.errors import UsageError
-from diffquant.evals.protocols.perplexity import reference_of, score_text
 from diffquant.evals.stats import Difference
 from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
@@ -25,7 +24,7 @@ from diffquant.report.tables import markdown
 from diffquant.source.source import open_source
 from diffquant.support.progress import Progress, progress_for, silent
 from diffquant.sweep.storage import kv_bytes_per_token
-from research.studies.kv_results import TEXTS, KVResults, kl_change, scored, settings_of, texts_of
+from research.studies.kv_results import TEXTS, KVResults, kl_change, references_of, scores_of, settings_of, texts_of
 from research.studies.results import read_json
 
 # Schemes of keys and values at b bits: each rotated one stands behind the one that it is compared with.
@@ -70,18 +69,13 @@ def measure_caches(
     model, tokenizer = load(source, Recipe(), torch.float32, "cpu"), source.tokenizer
     texts = texts_of(characters)
     results = KVResults(file, settings_of(source, texts, characters, window=_WINDOW))
-    references = {
-        name: reference_of(TorchModel(model, tokenizer), part, _WINDOW, _WINDOW) for name, part in texts.items()
-    }
+    references = references_of(TorchModel(model, tokenizer), texts, _WINDOW)
     todo = [recipe for width in widths for recipe in recipes(width) if cache_name(recipe) not in results.rows]
     for number, recipe in enumerate(todo):
         progress(number, len(todo), cache_name(recipe))
         model.apply_recipe(recipe)
-        row: dict[str, Any] = {"bytes": kv_bytes_per_token(model)}
-        for name, part in texts.items():
-            score = score_text(TorchModel(model, tokenizer), part, _WINDOW, _WINDOW, reference=references[name])
-            row[name] = scored(score)
-        results.add(cache_name(recipe), row)
+        scores = scores_of(TorchModel(model, tokenizer), texts, _WINDOW, references)
+        results.add(cache_name(recipe), {"bytes": kv_bytes_per_token(model), **scores})
     progress(len(todo), len(todo), "done")
     return results.to_dict()
 

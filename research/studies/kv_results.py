@@ -7,9 +7,11 @@ from typing import Any
 
 from diffquant.bench.environment import environment
 from diffquant.errors import UsageError
+from diffquant.evals.language_model import States
 from diffquant.evals.protocols import hellaswag
-from diffquant.evals.protocols.perplexity import TextScore
+from diffquant.evals.protocols.perplexity import reference_of, score_text
 from diffquant.evals.stats import Difference, mean_interval
+from diffquant.evals.torch_model import TorchModel
 from diffquant.source.source import Source
 from diffquant.support.files import write_json
 from diffquant.support.xz import stored
@@ -17,6 +19,8 @@ from diffquant.text.corpus import load_text, text_digest
 from research.studies.results import read_json
 
 TEXTS = ("prose", "elsewhere")
+# Of a text's score.
+KEPT = ("perplexity", "kl", "tokens_by_window", "nll_by_window", "kl_by_window")
 
 
 def texts_of(characters: int) -> dict[str, str]:
@@ -39,10 +43,17 @@ def settings_of(source: Source, texts: Mapping[str, str], characters: int, **win
     }
 
 
-def scored(score: TextScore) -> dict[str, Any]:
-    """What a study keeps of a text's score."""
-    kept = ("perplexity", "kl", "tokens_by_window", "nll_by_window", "kl_by_window")
-    return {name: getattr(score, name) for name in kept}
+def references_of(model: TorchModel, texts: Mapping[str, str], window: int) -> dict[str, States]:
+    """States of a model over windows of each text, which others are compared with."""
+    return {name: reference_of(model, text, window, window) for name, text in texts.items()}
+
+
+def scores_of(
+    model: TorchModel, texts: Mapping[str, str], window: int, references: Mapping[str, States]
+) -> dict[str, dict[str, Any]]:
+    """What a study keeps of each text's score over the same windows."""
+    scores = {name: score_text(model, text, window, window, reference=references[name]) for name, text in texts.items()}
+    return {name: {kept: getattr(score, kept) for kept in KEPT} for name, score in scores.items()}
 
 
 def kl_change(ours: Mapping[str, Any], others: Mapping[str, Any]) -> Difference:

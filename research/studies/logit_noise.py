@@ -224,6 +224,11 @@ def predictions_of(model: DiffTransformer, readings: Sequence[Reading]) -> list[
     return [reading.predictions(model) for reading in readings]
 
 
+def losses(readings: Sequence[Reading], predictions: Sequence[Tensor]) -> list[float]:
+    """Negative log-likelihood of every sequence, in nats a token."""
+    return [float(x) for reading, logits in zip(readings, predictions, strict=True) for x in reading.nll(logits)]
+
+
 def divergences(exact: Sequence[Tensor], moved: Sequence[Tensor]) -> list[float]:
     """Mean KL(exact ‖ moved) in nats of every sequence."""
     return [

@@ -18,32 +18,36 @@ from diffquant.quantization.roundings import Rounder
 from diffquant.quantization.roundings.mse import round_with_clipping
 from diffquant.quantization.roundings.nearest import round_to_nearest
 from diffquant.scheme import Scheme
-from research.studies.rounding_method import TIERS, Method, Quantize, Quantized, ReadRule, group_size
+from research.studies.model_reading import ModelReading
+from research.studies.rounding_method import TIERS, Method, Over, Quantize, Quantized, by_itself, group_size
 
 RULES = ("nearest", "mse", "gptq", "tuned")
 
 _SCALE = torch.float16
 
 
-def ours(rule: str, bits: int, least: int, options: Mapping[str, Any] = MappingProxyType({})) -> Quantize:
+def ours(rule: str, bits: int, least: int, options: Mapping[str, Any] = MappingProxyType({})) -> Over:
     """A rule of ours with a scale a group, with its options."""
 
     def scheme_of(width: int) -> Scheme:
         return Scheme.parse(f"{bits}:g{group_size(width, least)}")
 
-    def quantize(name: str, weight: Tensor, read_rule: ReadRule) -> Quantized:
-        data_free = {"nearest": Rounder(round_to_nearest), "mse": Rounder(round_with_clipping)}
-        rounder = data_free.get(rule) or read_rule(rule, options, scheme_of)
-        scheme = scheme_of(weight.shape[1])
-        scales = math.prod(packed_shapes((weight.shape[0], weight.shape[1]), scheme)[SCALE])
-        stored = weight.numel() * bits + scales * 8 * _SCALE.itemsize
-        return Quantized(as_stored(rounder, name, weight.float(), scheme, _SCALE), stored, stored)
+    def over(reading: ModelReading) -> Quantize:
+        def quantize(name: str, weight: Tensor) -> Quantized:
+            data_free = {"nearest": Rounder(round_to_nearest), "mse": Rounder(round_with_clipping)}
+            rounder = data_free.get(rule) or reading.rounder(rule, options, scheme_of)
+            scheme = scheme_of(weight.shape[1])
+            scales = math.prod(packed_shapes((weight.shape[0], weight.shape[1]), scheme)[SCALE])
+            stored = weight.numel() * bits + scales * 8 * _SCALE.itemsize
+            return Quantized(as_stored(rounder, name, weight.float(), scheme, _SCALE), stored, stored)
 
-    return quantize
+        return quantize
+
+    return over
 
 
-def _bitsandbytes(kind: str, nested: bool) -> Quantize:
-    def quantize(name: str, weight: Tensor, read_rule: ReadRule) -> Quantized:
+def _bitsandbytes(kind: str, nested: bool) -> Over:
+    def quantize(weight: Tensor) -> Quantized:
         functional = import_module("bitsandbytes.functional")
         packed, state = functional.quantize_4bit(
             weight.float(), blocksize=64, compress_statistics=nested, quant_type=kind
@@ -52,23 +56,23 @@ def _bitsandbytes(kind: str, nested: bool) -> Quantize:
         stored = _bits(packed, state.absmax) + (_bits(state.offset, state.state2.absmax) if nested else 0)
         return Quantized(functional.dequantize_4bit(packed, state), stored, stored)
 
-    return quantize
+    return by_itself(quantize)
 
 
-def _int8(rounds_inputs: bool) -> Quantize:
+def _int8(rounds_inputs: bool) -> Over:
     """bitsandbytes' int8 with a scale a row. It is LLM.int8 where inputs are rounded, too, as it is used.
 
     LLM.int8 gives each row of inputs a scale, and multiplies the columns in which some input reaches 6 as they are.
     """
 
-    def quantize(name: str, weight: Tensor, read_rule: ReadRule) -> Quantized:
+    def quantize(weight: Tensor) -> Quantized:
         functional = import_module("bitsandbytes.functional")
         codes, scales, _ = functional.int8_vectorwise_quant(weight)
         stored = _bits(codes, scales)
         values = functional.int8_vectorwise_dequant(codes, scales).float()
         return Quantized(values, stored, stored, _llm_int8(codes, scales) if rounds_inputs else None)
 
-    return quantize
+    return by_itself(quantize)
 
 
 def _llm_int8(codes: Tensor, scales: Tensor) -> Callable[[Tensor], Tensor]:
@@ -86,10 +90,10 @@ def _llm_int8(codes: Tensor, scales: Tensor) -> Callable[[Tensor], Tensor]:
     return product
 
 
-def _torchao_int4(least: int) -> Quantize:
+def _torchao_int4(least: int) -> Over:
     """torchao's int4 with a bfloat16 scale and zero a group, as its tinygemm layouts have it."""
 
-    def quantize(name: str, weight: Tensor, read_rule: ReadRule) -> Quantized:
+    def quantize(weight: Tensor) -> Quantized:
         primitives = import_module("torchao.quantization.quant_primitives")
         block = (1, group_size(weight.shape[1], least))
         kind, values = torch.bfloat16, weight.float()
@@ -104,13 +108,13 @@ def _torchao_int4(least: int) -> Quantize:
         stored = codes.numel() * 4 + _bits(scale, zero)
         return Quantized(restored, stored, stored)
 
-    return quantize
+    return by_itself(quantize)
 
 
-def _torchao_intx(bits: int, least: int) -> Quantize:
+def _torchao_intx(bits: int, least: int) -> Over:
     """torchao's weight-only integers of any width, asymmetric; codes lie in bytes."""
 
-    def quantize(name: str, weight: Tensor, read_rule: ReadRule) -> Quantized:
+    def quantize(weight: Tensor) -> Quantized:
         quantization = import_module("torchao.quantization")
         granularity = import_module("torchao.quantization.granularity")
         linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
@@ -125,13 +129,13 @@ def _torchao_intx(bits: int, least: int) -> Quantize:
         beside = _bits(made.scale, made.zero_point)
         return Quantized(made.dequantize().float(), made.qdata.numel() * bits + beside, _bits(made.qdata) + beside)
 
-    return quantize
+    return by_itself(quantize)
 
 
-def _hqq(bits: int, group: int | None) -> Quantize:
+def _hqq(bits: int, group: int | None) -> Over:
     """HQQ along the input axis, the one its fast kernels read; scale and zero in float16, as `HQQLinear` keeps them."""
 
-    def quantize(name: str, weight: Tensor, read_rule: ReadRule) -> Quantized:
+    def quantize(weight: Tensor) -> Quantized:
         quantizer = import_module("hqq.core.quantize").Quantizer
         packed, meta = quantizer.quantize(
             weight.float(), nbits=bits, group_size=group, axis=1, compute_dtype=_SCALE, device="cpu"
@@ -141,7 +145,7 @@ def _hqq(bits: int, group: int | None) -> Quantize:
         scales = _bits(*beside.values())
         return Quantized(restored.float(), weight.numel() * bits + scales, _bits(packed) + scales)
 
-    return quantize
+    return by_itself(quantize)
 
 
 def _bits(*tensors: Tensor) -> int:

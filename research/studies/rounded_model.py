@@ -15,15 +15,14 @@ from torch.utils.hooks import RemovableHandle
 from diffquant.errors import UsageError
 from diffquant.evals.language_model import States
 from diffquant.evals.protocols import hellaswag
-from diffquant.evals.protocols.perplexity import reference_of, score_text
 from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
 from diffquant.recipe import Recipe
 from diffquant.source.source import open_source
 from diffquant.text.corpus import load_text, text_digest
-from research.studies.kv_results import scored
+from research.studies.kv_results import KEPT, references_of, scores_of
 from research.studies.model_reading import ModelReading
-from research.studies.rounding_method import Contestant, reason
+from research.studies.rounding_method import Method, reason
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class RoundingOptions:
 
 
 # Keys of a row that has been scored on both texts.
-_SCORES = ("perplexity", "kl", "tokens_by_window", "nll_by_window", "kl_by_window", "elsewhere")
+_SCORES = (*KEPT, "elsewhere")
 
 
 class Subject:
@@ -55,9 +54,11 @@ class Subject:
     def __init__(self, path: Path, options: RoundingOptions) -> None:
         self.path, self.options = path, options
         text = load_text(options.text)
-        self._read, self._scored = text[: len(text) // 2], text[len(text) // 2 :][: options.characters]
-        self._elsewhere = "\n".join(item.query for item in hellaswag.load_items())[: options.characters]
-        self._spans = (options.window, options.window)
+        self._read = text[: len(text) // 2]
+        self._texts = {
+            "prose": text[len(text) // 2 :][: options.characters],
+            "elsewhere": "\n".join(item.query for item in hellaswag.load_items())[: options.characters],
+        }
         self._source = open_source(path)
         self._tokenizer = self._source.tokenizer
         available = len(self._tokenizer.encode(self._read, add_special_tokens=False))
@@ -79,10 +80,10 @@ class Subject:
         return {
             "model": self.path.name,
             "fingerprint": self._source.fingerprint,
-            "text": text_digest(self._scored),
-            "elsewhere": text_digest(self._elsewhere),
+            "text": text_digest(self._texts["prose"]),
+            "elsewhere": text_digest(self._texts["elsewhere"]),
             "read": text_digest(self._read),
-            "characters": len(self._scored),
+            "characters": len(self._texts["prose"]),
             "window": self.options.window,
             "tokens": self.options.tokens,
         }
@@ -91,7 +92,7 @@ class Subject:
         """Whether a former result lacks something that is asked for."""
         return not _is_scored(former) or former.get("items", 0) < len(self._items)
 
-    def measured(self, method: Contestant | None, former: Mapping[str, Any]) -> dict[str, Any]:
+    def measured(self, method: Method | None, former: Mapping[str, Any]) -> dict[str, Any]:
         """Numbers of a method, or why there are none; None is the model as it is."""
         # Computed before a method changes the weights.
         references = None if _is_scored(former) else self._references
@@ -106,7 +107,7 @@ class Subject:
             return {"missing": reason(error, method)}
 
     @contextmanager
-    def _quantized(self, method: Contestant) -> Iterator[dict[str, Any]]:
+    def _quantized(self, method: Method) -> Iterator[dict[str, Any]]:
         """Give the model a method's weights while open; yields what they store and lose."""
         bits = held = elements = 0
         errors: list[float] = []
@@ -148,12 +149,13 @@ class Subject:
         hook: RemovableHandle = layer.register_forward_hook(output)
         return hook
 
-    def _scores(self, former: Mapping[str, Any], references: tuple[States, States] | None) -> dict[str, Any]:
+    def _scores(self, former: Mapping[str, Any], references: Mapping[str, States] | None) -> dict[str, Any]:
         if references is None:
             scores = {key: former[key] for key in _SCORES}
         else:
-            prose, elsewhere = references
-            scores = self._of_text(self._scored, prose) | {"elsewhere": self._of_text(self._elsewhere, elsewhere)}
+            model = TorchModel(self._model, self._tokenizer)
+            by_text = scores_of(model, self._texts, self.options.window, references)
+            scores = by_text["prose"] | {"elsewhere": by_text["elsewhere"]}
         if former.get("items", 0) >= len(self._items):
             return scores | {key: former[key] for key in ("items", "acc_norm", "correct") if key in former}
         outcome = hellaswag.evaluate_hellaswag(TorchModel(self._model, self._tokenizer), self._items)
@@ -164,19 +166,10 @@ class Subject:
             "correct": "".join("01"[int(item)] for item in right),
         }
 
-    def _of_text(self, text: str, reference: States) -> dict[str, Any]:
-        """Perplexity and KL of a text, and what they are means over."""
-        score = score_text(TorchModel(self._model, self._tokenizer), text, *self._spans, reference=reference)
-        return scored(score)
-
     @cached_property
-    def _references(self) -> tuple[States, States]:
+    def _references(self) -> dict[str, States]:
         """States of the 16-bit model on the prose and on HellaSwag's contexts."""
-        prose, elsewhere = (
-            reference_of(TorchModel(self._model, self._tokenizer), text, *self._spans)
-            for text in (self._scored, self._elsewhere)
-        )
-        return prose, elsewhere
+        return references_of(TorchModel(self._model, self._tokenizer), self._texts, self.options.window)
 
 
 def _is_scored(row: Mapping[str, Any]) -> bool:

@@ -25,12 +25,12 @@ from diffquant.support.xz import stored
 from research.studies.quantizers import METHODS, VARIANTS
 from research.studies.results import read_json
 from research.studies.rounded_model import RoundingOptions, Subject
-from research.studies.rounding_method import TIERS, Contestant
+from research.studies.rounding_method import TIERS, Method
 from research.studies.rounding_tables import FULL, lead_table, method_table, option_table, size_table
 from research.studies.text_quantizers import TEXT_METHODS
 
 FORMAT = 1
-CONTESTANTS: tuple[Contestant, ...] = (*METHODS, *TEXT_METHODS)
+CONTESTANTS = (*METHODS, *TEXT_METHODS)
 _PACKAGES = tuple(sorted({method.package for method in CONTESTANTS if method.package}))
 _MODULES = ("rounded_model", "model_reading", "rounding_method", "quantizers", "text_quantizers")
 _CODE = tuple(f"research.studies.{name}" for name in _MODULES)
@@ -69,7 +69,7 @@ def main(
     )
 
 
-def chosen(parts: str, methods: Sequence[Contestant] = CONTESTANTS) -> list[Contestant]:
+def chosen(parts: str, methods: Sequence[Method] = CONTESTANTS) -> list[Method]:
     """Methods whose names contain one of the parts.
 
     Raises:
@@ -84,7 +84,7 @@ def chosen(parts: str, methods: Sequence[Contestant] = CONTESTANTS) -> list[Cont
 
 
 def measure_methods(
-    path: Path, options: RoundingOptions, methods: Sequence[Contestant], file: Path, progress: Progress = silent
+    path: Path, options: RoundingOptions, methods: Sequence[Method], file: Path, progress: Progress = silent
 ) -> dict[str, Any]:
     """Measure every method, writing the file after each.
 
@@ -137,7 +137,7 @@ def read_result(file: Path) -> dict[str, Any]:
     return result
 
 
-def _provenance(method: Contestant | None) -> dict[str, Any]:
+def _provenance(method: Method | None) -> dict[str, Any]:
     """The method, machine and date behind a row: a file may be the work of several days."""
     now = environment(*_PACKAGES)
     package = None if method is None else method.package

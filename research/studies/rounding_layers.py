@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from types import SimpleNamespace
+from typing import Annotated, Any, cast
 
 import torch
 import typer
@@ -30,8 +31,9 @@ from diffquant.support.files import write_json
 from diffquant.support.progress import Progress, progress_for, silent
 from diffquant.text.corpus import load_text
 from diffquant.text.tokens import encode_text
+from research.studies.model_reading import ModelReading
 from research.studies.quantizers import METHODS
-from research.studies.rounding_method import Method, ReadRule, reason
+from research.studies.rounding_method import Method, reason
 
 _LINEARS = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
 _WINDOW = 512
@@ -147,10 +149,11 @@ def _of_method(method: Method, layers_by_name: dict[str, Layer]) -> dict[str, An
     bits = elements = 0
     decibels: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for name, layer in layers_by_name.items():
-        compensation = _compensation(layer)
+        # No rule that is compared here asks for more of a model.
+        quantize = method.over(cast(ModelReading, SimpleNamespace(rounder=_compensation(layer))))
         for kind, make in KINDS.items():
             weight = make(layer.weight, torch.Generator().manual_seed(0)).half()
-            made = method.quantize(name, weight, compensation)
+            made = quantize(name, weight)
             output = layer.scored @ weight.float().T
             error = output - layer.scored @ made.values.T
             decibels[kind].append(10 * math.log10(float(output.square().sum() / error.square().sum())))
@@ -158,7 +161,7 @@ def _of_method(method: Method, layers_by_name: dict[str, Layer]) -> dict[str, An
     return {"bits": bits / elements, "decibels": {kind: sum(values) / len(values) for kind, values in decibels.items()}}
 
 
-def _compensation(layer: Layer) -> ReadRule:
+def _compensation(layer: Layer) -> Callable[..., Rounder]:
     """Maker of gptq for one layer, from the inputs it may read."""
 
     @cache

@@ -1,14 +1,11 @@
-"""Methods of a rounding contest: a rule for one weight, or one that reads a text first."""
+"""Methods of a rounding contest: what each makes of a weight, or of one whose model has read a text."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
 from diffquant.bench.contest.peers import failure
-from diffquant.quantization.roundings import Rounder
-from diffquant.scheme import Scheme
 from research.studies.model_reading import ModelReading
 
 TIERS = ("4.5 bits", "4.125 bits", "6.125 bits", "3.5 bits", "8 bits")
@@ -31,53 +28,32 @@ class Quantized:
     product: Callable[[Tensor], Tensor] | None = None
 
 
-# (rule of ours that reads a text, its options, scheme of a weight by its width) -> the rule made ready for the model.
-ReadRule = Callable[[str, Mapping[str, Any], Callable[[int], Scheme]], Rounder]
-
 # (name in the checkpoint, weight [out, in] float16) -> the weight quantized.
-Prepared = Callable[[str, Tensor], Quantized]
+Quantize = Callable[[str, Tensor], Quantized]
 
-# (name in the checkpoint, weight [out, in] float16, rules of ours that read a text) -> the weight quantized.
-Quantize = Callable[[str, Tensor, ReadRule], Quantized]
+# From a model over a text to the method for its weights.
+Over = Callable[[ModelReading], Quantize]
 
 
 @dataclass(frozen=True)
 class Method:
-    """A way to quantize a weight.
+    """A way to quantize the weights of a model.
 
     Attributes:
         tier: one of `TIERS`; methods of one tier are compared.
-        quantize: function that quantizes a weight.
+        over: function that gives the method for the weights of a model, which has read a text where that is asked for.
         package: package that it needs.
     """
 
     name: str
     tier: str
-    quantize: Quantize
+    over: Over
     package: str | None = None
 
-    def over(self, reading: ModelReading) -> Prepared:
-        """The method for the weights of a model."""
-        return lambda name, weight: self.quantize(name, weight, reading.rounder)
 
-
-@dataclass(frozen=True)
-class TextMethod:
-    """A way to quantize the weights of a model that has read a text.
-
-    Attributes:
-        tier: one of `TIERS`; methods of one tier are compared.
-        over: function that gives the method for the weights of a model.
-        package: package that it needs.
-    """
-
-    name: str
-    tier: str
-    over: Callable[[ModelReading], Prepared]
-    package: str
-
-
-Contestant = Method | TextMethod
+def by_itself(quantize: Callable[[Tensor], Quantized]) -> Over:
+    """A method for a weight that asks for nothing beside it."""
+    return lambda _reading: lambda _name, weight: quantize(weight)
 
 
 def group_size(width: int, least: int) -> int:
@@ -85,7 +61,7 @@ def group_size(width: int, least: int) -> int:
     return next(size for size in range(min(least, width), width + 1) if width % size == 0)
 
 
-def reason(error: Exception, method: Method | TextMethod) -> str:
+def reason(error: Exception, method: Method) -> str:
     """Reason why a library's method gave nothing."""
     if isinstance(error, ModuleNotFoundError):
         return f"{error.name} is not installed: pip install {method.package}"

@@ -23,17 +23,17 @@ from diffquant.support.progress import progress_for
 from research.studies.quantizers import ours
 from research.studies.rounded_model import RoundingOptions
 from research.studies.rounding import measure_methods, read_result
-from research.studies.rounding_method import TIERS, Contestant, Method, TextMethod
+from research.studies.rounding_method import TIERS, Method
 from research.studies.text_quantizers import auto_round
 
 SEEDS = range(5)
 RULES = ("tuned", "AutoRound")
-METHODS: tuple[Contestant, ...] = tuple(
+METHODS = tuple(
     method
     for seed in SEEDS
     for method in (
         Method(f"tuned, seed {seed}", TIERS[0], ours("tuned", 4, 32, {"seed": seed})),
-        TextMethod(f"AutoRound, seed {seed}", TIERS[0], auto_round(4, 32, seed), "auto-round"),
+        Method(f"AutoRound, seed {seed}", TIERS[0], auto_round(4, 32, seed), "auto-round"),
     )
 )
 

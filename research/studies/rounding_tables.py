@@ -7,7 +7,7 @@ from typing import Any
 from diffquant.evals.stats import Difference, mean_interval, paired_difference
 from diffquant.report.tables import markdown
 from research.studies.quantizers import METHODS, RULES, VARIANTS
-from research.studies.rounding_method import TIERS, Contestant
+from research.studies.rounding_method import TIERS
 from research.studies.text_quantizers import TEXT_METHODS
 
 FULL = "16 bits"
@@ -59,7 +59,7 @@ def size_cells(results: Sequence[dict[str, Any]], name: str) -> list[str]:
 
 def _names(tiers: Sequence[str]) -> list[str]:
     """Names of the methods of some tiers, tier by tier."""
-    methods: tuple[Contestant, ...] = (*METHODS, *TEXT_METHODS, *VARIANTS)
+    methods = (*METHODS, *TEXT_METHODS, *VARIANTS)
     return list(dict.fromkeys(method.name for tier in tiers for method in methods if method.tier == tier))
 
 

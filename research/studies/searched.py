@@ -21,19 +21,17 @@ from diffquant.calib.search.allocation import Budget, average_bits
 from diffquant.calib.search.search import Search, SearchOptions
 from diffquant.calib.search.units import find_units, to_recipe
 from diffquant.errors import UsageError
-from diffquant.evals.language_model import States
-from diffquant.evals.protocols.perplexity import reference_of, score_text
 from diffquant.evals.stats import Difference
 from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
 from diffquant.recipe import Recipe
 from diffquant.report.tables import markdown
-from diffquant.source.source import Source, open_source
+from diffquant.source.source import open_source
 from diffquant.support.files import write_json
 from diffquant.support.progress import Progress, progress_for, silent
 from diffquant.support.xz import stored
 from diffquant.sweep.storage import weight_bytes
-from research.studies.kv_results import TEXTS, kl_change, scored, settings_of, texts_of
+from research.studies.kv_results import TEXTS, kl_change, references_of, scores_of, settings_of, texts_of
 from research.studies.results import read_json
 
 SEARCHED, UNIFORM = "searched", "uniform"
@@ -81,17 +79,21 @@ def measure_searches(
     units = find_units(source, _OPTIONS.targets, _OPTIONS.granularity)
     texts = texts_of(characters)
     exact = TorchModel(load(source, Recipe(), torch.float32, "cpu"), source.tokenizer)
-    references = {name: reference_of(exact, part, _WINDOW, _WINDOW) for name, part in texts.items()}
+    references = references_of(exact, texts, _WINDOW)
+
+    def costs(recipe: Recipe) -> dict[str, Any]:
+        """Bytes of the checkpoint and scores of the texts under a recipe."""
+        model = TorchModel(load(source, recipe, torch.float32, "cpu"), source.tokenizer)
+        scores = scores_of(model, texts, _WINDOW, references)
+        return {"bytes": weight_bytes(source, recipe), **scores}
+
     results: dict[str, Any] = {}
     for width in widths:
         same_width = dict.fromkeys(units, width)
         budget = Budget(bits=average_bits(same_width, "weights"))
         search = Search(source, budget, _OPTIONS, folder).run(progress)
         recipes = {UNIFORM: to_recipe(same_width), SEARCHED: search.recipe}
-        results[str(width)] = {
-            name: {"recipe": recipe.to_dict(), **_costs(source, recipe, texts, references)}
-            for name, recipe in recipes.items()
-        }
+        results[str(width)] = {name: {"recipe": recipe.to_dict(), **costs(recipe)} for name, recipe in recipes.items()}
     return {
         "environment": environment(),
         "settings": {
@@ -101,18 +103,6 @@ def measure_searches(
         },
         "results": results,
     }
-
-
-def _costs(
-    source: Source, recipe: Recipe, texts: Mapping[str, str], references: Mapping[str, States]
-) -> dict[str, Any]:
-    """Bytes of the checkpoint and scores of the texts under a recipe."""
-    model = TorchModel(load(source, recipe, torch.float32, "cpu"), source.tokenizer)
-    row: dict[str, Any] = {"bytes": weight_bytes(source, recipe)}
-    for name, part in texts.items():
-        score = score_text(model, part, _WINDOW, _WINDOW, reference=references[name])
-        row[name] = scored(score)
-    return row
 
 
 def gain(result: Mapping[str, Any], width: str, text: str) -> Difference:

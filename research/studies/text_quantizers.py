@@ -7,7 +7,6 @@ shown their layers: AutoRound tunes a stack of them, GPTQ gets each linear layer
 import ctypes
 import math
 import re
-from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -20,16 +19,16 @@ from torch import Tensor
 
 from diffquant.model.walk import Walk
 from research.studies.model_reading import ModelReading
-from research.studies.rounding_method import TIERS, Prepared, Quantized, TextMethod, group_size
+from research.studies.rounding_method import TIERS, Method, Over, Quantize, Quantized, group_size
 
 _SCALE_BITS = 16
 _FINE, _COARSE, _, _LOW, _ = TIERS
 
 
-def _llm_compressor(bits: int, least: int, observer: str) -> Callable[[ModelReading], Prepared]:
+def _llm_compressor(bits: int, least: int, observer: str) -> Over:
     """llm-compressor's GPTQ with its own order of columns, a layer at a time, on the inputs of rounded layers."""
 
-    def prepare(reading: ModelReading) -> Prepared:
+    def prepare(reading: ModelReading) -> Quantize:
         quantization = import_module("compressed_tensors.quantization")
         quantize_weight = import_module("llmcompressor.modifiers.gptq.gptq_quantize").quantize_weight
         observers = import_module("llmcompressor.observers").Observer
@@ -75,14 +74,14 @@ class _Block(torch.nn.Module):
         return self._walk.run(self.layer, hidden_states)
 
 
-def auto_round(bits: int, least: int, seed: int | None = None) -> Callable[[ModelReading], Prepared]:
+def auto_round(bits: int, least: int, seed: int | None = None) -> Over:
     """AutoRound's tuning of rounding and ranges, symmetric, with its own settings but for the text and its windows.
 
     Args:
         seed: seed of its own draws; its own by default.
     """
 
-    def prepare(reading: ModelReading) -> Prepared:
+    def prepare(reading: ModelReading) -> Quantize:
         tuner_class = import_module("auto_round").AutoRound
         model: Any = reading.model()
         decoder, walk = model.model, model.walk(reading.windows.shape[1])
@@ -135,20 +134,20 @@ def _pad(linear: Any) -> None:
     linear.out_features, linear.in_features = padded.shape
 
 
-def _llama_cpp(kind: str) -> Callable[[ModelReading], Prepared]:
+def _llama_cpp(kind: str) -> Over:
     """One of llama.cpp's types for every weight, weighed by the mean squares of its inputs: its imatrix."""
 
-    def prepare(reading: ModelReading) -> Prepared:
+    def prepare(reading: ModelReading) -> Quantize:
         library, importance = _ggml(), reading.mean_squares
         return lambda name, weight: _ggml_quantized(library, kind, weight, importance[name])
 
     return prepare
 
 
-def _llama_cpp_mix(kind: str, better: str) -> Callable[[ModelReading], Prepared]:
+def _llama_cpp_mix(kind: str, better: str) -> Over:
     """llama.cpp's mix: some layers' value and down projections in a type of more bits, as its Q4_K_M has them."""
 
-    def prepare(reading: ModelReading) -> Prepared:
+    def prepare(reading: ModelReading) -> Quantize:
         library, importance = _ggml(), reading.mean_squares
         layers = 1 + max(_layer(name) for name in reading.weights)
         better_names = {
@@ -211,9 +210,9 @@ def _ggml_quantized(library: ctypes.CDLL, kind: str, weight: Tensor, importance:
     return Quantized(restored, 8 * packed.size, 8 * packed.size)
 
 
-def _of_llm_compressor(tier: str, bits: int, least: int) -> list[TextMethod]:
+def _of_llm_compressor(tier: str, bits: int, least: int) -> list[Method]:
     return [
-        TextMethod(
+        Method(
             f"llm-compressor GPTQ, {bits} bits, groups of {least}, {observer.removeprefix('memoryless_')}",
             tier,
             _llm_compressor(bits, least, observer),
@@ -223,12 +222,12 @@ def _of_llm_compressor(tier: str, bits: int, least: int) -> list[TextMethod]:
     ]
 
 
-def _of_auto_round(tier: str, bits: int, least: int) -> TextMethod:
-    return TextMethod(f"AutoRound {bits} bits, groups of {least}", tier, auto_round(bits, least), "auto-round")
+def _of_auto_round(tier: str, bits: int, least: int) -> Method:
+    return Method(f"AutoRound {bits} bits, groups of {least}", tier, auto_round(bits, least), "auto-round")
 
 
-def _of_llama_cpp(tier: str, kind: str) -> TextMethod:
-    return TextMethod(f"llama.cpp {kind}, imatrix", tier, _llama_cpp(kind), "llama-cpp-python")
+def _of_llama_cpp(tier: str, kind: str) -> Method:
+    return Method(f"llama.cpp {kind}, imatrix", tier, _llama_cpp(kind), "llama-cpp-python")
 
 
 TEXT_METHODS = (
@@ -237,7 +236,7 @@ TEXT_METHODS = (
     _of_llama_cpp(_FINE, "Q4_0"),
     _of_llama_cpp(_FINE, "Q4_K"),
     _of_llama_cpp(_FINE, "IQ4_NL"),
-    TextMethod("llama.cpp Q4_K_M, imatrix", _FINE, _llama_cpp_mix("Q4_K", "Q6_K"), "llama-cpp-python"),
+    Method("llama.cpp Q4_K_M, imatrix", _FINE, _llama_cpp_mix("Q4_K", "Q6_K"), "llama-cpp-python"),
     _of_auto_round(_COARSE, 4, 128),
     *_of_llm_compressor(_COARSE, 4, 128),
     _of_llama_cpp(_COARSE, "IQ4_XS"),

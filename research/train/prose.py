@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,6 +11,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from diffquant.errors import UsageError
+
+# Parts of a text that are encoded side by side.
+_TOGETHER = 32
 
 
 class Prose:
@@ -24,7 +28,7 @@ class Prose:
 
     def __init__(self, text: str, context: int, vocabulary: int, sample: int) -> None:
         self.tokenizer: PreTrainedTokenizerFast = bpe_tokenizer(text[:sample], vocabulary, context)
-        self._ids = self._encoded(text)
+        self._ids = encoded(text, self.tokenizer)
 
     def batch(self, seed: int, step: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
         """Token ids [rows, length + 1], <s> first, and equal weights [rows, length]."""
@@ -32,11 +36,6 @@ class Prose:
 
     def describe(self) -> dict[str, int]:
         return {"vocabulary": len(self.tokenizer), "tokens": len(self._ids)}
-
-    def _encoded(self, text: str) -> np.ndarray:
-        encode = self.tokenizer.backend_tokenizer.encode
-        encoded = (encode(part, add_special_tokens=False).ids for part in parts(text))
-        return np.concatenate([np.array(ids, dtype=np.uint16) for ids in encoded])
 
 
 def shuffled_windows(
@@ -60,7 +59,14 @@ def shuffled_windows(
     return windowed, torch.full((rows, length), 1 / (rows * length))
 
 
-def parts(text: str) -> Iterator[str]:
+def encoded(text: str, tokenizer: Any, kind: type = np.uint16) -> np.ndarray:
+    """Token ids of a text as numbers of a kind."""
+    cut, encode = list(_parts(text)), tokenizer.backend_tokenizer.encode_batch
+    batches = (cut[first : first + _TOGETHER] for first in range(0, len(cut), _TOGETHER))
+    return np.concatenate([np.array(part.ids, kind) for b in batches for part in encode(b, add_special_tokens=False)])
+
+
+def _parts(text: str) -> Iterator[str]:
     """Parts of a text, cut between paragraphs: an encoder holds far more than it returns."""
     cuts = [0]
     while cuts[-1] < len(text):

@@ -142,37 +142,35 @@ def levels_of(base: DiffTransformer, ids: Tensor) -> list[Level]:
         base: Transformer, in float32 on the CPU.
         ids: token ids [B, T].
     """
-    squares = [_Squares(base.config.diff_spec) for _ in base.attentions]
+    plain = base.config.diff_spec
+    values: list[Tensor] = []
+    outputs: list[Tensor] = []
     hooks = []
-    for attention, into in zip(base.attentions, squares, strict=True):
-        hooks.append(attention.v_proj.register_forward_hook(into.see_values))
-        hooks.append(attention.o_proj.register_forward_pre_hook(into.see_output))
+    for attention in base.attentions:
+        hooks.append(
+            attention.v_proj.register_forward_hook(lambda _m, _x, y: values.append(_mean_squares(y, plain.kv_pairs)))
+        )
+        hooks.append(
+            attention.o_proj.register_forward_pre_hook(lambda _m, x: outputs.append(_mean_squares(x[0], plain.pairs)))
+        )
     try:
         base.model(input_ids=ids, use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()
-    spec = spec_of("diff-v1", base.config.diff_spec)
-    return [_level(of_layer, spec, layer) for layer, of_layer in enumerate(squares)]
+    spec = spec_of("diff-v1", plain)
+    return [_level(*squares, spec, layer) for layer, squares in enumerate(zip(values, outputs, strict=True))]
 
 
-class _Squares:
-    """Mean squares of a layer's values, a KV head, and of its attention's output, a head."""
-
-    def __init__(self, spec: DiffSpec) -> None:
-        self.spec = spec
-        self.values = self.output = torch.empty(0)
-
-    def see_values(self, _module: object, _inputs: object, values: Tensor) -> None:
-        self.values = values.unflatten(-1, (self.spec.kv_pairs, -1)).square().mean((0, 1, 3))
-
-    def see_output(self, _module: object, inputs: tuple[Tensor]) -> None:
-        self.output = inputs[0].unflatten(-1, (self.spec.pairs, -1)).square().mean((0, 1, 3))
+def _mean_squares(x: Tensor, heads: int) -> Tensor:
+    """Mean square of each head of x [B, T, heads·d]."""
+    return x.unflatten(-1, (heads, -1)).square().mean((0, 1, 3))
 
 
-def _level(squares: _Squares, spec: DiffSpec, layer: int) -> Level:
-    constant = _CONSTANT * squares.values.sqrt()
-    halves = constant.square().repeat_interleave(spec.pairs // spec.kv_pairs) + squares.output
+def _level(values: Tensor, output: Tensor, spec: DiffSpec, layer: int) -> Level:
+    """Level of a layer, of the mean squares of its values, a KV head, and of its attention's output, a head."""
+    constant = _CONSTANT * values.sqrt()
+    halves = constant.square().repeat_interleave(spec.pairs // spec.kv_pairs) + output
     normed_by = ((1 - _LAMBDA) ** 2 * halves / 2 + spec.post_norm_eps).sqrt()
     return Level(constant, normed_by / (1 - _LAMBDA) / (1 - spec.lam_init(layer)))
 

@@ -1,6 +1,5 @@
 """Training sequences of a text in the tokens of any tokenizer, which a file keeps."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +7,11 @@ import numpy as np
 from torch import Tensor
 
 from diffquant.errors import UsageError
+from diffquant.support.files import write_atomically
 from diffquant.text.tokens import prefix_token
-from research.train.prose import parts, shuffled_windows
+from research.train.prose import encoded, shuffled_windows
 
 TOKENS = "tokens.bin"
-# Parts of a text that are encoded side by side.
-_TOGETHER = 32
 # More characters than a token has on average, in any text.
 _LONGEST_TOKEN = 64
 
@@ -32,7 +30,7 @@ class TokenWindows:
         self._first = prefix_token(tokenizer)
         kind = np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32
         if not (folder / TOKENS).exists():
-            _write(folder / TOKENS, _encoded(text, tokenizer, kind))
+            write_atomically(folder / TOKENS, encoded(text, tokenizer, kind).tobytes())
         self._ids = np.memmap(folder / TOKENS, kind, "r")
 
     def batch(self, seed: int, step: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
@@ -52,18 +50,3 @@ def check_length(text: str, tokenizer: Any, tokens: int) -> None:
     count = len(tokenizer.encode(text[: _LONGEST_TOKEN * tokens], add_special_tokens=False))
     if count < tokens:
         raise UsageError(f"the text has {count} tokens to train on, fewer than a window of {tokens}; give more text")
-
-
-def _encoded(text: str, tokenizer: Any, kind: type) -> np.ndarray:
-    cut = list(parts(text))
-    encoded = []
-    for first in range(0, len(cut), _TOGETHER):
-        batch = tokenizer.backend_tokenizer.encode_batch(cut[first : first + _TOGETHER], add_special_tokens=False)
-        encoded += [np.array(part.ids, kind) for part in batch]
-    return np.concatenate(encoded)
-
-
-def _write(file: Path, ids: np.ndarray) -> None:
-    temporary = file.with_name(file.name + ".tmp")
-    ids.tofile(temporary)
-    os.replace(temporary, file)

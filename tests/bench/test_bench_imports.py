@@ -71,7 +71,7 @@ sys.modules["onnx"] = sys.modules["onnxruntime"] = None
 from diffquant.bench.options import BenchOptions
 from diffquant.bench.sections import PARTS
 from diffquant.support.progress import silent
-print(PARTS["export"](BenchOptions(("export",)))[0].measure(silent)[0].missing)
+print(PARTS["export"](BenchOptions(("export",)))["ONNX"](silent)[0].missing)
 """
     done = run_program(code)
     assert done.returncode == 0, done.stderr

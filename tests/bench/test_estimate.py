@@ -12,7 +12,8 @@ from diffquant.bench.contest.counts import transformer
 from diffquant.bench.contest.workloads import Workload, model_named
 from diffquant.bench.gpu import hopper
 from diffquant.bench.gpu.binaries import Binary
-from diffquant.bench.gpu.estimate import CUDNN, Aim, Estimate, attention_seconds, report, tile_steps
+from diffquant.bench.gpu.estimate import CUDNN, attention_seconds, report, tile_steps
+from diffquant.bench.gpu.groups import Aim
 from diffquant.bench.gpu.hopper import blocks_at_once, seconds, step
 
 ROOT = Path(__file__).parents[2]
@@ -128,8 +129,8 @@ def test_a_rival_takes_what_its_published_speed_says():
 
 
 def test_the_report_holds_each_ratio_to_its_aim():
-    estimates = [Estimate("ours", ((binary([INNER], [PRODUCTS]), 2.0),))]
-    aims = [Aim("P1", "ours", "theirs", 1.5), Aim("P2", "ours", "theirs", 1.6)]
+    estimates = {"ours": [(binary([INNER], [PRODUCTS]), 2.0)]}
+    aims = [("P1", Aim("ours", "theirs", 1.5)), ("P2", Aim("ours", "theirs", 1.6))]
     text = report(hopper.H100, estimates, {"theirs": 3.0}, aims)
     assert text.startswith("H100:")
     first, second = (line for line in text.splitlines() if line.startswith(("P1", "P2")))
@@ -145,10 +146,10 @@ from diffquant.bench.gpu.estimate import compiled, estimate
 from diffquant.bench.gpu.hopper import H100
 from diffquant.bench.gpu.estimated_paths import _GEMM, AIMS, paths, rivals
 planned = paths()
-asked = {name for aim in AIMS for name in (aim.path, aim.other)}
+asked = {name for _, aim in AIMS for name in (aim.path, aim.other)}
 print(sorted(asked - {p.name for p in planned} - rivals(H100).keys()))
 gemm = next(p for p in planned if p.name == _GEMM(1024))
-(part, seconds), = estimate("linear", compiled(gemm, H100.absent), H100).parts
+(part, seconds), = estimate(compiled(gemm, H100.absent), H100)
 print(part.kernel, part.registers > 0, 0 < seconds < 1e-4)
 """
 

@@ -57,7 +57,7 @@ def test_aims_are_medians_of_ratios_turn_by_turn():
             row(serving.TRANSFORMER, serving.SERVED, 32, 40, 40, 40),
         ]
     )
-    assert [(aim.what, aim.measured, aim.is_met) for aim in found] == [
+    assert [(aim["what"], aim["measured"], aim["met"]) for aim in found] == [
         ("DIFF V2, 4 bits, 32 requests: served / diffquant generate", 2, True),
         ("DIFF V2, 4 bits: served, 32 requests / 1", 4, True),
         ("4 bits, 32 requests: served, DIFF V2 / Transformer", 1, True),

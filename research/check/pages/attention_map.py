@@ -1,6 +1,7 @@
 """The figures of research/pages/attention-map.md."""
 
 from diffquant.calib.analysis.attention_map_outputs import attention_table
+from research.check.numbers import ends
 from research.check.page import RESULTS, Page, Unmeasured
 from research.studies.results import read_attention_maps
 
@@ -63,9 +64,8 @@ _PLACES = SMOLLM2.models[0].places
 PAGE.says(
     "It gets the first digit of {} % of the numbers right with {} to {} % of its attention on them",
     100 * mean([place.right for place in _PLACES]),
-    min(100 * place.overall["share"]["answer"] for place in _PLACES),
-    max(100 * place.overall["share"]["answer"] for place in _PLACES),
+    *ends(100 * place.overall["share"]["answer"] for place in _PLACES),
 )
 PAGE.leaves("models of 0.15 M parameters", "a count")
-PAGE.table("name | what", lambda *_: Unmeasured("definitions"))
-PAGE.table("part | tokens", lambda *_: Unmeasured("definitions"))
+PAGE.table("name | what", Unmeasured("definitions"))
+PAGE.table("part | tokens", Unmeasured("definitions"))

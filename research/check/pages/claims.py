@@ -1,5 +1,6 @@
 """The figures of research/pages/claims.md, each computed as on the page that it is of."""
 
+from research.check.numbers import ends
 from research.check.page import Page, Unmeasured
 from research.check.pages import figure8_one_rate as one_rate
 from research.check.pages import kv, rounding, search
@@ -10,7 +11,7 @@ from research.check.raw import committed, raw
 PAGE = Page("research/pages/claims.md")
 for section in ("Quantized models", "When DIFF attention loses less by low bits", "Speed and memory"):
     heads = "claim | n, interval | raw file | made by | refuted by"
-    PAGE.table(heads, lambda *_: Unmeasured("how much was measured"), section=section)
+    PAGE.table(heads, Unmeasured("how much was measured"), section=section)
 PAGE.leaves("at most 1.3 M parameters", "a count")
 _MUTANTS = raw("mutants.json")["groups"]
 _LATER = ("report", "cache", "calib", "graph", "verification", "sweep", "cli")
@@ -61,7 +62,7 @@ PAGE.means(
 # Caches, search
 
 _ROTATED = [less for bits in (4, 3) for text in kv.TEXTS for less in kv.less(bits, text)]
-PAGE.says("lower DIFF V1's KL by {} to {} % at 4 and 3 bits of the cache", min(_ROTATED), max(_ROTATED))
+PAGE.says("lower DIFF V1's KL by {} to {} % at 4 and 3 bits of the cache", *ends(_ROTATED))
 PAGE.means(
     "In windows of 256 and 512 tokens the preset `kv-4bit-best` has the lowest KL of those caches measured that would "
     "take at most three tenths of 16 bits in 4,096 tokens; in windows of 4,096 tokens it cannot be told from the same "
@@ -69,7 +70,7 @@ PAGE.means(
     kv.BEST_IN_WINDOWS and kv.LONG_LEVEL,
 )
 _SEARCHED = search.GAINS.values()
-PAGE.says("searched widths have {} to {} % less KL", min(_SEARCHED), max(_SEARCHED))
+PAGE.says("searched widths have {} to {} % less KL", *ends(_SEARCHED))
 PAGE.leaves("At the stored bits of 4, 5 or 6 bits everywhere", "sizes")
 
 # DIFF
@@ -81,13 +82,13 @@ PAGE.says(
 )
 PAGE.says(
     "in five, all at 3 bits, {} to {} % of the loss remains",
-    *(take(100 * share for share in one_rate.REMAINS.values() if share > 0.5) for take in (min, max)),
+    *ends(100 * share for share in one_rate.REMAINS.values() if share > 0.5),
 )
 PAGE.means("in five, all at 3 bits", [s[0] for s, share in one_rate.REMAINS.items() if share > 0.5] == ["3"] * 5)
 PAGE.means(
     "Of 14 intervals over trainings 13 miss zero, and by Holm's correction four: V1's loss under `4:tensor`, `4:head` "
     "and `4:row:shift`, V2's under `4:row:shift`",
-    len(CERTAIN) == 13 and set(HOLM) == {"V1, 4:tensor", "V1, 4:head", "V1, 4:row:shift", "V2, 4:row:shift"},
+    len(CERTAIN) == 13 and {"V1, 4:tensor", "V1, 4:head", "V1, 4:row:shift", "V2, 4:row:shift"} == HOLM,
 )
 PAGE.means(
     "none of its three intervals over trainings stays above zero under Holm's correction",
@@ -95,11 +96,12 @@ PAGE.means(
 )
 PAGE.means(
     "DIFF V1 in all cells of one training, and in another it raises five of 12, lowers five and leaves two",
-    (one_rate.directions("V1", one_rate.FIRST)[0], one_rate.directions("V1", one_rate.SECOND)) == (12, (5, 5, 2)),
+    one_rate.directions("diff-v1", one_rate.FIRST)[0] == 12
+    and one_rate.directions("diff-v1", one_rate.SECOND) == (5, 5, 2),
 )
 PAGE.means(
     "On retrieval `alike` helps DIFF V2 in most cells",
-    all(one_rate.directions("V2", folders)[0] > 6 for folders in (one_rate.FIRST, one_rate.SECOND)),
+    all(one_rate.directions("diff-v2", folders)[0] > 6 for folders in (one_rate.FIRST, one_rate.SECOND)),
 )
 
 PAGE.says(
@@ -113,7 +115,7 @@ _DEFAULT = [
     for name in ("prose-diff-v1", "smollm2-135m-diff-v2", "SmolLM2-135M-Instruct.Q4_1")
 ]
 _SLOWER = [runs["mse"]["cpu_seconds"] / runs["nearest"]["cpu_seconds"] for runs in _DEFAULT]
-PAGE.says("takes {} to {} times the processor time of `nearest`", min(_SLOWER), max(_SLOWER))
+PAGE.says("takes {} to {} times the processor time of `nearest`", *ends(_SLOWER))
 _SERVED = raw("serve-bench.json")["aims"]
 PAGE.means(
     "gives more than three times the tokens per second with 32 requests that it gives with one",
@@ -127,7 +129,7 @@ PAGE.means(
     "more than `generate_batch` gives with one batch of 32", min(_BESIDE_BATCHES["transformers generate_batch"]) > 1
 )
 _BESIDE_OWN = _BESIDE_BATCHES["diffquant generate"]
-PAGE.says("{} to {} of what `diffquant generate` gives with one", min(_BESIDE_OWN), max(_BESIDE_OWN))
+PAGE.says("{} to {} of what `diffquant generate` gives with one", *ends(_BESIDE_OWN))
 _BUSY = raw("serve-bench-busy.json")["aims"]
 PAGE.means(
     "on busy cores fewer than either",

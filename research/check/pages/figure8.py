@@ -5,15 +5,18 @@ from dataclasses import replace
 from statistics import fmean, stdev
 
 from diffquant.evals.stats import mean_interval
-from research.check.numbers import About
+from research.check import raw
+from research.check.numbers import About, ends
 from research.check.page import Page
 from research.figure8.analysis import (
+    CONTROLS,
     LEVEL,
     MAIN,
+    OF_CONTROLS,
     ON_PURPOSE,
+    PARTS,
     PRIMARY,
     THREE,
-    Comparison,
     Measure,
     bits_won,
     holm,
@@ -24,7 +27,7 @@ from research.figure8.analysis import (
     sensitivity_won,
     verdict,
 )
-from research.figure8.plan import EQUALIZED, GRID, KINDS, OUTLIERS, best_rate, grid_name, results
+from research.figure8.plan import GRID, KINDS, OUTLIERS, best_rate, grid_name, results
 from research.figure8.scoring import SCHEMES
 
 PAGE = Page("research/pages/figure8.md")
@@ -44,8 +47,7 @@ def interval(name: str, measure: Measure) -> list[float]:
 
 
 def _interval_of(found: list[float]) -> list[float]:
-    mean = mean_interval(found)
-    return [mean.mean, mean.low, mean.high]
+    return list(raw.interval(mean_interval(found)))
 
 
 # Rates
@@ -91,36 +93,21 @@ for _name in OF_KIND:
 
 # What the loss is made of
 
-PARTS: dict[str, Measure] = {
-    "4:tensor, from the range": range_won,
-    "4:tensor, from the sensitivity": sensitivity_won,
-    **{f"logits in steps of {step}": bits_won(step, among="kl_of_steps") for step in ("1", "2", "4", "8")},
-    **{f"queries and keys, {s}": bits_won(s, among="kl_of_qk") for s in ("4:tensor", "4:head", "4:row")},
-    **{f"web, {s}": bits_won(s, "web") for s in (PRIMARY, "4:row", "4:row:shift")},
-    "perplexity over the Transformer's": perplexity_ratio,
-}
 PAGE.table("mean over six trainings | DIFF V1 | DIFF V2", lambda row, column: interval(column, PARTS[row]))
 
 # Controls
 
-_CONTROLS = {
-    "half the heads, of V1's width": Comparison("half-heads", seeds=THREE),
-    "gates behind attention": Comparison("gated", seeds=THREE),
-}
-_CONTROLS |= {
-    f"{name}, equal ranges": Comparison(kind + EQUALIZED, "transformer" + EQUALIZED, seeds=THREE)
-    for name, kind in list(NAMES.items())[1:]
-}
-_OF_CONTROLS: dict[str, Measure] = {
-    "bits won at `4:tensor`": bits_won(PRIMARY),
-    "range": range_won,
-    "sensitivity": sensitivity_won,
-    "perplexity": perplexity_ratio,
-}
+_CONTROLS = dict(
+    zip(
+        ("half the heads, of V1's width", "gates behind attention", *(f"{name}, equal ranges" for name in OF_KIND)),
+        CONTROLS,
+        strict=True,
+    )
+)
 
 
 def _control(row: str, column: str) -> list[float]:
-    return _interval_of(_CONTROLS[row].values(THERE, _OF_CONTROLS[column]))
+    return _interval_of(_CONTROLS[row].values(THERE, OF_CONTROLS[column]))
 
 
 PAGE.table(
@@ -216,7 +203,7 @@ def largest(kind: str, what: str) -> list[float]:
 
 def _extremes(row: str, column: str) -> list[float]:
     found = largest(NAMES[row], column)
-    return [fmean(found), min(found), max(found)]
+    return [fmean(found), *ends(found)]
 
 
 PAGE.table("mean of six trainings, least to most | largest logit | largest hidden state", _extremes)

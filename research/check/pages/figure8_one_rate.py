@@ -1,20 +1,21 @@
 """The figures of research/pages/figure8-one-rate.md."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
 from typing import Any
 
 from diffquant.evals.stats import mean_interval, paired_difference
-from research.check.numbers import About, Expected
-from research.check.page import Page, Unmeasured
+from research.check.numbers import About, Expected, ends
+from research.check.page import Page, Unmeasured, Values
 from research.check.pages.pocket import accuracy
-from research.check.raw import measured, points, raw, values_of
-from research.studies.figure8_model import advantage, advantage_by_book, by_passage, mean_kl, parts, predicted
+from research.check.raw import interval, measured, points, raw, values_of
+from research.studies.figure8_model import advantage_by_book, bits_won, by_passage, mean_kl, parts_won, predicted
 
 PAGE = Page("research/pages/figure8-one-rate.md")
 KINDS = ("transformer", "diff-v1", "diff-v2")
+DIFF = KINDS[1:]
 PROSE, PASSAGES, PROSE1, NEEDLE, AT600, AT1200 = (
     {kind: raw(f"{place}{kind}{end}.json") for kind in KINDS}
     for place, end in (
@@ -37,34 +38,23 @@ def kind_of(column: str) -> str:
 
 def bits(trio: Trio, kind: str, scheme: str) -> float:
     """Bits won over the Transformer by measured KL."""
-    return advantage(mean_kl(trio[kind], scheme).mean, mean_kl(trio["transformer"], scheme).mean)
+    return bits_won(trio[kind], trio["transformer"], scheme)
 
 
-def bits_predicted(trio: Trio, kind: str, scheme: str) -> float:
-    return advantage(predicted(trio[kind], scheme), predicted(trio["transformer"], scheme))
+def split(trio: Trio, kind: str) -> tuple[float, float]:
+    """Bits won per tensor by range and by sensitivity."""
+    return parts_won(trio[kind], trio["transformer"], "4:tensor")
 
 
-def bits_of_parts(trio: Trio, kind: str, scheme: str) -> tuple[float, float]:
-    """Bits won by range and by sensitivity."""
-    (size, cost), (plain_size, plain_cost) = parts(trio[kind], scheme), parts(trio["transformer"], scheme)
-    return advantage(size, plain_size), advantage(cost, plain_cost)
-
-
-def change(trio: Trio, kind: str, scheme: str, plain: str) -> list[Expected]:
+def change(kind: str, scheme: str) -> tuple[float, float, float]:
     """The paired difference of KL from the Transformer's over passages, with its interval."""
-    paired = paired_difference(
-        by_passage(trio[kind], trio[kind]["kl"][scheme]),
-        by_passage(trio["transformer"], trio["transformer"]["kl"][plain]),
-    )
-    return [paired.mean, paired.low, paired.high]
+    of_kinds = (by_passage(PASSAGES[each], PASSAGES[each]["kl"][scheme]) for each in (kind, "transformer"))
+    return interval(paired_difference(*of_kinds))
 
 
-def by_book(kind: str, scheme: str, plain: str) -> list[Expected]:
+def by_book(kind: str, scheme: str) -> tuple[float, float]:
     """Least and largest number of bits won on a book."""
-    plain_result = PASSAGES["transformer"]
-    stand_in = plain_result | {"kl": {scheme: plain_result["kl"][plain]}}
-    won = advantage_by_book(PASSAGES[kind], stand_in, scheme)
-    return [min(won), max(won)]
+    return ends(advantage_by_book(PASSAGES[kind], PASSAGES["transformer"], scheme))
 
 
 # Table 5
@@ -74,34 +64,26 @@ _OUTLIERS = {
     for file in ("figure8-outliers", "smollm2-outliers")
     for model in raw(f"{file}/outliers.json")["models"]
 }
-_RANKS = {"top 1": "1", "top 10": "10"}
 
 
-def outliers(row: str, column: str) -> list[Expected] | Unmeasured:
+def outliers(row: str) -> list[Values]:
     if row.startswith("the paper"):
-        return Unmeasured("the paper's Table 5")
-    kind, _, rank = column.partition(", ")
-    name = "SmolLM2-135M-Instruct.Q4_1.gguf" if row == "SmolLM2-135M" else row
-    magnitudes = _OUTLIERS[name][kind]
-    return [magnitudes["median"] if rank == "median" else magnitudes["top"][_RANKS[rank]]]
+        return [Unmeasured("the paper's Table 5")] * 6
+    magnitudes = _OUTLIERS["SmolLM2-135M-Instruct.Q4_1.gguf" if row == "SmolLM2-135M" else row]
+    of_operands = (magnitudes[operand] for operand in ("logits", "hidden"))
+    return [[value] for each in of_operands for value in (each["top"]["1"], each["top"]["10"], each["median"])]
 
 
-PAGE.table(
-    " | logits, top 1 | top 10 | median | hidden, top 1 | top 10 | median",
-    outliers,
-    columns=[f"{kind}, {rank}" for kind in ("logits", "hidden") for rank in ("top 1", "top 10", "median")],
-)
+PAGE.rows(" | logits, top 1 | top 10 | median | hidden, top 1 | top 10 | median", outliers)
 
 
-def hidden(kind: str) -> float:
-    return float(_OUTLIERS[f"prose-{kind}"]["hidden"]["top"]["1"])
+def beside(kind: str, operand: str) -> float:
+    """A kind's largest magnitude over the Transformer's."""
+    ours, plain = (_OUTLIERS[f"prose-{each}"][operand]["top"]["1"] for each in (kind, "transformer"))
+    return float(ours / plain)
 
 
-PAGE.says(
-    "V1's largest is {} and V2's {} of the Transformer's",
-    hidden("diff-v1") / hidden("transformer"),
-    hidden("diff-v2") / hidden("transformer"),
-)
+PAGE.says("V1's largest is {} and V2's {} of the Transformer's", *(beside(kind, "hidden") for kind in DIFF))
 PAGE.says("(the paper: {})", 1688.2 / 3608.6)
 
 
@@ -136,37 +118,30 @@ PAGE.table("logits | Transformer | DIFF V1 | DIFF V2", _rise_and_kl, row="6:tens
 PAGE.says("is {} (Transformer), {} (V1) and {} (V2): V1", *(perplexity(kind, "16")["perplexity"] for kind in KINDS))
 
 
-def _won(row: str, column: str) -> list[Expected]:
-    kind, scheme = kind_of(column), f"4:{row}"
-    if column.endswith("bits"):
-        return [bits(PASSAGES, kind, scheme)]
-    if column.endswith("book"):
-        return by_book(kind, scheme, scheme)
-    return change(PASSAGES, kind, scheme, scheme)
+def _won(row: str) -> list[Values]:
+    scheme = f"4:{row}"
+    return [
+        cell for kind in DIFF for cell in ([bits(PASSAGES, kind, scheme)], by_book(kind, scheme), change(kind, scheme))
+    ]
 
 
-PAGE.table(
-    "logits | V1, bits | by book | KL | V2, bits | by book | KL",
-    _won,
-    columns=[f"{kind}, {what}" for kind in ("V1", "V2") for what in ("bits", "by book", "KL")],
-)
+PAGE.rows("logits | V1, bits | by book | KL | V2, bits | by book | KL", _won)
 _BEFORE = ("tensor", "head", "pair", "row", "tensor:shift", "row:shift")
 PAGE.says(
     "gave {}, {}, {}, {}, {} and {} for V1 (without `map`) and {}, {}, {}, {}, {} and {} for V2",
-    *(bits(PROSE, kind, f"4:{granularity}") for kind in ("diff-v1", "diff-v2") for granularity in _BEFORE),
+    *(bits(PROSE, kind, f"4:{granularity}") for kind in DIFF for granularity in _BEFORE),
 )
 
 
-def _won_per_head(kind: str) -> float:
-    return bits(PASSAGES, kind, "4:head") - bits(PASSAGES, kind, "4:tensor")
+def gained(kind: str, scheme: str, less: str = "4:tensor") -> float:
+    """Bits that a scheme wins more than another."""
+    return bits(PASSAGES, kind, scheme) - bits(PASSAGES, kind, less)
 
 
-PAGE.says("more than the Transformer, by {} bits (V1) and {} (V2)", _won_per_head("diff-v1"), _won_per_head("diff-v2"))
-_PLAIN = ("4:tensor", "4:head", "4:pair", "4:row", "4:tensor:shift", "4:row:shift")
-_LOST = {kind: [-bits(PASSAGES, kind, scheme) for scheme in _PLAIN] for kind in ("diff-v1", "diff-v2")}
+PAGE.says("more than the Transformer, by {} bits (V1) and {} (V2)", *(gained(kind, "4:head") for kind in DIFF))
 PAGE.says(
     "V1 needs {} to {} bits more than the Transformer, V2 {} to {}",
-    *(take(_LOST[kind]) for kind in ("diff-v1", "diff-v2") for take in (min, max)),
+    *(end for kind in DIFF for end in ends(-bits(PASSAGES, kind, f"4:{granularity}") for granularity in _BEFORE)),
 )
 
 # Figure 8, retrieval
@@ -183,34 +158,47 @@ def _retrieved(row: str, column: str) -> list[Expected]:
 PAGE.table("logits | Transformer | DIFF V1 | DIFF V2", _retrieved, row="4:head")
 
 
-def _under_alike(row: str, column: str, folders: tuple[str, str] = ("pocket-needle", _ALIKE)) -> list[Expected]:
-    """A row of retrieval under `alike`; the folders have the plain schemes and those with `alike`."""
-    schemes, _, needles = row.rpartition(", ")
-    plain, alike = schemes.split(" → ")
-    if column.startswith("less"):
-        of_kinds = [
-            measured(folders[1], f"needle-{kind}", scheme, f"needle:{needles}:1")
-            for kind, scheme in ((kind_of(column[-2:]), alike), ("transformer", plain))
-        ]
-        return list(points(paired_difference(*map(values_of, of_kinds))))
-    cells = list(zip(folders, (plain, alike), strict=True))
-    return [
-        accuracy(folder, f"needle-{kind_of(column)}", scheme, int(needles))
-        for folder, scheme in (cells[:1] if column == "Transformer" else cells)
-    ]
-
-
+# The folders that have the plain schemes and those with `alike`, of the first training and of the second.
 _AGAIN = f"{_ALIKE}-seed-1"
-for _section, _folders in (
-    ("Rounding both maps alike", ("pocket-needle", _ALIKE)),
-    ("Retrieval with a second training", (_AGAIN, _AGAIN)),
-):
-    PAGE.table(
+FIRST, SECOND = ("pocket-needle", _ALIKE), (_AGAIN, _AGAIN)
+
+
+def _schemes_and_needles(row: str) -> tuple[list[str], str]:
+    """A row's plain scheme and the one under `alike`, and the number of needles."""
+    schemes, _, needles = row.rpartition(", ")
+    return schemes.split(" → "), needles
+
+
+def _scores(row: str, kind: str, folders: tuple[str, str]) -> list[float]:
+    schemes, needles = _schemes_and_needles(row)
+    cells = zip(folders, schemes, strict=True)
+    return [accuracy(folder, f"needle-{kind}", scheme, int(needles)) for folder, scheme in cells]
+
+
+def lead(row: str, kind: str, folder: str, is_alike: bool = True) -> tuple[float, float, float]:
+    """Points that a kind, under `alike` or plain, is ahead of the Transformer."""
+    schemes, needles = _schemes_and_needles(row)
+    schemes_by_kind = {kind: schemes[is_alike], "transformer": schemes[0]}
+    results = [
+        measured(folder, f"needle-{each}", scheme, f"needle:{needles}:1") for each, scheme in schemes_by_kind.items()
+    ]
+    return points(paired_difference(*map(values_of, results)))
+
+
+def _under_alike(row: str, folders: tuple[str, str]) -> list[Sequence[float]]:
+    of_diff = [cell for kind in DIFF for cell in (_scores(row, kind, folders), lead(row, kind, folders[1]))]
+    return [_scores(row, "transformer", folders)[:1], *of_diff]
+
+
+for _section, _folders in {
+    "Rounding both maps alike": FIRST,
+    "Retrieval with a second training": SECOND,
+}.items():
+    PAGE.rows(
         "logits | N | Transformer | V1 | less Transformer | V2 | less Transformer",
         partial(_under_alike, folders=_folders),
         section=_section,
         names=2,
-        columns=["Transformer", "V1", "less Transformer, V1", "V2", "less Transformer, V2"],
     )
 PAGE.says(
     "({}, {} and {} at `4:tensor`; {}, {} and {} at",
@@ -227,64 +215,54 @@ _KEPT = [
 ]
 PAGE.says("all keep at least {} at 6 bits and under `row:shift` down to 3 bits", min(_KEPT))
 CELLS = [f"{bits_}:{g} → {bits_}:{g}:alike, {n}" for bits_ in (4, 3) for g in ("tensor", "head", "row") for n in (1, 4)]
-LEADS = [_under_alike(row, f"less Transformer, {kind}") for row in CELLS for kind in ("V1", "V2")]
-_WON = [lead[0] for lead in LEADS if lead[1] > 0]
-PAGE.says("at 3 bits per tensor and per head, by {} to {} points", min(_WON), max(_WON))
-PAGE.says("by {} to {} of 100 numbers, and V2 nowhere", min(_WON), max(_WON))
+# By kind, in the order of the table.
+LEADS = {kind: [lead(row, kind, _ALIKE) for row in CELLS] for kind in DIFF}
+_WON = [mean for leads in LEADS.values() for mean, low, _ in leads if low > 0]
+PAGE.says("at 3 bits per tensor and per head, by {} to {} points", *ends(_WON))
+PAGE.says("by {} to {} of 100 numbers, and V2 nowhere", *ends(_WON))
 
 
-def _against(row: str, kind: str, number: int) -> tuple[float, float, float]:
-    """Points that a kind is ahead of the Transformer in the second training, plain (0) or under `alike` (1)."""
-    schemes, _, needles = row.rpartition(", ")
-    scheme = schemes.split(" → ")[number]
-    results = [measured(_AGAIN, f"needle-{each}", scheme, f"needle:{needles}:1") for each in (kind, "transformer")]
-    return points(paired_difference(*map(values_of, results)))
-
-
-def _gained(row: str, kind: str) -> float:
-    plain, alike = _under_alike(row, kind, (_AGAIN, _AGAIN))
-    return round(100 * (alike - plain))
+def _gains(kind: str, folders: tuple[str, str]) -> list[int]:
+    """Points that `alike` gives a kind, by cell."""
+    scores = [_scores(row, kind, folders) for row in CELLS]
+    return [round(100 * (alike - plain)) for plain, alike in scores]
 
 
 AHEAD = {
-    (kind, number): [row for row in CELLS if _against(row, kind, number)[1] > 0]
-    for kind in ("diff-v1", "diff-v2")
-    for number in (0, 1)
+    (kind, is_alike): [row for row in CELLS if lead(row, kind, _AGAIN, is_alike)[1] > 0]
+    for kind in DIFF
+    for is_alike in (False, True)
 }
 PAGE.means(
     "V1 wins eight and V2 five, and neither loses one. "
     "V1 does not owe that to `alike`: rounded plainly it wins the same eight",
-    len(AHEAD["diff-v1", 1]) == 8
-    and len(AHEAD["diff-v2", 1]) == 5
-    and AHEAD["diff-v1", 0] == AHEAD["diff-v1", 1]
-    and not any(_against(row, kind, 1)[2] < 0 for row in CELLS for kind in ("diff-v1", "diff-v2")),
+    len(AHEAD["diff-v1", True]) == 8
+    and len(AHEAD["diff-v2", True]) == 5
+    and AHEAD["diff-v1", False] == AHEAD["diff-v1", True]
+    and not any(lead(row, kind, _AGAIN)[2] < 0 for row in CELLS for kind in DIFF),
 )
+_TO_V1, _TO_V2 = (_gains(kind, SECOND) for kind in DIFF)
 PAGE.says(
     "it gives {} and {} points at 3 bits per tensor and takes {} and {} away at 3 bits per head",
-    *(_gained(row, "V1") for row in CELLS[6:8]),
-    *(-_gained(row, "V1") for row in CELLS[8:10]),
+    *_TO_V1[6:8],
+    *(-gain for gain in _TO_V1[8:10]),
 )
-PAGE.says("To V2 it gives {} and {} at 3 bits per row", *(_gained(row, "V2") for row in CELLS[10:12]))
-_OTHER = [_gained(CELLS[index], "V2") for index in (0, 1, 6, 7, 8, 9)]
-PAGE.says("and {} to {} in the other cells of 3 bits or one scale per tensor", min(_OTHER), max(_OTHER))
+PAGE.says("To V2 it gives {} and {} at 3 bits per row", *_TO_V2[10:12])
+PAGE.says("and {} to {} in the other cells of 3 bits or one scale per tensor", *ends([*_TO_V2[:2], *_TO_V2[6:10]]))
 
 
 def directions(kind: str, folders: tuple[str, str]) -> tuple[int, int, int]:
     """In how many cells `alike` retrieves more than plain rounding, fewer, and as many."""
-    pairs = [_under_alike(row, kind, folders) for row in CELLS]
-    gains = [alike - plain for plain, alike in pairs]
-    return sum(gain > 0 for gain in gains), sum(gain < 0 for gain in gains), sum(gain == 0 for gain in gains)
+    gains = _gains(kind, folders)
+    return sum(gain > 0 for gain in gains), sum(gain < 0 for gain in gains), gains.count(0)
 
 
-FIRST, SECOND = ("pocket-needle", _ALIKE), (_AGAIN, _AGAIN)
 PAGE.says(
-    "In this training `alike` raises V1 in all {} cells and V2 in {}",
-    directions("V1", FIRST)[0],
-    directions("V2", FIRST)[0],
+    "In this training `alike` raises V1 in all {} cells and V2 in {}", *(directions(kind, FIRST)[0] for kind in DIFF)
 )
 PAGE.means(
     "For V1 `alike` is above plain rounding in five of the 12 cells, below it in five, and equal in two",
-    directions("V1", SECOND) == (5, 5, 2),
+    directions("diff-v1", SECOND) == (5, 5, 2),
 )
 
 # What decides it
@@ -295,30 +273,23 @@ def ratios(result: dict[str, Any], keep: Callable[[str], bool]) -> list[float]:
     return [mean_kl(result, scheme).mean / predicted(result, scheme) for scheme in result["kl"] if keep(scheme)]
 
 
-def _wide(scheme: str) -> bool:
+def is_wide(scheme: str) -> bool:
     return scheme.split(":", 1)[1] in ("tensor", "head", "pair")
 
 
-_PROSE_RATIOS = [each for result in PROSE.values() for each in ratios(result, _wide)]
-_PASSAGE_RATIOS = [each for result in PASSAGES.values() for each in ratios(result, _wide)]
-_SMOL_RATIOS = ratios(SMOLLM2, lambda scheme: _wide(scheme) and scheme != "3:head")
 PAGE.says(
     "is {} to {} for the three models ({} to {} at 4 bits on the 16 passages). For SmolLM2-135M, on two windows of 256 "
     "tokens (the first 3,000 characters), it is {} to {}, with one exception: {} at `3:head`",
-    min(_PROSE_RATIOS),
-    max(_PROSE_RATIOS),
-    min(_PASSAGE_RATIOS),
-    max(_PASSAGE_RATIOS),
-    min(_SMOL_RATIOS),
-    max(_SMOL_RATIOS),
+    *(end for trio in (PROSE, PASSAGES) for end in ends(x for each in trio.values() for x in ratios(each, is_wide))),
+    *ends(ratios(SMOLLM2, lambda scheme: is_wide(scheme) and scheme != "3:head")),
     *ratios(SMOLLM2, lambda scheme: scheme == "3:head"),
 )
 _ROW = [each for kind in ("transformer", "diff-v2") for each in ratios(PROSE[kind], lambda s: s.endswith(":row"))]
 _ROW += ratios(SMOLLM2, lambda s: s.endswith(":row"))
 _ROW_V1 = ratios(PROSE["diff-v1"], lambda s: s.endswith(":row"))
-PAGE.says("Per row it is {} to {}, for V1 {} to {}", min(_ROW), max(_ROW), min(_ROW_V1), max(_ROW_V1))
+PAGE.says("Per row it is {} to {}, for V1 {} to {}", *ends(_ROW), *ends(_ROW_V1))
 _SHIFT = [each for result in PROSE.values() for each in ratios(result, lambda s: s.endswith(":shift"))]
-PAGE.says("it is about half ({} to {})", min(_SHIFT), max(_SHIFT))
+PAGE.says("it is about half ({} to {})", *ends(_SHIFT))
 _NLL = {kind: result["nll"] for kind, result in NEEDLE.items()}
 PAGE.says(
     "{} nats in the Transformer, {} in V2 and {} in V1, where one context has {} nats; their medians are {}, {} and {}",
@@ -354,120 +325,106 @@ _TOP = {
 _TOP_ALIKE = _TOP["diff-v1"].pop("8:row:alike")
 PAGE.says(
     "one context in forty makes {} to {} % of V1's at 8 and 6 bits ({} % at `8:row:alike`) and {} to {} % of V2's",
-    min(_TOP["diff-v1"].values()),
-    max(_TOP["diff-v1"].values()),
+    *ends(_TOP["diff-v1"].values()),
     _TOP_ALIKE,
-    min(_TOP["diff-v2"].values()),
-    max(_TOP["diff-v2"].values()),
+    *ends(_TOP["diff-v2"].values()),
 )
 PAGE.says("({} times as much at 3 bits per head)", *ratios(SMOLLM2, lambda scheme: scheme == "3:head"))
 PAGE.leaves("a factor of 1.4", "arithmetic: half a bit is the square root of 2")
 PAGE.leaves("from 0.0001 to 0.5 nats", "a range in words")
 
 
-def _split(trio: Trio, kind: str) -> dict[str, float]:
-    size, cost = bits_of_parts(trio, kind, "4:tensor")
-    return {
-        "predicted": bits_predicted(trio, kind, "4:tensor"),
-        "= range": size,
-        "+ sensitivity": cost,
-        "measured": bits(trio, kind, "4:tensor"),
-    }
+def _predicted(trio: Trio, kind: str) -> list[float]:
+    """Bits predicted, those of them by range and by sensitivity, and the bits measured."""
+    parts = split(trio, kind)
+    return [sum(parts), *parts, bits(trio, kind, "4:tensor")]
 
 
-PAGE.table(
+PAGE.rows(
     " | predicted | = range | + sensitivity | measured",
-    lambda row, column: [_split(PASSAGES, kind_of(row))[column]],
+    lambda row: [[value] for value in _predicted(PASSAGES, kind_of(row))],
 )
 PAGE.says(
     "it is {} = {} − {} (measured {}) and {} = {} − {} ({})",
     *(
-        value * (-1 if name == "+ sensitivity" else 1)
-        for kind in ("diff-v1", "diff-v2")
-        for name, value in _split(PROSE, kind).items()
+        value
+        for kind in DIFF
+        for total, size, cost, won in [_predicted(PROSE, kind)]
+        for value in (total, size, -cost, won)
     ),
 )
 
 
-def _range(row: str, column: str) -> list[Expected]:
-    layer = PROSE[kind_of(column)]["layers"][int(row)]
-    if "λ" not in column:
-        return list(layer["largest"])
-    lam = layer["lam"]
-    return [lam["mean"], lam["min"], lam["max"]] if "range" in column else [lam["mean"]]
+def _range(row: str) -> list[Sequence[float]]:
+    plain, v1, v2 = (PROSE[kind]["layers"][int(row)] for kind in KINDS)
+    lam = [v2["lam"][each] for each in ("mean", "min", "max")]
+    return [plain["largest"], v1["largest"], [v1["lam"]["mean"]], v2["largest"], lam]
 
 
-PAGE.table("layer | Transformer | V1 | V1's λ | V2 | V2's λ, mean [range]", _range)
-_NOISE = {
-    "the signal map": "first",
-    "the noise map": "second",
-    "both, the same noise": "both",
-}
+PAGE.rows("layer | Transformer | V1 | V1's λ | V2 | V2's λ, mean [range]", _range)
+_NOISE = {"the signal map": ["first"], "the noise map": ["second"], "both, the same noise": ["both"]}
 
 
 def _sensitivity(row: str, column: str) -> list[Expected]:
     layers = [layer["sensitivity"] for layer in PROSE[kind_of(column)]["layers"]]
     # A Transformer's only map takes all the noise there is.
-    names = ["first"] if len(layers[0]) == 1 else [_NOISE[row]] if row in _NOISE else ["first", "second"]
+    names = ["first"] if column == "Transformer" else _NOISE.get(row, ["first", "second"])
     return [sum(layer[name] for layer in layers for name in names)]
 
 
 PAGE.table("noise on | Transformer | V1 | V2", _sensitivity)
-_SECOND = [layer["sensitivity"] for layer in PROSE["diff-v1"]["layers"]]
-_LAMBDAS = [layer["lam"]["mean"] for n, layer in enumerate(PROSE["diff-v1"]["layers"]) if n != 1]
-_SHARES = [100 * layer["second"] / layer["first"] for n, layer in enumerate(_SECOND) if n != 1]
+_V1_LAYERS = PROSE["diff-v1"]["layers"]
+_SECOND, _OTHERS = _V1_LAYERS[1], [layer for layer in _V1_LAYERS if layer is not _V1_LAYERS[1]]
 PAGE.says(
     "In V1's second layer, where λ = {}, its noise costs as much as the signal map's ({} and {}); where λ is between "
     "{} and {}, only {} to {} %",
-    PROSE["diff-v1"]["layers"][1]["lam"]["mean"],
-    _SECOND[1]["second"],
-    _SECOND[1]["first"],
-    min(_LAMBDAS),
-    max(_LAMBDAS),
-    min(_SHARES),
-    max(_SHARES),
+    _SECOND["lam"]["mean"],
+    *(_SECOND["sensitivity"][of_map] for of_map in ("second", "first")),
+    *ends(layer["lam"]["mean"] for layer in _OTHERS),
+    *ends(100 * layer["sensitivity"]["second"] / layer["sensitivity"]["first"] for layer in _OTHERS),
 )
 
 
-def norm_errors(row: str, column: str) -> list[Expected]:
-    layer = PROSE[kind_of(column)]["layers"][int(row)]
-    if "terms" in column:
-        return [layer["cancellation"]]
-    return [100 * layer["errors"]["4:tensor"]["before_norm" if "before" in column else "after_norm"]]
+def errors(kind: str, where: str = "after_norm") -> list[float]:
+    """Percent by which rounding per tensor moves each layer's output."""
+    return [100 * layer["errors"]["4:tensor"][where] for layer in PROSE[kind]["layers"]]
 
 
-PAGE.table(
+_ERRORS = [errors("transformer"), errors("diff-v1", "before_norm"), errors("diff-v1"), errors("diff-v2")]
+
+
+def _norm_errors(row: str) -> list[list[float]]:
+    plain, before, v1, v2 = ([of_layers[int(row)]] for of_layers in _ERRORS)
+    of_v1, of_v2 = ([PROSE[kind]["layers"][int(row)]["cancellation"]] for kind in DIFF)
+    return [plain, before, v1, of_v1, v2, of_v2]
+
+
+PAGE.rows(
     "layer | Transformer | V1, before | V1, after | V1, terms over difference | V2 | V2, terms over difference",
-    norm_errors,
+    _norm_errors,
 )
 
 
-def _training(row: str, column: str) -> list[Expected]:
+def _training(row: str) -> list[list[float]]:
     trio = {"600": AT600, "1,200": AT1200, "1,800": PROSE}[row]
-    kind, _, what = column.partition(": ")
-    won = {"range": 0, "sensitivity": 1}
-    kind = kind_of(kind)
-    return [bits_of_parts(trio, kind, "4:tensor")[won[what]] if what in won else bits(trio, kind, "4:tensor")]
+    return [[value] for kind in DIFF for value in _predicted(trio, kind)[1:]]
 
 
-PAGE.table(
-    "step | V1: range | sensitivity | measured | V2: range | sensitivity | measured",
-    _training,
-    columns=[f"{kind}: {what}" for kind in ("V1", "V2") for what in ("range", "sensitivity", "measured")],
-)
+PAGE.rows("step | V1: range | sensitivity | measured | V2: range | sensitivity | measured", _training)
 
 
-def _growth(kind: str) -> float:
+def growth(kind: str) -> float:
+    """How many times as much KL a kind has at its end as at step 600."""
     return mean_kl(PROSE[kind], "4:tensor").mean / mean_kl(AT600[kind], "4:tensor").mean
 
 
 PAGE.says(
     "at step 600, with a perplexity of {}, has {} of the KL at `4:tensor` that it has at its end, with {}",
     math.exp(mean_interval(AT600["transformer"]["nll"]).mean),
-    1 / _growth("transformer"),
+    1 / growth("transformer"),
     math.exp(mean_interval(PROSE["transformer"]["nll"]).mean),
 )
-PAGE.says("and grows {} times in V2", _growth("diff-v2"))
+PAGE.says("and grows {} times in V2", growth("diff-v2"))
 PAGE.says("log2(318.0 / 38.8) = {} bits", math.log2(318.0 / 38.8))
 PAGE.says("a step of 318.0 / 31 = {}, DIFF at 4 bits one of 38.8 / 7 = {}", 318.0 / 31, 38.8 / 7)
 PAGE.says("leaves {} bits for sensitivity", math.log2((318.0 / 31) / (38.8 / 7)))
@@ -475,53 +432,31 @@ PAGE.says("leaves {} bits for sensitivity", math.log2((318.0 / 31) / (38.8 / 7))
 # Rounding both maps alike
 
 
-def _alike(row: str, column: str) -> list[Expected]:
+def _alike(row: str) -> list[Sequence[float]]:
     schemes = [f"4:{scheme}" for scheme in row.split(" → ")]
-    kind = kind_of(column)
-    if column.endswith("against Transformer"):
-        return [alike_bits(PASSAGES, kind, scheme) for scheme in schemes]
-    if column.endswith("by book"):
-        return by_book(kind, schemes[-1], schemes[0])
-    if column.endswith("KL"):
-        return change(PASSAGES, kind, schemes[-1], schemes[0])
-    return [mean_kl(PASSAGES[kind], scheme).mean for scheme in schemes]
+    return [
+        *([mean_kl(PASSAGES[kind], scheme).mean for scheme in schemes] for kind in DIFF),
+        *([bits(PASSAGES, kind, scheme) for scheme in schemes] for kind in DIFF),
+        by_book("diff-v2", schemes[-1]),
+        change("diff-v2", schemes[-1]),
+    ]
 
 
-PAGE.table("logits | V1 | V2 | V1 against Transformer | V2 against Transformer | V2, by book | V2, KL", _alike)
-
-
-def alike_bits(trio: Trio, kind: str, scheme: str) -> float:
-    """Bits won over the Transformer, whose one map is rounded as ever."""
-    plain = "4:tensor" if scheme == "4:map" else scheme.removesuffix(":alike")
-    return advantage(mean_kl(trio[kind], scheme).mean, mean_kl(trio["transformer"], plain).mean)
-
-
-def _gain(kind: str, scheme: str, less: str) -> float:
-    return alike_bits(PASSAGES, kind, scheme) - alike_bits(PASSAGES, kind, less)
-
-
-PAGE.says(
-    "is half of what V1 gains ({} of {} bits)",
-    _gain("diff-v1", "4:map", "4:tensor"),
-    _gain("diff-v1", "4:tensor:alike", "4:tensor"),
-)
-PAGE.says(
-    "what V2 gains ({} of {})", _gain("diff-v2", "4:map", "4:tensor"), _gain("diff-v2", "4:tensor:alike", "4:tensor")
-)
+PAGE.rows("logits | V1 | V2 | V1 against Transformer | V2 against Transformer | V2, by book | V2, KL", _alike)
+for _text, _kind in (
+    ("is half of what V1 gains ({} of {} bits)", "diff-v1"),
+    ("what V2 gains ({} of {})", "diff-v2"),
+):
+    PAGE.says(_text, gained(_kind, "4:map"), gained(_kind, "4:tensor:alike"))
 _PAIRS = (("4:tensor:alike", "4:map"), ("4:head:alike", "4:head"), ("4:row:alike", "4:row"))
-_GAINS = {kind: [_gain(kind, *pair) for pair in _PAIRS] for kind in ("diff-v1", "diff-v2")}
 PAGE.says(
     "`alike` is worth {} to {} bits to V1 and {} to {} to V2",
-    *(take(_GAINS[kind]) for kind in ("diff-v1", "diff-v2") for take in (min, max)),
+    *(end for kind in DIFF for end in ends(gained(kind, *pair) for pair in _PAIRS)),
 )
 _FAIR = ("4:head:alike", "4:row:alike")
 PAGE.says(
     "it leads this Transformer by {} to {} bits ({} to {} with a second seed)",
-    *(
-        take(alike_bits(trio, "diff-v2", scheme) for scheme in _FAIR)
-        for trio in (PASSAGES, PROSE1)
-        for take in (min, max)
-    ),
+    *(end for trio in (PASSAGES, PROSE1) for end in ends(bits(trio, "diff-v2", scheme) for scheme in _FAIR)),
 )
 
 # Cache and weights
@@ -556,28 +491,21 @@ PAGE.says(
 # The second seed
 
 
-def _second_seed(row: str, column: str) -> list[Expected]:
-    kind, _, seed = column.partition(": seed ")
-    return [alike_bits(PROSE if seed == "0" else PROSE1, kind_of(kind), f"4:{row}")]
-
-
-PAGE.table(
+PAGE.rows(
     "logits | V1: seed 0 | seed 1 | V2: seed 0 | seed 1",
-    _second_seed,
-    columns=[f"{kind}: seed {seed}" for kind in ("V1", "V2") for seed in "01"],
+    lambda row: [[bits(trio, kind, f"4:{row}")] for kind in DIFF for trio in (PROSE, PROSE1)],
 )
 PAGE.says(
     "range and sensitivity as {} and {} (V1) and {} and {} (V2)",
-    *bits_of_parts(PROSE1, "diff-v1", "4:tensor"),
-    *bits_of_parts(PROSE1, "diff-v2", "4:tensor"),
+    *(part for kind in DIFF for part in split(PROSE1, kind)),
 )
 _BETWEEN = [
-    abs(alike_bits(PROSE, "diff-v2", scheme) - alike_bits(PROSE1, "diff-v2", scheme))
+    abs(bits(PROSE, "diff-v2", scheme) - bits(PROSE1, "diff-v2", scheme))
     for scheme in ("4:head", "4:row", "4:row:shift")
 ]
-PAGE.says("V2 differs by {} to {} bits between them", min(_BETWEEN), max(_BETWEEN))
+PAGE.says("V2 differs by {} to {} bits between them", *ends(_BETWEEN))
 _SEED_1 = paired_difference(PROSE1["diff-v2"]["kl"]["3:tensor:alike"], PROSE1["transformer"]["kl"]["3:tensor"])
-PAGE.says("within its interval (KL {} [{}, {}])", _SEED_1.mean, _SEED_1.low, _SEED_1.high)
+PAGE.says("within its interval (KL {} [{}, {}])", *interval(_SEED_1))
 
 # Heads and learning rate
 
@@ -589,52 +517,42 @@ _CONTROLS = {
 }
 
 
-def ratio(name: str, other: str = "Transformer") -> list[Expected]:
-    """Perplexity over another model's, with the interval of the paired difference of the windows' logarithms."""
-    change = paired_difference(_CONTROLS[name]["nll"], _CONTROLS[other]["nll"])
-    return [math.exp(each) for each in (change.mean, change.low, change.high)]
-
-
-def _control(row: str, column: str) -> list[Expected]:
-    result = _CONTROLS[row]
-    if column == "perplexity":
-        return [math.exp(mean_interval(result["nll"]).mean)]
-    if column == "over the Transformer's":
-        return ratio(row)
-    trio = {"transformer": PROSE["transformer"], "control": result}
-    if column in ("range", "sensitivity"):
-        return [bits_of_parts(trio, "control", "4:tensor")[column == "sensitivity"]]
-    return [bits(trio, "control", f"4:{column}")]
-
-
-PAGE.table("seed 0 | perplexity | over the Transformer's", _control)
-PAGE.table(
-    "bits won | `tensor` | `head` | `row` | `row:shift` | range | sensitivity",
-    _control,
-    columns=["tensor", "head", "row", "row:shift", "range", "sensitivity"],
-)
 _HALF, _FAST = "Transformer with half the heads", "DIFF V1 at twice the rate"
-_PLAIN_SCHEMES = ("tensor", "head", "row", "row:shift")
+_PLAIN_SCHEMES = ("4:tensor", "4:head", "4:row", "4:row:shift")
 
 
-def _cost(name: str, scheme: str) -> list[Expected]:
-    """The paired difference of KL from the Transformer's, whose one map is rounded as ever, with its interval."""
-    result, plain = _CONTROLS[name]["kl"], _CONTROLS["Transformer"]["kl"]
-    change = paired_difference(result[scheme], plain[scheme.removesuffix(":alike")])
-    return [change.mean, change.low, change.high]
+def ratio(name: str, other: str = "Transformer") -> list[float]:
+    """Perplexity over another model's, with the interval of the paired difference of the windows' logarithms."""
+    return list(map(math.exp, interval(paired_difference(_CONTROLS[name]["nll"], _CONTROLS[other]["nll"]))))
 
 
-def _lost(name: str, other: str = "Transformer") -> list[float]:
-    """Bits that a model needs more than another, by scheme."""
-    trio = {"transformer": _CONTROLS[other], "control": _CONTROLS[name]}
-    return [-bits(trio, "control", f"4:{scheme}") for scheme in _PLAIN_SCHEMES]
+def _lost(name: str, scheme: str, other: str = "Transformer") -> float:
+    """Bits that a model needs more than another."""
+    return -bits_won(_CONTROLS[name], _CONTROLS[other], scheme)
+
+
+def _control(row: str) -> list[list[float]]:
+    won = [-_lost(row, scheme) for scheme in _PLAIN_SCHEMES]
+    return [[value] for value in (*won, *parts_won(_CONTROLS[row], _CONTROLS["Transformer"], "4:tensor"))]
+
+
+PAGE.rows(
+    "seed 0 | perplexity | over the Transformer's",
+    lambda row: [[math.exp(mean_interval(_CONTROLS[row]["nll"]).mean)], ratio(row)],
+)
+PAGE.rows("bits won | `tensor` | `head` | `row` | `row:shift` | range | sensitivity", _control)
+
+
+def _cost(name: str, scheme: str) -> tuple[float, float, float]:
+    """The paired difference of KL from the Transformer's, with its interval."""
+    return interval(paired_difference(*(_CONTROLS[each]["kl"][scheme] for each in (name, "Transformer"))))
 
 
 PAGE.says("cost it less (per tensor {} [{}, {}] nats)", *_cost(_HALF, "4:tensor"))
 PAGE.means(
-    "4 bits per tensor, head or row cost it less", all(_cost(_HALF, f"4:{s}")[2] < 0 for s in ("tensor", "head", "row"))
+    "4 bits per tensor, head or row cost it less", all(_cost(_HALF, scheme)[2] < 0 for scheme in _PLAIN_SCHEMES[:3])
 )
-PAGE.says("V1's loss per tensor is larger, {} bits", _lost("DIFF V1", _HALF)[0])
+PAGE.says("V1's loss per tensor is larger, {} bits", _lost("DIFF V1", "4:tensor", _HALF))
 PAGE.says(
     "Its perplexity is {} % lower and {} [{}, {}] of the Transformer's at the common rate",
     100 * (1 - ratio(_FAST, "DIFF V1")[0]),
@@ -642,24 +560,12 @@ PAGE.says(
 )
 PAGE.says(
     "In the four schemes above it loses {} to {} bits instead of {} to {}",
-    min(_lost(_FAST)),
-    max(_lost(_FAST)),
-    min(_lost("DIFF V1")),
-    max(_lost("DIFF V1")),
+    *(end for name in (_FAST, "DIFF V1") for end in ends(_lost(name, scheme) for scheme in _PLAIN_SCHEMES)),
 )
 
 
-# Every scheme at both rates. Where V1's maps are rounded alike, the Transformer's only map is rounded plainly.
-SCHEMES = list(_CONTROLS[_FAST]["kl"])
-AT_BOTH_RATES = {
-    scheme: tuple(
-        advantage(
-            mean_kl(_CONTROLS[name], scheme).mean, mean_kl(_CONTROLS["Transformer"], scheme.removesuffix(":alike")).mean
-        )
-        for name in ("DIFF V1", _FAST)
-    )
-    for scheme in SCHEMES
-}
+# Bits that every scheme wins at both rates.
+AT_BOTH_RATES = {scheme: [-_lost(name, scheme) for name in ("DIFF V1", _FAST)] for scheme in _CONTROLS[_FAST]["kl"]}
 REMAINS = {scheme: after / before for scheme, (before, after) in AT_BOTH_RATES.items()}
 _STAYS = ["3:tensor", "3:head", "3:pair", "3:tensor:alike", "3:head:alike"]
 PAGE.table(
@@ -674,7 +580,7 @@ PAGE.says(
 PAGE.says(
     "In the other five, all at {} bits, {} to {} % of the loss remains",
     3,
-    *(take(100 * share for share in REMAINS.values() if share >= 0.5) for take in (min, max)),
+    *ends(100 * share for share in REMAINS.values() if share >= 0.5),
 )
 PAGE.means(
     "More than half of the loss remains in five schemes: `tensor`, `head`, `pair`, `tensor:alike` and `head:alike` at "
@@ -685,7 +591,7 @@ PAGE.means(
 )
 PAGE.means(
     "At 4 bits per tensor the formula puts all of that loss down to the range",
-    _control(_FAST, "sensitivity")[0] > 0 > _control(_FAST, "range")[0],
+    _control(_FAST)[-1] > [0] > _control(_FAST)[-2],
 )
 PAGE.says(
     "There KL is higher than the Transformer's by {} [{}, {}], {} [{}, {}], {} [{}, {}], {} [{}, {}] and {} [{}, {}] "
@@ -695,7 +601,7 @@ PAGE.says(
 PAGE.says("by {} [{}, {}] nats per tensor and {} [{}, {}] per row", *_cost(_FAST, "4:tensor"), *_cost(_FAST, "4:row"))
 PAGE.says(
     "{} [{}, {}] nats per tensor, {} [{}, {}] per head and {} [{}, {}] per row",
-    *(each for scheme in ("tensor", "head", "row") for each in _cost(_FAST, f"4:{scheme}:alike")),
+    *(each for scheme in _PLAIN_SCHEMES[:3] for each in _cost(_FAST, f"{scheme}:alike")),
 )
 _V1_BEHIND = 100 * (perplexity("diff-v1", "16")["perplexity"] / perplexity("transformer", "16")["perplexity"] - 1)
 PAGE.says("V1 is the weaker model, by {} % of perplexity", _V1_BEHIND)
@@ -704,7 +610,7 @@ PAGE.says("at 4 bits it costs each of the models {} % of perplexity or less", ma
 
 # Not measured
 
-PAGE.table("models | parameters | trained on | measured by", lambda *_: Unmeasured("sizes"))
+PAGE.table("models | parameters | trained on | measured by", Unmeasured("sizes"))
 PAGE.leaves("about 25 points of HellaSwag (Figure 8)", "the paper's")
 PAGE.leaves("is 318.0 in the Transformer and 38.8 in DIFF, the largest hidden state 3608.6 and 1688.2", "the paper's")
 PAGE.leaves("In the paper's Table 5 it is smaller by 8.2", "the paper's")

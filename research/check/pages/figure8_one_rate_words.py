@@ -5,8 +5,8 @@ from statistics import median
 
 from research.check.pages.figure8_one_rate import (
     AHEAD,
-    AT600,
     CELLS,
+    DIFF,
     KINDS,
     LEADS,
     NEEDLE,
@@ -14,52 +14,44 @@ from research.check.pages.figure8_one_rate import (
     PASSAGES,
     PROSE,
     PROSE1,
-    alike_bits,
+    beside,
     bits,
     by_book,
-    hidden,
-    norm_errors,
-    outliers,
+    errors,
+    gained,
+    growth,
+    is_wide,
     perplexity,
     ratios,
 )
 from research.check.raw import measured
-from research.studies.figure8_model import advantage, by_passage, mean_kl
+from research.studies.figure8_model import advantage, by_passage
 
-DIFF = KINDS[1:]
-GRANULARITIES = ("tensor", "map", "head", "pair", "row", "tensor:shift", "row:shift")
-
-
-def _plain(granularity: str) -> str:
-    """The granularity for the Transformer's only map where DIFF has a scale for each map."""
-    return "4:tensor" if granularity == "map" else f"4:{granularity}"
+SCHEMES = [f"4:{shared}" for shared in ("tensor", "map", "head", "pair", "row", "tensor:shift", "row:shift")]
 
 
-def _loses_everywhere(kind: str, granularity: str) -> bool:
+def _loses_everywhere(kind: str, scheme: str) -> bool:
     """Whether a kind has more KL than the Transformer on every passage, and so on every book."""
-    ours, plain = (
-        by_passage(PASSAGES[name], PASSAGES[name]["kl"][scheme])
-        for name, scheme in ((kind, f"4:{granularity}"), ("transformer", _plain(granularity)))
-    )
+    ours, plain = (by_passage(PASSAGES[name], PASSAGES[name]["kl"][scheme]) for name in (kind, "transformer"))
     return all(a > b for a, b in zip(ours, plain, strict=True))
 
 
+_ON_EVERY_BOOK = all(by_book(kind, scheme)[1] < 0 for kind in DIFF for scheme in SCHEMES)
 PAGE.means(
     "In every row DIFF loses on every book, and on each of the 16 passages",
-    all(_loses_everywhere(kind, granularity) for kind in DIFF for granularity in GRANULARITIES)
-    and all(by_book(kind, f"4:{g}", _plain(g))[1] < 0 for kind in DIFF for g in GRANULARITIES)
+    _ON_EVERY_BOOK
+    and all(_loses_everywhere(kind, scheme) for kind in DIFF for scheme in SCHEMES)
     and PASSAGES["transformer"]["reading"]["passages"] == 16,
 )
 PAGE.means("Rounded as the paper says, **DIFF loses**", all(bits(PASSAGES, kind, "4:tensor") < 0 for kind in DIFF))
 PAGE.means(
     "That holds at 4 bits under every granularity that was tried, on each of four English books",
-    PASSAGES["transformer"]["reading"]["books"] == 4
-    and all(by_book(kind, f"4:{g}", _plain(g))[1] < 0 for kind in DIFF for g in GRANULARITIES),
+    PASSAGES["transformer"]["reading"]["books"] == 4 and _ON_EVERY_BOOK,
 )
 
 
-# Retrieval, in the order of the tables: V1's and V2's lead in each cell of the first training.
-_V1, _V2 = LEADS[0::2], LEADS[1::2]
+# Retrieval: V1's and V2's lead in each cell of the first training.
+_V1, _V2 = LEADS.values()
 PAGE.means(
     "V1 wins four, at 3 bits per tensor and per head, by 44 to 56 points, and loses one; V2 wins none and loses four",
     [row for row, lead in zip(CELLS, _V1, strict=True) if lead[1] > 0] == CELLS[6:10]
@@ -69,7 +61,8 @@ PAGE.means(
 )
 PAGE.means(
     "leads in two thirds of the cells, with `alike` or without, and V2 in five of twelve",
-    len(CELLS) == 12 and [len(AHEAD[place]) for place in (("diff-v1", 0), ("diff-v1", 1), ("diff-v2", 1))] == [8, 8, 5],
+    len(CELLS) == 12
+    and [len(AHEAD[place]) for place in (("diff-v1", False), ("diff-v1", True), ("diff-v2", True))] == [8, 8, 5],
 )
 # Sensitivity, in bits: what remains when the noise maps are exact.
 
@@ -86,29 +79,22 @@ PAGE.means(
     "Two thirds of V1's cost and over half of V2's remain when the noise maps are exact",
     0.62 < _LEFT["diff-v1"] < 0.71 and 0.5 < _LEFT["diff-v2"] < 0.62,
 )
-_NORM = [layer["errors"]["4:tensor"] for layer in PROSE["diff-v1"]["layers"]]
 PAGE.means(
-    "The norm adds at most a fifth", 1.1 < max(each["after_norm"] / each["before_norm"] for each in _NORM) <= 1.2
+    "The norm adds at most a fifth",
+    1.1 < max(a / b for a, b in zip(errors("diff-v1"), errors("diff-v1", "before_norm"), strict=True)) <= 1.2,
 )
-
-
-def _growth(kind: str) -> float:
-    return mean_kl(PROSE[kind], "4:tensor").mean / mean_kl(AT600[kind], "4:tensor").mean
-
-
 PAGE.means(
     "KL doubles from step 600 to the end in the Transformer and V1",
-    all(1.85 < _growth(kind) < 2.15 for kind in ("transformer", "diff-v1")),
+    all(1.85 < growth(kind) < 2.15 for kind in ("transformer", "diff-v1")),
 )
-PAGE.means("V2's largest is half the Transformer's", 0.45 < hidden("diff-v2") / hidden("transformer") < 0.55)
+PAGE.means("V2's largest is half the Transformer's", 0.45 < beside("diff-v2", "hidden") < 0.55)
 
 # Rounding both maps alike
 
 
 def _won_back(kind: str, scheme: str) -> float:
     """The share of a kind's loss that `alike` takes off."""
-    loss = -bits(PASSAGES, kind, scheme)
-    return (loss + alike_bits(PASSAGES, kind, f"{scheme}:alike")) / loss
+    return gained(kind, f"{scheme}:alike", scheme) / -bits(PASSAGES, kind, scheme)
 
 
 _BACK = {kind: [_won_back(kind, f"4:{granularity}") for granularity in ("head", "row")] for kind in DIFF}
@@ -120,58 +106,38 @@ PAGE.means("V2 wins back more than all of it", min(_BACK["diff-v2"]) > 1)
 _ALIKE = ("4:tensor:alike", "4:head:alike", "4:row:alike")
 PAGE.means(
     "V2 is then better than this Transformer at each granularity, V1 at none",
-    all(alike_bits(PASSAGES, "diff-v2", scheme) > 0 > alike_bits(PASSAGES, "diff-v1", scheme) for scheme in _ALIKE),
+    all(bits(PASSAGES, "diff-v2", scheme) > 0 > bits(PASSAGES, "diff-v1", scheme) for scheme in _ALIKE),
 )
 
 
-def _of_the_second_scale(kind: str) -> float:
-    plain, apart, alike = (alike_bits(PASSAGES, kind, f"4:{scheme}") for scheme in ("tensor", "map", "tensor:alike"))
-    return (apart - plain) / (alike - plain)
-
-
-PAGE.means("Per tensor, the second scale alone is half of what V1 gains", 0.45 < _of_the_second_scale("diff-v1") < 0.55)
-PAGE.means("and a quarter of what V2 gains", 0.22 < _of_the_second_scale("diff-v2") < 0.29)
-
-
-def _gained(kind: str, granularity: str) -> float:
-    return bits(PASSAGES, kind, f"4:{granularity}") - bits(PASSAGES, kind, "4:tensor")
-
-
-def _gained_by_map(kind: str) -> float:
-    return alike_bits(PASSAGES, kind, "4:map") - bits(PASSAGES, kind, "4:tensor")
+def _of_map(kind: str, of: str) -> float:
+    """What a scale for each map wins per tensor, beside what another form wins."""
+    return gained(kind, "4:map") / gained(kind, of)
 
 
 PAGE.means(
+    "Per tensor, the second scale alone is half of what V1 gains", 0.45 < _of_map("diff-v1", "4:tensor:alike") < 0.55
+)
+PAGE.means("and a quarter of what V2 gains", 0.22 < _of_map("diff-v2", "4:tensor:alike") < 0.29)
+PAGE.means(
     "One scale per map is already enough for all of V1's gain and half of V2's",
-    0.9 < _gained_by_map("diff-v1") / _gained("diff-v1", "head") < 1.1
-    and 0.4 < _gained_by_map("diff-v2") / _gained("diff-v2", "head") < 0.6,
+    0.9 < _of_map("diff-v1", "4:head") < 1.1 and 0.4 < _of_map("diff-v2", "4:head") < 0.6,
 )
 PAGE.means(
     "Both seeds agree on the order, on the cost of sensitivity and on V2's lead under `alike`",
     all(bits(trio, "diff-v1", "4:tensor") < bits(trio, "diff-v2", "4:tensor") < 0 for trio in (PROSE, PROSE1))
-    and all(alike_bits(trio, "diff-v2", scheme) > 0 for trio in (PROSE, PROSE1) for scheme in _ALIKE),
+    and all(bits(trio, "diff-v2", scheme) > 0 for trio in (PROSE, PROSE1) for scheme in _ALIKE),
 )
-_WIDE = [
-    each
-    for result in PROSE.values()
-    for each in ratios(result, lambda scheme: scheme.split(":", 1)[1] in ("tensor", "head", "pair"))
-]
+_WIDE = [each for result in PROSE.values() for each in ratios(result, is_wide)]
 PAGE.means(
     "the two predict the KL of the small English models within about a quarter", min(_WIDE) > 0.74 and max(_WIDE) < 1.26
 )
 
-
 # Table 5, errors of a layer, retrieval in the median context
 
 
-def _largest(kind: str) -> float:
-    return float(outliers(f"prose-{kind}", "logits, top 1")[0])
-
-
-PAGE.means(
-    "V1's largest is a quarter larger than the Transformer's", 1.2 < _largest("diff-v1") / _largest("transformer") < 1.3
-)
-_ERRORS = [(norm_errors(str(layer), "V1, after")[0], norm_errors(str(layer), "Transformer")[0]) for layer in range(5)]
+PAGE.means("V1's largest is a quarter larger than the Transformer's", 1.2 < beside("diff-v1", "logits") < 1.3)
+_ERRORS = list(zip(errors("diff-v1"), errors("transformer"), strict=True))
 PAGE.means(
     "there the error is almost one and a half times the Transformer's",
     1.4 < max(ours / theirs for ours, theirs in _ERRORS) < 1.5,
@@ -200,27 +166,25 @@ PAGE.means(
 # Cache and weights
 
 
-def _kl(kind: str, scheme: str, target: str) -> float:
-    return float(perplexity(kind, scheme, target)["kl"])
+def _kl(kind: str, bits: int, target: str) -> float:
+    return perplexity(kind, f"{bits}:row", target)["kl"]
 
 
-_WEIGHTS = [[_kl(kind, f"{bits}:row", "weights") for kind in KINDS] for bits in (6, 4, 3)]
+_WEIGHTS = [[_kl(kind, bits, "weights") for kind in KINDS] for bits in (6, 4, 3)]
 PAGE.means(
     "Quantized weights cost the three models about as much, V1 most",
     all(max(trio) == trio[1] and max(trio) < 1.25 * min(trio) for trio in _WEIGHTS),
 )
 PAGE.means(
     "V2's costs as much as the Transformer's",
-    all(0.9 < _kl("diff-v2", f"{b}:row", "kv") / _kl("transformer", f"{b}:row", "kv") < 1.1 for b in (6, 4, 3)),
+    all(0.9 < _kl("diff-v2", b, "kv") / _kl("transformer", b, "kv") < 1.1 for b in (6, 4, 3)),
 )
 _NARROW = [
-    measured("figure8-prose-stored-g32", "prose-diff-v1", f"{b}:g32").details["kl"] / _kl("diff-v1", f"{b}:row", "kv")
+    measured("figure8-prose-stored-g32", "prose-diff-v1", f"{b}:g32").details["kl"] / _kl("diff-v1", b, "kv")
     for b in (6, 4, 3)
 ]
 PAGE.means("So the wider scale explains a fifth of its KL", all(0.75 < ratio < 0.85 for ratio in _NARROW))
 PAGE.means(
     "V1's cache needs one bit more than the others'",
-    all(
-        0.8 < advantage(_kl("transformer", f"{b}:row", "kv"), _kl("diff-v1", f"{b}:row", "kv")) < 1.2 for b in (6, 4, 3)
-    ),
+    all(0.8 < advantage(_kl("transformer", b, "kv"), _kl("diff-v1", b, "kv")) < 1.2 for b in (6, 4, 3)),
 )

@@ -1,14 +1,15 @@
 """The figures of research/pages/figure8-seeds.md."""
 
 import math
-from collections.abc import Callable, Sequence
-
-from scipy.stats import ttest_1samp
+from collections.abc import Sequence
+from functools import partial
 
 from diffquant.evals.stats import mean_interval
-from research.check.numbers import Expected
 from research.check.page import RESULTS, Page
-from research.studies.figure8_seeds import bits_won, holm, predicted_bits, read_seed
+from research.check.raw import interval
+from research.figure8.analysis import LEVEL, holm, p_value
+from research.studies.figure8_model import bits_won, parts_won
+from research.studies.figure8_seeds import read_seed
 
 PAGE = Page("research/pages/figure8-seeds.md")
 # The first training is the page figure8's.
@@ -24,20 +25,14 @@ def _bits(generation: str, row: str) -> list[float]:
     """Bits that a generation wins in each seed; behind a colon, the part of them that is predicted."""
     scheme, _, part = row.partition(": ")
     if not part:
-        return [bits_won(seed, generation, scheme) for seed in SEEDS.values()]
+        return [bits_won(seed[generation], seed["Transformer"], scheme) for seed in SEEDS.values()]
     at = ("range", "sensitivity").index(part)
-    return [predicted_bits(seed, generation, scheme)[at] for seed in SEEDS.values()]
+    return [parts_won(seed[generation], seed["Transformer"], scheme)[at] for seed in SEEDS.values()]
 
 
-def _won(generation: str) -> Callable[[str, str], list[Expected]]:
-    def values(row: str, column: str) -> list[Expected]:
-        bits = _bits(generation, row)
-        if column in SEEDS:
-            return [bits[list(SEEDS).index(column)]]
-        mean = mean_interval(bits)
-        return [mean.mean, mean.low, mean.high]
-
-    return values
+def _won(row: str, generation: str) -> list[Sequence[float]]:
+    bits = _bits(generation, row)
+    return [*([each] for each in bits), interval(mean_interval(bits))]
 
 
 PAGE.means(
@@ -47,7 +42,7 @@ PAGE.means(
 )
 
 for name in ("V1", "V2"):
-    PAGE.table(f"{name}, bits won | seed 0 | seed 1 | seed 2 | seed 3 | mean", _won(f"DIFF {name}"))
+    PAGE.rows(f"{name}, bits won | seed 0 | seed 1 | seed 2 | seed 3 | mean", partial(_won, generation=f"DIFF {name}"))
 
 
 PLAIN = ("4:tensor", "4:head", "4:row", "4:row:shift")
@@ -83,16 +78,14 @@ PAGE.means(
     "The range's part has either sign; its intervals contain zero",
     all(_signs(name, PARTS[:1]) == {False, True} and not _certain(name, PARTS[:1]) for name in ("DIFF V1", "DIFF V2")),
 )
-_P = {
-    f"{name}, {scheme}": ttest_1samp(_bits(f"DIFF {name}", scheme), 0).pvalue for name in ("V1", "V2") for scheme in ALL
-}
-HOLM = [comparison for comparison, p in holm(_P).items() if p <= 0.05]
+_P = {f"{name}, {scheme}": p_value(_bits(f"DIFF {name}", scheme)) for name in ("V1", "V2") for scheme in ALL}
+HOLM = {comparison for comparison, p in zip(_P, holm(list(_P.values())), strict=True) if p <= LEVEL}
 CERTAIN = [f"{name}, {scheme}" for name in ("V1", "V2") for scheme in _certain(f"DIFF {name}", ALL)]
 PAGE.says("are {} comparisons, of which {} intervals miss zero", len(_P), len(CERTAIN))
 PAGE.means(
     "By Holm's correction for 14, four of them remain at 5 %: V1's loss under `4:tensor`, `4:head` and `4:row:shift`, "
     "and V2's under `4:row:shift`",
-    set(HOLM) == {"V1, 4:tensor", "V1, 4:head", "V1, 4:row:shift", "V2, 4:row:shift"},
+    {"V1, 4:tensor", "V1, 4:head", "V1, 4:row:shift", "V2, 4:row:shift"} == HOLM,
 )
 PAGE.leaves("four of them remain at 5 %", "a level")
 PAGE.leaves("makes 95 % intervals miss", "a level")

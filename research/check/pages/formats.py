@@ -1,8 +1,7 @@
 """The figures of research/pages/formats.md."""
 
-from collections.abc import Iterable
-
 from diffquant.evals.stats import Difference, mean_interval
+from research.check.numbers import ends
 from research.check.page import RESULTS, Page
 from research.studies.figure8_model import advantage
 from research.studies.formats import COLUMNS, FULL_SUMS, MODELS, TARGETS, TEXTS, Measured, shown_bits
@@ -11,15 +10,9 @@ PAGE = Page("research/pages/formats.md", guides=("Protocol",))
 MEASURED = Measured(RESULTS / "formats")
 
 
-def _ends(values: Iterable[float]) -> tuple[float, float]:
-    """The smallest and the largest of some values."""
-    ordered = sorted(values)
-    return ordered[0], ordered[-1]
-
-
 def _lost(model: str, target: str) -> tuple[float, float]:
     """Bits that a model loses on a target: the smallest and the largest mean over its rows and both texts."""
-    return _ends(MEASURED.lost(model, row, text).mean for row in MEASURED.rows(model, target) for text in TEXTS)
+    return ends(MEASURED.lost(model, row, text).mean for row in MEASURED.rows(model, target) for text in TEXTS)
 
 
 def verdict(target: str, model: str) -> str:
@@ -82,7 +75,7 @@ PAGE.means(
     all(each.high < 0 for target, each in _LARGER.items() if target != "logits") and _LARGER["logits"].mean > 0,
 )
 PAGE.says("gain {} and {} bits by it", -_LARGER["k"].mean, -_LARGER["qk"].mean)
-PAGE.says("where the pocket models lose {} to {}", *_ends(_POCKET))
+PAGE.says("where the pocket models lose {} to {}", *ends(_POCKET))
 PAGE.means(
     "`mxfp4` loses more than `4:g32` on weights, values in the cache and logits",
     all(
@@ -147,10 +140,10 @@ _COST = {
 }
 PAGE.says(
     "the unrounded sum costs V2 {} to {} bits more than the Transformer",
-    *_ends(each.mean for each in _COST["DIFF V2"]),
+    *ends(each.mean for each in _COST["DIFF V2"]),
 )
 PAGE.means("with intervals above zero on both texts", all(each.low > 0 for each in _COST["DIFF V2"]))
-PAGE.says("and V1 {} to {}. V1 has", *_ends(each.mean for each in _COST["DIFF V1"]))
+PAGE.says("and V1 {} to {}. V1 has", *ends(each.mean for each in _COST["DIFF V1"]))
 _KLS = [
     1000 * MEASURED.kl(model, f"p 4:row{end}").mean
     for model in ("DIFF V1", "Transformer", "DIFF V2")

@@ -28,11 +28,11 @@ PAGE.leaves("with the installed Triton or 3.6.0", "a version")
 PAGE.leaves("3.9.0). Two of the seven", "a version, and rows of the table")
 PAGE.table(
     "device | configurations | what differs",
-    lambda *_: Unmeasured("names of devices and versions, what launch code does, and machine code that a test reads"),
+    Unmeasured("names of devices and versions, what launch code does, and machine code that a test reads"),
 )
 PAGE.table(
     "machine code of the loop | before, 4 bits | now, 4 bits | before, 16 bits | now, 16 bits",
-    lambda *_: Unmeasured("machine code of two versions; tests/kernels/test_decode_compiled.py bounds the newer's"),
+    Unmeasured("machine code of two versions; tests/kernels/test_decode_compiled.py bounds the newer's"),
 )
 
 _ESTIMATES = (Path(__file__).parents[3] / "bench/results/gpu-estimate.txt").read_text(encoding="utf-8")

@@ -1,10 +1,11 @@
 """The figures of research/pages/kv.md."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from diffquant.evals.stats import Difference, paired_difference
+from research.check.numbers import ends
 from research.check.page import Page
 from research.check.raw import raw
 from research.studies.kv import cost_cells, gain
@@ -15,17 +16,12 @@ PAGE = Page("research/pages/kv.md")
 MODELS = {name: raw(f"kv/{name}.json") for name in ("prose-transformer", "prose-diff-v1", "prose-diff-v2")}
 
 
-def _cell(row: str, column: str) -> str:
+def _cells(row: str) -> list[str]:
     model, _, cache = row.partition(", ")
-    return dict(zip(("bytes", "prose", "elsewhere"), cost_cells(MODELS[model], cache), strict=True))[column]
+    return cost_cells(MODELS[model], cache)
 
 
-PAGE.table(
-    "model | keys, values | bytes per token | KL, nats | elsewhere: KL, nats",
-    _cell,
-    names=2,
-    columns=["bytes", "prose", "elsewhere"],
-)
+PAGE.rows("model | keys, values | bytes per token | KL, nats | elsewhere: KL, nats", _cells, names=2)
 PAGE.says(
     "{} characters in windows of {} tokens", *(MODELS["prose-diff-v1"]["settings"][x] for x in ("characters", "window"))
 )
@@ -42,12 +38,10 @@ _FOUR, _THREE = less(4, "prose"), less(3, "prose")
 _THERE = less(4, "elsewhere") + less(3, "elsewhere")
 PAGE.says(
     "takes {} to {} % of its KL off DIFF V1 at 4 bits and {} to {} % at 3 bits",
-    min(_FOUR),
-    max(_FOUR),
-    min(_THREE),
-    max(_THREE),
+    *ends(_FOUR),
+    *ends(_THREE),
 )
-PAGE.says("and {} to {} % elsewhere", min(_THERE), max(_THERE))
+PAGE.says("and {} to {} % elsewhere", *ends(_THERE))
 _PLAIN = [
     change
     for model in ("prose-transformer", "prose-diff-v2")
@@ -111,10 +105,9 @@ _FULL = 2560
 _SMOLLM2_FULL = 30 * 3 * 2 * 64 * 2
 
 
-def _decoded_cell(row: str, column: str, smollm2: Mapping[str, Any] = SMOLLM2) -> str:
+def _decoded_cells(row: str, smollm2: Mapping[str, Any]) -> list[str]:
     model, _, cache = row.partition(", ")
-    result = DECODED.get(model, smollm2)
-    return dict(zip(("bytes", "long", *TEXTS), byte_cells(result["results"], cache), strict=True))[column]
+    return byte_cells(DECODED.get(model, smollm2)["results"], cache)
 
 
 for _section, _smollm2 in {
@@ -122,12 +115,11 @@ for _section, _smollm2 in {
     "SmolLM2-135M": SMOLLM2,
     "In a context of 4,096 tokens": LONG,
 }.items():
-    PAGE.table(
+    PAGE.rows(
         "model | keys, values | bytes per token | in 4,096 tokens | KL, 0.001 nats | elsewhere",
-        partial(_decoded_cell, smollm2=_smollm2),
+        partial(_decoded_cells, smollm2=_smollm2),
         section=_section,
         names=2,
-        columns=["bytes", "long", *TEXTS],
     )
 
 
@@ -137,14 +129,8 @@ def _times(ours: str, others: str) -> dict[str, float]:
     return {model: rows[ours]["prose"]["kl"] / rows[others]["prose"]["kl"] for model, rows in results_by_model.items()}
 
 
-def _ends(values: Iterable[float]) -> tuple[float, float]:
-    """The smallest and the largest of some values."""
-    ordered = sorted(values)
-    return ordered[0], ordered[-1]
-
-
 def _percent_off(ours: str, others: str) -> tuple[float, float]:
-    return _ends(100 * (1 - times) for times in _times(ours, others).values())
+    return ends(100 * (1 - times) for times in _times(ours, others).values())
 
 
 def _long_bytes(model: str, cache: str) -> float:
@@ -187,14 +173,14 @@ PAGE.says(
 )
 PAGE.says(
     "their KL is {} to {} times that of 4 bits with the newest 32 apart",
-    *_ends(_times("6:c32, 6:row:rotated", f"{C32}, residual 32").values()),
+    *ends(_times("6:c32, 6:row:rotated", f"{C32}, residual 32").values()),
 )
 PAGE.says("have {} to {} % less KL than keys with a scale per token", *_percent_off("4:c32, 4:row", "4:row, 4:row"))
 _ALL_ROUNDED = [
     100 * (1 - one["results"]["4:c32, 4:row"]["prose"]["kl"] / one["results"]["4:row, 4:row"]["prose"]["kl"])
     for one in MODELS.values()
 ]
-PAGE.says("where all tokens are rounded, in the table above, it is {} to {} %", *_ends(_ALL_ROUNDED))
+PAGE.says("where all tokens are rounded, in the table above, it is {} to {} %", *ends(_ALL_ROUNDED))
 _ROWS = _times("3:row, 4:row", "4:row, 3:row")
 PAGE.says(
     "(3 bits on the keys have {} and {} times the KL of 3 bits on the values), and DIFF V1 the wider values ({} times)",
@@ -202,8 +188,8 @@ PAGE.says(
 )
 PAGE.says(
     "({} to {} times), and 8-bit keys beside 4-bit values have {} to {} times the KL of the reverse",
-    *_ends(_times("3:c32, 4:row:rotated", "4:c32, 3:row:rotated").values()),
-    *_ends(_times("8:c32, 4:row:rotated", "4:c32, 8:row:rotated").values()),
+    *ends(_times("3:c32, 4:row:rotated", "4:c32, 3:row:rotated").values()),
+    *ends(_times("8:c32, 4:row:rotated", "4:c32, 8:row:rotated").values()),
 )
 PAGE.means(
     "whose newest block is not rounded, all three want the wider values",
@@ -217,8 +203,8 @@ PAGE.says(
 )
 PAGE.says(
     "KL becomes {} to {} times as large, and a fifth bit in all layers makes it {} to {} times as large again",
-    *_ends(_times(f"{C32}, ends 16", C32).values()),
-    *_ends(_times("5:c32, 5:row:rotated", f"{C32}, ends 16").values()),
+    *ends(_times(f"{C32}, ends 16", C32).values()),
+    *ends(_times("5:c32, 5:row:rotated", f"{C32}, ends 16").values()),
 )
 
 
@@ -248,7 +234,7 @@ PAGE.says(
     "4-bit keys beside 8-bit values have {} times the KL of 8-bit keys beside 4-bit values; with the models trained "
     "here it is {} to {} times",
     _smollm2_times("4:row, 8:row", "8:row, 4:row"),
-    *_ends(_times("4:row, 8:row", "8:row, 4:row").values()),
+    *ends(_times("4:row, 8:row", "8:row, 4:row").values()),
 )
 PAGE.says(
     "A scale per channel takes {} % off the KL of `4:row, 4:row`",

@@ -5,6 +5,7 @@ from functools import partial
 from statistics import median
 from typing import Any
 
+from research.check.numbers import ends
 from research.check.page import Page, Unmeasured
 from research.check.raw import raw
 
@@ -14,7 +15,7 @@ PAGES = [PAGE, GUIDE]
 GUIDE.table(
     "portable folder | OpenVINO 2026.4.1 | transformers.js 4.3.1 | onnxruntime-web 1.30.0 | onnxruntime-node 1.30.0"
     " | onnx's evaluator 1.23.2 | oldest ONNX Runtime",
-    lambda *_: Unmeasured("what tests/readers holds, and versions"),
+    Unmeasured("what tests/readers holds, and versions"),
 )
 GUIDE.leaves("as Netron 9.3.3 shows it", "versions")
 GUIDE.leaves("has read since 0.12; 0.18 was tried", "versions")
@@ -173,10 +174,10 @@ def _ratios(file: str, row: str, head: str) -> list[dict[str, float]]:
     return [each["ratio"] for each in raw(file)["products"] if wanted.items() <= each.items()]
 
 
-def _products(row: str, head: str) -> list[float]:
+def _products(row: str, head: str) -> tuple[float, float]:
     """The library's product beside ONNX Runtime's, at least and at most over the shapes."""
     ratios = [each["avx512vnni"] for each in _ratios("products-epyc.json", row, head)]
-    return [min(ratios), max(ratios)]
+    return ends(ratios)
 
 
 _KERNELS = {
@@ -186,11 +187,11 @@ _KERNELS = {
 }
 
 
-def _tiles(row: str, head: str) -> list[float]:
+def _tiles(row: str, head: str) -> tuple[float, float]:
     """The same where the processor has a matrix unit, of the kernels that the row names."""
     rows, _, kernel = row.partition(", ")
     ratios = [_KERNELS[kernel](each) for each in _ratios("products.json", rows, head)]
-    return [min(ratios), max(ratios)]
+    return ends(ratios)
 
 
 PAGE.table("rows | 4:g32 | 8:g64", _products)
@@ -205,7 +206,7 @@ def _kernel(context: int, tokens: int, kv_bits: int) -> tuple[float, float]:
         for each in raw("native-op.json")["results"]
         if (each["context"], each["tokens"], each["kv_bits"], each["dtype"]) == (context, tokens, kv_bits, "float32")
     ]
-    return min(ratios), max(ratios)
+    return ends(ratios)
 
 
 PAGE.says("the kernel is {} to {} times as fast in float32 decode at 4K context", *_kernel(4096, 1, 0))

@@ -13,11 +13,11 @@ _TOLD = ("docs/models", "research/pages/results", "research/pages/papers")
 PAGES = [*(Page(f"{name}.md", is_guide=True) for name in _GUIDES), *(Page(f"{name}.md") for name in _TOLD)]
 OPERATOR, ANY_MODEL, CLI, GLOSSARY, TUTORIAL, MANY_SHOT, *_, INSTALL, MODELS, RESULTS, PAPERS = PAGES
 MANY_SHOT.leaves("takes over 250 times as long", "arithmetic: each text runs once and again for each token")
-MANY_SHOT.table("suffix | what it holds", lambda *_: Unmeasured("formats"))
-GLOSSARY.table("word | meaning", lambda *_: Unmeasured("definitions"))
+MANY_SHOT.table("suffix | what it holds", Unmeasured("formats"))
+GLOSSARY.table("word | meaning", Unmeasured("definitions"))
 INSTALL.leaves("Python 3.11 or later", "a version")
-CLI.table("exit code | meaning", lambda *_: Unmeasured("definitions"))
-PAPERS.table("of | what it shows | command | our results", lambda *_: Unmeasured("numbers of tables and sections"))
+CLI.table("exit code | meaning", Unmeasured("definitions"))
+PAPERS.table("of | what it shows | command | our results", Unmeasured("numbers of tables and sections"))
 for heads, sections in {
     "member of the family | generation | `signals_per_noise` | `lambda` | gates": (None,),
     "# | name | type | shape | ": (
@@ -29,10 +29,10 @@ for heads, sections in {
     "# | input | type | shape": ("diffquant::PolyNorm, version 2", "diffquant::ReadStreams, version 2"),
 }.items():
     for section in sections:
-        OPERATOR.table(heads, lambda *_: Unmeasured("definitions"), section=section)
+        OPERATOR.table(heads, Unmeasured("definitions"), section=section)
 MODELS.table(
     "model | opens | float64 | stock | real weights | exported | served | on a GPU",
-    lambda *_: Unmeasured("links, which tests/docs/test_models.py follows"),
+    Unmeasured("links, which tests/docs/test_models.py follows"),
 )
 _INDEX = raw("quantize-motif-3.json")
 _PART = _INDEX["part"]
@@ -75,9 +75,9 @@ MODELS.says(
 )
 MODELS.table(
     "model | `model_type` | attention | what runs | checked against | weights | licence",
-    lambda *_: Unmeasured("names, and counts of published indexes, which test_motif.py and test_phi4flash.py have"),
+    Unmeasured("names, and counts of published indexes, which test_motif.py and test_phi4flash.py have"),
 )
-RESULTS.table("number | raw result | made by", lambda *_: Unmeasured("names of files and commands"))
-ANY_MODEL.table("to change it | ", lambda *_: Unmeasured("options"))
+RESULTS.table("number | raw result | made by", Unmeasured("names of files and commands"))
+ANY_MODEL.table("to change it | ", Unmeasured("options"))
 for stored in ("16        32.00", "4:g32         4.52", "16        16.00"):
     ANY_MODEL.leaves(stored, "arithmetic, of a small checkpoint that the tests write")

@@ -4,15 +4,16 @@ import json
 import math
 import random
 from collections.abc import Callable, Sequence
-from itertools import product
+from functools import partial
+from itertools import filterfalse, product
 from statistics import fmean
 from typing import Any
 
 from diffquant.data import pocket_models
 from diffquant.evals.defaults import SAMPLES
 from diffquant.evals.protocols.needle import CITIES, DEPTHS, NUMBERS
-from research.check.numbers import Expected
-from research.check.page import RESULTS, CellValues, Page
+from research.check.numbers import Expected, ends
+from research.check.page import RESULTS, Page
 from research.check.raw import measured, raw
 from research.figure8.plan import FOLDER, Result, best_rate, results
 from research.figure8.plan import KINDS as ENGLISH
@@ -29,21 +30,18 @@ def accuracy(folder: str, model: str, scheme: str, needles: int, target: str | N
     return score
 
 
-def _by_length(folder: str) -> CellValues:
-    def values(row: str, column: str) -> list[Expected]:
-        kind, _, length = row.rpartition(", ")
-        places = measured(folder, KINDS[kind], "16", f"needle:{column[-1]}:1").details["by_place"]
-        accuracies = [place["accuracy"] for place in places if place["length"] == int(length)]
-        return [sum(accuracies) / len(accuracies)]
-
-    return values
+def _by_length(row: str, column: str, folder: str) -> list[Expected]:
+    kind, _, length = row.rpartition(", ")
+    places = measured(folder, KINDS[kind], "16", f"needle:{column[-1]}:1").details["by_place"]
+    return [fmean(place["accuracy"] for place in places if place["length"] == int(length))]
 
 
 for section, folder in (
     ("What they retrieve", "pocket-needle-lengths"),
     ("Who learns to tell needles apart", "pocket-needle-first/lengths"),
 ):
-    PAGE.table("model | tokens | N = 1 | N = 2 | N = 4 | N = 6", _by_length(folder), section=section, names=2)
+    of_folder = partial(_by_length, folder=folder)
+    PAGE.table("model | tokens | N = 1 | N = 2 | N = 4 | N = 6", of_folder, section=section, names=2)
 
 
 def _have_equal_numbers(needles: int, lengths: Sequence[int], limit: int) -> list[bool]:
@@ -85,31 +83,19 @@ PAGE.says(
 PAGE.says("no share that these sweeps hold differs by more than {}", _largest_change())
 
 _HEADS = "Transformer, N = 1 | N = 4 | DIFF V1, N = 1 | N = 4 | DIFF V2, N = 1 | N = 4"
-_COLUMNS = [f"{kind}, N = {needles}" for kind in KINDS for needles in (1, 4)]
 
 
-def _retrieved(folder: str) -> CellValues:
-    def values(row: str, column: str) -> list[Expected]:
-        kind, _, needles = column.partition(", N = ")
-        target, _, scheme = row.rpartition(" ")
-        return [accuracy(folder, KINDS[kind], scheme, int(needles), target or None)]
-
-    return values
+def _retrieved(row: str, folder: str) -> list[list[float]]:
+    target, _, scheme = row.rpartition(" ")
+    return [[accuracy(folder, kind, scheme, needles, target or None)] for kind in KINDS.values() for needles in (1, 4)]
 
 
-PAGE.table(f"logits | {_HEADS}", _retrieved("pocket-needle"), columns=_COLUMNS)
-PAGE.table(f" | {_HEADS}", _retrieved("pocket-needle-weights-kv"), columns=_COLUMNS)
-
-
-def _of_seed(row: str, column: str) -> list[Expected]:
-    kind, _, seed = column.partition(", ")
-    return [accuracy("pocket-needle" if seed == "0" else "pocket-needle-seed-1", KINDS[kind], row, 4)]
-
-
-PAGE.table(
+PAGE.rows(f"logits | {_HEADS}", partial(_retrieved, folder="pocket-needle"))
+PAGE.rows(f" | {_HEADS}", partial(_retrieved, folder="pocket-needle-weights-kv"))
+_SEEDS = ("pocket-needle", "pocket-needle-seed-1")
+PAGE.rows(
     "logits | Transformer, 0 | 1 | DIFF V1, 0 | 1 | DIFF V2, 0 | 1",
-    _of_seed,
-    columns=[f"{kind}, {seed}" for kind in KINDS for seed in "01"],
+    lambda row: [[accuracy(folder, kind, row, 4)] for kind in KINDS.values() for folder in _SEEDS],
 )
 
 
@@ -197,11 +183,9 @@ PAGE.leaves(
 PAGE.leaves("byte-level BPE of 2,048 tokens", "a size")
 PAGE.leaves("It had 2,600 steps of 2,048 tokens", "how they were trained")
 PAGE.leaves("4,500 steps, then to cities that join one after another and 6,500 steps", "how they were trained")
-_FIRST = [
-    accuracy("pocket-needle-first/logits", KINDS[kind], "3:tensor", 1) for kind in ("DIFF V2", "Transformer", "DIFF V1")
-]
-PAGE.says("V2 kept {}, the Transformer {} and", *_FIRST[:2])
-PAGE.means("and V1 nothing", _FIRST[2] == 0)
+_FIRST = {name: accuracy("pocket-needle-first/logits", kind, "3:tensor", 1) for name, kind in KINDS.items()}
+PAGE.says("V2 kept {}, the Transformer {} and", _FIRST["DIFF V2"], _FIRST["Transformer"])
+PAGE.means("and V1 nothing", _FIRST["DIFF V1"] == 0)
 
 # Steps until they retrieve
 
@@ -219,31 +203,28 @@ def _is_solved(run: dict[str, Any]) -> bool:
     return None not in run["solved"].values()
 
 
-def _steps(row: str, column: str) -> list[Expected]:
+def _steps(row: str) -> list[Sequence[Expected]]:
     runs = [run for run in _RUNS if run["kind"] == _KINDS[row]]
-    unsolved = [run for run in runs if not _is_solved(run)]
-    if column == "seeds":
-        return [len(runs)]
-    if column == "solved":
-        solved = [run for run in runs if _is_solved(run)]
-        return [len(solved), *(max(run["solved"].values()) for run in solved)]
-    if "followed" in column:
-        return sorted(run["evaluations"][-1]["step"] for run in unsolved)
-    named = [each["retrieved"][column[-1]] for run in unsolved for each in run["evaluations"] if each["step"] >= 100]
-    return [min(named), max(named)]
+    solved, unsolved = list(filter(_is_solved, runs)), list(filterfalse(_is_solved, runs))
+    later = [each["retrieved"] for run in unsolved for each in run["evaluations"] if each["step"] >= 100]
+    return [
+        [len(runs)],
+        [len(solved), *(max(run["solved"].values()) for run in solved)],
+        sorted(run["evaluations"][-1]["step"] for run in unsolved),
+        *(ends(each[needles] for each in later) for needles in "24"),
+    ]
 
 
-PAGE.table("kind | seeds | solved | the others, unsolved, were followed for | and name, N = 2 | N = 4", _steps)
+PAGE.rows("kind | seeds | solved | the others, unsolved, were followed for | and name, N = 2 | N = 4", _steps)
 PAGE.means("V1 with seed 0, the one of the table", [run["seed"] for run in _RUNS if _is_solved(run)] == [0])
 PAGE.leaves("until it names 95 %", "a setting")
 
-_KEPT = {
-    kind: accuracy("pocket-needle", f"needle-{kind}", "4:tensor", 4) for kind in ("transformer", "diff-v1", "diff-v2")
-}
-_AT_3_ROW = [accuracy("pocket-needle", f"needle-{kind}", "3:row", 4) for kind in ("transformer", "diff-v1", "diff-v2")]
+_AT_4_TENSOR, _AT_3_ROW = (
+    [accuracy("pocket-needle", kind, scheme, 4) for kind in KINDS.values()] for scheme in ("4:tensor", "3:row")
+)
 PAGE.means(
     "the Transformer keeps all, V1 little more than half and V2 a third",
-    _KEPT["transformer"] > 0.98 and 0.5 < _KEPT["diff-v1"] < 0.6 and 0.28 < _KEPT["diff-v2"] < 0.36,
+    _AT_4_TENSOR[0] > 0.98 and 0.5 < _AT_4_TENSOR[1] < 0.6 and 0.28 < _AT_4_TENSOR[2] < 0.36,
 )
 PAGE.means(
     "at 3 bits a row the Transformer keeps nearly all and the DIFF models about a third or less",

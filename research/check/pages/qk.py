@@ -1,7 +1,6 @@
 """The figures of research/pages/qk.md."""
 
-from collections.abc import Iterable
-
+from research.check.numbers import ends
 from research.check.page import Page, Unmeasured
 from research.check.raw import sweep
 from research.studies.figure8_model import advantage
@@ -13,7 +12,7 @@ MEASURED = Measured(SWEEP)
 OTHERS = {f"{bits} bits": Measured(SWEEP, bits) for bits in OTHER_BITS}
 SHARED = ("tensor", "head", "b64", "row")
 DIFF = ("DIFF V1", "DIFF V2")
-PAGE.table("granularity | one scale per", lambda *_: Unmeasured("definitions"))
+PAGE.table("granularity | one scale per", Unmeasured("definitions"))
 PAGE.table("rounded | Transformer | DIFF V1 | DIFF V2", MEASURED.cell)
 PAGE.table(
     "bits | rounded | Transformer | DIFF V1 | DIFF V2",
@@ -27,21 +26,15 @@ PAGE.says(
 )
 
 
-def _ends(values: Iterable[float]) -> tuple[float, float]:
-    """The smallest and the largest of some values."""
-    ordered = sorted(values)
-    return ordered[0], ordered[-1]
-
-
 def _times(shared: str, measured: Measured = MEASURED) -> tuple[float, float]:
     """KL of rounded logits over that of rounded queries and keys: the smallest and largest of the models."""
-    return _ends(measured.kl(m, f"logits {shared}").mean / measured.kl(m, f"qk {shared}").mean for m in MODELS)
+    return ends(measured.kl(m, f"logits {shared}").mean / measured.kl(m, f"qk {shared}").mean for m in MODELS)
 
 
 def _behind(model: str, target: str) -> tuple[float, float]:
     """Bits that a DIFF model is behind the Transformer by KL: the smallest and largest over granularities."""
     rows = [f"{target} {shared}" for shared in SHARED]
-    return _ends(-advantage(MEASURED.kl(model, row).mean, MEASURED.kl("Transformer", row).mean) for row in rows)
+    return ends(-advantage(MEASURED.kl(model, row).mean, MEASURED.kl("Transformer", row).mean) for row in rows)
 
 
 PAGE.says(
@@ -67,7 +60,7 @@ PAGE.means(
 )
 PAGE.says(
     "At 8, 6 and 3 bits it is {} to {} times as large",
-    *_ends(end for measured in OTHERS.values() for shared in SHARED for end in _times(shared, measured)),
+    *ends(end for measured in OTHERS.values() for shared in SHARED for end in _times(shared, measured)),
 )
 PAGE.means(
     "and least per row, too",

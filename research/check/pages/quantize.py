@@ -9,9 +9,9 @@ from research.check.raw import medians, raw, recorded
 
 PAGE = Page("docs/quantize.md", is_guide=True)
 PAGE.shows("diffquant inspect", lambda: recorded("diffquant inspect"))
-PAGE.table("`--rounding`, `--effort` | what it does | take it", lambda *_: Unmeasured("rules"))
-PAGE.table("key | takes | meaning", lambda *_: Unmeasured("a grammar"))
-PAGE.table("`quant_method` | read | refused by name", lambda *_: Unmeasured("layouts"))
+PAGE.table("`--rounding`, `--effort` | what it does | take it", Unmeasured("rules"))
+PAGE.table("key | takes | meaning", Unmeasured("a grammar"))
+PAGE.table("`quant_method` | read | refused by name", Unmeasured("layouts"))
 PAGE.leaves("stores 4.5 bits per weight", "arithmetic: 4 + 16 / 32")
 PAGE.leaves("Scales take 16 bits", "a format")
 PAGE.leaves("the first 16,384 tokens", "a default")

@@ -6,8 +6,8 @@ from research.check.raw import raw
 PAGE = Page("docs/reliability.md")
 _HEADS = "program | commit | tried | came back, or were refused in a line or read rightly"
 _PRINTED = Unmeasured("printed by the page's commands at the commit named")
-PAGE.table(_HEADS, lambda *_: _PRINTED, names=2)
-PAGE.table("checkpoint | commit | scheme | memory beyond mapped files", lambda *_: _PRINTED, names=3)
+PAGE.table(_HEADS, _PRINTED, names=2)
+PAGE.table("checkpoint | commit | scheme | memory beyond mapped files", _PRINTED, names=3)
 PAGE.leaves("more than ten seconds", "a setting of the programs")
 PAGE.leaves("may not reach 1 GB", "a setting of the program")
 PAGE.leaves("154 MB are the imports", "printed by bench.programs.quantize")

@@ -1,14 +1,15 @@
 """The figures of research/pages/rounding.md."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from diffquant.evals.stats import Difference, estimate, mean_interval
 from diffquant.quantization.roundings.tuned.descent import _STEPS
 from diffquant.text.corpus import load_text
-from research.check.numbers import Expected
-from research.check.page import CellValues, Page, Unmeasured, Values
+from research.check.numbers import Expected, ends
+from research.check.page import Page, Unmeasured, Values
 from research.check.raw import raw
 from research.studies.rounding_tables import (
     READERS,
@@ -16,7 +17,6 @@ from research.studies.rounding_tables import (
     lead,
     lead_cells,
     method_cells,
-    more_kl,
     option_cells,
     size_cells,
 )
@@ -38,70 +38,57 @@ def _bits(row: dict[str, Any]) -> list[Expected]:
 
 
 def _cell(row: dict[str, Any], head: str) -> list[Expected]:
-    if head.endswith("bits"):
+    if head == "bits":
         return _bits(row)
     if head == "HellaSwag":
         accuracy = estimate([float(digit) for digit in row["correct"]])
         return [100 * accuracy.mean, 100 * (accuracy.se or 0)]
-    return [row["perplexity" if head.endswith("perplexity") else "kl"]]
+    return [row["perplexity" if head == "perplexity" else "kl"]]
 
 
 PAGE.table("method | bits | perplexity | KL, nats | HellaSwag", lambda row, head: _cell(OLDER["results"][row], head))
 
 
-def _windows_cell(result: dict[str, Any], columns: Sequence[str]) -> CellValues:
-    def cell(row: str, column: str) -> Values:
-        if column == "bits":
-            return _bits(result["results"][row])
-        return dict(zip(columns, method_cells(result, row), strict=True))[column]
-
-    return cell
+# Every model of the newest results.
+NEWEST = {"SmolLM2": SMOLLM2} | SHIPPED
 
 
-_SCORES = ("perplexity", "KL", "elsewhere: perplexity", "elsewhere: KL")
-_HEAD = "perplexity | KL, nats | elsewhere: perplexity | KL, nats"
+def _windows_cells(row: str, result: dict[str, Any]) -> list[Values]:
+    return [_bits(result["results"][row]), *method_cells(result, row)]
+
+
 for _section, _result in ({"SmolLM2-135M": SMOLLM2} | SHIPPED).items():
-    PAGE.table(
-        f"method | bits | CPU seconds | {_HEAD}",
-        _windows_cell(_result, ("CPU seconds", *_SCORES)),
+    PAGE.rows(
+        "method | bits | CPU seconds | perplexity | KL, nats | elsewhere: perplexity | KL, nats",
+        partial(_windows_cells, result=_result),
         section=_section,
-        columns=["bits", "CPU seconds", *_SCORES],
     )
-
-
-_SIZE_COLUMNS = ["bits", *(f"{model}: {text}" for model in SHIPPED for text in ("KL", "elsewhere"))]
-PAGE.table(
+PAGE.rows(
     "method | bits | Transformer: KL, nats | elsewhere | DIFF V1: KL, nats | elsewhere | DIFF V2: KL, nats | elsewhere",
-    lambda row, column: dict(zip(_SIZE_COLUMNS, size_cells(list(SHIPPED.values()), row), strict=True))[column],
-    columns=_SIZE_COLUMNS,
+    lambda row: size_cells(list(SHIPPED.values()), row),
 )
 
 # Eight bits
 
 EIGHT = {model: raw(f"rounding/8-bits/{file}.json")["results"] for model, file in _FILES.items()}
-_MICRO = ("KL, µnats", "elsewhere")
 
 
-def _eight(row: str, column: str) -> Values:
-    if column == "bits":
-        return sorted({rows[row]["bits"] for rows in EIGHT.values()})
-    model, _, text = column.partition(": ")
-    scores = EIGHT[model][row]
-    return [1e6 * (scores["elsewhere"] if text == "elsewhere" else scores)["kl"]]
+def _eight(row: str) -> list[Values]:
+    rows = [results[row] for results in EIGHT.values()]
+    return [
+        sorted({each["bits"] for each in rows}),
+        *([1e6 * scores["kl"]] for each in rows for scores in (each, each["elsewhere"])),
+    ]
 
 
-def _times(method: str, others: Sequence[str]) -> list[float]:
+def _times(method: str, others: Sequence[str]) -> tuple[float, float]:
     """Least and largest KL of a method over that of others, over models."""
     ratios = [rows[method]["kl"] / rows[other]["kl"] for rows in EIGHT.values() for other in others]
-    return [min(ratios), max(ratios)]
+    return ends(ratios)
 
 
 _HQQ, _INT8 = "HQQ 8 bits, rows", "bitsandbytes int8, rows"
-PAGE.table(
-    f"method | bits | {' | '.join(f'{model}: {_MICRO[0]} | {_MICRO[1]}' for model in SHIPPED)}",
-    _eight,
-    columns=["bits", *(f"{model}: {text}" for model in SHIPPED for text in _MICRO)],
-)
+PAGE.rows(f"method | bits | {' | '.join(f'{model}: KL, µnats | elsewhere' for model in SHIPPED)}", _eight)
 _UNROUNDED = [
     {name: row["kl"] for name, row in rows.items() if name != "16 bits" and "LLM" not in name}
     for rows in EIGHT.values()
@@ -117,34 +104,23 @@ PAGE.says(
     *_times("bitsandbytes LLM.int8, inputs rounded too", [_INT8]),
 )
 
-_BY_FILE = {result["settings"]["model"]: result for result in (SMOLLM2, *SHIPPED.values())}
+_BY_FILE = {result["settings"]["model"]: result for result in NEWEST.values()}
 
 
-def _lead_cell(row: str, column: str) -> str:
+def _lead_cells(row: str) -> list[str]:
     file, _, ours = row.split(", ")
-    return dict(zip(("best other", "prose", "elsewhere"), lead_cells(_BY_FILE[file], ours), strict=True))[column]
+    return lead_cells(_BY_FILE[file], ours)
 
 
-PAGE.table(
-    "model | bits | ours | best other | KL less, nats | elsewhere",
-    _lead_cell,
-    names=3,
-    columns=["best other", "prose", "elsewhere"],
-)
-
-_HEADS = ["Transformer: perplexity", "KL, nats", "DIFF V1: perplexity", "KL, nats", "DIFF V2: perplexity", "KL, nats"]
+PAGE.rows("model | bits | ours | best other | KL less, nats | elsewhere", _lead_cells, names=3)
 
 
-def _trained_cell(row: str, column: str) -> list[Expected]:
-    model = "Transformer" if column == "bits" else column.partition(":")[0]
-    return _cell(TRAINED[model]["results"][row], column)
+def _trained_cells(row: str) -> list[Values]:
+    rows = [result["results"][row] for result in TRAINED.values()]
+    return [_bits(rows[0]), *([each[score]] for each in rows for score in ("perplexity", "kl"))]
 
 
-PAGE.table(
-    f"method | bits | {' | '.join(_HEADS)}",
-    _trained_cell,
-    columns=["bits", *(f"{model}: {what}" for model in TRAINED for what in ("perplexity", "KL"))],
-)
+PAGE.rows(f"method | bits | {' | '.join(f'{model}: perplexity | KL, nats' for model in TRAINED)}", _trained_cells)
 PAGE.table(
     "method | bits | the model's own | normal | Student's t, 5 | normal, large columns | normal, large rows",
     lambda row, head: [LAYERS[row]["bits"] if head == "bits" else LAYERS[row]["decibels"][head]],
@@ -161,19 +137,14 @@ def _tier(size: str) -> list[str]:
     return [name for name, row in OLDER["results"].items() if row.get("tier") == tier]
 
 
-def _lead(name: str, rivals: list[str], take: Callable[[list[float]], float]) -> float:
-    kinds = LAYERS[name]["decibels"]
-    return take([kinds[kind] - max(LAYERS[rival]["decibels"][kind] for rival in rivals) for kind in kinds])
+def _leads(size: str) -> list[float]:
+    """Decibels that `gptq` is ahead of all others of its size, by kind of weights."""
+    of_rivals = [LAYERS[name]["decibels"] for name in _tier(size) if name != f"gptq {size}"]
+    kinds = LAYERS[f"gptq {size}"]["decibels"]
+    return [kinds[kind] - max(rival[kind] for rival in of_rivals) for kind in kinds]
 
 
-_LEADS = [
-    take_lead
-    for size in ("4:g32", "4:g128", "6:g128")
-    for take_lead in (
-        _lead(f"gptq {size}", [n for n in _tier(size) if n != f"gptq {size}"], min),
-        _lead(f"gptq {size}", [n for n in _tier(size) if n != f"gptq {size}"], max),
-    )
-]
+_LEADS = [end for size in ("4:g32", "4:g128", "6:g128") for end in ends(_leads(size))]
 PAGE.says(
     "is {} to {} dB ahead of all others at 4.5 bits, {} to {} at 4.12 and {} to {} at 6.12",
     *_LEADS,
@@ -181,50 +152,45 @@ PAGE.says(
 PAGE.means("has the highest signal-to-noise ratio on all five kinds of weights", min(_LEADS) > 0)
 
 
-def _fall(rounding: str, result: dict[str, Any], size: str = "4:g32") -> float:
-    return 100 * (1 - _kl(f"{rounding} {size}", result) / _kl(f"nearest {size}", result))
+# The newest results: by model, methods and text.
+
+TEXTS = ("prose", "elsewhere")
 
 
-_FALLS = [_fall("mse", result) for result in (SMOLLM2, *SHIPPED.values())]
-PAGE.says("It lowers the KL of `nearest` by {} to {} % with groups of 32", min(_FALLS), max(_FALLS))
-PAGE.says(
-    "its KL at 4.5 bits falls by {} % from `nearest`, the Transformer's by {} % and DIFF V2's by {} %",
-    *(_fall("gptq", SHIPPED[model]) for model in ("DIFF V1", "Transformer", "DIFF V2")),
-)
+def _scores(model: str, name: str, text: str) -> dict[str, Any]:
+    row = NEWEST[model]["results"][name]
+    return row if text == "prose" else row["elsewhere"]
 
 
-def _elsewhere(result: dict[str, Any]) -> dict[str, Any]:
-    """A result with what was scored on the other text in place of the prose."""
-    rows = {name: row | row["elsewhere"] for name, row in result["results"].items()}
-    return result | {"results": rows}
+def _percent_less(model: str, ours: str, rival: str, text: str = "prose") -> float:
+    """Percent of KL that one method has less than another."""
+    return 100 * (1 - _scores(model, ours, text)["kl"] / _scores(model, rival, text)["kl"])
 
 
-def _below_the_best(ours: str, result: dict[str, Any], best: str) -> float:
-    return 100 * (1 - _kl(ours, result) / _kl(best, result))
+def _difference(model: str, ours: str, rival: str) -> dict[str, Difference]:
+    """A method's KL less another's, on both texts."""
+    return dict(zip(TEXTS, kl_less(NEWEST[model], ours, rival), strict=True))
 
 
-def _is_below_zero(difference: Difference | None) -> bool:
-    return difference is not None and difference.high < 0
+def _is_below_zero(difference: Difference) -> bool:
+    return difference.high < 0
 
 
 def _range_below(rivals: Mapping[str, str], ours: str = "gptq 4:g32") -> list[float]:
     """Least and most percent of KL that ours has less than each model's rival on the prose, and elsewhere."""
-    here = [_below_the_best(ours, SHIPPED[model], rival) for model, rival in rivals.items()]
-    there = [_below_the_best(ours, _elsewhere(SHIPPED[model]), rival) for model, rival in rivals.items()]
-    return [min(here), max(here), min(there), max(there)]
+    less = ([_percent_less(model, ours, rival, text) for model, rival in rivals.items()] for text in TEXTS)
+    return [end for each in less for end in ends(each)]
+
+
+def _is_below_all(rivals: Mapping[str, str], ours: str = "gptq 4:g32") -> bool:
+    return all(
+        _is_below_zero(each) for model, rival in rivals.items() for each in _difference(model, ours, rival).values()
+    )
 
 
 def _lowest(names: Sequence[str]) -> dict[str, str]:
     """Which of some methods has the lowest KL on each model."""
     return {model: min(names, key=lambda name: _kl(name, result)) for model, result in SHIPPED.items()}
-
-
-def _is_below_all(rivals: Mapping[str, str]) -> bool:
-    return all(_is_below_zero(each) for model, rival in rivals.items() for each in _less(model, rival))
-
-
-def _less(model: str, rival: str, ours: str = "gptq 4:g32") -> tuple[Difference | None, Difference | None]:
-    return kl_less(SHIPPED[model], ours, rival)
 
 
 def _blind(result: dict[str, Any], tier: str = "4.5 bits") -> list[str]:
@@ -233,33 +199,41 @@ def _blind(result: dict[str, Any], tier: str = "4.5 bits") -> list[str]:
     return [name for name in rows if rows[name].get("tier") == tier and not name.startswith(READERS)]
 
 
+PAGE.says(
+    "It lowers the KL of `nearest` by {} to {} % with groups of 32",
+    *ends(_percent_less(model, "mse 4:g32", "nearest 4:g32") for model in NEWEST),
+)
+PAGE.says(
+    "its KL at 4.5 bits falls by {} % from `nearest`, the Transformer's by {} % and DIFF V2's by {} %",
+    *(_percent_less(model, "gptq 4:g32", "nearest 4:g32") for model in ("DIFF V1", "Transformer", "DIFF V2")),
+)
+
 _TUNER = "AutoRound 4 bits, groups of 32"
 _SIZES = ("4:g32", "4:g128", "6:g128", "3:g32")
 # AutoRound at our sizes.
 TUNERS = {"4:g32": _TUNER, "4:g128": "AutoRound 4 bits, groups of 128", "3:g32": "AutoRound 3 bits, groups of 32"}
 
 
-def _tuner_less(ours: str) -> dict[str, tuple[float, float]]:
-    """Least and most percent of KL that one of ours has less than AutoRound on the prose, by size, over models."""
-    less = {
-        size: [_below_the_best(f"{ours} {size}", result, tuner) for result in SHIPPED.values()]
+def _tuner_less(ours: str, model: str, size: str, text: str = "prose") -> float:
+    """Percent of KL that one of ours has less than AutoRound."""
+    return _percent_less(model, f"{ours} {size}", TUNERS[size], text)
+
+
+def _against_tuner(ours: str, models: Iterable[str] = SHIPPED) -> dict[tuple[str, str, str], Difference]:
+    """KL of one of ours less AutoRound's, by model, size and text."""
+    return {
+        (model, size, text): difference
+        for model in models
         for size, tuner in TUNERS.items()
+        for text, difference in _difference(model, f"{ours} {size}", tuner).items()
     }
-    return {size: (min(each), max(each)) for size, each in less.items()}
 
 
-_TUNED_LESS, _GPTQ_LESS = _tuner_less("tuned"), _tuner_less("gptq")
 PAGE.says(
     "less by {} to {} % of AutoRound's KL at 4.5 bits, {} to {} % at 4.12 and {} to {} % at 3.5",
-    *(end for size in TUNERS for end in _TUNED_LESS[size]),
+    *(end for size in TUNERS for end in ends(_tuner_less("tuned", model, size) for model in SHIPPED)),
 )
-AGAINST_TUNER = {
-    (model, size, text): difference
-    for model in SHIPPED
-    for size, tuner in TUNERS.items()
-    for text, difference in zip(("prose", "elsewhere"), _less(model, tuner, f"tuned {size}"), strict=True)
-    if difference is not None
-}
+AGAINST_TUNER = _against_tuner("tuned")
 PAGE.says(
     "Of the {} intervals of these differences (three models, three sizes, two texts) {} lie below zero and one above",
     len(AGAINST_TUNER),
@@ -285,13 +259,8 @@ RERUN = math.sqrt(sum(change**2 for change in RERUNS) / len(RERUNS))
 CHANCE = 1.96 * RERUN
 
 
-def _share(model: str, size: str, text: str) -> float:
-    """KL of `tuned` over AutoRound's, less one."""
-    result = SHIPPED[model] if text == "prose" else _elsewhere(SHIPPED[model])
-    return _kl(f"tuned {size}", result) / _kl(TUNERS[size], result) - 1
-
-
-SHARES = {place: _share(*place) for place in AGAINST_TUNER}
+# KL of `tuned` over AutoRound's, less one.
+SHARES = {place: -_tuner_less("tuned", *place) / 100 for place in AGAINST_TUNER}
 _BY_CHANCE = {model: sum(abs(SHARES[place]) < CHANCE for place in SHARES if place[0] == model) for model in SHIPPED}
 _ON_V1 = [-100 * share for (model, *_), share in SHARES.items() if model == "DIFF V1"]
 PAGE.says(
@@ -307,7 +276,7 @@ PAGE.means(
     "five of six on the Transformer, three of six on DIFF V2, none on DIFF V1",
     _BY_CHANCE == {"Transformer": 5, "DIFF V1": 0, "DIFF V2": 3},
 )
-PAGE.says("none on DIFF V1, where `tuned` has {} to {} % less", min(_ON_V1), max(_ON_V1))
+PAGE.says("none on DIFF V1, where `tuned` has {} to {} % less", *ends(_ON_V1))
 # The prose is scored from the ninth of sixteen passages on: four whole ones, in turn.
 _PASSAGE = len(load_text()) / 16
 
@@ -344,8 +313,9 @@ PAGE.means(
 PAGE.means(
     "`tuned` has less KL than all others but AutoRound on the three models trained here, on both texts at every size",
     all(
-        _kl(name, result) > _kl(f"tuned {size}", result)
-        for result in (*SHIPPED.values(), *map(_elsewhere, SHIPPED.values()))
+        _scores(model, name, text)["kl"] > _scores(model, f"tuned {size}", text)["kl"]
+        for model, result in SHIPPED.items()
+        for text in TEXTS
         for size in _SIZES
         for name, row in result["results"].items()
         if row.get("tier") == result["results"][f"tuned {size}"]["tier"]
@@ -357,18 +327,18 @@ _MORE_BITS = [
     for size, tuner in TUNERS.items()
     for result in SHIPPED.values()
 ]
-PAGE.says("AutoRound has {} to {} % more bits", min(_MORE_BITS), max(_MORE_BITS))
+PAGE.says("AutoRound has {} to {} % more bits", *ends(_MORE_BITS))
 _TIMED = [
     [result["results"][names[size]]["cpu_seconds"] for size in TUNERS for result in SHIPPED.values()]
-    for names in (TUNERS, {size: f"tuned {size}" for size in TUNERS}, {size: f"gptq {size}" for size in TUNERS})
+    for names in (TUNERS, *({size: f"{ours} {size}" for size in TUNERS} for ours in ("tuned", "gptq")))
 ]
 PAGE.says(
     "and took {} to {} seconds of CPU time a model, `tuned` {} to {} and `gptq` {} to {}",
-    *(end for seconds in _TIMED for end in (min(seconds), max(seconds))),
+    *(end for seconds in _TIMED for end in ends(seconds)),
 )
 PAGE.means(
     "were measured on one core each of an AMD EPYC with AVX-512",
-    {row["device"] for result in (SMOLLM2, *SHIPPED.values()) for row in result["results"].values() if "device" in row}
+    {row["device"] for result in NEWEST.values() for row in result["results"].values() if "device" in row}
     == {"AMD EPYC"},
 )
 _BY_Q4_K, _BY_MIX = (dict.fromkeys(SHIPPED, name) for name in ("llama.cpp Q4_K, imatrix", "llama.cpp Q4_K_M, imatrix"))
@@ -376,24 +346,18 @@ _BY_GPTQ = _lowest([f"llm-compressor GPTQ, 4 bits, groups of 32, {observer}" for
 _BY_BLIND = {model: min(_blind(result), key=lambda name: _kl(name, result)) for model, result in SHIPPED.items()}
 PAGE.says(
     "It has {} to {} % more KL than AutoRound at 4.5 bits on the prose, {} to {} % at 4.12 and {} to {} % at 3.5",
-    *(-end for size in TUNERS for end in reversed(_GPTQ_LESS[size])),
+    *(end for size in TUNERS for end in ends(-_tuner_less("gptq", model, size) for model in SHIPPED)),
 )
 PAGE.means(
     "at 4.5 and 4.12 bits on DIFF V1 the two are level elsewhere",
-    {
-        (model, size, text)
-        for model in SHIPPED
-        for size, tuner in TUNERS.items()
-        for text, each in zip(("prose", "elsewhere"), _less(model, tuner, f"gptq {size}"), strict=True)
-        if each is not None and each.low <= 0 <= each.high
-    }
+    {place for place, each in _against_tuner("gptq").items() if each.low <= 0 <= each.high}
     == {("DIFF V1", "4:g32", "elsewhere"), ("DIFF V1", "4:g128", "elsewhere")},
 )
 PAGE.says("It has {} to {} % less KL than llama.cpp's Q4_K", *_range_below(_BY_Q4_K)[:2])
 PAGE.says(
     "and {} to {} % less than Q4_K_M, which has {} to {} bits",
     *_range_below(_BY_MIX)[:2],
-    *(take(result["results"][_BY_MIX[model]]["bits"] for model, result in SHIPPED.items()) for take in (min, max)),
+    *ends(result["results"][_BY_MIX[model]]["bits"] for model, result in SHIPPED.items()),
 )
 PAGE.says("it has {} to {} % less than llm-compressor's GPTQ", *_range_below(_BY_GPTQ)[:2])
 AGAINST_BLIND = _range_below(_BY_BLIND)
@@ -410,23 +374,16 @@ PAGE.leaves("this project's environment has 2.13.0", "a version")
 
 
 _PLAIN = "gptq 4:g32, unrounded inputs"
-_LESS = [_below_the_best("gptq 4:g32", result, _PLAIN) for result in SHIPPED.values()]
-_LESS_THERE = [_below_the_best("gptq 4:g32", _elsewhere(result), _PLAIN) for result in SHIPPED.values()]
 _SLOWER = [
     result["results"]["gptq 4:g32"]["cpu_seconds"] / result["results"][_PLAIN]["cpu_seconds"]
     for result in SHIPPED.values()
 ]
-PAGE.says(
-    "lowers `gptq`'s KL by {} to {} % on the prose and {} to {} % elsewhere",
-    min(_LESS),
-    max(_LESS),
-    min(_LESS_THERE),
-    max(_LESS_THERE),
-)
-PAGE.says("It takes {} to {} times the CPU time", min(_SLOWER), max(_SLOWER))
+_BY_PLAIN = dict.fromkeys(SHIPPED, _PLAIN)
+PAGE.says("lowers `gptq`'s KL by {} to {} % on the prose and {} to {} % elsewhere", *_range_below(_BY_PLAIN))
+PAGE.says("It takes {} to {} times the CPU time", *ends(_SLOWER))
 PAGE.means(
     "no interval of the difference contains zero. It takes",
-    all(each and each.low > 0 for result in SHIPPED.values() for each in more_kl(result, _PLAIN)),
+    _is_below_all(_BY_PLAIN),
 )
 
 
@@ -434,7 +391,7 @@ def _more(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> list[float]
     """Least and most percent of KL that the first of each two rows has more, on the prose and elsewhere."""
     here = [100 * (row["kl"] / other["kl"] - 1) for row, other in pairs]
     there = [100 * (row["elsewhere"]["kl"] / other["elsewhere"]["kl"] - 1) for row, other in pairs]
-    return [min(here), max(here), min(there), max(there)]
+    return [*ends(here), *ends(there)]
 
 
 _HALF = {model: raw(f"rounding/half-text/{file}.json") for model, file in _FILES.items()}
@@ -476,50 +433,44 @@ PAGE.means(
     and not any(map(_is_below_zero, _HALF_OF_TUNED.values())),
 )
 
+
+def _more_under(option: str) -> dict[str, dict[str, Difference]]:
+    """KL that an option of `gptq` adds, by model and text."""
+    return {model: _difference(model, f"gptq 4:g32, {option}", "gptq 4:g32") for model in SHIPPED}
+
+
 _BY_OWN = {
-    option: [100 * (_kl(f"gptq 4:g32, {option}", r) / _kl("gptq 4:g32", r) - 1) for r in SHIPPED.values()]
+    option: [-_percent_less(model, f"gptq 4:g32, {option}", "gptq 4:g32") for model in SHIPPED]
     for option in ("target layer", "order of activation")
 }
 PAGE.says(
     "it has {} to {} % more on the prose, about as much as on the 16-bit model's inputs",
-    min(_BY_OWN["target layer"]),
-    max(_BY_OWN["target layer"]),
+    *ends(_BY_OWN["target layer"]),
 )
 PAGE.means(
     "None of `gptq`'s options helps",
-    not any(
-        map(
-            _is_below_zero, (each for r in SHIPPED.values() for o in _BY_OWN for each in more_kl(r, f"gptq 4:g32, {o}"))
-        )
-    ),
+    not any(_is_below_zero(each) for o in _BY_OWN for texts in _more_under(o).values() for each in texts.values()),
 )
 PAGE.says(
     "`order: activation` has {} to {} % more",
-    min(_BY_OWN["order of activation"]),
-    max(_BY_OWN["order of activation"]),
+    *ends(_BY_OWN["order of activation"]),
 )
 PAGE.means(
     "on DIFF V1 both intervals of that contain zero, on the others none does",
     all(
-        each is not None and (each.low > 0) == (model != "DIFF V1") and each.high > 0
-        for model, result in SHIPPED.items()
-        for each in more_kl(result, "gptq 4:g32, order of activation")
+        (each.low > 0) == (model != "DIFF V1") and each.high > 0
+        for model, texts in _more_under("order of activation").items()
+        for each in texts.values()
     ),
 )
 
 
-def _option_cell(row: str, column: str) -> str:
+def _option_cells(row: str) -> list[str]:
     model, _, name = row.partition(", ")
-    return dict(zip(_OPTION_COLUMNS, option_cells(_BY_FILE[model], name), strict=True))[column]
+    return option_cells(_BY_FILE[model], name)
 
 
-_OPTION_COLUMNS = ["bits", "KL", "more", "elsewhere: KL", "elsewhere: more"]
-PAGE.table(
-    "model | gptq | bits | KL, nats | more than by itself | elsewhere: KL, nats | more",
-    _option_cell,
-    names=2,
-    columns=_OPTION_COLUMNS,
-)
+PAGE.rows("model | gptq | bits | KL, nats | more than by itself | elsewhere: KL, nats | more", _option_cells, names=2)
 PAGE.means(
     "On the inputs of the 16-bit model `gptq` would be behind Q4_K_M on the Transformer and DIFF V2",
     [model for model, result in SHIPPED.items() if _kl(_PLAIN, result) > _kl(_BY_MIX[model], result)]
@@ -531,33 +482,26 @@ PAGE.means(
 )
 
 
-# Whether ours have less KL than every method of another library that reads no text.
-FIRST = {
-    (model, size): {
-        rule: _kl(f"{rule} {size}", result)
-        < min(
-            _kl(name, result)
-            for name in _blind(result, result["results"][f"mse {size}"]["tier"])
-            if not name.startswith(OURS)
-        )
-        for rule in ("mse", "gptq")
-    }
-    for model, result in ({"SmolLM2": SMOLLM2} | SHIPPED).items()
+# Where `mse` has less KL than every method of another library that reads no text.
+_MSE_LEADS = {
+    (model, size)
+    for model, result in NEWEST.items()
     for size in _SIZES
+    if _kl(f"mse {size}", result)
+    < min(
+        _kl(name, result)
+        for name in _blind(result, result["results"][f"mse {size}"]["tier"])
+        if not name.startswith(OURS)
+    )
 }
-_MSE_LEADS = {place for place, first in FIRST.items() if first["mse"]}
-PAGE.says("in {} of the {} combinations of a model and a size", len(_MSE_LEADS), len(FIRST))
+PAGE.says("in {} of the {} combinations of a model and a size", len(_MSE_LEADS), len(NEWEST) * len(_SIZES))
 PAGE.means(
     "at 4.5 bits on the three models trained here, and at 3.5 bits on all four",
-    {*((model, "4:g32") for model in SHIPPED), *((model, "3:g32") for model in ("SmolLM2", *SHIPPED))} == _MSE_LEADS,
+    {*((model, "4:g32") for model in SHIPPED), *((model, "3:g32") for model in NEWEST)} == _MSE_LEADS,
 )
 PAGE.means(
     "`mse` has less KL than the best of them on both texts, and no interval of the difference contains zero",
-    all(
-        _is_below_zero(each)
-        for model, size in _MSE_LEADS
-        for each in lead(({"SmolLM2": SMOLLM2} | SHIPPED)[model], f"mse {size}")[1:]
-    ),
+    all(_is_below_zero(each) for model, size in _MSE_LEADS for each in lead(NEWEST[model], f"mse {size}")[1:]),
 )
 
 
@@ -571,59 +515,46 @@ PAGE.means(
 )
 
 
-def _smollm2_less(ours: str, rival: str) -> list[float]:
-    """Percent of KL that one of ours has less on SmolLM2, on the prose and elsewhere."""
-    return [_below_the_best(ours, result, rival) for result in (SMOLLM2, _elsewhere(SMOLLM2))]
-
-
 _SMOLLM2_HQQ = "HQQ 4 bits, groups of 64"
-_SMOLLM2_TUNED = {size: _smollm2_less(f"tuned {size}", tuner) for size, tuner in TUNERS.items()}
 PAGE.says(
     "On the prose `tuned` has {} % less KL than AutoRound at 4.5 bits, {} % less at 4.12 and {} % less at 3.5, and "
     "elsewhere {}, {} and {} % less",
-    *(_SMOLLM2_TUNED[size][text] for text in (0, 1) for size in TUNERS),
+    *(_tuner_less("tuned", "SmolLM2", size, text) for text in TEXTS for size in TUNERS),
 )
 
 
-def _smollm2_places(ours: str, is_so: Callable[[Difference], bool]) -> set[tuple[str, str]]:
-    """Sizes and texts at which the difference of one of ours from AutoRound on SmolLM2 is so."""
-    return {
-        (size, text)
-        for size, tuner in TUNERS.items()
-        for text, each in zip(("prose", "elsewhere"), kl_less(SMOLLM2, f"{ours} {size}", tuner), strict=True)
-        if each is not None and is_so(each)
-    }
-
-
+_SMOLLM2_TUNED, _SMOLLM2_GPTQ = (
+    {(size, text): each for (_, size, text), each in _against_tuner(ours, ["SmolLM2"]).items()}
+    for ours in ("tuned", "gptq")
+)
 PAGE.means(
     "elsewhere at 4.12 and 3.5 bits the two are level, and none of the other intervals contains zero",
-    _smollm2_places("tuned", lambda each: each.high >= 0) == {("4:g128", "elsewhere"), ("3:g32", "elsewhere")}
-    and not _smollm2_places("tuned", lambda each: each.low > 0),
+    {at for at, each in _SMOLLM2_TUNED.items() if each.high >= 0} == {("4:g128", "elsewhere"), ("3:g32", "elsewhere")}
+    and not any(each.low > 0 for each in _SMOLLM2_TUNED.values()),
 )
 PAGE.means(
     "`gptq` is level with AutoRound at 4.5 bits on both texts and behind it at the other two sizes",
-    _smollm2_places("gptq", lambda each: each.low <= 0 <= each.high) == {("4:g32", "prose"), ("4:g32", "elsewhere")}
-    and not _smollm2_places("gptq", _is_below_zero),
-)
-_TUNER_LESS_THAN_GPTQ = [
-    _smollm2_less(TUNERS[size], f"gptq {size}")[text] for text in (0, 1) for size in ("4:g128", "3:g32")
-]
-PAGE.says(
-    "AutoRound has {} and {} % less KL than `gptq` on the prose, and {} and {} % less elsewhere", *_TUNER_LESS_THAN_GPTQ
+    {at for at, each in _SMOLLM2_GPTQ.items() if each.low <= 0 <= each.high} == {("4:g32", text) for text in TEXTS}
+    and not any(map(_is_below_zero, _SMOLLM2_GPTQ.values())),
 )
 PAGE.says(
-    "`gptq` has {} % less KL than HQQ on the prose and {} % less elsewhere", *_smollm2_less("gptq 4:g32", _SMOLLM2_HQQ)
+    "AutoRound has {} and {} % less KL than `gptq` on the prose, and {} and {} % less elsewhere",
+    *(_percent_less("SmolLM2", TUNERS[size], f"gptq {size}", text) for text in TEXTS for size in ("4:g128", "3:g32")),
+)
+PAGE.says(
+    "`gptq` has {} % less KL than HQQ on the prose and {} % less elsewhere",
+    *(_percent_less("SmolLM2", "gptq 4:g32", _SMOLLM2_HQQ, text) for text in TEXTS),
 )
 PAGE.means(
     "llama.cpp's IQ4_NL and IQ4_XS, to which it tells only mean squares, are ahead of `gptq` there",
     all(
-        _is_below_zero(kl_less(SMOLLM2, f"llama.cpp {kind}, imatrix", f"gptq {size}")[1])
+        _is_below_zero(_difference("SmolLM2", f"llama.cpp {kind}, imatrix", f"gptq {size}")["elsewhere"])
         for kind, size in (("IQ4_NL", "4:g32"), ("IQ4_XS", "4:g128"))
     ),
 )
 PAGE.means(
     "and IQ4_XS of `tuned`",
-    _is_below_zero(kl_less(SMOLLM2, "llama.cpp IQ4_XS, imatrix", "tuned 4:g128")[1]),
+    _is_below_zero(_difference("SmolLM2", "llama.cpp IQ4_XS, imatrix", "tuned 4:g128")["elsewhere"]),
 )
 PAGE.says(
     "With {} tokens `gptq` took {} seconds of CPU time, `tuned` {} and AutoRound {}",
@@ -692,14 +623,13 @@ PAGE.says(
 )
 _SIX = {
     model: [_kl(name, result) for name, row in result["results"].items() if row.get("tier") == "6.125 bits"]
-    for model, result in ({"SmolLM2": SMOLLM2} | SHIPPED).items()
+    for model, result in NEWEST.items()
 }
 PAGE.says(
     "Six bits cost the models trained here {} to {} nats on the prose, and SmolLM2 {} to {}",
     min(min(_SIX[model]) for model in SHIPPED),
     max(max(_SIX[model]) for model in SHIPPED),
-    min(_SIX["SmolLM2"]),
-    max(_SIX["SmolLM2"]),
+    *ends(_SIX["SmolLM2"]),
 )
 PAGE.says(
     "nf4 at 4.5 bits has {} on DIFF V2 where `gptq` has {}, with {} against {} nats",
@@ -714,7 +644,7 @@ _PEERS = [name for name in _tier("4:g32") if not name.startswith(OURS)]
 _AHEAD = [
     LAYERS["mse 4:g32"]["decibels"][kind] - max(LAYERS[peer]["decibels"][kind] for peer in _PEERS) for kind in _RANDOM
 ]
-PAGE.says("by {} dB (heavy tails, large rows: HQQ is as good) to {} dB", min(_AHEAD), max(_AHEAD))
+PAGE.says("by {} dB (heavy tails, large rows: HQQ is as good) to {} dB", *ends(_AHEAD))
 _BEHIND = [
     LAYERS["bitsandbytes nf4, double quantization"]["decibels"][kind] - LAYERS["mse 4:g128"]["decibels"][kind]
     for kind in LAYERS["mse 4:g128"]["decibels"]
@@ -765,4 +695,4 @@ PAGE.leaves("At 4.5 bits it is first", "a tier's name")
 PAGE.leaves("on DIFF V2 at 3.5 bits on both texts", "a tier's name")
 PAGE.leaves("a model and a size: at 4.5 bits", "a tier's name")
 PAGE.leaves("On SmolLM2 at 4.5 bits nf4", "a tier's name")
-PAGE.table(" | scales | codes | needs", lambda *_: Unmeasured("formulas"))
+PAGE.table(" | scales | codes | needs", Unmeasured("formulas"))

@@ -7,11 +7,11 @@ from research.check.raw import raw, recorded
 
 PAGE, CACHE = Page("docs/schemes.md", is_guide=True), Page("docs/kv-cache.md", is_guide=True)
 PAGES = [PAGE, CACHE]
-PAGE.table("you want | options | what you get", lambda *_: Unmeasured("options, and what they mean"))
-PAGE.table("granularity | one scale per", lambda *_: Unmeasured("definitions"))
-PAGE.table("target | what is rounded | one scale per", lambda *_: Unmeasured("definitions"))
-PAGE.table("`--like` | is | not in it", lambda *_: Unmeasured("definitions"))
-PAGE.table("format | elements | scale | bits | weights open elsewhere as", lambda *_: Unmeasured("definitions"))
+PAGE.table("you want | options | what you get", Unmeasured("options, and what they mean"))
+PAGE.table("granularity | one scale per", Unmeasured("definitions"))
+PAGE.table("target | what is rounded | one scale per", Unmeasured("definitions"))
+PAGE.table("`--like` | is | not in it", Unmeasured("definitions"))
+PAGE.table("format | elements | scale | bits | weights open elsewhere as", Unmeasured("definitions"))
 PAGE.leaves("40,960 blocks that 512 tokens have", "a count, which tests/model/test_float_caches.py asserts")
 PAGE.leaves("**Blocks of 128 × 128**", "DeepSeek's layout")
 PAGE.leaves(
@@ -105,6 +105,6 @@ CACHE.means(
         for model in _MODELS
     ),
 )
-CACHE.table("`--observer` | the range is | take it", lambda *_: Unmeasured("choices"))
+CACHE.table("`--observer` | the range is | take it", Unmeasured("choices"))
 for _text in ("cache of 4,096 tokens", "In contexts of 4,096 tokens", "MB for 4,096 tokens"):
     CACHE.leaves(_text, "a length")

@@ -7,7 +7,7 @@ from statistics import median
 from diffquant.calib.search.result import SearchResult, read_search
 from diffquant.calib.search.roles import roles
 from diffquant.calib.search.table import uniform_kl
-from research.check.numbers import About, Expected
+from research.check.numbers import About, Expected, ends
 from research.check.page import RESULTS, Page
 from research.check.pages.schemes import PAGE as GUIDE
 from research.check.raw import raw
@@ -81,11 +81,9 @@ PAGE.says(
     _PERPLEXITIES["uniform 5"],
 )
 _SUMS = [each.predicted / each.kl for result in (W45, W55) for each in result.candidates if each.predicted]
-PAGE.says(
-    "the sum of single costs is {} to {} times what the whole recipe costs on other text.", min(_SUMS), max(_SUMS)
-)
+PAGE.says("the sum of single costs is {} to {} times what the whole recipe costs on other text.", *ends(_SUMS))
 _CACHE_SUMS = [each.predicted / each.kl for result in (C45, C55, C5) for each in result.candidates if each.predicted]
-PAGE.says("The sum of single costs is {} to {} times what the whole recipe costs", min(_CACHE_SUMS), max(_CACHE_SUMS))
+PAGE.says("The sum of single costs is {} to {} times what the whole recipe costs", *ends(_CACHE_SUMS))
 
 CHECK = raw("smollm2-search/check-16384.json")
 _BITS = {"searched 4.5": 4.5, "searched 5.5": 5.5, "spread evenly 4.5": 4.5, "spread evenly 5.5": 5.49}
@@ -218,17 +216,14 @@ PAGE.leaves("Costs are of 4 windows of 256 tokens", "a setting")
 # Models trained here
 
 POCKET = {name: raw(f"search-prose/{name}.json") for name in ("prose-transformer", "prose-diff-v1", "prose-diff-v2")}
-_COLUMNS = ("uniform bytes", "searched bytes", *TEXTS)
 
 
-def _searched(row: str, column: str) -> str:
+def _searched(row: str) -> list[str]:
     name, _, uniform = row.partition(", ")
-    return dict(zip(_COLUMNS, searched_cells(POCKET[name], uniform.removesuffix(" bits")), strict=True))[column]
+    return searched_cells(POCKET[name], uniform.removesuffix(" bits"))
 
 
-PAGE.table(
-    "model | uniform | bytes | searched, bytes | KL, nats | elsewhere: KL, nats", _searched, names=2, columns=_COLUMNS
-)
+PAGE.rows("model | uniform | bytes | searched, bytes | KL, nats | elsewhere: KL, nats", _searched, names=2)
 _RUNS = [(name, width) for name, result in POCKET.items() for width in result["results"]]
 GAINS = {
     (name, width, text): below(*(POCKET[name]["results"][width][which][text]["kl"] for which in (SEARCHED, UNIFORM)))
@@ -239,10 +234,8 @@ _V2 = [less for (name, *_), less in GAINS.items() if name == "prose-diff-v2"]
 _OTHERS = [less for (name, *_), less in GAINS.items() if name != "prose-diff-v2"]
 PAGE.says(
     "have {} to {} % less KL in the Transformer and V1, and {} to {} % less in V2",
-    min(_OTHERS),
-    max(_OTHERS),
-    min(_V2),
-    max(_V2),
+    *ends(_OTHERS),
+    *ends(_V2),
 )
 PAGE.means(
     "and as much less elsewhere as on prose",
@@ -261,10 +254,8 @@ _A_BIT_MORE = [
 ]
 PAGE.says(
     "worth {} to {} bits of each weight: one bit more everywhere takes {} to {} % off KL",
-    min(_BITS_WON),
-    max(_BITS_WON),
-    min(_A_BIT_MORE),
-    max(_A_BIT_MORE),
+    *ends(_BITS_WON),
+    *ends(_A_BIT_MORE),
 )
 PAGE.means(
     "At 4 bits nothing but queries and keys gets 3",
@@ -339,5 +330,5 @@ GUIDE.table(
     "stored bits of | prose-transformer | prose-diff-v1 | prose-diff-v2",
     lambda row, name: [GAINS[name, row[0], text] for text in TEXTS],
 )
-GUIDE.says("worth {} to {} bits of each weight", min(_BITS_WON), max(_BITS_WON))
+GUIDE.says("worth {} to {} bits of each weight", *ends(_BITS_WON))
 GUIDE.leaves("models of 1.25 M parameters", "a count")

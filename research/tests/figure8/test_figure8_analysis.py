@@ -85,6 +85,17 @@ def test_holms_p_values_are_those_of_closed_testing():
     assert holm(p_values) == pytest.approx(closed)
 
 
+def test_holm_corrects_as_r_does():
+    """R: p.adjust(c(0.01, 0.04, 0.03, 0.005), "holm") and p.adjust(c(0.5, 0.6), "holm")."""
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.5, 0.6]) == [1.0, 1.0]
+
+
+def test_holm_rejects_one_by_one_until_the_first_that_fails():
+    # By hand: 0.05 / 5, / 4, / 3, / 2 and / 1 are 0.01, 0.0125, 0.01667, 0.025 and 0.05.
+    assert [corrected <= 0.05 for corrected in holm([0.001, 0.0125, 0.016, 0.03, 0.2])] == [True] * 3 + [False] * 2
+
+
 @pytest.mark.parametrize("missing", ["e1-transformer-seed-106", "e1-diff-v2-seed-101"])
 def test_nothing_is_decided_before_all_trainings_are_there(missing):
     there = second_stage()

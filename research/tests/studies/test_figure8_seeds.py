@@ -6,7 +6,8 @@ import pytest
 from scipy import stats
 
 from diffquant.errors import UsageError
-from research.studies.figure8_seeds import bits_won, holm, predicted_bits, read_seed, seeds_summary
+from research.studies.figure8_model import bits_won, parts_won
+from research.studies.figure8_seeds import read_seed, seeds_summary
 
 READING = {"passages": 2, "windows": 2, "text": "t"}
 
@@ -23,8 +24,9 @@ def seed(diff, **more):
 
 
 def test_a_kl_four_times_the_transformers_of_the_same_seed_is_a_bit_lost():
-    assert bits_won(seed(4.0), "V1", "4:row") == pytest.approx(-1.0)
-    assert bits_won(seed(0.5), "V1", "4:row") == pytest.approx(0.5)
+    for times, won in ((4.0, -1.0), (0.5, 0.5)):
+        one = seed(times)
+        assert bits_won(one["V1"], one["Transformer"], "4:row") == pytest.approx(won)
 
 
 def test_the_interval_is_students_over_trainings():
@@ -38,7 +40,7 @@ def test_the_interval_is_students_over_trainings():
 def test_range_and_sensitivity_of_the_simple_model_are_told_apart():
     one = seed(4.0)
     one["V1"]["layers"][0]["errors"]["4:row"]["variance"] = [0.0625]
-    assert predicted_bits(one, "V1", "4:row") == pytest.approx((1.0, -1.0))
+    assert parts_won(one["V1"], one["Transformer"], "4:row") == pytest.approx((1.0, -1.0))
 
 
 @pytest.mark.parametrize(
@@ -63,17 +65,3 @@ def test_a_folder_is_one_model_of_each_generation(tmp_path):
         read_seed(tmp_path)
     with pytest.raises(UsageError, match="no model"):
         read_seed(tmp_path / "none")
-
-
-def test_holm_corrects_as_r_does():
-    """R: p.adjust(c(0.01, 0.04, 0.03, 0.005), "holm") and p.adjust(c(0.5, 0.6), "holm")."""
-    assert holm({"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.005}) == pytest.approx(
-        {"d": 0.02, "a": 0.03, "c": 0.06, "b": 0.06}
-    )
-    assert holm({"a": 0.5, "b": 0.6}) == {"a": 1.0, "b": 1.0}
-
-
-def test_holm_rejects_one_by_one_until_the_first_that_fails():
-    p = dict(zip("abcde", (0.001, 0.0125, 0.016, 0.03, 0.2), strict=True))
-    # By hand: 0.05 / 5, / 4, / 3, / 2 and / 1 are 0.01, 0.0125, 0.01667, 0.025 and 0.05.
-    assert [name for name, corrected in holm(p).items() if corrected <= 0.05] == ["a", "b", "c"]

@@ -15,7 +15,7 @@ from diffquant.recipe import Recipe
 from research.studies import quantizers, rounding, rounding_layers, rounding_tables
 from research.studies.quantizers import METHODS
 from research.studies.rounded_model import _SCORES, RoundingOptions, Subject
-from research.studies.rounding_method import TIERS, Method, Quantized, group_size
+from research.studies.rounding_method import TIERS, Method, Quantized, by_itself, group_size
 from tests.support import tiny_lm
 from tests.support.thorough import thorough
 
@@ -67,7 +67,7 @@ def test_groups_divide_the_width_and_are_no_smaller_than_asked(width, least, siz
 def test_stored_bits_count_codes_scales_and_zeros(name, bits, held):
     torch.manual_seed(0)
     weight = torch.randn(64, 512).half()
-    made = NAMED[name].quantize("w", weight, lambda: None)
+    made = NAMED[name].over(None)("w", weight)
     assert (made.bits / weight.numel(), made.held / weight.numel()) == (bits, held)
     assert made.values.dtype == torch.float32
     assert (made.values - weight.float()).norm() < 0.2 * weight.float().norm()
@@ -106,7 +106,7 @@ NF4 = [
 def test_nf4_gives_back_the_papers_levels():
     torch.manual_seed(0)
     weight = torch.randn(4, 64).half()
-    made = NAMED["bitsandbytes nf4, blocks of 64"].quantize("w", weight, lambda: None).values
+    made = NAMED["bitsandbytes nf4, blocks of 64"].over(None)("w", weight).values
     largest = weight.float().abs().amax(1, keepdim=True)
     levels = torch.tensor(NF4)
     nearest = levels[(weight.float() / largest).unsqueeze(-1).sub(levels).abs().argmin(-1)] * largest
@@ -118,7 +118,7 @@ def test_llm_int8_rounds_rows_of_inputs_and_leaves_columns_with_outliers_as_they
     torch.manual_seed(0)
     weight, x = torch.randn(24, 96).half(), torch.randn(5, 96).clamp(-5, 5)
     x[1, 7], x[3, 40] = 9.0, -20.0
-    made = NAMED["bitsandbytes LLM.int8, inputs rounded too"].quantize("w", weight, lambda: None)
+    made = NAMED["bitsandbytes LLM.int8, inputs rounded too"].over(None)("w", weight)
     inputs, rows = x.half().numpy().astype(np.float64), weight.numpy().astype(np.float64)
     scale = np.abs(rows).max(1, keepdims=True) / 127
     values = np.round(rows / scale) * scale
@@ -137,7 +137,7 @@ def test_llm_int8_rounds_rows_of_inputs_and_leaves_columns_with_outliers_as_they
 def test_a_product_of_a_methods_own_replaces_the_layers_while_it_is_measured(checkpoint):
     seen = []
 
-    def quantize(name, weight, read_rule):
+    def quantize(name, weight):
         def product(x):
             seen.append(name)
             return x @ weight.float().T * 0
@@ -145,10 +145,10 @@ def test_a_product_of_a_methods_own_replaces_the_layers_while_it_is_measured(che
         return Quantized(weight.float(), weight.numel(), weight.numel(), product)
 
     subject = Subject(checkpoint, RoundingOptions(**{**vars(OPTIONS), "items": 0}))
-    row = subject.measured(Method("none", TIERS[0], quantize), {})
+    row = subject.measured(Method("none", TIERS[0], lambda _: quantize), {})
     assert set(seen) == {source for source, _ in subject._weights.values()}
     assert row["kl"] > 0.1
-    exact = subject.measured(Method("exact", TIERS[0], lambda n, w, r: Quantized(w.float(), 1, 1)), {})
+    exact = subject.measured(Method("exact", TIERS[0], by_itself(lambda w: Quantized(w.float(), 1, 1))), {})
     assert exact["kl"] == pytest.approx(0, abs=1e-6)
 
 
@@ -311,17 +311,19 @@ def test_another_runs_file_is_refused(checkpoint, tmp_path):
 
 
 def test_a_library_that_is_missing_or_fails_is_named_and_tried_again(checkpoint, tmp_path):
-    def absent(name, weight, compensated):
+    def absent(weight):
         raise ModuleNotFoundError("No module named 'bitsandbytes'", name="bitsandbytes")
 
-    def failing(name, weight, compensated):
+    def failing(weight):
         raise RuntimeError("no such kernel")
 
-    def working(name, weight, compensated):
+    def working(weight):
         return Quantized(weight.float(), weight.numel() * 16, weight.numel() * 16)
 
     file, name = tmp_path / "out.json", "bitsandbytes nf4, blocks of 64"
-    absent, failing, working = (Method(name, TIERS[0], each, "bitsandbytes") for each in (absent, failing, working))
+    absent, failing, working = (
+        Method(name, TIERS[0], by_itself(each), "bitsandbytes") for each in (absent, failing, working)
+    )
     result = rounding.measure_methods(checkpoint, OPTIONS, [absent], file)
     assert "not measured: bitsandbytes is not installed: pip install bitsandbytes" in rounding_tables.method_table(
         result
@@ -336,11 +338,13 @@ def test_a_library_that_is_missing_or_fails_is_named_and_tried_again(checkpoint,
 
 
 def test_an_error_of_our_own_is_not_a_row(checkpoint, tmp_path):
-    def failing(name, weight, compensated):
+    def failing(weight):
         raise RuntimeError("a bug")
 
     with pytest.raises(RuntimeError, match="a bug"):
-        rounding.measure_methods(checkpoint, OPTIONS, [Method("mse", TIERS[0], failing)], tmp_path / "out.json")
+        rounding.measure_methods(
+            checkpoint, OPTIONS, [Method("mse", TIERS[0], by_itself(failing))], tmp_path / "out.json"
+        )
 
 
 def test_an_unknown_method_and_too_short_a_text_are_refused(checkpoint, tmp_path):

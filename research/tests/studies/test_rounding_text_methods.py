@@ -9,7 +9,7 @@ from gguf import GGMLQuantizationType, dequantize, quantize
 
 from research.studies import text_quantizers
 from research.studies.rounded_model import RoundingOptions, Subject
-from research.studies.rounding_method import TIERS, TextMethod
+from research.studies.rounding_method import TIERS, Method
 from research.studies.text_quantizers import TEXT_METHODS
 from tests.support import tiny_lm
 
@@ -66,7 +66,7 @@ def test_a_missing_library_is_a_row_that_says_how_to_install_it(subject):
     def absent(_):
         raise ModuleNotFoundError("No module named 'llama_cpp'", name="llama_cpp")
 
-    method = TextMethod("llama.cpp Q4_0, imatrix", TIERS[0], absent, "llama-cpp-python")
+    method = Method("llama.cpp Q4_0, imatrix", TIERS[0], absent, "llama-cpp-python")
     assert subject.measured(method, {}) == {"missing": "llama_cpp is not installed: pip install llama-cpp-python"}
 
 
