@@ -31,7 +31,7 @@ CHECKPOINT_TESTS = (
     "tests/llama_cpp",
     "tests/quantization",
     "tests/model/test_adapters.py",
-    "tests/model/test_new_format.py",
+    "tests/model/test_new_adapter.py",
     "tests/model/test_sizes.py",
     "tests/calib/test_statistics.py",
     "tests/calib/test_export_scales.py",
