@@ -188,10 +188,14 @@ def test_logits_of_any_size_stay_finite():
             assert relative_error(out, plain(q, k, v, lam, factor, Mask(), Scheme.parse(text))) <= LIMIT
 
 
-@pytest.mark.parametrize("text", ["8:row", "4:row:fullsum", "e4m3:row", "e4m3:row:pow2:fullsum"])
-@pytest.mark.parametrize("logits", ["16", "4:row", "6:tensor:shift"])
-@pytest.mark.parametrize(("generation", "name"), [("plain", "ragged"), ("v1", "causal"), ("v2", "ragged, one empty")])
-def test_softmax_weights_are_rounded_as_the_plain_form_rounds_them(device_class, generation, name, logits, text):
+P_TEXTS = ["8:row", "4:row:fullsum", "e4m3:row", "e4m3:row:pow2:fullsum"]
+P_CALLS = [("plain", "ragged"), ("v1", "causal"), ("v2", "ragged, one empty")]
+P_CASES = [(text, *call, logits) for text, call, logits in product(P_TEXTS, P_CALLS, ["16", "4:row", "6:tensor:shift"])]
+
+
+# Each scheme of the weights meets each call and each scheme of the logits.
+@pytest.mark.parametrize(("text", "generation", "name", "logits"), sampled(P_CASES, 2))
+def test_softmax_weights_are_rounded_as_the_plain_form_rounds_them(device_class, text, generation, name, logits):
     queries, keys, mask = SEEN[name]
     q, k, v, lam = whole_numbers(generation, queries, keys, batch=2)
     schemes = {"logits": Scheme.parse(logits), "p": Scheme.parse(text)}
