@@ -8,7 +8,7 @@ import typer
 from diffquant import data
 from diffquant.bench import run as bench
 from diffquant.bench.cells import BenchCell
-from diffquant.bench.sections import PARTS, Part
+from diffquant.bench.sections import PARTS
 from diffquant.cli import app, main
 from diffquant.demo.smollm2 import RECIPES
 from diffquant.errors import OutputExistsError
@@ -63,7 +63,7 @@ def _quick_bench(monkeypatch):
     cells = [
         BenchCell("attention", f"{n} tokens", "dense", values=(1.0, 2.0), peak_bytes=n, length=n) for n in (16, 32)
     ]
-    monkeypatch.setitem(PARTS, "attention", lambda _: [Part("dense", lambda _: cells)])
+    monkeypatch.setitem(PARTS, "attention", lambda _: {"dense": lambda _: cells})
     monkeypatch.setattr(
         bench.roofline, "measure_roofline", lambda *arguments: {"copy": {"bytes a second": 1.0}, "matmul": {}}
     )

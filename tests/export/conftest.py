@@ -15,7 +15,7 @@ def few_positions(monkeypatch):
     from diffquant.export.verification import passages
 
     monkeypatch.setattr(passages, "LONGEST", 32)
-    monkeypatch.setattr(passages, "POSITIONS", 100)
+    monkeypatch.setattr(passages, "POSITIONS", 128)
     monkeypatch.setattr(passages, "BEGINNING", 22)
 
 
