@@ -28,6 +28,7 @@ from research.studies.text_quantizers import auto_round
 
 SEEDS = range(5)
 RULES = ("tuned", "AutoRound")
+ELSEWHERE = ", elsewhere"
 METHODS = tuple(
     method
     for seed in SEEDS
@@ -59,6 +60,11 @@ def divergences(result: dict[str, Any], rule: str, elsewhere: bool = False) -> l
     return [row["elsewhere"]["kl"] if elsewhere else row["kl"] for row in rows]
 
 
+def spread(result: dict[str, Any], rule: str, elsewhere: bool = False) -> float:
+    """By how many percent a seed moves the KL of a rule: a standard deviation."""
+    return 100 * stdev(map(math.log, divergences(result, rule, elsewhere)))
+
+
 def lead(result: dict[str, Any], elsewhere: bool = False) -> Difference:
     """By how much, in percent, AutoRound's KL is above `tuned`'s, with an interval over seeds.
 
@@ -71,20 +77,25 @@ def lead(result: dict[str, Any], elsewhere: bool = False) -> Difference:
     return Difference(*(100 * math.expm1(x) for x in (fmean(by_theirs) - fmean(by_ours), interval.low, interval.high)))
 
 
+def spread_cells(result: dict[str, Any], elsewhere: bool) -> list[str]:
+    """Mean KL of both rules, how far a seed moves it, and the lead."""
+    cells = []
+    for rule in RULES:
+        found = divergences(result, rule, elsewhere)
+        cells += [f"{fmean(found):.5f}", f"{spread(result, rule, elsewhere):.1f} %"]
+    won = lead(result, elsewhere)
+    return [*cells, f"{won.mean:+.1f} [{won.low:+.1f}, {won.high:+.1f}] %"]
+
+
 def spread_table(results: Sequence[dict[str, Any]]) -> str:
-    """Markdown: mean KL of both rules, how far a seed moves it, and the lead."""
-    rows = []
-    for result in results:
-        for elsewhere in (False, True):
-            cells = []
-            for rule in RULES:
-                found = divergences(result, rule, elsewhere)
-                cells += [f"{fmean(found):.5f}", f"{100 * stdev(map(math.log, found)):.1f} %"]
-            won = lead(result, elsewhere)
-            name = result["settings"]["model"] + (", elsewhere" if elsewhere else "")
-            rows.append([name, *cells, f"{won.mean:+.1f} [{won.low:+.1f}, {won.high:+.1f}] %"])
+    """Markdown: `spread_cells` of every model and text."""
+    rows = [
+        [result["settings"]["model"] + (ELSEWHERE if elsewhere else ""), *spread_cells(result, elsewhere)]
+        for result in results
+        for elsewhere in (False, True)
+    ]
     heads = [head for rule in RULES for head in (f"{rule}: KL, nats", "spread")]
-    return "\n".join(markdown(["", *heads, "AutoRound's above tuned's"], rows))
+    return "\n".join(markdown(["model", *heads, "AutoRound's above tuned's"], rows))
 
 
 if __name__ == "__main__":
