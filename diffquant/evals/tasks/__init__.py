@@ -47,7 +47,9 @@ def kind_of(name: str) -> type[Task]:
     kind = name.partition(":")[0]
     if kind not in _KINDS:
         near = get_close_matches(kind, list(_KINDS), n=1)
-        known = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(task.usage for task in task_kinds())}"
+        # Whatever order their files were imported in.
+        usages = ", ".join(sorted(task.usage for task in task_kinds()))
+        known = f"did you mean {near[0]!r}?" if near else f"known are {usages}"
         raise UsageError(f"unknown task {name!r}; {known}")
     return _KINDS[kind]
 
