@@ -33,6 +33,8 @@ from research.figure8.plan import (
 )
 from research.figure8.scoring import BITS, FORMATS, SCHEMES
 from research.studies.figure8_model import advantage, parts_won
+from research.studies.kv_decoded import LONG
+from research.studies.kv_results import TEXTS
 
 DIFFS = KINDS[1:]
 SIX, THREE = range(101, 107), range(101, 104)
@@ -187,6 +189,7 @@ def summary(there: Mapping[str, Result]) -> str:
         "Arithmetic": _arithmetic(there),
         "Controls, E2 and E3: bits won at 4:tensor, three seeds": _others(there),
         "E2: formats and softmax weights, bits won, three seeds": _formats(there),
+        "E3: KL of KV caches in 0.001 nats, three seeds": _caches(there),
         "Outliers, means over seeds": _outliers(there),
         "Outliers on purpose: bits won on books, three seeds": _on_purpose(there),
     }
@@ -256,6 +259,21 @@ def _others(there: Mapping[str, Result]) -> list[str]:
 def _formats(there: Mapping[str, Result]) -> list[str]:
     measures = {name: bits_won(name, among="kl_of_formats") for name in FORMATS}
     return markdown(["", *DIFFS], [[name, *(_over(there, c, m) for c in LONGER)] for name, m in measures.items()])
+
+
+def _caches(there: Mapping[str, Result]) -> list[str]:
+    rows = []
+    for kind in KINDS:
+        names = [f"e3-{kind}-seed-{seed}" for seed in THREE]
+        found = [there[name]["caches"] for name in names if "caches" in there.get(name, {})]
+        if len(found) < len(names):
+            rows.append([kind, f"{len(found)} of {len(names)}", "", "", ""])
+            continue
+        for cache, row in found[0]["rows"].items():
+            share = row["bytes_long"] / found[0]["bytes_long_at_16_bits"]
+            of_texts = ([1000 * each["rows"][cache][text]["kl"] for each in found] for text in TEXTS)
+            rows.append([kind, f"`{cache}`", f"{share:.1%}", *map(_interval, of_texts)])
+    return markdown(["", "keys, values", f"of 16 bits in {LONG:,} tokens", *TEXTS], rows)
 
 
 def _outliers(there: Mapping[str, Result]) -> list[str]:

@@ -41,7 +41,7 @@ from research.figure8.plan import (
     results,
     upcoming,
 )
-from research.figure8.scoring import scores, validation
+from research.figure8.scoring import caches, scores, validation
 from research.figure8.text import TrainingText
 from research.train.equalized import equalize
 from research.train.kernels import is_supported
@@ -145,6 +145,8 @@ def train_and_score(run: Run, text: Path, output: Path, until: float) -> Path:
         record |= {"validation": validation(model, batches.held_out)}
         record |= {"weights": weights_digest(model)}
         record |= scores(model, batches.tokenizer, progress_for(run.name))
+        if run.rule == "checked":
+            record |= {"caches": caches(model, batches.tokenizer)}
         model.save_pretrained(folder / "model")
         batches.tokenizer.save_pretrained(folder / "model")
     record |= {"losses": losses(folder / LOG)}

@@ -16,9 +16,13 @@ from diffquant.model.modeling import DiffTransformer
 from diffquant.recipe import Recipe
 from diffquant.scheme import Scheme
 from diffquant.support.progress import Progress, silent
+from diffquant.sweep.storage import kv_bytes_per_token
 from diffquant.text.corpus import text_digest
+from diffquant.text.tokens import token_windows
 from research.studies.figure8 import Settings, analyse, prose_readings
 from research.studies.figure8_model import passage_means
+from research.studies.kv_decoded import LONG, CacheForm, read_caches
+from research.studies.kv_results import texts_of
 from research.studies.logit_noise import (
     Reading,
     SeenAttention,
@@ -37,6 +41,16 @@ OPERANDS = [f"{bits}:{shared}" for shared in ("tensor", "head", "row") for bits 
 _FLOATS = ("e4m3:row", "nvfp4", "mxfp4")
 FORMATS = [f"{target} {scheme}" for target in ("logits", "qk") for scheme in ("e4m3:tensor", *_FLOATS)]
 FORMATS += [f"p {scheme}" for scheme in (*(f"{bits}:row" for bits in BITS), *_FLOATS)]
+# KV caches of the larger models, the preset `kv-4bit-best` and what it is chosen among.
+CACHES = (
+    "8:row, 8:row",
+    "4:row, 4:row, residual 64",
+    "4:c32, 4:row, residual 64",
+    "4:c32, 4:row:rotated, residual 64",
+    "4:c32, 4:row:rotated",
+    "3:c32, 3:row:rotated",
+)
+CACHE_CHARACTERS = 24576
 # Steps that logits are rounded to whatever their range is.
 STEPS = (1.0, 2.0, 4.0, 8.0)
 BOOKS, WEB = Settings(windows=4), Settings(windows=2)
@@ -84,6 +98,18 @@ def scores(model: DiffTransformer, tokenizer: Any, progress: Progress = silent) 
         ),
         "outliers": _outliers(model, books),
     }
+
+
+def caches(model: DiffTransformer, tokenizer: Any) -> dict[str, Any]:
+    """KL by window of KV caches, read as generation reads them: half a window as a prompt, then token by token."""
+    texts = texts_of(CACHE_CHARACTERS)
+    windows = {name: token_windows(model, tokenizer, text, BOOKS.window) for name, text in texts.items()}
+    forms = [CacheForm.named(name) for name in CACHES]
+    scored = BOOKS.window // 2
+    rows = {form.name: row for form, row in read_caches(model, windows, forms, scored, batch=64)}
+    digests = {name: text_digest(text) for name, text in texts.items()}
+    reading = {"window": BOOKS.window, "scored": scored, **digests}
+    return {"reading": reading, "bytes_long_at_16_bits": kv_bytes_per_token(model, LONG), "rows": rows}
 
 
 def web_text() -> str:

@@ -10,7 +10,7 @@ measured.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -29,7 +29,7 @@ from diffquant.report.tables import markdown
 from diffquant.source.source import open_source
 from diffquant.support.progress import Progress, progress_for, silent
 from diffquant.sweep.storage import kv_bytes_per_token
-from diffquant.text.tokens import encode_text
+from diffquant.text.tokens import token_windows
 from research.studies.kv_results import TEXTS, KVResults, settings_of, texts_of
 from research.studies.results import read_json
 
@@ -147,14 +147,27 @@ def measure_forms(
     model, tokenizer = load(source, Recipe(), torch.float32, "cpu"), source.tokenizer
     texts = texts_of(characters)
     results = KVResults(file, settings_of(source, texts, characters, window=window, scored=scored))
-    windows = {
-        name: encode_text(tokenizer, text, model.device).unfold(0, window, window) for name, text in texts.items()
-    }
-    references = {name: [decoded(model, part, scored) for part in ids.split(batch)] for name, ids in windows.items()}
+    windows = {name: token_windows(model, tokenizer, text, window) for name, text in texts.items()}
     todo = [form for form in forms if form.name not in results.rows]
-    for number, form in enumerate(todo):
-        progress(number, len(todo), form.name)
+    for number, (form, row) in enumerate(read_caches(model, windows, todo, scored, batch)):
+        progress(number + 1, len(todo), form.name)
+        results.add(form.name, row)
+    return results.to_dict()
+
+
+def read_caches(
+    model: CausalModel, windows: Mapping[str, Tensor], forms: Sequence[CacheForm], scored: int, batch: int
+) -> Iterator[tuple[CacheForm, dict[str, Any]]]:
+    """Score the last tokens of each text's windows [N, T] with one cache after another; the model has no recipe then.
+
+    Returns:
+        each cache with its bytes a token, and by text KL and KL by window, in nats.
+    """
+    model.apply_recipe(Recipe())
+    references = {name: [decoded(model, part, scored) for part in ids.split(batch)] for name, ids in windows.items()}
+    for form in forms:
         model.apply_recipe(form.recipe(len(model.model.layers)))
+        window = windows["prose"].shape[1]
         lengths = range(window - scored + 1, window + 1)
         row: dict[str, Any] = {
             "bytes": sum(kv_bytes_per_token(model, length) for length in lengths) / scored,
@@ -167,9 +180,8 @@ def measure_forms(
                 for of_reference, of_cache in zip(_each(kept), _each(decoded(model, part, scored)), strict=True)
             ]
             row[name] = {"kl": sum(kl) / len(kl), "kl_by_window": kl}
-        results.add(form.name, row)
-    progress(len(todo), len(todo), "done")
-    return results.to_dict()
+        yield form, row
+    model.apply_recipe(Recipe())
 
 
 @torch.inference_mode()

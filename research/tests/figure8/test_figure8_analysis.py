@@ -71,6 +71,17 @@ def test_formats_are_compared_over_the_longer_trainings():
     assert section.count("| +1.00 [+1.00, +1.00] |  |") == len(FORMATS)
 
 
+def test_caches_are_summed_up_once_a_kind_has_its_three_trainings():
+    caches = {"4:row, 4:row": {"bytes_long": 25.0, "prose": {"kl": 0.001}, "elsewhere": {"kl": 0.002}}}
+    read = {"caches": {"bytes_long_at_16_bits": 100.0, "rows": caches}}
+    there = {f"e3-diff-v2-seed-{seed}": result("v2", **read) for seed in THREE}
+    there |= {f"e3-diff-v1-seed-{seed}": result("v1", **read) for seed in THREE[:2]}
+    text = summary(there)
+    section = text[text.index("## E3: KL of KV caches") : text.index("## Outliers")]
+    assert "| diff-v2 | `4:row, 4:row` | 25.0% | +1.00 [+1.00, +1.00] | +2.00 [+2.00, +2.00] |" in section
+    assert "| diff-v1 | 2 of 3 |" in section
+
+
 def test_holms_p_values_are_those_of_closed_testing():
     p_values = [0.04, 0.001, 0.03, 0.2, 0.012]
     closed = [

@@ -13,9 +13,12 @@ import torch
 
 import diffquant
 from diffquant import data
+from diffquant.data import pocket_models
 from diffquant.errors import DiffQuantError, OutputExistsError, UsageError
+from diffquant.verbs.recipes import chosen_recipe
 from research.figure8 import plan, run, scoring, ship, text
 from research.figure8.plan import Run, results
+from research.studies.kv_decoded import CacheForm, measure_forms
 from research.train.kernels import is_supported
 from research.train.settings import Schedule
 
@@ -206,3 +209,22 @@ def test_every_passage_of_every_kind_is_scored(tmp_path):
         ):
             assert all(len(values) == 3 and min(values) > 0 for values in part.values())
         assert found["outliers"]["overall"]["logits"]["top"][1] > 0
+
+
+def test_caches_of_the_larger_models_are_read_as_the_study_of_small_ones_reads_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(scoring, "CACHES", ("8:row, 8:row", "3:c32, 3:row:rotated"))
+    monkeypatch.setattr(scoring, "CACHE_CHARACTERS", 250)
+    (model,) = (path for path in pocket_models("prose") if path.name == "prose-diff-v2")
+    found = scoring.caches(diffquant.load(model, dtype="float32"), diffquant.load_tokenizer(model))
+    assert found["reading"]["scored"] == 16
+    forms = [CacheForm.named(name) for name in scoring.CACHES]
+    assert found["rows"] == {
+        name: {key: row[key] for key in found["rows"][name]}
+        for name, row in measure_forms(model, forms, 250, 32, 16, 64, tmp_path / "kv.json")["results"].items()
+    }
+    assert found["rows"]["3:c32, 3:row:rotated"]["prose"]["kl"] > found["rows"]["8:row, 8:row"]["prose"]["kl"] > 0
+
+
+def test_the_preset_is_among_the_caches_of_the_larger_models():
+    best = chosen_recipe(preset="kv-4bit-best")
+    assert best in [CacheForm.named(name).recipe(5) for name in scoring.CACHES]
