@@ -18,6 +18,7 @@ from transformers.utils.generic import can_return_tuple
 from diffquant.attention import LogitMeter, check_backend
 from diffquant.errors import NotFiredError, UsageError
 from diffquant.model.attention import PairAttention
+from diffquant.model.cache_argument import CACHE, pop_cache
 from diffquant.model.config import ArchitectureConfig
 from diffquant.model.decoder import CausalPreTrainedModel, Decoder
 from diffquant.model.finite import FiniteLogits
@@ -66,6 +67,7 @@ class CausalModel(CausalPreTrainedModel, GenerationMixin):
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
         graphed_steps: GraphedSteps | None = None,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Vocabulary logits [B, T, V]; with `logits_to_keep` n only the last n positions, or those indexed.
@@ -82,12 +84,13 @@ class CausalModel(CausalPreTrainedModel, GenerationMixin):
             output_hidden_states=output_hidden_states,
             output_attentions=output_attentions,
             graphed_steps=graphed_steps,
+            cache=cache,
         )
         positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(out.last_hidden_state[:, positions])
         loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
-            loss=loss, logits=logits, past_key_values=out.past_key_values, hidden_states=out.hidden_states
+            loss=loss, logits=logits, hidden_states=out.hidden_states, **{CACHE: getattr(out, CACHE)}
         )
 
     @torch.no_grad()
@@ -102,8 +105,11 @@ class CausalModel(CausalPreTrainedModel, GenerationMixin):
         given |= given.pop("kwargs", {})
         check_generation(self, given)
         makes_cache = self.model.needs_own_cache(given.get("cache_implementation"))
-        if makes_cache and given.get("use_cache") is not False and given.get("past_key_values") is None:
-            given["past_key_values"] = self.new_cache()
+        cache = pop_cache(given)
+        if makes_cache and given.get("use_cache") is not False and cache is None:
+            cache = self.new_cache()
+        if cache is not None:
+            given[CACHE] = cache
         # An assistant would be handed them too.
         if given.get("assistant_model") is None and (graphs := self.model.new_graphs()) is not None:
             given.setdefault("graphed_steps", graphs)

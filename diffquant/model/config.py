@@ -18,7 +18,7 @@ class ArchitectureConfig(PreTrainedConfig):
     """
 
     architecture_class: ClassVar[type[Architecture]]
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+    keys_to_ignore_at_inference = ["past_key_values", "cache"]  # noqa: RUF012
 
     use_cache: bool = True
     spec: dict[str, Any] | None = None

@@ -17,6 +17,7 @@ from diffquant.model.architecture import Architecture
 from diffquant.model.attention import PairAttention
 from diffquant.model.attention_mask import packed_mask, read_mask
 from diffquant.model.blocks import Blocks
+from diffquant.model.cache_argument import CACHE, given_cache
 from diffquant.model.config import ArchitectureConfig
 from diffquant.model.generation_modes import check_cache, dependence_on_steps
 from diffquant.model.graphed_steps import GraphedSteps
@@ -79,6 +80,7 @@ class Decoder(CausalPreTrainedModel):
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
         graphed_steps: GraphedSteps | None = None,
+        cache: Cache | None = None,
         **kwargs: Any,  # noqa: ARG002  transformers passes every model more than it may need
     ) -> BaseModelOutputWithPast:
         """Hidden states [B, T, D] after the final norm.
@@ -89,7 +91,7 @@ class Decoder(CausalPreTrainedModel):
                 query sees, as `read_mask` takes it. Not needed without padding.
             position_ids: [B, T]; counted over what is not padding by default. Where they start again, without cache
                 and mask, sequences are packed into one row and do not see each other.
-            past_key_values: cache to read and extend.
+            past_key_values, cache: cache to read and extend, by either name.
             inputs_embeds: embeddings [B, T, D] in place of `input_ids`.
             use_cache: whether to return a cache if none was passed.
             output_hidden_states: whether to return the embeddings and each layer's output too, the last one normed;
@@ -109,27 +111,25 @@ class Decoder(CausalPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise UsageError("pass either input_ids or inputs_embeds")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if past_key_values is not None:
-            check_cache(past_key_values, self.recipe, self.has_quantized_cache)
+        held = given_cache(past_key_values, cache)
+        if held is not None:
+            check_cache(held, self.recipe, self.has_quantized_cache)
         elif use_cache:
-            past_key_values = self.new_cache()
-        # Attention reads K and V as a quantized cache stores them, also where the caller keeps none.
-        cache = self.new_cache() if past_key_values is None and self.has_quantized_cache else past_key_values
-        past = past_key_values.get_seq_length() if past_key_values is not None else 0
-        if graphed_steps is not None and past_key_values is not None and not output_hidden_states:
-            replayed = self.run_graphed(graphed_steps, x, attention_mask, position_ids, past_key_values)
+            held = self.new_cache()
+        past = held.get_seq_length() if held is not None else 0
+        if graphed_steps is not None and held is not None and not output_hidden_states:
+            replayed = self.run_graphed(graphed_steps, x, attention_mask, position_ids, held)
             if replayed is not None:
-                return BaseModelOutputWithPast(last_hidden_state=replayed, past_key_values=past_key_values)
+                return BaseModelOutputWithPast(last_hidden_state=replayed, **{CACHE: held})
         mask = read_mask(attention_mask, len(x), x.shape[1], past + x.shape[1])
-        if position_ids is not None and attention_mask is None and past_key_values is None:
+        if position_ids is not None and attention_mask is None and held is None:
             mask = packed_mask(position_ids) or mask
         states: list[Tensor] | None = [] if output_hidden_states else None
-        x = self.run_layers(x, mask, past, position_ids, cache, states)
-        return BaseModelOutputWithPast(
-            last_hidden_state=x,
-            past_key_values=past_key_values,
-            hidden_states=None if states is None else (*states, x),
-        )
+        # Attention reads K and V as a quantized cache stores them, also where the caller keeps none.
+        read = self.new_cache() if held is None and self.has_quantized_cache else held
+        x = self.run_layers(x, mask, past, position_ids, read, states)
+        of_layers = None if states is None else (*states, x)
+        return BaseModelOutputWithPast(last_hidden_state=x, hidden_states=of_layers, **{CACHE: held})
 
     @abstractmethod
     def run_layers(

@@ -32,23 +32,23 @@ def check_cache(cache: Cache, recipe: Recipe, is_quantized: bool) -> None:
     """
     kind = type(cache).__name__
     if not hasattr(cache, "get_seq_length"):
-        raise UsageError(f"past_key_values is a {kind}, not a cache; pass the result of new_cache()")
+        raise UsageError(f"the cache is a {kind}, not a cache; pass the result of new_cache()")
     own = getattr(cache, "recipe", None)
     if is_quantized and isinstance(own, Recipe) and _of_cache(own) != _of_cache(recipe):
         raise UsageError(
-            f"past_key_values is a cache of another recipe: it has {_said(own)}, and the model {_said(recipe)}; pass "
+            f"the cache is a cache of another recipe: it has {_said(own)}, and the model {_said(recipe)}; pass "
             "what new_cache() gives"
         )
     layers = getattr(cache, "layers", ())
     fixed = [type(layer).__name__ for layer in layers if layer.is_compileable or layer.is_sliding]
     if fixed:
         raise UsageError(
-            f"past_key_values is a {kind} with layers of kind {fixed[0]}, which give back other tokens than they were "
+            f"the cache is a {kind} with layers of kind {fixed[0]}, which give back other tokens than they were "
             "given; pass a DynamicCache, or what new_cache() gives"
         )
     if is_quantized and (isinstance(cache, DynamicCache) or type(cache).__module__ == Cache.__module__):
         raise UsageError(
-            f"past_key_values is a {kind}, and the model's recipe has {_said(recipe)}, which it would not keep; pass "
+            f"the cache is a {kind}, and the model's recipe has {_said(recipe)}, which it would not keep; pass "
             "what new_cache() gives, or nothing"
         )
 

@@ -42,7 +42,7 @@ class DiffConfig(PreTrainedConfig):
     """A model's sizes in Llama's words, from `diff_model`; the numbers of heads are those of the plain heads."""
 
     model_type = MODEL_TYPE
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+    keys_to_ignore_at_inference = ["past_key_values", "cache"]  # noqa: RUF012
     base_model_tp_plan = {  # noqa: RUF012
         **{f"layers.*.self_attn.{name}": "colwise" for name in ("q_proj", "k_proj", "v_proj", "lambda_proj")},
         **{f"layers.*.self_attn.{name}": "rowwise" for name in ("o_proj", "out_proj")},
@@ -237,13 +237,16 @@ class DiffAttention(nn.Module):
         position_embeddings: Rotary,
         attention_mask: Tensor | None = None,
         past_key_values: Any = None,
+        cache: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         queries = self.heads.queries(self.q_proj(hidden_states), position_embeddings)
         keys = self.heads.keys(self.k_proj(hidden_states), position_embeddings)
         values = self.heads.values(self.v_proj(hidden_states))
-        if past_key_values is not None:
-            keys, values = past_key_values.update(keys, values, self.layer_idx)
+        # transformers 5.24 has renamed it.
+        held = past_key_values if cache is None else cache
+        if held is not None:
+            keys, values = held.update(keys, values, self.layer_idx)
         # Engines look for this call, by this name, to put their own attention in its place.
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         heads, weights = attend(

@@ -71,6 +71,24 @@ def test_growing_caches_serve_16_bits_as_the_models_own():
     refused("moves a cache off a GPU", asked, model, cache_implementation="offloaded")
 
 
+@pytest.mark.parametrize("recipe", [{}, {"kv": "4:row"}], ids=str)
+def test_a_cache_is_taken_by_either_of_transformers_names(recipe):
+    model = ours(random_diffllama(num_key_value_heads=4))
+    model.apply_recipe(Recipe.of(**recipe))
+    expected = asked(model)
+    for name in ("cache", "past_key_values"):
+        held = model.new_cache()
+        assert torch.equal(asked(model, **{name: held}), expected)
+        assert held.get_seq_length() == IDS.shape[1] + GREEDY["max_new_tokens"] - 1
+        for reader in (model, model.model):
+            held = model.new_cache()
+            reader(IDS, **{name: held})
+            assert held.get_seq_length() == IDS.shape[1]
+    both = {"cache": model.new_cache(), "past_key_values": model.new_cache()}
+    for act in (model, model.model, model.generate):
+        refused("came twice", act, IDS, **both)
+
+
 EXACT = [
     {},
     {"residual": 3},
