@@ -225,7 +225,7 @@ def _misread_experts(plan: QuantizationPlan) -> list[str]:
     if not formats:
         return []
     return [
-        f"transformers (5.23) leaves out the tensor scale of experts in {' and '.join(sorted(formats))}, and has them "
+        f"transformers (5.24) leaves out the tensor scale of experts in {' and '.join(sorted(formats))}, and has them "
         f"hundreds of times too large: give them another format for it, such as {spelled('weights', 'mxfp4')}"
     ]
 

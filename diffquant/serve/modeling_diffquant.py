@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
+from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
     LlamaForCausalLM,
@@ -34,6 +35,9 @@ MODEL_TYPE = "diff_transformer"
 _VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 _STATED = ("num_attention_heads", "num_key_value_heads", "head_dim")
 _ROTARY = ("rope_theta", "rope_scaling", "rope_angles")
+# transformers 5.24 calls `cache` what was `past_key_values`; before, `cache` are the pages of its continuous batching, which
+# its attention fills itself.
+_IS_RENAMED = "cache" in BaseModelOutputWithPast.__dataclass_fields__
 Rotary = tuple[Tensor, Tensor]
 _NOT_HERE = "{} of the recipe are not honoured here: this model runs them with 16 bits, and diffquant.load as asked"
 
@@ -237,16 +241,15 @@ class DiffAttention(nn.Module):
         position_embeddings: Rotary,
         attention_mask: Tensor | None = None,
         past_key_values: Any = None,
-        cache: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         queries = self.heads.queries(self.q_proj(hidden_states), position_embeddings)
         keys = self.heads.keys(self.k_proj(hidden_states), position_embeddings)
         values = self.heads.values(self.v_proj(hidden_states))
-        # transformers 5.24 has renamed it.
-        held = past_key_values if cache is None else cache
-        if held is not None:
-            keys, values = held.update(keys, values, self.layer_idx)
+        if past_key_values is not None:
+            keys, values = past_key_values.update(keys, values, self.layer_idx)
+        elif _IS_RENAMED and (cache := kwargs.pop("cache", None)) is not None:
+            keys, values = cache.update(keys, values, self.layer_idx, kwargs=kwargs)
         # Engines look for this call, by this name, to put their own attention in its place.
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         heads, weights = attend(
