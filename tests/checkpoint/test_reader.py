@@ -201,6 +201,14 @@ def test_what_is_no_checkpoint_is_refused_clearly(tmp_path):
         open_checkpoint(tmp_path / "broken.gguf")
 
 
+@pytest.mark.parametrize("sizes", [("5GB", "150KB"), ("150KB", "5GB")], ids=["one file first", "shards first"])
+def test_a_folder_that_was_saved_to_in_shards_and_in_one_file_is_refused(tmp_path, sizes):
+    for size in sizes:
+        write_diffllama(tmp_path / "model", shard_size=size)
+    with pytest.raises(CheckpointError, match=r"holds two models: transformers reads model\.safetensors, other"):
+        open_checkpoint(tmp_path / "model")
+
+
 def test_an_index_without_a_map_is_refused(sharded):
     edit_json(sharded / INDEX, weight_map={"model.norm.weight": 3})
     with pytest.raises(CheckpointError, match="no weight_map"):
