@@ -315,6 +315,20 @@ def test_integers_are_carried_over(tmp_path, source):
     assert torch.equal(open_checkpoint(tmp_path / "out").read("model.layers.0.table"), torch.arange(6).reshape(2, 3))
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu], ids=str)
+def test_floats_of_8_bits_are_carried_over_and_nan_among_them_is_refused(tmp_path, source, dtype):
+    tensors, table = load_file(source / "model.safetensors"), torch.tensor([[0.5, 2.0, 4.0]]).to(dtype)
+    save_file(tensors | {"model.layers.0.table": table}, source / "model.safetensors")
+    quantize(open_weights(source), tmp_path / "out", Recipe.of(weights="4:g32"))
+    carried = written_tensors(tmp_path / "out")["model.layers.0.table"]
+    assert carried.dtype == dtype
+    assert torch.equal(carried.float(), table.float())
+    table.view(torch.uint8)[0, 1] = 0xFF
+    save_file(tensors | {"model.layers.0.table": table}, source / "model.safetensors")
+    with pytest.raises(NonFiniteError, match=r"layers\.0\.table.*at \[0, 1\]"):
+        quantize(open_weights(source), tmp_path / "again", Recipe.of(weights="4:g32"))
+
+
 @pytest.mark.parametrize("text", ["nvfp4", "mxfp4", "mxfp8", "e4m3:channel", "e4m3:b32"])
 def test_experts_and_linears_are_packed_as_floats_whatever_the_blocks(tmp_path, source, monkeypatch, text):
     scheme = Scheme.parse(text, target="weights")
