@@ -278,6 +278,21 @@ def test_what_needs_a_model_that_runs_is_refused(source):
         refused(source, Recipe.of(weights="4:g32", rounding="gptq"))
 
 
+@pytest.mark.parametrize("scheme", ["16", "8:row"])
+def test_a_weight_that_is_called_as_a_cache_is_named_by_a_pattern_that_means_it(tmp_path, scheme):
+    """T5 calls its projections q, k, v and o."""
+    folder, stem = tmp_path / "t5", "encoder.block.0.layer.0.SelfAttention"
+    folder.mkdir()
+    save_file({f"{stem}.{name}.weight": torch.randn(64, 64) for name in "qkvo"}, folder / "model.safetensors")
+    (folder / "config.json").write_text('{"model_type": "t5"}')
+    with pytest.raises(UsageError, match=r"'\*\.k' is about the k of layers.*write '\*\.\[k\]'"):
+        refused(folder, Recipe.of(weights="4:g32", overrides={"*.k": scheme}))
+    quantize(open_weights(folder), tmp_path / "out", Recipe.of(weights="4:g32", overrides={"*.[k]": scheme}))
+    packed = open_weights(tmp_path / "out").packed
+    assert str(packed.get(f"{stem}.k", "16")) == scheme
+    assert str(packed[f"{stem}.v"]) == "4:g32"
+
+
 def test_a_pattern_that_keeps_nothing_is_refused(source):
     with pytest.raises(UsageError, match=r"match no tensor of .*'\*self_attn\.wq_c\.weight' \(the nearest is '.*"):
         open_weights(source, WeightRules.read(keep=("*self_attn.wq_c.weight",)))
