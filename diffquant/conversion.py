@@ -127,7 +127,7 @@ def convert(
     key = {
         "verb": "convert",
         "to": to,
-        "dtype": dtype_name,
+        "dtype": str(dtype),
         "source": checkpoint_stamp(checkpoint),
         "versions": versions(),
     }

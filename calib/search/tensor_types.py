@@ -9,14 +9,18 @@ Source: llama.cpp, tools/quantize/quantize.cpp (parse_tensor_type_file) and src/
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from diffquant.calib.search.result import SearchResult
 from diffquant.calib.search.widths import Width, spoken
 from diffquant.errors import UsageError
 from diffquant.formats.gguf_names import IN_LAYERS
+from diffquant.support.outputs import check_written_file
 
 TYPES: dict[Width, str] = {2: "q2_K", 3: "q3_K", 4: "q4_0", 5: "q5_0", 6: "q6_K", 8: "q8_0"}
+# What `tensor_types` writes.
+_LINE = re.compile(r"\^blk\\\.\([0-9|]+\)\\\.\w+\\\.weight\$=\w+")
 
 
 def tensor_types(result: SearchResult) -> str:
@@ -30,9 +34,7 @@ def tensor_types(result: SearchResult) -> str:
     weights = [unit for unit in result.measurements if unit.target == "weights"]
     chosen = {unit.name: unit.chosen for unit in weights if unit.chosen is not None}
     check_widths([unit.target for unit in weights], list(chosen.values()))
-    unnamed = sorted({unit.kind for unit in weights if unit.kind not in names})
-    if unnamed:
-        raise UsageError(f"a GGUF file of a Llama has no tensors for {', '.join(unnamed)}, so no line can name them")
+    check_kinds(unit.kind for unit in weights)
     layers: dict[tuple[str, str], list[int]] = {}
     for unit in weights:
         layers.setdefault((names[unit.kind], TYPES[chosen[unit.name]]), []).append(unit.layer)
@@ -53,3 +55,34 @@ def check_widths(targets: Sequence[str], widths: Sequence[Width]) -> None:
     untyped = dict.fromkeys(spoken(width) for width in widths if width not in TYPES)
     if untyped:
         raise UsageError(f"no type of ggml is written for {', '.join(untyped)}; choose among {list(TYPES)}")
+
+
+def check_kinds(kinds: Iterable[str]) -> None:
+    """Check that a GGUF file has names for weights of these kinds.
+
+    Raises:
+        UsageError: it has none for some; all are named.
+    """
+    unnamed = sorted(set(kinds) - set(IN_LAYERS.values()))
+    if unnamed:
+        raise UsageError(f"a GGUF file of a Llama has no tensors for {', '.join(unnamed)}, so no line can name them")
+
+
+def check_lines_output(file: Path) -> None:
+    """Check, before a search, that its lines can be written to a file, and replace none but such lines.
+
+    Raises:
+        OutputExistsError: the file holds something else.
+        UsageError: nothing can be written there.
+    """
+    folder = file.absolute().parent
+    if not folder.is_dir():
+        raise UsageError(f"the folder {folder}, where {file.name} would be written, does not exist")
+    check_written_file(file, _holds_lines(file))
+
+
+def _holds_lines(file: Path) -> bool:
+    try:
+        return all(_LINE.fullmatch(line) for line in file.read_text(encoding="utf-8").splitlines())
+    except (OSError, ValueError):
+        return False

@@ -139,6 +139,12 @@ def _read_index(folder: Path) -> dict[str, str] | None:
     weight_map = read_json(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
         raise CheckpointError(f"{folder / INDEX} has no weight_map from tensor to file")
+    if (folder / SINGLE).exists() and SINGLE not in weight_map.values():
+        # As after a second `save_pretrained` into the folder, which removes neither.
+        raise CheckpointError(
+            f"{folder} holds two models: transformers reads {SINGLE}, other engines the files that {INDEX} names; "
+            f"remove {SINGLE}, or {INDEX} and its files, whichever is left over"
+        )
     return weight_map
 
 

@@ -119,7 +119,8 @@ def in_dtype(rows: Tensor, dtype: torch.dtype, name: str) -> Tensor:
         CheckpointError: the dtype does not reach as far.
     """
     converted = rows.to(dtype)
-    if dtype.itemsize < rows.dtype.itemsize and not torch.isfinite(converted).all():
+    # Two half types take as many bytes and do not reach as far.
+    if dtype != rows.dtype and not torch.isfinite(converted).all():
         raise CheckpointError(
             f"{name} would hold values of up to {rows.abs().max().item():g}, which overflow {dtype}; write it with "
             f"{spelled('dtype', 'bfloat16')} or float32"

@@ -12,7 +12,7 @@ from diffquant.formats.reader import Checkpoint
 from diffquant.quantization.roundings import checked_rounding, rounding_named
 from diffquant.quantization.targets import Targets, targets_of
 from diffquant.recipe import Recipe
-from diffquant.recipe.targets import LAYER_TARGETS
+from diffquant.recipe.targets import LAYER_TARGETS, target_of
 from diffquant.scheme import Scheme
 from diffquant.source.source import Source
 from diffquant.source.weight_layout import stored_transposed
@@ -53,6 +53,14 @@ def checked_schemes(source: Source | WeightSource, recipe: Recipe) -> dict[str, 
 
 def _check_weights_alone(source: WeightSource, recipe: Recipe, schemes: Mapping[str, Scheme]) -> None:
     """Check that a recipe for an architecture that is not run packs weights, and asks no more."""
+    for pattern in recipe.overrides:
+        last = pattern.rsplit(".", 1)[-1]
+        if target_of(pattern) != "weights":
+            raise UsageError(
+                f"override {pattern!r} is about the {last} of layers, by its end, and {source.path} is quantized by "
+                "its tensors' names alone; for a weight of that name write "
+                + repr(f"{pattern.removesuffix(last)}[{last[0]}]{last[1:]}")
+            )
     targets = [target for target in LAYER_TARGETS if any(s.quantizes for s in recipe.schemes_of(target))]
     if targets:
         raise UsageError(

@@ -14,6 +14,8 @@ from diffquant.scheme import FULL, Scheme
 from diffquant.support.listing import first_few
 
 _HEAD = "lm_head.weight"
+# Rows of a head that are compared at once.
+_ROWS = 1024
 
 
 def check_tensors(checkpoint: Checkpoint, adapter: Adapter) -> dict[str, Scheme]:
@@ -36,7 +38,7 @@ def check_tensors(checkpoint: Checkpoint, adapter: Adapter) -> dict[str, Scheme]
     tied = adapter.architecture.tie_word_embeddings
     problems = _differences(stored_shapes(parameters, schemes), checkpoint, schemes, tied)
     if not problems:
-        problems = _other_shapes(checkpoint, parameters, schemes)
+        problems = _other_shapes(checkpoint, parameters, schemes) + _other_head(checkpoint, adapter)
     if problems:
         raise CheckpointError(
             f"{checkpoint.path} does not hold the {checkpoint.config.get('model_type')} model of its config.json: "
@@ -96,6 +98,23 @@ def _other_shapes(checkpoint: Checkpoint, parameters: Parameters, schemes: dict[
             if stored != expected:
                 problems.append(f"{module} says {stored}, not {expected}")
     return _problem("wrong packed shape: ", problems)
+
+
+def _other_head(checkpoint: Checkpoint, adapter: Adapter) -> list[str]:
+    """A tied head that is stored and is not the embedding: transformers runs it, and others the embedding."""
+    stored, embedding = checkpoint.tensors, adapter.source_name("model.embed_tokens.weight")
+    if not adapter.architecture.tie_word_embeddings or _HEAD not in stored:
+        return []
+    rows = range(0, stored[embedding].shape[0], _ROWS)
+    if stored[_HEAD].shape == stored[embedding].shape and all(
+        torch.equal(*(checkpoint.read_rows(name, slice(n, n + _ROWS)).float() for name in (_HEAD, embedding)))
+        for n in rows
+    ):
+        return []
+    return [
+        f"tie_word_embeddings is true, and {_HEAD} is not {embedding}: set it to false for the model with this head, "
+        "or remove the tensor"
+    ]
 
 
 def _problem(what: str, names: Sequence[str]) -> list[str]:

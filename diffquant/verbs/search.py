@@ -75,7 +75,7 @@ def search(
     from diffquant.calib.search.allocation import Budget
     from diffquant.calib.search.outputs import check_search_output, write_search
     from diffquant.calib.search.search import Search, SearchOptions
-    from diffquant.calib.search.tensor_types import check_widths
+    from diffquant.calib.search.tensor_types import check_kinds, check_lines_output, check_widths
     from diffquant.calib.search.tensor_types import tensor_types as llama_cpp_types
     from diffquant.support.files import write_atomically
 
@@ -95,8 +95,11 @@ def search(
     )
     if lines is not None:
         check_widths(options.targets, options.widths)
+        check_lines_output(lines)
     check_search_output(str(wanted), folder)
     run = Search(at_revision(model, revision), wanted, options, folder)
+    if lines is not None:
+        check_kinds(unit.kind for unit in run.units if unit.target == "weights")
     if planned is not None:
         planned(run)
     result = run.run(progress or progress_for("search"))

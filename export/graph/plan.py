@@ -19,6 +19,7 @@ from diffquant.model.blocks import Parameters
 from diffquant.model.config import ArchitectureConfig
 from diffquant.model.motif3.architecture import Motif3Architecture
 from diffquant.model.sambay.architecture import SambaYArchitecture
+from diffquant.model.transformer import TransformerArchitecture
 from diffquant.numbers.absmax import check_finite
 from diffquant.scheme import FULL, Scheme
 from diffquant.source.source import Source
@@ -27,6 +28,8 @@ from diffquant.support.spelling import spelled
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Rotary embeddings whose tables depend on the length of the sequence.
 _MOVING_ROPE = ("dynamic", "longrope")
+# protobuf's limit of bytes.
+_LARGEST_GRAPH = 2**31
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,6 +157,13 @@ def _problems(source: Source, options: ExportOptions) -> list[str]:
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in _MOVING_ROPE:
         problems.append(f"its rope_type {rope['rope_type']!r} changes with the sequence's length")
+    # Cosines and sines, each of half a key row's channels.
+    angles = config.max_position_embeddings * key_width(spec) * options.torch_dtype.itemsize
+    if isinstance(source.architecture, TransformerArchitecture) and spec.rope != "none" and angles >= _LARGEST_GRAPH:
+        problems.append(
+            f"its max_position_embeddings {config.max_position_embeddings:,} make {angles / 1e9:.1f} GB of angles, and "
+            "model.onnx holds less than 2 GB: state fewer positions in config.json"
+        )
     if spec.scale_by_init and spec.post_norm == "none":
         problems.append("it scales attention by 1 - λ_init without a norm")
     if spec.value_dim != key_width(spec):

@@ -7,10 +7,11 @@ import gguf
 import pytest
 
 import diffquant
+import diffquant.calib.search.tensor_types as tensor_types_module
 from diffquant.calib.search.result import read_search
 from diffquant.calib.search.roles import roles
-from diffquant.calib.search.tensor_types import TYPES, check_widths, tensor_types
-from diffquant.errors import UsageError
+from diffquant.calib.search.tensor_types import TYPES, check_lines_output, check_widths, tensor_types
+from diffquant.errors import OutputExistsError, UsageError
 from tests.support import tiny_lm
 from tests.support.earlier_results import write_recorded
 
@@ -69,3 +70,32 @@ def test_a_search_writes_the_lines_where_it_is_told_and_refuses_other_widths_bef
     with pytest.raises(UsageError, match="no type of ggml is written for 7 bits"):
         diffquant.search(model, tmp_path / "other", 7, bits="8,7", **settings)
     assert not (tmp_path / "other").exists()
+    check_lines_output(file)
+
+
+@pytest.mark.parametrize(
+    ("place", "error", "message"),
+    [
+        ("notes.txt", OutputExistsError, r"notes\.txt, which diffquant did not write there"),
+        ("nowhere/types.txt", UsageError, "nowhere, where types.txt would be written, does not exist"),
+        ("folder", OutputExistsError, "folder, which diffquant did not write"),
+    ],
+)
+def test_lines_replace_only_lines_and_that_is_checked_before_the_search(tmp_path, place, error, message):
+    (tmp_path / "notes.txt").write_text("milk\n")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(error, match=message):
+        diffquant.search(tmp_path / "model", tmp_path / "out", 7, bits="8,6", tensor_types=tmp_path / place)
+    assert (tmp_path / "notes.txt").read_text() == "milk\n"
+
+
+def test_layers_that_no_line_can_name_are_refused_before_the_search(tmp_path):
+    pytest.importorskip("scipy")
+    model = tiny_lm.write_llama(tmp_path / "llama")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensor_types_module, "IN_LAYERS", {"attn_q": "self_attn.q_proj"})
+        with pytest.raises(UsageError, match=r"no tensors for mlp\.down_proj, mlp\.gate_proj"):
+            diffquant.search(
+                model, tmp_path / "out", 7, bits="8,6", granularity="row", tensor_types=tmp_path / "t",
+                planned=lambda _: pytest.fail("it went on"),
+            )  # fmt: skip

@@ -278,6 +278,21 @@ def test_what_needs_a_model_that_runs_is_refused(source):
         refused(source, Recipe.of(weights="4:g32", rounding="gptq"))
 
 
+@pytest.mark.parametrize("scheme", ["16", "8:row"])
+def test_a_weight_that_is_called_as_a_cache_is_named_by_a_pattern_that_means_it(tmp_path, scheme):
+    """T5 calls its projections q, k, v and o."""
+    folder, stem = tmp_path / "t5", "encoder.block.0.layer.0.SelfAttention"
+    folder.mkdir()
+    save_file({f"{stem}.{name}.weight": torch.randn(64, 64) for name in "qkvo"}, folder / "model.safetensors")
+    (folder / "config.json").write_text('{"model_type": "t5"}')
+    with pytest.raises(UsageError, match=r"'\*\.k' is about the k of layers.*write '\*\.\[k\]'"):
+        refused(folder, Recipe.of(weights="4:g32", overrides={"*.k": scheme}))
+    quantize(open_weights(folder), tmp_path / "out", Recipe.of(weights="4:g32", overrides={"*.[k]": scheme}))
+    packed = open_weights(tmp_path / "out").packed
+    assert str(packed.get(f"{stem}.k", "16")) == scheme
+    assert str(packed[f"{stem}.v"]) == "4:g32"
+
+
 def test_a_pattern_that_keeps_nothing_is_refused(source):
     with pytest.raises(UsageError, match=r"match no tensor of .*'\*self_attn\.wq_c\.weight' \(the nearest is '.*"):
         open_weights(source, WeightRules.read(keep=("*self_attn.wq_c.weight",)))
@@ -313,6 +328,20 @@ def test_integers_are_carried_over(tmp_path, source):
     save_file(tensors, source / "model.safetensors")
     quantize(open_weights(source), tmp_path / "out", Recipe.of(weights="4:g32"))
     assert torch.equal(open_checkpoint(tmp_path / "out").read("model.layers.0.table"), torch.arange(6).reshape(2, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu], ids=str)
+def test_floats_of_8_bits_are_carried_over_and_nan_among_them_is_refused(tmp_path, source, dtype):
+    tensors, table = load_file(source / "model.safetensors"), torch.tensor([[0.5, 2.0, 4.0]]).to(dtype)
+    save_file(tensors | {"model.layers.0.table": table}, source / "model.safetensors")
+    quantize(open_weights(source), tmp_path / "out", Recipe.of(weights="4:g32"))
+    carried = written_tensors(tmp_path / "out")["model.layers.0.table"]
+    assert carried.dtype == dtype
+    assert torch.equal(carried.float(), table.float())
+    table.view(torch.uint8)[0, 1] = 0xFF
+    save_file(tensors | {"model.layers.0.table": table}, source / "model.safetensors")
+    with pytest.raises(NonFiniteError, match=r"layers\.0\.table.*at \[0, 1\]"):
+        quantize(open_weights(source), tmp_path / "again", Recipe.of(weights="4:g32"))
 
 
 @pytest.mark.parametrize("text", ["nvfp4", "mxfp4", "mxfp8", "e4m3:channel", "e4m3:b32"])

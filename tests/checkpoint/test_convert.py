@@ -180,6 +180,25 @@ def test_an_interrupted_conversion_goes_on_to_the_same_bytes(tmp_path):
     assert contents(tmp_path / "out") == contents(tmp_path / "expected")
 
 
+def test_another_dtype_does_not_take_over_an_interrupted_runs_shards(tmp_path):
+    source = write_llama(tmp_path / "llama", shard_size="100KB")
+    for shard in source.glob("*.safetensors"):
+        tensors = load_file(shard)
+        # By itself each matrix keeps its own dtype.
+        narrow = {name: tensor.bfloat16() for name, tensor in tensors.items() if "embed_tokens" in name}
+        save_file(tensors | narrow, shard, metadata={"format": "pt"})
+
+    def interrupt(done, total, _what):
+        if done > total / 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt, match="finished shards are kept"):
+        convert(source, tmp_path / "out", "diff-v2", progress=interrupt)
+    convert(source, tmp_path / "out", "diff-v2", dtype="bfloat16")
+    written = open_checkpoint(tmp_path / "out").tensors.values()
+    assert {info.dtype for info in written if len(info.shape) == 2} == {torch.bfloat16}
+
+
 def test_a_gguf_file_converts_with_its_tokenizer(tmp_path):
     source = write_llama(tmp_path / "llama")
     write_gguf(tmp_path / "tiny.gguf", source)

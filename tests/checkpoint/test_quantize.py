@@ -269,6 +269,17 @@ def test_nan_and_infinity_are_named_and_leave_nothing(tmp_path, name, value):
     assert [entry.name for entry in tmp_path.iterdir()] == ["source"]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_overflows_the_dtype_that_is_asked_for_is_refused(tmp_path, dtype):
+    source = write_diffllama(tmp_path / "source", dtype=dtype)
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.embed_tokens.weight"][3, 5] = -1e5
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"embed_tokens\.weight would hold values of up to .* overflow .*float16"):
+        quantize(source, tmp_path / "out", Recipe.of(weights="4:g32"), dtype="float16")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["source"]
+
+
 def test_an_existing_output_survives_unless_replaced_whole(tmp_path, source):
     quantize(source, tmp_path / "out", Recipe.of(weights="8:row"))
     before = contents(tmp_path / "out")

@@ -5,6 +5,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from diffquant.errors import CheckpointError, UnknownModelTypeError
 from diffquant.formats.folder import INDEX
@@ -118,9 +119,23 @@ def test_a_weight_in_8_bits_without_its_scale_is_no_plain_weight(tmp_path, dtype
 
 def test_old_buffers_and_a_tied_head_are_tolerated(tmp_path):
     folder = write_diffllama(tmp_path / "model", tie_word_embeddings=True)
-    surplus = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8), "lm_head.weight": torch.ones(90, 64)}
+    head = open_checkpoint(folder).read("model.embed_tokens.weight").clone()
+    surplus = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8), "lm_head.weight": head}
     rewrite(folder, "model.safetensors", lambda tensors: tensors.update(surplus))
     assert check(folder) == {}
+
+
+@pytest.mark.parametrize("place", [0, -1])
+def test_a_tied_head_that_is_not_the_embedding_is_refused(tmp_path, place):
+    """transformers goes by the tensors and does not tie them."""
+    folder = write_diffllama(tmp_path / "model", tie_word_embeddings=True)
+    head = open_checkpoint(folder).read("model.embed_tokens.weight").clone()
+    head[place, place] += 1
+    rewrite(folder, "model.safetensors", lambda tensors: tensors.update({"lm_head.weight": head}))
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    assert not torch.equal(loaded.lm_head.weight, loaded.model.embed_tokens.weight)
+    with pytest.raises(CheckpointError, match=r"tie_word_embeddings is true, and lm_head\.weight is not model"):
+        open_source(folder)
 
 
 @pytest.mark.parametrize("part", ["name", "entry"])
@@ -184,6 +199,14 @@ def test_what_is_no_checkpoint_is_refused_clearly(tmp_path):
     (tmp_path / "broken.gguf").write_bytes(b"GGUF but no more")
     with pytest.raises(CheckpointError, match=r"cannot read .*broken\.gguf"):
         open_checkpoint(tmp_path / "broken.gguf")
+
+
+@pytest.mark.parametrize("sizes", [("5GB", "150KB"), ("150KB", "5GB")], ids=["one file first", "shards first"])
+def test_a_folder_that_was_saved_to_in_shards_and_in_one_file_is_refused(tmp_path, sizes):
+    for size in sizes:
+        write_diffllama(tmp_path / "model", shard_size=size)
+    with pytest.raises(CheckpointError, match=r"holds two models: transformers reads model\.safetensors, other"):
+        open_checkpoint(tmp_path / "model")
 
 
 def test_an_index_without_a_map_is_refused(sharded):

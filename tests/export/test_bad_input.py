@@ -100,6 +100,13 @@ def test_what_the_graph_cannot_express_is_refused(tmp_path):
         export(source, tmp_path / "out", ExportOptions(pure=True))
 
 
+def test_more_positions_than_a_graph_has_room_for_are_refused_before_anything_is_written(tmp_path):
+    model = write_checkpoint(tmp_path / "model", "diffllama", max_position_embeddings=2**24)
+    with pytest.raises(CheckpointError, match=r"max_position_embeddings 16,777,216 make 2\.1 GB of angles"):
+        export(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_transformers_heads_that_onnx_runtime_cannot_rotate_are_refused_before_anything_is_written(tmp_path):
     model = write_checkpoint(tmp_path / "model", "llama", head_dim=24)
     with pytest.raises(CheckpointError, match="rows are multiples of 16 wide, not 24"):

@@ -108,6 +108,9 @@ REFUSED = {
     # Read by what builds the masks of every model; vLLM reads both.
     "is_causal": ({"is_causal": False}, "is_causal is False"),
     "logit_scale": ({"logit_scale": 0.5}, "logit_scale is 0.5"),
+    # Gemma's, which transformers leaves out of these models without a word.
+    "attn_logit_softcapping": ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
+    "final_logit_softcapping": ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
 }
 OF_DIFFLLAMA = {"mlp_bias": ({"mlp_bias": True}, "mlp_bias is true")}
 

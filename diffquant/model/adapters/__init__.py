@@ -27,8 +27,14 @@ _DRAGON = (
 )
 # Types that are known and not run, and why.
 NOT_RUN = {"dragon": _DRAGON, "olala": _DRAGON}
-# Settings that transformers or vLLM compute for any model, and the values at which they change nothing.
-_NEUTRAL = {"is_causal": (None, True), "logit_scale": (None, 1)}
+# Settings that transformers or vLLM compute for any model, and caps of logits, with the values at which they change
+# nothing.
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "is_causal": (None, True),
+    "logit_scale": (None, 1),
+    "attn_logit_softcapping": (None, 0),
+    "final_logit_softcapping": (None, 0),
+}
 
 
 def adapter_for(config: dict[str, Any]) -> Adapter:
