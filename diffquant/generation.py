@@ -1,15 +1,18 @@
 """Generation of text, piece by piece."""
 
 from collections.abc import Iterator
+from queue import SimpleQueue
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
+from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
 
 from diffquant.errors import UsageError
 from diffquant.model.causal import CausalModel
 from diffquant.support.spelling import spelled
+from diffquant.text.prompts import check_prompt, in_pieces, room_after
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,14 +37,13 @@ def stream(
         Decoded pieces of the continuation as they come.
 
     Raises:
-        UsageError: the prompt is empty or fills the model's context, or the tokenizer's chat template is missing or
-            fails.
+        UsageError: the prompt is empty, no text, or fills the model's context, or the tokenizer's chat template is
+            missing or fails.
     """
-    if not prompt.strip():
-        raise UsageError("the prompt is empty")
+    check_prompt(prompt)
     inputs = {name: ids.to(model.device) for name, ids in _model_inputs(tokenizer, prompt, chat).items()}
-    room = _room(model, inputs["input_ids"].shape[1])
-    pieces = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    room = room_after(inputs["input_ids"].shape[1], model.config.max_position_embeddings)
+    made = _TokenQueue()
     # transformers would draw among the 50 likeliest tokens alone.
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
     failures: list[BaseException] = []
@@ -54,18 +56,18 @@ def stream(
                 **inputs,
                 **sampling,
                 max_new_tokens=min(max_new_tokens, room),
-                streamer=pieces,
+                streamer=made,
                 pad_token_id=0,
                 stopping_criteria=stopping,
             )
         except BaseException as failure:
             failures.append(failure)
-            pieces.end()
+            made.end()
 
     worker = Thread(target=run)
     worker.start()
     try:
-        yield from pieces
+        yield from in_pieces(iter(made.tokens.get, None), lambda ids: tokenizer.decode(ids, skip_special_tokens=True))
     finally:
         # Interpreters that end while torch computes in a thread abort.
         abandoned.set()
@@ -74,16 +76,20 @@ def stream(
         raise failures[0]
 
 
-def _room(model: CausalModel, tokens: int) -> int:
-    """Number of tokens that a model's context has room for behind a prompt of so many.
+class _TokenQueue(BaseStreamer):
+    """A queue of the tokens that `generate` adds to a prompt, each as it comes, and None behind the last."""
 
-    Raises:
-        UsageError: there is none.
-    """
-    context: int = model.config.max_position_embeddings
-    if tokens >= context:
-        raise UsageError(f"the prompt has {tokens} tokens; the model's context ends at {context}")
-    return context - tokens
+    def __init__(self) -> None:
+        self.tokens: SimpleQueue[int | None] = SimpleQueue()
+        self._is_prompt = True
+
+    def put(self, value: torch.Tensor) -> None:
+        for token in () if self._is_prompt else value.tolist():
+            self.tokens.put(token)
+        self._is_prompt = False
+
+    def end(self) -> None:
+        self.tokens.put(None)
 
 
 class _StopWhenSet(StoppingCriteria):

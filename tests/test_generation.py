@@ -5,6 +5,8 @@ from copy import copy
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from diffquant import load, load_tokenizer
 from diffquant.errors import UsageError
@@ -24,6 +26,23 @@ def test_pieces_add_up_to_what_generate_continues_with(model):
     ids = language_model.generate(**prompt, max_new_tokens=12, do_sample=False, pad_token_id=0)
     continuation = tokenizer.decode(ids[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
     assert "".join(stream(*model, "It was a dark night", max_new_tokens=12)) == continuation
+
+
+def test_lines_keep_their_indent_where_a_tokenizer_marks_words_by_a_space_before_them(model, monkeypatch):
+    code = "def f(x):\n    return x\n\n        y ☃ z"
+    marked = Tokenizer(models.BPE())
+    marked.pre_tokenizer, marked.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    marked.train_from_iterator([code], trainers.BpeTrainer(special_tokens=["<s>"], show_progress=False))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=marked)
+    ids = tokenizer(code, return_tensors="pt").input_ids[0]
+
+    def generate(input_ids, streamer, **_):
+        for made in (input_ids, *ids.split(1)):
+            streamer.put(made)
+        streamer.end()
+
+    monkeypatch.setattr(model[0], "generate", generate)
+    assert "".join(stream(model[0], tokenizer, "def", max_new_tokens=99)) == tokenizer.decode(ids) == code
 
 
 def test_generation_ends_when_its_reader_leaves(model):
@@ -51,8 +70,16 @@ def test_samples_come_of_the_whole_vocabulary(model, monkeypatch):
 def test_an_empty_prompt_and_a_missing_chat_template_are_refused(model):
     with pytest.raises(UsageError, match="the prompt is empty"):
         next(stream(*model, "  ", max_new_tokens=4))
+    with pytest.raises(UsageError, match="no text in UTF-8, from character 3"):
+        next(stream(*model, "caf\udce9", max_new_tokens=4))
     with pytest.raises(UsageError, match="no chat template"):
         next(stream(*model, "hello", max_new_tokens=4, chat=True))
+
+
+def test_a_prompt_of_which_the_tokenizer_makes_no_token_is_refused(model):
+    letters = Tokenizer(models.BPE({"a": 0}, []))
+    with pytest.raises(UsageError, match="makes no token of the prompt"):
+        next(stream(model[0], PreTrainedTokenizerFast(tokenizer_object=letters), "☃", max_new_tokens=4))
 
 
 @pytest.mark.parametrize(

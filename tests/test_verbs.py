@@ -170,6 +170,8 @@ def test_a_dash_reads_the_prompt_from_standard_input_and_notes_go_beside_the_res
     assert (shown.stdout, shown.stderr) == ("FROM STDIN\nwrote a.txt, b.txt\n", "at once\n0.1 s\n")
     shown = CliRunner().invoke(program, ["--prompt", "-x", "--json"])
     assert (json.loads(shown.stdout), shown.stderr) == ("-X", "at once\n0.1 s\nwrote a.txt, b.txt\n")
+    shown = CliRunner().invoke(program, ["--prompt", "-"], input=b"caf\xe9")
+    assert "standard input is no text in UTF-8" in str(shown.exception)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import typer
 from diffquant import verbs
 from diffquant.cli.docstrings import documentation
 from diffquant.cli.show import SHOWN, Shown, notes, waiting
-from diffquant.errors import DiffQuantError
+from diffquant.errors import DiffQuantError, UsageError
 from diffquant.evals.task import TaskOption
 from diffquant.evals.tasks import task_options
 from diffquant.support.spelling import command_line, spelled
@@ -83,7 +83,10 @@ class Option:
         if self.kind.repeats:
             return tuple(read or ())
         if self.kind.or_stdin and read == "-":
-            return sys.stdin.read()
+            try:
+                return sys.stdin.read()
+            except UnicodeDecodeError as error:
+                raise UsageError(f"standard input is no text in UTF-8 ({error}); convert it first") from error
         return not read if self.is_inverted else read
 
 

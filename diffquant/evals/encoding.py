@@ -71,4 +71,5 @@ class RequestEncoder:
         stem = context.rstrip()
         tokens = self.encode(context + continuation)
         before = self.encode(stem)
-        return before, tokens[len(before) :]
+        # Of a blank context nothing is left, and not every tokenizer puts a token of its own before a text.
+        return before or [self.prefix_token], tokens[len(before) :]

@@ -25,6 +25,11 @@ class Difference:
     low: float
     high: float
 
+    @property
+    def drawn(self) -> "Difference":
+        """The interval as a plot can draw it: of width zero where it is infinite, as that of one value is."""
+        return self if math.isfinite(self.high - self.low) else Difference(self.mean, self.mean, self.mean)
+
 
 def estimate(values: Sequence[float]) -> Estimate:
     """Mean and standard error, s/√n with the sample's s, as lm-eval reports it; n is at least 1."""

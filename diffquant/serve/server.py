@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 from urllib.error import URLError
-from urllib.request import urlopen
+from urllib.request import ProxyHandler, build_opener
 
 from diffquant.errors import DiffQuantError, UsageError
 from diffquant.serve.plan import Implementation, ServerPlan, check_processor, plan_server
@@ -108,9 +108,11 @@ def _wait_until_ready(server: "subprocess.Popen[bytes]", plan: ServerPlan) -> No
     everywhere = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
     address = plan.url.removesuffix("/v1").removeprefix("http://")
     host, _, port = address.rpartition(":")
+    # It listens on this machine, which a proxy of the network does not reach.
+    opened = build_opener(ProxyHandler({})).open
     while server.poll() is None:
         try:
-            with urlopen(f"http://{everywhere.get(host, host)}:{port}/health", timeout=5):
+            with opened(f"http://{everywhere.get(host, host)}:{port}/health", timeout=5):
                 return
         except (URLError, OSError):
             time.sleep(_PAUSE)

@@ -155,7 +155,8 @@ def _lines(sweep: SweepResult, task: str, metric: Metric, is_change: bool) -> di
     drawn: dict[tuple[str, str], list[tuple[int, Difference]]] = {}
     for row in rows(sweep):
         compared = row.results[task]
-        value = metric.of(compared) if compared.result else None
+        found = metric.of(compared) if compared.result else None
+        value = found.drawn if found else None
         if row.point.is_baseline:
             full[row.model] = value
         elif value is not None and row.point.target not in (EXPORTED, RECIPE):

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from diffquant.report.page import Block, Charts, Fold, Items, Report, Section, Table
 from diffquant.report.plots import key_of
-from diffquant.support.plain_data import JsonObject
 from diffquant.sweep.headline import headline
 from diffquant.sweep.plot import Band, bands, bars_text, charts
 from diffquant.sweep.result import MeasuredCell, SweepResult, model_names
@@ -27,7 +26,7 @@ def sweep_report(sweep: SweepResult, name: str, files: Sequence[str]) -> Report:
         *_charts_sections(drawn),
         Section("Results", [_results_table(sweep), *notes(sweep)]),
         *_logits_section(sweep),
-        Section("Settings", [_settings_facts(sweep.settings)]),
+        Section("Settings", [_settings_facts(sweep)]),
     ]
     return Report("sweep", name, headline(sweep), sweep.settings["date"], sections, files)
 
@@ -118,11 +117,12 @@ def _layers_table(cell: MeasuredCell) -> Table:
     return Table(heads, lines, names=3)
 
 
-def _settings_facts(settings: JsonObject) -> dict[str, str]:
+def _settings_facts(sweep: SweepResult) -> dict[str, str]:
+    settings, names = sweep.settings, model_names([point.model for point in sweep.points])
     flat = {key.replace("_", " "): value for key, value in settings["options"].items()}
     flat |= {f"version of {name}": value for name, value in settings["versions"].items()}
     flat |= {f"task {task['name']}": _value_text(task) for task in settings["tasks"]}
-    flat |= {f"SHA-256 of {Path(path).name}": digest for path, digest in settings["models"].items()}
+    flat |= {f"SHA-256 of {names.get(Path(path), path)}": digest for path, digest in settings["models"].items()}
     flat["dtype"] = settings["dtype"]
     flat["commit"] = settings.get("commit") or "not recorded"
     return {name: _value_text(value) for name, value in flat.items() if value not in (None, "", [], ())}

@@ -86,13 +86,14 @@ def size_charts(found: Sequence[Sized]) -> tuple[list[Drawing], list[Key]]:
         axis = figure.subplots()
         for name in dict.fromkeys(each.series for each in mine):
             line = sorted((each for each in mine if each.series == name), key=lambda each: each.size)
-            bars = [[each.kl.mean - each.kl.low for each in line], [each.kl.high - each.kl.mean for each in line]]
+            drawn = [each.kl.drawn for each in line]
+            bars = [[kl.mean - kl.low for kl in drawn], [kl.high - kl.mean for kl in drawn]]
             sizes, means = [each.size for each in line], [each.kl.mean for each in line]
             axis.errorbar(sizes, means, bars, markersize=5, linewidth=1.4, capsize=2.5, **look(series.index(name)))
             for each in line:
                 text = f"{name}, {each.row.point.bits} bits: {each.size:.4g}, KL {each.kl.mean:.3g}"
                 tips.mark(axis, each.size, each.kl.mean, f"{text} [{each.kl.low:.3g}, {each.kl.high:.3g}]")
-        if all(each.kl.low > 0 for each in mine):
+        if all(each.kl.drawn.low > 0 for each in mine):
             plain_log_scale(axis)
         axis.set_xlabel(_STORED[target])
         axis.set_ylabel("KL from 16 bits, nats")

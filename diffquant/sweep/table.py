@@ -79,7 +79,10 @@ def notes(sweep: SweepResult) -> list[str]:
         "stored is the size of the checkpoint (two bytes per weight at 16 bits) or of the KV cache per token, scales "
         "included; quantized logits and operands store nothing."
     )
-    quantized = ", ".join(_source_text(path, sweep.settings) for path in sweep.settings["quantized"])
+    names = model_names([point.model for point in sweep.points])
+    quantized = ", ".join(
+        _source_text(path, names.get(Path(path), path), sweep.settings) for path in sweep.settings["quantized"]
+    )
     if quantized:
         texts.append(
             f"Weights that were quantized before this sweep: {quantized}. 16 bits there are not the model as trained."
@@ -94,10 +97,10 @@ def notes(sweep: SweepResult) -> list[str]:
     return texts
 
 
-def _source_text(path: str, settings: JsonObject) -> str:
+def _source_text(path: str, name: str, settings: JsonObject) -> str:
     """A checkpoint's name, with its size if that was noted."""
     nbytes = settings.get("source_bytes", {}).get(path)
-    return Path(path).name + (f" ({megabytes(nbytes)})" if nbytes else "")
+    return name + (f" ({megabytes(nbytes)})" if nbytes else "")
 
 
 def tasks_of(sweep: SweepResult) -> list[str]:

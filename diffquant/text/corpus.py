@@ -16,7 +16,7 @@ def load_text(path: Path | None = None, characters: int | None = None) -> str:
     if path is None:
         return data.books_text()[:characters]
     try:
-        text = path.read_text(encoding="utf-8")[:characters]
+        text = path.read_text(encoding="utf-8-sig")[:characters]
     except OSError as error:
         raise UsageError(f"cannot read text from {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -10,6 +10,7 @@ from diffquant.verbs.hub import at_revision
 Cache = Annotated[Literal["16", "fp8"], kinds.Kind(Literal["16", "fp8"])]
 Implementation = Annotated[Literal["plugin", "folder"], kinds.Kind(Literal["plugin", "folder"])]
 Address = Annotated[str, kinds.Kind(str, "ADDRESS")]
+Port = Annotated[int, kinds.Kind(int, "NUMBER", least=1, most=65535)]
 Context = Annotated[int, kinds.Kind(int, "TOKENS", least=1)]
 
 
@@ -18,7 +19,7 @@ def serve(
     model: kinds.PathModel,
     *,
     host: Address = "127.0.0.1",
-    port: int = 8000,
+    port: Port = 8000,
     context: Context | None = None,
     cache: Cache = "16",
     dtype: kinds.Name | None = None,

@@ -16,6 +16,7 @@ from diffquant.export.manifest import check_unchanged, read_manifest
 from diffquant.export.runtime.session import InPlaceDecoder, OnnxModel
 from diffquant.formats.json_object import read_json
 from diffquant.support.spelling import spelled
+from diffquant.text.prompts import check_prompt, in_pieces, room_after
 from diffquant.text.special_tokens import read_special_tokens
 
 _PREFILL_CHUNK = 512
@@ -93,21 +94,12 @@ class Generator:
             Decoded pieces of the continuation as they come.
 
         Raises:
-            UsageError: the prompt is empty, longer than the model's context, or there is no chat template.
+            UsageError: the prompt is empty, no text, or longer than the model's context, or there is no chat template.
         """
+        check_prompt(prompt)
         ids = self.text.encode_chat(prompt) if chat else self.text.encode(prompt)
         pick = _greedy if temperature == 0 else _sampler(temperature, seed)
-        yielded = text = ""
-        tokens: list[int] = []
-        for token in self.tokens(ids, max_new_tokens, pick):
-            tokens.append(token)
-            text = self.text.decode(tokens)
-            # A character of several tokens is decoded as a replacement until it is whole.
-            if not text.endswith("\ufffd"):
-                yield text[len(yielded) :]
-                yielded = text
-        if text != yielded:
-            yield text[len(yielded) :]
+        yield from in_pieces(self.tokens(ids, max_new_tokens, pick), self.text.decode)
 
     def tokens(
         self, ids: list[int], max_new_tokens: int, pick: Callable[[np.ndarray], int] | None = None
@@ -115,13 +107,11 @@ class Generator:
         """Continue token ids, greedily by default, until a token that ends the text or the context's end.
 
         Raises:
-            UsageError: the ids fill the model's context.
+            UsageError: there are no ids, or they fill the model's context.
             NonFiniteError: logits overflow, or are no numbers.
         """
-        if len(ids) >= self._context:
-            raise UsageError(f"the prompt has {len(ids)} tokens; the model's context ends at {self._context}")
+        room = min(max_new_tokens, room_after(len(ids), self._context))
         pick = pick or _greedy
-        room = min(max_new_tokens, self._context - len(ids))
         started = time.perf_counter()
         state = InPlaceDecoder(self.model, 1, len(ids) + room)
         logits = np.empty(0)
@@ -170,13 +160,7 @@ class FolderTokenizer:
             self._slow = self._through_transformers()
 
     def encode(self, prompt: str) -> list[int]:
-        """Token ids of a prompt.
-
-        Raises:
-            UsageError: the prompt is empty.
-        """
-        if not prompt.strip():
-            raise UsageError("the prompt is empty")
+        """Token ids of a prompt."""
         return list(self._fast.encode(prompt).ids if self._fast else self._slow(prompt)["input_ids"])
 
     def encode_chat(self, prompt: str) -> list[int]:

@@ -78,6 +78,15 @@ def test_generation_stops_where_hflms_does(until):
     assert ours.generate_until(instances("generate_until", asked)) == expected
 
 
+def test_an_answer_that_leaves_no_room_for_its_prompt_is_refused_as_hflm_refuses_it():
+    ours, theirs = ours_and_theirs(max_length=40)
+    asked = instances("generate_until", [("He took the", {"until": ["."], "max_gen_toks": 40})])
+    with pytest.raises(AssertionError, match="Invalid configuration"):
+        theirs.generate_until(asked, disable_tqdm=True)
+    with pytest.raises(UsageError, match="max_gen_toks 40 leaves no room for a prompt: the model sees 40"):
+        ours.generate_until(asked)
+
+
 def test_a_changed_task_file_is_another_task(task_file):
     before = harness.task_identity(str(task_file))
     task_file.write_text(task_file.read_text() + "num_fewshot: 1\n")

@@ -32,6 +32,15 @@ def test_a_prepared_file_gives_its_queries_as_they_are(tmp_path, packing):
     assert (item.query, item.endings, item.label) == (entry["query"], ("the pot.", "a car"), 1)
 
 
+def test_lines_end_where_json_lines_end_behind_a_mark_of_the_byte_order_or_not(tmp_path):
+    # Python's own lines end at each of these, too.
+    entry = {"query": "q", "endings": ["a\u2028b", "c\x85d"], "label": 0}
+    line = json.dumps(entry, ensure_ascii=False)
+    path = tmp_path / "items.jsonl"
+    path.write_bytes(f"\ufeff{line}\r\n{line}\r\n".encode())
+    assert [item.endings for item in load_items(path)] == [("a\u2028b", "c\x85d")] * 2
+
+
 def test_limit_takes_the_first_items_and_the_identity_follows_them():
     first, all_items = load_items(limit=7), load_items()
     assert first == all_items[:7]

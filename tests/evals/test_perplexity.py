@@ -100,6 +100,8 @@ def test_the_text_that_ships_is_prose_and_a_file_is_read_as_it_is(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("naïve ☃")
     assert load_text(path) == "naïve ☃"
+    path.write_bytes("\ufeffnaïve ☃".encode())
+    assert load_text(path) == "naïve ☃"
     for content in (b"", b" \n", b"\xff"):
         path.write_bytes(content)
         with pytest.raises(UsageError, match=r"text\.txt"):

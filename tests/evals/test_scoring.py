@@ -73,6 +73,13 @@ def test_awkward_pairs_score_as_hflm_scores_them(adds_bos, length):
     assert_alike(our_answers(model, tokenizer, pairs), hflm_answers(model, tokenizer, pairs))
 
 
+@pytest.mark.parametrize("adds_bos", [False, True], ids=["plain", "bos"])
+def test_a_blank_context_is_none_and_its_spaces_are_scored(adds_bos):
+    model, tokenizer = tiny_lm.llama(), tiny_lm.tokenizer(adds_bos)
+    blank, empty, _ = our_answers(model, tokenizer, [("  ", " alone"), ("", "   alone"), AWKWARD[1]])
+    assert blank == pytest.approx(empty)
+
+
 def test_what_greedy_decoding_says_is_greedy():
     model, tokenizer = tiny_lm.llama(), tiny_lm.tokenizer()
     context = tokenizer("He took", return_tensors="pt").input_ids

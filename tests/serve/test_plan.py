@@ -6,9 +6,12 @@ import shlex
 import shutil
 import socket
 import tomllib
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib import import_module
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +25,7 @@ from diffquant.model.adapters import adapter_for
 from diffquant.serve.folder import MODELLING_FILE, require_served
 from diffquant.serve.plan import check_processor, plan_server
 from diffquant.serve.room import room_in
-from diffquant.serve.server import serve
+from diffquant.serve.server import _wait_until_ready, serve
 from diffquant.serve.vllm.ranks import heads_of_rank, row_orders
 from diffquant.serve.vllm.versions import TESTED, note_untested
 from tests.support.checkpoints import edit_json, write_checkpoint
@@ -239,6 +242,30 @@ def test_a_port_that_is_taken_is_refused_before_anything_starts(vllm):
         port = other.getsockname()[1]
         with pytest.raises(UsageError, match=f"port {port}"):
             serve(POCKET, port=port)
+
+
+def test_a_port_that_no_machine_has_is_refused():
+    with pytest.raises(UsageError, match="port must be 65535 or less, got 70000"):
+        diffquant.serve(POCKET, port=70000)
+
+
+class Healthy(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_server_is_asked_past_the_proxy_of_the_network(vllm, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setattr("time.sleep", lambda _: pytest.fail("the server was not reached"))
+    with HTTPServer(("127.0.0.1", 0), Healthy) as answering:
+        Thread(target=answering.handle_request, daemon=True).start()
+        plan = plan_server(POCKET, **ASKED | {"port": answering.server_port})
+        _wait_until_ready(SimpleNamespace(poll=lambda: None), plan)
 
 
 def test_a_server_that_does_not_start_is_an_error(vllm):

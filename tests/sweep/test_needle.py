@@ -90,6 +90,11 @@ def test_items_are_the_same_again_and_a_first_part_is_balanced(items):
     assert sorted((item.length, item.depth) for item in first) == [(n, d) for n in PLAN.lengths for d in DEPTHS]
 
 
+def test_a_length_that_is_named_twice_has_its_items_once():
+    once, twice = (Needle.parse("needle", {"lengths": lengths}, 1024) for lengths in [(64, 128), (64, 128, 64)])
+    assert once == twice
+
+
 def test_answers_cannot_be_told_without_the_context():
     numbers = [
         item.asked[0][1]

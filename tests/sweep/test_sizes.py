@@ -2,6 +2,7 @@
 
 import shlex
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 
 import pytest
@@ -9,13 +10,16 @@ import pytest
 import diffquant.sweep.sizes as sizes
 from diffquant.evals.stats import mean_interval
 from diffquant.recipe import Recipe
+from diffquant.report.page import page
 from diffquant.scheme import Scheme
 from diffquant.sweep import SweepOptions, SweepResult
 from diffquant.sweep.grid import points
 from diffquant.sweep.headline import headline
 from diffquant.sweep.measurement import Measurement
+from diffquant.sweep.plot import bands, plot
 from diffquant.sweep.report import sweep_report
 from diffquant.sweep.result import MeasuredCell
+from diffquant.sweep.table import notes
 
 MODEL = Path("a model")
 SETTINGS = {"date": "", "options": {}, "tasks": [], "models": {}, "quantized": [], "versions": {}, "dtype": "float32"}
@@ -86,6 +90,47 @@ def items(point, n):
     values = right if point.bits == 16 else [1 - right[0], 1 - right[1], *right[2:]]
     kl = {} if point.bits == 16 else {"kl_by_item": [0.3, 0.4] * (n // 2), "tokens_by_item": [10] * n}
     return {"metric": "acc_norm", "score": sum(values) / n, "n": n, "values": values, "choices": values, **kl}
+
+
+def one_item(point):
+    change = {16: 0.0, 8: 0.0, 4: 0.1, 3: 0.2}[point.bits]
+    kl = {} if point.bits == 16 else {"kl_by_item": [0.3 + change], "tokens_by_item": [10]}
+    score = {"metric": "acc_norm", "score": 1.0, "n": 1, "values": [1], "choices": [0]}
+    return score | {"margins": [0.5 - change]} | kl
+
+
+def one_window(point):
+    change = {16: 0.0, 8: 0.0, 4: 0.1, 3: 0.2}[point.bits]
+    weights = {name: [10] for name in ("tokens_by_window", "ar_hits_by_window", "others_by_window")}
+    means = {name: [3 + change] for name in ("nll_by_window", "ar_hit_nll_by_window", "other_nll_by_window")}
+    of_all = {"nll": 3.0, "ar_hit_nll": 3.0, "other_nll": 3.0, "positions": [1, 20], "ar_hit_share": 0.5}
+    return {"metric": "nll", **of_all, **weights, **means}
+
+
+@pytest.mark.parametrize(("task", "result"), [("hellaswag", one_item), ("nll", one_window)], ids=["item", "window"])
+def test_one_item_or_window_alone_is_drawn_without_bars(task, result):
+    sweep = swept(task, result)
+    drawn = [value for band in bands(sweep) for lines in band.lines.values() for line in lines for value in line.points]
+    assert drawn
+    plot(sweep, BytesIO())
+    assert page(sweep_report(sweep, "run", []))
+
+
+def test_models_of_one_name_are_told_apart_below_the_table_and_in_the_settings():
+    folders = [Path("trained/model"), Path("packed/model")]
+    options = SweepOptions(tasks=("perplexity",), bits=(4,), targets=("weights",))
+    stored = {"seconds": 1.0, "stored": {"weights": 1000, "kv_per_token": 1000.0}}
+    cells = [
+        MeasuredCell(point, "perplexity", Measurement.from_dict(text(point) | stored), None)
+        for point in points(folders, options)
+    ]
+    told = {"models": {str(folder): folder.parent.name * 8 for folder in folders}, "quantized": [str(folders[1])]}
+    sweep = SweepResult(cells, SETTINGS | told)
+    assert any("before this sweep: packed/model." in note for note in notes(sweep))
+    facts = page(sweep_report(sweep, "run", []))
+    for folder in folders:
+        assert f"SHA-256 of {folder}" in facts
+        assert told["models"][str(folder)] in facts
 
 
 @pytest.mark.parametrize(("n", "starts"), [(20, "hellaswag: 20 items cannot tell"), (2000, "hellaswag: no measurable")])

@@ -7,6 +7,7 @@ from lm_eval.api.model import LM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from diffquant.errors import UsageError
 from diffquant.evals.encoding import Request, RequestEncoder
 from diffquant.evals.language_model import LanguageModel
 from diffquant.evals.scoring import score
@@ -88,7 +89,13 @@ class HarnessModel(LM):
         most_tokens = int(str(arguments.pop("max_gen_toks")))
         # Greedy decoding has no temperature, and transformers warns about one.
         sampling = {k: v for k, v in arguments.items() if arguments.get("do_sample") or k != "temperature"}
-        ids = self.encoder.encode(context)[-max(1, self.encoder.max_length - most_tokens) :]
+        room = self.encoder.max_length - most_tokens
+        if room < 1:
+            raise UsageError(
+                f"max_gen_toks {most_tokens} leaves no room for a prompt: the model sees {self.encoder.max_length} "
+                "tokens; give the task fewer in its generation_kwargs"
+            )
+        ids = self.encoder.encode(context)[-room:]
         continuation = self.model.generate(ids, most_tokens, stops, sampling)
         text = self.tokenizer.decode(continuation, skip_special_tokens=True)
         answer: str = postprocess_generated_text(text, stops, None)

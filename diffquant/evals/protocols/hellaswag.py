@@ -250,6 +250,7 @@ def _read_lines(path: Path) -> list[str]:
             raw = file.read(_LARGEST_FILE + 1)
         if len(raw) > _LARGEST_FILE:
             raise UsageError(f"cannot read items from {path}: they take more than {_LARGEST_FILE >> 20} MiB; split it")
-        return raw.decode().splitlines()
+        # JSON may hold any of the other characters that str.splitlines cuts at, such as U+2028.
+        return raw.decode("utf-8-sig").split("\n")
     except (OSError, EOFError, zlib.error, lzma.LZMAError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read items from {path}: {error}") from error

@@ -65,7 +65,8 @@ class Needle(Task):
         if len(counts) > 2 or not all(re.fullmatch("[0-9]{1,9}", count) for count in counts):
             raise cls.misread(name, "needle:4:2")
         needles, asked = (*map(int, counts), 1, 1)[:2]
-        plan = NeedlePlan(needles, asked, _LENGTHS.of(values))
+        # Of a length that is named twice the items would be the same, and count as twice as many.
+        plan = NeedlePlan(needles, asked, tuple(dict.fromkeys(_LENGTHS.of(values))))
         text = load_text(TEXT.of(values))
         return cls(text=text, plan=plan, limit=at_least_one(LIMIT, values), batch_tokens=batch_tokens)
 
