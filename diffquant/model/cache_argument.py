@@ -1,4 +1,4 @@
-"""The argument that hands a model its cache: transformers calls it `cache` from 5.24 on, and `past_key_values` before."""
+"""The argument that hands a model its cache: `cache` since transformers 5.24, `past_key_values` before."""
 
 from collections.abc import MutableMapping
 from typing import Any

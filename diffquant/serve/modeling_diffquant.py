@@ -35,8 +35,8 @@ MODEL_TYPE = "diff_transformer"
 _VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 _STATED = ("num_attention_heads", "num_key_value_heads", "head_dim")
 _ROTARY = ("rope_theta", "rope_scaling", "rope_angles")
-# transformers 5.24 calls `cache` what was `past_key_values`; before, `cache` are the pages of its continuous batching, which
-# its attention fills itself.
+# transformers 5.24 calls `cache` what was `past_key_values`. Before, `cache` are the pages of its continuous batching,
+# which its attention fills itself.
 _IS_RENAMED = "cache" in BaseModelOutputWithPast.__dataclass_fields__
 Rotary = tuple[Tensor, Tensor]
 _NOT_HERE = "{} of the recipe are not honoured here: this model runs them with 16 bits, and diffquant.load as asked"
