@@ -11,11 +11,12 @@ _GUIDES = (
 )
 _TOLD = ("docs/models", "research/pages/results", "research/pages/papers")
 PAGES = [*(Page(f"{name}.md", is_guide=True) for name in _GUIDES), *(Page(f"{name}.md") for name in _TOLD)]
-OPERATOR, ANY_MODEL, CLI, GLOSSARY, TUTORIAL, MANY_SHOT, *_, INSTALL, MODELS, RESULTS, PAPERS = PAGES
+OPERATOR, ANY_MODEL, CLI, GLOSSARY, TUTORIAL, MANY_SHOT, *_, PYTHON, INSTALL, MODELS, RESULTS, PAPERS = PAGES
 MANY_SHOT.leaves("takes over 250 times as long", "arithmetic: each text runs once and again for each token")
 MANY_SHOT.table("suffix | what it holds", Unmeasured("formats"))
 GLOSSARY.table("word | meaning", Unmeasured("definitions"))
 INSTALL.leaves("Python 3.11 or later", "a version")
+PYTHON.leaves("`past_key_values` before 5.24", "a version")
 CLI.table("exit code | meaning", Unmeasured("definitions"))
 PAPERS.table("of | what it shows | command | our results", Unmeasured("numbers of tables and sections"))
 for heads, sections in {
