@@ -2,6 +2,8 @@
 
 import threading
 from copy import copy
+from functools import partial
+from random import Random
 
 import pytest
 import torch
@@ -9,8 +11,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from diffquant import load, load_tokenizer
+from diffquant.data import books_text
 from diffquant.errors import UsageError
 from diffquant.generation import stream
+from diffquant.text.prompts import in_pieces
 from tests.support import tiny_lm
 
 
@@ -43,6 +47,25 @@ def test_lines_keep_their_indent_where_a_tokenizer_marks_words_by_a_space_before
 
     monkeypatch.setattr(model[0], "generate", generate)
     assert "".join(stream(model[0], tokenizer, "def", max_new_tokens=99)) == tokenizer.decode(ids) == code
+
+
+def test_pieces_are_the_text_of_all_tokens_with_bytes_and_special_ones_among_them():
+    llama = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    llama.pre_tokenizer = pre_tokenizers.Metaspace()
+    parts = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)
+    llama.decoder = decoders.Sequence(list(parts))
+    special = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, show_progress=False)
+    text = books_text()[:5000]
+    llama.train_from_iterator([text], trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=llama, unk_token="<unk>")
+    random = Random(0)
+    for start in random.sample(range(4900), 100):
+        ids = tokenizer(text[start : start + 30] + "☃ 漢字\n  x" + text[start + 30 : start + 60]).input_ids
+        ids.insert(random.randrange(5), tokenizer.unk_token_id)
+        for skips in (True, False):
+            decode = partial(tokenizer.decode, skip_special_tokens=skips)
+            assert "".join(in_pieces(ids, decode)) == decode(ids)
 
 
 def test_generation_ends_when_its_reader_leaves(model):

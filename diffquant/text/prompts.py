@@ -38,16 +38,20 @@ def in_pieces(tokens: Iterable[int], decode: Callable[[list[int]], str]) -> Iter
     """The text of tokens, as they come; the pieces together are the text of all of them.
 
     Args:
-        decode: function from tokens to their text. It is given all so far: the first of a text may lose its space.
+        decode: function from tokens to their text, of which the first may lose its space.
     """
-    text = yielded = ""
-    seen: list[int] = []
+    # Tokens from one on that has been yielded and has a text, and how many of them have been yielded.
+    window: list[int] = []
+    known = 0
     for token in tokens:
-        seen.append(token)
-        text = decode(seen)
+        window.append(token)
+        text = decode(window)
         # A character of several tokens is decoded as a replacement until it is whole.
-        if not text.endswith("\ufffd"):
-            yield text[len(yielded) :]
-            yielded = text
-    if text != yielded:
-        yield text[len(yielded) :]
+        if text.endswith("\ufffd"):
+            continue
+        yield text[len(decode(window[:known])) :]
+        if decode(window[known:]):
+            del window[:known]
+        known = len(window)
+    if rest := decode(window)[len(decode(window[:known])) :]:
+        yield rest
