@@ -32,11 +32,11 @@ def check_cache(cache: Cache, recipe: Recipe, is_quantized: bool) -> None:
     """
     kind = type(cache).__name__
     if not hasattr(cache, "get_seq_length"):
-        raise UsageError(f"the cache is a {kind}, not a cache; pass the result of new_cache()")
+        raise UsageError(f"what was passed as the cache is a {kind}, not a cache; pass the result of new_cache()")
     own = getattr(cache, "recipe", None)
     if is_quantized and isinstance(own, Recipe) and _of_cache(own) != _of_cache(recipe):
         raise UsageError(
-            f"the cache is a cache of another recipe: it has {_said(own)}, and the model {_said(recipe)}; pass "
+            f"this is a cache of another recipe: it has {_said(own)}, and the model {_said(recipe)}; pass "
             "what new_cache() gives"
         )
     layers = getattr(cache, "layers", ())

@@ -54,12 +54,12 @@ def checked_schemes(source: Source | WeightSource, recipe: Recipe) -> dict[str, 
 def _check_weights_alone(source: WeightSource, recipe: Recipe, schemes: Mapping[str, Scheme]) -> None:
     """Check that a recipe for an architecture that is not run packs weights, and asks no more."""
     for pattern in recipe.overrides:
-        last = pattern.rsplit(".", 1)[-1]
         if target_of(pattern) != "weights":
+            last = pattern.rsplit(".", 1)[-1]
+            literal = f"{pattern.removesuffix(last)}[{last[0]}]{last[1:]}"
             raise UsageError(
                 f"override {pattern!r} is about the {last} of layers, by its end, and {source.path} is quantized by "
-                "its tensors' names alone; for a weight of that name write "
-                + repr(f"{pattern.removesuffix(last)}[{last[0]}]{last[1:]}")
+                f"its tensors' names alone; for a weight of that name write {literal!r}"
             )
     targets = [target for target in LAYER_TARGETS if any(s.quantizes for s in recipe.schemes_of(target))]
     if targets:

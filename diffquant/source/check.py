@@ -105,10 +105,10 @@ def _other_head(checkpoint: Checkpoint, adapter: Adapter) -> list[str]:
     stored, embedding = checkpoint.tensors, adapter.source_name("model.embed_tokens.weight")
     if not adapter.architecture.tie_word_embeddings or _HEAD not in stored:
         return []
-    rows = range(0, stored[embedding].shape[0], _ROWS)
-    if stored[_HEAD].shape == stored[embedding].shape and all(
+    is_alike = embedding in stored and stored[_HEAD].shape == stored[embedding].shape
+    if is_alike and all(
         torch.equal(*(checkpoint.read_rows(name, slice(n, n + _ROWS)).float() for name in (_HEAD, embedding)))
-        for n in rows
+        for n in range(0, stored[_HEAD].shape[0], _ROWS)
     ):
         return []
     return [
