@@ -15,6 +15,7 @@ a sample: importing torch and transformers takes seconds, so here each trial is 
 import argparse
 import importlib
 import json
+import lzma
 import math
 import os
 import random
@@ -49,7 +50,7 @@ def main() -> int:
     reasons = reasons_for_surviving(yaml.safe_load(REASONS.read_text()))
     file = arguments.again or arguments.json
     # Groups that are not asked for stay in the file as they are.
-    results: dict[str, Any] = json.loads(file.read_text())["groups"] if file and file.exists() else {}
+    results: dict[str, Any] = _groups(file) if file else {}
     earlier = dict(results) if arguments.again else {}
     for name in arguments.groups or GROUPS:
         results[name] = run_group(name, GROUPS[name], arguments, reasons, earlier.get(name))
@@ -61,6 +62,14 @@ def main() -> int:
             results[name]["runs"] += [run | {"killed": results[name]["killed"]}] if run else []
         write_json(file, {"groups": results})
     return int(any(result["killed"] < LEAST * result["planted"] for result in results.values()))
+
+
+def _groups(file: Path) -> dict[str, Any]:
+    """Results of an earlier run by group, from FILE or FILE.xz; none if there is neither."""
+    packed = file.with_name(f"{file.name}.xz")
+    if packed.exists() and not file.exists():
+        return json.loads(lzma.decompress(packed.read_bytes()))["groups"]
+    return json.loads(file.read_text())["groups"] if file.exists() else {}
 
 
 def reasons_for_surviving(entries: Sequence[dict[str, Any]]) -> Reasons:
