@@ -76,8 +76,7 @@ def load(
     device = resolve_device(device)
     source = open_source(path)
     recipe = None if recipe is None else Recipe.parse(recipe)
-    schemes = _simulated_schemes(source, recipe)
-    recipe = source.recipe if recipe is None else recipe.with_weights_of(source.recipe) if source.packed else recipe
+    recipe, schemes = recipe_of_run(source, recipe)
     ranges = read_ranges(Path(scales), source) if scales else None
     if ranges is not None:
         ranges.check(recipe)
@@ -97,10 +96,10 @@ def load_by_layer(source: Source, recipe: Recipe) -> CausalModel:
         UsageError: the recipe does not fit the checkpoint.
         CheckpointError: it changed since it was opened.
     """
-    schemes = _simulated_schemes(source, recipe)
+    recipe, schemes = recipe_of_run(source, recipe)
     rewrite = _rewrite_as_stored(source, schemes, recipe) if schemes else as_it_is
     model = build_model(source, torch.float32, rewrite=rewrite, by_layer=True, whole=schemes)
-    model.apply_recipe(recipe.with_weights_of(source.recipe) if source.packed else recipe)
+    model.apply_recipe(recipe)
     return model
 
 
@@ -146,19 +145,26 @@ def check_loadable(source: Source, recipes: Iterable[Recipe]) -> None:
         DiffQuantError: as `load` raises it, or the tokenizer cannot be read.
     """
     for recipe in recipes:
-        _simulated_schemes(source, recipe)
+        recipe_of_run(source, recipe)
     _ = source.tokenizer
 
 
-def _simulated_schemes(source: Source, recipe: Recipe | None) -> dict[str, Scheme]:
-    """Scheme of each weight that is rounded while it is loaded; none under a checkpoint's own recipe."""
+def recipe_of_run(source: Source, recipe: Recipe | None) -> tuple[Recipe, dict[str, Scheme]]:
+    """The recipe that a model runs under, and the scheme of each weight that is rounded while it is loaded.
+
+    Without one it is the checkpoint's own. One that is given says all of cache and logits; packed weights stay as they
+    are.
+
+    Raises:
+        UsageError: it quantizes weights that already are, or does not fit the checkpoint.
+    """
     if recipe is None:
-        return {}
+        return source.recipe, {}
     if not source.packed:
-        return checked_schemes(source, recipe)
+        return recipe, checked_schemes(source, recipe)
     if recipe.weights.quantizes or recipe.weight_overrides:
         raise UsageError(
             f"{source.path} holds quantized weights already; give a recipe without weights, or its 16-bit original"
         )
     source.architecture.check_recipe(recipe)
-    return {}
+    return recipe.with_weights_of(source.recipe), {}

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
+from diffquant.loading import recipe_of_run
 from diffquant.model.windowed_cache import storage_of
 from diffquant.quantization.plan import plan_quantization
 from diffquant.recipe import Recipe
 from diffquant.report.tables import megabytes
 from diffquant.source.source import Source
-from diffquant.source.stored_recipe import with_stored
 from diffquant.support.escaping import one_line
 from diffquant.support.readable import Readable
 
@@ -25,7 +25,7 @@ class MemoryPlan(Readable):
 
     Attributes:
         model: checkpoint that was looked at.
-        recipe: recipe that was planned, with what the checkpoint records of the cache.
+        recipe: recipe that was planned, or the checkpoint's own.
         context: number of tokens of each sequence.
         batch: number of sequences.
         weights: bytes of all tensors as they are stored, packed ones with their scales.
@@ -78,7 +78,7 @@ class MemoryPlan(Readable):
         )
 
 
-def plan_memory(source: Source, recipe: Recipe, context: int, batch: int, memory: int, where: str) -> MemoryPlan:
+def plan_memory(source: Source, recipe: Recipe | None, context: int, batch: int, memory: int, where: str) -> MemoryPlan:
     """A model's memory, computed without reading a tensor.
 
     The cache is `PackedCache`'s own, filled with tensors that have shapes and no data, and the weights are those of
@@ -88,10 +88,10 @@ def plan_memory(source: Source, recipe: Recipe, context: int, batch: int, memory
         DiffQuantError: the recipe does not fit the checkpoint.
     """
     if source.packed:
-        recipe, _ = with_stored(recipe.with_weights_of(source.recipe), source.recipe)
+        recipe, _ = recipe_of_run(source, recipe)
         weights = source.checkpoint.nbytes
     else:
-        plan = plan_quantization(source, recipe)
+        plan = plan_quantization(source, recipe or Recipe())
         recipe, weights = plan.recipe, plan.bytes_after
 
     def needed(tokens: int) -> tuple[int, int]:

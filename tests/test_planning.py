@@ -41,6 +41,13 @@ def test_a_cache_takes_what_it_holds_after_so_many_tokens(model, cache, context,
     assert diffquant.plan(model, **cache, context=context, batch=batch).cache == held.nbytes
 
 
+def test_packed_weights_are_planned_as_they_run(model, tmp_path):
+    diffquant.quantize(model, tmp_path / "out", weights="8:row", kv=8)
+    assert diffquant.plan(tmp_path / "out", kv=16).cache == diffquant.plan(model).cache
+    with pytest.raises(UsageError, match="out holds quantized weights already"):
+        diffquant.plan(tmp_path / "out", weights="4:g16")
+
+
 def test_the_longest_context_fits_and_one_token_more_does_not(model):
     plan = diffquant.plan(model, kv=8, context=64, batch=2, memory="2M")
     assert plan.fits == (plan.peak <= 2_000_000)

@@ -60,7 +60,11 @@ def with_stored(recipe: Recipe, stored: Recipe) -> tuple[Recipe, tuple[str, ...]
         notes.append(f"residual {recipe.residual} replaces the source's {residual}")
     if carried:
         said = [_text(recipe, name) if name in LAYER_TARGETS else name for name in carried]
-        notes.insert(0, f"the source's recipe goes along where this one says nothing: {', '.join(said)}")
+        notes.insert(
+            0,
+            f"the source's recipe goes along where this one has 16 bits: {', '.join(said)}; an override such as "
+            f"'*.{carried[0]}=16' takes its place",
+        )
     return recipe, tuple(notes)
 
 

@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING, Annotated
 
 from diffquant.errors import UsageError
-from diffquant.recipe import Recipe
 from diffquant.support.spelling import spelled
 from diffquant.verbs import kinds
 from diffquant.verbs.checked import checked
@@ -58,7 +57,7 @@ def plan(
     from diffquant.source.source import open_source
     from diffquant.support.machine import free_memory
 
-    wanted = chosen_recipe(recipe, preset, weights=weights, kv=kv, k=k, v=v, residual=residual) or Recipe()
+    wanted = chosen_recipe(recipe, preset, weights=weights, kv=kv, k=k, v=v, residual=residual)
     source = open_source(at_revision(model, revision))
     there = free_memory() if memory is None else _bytes(memory)
     where = "free on this machine" if memory is None else "as given"

@@ -62,7 +62,10 @@ def test_weights_are_quantized_beside_the_sources_recipe_and_that_is_said(kept, 
     assert stored(tmp_path / "low") == Recipe.of(**{**arguments(RECIPE), "weights": "8:row"}).to_dict()
     assert load(tmp_path / "low").recipe.residual == 3
     carried = "k 4:row, *.layers.1.*.k 8:row, v 4:row, residual 3"
-    assert report.notes == (f"the source's recipe goes along where this one says nothing: {carried}",)
+    assert report.notes == (
+        f"the source's recipe goes along where this one has 16 bits: {carried}; an override such as '*.k=16' takes its "
+        "place",
+    )
     assert report.notes[0] in report.summary()
 
 
@@ -79,6 +82,12 @@ def test_what_a_new_recipe_says_replaces_the_sources_and_that_is_said(kept, tmp_
         "logits 4:row replaces the source's logits 6:row:shift",
         "residual 0 replaces the source's residual 3",
     )
+
+
+def test_an_override_gives_16_bits_again(kept, tmp_path):
+    quantize(kept, tmp_path / "low", Recipe.of(weights="8:row", overrides={"*.k": "16"}))
+    assert not any(scheme.quantizes for scheme in load(tmp_path / "low").recipe.schemes_of("k"))
+    assert str(load(tmp_path / "low").recipe.v) == "4:row"
 
 
 def test_a_residual_of_its_own_goes_before_the_sources(kept, tmp_path):

@@ -67,9 +67,10 @@ def main() -> int:
 def _groups(file: Path) -> dict[str, Any]:
     """Results of an earlier run by group, from FILE or FILE.xz; none if there is neither."""
     packed = file.with_name(f"{file.name}.xz")
-    if packed.exists() and not file.exists():
-        return json.loads(lzma.decompress(packed.read_bytes()))["groups"]
-    return json.loads(file.read_text())["groups"] if file.exists() else {}
+    if not file.exists() and not packed.exists():
+        return {}
+    read: dict[str, Any] = json.loads(file.read_bytes() if file.exists() else lzma.decompress(packed.read_bytes()))
+    return read["groups"]
 
 
 def reasons_for_surviving(entries: Sequence[dict[str, Any]]) -> Reasons:
