@@ -69,7 +69,9 @@ def _groups(file: Path) -> dict[str, Any]:
     packed = file.with_name(f"{file.name}.xz")
     if not file.exists() and not packed.exists():
         return {}
-    read: dict[str, Any] = json.loads(file.read_bytes() if file.exists() else lzma.decompress(packed.read_bytes()))
+    read: dict[str, dict[str, Any]] = json.loads(
+        file.read_bytes() if file.exists() else lzma.decompress(packed.read_bytes())
+    )
     return read["groups"]
 
 
