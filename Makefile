@@ -8,6 +8,8 @@ SANITIZED := build/sanitized/libdiffquant_onnx.so
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 # Python compiles what is imported, once. pip would compile all 23,000 files, of which a few thousand are. It wants a "no" here.
 export PIP_NO_COMPILE := no
+# ONNX Runtime of any language that tests and measurements start reports to nobody.
+export ORT_DISABLE_TELEMETRY := 1
 
 # Where `make gpu-bench` writes, and which groups it measures: those whose names contain ONLY. What `make gpu-test` runs, and in
 # how many processes: each holds a context of about half a gigabyte on the device.

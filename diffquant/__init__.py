@@ -13,6 +13,7 @@ Importing the package does not import torch. Once it is imported, transformers' 
 folder that diffquant writes.
 """
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -125,3 +126,5 @@ for _room in (_bench, _demo, _doctor, _export, _report, _serve, _sweep):
     _room.__class__, vars(_room)["__wrapped__"] = _Room, getattr(_verbs, _room.__name__.rpartition(".")[2])
 
 register_with_transformers()
+# ONNX Runtime, since 1.29, reports to its makers what it runs, unless this is set when it is first imported.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")

@@ -1,6 +1,7 @@
 """Exported folders at work: our generation, onnxruntime-genai, the example, the evaluations, the command line."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -474,3 +475,11 @@ def test_a_sweep_refuses_an_export_that_changed(plain, tmp_path):
         data.write(b"\1\2\3")
     with pytest.raises(diffquant.DiffQuantError, match=r"model\.onnx\.data changed since export"):
         run_sweep([folder], SweepOptions(), tmp_path / "sweep", runtime_of=runtime_of)
+
+
+def test_onnx_runtime_reports_to_nobody_what_it_runs(tmp_path):
+    # What it has to report waits in a database below HOME; in CI it reports nothing anyway.
+    kept = {name: value for name, value in os.environ.items() if name not in ("CI", "ORT_DISABLE_TELEMETRY")}
+    program = "import diffquant, onnxruntime, onnxruntime_genai"
+    subprocess.run([sys.executable, "-c", program], env=kept | {"HOME": str(tmp_path)}, check=True)
+    assert not list(tmp_path.rglob("*"))

@@ -19,6 +19,7 @@ PAGE.leaves("too, at 4.5 bits, over five seeds", "a size")
 PAGE.leaves("Motif-2.6B and -2-12.7B", "names of models")
 PAGE.leaves("ONNX Runtime from 1.18 on", "a version, which make test-readers holds")
 PAGE.leaves("`cache` since its 5.24", "a version")
+PAGE.leaves("on by default since its 1.29", "a version")
 PAGE.leaves("whose KL stays below 0.05 nats", "a choice of the page")
 PAGE.means(
     "more than ten times as fast as by transformers' loader",
