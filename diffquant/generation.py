@@ -37,12 +37,13 @@ def stream(
         Decoded pieces of the continuation as they come.
 
     Raises:
-        UsageError: the prompt is empty, no text, or fills the model's context, or the tokenizer's chat template is
-            missing or fails.
+        UsageError: the prompt is empty, no text, or fills the model's context, the tokenizer is another model's, or its
+            chat template is missing or fails.
     """
     check_prompt(prompt)
     inputs = {name: ids.to(model.device) for name, ids in _model_inputs(tokenizer, prompt, chat).items()}
-    room = room_after(inputs["input_ids"].shape[1], model.config.max_position_embeddings)
+    ids = inputs["input_ids"][0].tolist()
+    room = room_after(ids, model.config.vocab_size, model.config.max_position_embeddings)
     made = _TokenQueue()
     # transformers would draw among the 50 likeliest tokens alone.
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}

@@ -32,6 +32,16 @@ def test_pieces_add_up_to_what_generate_continues_with(model):
     assert "".join(stream(*model, "It was a dark night", max_new_tokens=12)) == continuation
 
 
+def test_a_token_that_the_model_does_not_know_is_refused_by_number(model):
+    language_model, tokenizer = model
+    grown = copy(tokenizer)
+    grown._tokenizer = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    grown.add_tokens(["stormy"])
+    assert "".join(stream(language_model, grown, "dark", max_new_tokens=2))
+    with pytest.raises(UsageError, match=f"gives token {tiny_lm.WORDS} of the prompt; the model knows {tiny_lm.WORDS}"):
+        next(stream(language_model, grown, "dark and stormy", max_new_tokens=2))
+
+
 def test_lines_keep_their_indent_where_a_tokenizer_marks_words_by_a_space_before_them(model, monkeypatch):
     code = "def f(x):\n    return x\n\n        y ☃ z"
     marked = Tokenizer(models.BPE())

@@ -1,5 +1,7 @@
 """Arguments that only Python can give."""
 
+import math
+
 import pytest
 import torch
 
@@ -17,6 +19,20 @@ def test_a_model_in_memory_is_refused_in_words(tmp_path):
 def test_a_parameter_that_there_is_not_hears_of_the_nearest(tmp_path):
     with pytest.raises(UsageError, match="no task has an option granularity; did you mean 'granularities'"):
         diffquant.sweep("model", tmp_path / "out", granularity="row")
+
+
+@pytest.mark.parametrize(
+    ("verb", "arguments", "message"),
+    [
+        ("run", {"prompt": "x", "temperature": math.nan}, "temperature must be 0 or more, got nan"),
+        ("run", {"prompt": "x", "threads": 100_000}, "threads must be 1024 or less, got 100000"),
+        ("verify", {"model": "model", "tolerance": math.nan}, "tolerance must be 0 or more, got nan"),
+        ("verify", {"model": "model", "tolerance": -1.0}, "tolerance must be 0 or more, got -1"),
+    ],
+)
+def test_a_number_beyond_its_bounds_is_refused_and_so_is_one_that_is_none(verb, arguments, message):
+    with pytest.raises(UsageError, match=message):
+        getattr(diffquant, verb)("folder", **arguments)
 
 
 @pytest.mark.parametrize("given", [4, "4", [4]])

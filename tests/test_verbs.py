@@ -174,6 +174,27 @@ def test_a_dash_reads_the_prompt_from_standard_input_and_notes_go_beside_the_res
     assert "standard input is no text in UTF-8" in str(shown.exception)
 
 
+@pytest.mark.parametrize("name", ["generate", "run"])
+def test_a_text_that_came_in_pieces_ends_its_line(name, monkeypatch):
+    def toy(prompt: Prompt, *, said: object = None) -> str:
+        """Be a toy.
+
+            diffquant toy
+
+        No more.
+        """
+        add("2 tokens", aside=True)
+        for piece in (prompt, " and"):
+            said(piece)
+        return f"{prompt} and"
+
+    monkeypatch.setitem(SHOWN, "toy", SHOWN[name])
+    program = typer.Typer()
+    program.command()(command(toy))
+    shown = CliRunner().invoke(program, ["--prompt", "once"])
+    assert (shown.stdout, shown.output) == ("once and\n", "once and\n2 tokens\n")
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

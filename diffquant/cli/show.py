@@ -46,11 +46,13 @@ class Shown:
     say: Callable[[str], None] = typer.echo
     details: Callable[[Any], str] | None = None
 
-    def show(self, result: Any, given: Values, as_json: bool, told: str = "", is_detailed: bool = False) -> None:
+    def show(
+        self, result: Any, given: Values, as_json: bool, told: str | None = None, is_detailed: bool = False
+    ) -> None:
         """Print a result.
 
         Args:
-            told: text of an error that follows, which is not printed twice.
+            told: text of an error that follows, which is not printed twice; None without one.
             is_detailed: whether its details are asked for.
         """
         clear_lines()

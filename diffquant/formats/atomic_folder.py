@@ -94,7 +94,7 @@ def _check_destination(destination: Path, overwrite: bool) -> None:
         )
     if not overwrite:
         raise OutputExistsError(f"{destination} exists; choose another output or pass {spelled('overwrite', True)}")
-    check_replaced(destination, (entry.name for entry in destination.iterdir()), _recorded_files(destination))
+    check_replaced(destination, _files_in(destination), _recorded_files(destination))
 
 
 def _recorded_files(folder: Path) -> set[str]:
@@ -111,8 +111,13 @@ def _recorded_files(folder: Path) -> set[str]:
 def _record_files(folder: Path) -> None:
     """List an output's files in its record."""
     record = read_json(folder / RECORD) if (folder / RECORD).exists() else {}
-    names = {entry.name for entry in folder.iterdir()} | {RECORD}
+    names = _files_in(folder) | {RECORD}
     write_atomically(folder / RECORD, json.dumps(record | {"files": sorted(names)}, indent=2) + "\n")
+
+
+def _files_in(folder: Path) -> set[str]:
+    """Paths of all files in a folder, from there on; a portable export has some in a folder of their own."""
+    return {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_symlink() or not file.is_dir()}
 
 
 def _check_space(destination: Path, nbytes: int) -> None:

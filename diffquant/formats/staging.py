@@ -75,7 +75,7 @@ class Staging:
 
     def sync(self) -> None:
         """Wait until all of the output is on the disk: renaming it may otherwise outrun its content."""
-        for file in (*self.folder.iterdir(), self.folder):
+        for file in (*self.folder.rglob("*"), self.folder):
             sync(file)
 
     def discard(self) -> None:

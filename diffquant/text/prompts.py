@@ -1,6 +1,6 @@
 """Prompts that can be continued, and their continuation as it comes. No torch."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from diffquant.errors import UsageError
 
@@ -21,17 +21,24 @@ def check_prompt(prompt: str) -> None:
         ) from error
 
 
-def room_after(tokens: int, context: int) -> int:
-    """Number of tokens that a context has room for behind a prompt of so many.
+def room_after(ids: Sequence[int], vocabulary: int, context: int) -> int:
+    """Number of tokens that a context has room for behind a prompt.
+
+    Args:
+        ids: the prompt's tokens.
+        vocabulary: number of tokens that the model knows.
+        context: number of tokens that it sees at once.
 
     Raises:
-        UsageError: there is none, or the prompt has no tokens.
+        UsageError: there is none, or the prompt has no tokens, or one that the model does not know.
     """
-    if not tokens:
+    if not ids:
         raise UsageError("the model's tokenizer makes no token of the prompt: it knows none of these characters")
-    if tokens >= context:
-        raise UsageError(f"the prompt has {tokens} tokens; the model's context ends at {context}")
-    return context - tokens
+    if max(ids) >= vocabulary:
+        raise UsageError(f"the tokenizer gives token {max(ids)} of the prompt; the model knows {vocabulary}")
+    if len(ids) >= context:
+        raise UsageError(f"the prompt has {len(ids)} tokens; the model's context ends at {context}")
+    return context - len(ids)
 
 
 def in_pieces(tokens: Iterable[int], decode: Callable[[list[int]], str]) -> Iterator[str]:

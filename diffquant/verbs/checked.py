@@ -58,7 +58,8 @@ def _check_number(name: str, kind: Kind, value: object) -> None:
     wanted, called = (numbers.Integral, "a whole number") if kind.type is int else (numbers.Real, "a number")
     if isinstance(value, bool) or not isinstance(value, wanted):
         raise UsageError(f"{name} is {_of(value)}; it takes {called}")
-    if kind.least is not None and value < kind.least:
+    # As it is for typer, a number that is none is within no bounds.
+    if kind.least is not None and not value >= kind.least:  # type: ignore[operator]
         raise UsageError(f"{name} must be {kind.least:g} or more, got {value}")
     if kind.most is not None and value > kind.most:  # type: ignore[operator]
         raise UsageError(f"{name} must be {kind.most:g} or less, got {value}")

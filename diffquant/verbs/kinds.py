@@ -84,9 +84,11 @@ Targets = Annotated[str | Sequence[str], Kind(str, "LIST", former="target")]
 Tasks = Annotated[str | Sequence[str], Kind(str, "LIST", former="task", known=_task_usages)]
 Count = Annotated[int, Kind(int, "NUMBER", least=1)]
 Tokens = Annotated[int, Kind(int, "NUMBER", least=2)]
-Threads = Annotated[int, Kind(int, "NUMBER", least=0)]
+# ONNX Runtime starts as many as it is told to, whatever memory they take.
+Threads = Annotated[int, Kind(int, "NUMBER", least=0, most=1024)]
 Seed = Annotated[int, Kind(int, "NUMBER", least=0, most=2**32 - 1)]
 Temperature = Annotated[float, Kind(float, "NUMBER", least=0.0)]
+Tolerance = Annotated[float, Kind(float, "NUMBER", least=0.0)]
 
 _IN_RECIPE = "Options of what is quantized"
 Scheme = Annotated[str | int, Kind(str, "SCHEME", heading=_IN_RECIPE)]

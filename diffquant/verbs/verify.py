@@ -17,7 +17,7 @@ def verify(
     folder: kinds.Exported,
     model: kinds.Model,
     *,
-    tolerance: float | None = None,
+    tolerance: kinds.Tolerance | None = None,
     threads: kinds.Threads = 0,
     device: kinds.Name = "auto",
     revision: kinds.Name | None = None,

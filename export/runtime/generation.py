@@ -107,10 +107,10 @@ class Generator:
         """Continue token ids, greedily by default, until a token that ends the text or the context's end.
 
         Raises:
-            UsageError: there are no ids, or they fill the model's context.
+            UsageError: there are no ids, they fill the model's context, or the model does not know one.
             NonFiniteError: logits overflow, or are no numbers.
         """
-        room = min(max_new_tokens, room_after(len(ids), self._context))
+        room = min(max_new_tokens, room_after(ids, self.model.vocabulary, self._context))
         pick = pick or _greedy
         started = time.perf_counter()
         state = InPlaceDecoder(self.model, 1, len(ids) + room)

@@ -30,8 +30,10 @@ class Measure:
 
     @property
     def ratio(self) -> float:
-        """Value over limit; infinite where a NaN was measured."""
-        return self.value / self.limit if self.value == self.value else float("inf")
+        """Value over limit; infinite where a NaN was measured, or anything where nothing is allowed."""
+        if self.limit == 0 or self.value != self.value:
+            return 0.0 if self.value == 0 else float("inf")
+        return self.value / self.limit
 
     def __str__(self) -> str:
         return f"{self.value:.1e} {'of' if self.passed else '>'} {self.limit:.0e}"

@@ -9,7 +9,7 @@ import onnxruntime_genai as og
 import pytest
 
 import diffquant.data
-from diffquant.errors import CheckpointError, UsageError
+from diffquant.errors import CheckpointError, OutputExistsError, UsageError
 from diffquant.export import ExportOptions, Generator, export, verify
 from diffquant.export.files import MODEL_FILE, PORTABLE
 from diffquant.export.runtime.session import OnnxModel
@@ -95,6 +95,19 @@ def test_onnxruntime_genai_and_diffquant_open_it(tmp_path):
     while not generator.is_done():
         generator.generate_next_token()
     assert list(generator.get_sequence(0))[len(ids) :][: len(wanted)] == wanted
+
+
+def test_a_portable_folder_is_overwritten_and_what_somebody_put_into_it_is_not(tmp_path):
+    source, out = POCKET / "needle-diff-v1", tmp_path / "out"
+    export(source, out, ExportOptions(portable=True))
+    export(source, out, ExportOptions(portable=True, cache=False), overwrite=True)
+    assert OnnxModel(out, 1).cache is None
+    (out / "onnx" / "notes.txt").write_text("mine")
+    with pytest.raises(OutputExistsError, match=r"holds onnx/notes\.txt, which diffquant did not write"):
+        export(source, out, overwrite=True)
+    (out / "onnx" / "notes.txt").unlink()
+    export(source, out, overwrite=True)
+    assert not (out / "onnx").exists()
 
 
 def test_a_changed_file_is_noticed(tmp_path):

@@ -189,6 +189,11 @@ def test_logits_that_overflow_float16_are_refused_and_no_token_is_chosen(tmp_pat
         list(Generator(tmp_path / "float16", 1).stream(PROMPT, 4, temperature))
 
 
+def test_a_token_that_the_model_does_not_know_is_refused_by_number(plain):
+    with pytest.raises(UsageError, match=f"gives token {tiny_lm.WORDS} of the prompt; the model knows {tiny_lm.WORDS}"):
+        next(Generator(plain, 1).tokens([5, tiny_lm.WORDS, 7], 4))
+
+
 def test_a_text_ends_with_the_context(source, plain):
     endless = Generator(plain, 1)
     endless._ends = ()

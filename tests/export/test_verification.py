@@ -105,6 +105,7 @@ def test_a_number_that_is_none_passes_no_limit():
     assert Measure(1.0, 1.0).passed
     assert not Measure(np.nextafter(1.0, 2.0), 1.0).passed
     assert [Measure(0.5, 2.0).ratio, Measure(np.nan, 1.0).ratio] == [0.25, np.inf]
+    assert [Measure(value, 0.0).ratio for value in (0.0, 1e-9, np.nan)] == [0.0, np.inf, np.inf]
     assert np.isnan(nearest_limit([Measure(0.9, 1.0), Measure(np.nan, 1.0), Measure(3.0, 1.0)]).value)
 
 
