@@ -92,6 +92,15 @@ def test_what_a_code_page_cannot_write_is_replaced():
     assert "? by layer" in done.stdout
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&- <&-"])
+def test_a_command_whose_streams_are_closed_does_its_work(tmp_path, closed):
+    line = f'exec "$0" -m diffquant quantize "$1" -o "$2" --weights 8:row {closed}'
+    words = [sys.executable, str(pocket_models("needle")[1]), str(tmp_path / "low")]
+    done = subprocess.run(["sh", "-c", line, *words], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "low" / "model.safetensors").exists()
+
+
 @pytest.mark.parametrize("has_pwrite", [True, False])
 def test_threads_put_bytes_in_their_places(tmp_path, monkeypatch, has_pwrite):
     if not has_pwrite:

@@ -26,7 +26,6 @@ from transformers.models.llama.modeling_llama import (
     LlamaForCausalLM,
     LlamaModel,
     LlamaRMSNorm,
-    LlamaRotaryEmbedding,
     eager_attention_forward,
 )
 from transformers.utils import logging
@@ -295,13 +294,13 @@ class DiffModel(LlamaModel):
     config_class = DiffConfig
 
     def __init__(self, config: DiffConfig) -> None:
+        # A plain head can be wider than what is rotated, which Llama's angles go by.
+        width, config.head_dim = config.head_dim, PlainHeads(config.diff_model["attention"]).key_width
         super().__init__(config)
+        self.rotary_emb.config = copy(config)
+        config.head_dim = width
         for index, layer in enumerate(self.layers):
             layer.self_attn = DiffAttention(config, index)
-        # A plain head can be wider than what is rotated.
-        rotated = copy(config)
-        rotated.head_dim = PlainHeads(config.diff_model["attention"]).key_width
-        self.rotary_emb = LlamaRotaryEmbedding(rotated)
         self.post_init()
 
 

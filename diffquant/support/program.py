@@ -1,5 +1,6 @@
 """Command lines whose errors are one line and an exit code."""
 
+import os
 import sys
 import tempfile
 import traceback
@@ -30,6 +31,10 @@ def run_program(command: Callable[..., None]) -> None:
 def exit_codes() -> Iterator[None]:
     """Exit with a line about what is raised inside; SIGTERM, which schedulers send, interrupts as Ctrl-C does."""
     interruption.watch()
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            # Whoever started us closed it: Python has no stream then, and a file that is opened takes its descriptor.
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     if isinstance(sys.stdout, TextIOWrapper):
         # Windows code pages lack λ and other characters that we print.
         sys.stdout.reconfigure(errors="replace")

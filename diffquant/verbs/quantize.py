@@ -222,8 +222,9 @@ def quantize(
                 "about files, or quantize the folder that save_pretrained writes"
             )
         from diffquant.loading import quantized
+        from diffquant.source.memory import memory_source
 
-        return quantized(model, wanted)
+        return quantized(model, with_a_rule_that_can(memory_source(model), wanted) if is_open else wanted)
     if output is None:
         raise UsageError(f"a folder to write to is missing: give {spelled('output')}")
     check_push(push)

@@ -25,7 +25,11 @@ def same(a, b):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["unilm-v1", "unilm-v2-half", "diffllama", "llama"])
-@pytest.mark.parametrize("recipe", [{"weights": "4:g32", "kv": 8, "logits": "6:row"}, {"weights": "nvfp4"}], ids=str)
+@pytest.mark.parametrize(
+    "recipe",
+    [{"weights": "4:g32", "kv": 8, "logits": "6:row"}, {"weights": "nvfp4"}, {"weights": "e4m3:b128"}],
+    ids=str,
+)
 def test_the_result_is_the_disks(tmp_path, kind, dtype, recipe):
     model = diffquant.load(write_checkpoint(tmp_path / "given", kind), dtype=dtype)
     before = {name: x.clone() for name, x in model.state_dict().items()}

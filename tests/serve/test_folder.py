@@ -87,6 +87,24 @@ def test_a_configuration_that_transformers_saved_again_says_what_the_folder_said
     assert adapter_for(after).architecture == adapter_for(before).architecture
 
 
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "longrope", "short_factor": [1.0, 1.5] * 4, "long_factor": [2.0, 3.0] * 4},
+        {"rope_type": "dynamic", "factor": 4.0},
+        {"rope_type": "yarn", "factor": 4.0},
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_stretched_angles_are_those_of_the_projected_heads(tmp_path, rope):
+    stretched = rope | {"rope_theta": 300.0, "original_max_position_embeddings": 8}
+    folder = write_checkpoint(tmp_path / "model", "diffllama", rope_parameters=stretched)
+    diffquant.quantize(folder, tmp_path / "out", RECIPES["8"])
+    ids = random_ids()
+    model = modeling_diffquant.DiffForCausalLM.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(model(ids).logits, diffquant.load(tmp_path / "out")(ids).logits, rtol=0, atol=CLOSE)
+
+
 @pytest.mark.parametrize("source", ["unilm-v2", "phi4flash", "llama"])
 def test_the_record_has_the_digest_of_the_code_that_travels(tmp_path, source):
     diffquant.quantize(write_checkpoint(tmp_path / "model", source), tmp_path / "out", {"weights": "8:row"})
