@@ -46,23 +46,32 @@ def block_size(scheme: Scheme, width: int, pure: bool) -> int | None:
 
 
 def check_blocks(matrices: list[Matrix], pure: bool) -> None:
-    """Refuse number formats and group sizes that no kernel has.
+    """Refuse number formats and group sizes that no kernel has, and groups that do not divide a row.
 
     Raises:
         UsageError: some weights are not integers.
-        GroupSizeError: no kernel has the group size of some weights.
+        GroupSizeError: no kernel has the group size of some weights, or it does not divide their width.
     """
     unread = [m for m in matrices if m.scheme.format.integer_refusal]
     if unread:
         named = first_few((f"{m.name} {m.scheme}" for m in unread), ", ")
         raise UsageError(f"cannot export {named}: {unread[0].scheme.format.integer_refusal}")
-    refused = [m for m in matrices if m.has_codes and block_size(m.scheme, m.shape[1], pure) is None]
+    rounded = [m for m in matrices if m.scheme.quantizes]
+    refused = [
+        m
+        for m in rounded
+        if m.shape[1] % (m.scheme.size or 1) or (m.has_codes and block_size(m.scheme, m.shape[1], pure) is None)
+    ]
     if refused:
+        scheme = refused[0].scheme
+        widths = {m.shape[1] for m in rounded if m.scheme == scheme}
+        fitting = [f"g{block}" for block in _BLOCKS[::-1] if not any(width % block for width in widths)]
         raise GroupSizeError(
             "no kernel reads "
             + first_few((f"{m.name} {list(m.shape)} {m.scheme}" for m in refused), ", ")
-            + ": ONNX Runtime's share a scale over 16, 32, 64, 128 or 256 columns, and standard 4-bit rows are of even "
-            "width; quantize with g32"
+            + ": ONNX Runtime's share a scale over 16, 32, 64, 128 or 256 columns, groups divide a row, and standard "
+            f"4-bit rows are of even width; use {' or '.join([*fitting, 'row' if scheme.size else '8:row'])}, or "
+            "quantize the model first and keep them at 16 bits there"
         )
 
 

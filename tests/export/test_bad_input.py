@@ -87,9 +87,18 @@ def test_groups_that_no_kernel_has_are_named(tmp_path):
         export(source, tmp_path / "out", ExportOptions.parse(weights="4:g24"))
 
 
+@pytest.mark.parametrize("options", [{}, {"pure": True}])
+def test_groups_that_do_not_divide_a_row_are_named_with_those_that_do(tmp_path, options):
+    source = write_checkpoint(tmp_path / "source", "diffllama", intermediate_size=176)
+    named = r"0.mlp.down_proj.weight \[64, 176\] 4:g32, model.layers.1.mlp.down_proj.weight \[64, 176\] 4:g32: ONNX"
+    with pytest.raises(GroupSizeError, match=f"no kernel reads model.layers.{named}.*; use g16 or row, or quantize"):
+        export(source, tmp_path / "out", ExportOptions.parse(weights="4:g32", **options))
+    export(source, tmp_path / "out", ExportOptions.parse(weights="4:g16", **options))
+
+
 def test_standard_4_bit_rows_of_odd_width_are_refused(tmp_path):
     source = write_checkpoint(tmp_path / "source", "diffllama", intermediate_size=149)
-    with pytest.raises(GroupSizeError, match=r"down_proj.weight \[64, 149\] 4:row.*even width"):
+    with pytest.raises(GroupSizeError, match=r"down_proj.weight \[64, 149\] 4:row.*even width; use 8:row, or"):
         export(source, tmp_path / "out", ExportOptions.parse(weights="4:row", pure=True))
 
 
