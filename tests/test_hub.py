@@ -11,7 +11,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 from huggingface_hub import ModelCard
-from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
+from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars, validate_repo_id
 
 from diffquant.errors import UsageError
 from diffquant.formats.hub import check_pushable, local_path
@@ -184,10 +184,19 @@ def test_what_cannot_be_pushed_is_said_before_the_work(run, hub, folder, tmp_pat
     assert not (tmp_path / "low").exists()
 
 
-@pytest.mark.parametrize("name", ["model", "a/b/c", ".hidden/model"])
+@pytest.mark.parametrize(
+    "name", ["model", "a/b/c", ".hidden/model", "a/b--c", "a/b..c", "a/b-", "a/b.git", "a/-b", "é/b"]
+)
 def test_a_name_that_the_hub_cannot_have_is_refused_before_it_is_asked(name):
     with pytest.raises(UsageError, match="expected ORG/NAME"):
         check_pushable(name)
+    assert local_path(Path(name)) == Path(name)
+
+
+@pytest.mark.parametrize("name", ["a/b", "a.b-c/d_e-f.1", "a/b@v1--2", "a/" + "b" * 96])
+def test_a_name_that_the_hub_can_have_is_asked_for(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda model, **_: validate_repo_id(model) or tmp_path)
+    assert local_path(Path(name)) == tmp_path
 
 
 def test_bars_of_progress_are_for_terminals(tmp_path, monkeypatch):

@@ -12,7 +12,9 @@ from diffquant.formats.front_matter import CARD, read_front_matter
 from diffquant.report.tables import megabytes
 from diffquant.support.progress import clear_lines
 
-_NAME = re.compile(r"(?P<model>\w[\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
+# As huggingface_hub's validate_repo_id has it.
+_MODEL = r"(?![\w./-]*(?:--|\.\.))\w[\w.-]*\b/\b[\w.-]{1,96}\b(?<!\.git)"
+_NAME = re.compile(rf"(?P<model>{_MODEL})(?:@(?P<revision>[\w./-]+))?", re.ASCII)
 # Files that `FolderCheckpoint` reads and copies, and the card, which says the licence. Repositories may hold weights
 # again, in folders and other layouts.
 _FETCHED = ["*.safetensors", *(f"*{suffix}" for suffix in sorted(SIDE_SUFFIXES)), "LICENSE*", "NOTICE*", CARD]
@@ -52,7 +54,7 @@ def check_pushable(model: str) -> None:
     from huggingface_hub import HfApi
     from huggingface_hub.errors import LocalTokenNotFoundError
 
-    if not re.fullmatch(r"\w[\w.-]*/[\w.-]+", model):
+    if not re.fullmatch(_MODEL, model, re.ASCII):
         raise UsageError(f"cannot push to {model!r}: expected ORG/NAME")
     try:
         with _told(model, None):
