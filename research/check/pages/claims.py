@@ -4,6 +4,7 @@ from research.check.numbers import ends
 from research.check.page import Page, Unmeasured
 from research.check.pages import figure8_one_rate as one_rate
 from research.check.pages import kv, rounding, search
+from research.check.pages.figure8 import LONGER_MORE
 from research.check.pages.figure8_seeds import CERTAIN, HOLM
 from research.check.pages.kernels import AIMS, OUTCOMES
 from research.check.raw import committed, raw
@@ -13,6 +14,10 @@ for section in ("Quantized models", "When DIFF attention loses less by low bits"
     heads = "claim | n, interval | raw file | made by | refuted by"
     PAGE.table(heads, Unmeasured("how much was measured"), section=section)
 PAGE.leaves("at most 1.3 M parameters", "a count")
+PAGE.says(
+    "With three times the tokens V1 needs {} [{}, {}] bits of logits more than a Transformer, and V2 {} [{}, {}]",
+    *(x for more in LONGER_MORE.values() for x in more),
+)
 _MUTANTS = raw("mutants.json")["groups"]
 _LATER = ("report", "cache", "calib", "graph", "verification", "sweep", "cli")
 _GROUPS = [_MUTANTS[name] for name in ("numerics", "attention", "checkpoint", "stats")]

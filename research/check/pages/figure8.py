@@ -1,6 +1,7 @@
 """The figures of research/pages/figure8.md, computed as the analysis of the trainings computes them."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import fmean, stdev
 
@@ -11,11 +12,13 @@ from research.check.page import Page
 from research.figure8.analysis import (
     CONTROLS,
     LEVEL,
+    LONGER,
     MAIN,
     OF_CONTROLS,
     ON_PURPOSE,
     PARTS,
     PRIMARY,
+    SIX,
     THREE,
     Measure,
     bits_won,
@@ -28,7 +31,7 @@ from research.figure8.analysis import (
     verdict,
 )
 from research.figure8.plan import GRID, KINDS, OUTLIERS, best_rate, grid_name, results
-from research.figure8.scoring import SCHEMES
+from research.figure8.scoring import FORMATS, SCHEMES
 
 PAGE = Page("research/pages/figure8.md")
 THERE = results()
@@ -192,13 +195,94 @@ PAGE.means(
     and min(_LARGEST_OF_TRANSFORMER) > 100,
 )
 
+# Three times the tokens
+
+_LONGER = dict(zip(OF_KIND, LONGER, strict=True))
+
+
+def _of_tokens(row: str, column: str) -> list[float]:
+    after, before = (
+        comparison.values(THERE, bits_won(PRIMARY))
+        for comparison in (_LONGER[row], replace(_LONGER[row], experiment="e1"))
+    )
+    found = {
+        "22 million tokens": after,
+        "7.4 million tokens": before,
+        "moved by": [x - y for x, y in zip(after, before, strict=True)],
+    }
+    return _interval_of(found[column]) if column in found else [after[int(column) - 101]]
+
+
+PAGE.table(
+    "bits won at `4:tensor` | 101 | 102 | 103 | 22 million tokens | 7.4 million tokens | moved by",
+    _of_tokens,
+)
+_OF_LONGER = {**PARTS, **{name: bits_won(name, among="kl_of_formats") for name in FORMATS}}
+
+
+def _of_longer(row: str, column: str) -> list[float]:
+    return _interval_of(_LONGER[column].values(THERE, _OF_LONGER[row]))
+
+
+PAGE.table("mean over three trainings of 22 million tokens | DIFF V1 | DIFF V2", _of_longer)
+
+LONGER_WON = {name: _of_tokens(name, "22 million tokens") for name in OF_KIND}
+# Bits that a kind needs more after three times the tokens, with their interval.
+LONGER_MORE = {name: [-won[at] for at in (0, 2, 1)] for name, won in LONGER_WON.items()}
+_FLOATS_OF = {target: [name for name in FORMATS if re.match(rf"{target} [a-z]", name)] for target in ("logits", "qk")}
+_RATES = {THERE[f"e2-{kind}-seed-{seed}"]["rate"] for kind in KINDS for seed in THREE}
+PAGE.says("at {}e-3 for every kind", *(1000 * rate for rate in _RATES))
+PAGE.leaves("makes of 4e-3", "the protocol's")
+PAGE.says("trains seeds 101 to 103 on {} million tokens", THERE["e2-transformer-seed-101"]["tokens"] / 1e6)
+PAGE.says("V1 by {} [{}, {}] bits and V2 by {} [{}, {}]", *(x for more in LONGER_MORE.values() for x in more))
+for _words in (
+    "**With three times the tokens both lose as well**",
+    "Both kinds lose at `4:tensor` in each of the three trainings",
+):
+    PAGE.means(_words, all(_of_tokens(name, str(seed))[0] < 0 for name in OF_KIND for seed in THREE))
+PAGE.means("V2's interval holds zero", LONGER_WON["DIFF V2"][1] < 0 < LONGER_WON["DIFF V2"][2])
+PAGE.means(
+    "the last column holds\nzero widely",
+    all(low < -0.2 and high > 0.2 for _, low, high in (_of_tokens(name, "moved by") for name in OF_KIND)),
+)
+_LONGER_RANGE, _LONGER_SENSITIVITY = (f"{PRIMARY}, from the {part}" for part in ("range", "sensitivity"))
+PAGE.says(
+    "a smaller range wins it {} [{}, {}] bits, and its sensitivity costs {} [{}, {}]",
+    *_of_longer(_LONGER_RANGE, "DIFF V2"),
+    *(-_of_longer(_LONGER_SENSITIVITY, "DIFF V2")[at] for at in (0, 2, 1)),
+)
+PAGE.says("V1's range wins {} [{}, {}], so that its loss is one of", *_of_longer(_LONGER_RANGE, "DIFF V1"))
+_RATIO = "perplexity over the Transformer's"
+PAGE.means(
+    "V1 comes closer to the Transformer's perplexity, and V2 no longer equals it",
+    _of_longer(_RATIO, "DIFF V1")[2] < fmean(values("DIFF V1", perplexity_ratio))
+    and _of_longer(_RATIO, "DIFF V2")[1] > 1.01,
+)
+PAGE.means(
+    "Logits in e4m3,\nNVFP4 or MXFP4 cost both kinds more than the Transformer",
+    all(_of_longer(row, name)[2] < 0 for row in _FLOATS_OF["logits"] for name in OF_KIND),
+)
+PAGE.means(
+    "Queries and keys in those formats cost V2 a tenth of a bit and V1 three quarters",
+    all(
+        abs(_of_longer(row, name)[0] + cost) < 0.1
+        for name, cost in (("DIFF V1", 0.75), ("DIFF V2", 0.1))
+        for row in _FLOATS_OF["qk"]
+    ),
+)
+PAGE.means(
+    "Softmax weights of 8 bits cost V1 what they cost the\nTransformer",
+    abs(_of_longer("p 8:row", "DIFF V1")[0]) < 0.05,
+)
+PAGE.says("in e4m3 V1 loses {} bits and V2 {}", *(-_of_longer("p e4m3:row", name)[0] for name in OF_KIND))
+
 # Outliers
 
 
-def largest(kind: str, what: str) -> list[float]:
+def largest(kind: str, what: str, experiment: str = "e1", seeds: Sequence[int] = SIX) -> list[float]:
     """Largest magnitude of each training of a kind."""
     operand, rank = _MAGNITUDES[what]
-    return [THERE[f"e1-{kind}-seed-{seed}"]["outliers"]["overall"][operand]["top"][rank] for seed in range(101, 107)]
+    return [THERE[f"{experiment}-{kind}-seed-{seed}"]["outliers"]["overall"][operand]["top"][rank] for seed in seeds]
 
 
 def _extremes(row: str, column: str) -> list[float]:
@@ -286,8 +370,9 @@ PAGE.says(
 )
 for _text, _why in (
     ("At 1.25 million parameters", "a size"),
-    ("models of 1.25 million parameters, 7.4 million tokens and windows of 256", "sizes"),
-    ("three times the tokens and 5.3 million parameters", "sizes"),
+    ("models of 1.25 million parameters and windows of 256, trained on 7.4 million tokens", "sizes"),
+    ("three of each kind](#three-times-the-tokens), on 22 million", "sizes"),
+    ("E3 of the protocol, 5.3 million parameters", "sizes"),
     ("intervals are 95 %", "a level"),
     ("bars are 95 % intervals", "a level"),
     ("Means and 95 % intervals", "a level"),
