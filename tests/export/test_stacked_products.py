@@ -48,7 +48,7 @@ def outputs(folder, plan, together, rows):
 @pytest.mark.parametrize("weights", ["4:g32", "8:row", "3:g16", "6:g64"])
 @pytest.mark.parametrize("rows", [1, 9])
 def test_one_product_has_the_bits_of_three(tmp_path, weights, rows):
-    source = open_source(write_checkpoint(tmp_path / "source", "unilm-v1-plain"))
+    source = open_source(write_checkpoint(tmp_path / "source", "unilm-v1-plain", intermediate_size=192))
     plan = plan_export(source, ExportOptions.parse(weights))
     ops, one = outputs(tmp_path / "one", plan, True, rows)
     each_ops, each = outputs(tmp_path / "each", plan, False, rows)
