@@ -46,7 +46,10 @@ def run_bench(options: BenchOptions, folder: Path, progress: Progress = silent) 
     settings = _settings(options)
     about = environment(*_PACKAGES)
     code = code_digest((__name__,))
-    journal = Journal(folder, {"settings": settings, "peers": options.peers, "code": code, "device": about["device"]})
+    # The settings have names alone, which folders of different models share.
+    models = [str(path.resolve()) for path in options.checkpoints]
+    key = {"settings": settings, "models": models, "peers": options.peers, "code": code, "device": about["device"]}
+    journal = Journal(folder, key)
     started = time.monotonic()
     try:
         machine = _kept(journal, "roofline", lambda: roofline.measure_roofline(options.device, [options.chosen_dtype]))

@@ -65,13 +65,13 @@ def check_blocks(matrices: list[Matrix], pure: bool) -> None:
     if refused:
         scheme = refused[0].scheme
         widths = {m.shape[1] for m in rounded if m.scheme == scheme}
-        fitting = [f"g{block}" for block in _BLOCKS[::-1] if not any(width % block for width in widths)]
+        fitting = ", ".join(f"g{block}" for block in _BLOCKS[::-1] if not any(width % block for width in widths))
+        use = f"{fitting} or row" if fitting else "row" if scheme.size else "8:row"
         raise GroupSizeError(
             "no kernel reads "
             + first_few((f"{m.name} {list(m.shape)} {m.scheme}" for m in refused), ", ")
             + ": ONNX Runtime's share a scale over 16, 32, 64, 128 or 256 columns, groups divide a row, and standard "
-            f"4-bit rows are of even width; use {' or '.join([*fitting, 'row' if scheme.size else '8:row'])}, or "
-            "quantize the model first and keep them at 16 bits there"
+            f"4-bit rows are of even width; use {use}, or quantize the model first and keep them at 16 bits there"
         )
 
 

@@ -176,6 +176,29 @@ def test_an_interrupted_bench_goes_on_with_what_it_kept_and_a_whole_one_starts_a
     assert ran == ["roofline", "first", "second"] * 2
 
 
+def test_a_bench_does_not_go_on_with_what_was_measured_of_another_model_of_that_name(monkeypatch, tmp_path):
+    def measure(path):
+        if path.parent.name == "a":
+            raise KeyboardInterrupt
+        return [BenchCell("generate", str(path), "dense", values=(1.0,))]
+
+    def parts(options):
+        (path,) = options.checkpoints
+        quick = [BenchCell("generate", f"{path} at once", "dense", values=(2.0,))]
+        return {"first": lambda _: quick, "second": lambda _: measure(path)}
+
+    monkeypatch.setitem(PARTS, "generate", parts)
+    monkeypatch.setattr(run.roofline, "measure_roofline", lambda *arguments: {"copy": {}})
+    options = {}
+    for name in "ab":
+        (tmp_path / name / "model").mkdir(parents=True)
+        options[name] = BenchOptions(sections=("generate",), checkpoints=(tmp_path / name / "model",))
+    with pytest.raises(KeyboardInterrupt):
+        run.run_bench(options["a"], tmp_path / "out")
+    told = [cell.workload for cell in run.run_bench(options["b"], tmp_path / "out").cells]
+    assert told == [f"{tmp_path / 'b' / 'model'} at once", str(tmp_path / "b" / "model")]
+
+
 def test_a_model_that_transformers_does_not_know_has_no_hflm_beside_it(tmp_path):
     model = tiny_lm.write_diff_v2(tmp_path / "model")
     (cell,) = programs.scoring([model], items=2, repeats=1)
