@@ -195,14 +195,14 @@ class DiffAttention(PairAttention):
         if self.spec.lam == "exp":
             return self.scalar_lam()
         if self.spec.lam == "sigmoid":
-            return sigmoids(x, self.lambda_proj.weight)
+            return sigmoids(x, self.lambda_proj)
         if self.spec.lam == "two-gates":
-            return sigmoids(x, self.lambda_proj.weight[1::2])
+            return sigmoids(x, self.lambda_proj, slice(1, None, 2))
         return None
 
     def signal_gate(self, x: Tensor) -> Tensor | None:
         """The signal map's factor in float32 for an input x, [B, h, T, 1] (V3), or None if it is 1."""
-        return sigmoids(x, self.lambda_proj.weight[0::2]) if self.spec.lam == "two-gates" else None
+        return sigmoids(x, self.lambda_proj, slice(0, None, 2)) if self.spec.lam == "two-gates" else None
 
 
 @contextmanager
@@ -216,9 +216,12 @@ def observed(attention: PairAttention) -> Iterator[list[AttentionCall]]:
         attention.calls = None
 
 
-def sigmoids(x: Tensor, weight: Tensor) -> Tensor:
-    """Sigmoids [B, h, T, 1] in float32 of a projection [h, D] of x [B, T, D]."""
-    return linear(x.float(), weight.float()).sigmoid().transpose(1, 2).unsqueeze(-1)
+def sigmoids(x: Tensor, projection: nn.Module, rows: slice = slice(None)) -> Tensor:
+    """Sigmoids [B, h, T, 1] in float32 of some rows of a projection of x [B, T, D]."""
+    # A LoRA adapter, for one, takes the Linear's place and adds to what its weight gives.
+    is_plain = type(projection) is nn.Linear
+    gates = linear(x.float(), projection.weight[rows].float()) if is_plain else projection(x)[..., rows].float()
+    return gates.sigmoid().transpose(1, 2).unsqueeze(-1)
 
 
 def without_padding(k: Tensor, mask: Mask) -> Tensor:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, LogitsProcessorList, StaticCache
 
 from diffquant import load
@@ -276,3 +277,24 @@ def test_tokens_that_are_ruled_out_are_no_overflow():
 
     with pytest.raises(NonFiniteError):
         asked(model, logits_processor=LogitsProcessorList([allow_none]))
+
+
+class Adapted(nn.Module):
+    """A Linear with an adapter beside it, as peft puts it in the Linear's place."""
+
+    def __init__(self, base_layer):
+        super().__init__()
+        self.base_layer, self.weight = base_layer, base_layer.weight
+        self.down, self.up = (nn.Parameter(torch.randn(shape) * 0.3) for shape in ((2, 64), (len(self.weight), 2)))
+
+    def forward(self, x):
+        return self.base_layer(x) + x @ self.down.T @ self.up.T
+
+
+@pytest.mark.parametrize("source", ["unilm-v2", "gated"])
+def test_an_adapter_counts_as_it_does_once_it_is_merged(tmp_path, source):
+    adapted, merged = (load(write_checkpoint(tmp_path / name, source)) for name in ("adapted", "merged"))
+    for layer, plain in zip(adapted.model.layers, merged.model.layers, strict=True):
+        layer.self_attn.lambda_proj = adapter = Adapted(layer.self_attn.lambda_proj)
+        plain.self_attn.lambda_proj.weight += adapter.up.detach() @ adapter.down.detach()
+    torch.testing.assert_close(adapted(IDS).logits, merged(IDS).logits, rtol=0, atol=1e-4)

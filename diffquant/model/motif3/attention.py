@@ -52,7 +52,7 @@ class LatentAttention(PairAttention):
         if self.key_rotation is not None:
             q = torch.cat([q[..., : self.block.plain], rotated(q[..., self.block.plain :], self.key_rotation)], -1)
             turned = rotated(turned, self.key_rotation)
-        lam = sigmoids(x, self.lambda_proj.weight)
+        lam = sigmoids(x, self.lambda_proj)
         y = None
         if reading.cache is not None:
             if self.value_rotation is not None:
