@@ -219,8 +219,10 @@ def observed(attention: PairAttention) -> Iterator[list[AttentionCall]]:
 def sigmoids(x: Tensor, projection: nn.Module, rows: slice = slice(None)) -> Tensor:
     """Sigmoids [B, h, T, 1] in float32 of some rows of a projection of x [B, T, D]."""
     # A LoRA adapter, for one, takes the Linear's place and adds to what its weight gives.
-    is_plain = type(projection) is nn.Linear
-    gates = linear(x.float(), projection.weight[rows].float()) if is_plain else projection(x)[..., rows].float()
+    if type(projection) is nn.Linear:
+        gates = linear(x.float(), projection.weight[rows].float())
+    else:
+        gates = projection(x)[..., rows].float()
     return gates.sigmoid().transpose(1, 2).unsqueeze(-1)
 
 
