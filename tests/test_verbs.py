@@ -231,6 +231,20 @@ def test_python_quantizes_with_rules_and_settings_of_the_command(tmp_path):
         diffquant.quantize(model, tmp_path / "other")
 
 
+def test_what_patterns_to_keep_cost_a_model_that_is_known_is_said(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "diffquant.verbs")
+    model = write_checkpoint(tmp_path / "model", "unilm-v2")
+    diffquant.quantize(model, tmp_path / "kept", weights="8:row", keep="*.q_proj.*")
+    assert "keep chooses weights by their names" in caplog.text
+    assert not (tmp_path / "kept/modeling_diffquant.py").exists()
+    caplog.clear()
+    # What it says to write instead.
+    report = diffquant.quantize(model, tmp_path / "overridden", weights="8:row", kv=8, overrides="*.q_proj=16")
+    assert not [error.name for error in report.errors if "q_proj" in error.name]
+    assert (tmp_path / "overridden/modeling_diffquant.py").exists()
+    assert not caplog.text
+
+
 def test_python_exports_what_only_the_command_did(tmp_path, model):
     diffquant.export(model, tmp_path / "out", web=True, genai_device="cuda:1")
     assert (tmp_path / "out/web.json").is_file()

@@ -273,6 +273,7 @@ def _opened(
     model: "Path | Source | WeightSource", weights_only: bool, keep: tuple[str, ...], rules_file: Path | str | None
 ) -> "Source | WeightSource":
     """The checkpoint as a model that is known, or as weights by name where that is asked for or all there is."""
+    from diffquant.model.adapters import is_read
     from diffquant.source.source import Source, open_source
     from diffquant.source.weight_rules import WeightRules
     from diffquant.source.weight_source import WeightSource, open_weights
@@ -284,7 +285,15 @@ def _opened(
             return open_source(model)
         except UnknownModelTypeError as error:
             say(f"note: {error}; its weights are chosen by name")
-    return open_weights(model, WeightRules.read(None if rules_file is None else Path(rules_file), keep))
+    source = open_weights(model, WeightRules.read(None if rules_file is None else Path(rules_file), keep))
+    if (keep or rules_file) and not weights_only and is_read(source.checkpoint.config):
+        asked = spelled("keep" if keep else "weight_rules")
+        say(
+            f"note: {asked} chooses weights by their names, as of an architecture that is not known: the folder gets "
+            f"no modelling file and records no cache; {spelled('overrides', 'PATTERN=16')} keeps weights of this "
+            f"{source.model_type}, too"
+        )
+    return source
 
 
 def _rounding(

@@ -55,7 +55,9 @@ def chosen_recipe(
 
 
 def _overrides(given: Mapping[str, str] | Sequence[str]) -> Mapping[str, str]:
-    return given if isinstance(given, Mapping) else dict(map(_override, given))
+    if isinstance(given, Mapping):
+        return given
+    return dict(map(_override, [given] if isinstance(given, str) else given))
 
 
 def _override(text: str) -> tuple[str, str]:
