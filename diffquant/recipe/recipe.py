@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from diffquant.errors import UsageError
 from diffquant.recipe.rounding import NEAREST, RoundingSettings
@@ -104,22 +104,23 @@ class Recipe:
 
         Args:
             given: a recipe; a scheme of the weights such as "4:g32" or 8; a mapping such as
-                {"weights": "4:g32", "kv": 8}, as `from_dict` reads it; or the `Path` of a YAML file.
+                {"weights": "4:g32", "kv": 8}, as `from_dict` reads it; or the path of a YAML file, a `Path` or a text
+                that ends in .yaml or .yml.
 
         Raises:
             UsageError: it is none of these, or cannot be read.
         """
         if isinstance(given, Recipe):
             return given
+        if names_file(given):
+            return cls.read(Path(given))
         if isinstance(given, str | int):
             return cls.of(weights=given)
-        if isinstance(given, Path):
-            return cls.read(given)
         if isinstance(given, Mapping):
             return cls.from_dict(given)
         raise UsageError(
             f"a recipe is a scheme of the weights such as '4:g32', a mapping such as {{'weights': '4:g32', 'kv': 8}}, "
-            f"the Path of a YAML file or a Recipe; got {given!r}"
+            f"the path of a YAML file or a Recipe; got {given!r}"
         )
 
     @classmethod
@@ -273,3 +274,8 @@ class Recipe:
 
 
 RecipeLike = Recipe | str | int | Path | Mapping[str, Any]
+
+
+def names_file(given: object) -> TypeGuard[Path | str]:
+    """Whether a recipe is given as the path of a YAML file."""
+    return isinstance(given, Path) or (isinstance(given, str) and given.endswith((".yaml", ".yml")))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeGuard, overload
 
 from diffquant.errors import UnknownModelTypeError, UsageError
 from diffquant.recipe import Recipe
+from diffquant.recipe.recipe import names_file
 from diffquant.recipe.rounding import NEAREST, RoundingSettings
 from diffquant.support.durations import spoken
 from diffquant.support.progress import Progress, progress_for
@@ -211,7 +212,8 @@ def quantize(
         )
     rounding = _chosen_rule(rounding, effort)
     # A file or a Recipe says all of itself: without a rule it is nearest, today as when it was written.
-    says_all = isinstance(recipe, Path | Recipe) or (isinstance(recipe, Mapping) and "rounding" in recipe)
+    is_whole = names_file(recipe) or isinstance(recipe, Recipe)
+    says_all = is_whole or (isinstance(recipe, Mapping) and "rounding" in recipe)
     is_open = rounding is None and not says_all
     wanted = replace(wanted, rounding=_rounding(wanted.rounding, "mse" if is_open else rounding, text, tokens))
     if is_loaded(model):

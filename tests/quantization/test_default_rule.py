@@ -41,7 +41,7 @@ def test_a_stored_recipe_without_a_rule_keeps_its_meaning(model, tmp_path):
     diffquant.quantize(model, tmp_path / "old", weights="4:g16", rounding="nearest")
     stored = tmp_path / "old" / "recipe.yaml"
     assert "rounding" not in stored.read_text()
-    for name, recipe in {"file": stored, "object": Recipe.of(weights="4:g16")}.items():
+    for name, recipe in {"file": stored, "text": str(stored), "object": Recipe.of(weights="4:g16")}.items():
         diffquant.quantize(model, tmp_path / name, recipe)
         assert rule_of(tmp_path / name) == "nearest"
         again, old = ((tmp_path / each / "model.safetensors").read_bytes() for each in (name, "old"))
