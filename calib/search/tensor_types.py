@@ -68,15 +68,18 @@ def check_kinds(kinds: Iterable[str]) -> None:
         raise UsageError(f"a GGUF file of a Llama has no tensors for {', '.join(unnamed)}, so no line can name them")
 
 
-def check_lines_output(file: Path) -> None:
+def check_lines_output(file: Path, made: Path) -> None:
     """Check, before a search, that its lines can be written to a file, and replace none but such lines.
+
+    Args:
+        made: the search's own folder, which need not exist yet.
 
     Raises:
         OutputExistsError: the file holds something else.
         UsageError: nothing can be written there.
     """
     folder = file.absolute().parent
-    if not folder.is_dir():
+    if not folder.is_dir() and folder != made.absolute():
         raise UsageError(f"the folder {folder}, where {file.name} would be written, does not exist")
     check_written_file(file, _holds_lines(file))
 

@@ -95,7 +95,7 @@ def search(
     )
     if lines is not None:
         check_widths(options.targets, options.widths)
-        check_lines_output(lines)
+        check_lines_output(lines, folder)
     check_search_output(str(wanted), folder)
     run = Search(at_revision(model, revision), wanted, options, folder)
     if lines is not None:

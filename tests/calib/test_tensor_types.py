@@ -70,7 +70,9 @@ def test_a_search_writes_the_lines_where_it_is_told_and_refuses_other_widths_bef
     with pytest.raises(UsageError, match="no type of ggml is written for 7 bits"):
         diffquant.search(model, tmp_path / "other", 7, bits="8,7", **settings)
     assert not (tmp_path / "other").exists()
-    check_lines_output(file)
+    check_lines_output(file, tmp_path)
+    diffquant.search(model, tmp_path / "new", 7, bits="8,6", **settings | {"tensor_types": tmp_path / "new" / "t.txt"})
+    assert (tmp_path / "new" / "t.txt").read_text() == file.read_text()
 
 
 @pytest.mark.parametrize(
