@@ -310,7 +310,7 @@ def test_a_folder_in_the_place_of_a_file_that_was_written_is_not_overwritten(tmp
     (tmp_path / "out/README.md").unlink()
     (tmp_path / "out/README.md").mkdir()
     (tmp_path / "out/README.md/notes.txt").write_text("years of work")
-    with pytest.raises(OutputExistsError, match=r"holds README\.md, which diffquant did not write"):
+    with pytest.raises(OutputExistsError, match=r"holds README\.md/notes\.txt, which diffquant did not write"):
         quantize(source, tmp_path / "out", Recipe.of(weights="8:row"), overwrite=True)
     assert (tmp_path / "out/README.md/notes.txt").exists()
 
