@@ -116,8 +116,12 @@ def _record_files(folder: Path) -> None:
 
 
 def _files_in(folder: Path) -> set[str]:
-    """Paths of all files in a folder, from there on; a portable export has some in a folder of their own."""
-    return {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_symlink() or not file.is_dir()}
+    """Paths of all files and empty folders below a folder; a portable export has files in a folder of their own."""
+    return {
+        file.relative_to(folder).as_posix()
+        for file in folder.rglob("*")
+        if file.is_symlink() or not file.is_dir() or not any(file.iterdir())
+    }
 
 
 def _check_space(destination: Path, nbytes: int) -> None:

@@ -106,6 +106,10 @@ def test_a_portable_folder_is_overwritten_and_what_somebody_put_into_it_is_not(t
     with pytest.raises(OutputExistsError, match=r"holds onnx/notes\.txt, which diffquant did not write"):
         export(source, out, overwrite=True)
     (out / "onnx" / "notes.txt").unlink()
+    (out / "mine").mkdir()
+    with pytest.raises(OutputExistsError, match="holds mine, which diffquant did not write"):
+        export(source, out, overwrite=True)
+    (out / "mine").rmdir()
     export(source, out, overwrite=True)
     assert not (out / "onnx").exists()
 

@@ -66,6 +66,7 @@ def main() -> int:
 
 def _groups(file: Path) -> dict[str, Any]:
     """Results of an earlier run by group, from FILE or FILE.xz; none if there is neither."""
+    # Not by diffquant.support.xz: each trial imports this project's modules anew.
     packed = file.with_name(f"{file.name}.xz")
     if not file.exists() and not packed.exists():
         return {}

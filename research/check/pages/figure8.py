@@ -1,7 +1,7 @@
 """The figures of research/pages/figure8.md, computed as the analysis of the trainings computes them."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from statistics import fmean, stdev
 
@@ -279,10 +279,10 @@ PAGE.says("in e4m3 V1 loses {} bits and V2 {}", *(-_of_longer("p e4m3:row", name
 # Outliers
 
 
-def largest(kind: str, what: str, experiment: str = "e1", seeds: Sequence[int] = SIX) -> list[float]:
+def largest(kind: str, what: str) -> list[float]:
     """Largest magnitude of each training of a kind."""
     operand, rank = _MAGNITUDES[what]
-    return [THERE[f"{experiment}-{kind}-seed-{seed}"]["outliers"]["overall"][operand]["top"][rank] for seed in seeds]
+    return [THERE[f"e1-{kind}-seed-{seed}"]["outliers"]["overall"][operand]["top"][rank] for seed in SIX]
 
 
 def _extremes(row: str, column: str) -> list[float]:
