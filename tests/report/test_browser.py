@@ -60,7 +60,7 @@ return faint;
 def pages(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     for name in RUNS:
-        for file in FOLDER.glob(f"{name}/*.xz"):
+        for file in FOLDER.glob(f"{name}/*.json.xz"):
             write_recorded(f"{name}/{file.stem}", folder / name / file.stem)
     shutil.copytree(ROOT / "bench" / "results" / "cpu", folder / "cpu")
     write_index([folder], None)

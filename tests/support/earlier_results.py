@@ -3,8 +3,10 @@
 import lzma
 from pathlib import Path
 
-FOLDER = Path(__file__).with_name("earlier_results")
-SWEEPS = sorted(str(file.relative_to(FOLDER).with_suffix("")) for file in FOLDER.rglob("sweep.json.xz"))
+FOLDER = Path(__file__).parents[2] / "research" / "results"
+SWEEPS = [
+    f"{name}/sweep.json" for name in ("pocket-needle-lengths", "pocket-nll", "smollm2-logits-500", "smollm2-logits-kl")
+]
 
 
 def recorded(name: str) -> str:
