@@ -18,7 +18,7 @@ RUNS = {
     "smollm2-logits-500": "report.html",
     "smollm2-search-cache": "search.html",
     "figure8-outliers": "outliers.html",
-    "cpu": "report.html",
+    "bench": "report.html",
 }
 SWEEP = "smollm2-logits-500/report.html"
 
@@ -62,7 +62,7 @@ def pages(tmp_path_factory):
     for name in RUNS:
         for file in FOLDER.glob(f"{name}/*.json.xz"):
             write_recorded(f"{name}/{file.stem}", folder / name / file.stem)
-    shutil.copytree(ROOT / "bench" / "results" / "cpu", folder / "cpu")
+    shutil.copytree(ROOT / "bench" / "results" / "cpu", folder / "bench")
     write_index([folder], None)
     return folder
 
