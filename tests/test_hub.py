@@ -151,6 +151,8 @@ def test_a_quantized_folder_is_pushed_with_its_card(run, hub, folder, tmp_path):
     source = tmp_path / "model"
     shutil.copytree(folder, source)
     (source / "README.md").write_bytes(CARD)
+    former = dict.fromkeys(("model-00001-of-00002.safetensors", "model.safetensors.index.json"), b"former")
+    hub.models["tester/low"] = {"main": former | {"notes.md": b"kept"}}
     code, _, err = run("quantize", source, "-o", "low", "--weights", "8:row", "--push", "tester/low", HF_TOKEN=TOKEN)
     assert code == 0, err
     told, done = err.index("publishing to tester/low"), err.index("pushed to")
@@ -160,7 +162,7 @@ def test_a_quantized_folder_is_pushed_with_its_card(run, hub, folder, tmp_path):
     assert f"{hub.address}/tester/low" in err
     written = {str(file.relative_to(tmp_path / "low")): file.read_bytes() for file in (tmp_path / "low").iterdir()}
     pushed = hub.models["tester/low"]["main"]
-    assert {name: pushed[name] for name in written} == written
+    assert pushed == written | {"notes.md": b"kept"}  # of former shards and their index nothing is left
     assert b"# model, quantized" in pushed["README.md"]
 
 

@@ -19,6 +19,8 @@ _NAME = re.compile(rf"(?P<model>{_MODEL})(?:@(?P<revision>[\w./-]+))?", re.ASCII
 # again, in folders and other layouts.
 _FETCHED = ["*.safetensors", *(f"*{suffix}" for suffix in sorted(SIDE_SUFFIXES)), "LICENSE*", "NOTICE*", CARD]
 _LEFT = ["*/*", "consolidated*"]
+# Files of one model's weights: a push of weights takes the place of those that are there.
+_WEIGHTS = ["model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors"]
 
 
 def local_path(path: Path) -> Path:
@@ -76,6 +78,8 @@ def published(folder: Path, model: str) -> str:
 def push(folder: Path, model: str) -> str:
     """Send a folder, its card included, to a model on the hub, which is made if it is not there; returns its address.
 
+    Weights take the place of the model's former ones, in whatever shards, since a reader finds either; other files stay.
+
     Raises:
         CheckpointError: the hub refuses, or cannot be reached; the folder stays.
     """
@@ -85,7 +89,9 @@ def push(folder: Path, model: str) -> str:
     try:
         with _told(model, None):
             address = api.create_repo(model, exist_ok=True).url
-            api.upload_folder(repo_id=model, folder_path=folder, commit_message="Upload by diffquant")
+            replaced = _WEIGHTS if any(folder.glob("model*.safetensors")) else None
+            message = "Upload by diffquant"
+            api.upload_folder(repo_id=model, folder_path=folder, commit_message=message, delete_patterns=replaced)
     except CheckpointError as error:
         raise CheckpointError(
             f"{error}; {folder} is written: send it again with `hf upload {model} {folder}`"

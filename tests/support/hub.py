@@ -146,9 +146,11 @@ class _Handler(BaseHTTPRequestHandler):
     def _commit(self, body: bytes, model: str, revision: str) -> None:
         for line in body.splitlines():
             entry = json.loads(line)
+            files, value = self.contents.models[model][revision], entry["value"]
             if entry["key"] == "file":
-                value = entry["value"]
-                self.contents.models[model][revision][value["path"]] = base64.b64decode(value["content"])
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif entry["key"] == "deletedFile":
+                del files[value["path"]]
         commit = self.contents.commit(model, revision)
         address = f"{self.contents.address}/{model}/commit/{commit}"
         self._send(200, {"success": True, "commitOid": commit, "commitUrl": address, "hookOutput": ""})
