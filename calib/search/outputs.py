@@ -1,11 +1,13 @@
 """The files that a search leaves: recipe, numbers, plots and report."""
 
 import os
+from collections.abc import Collection
 from pathlib import Path
 
 from diffquant.calib.search.plots import heat_map, plot_pareto
 from diffquant.calib.search.report import search_report
-from diffquant.calib.search.result import SearchResult, read_searches
+from diffquant.calib.search.result import SearchResult, read_search, read_searches
+from diffquant.errors import OutputExistsError
 from diffquant.report.page import page
 from diffquant.support.files import write_atomically
 from diffquant.support.outputs import RunFiles, check_replaced, has_fields
@@ -42,6 +44,24 @@ def check_search_output(budget: str, folder: Path) -> None:
     shared = [name for name in _SHARED if os.path.lexists(folder / name)]
     is_of_searches = any(has_fields(file, _FIELDS) for file in folder.glob("search-*.json"))
     check_replaced(folder, shared, shared if is_of_searches else ())
+
+
+def check_same_search(budget: str, model: str, targets: Collection[str], folder: Path) -> None:
+    """Check, before the work, that an earlier search under this budget was of the same model and targets.
+
+    Raises:
+        OutputExistsError: it was of others, whose recipe would be replaced.
+    """
+    file = folder / _names(budget)[1]
+    if not file.exists():
+        return
+    earlier = read_search(file)
+    if earlier.model != model or {*earlier.candidates[0].bits} != {*targets}:
+        found = ", ".join(earlier.candidates[0].bits)
+        raise OutputExistsError(
+            f"{file} is of {earlier.model} ({found}) and would be replaced by a search of {model} "
+            f"({', '.join(targets)}); choose another output"
+        )
 
 
 def _names(budget: str) -> list[str]:

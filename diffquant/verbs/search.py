@@ -73,7 +73,7 @@ def search(
         MissingDependencyError: scipy is not installed.
     """
     from diffquant.calib.search.allocation import Budget
-    from diffquant.calib.search.outputs import check_search_output, write_search
+    from diffquant.calib.search.outputs import check_same_search, check_search_output, write_search
     from diffquant.calib.search.search import Search, SearchOptions
     from diffquant.calib.search.tensor_types import check_kinds, check_lines_output, check_widths
     from diffquant.calib.search.tensor_types import tensor_types as llama_cpp_types
@@ -98,6 +98,7 @@ def search(
         check_lines_output(lines, folder)
     check_search_output(str(wanted), folder)
     run = Search(at_revision(model, revision), wanted, options, folder)
+    check_same_search(str(wanted), run.source.path.name, options.targets, folder)
     if lines is not None:
         check_kinds(unit.kind for unit in run.units if unit.target == "weights")
     if planned is not None:

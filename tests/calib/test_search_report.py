@@ -4,10 +4,10 @@ import shutil
 
 import pytest
 
-from diffquant.calib.search.outputs import check_search_output
+from diffquant.calib.search.outputs import check_same_search, check_search_output
 from diffquant.calib.search.plots import draw_pareto
 from diffquant.calib.search.report import search_report
-from diffquant.calib.search.result import alike, read_searches
+from diffquant.calib.search.result import alike, read_search, read_searches
 from diffquant.errors import OutputExistsError
 from diffquant.report.page import Fold, Table, page
 from diffquant.report.plots import Tips, new_figure
@@ -61,3 +61,14 @@ def test_a_search_replaces_pages_of_earlier_searches_alone(folder, tmp_path):
         check_search_output("4.5 bits", tmp_path)
     shutil.copy(folder / "search-5.5-bits.json", tmp_path)
     check_search_output("4.5 bits", tmp_path)
+
+
+def test_a_search_of_another_model_or_of_other_targets_does_not_replace_a_recipe(folder):
+    model = read_search(folder / "search-4.5-bits.json").model
+    check_same_search("4.5 bits", model, ("weights",), folder)
+    check_same_search("6.5 bits", "another", ("k", "v"), folder)
+    for other, targets in (("another", ("weights",)), (model, ("k", "weights"))):
+        with pytest.raises(
+            OutputExistsError, match=rf"search-4\.5-bits\.json is of {model} \(weights\).*another output"
+        ):
+            check_same_search("4.5 bits", other, targets, folder)
