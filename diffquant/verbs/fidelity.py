@@ -55,8 +55,8 @@ def fidelity(
     Args:
         reference: the reference: a checkpoint folder, .gguf file, exported folder, file of log-probabilities that
             `save_base` or llama.cpp's --kl-divergence-base wrote, or URL of a server that tells prompt
-            log-probabilities, as vLLM's does. Of a server only the likeliest tokens are known, and the result is a
-            lower bound.
+            log-probabilities, as vLLM's does, and is given the key in VLLM_API_KEY if that is set. Of a server only the
+            likeliest tokens are known, and the result is a lower bound.
         candidate: the same, for what is compared with A.
         text: text to read; the prose that ships by default. A file of log-probabilities holds its own.
         characters: number of characters to read, from the text's end, since roundings read it from its beginning; 0

@@ -185,7 +185,7 @@ def serve():
     """A server that answers as vLLM's, from a model that runs here."""
     servers = []
 
-    def start(path, most=1000, length=None):
+    def start(path, most=1000, length=None, key=None):
         model, tokenizer = diffquant.load(path, dtype="float32"), diffquant.load_tokenizer(path)
 
         class Handler(BaseHTTPRequestHandler):
@@ -195,6 +195,9 @@ def serve():
                 self.wfile.write(json.dumps(body).encode())
 
             def do_GET(self):
+                if key is not None and self.headers["Authorization"] != f"Bearer {key}":
+                    self.answer({"error": "Unauthorized"}, 401)
+                    return
                 self.answer({"data": [{"id": "served", "max_model_len": length}]})
 
             def do_POST(self):
@@ -271,6 +274,15 @@ def test_tokens_that_a_vocabulary_does_not_have_are_refused():
 def test_a_server_that_refuses_is_told_of(reference, candidate, serve):
     with pytest.raises(DiffQuantError, match="at most 3 logprobs"):
         diffquant.fidelity(reference, serve(candidate, most=3), top_k=5, **READING)
+
+
+def test_a_server_gets_the_key_that_serve_asks_for(reference, candidate, serve, monkeypatch):
+    url = serve(candidate, key="secret")
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    with pytest.raises(DiffQuantError, match="refuses with 401"):
+        diffquant.fidelity(reference, url, **READING)
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    assert diffquant.fidelity(reference, url, **READING).candidate["model"] == "served"
 
 
 def test_chunks_are_as_long_as_a_server_has_room_for(reference, candidate, serve):

@@ -1,6 +1,7 @@
 """A model behind an OpenAI-compatible server that tells the log-probabilities of a prompt's tokens, as vLLM's does."""
 
 import json
+import os
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,8 @@ _SECONDS = 600
 
 class Server(Side):
     """A served model, known by its likeliest tokens.
+
+    It is asked with the key in VLLM_API_KEY, which `serve` asks for, where that is set.
 
     Args:
         address: URL of the server, with or without /v1.
@@ -78,7 +81,9 @@ class Server(Side):
         return self._request(path, json.dumps(body).encode())
 
     def _request(self, path: str, body: bytes | None) -> dict[str, Any]:
-        request = urllib.request.Request(self.address + path, body, {"Content-Type": "application/json"})
+        key = os.environ.get("VLLM_API_KEY")
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        request = urllib.request.Request(self.address + path, body, headers)
         try:
             with urllib.request.urlopen(request, timeout=_SECONDS) as answer:
                 read: dict[str, Any] = json.load(answer)
