@@ -16,10 +16,12 @@ from typing import Annotated, Any
 import typer
 
 from diffquant.errors import UsageError
-from diffquant.evals.stats import mean_interval
+from diffquant.evals.stats import Difference, mean_interval
 from diffquant.report.tables import markdown
 from diffquant.support.code import CHANGED
+from research.figure8.direction import along, moved, place_of
 from research.figure8.plan import (
+    CHECKS,
     EDGES,
     EQUALIZED,
     GRID,
@@ -146,12 +148,16 @@ OF_CONTROLS: dict[str, Measure] = {
     "sensitivity": sensitivity_won,
     "perplexity": perplexity_ratio,
 }
+OF_SIZE = OF_CONTROLS | {"largest logit over the Transformer's": largest_logit_ratio}
+# Parameters of the models that a line through the sizes is read at: SmolLM2's, and the paper's.
+FAR = {"135 million": 135e6, "3 billion": 3e9}
 MAIN = [Comparison(kind) for kind in DIFFS]
 CONTROLS = [
     *(Comparison(kind, seeds=THREE) for kind in ("half-heads", "gated")),
     *(Comparison(kind + EQUALIZED, "transformer" + EQUALIZED, seeds=THREE) for kind in DIFFS),
 ]
 LONGER = [Comparison(kind, experiment="e2", seeds=THREE) for kind in DIFFS]
+LARGER = [replace(comparison, experiment="e3") for comparison in LONGER]
 ON_PURPOSE = [Comparison(kind + OUTLIERS, "transformer" + OUTLIERS, seeds=THREE) for kind in DIFFS]
 
 
@@ -189,8 +195,11 @@ def summary(there: Mapping[str, Result]) -> str:
         "Arithmetic": _arithmetic(there),
         "Controls, E2 and E3: bits won at 4:tensor, three seeds": _others(there),
         "E2: formats and softmax weights, bits won, three seeds": _formats(there),
+        "E3: rates, by held-out perplexity at 8 million tokens": _checks(there),
+        "E3: a line through E1 and E3, by the logarithm of parameters": _direction(there),
         "E3: KL of KV caches in 0.001 nats, three seeds": _caches(there),
         "Outliers, means over seeds": _outliers(there),
+        "Outliers by layer: top 1, 10 and median, means over seeds": _outliers_by_layer(there),
         "Outliers on purpose: bits won on books, three seeds": _on_purpose(there),
     }
     return "\n\n".join(f"## {title}\n\n" + "\n".join(lines) for title, lines in sections.items())
@@ -248,10 +257,9 @@ def _arithmetic(there: Mapping[str, Result]) -> list[str]:
 
 
 def _others(there: Mapping[str, Result]) -> list[str]:
-    longer = [*LONGER, *(replace(comparison, experiment="e3") for comparison in LONGER)]
     rows = [
         [f"{c.experiment}: {c.kind} − {c.base}", *(_over(there, c, measure) for measure in OF_CONTROLS.values())]
-        for c in (*CONTROLS, *longer)
+        for c in (*CONTROLS, *LONGER, *LARGER)
     ]
     return markdown(["", *OF_CONTROLS], rows)
 
@@ -259,6 +267,32 @@ def _others(there: Mapping[str, Result]) -> list[str]:
 def _formats(there: Mapping[str, Result]) -> list[str]:
     measures = {name: bits_won(name, among="kl_of_formats") for name in FORMATS}
     return markdown(["", *DIFFS], [[name, *(_over(there, c, m) for c in LONGER)] for name, m in measures.items()])
+
+
+def _checks(there: Mapping[str, Result]) -> list[str]:
+    rows = []
+    for kind in KINDS:
+        found = [there.get(f"e3-{kind}-check{name}") for name in CHECKS.values()]
+        shown = [each and f"{each['validation']['perplexity'] or math.inf:.2f} ({each['rate']:g})" for each in found]
+        rows.append([kind, *(text or "" for text in shown)])
+    return markdown(["held-out perplexity (rate)", *(f"{factor:g} times" for factor in CHECKS)], rows)
+
+
+def _direction(there: Mapping[str, Result]) -> list[str]:
+    rows = []
+    for small, large in zip(MAIN, LARGER, strict=True):
+        if not (small.is_complete(there) and large.is_complete(there)):
+            rows.append([small.kind, "not yet", *[""] * (3 + len(FAR))])
+            continue
+        sizes = [there[comparison.names[0][0]]["parameters"] for comparison in (small, large)]
+        for name, measure in OF_SIZE.items():
+            before, after = (comparison.values(there, measure) for comparison in (small, large))
+            tenfold = moved(before, after, math.log10(sizes[1] / sizes[0]))
+            read = [along(before, after, place_of(far, *sizes)) for far in FAR.values()]
+            shown = [mean_interval(before), mean_interval(after), tenfold, *read]
+            rows.append([small.kind, name, *map(_shown, shown)])
+    heads = ["E1, six trainings", "E3, three trainings", "moved by ten times the parameters"]
+    return markdown(["", "", *heads, *(f"at {name}" for name in FAR)], rows)
 
 
 def _caches(there: Mapping[str, Result]) -> list[str]:
@@ -277,19 +311,43 @@ def _caches(there: Mapping[str, Result]) -> list[str]:
 
 
 def _outliers(there: Mapping[str, Result]) -> list[str]:
-    groups: dict[str, list[list[float]]] = {}
+    rows = [
+        [group, str(len(found)), *_magnitudes([each["overall"] for each in found])]
+        for group, found in _outliers_of_groups(there).items()
+    ]
+    return markdown(["", "trainings", *_MAGNITUDES], rows)
+
+
+def _outliers_by_layer(there: Mapping[str, Result]) -> list[str]:
+    rows = [
+        [group, str(layer + 1), *_magnitudes(across)]
+        for group, found in _outliers_of_groups(there).items()
+        if group.removeprefix("e3-") in KINDS or group.removeprefix("e1-") in KINDS
+        for layer, across in enumerate(zip(*(each["layers"] for each in found), strict=True))
+    ]
+    return markdown(["", "layer", *_MAGNITUDES], rows)
+
+
+_MAGNITUDES = [f"{kind}, {rank}" for kind in ("logits", "hidden") for rank in ("top 1", "top 10", "median")]
+
+
+def _outliers_of_groups(there: Mapping[str, Result]) -> dict[str, list[dict[str, Any]]]:
+    """Outliers of every training that has a seed, by the name without it."""
+    groups: dict[str, list[dict[str, Any]]] = {}
     for name, result in there.items():
         group, has_seed, _ = name.partition("-seed-")
         if has_seed and "outliers" in result:
-            magnitudes = (result["outliers"]["overall"][kind] for kind in ("logits", "hidden"))
-            values = [value for each in magnitudes for value in (each["top"]["1"], each["top"]["10"], each["median"])]
-            groups.setdefault(group, []).append(values)
-    rows = [
-        [group, str(len(found)), *(f"{fmean(column):.3g}" for column in zip(*found, strict=True))]
-        for group, found in groups.items()
+            groups.setdefault(group, []).append(result["outliers"])
+    return groups
+
+
+def _magnitudes(found: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Means over trainings of logits' and hidden states' largest, tenth largest and median."""
+    each = [
+        [value for of in (one["logits"], one["hidden"]) for value in (of["top"]["1"], of["top"]["10"], of["median"])]
+        for one in found
     ]
-    heads = [f"{kind}, {rank}" for kind in ("logits", "hidden") for rank in ("top 1", "top 10", "median")]
-    return markdown(["", "trainings", *heads], rows)
+    return [f"{fmean(column):.3g}" for column in zip(*each, strict=True)]
 
 
 def _on_purpose(there: Mapping[str, Result]) -> list[str]:
@@ -318,7 +376,10 @@ def _signed(values: Sequence[float]) -> str:
 
 
 def _interval(values: Sequence[float]) -> str:
-    mean = mean_interval(values)
+    return _shown(mean_interval(values))
+
+
+def _shown(mean: Difference) -> str:
     return f"{mean.mean:+.2f} [{mean.low:+.2f}, {mean.high:+.2f}]"
 
 

@@ -22,6 +22,8 @@ RUNS = FOLDER / "runs.md"
 KINDS = ("transformer", "diff-v1", "diff-v2")
 GRID = (1e-3, 2e-3, 4e-3, 8e-3)
 EDGES = {GRID[0]: 5e-4, GRID[-1]: 16e-3}
+# Factors of a carried rate that E3 checks first, and how their runs' names end.
+CHECKS = {1.0: "", 2.0: "-double", 0.5: "-half"}
 EQUALIZED = "-equalized"
 # Largest magnitude of a logit in an equalized model: about what trained Transformers of this size reach.
 LARGEST = 28.0
@@ -156,7 +158,7 @@ def _best_of_grid(kind: str, there: Mapping[str, Result]) -> float | None:
 
 def _checked(kind: str, there: Mapping[str, Result]) -> float | None:
     """Factor 1, 2 or ½ of the neighbour that is best at a quarter of the tokens."""
-    return _lowest({1.0: f"e3-{kind}-check", 2.0: f"e3-{kind}-check-double", 0.5: f"e3-{kind}-check-half"}, there)
+    return _lowest({factor: f"e3-{kind}-check{name}" for factor, name in CHECKS.items()}, there)
 
 
 def _lowest(names: Mapping[float, str], there: Mapping[str, Result]) -> float | None:

@@ -3,15 +3,17 @@
 from itertools import combinations
 
 import pytest
-from scipy.stats import ttest_1samp
+from scipy.stats import ttest_1samp, ttest_ind
 
 from diffquant.errors import UsageError
 from research.figure8 import analysis
 from research.figure8.analysis import MAIN, ON_PURPOSE, SIX, THREE, bits_won, check_alike, holm, p_value, summary
+from research.figure8.direction import along, moved, place_of
 from research.figure8.plan import EDGES, GRID, KINDS, best_rate, grid_name, listed, rate_of, upcoming
 from research.figure8.scoring import FORMATS, OPERANDS, SCHEMES, STEPS
 
 BITS = {"diff-v1": [-0.6, -0.5, -0.4, -0.7, -0.55, -0.3], "diff-v2": [0.2, -0.2, 0.1, 0.3, -0.3, 0.05]}
+MAGNITUDES = {kind: {"top": {"1": 9.0, "10": 8.0}, "median": 1.0} for kind in ("logits", "hidden")}
 
 
 def result(run, kl=0.04, **changed):
@@ -20,7 +22,13 @@ def result(run, kl=0.04, **changed):
     errors = {scheme: {"variance": [kl]} for scheme in SCHEMES}
     return {
         "run": run,
-        **{"arithmetic": "bf16", "size": "1.25M", "steps": 1800, "training_text": {"sha256": "a"}},
+        **{
+            "arithmetic": "bf16",
+            "size": "1.25M",
+            "parameters": 1.25e6,
+            "steps": 1800,
+            "training_text": {"sha256": "a"},
+        },
         "environment": {"commit": "c"},
         "validation": {"nll": 4.0, "perplexity": 54.6},
         "books": {
@@ -32,7 +40,7 @@ def result(run, kl=0.04, **changed):
             "layers": [{"sensitivity": {"first": 1.0}, "errors": errors}],
         },
         "web": {"kl": dict.fromkeys(SCHEMES, passages)},
-        "outliers": {"overall": {kind: {"top": {"1": 9.0, "10": 8.0}, "median": 1.0} for kind in ("logits", "hidden")}},
+        "outliers": {"overall": MAGNITUDES, "layers": [MAGNITUDES]},
     } | changed
 
 
@@ -69,6 +77,36 @@ def test_formats_are_compared_over_the_longer_trainings():
     text = summary(there)
     section = text[text.index("## E2: formats") : text.index("## Outliers")]
     assert section.count("| +1.00 [+1.00, +1.00] |  |") == len(FORMATS)
+
+
+def test_a_line_through_two_sizes_moves_as_welch_has_it_and_holds_their_means():
+    small, large = BITS["diff-v1"], [0.2, -0.1, 0.4]
+    oracle = ttest_ind(large, small, equal_var=False).confidence_interval()
+    change = moved(small, large)
+    assert (change.low, change.high) == pytest.approx((oracle.low, oracle.high))
+    assert moved(small, large, 0.5).low == pytest.approx(2 * oracle.low)
+    for place, values in enumerate((small, large)):
+        read, own = along(small, large, place), ttest_1samp(values, 0.0).confidence_interval()
+        assert (read.low, read.high) == pytest.approx((own.low, own.high))
+    assert along(small, large, 2).mean == pytest.approx(2 * sum(large) / 3 - sum(small) / 6)
+    assert place_of(4e6, 1e6, 2e6) == pytest.approx(2)
+
+
+def test_the_direction_with_size_waits_for_all_trainings_and_is_read_far_beyond_them():
+    there = second_stage()
+    larger = {
+        f"e3-{kind}-seed-{seed}": result("large", size="5M", parameters=12.5e6) for kind in KINDS for seed in THREE
+    }
+    text = summary(there | larger)
+    section = text[text.index("## E3: a line") : text.index("## E3: KL of KV")]
+    (row,) = (line for line in section.splitlines() if line.startswith("| diff-v1 | bits won"))
+    first, second, tenfold, *far = row.split(" | ")[2:]
+    assert (first, second) == ("-0.51 [-0.66, -0.36]", "+0.00 [+0.00, +0.00]")
+    assert tenfold == "+0.51 [+0.36, +0.66]"
+    # 135 million are log10(108) = 2.033 tenfolds from the first mean.
+    assert far[0].startswith("+0.53 [")
+    larger.popitem()
+    assert "| diff-v2 | not yet |" in summary(there | larger)
 
 
 def test_caches_are_summed_up_once_a_kind_has_its_three_trainings():
