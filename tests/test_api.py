@@ -154,6 +154,8 @@ def test_a_dtype_may_be_named(source):
     assert diffquant.load(source, dtype="bfloat16").dtype == torch.bfloat16
     with pytest.raises(UsageError, match="unknown dtype 'bf16'"):
         diffquant.load(source, dtype="bf16")
+    with pytest.raises(UsageError, match="cannot run in torch.int8"):
+        diffquant.load(source, dtype=torch.int8)
 
 
 def test_progress_is_shown_in_a_terminal_and_nowhere_else(tmp_path, source, monkeypatch, capsys):

@@ -28,9 +28,13 @@ def as_dtype(dtype: torch.dtype | str | None, device: str = "cpu") -> torch.dtyp
     """A dtype given as such or by a name for `resolve_dtype`; None stays None.
 
     Raises:
-        UsageError: the name is unknown.
+        UsageError: the name is unknown, or no model can run in the dtype.
     """
-    return resolve_dtype(dtype, device) if isinstance(dtype, str) else dtype
+    if isinstance(dtype, str):
+        return resolve_dtype(dtype, device)
+    if dtype is not None and (not dtype.is_floating_point or dtype.itemsize < 2):
+        raise UsageError(f"a model cannot run in {dtype}: expected torch.bfloat16, float16, float32 or float64")
+    return dtype
 
 
 def is_bfloat16_native(device: str = "cpu") -> bool:
