@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx
+from tokenizers import Tokenizer
 
 from diffquant.errors import CheckpointError, UsageError
 from diffquant.export.card import exported_card
@@ -132,6 +133,7 @@ def write_export(
     with staged(destination, key, nbytes, overwrite) as staging:
         folder = staging.folder
         checked.checkpoint.write_side_files(folder)
+        _settle_tokenizer(checked, folder / "tokenizer.json")
         layout = options.layout
         (folder / layout.model).parent.mkdir(exist_ok=True)
         write(folder / layout.data, streamed, progress)
@@ -182,6 +184,21 @@ def _cache_scales(source: Source, options: ExportOptions, ranges: Ranges | None)
         )
     ranges.check_model(source)
     return static_scales(source, options.kv_bits, ranges)
+
+
+def _settle_tokenizer(source: Source, file: Path) -> None:
+    """Write into tokenizer.json, all that readers of exports read, what transformers makes of the tokenizer's files.
+
+    They would cut a token that stands in tokenizer_config.json alone into pieces.
+    """
+    if not file.exists():
+        return
+    try:
+        backend = source.tokenizer.backend_tokenizer
+    except (AttributeError, CheckpointError):
+        return
+    if json.loads(backend.to_str()) != json.loads(Tokenizer.from_file(str(file)).to_str()):
+        write_atomically(file, backend.to_str(pretty=True))
 
 
 def _write_descriptions(plan: ExportPlan, streamed: Sequence[Streamed], folder: Path) -> None:

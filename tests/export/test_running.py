@@ -116,6 +116,16 @@ def test_prompts_are_encoded_as_transformers_encodes_them_whatever_the_tokenizer
     assert Generator(cutting, 1).text.encode(PROMPT) == wanted
 
 
+def test_tokens_that_stand_in_the_tokenizers_config_alone_are_known_to_an_export(source, tmp_path):
+    shutil.copytree(source, tmp_path / "source")
+    edit_json(tmp_path / "source" / "tokenizer_config.json", additional_special_tokens=["<|user|>"])
+    export(tmp_path / "source", tmp_path / "out", ExportOptions())
+    prompt = f"<|user|> {PROMPT}<|user|>"
+    ids = Generator(tmp_path / "out", 1).text.encode(prompt)
+    assert ids == AutoTokenizer.from_pretrained(tmp_path / "source")(prompt).input_ids
+    assert ids.count(ids[-1]) == 2
+
+
 @pytest.mark.parametrize("logits", ["4:tensor", "4:head:shift", "4:row"])
 def test_a_prompt_longer_than_a_chunk_is_continued_as_torch_continues_it(source, tmp_path, monkeypatch, logits):
     monkeypatch.setattr(generation, "_PREFILL_CHUNK", 7)
