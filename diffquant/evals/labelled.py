@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from diffquant.errors import UsageError
 from diffquant.support.listing import first_few
-from diffquant.support.plain_data import parse_json
+from diffquant.support.plain_data import is_text, parse_json
 from diffquant.support.spelling import spelled
 
 TREC = ".label"
@@ -201,9 +201,9 @@ def _words(value: object, what: str) -> str:
     Raises:
         UsageError: there are none, or the field is no text.
     """
-    if value is not None and not isinstance(value, str):
+    if value is not None and not is_text(value):
         raise UsageError(f"{what} must be words, got {value!r:.40}")
-    words = (value or "").split()
+    words = str(value or "").split()
     if not words:
         raise UsageError(f"no {what}")
     return " ".join(words)

@@ -97,6 +97,7 @@ BAD = {
         '{"text": 3, "label": "b"}\n[1]\n',
         "2 lines of .* line 1: text must be words, got 3; line 2: no text",
     ),
+    "half of a pair": ("a.jsonl", '{"text": "a\\ud83d", "label": "b"}', r"line 1: text must be words, got 'a\\ud83d'"),
     "number as label": ("a.jsonl", '{"text": "a", "label": 3}', "line 1: label must be words, got 3"),
     "one class": ("a.jsonl", '{"text": "a", "label": "b"}', "every example is 'b'; two classes or more"),
     "trec line": ("a.label", "NUM:dist How far ?\nWho was it ?", "line 2: no text"),
