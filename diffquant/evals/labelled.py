@@ -140,7 +140,8 @@ def _text_of(path: Path) -> str:
     try:
         raw = path.read_bytes()
         # TREC's training file has this one byte that is not UTF-8, where a space belongs.
-        return (raw.replace(b"\xf0", b" ") if path.suffix == TREC else raw).decode("utf-8-sig")
+        raw = re.sub(rb"\xf0(?![\x80-\xbf])", b" ", raw) if path.suffix == TREC else raw
+        return raw.decode("utf-8-sig")
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error}") from error
     except UnicodeDecodeError as error:

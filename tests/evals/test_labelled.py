@@ -73,9 +73,10 @@ def test_trec_gives_coarse_or_fine_labels_in_words(tmp_path):
 
 
 def test_trecs_one_byte_that_is_not_utf_8_is_read_as_a_space(tmp_path):
-    line = b"LOC:city What is the sister\xf0city of Los Angeles ?\nNUM:date When ?\n"
+    line = b"LOC:city What is the sister\xf0city of Los Angeles ?\nNUM:date When \xf0\x9f\x95\x91 ?\n"
     path = write(tmp_path, "train_5500.label", line)
-    assert load_dataset(path, path).train[0].text == "What is the sister city of Los Angeles ?"
+    texts = [example.text for example in load_dataset(path, path).train]
+    assert texts == ["What is the sister city of Los Angeles ?", "When 🕑 ?"]
 
 
 BAD = {
