@@ -174,6 +174,12 @@ def _table(text: str, dialect: type[csv.Dialect]) -> Iterator[Entry]:
     if rows.fieldnames is not None and ("text" not in heads or column is None):
         raise ValueError(f"its header is {', '.join(heads)}; columns text and {' or '.join(_LABEL_COLUMNS)} are needed")
     for row in rows:
+        surplus = row.get(None) or ()
+        if any(map(str.strip, surplus)):
+            raise ValueError(
+                f"line {rows.line_num} has {len(heads) + len(surplus)} fields and the header {len(heads)}; "
+                "a text with commas needs quotes in .csv, and in .tsv none has tabs"
+            )
         yield f"line {rows.line_num}", row["text"], row[column]
 
 

@@ -89,6 +89,8 @@ BAD = {
     "no header": ("a.csv", "How far?,distance\n", "columns text and label"),
     "blank header": ("a.csv", "\nHow far?,distance\n", "columns text and label"),
     "short row": ("a.csv", "text,label\na,x\nb\n", "1 lines of .* line 3: no label"),
+    "text cut at its comma": ("a.csv", "text,label\nWhat, now,x\nb,y\n", "2 has 3 fields and the header 2; .*quotes"),
+    "text cut at its tab": ("a.tsv", "text\tlabel\na\tb\tx\n", "line 2 has 3 fields"),
     "no json": ("a.jsonl", '{"text": "a", "label": "b"}\n{"text":', "line 2: Expecting value"),
     "deep json": ("a.jsonl", "[" * 100_000, "line 1: it is nested too deeply"),
     "deep clinc": ("a.json", "[" * 100_000, "nested too deeply"),
