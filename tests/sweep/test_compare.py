@@ -355,10 +355,12 @@ def edited(file, folder, edit):
         (lambda lines: [*lines, lines[3]], "1 lines of .*line 16: document 3 appears twice"),
         (lambda lines: ["{", *lines], "1 lines of .* are not samples of lm-eval: line 1: "),
         (lambda lines: [{"text": "a"}, *lines], "line 1: has no doc_id, doc_hash, target_hash, metrics"),
+        (lambda lines: [lines[0] | {"doc_hash": None}], "line 1: doc_hash and target_hash must be texts"),
+        (lambda lines: [lines[0] | {"metrics": [{}]}], "line 1: metrics must be a list of names"),
         (lambda lines: [], "is empty"),
         (lambda lines: [*lines, lines[0] | {"filter": "strict"}], "filter strict has other documents"),
     ],
-    ids=["fewer", "other text", "twice", "no json", "no sample", "empty", "uneven filters"],
+    ids=["fewer", "other text", "twice", "no json", "no sample", "no hash", "no metric", "empty", "uneven filters"],
 )
 def test_samples_that_cannot_be_paired_are_refused(samples, tmp_path, edit, message):
     ((first, _), (second, _)) = samples
