@@ -140,6 +140,7 @@ def test_intervals_are_over_parts_of_the_text_and_not_over_positions():
     half = scipy.stats.t.ppf(0.975, 15) * float(means.std()) / 4
     assert wide.mean.high - wide.mean.mean == pytest.approx(half)
     assert wide.quantiles["median"].low < 0.5 < wide.quantiles["median"].high
+    assert 0.9 < wide.agreement.low < wide.agreement.mean < wide.agreement.high == 1
 
 
 def test_an_export_is_compared_with_its_checkpoint(reference, tmp_path):

@@ -66,7 +66,7 @@ class Fidelity(Readable):
             _mean(kl),
             _quantiles(kl),
             float(kl.max()),
-            _mean(comparison.is_same.double()),
+            _share(comparison.is_same),
             (_perplexity(comparison.reference_nll), _perplexity(comparison.candidate_nll)),
             comparison.k,
             settings,
@@ -155,6 +155,12 @@ def _mean(values: Tensor) -> Difference:
     """Mean of [N, P] with Student's 95 % interval over parts of the text."""
     parts = _parts(values)
     return mean_interval([float(part.mean()) for part in parts], [part.numel() for part in parts])
+
+
+def _share(is_so: Tensor) -> Difference:
+    """The share of [N, P] that is so, with the part of its interval that a share can reach."""
+    share = _mean(is_so.double())
+    return share if math.isinf(share.low) else Difference(share.mean, max(share.low, 0.0), min(share.high, 1.0))
 
 
 def _quantiles(values: Tensor) -> dict[str, Difference]:
