@@ -160,6 +160,9 @@ def test_a_saved_base_stands_for_its_model(reference, candidate, result, tmp_pat
     assert stored.mean.mean == pytest.approx(result.mean.mean, rel=1e-3)
     assert stored.perplexities[0] == pytest.approx(result.perplexities[0], rel=1e-4)
     assert list(tmp_path.iterdir()) == [base]
+    for option, value in (("text", base), ("context", CONTEXT), ("characters", 4000)):
+        with pytest.raises(UsageError, match="leave out text, characters and context"):
+            diffquant.fidelity(base, candidate, dtype="float32", **{option: value})
 
 
 def test_a_base_keeps_log_probabilities_to_its_step(tmp_path):
