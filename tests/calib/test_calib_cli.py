@@ -88,6 +88,12 @@ def test_attention_of_the_models_that_ship_by_depth(run, tmp_path):
     assert len(out.splitlines()) == 2 + 3 * 2 * 5 + 2
 
 
+def test_a_length_that_is_named_twice_has_its_items_once(run, models):
+    code, out, err = run("attention-map", models[0], "--samples", 1, "--lengths", "120,120", "--json")
+    assert code == 0, err
+    assert [place["items"] for place in json.loads(out)["models"][0]["places"]] == [1] * 5
+
+
 def test_calibrated_scales_are_used_by_eval_and_sweep(run, models, tmp_path):
     file = tmp_path / "scales.safetensors"
     code, out, err = run("calibrate", models[1], "-o", file, "--tokens", 512, "--window", 64, "--observer", "absmax")
