@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from diffquant import data
 from diffquant.calib.calibration.calibrate import calibrate
@@ -166,6 +167,19 @@ def test_what_is_wrong_is_said_in_one_line(run, models, tmp_path, arguments, cod
     assert message in err
     assert err.count("\n") == 1
     assert not (tmp_path / "OUT").exists()
+
+
+def test_a_layer_without_noise_has_no_number_in_json(run, models, tmp_path):
+    silent = shutil.copytree(models[1], tmp_path / "silent")
+    tensors = load_file(silent / "model.safetensors")
+    tensors["model.layers.0.self_attn.v_proj.weight"].zero_()
+    save_file(tensors, silent / "model.safetensors")
+    reading = ("--tokens", 128, "--window", 64, "--targets", "v")
+    code, out, err = run("calibrate", silent, "-o", tmp_path / "s.safetensors", *reading, "--json")
+    assert code == 0, err
+    first, second = (fit["sqnr"] for fit in json.loads(out, parse_constant=pytest.fail)["fits"])
+    assert first is None
+    assert second > 0
 
 
 def test_scales_of_another_model_are_refused(run, models, tmp_path):

@@ -4,7 +4,6 @@ import json
 import math
 from dataclasses import asdict, dataclass
 from datetime import date
-from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -12,7 +11,7 @@ from torch import Tensor
 from diffquant.evals.fidelity.measure import Comparison
 from diffquant.evals.stats import Difference, mean_interval
 from diffquant.report.tables import aligned, markdown
-from diffquant.support.plain_data import JsonObject
+from diffquant.support.plain_data import JsonObject, finite
 from diffquant.support.readable import Readable
 
 # Neighbouring chunks resemble each other: the intervals are over equal parts of the text, each one observation.
@@ -128,7 +127,7 @@ class Fidelity(Readable):
         }
 
     def to_json(self) -> str:
-        return json.dumps(_finite(self.to_dict()), indent=1, ensure_ascii=False) + "\n"
+        return json.dumps(finite(self.to_dict()), indent=1, ensure_ascii=False) + "\n"
 
     def hub_entries(self, dataset: str) -> list[JsonObject]:
         """Content of a model's .eval_results/*.yaml on the hub: the mean KL, and everything else in the notes.
@@ -195,10 +194,3 @@ def _perplexity(nll: Tensor) -> float | None:
 
 def _interval(value: Difference, digits: str) -> str:
     return f"[{value.low:{digits}}, {value.high:{digits}}]" if math.isfinite(value.low) else "one part"
-
-
-def _finite(value: Any) -> Any:
-    """Plain data with None for numbers that JSON does not have."""
-    if isinstance(value, dict):
-        return {key: _finite(entry) for key, entry in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
