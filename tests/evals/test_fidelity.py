@@ -143,6 +143,13 @@ def test_intervals_are_over_parts_of_the_text_and_not_over_positions():
     assert 0.9 < wide.agreement.low < wide.agreement.mean < wide.agreement.high == 1
 
 
+def test_a_perplexity_beyond_all_numbers_is_none_in_json():
+    kl = torch.ones(2, 3, dtype=torch.float64)
+    broken = Fidelity.of(Comparison(kl, kl > 0, kl, 1000 * kl, None), {"name": "a"}, {"name": "b"}, {}, {})
+    assert broken.perplexities == (pytest.approx(math.e), math.inf)
+    assert json.loads(broken.to_json())["perplexity"]["candidate"] is None
+
+
 def test_an_export_is_compared_with_its_checkpoint(reference, tmp_path):
     pytest.importorskip("onnxruntime")
     diffquant.export(reference, tmp_path / "onnx")

@@ -188,8 +188,8 @@ def _parts(values: Tensor) -> tuple[Tensor, ...]:
 
 
 def _perplexity(nll: Tensor) -> float | None:
-    mean = float(nll.mean())
-    return None if math.isnan(mean) else math.exp(mean)
+    mean = nll.mean()
+    return None if mean.isnan() else float(mean.exp())
 
 
 def _interval(value: Difference, digits: str) -> str:
