@@ -189,6 +189,15 @@ def test_other_items_and_texts_are_refused(run, model, tmp_path, task, changed):
         compare(f"{run}@16", tmp_path)
 
 
+def test_tasks_that_were_asked_the_same_are_compared_beside_others(run, model, tmp_path):
+    options = replace(OPTIONS, bits=(16,), task_options=OPTIONS.task_options | {"limit": 11})
+    run_sweep([model], options, tmp_path)
+    report = compare(f"{run}@16", tmp_path)
+    assert {comparison.task for comparison in report.comparisons} == {"perplexity"}
+    (reason,) = report.left_out
+    assert reason.startswith("hellaswag: A and B were not asked the same (n: 12 and 11; ")
+
+
 def test_a_result_without_scores_of_items_is_refused():
     whole = outcome_of("", "lm-eval:wikitext", {}, TaskResult(metric="word_perplexity", score=20.0, n=3))
     with pytest.raises(UsageError, match="no scores of items in common"):
