@@ -12,6 +12,7 @@ from typing import Any
 import typer
 
 from diffquant.support.fitting import fitted
+from diffquant.support.plain_data import finite
 from diffquant.support.progress import Waiting, clear_lines, make_room
 from diffquant.verbs.notes import LOGGER
 
@@ -165,7 +166,7 @@ def _calibration(fits: Any, given: Values) -> str:
     from diffquant.support.code import provenance
 
     settings = {**read_any_ranges(given["output"]).settings, **provenance(calibrate.__name__)}
-    return json.dumps({"settings": settings, "fits": [asdict(fit) for fit in fits]})
+    return json.dumps({"settings": settings, "fits": [finite(asdict(fit)) for fit in fits]})
 
 
 def _bench(result: Any, _: Values) -> str:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from diffquant.errors import UsageError
 from diffquant.support.listing import first_few
-from diffquant.support.plain_data import parse_json
+from diffquant.support.plain_data import is_text, parse_json
 from diffquant.support.spelling import spelled
 
 TREC = ".label"
@@ -140,7 +140,8 @@ def _text_of(path: Path) -> str:
     try:
         raw = path.read_bytes()
         # TREC's training file has this one byte that is not UTF-8, where a space belongs.
-        return (raw.replace(b"\xf0", b" ") if path.suffix == TREC else raw).decode("utf-8-sig")
+        raw = re.sub(rb"\xf0(?![\x80-\xbf])", b" ", raw) if path.suffix == TREC else raw
+        return raw.decode("utf-8-sig")
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error}") from error
     except UnicodeDecodeError as error:
@@ -173,6 +174,12 @@ def _table(text: str, dialect: type[csv.Dialect]) -> Iterator[Entry]:
     if rows.fieldnames is not None and ("text" not in heads or column is None):
         raise ValueError(f"its header is {', '.join(heads)}; columns text and {' or '.join(_LABEL_COLUMNS)} are needed")
     for row in rows:
+        surplus = row.get(None) or ()
+        if any(map(str.strip, surplus)):
+            raise ValueError(
+                f"line {rows.line_num} has {len(heads) + len(surplus)} fields and the header {len(heads)}; "
+                "a text with commas needs quotes in .csv, and in .tsv none has tabs"
+            )
         yield f"line {rows.line_num}", row["text"], row[column]
 
 
@@ -201,9 +208,9 @@ def _words(value: object, what: str) -> str:
     Raises:
         UsageError: there are none, or the field is no text.
     """
-    if value is not None and not isinstance(value, str):
+    if value is not None and not is_text(value):
         raise UsageError(f"{what} must be words, got {value!r:.40}")
-    words = (value or "").split()
+    words = str(value or "").split()
     if not words:
         raise UsageError(f"no {what}")
     return " ".join(words)

@@ -88,8 +88,12 @@ def _sample(line: str) -> JsonObject:
     missing = [name for name in ("doc_id", "doc_hash", "target_hash", "metrics") if name not in sample]
     if missing:
         raise ValueError(f"has no {', '.join(missing)}")
-    if not isinstance(sample["doc_id"], int | str) or not isinstance(sample["metrics"], list):
-        raise ValueError("doc_id must be a number or a text, and metrics a list of names")
+    if not isinstance(sample["doc_id"], int | str):
+        raise ValueError("doc_id must be a number or a text")
+    if not isinstance(sample["metrics"], list) or not all(isinstance(name, str) for name in sample["metrics"]):
+        raise ValueError("metrics must be a list of names")
+    if not all(isinstance(sample[name], str) for name in ("doc_hash", "target_hash")):
+        raise ValueError("doc_hash and target_hash must be texts")
     return sample
 
 
@@ -117,7 +121,7 @@ def _margin(sample: JsonObject) -> float | None:
         logprobs = [float(logprob) for logprob, _ in sample["filtered_resps"]]
         right = int(sample["target"])
         by_character = [p / len(choice) for p, choice in zip(logprobs, choices, strict=True)]
-    except (AttributeError, LookupError, TypeError, ValueError, ZeroDivisionError):
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
         # The target is text, or the answers are not log-probabilities.
         return None
     wrong = [value for index, value in enumerate(by_character) if index != right]

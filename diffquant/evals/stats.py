@@ -61,15 +61,15 @@ def mean_interval(values: Sequence[float], weights: Sequence[float] | None = Non
 
     Args:
         weights: weight of each value, such as the number of tokens that it averages; equal by default. With weights the
-            interval is that of a ratio of two sums, to first order.
+            interval is that of a ratio of two sums, to first order, and a value without weight is none.
     """
-    n = len(values)
-    weights = [1.0] * n if weights is None else weights
-    total = sum(weights)
-    mean = sum(weight * value for weight, value in zip(weights, values, strict=True)) / total
+    pairs = zip(values, [1.0] * len(values) if weights is None else weights, strict=True)
+    weighed = [(value, weight) for value, weight in pairs if weight]
+    n, total = len(weighed), sum(weight for _, weight in weighed)
+    mean = sum(weight * value for value, weight in weighed) / total
     if n == 1:
         return Difference(mean, -math.inf, math.inf)
-    squares = sum((weight * (value - mean)) ** 2 for weight, value in zip(weights, values, strict=True))
+    squares = sum((weight * (value - mean)) ** 2 for value, weight in weighed)
     half = _t95(n - 1) * math.sqrt(squares * n / (n - 1)) / total
     return Difference(mean, mean - half, mean + half)
 

@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import math
+import re
 from typing import Any
 
 # An object that JSON can write, whose reader knows its fields.
@@ -18,6 +20,18 @@ def parse_json(text: str | bytes) -> Any:
         return json.loads(text, object_pairs_hook=_unique)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def is_text(value: object) -> bool:
+    """Whether a value is a text that a tokenizer can read: JSON also names halves of a surrogate pair."""
+    return isinstance(value, str) and re.search("[\ud800-\udfff]", value) is None
+
+
+def finite(content: Any) -> Any:
+    """Plain data with None for numbers that JSON does not have."""
+    if isinstance(content, dict):
+        return {name: finite(value) for name, value in content.items()}
+    return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
 def plain_digest(content: Any) -> str:

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from diffquant.errors import UsageError
-from diffquant.evals.comparison import Outcome, compare_outcomes, left_out, outcome_of
+from diffquant.evals.comparison import Comparison, Outcome, compare_outcomes, left_out, outcome_of
 from diffquant.evals.samples import read_samples
+from diffquant.support.listing import first_few
 from diffquant.support.xz import stored
 from diffquant.sweep.comparison_report import ComparisonReport
 from diffquant.sweep.grid import Point
@@ -25,7 +26,7 @@ def compare(before: str | Path, after: str | Path) -> ComparisonReport:
     matched by model: the same path, or else the same name.
 
     Raises:
-        UsageError: a source cannot be read, the two have nothing in common, or were asked different items.
+        UsageError: a source cannot be read, the two have nothing in common, or were asked different items in all tasks.
     """
     sides = _named_alike(*(_outcomes(str(source)) for source in (before, after)))
     is_one_each = all(len({outcome.name for outcome in side}) == 1 for side in sides)
@@ -47,9 +48,19 @@ def compare(before: str | Path, after: str | Path) -> ComparisonReport:
         if key not in other
     ]
     pairs = [(keyed[0][key], keyed[1][key]) for key in shared]
-    comparisons = [comparison for pair in pairs for comparison in compare_outcomes(*pair)]
-    without = [reason for pair in pairs for reason in left_out(*pair)]
-    return ComparisonReport(str(before), str(after), comparisons, alone, without)
+    comparisons: list[Comparison] = []
+    without: list[str] = []
+    for pair in pairs:
+        try:
+            comparisons += compare_outcomes(*pair)
+            without += left_out(*pair)
+        except UsageError as error:
+            without.append(str(error))
+    # Of all configurations alike.
+    reasons = list(dict.fromkeys(without))
+    if not comparisons:
+        raise UsageError(first_few(reasons))
+    return ComparisonReport(str(before), str(after), comparisons, alone, reasons)
 
 
 class _Measured(NamedTuple):

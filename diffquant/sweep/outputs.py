@@ -56,9 +56,10 @@ def plotted_cells(sweep: SweepResult, kind: type[Task]) -> Sequence[PlottedCell]
 
 
 def _draw_if_any(draw: "partial[None]", path: Path) -> bool:
-    """Draw into a file; returns whether there was anything to draw."""
+    """Draw into a file; returns whether there was anything to draw. If not, an earlier run's drawing goes."""
     try:
         draw(path)
     except UsageError:
+        path.unlink(missing_ok=True)
         return False
     return True

@@ -58,7 +58,8 @@ def attention_map(
 
     if output is not None:
         FILES.check(Path(output))
-    plan = NeedlePlan(needles, 1, numbers("lengths", lengths, "256,1K,4K"), samples)
+    # Of a length that is named twice the items would be the same, and count as twice as many.
+    plan = NeedlePlan(needles, 1, tuple(dict.fromkeys(numbers("lengths", lengths, "256,1K,4K"))), samples)
     wanted = chosen_recipe(recipe, logits=logits)
     found = map_attention(
         paths(models),

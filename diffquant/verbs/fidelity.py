@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from diffquant.evals.fidelity.sides import Side
 
 CONTEXT = 512
+# What is read of a text unless somebody says otherwise.
+CHARACTERS = 65536
 
 
 Reference = Annotated[kinds.PathText, kinds.Kind(str, "A", by_place=True)]
@@ -32,7 +34,7 @@ def fidelity(
     candidate: Candidate | None = None,
     *,
     text: kinds.File | None = None,
-    characters: Characters = 65536,
+    characters: Characters = CHARACTERS,
     context: Context | None = None,
     top_k: kinds.Count = 20,
     output: kinds.NewFolder | None = None,
@@ -189,9 +191,10 @@ def _chunks(
             raise UsageError(f"{name} reads chunks of up to {length} tokens: {spelled('context', length)} fits")
     stored = next((side for side in sides if side.fixed_chunks is not None), None)
     if stored is not None:
-        if (text, context) != (None, None):
+        if (text, context, characters) != (None, None, CHARACTERS):
             raise UsageError(
-                f"{stored.name} holds its text's tokens in chunks: leave out {spelled('text')} and {spelled('context')}"
+                f"{stored.name} holds its text's tokens in chunks: leave out {spelled('text')}, "
+                f"{spelled('characters')} and {spelled('context')}"
             )
         read, about = "", {"name": f"the text of {stored.name}"}
     else:

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from diffquant import data
 from diffquant.calib.calibration.calibrate import calibrate
@@ -88,6 +89,12 @@ def test_attention_of_the_models_that_ship_by_depth(run, tmp_path):
     assert len(out.splitlines()) == 2 + 3 * 2 * 5 + 2
 
 
+def test_a_length_that_is_named_twice_has_its_items_once(run, models):
+    code, out, err = run("attention-map", models[0], "--samples", 1, "--lengths", "120,120", "--json")
+    assert code == 0, err
+    assert [place["items"] for place in json.loads(out)["models"][0]["places"]] == [1] * 5
+
+
 def test_calibrated_scales_are_used_by_eval_and_sweep(run, models, tmp_path):
     file = tmp_path / "scales.safetensors"
     code, out, err = run("calibrate", models[1], "-o", file, "--tokens", 512, "--window", 64, "--observer", "absmax")
@@ -160,6 +167,19 @@ def test_what_is_wrong_is_said_in_one_line(run, models, tmp_path, arguments, cod
     assert message in err
     assert err.count("\n") == 1
     assert not (tmp_path / "OUT").exists()
+
+
+def test_a_layer_without_noise_has_no_number_in_json(run, models, tmp_path):
+    silent = shutil.copytree(models[1], tmp_path / "silent")
+    tensors = load_file(silent / "model.safetensors")
+    tensors["model.layers.0.self_attn.v_proj.weight"].zero_()
+    save_file(tensors, silent / "model.safetensors")
+    reading = ("--tokens", 128, "--window", 64, "--targets", "v")
+    code, out, err = run("calibrate", silent, "-o", tmp_path / "s.safetensors", *reading, "--json")
+    assert code == 0, err
+    first, second = (fit["sqnr"] for fit in json.loads(out, parse_constant=pytest.fail)["fits"])
+    assert first is None
+    assert second > 0
 
 
 def test_scales_of_another_model_are_refused(run, models, tmp_path):

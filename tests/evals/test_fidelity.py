@@ -140,6 +140,14 @@ def test_intervals_are_over_parts_of_the_text_and_not_over_positions():
     half = scipy.stats.t.ppf(0.975, 15) * float(means.std()) / 4
     assert wide.mean.high - wide.mean.mean == pytest.approx(half)
     assert wide.quantiles["median"].low < 0.5 < wide.quantiles["median"].high
+    assert 0.9 < wide.agreement.low < wide.agreement.mean < wide.agreement.high == 1
+
+
+def test_a_perplexity_beyond_all_numbers_is_none_in_json():
+    kl = torch.ones(2, 3, dtype=torch.float64)
+    broken = Fidelity.of(Comparison(kl, kl > 0, kl, 1000 * kl, None), {"name": "a"}, {"name": "b"}, {}, {})
+    assert broken.perplexities == (pytest.approx(math.e), math.inf)
+    assert json.loads(broken.to_json())["perplexity"]["candidate"] is None
 
 
 def test_an_export_is_compared_with_its_checkpoint(reference, tmp_path):
@@ -159,6 +167,9 @@ def test_a_saved_base_stands_for_its_model(reference, candidate, result, tmp_pat
     assert stored.mean.mean == pytest.approx(result.mean.mean, rel=1e-3)
     assert stored.perplexities[0] == pytest.approx(result.perplexities[0], rel=1e-4)
     assert list(tmp_path.iterdir()) == [base]
+    for option, value in (("text", base), ("context", CONTEXT), ("characters", 4000)):
+        with pytest.raises(UsageError, match="leave out text, characters and context"):
+            diffquant.fidelity(base, candidate, dtype="float32", **{option: value})
 
 
 def test_a_base_keeps_log_probabilities_to_its_step(tmp_path):

@@ -57,12 +57,14 @@ def test_every_bad_line_is_named(tmp_path):
         json.dumps(good | {"endings": ["a", " [step] "]}),
         json.dumps({"ctx_a": "x", "endings": ["a", "b"], "label": 0}),
         json.dumps([1]),
+        json.dumps(good | {"query": "half of a pair \ud83d"}),
+        json.dumps(good | {"endings": ["a", "\udc00"]}),
     ]
     path = tmp_path / "items.jsonl"
     path.write_text("\n".join(lines))
     with pytest.raises(UsageError) as error:
         load_items(path)
-    for part in ("5 lines", "line 2", "line 3: label 2", "line 4: endings", "activity_label, ctx_b", "line 6"):
+    for part in ("7 lines", "line 2", "line 3: label 2", "line 4: endings", "activity_label, ctx_b", "line 6"):
         assert part in str(error.value)
 
 

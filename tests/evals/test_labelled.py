@@ -73,9 +73,10 @@ def test_trec_gives_coarse_or_fine_labels_in_words(tmp_path):
 
 
 def test_trecs_one_byte_that_is_not_utf_8_is_read_as_a_space(tmp_path):
-    line = b"LOC:city What is the sister\xf0city of Los Angeles ?\nNUM:date When ?\n"
+    line = b"LOC:city What is the sister\xf0city of Los Angeles ?\nNUM:date When \xf0\x9f\x95\x91 ?\n"
     path = write(tmp_path, "train_5500.label", line)
-    assert load_dataset(path, path).train[0].text == "What is the sister city of Los Angeles ?"
+    texts = [example.text for example in load_dataset(path, path).train]
+    assert texts == ["What is the sister city of Los Angeles ?", "When 🕑 ?"]
 
 
 BAD = {
@@ -88,6 +89,8 @@ BAD = {
     "no header": ("a.csv", "How far?,distance\n", "columns text and label"),
     "blank header": ("a.csv", "\nHow far?,distance\n", "columns text and label"),
     "short row": ("a.csv", "text,label\na,x\nb\n", "1 lines of .* line 3: no label"),
+    "text cut at its comma": ("a.csv", "text,label\nWhat, now,x\nb,y\n", "2 has 3 fields and the header 2; .*quotes"),
+    "text cut at its tab": ("a.tsv", "text\tlabel\na\tb\tx\n", "line 2 has 3 fields"),
     "no json": ("a.jsonl", '{"text": "a", "label": "b"}\n{"text":', "line 2: Expecting value"),
     "deep json": ("a.jsonl", "[" * 100_000, "line 1: it is nested too deeply"),
     "deep clinc": ("a.json", "[" * 100_000, "nested too deeply"),
@@ -97,6 +100,7 @@ BAD = {
         '{"text": 3, "label": "b"}\n[1]\n',
         "2 lines of .* line 1: text must be words, got 3; line 2: no text",
     ),
+    "half of a pair": ("a.jsonl", '{"text": "a\\ud83d", "label": "b"}', r"line 1: text must be words, got 'a\\ud83d'"),
     "number as label": ("a.jsonl", '{"text": "a", "label": 3}', "line 1: label must be words, got 3"),
     "one class": ("a.jsonl", '{"text": "a", "label": "b"}', "every example is 'b'; two classes or more"),
     "trec line": ("a.label", "NUM:dist How far ?\nWho was it ?", "line 2: no text"),

@@ -8,7 +8,7 @@ from diffquant import data
 from diffquant.errors import NonFiniteError, UsageError
 from diffquant.evals import divergence
 from diffquant.evals.divergence import next_token_kl
-from diffquant.evals.protocols.perplexity import reference_of, score_text
+from diffquant.evals.protocols.perplexity import TextScore, reference_of, score_text
 from diffquant.evals.torch_model import TorchModel
 from diffquant.text.corpus import load_text
 from tests.support import tiny_lm
@@ -92,6 +92,11 @@ def test_a_model_that_computes_nan_is_refused():
     model.model.norm.weight.data[0] = torch.nan
     with pytest.raises(NonFiniteError):
         score_text(TorchModel(model, tiny_lm.tokenizer()), TEXT)
+
+
+def test_a_perplexity_beyond_all_numbers_is_said():
+    with pytest.raises(NonFiniteError, match="a perplexity of 1,000 nats per token"):
+        _ = TextScore(nll=4000.0, tokens=4, text_bytes=9).perplexity
 
 
 def test_the_text_that_ships_is_prose_and_a_file_is_read_as_it_is(tmp_path):

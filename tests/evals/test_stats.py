@@ -87,6 +87,7 @@ def test_values_that_are_not_right_or_wrong_get_students_interval(n):
 def test_one_value_has_no_bounds():
     alone = mean_interval([0.3])
     assert (alone.mean, alone.low, alone.high) == (0.3, -np.inf, np.inf)
+    assert mean_interval([0.0, 0.3, 0.0], [0, 7, 0]) == alone
 
 
 def test_the_interval_of_a_weighted_mean_is_that_of_a_ratio():

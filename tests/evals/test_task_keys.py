@@ -70,6 +70,11 @@ def test_a_short_name_is_that_of_its_defaults(labelled):
     assert identity("many-shot:3", **labelled) == identity("many-shot:3:1", **labelled)
 
 
+def test_a_task_that_is_named_in_two_ways_is_measured_once():
+    tasks = make_tasks(["needle", "nll", "needle:1", "needle:1:1"], {}, 1)
+    assert [task.name for task in tasks] == ["needle:1:1", "nll"]
+
+
 @pytest.mark.parametrize("name", SWEEPS)
 def test_recorded_cells_read_and_write_as_they_are(name):
     cells = json.loads(recorded(name))["cells"]

@@ -189,6 +189,15 @@ def test_other_items_and_texts_are_refused(run, model, tmp_path, task, changed):
         compare(f"{run}@16", tmp_path)
 
 
+def test_tasks_that_were_asked_the_same_are_compared_beside_others(run, model, tmp_path):
+    options = replace(OPTIONS, bits=(16,), task_options=OPTIONS.task_options | {"limit": 11})
+    run_sweep([model], options, tmp_path)
+    report = compare(f"{run}@16", tmp_path)
+    assert {comparison.task for comparison in report.comparisons} == {"perplexity"}
+    (reason,) = report.left_out
+    assert reason.startswith("hellaswag: A and B were not asked the same (n: 12 and 11; ")
+
+
 def test_a_result_without_scores_of_items_is_refused():
     whole = outcome_of("", "lm-eval:wikitext", {}, TaskResult(metric="word_perplexity", score=20.0, n=3))
     with pytest.raises(UsageError, match="no scores of items in common"):
@@ -355,10 +364,12 @@ def edited(file, folder, edit):
         (lambda lines: [*lines, lines[3]], "1 lines of .*line 16: document 3 appears twice"),
         (lambda lines: ["{", *lines], "1 lines of .* are not samples of lm-eval: line 1: "),
         (lambda lines: [{"text": "a"}, *lines], "line 1: has no doc_id, doc_hash, target_hash, metrics"),
+        (lambda lines: [lines[0] | {"doc_hash": None}], "line 1: doc_hash and target_hash must be texts"),
+        (lambda lines: [lines[0] | {"metrics": [{}]}], "line 1: metrics must be a list of names"),
         (lambda lines: [], "is empty"),
         (lambda lines: [*lines, lines[0] | {"filter": "strict"}], "filter strict has other documents"),
     ],
-    ids=["fewer", "other text", "twice", "no json", "no sample", "empty", "uneven filters"],
+    ids=["fewer", "other text", "twice", "no json", "no sample", "no hash", "no metric", "empty", "uneven filters"],
 )
 def test_samples_that_cannot_be_paired_are_refused(samples, tmp_path, edit, message):
     ((first, _), (second, _)) = samples

@@ -4,7 +4,6 @@ import json
 import math
 from dataclasses import asdict, dataclass
 from datetime import date
-from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -12,7 +11,7 @@ from torch import Tensor
 from diffquant.evals.fidelity.measure import Comparison
 from diffquant.evals.stats import Difference, mean_interval
 from diffquant.report.tables import aligned, markdown
-from diffquant.support.plain_data import JsonObject
+from diffquant.support.plain_data import JsonObject, finite
 from diffquant.support.readable import Readable
 
 # Neighbouring chunks resemble each other: the intervals are over equal parts of the text, each one observation.
@@ -66,7 +65,7 @@ class Fidelity(Readable):
             _mean(kl),
             _quantiles(kl),
             float(kl.max()),
-            _mean(comparison.is_same.double()),
+            _share(comparison.is_same),
             (_perplexity(comparison.reference_nll), _perplexity(comparison.candidate_nll)),
             comparison.k,
             settings,
@@ -128,7 +127,7 @@ class Fidelity(Readable):
         }
 
     def to_json(self) -> str:
-        return json.dumps(_finite(self.to_dict()), indent=1, ensure_ascii=False) + "\n"
+        return json.dumps(finite(self.to_dict()), indent=1, ensure_ascii=False) + "\n"
 
     def hub_entries(self, dataset: str) -> list[JsonObject]:
         """Content of a model's .eval_results/*.yaml on the hub: the mean KL, and everything else in the notes.
@@ -157,6 +156,12 @@ def _mean(values: Tensor) -> Difference:
     return mean_interval([float(part.mean()) for part in parts], [part.numel() for part in parts])
 
 
+def _share(is_so: Tensor) -> Difference:
+    """The share of [N, P] that is so, with the part of its interval that a share can reach."""
+    share = _mean(is_so.double())
+    return share if math.isinf(share.low) else Difference(share.mean, max(share.low, 0.0), min(share.high, 1.0))
+
+
 def _quantiles(values: Tensor) -> dict[str, Difference]:
     """Quantiles of [N, P] with 95 % bootstrap intervals over parts of the text, infinite for one part."""
     points = [*_QUANTILES.values()]
@@ -183,16 +188,9 @@ def _parts(values: Tensor) -> tuple[Tensor, ...]:
 
 
 def _perplexity(nll: Tensor) -> float | None:
-    mean = float(nll.mean())
-    return None if math.isnan(mean) else math.exp(mean)
+    mean = nll.mean()
+    return None if mean.isnan() else float(mean.exp())
 
 
 def _interval(value: Difference, digits: str) -> str:
     return f"[{value.low:{digits}}, {value.high:{digits}}]" if math.isfinite(value.low) else "one part"
-
-
-def _finite(value: Any) -> Any:
-    """Plain data with None for numbers that JSON does not have."""
-    if isinstance(value, dict):
-        return {key: _finite(entry) for key, entry in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -26,7 +26,7 @@ from diffquant.evals.encoding import Request, RequestEncoder
 from diffquant.evals.language_model import LanguageModel, States, joined
 from diffquant.evals.scoring import score
 from diffquant.support.listing import first_few
-from diffquant.support.plain_data import JsonObject, parse_json
+from diffquant.support.plain_data import JsonObject, is_text, parse_json
 from diffquant.support.progress import Progress, silent
 
 if TYPE_CHECKING:
@@ -192,15 +192,11 @@ def parse_item(entry: object) -> HellaSwagItem:
     if not isinstance(entry, dict):
         raise UsageError(f"expected a JSON object, got {type(entry).__name__}")
     texts = ["query"] if "query" in entry else ["activity_label", "ctx_a", "ctx_b"]
-    missing = [name for name in texts if not isinstance(entry.get(name), str)]
+    missing = [name for name in texts if not is_text(entry.get(name))]
     if missing:
         raise UsageError(f"needs text in {', '.join(missing)}")
     endings = entry.get("endings")
-    if (
-        not isinstance(endings, list)
-        or len(endings) < 2
-        or not all(isinstance(e, str) and preprocess(e) for e in endings)
-    ):
+    if not isinstance(endings, list) or len(endings) < 2 or not all(is_text(e) and preprocess(e) for e in endings):
         raise UsageError("endings must be a list of two or more texts")
     return HellaSwagItem(
         _query_text(entry), tuple(preprocess(e) for e in endings), _parse_label(entry.get("label"), len(endings))

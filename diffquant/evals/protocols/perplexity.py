@@ -12,7 +12,7 @@ from operator import mul
 import torch
 from torch import Tensor
 
-from diffquant.errors import UsageError
+from diffquant.errors import NonFiniteError, UsageError
 from diffquant.evals.defaults import BATCH_TOKENS, STRIDE, WINDOW
 from diffquant.evals.divergence import kl_by_position
 from diffquant.evals.language_model import LanguageModel, States, joined, require_finite
@@ -43,7 +43,18 @@ class TextScore:
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.nll / self.tokens)
+        """The exponential of the mean loss.
+
+        Raises:
+            NonFiniteError: it is beyond all numbers.
+        """
+        loss = self.nll / self.tokens
+        try:
+            return math.exp(loss)
+        except OverflowError:
+            raise NonFiniteError(
+                f"no number holds a perplexity of {loss:,.0f} nats per token; the model's weights or recipe are broken"
+            ) from None
 
     @property
     def bits_per_byte(self) -> float:

@@ -71,7 +71,7 @@ def check_options(values: Mapping[str, object]) -> None:
 
 
 def make_tasks(names: Sequence[str], values: Mapping[str, object], batch_tokens: int) -> list[Task]:
-    """The tasks of some names, their items and text read.
+    """The tasks of some names, each once, their items and text read.
 
     Raises:
         UsageError: an unknown task, items or text that cannot be read, or an option is given that none of the tasks
@@ -88,7 +88,8 @@ def make_tasks(names: Sequence[str], values: Mapping[str, object], batch_tokens:
         faults = _idle_options(tasks, values)
     if faults:
         raise UsageError("; ".join(dict.fromkeys(faults)))
-    return tasks
+    # One task may go by several names, such as needle and needle:1.
+    return list({task.name: task for task in tasks}.values())
 
 
 def _idle_options(tasks: Sequence[Task], values: Mapping[str, object]) -> list[str]:
