@@ -154,7 +154,7 @@ def test_a_dtype_may_be_named(source):
     assert diffquant.load(source, dtype="bfloat16").dtype == torch.bfloat16
     with pytest.raises(UsageError, match="unknown dtype 'bf16'"):
         diffquant.load(source, dtype="bf16")
-    with pytest.raises(UsageError, match="cannot run in torch.int8"):
+    with pytest.raises(UsageError, match="cannot run in torch"):
         diffquant.load(source, dtype=torch.int8)
 
 

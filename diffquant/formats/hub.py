@@ -78,7 +78,7 @@ def published(folder: Path, model: str) -> str:
 def push(folder: Path, model: str) -> str:
     """Send a folder, its card included, to a model on the hub, which is made if it is not there; returns its address.
 
-    Weights take the place of the model's former ones, in whatever shards, since a reader finds either; other files stay.
+    Weights take the place of the model's former ones, in whatever shards, since readers find either. Other files stay.
 
     Raises:
         CheckpointError: the hub refuses, or cannot be reached; the folder stays.
