@@ -97,6 +97,16 @@ def test_bits_are_lost_only_to_the_dtype_that_is_asked_for(folder, tmp_path):
     assert torch.equal(load(tmp_path / "plain")(random_ids()).logits, load(folder)(random_ids()).logits)
 
 
+@pytest.mark.parametrize("file", ["quantize_config.json", "quant_config.json", "quantization_config.json"])
+def test_no_file_says_of_plain_weights_that_they_are_packed(folder, tmp_path, file):
+    (folder / file).write_text('{"bits": 4}')
+    (folder / "vocab.json").write_text("{}")
+    diffquant.quantize(folder, tmp_path / "plain", weights="16")
+    written = {each.name for each in (tmp_path / "plain").iterdir()}
+    assert "vocab.json" in written
+    assert file not in written
+
+
 def test_rounding_again_says_so(folder, tmp_path):
     kind = "GPTQ 4:g16" if "gptq" in (folder / "config.json").read_text() else "AWQ 4:g32"
     result = quantize(folder, tmp_path / "again", Recipe.from_dict({"weights": "4:g32"}))

@@ -15,6 +15,8 @@ from diffquant.support.listing import first_few
 
 # Where ModelOpt says how it quantized; newer versions say it in config.json too.
 MODELOPT_CONFIG = "hf_quant_config.json"
+# Where GPTQModel, AutoAWQ and AutoRound say it once more; by such a file alone, engines take weights to be packed.
+_STATED_AGAIN = (MODELOPT_CONFIG, "quantize_config.json", "quant_config.json", "quantization_config.json")
 # Elements that are dequantized at a time when a whole matrix is read: their codes and scales are spread out meanwhile.
 _AT_A_TIME = 1 << 22
 
@@ -156,8 +158,8 @@ class DequantizedCheckpoint(Checkpoint):
 
     def write_side_files(self, folder: Path) -> None:
         self._stored.write_side_files(folder)
-        # It would say of plain weights that they are packed.
-        (folder / MODELOPT_CONFIG).unlink(missing_ok=True)
+        for file in _STATED_AGAIN:
+            (folder / file).unlink(missing_ok=True)
 
     def written_dtype(self, name: str) -> torch.dtype:
         return self._matrices[name].dtype if name in self._matrices else self._stored.written_dtype(name)
