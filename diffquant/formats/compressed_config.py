@@ -20,6 +20,8 @@ _MIXED = "mixed-precision"
 # The version whose layout this is; from 0.17 on 6-bit codes are dense.
 _LAYOUT_VERSION = "0.20.0"
 _T = TypeVar("_T")
+# Both names of the order in which groups are not of neighbours.
+REORDERED = ("group", "dynamic")
 _STRATEGIES = {"group": "group", "tensor_group": "group", "channel": "row", "tensor": "tensor", "block": "block"}
 
 
@@ -191,7 +193,7 @@ def _group_problems(group: Any, layout: object) -> list[str]:
         problems.append(f"has block_structure {weights.get('block_structure')!r}")
     if strategy == "group" and not _is_size(size):
         problems.append("has no group_size" if size is None else f"has group_size {size!r}")
-    if weights.get("actorder") == "group":
+    if weights.get("actorder") in REORDERED:
         problems.append("reorders columns (actorder)")
     if group.get("input_activations") or group.get("output_activations"):
         problems.append("quantizes activations")

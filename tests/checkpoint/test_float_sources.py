@@ -202,6 +202,25 @@ def test_integers_in_groups_of_any_order_follow_their_index(tmp_path):
     assert not torch.equal(read, expected[f"{UP}.weight"].float())
     edit_tensors(tmp_path / "packed", {f"{UP}.weight_g_idx": torch.full((64,), -1, dtype=torch.int32)})
     assert torch.equal(open_checkpoint(tmp_path / "packed").read(f"{UP}.weight"), expected[f"{UP}.weight"].float())
+    for group in (2, -1):
+        order[9] = group
+        edit_tensors(tmp_path / "packed", {f"{UP}.weight_g_idx": order.int()})
+        with pytest.raises(CheckpointError, match=rf"{UP}\.weight_g_idx names group {group} of 2"):
+            open_checkpoint(tmp_path / "packed")
+
+
+@pytest.mark.parametrize("name", ["group", "dynamic"])
+def test_an_order_of_groups_is_read_by_either_name(tmp_path, name):
+    write_folder(tmp_path / "packed", "int4 with zero points")
+    order = (torch.arange(64) % 2).int()
+    stored = load_file(tmp_path / "packed" / "model.safetensors")
+    without = {part: None for part in stored if part.endswith("zero_point")}
+    edit_tensors(tmp_path / "packed", without | {f"{UP}.weight_g_idx": order})
+    stated = weights("group", 4, "int", group_size=32, actorder=name)
+    edit_entry(tmp_path / "packed", config_groups={"group_0": {"targets": ["Linear"], "weights": stated}})
+    read = open_source(tmp_path / "packed").checkpoint.read(f"{UP}.weight")
+    codes = unpack_from_int32(stored[f"{UP}.weight_packed"], 4, read.shape).float()
+    assert torch.equal(read, codes * stored[f"{UP}.weight_scale"].float()[:, order])
 
 
 def write_fp8(folder, block=(32, 16)):
