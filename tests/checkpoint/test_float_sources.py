@@ -248,6 +248,19 @@ def test_fp8_in_blocks_is_what_transformers_dequantizes(tmp_path):
     assert torch.isfinite(load(tmp_path / "packed", dtype=torch.float32)(random_ids()).logits).all()
 
 
+def test_fp8_under_autofp8_s_names_is_code_times_scale(tmp_path):
+    expected = write_fp8(tmp_path / "packed")
+    stored = load_file(tmp_path / "packed" / "model.safetensors")
+    changes = {f"{name}_scale_inv": None for name in expected}
+    changes |= {f"{name}_scale": torch.tensor(0.5) for name in expected}
+    changes |= {f"{name.removesuffix('weight')}input_scale": torch.tensor(0.25) for name in expected}
+    edit_tensors(tmp_path / "packed", changes)
+    entry = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
+    edit_json(tmp_path / "packed" / "config.json", quantization_config=entry)
+    checkpoint = open_source(tmp_path / "packed").checkpoint
+    assert all(torch.equal(checkpoint.read(name), stored[name].float() / 2) for name in expected)
+
+
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
