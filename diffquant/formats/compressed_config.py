@@ -241,12 +241,17 @@ def target_of(module: str, targets: Mapping[str, _T]) -> _T | None:
     if module in targets:
         return targets[module]
     for target, chosen in targets.items():
-        if target.startswith("re:") and _matches(target.removeprefix("re:"), module):
+        if target.startswith("re:") and matches(target.removeprefix("re:"), module):
             return chosen
     return targets.get("Linear")
 
 
-def _matches(pattern: str, module: str) -> bool:
+def matches(pattern: str, module: str) -> bool:
+    """Whether a regular expression of quantization_config begins a module's name.
+
+    Raises:
+        CheckpointError: it is none.
+    """
     try:
         return re.match(pattern, module) is not None
     except (re.error, RecursionError) as error:

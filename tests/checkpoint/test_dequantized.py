@@ -164,6 +164,20 @@ def test_without_g_idx_groups_are_of_neighbours(tmp_path):
     assert np.array_equal(read.numpy(), expected[UP + ".weight"])
 
 
+def test_bits_and_groups_of_one_module_are_those_that_dynamic_gives_it(tmp_path):
+    expected = write_packed(tmp_path / "packed", "gptq", sym=True)
+    other = write_packed(tmp_path / "other", "gptq", bits=8, size=16, desc_act=True)
+    others = load_file(tmp_path / "other" / "model.safetensors")
+    edit_tensors(tmp_path / "packed", {name: data for name, data in others.items() if name.startswith(UP)})
+    # The first that fits holds, and one behind "-:" is of modules that stay plain.
+    dynamic = {"-:.*lm_head": {}, r"+:.*\.0\.mlp\.up": {"bits": 8, "group_size": 16}, r".*\.0\.mlp\.up": {"bits": 3}}
+    edit_entry(tmp_path / "packed", dynamic=dynamic)
+    checkpoint = open_checkpoint(tmp_path / "packed")
+    assert checkpoint.rounded_as == "GPTQ 4:g32/8:g16"
+    for module, values in (expected | {f"{UP}.weight": other[f"{UP}.weight"]}).items():
+        assert np.array_equal(checkpoint.read(module).numpy(), values)
+
+
 @pytest.mark.parametrize("sym", [False, None, True])
 def test_zero_points_that_version_1_has_no_place_for_are_refused(tmp_path, sym):
     write_packed(tmp_path / "packed", "gptq", sym=sym)
@@ -185,6 +199,9 @@ def test_zero_points_that_version_1_has_no_place_for_are_refused(tmp_path, sym):
         ("gptq", {"group_size": 0}, "group_size of quantization_config is 0"),
         ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format of quantization_config is 'marlin'"),
         ("gptq", {"pack_dtype": "int16"}, "pack_dtype of quantization_config is 'int16'"),
+        ("gptq", {"is_marlin_format": True}, "is_marlin_format of quantization_config is True, and read is False"),
+        ("gptq", {"dynamic": ["lm_head"]}, "dynamic of quantization_config is no mapping"),
+        ("gptq", {"dynamic": {"+:(": {}}}, r"'\(' is not a regular expression"),
         ("awq", {"bits": 8}, "bits of quantization_config is 8, and 4 to 4 is read"),
         ("awq", {"version": "gemv"}, "version of quantization_config is 'gemv', and read is 'gemm'"),
         ("awq", {"backend": "llm-awq"}, "'llm-awq', whose words have another order"),
