@@ -237,12 +237,15 @@ def _scheme(number_format: NumberFormat, weights: Mapping[str, Any]) -> Scheme:
 
 
 def target_of(module: str, targets: Mapping[str, _T]) -> _T | None:
-    """The entry that compressed-tensors picks for a module: by exact name, else regular expression, else class."""
+    """The entry that compressed-tensors picks for a module: by exact name, else regular expression, else class.
+
+    Of several expressions that fit it is the first by its text, wherever in config.json it stands.
+    """
     if module in targets:
         return targets[module]
-    for target, chosen in targets.items():
+    for target in sorted(targets):
         if target.startswith("re:") and matches(target.removeprefix("re:"), module):
-            return chosen
+            return targets[target]
     return targets.get("Linear")
 
 
