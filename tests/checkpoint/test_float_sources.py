@@ -371,6 +371,15 @@ def test_a_modelopt_folder_may_mix_formats_and_says_so_in_either_file(tmp_path, 
         (
             {},
             {f"{UP}.weight_scale_2": torch.ones(7)},
+def test_a_folder_with_scales_of_a_cache_alone_is_told_apart_from_a_plain_one(tmp_path):
+    write_checkpoint(tmp_path / "packed", "llama", torch.bfloat16)
+    edit_tensors(tmp_path / "packed", {"model.layers.0.self_attn.k_proj.k_scale": torch.ones(())})
+    entry = {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"}
+    edit_json(tmp_path / "packed" / "config.json", quantization_config=entry)
+    with pytest.raises(CheckpointError, match=r"scales for engines, .*k_proj\.k_scale: open the one that it was made"):
+        open_checkpoint(tmp_path / "packed")
+
+
             r"weight_scale_2 is \[7\], and has one number, or one per expert",
         ),
         (

@@ -94,9 +94,12 @@ def dequantized(checkpoint: Checkpoint) -> Checkpoint:
     if contents is None:
         return checkpoint
     if not contents.matrices:
+        what_to_do = "without its quantization_config it is a plain checkpoint"
+        if contents.unused:
+            scales = first_few(contents.unused, ", ")
+            what_to_do = f"it is a plain checkpoint with scales for engines, {scales}: open the one that it was made of"
         raise CheckpointError(
-            f"{checkpoint.path} holds no weight that {method} packed, though its config says so; "
-            "without its quantization_config it is a plain checkpoint"
+            f"{checkpoint.path} holds no weight that {method} packed, though its config says so; {what_to_do}"
         )
     return DequantizedCheckpoint(checkpoint, contents)
 
