@@ -209,6 +209,14 @@ def test_integers_in_groups_of_any_order_follow_their_index(tmp_path):
             open_checkpoint(tmp_path / "packed")
 
 
+def test_zero_points_are_subtracted_wherever_they_are(tmp_path):
+    """As compressed-tensors does, whatever the group says of symmetry."""
+    expected = write_folder(tmp_path / "packed", "int8 with zero points")
+    stated = {"targets": ["Linear"], "weights": weights(kind="int"), "input_activations": ROUNDED}
+    edit_entry(tmp_path / "packed", config_groups={"group_0": stated})
+    assert torch.equal(open_source(tmp_path / "packed").checkpoint.read(f"{UP}.weight"), expected[f"{UP}.weight"])
+
+
 @pytest.mark.parametrize("name", ["group", "dynamic"])
 def test_an_order_of_groups_is_read_by_either_name(tmp_path, name):
     write_folder(tmp_path / "packed", "int4 with zero points")
@@ -363,14 +371,6 @@ def test_a_modelopt_folder_may_mix_formats_and_says_so_in_either_file(tmp_path, 
     assert torch.equal(plain, packed)
 
 
-@pytest.mark.parametrize(
-    ("entry", "changes", "problem"),
-    [
-        ({"quant_algo": "W4A16_AWQ"}, {}, "quant_algo of quantization_config is 'W4A16_AWQ'"),
-        ({}, {f"{UP}.weight_scale_2": None}, rf"{UP}\.weight is torch\.uint8 .*which no scale .* alone belongs to"),
-        (
-            {},
-            {f"{UP}.weight_scale_2": torch.ones(7)},
 def test_a_folder_with_scales_of_a_cache_alone_is_told_apart_from_a_plain_one(tmp_path):
     write_checkpoint(tmp_path / "packed", "llama", torch.bfloat16)
     edit_tensors(tmp_path / "packed", {"model.layers.0.self_attn.k_proj.k_scale": torch.ones(())})
@@ -380,6 +380,14 @@ def test_a_folder_with_scales_of_a_cache_alone_is_told_apart_from_a_plain_one(tm
         open_checkpoint(tmp_path / "packed")
 
 
+@pytest.mark.parametrize(
+    ("entry", "changes", "problem"),
+    [
+        ({"quant_algo": "W4A16_AWQ"}, {}, "quant_algo of quantization_config is 'W4A16_AWQ'"),
+        ({}, {f"{UP}.weight_scale_2": None}, rf"{UP}\.weight is torch\.uint8 .*which no scale .* alone belongs to"),
+        (
+            {},
+            {f"{UP}.weight_scale_2": torch.ones(7)},
             r"weight_scale_2 is \[7\], and has one number, or one per expert",
         ),
         (

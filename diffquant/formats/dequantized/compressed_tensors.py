@@ -178,7 +178,7 @@ def _integers(
     if spread is None:
         parts.problems.append(f"{module + SCALE} is {list(scale_shape)}, which belongs to no matrix {[outputs, width]}")
         return None
-    has_zeros = weights.get("symmetric") is False
+    has_zeros = weights.get("symmetric") is False or module + _ZERO in stored.tensors
     if has_zeros and not _expect_zeros(parts, module + _ZERO, scale_shape, bits, is_packed):
         return None
 
