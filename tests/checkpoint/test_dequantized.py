@@ -93,6 +93,7 @@ def test_bits_are_lost_only_to_the_dtype_that_is_asked_for(folder, tmp_path):
     plain, packed = open_checkpoint(tmp_path / "plain"), open_checkpoint(folder)
     assert "quantization_config" not in plain.config
     assert plain.tensors.keys() == packed.tensors.keys()
+    assert plain.rounded_as == packed.rounded_as
     assert all(torch.equal(plain.read(name), packed.read(name).half()) for name in packed.tensors)
     assert torch.equal(load(tmp_path / "plain")(random_ids()).logits, load(folder)(random_ids()).logits)
 
