@@ -177,8 +177,7 @@ def _group_problems(group: Any, layout: object) -> list[str]:
     if not isinstance(weights, Mapping):
         return ["does not quantize weights"]
     problems = []
-    targets = group.get("targets")
-    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+    if not has_targets(group):
         problems.append("has no list of targets")
     own = group.get("format") or layout
     if not (formats := _in_layout(own)):
@@ -198,6 +197,12 @@ def _group_problems(group: Any, layout: object) -> list[str]:
     if group.get("input_activations") or group.get("output_activations"):
         problems.append("quantizes activations")
     return problems
+
+
+def has_targets(group: Mapping[str, Any]) -> bool:
+    """Whether a config group names the modules that it is of."""
+    targets = group.get("targets")
+    return isinstance(targets, list) and all(isinstance(target, str) for target in targets)
 
 
 def _unknown_codes(weights: Mapping[str, Any], formats: list[NumberFormat]) -> list[str]:

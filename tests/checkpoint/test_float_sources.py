@@ -209,6 +209,14 @@ def test_integers_in_groups_of_any_order_follow_their_index(tmp_path):
             open_checkpoint(tmp_path / "packed")
 
 
+@pytest.mark.parametrize("targets", ["Linear", [7], None])
+def test_targets_that_are_no_list_of_names_are_refused(tmp_path, targets):
+    write_folder(tmp_path / "packed", "int8")
+    edit_entry(tmp_path / "packed", config_groups={"group_0": {"targets": targets, "weights": weights(kind="int")}})
+    with pytest.raises(CheckpointError, match="group_0 has no list of targets"):
+        open_checkpoint(tmp_path / "packed")
+
+
 def test_zero_points_are_subtracted_wherever_they_are(tmp_path):
     """As compressed-tensors does, whatever the group says of symmetry."""
     expected = write_folder(tmp_path / "packed", "int8 with zero points")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from diffquant.errors import CheckpointError
-from diffquant.formats.compressed_config import REORDERED, block_of, is_square, target_of
+from diffquant.formats.compressed_config import REORDERED, block_of, has_targets, is_square, target_of
 from diffquant.formats.compressed_tensors import GLOBAL, PACKED, SCALE, SHAPE
 from diffquant.formats.dequantized.base import Contents, Parts, RoundedMatrix, modules_with, register
 from diffquant.formats.dequantized.floats import float_matrix, model_dtype, spreading, without_scales
@@ -66,13 +66,14 @@ def read_compressed_tensors(entry: Mapping[str, Any], stored: Checkpoint) -> Con
     parts = Parts(stored)
     formats = [entry.get("format"), *(group["format"] for group in groups.values() if group.get("format"))]
     parts.problems += [f"its format is {each!r}" for each in formats if each not in _FORMATS]
+    parts.problems += [f"{name} has no list of targets" for name, group in groups.items() if not has_targets(group)]
+    parts.check("compressed-tensors")
     targets = {
         target: weights
         for group in groups.values()
         if isinstance(weights := group.get("weights"), Mapping)
-        for target in group.get("targets") or ()
+        for target in group["targets"]
     }
-    parts.check("compressed-tensors")
     kinds: list[str] = []
     matrices: dict[str, RoundedMatrix] = {}
     for module in modules_with(stored, SCALE):
