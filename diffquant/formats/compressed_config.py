@@ -20,6 +20,8 @@ _MIXED = "mixed-precision"
 # The version whose layout this is; from 0.17 on 6-bit codes are dense.
 _LAYOUT_VERSION = "0.20.0"
 _T = TypeVar("_T")
+# Both names of the order in which groups are not of neighbours.
+REORDERED = ("group", "dynamic")
 _STRATEGIES = {"group": "group", "tensor_group": "group", "channel": "row", "tensor": "tensor", "block": "block"}
 
 
@@ -175,8 +177,7 @@ def _group_problems(group: Any, layout: object) -> list[str]:
     if not isinstance(weights, Mapping):
         return ["does not quantize weights"]
     problems = []
-    targets = group.get("targets")
-    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+    if not has_targets(group):
         problems.append("has no list of targets")
     own = group.get("format") or layout
     if not (formats := _in_layout(own)):
@@ -191,11 +192,17 @@ def _group_problems(group: Any, layout: object) -> list[str]:
         problems.append(f"has block_structure {weights.get('block_structure')!r}")
     if strategy == "group" and not _is_size(size):
         problems.append("has no group_size" if size is None else f"has group_size {size!r}")
-    if weights.get("actorder") == "group":
+    if weights.get("actorder") in REORDERED:
         problems.append("reorders columns (actorder)")
     if group.get("input_activations") or group.get("output_activations"):
         problems.append("quantizes activations")
     return problems
+
+
+def has_targets(group: Mapping[str, Any]) -> bool:
+    """Whether a config group names the modules that it is of."""
+    targets = group.get("targets")
+    return isinstance(targets, list) and all(isinstance(target, str) for target in targets)
 
 
 def _unknown_codes(weights: Mapping[str, Any], formats: list[NumberFormat]) -> list[str]:
@@ -235,16 +242,24 @@ def _scheme(number_format: NumberFormat, weights: Mapping[str, Any]) -> Scheme:
 
 
 def target_of(module: str, targets: Mapping[str, _T]) -> _T | None:
-    """The entry that compressed-tensors picks for a module: by exact name, else regular expression, else class."""
+    """The entry that compressed-tensors picks for a module: by exact name, else regular expression, else class.
+
+    Of several expressions that fit it is the first by its text, wherever in config.json it stands.
+    """
     if module in targets:
         return targets[module]
-    for target, chosen in targets.items():
-        if target.startswith("re:") and _matches(target.removeprefix("re:"), module):
-            return chosen
+    for target in sorted(targets):
+        if target.startswith("re:") and matches(target.removeprefix("re:"), module):
+            return targets[target]
     return targets.get("Linear")
 
 
-def _matches(pattern: str, module: str) -> bool:
+def matches(pattern: str, module: str) -> bool:
+    """Whether a regular expression of quantization_config begins a module's name.
+
+    Raises:
+        CheckpointError: it is none.
+    """
     try:
         return re.match(pattern, module) is not None
     except (re.error, RecursionError) as error:

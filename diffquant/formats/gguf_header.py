@@ -97,7 +97,7 @@ def read_header(data: memoryview) -> Header:
         tensor_count, key_count = cursor.scalar("Q"), cursor.scalar("Q")
         pairs = [cursor.pair() for _ in range(key_count)]
         entries = [cursor.tensor() for _ in range(tensor_count)]
-    except (struct.error, UnicodeDecodeError) as error:
+    except (struct.error, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"its header is cut off or damaged at byte {cursor.offset} of {len(data)}") from error
     _check_unique([key for key, _ in pairs], [entry.name for entry in entries])
     metadata = dict(pairs)

@@ -37,6 +37,9 @@ def write_descriptions(
     recorded = plan.recipe.to_config()
     if plan.run_dtype is not None:
         recorded["dtype"] = str(plan.run_dtype).removeprefix("torch.")
+    if not plan.schemes and plan.checkpoint.rounded_as:
+        # A verb that rounds these weights again can say so.
+        recorded["rounded_as"] = plan.checkpoint.rounded_as
     config = plan.checkpoint.written_config | {"diffquant_config": recorded}
     adapter = source.adapter if isinstance(source, Source) else None
     if adapter is not None:

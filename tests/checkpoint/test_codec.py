@@ -1,12 +1,15 @@
+from itertools import permutations
+
 import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from compressed_tensors.quantization import QuantizationConfig
+from compressed_tensors.utils.match import match_targets
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diffquant.errors import CheckpointError
-from diffquant.formats.compressed_config import name_patterns, quantization_config, read_schemes
+from diffquant.formats.compressed_config import name_patterns, quantization_config, read_schemes, target_of
 from diffquant.formats.compressed_tensors import pack_weight, packed_shapes, unpack_weight, weight_codes
 from diffquant.numbers.absmax import max_code
 from diffquant.scheme import Scheme
@@ -145,6 +148,13 @@ def test_what_is_not_read_is_refused_by_name(entry, complaint):
     config = {} if entry is None else {"quantization_config": entry}
     with pytest.raises(CheckpointError, match=complaint):
         read_schemes(config, ["model.layers.0.mlp.up_proj"])
+
+
+@pytest.mark.parametrize("module", ["model.layers.0.mlp.down_proj", "model.layers.0.mlp.up_proj", "lm_head"])
+def test_of_several_targets_the_one_is_taken_that_compressed_tensors_takes(module):
+    for targets in permutations(["re:.*mlp", "re:.*down_proj$", "Linear", "model.layers.0.mlp.up_proj"]):
+        chosen = match_targets(module, torch.nn.Linear(1, 1), targets)[0]
+        assert target_of(module, {target: target for target in targets}) == chosen
 
 
 def test_packed_weights_that_no_group_covers_are_named():

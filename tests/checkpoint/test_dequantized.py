@@ -93,8 +93,19 @@ def test_bits_are_lost_only_to_the_dtype_that_is_asked_for(folder, tmp_path):
     plain, packed = open_checkpoint(tmp_path / "plain"), open_checkpoint(folder)
     assert "quantization_config" not in plain.config
     assert plain.tensors.keys() == packed.tensors.keys()
+    assert plain.rounded_as == packed.rounded_as
     assert all(torch.equal(plain.read(name), packed.read(name).half()) for name in packed.tensors)
     assert torch.equal(load(tmp_path / "plain")(random_ids()).logits, load(folder)(random_ids()).logits)
+
+
+@pytest.mark.parametrize("file", ["quantize_config.json", "quant_config.json", "quantization_config.json"])
+def test_no_file_says_of_plain_weights_that_they_are_packed(folder, tmp_path, file):
+    (folder / file).write_text('{"bits": 4}')
+    (folder / "vocab.json").write_text("{}")
+    diffquant.quantize(folder, tmp_path / "plain", weights="16")
+    written = {each.name for each in (tmp_path / "plain").iterdir()}
+    assert "vocab.json" in written
+    assert file not in written
 
 
 def test_rounding_again_says_so(folder, tmp_path):
@@ -154,6 +165,20 @@ def test_without_g_idx_groups_are_of_neighbours(tmp_path):
     assert np.array_equal(read.numpy(), expected[UP + ".weight"])
 
 
+def test_bits_and_groups_of_one_module_are_those_that_dynamic_gives_it(tmp_path):
+    expected = write_packed(tmp_path / "packed", "gptq", sym=True)
+    other = write_packed(tmp_path / "other", "gptq", bits=8, size=16, desc_act=True)
+    others = load_file(tmp_path / "other" / "model.safetensors")
+    edit_tensors(tmp_path / "packed", {name: data for name, data in others.items() if name.startswith(UP)})
+    # The first that fits holds, and one behind "-:" is of modules that stay plain.
+    dynamic = {"-:.*lm_head": {}, r"+:.*\.0\.mlp\.up": {"bits": 8, "group_size": 16}, r".*\.0\.mlp\.up": {"bits": 3}}
+    edit_entry(tmp_path / "packed", dynamic=dynamic)
+    checkpoint = open_checkpoint(tmp_path / "packed")
+    assert checkpoint.rounded_as == "GPTQ 4:g32/8:g16"
+    for module, values in (expected | {f"{UP}.weight": other[f"{UP}.weight"]}).items():
+        assert np.array_equal(checkpoint.read(module).numpy(), values)
+
+
 @pytest.mark.parametrize("sym", [False, None, True])
 def test_zero_points_that_version_1_has_no_place_for_are_refused(tmp_path, sym):
     write_packed(tmp_path / "packed", "gptq", sym=sym)
@@ -175,6 +200,9 @@ def test_zero_points_that_version_1_has_no_place_for_are_refused(tmp_path, sym):
         ("gptq", {"group_size": 0}, "group_size of quantization_config is 0"),
         ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format of quantization_config is 'marlin'"),
         ("gptq", {"pack_dtype": "int16"}, "pack_dtype of quantization_config is 'int16'"),
+        ("gptq", {"is_marlin_format": True}, "is_marlin_format of quantization_config is True, and read is False"),
+        ("gptq", {"dynamic": ["lm_head"]}, "dynamic of quantization_config is no mapping"),
+        ("gptq", {"dynamic": {"+:(": {}}}, r"'\(' is not a regular expression"),
         ("awq", {"bits": 8}, "bits of quantization_config is 8, and 4 to 4 is read"),
         ("awq", {"version": "gemv"}, "version of quantization_config is 'gemv', and read is 'gemm'"),
         ("awq", {"backend": "llm-awq"}, "'llm-awq', whose words have another order"),

@@ -202,6 +202,41 @@ def test_integers_in_groups_of_any_order_follow_their_index(tmp_path):
     assert not torch.equal(read, expected[f"{UP}.weight"].float())
     edit_tensors(tmp_path / "packed", {f"{UP}.weight_g_idx": torch.full((64,), -1, dtype=torch.int32)})
     assert torch.equal(open_checkpoint(tmp_path / "packed").read(f"{UP}.weight"), expected[f"{UP}.weight"].float())
+    for group in (2, -1):
+        order[9] = group
+        edit_tensors(tmp_path / "packed", {f"{UP}.weight_g_idx": order.int()})
+        with pytest.raises(CheckpointError, match=rf"{UP}\.weight_g_idx names group {group} of 2"):
+            open_checkpoint(tmp_path / "packed")
+
+
+@pytest.mark.parametrize("targets", ["Linear", [7], None])
+def test_targets_that_are_no_list_of_names_are_refused(tmp_path, targets):
+    write_folder(tmp_path / "packed", "int8")
+    edit_entry(tmp_path / "packed", config_groups={"group_0": {"targets": targets, "weights": weights(kind="int")}})
+    with pytest.raises(CheckpointError, match="group_0 has no list of targets"):
+        open_checkpoint(tmp_path / "packed")
+
+
+def test_zero_points_are_subtracted_wherever_they_are(tmp_path):
+    """As compressed-tensors does, whatever the group says of symmetry."""
+    expected = write_folder(tmp_path / "packed", "int8 with zero points")
+    stated = {"targets": ["Linear"], "weights": weights(kind="int"), "input_activations": ROUNDED}
+    edit_entry(tmp_path / "packed", config_groups={"group_0": stated})
+    assert torch.equal(open_source(tmp_path / "packed").checkpoint.read(f"{UP}.weight"), expected[f"{UP}.weight"])
+
+
+@pytest.mark.parametrize("name", ["group", "dynamic"])
+def test_an_order_of_groups_is_read_by_either_name(tmp_path, name):
+    write_folder(tmp_path / "packed", "int4 with zero points")
+    order = (torch.arange(64) % 2).int()
+    stored = load_file(tmp_path / "packed" / "model.safetensors")
+    without = {part: None for part in stored if part.endswith("zero_point")}
+    edit_tensors(tmp_path / "packed", without | {f"{UP}.weight_g_idx": order})
+    stated = weights("group", 4, "int", group_size=32, actorder=name)
+    edit_entry(tmp_path / "packed", config_groups={"group_0": {"targets": ["Linear"], "weights": stated}})
+    read = open_source(tmp_path / "packed").checkpoint.read(f"{UP}.weight")
+    codes = unpack_from_int32(stored[f"{UP}.weight_packed"], 4, read.shape).float()
+    assert torch.equal(read, codes * stored[f"{UP}.weight_scale"].float()[:, order])
 
 
 def write_fp8(folder, block=(32, 16)):
@@ -227,6 +262,19 @@ def test_fp8_in_blocks_is_what_transformers_dequantizes(tmp_path):
         agrees("transformers", "fp8 of blocks: weights read", checkpoint.read(name), values)
     assert checkpoint.rounded_as == "FP8 in blocks of 32x16"
     assert torch.isfinite(load(tmp_path / "packed", dtype=torch.float32)(random_ids()).logits).all()
+
+
+def test_fp8_under_autofp8_s_names_is_code_times_scale(tmp_path):
+    expected = write_fp8(tmp_path / "packed")
+    stored = load_file(tmp_path / "packed" / "model.safetensors")
+    changes = {f"{name}_scale_inv": None for name in expected}
+    changes |= {f"{name}_scale": torch.tensor(0.5) for name in expected}
+    changes |= {f"{name.removesuffix('weight')}input_scale": torch.tensor(0.25) for name in expected}
+    edit_tensors(tmp_path / "packed", changes)
+    entry = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
+    edit_json(tmp_path / "packed" / "config.json", quantization_config=entry)
+    checkpoint = open_source(tmp_path / "packed").checkpoint
+    assert all(torch.equal(checkpoint.read(name), stored[name].float() / 2) for name in expected)
 
 
 @pytest.mark.parametrize(
@@ -329,6 +377,15 @@ def test_a_modelopt_folder_may_mix_formats_and_says_so_in_either_file(tmp_path, 
     ids = random_ids()
     plain, packed = (load(tmp_path / each, dtype=torch.bfloat16)(ids).logits for each in ("plain", "packed"))
     assert torch.equal(plain, packed)
+
+
+def test_a_folder_with_scales_of_a_cache_alone_is_told_apart_from_a_plain_one(tmp_path):
+    write_checkpoint(tmp_path / "packed", "llama", torch.bfloat16)
+    edit_tensors(tmp_path / "packed", {"model.layers.0.self_attn.k_proj.k_scale": torch.ones(())})
+    entry = {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"}
+    edit_json(tmp_path / "packed" / "config.json", quantization_config=entry)
+    with pytest.raises(CheckpointError, match=r"scales for engines, .*k_proj\.k_scale: open the one that it was made"):
+        open_checkpoint(tmp_path / "packed")
 
 
 @pytest.mark.parametrize(

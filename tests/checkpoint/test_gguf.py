@@ -1,4 +1,5 @@
 import json
+import struct
 
 import numpy as np
 import pytest
@@ -114,6 +115,13 @@ def test_a_file_cut_anywhere_is_refused(tiny, tmp_path):
         tiny.write_bytes(whole[:length])
         with pytest.raises(CheckpointError, match=r"cannot read .*tiny\.gguf: "):
             GgufCheckpoint(tiny)
+
+
+def test_arrays_within_arrays_without_end_are_damage():
+    array = struct.pack("<IQ", 9, 1)
+    data = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1) + b"a" + struct.pack("<I", 9) + 5000 * array
+    with pytest.raises(CheckpointError, match="its header is cut off or damaged"):
+        read_header(memoryview(data))
 
 
 def test_every_tensor_beyond_the_end_is_named(tiny):

@@ -15,6 +15,8 @@ from diffquant.support.listing import first_few
 
 # Where ModelOpt says how it quantized; newer versions say it in config.json too.
 MODELOPT_CONFIG = "hf_quant_config.json"
+# Where GPTQModel, AutoAWQ and AutoRound say it once more; by such a file alone, engines take weights to be packed.
+_STATED_AGAIN = (MODELOPT_CONFIG, "quantize_config.json", "quant_config.json", "quantization_config.json")
 # Elements that are dequantized at a time when a whole matrix is read: their codes and scales are spread out meanwhile.
 _AT_A_TIME = 1 << 22
 
@@ -92,9 +94,12 @@ def dequantized(checkpoint: Checkpoint) -> Checkpoint:
     if contents is None:
         return checkpoint
     if not contents.matrices:
+        what_to_do = "without its quantization_config it is a plain checkpoint"
+        if contents.unused:
+            scales = first_few(contents.unused, ", ")
+            what_to_do = f"it is a plain checkpoint with scales for engines, {scales}: open the one that it was made of"
         raise CheckpointError(
-            f"{checkpoint.path} holds no weight that {method} packed, though its config says so; "
-            "without its quantization_config it is a plain checkpoint"
+            f"{checkpoint.path} holds no weight that {method} packed, though its config says so; {what_to_do}"
         )
     return DequantizedCheckpoint(checkpoint, contents)
 
@@ -156,8 +161,8 @@ class DequantizedCheckpoint(Checkpoint):
 
     def write_side_files(self, folder: Path) -> None:
         self._stored.write_side_files(folder)
-        # It would say of plain weights that they are packed.
-        (folder / MODELOPT_CONFIG).unlink(missing_ok=True)
+        for file in _STATED_AGAIN:
+            (folder / file).unlink(missing_ok=True)
 
     def written_dtype(self, name: str) -> torch.dtype:
         return self._matrices[name].dtype if name in self._matrices else self._stored.written_dtype(name)

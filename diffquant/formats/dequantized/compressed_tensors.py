@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from diffquant.errors import CheckpointError
-from diffquant.formats.compressed_config import block_of, is_square, target_of
+from diffquant.formats.compressed_config import REORDERED, block_of, has_targets, is_square, target_of
 from diffquant.formats.compressed_tensors import GLOBAL, PACKED, SCALE, SHAPE
 from diffquant.formats.dequantized.base import Contents, Parts, RoundedMatrix, modules_with, register
 from diffquant.formats.dequantized.floats import float_matrix, model_dtype, spreading, without_scales
@@ -66,13 +66,14 @@ def read_compressed_tensors(entry: Mapping[str, Any], stored: Checkpoint) -> Con
     parts = Parts(stored)
     formats = [entry.get("format"), *(group["format"] for group in groups.values() if group.get("format"))]
     parts.problems += [f"its format is {each!r}" for each in formats if each not in _FORMATS]
+    parts.problems += [f"{name} has no list of targets" for name, group in groups.items() if not has_targets(group)]
+    parts.check("compressed-tensors")
     targets = {
         target: weights
         for group in groups.values()
         if isinstance(weights := group.get("weights"), Mapping)
-        for target in group.get("targets") or ()
+        for target in group["targets"]
     }
-    parts.check("compressed-tensors")
     kinds: list[str] = []
     matrices: dict[str, RoundedMatrix] = {}
     for module in modules_with(stored, SCALE):
@@ -115,7 +116,7 @@ def _is_read_here(group: Mapping[str, Any]) -> bool:
             and (
                 weights.get("symmetric") is False
                 or (weights.get("strategy") == "block" and not is_square(weights.get("block_structure")))
-                or weights.get("actorder") == "group"
+                or weights.get("actorder") in REORDERED
             )
         )
     )
@@ -168,9 +169,9 @@ def _integers(
     scale_shape = parts.shape(module + SCALE, len(stored.tensors[module + SCALE].shape))
     if scale_shape is None:
         return None
-    order = _order(stored, parts, module, width)
+    order = _order(stored, parts, module, width, scale_shape[-1] if scale_shape else 1)
     spread = spreading(scale_shape, (outputs, width), group)
-    if order is not None and len(scale_shape) == 2 and scale_shape[0] == outputs and int(order.max()) < scale_shape[1]:
+    if order is not None and len(scale_shape) == 2 and scale_shape[0] == outputs:
 
         def spread(scale: Tensor, indices: Tensor) -> Tensor:
             return scale[indices][:, order]
@@ -178,7 +179,7 @@ def _integers(
     if spread is None:
         parts.problems.append(f"{module + SCALE} is {list(scale_shape)}, which belongs to no matrix {[outputs, width]}")
         return None
-    has_zeros = weights.get("symmetric") is False
+    has_zeros = weights.get("symmetric") is False or module + _ZERO in stored.tensors
     if has_zeros and not _expect_zeros(parts, module + _ZERO, scale_shape, bits, is_packed):
         return None
 
@@ -198,14 +199,19 @@ def _integers(
     return kind, RoundedMatrix((outputs, width), names, model_dtype(stored.config), rows)
 
 
-def _order(stored: Checkpoint, parts: Parts, module: str, width: int) -> Tensor | None:
+def _order(stored: Checkpoint, parts: Parts, module: str, width: int, groups: int) -> Tensor | None:
     """The group of each input, if a folder stores it; None if groups are of neighbours, or it is wrong."""
     name = module + _ORDER
     if name not in stored.tensors or not parts.expect(name, (width,), torch.int32, torch.int64):
         return None
     order = stored.read(name).long()
     # An order that was never made is stored as -1 throughout.
-    return None if (order < 0).any() else order
+    if (order == -1).all():
+        return None
+    if len(outside := order[(order < 0) | (order >= groups)]):
+        parts.problems.append(f"{name} names group {int(outside[0])} of {groups}")
+        return None
+    return order
 
 
 def _expect_zeros(parts: Parts, name: str, scales: tuple[int, ...], bits: int, is_packed: bool) -> bool:

@@ -2,7 +2,7 @@
 
 A module has weight float8_e4m3fn and weight_scale_inv, which multiplies despite its name, [⌈out/128⌉, ⌈in/128⌉] for
 `weight_block_size` [128, 128]. Experts in one tensor T have T_scale_inv. A static `activation_scheme` adds
-activation_scale.
+activation_scale. AutoFP8 calls the two weight_scale, one number, and input_scale.
 
 Source: transformers 5.23, integrations/finegrained_fp8.py.
 """
@@ -14,7 +14,7 @@ from diffquant.formats.dequantized.base import Contents, Parts, RoundedMatrix, r
 from diffquant.formats.dequantized.floats import float_matrix, without_scales
 from diffquant.formats.reader import Checkpoint
 
-_SCALE = "_scale_inv"
+_SCALES = ("_scale_inv", ".weight_scale")
 
 
 @register("fp8")
@@ -28,8 +28,8 @@ def read_fp8(entry: Mapping[str, Any], stored: Checkpoint) -> Contents:
     block = _block(entry, parts)
     parts.check("fp8")
     found: dict[str, tuple[str, RoundedMatrix]] = {}
-    for scale in [name for name in stored.tensors if name.endswith(_SCALE)]:
-        codes = scale.removesuffix(_SCALE)
+    for scale in [name for name in stored.tensors if name.endswith(_SCALES)]:
+        codes = scale.removesuffix("_inv").removesuffix("_scale")
         if codes not in stored.tensors:
             parts.problems.append(f"{scale} is there without {codes}")
         elif matrix := float_matrix(stored, parts, codes, scale, block=block):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diffquant.formats.compressed_config import matches
 from diffquant.formats.dequantized.base import (
     Contents,
     Parts,
@@ -40,23 +41,43 @@ def read_gptq(entry: Mapping[str, Any], stored: Checkpoint) -> Contents:
         CheckpointError: tensors or settings are not what the layout has; the first are named.
     """
     parts = Parts(stored)
-    bits = count(entry, "bits", range(2, 9), parts.problems)
     # Libraries write either key.
     formats = {key: tuple(_VERSIONS) for key in ("checkpoint_format", "format")}
-    check_plain(entry, formats | {"pack_dtype": ("int32",)}, parts.problems)
-    size = group_size(entry, parts.problems)
+    check_plain(entry, formats | {"pack_dtype": ("int32",), "is_marlin_format": (False,)}, parts.problems)
+    if not isinstance(entry.get("dynamic") or {}, Mapping):
+        parts.problems.append("dynamic of quantization_config is no mapping from expressions to settings")
+    _bits_and_size(entry, parts)
     parts.check("gptq")
     offset = _VERSIONS[entry.get("checkpoint_format") or entry.get("format") or "gptq"]
-    modules = modules_with(stored, ".qweight")
-    matrices = {
-        f"{module}.weight": matrix
-        for module in modules
-        if (matrix := _matrix(stored, parts, module, bits, size, offset))
-    }
-    if offset and not parts.problems and entry.get("sym") is not True:
-        _refuse_zero_points_of_zero(stored, parts, modules, bits)
+    matrices: dict[str, RoundedMatrix] = {}
+    kinds: list[str] = []
+    for module in modules_with(stored, ".qweight"):
+        own = _own(entry, module)
+        bits, size = _bits_and_size(own, parts)
+        if matrix := _matrix(stored, parts, module, bits, size, offset):
+            matrices[f"{module}.weight"] = matrix
+            kinds.append(f"{bits}{'' if size == -1 else f':g{size}'}")
+            if offset and own.get("sym") is not True:
+                _refuse_zero_points_of_zero(stored, parts, module, bits)
     parts.check("gptq")
-    return Contents(f"GPTQ {bits}{'' if size == -1 else f':g{size}'}", matrices)
+    return Contents(f"GPTQ {'/'.join(dict.fromkeys(kinds))}", matrices)
+
+
+def _own(entry: Mapping[str, Any], module: str) -> Mapping[str, Any]:
+    """The settings of a module; the first expression of `dynamic` that its name begins with changes the folder's.
+
+    An expression after "-:" is of modules that stay plain.
+
+    Source: GPTQModel 7.7, quantization/config.py, dynamic_get.
+    """
+    for expression, changes in (entry.get("dynamic") or {}).items():
+        if matches(expression.removeprefix("+:"), module) and isinstance(changes, Mapping):
+            return {**entry, **changes}
+    return entry
+
+
+def _bits_and_size(entry: Mapping[str, Any], parts: Parts) -> tuple[int, int]:
+    return count(entry, "bits", range(2, 9), parts.problems), group_size(entry, parts.problems)
 
 
 def _matrix(stored: Checkpoint, parts: Parts, module: str, bits: int, size: int, offset: int) -> RoundedMatrix | None:
@@ -106,13 +127,12 @@ def _unsigned(words: Tensor, bits: int, length: int) -> Tensor:
     return unpack(words.contiguous(), bits, length).to(torch.int16) + (1 << bits - 1)
 
 
-def _refuse_zero_points_of_zero(stored: Checkpoint, parts: Parts, modules: list[str], bits: int) -> None:
-    """Add a problem for each module of version 1 with a zero point whose −1 ran over."""
-    for module in modules:
-        name = f"{module}.qzeros"
-        zeros = _unsigned(stored.read(name), bits, stored.tensors[f"{module}.scales"].shape[1])
-        if (zeros == (1 << bits) - 1).any():
-            parts.problems.append(
-                f"{name} has zero points of 0, which version 1 has no place for and libraries read differently: write "
-                "it as gptq_v2 with the library that made it"
-            )
+def _refuse_zero_points_of_zero(stored: Checkpoint, parts: Parts, module: str, bits: int) -> None:
+    """Add a problem if a module of version 1 has a zero point whose −1 ran over."""
+    name = f"{module}.qzeros"
+    zeros = _unsigned(stored.read(name), bits, stored.tensors[f"{module}.scales"].shape[1])
+    if (zeros == (1 << bits) - 1).any():
+        parts.problems.append(
+            f"{name} has zero points of 0, which version 1 has no place for and libraries read differently: write "
+            "it as gptq_v2 with the library that made it"
+        )
