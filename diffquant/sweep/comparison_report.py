@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from diffquant.evals.comparison import Comparison
 from diffquant.report.tables import aligned
 from diffquant.support.listing import first_few
-from diffquant.support.plain_data import JsonObject
+from diffquant.support.plain_data import JsonObject, finite
 from diffquant.support.readable import Readable
 
 # Most items that the text names for each kind of flip.
@@ -49,8 +49,8 @@ class ComparisonReport(Readable):
                 "a": comparison.before,
                 "b": comparison.after,
                 "difference": comparison.difference.mean,
-                "low": _finite(comparison.difference.low),
-                "high": _finite(comparison.difference.high),
+                "low": finite(comparison.difference.low),
+                "high": finite(comparison.difference.high),
                 "p": comparison.p,
                 "gained": comparison.gained,
                 "lost": comparison.lost,
@@ -106,7 +106,3 @@ def _texts(comparison: Comparison) -> list[str]:
 def _items_text(comparison: Comparison) -> str:
     kinds = (("right", comparison.gained), ("wrong", comparison.lost))
     return "; ".join(f"became {kind}: items {first_few(items, ', ', _NAMED_ITEMS)}" for kind, items in kinds if items)
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
