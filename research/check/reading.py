@@ -93,7 +93,7 @@ def _list_of(name: str) -> Path:
 
 def write_list(page: "Page") -> None:
     """List what a page says now."""
-    lines = [f"{unit.digest} {unit.text[:40]}\n" for unit in units_of(page, page.document())]
+    lines = [f"{unit.digest} {unit.text[:20]}\n" for unit in units_of(page, page.document())]
     file = _list_of(page.name)
     if lines:
         file.write_text("".join(dict.fromkeys(lines)), encoding="utf-8")
