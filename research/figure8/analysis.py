@@ -287,10 +287,13 @@ def _direction(there: Mapping[str, Result]) -> list[str]:
         sizes = [there[comparison.names[0][0]]["parameters"] for comparison in (small, large)]
         for name, measure in OF_SIZE.items():
             before, after = (comparison.values(there, measure) for comparison in (small, large))
+            row = [small.kind, name, *(_over(there, comparison, measure) for comparison in (small, large))]
+            if min(len(before), len(after)) < 2:
+                rows.append([*row, "too many diverged", *[""] * len(FAR)])
+                continue
             tenfold = moved(before, after, math.log10(sizes[1] / sizes[0]))
             read = [along(before, after, place_of(far, *sizes)) for far in FAR.values()]
-            shown = [mean_interval(before), mean_interval(after), tenfold, *read]
-            rows.append([small.kind, name, *map(_shown, shown)])
+            rows.append([*row, *map(_shown, (tenfold, *read))])
     heads = ["E1, six trainings", "E3, three trainings", "moved by ten times the parameters"]
     return markdown(["", "", *heads, *(f"at {name}" for name in FAR)], rows)
 
@@ -365,10 +368,13 @@ def _are_complete(there: Mapping[str, Result]) -> bool:
 
 
 def _over(there: Mapping[str, Result], comparison: Comparison, measure: Measure) -> str:
-    values = comparison.values(there, measure)
-    if comparison.is_complete(there):
-        return _interval(values)
-    return f"{_signed(values)} ({len(values)} of {len(comparison.seeds)})" if values else ""
+    values, wanted = comparison.values(there, measure), len(comparison.seeds)
+    is_complete = comparison.is_complete(there)
+    shown = _interval(values) if is_complete and values else _signed(values)
+    if len(values) == wanted:
+        return shown
+    # Some are not there yet or, if the comparison is complete, diverged.
+    return f"{shown} ({len(values)} of {wanted})".lstrip() if values or is_complete else ""
 
 
 def _signed(values: Sequence[float]) -> str:
