@@ -105,8 +105,17 @@ def test_the_direction_with_size_waits_for_all_trainings_and_is_read_far_beyond_
     assert tenfold == "+0.51 [+0.36, +0.66]"
     # 135 million are log10(108) = 2.033 tenfolds from the first mean.
     assert far[0].startswith("+0.53 [")
+    with pytest.raises(UsageError, match=r"differ in training text.*large"):
+        summary(there | {name: each | {"training_text": {"sha256": "other"}} for name, each in larger.items()})
     larger.popitem()
     assert "| diff-v2 | not yet |" in summary(there | larger)
+
+
+def test_a_rate_of_e3_is_chosen_by_committed_sources_alone():
+    there = second_stage()
+    there["e3-diff-v1-check"] = result("e3-diff-v1-check", rate=2e-3, environment={"commit": "c+changes"})
+    with pytest.raises(UsageError, match="no results: e3-diff-v1-check"):
+        summary(there)
 
 
 @pytest.mark.parametrize("left", [2, 1, 0])
