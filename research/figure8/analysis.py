@@ -92,15 +92,18 @@ class Comparison:
         return [measure(*pair) for pair in found if not any("diverged" in result for result in pair)]
 
 
-def check_alike(trainings: Sequence[Result]) -> None:
+def check_alike(trainings: Sequence[Result], apart_from: Sequence[str] = ()) -> None:
     """Check that trainings may be compared.
+
+    Args:
+        apart_from: what they may differ in, as `_SAME` names it.
 
     Raises:
         UsageError: their sources were not committed, or they differ in arithmetic, size, steps or text.
     """
     if changed := [each["run"] for each in trainings if (each["environment"]["commit"] or CHANGED).endswith(CHANGED)]:
         raise UsageError(f"sources differed from their commit, so these are no results: {', '.join(changed)}")
-    for what, of in _SAME.items():
+    for what, of in ((what, of) for what, of in _SAME.items() if what not in apart_from):
         found = {of(each): each["run"] for each in trainings if of(each) is not None}
         if len(found) > 1:
             listed = ", ".join(f"{value} ({run})" for value, run in found.items())
@@ -273,6 +276,7 @@ def _checks(there: Mapping[str, Result]) -> list[str]:
     rows = []
     for kind in KINDS:
         found = [there.get(f"e3-{kind}-check{name}") for name in CHECKS.values()]
+        check_alike([each for each in found if each])
         shown = [each and f"{each['validation']['perplexity'] or math.inf:.2f} ({each['rate']:g})" for each in found]
         rows.append([kind, *(text or "" for text in shown)])
     return markdown(["held-out perplexity (rate)", *(f"{factor:g} times" for factor in CHECKS)], rows)
@@ -284,13 +288,18 @@ def _direction(there: Mapping[str, Result]) -> list[str]:
         if not (small.is_complete(there) and large.is_complete(there)):
             rows.append([small.kind, "not yet", *[""] * (3 + len(FAR))])
             continue
-        sizes = [there[comparison.names[0][0]]["parameters"] for comparison in (small, large)]
+        names = [[name for pair in comparison.names for name in pair] for comparison in (small, large)]
+        check_alike([there[name] for of_size in names for name in of_size], apart_from=("size", "steps"))
+        sizes = [there[of_size[0]]["parameters"] for of_size in names]
         for name, measure in OF_SIZE.items():
             before, after = (comparison.values(there, measure) for comparison in (small, large))
+            row = [small.kind, name, *(_over(there, comparison, measure) for comparison in (small, large))]
+            if min(len(before), len(after)) < 2:
+                rows.append([*row, "too many diverged", *[""] * len(FAR)])
+                continue
             tenfold = moved(before, after, math.log10(sizes[1] / sizes[0]))
             read = [along(before, after, place_of(far, *sizes)) for far in FAR.values()]
-            shown = [mean_interval(before), mean_interval(after), tenfold, *read]
-            rows.append([small.kind, name, *map(_shown, shown)])
+            rows.append([*row, *map(_shown, (tenfold, *read))])
     heads = ["E1, six trainings", "E3, three trainings", "moved by ten times the parameters"]
     return markdown(["", "", *heads, *(f"at {name}" for name in FAR)], rows)
 
@@ -365,10 +374,13 @@ def _are_complete(there: Mapping[str, Result]) -> bool:
 
 
 def _over(there: Mapping[str, Result], comparison: Comparison, measure: Measure) -> str:
-    values = comparison.values(there, measure)
-    if comparison.is_complete(there):
-        return _interval(values)
-    return f"{_signed(values)} ({len(values)} of {len(comparison.seeds)})" if values else ""
+    values, wanted = comparison.values(there, measure), len(comparison.seeds)
+    is_complete = comparison.is_complete(there)
+    shown = _interval(values) if is_complete and values else _signed(values)
+    if len(values) == wanted:
+        return shown
+    # Some are not there yet or, if the comparison is complete, diverged.
+    return f"{shown} ({len(values)} of {wanted})".lstrip() if values or is_complete else ""
 
 
 def _signed(values: Sequence[float]) -> str:

@@ -7,7 +7,7 @@ from statistics import fmean, stdev
 
 from diffquant.evals.stats import mean_interval
 from research.check import raw
-from research.check.numbers import About, ends
+from research.check.numbers import ends
 from research.check.page import Page
 from research.figure8.analysis import (
     CONTROLS,
@@ -20,6 +20,7 @@ from research.figure8.analysis import (
     PRIMARY,
     SIX,
     THREE,
+    Comparison,
     Measure,
     bits_won,
     holm,
@@ -31,7 +32,7 @@ from research.figure8.analysis import (
     verdict,
 )
 from research.figure8.plan import GRID, KINDS, OUTLIERS, best_rate, grid_name, results
-from research.figure8.scoring import FORMATS, SCHEMES
+from research.figure8.scoring import BITS, FORMATS, SCHEMES
 
 PAGE = Page("research/pages/figure8.md")
 THERE = results()
@@ -122,6 +123,20 @@ PAGE.says(
 )
 _EQUAL = {name: _control(f"{name}, equal ranges", "bits won at `4:tensor`") for name in WON}
 PAGE.says("V1 needs {} [{}, {}] bits more and V2 {} [{}, {}]", *(-x[at] for x in _EQUAL.values() for at in (0, 2, 1)))
+
+
+def _missed(comparison: Comparison) -> float:
+    """By how much the parts of range and sensitivity miss the bits won that they are parts of."""
+    won, *parts = (fmean(comparison.values(THERE, m)) for m in (bits_won(PRIMARY), range_won, sensitivity_won))
+    return abs(sum(parts) - won)
+
+
+_MISSED = [_missed(comparison) for comparison in CONTROLS[2:]]
+PAGE.says("they miss V1's bits won by {} and V2's by {}", *_MISSED)
+PAGE.means(
+    "The two parts add up less well there than elsewhere",
+    min(_MISSED) > max(_missed(comparison) for comparison in (*MAIN, *CONTROLS[:2], *LONGER)),
+)
 # The protocol's sixth result: an interval that holds zero and leaves out the primary mean.
 PAGE.means(
     "[equal ranges](#controls)",
@@ -151,8 +166,9 @@ PAGE.table(
 )
 _LARGE = dict(zip(list(NAMES)[1:], ON_PURPOSE, strict=True))
 _OF_LARGE: dict[str, Measure] = {
-    **{scheme: bits_won(scheme) for scheme in ("8:tensor", "6:tensor", PRIMARY, "3:tensor", "4:row", "4:row:shift")},
-    **{f"logits in steps of {step}": bits_won(step, among="kl_of_steps") for step in ("1", "8")},
+    **{f"{bits}:tensor": bits_won(f"{bits}:tensor") for bits in BITS},
+    **{scheme: bits_won(scheme) for scheme in ("8:row", "6:row", "4:row", "4:row:shift")},
+    **{f"logits in steps of {step}": bits_won(step, among="kl_of_steps") for step in ("1", "2", "4", "8")},
     "largest logit over the Transformer's": largest_logit_ratio,
     "perplexity over the Transformer's": perplexity_ratio,
 }
@@ -171,8 +187,19 @@ for _words in (
     "V1 wins {} [{}, {}] bits there and V2 {} [{}, {}]",
 ):
     PAGE.says(_words, *(x for each in _WON_LARGE.values() for x in each))
-PAGE.says("at `8:tensor` it wins {} [{}, {}] bits", *_of_large("8:tensor", "DIFF V2"))
-PAGE.means("one of ten rows", len(_OF_LARGE) == 10)
+PAGE.says("at `8:tensor` ({} [{}, {}] bits)", *_of_large("8:tensor", "DIFF V2"))
+_OF_BITS = [row for row in _OF_LARGE if "Transformer's" not in row]
+PAGE.means("Of the\ntwelve rows of bits", len(_OF_BITS) == 12)
+PAGE.means(
+    "V2's interval lies above zero in four, at `8:tensor` (0.55 [0.17, 0.94] bits), `8:row`, `6:row` and in steps of 8",
+    {row for row in _OF_BITS if _of_large(row, "DIFF V2")[1] > 0}
+    == {"8:tensor", "8:row", "6:row", "logits in steps of 8"},
+)
+PAGE.means(
+    "V1's below\nzero in six: `4:row`, `4:row:shift` and all fixed steps",
+    {row for row in _OF_BITS if _of_large(row, "DIFF V1")[2] < 0}
+    == {"4:row", "4:row:shift", *(row for row in _OF_BITS if "steps" in row)},
+)
 PAGE.means(
     "it costs perplexity, V2 least",
     min(NAMES, key=lambda name: fmean(_on_purpose(f"{name}, seed {seed}", "perplexity")[0] for seed in THREE))
@@ -236,11 +263,12 @@ PAGE.leaves("makes of 4e-3", "the protocol's")
 PAGE.says("trains seeds 101 to 103 on {} million tokens", THERE["e2-transformer-seed-101"]["tokens"] / 1e6)
 PAGE.says("V1 by {} [{}, {}] bits and V2 by {} [{}, {}]", *(x for more in LONGER_MORE.values() for x in more))
 for _words in (
-    "**With three times the tokens both lose as well**",
+    "**With three times the tokens both lose on average**",
     "Both kinds lose at `4:tensor` in each of the three trainings",
 ):
     PAGE.means(_words, all(_of_tokens(name, str(seed))[0] < 0 for name in OF_KIND for seed in THREE))
-PAGE.means("V2's interval holds zero", LONGER_WON["DIFF V2"][1] < 0 < LONGER_WON["DIFF V2"][2])
+for _words in ("V2's interval holds zero", "whose interval holds zero"):
+    PAGE.means(_words, LONGER_WON["DIFF V2"][1] < 0 < LONGER_WON["DIFF V2"][2])
 PAGE.means(
     "the last column holds\nzero widely",
     all(low < -0.2 and high > 0.2 for _, low, high in (_of_tokens(name, "moved by") for name in OF_KIND)),
@@ -263,7 +291,7 @@ PAGE.means(
     all(_of_longer(row, name)[2] < 0 for row in _FLOATS_OF["logits"] for name in OF_KIND),
 )
 PAGE.means(
-    "Queries and keys in those formats cost V2 a tenth of a bit and V1 three quarters",
+    "Queries and keys in those formats cost V1 three quarters of a bit and V2 a tenth",
     all(
         abs(_of_longer(row, name)[0] + cost) < 0.1
         for name, cost in (("DIFF V1", 0.75), ("DIFF V2", 0.1))
@@ -271,9 +299,14 @@ PAGE.means(
     ),
 )
 PAGE.means(
-    "Softmax weights of 8 bits cost V1 what they cost the\nTransformer",
+    "which two of its four intervals\ndo not tell from none",
+    sum(_of_longer(row, "DIFF V2")[2] > 0 for row in _FLOATS_OF["qk"]) == 2 and len(_FLOATS_OF["qk"]) == 4,
+)
+PAGE.means(
+    "Softmax weights of 8 bits cost V1 about what they cost the Transformer",
     abs(_of_longer("p 8:row", "DIFF V1")[0]) < 0.05,
 )
+PAGE.says("and V2 {} bits more; in e4m3", -_of_longer("p 8:row", "DIFF V2")[0])
 PAGE.says("in e4m3 V1 loses {} bits and V2 {}", *(-_of_longer("p e4m3:row", name)[0] for name in OF_KIND))
 
 # Outliers
@@ -346,8 +379,8 @@ PAGE.means(
     all(interval(name, bits_won(step, among="kl_of_steps"))[2] < 0 for name in WON for step in ("1", "2", "4", "8")),
 )
 PAGE.says(
-    "the losses are the same within {} bits at `4:tensor`",
-    About(max(abs(fmean(values(name, bits_won(PRIMARY, "web"))) - fmean(WON[name])) for name in WON), 1.0),
+    "the losses are on average the same within {} bits at `4:tensor`",
+    max(abs(fmean(values(name, bits_won(PRIMARY, "web"))) - fmean(WON[name])) for name in WON),
 )
 PAGE.says("V1 is the weaker model here, by {} % of perplexity", 100 * (fmean(values("DIFF V1", perplexity_ratio)) - 1))
 PAGE.means("V2 equals the Transformer", abs(fmean(values("DIFF V2", perplexity_ratio)) - 1) < 0.01)
@@ -361,9 +394,11 @@ def mean_kl(kind: str, scheme: str) -> float:
 PAGE.says(
     "4 bits cost the Transformer {}, V1 {} and V2 {} nats", *(mean_kl(kind, "4:row:shift") for kind in NAMES.values())
 )
-PAGE.says(
-    "here the largest of any\n  model is {}", max(x for kind in NAMES.values() for x in largest(kind, "largest logit"))
-)
+# Whatever is compared and was not made to have large logits.
+_COMPARED = {name for each in (*MAIN, *CONTROLS, *LONGER) for pair in each.names for name in pair}
+_LARGEST = {name: THERE[name]["outliers"]["overall"]["logits"]["top"]["1"] for name in _COMPARED}
+PAGE.says("here the largest of any\n  model is {}", max(_LARGEST.values()))
+PAGE.means("of a V1 of 22 million tokens", max(_LARGEST, key=_LARGEST.__getitem__).startswith("e2-diff-v1-"))
 PAGE.says(
     "trained at that rate with seeds 101 to 106, on {} million tokens",
     THERE["e1-transformer-seed-101"]["tokens"] / 1e6,

@@ -105,8 +105,33 @@ def test_the_direction_with_size_waits_for_all_trainings_and_is_read_far_beyond_
     assert tenfold == "+0.51 [+0.36, +0.66]"
     # 135 million are log10(108) = 2.033 tenfolds from the first mean.
     assert far[0].startswith("+0.53 [")
+    with pytest.raises(UsageError, match=r"differ in training text.*large"):
+        summary(there | {name: each | {"training_text": {"sha256": "other"}} for name, each in larger.items()})
     larger.popitem()
     assert "| diff-v2 | not yet |" in summary(there | larger)
+
+
+def test_a_rate_of_e3_is_chosen_by_committed_sources_alone():
+    there = second_stage()
+    there["e3-diff-v1-check"] = result("e3-diff-v1-check", rate=2e-3, environment={"commit": "c+changes"})
+    with pytest.raises(UsageError, match="no results: e3-diff-v1-check"):
+        summary(there)
+
+
+@pytest.mark.parametrize("left", [2, 1, 0])
+def test_trainings_that_diverged_are_missed_by_every_table_that_has_their_comparison(left):
+    there = second_stage()
+    there |= {f"e3-{kind}-seed-{seed}": result("large", size="5M", parameters=5e6) for kind in KINDS for seed in THREE}
+    for seed in THREE[left:]:
+        there[f"e3-diff-v1-seed-{seed}"] = {k: v for k, v in result("v1", size="5M").items() if k != "books"} | {
+            "diverged": "the loss at step 7 is nan"
+        }
+    text = summary(there)
+    (row,) = (line for line in text.splitlines() if line.startswith("| e3: diff-v1"))
+    assert row.count(f"({left} of 3)") == 4
+    (row,) = (line for line in text.splitlines() if line.startswith("| diff-v1 | bits won at"))
+    assert f"({left} of 3)" in row
+    assert ("too many diverged" in row) == (left < 2)
 
 
 def test_caches_are_summed_up_once_a_kind_has_its_three_trainings():
