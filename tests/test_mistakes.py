@@ -169,6 +169,11 @@ def test_a_memory_without_its_unit_is_no_number_of_bytes(checkpoint, memory):
         diffquant.plan(checkpoint, memory=memory)
 
 
+def test_a_folder_has_no_revisions(checkpoint):
+    with pytest.raises(UsageError, match=r"diffllama lies here.*leave out revision"):
+        diffquant.inspect(checkpoint, revision="v2")
+
+
 @pytest.mark.parametrize(("scheme", "hint"), [("fp8", "are e4m3 here"), ("awq", "a way to round and no format")])
 def test_names_of_other_tools_hear_ours(scheme, hint):
     with pytest.raises(UsageError, match=hint):

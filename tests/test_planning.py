@@ -64,7 +64,7 @@ def test_a_memory_is_read_as_people_write_it(model, text, size):
     assert diffquant.plan(model, memory=text).memory == size
 
 
-@pytest.mark.parametrize("text", ["much", "-3G", "0", "24 Q"])
+@pytest.mark.parametrize("text", ["much", "-3G", "0", "24 Q", "24KG"])
 def test_what_is_no_memory_is_refused(model, text):
     with pytest.raises(UsageError, match="memory takes a size such as 24G"):
         diffquant.plan(model, memory=text)

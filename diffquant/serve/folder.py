@@ -6,10 +6,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from diffquant.errors import CheckpointError, UnknownModelTypeError
+from diffquant.errors import CheckpointError, UnknownModelTypeError, UsageError
 from diffquant.model.adapters import Adapter
 from diffquant.model.transformer import TransformerArchitecture
 from diffquant.support.files import write_atomically
+from diffquant.support.spelling import spelled
 
 MODELLING_FILE = "modeling_diffquant.py"
 _MODULE = MODELLING_FILE.removesuffix(".py")
@@ -50,6 +51,25 @@ def require_served(config: Mapping[str, Any], adapter: Adapter) -> None:
             f"vLLM does not serve this {config['model_type']}: the plugin has no layers of {kinds}; `diffquant "
             "generate` runs it"
         )
+
+
+def require_angles(rope: Mapping[str, Any], style: str) -> None:
+    """Check that vLLM's rotary embeddings have a model's angles.
+
+    Args:
+        rope: rotary settings as transformers standardizes them.
+        style: channels that turn together, as a `DiffSpec` has it.
+
+    Raises:
+        UsageError: they have not.
+    """
+    lacking = {
+        "longrope for channels that are interleaved": rope["rope_type"] == "longrope" and style == "interleaved",
+        "a factor of proportional angles": rope["rope_type"] == "proportional" and rope.get("factor") not in (None, 1),
+    }
+    for what, is_asked in lacking.items():
+        if is_asked:
+            raise UsageError(f"vLLM does not compute {what}; {spelled('implementation', 'folder')} does")
 
 
 def config_for_engines(config: Mapping[str, Any], adapter: Adapter) -> dict[str, Any]:

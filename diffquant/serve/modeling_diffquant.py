@@ -225,7 +225,8 @@ class DiffAttention(nn.Module):
         self.add_module(spec["output"], nn.Linear(heads.pairs * heads.value_width, width, bias=bias))
         if spec["lam"] == "exp":
             for name in _VECTORS:
-                self.register_parameter(name, nn.Parameter(torch.zeros(heads.key_width)))
+                # As the paper's are before any training: of zeros no gradient would reach another one.
+                self.register_parameter(name, nn.Parameter(0.1 * torch.randn(heads.key_width)))
         elif heads.has_noise:
             self.lambda_proj = nn.Linear(width, heads.pairs * (2 if spec["lam"] == "two-gates" else 1), bias=False)
         if spec["output_gate"]:
@@ -292,6 +293,7 @@ class DiffModel(LlamaModel):
     """Llama's decoder around differential attention."""
 
     config_class = DiffConfig
+    _can_record_outputs = LlamaModel._can_record_outputs | {"attentions": DiffAttention}
 
     def __init__(self, config: DiffConfig) -> None:
         # A plain head can be wider than what is rotated, which Llama's angles go by.

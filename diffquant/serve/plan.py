@@ -9,26 +9,31 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from shlex import quote
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from diffquant.errors import CheckpointError, MissingDependencyError, UnknownModelTypeError, UsageError
+from diffquant.formats.compressed_config import read_schemes
 from diffquant.formats.dequantized import DequantizedCheckpoint
 from diffquant.formats.opening import open_checkpoint
 from diffquant.formats.reader import Checkpoint
 from diffquant.model.adapters import NOT_RUN, Adapter, adapter_for
+from diffquant.model.transformer import TransformerArchitecture
 from diffquant.numbers.formats.integer import PACK_QUANTIZED
 from diffquant.serve.folder import (
     beyond_weights,
     carries_modelling_file,
     config_for_engines,
     modelling_file,
+    require_angles,
     require_served,
 )
 from diffquant.serve.room import ITEMSIZES, room_in
 from diffquant.serve.vllm.versions import TESTED, cuda_builds, installed_vllm
 from diffquant.support.installation import install_command
+from diffquant.support.listing import first_few
 from diffquant.support.spelling import spelled
 
+_JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 Implementation = Literal["plugin", "folder"]
 
@@ -105,6 +110,10 @@ def plan_server(
         command += ["--kv-cache-dtype", cache]
     if adapter is not None and ranks > 1:
         check_ranks(config, adapter, ranks, implementation)
+    notes = _notes(config, cache)
+    if adapter is not None and implementation == "plugin":
+        _check_joined(checkpoint, adapter)
+        notes += _check_angles(cast(TransformerArchitecture, adapter.architecture), context)
     if memory is None or adapter is None:
         command += ["--max-model-len", str(context or "auto")]
     else:
@@ -117,7 +126,7 @@ def plan_server(
         check_code(checkpoint.path, config)
         command += ["--model-impl", "transformers", "--trust-remote-code"]
     shown = f"[{host}]" if ":" in host else host
-    return ServerPlan(command, _environment(implementation), f"http://{shown}:{port}/v1", name, _notes(config, cache))
+    return ServerPlan(command, _environment(implementation), f"http://{shown}:{port}/v1", name, notes)
 
 
 def check_installed(implementation: Implementation) -> None:
@@ -209,6 +218,45 @@ def _check_format(checkpoint: Checkpoint) -> None:
         raise UsageError(
             f"{checkpoint.path} has weights in the layout {layout}, which is not served yet; serve one with integers "
             "of 2 to 8 bits, or run it by `diffquant generate`"
+        )
+
+
+def _check_angles(architecture: TransformerArchitecture, context: int | None) -> list[str]:
+    """Check that vLLM has a model's angles; a sentence about those that it takes for short texts, where they differ.
+
+    Raises:
+        UsageError: it does not have them.
+    """
+    rope, known = architecture.rope_parameters, architecture.max_position_embeddings
+    require_angles(rope, architecture.diff_spec.rope)
+    trained = rope["original_max_position_embeddings"] if rope["rope_type"] == "longrope" else known
+    if trained >= (context or known):
+        return []
+    return [
+        f"with a context beyond {trained} tokens vLLM has longrope's long factors for short texts, too, and diffquant "
+        f"the short ones: {spelled('context', trained)} keeps these"
+    ]
+
+
+def _check_joined(checkpoint: Checkpoint, adapter: Adapter) -> None:
+    """Check that the weights that vLLM joins into one layer are packed alike.
+
+    Raises:
+        UsageError: some are not; the first are named.
+    """
+    names = [name.removesuffix(".weight") for name in adapter.source_shapes()]
+    packed = [name for name in names if f"{name}.weight_packed" in checkpoint.tensors]
+    schemes = read_schemes(checkpoint.config, packed)
+    layers = [(name.removesuffix(of[0]), of) for name in names for of in _JOINED if name.endswith(of[0])]
+    problems = [
+        stem + ", ".join(f"{part} {schemes.get(stem + part, 16)}" for part in of)
+        for stem, of in layers
+        if len({schemes.get(stem + part) for part in of}) > 1
+    ]
+    if problems:
+        raise UsageError(
+            f"vLLM joins q, k and v of a layer, and gate and up, and {checkpoint.path} has them packed differently: "
+            f"{first_few(problems)}; quantize with one scheme for each, or run it by `diffquant generate`"
         )
 
 

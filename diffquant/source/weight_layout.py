@@ -5,9 +5,9 @@ No file says which. We infer it from biases, whose length is `out`, and from the
 
 from collections.abc import Mapping
 
+from diffquant.formats.dequantized.base import CONV1D
 from diffquant.formats.reader import TensorInfo
 
-_CONV1D = ("c_attn", "q_attn", "c_fc", "c_proj")
 # These have more outputs than inputs in every model.
 _WIDENING = ("c_attn", "c_fc")
 _GATE_UP, _DOWN = "gate_up_proj", "down_proj"
@@ -19,9 +19,9 @@ def stored_transposed(tensors: Tensors) -> list[str]:
     """Names of the weights, of two or three axes, that are stored as [..., in, out]."""
     weights = [name for name, info in tensors.items() if len(info.shape) in (2, 3) and not name.endswith("bias")]
     found = [name for name in weights if _is_transposed(name, tensors)]
-    if any(_module(name) in _CONV1D for name in found):
+    if any(_module(name) in CONV1D for name in found):
         # A square matrix does not show its layout, so decide for all of its kind together.
-        found += [name for name in weights if _module(name) in _CONV1D and len(set(tensors[name].shape)) == 1]
+        found += [name for name in weights if _module(name) in CONV1D and len(set(tensors[name].shape)) == 1]
     return [name for name in weights if name in set(found)]
 
 

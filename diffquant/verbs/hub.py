@@ -3,15 +3,25 @@
 from pathlib import Path
 from typing import TypeVar
 
+from diffquant.errors import UsageError
+from diffquant.support.spelling import spelled
 from diffquant.verbs.notes import say
 
 _Opened = TypeVar("_Opened")
 
 
 def at_revision(model: Path | str | _Opened, revision: str | None) -> Path | _Opened:
-    """A model's path, a revision of the hub as part of its name; what is open already stays as it is."""
+    """A model's path, a revision of the hub as part of its name; what is open already stays as it is.
+
+    Raises:
+        UsageError: a revision of a folder or file is asked for.
+    """
     if not isinstance(model, Path | str):
         return model
+    if revision is not None and Path(model).exists():
+        raise UsageError(
+            f"{model} lies here, and only models on the hub have revisions: leave out {spelled('revision')}"
+        )
     return Path(model) if revision is None else Path(f"{model}@{revision}")
 
 

@@ -72,9 +72,9 @@ def _bytes(memory: str | int) -> int:
         UsageError: it is none.
     """
     text = str(memory).upper().removesuffix("B")
-    factor = _UNITS.get(text[-1:], 1)
+    number, factor = (text[:-1], _UNITS[text[-1]]) if text[-1:] in _UNITS else (text, 1)
     try:
-        size = int(float(text.rstrip("KMGT")) * factor)
+        size = int(float(number) * factor)
     except (ValueError, OverflowError):
         size = 0
     # A bare number is meant to be of gigabytes, and would be of bytes.

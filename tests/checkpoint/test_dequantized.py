@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.pytorch_utils import Conv1D
 
 import diffquant
 from diffquant.conversion import convert
@@ -21,7 +23,7 @@ from diffquant.serve.plan import plan_server
 from diffquant.source.source import open_source
 from tests.support.checkpoints import edit_json, write_checkpoint
 from tests.support.models import random_ids
-from tests.support.packed_folders import edit_entry, edit_tensors, write_packed
+from tests.support.packed_folders import edit_entry, edit_tensors, pack_gptq, write_packed
 
 UP = "model.layers.0.mlp.up_proj"
 KINDS = {
@@ -156,6 +158,41 @@ def test_a_group_that_is_not_there_is_named(tmp_path, group, shown):
     edit_tensors(tmp_path / "packed", {UP + ".g_idx": order})
     with pytest.raises(CheckpointError, match=rf"{UP}\.g_idx names group {shown} of 4"):
         open_checkpoint(tmp_path / "packed")
+
+
+def test_a_gpt2_has_its_conv1d_back(tmp_path):
+    """Libraries pack a Conv1D as the Linear that computes the same; transformers keeps it the other way round."""
+    sizes = {
+        "vocab_size": 90,
+        "n_positions": 64,
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 4,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+    model = GPT2LMHeadModel(GPT2Config(**sizes))
+    model.save_pretrained(tmp_path / "packed")
+    tensors, generator = load_file(tmp_path / "packed/model.safetensors"), np.random.default_rng(7)
+    for name, layer in model.named_modules():
+        if isinstance(layer, Conv1D):
+            inputs, outputs = layer.weight.shape
+            codes, zeros = generator.integers(0, 16, (inputs, outputs)), np.full((1, outputs), 8)
+            scales = (generator.uniform(0.5, 1.5, (1, outputs)) * 2**-6).astype(np.float16)
+            layer.weight.data = torch.from_numpy(scales.astype(np.float64) * (codes - 8)).float()
+            del tensors[f"{name}.weight"]
+            parts = pack_gptq(codes, zeros, np.zeros(inputs), 4, False) | {"scales": torch.from_numpy(scales)}
+            tensors |= {f"{name}.{part}": data for part, data in parts.items()}
+    save_file(tensors, tmp_path / "packed/model.safetensors", metadata={"format": "pt"})
+    entry = {"quant_method": "gptq", "bits": 4, "group_size": -1, "sym": True}
+    edit_json(tmp_path / "packed/config.json", quantization_config=entry)
+    checkpoint = open_checkpoint(tmp_path / "packed")
+    for name, parameter in model.transformer.named_parameters():
+        read = checkpoint.read(f"transformer.{name}")
+        assert torch.equal(read, parameter.float())
+        assert torch.equal(checkpoint.read_rows(f"transformer.{name}", torch.tensor([3, 0])), read[[3, 0]])
+    with pytest.raises(CheckpointError, match=r"stored \[in, out\]"):
+        diffquant.quantize(tmp_path / "packed", tmp_path / "low", weights="8:row", weights_only=True)
 
 
 def test_without_g_idx_groups_are_of_neighbours(tmp_path):

@@ -74,6 +74,7 @@ COMPUTED = {
     "rope_parameters.type": ({"rope_parameters": {"type": "linear", "factor": 3.0}}, {}),
     "rope_parameters.rope_theta": rope(LINEAR, rope_theta=100.0),
     "rope_parameters.factor": rope(LINEAR, factor=5.0),
+    "rope_parameters.factor of null": rope(YARN, factor=None, **SHORT),
     "rope_parameters.partial_rotary_factor": rope({"rope_type": "proportional"}, partial_rotary_factor=0.5),
     "rope_parameters.original_max_position_embeddings": rope(YARN, **SHORT),
     "rope_parameters.attention_factor": rope(YARN, attention_factor=0.5),

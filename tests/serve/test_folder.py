@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import DiffLlamaForCausalLM
 
 import diffquant
 from diffquant.errors import CheckpointError
@@ -103,6 +104,25 @@ def test_stretched_angles_are_those_of_the_projected_heads(tmp_path, rope):
     ids = random_ids()
     model = modeling_diffquant.DiffForCausalLM.from_pretrained(tmp_path / "out")
     torch.testing.assert_close(model(ids).logits, diffquant.load(tmp_path / "out")(ids).logits, rtol=0, atol=CLOSE)
+
+
+def test_the_maps_that_are_asked_for_are_those_of_transformers_own_model(tmp_path):
+    diffquant.quantize(write_checkpoint(tmp_path / "model", "diffllama"), tmp_path / "out", RECIPES["16"])
+    ids, eager = random_ids(), {"attn_implementation": "eager"}
+    stock = DiffLlamaForCausalLM.from_pretrained(tmp_path / "model", **eager)(ids, output_attentions=True)
+    ours = modeling_diffquant.DiffForCausalLM.from_pretrained(tmp_path / "out", **eager)(ids, output_attentions=True)
+    torch.testing.assert_close(ours.attentions, stock.attentions, rtol=0, atol=CLOSE)
+
+
+@pytest.mark.parametrize("source", ["diffllama", "unilm-v1", "motif"])
+def test_lambda_learns_from_the_beginning(source):
+    config = modeling_diffquant.DiffConfig(**config_for_engines(CONFIGS[source], adapter_for(CONFIGS[source])))
+    model, ids = modeling_diffquant.DiffForCausalLM(config), random_ids()
+    with torch.enable_grad():
+        model(ids, labels=ids).loss.backward()
+    vectors = [parameter for name, parameter in model.named_parameters() if ".lambda_" in name]
+    assert vectors
+    assert all(vector.grad.abs().max() > 0 for vector in vectors)
 
 
 @pytest.mark.parametrize("source", ["unilm-v2", "phi4flash", "llama"])

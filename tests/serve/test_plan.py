@@ -112,6 +112,42 @@ def test_a_context_beyond_what_the_model_knows_is_refused(vllm, packed):
         plan_server(packed, **ASKED | {"context": 100_000})
 
 
+def test_weights_that_vllm_joins_are_refused_where_they_are_packed_differently(vllm, tmp_path):
+    recipe = {"weights": "4:g32", "overrides": {"*.1.self_attn.k_proj": "8:g32", "*.0.mlp.up_proj": "16"}}
+    diffquant.quantize(write_checkpoint(tmp_path / "model", "unilm-v1"), tmp_path / "mixed", recipe)
+    with pytest.raises(UsageError, match="has them packed differently") as caught:
+        plan_server(tmp_path / "mixed", **ASKED)
+    assert "layers.1.self_attn.q_proj 4:g32, k_proj 8:g32, v_proj 4:g32" in str(caught.value)
+    assert "layers.0.mlp.gate_proj 4:g32, up_proj 16" in str(caught.value)
+    assert str(caught.value).count("gate_proj") == str(caught.value).count("q_proj") == 1
+    plan_server(tmp_path / "mixed", **ASKED | {"implementation": "folder"})
+
+
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+
+
+@pytest.mark.parametrize(
+    ("source", "rope", "problem"),
+    [
+        ("unilm-v2", LONGROPE, "longrope for channels that are interleaved"),
+        ("unilm-v2-half", {"rope_type": "proportional", "factor": 2.0}, "a factor of proportional angles"),
+    ],
+)
+def test_angles_that_vllm_does_not_have_are_refused(vllm, tmp_path, source, rope, problem):
+    folder = write_checkpoint(tmp_path / "model", source, head_dim=16, rope_parameters=rope)
+    with pytest.raises(UsageError, match=f"vLLM does not compute {problem}; implementation='folder' does"):
+        plan_server(folder, **ASKED)
+
+
+@pytest.mark.parametrize("context", [None, 9, 8])
+def test_the_factors_that_vllm_takes_for_short_texts_are_said(vllm, tmp_path, context):
+    rope = LONGROPE | {"original_max_position_embeddings": 8}
+    folder = write_checkpoint(tmp_path / "model", "diffllama", rope_parameters=rope)
+    notes = plan_server(folder, **ASKED | {"context": context}).notes
+    assert [note for note in notes if "context=8 keeps these" in note] == ([] if context == 8 else notes)
+    assert len(notes) == (context != 8)
+
+
 def test_v1_takes_what_its_keys_and_values_take():
     checkpoint = open_checkpoint(next(path for path in pocket_models("needle") if path.name.endswith("v1")))
     adapter = adapter_for(checkpoint.config)

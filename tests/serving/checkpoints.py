@@ -19,6 +19,6 @@ _CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-def write_served(folder: Path, source: str, **changes: int) -> Path:
+def write_served(folder: Path, source: str, **changes: Any) -> Path:
     """A random checkpoint of one of `FAMILY`, whose maps differ and whose gates are open by half and less."""
     return write_checkpoint(folder, source, **(_SIZES | _CHANGES.get(source, _HEADS) | changes))

@@ -62,6 +62,32 @@ def test_weights_are_loaded_without_a_warning_for_each(by_plugin):
     assert "Attempted to load weight" not in by_plugin[1]
 
 
+# Settings by which vLLM's own embeddings had other angles than transformers', or none.
+STRETCHED = {"rope_theta": 300.0, "original_max_position_embeddings": 128}
+FACTORS = {"short_factor": [1.0 + i / 8 for i in range(16)], "long_factor": [2.0] * 16}
+ROPES = {
+    "longrope": STRETCHED | FACTORS | {"rope_type": "longrope", "attention_factor": 1.5},
+    "longrope by factor": STRETCHED | FACTORS | {"rope_type": "longrope", "factor": 32.0},
+    "yarn": STRETCHED | {"rope_type": "yarn", "factor": None, "beta_fast": None, "attention_factor": None},
+    "linear": {"rope_type": "linear", "factor": 4, "rope_theta": 300.0},
+}
+
+
+@pytest.fixture(scope="module")
+def stretched(engine, prompts, tmp_path_factory):
+    """Checkpoints with stretched angles, and what the engine answers to them, by the kind of angles."""
+    root = tmp_path_factory.mktemp("stretched")
+    folders = {kind: write_served(root / kind, "diffllama", rope_parameters=rope) for kind, rope in ROPES.items()}
+    answers, _ = engine([{"folder": str(folder), "prompts": prompts} for folder in folders.values()])
+    return folders, dict(zip(folders, answers, strict=True))
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_stretched_angles_are_those_of_transformers(stretched, prompts, kind):
+    folders, answers = stretched
+    check(f"{kind} angles", "diffllama", "16", answers[kind], expected(folders[kind], prompts))
+
+
 @pytest.fixture(scope="module")
 def by_folder(engine, folders, prompts, low_attention, prose):
     """Answers of vLLM's transformers backend without the plugin, which has no float32 for packed weights, by source."""

@@ -1,7 +1,7 @@
 """A folder whose weights another library packed, seen as a checkpoint of the floats that the codes stand for."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,10 @@ from diffquant.support.listing import first_few
 MODELOPT_CONFIG = "hf_quant_config.json"
 # Where GPTQModel, AutoAWQ and AutoRound say it once more; by such a file alone, engines take weights to be packed.
 _STATED_AGAIN = (MODELOPT_CONFIG, "quantize_config.json", "quant_config.json", "quantization_config.json")
+# Layers that transformers builds of Conv1D, and the models that have them: their weights are [in, out], which every
+# library packs as the [out, in] of a Linear.
+CONV1D = ("c_attn", "q_attn", "c_fc", "c_proj")
+_OF_CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp")
 # Elements that are dequantized at a time when a whole matrix is read: their codes and scales are spread out meanwhile.
 _AT_A_TIME = 1 << 22
 
@@ -101,7 +105,18 @@ def dequantized(checkpoint: Checkpoint) -> Checkpoint:
         raise CheckpointError(
             f"{checkpoint.path} holds no weight that {method} packed, though its config says so; {what_to_do}"
         )
+    if checkpoint.config.get("model_type") in _OF_CONV1D:
+        matrices = {name: _as_stored(name, matrix) for name, matrix in contents.matrices.items()}
+        contents = replace(contents, matrices=matrices)
     return DequantizedCheckpoint(checkpoint, contents)
+
+
+def _as_stored(name: str, matrix: RoundedMatrix) -> RoundedMatrix:
+    """A matrix as a model with Conv1D has it in a folder that is not packed."""
+    if name.split(".")[-2] not in CONV1D:
+        return matrix
+    outputs, inputs = matrix.shape
+    return replace(matrix, shape=(inputs, outputs), rows=lambda rows: matrix.rows(torch.arange(outputs)).T[rows])
 
 
 def _entry(checkpoint: Checkpoint) -> Mapping[str, Any] | None:

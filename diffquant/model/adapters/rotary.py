@@ -52,6 +52,9 @@ def read_rope(config: Mapping[str, Any], positions: int) -> dict[str, Any]:
         if beside is not None:
             rope["original_max_position_embeddings"] = beside
         rope.setdefault("original_max_position_embeddings", positions)
+    if rope_type == "yarn" and "factor" in rope and rope["factor"] is None:
+        original = rope["original_max_position_embeddings"]
+        rope["factor"] = positions / original if _is_positive(original) else None
     missing = [key for key in ("rope_theta", *ROPE_TYPES.get(rope_type, ())) if rope.get(key) is None]
     if missing:
         raise CheckpointError(f"{not_valid(config)}: its rope_type {rope_type!r} lacks {', '.join(missing)}")

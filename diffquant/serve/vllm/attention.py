@@ -1,11 +1,12 @@
 """Differential attention on vLLM's layers: its projections, rotary embedding, paged cache and attention kernels."""
 
 import math
+from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 from vllm.config import CacheConfig
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.attention import Attention
@@ -15,6 +16,7 @@ from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.models.utils import extract_layer_index
 
 from diffquant.family.lam import LAMBDA_VECTORS
+from diffquant.serve.folder import require_angles
 from diffquant.serve.modeling_diffquant import DiffAttention, DiffConfig, PlainHeads
 from diffquant.serve.vllm.ranks import heads_of_rank
 
@@ -67,10 +69,12 @@ class ServedAttention(DiffAttention):
         self.lam_init = 0.8 - 0.6 * math.exp(-0.3 * (extract_layer_index(prefix) + spec["lam_init_offset"]))
         self.rotary_emb = None
         if spec["rope"] != "none":
+            settings = _rotary_settings(config, whole.key_width)
+            require_angles(settings, spec["rope"])
             self.rotary_emb = get_rope(
                 whole.key_width,
                 max_position=config.max_position_embeddings,
-                rope_parameters=config.rope_parameters,
+                rope_parameters=settings,
                 is_neox_style=spec["rope"] == "half",
             )
         kv_heads = heads.kv_pairs * heads.cuts
@@ -100,6 +104,21 @@ class ServedAttention(DiffAttention):
             out = out * self.output_gate_proj(hidden_states).sigmoid()
         projected: Tensor = getattr(self, self.spec["output"])(out)
         return projected
+
+
+def _rotary_settings(config: DiffConfig, width: int) -> dict[str, Any]:
+    """The settings by which vLLM turns heads of a width as transformers does."""
+    stated = {name: value for name, value in (config.rope_parameters or {}).items() if value is not None}
+    if "factor" in stated:
+        # vLLM takes a whole number for a list of factors.
+        stated["factor"] = float(stated["factor"])
+    if stated["rope_type"] == "longrope":
+        # By itself vLLM has the factor of attention from the positions, whatever the settings say.
+        heads = copy(config)
+        heads.head_dim = width
+        scaling = LlamaRotaryEmbedding(heads).attention_scaling
+        stated |= {"short_mscale": scaling, "long_mscale": scaling}
+    return stated
 
 
 # Heads are turned as they come from the projection, before a map is read more than once.
