@@ -12,6 +12,7 @@ from tests.support.earlier_results import FOLDER, write_recorded
 from tests.support.thorough import sampled
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium drives the browser: pip install selenium")
+wait = pytest.importorskip("selenium.webdriver.support.wait")
 
 ROOT = Path(__file__).parents[2]
 RUNS = {
@@ -88,6 +89,9 @@ def show(browser, page, width=1400, scheme="light"):
     preferred = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", preferred)
     browser.get(page.as_uri())
+    # A busy machine may have the page before still, or not all of this one.
+    shown = "return [location.href, document.readyState]"
+    wait.WebDriverWait(browser, 60).until(lambda browser: browser.execute_script(shown) == [page.as_uri(), "complete"])
 
 
 def texts(browser, selector):
