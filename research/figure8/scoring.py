@@ -100,6 +100,7 @@ def scores(model: DiffTransformer, tokenizer: Any, progress: Progress = silent) 
     }
 
 
+@torch.inference_mode()
 def caches(model: DiffTransformer, tokenizer: Any) -> dict[str, Any]:
     """KL by window of KV caches, read as generation reads them: half a window as a prompt, then token by token."""
     texts = texts_of(CACHE_CHARACTERS)
