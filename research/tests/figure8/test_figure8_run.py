@@ -215,7 +215,10 @@ def test_caches_of_the_larger_models_are_read_as_the_study_of_small_ones_reads_t
     monkeypatch.setattr(scoring, "CACHES", ("8:row, 8:row", "3:c32, 3:row:rotated"))
     monkeypatch.setattr(scoring, "CACHE_CHARACTERS", 250)
     (model,) = (path for path in pocket_models("prose") if path.name == "prose-diff-v2")
-    found = scoring.caches(diffquant.load(model, dtype="float32"), diffquant.load_tokenizer(model))
+    # As it is after its training.
+    with torch.enable_grad():
+        trained = diffquant.load(model, dtype="float32").requires_grad_()
+        found = scoring.caches(trained, diffquant.load_tokenizer(model))
     assert found["reading"]["scored"] == 16
     forms = [CacheForm.named(name) for name in scoring.CACHES]
     assert found["rows"] == {
