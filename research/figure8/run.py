@@ -50,6 +50,7 @@ from research.train.models import matched
 from research.train.train import claim, interruptible, objective_of, read_text
 
 BUILD = Path(__file__).parents[2] / "build" / "figure8"
+ENVIRONMENTS = "environments.json"
 # Steps between checkpoints, and losses averaged in a line of the log.
 EVERY = 100
 # Large blocks stay the process's own instead of being mapped and returned again and again.
@@ -135,14 +136,14 @@ def train_and_score(run: Run, text: Path, output: Path, until: float) -> Path:
     check_fits(run, record, there)
     folder = BUILD / run.name
     claim(folder, record)
-    record |= {"environment": environment()}
+    record |= environments(folder)
     try:
         with interruptible(folder):
             train(run, rate or 0.0, model, batches, arithmetic, folder, until)
+        record |= {"validation": validation(model, batches.held_out)}
     except NonFiniteError as error:
         record |= {"diverged": str(error), "validation": {"nll": None, "perplexity": None}}
     else:
-        record |= {"validation": validation(model, batches.held_out)}
         record |= {"weights": weights_digest(model)}
         record |= scores(model, batches.tokenizer, progress_for(run.name))
         if run.rule == "checked":
@@ -153,6 +154,14 @@ def train_and_score(run: Run, text: Path, output: Path, until: float) -> Path:
     file = write_result(record, output)
     (folder / CHECKPOINT).unlink(missing_ok=True)
     return file
+
+
+def environments(folder: Path) -> dict[str, Any]:
+    """This process's environment and, of a run that goes on from a checkpoint, those of the processes before it."""
+    note, now = folder / ENVIRONMENTS, environment()
+    earlier = json.loads(note.read_text(encoding="utf-8")) if note.exists() and (folder / CHECKPOINT).exists() else []
+    write_atomically(note, json.dumps([*earlier, now]))
+    return {"environment": now} | ({"earlier_environments": earlier} if earlier else {})
 
 
 def check_fits(run: Run, record: Result, there: Mapping[str, Result]) -> None:

@@ -1,6 +1,7 @@
 """Scores of a trained model: KL under every scheme by passage, ranges, sensitivities, and its outliers."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from diffquant import data
 from diffquant.calib.analysis.outliers import measure_magnitudes
+from diffquant.errors import NonFiniteError
 from diffquant.evals.stats import estimate
 from diffquant.model.modeling import DiffTransformer
 from diffquant.recipe import Recipe
@@ -59,12 +61,18 @@ _BATCH = 16
 
 @torch.inference_mode()
 def validation(model: DiffTransformer, held_out: Tensor) -> dict[str, Any]:
-    """Negative log-likelihood in nats a token and perplexity on text held out of the training text."""
+    """Negative log-likelihood in nats a token and perplexity on text held out of the training text.
+
+    Raises:
+        NonFiniteError: a loss is no number, as where the last step of a training leaves such weights.
+    """
     losses = []
     for ids in held_out.split(_BATCH):
         logits = model(ids[:, :-1], use_cache=False).logits.float()
         losses += cross_entropy(logits.mT, ids[:, 1:], reduction="none").mean(1).tolist()
     nll = estimate(losses)
+    if not math.isfinite(nll.mean):
+        raise NonFiniteError(f"the loss on held-out text is {nll.mean}; lower the learning rate")
     return {"nll": nll.mean, "se": nll.se, "perplexity": float(torch.tensor(nll.mean).exp())}
 
 

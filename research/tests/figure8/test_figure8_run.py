@@ -65,6 +65,7 @@ def test_an_interrupted_run_has_the_results_of_a_straight_one(books, tmp_path, m
         made(kind, books, tmp_path / "parts", monkeypatch, times=(0.0, 61.0))
     assert not (tmp_path / "parts" / "raw").exists()
     resumed = made(kind, books, tmp_path / "parts", monkeypatch)
+    assert [each["cpu"] for each in resumed.pop("earlier_environments")] == [straight["environment"]["cpu"]]
     del resumed["environment"], straight["environment"]
     assert resumed == straight
     assert straight["books"] == "scored"
@@ -119,6 +120,19 @@ def test_a_training_whose_loss_is_no_number_is_a_result(books, tmp_path, monkeyp
     result = made("transformer", books, tmp_path, monkeypatch)
     assert "lower the learning rate" in result["diverged"]
     assert result["validation"]["nll"] is None
+    assert "books" not in result
+
+
+def test_so_is_one_whose_last_step_leaves_weights_that_are_no_numbers(books, tmp_path, monkeypatch):
+    trained = run.train
+
+    def train(planned, rate, model, *others):
+        trained(planned, rate, model, *others)
+        next(model.parameters()).data.fill_(float("nan"))
+
+    monkeypatch.setattr(run, "train", train)
+    result = made("transformer", books, tmp_path, monkeypatch)
+    assert "the loss on held-out text is nan" in result["diverged"]
     assert "books" not in result
 
 
