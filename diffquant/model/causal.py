@@ -22,7 +22,7 @@ from diffquant.model.cache_argument import CACHE, pop_cache
 from diffquant.model.config import ArchitectureConfig
 from diffquant.model.decoder import CausalPreTrainedModel, Decoder
 from diffquant.model.finite import FiniteLogits
-from diffquant.model.generation_modes import BACKEND_OF, check_generation
+from diffquant.model.generation_modes import BACKEND_OF, asked, check_generation
 from diffquant.model.graphed_steps import GraphedSteps
 from diffquant.model.quantized_linear import QuantizedLinear
 from diffquant.model.walk import Walk
@@ -104,9 +104,9 @@ class CausalModel(CausalPreTrainedModel, GenerationMixin):
         given = inspect.signature(super().generate).bind(*args, **kwargs).arguments
         given |= given.pop("kwargs", {})
         check_generation(self, given)
-        makes_cache = self.model.needs_own_cache(given.get("cache_implementation"))
+        makes_cache = self.model.needs_own_cache(asked(self, given, "cache_implementation"))
         cache = pop_cache(given)
-        if makes_cache and given.get("use_cache") is not False and cache is None:
+        if makes_cache and asked(self, given, "use_cache") is not False and cache is None:
             cache = self.new_cache()
         if cache is not None:
             given[CACHE] = cache
