@@ -113,6 +113,19 @@ def test_groups_that_do_not_divide_a_head_are_refused_when_the_model_is_loaded(t
         diffquant.load(folder, {"v": "nvfp4"})
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("text", ["mxfp4_up", "mxfp6_up", "mxfp8_up"])
+def test_an_exponent_is_not_raised_out_of_the_dtype_that_is_read_back(text, dtype):
+    states = torch.full((1, 1, 1, 32), torch.finfo(dtype).max, dtype=dtype)
+    read = []
+    for name in (text, text.removesuffix("_up")):
+        held = PackedStates(Scheme.parse(name), 0)
+        held.append(states)
+        read.append(held.read())
+    assert torch.equal(*read)
+    assert torch.isfinite(read[0]).all()
+
+
 def call_with(**changes):
     """Attention of two maps over 37 keys, 11 queries and two KV pairs."""
     generator = torch.Generator().manual_seed(0)
