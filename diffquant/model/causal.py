@@ -27,7 +27,7 @@ from diffquant.model.graphed_steps import GraphedSteps
 from diffquant.model.quantized_linear import QuantizedLinear
 from diffquant.model.walk import Walk
 from diffquant.numbers.rotation import rotation
-from diffquant.recipe import Recipe
+from diffquant.recipe import Recipe, RecipeLike
 from diffquant.recipe.targets import LAYER_TARGETS
 from diffquant.scheme import Scheme
 from diffquant.support.files import write_atomically
@@ -204,14 +204,24 @@ class CausalModel(CausalPreTrainedModel, GenerationMixin):
     def recipe(self) -> Recipe:
         return self.model.recipe
 
-    def apply_recipe(self, recipe: Recipe) -> None:
+    def apply_recipe(self, recipe: RecipeLike) -> None:
         """Simulate the recipe's logits, operands and KV cache from now on, and start new logit reports.
 
+        The weights stay as they were loaded, and so does what `recipe` says of them.
+
         Raises:
-            UsageError: an override is about a layer that is not there, or a scheme is static and its ranges are not.
+            UsageError: it has other weights, does not fit the model's layers, or a scheme is static and its ranges are
+                not there.
         """
+        wanted = Recipe.parse(recipe)
+        recipe = wanted.with_weights_of(self.recipe)
+        if wanted != recipe and (wanted.weights.quantizes or wanted.weight_overrides):
+            raise UsageError(
+                "the recipe's weights are not those that this model was loaded with, and a loaded model's are not "
+                "rounded again: load the checkpoint with this recipe, or leave out its weights"
+            )
+        self.model.architecture.check_recipe(recipe)
         layers_of = self.model.architecture.target_layers
-        recipe.check_layers(layers_of)
         first = {target: f"layers.{layers[0]}.{target}" for target, layers in layers_of.items()}
         lacking = [t for t in LAYER_TARGETS if recipe.is_static(t) and first[t] not in self.model.ranges]
         if lacking:
