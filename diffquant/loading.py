@@ -85,6 +85,7 @@ def load(
     source.check_unchanged()
     if ranges is not None:
         model.model.ranges = {name: tensor.to(model.device) for name, tensor in ranges.tensors.items()}
+    model.model.recipe = recipe
     model.apply_recipe(recipe)
     return model
 
@@ -99,6 +100,7 @@ def load_by_layer(source: Source, recipe: Recipe) -> CausalModel:
     recipe, schemes = recipe_of_run(source, recipe)
     rewrite = _rewrite_as_stored(source, schemes, recipe) if schemes else as_it_is
     model = build_model(source, torch.float32, rewrite=rewrite, by_layer=True, whole=schemes)
+    model.model.recipe = recipe
     model.apply_recipe(recipe)
     return model
 

@@ -132,6 +132,13 @@ def test_a_malformed_recipe_file_is_refused_by_name(tmp_path, text, fault):
         Recipe.read(path)
 
 
+@pytest.mark.parametrize("residual", [2.5, "3", True, None])
+def test_a_residual_is_a_number_of_tokens_wherever_a_recipe_comes_from(residual):
+    for make in (lambda: Recipe.of(kv=8, residual=residual), lambda: Recipe.from_dict({"residual": residual})):
+        with pytest.raises(UsageError, match=re.escape(f"residual must be a number of tokens, got {residual!r}")):
+            make()
+
+
 def test_the_first_matching_override_wins_and_only_overrides_reach_the_head():
     recipe = Recipe.of(weights="4:g32", overrides={"*.q_proj": "8:row", "*.self_attn.*": "6:row", "lm_head": "8:row"})
     assert str(recipe.weight_scheme("model.layers.0.self_attn.q_proj")) == "8:row"

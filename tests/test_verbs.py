@@ -203,6 +203,7 @@ def test_a_text_that_came_in_pieces_ends_its_line(name, monkeypatch):
         ({"recipe": 8, "preset": "int4"}, "recipe and preset are two recipes"),
         ({"preset": "int5"}, f"unknown preset 'int5'; known are {', '.join(PRESETS)}"),
         ({"overrides": ["q_proj"]}, "expected PATTERN=SCHEME"),
+        ({"overrides": ["*.k=8", "*.v=8", "*.k=4"]}, r"overrides has '\*\.k' twice; keep one of each"),
     ],
 )
 def test_a_recipe_is_given_in_one_way(settings, message):

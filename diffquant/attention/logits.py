@@ -28,7 +28,7 @@ class LogitMeter:
         calls: number of attention calls with quantized logits.
         p_calls: number of those with quantized softmax weights.
         entries: number of visible logits rounded, over both maps.
-        clipped: how many of them were clipped (only `shift` and static scales clip).
+        clipped: how many of them were clipped (only `shift`, static scales and a format's own block scales do that).
         scale_sum, scale_count, scale_max: sum, number and maximum of the scales.
     """
 
@@ -155,8 +155,8 @@ def count_logits(
     seen = batch * length * keys if visible is None else visible.sum() * (batch // visible.shape[0])
     meter.count(seen * heads, 0)
     for logits, top, scale in zip(prepared, largest, scales, strict=True):
-        # Absmax scales clip nothing.
-        if scheme.shift or scheme.sharing.is_static:
+        # Absmax scales clip nothing, but those of a format's own blocks are powers of two or floats of few bits.
+        if scheme.shift or scheme.sharing.is_static or scheme.format.block:
             reach = logit_format(scheme.format, scheme.shift).reach * scale
             meter.count(0, (logits.abs() > reach).sum())
         meter.record_scales(scale, top)

@@ -22,12 +22,12 @@ from diffquant.model.cache_argument import CACHE, pop_cache
 from diffquant.model.config import ArchitectureConfig
 from diffquant.model.decoder import CausalPreTrainedModel, Decoder
 from diffquant.model.finite import FiniteLogits
-from diffquant.model.generation_modes import BACKEND_OF, check_generation
+from diffquant.model.generation_modes import BACKEND_OF, asked, check_generation
 from diffquant.model.graphed_steps import GraphedSteps
 from diffquant.model.quantized_linear import QuantizedLinear
 from diffquant.model.walk import Walk
 from diffquant.numbers.rotation import rotation
-from diffquant.recipe import Recipe
+from diffquant.recipe import Recipe, RecipeLike
 from diffquant.recipe.targets import LAYER_TARGETS
 from diffquant.scheme import Scheme
 from diffquant.support.files import write_atomically
@@ -104,9 +104,9 @@ class CausalModel(CausalPreTrainedModel, GenerationMixin):
         given = inspect.signature(super().generate).bind(*args, **kwargs).arguments
         given |= given.pop("kwargs", {})
         check_generation(self, given)
-        makes_cache = self.model.needs_own_cache(given.get("cache_implementation"))
+        makes_cache = self.model.needs_own_cache(asked(self, given, "cache_implementation"))
         cache = pop_cache(given)
-        if makes_cache and given.get("use_cache") is not False and cache is None:
+        if makes_cache and asked(self, given, "use_cache") is not False and cache is None:
             cache = self.new_cache()
         if cache is not None:
             given[CACHE] = cache
@@ -204,14 +204,24 @@ class CausalModel(CausalPreTrainedModel, GenerationMixin):
     def recipe(self) -> Recipe:
         return self.model.recipe
 
-    def apply_recipe(self, recipe: Recipe) -> None:
+    def apply_recipe(self, recipe: RecipeLike) -> None:
         """Simulate the recipe's logits, operands and KV cache from now on, and start new logit reports.
 
+        The weights stay as they were loaded, and so does what `recipe` says of them.
+
         Raises:
-            UsageError: an override is about a layer that is not there, or a scheme is static and its ranges are not.
+            UsageError: it has other weights, does not fit the model's layers, or a scheme is static and its ranges are
+                not there.
         """
+        wanted = Recipe.parse(recipe)
+        recipe = wanted.with_weights_of(self.recipe)
+        if wanted != recipe and (wanted.weights.quantizes or wanted.weight_overrides):
+            raise UsageError(
+                "the recipe's weights are not those that this model was loaded with, and a loaded model's are not "
+                "rounded again: load the checkpoint with this recipe, or leave out its weights"
+            )
+        self.model.architecture.check_recipe(recipe)
         layers_of = self.model.architecture.target_layers
-        recipe.check_layers(layers_of)
         first = {target: f"layers.{layers[0]}.{target}" for target, layers in layers_of.items()}
         lacking = [t for t in LAYER_TARGETS if recipe.is_static(t) and first[t] not in self.model.ranges]
         if lacking:

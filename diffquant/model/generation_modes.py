@@ -53,6 +53,12 @@ def check_cache(cache: Cache, recipe: Recipe, is_quantized: bool) -> None:
         )
 
 
+def asked(model: PreTrainedModel, given: Mapping[str, Any], name: str) -> Any:
+    """A setting of a call of `generate`: its own, or that of the configuration it was given, or else the model's."""
+    configured = (getattr(each, name, None) for each in (given.get("generation_config"), model.generation_config))
+    return next((value for value in (given.get(name), *configured) if value is not None), None)
+
+
 def check_generation(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
     """Check what `generate` is asked for.
 
@@ -63,15 +69,9 @@ def check_generation(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
     Raises:
         UsageError: the model has no such cache, or drafts or chunks of the prompt would change what it generates.
     """
-    settings = given.get("generation_config") or model.generation_config
-
-    def asked(name: str) -> Any:
-        value = given.get(name)
-        return getattr(settings, name, None) if value is None else value
-
-    if asked("assistant_early_exit"):
+    if asked(model, given, "assistant_early_exit"):
         raise UsageError("assistant_early_exit: this model runs all of its layers; pass an assistant_model instead")
-    kind = asked("cache_implementation")
+    kind = asked(model, given, "cache_implementation")
     if kind == "paged":
         model.init_continuous_batching()
     if kind == "offloaded" and model.device.type == "cpu":
@@ -86,19 +86,19 @@ def check_generation(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
             f"cache_implementation={kind!r} would not keep what this model's own cache does ({_said(model.recipe)}); "
             "leave it out"
         )
-    is_drafted = given.get("assistant_model") is not None or any(asked(name) for name in _DRAFTING)
+    is_drafted = given.get("assistant_model") is not None or any(asked(model, given, name) for name in _DRAFTING)
     refusal = model.model.draft_refusal() if is_drafted else None
     if refusal is not None:
         raise UsageError(
             f"assisted decoding and prompt lookup would give other tokens than decoding step by step: {refusal}; leave "
             "out assistant_model and prompt_lookup_num_tokens"
         )
-    refusal = dependence_on_steps(model.recipe) if asked("prefill_chunk_size") else None
+    refusal = dependence_on_steps(model.recipe) if asked(model, given, "prefill_chunk_size") else None
     if refusal is not None:
         raise UsageError(
             f"prefill_chunk_size would give other tokens than a prompt that is read at once: {refusal}; leave it out"
         )
-    for drafter in (given.get("assistant_model"), model if asked("is_assistant") else None):
+    for drafter in (given.get("assistant_model"), model if asked(model, given, "is_assistant") else None):
         refusal = getattr(getattr(drafter, "model", None), "crop_refusal", None)
         if refusal is not None:
             raise UsageError(f"the assistant cannot take back what was rejected: {refusal}; choose another assistant")

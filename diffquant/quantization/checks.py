@@ -22,6 +22,8 @@ from diffquant.support.spelling import spelled
 
 EMBEDDING = "model.embed_tokens"
 
+# The last parts of embeddings' names in transformers' models, of those too that are not run here.
+_EMBEDDINGS = ("embed_tokens", "embed_in", "embed_positions", "*embeddings", "wte", "wpe", "shared")
 _QUANTIZED_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Group sizes that people use, of which an error names those that fit.
 _GROUP_SIZES = (16, 32, 64, 128)
@@ -138,10 +140,12 @@ def _no_match_problem(pattern: str, targets: Targets) -> str:
 
 def _check_packable(checkpoint: Checkpoint, schemes: Mapping[str, Scheme]) -> None:
     """Check that the weights of `schemes`, by the tensors' names, can be packed under them."""
-    if f"{EMBEDDING}.weight" in schemes:
+    modules = [name.removesuffix(".weight") for name in schemes]
+    embeddings = [m for m in modules if any(fnmatchcase(m.rsplit(".", 1)[-1], each) for each in _EMBEDDINGS)]
+    if embeddings:
         raise UsageError(
-            f"an override quantizes {EMBEDDING}, and compressed-tensors' readers cannot load a packed embedding; "
-            "leave it at 16 bits"
+            f"{first_few(embeddings, ', ')} would be packed, and compressed-tensors' readers cannot load a packed "
+            "embedding; leave it at 16 bits"
         )
     infos = {name: checkpoint.tensors[name] for name in schemes}
     mistyped = [f"{name} is {info.dtype}" for name, info in infos.items() if info.dtype not in _QUANTIZED_TYPES]

@@ -62,6 +62,8 @@ class Recipe:
             check_allowed(target, getattr(self, target))
         for pattern, scheme in self.overrides.items():
             check_allowed(target_of(pattern), scheme, f"override {pattern!r}")
+        if type(self.residual) is not int:
+            raise UsageError(f"residual must be a number of tokens, got {self.residual!r}")
         if self.residual < 0:
             raise UsageError(f"residual must be 0 or more tokens, got {self.residual}")
 
@@ -138,8 +140,6 @@ class Recipe:
         residual = entries.get("residual", 0)
         if not isinstance(overrides, Mapping):
             raise UsageError(f"overrides must map name patterns to schemes, got {overrides!r}")
-        if type(residual) is not int:
-            raise UsageError(f"residual must be a number of tokens, got {residual!r}")
         if "kv" in entries:
             entries = {"k": entries["kv"], "v": entries["kv"], **entries}
         schemes = {target: parse_for(target, entries[target]) for target in TARGETS if target in entries}

@@ -11,7 +11,7 @@ import torch
 from diffquant.evals.language_model import States
 from diffquant.evals.task import Task
 from diffquant.evals.torch_model import TorchModel
-from diffquant.loading import load
+from diffquant.loading import load, recipe_of_run
 from diffquant.model.causal import CausalModel
 from diffquant.quantization.roundings import rounding_named, text_read_digest
 from diffquant.recipe import Recipe
@@ -160,7 +160,7 @@ class CheckpointSubject:
 
     def model(self, recipe: Recipe | None) -> CausalModel:
         """The model under a recipe, or under its own by default; read again only if the weights differ."""
-        wanted = self.source.recipe if recipe is None else recipe
+        wanted, _ = recipe_of_run(self.source, recipe)
         if self._loaded is None or weights_of(self._loaded.recipe) != weights_of(wanted):
             if self._loaded is not None:
                 self._loaded = None

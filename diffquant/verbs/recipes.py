@@ -57,7 +57,11 @@ def chosen_recipe(
 def _overrides(given: Mapping[str, str] | Sequence[str]) -> Mapping[str, str]:
     if isinstance(given, Mapping):
         return given
-    return dict(map(_override, [given] if isinstance(given, str) else given))
+    stated = [_override(text) for text in ([given] if isinstance(given, str) else given)]
+    patterns = [pattern for pattern, _ in stated]
+    if twice := [pattern for pattern in dict.fromkeys(patterns) if patterns.count(pattern) > 1]:
+        raise UsageError(f"{spelled('overrides')} has {', '.join(map(repr, twice))} twice; keep one of each")
+    return dict(stated)
 
 
 def _override(text: str) -> tuple[str, str]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForSeq2SeqLM, BartConfig, T5Config
 
 from diffquant.cli import main
 from diffquant.errors import CheckpointError, GroupSizeError, NonFiniteError, UnknownModelTypeError, UsageError
@@ -25,6 +26,15 @@ from tests.support import unknown_model
 from tests.support.checkpoints import contents, write_diffllama
 from tests.support.unknown_model import linears, write_unknown
 
+_SEQ2SEQ = {
+    "vocab_size": 96,
+    "d_model": 64,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+    "decoder_start_token_id": 0,
+}
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 KILLING_RUN = """
 import os, signal, sys
@@ -291,6 +301,38 @@ def test_a_weight_that_is_called_as_a_cache_is_named_by_a_pattern_that_means_it(
     packed = open_weights(tmp_path / "out").packed
     assert str(packed.get(f"{stem}.k", "16")) == scheme
     assert str(packed[f"{stem}.v"]) == "4:g32"
+
+
+@pytest.mark.parametrize(
+    "config", [T5Config(**_SEQ2SEQ, d_kv=2, d_ff=64, num_layers=1, num_heads=32), BartConfig(**_SEQ2SEQ)]
+)
+def test_embeddings_that_are_called_shared_are_no_linears(tmp_path, config):
+    model = AutoModelForSeq2SeqLM.from_config(config)
+    model.save_pretrained(tmp_path / "source")
+    plan = plan_quantization(open_weights(tmp_path / "source"), Recipe.of(weights="8:row"))
+    of_transformers = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    assert set(plan.schemes) == of_transformers - {"lm_head"}
+
+
+def test_embeddings_that_are_called_shared_open_in_transformers_as_they_were(tmp_path):
+    model = AutoModelForSeq2SeqLM.from_config(BartConfig(**_SEQ2SEQ))
+    model.save_pretrained(tmp_path / "source")
+    quantize(open_weights(tmp_path / "source"), tmp_path / "out", Recipe.of(weights="8:row"))
+    opened, found = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert (found["missing_keys"], found["unexpected_keys"]) == (set(), set())
+    assert torch.equal(opened.get_input_embeddings().weight, model.get_input_embeddings().weight)
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt_neox.embed_in", "transformer.wte", "model.language_model.embed_tokens", "shared"]
+)
+def test_an_override_that_packs_an_embedding_is_refused_whatever_its_name(tmp_path, name):
+    folder = tmp_path / "source"
+    folder.mkdir()
+    save_file({f"{name}.weight": torch.randn(64, 64)}, folder / "model.safetensors")
+    (folder / "config.json").write_text('{"model_type": "another"}')
+    with pytest.raises(UsageError, match=f"{name} would be packed, and compressed-tensors' readers cannot"):
+        refused(folder, Recipe.of(overrides={name: "8:row"}))
 
 
 def test_a_pattern_that_keeps_nothing_is_refused(source):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import diffquant
-from diffquant.attention import attend
+from diffquant.attention import LogitMeter, attend
 from diffquant.attention.operands import rounded_operands
 from diffquant.data import books_text, pocket_models
 from diffquant.errors import UsageError
@@ -113,6 +113,19 @@ def test_groups_that_do_not_divide_a_head_are_refused_when_the_model_is_loaded(t
         diffquant.load(folder, {"v": "nvfp4"})
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("text", ["mxfp4_up", "mxfp6_up", "mxfp8_up"])
+def test_an_exponent_is_not_raised_out_of_the_dtype_that_is_read_back(text, dtype):
+    states = torch.full((1, 1, 1, 32), torch.finfo(dtype).max, dtype=dtype)
+    read = []
+    for name in (text, text.removesuffix("_up")):
+        held = PackedStates(Scheme.parse(name), 0)
+        held.append(states)
+        read.append(held.read())
+    assert torch.equal(*read)
+    assert torch.isfinite(read[0]).all()
+
+
 def call_with(**changes):
     """Attention of two maps over 37 keys, 11 queries and two KV pairs."""
     generator = torch.Generator().manual_seed(0)
@@ -128,6 +141,21 @@ def test_logits_in_groups_round_what_each_query_sees_of_neighbouring_keys(text):
     expected = attend(call, "naive")
     torch.testing.assert_close(attend(call, "simulated"), expected, rtol=0, atol=1e-5)
     assert not torch.allclose(attend(call_with(), "naive"), expected, atol=1e-5)
+
+
+def test_logits_beyond_the_last_level_of_their_block_count_as_clipped():
+    meter = LogitMeter()
+    call = call_with(logits=Scheme.parse("mxfp4", target="logits"), meter=meter)
+    attend(call)
+    clipped = 0
+    for q, k in zip(call.q, call.k, strict=True):
+        logits = (0.5 * q @ k.repeat_interleave(2, 1).mT).tril(37 - 11).abs().double().numpy()
+        for first in range(0, 37, 32):
+            block = logits[..., first : first + 32]
+            # OCP's scale of E2M1, whose last levels are 4 and 6: from 7 scales on, 8 would be nearer.
+            scale = 2.0 ** (numpy.floor(numpy.log2(block.max(-1, keepdims=True).clip(1e-30))) - 2)
+            clipped += int((block > 7 * scale).sum())
+    assert meter.report()["clipped"] == clipped > 0
 
 
 @pytest.mark.parametrize("text", ["mxfp8", "nvfp4", "4:g8", "e4m3:tensor"])

@@ -73,6 +73,17 @@ def test_growing_caches_serve_16_bits_as_the_models_own():
 
 
 @pytest.mark.parametrize("recipe", [{}, {"kv": "4:row"}], ids=str)
+def test_a_configuration_without_a_cache_gives_the_tokens_of_one_with_it(recipe):
+    model = ours(random_diffllama(num_key_value_heads=4))
+    model.apply_recipe(Recipe.of(**recipe))
+    expected = asked(model)
+    assert torch.equal(model.generate(IDS, GenerationConfig(use_cache=False, **GREEDY)), expected)
+    model.generation_config.use_cache = False
+    assert torch.equal(asked(model), expected)
+    assert torch.equal(model.generate(IDS, GenerationConfig(**GREEDY)), expected)
+
+
+@pytest.mark.parametrize("recipe", [{}, {"kv": "4:row"}], ids=str)
 def test_a_cache_is_taken_by_either_of_transformers_names(recipe):
     model = ours(random_diffllama(num_key_value_heads=4))
     model.apply_recipe(Recipe.of(**recipe))
@@ -127,6 +138,8 @@ def test_drafts_that_would_change_the_tokens_are_refused(said, recipe):
         refused(said, asked, model, **options)
     config = GenerationConfig(prompt_lookup_num_tokens=3, **GREEDY)
     refused(said, model.generate, IDS, config)
+    model.generation_config = config
+    refused(said, model.generate, IDS, GenerationConfig(**GREEDY))
 
 
 @pytest.mark.parametrize(

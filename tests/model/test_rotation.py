@@ -114,3 +114,6 @@ def test_keys_that_other_layers_read_are_refused_before_weights_are_read(tmp_pat
         load(folder, Recipe.of(kv="4:row:rotated"))
     with pytest.raises(UsageError, match="read the keys and values of another one"):
         quantize(folder, tmp_path / "low", Recipe.of(kv="4:row:rotated"))
+    model = load(folder)
+    with pytest.raises(UsageError, match="read the keys and values of another one"):
+        model.apply_recipe(Recipe.of(kv="4:row:rotated"))

@@ -8,6 +8,7 @@ import torch
 
 import diffquant
 from diffquant.errors import UsageError
+from diffquant.recipe import Recipe
 from diffquant.verbs.quantize import quantize
 from tests.support.checkpoints import write_checkpoint
 from tests.support.models import random_ids
@@ -73,6 +74,28 @@ def test_a_model_that_is_quantized_is_refused(tmp_path):
     model = diffquant.load(write_checkpoint(tmp_path / "given", "llama"))
     with pytest.raises(UsageError, match="low bits already"):
         diffquant.quantize(diffquant.quantize(model, weights="4:g32"), weights="4:g32")
+
+
+def test_a_models_weights_stay_under_a_recipe_of_its_cache(tmp_path):
+    checkpoint, ids = write_checkpoint(tmp_path / "given", "llama"), random_ids(2, 9)
+    diffquant.quantize(checkpoint, tmp_path / "quantized", weights="4:g32", effort="fast")
+    kv = {"kv": "8:row"}
+    for model in (diffquant.load(checkpoint, {"weights": "4:g32"}), diffquant.load(tmp_path / "quantized")):
+        recipe, expected = model.recipe, model(ids).logits
+        model.apply_recipe(kv)
+        assert model.recipe == Recipe.of(**kv).with_weights_of(recipe)
+        with pytest.raises(UsageError, match="low bits already"):
+            diffquant.quantize(model, weights="4:g32")
+        with pytest.raises(UsageError, match="are at low bits"):
+            model.save_pretrained(tmp_path / "saved")
+        for other in ("8:row", {"overrides": {"*.q_proj": "8:row"}}):
+            with pytest.raises(UsageError, match="weights are not those that this model was loaded with"):
+                model.apply_recipe(other)
+        model.apply_recipe(recipe)
+        assert torch.equal(model(ids).logits, expected)
+    plain = diffquant.load(checkpoint)
+    with pytest.raises(UsageError, match="weights are not those"):
+        plain.apply_recipe({"weights": "4:g32"} | kv)
 
 
 def test_a_model_whose_parts_lie_on_the_disk_is_refused(tmp_path):

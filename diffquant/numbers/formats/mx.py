@@ -66,8 +66,12 @@ class Microscaled(Minifloat):
 
         return dtype == torch.uint8
 
-    def scale_of(self, largest: "Tensor", dtype: "torch.dtype | None" = None) -> "Tensor":  # noqa: ARG002
+    def scale_of(self, largest: "Tensor", dtype: "torch.dtype | None" = None) -> "Tensor":
         """2^(exponent of the largest magnitude - that of the largest level), 2^-127 where all is zero.
+
+        Args:
+            largest: largest magnitudes.
+            dtype: dtype that values are read back in; an exponent whose power it does not have is not raised to.
 
         Returns:
             float32, or float64 where `largest` is.
@@ -75,7 +79,8 @@ class Microscaled(Minifloat):
         import torch
 
         half, exponent = torch.frexp(largest)
-        raised = exponent + (half * 2 >= self._raised_from)
+        highest = math.frexp(torch.finfo(dtype or largest.dtype).max)[1]
+        raised = exponent + ((half * 2 >= self._raised_from) & (exponent < highest))
         biased = raised - 1 - math.frexp(self.largest)[1] + 1 + _BIAS
         return _power_of(torch.where(largest == 0, 0, biased), largest.dtype)
 
