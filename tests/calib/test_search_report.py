@@ -1,6 +1,9 @@
 """The report of a folder of searches, and the chart of their candidates by size and KL."""
 
 import shutil
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -64,11 +67,27 @@ def test_a_search_replaces_pages_of_earlier_searches_alone(folder, tmp_path):
 
 
 def test_a_search_of_another_model_or_of_other_targets_does_not_replace_a_recipe(folder):
-    model = read_search(folder / "search-4.5-bits.json").model
-    check_same_search("4.5 bits", model, ("weights",), folder)
-    check_same_search("6.5 bits", "another", ("k", "v"), folder)
-    for other, targets in (("another", ("weights",)), (model, ("k", "weights"))):
+    earlier = read_search(folder / "search-4.5-bits.json")
+    same = SimpleNamespace(path=Path(earlier.model), fingerprint=earlier.fingerprint)
+    check_same_search("4.5 bits", same, ("weights",), folder)
+    moved = SimpleNamespace(path=Path("elsewhere"), fingerprint=earlier.fingerprint)
+    check_same_search("4.5 bits", moved, ("weights",), folder)
+    another = SimpleNamespace(path=Path("other"), fingerprint="0" * 64)
+    check_same_search("6.5 bits", another, ("k", "v"), folder)
+    namesake = SimpleNamespace(path=Path(earlier.model), fingerprint="0" * 64)
+    for source, targets, named in (
+        (another, ("weights",), r"other \(weights\)"),
+        (namesake, ("weights",), rf"another {earlier.model} \(weights\)"),
+        (same, ("k", "weights"), rf"{earlier.model} \(k, weights\)"),
+    ):
         with pytest.raises(
-            OutputExistsError, match=rf"search-4\.5-bits\.json is of {model} \(weights\).*another output"
+            OutputExistsError,
+            match=rf"search-4\.5-bits\.json is of {earlier.model} \(weights\) .* of {named}; choose another output",
         ):
-            check_same_search("4.5 bits", other, targets, folder)
+            check_same_search("4.5 bits", source, targets, folder)
+
+
+def test_searches_of_two_models_whose_folders_are_called_alike_have_a_chart_each(folder):
+    earlier = read_search(folder / "search-4.5-bits.json")
+    namesake = replace(earlier, settings=earlier.settings | {"model": "0" * 64})
+    assert alike([earlier, namesake]) == [[earlier], [namesake]]
