@@ -122,6 +122,21 @@ def test_csv_and_json_hold_the_same_numbers_in_full(sweep):
     assert records[2]["hellaswag recovery_low"] == pytest.approx(1 + records[2]["hellaswag difference_low"] / 0.6)
 
 
+def test_an_interval_of_one_item_has_no_ends_in_csv_and_json():
+    points_of_two = points(MODELS[:1], SweepOptions(tasks=("hellaswag",), bits=(4,)))
+    stored = {"seconds": 1.0, "stored": {"weights": 5, "kv_per_token": 1.0}}
+    cells = [
+        MeasuredCell(point, "hellaswag", Measurement.from_dict(scored | stored), None)
+        for point, score in zip(points_of_two, (0.5, 0.25), strict=True)
+        for scored in [{"metric": "acc_norm", "score": score, "n": 1, "values": [score]}]
+    ]
+    record = json_rows(SweepResult(cells, {}))[1]
+    assert record["hellaswag difference"] == -0.25
+    assert [record[f"hellaswag {name}_{end}"] for name in ("difference", "recovery") for end in ("low", "high")] == [
+        None
+    ] * 4
+
+
 PER_ROW, PER_TENSOR = "attention logits, per row", "attention logits, per tensor"
 
 
