@@ -11,6 +11,7 @@ from diffquant.calib.search.outputs import check_same_search, check_search_outpu
 from diffquant.calib.search.plots import draw_pareto
 from diffquant.calib.search.report import search_report
 from diffquant.calib.search.result import alike, read_search, read_searches
+from diffquant.calib.search.table import uniform_kl, verdict
 from diffquant.errors import OutputExistsError
 from diffquant.report.page import Fold, Table, page
 from diffquant.report.plots import Tips, new_figure
@@ -41,6 +42,18 @@ def test_every_candidate_is_a_point_that_tells_its_size_and_kl(folder):
         # Uniform widths that two budgets were compared with are one point.
         assert len(tips.texts) == len({(c.name, c.name[0] == "u" or r.budget) for r in group for c in r.candidates})
         assert all(f" {unit}, KL " in text for text in tips.texts)
+
+
+def test_a_width_that_changes_nothing_is_drawn_and_not_interpolated(folder):
+    """A ternary model's weights lie on the grid of any width."""
+    found = read_search(folder / "search-4.5-bits.json")
+    exact = replace(found, candidates=[replace(candidate, kl=0.0) for candidate in found.candidates])
+    axis = new_figure(4, 4).subplots()
+    draw_pareto(axis, [exact])
+    assert axis.get_yscale() == "linear"
+    assert uniform_kl(found) is not None
+    assert uniform_kl(exact) is None
+    assert "KL 0 on text held out, against 0 of the same widths" in verdict(exact)
 
 
 def test_the_report_says_each_verdict_and_lists_every_unit_the_costliest_first(folder):
