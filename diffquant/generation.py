@@ -12,7 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 from diffquant.errors import UsageError
 from diffquant.model.causal import CausalModel
 from diffquant.support.spelling import spelled
-from diffquant.text.prompts import check_prompt, in_pieces, room_after
+from diffquant.text.prompts import check_prompt, divisor, in_pieces, room_after
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,7 +46,8 @@ def stream(
     room = room_after(ids, model.config.vocab_size, model.config.max_position_embeddings)
     made = _TokenQueue()
     # transformers would draw among the 50 likeliest tokens alone.
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+    drawn = {"do_sample": True, "temperature": divisor(temperature), "top_k": 0}
+    sampling = drawn if temperature else {"do_sample": False}
     failures: list[BaseException] = []
     abandoned = Event()
     stopping = StoppingCriteriaList([_StopWhenSet(abandoned)])

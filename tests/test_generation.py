@@ -86,6 +86,14 @@ def test_generation_ends_when_its_reader_leaves(model):
     assert threading.active_count() == before
 
 
+def test_a_temperature_near_zero_chooses_the_likeliest_and_a_whole_number_is_one(model):
+    language_model, tokenizer = model
+    greedy = list(stream(language_model, tokenizer, "It was a dark night", max_new_tokens=8))
+    assert list(stream(language_model, tokenizer, "It was a dark night", 8, temperature=1e-40)) == greedy
+    # transformers takes floats alone.
+    list(stream(language_model, tokenizer, "It was a dark night", 8, temperature=2))
+
+
 def test_samples_come_of_the_whole_vocabulary(model, monkeypatch):
     language_model, tokenizer = model
     generate, made = language_model.generate, []

@@ -59,6 +59,15 @@ def test_the_longest_context_fits_and_one_token_more_does_not(model):
     assert str(none).startswith("DOES NOT FIT")
 
 
+def test_weights_that_fit_without_a_token_are_not_said_to_be_too_large(model):
+    weights = diffquant.plan(model).weights
+    for batch, memory, said in (
+        (1, weights - 1, "with 1 sequence, the weights alone do not fit"),
+        (1000, weights + 1, "with 1000 sequences, no token fits beside the weights"),
+    ):
+        assert str(diffquant.plan(model, batch=batch, memory=memory)).splitlines()[-1] == said
+
+
 @pytest.mark.parametrize(("text", "size"), [("24G", 24e9), ("512MB", 512e6), ("1.5g", 1.5e9), (4096, 4096)])
 def test_a_memory_is_read_as_people_write_it(model, text, size):
     assert diffquant.plan(model, memory=text).memory == size

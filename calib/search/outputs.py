@@ -9,6 +9,7 @@ from diffquant.calib.search.report import search_report
 from diffquant.calib.search.result import SearchResult, read_search, read_searches
 from diffquant.errors import OutputExistsError
 from diffquant.report.page import page
+from diffquant.source.source import Source
 from diffquant.support.files import write_atomically
 from diffquant.support.outputs import RunFiles, check_replaced, has_fields
 
@@ -46,7 +47,7 @@ def check_search_output(budget: str, folder: Path) -> None:
     check_replaced(folder, shared, shared if is_of_searches else ())
 
 
-def check_same_search(budget: str, model: str, targets: Collection[str], folder: Path) -> None:
+def check_same_search(budget: str, source: Source, targets: Collection[str], folder: Path) -> None:
     """Check, before the work, that an earlier search under this budget was of the same model and targets.
 
     Raises:
@@ -56,10 +57,12 @@ def check_same_search(budget: str, model: str, targets: Collection[str], folder:
     if not file.exists():
         return
     earlier = read_search(file)
-    if earlier.model != model or {*earlier.candidates[0].bits} != {*targets}:
+    is_another = earlier.fingerprint != source.fingerprint
+    if is_another or {*earlier.candidates[0].bits} != {*targets}:
         found = ", ".join(earlier.candidates[0].bits)
+        namesake = "another " if is_another and earlier.model == source.path.name else ""
         raise OutputExistsError(
-            f"{file} is of {earlier.model} ({found}) and would be replaced by a search of {model} "
+            f"{file} is of {earlier.model} ({found}) and would be replaced by a search of {namesake}{source.path.name} "
             f"({', '.join(targets)}); choose another output"
         )
 

@@ -88,8 +88,10 @@ def draw_pareto(axis: Any, results: Sequence[SearchResult], tips: Tips | None = 
                 tips.mark(axis, x, y, f"{name}: {x:.4g} {unit}, KL {y:.3g}")
             axis.annotate(literal(name), (x, y), (7, 4), textcoords="offset points", fontsize=7.5)
     kls = [candidate.kl for candidates in families.values() for candidate in candidates.values()]
-    axis.set_ylim(0.6 * min(kls), 1.8 * max(kls))
-    plain_log_scale(axis)
+    # Weights that lie on a width's grid are kept, and have no logarithm.
+    if min(kls) > 0:
+        axis.set_ylim(0.6 * min(kls), 1.8 * max(kls))
+        plain_log_scale(axis)
     axis.margins(x=0.18)
     axis.set_xlabel(
         "checkpoint, MB" if is_stored else f"stored bits, mean over {', '.join(results[0].candidates[0].bits)}"

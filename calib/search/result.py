@@ -86,6 +86,11 @@ class SearchResult:
         """Widths that were measured, the widest first."""
         return list(self.measurements[0].kl)
 
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of the model, whose folder may be called as another's is."""
+        return str(self.settings["model"])
+
     def to_json(self) -> str:
         """The result as a JSON document."""
         return json.dumps(asdict(self) | {"recipe": self.recipe.to_dict()}, indent=1) + "\n"
@@ -118,7 +123,7 @@ def alike(results: Sequence[SearchResult]) -> list[list[SearchResult]]:
     """Results of the same model and targets together, which one chart can hold."""
     groups: dict[tuple[str, ...], list[SearchResult]] = {}
     for result in results:
-        groups.setdefault((result.model, *result.candidates[0].bits), []).append(result)
+        groups.setdefault((result.fingerprint, *result.candidates[0].bits), []).append(result)
     return list(groups.values())
 
 

@@ -42,14 +42,14 @@ def verdict(result: SearchResult) -> str:
 def uniform_kl(result: SearchResult) -> float | None:
     """The KL of uniform widths at the searched recipe's stored bits, between two of them interpolated in log KL.
 
-    None if no two enclose it, or the targets lie at different points between them.
+    None if no two enclose it, the targets lie at different points between them, or a width changes nothing.
     """
     searched = result.candidates[0].bits
     uniform = [candidate for candidate in result.candidates if candidate.name.startswith("uniform")]
     for low, high in itertools.pairwise(uniform):
         steps = {target: high.bits[target] - low.bits[target] for target in searched}
         # Short rows end in a half-filled word, where a wider code may come for nothing.
-        if not all(steps.values()):
+        if not all(steps.values()) or min(low.kl, high.kl) <= 0:
             continue
         shares = [(searched[target] - low.bits[target]) / step for target, step in steps.items()]
         if min(shares) >= 0 and max(shares) <= min(1, min(shares) + _ALIKE):

@@ -173,6 +173,8 @@ def _table(text: str, dialect: type[csv.Dialect]) -> Iterator[Entry]:
     column = next((name for name in _LABEL_COLUMNS if name in heads), None)
     if rows.fieldnames is not None and ("text" not in heads or column is None):
         raise ValueError(f"its header is {', '.join(heads)}; columns text and {' or '.join(_LABEL_COLUMNS)} are needed")
+    if twice := [name for name in ("text", column) if heads.count(name) > 1]:
+        raise ValueError(f"its header has {' and '.join(map(str, twice))} twice; rename the columns that do not count")
     for row in rows:
         surplus = row.get(None) or ()
         if any(map(str.strip, surplus)):

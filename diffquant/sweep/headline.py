@@ -71,7 +71,8 @@ def _told_by_kl(task: str, changes: Sequence[tuple[Row, Difference]]) -> str | N
 
 
 def _of_text(task: str, changes: Sequence[tuple[Row, Difference]]) -> str:
-    ordered = sorted(changes, key=lambda change: change[1].mean)
+    # A loss in nats has a sign: what gained much has not changed least.
+    ordered = sorted(changes, key=lambda change: abs(change[1].mean))
     least, most = (_named(row, task) for row, _ in (ordered[0], ordered[-1]))
     if len(ordered) == 1:
         return f"{task}: {most}."

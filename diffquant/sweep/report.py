@@ -37,7 +37,9 @@ def _sizes_sections(sweep: SweepResult) -> list[Section]:
     if not found:
         return []
     names = model_names([point.model for point in sweep.points])
-    path_of = {name: str(model) for model, name in names.items()}
+    # A folder whose weights are packed is no source of another one; a GGUF file is.
+    packed = {path for path in sweep.settings["quantized"] if not path.endswith(".gguf")}
+    path_of = {name: str(model) for model, name in names.items() if str(model) not in packed}
     drawings, keys = size_charts(found)
     table, commands = recommendations(found, path_of)
     rule = (

@@ -60,7 +60,7 @@ def recommendations(found: Sequence[Sized], path_of: Mapping[str, str]) -> tuple
     Where a KL has an interval, its upper end has to be small.
 
     Args:
-        path_of: path of each model by its name.
+        path_of: paths by name of the models that `quantize` takes.
     """
     lines, commands = [], {}
     for model, target, task in dict.fromkeys((e.row.model, e.row.point.target, e.task) for e in found):
@@ -72,7 +72,8 @@ def recommendations(found: Sequence[Sized], path_of: Mapping[str, str]) -> tuple
             continue
         best = min(small, key=lambda each: (each.size, each.kl.mean))
         lines.append([model, target, task, best.row.point.scheme, best.size_text, kl_text(best.kl)])
-        commands[f"{model}, {target} {best.row.point.scheme}"] = best.command(path_of[model])
+        if model in path_of:
+            commands[f"{model}, {target} {best.row.point.scheme}"] = best.command(path_of[model])
     return Table(["model", "target", "by", "take", "stored", "KL"], lines, names=4), commands
 
 

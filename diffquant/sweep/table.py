@@ -8,7 +8,7 @@ from diffquant.evals.task_result import TaskResult
 from diffquant.evals.tasks import kind_of, task_kinds
 from diffquant.report.tables import aligned, csv_text, megabytes
 from diffquant.support.code import CHANGED
-from diffquant.support.plain_data import JsonObject
+from diffquant.support.plain_data import JsonObject, finite
 from diffquant.sweep.grid import EXPORTED, RECIPE, Point
 from diffquant.sweep.result import SweepResult, model_names
 
@@ -48,8 +48,8 @@ def csv_table(sweep: SweepResult) -> str:
 
 
 def json_rows(sweep: SweepResult) -> list[JsonObject]:
-    """The table as plain data, one flat object per row, with None for missing values."""
-    return [_record(row) for row in rows(sweep)]
+    """The table as plain data, one flat object per row, with None for values that are missing or infinite."""
+    return [finite(_record(row)) for row in rows(sweep)]
 
 
 def cells_of(sweep: SweepResult) -> tuple[list[str], list[list[str]]]:

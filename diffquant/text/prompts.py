@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from diffquant.errors import UsageError
 
+_COLDEST = 1e-30
+
 
 def check_prompt(prompt: str) -> None:
     """Check that a prompt is text.
@@ -19,6 +21,14 @@ def check_prompt(prompt: str) -> None:
         raise UsageError(
             f"the prompt is no text in UTF-8, from character {error.start} on; convert it first"
         ) from error
+
+
+def divisor(temperature: float) -> float:
+    """What logits are divided by before a token is drawn.
+
+    Colder than this even float32's closest logits choose the likeliest token, and quotients overflow.
+    """
+    return max(float(temperature), _COLDEST)
 
 
 def room_after(ids: Sequence[int], vocabulary: int, context: int) -> int:

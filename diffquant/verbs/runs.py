@@ -43,6 +43,7 @@ def write_index(folders: Sequence[Path], index: Path | None) -> list[Path]:
         known = ", ".join(_KINDS)
         raise UsageError(f"no run in or below {', '.join(map(str, folders))}: none has a {known}")
     pages = list(runs)
+    index.parent.mkdir(parents=True, exist_ok=True)
     for number, file in enumerate(pages):
         near = {"← before": pages[number - 1] if number else None, "all runs": index}
         near["next →"] = pages[number + 1] if number + 1 < len(pages) else None

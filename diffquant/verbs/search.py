@@ -98,7 +98,7 @@ def search(
         check_lines_output(lines, folder)
     check_search_output(str(wanted), folder)
     run = Search(at_revision(model, revision), wanted, options, folder)
-    check_same_search(str(wanted), run.source.path.name, options.targets, folder)
+    check_same_search(str(wanted), run.source, options.targets, folder)
     if lines is not None:
         check_kinds(unit.kind for unit in run.units if unit.target == "weights")
     if planned is not None:

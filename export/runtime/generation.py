@@ -16,7 +16,7 @@ from diffquant.export.manifest import check_unchanged, read_manifest
 from diffquant.export.runtime.session import InPlaceDecoder, OnnxModel
 from diffquant.formats.json_object import read_json
 from diffquant.support.spelling import spelled
-from diffquant.text.prompts import check_prompt, in_pieces, room_after
+from diffquant.text.prompts import check_prompt, divisor, in_pieces, room_after
 from diffquant.text.special_tokens import read_special_tokens
 
 _PREFILL_CHUNK = 512
@@ -224,6 +224,6 @@ def _sampler(temperature: float, seed: int) -> Callable[[np.ndarray], int]:
 
     def pick(logits: np.ndarray) -> int:
         # The maximum of logits plus Gumbel noise is a sample of their softmax.
-        return int((logits.astype(np.float64) / temperature + rng.gumbel(size=logits.shape)).argmax())
+        return int((logits.astype(np.float64) / divisor(temperature) + rng.gumbel(size=logits.shape)).argmax())
 
     return pick

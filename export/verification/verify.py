@@ -12,6 +12,7 @@ from diffquant.export.graph.matmul import MATMUL
 from diffquant.export.graph.plan import check_exportable
 from diffquant.export.manifest import Manifest, check_unchanged, read_manifest
 from diffquant.export.runtime.device import RuntimeDevice
+from diffquant.export.runtime.generation import read_context
 from diffquant.export.verification.caches import cache_scales, scale_error
 from diffquant.export.verification.comparison import Comparison
 from diffquant.export.verification.latent_reference import LatentReference
@@ -72,6 +73,8 @@ def verify(
     progress(0, 1, "reading the folder and its checkpoint")
     manifest = read_manifest(folder)
     check_unchanged(folder, manifest)
+    # Without it nothing continues a text with the graph.
+    read_context(folder)
     _check_source(manifest, source)
     graph = load_graph(folder)
     reference = twin_of(source)(source, manifest.options, cache_scales(graph), exact_bits(graph))

@@ -1,6 +1,9 @@
 """The report of a folder of searches, and the chart of their candidates by size and KL."""
 
 import shutil
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -8,6 +11,7 @@ from diffquant.calib.search.outputs import check_same_search, check_search_outpu
 from diffquant.calib.search.plots import draw_pareto
 from diffquant.calib.search.report import search_report
 from diffquant.calib.search.result import alike, read_search, read_searches
+from diffquant.calib.search.table import uniform_kl, verdict
 from diffquant.errors import OutputExistsError
 from diffquant.report.page import Fold, Table, page
 from diffquant.report.plots import Tips, new_figure
@@ -40,6 +44,18 @@ def test_every_candidate_is_a_point_that_tells_its_size_and_kl(folder):
         assert all(f" {unit}, KL " in text for text in tips.texts)
 
 
+def test_a_width_that_changes_nothing_is_drawn_and_not_interpolated(folder):
+    """A ternary model's weights lie on the grid of any width."""
+    found = read_search(folder / "search-4.5-bits.json")
+    exact = replace(found, candidates=[replace(candidate, kl=0.0) for candidate in found.candidates])
+    axis = new_figure(4, 4).subplots()
+    draw_pareto(axis, [exact])
+    assert axis.get_yscale() == "linear"
+    assert uniform_kl(found) is not None
+    assert uniform_kl(exact) is None
+    assert "KL 0 on text held out, against 0 of the same widths" in verdict(exact)
+
+
 def test_the_report_says_each_verdict_and_lists_every_unit_the_costliest_first(folder):
     report = search_report(folder)
     assert report.name == "searches"
@@ -64,11 +80,27 @@ def test_a_search_replaces_pages_of_earlier_searches_alone(folder, tmp_path):
 
 
 def test_a_search_of_another_model_or_of_other_targets_does_not_replace_a_recipe(folder):
-    model = read_search(folder / "search-4.5-bits.json").model
-    check_same_search("4.5 bits", model, ("weights",), folder)
-    check_same_search("6.5 bits", "another", ("k", "v"), folder)
-    for other, targets in (("another", ("weights",)), (model, ("k", "weights"))):
+    earlier = read_search(folder / "search-4.5-bits.json")
+    same = SimpleNamespace(path=Path(earlier.model), fingerprint=earlier.fingerprint)
+    check_same_search("4.5 bits", same, ("weights",), folder)
+    moved = SimpleNamespace(path=Path("elsewhere"), fingerprint=earlier.fingerprint)
+    check_same_search("4.5 bits", moved, ("weights",), folder)
+    another = SimpleNamespace(path=Path("other"), fingerprint="0" * 64)
+    check_same_search("6.5 bits", another, ("k", "v"), folder)
+    namesake = SimpleNamespace(path=Path(earlier.model), fingerprint="0" * 64)
+    for source, targets, named in (
+        (another, ("weights",), r"other \(weights\)"),
+        (namesake, ("weights",), rf"another {earlier.model} \(weights\)"),
+        (same, ("k", "weights"), rf"{earlier.model} \(k, weights\)"),
+    ):
         with pytest.raises(
-            OutputExistsError, match=rf"search-4\.5-bits\.json is of {model} \(weights\).*another output"
+            OutputExistsError,
+            match=rf"search-4\.5-bits\.json is of {earlier.model} \(weights\) .* of {named}; choose another output",
         ):
-            check_same_search("4.5 bits", other, targets, folder)
+            check_same_search("4.5 bits", source, targets, folder)
+
+
+def test_searches_of_two_models_whose_folders_are_called_alike_have_a_chart_each(folder):
+    earlier = read_search(folder / "search-4.5-bits.json")
+    namesake = replace(earlier, settings=earlier.settings | {"model": "0" * 64})
+    assert alike([earlier, namesake]) == [[earlier], [namesake]]

@@ -86,6 +86,7 @@ BAD = {
     "no suffix": ("a.parquet", JSONL, "known are .jsonl, .csv, .tsv, .label, .json"),
     "encoding": ("a.jsonl", JSONL.encode("latin-1"), "is not UTF-8 .* convert it"),
     "missing column": ("a.csv", "text,intent\na,b\n", "header is text, intent; columns text and label or category"),
+    "label twice": ("a.csv", "text,label,label\na,b,c\n", "its header has label twice"),
     "no header": ("a.csv", "How far?,distance\n", "columns text and label"),
     "blank header": ("a.csv", "\nHow far?,distance\n", "columns text and label"),
     "short row": ("a.csv", "text,label\na,x\nb\n", "1 lines of .* line 3: no label"),

@@ -325,6 +325,12 @@ def test_a_model_edited_after_export_is_not_verified(source, folder, name):
         verify(folder, source)
 
 
+def test_a_folder_without_what_a_run_reads_beside_the_graph_is_not_verified(source, folder):
+    (folder / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"has no config\.json"):
+        verify(folder, source)
+
+
 def test_another_checkpoint_is_not_verified(folder, tmp_path):
     other = write_checkpoint(tmp_path / "other", "diffllama", vocab_size=91)
     with pytest.raises(CheckpointError, match="exported from source"):

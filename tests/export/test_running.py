@@ -184,6 +184,11 @@ def test_samples_follow_the_softmax_of_logits_over_the_temperature(temperature):
     assert (np.abs(counts - draws * wanted) < 4 * np.sqrt(draws * wanted * (1 - wanted))).all()
 
 
+@pytest.mark.parametrize("temperature", [1e-40, 5e-324])
+def test_a_temperature_near_zero_chooses_the_likeliest(temperature):
+    assert generation._sampler(temperature, seed=3)(np.array([9.0, 7e4, -1e30, 8e4], np.float32)) == 3
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logits_that_overflow_float16_are_refused_and_no_token_is_chosen(tmp_path, temperature):
     checkpoint = tiny_lm.write_diff_v2(tmp_path / "model")

@@ -55,6 +55,12 @@ def test_a_page_that_is_no_index_is_not_replaced(runs):
     assert report(runs, "-o", runs / "all.html").exit_code == 0
 
 
+def test_an_index_makes_its_folder(runs, tmp_path):
+    index = tmp_path / "site" / "runs" / "index.html"
+    assert report(runs, "-o", index).exit_code == 0
+    assert ("../../runs/outliers/outliers.html", "../../runs/outliers") in links(index)
+
+
 def test_folders_without_runs_and_damaged_runs_are_named(runs, tmp_path):
     (tmp_path / "empty").mkdir()
     for arguments, message in (

@@ -10,6 +10,7 @@ import sys
 import threading
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,7 +21,7 @@ from diffquant.sweep import SweepOptions, run_sweep
 from diffquant.sweep.addresses import check_alike
 from diffquant.sweep.claims import Claims, latest_claims
 from diffquant.sweep.crew import Member, keep_at_work
-from diffquant.sweep.engines import local
+from diffquant.sweep.engines import local, ray_cluster
 from diffquant.sweep.engines.choice import chosen_engine
 from diffquant.sweep.engines.local import run_processes
 from diffquant.sweep.run import join_sweep
@@ -331,3 +332,16 @@ def test_a_machine_that_would_measure_other_cells_is_refused(model, tmp_path, mo
         Worker(work).run(progress)
 
     run_sweep([model], replace(OPTIONS, bits=(16,)), tmp_path, engine=asking)
+
+
+def test_what_a_ray_worker_failed_at_is_no_part_of_the_results(capsys):
+    failed = type("RayTaskError", (Exception,), {})
+
+    def get(reference):
+        raise failed("no disk")
+
+    ray = SimpleNamespace(
+        wait=lambda references, timeout: (references, []), get=get, exceptions=SimpleNamespace(RayTaskError=failed)
+    )
+    assert ray_cluster._member(ray, object(), "Ray's task 1").end() == "failed"
+    assert capsys.readouterr() == ("", "Ray's task 1: no disk\n")

@@ -122,6 +122,21 @@ def test_csv_and_json_hold_the_same_numbers_in_full(sweep):
     assert records[2]["hellaswag recovery_low"] == pytest.approx(1 + records[2]["hellaswag difference_low"] / 0.6)
 
 
+def test_an_interval_of_one_item_has_no_ends_in_csv_and_json():
+    points_of_two = points(MODELS[:1], SweepOptions(tasks=("hellaswag",), bits=(4,)))
+    stored = {"seconds": 1.0, "stored": {"weights": 5, "kv_per_token": 1.0}}
+    cells = [
+        MeasuredCell(point, "hellaswag", Measurement.from_dict(scored | stored), None)
+        for point, score in zip(points_of_two, (0.5, 0.25), strict=True)
+        for scored in [{"metric": "acc_norm", "score": score, "n": 1, "values": [score]}]
+    ]
+    record = json_rows(SweepResult(cells, {}))[1]
+    assert record["hellaswag difference"] == -0.25
+    assert [record[f"hellaswag {name}_{end}"] for name in ("difference", "recovery") for end in ("low", "high")] == [
+        None
+    ] * 4
+
+
 PER_ROW, PER_TENSOR = "attention logits, per row", "attention logits, per tensor"
 
 
@@ -231,6 +246,22 @@ def test_the_headline_names_the_largest_loss_and_the_width_from_which_none_is_me
         in headline(replace(sweep, cells=lost))[1]
     )
     assert headline(replace(sweep, cells=lost))[1].endswith("From 4 bits up no loss is measurable.")
+
+
+def test_what_gained_much_is_not_said_to_have_changed_least():
+    """A loss in nats may fall, too."""
+    options = SweepOptions(tasks=("nll",), bits=(8, 4))
+    cells = []
+    for point, nll in zip(points(MODELS[:1], options), (2.0, 1.99, 1.5), strict=True):
+        counted = {f"{kind}_by_window": [3, 3] for kind in ("tokens", "ar_hits", "others")}
+        losses = {f"{kind}_by_window": [nll, nll] for kind in ("nll", "ar_hit_nll", "other_nll")}
+        stored = {"seconds": 1.0, "stored": {"weights": 5, "kv_per_token": 1.0}}
+        cells.append(
+            MeasuredCell(point, "nll", Measurement.from_dict({"metric": "nll", **counted, **losses, **stored}), None)
+        )
+    (sentence,) = headline(SweepResult(cells, {}))
+    assert sentence.startswith("nll: least changed is transformer at logits 8:row")
+    assert "most is transformer at logits 4:row" in sentence
 
 
 def test_what_is_static_is_not_said_to_be_per_static():

@@ -84,6 +84,16 @@ def test_the_page_begins_with_what_to_take():
     assert sweep_report(swept("perplexity", text), "run", []).sections[0].title == "Which to take"
 
 
+def test_a_page_gives_no_command_that_quantize_refuses():
+    sweep = swept("perplexity", text)
+    for quantized, is_given in (([], True), ([str(MODEL)], False), (["another"], True)):
+        told = replace(sweep, settings=SETTINGS | {"quantized": quantized})
+        assert ("diffquant quantize" in page(sweep_report(told, "run", []))) == is_given
+    gguf = [replace(cell, point=replace(cell.point, model=Path("a.gguf"))) for cell in sweep.cells]
+    told = replace(sweep, cells=gguf, settings=SETTINGS | {"quantized": ["a.gguf"]})
+    assert "diffquant quantize a.gguf" in page(sweep_report(told, "run", []))
+
+
 def items(point, n):
     right = [int(i % 2 == 0) for i in range(n)]
     # As many become right as become wrong.

@@ -3,6 +3,7 @@
 import os
 import pickle
 import secrets
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -124,7 +125,7 @@ def _member(ray: Any, reference: Any, name: str) -> Member:
         try:
             ray.get(reference)
         except ray.exceptions.RayTaskError as error:
-            print(f"{name}: {error}", flush=True)
+            print(f"{name}: {error}", file=sys.stderr, flush=True)
             return "failed"
         except ray.exceptions.RayError:
             return "died"
