@@ -39,7 +39,8 @@ class SweepForecast:
             return f"nothing to measure{held}"
         unknown = "; the first cell will tell how long one takes"
         time = unknown if self.seconds is None else f"; about {spoken(self.seconds)}, if none runs beside another"
-        return f"{len(self.missing)} cells to measure{held}{time}"
+        cells = "1 cell" if len(self.missing) == 1 else f"{len(self.missing)} cells"
+        return f"{cells} to measure{held}{time}"
 
     def __str__(self) -> str:
         return "\n".join([self.headline, *(f"  {each}" for each in self.missing)])

@@ -149,3 +149,7 @@ def test_items_that_are_too_few_are_said_to_be(n, starts):
     assert sentence.startswith(starts)
     assert ("6 of 6 configurations from 16 bits" in sentence) == (n == 20)
     assert "KL 0.35 [" in sentence
+
+
+def test_one_item_alone_is_said_to_tell_nothing():
+    assert headline(swept("hellaswag", one_item)) == ["hellaswag: one item alone cannot tell a loss."]
