@@ -57,12 +57,17 @@ def check_widths(targets: Sequence[str], widths: Sequence[Width]) -> None:
         raise UsageError(f"no type of ggml is written for {', '.join(untyped)}; choose among {list(TYPES)}")
 
 
-def check_kinds(kinds: Iterable[str]) -> None:
+def check_kinds(kinds: Iterable[str], maps: int = 1) -> None:
     """Check that a GGUF file has names for weights of these kinds.
 
+    Args:
+        maps: attention maps of the model, of which llama.cpp's have one.
+
     Raises:
-        UsageError: it has none for some; all are named.
+        UsageError: it has none for some, all of which are named, or llama.cpp has no such attention.
     """
+    if maps > 1:
+        raise UsageError("llama.cpp has no DIFF attention, so llama-quantize cannot take widths of this model")
     unnamed = sorted(set(kinds) - set(IN_LAYERS.values()))
     if unnamed:
         raise UsageError(f"a GGUF file of a Llama has no tensors for {', '.join(unnamed)}, so no line can name them")

@@ -100,7 +100,7 @@ def search(
     run = Search(at_revision(model, revision), wanted, options, folder)
     check_same_search(str(wanted), run.source, options.targets, folder)
     if lines is not None:
-        check_kinds(unit.kind for unit in run.units if unit.target == "weights")
+        check_kinds((unit.kind for unit in run.units if unit.target == "weights"), run.source.spec.maps)
     if planned is not None:
         planned(run)
     result = run.run(progress or progress_for("search"))

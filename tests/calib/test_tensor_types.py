@@ -101,3 +101,13 @@ def test_layers_that_no_line_can_name_are_refused_before_the_search(tmp_path):
                 model, tmp_path / "out", 7, bits="8,6", granularity="row", tensor_types=tmp_path / "t",
                 planned=lambda _: pytest.fail("it went on"),
             )  # fmt: skip
+
+
+def test_widths_of_a_differential_model_are_refused_before_the_search(tmp_path):
+    pytest.importorskip("scipy")
+    model = tiny_lm.write_diff_v2(tmp_path / "v2")
+    with pytest.raises(UsageError, match=r"llama\.cpp has no DIFF attention"):
+        diffquant.search(
+            model, tmp_path / "out", 7, bits="8,6", granularity="row", tensor_types=tmp_path / "t",
+            planned=lambda _: pytest.fail("it went on"),
+        )  # fmt: skip
