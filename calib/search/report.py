@@ -21,7 +21,7 @@ def search_report(folder: Path) -> Report:
     sections = [
         Section("KL by size", [Charts([_pareto(group) for group in alike(results)])]),
         *(section for result in results for section in _sections(result)),
-        Section("Settings", [_settings_facts(results[-1])]),
+        Section("Settings", [_settings_facts(results)]),
     ]
     dates = [result.settings["date"] for result in results if "date" in result.settings]
     headline = [f"{result.model}, {verdict(result)}." for result in results]
@@ -59,9 +59,20 @@ def _sections(result: SearchResult) -> list[Section]:
     ]
 
 
-def _settings_facts(result: SearchResult) -> dict[str, str]:
-    facts: dict[str, str] = {}
-    for name, value in result.settings.items():
-        entries = value.items() if isinstance(value, dict) else [("", value)]
-        facts |= {f"{name} {key}".strip(): str(entry) for key, entry in entries if entry is not None}
-    return facts
+def _settings_facts(results: Sequence[SearchResult]) -> dict[str, str]:
+    """Settings by name; where searches differ in one, each value with the budgets that had it."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for result in results:
+        for name, value in result.settings.items():
+            entries = value.items() if isinstance(value, dict) else [("", value)]
+            for key, entry in entries:
+                if entry is not None:
+                    budgets = found.setdefault(f"{name} {key}".strip(), {})
+                    budgets.setdefault(str(entry), []).append(result.budget)
+    return {
+        name: "; ".join(
+            value if len(budgets) == len(results) else f"{value} (budget {', '.join(budgets)})"
+            for value, budgets in values.items()
+        )
+        for name, values in found.items()
+    }

@@ -1,5 +1,6 @@
 """The report of a folder of searches, and the chart of their candidates by size and KL."""
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -68,6 +69,16 @@ def test_the_report_says_each_verdict_and_lists_every_unit_the_costliest_first(f
     text = page(report)
     assert text.count("<svg") == 2 + 3
     assert 'href="./search-4.5-bits.json"' in text
+
+
+def test_settings_that_searches_do_not_share_name_their_budgets(folder, tmp_path):
+    for name, text in (("4.5-bits", "their.txt"), ("5.5-bits", "ours.txt")):
+        found = json.loads((folder / f"search-{name}.json").read_text())
+        found["settings"]["text"] = text
+        (tmp_path / f"search-{name}.json").write_text(json.dumps(found))
+    (facts,) = search_report(tmp_path).sections[-1].blocks
+    assert facts["text"] == "their.txt (budget 4.5 bits); ours.txt (budget 5.5 bits)"
+    assert facts["model"] == found["settings"]["model"]
 
 
 def test_a_search_replaces_pages_of_earlier_searches_alone(folder, tmp_path):
