@@ -70,7 +70,7 @@ class Observer:
         """
         tops = largest
         if self.kind == "percentile":
-            ranks = (self.percentile / 100 * counts.sum(1, keepdim=True)).ceil()
+            ranks = (self.percentile / 100 * counts.sum(1, keepdim=True).double()).ceil()
             tops = values[(counts.cumsum(1) < ranks).sum(1)].minimum(largest)
         if self.kind == "mse":
             # The bins that nobody fills reach to float32's end, where squares overflow.

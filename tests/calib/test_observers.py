@@ -73,6 +73,12 @@ def test_ranges_of_counts_are_those_of_the_values(observer):
     torch.testing.assert_close(found, observer.ranges(x), rtol=0.04, atol=0)
 
 
+def test_counts_beyond_float32_s_whole_numbers_have_their_rank():
+    # In float32 2**24 + 1 is 2**24, the rank of the first bin's last.
+    counts, values = torch.tensor([[2**24, 1]]), torch.tensor([1.0, 2.0])
+    assert Observer("percentile", 100.0).ranges_of_counts(counts, values, torch.tensor([2.0])).item() == 2
+
+
 @pytest.mark.parametrize("kind", ["absmax", "percentile", "mse"])
 def test_a_channel_of_zeros_gets_a_range_that_divides(kind):
     assert Observer(kind).ranges(torch.zeros(9, 2)).tolist() == [1, 1]
