@@ -114,4 +114,4 @@ def _coded_blocks(call: AttentionCall, first: int) -> Iterator[tuple[slice, list
 
 def _rows_of(weight: Tensor, rows: slice) -> Tensor:
     """λ or the signal gate for a range of queries."""
-    return weight[..., rows, :] if weight.dim() == 4 and weight.shape[-2] > 1 else weight
+    return weight[..., rows, :] if weight.dim() > 1 and weight.shape[-2] > 1 else weight

@@ -110,6 +110,17 @@ def test_more_pairs_than_channels_serve(backend):
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("text", ["16", "4:row"])
+@pytest.mark.parametrize("shape", [(13, 1), (6, 13, 1), (1, 6, 1, 1), (2, 1, 13, 1)])
+def test_weights_of_queries_may_lack_axes(shape, text, monkeypatch):
+    monkeypatch.setattr(weights, "_BLOCK_ENTRIES", 2 * 6 * 2 * 13 * 5)
+    q, k, v, _ = random_inputs("v1", 13, 13)
+    scheme, lam, gate = Scheme.parse(text), torch.rand(shape), torch.rand(shape)
+    call = AttentionCall(q, k, v, lam, scale=0.3, mask=Mask(), logits=scheme, signal_gate=gate)
+    backend = "simulated" if scheme.quantizes else "blocks"
+    torch.testing.assert_close(attend(call, backend), attend(call, "naive"), rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("backend", ["naive", "flashdiff2"])
 def test_any_strides_serve(backend):
     q, k, v, lam = random_inputs("v1", 13, 13)
