@@ -33,7 +33,7 @@ def backend_for(call: AttentionCall, name: str = "auto") -> Backend:
         UsageError: the backend is unknown or cannot do what is asked, or none can; the message gives each one's reason.
     """
     check_backend(name, [call.rounds_maps])
-    if not call.q[0].numel():
+    if not call.q[0].numel() or not call.keys:
         return _EMPTY
     if name != "auto":
         if refusal := BACKENDS[name].refuses(call):
@@ -53,8 +53,8 @@ def backend_for(call: AttentionCall, name: str = "auto") -> Backend:
 
 def _of_nothing(call: AttentionCall) -> Tensor:
     call.count()
-    return call.v.new_empty(*call.q[0].shape[:3], call.v.shape[-1])
+    return call.v.new_zeros(*call.q[0].shape[:3], call.v.shape[-1])
 
 
-# Kernels do not have to handle empty batches or sequences.
+# Kernels do not have to handle empty batches or sequences, nor queries without a single key.
 _EMPTY = Backend("empty", _of_nothing)

@@ -121,6 +121,15 @@ def test_weights_of_queries_may_lack_axes(shape, text, monkeypatch):
     torch.testing.assert_close(attend(call, backend), attend(call, "naive"), rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("text", ["16", "4:row", "4:tensor:shift", "4:b8"])
+@pytest.mark.parametrize("length", [1, 3])
+def test_queries_without_a_key_get_nothing(length, text):
+    q, k, v, lam = random_inputs("v1", length, 0)
+    call = AttentionCall(q, k, v, lam, scale=0.3, mask=Mask(), logits=Scheme.parse(text), post=PairNorm(1e-5))
+    for backend in ("auto", "naive"):
+        assert torch.equal(attend(call, backend), torch.zeros(2, 6, length, 16, dtype=v.dtype))
+
+
 @pytest.mark.parametrize("backend", ["naive", "flashdiff2"])
 def test_any_strides_serve(backend):
     q, k, v, lam = random_inputs("v1", 13, 13)
