@@ -130,6 +130,13 @@ def test_queries_without_a_key_get_nothing(length, text):
         assert torch.equal(attend(call, backend), torch.zeros(2, 6, length, 16, dtype=v.dtype))
 
 
+@pytest.mark.parametrize("backend", ["naive", "flashdiff2", "blocks"])
+def test_a_norm_in_float32_leaves_the_values_type(backend):
+    q, k, v, lam = random_inputs("v1", 5, 5, dtype=torch.bfloat16)
+    post = PairNorm(1e-5, torch.rand(16), 0.7)
+    assert attend(AttentionCall(q, k, v, lam, scale=0.3, mask=Mask(), post=post), backend).dtype == v.dtype
+
+
 @pytest.mark.parametrize("backend", ["naive", "flashdiff2"])
 def test_any_strides_serve(backend):
     q, k, v, lam = random_inputs("v1", 13, 13)
