@@ -36,19 +36,26 @@ def backend_for(call: AttentionCall, name: str = "auto") -> Backend:
     if not call.q[0].numel() or not call.keys:
         return _EMPTY
     if name != "auto":
-        if refusal := BACKENDS[name].refuses(call):
+        if refusal := _refusal(BACKENDS[name], call):
             raise UsageError(f"attention backend {name!r}: {refusal}; use auto")
         return BACKENDS[name]
     refusals = []
     for backend in by_priority(call.rounds_maps):
         if not backend.pays(call):
             continue
-        refusal = backend.refuses(call)
+        refusal = _refusal(backend, call)
         if refusal is None:
             return backend
         refusals.append(f"{backend.name}: {refusal}")
         log_once(__name__, logging.INFO, "attention backend %s is not used: %s", backend.name, refusal)
     raise UsageError(f"no attention backend serves this call: {'; '.join(refusals)}")
+
+
+def _refusal(backend: Backend, call: AttentionCall) -> str | None:
+    """The reason why a backend cannot serve a call, or None."""
+    if call.qk.quantizes and not backend.rounds_operands:
+        return f"queries and keys at {call.qk} have to be rounded before the call"
+    return backend.refuses(call)
 
 
 def _of_nothing(call: AttentionCall) -> Tensor:

@@ -137,6 +137,13 @@ def test_a_norm_in_float32_leaves_the_values_type(backend):
     assert attend(AttentionCall(q, k, v, lam, scale=0.3, mask=Mask(), post=post), backend).dtype == v.dtype
 
 
+def test_queries_and_keys_that_no_backend_rounds_are_refused():
+    call = AttentionCall(*random_inputs("v1", 5, 5), scale=0.3, mask=Mask(), qk=Scheme.parse("4:row"))
+    for backend in ("auto", "naive"):
+        with pytest.raises(UsageError, match="queries and keys at 4:row have to be rounded before the call"):
+            attend(call, backend)
+
+
 @pytest.mark.parametrize("backend", ["naive", "flashdiff2"])
 def test_any_strides_serve(backend):
     q, k, v, lam = random_inputs("v1", 13, 13)
