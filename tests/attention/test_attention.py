@@ -471,9 +471,10 @@ def test_the_flash_attn_package_is_asked_for_the_equation(monkeypatch, generatio
 
 
 def test_what_the_flash_attn_package_cannot_do_is_refused(monkeypatch):
-    def refusal(dtype=torch.float16, is_cuda=True, keys=None, window=None):
-        v, mask = SimpleNamespace(is_cuda=is_cuda, dtype=dtype), Mask(keys, window)
-        call = SimpleNamespace(v=v, mask=mask, keys=3, soft_cap=None)
+    def refusal(dtype=torch.float16, is_cuda=True, keys=None, window=None, widths=(64, 128)):
+        v = SimpleNamespace(is_cuda=is_cuda, dtype=dtype, shape=(1, 1, 3, widths[1]))
+        q = [torch.empty(1, 1, 3, widths[0])]
+        call = SimpleNamespace(q=q, v=v, mask=Mask(keys, window), keys=3, soft_cap=None)
         return BACKENDS["flash_attn"].refuses(call)
 
     monkeypatch.setattr(composed, "_has_flash_attn", lambda: True)
@@ -484,5 +485,9 @@ def test_what_the_flash_attn_package_cannot_do_is_refused(monkeypatch):
     assert "padding masks" in refusal(keys=torch.ones(2, 3, dtype=torch.bool))
     assert refusal(window=3) is None
     assert "windows" in refusal(window=2)
+    # csrc/flash_attn/flash_api.cpp checks that heads are no wider than 256 and V's as wide as Q's.
+    assert refusal(widths=(256, 256)) is None
+    assert "keys are 192 and values 128 wide" in refusal(widths=(192, 128))
+    assert "keys are 576 and values 576 wide" in refusal(widths=(576, 576))
     monkeypatch.setattr(composed, "_has_flash_attn", lambda: False)
     assert "pip install flash-attn" in refusal()
