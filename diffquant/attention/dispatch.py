@@ -33,17 +33,17 @@ def backend_for(call: AttentionCall, name: str = "auto") -> Backend:
         UsageError: the backend is unknown or cannot do what is asked, or none can; the message gives each one's reason.
     """
     check_backend(name, [call.rounds_maps])
-    if not call.q[0].numel():
+    if not call.q[0].numel() or not call.keys:
         return _EMPTY
     if name != "auto":
-        if refusal := BACKENDS[name].refuses(call):
+        if refusal := _refusal(BACKENDS[name], call):
             raise UsageError(f"attention backend {name!r}: {refusal}; use auto")
         return BACKENDS[name]
     refusals = []
     for backend in by_priority(call.rounds_maps):
         if not backend.pays(call):
             continue
-        refusal = backend.refuses(call)
+        refusal = _refusal(backend, call)
         if refusal is None:
             return backend
         refusals.append(f"{backend.name}: {refusal}")
@@ -51,10 +51,17 @@ def backend_for(call: AttentionCall, name: str = "auto") -> Backend:
     raise UsageError(f"no attention backend serves this call: {'; '.join(refusals)}")
 
 
+def _refusal(backend: Backend, call: AttentionCall) -> str | None:
+    """The reason why a backend cannot serve a call, or None."""
+    if call.qk.quantizes and not backend.rounds_operands:
+        return f"queries and keys at {call.qk} have to be rounded before the call"
+    return backend.refuses(call)
+
+
 def _of_nothing(call: AttentionCall) -> Tensor:
     call.count()
-    return call.v.new_empty(*call.q[0].shape[:3], call.v.shape[-1])
+    return call.v.new_zeros(*call.q[0].shape[:3], call.v.shape[-1])
 
 
-# Kernels do not have to handle empty batches or sequences.
+# Kernels do not have to handle empty batches or sequences, nor queries without a single key.
 _EMPTY = Backend("empty", _of_nothing)

@@ -140,8 +140,12 @@ def count_logits(
     scales: Sequence[Tensor],
     visible: Tensor | None,
     scheme: Scheme,
+    *,
+    is_first: bool = True,
 ) -> None:
     """Count in a meter what rounding will do to prepared logits, one [B, h, T, S] a map, which are not rounded yet.
+
+    A scale counts once, however many entries share it.
 
     Args:
         meter: meter that counts.
@@ -149,7 +153,10 @@ def count_logits(
         largest, scales: their `magnitudes`, and the scales made of them.
         visible: bool, broadcastable to [B, h, T, S], or None if everything is visible.
         scheme: scheme of the logits.
+        is_first: whether these are a call's first queries, with which scales count that span all of them.
     """
+    sharing = scheme.sharing
+    height, width = sharing.tile or 1, (sharing.size or 1 if sharing.name in ("block", "group") else 1)
     batch, _, length, keys = prepared[0].shape
     heads = sum(logits.shape[1] for logits in prepared)
     seen = batch * length * keys if visible is None else visible.sum() * (batch // visible.shape[0])
@@ -159,7 +166,8 @@ def count_logits(
         if scheme.shift or scheme.sharing.is_static or scheme.format.block:
             reach = logit_format(scheme.format, scheme.shift).reach * scale
             meter.count(0, (logits.abs() > reach).sum())
-        meter.record_scales(scale, top)
+        if is_first or not (sharing.spans_rows or sharing.is_static):
+            meter.record_scales(scale[..., ::height, ::width], top[..., ::height, ::width])
 
 
 def _largest(logits: Tensor, sharing: Sharing) -> Tensor:

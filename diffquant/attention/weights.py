@@ -69,7 +69,7 @@ def softmax_blocks(call: AttentionCall, first: int = 0) -> Iterator[tuple[slice,
             largest = shared or magnitudes(coded, logits, call.ranges)
             scales = [logit_format(logits.format, logits.shift).scale_of(top) for top in largest]
             if call.meter is not None:
-                count_logits(call.meter, coded, largest, scales, visible, logits)
+                count_logits(call.meter, coded, largest, scales, visible, logits, is_first=not rows.start)
             for each, scale in zip(coded, scales, strict=True):
                 round_logits(each, scale, logits)
         yield rows, [softmax_weights(x, visible, call.p) for x in from_coded(coded, logits)]
@@ -114,4 +114,4 @@ def _coded_blocks(call: AttentionCall, first: int) -> Iterator[tuple[slice, list
 
 def _rows_of(weight: Tensor, rows: slice) -> Tensor:
     """λ or the signal gate for a range of queries."""
-    return weight[..., rows, :] if weight.dim() == 4 and weight.shape[-2] > 1 else weight
+    return weight[..., rows, :] if weight.dim() > 1 and weight.shape[-2] > 1 else weight

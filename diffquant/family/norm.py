@@ -32,4 +32,4 @@ def pair_norm(y: Tensor, post: PairNorm | None) -> Tensor:
     normed = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + post.eps)).to(y.dtype)
     if post.weight is not None:
         normed = post.weight * normed
-    return normed * post.factor
+    return (normed * post.factor).to(y.dtype)

@@ -4,13 +4,14 @@ Parameters keep the row order of the checkpoint they came from; the spec's `layo
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.utils.generic import maybe_autocast
 
 from diffquant.attention import BACKENDS, LogitMeter, backend_for
 from diffquant.attention.operands import rounded_operands, rounded_values
@@ -86,7 +87,15 @@ class PairAttention(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, lam: Tensor | None, mask: Mask, signal_gate: Tensor | None = None
     ) -> Tensor:
         """Output [B, T, h·dv] of queries [B, query heads, T, d] over keys [B, key heads, S, d] and their values."""
-        dtype = v.dtype
+        # Under autocast RoPE and norms return float32 beside the values' bfloat16.
+        q, k = q.to(v.dtype), k.to(v.dtype)
+        with as_written(v):
+            return self._attend(q, k, v, lam, mask, signal_gate).to(v.dtype).transpose(1, 2).flatten(2)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, lam: Tensor | None, mask: Mask, signal_gate: Tensor | None
+    ) -> Tensor:
+        """Output [B, h, T, dv] of `attend`, in the type that it is computed in."""
         # Only a backend that is chosen by name rounds queries and keys itself.
         named = self.calls_backend in BACKENDS and BACKENDS[self.calls_backend].rounds_operands
         by_backend = named and not self.pv.quantizes and self.calls is None
@@ -117,12 +126,13 @@ class PairAttention(nn.Module):
         )
         if self.calls is not None:
             self.calls.append(call)
-        return backend_for(call, self.calls_backend).compute(call).to(dtype).transpose(1, 2).flatten(2)
+        return backend_for(call, self.calls_backend).compute(call)
 
     def scalar_lam(self) -> Tensor:
         """λ of a V1 layer, a float32 scalar."""
-        vectors = (getattr(self, name) for name in LAMBDA_VECTORS)
-        return lam_from_vectors(*vectors, init=self.lam_init)
+        vectors = [getattr(self, name) for name in LAMBDA_VECTORS]
+        with as_written(vectors[0]):
+            return lam_from_vectors(*vectors, init=self.lam_init)
 
     def post(self) -> PairNorm | None:
         """Norm over a pair's output, with its factor 1 - λ_init, if the model has one.
@@ -216,10 +226,20 @@ def observed(attention: PairAttention) -> Iterator[list[AttentionCall]]:
         attention.calls = None
 
 
+def as_written(x: Tensor) -> AbstractContextManager[None]:
+    """Context in which products on x's device take their operands' types, also under autocast.
+
+    It would compute λ and the logits that a recipe rounds in bfloat16.
+    """
+    context: AbstractContextManager[None] = maybe_autocast(x.device.type, enabled=False)
+    return context
+
+
 def sigmoids(x: Tensor, projection: nn.Module, rows: slice = slice(None)) -> Tensor:
     """Sigmoids [B, h, T, 1] in float32 of some rows of a projection of x [B, T, D]."""
     if type(projection) is nn.Linear:
-        gates = linear(x.float(), projection.weight[rows].float())
+        with as_written(x):
+            gates = linear(x.float(), projection.weight[rows].float())
     else:  # An adapter takes the Linear's place, and adds to what its weight gives.
         gates = projection(x)[..., rows].float()
     return gates.sigmoid().transpose(1, 2).unsqueeze(-1)

@@ -17,6 +17,8 @@ from diffquant.family.call import AttentionCall
 from diffquant.family.heads import each_pairs_noise
 from diffquant.family.norm import pair_norm
 
+# The widest heads that the flash-attn package has kernels for.
+_WIDEST = 256
 # From q [B, H, T, d], k [B, H_kv, S, d] and v [B, H_kv, S, dv] to [B, H, T, dv].
 MapAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -111,6 +113,12 @@ def _flash_attn_refuses(call: AttentionCall) -> str | None:
         return "flash-attn is called without padding masks here"
     if call.mask.hides_by_window(call.keys):
         return "flash-attn is called without windows here"
+    width, value_width = call.q[0].shape[-1], call.v.shape[-1]
+    if width > _WIDEST or value_width % width:
+        return (
+            f"flash-attn takes heads up to {_WIDEST} wide and values as wide, called for each part of wider ones; "
+            f"here keys are {width} and values {value_width} wide"
+        )
     return None if _has_flash_attn() else "the flash-attn package is not installed: pip install flash-attn"
 
 

@@ -6,7 +6,7 @@ from torch.nn.functional import linear, rms_norm, silu
 
 from diffquant.errors import UsageError
 from diffquant.family.mask import Mask
-from diffquant.model.attention import PairAttention, without_padding
+from diffquant.model.attention import PairAttention, as_written, without_padding
 from diffquant.model.dragon.blocks import GATE_BIAS, TensorProductBlock
 from diffquant.model.dragon.cache import MixedLayer, before
 from diffquant.model.packing import Packing
@@ -114,7 +114,8 @@ class TensorProductMixer(PairAttention):
 
     def _sigmoids(self, h: Tensor, name: str) -> Tensor:
         wide = compute_dtype(h)
-        return linear(h.to(wide), self.get_parameter(f"{name}.weight").to(wide)).sigmoid()
+        with as_written(h):
+            return linear(h.to(wide), self.get_parameter(f"{name}.weight").to(wide)).sigmoid()
 
 
 class TensorProductAttention(nn.Module):
