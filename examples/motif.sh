@@ -3,7 +3,7 @@
 #
 #   examples/motif.sh [Motif-Technologies/Motif-2.6B] [FOLDER]
 #
-# It needs a network, `pip install "diffquant[onnx]" huggingface_hub`, and disk for the weights twice over. The 2.6B takes 5.2 GB in bfloat16,
+# It needs a network, `pip install '.[onnx,search]'` in a clone, and disk for the weights twice over. The 2.6B takes 5.2 GB in bfloat16,
 # the 12.7B 25 GB. Interrupted, it goes on where it stopped when it is started again.
 set -eu
 

@@ -3,7 +3,7 @@
 #
 #   examples/phi4flash.sh [microsoft/Phi-4-mini-flash-reasoning] [FOLDER]
 #
-# It needs a network, `pip install diffquant huggingface_hub`, and disk for the weights twice over: 7.7 GB in bfloat16. The scan of Mamba is plain
+# It needs a network, `pip install .` in a clone, and disk for the weights twice over: 7.7 GB in bfloat16. The scan of Mamba is plain
 # torch, a token after the other, so that a text of some thousand tokens takes a while. Interrupted, it goes on where it stopped.
 set -eu
 

@@ -156,11 +156,19 @@ def distance(model: Vision, full: Tensor, rounded: Tensor) -> float:
 
 
 def read_model(file: Path) -> Vision:
-    """A model from a .safetensors file, or from a torch checkpoint, of which nothing but tensors is read."""
+    """A model from a .safetensors file, or from a torch checkpoint, of which nothing but plain data is read."""
     if file.suffix == ".safetensors":
         return Vision(load_file(file))
-    stored = torch.load(file, map_location="cpu", weights_only=True)
+    # SLIP's trainer, which checkpoint_best.pt is named by, puts its command line beside the weights.
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        stored = torch.load(file, map_location="cpu", weights_only=True)
     return Vision(stored.get("state_dict", stored))
+
+
+def names_of(files: list[Path]) -> list[str]:
+    """Each model's folder, where that tells them apart, else its file."""
+    folders = [file.parent.name for file in files]
+    return folders if all(folders) and len({*folders}) == len(files) else [str(file) for file in files]
 
 
 def read_images(folder: Path | None, patch: int, count: int) -> Tensor:
@@ -189,7 +197,7 @@ def main() -> None:
     parser.add_argument("--images", type=Path, help="folder of pictures; noise by default")
     parser.add_argument("--count", type=int, default=16, help="how many images (default: 16)")
     options = parser.parse_args()
-    models = {file.parent.name or file.stem: read_model(file) for file in options.models}
+    models = dict(zip(names_of(options.models), map(read_model, options.models), strict=True))
     rows: dict[str, list[str]] = {name: [] for name in ("largest |logit|", "median |logit|", *SCHEMES)}
     for model in models.values():
         images = read_images(options.images, model.patch, options.count)
@@ -200,9 +208,10 @@ def main() -> None:
         for scheme in SCHEMES:
             model.logits = Scheme.parse(scheme)
             rows[scheme].append(f"{distance(model, full, model.answers(images)):.2e}")
-    print("logits at        " + "".join(f"{name:>26}" for name in models))
+    width = max(26, 2 + max(map(len, models)))
+    print("logits at        " + "".join(f"{name:>{width}}" for name in models))
     for name, values in rows.items():
-        print(f"{name:17}" + "".join(f"{value:>26}" for value in values))
+        print(f"{name:17}" + "".join(f"{value:>{width}}" for value in values))
     said = {"1 - cosine of the embeddings" if model.is_clip else "KL in nats" for model in models.values()}
     print(f"Distances from 16 bits: {', '.join(sorted(said))}, mean over {len(images)} images.")
 

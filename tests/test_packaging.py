@@ -99,6 +99,7 @@ def test_a_source_distribution_holds_tests_pages_and_all_models(archives):
         names = {name.partition("/")[2] for name in archive.getnames()}
     wanted = [
         "CHANGELOG.md",
+        "CITATION.cff",
         "CONTRIBUTING.md",
         "LICENSE",
         "Makefile",
@@ -106,6 +107,7 @@ def test_a_source_distribution_holds_tests_pages_and_all_models(archives):
         "SECURITY.md",
         "constraints.txt",
         "constraints-serving.txt",
+        "mkdocs.yml",
     ]
     folders = ("docs", "tests", "examples", "research", "diffquant/data")
     wanted += [str(f.relative_to(ROOT)) for folder in folders for f in (ROOT / folder).rglob("*") if f.is_file()]

@@ -2,7 +2,9 @@
 
 import json
 import re
+import shlex
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -81,8 +83,8 @@ def test_the_models_ship_with_how_they_were_trained():
 
 @thorough
 def test_pocket_demo_shows_figure_8_and_asks_the_4_bit_model(tmp_path):
-    said = []
-    demo(tmp_path / "out", minutes=0, pocket=True, overwrite=False, say=said.append)
+    said, folder = [], tmp_path / "my demo"
+    demo(folder, minutes=0, pocket=True, overwrite=False, say=said.append)
     text = "\n".join(said)
     found = {name: counts_of(text, name) for name in MODELS}
     # Columns: 16 bits, 4 and 3 bits with one scale per tensor, then with shifted rows.
@@ -91,12 +93,14 @@ def test_pocket_demo_shows_figure_8_and_asks_the_4_bit_model(tmp_path):
     assert all(min(counts[3:]) >= 27 for counts in found.values())
     answers = re.findall(r"^(?:torch|ONNX Runtime): .*Paris is (.*)$", text, re.M)
     assert [answer.split()[0].strip(".") for answer in answers] == ["42"] * 2
-    assert (tmp_path / "out" / "retrieval" / "places.png").is_file()
+    assert (folder / "retrieval" / "places.png").is_file()
+    verify = next(line for line in text.splitlines() if line.startswith("  diffquant verify "))
+    assert [Path(word).is_dir() for word in shlex.split(verify)[2:]] == [True] * 2
     # It ends with what to open and what to do next, and no line of its own is too long for a terminal.
-    assert text.index(answers[-1]) < text.index(f"  {tmp_path}/out/retrieval/report.html\n") < text.index("ORG/NAME")
+    assert text.index(answers[-1]) < text.index(f"  {folder}/retrieval/report.html\n") < text.index("ORG/NAME")
     assert max(len(line) for line in text.split("2. Quantize")[0].splitlines() if str(tmp_path) not in line) <= 80
     with pytest.raises(OutputExistsError):
-        demo(tmp_path / "out", minutes=0, pocket=True, overwrite=False, say=said.append)
+        demo(folder, minutes=0, pocket=True, overwrite=False, say=said.append)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import math
 import runpy
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -205,6 +206,24 @@ def test_a_pair_is_compared_by_one_command(example, tmp_path, monkeypatch, capsy
     # Both are the same weights.
     assert all(line.split()[-1] == line.split()[-2] for line in lines[1:-1])
     assert {line.split()[0] for line in lines[3:-1]} == set(example["SCHEMES"])
+
+
+def test_models_of_one_folder_are_told_apart_by_their_files(example, tmp_path, monkeypatch, capsys):
+    files = [str(tmp_path / name) for name in ("differential.safetensors", "other.safetensors")]
+    for file in files:
+        save_file(differential(), file)
+    monkeypatch.setattr(sys, "argv", ["vision_pairs.py", *files, "--count", "1"])
+    example["main"]()
+    assert capsys.readouterr().out.splitlines()[0].split() == ["logits", "at", *files]
+
+
+def test_a_checkpoint_of_a_trainer_holds_its_command_line_too(example, tmp_path):
+    """As SLIP's main.py writes checkpoint_best.pt, whose names DiffCLIP's files have."""
+    tensors = differential()
+    stored = {"state_dict": {f"module.{name}": each for name, each in tensors.items()}, "args": Namespace(lr=1e-3)}
+    torch.save(stored, tmp_path / "checkpoint_best.pt")
+    model = example["read_model"](tmp_path / "checkpoint_best.pt")
+    assert {name: each.shape for name, each in model.tensors.items()} == {name: t.shape for name, t in tensors.items()}
 
 
 def test_other_weights_are_refused(example):

@@ -137,6 +137,7 @@ def map_attention(
     sources = [open_source(model) for model in models]
     for source in sources:
         source.transformer("attention-map")
+        _ = source.tokenizer
     names = model_names(list(models))
     attention_by_model = [
         _map_model(load(source, recipe, run_dtype, device), source, names[path], haystack, plan, progress)

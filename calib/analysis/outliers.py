@@ -16,7 +16,7 @@ from diffquant.model.causal import CausalModel
 from diffquant.model.walk import batches, causal_logits
 from diffquant.source.placement import at_hand
 from diffquant.source.places import Places
-from diffquant.source.source import open_source
+from diffquant.source.source import Source, open_source
 from diffquant.support.code import provenance
 from diffquant.support.devices import resolve_device, resolve_dtype
 from diffquant.support.files import check_distinct
@@ -59,16 +59,19 @@ def find_outliers(
     run_dtype = resolve_dtype(dtype, device)
     read = load_text(text)
     names = model_names(list(models))
+    # A model takes minutes: what another lacks is told before.
+    sources = [open_source(path) for path in models]
+    for source in sources:
+        _ = source.tokenizer
 
-    def measure(path: Path) -> ModelOutliers:
-        source = open_source(path)
+    def measure(name: str, source: Source) -> ModelOutliers:
         model = load(source, None, run_dtype, device, device_map=places)
         ids = token_windows(model, source.tokenizer, read, window, tokens)
         magnitudes = measure_magnitudes(model, ids, batch_tokens, progress)
         generation = model.config.diff_spec.generation
-        return ModelOutliers(names[path], generation, source.fingerprint, ids.numel(), *magnitudes)
+        return ModelOutliers(name, generation, source.fingerprint, ids.numel(), *magnitudes)
 
-    outliers_by_model = [measure(path) for path in models]
+    outliers_by_model = [measure(names[path], source) for path, source in zip(models, sources, strict=True)]
     settings = {
         "text": text_digest(read),
         "window": window,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from shlex import quote
 
 import torch
 
@@ -39,7 +40,7 @@ def speak_twice(
     generator = Generator(exported)
     say("ONNX Runtime: " + _continued(prompt, generator.stream(prompt, new_tokens)))
     say(f"{generator.speed}\n{summary}")
-    say(f"To compare the two layer by layer:\n  diffquant verify {exported} {checkpoint}\n")
+    say(f"To compare the two layer by layer:\n  diffquant verify {quote(str(exported))} {quote(str(checkpoint))}\n")
 
 
 def _continued(prompt: str, pieces: Iterable[str]) -> str:

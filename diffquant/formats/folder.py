@@ -120,9 +120,11 @@ def _check_adapter(folder: Path) -> None:
         CheckpointError: there is one.
     """
     if (folder / ADAPTER).is_file():
+        is_model = (folder / "config.json").is_file()
         raise CheckpointError(
             f"{folder} holds {ADAPTER}, and the weights of an adapter are not added here: merge it into the model "
-            f"(peft's merge_and_unload), or, to have the model without it, remove {ADAPTER}"
+            "(peft's merge_and_unload), or, to have the model without it, "
+            + (f"remove {ADAPTER}" if is_model else "give the model that it was trained on")
         )
 
 

@@ -37,6 +37,13 @@ def run(capsys, monkeypatch):
     return call
 
 
+of_several_models = pytest.mark.parametrize(
+    "arguments",
+    [("outliers", "--tokens", 128, "--window", 64), ("attention-map", "--samples", 1, "--lengths", 120)],
+    ids=lambda words: words[0],
+)
+
+
 def test_outliers_stand_side_by_side_and_a_conversion_changes_none(run, models, tmp_path):
     code, out, err = run("outliers", *models, "-o", tmp_path / "o", "--tokens", 300, "--window", 64, "--json")
     assert code == 0, err
@@ -54,11 +61,17 @@ def test_outliers_stand_side_by_side_and_a_conversion_changes_none(run, models, 
     assert (code, out.splitlines()[0].split()[:4]) == (0, ["model", "activation", "top", "1"])
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [("outliers", "--tokens", 128, "--window", 64), ("attention-map", "--samples", 1, "--lengths", 120)],
-    ids=lambda words: words[0],
-)
+@of_several_models
+def test_a_model_without_a_tokenizer_is_told_before_another_is_measured(run, models, tmp_path, arguments, monkeypatch):
+    for module in ("outliers", "attention_map"):
+        monkeypatch.setattr(f"diffquant.calib.analysis.{module}.load", lambda *_, **__: pytest.fail("it was loaded"))
+    bare = shutil.copytree(models[1], tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
+    code, _, err = run(*arguments, models[0], bare)
+    assert code == 1
+    assert "bare: there is no tokenizer.json" in err
+
+
+@of_several_models
 def test_models_whose_folders_are_called_alike_are_told_apart(run, models, tmp_path, arguments):
     folders = [shutil.copytree(model, tmp_path / letter / "hf") for model, letter in zip(models, "ab", strict=True)]
     code, out, err = run(*arguments, *folders, "--json")

@@ -63,6 +63,15 @@ async function keyboard() {
   return reached;
 }
 
+/** The continuation that is shown after a prompt was taken away and the button pressed. */
+async function emptyPrompt() {
+  await page.fill("#prompt", "");
+  await page.click("#go");
+  const shown = await text("continuation");
+  await settled();
+  return shown;
+}
+
 async function longPrompt() {
   await page.fill("#prompt", "one two three ".repeat(200));
   await page.click("#go");
@@ -96,7 +105,7 @@ async function missingLibrary(file) {
   return text("error");
 }
 
-const seen = { ...(await use()), reached: await keyboard(), long: await longPrompt(), fallback: await withoutWebGpu() };
+const seen = { ...(await use()), reached: await keyboard(), empty: await emptyPrompt(), long: await longPrompt(), fallback: await withoutWebGpu() };
 seen.problems = [...problems];
 seen.missing = await missingModel();
 seen.unfetched = [await missingLibrary("ort.wasm.min.mjs"), await missingLibrary("tokenizers.min.mjs")];

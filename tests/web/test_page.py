@@ -88,6 +88,10 @@ def test_the_keyboard_reaches_every_control_and_moves_the_row(seen):
     assert seen["row"]["last"] != seen["row"]["home"]
 
 
+def test_an_empty_prompt_is_not_continued(seen):
+    assert seen["empty"] == seen["first"]["continuation"]
+
+
 def test_errors_stand_in_the_page(seen):
     assert "Shorten it" in seen["long"]
     assert seen["fallback"]["note"].startswith("WebGPU cannot be used here")
