@@ -159,7 +159,7 @@ def read_model(file: Path) -> Vision:
     """A model from a .safetensors file, or from a torch checkpoint, of which nothing but plain data is read."""
     if file.suffix == ".safetensors":
         return Vision(load_file(file))
-    # SLIP's trainer, which checkpoint_best.pt is named by, puts its command line beside the weights.
+    # SLIP's trainer, which names its files checkpoint_best.pt, puts its command line beside the weights.
     with torch.serialization.safe_globals([argparse.Namespace]):
         stored = torch.load(file, map_location="cpu", weights_only=True)
     return Vision(stored.get("state_dict", stored))

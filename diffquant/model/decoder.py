@@ -22,6 +22,7 @@ from diffquant.model.config import ArchitectureConfig
 from diffquant.model.generation_modes import check_cache, dependence_on_steps
 from diffquant.model.graphed_steps import GraphedSteps
 from diffquant.recipe import Recipe
+from diffquant.recipe.targets import LAYER_TARGETS
 
 _LAMBDA_STD = 0.1
 
@@ -102,7 +103,7 @@ class Decoder(CausalPreTrainedModel):
 
         Raises:
             UsageError: inputs contradict each other, a cache does not keep what the recipe says, or attention maps are
-                asked for, which are never stored.
+                asked for, which are never stored; in a backward pass, the recipe rounds more than weights.
         """
         if self.config.output_attentions if output_attentions is None else output_attentions:
             raise UsageError("output_attentions is not supported: attention maps are not kept")
@@ -128,6 +129,8 @@ class Decoder(CausalPreTrainedModel):
         # Attention reads K and V as a quantized cache stores them, also where the caller keeps none.
         read = self.new_cache() if held is None and self.has_quantized_cache else held
         x = self.run_layers(x, mask, past, position_ids, read, states)
+        if x.requires_grad and self.recipe.rounds(*LAYER_TARGETS):
+            x.register_hook(_refuse_gradients)
         of_layers = None if states is None else (*states, x)
         return BaseModelOutputWithPast(last_hidden_state=x, hidden_states=of_layers, **{CACHE: held})
 
@@ -172,7 +175,7 @@ class Decoder(CausalPreTrainedModel):
 
     @property
     def has_quantized_cache(self) -> bool:
-        return any(scheme.quantizes for target in ("k", "v") for scheme in self.recipe.schemes_of(target))
+        return self.recipe.rounds("k", "v")
 
     def needs_own_cache(self, implementation: str | None) -> bool:  # noqa: ARG002  some models look at it
         """Whether `generate` must use `new_cache`.
@@ -194,3 +197,10 @@ class Decoder(CausalPreTrainedModel):
     @abstractmethod
     def new_cache(self) -> Cache:
         """An empty cache as the recipe wants it."""
+
+
+def _refuse_gradients(_: Tensor) -> None:
+    raise UsageError(
+        "rounded caches and operands of attention have no gradients: train at 16 bits, after "
+        "model.apply_recipe(diffquant.Recipe()), and quantize what is trained"
+    )

@@ -63,7 +63,7 @@ def _check_weights_alone(source: WeightSource, recipe: Recipe, schemes: Mapping[
                 f"override {pattern!r} is about the {last} of layers, by its end, and {source.path} is quantized by "
                 f"its tensors' names alone; for a weight of that name write {literal!r}"
             )
-    targets = [target for target in LAYER_TARGETS if any(s.quantizes for s in recipe.schemes_of(target))]
+    targets = [target for target in LAYER_TARGETS if recipe.rounds(target)]
     if targets:
         raise UsageError(
             f"{source.path} (model_type {source.model_type!r}) is quantized by its tensors' names and not run: it has "

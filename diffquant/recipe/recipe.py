@@ -230,6 +230,10 @@ class Recipe:
         """Every scheme of some tensor."""
         return {*(getattr(self, target) for target in TARGETS), *self.overrides.values()}
 
+    def rounds(self, *targets: str) -> bool:
+        """Whether some layer rounds one of these `LAYER_TARGETS`."""
+        return any(scheme.quantizes for target in targets for scheme in self.schemes_of(target))
+
     @property
     def rounds_maps(self) -> set[bool]:
         """Whether layers round their maps, by logits or by softmax weights: as backends must be able to."""

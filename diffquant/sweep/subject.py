@@ -149,13 +149,13 @@ class CheckpointSubject:
         result = task.run(TorchModel(model, self.source.tokenizer), reference, progress)
         seconds = round(time.monotonic() - started, 2)
         measured = self.source.recipe if recipe is None else recipe
-        if any(_quantizes(measured, target) for target in ("logits", "qk", "p", "pv")):
+        if measured.rounds("logits", "qk", "p", "pv"):
             model.require_fired()
         weights = weights_of(measured)
         if weights not in self._weight_bytes:
             self._weight_bytes[weights] = weight_bytes(self.source, measured)
         self.source.check_unchanged()
-        report = model.logit_report() if _quantizes(measured, "logits") else None
+        report = model.logit_report() if measured.rounds("logits") else None
         return Measurement(result, seconds, self._weight_bytes[weights], kv_bytes_per_token(model), report, commit())
 
     def model(self, recipe: Recipe | None) -> CausalModel:
@@ -177,7 +177,3 @@ class CheckpointSubject:
 def weights_of(recipe: Recipe) -> str:
     """A recipe's weights alone, as text; recipes with equal texts can share a loaded model."""
     return Recipe().with_weights_of(recipe).to_yaml()
-
-
-def _quantizes(recipe: Recipe, target: str) -> bool:
-    return any(scheme.quantizes for scheme in recipe.schemes_of(target))
