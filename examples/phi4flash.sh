@@ -13,7 +13,7 @@ weights=$folder/weights
 
 # Names alone; the modelling code that the repository has is not run.
 hf download "$model" --local-dir "$weights" \
-    --include "*.safetensors" --include "*.json" --include "*.txt" --include "*.model"
+    --include "*.safetensors" --include "*.json" --include "*.txt" --include "*.model" --include "*.jinja" --include "*.md" --include "LICENSE*"
 
 diffquant inspect "$weights"
 
