@@ -34,6 +34,7 @@ class Diagnosis(Readable):
         native_kernel: instruction set of the ONNX op's kernel; None if its library was not built.
         cuda_kernels: survey of the first CUDA device; None if torch finds none.
         required, extras: versions by package, and by extra and package; None if a package is missing.
+        unmet: bounds by package that the installed version does not meet, such as ">=2.7".
     """
 
     diffquant: str
@@ -45,11 +46,12 @@ class Diagnosis(Readable):
     cuda_kernels: "KernelSurvey | None"
     required: dict[str, str | None]
     extras: dict[str, dict[str, str | None]]
+    unmet: dict[str, str]
 
     @property
     def complete(self) -> bool:
-        """Whether every required package is installed."""
-        return None not in self.required.values()
+        """Whether every required package is installed, in a version that will do."""
+        return None not in self.required.values() and not self.unmet.keys() & self.required.keys()
 
     def to_dict(self) -> dict[str, object]:
         return asdict(self)
@@ -62,16 +64,20 @@ class Diagnosis(Readable):
             f"device: {self.device}; bfloat16 arithmetic: {'native' if self.bfloat16 else 'emulated, slow'}",
             f"ONNX kernel: {self.native_kernel or 'not built, models run their function body; ' + _BUILD}",
             str(self.cuda_kernels or "CUDA kernels: torch finds no CUDA device"),
-            "required: " + ", ".join(f"{name} {version or 'MISSING'}" for name, version in self.required.items()),
+            "required: " + ", ".join(self._told(*each) for each in self.required.items()),
         ]
         for extra, versions in self.extras.items():
             missing = [name for name, version in versions.items() if version is None]
-            present = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+            present = ", ".join(self._told(*each) for each in versions.items() if each[1])
             state = f"lacks {', '.join(missing)}: {install_command(extra)} adds {ADDED_BY[extra]}"
             lines.append(
                 f"extra {extra}: {present + '; ' if present and missing else present}{state if missing else ''}"
             )
         return "\n".join(lines)
+
+    def _told(self, package: str, version: str | None) -> str:
+        bound = self.unmet.get(package)
+        return f"{package} {version or 'MISSING'}" + (f" (NOT {bound})" if bound else "")
 
 
 def diagnose(native_kernel: str | None) -> Diagnosis:
@@ -84,7 +90,8 @@ def diagnose(native_kernel: str | None) -> Diagnosis:
     from diffquant.support.installation import requirements
     from diffquant.support.version import __version__
 
-    versions = {extra: {name: _version(name) for name in names} for extra, names in requirements().items()}
+    needed = requirements()
+    versions = {extra: {each.name: _version(each.name) for each in wanted} for extra, wanted in needed.items()}
     required = versions[""]
     device, bfloat16 = _device() if required["torch"] else ("unknown without torch", False)
     return Diagnosis(
@@ -97,6 +104,12 @@ def diagnose(native_kernel: str | None) -> Diagnosis:
         cuda_kernels=_cuda_kernels() if required["torch"] else None,
         required=required,
         extras={extra: versions[extra] for extra in ADDED_BY if extra in versions},
+        unmet={
+            each.name: str(each.specifier)
+            for extra, wanted in needed.items()
+            for each in wanted
+            if (version := versions[extra][each.name]) and not each.specifier.contains(version, prereleases=True)
+        },
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from diffquant.cli import main
+from diffquant.errors import MissingDependencyError
 from diffquant.kernels.survey import KernelSurvey
 from diffquant.quantization import quantize as quantizing
 from diffquant.quantization.plan import plan_quantization
@@ -152,6 +153,18 @@ def test_doctor_names_every_requirement_and_every_extra(run):
     assert all(f"extra {extra}:" in out for extra in extras)
 
 
+def test_doctor_names_what_is_of_another_version(run, monkeypatch):
+    versions = {"transformers": "4.57.1", "scipy": "0.1"}
+    monkeypatch.setattr("diffquant.doctor._version", lambda package: versions.get(package, "99"))
+    code, out, err = run("doctor")
+    assert code == MissingDependencyError.exit_code
+    assert "a required package is missing or not of a version that will do: pip install" in err
+    assert re.search(r"transformers 4\.57\.1 \(NOT >=5\S+\)", out)
+    assert re.search(r"extra search: scipy 0\.1 \(NOT >=\S+\)\n", out + "\n")
+    del versions["transformers"]
+    assert run("doctor")[0] == 0
+
+
 def test_doctor_says_what_the_kernels_make_of_the_device(run, monkeypatch):
     assert "CUDA kernels: torch finds no CUDA device" in run("doctor")[1]
     ampere = KernelSurvey("8.6", 101_376, "3.6", "sm_80", None, {"attention triton-fp8": "it needs Ada"})
@@ -172,6 +185,7 @@ import diffquant.quantization.quantize as verb
 signal.signal(signal.SIGINT, signal.default_int_handler)
 verb.plan_quantization = lambda *_: signal.raise_signal(signal.{name})
 from diffquant.cli import main
+from diffquant.errors import MissingDependencyError
 from diffquant.kernels.survey import KernelSurvey
 sys.argv = ["diffquant", "quantize", {str(checkpoint)!r}, "-o", {str(tmp_path / "out")!r}, "--weights", "4"]
 main()

@@ -5,10 +5,14 @@ import shlex
 import tomllib
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 from diffquant.errors import MissingDependencyError
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 
 def install_command(extra: str = "") -> str:
@@ -18,8 +22,8 @@ def install_command(extra: str = "") -> str:
     return f"pip install {'-e ' if project.is_file() else ''}{shlex.quote(what)}"
 
 
-def requirements() -> dict[str, list[str]]:
-    """Packages that this installation needs on this machine, under "", and those of each extra under its name.
+def requirements() -> "dict[str, list[Requirement]]":
+    """What this installation needs on this machine, under "", and what each extra needs beside it, under its name.
 
     A clone that runs in place reads pyproject.toml, which may be newer than pip's record; a wheel reads its metadata.
 
@@ -34,12 +38,15 @@ def requirements() -> dict[str, list[str]]:
         name = str(error.name).partition(".")[0]
         raise MissingDependencyError(f"{name} is not installed, or pip does not know: {install_command()}") from None
 
-    def packages(extra: str) -> list[str]:
+    def needed(extra: str) -> list[Requirement]:
         wanted = map(Requirement, texts[extra])
-        return [each.name for each in wanted if each.marker is None or each.marker.evaluate({"extra": extra})]
+        return [each for each in wanted if each.marker is None or each.marker.evaluate({"extra": extra})]
 
-    always = packages("")
-    return {"": always} | {extra: [name for name in packages(extra) if name not in always] for extra in texts if extra}
+    always = needed("")
+    names = {each.name for each in always}
+    return {"": always} | {
+        extra: [each for each in needed(extra) if each.name not in names] for extra in texts if extra
+    }
 
 
 def _declared() -> dict[str, list[str]]:

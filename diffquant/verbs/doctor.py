@@ -16,7 +16,7 @@ def doctor() -> "Diagnosis":
         diffquant doctor
 
     Raises:
-        MissingDependencyError: a required package is missing; its `result` is the diagnosis.
+        MissingDependencyError: a required package is missing or of another version; its `result` is the diagnosis.
     """
     from diffquant.doctor import diagnose
     from diffquant.export.native import kernel_name
@@ -24,5 +24,7 @@ def doctor() -> "Diagnosis":
 
     diagnosis = diagnose(kernel_name())
     if not diagnosis.complete:
-        raise MissingDependencyError(f"a required package is missing: {install_command()}", diagnosis)
+        raise MissingDependencyError(
+            f"a required package is missing or not of a version that will do: {install_command()}", diagnosis
+        )
     return diagnosis
