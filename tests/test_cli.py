@@ -185,8 +185,6 @@ import diffquant.quantization.quantize as verb
 signal.signal(signal.SIGINT, signal.default_int_handler)
 verb.plan_quantization = lambda *_: signal.raise_signal(signal.{name})
 from diffquant.cli import main
-from diffquant.errors import MissingDependencyError
-from diffquant.kernels.survey import KernelSurvey
 sys.argv = ["diffquant", "quantize", {str(checkpoint)!r}, "-o", {str(tmp_path / "out")!r}, "--weights", "4"]
 main()
 """

@@ -39,11 +39,11 @@ def _leading_changes(task: str, table: Sequence[Row]) -> list[tuple[Row, Differe
 
 
 def _of_items(task: str, changes: Sequence[tuple[Row, Difference]]) -> str:
+    if all(math.isinf(drawn.low) for _, drawn in changes):
+        return f"{task}: one item alone cannot tell a loss."
     worst, _ = min(changes, key=lambda change: change[1].mean)
     lower = [row.point.bits for row, drawn in changes if drawn.high < 0]
     of_all = f"of {len(changes)} configurations"
-    if all(math.isinf(drawn.low) for _, drawn in changes):
-        return f"{task}: one item alone cannot tell a loss."
     if not lower:
         if text := _told_by_kl(task, changes):
             return text
