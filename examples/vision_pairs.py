@@ -57,6 +57,9 @@ class Vision:
         if missing:
             raise CheckpointError(f"these are not the weights of a known vision Transformer: no {', '.join(missing)}")
         self.tensors = {name: each.float() for name, each in tensors.items()}
+        if self.patch not in _PICTURES:
+            known = " or ".join(map(str, _PICTURES))
+            raise CheckpointError(f"patch_embed.proj.weight has patches {self.patch} pixels wide; known are {known}")
         self.depth = len({name.split(".")[1] for name in tensors if name.startswith(f"{self._layers}.")})
         self.is_diff = f"{self._layers}.0.attn.lambda_q1" in tensors
         self.logits = FULL

@@ -24,7 +24,7 @@ from diffquant.support.progress import Progress, silent
 from diffquant.support.versions import versions
 from diffquant.sweep.result import model_names
 from diffquant.text.corpus import load_text, text_digest
-from diffquant.text.tokens import token_windows
+from diffquant.text.tokens import check_window, token_windows
 
 
 def find_outliers(
@@ -62,7 +62,7 @@ def find_outliers(
     # A model takes minutes: what another lacks is told before.
     sources = [open_source(path) for path in models]
     for source in sources:
-        _ = source.tokenizer
+        check_window(window, source.architecture, source.tokenizer)
 
     def measure(name: str, source: Source) -> ModelOutliers:
         model = load(source, None, run_dtype, device, device_map=places)

@@ -187,8 +187,12 @@ def check_tensors(
     if valid is not None and (valid.dtype != torch.bool or valid.dim() != 2 or valid.shape[0] != batch):
         wrong.append(f"mask {valid.dtype} {list(valid.shape)}, not torch.bool {[batch, keys]}")
     seen = mask.seen
-    if seen is not None and (seen.dtype != torch.bool or seen.shape[1:] != (1, queries, keys)):
+    if seen is not None and (
+        seen.dtype != torch.bool or seen.shape[1:] != (1, queries, keys) or seen.shape[0] not in (1, batch)
+    ):
         wrong.append(f"mask {seen.dtype} {list(seen.shape)}, not torch.bool {[batch, 1, queries, keys]}")
+    if mask.window is not None and mask.window < 1:
+        wrong.append(f"window {mask.window}, not a number of keys above 0")
     norm_weight = post.weight if post else None
     if norm_weight is not None and norm_weight.shape != (value_width,):
         wrong.append(f"norm weight {list(norm_weight.shape)}, not {[value_width]}")

@@ -18,9 +18,8 @@ class Mask:
 
     Attributes:
         keys: validity of positions, bool [B, S], False at padding; None if there is no padding.
-        window: number of newest keys that a query sees, its own included, padding not counted; None if there is no
-        window.
-            seen: keys that each query sees, bool [B or 1, 1, T, S], which replaces causal order, padding and window.
+        window: number of newest keys that a query sees, its own included, padding not counted; None without a window.
+        seen: keys that each query sees, bool [B or 1, 1, T, S], which replaces causal order, padding and window.
     """
 
     keys: Tensor | None = None

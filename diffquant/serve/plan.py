@@ -94,7 +94,7 @@ def plan_server(
     if isinstance(checkpoint, DequantizedCheckpoint):
         raise UsageError(
             f"{model} holds weights rounded to {checkpoint.rounded_as}: make a folder of 16 bits for the server first, "
-            f"diffquant quantize {model} -o FOLDER --weights 16"
+            f"diffquant quantize {quote(str(model))} -o FOLDER --weights 16"
         )
     config, adapter = checkpoint.config, _adapter(checkpoint)
     _check_format(checkpoint)

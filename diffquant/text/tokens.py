@@ -28,11 +28,7 @@ def token_windows(model: Any, tokenizer: Any, text: str, window: int, tokens: in
     Raises:
         UsageError: the window does not fit the model, the text does not fill one, or a token is not in the vocabulary.
     """
-    if not 2 <= window <= max_length(model.config, tokenizer):
-        raise UsageError(
-            f"window {window} must be between 2 and the model's context, {max_length(model.config, tokenizer)} tokens; "
-            f"give {spelled('window')}"
-        )
+    check_window(window, model.config, tokenizer)
     if tokens is not None and tokens < window:
         raise UsageError(f"{tokens} tokens hold no window of {window}; read more tokens, or in shorter windows")
     ids = encode_text(tokenizer, text, model.device, tokens)
@@ -44,6 +40,19 @@ def token_windows(model: Any, tokenizer: Any, text: str, window: int, tokens: in
     if int(ids.max()) >= model.config.vocab_size:
         raise UsageError(f"the tokenizer gives token {int(ids.max())}; the model knows {model.config.vocab_size}")
     return ids[: count * window].view(count, window)
+
+
+def check_window(window: int, config: Any, tokenizer: Any) -> None:
+    """Refuse windows that hold no prediction, or more tokens than a model sees at once.
+
+    Raises:
+        UsageError: the window is such.
+    """
+    context = max_length(config, tokenizer)
+    if not 2 <= window <= context:
+        raise UsageError(
+            f"window {window} must be between 2 and the model's context, {context} tokens; give {spelled('window')}"
+        )
 
 
 def prefix_token(tokenizer: Any) -> int:

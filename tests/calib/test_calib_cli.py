@@ -71,6 +71,16 @@ def test_a_model_without_a_tokenizer_is_told_before_another_is_measured(run, mod
     assert "bare: there is no tokenizer.json" in err
 
 
+def test_windows_beyond_a_models_context_are_told_before_another_is_measured(run, models, tmp_path, monkeypatch):
+    monkeypatch.setattr("diffquant.calib.analysis.outliers.load", lambda *_, **__: pytest.fail("it was loaded"))
+    short = shutil.copytree(models[0], tmp_path / "short")
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 32}))
+    code, _, err = run("outliers", models[1], short, "--tokens", 128, "--window", 64)
+    assert code == 2
+    assert "window 64 must be between 2 and the model's context, 32 tokens" in err
+
+
 @of_several_models
 def test_models_whose_folders_are_called_alike_are_told_apart(run, models, tmp_path, arguments):
     folders = [shutil.copytree(model, tmp_path / letter / "hf") for model, letter in zip(models, "ab", strict=True)]

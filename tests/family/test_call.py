@@ -43,6 +43,11 @@ def test_lengths_of_a_call():
         ({"lam": torch.zeros(2, 6, 5)}, r"lam \[2, 6, 5\], not one value or \[2, 6, 5, 1\]"),
         ({"mask": Mask(torch.ones(2, 7))}, r"mask torch.float32 \[2, 7\], not torch.bool \[2, 7\]"),
         ({"mask": Mask(torch.ones(3, 7, dtype=torch.bool))}, r"mask torch.bool \[3, 7\], not torch.bool \[2, 7\]"),
+        (
+            {"mask": Mask(seen=torch.ones(3, 1, 5, 7, dtype=torch.bool))},
+            r"mask torch.bool \[3, 1, 5, 7\], not torch.bool \[2, 1, 5, 7\]",
+        ),
+        ({"mask": Mask(window=0)}, "window 0, not a number of keys above 0"),
         ({"post": PairNorm(1e-5, torch.ones(64))}, r"norm weight \[64\], not \[128\]"),
         ({"logits": Scheme.parse("4:static")}, "need 12 calibrated ranges, one a head of each map"),
     ],

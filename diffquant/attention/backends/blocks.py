@@ -30,7 +30,7 @@ def by_blocks(call: AttentionCall) -> Tensor:
 
 
 def _refuses(call: AttentionCall) -> str | None:
-    return "it has no backward pass; use naive" if call.needs_gradient else None
+    return "it has no backward pass; use naive, or torch.no_grad() where none follows" if call.needs_gradient else None
 
 
 register(Backend("blocks", by_blocks, _refuses, priority=1))
