@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import MISSING, asdict, dataclass, fields
+from types import NoneType
+from typing import Any, Literal, get_args, get_type_hints
 
 from diffquant.errors import CheckpointError
 from diffquant.family.heads import HeadLayout, HeadOrder
@@ -135,11 +136,37 @@ def read_spec(spec: Mapping[str, Any] | None) -> DiffSpec:
     """The attention's specification from the plain data of a config.json.
 
     Raises:
-        CheckpointError: the specification is missing or contradicts itself.
+        CheckpointError: the specification is missing, has keys or values that none has, or contradicts itself.
     """
     if not spec:
         raise CheckpointError("config.json has no `spec`: a diff_transformer checkpoint must describe its attention")
-    try:
-        return DiffSpec(**spec)
-    except TypeError as error:
-        raise CheckpointError(f"config.json: `spec` is not a DiffSpec: {error}") from error
+    if not isinstance(spec, Mapping):
+        raise CheckpointError(f"config.json: `spec` is {spec!r}, not an object")
+    own = fields(DiffSpec)
+    problems = [f"{field.name} is missing" for field in own if field.default is MISSING and field.name not in spec]
+    problems += [f"{name} is no key of it" for name in spec if name not in _KINDS]
+    problems += [
+        f"{name} is {value!r}, not {' or '.join(map(_named, _KINDS[name]))}"
+        for name, value in spec.items()
+        if name in _KINDS and not any(_is_of(kind, value) for kind in _KINDS[name])
+    ]
+    if problems:
+        raise CheckpointError(f"config.json: in `spec` {'; '.join(problems)}")
+    return DiffSpec(**spec)
+
+
+# What each field may be: types, or the values themselves.
+_KINDS = {name: get_args(hint) or (hint,) for name, hint in get_type_hints(DiffSpec).items()}
+
+
+def _is_of(kind: object, value: object) -> bool:
+    if isinstance(kind, type):
+        return type(value) is kind or (kind is float and type(value) is int)
+    # JSON's true equals 1 in Python.
+    return type(value) is type(kind) and value == kind
+
+
+def _named(kind: object) -> str:
+    if kind is NoneType:
+        return "null"
+    return kind.__name__ if isinstance(kind, type) else repr(kind)

@@ -51,10 +51,10 @@ def adapter_for(config: dict[str, Any]) -> Adapter:
         raise UnknownModelTypeError(f"model_type {config['model_type']!r} is not read: {reason}")
     if model_type not in READERS:
         raise UnknownModelTypeError(
-            f"model_type {config.get('model_type')!r} is not read; supported are {', '.join(READERS)}. A unilm "
-            "checkpoint needs a config.json with model_type diff_v1 or diff_v2 and Llama's keys for the sizes. Of "
-            f"any other architecture `inspect` counts the weights and `quantize` packs them, with "
-            f"{spelled('weights_only', True)}, but nothing runs it"
+            f"model_type {config.get('model_type')!r} is not read; supported are {', '.join(READERS)}. A DIFF model of "
+            "your own training, or of unilm's code, is diff_v1, diff_v2 or diff_transformer: docs/models.md, Your own "
+            "training, has the keys and names. Of any other architecture `inspect` counts the weights and `quantize` "
+            f"packs them, with {spelled('weights_only', True)}, but nothing runs it"
         )
     if model_type not in WITH_WINDOWS:
         refuse_windows(config)
