@@ -4,7 +4,7 @@ from research.check.numbers import ends
 from research.check.page import Page, Unmeasured
 from research.check.pages import figure8_one_rate as one_rate
 from research.check.pages import kv, rounding, search
-from research.check.pages.figure8 import LONGER_MORE
+from research.check.pages.figure8 import LONGER_MORE, largest
 from research.check.pages.figure8_seeds import CERTAIN, HOLM
 from research.check.pages.kernels import AIMS, OUTCOMES
 from research.check.raw import committed, raw
@@ -115,6 +115,17 @@ PAGE.means(
 
 PAGE.says(
     "twice as wide, has {} [{}, {}] of the other's perplexity", *one_rate.ratio("Transformer with half the heads")
+)
+
+_BELOW = [
+    sum(ours < plain for ours, plain in zip(largest(kind, what), largest("transformer", what), strict=True))
+    for what in ("largest hidden state", "largest logit")
+    for kind in ("diff-v2", "diff-v1")
+]
+PAGE.means(
+    "V2's largest hidden state is below the Transformer's in six and V1's in four, V2's largest logit in four and "
+    "V1's in three",
+    _BELOW == [6, 4, 4, 3],
 )
 
 # Speed

@@ -9,8 +9,10 @@ from typing import Any
 from diffquant.evals.stats import mean_interval, paired_difference
 from research.check.numbers import About, Expected, ends
 from research.check.page import Page, Unmeasured, Values
+from research.check.pages import figure8
 from research.check.pages.pocket import accuracy
 from research.check.raw import interval, measured, points, raw, values_of
+from research.figure8.analysis import SIX, perplexity_ratio, sensitivity_won
 from research.studies.figure8_model import advantage_by_book, bits_won, by_passage, mean_kl, parts_won, predicted
 
 PAGE = Page("research/pages/figure8-one-rate.md")
@@ -427,6 +429,19 @@ PAGE.says(
 PAGE.says("and grows {} times in V2", growth("diff-v2"))
 PAGE.says("log2(318.0 / 38.8) = {} bits", math.log2(318.0 / 38.8))
 PAGE.says("a step of 318.0 / 31 = {}, DIFF at 4 bits one of 38.8 / 7 = {}", 318.0 / 31, 38.8 / 7)
+PAGE.says(
+    "[it is there](figure8.md): {} bits for V1 and {} for V2",
+    *(-figure8.interval(name, sensitivity_won)[0] for name in figure8.OF_KIND),
+)
+PAGE.means(
+    "where all kinds were trained at that rate",
+    {figure8.THERE[f"e1-{kind}-seed-{seed}"]["rate"] for kind in KINDS for seed in SIX} == {2 * 2e-3},
+)
+PAGE.means(
+    "beside [one of twice the rate](figure8.md) it is the weaker again",
+    figure8.interval("DIFF V1", perplexity_ratio)[1] > 1,
+)
+PAGE.means("and V1's loss is there", figure8.MORE["DIFF V1"][1] > 0)
 PAGE.says("leaves {} bits for sensitivity", math.log2((318.0 / 31) / (38.8 / 7)))
 
 # Rounding both maps alike

@@ -3,7 +3,8 @@
 from diffquant.evals.stats import Difference, mean_interval
 from research.check.numbers import ends
 from research.check.page import RESULTS, Page
-from research.studies.figure8_model import advantage
+from research.check.pages.figure8_seeds import SEEDS
+from research.studies.figure8_model import advantage, bits_won
 from research.studies.formats import COLUMNS, FULL_SUMS, MODELS, TARGETS, TEXTS, Measured, shown_bits
 
 PAGE = Page("research/pages/formats.md", guides=("Protocol",))
@@ -157,6 +158,22 @@ PAGE.says(
 PAGE.means(
     "its logits, queries, keys and weights lose bits in every row of both texts, too",
     all(_lost("DIFF V1", target)[0] > 0 for target in ("logits", "qk", "k", "weights")),
+)
+_BY_ITSELF = {
+    scheme: [
+        [bits_won(seed[name], seed["Transformer"], scheme) for name in ("DIFF V1", "DIFF V2")]
+        for seed in SEEDS.values()
+    ]
+    for scheme in ("4:tensor", "4:head", "4:row", "4:row:shift")
+}
+PAGE.means(
+    "both DIFF models lose to the Transformer\n  in each of four trainings where each map's "
+    "logits are rounded by itself",
+    all(won < 0 for trainings in _BY_ITSELF.values() for both in trainings for won in both) and len(SEEDS) == 4,
+)
+PAGE.means(
+    "but in one of them V2 loses more than V1 at `4:tensor`",
+    sum(second < first for first, second in _BY_ITSELF["4:tensor"]) == 1,
 )
 for text in (
     "with 95 % intervals over 16 passages",

@@ -11,6 +11,7 @@ from diffquant.evals.stats import mean_interval, paired_difference
 from diffquant.sweep.table import text_table
 from research.check.numbers import Expected
 from research.check.page import RESULTS, Page, Unmeasured
+from research.check.pages import kv
 from research.check.raw import measured, raw, sweep
 
 PAGE = Page("research/pages/outliers.md")
@@ -187,6 +188,12 @@ PAGE.means(
 )
 PAGE.means("neither changes `mse` measurably", not any(_is_told("mse", name) for name in (_FEWER, _SEEN)))
 _AT_8 = paired_difference(_cache(8, "mse", USUAL)["kl"], _cache(8, "absmax", USUAL)["kl"])
+_PRESET = kv.SMOLLM2["results"][kv.BEST]["prose"]["kl"]
+PAGE.says("stay at 16 bits, has a KL of {} nats, in windows of {} tokens", _PRESET, kv.SMOLLM2["settings"]["window"])
+PAGE.means(
+    "4 bits with such scales are a poor choice for this model",
+    all(mean_interval(row["kl"]).mean > 10 * _PRESET for row in HELD_OUT["rows"] if row["bits"] == 4),
+)
 PAGE.means("At 8 bits clipping changes nothing", _AT_8.low < 0 < _AT_8.high)
 PAGE.leaves("intervals are 95 %, Student's over the eight passages", "a level")
 

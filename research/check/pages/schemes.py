@@ -1,5 +1,7 @@
 """The figures of docs/schemes.md and docs/kv-cache.md: which bits and which cache, and what they cost."""
 
+from itertools import pairwise
+
 from research.check.numbers import Expected
 from research.check.page import Page, Unmeasured
 from research.check.pages.kv import BEST, DECODED, SMOLLM2
@@ -104,6 +106,20 @@ CACHE.means(
         3 * _cached("--k 4:c32 --v 4:row:rotated", model)[0] < _cached("--k 3:c32 --v 3:row:rotated", model)[0]
         for model in _MODELS
     ),
+)
+
+
+def _times_less(model: str) -> dict[str, float]:
+    """By what factor each part of the preset divides KL on the prose, added one after another to a scale per token."""
+    steps = ("4:row, 4:row", "4:c32, 4:row", "4:c32, 4:row:rotated", BEST)
+    kl = [_MODELS[model]["results"][cache]["prose"]["kl"] for cache in steps]
+    return dict(zip(("keys", "rotation", "newest"), (a / b for a, b in pairwise(kl)), strict=True))
+
+
+_HELPS = {model: max(found, key=found.__getitem__) for model in _MODELS for found in [_times_less(model)]}
+CACHE.means(
+    "In short windows those 64\n  help the small models most, and the keys' scales SmolLM2",
+    _HELPS.pop("SmolLM2-135M") == "keys" and {*_HELPS.values()} == {"newest"},
 )
 CACHE.table("`--observer` | the range is | take it", Unmeasured("choices"))
 for _text in ("cache of 4,096 tokens", "In contexts of 4,096 tokens", "MB for 4,096 tokens"):
