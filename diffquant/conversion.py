@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from diffquant.errors import CheckpointError
-from diffquant.formats.atomic_folder import check_output, staged
+from diffquant.formats.atomic_folder import RECORD, check_output, staged
 from diffquant.formats.reader import Checkpoint
 from diffquant.formats.row_stream import Block, Job, Shard, check_rows, checkpoint_stamp, in_dtype, write_shards
 from diffquant.formats.writer import OutputTensor
@@ -136,7 +136,8 @@ def convert(
         records = write_shards(shards, staging, total, progress)
         error = _rounding_error(records)
         config = config_for_engines(config, target)
-        write_modelling_file(staging.folder, config, target)
+        if code := write_modelling_file(staging.folder, config, target):
+            write_atomically(staging.folder / RECORD, json.dumps({"code": code}))
         write_atomically(staging.folder / "config.json", json.dumps(config, indent=2) + "\n")
         what = f"The function is unchanged{_rounding_note(written, error)}: {way.card}"
         if opened.recipe != Recipe():

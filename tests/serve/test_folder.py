@@ -164,6 +164,8 @@ def test_a_converted_folder_opens_too(tmp_path):
     assert config["architectures"] == ["DiffForCausalLM"]
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
     assert (tmp_path / "out" / MODELLING_FILE).read_text() == modelling_file("diff_v2")
+    digest = hashlib.sha256((tmp_path / "out" / MODELLING_FILE).read_bytes()).hexdigest()
+    assert json.loads((tmp_path / "out/diffquant.json").read_text())["code"] == {MODELLING_FILE: digest}
 
 
 # transformers takes most of a minute to end a batch on a processor.
