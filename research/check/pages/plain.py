@@ -9,8 +9,12 @@ _GUIDES = (
     *("research/pages/many-shot", "docs/architecture", "docs/faq", "docs/run", "docs/gpu", "docs/python"),
     "docs/install",
 )
-_TOLD = ("docs/models", "research/pages/results", "research/pages/papers")
-PAGES = [*(Page(f"{name}.md", is_guide=True) for name in _GUIDES), *(Page(f"{name}.md") for name in _TOLD)]
+_TOLD = ("research/pages/results", "research/pages/papers")
+PAGES = [
+    *(Page(f"{name}.md", is_guide=True) for name in _GUIDES),
+    Page("docs/models.md", guides=("Your own training",)),
+    *(Page(f"{name}.md") for name in _TOLD),
+]
 OPERATOR, ANY_MODEL, CLI, GLOSSARY, TUTORIAL, MANY_SHOT, *_, PYTHON, INSTALL, MODELS, RESULTS, PAPERS = PAGES
 MANY_SHOT.leaves("takes over 250 times as long", "arithmetic: each text runs once and again for each token")
 MANY_SHOT.table("suffix | what it holds", Unmeasured("formats"))
@@ -78,6 +82,9 @@ MODELS.table(
     "model | `model_type` | attention | what runs | checked against | weights | licence",
     Unmeasured("names, and counts of published indexes, which test_motif.py and test_phi4flash.py have"),
 )
+MODELS.table("tensor | `diff_v1` | `diff_v2` | its rows", Unmeasured("definitions"))
+MODELS.table("if yours has | then", Unmeasured("definitions"))
+MODELS.leaves("λ_init = 0.8 − 0.6·exp(−0.3·layer)", "a formula of the paper")
 RESULTS.table("number | raw result | made by", Unmeasured("names of files and commands"))
 ANY_MODEL.table("to change it | ", Unmeasured("options"))
 for stored in ("16        32.00", "4:g32         4.52", "16        16.00"):
