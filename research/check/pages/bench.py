@@ -46,6 +46,15 @@ PAGE.leaves("malloc hid 59 of 152 of them", "a count over figures that are withd
 
 PAGE.leaves("830M to 13.1B", "the paper's sizes")
 
+# On a GPU
+
+[_EIGHT_BITS] = [group for group in raw("h100/ratios.json")["groups"] if group["group"].endswith(": 8 bits")]
+_ERRORS = {cell["path"]: cell["error"] for run in _EIGHT_BITS["runs"] for cell in run if "error" in cell}
+PAGE.says(
+    "of random tensors on an H100 by {} % ({} %)",
+    *(100 * _ERRORS[path] for path in ("DIFF, fused, int8 QK", "DIFF, fused, int8 QK, fp8 PV")),
+)
+
 # Quantizing and opening beside their peers
 
 _OPENING = raw("opening.json")

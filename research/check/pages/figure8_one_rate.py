@@ -89,6 +89,20 @@ PAGE.says("V1's largest is {} and V2's {} of the Transformer's", *(beside(kind, 
 PAGE.says("(the paper: {})", 1688.2 / 3608.6)
 
 
+def _beside_by_layer(kind: str, operand: str) -> list[float]:
+    """A kind's largest magnitude over the Transformer's, layer by layer."""
+    by_name = {model["name"]: model["layers"] for model in raw("figure8-outliers/outliers.json")["models"]}
+    ours, plain = ([layer[operand]["top"]["1"] for layer in by_name[f"prose-{x}"]] for x in (kind, "transformer"))
+    return [a / b for a, b in zip(ours, plain, strict=True)]
+
+
+_OF_V1 = _beside_by_layer("diff-v1", "logits")
+PAGE.says("in the other layers its largest is {} to {} of the Transformer's", *ends([*_OF_V1[:1], *_OF_V1[2:]]))
+PAGE.means(
+    "both are smaller in every layer", all(share < 1 for kind in DIFF for share in _beside_by_layer(kind, "hidden"))
+)
+
+
 def _needle_hidden(file: str) -> list[float]:
     by_kind = {model["generation"]: model["overall"]["hidden"]["top"]["1"] for model in raw(file)["models"]}
     return [by_kind[kind] for kind in ("Transformer", "DIFF V1", "DIFF V2")]

@@ -16,7 +16,7 @@ PAGES = [
     *(Page(f"{name}.md") for name in _TOLD),
 ]
 OPERATOR, ANY_MODEL, CLI, GLOSSARY, TUTORIAL, MANY_SHOT, *_, PYTHON, INSTALL, MODELS, RESULTS, PAPERS = PAGES
-MANY_SHOT.leaves("takes over 250 times as long", "arithmetic: each text runs once and again for each token")
+MANY_SHOT.leaves("reads its demonstrations over 250 times", "arithmetic: for each text once and again for each token")
 MANY_SHOT.table("suffix | what it holds", Unmeasured("formats"))
 GLOSSARY.table("word | meaning", Unmeasured("definitions"))
 INSTALL.leaves("Python 3.11 or later", "a version")

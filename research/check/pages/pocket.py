@@ -149,6 +149,11 @@ def _furthest(name: str) -> float:
 
 
 PAGE.says("by {} in V1 and {} in V2 at most", *map(_furthest, ("DIFF V1", "DIFF V2")))
+_OURS, _THEIRS = _SCORED["KL of logits 4:tensor, nats"]
+PAGE.says(
+    "V1's KL of logits `4:tensor` is {} % above its run's",
+    100 * (_OURS(SHIPPED["DIFF V1"]) / _THEIRS(RUNS["DIFF V1"]) - 1),
+)
 PAGE.means("All three do best at 4e-3", {best_rate(kind, results()) for kind in ENGLISH} == {4e-3})
 PAGE.means("116 Standard Ebooks editions", len((FOLDER / "books.txt").read_text().splitlines()) == 116)
 

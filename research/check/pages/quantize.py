@@ -47,6 +47,6 @@ PAGE.says(
     "the {} GB, killed after {} s, took {} s more",
     _MOTIF["source_bytes"] / 1e9,
     _MOTIF["killed"]["process_seconds"],
-    _MOTIF["resumed"]["seconds"],
+    _MOTIF["resumed"]["process_seconds"],
 )
 PAGE.means("came to the same bytes", _MOTIF["byte_identical"])
