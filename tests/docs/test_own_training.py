@@ -150,7 +150,7 @@ def test_the_program_finds_the_logits_of_a_v1(difference_of):
 def test_with_the_words_for_v2_it_finds_those_of_a_v2(difference_of):
     (program,) = blocks(PAGE, "python")
     line = next(line for line in program.splitlines() if line.startswith("MODEL_TYPE"))
-    v1, v2 = line.partition(" = ")[2].split(", 16  # V2: ")
+    v1, v2 = line.partition(" = ")[2].split("  # V2: ")
     assert difference_of(DiffGPT(2, 4), [(v1, v2)]) < 1e-5
 
 
