@@ -4,7 +4,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -108,11 +108,21 @@ def _recorded_files(folder: Path) -> set[str]:
     return {name for name in names if isinstance(name, str) and (folder / name).is_file()}
 
 
+def add_to_record(folder: Path, files: Iterable[Path]) -> None:
+    """List more files of an output in its record, so that `overwrite` may replace them; none without a record."""
+    if recorded := _recorded_files(folder):
+        names = recorded | {file.relative_to(folder).as_posix() for file in files}
+        write_atomically(folder / RECORD, _with_files(read_json(folder / RECORD), names))
+
+
 def _record_files(folder: Path) -> None:
     """List an output's files in its record."""
     record = read_json(folder / RECORD) if (folder / RECORD).exists() else {}
-    names = _files_in(folder) | {RECORD}
-    write_atomically(folder / RECORD, json.dumps(record | {"files": sorted(names)}, indent=2) + "\n")
+    write_atomically(folder / RECORD, _with_files(record, _files_in(folder) | {RECORD}))
+
+
+def _with_files(record: Mapping[str, Any], names: Collection[str]) -> str:
+    return json.dumps({**record, "files": sorted(names)}, indent=2) + "\n"
 
 
 def _files_in(folder: Path) -> set[str]:

@@ -94,7 +94,7 @@ def fidelity(
         raise UsageError(f"{spelled('card', True)} is for a candidate that is a folder, which has a model card")
     from diffquant.evals.fidelity.base_file import MAGIC
     from diffquant.evals.fidelity.measure import save_base as write_base
-    from diffquant.evals.fidelity.outputs import FILES, put_on_card, write_fidelity
+    from diffquant.evals.fidelity.outputs import FILES, check_card, put_on_card, write_fidelity
     from diffquant.support.outputs import check_written_file
 
     shown, base = progress or progress_for("fidelity"), None if save_base is None else Path(save_base)
@@ -102,6 +102,8 @@ def fidelity(
         check_written_file(base, is_own=_begins_with(base, MAGIC))
     elif output is not None:
         FILES.check(Path(output))
+    if card:
+        check_card(Path(str(candidate)), dataset)
     sides = [_opened(str(place), top_k, dtype, device) for place in (reference, candidate) if place is not None]
     chunks, about = _chunks(sides, text, characters, context)
     if base is not None:

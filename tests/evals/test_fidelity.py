@@ -352,6 +352,25 @@ def test_a_card_tells_what_was_measured_last(reference, candidate, tmp_path):
         diffquant.fidelity(reference, "http://127.0.0.1:1", card=True)
 
 
+def test_what_is_written_into_a_quantized_folder_may_be_overwritten_with_it(reference, candidate, tmp_path):
+    folder = tmp_path / "candidate"
+    shutil.copytree(candidate, folder)
+    diffquant.fidelity(reference, folder, characters=3000, card=True, dataset="org/text", output=folder)
+    assert {"fidelity.json", ".eval_results"} <= {file.name for file in folder.iterdir()}
+    diffquant.quantize(reference, folder, {"weights": "4:row"}, overwrite=True)
+    assert not {"fidelity.json", ".eval_results"} & {file.name for file in folder.iterdir()}
+
+
+def test_a_strangers_entry_stays(reference, candidate, tmp_path):
+    folder = tmp_path / "candidate"
+    shutil.copytree(candidate, folder)
+    (folder / ".eval_results").mkdir()
+    (folder / ".eval_results/fidelity.yaml").write_text("- mine\n")
+    with pytest.raises(OutputExistsError, match=r"fidelity\.yaml"):
+        diffquant.fidelity(reference, folder, characters=3000, card=True, dataset="org/text")
+    assert (folder / ".eval_results/fidelity.yaml").read_text() == "- mine\n"
+
+
 def test_a_strangers_files_stay(reference, candidate, tmp_path):
     (tmp_path / "fidelity.md").write_text("mine")
     with pytest.raises(OutputExistsError, match=r"fidelity\.md"):

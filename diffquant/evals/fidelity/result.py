@@ -16,6 +16,8 @@ from diffquant.support.readable import Readable
 
 # Neighbouring chunks resemble each other: the intervals are over equal parts of the text, each one observation.
 PARTS = 16
+# How the notes of an entry on the hub begin, by which diffquant knows its own.
+HUB_NOTES = "mean KL divergence in nats from"
 _RESAMPLES = 1000
 _QUANTILES = {"median": 0.5, "99 %": 0.99, "99.9 %": 0.999}
 
@@ -139,7 +141,7 @@ class Fidelity(Readable):
             "dataset": {"id": dataset, "task_id": "default"},
             "value": round(self.mean.mean, 6),
             "date": date.today().isoformat(),
-            "notes": f"mean KL divergence in nats from {self.reference['name']}; {notes}; {' '.join(self.notes())}",
+            "notes": f"{HUB_NOTES} {self.reference['name']}; {notes}; {' '.join(self.notes())}",
         }
         return [entry]
 
