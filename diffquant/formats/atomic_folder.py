@@ -35,7 +35,7 @@ def staged(destination: Path, key: Mapping[str, Any], nbytes: int, overwrite: bo
     Raises:
         OutputExistsError: the destination exists and `overwrite` is false, or it holds what diffquant did not write.
         DiffQuantError: the disk has no room, before or during the work, or another run writes the same output.
-        KeyboardInterrupt: the work was interrupted; the message says how to resume.
+        KeyboardInterrupt: the work was interrupted; the message says what is kept and how to resume.
     """
     _check_space(destination, nbytes)
     partial = partial_folder(destination)
@@ -54,8 +54,12 @@ def staged(destination: Path, key: Mapping[str, Any], nbytes: int, overwrite: bo
                 # Room can be made, and the finished shards be used.
                 raise
             except KeyboardInterrupt:
+                if not (count := staging.finished_count()):
+                    # An export has no shards that another run could go on from.
+                    staging.discard()
+                    raise KeyboardInterrupt("interrupted; nothing that was written is kept") from None
                 raise KeyboardInterrupt(
-                    f"interrupted; {staging.finished_count()} finished shards are kept in {partial}: "
+                    f"interrupted; {count} finished shards are kept in {partial}: "
                     "run the same command again to go on from there"
                 ) from None
             except Exception:
