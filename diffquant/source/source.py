@@ -89,7 +89,7 @@ class Source:
         kinds = ", ".join(dict.fromkeys(self.architecture.layer_kinds))
         raise CheckpointError(
             f"{self.path} is a {self.model_type} model with layers of {kinds}: {verb} does not take it yet; inspect, "
-            "quantize, generate, eval, sweep, search and outliers do"
+            "quantize, export, verify, run, generate, eval, sweep, search and outliers do"
         )
 
     @property

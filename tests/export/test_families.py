@@ -17,6 +17,7 @@ from diffquant.export.runtime.scoring import OnnxRuntime
 from diffquant.export.runtime.session import InPlaceDecoder, OnnxModel
 from diffquant.recipe import Recipe
 from tests.checkpoint.test_dex import write_dex
+from tests.export.test_running import by_the_example
 from tests.support import tiny_lm
 from tests.support.checkpoints import write_checkpoint
 from tests.support.models import random_ids
@@ -160,6 +161,14 @@ def test_onnxs_evaluator_computes_the_standard_graph(options, own_decoder, tmp_p
 )
 def test_other_forms_of_states_and_windows_are_proved(options, phi, tmp_path):
     assert verify(exported(phi, tmp_path / "out", **options), phi).passed
+
+
+def test_the_example_feeds_states(phi, tmp_path):
+    folder = exported(phi, tmp_path / "out")
+    tokenizer = tiny_lm.tokenizer()
+    ids = tokenizer(PROMPT)["input_ids"]
+    text = by_the_example(folder, PROMPT)
+    assert text.startswith(tokenizer.decode([*ids, *torch_tokens(phi, ids)], skip_special_tokens=True))
 
 
 def test_states_take_no_more_for_a_longer_text(phi, tmp_path):

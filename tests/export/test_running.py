@@ -277,8 +277,8 @@ def test_genai_is_told_of_the_cuda_device_and_otherwise_finds_the_same_folder(so
     assert genai.Model(config).device_type.lower() == "cpu"
 
 
-def by_the_example(folder):
-    found = subprocess.run([sys.executable, EXAMPLE, folder, PROMPT], capture_output=True, text=True)
+def by_the_example(folder, prompt=PROMPT):
+    found = subprocess.run([sys.executable, EXAMPLE, folder, prompt], capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
     return found.stdout.removesuffix("\n")
 
