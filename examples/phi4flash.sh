@@ -18,7 +18,7 @@ hf download "$model" --local-dir "$weights" \
 diffquant inspect "$weights"
 
 # What each width costs in perplexity: weights, KV cache and attention logits, each alone.
-diffquant sweep "$weights" --output "$folder/sweep" --task perplexity --target weights,kv,logits --bits 16,8,6,4
+diffquant sweep "$weights" --output "$folder/sweep" --tasks perplexity --targets weights,kv,logits --bits 16,8,6,4
 
 diffquant outliers "$weights" --output "$folder/outliers" --tokens 16384
 
