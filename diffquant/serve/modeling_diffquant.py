@@ -268,7 +268,8 @@ class DiffAttention(nn.Module):
             return signal
         if self.spec["lam"] == "exp":
             q1, k1, q2, k2 = (getattr(self, name).float() for name in _VECTORS)
-            lam = (q1 @ k1).exp() - (q2 @ k2).exp() + self.lam_init
+            # Under autocast products of vectors would be bfloat16's.
+            lam = (q1 * k1).sum().exp() - (q2 * k2).sum().exp() + self.lam_init
             return (signal.float() - lam * noise.float()).to(signal.dtype)
         gates = self.lambda_proj(hidden_states).float().sigmoid()
         if self.spec["lam"] == "two-gates":

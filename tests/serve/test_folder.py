@@ -125,6 +125,18 @@ def test_lambda_learns_from_the_beginning(source):
     assert all(vector.grad.abs().max() > 0 for vector in vectors)
 
 
+def test_lambda_is_as_exact_under_autocast():
+    config = modeling_diffquant.DiffConfig(
+        **config_for_engines(CONFIGS["diffllama"], adapter_for(CONFIGS["diffllama"]))
+    )
+    attention = modeling_diffquant.DiffForCausalLM(config).model.layers[0].self_attn
+    maps = torch.zeros(1, 1, 1, 8), torch.ones(1, 1, 1, 8)
+    with torch.no_grad():
+        plain = attention._difference(*maps, maps[0])
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(attention._difference(*maps, maps[0]), plain)
+
+
 @pytest.mark.parametrize("source", ["unilm-v2", "phi4flash", "llama"])
 def test_the_record_has_the_digest_of_the_code_that_travels(tmp_path, source):
     diffquant.quantize(write_checkpoint(tmp_path / "model", source), tmp_path / "out", {"weights": "8:row"})
