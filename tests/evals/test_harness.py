@@ -1,5 +1,4 @@
 import importlib.util
-import json
 
 import pytest
 from lm_eval import simple_evaluate
@@ -13,31 +12,14 @@ from diffquant.evals.protocols.harness_model import HarnessModel
 from diffquant.evals.torch_model import TorchModel
 from diffquant.support.progress import silent
 from tests.support import tiny_lm
-
-TASK = """
-task: local_quiz
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {data}}}}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{{{query}}}}"
-doc_to_choice: endings
-doc_to_target: label
-metric_list:
-  - metric: acc
-  - metric: acc_norm
-"""
+from tests.support.harness_task import NAME, write_task
 
 
 @pytest.fixture
 def task_file(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    entries = [{"query": i.query, "endings": list(i.endings), "label": i.label} for i in hellaswag.load_items(limit=12)]
-    (tmp_path / "quiz.jsonl").write_text("\n".join(map(json.dumps, entries)))
-    path = tmp_path / "quiz.yaml"
-    path.write_text(TASK.format(data=tmp_path / "quiz.jsonl"))
-    return path
+    return write_task(tmp_path, hellaswag.load_items(limit=12))
 
 
 def instances(kind, arguments):
@@ -53,11 +35,11 @@ def test_a_local_task_scores_as_hflm_scores_it(task_file):
     ours, theirs = ours_and_theirs()
     result = harness.run_task(ours.model, str(task_file), limit=9)
     manager = TaskManager(include_path=str(task_file.parent), include_defaults=False)
-    expected = simple_evaluate(model=theirs, tasks=["local_quiz"], limit=9, task_manager=manager, bootstrap_iters=0)
+    expected = simple_evaluate(model=theirs, tasks=[NAME], limit=9, task_manager=manager, bootstrap_iters=0)
     assert result.metric == "acc_norm"
     assert result.n == len(result.values) == 9
-    assert result.score == pytest.approx(expected["results"]["local_quiz"]["acc_norm,none"])
-    by_document = {sample["doc_id"]: sample["acc_norm"] for sample in expected["samples"]["local_quiz"]}
+    assert result.score == pytest.approx(expected["results"][NAME]["acc_norm,none"])
+    by_document = {sample["doc_id"]: sample["acc_norm"] for sample in expected["samples"][NAME]}
     assert result.values == [by_document[i] for i in range(9)]
 
 

@@ -1,7 +1,6 @@
 """diffquant as a model of lm-eval: what its command line passes, and the numbers that come back."""
 
 import importlib
-import json
 import tomllib
 from pathlib import Path
 
@@ -20,22 +19,10 @@ from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
 from diffquant.recipe import Recipe
 from tests.support import tiny_lm
+from tests.support.harness_task import NAME, write_task
 
 ROOT = Path(__file__).parents[2]
 ITEMS = 12
-TASK = """
-task: shipped_hellaswag
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {data}}}}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{{{query}}}}"
-doc_to_choice: endings
-doc_to_target: label
-metric_list:
-  - metric: acc
-  - metric: acc_norm
-"""
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +35,7 @@ def task_folder(tmp_path, monkeypatch):
     """A folder with a task of lm-eval over the first HellaSwag items that ship."""
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    items = hellaswag.load_items(limit=ITEMS)
-    entries = [{"query": item.query, "endings": list(item.endings), "label": item.label} for item in items]
-    (tmp_path / "items.jsonl").write_text("\n".join(map(json.dumps, entries)))
-    (tmp_path / "task.yaml").write_text(TASK.format(data=tmp_path / "items.jsonl"))
-    return tmp_path
+    return write_task(tmp_path, hellaswag.load_items(limit=ITEMS)).parent
 
 
 def instances(kind, arguments):
@@ -73,11 +56,8 @@ def test_the_entry_point_names_a_model_of_lm_eval():
 def evaluated(folder, model, **arguments):
     """Scores of the folder's task, and its samples in order."""
     manager = TaskManager(include_path=str(folder), include_defaults=False)
-    output = simple_evaluate(
-        model=model, tasks=["shipped_hellaswag"], task_manager=manager, bootstrap_iters=0, **arguments
-    )
-    samples = sorted(output["samples"]["shipped_hellaswag"], key=lambda sample: sample["doc_id"])
-    return output["results"]["shipped_hellaswag"], samples
+    output = simple_evaluate(model=model, tasks=[NAME], task_manager=manager, bootstrap_iters=0, **arguments)
+    return output["results"][NAME], sorted(output["samples"][NAME], key=lambda sample: sample["doc_id"])
 
 
 @pytest.mark.parametrize(

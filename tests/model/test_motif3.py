@@ -21,6 +21,7 @@ from diffquant.model.motif3.streams import balanced
 from diffquant.model.windowed_cache import WindowedLayer
 from diffquant.sweep.storage import kv_bytes_per_token
 from tests.support.checkpoints import MOTIF3, write_random
+from tests.support.decoding import check_padding, check_pieces
 
 LAYERS, STREAMS, WINDOW = MOTIF3["num_hidden_layers"], MOTIF3["mhc_expansion_rate"], MOTIF3["sliding_window"] + 1
 GROUPS, SIGNALS = MOTIF3["num_noise_heads"], 4
@@ -171,27 +172,11 @@ def test_logits_are_those_of_the_formulas(checkpoint, model):
 
 @pytest.mark.parametrize("pieces", [[1] * 19, [7, 1, 1, 9, 1], [18, 1]], ids=str)
 def test_decoding_in_steps_is_reading_at_once(model, pieces):
-    ids = random_ids(2, 19)
-    cache = model.new_cache()
-    steps = [model(part, past_key_values=cache).logits for part in ids.split(pieces, 1)]
-    torch.testing.assert_close(torch.cat(steps, 1), model(ids).logits, rtol=0, atol=TOLERANCE)
+    check_pieces(model, random_ids(2, 19), pieces, TOLERANCE)
 
 
 def test_padding_on_either_side_and_in_between_changes_nothing(model):
-    ids = random_ids(1, 17)[0]
-    wanted = model(ids[None]).logits[0]
-    gaps = [torch.tensor(places) for places in ([*range(6), 9, 10, *range(14, 23)], range(6, 23), range(17))]
-    padded, mask = torch.zeros(3, 23, dtype=torch.long), torch.zeros(3, 23, dtype=torch.long)
-    for row, places in enumerate(gaps):
-        padded[row, places], mask[row, places] = ids, 1
-    for pieces in ([23], [11, 1, 11], [1] * 23):
-        cache, logits, done = model.new_cache(), [], 0
-        for part in padded.split(pieces, 1):
-            done += part.shape[1]
-            logits.append(model(part, attention_mask=mask[:, :done], past_key_values=cache).logits)
-        read = torch.cat(logits, 1)
-        for row, places in enumerate(gaps):
-            torch.testing.assert_close(read[row, places], wanted, rtol=0, atol=TOLERANCE)
+    check_padding(model, random_ids(1, 17)[0], TOLERANCE)
 
 
 def test_both_forms_of_the_latent_compute_the_same(checkpoint, monkeypatch):

@@ -14,20 +14,10 @@ from diffquant.bench.environment import environment
 from diffquant.evals.protocols.hellaswag import HellaSwagItem, evaluate_hellaswag, load_items
 from diffquant.evals.torch_model import TorchModel
 from tests.serving.server import Served, served, write_pocket
+from tests.support.harness_task import NAME, write_task
 
 RAW = Path(__file__).parents[2] / "bench/results/serving-hellaswag.json"
 ITEMS = 200
-TASK = """
-task: items
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {data}}}}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{{{query}}}}"
-doc_to_choice: endings
-doc_to_target: label
-metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
-"""
 
 
 @dataclass(frozen=True)
@@ -47,9 +37,7 @@ def compare(server: Served, items: Sequence[HellaSwagItem], place: Path) -> Comp
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    entries = [{"query": item.query, "endings": list(item.endings), "label": item.label} for item in items]
-    (place / "items.jsonl").write_text("\n".join(map(json.dumps, entries)))
-    (place / "task.yaml").write_text(TASK.format(data=place / "items.jsonl"))
+    write_task(place, items)
     output = simple_evaluate(
         model="local-completions",
         model_args={
@@ -61,18 +49,18 @@ def compare(server: Served, items: Sequence[HellaSwagItem], place: Path) -> Comp
             "add_bos_token": True,
             "max_length": 512,
         },
-        tasks=["items"],
+        tasks=[NAME],
         task_manager=TaskManager(include_path=str(place), include_defaults=False),
         bootstrap_iters=0,
     )
-    samples = sorted(output["samples"]["items"], key=lambda sample: sample["doc_id"])
+    samples = sorted(output["samples"][NAME], key=lambda sample: sample["doc_id"])
     answers = [[float(logprob) for ((logprob, _),) in sample["resps"]] for sample in samples]
     model = diffquant.load(server.folder, {"kv": 16}, dtype="float32")
     ours = evaluate_hellaswag(TorchModel(model, diffquant.load_tokenizer(server.folder)), items)
     differences = [
         abs(a - b) for theirs, own in zip(answers, ours.logprobs, strict=True) for a, b in zip(theirs, own, strict=True)
     ]
-    found = output["results"]["items"]
+    found = output["results"][NAME]
     return Compared(
         items=len(items),
         lm_eval_acc=found["acc,none"],

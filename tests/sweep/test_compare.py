@@ -25,6 +25,7 @@ from diffquant.sweep.result import model_names
 from diffquant.sweep.table import json_rows
 from tests.support import tiny_lm
 from tests.support.earlier_results import write_recorded
+from tests.support.harness_task import write_task
 
 OPTIONS_OF = {"hellaswag": {"limit": 12}, "perplexity": {"characters": 900, "window": 64, "stride": 32}}
 OPTIONS = SweepOptions(
@@ -204,21 +205,6 @@ def test_a_result_without_scores_of_items_is_refused():
         compare_outcomes(whole, whole)
 
 
-TASK = """
-task: quiz
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {data}}}}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{{{query}}}}"
-doc_to_choice: endings
-doc_to_target: label
-metric_list:
-  - metric: acc
-  - metric: acc_norm
-"""
-
-
 class OfTwoProcesses(HFLM):
     """One of two processes of lm-eval. The second one runs first, and leaves what it sends for the first to gather."""
 
@@ -251,9 +237,7 @@ def write_samples(folder, output):
 def runs(tmp_path_factory):
     """Files of two models on one task, as lm-eval itself writes them, and the second's of two processes."""
     folder = tmp_path_factory.mktemp("harness")
-    entries = [{"query": i.query, "endings": list(i.endings), "label": i.label} for i in hellaswag.load_items(limit=15)]
-    (folder / "quiz.jsonl").write_text("\n".join(map(json.dumps, entries)))
-    (folder / "quiz.yaml").write_text(TASK.format(data=folder / "quiz.jsonl"))
+    write_task(folder, hellaswag.load_items(limit=15))
     manager = TaskManager(include_path=str(folder), include_defaults=False)
     files = []
     with pytest.MonkeyPatch.context() as patch:

@@ -1,30 +1,16 @@
-import json
-
+from diffquant.evals.protocols.hellaswag import HellaSwagItem
 from diffquant.sweep import SweepOptions, run_sweep
 from diffquant.sweep.table import json_rows, text_table
 from tests.support import tiny_lm
-
-TASK = """
-task: capitals
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {data}}}}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{{{query}}}}"
-doc_to_choice: endings
-doc_to_target: label
-metric_list: [{{metric: acc}}]
-"""
+from tests.support.harness_task import write_task
 
 
 def test_a_harness_task_is_compared_with_16_bits_item_by_item(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    questions = [{"query": f"Number {i} is", "endings": ["even", "odd", "large"], "label": i % 2} for i in range(8)]
-    (tmp_path / "quiz.jsonl").write_text("\n".join(map(json.dumps, questions)))
-    (tmp_path / "quiz.yaml").write_text(TASK.format(data=tmp_path / "quiz.jsonl"))
+    items = [HellaSwagItem(f"Number {i} is", ("even", "odd", "large"), i % 2) for i in range(8)]
     model = tiny_lm.write_llama(tmp_path / "model")
-    task = f"lm-eval:{tmp_path / 'quiz.yaml'}"
+    task = f"lm-eval:{write_task(tmp_path, items, ['acc'])}"
     options = SweepOptions(tasks=(task,), bits=(2,), dtype="float32")
     result = run_sweep([model], options, tmp_path / "out")
     result.require_complete()
