@@ -1,7 +1,8 @@
 """The figures of CHANGELOG.md."""
 
 from research.check.page import Page
-from research.check.pages.figure8 import VERDICTS
+from research.check.pages.figure8 import LONGER_WON, VERDICTS
+from research.check.pages.figure8_larger_words import LARGER_WON
 from research.check.pages.kernels import OUTCOMES
 from research.check.pages.rounding import CHANCE, REPEATED_LEADS, SHARES
 from research.check.raw import medians, raw
@@ -27,6 +28,10 @@ PAGE.means(
 )
 PAGE.leaves("at 1.25 million parameters", "a size")
 PAGE.means("parameters DIFF loses more by low-bit logits", {*VERDICTS.values()} == {"DIFF loses"})
+PAGE.means(
+    "Neither three times\n  the tokens nor four times the parameters change the sign",
+    all(won[0] < 0 for won in (*LONGER_WON.values(), *LARGER_WON.values())),
+)
 PAGE.says(
     "One H100 has run them: {} of {} tests passed, {} were skipped",
     OUTCOMES["passed"],

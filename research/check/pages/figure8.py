@@ -12,6 +12,7 @@ from research.check.numbers import ends
 from research.check.page import Page
 from research.figure8.analysis import (
     CONTROLS,
+    LARGER,
     LEVEL,
     LONGER,
     MAIN,
@@ -48,10 +49,10 @@ def values(name: str, measure: Measure) -> list[float]:
 
 def interval(name: str, measure: Measure) -> list[float]:
     """Mean and 95 % interval over trainings."""
-    return _interval_of(values(name, measure))
+    return interval_of(values(name, measure))
 
 
-def _interval_of(found: list[float]) -> list[float]:
+def interval_of(found: list[float]) -> list[float]:
     return list(raw.interval(mean_interval(found)))
 
 
@@ -112,7 +113,7 @@ _CONTROLS = dict(
 
 
 def _control(row: str, column: str) -> list[float]:
-    return _interval_of(_CONTROLS[row].values(THERE, OF_CONTROLS[column]))
+    return interval_of(_CONTROLS[row].values(THERE, OF_CONTROLS[column]))
 
 
 PAGE.table(
@@ -176,7 +177,7 @@ _OF_LARGE: dict[str, Measure] = {
 
 
 def _of_large(row: str, column: str) -> list[float]:
-    return _interval_of(_LARGE[column].values(THERE, _OF_LARGE[row]))
+    return interval_of(_LARGE[column].values(THERE, _OF_LARGE[row]))
 
 
 PAGE.table("bits won over the Transformer of that rate, three trainings | DIFF V1 | DIFF V2", _of_large)
@@ -270,18 +271,18 @@ def _of_tokens(row: str, column: str) -> list[float]:
         "7.4 million tokens": before,
         "moved by": [x - y for x, y in zip(after, before, strict=True)],
     }
-    return _interval_of(found[column]) if column in found else [after[int(column) - 101]]
+    return interval_of(found[column]) if column in found else [after[int(column) - 101]]
 
 
 PAGE.table(
     "bits won at `4:tensor` | 101 | 102 | 103 | 22 million tokens | 7.4 million tokens | moved by",
     _of_tokens,
 )
-_OF_LONGER = {**PARTS, **{name: bits_won(name, among="kl_of_formats") for name in FORMATS}}
+OF_TRAININGS = {**PARTS, **{name: bits_won(name, among="kl_of_formats") for name in FORMATS}}
 
 
 def _of_longer(row: str, column: str) -> list[float]:
-    return _interval_of(_LONGER[column].values(THERE, _OF_LONGER[row]))
+    return interval_of(_LONGER[column].values(THERE, OF_TRAININGS[row]))
 
 
 PAGE.table("mean over three trainings of 22 million tokens | DIFF V1 | DIFF V2", _of_longer)
@@ -289,7 +290,7 @@ PAGE.table("mean over three trainings of 22 million tokens | DIFF V1 | DIFF V2",
 LONGER_WON = {name: _of_tokens(name, "22 million tokens") for name in OF_KIND}
 # Bits that a kind needs more after three times the tokens, with their interval.
 LONGER_MORE = {name: [-won[at] for at in (0, 2, 1)] for name, won in LONGER_WON.items()}
-_FLOATS_OF = {target: [name for name in FORMATS if re.match(rf"{target} [a-z]", name)] for target in ("logits", "qk")}
+FLOATS_OF = {target: [name for name in FORMATS if re.match(rf"{target} [a-z]", name)] for target in ("logits", "qk")}
 _RATES = {THERE[f"e2-{kind}-seed-{seed}"]["rate"] for kind in KINDS for seed in THREE}
 PAGE.says("at {}e-3 for every kind", *(1000 * rate for rate in _RATES))
 PAGE.leaves("makes of 4e-3", "the protocol's")
@@ -321,19 +322,19 @@ PAGE.means(
 )
 PAGE.means(
     "Logits in e4m3,\nNVFP4 or MXFP4 cost both kinds more than the Transformer",
-    all(_of_longer(row, name)[2] < 0 for row in _FLOATS_OF["logits"] for name in OF_KIND),
+    all(_of_longer(row, name)[2] < 0 for row in FLOATS_OF["logits"] for name in OF_KIND),
 )
 PAGE.means(
     "Queries and keys in those formats cost V1 three quarters of a bit and V2 a tenth",
     all(
         abs(_of_longer(row, name)[0] + cost) < 0.1
         for name, cost in (("DIFF V1", 0.75), ("DIFF V2", 0.1))
-        for row in _FLOATS_OF["qk"]
+        for row in FLOATS_OF["qk"]
     ),
 )
 PAGE.means(
     "which two of its four intervals\ndo not tell from none",
-    sum(_of_longer(row, "DIFF V2")[2] > 0 for row in _FLOATS_OF["qk"]) == 2 and len(_FLOATS_OF["qk"]) == 4,
+    sum(_of_longer(row, "DIFF V2")[2] > 0 for row in FLOATS_OF["qk"]) == 2 and len(FLOATS_OF["qk"]) == 4,
 )
 PAGE.means(
     "Softmax weights of 8 bits cost V1 about what they cost the Transformer",
@@ -428,10 +429,10 @@ PAGE.says(
     "4 bits cost the Transformer {}, V1 {} and V2 {} nats", *(mean_kl(kind, "4:row:shift") for kind in NAMES.values())
 )
 # Whatever is compared and was not made to have large logits.
-_COMPARED = {name for each in (*MAIN, *CONTROLS, *LONGER) for pair in each.names for name in pair}
+_COMPARED = {name for each in (*MAIN, *CONTROLS, *LONGER, *LARGER) for pair in each.names for name in pair}
 _LARGEST = {name: THERE[name]["outliers"]["overall"]["logits"]["top"]["1"] for name in _COMPARED}
 PAGE.says("here the largest of any\n  model is {}", max(_LARGEST.values()))
-PAGE.means("of a V1 of 22 million tokens", max(_LARGEST, key=_LARGEST.__getitem__).startswith("e2-diff-v1-"))
+PAGE.means("of a V1 of 5.3 million parameters", max(_LARGEST, key=_LARGEST.__getitem__).startswith("e3-diff-v1-"))
 PAGE.says(
     "trained at that rate with seeds 101 to 106, on {} million tokens",
     THERE["e1-transformer-seed-101"]["tokens"] / 1e6,
@@ -439,8 +440,8 @@ PAGE.says(
 for _text, _why in (
     ("At 1.25 million parameters", "a size"),
     ("models of 1.25 million parameters and windows of 256, trained on 7.4 million tokens", "sizes"),
-    ("three of each kind](#three-times-the-tokens), on 22 million", "sizes"),
-    ("E3 of the protocol, 5.3 million parameters", "sizes"),
+    ("of [22 million tokens](#three-times-the-tokens) and of [5.3 million", "sizes"),
+    ("models of 3 billion", "the protocol's"),
     ("intervals are 95 %", "a level"),
     ("bars are 95 % intervals", "a level"),
     ("Means and 95 % intervals", "a level"),

@@ -5,6 +5,7 @@ from typing import Any
 
 from research.check.page import Page, Unmeasured, Values
 from research.check.pages.figure8 import MORE, WON
+from research.check.pages.figure8_larger_words import WON as LARGER
 from research.check.pages.rounding import SHIPPED, SMOLLM2
 from research.check.raw import raw, recorded
 
@@ -65,6 +66,9 @@ PAGE.says(
 )
 PAGE.leaves("95 % interval", "a level")
 PAGE.means("Each kind was trained six times", {len(won) for won in WON.values()} == {6})
+PAGE.means(
+    "three trainings of each with four times the parameters lose too", all(max(won) < 0 for won in LARGER.values())
+)
 PAGE.leaves("Python 3.11 or later", "a version")
 PAGE.leaves("took 0.22 CPU seconds there", "how fast README's processor is, by which the walk judges durations")
 PAGE.table(" | ", Unmeasured("contents"))
