@@ -25,7 +25,7 @@ from diffquant.quantization.card import converted_card
 from diffquant.recipe import Recipe
 from diffquant.report.tables import megabytes
 from diffquant.serve.folder import config_for_engines, write_modelling_file
-from diffquant.source.exact_ways import Origin, type_of, way_to
+from diffquant.source.exact_ways import Origin, way_to
 from diffquant.source.source import Source, open_source
 from diffquant.support.devices import as_dtype
 from diffquant.support.escaping import one_line
@@ -91,10 +91,9 @@ def convert(
     """Write a checkpoint as another member of the family, the same function of its input.
 
     Args:
-        source: a folder with model_type diff_v1 for "diffllama"; a Llama, folder or .gguf file, for "diff-v2"; a folder
-            with model_type dex_llama for "llama".
+        source: a folder with model_type diff_v1 for "diffllama"; a Llama, folder or .gguf file, for "diff-v2".
         destination: the folder to make; it appears whole or not at all.
-        to: "diffllama", "diff-v2" or "llama".
+        to: "diffllama" or "diff-v2".
         dtype: dtype of the matrices; the source's by default, for a GGUF file with codes bfloat16. Vectors (norms,
             biases, λ) keep theirs.
         overwrite: replace an existing checkpoint there, at the end.
@@ -108,7 +107,7 @@ def convert(
     check_output(source.path if isinstance(source, Source) else Path(source), destination, overwrite)
     opened = open_source(source)
     opened.check_special_tokens()
-    checkpoint, source_type, way = opened.checkpoint, type_of(opened), way_to(to, opened)
+    checkpoint, source_type, way = opened.checkpoint, opened.model_type, way_to(to, opened)
     config = way.config(opened)
     if opened.packed:
         raise CheckpointError(f"{opened.path} is quantized; convert its 16-bit original, then quantize the result")

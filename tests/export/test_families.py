@@ -1,4 +1,4 @@
-"""Exports of the families beside V1 and V2, tokens as torch's: states, shared keys, latents, V3's gates, DEX."""
+"""Exports of the families beside V1 and V2, tokens as torch's: states, shared keys, latents, V3's gates."""
 
 import numpy as np
 import onnx
@@ -16,7 +16,6 @@ from diffquant.export.native import library_path
 from diffquant.export.runtime.scoring import OnnxRuntime
 from diffquant.export.runtime.session import InPlaceDecoder, OnnxModel
 from diffquant.recipe import Recipe
-from tests.checkpoint.test_dex import write_dex
 from tests.export.test_running import by_the_example
 from tests.support import tiny_lm
 from tests.support.checkpoints import write_checkpoint
@@ -35,7 +34,7 @@ LATENTS = SIZES | {
     "qk_rope_head_dim": 8,
 }
 OWN_DECODERS = ["phi4flash", "motif3"]
-FAMILIES = [*OWN_DECODERS, "gated", "dex"]
+FAMILIES = [*OWN_DECODERS, "gated"]
 LOW = {"kv_bits": 8, "accuracy_level": 1}
 NEW = 16
 
@@ -57,10 +56,7 @@ def phi(tmp_path_factory):
 
 def checkpoint_of(name, root):
     folder = root / "model"
-    if name == "dex":
-        write_dex(folder, bias=True, dtype=torch.float32, **SIZES)
-    else:
-        write_checkpoint(folder, name, **(LATENTS if name == "motif3" else SIZES))
+    write_checkpoint(folder, name, **(LATENTS if name == "motif3" else SIZES))
     tiny_lm.tokenizer().save_pretrained(folder)
     return folder
 
