@@ -176,7 +176,7 @@ def test_doctor_says_what_the_kernels_make_of_the_device(run, monkeypatch):
     assert json.loads(out)["cuda_kernels"]["shared_memory"] == 101_376
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_ctrl_c_and_what_schedulers_send_exit_with_130(checkpoint, tmp_path, name):
     code = f"""
 import signal, sys

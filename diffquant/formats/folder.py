@@ -16,6 +16,7 @@ from diffquant.errors import CheckpointError
 from diffquant.formats.front_matter import CARD
 from diffquant.formats.json_object import read_json
 from diffquant.formats.reader import Checkpoint, TensorInfo
+from diffquant.support.files import check_plain, check_plain_inside
 from diffquant.support.listing import first_few
 from diffquant.support.plain_data import parse_json
 
@@ -95,13 +96,17 @@ def _is_text(file: Path) -> bool:
 
 
 def _check_links(folder: Path) -> None:
-    """Check that no file that is read or copied beside the weights is a link to somewhere else.
+    """Check that no file is a pipe or device, and that none beside the weights is a link to somewhere else.
 
-    What such a link leads to would stand in the output, which people publish.
+    What a link leads to would stand in the output, which people publish.
 
     Raises:
         CheckpointError: some are; the first are named.
     """
+    try:
+        check_plain_inside(folder)
+    except OSError as error:
+        raise CheckpointError(f"cannot read checkpoint {folder}: {error}; remove it") from error
     links = sorted(
         file.name for file in folder.iterdir() if file.is_symlink() and (_is_text(file) or file.name == CARD)
     )
@@ -159,10 +164,16 @@ def _open_all(folder: Path, files: Mapping[str, Path]) -> tuple[dict[str, Any], 
             problems.append(f"{shard!r} lies outside the folder or is no plain file name")
             continue
         try:
-            handles[shard] = safe_open(file, "pt")
-            _check_header(file)
+            check_plain(file)
         except FileNotFoundError:
             problems.append(f"{shard} is missing")
+            continue
+        except OSError as error:
+            problems.append(f"{shard} cannot be read: {error.strerror}")
+            continue
+        try:
+            handles[shard] = safe_open(file, "pt")
+            _check_header(file)
         except (SafetensorError, OSError) as error:
             problems.append(f"{shard} {_damage(file, error)}")
         except ValueError as error:

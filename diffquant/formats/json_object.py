@@ -4,7 +4,11 @@ from pathlib import Path
 from typing import Any
 
 from diffquant.errors import CheckpointError
+from diffquant.support.files import check_plain
 from diffquant.support.plain_data import parse_json
+
+# As many bytes as the header of a safetensors file may have.
+_LARGEST = 100_000_000
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -14,6 +18,9 @@ def read_json(path: Path) -> dict[str, Any]:
         CheckpointError: the file is absent, or does not hold a JSON object.
     """
     try:
+        check_plain(path)
+        if path.stat().st_size > _LARGEST:
+            raise CheckpointError(f"{path} has {path.stat().st_size} bytes, and at most {_LARGEST} are read")
         content = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path.parent} has no {path.name}; a checkpoint folder needs one") from None

@@ -9,6 +9,7 @@ from diffquant.formats.dequantized import dequantized
 from diffquant.formats.folder import FolderCheckpoint
 from diffquant.formats.hub import local_path
 from diffquant.formats.reader import Checkpoint
+from diffquant.support.plain_data import is_text
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -20,6 +21,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
             tensor is named.
     """
     path = local_path(Path(path))
+    if not is_text(str(path.absolute())):
+        raise CheckpointError(f"the path {str(path)!r} is not UTF-8, and safetensors opens no such path; rename it")
     if path.suffix == ".gguf":
         # Here, since a folder is opened without the time that importing gguf takes.
         from diffquant.formats.gguf import GgufCheckpoint

@@ -17,7 +17,7 @@ from diffquant.scheme import Scheme
 from diffquant.source.source import Source
 from diffquant.source.weight_layout import stored_transposed
 from diffquant.source.weight_source import WeightSource
-from diffquant.support.listing import first_few
+from diffquant.support.listing import NAMED, first_few
 from diffquant.support.spelling import spelled
 
 EMBEDDING = "model.embed_tokens"
@@ -121,13 +121,15 @@ def _refuse_experts(checkpoint: Checkpoint, chosen: Collection[str], rounding: s
 
 
 def _check_overrides(recipe: Recipe, targets: Targets) -> None:
-    problems = [
-        _no_match_problem(pattern, targets)
+    unmatched = [
+        pattern
         for pattern in recipe.weight_overrides
         if not any(fnmatchcase(module, pattern) for module in targets.weights)
     ]
-    if problems:
-        raise UsageError("; ".join(problems))
+    if unmatched:
+        # Finding the nearest name takes long, and only the first few are shown.
+        problems = [_no_match_problem(pattern, targets) for pattern in unmatched[:NAMED]]
+        raise UsageError(first_few([*problems, *unmatched[NAMED:]]))
 
 
 def _no_match_problem(pattern: str, targets: Targets) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 from diffquant.errors import CheckpointError
 from diffquant.formats.hub import local_path
 from diffquant.formats.reader import Checkpoint
+from diffquant.support.files import check_plain_inside
 
 # Every tokenizer that transformers reads has one of these files.
 _FILES = (
@@ -50,6 +51,11 @@ def tokenizer_of(checkpoint: Checkpoint) -> Any:
 
 
 def _check_files(path: Path) -> None:
+    if path.is_dir():
+        try:
+            check_plain_inside(path)
+        except OSError as error:
+            raise CheckpointError(f"cannot read a tokenizer from {path}: {error}; remove it") from error
     if path.is_dir() and not any((path / name).exists() for name in _FILES):
         raise CheckpointError(
             f"cannot read a tokenizer from {path}: there is no {_FILES[0]}; copy it from the model it was made from"

@@ -22,7 +22,8 @@ def stored_transposed(tensors: Tensors) -> list[str]:
     if any(_module(name) in CONV1D for name in found):
         # A square matrix does not show its layout, so decide for all of its kind together.
         found += [name for name in weights if _module(name) in CONV1D and len(set(tensors[name].shape)) == 1]
-    return [name for name in weights if name in set(found)]
+    chosen = set(found)
+    return [name for name in weights if name in chosen]
 
 
 def _is_transposed(name: str, tensors: Tensors) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 from diffquant.data import weight_rules_text
 from diffquant.errors import UsageError
+from diffquant.support.files import read_text
 from diffquant.support.suggestion import did_you_mean
 
 
@@ -35,7 +36,7 @@ class WeightRules:
         rules = cls(**_sections(weight_rules_text(), "the rules that ship"))
         if file is not None:
             try:
-                text = file.read_text(encoding="utf-8")
+                text = read_text(file)
             except (OSError, ValueError) as error:
                 raise UsageError(f"cannot read weight rules {file}: {error}") from error
             rules = replace(rules, **_sections(text, f"weight rules {file}"))

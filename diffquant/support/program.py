@@ -5,7 +5,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import TextIOWrapper
 from typing import NoReturn
 
@@ -29,7 +29,7 @@ def run_program(command: Callable[..., None]) -> None:
 
 @contextmanager
 def exit_codes() -> Iterator[None]:
-    """Exit with a line about what is raised inside; SIGTERM, which schedulers send, interrupts as Ctrl-C does."""
+    """Exit with a line about what is raised inside; SIGTERM and SIGHUP interrupt as Ctrl-C does."""
     interruption.watch()
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
@@ -44,6 +44,9 @@ def exit_codes() -> Iterator[None]:
         except DiffQuantError as error:
             _fail(f"error: {error}", error.exit_code)
         except OSError as error:
+            # Writing to a terminal that was closed fails, too.
+            if interruption.came():
+                _fail("\ninterrupted", 130)
             _fail(f"error: {error}", 1)
         except SystemExit as stop:
             interrupt = _interrupt_behind(stop)
@@ -79,6 +82,7 @@ def _interrupt_behind(stop: BaseException | None) -> KeyboardInterrupt | None:
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    clear_lines()
-    sys.stderr.write(f"{fitted(message, sys.stderr)}\n")
+    with suppress(OSError):
+        clear_lines()
+        sys.stderr.write(f"{fitted(message, sys.stderr)}\n")
     raise SystemExit(code)

@@ -87,7 +87,7 @@ def _outcomes(source: str) -> list[_Measured]:
     try:
         sweep = read_sweep(file)
         outcomes = _of_sweep(sweep, words.split())
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise UsageError(
             _no_sweep(file)
             if isinstance(error, ValueError) and file.name != "sweep.json"

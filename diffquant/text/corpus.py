@@ -5,6 +5,7 @@ from pathlib import Path
 
 from diffquant import data
 from diffquant.errors import UsageError
+from diffquant.support.files import read_text
 
 
 def load_text(path: Path | None = None, characters: int | None = None) -> str:
@@ -16,7 +17,7 @@ def load_text(path: Path | None = None, characters: int | None = None) -> str:
     if path is None:
         return data.books_text()[:characters]
     try:
-        text = path.read_text(encoding="utf-8-sig")[:characters]
+        text = read_text(path, "utf-8-sig")[:characters]
     except OSError as error:
         raise UsageError(f"cannot read text from {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -8,6 +8,7 @@ from onnx import ModelProto, TensorProto
 
 from diffquant.errors import CheckpointError
 from diffquant.export.files import check_exported, model_file
+from diffquant.support.files import check_plain_inside
 
 
 def check_external(model: ModelProto, path: Path) -> None:
@@ -32,6 +33,10 @@ def load_graph(folder: Path) -> ModelProto:
     """
     check_exported(folder)
     path = model_file(folder)
+    try:
+        check_plain_inside(folder)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {folder}: {error}; remove it") from error
     try:
         model = onnx.load(path, load_external_data=False)
     except Exception as error:  # protobuf's own exception type is no part of its interface
