@@ -46,6 +46,10 @@ class WeightRules:
         """Whether a tensor with `axes` axes is a weight that may be packed, unless a rule keeps it."""
         return matches(name, {2: self.linears, 3: self.experts}.get(axes, ()))
 
+    def may_be_mask(self, name: str, axes: int) -> bool:
+        """Whether a tensor may be a buffer that masks with -inf: it is no weight, bias or λ by its name."""
+        return not self.mean(name, axes) and not matches(name, ("*.weight", "*.bias", "*lambda*"))
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
