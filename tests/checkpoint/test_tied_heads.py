@@ -23,7 +23,6 @@ MODELS = {
     "BertForMaskedLM": WIDE,
     "RobertaForMaskedLM": WIDE,
     "DistilBertForMaskedLM": {"vocab_size": 96, "dim": 64, "hidden_dim": 96, "n_layers": 1, "n_heads": 2},
-    "RwkvForCausalLM": {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "tie_word_embeddings": True},
     "XLMWithLMHeadModel": {"vocab_size": 96, "emb_dim": 64, "n_layers": 1, "n_heads": 2, "n_langs": 1},
 }  # fmt: skip
 VISION = {key: value for key, value in WIDE.items() if key != "vocab_size"} | {"image_size": 28, "patch_size": 14}
