@@ -45,7 +45,7 @@ def check_exported(folder: Path) -> None:
         raise CheckpointError(f"there is no {folder}; `diffquant export` makes such a folder of a checkpoint")
     if folder.suffix == ".onnx" and folder.is_file():
         raise CheckpointError(f"{folder} is a file; give the folder that it is in, {folder.parent}")
-    if folder.suffix == ".gguf" or (folder / "config.json").is_file():
+    if folder.suffix.lower() == ".gguf" or (folder / "config.json").is_file():
         raise CheckpointError(
             f"{folder} is a checkpoint and no export: `diffquant export` makes one of it, and `diffquant generate` "
             "continues texts with it as it is"

@@ -26,13 +26,17 @@ REORDERED = ("group", "dynamic")
 _STRATEGIES = {"group": "group", "tensor_group": "group", "channel": "row", "tensor": "tensor", "block": "block"}
 
 
-def quantization_config(schemes: Mapping[str, Scheme], linears: Iterable[str]) -> dict[str, Any]:
+def quantization_config(
+    schemes: Mapping[str, Scheme], linears: Iterable[str], ignored: Iterable[str] = ()
+) -> dict[str, Any]:
     """The entry `quantization_config` of config.json.
 
     Args:
         schemes: scheme of each packed module by name.
         linears: every Linear of the model by module name, packed or not.
+        ignored: regular expressions of further modules that are not packed; one that fits a packed module is left out.
     """
+    others = [each for each in ignored if not any(re.fullmatch(each, name) for name in schemes)]
     unpacked = [name for name in linears if name not in schemes]
     groups: dict[Scheme, list[str]] = {}
     for name, scheme in schemes.items():
@@ -53,7 +57,7 @@ def quantization_config(schemes: Mapping[str, Scheme], linears: Iterable[str]) -
             }
             for i, (scheme, names) in enumerate(groups.items())
         },
-        "ignore": name_patterns(unpacked),
+        "ignore": name_patterns(unpacked) + ([f"re:({'|'.join(others)})$"] if others else []),
         "version": _LAYOUT_VERSION,
     }
 

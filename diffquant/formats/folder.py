@@ -3,6 +3,7 @@
 A pickle is never opened, since opening one runs its code.
 """
 
+import re
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from shutil import copyfile
@@ -26,6 +27,9 @@ INDEX = "model.safetensors.index.json"
 _POINTER = b"version https://git-lfs"
 # What peft calls the settings of a LoRA adapter.
 ADAPTER = "adapter_config.json"
+
+# Names that modules have inside torch.compile, (Fully)ShardedDataParallel and the like.
+_WRAPPER = re.compile(r"((_orig_mod|module|_fsdp_wrapped_module|_forward_module)\.)+")
 
 _DTYPES = {
     "F64": torch.float64,
@@ -61,10 +65,13 @@ class FolderCheckpoint(Checkpoint):
         shards = sorted(set(index.values())) if index else [SINGLE]
         self._files = {shard: path / shard for shard in shards}
         self._handles, problems = _open_all(path, self._files)
-        self.tensors, unlisted = _list_tensors(self._handles, index)
+        self.tensors, unlisted, unread = _list_tensors(self._handles, index)
         problems += unlisted
         if problems:
             raise CheckpointError(f"checkpoint {path} is not complete: {first_few(problems)}; download it again")
+        if unread:
+            raise CheckpointError(f"checkpoint {path} {_unread_problem(self.config, unread)}")
+        _check_prefix(path, self.tensors)
 
     def read(self, name: str) -> Tensor:
         data: Tensor = self._handles[self.tensors[name].shard].get_tensor(name)
@@ -140,6 +147,8 @@ def _read_index(folder: Path) -> dict[str, str] | None:
             return None
         pickles = sorted(file.name for file in folder.glob("*.bin")) + sorted(file.name for file in folder.glob("*.pt"))
         hint = f"; {', '.join(pickles)} are pickles, which run code when opened: convert them" if pickles else ""
+        if others := sorted(file.name for file in folder.iterdir() if ".safetensors" in file.name):
+            hint = f"; it holds {first_few(others, ', ')}: {_use_of(others)}"
         if (folder / "model.onnx").is_file():
             hint = "; it is an exported model: `diffquant run` continues texts with it, and eval and sweep measure it"
         raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}{hint}")
@@ -153,6 +162,17 @@ def _read_index(folder: Path) -> dict[str, str] | None:
             f"remove {SINGLE}, or {INDEX} and its files, whichever is left over"
         )
     return weight_map
+
+
+def _use_of(files: list[str]) -> str:
+    """Say what to do with safetensors files that have other names than those of a checkpoint."""
+    if any(re.search(r"-\d+-of-\d+\.", name) for name in files):
+        return f"{INDEX}, which says what is in each shard, is missing: download it, or save the model again"
+    if any(name.startswith("consolidated") for name in files):
+        return "files called consolidated have other names inside than transformers': download the others, model*"
+    if not any(name.endswith(".safetensors") for name in files):
+        return "the download did not end: go on with it"
+    return f"rename the file of the model to {SINGLE}" + ("" if len(files) == 1 else ", and leave one of them alone")
 
 
 def _open_all(folder: Path, files: Mapping[str, Path]) -> tuple[dict[str, Any], list[str]]:
@@ -216,12 +236,39 @@ def _is_inside(folder: Path, shard: str) -> bool:
     return target.is_relative_to(root) or target.parent == root.parent.parent / "blobs"
 
 
+def _unread_problem(config: Mapping[str, Any], unread: Mapping[str, str]) -> str:
+    """Describe tensors whose data types, by name, are not read."""
+    names = first_few((f"{name} of type {dtype}" for name, dtype in unread.items()), ", ")
+    if isinstance(config.get("quantization"), Mapping) and "U32" in unread.values():
+        return (
+            f"was quantized by MLX, whose packed weights are not read ({names}): give the model that it was made of, "
+            "or write its floats out with `mlx_lm.convert --dequantize`"
+        )
+    return f"has tensors of types that are not read: {names}; read are {', '.join(_DTYPES)}"
+
+
+def _check_prefix(folder: Path, tensors: Mapping[str, TensorInfo]) -> None:
+    """Check that the names are not those of a model that was saved inside a wrapper.
+
+    Raises:
+        CheckpointError: every name begins with the wrapper's.
+    """
+    begins = {match[0] if (match := _WRAPPER.match(name)) else "" for name in tensors}
+    if len(begins) == 1 and (prefix := begins.pop()):
+        raise CheckpointError(
+            f"checkpoint {folder}: every tensor's name begins with {prefix!r}, the prefix of a wrapper such as "
+            "torch.compile's (_orig_mod.) or DistributedDataParallel's (module.), under which transformers finds no "
+            "weight either; save the model that is inside, or rename the tensors without the prefix"
+        )
+
+
 def _list_tensors(
     handles: Mapping[str, Any], index: Mapping[str, str] | None
-) -> tuple[dict[str, TensorInfo], list[str]]:
-    """Tensors of all shards by name, and what is wrong: absent where the index places them, or of an unread type."""
+) -> tuple[dict[str, TensorInfo], list[str], dict[str, str]]:
+    """Tensors of all shards by name, those that the index places where they are not, and the types of unread ones."""
     tensors: dict[str, TensorInfo] = {}
     problems: list[str] = []
+    unread: dict[str, str] = {}
     for shard, handle in handles.items():
         present = set(handle.keys())
         listed = {name for name, place in index.items() if place == shard} if index else present
@@ -232,7 +279,7 @@ def _list_tensors(
             header = handle.get_slice(name)
             dtype = _DTYPES.get(header.get_dtype())
             if dtype is None:
-                problems.append(f"{name} has data type {header.get_dtype()}, which is not read")
+                unread[name] = header.get_dtype()
             else:
                 tensors[name] = TensorInfo(dtype, tuple(header.get_shape()), shard)
-    return tensors, problems
+    return tensors, problems, unread

@@ -15,7 +15,7 @@ from diffquant.recipe import Recipe
 from diffquant.recipe.targets import LAYER_TARGETS, target_of
 from diffquant.scheme import Scheme
 from diffquant.source.source import Source
-from diffquant.source.weight_layout import stored_transposed
+from diffquant.source.weight_layout import stored_transposed, undecided_experts
 from diffquant.source.weight_source import WeightSource
 from diffquant.support.listing import NAMED, first_few
 from diffquant.support.spelling import spelled
@@ -87,11 +87,19 @@ def _refuse_transposed(source: Source | WeightSource, chosen: Collection[str]) -
     """Refuse to pack weights whose last axis is not their inputs.
 
     Raises:
-        CheckpointError: some of the chosen are; the first are named.
+        CheckpointError: some of the chosen are, or may be; the first are named.
     """
     tensors = source.checkpoint.tensors
     if isinstance(source, WeightSource):
         found = stored_transposed(tensors)
+        unclear = [f"{name} {list(tensors[name].shape)}" for name in undecided_experts(tensors) if name in chosen]
+        if unclear:
+            raise CheckpointError(
+                f"the matrices of experts in {source.path} are square, and no tensor beside them shows whether they "
+                f"are stored [out, in] or [in, out], so they could be packed along the wrong axis: "
+                f"{first_few(unclear, ', ')}; leave them as they are with {spelled('keep', 'PATTERN')}, or write each "
+                "expert as a matrix [out, in] of its own"
+            )
     else:
         parameters = source.adapter.source_parameters
         found = [name for name, each in parameters.items() if each.contracted not in (-1, len(each.shape) - 1)]

@@ -12,6 +12,7 @@ from diffquant.quantization.parts import MakersExperts
 from diffquant.quantization.plan import QuantizationPlan
 from diffquant.serve.folder import config_for_engines, write_modelling_file
 from diffquant.source.source import Source
+from diffquant.source.weight_rules import modules_to_ignore
 from diffquant.source.weight_source import WeightSource
 from diffquant.support.digests import FileDigests
 from diffquant.support.files import write_atomically
@@ -54,7 +55,8 @@ def write_descriptions(
             "produced_by": f"diffquant {versions()['diffquant']}",
         }
     elif plan.schemes:
-        config["quantization_config"] = quantization_config(plan.written_schemes, plan.written_linears)
+        ignored = modules_to_ignore(plan.rules) if plan.rules else ()
+        config["quantization_config"] = quantization_config(plan.written_schemes, plan.written_linears, ignored)
     write_atomically(folder / "config.json", json.dumps(config, indent=2) + "\n")
     write_atomically(folder / "recipe.yaml", plan.recipe.to_yaml())
     account = _account(plan, records, errors) | {"rounding": rounding} | ({"code": code} if code else {})

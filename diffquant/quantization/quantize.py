@@ -220,10 +220,11 @@ def _shards(plan: QuantizationPlan, rounder: Rounder) -> list[Shard]:
     jobs: dict[str, list[Job]] = {file.name: [] for file in plan.checkpoint.weight_files()}
     for tensor in plan.tensors:
         packs = tensor.scheme.quantizes
+        may_mask = plan.rules is not None and plan.rules.may_be_mask(tensor.name, len(tensor.info.shape))
         job = (
             pack_job(plan.checkpoint, tensor, rounder, magnitudes)
             if packs
-            else copy_job(plan.checkpoint, tensor.name, tensor.outputs[0].dtype)
+            else copy_job(plan.checkpoint, tensor.name, tensor.outputs[0].dtype, may_mask)
         )
         jobs[tensor.info.shard].append(job)
     return [Shard(file, jobs[file.name]) for file in plan.checkpoint.weight_files()]

@@ -19,7 +19,7 @@ from diffquant.model.architecture import Architecture
 from diffquant.model.transformer import TransformerArchitecture
 from diffquant.recipe import Recipe
 from diffquant.scheme import Scheme
-from diffquant.source.check import check_tensors
+from diffquant.source.check import check_tensors, with_embedding
 from diffquant.source.identity import FilesState, checkpoint_fingerprint, checkpoint_state
 from diffquant.source.stored_recipe import stored_dtype, stored_recipe
 from diffquant.source.tokenizer import tokenizer_of
@@ -202,6 +202,7 @@ def open_source(path: Path | str | Source | WeightSource) -> Source:
         raise
     except CheckpointError as error:
         raise CheckpointError(f"{checkpoint.path}: {error}") from error
+    checkpoint = with_embedding(checkpoint, adapter)
     state = checkpoint_state(checkpoint)
     return Source(checkpoint, adapter, check_tensors(checkpoint, adapter), state)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from diffquant.errors import CheckpointError
 from diffquant.formats.hub import local_path
+from diffquant.formats.opening import is_gguf
 from diffquant.formats.reader import Checkpoint
 from diffquant.support.files import check_plain_inside
 
@@ -31,7 +32,7 @@ def load_tokenizer(path: Path | str) -> Any:
     path = local_path(Path(path))
     _check_files(path)
     with _reading(path):
-        if path.suffix == ".gguf":
+        if is_gguf(path):
             # Imported here, since opening a folder does not need gguf, which is slow to import.
             from diffquant.formats.gguf_tokenizer import load_gguf_tokenizer
 
