@@ -13,6 +13,7 @@ from typing import Any
 
 from diffquant import data
 from diffquant.errors import CheckpointError
+from diffquant.formats.folder import check_fetched
 from diffquant.formats.hub import local_path
 from diffquant.formats.json_object import read_json
 from diffquant.formats.reader import Checkpoint
@@ -80,7 +81,10 @@ def tokenizer_of(checkpoint: Checkpoint) -> Any:
 
 
 def _check_files(path: Path) -> None:
-    if path.is_dir() and not any((path / name).exists() for name in _FILES):
+    if not path.is_dir():
+        return
+    check_fetched(path)
+    if not any((path / name).exists() for name in _FILES):
         raise CheckpointError(
             f"cannot read a tokenizer from {path}: there is no {_FILES[0]}; copy it from the model it was made from"
         )
@@ -139,7 +143,7 @@ def _of_file(path: Path, of_class: Any) -> Any:
     if roles:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(path, **_HERE, **roles)
     for name in ("padding_side", "truncation_side", "model_input_names"):
-        setattr(tokenizer, name, getattr(of_class, name))
+        setattr(tokenizer, name, getattr(of_class, name, getattr(tokenizer, name)))
     return tokenizer
 
 
