@@ -90,24 +90,48 @@ def _check_files(path: Path) -> None:
         )
 
 
+def class_difference(path: Path) -> str:
+    """How the class that other engines load reads text otherwise than tokenizer.json says; "" where it does not.
+
+    Raises:
+        CheckpointError: the tokenizer cannot be read.
+    """
+    if not (path / _FILE).exists():
+        return ""
+    with _reading(path):
+        return _of_file(path)[1]
+
+
 def _of_folder(path: Path) -> Any:
+    if (path / _FILE).exists():
+        tokenizer, difference = _of_file(path)
+        if difference:
+            message = "%s: text is split as tokenizer.json says, as in other runtimes; %s"
+            log_once(__name__, logging.WARNING, message, path, difference)
+    else:
+        tokenizer = _of_class(path)
+    # It would warn of "indexing errors" of every text that is longer than the context and then cut into windows.
+    tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
+    return tokenizer
+
+
+def _of_class(path: Path) -> Any:
     from transformers import AutoTokenizer
 
-    def of_class() -> Any:
-        return AutoTokenizer.from_pretrained(path, config=_config(path), **_HERE)
+    # Without trust_remote_code, transformers asks on stdin whether to run the checkpoint's code.
+    return AutoTokenizer.from_pretrained(path, config=_config(path), **_HERE)
 
-    if not (path / _FILE).exists():
-        return _quiet(of_class())
+
+def _of_file(path: Path) -> tuple[Any, str]:
+    """The tokenizer of tokenizer.json, and how transformers' class for it differs; "" where it does not."""
     try:
-        named = of_class()
+        of_class = _of_class(path)
     except Exception as error:  # a class that does not fit the file may raise anything
-        tokenizer = _of_file(path, None)
-        _say(path, f"transformers cannot load the class that is named for it ({_first_line(error)})")
-        return _quiet(tokenizer)
-    tokenizer = _of_file(path, named)
-    if (text := _first_difference(named, tokenizer)) is not None:
-        _say(path, f"transformers' {type(named).__name__} would read {text[:40]!r} otherwise")
-    return _quiet(tokenizer)
+        return _in_class_of(path, None), f"transformers cannot load the class that is named ({_first_line(error)})"
+    tokenizer = _in_class_of(path, of_class)
+    if (text := _first_difference(of_class, tokenizer)) is None:
+        return tokenizer, ""
+    return tokenizer, f"transformers' {type(of_class).__name__} would read {text[:40]!r} otherwise"
 
 
 def _config(path: Path) -> Any:
@@ -125,7 +149,7 @@ def _config(path: Path) -> Any:
     return config
 
 
-def _of_file(path: Path, of_class: Any) -> Any:
+def _in_class_of(path: Path, of_class: Any) -> Any:
     """The tokenizer of tokenizer.json, with what tokenizer_config.json states and, for the rest, what its class has."""
     from transformers import PreTrainedTokenizerFast
 
@@ -165,19 +189,8 @@ def _decoded(tokenizer: Any, ids: list[int]) -> str:
     return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
 
-def _say(path: Path, why: str) -> None:
-    message = "%s: text is split as tokenizer.json says, as in other runtimes; %s"
-    log_once(__name__, logging.WARNING, message, path, why)
-
-
 def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
-
-
-def _quiet(tokenizer: Any) -> Any:
-    # It would warn of "indexing errors" of every text that is longer than the context and then cut into windows.
-    tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
-    return tokenizer
 
 
 @contextmanager

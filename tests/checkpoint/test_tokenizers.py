@@ -11,13 +11,14 @@ from diffquant.errors import CheckpointError
 from diffquant.export.exporter import export
 from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
-from diffquant.source.tokenizer import load_tokenizer
+from diffquant.source.tokenizer import class_difference, load_tokenizer
 from tests.support import tiny_lm
 from tests.support.checkpoints import edit_json
 
 SPECIAL = ["<unk>", "<s>", "</s>"]
 LLAMA_3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 # Not those that the loader tries.
 TEXTS = (
@@ -107,17 +108,21 @@ def test_what_is_read_otherwise_by_the_class_is_said_and_nothing_where_it_agrees
     assert record.levelno == logging.WARNING
     assert "differs: text is split as tokenizer.json says" in record.getMessage()
     assert "Qwen2Tokenizer would read" in record.getMessage()
+    # As `serve` says of vLLM, which loads the class.
+    assert class_difference(tmp_path / "differs") in record.getMessage()
+    assert class_difference(tmp_path / "agrees") == ""
 
 
-@pytest.mark.parametrize("begins", [None, True, False])
-def test_the_file_says_whether_texts_begin_with_bos_unless_the_settings_do(tmp_path, tokenizers, begins):
+@pytest.mark.parametrize("settings", [{}, {"add_bos_token": True}, {"add_bos_token": False}])
+def test_the_file_says_whether_texts_begin_with_bos(tmp_path, tokenizers, settings):
     oracle = Tokenizer.from_str(tokenizers["llama3"].to_str())
     oracle.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    stated = {} if begins is None else {"add_bos_token": begins}
-    tokenizer = load_tokenizer(write(tmp_path / "model", oracle, tokenizer_class="Qwen2Tokenizer", **stated))
-    ids = oracle.encode(TEXTS[0], add_special_tokens=False).ids
-    assert tokenizer.encode(TEXTS[0], add_special_tokens=False) == ids
-    assert tokenizer.encode(TEXTS[0]) == ([] if begins is False else [1]) + ids
+    tokenizer = load_tokenizer(write(tmp_path / "model", oracle, tokenizer_class="Qwen2Tokenizer", **settings))
+    for begins in (True, False):
+        assert (
+            tokenizer.encode(TEXTS[0], add_special_tokens=begins)
+            == oracle.encode(TEXTS[0], add_special_tokens=begins).ids
+        )
 
 
 def test_what_a_class_says_beside_the_split_stays(tmp_path, tokenizers):
