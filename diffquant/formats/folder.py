@@ -172,7 +172,8 @@ def _check_links(folder: Path) -> None:
         CheckpointError: some are; the first are named.
     """
     files = [*folder.iterdir(), *(folder / TEMPLATES).glob("*.jinja")]
-    links = sorted(file for file in files if file.is_symlink() and _is_side_file(file))
+    read = (file for file in files if _is_side_file(file) and (file.name == TEMPLATES or not file.is_dir()))
+    links = sorted(file for file in read if file.is_symlink())
     outside = [f"{link.name} -> {link.readlink()}" for link in links if not leads_inside(folder, link)]
     if outside:
         raise CheckpointError(

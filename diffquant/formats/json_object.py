@@ -17,9 +17,12 @@ def is_pointer(content: bytes | memoryview) -> bool:
 
 
 def holds_pointer(file: Path) -> bool:
-    """Whether a file is a pointer of Git LFS."""
-    with file.open("rb") as stream:
-        return is_pointer(stream.read(len(_BEGINS)))
+    """Whether a file is a pointer of Git LFS; one that cannot be read counts as none."""
+    try:
+        with file.open("rb") as stream:
+            return is_pointer(stream.read(len(_BEGINS)))
+    except OSError:
+        return False
 
 
 def read_json(path: Path) -> dict[str, Any]:
