@@ -3,8 +3,9 @@
 A pickle is never opened, since opening one runs its code.
 """
 
+import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path, PurePosixPath
 from shutil import copyfile
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from diffquant.errors import CheckpointError
 from diffquant.formats.front_matter import CARD
-from diffquant.formats.json_object import read_json
+from diffquant.formats.json_object import POINTER, holds_pointer, read_json
 from diffquant.formats.reader import Checkpoint, TensorInfo
 from diffquant.support.files import check_plain, check_plain_inside
 from diffquant.support.listing import first_few
@@ -23,8 +24,6 @@ from diffquant.support.plain_data import parse_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-# What a file of Git LFS begins with until its content is fetched.
-_POINTER = b"version https://git-lfs"
 # What peft calls the settings of a LoRA adapter.
 ADAPTER = "adapter_config.json"
 
@@ -47,10 +46,21 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 
-# Suffixes of what else makes a checkpoint usable, the model's own code included, which is copied and never run; what
-# holds weights, in any format, is not copied.
+# Suffixes of what else makes a checkpoint usable, the model's own code included, which is copied and never run.
 SIDE_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".vocab", ".py"}
-_OWN_NAMES = {"config.json", "diffquant.json"}
+# Whatever else stands there is copied, too, since tokenizers, licences and policies have many names: all but what holds
+# weights, in any format, or code, and files that are too large for anything else.
+_LEFT_SUFFIXES = {
+    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".onnx", ".onnx_data", ".data", ".msgpack",
+    ".h5", ".hdf5", ".ot", ".npz", ".npy", ".pkl", ".pickle", ".joblib", ".pb", ".tflite", ".mlmodel", ".nemo",
+    ".engine", ".zip", ".tar", ".tgz", ".7z", ".rar", ".whl", ".sh", ".bat", ".ps1", ".pyc", ".so", ".dll", ".dylib",
+    ".exe", ".ipynb", ".js", ".c", ".cc", ".cpp", ".cu", ".h",
+}  # fmt: skip
+_LARGE = 64 * 2**20
+# Chat templates by name, beside the one in chat_template.jinja.
+TEMPLATES = "additional_chat_templates"
+# What is written anew.
+_OWN_NAMES = {"config.json", "diffquant.json", "recipe.yaml", CARD}
 
 
 class FolderCheckpoint(Checkpoint):
@@ -59,8 +69,9 @@ class FolderCheckpoint(Checkpoint):
     def __init__(self, path: Path) -> None:
         self.path = path
         _check_links(path)
+        check_fetched(path)
         _check_adapter(path)
-        self.config = read_json(path / "config.json")
+        self.config = _with_plain_dtypes(read_json(path / "config.json"), path / "config.json")
         index = _read_index(path)
         shards = sorted(set(index.values())) if index else [SINGLE]
         self._files = {shard: path / shard for shard in shards}
@@ -84,22 +95,80 @@ class FolderCheckpoint(Checkpoint):
         return list(self._files.values())
 
     def write_side_files(self, folder: Path) -> None:
-        for file in side_files(self.path):
-            copyfile(file, folder / file.name)
+        copied = side_files(self.path)
+        for file in copied:
+            place = folder / file.relative_to(self.path)
+            place.parent.mkdir(exist_ok=True)
+            copyfile(file, place)
+        if left := self._left_behind(copied):
+            message = "left behind in %s, as no part of the new folder: %s"
+            logging.getLogger(__name__).warning(message, self.path, first_few(left, ", "))
+
+    def _left_behind(self, copied: Collection[Path]) -> list[str]:
+        """Names of what is not copied, and not written anew either; a folder's end in a slash."""
+        known = {*copied, *self._files.values(), self.path / TEMPLATES}
+        return sorted(
+            f"{file.name}/" if file.is_dir() else file.name
+            for file in self.path.iterdir()
+            if file not in known and not _is_written_anew(file) and not file.name.startswith(".")
+        )
 
 
 def side_files(folder: Path) -> list[Path]:
-    """Files beside the weights that a reader needs: tokenizer, generation settings, chat template, code, licence."""
+    """Files beside the weights that a reader needs: tokenizer, generation settings, chat templates, code, licence."""
     return sorted(
         file
-        for file in folder.iterdir()
-        if file.is_file() and _is_text(file) and file.name not in _OWN_NAMES and not file.name.endswith(".index.json")
+        for file in [*folder.iterdir(), *folder.glob(f"{TEMPLATES}/*.jinja")]
+        if _is_side_file(file) and not _is_written_anew(file) and file.is_file() and not _is_large(file)
     )
 
 
-def _is_text(file: Path) -> bool:
+def check_fetched(folder: Path) -> None:
+    """Check that no file beside the weights is a pointer of Git LFS.
+
+    Raises:
+        CheckpointError: some are; the first are named.
+    """
+    files = [*folder.iterdir(), *folder.glob(f"{TEMPLATES}/*.jinja")]
+    pointers = sorted(file.name for file in files if _is_side_file(file) and file.is_file() and holds_pointer(file))
+    if pointers:
+        raise CheckpointError(f"checkpoint {folder}: {first_few([f'{name} {POINTER}' for name in pointers])}")
+
+
+def _is_side_file(file: Path) -> bool:
     """Whether a file is of a kind that is read or copied beside the weights."""
-    return file.suffix in SIDE_SUFFIXES or file.name.upper().startswith(("LICENSE", "NOTICE"))
+    return file.suffix.lower() not in _LEFT_SUFFIXES and not file.name.startswith(".")
+
+
+def _is_written_anew(file: Path) -> bool:
+    return file.name in _OWN_NAMES or file.name.endswith(".index.json")
+
+
+def _is_large(file: Path) -> bool:
+    return file.suffix not in SIDE_SUFFIXES and file.stat().st_size > _LARGE
+
+
+def _with_plain_dtypes(config: dict[str, Any], file: Path) -> dict[str, Any]:
+    """A config whose dtypes are as transformers reads them: older writers put "torch." before one, or "auto".
+
+    Raises:
+        CheckpointError: it names a dtype that torch does not have.
+    """
+    plain = dict(config)
+    for key in ("dtype", "torch_dtype"):
+        stated = config.get(key)
+        if not isinstance(stated, str):
+            continue
+        name = stated.removeprefix("torch.")
+        if name == "auto":
+            del plain[key]
+        elif isinstance(getattr(torch, name, None), torch.dtype):
+            plain[key] = name
+        else:
+            raise CheckpointError(
+                f"{file}: {key} is {stated!r}, which is no dtype of torch; write float16, for instance"
+            )
+    return plain
 
 
 def _check_links(folder: Path) -> None:
@@ -111,13 +180,14 @@ def _check_links(folder: Path) -> None:
         CheckpointError: some are; the first are named.
     """
     try:
-        check_plain_inside(folder)
+        for inside in (folder, *filter(Path.is_dir, [folder / TEMPLATES])):
+            check_plain_inside(inside)
     except OSError as error:
         raise CheckpointError(f"cannot read checkpoint {folder}: {error}; remove it") from error
-    links = sorted(
-        file.name for file in folder.iterdir() if file.is_symlink() and (_is_text(file) or file.name == CARD)
-    )
-    outside = [f"{name} -> {(folder / name).readlink()}" for name in links if not _is_inside(folder, name)]
+    files = [*folder.iterdir(), *(folder / TEMPLATES).glob("*.jinja")]
+    read = (file for file in files if _is_side_file(file) and (file.name == TEMPLATES or not file.is_dir()))
+    links = sorted(file for file in read if file.is_symlink())
+    outside = [f"{link.name} -> {link.readlink()}" for link in links if not leads_inside(folder, link)]
     if outside:
         raise CheckpointError(
             f"checkpoint {folder} has links to files outside it, which are not followed: {first_few(outside, ', ')}; "
@@ -203,10 +273,8 @@ def _open_all(folder: Path, files: Mapping[str, Path]) -> tuple[dict[str, Any], 
 
 def _damage(file: Path, error: Exception) -> str:
     """What a file holds that is no safetensors file, after its name."""
-    with file.open("rb") as stream:
-        begins = stream.read(len(_POINTER))
-    if begins == _POINTER:
-        return "is a pointer of Git LFS and not the weights, which `git lfs pull` fetches"
+    if holds_pointer(file):
+        return POINTER
     return f"({file.stat().st_size} bytes) is truncated or damaged ({error})"
 
 
@@ -228,8 +296,13 @@ def _is_inside(folder: Path, shard: str) -> bool:
     """
     if PurePosixPath(shard).parts != (shard,) or shard == ".." or "\0" in shard:
         return False
+    return leads_inside(folder, folder / shard)
+
+
+def leads_inside(folder: Path, path: Path) -> bool:
+    """Whether a path leads into a folder, or to a blob of the download cache that the folder is a snapshot of."""
     try:
-        root, target = folder.resolve(), (folder / shard).resolve()
+        root, target = folder.resolve(), path.resolve()
     except (OSError, RuntimeError):
         # A link that leads back to itself.
         return False

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from diffquant import data
 from diffquant.errors import UsageError
+from diffquant.formats.json_object import POINTER, is_pointer
 from diffquant.support.files import read_text
 
 
@@ -22,6 +23,8 @@ def load_text(path: Path | None = None, characters: int | None = None) -> str:
         raise UsageError(f"cannot read text from {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is no text in UTF-8 ({error}); convert it, with iconv for instance") from error
+    if is_pointer(text[:100].encode()):
+        raise UsageError(f"{path} {POINTER}")
     if not text.strip():
         raise UsageError(f"{path} is empty; give a text with prose in it")
     return text

@@ -96,7 +96,7 @@ def evaluate_hellaswag(
     Args:
         reference: states of another model, from `reference_of`.
     """
-    requests = _requests(model.tokenizer, model.max_length, tuple(items))
+    requests = _requests(model.tokenizer, model.max_length, model.vocabulary, tuple(items))
     lengths = {index: len(requests[index].continuation) for index in _right_requests(items)}
     meter = None if reference is None else KlMeter(reference, lengths)
     scores = iter(score(model, requests, batch_tokens, progress, meter.see if meter else None))
@@ -125,7 +125,7 @@ def reference_of(
 
     The right endings are what people wrote; with the wrong ones, four times as many states would have to be held.
     """
-    requests = _requests(model.tokenizer, model.max_length, tuple(items))
+    requests = _requests(model.tokenizer, model.max_length, model.vocabulary, tuple(items))
     seen: list[int] = []
     parts: list[States] = []
 
@@ -147,10 +147,10 @@ def _right_requests(items: Sequence[HellaSwagItem]) -> list[int]:
 # A sweep asks once for each of a model's cells, and encoding may take longer than a GPU's scoring.
 @lru_cache(maxsize=1)
 def _requests(
-    tokenizer: "PreTrainedTokenizerBase", max_length: int, items: tuple[HellaSwagItem, ...]
+    tokenizer: "PreTrainedTokenizerBase", max_length: int, vocabulary: int, items: tuple[HellaSwagItem, ...]
 ) -> Sequence[Request]:
     """The request of each ending of each item; what was asked for last is kept."""
-    encoder = RequestEncoder(tokenizer, max_length)
+    encoder = RequestEncoder(tokenizer, max_length, vocabulary)
     return tuple(encoder.requests((item.query, f" {ending}") for item in items for ending in item.endings))
 
 
