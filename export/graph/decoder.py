@@ -7,9 +7,9 @@ from onnx import FunctionProto, ModelProto, TensorProto
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from diffquant.export.graph.activations import EMITTED, functions
-from diffquant.export.graph.attention_functions import attention_functions
+from diffquant.export.graph.attention_functions import attention_function
 from diffquant.export.graph.cache_scales import Scales
-from diffquant.export.graph.inlining import PREVIEW, inlined
+from diffquant.export.graph.inlining import inlined
 from diffquant.export.graph.last_position import SEQUENCE, last_position
 from diffquant.export.graph.linears import Linears
 from diffquant.export.graph.maps import MapOutputs
@@ -74,17 +74,15 @@ class Decoder:
     def model(self, initializers: dict[str, TensorProto]) -> ModelProto:
         own = functions(self.config.hidden_act, self.options.opset) + self._own_functions()
         if self.spec.maps == 2:
-            own += attention_functions(self.plan, self.graph.nodes, self._attributes())
+            own.append(attention_function(self.plan, self.graph.nodes, self._attributes()))
         elif self.scales:
             own.append(quantized_attention_function(self.options.opset, self.options.kv_bits, self.spec.rope != "none"))
         if any((node.domain, node.op_type) == (DOMAIN, MATMUL) for node in self.graph.nodes):
             own.append(matmul_function(self.options.opset))
-        domains = ({} if self.options.pure else {CONTRIB: 1}) | ({DOMAIN: VERSION} if own else {})
-        if self.options.op == "flex":
-            domains[PREVIEW] = 1
+        domains = {CONTRIB: 1} | ({DOMAIN: VERSION} if own else {})
         model = self.graph.model(initializers, self.options.opset, domains, IR_VERSION)
         model.functions.extend(own)
-        return inlined(model) if self.options.inlines else model
+        return inlined(model) if self.options.portable else model
 
     def _own_functions(self) -> list[FunctionProto]:
         """Functions that the layers need beside attention, the activation and products."""

@@ -13,7 +13,6 @@ from onnx import helper
 from diffquant.errors import CheckpointError
 from diffquant.export.files import model_file
 from diffquant.export.graph.external import load_graph
-from diffquant.export.graph.inlining import is_flex, without_flex
 from diffquant.export.graph.last_position import give_every_position
 from diffquant.export.graph.matmul import MATMUL
 from diffquant.export.graph.op import CONTRIB, DOMAIN, NAME
@@ -41,7 +40,6 @@ class OnnxModel:
         dtype: dtype of the logits.
         device: where it runs.
         gives_every_position: whether there are logits of every new token, and not of each sequence's last one alone.
-        takes_padding: whether sequences of a batch may differ in length.
     """
 
     def __init__(
@@ -83,9 +81,6 @@ class OnnxModel:
         self.vocabulary = interface.vocabulary
         self.dtype = interface.dtype
         self.gives_every_position = interface.gives_every_position
-        self.takes_padding = not is_flex(graph)
-        if not self.takes_padding:
-            graph, is_changed = without_flex(graph), True
         if extra_outputs:
             own_kinds = {value.name: value.type.tensor_type.elem_type for value in graph.graph.value_info}
             graph.graph.output.extend(

@@ -50,14 +50,12 @@ def routes(model: OnnxModel, shares_prefixes: bool = True) -> Iterator[tuple[str
     """
     # One batch is padded, read and decoded further: what it was before its first decoded token is a route by itself.
     decoded: list[Run] = []
-    if model.takes_padding:
-        is_one = shares_prefixes and model.cache is not None
-        yield "padded batch", partial(_padded_before, decoded) if is_one else _padded
+    is_one = shares_prefixes and model.cache is not None
+    yield "padded batch", partial(_padded_before, decoded) if is_one else _padded
     if model.cache is not None:
         yield "chunked prefill", _chunked
         yield "decode", _decoded
-        if model.takes_padding:
-            yield "batch decode", (lambda *_: decoded) if shares_prefixes else _padded_then_decoded
+        yield "batch decode", (lambda *_: decoded) if shares_prefixes else _padded_then_decoded
 
 
 def last_positions(model: OnnxModel, passages: Sequence[np.ndarray]) -> list[Run]:
@@ -67,7 +65,7 @@ def last_positions(model: OnnxModel, passages: Sequence[np.ndarray]) -> list[Run
     padded batch, which ends at a place of its own in each.
     """
     runs = [_decoded_in_place(model, passages[0])]
-    if model.takes_padding and len(passages) > 1:
+    if len(passages) > 1:
         padded, mask = _right_padded(passages[1:])
         (logits,), _ = model.run(padded, mask, model.empty_cache(len(padded)))
         for of, ids in zip(logits, passages[1:], strict=True):

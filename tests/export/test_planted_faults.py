@@ -42,16 +42,15 @@ BASES = {
     "untied": ("unilm-v2", LOW),
     "float32": ("unilm-v1", {}),
     "float16": ("unilm-v2-half", {"dtype": "float16", "kv_bits": 8}),
-    "pure": ("unilm-v2-half", {"pure": True}),
+    "standard": ("unilm-v2-half", {"logits": "6:row"}),
     "llama": ("llama", LOW),
     "long": ("unilm-v2-half", LOW),
     "no cache": ("unilm-v1", {"cache": False}),
     "spanning logits": ("unilm-v2-half", LOW | {"logits": "6:tensor"}),
     "portable": ("unilm-v2-half", LOW | {"portable": True}),
-    "flex": ("unilm-v1-plain", {"op": "flex", "weights": "4:g32", "kv_bits": 8}),
 }
 # Beyond the passages that these tests read, and beyond the default context of their models.
-CONTEXTS = {"long": 512, "portable": 512, "flex": 512}
+CONTEXTS = {"long": 512, "portable": 512}
 
 
 @pytest.fixture(scope="module")
@@ -286,8 +285,6 @@ FAULTS = {
     "a first call of one token counted as two": ("v2", no_first_call_of_one_token),
     "a cache row overwritten in a portable folder": ("portable", row_overwritten),
     "padding counted as tokens in a portable folder": ("portable", all_visible),
-    "values one row late beside FlexAttention": ("flex", lambda e: with_rows(e, present("value"), (0, 1), (0, -1))),
-    "a cache's scales x 1.02 beside FlexAttention": ("flex", scaled(f"{N}.v_scale", 1.02)),
     "a graph that cannot run behind a token": ("untied", fails_behind_a_token),
     # Weights.
     "scales x 1.05": ("v2", scales_larger),
@@ -338,17 +335,15 @@ FAULTS = {
     "no rotation from position 60 on, without a cache": ("no cache", unrotated_from(60)),
     "one angle wrong at the last position": ("long", lambda e: e.change("sin_cache", one_sine)),
     "no rotation from position 300 on in a portable folder": ("portable", unrotated_from(300)),
-    "no rotation from position 300 on beside FlexAttention": ("flex", unrotated_from(300)),
-    "another λ beside FlexAttention": ("flex", scaled(f"{N}.lambda", 1.2)),
     "a window of 250 in one layer": ("long", window_of(250, LAYER)),
     "a window of 40 in one layer, without a cache": ("no cache", window_of(40, LAYER)),
     "the last place read where a shorter sequence has padding": ("v1", given("Unsqueeze", 0, "Sub")),
-    "a prompt's last position but one": ("pure", lambda e: e.behind("Min", one_less, before_last=[1])),
+    "a prompt's last position but one": ("standard", lambda e: e.behind("Min", one_less, before_last=[1])),
     # The function body, which stock ONNX Runtime computes.
     "body: the noise is added": ("v1", body_adds_the_noise),
     "body: no rotation": ("v2", body_without_rotation),
     "body: no rotation in a Transformer": ("llama", body_without_rotation),
-    "standard body: queries rotated one place late": ("pure", body_position_late),
+    "standard body: queries rotated one place late": ("standard", body_position_late),
 }
 
 
@@ -506,11 +501,8 @@ SOUND = {
     "V2, float16, 4 bits, cache 8, embedding 8": ("unilm-v2-half", LOW | {"dtype": "float16"}),
     "V2, 4-bit logits with a scale per tensor": ("unilm-v2", {"logits": "4:tensor", "weights": "8:g32"}),
     "V2, 6-bit logits with a scale per tensor, 4 bits": ("unilm-v2-half", {"logits": "6:tensor", "weights": "4:g32"}),
-    "V2, 4-bit logits per tensor, standard ops, no cache": (
-        "unilm-v2-half",
-        {"logits": "4:tensor", "pure": True, "cache": False},
-    ),
-    "V2, standard ops, 4 bits, cache 4": ("unilm-v2-half", {"pure": True, "weights": "4:g32", "kv_bits": 4}),
+    "V2, 4-bit logits per tensor, no cache": ("unilm-v2-half", {"logits": "4:tensor", "cache": False}),
+    "V2, logits, 4 bits, cache 4": ("unilm-v2-half", {"logits": "8:row", "weights": "4:g32", "kv_bits": 4}),
     "Transformer, float32": ("llama", {}),
     "Transformer, 4 bits, cache 8, embedding 8": ("llama", LOW),
 }
