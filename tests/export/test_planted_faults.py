@@ -153,7 +153,7 @@ def all_visible(e):
         helper.make_node("Shape", ["attention_mask"], ["mask.shape"]),
         helper.make_node("ConstantOfShape", ["mask.shape"], ["mask.ones"], value=one),
     ]
-    e.node("ReduceSum").input[0] = "mask.ones"
+    e.node("Slice").input[0] = e.node("ReduceSum").input[0] = "mask.ones"
     for node in reversed(nodes):
         e.model.graph.node.insert(0, node)
 
@@ -234,11 +234,37 @@ def window_of(size, layer):
 def no_first_call_of_one_token(e):
     """Count two tokens at least."""
     e.constants(at_least=[1])
-    e.behind("last_token", lambda before, after: [helper.make_node("Max", [before, "at_least"], [after])])
+    e.behind("Where", lambda before, after: [helper.make_node("Max", [before, "at_least"], [after])])
 
 
-def one_less(before, after):
-    return [helper.make_node("Sub", [before, "before_last"], [after])]
+def read_at(*inputs):
+    """Have the head read the difference of two values as places, in folders that give the last position alone."""
+
+    def edit(e):
+        e.constants(**{"read.one": [1], "read.nothing": [0]})
+        index, place = e.node("Unsqueeze"), e.node("Unsqueeze").input[0]
+        nodes = [
+            helper.make_node("Sub", [each or place for each in inputs], ["read.difference"]),
+            # In the shape of the places.
+            helper.make_node("Mul", [place, "read.nothing"], ["read.zeros"]),
+            helper.make_node("Add", ["read.difference", "read.zeros"], ["read.places"]),
+        ]
+        at = list(e.model.graph.node).index(index)
+        for node in reversed(nodes):
+            e.model.graph.node.insert(at, node)
+        index.input[0] = "read.places"
+
+    return edit
+
+
+def in_place_of(name, value):
+    """Give out a value of the graph where a node computes another."""
+
+    def edit(e):
+        node = e.node(name)
+        node.CopyFrom(helper.make_node("Identity", [value or node.input[0]], node.output, name=node.name))
+
+    return edit
 
 
 def fails_behind_a_token(e):
@@ -325,6 +351,10 @@ FAULTS = {
     "a layer left out": ("v2", skipped(f"{N}.output", "layers.0.output")),
     "a layer's attention left out": ("llama", skipped(f"{N}.Add", "layers.0.output")),
     "a residual left out": ("v1", given(f"{N}.output", 0, "layers.0.output")),
+    "attention scale x 1.01 in one layer": (
+        "v1",
+        lambda e: e.set_attribute("scale", 1.01 * 16**-0.5, [e.node(f"layers.{LAYER}.attention")]),
+    ),
     "attention scale x 1.1": ("v2", lambda e: e.set_attribute("scale", 1.1 * 16**-0.5)),
     "a Transformer's attention scale x 1.1": ("llama", lambda e: e.set_attribute("scale", 1.1 * 16**-0.5)),
     "a window of 16": ("float32", lambda e: e.set_attribute("local_window_size", 16)),
@@ -337,8 +367,10 @@ FAULTS = {
     "no rotation from position 300 on in a portable folder": ("portable", unrotated_from(300)),
     "a window of 250 in one layer": ("long", window_of(250, LAYER)),
     "a window of 40 in one layer, without a cache": ("no cache", window_of(40, LAYER)),
-    "the last place read where a shorter sequence has padding": ("v1", given("Unsqueeze", 0, "Sub")),
-    "a prompt's last position but one": ("standard", lambda e: e.behind("Min", one_less, before_last=[1])),
+    "the last place read where a shorter sequence has padding": ("v1", read_at("Shape", "read.one")),
+    "a prompt's last position but one": ("standard", read_at("", "read.one")),
+    "tokens not moved before padding on the left": ("v2", in_place_of("GatherElements", "input_ids")),
+    "logits not moved back to their columns": ("no cache", in_place_of("states_read", "")),
     # The function body, which stock ONNX Runtime computes.
     "body: the noise is added": ("v1", body_adds_the_noise),
     "body: no rotation": ("v2", body_without_rotation),
@@ -350,9 +382,7 @@ FAULTS = {
 # A body has these numbers written into it, or tells them from shapes: the native kernel alone is misled.
 OF_THE_KERNEL = {
     "a first call of one token counted as two",
-    "attention scale x 1.1",
     "a window of 16",
-    "rotation of other channels",
     "a window of 250 in one layer",
     "a window of 40 in one layer, without a cache",
 }
