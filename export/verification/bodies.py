@@ -10,7 +10,7 @@ from typing import Any
 from onnx import AttributeProto, FunctionProto, ModelProto, NodeProto, helper
 
 from diffquant.errors import UsageError
-from diffquant.export.graph.body import body
+from diffquant.export.graph.body import BodyKind, body
 from diffquant.export.graph.matmul import MATMUL, matmul_function
 from diffquant.export.graph.op import CONTRIB, DOMAIN, GATES, NAME, OpAttributes, schema
 from diffquant.export.graph.quantized_attention import QUANTIZED_ATTENTION, quantized_attention_function
@@ -57,7 +57,7 @@ def _made(node: NodeProto, found: FunctionProto, width: int, widest: int) -> Fun
     given = {name for name, value in zip(_INPUTS, node.input, strict=False) if value}
     # Layers differ in their windows, and share a body that is made for the widest.
     of_all = replace(OpAttributes(**attributes), local_window_size=widest)
-    kind = "contrib" if CONTRIB in versions else "pure"
+    kind: BodyKind = "contrib" if CONTRIB in versions else "pure"
     return body(kind, of_all, width, opset, "past_key" in given, [gate for gate in GATES if gate in given])
 
 

@@ -12,7 +12,7 @@ from diffquant.errors import CheckpointError
 from diffquant.export import verify
 from diffquant.export.files import model_file
 from diffquant.export.runtime.session import OnnxModel
-from diffquant.support.digests import file_digest
+from diffquant.support.digests import content_digest
 from tests.support import tiny_lm
 from tests.support.checkpoints import write_checkpoint
 
@@ -24,7 +24,7 @@ def cached(folder, cache, name, inside=""):
     repository = cache / repo_folder_name(repo_id=f"me/{name}", repo_type="model")
     snapshot = repository / "snapshots" / COMMIT
     for file in (each for each in folder.rglob("*") if each.is_file()):
-        blob = repository / "blobs" / file_digest(file)
+        blob = repository / "blobs" / content_digest(file, "sha256")
         blob.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(file, blob)
         pointer = snapshot / inside / file.relative_to(folder)
