@@ -10,6 +10,7 @@ from diffquant.export import ExportOptions, export
 from diffquant.export.runtime.session import OnnxModel
 from tests.support.checkpoints import write_checkpoint
 from tests.support.exports import cache_ranges
+from tests.support.thorough import sampled
 
 VOCABULARY = 90
 # What tokenizers pad on the left, and on the right; holes, both ends, nothing, and a sequence that is all padding.
@@ -68,11 +69,17 @@ def calls(model, ids, mask, lengths):
     return np.concatenate(parts, 1)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("family", FAMILIES)
+# Of Transformers no logits are rounded; of Motif-3's, codes fall otherwise in a batch without padding, too.
+CASES = [
+    (family, form)
+    for family in FAMILIES
+    for form in FORMS
+    if "logits" not in FORMS[form] or family not in ("llama", "motif3")
+]
+
+
+@pytest.mark.parametrize(("family", "form"), sampled(CASES, 3))
 def test_padding_on_any_side_changes_nothing(exported, family, form):
-    if family == "llama" and "logits" in FORMS[form]:
-        pytest.skip("a Transformer's attention is ONNX Runtime's own")
     _, folder = exported(family, form)
     for native in (True, False):
         model = OnnxModel(folder, 1, every_position=True, native=native)
