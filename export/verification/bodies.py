@@ -85,4 +85,4 @@ def _first_difference(made: FunctionProto, found: FunctionProto) -> str:
 def _text(attribute: AttributeProto | None) -> str:
     if attribute is None:
         return "absent"
-    return " ".join(helper.printable_attribute(attribute).split())[:120]
+    return " ".join(str(helper.printable_attribute(attribute)).split())[:120]
