@@ -225,7 +225,8 @@ sanitize: $(VENV)/.ready
 	$(BIN)/python -m diffquant.export.native --sanitize --output $(SANITIZED)
 	DIFFQUANT_NATIVE_LIBRARY=$(SANITIZED) ASAN_OPTIONS=detect_leaks=0 \
 		LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
-		$(BIN)/python -m pytest tests/export/test_native.py tests/export/test_matmul.py -p no:cacheprovider
+		$(BIN)/python -m pytest tests/export/test_native.py tests/export/test_matmul.py \
+		tests/export/test_quantized_attention.py tests/export/test_attributes.py -p no:cacheprovider
 
 # Exported folders for an hour, or DIFFQUANT_SOAK_SECONDS: serving with bounded memory; before it a context of 32K, batches,
 # sessions side by side, calls that are cancelled, and data beyond 2 and 8 GB.

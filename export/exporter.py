@@ -279,8 +279,7 @@ def _make_notes(plan: ExportPlan, streamed: Sequence[Streamed]) -> list[str]:
             f"KV cache of 4 bits: experimental; compare its quality with {spelled('kv', 8)} before relying on it"
         )
     if options.genai_device != "cpu":
-        is_fused = not (options.pure or options.logits.quantizes or options.op == "flex")
-        notes += cuda_notes(options.dtype, options.kv_bits, is_fused)
+        notes += cuda_notes(options.dtype, options.kv_bits, not options.logits.quantizes)
     if options.logits.quantizes:
         notes.append(f"logits {options.logits} are rounded by the graph's body in standard ops, which holds whole maps")
     return notes

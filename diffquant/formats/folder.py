@@ -289,24 +289,25 @@ def _check_header(file: Path) -> None:
 
 
 def _is_inside(folder: Path, shard: str) -> bool:
-    """Whether a shard's name is a plain name in the folder.
-
-    Download caches keep a folder of links to content elsewhere, so a link that is named plainly is
-    followed only to a file of a cache laid out so: its own "blobs" folder, two levels up.
-    """
+    """Whether a shard's name is a plain name in the folder."""
     if PurePosixPath(shard).parts != (shard,) or shard == ".." or "\0" in shard:
         return False
     return leads_inside(folder, folder / shard)
 
 
-def leads_inside(folder: Path, path: Path) -> bool:
-    """Whether a path leads into a folder, or to a blob of the download cache that the folder is a snapshot of."""
+def leads_inside(folder: Path, file: Path) -> bool:
+    """Whether a file, links followed, lies in the folder or in the "blobs" of the hub's cache that holds the folder.
+
+    Hugging Face's cache has REPOSITORY/snapshots/COMMIT, of links to REPOSITORY/blobs; the folder may lie in a commit.
+    """
     try:
-        root, target = folder.resolve(), path.resolve()
+        root, target = folder.resolve(), file.resolve()
     except (OSError, RuntimeError):
         # A link that leads back to itself.
         return False
-    return target.is_relative_to(root) or target.parent == root.parent.parent / "blobs"
+    if target.is_relative_to(root):
+        return True
+    return any(place.name == "snapshots" and target.parent == place.parent / "blobs" for place in root.parents)
 
 
 def _unread_problem(config: Mapping[str, Any], unread: Mapping[str, str]) -> str:
