@@ -172,7 +172,8 @@ dist: $(VENV)/.ready
 	$(BIN)/python -m pip --python build/sbom install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip --python build/sbom install --quiet --constraint constraints.txt dist/*.whl
 	$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --mc-type library --output-reproducible \
-		--output-format JSON --output-file build/sbom.cdx.json build/sbom
+		--output-format JSON --output-file build/sbom.cdx.json build/sbom/bin/python
+	grep -q 'pkg:pypi/torch@' build/sbom.cdx.json
 
 # Known vulnerabilities of the packages of constraints*.txt. Where the service that lists them does not answer it says so,
 # which STRICT=--strict makes a failure.
@@ -211,10 +212,9 @@ gpu-test:
 	PYTHONPATH=. $(PYTHON) -m pytest $(TESTS) $$side_by_side --noconftest -p no:cacheprovider -p tests.support.compilations \
 		-p tests.support.device_run
 
-# What `make test` tries a little of: a kill before every file operation of every verb, every call of quantize, export and
-# sweep that fails, 10,000 damaged checkpoints, 10,000
-# damaged inputs of other kinds, and 1,000 weights chosen to break quantization; beyond it, a checkpoint and a tensor larger
-# than memory, which want 12 GB of disk.
+# What `make test` tries a little of: a kill before every file operation of every verb, a failure of every call of quantize,
+# export and sweep on files and for memory, 10,000 damaged checkpoints, 10,000 damaged inputs of other kinds, and 1,000 weights
+# chosen to break quantization; beyond it, a checkpoint and a tensor larger than memory, which want 12 GB of disk.
 fuzz: $(VENV)/.ready
 	$(BIN)/python -m tests.fuzz.kills
 	$(BIN)/python -m tests.fuzz.failures || test $$? -eq 5
