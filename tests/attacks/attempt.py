@@ -57,6 +57,8 @@ def _in_child(work: Callable[[], object], folder: Path, log: Path, note: Path) -
         with log.open("w") as stream:
             os.dup2(stream.fileno(), 1)
             os.dup2(stream.fileno(), 2)
+        # pytest's own streams would take what is printed.
+        sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
         # It stays open: opening it in the hook would call the hook.
         notes = os.open(note, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.chdir(folder.parent)
