@@ -10,15 +10,21 @@ import pytest
 from diffquant.cli.app import app
 from diffquant.serve import plan
 from tests.attacks.attacks import ATTACKS, Attack, make_sound
-from tests.attacks.attempt import attempt
+from tests.attacks.attempt import attempt, status_of
 from tests.attacks.contents import CONTENTS, FILES
+from tests.support.thorough import sampled
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked, and limited")
 
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory):
-    return make_sound(tmp_path_factory.mktemp("sound"))
+    made = make_sound(tmp_path_factory.mktemp("sound"))
+    # What these import, each process then has.
+    for command in ("inspect", "plan", "quantize", "export", "generate", "eval", "serve"):
+        work = _work(command, made["checkpoint"], made, tmp_path_factory.mktemp("first") / "out")
+        assert status_of(work) == 0
+    return made
 
 
 def _command(name, path, sound, output):
@@ -77,10 +83,14 @@ def _problem(attack: Attack, command: str, sound: dict[str, Path], place: Path) 
     return f"left {left}" if left and command not in attack.harmless else None
 
 
-@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
-def test_what_is_hostile_is_refused_in_a_line_by_each_command_that_reads_it(attack, sound, tmp_path):
-    found = {command: _problem(attack, command, sound, tmp_path / command) for command in attack.commands}
-    assert {command: problem for command, problem in found.items() if problem} == {}
+# Of each attack `make test` tries one command or two.
+@pytest.mark.parametrize(
+    ("attack", "command"),
+    sampled(((attack, command) for attack in ATTACKS for command in attack.commands), 5),
+    ids=lambda part: part if isinstance(part, str) else part.name,
+)
+def test_what_is_hostile_is_refused_in_a_line_by_a_command_that_reads_it(attack, command, sound, tmp_path):
+    assert _problem(attack, command, sound, tmp_path / "place") is None
 
 
 def test_sound_folders_are_taken_by_the_same_commands(sound, tmp_path):
