@@ -293,7 +293,7 @@ ATTACKS = (
         _auto_map("tokenizer_config.json", {"AutoTokenizer": [None, "outside--evil.Evil"]}),
         harmless=_IGNORED,
     ),
-    Attack("a model_type that is code", "packed", _model_type),
+    Attack("a model_type that is code", "packed", _model_type, harmless=_IGNORED),
     Attack(
         "a slow pattern in GPTQ's dynamic",
         "gptq",
