@@ -18,13 +18,15 @@ from diffquant.support.fitting import fitted
 from diffquant.support.progress import clear_lines
 from diffquant.support.spelling import command_line
 
-# What torch's allocators for processors and GPUs, C++ and ONNX Runtime say.
+# What torch's allocators for processors and GPUs, C++, ONNX Runtime and protobuf say.
 _OUT_OF_MEMORY = (
     "can't allocate memory",
     "not enough memory",
     "out of memory",
     "std::bad_alloc",
     "Failed to allocate memory",
+    "Arena alloc failed",
+    "Failed to serialize proto",
 )
 
 
