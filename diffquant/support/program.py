@@ -18,6 +18,17 @@ from diffquant.support.fitting import fitted
 from diffquant.support.progress import clear_lines
 from diffquant.support.spelling import command_line
 
+# What torch's allocators for processors and GPUs, C++, ONNX Runtime and protobuf say.
+_OUT_OF_MEMORY = (
+    "can't allocate memory",
+    "not enough memory",
+    "out of memory",
+    "std::bad_alloc",
+    "Failed to allocate memory",
+    "Arena alloc failed",
+    "Failed to serialize proto",
+)
+
 
 def run_program(command: Callable[..., None]) -> None:
     """Run a stand-alone command, such as `python -m diffquant.bench.programs.quantize`."""
@@ -55,12 +66,21 @@ def exit_codes() -> Iterator[None]:
             _fail(f"\n{interrupt}" if str(interrupt) else "\ninterrupted", 130)
         except KeyboardInterrupt:
             _fail("\ninterrupted", 130)
-        except MemoryError:
-            _fail("error: out of memory; nothing was put in place. Close other programs or take a smaller batch", 1)
         except Exception as error:
             if interruption.came():
                 _fail("\ninterrupted", 130)
+            if _is_out_of_memory(error):
+                _fail("error: out of memory; nothing was put in place. Close other programs or take a smaller batch", 1)
             _fail(f"error: {_report(error)}", 1)
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether memory was refused to Python, or to a library, which may say so by an exception of another type."""
+    while error is not None:
+        if isinstance(error, MemoryError) or any(words in str(error) for words in _OUT_OF_MEMORY):
+            return True
+        error = error.__cause__
+    return False
 
 
 def _report(error: Exception) -> str:
