@@ -53,6 +53,8 @@ _SAME: dict[str, Callable[[Result], Any]] = {
 
 # Ratios of the ranges of logits, the Transformer's over the DIFF model's.
 RATIOS = (1, 2, 4, 8)
+# The paper's: largest attention logits of its Transformer and of its DIFF, arXiv 2410.05258, Table 5.
+PAPER_RATIO = 318.0 / 38.8
 
 Measure = Callable[[Result, Result], float]
 
@@ -128,20 +130,20 @@ def sensitivity_won(diff: Result, plain: Result) -> float:
     return parts_won(diff["books"], plain["books"], PRIMARY)[1]
 
 
-def won_at_ratio(ratio: int) -> Measure:
-    """Measure the bits won if the Transformer's logits ranged `ratio` times as far as the DIFF model's.
+def won_by_steps(step: int, wider: int) -> Measure:
+    """Measure the bits won where the first model's logits are rounded to one step and the other's to another."""
+    return lambda diff, plain: advantage(
+        fmean(diff["books"]["kl_of_steps"][str(step)]), fmean(plain["books"]["kl_of_steps"][str(wider)])
+    )
 
-    The DIFF model's logits are rounded to steps of 1 and the Transformer's to steps of `ratio`, in every layer.
+
+def won_at_ratio(ratio: int) -> Measure:
+    """Measure the bits won if the Transformer's logits ranged `ratio` times as far as the DIFF model's, in every layer.
 
     Args:
         ratio: one of `RATIOS`.
     """
-
-    def won(diff: Result, plain: Result) -> float:
-        step, wider = (fmean(each["books"]["kl_of_steps"][str(s)]) for each, s in ((diff, 1), (plain, ratio)))
-        return advantage(step, wider)
-
-    return won
+    return won_by_steps(1, ratio)
 
 
 def break_even(diff: Result, plain: Result) -> float:
