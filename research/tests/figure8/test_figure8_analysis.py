@@ -37,7 +37,7 @@ def result(run, kl=0.04, **changed):
         "books": {
             "reading": {"text": "b", "windows": 1},
             "kl": dict.fromkeys(SCHEMES, passages),
-            "kl_of_steps": {f"{step:g}": passages for step in STEPS},
+            "kl_of_steps": {f"{step:g}": [step**2 * each for each in passages] for step in STEPS},
             "kl_of_qk": dict.fromkeys(OPERANDS, passages),
             "kl_of_formats": dict.fromkeys(FORMATS, passages),
             "layers": [{"sensitivity": {"first": 1.0}, "errors": errors}],
