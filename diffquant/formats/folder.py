@@ -197,8 +197,13 @@ def _is_inside(folder: Path, shard: str) -> bool:
     """
     if PurePosixPath(shard).parts != (shard,) or shard == ".." or "\0" in shard:
         return False
+    return leads_inside(folder, folder / shard)
+
+
+def leads_inside(folder: Path, path: Path) -> bool:
+    """Whether a path leads into a folder, or to a blob of the download cache that the folder is a snapshot of."""
     try:
-        root, target = folder.resolve(), (folder / shard).resolve()
+        root, target = folder.resolve(), path.resolve()
     except (OSError, RuntimeError):
         # A link that leads back to itself.
         return False

@@ -61,6 +61,8 @@ def _of_folder(path: Path) -> Any:
 
     # Without trust_remote_code, transformers asks on stdin whether to run the checkpoint's code.
     tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    # What a program saves of it names no code.
+    tokenizer.init_kwargs.pop("auto_map", None)
     # It would warn of "indexing errors" of every text that is longer than the context and then cut into windows.
     tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     return tokenizer
