@@ -11,7 +11,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any, Literal, cast
 
-from diffquant.errors import MissingDependencyError, UnknownModelTypeError, UsageError
+from diffquant.errors import CheckpointError, MissingDependencyError, UnknownModelTypeError, UsageError
 from diffquant.formats.compressed_config import read_schemes
 from diffquant.formats.dequantized import DequantizedCheckpoint
 from diffquant.formats.opening import open_checkpoint
@@ -85,7 +85,8 @@ def plan_server(
         UnknownModelTypeError: vLLM has no layers for the model.
         UsageError: a request of the context does not fit into the memory, the ranks would part pairs, or vLLM has no
             such dtype.
-        CheckpointError: the folder holds or names code that is not diffquant's, where that would run.
+        CheckpointError: the folder leads vLLM to another model, or holds or names code that is not diffquant's, where
+            that would run.
     """
     check_installed(implementation)
     checkpoint = open_checkpoint(model)
@@ -200,10 +201,11 @@ def _check_format(checkpoint: Checkpoint) -> None:
     """Check that engines read this config.json, and that packed weights are integers in compressed-tensors' layout.
 
     Raises:
-        UsageError: it leads them to another one, or the weights are floats, or lie in a layout of diffquant's own.
+        CheckpointError: it leads them to another configuration or model.
+        UsageError: the weights are floats, or lie in a layout of diffquant's own.
     """
     if leading := [key for key in REDIRECTS if key in checkpoint.config]:
-        raise UsageError(
+        raise CheckpointError(
             f"{', '.join(leading)} in {checkpoint.path}'s config.json leads vLLM to another configuration or model: "
             "remove it"
         )
