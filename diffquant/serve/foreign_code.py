@@ -68,8 +68,13 @@ def check_code(folder: Path, config: Mapping[str, Any], adapter: Adapter | None)
     Raises:
         CheckpointError: there is something else.
     """
-    if adapter is None or not carries_modelling_file(config, adapter) or not (folder / MODELLING_FILE).exists():
-        raise CheckpointError(f"{folder} holds no modelling file: leave out {spelled('implementation', 'folder')}")
+    instead = f"leave out {spelled('implementation', 'folder')}"
+    if adapter is None or not carries_modelling_file(config, adapter):
+        raise CheckpointError(
+            f"{folder} has model_type {config.get('model_type')!r}, for which diffquant has no modelling file: {instead}"
+        )
+    if not (folder / MODELLING_FILE).exists():
+        raise CheckpointError(f"{folder} holds no modelling file: {instead}")
     ours = config_for_engines(config, adapter)
     problems = [
         f"{key} {json.dumps(config.get(key))} of {_CONFIG}"
