@@ -22,9 +22,11 @@ from diffquant.formats.writer import OutputTensor
 from diffquant.model.adapters import Adapter, adapter_for
 from diffquant.model.blocks import Shape
 from diffquant.quantization.card import converted_card
+from diffquant.quantization.descriptions import note_left_out
 from diffquant.recipe import Recipe
 from diffquant.report.tables import megabytes
-from diffquant.serve.folder import config_for_engines, write_modelling_file
+from diffquant.serve.folder import config_for_engines, remove_code_files, write_modelling_file
+from diffquant.serve.foreign_code import leave_out_code
 from diffquant.source.exact_ways import Origin, way_to
 from diffquant.source.source import Source, open_source
 from diffquant.support.devices import as_dtype
@@ -51,6 +53,7 @@ class Conversion(Readable):
         rounding_error: relative RMS error of what was rounded to that dtype; 0 where nothing changed.
         recipe: recipe of cache and logits that the source records, and the destination with it; 16 bits without one.
         seconds: seconds that the run took.
+        notes: sentences for people, about code of the source's that was left out.
     """
 
     destination: Path
@@ -62,15 +65,17 @@ class Conversion(Readable):
     rounding_error: float
     recipe: Recipe
     seconds: float
+    notes: tuple[str, ...] = ()
 
     def summary(self) -> str:
         recipe = "" if self.recipe == Recipe() else f"\nthe source's recipe goes along: {self.recipe!r}"
-        return (
+        text = (
             f"{one_line(str(self.destination))}: {self.source_type} -> {self.target_type}, the same function"
             f"{_rounding_note(self.dtype, self.rounding_error)}\n"
             f"{megabytes(self.bytes_after)} from the source's {megabytes(self.bytes_before)}, in {self.seconds:.1f} s"
             f"{recipe}"
         )
+        return "\n".join([text, *self.notes])
 
 
 def _rounding_note(dtype: torch.dtype, error: float) -> str:
@@ -134,6 +139,8 @@ def convert(
         checkpoint.write_side_files(staging.folder)
         records = write_shards(shards, staging, total, progress)
         error = _rounding_error(records)
+        config, left_out = leave_out_code(staging.folder, config)
+        left_out += remove_code_files(staging.folder)
         config = config_for_engines(config, target)
         if code := write_modelling_file(staging.folder, config, target):
             write_atomically(staging.folder / RECORD, json.dumps({"code": code}))
@@ -142,8 +149,9 @@ def convert(
         if opened.recipe != Recipe():
             write_atomically(staging.folder / "recipe.yaml", opened.recipe.to_yaml())
             what += f" Its recipe goes along: `{opened.recipe!r}`."
-        card = converted_card(checkpoint, source_type, config["model_type"], what)
+        card = converted_card(checkpoint, source_type, config["model_type"], what, left_out)
         write_atomically(staging.folder / "README.md", card)
+        notes = note_left_out(left_out, staging.folder)
     return Conversion(
         destination,
         source_type,
@@ -154,6 +162,7 @@ def convert(
         error,
         opened.recipe,
         time.monotonic() - started,
+        notes,
     )
 
 

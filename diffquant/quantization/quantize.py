@@ -60,7 +60,7 @@ class Quantization(Readable):
         resumed: number of shards taken over from an interrupted run.
         errors: error of every packed weight, the worst first.
         rounding: name of the rule that made their codes.
-        notes: sentences for people, about what the source's own recipe added or lost.
+        notes: sentences for people, about what the source's own recipe added or lost, and code that was left out.
     """
 
     destination: Path
@@ -146,7 +146,7 @@ def quantize(
         opened.checkpoint.write_side_files(staging.folder)
         records = write_shards(_shards(plan, rounder), staging, plan.bytes_after, progress)
         errors = _errors(plan, records)
-        write_descriptions(plan, opened, rounded, records, errors, staging.folder)
+        left_out = write_descriptions(plan, opened, rounded, records, errors, staging.folder)
     by_error = sorted(plan.packed, key=lambda tensor: -errors[tensor.name])
     return Quantization(
         destination,
@@ -158,7 +158,7 @@ def quantize(
         staging.resumed,
         tuple(TensorError(tensor.name, tensor.scheme, errors[tensor.name]) for tensor in by_error),
         recipe.rounding.name,
-        plan.notes,
+        (*plan.notes, *left_out),
     )
 
 

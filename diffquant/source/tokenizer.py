@@ -116,6 +116,8 @@ def _of_folder(path: Path) -> Any:
             log_once(__name__, logging.WARNING, message, path, difference)
     else:
         tokenizer = _of_class(path)
+    # What a program saves of it names no code.
+    tokenizer.init_kwargs.pop("auto_map", None)
     # It would warn of "indexing errors" of every text that is longer than the context and then cut into windows.
     tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     return tokenizer

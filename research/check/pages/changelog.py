@@ -41,3 +41,5 @@ PAGE.says(
     sum(OUTCOMES.values()),
     OUTCOMES["skipped"],
 )
+
+PAGE.leaves("vLLM before 0.18", "a version")
