@@ -40,7 +40,7 @@ def end_tokens(header: Header) -> Any:
         left_out.add("<|end|>")
     if "<|tool_response>" in named:
         left_out.add("</s>")
-    of_code = []
+    of_code: list[int] = []
     for kind, names in _OF_CODE.items():
         known = sorted(ids[name] for name in names if name in ids)
         token = _stated(header, kind)
