@@ -71,7 +71,7 @@ def check_code(folder: Path, config: Mapping[str, Any], adapter: Adapter | None)
     instead = f"leave out {spelled('implementation', 'folder')}"
     if adapter is None or not carries_modelling_file(config, adapter):
         raise CheckpointError(
-            f"{folder} has model_type {config.get('model_type')!r}, for which diffquant has no modelling file: "
+            f"{folder} has model_type {config.get('model_type')!r}, and diffquant has no modelling file for that: "
             f"{instead}"
         )
     if not (folder / MODELLING_FILE).exists():
