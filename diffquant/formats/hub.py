@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from diffquant.errors import CheckpointError, UsageError
-from diffquant.formats.folder import SIDE_SUFFIXES
 from diffquant.formats.front_matter import read_front_matter
+from diffquant.formats.side_files import SIDE_SUFFIXES, TOKENIZER_SUFFIXES
 from diffquant.report.tables import megabytes
 from diffquant.support.progress import clear_lines
 
@@ -18,7 +18,7 @@ _NAME = re.compile(rf"(?P<model>{_MODEL})(?:@(?P<revision>[\w./-]+))?", re.ASCII
 # Files that `FolderCheckpoint` reads and copies, and the card, which says the licence. Repositories may hold weights
 # again, in folders and other layouts.
 _FETCHED = [
-    "*.safetensors", *(f"*{suffix}" for suffix in sorted(SIDE_SUFFIXES)), "*.spm", "*.codes", "*.bpe", "*.v[0-9]*",
+    "*.safetensors", *(f"*{suffix}" for suffix in sorted(SIDE_SUFFIXES | TOKENIZER_SUFFIXES)), "*.v[0-9]*",
     "LICENSE*", "NOTICE*", "*.md",
 ]  # fmt: skip
 # Folders, but for that of chat templates, which these patterns have no other way to spare.

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from diffquant.errors import CheckpointError
-from diffquant.formats.folder import leads_inside
+from diffquant.formats.side_files import leads_inside
 from diffquant.model.adapters import Adapter
 from diffquant.serve.folder import AUTO_MAP, MODELLING_FILE, carries_modelling_file, config_for_engines, modelling_file
 from diffquant.support.files import write_atomically

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 
-from diffquant.formats.folder import side_files
 from diffquant.formats.reader import Checkpoint
+from diffquant.formats.side_files import read_files
 from diffquant.support.files import file_digest
 
 # Device, inode, size and times of each file, by path.
@@ -37,7 +37,7 @@ def files_state(files: Iterable[Path]) -> FilesState:
 def _files(checkpoint: Checkpoint) -> list[Path]:
     files = checkpoint.weight_files()
     if checkpoint.path.is_dir():
-        files += [checkpoint.path / "config.json", *side_files(checkpoint.path)]
+        files += [checkpoint.path / "config.json", *read_files(checkpoint.path)]
     return files
 
 

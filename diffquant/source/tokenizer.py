@@ -13,11 +13,11 @@ from typing import Any
 
 from diffquant import data
 from diffquant.errors import CheckpointError
-from diffquant.formats.folder import check_fetched
 from diffquant.formats.hub import local_path
 from diffquant.formats.json_object import read_json
 from diffquant.formats.opening import is_gguf
 from diffquant.formats.reader import Checkpoint
+from diffquant.formats.side_files import check_fetched
 from diffquant.support.files import check_plain_inside
 from diffquant.support.logs import log_once
 

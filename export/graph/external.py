@@ -8,7 +8,7 @@ from onnx import ModelProto, TensorProto
 
 from diffquant.errors import CheckpointError
 from diffquant.export.files import check_exported, model_file
-from diffquant.formats.folder import leads_inside
+from diffquant.formats.side_files import leads_inside
 from diffquant.support.files import check_plain_inside
 
 

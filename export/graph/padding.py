@@ -98,7 +98,8 @@ def give_every_position(model: ModelProto) -> bool:
         node = maker[_LAST_POSITION]
         node.CopyFrom(helper.make_node("Identity", node.input[:1], node.output, name=node.name))
     else:
-        index = maker[maker[_STATES_READ].input[1]] if _STATES_READ in maker else None
+        read = maker.get(_STATES_READ)
+        index = maker.get(read.input[1]) if read is not None and len(read.input) > 1 else None
         if index is None or index.input[0] == _PLACES:
             return False
         index.input[0] = _PLACES

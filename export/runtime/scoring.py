@@ -23,7 +23,7 @@ from diffquant.export.native import kernel_name
 from diffquant.export.runtime.device import RuntimeDevice, on_cpu_text
 from diffquant.export.runtime.generation import Generator, read_context
 from diffquant.export.runtime.session import OnnxModel
-from diffquant.formats.folder import side_files
+from diffquant.formats.side_files import side_files
 from diffquant.recipe import Recipe
 from diffquant.scheme import Scheme
 from diffquant.source.tokenizer import load_tokenizer

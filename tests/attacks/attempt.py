@@ -92,7 +92,7 @@ def _notice(event: str, given: tuple[object, ...], folder: Path, notes: int) -> 
         inside = os.path.commonpath([folder.parent, path]) == str(folder.parent)
         real = Path(os.path.realpath(path))
         allowed = real.is_relative_to(folder) or real.name.startswith((".out", "out", ".index", "index"))
-        allowed = allowed or any(part.startswith((".out", "out")) for part in real.parts[len(folder.parts) - 1 :])
+        allowed = allowed or any(part.lstrip(".").startswith("out") for part in real.parts[len(folder.parts) - 1 :])
         wrong = inside and not allowed and real != folder.parent
     elif event in ("exec", "compile"):
         code = given[0] if event == "exec" else given[1]

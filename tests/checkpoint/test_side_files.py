@@ -8,15 +8,15 @@ from transformers import AutoTokenizer
 from diffquant.conversion import convert
 from diffquant.errors import CheckpointError, UsageError
 from diffquant.export.exporter import export
-from diffquant.formats.folder import TEMPLATES
 from diffquant.formats.gguf import GgufCheckpoint
+from diffquant.formats.side_files import TEMPLATES
 from diffquant.loading import load
 from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
 from diffquant.source.source import open_source
 from diffquant.text.corpus import load_text
 from tests.support import tiny_lm
-from tests.support.checkpoints import edit_json
+from tests.support.checkpoints import edit_json, write_checkpoint
 
 KEPT = (
     "source.spm", "bpe.codes", "vocab.bpe", "tokenizer.model.v3", "bpe_vocab.txt.gz", "USE_POLICY.md", "COPYING",
@@ -28,7 +28,8 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 
 @pytest.fixture
 def llama(tmp_path):
-    folder = tiny_lm.write_llama(tmp_path / "model")
+    folder = write_checkpoint(tmp_path / "model", "llama")
+    tiny_lm.tokenizer().save_pretrained(folder)
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     (folder / TEMPLATES).mkdir()
     for name in (*KEPT, *LEFT):

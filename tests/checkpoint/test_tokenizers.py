@@ -13,7 +13,7 @@ from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
 from diffquant.source.tokenizer import class_difference, load_tokenizer
 from tests.support import tiny_lm
-from tests.support.checkpoints import edit_json
+from tests.support.checkpoints import edit_json, write_checkpoint
 
 SPECIAL = ["<unk>", "<s>", "</s>"]
 LLAMA_3 = (
@@ -148,7 +148,8 @@ def test_a_token_of_the_settings_alone_is_known(tmp_path, tokenizers):
 @pytest.fixture
 def llama(tmp_path):
     """A Llama whose tokenizer splits as Llama 3 does, under the name of a class that does not."""
-    folder = tiny_lm.write_llama(tmp_path / "model")
+    folder = write_checkpoint(tmp_path / "model", "llama")
+    tiny_lm.tokenizer().save_pretrained(folder)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.pre_tokenizer = KINDS["llama3"][0]
     tokenizer.save(str(folder / "tokenizer.json"))

@@ -43,6 +43,7 @@ BASES = {
     "float32": ("unilm-v1", {}),
     "float16": ("unilm-v2-half", {"dtype": "float16", "kv_bits": 8}),
     "standard": ("unilm-v2-half", {"logits": "6:row"}),
+    "standard, portable": ("unilm-v2-half", {"logits": "6:row", "portable": True}),
     "llama": ("llama", LOW),
     "long": ("unilm-v2-half", LOW),
     "no cache": ("unilm-v1", {"cache": False}),
@@ -375,7 +376,7 @@ FAULTS = {
     "body: the noise is added": ("v1", body_adds_the_noise),
     "body: no rotation": ("v2", body_without_rotation),
     "body: no rotation in a Transformer": ("llama", body_without_rotation),
-    "standard body: queries rotated one place late": ("standard", body_position_late),
+    "standard body: queries rotated one place late": ("standard, portable", body_position_late),
 }
 
 

@@ -205,7 +205,7 @@ def test_links_lead_into_the_folder_or_are_refused(vllm, ours, tmp_path):  # noq
         plan_server(model, **FOLDER)
     (model / "link").unlink()
     os.mkfifo(model / "pipe.json")
-    with pytest.raises(CheckpointError, match=r"pipe\.json, which is no plain file"):
+    with pytest.raises(CheckpointError, match=r"named pipe and not a plain file.*pipe\.json"):
         plan_server(model, **FOLDER)
 
 
@@ -301,8 +301,7 @@ def poisoned(tmp_path):
 
 
 def test_what_names_a_strangers_code_is_not_carried_into_a_folder_to_trust(poisoned, tmp_path):
-    with pytest.raises(CheckpointError):
-        load_tokenizer(poisoned)
+    assert type(load_tokenizer(poisoned)).__module__.startswith("transformers.")
     report = diffquant.quantize(poisoned, tmp_path / "out", {"weights": "8:row"})
     assert names_in(tmp_path / "out") == []
     config = json.loads((tmp_path / "out/config.json").read_text())
