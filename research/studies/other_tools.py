@@ -1,0 +1,129 @@
+"""What other quantizers, caches and exporters do with DIFF models: a table of tools and models.
+
+    make test-quantizers
+    build/quantizers/bin/python -m pip install --no-deps optimum-quanto==0.2.7 onnxscript
+    build/quantizers/bin/python -m research.studies.other_tools --json research/results/other-tools.json
+
+Models are random, of two layers, and each tool runs in a process that never imports diffquant. What it writes is opened
+by stock transformers in another process. With `--only` rows of other tools stay as they were.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from shutil import copyfile
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+import typer
+from safetensors.torch import load_file, save_file
+
+import diffquant
+from diffquant import data
+from diffquant.bench.environment import environment
+from diffquant.errors import UsageError
+from diffquant.support.files import write_json
+from research.studies.results import read_json
+from tests.support.checkpoints import write_checkpoint
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = (
+    "accelerate", "auto-round", "bitsandbytes", "hqq", "llmcompressor", "nvidia-modelopt", "onnxruntime", "onnxscript",
+    "optimum-quanto", "torchao",
+)  # fmt: skip
+# Widths are multiples of 128, the group of most tools; the vocabulary is the tokenizer's.
+_SIZES = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 2048, "initializer_range": 0.05}
+# Each model's source among `tests.support.checkpoints`, whether its folder is ours, and whether its code may run.
+MODELS = {
+    "Llama": ("llama", False, False),
+    "DiffLlama": ("diffllama", False, False),
+    "V1 as unilm has it": ("unilm-v1", False, False),
+    "V2 as unilm has it": ("unilm-v2", False, False),
+    "V1 in our folder": ("unilm-v1", True, True),
+    "V1 in our folder, code not trusted": ("unilm-v1", True, False),
+    "V2 in our folder": ("unilm-v2", True, True),
+    "V2 in our folder, code not trusted": ("unilm-v2", True, False),
+}
+
+
+def main(
+    file: Annotated[Path, typer.Option("--json", help="Where the rows are and go.")],
+    only: Annotated[str, typer.Option(help="Part of the names of tools to run; all by default.")] = "",
+) -> None:
+    """Run each tool on each model, and write the rows after each tool."""
+    result = {"environment": environment(*PACKAGES), "rows": read_json(file)["rows"] if file.exists() else []}
+    tools = [tool for tool in _tools() if only in tool]
+    if not tools:
+        raise UsageError(f"no tool is called {only!r}; known are {', '.join(_tools())}")
+    with TemporaryDirectory() as place:
+        models = write_models(Path(place))
+        rows = _probe(tools, models, Path(place))
+    result["rows"] = [row for row in result["rows"] if row["tool"] not in tools] + rows
+    write_json(file, result)
+
+
+def _tools() -> list[str]:
+    # The probe imports transformers, which `--help` does without.
+    from research.studies.other_tools_probe import TOOLS
+
+    return list(TOOLS)
+
+
+def write_models(place: Path) -> dict[str, tuple[str, bool]]:
+    """Write every model of `MODELS`; each one's folder and whether its code may run, by name."""
+    [prose] = [model for model in data.pocket_models("prose") if model.name.endswith("transformer")]
+    made = {}
+    for name, (source, is_ours, trust) in MODELS.items():
+        folder = place / f"{source}-{'ours' if is_ours else 'plain'}"
+        if not folder.exists():
+            source_folder = place / f"{source}-source" if is_ours else folder
+            write_checkpoint(source_folder, source, **_SIZES)
+            _shrink(source_folder / "model.safetensors")
+            for part in ("tokenizer.json", "tokenizer_config.json"):
+                copyfile(prose / part, source_folder / part)
+            if is_ours:
+                # Weights stay as they are: only a cache of 8 bits is recorded, which other loaders leave out.
+                diffquant.quantize(source_folder, folder, {"kv": "8:row"})
+        made[name] = (str(folder), trust)
+    return made
+
+
+def _shrink(file: Path) -> None:
+    """Make matrices small enough that the logits of two layers stay moderate."""
+    tensors = {
+        name: tensor * min(1.0, 0.05 / float(tensor.std())) if tensor.ndim == 2 else tensor
+        for name, tensor in load_file(file).items()
+    }
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def _probe(tools: list[str], models: dict[str, tuple[str, bool]], place: Path) -> list[dict[str, Any]]:
+    """A row for each tool and model: how far the tool came, and whether what it wrote was opened again."""
+    file = place / "models.json"
+    write_json(file, models)
+    command = [sys.executable, "-m", "research.studies.other_tools_probe", str(file), str(place), *tools]
+    environ = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environ, cwd=place, stdout=subprocess.PIPE, text=True, check=True)
+    rows: dict[tuple[str, str], dict[str, Any]] = {
+        (tool, name): {"tool": tool, "model": name, "reached": None, "error": "the process ended"}
+        for tool in tools
+        for name in models
+    }
+    seen = set()
+    for line in done.stdout.splitlines():
+        if line.startswith("ROW "):
+            row = json.loads(line.removeprefix("ROW ").replace(f"{place}/", ""))
+            if row.pop("diffquant_imported"):
+                raise UsageError(f"{row['tool']} imported diffquant, which the comparison is to do without")
+            key = row["tool"], row["model"]
+            rows[key] = rows[key] | row if key in seen else row
+            seen.add(key)
+    return list(rows.values())
+
+
+if __name__ == "__main__":
+    from diffquant.support.program import run_program
+
+    run_program(main)
