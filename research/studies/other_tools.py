@@ -51,9 +51,16 @@ MODELS = {
 def main(
     file: Annotated[Path, typer.Option("--json", help="Where the rows are and go.")],
     only: Annotated[str, typer.Option(help="Part of the names of tools to run; all by default.")] = "",
+    show: Annotated[bool, typer.Option("--show", help="Only print the table of the rows there.")] = False,
 ) -> None:
-    """Run each tool on each model, and write the rows after each tool."""
-    result = {"environment": environment(*PACKAGES), "rows": read_json(file)["rows"] if file.exists() else []}
+    """Run each tool on each model, and write the rows."""
+    if show:
+        rows = read_json(file)["rows"]
+        lines = [("tool", *MODELS), ("---",) * (1 + len(MODELS))]
+        lines += [(tool, *table_cells(rows, tool)) for tool in dict.fromkeys(row["tool"] for row in rows)]
+        print("\n".join(f"| {' | '.join(line)} |" for line in lines))
+        return
+    result = {"environment": environment(*PACKAGES), "rows": _former_rows(file)}
     tools = [tool for tool in _tools() if only in tool]
     if not tools:
         raise UsageError(f"no tool is called {only!r}; known are {', '.join(_tools())}")
@@ -62,6 +69,14 @@ def main(
         rows = _probe(tools, models, Path(place))
     result["rows"] = [row for row in result["rows"] if row["tool"] not in tools] + rows
     write_json(file, result)
+
+
+def _former_rows(file: Path) -> list[dict[str, Any]]:
+    """Rows of an earlier run, each with the commit that made it."""
+    if not file.exists():
+        return []
+    former = read_json(file)
+    return [{"commit": former["environment"]["commit"]} | row for row in former["rows"]]
 
 
 def _tools() -> list[str]:
@@ -97,6 +112,21 @@ def _shrink(file: Path) -> None:
         for name, tensor in load_file(file).items()
     }
     save_file(tensors, file, metadata={"format": "pt"})
+
+
+def table_cells(rows: list[dict[str, Any]], tool: str) -> list[str]:
+    """What a tool reached with each model of `MODELS`, in a table's words."""
+    by_model = {row["model"]: row for row in rows if row["tool"] == tool}
+    return [_cell(by_model[name]) for name in MODELS]
+
+
+def _cell(row: dict[str, Any]) -> str:
+    if row["reached"] is None:
+        return "refused"
+    # Some tools round weights only while a model runs, so the folder that was opened again counts.
+    changed, linears = row.get("linears_reopened", row.get("linears", (0, 0)))
+    share = f" {changed} of {linears}" if changed != linears else ""
+    return f"{row['reached']}{share}, {row.get('kl_reopened', row.get('kl')):.1e}"
 
 
 def _probe(tools: list[str], models: dict[str, tuple[str, bool]], place: Path) -> list[dict[str, Any]]:

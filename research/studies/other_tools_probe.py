@@ -2,7 +2,7 @@
 
     python -m research.studies.other_tools_probe models.json written "bitsandbytes nf4"
 
-`research.studies.other_tools` starts it. Each tool runs in a process of its own, and what it wrote is opened in another.
+`research.studies.other_tools` starts it. Each tool runs in a process of its own, and another opens what it wrote.
 A JSON line for each model says which step was reached, and which error ended it. models.json maps a model's name to its
 folder and whether the folder's own code may run.
 """
@@ -242,9 +242,9 @@ def quantize(tool: str, name: str, folder: str, trust: bool, out: Path) -> dict[
         reference = _open(folder, trust)
         ids = _ids(folder)
         expected = _logits(reference, ids)
-    except Exception:
-        # transformers does not open it; the tool is asked all the same, and says so itself.
-        reference = None
+    except Exception as error:
+        # The tool is asked all the same, and gives its own reason.
+        reference, row["reference_error"] = None, _first_line(error)
     try:
         for step, model in TOOLS[tool](folder, trust, out):
             row["reached"] = step
@@ -297,7 +297,8 @@ def _measure_all(measure: Callable[..., dict[str, Any]], tool: str, models: str,
         if measure is quantize or (out / "config.json").exists():
             torch.manual_seed(0)
             row = measure(tool, name, folder, trust, out)
-            print("ROW " + json.dumps(row | {"diffquant_imported": "diffquant" in sys.modules}), flush=True)
+            # Some tools leave a line unfinished.
+            print("\nROW " + json.dumps(row | {"diffquant_imported": "diffquant" in sys.modules}), flush=True)
 
 
 if __name__ == "__main__":
