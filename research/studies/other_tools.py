@@ -34,7 +34,7 @@ PACKAGES = (
     "optimum-quanto", "torchao",
 )  # fmt: skip
 # Widths are multiples of 128, the group of most tools; the vocabulary is the tokenizer's.
-_SIZES = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 2048, "initializer_range": 0.05}
+_SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 2048, "initializer_range": 0.05}
 # Each model's source among `tests.support.checkpoints`, whether its folder is ours, and whether its code may run.
 MODELS = {
     "Llama": ("llama", False, False),
@@ -48,6 +48,10 @@ MODELS = {
 }
 
 
+# Without trust in a folder's code every tool refuses it, which needs no column.
+SHOWN = tuple(name for name in MODELS if not name.endswith("code not trusted"))
+
+
 def main(
     file: Annotated[Path, typer.Option("--json", help="Where the rows are and go.")],
     only: Annotated[str, typer.Option(help="Part of the names of tools to run; all by default.")] = "",
@@ -56,19 +60,24 @@ def main(
     """Run each tool on each model, and write the rows."""
     if show:
         rows = read_json(file)["rows"]
-        lines = [("tool", *MODELS), ("---",) * (1 + len(MODELS))]
-        lines += [(tool, *table_cells(rows, tool)) for tool in dict.fromkeys(row["tool"] for row in rows)]
+        tools = dict.fromkeys(row["tool"] for row in rows)
+        lines = [["tool", *SHOWN], ["---"] * (1 + len(SHOWN)), *([tool, *table_cells(rows, tool)] for tool in tools)]
         print("\n".join(f"| {' | '.join(line)} |" for line in lines))
         return
-    result = {"environment": environment(*PACKAGES), "rows": _former_rows(file)}
-    tools = [tool for tool in _tools() if only in tool]
-    if not tools:
+    described, former = environment(*PACKAGES), _former_rows(file)
+    chosen = [tool for tool in _tools() if only in tool]
+    if not chosen:
         raise UsageError(f"no tool is called {only!r}; known are {', '.join(_tools())}")
     with TemporaryDirectory() as place:
         models = write_models(Path(place))
-        rows = _probe(tools, models, Path(place))
-    result["rows"] = [row for row in result["rows"] if row["tool"] not in tools] + rows
-    write_json(file, result)
+        rows = _probe(chosen, models, Path(place))
+    kept = [row for row in former if row["tool"] not in chosen]
+    made = [{"commit": described["commit"]} | row for row in rows]
+    write_json(file, {"environment": described, "rows": sorted(kept + made, key=_place)})
+
+
+def _place(row: dict[str, Any]) -> tuple[int, int]:
+    return _tools().index(row["tool"]), list(MODELS).index(row["model"])
 
 
 def _former_rows(file: Path) -> list[dict[str, Any]]:
@@ -115,9 +124,9 @@ def _shrink(file: Path) -> None:
 
 
 def table_cells(rows: list[dict[str, Any]], tool: str) -> list[str]:
-    """What a tool reached with each model of `MODELS`, in a table's words."""
+    """What a tool reached with each model of `SHOWN`, in a table's words."""
     by_model = {row["model"]: row for row in rows if row["tool"] == tool}
-    return [_cell(by_model[name]) for name in MODELS]
+    return [_cell(by_model[name]) for name in SHOWN]
 
 
 def _cell(row: dict[str, Any]) -> str:
