@@ -71,9 +71,10 @@ def main(
     with TemporaryDirectory() as place:
         models = write_models(Path(place))
         rows = _probe(chosen, models, Path(place))
-    kept = [row for row in former if row["tool"] not in chosen]
-    made = [{"commit": described["commit"]} | row for row in rows]
-    write_json(file, {"environment": described, "rows": sorted(kept + made, key=_place)})
+    kept: list[dict[str, Any]] = [row for row in former if row["tool"] not in chosen]
+    made: list[dict[str, Any]] = [{"commit": described["commit"]} | row for row in rows]
+    together: list[dict[str, Any]] = sorted([*kept, *made], key=_place)
+    write_json(file, {"environment": described, "rows": together})
 
 
 def _place(row: dict[str, Any]) -> tuple[int, int]:
