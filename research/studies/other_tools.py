@@ -136,7 +136,8 @@ def _cell(row: dict[str, Any]) -> str:
     # Some tools round weights only while a model runs, so the folder that was opened again counts.
     changed, linears = row.get("linears_reopened", row.get("linears", (0, 0)))
     share = f" {changed} of {linears}" if changed != linears else ""
-    return f"{row['reached']}{share}, {row.get('kl_reopened', row.get('kl')):.1e}"
+    kl = row.get("kl_reopened", row.get("kl"))
+    return f"{row['reached']}{share}" + ("" if kl is None else f", {kl:.1e}")
 
 
 def _probe(tools: list[str], models: dict[str, tuple[str, bool]], place: Path) -> list[dict[str, Any]]:

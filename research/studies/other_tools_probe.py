@@ -179,8 +179,9 @@ def _oneshot(folder: str, trust: bool, out: Path, modifier: Any, dataset: Any) -
     more = (
         {} if dataset is None else {"dataset": dataset, "max_seq_length": _LENGTH, "num_calibration_samples": _WINDOWS}
     )
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
     import_module("llmcompressor").oneshot(
-        model=model, tokenizer=AutoTokenizer.from_pretrained(folder, trust_remote_code=trust), recipe=modifier, **more
+        model=model, tokenizer=tokenizer, recipe=modifier, trust_remote_code_model=trust, **more
     )
     yield "quantized", model
     model.save_pretrained(out, save_compressed=True)
