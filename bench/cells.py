@@ -1,12 +1,12 @@
 """Results of the bench: a cell is one path measured on one workload, a result all cells of a run."""
 
-import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from diffquant.bench.timing import Spread, spread
 from diffquant.errors import UsageError
+from diffquant.support.plain_data import parse_json
 from diffquant.support.xz import read_text
 
 FORMAT = 1
@@ -144,7 +144,7 @@ def read_result(path: Path) -> BenchResult:
         UsageError: the file cannot be read or holds no such result.
     """
     try:
-        data = json.loads(read_text(path))
+        data = parse_json(read_text(path))
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:

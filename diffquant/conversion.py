@@ -22,10 +22,12 @@ from diffquant.formats.writer import OutputTensor
 from diffquant.model.adapters import Adapter, adapter_for
 from diffquant.model.blocks import Shape
 from diffquant.quantization.card import converted_card
+from diffquant.quantization.descriptions import note_left_out
 from diffquant.recipe import Recipe
 from diffquant.report.tables import megabytes
-from diffquant.serve.folder import config_for_engines, write_modelling_file
-from diffquant.source.exact_ways import Origin, type_of, way_to
+from diffquant.serve.folder import config_for_engines, remove_code_files, write_modelling_file
+from diffquant.serve.foreign_code import leave_out_code
+from diffquant.source.exact_ways import Origin, way_to
 from diffquant.source.source import Source, open_source
 from diffquant.support.devices import as_dtype
 from diffquant.support.escaping import one_line
@@ -51,6 +53,7 @@ class Conversion(Readable):
         rounding_error: relative RMS error of what was rounded to that dtype; 0 where nothing changed.
         recipe: recipe of cache and logits that the source records, and the destination with it; 16 bits without one.
         seconds: seconds that the run took.
+        notes: sentences for people, about code of the source's that was left out.
     """
 
     destination: Path
@@ -62,15 +65,17 @@ class Conversion(Readable):
     rounding_error: float
     recipe: Recipe
     seconds: float
+    notes: tuple[str, ...] = ()
 
     def summary(self) -> str:
         recipe = "" if self.recipe == Recipe() else f"\nthe source's recipe goes along: {self.recipe!r}"
-        return (
+        text = (
             f"{one_line(str(self.destination))}: {self.source_type} -> {self.target_type}, the same function"
             f"{_rounding_note(self.dtype, self.rounding_error)}\n"
             f"{megabytes(self.bytes_after)} from the source's {megabytes(self.bytes_before)}, in {self.seconds:.1f} s"
             f"{recipe}"
         )
+        return "\n".join([text, *self.notes])
 
 
 def _rounding_note(dtype: torch.dtype, error: float) -> str:
@@ -91,10 +96,9 @@ def convert(
     """Write a checkpoint as another member of the family, the same function of its input.
 
     Args:
-        source: a folder with model_type diff_v1 for "diffllama"; a Llama, folder or .gguf file, for "diff-v2"; a folder
-            with model_type dex_llama for "llama".
+        source: a folder with model_type diff_v1 for "diffllama"; a Llama, folder or .gguf file, for "diff-v2".
         destination: the folder to make; it appears whole or not at all.
-        to: "diffllama", "diff-v2" or "llama".
+        to: "diffllama" or "diff-v2".
         dtype: dtype of the matrices; the source's by default, for a GGUF file with codes bfloat16. Vectors (norms,
             biases, λ) keep theirs.
         overwrite: replace an existing checkpoint there, at the end.
@@ -108,7 +112,7 @@ def convert(
     check_output(source.path if isinstance(source, Source) else Path(source), destination, overwrite)
     opened = open_source(source)
     opened.check_special_tokens()
-    checkpoint, source_type, way = opened.checkpoint, type_of(opened), way_to(to, opened)
+    checkpoint, source_type, way = opened.checkpoint, opened.model_type, way_to(to, opened)
     config = way.config(opened)
     if opened.packed:
         raise CheckpointError(f"{opened.path} is quantized; convert its 16-bit original, then quantize the result")
@@ -135,6 +139,8 @@ def convert(
         checkpoint.write_side_files(staging.folder)
         records = write_shards(shards, staging, total, progress)
         error = _rounding_error(records)
+        config, left_out = leave_out_code(staging.folder, config)
+        left_out += remove_code_files(staging.folder)
         config = config_for_engines(config, target)
         if code := write_modelling_file(staging.folder, config, target):
             write_atomically(staging.folder / RECORD, json.dumps({"code": code}))
@@ -143,8 +149,9 @@ def convert(
         if opened.recipe != Recipe():
             write_atomically(staging.folder / "recipe.yaml", opened.recipe.to_yaml())
             what += f" Its recipe goes along: `{opened.recipe!r}`."
-        card = converted_card(checkpoint, source_type, config["model_type"], what)
+        card = converted_card(checkpoint, source_type, config["model_type"], what, left_out)
         write_atomically(staging.folder / "README.md", card)
+        notes = note_left_out(left_out, staging.folder)
     return Conversion(
         destination,
         source_type,
@@ -155,6 +162,7 @@ def convert(
         error,
         opened.recipe,
         time.monotonic() - started,
+        notes,
     )
 
 

@@ -87,10 +87,16 @@ def diagnose(native_kernel: str | None) -> Diagnosis:
         native_kernel: instruction set of the ONNX op's kernel, which this room cannot ask; None if it was not built.
     """
     # Not at the top: `import diffquant` makes this room callable, and most programs never ask it.
+    from packaging.requirements import Requirement
+
+    from diffquant.serve.vllm.versions import OLDEST
     from diffquant.support.installation import requirements
     from diffquant.support.version import __version__
 
     needed = requirements()
+    if _version("vllm"):
+        # A build for GPUs, which no extra names, serves in the place of the one for processors.
+        needed["vllm"] = [Requirement(f"vllm>={OLDEST}")]
     versions = {extra: {each.name: _version(each.name) for each in wanted} for extra, wanted in needed.items()}
     required = versions[""]
     device, bfloat16 = _device() if required["torch"] else ("unknown without torch", False)

@@ -43,7 +43,8 @@ def stream(
     check_prompt(prompt)
     inputs = {name: ids.to(model.device) for name, ids in _model_inputs(tokenizer, prompt, chat).items()}
     ids = inputs["input_ids"][0].tolist()
-    room = room_after(ids, model.config.vocab_size, model.config.max_position_embeddings)
+    config = model.config
+    room = room_after(ids, config.vocab_size, config.max_position_embeddings, tokenizer)
     made = _TokenQueue()
     # transformers would draw among the 50 likeliest tokens alone.
     drawn = {"do_sample": True, "temperature": divisor(temperature), "top_k": 0}

@@ -171,7 +171,7 @@ def inspect_weights(path: Path | str | WeightSource) -> WeightInspection:
     source = open_weights(path)
     tensors = source.checkpoint.tensors
     chosen = [tensors[source.weights[module]] for module in source.linears]
-    plans = {} if source.packed else _plans(source)
+    plans = _plans(source) if chosen and not source.packed else {}
     parameters = sum(torch.Size(info.shape).numel() for info in tensors.values())
     return WeightInspection(
         path=str(source.path),
@@ -187,6 +187,7 @@ def inspect_weights(path: Path | str | WeightSource) -> WeightInspection:
             **{scheme: plan.bytes_after if plan else None for scheme, plan in plans.items()},
         },
         packed_bits={scheme: plan.packed_bits for scheme, plan in plans.items() if plan},
+        rounded=source.checkpoint.rounded_before,
     )
 
 

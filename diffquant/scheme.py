@@ -53,6 +53,9 @@ class Scheme:
     fullsum: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.format, NumberFormat) or not isinstance(self.sharing, Sharing):
+            stated = ":".join(str(each) for each in (self.format, self.sharing) if each != UNSHARED)
+            raise UsageError(f"a Scheme is made of a NumberFormat and a Sharing; Scheme.parse({stated!r}) reads text")
         flags = [flag for flag in _FLAGS if getattr(self, flag)]
         if not self.format.quantizes:
             if self.sharing != UNSHARED or flags:

@@ -41,5 +41,5 @@ def exported_card(plan: ExportPlan) -> str:
         embed=f"{options.embed_bits} bits",
         dtype=options.dtype,
         model=options.layout.model,
-        why="" if options.inlines else f": {_FUNCTION}",
+        why="" if options.portable else f": {_FUNCTION}",
     )

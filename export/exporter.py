@@ -28,11 +28,13 @@ from diffquant.formats.atomic_folder import check_output, staged
 from diffquant.formats.json_object import read_json
 from diffquant.formats.reader import Checkpoint
 from diffquant.formats.row_stream import checkpoint_stamp
+from diffquant.quantization.descriptions import note_left_out
 from diffquant.recipe.targets import LAYER_TARGETS
 from diffquant.report.sizes import compared_size, stored_bits
 from diffquant.report.tables import megabytes
 from diffquant.scheme import Scheme
-from diffquant.serve.folder import without_code
+from diffquant.serve.folder import remove_code_files
+from diffquant.serve.foreign_code import leave_out_code
 from diffquant.source.ranges import Ranges, read_ranges, write_ranges
 from diffquant.source.source import Source, open_source
 from diffquant.support.digests import FileDigests
@@ -140,7 +142,7 @@ def write_export(
         onnx.save(model, folder / layout.model)
         if ranges is not None:
             write_ranges(folder / RANGES_FILE, ranges)
-        _write_descriptions(plan, streamed, folder)
+        left_out = _write_descriptions(plan, streamed, folder)
         bytes_after = sum((folder / name).stat().st_size for name in (layout.model, layout.data))
     return OnnxReport(
         destination,
@@ -150,7 +152,7 @@ def write_export(
         time.monotonic() - started,
         0.0,
         plan.floor,
-        tuple(_make_notes(plan, streamed)),
+        (*_make_notes(plan, streamed), *left_out),
     )
 
 
@@ -201,10 +203,14 @@ def _settle_tokenizer(source: Source, file: Path) -> None:
         write_atomically(file, backend.to_str(pretty=True))
 
 
-def _write_descriptions(plan: ExportPlan, streamed: Sequence[Streamed], folder: Path) -> None:
-    """Write config.json, genai_config.json, web.json, the card and diffquant.json."""
+def _write_descriptions(plan: ExportPlan, streamed: Sequence[Streamed], folder: Path) -> tuple[str, ...]:
+    """Write config.json, genai_config.json, web.json, the card and diffquant.json; notes on code that was left out."""
     checkpoint, tokens = plan.source.checkpoint, plan.source.special_tokens
-    config = portable_config(plan, tokens) if plan.options.portable else without_code(checkpoint.config, folder)
+    config, left_out = leave_out_code(folder, checkpoint.config)
+    config.pop("diff_model", None)
+    left_out += remove_code_files(folder)
+    if plan.options.portable:
+        config = portable_config(plan, tokens)
     # A checkpoint may leave it to its family's default.
     config |= {"max_position_embeddings": plan.config.max_position_embeddings}
     descriptions = {"config.json": config}
@@ -216,6 +222,7 @@ def _write_descriptions(plan: ExportPlan, streamed: Sequence[Streamed], folder: 
         write_atomically(folder / name, json.dumps(description, indent=2) + "\n")
     write_atomically(folder / "README.md", exported_card(plan))
     write_manifest(folder, plan.options, plan.floor, _source_record(checkpoint), _tensor_records(plan, streamed))
+    return note_left_out(left_out, folder)
 
 
 def _source_record(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -279,8 +286,7 @@ def _make_notes(plan: ExportPlan, streamed: Sequence[Streamed]) -> list[str]:
             f"KV cache of 4 bits: experimental; compare its quality with {spelled('kv', 8)} before relying on it"
         )
     if options.genai_device != "cpu":
-        is_fused = not (options.pure or options.logits.quantizes or options.op == "flex")
-        notes += cuda_notes(options.dtype, options.kv_bits, is_fused)
+        notes += cuda_notes(options.dtype, options.kv_bits, not options.logits.quantizes)
     if options.logits.quantizes:
         notes.append(f"logits {options.logits} are rounded by the graph's body in standard ops, which holds whole maps")
     return notes

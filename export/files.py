@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diffquant.errors import CheckpointError
+from diffquant.formats.json_object import POINTER, holds_pointer
 
 MODEL_FILE, DATA_FILE = "model.onnx", "model.onnx.data"
 # What calibration found for a quantized cache; `diffquant calibrate` writes such files, too.
@@ -40,12 +41,16 @@ def check_exported(folder: Path) -> None:
         CheckpointError: it does not.
     """
     if model_file(folder).is_file():
+        layout = layout_of(folder)
+        for name in (layout.model, layout.data):
+            if (folder / name).is_file() and holds_pointer(folder / name):
+                raise CheckpointError(f"{folder / name} {POINTER}")
         return
     if not folder.exists():
         raise CheckpointError(f"there is no {folder}; `diffquant export` makes such a folder of a checkpoint")
     if folder.suffix == ".onnx" and folder.is_file():
         raise CheckpointError(f"{folder} is a file; give the folder that it is in, {folder.parent}")
-    if folder.suffix == ".gguf" or (folder / "config.json").is_file():
+    if folder.suffix.lower() == ".gguf" or (folder / "config.json").is_file():
         raise CheckpointError(
             f"{folder} is a checkpoint and no export: `diffquant export` makes one of it, and `diffquant generate` "
             "continues texts with it as it is"

@@ -74,7 +74,7 @@ def read_manifest(folder: Path) -> Manifest:
     entry = read_json(folder / FILE)
     try:
         return Manifest(
-            options=ExportOptions.parse(**entry["options"]),
+            options=_options(entry["options"], folder),
             floor=entry["onnxruntime"],
             source=entry["source"],
             weights=FileDigests.read(entry["source"]),
@@ -98,6 +98,16 @@ def check_unchanged(folder: Path, manifest: Manifest) -> None:
         raise CheckpointError(
             f"{folder}: {', '.join(changed)} changed since export (its digest is not {FILE}'s); export the model again"
         )
+
+
+def _options(recorded: Mapping[str, Any], folder: Path) -> ExportOptions:
+    # Forms that earlier versions wrote; their graphs are not read any more.
+    retired = {"pure": False, "op": "custom"}
+    if any(recorded.get(name, usual) != usual for name, usual in retired.items()):
+        raise CheckpointError(
+            f"{folder} was exported with --pure-onnx or --op flex, which no longer exist; export the model again"
+        )
+    return ExportOptions.parse(**{name: value for name, value in recorded.items() if name not in retired})
 
 
 def _origin(source: Mapping[str, Any]) -> FileDigests:

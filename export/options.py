@@ -18,12 +18,11 @@ if TYPE_CHECKING:
 
 # RMSNormalization became standard in opset 23, which ONNX Runtime takes from 1.23 on; earlier ones spell it out.
 DEFAULT_OPSET, NEWEST_OPSET = 23, 26
-# Reductions take their axes as an input, and Split its number of outputs, from 18 on; scales of blocks came with 21.
-_OLDEST_OPSET, _OLDEST_PURE_OPSET = 18, 21
+# Reductions take their axes as an input, and Split its number of outputs, from 18 on.
+_OLDEST_OPSET = 18
 IR_VERSION = 10
 LOGIT_GRANULARITIES = ("row", "head", "pair", "tensor")
 DTYPES = ("float32", "float16")
-OPS = ("custom", "flex")
 
 
 @dataclass(frozen=True)
@@ -38,8 +37,6 @@ class ExportOptions:
         embed_bits: width of embedding and head: 16, or 8 for codes.
         cache: whether the model takes and returns a KV cache.
         opset: version of the standard domain; 0 takes 23, and in a portable graph the oldest that has its ops.
-        pure: whether the graph has standard ONNX ops alone, and no function.
-        op: how the graph says attention: "custom", an op with its body, or "flex", a FlexAttention of ai.onnx.preview.
         portable: whether the folder is for readers beside ONNX Runtime: no function, their names of files, and a
             config.json that describes the model's inputs as a Llama's.
         accuracy_level: precision of products with codes of 4 bits: 4 multiplies int8 activations, 1 float32 ones. Codes
@@ -56,8 +53,6 @@ class ExportOptions:
     embed_bits: int = 16
     cache: bool = True
     opset: int = 0
-    pure: bool = False
-    op: str = "custom"
     portable: bool = False
     accuracy_level: int = 4
     genai_device: str = "cpu"
@@ -65,7 +60,7 @@ class ExportOptions:
 
     def __post_init__(self) -> None:
         if not self.opset:
-            object.__setattr__(self, "opset", self.oldest_opset if self.portable else DEFAULT_OPSET)
+            object.__setattr__(self, "opset", _OLDEST_OPSET if self.portable else DEFAULT_OPSET)
         problems = list(self._problems())
         if problems:
             raise UsageError(f"cannot export: {'; '.join(problems)}")
@@ -75,16 +70,6 @@ class ExportOptions:
         """Options with schemes in their text form."""
         of_weights, of_logits = Scheme.parse(weights, "g32", "weights"), Scheme.parse(logits, "row", "logits")
         return cls(weights=of_weights, logits=of_logits, **others)
-
-    @property
-    def oldest_opset(self) -> int:
-        """The oldest version of the standard domain that has the graph's ops."""
-        return _OLDEST_PURE_OPSET if self.pure else _OLDEST_OPSET
-
-    @property
-    def inlines(self) -> bool:
-        """Whether functions are written out in the graph."""
-        return self.pure or self.portable or self.op == "flex"
 
     @property
     def layout(self) -> Layout:
@@ -110,7 +95,7 @@ class ExportOptions:
 
         They read float32 and run on the processor; a page in a browser has no such library.
         """
-        return self.genai_device == "cpu" and not self.web and not self.inlines and self.dtype == "float32"
+        return self.genai_device == "cpu" and not self.web and not self.portable and self.dtype == "float32"
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"weights": str(self.weights), "logits": str(self.logits)}
@@ -124,8 +109,8 @@ class ExportOptions:
             yield f"unknown dtype {self.dtype!r}; known are {', '.join(DTYPES)}"
         if self.accuracy_level not in (1, 4):
             yield f"accuracy level {self.accuracy_level} is not 1 (float32 activations) or 4 (int8 activations)"
-        if not self.oldest_opset <= self.opset <= NEWEST_OPSET:
-            yield f"opset {self.opset} is not within {self.oldest_opset} to {NEWEST_OPSET}"
+        if not _OLDEST_OPSET <= self.opset <= NEWEST_OPSET:
+            yield f"opset {self.opset} is not within {_OLDEST_OPSET} to {NEWEST_OPSET}"
         if self.weights.quantizes and (refusal := self.weights.sharing.refusal("weights")):
             yield f"weights {refusal}"
         for what, scheme in (("weights", self.weights), ("logits", self.logits)):
@@ -143,11 +128,6 @@ class ExportOptions:
             )
         if not self.cache and self.kv_bits < 16:
             yield f"{spelled('kv', self.kv_bits)} and {spelled('cache', False)} contradict each other"
-        if self.op not in OPS:
-            yield f"unknown op {self.op!r}; known are {', '.join(OPS)}"
-        if self.op == "flex" and (self.portable or self.web):
-            other = spelled("portable" if self.portable else "web")
-            yield f"no other reader has FlexAttention: leave out {spelled('op', 'flex')} or {other}"
         if self.web:
             yield from self._web_problems()
 
@@ -177,7 +157,7 @@ def check_runtime(options: ExportOptions) -> None:
     newest = _newest_opset()
     if options.opset > newest:
         problems.append(f"takes opset {newest} at most, not {options.opset}")
-    if options.kv_bits < 16 and _runtime_version() < (1, 27) and not options.pure:
+    if options.kv_bits < 16 and _runtime_version() < (1, 27):
         problems.append(f"has no {options.kv_bits}-bit KV cache; 1.27 has")
     if problems:
         raise UsageError(f"the installed ONNX Runtime {onnxruntime.__version__} {' and '.join(problems)}")
@@ -189,13 +169,10 @@ def runtime_floor(options: ExportOptions, has_stacked_codes: bool = False) -> st
     Args:
         has_stacked_codes: whether experts are codes, of which the graph gathers a token's.
     """
-    if options.kv_bits < 16 and not options.pure:
+    if options.kv_bits < 16:
         return "1.27"
     gathers_codes = options.embed_bits < 16 or has_stacked_codes
-    if options.opset >= DEFAULT_OPSET or (gathers_codes and not options.pure):
-        return "1.23"
-    # Before 1.20 some graph optimizations mistake the type of standard codes.
-    return "1.20" if options.pure else "1.18"
+    return "1.23" if options.opset >= DEFAULT_OPSET or gathers_codes else "1.18"
 
 
 def _newest_opset() -> int:

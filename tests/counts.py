@@ -1,4 +1,5 @@
-"""How large the house is: python -m tests.counts [CHECKOUT], or with --frames how deep its calls go.
+"""How large the house is: python -m tests.counts [CHECKOUT], with --rooms room by room, or with --frames how deep its
+calls go.
 
 Counts read the syntax trees of every Python file of a checkout, also of an older one. Frames are this checkout's own
 functions between the command line and the deepest operation of torch, for a sweep and an export of a pocket model.
@@ -22,6 +23,9 @@ HOUSE = Path(__file__).resolve().parent.parent
 ROOMS = ("diffquant", "export", "calib", "bench", "research", "studies", "examples")
 # Parts of the research that check, as tests do.
 CHECKS = ("research/check", "research/tests")
+PRODUCT = ("diffquant", "export", "calib", "bench")
+TABLE = Path(__file__).with_name("counts.csv")
+COLUMNS = ("code", "files", "classes", "records")
 RECORDS = ("dataclass", "NamedTuple", "TypedDict", "attrs", "define", "frozen")
 
 
@@ -51,9 +55,20 @@ def is_record(node: ast.ClassDef) -> bool:
     return any(name in ast.unparse(part) for part in [*node.decorator_list, *node.bases] for name in RECORDS)
 
 
-def count(checkout: Path, room: str) -> Counter[str]:
+def rooms(checkout: Path) -> dict[str, Counter[str]]:
+    """Count each room of the product: the folders of diffquant/, its own files, and the three folders at the top."""
+    places: dict[str, list[Path]] = {}
+    for top in PRODUCT:
+        for path in files(checkout, top):
+            parts = path.relative_to(checkout).parts
+            room = "/".join(parts[:2]) if top == "diffquant" and len(parts) > 2 else top
+            places.setdefault(room, []).append(path)
+    return {room: count(paths) for room, paths in sorted(places.items())}
+
+
+def count(paths: list[Path]) -> Counter[str]:
     total: Counter[str] = Counter()
-    for path in files(checkout, room):
+    for path in paths:
         text = path.read_text()
         tree = ast.parse(text)
         lines = text.splitlines()
@@ -75,7 +90,7 @@ def count(checkout: Path, room: str) -> Counter[str]:
 
 def print_counts(checkout: Path) -> None:
     columns = ("files", "lines", "code", "docstrings", "classes", "records")
-    rows = {room: count(checkout, room) for room in (*ROOMS, "tests")}
+    rows = {room: count(files(checkout, room)) for room in (*ROOMS, "tests")}
     rows["without tests"] = sum((rows[room] for room in ROOMS), Counter())
     print(f"{'':14}" + "".join(f"{column:>12}" for column in columns))
     for room, row in rows.items():
@@ -147,8 +162,16 @@ def print_frames() -> None:
             print(f"{command.split()[0]}: {len(walk)} frames", *walk, sep="\n  ")
 
 
+def print_rooms() -> None:
+    print("room", *COLUMNS, sep=",")
+    for room, row in rooms(HOUSE).items():
+        print(room, *(row[column] for column in COLUMNS), sep=",")
+
+
 if __name__ == "__main__":
     if sys.argv[1:] == ["--frames"]:
         print_frames()
+    elif sys.argv[1:] == ["--rooms"]:
+        print_rooms()
     else:
         print_counts(Path(sys.argv[1]) if sys.argv[1:] else HOUSE)

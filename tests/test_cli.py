@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
 from diffquant.cli import main
 from diffquant.errors import MissingDependencyError
@@ -176,7 +177,7 @@ def test_doctor_says_what_the_kernels_make_of_the_device(run, monkeypatch):
     assert json.loads(out)["cuda_kernels"]["shared_memory"] == 101_376
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_ctrl_c_and_what_schedulers_send_exit_with_130(checkpoint, tmp_path, name):
     code = f"""
 import signal, sys
@@ -205,3 +206,14 @@ def test_an_error_that_nobody_foresaw_is_a_line_and_a_traceback_in_a_file(run, c
     assert str(trace) in error
     assert "Traceback" in trace.read_text()
     assert [entry for entry in tmp_path.iterdir() if entry.name.startswith(("out", ".out"))] == []
+
+
+def test_memory_that_torch_does_not_get_is_no_bug_in_diffquant(run, checkpoint, tmp_path, monkeypatch):
+    def more_than_there_is(*_):
+        torch.empty(1 << 50, dtype=torch.uint8)
+
+    monkeypatch.setattr("diffquant.quantization.quantize.write_shards", more_than_there_is)
+    code, _, error = run("quantize", str(checkpoint), "-o", str(tmp_path / "out"), "--weights", "8")
+    assert code == 1
+    assert error.strip().splitlines()[-1].startswith("error: out of memory; nothing was put in place.")
+    assert "bug in diffquant" not in error

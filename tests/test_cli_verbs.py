@@ -161,7 +161,7 @@ def test_a_folder_without_a_tokenizer_is_one_line_that_says_what_to_do(run, tmp_
 
 
 @pytest.mark.parametrize("package", ["typer", "torch"])
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_an_interrupted_import_is_one_line(tmp_path, package, name):
     (tmp_path / package).mkdir()
     kill = f"import os, signal, time\nos.kill(os.getpid(), signal.{name})\ntime.sleep(9)\n"

@@ -1,6 +1,7 @@
 """`--device auto`: CUDA where it is there, the processor elsewhere, and what says so."""
 
 import logging
+from contextlib import contextmanager
 from dataclasses import replace
 
 import onnxruntime
@@ -16,7 +17,7 @@ from diffquant.export.native import kernel_name
 from diffquant.export.runtime.device import CUDA, RuntimeDevice, _starts_on_cuda
 from diffquant.export.targets import runtime_of
 from diffquant.source.building import build_model
-from diffquant.support.devices import resolve_device
+from diffquant.support.devices import is_bfloat16_native, resolve_device
 from diffquant.sweep.exported import ExportedSubject
 from diffquant.sweep.grid import SweepOptions
 from diffquant.sweep.plan import plan_sweep
@@ -47,6 +48,20 @@ def test_auto_is_cuda_where_torch_finds_a_device(monkeypatch, is_available, devi
     monkeypatch.setattr(torch.cuda, "is_available", lambda: is_available)
     assert resolve_device("auto") == device
     assert resolve_device("cpu") == "cpu"
+
+
+def test_bfloat16_is_asked_of_the_named_device(monkeypatch):
+    asked = []
+
+    @contextmanager
+    def device(one):
+        asked.append(one)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: bool(asked))
+    assert is_bfloat16_native("cuda:1")
+    assert asked == [torch.device("cuda", 1)]
 
 
 def test_every_verb_with_a_device_chooses_it_by_default():

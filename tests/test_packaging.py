@@ -106,6 +106,7 @@ def test_a_source_distribution_holds_tests_pages_and_all_models(archives):
         "README.md",
         "SECURITY.md",
         "constraints.txt",
+        "constraints-hashed.txt",
         "constraints-serving.txt",
         "mkdocs.yml",
     ]

@@ -124,6 +124,8 @@ def test_the_demo_says_which_runs_its_english_models_are_and_what_all_six_traini
     assert {run["schedule"]["seed"] for run in runs} == {101}
     assert "one training of each kind, with seed 101 and at the rate that is best" in first_act
     assert f"at 4 bits with one scale per tensor: {pocket.ANSWER}." in first_act
+    assert f"At equal steps {pocket.SENSITIVITY} are lost" in first_act
+    assert f"DIFF models of three sizes win {pocket.AT_PAPERS_RATIO} bits." in first_act
 
 
 def counts_of(table, name):

@@ -35,7 +35,7 @@ def measure_roofline(device: str, dtypes: list[str], repeats: int = 3) -> dict[s
 def largest_cache(device: str) -> int | None:
     """Bytes of a device's largest cache, which other cores may share, or None if unknown."""
     if device == "cuda":
-        return int(torch.cuda.get_device_properties(0).L2_cache_size)
+        return int(torch.cuda.get_device_properties(device).L2_cache_size)
     # Linux writes 107520K.
     sizes = [file.read_text().strip() for file in _CPU_CACHES.glob("index*/size")]
     return max((1024 * int(size.removesuffix("K")) for size in sizes), default=None)

@@ -1,7 +1,6 @@
 """Ratios that a GPU must show: each of two paths in one run, taken twice, against its aim.
 
     PYTHONPATH=. python -m diffquant.bench.gpu --json gpu.json
-    PYTHONPATH=. python -m diffquant.bench.gpu --estimate
 
 Needs torch, triton and numpy alone; what generates text end to end says that it needs transformers too. Each group
 runs in a process of its own, so that one that fails takes no other with it: first all once, side by side, which
@@ -11,7 +10,6 @@ aim is missed, 3 where a cell could not be measured.
 
 import argparse
 import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -190,19 +188,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", type=Path, dest="file", help="where to write everything, after each group")
     parser.add_argument("--only", default="", help="groups whose name contains this")
-    parser.add_argument(
-        "--estimate", action="store_true", help="measure nothing: estimate the ratios from machine code, without a GPU"
-    )
     parser.add_argument("--minutes", type=float, default=_MINUTES, help="begin no group after this many")
     options = parser.parse_args()
-    if options.estimate and options.file:
-        parser.error("--estimate prints and writes no file; leave out --json")
-    if options.estimate:
-        # Read when kernels are imported.
-        os.environ["TRITON_INTERPRET"] = "0"
-        from diffquant.bench.gpu.estimated_paths import print_estimates
-
-        return print_estimates()
     import torch
 
     if not torch.cuda.is_available():

@@ -159,7 +159,7 @@ def _map_model(
     items = needle.make_items_for(TorchModel(model, source.tokenizer), haystack, plan)
     observed_at: dict[tuple[int, float], list[tuple[Tensor, bool]]] = {}
     for number, item in enumerate(items, 1):
-        observation = attention_by_part(model, make_prompt(source.tokenizer, item))
+        observation = attention_by_part(model, make_prompt(source.tokenizer, item, model.config.vocab_size))
         observed_at.setdefault((item.length, item.depth), []).append(observation)
         progress(number, len(items), name)
     model.require_fired()

@@ -6,6 +6,7 @@ from typing import Any
 
 from diffquant.errors import UsageError
 from diffquant.evals.protocols.needle import NeedleItem, statement
+from diffquant.text.prompts import check_tokens
 
 # The number asked for, the rest of its sentence, the sentences of other needles, prose, the question, and the
 # first token, which a softmax that has nowhere else to go attends to. A token on the border of two belongs to
@@ -30,17 +31,19 @@ class Prompt:
     answer: int
 
 
-def make_prompt(tokenizer: Any, item: NeedleItem) -> Prompt:
+def make_prompt(tokenizer: Any, item: NeedleItem, vocabulary: int) -> Prompt:
     """The prompt of an item's first question, its tokens assigned to parts.
 
     Raises:
-        UsageError: the tokenizer cannot say where in the text its tokens stand.
+        UsageError: the tokenizer cannot say where in the text its tokens stand, or makes one that is not in the model's
+            vocabulary.
     """
     if not tokenizer.is_fast:
         raise UsageError("the tokenizer does not say where its tokens stand; the folder needs a tokenizer.json")
     prompt, answer = item.requests()[0]
     encoded = tokenizer(prompt + answer, return_offsets_mapping=True)
     ids, places = encoded["input_ids"], encoded["offset_mapping"]
+    check_tokens(ids, vocabulary, tokenizer)
     # Where a space is a token of its own, the number's first token comes after it.
     start = len(prompt) + len(answer) - len(answer.lstrip())
     length = next(at for at, (_, last) in enumerate(places) if last > start)

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from diffquant.support.plain_data import parse_json
 from diffquant.support.xz import read_text
 
 RANKS = (1, 2, 3, 10, 100)
@@ -66,7 +67,7 @@ class Outliers:
 
 def read_outliers(file: Path) -> Outliers:
     """The outliers in an outliers.json."""
-    data = json.loads(read_text(file))
+    data = parse_json(read_text(file))
     models = [
         ModelOutliers(
             **model

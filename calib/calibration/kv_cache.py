@@ -16,6 +16,7 @@ from diffquant.recipe import Recipe
 from diffquant.source.ranges import Ranges
 from diffquant.source.source import Source, open_source
 from diffquant.support.progress import Progress, silent
+from diffquant.text.prompts import check_tokens
 
 _WINDOWS, _WINDOW = 4, 512
 
@@ -65,9 +66,7 @@ def _prose_windows(source: Source, text: str) -> Tensor:
     pieces = [text[i * part : i * part + 8 * length] for i in range(_WINDOWS)]
     windows = [tokenizer(piece)["input_ids"] for piece in pieces]
     shortest = min(length, *map(len, windows))
-    ids = torch.tensor([window[:shortest] for window in windows])
-    if int(ids.max()) >= config.vocab_size:
-        raise UsageError(
-            f"the tokenizer beside {source.path} gives token {int(ids.max())}; the model knows {config.vocab_size}"
-        )
-    return ids
+    read = [window[:shortest] for window in windows]
+    for window in read:
+        check_tokens(window, config.vocab_size, tokenizer)
+    return torch.tensor(read)

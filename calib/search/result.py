@@ -8,6 +8,7 @@ from typing import Any
 
 from diffquant.calib.search.widths import Width
 from diffquant.recipe import Recipe
+from diffquant.support.plain_data import parse_json
 from diffquant.support.xz import named, read_text
 
 
@@ -98,7 +99,7 @@ class SearchResult:
 
 def read_search(file: Path) -> SearchResult:
     """The result in a search-*.json."""
-    data = json.loads(read_text(file))
+    data = parse_json(read_text(file))
     there = [key for key in ("measurements", "parts") if data.get(key) is not None]
     measured = {key: [_measurement(unit) for unit in data[key]] for key in there}
     candidates = [Candidate(**candidate) for candidate in data["candidates"]]

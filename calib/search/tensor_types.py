@@ -16,6 +16,7 @@ from diffquant.calib.search.result import SearchResult
 from diffquant.calib.search.widths import Width, spoken
 from diffquant.errors import UsageError
 from diffquant.formats.gguf_names import IN_LAYERS
+from diffquant.support.files import read_text
 from diffquant.support.outputs import check_written_file
 
 TYPES: dict[Width, str] = {2: "q2_K", 3: "q3_K", 4: "q4_0", 5: "q5_0", 6: "q6_K", 8: "q8_0"}
@@ -91,6 +92,6 @@ def check_lines_output(file: Path, made: Path) -> None:
 
 def _holds_lines(file: Path) -> bool:
     try:
-        return all(_LINE.fullmatch(line) for line in file.read_text(encoding="utf-8").splitlines())
+        return all(_LINE.fullmatch(line) for line in read_text(file).splitlines())
     except (OSError, ValueError):
         return False

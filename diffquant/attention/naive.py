@@ -30,9 +30,7 @@ def naive(call: AttentionCall) -> Tensor:
     v, logits, dtype = call.v, call.logits, compute_dtype(call.v)
     visible = call.mask.dense(call.length, call.keys, v.device)
     map_logits = [
-        call.capped(
-            (queries.to(dtype) @ keys.to(dtype).repeat_interleave(queries.shape[1] // v.shape[1], 1).mT) * call.scale
-        )
+        (queries.to(dtype) @ keys.to(dtype).repeat_interleave(queries.shape[1] // v.shape[1], 1).mT) * call.scale
         for queries, keys in zip(call.q, call.k, strict=True)
     ]
     if binds_maps(logits):

@@ -106,7 +106,7 @@ def _coded_blocks(call: AttentionCall, first: int) -> Iterator[tuple[slice, list
         visible = call.mask.visible(rows, length, call.keys, call.v.device)
         visible = None if visible is None else visible[..., :reach]
         map_logits = [
-            call.capped(grouped_product(queries[:, :, rows], keys[:, :, :reach].mT).mul_(call.scale))
+            grouped_product(queries[:, :, rows], keys[:, :, :reach].mT).mul_(call.scale)
             for queries, keys in zip(q, k, strict=True)
         ]
         yield rows, to_coded([prepare_logits(x, visible, scheme.shift) for x in map_logits], scheme), visible

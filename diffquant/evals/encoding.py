@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from diffquant.errors import DiffQuantError
+from diffquant.text.prompts import check_tokens
 from diffquant.text.tokens import prefix_token
 
 if TYPE_CHECKING:
@@ -25,26 +26,32 @@ class RequestEncoder:
     Args:
         tokenizer: a Hugging Face tokenizer.
         max_length: number of tokens the model sees at once; longer requests lose tokens on the left.
+        vocabulary: number of tokens that the model knows.
 
     Source: lm-eval 0.4.13, `TemplateLM._encode_pair`, `HFLM.tok_encode` and `_loglikelihood_tokens`.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", max_length: int) -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", max_length: int, vocabulary: int) -> None:
         self.tokenizer = tokenizer
         self.max_length = max_length
+        self.vocabulary = vocabulary
         self.prefix_token = prefix_token(tokenizer)
         self._prefix_text: str = tokenizer.decode(self.prefix_token)
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of `text`, with the tokenizer's special tokens unless the text already begins with one."""
-        tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=not text.startswith(self._prefix_text))
-        return tokens
+        """Tokens of `text`, with the tokenizer's special tokens unless the text already begins with one.
+
+        Raises:
+            UsageError: the model does not know one of them.
+        """
+        return self._encode(text, not text.startswith(self._prefix_text))
 
     def request(self, context: str, continuation: str) -> Request:
         """Encode one continuation; spaces at the end of the context move to the continuation.
 
         Raises:
-            DiffQuantError: the continuation has no tokens of its own, or more than the model can see.
+            DiffQuantError: the continuation has no tokens of its own, or more than the model can see, or one that the
+                model does not know.
         """
         before, after = self._split(context, continuation)
         if not after:
@@ -62,9 +69,14 @@ class RequestEncoder:
         """Encode several (context, continuation) pairs."""
         return [self.request(context, continuation) for context, continuation in texts]
 
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        check_tokens(tokens, self.vocabulary, self.tokenizer)
+        return tokens
+
     def _split(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         if not context:
-            after = self.tokenizer.encode(continuation, add_special_tokens=False)
+            after = self._encode(continuation, False)
             if after[:1] == [self.prefix_token]:
                 return after[:1], after[1:]
             return [self.prefix_token], after

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from diffquant.errors import UsageError
+from diffquant.support.files import read_bytes
 from diffquant.support.listing import first_few
 from diffquant.support.plain_data import is_text, parse_json
 from diffquant.support.spelling import spelled
@@ -138,7 +139,7 @@ def _read(path: Path, split: str, fine: bool) -> tuple[Example, ...]:
 
 def _text_of(path: Path) -> str:
     try:
-        raw = path.read_bytes()
+        raw = read_bytes(path)
         # TREC's training file has this one byte that is not UTF-8, where a space belongs.
         raw = re.sub(rb"\xf0(?![\x80-\xbf])", b" ", raw) if path.suffix == TREC else raw
         return raw.decode("utf-8-sig")

@@ -137,6 +137,11 @@ class LanguageModel(ABC):
     def max_length(self) -> int:
         """Length of the model's context in tokens, from the tokenizer if the model does not say."""
 
+    @property
+    @abstractmethod
+    def vocabulary(self) -> int:
+        """Number of tokens that the model knows."""
+
     @abstractmethod
     def new_cache(self) -> TokenCache:
         """An empty cache."""

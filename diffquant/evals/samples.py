@@ -10,6 +10,7 @@ from pathlib import Path
 
 from diffquant.errors import UsageError
 from diffquant.evals.comparison import MARGIN, PERCENT, PLAIN, Outcome, Scores
+from diffquant.support.files import read_text
 from diffquant.support.listing import first_few
 from diffquant.support.plain_data import JsonObject, parse_json, plain_digest
 
@@ -68,7 +69,7 @@ def _place(doc_id: int | str) -> tuple[bool, int | str]:
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = read_text(path).split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read {path}: {error}") from error
     yield from ((number, line) for number, line in enumerate(lines, 1) if line.strip())

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 
 _Z95 = 1.959963984540054
+_NEGLIGIBLE = 1e-22
 
 
 @dataclass(frozen=True)
@@ -101,9 +102,18 @@ def mcnemar(gained: int, lost: int) -> float:
     Source: McNemar, "Note on the sampling error of the difference between correlated proportions or percentages",
     Psychometrika 12 (1947); its binomial form.
     """
-    flipped = gained + lost
-    tail = sum(math.comb(flipped, count) for count in range(min(gained, lost) + 1))
-    return min(1.0, 2 * tail / (1 << flipped))
+    flipped, fewer = gained + lost, min(gained, lost)
+    # Binomial coefficients over the largest one, from the middle down, until they no longer count.
+    term, half, tail = 1.0, 0.0, 0.0
+    for count in range(flipped // 2, -1, -1):
+        half += term
+        if count <= fewer:
+            tail += term
+        term *= count / (flipped - count + 1)
+        if term == 0 or term < tail * _NEGLIGIBLE:
+            break
+    # Both halves share the middle one if there is one.
+    return min(1.0, 2 * tail / (2 * half - (flipped % 2 == 0)))
 
 
 def recovery(difference: Difference, baseline: float) -> Difference | None:

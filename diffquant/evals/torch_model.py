@@ -95,6 +95,10 @@ class TorchModel(LanguageModel):
     def max_length(self) -> int:
         return max_length(self.model.config, self.tokenizer)
 
+    @property
+    def vocabulary(self) -> int:
+        return int(self.model.config.vocab_size)
+
     def new_cache(self) -> TorchCache:
         return TorchCache(self.model.new_cache() if hasattr(self.model, "new_cache") else DynamicCache())
 

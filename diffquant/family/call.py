@@ -51,7 +51,6 @@ class AttentionCall:
         ranges: largest logits [h], or [h + n], of a static scheme.
         meter: counts the rounded logits and the calls with rounded weights, if given.
         signal_gate: factor g of the signal map, broadcastable to [B, h, T, 1]; None means 1, as with one map.
-        soft_cap: bound c of the logits x, applied as c·tanh(x/c) before masking and rounding; None means no cap.
 
     Raises:
         UsageError: arguments disagree in number, shape, dtype or device; the message names all of them.
@@ -71,12 +70,9 @@ class AttentionCall:
     ranges: Tensor | None = None
     meter: Meter | None = None
     signal_gate: Tensor | None = None
-    soft_cap: float | None = None
 
     def __post_init__(self) -> None:
         check_tensors(self.q, self.k, self.v, self.lam, self.mask, self.post, self.signal_gate)
-        if self.soft_cap is not None and not self.soft_cap > 0:
-            raise UsageError(f"attention: a soft cap is a magnitude above 0, not {self.soft_cap}")
         if self.logits.sharing.is_static:
             heads = sum(x.shape[1] for x in self.q)
             if self.ranges is None or self.ranges.numel() != heads:
@@ -126,10 +122,6 @@ class AttentionCall:
     def keys(self) -> int:
         """Number of keys S."""
         return self.v.shape[2]
-
-    def capped(self, logits: Tensor) -> Tensor:
-        """Apply the soft cap to logits, if there is one."""
-        return logits if self.soft_cap is None else (logits / self.soft_cap).tanh() * self.soft_cap
 
     @property
     def shares_keys(self) -> bool:

@@ -31,10 +31,9 @@ class DiffSpec:
         rope: channels that rotary embedding turns together: "half", "interleaved", or "none" of them.
         signals_per_noise: number of signal maps that one noise map is subtracted from.
         output_gate: whether each channel of the output is multiplied by a gate of the layer's input.
-        soft_cap: bound of the logits, c in c·tanh(x/c); None means no cap.
 
     Sources: arXiv 2410.05258, section 2; microsoft/unilm, Diff-Transformer and Diff-Transformer-V2; the two gates are
-    those of DIFF V3 (YOCO), the output gate that of Motif-3 and Dragon, whose soft cap is one.
+    those of DIFF V3 (YOCO), the output gate that of Motif-3.
     """
 
     pairs: int
@@ -52,7 +51,6 @@ class DiffSpec:
     rope: Literal["half", "interleaved", "none"] = "half"
     signals_per_noise: int = 1
     output_gate: bool = False
-    soft_cap: float | None = None
 
     def __post_init__(self) -> None:
         if min(self.pairs, self.kv_pairs, self.head_dim) < 1 or self.pairs % self.kv_pairs:
@@ -142,6 +140,8 @@ def read_spec(spec: Mapping[str, Any] | None) -> DiffSpec:
         raise CheckpointError("config.json has no `spec`: a diff_transformer checkpoint must describe its attention")
     if not isinstance(spec, Mapping):
         raise CheckpointError(f"config.json: `spec` is {spec!r}, not an object")
+    # Folders of before it was removed have the key, which no model sets.
+    spec = {name: value for name, value in spec.items() if (name, value) != ("soft_cap", None)}
     own = fields(DiffSpec)
     problems = [f"{field.name} is missing" for field in own if field.default is MISSING and field.name not in spec]
     problems += [f"{name} is no key of it" for name in spec if name not in _KINDS]

@@ -4,7 +4,7 @@ Source: compressed-tensors 0.20, config and utils/match.py.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from diffquant.errors import CheckpointError
@@ -12,6 +12,7 @@ from diffquant.numbers.formats import FORMATS, NumberFormat
 from diffquant.numbers.formats.integer import PACK_QUANTIZED
 from diffquant.numbers.sharing import Sharing
 from diffquant.scheme import Scheme
+from diffquant.support.expressions import first_matches
 from diffquant.support.listing import first_few
 
 # The folder's format where its groups have several.
@@ -25,13 +26,17 @@ REORDERED = ("group", "dynamic")
 _STRATEGIES = {"group": "group", "tensor_group": "group", "channel": "row", "tensor": "tensor", "block": "block"}
 
 
-def quantization_config(schemes: Mapping[str, Scheme], linears: Iterable[str]) -> dict[str, Any]:
+def quantization_config(
+    schemes: Mapping[str, Scheme], linears: Iterable[str], ignored: Iterable[str] = ()
+) -> dict[str, Any]:
     """The entry `quantization_config` of config.json.
 
     Args:
         schemes: scheme of each packed module by name.
         linears: every Linear of the model by module name, packed or not.
+        ignored: regular expressions of further modules that are not packed; one that fits a packed module is left out.
     """
+    others = [each for each in ignored if not any(re.fullmatch(each, name) for name in schemes)]
     unpacked = [name for name in linears if name not in schemes]
     groups: dict[Scheme, list[str]] = {}
     for name, scheme in schemes.items():
@@ -52,7 +57,7 @@ def quantization_config(schemes: Mapping[str, Scheme], linears: Iterable[str]) -
             }
             for i, (scheme, names) in enumerate(groups.items())
         },
-        "ignore": name_patterns(unpacked),
+        "ignore": name_patterns(unpacked) + ([f"re:({'|'.join(others)})$"] if others else []),
         "version": _LAYOUT_VERSION,
     }
 
@@ -77,7 +82,7 @@ def read_schemes(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str,
             )
         return {}
     groups = _checked_groups(entry)
-    schemes = {module: target_of(module, groups) for module in modules}
+    schemes = targets_of(modules, groups)
     uncovered = [module for module, scheme in schemes.items() if scheme is None]
     if uncovered:
         raise CheckpointError(
@@ -241,26 +246,30 @@ def _scheme(number_format: NumberFormat, weights: Mapping[str, Any]) -> Scheme:
     return Scheme(number_format, Sharing(granularity, weights["group_size"] if granularity == "group" else None))
 
 
-def target_of(module: str, targets: Mapping[str, _T]) -> _T | None:
-    """The entry that compressed-tensors picks for a module: by exact name, else regular expression, else class.
+def targets_of(modules: Sequence[str], targets: Mapping[str, _T]) -> dict[str, _T | None]:
+    """The entry that compressed-tensors picks for each module: by exact name, else regular expression, else class.
 
-    Of several expressions that fit it is the first by its text, wherever in config.json it stands.
-    """
-    if module in targets:
-        return targets[module]
-    for target in sorted(targets):
-        if target.startswith("re:") and matches(target.removeprefix("re:"), module):
-            return targets[target]
-    return targets.get("Linear")
-
-
-def matches(pattern: str, module: str) -> bool:
-    """Whether a regular expression of quantization_config begins a module's name.
+    If several expressions match, the first one in alphabetical order counts, wherever it stands in config.json.
 
     Raises:
-        CheckpointError: it is none.
+        CheckpointError: an expression is malformed, or takes too long.
+    """
+    expressions = sorted(target for target in targets if target.startswith("re:"))
+    unnamed = [module for module in modules if module not in targets]
+    matched = match_modules([expression.removeprefix("re:") for expression in expressions], unnamed)
+    indices = dict(zip(unnamed, matched, strict=True))
+    picked = (module if (i := indices.get(module)) is None else expressions[i] for module in modules)
+    of_class = targets.get("Linear")
+    return {module: targets.get(name, of_class) for module, name in zip(modules, picked, strict=True)}
+
+
+def match_modules(expressions: Sequence[str], modules: Sequence[str]) -> list[int | None]:
+    """The index of the first of quantization_config's regular expressions that each module's name begins with, or None.
+
+    Raises:
+        CheckpointError: an expression is malformed, or takes too long.
     """
     try:
-        return re.match(pattern, module) is not None
-    except (re.error, RecursionError) as error:
-        raise CheckpointError(f"config.json: target {pattern!r} is not a regular expression: {error}") from error
+        return first_matches(expressions, modules)
+    except ValueError as error:
+        raise CheckpointError(f"config.json: {error}; correct its quantization_config") from error

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from diffquant.support.yaml_text import parse_yaml
 
@@ -34,6 +35,7 @@ def read_front_matter(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         entries = {"license": "unknown"}
     carried = {key: value for key, value in entries.items() if isinstance(key, str) and _CARRIED.fullmatch(key)}
+    carried = _without_odd_link(carried)
     if name := _hub_name(folder):
         carried = {key: value for key, value in carried.items() if key != "base_model_relation"} | {"base_model": name}
     return carried
@@ -51,7 +53,28 @@ def gguf_front_matter(metadata: Mapping[str, Any]) -> dict[str, Any]:
     # YAML has lists and no tuples.
     stated = {key: list(value) if isinstance(value, tuple) else value for key, value in stated.items()}
     _, hub, base = str(metadata.get("general.base_model.0.repo_url", "")).partition("//huggingface.co/")
-    return stated | ({"base_model": base} if hub and base else {})
+    return _without_odd_link(stated | ({"base_model": base} if hub and base else {}))
+
+
+def _without_odd_link(entries: dict[str, Any]) -> dict[str, Any]:
+    """Front matter whose license_link, which pages make a link of, leads to a web page or a file of the repository."""
+    link = entries.get("license_link")
+    if link is None or (isinstance(link, str) and _is_web_link(link)):
+        return entries
+    return {key: value for key, value in entries.items() if key != "license_link"}
+
+
+def _is_web_link(link: str) -> bool:
+    # Browsers take a backslash for a slash, and skip spaces and control characters within a scheme.
+    if "\\" in link or any(character <= " " for character in link):
+        return False
+    try:
+        parts = urlsplit(link)
+    except ValueError:
+        return False
+    if parts.scheme:
+        return parts.scheme in ("http", "https") and bool(parts.netloc)
+    return not parts.netloc and ":" not in link.partition("/")[0]
 
 
 def front_matter(library: str, tags: Sequence[str], carried: Mapping[str, Any], relation: str | None = None) -> str:

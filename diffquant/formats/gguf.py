@@ -16,6 +16,7 @@ from torch import Tensor
 from diffquant.errors import CheckpointError
 from diffquant.formats.front_matter import gguf_front_matter
 from diffquant.formats.gguf_config import llama_config
+from diffquant.formats.gguf_ends import ENDS
 from diffquant.formats.gguf_header import Header, read_header
 from diffquant.formats.gguf_names import IN_LAYERS
 from diffquant.formats.gguf_rope import FACTORS, Factors
@@ -49,10 +50,10 @@ class GgufCheckpoint(Checkpoint):
         self.path = path
         self._bytes = _map(path)
         try:
-            header = read_header(self._bytes.data)
+            header = read_header(self._bytes.data, ENDS)
             _check_kinds(header)
             self._front_matter = gguf_front_matter(header.metadata)
-            self.config = llama_config(header.metadata, self._factors(header), is_tied=_HEAD not in header.tensors)
+            self.config = llama_config(header, self._factors(header), is_tied=_HEAD not in header.tensors)
         except CheckpointError as error:
             raise CheckpointError(f"cannot read {path}: {error}") from error
         names = sorted((name for name in header.tensors if not _ROTARY.fullmatch(name)), key=_place)

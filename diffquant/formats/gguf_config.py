@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from diffquant.errors import CheckpointError
-from diffquant.formats.gguf_header import Value
+from diffquant.formats.gguf_ends import end_tokens
+from diffquant.formats.gguf_header import Header, Value
 from diffquant.formats.gguf_rope import FACTORS, Factors, rope_parameters
 
 _SIZES = {
@@ -80,17 +81,18 @@ _NEUTRAL: Mapping[str, tuple[Value, ...]] = {
 }
 
 
-def llama_config(metadata: Mapping[str, Value], factors: Factors | None, *, is_tied: bool) -> dict[str, Any]:
+def llama_config(header: Header, factors: Factors | None, *, is_tied: bool) -> dict[str, Any]:
     """The content of config.json for the Llama in a GGUF file.
 
     Args:
-        metadata: the file's own.
+        header: header of the file, with the ids of `gguf_ends.ENDS`.
         factors: divisors of the frequencies that the file holds as a tensor.
         is_tied: whether the embedding is the head.
 
     Raises:
         CheckpointError: the file holds another model, a part of one, or says what is not computed; keys are named.
     """
+    metadata = header.metadata
     architecture = metadata.get("general.architecture")
     if architecture != "llama":
         raise CheckpointError(
@@ -100,7 +102,7 @@ def llama_config(metadata: Mapping[str, Value], factors: Factors | None, *, is_t
     _check_keys(metadata)
     stated = {key: _uniform(metadata, _PREFIX + theirs) for key, theirs in _SIZES.items()}
     stated |= {key: metadata.get(f"tokenizer.ggml.{theirs}") for key, theirs in _TOKENS.items()}
-    stated |= {"eos_token_id": _ends(metadata), "head_dim": _head_dim(metadata)}
+    stated |= {"eos_token_id": end_tokens(header), "head_dim": _head_dim(metadata)}
     if stated["vocab_size"] is None:
         stated["vocab_size"] = metadata.get("tokenizer.ggml.tokens")
     config = _DEFAULTS | {key: value for key, value in stated.items() if value is not None}
@@ -178,13 +180,6 @@ def _head_dim(metadata: Mapping[str, Value]) -> Value | None:
         widths = ", ".join(f"{key} is {value}" for key, value in stated.items())
         raise CheckpointError(f"{widths}: heads of one width that turn whole are computed, as in llama.cpp")
     return next(iter(stated.values()), None)
-
-
-def _ends(metadata: Mapping[str, Value]) -> Any:
-    """The tokens that end a text, of which a chat model has several; llama.cpp stops at each."""
-    stated = [metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
-    ends = list(dict.fromkeys(token for token in stated if token is not None))
-    return ends if len(ends) > 1 else next(iter(ends), None)
 
 
 def _derived(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,14 +9,16 @@ Source: the GGUF specification, https://github.com/ggml-org/ggml/blob/master/doc
 import math
 import struct
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from gguf.constants import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType, GGUFValueType
 
 from diffquant.errors import CheckpointError
+from diffquant.formats.json_object import POINTER, is_pointer
 
 _MAGIC = b"GGUF"
+_TOKENS = "tokenizer.ggml.tokens"
 _VERSIONS = (2, 3)
 _SCALARS = {
     GGUFValueType.UINT8: "B",
@@ -71,25 +73,30 @@ class Header:
     Attributes:
         metadata: values by key; an array of texts is represented by its length, but for those of `general.`.
         tensors: tensors as stored, by the file's own names.
+        ids: id of each token that was looked for and is in the vocabulary, by its text.
     """
 
     metadata: Mapping[str, Value]
     tensors: Mapping[str, StoredTensor]
+    ids: Mapping[str, int]
 
 
-def read_header(data: memoryview) -> Header:
+def read_header(data: memoryview, tokens: Iterable[str] = ()) -> Header:
     """Read the header of a GGUF file.
 
     Args:
         data: bytes of the file, mapped.
+        tokens: texts of tokens to look for in the vocabulary.
 
     Raises:
         CheckpointError: it is no GGUF file of version 2 or 3, is cut off, gives a key or a tensor twice, or has tensors
             of a type that gguf does not know or whose data lies beyond its end; every such one is named.
     """
+    if is_pointer(data):
+        raise CheckpointError(POINTER)
     if bytes(data[:4]) != _MAGIC:
         raise CheckpointError("it does not start as a GGUF file does")
-    cursor = _Cursor(data, len(_MAGIC))
+    cursor = _Cursor(data, len(_MAGIC), {text.encode(): text for text in tokens})
     try:
         version = cursor.scalar("I")
         if version not in _VERSIONS:
@@ -105,7 +112,7 @@ def read_header(data: memoryview) -> Header:
     if not isinstance(alignment, int) or alignment < 1:
         raise CheckpointError(f"its general.alignment is {alignment!r}, not a positive number of bytes")
     data_start = math.ceil(cursor.offset / alignment) * alignment
-    return Header(metadata, _checked(entries, data_start, len(data)))
+    return Header(metadata, _checked(entries, data_start, len(data)), cursor.ids)
 
 
 @dataclass
@@ -119,10 +126,11 @@ class _Entry:
 
 
 class _Cursor:
-    """A place in the file that moves on as values are read."""
+    """A place in the file that moves on as values are read; it finds the ids of some tokens on its way."""
 
-    def __init__(self, data: memoryview, offset: int) -> None:
-        self.data, self.offset = data, offset
+    def __init__(self, data: memoryview, offset: int, tokens: Mapping[bytes, str]) -> None:
+        self.data, self.offset, self._tokens = data, offset, tokens
+        self.ids: dict[str, int] = {}
 
     def scalar(self, letter: str) -> int:
         """The next number; `letter` as `struct` names its type."""
@@ -141,6 +149,8 @@ class _Cursor:
     def pair(self) -> tuple[str, Value]:
         """The next key of metadata with its value."""
         key = self.string()
+        if key == _TOKENS:
+            self._find(self.offset)
         # Arrays elsewhere are the tokenizer's, of which only the length is wanted.
         return key, self._value(self.scalar("I"), key.startswith("general."))
 
@@ -171,6 +181,18 @@ class _Cursor:
         start = self.offset
         self._skip(length * struct.calcsize("<" + letter))
         return struct.unpack_from(f"<{length}{letter}", self.data, start)
+
+    def _find(self, start: int) -> None:
+        """Keep the ids of the tokens looked for, if an array of texts begins here; the place stays."""
+        longest = max(map(len, self._tokens), default=0)
+        if longest and (self.scalar("I"), self.scalar("I")) == (GGUFValueType.ARRAY, GGUFValueType.STRING):
+            for token in range(self.scalar("Q")):
+                length = self.scalar("Q")
+                text = self.data[self.offset : self.offset + min(length, longest + 1)].tobytes()
+                if text in self._tokens:
+                    self.ids[self._tokens[text]] = token
+                self._skip(length)
+        self.offset = start
 
     def _letter(self, kind: int) -> str:
         if kind not in _SCALARS:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from diffquant.errors import CheckpointError, UsageError
 from diffquant.formats.folder import SIDE_SUFFIXES
-from diffquant.formats.front_matter import CARD, read_front_matter
+from diffquant.formats.front_matter import read_front_matter
 from diffquant.report.tables import megabytes
 from diffquant.support.progress import clear_lines
 
@@ -17,8 +17,12 @@ _MODEL = r"(?![\w./-]*(?:--|\.\.))\w[\w.-]*\b/\b[\w.-]{1,96}\b(?<!\.git)"
 _NAME = re.compile(rf"(?P<model>{_MODEL})(?:@(?P<revision>[\w./-]+))?", re.ASCII)
 # Files that `FolderCheckpoint` reads and copies, and the card, which says the licence. Repositories may hold weights
 # again, in folders and other layouts.
-_FETCHED = ["*.safetensors", *(f"*{suffix}" for suffix in sorted(SIDE_SUFFIXES)), "LICENSE*", "NOTICE*", CARD]
-_LEFT = ["*/*", "consolidated*"]
+_FETCHED = [
+    "*.safetensors", *(f"*{suffix}" for suffix in sorted(SIDE_SUFFIXES)), "*.spm", "*.codes", "*.bpe", "*.v[0-9]*",
+    "LICENSE*", "NOTICE*", "*.md",
+]  # fmt: skip
+# Folders, but for that of chat templates, which these patterns have no other way to spare.
+_LEFT = ["[!a]*/*", "a[!d]*/*", "ad[!d]*/*", "consolidated*"]
 # Files of one model's weights: a push of weights takes the place of those that are there.
 _WEIGHTS = ["model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors"]
 

@@ -9,6 +9,8 @@ from diffquant.formats.dequantized import dequantized
 from diffquant.formats.folder import FolderCheckpoint
 from diffquant.formats.hub import local_path
 from diffquant.formats.reader import Checkpoint
+from diffquant.support.listing import first_few
+from diffquant.support.plain_data import is_text
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -20,16 +22,24 @@ def open_checkpoint(path: Path) -> Checkpoint:
             tensor is named.
     """
     path = local_path(Path(path))
-    if path.suffix == ".gguf":
+    if not is_text(str(path.absolute())):
+        raise CheckpointError(f"the path {str(path)!r} is not UTF-8, and safetensors opens no such path; rename it")
+    if is_gguf(path):
         # Here, since a folder is opened without the time that importing gguf takes.
         from diffquant.formats.gguf import GgufCheckpoint
 
         return GgufCheckpoint(path)
     if not path.is_dir():
         raise CheckpointError(f"{path} is neither a checkpoint folder nor a .gguf file; {_meant(path)}")
-    if inside := _checkpoint_in(path):
-        raise CheckpointError(f"{path} has no config.json; give {inside}, which is in it")
+    if inside := _checkpoints_in(path):
+        which = f"{inside[0]}, which is in it" if len(inside) == 1 else f"one of {first_few(map(str, inside), ', ')}"
+        raise CheckpointError(f"{path} has no config.json; give {which}")
     return dequantized(FolderCheckpoint(path))
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a path is one of a .gguf file; a folder may have such a name, too."""
+    return path.suffix.lower() == ".gguf" and not path.is_dir()
 
 
 def _meant(path: Path) -> str:
@@ -43,18 +53,18 @@ def _meant(path: Path) -> str:
     return f"{_nearest(path)}a model of the hub is named ORG/NAME"
 
 
-def _checkpoint_in(folder: Path) -> Path | None:
-    """The one checkpoint in a folder that is none: a .gguf file, or a snapshot in a folder of the hub's cache."""
+def _checkpoints_in(folder: Path) -> list[Path]:
+    """The checkpoints in a folder that is not one: .gguf files, or snapshots in a folder of the hub's cache."""
     if (folder / "config.json").exists():
-        return None
-    found = [*folder.glob("*.gguf"), *(file.parent for file in folder.glob("snapshots/*/config.json"))]
-    return found[0] if len(found) == 1 else None
+        return []
+    snapshots = [file.parent for file in folder.glob("snapshots/*/config.json")]
+    return sorted([*filter(is_gguf, folder.iterdir()), *snapshots])
 
 
 def _nearest(path: Path) -> str:
     """Ask whether a neighbour with a similar name was meant; "" if there is none."""
     try:
-        names = [each.name for each in path.parent.iterdir() if each.is_dir() or each.suffix == ".gguf"]
+        names = [each.name for each in path.parent.iterdir() if each.is_dir() or is_gguf(each)]
     except OSError:
         return ""
     near = get_close_matches(path.name, names, n=1, cutoff=0.8)

@@ -127,3 +127,53 @@ class Checkpoint(ABC):
     def stored_nbytes(self) -> int:
         """Bytes that all tensors take on disk."""
         return self.nbytes
+
+
+class RenamedCheckpoint(Checkpoint):
+    """A checkpoint with one tensor under another name.
+
+    Args:
+        stored: the checkpoint as it is stored.
+        old, new: name of the tensor there, and the name that it has here.
+    """
+
+    def __init__(self, stored: Checkpoint, old: str, new: str) -> None:
+        self.path, self.config, self._stored, self._old, self._new = stored.path, stored.config, stored, old, new
+        self.tensors = {new if name == old else name: info for name, info in stored.tensors.items()}
+
+    def read(self, name: str) -> Tensor:
+        return self._stored.read(self._stored_name(name))
+
+    def read_rows(self, name: str, rows: slice | Tensor) -> Tensor:
+        return self._stored.read_rows(self._stored_name(name), rows)
+
+    def matrix_rows(self, name: str, first: int, last: int) -> Tensor:
+        return self._stored.matrix_rows(self._stored_name(name), first, last)
+
+    def weight_files(self) -> list[Path]:
+        return self._stored.weight_files()
+
+    def write_side_files(self, folder: Path) -> None:
+        self._stored.write_side_files(folder)
+
+    def written_dtype(self, name: str) -> torch.dtype:
+        return self._stored.written_dtype(self._stored_name(name))
+
+    @property
+    def written_config(self) -> dict[str, Any]:
+        return self._stored.written_config
+
+    @property
+    def rounded_as(self) -> str | None:
+        return self._stored.rounded_as
+
+    @property
+    def note(self) -> str:
+        return self._stored.note
+
+    @property
+    def stored_nbytes(self) -> int:
+        return self._stored.stored_nbytes
+
+    def _stored_name(self, name: str) -> str:
+        return self._old if name == self._new else name

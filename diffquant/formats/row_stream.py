@@ -89,15 +89,23 @@ def row_blocks(rows: int, width: int, together: int = 1) -> Iterator[tuple[int, 
     return ((first, min(first + height, rows)) for first in range(0, rows, height))
 
 
-def copy_job(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Job:
-    """The job that takes a tensor over in a dtype, refusing NaN and infinity."""
+def copy_job(checkpoint: Checkpoint, name: str, dtype: torch.dtype, may_mask: bool = False) -> Job:
+    """The job that takes a tensor over in a dtype, refusing NaN and infinity.
+
+    Args:
+        may_mask: whether the tensor may be a buffer, in which -inf is what it masks with.
+    """
     info = checkpoint.tensors[name]
 
     def make(first: int, last: int) -> Block:
         rows = checkpoint.read_rows(name, slice(first, last)) if info.shape else checkpoint.read(name).reshape(1)
-        if rows.is_floating_point():
-            check_rows(rows, name, first)
-        return Block({name: (first, in_dtype(rows, dtype, name))})
+        if not rows.is_floating_point():
+            return Block({name: (first, in_dtype(rows, dtype, name))})
+        masked = rows == -math.inf if may_mask and rows.itemsize > 1 else None
+        finite = rows if masked is None else rows.masked_fill(masked, 0)
+        check_rows(finite, name, first)
+        data = in_dtype(finite, dtype, name)
+        return Block({name: (first, data if masked is None else data.masked_fill(masked, -math.inf))})
 
     rows, *rest = info.shape or (1,)
     return Job(name, rows, max(1, math.prod(rest)), (OutputTensor(name, dtype, info.shape),), make)

@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 
 from diffquant.errors import DiffQuantError, OutputExistsError
 from diffquant.support.digests import content_digest
-from diffquant.support.files import write_atomically
+from diffquant.support.files import read_text, set_folder_aside, write_atomically
 from diffquant.support.placed_file import sync
 
 
@@ -85,13 +85,14 @@ class Staging:
 
     def _read_journal(self) -> dict[str, Any]:
         try:
-            journal = json.loads(self._journal.read_text(encoding="utf-8"))
+            journal = json.loads(read_text(self._journal))
             shards = journal["shards"] if journal["key"] == self._key else {}
             return {name: dict(record) for name, record in shards.items() if isinstance(record["digest"], str)}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return {}
 
     def _write_journal(self) -> None:
+        set_folder_aside(self._journal)
         write_atomically(self._journal, json.dumps({"key": self._key, "shards": self._records}))
 
     def _clear(self) -> None:

@@ -19,8 +19,6 @@ def call_refusal(call: AttentionCall) -> str | None:
         return "the kernel has no backward pass; call it under torch.no_grad()"
     if call.signal_gate is not None:
         return "the signal map has a gate of its own, which the kernel does not compute"
-    if call.soft_cap is not None:
-        return f"logits have a soft cap of {call.soft_cap:g}, which the kernel does not compute"
     if call.signals_per_noise > 1:
         return f"{call.signals_per_noise} pairs share a noise head; the kernel takes one a pair: `expanded` gives it"
     if call.mask.seen is not None:

@@ -122,7 +122,6 @@ class PairAttention(nn.Module):
             post=self.post(),
             ranges=self.logit_ranges,
             signal_gate=signal_gate,
-            soft_cap=self.spec.soft_cap,
         )
         if self.calls is not None:
             self.calls.append(call)

@@ -34,18 +34,22 @@ class Recording:
     work: Callable[[], Tensor]
 
 
-def record(work: Callable[[], Tensor]) -> Recording:
-    """A CUDA graph of some work, which does not run yet.
+def record(work: Callable[[], Tensor], device: torch.device) -> Recording:
+    """A CUDA graph of some work on one device, which does not run yet.
 
     Raises:
         RuntimeError: the work waits for the device, or does something else that no graph holds.
     """
     graph = torch.cuda.CUDAGraph()
-    random = torch.cuda.default_generators[torch.cuda.current_device()]
+    random = torch.cuda.default_generators[device.index]
     before = random.clone_state()
     try:
-        # Other threads may go on with the device.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        # torch captures a stream of the current device unless told otherwise: on another device the work would run at
+        # once, and the graph be empty. Other threads may go on with the device.
+        with (
+            torch.cuda.device(device),
+            torch.cuda.graph(graph, stream=torch.cuda.Stream(device), capture_error_mode="thread_local"),
+        ):
             result = work()
     except RuntimeError:
         # A recording that failed leaves the generator as if it still went on, and sampling would be refused.
@@ -96,7 +100,7 @@ class GraphedSteps:
         if self._has_failed or stamps is None or past >= cache.capacity:
             self._recorded = None
             return None
-        place = (stamps, x.shape, positions.shape)
+        place = (stamps, x.shape, x.dtype, x.device, positions.shape, attention_mask is None)
         if cache is not self._cache or place != self._place:
             self._cache, self._place, self._recorded = cache, place, None
             return None
@@ -119,7 +123,7 @@ class GraphedSteps:
             return None
         x, positions = x.clone(), positions.clone()
         try:
-            recording = record(lambda: step(x, positions, mask))
+            recording = record(lambda: step(x, positions, mask), x.device)
         except RuntimeError as error:
             self._fail(f"recording failed: {error}".splitlines()[0])
             return None

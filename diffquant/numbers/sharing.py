@@ -56,6 +56,11 @@ class Sharing:
     size: int | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not (self.size is None or type(self.size) is int):
+            raise UsageError(
+                f"a Sharing is a granularity's name and a whole number, got {self.name!r} and {self.size!r}; "
+                "Sharing.parse('g32') reads text"
+            )
         if self.name not in ("", *_TARGETS):
             choices = (*_TARGETS, *_ROWS, "g32", "c64", "b64")
             raise UsageError(f"unknown granularity {self.name!r}{did_you_mean(self.name, choices)}")

@@ -19,6 +19,7 @@ def quantized_card(
     carries_code: bool,
     replaced: Sequence[str],
     is_differential: bool,
+    left_out: Sequence[str] = (),
 ) -> str:
     """Model card of a quantized checkpoint: what was quantized, how, and how to load it.
 
@@ -27,6 +28,7 @@ def quantized_card(
         carries_code: whether the modelling file is part of the folder.
         replaced: names of the source's files of code that it stands in for.
         is_differential: whether the model is known to subtract attention maps.
+        left_out: entries of the source's files that named code, and that the folder's files do not have.
     """
     name, model_type = plan.checkpoint.name, str(plan.checkpoint.config.get("model_type"))
     recipe = plan.recipe
@@ -52,6 +54,7 @@ def quantized_card(
     if replaced:
         files = ", ".join(map(markdown_code, replaced))
         lines.append(f"The source's own code is not part of this folder, which modeling_diffquant.py runs: {files}.\n")
+    lines += _left_out(left_out)
     stacked = f"{_EXPERTS}\n" if plan.has_stacked_experts else ""
     lines.append((_NOT_RUN if plan.rules else _RUN) + stacked)
     return "\n".join(lines)
@@ -81,16 +84,28 @@ def _own_formats(plan: QuantizationPlan) -> list[str]:
     return sorted({scheme.format.name for scheme in plan.schemes.values() if not scheme.format.is_standard})
 
 
-def converted_card(checkpoint: Checkpoint, source_type: str, target_type: str, what: str) -> str:
-    """Model card of a converted checkpoint, which says what it comes from."""
+def converted_card(
+    checkpoint: Checkpoint, source_type: str, target_type: str, what: str, left_out: Sequence[str] = ()
+) -> str:
+    """Model card of a converted checkpoint, which says what it comes from.
+
+    Args:
+        left_out: the source's code, and entries that named it, which are not part of the folder.
+    """
     name = checkpoint.name
     return "\n".join(
         [
             front_matter("transformers", ["diffquant", FAMILY], checkpoint.front_matter),
             f"# {markdown_text(name)}, as {target_type}\n",
             f"Converted from {markdown_code(name)} ({markdown_text(source_type)}) by diffquant. {what}\n",
+            *_left_out(left_out),
         ]
     )
+
+
+def _left_out(entries: Sequence[str]) -> list[str]:
+    named = ", ".join(map(markdown_code, entries))
+    return [f"The source's own code is not part of this folder, and nothing names it: {named}.\n"] if entries else []
 
 
 _BY_CODE = (

@@ -15,9 +15,9 @@ from diffquant.recipe import Recipe
 from diffquant.recipe.targets import LAYER_TARGETS, target_of
 from diffquant.scheme import Scheme
 from diffquant.source.source import Source
-from diffquant.source.weight_layout import stored_transposed
+from diffquant.source.weight_layout import stored_transposed, undecided_experts
 from diffquant.source.weight_source import WeightSource
-from diffquant.support.listing import first_few
+from diffquant.support.listing import NAMED, first_few
 from diffquant.support.spelling import spelled
 
 EMBEDDING = "model.embed_tokens"
@@ -87,11 +87,19 @@ def _refuse_transposed(source: Source | WeightSource, chosen: Collection[str]) -
     """Refuse to pack weights whose last axis is not their inputs.
 
     Raises:
-        CheckpointError: some of the chosen are; the first are named.
+        CheckpointError: some of the chosen are, or may be; the first are named.
     """
     tensors = source.checkpoint.tensors
     if isinstance(source, WeightSource):
         found = stored_transposed(tensors)
+        unclear = [f"{name} {list(tensors[name].shape)}" for name in undecided_experts(tensors) if name in chosen]
+        if unclear:
+            raise CheckpointError(
+                f"the matrices of experts in {source.path} are square, and no tensor beside them shows whether they "
+                f"are stored [out, in] or [in, out], so they could be packed along the wrong axis: "
+                f"{first_few(unclear, ', ')}; leave them as they are with {spelled('keep', 'PATTERN')}, or write each "
+                "expert as a matrix [out, in] of its own"
+            )
     else:
         parameters = source.adapter.source_parameters
         found = [name for name, each in parameters.items() if each.contracted not in (-1, len(each.shape) - 1)]
@@ -121,13 +129,15 @@ def _refuse_experts(checkpoint: Checkpoint, chosen: Collection[str], rounding: s
 
 
 def _check_overrides(recipe: Recipe, targets: Targets) -> None:
-    problems = [
-        _no_match_problem(pattern, targets)
+    unmatched = [
+        pattern
         for pattern in recipe.weight_overrides
         if not any(fnmatchcase(module, pattern) for module in targets.weights)
     ]
-    if problems:
-        raise UsageError("; ".join(problems))
+    if unmatched:
+        # Finding the nearest name takes long, and only the first few are shown.
+        problems = [_no_match_problem(pattern, targets) for pattern in unmatched[:NAMED]]
+        raise UsageError(first_few([*problems, *unmatched[NAMED:]]))
 
 
 def _no_match_problem(pattern: str, targets: Targets) -> str:

@@ -19,7 +19,7 @@ from diffquant.recipe import Recipe
 from diffquant.report.sizes import compared_size, stored_bits
 from diffquant.report.tables import aligned, megabytes
 from diffquant.scheme import FULL, Scheme
-from diffquant.source.check import is_surplus
+from diffquant.source.check import surplus_tensors
 from diffquant.source.source import Source
 from diffquant.source.stored_recipe import stored_dtype, with_stored
 from diffquant.source.weight_rules import WeightRules
@@ -192,10 +192,11 @@ def plan_quantization(
     # A recipe of the cache alone copies the weights.
     unpacked = unpacked_dtypes(source, dtype) if packed or dtype else {}
     parted = _parted(source, packed)
+    surplus = surplus_tensors(source.checkpoint, source.adapter) if isinstance(source, Source) else ()
     tensors = tuple(
         _planned(name, info, packed.get(name, FULL), source.checkpoint.written_dtype(name), unpacked.get(name), parted)
         for name, info in source.checkpoint.tensors.items()
-        if isinstance(source, WeightSource) or not is_surplus(name, source.adapter.architecture.tie_word_embeddings)
+        if name not in surplus
     )
     _check_names(tensors)
     rules = source.rules if isinstance(source, WeightSource) else None

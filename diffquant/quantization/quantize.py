@@ -60,7 +60,7 @@ class Quantization(Readable):
         resumed: number of shards taken over from an interrupted run.
         errors: error of every packed weight, the worst first.
         rounding: name of the rule that made their codes.
-        notes: sentences for people, about what the source's own recipe added or lost.
+        notes: sentences for people, about what the source's own recipe added or lost, and code that was left out.
     """
 
     destination: Path
@@ -146,7 +146,7 @@ def quantize(
         opened.checkpoint.write_side_files(staging.folder)
         records = write_shards(_shards(plan, rounder), staging, plan.bytes_after, progress)
         errors = _errors(plan, records)
-        write_descriptions(plan, opened, rounded, records, errors, staging.folder)
+        left_out = write_descriptions(plan, opened, rounded, records, errors, staging.folder)
     by_error = sorted(plan.packed, key=lambda tensor: -errors[tensor.name])
     return Quantization(
         destination,
@@ -158,7 +158,7 @@ def quantize(
         staging.resumed,
         tuple(TensorError(tensor.name, tensor.scheme, errors[tensor.name]) for tensor in by_error),
         recipe.rounding.name,
-        plan.notes,
+        (*plan.notes, *left_out),
     )
 
 
@@ -220,10 +220,11 @@ def _shards(plan: QuantizationPlan, rounder: Rounder) -> list[Shard]:
     jobs: dict[str, list[Job]] = {file.name: [] for file in plan.checkpoint.weight_files()}
     for tensor in plan.tensors:
         packs = tensor.scheme.quantizes
+        may_mask = plan.rules is not None and plan.rules.may_be_mask(tensor.name, len(tensor.info.shape))
         job = (
             pack_job(plan.checkpoint, tensor, rounder, magnitudes)
             if packs
-            else copy_job(plan.checkpoint, tensor.name, tensor.outputs[0].dtype)
+            else copy_job(plan.checkpoint, tensor.name, tensor.outputs[0].dtype, may_mask)
         )
         jobs[tensor.info.shard].append(job)
     return [Shard(file, jobs[file.name]) for file in plan.checkpoint.weight_files()]

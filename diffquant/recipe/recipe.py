@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -19,6 +20,7 @@ from diffquant.recipe.targets import (
     target_of,
 )
 from diffquant.scheme import FULL, Scheme
+from diffquant.support.files import read_text
 from diffquant.support.suggestion import did_you_mean
 from diffquant.support.version import CONFIG_VERSION
 
@@ -58,6 +60,12 @@ class Recipe:
     rounding: RoundingSettings = NEAREST
 
     def __post_init__(self) -> None:
+        of_text = "Recipe.of(weights='4:g32', overrides={'*.mlp.*': 8}, rounding='mse') reads text"
+        if not isinstance(self.overrides, Mapping) or not isinstance(self.rounding, RoundingSettings):
+            raise UsageError(f"a Recipe's overrides are a mapping and its rounding RoundingSettings; {of_text}")
+        schemes = {target: getattr(self, target) for target in TARGETS} | dict(self.overrides)
+        if odd := [name for name, scheme in schemes.items() if not isinstance(scheme, Scheme)]:
+            raise UsageError(f"a Recipe is made of Schemes, and {odd[0]} is {schemes[odd[0]]!r}; {of_text}")
         for target in TARGETS:
             check_allowed(target, getattr(self, target))
         for pattern, scheme in self.overrides.items():
@@ -153,7 +161,7 @@ class Recipe:
         from diffquant.support.yaml_text import parse_yaml
 
         try:
-            entries = parse_yaml(path.read_text(encoding="utf-8"))
+            entries = parse_yaml(read_text(path))
         except FileNotFoundError:
             raise UsageError(f"there is no recipe {path}") from None
         except UnicodeDecodeError as error:
@@ -212,7 +220,7 @@ class Recipe:
                 return scheme
         return self.weights if by_default else FULL
 
-    @property
+    @cached_property
     def weight_overrides(self) -> dict[str, Scheme]:
         return {pattern: scheme for pattern, scheme in self.overrides.items() if target_of(pattern) == "weights"}
 

@@ -41,6 +41,11 @@ class RoundingSettings:
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not isinstance(self.text, Path | None):
+            raise UsageError(
+                f"rounding: a name and the Path of a text are needed, got {self.name!r} and {self.text!r}; "
+                "RoundingSettings.parse reads plain data"
+            )
         for what, number in (("tokens", self.tokens), ("window", self.window)):
             if number is not None and (type(number) is not int or number < 2):
                 raise UsageError(f"rounding: {what} must be a number of 2 or more, got {number!r}")

@@ -38,6 +38,8 @@ def layer_name(target: str, layer: int) -> str:
 
 def parse_overrides(overrides: Mapping[str, str]) -> dict[str, Scheme]:
     """Schemes by pattern, each read as its target has it."""
+    if not isinstance(overrides, Mapping):
+        raise UsageError(f"overrides must map name patterns to schemes, got {overrides!r}")
     unnamed = [pattern for pattern in overrides if not isinstance(pattern, str)]
     if unnamed:
         raise UsageError(f"overrides must map name patterns to schemes; {unnamed[0]!r} is not a pattern")

@@ -1,6 +1,7 @@
 """Makes a folder that any engine can open: config.json has what it needs, and the modelling file goes along."""
 
 import hashlib
+import json
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -14,7 +15,7 @@ from diffquant.support.spelling import spelled
 
 MODELLING_FILE = "modeling_diffquant.py"
 _MODULE = MODELLING_FILE.removesuffix(".py")
-_AUTO_MAP = {
+AUTO_MAP = {
     "AutoConfig": f"{_MODULE}.DiffConfig",
     "AutoModel": f"{_MODULE}.DiffModel",
     "AutoModelForCausalLM": f"{_MODULE}.DiffForCausalLM",
@@ -27,7 +28,7 @@ _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 def modelling_file(model_type: str) -> str:
     """Text of the modelling file for folders of a model_type, which transformers wants to find in the class."""
-    return _source().replace(_MODEL_TYPE, f'MODEL_TYPE = "{model_type}"')
+    return _source().replace(_MODEL_TYPE, f"MODEL_TYPE = {json.dumps(model_type)}")
 
 
 def carries_modelling_file(config: Mapping[str, Any], adapter: Adapter) -> bool:
@@ -85,7 +86,7 @@ def config_for_engines(config: Mapping[str, Any], adapter: Adapter) -> dict[str,
         return written
     return written | {
         "architectures": ["DiffForCausalLM"],
-        "auto_map": _AUTO_MAP,
+        "auto_map": AUTO_MAP,
         "diff_model": _resolved(architecture, adapter, config),
     }
 
@@ -107,18 +108,18 @@ def write_modelling_file(folder: Path, config: Mapping[str, Any], adapter: Adapt
         if place.exists():
             raise CheckpointError(f"the source holds {MODELLING_FILE}, which is diffquant's name: rename that file")
         return {}
-    for file in folder.glob("*.py"):
-        file.unlink()
+    remove_code_files(folder)
     text = modelling_file(config["model_type"])
     write_atomically(place, text)
     return {MODELLING_FILE: hashlib.sha256(text.encode()).hexdigest()}
 
 
-def without_code(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """A config.json that names no code, for a folder that another runtime runs; the code in it is taken out."""
-    for file in folder.glob("*.py"):
+def remove_code_files(folder: Path) -> list[str]:
+    """Take Python files out of a folder that is being written; the names of those that are not the modelling file."""
+    files = sorted(folder.glob("*.py"))
+    for file in files:
         file.unlink()
-    return {key: value for key, value in config.items() if key not in ("auto_map", "diff_model")}
+    return [file.name for file in files if file.name != MODELLING_FILE]
 
 
 def beyond_weights(diffquant_config: Mapping[str, Any] | None) -> str:

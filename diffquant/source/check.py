@@ -1,19 +1,24 @@
 """Checks a checkpoint's tensors against those that its adapter expects."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
 from diffquant.errors import CheckpointError
 from diffquant.formats.compressed_config import read_schemes
 from diffquant.formats.compressed_tensors import SCALE, SHAPE, packed_modules, packed_shapes, packed_types
-from diffquant.formats.reader import Checkpoint, TensorInfo
+from diffquant.formats.reader import Checkpoint, RenamedCheckpoint, TensorInfo
 from diffquant.model.adapters import Adapter
 from diffquant.model.blocks import Parameters, Shape
 from diffquant.scheme import FULL, Scheme
 from diffquant.support.listing import first_few
 
 _HEAD = "lm_head.weight"
+# Ends of the names of what is computed from config.json.
+_BUFFERS = (
+    *(f"rotary_emb.{buffer}" for buffer in ("inv_freq", "original_inv_freq", "cos_cached", "sin_cached")),
+    ".masked_bias",
+)
 # Rows of a head that are compared at once.
 _ROWS = 1024
 
@@ -35,8 +40,8 @@ def check_tensors(checkpoint: Checkpoint, adapter: Adapter) -> dict[str, Scheme]
         )
     schemes = read_schemes(checkpoint.config, packed_modules(checkpoint.tensors))
     parameters = adapter.source_parameters
-    tied = adapter.architecture.tie_word_embeddings
-    problems = _differences(stored_shapes(parameters, schemes), checkpoint, schemes, tied)
+    surplus = surplus_tensors(checkpoint, adapter)
+    problems = _differences(stored_shapes(parameters, schemes), checkpoint, schemes, surplus)
     if not problems:
         problems = _other_shapes(checkpoint, parameters, schemes) + _other_head(checkpoint, adapter)
     if problems:
@@ -59,17 +64,55 @@ def stored_shapes(parameters: Parameters, schemes: dict[str, Scheme]) -> dict[st
     return shapes
 
 
-def is_surplus(name: str, tied: bool) -> bool:
-    """Whether to tolerate a tensor that the model does not need: older writers stored buffers and tied heads."""
-    return name.endswith("rotary_emb.inv_freq") or (tied and name == _HEAD)
+def surplus_tensors(checkpoint: Checkpoint, adapter: Adapter) -> frozenset[str]:
+    """Names of the tensors that the model does not need and whose absence changes nothing.
+
+    Older writers stored buffers, tied heads, and for each packed matrix of a model without biases one of zeros.
+    """
+    needed = adapter.source_parameters
+    is_tied = adapter.architecture.tie_word_embeddings
+    return frozenset(
+        name
+        for name, info in checkpoint.tensors.items()
+        if name not in needed
+        and (
+            name.endswith(_BUFFERS)
+            or (is_tied and name == _HEAD)
+            or (name.endswith(".bias") and _adds_nothing(checkpoint, name, info, needed))
+        )
+    )
+
+
+def _adds_nothing(checkpoint: Checkpoint, name: str, info: TensorInfo, needed: Parameters) -> bool:
+    """Whether a bias is a causal mask, as GPT-2 calls it, or holds a zero for each row of a matrix of the model."""
+    if len(info.shape) == 4:
+        return not info.dtype.is_floating_point
+    weight = needed.get(f"{name.removesuffix('.bias')}.weight")
+    if weight is None or len(weight.shape) != 2 or info.shape != weight.shape[:1]:
+        return False
+    return info.dtype.is_floating_point and not checkpoint.read(name).float().any()
+
+
+def with_embedding(checkpoint: Checkpoint, adapter: Adapter) -> Checkpoint:
+    """The checkpoint, with an embedding that is tied to the head and stored under the head's name alone renamed.
+
+    safetensors' `save_model` keeps the first name of what is shared, and transformers reads either.
+    """
+    embedding = adapter.source_name("model.embed_tokens.weight")
+    is_alone = _HEAD in checkpoint.tensors and embedding not in checkpoint.tensors
+    return (
+        RenamedCheckpoint(checkpoint, _HEAD, embedding)
+        if is_alone and adapter.architecture.tie_word_embeddings
+        else checkpoint
+    )
 
 
 def _differences(
-    expected: dict[str, Shape], checkpoint: Checkpoint, schemes: dict[str, Scheme], tied: bool
+    expected: dict[str, Shape], checkpoint: Checkpoint, schemes: dict[str, Scheme], surplus: Collection[str]
 ) -> list[str]:
     stored = checkpoint.tensors
     missing = [f"{name} {list(shape)}" for name, shape in expected.items() if name not in stored]
-    unexpected = [name for name in stored if name not in expected and not is_surplus(name, tied)]
+    unexpected = [name for name in stored if name not in expected and name not in surplus]
     reshaped = [
         f"{name} is {list(stored[name].shape)}, not {list(shape)}"
         for name, shape in expected.items()

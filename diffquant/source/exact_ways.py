@@ -1,6 +1,6 @@
 """The exact ways from one member of the family to another, which computes the same function.
 
-Three are known: unilm's DIFF V1 as Hugging Face `diffllama`, a plain Llama as DIFF V2, and DEX as a plain Llama.
+Two are known: unilm's DIFF V1 as Hugging Face `diffllama`, and a plain Llama as DIFF V2.
 """
 
 import math
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from diffquant.errors import CheckpointError, UsageError
 from diffquant.model.adapters import Adapter
-from diffquant.source.dex import DEX, DexCheckpoint
 from diffquant.source.source import Source
 
 # A source tensor's rows [rows, ...] -> the target's.
@@ -60,17 +59,12 @@ def way_to(target: str, source: Source) -> Way:
     """
     if target not in WAYS:
         raise UsageError(f"cannot convert to {target!r}; choose from {', '.join(WAYS)}")
-    model_type = type_of(source)
+    model_type = source.model_type
     if model_type != WAYS[target].source_type:
         ways = ", ".join(f"{way.source_type} to {end}" for end, way in WAYS.items())
         kind = ", a plain Transformer," if source.spec.maps == 1 else ""
         raise UsageError(f"cannot convert {model_type}{kind} to {target} exactly; choose from {ways}")
     return WAYS[target]
-
-
-def type_of(source: Source) -> str:
-    """The model_type of config.json, which for DEX is not that of the Llama it is opened as."""
-    return DEX if isinstance(source.checkpoint, DexCheckpoint) else source.model_type
 
 
 # Where a config.json leaves these out, source and target have different defaults.
@@ -125,10 +119,6 @@ def _carried(source: Source, dropped: tuple[str, ...]) -> dict[str, Any]:
     return carried | {key: getattr(source.architecture, key) for key in _RESOLVED}
 
 
-def _llama_config(source: Source) -> dict[str, Any]:
-    return source.checkpoint.written_config
-
-
 def _diffllama_origin(source: Source, target: Adapter, name: str) -> Origin:
     """Origin under a change of layout: heads from adjacent to halves, rotated rows from interleaved to half.
 
@@ -159,10 +149,6 @@ def _scaled(factor: Tensor) -> Change:
     return lambda rows: rows.double() * factor.double()
 
 
-def _same_origin(_source: Source, _target: Adapter, name: str) -> Origin:
-    return Origin(name)
-
-
 WAYS = {
     "diffllama": Way(
         "diff_v1",
@@ -177,5 +163,4 @@ WAYS = {
         "every query head appears twice, so that a pair's two maps start equal, λ is ½ everywhere and o_proj is "
         "doubled. It is a starting point for training, not a trained DIFF model.",
     ),
-    "llama": Way(DEX, _llama_config, _same_origin, "what DEX subtracts from each selected head is folded into o_proj."),
 }

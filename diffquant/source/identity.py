@@ -16,7 +16,11 @@ FilesState = dict[str, tuple[int, ...]]
 
 def checkpoint_fingerprint(checkpoint: Checkpoint) -> str:
     """SHA-256 over the contents of a checkpoint's weights, config and tokenizer, independent of paths."""
-    digests = {file.name: _digest_once(file.resolve(), _file_state(file)) for file in _files(checkpoint)}
+    root = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    digests = {
+        file.relative_to(root).as_posix(): _digest_once(file.resolve(), _file_state(file))
+        for file in _files(checkpoint)
+    }
     return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
 
 

@@ -21,7 +21,7 @@ from diffquant.errors import CheckpointError, OutputExistsError, UsageError
 from diffquant.recipe import Recipe
 from diffquant.recipe.targets import LAYER_TARGETS
 from diffquant.source.source import Source
-from diffquant.support.files import write_atomically
+from diffquant.support.files import check_plain, write_atomically
 from diffquant.support.listing import first_few
 from diffquant.support.outputs import check_written_file
 from diffquant.support.plain_data import parse_json, plain_digest
@@ -117,6 +117,7 @@ def check_ranges_output(path: Path, overwrite: bool) -> None:
 
 def _is_of_ranges(path: Path) -> bool:
     try:
+        check_plain(path)
         with safe_open(path, framework="pt") as file:
             return "diffquant" in (file.metadata() or {})
     except (OSError, SafetensorError):
@@ -153,6 +154,7 @@ def read_any_ranges(path: Path) -> Ranges:
         CheckpointError: the file cannot be read, or is not what diffquant calibrate wrote.
     """
     try:
+        check_plain(path)
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

@@ -19,8 +19,7 @@ from diffquant.model.architecture import Architecture
 from diffquant.model.transformer import TransformerArchitecture
 from diffquant.recipe import Recipe
 from diffquant.scheme import Scheme
-from diffquant.source.check import check_tensors
-from diffquant.source.dex import as_llama
+from diffquant.source.check import check_tensors, with_embedding
 from diffquant.source.identity import FilesState, checkpoint_fingerprint, checkpoint_state
 from diffquant.source.stored_recipe import stored_dtype, stored_recipe
 from diffquant.source.tokenizer import tokenizer_of
@@ -196,14 +195,14 @@ def open_source(path: Path | str | Source | WeightSource) -> Source:
         return path
     if not isinstance(path, str | PathLike | WeightSource):
         raise UsageError(f"a model is a folder, a .gguf file or ORG/NAME, not of type {type(path).__name__}")
-    stored = path.checkpoint if isinstance(path, WeightSource) else open_checkpoint(Path(path))
-    checkpoint = as_llama(stored)
+    checkpoint = path.checkpoint if isinstance(path, WeightSource) else open_checkpoint(Path(path))
     try:
         adapter = adapter_for(checkpoint.config).fitted_to(checkpoint.tensors)
     except UnknownModelTypeError:
         raise
     except CheckpointError as error:
         raise CheckpointError(f"{checkpoint.path}: {error}") from error
+    checkpoint = with_embedding(checkpoint, adapter)
     state = checkpoint_state(checkpoint)
     return Source(checkpoint, adapter, check_tensors(checkpoint, adapter), state)
 

@@ -3,14 +3,16 @@
 No file says which. We infer it from biases, whose length is `out`, and from the shapes of related projections.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 
 from diffquant.formats.dequantized.base import CONV1D
 from diffquant.formats.reader import TensorInfo
 
 # These have more outputs than inputs in every model.
 _WIDENING = ("c_attn", "c_fc")
-_GATE_UP, _DOWN = "gate_up_proj", "down_proj"
+# Names of the projection that leads out of an expert; the others lead into it.
+_OUT_OF_AN_EXPERT = re.compile(r"down|w2$|fc2$|out|wo$")
 
 Tensors = Mapping[str, TensorInfo]
 
@@ -18,32 +20,91 @@ Tensors = Mapping[str, TensorInfo]
 def stored_transposed(tensors: Tensors) -> list[str]:
     """Names of the weights, of two or three axes, that are stored as [..., in, out]."""
     weights = [name for name, info in tensors.items() if len(info.shape) in (2, 3) and not name.endswith("bias")]
-    found = [name for name in weights if _is_transposed(name, tensors)]
+    modules = _experts_by_module(tensors)
+    found = [name for name in weights if _is_transposed(name, tensors, modules)]
     if any(_module(name) in CONV1D for name in found):
         # A square matrix does not show its layout, so decide for all of its kind together.
         found += [name for name in weights if _module(name) in CONV1D and len(set(tensors[name].shape)) == 1]
-    return [name for name in weights if name in set(found)]
+    chosen = set(found)
+    return [name for name in weights if name in chosen]
 
 
-def _is_transposed(name: str, tensors: Tensors) -> bool:
-    *_, rows, columns = tensors[name].shape
+def undecided_experts(tensors: Tensors) -> list[str]:
+    """Names of experts in one tensor whose matrices are square and whose neighbours do not show their layout."""
+    modules = _experts_by_module(tensors)
+    squares = [name for names in modules.values() for name in names if len(set(tensors[name].shape[1:])) == 1]
+    return [name for name in squares if _is_transposed_expert(name, tensors, modules) is None]
+
+
+def _is_transposed(name: str, tensors: Tensors, modules: Mapping[str, Sequence[str]]) -> bool:
+    shape = tensors[name].shape
+    if len(shape) == 3:
+        return bool(_is_transposed_expert(name, tensors, modules))
+    rows, columns = shape
     if rows == columns:
         return False
-    bias = tensors.get(f"{name.removesuffix('.weight')}.bias") or tensors.get(f"{name}_bias")
-    if bias is not None and bias.shape:
-        return bias.shape[-1] == columns
-    if _module(name) in _WIDENING:
-        return rows < columns
-    return _is_transposed_expert(name, tensors)
+    bias = _bias(name, tensors)
+    if bias is not None:
+        return bias == columns
+    return _module(name) in _WIDENING and rows < columns
 
 
-def _is_transposed_expert(name: str, tensors: Tensors) -> bool:
-    """Whether the shapes of an expert's two matrices fit only if both are [in, out]."""
-    gate_up = tensors.get(name.replace(_DOWN, _GATE_UP))
-    down = tensors.get(name.replace(_GATE_UP, _DOWN))
-    if gate_up is None or down is None or gate_up is down or len(gate_up.shape) != 3 or len(down.shape) != 3:
+def _is_transposed_expert(name: str, tensors: Tensors, modules: Mapping[str, Sequence[str]]) -> bool | None:
+    """Whether experts in one tensor are [experts, in, out]; None if nothing shows it.
+
+    A gate and what it multiplies have twice the rows of what the other matrix of an expert has columns, so the two
+    shapes fit only one way. Where they are the same size, a router's columns are the inputs of an expert.
+    """
+    experts, rows, columns = tensors[name].shape
+    bias = _bias(name, tensors)
+    if bias is not None and rows != columns:
+        return bias == columns
+    for other in modules[_parent(name)]:
+        if tensors[other].shape[0] == experts and (fit := _fit((rows, columns), tensors[other].shape[1:])) is not None:
+            return fit
+    width = _router_width(name, experts, tensors)
+    if rows == columns or width not in (rows, columns):
+        return None
+    return (rows == width) != bool(_OUT_OF_AN_EXPERT.search(_module(name)))
+
+
+def _fit(matrix: tuple[int, ...], other: tuple[int, ...]) -> bool | None:
+    """Whether two matrices of a gated expert fit only if both are [in, out]; None if they do not fit either way."""
+    (rows, columns), (height, width) = matrix, other
+    if (rows, columns) == (2 * width, height) or (width, height) == (rows, 2 * columns):
         return False
-    return gate_up.shape[2] == 2 * down.shape[1] and gate_up.shape[1] == down.shape[2]
+    if (rows, columns) == (width, 2 * height) or (width, height) == (2 * rows, columns):
+        return True
+    return None
+
+
+def _router_width(name: str, experts: int, tensors: Tensors) -> int | None:
+    """Columns of the router [experts, in] beside the module of some experts; None if there is no such matrix."""
+    beside = _parent(_parent(name))
+    for router in ("gate", "router"):
+        info = tensors.get(f"{beside}.{router}.weight")
+        if info is not None and len(info.shape) == 2 and info.shape[0] == experts:
+            return info.shape[1]
+    return None
+
+
+def _experts_by_module(tensors: Tensors) -> dict[str, list[str]]:
+    """Names of the tensors of three axes, by the module that they are in."""
+    modules: dict[str, list[str]] = {}
+    for name, info in tensors.items():
+        if len(info.shape) == 3 and not name.endswith("bias"):
+            modules.setdefault(_parent(name), []).append(name)
+    return modules
+
+
+def _bias(name: str, tensors: Tensors) -> int | None:
+    """Length of a weight's bias; None if it has none."""
+    bias = tensors.get(f"{name.removesuffix('.weight')}.bias") or tensors.get(f"{name}_bias")
+    return bias.shape[-1] if bias is not None and bias.shape else None
+
+
+def _parent(name: str) -> str:
+    return name.removesuffix(".weight").rpartition(".")[0]
 
 
 def _module(name: str) -> str:

@@ -1,5 +1,6 @@
 """Rules that choose by name which weights to pack in a model of unknown architecture."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from fnmatch import fnmatchcase
@@ -8,6 +9,7 @@ from typing import Any
 
 from diffquant.data import weight_rules_text
 from diffquant.errors import UsageError
+from diffquant.support.files import read_text
 from diffquant.support.suggestion import did_you_mean
 
 
@@ -35,7 +37,7 @@ class WeightRules:
         rules = cls(**_sections(weight_rules_text(), "the rules that ship"))
         if file is not None:
             try:
-                text = file.read_text(encoding="utf-8")
+                text = read_text(file)
             except (OSError, ValueError) as error:
                 raise UsageError(f"cannot read weight rules {file}: {error}") from error
             rules = replace(rules, **_sections(text, f"weight rules {file}"))
@@ -45,8 +47,36 @@ class WeightRules:
         """Whether a tensor with `axes` axes is a weight that may be packed, unless a rule keeps it."""
         return matches(name, {2: self.linears, 3: self.experts}.get(axes, ()))
 
+    def may_be_mask(self, name: str, axes: int) -> bool:
+        """Whether a tensor may be a buffer that masks with -inf: it is no weight, bias or λ by its name."""
+        return not self.mean(name, axes) and not matches(name, ("*.weight", "*.bias", "*lambda*"))
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def modules_to_ignore(rules: WeightRules) -> tuple[str, ...]:
+    """Regular expressions of modules that readers have to leave alone, whatever the checkpoint calls them.
+
+    A tied head has no tensor, yet a reader meets its module. What the caller keeps may have a longer name in the model
+    than in the checkpoint, as all of a model for images and text has in transformers.
+    """
+    # Imported here, since checkpoints of known architectures do not need yaml.
+    from diffquant.support.yaml_text import parse_yaml
+
+    shipped = parse_yaml(weight_rules_text())["keep"]
+    known = {pattern for part in shipped.values() for pattern in part}
+    own = [f"(.*\\.)?{_expression(pattern)}" for pattern in rules.keep if pattern not in known]
+    return (*map(_expression, shipped["heads"]), *own)
+
+
+def _expression(pattern: str) -> str:
+    """The regular expression of the modules whose tensors a pattern matches."""
+    parts = re.split(r"(\[!?[^]]+\]|[*?])", pattern.removesuffix(".weight"))
+    wild = {"*": ".*", "?": "."}
+    return "".join(
+        wild.get(p) or (p.replace("[!", "[^") if p[:1] == "[" and p[-1:] == "]" else re.escape(p)) for p in parts
+    )
 
 
 def matches(name: str, patterns: tuple[str, ...]) -> bool:

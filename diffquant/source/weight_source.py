@@ -13,6 +13,7 @@ from diffquant.formats.opening import open_checkpoint
 from diffquant.formats.reader import Checkpoint, TensorInfo
 from diffquant.scheme import Scheme
 from diffquant.source.weight_rules import WeightRules, matches
+from diffquant.support.listing import NAMED, first_few
 
 # In narrower matrices, such as the coefficients of each expert's activation, scales cost what codes save.
 _NARROWEST = 32
@@ -89,8 +90,10 @@ def _check_keep(rules: WeightRules, checkpoint: Checkpoint) -> None:
         if pattern not in shipped and not any(matches(name, (pattern,)) for name in checkpoint.tensors)
     ]
     if unmatched:
-        problems = [f"{pattern!r} (the nearest is {_nearest(pattern, checkpoint)!r})" for pattern in unmatched]
-        raise UsageError(f"patterns to keep match no tensor of {checkpoint.path}: {', '.join(problems)}")
+        # Finding the nearest name takes long, and only the first few are shown.
+        problems = [f"{each!r} (the nearest is {_nearest(each, checkpoint)!r})" for each in unmatched[:NAMED]]
+        listed = first_few([*problems, *unmatched[NAMED:]], ", ")
+        raise UsageError(f"patterns to keep match no tensor of {checkpoint.path}: {listed}")
 
 
 def _nearest(pattern: str, checkpoint: Checkpoint) -> str:

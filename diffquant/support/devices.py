@@ -40,7 +40,9 @@ def as_dtype(dtype: torch.dtype | str | None, device: str = "cpu") -> torch.dtyp
 def is_bfloat16_native(device: str = "cpu") -> bool:
     """Whether a device has bfloat16 matrix instructions."""
     if torch.device(device).type == "cuda":
-        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+        # torch answers for the current device.
+        with torch.cuda.device(torch.device(device)):
+            return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     if torch.device(device).type != "cpu":
         return False
     flags = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}

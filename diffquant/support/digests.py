@@ -8,6 +8,8 @@ from typing import Self
 
 import xxhash
 
+from diffquant.support.files import check_plain
+
 # SHA-256 took half of `quantize`'s time on a CPU without instructions for it. We still read folders written with it.
 _ALGORITHMS: Mapping[str, str | Callable[[], xxhash.xxh3_128]] = {"xxh3_128": xxhash.xxh3_128, "sha256": "sha256"}
 _DEFAULT = "xxh3_128"
@@ -15,6 +17,7 @@ _DEFAULT = "xxh3_128"
 
 def content_digest(file: Path, algorithm: str = _DEFAULT) -> str:
     """The digest of a file's content, as hex."""
+    check_plain(file)
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, _ALGORITHMS[algorithm]).hexdigest()
 

@@ -1,16 +1,19 @@
 """Writes files atomically, and computes their digests."""
 
+import errno
 import hashlib
 import json
 import os
 import re
 import secrets
+import stat
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from diffquant.errors import UsageError
+from diffquant.support.listing import repeated
 
 try:
     import fcntl
@@ -18,6 +21,60 @@ except ImportError:  # Windows, which removes no file that is open, and has no l
     fcntl = None  # type: ignore[assignment]
 
 _TEMPORARY = ".diffquant.tmp"
+# What a shell gives a command for `<(...)` is open already, so that reading it ends.
+_DESCRIPTORS = (Path("/dev/fd"), Path("/proc/self/fd"))
+_KINDS = {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+
+
+def check_plain(file: Path) -> None:
+    """Check that a path leads to a plain file: a pipe without a writer never opens, and a device may never end.
+
+    Raises:
+        OSError: it leads to something else, or nowhere.
+    """
+    kind = stat.S_IFMT(file.stat().st_mode)
+    if kind == stat.S_IFDIR:
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(file))
+    if kind != stat.S_IFREG and file != Path("/dev/stdin") and file.parent not in _DESCRIPTORS:
+        raise OSError(errno.EINVAL, f"it is {_KINDS.get(kind, 'something else')} and not a plain file", str(file))
+
+
+def check_plain_inside(folder: Path) -> None:
+    """Check that a folder holds no pipe, socket or device, which whoever opens the folder's files would wait for.
+
+    Raises:
+        OSError: it does; the first one is named.
+    """
+    for file in sorted(folder.iterdir()):
+        with suppress(FileNotFoundError, IsADirectoryError):
+            check_plain(file)
+
+
+def read_bytes(file: Path) -> bytes:
+    """The content of a plain file.
+
+    Raises:
+        OSError: it cannot be read, or is a pipe, socket or device.
+    """
+    check_plain(file)
+    return file.read_bytes()
+
+
+def read_text(file: Path, encoding: str = "utf-8") -> str:
+    """The text of a plain file.
+
+    Raises:
+        OSError: it cannot be read, or is a pipe, socket or device.
+        UnicodeDecodeError: it is not in this encoding.
+    """
+    check_plain(file)
+    return file.read_text(encoding=encoding)
+
+
+def set_folder_aside(path: Path) -> None:
+    """Rename a folder that lies where a file belongs."""
+    if path.is_dir() and not path.is_symlink():
+        path.rename(path.with_name(f"{path.name}.folder-{secrets.token_hex(4)}"))
 
 
 def check_writable(folder: Path) -> None:
@@ -45,13 +102,13 @@ def check_distinct(paths: Sequence[Path]) -> None:
         UsageError: some are; they are listed.
     """
     names = [path.resolve() for path in paths]
-    twice = sorted({str(name) for name in names if names.count(name) > 1})
-    if twice:
+    if twice := sorted(map(str, repeated(names))):
         raise UsageError(f"named twice: {', '.join(twice)}")
 
 
 def file_digest(file: Path) -> str:
     """SHA-256 of a file."""
+    check_plain(file)
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

@@ -1,4 +1,4 @@
-"""Turns Ctrl-C and SIGTERM, which schedulers send, into KeyboardInterrupt, and remembers that one came."""
+"""Turns Ctrl-C, SIGTERM (schedulers) and SIGHUP (a closed terminal) into KeyboardInterrupt, and remembers it."""
 
 import signal
 from types import FrameType
@@ -8,8 +8,10 @@ _came: list[int] = []
 
 
 def watch() -> None:
-    """Make both signals raise KeyboardInterrupt, unless they are ignored or already handled."""
-    for number, usual in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+    """Make these signals raise KeyboardInterrupt, unless they are ignored, as under nohup, or already handled."""
+    # Windows has no SIGHUP.
+    stopping = (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))
+    for number, usual in (*((each, signal.SIG_DFL) for each in stopping), (signal.SIGINT, signal.default_int_handler)):
         if signal.getsignal(number) is usual:
             signal.signal(number, _interrupt)
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from diffquant.support.files import write_atomically
+from diffquant.support.files import set_folder_aside, write_atomically
 from diffquant.support.plain_data import JsonObject, parse_json, plain_digest
 
 
@@ -34,6 +34,7 @@ class Journal:
         """Append a result."""
         self._results[name] = result
         if not self.path.is_file():
+            set_folder_aside(self.path)
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(self.path, self._header())
         with self.path.open("a", encoding="utf-8") as file:

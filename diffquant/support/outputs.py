@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diffquant.errors import OutputExistsError
-from diffquant.support.files import check_writable
+from diffquant.support.files import check_writable, read_bytes
 from diffquant.support.listing import first_few
 from diffquant.support.plain_data import parse_json
 
@@ -69,7 +69,7 @@ class RunFiles:
 def has_fields(file: Path, fields: Collection[str]) -> bool:
     """Whether a file is a JSON object with these fields."""
     try:
-        data = parse_json(file.read_bytes())
+        data = parse_json(read_bytes(file))
     except (OSError, ValueError):
         return False
     return isinstance(data, dict) and data.keys() >= set(fields)

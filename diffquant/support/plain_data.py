@@ -6,6 +6,8 @@ import math
 import re
 from typing import Any
 
+from diffquant.support.listing import first_few, repeated
+
 # An object that JSON can write, whose reader knows its fields.
 JsonObject = dict[str, Any]
 
@@ -43,7 +45,6 @@ def plain_digest(content: Any) -> str:
 def _unique(pairs: list[tuple[str, Any]]) -> JsonObject:
     entries = dict(pairs)
     if len(entries) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        raise ValueError(f"it gives {', '.join(map(repr, twice))} twice")
+        twice = repeated(name for name, _ in pairs)
+        raise ValueError(f"it gives {first_few(map(repr, sorted(twice)), ', ')} twice")
     return entries

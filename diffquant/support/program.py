@@ -5,7 +5,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import TextIOWrapper
 from typing import NoReturn
 
@@ -18,6 +18,17 @@ from diffquant.support.fitting import fitted
 from diffquant.support.progress import clear_lines
 from diffquant.support.spelling import command_line
 
+# What torch's allocators for processors and GPUs, C++, ONNX Runtime and protobuf say.
+_OUT_OF_MEMORY = (
+    "can't allocate memory",
+    "not enough memory",
+    "out of memory",
+    "std::bad_alloc",
+    "Failed to allocate memory",
+    "Arena alloc failed",
+    "Failed to serialize proto",
+)
+
 
 def run_program(command: Callable[..., None]) -> None:
     """Run a stand-alone command, such as `python -m diffquant.bench.programs.quantize`."""
@@ -29,7 +40,7 @@ def run_program(command: Callable[..., None]) -> None:
 
 @contextmanager
 def exit_codes() -> Iterator[None]:
-    """Exit with a line about what is raised inside; SIGTERM, which schedulers send, interrupts as Ctrl-C does."""
+    """Exit with a line about what is raised inside; SIGTERM and SIGHUP interrupt as Ctrl-C does."""
     interruption.watch()
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
@@ -44,6 +55,9 @@ def exit_codes() -> Iterator[None]:
         except DiffQuantError as error:
             _fail(f"error: {error}", error.exit_code)
         except OSError as error:
+            # Writing to a terminal that was closed fails, too.
+            if interruption.came():
+                _fail("\ninterrupted", 130)
             _fail(f"error: {error}", 1)
         except SystemExit as stop:
             interrupt = _interrupt_behind(stop)
@@ -52,12 +66,21 @@ def exit_codes() -> Iterator[None]:
             _fail(f"\n{interrupt}" if str(interrupt) else "\ninterrupted", 130)
         except KeyboardInterrupt:
             _fail("\ninterrupted", 130)
-        except MemoryError:
-            _fail("error: out of memory; nothing was put in place. Close other programs or take a smaller batch", 1)
         except Exception as error:
             if interruption.came():
                 _fail("\ninterrupted", 130)
+            if _is_out_of_memory(error):
+                _fail("error: out of memory; nothing was put in place. Close other programs or take a smaller batch", 1)
             _fail(f"error: {_report(error)}", 1)
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether memory was refused to Python, or to a library, which may say so by an exception of another type."""
+    while error is not None:
+        if isinstance(error, MemoryError) or any(words in str(error) for words in _OUT_OF_MEMORY):
+            return True
+        error = error.__cause__
+    return False
 
 
 def _report(error: Exception) -> str:
@@ -79,6 +102,7 @@ def _interrupt_behind(stop: BaseException | None) -> KeyboardInterrupt | None:
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    clear_lines()
-    sys.stderr.write(f"{fitted(message, sys.stderr)}\n")
+    with suppress(OSError):
+        clear_lines()
+        sys.stderr.write(f"{fitted(message, sys.stderr)}\n")
     raise SystemExit(code)

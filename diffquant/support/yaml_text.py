@@ -7,6 +7,8 @@ import yaml
 from yaml.constructor import ConstructorError
 from yaml.nodes import MappingNode, Node, ScalarNode
 
+from diffquant.support.listing import first_few, repeated
+
 _DEEPEST = 50
 _INTEGER = "tag:yaml.org,2002:int"
 
@@ -31,9 +33,9 @@ class _PlainLoader(yaml.SafeLoader):
 
     def construct_mapping(self, node: MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = [key.value for key, _ in node.value if isinstance(key, ScalarNode)]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise ConstructorError(None, None, f"{', '.join(map(repr, twice))} given twice", node.start_mark)
+        if twice := repeated(names):
+            listed = first_few(map(repr, sorted(twice)), ", ")
+            raise ConstructorError(None, None, f"{listed} given twice", node.start_mark)
         return super().construct_mapping(node, deep)
 
 

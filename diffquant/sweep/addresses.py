@@ -10,6 +10,7 @@ from diffquant.errors import CheckpointError
 from diffquant.evals.task import Task
 from diffquant.recipe import Recipe
 from diffquant.support.code import code_digest
+from diffquant.support.files import read_bytes
 from diffquant.support.plain_data import JsonObject, parse_json
 from diffquant.sweep.claims import Claimant
 from diffquant.sweep.work import Job, Work
@@ -85,6 +86,6 @@ def _lasting(key: JsonObject) -> str:
 def _keys_in(folder: Path) -> Iterator[JsonObject]:
     for file in sorted(folder.glob("*.json")):
         with suppress(OSError, ValueError, LookupError, TypeError):
-            entry = parse_json(file.read_bytes())
+            entry = parse_json(read_bytes(file))
             if "result" in entry and isinstance(entry["key"], dict):
                 yield entry["key"]

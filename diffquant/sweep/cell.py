@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from diffquant.support.files import write_atomically
+from diffquant.support.files import read_bytes, set_folder_aside, write_atomically
 from diffquant.support.plain_data import JsonObject, parse_json, plain_digest
 from diffquant.sweep.measurement import Measurement
 
@@ -47,7 +47,7 @@ class Cell:
     def read(self) -> Measurement | None:
         """The stored measurement, or None if there is none or its file is damaged."""
         try:
-            entry = parse_json(self.path.read_bytes())
+            entry = parse_json(read_bytes(self.path))
             if entry["key"] != self.key or entry["sha256"] != plain_digest(entry["result"]):
                 return None
             return Measurement.from_dict(entry["result"])
@@ -58,7 +58,8 @@ class Cell:
         """Write a measurement, and remove the record of an earlier failure."""
         result = measurement.to_dict()
         entry = {"key": self.key, "result": result, "sha256": plain_digest(result)}
-        write_atomically(self.path, json.dumps(entry, indent=1) + "\n")
+        _put(self.path, entry)
+        set_folder_aside(self.failure_path)
         self.failure_path.unlink(missing_ok=True)
 
     @contextmanager
@@ -71,13 +72,18 @@ class Cell:
             first_line = str(error).split("\n", 1)[0] or type(error).__name__
             trace = "".join(traceback.format_exception(error)).splitlines()
             entry = {"key": self.key, "error": first_line, "trace": trace}
-            write_atomically(self.failure_path, json.dumps(entry, indent=1) + "\n")
+            _put(self.failure_path, entry)
         else:
             self.write(*measured)
 
     def read_failure(self) -> str | None:
         """The error of the last attempt in one line, or None if no failure is recorded."""
         try:
-            return str(parse_json(self.failure_path.read_bytes())["error"])
+            return str(parse_json(read_bytes(self.failure_path))["error"])
         except (OSError, ValueError, LookupError, TypeError):
             return None
+
+
+def _put(path: Path, entry: JsonObject) -> None:
+    set_folder_aside(path)
+    write_atomically(path, json.dumps(entry, indent=1) + "\n")

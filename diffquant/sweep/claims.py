@@ -20,6 +20,8 @@ from typing import Literal, Self
 
 import psutil
 
+from diffquant.support.files import check_plain, read_text, set_folder_aside
+
 _SECONDS_BETWEEN_BEATS = 5.0
 # A claim that nobody touched for this long, by the watching process's clock, is free again. Opening a file makes NFS
 # show its new time.
@@ -28,6 +30,8 @@ STALE_SECONDS = 60.0
 _SECONDS_THAT_CLOCKS_MOVE = 30.0
 
 _SUFFIX = ".claim"
+# No cell outlives so many holders that their number has more digits.
+_DIGITS = 4
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,7 @@ class Claim:
             return
         self._released.set()
         with suppress(OSError):
-            if _claimant(self._path.read_text(encoding="utf-8")) in (Claimant.here(), None):
+            if _claimant(read_text(self._path)) in (Claimant.here(), None):
                 self._path.unlink()
 
     def _beat(self) -> None:
@@ -156,17 +160,23 @@ class Claims:
         for name in names:
             if name in latest and self.life(name, latest[name]) == "dead":
                 for number in range(latest[name] + 1):
-                    _path_of(self.folder, name, number).unlink(missing_ok=True)
+                    path = _path_of(self.folder, name, number)
+                    set_folder_aside(path)
+                    path.unlink(missing_ok=True)
 
     def life(self, name: str, number: int) -> Life:
         """State of a claim's holder; watching it longer tells more."""
         path = _path_of(self.folder, name, number)
         try:
+            check_plain(path)
             with path.open(encoding="utf-8") as file:
                 time_of_beat = os.fstat(file.fileno()).st_mtime_ns
                 claimant = _claimant(file.read())
         except FileNotFoundError:
             return "unknown"  # Released in the meantime; the next look will show that.
+        except (OSError, ValueError):
+            # Something else lies there, which nobody touches.
+            time_of_beat, claimant = path.lstat().st_mtime_ns, None
         is_dead = None if claimant is None else claimant.is_dead()
         if is_dead is not None:
             return "dead" if is_dead else "alive"
@@ -186,7 +196,8 @@ def latest_claims(names: Iterable[str]) -> dict[str, int]:
     for file in names:
         if file.endswith(_SUFFIX):
             name, _, number = file.removesuffix(_SUFFIX).rpartition(".")
-            latest[name] = max(int(number), latest.get(name, -1))
+            if number.isdecimal() and len(number) <= _DIGITS:
+                latest[name] = max(int(number), latest.get(name, -1))
     return latest
 
 

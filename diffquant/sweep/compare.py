@@ -87,7 +87,7 @@ def _outcomes(source: str) -> list[_Measured]:
     try:
         sweep = read_sweep(file)
         outcomes = _of_sweep(sweep, words.split())
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise UsageError(
             _no_sweep(file)
             if isinstance(error, ValueError) and file.name != "sweep.json"
@@ -103,7 +103,7 @@ def _outcomes(source: str) -> list[_Measured]:
 def _no_sweep(path: Path) -> str:
     """Why nothing that was measured is at a path."""
     wanted = "give a sweep's folder, or a samples_*.jsonl of lm-eval"
-    if path.suffix == ".gguf" or (path / "config.json").is_file():
+    if path.suffix.lower() == ".gguf" or (path / "config.json").is_file():
         return f"{path} is a model: {wanted}; `diffquant fidelity` compares what two models predict"
     return f"{path} has no sweep.json: {wanted}" if path.is_dir() else f"{path} is no sweep.json: {wanted}"
 

@@ -11,6 +11,7 @@ from diffquant.recipe import Recipe
 from diffquant.recipe.targets import DEFAULT_GRANULARITY
 from diffquant.source.places import DeviceMap, Places
 from diffquant.support.files import check_distinct
+from diffquant.support.listing import repeated
 from diffquant.support.plain_data import JsonObject
 from diffquant.support.suggestion import did_you_mean
 
@@ -146,9 +147,8 @@ def points(models: Sequence[Path], options: SweepOptions) -> list[Point]:
         raise UsageError("no model to sweep: name at least one checkpoint")
     check_distinct(models)
     stems = [recipe.stem for recipe in options.recipes]
-    repeated = sorted({stem for stem in stems if stems.count(stem) > 1})
-    if repeated:
-        raise UsageError(f"recipes are told apart by their files' names; rename all but one {', '.join(repeated)}")
+    if twice := sorted(repeated(stems)):
+        raise UsageError(f"recipes are told apart by their files' names; rename all but one {', '.join(twice)}")
     if OWN in stems:
         raise UsageError(f"the recipe that a quantized folder records is called {OWN}; rename {OWN}.yaml")
     _check_granularities(options)

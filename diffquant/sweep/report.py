@@ -38,7 +38,7 @@ def _sizes_sections(sweep: SweepResult) -> list[Section]:
         return []
     names = model_names([point.model for point in sweep.points])
     # A folder whose weights are packed is no source of another one; a GGUF file is.
-    packed = {path for path in sweep.settings["quantized"] if not path.endswith(".gguf")}
+    packed = {path for path in sweep.settings["quantized"] if not path.lower().endswith(".gguf")}
     path_of = {name: str(model) for model, name in names.items() if str(model) not in packed}
     drawings, keys = size_charts(found)
     table, commands = recommendations(found, path_of)

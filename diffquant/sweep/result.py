@@ -1,13 +1,15 @@
 """The result of a sweep, as the tables, the plot and the report read it. No torch here."""
 
 import json
+from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from diffquant.errors import FailedCellsError
 from diffquant.evals.task_result import TaskResult
 from diffquant.recipe import Recipe
-from diffquant.support.plain_data import JsonObject
+from diffquant.support.plain_data import JsonObject, parse_json
 from diffquant.support.xz import read_text
 from diffquant.sweep.grid import EXPORTED, Point
 from diffquant.sweep.measurement import Measurement
@@ -49,7 +51,7 @@ class SweepResult:
         failed = f", {len(self.failed)} failed" if self.failed else ""
         return f"SweepResult({len(self.cells)} cells, {len(self.points)} configurations{failed})"
 
-    @property
+    @cached_property
     def points(self) -> list[Point]:
         """Every configuration once, in the grid's order."""
         return list({id(cell.point): cell.point for cell in self.cells}.values())
@@ -63,11 +65,20 @@ class SweepResult:
         return [cell for cell in self.cells if cell.measurement is None]
 
     def result_of(self, point: Point, task: str) -> TaskResult | None:
-        return next((c.result for c in self.cells if c.point is point and c.task == task), None)
+        return self._results.get((id(point), task))
 
     def baseline(self, point: Point) -> Point | None:
         """The 16-bit point that a configuration is compared with, or None if the sweep has none."""
-        return next((p for p in self.points if p.model == point.compared_with and p.is_baseline), None)
+        return self._baselines.get(point.compared_with)
+
+    @cached_property
+    def _results(self) -> dict[tuple[int, str], TaskResult | None]:
+        # The first cell of a point and task counts.
+        return {(id(cell.point), cell.task): cell.result for cell in reversed(self.cells)}
+
+    @cached_property
+    def _baselines(self) -> dict[Path | None, Point]:
+        return {point.model: point for point in reversed(self.points) if point.is_baseline}
 
     def require_complete(self) -> None:
         """Check that every cell has a result.
@@ -109,7 +120,7 @@ def read_sweep(file: Path, compared: dict[str, str] | None = None) -> SweepResul
     Args:
         compared: checkpoint that each exported folder is compared with, for files too old to say so themselves.
     """
-    data = json.loads(read_text(file))
+    data = parse_json(read_text(file))
     points: dict[tuple[object, ...], Point] = {}
     cells = []
     for cell in data["cells"]:
@@ -136,7 +147,7 @@ def model_names(models: list[Path]) -> dict[Path, str]:
     for parts in (short, full):
         for depth in range(1, max(map(len, parts.values()), default=0) + 1):
             endings = {model: "/".join(parts[model][-depth:]) for model in distinct}
-            taken = list(endings.values())
-            names |= {model: name for model, name in endings.items() if model not in names and taken.count(name) == 1}
+            taken = Counter(endings.values())
+            names |= {model: name for model, name in endings.items() if model not in names and taken[name] == 1}
     is_told = len({*names.values()}) == len(distinct)
     return {model: names[model] if is_told else str(model) for model in distinct}

@@ -5,6 +5,8 @@ from pathlib import Path
 
 from diffquant import data
 from diffquant.errors import UsageError
+from diffquant.formats.json_object import POINTER, is_pointer
+from diffquant.support.files import read_text
 
 
 def load_text(path: Path | None = None, characters: int | None = None) -> str:
@@ -16,11 +18,13 @@ def load_text(path: Path | None = None, characters: int | None = None) -> str:
     if path is None:
         return data.books_text()[:characters]
     try:
-        text = path.read_text(encoding="utf-8-sig")[:characters]
+        text = read_text(path, "utf-8-sig")[:characters]
     except OSError as error:
         raise UsageError(f"cannot read text from {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is no text in UTF-8 ({error}); convert it, with iconv for instance") from error
+    if is_pointer(text[:100].encode()):
+        raise UsageError(f"{path} {POINTER}")
     if not text.strip():
         raise UsageError(f"{path} is empty; give a text with prose in it")
     return text

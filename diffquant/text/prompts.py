@@ -1,6 +1,7 @@
-"""Prompts that can be continued, and their continuation as it comes. No torch."""
+"""Prompts that can be continued, and their continuation as it comes; what tokens a model knows. No torch."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from diffquant.errors import UsageError
 
@@ -31,21 +32,39 @@ def divisor(temperature: float) -> float:
     return max(float(temperature), _COLDEST)
 
 
-def room_after(ids: Sequence[int], vocabulary: int, context: int) -> int:
+def check_tokens(ids: Sequence[int], vocabulary: int, tokenizer: Any) -> None:
+    """Check that a model knows the tokens that its tokenizer makes; everything that makes tokens of a text calls this.
+
+    Args:
+        vocabulary: number of rows of the model's embedding.
+        tokenizer: what made them.
+
+    Raises:
+        UsageError: it does not know one.
+    """
+    if ids and (token := max(ids)) >= vocabulary:
+        spelling = tokenizer.convert_ids_to_tokens(token)
+        raise UsageError(
+            f"the tokenizer makes token {token} ({spelling!r}) of the text, and the model's embedding has {vocabulary} "
+            "rows: give the model its own tokenizer, or resize its embedding"
+        )
+
+
+def room_after(ids: Sequence[int], vocabulary: int, context: int, tokenizer: Any) -> int:
     """Number of tokens that a context has room for behind a prompt.
 
     Args:
         ids: the prompt's tokens.
         vocabulary: number of tokens that the model knows.
         context: number of tokens that it sees at once.
+        tokenizer: what made them.
 
     Raises:
         UsageError: there is none, or the prompt has no tokens, or one that the model does not know.
     """
     if not ids:
         raise UsageError("the model's tokenizer makes no token of the prompt: it knows none of these characters")
-    if max(ids) >= vocabulary:
-        raise UsageError(f"the tokenizer gives token {max(ids)} of the prompt; the model knows {vocabulary}")
+    check_tokens(ids, vocabulary, tokenizer)
     if len(ids) >= context:
         raise UsageError(f"the prompt has {len(ids)} tokens; the model's context ends at {context}")
     return context - len(ids)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from diffquant.errors import DiffQuantError, UsageError
 from diffquant.support.spelling import spelled
+from diffquant.text.prompts import check_tokens
 
 DEFAULT_MAX_LENGTH = 2048
 # A text's end may change the tokens before it, but never this many.
@@ -31,14 +32,12 @@ def token_windows(model: Any, tokenizer: Any, text: str, window: int, tokens: in
     check_window(window, model.config, tokenizer)
     if tokens is not None and tokens < window:
         raise UsageError(f"{tokens} tokens hold no window of {window}; read more tokens, or in shorter windows")
-    ids = encode_text(tokenizer, text, model.device, tokens)
+    ids = encode_text(tokenizer, text, model.config.vocab_size, model.device, tokens)
     count = len(ids) // window
     if not count:
         raise UsageError(
             f"the text has {len(ids)} tokens, fewer than one window of {window}; give a longer text, or shorter windows"
         )
-    if int(ids.max()) >= model.config.vocab_size:
-        raise UsageError(f"the tokenizer gives token {int(ids.max())}; the model knows {model.config.vocab_size}")
     return ids[: count * window].view(count, window)
 
 
@@ -85,16 +84,21 @@ def max_length(config: Any, tokenizer: Any) -> int:
     return DEFAULT_MAX_LENGTH if length is None or length >= _UNSET_LENGTH else int(length)
 
 
-def encode_text(tokenizer: Any, text: str, device: torch.device, tokens: int | None = None) -> Tensor:
+def encode_text(tokenizer: Any, text: str, vocabulary: int, device: torch.device, tokens: int | None = None) -> Tensor:
     """Token ids [N + 1]: the prefix token, then the N of the text; the first `tokens` of them if that is given.
 
+    Args:
+        vocabulary: number of tokens that the model knows.
+
     Raises:
-        UsageError: the text has no two tokens.
+        UsageError: the text has no two tokens, or one that the model does not know.
     """
     ids = _encoded(tokenizer, text) if tokens is None else _first_encoded(tokenizer, text, tokens)
     if len(ids) < 2:
         raise UsageError(f"the text has {len(ids)} tokens; perplexity needs two or more")
-    return torch.tensor([prefix_token(tokenizer), *ids], device=device)[:tokens]
+    ids = [prefix_token(tokenizer), *ids][:tokens]
+    check_tokens(ids, vocabulary, tokenizer)
+    return torch.tensor(ids, device=device)
 
 
 def _first_encoded(tokenizer: Any, text: str, tokens: int) -> list[int]:

@@ -2,11 +2,13 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diffquant.errors import UsageError
 from diffquant.support.comma_lists import split_list, split_numbers
+from diffquant.support.plain_data import is_text
 from diffquant.support.suggestion import did_you_mean
 
 if TYPE_CHECKING:
@@ -61,6 +63,8 @@ def task_values(given: Mapping[str, object], verb: Callable[..., object]) -> dic
 
 
 def _read(option: "TaskOption[object]", value: object) -> object:
+    if isinstance(value, str | PathLike) and not is_text(str(value)):
+        raise UsageError(f"{option.name} is {str(value)!r}, which is not UTF-8; rename the file")
     if isinstance(value, str):
         try:
             value = option.kind(value)

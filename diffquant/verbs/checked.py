@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from diffquant.errors import UsageError
+from diffquant.support.plain_data import is_text
 from diffquant.support.suggestion import did_you_mean
 from diffquant.verbs.kinds import Kind, kind_of
 
@@ -50,8 +51,17 @@ def _check(verb: str, name: str, kind: Kind, takes: set[str], value: object) -> 
         for each in value if several else (value,):  # type: ignore[attr-defined]  # it is a sequence where it has several
             if not (isinstance(each, str | PathLike) or _is_of(each, takes)):
                 raise UsageError(_no_path(verb, name, kind, each))
+            _check_name(name, each)
     elif kind.type is str and not (_is_of(value, takes) or (takes & _PATHS and isinstance(value, PathLike))):
         raise UsageError(f"{name} is {_of(value)}; it takes {'a text' if takes == {'str'} else 'a text or a list'}")
+    else:
+        _check_name(name, value)
+
+
+def _check_name(name: str, value: object) -> None:
+    """Check that a path is text: records and pages name it, and they are UTF-8."""
+    if isinstance(value, str | PathLike) and not is_text(str(value)):
+        raise UsageError(f"{name} is {str(value)!r}, which is not UTF-8; rename the file or folder")
 
 
 def _check_number(name: str, kind: Kind, value: object) -> None:

@@ -10,7 +10,7 @@ from diffquant.verbs.hub import at_revision, check_push, push_folder
 if TYPE_CHECKING:
     from diffquant.conversion import Conversion
 
-Kind = Annotated[str, kinds.Kind(Literal["diffllama", "diff-v2", "llama"])]
+Kind = Annotated[str, kinds.Kind(Literal["diffllama", "diff-v2"])]
 
 
 @checked
@@ -32,7 +32,7 @@ def convert(
 
     Args:
         model, output, revision, push, overwrite: as `quantize` takes them.
-        to: kind to make: diffllama of unilm's V1, diff-v2 of llama, llama of DEX.
+        to: kind to make: diffllama of unilm's V1, or diff-v2 of llama.
         dtype: dtype of matrices: bfloat16, float16 or float32; by default the source's, or bfloat16 for a GGUF file's
             codes. Vectors (norms, biases, λ) keep theirs.
         progress: function called with output bytes; by default a line on a terminal, one per minute in a log.

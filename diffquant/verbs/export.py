@@ -37,8 +37,6 @@ def export(
     embed: Bits = 16,
     cache: bool = True,
     opset: int | None = None,
-    pure_onnx: bool = False,
-    op: kinds.Name = "custom",
     portable: bool = False,
     accuracy_level: int = 4,
     genai_device: kinds.Name = "cpu",
@@ -63,8 +61,6 @@ def export(
         embed: bits of embedding and head: 16 or 8.
         cache: False makes a model without a KV cache.
         opset: opset of the standard ONNX operators: 23 by default, and with portable the oldest that has them.
-        pure_onnx: use standard ONNX operators alone, without functions.
-        op: how the graph says attention: custom, or flex, ai.onnx.preview's FlexAttention.
         portable: write the folder for readers beside ONNX Runtime: OpenVINO, transformers.js, optimum.
         accuracy_level: precision of products with 4-bit codes: 4 rounds activations to int8, 1 keeps float32, which is
             slow.
@@ -98,8 +94,6 @@ def export(
         embed_bits=embed,
         cache=cache,
         opset=opset or 0,
-        pure=pure_onnx,
-        op=op,
         portable=portable,
         accuracy_level=accuracy_level,
         genai_device=genai_device,

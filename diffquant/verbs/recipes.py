@@ -8,6 +8,7 @@ from diffquant.errors import UsageError
 from diffquant.recipe import Recipe, RecipeLike
 from diffquant.recipe.presets import LIKE, PRESETS
 from diffquant.recipe.rounding import NEAREST
+from diffquant.support.listing import repeated
 from diffquant.support.spelling import spelled
 from diffquant.verbs.notes import say
 
@@ -58,8 +59,7 @@ def _overrides(given: Mapping[str, str] | Sequence[str]) -> Mapping[str, str]:
     if isinstance(given, Mapping):
         return given
     stated = [_override(text) for text in ([given] if isinstance(given, str) else given)]
-    patterns = [pattern for pattern, _ in stated]
-    if twice := [pattern for pattern in dict.fromkeys(patterns) if patterns.count(pattern) > 1]:
+    if twice := repeated(pattern for pattern, _ in stated):
         raise UsageError(f"{spelled('overrides')} has {', '.join(map(repr, twice))} twice; keep one of each")
     return dict(stated)
 

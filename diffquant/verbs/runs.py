@@ -69,7 +69,7 @@ def find_runs(folders: Sequence[Path]) -> dict[Path, Report]:
         for place in sorted({file.parent.absolute() for file in files}):
             try:
                 found[place / name] = read(place)
-            except (OSError, ValueError, LookupError, TypeError) as error:
+            except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
                 raise UsageError(f"cannot read the {pattern} of {place}: {type(error).__name__}: {error}") from error
     return dict(sorted(found.items()))
 

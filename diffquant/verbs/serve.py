@@ -1,11 +1,16 @@
 """The verb `serve`: a model behind OpenAI's API, with vLLM."""
 
 from collections.abc import Callable
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from diffquant.verbs import kinds
 from diffquant.verbs.checked import checked
 from diffquant.verbs.hub import at_revision
+from diffquant.verbs.notes import say
+
+if TYPE_CHECKING:
+    from diffquant.serve.plan import ServerPlan
 
 Cache = Annotated[Literal["16", "fp8"], kinds.Kind(Literal["16", "fp8"])]
 Implementation = Annotated[Literal["plugin", "folder"], kinds.Kind(Literal["plugin", "folder"])]
@@ -54,10 +59,23 @@ def serve(
         CheckpointError: the folder cannot be opened, or holds code that is not diffquant's and that would run.
         DiffQuantError: the server ended by itself.
     """
+    from diffquant.formats.hub import local_path
     from diffquant.serve.server import serve as serve_until_interrupted
+    from diffquant.source.tokenizer import class_difference
+
+    path = at_revision(model, revision)
+
+    def announce(plan: "ServerPlan") -> None:
+        if difference := class_difference(local_path(Path(path))):
+            say(
+                f"note: vLLM splits text by the tokenizer's class, not as tokenizer.json says: {difference}; "
+                "in tokenizer_config.json, set tokenizer_class to PreTrainedTokenizerFast"
+            )
+        if said:
+            said(f"{plan.url}\n{plan.curl}")
 
     serve_until_interrupted(
-        at_revision(model, revision),
+        path,
         host=host,
         port=port,
         context=context,
@@ -65,5 +83,5 @@ def serve(
         dtype=dtype,
         tensor_parallel=tensor_parallel,
         implementation=implementation,
-        ready=lambda plan: said(f"{plan.url}\n{plan.curl}") if said else None,
+        ready=announce,
     )

@@ -1,4 +1,4 @@
-"""The functions that a graph's attention nodes call."""
+"""The function that a graph's attention nodes call."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,8 +10,8 @@ from diffquant.export.graph.op import DOMAIN, GATES, NAME, OpAttributes
 from diffquant.export.graph.plan import ExportPlan
 
 
-def attention_functions(plan: ExportPlan, nodes: Sequence[NodeProto], attributes: OpAttributes) -> list[FunctionProto]:
-    """The op's body for every attention node; for flex, one for the nodes of each window, which then name it.
+def attention_function(plan: ExportPlan, nodes: Sequence[NodeProto], attributes: OpAttributes) -> FunctionProto:
+    """The op's body, which serves every attention node.
 
     Args:
         nodes: all nodes of the graph.
@@ -19,23 +19,13 @@ def attention_functions(plan: ExportPlan, nodes: Sequence[NodeProto], attributes
     """
     attentions = [node for node in nodes if (node.domain, node.op_type) == (DOMAIN, NAME)]
     windows = sorted({window for node in attentions if (window := _window(node)) > 0})
-    if plan.options.op != "flex" or not windows:
-        return [_function(plan, replace(attributes, local_window_size=max(windows, default=-1)))]
-    for node in attentions:
-        node.overload = str(_window(node))
-    functions = []
-    for window in (-1, *windows):
-        functions.append(_function(plan, replace(attributes, local_window_size=window)))
-        functions[-1].overload = str(window)
-    return functions
+    return _function(plan, replace(attributes, local_window_size=max(windows, default=-1)))
 
 
 def _function(plan: ExportPlan, attributes: OpAttributes) -> FunctionProto:
     spec, options = plan.spec, plan.options
     # Where GroupQueryAttention cannot compute it (rounded logits, odd widths), the body spells it out.
-    kind: BodyKind = "pure" if options.pure or contrib_problems(attributes, spec.head_dim) else "contrib"
-    if options.op == "flex":
-        kind = "flex"
+    kind: BodyKind = "pure" if contrib_problems(attributes, spec.head_dim) else "contrib"
     present = {"signal_gate": spec.lam == "two-gates", "output_gate": spec.output_gate}
     gates = [name for name in GATES if present[name]]
     return body(kind, attributes, spec.head_dim, options.opset, options.cache, gates)

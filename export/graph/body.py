@@ -11,13 +11,11 @@ from onnx import FunctionProto, parser
 
 from diffquant.errors import UsageError
 from diffquant.export.graph.contrib_cache import bounded_rows
-from diffquant.export.graph.flex import flex_text
-from diffquant.export.graph.inlining import PREVIEW
 from diffquant.export.graph.op import DOMAIN, NAME, OpAttributes, schema
 from diffquant.export.graph.pure import pure_text
 
 CONTRIB = "com.microsoft"
-BodyKind = Literal["contrib", "pure", "flex"]
+BodyKind = Literal["contrib", "pure"]
 # Layers differ in it, and in no other attribute.
 _WINDOW = "local_window_size: int = @local_window_size"
 
@@ -33,10 +31,8 @@ def body(
     """The op as an ONNX function that computes it.
 
     Args:
-        kind: "contrib" (one GroupQueryAttention of ONNX Runtime), "pure" (standard ops alone) or "flex" (one
-            FlexAttention of ai.onnx.preview).
-        attributes: attributes of every node that will use it. Their windows may differ, of which this is the widest;
-            only the flex body is for this very one, since a score_mod knows nothing of the node around it.
+        kind: "contrib" (one GroupQueryAttention of ONNX Runtime) or "pure" (standard ops alone).
+        attributes: attributes of every node that will use it. Their windows may differ, of which this is the widest.
         width: d, width of a query.
         opset: the model's version of the standard domain, 18 or later.
         cached: whether nodes have a past.
@@ -51,12 +47,8 @@ def body(
     problems = contrib_problems(attributes, width) if is_contrib else []
     if problems:
         raise UsageError(f"ONNX Runtime's GroupQueryAttention: {'; '.join(problems)}; use the pure body")
-    if is_contrib:
-        text = contrib_text(attributes, width, gates)
-    else:
-        text = (flex_text if kind == "flex" else pure_text)(attributes, width, cached, gates)
-    other = {"contrib": CONTRIB, "flex": PREVIEW}.get(kind)
-    domains = [f'"" : {opset}'] + ([f'"{other}" : 1'] if other else [])
+    text = contrib_text(attributes, width, gates) if is_contrib else pure_text(attributes, width, cached, gates)
+    domains = [f'"" : {opset}'] + ([f'"{CONTRIB}" : 1'] if is_contrib else [])
     inputs = ", ".join(p.name for p in schema().inputs)
     outputs = ", ".join(p.name for p in schema().outputs)
     return parser.parse_function(

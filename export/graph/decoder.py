@@ -7,16 +7,16 @@ from onnx import FunctionProto, ModelProto, TensorProto
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from diffquant.export.graph.activations import EMITTED, functions
-from diffquant.export.graph.attention_functions import attention_functions
+from diffquant.export.graph.attention_functions import attention_function
 from diffquant.export.graph.cache_scales import Scales
-from diffquant.export.graph.inlining import PREVIEW, inlined
-from diffquant.export.graph.last_position import SEQUENCE, last_position
+from diffquant.export.graph.inlining import inlined
 from diffquant.export.graph.linears import Linears
 from diffquant.export.graph.maps import MapOutputs
 from diffquant.export.graph.matmul import MATMUL, matmul_function
 from diffquant.export.graph.nodes import Graph
 from diffquant.export.graph.norms import rms_norm
 from diffquant.export.graph.op import CONTRIB, DOMAIN, NAME, VERSION, OpAttributes
+from diffquant.export.graph.padding import SEQUENCE, Tokens, read_tokens, states_read
 from diffquant.export.graph.plan import EMBEDDING, HEAD, ExportPlan, key_width
 from diffquant.export.graph.quantized_attention import QUANTIZED_ATTENTION, quantized_attention_function
 from diffquant.export.options import IR_VERSION
@@ -27,7 +27,6 @@ PAST = "past_key_values.{layer}.{part}"
 PRESENT = "present.{layer}.{part}"
 EMBEDDED = "embedded"
 LAYER_OUTPUT = "layers.{layer}.output"
-LAST_TOKEN = "last_token"
 
 _KINDS = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16}
 _CACHE_KINDS = {8: TensorProto.INT8, 4: TensorProto.UINT8}
@@ -46,45 +45,44 @@ class Decoder:
         self.linears = Linears(self.graph, plan.options)
         self.cache_kind = _CACHE_KINDS[plan.options.kv_bits] if scales else self.graph.kind
         self.maps = MapOutputs(self.graph, plan.spec)
+        self.tokens: Tokens
 
     def emit(self) -> None:
-        graph = self.graph
+        graph, options = self.graph, self.options
         ids = graph.input("input_ids", TensorProto.INT64, ["batch_size", SEQUENCE])
         mask = graph.input("attention_mask", TensorProto.INT64, ["batch_size", "total"])
-        lengths = self._lengths(mask)
-        x = self._embedded(ids)
+        spans_rows = options.logits.quantizes and options.logits.granularity != "row"
+        tokens = self.tokens = read_tokens(graph, ids, mask, spans_rows)
+        x = self._embedded(tokens.ids)
         for layer in range(self.config.num_hidden_layers):
             with graph.module(f"layers.{layer}"):
-                x = self._layer(x, layer, lengths)
+                x = self._layer(x, layer)
         # A model with a cache generates, and a prompt's other logits are not asked for.
-        if self.options.cache:
-            x = last_position(graph, x, ids, LAST_TOKEN)
+        x = states_read(graph, x, tokens.last_place if options.cache else tokens.places)
         x = self._final_norm(x)
         head = EMBEDDING if self.config.tie_word_embeddings else HEAD
         (logits,) = self.linears.products(x, [self.plan.matrices[head]])
         graph.add("Identity", logits, name="logits")
         # By a size of 1 here onnxruntime-genai knows not to ask for the others.
-        positions = 1 if self.options.cache else SEQUENCE
+        positions = 1 if options.cache else SEQUENCE
         graph.output("logits", graph.kind, ["batch_size", positions, self.config.vocab_size])
         # Readers of such models expect the logits first.
         graph.outputs.insert(0, graph.outputs.pop())
-        if self.options.web:
+        if options.web:
             self.maps.declare()
 
     def model(self, initializers: dict[str, TensorProto]) -> ModelProto:
         own = functions(self.config.hidden_act, self.options.opset) + self._own_functions()
         if self.spec.maps == 2:
-            own += attention_functions(self.plan, self.graph.nodes, self._attributes())
+            own.append(attention_function(self.plan, self.graph.nodes, self._attributes()))
         elif self.scales:
             own.append(quantized_attention_function(self.options.opset, self.options.kv_bits, self.spec.rope != "none"))
         if any((node.domain, node.op_type) == (DOMAIN, MATMUL) for node in self.graph.nodes):
             own.append(matmul_function(self.options.opset))
-        domains = ({} if self.options.pure else {CONTRIB: 1}) | ({DOMAIN: VERSION} if own else {})
-        if self.options.op == "flex":
-            domains[PREVIEW] = 1
+        domains = {CONTRIB: 1} | ({DOMAIN: VERSION} if own else {})
         model = self.graph.model(initializers, self.options.opset, domains, IR_VERSION)
         model.functions.extend(own)
-        return inlined(model) if self.options.inlines else model
+        return inlined(model) if self.options.portable else model
 
     def _own_functions(self) -> list[FunctionProto]:
         """Functions that the layers need beside attention, the activation and products."""
@@ -112,21 +110,10 @@ class Decoder:
     def _embedded(self, ids: str) -> str:
         return self.linears.lookup(ids, self.plan.matrices[EMBEDDING], EMBEDDED)
 
-    def _lengths(self, mask: str) -> tuple[str, str]:
-        """Names of seqlens_k [B] and total_sequence_length, computed from the mask [B, S]."""
-        graph = self.graph
-        tokens = graph.add("ReduceSum", mask, graph.int64("mask_axis", (1,)), keepdims=0)
-        last = graph.add("Sub", tokens, graph.int64("one", (1,)), name=LAST_TOKEN)
-        total = graph.add("Squeeze", graph.add("Shape", mask, start=1, end=2))
-        return (
-            graph.add("Cast", last, name="seqlens_k", to=TensorProto.INT32),
-            graph.add("Cast", total, name="total_sequence_length", to=TensorProto.INT32),
-        )
-
-    def _layer(self, x: str, layer: int, lengths: tuple[str, str]) -> str:
+    def _layer(self, x: str, layer: int) -> str:
         prefix = f"model.layers.{layer}."
         eps = self.config.rms_norm_eps
-        attended = self._attention(self._norm(x, prefix + "input_layernorm.weight", eps), layer, lengths)
+        attended = self._attention(self._norm(x, prefix + "input_layernorm.weight", eps), layer)
         x = self.graph.add("Add", x, attended)
         expanded = self._mlp(self._norm(x, prefix + "post_attention_layernorm.weight", eps), prefix + "mlp.")
         return self.graph.add("Add", x, expanded, name=LAYER_OUTPUT.format(layer=layer))
@@ -140,7 +127,7 @@ class Decoder:
         active = EMITTED[self.config.hidden_act](self.graph, gate, parameters)
         return self._linear(self.graph.add("Mul", active, up), prefix + "down_proj")
 
-    def _attention(self, x: str, layer: int, lengths: tuple[str, str]) -> str:
+    def _attention(self, x: str, layer: int) -> str:
         prefix = f"model.layers.{layer}.self_attn."
         q, k, v = self._linears(x, [prefix + name for name in PROJECTIONS])
         past, present = self._past(layer), [PRESENT.format(layer=layer, part=part) for part in ("key", "value")]
@@ -149,17 +136,18 @@ class Decoder:
         attended = f"layers.{layer}.attention"
         outputs = [attended, *present]
         if self.spec.maps == 1:
-            self._plain_attention([q, k, v, *past, *lengths, *tables], scales, outputs)
+            self._plain_attention([q, k, v, *past, *self.tokens.lengths, *tables], scales, outputs)
             if gate := self._output_gate(x, layer):
                 attended = self.graph.add("Mul", attended, gate)
         else:
             # onnx's reference evaluator wants a function's absent inputs named, as "", to the last one.
             signal_gate, lam = self._signal_gate_and_lam(x, layer)
             gates = [signal_gate, self._output_gate(x, layer)]
-            inputs = [q, k, v, lam, *past, *lengths, *tables, *(scales or ["", ""]), *gates]
+            inputs = [q, k, v, lam, *past, *self.tokens.lengths, *tables, *(scales or ["", ""]), *gates]
             self.graph.add_all(NAME, inputs, outputs, DOMAIN, **self._attributes().to_dict())
             if self.options.web:
-                self.maps.add(layer, q, lam, signal_gate, tables, bool(self._attributes().rotary_interleaved))
+                is_interleaved = bool(self._attributes().rotary_interleaved)
+                self.maps.add(layer, q, lam, signal_gate, tables, is_interleaved, self.tokens)
         self._declare_present(present)
         return self._linear(self._post(attended, layer, prefix), prefix + "o_proj")
 

@@ -24,7 +24,6 @@ from diffquant.scheme import Scheme
 from diffquant.support.listing import first_few
 
 _BLOCKS = (256, 128, 64, 32, 16)
-_SIGNED_KINDS = {4: TensorProto.INT4, 8: TensorProto.INT8}
 FLOAT_KINDS = {torch.float32: TensorProto.FLOAT, torch.float16: TensorProto.FLOAT16}
 # Where no block divides the width, the last one is padded; short ones waste least.
 _PADDED_BLOCK = 32
@@ -35,17 +34,14 @@ def container_bits(scheme: Scheme) -> int:
     return 4 if scheme.bits <= 4 else 8
 
 
-def block_size(scheme: Scheme, width: int, pure: bool) -> int | None:
+def block_size(scheme: Scheme, width: int) -> int | None:
     """Columns that share a scale in the exported file, or None if no kernel has such blocks."""
-    if pure:
-        # Rows of halves of bytes follow one another without a gap.
-        return None if width % 2 and container_bits(scheme) == 4 else scheme.size or width
     shared = scheme.size or width
     fitting = next((block for block in _BLOCKS if shared % block == 0), None)
     return fitting if fitting or scheme.size else _PADDED_BLOCK
 
 
-def check_blocks(matrices: list[Matrix], pure: bool) -> None:
+def check_blocks(matrices: list[Matrix]) -> None:
     """Refuse number formats and group sizes that no kernel has, and groups that do not divide a row.
 
     Raises:
@@ -60,7 +56,7 @@ def check_blocks(matrices: list[Matrix], pure: bool) -> None:
     refused = [
         m
         for m in rounded
-        if m.shape[1] % (m.scheme.size or 1) or (m.has_codes and block_size(m.scheme, m.shape[1], pure) is None)
+        if m.shape[1] % (m.scheme.size or 1) or (m.has_codes and block_size(m.scheme, m.shape[1]) is None)
     ]
     if refused:
         scheme = refused[0].scheme
@@ -70,8 +66,8 @@ def check_blocks(matrices: list[Matrix], pure: bool) -> None:
         raise GroupSizeError(
             "no kernel reads "
             + first_few((f"{m.name} {list(m.shape)} {m.scheme}" for m in refused), ", ")
-            + ": ONNX Runtime's share a scale over 16, 32, 64, 128 or 256 columns, groups divide a row, and standard "
-            f"4-bit rows are of even width; use {use}, or quantize the model first and keep them at 16 bits there"
+            + ": ONNX Runtime's share a scale over 16, 32, 64, 128 or 256 columns, and groups divide a row; "
+            f"use {use}, or quantize the model first and keep them at 16 bits there"
         )
 
 
@@ -85,9 +81,9 @@ def accuracy_level(scheme: Scheme, options: ExportOptions) -> int:
 
 def int8_block(matrix: Matrix, options: ExportOptions) -> int | None:
     """Columns that share a scale if the matrix's product rounds activations to int8, or None if it does not."""
-    if options.pure or not matrix.has_codes or accuracy_level(matrix.scheme, options) == 1:
+    if not matrix.has_codes or accuracy_level(matrix.scheme, options) == 1:
         return None
-    return block_size(matrix.scheme, matrix.shape[1], pure=False)
+    return block_size(matrix.scheme, matrix.shape[1])
 
 
 @dataclass(frozen=True)
@@ -139,11 +135,9 @@ class Linears:
         """The embedding's rows [B, T, D] at token ids [B, T], under the name given."""
         if not matrix.scheme.quantizes:
             return self.graph.add("Gather", self._values(matrix), ids, name=name)
-        if self.options.pure:
-            return self._pure_lookup(ids, matrix, name)
         stored = self._codes(matrix)
         out, width = matrix.shape
-        block = block_size(matrix.scheme, width, pure=False) or width
+        block = block_size(matrix.scheme, width) or width
         # In blocks, as the head reads them: another shape would need a second copy of the codes. The head's scales lack
         # an axis; OpenVINO takes an initializer alone, and so the same bytes have a second one.
         scales = f"{stored['scales']}_blocks"
@@ -174,18 +168,14 @@ class Linears:
 
     def _value_product(self, x: str, matrix: Matrix) -> str:
         values = self._values(matrix)
-        if self.options.pure:
-            return self.graph.add("MatMul", x, self.graph.add("Transpose", values, perm=[1, 0]))
         # As fast as MatMul on a transposed copy; rows stream as stored, and a tied head shares them.
         return self.graph.add("FusedMatMul", x, values, domain=CONTRIB, transB=1)
 
     def _are_alike(self, matrices: Sequence[Matrix]) -> bool:
         """Whether the rows of all matrices can stand in one, whose product they then are."""
-        if self.options.pure or not all(matrix.scheme.quantizes for matrix in matrices):
+        if not all(matrix.scheme.quantizes for matrix in matrices):
             return False
-        layouts = {
-            (container_bits(m.scheme), block_size(m.scheme, m.shape[1], pure=False), m.shape[1:]) for m in matrices
-        }
+        layouts = {(container_bits(m.scheme), block_size(m.scheme, m.shape[1]), m.shape[1:]) for m in matrices}
         return len(layouts) == 1
 
     def _stacked_products(self, x: str, matrices: Sequence[Matrix]) -> list[str]:
@@ -210,10 +200,7 @@ class Linears:
     def _code_product(self, x: str, shape: tuple[int, int], scheme: Scheme, stored: Mapping[str, str]) -> str:
         """The product with codes [out, in] under these names."""
         out, width = shape
-        block = block_size(scheme, width, self.options.pure)
-        if self.options.pure:
-            weight = self.graph.add("DequantizeLinear", stored["codes"], stored["scales"], axis=1, block_size=block)
-            return self.graph.add("MatMul", x, self.graph.add("Transpose", weight, perm=[1, 0]))
+        block = block_size(scheme, width)
         level = accuracy_level(scheme, self.options)
         return self.graph.add(
             MATMUL,
@@ -227,17 +214,6 @@ class Linears:
             block_size=block,
             accuracy_level=level,
         )
-
-    def _pure_lookup(self, ids: str, matrix: Matrix, name: str) -> str:
-        graph, (_, width) = self.graph, matrix.shape
-        stored = self._codes(matrix)
-        block = block_size(matrix.scheme, width, pure=True) or width
-        codes = graph.add("Cast", graph.add("Gather", stored["codes"], ids), to=graph.kind)
-        grouped = graph.add("Reshape", codes, graph.int64(f"{matrix.module}.groups", (0, 0, width // block, block)))
-        axis = graph.int64("last_axis", (-1,))
-        scales = graph.add("Unsqueeze", graph.add("Gather", stored["scales"], ids), axis)
-        values = graph.add("Mul", grouped, scales)
-        return graph.add("Reshape", values, graph.int64(f"{matrix.module}.row", (0, 0, width)), name=name)
 
     def _values(self, matrix: Matrix) -> str:
         dtype = self.options.torch_dtype
@@ -256,17 +232,15 @@ class Linears:
     def layout(self, matrix: Matrix) -> dict[str, Streamed]:
         """The tensors of a quantized matrix: "codes" and "scales"."""
         out, width = matrix.shape
-        bits, pure = container_bits(matrix.scheme), self.options.pure
-        block = block_size(matrix.scheme, width, pure) or width
+        bits = container_bits(matrix.scheme)
+        block = block_size(matrix.scheme, width) or width
         blocks = -(-width // block)
-        # Signed types need no zero point in DequantizeLinear.
-        kind = _SIGNED_KINDS[bits] if pure else TensorProto.UINT8
-        shape = matrix.shape if pure else (out, blocks, block * bits // 8)
+        shape = (out, blocks, block * bits // 8)
         dtype = self.options.torch_dtype
 
         def make_codes(first: int, last: int) -> Tensor:
             codes = pad(matrix.codes(first, last), (0, blocks * block - width))
-            return stored_bytes(codes, bits, signed=pure)
+            return stored_bytes(codes, bits)
 
         def make_scales(first: int, last: int) -> Tensor:
             scales = checked_cast(matrix.scales(first, last), dtype, matrix.stored_name)
@@ -275,7 +249,7 @@ class Linears:
         row, scale_row = blocks * block * bits // 8, blocks * dtype.itemsize
         scale_kind, module = FLOAT_KINDS[dtype], matrix.module
         return {
-            "codes": Streamed(f"{module}.weight_codes", kind, shape, row, width, make_codes),
+            "codes": Streamed(f"{module}.weight_codes", TensorProto.UINT8, shape, row, width, make_codes),
             "scales": Streamed(f"{module}.weight_scale", scale_kind, (out, blocks), scale_row, width, make_scales),
         }
 
@@ -287,9 +261,8 @@ class Linears:
         return tensor.name
 
 
-def stored_bytes(codes: Tensor, bits: int, signed: bool) -> Tensor:
-    """Stored bytes of codes int8 [rows, n]: code + 2^(bits-1), or two's complement; low half of a byte first."""
+def stored_bytes(codes: Tensor, bits: int) -> Tensor:
+    """Stored bytes of codes int8 [rows, n]: code + 2^(bits-1); low half of a byte first."""
     if bits == 8:
-        return codes if signed else codes.view(torch.uint8) + 128
-    packed = pack(codes, 4).view(torch.uint8)[:, : codes.shape[1] // 2]
-    return packed ^ 0x88 if signed else packed
+        return codes.view(torch.uint8) + 128
+    return pack(codes, 4).view(torch.uint8)[:, : codes.shape[1] // 2]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from onnx import TensorProto
 
 from diffquant.export.graph.nodes import Graph
+from diffquant.export.graph.padding import Tokens
 from diffquant.family.spec import DiffSpec
 
 QUERY = "maps.{layer}.query"
@@ -25,7 +26,14 @@ class MapOutputs:
         self._angles: list[str] = []
 
     def add(
-        self, layer: int, query: str, lam: str, signal_gate: str, tables: Sequence[str], is_interleaved: bool
+        self,
+        layer: int,
+        query: str,
+        lam: str,
+        signal_gate: str,
+        tables: Sequence[str],
+        is_interleaved: bool,
+        tokens: Tokens,
     ) -> None:
         """Name a layer's values after the outputs they become.
 
@@ -36,9 +44,10 @@ class MapOutputs:
             signal_gate: name of the signal map's factor [B, T, h]; "" for none.
             tables: names of the op's cos and sin; "" each where nothing rotates.
             is_interleaved: whether channels (2i, 2i+1) turn together, and not (i, i + d/2).
+            tokens: where the tokens of a call are; the outputs have them before their padding.
         """
         self._layers.append(layer)
-        outputs = {QUERY: self._rotated(query, tables, is_interleaved), LAMBDA: lam, SIGNAL_GATE: signal_gate}
+        outputs = {QUERY: self._rotated(query, tables, is_interleaved, tokens), LAMBDA: lam, SIGNAL_GATE: signal_gate}
         for name, value in outputs.items():
             if value:
                 self.graph.add("Identity", value, name=name.format(layer=layer))
@@ -54,24 +63,19 @@ class MapOutputs:
             if self.spec.lam == "two-gates":
                 self.graph.output(SIGNAL_GATE.format(layer=layer), TensorProto.FLOAT, by_token)
 
-    def _rotated(self, query: str, tables: Sequence[str], is_interleaved: bool) -> str:
+    def _rotated(self, query: str, tables: Sequence[str], is_interleaved: bool, tokens: Tokens) -> str:
         if self.spec.rope == "none":
             return query
         if not self._angles:
-            self._angles = [self._angles_of_tokens(table) for table in tables]
+            self._angles = [self._angles_of_tokens(table, tokens) for table in tables]
         heads = self.spec.query_heads
         return self.graph.add("RotaryEmbedding", query, *self._angles, num_heads=heads, interleaved=int(is_interleaved))
 
-    def _angles_of_tokens(self, table: str) -> str:
-        """Rows [B, T, d/2] of a table at the positions of the new tokens, which are the last ones in every sequence."""
+    def _angles_of_tokens(self, table: str, tokens: Tokens) -> str:
+        """Rows [B, T, d/2] of a table at the positions of the new tokens."""
         graph = self.graph
         width = graph.int64("maps.half_width", (self.spec.head_dim // 2,))
         zero = graph.int64("maps.zero", (0,))
         # In V1 the table serves a key row k1|k2 and holds the same angles twice.
         columns = graph.add("Slice", table, zero, width, graph.int64("maps.columns", (1,)))
-        total = graph.add("Shape", "attention_mask", start=1, end=2)
-        new = graph.add("Shape", "input_ids", start=1, end=2)
-        rows = graph.add("Slice", columns, graph.add("Sub", total, new), total, zero)
-        batch = graph.add("Shape", "input_ids", start=0, end=1)
-        each = graph.add("Concat", batch, new, width, axis=0)
-        return graph.add("Expand", rows, each)
+        return graph.add("Gather", columns, graph.add("Add", tokens.before, tokens.steps))

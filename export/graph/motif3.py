@@ -12,7 +12,7 @@ import torch
 from onnx import FunctionProto, TensorProto
 
 from diffquant.export.graph.cache_scales import Scales
-from diffquant.export.graph.decoder import EMBEDDED, LAST_TOKEN, LAYER_OUTPUT, PRESENT
+from diffquant.export.graph.decoder import EMBEDDED, LAYER_OUTPUT, PRESENT
 from diffquant.export.graph.experts import ExpertsDecoder
 from diffquant.export.graph.latents import EXPANSION, OUTPUT_GATE
 from diffquant.export.graph.op import DOMAIN, NAME, OpAttributes
@@ -29,7 +29,6 @@ class Motif3Decoder(ExpertsDecoder):
     def __init__(self, plan: ExportPlan, scales: Mapping[int, Scales]) -> None:
         super().__init__(plan, scales)
         self.architecture = cast(Motif3Architecture, plan.source.architecture)
-        self._positions = ""
         self._angles: dict[tuple[float, ...], list[str]] = {}
 
     def _own_functions(self) -> list[FunctionProto]:
@@ -44,27 +43,12 @@ class Motif3Decoder(ExpertsDecoder):
         rows = self.linears.lookup(ids, self.plan.matrices[EMBEDDING], "token_rows")
         return self.graph.add("Concat", *[rows] * self.architecture.mhc_expansion_rate, axis=-1, name=EMBEDDED)
 
-    def _lengths(self, mask: str) -> tuple[str, str]:
-        graph, lengths = self.graph, super()._lengths(mask)
-        new = graph.add("Shape", "input_ids", start=1, end=2)
-        total = graph.add("Shape", mask, start=1, end=2)
-        one = graph.int64("one", (1,))
-        before = graph.add("Sub", graph.add("Add", LAST_TOKEN, one), new)
-        # In a first call shorter sequences begin at 0, too.
-        start = graph.add("Where", graph.add("Equal", new, total), graph.int64("zero", (0,)), before)
-        zero, step = (graph.constant(f"scalar.{value}", np.array(value, np.int64)) for value in (0, 1))
-        steps = graph.add("Range", zero, graph.add("Squeeze", new), step)
-        places = graph.add("Add", graph.add("Unsqueeze", start, one), steps)
-        column = graph.add("Unsqueeze", places, graph.int64("angles_axes", (2, 3)))
-        self._positions = graph.add("Cast", column, to=TensorProto.FLOAT, name="positions")
-        return lengths
-
-    def _layer(self, x: str, layer: int, lengths: tuple[str, str]) -> str:
+    def _layer(self, x: str, layer: int) -> str:
         prefix, eps = f"model.layers.{layer}.", self.config.rms_norm_eps
         blocks = self.architecture.layers[layer]
         read, mixed, writes = self._read(x, f"{prefix}mhc_attn.", cast(StreamsBlock, blocks["mhc_attn"]))
         normed = self._norm(read, f"{prefix}input_layernorm.weight", eps)
-        attended = self._latent_attention(normed, cast(LatentAttentionBlock, blocks["self_attn"]), lengths)
+        attended = self._latent_attention(normed, cast(LatentAttentionBlock, blocks["self_attn"]))
         x = self._written(mixed, attended, writes)
         read, mixed, writes = self._read(x, f"{prefix}mhc_ffn.", cast(StreamsBlock, blocks["mhc_ffn"]))
         normed = self._norm(read, f"{prefix}post_attention_layernorm.weight", eps)
@@ -101,7 +85,7 @@ class Motif3Decoder(ExpertsDecoder):
         streams = self.graph.narrow(graph.add("Add", mixed, graph.add("Mul", writes, row)))
         return graph.add("Reshape", streams, graph.int64("one_behind_another", (0, 0, -1)), name=name)
 
-    def _latent_attention(self, x: str, block: LatentAttentionBlock, lengths: tuple[str, str]) -> str:
+    def _latent_attention(self, x: str, block: LatentAttentionBlock) -> str:
         graph, layer, spec = self.graph, block.layer, block.spec
         prefix = f"model.layers.{layer}.self_attn."
         of_query, kept = self._linears(x, [f"{prefix}wq_a", f"{prefix}wkv_a"])
@@ -115,7 +99,8 @@ class Motif3Decoder(ExpertsDecoder):
         value = graph.add("Pad", latent, graph.int64("behind_a_latent", (0, 0, 0, 0, 0, block.rope)))
         signal_gate, lam = self._signal_gate_and_lam(x, layer)
         present = [PRESENT.format(layer=layer, part=part) for part in ("key", "value")]
-        inputs = [self._queries(query_latent, prefix, block), key, value, lam, *self._past(layer), *lengths, "", ""]
+        inputs = [self._queries(query_latent, prefix, block), key, value, lam, *self._past(layer)]
+        inputs += [*self.tokens.lengths, "", ""]
         inputs += [*(self._cache_scales(layer) or ["", ""]), signal_gate, ""]
         attended = f"layers.{layer}.attention"
         graph.add_all(NAME, inputs, [attended, *present], DOMAIN, **self._attributes(block.window).to_dict())
@@ -169,11 +154,19 @@ class Motif3Decoder(ExpertsDecoder):
         second = graph.add("Add", graph.add("Mul", b, cos), graph.add("Mul", a, sin))
         return graph.add("Concat", first, second, axis=-1)
 
+    def _token_positions(self) -> str:
+        """Name of the tokens' positions [B, T, 1, 1] in float32."""
+        if not self._angles:
+            places = self.graph.add("Add", self.tokens.before, self.tokens.steps)
+            column = self.graph.add("Unsqueeze", places, self.graph.int64("angles_axes", (2, 3)))
+            self.graph.add("Cast", column, to=TensorProto.FLOAT, name="positions")
+        return "positions"
+
     def _cos_and_sin(self, frequencies: tuple[float, ...]) -> list[str]:
         """Names of the cosines and sines [B, T, 1, rope/2] of a layer's angles, which layers share."""
         if frequencies not in self._angles:
             name = f"frequencies.{len(self._angles)}"
             constant = self.graph.constant(name, np.array(frequencies, np.float32))
-            angles = self.graph.add("Mul", self._positions, constant)
+            angles = self.graph.add("Mul", self._token_positions(), constant)
             self._angles[frequencies] = [self.graph.narrow(self.graph.add(op, angles)) for op in ("Cos", "Sin")]
         return self._angles[frequencies]

@@ -3,6 +3,7 @@
 docs/differential-attention-op.md is the specification; a test keeps its tables and this schema alike.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -80,6 +81,8 @@ class OpAttributes:
         sharing = self.signals_per_noise * self.num_kv_pairs
         if self.signals_per_noise < 1 or self.num_pairs % max(sharing, 1):
             yield f"signals_per_noise is {self.signals_per_noise}; times num_kv_pairs it must divide num_pairs"
+        if not math.isfinite(self.scale) or self.scale == 0:
+            yield f"scale is {self.scale}; it must be a finite number other than 0"
         if self.generation not in (1, 2):
             yield f"generation is {self.generation}; it must be 1 or 2"
         if self.generation == 1 and self.do_rotary and not self.rotary_interleaved:

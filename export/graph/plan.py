@@ -125,7 +125,7 @@ def plan_export(source: Source, options: ExportOptions) -> ExportPlan:
     if problems:
         raise CheckpointError(f"{source.path} cannot be exported: {'; '.join(problems)}")
     plan = ExportPlan(source, options)
-    check_blocks(list(plan.matrices.values()), options.pure)
+    check_blocks(list(plan.matrices.values()))
     return plan
 
 
@@ -168,11 +168,8 @@ def _problems(source: Source, options: ExportOptions) -> list[str]:
         problems.append("it scales attention by 1 - λ_init without a norm")
     if spec.value_dim != key_width(spec):
         problems.append(f"its values are {spec.value_dim} wide, its keys {key_width(spec)}")
-    if spec.maps == 1 and (options.pure or options.logits.quantizes or options.op == "flex"):
-        problems.append(
-            f"a Transformer's attention is ONNX Runtime's own: leave out {spelled('pure_onnx')}, {spelled('logits')} "
-            f"and {spelled('op', 'flex')}"
-        )
+    if spec.maps == 1 and options.logits.quantizes:
+        problems.append(f"a Transformer's attention is ONNX Runtime's own: leave out {spelled('logits')}")
     if spec.maps == 1 and options.web:
         problems.append(
             f"a Transformer has no second map to show: leave out {spelled('web')}, or convert it to diff-v2"

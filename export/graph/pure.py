@@ -30,9 +30,9 @@ def pure_text(attributes: OpAttributes, width: int, cached: bool, gates: Collect
         raise UsageError("the pure body has 8- and 4-bit caches, not 6")
     key_width = (2 if attributes.generation == 1 else 1) * width
     kv_pairs = attributes.num_kv_pairs
-    parts = [constants_text, positions_text("past_key" if cached else None)]
-    parts.append(rows_text("query", attributes.query_heads, width, width, attributes))
-    parts.append(rows_text("key", kv_pairs, key_width, width, attributes))
+    parts = [_CONSTANTS, _positions("past_key" if cached else None)]
+    parts.append(_rotated_rows("query", attributes.query_heads, width, width, attributes))
+    parts.append(_rotated_rows("key", kv_pairs, key_width, width, attributes))
     parts.append(f"""   value_shape = Constant <value = int64[4] {{0, 0, {kv_pairs}, {key_width}}}> ()
    value_rows = Reshape (value, value_shape)
    value_turned = Identity (value_rows)""")
@@ -43,7 +43,7 @@ def pure_text(attributes: OpAttributes, width: int, cached: bool, gates: Collect
     return "\n".join(parts)
 
 
-constants_text = f"""   c0 = Constant <value = int64[1] {{0}}> ()
+_CONSTANTS = f"""   c0 = Constant <value = int64[1] {{0}}> ()
    c1 = Constant <value = int64[1] {{1}}> ()
    c2 = Constant <value = int64[1] {{2}}> ()
    s0 = Constant <value = int64 {{0}}> ()
@@ -58,7 +58,7 @@ constants_text = f"""   c0 = Constant <value = int64[1] {{0}}> ()
    total = Reshape (total_wide, c1)"""
 
 
-def positions_text(past: str | None) -> str:
+def _positions(past: str | None) -> str:
     """Nodes that make start [B], position [B, T] of the queries, column [S] of the keys, and real [B, T]."""
     rows = f"Shape <start = 2, end = 3> ({past})" if past else "Identity (c0)"
     return f"""   past_rows = {rows}
@@ -77,7 +77,7 @@ def positions_text(past: str | None) -> str:
    real = Less (position, tokens_column)"""
 
 
-def rows_text(name: str, rows: int, width: int, head_width: int, attributes: OpAttributes) -> str:
+def _rotated_rows(name: str, rows: int, width: int, head_width: int, attributes: OpAttributes) -> str:
     """Nodes that make {name}_turned [B, T, rows, width], rotated; the tables repeat the angles of a head's width."""
     shape = f"""   {name}_shape = Constant <value = int64[4] {{0, 0, {rows}, {width}}}> ()
    {name}_rows = Reshape ({name}, {name}_shape)"""
@@ -186,34 +186,28 @@ def _simulated(attributes: OpAttributes) -> str:
    counted = Where (real_rows, size, zero)
    sharing = Constant <value = int64[{axes.count(",") + 1}] {{{axes}}}> ()
    largest = ReduceMax (counted, sharing)
-{rounded_text(attributes)}"""
+{_rounded(attributes)}"""
 
 
-def rounded_text(attributes: OpAttributes, prefix: str = "") -> str:
-    """Nodes that make scores: logits rounded to multiples of a step.
-
-    Args:
-        attributes: attributes of the op.
-        prefix: what all names begin with, those of the values that it reads included: prepared, the logits; largest,
-            the largest of those that share a step; zero and one.
-    """
-    bits, p = attributes.logit_bits, prefix
+def _rounded(attributes: OpAttributes) -> str:
+    """Nodes that make scores: prepared logits rounded to multiples of a step, of which there are levels to largest."""
+    bits = attributes.logit_bits
     levels = 2**bits - 1 if attributes.logit_shift else max_code(bits)
-    ranged, clamped = f"   {p}range = Identity ({p}largest)", f"   {p}logit_codes = Identity ({p}nearest)"
+    ranged, clamped = "   range = Identity (largest)", "   logit_codes = Identity (nearest)"
     if attributes.logit_shift:
-        ranged = f"""   {p}shift_range = Constant <value_float = {SHIFT_RANGE!r}> ()
-   {p}range = Min ({p}largest, {p}shift_range)"""
-        clamped = f"""   {p}lowest = Constant <value_float = {float(-levels)!r}> ()
-   {p}logit_codes = Max ({p}nearest, {p}lowest)"""
+        ranged = f"""   shift_range = Constant <value_float = {SHIFT_RANGE!r}> ()
+   range = Min (largest, shift_range)"""
+        clamped = f"""   lowest = Constant <value_float = {float(-levels)!r}> ()
+   logit_codes = Max (nearest, lowest)"""
     return f"""{ranged}
-   {p}levels = Constant <value_float = {float(levels)!r}> ()
-   {p}step_or_zero = Div ({p}range, {p}levels)
-   {p}no_step = Equal ({p}step_or_zero, {p}zero)
-   {p}step = Where ({p}no_step, {p}one, {p}step_or_zero)
-   {p}steps_away = Div ({p}prepared, {p}step)
-   {p}nearest = Round ({p}steps_away)
+   levels = Constant <value_float = {float(levels)!r}> ()
+   step_or_zero = Div (range, levels)
+   no_step = Equal (step_or_zero, zero)
+   step = Where (no_step, one, step_or_zero)
+   steps_away = Div (prepared, step)
+   nearest = Round (steps_away)
 {clamped}
-   {p}scores = Mul ({p}logit_codes, {p}step)"""
+   scores = Mul (logit_codes, step)"""
 
 
 def _output(attributes: OpAttributes, value_width: int, gates: Collection[str]) -> str:

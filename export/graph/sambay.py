@@ -3,12 +3,11 @@
 from collections.abc import Mapping
 from typing import cast
 
-import numpy as np
 from onnx import FunctionProto, TensorProto, helper
 
 from diffquant.export.graph.activations import EMITTED
 from diffquant.export.graph.cache_scales import Scales
-from diffquant.export.graph.decoder import LAST_TOKEN, LAYER_OUTPUT, PRESENT, Decoder
+from diffquant.export.graph.decoder import LAYER_OUTPUT, PRESENT, Decoder
 from diffquant.export.graph.mamba import (
     CAUSAL_CONVOLUTION,
     SELECTIVE_SCAN,
@@ -44,9 +43,14 @@ class SambaYDecoder(Decoder):
         return [causal_convolution_function(self.architecture.mamba_d_conv, opset), selective_scan_function(opset)]
 
     def _embedded(self, ids: str) -> str:
-        return self.graph.wide(super()._embedded(ids))
+        graph, axis = self.graph, self.graph.int64("mask_axis", (1,))
+        self._counts = graph.add("Squeeze", self.tokens.counts, axis, name="new_tokens")
+        is_token = graph.add("Less", self.tokens.steps, self.tokens.counts)
+        column = graph.add("Unsqueeze", is_token, graph.int64("channels_axis", (2,)))
+        self._is_token = graph.add("Cast", column, to=TensorProto.FLOAT, name="is_token")
+        return graph.wide(super()._embedded(ids))
 
-    def _layer(self, x: str, layer: int, lengths: tuple[str, str]) -> str:
+    def _layer(self, x: str, layer: int) -> str:
         prefix = f"model.layers.{layer}."
         blocks, graph = self.architecture.layers[layer], self.graph
         normed = self._layer_norm(x, prefix + "input_layernorm", blocks["input_layernorm"])
@@ -56,7 +60,7 @@ class SambaYDecoder(Decoder):
         elif isinstance(mixer, GatedMemoryBlock):
             mixed = self._gated(normed, prefix + "attn.")
         else:
-            mixed = self._attention_over(normed, layer, cast(FusedAttentionBlock, mixer), lengths)
+            mixed = self._attention_over(normed, layer, cast(FusedAttentionBlock, mixer))
         x = graph.add("Add", x, self.graph.wide(mixed))
         normed = self._layer_norm(x, prefix + "post_attention_layernorm", blocks["post_attention_layernorm"])
         expanded = self.graph.wide(self._network(normed, prefix + "mlp."))
@@ -77,7 +81,7 @@ class SambaYDecoder(Decoder):
         active = EMITTED[self.config.hidden_act](self.graph, gate, {})
         return self._linear(self.graph.add("Mul", value, active), prefix + "fc2")
 
-    def _attention_over(self, x: str, layer: int, block: FusedAttentionBlock, lengths: tuple[str, str]) -> str:
+    def _attention_over(self, x: str, layer: int, block: FusedAttentionBlock) -> str:
         prefix, graph = f"model.layers.{layer}.attn.", self.graph
         projected = self._linear(x, prefix + "Wqkv")
         if block.stored is None:
@@ -92,7 +96,7 @@ class SambaYDecoder(Decoder):
         (key, value, *past), scales = self._shared
         inner = prefix + "inner_cross_attn."
         lam = self._scalar_lam(layer, inner)
-        inputs = [query, key, value, lam, *past, *lengths, "", "", *(scales or ["", ""]), "", ""]
+        inputs = [query, key, value, lam, *past, *self.tokens.lengths, "", "", *(scales or ["", ""]), "", ""]
         attended = f"layers.{layer}.attention"
         graph.add_all(NAME, inputs, [attended, *present], DOMAIN, **self._attributes(block.window).to_dict())
         return self._linear(self._post(attended, layer, inner), prefix + "out_proj")
@@ -153,19 +157,6 @@ class SambaYDecoder(Decoder):
     def _gated(self, x: str, prefix: str) -> str:
         gate = self._silu(self._linear(x, prefix + "in_proj"))
         return self._linear(self.graph.add("Mul", self._memory, gate), prefix + "out_proj")
-
-    def _lengths(self, mask: str) -> tuple[str, str]:
-        graph, lengths = self.graph, super()._lengths(mask)
-        new = graph.add("Shape", "input_ids", start=1, end=2)
-        tokens = graph.add("Add", LAST_TOKEN, graph.int64("one", (1,)))
-        # Behind a cache all new tokens count: only a first call has padding.
-        self._counts = graph.add("Min", tokens, new, name="new_tokens")
-        zero, one = (graph.constant(f"scalar.{value}", np.array(value, np.int64)) for value in (0, 1))
-        places = graph.add("Range", zero, graph.add("Squeeze", new), one)
-        is_token = graph.add("Less", places, graph.add("Unsqueeze", self._counts, graph.int64("columns_axis", (1,))))
-        column = graph.add("Unsqueeze", is_token, graph.int64("channels_axis", (2,)))
-        self._is_token = graph.add("Cast", column, to=TensorProto.FLOAT, name="is_token")
-        return lengths
 
     def _layer_norm(self, x: str, name: str, norm: Block) -> str:
         weight, bias = (

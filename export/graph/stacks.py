@@ -6,7 +6,6 @@ ONNX Runtime multiplies with codes that it knows beforehand; of an expert that a
 from dataclasses import replace
 
 import numpy as np
-from onnx import TensorProto
 from torch import Tensor
 
 from diffquant.export.graph.linears import FLOAT_KINDS, Linears, block_size, container_bits
@@ -45,16 +44,12 @@ def expert_product(linears: Linears, x: str, matrix: Matrix, experts: int, numbe
         matrix: weight [experts·out, in] of all experts.
         number: name of the expert's number, an int64 scalar.
     """
-    graph, pure = linears.graph, linears.options.pure
+    graph = linears.graph
     shape = matrix.shape[0] // experts, matrix.shape[1]
     if not matrix.scheme.quantizes:
         weight = graph.add("Gather", _values(linears, matrix, experts), number)
-    elif pure:
-        weight = _decoded(linears, matrix, shape, number)
     else:
         weight = _gathered(linears, matrix, shape, number)
-    if pure:
-        return graph.add("MatMul", x, graph.add("Transpose", weight, perm=[1, 0]))
     return graph.add("FusedMatMul", x, weight, domain=CONTRIB, transB=1)
 
 
@@ -79,7 +74,7 @@ def _gathered(linears: Linears, matrix: Matrix, shape: tuple[int, int], number: 
     codes, scales_name = linears.stream(layout["codes"]), linears.stream(scales)
     first = graph.add("Mul", number, graph.constant(f"expert.height.{out}", np.array(out, np.int64)))
     rows = graph.add("Add", graph.constant(f"expert.rows.{out}", np.arange(out)), first)
-    block = block_size(matrix.scheme, width, pure=False) or width
+    block = block_size(matrix.scheme, width) or width
     blocks = graph.add(
         "GatherBlockQuantized",
         codes,
@@ -92,40 +87,3 @@ def _gathered(linears: Linears, matrix: Matrix, shape: tuple[int, int], number: 
         quantize_axis=2,
     )
     return linears.row_of_blocks(blocks, f"expert.row.{out}.{width}", (out,), width, block)
-
-
-def _decoded(linears: Linears, matrix: Matrix, shape: tuple[int, int], number: str) -> str:
-    """Name of an expert's values [out, in] by standard operators, of which none gathers codes of 4 bits: of bytes."""
-    graph, (out, width), bits = linears.graph, shape, container_bits(matrix.scheme)
-    experts = matrix.shape[0] // out
-    layout = linears.layout(matrix)
-    codes, scales = layout["codes"], layout["scales"]
-    row = width * bits // 8
-    # Two's complement: a byte's upper half with its sign, and its lower half in what is left.
-    stored = replace(codes, kind=TensorProto.INT8, shape=(experts, out, row), row_bytes=out * row, width=out * width)
-    by_expert = replace(stored, make=lambda first, last: codes.make(first * out, last * out))
-    bytes_of = graph.add("Gather", linears.stream(by_expert), number)
-    wide = graph.add("Cast", bytes_of, to=TensorProto.FLOAT)
-    if bits == 4:
-        sixteen = graph.constant("sixteen", np.array(16, np.float32))
-        upper = graph.add("Floor", graph.add("Div", wide, sixteen))
-        lower = graph.add("Sub", wide, graph.add("Mul", upper, sixteen))
-        # From 8 on a lower half stands for what is 16 less.
-        eight = graph.constant("eight", np.array(8, np.float32))
-        wraps = graph.add("Floor", graph.add("Div", lower, eight))
-        signed = graph.add("Sub", lower, graph.add("Mul", wraps, sixteen))
-        axis = graph.int64("last_axis", (-1,))
-        halves = [graph.add("Unsqueeze", half, axis) for half in (signed, upper)]
-        wide = graph.add("Concat", *halves, axis=-1)
-    blocks = scales.shape[1]
-    grouped = graph.add("Reshape", wide, graph.int64(f"expert.blocks.{out}.{blocks}", (out, blocks, -1)))
-    of_all = replace(
-        scales,
-        shape=(experts, out, blocks, 1),
-        row_bytes=out * scales.row_bytes,
-        width=out * width,
-        make=lambda first, last: scales.make(first * out, last * out),
-    )
-    scale = graph.add("Gather", linears.stream(of_all), number)
-    values = graph.add("Mul", graph.narrow(grouped), scale)
-    return graph.add("Reshape", values, graph.int64(f"expert.row.{out}", (out, -1)))

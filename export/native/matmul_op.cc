@@ -16,12 +16,11 @@ std::atomic<int64_t> calls{0};
 class MatmulNode {
  public:
   MatmulNode(ort::Api api, const ort::KernelInfo* info) : api_(api), kernel_(*matmul_kernel()) {
-    shape_ = {integer(api, info, "N"), integer(api, info, "K"), integer(api, info, "block_size"),
-              integer(api, info, "bits"), nullptr, nullptr};
+    shape_ = {integer(api, info, "N", 1, kMostSize), integer(api, info, "K", 1, kMostSize),
+              integer(api, info, "block_size", 16, 256), integer(api, info, "bits", 4, 8), nullptr, nullptr};
     const int64_t level = integer(api, info, "accuracy_level");
-    require(shape_.channels > 0 && shape_.width > 0, "attributes N and K must be positive");
     require(shape_.bits == 4 || shape_.bits == 8, "attribute bits is " + std::to_string(shape_.bits) + ", not 4 or 8");
-    require(shape_.block >= 16 && shape_.block <= 256 && (shape_.block & (shape_.block - 1)) == 0,
+    require((shape_.block & (shape_.block - 1)) == 0,
             "attribute block_size is " + std::to_string(shape_.block) + ", not 16, 32, 64, 128 or 256");
     require(level == 4, "attribute accuracy_level is " + std::to_string(level) + "; this op rounds activations, level 4");
     const ort::Value *codes = constant(info, kCodes), *scales = constant(info, kScales);

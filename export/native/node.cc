@@ -1,6 +1,7 @@
 #include "node.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 
 #include "dispatch.h"
@@ -23,7 +24,7 @@ int64_t signals_per_noise(ort::Api api, const ort::KernelInfo* info) {
   int64_t value = 1;
   ort::Status* status = ort::kGetAttributeInt(api)(info, "signals_per_noise", &value);
   if (status) ort::kReleaseStatus(api)(status);
-  return status ? 1 : value;
+  return status ? 1 : integer(api, info, "signals_per_noise", 1, kMostHeads);
 }
 
 Granularity granularity(ort::Api api, const ort::KernelInfo* info) {
@@ -49,7 +50,7 @@ Storage cache_storage(int64_t bits, Element element, Storage activations) {
     case 6: require(element == Element::kUint8, given + " needs a uint8 cache"); return Storage::kPacked6;
     case 4: require(element == Element::kUint8, given + " needs a uint8 cache"); return Storage::kPacked4;
   }
-  throw InvalidArgument(given + " must be 0, 4, 6 or 8");
+  throw InvalidArgument(given + " is not 0, 4, 6 or 8");
 }
 
 }  // namespace
@@ -58,34 +59,36 @@ Node::Node(ort::Api api, const ort::KernelInfo* info, int64_t maps, Element acti
     : api_(api), maps_(maps) {
   maps == 2 ? read_pairs(info) : read_heads(info);
   scale_ = attribute<float>(api, info, "scale", ort::kGetAttributeFloat);
-  rotary_ = integer(api, info, "do_rotary");
-  interleaved_ = integer(api, info, "rotary_interleaved");
-  window_ = integer(api, info, "local_window_size");
+  // ONNX Runtime's GroupQueryAttention, to which function bodies lead, takes 0 for its own default.
+  require(std::isfinite(scale_) && scale_ != 0,
+          "attribute scale is " + std::to_string(scale_) + ", not a finite number other than 0");
+  rotary_ = flag(api, info, "do_rotary");
+  interleaved_ = flag(api, info, "rotary_interleaved");
+  window_ = integer(api, info, "local_window_size", -1, kMostSize);
   activations_ = activations == Element::kHalf ? Storage::kHalf : Storage::kFloat;
-  cache_ = cache_storage(integer(api, info, "kv_bit_width"), cache, activations_);
+  cache_ = cache_storage(integer(api, info, "kv_bit_width", 0, 8), cache, activations_);
   require(generation_ == 2 || !rotary_ || interleaved_, "generation 1 rotates interleaved channels only");
-  require(window_ == -1 || window_ > 0, "attribute local_window_size must be -1 or at least 1");
+  require(window_ != 0, "attribute local_window_size must be -1 or at least 1");
 }
 
 void Node::read_pairs(const ort::KernelInfo* info) {
-  pairs_ = integer(api_, info, "num_pairs");
-  kv_pairs_ = integer(api_, info, "num_kv_pairs");
+  pairs_ = integer(api_, info, "num_pairs", 1, kMostHeads);
+  kv_pairs_ = integer(api_, info, "num_kv_pairs", 1, kMostHeads);
   signals_ = signals_per_noise(api_, info);
-  generation_ = integer(api_, info, "generation");
-  logits_ = {integer(api_, info, "logit_bits"), granularity(api_, info), integer(api_, info, "logit_shift") != 0};
+  generation_ = integer(api_, info, "generation", 1, 2);
+  logits_ = {integer(api_, info, "logit_bits", 0, 8), granularity(api_, info), flag(api_, info, "logit_shift")};
   const std::string counts = std::to_string(kv_pairs_) + " does not divide num_pairs " + std::to_string(pairs_);
-  require(pairs_ > 0 && kv_pairs_ > 0 && pairs_ % kv_pairs_ == 0, "attribute num_kv_pairs " + counts);
-  require(signals_ > 0 && pairs_ % (signals_ * kv_pairs_) == 0,
+  require(pairs_ % kv_pairs_ == 0, "attribute num_kv_pairs " + counts);
+  require(pairs_ % (signals_ * kv_pairs_) == 0,
           "attribute signals_per_noise " + std::to_string(signals_) + " times num_kv_pairs " +
               std::to_string(kv_pairs_) + " does not divide num_pairs " + std::to_string(pairs_));
-  require(generation_ == 1 || generation_ == 2, "attribute generation must be 1 or 2");
-  require(logits_.bits == 0 || (logits_.bits >= 2 && logits_.bits <= 8), "attribute logit_bits must be 0 or 2 to 8");
+  require(logits_.bits != 1, "attribute logit_bits is 1, not 0 or 2 to 8");
 }
 
 void Node::read_heads(const ort::KernelInfo* info) {
-  pairs_ = signals_ = integer(api_, info, "num_heads");
-  kv_pairs_ = integer(api_, info, "kv_num_heads");
-  require(pairs_ > 0 && kv_pairs_ > 0 && pairs_ % kv_pairs_ == 0,
+  pairs_ = signals_ = integer(api_, info, "num_heads", 1, kMostHeads);
+  kv_pairs_ = integer(api_, info, "kv_num_heads", 1, kMostHeads);
+  require(pairs_ % kv_pairs_ == 0,
           "attribute kv_num_heads " + std::to_string(kv_pairs_) + " does not divide num_heads " +
               std::to_string(pairs_));
 }
@@ -179,7 +182,7 @@ class Call {
   }
 
   void read_rotation() {
-    problem_.interleaved = node_.interleaved_ != 0;
+    problem_.interleaved = node_.interleaved_;
     problem_.cos = problem_.sin = nullptr;
     if (!node_.rotary_) return;
     const int64_t half = problem_.keys.width / 2;

@@ -33,7 +33,8 @@ class Node {
   void read_heads(const ort::KernelInfo*);
 
   ort::Api api_;
-  int64_t maps_, pairs_, kv_pairs_, signals_, window_, rotary_, interleaved_;
+  int64_t maps_, pairs_, kv_pairs_, signals_, window_;
+  bool rotary_, interleaved_;
   int64_t generation_ = 2;
   float scale_;
   LogitScheme logits_{0, Granularity::kRow, false};

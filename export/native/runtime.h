@@ -51,6 +51,21 @@ inline int64_t integer(ort::Api api, const ort::KernelInfo* info, const char* na
   return attribute<int64_t>(api, info, name, ort::kGetAttributeInt);
 }
 
+// A number of heads, and a size along one axis. Products of these with each other and with the sizes of inputs fit int64.
+constexpr int64_t kMostHeads = 1 << 20, kMostSize = INT64_C(0x7fffffff);
+
+// Every attribute is bounded before anything is computed of it.
+inline int64_t integer(ort::Api api, const ort::KernelInfo* info, const char* name, int64_t least, int64_t most) {
+  const int64_t value = integer(api, info, name);
+  require(least <= value && value <= most, std::string("attribute ") + name + " is " + std::to_string(value) +
+                                               ", not " + std::to_string(least) + " to " + std::to_string(most));
+  return value;
+}
+
+inline bool flag(ort::Api api, const ort::KernelInfo* info, const char* name) {
+  return integer(api, info, name, 0, 1) != 0;
+}
+
 inline const void* data_of(ort::Api api, const ort::Value* value) {
   void* out = nullptr;
   check(ort::kGetTensorData(api)(value, &out));
@@ -65,6 +80,14 @@ inline Shape shape_of(ort::Api api, const ort::Value* value) {
   Shape out(count);
   check(ort::kGetDimensions(api)(info, out.data(), count));
   ort::kReleaseTensorInfo(api)(info);
+  // An empty tensor may have any sizes beside its 0, and they are multiplied here as those of others are.
+  constexpr int64_t kMostEntries = INT64_C(1) << 56;
+  int64_t entries = 1;
+  for (const int64_t size : out) {
+    const int64_t counted = size > 0 ? size : 1;
+    require(entries <= kMostEntries / counted, "an input of " + text(out) + " is too large");
+    entries *= counted;
+  }
   return out;
 }
 

@@ -110,7 +110,7 @@ class Generator:
             UsageError: there are no ids, they fill the model's context, or the model does not know one.
             NonFiniteError: logits overflow, or are no numbers.
         """
-        room = min(max_new_tokens, room_after(ids, self.model.vocabulary, self._context))
+        room = min(max_new_tokens, room_after(ids, self.model.vocabulary, self._context, self.text))
         pick = pick or _greedy
         started = time.perf_counter()
         state = InPlaceDecoder(self.model, 1, len(ids) + room)
@@ -183,6 +183,10 @@ class FolderTokenizer:
         """Text of token ids, special ones left out."""
         decode = self._fast.decode if self._fast else self._slow.decode
         return str(decode(ids, skip_special_tokens=True))
+
+    def convert_ids_to_tokens(self, token: int) -> str | None:
+        """A token's text in the vocabulary, or None if there is no such token."""
+        return self._fast.id_to_token(token) if self._fast else self._slow.convert_ids_to_tokens(token)
 
     def _through_transformers(self) -> Any:
         from diffquant.source.tokenizer import load_tokenizer

@@ -122,6 +122,10 @@ class OnnxLanguageModel(LanguageModel):
     def max_length(self) -> int:
         return self._context
 
+    @property
+    def vocabulary(self) -> int:
+        return self.runtime.vocabulary
+
     def new_cache(self) -> OnnxCache:
         self.runtime.check_cache()
         return OnnxCache()

@@ -12,11 +12,10 @@ from onnx import helper
 
 from diffquant.errors import CheckpointError
 from diffquant.export.files import model_file
-from diffquant.export.graph.external import load_graph
-from diffquant.export.graph.inlining import is_flex, without_flex
-from diffquant.export.graph.last_position import give_every_position
+from diffquant.export.graph.external import follow_links, has_linked_data, load_graph
 from diffquant.export.graph.matmul import MATMUL
 from diffquant.export.graph.op import CONTRIB, DOMAIN, NAME
+from diffquant.export.graph.padding import give_every_position
 from diffquant.export.graph.quantized_attention import QUANTIZED_ATTENTION
 from diffquant.export.native import OVERRIDE, library_path
 from diffquant.export.runtime.device import RuntimeDevice, nodes_on_cpu
@@ -41,7 +40,6 @@ class OnnxModel:
         dtype: dtype of the logits.
         device: where it runs.
         gives_every_position: whether there are logits of every new token, and not of each sequence's last one alone.
-        takes_padding: whether sequences of a batch may differ in length.
     """
 
     def __init__(
@@ -75,7 +73,7 @@ class OnnxModel:
         self.device.check()
         graph = load_graph(folder)
         self.folder = folder
-        is_changed = bool(extra_outputs) or accuracy_level is not None
+        is_changed = bool(extra_outputs) or accuracy_level is not None or has_linked_data(graph, model_file(folder))
         if every_position:
             is_changed |= give_every_position(graph)
         interface = read_interface(graph.graph, model_file(folder))
@@ -83,9 +81,6 @@ class OnnxModel:
         self.vocabulary = interface.vocabulary
         self.dtype = interface.dtype
         self.gives_every_position = interface.gives_every_position
-        self.takes_padding = not is_flex(graph)
-        if not self.takes_padding:
-            graph, is_changed = without_flex(graph), True
         if extra_outputs:
             own_kinds = {value.name: value.type.tensor_type.elem_type for value in graph.graph.value_info}
             graph.graph.output.extend(
@@ -140,7 +135,7 @@ class OnnxModel:
 
         Args:
             ids: int64 [B, T].
-            mask: int64 [B, S] over cached and new tokens, 0 only to the right of a sequence.
+            mask: int64 [B, S], a column for each token of this and of earlier calls, 0 for padding on any side.
             past: caches that `empty_cache` or the last call gave.
         """
         binding = self.session.io_binding()
@@ -264,9 +259,8 @@ def _open(
         if changed is None:
             return ort.InferenceSession(str(file), options, providers=device.providers)
         # A model from memory has no folder of its own to look for its data in.
-        options.add_session_config_entry(
-            "session.model_external_initializers_file_folder_path", str(file.parent.resolve())
-        )
+        data = follow_links(changed, file)
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(data))
         return ort.InferenceSession(changed.SerializeToString(), options, providers=device.providers)
     except Exception as error:  # the runtime's own exception types differ between its versions
         raise CheckpointError(f"ONNX Runtime {ort.__version__} cannot open {file}: {error}") from error

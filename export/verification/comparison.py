@@ -88,12 +88,13 @@ class Comparison:
         self._cache: Measure | None = None
         self._reached = 0
 
-    def verification(self, scales: Measure | None, rotation: Measure | None) -> Verification:
+    def verification(self, scales: Measure | None, rotation: Measure | None, bodies: Sequence[str]) -> Verification:
         """Results of the comparison.
 
         Args:
             scales: error of the cache's scales against calibration's; None if there is none to compare.
             rotation: error of the tables of cosines and sines; None without them.
+            bodies: nodes whose attributes are not those of their function bodies.
         """
         compared: list[Route] = []
         failures: list[str] = []
@@ -136,6 +137,7 @@ class Comparison:
             scales=scales,
             rotation=rotation,
             failures=tuple(failures),
+            bodies=tuple(bodies),
             tokens=tuple(self._tokens),
             notes=(*self._notes(scales), *([on_cpu_text(fallbacks)] if fallbacks else []), *refusals),
         )

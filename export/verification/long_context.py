@@ -1,6 +1,6 @@
 """Calls that reach far into the context without reading all of it: single tokens behind caches of random rows."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -52,7 +52,7 @@ def far_calls(
     text = np.concatenate(passages, 1)
     end = reach(model, reference.model.config.max_position_embeddings)
     tokens = text[0, np.linspace(0, text.shape[1] - 1, TOKENS, dtype=int)][:, None]
-    yield FarCalls(WHOLE, [tokens], [_together(model, tokens, lambda ids: _read(model, ids, outputs))])
+    yield FarCalls(WHOLE, [tokens], [_read(model, tokens, outputs)])
     if model.cache is None:
         whole = np.resize(text, (1, end))
         yield FarCalls(WHOLE, [whole], [_read(model, whole, outputs)])
@@ -66,7 +66,7 @@ def far_calls(
         at_once = max(1, _MOST_BYTES // (past.nbytes + 1))
         batches = [tokens[at : at + at_once] for at in range(0, TOKENS, at_once)]
         behind = partial(_behind, model, rows, states_after, outputs)
-        yield FarCalls(Reading(past=past), batches, [_together(model, batch, behind) for batch in batches])
+        yield FarCalls(Reading(past=past), batches, [behind(batch) for batch in batches])
 
 
 def past_lengths(end: int) -> list[int]:
@@ -74,12 +74,6 @@ def past_lengths(end: int) -> list[int]:
     last = end - 1
     powers = (2**power - 1 for power in range(10, last.bit_length() + 1, 2))
     return sorted({length for length in (*_PASTS, *powers, last) if 0 < length <= last})
-
-
-def _together(model: OnnxModel, ids: np.ndarray, read: Callable[[np.ndarray], list[np.ndarray]]) -> list[np.ndarray]:
-    """States of tokens [B, 1], read in one call where a model takes batches, since each call reads all weights."""
-    parts = [read(part) for part in ([ids] if model.takes_padding else np.split(ids, len(ids)))]
-    return [np.concatenate(values) for values in zip(*parts, strict=True)]
 
 
 def _most_rows(cache: CacheShape) -> int:

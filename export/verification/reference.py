@@ -106,6 +106,11 @@ class Reference:
         self._hook_results()
 
     @property
+    def width(self) -> int:
+        """Width of a query of the graph's attention nodes."""
+        return self._plan.spec.head_dim
+
+    @property
     def stages(self) -> list[str]:
         """Names of the stages in order."""
         return ["the embedding", *(f"layer {layer}" for layer in range(self.layers)), "the head"]

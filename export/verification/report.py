@@ -116,6 +116,8 @@ class Verification(Readable):
             folder has no record of it.
         rotation: how far cosines and sines are off, in parts of what their rounding explains; None without a rotation.
         failures: routes that ONNX Runtime cannot run, with its error.
+        bodies: nodes whose attributes are not those of their function bodies: with the native library such a node
+            computes something else than without it.
         tokens: what the differences do to next tokens, by session.
         notes: sentences that a reader should know.
     """
@@ -130,13 +132,18 @@ class Verification(Readable):
     scales: Measure | None
     rotation: Measure | None
     failures: tuple[str, ...]
+    bodies: tuple[str, ...]
     tokens: tuple[SessionTokens, ...]
     notes: tuple[str, ...]
 
     @property
     def passed(self) -> bool:
         beside = (self.cache, self.scales, self.rotation)
-        return not self.failures and all(each.passed for each in (*self.routes, *beside) if each is not None)
+        return (
+            not self.failures
+            and not self.bodies
+            and all(each.passed for each in (*self.routes, *beside) if each is not None)
+        )
 
     @property
     def largest_share(self) -> float:
@@ -158,7 +165,7 @@ class Verification(Readable):
         )
 
     def __str__(self) -> str:
-        return "\n".join([self.verdict(), *self.notes, *self.failures])
+        return "\n".join([self.verdict(), *self.notes, *self.failures, *self.bodies])
 
     def table(self) -> str:
         """Every route with its errors and limits, and what they do to next tokens."""
@@ -201,7 +208,9 @@ class Verification(Readable):
             return f"has scales of the quantized cache that are not those that calibration found ({self.scales})"
         if self.cache is not None and not self.cache.passed:
             return f"has scales of the quantized cache that do not fit the model ({self.cache})"
-        return f"does not run by every route: {self.failures[0]}"
+        if self.failures:
+            return f"does not run by every route: {self.failures[0]}"
+        return f"computes something else with the native library than without it: {self.bodies[0]}"
 
 
 def measures(

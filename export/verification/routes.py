@@ -50,14 +50,12 @@ def routes(model: OnnxModel, shares_prefixes: bool = True) -> Iterator[tuple[str
     """
     # One batch is padded, read and decoded further: what it was before its first decoded token is a route by itself.
     decoded: list[Run] = []
-    if model.takes_padding:
-        is_one = shares_prefixes and model.cache is not None
-        yield "padded batch", partial(_padded_before, decoded) if is_one else _padded
+    is_one = shares_prefixes and model.cache is not None
+    yield "padded batch", partial(_padded_before, decoded) if is_one else _padded
     if model.cache is not None:
         yield "chunked prefill", _chunked
         yield "decode", _decoded
-        if model.takes_padding:
-            yield "batch decode", (lambda *_: decoded) if shares_prefixes else _padded_then_decoded
+        yield "batch decode", (lambda *_: decoded) if shares_prefixes else _padded_then_decoded
 
 
 def last_positions(model: OnnxModel, passages: Sequence[np.ndarray]) -> list[Run]:
@@ -67,12 +65,12 @@ def last_positions(model: OnnxModel, passages: Sequence[np.ndarray]) -> list[Run
     padded batch, which ends at a place of its own in each.
     """
     runs = [_decoded_in_place(model, passages[0])]
-    if model.takes_padding and len(passages) > 1:
-        padded, mask = _right_padded(passages[1:])
+    if len(passages) > 1:
+        padded, mask, firsts = _pad_both_ways(passages[1:])
         (logits,), _ = model.run(padded, mask, model.empty_cache(len(padded)))
-        for of, ids in zip(logits, passages[1:], strict=True):
+        for of, ids, first in zip(logits, passages[1:], firsts, strict=True):
             length = ids.shape[1]
-            last = of[[length - 1 if model.gives_every_position else 0]]
+            last = of[[first + length - 1 if model.gives_every_position else 0]]
             runs.append(Run([_at_the_end(last, length)], (length,), length - 1))
     return runs
 
@@ -114,10 +112,13 @@ def _in_chunks(model: OnnxModel, ids: np.ndarray, lengths: list[int], outputs: t
 
 
 def _padded(model: OnnxModel, passages: Sequence[np.ndarray], outputs: tuple[str, ...]) -> list[Run]:
-    padded, mask = _right_padded(passages)
+    padded, mask, firsts = _pad_both_ways(passages)
     states, _ = model.run(padded, mask, model.empty_cache(len(passages)), outputs)
     lengths = [ids.shape[1] for ids in passages]
-    return [Run([values[i : i + 1, :length] for values in states], (length,)) for i, length in enumerate(lengths)]
+    return [
+        Run(_of_sequence(states, i, first, length), (length,))
+        for i, (first, length) in enumerate(zip(firsts, lengths, strict=True))
+    ]
 
 
 def _padded_before(
@@ -132,13 +133,11 @@ def _padded_then_decoded(model: OnnxModel, passages: Sequence[np.ndarray], outpu
     """States of a padded batch, but for the last tokens of each passage, which are decoded together."""
     steps = min(_DECODED_TOGETHER, min(ids.shape[1] for ids in passages) - 1)
     read = [ids[:, : ids.shape[1] - steps] for ids in passages]
-    padded, mask = _right_padded(read)
+    padded, mask, firsts = _pad_both_ways(read)
     states, cache = model.run(padded, mask, model.empty_cache(len(passages)), outputs)
-    parts = [[[values[i : i + 1, : ids.shape[1]] for values in states]] for i, ids in enumerate(read)]
+    parts = [[_of_sequence(states, i, firsts[i], ids.shape[1])] for i, ids in enumerate(read)]
     for step in range(steps):
-        mask = np.pad(mask, ((0, 0), (0, 1)))
-        for row, ids in zip(mask, read, strict=True):
-            row[: ids.shape[1] + step + 1] = 1
+        mask = np.pad(mask, ((0, 0), (0, 1)), constant_values=1)
         tokens = np.concatenate([ids[:, ids.shape[1] - steps + step][:, None] for ids in passages])
         states, cache = model.run(tokens, mask, cache, outputs)
         for i, part in enumerate(parts):
@@ -153,11 +152,21 @@ def _padded_then_decoded(model: OnnxModel, passages: Sequence[np.ndarray], outpu
     ]
 
 
-def _right_padded(passages: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+def _pad_both_ways(passages: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray, list[int]]:
+    """Ids and mask [B, T] of passages padded on the right and on the left in turns, and their first columns."""
     longest = max(ids.shape[1] for ids in passages)
-    padded = np.concatenate([np.pad(ids, ((0, 0), (0, longest - ids.shape[1]))) for ids in passages])
-    mask = np.array([[int(column < ids.shape[1]) for column in range(longest)] for ids in passages])
-    return padded, mask
+    firsts = [(longest - ids.shape[1]) * (number % 2) for number, ids in enumerate(passages)]
+    padded, mask = np.zeros((2, len(passages), longest), np.int64)
+    for number, (ids, first) in enumerate(zip(passages, firsts, strict=True)):
+        columns = slice(first, first + ids.shape[1])
+        padded[number, columns], mask[number, columns] = ids[0], 1
+    return padded, mask, firsts
+
+
+def _of_sequence(states: Sequence[np.ndarray], number: int, first: int, length: int) -> list[np.ndarray]:
+    """Values of one sequence of a padded batch: in the graph its tokens come first, its logits stay in place."""
+    *inside, logits = states
+    return [*(x[number : number + 1, :length] for x in inside), logits[number : number + 1, first : first + length]]
 
 
 def _halves(length: int) -> list[int]:

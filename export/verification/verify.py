@@ -13,6 +13,7 @@ from diffquant.export.graph.plan import check_exportable
 from diffquant.export.manifest import Manifest, check_unchanged, read_manifest
 from diffquant.export.runtime.device import RuntimeDevice
 from diffquant.export.runtime.generation import read_context
+from diffquant.export.verification.bodies import body_problems
 from diffquant.export.verification.caches import cache_scales, scale_error
 from diffquant.export.verification.comparison import Comparison
 from diffquant.export.verification.latent_reference import LatentReference
@@ -96,6 +97,7 @@ def verify(
         verification = comparison.verification(
             scales=_scale_error(folder, manifest, reference),
             rotation=None if rotation is None else Measure(rotation, 1.0),
+            bodies=body_problems(graph, reference.width),
         )
     if not verification.passed:
         raise ToleranceError(str(verification), verification)

@@ -51,6 +51,11 @@ _SAME: dict[str, Callable[[Result], Any]] = {
     "scored text": lambda each: each.get("books", {}).get("reading", {}).get("text"),
 }
 
+# Ratios of the ranges of logits, the Transformer's over the DIFF model's.
+RATIOS = (1, 2, 4, 8)
+# The paper's: largest attention logits of its Transformer and of its DIFF, arXiv 2410.05258, Table 5.
+PAPER_RATIO = 318.0 / 38.8
+
 Measure = Callable[[Result, Result], float]
 
 
@@ -125,6 +130,34 @@ def sensitivity_won(diff: Result, plain: Result) -> float:
     return parts_won(diff["books"], plain["books"], PRIMARY)[1]
 
 
+def won_by_steps(step: int, wider: int) -> Measure:
+    """Measure the bits won where the first model's logits are rounded to one step and the other's to another."""
+    return lambda diff, plain: advantage(
+        fmean(diff["books"]["kl_of_steps"][str(step)]), fmean(plain["books"]["kl_of_steps"][str(wider)])
+    )
+
+
+def won_at_ratio(ratio: int) -> Measure:
+    """Measure the bits won if the Transformer's logits ranged `ratio` times as far as the DIFF model's, in every layer.
+
+    Args:
+        ratio: one of `RATIOS`.
+    """
+    return won_by_steps(1, ratio)
+
+
+def break_even(diff: Result, plain: Result) -> float:
+    """Find the ratio of ranges at which neither model wins bits, as its binary logarithm.
+
+    Bits won are taken as straight between the ratios that were measured, over their binary logarithms, and go on
+    straight beyond them.
+    """
+    won = [won_at_ratio(ratio)(diff, plain) for ratio in RATIOS]
+    # RATIOS double, so places in the list are binary logarithms.
+    before = next((place for place in range(len(won) - 1) if won[place + 1] >= 0), len(won) - 2)
+    return before - won[before] / (won[before + 1] - won[before])
+
+
 def perplexity_ratio(diff: Result, plain: Result) -> float:
     """Perplexity on the held-out training text over the other model's."""
     return math.exp(diff["validation"]["nll"] - plain["validation"]["nll"])
@@ -195,6 +228,7 @@ def summary(there: Mapping[str, Result]) -> str:
         "Primary: bits won at 4:tensor on books, seeds 101 to 106": _primary(there),
         "Secondary: 36 schemes, Holm over 72": _secondary(there),
         "Secondary: parts, fixed steps, operands, the other text, perplexity": _parts(there),
+        "Bits won if the Transformer's logits ranged r times as far": _ratios(there),
         "Arithmetic": _arithmetic(there),
         "Controls, E2 and E3: bits won at 4:tensor, three seeds": _others(there),
         "E2: formats and softmax weights, bits won, three seeds": _formats(there),
@@ -243,6 +277,24 @@ def _secondary(there: Mapping[str, Result]) -> list[str]:
 
 def _parts(there: Mapping[str, Result]) -> list[str]:
     return markdown(["", *DIFFS], [[name, *(_over(there, c, m) for c in MAIN)] for name, m in PARTS.items()])
+
+
+def _ratios(there: Mapping[str, Result]) -> list[str]:
+    rows = []
+    for c in (*MAIN, *LONGER, *LARGER):
+        level = c.values(there, break_even)
+        if not c.is_complete(there) or not level:
+            rows.append([f"{c.kind} of {c.experiment}", "not yet", *[""] * len(RATIOS)])
+            continue
+        row = [_over(there, c, won_at_ratio(ratio)) for ratio in RATIOS]
+        rows.append([f"{c.kind} of {c.experiment}", *row, _shown(as_ratio(level)).replace("+", "")])
+    return markdown(["", *(f"r = {ratio}" for ratio in RATIOS), "break-even r"], rows)
+
+
+def as_ratio(logarithms: Sequence[float]) -> Difference:
+    """Turn binary logarithms of ratios into their geometric mean with Student's 95 % interval."""
+    mean = mean_interval(logarithms)
+    return Difference(2**mean.mean, 2**mean.low, 2**mean.high)
 
 
 def _arithmetic(there: Mapping[str, Result]) -> list[str]:

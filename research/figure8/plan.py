@@ -20,6 +20,13 @@ RESULTS = FOLDER / "results"
 RUNS = FOLDER / "runs.md"
 
 KINDS = ("transformer", "diff-v1", "diff-v2")
+# Cells of E4, by number of maps and whether the norm stands behind the pair.
+CELLS = {
+    (1, False): "half-heads",
+    (1, True): "half-heads-norm",
+    (2, False): "diff-v1-no-norm",
+    (2, True): "diff-v1",
+}
 GRID = (1e-3, 2e-3, 4e-3, 8e-3)
 EDGES = {GRID[0]: 5e-4, GRID[-1]: 16e-3}
 # Factors of a carried rate that E3 checks first, and how their runs' names end.
@@ -73,8 +80,9 @@ class Run:
 
     @property
     def base(self) -> str:
-        """Kind whose best rate the run takes: a control takes that of the kind it controls."""
-        return self.architecture if self.architecture in KINDS else "transformer"
+        """Kind whose best rate the run takes: a control takes that of the kind it controls, a cell of E4 its own."""
+        has_grid = self.architecture in KINDS or self.name.startswith("e4-")
+        return self.architecture if has_grid else "transformer"
 
     def schedule(self, rate: float) -> Schedule:
         """Schedule at a rate."""
@@ -148,8 +156,8 @@ def best_rate(kind: str, there: Mapping[str, Result]) -> float | None:
 
 
 def grid_name(kind: str, rate: float) -> str:
-    """Name of the run of a rate's choice."""
-    return f"e1-{kind}-rate-{rate * 1000:g}e-3"
+    """Name of the run that trains a kind at a rate of the grid; kinds that only E4 has get their grid there."""
+    return f"{'e1' if kind in KINDS else 'e4'}-{kind}-rate-{rate * 1000:g}e-3"
 
 
 def _best_of_grid(kind: str, there: Mapping[str, Result]) -> float | None:

@@ -1,11 +1,11 @@
-"""The picture of the primary trainings: bits won at 4 bits, a dot a training."""
+"""Pictures of the trainings: bits won at 4 bits, and bits won by the ratio of the logits' ranges."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from diffquant.evals.stats import mean_interval
 from diffquant.report.plots import REFERENCE, look, new_figure, tidy
-from research.figure8.analysis import MAIN, bits_won
+from research.figure8.analysis import LARGER, LONGER, MAIN, PAPER_RATIO, RATIOS, bits_won, won_at_ratio
 from research.figure8.plan import Result
 from research.figure8.scoring import SHARED
 
@@ -13,6 +13,11 @@ _BITS = 4
 _NAMES = {"diff-v1": "DIFF V1", "diff-v2": "DIFF V2"}
 # Heights of a kind's dots and of its interval, from a granularity's line.
 _APART, _ABOVE = 0.36, 0.13
+_SIZES = {
+    "1.25 million parameters": MAIN,
+    "1.25 million, three times the tokens": LONGER,
+    "5.3 million parameters": LARGER,
+}
 
 
 def plot_bits_won(there: Mapping[str, Result]) -> Any:
@@ -43,4 +48,41 @@ def plot_bits_won(there: Mapping[str, Result]) -> Any:
     axis.set_xlabel("bits won over the Transformer of the same seed (left of 0: DIFF loses)")
     tidy(axis, "x")
     figure.legend(loc="outside upper center", ncols=2, frameon=False)
+    return figure
+
+
+def plot_by_ratio(there: Mapping[str, Result]) -> Any:
+    """Figure with a panel for each DIFF kind and a line for each size, over the ratio of the logits' ranges."""
+    figure = new_figure(7.6, 4.4)
+    axes = figure.subplots(1, len(MAIN), sharey=True)
+    for panel, axis in enumerate(axes):
+        for number, (size, comparisons) in enumerate(_SIZES.items()):
+            comparison = comparisons[panel]
+            means = [mean_interval(comparison.values(there, won_at_ratio(ratio))) for ratio in RATIOS]
+            axis.errorbar(
+                # Side by side, since the intervals of the sizes overlap.
+                [ratio * 1.05 ** (number - 1) for ratio in RATIOS],
+                [mean.mean for mean in means],
+                yerr=[[mean.mean - mean.low for mean in means], [mean.high - mean.mean for mean in means]],
+                **look(number),
+                markersize=5,
+                capsize=3,
+                label=None if panel else size,
+            )
+        axis.axhline(0, color=REFERENCE, linewidth=1)
+        axis.axvline(PAPER_RATIO, color=REFERENCE, linewidth=1, linestyle="--")
+        axis.annotate(
+            f"{PAPER_RATIO:.1f} in the\npaper's Table 5",
+            (PAPER_RATIO, -1),
+            xytext=(-4, 0),
+            textcoords="offset points",
+            ha="right",
+        )
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(RATIOS, [str(ratio) for ratio in RATIOS])
+        axis.set_title(_NAMES[comparisons[panel].kind])
+        tidy(axis, "both")
+    axes[0].set_ylabel("bits won by DIFF (below 0: DIFF loses)")
+    figure.supxlabel("range of the Transformer's logits over DIFF's", fontsize="medium")
+    figure.legend(loc="outside upper center", ncols=3, frameon=False, fontsize=9)
     return figure

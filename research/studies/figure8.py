@@ -149,7 +149,8 @@ def prose_readings(model: DiffTransformer, tokenizer: Any, text: str, settings: 
     length, count = len(text) // settings.passages, settings.windows * (settings.window + 1)
     middles = []
     for number in range(settings.passages):
-        ids = token_ids.encode_text(tokenizer, text[number * length : (number + 1) * length], model.device)
+        part = text[number * length : (number + 1) * length]
+        ids = token_ids.encode_text(tokenizer, part, model.config.vocab_size, model.device)
         first = (len(ids) - count) // 2
         if first < 0:
             raise UsageError(
@@ -162,7 +163,7 @@ def prose_readings(model: DiffTransformer, tokenizer: Any, text: str, settings: 
 
 def needle_readings(model: DiffTransformer, tokenizer: Any, text: str, plan: needle.NeedlePlan) -> list[Reading]:
     """Readings of needles' contexts and questions; the numbers are predicted."""
-    encoder = RequestEncoder(tokenizer, max_length(model.config, tokenizer))
+    encoder = RequestEncoder(tokenizer, max_length(model.config, tokenizer), model.config.vocab_size)
     items = needle.make_items(tokenizer, text, plan)
     requests = encoder.requests(request for item in items for request in item.requests())
     return [Reading(torch.tensor([ids.context + ids.continuation]), len(ids.continuation)) for ids in requests]

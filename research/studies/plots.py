@@ -36,10 +36,10 @@ from diffquant.support.xz import named, read_text
 from diffquant.sweep.outputs import plotted_cells
 from diffquant.sweep.plot import plot
 from diffquant.sweep.result import read_sweep
-from research.figure8.analysis import MAIN
+from research.figure8.analysis import LARGER, LONGER, MAIN
 from research.figure8.plan import RESULTS as TRAININGS
 from research.figure8.plan import results as trainings
-from research.figure8.plot import plot_bits_won
+from research.figure8.plot import plot_bits_won, plot_by_ratio
 from research.studies.figure8_plots import plot_against_prediction, plot_by_bits
 from research.studies.results import read_attention_maps, read_json
 from research.studies.rounding_plot import plot_against_size
@@ -214,15 +214,17 @@ def _of_figure8(file: Path) -> Iterator[tuple[str, Drawing]]:
 
 
 def _of_trainings(file: Path) -> Iterator[tuple[str, Drawing]]:
-    """The picture of all trainings of the primary comparisons, which a file of one of them stands for."""
-    files = tuple(TRAININGS / f"{name}.json" for each in MAIN for pair in each.names for name in pair)
-    if file == files[0]:
-        code = ("research/figure8/plot.py", "research/figure8/analysis.py")
-        yield "bits-won.png", Drawing(_draw_trainings, files, code)
+    """The pictures of all trainings that are compared, which a file of one of them stands for."""
+    code = ("research/figure8/plot.py", "research/figure8/analysis.py")
+    drawn = {"bits-won.png": (plot_bits_won, MAIN), "bits-by-range.png": (plot_by_ratio, [*MAIN, *LONGER, *LARGER])}
+    for name, (figure, comparisons) in drawn.items():
+        files = tuple(TRAININGS / f"{run}.json" for each in comparisons for pair in each.names for run in pair)
+        if file == files[0]:
+            yield name, Drawing(partial(_draw_trainings, figure), files, code)
 
 
-def _draw_trainings(path: Path) -> None:
-    plot_bits_won(trainings(TRAININGS)).savefig(path, dpi=150)
+def _draw_trainings(figure: Callable[[Any], Any], path: Path) -> None:
+    figure(trainings(TRAININGS)).savefig(path, dpi=150)
 
 
 def _draw_figure8(figure: Callable[[list[Any]], Any], files: tuple[Path, ...], path: Path) -> None:

@@ -118,7 +118,7 @@ def linear_layers(path: Path, options: LayerOptions) -> dict[str, Layer]:
     names = [f"model.layers.{layer}.{linear}" for layer in options.layers for linear in _LINEARS]
     halves = text[: len(text) // 2], text[len(text) // 2 :]
     read, scored = (
-        _inputs(model, encode_text(tokenizer, half, model.device)[:count], names)
+        _inputs(model, encode_text(tokenizer, half, model.config.vocab_size, model.device)[:count], names)
         for half, count in zip(halves, (options.read, options.scored), strict=True)
     )
     return {

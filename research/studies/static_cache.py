@@ -93,12 +93,15 @@ def measure_cache(path: Path, progress: Progress = silent) -> dict[str, Any]:
     """Negative log-likelihood and KL of every row by scored window, in nats a token."""
     source = open_source(path)
     model, text = load(source, Recipe(), torch.float32, "cpu"), books_text()
-    scored = [_window(source.tokenizer, text, *at) for at in SCORED]
+    known = source.architecture.vocab_size
+    scored = [_window(source.tokenizer, text, known, *at) for at in SCORED]
     ranges = {}
     for number, row in enumerate(ROWS):
         progress(number, 2 * len(ROWS), "calibrating")
         if row.observer:
-            ids = torch.stack([_window(source.tokenizer, text, *at)[:-1] for at in CALIBRATIONS[row.calibrated_on]])
+            ids = torch.stack(
+                [_window(source.tokenizer, text, known, *at)[:-1] for at in CALIBRATIONS[row.calibrated_on]]
+            )
             ranges[row] = observe_ranges(model, ids, ("k", "v"), Observer(row.observer, bits=row.bits))
     exact = [_states(model, ids) for ids in scored]
     rows = []
@@ -120,10 +123,10 @@ def measure_cache(path: Path, progress: Progress = silent) -> dict[str, Any]:
     }
 
 
-def _window(tokenizer: Any, text: str, passage: int, window: int) -> Tensor:
+def _window(tokenizer: Any, text: str, vocabulary: int, passage: int, window: int) -> Tensor:
     """Token ids [WINDOW + 1] of a window of a passage."""
     length = len(text) // PASSAGES
-    ids = encode_text(tokenizer, text[passage * length : (passage + 1) * length], torch.device("cpu"))
+    ids = encode_text(tokenizer, text[passage * length : (passage + 1) * length], vocabulary, torch.device("cpu"))
     return ids[window * WINDOW : (window + 1) * WINDOW + 1]
 
 

@@ -13,6 +13,8 @@ KINDS = ("transformer", "diff-v1", "diff-v2")
 CONTROLS = ("half-heads", "half-heads-norm")
 # A Transformer whose heads can say nothing: a sigmoid of the layer's input gates each channel of their output.
 GATED = "gated"
+# V1's two maps without the norm behind each pair, and without the factor that follows the norm.
+NO_NORM = "diff-v1-no-norm"
 
 
 def matched(kind: str, sizes: Sizes, vocabulary: int) -> DiffTransformerConfig:
@@ -22,7 +24,8 @@ def matched(kind: str, sizes: Sizes, vocabulary: int) -> DiffTransformerConfig:
     projections; λ and the per-pair norm add under 1 %. V2 has as many pairs, which doubles its queries:
     its network is narrowed by what they and λ's projection cost. The controls are Transformers with V1's
     number of heads, twice as wide as the Transformer's, one of them with V1's norm behind each. The gated
-    Transformer's network is narrowed by what its gates cost.
+    Transformer's network is narrowed by what its gates cost. V1 without its norm has no factor (1 - λ_init) either: the
+    factor follows the norm.
 
     Raises:
         UsageError: the kind is unknown, or one with half the heads is asked for with an odd number of them.
@@ -30,10 +33,10 @@ def matched(kind: str, sizes: Sizes, vocabulary: int) -> DiffTransformerConfig:
     Source: arXiv 2410.05258, section 2 and appendix D; microsoft/unilm, Diff-Transformer-V2; the gate is that of arXiv
     2505.06708, elementwise behind attention.
     """
-    known = (*KINDS, *CONTROLS, GATED)
+    known = (*KINDS, *CONTROLS, GATED, NO_NORM)
     if kind not in known:
         raise UsageError(f"unknown kind {kind!r}; known are {', '.join(known)}")
-    if kind in ("diff-v1", *CONTROLS) and sizes.heads % 2:
+    if kind in ("diff-v1", *CONTROLS, NO_NORM) and sizes.heads % 2:
         raise UsageError(f"{kind} halves the Transformer's heads and needs an even number, got {sizes.heads}")
     inner = sizes.inner - _width_of(_extra_rows(kind, sizes))
     spec = _spec(kind, sizes.heads, sizes.head_dim)
@@ -93,6 +96,8 @@ def _spec(kind: str, heads: int, width: int) -> DiffSpec:
         return DiffSpec(heads, heads, width, width, maps=1)
     if kind == "diff-v1":
         return DiffSpec(heads // 2, heads // 2, width, 2 * width, lam="exp", post_norm="affine", scale_by_init=True)
+    if kind == NO_NORM:
+        return DiffSpec(heads // 2, heads // 2, width, 2 * width, lam="exp")
     if kind == GATED:
         return DiffSpec(heads, heads, width, width, maps=1, output_gate=True)
     if kind == "half-heads":

@@ -110,7 +110,7 @@ def train(settings: PairsSettings, base: Path, text: Path, output: Path, limit: 
             "run": run,
             "steps": schedule.steps,
             "tokens": schedule.steps * schedule.accumulate * schedule.tokens,
-            "device": torch.cuda.get_device_name() if device.startswith("cuda") else device,
+            "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else device,
             "torch": torch.__version__,
             "base": exam.score(trio.teacher),
             "models": models,

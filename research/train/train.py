@@ -26,7 +26,7 @@ from diffquant.support.program import run_program
 from diffquant.support.progress import progress_for
 from research.train.fast import FastLoss
 from research.train.loop import LOG, Batches, Trainer
-from research.train.models import CONTROLS, GATED, KINDS, look_back, matched, place
+from research.train.models import CONTROLS, GATED, KINDS, NO_NORM, look_back, matched, place
 from research.train.needles import Needles
 from research.train.prose import Prose
 from research.train.settings import Settings
@@ -37,7 +37,7 @@ RUN = "training.json"
 
 def main(
     settings: Annotated[Path, typer.Argument(help="YAML file, such as needle.yaml beside this program.")],
-    kind: Annotated[str, typer.Option(help=f"Kind of model: {', '.join((*KINDS, *CONTROLS, GATED))}.")],
+    kind: Annotated[str, typer.Option(help=f"Kind of model: {', '.join((*KINDS, *CONTROLS, GATED, NO_NORM))}.")],
     text: Annotated[Path, typer.Option(help="English prose, UTF-8 (.xz is unpacked).")],
     output: Annotated[Path, typer.Option(help="Folder to make, or to go on in.")],
     characters: Annotated[int | None, typer.Option(help="Read only so many of the text; all by default.")] = None,

@@ -140,8 +140,6 @@ def test_attention_of_the_whole_family_rounds_both_operands_of_p_v(tmp_path, nam
     maps = []
     for queries, keys in zip(attention.layout.query_maps(q), attention.layout.key_maps(k), strict=True):
         logits = queries @ keys.repeat_interleave(queries.shape[1] // keys.shape[1], 1).mT * attention.scale
-        if spec.soft_cap is not None:
-            logits = (logits / spec.soft_cap).tanh() * spec.soft_cap
         maps.append(softmax_weights(logits, visible, scheme))
     weights = maps[0] if gate is None else gate * maps[0]
     if lam is not None:

@@ -206,11 +206,3 @@ def test_the_codes_that_are_timed_are_those_that_eight_bit_attention_makes():
     codes = kernels.eight_bit_codes(call)
     assert (codes.q.dtype, codes.k.dtype, codes.v.dtype) == (torch.int8, torch.int8, torch.float8_e4m3fn)
     assert codes.k.shape[3] == codes.v.shape[3] == 128
-
-
-def test_estimates_are_printed_and_a_file_for_them_is_refused(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr("sys.argv", ["gpu", "--estimate", "--json", str(tmp_path / "estimate.json")])
-    with pytest.raises(SystemExit) as ended:
-        ratios.main()
-    assert ended.value.code == 2
-    assert "--estimate prints and writes no file; leave out --json" in capsys.readouterr().err

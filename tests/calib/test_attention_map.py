@@ -171,9 +171,9 @@ def test_a_model_that_computes_nan_is_named():
 @pytest.mark.parametrize("adds_bos", [False, True], ids=["plain", "bos"])
 def test_every_token_of_a_prompt_belongs_to_its_part(adds_bos):
     tokenizer = tiny_lm.tokenizer(adds_bos)
-    encoder = RequestEncoder(tokenizer, 512)
+    encoder = RequestEncoder(tokenizer, 512, len(tokenizer))
     for item in make_items(tokenizer, data.books_text()[:20000], NeedlePlan(3, lengths=(220,), samples=2)):
-        prompt = make_prompt(tokenizer, item)
+        prompt = make_prompt(tokenizer, item, len(tokenizer))
         request = encoder.request(*item.requests()[0])
         whole = request.context + request.continuation
         assert (*prompt.ids, prompt.answer) == whole[: len(prompt.ids) + 1]
@@ -242,7 +242,7 @@ def test_right_is_the_share_of_a_places_items_and_progress_counts_them_all(model
 def test_right_is_what_greedy_decoding_says_first(models, text):
     model, tokenizer = load(models[0], dtype=torch.float32), load_tokenizer(models[0])
     item = make_items(tokenizer, text.read_text(), NeedlePlan(lengths=(120,), samples=1))[0]
-    prompt = make_prompt(tokenizer, item)
+    prompt = make_prompt(tokenizer, item, len(tokenizer))
     likeliest = int(model(torch.tensor([prompt.ids])).logits[0, -1].argmax())
     for answer in (likeliest, likeliest + 1):
         assert attention_by_part(model, Prompt(prompt.ids, prompt.parts, answer))[1] == (answer == likeliest)
@@ -264,4 +264,4 @@ def test_what_cannot_be_measured_is_said(models):
     with pytest.raises(UsageError, match="a model's own"):
         map_attention(models, NeedlePlan(), recipe=Recipe.of(kv="8:static"))
     with pytest.raises(UsageError, match="does not say where its tokens stand"):
-        make_prompt(type("Slow", (), {"is_fast": False})(), needle.NeedleItem("", (("Paris", "42"),), 0.0, 9))
+        make_prompt(type("Slow", (), {"is_fast": False})(), needle.NeedleItem("", (("Paris", "42"),), 0.0, 9), 1)

@@ -5,7 +5,7 @@ from huggingface_hub import ModelCard
 
 import diffquant
 from diffquant.errors import CheckpointError
-from diffquant.formats.front_matter import gguf_front_matter
+from diffquant.formats.front_matter import gguf_front_matter, read_front_matter
 from tests.support import tiny_lm
 from tests.support.checkpoints import write_llama
 
@@ -55,6 +55,37 @@ def test_licence_and_base_go_along_from_verb_to_verb(tmp_path):
     exported = front_matter(tmp_path / "onnx")
     assert {key: exported[key] for key in terms} == terms
     assert (exported["library_name"], exported["base_model_relation"]) == ("onnx", "quantized")
+
+
+@pytest.mark.parametrize(
+    ("link", "stays"),
+    [
+        ("https://example.org/LICENSE", True),
+        ("HTTP://example.org", True),
+        ("LICENSE.md#terms", True),
+        ("docs/a:b.txt", True),
+        ("javascript:alert(1)", False),
+        ("JavaScript:alert(1)", False),
+        ('" javascript:alert(1)"', False),
+        ('"java\\tscript:alert(1)"', False),
+        ('"\\x01javascript:alert(1)"', False),
+        ("data:text/html,x", False),
+        ("file:///etc/passwd", False),
+        ("//example.org", False),
+        ("'\\\\example.org'", False),
+        ("https:evil", False),
+        ("'http://['", False),
+        ("[LICENSE]", False),
+    ],
+)
+def test_a_licences_link_leads_to_a_web_page_or_into_the_repository(tmp_path, link, stays):
+    (tmp_path / "README.md").write_text(f"---\nlicense: other\nlicense_link: {link}\n---\n")
+    found = read_front_matter(tmp_path)
+    assert found["license"] == "other"
+    assert ("license_link" in found) == stays
+    if isinstance(link, str) and not link.startswith(('"', "'", "[")):
+        of_gguf = gguf_front_matter({"general.license": "other", "general.license.link": link})
+        assert ("license_link" in of_gguf) == stays
 
 
 def test_only_a_differential_model_has_the_tag(tmp_path):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diffquant.errors import CheckpointError
-from diffquant.formats.compressed_config import name_patterns, quantization_config, read_schemes, target_of
+from diffquant.formats.compressed_config import name_patterns, quantization_config, read_schemes, targets_of
 from diffquant.formats.compressed_tensors import pack_weight, packed_shapes, unpack_weight, weight_codes
 from diffquant.numbers.absmax import max_code
 from diffquant.scheme import Scheme
@@ -137,7 +137,7 @@ def with_targets(targets):
         (with_weights(num_bits=9), "has 9 bits"),
         (with_targets("Linear"), "has no list of targets"),
         (with_targets([7]), "has no list of targets"),
-        (with_targets(["re:("]), r"target '\(' is not a regular expression"),
+        (with_targets(["re:("]), r"'\(' is not a regular expression"),
         (with_weights(group_size=None), "has no group_size"),
         (with_weights(actorder="group"), "reorders columns"),
         (None, "yet the weights of .*up_proj are packed"),
@@ -154,7 +154,7 @@ def test_what_is_not_read_is_refused_by_name(entry, complaint):
 def test_of_several_targets_the_one_is_taken_that_compressed_tensors_takes(module):
     for targets in permutations(["re:.*mlp", "re:.*down_proj$", "Linear", "model.layers.0.mlp.up_proj"]):
         chosen = match_targets(module, torch.nn.Linear(1, 1), targets)[0]
-        assert target_of(module, {target: target for target in targets}) == chosen
+        assert targets_of([module], {target: target for target in targets}) == {module: chosen}
 
 
 def test_packed_weights_that_no_group_covers_are_named():

@@ -73,6 +73,12 @@ FOLDERS = {
         None,
         "int3 per channel",
     ),
+    "int4 of tensors with zero points": (
+        "pack-quantized",
+        weights("tensor", 4, "int", symmetric=False),
+        None,
+        "int4 per tensor",
+    ),
 }
 
 
@@ -223,6 +229,19 @@ def test_zero_points_are_subtracted_wherever_they_are(tmp_path):
     stated = {"targets": ["Linear"], "weights": weights(kind="int"), "input_activations": ROUNDED}
     edit_entry(tmp_path / "packed", config_groups={"group_0": stated})
     assert torch.equal(open_source(tmp_path / "packed").checkpoint.read(f"{UP}.weight"), expected[f"{UP}.weight"])
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (160,), (159, 2), (1, 2, 2)])
+@pytest.mark.parametrize("kind", ["int4 with zero points", "int4 of tensors with zero points"])
+def test_zero_points_of_scales_of_another_shape_are_refused_or_read(tmp_path, kind, shape):
+    write_folder(tmp_path / "packed", kind)
+    edit_tensors(tmp_path / "packed", {f"{UP}.weight_scale": torch.ones(shape)})
+    if "tensors" in kind and shape in ((), (1,)):
+        edit_tensors(tmp_path / "packed", {f"{UP}.weight_zero_point": torch.ones(shape, dtype=torch.int8)})
+        assert open_checkpoint(tmp_path / "packed").read(f"{UP}.weight").shape == (160, 64)
+    else:
+        with pytest.raises(CheckpointError, match=UP):
+            open_checkpoint(tmp_path / "packed")
 
 
 @pytest.mark.parametrize("name", ["group", "dynamic"])

@@ -94,7 +94,7 @@ def test_missing_lambda_wrong_shape_wrong_type_and_surplus_are_named_together(tm
         del tensors["model.layers.1.self_attn.lambda_q1"]
         tensors["model.layers.0.mlp.up_proj.weight"] = torch.zeros(160, 63)
         tensors["model.norm.weight"] = torch.zeros(64, dtype=torch.int8)
-        tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(64)
+        tensors["model.layers.0.self_attn.q_proj.bias"] = torch.ones(64)
 
     rewrite(folder, "model.safetensors", damage)
     with pytest.raises(CheckpointError) as caught:

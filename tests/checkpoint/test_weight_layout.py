@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers.pytorch_utils import Conv1D
 
 from diffquant.errors import CheckpointError
@@ -41,6 +41,7 @@ OF_LINEARS = {
     "MixtralForCausalLM": EXPERTS,
     "BertLMHeadModel": WIDE | {"intermediate_size": 96, "is_decoder": True},
 }
+NEMOTRON = LLAMA | {"layers_block_type": ["moe"], "n_routed_experts": 2, "moe_intermediate_size": 96}
 EXPERTS_FIRST = {
     "GptOssForCausalLM": EXPERTS,
     "Llama4ForCausalLM": EXPERTS | {"intermediate_size_mlp": 96},
@@ -92,6 +93,59 @@ def test_experts_that_multiply_from_the_right_are_refused(tmp_path, name, sizes)
     assert stored_transposed(source.checkpoint.tensors) == experts
     with pytest.raises(CheckpointError, match=r"stored \[in, out\]"):
         plan_quantization(source, Recipe.of(weights="4:row"))
+
+
+@pytest.mark.parametrize(("width", "inner"), [(64, 64), (64, 32), (32, 64), (96, 64)], ids=str)
+@pytest.mark.parametrize(
+    "name", ["GptOssForCausalLM", "Llama4ForCausalLM", "Qwen3MoeForCausalLM", "MixtralForCausalLM"]
+)
+def test_of_square_experts_the_other_matrix_shows_the_layout(tmp_path, name, width, inner):
+    sizes = {
+        "hidden_size": width,
+        "num_experts": 2,
+        **dict.fromkeys(("intermediate_size", "moe_intermediate_size"), inner),
+    }
+    model = random_model(name, EXPERTS | {"intermediate_size_mlp": 96} | sizes)
+    experts = [name for name, tensor in model.named_parameters() if tensor.ndim == 3]
+    down = next(tensor for name, tensor in model.named_parameters() if name.endswith("experts.down_proj"))
+    # How transformers multiplies with them, whose own flag says it of some.
+    expected = experts if name in EXPERTS_FIRST else []
+    assert tuple(down.shape[1:]) == ((inner, width) if expected else (width, inner))
+    source = open_weights(write(tmp_path / "model", model))
+    assert sorted(stored_transposed(source.checkpoint.tensors)) == sorted(expected)
+    if expected:
+        with pytest.raises(CheckpointError, match=r"stored \[in, out\]"):
+            plan_quantization(source, Recipe.of(weights="4:row"))
+    else:
+        assert any(".experts." in module for module in plan_quantization(source, Recipe.of(weights="4:row")).schemes)
+
+
+@pytest.mark.parametrize("name", ["w1", "up_proj", "gate_up_proj"])
+def test_square_experts_that_nothing_shows_the_layout_of_are_refused_and_can_be_kept(tmp_path, name):
+    tensors = {f"layers.0.mlp.experts.{name}": torch.ones(2, 64, 64), "layers.0.mlp.proj.weight": torch.ones(64, 64)}
+    if name == "up_proj":
+        # Without a gate both fit either way.
+        tensors["layers.0.mlp.experts.down_proj"] = torch.ones(2, 64, 64)
+    folder = write(tmp_path / "model", torch.nn.Module())
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"are square, and .*experts\.{name} \[2, 64, 64\].*keep='PATTERN'"):
+        plan_quantization(open_weights(folder), Recipe.of(weights="4:row"))
+    plan = plan_quantization(open_weights(folder, WeightRules.read(keep=("*.experts.*",))), Recipe.of(weights="4:row"))
+    assert list(plan.schemes) == ["layers.0.mlp.proj"]
+
+
+@pytest.mark.parametrize("is_transposed", [False, True], ids=["out, in", "in, out"])
+def test_of_experts_without_a_gate_the_router_shows_the_layout(tmp_path, is_transposed):
+    model = random_model("NemotronHForCausalLM", NEMOTRON)
+    folder = write(tmp_path / "model", model)
+    tensors = load_file(folder / "model.safetensors")
+    experts = sorted(name for name, tensor in tensors.items() if tensor.ndim == 3)
+    assert [name.rpartition(".")[2] for name in experts] == ["down_proj", "up_proj"]
+    if is_transposed:
+        # As in a checkpoint of which transformers turns the matrices.
+        tensors |= {name: tensors[name].mT.contiguous() for name in experts}
+        save_file(tensors, folder / "model.safetensors")
+    assert sorted(stored_transposed(open_weights(folder).checkpoint.tensors)) == (experts if is_transposed else [])
 
 
 def test_what_is_stored_so_can_be_kept(tmp_path):

@@ -7,10 +7,12 @@ import threading
 from pathlib import Path
 
 import datasets
+import lm_eval
 import pytest
 from lm_eval.tasks import TaskManager
 
 from diffquant.errors import UsageError
+from diffquant.evals.protocols import harness
 from diffquant.evals.protocols.harness import run_task, task_identity, unseen
 from diffquant.evals.protocols.harness_files import TaskFiles
 from diffquant.evals.tasks import make_tasks
@@ -104,6 +106,9 @@ FORMS = {
         ("three.yaml", "e.json", "o.json"),
     ),
 }
+LAUGHS = "metadata:\n  a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"  a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 9)
+)
 DOCUMENTS = [{"q": f"{number}?", "choices": ["yes", "no"], "label": number % 2} for number in range(4)]
 
 _opened: set[str] = set()
@@ -173,7 +178,7 @@ def test_a_task_without_files_of_its_own_keeps_its_address(place):
     """Cells that people have are of such tasks: the identity is lm-eval's version and the file's digest, as ever."""
     text = PLAIN.replace("json\n", "allenai/arc\n", 1)
     write(place, {"quiz.yaml": text})
-    (task,) = make_tasks(["lm-eval:quiz.yaml"], {}, 4096)
+    (task,) = make_tasks(["lm-eval:quiz.yaml"], {"trust_task": True}, 4096)
     identity = task.identity()
     assert identity.pop("lm_eval")
     digest = "8cb989c6ececb741"
@@ -216,10 +221,13 @@ def test_data_that_nobody_here_can_see_is_said(place):
         ({"quiz.yaml": "include: absent.yaml\ntask: quiz\n"}, "cannot read .*absent.yaml as a task"),
         ({"quiz.yaml": "include: quiz.yaml\ntask: quiz\n"}, "includes itself"),
         ({"quiz.yaml": "- a\n"}, "it has no fields"),
+        ({"quiz.yaml": PLAIN + LAUGHS}, "aliases .* stand for more than 100,000 values"),
+        ({"quiz.yaml": "metadata: &a {x: *a}\n" + PLAIN}, "a value holds itself"),
+        ({"quiz.yaml": PLAIN + "metadata: " + "[" * 5000}, "cannot read .*quiz.yaml as a task"),
         ({"quiz.yaml": "task: [\n"}, "cannot read .*quiz.yaml as a task"),
         ({"quiz.yaml": PLAIN + "process_docs: !function tools.x", "tools.py": "def x(:\n"}, "cannot read .*tools.py"),
     ],
-    ids=["data", "folder", "data_dir", "include", "circle", "list", "no yaml", "no python"],
+    ids=["data", "folder", "data_dir", "include", "circle", "list", "laughs", "self", "deep", "no yaml", "no python"],
 )
 def test_files_that_cannot_be_read_are_named_before_the_first_item(place, files, message):
     write(place, files)
@@ -230,7 +238,7 @@ def test_files_that_cannot_be_read_are_named_before_the_first_item(place, files,
 def test_a_sweep_measures_again_when_a_tasks_data_change(place):
     write(place, {"quiz.yaml": reading("{data_files: {test: d.json}}"), "d.json": ""})
     model = tiny_lm.write_llama(place.parent / "model")
-    options = SweepOptions(tasks=("lm-eval:quiz.yaml",), bits=(16,), dtype="float32")
+    options = SweepOptions(("lm-eval:quiz.yaml",), bits=(16,), dtype="float32", task_options={"trust_task": True})
     score = lambda: run_sweep([model], options, place.parent / "out").cells[0].result.score  # noqa: E731
     first = score()
     assert score() == first
@@ -278,3 +286,49 @@ def test_a_group_of_tasks_runs_from_its_file(place):
     result = run_task(model, "quiz.yaml")
     assert result.n == 2 * len(DOCUMENTS)
     assert TaskFiles.of(place / "quiz.yaml").name == "quiz"
+
+
+def test_a_few_aliases_are_read(place):
+    write(place, {"quiz.yaml": "metadata: {a: &a [1, 2], b: *a}\n" + PLAIN})
+    assert TaskFiles.of(place / "quiz.yaml").name == "quiz"
+
+
+SHELL = "{{ cycler.__init__.__globals__.os.popen('touch RAN').read() }}"
+
+
+@pytest.mark.parametrize("task", ["quiz.yaml", "folder/quiz.yaml", "outer.yaml"])
+def test_a_file_that_is_not_lm_evals_runs_nothing_until_it_is_trusted(place, task, caplog):
+    """lm-eval's templates are no sandbox: with trust, the command runs."""
+    text = reading(f"{{data_files: {{test: {place}/d.json}}}}").replace("{{q}}", SHELL + "{{q}}")
+    assert SHELL in text
+    write(place, {"quiz.yaml": text, "folder/quiz.yaml": text, "d.json": ""})
+    write(place, {"outer.yaml": "include: folder/quiz.yaml\n"})
+    with pytest.raises(UsageError, match=r"as code, which can do anything .* give trust_task=True"):
+        make_tasks([f"lm-eval:{task}"], {}, 4096)
+    assert not (place / "RAN").exists()
+    (trusted,) = make_tasks([f"lm-eval:{task}"], {"trust_task": True}, 4096)
+    assert f"lm-eval runs the templates and functions of {task}" in caplog.text
+    if task == "folder/quiz.yaml":
+        trusted.run(TorchModel(tiny_lm.llama(), tiny_lm.tokenizer()), None, lambda *_: None)
+        assert (place / "RAN").exists()
+
+
+def test_lm_evals_own_file_needs_no_trust():
+    file = Path(lm_eval.__file__).parent / "tasks/hellaswag/hellaswag.yaml"
+    (task,) = make_tasks([f"lm-eval:{file}"], {}, 4096)
+    assert task.task == str(file)
+
+
+@pytest.mark.parametrize("name", ["quiz.txt", "./quiz.txt", "no_such_task"])
+def test_lm_eval_is_given_no_path_that_nobody_checked(place, name, monkeypatch):
+    monkeypatch.setattr(harness, "_all_tasks", lambda: TaskManager(include_defaults=False))
+    write(place, {"quiz.txt": PLAIN})
+    with pytest.raises(UsageError, match=r"knows no task .* path of a \.yaml"):
+        run_task(None, name)
+
+
+def test_a_pipe_among_the_files_that_lm_eval_opens_is_refused(place):
+    write(place, {"quiz.yaml": reading("{data_files: {test: d.json}}"), "d.json": ""})
+    os.mkfifo(place / "other.yaml")
+    with pytest.raises(OSError, match="named pipe"):
+        run_task(None, "quiz.yaml")

@@ -1,6 +1,7 @@
 import gzip
 import json
 import lzma
+import time
 import tracemalloc
 
 import datasets
@@ -11,6 +12,7 @@ from diffquant import data
 from diffquant.errors import UsageError
 from diffquant.evals.protocols import hellaswag
 from diffquant.evals.protocols.hellaswag import HellaSwagOutcome, load_items
+from diffquant.support import xz
 
 
 def test_text_is_the_harness_text_on_every_item_that_ships():
@@ -29,7 +31,28 @@ def test_a_prepared_file_gives_its_queries_as_they_are(tmp_path, packing):
     path = tmp_path / "items.jsonl"
     path.write_bytes(packing.compress(json.dumps(entry).encode()))
     (item,) = load_items(path)
-    assert (item.query, item.endings, item.label) == (entry["query"], ("the pot.", "a car"), 1)
+    assert (item.query, item.endings, item.label) == (entry["query"], (" the pot. ", "a [x]car"), 1)
+
+
+def test_items_that_lm_eval_prepared_are_scored_as_it_scores_them(tmp_path):
+    # Its texts may begin with a blank or hold brackets that were nested.
+    raw = [json.loads(line) for line in data.hellaswag_lines()[:3]]
+    raw[0]["endings"][1] = "[header] pours [title] [substeps]  [the [pot] tea."
+    harness = process_docs(datasets.Dataset.from_list(raw))
+    prepared = [
+        {"query": item["query"], "endings": item["choices"], "label": item["gold"]} for item in harness.to_list()
+    ]
+    for name, entries in (("raw", raw), ("prepared", prepared)):
+        (tmp_path / name).write_text("\n".join(map(json.dumps, entries)))
+    assert load_items(tmp_path / "prepared") == load_items(tmp_path / "raw")
+    assert [list(item.endings) for item in load_items(tmp_path / "raw")] == harness["choices"][:]
+
+
+def test_brackets_that_nothing_closes_take_linear_time():
+    started = time.process_time()
+    assert hellaswag.preprocess("[" * 200_000 + "a]b\n[c") == "b\n[c"
+    assert hellaswag.preprocess("[" * 200_000) == "[" * 200_000
+    assert time.process_time() - started < 5
 
 
 def test_lines_end_where_json_lines_end_behind_a_mark_of_the_byte_order_or_not(tmp_path):
@@ -54,7 +77,7 @@ def test_every_bad_line_is_named(tmp_path):
         json.dumps(good),
         "{",
         json.dumps(good | {"label": 2}),
-        json.dumps(good | {"endings": ["a", " [step] "]}),
+        json.dumps(good | {"endings": ["a", ""]}),
         json.dumps({"ctx_a": "x", "endings": ["a", "b"], "label": 0}),
         json.dumps([1]),
         json.dumps(good | {"query": "half of a pair \ud83d"}),
@@ -98,7 +121,7 @@ def test_an_unreadable_or_empty_file_is_one_clear_error(tmp_path, content):
 
 @pytest.mark.parametrize("packing", [gzip, lzma])
 def test_a_file_that_unpacks_to_more_than_any_items_is_refused_before_it_is_unpacked(tmp_path, monkeypatch, packing):
-    monkeypatch.setattr(hellaswag, "_LARGEST_FILE", 1 << 20)
+    monkeypatch.setattr(xz, "LARGEST", 1 << 20)
     path = tmp_path / "items.jsonl"
     path.write_bytes(packing.compress(b"\n" * (1 << 26)))
     tracemalloc.start()

@@ -120,7 +120,7 @@ def test_texts_asked_for_are_no_first_part_of_a_sorted_file():
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_tokens_are_those_of_the_whole_prompt(name):
     tokenizer = TOKENIZERS[name]()
-    encoder = RequestEncoder(tokenizer, 4096)
+    encoder = RequestEncoder(tokenizer, 4096, len(tokenizer))
     dataset = examples()
     texts = [example.text for example in dataset.test]
     shown = prompt(demonstrations(dataset.train, 0, 0), 9, 0)
@@ -216,7 +216,7 @@ def test_the_prefix_runs_once_and_batches_change_nothing():
     model, tokenizer = tiny_lm.llama(), tiny_lm.tokenizer()
     prefix = tokenizer.encode("He took the road to the town. " * 5)
     queries = [tokenizer.encode(" " + text) for text, _ in examples().test]
-    labels = many_shot.label_tokens(RequestEncoder(tokenizer, 512), LABELS)
+    labels = many_shot.label_tokens(RequestEncoder(tokenizer, 512, len(tokenizer)), LABELS)
     read = []
     model.model.register_forward_pre_hook(
         lambda _, args, kwargs: read.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
@@ -235,6 +235,7 @@ class Favouring(LanguageModel):
     device = torch.device("cpu")
     recipe = Recipe()
     max_length = 64
+    vocabulary = 500
 
     def __init__(self, token):
         self.liked = torch.zeros(500)
@@ -310,7 +311,7 @@ def test_what_does_not_fit_or_cannot_be_told_apart_is_refused():
             return "<s>"
 
     with pytest.raises(UsageError, match="labels 'human' and 'location' are the same to the tokenizer"):
-        many_shot.label_tokens(RequestEncoder(Words(), 100), ("entity", "human", "location"))
+        many_shot.label_tokens(RequestEncoder(Words(), 100, 100), ("entity", "human", "location"))
 
 
 def test_a_model_that_computes_nan_is_refused():

@@ -38,7 +38,7 @@ class SequencesOfOneLength(WholeSequences):
 
 def ending_logprobs(model, item):
     """Next-token log-probabilities [T, V] over each ending, each in a pass of its own, and the ending's tokens."""
-    encoder = RequestEncoder(tiny_lm.tokenizer(), 512)
+    encoder = RequestEncoder(tiny_lm.tokenizer(), 512, tiny_lm.WORDS)
     for ending in item.endings:
         request = encoder.request(item.query, f" {ending}")
         logits = model(torch.tensor([request.context + request.continuation])).logits[0]

@@ -33,6 +33,7 @@ class Counting(LanguageModel):
     device = torch.device("cpu")
     recipe = Recipe()
     max_length = 8192
+    vocabulary = 2
 
     def __init__(self):
         self.passes = 0

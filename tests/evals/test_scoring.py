@@ -41,7 +41,7 @@ def hflm_answers(model, tokenizer, pairs, **options):
 
 
 def our_answers(model, tokenizer, pairs, **options):
-    encoder = RequestEncoder(tokenizer, max_length(model.config, tokenizer))
+    encoder = RequestEncoder(tokenizer, max_length(model.config, tokenizer), model.config.vocab_size)
     return score(TorchModel(model), encoder.requests(pairs), **options)
 
 
@@ -121,7 +121,7 @@ RECIPES = {
 def test_a_quantized_score_is_that_of_its_sequence_run_alone(diff_v2, recipe):
     model = load(diff_v2, recipe, dtype=torch.float64)
     items = hellaswag.load_items(limit=4)
-    encoder = RequestEncoder(tiny_lm.tokenizer(), 512)
+    encoder = RequestEncoder(tiny_lm.tokenizer(), 512, tiny_lm.WORDS)
     requests = encoder.requests((item.query, f" {ending}") for item in items for ending in item.endings)
     alone = []
     for request in requests:
@@ -178,7 +178,7 @@ def test_whole_sequences_of_alike_lengths_run_together(diff_v2, granularity, pas
 def test_contexts_run_once_and_only_scored_positions_reach_the_vocabulary(monkeypatch):
     model, tokenizer = tiny_lm.llama(), tiny_lm.tokenizer()
     items = hellaswag.load_items(limit=3)
-    encoder = RequestEncoder(tokenizer, 512)
+    encoder = RequestEncoder(tokenizer, 512, len(tokenizer))
     requests = encoder.requests((item.query, f" {ending}") for item in items for ending in item.endings)
     read, projected = [], []
     model.model.register_forward_pre_hook(
@@ -201,7 +201,7 @@ def test_a_model_that_computes_nan_is_refused():
 
 
 def test_a_continuation_without_tokens_or_with_too_many_is_refused():
-    encoder = RequestEncoder(tiny_lm.tokenizer(), 8)
+    encoder = RequestEncoder(tiny_lm.tokenizer(), 8, tiny_lm.WORDS)
     with pytest.raises(DiffQuantError, match="no tokens"):
         encoder.request("context", "")
     with pytest.raises(DiffQuantError, match="more than the 8"):

@@ -1,3 +1,7 @@
+import math
+import time
+from fractions import Fraction
+
 import numpy as np
 import pytest
 from scipy import stats as scipy_stats
@@ -6,6 +10,7 @@ from diffquant.evals.stats import (
     Difference,
     estimate,
     flips,
+    mcnemar,
     mean_interval,
     paired_difference,
     recovery,
@@ -111,6 +116,23 @@ def test_the_interval_of_a_weighted_mean_is_that_of_a_ratio():
 def test_one_item_that_is_not_right_or_wrong_says_nothing_about_the_next():
     interval = paired_difference([0.5], [0.25])
     assert (interval.mean, interval.low, interval.high) == (0.25, -np.inf, np.inf)
+
+
+@pytest.mark.parametrize("fewer", [0, 1, 7, 300, 4900, 499_000, 499_999])
+@pytest.mark.parametrize("more", [0, 1, 2, 20, 700, 5000, 500_000, 501_000])
+def test_mcnemars_p_is_scipys_in_no_time(fewer, more):
+    started = time.process_time()
+    p = mcnemar(fewer, more)
+    assert time.process_time() - started < 1
+    assert p == mcnemar(more, fewer)
+    assert p == pytest.approx(scipy_stats.binomtest(fewer, fewer + more).pvalue if fewer + more else 1, rel=1e-11)
+
+
+@pytest.mark.parametrize(("fewer", "more"), [(0, 0), (3, 3), (3, 4), (40, 70), (480, 520), (1500, 1700)])
+def test_mcnemars_p_is_the_exact_sum(fewer, more):
+    tail = sum(math.comb(fewer + more, count) for count in range(fewer + 1))
+    exact = min(Fraction(1), Fraction(2 * tail, 2 ** (fewer + more)))
+    assert mcnemar(fewer, more) == pytest.approx(float(exact), rel=1e-13)
 
 
 def test_flips_count_each_way_and_choices_that_stayed_wrong():

@@ -28,6 +28,7 @@ from diffquant.errors import (
 from diffquant.export import ExportOptions, Generator, export, options, verify
 from diffquant.export.files import DATA_FILE, MODEL_FILE
 from diffquant.export.manifest import FILE as RECORD
+from diffquant.export.manifest import read_manifest
 from diffquant.export.runtime.session import InPlaceDecoder, OnnxModel
 from tests.support import tiny_lm
 from tests.support.checkpoints import edit_json, write_checkpoint
@@ -87,26 +88,19 @@ def test_groups_that_no_kernel_has_are_named(tmp_path):
         export(source, tmp_path / "out", ExportOptions.parse(weights="4:g24"))
 
 
-@pytest.mark.parametrize("options", [{}, {"pure": True}])
-def test_groups_that_do_not_divide_a_row_are_named_with_those_that_do(tmp_path, options):
+def test_groups_that_do_not_divide_a_row_are_named_with_those_that_do(tmp_path):
     source = write_checkpoint(tmp_path / "source", "diffllama", intermediate_size=176)
     named = r"0.mlp.down_proj.weight \[64, 176\] 4:g32, model.layers.1.mlp.down_proj.weight \[64, 176\] 4:g32: ONNX"
     with pytest.raises(GroupSizeError, match=f"no kernel reads model.layers.{named}.*; use g16 or row, or quantize"):
-        export(source, tmp_path / "out", ExportOptions.parse(weights="4:g32", **options))
-    export(source, tmp_path / "out", ExportOptions.parse(weights="4:g16", **options))
-
-
-def test_standard_4_bit_rows_of_odd_width_are_refused(tmp_path):
-    source = write_checkpoint(tmp_path / "source", "diffllama", intermediate_size=149)
-    with pytest.raises(GroupSizeError, match=r"down_proj.weight \[64, 149\] 4:row.*even width; use 8:row, or"):
-        export(source, tmp_path / "out", ExportOptions.parse(weights="4:row", pure=True))
+        export(source, tmp_path / "out", ExportOptions.parse(weights="4:g32"))
+    export(source, tmp_path / "out", ExportOptions.parse(weights="4:g16"))
 
 
 def test_what_the_graph_cannot_express_is_refused(tmp_path):
     config = {"hidden_act": "gelu", "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}
     source = write_checkpoint(tmp_path / "source", "llama", **config)
-    with pytest.raises(CheckpointError, match=r"'gelu' is not silu.*'dynamic' changes.*leave out pure_onnx"):
-        export(source, tmp_path / "out", ExportOptions(pure=True))
+    with pytest.raises(CheckpointError, match=r"'gelu' is not silu.*'dynamic' changes.*leave out logits"):
+        export(source, tmp_path / "out", ExportOptions.parse(logits="8:row"))
 
 
 def test_more_positions_than_a_graph_has_room_for_are_refused_before_anything_is_written(tmp_path):
@@ -215,7 +209,7 @@ def test_a_truncated_data_file_is_refused(folder):
 
 
 def test_data_that_leaves_the_folder_is_refused(folder, tmp_path):
-    for location, message in (("../elsewhere", "lies outside"), ("gone.data", "missing or leads out")):
+    for location, message in (("../elsewhere", "lies outside"), ("gone.data", "is missing")):
         model = onnx.load(folder / MODEL_FILE, load_external_data=False)
         tensor = next(t for t in model.graph.initializer if t.external_data)
         next(entry for entry in tensor.external_data if entry.key == "location").value = location
@@ -359,6 +353,18 @@ def test_a_record_that_was_not_written_by_export_is_refused(source, folder):
     (folder / "diffquant.json").write_text(json.dumps({"options": {"colour": "red"}}))
     with pytest.raises(CheckpointError, match="not an export's record"):
         verify(folder, source)
+
+
+@pytest.mark.parametrize("options", [{"pure": True}, {"op": "flex"}])
+def test_a_form_that_is_written_no_more_is_refused_by_name(folder, options):
+    record = folder / "diffquant.json"
+    entry = json.loads(record.read_text())
+    usual = {"pure": False, "op": "custom"}
+    record.write_text(json.dumps(entry | {"options": entry["options"] | usual}))
+    assert read_manifest(folder).options == ExportOptions()
+    record.write_text(json.dumps(entry | {"options": entry["options"] | usual | options}))
+    with pytest.raises(CheckpointError, match="--pure-onnx or --op flex, which no longer exist; export"):
+        read_manifest(folder)
 
 
 def test_bfloat16_checkpoints_export(tmp_path):

@@ -13,7 +13,7 @@ from onnx.reference import ReferenceEvaluator
 
 from diffquant.errors import UsageError
 from diffquant.export.graph.body import body
-from diffquant.export.graph.inlining import inlined, without_flex
+from diffquant.export.graph.inlining import inlined
 from diffquant.scheme import Scheme
 from tests.support.attention_cases import (
     Case,
@@ -54,32 +54,16 @@ def runtime(model):
     return lambda inputs: session.run(None, inputs)
 
 
-def runtime_without_flex(model):
-    """ONNX Runtime on what `diffquant run` makes of a model with FlexAttention, which the runtime lacks."""
-    return runtime(without_flex(inlined(model)))
-
-
 RUNNERS = {
     "contrib": ("contrib", runtime),
     "pure": ("pure", runtime),
     "reference": ("pure", reference),
-    "flex": ("flex", runtime_without_flex),
-    "flex reference": ("flex", reference),
 }
 
 
 @pytest.fixture(params=RUNNERS)
 def run(request):
-    return _started(request.param)
-
-
-@pytest.fixture(params=[name for name in RUNNERS if "flex" not in name])
-def run_ragged(request):
-    return _started(request.param)
-
-
-def _started(name):
-    kind, start = RUNNERS[name]
+    kind, start = RUNNERS[request.param]
     return lambda case, **options: start(one_node(case, kind, **options))
 
 
@@ -96,10 +80,10 @@ def test_prefill_chunked_prefill_and_decode_equal_naive(run, case, rows):
 
 
 @pytest.mark.parametrize("case", [CASES["v1"], CASES["v2-half"], Case(kv_bits=8)], ids=["v1", "v2", "v1-codes"])
-def test_a_ragged_batch_equals_its_sequences_one_by_one(run_ragged, case):
+def test_a_ragged_batch_equals_its_sequences_one_by_one(run, case):
     lengths, width = [11, 4, 7], 11
     inputs = random_inputs(case, batch=3, length=width + 1)
-    call = run_ragged(case)
+    call = run(case)
     output, *past = call(feed(inputs, slice(0, width), empty_past(case, 3), lengths))
     token = {n: v[:, -1:] if n in ("query", "key", "value") or v.ndim == 3 else v for n, v in inputs.items()}
     after = [length + 1 for length in lengths]
@@ -166,7 +150,7 @@ def test_without_a_past_the_call_stands_alone(run, generation):
     np.testing.assert_allclose(output, expected(case, inputs, slice(0, 9)), rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("kind", ["contrib", "pure", "flex"])
+@pytest.mark.parametrize("kind", ["contrib", "pure"])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_quantized_cache_needs_a_past_that_tells_its_type(kind, bits):
     with pytest.raises(UsageError, match=f"a {bits}-bit cache needs past_key and past_value"):
@@ -193,7 +177,7 @@ def test_simulated_logits_of_the_standard_bodies_equal_naive(generation, text, s
     # A step is a quotient, and ties between codes depend on its rounding: the expected is computed in float32, too.
     inputs = on_a_lattice(case, batch=2, length=17)
     wanted = expected(case, inputs, slice(0, 17), torch.float32)
-    runners = [RUNNERS[name] for name in ("pure", "reference", "flex", "flex reference")]
+    runners = [RUNNERS[name] for name in ("pure", "reference")]
     for kind, start in runners:
         output = start(one_node(case, kind))(feed(inputs, slice(0, 17), empty_past(case, 2)))[0]
         np.testing.assert_allclose(output, wanted, rtol=0, atol=1e-5)
@@ -215,20 +199,6 @@ def test_the_contrib_body_is_one_attention():
         assert not [op for op in ops if re.search("MatMul|Softmax|Attention$", op) and op != "GroupQueryAttention"]
 
 
-@pytest.mark.parametrize("text", ["8:tensor", "4:tensor", "6:row", "4:head", "4:row:shift"])
-@pytest.mark.parametrize("name", ["v1", "v2", "grouped", "all-gates"])
-def test_one_flex_attention_rounds_logits_as_naive_does(name, text):
-    case = replace(CASES[name], logits=Scheme.parse(text))
-    model = inlined(one_node(case, "flex"))
-    onnx.checker.check_model(model, full_check=True)
-    assert [node.op_type for node in model.graph.node if node.domain] == ["FlexAttention"]
-    inputs = on_a_lattice(case, batch=2, length=13)
-    wanted = expected(case, inputs, slice(0, 13), torch.float32)
-    for start in (reference, runtime_without_flex):
-        output = start(model)(feed(inputs, slice(0, 13), empty_past(case, 2)))[0]
-        np.testing.assert_allclose(output, wanted, rtol=0, atol=1e-5)
-
-
 def test_what_a_body_cannot_compute_is_refused():
     with pytest.raises(UsageError, match="multiples of 16 wide, not 24"):
         body("contrib", Case(width=12).attributes, 12, 23)
@@ -236,5 +206,3 @@ def test_what_a_body_cannot_compute_is_refused():
         body("contrib", Case(logits=Scheme.parse("4:row"), kv_bits=6).attributes, 16, 23)
     with pytest.raises(UsageError, match="not 6"):
         body("pure", Case(kv_bits=6).attributes, 16, 23)
-    with pytest.raises(UsageError, match="rounds a noise map once"):
-        body("flex", replace(CASES["grouped"], logits=Scheme.parse("4:pair")).attributes, 16, 23)

@@ -9,7 +9,6 @@ import onnx
 import pytest
 import torch
 from onnx import numpy_helper
-from onnx.reference import ReferenceEvaluator
 from transformers import DiffLlamaForCausalLM
 
 import diffquant
@@ -45,8 +44,6 @@ PRECISIONS = {
     "all": {"weights": "4:g32", "kv_bits": 8, "embed_bits": 8},
     "logits": {"logits": "4:row"},
     "logits-tensor-shift": {"logits": "5:tensor:shift"},
-    "pure": {"pure": True},
-    "pure-all": {"pure": True, "weights": "4:g32", "kv_bits": 4, "embed_bits": 8},
     "no-cache": {"cache": False},
     "opset25": {"opset": 25},
 }
@@ -164,8 +161,8 @@ def test_a_quantized_checkpoint_keeps_its_codes_and_scales(tmp_path, weights, dt
 
 @pytest.mark.parametrize(
     ("weights", "options"),
-    sampled([("4:g32", {}), ("4:g32", {"accuracy_level": 1}), ("8:g32", {}), ("4:g32", {"pure": True})], 3),
-    ids=["int4", "int4-exact", "int8", "pure"],
+    [("4:g32", {}), ("4:g32", {"accuracy_level": 1}), ("8:g32", {})],
+    ids=["int4", "int4-exact", "int8"],
 )
 def test_the_lowest_code_and_negative_scales_are_read_alike(checkpoint, tmp_path, weights, options):
     quantized = tmp_path / "quantized"
@@ -243,25 +240,6 @@ def test_gates_that_a_recipe_names_are_read_from_their_codes(checkpoint, tmp_pat
     diffquant.quantize(checkpoint("gated"), tmp_path / "quantized", recipe)
     source = tmp_path / "quantized"
     assert verify(exported(source, tmp_path / "out"), source, threads=1).passed
-
-
-@pytest.mark.parametrize(("source", "kv_bits"), [("diffllama", 8), ("unilm-v2", 16)])
-def test_a_pure_model_is_standard_onnx_and_runs_in_the_reference_evaluator(checkpoint, tmp_path, source, kv_bits):
-    folder = exported(checkpoint(source), tmp_path / "out", pure=True, weights="4:g32", kv_bits=kv_bits)
-    onnx.checker.check_model(str(folder / MODEL_FILE), full_check=True)
-    model = onnx.load(folder / MODEL_FILE)
-    assert not model.functions
-    assert {node.domain for node in model.graph.node} == {each.domain for each in model.opset_import} == {""}
-    runtime = OnnxModel(folder, 1)
-    ids = random_ids(1, 9).numpy()
-    (logits,), cache = runtime.run(ids, np.ones_like(ids), runtime.empty_cache(1))
-    feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
-    empty = [value.numpy() for value in runtime.empty_cache(1)]
-    feeds |= dict(zip(runtime.cache.inputs, empty, strict=True))
-    found = ReferenceEvaluator(model).run(["logits", *runtime.cache.outputs], feeds)
-    np.testing.assert_allclose(found[0], logits, rtol=0, atol=1e-4)
-    for mine, theirs in zip(found[1:], cache, strict=True):
-        np.testing.assert_allclose(mine, theirs.numpy(), rtol=0, atol=1 if kv_bits == 8 else 1e-4)
 
 
 @pytest.mark.parametrize("kv_bits", [16, 8, 4])

@@ -1,22 +1,19 @@
-"""Exports of the families beside V1 and V2, tokens as torch's: states, shared keys, latents, V3's gates, DEX."""
+"""Exports of the families beside V1 and V2, tokens as torch's: states, shared keys, latents, V3's gates."""
 
 import numpy as np
-import onnx
 import onnxruntime_genai as genai
 import pytest
 import torch
-from onnx.reference import ReferenceEvaluator
 
 import diffquant
 from diffquant.calib.calibration.kv_cache import calibrate_cache
 from diffquant.errors import CheckpointError, ToleranceError
 from diffquant.export import ExportOptions, Generator, export, verify
-from diffquant.export.files import RANGES_FILE, model_file
+from diffquant.export.files import RANGES_FILE
 from diffquant.export.native import library_path
 from diffquant.export.runtime.scoring import OnnxRuntime
 from diffquant.export.runtime.session import InPlaceDecoder, OnnxModel
 from diffquant.recipe import Recipe
-from tests.checkpoint.test_dex import write_dex
 from tests.export.test_running import by_the_example
 from tests.support import tiny_lm
 from tests.support.checkpoints import write_checkpoint
@@ -35,7 +32,7 @@ LATENTS = SIZES | {
     "qk_rope_head_dim": 8,
 }
 OWN_DECODERS = ["phi4flash", "motif3"]
-FAMILIES = [*OWN_DECODERS, "gated", "dex"]
+FAMILIES = [*OWN_DECODERS, "gated"]
 LOW = {"kv_bits": 8, "accuracy_level": 1}
 NEW = 16
 
@@ -57,10 +54,7 @@ def phi(tmp_path_factory):
 
 def checkpoint_of(name, root):
     folder = root / "model"
-    if name == "dex":
-        write_dex(folder, bias=True, dtype=torch.float32, **SIZES)
-    else:
-        write_checkpoint(folder, name, **(LATENTS if name == "motif3" else SIZES))
+    write_checkpoint(folder, name, **(LATENTS if name == "motif3" else SIZES))
     tiny_lm.tokenizer().save_pretrained(folder)
     return folder
 
@@ -133,24 +127,9 @@ def test_states_and_latents_pass_through_onnxruntime_genai(own_decoder, tmp_path
     assert made == wanted[: len(made)]
 
 
-@pytest.mark.parametrize("options", [{"pure": True}, {"pure": True, "kv_bits": 8}], ids=["float", "8-bit cache"])
-def test_onnxs_evaluator_computes_the_standard_graph(options, own_decoder, tmp_path):
-    folder = exported(own_decoder, tmp_path / "out", **options)
-    ids = random_ids(1, 9, 2).numpy() % tiny_lm.WORDS
-    runtime = OnnxModel(folder, 1)
-    (wanted,), _ = runtime.run(ids, np.ones_like(ids), runtime.empty_cache(1))
-    feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
-    names = (*runtime.cache.inputs, *(state.input for state in runtime.cache.states))
-    feeds |= {name: value.numpy().copy() for name, value in zip(names, runtime.empty_cache(1), strict=True)}
-    evaluator = ReferenceEvaluator(onnx.load(model_file(folder)))
-    np.testing.assert_allclose(evaluator.run(["logits"], feeds)[0], wanted, rtol=0, atol=2e-4)
-
-
 @pytest.mark.parametrize(
     "options",
     [
-        {"op": "flex"},
-        {"pure": True},
         {"portable": True},
         {"cache": False},
         {"dtype": "float16"},

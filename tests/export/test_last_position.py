@@ -15,7 +15,7 @@ from tests.support.models import random_ids
 LENGTHS = (7, 1, 12)
 
 
-@pytest.fixture(scope="module", params=[{}, {"pure": True}, {"portable": True}], ids=["", "pure", "portable"])
+@pytest.fixture(scope="module", params=[{}, {"portable": True}], ids=["", "portable"])
 def exported(request, tmp_path_factory):
     root = tmp_path_factory.mktemp("last")
     source = write_checkpoint(root / "source", "diffllama")

@@ -1,7 +1,6 @@
 """Motif-3's export: latents that are keys and values, experts that tokens choose, residual streams."""
 
 import numpy as np
-import onnx
 import pytest
 import torch
 from onnx import helper
@@ -10,7 +9,6 @@ import diffquant
 from diffquant.calib.calibration.kv_cache import calibrate_cache
 from diffquant.errors import CheckpointError, ToleranceError
 from diffquant.export import ExportOptions, export, verify
-from diffquant.export.files import model_file
 from diffquant.export.manifest import read_manifest
 from diffquant.export.runtime.session import OnnxModel
 from diffquant.recipe import Recipe
@@ -41,8 +39,7 @@ def exported(source, folder, **options):
     [
         {"weights": "4:row", "kv_bits": 8, "embed_bits": 8},
         {"weights": "8:row", "accuracy_level": 1, "kv_bits": 4},
-        {"pure": True, "weights": "6:row", "kv_bits": 8},
-        {"op": "flex"},
+        {"weights": "6:row", "kv_bits": 8},
         {"portable": True, "weights": "4:row"},
         {"cache": False},
         {"dtype": "float16"},
@@ -53,24 +50,6 @@ def exported(source, folder, **options):
 )
 def test_other_forms_are_proved(options, motif3, tmp_path):
     assert verify(exported(motif3, tmp_path / "out", **options), motif3).passed
-
-
-def test_four_bits_of_experts_are_gathered_as_bytes_in_standard_operators(tmp_path):
-    source = write_checkpoint(tmp_path / "model", "motif3", **EVEN)
-    folder = exported(source, tmp_path / "out", weights="4:row", pure=True)
-    assert verify(folder, source).passed
-    used = {node.op_type for node in nodes_of(onnx.load(model_file(folder), load_external_data=False).graph)}
-    assert {"Loop", "NonZero", "ScatterND"} < used
-    assert not {"GatherBlockQuantized", "FusedMatMul"} & used
-
-
-def nodes_of(graph):
-    """All nodes of a graph, those of bodies included."""
-    for node in graph.node:
-        yield node
-        for attribute in node.attribute:
-            if attribute.type == onnx.AttributeProto.GRAPH:
-                yield from nodes_of(attribute.g)
 
 
 def test_ranges_are_of_what_the_models_cache_keeps(motif3):

@@ -316,11 +316,11 @@ def test_wrong_inputs_are_refused_by_name(library, change, message):
     ("attributes", "message"),
     [
         ({"num_kv_pairs": 3}, "num_kv_pairs 3 does not divide num_pairs 4"),
-        ({"generation": 3}, "generation must be 1 or 2"),
+        ({"generation": 3}, "generation is 3, not 1 to 2"),
         ({"rotary_interleaved": 0}, "generation 1 rotates interleaved channels only"),
         ({"local_window_size": 0}, "local_window_size must be -1 or at least 1"),
         ({"kv_bit_width": 8}, "kv_bit_width 8 needs an int8 cache"),
-        ({"logit_bits": 9}, "logit_bits must be 0 or 2 to 8"),
+        ({"logit_bits": 9}, "logit_bits is 9, not 0 to 8"),
         ({"logit_granularity": "block"}, "logit_granularity must be row, head, pair or tensor"),
         ({"scale": None}, "attribute scale is missing"),
     ],

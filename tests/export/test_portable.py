@@ -36,7 +36,7 @@ ALL = {"weights": "4:g32", "kv_bits": 8, "embed_bits": 8}
         ("motif-grouped", {"dtype": "float16"}),
         ("gated", {"logits": "6:tensor"}),
         ("llama", {}),
-        ("unilm-v2-half", ALL | {"pure": True}),
+        ("unilm-v2-half", ALL),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -130,28 +130,8 @@ def test_a_missing_data_file_is_named(tmp_path):
     assert not (folder / MODEL_FILE).exists()
 
 
-@pytest.mark.parametrize(
-    ("source", "options"),
-    [
-        ("diffllama", {"weights": "4:g32", "kv_bits": 8, "logits": "8:tensor"}),
-        ("motif-grouped", {"logits": "6:row"}),
-        ("gated", {"pure": True, "logits": "4:head"}),
-    ],
-    ids=["v1", "grouped", "two-gates"],
-)
-def test_verify_passes_where_attention_is_a_flex_attention(tmp_path, source, options):
-    checkpoint = write_checkpoint(tmp_path / "checkpoint", source)
-    parsed = ExportOptions.parse(op="flex", **options)
-    export(checkpoint, tmp_path / "out", parsed, ranges=cache_ranges(checkpoint, parsed))
-    model = onnx.load(tmp_path / "out" / MODEL_FILE, load_external_data=False)
-    assert [node.op_type for node in model.graph.node if node.domain == "ai.onnx.preview"] == ["FlexAttention"] * 2
-    assert verify(tmp_path / "out", checkpoint, threads=1).passed
-
-
 def test_a_page_and_an_opset_that_is_too_old_are_refused():
     with pytest.raises(UsageError, match=r"leave out portable.*opset 23"):
         ExportOptions(web=True, portable=True)
-    with pytest.raises(UsageError, match="leave out op='flex' or portable"):
-        ExportOptions(op="flex", portable=True)
-    with pytest.raises(UsageError, match="opset 20 is not within 21 to 26"):
-        ExportOptions(pure=True, opset=20)
+    with pytest.raises(UsageError, match="opset 17 is not within 18 to 26"):
+        ExportOptions(opset=17)

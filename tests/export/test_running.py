@@ -205,7 +205,7 @@ def test_logits_that_overflow_float16_are_refused_and_no_token_is_chosen(tmp_pat
 
 
 def test_a_token_that_the_model_does_not_know_is_refused_by_number(plain):
-    with pytest.raises(UsageError, match=f"gives token {tiny_lm.WORDS} of the prompt; the model knows {tiny_lm.WORDS}"):
+    with pytest.raises(UsageError, match=rf"token {tiny_lm.WORDS} \(.*embedding has {tiny_lm.WORDS} rows"):
         next(Generator(plain, 1).tokens([5, tiny_lm.WORDS, 7], 4))
 
 

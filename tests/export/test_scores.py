@@ -44,7 +44,7 @@ def source(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def requests():
-    encoder = RequestEncoder(tiny_lm.tokenizer(), 512)
+    encoder = RequestEncoder(tiny_lm.tokenizer(), 512, tiny_lm.WORDS)
     return encoder.requests((item.query, f" {ending}") for item in ITEMS for ending in item.endings)
 
 

@@ -26,7 +26,7 @@ def test_what_is_written_is_read_again():
         ({"maps": True}, "maps is True, not 1 or 2"),
         ({"pairs": 4.0}, "pairs is 4.0, not int"),
         ({"lam_init_offset": "1"}, "lam_init_offset is '1'"),
-        ({"soft_cap": "none"}, "soft_cap is 'none', not float or null"),
+        ({"soft_cap": 30.0}, "soft_cap is no key of it"),
         ({"lambda": "exp", "post_norm": "rms"}, "lambda is no key of it; post_norm is 'rms'"),
     ],
 )

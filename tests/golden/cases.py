@@ -65,7 +65,7 @@ CASES = [
     ),
     Case("export-int4", "export made -o out", ("needle-diff-v1",), before=(_MADE,)),
     Case("export-kv8", "export needle-diff-v1 -o out --weights 4:g32 --kv 8 --embed 8", ("needle-diff-v1",), False),
-    Case("export-pure", "export needle-diff-v1 -o out --pure-onnx --logits 4:tensor", ("needle-diff-v1",)),
+    Case("export-logits", "export needle-diff-v1 -o out --logits 4:tensor", ("needle-diff-v1",)),
     Case("export-no-cache", "export needle-diff-v2 -o out --no-cache --dtype float16", ("needle-diff-v2",)),
     Case(
         "calibrate",

@@ -18,10 +18,9 @@ _ALL = {"weights": "4:g32", "kv_bits": 8, "embed_bits": 8}
 GRAPHS = {
     "diffllama": ("diffllama", {}),
     "diffllama-quantized": ("diffllama", _ALL),
-    "diffllama-flex": ("diffllama", {"op": "flex", "logits": "8:tensor"}),
     "diffllama-portable": ("diffllama", {"portable": True}),
     "unilm-v1": ("unilm-v1", {}),
-    "unilm-v2-standard": ("unilm-v2", {"pure": True, **_ALL}),
+    "unilm-v2-logits": ("unilm-v2", {"logits": "8:tensor", **_ALL}),
     "motif": ("motif", {}),
     "motif-grouped": ("motif-grouped", {}),
     "gated": ("gated", {}),

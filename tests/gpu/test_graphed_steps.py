@@ -28,7 +28,7 @@ def recordings(monkeypatch):
     """Number of steps recorded so far, in a list."""
     made = []
     record = graphed_steps.record
-    monkeypatch.setattr(graphed_steps, "record", lambda work: made.append(1) or record(work))
+    monkeypatch.setattr(graphed_steps, "record", lambda *what: made.append(1) or record(*what))
     return made
 
 
@@ -72,6 +72,16 @@ def test_a_cache_that_grows_is_recorded_again(recordings):
     assert len(recordings) == 2
 
 
+def test_a_model_on_another_device_than_the_current_one_is_captured_there(recordings):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs a CUDA device beside the current one")
+    model, ids = half_model("v1").to("cuda:1"), prompt(2, 9).to("cuda:1")
+    wanted = generated(model, ids, graphed_steps=None)
+    assert torch.cuda.current_device() == 0
+    assert torch.equal(generated(model, ids), wanted)
+    assert len(recordings) == 1
+
+
 def test_a_replayed_step_waits_for_nothing(recordings, monkeypatch):
     model, ids = half_model("v1"), prompt(2, 9)
     run = graphed_steps.GraphedSteps.run
@@ -96,8 +106,8 @@ def test_sampling_goes_on_where_recording_fails(monkeypatch):
     wanted = generated(model, ids, graphed_steps=None, **sampled)
     record = graphed_steps.record
 
-    def waits(work):
-        return record(lambda: work() * work().sum().item())
+    def waits(work, device):
+        return record(lambda: work() * work().sum().item(), device)
 
     monkeypatch.setattr(graphed_steps, "record", waits)
     torch.manual_seed(5)

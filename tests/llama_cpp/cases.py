@@ -73,6 +73,21 @@ SPLITS = (None, "default", "gpt-2", "llama-bpe", "tekken", "qwen2", "smollm")
 # Vocabularies of SentencePiece, by whether the file asks for a space before a text; None is a file that does not say.
 PREFIXES = (None, True, False)
 BOS = 1
+# Tokens of a vocabulary, the first at 40, and which of them a file states as its ends.
+ENDS: dict[str, tuple[tuple[str, ...], dict[str, int]]] = {
+    "one that is stated": ((), {"eos": 2}),
+    "a chat of ChatML": (("<|endoftext|>", "<|im_start|>", "<|im_end|>"), {"eos": 40}),
+    "Llama 3": (("<|end_of_text|>", "<|start_header_id|>", "<|eot_id|>", "<|eom_id|>"), {"eos": 40}),
+    "several stated": (("<end_of_turn>", "</s>"), {"eos": 2, "eot": 5, "eom": 7}),
+    "code": (("<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|fim_middle|>"), {"eos": 2}),
+    "code that is stated": (("<PAD>", "<reponame>"), {"eos": 2, "fim_pad": 9}),
+    "parts of an answer": (("<|return|>", "<|call|>", "<|end|>"), {"eos": 2}),
+    "an answer's last part": (("<|call|>", "<|end|>"), {"eos": 2}),
+    "Solar": (("<|flush|>", "<|calls|>", "<|end|>"), {"eos": 42}),
+    "names of others": (("<|eot|>", "<end>", "<|im_sep|>", "[EOS]", "<EOT>"), {"eos": 2}),
+    "DeepSeek": (("<\uff5cbegin\u2581of\u2581sentence\uff5c>", "<\uff5cend\u2581of\u2581sentence\uff5c>"), {"eos": 2}),
+}
+_FIRST_END, _VOCABULARY = 40, 50
 TEXTS = (
     " leading",
     "  two spaces",
@@ -176,6 +191,29 @@ def write_vocabularies(folder: Path) -> list[Path]:
     ]
 
 
+def write_ends(case: str, folder: Path) -> Path:
+    """The GGUF file of a case of ENDS, without weights; none of its tokens is stated to be a control token."""
+    names, stated = ENDS[case]
+    path = folder / f"{case}.gguf"
+    writer = _vocabulary_writer(path, "gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    tokens = [chr(0x100 + token) for token in range(_VOCABULARY)]
+    tokens[_FIRST_END : _FIRST_END + len(names)] = names
+    writer.add_token_list(tokens)
+    writer.add_token_types([1] * _VOCABULARY)
+    writer.add_token_merges(["\u0100 \u0101"])
+    writer.add_bos_token_id(BOS)
+    for kind, token in stated.items():
+        writer.add_uint32(f"tokenizer.ggml.{kind}_token_id", token)
+    return _written(writer, path)
+
+
+def llama_cpp_ends(files: Sequence[Path]) -> list[list[int]]:
+    """For each file the tokens at which llama.cpp stops."""
+    answers: list[list[int]] = _ask("ends.mjs", {"models": [str(file) for file in files], "size": _VOCABULARY})
+    return answers
+
+
 def _vocabulary_writer(path: Path, kind: str) -> GGUFWriter:
     writer = GGUFWriter(path, "llama")
     for add in (writer.add_context_length, writer.add_embedding_length, writer.add_block_count):
@@ -214,6 +252,7 @@ def record() -> None:
         llama = write_llama(Path(folder) / "llama")
         answer = llama_cpp_logits([write_case(case, Path(folder), llama) for case in CASES])
         tokens = llama_cpp_tokens(write_vocabularies(Path(folder)))
+        ends = llama_cpp_ends([write_ends(case, Path(folder)) for case in ENDS])
     content = {
         "llama.cpp": answer["release"],
         "node-llama-cpp": json.loads((HERE / "package.json").read_text())["dependencies"]["node-llama-cpp"],
@@ -222,6 +261,7 @@ def record() -> None:
             for case, rows in zip(CASES, answer["logits"], strict=True)
         },
         "tokens": tokens,
+        "ends": dict(zip(ENDS, ends, strict=True)),
     }
     RECORDED.write_bytes(lzma.compress(json.dumps(content).encode() + b"\n"))
 

@@ -15,6 +15,7 @@ from diffquant.formats.gguf import GgufCheckpoint
 from tests.llama_cpp.cases import (
     BOS,
     CASES,
+    ENDS,
     IS_INSTALLED,
     LLAMA3_1,
     LLAMA3_2,
@@ -24,9 +25,11 @@ from tests.llama_cpp.cases import (
     SPLITS,
     TEXTS,
     TOKENS,
+    llama_cpp_ends,
     llama_cpp_logits,
     llama_cpp_tokens,
     write_case,
+    write_ends,
     write_llama,
     write_vocabularies,
     write_vocabulary,
@@ -108,9 +111,16 @@ def test_an_unknown_way_to_split_is_refused(tmp_path):
         diffquant.load_tokenizer(write_vocabulary("of-tomorrow", tmp_path))
 
 
+@pytest.mark.parametrize("case", ENDS)
+def test_a_text_ends_at_the_tokens_at_which_llama_cpp_stops(tmp_path, case):
+    ends = GgufCheckpoint(write_ends(case, tmp_path)).config["eos_token_id"]
+    assert sorted(ends if isinstance(ends, list) else [ends]) == RECORD["ends"][case]
+
+
 @pytest.mark.skipif(not IS_INSTALLED, reason="needs Node and what make test-llama-cpp fetches")
 def test_llama_cpp_computes_what_is_recorded(tmp_path, llama):
     found = llama_cpp_logits([write_case(case, tmp_path, llama) for case in CASES])
     for case, rows in zip(CASES, found["logits"], strict=True):
         torch.testing.assert_close(torch.tensor(rows), ANSWERS[case], rtol=0, atol=1e-4, msg=case)
     assert llama_cpp_tokens(write_vocabularies(tmp_path)) == RECORD["tokens"]
+    assert llama_cpp_ends([write_ends(case, tmp_path) for case in ENDS]) == list(RECORD["ends"].values())

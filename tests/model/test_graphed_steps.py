@@ -4,6 +4,8 @@ What needs a device is in tests/gpu/test_graphed_steps.py.
 """
 
 import logging
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,8 +38,8 @@ class Recordings:
     def __init__(self):
         self.replays = []
 
-    def __call__(self, work):
-        one, number = recorded.record(work), len(self.replays)
+    def __call__(self, work, device):
+        one, number = recorded.record(work, device), len(self.replays)
         self.replays.append(0)
 
         def replay():
@@ -86,14 +88,14 @@ def test_no_step_is_replayed_into_a_cache_that_is_full(recordings):
     assert (cache.length, recordings.replays) == (cache.capacity, [2])
 
 
-@pytest.mark.parametrize("changed", ["cache", "place", "batch", "positions"])
+@pytest.mark.parametrize("changed", ["cache", "place", "batch", "positions", "dtype", "device", "mask"])
 def test_a_recording_is_replayed_for_what_it_was_made_of_alone(changed, recordings):
     """A graph would go on with the addresses and the batch that it was recorded with."""
     steps, cache = GraphedSteps(), Filled(0)
-    x, positions = torch.zeros(2, 1, 8), torch.zeros(1, 1, dtype=torch.long)
+    x, positions, mask = torch.zeros(2, 1, 8), torch.zeros(1, 1, dtype=torch.long), None
 
     def ran():
-        return steps.run(lambda x, *_: x + 1, cache, x, positions, None)
+        return steps.run(lambda x, *_: x + 1, cache, x, positions, mask)
 
     assert [ran() is not None for _ in range(2)] == [False, True]
     if changed == "cache":
@@ -104,9 +106,67 @@ def test_a_recording_is_replayed_for_what_it_was_made_of_alone(changed, recordin
         x = x[:1]
     if changed == "positions":
         positions = positions.repeat(2, 1)
+    if changed == "dtype":
+        x = x.double()
+    if changed == "device":
+        x, positions = x.to("meta"), positions.to("meta")
+    if changed == "mask":
+        mask = torch.ones(2, 2, dtype=torch.long)
     assert ran() is None
-    assert ran().shape == x.shape
+    y = ran()
+    assert (y.shape, y.dtype, y.device) == (x.shape, x.dtype, x.device)
     assert recordings.replays == [1, 1]
+
+
+class TwoDevices:
+    """Stand-in for torch.cuda of a machine with two GPUs, the first of them current, which says what was captured."""
+
+    def __init__(self, monkeypatch):
+        self.current, self.captured = 0, []
+        for name in ("graph", "device", "Stream", "CUDAGraph"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+        monkeypatch.setattr(torch.cuda, "default_generators", (None, self))
+
+    def clone_state(self):
+        return "state"
+
+    def graphsafe_set_state(self, state):
+        assert (state, self.captured) == ("state", [])
+
+    @contextmanager
+    def device(self, device):
+        before, self.current = self.current, device.index
+        yield
+        self.current = before
+
+    def Stream(self, device=None):
+        return SimpleNamespace(device=torch.device("cuda", self.current) if device is None else device)
+
+    def CUDAGraph(self):
+        return SimpleNamespace(replay=lambda: None)
+
+    @contextmanager
+    def graph(self, graph, stream=None, capture_error_mode="global"):
+        yield
+        # torch makes one stream for all captures, on the device that was current then.
+        self.captured.append((self.current, (stream or self.Stream()).device))
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["", "fails"])
+def test_a_step_is_captured_on_the_device_of_its_tensors_whichever_is_current(fails, monkeypatch):
+    cuda, device = TwoDevices(monkeypatch), torch.device("cuda", 1)
+
+    def work():
+        assert cuda.current == 1
+        if fails:
+            raise RuntimeError("cannot be captured")
+
+    if fails:
+        with pytest.raises(RuntimeError, match="cannot be captured"):
+            graphed_steps.record(work, device)
+    else:
+        graphed_steps.record(work, device)
+        assert cuda.captured == [(1, device)]
 
 
 def small_model(generation, **sizes):
@@ -207,7 +267,7 @@ def test_where_recording_fails_it_is_said_once_and_decoding_goes_on(recordings, 
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
     # What was launched into the recording did not run: only the device's own count tells.
-    monkeypatch.setattr(graphed_steps, "record", lambda work: recorded.record(lambda: refuses(work)))
+    monkeypatch.setattr(graphed_steps, "record", lambda work, device: recorded.record(lambda: refuses(work), device))
     graphed_steps.warn_of_ungraphed_decoding.cache_clear()
     made, cache = generated(model, Recipe.of(), ids)
     assert torch.equal(made, wanted)
@@ -257,14 +317,16 @@ def test_the_stand_in_refuses_what_a_graph_cannot_hold():
         lambda: x if x.any() else -x,
     ):
         with pytest.raises(recorded.HostRead):
-            recorded.record(work)
+            recorded.record(work, x.device)
+    with pytest.raises(recorded.OtherDevice):
+        recorded.record(lambda: x + 1, torch.device("meta"))
     counted = torch.zeros(2)
 
     def work():
         counted.add_(1)
         return counted * x[:2]
 
-    recording = recorded.record(work)
+    recording = recorded.record(work, x.device)
     assert counted.tolist() == [0, 0]
     x.fill_(3)
     for _ in range(2):

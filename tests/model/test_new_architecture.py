@@ -202,7 +202,7 @@ def test_it_is_searched_and_its_experts_are_told_apart_by_layer(checkpoint, tmp_
 
 def blocks_of_models():
     """Every block that a model has beside those that all share, with the product's files that name it or its module."""
-    for package in ("dragon", "motif3", "sambay"):
+    for package in ("motif3", "sambay"):
         for path in sorted((ROOT / "diffquant" / "model" / package).glob("*.py")):
             module = import_module(f"diffquant.model.{package}.{path.stem}".removesuffix(".__init__"))
             for block in vars(module).values():

@@ -55,13 +55,6 @@ FEATURES = {
     "random V3": Feature("gated"),
     "random Transformer": Feature("llama"),
     "random Phi-4-mini-flash": Feature("phi4flash"),
-    "standard operators": Feature("prose-diff-v1", {"pure": True}),
-    "standard operators, 8-bit cache": Feature("prose-diff-v2", {"pure": True, "kv_bits": 8}),
-    "standard operators, all quantized": Feature(
-        "prose-diff-v2", {"pure": True, **_ALL, "weights": "4:row", "logits": "8:row"}
-    ),
-    "standard operators, random V3": Feature("gated", {"pure": True}),
-    "standard operators, random Phi-4-mini-flash, 8-bit cache": Feature("phi4flash", {"pure": True, "kv_bits": 8}),
 }
 
 

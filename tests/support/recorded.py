@@ -24,6 +24,10 @@ class HostRead(RuntimeError):
     """An operation whose result the host would have to wait for, or that brings something from there."""
 
 
+class OtherDevice(AssertionError):
+    """An operation on a device that is not recorded: it would run at once, and never again."""
+
+
 class NoHostReads(TorchDispatchMode):
     """Refuses operations that no CUDA graph holds.
 
@@ -52,8 +56,9 @@ class NoHostReads(TorchDispatchMode):
 
 
 class _Recorder(NoHostReads):
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
+        self._device = device
         self.calls: list[tuple[Any, Any, Any, list[Any]]] = []
         # Tensors of the recording itself, which a graph's own memory has.
         self._made: dict[int, Tensor] = {}
@@ -61,15 +66,22 @@ class _Recorder(NoHostReads):
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         read = tree_map(self._by_address, (args, kwargs))
         if func._schema.is_mutable:
+            self._check_device(func, args)
             self.calls.append((func, *read, []))
             return args[0] if func._schema.returns else None
         # Only for what the result looks like: its values are those of another step.
         out = func(*args, **kwargs)
         leaves = tree_leaves(out)
+        self._check_device(func, leaves)
         self._made |= {id(x): x for x in leaves if isinstance(x, Tensor)}
         is_view = any(returned.alias_info is not None for returned in func._schema.returns)
         self.calls.append((func, *read, [] if is_view else leaves))
         return out
+
+    def _check_device(self, func: Any, values: Any) -> None:
+        elsewhere = {x.device for x in tree_leaves(values) if isinstance(x, Tensor)} - {self._device}
+        if elsewhere:
+            raise OtherDevice(f"{func} computes on {elsewhere}, and {self._device} is recorded")
 
     def _by_address(self, x: Any) -> Any:
         return ref(x) if isinstance(x, Tensor) and id(x) not in self._made else x
@@ -102,13 +114,14 @@ def kernels_as_operators() -> Iterator[None]:
             vars(module)["_launch"] = launch
 
 
-def record(work: Callable[[], Tensor]) -> Recording:
-    """What `diffquant.model.graphed_steps.record` gives, without a device.
+def record(work: Callable[[], Tensor], device: torch.device) -> Recording:
+    """What `diffquant.model.graphed_steps.record` gives, without a GPU.
 
     Raises:
         HostRead: the work waits for the device.
+        OtherDevice: it computes on another device, whose kernels a graph does not hold.
     """
-    recorder = _Recorder()
+    recorder = _Recorder(device)
     with kernels_as_operators(), recorder:
         result = work()
     return Recording(recorder.replay, result, work)

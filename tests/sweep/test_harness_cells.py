@@ -11,7 +11,7 @@ def test_a_harness_task_is_compared_with_16_bits_item_by_item(tmp_path, monkeypa
     items = [HellaSwagItem(f"Number {i} is", ("even", "odd", "large"), i % 2) for i in range(8)]
     model = tiny_lm.write_llama(tmp_path / "model")
     task = f"lm-eval:{write_task(tmp_path, items, ['acc'])}"
-    options = SweepOptions(tasks=(task,), bits=(2,), dtype="float32")
+    options = SweepOptions(tasks=(task,), bits=(2,), dtype="float32", task_options={"trust_task": True})
     result = run_sweep([model], options, tmp_path / "out")
     result.require_complete()
     full, low = json_rows(result)

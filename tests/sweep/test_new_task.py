@@ -45,7 +45,7 @@ class Colours(Task):
         return {"name": self.name, "shout": self.shout, "batch_tokens": self.batch_tokens}
 
     def run(self, model, reference, progress):
-        encoder = RequestEncoder(model.tokenizer, model.max_length)
+        encoder = RequestEncoder(model.tokenizer, model.max_length, model.vocabulary)
         asked = [(q.upper() if self.shout else q, word) for q, words in QUESTIONS for word in words]
         logprobs = [s.logprob for s in score(model, encoder.requests(asked), self.batch_tokens, progress)]
         choices = [int(wrong > right) for right, wrong in zip(logprobs[::2], logprobs[1::2], strict=True)]

@@ -98,13 +98,7 @@ def _has_flash_attn() -> bool:
     return find_spec("flash_attn") is not None
 
 
-def _sdpa_refuses(call: AttentionCall) -> str | None:
-    return None if call.soft_cap is None else f"torch's SDPA has no soft cap, and logits stay below {call.soft_cap:g}"
-
-
 def _flash_attn_refuses(call: AttentionCall) -> str | None:
-    if call.soft_cap is not None:
-        return "flash-attn is called without soft caps here"
     if not call.v.is_cuda:
         return "flash-attn runs on CUDA only"
     if call.v.dtype not in (torch.float16, torch.bfloat16):
@@ -122,8 +116,8 @@ def _flash_attn_refuses(call: AttentionCall) -> str | None:
     return None if _has_flash_attn() else "the flash-attn package is not installed: pip install flash-attn"
 
 
-register(Backend("flashdiff1", flashdiff1, _sdpa_refuses))
+register(Backend("flashdiff1", flashdiff1))
 # SDPA's flash kernels want values as wide as keys and fall back to full maps for wider ones, so V's
 # halves go in calls of their own; with values as wide as keys there is one half and nothing lost.
-register(Backend("flashdiff2", flashdiff2, _sdpa_refuses, priority=10))
+register(Backend("flashdiff2", flashdiff2, priority=10))
 register(Backend("flash_attn", flash_attn, _flash_attn_refuses, priority=20))

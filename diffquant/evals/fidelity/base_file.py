@@ -23,6 +23,7 @@ from torch import Tensor
 from diffquant.errors import CheckpointError, UsageError
 from diffquant.evals.fidelity.distributions import Whole
 from diffquant.evals.fidelity.sides import Side
+from diffquant.support.files import check_plain
 from diffquant.support.plain_data import JsonObject
 
 MAGIC = b"_logits_"
@@ -54,6 +55,7 @@ class BaseFile(Side):
         Raises:
             CheckpointError: it is no such file, or cut short.
         """
+        check_plain(path)
         with path.open("rb") as stream:
             head = stream.read(_HEAD.size)
         if len(head) < _HEAD.size or not head.startswith(MAGIC):

@@ -52,5 +52,7 @@ def _tokens_read(source: Source, digest: str, count: int) -> list[int] | None:
         return None
     import torch
 
-    ids: list[int] = encode_text(source.tokenizer, text, torch.device("cpu"), count).tolist()
+    ids: list[int] = encode_text(
+        source.tokenizer, text, source.architecture.vocab_size, torch.device("cpu"), count
+    ).tolist()
     return ids

@@ -11,6 +11,7 @@ from torch import Tensor
 from diffquant.errors import CheckpointError
 from diffquant.evals.fidelity.distributions import Distributions, Whole
 from diffquant.support.plain_data import JsonObject
+from diffquant.text.prompts import check_tokens
 
 if TYPE_CHECKING:
     from diffquant.evals.language_model import LanguageModel
@@ -72,7 +73,9 @@ class Model(Side):
 
     def tokens(self, text: str) -> list[int]:
         ids: list[int] = self._model.tokenizer.encode(text, add_special_tokens=False, verbose=False)
-        return ids if self.first_token is None else [self.first_token, *ids]
+        ids = ids if self.first_token is None else [self.first_token, *ids]
+        self._check(ids)
+        return ids
 
     @cached_property
     def first_token(self) -> int | None:
@@ -80,8 +83,13 @@ class Model(Side):
         bos, ids = self._model.tokenizer.bos_token_id, self._model.tokenizer.encode("a")
         return int(bos) if bos is not None and ids and ids[0] == bos else None
 
+    def _check(self, ids: list[int]) -> None:
+        check_tokens(ids, self._model.vocabulary, self._model.tokenizer)
+
     @torch.inference_mode()
     def predict(self, number: int, ids: Tensor, first: int) -> Whole:
+        # Another side's tokens, such as a file's, may come here too.
+        self._check(ids.tolist())
         states = self._model.read(ids[None].to(self._model.device))[0][first:-1]
         logits = states.exact_logits()
         if not logits.isfinite().all():

@@ -2,6 +2,8 @@
 
 import importlib.metadata
 import importlib.util
+import logging
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,10 +13,11 @@ from diffquant.evals.defaults import BATCH_TOKENS
 from diffquant.evals.language_model import LanguageModel
 from diffquant.evals.protocols.harness_files import TaskFiles
 from diffquant.evals.task_result import TaskResult
-from diffquant.support.files import file_digest
+from diffquant.support.files import check_plain, file_digest
 from diffquant.support.installation import install_command
 from diffquant.support.plain_data import JsonObject
 from diffquant.support.progress import Progress, silent
+from diffquant.support.spelling import spelled
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -31,6 +34,26 @@ def require_lm_eval() -> None:
     """
     if importlib.util.find_spec("lm_eval") is None:
         raise MissingDependencyError(f"lm-eval tasks need the lm-eval package: {install_command('peers')}")
+
+
+def require_trust(task: str, is_trusted: bool) -> None:
+    """Check that a task's YAML file may run code, unless it is one of lm-eval's own; says which code runs.
+
+    Raises:
+        UsageError: it is someone else's, and nobody said that it may.
+    """
+    if not _is_file(task):
+        return
+    places = map(Path, importlib.util.find_spec("lm_eval").submodule_search_locations or ())  # type: ignore[union-attr]
+    if any(Path(task).resolve().is_relative_to(place.resolve()) for place in places):
+        return
+    what = f"lm-eval runs the templates and functions of {task}, and of the files that it includes, as code"
+    if not is_trusted:
+        raise UsageError(
+            f"{what}, which can do anything on this machine: read them, and if you trust them give "
+            f"{spelled('trust_task', True)}"
+        )
+    logging.getLogger(__name__).warning("note: %s", what)
 
 
 def task_identity(task: str) -> JsonObject:
@@ -125,11 +148,19 @@ def _mean_reported(results: dict[str, JsonObject], leaves: list[str], metric: st
 
 def _resolve(task: str) -> tuple[str, "TaskManager"]:
     if not _is_file(task):
-        return task, _all_tasks()
+        manager = _all_tasks()
+        # lm-eval takes any other name for a path, whatever it ends in.
+        if task not in manager.all_tasks:
+            raise UsageError(f"lm-eval knows no task {task!r}, and it is not the path of a .yaml or .yml file")
+        return task, manager
     from lm_eval.tasks import TaskManager
 
     file = Path(task).resolve()
     name = TaskFiles(file).name
+    for each in file.parent.glob("**/*.yaml"):
+        # lm-eval opens all of them.
+        with suppress(FileNotFoundError, IsADirectoryError):
+            check_plain(each)
     # lm-eval's own tasks take it many seconds to index; a file of one's own does not need them.
     manager = TaskManager(include_path=str(file.parent), include_defaults=False)
     entry = manager.task_index.get(name)

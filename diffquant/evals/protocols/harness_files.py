@@ -16,11 +16,12 @@ import yaml
 
 from diffquant.errors import UsageError
 from diffquant.evals.protocols.imported_files import imported_files, module_file, texts_in
-from diffquant.support.files import file_digest
+from diffquant.support.files import file_digest, read_bytes
 
 _Config = dict[str, Any]
 # Folders that hold no data.
 _PASSED_OVER = {"__pycache__", ".git", ".ipynb_checkpoints"}
+_MOST_VALUES = 100_000
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class TaskFiles:
     yaml: Path
     files: set[Path] = field(default_factory=set)
     unseen: list[str] = field(default_factory=list)
+    _merged: dict[Path, _Config] = field(default_factory=dict)
 
     @classmethod
     def of(cls, yaml: Path) -> "TaskFiles":
@@ -53,7 +55,10 @@ class TaskFiles:
             UsageError: it, or what it includes, cannot be read, or data that it names are not there.
         """
         found = cls(yaml.absolute())
-        found._follow(found.config)
+        try:
+            found._follow(found.config)
+        except RecursionError as error:
+            raise UsageError(f"cannot read {yaml} as a task of lm-eval: it is nested too deeply") from error
         found.files.discard(found.yaml)
         return found
 
@@ -84,13 +89,16 @@ class TaskFiles:
         """A YAML file's fields, those that it includes under its own."""
         if file in including:
             raise UsageError(f"{file} includes itself")
+        if file in self._merged:
+            return self._merged[file]
         self.files.add(file)
         config = _parsed(file)
         included = config.pop("include", [])
         merged: _Config = {}
         for name in included if isinstance(included, list) else [included]:
             merged |= self._read(Path(os.path.abspath(file.parent / str(name))), (*including, file))
-        return merged | config
+        self._merged[file] = merged | config
+        return self._merged[file]
 
     def _follow(self, config: _Config) -> None:
         """Note what a task's, a group's or a member's fields name."""
@@ -182,12 +190,38 @@ def _parsed(file: Path) -> _Config:
 
     Loader.add_constructor("!function", function)
     try:
-        config = yaml.load(file.read_bytes(), Loader=Loader)
+        loader = Loader(read_bytes(file))
+        node = loader.get_single_node()
+        config = None if node is None else loader.construct_document(_checked_size(node))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UsageError(f"cannot read {file} as a task of lm-eval: {error}") from error
     if not isinstance(config, dict):
         raise UsageError(f"cannot read {file} as a task of lm-eval: it has no fields")
     return config
+
+
+def _checked_size(document: yaml.Node) -> yaml.Node:
+    """The document, whose aliases stand for a bounded number of values: lm-eval copies and writes all of them.
+
+    Raises:
+        ValueError: they stand for more, or a value holds itself.
+    """
+    sizes: dict[int, int | None] = {}
+
+    def size(node: yaml.Node) -> int:
+        known = sizes.setdefault(id(node), 0)
+        if known is None:
+            raise ValueError("a value holds itself")
+        if not known:
+            sizes[id(node)] = None
+            inner = node.value if isinstance(node, yaml.CollectionNode) else ()
+            parts = (part for each in inner for part in (each if isinstance(each, tuple) else (each,)))
+            sizes[id(node)] = known = 1 + sum(map(size, parts))
+        return known
+
+    if size(document) > max(_MOST_VALUES, len(sizes)):
+        raise ValueError(f"its aliases (*name) stand for more than {_MOST_VALUES:,} values")
+    return document
 
 
 def _files_named(text: str, folder: Path) -> Iterator[Path]:

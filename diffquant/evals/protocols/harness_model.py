@@ -31,7 +31,7 @@ class HarnessModel(LM):
         self.tokenizer = model.tokenizer
         self.batch_tokens = batch_tokens
         self.progress = progress
-        self.encoder = RequestEncoder(model.tokenizer, model.max_length)
+        self.encoder = RequestEncoder(model.tokenizer, model.max_length, model.vocabulary)
         self._device = model.device
 
     def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:

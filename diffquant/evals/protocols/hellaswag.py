@@ -3,12 +3,9 @@
 Source: Zellers et al., arXiv 1905.07830; lm-eval 0.4.13, tasks/hellaswag.
 """
 
-import gzip
 import hashlib
 import json
-import lzma
 import re
-import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,14 +23,12 @@ from diffquant.evals.encoding import Request, RequestEncoder
 from diffquant.evals.language_model import LanguageModel, States, joined
 from diffquant.evals.scoring import score
 from diffquant.support.listing import first_few
-from diffquant.support.plain_data import JsonObject, is_text, parse_json
+from diffquant.support.plain_data import is_text, parse_json
 from diffquant.support.progress import Progress, silent
+from diffquant.support.xz import read_expanded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-# HellaSwag's largest file has 48 MB; some megabytes of gzip or xz can hold gigabytes.
-_LARGEST_FILE = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -101,7 +96,7 @@ def evaluate_hellaswag(
     Args:
         reference: states of another model, from `reference_of`.
     """
-    requests = _requests(model.tokenizer, model.max_length, tuple(items))
+    requests = _requests(model.tokenizer, model.max_length, model.vocabulary, tuple(items))
     lengths = {index: len(requests[index].continuation) for index in _right_requests(items)}
     meter = None if reference is None else KlMeter(reference, lengths)
     scores = iter(score(model, requests, batch_tokens, progress, meter.see if meter else None))
@@ -130,7 +125,7 @@ def reference_of(
 
     The right endings are what people wrote; with the wrong ones, four times as many states would have to be held.
     """
-    requests = _requests(model.tokenizer, model.max_length, tuple(items))
+    requests = _requests(model.tokenizer, model.max_length, model.vocabulary, tuple(items))
     seen: list[int] = []
     parts: list[States] = []
 
@@ -152,10 +147,10 @@ def _right_requests(items: Sequence[HellaSwagItem]) -> list[int]:
 # A sweep asks once for each of a model's cells, and encoding may take longer than a GPU's scoring.
 @lru_cache(maxsize=1)
 def _requests(
-    tokenizer: "PreTrainedTokenizerBase", max_length: int, items: tuple[HellaSwagItem, ...]
+    tokenizer: "PreTrainedTokenizerBase", max_length: int, vocabulary: int, items: tuple[HellaSwagItem, ...]
 ) -> Sequence[Request]:
     """The request of each ending of each item; what was asked for last is kept."""
-    encoder = RequestEncoder(tokenizer, max_length)
+    encoder = RequestEncoder(tokenizer, max_length, vocabulary)
     return tuple(encoder.requests((item.query, f" {ending}") for item in items for ending in item.endings))
 
 
@@ -196,28 +191,34 @@ def parse_item(entry: object) -> HellaSwagItem:
     if missing:
         raise UsageError(f"needs text in {', '.join(missing)}")
     endings = entry.get("endings")
-    if not isinstance(endings, list) or len(endings) < 2 or not all(is_text(e) and preprocess(e) for e in endings):
+    if not isinstance(endings, list) or len(endings) < 2 or not all(map(is_text, endings)):
         raise UsageError("endings must be a list of two or more texts")
-    return HellaSwagItem(
-        _query_text(entry), tuple(preprocess(e) for e in endings), _parse_label(entry.get("label"), len(endings))
-    )
+    # Prepared items hold what lm-eval scores, which may begin with a blank.
+    if "query" in entry:
+        query, choices = str(entry["query"]), tuple(endings)
+    else:
+        query = preprocess(f"{entry['activity_label']}: {entry['ctx_a']} {entry['ctx_b'].capitalize()}")
+        choices = tuple(map(preprocess, endings))
+    if not all(choices):
+        raise UsageError("endings must be a list of two or more texts")
+    return HellaSwagItem(query, choices, _parse_label(entry.get("label"), len(endings)))
 
 
 def preprocess(text: str) -> str:
     """A text without what lm-eval strips from WikiHow's half of the data."""
     text = text.strip().replace(" [title]", ". ")
-    return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
+    return "\n".join(map(_without_brackets, text.split("\n"))).replace("  ", " ")
+
+
+def _without_brackets(line: str) -> str:
+    # Brackets that nothing closes stay. Searching an end for each of them would take quadratic time.
+    closed, bracket, rest = line.rpartition("]")
+    return re.sub(r"\[[^\]]*\]", "", closed + bracket) + rest
 
 
 def hellaswag_digest(items: Iterable[HellaSwagItem]) -> str:
     """A digest that changes with any item and with their order."""
     return hashlib.sha256(" ".join(item.digest for item in items).encode()).hexdigest()[:16]
-
-
-def _query_text(entry: JsonObject) -> str:
-    if "query" in entry:
-        return str(entry["query"])
-    return preprocess(f"{entry['activity_label']}: {entry['ctx_a']} {entry['ctx_b'].capitalize()}")
 
 
 def _parse_label(label: object, endings: int) -> int:
@@ -239,14 +240,7 @@ def _index_of_largest(values: Sequence[float]) -> int:
 
 def _read_lines(path: Path) -> list[str]:
     try:
-        with path.open("rb") as file:
-            start = file.read(6)
-        opened = gzip.open if start.startswith(b"\x1f\x8b") else lzma.open if start == b"\xfd7zXZ\x00" else open
-        with opened(path, "rb") as file:
-            raw = file.read(_LARGEST_FILE + 1)
-        if len(raw) > _LARGEST_FILE:
-            raise UsageError(f"cannot read items from {path}: they take more than {_LARGEST_FILE >> 20} MiB; split it")
         # JSON may hold any of the other characters that str.splitlines cuts at, such as U+2028.
-        return raw.decode("utf-8-sig").split("\n")
-    except (OSError, EOFError, zlib.error, lzma.LZMAError, UnicodeDecodeError) as error:
+        return read_expanded(path).decode("utf-8-sig").split("\n")
+    except (OSError, ValueError) as error:
         raise UsageError(f"cannot read items from {path}: {error}") from error

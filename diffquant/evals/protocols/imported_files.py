@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from diffquant.errors import UsageError
+from diffquant.support.files import read_bytes
 
 
 def module_file(name: str, folder: Path) -> Path | None:
@@ -62,7 +63,7 @@ def _with_packages(name: str) -> list[str]:
 
 def _tree(file: Path) -> ast.Module:
     try:
-        return ast.parse(file.read_bytes(), str(file))
+        return ast.parse(read_bytes(file), str(file))
     except (OSError, SyntaxError, ValueError) as error:
         raise UsageError(f"cannot read {file}, which a task of lm-eval uses: {error}") from error
 

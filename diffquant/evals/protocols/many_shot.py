@@ -128,7 +128,7 @@ def evaluate_many_shot(
     Raises:
         UsageError: the prompts do not fit the model's context, or its tokenizer cannot tell labels apart.
     """
-    encoder = RequestEncoder(model.tokenizer, model.max_length)
+    encoder = RequestEncoder(model.tokenizer, model.max_length, model.vocabulary)
     asked = question_order(data.test, plan.seed)[:limit]
     labels = label_tokens(encoder, data.labels)
     queries = query_tokens(encoder, [example.text for example in asked], data.train[0])

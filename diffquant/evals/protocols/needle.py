@@ -122,7 +122,7 @@ def evaluate_needle(
         UsageError: the model cannot see a length, the text is too poor, or the needles do not fit.
     """
     items = make_items_for(model, text, plan)[:limit]
-    encoder = RequestEncoder(model.tokenizer, model.max_length)
+    encoder = RequestEncoder(model.tokenizer, model.max_length, model.vocabulary)
     requests = encoder.requests(texts for item in items for texts in item.requests())
     scores = iter(score(model, requests, batch_tokens, progress))
     # Greedy decoding gives a whole answer where each of its tokens is the likeliest after those before it.

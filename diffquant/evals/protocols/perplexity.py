@@ -80,7 +80,7 @@ def score_text(
         UsageError: the text is too short, or window and stride do not fit.
         NonFiniteError: the model's logits are not finite.
     """
-    tokens = encode_text(model.tokenizer, text, model.device)
+    tokens = encode_text(model.tokenizer, text, model.vocabulary, model.device)
     counts: list[int] = []
     nll: list[float] = []
     kl: list[float] = []
@@ -114,7 +114,7 @@ def reference_of(
     Raises:
         UsageError: the text is too short, or window and stride do not fit.
     """
-    tokens = encode_text(model.tokenizer, text, model.device)
+    tokens = encode_text(model.tokenizer, text, model.vocabulary, model.device)
     parts: list[States] = []
     for ids, scored in _windows(model, tokens, window, stride, batch_tokens):
         parts += [states for states, _ in _by_window(model.read(ids[:, :-1]), ids, scored)]

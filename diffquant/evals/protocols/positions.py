@@ -38,7 +38,7 @@ def score_positions(
         UsageError: the text or the window is too short.
         NonFiniteError: the model's logits are not finite.
     """
-    tokens = encode_text(model.tokenizer, text, model.device)
+    tokens = encode_text(model.tokenizer, text, model.vocabulary, model.device)
     window = min(window, len(tokens) - 1, model.max_length)
     if window < 2:
         raise UsageError(f"nll needs windows of 2 tokens or more, got {window}")

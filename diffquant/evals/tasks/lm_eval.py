@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from diffquant.evals.columns import ITEMS
-from diffquant.evals.task import LIMIT, Task, at_least_one
+from diffquant.evals.task import LIMIT, Task, TaskOption, at_least_one
 from diffquant.evals.task_result import TaskResult
 from diffquant.evals.tasks import register
 from diffquant.support.plain_data import JsonObject
@@ -13,6 +13,10 @@ from diffquant.support.progress import Progress
 
 if TYPE_CHECKING:
     from diffquant.evals.language_model import LanguageModel, States
+
+TRUST_TASK = TaskOption(
+    "trust_task", False, "Let a task's YAML file that is not lm-eval's run code in its templates and functions.", bool
+)
 
 
 @register
@@ -27,7 +31,7 @@ class Harness(Task):
 
     kind: ClassVar = "lm-eval"
     usage: ClassVar = "lm-eval:NAME"
-    options: ClassVar = (LIMIT,)
+    options: ClassVar = (LIMIT, TRUST_TASK)
     columns: ClassVar = ITEMS
 
     task: str
@@ -35,12 +39,13 @@ class Harness(Task):
 
     @classmethod
     def parse(cls, name: str, values: Mapping[str, object], batch_tokens: int) -> Self:
-        from diffquant.evals.protocols.harness import require_lm_eval
+        from diffquant.evals.protocols.harness import require_lm_eval, require_trust
 
         _, _, task = name.partition(":")
         if not task:
             raise cls.misread(name)
         require_lm_eval()
+        require_trust(task, bool(TRUST_TASK.of(values)))
         return cls(task=task, limit=at_least_one(LIMIT, values), batch_tokens=batch_tokens)
 
     @property

@@ -17,6 +17,9 @@ from diffquant.support.listing import first_few
 MODELOPT_CONFIG = "hf_quant_config.json"
 # Where GPTQModel, AutoAWQ and AutoRound say it once more; by such a file alone, engines take weights to be packed.
 _STATED_AGAIN = (MODELOPT_CONFIG, "quantize_config.json", "quant_config.json", "quantization_config.json")
+# Where AutoGPTQ and AutoAWQ said it before config.json had a place for it, and keys that AutoAWQ used there.
+_STATED_ALONE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+_OLDER_KEYS = {"w_bit": "bits", "q_group_size": "group_size"}
 # Layers that transformers builds of Conv1D, and the models that have them: their weights are [in, out], which every
 # library packs as the [out, in] of a Linear.
 CONV1D = ("c_attn", "q_attn", "c_fc", "c_proj")
@@ -120,13 +123,19 @@ def _as_stored(name: str, matrix: RoundedMatrix) -> RoundedMatrix:
 
 
 def _entry(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
-    """The `quantization_config` of config.json, or what ModelOpt writes into a file beside it."""
+    """The `quantization_config` of config.json, or what a library wrote into a file beside it."""
     entry = checkpoint.config.get("quantization_config")
-    file = checkpoint.path / MODELOPT_CONFIG
-    if entry is None and file.is_file():
+    if entry is not None:
+        return entry if isinstance(entry, Mapping) else None
+    if (file := checkpoint.path / MODELOPT_CONFIG).is_file():
         stated = read_json(file).get("quantization")
-        entry = {"quant_method": "modelopt", **stated} if isinstance(stated, Mapping) else None
-    return entry if isinstance(entry, Mapping) else None
+        return {"quant_method": "modelopt", **stated} if isinstance(stated, Mapping) else None
+    if any(name.endswith(".qweight") for name in checkpoint.tensors):
+        for name, method in _STATED_ALONE.items():
+            if (file := checkpoint.path / name).is_file():
+                stated = {_OLDER_KEYS.get(key, key): value for key, value in read_json(file).items()}
+                return {"quant_method": method, **stated}
+    return None
 
 
 class DequantizedCheckpoint(Checkpoint):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from diffquant.errors import CheckpointError
-from diffquant.formats.compressed_config import REORDERED, block_of, has_targets, is_square, target_of
+from diffquant.formats.compressed_config import REORDERED, block_of, has_targets, is_square, targets_of
 from diffquant.formats.compressed_tensors import GLOBAL, PACKED, SCALE, SHAPE
 from diffquant.formats.dequantized.base import Contents, Parts, RoundedMatrix, modules_with, register
 from diffquant.formats.dequantized.floats import float_matrix, model_dtype, spreading, without_scales
@@ -76,8 +76,7 @@ def read_compressed_tensors(entry: Mapping[str, Any], stored: Checkpoint) -> Con
     }
     kinds: list[str] = []
     matrices: dict[str, RoundedMatrix] = {}
-    for module in modules_with(stored, SCALE):
-        weights = target_of(module, targets)
+    for module, weights in targets_of(modules_with(stored, SCALE), targets).items():
         if weights is None:
             parts.problems.append(f"no group of quantization_config covers {module}")
         elif read := _matrix(stored, parts, module, weights):
@@ -180,7 +179,9 @@ def _integers(
         parts.problems.append(f"{module + SCALE} is {list(scale_shape)}, which belongs to no matrix {[outputs, width]}")
         return None
     has_zeros = weights.get("symmetric") is False or module + _ZERO in stored.tensors
-    if has_zeros and not _expect_zeros(parts, module + _ZERO, scale_shape, bits, is_packed):
+    # Those of a whole tensor stay as they are.
+    packs_zeros = is_packed and weights.get("strategy") in ("group", "channel")
+    if has_zeros and not _expect_zeros(parts, module + _ZERO, scale_shape, outputs, bits, packs_zeros):
         return None
 
     def rows(indices: Tensor) -> Tensor:
@@ -188,7 +189,7 @@ def _integers(
         values = (unpack(picked, bits, width) if is_packed else picked).float()
         if has_zeros:
             zeros = stored.read(module + _ZERO)
-            plain = unpack(zeros.T.contiguous(), bits, outputs).T if is_packed else zeros
+            plain = unpack(zeros.T.contiguous(), bits, outputs).T if packs_zeros else zeros
             values = values - spread(plain.reshape(scale_shape).float(), indices)
         return values * spread(stored.read(module + SCALE).float(), indices)
 
@@ -214,10 +215,13 @@ def _order(stored: Checkpoint, parts: Parts, module: str, width: int, groups: in
     return order
 
 
-def _expect_zeros(parts: Parts, name: str, scales: tuple[int, ...], bits: int, is_packed: bool) -> bool:
+def _expect_zeros(parts: Parts, name: str, scales: tuple[int, ...], outputs: int, bits: int, is_packed: bool) -> bool:
     if not is_packed:
         return parts.expect(name, scales, torch.int8)
-    return parts.expect(name, (packed_words(scales[0], bits), *scales[1:]), torch.int32)
+    if len(scales) != 2 or scales[0] != outputs:
+        parts.problems.append(f"{name} is packed along {outputs} outputs, and its scales are {list(scales)}")
+        return False
+    return parts.expect(name, (packed_words(outputs, bits), scales[1]), torch.int32)
 
 
 def _note(entry: Mapping[str, Any], groups: Groups) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffquant.formats.compressed_config import matches
+from diffquant.formats.compressed_config import match_modules
 from diffquant.formats.dequantized.base import (
     Contents,
     Parts,
@@ -51,8 +51,7 @@ def read_gptq(entry: Mapping[str, Any], stored: Checkpoint) -> Contents:
     offset = _VERSIONS[entry.get("checkpoint_format") or entry.get("format") or "gptq"]
     matrices: dict[str, RoundedMatrix] = {}
     kinds: list[str] = []
-    for module in modules_with(stored, ".qweight"):
-        own = _own(entry, module)
+    for module, own in _settings(entry, modules_with(stored, ".qweight")).items():
         bits, size = _bits_and_size(own, parts)
         if matrix := _matrix(stored, parts, module, bits, size, offset):
             matrices[f"{module}.weight"] = matrix
@@ -63,17 +62,23 @@ def read_gptq(entry: Mapping[str, Any], stored: Checkpoint) -> Contents:
     return Contents(f"GPTQ {'/'.join(dict.fromkeys(kinds))}", matrices)
 
 
-def _own(entry: Mapping[str, Any], module: str) -> Mapping[str, Any]:
-    """The settings of a module; the first expression of `dynamic` that its name begins with changes the folder's.
+def _settings(entry: Mapping[str, Any], modules: list[str]) -> dict[str, Mapping[str, Any]]:
+    """The settings of each module; the first expression of `dynamic` that its name begins with changes the folder's.
 
     An expression after "-:" is of modules that stay plain.
 
     Source: GPTQModel 7.7, quantization/config.py, dynamic_get.
     """
-    for expression, changes in (entry.get("dynamic") or {}).items():
-        if matches(expression.removeprefix("+:"), module) and isinstance(changes, Mapping):
-            return {**entry, **changes}
-    return entry
+    changes = [
+        (expression.removeprefix("+:"), changed)
+        for expression, changed in (entry.get("dynamic") or {}).items()
+        if isinstance(changed, Mapping) and not expression.startswith("-:")
+    ]
+    matched = match_modules([expression for expression, _ in changes], modules)
+    return {
+        module: entry if index is None else {**entry, **changes[index][1]}
+        for module, index in zip(modules, matched, strict=True)
+    }
 
 
 def _bits_and_size(entry: Mapping[str, Any], parts: Parts) -> tuple[int, int]:

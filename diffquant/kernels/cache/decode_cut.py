@@ -53,7 +53,7 @@ TILES = {
 # Rows of a tile: the columns of a product, whose rows are tokens or channels.
 ROWS = 8
 # What a share's start and end cost, its first loads and its partial sums, and the least that a step's loads take:
-# assumptions, as those of `diffquant.bench.gpu.hopper`.
+# assumptions.
 _SECONDS_TO_START, _SECONDS_OF_LOADS = 1e-6, 0.5e-6
 
 

@@ -22,8 +22,8 @@ from diffquant.support.spelling import spelled
 import_all(sys.modules[__name__])
 _FULL = "full_attention"
 _DRAGON = (
-    "of Dragon and Olala the attention of layers V is computed (diffquant.model.dragon), and not Mamba-3, the geodesic "
-    "residual and experts behind a latent; the weights can be quantized, by `quantize` with {weights_only}, but not run"
+    "Mamba-3, the geodesic residual and experts behind a latent are not implemented; the weights can be quantized, by "
+    "`quantize` with {weights_only}, but not run"
 )
 # Types that are known and not run, and why.
 NOT_RUN = {"dragon": _DRAGON, "olala": _DRAGON}

@@ -14,11 +14,9 @@ def read_native(config: dict[str, Any]) -> Adapter:
     """Adapter that changes nothing: names and layout are DiffTransformer's already.
 
     Raises:
-        CheckpointError: sizes contradict each other, heads have two widths, or logits a soft cap.
+        CheckpointError: sizes contradict each other, or heads have two widths.
     """
     spec = read_spec(config.get("spec"))
-    if spec.soft_cap is not None:
-        raise CheckpointError(f"config.json: `spec` has a soft_cap of {spec.soft_cap}, which only Dragon's layers have")
     if config.get("head_dim") not in (None, spec.head_dim):
         raise CheckpointError(f"config.json: head_dim is {config['head_dim']!r}, and `spec` has {spec.head_dim}")
     sizes = read_sizes(config | {"head_dim": spec.head_dim}, DEFAULTS)

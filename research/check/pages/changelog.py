@@ -3,6 +3,7 @@
 from research.check.page import Page
 from research.check.pages.figure8 import LONGER_WON, VERDICTS
 from research.check.pages.figure8_larger_words import LARGER_WON
+from research.check.pages.figure8_ratios_words import SENSITIVITY, WON_AT_PAPERS
 from research.check.pages.kernels import OUTCOMES
 from research.check.pages.rounding import CHANCE, REPEATED_LEADS, SHARES
 from research.check.raw import medians, raw
@@ -32,9 +33,13 @@ PAGE.means(
     "Neither three times\n  the tokens nor four times the parameters change the sign",
     all(won[0] < 0 for won in (*LONGER_WON.values(), *LARGER_WON.values())),
 )
+PAGE.means("At equal steps it costs DIFF about half a bit", all(0.35 < more[0] < 0.75 for more in SENSITIVITY.values()))
+PAGE.means("the same\n  models win more than two", WON_AT_PAPERS[0] > 2)
 PAGE.says(
     "One H100 has run them: {} of {} tests passed, {} were skipped",
     OUTCOMES["passed"],
     sum(OUTCOMES.values()),
     OUTCOMES["skipped"],
 )
+
+PAGE.leaves("vLLM before 0.18", "a version")

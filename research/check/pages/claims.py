@@ -4,8 +4,9 @@ from research.check.numbers import ends
 from research.check.page import Page, Unmeasured
 from research.check.pages import figure8_one_rate as one_rate
 from research.check.pages import kv, rounding, search
-from research.check.pages.figure8 import LONGER_MORE, largest
+from research.check.pages.figure8 import LONGER_MORE, control, largest
 from research.check.pages.figure8_larger_words import LARGER_MORE
+from research.check.pages.figure8_ratios_words import LEVEL_ENDS, SENSITIVITY, WON_AT_PAPERS
 from research.check.pages.figure8_seeds import CERTAIN, HOLM
 from research.check.pages.kernels import AIMS, OUTCOMES
 from research.check.raw import committed, raw
@@ -17,6 +18,16 @@ for section in ("Quantized models", "When DIFF attention loses less by low bits"
 PAGE.says(
     "With 5.3 M parameters V1 needs {} [{}, {}] bits of logits more than a Transformer, and V2 {} [{}, {}]",
     *(x for more in LARGER_MORE.values() for x in more),
+)
+PAGE.says(
+    "At equal steps DIFF V1 needs {} [{}, {}] bits of logits more than a Transformer, and V2 {} [{}, {}]",
+    *(x for more in SENSITIVITY.values() for x in more),
+)
+PAGE.says("would lose {} to {} bits to the DIFF models of three sizes", *WON_AT_PAPERS)
+PAGE.says("from {} to {} times on it loses", *LEVEL_ENDS)
+PAGE.says(
+    "V1's interval over three trainings, {} to {} bits, misses zero by {}",
+    *(-control("DIFF V1, equal ranges", "bits won at `4:tensor`")[at] for at in (2, 1, 2)),
 )
 PAGE.leaves("at most 5.3 M parameters that were trained here (1.3 M but for", "counts")
 PAGE.says(

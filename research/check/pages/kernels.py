@@ -1,12 +1,9 @@
-"""The figures of docs/kernels.md: those of an H100, and estimates."""
+"""The figures of docs/kernels.md, an H100's."""
 
-import re
 from collections import Counter
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from research.check.numbers import ends
 from research.check.page import Expected, Page, Unmeasured
 from research.check.raw import raw
 
@@ -27,7 +24,6 @@ PAGE.leaves("Triton before 3.7 this starts", "a version")
 PAGE.leaves("those of Triton 3.6.0", "a version")
 PAGE.leaves("with Triton 3.6.0 as well", "a version")
 PAGE.leaves("with the installed Triton or 3.6.0", "a version")
-PAGE.leaves("3.9.0). Two of the seven", "a version, and rows of the table")
 PAGE.table(
     "device | configurations | what differs",
     Unmeasured("names of devices and versions, what launch code does, and machine code that a test reads"),
@@ -37,71 +33,6 @@ PAGE.table(
     Unmeasured("machine code of two versions; tests/kernels/test_decode_compiled.py bounds the newer's"),
 )
 
-_ESTIMATES = (Path(__file__).parents[3] / "bench/results/gpu-estimate.txt").read_text(encoding="utf-8")
-# Each row's path, and what it is held to.
-_ROWS = {
-    "P1": "int8 QK and fp8 PV, 16K, specialized  against  Transformer, cuDNN, 16K",
-    "P2: fused": "fused fp16, 16K, specialized  against  four cuDNN calls, 16K",
-    "P2: the same": "fused fp16, 16K, specialized  against  two cuDNN calls of 256 values, 16K",
-    "P3: the same": "simulated 8:row, 8K, qk 8:row  against  fused fp16, 8K",
-    "P3": "simulated 8:row, 8K, specialized  against  fused fp16, 8K, specialized",
-    "P4": "decode, 4-bit cache  against  decode, 16-bit cache",
-    "P5": "4-bit linear  against  dense fp16 linear",
-}
-
-
-def _estimated(row: str, column: str) -> list[Expected]:
-    path = next(path for name, path in _ROWS.items() if row.startswith(name))
-    if column == "estimate":
-        return []
-    card = "H100" if column == "at least" else column
-    line = re.search(rf"^{card}:\n(?:P.*\n)*?P\d +([\d.]+)x +aim ([\d.]+)x.* {re.escape(path)}$", _ESTIMATES, re.M)
-    assert line is not None
-    return [float(line[2] if column == "at least" else line[1])]
-
-
-PAGE.table("aim | at least | H100 | H200 | estimate", _estimated)
-
-
-def _gemm(tokens: str, column: str) -> list[Expected]:
-    card = "H100" if column == "at least" else column
-    path = f"4-bit linear, {tokens.replace(',', '')} tokens"
-    line = re.search(rf"^{card}:\n(?:[PG].*\n)*?GEMM +([\d.]+)x +aim ([\d.]+)x.* {path}  against", _ESTIMATES, re.M)
-    assert line is not None
-    return [float(line[2] if column == "at least" else line[1])]
-
-
-PAGE.table("tokens | at least | H100 | H200", _gemm)
-
-
-def _of_h100(pattern: str) -> list[float]:
-    """Numbers of the first line that a pattern finds, an H100's."""
-    found = re.search(pattern, _ESTIMATES, re.M)
-    assert found is not None, pattern
-    return [float(number.replace(",", "")) for number in found.groups()]
-
-
-_SHIFTED = "simulated 8:row:shift, 8K, qk 8:row"
-(_SHIFTED_TIME,), (_FUSED_TIME,) = _of_h100(rf"^{_SHIFTED}: ([\d.]+) ms$"), _of_h100(r"^fused fp16, 8K: ([\d.]+) ms$")
-_OF_A_STEP = rf"^{_SHIFTED}: (?:.*\n)*?  attend_rounded: .* a step: (\d+) cycles of products, (\d+) of instructions"
-PAGE.says("rounded logits take {} times as long as fused fp16", _SHIFTED_TIME / _FUSED_TIME)
-PAGE.says("a step has {} cycles of instructions beside {} of products", *reversed(_of_h100(_OF_A_STEP)))
-_GEMMS = [rf"^4-bit linear, {tokens} tokens: ([\d.]+) ms\n  _gemm: .*\n  _add: ([\d.]+) ms" for tokens in (32, 64, 128)]
-_TIMES = [[1000 * time for time in _of_h100(pattern)] for pattern in _GEMMS]
-PAGE.says(
-    "that launch takes {}, {} and {} of {}, {} and {} µs", *(add for _, add in _TIMES), *(whole for whole, _ in _TIMES)
-)
-_LATENTS = [rf"^latents +([\d.]+)x .* {bits}-bit latents  against  keys" for bits in (16, 8, 4)]
-_SPEEDS = [ratio for pattern in _LATENTS for ratio in _of_h100(pattern)]
-PAGE.says("is {} times the speed of reading what latents are expanded to", _SPEEDS[0])
-PAGE.says("(8 bits {}, 4 bits {})", *_SPEEDS[1:])
-_READ_ONCE = _of_h100(r"^latents +([\d.]+)x .* 16-bit latents, read once$")
-PAGE.says("and {} times that of reading the latents alone", *_READ_ONCE)
-PAGE.leaves("8 sequences of 16K tokens and an H100", "sizes that were chosen")
-PAGE.leaves("what latents are expanded to at 16 bits", "a width of states")
-PAGE.leaves("fused fp16 (aim 1.6)", "an aim")
-PAGE.leaves("to reach 69 % of the card's peak", "an assumption of the estimate")
-PAGE.leaves("3,072 columns and 8,192 rows", "a size that was chosen")
 PAGE.leaves(
     "1.25 times the instructions of one of `row`", "machine code, which tests/kernels/test_decode_compiled.py bounds"
 )
@@ -148,29 +79,18 @@ _MEASURED = {
     "4-bit linear layer, 16 tokens": ("linear 3072 -> 8192, 16 tokens", "packed, 4 bits", "dense"),
     "4-bit linear layer, 64 tokens": ("linear 3072 -> 8192, 64 tokens", "packed, 4 bits", "dense"),
 }
-# Rows of the table of estimates that have one.
-_ESTIMATE_OF = {
-    "prefill in fp8, specialized, 16K": "P1",
-    "fused fp16 prefill, specialized, 16K": "P2: fused",
-    "the same, 16K": "P2: the same",
-    "simulated logits 8:row, 8K": "P3",
-    "decoding from a 4-bit cache, 8 × 16K": "P4",
-    "4-bit linear layer, 1 token": "P5",
-}
 
 
 def _of_card(row: str, column: str) -> list[Expected]:
     group, path, other = _MEASURED[row]
     if column == "times as fast":
         return [_milliseconds(group, other) / _milliseconds(group, path)]
-    if column == "estimate":
-        return _estimated(_ESTIMATE_OF[row], "H100") if row in _ESTIMATE_OF else []
     if column == "against":
         return []
     return [aim["at_least"] for aim in _group(group)["aims"] if (aim["path"], aim["other"]) == (path, other)]
 
 
-PAGE.table("path | against | times as fast | aim | estimate", _of_card)
+PAGE.table("path | against | times as fast | aim", _of_card)
 AIMS = [aim["state"] for entry in _H100["groups"] for aim in entry["aims"]]
 PAGE.means("Two of the aims are missed", AIMS.count("missed") == 2)
 _PRODUCTS, _COPY = _H100["ceilings"]["matmul"], _H100["ceilings"]["copy"]["bytes a second"]
@@ -226,13 +146,6 @@ _MOTIF = "decode Motif-3 from latents"
 PAGE.says(
     "from latents takes {} ms a layer at 16 bits, {} ms at 8, {} ms at 6 and {} ms at 4",
     *(_milliseconds(_MOTIF, f"{bits}-bit latents") for bits in (16, 8, 6, 4)),
-)
-PAGE.says(
-    "took {} to {} times as long as that estimate",
-    *ends(
-        _milliseconds(_MOTIF, f"{bits}-bit latents") / _of_h100(rf"^decode, {bits}-bit latents: ([\d.]+) ms$")[0]
-        for bits in (16, 8, 4)
-    ),
 )
 PAGE.leaves("ms a layer at 16 bits", "a width")
 PAGE.leaves("At 16 and 4 bits that moves", "widths")

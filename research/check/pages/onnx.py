@@ -14,7 +14,7 @@ PAGE, GUIDE = Page("research/pages/onnx.md"), Page("docs/onnx.md", is_guide=True
 PAGES = [PAGE, GUIDE]
 GUIDE.table(
     "portable folder | OpenVINO 2026.4.1 | transformers.js 4.3.1 | onnxruntime-web 1.30.0 | onnxruntime-node 1.30.0"
-    " | onnx's evaluator 1.23.2 | oldest ONNX Runtime",
+    " | oldest ONNX Runtime",
     Unmeasured("what tests/readers holds, and versions"),
 )
 GUIDE.leaves("as Netron 9.3.3 shows it", "versions")

@@ -6,6 +6,7 @@ from typing import Any
 from research.check.page import Page, Unmeasured, Values
 from research.check.pages.figure8 import MORE, WON
 from research.check.pages.figure8_larger_words import WON as LARGER
+from research.check.pages.figure8_ratios_words import LEVEL_ENDS, SENSITIVITY, WON_AT_PAPERS, WON_BY_RANGE
 from research.check.pages.rounding import SHIPPED, SMOLLM2
 from research.check.raw import raw, recorded
 
@@ -73,9 +74,13 @@ PAGE.says(
 )
 PAGE.says(
     "DIFF V1 needs {} bits more than the Transformer (95 % interval {} to {}) and V2 {} ({} to {})",
-    *MORE["DIFF V1"],
-    *MORE["DIFF V2"],
+    *(x for more in SENSITIVITY.values() for x in more),
 )
+PAGE.says("V1 needs {} bits more\n({} to {}) and V2 {} ({} to {})", *(x for more in MORE.values() for x in more))
+PAGE.says("DIFF wins from r = {} to {} on", *LEVEL_ENDS)
+PAGE.says("at r = 8, about the paper's, these models win {} to {} bits", *WON_AT_PAPERS)
+PAGE.leaves("r times smaller earns about log2(r) bits", "arithmetic")
+PAGE.means("Their own ranges hardly differ", all(abs(bits) < 0.35 for bits in WON_BY_RANGE))
 PAGE.leaves("95 % interval", "a level")
 PAGE.means("Each kind was trained six times", {len(won) for won in WON.values()} == {6})
 PAGE.means(

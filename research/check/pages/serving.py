@@ -7,6 +7,7 @@ from research.check.page import Page, Unmeasured
 from research.check.raw import raw
 
 PAGE = Page("docs/serving.md", is_guide=True)
+PAGE.leaves("releases of vLLM before 0.18", "a version")
 PAGE.table(
     "where | folders | compared with `diffquant.load` in float32",
     Unmeasured("limits of tests, and versions"),

@@ -1,16 +1,19 @@
 """The comparisons of Figure 8's trainings, on results that were made up so that their answer is known."""
 
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
 from scipy.stats import ttest_1samp, ttest_ind
 
 from diffquant.errors import UsageError
+from diffquant.model.modeling import DiffTransformer
 from research.figure8 import analysis
 from research.figure8.analysis import MAIN, ON_PURPOSE, SIX, THREE, bits_won, check_alike, holm, p_value, summary
 from research.figure8.direction import along, moved, place_of
-from research.figure8.plan import EDGES, GRID, KINDS, best_rate, grid_name, listed, rate_of, upcoming
+from research.figure8.plan import CELLS, EDGES, GRID, KINDS, SIZES, best_rate, grid_name, listed, rate_of, upcoming
 from research.figure8.scoring import FORMATS, OPERANDS, SCHEMES, STEPS
+from research.train.models import matched
 
 BITS = {"diff-v1": [-0.6, -0.5, -0.4, -0.7, -0.55, -0.3], "diff-v2": [0.2, -0.2, 0.1, 0.3, -0.3, 0.05]}
 MAGNITUDES = {kind: {"top": {"1": 9.0, "10": 8.0}, "median": 1.0} for kind in ("logits", "hidden")}
@@ -34,7 +37,7 @@ def result(run, kl=0.04, **changed):
         "books": {
             "reading": {"text": "b", "windows": 1},
             "kl": dict.fromkeys(SCHEMES, passages),
-            "kl_of_steps": {f"{step:g}": passages for step in STEPS},
+            "kl_of_steps": {f"{step:g}": [step**2 * each for each in passages] for step in STEPS},
             "kl_of_qk": dict.fromkeys(OPERANDS, passages),
             "kl_of_formats": dict.fromkeys(FORMATS, passages),
             "layers": [{"sensitivity": {"first": 1.0}, "errors": errors}],
@@ -279,3 +282,43 @@ def test_the_list_has_what_the_protocol_asks_for():
     assert {grid_name(kind, rate) for kind in KINDS for rate in (*GRID, *EDGES.values())} <= names
     assert {name for comparison in (*MAIN, *ON_PURPOSE) for pair in comparison.names for name in pair} <= names
     assert all(run.arithmetic == "bf16" for run in listed() if not run.name.startswith("arithmetic"))
+
+
+FACTORIAL = [run for run in listed() if run.name.startswith("e4-")]
+
+
+def test_the_factorial_has_six_new_seeds_of_four_cells_which_end_round_by_round():
+    seeds = [(run.seed, run.kind) for run in FACTORIAL if "-seed-" in run.name]
+    assert sorted(seeds) == sorted((seed, kind) for seed in range(107, 113) for kind in CELLS.values())
+    assert [seed for seed, _ in seeds] == sorted(seed for seed, _ in seeds)
+    assert {run.kind for run in FACTORIAL if "-rate-" in run.name} == set(CELLS.values()) - set(KINDS)
+    assert {(run.size, run.steps, run.arithmetic) for run in FACTORIAL} == {("1.25M", 1800, "bf16")}
+    assert all(run.seed == 100 for run in FACTORIAL if "-rate-" in run.name)
+
+
+def test_each_cell_of_the_factorial_takes_the_best_rate_of_its_own_grid():
+    """Unlike the controls of E1, which take the Transformer's."""
+    best = {"half-heads": 2e-3, "half-heads-norm": 8e-3, "diff-v1-no-norm": 1e-3, "diff-v1": 4e-3, "transformer": 4e-3}
+    there = {}
+    for kind, rate in best.items():
+        there |= losses(kind, {each: 4.0 + (each != rate) for each in (*GRID, *EDGES.values())})
+    taken = {run.kind: rate_of(run, there) for run in FACTORIAL if run.seed == 107}
+    assert taken == {kind: best[kind] for kind in CELLS.values()}
+    needed = {run.name: rate_of(run, there) for run in FACTORIAL if run.rule.endswith("?")}
+    assert {name for name, rate in needed.items() if rate} == {
+        "e4-half-heads-norm-rate-16e-3",
+        "e4-diff-v1-no-norm-rate-0.5e-3",
+    }
+    (control,) = (run for run in listed() if run.name == "e1-half-heads-seed-101")
+    assert rate_of(control, there) == best["transformer"]
+
+
+def test_cells_of_the_factorial_differ_in_maps_and_norm_alone():
+    models = {at: matched(kind, SIZES["1.25M"], 2048) for at, kind in CELLS.items()}
+    specs = {at: config.diff_spec for at, config in models.items()}
+    counts = [DiffTransformer(config).num_parameters() for config in models.values()]
+    assert max(counts) / min(counts) < 1.001
+    for (maps, has_norm), spec in specs.items():
+        assert (spec.maps, spec.post_norm != "none", spec.scale_by_init) == (maps, has_norm, has_norm)
+        assert (spec.pairs, spec.value_dim, spec.maps * spec.head_dim) == (2, 64, 64)
+        assert replace(spec, post_norm="none", scale_by_init=False) == specs[maps, False]

@@ -4,8 +4,10 @@ import pytest
 
 from diffquant.calib.analysis.outliers import find_outliers
 from diffquant.data import pocket_models
-from diffquant.demo.pocket import ANSWER
+from diffquant.demo.pocket import ANSWER, AT_PAPERS_RATIO, SENSITIVITY
 from research.check.pages.figure8 import MORE, WON
+from research.check.pages.figure8_ratios_words import SENSITIVITY as MORE_AT_EQUAL_STEPS
+from research.check.pages.figure8_ratios_words import WON_AT_PAPERS
 from research.check.pages.pocket import accuracy
 from research.check.raw import raw
 from tests.docs.commands import PAGES, ROOT, calls_on, fault_of
@@ -39,6 +41,8 @@ def test_the_demo_gives_the_answer_of_the_six_trainings():
     said = "V1 by {:.2f} bits [{:.2f}, {:.2f}], V2 by {:.2f} [{:.2f}, {:.2f}]"
     assert said.format(*MORE["DIFF V1"], *MORE["DIFF V2"]) == ANSWER
     assert all(len(won) == 6 and max(won) < 0 for won in WON.values())
+    assert "V1 {:.2f} bits and V2 {:.2f}".format(*(more[0] for more in MORE_AT_EQUAL_STEPS.values())) == SENSITIVITY
+    assert "{:.2f} to {:.2f}".format(*WON_AT_PAPERS) == AT_PAPERS_RATIO
 
 
 def test_which_of_the_demos_models_loses_most_is_an_accident_of_its_training():

@@ -17,13 +17,13 @@ from research.train.equalized import equalize
 from research.train.fast import FastLoss, _AddNorm
 from research.train.kernels import is_supported
 from research.train.loop import Trainer
-from research.train.models import CONTROLS, GATED, KINDS, matched, place
+from research.train.models import CONTROLS, GATED, KINDS, NO_NORM, matched, place
 from research.train.prose import Prose
 from research.train.settings import Schedule, Settings, Sizes
 
 SMALL = Sizes(hidden=128, layers=2, heads=4, head_dim=32, inner=344, context=512, init=0.06, bias=False, theta=1e4)
 LARGE = replace(SMALL, hidden=256, heads=8, inner=688)
-ALL_KINDS = (*KINDS, *CONTROLS, GATED)
+ALL_KINDS = (*KINDS, *CONTROLS, GATED, NO_NORM)
 needs_bf16 = pytest.mark.skipif(not is_supported(), reason="this processor has neither AVX-512 BF16 nor AVX2")
 
 

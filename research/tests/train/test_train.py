@@ -15,7 +15,7 @@ from diffquant.model.attention import rotate
 from diffquant.support.program import run_program
 from research.train import train as program
 from research.train.loop import CHECKPOINT, LOG, Trainer
-from research.train.models import CONTROLS, KINDS, matched
+from research.train.models import CONTROLS, KINDS, NO_NORM, matched
 from research.train.needles import Needles
 from research.train.prose import Prose
 from research.train.settings import Schedule, Settings, Sizes
@@ -111,7 +111,7 @@ def test_the_rate_warms_up_and_falls_linearly():
 @pytest.mark.parametrize("recipe", ["needle.yaml", "prose.yaml"])
 def test_parameters_match_within_one_percent(recipe):
     settings = Settings.read(RECIPES / recipe)
-    counts = [program.new_model(settings, kind, 1000, "cpu").num_parameters() for kind in (*KINDS, *CONTROLS)]
+    counts = [program.new_model(settings, kind, 1000, "cpu").num_parameters() for kind in (*KINDS, *CONTROLS, NO_NORM)]
     assert max(counts) / min(counts) < 1.01
 
 
@@ -133,15 +133,16 @@ def test_v1_has_half_the_heads_and_v2_all_of_them():
     transformer, v1, v2 = (matched(kind, SIZES, 100).diff_spec for kind in KINDS)
     assert (transformer.pairs, v1.pairs, v2.pairs) == (4, 2, 4)
     assert (v1.value_dim, v2.value_dim, v2.query_heads) == (16, 8, 8)
-    for kind in ("diff-v1", *CONTROLS):
+    for kind in ("diff-v1", *CONTROLS, NO_NORM):
         with pytest.raises(UsageError, match="even number"):
             matched(kind, replace(SIZES, heads=3), 100)
 
 
 def test_the_controls_are_v1_with_one_map_as_wide_as_its_values():
-    v1, wide, normed = (matched(kind, SIZES, 100).diff_spec for kind in ("diff-v1", *CONTROLS))
+    v1, wide, normed, bare = (matched(kind, SIZES, 100).diff_spec for kind in ("diff-v1", *CONTROLS, NO_NORM))
     assert normed == replace(v1, maps=1, lam="none", head_dim=v1.value_dim)
     assert wide == replace(normed, post_norm="none", scale_by_init=False)
+    assert bare == replace(v1, post_norm="none", scale_by_init=False)
 
 
 def test_batches_depend_on_seed_and_step_alone(text, prose):
