@@ -143,7 +143,9 @@ def overwritten_operands(loop: Code) -> list[str]:
 def barriers_stored_over(code: Code) -> list[str]:
     """Initial states of barriers, `SYNCS.EXCH.64 URZ, [UR4+0x38000], UR6`, in bytes that a plain store writes too.
 
-    Nothing orders the two: whoever reads what was stored may find the barrier's state, or the other way round.
+    PTX forbids it: memory of a valid mbarrier may be reached by mbarrier operations alone until `mbarrier.inval`. On an
+    H100 the barrier's state was found in place of what was stored later, though fences stand between the two.
+    Stores whose addresses are computed are not seen.
     """
     stored: set[int] = set()
     for each in code:

@@ -11,6 +11,7 @@ from diffquant.text.corpus import load_text
 from research.check.numbers import Expected, ends
 from research.check.page import Page, Unmeasured, Values
 from research.check.raw import raw
+from research.studies.other_tools import SHOWN, table_cells
 from research.studies.rounding_repeats import ELSEWHERE, RULES, spread, spread_cells
 from research.studies.rounding_repeats import lead as repeated_lead
 from research.studies.rounding_tables import (
@@ -725,3 +726,56 @@ PAGE.leaves("on DIFF V2 at 3.5 bits on both texts", "a tier's name")
 PAGE.leaves("a model and a size: at 4.5 bits", "a tier's name")
 PAGE.leaves("On SmolLM2 at 4.5 bits nf4", "a tier's name")
 PAGE.table(" | scales | codes | needs", Unmeasured("formulas"))
+
+# What other tools do with DIFF models
+
+OTHERS = raw("other-tools.json")
+_ROWS = {(row["tool"], row["model"]): row for row in OTHERS["rows"]}
+_QUANTIZERS = {tool for tool, _ in _ROWS if "Cache" not in tool and "onnx" not in tool}
+PAGE.rows(f"tool | {' | '.join(SHOWN)}", lambda row: table_cells(OTHERS["rows"], row))
+
+
+def _reached(tool: str, model: str) -> str | None:
+    reached: str | None = _ROWS[tool, model]["reached"]
+    return reached
+
+
+PAGE.means(
+    "Every quantizer that takes a Llama takes a DiffLlama",
+    all(_reached(tool, "Llama") == _reached(tool, "DiffLlama") for tool in _QUANTIZERS),
+)
+PAGE.means(
+    "All linear layers but the head were quantized",
+    all(
+        set(row.get("linears_reopened", row.get("linears"))) == {14}
+        for (tool, model), row in _ROWS.items()
+        if model == "DiffLlama" and tool in _QUANTIZERS and row["reached"]
+    ),
+)
+PAGE.means(
+    "keeps keys and values of a DiffLlama at 4 bits, by either backend",
+    {_reached(tool, "DiffLlama") for tool, _ in _ROWS if "Cache" in tool} == {"quantized"},
+)
+PAGE.means("writes the logits of a DiffLlama to ONNX", _reached("torch.onnx.export", "DiffLlama") == "written")
+PAGE.means(
+    "unilm's V1 and V2 are refused by all",
+    {row["reached"] for (_, model), row in _ROWS.items() if "as unilm has it" in model} == {None},
+)
+PAGE.means(
+    "Without `trust_remote_code` all refuse them",
+    {row["reached"] for (_, model), row in _ROWS.items() if "not trusted" in model} == {None},
+)
+PAGE.leaves("at 4 bits, by either backend", "a width that was chosen")
+PAGE.leaves("and the KL in nats from the same model in float32", "a dtype")
+PAGE.leaves("stock transformers 5.24 does not open", "a version")
+PAGE.leaves("AutoRound reads 128 windows of 2,048 tokens", "its default")
+PAGE.leaves("guides read 512 of them", "what its guides do")
+PAGE.means(
+    "every quantizer that takes a Llama takes them",
+    all(
+        _reached(tool, "Llama") == _reached(tool, model)
+        for tool in _QUANTIZERS
+        for model in ("V1 in our folder", "V2 in our folder")
+    ),
+)
+PAGE.leaves("which diffquant keeps at 16 bits", "its rule for tensors")
