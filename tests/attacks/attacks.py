@@ -3,6 +3,7 @@
 import json
 import lzma
 import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -201,11 +202,16 @@ def _external(**entries: str) -> Callable[[Path], object]:
     return _graph(change)
 
 
+def _data_and_outside(folder: Path) -> tuple[Path, Path]:
+    """An exported folder's external data, and a new folder beside it."""
+    outside = folder.parent / "outside"
+    outside.mkdir(exist_ok=True)
+    return next(file for file in folder.iterdir() if re.match(r"model\.onnx.", file.name)), outside
+
+
 def _outside_data(path: str) -> Callable[[Path], object]:
     def make(folder: Path) -> None:
-        outside = folder.parent / "outside"
-        outside.mkdir(exist_ok=True)
-        data = next(file for file in folder.iterdir() if file.name.startswith("model.onnx") and file.suffix != ".onnx")
+        data, outside = _data_and_outside(folder)
         shutil.copyfile(data, outside / "secret.data")
         _external(location=path.format(outside=outside))(folder)
 
@@ -214,9 +220,7 @@ def _outside_data(path: str) -> Callable[[Path], object]:
 
 def _linked_data(target: str) -> Callable[[Path], object]:
     def make(folder: Path) -> None:
-        outside = folder.parent / "outside"
-        outside.mkdir(exist_ok=True)
-        data = next(file for file in folder.iterdir() if file.name.startswith("model.onnx") and file.suffix != ".onnx")
+        data, outside = _data_and_outside(folder)
         os.rename(data, outside / "secret.data")
         data.symlink_to(target.format(outside=outside))
 
