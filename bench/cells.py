@@ -1,35 +1,37 @@
-"""Results of the bench: a cell is one path measured on one workload, a result all cells of a run."""
+"""Results of the bench: cells (one measurement each), runs, and changes between runs."""
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from diffquant.bench.timing import Spread, spread
 from diffquant.errors import UsageError
+from diffquant.support.files import read_stored_text
 from diffquant.support.plain_data import parse_json
-from diffquant.support.xz import read_text
 
 FORMAT = 1
+# Smallest reported change: a machine's speed drifts by a few percent between runs, even if no repeats overlap.
+SMALLEST_CHANGE = 0.05
 
 
 @dataclass(frozen=True)
 class BenchCell:
-    """A path's measurement on a workload: a kernel, a library or a program at one shape.
+    """A measurement of one path (a kernel, a library or a program) on one workload.
 
     Attributes:
         section: part of the bench: "attention", "decode", ...
-        workload: name of what was run; cells of one workload are compared with each other.
-        path: name of who ran it.
-        unit: unit of `values`: "ms" and "s" fall as things get better, "tokens/s" and "items/s" rise.
-        values: measurements, one a repeat; none where the path is missing.
-        baseline: path of the same workload that the ratio is to.
+        workload: name of the workload; cells with the same workload are compared.
+        path: name of the implementation.
+        unit: unit of `values`: smaller is better for "ms", "s" and "MB", larger for "tokens/s" and "items/s".
+        values: a measurement per repeat; empty if the path could not be measured.
+        baseline: path of the same workload with which this one is compared.
         missing: reason why there are no values.
         error, tolerance: relative error against `naive` on the same shapes, and the largest allowed.
-        operations, bytes: operations and bytes moved of one call, counted.
-        touched: bytes that all its timed calls read and write between them, however often.
-        peak_bytes: memory at most, beyond what was held before (for whole programs: all of it).
-        length: tokens of context, for plots; None if it does not apply.
-        facts: further numbers of this cell by name.
+        operations, bytes: operations, and bytes read and written, of one call, as counted by `roofline`.
+        touched: size of all data that the timed calls read or write, each byte counted once.
+        peak_bytes: peak memory in addition to what was allocated before; for whole programs, all of it.
+        length: context length in tokens, for plots, if it applies.
+        facts: further numbers by name.
     """
 
     section: str
@@ -49,9 +51,9 @@ class BenchCell:
     facts: dict[str, float] = field(default_factory=dict)
 
     @property
-    def spread(self) -> Spread | None:
-        """Median and extremes of the values, or None if the path is missing."""
-        return spread(list(self.values)) if self.values else None
+    def median(self) -> float | None:
+        """Median of the values, or None if there are none."""
+        return median(self.values) if self.values else None
 
     @property
     def falls(self) -> bool:
@@ -60,25 +62,31 @@ class BenchCell:
 
     @property
     def key(self) -> tuple[str, str, str, str]:
-        """Name of the cell within a result."""
+        """Identity of the cell within a result: section, workload, path and unit."""
         return self.section, self.workload, self.path, self.unit
 
+    def times_better(self, other: "BenchCell | None") -> float | None:
+        """Return the ratio of the medians, above 1 if this cell is better than the other, or None if one is missing."""
+        if other is None or not self.median or not other.median:
+            return None
+        return other.median / self.median if self.falls else self.median / other.median
+
     def to_dict(self) -> dict[str, Any]:
-        """What the cell has, and the median of its values, as plain data."""
-        entry = {name: value for name, value in asdict(self).items() if value not in (None, {}, ())}
-        return entry | ({"median": self.spread.median} if self.spread else {})
+        """Return the cell as plain data, with the median of its values and without empty entries."""
+        entry = asdict(self) | {"median": self.median}
+        return {name: value for name, value in entry.items() if value not in (None, {}, ())}
 
 
 @dataclass(frozen=True)
 class BenchResult:
-    """Cells of one run of the bench, and what they were measured on.
+    """Cells of one run of the bench, with its machine and settings.
 
     Attributes:
         environment: device, versions, date, commit.
-        machine: measured speeds: "copy" in bytes a second, "matmul" in operations a second by dtype; and
-            "cache", the bytes of the largest cache, where the system tells.
+        machine: measured speeds, "copy" in bytes per second and "matmul" in operations per second by dtype; and
+            "cache", the size of the largest cache in bytes, if the system reports it.
         settings: options of the run.
-        cells: measurements, section by section.
+        cells: measurements, ordered by section.
     """
 
     environment: dict[str, Any]
@@ -87,23 +95,17 @@ class BenchResult:
     cells: tuple[BenchCell, ...]
 
     def ratio(self, cell: BenchCell) -> float | None:
-        """How many times better a cell is than its baseline, by medians, or None if one of them is missing."""
-        baseline = next(
-            (c for c in self.cells if c.key == (cell.section, cell.workload, cell.baseline, cell.unit)), None
-        )
-        if baseline is None or baseline.spread is None or cell.spread is None:
-            return None
-        better, worse = (cell, baseline) if cell.falls else (baseline, cell)
-        top, bottom = worse.spread, better.spread
-        return top.median / bottom.median if top and bottom and bottom.median else None
+        """Return the ratio of the medians, above 1 if a cell is better than its baseline, or None if one is missing."""
+        key = (cell.section, cell.workload, cell.baseline, cell.unit)
+        return cell.times_better(next((other for other in self.cells if other.key == key), None))
 
     def of_roofline(self, cell: BenchCell) -> float | None:
-        """Share of the speed that the machine's measured copy and matmul allow, or None if work was not counted."""
+        """Return a cell's speed as a fraction of the roofline, or None if its operations and bytes were not counted."""
         limits = self._limits(cell)
-        return None if limits is None or cell.spread is None else max(limits) * 1e3 / cell.spread.median
+        return max(limits) * 1e3 / cell.median if limits and cell.median else None
 
     def is_cached(self, cell: BenchCell) -> bool:
-        """Whether the copy's speed is a cell's roofline although a cache holds all that it touches, and is faster."""
+        """Return whether a cell is limited by memory bandwidth but all its data fits into the faster cache."""
         limits = self._limits(cell)
         if limits is None or cell.touched is None or "cache" not in self.machine:
             return False
@@ -111,8 +113,8 @@ class BenchResult:
         return memory > arithmetic and cell.touched <= self.machine["cache"]["bytes"]
 
     def _limits(self, cell: BenchCell) -> tuple[float, float] | None:
-        """Seconds that a call's arithmetic and its memory traffic take at the least."""
-        if cell.spread is None or cell.unit != "ms" or cell.operations is None or cell.bytes is None:
+        """Return the least seconds for a call's arithmetic and for its memory traffic, or None if unknown."""
+        if not cell.values or cell.unit != "ms" or cell.operations is None or cell.bytes is None:
             return None
         dtype = next((name for name in self.machine.get("matmul", {}) if name in cell.workload), None)
         if dtype is None or "copy" not in self.machine:
@@ -120,31 +122,24 @@ class BenchResult:
         return cell.operations / self.machine["matmul"][dtype], cell.bytes / self.machine["copy"]["bytes a second"]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON, each cell with its ratio and share of the roofline for other programs to read."""
+        """Return plain data for JSON; each cell includes its ratio and its fraction of the roofline."""
         cells = []
         for cell in self.cells:
-            entry = {name: value for name, value in asdict(cell).items() if value not in (None, {}, ())}
-            derived: dict[str, float | bool | None] = {
-                "ratio": self.ratio(cell),
-                "of_roofline": self.of_roofline(cell),
-            }
-            if cell.spread:
-                derived["median"] = cell.spread.median
-            if self.is_cached(cell):
-                derived["cached"] = True
-            cells.append(entry | {name: value for name, value in derived.items() if value is not None})
+            derived = {"ratio": self.ratio(cell), "of_roofline": self.of_roofline(cell)}
+            found = {name: value for name, value in derived.items() if value is not None}
+            cells.append(cell.to_dict() | found | ({"cached": True} if self.is_cached(cell) else {}))
         parts = {"environment": self.environment, "machine": self.machine, "settings": self.settings}
         return {"format": FORMAT, **parts, "cells": cells}
 
 
 def read_result(path: Path) -> BenchResult:
-    """Result that a run of the bench wrote as JSON.
+    """Read a bench.json.
 
     Raises:
-        UsageError: the file cannot be read or holds no such result.
+        UsageError: the file cannot be read or is not a result of the bench.
     """
     try:
-        data = parse_json(read_text(path))
+        data = parse_json(read_stored_text(path))
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
@@ -159,7 +154,44 @@ def read_result(path: Path) -> BenchResult:
 
 
 def cell_of(entry: dict[str, Any]) -> BenchCell:
-    """The cell that `dataclasses.asdict` or `BenchResult.to_dict` made plain data."""
+    """Make a cell from the plain data of `BenchCell.to_dict` or `BenchResult.to_dict`."""
     names = set(BenchCell.__dataclass_fields__)
     known = {name: value for name, value in entry.items() if name in names}
     return BenchCell(**known | {"values": tuple(float(value) for value in known.get("values", ()))})
+
+
+def find_changes(old: BenchResult, new: BenchResult) -> list[tuple[float, BenchCell, BenchCell]]:
+    """Find cells whose repeats do not overlap and whose medians differ by more than 5 %.
+
+    Returns:
+        For each, the ratio of medians (above 1 if the new cell is better), the old cell, and the new one; the largest
+        slowdown first.
+    """
+    before = {cell.key: cell for cell in old.cells if cell.values}
+    pairs = [(before[cell.key], cell) for cell in new.cells if cell.values and cell.key in before]
+    changes = [
+        (times, a, b)
+        for a, b in pairs
+        if max(a.values) < min(b.values) or max(b.values) < min(a.values)
+        if (times := b.times_better(a)) and max(times, 1 / times) > 1 + SMALLEST_CHANGE
+    ]
+    return sorted(changes, key=lambda change: change[0])
+
+
+def _change_text(times: float, old: BenchCell, new: BenchCell) -> str:
+    factor = f"{times:.2f}x better" if times > 1 else f"{1 / times:.2f}x worse"
+    medians = f"{old.median:.4g} -> {new.median:.4g} {new.unit}"
+    return f"{factor}: {new.section}, {new.workload}, {new.path}: {medians}"
+
+
+def summarize_changes(old: BenchResult, new: BenchResult) -> str:
+    """Return a line for every cell that changed, is new or is no longer measured."""
+    lines = [_change_text(*change) for change in find_changes(old, new)] or ["nothing moved beyond noise"]
+    before, after = ({cell.key for cell in result.cells if cell.values} for result in (old, new))
+    gone, added = before - after, after - before
+    lines += [f"no longer measured: {', '.join(key[:3])}" for key in sorted(gone)]
+    lines += [f"measured for the first time: {', '.join(key[:3])}" for key in sorted(added)]
+    devices = [result.environment.get("device") for result in (old, new)]
+    if devices[0] != devices[1]:
+        lines.insert(0, f"different devices: {devices[0]}, {devices[1]}; times say nothing about the code")
+    return "\n".join(lines)

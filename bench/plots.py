@@ -1,70 +1,55 @@
-"""Plots of latency, speed and memory, a panel for each shape, legible in print and without colours.
+"""Plots of latency, speed and memory with a panel per shape, readable in print and without colours.
 
-Against length they are lines; where a section has one length alone, a line of the panel for each path.
+A section with several context lengths is plotted as lines over length, one with a single length as a row per path.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from diffquant.bench.cells import BenchCell, BenchResult
-from diffquant.report.plots import Tips, as_svg, literal, look, new_figure, plain_log_scale, tidy
+from diffquant.benchmarks.cells import BenchCell, BenchResult
+from diffquant.reports.plots import (
+    Interval,
+    Tips,
+    draw_intervals,
+    literal,
+    look,
+    new_figure,
+    plain_log_scale,
+    tidy,
+)
 
 _PANELS_A_ROW = 2
 
 
-@dataclass(frozen=True)
-class Plot:
-    """A drawing of some cells; its name says section and quantity."""
-
-    name: str
-    title: str
-    figure: Any
-    tips: Tips
-
-    def save(self, folder: Path) -> Path:
-        path = folder / f"{self.name}.png"
-        self.figure.savefig(path, dpi=160)
-        return path
-
-    def svg(self) -> str:
-        """One <svg> element that refers to nothing outside itself."""
-        return as_svg(self.figure, self.title, self.tips)
-
-
 def plot_names(section: str) -> tuple[str, str]:
-    """The names of a section's plots, of time and of memory."""
+    """Return the names of a section's plots, of time and of memory."""
     return f"{section}-time", f"{section}-memory"
 
 
-def plots(result: BenchResult) -> list[Plot]:
-    """Plots of every section whose cells have lengths."""
-    drawn = []
+def plots(result: BenchResult) -> dict[str, tuple[str, Any, Tips]]:
+    """Plot every section whose cells have lengths; return each plot's title, figure and tooltips by its name."""
+    drawn: dict[str, tuple[str, Any, Tips]] = {}
     for section in dict.fromkeys(cell.section for cell in result.cells):
         cells = [cell for cell in result.cells if cell.section == section and cell.values and cell.length]
         if not cells:
             continue
-        speed = cells[0].unit == "tokens/s"
-        what = "tokens per second" if speed else "milliseconds per call"
+        what = "tokens per second" if cells[0].unit == "tokens/s" else "milliseconds per call"
         of_time, of_memory = plot_names(section)
-        drawn.append(Plot(of_time, f"{section}: {what}", *_figure(cells, what, _time)))
+        drawn[of_time] = f"{section}: {what}", *_figure(cells, what, _time)
         if any(cell.peak_bytes for cell in cells):
             label = "peak memory beyond the inputs, MB"
-            drawn.append(Plot(of_memory, f"{section}: {label}", *_figure(cells, label, _megabytes)))
+            drawn[of_memory] = f"{section}: {label}", *_figure(cells, label, _megabytes)
     return drawn
 
 
 def _time(cell: BenchCell) -> tuple[float, float, float] | None:
-    spread = cell.spread
-    return None if spread is None else (spread.median, spread.low, spread.high)
+    return (cell.median, min(cell.values), max(cell.values)) if cell.median else None
 
 
 def _megabytes(cell: BenchCell) -> tuple[float, float, float] | None:
-    if not cell.peak_bytes:  # a logarithmic axis has no zero
-        return None
-    value = cell.peak_bytes / 1e6
-    return value, value, value
+    # None if 0, which a logarithmic axis cannot show.
+    value = (cell.peak_bytes or 0) / 1e6
+    return (value, value, value) if value else None
 
 
 def _figure(cells: Sequence[BenchCell], label: str, value: Any) -> tuple[Any, Tips]:
@@ -82,7 +67,7 @@ def _lines(panels: dict[str, list[BenchCell]], paths: list[str], label: str, val
 
     columns = min(_PANELS_A_ROW, len(panels))
     rows = -(-len(panels) // columns)
-    # The legend below the panels has two paths on a line.
+    # The legend below the panels has two columns.
     figure = new_figure(1.2 + 4.6 * columns, 0.6 + 3.4 * rows + 0.12 * len(paths))
     axes = figure.subplots(rows, columns, squeeze=False, sharey=True)
     legend: dict[str, Any] = {}
@@ -108,7 +93,7 @@ def _lines(panels: dict[str, list[BenchCell]], paths: list[str], label: str, val
 
 
 def _dots(panels: dict[str, list[BenchCell]], paths: list[str], label: str, value: Any, tips: Tips) -> Any:
-    """A panel for each shape below one another, in it a line for each path with its median and its range."""
+    """Plot a panel per shape, one below the other, with a row per path that shows its median and range."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     shown = {title: [cell for cell in panel if value(cell)] for title, panel in panels.items()}
@@ -137,24 +122,13 @@ def _dots(panels: dict[str, list[BenchCell]], paths: list[str], label: str, valu
 def _line(
     axis: Any, points: Sequence[tuple[int, tuple[float, float, float]]], path: str, number: int, tips: Tips
 ) -> Any:
-    middles = [value[0] for _, value in points]
-    drawn = axis.errorbar(
-        [length for length, _ in points],
-        middles,
-        yerr=[[value[0] - value[1] for _, value in points], [value[2] - value[0] for _, value in points]],
-        markersize=5,
-        linewidth=1.4,
-        elinewidth=1,
-        capsize=2,
-        **look(number),
-    )
-    for length, (middle, low, high) in points:
-        tips.mark(axis, length, middle, f"{path}, {_short(length)} tokens: {middle:.4g} [{low:.4g}, {high:.4g}]")
-    return drawn
+    tip = "{}, {} tokens: {:.4g} [{:.4g}, {:.4g}]"
+    intervals = [Interval(length, *value, tip.format(path, _short(length), *value)) for length, value in points]
+    return draw_intervals(axis, intervals, number, tips)
 
 
 def _panel(cell: BenchCell) -> str:
-    """A workload's name without its length."""
+    """Return a workload's name without its length."""
     return ", ".join(part for part in cell.workload.split(", ") if not part.endswith(" tokens"))
 
 

@@ -1,16 +1,16 @@
-"""Reports of a result: Markdown, CSV, and one HTML file with everything in it."""
+"""Reports of a benchmark's result: Markdown, CSV, and an HTML page with everything."""
 
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from diffquant.bench.cells import BenchCell, BenchResult
-from diffquant.bench.contest.contest import SECTIONS
-from diffquant.bench.contest.throughput import SECTION as THROUGHPUT
-from diffquant.bench.contest.throughput import table7
-from diffquant.bench.plots import Plot, plots
-from diffquant.report import tables
-from diffquant.report.page import Block, Drawing, Fold, Items, Report, Section, Table
+from diffquant.benchmarks.cells import BenchCell, BenchResult
+from diffquant.benchmarks.contest import SECTIONS
+from diffquant.benchmarks.linears import THROUGHPUT, table7
+from diffquant.benchmarks.plots import plot_names, plots
+from diffquant.reports.page import Block, Drawing, Fold, Items, Report, Section, facts
+from diffquant.reports.plots import as_svg
+from diffquant.reports.tables import Table, csv_text
 
 _HEADS = ["path", "median", "spread", "× baseline", "of roofline", "peak MB", "Gop", "MB moved", "error from naive"]
 _NOTES = (
@@ -36,24 +36,12 @@ _LINEAR = (
 )
 
 
-@dataclass(frozen=True)
-class _Table:
-    section: str
-    workload: str
-    heads: list[str]
-    rows: list[list[str]]
-    baselines: list[bool]
-    missing: list[tuple[str, str]]
-
-
 def markdown(result: BenchResult) -> str:
-    """Markdown tables by section and workload, with the paths that could not be measured below each."""
+    """Return Markdown tables by section and workload, each followed by the paths that could not be measured."""
     lines = ["# diffquant bench", "", f"{_machine(result)}", ""]
-    for table in _tables(result):
-        lines += [f"## {table.section}: {table.workload}", ""]
-        if table.rows:
-            lines += [*tables.markdown(table.heads, table.rows), ""]
-        lines += [f"- {path}: none, {reason}" for path, reason in table.missing] + [""]
+    for (section, workload), (table, missing) in _tables(result).items():
+        lines += [f"## {section}: {workload}", "", *([*table.markdown(), ""] if table.rows else [])]
+        lines += [f"- {reason}" for reason in missing] + [""]
     seven = table7([cell for cell in result.cells if cell.section == THROUGHPUT])
     if seven.count("\n") > 1:
         lines += ["## Throughput, forward, in the form of arXiv 2410.05258, Table 7", "", seven, ""]
@@ -61,7 +49,7 @@ def markdown(result: BenchResult) -> str:
 
 
 def csv_table(result: BenchResult) -> str:
-    """CSV with a line for each cell, numbers in full."""
+    """Return CSV with a line for each cell, with unrounded numbers."""
     records = []
     for entry in result.to_dict()["cells"]:
         facts = {f"fact {name}": value for name, value in entry.pop("facts", {}).items()}
@@ -71,21 +59,23 @@ def csv_table(result: BenchResult) -> str:
             | {"repeats": len(values), "low": min(values, default=None), "high": max(values, default=None)}
             | facts
         )
-    return tables.csv_text(records)
+    return csv_text(records)
 
 
 def bench_report(result: BenchResult, name: str, files: Sequence[str]) -> Report:
-    """The report of a result.
+    """Return the HTML report of a result.
 
     Args:
         name: name of the run.
-        files: names of the files beside the page that it leads to.
+        files: names of files in the same folder to link to.
     """
-    drawings, workloads = plots(result), _tables(result)
-    sections = [
-        Section(name, [*_drawn(name, drawings), *(_timed(table) for table in workloads if table.section == name)])
-        for name in dict.fromkeys(table.section for table in workloads)
-    ]
+    drawings, tables = plots(result), _tables(result)
+    sections = []
+    for section in dict.fromkeys(section for section, _ in tables):
+        mine = [drawings[plot] for plot in plot_names(section) if plot in drawings]
+        shown = [Section(title, [Drawing(as_svg(figure, title, tips))]) for title, figure, tips in mine]
+        shown += [_workload(workload, *table) for (of, workload), table in tables.items() if of == section]
+        sections.append(Section(section, shown))
     about = Section("How it was measured", [_machine(result), *_notes(result)])
     settings = Section("Settings", [_settings(result)])
     date = str(result.environment["date"])
@@ -93,7 +83,7 @@ def bench_report(result: BenchResult, name: str, files: Sequence[str]) -> Report
 
 
 def _headline(result: BenchResult) -> list[str]:
-    """For each section the path that does best beside the baseline, on the longest of its workloads."""
+    """Return a sentence for each section on its best path except the baseline, on the longest of its workloads."""
     sentences = []
     for section in dict.fromkeys(cell.section for cell in result.cells):
         longest = max((cell.length or 0 for cell in result.cells if cell.section == section), default=0)
@@ -112,52 +102,33 @@ def _headline(result: BenchResult) -> list[str]:
     return [*sentences, *([f"{missing} of {len(result.cells)} could not be measured."] if missing else [])]
 
 
-def _drawn(section: str, drawings: Sequence[Plot]) -> list[Block]:
-    mine = [plot for plot in drawings if plot.name.startswith(f"{section}-")]
-    return [Section(plot.title, [Drawing(plot.svg())]) for plot in mine]
+def _workload(name: str, table: Table, missing: Sequence[str]) -> Section:
+    blocks: list[Block] = [table] if table.rows else []
+    return Section(name, [*blocks, *([Fold(f"{len(missing)} not measured", [Items(missing)])] if missing else [])])
 
 
-def _timed(table: _Table) -> Section:
-    blocks: list[Block] = []
-    if table.rows:
-        blocks.append(Table(table.heads, table.rows, table.baselines))
-    if table.missing:
-        reasons = Items([f"{path}: none, {reason}" for path, reason in table.missing])
-        blocks.append(Fold(f"{len(table.missing)} not measured", [reasons]))
-    return Section(table.workload, blocks)
-
-
-def _tables(result: BenchResult) -> list[_Table]:
-    """A table for each workload, without the columns that are empty."""
-    by_workload = []
+def _tables(result: BenchResult) -> dict[tuple[str, str], tuple[Table, list[str]]]:
+    """Return a table by section and workload, without empty columns, with the reasons why paths are missing in it."""
+    found = {}
     for section, workload in dict.fromkeys((cell.section, cell.workload) for cell in result.cells):
         cells = [cell for cell in result.cells if (cell.section, cell.workload) == (section, workload)]
         timed = [cell for cell in cells if cell.values]
         extra = list(dict.fromkeys(name for cell in timed for name in cell.facts))
         rows = [[*_texts(cell, result), *(_fact(cell, name) for name in extra)] for cell in timed]
-        filled = [i for i in range(len(_HEADS) + len(extra)) if any(row[i] != "-" for row in rows)]
-        heads = [*_HEADS, *(_fact_head(name) for name in extra)]
-        by_workload.append(
-            _Table(
-                section,
-                workload,
-                [heads[i] for i in filled],
-                [[row[i] for i in filled] for row in rows],
-                [cell.path == cell.baseline for cell in timed],
-                [(cell.path, cell.missing) for cell in cells if cell.missing],
-            )
-        )
-    return by_workload
+        heads = [*_HEADS, *(re.sub("[_ ]bytes", ", MB", name).replace("_", " ") for name in extra)]
+        filled = [i for i in range(len(heads)) if any(row[i] != "-" for row in rows)]
+        shaded = [cell.path == cell.baseline for cell in timed]
+        table = Table([heads[i] for i in filled], [[row[i] for i in filled] for row in rows], shaded)
+        found[section, workload] = table, [f"{cell.path}: none, {cell.missing}" for cell in cells if cell.missing]
+    return found
 
 
 def _texts(cell: BenchCell, result: BenchResult) -> list[str]:
-    spread, ratio, share = cell.spread, result.ratio(cell), result.of_roofline(cell)
-    if spread is None:
-        return [cell.path, *["-"] * (len(_HEADS) - 1)]
+    ratio, share = result.ratio(cell), result.of_roofline(cell)
     return [
         cell.path,
-        f"{spread.median:.4g} {cell.unit}",
-        f"{spread.low:.4g} to {spread.high:.4g}" if len(cell.values) > 1 else "-",
+        f"{cell.median:.4g} {cell.unit}",
+        f"{min(cell.values):.4g} to {max(cell.values):.4g}" if len(cell.values) > 1 else "-",
         "-" if ratio is None else f"{ratio:.2f}",
         "-" if share is None else f"{share:.0%}{', cached' if result.is_cached(cell) else ''}",
         "-" if cell.peak_bytes is None else f"{cell.peak_bytes / 1e6:.1f}",
@@ -165,10 +136,6 @@ def _texts(cell: BenchCell, result: BenchResult) -> list[str]:
         "-" if cell.bytes is None else f"{cell.bytes / 1e6:.1f}",
         "-" if cell.error is None else f"{cell.error:.0e}",
     ]
-
-
-def _fact_head(name: str) -> str:
-    return name.replace("_bytes", ", MB").replace(" bytes", ", MB").replace("_", " ")
 
 
 def _fact(cell: BenchCell, name: str) -> str:
@@ -179,7 +146,7 @@ def _fact(cell: BenchCell, name: str) -> str:
 
 
 def _notes(result: BenchResult) -> list[str]:
-    """Sentences about how the cells were measured that are there."""
+    """Return sentences about how the cells were measured."""
     notes = list(_NOTES)
     if "cache" in result.machine:
         notes.append(_CACHED)
@@ -195,11 +162,10 @@ def _machine(result: BenchResult) -> str:
     where = f"{about.get('device')}, {about.get('cores')} cores, {result.settings.get('threads')} threads"
     copy = result.machine["copy"]["bytes a second"] / 1e9
     matmul = ", ".join(f"{name} {rate / 1e9:.0f} Gop/s" for name, rate in result.machine["matmul"].items())
-    parts = [f"{about['date']}, {where}", f"measured: copy {copy:.1f} GB/s, matrix product {matmul}"]
-    if "cache" in result.machine:
-        parts.append(f"largest cache {result.machine['cache']['bytes'] / 1e6:.0f} MB")
-    else:
-        parts.append("largest cache not recorded, so no share is marked as cached")
+    cache = result.machine.get("cache")
+    size = f"{cache['bytes'] / 1e6:.0f} MB" if cache else "not recorded, so no share is marked as cached"
+    measured = f"measured: copy {copy:.1f} GB/s, matrix product {matmul}"
+    parts = [f"{about['date']}, {where}", measured, f"largest cache {size}"]
     peaks = result.settings.get("peak memory")
     if peaks is not None:
         parts.append("peak memory of attention and decode: " + ", ".join(f"{k} {v}" for k, v in peaks.items()))
@@ -210,10 +176,4 @@ def _settings(result: BenchResult) -> dict[str, str]:
     flat: dict[str, Any] = dict(result.settings)
     flat |= {name: value for name, value in result.environment.items() if name != "versions"}
     flat |= {f"version of {name}": value or "not installed" for name, value in result.environment["versions"].items()}
-    return {name: _listed(value) for name, value in flat.items()}
-
-
-def _listed(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {each}" for name, each in value.items())
-    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    return facts(flat)

@@ -1,102 +1,236 @@
-"""Runs of the bench: its sections one after the other, and the files they leave."""
+"""Runs of the bench: its options, its sections, and the files that it writes."""
 
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from diffquant.bench.cells import BenchCell, BenchResult, cell_of
-from diffquant.bench.contest import roofline
-from diffquant.bench.contest.peers import failure
-from diffquant.bench.environment import environment
-from diffquant.bench.options import DEFAULT_LENGTHS, DEFAULT_MODELS, SECTIONS, BenchOptions
-from diffquant.bench.sections import PARTS
-from diffquant.errors import FailedCellsError, MissingDependencyError
-from diffquant.support.code import code_digest
-from diffquant.support.files import write_atomically, write_json
-from diffquant.support.journal import Journal
-from diffquant.support.outputs import RunFiles
+from diffquant.benchmarks import contest, linears, roofline
+from diffquant.benchmarks.cells import BenchCell, BenchResult, cell_of
+from diffquant.benchmarks.contest import Contest, failure
+from diffquant.benchmarks.measuring import environment
+from diffquant.benchmarks.workloads import Model, Workload, model_named
+from diffquant.errors import FailedCellsError, UsageError
+from diffquant.support.devices import resolve_device
+from diffquant.support.files import write_json
+from diffquant.support.names import option_name
+from diffquant.support.outputs import Journal, RunFiles
 from diffquant.support.progress import Progress, silent
+
+_DEFAULT_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
+DEFAULT_LENGTHS = {"cpu": (256, 512, 1024, 2048), "cuda": (1024, 2048, 4096, 8192, 16384)}
+DEFAULT_MODELS = {"cpu": ("830M", "smollm2-135m-diff-v2"), "cuda": ("3B", "smollm2-135m-diff-v2")}
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """Options of a run of the bench.
+
+    Attributes:
+        sections: names of the sections to run.
+        device: "cpu" or "cuda"; "auto" becomes one of them.
+        models: names in `workloads.MODELS`; `DEFAULT_MODELS` by default.
+        lengths, batches: context lengths in tokens and batch sizes of attention; decoding's contexts are four times as
+            long.
+        dtype: name of the torch dtype; by default float32 on the CPU and bfloat16 on CUDA.
+        repeats: number of timed repeats of each path.
+        peers: names of the peers of attention and decoding to run; all by default.
+        graph: whether to time replays of CUDA graphs.
+    """
+
+    sections: tuple[str, ...]
+    device: str = "auto"
+    models: tuple[str, ...] = ()
+    lengths: tuple[int, ...] = ()
+    batches: tuple[int, ...] = (1,)
+    dtype: str = ""
+    repeats: int = 5
+    peers: tuple[str, ...] = ()
+    graph: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "device", resolve_device(self.device))
+        if self.device not in ("cpu", "cuda"):
+            raise UsageError(f"the bench runs on cpu or cuda, not on {self.device!r}")
+        if self.graph and self.device != "cuda":
+            raise UsageError(f"{option_name('graph')}: only CUDA devices have graphs")
+        if self.repeats < 1 or min(self.batches, default=0) < 1:
+            raise UsageError(f"{option_name('repeats')} and {option_name('batches')} take counts of at least 1")
+        self.workloads(1)
+        for section in contest.SECTIONS.keys() & set(self.sections):
+            Contest(section, self.device, self.repeats, self.peers_of(section))
+
+    @property
+    def chosen_dtype(self) -> str:
+        """Name of the torch dtype to measure."""
+        return self.dtype or _DEFAULT_DTYPES[self.device]
+
+    def workloads(self, factor: int) -> list[Workload]:
+        """Return workloads: prefill if `factor` is 1, else decoding one token at contexts `factor` times as long."""
+        made = [
+            Workload(model_named(name), length if factor == 1 else 1, factor * length, batch, self.chosen_dtype)
+            for name in self.models or DEFAULT_MODELS[self.device]
+            for batch in self.batches
+            for length in self.lengths or DEFAULT_LENGTHS[self.device]
+        ]
+        made[0].torch_dtype  # noqa: B018  # refuses an unknown dtype
+        return made
+
+    def peers_of(self, section: str) -> tuple[str, ...]:
+        """Return the names in `peers` that a section should run.
+
+        If several sections with peers run, names that only another section knows are left out. Unknown names are kept,
+        so that `Contest` refuses them.
+        """
+        if len(contest.SECTIONS.keys() & set(self.sections)) == 1:
+            return self.peers
+        known = {name for peers in contest.SECTIONS.values() for name in peers}
+        return tuple(name for name in self.peers if name in contest.SECTIONS[section] or name not in known)
+
+
+_DECODE_FACTOR = 4
+
+# Measures some cells, which are stored before the next part of their section runs.
+Part = Callable[[Progress], list[BenchCell]]
+# Returns the parts of a section by name.
+SectionParts = Callable[[BenchOptions], dict[str, Part]]
+
+
+def _contest(section: str, factor: int) -> SectionParts:
+    def parts(options: BenchOptions) -> dict[str, Part]:
+        contest_of = Contest(section, options.device, options.repeats, options.peers_of(section), options.graph)
+        return {work.name: partial(contest_of.run, [work]) for work in options.workloads(factor)}
+
+    return parts
+
+
+def _linear(options: BenchOptions) -> dict[str, Part]:
+    def measure(model: Model, progress: Progress) -> list[BenchCell]:
+        dtype, device, repeats = options.chosen_dtype, options.device, options.repeats
+        return linears.run_linears([model], (1, 16), dtype, device, repeats, graph=options.graph, progress=progress)
+
+    names = options.models or DEFAULT_MODELS[options.device]
+    return {name: partial(measure, model_named(name)) for name in names}
+
+
+def _throughput(options: BenchOptions) -> dict[str, Part]:
+    if options.device == "cuda":
+        model, lengths = model_named("3B"), (2048, 4096)
+    else:
+        model, lengths = linears.smaller(model_named("830M"), 2, 8192), (512, 1024)
+
+    def measure(progress: Progress) -> list[BenchCell]:
+        repeats = min(options.repeats, 3)
+        return linears.run_throughput([model], lengths, 1, options.chosen_dtype, options.device, repeats, progress)
+
+    return {model.name: measure}
+
+
+PARTS: dict[str, SectionParts] = {
+    "attention": _contest("attention", 1),
+    "decode": _contest("decode", _DECODE_FACTOR),
+    "linear": _linear,
+    "throughput": _throughput,
+}
+
 
 _PACKAGES = ("onnx", "onnxruntime", "onnxruntime-genai", "lm_eval", "llama_cpp_python", "bitsandbytes", "torchao")
 
 
-def run_files() -> RunFiles:
-    """The files of a bench."""
-    from diffquant.bench.plots import plot_names
+def run_files(sections: Collection[str]) -> RunFiles:
+    """Return the files that a bench of these sections writes."""
+    from diffquant.benchmarks.plots import plot_names
 
-    plots = (f"{name}.png" for section in SECTIONS for name in plot_names(section))
+    plots = (f"{name}.png" for section in sections for name in plot_names(section))
     return RunFiles("bench.json", frozenset({"settings", "cells"}), ("bench.md", "bench.csv", "report.html", *plots))
 
 
-def run_bench(options: BenchOptions, folder: Path, progress: Progress = silent) -> BenchResult:
-    """Run all sections, one after the other, and write bench.json; what fails is a cell that says so.
+def run_bench(
+    options: BenchOptions,
+    sections: Mapping[str, SectionParts],
+    folder: Path,
+    progress: Progress = silent,
+    settings: Mapping[str, Any] | None = None,
+) -> BenchResult:
+    """Run the options' sections, and write bench.json; a section that fails becomes a cell with the reason.
 
-    Cells are kept as they come. An interrupted run goes on from there when the same is asked for again; one that came
-    to its end is measured anew.
+    Finished parts are stored in a journal: an interrupted run with the same options and versions resumes from it. A
+    complete run deletes the journal.
+
+    Args:
+        options: options of the run.
+        sections: known sections by name.
+        folder: folder of the journal and of bench.json.
+        progress: called with the work done, the total, and the current part.
+        settings: further settings to store, of sections with more than the options.
 
     Raises:
-        OutputExistsError: the folder holds files of a bench's names that no bench wrote.
-        KeyboardInterrupt: the run was interrupted; the message says how to go on.
+        UsageError: the options have an unknown section.
+        OutputExistsError: the folder has files with a bench's names that no bench wrote.
+        KeyboardInterrupt: the run was interrupted; the message says how to resume it.
     """
-    run_files().check(folder)
-    settings = _settings(options)
+    unknown = [name for name in options.sections if name not in sections]
+    if unknown:
+        raise UsageError(f"unknown section {', '.join(map(repr, unknown))}; known are {', '.join(sections)}")
+    run_files(sections).check(folder)
+    stored = _settings(options) | dict(settings or {})
     about = environment(*_PACKAGES)
-    code = code_digest((__name__,))
-    # The settings have names alone, which folders of different models share.
-    models = [str(path.resolve()) for path in options.checkpoints]
-    key = {"settings": settings, "models": models, "peers": options.peers, "code": code, "device": about["device"]}
+    key = {"settings": stored, "peers": options.peers, "commit": about["commit"]}
+    key |= {name: about[name] for name in ("device", "versions")}
     journal = Journal(folder, key)
     started = time.monotonic()
     try:
-        machine = _kept(journal, "roofline", lambda: roofline.measure_roofline(options.device, [options.chosen_dtype]))
-        cells, failed = _measure_sections(options, journal, progress)
+        machine = _keep(journal, "roofline", lambda: roofline.measure_roofline(options.device, [options.chosen_dtype]))
+        cells, failed = _measure_sections(options, sections, journal, progress)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
             f"interrupted: what was measured is kept in {journal.path}; run the same command again to go on"
         ) from None
-    settings |= {"seconds": round(time.monotonic() - started, 1), "failed_sections": failed}
-    result = BenchResult(about, machine, settings, tuple(cells))
+    stored |= {"seconds": round(time.monotonic() - started, 1), "failed_sections": failed}
+    result = BenchResult(about, machine, stored, tuple(cells))
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "bench.json", result.to_dict())
     journal.discard()
     return result
 
 
-def _measure_sections(options: BenchOptions, journal: Journal, progress: Progress) -> tuple[list[BenchCell], list[str]]:
-    """Cells of all sections, those that are kept included, and the names of the sections that failed."""
+def _measure_sections(
+    options: BenchOptions, sections: Mapping[str, SectionParts], journal: Journal, progress: Progress
+) -> tuple[list[BenchCell], list[str]]:
+    """Return the cells of all sections, stored or measured now, and the names of the sections that failed."""
     cells: list[BenchCell] = []
     failed: list[str] = []
     for section in options.sections:
         try:
-            parts = PARTS[section](options)
+            parts = sections[section](options)
             for number, (name, measure) in enumerate(parts.items()):
-                told = _share_of(progress, number, len(parts))
-                kept = _kept(journal, f"{section}: {name}", lambda: [asdict(cell) for cell in measure(told)])  # noqa: B023
+                within = _share_of(progress, number, len(parts))
+                kept = _keep(journal, f"{section}: {name}", lambda: [asdict(cell) for cell in measure(within)])  # noqa: B023
                 cells += map(cell_of, kept)
-        except Exception as error:  # whatever it is, it must not take the other sections' results along
+        except Exception as error:  # no error may lose the other sections' results
             cells.append(BenchCell(section, "the whole section", "diffquant", missing=failure(error)))
             failed.append(section)
     return cells, failed
 
 
-def _kept(journal: Journal, name: str, measure: Callable[[], Any]) -> Any:
-    """The result of a name in the journal, measured and written there if it is not yet."""
+def _keep(journal: Journal, name: str, measure: Callable[[], Any]) -> Any:
+    """Return a result from the journal; if it is not there, measure and store it first."""
     if journal.get(name) is None:
         journal.add(name, measure())
     return journal.get(name)
 
 
 def _share_of(progress: Progress, number: int, parts: int) -> Progress:
-    """Progress of a section while one of its parts runs."""
+    """Return a progress function for one part of a section, which reports the section's progress."""
 
-    def tell(done: float, total: float, what: str) -> None:
+    def on_progress(done: float, total: float, what: str) -> None:
         progress(number + (done / total if total else 0.0), parts, what)
 
-    return tell
+    return on_progress
 
 
 def _settings(options: BenchOptions) -> dict[str, Any]:
@@ -109,17 +243,15 @@ def _settings(options: BenchOptions) -> dict[str, Any]:
         "batches": list(options.batches),
         "repeats": options.repeats,
         "threads": torch.get_num_threads(),
-        "checkpoints": [path.name for path in options.checkpoints],
         "graph": options.graph,
-        "workers": list(options.workers),
     }
 
 
 def require_complete(result: BenchResult) -> None:
-    """Check that every section could be measured.
+    """Check that no section failed.
 
     Raises:
-        FailedCellsError: a section failed; the message names each that did, and why.
+        FailedCellsError: some did; the message names each with its reason.
     """
     failed = result.settings["failed_sections"]
     reasons = [f"{cell.section}: {cell.missing}" for cell in result.cells if cell.section in failed and cell.missing]
@@ -128,29 +260,12 @@ def require_complete(result: BenchResult) -> None:
 
 
 def write_bench_outputs(result: BenchResult, folder: Path) -> list[Path]:
-    """Write bench.md, bench.csv, report.html and the plots beside bench.json; returns all their paths."""
-    from diffquant.bench.plots import plots
-    from diffquant.bench.report import bench_report, csv_table, markdown
-    from diffquant.report.page import page
+    """Write bench.md, bench.csv, report.html and the plots into the folder of bench.json; return all their paths."""
+    from diffquant.benchmarks.plots import plots
+    from diffquant.benchmarks.report import bench_report, csv_table, markdown
+    from diffquant.reports.run import write_run
 
-    texts = {
-        "bench.md": markdown(result),
-        "bench.csv": csv_table(result),
-    }
-    for name, text in texts.items():
-        write_atomically(folder / name, text)
-    drawn = [plot.save(folder) for plot in plots(result)]
-    report = folder / "report.html"
-    files = ["bench.json", *texts, *(picture.name for picture in drawn)]
-    write_atomically(report, page(bench_report(result, folder.absolute().name, files)))
-    return [*(folder / name for name in ("bench.json", *texts)), report, *drawn]
-
-
-def demo_checkpoints() -> tuple[Path, ...]:
-    """Path of SmolLM2's weights; none where the package that carries them is not installed."""
-    from diffquant.demo.smollm2 import gguf_file
-
-    try:
-        return (gguf_file(),)
-    except MissingDependencyError:
-        return ()
+    texts = {"bench.md": markdown(result), "bench.csv": csv_table(result)}
+    pictures = {f"{name}.png": partial(figure.savefig, dpi=160) for name, (_, figure, _) in plots(result).items()}
+    written = write_run(folder, texts, pictures, "report.html", partial(bench_report, result), ["bench.json"])
+    return [folder / "bench.json", *written]

@@ -1,1 +1,4 @@
-"""Analyses of a model before it is quantized: outliers, static ranges, sensitivity, a search for bits."""
+"""Analyses of a model before quantization: outliers, calibration of static ranges, and a search for bit widths."""
+
+# Increase it if a change alters stored results, so that they are measured again.
+RESULT_VERSION = 1

@@ -1,16 +1,15 @@
-"""The command line as `diffquant` and `python -m diffquant` start it: interrupted while it is imported, it says so."""
+"""Entry point of `diffquant` and `python -m diffquant`, which also reports an interrupt during imports."""
 
 import sys
 
-from diffquant.support import interruption
+from diffquant.support.program import exit_codes, watch_signals
 
 
 def main() -> None:
     """Run the command line."""
-    interruption.watch()
+    watch_signals()
     try:
-        from diffquant.cli.app import app
-        from diffquant.support.program import exit_codes
+        from diffquant.verbs.cli.command import app
     except KeyboardInterrupt:
         sys.stderr.write("\ninterrupted\n")
         raise SystemExit(130) from None

@@ -5,7 +5,7 @@ class DiffQuantError(Exception):
     """Base of every error a user can cause. `exit_code` is what the command line returns.
 
     Attributes:
-        result: what the work came to all the same, such as a sweep some of whose cells failed; None if it left none.
+        result: what was computed before the error, such as the sweep whose cells partly failed, or None if nothing was.
     """
 
     exit_code = 1
@@ -22,7 +22,7 @@ class UsageError(DiffQuantError):
 
 
 class CheckpointError(DiffQuantError):
-    """A checkpoint is incomplete, damaged or of a kind that is not read."""
+    """A checkpoint is incomplete, damaged or of an unsupported kind."""
 
 
 class UnknownModelTypeError(CheckpointError):
@@ -42,11 +42,11 @@ class OutputExistsError(DiffQuantError):
 
 
 class NotFiredError(DiffQuantError):
-    """A layer that should have quantized its logits did not."""
+    """A layer that should have quantized its attention logits or operands did not."""
 
 
 class FailedCellsError(DiffQuantError):
-    """A sweep finished, some of its cells did not."""
+    """A sweep finished, but some of its cells failed."""
 
     exit_code = 3
 

@@ -13,7 +13,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from typer.cli import get_docs_for_click
 
-from diffquant.cli import app
+from diffquant.verbs.cli import app
 
 CLI_PAGE = "docs/cli.md"
 _STYLE = ".md-typeset td:first-child code { white-space: nowrap }"
@@ -42,7 +42,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     command = typer.main.get_command(app)
     reference = get_docs_for_click(obj=command, ctx=typer.Context(command, info_name="diffquant"), name="diffquant")
     _, first, verbs = reference.partition("## `diffquant ")
-    # Brackets of a usage are no links: shot-order:SHOTS[:ORDERS][:alternate].
+    # Brackets of a usage are no links.
     return f"{markdown}\n\n{first}{verbs}".replace("][", r"]\[")
 
 

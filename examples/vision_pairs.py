@@ -27,7 +27,7 @@ from diffquant.family.call import AttentionCall
 from diffquant.family.lam import lam_from_vectors
 from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
-from diffquant.scheme import FULL, Scheme
+from diffquant.recipe.scheme import FULL, Scheme
 
 SCHEMES = [f"{bits}:{granularity}" for granularity in ("tensor", "head", "row", "row:shift") for bits in (8, 6, 4, 3)]
 # Mean and deviation by which a picture's channels are normalized, and its side, by the width of a patch.

@@ -1,7 +1,7 @@
-"""ONNX: the differential-attention op, the exporter, and running and proving what it wrote.
+"""ONNX export: the differential-attention op, the exporter, and running and verifying exported models.
 
-`diffquant.export(source, destination)` is the verb of `diffquant.verbs.export`, which finds a cache's ranges too.
-Nothing is imported until a name is used; `require` says what of the `onnx` extra is missing.
+`diffquant.export(source, destination)` calls `diffquant.verbs.export`, which also calibrates a quantized cache.
+Submodules are imported when a name is first used; `require` checks that the `onnx` extra is installed.
 """
 
 from importlib import import_module
@@ -11,19 +11,22 @@ from typing import TYPE_CHECKING, Any
 from diffquant.errors import MissingDependencyError
 
 if TYPE_CHECKING:
-    from diffquant.export.exporter import export
-    from diffquant.export.native import library_path
-    from diffquant.export.options import ExportOptions
-    from diffquant.export.runtime.generation import Generator
-    from diffquant.export.verification.verify import verify
+    from diffquant.onnx.exporter import export
+    from diffquant.onnx.native import library_path
+    from diffquant.onnx.options import ExportOptions
+    from diffquant.onnx.runtime.generation import Generator
+    from diffquant.onnx.verifier import verify
 
 _HOMES = {
-    "export": "diffquant.export.exporter",
-    "ExportOptions": "diffquant.export.options",
-    "Generator": "diffquant.export.runtime.generation",
-    "library_path": "diffquant.export.native",
-    "verify": "diffquant.export.verification.verify",
+    "export": "diffquant.onnx.exporter",
+    "ExportOptions": "diffquant.onnx.options",
+    "Generator": "diffquant.onnx.runtime.generation",
+    "library_path": "diffquant.onnx.native",
+    "verify": "diffquant.onnx.verifier",
 }
+
+# Increase it if a change alters stored results, so that they are measured again.
+RESULT_VERSION = 1
 
 __all__ = ["ExportOptions", "Generator", "export", "library_path", "require", "verify"]
 
@@ -41,7 +44,7 @@ def require() -> None:
         raise MissingDependencyError(f"ONNX models need {', '.join(missing)}: {install_command('onnx')}")
 
 
-if not TYPE_CHECKING:  # A type checker that saw this function would take any name for one of the package's.
+if not TYPE_CHECKING:  # A type checker that saw this function would accept any name as one of the package's.
 
     def __getattr__(name: str) -> Any:
         if name not in _HOMES:

@@ -1,9 +1,9 @@
-"""A checkpoint, plain or quantized, becomes a folder that ONNX Runtime opens."""
+"""Export of a checkpoint, quantized or not, to a folder that ONNX Runtime opens."""
 
 import json
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,54 +11,56 @@ from typing import Any
 import onnx
 from tokenizers import Tokenizer
 
+from diffquant.checkpoints.atomic_folder import check_output, stage_output
+from diffquant.checkpoints.ranges import Ranges, read_ranges, write_ranges
+from diffquant.checkpoints.reader import Checkpoint
+from diffquant.checkpoints.row_stream import checkpoint_key
+from diffquant.checkpoints.side_files import read_json
+from diffquant.checkpoints.source import Source, open_source
+from diffquant.checkpoints.texts import read_special_tokens
 from diffquant.errors import CheckpointError, UsageError
-from diffquant.export.card import exported_card
-from diffquant.export.files import RANGES_FILE
-from diffquant.export.graph.build import build
-from diffquant.export.graph.cache_scales import Scales, static_scales
-from diffquant.export.graph.linears import container_bits
-from diffquant.export.graph.plan import ExportPlan, plan_export
-from diffquant.export.graph.streaming import Streamed, place, write
-from diffquant.export.manifest import write_manifest
-from diffquant.export.options import ExportOptions, check_runtime
-from diffquant.export.runtime import genai, web
-from diffquant.export.runtime.device import cuda_notes
-from diffquant.export.runtime.portable import portable_config
-from diffquant.formats.atomic_folder import check_output, staged
-from diffquant.formats.json_object import read_json
-from diffquant.formats.reader import Checkpoint
-from diffquant.formats.row_stream import checkpoint_stamp
+from diffquant.onnx.descriptions import (
+    GENAI_FILE,
+    WEB_FILE,
+    exported_card,
+    genai_config,
+    portable_config,
+    web_description,
+)
+from diffquant.onnx.files import RANGES_FILE
+from diffquant.onnx.graph.linears import container_bits
+from diffquant.onnx.graph.plan import CACHE_LIMIT, ExportPlan, Scales, plan_export, static_scales
+from diffquant.onnx.graph.streaming import Streamed, place, write
+from diffquant.onnx.manifest import write_manifest
+from diffquant.onnx.options import ExportOptions, check_runtime
+from diffquant.onnx.runtime.device import cuda_notes
 from diffquant.quantization.descriptions import note_left_out
+from diffquant.quantization.engine_folder import remove_code_files
+from diffquant.quantization.foreign_code import leave_out_code
+from diffquant.recipe.scheme import Scheme
 from diffquant.recipe.targets import LAYER_TARGETS
-from diffquant.report.sizes import compared_size, stored_bits
-from diffquant.report.tables import megabytes
-from diffquant.scheme import Scheme
-from diffquant.serve.folder import remove_code_files
-from diffquant.serve.foreign_code import leave_out_code
-from diffquant.source.ranges import Ranges, read_ranges, write_ranges
-from diffquant.source.source import Source, open_source
+from diffquant.reports.tables import compared_size, megabytes, stored_bits
 from diffquant.support.digests import FileDigests
 from diffquant.support.files import write_atomically
+from diffquant.support.installation import versions
+from diffquant.support.names import option_name
 from diffquant.support.progress import Progress, silent
-from diffquant.support.readable import Readable
-from diffquant.support.spelling import spelled
-from diffquant.support.versions import versions
-from diffquant.text.special_tokens import read_special_tokens
+from diffquant.support.terminal import Readable
 
 
 @dataclass(frozen=True, repr=False)
 class OnnxReport(Readable):
-    """The outcome of `export`.
+    """Result of `export`.
 
     Attributes:
         destination: folder that was written.
-        bytes_before: bytes that the checkpoint takes.
-        bytes_after: size of the model's two files.
+        bytes_before: size of the checkpoint's weights in bytes.
+        bytes_after: size of the model's two files in bytes.
         weights: number of the checkpoint's weights.
-        seconds: duration of the run, calibration included.
-        calibrated: seconds of it that the cache's scales took; 0 where they were given or there are none.
-        floor: oldest ONNX Runtime that opens the model.
-        notes: sentences that a reader should know.
+        seconds: duration of the export, calibration included.
+        calibrated: seconds of it spent on calibrating the cache; 0 if ranges were given or the cache is not quantized.
+        floor: oldest ONNX Runtime version that opens the model.
+        notes: sentences for the user.
     """
 
     destination: Path
@@ -71,7 +73,7 @@ class OnnxReport(Readable):
     notes: tuple[str, ...]
 
     def summary(self) -> str:
-        """A few lines for people."""
+        """Return a few lines of text for the user."""
         calibration = f", {self.calibrated:.1f} s of them calibrating the cache" if self.calibrated else ""
         first = (
             f"{self.destination}: {compared_size(self.bytes_after, self.bytes_before, self.weights)}, "
@@ -92,17 +94,16 @@ def export(
     """Write a checkpoint as an ONNX model.
 
     Args:
-        source: a folder of safetensors, plain or quantized by `quantize`, or a .gguf file.
-        destination: the folder to make; it appears whole or not at all.
+        source: a folder of safetensors, quantized or not, or a .gguf file.
+        destination: folder to create; it is written atomically.
         options: float32 with a cache by default.
-        ranges: calibrated ranges of a quantized cache, or the file `diffquant calibrate` wrote of them. The function
-            `diffquant.calib.calibration.kv_cache.calibrate_cache` finds some on the built-in prose.
-        overwrite: replace an existing folder there, at the end.
+        ranges: calibrated ranges of a quantized cache, or the file that `diffquant calibrate` wrote. The function
+            `diffquant.calib.calibration.kv_cache.calibrate_cache` finds them on the bundled text.
+        overwrite: replace an existing folder once the new one is complete.
         progress: called with bytes written.
 
     Raises:
-        DiffQuantError: anything wrong with the source, the options, the ranges or the destination; nothing is left
-            then.
+        DiffQuantError: the source, the options, the ranges or the destination are invalid; nothing is written then.
     """
     plan = check_export(source, Path(destination), options or ExportOptions(), overwrite)
     return write_export(plan, Path(destination), ranges, overwrite, progress)
@@ -115,24 +116,27 @@ def write_export(
     overwrite: bool = False,
     progress: Progress = silent,
 ) -> OnnxReport:
-    """Write what `check_export` planned.
+    """Write the export that `check_export` planned; arguments are those of `export`.
 
     Raises:
-        DiffQuantError: anything wrong with the ranges; nothing is left then.
+        DiffQuantError: the ranges are invalid, or writing fails; nothing is left then.
     """
     started, checked, options = time.monotonic(), plan.source, plan.options
     if isinstance(ranges, Path | str):
         ranges = read_ranges(Path(ranges), checked)
     scales = _cache_scales(checked, options, ranges)
-    model, streamed = build(plan, scales)
-    _, nbytes = place(streamed)
+    decoder = plan.decoder(plan, scales)
+    decoder.emit()
+    streamed = decoder.linears.streamed
+    initializers, nbytes = place(streamed, options.layout.data_name)
+    model = decoder.model(decoder.linears.with_views(initializers))
     key = {
         "verb": "export",
-        "source": checkpoint_stamp(checked.checkpoint),
+        "source": checkpoint_key(checked.checkpoint),
         "options": options.to_dict(),
         "ranges": ranges.digest if ranges else None,
     } | versions()
-    with staged(destination, key, nbytes, overwrite) as staging:
+    with stage_output(destination, key, nbytes, overwrite) as staging:
         folder = staging.folder
         checked.checkpoint.write_side_files(folder)
         _settle_tokenizer(checked, folder / "tokenizer.json")
@@ -152,31 +156,31 @@ def write_export(
         time.monotonic() - started,
         0.0,
         plan.floor,
-        (*_make_notes(plan, streamed), *left_out),
+        (*_make_notes(plan, streamed), *_narrow_note(ranges), *left_out),
     )
 
 
 def check_export(source: Path | str | Source, destination: Path, options: ExportOptions, overwrite: bool) -> ExportPlan:
-    """The plan of an export, checked in all that needs no ranges.
+    """Plan an export, and check everything except ranges.
 
     Raises:
-        DiffQuantError: as `export` raises it.
+        DiffQuantError: the source, the options or the destination are invalid.
     """
     check_output(source.path if isinstance(source, Source) else Path(source), destination, overwrite)
     check_runtime(options)
     opened = open_source(source)
-    # A damaged generation_config.json is refused before the work.
+    # Raises early if generation_config.json is damaged.
     read_special_tokens(opened.path, opened.checkpoint.config)
     return plan_export(opened, options)
 
 
 def _cache_scales(source: Source, options: ExportOptions, ranges: Ranges | None) -> dict[int, Scales]:
-    """Scales of the quantized cache by layer; none for a cache in the activations' type."""
+    """Return the scales of the quantized cache by layer; empty if the cache has the activations' type."""
     if options.kv_bits == 16:
         if ranges is not None:
             raise UsageError(
-                f"{spelled('scales')} are of a quantized KV cache: give {spelled('kv', 8)} or {spelled('kv', 4)} with "
-                "them"
+                f"{option_name('scales')} are of a quantized KV cache: give {option_name('kv', 8)} or "
+                f"{option_name('kv', 4)} with them"
             )
         return {}
     if ranges is None:
@@ -189,9 +193,9 @@ def _cache_scales(source: Source, options: ExportOptions, ranges: Ranges | None)
 
 
 def _settle_tokenizer(source: Source, file: Path) -> None:
-    """Write into tokenizer.json, all that readers of exports read, what transformers makes of the tokenizer's files.
+    """Rewrite tokenizer.json if transformers loads another tokenizer from the folder's files than from it alone.
 
-    They would cut a token that stands in tokenizer_config.json alone into pieces.
+    Programs that run exports read only tokenizer.json: they would split a token defined only in tokenizer_config.json.
     """
     if not file.exists():
         return
@@ -204,20 +208,24 @@ def _settle_tokenizer(source: Source, file: Path) -> None:
 
 
 def _write_descriptions(plan: ExportPlan, streamed: Sequence[Streamed], folder: Path) -> tuple[str, ...]:
-    """Write config.json, genai_config.json, web.json, the card and diffquant.json; notes on code that was left out."""
+    """Write config.json, genai_config.json, web.json, the model card and diffquant.json.
+
+    Returns:
+        Notes on custom code of the checkpoint that was not copied.
+    """
     checkpoint, tokens = plan.source.checkpoint, plan.source.special_tokens
     config, left_out = leave_out_code(folder, checkpoint.config)
     config.pop("diff_model", None)
     left_out += remove_code_files(folder)
     if plan.options.portable:
         config = portable_config(plan, tokens)
-    # A checkpoint may leave it to its family's default.
+    # A checkpoint may omit it and rely on its family's default.
     config |= {"max_position_embeddings": plan.config.max_position_embeddings}
     descriptions = {"config.json": config}
     if plan.options.cache:
-        descriptions[genai.FILE] = genai.genai_config(plan, tokens)
+        descriptions[GENAI_FILE] = genai_config(plan, tokens)
     if plan.options.web:
-        descriptions[web.FILE] = web.web_description(plan.config, tokens)
+        descriptions[WEB_FILE] = web_description(plan.config, tokens)
     for name, description in descriptions.items():
         write_atomically(folder / name, json.dumps(description, indent=2) + "\n")
     write_atomically(folder / "README.md", exported_card(plan))
@@ -226,7 +234,7 @@ def _write_descriptions(plan: ExportPlan, streamed: Sequence[Streamed], folder: 
 
 
 def _source_record(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Entry of diffquant.json about the checkpoint."""
+    """Return diffquant.json's entry about the checkpoint."""
     return {
         "name": checkpoint.name,
         "model_type": checkpoint.config.get("model_type"),
@@ -237,7 +245,7 @@ def _source_record(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _origin_digests(checkpoint: Checkpoint) -> FileDigests:
-    """Digests of the files that `quantize` made a checkpoint from; none where it did not write it."""
+    """Return digests of the files that `quantize` made a checkpoint from; empty if `quantize` did not write it."""
     record = checkpoint.path / "diffquant.json"
     try:
         return FileDigests.read(read_json(record).get("source", {}) if record.is_file() else {})
@@ -246,7 +254,7 @@ def _origin_digests(checkpoint: Checkpoint) -> FileDigests:
 
 
 def _tensor_records(plan: ExportPlan, streamed: Sequence[Streamed]) -> dict[str, Any]:
-    """Entry of diffquant.json about each quantized weight, by name."""
+    """Return diffquant.json's entry about each quantized weight, by name."""
     nbytes = _packed_bytes(streamed)
     return {
         name: {
@@ -261,7 +269,7 @@ def _tensor_records(plan: ExportPlan, streamed: Sequence[Streamed]) -> dict[str,
 
 
 def _make_notes(plan: ExportPlan, streamed: Sequence[Streamed]) -> list[str]:
-    """Sentences that a reader of the report should know."""
+    """Return sentences for the report's reader, on sizes and on what the export does not contain."""
     options, notes = plan.options, []
     for scheme, (nbytes, weights) in _scheme_sizes(plan, streamed).items():
         container = container_bits(scheme)
@@ -279,11 +287,11 @@ def _make_notes(plan: ExportPlan, streamed: Sequence[Streamed]) -> list[str]:
         schemes = ", ".join(f"{target} {' or '.join(texts)}" for target, texts in simulated.items())
         notes.append(
             f"the checkpoint's recipe ({schemes}) is simulated by DiffTransformer, and no part of the export; give "
-            f"{spelled('kv')} or {spelled('logits')} to have it"
+            f"{option_name('kv')} or {option_name('logits')} to have it"
         )
     if options.kv_bits == 4:
         notes.append(
-            f"KV cache of 4 bits: experimental; compare its quality with {spelled('kv', 8)} before relying on it"
+            f"KV cache of 4 bits: experimental; compare its quality with {option_name('kv', 8)} before relying on it"
         )
     if options.genai_device != "cpu":
         notes += cuda_notes(options.dtype, options.kv_bits, not options.logits.quantizes)
@@ -292,8 +300,19 @@ def _make_notes(plan: ExportPlan, streamed: Sequence[Streamed]) -> list[str]:
     return notes
 
 
+def _narrow_note(ranges: Ranges | None) -> Iterator[str]:
+    """Yield a warning if the ranges lose much accuracy on the text that calibration held out."""
+    held_out = ranges.settings.get("held_out") if ranges else None
+    if held_out and (loss := held_out["loss"]) > CACHE_LIMIT:
+        yield (
+            f"warning: KV-cache calibration is too narrow in layer {held_out['layer']}: {loss:.3g}x the error of "
+            f"fitted scales on text that it did not read (limit {CACHE_LIMIT:g}x); recalibrate on more text "
+            f"(diffquant calibrate, then export with {option_name('scales')}) or export with {option_name('kv', 16)}"
+        )
+
+
 def _scheme_sizes(plan: ExportPlan, streamed: Sequence[Streamed]) -> dict[Scheme, tuple[int, int]]:
-    """Bytes of codes and scales of each scheme, and the number of their weights, in the order of the schemes' texts."""
+    """Return each scheme's bytes of codes and scales, and its number of weights, sorted by the schemes' text."""
     nbytes = _packed_bytes(streamed)
     matrices = [matrix for matrix in plan.matrices.values() if matrix.has_codes]
     return {
@@ -304,7 +323,7 @@ def _scheme_sizes(plan: ExportPlan, streamed: Sequence[Streamed]) -> dict[Scheme
 
 
 def _packed_bytes(streamed: Sequence[Streamed]) -> dict[str, int]:
-    """Bytes of each module's codes and scales."""
+    """Return each module's bytes of codes and scales."""
     nbytes: dict[str, int] = defaultdict(int)
     for tensor in streamed:
         nbytes[tensor.name.rpartition(".weight_")[0]] += tensor.nbytes

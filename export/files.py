@@ -1,23 +1,23 @@
-"""Names of an exported folder's files. They stand alone: recognizing such a folder must not import onnx."""
+"""File names of an exported folder; this module does not import onnx, which recognizing a folder must not need."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
+from diffquant.checkpoints.side_files import POINTER, holds_pointer
 from diffquant.errors import CheckpointError
-from diffquant.formats.json_object import POINTER, holds_pointer
 
 MODEL_FILE, DATA_FILE = "model.onnx", "model.onnx.data"
-# What calibration found for a quantized cache; `diffquant calibrate` writes such files, too.
+# Calibrated ranges of a quantized cache, as `diffquant calibrate` writes them too.
 RANGES_FILE = "kv_ranges.safetensors"
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where an exported folder has its model.
+    """Paths of the model's files in an exported folder.
 
     Attributes:
-        model: path of the graph in the folder.
-        data: path of its data, beside it.
+        model: path of the graph.
+        data: path of the external data, in the same subfolder.
     """
 
     model: str
@@ -25,12 +25,12 @@ class Layout:
 
     @property
     def data_name(self) -> str:
-        """The name by which the graph refers to its data."""
+        """Name of the data file as the graph refers to it."""
         return Path(self.data).name
 
 
 PLAIN = Layout(MODEL_FILE, DATA_FILE)
-# Where transformers.js and optimum look.
+# The paths that transformers.js and optimum expect.
 PORTABLE = Layout("onnx/model.onnx", "onnx/model.onnx_data")
 
 
@@ -38,7 +38,7 @@ def check_exported(folder: Path) -> None:
     """Check that a path leads to an exported folder.
 
     Raises:
-        CheckpointError: it does not.
+        CheckpointError: it does not lead to one; the message suggests what to do.
     """
     if model_file(folder).is_file():
         layout = layout_of(folder)
@@ -52,17 +52,17 @@ def check_exported(folder: Path) -> None:
         raise CheckpointError(f"{folder} is a file; give the folder that it is in, {folder.parent}")
     if folder.suffix.lower() == ".gguf" or (folder / "config.json").is_file():
         raise CheckpointError(
-            f"{folder} is a checkpoint and no export: `diffquant export` makes one of it, and `diffquant generate` "
-            "continues texts with it as it is"
+            f"{folder} is a checkpoint, not an export: `diffquant export` makes one of it, and `diffquant generate` "
+            "continues texts with it unchanged"
         )
     raise CheckpointError(f"{folder} has no {MODEL_FILE}; `diffquant export` makes such a folder")
 
 
 def layout_of(folder: Path) -> Layout:
-    """The layout of an exported folder, by the names of its files alone."""
+    """Return the layout of an exported folder, found by file names only."""
     return PORTABLE if (folder / PORTABLE.model).is_file() else PLAIN
 
 
 def model_file(folder: Path) -> Path:
-    """The graph of an exported folder."""
+    """Return the path of an exported folder's graph."""
     return folder / layout_of(folder).model

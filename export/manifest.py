@@ -1,4 +1,4 @@
-"""The record of an export, diffquant.json: what the folder was made of and how, and its files' digests."""
+"""An export's record, diffquant.json: its checkpoint, its options, and its files' digests."""
 
 import json
 from collections.abc import Mapping
@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from diffquant.checkpoints.side_files import read_json
 from diffquant.errors import CheckpointError, UsageError
-from diffquant.export.files import RANGES_FILE, check_exported, layout_of
-from diffquant.export.options import ExportOptions
-from diffquant.formats.json_object import read_json
+from diffquant.onnx.files import RANGES_FILE, check_exported, layout_of
+from diffquant.onnx.options import ExportOptions
 from diffquant.support.digests import FileDigests
 from diffquant.support.files import write_atomically
 
@@ -23,14 +23,14 @@ class Manifest:
 
     Attributes:
         options: options of the export.
-        floor: oldest ONNX Runtime that opens the model.
-        source: "name" and "model_type" of the checkpoint.
+        floor: oldest ONNX Runtime version that opens the model, as ">=1.23".
+        source: "name" and "model_type" of the checkpoint, among others.
         weights: digests of the checkpoint's weight files.
-        origin: digests of the files that a quantized checkpoint was made from; none where `quantize` did not make it.
+        origin: digests of the files that a quantized checkpoint was made from; empty if `quantize` did not make it.
         tensors: bits, container bits, stored bits (scales included) and granularity of each quantized weight, by name.
         files: digests of the model's files.
-        calibration: digest of the ranges that the quantized cache's scales were made of; none for a cache in the
-            activations' type, and in exports that older versions wrote.
+        calibration: digest of the file of ranges from which the cache's scales were made; empty if the cache is not
+            quantized, and in exports that older versions wrote.
     """
 
     options: ExportOptions
@@ -46,9 +46,9 @@ class Manifest:
 def write_manifest(
     folder: Path, options: ExportOptions, floor: str, source: Mapping[str, Any], tensors: Mapping[str, Any]
 ) -> None:
-    """Write the record of a finished folder; `floor` is the oldest ONNX Runtime that opens it."""
-    # Here, since it imports torch, without which a record is read.
-    from diffquant.support.versions import versions
+    """Write a finished folder's record; `floor` is the oldest ONNX Runtime version that opens the model."""
+    # Imported here because it imports torch, which reading a record must not need.
+    from diffquant.support.installation import versions
 
     layout = layout_of(folder)
     entry = {
@@ -65,10 +65,10 @@ def write_manifest(
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """An exported folder's record.
+    """Read an exported folder's record.
 
     Raises:
-        CheckpointError: the folder has no record, or one that cannot be read.
+        CheckpointError: the folder is not an export, or its record is missing or invalid.
     """
     check_exported(folder)
     entry = read_json(folder / FILE)
@@ -88,12 +88,12 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def check_unchanged(folder: Path, manifest: Manifest) -> None:
-    """Compare the model's files, and the ranges of its cache, with the digests in the folder's record.
+    """Check the model's files, and the ranges of its cache, against the digests in the folder's record.
 
     Raises:
         CheckpointError: some were edited, damaged or removed after export; the message names them all.
     """
-    changed = [*manifest.files.changed(folder), *manifest.calibration.changed(folder)]
+    changed = [*manifest.files.changed_files(folder), *manifest.calibration.changed_files(folder)]
     if changed:
         raise CheckpointError(
             f"{folder}: {', '.join(changed)} changed since export (its digest is not {FILE}'s); export the model again"
@@ -101,7 +101,7 @@ def check_unchanged(folder: Path, manifest: Manifest) -> None:
 
 
 def _options(recorded: Mapping[str, Any], folder: Path) -> ExportOptions:
-    # Forms that earlier versions wrote; their graphs are not read any more.
+    # Options of earlier versions whose graphs are no longer supported.
     retired = {"pure": False, "op": "custom"}
     if any(recorded.get(name, usual) != usual for name, usual in retired.items()):
         raise CheckpointError(
@@ -111,6 +111,6 @@ def _options(recorded: Mapping[str, Any], folder: Path) -> ExportOptions:
 
 
 def _origin(source: Mapping[str, Any]) -> FileDigests:
-    # Where digests were SHA-256 alone, the entry was named for them.
+    # Versions that wrote only SHA-256 digests used the key "origin_sha256".
     older = {"sha256": source["origin_sha256"]} if "origin_sha256" in source else {}
     return FileDigests.read(source.get("origin", older))

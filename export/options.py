@@ -1,4 +1,4 @@
-"""Options of an export; every contradiction among them is named at once."""
+"""Options of an export; all contradictions among them are reported in one error."""
 
 import re
 from collections.abc import Iterator
@@ -8,17 +8,18 @@ from typing import TYPE_CHECKING, Any
 import onnxruntime
 
 from diffquant.errors import UsageError
-from diffquant.export.files import PLAIN, PORTABLE, Layout
+from diffquant.onnx.files import PLAIN, PORTABLE, Layout
 from diffquant.recipe import Recipe
-from diffquant.scheme import FULL, Scheme
-from diffquant.support.spelling import spelled
+from diffquant.recipe.scheme import FULL, Scheme
+from diffquant.recipe.targets import parse_for, refusal
+from diffquant.support.names import option_name
 
 if TYPE_CHECKING:
     import torch
 
-# RMSNormalization became standard in opset 23, which ONNX Runtime takes from 1.23 on; earlier ones spell it out.
+# Opset 23 has RMSNormalization; ONNX Runtime supports it from 1.23 on. For older opsets it is written as several ops.
 DEFAULT_OPSET, NEWEST_OPSET = 23, 26
-# Reductions take their axes as an input, and Split its number of outputs, from 18 on.
+# From opset 18 on, reductions have their axes as an input, and Split has the attribute num_outputs.
 _OLDEST_OPSET = 18
 IR_VERSION = 10
 LOGIT_GRANULARITIES = ("row", "head", "pair", "tensor")
@@ -27,23 +28,22 @@ DTYPES = ("float32", "float16")
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """How a checkpoint becomes an ONNX model.
+    """Options of an export to ONNX.
 
     Attributes:
-        weights: scheme of a plain checkpoint's linears; a quantized one keeps its own.
-        kv_bits: width of the KV cache: 16 (the activations' type), 8 or 4, with static scales a channel.
-        logits: scheme of the attention logits, which the graph simulates.
+        weights: scheme of the linears' weights if the checkpoint is not quantized; a quantized one keeps its schemes.
+        kv_bits: width of the KV cache: 16 (the activations' type), or 8 or 4 with static per-channel scales.
+        logits: scheme of the attention logits, whose quantization the graph simulates.
         dtype: type of activations, 16-bit weights and an unquantized cache.
-        embed_bits: width of embedding and head: 16, or 8 for codes.
-        cache: whether the model takes and returns a KV cache.
-        opset: version of the standard domain; 0 takes 23, and in a portable graph the oldest that has its ops.
-        portable: whether the folder is for readers beside ONNX Runtime: no function, their names of files, and a
-            config.json that describes the model's inputs as a Llama's.
-        accuracy_level: precision of products with codes of 4 bits: 4 multiplies int8 activations, 1 float32 ones. Codes
-            of 5 to 8 bits are multiplied with int8 activations either way: ONNX Runtime has no other kernel for them.
-        genai_device: device that genai_config.json names to onnxruntime-genai: "cpu", "cuda" or "cuda:N".
-        web: whether the model also gives what its attention maps are computed of, and the folder a description for
-            pages that draw them.
+        embed_bits: width of embedding and head: 16, or 8 for quantized ones.
+        cache: whether the model has a KV cache as inputs and outputs.
+        opset: opset of the standard domain; 0 is 23, or in a portable graph the oldest one with its ops.
+        portable: make the folder readable by transformers.js and optimum: a graph without functions, their file names,
+            and a config.json that describes the model's inputs as a Llama's.
+        accuracy_level: precision of matmuls with weights of up to 4 bits: 4 has int8 activations, 1 float32 ones.
+            Weights of 5 to 8 bits always have int8 activations: ONNX Runtime has no other kernel for them.
+        genai_device: device for onnxruntime-genai in genai_config.json: "cpu", "cuda" or "cuda:N".
+        web: add outputs from which attention maps can be computed, and web.json for pages that draw them.
     """
 
     weights: Scheme = FULL
@@ -67,33 +67,32 @@ class ExportOptions:
 
     @classmethod
     def parse(cls, weights: str = "16", logits: str = "16", **others: Any) -> "ExportOptions":
-        """Options with schemes in their text form."""
-        of_weights, of_logits = Scheme.parse(weights, "g32", "weights"), Scheme.parse(logits, "row", "logits")
-        return cls(weights=of_weights, logits=of_logits, **others)
+        """Make options from schemes in their text form."""
+        return cls(weights=parse_for("weights", weights), logits=parse_for("logits", logits), **others)
 
     @property
     def layout(self) -> Layout:
-        """Where the folder has its files."""
+        """Paths of the model's files in the folder."""
         return PORTABLE if self.portable else PLAIN
 
     @property
     def torch_dtype(self) -> "torch.dtype":
-        # Here, since who runs an exported folder reads its options without torch.
+        # Imported here, since running an exported folder reads its options without torch.
         import torch
 
         return {"float32": torch.float32, "float16": torch.float16}[self.dtype]
 
     @property
     def recipe(self) -> Recipe:
-        """The schemes that the graph computes with."""
+        """The recipe of what the graph quantizes: weights, keys, values and logits."""
         cache = Scheme.parse(self.kv_bits, default="static")
         return Recipe(weights=self.weights, k=cache, v=cache, logits=self.logits)
 
     @property
     def has_own_products(self) -> bool:
-        """Whether products that round activations are an op of this project's, which the native library has kernels of.
+        """Whether int8 matmuls are nodes of diffquant's op, for which the native library has kernels.
 
-        They read float32 and run on the processor; a page in a browser has no such library.
+        These kernels need float32 activations and run on the CPU; a page in a browser cannot load the library.
         """
         return self.genai_device == "cpu" and not self.web and not self.portable and self.dtype == "float32"
 
@@ -102,56 +101,59 @@ class ExportOptions:
 
     def _problems(self) -> Iterator[str]:
         if self.kv_bits not in (16, 8, 4):
-            yield f"no kernel reads a {self.kv_bits}-bit KV cache; {spelled('kv')} takes 16, 8 or 4"
+            yield f"no kernel reads a {self.kv_bits}-bit KV cache; {option_name('kv')} takes 16, 8 or 4"
         if self.embed_bits not in (16, 8):
-            yield f"no kernel gathers {self.embed_bits}-bit embeddings; {spelled('embed')} takes 16 or 8"
+            yield f"no kernel gathers {self.embed_bits}-bit embeddings; {option_name('embed')} takes 16 or 8"
         if self.dtype not in DTYPES:
             yield f"unknown dtype {self.dtype!r}; known are {', '.join(DTYPES)}"
         if self.accuracy_level not in (1, 4):
             yield f"accuracy level {self.accuracy_level} is not 1 (float32 activations) or 4 (int8 activations)"
         if not _OLDEST_OPSET <= self.opset <= NEWEST_OPSET:
             yield f"opset {self.opset} is not within {_OLDEST_OPSET} to {NEWEST_OPSET}"
-        if self.weights.quantizes and (refusal := self.weights.sharing.refusal("weights")):
-            yield f"weights {refusal}"
         for what, scheme in (("weights", self.weights), ("logits", self.logits)):
+            if reason := refusal(what, scheme):
+                yield reason
             if scheme.format.integer_refusal:
                 yield f"{what} at {scheme}: {scheme.format.integer_refusal}"
         if self.logits.quantizes and self.logits.granularity not in LOGIT_GRANULARITIES:
             yield f"logits per {self.logits.granularity} cannot be exported; use {', '.join(LOGIT_GRANULARITIES)}"
-        if self.logits.alike:
-            yield "the operator rounds each map by itself; leave out alike"
+        if others := [each.name for each in self.logits.transforms if each.name != "shift"]:
+            yield f"the operator rounds each map by itself; leave out {others[0]}"
         if not re.fullmatch("cpu|cuda(:[0-9]+)?", self.genai_device):
-            yield f"{spelled('genai_device')} takes cpu, cuda or cuda:N, not {self.genai_device!r}"
+            yield f"{option_name('genai_device')} takes cpu, cuda or cuda:N, not {self.genai_device!r}"
         if not self.cache and self.genai_device != "cpu":
             yield (
-                f"onnxruntime-genai needs a KV cache: leave out {spelled('cache', False)} or {spelled('genai_device')}"
+                f"onnxruntime-genai needs a KV cache: leave out {option_name('cache', False)} or "
+                f"{option_name('genai_device')}"
             )
         if not self.cache and self.kv_bits < 16:
-            yield f"{spelled('kv', self.kv_bits)} and {spelled('cache', False)} contradict each other"
+            yield f"{option_name('kv', self.kv_bits)} and {option_name('cache', False)} contradict each other"
         if self.web:
             yield from self._web_problems()
 
     def _web_problems(self) -> Iterator[str]:
         if not self.cache or self.kv_bits < 16:
             yield (
-                f"{spelled('web')} reads the keys in a float32 KV cache: leave out {spelled('cache', False)} and "
-                f"{spelled('kv')}"
+                f"{option_name('web')} reads the keys in a float32 KV cache: leave out "
+                f"{option_name('cache', False)} and {option_name('kv')}"
             )
         if self.portable:
-            yield f"the page of {spelled('web')} finds the model beside web.json: leave out {spelled('portable')}"
+            yield (
+                f"the page of {option_name('web')} finds the model beside web.json: leave out {option_name('portable')}"
+            )
         if self.opset < DEFAULT_OPSET:
-            yield f"{spelled('web')} rotates queries by an operator of opset {DEFAULT_OPSET}"
+            yield f"{option_name('web')} rotates queries by an operator of opset {DEFAULT_OPSET}"
         if self.dtype != "float32":
-            yield f"{spelled('web')} is float32: leave out {spelled('dtype')}"
+            yield f"{option_name('web')} is float32: leave out {option_name('dtype')}"
         if self.logits.quantizes:
-            yield f"{spelled('web')} rounds logits in the page: leave out {spelled('logits')}"
+            yield f"{option_name('web')} rounds logits in the page: leave out {option_name('logits')}"
 
 
 def check_runtime(options: ExportOptions) -> None:
-    """Refuse what the installed ONNX Runtime cannot load.
+    """Check that the installed ONNX Runtime can load a model with these options.
 
     Raises:
-        UsageError: it cannot load such a model; the message says which version can.
+        UsageError: it cannot; the message names what it lacks.
     """
     problems = []
     newest = _newest_opset()
@@ -164,10 +166,10 @@ def check_runtime(options: ExportOptions) -> None:
 
 
 def runtime_floor(options: ExportOptions, has_stacked_codes: bool = False) -> str:
-    """Oldest ONNX Runtime that loads the model; `make test-readers` opens folders of each with it.
+    """Return the oldest ONNX Runtime version that loads the model; `make test-all ONLY=readers` tests it.
 
     Args:
-        has_stacked_codes: whether experts are codes, of which the graph gathers a token's.
+        has_stacked_codes: whether experts' weights are quantized and stacked, so that the graph gathers from codes.
     """
     if options.kv_bits < 16:
         return "1.27"
@@ -176,7 +178,7 @@ def runtime_floor(options: ExportOptions, has_stacked_codes: bool = False) -> st
 
 
 def _newest_opset() -> int:
-    """Largest opset of the standard domain that the installed runtime loads, found by asking it."""
+    """Return the largest opset that the installed runtime loads, found by opening a small model of each."""
     from onnx import TensorProto, helper
 
     value = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1])

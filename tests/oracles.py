@@ -12,13 +12,13 @@ import pytest
 from tests.support.oracles import AGREED
 
 FILES = (
-    "tests/numbers/test_floats.py",
-    "tests/numbers/test_float_peers.py",
-    "tests/checkpoint/test_float_layouts.py",
-    "tests/checkpoint/test_float_sources.py",
-    "tests/checkpoint/test_dequantized.py",
-    "tests/checkpoint/test_dequantized_peers.py",
-    "tests/checkpoint/test_experts.py",
+    "tests/recipe/test_floats.py",
+    "tests/recipe/test_float_peers.py",
+    "tests/checkpoints/test_float_layouts.py",
+    "tests/checkpoints/test_float_sources.py",
+    "tests/checkpoints/test_dequantized.py",
+    "tests/checkpoints/test_dequantized_peers.py",
+    "tests/checkpoints/test_experts.py",
 )
 
 if __name__ == "__main__":

@@ -5,11 +5,13 @@ import sys
 
 import pytest
 
+from tests.support.thorough import thorough
+
 # In a process of its own: what is free, and in pieces of what size, depends on all that a process did before.
 PROGRAM = """
 import resource
 import torch
-from diffquant.support.allocator import freed_memory_kept
+from diffquant.support.machine import keep_freed_memory
 
 MEGABYTES, TIMES = 24, 20
 
@@ -22,12 +24,13 @@ def pages_mapped():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 pages_of_a_tensor = MEGABYTES * 2**20 // resource.getpagesize()
-with freed_memory_kept():
+with keep_freed_memory():
     pages_mapped()  # the first ones need new memory
     print(pages_mapped() / pages_of_a_tensor)
 """
 
 
+@thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="the allocator is glibc's")
 def test_large_tensors_are_mapped_once():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)

@@ -3,6 +3,7 @@
 import logging
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import onnxruntime
 import pytest
@@ -10,17 +11,17 @@ import torch
 import typer
 
 from diffquant import load
-from diffquant.cli import app
+from diffquant.checkpoints.building import build_model
 from diffquant.errors import UsageError
-from diffquant.export import export
-from diffquant.export.native import kernel_name
-from diffquant.export.runtime.device import CUDA, RuntimeDevice, _starts_on_cuda
-from diffquant.export.targets import runtime_of
-from diffquant.source.building import build_model
+from diffquant.measure.sweep.exported import ExportedSubject
+from diffquant.measure.sweep.grid import SweepOptions
+from diffquant.measure.sweep.plan import plan_sweep
+from diffquant.onnx import export
+from diffquant.onnx.native import kernel_name
+from diffquant.onnx.runtime.device import CUDA, RuntimeDevice, _starts_on_cuda
+from diffquant.onnx.targets import runtime_of
 from diffquant.support.devices import is_bfloat16_native, resolve_device
-from diffquant.sweep.exported import ExportedSubject
-from diffquant.sweep.grid import SweepOptions
-from diffquant.sweep.plan import plan_sweep
+from diffquant.verbs.cli import app
 from diffquant.verbs.notes import chosen_device
 from tests.support import tiny_lm
 
@@ -84,21 +85,22 @@ def test_load_puts_a_model_on_the_device_that_was_found(models, other_device, mo
         devices.append(device)
         return build_model(source, dtype, "cpu", *rest)
 
-    monkeypatch.setattr("diffquant.loading.build_model", recording)
+    monkeypatch.setattr("diffquant.quantization.loading.build_model", recording)
     load(models[0])
     load(models[0], device="cpu")
     assert devices == [other_device, "cpu"]
 
 
 def test_an_exported_folder_runs_where_its_runtime_can_and_checkpoints_on_the_device(models, other_device):
-    plan = plan_sweep(models, SweepOptions(tasks=("perplexity",)), runtime_of)
-    assert plan.setup.device == other_device
-    subject = plan.subjects[models[1]]
+    cells, settings = plan_sweep(models, SweepOptions(tasks=("perplexity",)), Path("cells"), runtime_of)
+    assert settings["options"]["device"] == other_device
+    subjects = {cell.point.model: cell.subject for cell in cells}
+    subject = subjects[models[1]]
     assert isinstance(subject, ExportedSubject)
     assert subject.model.identity["kernel"] == kernel_name()
     # A worker that compares it with its checkpoint holds both.
     assert replace(subject, compared_with=None).held_bytes == subject.model.weight_bytes
-    both = replace(subject, compared_with=plan.subjects[models[0]])
+    both = replace(subject, compared_with=subjects[models[0]])
     assert both.held_bytes == subject.model.weight_bytes + both.compared_with.held_bytes
     assert runtime_of(models[1]).open(models[1], subject.device).runtime.device.kind == "cpu"
 

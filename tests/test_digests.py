@@ -4,6 +4,7 @@ import pytest
 import xxhash
 
 from diffquant.support.digests import FileDigests, content_digest
+from tests.support.tables import in_one_test
 
 
 @pytest.fixture
@@ -22,25 +23,25 @@ def test_digests_are_xxhashs(files):
 def test_files_that_were_recorded_with_sha256_are_known_again(files, tmp_path):
     record = {"bytes": 1, "sha256": {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}}
     digests = FileDigests.read(record)
-    assert digests.changed(tmp_path) == []
+    assert digests.changed_files(tmp_path) == []
     assert digests == FileDigests.of(files, digests.algorithm)
     files[0].write_bytes(b"\0")
     files[1].unlink()
-    assert digests.changed(tmp_path) == ["a", "b"]
+    assert digests.changed_files(tmp_path) == ["a", "b"]
 
 
 def test_files_under_other_names_have_the_same_contents(files, tmp_path):
     before = FileDigests.of(files)
     renamed = [file.rename(tmp_path / f"model-{file.name}") for file in files]
     assert FileDigests.of(renamed).contents == before.contents
-    assert before.changed(tmp_path) == ["a", "b", "c"]
+    assert before.changed_files(tmp_path) == ["a", "b", "c"]
 
 
 def test_a_record_without_digests_has_none():
     assert FileDigests.read({"bytes": 1}).by_name == {}
 
 
-@pytest.mark.parametrize("entry", ["abc", {"a": 1}, None], ids=str)
+@in_one_test("entry", ["abc", {"a": 1}, None])
 def test_a_record_whose_digests_are_none_is_refused(entry):
-    with pytest.raises(TypeError, match="sha256 maps files' names to their digests"):
+    with pytest.raises(TypeError, match="sha256 maps file names to digests"):
         FileDigests.read({"sha256": entry})

@@ -8,19 +8,19 @@ import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
-import pytest
 import torch
 from markdown_it import MarkdownIt
 from safetensors.torch import save_file
 
 import diffquant
 import diffquant.data
-from diffquant.cli import main
-from diffquant.export import ExportOptions, export
-from diffquant.report.tables import csv_text
-from diffquant.source.weight_source import open_weights
-from diffquant.support.escaping import markdown_code, markdown_text, one_line, visible
+from diffquant.checkpoints.weight_source import open_weights
+from diffquant.onnx import ExportOptions, export
+from diffquant.reports.tables import csv_text
+from diffquant.support.terminal import escape_hidden, markdown_code, markdown_text, one_line
+from diffquant.verbs.cli import main
 from tests.support.checkpoints import write_llama
+from tests.support.tables import in_one_test
 
 HOSTILE = {
     "heading": "evil\n\n# Log in at [this page](http://evil.example)\n",
@@ -38,7 +38,7 @@ HOSTILE = {
 }
 HARMLESS = "harmless"
 HIDDEN = {chr(code) for code in (*range(9), 11, 12, *range(14, 32), *range(127, 160), *range(0x202A, 0x202F), 0x2066)}
-each_name = pytest.mark.parametrize("name", HOSTILE.values(), ids=HOSTILE)
+each_name = in_one_test("name", HOSTILE.values())
 
 
 class Tags(HTMLParser):
@@ -157,9 +157,9 @@ def test_the_summary_of_a_run_has_a_line_for_each_tensor(tmp_path):
 
 
 def test_progress_lines_are_drawn_as_before(monkeypatch, capsys):
-    from diffquant.support.escaping import visible_streams
+    from diffquant.support.terminal import escape_streams
 
-    with visible_streams():
+    with escape_streams():
         sys.stderr.write("\rhalf")
         sys.stderr.write("\n\x1b[A")
         sys.stderr.write("\r\x1b[K")
@@ -206,4 +206,4 @@ def test_a_name_is_read_back_from_markdown(name):
 
 def test_json_that_is_made_visible_is_the_same_json():
     content = json.dumps(list(HOSTILE.values()), ensure_ascii=False)
-    assert json.loads(visible(content)) == list(HOSTILE.values())
+    assert json.loads(escape_hidden(content)) == list(HOSTILE.values())

@@ -3,10 +3,9 @@
 import sys
 from itertools import pairwise
 
-import pytest
-
-from diffquant.report.tables import aligned
-from diffquant.support import fitting
+from diffquant.reports.tables import align_columns
+from diffquant.support import terminal
+from tests.support.tables import in_one_test
 
 HEAD = ["model", "target", "scheme", "KL [95 %]", "margin", "difference [95 %]", "stored"]
 ROWS = [
@@ -16,13 +15,13 @@ ROWS = [
 
 
 def shown(monkeypatch, text, columns):
-    monkeypatch.setattr(fitting, "columns_of", lambda _: columns)
-    return fitting.fitted(text, sys.stdout)
+    monkeypatch.setattr(terminal, "terminal_width", lambda _: columns)
+    return terminal.fit_to_terminal(text, sys.stdout)
 
 
-@pytest.mark.parametrize("columns", [60, 80, 100])
+@in_one_test("columns", [60, 80, 100])
 def test_a_table_that_is_too_wide_is_shown_in_parts_with_its_names(monkeypatch, columns):
-    text = "\n".join(["before", "", *aligned(HEAD, ROWS, names=3), "", "a note " * 30])
+    text = "\n".join(["before", "", *align_columns(HEAD, ROWS, names=3), "", "a note " * 30])
     got = shown(monkeypatch, text, columns)
     assert max(map(len, got.splitlines())) <= columns
     parts = [part.splitlines() for part in got.split("\n\n")[1:-1]]
@@ -41,7 +40,7 @@ def columns_of_line(table, number):
 
 
 def test_what_fits_and_what_no_terminal_reads_stays_as_it_is(monkeypatch):
-    text = "\n".join(aligned(HEAD, ROWS, names=3))
+    text = "\n".join(align_columns(HEAD, ROWS, names=3))
     for columns in (None, max(map(len, text.splitlines()))):
         assert shown(monkeypatch, text, columns) == text
 

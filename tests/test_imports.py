@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
+from tests.support.tables import in_one_test
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("diffquant.export", "diffquant.calib", "diffquant.bench")
@@ -30,11 +30,7 @@ def imported_at_once(statements: list[ast.stmt]) -> Iterator[str]:
             yield from imported_at_once([s for s in ast.walk(statement) if isinstance(s, ast.Import | ast.ImportFrom)])
 
 
-@pytest.mark.parametrize(
-    "file",
-    python_files("diffquant/demo", "diffquant/cli", "diffquant/verbs"),
-    ids=lambda file: str(file.relative_to(ROOT)),
-)
+@in_one_test("file", python_files("diffquant/verbs/cli", "diffquant/verbs"))
 def test_the_command_line_imports_a_room_when_it_is_asked_for(file):
     modules = imported_at_once(ast.parse(file.read_text()).body)
     assert not [module for module in modules if module.startswith(ROOMS)]
@@ -64,7 +60,7 @@ def test_help_does_not_import_torch():
     code = """
 import sys
 sys.argv = ["diffquant", "--help"]
-from diffquant.cli import main
+from diffquant.verbs.cli import main
 try:
     main()
 except SystemExit:

@@ -105,7 +105,9 @@ def test_where_nobody_can_say_what_is_needed_that_is_said(installed, monkeypatch
     else:
         monkeypatch.setattr(metadata, "distribution", metadata.Distribution.from_name)
         monkeypatch.setattr(metadata.Distribution, "discover", lambda **_: iter(()))
-    with pytest.raises(MissingDependencyError, match=f"^{missing} is not installed, or pip does not know: pip install"):
+    with pytest.raises(
+        MissingDependencyError, match=f"^{missing} is not installed, or pip has no record of it: run pip"
+    ):
         installation.requirements()
 
 

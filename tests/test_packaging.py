@@ -14,10 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from diffquant.export.native.build import LIBRARY
+from diffquant.onnx.native.build import LIBRARY
+from tests.support.thorough import thorough
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("export", "calib", "bench")
+# Packages by the folders at the top that hold them.
+ROOMS = {"export": "onnx", "calib": "calib", "bench": "benchmarks"}
 SUFFIXES = (".py", ".cc", ".h", ".j2", ".css", ".js", ".typed")
 NOT_BUILT = shutil.ignore_patterns(
     ".*", "results", "node_modules", "build", "dist", "*.egg-info", "__pycache__", "*.so", "*.dylib"
@@ -28,7 +30,7 @@ pytest.importorskip("setuptools", minversion="77")
 
 def expected_files():
     """Paths in an installation, as the source tree has them: modules, data, templates, the native kernel's sources."""
-    rooms = [(ROOT / room, Path("diffquant", room)) for room in ROOMS]
+    rooms = [(ROOT / room, Path("diffquant", name)) for room, name in ROOMS.items()]
     for folder, installed in [(ROOT / "diffquant", Path("diffquant")), *rooms]:
         for file in folder.rglob("*"):
             path = file.relative_to(folder)
@@ -86,7 +88,7 @@ def wheel(archives):
 
 
 def test_a_wheel_of_a_source_distribution_holds_every_module_the_data_and_the_kernel(wheel):
-    assert {*expected_files(), f"diffquant/export/native/{LIBRARY}"} - set(wheel) == set()
+    assert {*expected_files(), f"diffquant/onnx/native/{LIBRARY}"} - set(wheel) == set()
 
 
 def test_a_wheel_holds_the_package_alone(wheel):
@@ -142,6 +144,7 @@ def test_the_long_description_has_no_link_that_breaks(archives):
     assert {"Author", "Keywords", "Classifier", "License-Expression"} <= set(metadata.keys())
 
 
+@thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="wheels of other systems name no C library")
 def test_a_wheel_with_the_kernel_says_which_linux_it_needs(tree, tmp_path):
     pytest.importorskip("auditwheel")
@@ -180,12 +183,14 @@ print(diffquant.quantize(pocket_models("needle")[0], "out", "4:g32").packed_bits
     assert done.stdout.startswith("diffquant 0.")
 
 
+@thorough
 def test_a_wheel_is_built_without_the_kernel_where_the_compiler_fails(tree, tmp_path):
     file, err = built("wheel", tmp_path, tree, sys.executable)
     assert "the native kernel is left out" in err
     assert set(expected_files()) - set(zipfile.ZipFile(file).namelist()) == set()
 
 
+@thorough
 def test_an_editable_installation_finds_the_rooms_in_the_source_tree(tree, compiler, tmp_path):
     file, _ = built("editable", tmp_path, tree, compiler)
     zipfile.ZipFile(file).extractall(tmp_path / "site")
@@ -193,8 +198,8 @@ def test_an_editable_installation_finds_the_rooms_in_the_source_tree(tree, compi
 import site
 site.addsitedir({str(tmp_path / "site")!r})
 from importlib.util import find_spec
-print(*(find_spec(f"diffquant.{{room}}").origin for room in {ROOMS}), sep="\\n")
+print(*(find_spec(f"diffquant.{{room}}").origin for room in {tuple(ROOMS.values())}), sep="\\n")
 """
     # Isolated and without its own site-packages the interpreter knows this installation alone.
     out, _ = run(code, "-I", "-S", cwd=tmp_path)
-    assert out.split() == [str(tree / f"diffquant/{room}/__init__.py") for room in ROOMS]
+    assert out.split() == [str(tree / f"diffquant/{room}/__init__.py") for room in ROOMS.values()]

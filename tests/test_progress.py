@@ -39,7 +39,7 @@ def on_a_terminal(program, columns=50):
 
 
 def lines_of(written):
-    return [line.strip() for line in written.replace("\x1b[A", "").split("\r") if line.strip()]
+    return [line.strip() for line in written.replace("\x1b[K", "").split("\r") if line.strip()]
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ run_program(work)
     )
     status, written = on_a_terminal(program)
     assert status == 2
-    assert re.search(r"\r *\rerror: why\s*$", written.replace("\x1b[A", ""))
+    assert re.search(r"\r\x1b\[Kerror: why\s*$", written)
 
 
 def test_short_work_is_silent_off_a_terminal():
@@ -140,17 +140,18 @@ def test_the_time_left_is_never_nothing_while_work_is_left(monkeypatch):
 
 WAITING = """
 import time
-from diffquant.support.progress import Waiting, clear_lines, make_room, progress_for
+from diffquant.support.progress import clear_line, hide_line_briefly, progress_for, show_waiting
 import sys
-Waiting("verify: loading ...")
+line = show_waiting("verify: loading ...")
+line.__enter__()
 time.sleep(1.3)
-make_room()
+hide_line_briefly()
 print("note: something", file=sys.stderr)
 time.sleep(1.1)
 shown = progress_for("verify")
 shown(0, 2, "layer 1")
 time.sleep(1.2)
-make_room()
+hide_line_briefly()
 print("note: something else", file=sys.stderr)
 time.sleep(1.2)
 """
@@ -163,8 +164,7 @@ def test_a_line_stands_there_before_there_is_progress():
     waited, drawn = after.split("verify   0%", 1)
     assert waited.strip("\r\n") == "verify: loading ... 2 s"
     assert "loading" not in drawn
-    # Where the line stood are blanks.
-    assert drawn.rsplit("\r", 2)[1].isspace()
+    assert "\r\x1b[Knote: something else" in written
     assert "verify   0%" in drawn_again
 
 
@@ -172,7 +172,8 @@ def test_a_line_stands_there_before_there_is_progress():
 def test_a_long_line_goes_on_below_at_a_word_and_a_pipe_keeps_it_whole(columns):
     text = "note: a sentence of more words than thirty columns hold\n  indented twice, and that is just as long as this"
     program = (
-        f"import sys\nfrom diffquant.support.fitting import fitted\nsys.stderr.write(fitted({text!r}, sys.stderr))"
+        f"import sys\nfrom diffquant.support.terminal import fit_to_terminal as "
+        f"fit\nsys.stderr.write(fit({text!r}, sys.stderr))"
     )
     _, written = on_a_terminal(program, columns)
     lines = written.split("\r\n")

@@ -6,13 +6,14 @@ import sys
 import pytest
 
 import diffquant
-from diffquant.cli import main
 from diffquant.errors import OutputExistsError
-from diffquant.support.spelling import command_line, spelled
+from diffquant.support.names import option_name, use_option_names
+from diffquant.verbs.cli import main
 from tests.support.checkpoints import write_checkpoint
+from tests.support.tables import in_one_test
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("parameter", "value", "in_python", "as_an_option"),
     [
         ("overwrite", True, "overwrite=True", "--overwrite"),
@@ -23,10 +24,10 @@ from tests.support.checkpoints import write_checkpoint
     ],
 )
 def test_a_parameter_is_spelled_for_python_and_for_the_command_line(parameter, value, in_python, as_an_option):
-    assert spelled(parameter, value) == in_python
-    with command_line(), command_line():
-        assert spelled(parameter, value) == as_an_option
-    assert spelled(parameter, value) == in_python
+    assert option_name(parameter, value) == in_python
+    with use_option_names(), use_option_names():
+        assert option_name(parameter, value) == as_an_option
+    assert option_name(parameter, value) == in_python
 
 
 def test_one_error_speaks_to_python_of_a_keyword_and_to_the_command_line_of_an_option(tmp_path, monkeypatch, capsys):

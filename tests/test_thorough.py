@@ -1,56 +1,18 @@
-"""Eighths of the thorough tests: every test is in one of them, and a day's can be run again."""
+"""Eighths of the thorough tests, the cases that `make test` runs, and tables in one test."""
 
-import json
-import os
-import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from tests.slow import slow_tests
 from tests.support import thorough
+from tests.support.tables import in_one_test
 from tests.support.thorough import EIGHTHS, VARIABLE, eighth_of, eighth_of_today
 
 ROOT = Path(__file__).parents[1]
-FILES = ("tests/test_pocket.py", "tests/fuzz", "tests/kernels/test_decode.py", "tests/kernels/test_prefill.py")
-# Collects once, and asks the hook for every eighth of what there is.
-COLLECT = """
-import json, os, sys
-import pytest
-from tests.support import thorough
-
-found = {}
-
-class Ask:
-    @pytest.hookimpl(wrapper=True)
-    def pytest_collection_modifyitems(self, config, items):
-        everything, chosen = list(items), os.environ[thorough.VARIABLE]
-        found["all"] = [each.nodeid for each in everything if each.get_closest_marker("thorough")]
-        found["others"] = [each.nodeid for each in everything if not each.get_closest_marker("thorough")]
-        for number in range(thorough.EIGHTHS):
-            os.environ[thorough.VARIABLE] = str(number)
-            left = list(everything)
-            thorough.pytest_collection_modifyitems(config, left)
-            found[str(number)] = [each.nodeid for each in left]
-        os.environ[thorough.VARIABLE] = chosen
-        yield
-        found["ran"] = [each.nodeid for each in items]
-
-pytest.main([*sys.argv[2:], "--collect-only", "-q", "-p", "no:cacheprovider", "-m", "thorough"], [Ask()])
-open(sys.argv[1], "w").write(json.dumps(found))
-"""
-
-
-@pytest.fixture(scope="module")
-def collection(tmp_path_factory):
-    """What pytest finds, and what it says, on a day."""
-    file = tmp_path_factory.mktemp("collected") / "found.json"
-    environment = {name: value for name, value in os.environ.items() if "PYTEST" not in name} | {VARIABLE: "today"}
-    command = [sys.executable, "-c", COLLECT, file, *FILES]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    return json.loads(file.read_text()), done.stdout
 
 
 class Case:
@@ -61,17 +23,6 @@ class Case:
 
     def get_closest_marker(self, name):
         return self.is_thorough and name == "thorough"
-
-
-def test_every_thorough_test_is_in_one_eighth_and_the_others_stay(collection):
-    found, _ = collection
-    assert len(found["all"]) > 60
-    eighths = [[test for test in found[str(number)] if test in set(found["all"])] for number in range(EIGHTHS)]
-    assert sorted(test for eighth in eighths for test in eighth) == sorted(found["all"])
-    assert max(map(len, eighths)) <= 1.6 * len(found["all"]) / EIGHTHS
-    assert found["others"]
-    for number in range(EIGHTHS):
-        assert set(found["others"]) <= set(found[str(number)])
 
 
 def test_every_case_is_in_one_eighth_and_stays_there_when_others_are_added():
@@ -85,14 +36,6 @@ def test_every_case_is_in_one_eighth_and_stays_there_when_others_are_added():
     assert len(after) == len(cases) + 2
 
 
-def test_todays_eighth_is_run_and_said_with_how_to_run_it_again(collection):
-    found, said = collection
-    # Midnight may have passed since.
-    number = next(each for each in (eighth_of_today(), (eighth_of_today() - 1) % EIGHTHS) if f"eighth {each};" in said)
-    assert f"thorough tests of eighth {number}; {VARIABLE}={number} runs the same on another day" in said
-    assert found["ran"] == [test for test in found[str(number)] if test in set(found["all"])]
-
-
 def test_eight_days_have_eight_eighths(monkeypatch):
     noon = 20_000.5
     days = [noon + day for day in range(2 * EIGHTHS)]
@@ -104,7 +47,7 @@ def test_eight_days_have_eight_eighths(monkeypatch):
     assert set(found[:EIGHTHS]) == set(range(EIGHTHS))
 
 
-@pytest.mark.parametrize("wrong", ["8", "-1", "third", "1.0"])
+@in_one_test("wrong", ["8", "-1", "third", "1.0"])
 def test_an_eighth_that_is_none_is_refused(wrong, monkeypatch):
     class Config:
         pluginmanager = None
@@ -115,3 +58,50 @@ def test_an_eighth_that_is_none_is_refused(wrong, monkeypatch):
     monkeypatch.setenv(VARIABLE, wrong)
     with pytest.raises(pytest.UsageError, match=f"{VARIABLE} must be today or a number from 0 to 7, got {wrong}"):
         thorough.pytest_sessionstart(Session())
+
+
+class Parametrized(Case):
+    """A case with parameters, as pytest collects it."""
+
+    def __init__(self, nodeid, **params):
+        super().__init__(nodeid, is_thorough=False)
+        self.callspec = SimpleNamespace(params=params)
+
+
+def test_cases_that_make_test_runs_have_every_value_of_every_parameter():
+    cases = [Parametrized(f"t[{a}-{b}-{c}]", a=a, b=b, c=c) for a in range(4) for b in "xyz" for c in (None, [1])]
+    picked = thorough.pick_each_choice(cases)
+    assert cases[0] in picked
+    assert len(picked) == 4
+    for name in "abc":
+        assert {repr(case.callspec.params[name]) for case in picked} == {repr(c.callspec.params[name]) for c in cases}
+
+
+def test_a_case_with_a_value_of_its_own_always_runs():
+    cases = [Parametrized(f"t[{n}]", given=n, message=f"message {n}") for n in range(7)]
+    assert thorough.pick_each_choice(cases) == set(cases)
+    assert thorough.pick_each_choice([only := Case("t")]) == {only}
+
+
+def test_a_table_runs_every_case_with_a_folder_of_its_own_and_names_the_one_that_fails(tmp_path):
+    seen = []
+
+    @in_one_test("a, b", [(1, "x"), (2, "y"), (3, "z")])
+    def table(tmp_path, a, b):
+        seen.append((a, b, tmp_path.name))
+        assert a < 3
+
+    with pytest.raises(AssertionError) as caught:
+        table(tmp_path=tmp_path)
+    assert seen == [(1, "x", "0"), (2, "y", "1"), (3, "z", "2")]
+    assert caught.value.__notes__ == ["in case 2: {'a': 3, 'b': 'z'}"]
+
+
+def test_every_slow_test_is_there():
+    missing = []
+    for name in slow_tests():
+        file, _, test = name.partition("::")
+        path = ROOT / file
+        if not path.is_file() or f"def {test}(" not in path.read_text(encoding="utf-8"):
+            missing.append(name)
+    assert not missing, "python -m tests.slow writes the list anew"

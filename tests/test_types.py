@@ -12,15 +12,15 @@ from tests.support.thorough import thorough
 ROOT = Path(__file__).parents[1]
 UNCHECKED = shutil.ignore_patterns(".[!m]*", "data", "results", "__pycache__", "*.so")
 FAULTS = """
-from diffquant.export import export, no_such_name
+from diffquant.onnx import export, no_such_name
 
 export(1, 2, 3, nonsense="x")
 """
 # A room of the same name is imported too, which must not hide the verb.
 VERBS = """
 import diffquant
-import diffquant.export.options
-import diffquant.sweep.run
+import diffquant.onnx.options
+import diffquant.measure.sweep.run
 
 diffquant.quantize("model", "out", "4:g32", rounding="gptq")
 diffquant.load("out", {"kv": 8}, dtype="bfloat16")
@@ -48,9 +48,9 @@ def tree(tmp_path_factory):
 
 def reports(tree, code):
     """What mypy says of some code in the command line's room."""
-    (tree / "diffquant/cli/planted.py").write_text(code)
+    (tree / "diffquant/verbs/cli/planted.py").write_text(code)
     # What the rooms import need not be free of faults here, only known.
-    command = [sys.executable, "-m", "mypy", "--follow-imports=silent", "diffquant/cli/planted.py"]
+    command = [sys.executable, "-m", "mypy", "--follow-imports=silent", "diffquant/verbs/cli/planted.py"]
     done = subprocess.run(command, cwd=tree, capture_output=True, text=True)
     assert done.returncode == 1, done.stdout + done.stderr
     return done.stdout

@@ -6,7 +6,8 @@ import tomllib
 from pathlib import Path
 
 import diffquant
-from diffquant.support.versions import versions
+from diffquant.support.installation import versions
+from tests.support.thorough import thorough
 
 ROOT = Path(__file__).parents[1]
 
@@ -19,8 +20,8 @@ def not_ours(name):
         raise importlib.metadata.PackageNotFoundError(name)
     return found(name)
 importlib.metadata.Distribution.from_name = not_ours
-from diffquant.bench.environment import environment
-from diffquant.support.versions import versions
+from diffquant.benchmarks.measuring import environment
+from diffquant.support.installation import versions
 print(versions()["diffquant"], environment()["versions"]["diffquant"])
 """
 
@@ -30,6 +31,7 @@ def test_the_version_is_the_projects():
     assert versions()["diffquant"] == project["version"] == diffquant.__version__
 
 
+@thorough
 def test_a_package_on_the_path_alone_has_a_version():
     done = subprocess.run([sys.executable, "-c", NOT_INSTALLED], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.split() == [diffquant.__version__] * 2, done.stderr

@@ -7,9 +7,10 @@ import pytest
 from diffquant.errors import UsageError
 from diffquant.recipe import Recipe
 from diffquant.support.yaml_text import parse_yaml
+from tests.support.tables import in_one_test
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("text", "value"),
     [
         ("weights: 4", {"weights": 4}),
@@ -24,7 +25,7 @@ def test_values_are_what_they_look_like(text, value):
     assert parse_yaml(text) == value
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("text", "message"),
     [
         ("a: &x [1]\nb: *x", "aliases"),
@@ -48,7 +49,7 @@ def test_a_recipe_whose_aliases_stand_for_more_than_memory_holds_is_refused_at_o
     assert time.monotonic() - started < 5
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "text",
     [
         "weights: ٤",

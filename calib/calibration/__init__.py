@@ -1,1 +1,1 @@
-"""Calibration of static ranges of K, V and logits on a text."""
+"""Calibration of static quantization ranges of K, V and attention logits on a text."""

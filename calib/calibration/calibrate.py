@@ -1,30 +1,151 @@
-"""The verb `calibrate`: ranges of K, V and logits from one half of a text, reported on the other half."""
+"""Implementation of `diffquant calibrate`: ranges of K, V and logits from half of a text, tested on the other half."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from diffquant.calib.calibration.fit import Fit, measure_fit
-from diffquant.calib.calibration.observe import BATCH_TOKENS, observe_ranges, to_ranges
+import torch
+from torch import Tensor
+
+from diffquant.calib.calibration.observe import (
+    BATCH_TOKENS,
+    Projections,
+    by_token,
+    observe_ranges,
+    projected_layers,
+    to_ranges,
+)
 from diffquant.calib.calibration.observers import Observer
+from diffquant.checkpoints.calibration import read_calibration
+from diffquant.checkpoints.corpora import Sources, open_corpora
+from diffquant.checkpoints.places import Places
+from diffquant.checkpoints.ranges import Ranges
+from diffquant.checkpoints.source import Source, open_source
 from diffquant.errors import UsageError
-from diffquant.loading import load
+from diffquant.family.spec import DiffSpec
+from diffquant.model.modeling import DiffTransformer
+from diffquant.model.walk import causal_logits, visible_entries
+from diffquant.quantization.loading import load
 from diffquant.recipe import Recipe
+from diffquant.recipe.numbers.absmax import max_code
 from diffquant.recipe.targets import CALIBRATED_TARGETS
-from diffquant.source.places import Places
-from diffquant.source.ranges import Ranges
-from diffquant.source.source import Source, open_source
+from diffquant.reports.tables import align_columns
 from diffquant.support.devices import resolve_device, resolve_dtype
 from diffquant.support.progress import Progress, silent
-from diffquant.text.corpus import load_text
-from diffquant.text.tokens import token_windows
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Quantization error of one target in one layer on text that its ranges were not calibrated on.
+
+    Attributes:
+        layer: index of the layer.
+        target: "k", "v" or "logits".
+        clipped: fraction of values beyond their range.
+        sqnr: signal-to-quantization-noise ratio in dB.
+    """
+
+    layer: int
+    target: str
+    clipped: float
+    sqnr: float
+
+
+@torch.inference_mode()
+def measure_fit(
+    model: DiffTransformer,
+    ids: Tensor,
+    tensors: Mapping[str, Tensor],
+    bits: int,
+    batch_tokens: int,
+    progress: Progress = silent,
+) -> list[Fit]:
+    """Measure the quantization error under calibrated ranges on other windows, by layer and target.
+
+    Args:
+        model: model that was calibrated.
+        ids: token ids [N, T] of windows.
+        tensors: ranges by name, from `observe_ranges`.
+        bits: width of the codes.
+        batch_tokens: largest number of tokens per forward pass.
+    """
+    spec, layers = model.config.diff_spec, model.config.num_hidden_layers
+    fits: list[Fit] = []
+    for number, projections in enumerate(projected_layers(model, ids, batch_tokens)):
+        names = {target: f"layers.{number}.{target}" for target in CALIBRATED_TARGETS}
+        ranges = {target: tensors[name] for target, name in names.items() if name in tensors}
+        losses = _layer_losses(projections, ranges, bits, spec)
+        fits += [loss.to_fit(number, target) for target, loss in losses.items()]
+        progress(number + 1, layers, "checking on the text held out")
+    return fits
+
+
+class RoundingLoss:
+    """Accumulates the error of quantizing values with static ranges.
+
+    Attributes:
+        count: number of values.
+        clipped: number of values beyond their range.
+        noise: sum of the squared errors.
+    """
+
+    def __init__(self) -> None:
+        self.count = self.clipped = 0
+        self._signal = self.noise = 0.0
+
+    def add(self, values: Tensor, ranges: Tensor, bits: int) -> None:
+        """Add values with their ranges, broadcastable to them; a value of 0 changes only the count."""
+        largest = max_code(bits)
+        ranges = ranges.to(values.device)
+        scale = ranges / largest
+        read_back = (values / scale).round_().clamp_(-largest, largest).mul_(scale)
+        self.count += values.numel()
+        self.clipped += int((values.abs() > ranges).sum())
+        self._signal += float(values.square().sum(dtype=torch.float64))
+        self.noise += float((values - read_back).square_().sum(dtype=torch.float64))
+
+    def to_fit(self, layer: int, target: str) -> Fit:
+        sqnr = 10 * math.log10(self._signal / self.noise) if self._signal and self.noise else math.inf
+        return Fit(layer, target, self.clipped / max(1, self.count), sqnr)
+
+
+def _layer_losses(
+    projections: list[Projections], ranges: Mapping[str, Tensor], bits: int, spec: DiffSpec
+) -> dict[str, RoundingLoss]:
+    losses = {target: RoundingLoss() for target in ranges}
+    for q, k, v, _ in projections:
+        if "k" in ranges:
+            losses["k"].add(by_token(k), ranges["k"], bits)
+        if "v" in ranges:
+            losses["v"].add(by_token(v), ranges["v"], bits)
+        if "logits" in ranges:
+            for first, block in causal_logits(q, k, spec):
+                losses["logits"].add(block.tril_(first), ranges["logits"][:, None, None], bits)
+                batch, heads, queries, keys = block.shape
+                losses["logits"].count -= block.numel() - visible_entries(batch * heads, queries, keys)
+    return losses
+
+
+def fit_table(fits: Sequence[Fit], bits: int) -> str:
+    """Return a text table with a line for each target: its mean and its worst layer."""
+    head = ["target", "clipped", "at most", "SQNR", "at least", "worst in"]
+    lines = []
+    for target in dict.fromkeys(fit.target for fit in fits):
+        layers = [fit for fit in fits if fit.target == target]
+        worst, most = min(layers, key=lambda fit: fit.sqnr), max(layers, key=lambda fit: fit.clipped)
+        clipped = [sum(fit.clipped for fit in layers) / len(layers), most.clipped]
+        sqnr = [sum(fit.sqnr for fit in layers) / len(layers), worst.sqnr]
+        lines.append([target, *(f"{c:.4%}" for c in clipped), *(f"{s:.1f} dB" for s in sqnr), f"layer {worst.layer}"])
+    return "\n".join([*align_columns(head, lines), "", f"at {bits} bits, on the text held out"])
 
 
 def calibrate(
-    path: Path | Source,
+    path: Path | str | Source,
     targets: Sequence[str] = CALIBRATED_TARGETS,
     observer: Observer | None = None,
     *,
-    text: Path | None = None,
+    text: Sources = None,
     tokens: int = 16384,
     window: int = 512,
     dtype: str = "float32",
@@ -33,32 +154,34 @@ def calibrate(
     batch_tokens: int = BATCH_TOKENS,
     progress: Progress = silent,
 ) -> tuple[Ranges, list[Fit]]:
-    """Ranges from the first half of the text's windows, and how they fit the second half.
+    """Calibrate ranges on the first half of a text's windows, and measure their error on the second half.
 
     Args:
-        targets: activations to find ranges of, among `CALIBRATED_TARGETS`.
-        observer: rule from magnitudes to ranges; absmax by default.
-        text: file whose one half is observed and whose other half is reported on; the prose that ships by default.
-        tokens: most tokens of the text, over both halves.
-        window: tokens that the model sees at once.
-        dtype: dtype of the model that is observed.
-        device: device that it runs on, if it is on one.
-        places: places that it is spread over, or None to use one device.
-        batch_tokens: most tokens of one pass.
+        targets: activations to calibrate, among `CALIBRATED_TARGETS`.
+        observer: rule that turns magnitudes into ranges; absmax by default.
+        text: calibration data for `read_calibration`.
+        tokens: largest number of tokens to read, over both halves.
+        window: context length in tokens.
+        dtype: dtype of the model.
+        device: device to run on, unless `places` is given.
+        places: devices, main memory and disk to spread the model over, or None to use one device.
+        batch_tokens: largest number of tokens per forward pass.
 
     Raises:
-        UsageError: an unknown target or none, a text of fewer than two windows, or a device that is not there.
+        UsageError: a target is unknown or none is given, the text has fewer than two windows, or there is no such
+            device.
         NonFiniteError: the model computes NaN or infinity.
     """
     _check_targets(targets)
     observer = observer or Observer()
     device = resolve_device(places.device if places else device)
-    read = load_text(text)
+    open_corpora(text)  # before the model is loaded
     source = open_source(path)
     source.transformer("calibrate")
     tokenizer = source.tokenizer
     model = load(source, Recipe(), resolve_dtype(dtype, device), device, device_map=places)
-    ids = token_windows(model, tokenizer, read, window, tokens)
+    calibration = read_calibration(text, tokenizer, model.config, window, tokens)
+    ids = calibration.ids.to(model.device)
     if len(ids) < 2:
         raise UsageError(
             f"the text holds one window of {window} tokens; two are needed, to calibrate on and to report on"
@@ -66,7 +189,7 @@ def calibrate(
     observed, held_out = ids.tensor_split([(len(ids) + 1) // 2])
     tensors = observe_ranges(model, observed, targets, observer, batch_tokens, progress)
     fits = measure_fit(model, held_out, tensors, observer.bits, batch_tokens, progress)
-    return to_ranges(source, model, observed, read, observer, tensors), fits
+    return to_ranges(source, model, observed, calibration.digest, observer, tensors), fits
 
 
 def _check_targets(targets: Sequence[str]) -> None:

@@ -1,57 +1,92 @@
-"""Calibration of keys and values on a little built-in prose, which an export with a quantized cache needs."""
+"""Calibration of keys and values on a little bundled text, for exports with a quantized cache."""
 
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from diffquant.calib.calibration.observe import observe_ranges, to_ranges
+from diffquant.calib.calibration.calibrate import RoundingLoss
+from diffquant.calib.calibration.observe import Projections, by_token, layer_ranges, projected_layers, to_ranges
 from diffquant.calib.calibration.observers import Observer
+from diffquant.checkpoints.ranges import Ranges
+from diffquant.checkpoints.source import Source, open_source
+from diffquant.checkpoints.texts import check_tokens, text_digest
 from diffquant.data import books_text
 from diffquant.errors import CheckpointError, UsageError
-from diffquant.loading import load_by_layer
-from diffquant.model.motif3.architecture import Motif3Architecture
-from diffquant.model.sambay.architecture import SambaYArchitecture
+from diffquant.model.causal import CausalModel
+from diffquant.quantization.loading import load_by_layer
 from diffquant.recipe import Recipe
-from diffquant.source.ranges import Ranges
-from diffquant.source.source import Source, open_source
 from diffquant.support.progress import Progress, silent
-from diffquant.text.prompts import check_tokens
 
-_WINDOWS, _WINDOW = 4, 512
+# Keys and values within a window are similar, above all if attention is flat: many short windows are more varied than a
+# few long ones with as many tokens.
+_WINDOWS, _WINDOW = 128, 16
+# Factor of calibrated ranges: a clipped key or value costs far more than a range that is a tenth too wide.
+_MARGIN = 1.1
+# Tokens per forward pass of a layer. The tokens of the last pass also serve as held-out text for `_held_out_loss`.
+_BATCH_TOKENS = 512
+_BITS = 8
 
 
 def calibrate_cache(
     path: Path | str | Source, recipe: Recipe | None = None, ids: Tensor | None = None, progress: Progress = silent
 ) -> Ranges:
-    """Ranges of K and V that no magnitude of the observed text exceeds, for every width of the cache.
+    """Calibrate ranges of K and V for caches of any bit width: 1.1 times the largest magnitudes on a text.
 
     Args:
-        path: checkpoint, plain or quantized.
-        recipe: recipe of the model that will use the cache, for weights and logits; 16 bits by default, or the weights
-            of a quantized checkpoint.
-        ids: [N, T] windows to observe; windows of the built-in prose by default.
+        path: checkpoint, quantized or not.
+        recipe: recipe of the model that will use the cache, for weights and logits; by default nothing is quantized
+            except the weights of a quantized checkpoint.
+        ids: token ids [N, T] of windows to observe; windows of the bundled text by default.
 
     Raises:
-        UsageError: the checkpoint has no tokenizer, or one of another vocabulary.
+        UsageError: the checkpoint has no tokenizer, or one that does not match its vocabulary.
         NonFiniteError: the model computes NaN or infinity.
     """
     source, text = open_source(path), ""
-    source.check_taken("calibrate", SambaYArchitecture, Motif3Architecture)
     if ids is None:
         text = books_text()
         ids = _prose_windows(source, text)
-    model = load_by_layer(source, recipe or Recipe())
-    # A window at a time: its maps and states are most of what this holds.
-    tensors = observe_ranges(model, ids, ("k", "v"), Observer("absmax"), ids.shape[1], progress)
-    return to_ranges(source, model, ids, text, Observer("absmax"), tensors)
+    model, observer = load_by_layer(source, recipe or Recipe()), Observer("absmax")
+    layers, losses = source.architecture.num_hidden_layers, {0: 1.0}
+    tensors: dict[str, Tensor] = {}
+    with torch.inference_mode():
+        for number, projections in enumerate(projected_layers(model, ids, _BATCH_TOKENS)):
+            found = layer_ranges(model, number, projections, ("k", "v"), observer)
+            if found and len(projections) > 1:
+                losses[number] = _held_out_loss(model, number, projections, observer)
+            tensors |= {name: _MARGIN * largest for name, largest in found.items()}
+            progress(number + 1, layers, "calibrating")
+    ranges = to_ranges(source, model, ids, text_digest(text), observer, tensors)
+    layer = max(losses, key=losses.__getitem__)
+    held_out = {"layer": layer, "loss": round(losses[layer], 1)}
+    return replace(ranges, settings={**ranges.settings, "margin": _MARGIN, "held_out": held_out})
+
+
+def _held_out_loss(model: CausalModel, number: int, projections: list[Projections], observer: Observer) -> float:
+    """Return a layer's ratio of held-out to fitted error on the last batch of windows.
+
+    It is the RMS error of keys or values under ranges of all other batches, divided by that under ranges of the last
+    batch itself; the larger of the two ratios.
+    """
+    parts = (projections[:-1], projections[-1:])
+    ranges = [layer_ranges(model, number, part, ("k", "v"), observer) for part in parts]
+    ratios = []
+    for target, states in zip(("k", "v"), projections[-1][-1], strict=True):
+        seen, fitted = (RoundingLoss() for _ in parts)
+        for loss, of, margin in zip((seen, fitted), ranges, (_MARGIN, 1.0), strict=True):
+            loss.add(by_token(states), margin * of[f"layers.{number}.{target}"], _BITS)
+        ratios.append(math.sqrt(seen.noise / max(fitted.noise, 1e-30)))
+    return max(ratios)
 
 
 def _prose_windows(source: Source, text: str) -> Tensor:
-    """Token ids [4, at most 512] from four places of the text, all of one length.
+    """Return token ids [128, at most 16] of windows of one length at equally spaced positions of the text.
 
     Raises:
-        UsageError: the checkpoint has no tokenizer, or one of another vocabulary.
+        UsageError: the checkpoint has no tokenizer, or one that does not match its vocabulary.
     """
     try:
         tokenizer = source.tokenizer
@@ -62,7 +97,7 @@ def _prose_windows(source: Source, text: str) -> Tensor:
     config = source.architecture
     length = min(_WINDOW, config.max_position_embeddings)
     part = len(text) // _WINDOWS
-    # Six characters a token and more is rare: each window reads no more of the text than it needs.
+    # Eight characters per token are enough, since more than six are rare.
     pieces = [text[i * part : i * part + 8 * length] for i in range(_WINDOWS)]
     windows = [tokenizer(piece)["input_ids"] for piece in pieces]
     shortest = min(length, *map(len, windows))

@@ -1,25 +1,62 @@
-"""Observation of a model's keys, values and attention logits on windows of text, which gives their ranges."""
+"""Observation of a model's keys, values and attention logits on windows of text, to find their ranges."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import asdict
 
 import torch
 from torch import Tensor
 
-from diffquant.calib.calibration.layers import Projections, by_token, projected_layers
-from diffquant.calib.calibration.observers import Observer, key_ranges
-from diffquant.calib.statistics import Magnitudes
+from diffquant.calib.calibration.observers import Magnitudes, Observer, key_ranges
+from diffquant.checkpoints.placement import on_compute_device
+from diffquant.checkpoints.ranges import Ranges
+from diffquant.checkpoints.source import Source
+from diffquant.errors import NonFiniteError
 from diffquant.family.spec import DiffSpec
 from diffquant.model.causal import CausalModel
-from diffquant.model.walk import causal_logits
-from diffquant.source.ranges import Ranges
-from diffquant.source.source import Source
-from diffquant.support.code import code_digest
+from diffquant.model.walk import batches, causal_logits
+from diffquant.quantization.loading import MODEL_MODULES
+from diffquant.recipe.numbers.absmax import is_finite
+from diffquant.support.installation import code_digest, versions
+from diffquant.support.names import option_name
 from diffquant.support.progress import Progress, silent
-from diffquant.support.versions import versions
-from diffquant.text.corpus import text_digest
 
-# Tokens that a layer sees in one pass.
+# A layer's rotated queries and keys, its values, and its keys and values as cached, [B, heads, T, width] each.
+Projections = tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]
+
+
+def projected_layers(model: CausalModel, ids: Tensor, batch_tokens: int) -> Iterator[list[Projections]]:
+    """Yield for each layer its queries, keys and values under the model's recipe, as a list with an entry per batch.
+
+    The list is empty for a layer without attention. Memory holds the inputs of one layer for all windows, and that
+    layer's projections.
+
+    Args:
+        ids: token ids [N, T] of windows.
+        batch_tokens: largest number of tokens per forward pass.
+
+    Raises:
+        NonFiniteError: the model computes NaN or infinity.
+    """
+    walk = model.walk(ids.shape[1])
+    inputs = [walk.embed(batch) for batch in batches(ids, batch_tokens)]
+    last = len(walk.layers) - 1
+    for number, layer in enumerate(walk.layers):
+        with on_compute_device(layer):
+            projected = [(x, walk.project(layer, x)) for x in inputs]
+            yield [(*each, walk.cached_states(layer, x, each)) for x, each in projected if each is not None]
+            if number == last:
+                return
+            inputs = [walk.run(layer, x) for x in inputs]
+        if not all(is_finite(walk.hidden(x)) for x in inputs):
+            raise NonFiniteError(f"layer {number} computes NaN or infinity; use {option_name('dtype', 'float32')}")
+
+
+def by_token(states: Tensor) -> Tensor:
+    """Reshape keys or values [B, H, T, d] to float32 [B·T, H, d]."""
+    return states.float().transpose(1, 2).flatten(0, 1)
+
+
+# Largest number of tokens per forward pass of a layer.
 BATCH_TOKENS = 4096
 
 
@@ -32,69 +69,76 @@ def observe_ranges(
     batch_tokens: int = BATCH_TOKENS,
     progress: Progress = silent,
 ) -> dict[str, Tensor]:
-    """Observed ranges by the names that a `Ranges` file gives them, "layers.N.k" and so on, of layers that have any.
+    """Run a model and return the ranges of its activations, by names such as "layers.0.k".
 
     Args:
-        model: model under the recipe whose activations are to be observed.
-        ids: [N, T] windows.
+        model: model with its recipe applied.
+        ids: token ids [N, T] of windows.
         targets: activations to observe: "k", "v", "logits".
-        observer: rule from magnitudes to ranges.
-        batch_tokens: most tokens of one pass.
+        observer: rule that turns magnitudes into ranges.
+        batch_tokens: largest number of tokens per forward pass.
 
     Raises:
         NonFiniteError: the model computes NaN or infinity.
     """
-    spec, layers = model.config.diff_spec, model.config.num_hidden_layers
+    layers = model.config.num_hidden_layers
     tensors: dict[str, Tensor] = {}
     for number, projections in enumerate(projected_layers(model, ids, batch_tokens)):
-        own = [target for target in targets if number in model.model.architecture.target_layers[target]]
-        ranges = _layer_ranges(projections, own, observer, spec)
-        tensors |= {f"layers.{number}.{target}": _nonzero(tensor).cpu() for target, tensor in ranges.items()}
+        tensors |= layer_ranges(model, number, projections, targets, observer)
         progress(number + 1, layers, "calibrating")
     return tensors
 
 
+def layer_ranges(
+    model: CausalModel, number: int, projections: list[Projections], targets: Collection[str], observer: Observer
+) -> dict[str, Tensor]:
+    """Return the ranges of one layer's targets, by names such as "layers.0.k"; a layer may lack some targets."""
+    own = [target for target in targets if number in model.model.architecture.target_layers[target]]
+    ranges = _ranges_of_targets(projections, own, observer, model.config.diff_spec)
+    return {f"layers.{number}.{target}": _nonzero(tensor).cpu() for target, tensor in ranges.items()}
+
+
 def _nonzero(ranges: Tensor) -> Tensor:
-    """Ranges with 1 where nothing but zeros was seen, whose codes are zero at any scale."""
+    """Replace ranges of 0 by 1: if all values are 0, their codes are 0 at any scale."""
     return torch.where(ranges == 0, 1.0, ranges)
 
 
 def to_ranges(
-    source: Source, model: CausalModel, ids: Tensor, text: str, observer: Observer, tensors: dict[str, Tensor]
+    source: Source, model: CausalModel, ids: Tensor, digest: str, observer: Observer, tensors: dict[str, Tensor]
 ) -> Ranges:
-    """The ranges that `observe_ranges` gave for a checkpoint, with the settings that they depend on.
+    """Wrap ranges from `observe_ranges` with the settings that they depend on.
 
     Args:
-        ids: [N, T] windows that were observed.
-        text: text that the windows were cut from; "" if they are no text.
+        ids: token ids [N, T] of the observed windows.
+        digest: digest of the windows' text.
 
     Raises:
-        CheckpointError: the checkpoint changed since it was opened.
+        CheckpointError: the checkpoint has changed since it was opened.
     """
     source.check_unchanged()
     settings = {
-        "text": text_digest(text),
+        "text": digest,
         "tokens": ids.numel(),
         "window": ids.shape[1],
         "observer": asdict(observer),
         "dtype": str(model.dtype).removeprefix("torch."),
         "versions": versions(),
-        # No date and no commit: a file of ranges is part of a cell's address, and the same ranges make the same file.
-        "code": code_digest((__name__,)),
+        # No date and no commit: the file's digest identifies results, so equal ranges must give equal files.
+        "code": code_digest((*MODEL_MODULES, __name__)),
     }
     return Ranges(source.fingerprint, settings, observer.bits if observer.kind == "mse" else None, tensors)
 
 
-def _layer_ranges(
+def _ranges_of_targets(
     projections: list[Projections], targets: Collection[str], observer: Observer, spec: DiffSpec
 ) -> dict[str, Tensor]:
-    """Ranges k [key heads, d], v [h_kv, dv] and logits [query heads] of one layer, those that are targets."""
+    """Return one layer's ranges of the given targets: k [key heads, d], v [h_kv, dv], logits [query heads]."""
     ranges = {}
     if "k" in targets:
-        keys = torch.cat([by_token(each.cached[0]) for each in projections])
+        keys = torch.cat([by_token(cached[0]) for *_, cached in projections])
         ranges["k"] = key_ranges(observer, keys, spec).view(keys.shape[1:])
     if "v" in targets:
-        values = torch.cat([by_token(each.cached[1]) for each in projections])
+        values = torch.cat([by_token(cached[1]) for *_, cached in projections])
         ranges["v"] = observer.ranges(values.abs().flatten(1)).view(values.shape[1:])
     if "logits" in targets:
         ranges["logits"] = _logit_ranges(projections, observer, spec)
@@ -102,10 +146,10 @@ def _layer_ranges(
 
 
 def _logit_ranges(projections: list[Projections], observer: Observer, spec: DiffSpec) -> Tensor:
-    """Ranges [query heads] of one layer's logits, in canonical order."""
+    """Return the ranges [query heads] of one layer's logits, in DiffTransformer's head order."""
     heads = [Magnitudes() for _ in range(spec.layout.query_heads)]
-    for each in projections:
-        for first, block in causal_logits(each.queries, each.keys, spec):
+    for queries, keys, *_ in projections:
+        for first, block in causal_logits(queries, keys, spec):
             for head, logits in zip(heads, block.unbind(1), strict=True):
                 head.add_causal(logits, first)
     return observer.ranges_of_counts(

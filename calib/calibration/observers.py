@@ -1,4 +1,4 @@
-"""Observers, the rules from magnitudes to ranges: all, all but a share, or where the squared error is least."""
+"""Observers, rules that turn magnitudes into ranges: absmax, a percentile, or the least mean squared error."""
 
 import math
 from collections.abc import Callable
@@ -7,25 +7,108 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diffquant.errors import UsageError
+from diffquant.errors import NonFiniteError, UsageError
 from diffquant.family.spec import DiffSpec
-from diffquant.numbers.absmax import max_code
-from diffquant.support.spelling import spelled
+from diffquant.model.walk import visible_entries
+from diffquant.recipe.numbers.absmax import max_code
+from diffquant.support.names import option_name
+
+# Number of low bits of a float32 that bins ignore: there are 128 bins per octave.
+_DROPPED_BITS = 16
+# Bin of infinity, and so the number of bins for finite values.
+_INFINITY = 0x7F800000 >> _DROPPED_BITS
+# Largest relative error of a quantile: half a bin at the bottom of an octave, where bins are widest relative to values.
+QUANTILE_ERROR = 2.0**-8
+
+
+class Magnitudes:
+    """A histogram of magnitudes with 128 bins per octave: a bin is a float32's exponent and its first 7 fraction bits.
+
+    Attributes:
+        largest: the exact largest magnitudes so far, in descending order, float32.
+    """
+
+    def __init__(self, kept: int = 1) -> None:
+        """Create an empty histogram.
+
+        Args:
+            kept: how many of the largest magnitudes to keep exactly.
+        """
+        self._kept = kept
+        self.counts = torch.zeros(_INFINITY, dtype=torch.int64)
+        self.largest = torch.empty(0)
+
+    @property
+    def count(self) -> int:
+        """Number of magnitudes counted."""
+        return int(self.counts.sum())
+
+    def add(self, magnitudes: Tensor, zeros_to_ignore: int = 0) -> None:
+        """Count magnitudes.
+
+        Args:
+            magnitudes: float32 of any shape, 0 or more.
+            zeros_to_ignore: number of zeros among them that are not counted.
+
+        Raises:
+            NonFiniteError: some are NaN or infinite.
+        """
+        flat = magnitudes.reshape(-1)
+        bins = (flat.view(torch.int32) >> _DROPPED_BITS).bincount(minlength=_INFINITY)
+        if len(bins) > _INFINITY:
+            raise NonFiniteError(f"the model computes NaN or infinity; use {option_name('dtype', 'float32')}")
+        bins[0] -= zeros_to_ignore
+        self.counts += bins.cpu()
+        self._keep(flat)
+
+    def add_causal(self, logits: Tensor, first: int, window: int | None = None) -> None:
+        """Count a block [..., R, S] of `causal_logits` without its masked entries; the block is changed in place."""
+        magnitudes = logits.abs_().tril_(first)
+        if window is not None:
+            magnitudes.triu_(first - window + 1)
+        *outer, queries, keys = logits.shape
+        self.add(magnitudes, magnitudes.numel() - visible_entries(math.prod(outer), queries, keys, window))
+
+    def merge(self, other: "Magnitudes") -> None:
+        """Add another histogram's counts."""
+        self.counts += other.counts
+        self._keep(other.largest)
+
+    def _keep(self, flat: Tensor) -> None:
+        if len(self.largest) == self._kept:
+            least = self.largest[-1].to(flat.device)
+            if not flat.numel() or flat.amax() <= least:
+                return
+            flat = flat[flat > least]
+        joined = torch.cat([self.largest, flat.topk(min(self._kept, flat.numel())).values.float().cpu()])
+        self.largest = joined.topk(min(self._kept, joined.numel())).values
+
+    @staticmethod
+    def values() -> Tensor:
+        """Return the middle of each bin, float32, ascending; the first bin counts 0 and values too small for others."""
+        edges = (torch.arange(_INFINITY + 1, dtype=torch.int32) << _DROPPED_BITS).view(torch.float32)
+        return torch.cat([torch.zeros(1), (edges[1:-1] + edges[2:]) / 2])
+
+    def quantile(self, share: float) -> float:
+        """Return the quantile at `share` (0 to 1), with a relative error of at most `QUANTILE_ERROR`."""
+        rank = max(1, math.ceil(share * self.count))
+        return float(self.values()[int((self.counts.cumsum(0) < rank).sum())])
+
 
 KINDS = ("absmax", "percentile", "mse")
-# The search for the least squared error goes down from the largest magnitude by this factor a step, to a
-# thousandth of it, and then looks around the best by a sixth of a step.
+# The search for the least squared error divides the largest magnitude by this factor per step, down to a thousandth,
+# and then tries sixths of a step around the best.
 _FACTOR, _STEPS, _PARTS = 1.2, 38, 6
 
 
 @dataclass(frozen=True)
 class Observer:
-    """A rule from magnitudes to ranges.
+    """A rule that turns magnitudes into ranges.
 
     Attributes:
-        kind: name of the rule, "absmax", "percentile" or "mse".
+        kind: "absmax", "percentile" or "mse".
         percentile: percentage of magnitudes that are not clipped, for "percentile".
-        bits: width of the codes whose rounding "mse" weighs against clipping.
+        bits: width of the codes for which "mse" minimizes the error of rounding and clipping.
     """
 
     kind: str = "absmax"
@@ -36,19 +119,19 @@ class Observer:
         if self.kind not in KINDS:
             raise UsageError(f"unknown observer {self.kind!r}; known are {', '.join(KINDS)}")
         if not 50 <= self.percentile <= 100:
-            raise UsageError(f"{spelled('percentile')} must be between 50 and 100, got {self.percentile:g}")
+            raise UsageError(f"{option_name('percentile')} must be between 50 and 100, got {self.percentile:g}")
         max_code(self.bits)
 
     def ranges(self, magnitudes: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """Ranges of channels.
+        """Return ranges of channels.
 
         Args:
-            magnitudes: [N, C], none negative.
-            lengths: [N, C] bounds of each magnitude at any position, such as the length of two channels that
-                rotate into each other; the magnitudes themselves by default.
+            magnitudes: [N, C], 0 or more.
+            lengths: [N, C] upper bounds of each magnitude at any position, such as the L2 norm of two channels that
+                RoPE rotates into each other; the magnitudes by default.
 
         Returns:
-            float32 [C]; 1 where all are zero.
+            float32 [C]; 1 for channels that are all zero.
         """
         bounds = magnitudes if lengths is None else lengths
         if self.kind == "percentile":
@@ -61,11 +144,11 @@ class Observer:
         return torch.where(tops == 0, 1.0, tops).float()
 
     def ranges_of_counts(self, counts: Tensor, values: Tensor, largest: Tensor) -> Tensor:
-        """Ranges of heads, from histograms of their magnitudes.
+        """Return ranges of heads [H], from histograms of their magnitudes.
 
         Args:
-            counts: [H, bins] magnitudes in each bin.
-            values: [bins] ascending, the magnitude of each bin.
+            counts: [H, bins] number of magnitudes in each bin.
+            values: [bins] magnitude of each bin, ascending.
             largest: [H] exact largest magnitudes.
         """
         tops = largest
@@ -73,7 +156,7 @@ class Observer:
             ranks = (self.percentile / 100 * counts.sum(1, keepdim=True).double()).ceil()
             tops = values[(counts.cumsum(1) < ranks).sum(1)].minimum(largest)
         if self.kind == "mse":
-            # The bins that nobody fills reach to float32's end, where squares overflow.
+            # Empty bins are skipped: the highest ones have magnitudes whose squares overflow.
             used = counts.any(0)
             weights, used_values = counts[:, used].double(), values[used]
             tops = self._least_error(
@@ -82,7 +165,7 @@ class Observer:
         return torch.where(tops == 0, 1.0, tops).float()
 
     def _least_error(self, largest: Tensor, error_of: Callable[[Tensor], Tensor]) -> Tensor:
-        """The ranges up to `largest` [C] with the least error."""
+        """Return the ranges [C], at most `largest`, with the least error."""
         best, least = largest, error_of(largest)
         coarse = [largest * _FACTOR**-step for step in range(1, _STEPS + 1)]
         for tops in coarse:
@@ -96,7 +179,7 @@ class Observer:
 
 
 def rotation_partners(keys: Tensor, spec: DiffSpec) -> Tensor:
-    """Keys [..., d] with every two channels that rotate into each other exchanged."""
+    """Swap in keys [..., d] every two channels that RoPE rotates into each other."""
     if spec.rope == "half":
         return keys.roll(keys.shape[-1] // 2, -1)
     partners: Tensor = keys.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
@@ -104,10 +187,10 @@ def rotation_partners(keys: Tensor, spec: DiffSpec) -> Tensor:
 
 
 def key_ranges(observer: Observer, keys: Tensor, spec: DiffSpec) -> Tensor:
-    """Ranges [C] of rotated keys [N, H, d], C = H·d.
+    """Return ranges [C] of rotated keys [N, H, d], C = H·d.
 
-    Rotation turns two channels into each other, by more the later the token: both share a range, and what no
-    position exceeds is their length as a vector, while their own largest values on short text underestimate.
+    RoPE rotates two channels into each other, by an angle that grows with the position. So both share a range, bounded
+    by their L2 norm, which no position exceeds; the largest values on short text would be too small.
     """
     if spec.rope == "none":
         return observer.ranges(keys.abs().flatten(1))
@@ -118,7 +201,7 @@ def key_ranges(observer: Observer, keys: Tensor, spec: DiffSpec) -> Tensor:
 
 
 def _squared_error(magnitudes: Tensor, tops: Tensor, bits: int) -> Tensor:
-    """Squared error of rounding to codes that end at `tops`, broadcastable to the magnitudes."""
+    """Return the squared error of quantizing magnitudes with ranges `tops`, broadcastable to them."""
     scale = torch.where(tops == 0, 1.0, tops / max_code(bits))
     codes = (magnitudes / scale).round_().clamp_(max=max_code(bits))
     return (codes * scale - magnitudes).square_()

@@ -1,1 +1,1 @@
-"""The search for the bit widths that cost least under a budget."""
+"""Search for the bit widths with the least accuracy loss under a size budget."""

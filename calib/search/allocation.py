@@ -1,4 +1,4 @@
-"""Allocation of widths under a budget: one width a unit, the least sum of costs, an integer programme."""
+"""Allocation of bit widths under a budget: a width per unit with the least total cost, by integer programming."""
 
 import math
 import re
@@ -7,27 +7,29 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from diffquant.calib.search.result import Width, code_width, format_width
 from diffquant.calib.search.units import Unit
-from diffquant.calib.search.widths import Width, code_width, spoken
 from diffquant.errors import DiffQuantError, MissingDependencyError, UsageError
-from diffquant.report.sizes import stored_bits
+from diffquant.reports.tables import stored_bits
 from diffquant.support.installation import install_command
-from diffquant.support.spelling import spelled
+from diffquant.support.names import option_name
 
-# The cost of each unit at each width, and the width of each unit.
+# Costs: cost by unit and width. Allocation: chosen width by unit.
 Costs = Mapping[Unit, Mapping[Width, float]]
 Allocation = dict[Unit, Width]
-# The solver calls costs equal that differ by less than 1e-6.
+# Costs are scaled to this maximum, since the solver treats costs as equal that differ by less than 1e-6.
 _LARGEST_COST = 1e6
 
 
 @dataclass(frozen=True)
 class Budget:
-    """A limit on the average stored bits, which each target keeps by itself, or on the bytes of packed weights.
+    """A size limit: the mean stored bits per element of each target, or the total bytes of all packed weights.
+
+    Exactly one is set.
 
     Attributes:
-        bits: mean stored bits over the elements of a target, scales included.
-        nbytes: size of all packed weights, scales included.
+        bits: largest mean stored bits per element of each target, scales included.
+        nbytes: largest size of all packed weights in bytes, scales included.
     """
 
     bits: float | None = None
@@ -52,7 +54,7 @@ class Budget:
         return f"{self.bits:g} bits" if self.bits is not None else f"{(self.nbytes or 0) / 1e6:g} MB"
 
     def limits(self, units: Sequence[Unit]) -> list[tuple[list[Unit], float]]:
-        """Groups of units that share a limit, and each group's limit in bytes."""
+        """Return pairs of a group of units and its limit in bytes: a group per target, or all units for `nbytes`."""
         if self.nbytes is not None:
             return [(list(units), float(self.nbytes))]
         groups: dict[str, list[Unit]] = {}
@@ -61,11 +63,10 @@ class Budget:
         return [(group, (self.bits or 0.0) / 8 * sum(u.elements for u in group)) for group in groups.values()]
 
     def check(self, units: Sequence[Unit], widths: Sequence[Width]) -> None:
-        """Check that the narrowest widths fit, and not all of the widest.
+        """Check that the budget allows the narrowest width everywhere, and not the widest everywhere.
 
         Raises:
-            UsageError: the narrowest do not fit, the widest all do, or a budget in bytes is for units that are not
-                stored.
+            UsageError: the budget is too small or too large, or it is in bytes and some units are not weights.
         """
         if self.nbytes is not None and any(unit.target != "weights" for unit in units):
             raise UsageError("a budget in bytes is for weights; give average bits for k, v and logits")
@@ -74,27 +75,28 @@ class Budget:
             least = total(group, narrowest)
             if least > limit * (1 + 1e-9):
                 elements = sum(unit.elements for unit in group)
-                # Rounded up, so that what is named is enough.
+                # Rounded up, so that a budget with the reported number is sufficient.
                 each = math.ceil(100 * stored_bits(least, elements)) / 100
                 needed = f"{least / 1e6:.1f} MB" if self.nbytes is not None else f"{each:.2f} stored bits each"
                 raise UsageError(
-                    f"the budget of {self} is below the narrowest width: {group[0].target} at {spoken(narrowest)} take "
-                    f"{needed}, scales included; raise {spelled('budget')}, or add a narrower width to "
-                    f"{spelled('bits')}"
+                    f"the budget of {self} is below the narrowest width: {group[0].target} at "
+                    f"{format_width(narrowest)} take {needed}, scales included; raise {option_name('budget')}, or add "
+                    f"a narrower width to {option_name('bits')}"
                 )
         if all(total(group, by_size(group, widths)[-1]) < limit for group, limit in self.limits(units)):
             raise UsageError(
-                f"the budget of {self} holds everything at {spoken(widest)}, the widest; there is nothing to search"
+                f"the budget of {self} holds everything at {format_width(widest)}, the widest width; there is nothing "
+                "to search"
             )
 
 
 def total(units: Sequence[Unit], width: Width) -> float:
-    """Bytes of all units at a width."""
+    """Return the bytes of all units at a width."""
     return sum(unit.stored[width] for unit in units)
 
 
 def by_size(units: Sequence[Unit], widths: Sequence[Width]) -> list[Width]:
-    """Widths by what the units store at them, the narrowest first."""
+    """Sort widths by the units' bytes, the smallest first."""
     return sorted(widths, key=lambda width: (total(units, width), code_width(width)))
 
 
@@ -102,7 +104,7 @@ def require_scipy() -> None:
     """Check that scipy is installed, which the search needs.
 
     Raises:
-        MissingDependencyError: it is not.
+        MissingDependencyError: it is not installed.
     """
     try:
         import scipy.optimize  # noqa: F401
@@ -113,14 +115,14 @@ def require_scipy() -> None:
 
 
 def allocate(costs: Costs, budget: Budget) -> Allocation:
-    """The widths with the least total cost that keep to the budget.
+    """Choose the widths with the least total cost within the budget.
 
     Args:
-        costs: costs of every unit at the same widths, 0 or more.
-        budget: budget that the widths keep to.
+        costs: cost of every unit at every width, 0 or more; all units have the same widths.
+        budget: budget of the widths.
 
     Raises:
-        DiffQuantError: the solver gave no solution.
+        DiffQuantError: the solver found no solution.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp
 
@@ -132,7 +134,7 @@ def allocate(costs: Costs, budget: Budget) -> Allocation:
     for row, (group, _) in enumerate(limits):
         members = set(group)
         sizes[row] = [unit.stored[bits] * (unit in members) for unit in units for bits in widths]
-    # Costs and sizes differ by many powers of ten, and the solver's tolerances are absolute.
+    # Costs and sizes differ by orders of magnitude and the solver's tolerances are absolute, so both are scaled.
     solution = milp(
         _LARGEST_COST * objective / max(objective.max(), 1e-300),
         integrality=np.ones(objective.size),
@@ -150,7 +152,7 @@ def allocate(costs: Costs, budget: Budget) -> Allocation:
 
 
 def spread_evenly(units: Sequence[Unit], widths: Sequence[Width], budget: Budget) -> Allocation:
-    """Widths that use the budget up without a measurement: two neighbouring ones in turn, in the model's order."""
+    """Return widths that use up the budget without measurements: two neighbouring widths alternate over the units."""
     chosen: Allocation = {}
     for group, limit in budget.limits(units):
         totals = {width: total(group, width) for width in by_size(group, widths)}
@@ -168,6 +170,6 @@ def spread_evenly(units: Sequence[Unit], widths: Sequence[Width], budget: Budget
 
 
 def average_bits(allocation: Mapping[Unit, Width], target: str) -> float:
-    """Mean stored bits over a target's elements."""
+    """Return the mean stored bits per element of a target."""
     units = [unit for unit in allocation if unit.target == target]
     return stored_bits(sum(unit.stored[allocation[unit]] for unit in units), sum(unit.elements for unit in units))

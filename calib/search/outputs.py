@@ -1,44 +1,186 @@
-"""The files that a search leaves: recipe, numbers, plots and report."""
+"""Outputs of a search: recipe and results as files, a table for the terminal, plots and an HTML report."""
 
+import itertools
+import math
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
-from diffquant.calib.search.plots import heat_map, plot_pareto
-from diffquant.calib.search.report import search_report
-from diffquant.calib.search.result import SearchResult, read_search, read_searches
+from diffquant.calib.search.result import (
+    Candidate,
+    Measurement,
+    SearchResult,
+    Width,
+    alike,
+    format_width,
+    read_search,
+    read_searches,
+    roles_table,
+)
+from diffquant.checkpoints.source import Source
 from diffquant.errors import OutputExistsError
-from diffquant.report.page import page
-from diffquant.source.source import Source
-from diffquant.support.files import write_atomically
+from diffquant.reports.page import Charts, Drawing, Fold, Report, Section
+from diffquant.reports.plots import Tips, as_svg, drawing, literal, look, new_figure, plain_log_scale, tidy
+from diffquant.reports.run import write_run
+from diffquant.reports.tables import Table, megabytes
 from diffquant.support.outputs import RunFiles, check_replaced, has_fields
+
+# Largest difference between targets' positions between two uniform widths (0 to 1) that counts as equal.
+_ALIKE = 0.02
+
+
+def search_table(result: SearchResult) -> str:
+    """Return a text table of the candidates on held-out text, and a sentence that compares them at equal size.
+
+    If parts were measured, a table with the KL per saved bit of each kind of tensor comes between them.
+    """
+    parts = [] if result.parts is None else [*roles_table(result).text_lines(), ""]
+    return "\n".join([*candidates_table(result).text_lines(), "", *parts, verdict(result)])
+
+
+def candidates_table(result: SearchResult) -> Table:
+    """Return a table of the compared recipes; the first row is 16 bits, and shaded."""
+    lines = [["16 bits", "16", "", f"{result.perplexity:.3f}", "", ""], *map(_cells, result.candidates)]
+    heads = ("recipe", "stored bits", "checkpoint", "perplexity", "KL", "predicted KL")
+    return Table(heads, lines, [name == "16 bits" for name, *_ in lines], names=2)
+
+
+def verdict(result: SearchResult) -> str:
+    """Return a sentence that compares the searched recipe's KL with that of uniform widths of the same size."""
+    searched = result.candidates[0]
+    uniform = uniform_kl(result)
+    rival = "" if uniform is None else f"{uniform:.4g} of uniform widths that store as much (interpolated), "
+    even = next(c for c in result.candidates if c.name == "spread evenly")
+    return (
+        f"budget {result.budget}: KL {searched.kl:.4g} on text held out, against {rival}{even.kl:.4g} of the same "
+        "widths spread evenly"
+    )
+
+
+def uniform_kl(result: SearchResult) -> float | None:
+    """Interpolate the KL of uniform widths at the searched recipe's stored bits, linearly in log KL.
+
+    Returns:
+        The KL in nats, or None if there are no two neighbouring uniform widths that enclose the recipe at the same
+        position for all targets, each with a KL above 0.
+    """
+    searched = result.candidates[0].bits
+    uniform = [candidate for candidate in result.candidates if candidate.name.startswith("uniform")]
+    for low, high in itertools.pairwise(uniform):
+        steps = {target: high.bits[target] - low.bits[target] for target in searched}
+        # A wider code may not need more bytes: packed rows are padded to whole words.
+        if not all(steps.values()) or min(low.kl, high.kl) <= 0:
+            continue
+        shares = [(searched[target] - low.bits[target]) / step for target, step in steps.items()]
+        if min(shares) >= 0 and max(shares) <= min(1, min(shares) + _ALIKE):
+            return math.exp((1 - shares[0]) * math.log(low.kl) + shares[0] * math.log(high.kl))
+    return None
+
+
+def _cells(candidate: Candidate) -> list[str]:
+    bits = ", ".join(
+        f"{mean:.2f}" if len(candidate.bits) == 1 else f"{t} {mean:.2f}" for t, mean in candidate.bits.items()
+    )
+    predicted = "-" if candidate.predicted is None else f"{candidate.predicted:.4g}"
+    return [
+        candidate.name,
+        bits,
+        megabytes(candidate.nbytes),
+        f"{candidate.perplexity:.3f}",
+        f"{candidate.kl:.4g}",
+        predicted,
+    ]
+
+
+def search_report(folder: Path) -> Report:
+    """Return the HTML report of all searches in a folder, read from its search-*.json files."""
+    results = read_searches(folder)
+    files = sorted(
+        file.name for pattern in ("recipe-*.yaml", "search-*.json", "search-*.json.xz") for file in folder.glob(pattern)
+    )
+    sections = [
+        Section("KL by size", [Charts([_pareto(group) for group in alike(results)])]),
+        *(section for result in results for section in _sections(result)),
+        Section("Settings", [_settings_facts(results)]),
+    ]
+    dates = [result.settings["date"] for result in results if "date" in result.settings]
+    headline = [f"{result.model}, {verdict(result)}." for result in results]
+    return Report("search", folder.absolute().name, headline, max(dates, default=""), sections, files)
+
+
+def _pareto(group: Sequence[SearchResult]) -> Drawing:
+    return drawing((6.0, 4.0), lambda axis, tips: draw_pareto(axis, group, tips), f"{group[0].model}: KL by size")
+
+
+def _sections(result: SearchResult) -> list[Section]:
+    widths = result.widths
+    costliest = sorted(result.measurements, key=lambda unit: -unit.kl[widths[-1]])
+    units = [
+        [unit.name, unit.target, f"{unit.elements:,}", *(f"{unit.kl[bits]:.3g}" for bits in widths), str(unit.chosen)]
+        for unit in costliest
+    ]
+    heads = ["unit", "target", "elements", *(f"KL at {format_width(width)}" for width in widths), "bits given"]
+    heat = as_svg(heat_figure(result), f"{result.model}, {result.budget}: bits given to each tensor")
+    return [
+        Section(
+            f"Budget {result.budget}",
+            [
+                candidates_table(result),
+                "KL is that of the next-token distributions from those of 16 bits, in nats, on text held out.",
+                Drawing(heat),
+                roles_table(result),
+                "KL of a kind: its units' costs added up, each rounded alone. Mbit: a million bits saved of 16.",
+                Fold(f"{len(units)} units, the costliest first", [Table(heads, units, names=2)]),
+            ],
+        )
+    ]
+
+
+def _settings_facts(results: Sequence[SearchResult]) -> dict[str, str]:
+    """Return settings by name; if searches differ in one, each value with the budgets of its searches."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for result in results:
+        for name, value in result.settings.items():
+            entries = value.items() if isinstance(value, dict) else [("", value)]
+            for key, entry in entries:
+                if entry is not None:
+                    budgets = found.setdefault(f"{name} {key}".strip(), {})
+                    budgets.setdefault(str(entry), []).append(result.budget)
+    return {
+        name: "; ".join(
+            value if len(budgets) == len(results) else f"{value} (budget {', '.join(budgets)})"
+            for value, budgets in values.items()
+        )
+        for name, values in found.items()
+    }
 
 
 def write_search(result: SearchResult, folder: Path) -> list[Path]:
-    """Write recipe.yaml, search.json and search.png, named after the budget, and what all of a folder's searches share.
+    """Write a search's recipe-*.yaml, search-*.json and search-*.png, named after the budget.
 
-    These are pareto.png and search.html.
+    Also write pareto.png and search.html, which show all searches of the folder.
 
     Raises:
-        OutputExistsError: the folder holds files of these names that no search wrote.
+        OutputExistsError: the folder has files with these names that no search wrote.
     """
     check_search_output(result.budget, folder)
-    recipe, data, picture = (folder / name for name in _names(result.budget))
-    write_atomically(recipe, result.recipe.to_yaml())
-    write_atomically(data, result.to_json())
-    heat_map(result, picture)
-    pareto, report = (folder / name for name in _SHARED)
-    plot_pareto(read_searches(folder), pareto)
-    write_atomically(report, page(search_report(folder)))
-    return [recipe, data, picture, pareto, report]
+    recipe, data, picture = _names(result.budget)
+    pareto, report = _SHARED
+    texts = {recipe: result.recipe.to_yaml(), data: result.to_json()}
+    pictures = {
+        picture: lambda path: heat_map(result, path),
+        pareto: lambda path: plot_pareto(read_searches(folder), path),
+    }
+    return write_run(folder, texts, pictures, report, lambda *_: search_report(folder))
 
 
 def check_search_output(budget: str, folder: Path) -> None:
-    """Check, before the work, that a search's files can be written and replace none but those of earlier searches.
+    """Check early that a search's files can be written, and would replace only files of earlier searches.
 
     Raises:
-        OutputExistsError: files of these names are there that no search wrote.
-        UsageError: nothing can be written there.
+        OutputExistsError: the folder has files with these names that no search wrote.
+        UsageError: the folder cannot be written to.
     """
     recipe, data, picture = _names(budget)
     RunFiles(data, _FIELDS, (recipe, picture)).check(folder)
@@ -48,10 +190,10 @@ def check_search_output(budget: str, folder: Path) -> None:
 
 
 def check_same_search(budget: str, source: Source, targets: Collection[str], folder: Path) -> None:
-    """Check, before the work, that an earlier search under this budget was of the same model and targets.
+    """Check early that an earlier search with this budget, if there is one, had the same model and targets.
 
     Raises:
-        OutputExistsError: it was of others, whose recipe would be replaced.
+        OutputExistsError: it had others, and its recipe would be replaced.
     """
     file = folder / _names(budget)[1]
     if not file.exists():
@@ -74,3 +216,101 @@ def _names(budget: str) -> list[str]:
 
 _FIELDS = frozenset({"budget", "candidates", "measurements", "settings"})
 _SHARED = ("pareto.png", "search.html")
+
+
+# Colours of text on light and on dark cells, whatever the page's theme.
+_DARK, _LIGHT = "#111111", "#f5f5f5"
+
+
+def heat_map(result: SearchResult, path: Path) -> None:
+    """Save a heat map of each unit's KL at the narrowest width, by layer and kind, with its chosen bits in the cell."""
+    heat_figure(result).savefig(path, dpi=160)
+
+
+def heat_figure(result: SearchResult) -> Any:
+    """Return the figure that `heat_map` saves."""
+    from matplotlib.colors import LogNorm
+
+    kinds = list(dict.fromkeys(m.kind for m in result.measurements))
+    layers = 1 + max(m.layer for m in result.measurements)
+    narrowest = result.widths[-1]
+    at = {(m.kind, m.layer): m for m in result.measurements}
+    values = [[_drawn_kl(at.get((kind, layer)), narrowest) for layer in range(layers)] for kind in kinds]
+    drawn = [value for row in values for value in row if value == value]
+    figure = new_figure(max(6.0, 2.6 + 0.33 * layers), 1.9 + 0.36 * len(kinds))
+    axis = figure.subplots()
+    norm = LogNorm(min(drawn), max(*drawn, min(drawn) * 1.01))
+    image = axis.imshow(values, cmap="cividis", norm=norm, aspect="auto")
+    for (kind, layer), measurement in at.items():
+        shade = norm(_drawn_kl(measurement, narrowest))
+        axis.text(
+            layer,
+            kinds.index(kind),
+            str(measurement.chosen),
+            ha="center",
+            va="center",
+            fontsize=8 if len(str(measurement.chosen)) < 3 else 5,
+            fontweight="bold" if measurement.chosen != narrowest else "normal",
+            color=_DARK if shade > 0.5 else _LIGHT,
+        )
+    axis.set_yticks(range(len(kinds)), [kind.removeprefix("self_attn.").removeprefix("mlp.") for kind in kinds])
+    axis.set_xticks(range(layers), [str(n) if n % 5 == 0 or layers <= 12 else "" for n in range(layers)])
+    axis.set_xlabel("layer")
+    axis.set_title(literal(f"{result.model}, {result.budget}: bits given to each tensor"), fontsize=11)
+    bar = figure.colorbar(image, ax=axis, pad=0.01)
+    bar.set_label(f"KL at {format_width(narrowest)} alone, nats")
+    return figure
+
+
+def _drawn_kl(measurement: Measurement | None, width: Width) -> Any:
+    return float("nan") if measurement is None else max(measurement.kl[width], 1e-9)
+
+
+def plot_pareto(results: Sequence[SearchResult], path: Path) -> None:
+    """Save a plot of searches' candidates by size and KL, with a panel for each model and set of targets."""
+    groups = alike(results)
+    figure = new_figure(6.4 * len(groups), 4.2)
+    for axis, group in zip(figure.subplots(1, len(groups), squeeze=False)[0], groups, strict=True):
+        draw_pareto(axis, group)
+    figure.savefig(path, dpi=160)
+
+
+def draw_pareto(axis: Any, results: Sequence[SearchResult], tips: Tips | None = None) -> None:
+    """Plot searches of one model: uniform widths as a line, searched and evenly spread widths as points.
+
+    The size is the checkpoint's in bytes, or the mean stored bits of the targets if weights are not among them.
+    """
+    is_stored = "weights" in results[0].candidates[0].bits
+    unit = "MB" if is_stored else "bits"
+    families: dict[str, dict[str, Candidate]] = {"uniform": {}, "spread evenly": {}, "searched": {}}
+    for result in results:
+        for candidate in result.candidates:
+            is_uniform = candidate.name.startswith("uniform")
+            name = candidate.name if is_uniform else f"{candidate.name}, {result.budget}"
+            families["uniform" if is_uniform else candidate.name][name] = candidate
+    for number, (family, candidates) in enumerate(families.items()):
+        points = sorted((_size(each, is_stored), each.kl, name) for name, each in candidates.items())
+        style = look(number)
+        style["linestyle"] = "-" if family == "uniform" else "none"
+        axis.plot([x for x, _, _ in points], [y for _, y, _ in points], markersize=7, label=family, **style)
+        for x, y, name in points:
+            if tips:
+                tips.mark(axis, x, y, f"{name}: {x:.4g} {unit}, KL {y:.3g}")
+            axis.annotate(literal(name), (x, y), (7, 4), textcoords="offset points", fontsize=7.5)
+    kls = [candidate.kl for candidates in families.values() for candidate in candidates.values()]
+    # A KL is 0 if weights need no rounding at a width; it has no logarithm.
+    if min(kls) > 0:
+        axis.set_ylim(0.6 * min(kls), 1.8 * max(kls))
+        plain_log_scale(axis)
+    axis.margins(x=0.18)
+    axis.set_xlabel(
+        "checkpoint, MB" if is_stored else f"stored bits, mean over {', '.join(results[0].candidates[0].bits)}"
+    )
+    axis.set_ylabel("KL on text held out, nats")
+    axis.set_title(literal(results[0].model), fontsize=11)
+    axis.legend(frameon=False, fontsize=9)
+    tidy(axis, "both")
+
+
+def _size(candidate: Candidate, is_stored: bool) -> float:
+    return candidate.nbytes / 1e6 if is_stored else sum(candidate.bits.values()) / len(candidate.bits)

@@ -1,4 +1,9 @@
-"""The result of a search, as plain data."""
+"""The result of a search as plain data, and the KL per saved bit of each kind of tensor.
+
+The latter is the KL when only one kind is rounded, divided by the bits saved. If parts were measured, queries (and keys
+if the maps do not share them) are separate by map and experts by layer, and λ and gates are included, which stay at
+16 bits unless an override names them.
+"""
 
 import json
 from collections.abc import Sequence
@@ -6,21 +11,42 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from diffquant.calib.search.widths import Width
 from diffquant.recipe import Recipe
+from diffquant.recipe.numbers.formats import format_named
+from diffquant.recipe.scheme import Scheme
+from diffquant.reports.tables import Table
+from diffquant.support.files import find_named, read_stored_text
 from diffquant.support.plain_data import parse_json
-from diffquant.support.xz import named, read_text
+
+Width = int | str
+INTEGERS: tuple[Width, ...] = tuple(range(2, 9))
+
+
+def format_width(width: Width) -> str:
+    """Format a width for messages: "4 bits", "nvfp4"."""
+    return f"{width} bits" if isinstance(width, int) else width
+
+
+def code_width(width: Width) -> int:
+    """Return the bits of a code, without scales."""
+    return format_named(str(width)).code_width
+
+
+def scheme_at(width: Width, granularity: str, target: str = "") -> Scheme:
+    """Return the scheme of a width; the granularity is ignored for formats with a fixed block size, such as NVFP4."""
+    own = format_named(str(width)).block
+    return Scheme.parse(str(width) if own else f"{width}:{granularity}", target=target)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A recipe, measured on the text held out.
+    """A recipe, measured on held-out text.
 
     Attributes:
         name: name such as "searched", "spread evenly" or "uniform 4".
         bits: mean stored bits by target, scales included.
         nbytes: size of the checkpoint that `quantize` would write.
-        predicted: sum of its units' costs, or None if a width was not measured.
+        predicted: sum of its units' measured costs in nats, or None if a width was not measured.
         kl: mean KL(16 bits || this) of the next-token distributions, in nats.
         perplexity: perplexity of the text.
     """
@@ -35,17 +61,17 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """The cost of a unit at each width, and the width that it got.
+    """The cost of a unit at each width, and its chosen width.
 
     Attributes:
         name: name of the unit.
         target: "weights", "k", "v" or "logits".
-        layer: number of its layer.
+        layer: index of its layer.
         kind: name inside a layer, such as "mlp.up_proj".
-        elements: number of entries that have its width.
-        kl: cost of each width in nats, as `Cost.kl`, the widest first.
-        attention: error at its attention's output, as `Cost.attention`.
-        chosen: width that it got; None for a part, which gets none of its own.
+        elements: number of its elements; see `Unit.elements`.
+        kl: KL in nats by width, the widest first; see `Sensitivity.cost_of`.
+        attention: relative error of attention's output by width, the widest first; see `Sensitivity.cost_of`.
+        chosen: chosen width, or None if it is a part of a layer (see `find_parts`), which gets no width.
     """
 
     name: str
@@ -60,17 +86,17 @@ class Measurement:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The recipe that a search chose, with what it was chosen by and compared with.
+    """The recipe that a search chose, with the measured costs and the recipes it was compared with.
 
     Attributes:
         model: name of the checkpoint's folder or file.
         budget: budget as text.
-        perplexity: perplexity of the 16-bit model on the text held out.
-        candidates: recipes that were compared, the searched one first.
+        perplexity: perplexity of the 16-bit model on held-out text.
+        candidates: compared recipes, the searched one first.
         measurements: costs of the units.
         recipe: searched recipe.
-        settings: all that the measurements depend on.
-        parts: costs of parts of layers, as `find_parts` has them; None if they were not asked for.
+        settings: settings that the measurements depend on.
+        parts: costs of parts of layers (see `find_parts`), or None if they were not measured.
     """
 
     model: str
@@ -84,22 +110,22 @@ class SearchResult:
 
     @property
     def widths(self) -> list[Width]:
-        """Widths that were measured, the widest first."""
+        """Measured widths, the widest first."""
         return list(self.measurements[0].kl)
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint of the model, whose folder may be called as another's is."""
+        """Fingerprint of the model; the folder's name may not be unique."""
         return str(self.settings["model"])
 
     def to_json(self) -> str:
-        """The result as a JSON document."""
+        """Return the result as a JSON document."""
         return json.dumps(asdict(self) | {"recipe": self.recipe.to_dict()}, indent=1) + "\n"
 
 
 def read_search(file: Path) -> SearchResult:
-    """The result in a search-*.json."""
-    data = parse_json(read_text(file))
+    """Read a search-*.json."""
+    data = parse_json(read_stored_text(file))
     there = [key for key in ("measurements", "parts") if data.get(key) is not None]
     measured = {key: [_measurement(unit) for unit in data[key]] for key in there}
     candidates = [Candidate(**candidate) for candidate in data["candidates"]]
@@ -116,12 +142,12 @@ def _measurement(unit: dict[str, Any]) -> Measurement:
 
 
 def read_searches(folder: Path) -> list[SearchResult]:
-    """The results in a folder, by their files' names."""
-    return [read_search(file) for file in named(folder, "search-*.json")]
+    """Read all search-*.json of a folder, ordered by file name."""
+    return [read_search(file) for file in find_named(folder, "search-*.json")]
 
 
 def alike(results: Sequence[SearchResult]) -> list[list[SearchResult]]:
-    """Results of the same model and targets together, which one chart can hold."""
+    """Group results by model and targets; each group is drawn in one chart."""
     groups: dict[tuple[str, ...], list[SearchResult]] = {}
     for result in results:
         groups.setdefault((result.fingerprint, *result.candidates[0].bits), []).append(result)
@@ -129,3 +155,60 @@ def alike(results: Sequence[SearchResult]) -> list[list[SearchResult]]:
 
 
 _BY_WIDTH = ("kl", "attention")
+
+
+_UNROUNDED = 16
+
+
+@dataclass(frozen=True)
+class Role:
+    """All units of one target and kind, over all layers.
+
+    Attributes:
+        target, kind: see `Measurement`.
+        units: number of units.
+        elements: total number of elements.
+        kl: sum of the units' KL by width, in nats; each was measured with only that unit rounded.
+        worst: layer of the unit with the largest KL at the narrowest width.
+    """
+
+    target: str
+    kind: str
+    units: int
+    elements: int
+    kl: dict[Width, float]
+    worst: int
+
+    def per_megabit(self, width: Width) -> float:
+        """Return the KL in nats per million bits that a width saves against 16 bits, without scales."""
+        saved = _UNROUNDED - code_width(width)
+        return self.kl[width] / (self.elements * saved / 1e6)
+
+
+def roles(result: SearchResult) -> list[Role]:
+    """Return the kinds of tensors, by KL per saved bit at the narrowest width, the largest first."""
+    kinds: dict[tuple[str, str], list[Measurement]] = {}
+    for unit in [*result.measurements, *(result.parts or [])]:
+        kinds.setdefault((unit.target, unit.kind), []).append(unit)
+        if result.parts is not None and ".experts." in unit.kind:
+            kinds[unit.target, f"{unit.kind}, layer {unit.layer}"] = [unit]
+    found = [_role(target, kind, units) for (target, kind), units in kinds.items()]
+    return sorted(found, key=lambda role: -role.per_megabit(result.widths[-1]))
+
+
+def roles_table(result: SearchResult) -> Table:
+    """Return a table of `roles`."""
+    heads = ["kind", "target", *(f"KL per Mbit at {format_width(width)}" for width in result.widths), "worst layer"]
+    lines = [
+        [role.kind, role.target, *(f"{role.per_megabit(width):.3g}" for width in result.widths), str(role.worst)]
+        for role in roles(result)
+    ]
+    return Table(heads, lines, names=2)
+
+
+def _role(target: str, kind: str, units: Sequence[Measurement]) -> Role:
+    widths = units[0].kl
+    lowest = list(widths)[-1]
+    worst = max(units, key=lambda unit: unit.kl[lowest])
+    kl = {bits: sum(unit.kl[bits] for unit in units) for bits in widths}
+    return Role(target, kind, len(units), sum(unit.elements for unit in units), kl, worst.layer)

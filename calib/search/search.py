@@ -1,7 +1,7 @@
-"""The verb `search`: measure what each unit's width costs, allocate widths under a budget, compare on text held out."""
+"""Implementation of `diffquant search`: measure sensitivities, allocate bit widths, compare on held-out text."""
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,33 +16,33 @@ from diffquant.calib.search.allocation import (
     require_scipy,
     spread_evenly,
 )
-from diffquant.calib.search.products import OneDnnProducts
-from diffquant.calib.search.result import Candidate, Measurement, SearchResult
-from diffquant.calib.search.sensitivity import Cost, Sensitivity
+from diffquant.calib.search.result import INTEGERS, Candidate, Measurement, SearchResult, Width, format_width
+from diffquant.calib.search.sensitivity import OneDnnProducts, Sensitivity
 from diffquant.calib.search.units import Unit, find_parts, find_units, to_recipe
-from diffquant.calib.search.widths import INTEGERS, Width, spoken
+from diffquant.checkpoints.calibration import calibration_text
+from diffquant.checkpoints.corpora import Sources
+from diffquant.checkpoints.source import Source, open_source
+from diffquant.checkpoints.texts import text_digest
+from diffquant.checkpoints.tokens import token_windows
 from diffquant.errors import UsageError
-from diffquant.evals.protocols.perplexity import reference_of, score_text
-from diffquant.evals.torch_model import TorchModel
-from diffquant.loading import load
-from diffquant.numbers.formats import format_named
+from diffquant.measure.sweep.subject import weight_bytes
+from diffquant.measure.task import CHARACTERS_PER_TOKEN
+from diffquant.measure.tasks.perplexity import reference_of, score_text
+from diffquant.measure.torch_model import TorchModel
+from diffquant.quantization.loading import MODEL_MODULES, load
 from diffquant.recipe import Recipe
+from diffquant.recipe.numbers.formats import format_named
 from diffquant.recipe.targets import DEFAULT_GRANULARITY
-from diffquant.source.source import Source, open_source
-from diffquant.support.code import code_digest, provenance
 from diffquant.support.devices import resolve_device, resolve_dtype
-from diffquant.support.journal import Journal
+from diffquant.support.installation import code_digest, provenance, versions_of_run
+from diffquant.support.names import option_name
+from diffquant.support.outputs import Journal
 from diffquant.support.progress import Progress, silent
-from diffquant.support.spelling import spelled
-from diffquant.support.versions import versions_of_run
-from diffquant.sweep.storage import weight_bytes
-from diffquant.text.corpus import load_text, text_digest
-from diffquant.text.tokens import token_windows
 
-# A number that changes with the way a cost is measured, so that no journal of another way is resumed.
+# Increase it if the way a cost is measured changes, so that journals of earlier versions are not resumed.
 MEASUREMENT_FORMAT = 3
 
-# Tokens that a model sees at once while recipes are compared.
+# Context length in tokens for the comparison of recipes.
 _CHECK_WINDOW = 512
 
 
@@ -52,22 +52,22 @@ class SearchOptions:
 
     Attributes:
         targets: names among "weights", "k", "v" and "logits".
-        widths: widths to choose among: integers of 2 to 8 bits, or other number formats by name.
+        widths: widths to choose from: integers from 2 to 8 bits, or names of other number formats.
         granularity: granularity of the weights.
-        text: file whose first half is measured on and whose second half is compared on; the prose that ships by
-            default.
-        windows: number of windows that are measured on.
-        window: tokens of a window.
-        check_characters: most characters of the second half that are compared on.
+        text: calibration data for `read_calibration`; costs are measured on the first half, and recipes compared on
+            the second.
+        windows: number of windows to measure costs on.
+        window: tokens per window.
+        check_characters: largest number of characters of the second half to compare recipes on.
         dtype: dtype of the models.
-        device: device that they run on.
-        parts: whether parts of layers are measured too, which get no width of their own.
+        device: device to run on.
+        parts: whether to measure parts of layers too (see `find_parts`).
     """
 
     targets: tuple[str, ...] = ("weights",)
     widths: tuple[Width, ...] = (8, 6, 4)
     granularity: str = DEFAULT_GRANULARITY["weights"]
-    text: Path | None = None
+    text: Sources = None
     windows: int = 8
     window: int = 256
     check_characters: int = 16384
@@ -80,51 +80,53 @@ class SearchOptions:
             width in INTEGERS if isinstance(width, int) else format_named(width).quantizes for width in self.widths
         ):
             raise UsageError(
-                f"{spelled('bits')} needs two or more widths between 2 and 8, or names of number formats, got "
+                f"{option_name('bits')} needs two or more widths between 2 and 8, or names of number formats, got "
                 f"{', '.join(map(str, self.widths))}"
             )
 
 
 class Search:
-    """A search over one model; everything that can be wrong with it is wrong when it is made.
+    """A search over one model; invalid arguments raise in the constructor.
 
     Attributes:
-        budget: budget of the searched widths.
+        budget: budget of the widths.
         options: options of the search.
-        widths: widths to choose among, the widest first.
-        source: checkpoint that is searched.
-        units: units that get a width each.
-        parts: parts of layers that are measured beside them.
+        widths: widths to choose from, the widest first.
+        source: checkpoint to search.
+        units: units that each get a width.
+        parts: parts of layers that are only measured.
         journal: measurements made so far.
     """
 
-    def __init__(self, path: Path | Source, budget: Budget, options: SearchOptions, output: Path) -> None:
-        """Check everything that a search needs, and open the journal of an earlier run.
+    def __init__(self, path: Path | str | Source, budget: Budget, options: SearchOptions, output: Path) -> None:
+        """Check all arguments, and open the journal of an interrupted search with the same settings, if there is one.
 
         Args:
             path: checkpoint to search.
-            budget: budget that the widths keep to.
+            budget: budget of the widths.
             options: options of the search.
             output: folder of the journal.
 
         Raises:
-            DiffQuantError: the checkpoint, the text, the targets, the widths or the budget do not fit.
+            DiffQuantError: the checkpoint, the text, the targets, the widths or the budget are invalid.
         """
         require_scipy()
         options = replace(options, device=resolve_device(options.device))
         self.budget, self.options = budget, options
         self.source = open_source(path)
         floats = [width for width in options.widths if not isinstance(width, int)]
-        # A choice among integers is compared with uniform ones of any width.
+        # If integers are among the widths, the result is compared with every uniform integer width.
         self._uniform = (*(INTEGERS if len(floats) < len(options.widths) else ()), *floats)
         self.units = find_units(self.source, options.targets, options.granularity, self._uniform)
         self.parts = find_parts(self.source, options.granularity) if options.parts else []
         self.widths = by_size(self.units, list(set(options.widths)))[::-1]
         budget.check(self.units, self.widths)
-        text = load_text(options.text)
+        self._tokenizer = self.source.tokenizer
+        measured = 2 * CHARACTERS_PER_TOKEN * options.windows * options.window
+        wanted = 2 * max(measured, options.check_characters)
+        text = calibration_text(options.text, self._tokenizer, wanted)
         self._text, self._held_out = text[: len(text) // 2], text[len(text) // 2 :][: options.check_characters]
         self._dtype = resolve_dtype(options.dtype, options.device)
-        self._tokenizer = self.source.tokenizer
         self._key = {
             "format": MEASUREMENT_FORMAT,
             "model": self.source.fingerprint,
@@ -134,13 +136,13 @@ class Search:
             "window": options.window,
             "device": torch.device(options.device).type,
             "versions": versions_of_run(options.device),
-            "code": code_digest((__name__,)),
+            "code": code_digest((*MODEL_MODULES, __name__)),
         }
         self.journal = Journal(output, self._key)
 
     @property
     def missing(self) -> list[tuple[Unit, Width]]:
-        """Units at widths that are not measured yet."""
+        """Pairs of unit and width that are not measured yet."""
         return [
             (u, bits)
             for u in [*self.units, *self.parts]
@@ -149,7 +151,7 @@ class Search:
         ]
 
     def estimate(self) -> str:
-        """A sentence on how long the rest will take, judged by one pass over the model."""
+        """Estimate the time of the missing measurements from one forward pass, and return it as a sentence."""
         sensitivity, count = self._sensitivity(), len(self.units) + len(self.parts)
         layers = len(sensitivity.model.model.layers)
         share = sensitivity.seconds / (layers + 1)
@@ -160,15 +162,15 @@ class Search:
         )
 
     def run(self, progress: Progress = silent) -> SearchResult:
-        """Measure what is missing, allocate, compare.
+        """Run the missing measurements, choose the widths, and compare the recipe with others.
 
         Raises:
-            KeyboardInterrupt: the search was interrupted; the message says how to go on.
-            CheckpointError: the checkpoint changed since it was opened.
+            KeyboardInterrupt: the search was interrupted; the message says how to resume it.
+            CheckpointError: the checkpoint has changed since it was opened.
         """
         try:
             costs = self._costs(progress)
-            units = {u: {b: cost.kl for b, cost in costs[u].items()} for u in self.units}
+            units = {u: {b: cost["kl"] for b, cost in costs[u].items()} for u in self.units}
             chosen = allocate(units, self.budget)
             perplexity, candidates = self._compare(chosen, costs, progress)
         except KeyboardInterrupt:
@@ -183,15 +185,13 @@ class Search:
                 layer=u.layer,
                 kind=u.kind,
                 elements=u.elements,
-                kl={b: cost.kl for b, cost in by.items()},
-                attention={b: cost.attention for b, cost in by.items()},
+                kl={b: cost["kl"] for b, cost in by.items()},
+                attention={b: cost["attention"] for b, cost in by.items()},
                 chosen=chosen.get(u),
             )
             for u, by in costs.items()
         }
-        settings = (
-            self._key | provenance(__name__) | {"held_out": text_digest(self._held_out), "check_window": _CHECK_WINDOW}
-        )
+        settings = self._key | provenance() | {"held_out": text_digest(self._held_out), "check_window": _CHECK_WINDOW}
         return SearchResult(
             self.source.path.name,
             str(self.budget),
@@ -208,27 +208,27 @@ class Search:
         tokens = self.options.windows * self.options.window
         return Sensitivity(model, token_windows(model, self._tokenizer, self._text, self.options.window, tokens))
 
-    def _costs(self, progress: Progress) -> dict[Unit, dict[Width, Cost]]:
+    def _costs(self, progress: Progress) -> dict[Unit, dict[Width, Any]]:
         missing = self.missing
         sensitivity = self._sensitivity() if missing else None
         for done, (unit, bits) in enumerate(missing):
             if sensitivity is not None:
-                self._record(_measurement_name(unit, bits), asdict(sensitivity.cost_of(unit, bits)))
-            progress(done + 1, len(missing), f"{unit.name} at {spoken(bits)}")
+                self._record(_measurement_name(unit, bits), sensitivity.cost_of(unit, bits))
+            progress(done + 1, len(missing), f"{unit.name} at {format_width(bits)}")
         return {
-            u: {bits: Cost(**self.journal.get(_measurement_name(u, bits))) for bits in self.widths}
+            u: {bits: self.journal.get(_measurement_name(u, bits)) for bits in self.widths}
             for u in [*self.units, *self.parts]
         }
 
     def _record(self, name: str, result: dict[str, float | None]) -> None:
-        """Write a measurement into the journal, if the checkpoint is still the one that the journal's key names."""
+        """Check that the checkpoint has not changed, and add a measurement to the journal."""
         self.source.check_unchanged()
         self.journal.add(name, result)
 
     def _compare(
-        self, chosen: Allocation, costs: dict[Unit, dict[Width, Cost]], progress: Progress
+        self, chosen: Allocation, costs: dict[Unit, dict[Width, Any]], progress: Progress
     ) -> tuple[float, list[Candidate]]:
-        """The perplexity of the 16-bit model, and the candidates, on the text held out."""
+        """Measure the 16-bit model and the candidates on held-out text; return its perplexity and the candidates."""
         rivals = {"searched": chosen, "spread evenly": spread_evenly(self.units, self.widths, self.budget)}
         rivals |= {f"uniform {bits}": dict.fromkeys(self.units, bits) for bits in self._uniform_widths(chosen)}
         recipes = {name: to_recipe(rival) for name, rival in rivals.items()}
@@ -242,7 +242,7 @@ class Search:
                     name,
                     {target: average_bits(rival, target) for target in self.options.targets},
                     weight_bytes(self.source, recipes[name]),
-                    sum(costs[unit][bits].kl for unit, bits in rival.items()) if is_measured else None,
+                    sum(costs[unit][bits]["kl"] for unit, bits in rival.items()) if is_measured else None,
                     score["kl"],
                     score["perplexity"],
                 )
@@ -250,7 +250,7 @@ class Search:
         return measured["16 bits"]["perplexity"], candidates
 
     def _uniform_widths(self, chosen: Allocation) -> list[Width]:
-        """Uniform widths from the widest that stores no more than the chosen ones, in any target, to the next above."""
+        """Return the uniform widths that enclose the chosen ones in size, for every target, ordered by size."""
         widths, below = by_size(self.units, self._uniform), list[int]()
         for target in self.options.targets:
             mean = average_bits(chosen, target)
@@ -259,7 +259,7 @@ class Search:
         return widths[min(below) : max(below) + 2]
 
     def _held_out_scores(self, recipes: dict[str, Recipe], progress: Progress) -> dict[str, dict[str, Any]]:
-        """KL, perplexity and bytes of each recipe, and of "16 bits", from the journal or measured now."""
+        """Return the KL and perplexity of "16 bits" and of each recipe, from the journal or measured now."""
         compared = {"16 bits": Recipe()} | recipes
         prefix = f"held out {text_digest(self._held_out)} in windows of {_CHECK_WINDOW}"
         names = {name: f"{prefix}: {json.dumps(recipe.to_dict())}" for name, recipe in compared.items()}

@@ -1,57 +1,70 @@
-"""The cost of a unit's width: at its attention's output, after the subtraction and the norm, and at the model's."""
+"""Sensitivity of units: the error of rounding one unit, in attention's output and in the model's predictions.
+
+Attention's output is taken after the subtraction of the maps and the norm.
+"""
 
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import linear
+from torch.overrides import TorchFunctionMode
 
-from diffquant.calib.search.products import OneDnnProducts
+from diffquant.calib.search.result import Width
 from diffquant.calib.search.units import Unit, unit_at_width
-from diffquant.calib.search.widths import Width
 from diffquant.errors import NonFiniteError
 from diffquant.model.causal import CausalModel
-from diffquant.support.spelling import spelled
+from diffquant.support.names import option_name
 
-# Entries of the 16-bit model's log-probabilities in memory: 128 MB.
+
+class OneDnnProducts(TorchFunctionMode):
+    """A context in which `linear` uses oneDNN for float32 on the CPU without gradients; the order of sums differs."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is linear and not kwargs and not torch.is_grad_enabled() and all(map(_is_suitable, args)):
+            args = [x if x is None else x.to_mkldnn() for x in args]
+            return func(*args).to_dense()
+        return func(*args, **(kwargs or {}))
+
+
+def _is_suitable(x: Tensor | None) -> bool:
+    """Return whether oneDNN supports this argument of `linear`."""
+    return x is None or (
+        x.device.type == "cpu" and x.dtype == torch.float32 and x.layout == torch.strided and x.numel() > 0
+    )
+
+
+# Largest number of the 16-bit model's log-probabilities in memory: 128 MB.
 _EXPECTED_ENTRIES = 1 << 25
-# Positions compared at once: few enough for a CPU's cache.
+# Number of positions compared at once, small enough for a CPU's cache.
 _POSITIONS = 16
 
 
-@dataclass(frozen=True)
-class Cost:
-    """The cost of one unit at one width.
-
-    Attributes:
-        kl: mean KL(16 bits || this) of the next-token distributions, in nats.
-        attention: relative RMS error of the output projection's input, or None if the unit comes after it.
-    """
-
-    kl: float
-    attention: float | None
-
-
 class Sensitivity:
-    """A model's reading of some windows, kept so that a change in a layer runs only what comes after it.
+    """A model's forward pass on some windows, kept so that a change in a layer recomputes only from that layer on.
 
-    Holds every layer's input, [N, T, D] each or what else goes between layers, and log-probabilities at evenly spread
-    positions.
+    Keeps every layer's input, usually [N, T, D], and the log-probabilities at evenly spaced positions.
 
     Attributes:
         model: 16-bit model.
-        positions: positions whose distributions are compared.
-        seconds: duration of one pass over the model.
+        positions: indices of the compared positions among all N·T tokens.
+        seconds: duration of one forward pass.
     """
 
     def __init__(self, model: CausalModel, ids: Tensor) -> None:
-        """Read the windows once.
+        """Run the model on the windows once.
 
         Args:
-            model: 16-bit model, which a measurement changes and restores.
-            ids: [N, T] windows.
+            model: 16-bit model; a measurement changes it temporarily.
+            ids: token ids [N, T] of windows.
 
         Raises:
             NonFiniteError: the model computes NaN or infinity.
@@ -71,11 +84,16 @@ class Sensitivity:
             self._expected = self._logits(x).log_softmax(-1)
         self.seconds = time.monotonic() - started
         if not torch.isfinite(self._expected).all():
-            raise NonFiniteError(f"the model computes NaN or infinity; use {spelled('dtype', 'float32')}")
+            raise NonFiniteError(f"the model computes NaN or infinity; use {option_name('dtype', 'float32')}")
 
     @torch.inference_mode()
-    def cost_of(self, unit: Unit, width: Width) -> Cost:
-        """The cost of a unit at a width, from a run that begins at the unit's layer."""
+    def cost_of(self, unit: Unit, width: Width) -> dict[str, float | None]:
+        """Measure the cost of rounding only this unit, by a forward pass from the unit's layer on.
+
+        Returns:
+            "kl": mean KL(16 bits || this) of the next-token distributions, in nats. "attention": relative RMS error
+            of the input of attention's output projection, or None if the unit does not affect it.
+        """
         with OneDnnProducts():
             with unit_at_width(self.model, unit, width):
                 x, attention = self._run_watched(self._walk.layers[unit.layer], self._inputs[unit.layer])
@@ -84,12 +102,12 @@ class Sensitivity:
             logits = self._logits(x)
         wanted = self._attention[unit.layer] if unit.in_attention else None
         error = relative_rms(attention, wanted) if attention is not None and wanted is not None else None
-        return Cost(max(self._kl(logits), 0.0), error)
+        return {"kl": max(self._kl(logits), 0.0), "attention": error}
 
-    def _run_watched(self, layer: nn.Module, x: Any) -> tuple[Any, Tensor | None]:
-        """A layer's output, and the input of its attention's output projection, if it has attention."""
+    def _run_watched(self, layer: Any, x: Any) -> tuple[Any, Tensor | None]:
+        """Run a layer; return its output, and the input of attention's output projection or None if it has none."""
         inputs: list[Tensor] = []
-        output = self._walk.attention_output(layer)
+        output = layer.attention_output
         if output is None:
             return self._walk.run(layer, x), None
         hook = output.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
@@ -104,7 +122,7 @@ class Sensitivity:
         return linear(hidden, self.model.lm_head.weight).float()
 
     def _kl(self, logits: Tensor) -> float:
-        """Mean KL(16 bits || these logits) over the compared positions."""
+        """Return the mean KL(16 bits || these logits) over the compared positions, in nats."""
         divergences = [
             (p.exp() * (p - q.log_softmax(-1))).sum(-1)
             for p, q in zip(self._expected.split(_POSITIONS), logits.split(_POSITIONS), strict=True)
@@ -113,6 +131,6 @@ class Sensitivity:
 
 
 def relative_rms(got: Tensor, wanted: Tensor) -> float:
-    """The root mean square of the difference over that of `wanted`."""
+    """Return the RMS of the difference divided by the RMS of `wanted`."""
     error = (got.double() - wanted.double()).square().sum()
     return float((error / wanted.double().square().sum().clamp(min=1e-300)).sqrt())

@@ -1,9 +1,9 @@
-"""The widths of a search as llama.cpp's quantizer takes them: `llama-quantize --tensor-type-file`.
+"""Export of a search's widths to a file for llama.cpp's quantizer, `llama-quantize --tensor-type-file`.
 
-A line is PATTERN=TYPE, without a space: a regular expression that is looked for in a tensor's name, of which the first
-that is found counts, and a type of ggml. A width becomes the type of that many bits that is nearest to absmax: q4_0,
-q5_0 and q8_0 have a scale for 32 weights, as `4:g32` has, and q2_K, q3_K and q6_K scales of scales over 256, for which
-llama-quantize takes another type where 256 does not divide a row.
+A line is PATTERN=TYPE without spaces: a regular expression, searched for in a tensor's name, and a ggml type. The first
+matching line applies. A width becomes the ggml type of that many bits that is most like absmax rounding. q4_0, q5_0 and
+q8_0 have a scale per 32 weights, like `4:g32`. q2_K, q3_K and q6_K have quantized scales within blocks of 256 weights;
+if 256 does not divide a row, llama-quantize chooses another type.
 
 Source: llama.cpp, tools/quantize/quantize.cpp (parse_tensor_type_file) and src/llama-quant.cpp.
 """
@@ -12,23 +12,22 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from diffquant.calib.search.result import SearchResult
-from diffquant.calib.search.widths import Width, spoken
+from diffquant.calib.search.result import SearchResult, Width, format_width
+from diffquant.checkpoints.gguf_config import IN_LAYERS
 from diffquant.errors import UsageError
-from diffquant.formats.gguf_names import IN_LAYERS
 from diffquant.support.files import read_text
 from diffquant.support.outputs import check_written_file
 
 TYPES: dict[Width, str] = {2: "q2_K", 3: "q3_K", 4: "q4_0", 5: "q5_0", 6: "q6_K", 8: "q8_0"}
-# What `tensor_types` writes.
+# A line that `tensor_types` writes.
 _LINE = re.compile(r"\^blk\\\.\([0-9|]+\)\\\.\w+\\\.weight\$=\w+")
 
 
 def tensor_types(result: SearchResult) -> str:
-    """The lines, a projection and type each, with the layers that have it.
+    """Return the lines, one for each projection and type, with the layers that have it.
 
     Raises:
-        UsageError: the search gave no weights widths, or ones that ggml has no type of, or GGUF no name for; all are
+        UsageError: the search has no weights, widths without a ggml type, or weights without a name in GGUF; all are
             named.
     """
     names = {module: name for name, module in IN_LAYERS.items()}
@@ -46,14 +45,14 @@ def tensor_types(result: SearchResult) -> str:
 
 
 def check_widths(targets: Sequence[str], widths: Sequence[Width]) -> None:
-    """Check, before a search, that its lines can be written.
+    """Check, before a search, that its targets and widths can be written for llama-quantize.
 
     Raises:
-        UsageError: weights are not among the targets, or ggml has no type of some widths; all are named.
+        UsageError: weights are not among the targets, or some widths have no ggml type; all are named.
     """
     if "weights" not in targets:
         raise UsageError("llama.cpp's quantizer takes widths of weights alone, which are not among the targets")
-    untyped = dict.fromkeys(spoken(width) for width in widths if width not in TYPES)
+    untyped = dict.fromkeys(format_width(width) for width in widths if width not in TYPES)
     if untyped:
         raise UsageError(f"no type of ggml is written for {', '.join(untyped)}; choose among {list(TYPES)}")
 
@@ -62,10 +61,11 @@ def check_kinds(kinds: Iterable[str], maps: int = 1) -> None:
     """Check that a GGUF file has names for weights of these kinds.
 
     Args:
-        maps: attention maps of the model, of which llama.cpp's have one.
+        kinds: kinds of weights, as in `Unit.kind`.
+        maps: number of attention maps per head of the model; llama.cpp supports only 1.
 
     Raises:
-        UsageError: it has none for some, all of which are named, or llama.cpp has no such attention.
+        UsageError: some kinds have no name in GGUF, or llama.cpp does not support the attention; all are named.
     """
     if maps > 1:
         raise UsageError("llama.cpp has no DIFF attention, so llama-quantize cannot take widths of this model")
@@ -75,14 +75,14 @@ def check_kinds(kinds: Iterable[str], maps: int = 1) -> None:
 
 
 def check_lines_output(file: Path, made: Path) -> None:
-    """Check, before a search, that its lines can be written to a file, and replace none but such lines.
+    """Check, before a search, that a file for llama-quantize can be written, and would replace only such a file.
 
     Args:
-        made: the search's own folder, which need not exist yet.
+        made: output folder of the search, which need not exist yet.
 
     Raises:
-        OutputExistsError: the file holds something else.
-        UsageError: nothing can be written there.
+        OutputExistsError: the file exists and contains something else.
+        UsageError: the file cannot be written.
     """
     folder = file.absolute().parent
     if not folder.is_dir() and folder != made.absolute():

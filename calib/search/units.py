@@ -1,4 +1,4 @@
-"""Units, each of which gets a width of its own: a weight, or a layer's K cache, V cache or logits."""
+"""Units of a search, each with its own bit width: a weight, or a layer's K cache, V cache or logits."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from diffquant.calib.search.widths import INTEGERS, Width, code_width, scheme_at
+from diffquant.calib.search.result import INTEGERS, Width, code_width, scheme_at
+from diffquant.checkpoints.source import Source
 from diffquant.errors import UsageError
+from diffquant.measure.sweep.subject import state_bytes_per_token
 from diffquant.model.blocks import TokenRows
 from diffquant.model.causal import CausalModel
 from diffquant.quantization.plan import plan_quantization
@@ -17,30 +19,28 @@ from diffquant.quantization.rounded_weight import as_stored
 from diffquant.quantization.roundings import Rounder
 from diffquant.quantization.roundings.nearest import round_to_nearest
 from diffquant.recipe import Recipe
+from diffquant.recipe.scheme import FULL, Scheme
 from diffquant.recipe.targets import CALIBRATED_TARGETS, DEFAULT_GRANULARITY, layer_name
-from diffquant.scheme import FULL, Scheme
-from diffquant.source.source import Source
-from diffquant.sweep.storage import state_bytes_per_token
 
 TARGETS = ("weights", *CALIBRATED_TARGETS)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Unit:
-    """A tensor whose width is chosen. Both maps of a pair lie in one: they never differ in bits.
+    """A tensor whose bit width is chosen. Both maps of a pair belong to the same units, so they have equal widths.
 
     Attributes:
         target: "weights", "k", "v" or "logits".
-        name: the weight's module as the checkpoint has it, or the layer's attention and the target.
-        layer: number of its layer.
+        name: the weight's module in the checkpoint, or the layer's attention and the target.
+        layer: index of its layer.
         kind: name inside a layer, such as "mlp.up_proj" or "logits".
-        granularity: granularity of its scheme, which says what shares one scale.
-        elements: entries of the weight, or entries a token of the cache; 1 for logits.
-        stored: bytes at each width, scales included: a weight's as `quantize` writes it, K's or V's of a token as the
-            cache holds it; for logits, which nothing stores, those of the codes.
+        granularity: granularity of its scales.
+        elements: number of the weight's elements, or of the cache's per token; 1 for logits.
+        stored: bytes at each width, scales included: of a weight as `quantize` writes it, or of K or V per token in the
+            cache. Logits are not stored; their bytes are those of a code.
         parameter: name of the model's parameter, for weights.
         dtype: dtype in which the weight is written.
-        rows: indices of the parameter's rows, where the unit is a part of it.
+        rows: indices of the parameter's rows if the unit is only a part of it, otherwise None.
     """
 
     target: str
@@ -55,12 +55,12 @@ class Unit:
     rows: Tensor | None = None
 
     def scheme(self, width: Width) -> Scheme:
-        """The unit's scheme at a width."""
+        """Return the unit's scheme at a width."""
         return scheme_at(width, self.granularity, self.target)
 
     @property
     def in_attention(self) -> bool:
-        """Whether its error reaches the output projection's input."""
+        """Whether its error affects the input of attention's output projection."""
         return self.target != "weights" or (
             self.kind.startswith(("self_attn.", "attn.")) and not self.kind.endswith((".o_proj", ".wo", ".out_proj"))
         )
@@ -69,17 +69,17 @@ class Unit:
 def find_units(
     source: Source, targets: Sequence[str], granularity: str, widths: Sequence[Width] = INTEGERS
 ) -> list[Unit]:
-    """Every unit of the targets, layer by layer.
+    """Return all units of the targets, ordered by layer.
 
     Args:
-        source: checkpoint whose units they are.
+        source: checkpoint to search.
         targets: names among `TARGETS`.
-        granularity: granularity of the weights; the others have their targets' defaults.
-        widths: widths whose sizes are asked for.
+        granularity: granularity of the weights; other targets have their default granularity.
+        widths: widths for which `Unit.stored` is computed.
 
     Raises:
-        UsageError: an unknown target, or none.
-        DiffQuantError: weights are asked for that cannot be quantized with this granularity.
+        UsageError: a target is unknown, or none is given.
+        DiffQuantError: the weights cannot be quantized with this granularity.
     """
     unknown = [target for target in targets if target not in TARGETS]
     if unknown or not targets:
@@ -92,13 +92,13 @@ def find_units(
 
 
 def find_parts(source: Source, granularity: str) -> list[Unit]:
-    """Parts of layers that a report tells apart and no recipe does, layer by layer.
+    """Return parts of layers that are measured but get no width, ordered by layer.
 
-    These are the rows of each map's heads in the projections of queries, and of keys where each map has its own, and
+    These are each map's rows of the query projections (and of the key projections if the maps do not share keys), and
     the matrices that stay at 16 bits unless an override names them, such as λ's and the gate's.
 
     Args:
-        source: checkpoint whose parts they are.
+        source: checkpoint to search.
         granularity: granularity of the weights.
     """
     layout, parts = source.architecture.diff_spec.layout, []
@@ -139,7 +139,7 @@ def _layer_unit(source: Source, target: str, layer: int, widths: Sequence[Width]
 
 
 def _entries(rows: TokenRows | None, target: str, widths: Sequence[Width]) -> tuple[int, dict[Width, float]]:
-    """Entries of one layer's "k" or "v" a token, and their bytes at each width; of "logits" one entry."""
+    """Return one layer's elements of "k" or "v" per token, or 1 for "logits", and their bytes at each width."""
     if target == "logits" or rows is None:
         return 1, {width: code_width(width) / 8 for width in widths}
     heads, channels = rows.keys if target == "k" else rows.values
@@ -150,7 +150,7 @@ def _entries(rows: TokenRows | None, target: str, widths: Sequence[Width]) -> tu
 
 
 def to_recipe(widths: Mapping[Unit, Width]) -> Recipe:
-    """The recipe of an allocation: each target's commonest width, and an override for whatever differs."""
+    """Return an allocation's recipe: each target's most common scheme, and overrides for units with another."""
     schemes = {unit: unit.scheme(width) for unit, width in widths.items()}
     common = {target: _commonest([s for unit, s in schemes.items() if unit.target == target]) for target in TARGETS}
     overrides = {unit.name: scheme for unit, scheme in schemes.items() if scheme != common[unit.target]}
@@ -159,7 +159,7 @@ def to_recipe(widths: Mapping[Unit, Width]) -> Recipe:
 
 @contextmanager
 def unit_at_width(model: CausalModel, unit: Unit, width: Width) -> Iterator[None]:
-    """Put one unit of the model at a width inside the context, and restore the model afterwards."""
+    """Quantize one unit of the model to a width inside the context, and restore the model afterwards."""
     if unit.target == "weights":
         parameter = model.get_parameter(unit.parameter)
         original = parameter.data

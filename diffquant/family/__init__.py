@@ -1,1 +1,1 @@
-"""Defines differential attention: its specification, masks and per-pair norm. Depends only on torch."""
+"""Definitions of differential attention: its specification, masks and per-pair norm. Depends only on torch."""

@@ -1,4 +1,4 @@
-"""One call of attention: its tensors and options, and the check that they fit together.
+"""The arguments of one attention computation: tensors, options, and checks that they fit together.
 
 Shapes: B batch, T queries, S keys, h pairs, n noise heads, h_kv KV pairs, d query and key width, dv value width.
 """
@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from diffquant.errors import UsageError
-from diffquant.family.heads import each_pairs_noise
+from diffquant.family.heads import repeat_noise_heads
 from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
-from diffquant.scheme import FULL, Scheme
+from diffquant.recipe.scheme import FULL, Scheme
 
-# Names of q, k and v for messages, by the number of maps.
+# Names of q, k and v in messages, by the number of maps.
 _NAMES = {1: ("q", "k", "v"), 2: ("q1", "q2", "k1", "k2", "v")}
 
 
 class Meter(Protocol):
-    """Counter of a logit quantizer's work; `diffquant.attention.LogitMeter` is one."""
+    """Interface of a counter of quantized logits; `diffquant.attention.LogitMeter` implements it."""
 
     calls: int
     p_calls: int
@@ -33,27 +33,27 @@ class Meter(Protocol):
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """(g·softmax(Q1·K1ᵀ·scale) - λ·softmax(Q2·K2ᵀ·scale))·V, or only its first term, followed by a norm.
+    """Arguments of norm((g·softmax(Q1·K1ᵀ·scale) - λ·softmax(Q2·K2ᵀ·scale))·V); with one map, without the λ term.
 
     Attributes:
-        q: queries, one [B, h, T, d] per map, one or two maps, any strides; if h / n pairs share a noise head, the
-            second is [B, n, T, d].
+        q: queries of one or two maps, each [B, h, T, d] with any strides. With n noise heads, each of which serves
+            h / n pairs, the second map's are [B, n, T, d].
         k: keys, one [B, h_kv, S, d] per map; the same tensor twice if the maps share keys (V2). h_kv divides n.
         v: values [B, h_kv, S, dv].
-        lam: λ, broadcastable to [B, h, T, 1]; None with one map.
+        lam: λ, broadcastable to [B, h, T, 1], or None if there is one map.
         scale: factor of Q·Kᵀ.
-        mask: mask of the keys that a query sees; the output of a query that sees none is 0.
-        post: norm over a pair's output, if there is one.
-        logits: scheme to which both maps' logits are rounded; 16 bits leave them unchanged.
-        p: scheme to which each map's softmax weights are rounded before they are divided by their sum.
-        qk: scheme to which the backend itself rounds queries and keys, one a map; they are rounded before the call for
-            backends that do not.
-        ranges: largest logits [h], or [h + n], of a static scheme.
-        meter: counts the rounded logits and the calls with rounded weights, if given.
-        signal_gate: factor g of the signal map, broadcastable to [B, h, T, 1]; None means 1, as with one map.
+        mask: which keys each query sees; the output of a query that sees no key is 0.
+        post: norm of each pair's output, or None.
+        logits: number format and granularity of both maps' logits; 16 bits leave them unchanged.
+        p: number format of the softmax weights, which are rounded before they are divided by their row's sum.
+        qk: number format of the queries and keys if the backend quantizes them. Other backends get operands that were
+            quantized before the call.
+        ranges: calibrated largest |logit| of each head, [h] with one map or [h + n] with two; for static schemes only.
+        meter: counter of quantized logits and of calls with quantized softmax weights, or None.
+        signal_gate: factor g of the signal map, broadcastable to [B, h, T, 1], or None if g is 1.
 
     Raises:
-        UsageError: arguments disagree in number, shape, dtype or device; the message names all of them.
+        UsageError: tensors disagree in number, shape, dtype or device; the message lists every disagreement.
     """
 
     q: Sequence[Tensor]
@@ -76,15 +76,15 @@ class AttentionCall:
         if self.logits.sharing.is_static:
             heads = sum(x.shape[1] for x in self.q)
             if self.ranges is None or self.ranges.numel() != heads:
-                raise UsageError(f"logits at {self.logits} need {heads} calibrated ranges, one a head of each map")
+                raise UsageError(f"logits at {self.logits} need {heads} calibrated ranges, one per head of each map")
 
     @property
     def rounds_maps(self) -> bool:
-        """Whether something of the maps is rounded, so that they have to be computed one by one."""
+        """Whether logits, softmax weights, queries or keys are quantized during this call."""
         return self.logits.quantizes or self.p.quantizes or self.qk.quantizes
 
     def count(self) -> None:
-        """Count the call in its meter, if it has one, by what is rounded."""
+        """Add this call to its meter's counts of calls, if it has a meter."""
         if self.meter is not None:
             self.meter.calls += int(self.logits.quantizes)
             self.meter.p_calls += int(self.p.quantizes)
@@ -95,7 +95,7 @@ class AttentionCall:
 
     @property
     def pairs(self) -> int:
-        """Number of pairs h, or of heads with one map."""
+        """Number of pairs, h; with one map, number of query heads."""
         return self.q[0].shape[1]
 
     @property
@@ -103,15 +103,15 @@ class AttentionCall:
         """Number of pairs that share a noise head; 1 with one map."""
         return self.pairs // self.q[-1].shape[1]
 
-    def expanded(self) -> "AttentionCall":
-        """The equivalent call with a noise head for each pair; itself if it has that already."""
+    def expand_noise(self) -> "AttentionCall":
+        """Repeat shared noise heads, so that each pair has one; return this call if no pairs share one."""
         if self.signals_per_noise == 1:
             return self
         ranges = self.ranges
         if ranges is not None:
-            noise = each_pairs_noise(ranges[None, self.pairs :], self.pairs)
+            noise = repeat_noise_heads(ranges[None, self.pairs :], self.pairs)
             ranges = torch.cat([ranges[: self.pairs], noise[0]])
-        return replace(self, q=(self.q[0], each_pairs_noise(self.q[1], self.pairs)), ranges=ranges)
+        return replace(self, q=(self.q[0], repeat_noise_heads(self.q[1], self.pairs)), ranges=ranges)
 
     @property
     def length(self) -> int:
@@ -125,12 +125,12 @@ class AttentionCall:
 
     @property
     def shares_keys(self) -> bool:
-        """Whether two maps read the same keys (V2)."""
+        """Whether there are two maps with the same keys (V2)."""
         return self.maps == 2 and self.k[0] is self.k[1]
 
     @property
     def needs_gradient(self) -> bool:
-        """Whether a backward pass may follow."""
+        """Whether autograd records this call."""
         tensors = (*self.q, *self.k, self.v, self.lam, self.signal_gate)
         return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
@@ -144,18 +144,18 @@ def check_tensors(
     post: PairNorm | None,
     signal_gate: Tensor | None = None,
 ) -> None:
-    """Check that an attention's tensors, as `AttentionCall` describes them, agree.
+    """Check that tensors described as in `AttentionCall` fit together.
 
     Raises:
-        UsageError: they disagree in number, shape, dtype or device; all that do are named.
+        UsageError: they disagree in number, shape, dtype or device; the message lists every disagreement.
     """
     maps = len(q)
     if maps not in (1, 2) or len(k) != maps or (lam is None) != (maps == 1) or (maps == 1 and signal_gate is not None):
         raise UsageError(
-            "attention takes one map without λ or two with it, and gates the signal of two alone; got "
+            "attention takes one map without λ or two maps with it, and a signal gate only with two maps; got "
             f"{maps} Q, {len(k)} K, λ {lam is not None}, gate {signal_gate is not None}"
         )
-    # Every layer runs this for every decoded token, so messages are only built when something is wrong.
+    # This runs in each layer for each decoded token, so messages are built only if a check fails.
     names, attended = _NAMES[maps], (*q, *k, v)
     not_of_four_axes = [f"{name} {list(x.shape)}" for name, x in zip(names, attended, strict=True) if x.dim() != 4]
     if not_of_four_axes:
@@ -175,7 +175,7 @@ def check_tensors(
         if weight is not None and not _broadcasts(weight.shape, (batch, pairs, queries, 1)):
             wrong.append(f"{name} {list(weight.shape)}, not one value or {[batch, pairs, queries, 1]}")
     valid = mask.keys
-    # A cache's keys may have room for future tokens, which a mask does not cover.
+    # A cache may hold more key slots than the mask covers: slots for future tokens.
     if valid is not None and (valid.dtype != torch.bool or valid.dim() != 2 or valid.shape[0] != batch):
         wrong.append(f"mask {valid.dtype} {list(valid.shape)}, not torch.bool {[batch, keys]}")
     seen = mask.seen
@@ -184,7 +184,7 @@ def check_tensors(
     ):
         wrong.append(f"mask {seen.dtype} {list(seen.shape)}, not torch.bool {[batch, 1, queries, keys]}")
     if mask.window is not None and mask.window < 1:
-        wrong.append(f"window {mask.window}, not a number of keys above 0")
+        wrong.append(f"window {mask.window}, expected a positive number of keys")
     norm_weight = post.weight if post else None
     if norm_weight is not None and norm_weight.shape != (value_width,):
         wrong.append(f"norm weight {list(norm_weight.shape)}, not {[value_width]}")
@@ -218,5 +218,5 @@ def _require_one_place(names: Sequence[str], attended: Sequence[Tensor], beside:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """A dtype's name for messages, such as "float16"."""
+    """Return a dtype's name for messages, such as "float16"."""
     return str(dtype).removeprefix("torch.")

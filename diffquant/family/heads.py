@@ -1,7 +1,7 @@
-"""The layout of heads in an attention's projections: which rows belong to which head of which map.
+"""Maps the output rows of attention projections to heads and maps.
 
-After loading, heads are in canonical order: all signal heads, then all noise heads. A pair is a signal head and the
-noise head subtracted from it.
+In memory, heads are in canonical order: all signal heads, then all noise heads. A pair is a signal head and the noise
+head subtracted from it.
 """
 
 from dataclasses import dataclass
@@ -16,29 +16,29 @@ Projection = Literal["q_proj", "k_proj", "v_proj"]
 PROJECTIONS: tuple[Projection, ...] = ("q_proj", "k_proj", "v_proj")
 
 
-def each_pairs_noise(noise: Tensor, pairs: int) -> Tensor:
-    """Repeat noise heads [B, n, ...], which pairs may share, to one per pair, [B, h, ...]."""
+def repeat_noise_heads(noise: Tensor, pairs: int) -> Tensor:
+    """Repeat shared noise heads [B, n, ...] so that each pair has one, [B, h, ...]."""
     sharing = pairs // noise.shape[1]
     return noise if sharing == 1 else noise.repeat_interleave(sharing, 1)
 
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """How the outputs of the Q, K and V projections divide into heads.
+    """The division of the Q, K and V projections' outputs into heads.
 
     Attributes:
-        pairs: h, number of signal heads, or of heads with one map.
-        kv_pairs: h_kv, number of KV pairs; divides the noise heads.
+        pairs: h, number of signal heads; with one map, of query heads.
+        kv_pairs: h_kv, number of KV pairs; divides the number of noise heads.
         head_dim: d, width of a query or key.
         value_dim: dv, width of a value.
         maps: number of maps, 2, or 1 for a plain Transformer.
         shares_keys: whether both maps read the same keys (V2).
         signals_per_noise: number of signal heads that one noise head is subtracted from.
-        head_order: "adjacent" (the signal heads that share a noise head stand together, their noise head behind
-            them; a value's rows stand together) or "halves" (all signal heads, then all noise heads; first halves of
-            all values, then second halves).
-        channel_order: order of a head's rows, named after those that rotation turns together: "half" (i, i + d/2) or
-            "interleaved" (2i, 2i + 1).
+        head_order: order of the heads in the checkpoint. "adjacent": each group of signal heads is followed by the
+            noise head that it shares, and the rows of one value head are contiguous. "halves": all signal heads, then
+            all noise heads; the first halves of all value heads, then their second halves.
+        channel_order: order of the rows within a head, by the channels that rotary embedding pairs: "half"
+            (i, i + d/2) or "interleaved" (2i, 2i + 1).
     """
 
     pairs: int
@@ -53,7 +53,7 @@ class HeadLayout:
 
     @property
     def noises(self) -> int:
-        """Number of noise heads of Q."""
+        """Number of noise query heads."""
         return self.pairs // self.signals_per_noise if self.maps == 2 else 0
 
     @property
@@ -65,12 +65,12 @@ class HeadLayout:
         return self.kv_pairs if self.shares_keys else self.maps * self.kv_pairs
 
     def height(self, projection: Projection) -> int:
-        """Number of rows of a projection's weight."""
+        """Return the number of rows of a projection's weight."""
         heads = {"q_proj": self.query_heads, "k_proj": self.key_heads, "v_proj": self.kv_pairs}[projection]
         return heads * (self.value_dim if projection == "v_proj" else self.head_dim)
 
     def queries(self, projected: Tensor) -> Tensor:
-        """A view of the Q projection's output as heads.
+        """View the Q projection's output as heads.
 
         Args:
             projected: [..., T, height("q_proj")].
@@ -81,11 +81,11 @@ class HeadLayout:
         return self._heads(projected, self.pairs, self.noises)
 
     def keys(self, projected: Tensor) -> Tensor:
-        """A view of the K projection's output as heads [..., key_heads, T, d], as `queries` gives Q's."""
+        """View the K projection's output as heads [..., key_heads, T, d], like `queries`."""
         return self._heads(projected, self.kv_pairs, self.key_heads - self.kv_pairs)
 
     def values(self, projected: Tensor) -> Tensor:
-        """A view of the V projection's output as values [..., h_kv, T, dv], as `queries` gives Q's."""
+        """View the V projection's output as value heads [..., h_kv, T, dv], like `queries`."""
         if self.head_order == "halves":
             halves: Tensor = projected.unflatten(-1, (2, self.kv_pairs, self.value_dim // 2))
             return halves.movedim(-2, -4).flatten(-2)
@@ -93,15 +93,15 @@ class HeadLayout:
         return values.transpose(-2, -3)
 
     def query_maps(self, q: Tensor) -> tuple[Tensor, ...]:
-        """Each map's queries [B, h or noise heads, T, d], from all of them in canonical order."""
+        """Split queries in canonical order into maps: [B, h, T, d] and, with two maps, [B, n, T, d]."""
         return q.split([self.pairs, self.noises], 1) if self.maps == 2 else (q,)
 
     def key_maps(self, k: Tensor) -> tuple[Tensor, ...]:
-        """Each map's keys [B, h_kv, S, d], from all in canonical order; one tensor twice where maps share keys."""
+        """Split keys in canonical order into one [B, h_kv, S, d] per map; shared keys are returned twice."""
         return (k,) * self.maps if self.shares_keys else k.chunk(self.maps, 1)
 
     def rows(self, projection: Projection) -> Tensor:
-        """Index of the row that holds each channel of each head in a projection.
+        """Return the row index of each channel of each head in a projection's weight.
 
         Returns:
             int64 [query_heads or key_heads, d], or [h_kv, dv]: heads in canonical order, channels in "half" order.
@@ -114,18 +114,17 @@ class HeadLayout:
             return torch.cat([heads[:, 0::2], heads[:, 1::2]], 1)
         return heads
 
-    def order_as(self, target: "HeadLayout", projection: Projection) -> Tensor | None:
-        """Permutation of a projection's rows into another layout of the same heads.
+    def permutation_to(self, target: "HeadLayout", projection: Projection) -> Tensor | None:
+        """Return the row permutation that converts a projection from this layout to another one of the same heads.
 
-        If `target` has more noise heads, each noise head of this layout is repeated for them: grouped attention becomes
-        equivalent plain pairs.
+        If `target` has more noise heads, each noise head of this layout is repeated, so that fewer pairs share it. The
+        result of attention does not change.
 
         Returns:
-            int64 [target.height(projection)], the row of this layout for each row of the target, or None if no row
-            moves.
+            int64 [target.height(projection)], the source row of each target row, or None if the order is the same.
 
         Raises:
-            ValueError: the layouts do not have the same heads, or the target's noise heads serve more signal heads.
+            ValueError: the layouts have different heads, or more pairs share a noise head in the target.
         """
         self._check_same_heads(target)
         rows = self.rows(projection)
@@ -137,7 +136,7 @@ class HeadLayout:
         return None if torch.equal(order, torch.arange(self.height(projection))) else order
 
     def _heads(self, projected: Tensor, signals: int, noises: int) -> Tensor:
-        """Heads [..., signals + noises, T, d] in canonical order, of projected [..., T, (signals + noises)·d]."""
+        """View projected [..., T, (signals + noises)·d] as heads [..., signals + noises, T, d] in canonical order."""
         if self.head_order == "halves" or not noises:
             heads: Tensor = projected.unflatten(-1, (signals + noises, self.head_dim))
             return heads.transpose(-2, -3)
@@ -151,4 +150,6 @@ class HeadLayout:
     def _check_same_heads(self, target: "HeadLayout") -> None:
         counts = [(x.pairs, x.kv_pairs, x.head_dim, x.value_dim, x.maps, x.shares_keys) for x in (self, target)]
         if counts[0] != counts[1] or self.signals_per_noise % target.signals_per_noise:
-            raise ValueError(f"{self} has other heads than {target}")
+            raise ValueError(
+                f"{self} cannot be converted to {target}: their heads differ in number, size or signals per noise head"
+            )

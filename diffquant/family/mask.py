@@ -1,4 +1,4 @@
-"""The mask of an attention: which keys each query sees."""
+"""The attention mask: which keys each query sees."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,15 +11,17 @@ from torch.nn.functional import pad
 
 @dataclass(frozen=True)
 class Mask:
-    """Causal order, padding and window of an attention, without a T x S matrix unless the caller passes one.
+    """Causal order, padding and window of attention, without a T x S matrix unless the caller passes one.
 
-    Queries are the last T of the S positions and see keys up to their own. A query that is padding sees nothing, so
-    that it affects no scale.
+    Queries are the last T of the S positions, and each sees the keys up to its position. A padding query sees no key,
+    so it does not affect quantization scales.
 
     Attributes:
-        keys: validity of positions, bool [B, S], False at padding; None if there is no padding.
-        window: number of newest keys that a query sees, its own included, padding not counted; None without a window.
-        seen: keys that each query sees, bool [B or 1, 1, T, S], which replaces causal order, padding and window.
+        keys: validity of positions, bool [B, S], False at padding, or None if there is no padding.
+        window: number of newest keys that a query sees, including its own and not counting padding, or None if there
+            is no window.
+        seen: explicit mask, bool [B or 1, 1, T, S], True where a query sees a key. It replaces causal order, padding
+            and window.
     """
 
     keys: Tensor | None = None
@@ -28,9 +30,10 @@ class Mask:
 
     @property
     def ranges(self) -> tuple[Tensor, Tensor] | None:
-        """First valid position and one past the last, int32 [B] each; None if there is no padding, or it has holes.
+        """First valid position of each sequence and one past its last, int32 [B] each, or None.
 
-        Computed once per mask, since the answer has to be fetched from the device.
+        None means that there is no padding, or that some sequence's valid positions are not contiguous. The result is
+        cached, since computing it synchronizes with the device.
         """
         # Without padding nothing is cached: a cached property takes a lock, which torch.compile cannot trace.
         return None if self.keys is None else self._padded_ranges
@@ -44,25 +47,30 @@ class Mask:
         unbroken = (position >= starts[:, None]) & (position < ends[:, None])
         return (starts.int(), ends.int()) if torch.equal(unbroken, keys) else None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is no padding and no mask per query; causal order and a window may still apply."""
+        return self.keys is None and self.seen is None
+
     def hides_by_window(self, keys: int) -> bool:
-        """Whether some of these S keys may lie outside the window."""
+        """Whether the window is shorter than S = `keys`, so that some queries may not see all keys before them."""
         return self.window is not None and self.window < keys
 
     def reach(self, queries: slice, length: int, keys: int) -> int:
-        """How many of S keys a range of T queries may see, from the first on, at least one: later ones are hidden."""
+        """Return the number of leading keys, out of S, that a range of the T queries may see; at least one."""
         return keys if self.seen is not None else max(queries.stop + keys - length, 1)
 
     def visible(self, queries: slice, length: int, keys: int, device: torch.device) -> Tensor | None:
-        """Which keys a range of the queries sees.
+        """Return the dense mask of a range of queries.
 
         Args:
-            queries: range of the T queries, with start and stop.
-            length: T, all queries.
-            keys: S.
+            queries: slice of the T queries; start and stop are given.
+            length: T, number of all queries.
+            keys: S, number of keys.
             device: device of the result.
 
         Returns:
-            bool [B or 1, 1, queries in the range, S], or None if everything is visible.
+            bool [B or 1, 1, queries in the range, S], True where a query sees a key, or None if all is visible.
         """
         if self.seen is not None:
             return self.seen[:, :, queries]
@@ -80,11 +88,11 @@ class Mask:
         return seen
 
     def dense(self, length: int, keys: int, device: torch.device) -> Tensor | None:
-        """Which keys each of the T queries sees, in the form of `visible`."""
+        """Return the dense mask of all T queries, as `visible` does for some."""
         return self.visible(slice(0, length), length, keys, device)
 
     def valid_queries(self, length: int) -> Tensor | None:
-        """Validity of the last `length` positions, bool [B or 1, length], or None if there is no padding."""
+        """Return which of the last `length` positions are not padding, bool [B or 1, length], or None if all are."""
         if self.seen is not None:
             return self.seen.any(-1)[:, 0]
         if self.keys is None:
@@ -94,27 +102,27 @@ class Mask:
 
     @property
     def valid_keys(self) -> Tensor | None:
-        """Validity of keys, bool [B or 1, S]: those that any query sees if `seen` is given, else `keys`."""
+        """Valid keys, bool [B or 1, S], or None if all are; with `seen`, the keys that some query sees."""
         return self.keys if self.seen is None else self.seen.any(-2)[:, 0]
 
     def needed_keys(self, keys: int) -> int:
-        """How many of the last positions a later query may still see; all of them without a window."""
+        """Return the number of newest positions that later queries may still see; without a window, all of them."""
         if self.window is None:
             return keys
         if self.keys is None:
             return min(keys, self.window - 1)
-        # Each sequence needs its newest window - 1 positions that are not padding: count from the first of them.
+        # Each sequence keeps its newest window - 1 valid positions; the batch keeps as many as the longest such span.
         newest = self.keys & (self._places > self._places[:, -1:] - (self.window - 1))
         spans = torch.where(newest.any(1), keys - newest.int().argmax(1), 0)
         return int(spans.max())
 
     @property
     def _places(self) -> Tensor:
-        """Each position's index among those that are not padding, counted from 1, int64 [B, S]."""
+        """Index of each position among the valid ones, counted from 1, int64 [B, S]."""
         return cast(Tensor, self.keys).cumsum(1)
 
     def _within_window(self, queries: slice, length: int, keys: int, device: torch.device) -> Tensor:
-        """Whether a key lies less than the window before a query, bool [B or 1, 1, queries in the range, S]."""
+        """Return which keys lie in each query's window, bool [B or 1, 1, queries in the range, S]."""
         places = torch.arange(keys, device=device)[None] if self.keys is None else self._places
         of_queries = pad(places, (max(length - keys, 0), 0))[:, -length:][:, queries]
         return (of_queries[:, :, None] - places[:, None, :] < cast(int, self.window))[:, None]

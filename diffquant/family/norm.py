@@ -1,4 +1,4 @@
-"""The RMSNorm and the factor that follow a pair's attention."""
+"""The per-pair norm: an RMSNorm of each pair's output, times a factor."""
 
 from dataclasses import dataclass
 
@@ -8,11 +8,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class PairNorm:
-    """RMSNorm over a pair's dv output channels, followed by a factor.
+    """Parameters of an RMSNorm over a pair's dv output channels, followed by a factor.
 
     Attributes:
         eps: epsilon of the norm.
-        weight: weight of the norm [dv], if it has one.
+        weight: weight of the norm [dv], or None.
         factor: factor of the normalized output, 1 - λ_init.
     """
 
@@ -22,7 +22,7 @@ class PairNorm:
 
 
 def pair_norm(y: Tensor, post: PairNorm | None) -> Tensor:
-    """RMSNorm over a pair's output [B, h, T, dv] in float32, times the factor; `y` itself without `post`.
+    """Normalize each pair's output [B, h, T, dv] in float32 and apply the factor; return `y` unchanged if no `post`.
 
     Source: arXiv 2410.05258, equation 2; transformers' DiffLlama and microsoft/unilm's subln.
     """

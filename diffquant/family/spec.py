@@ -1,4 +1,4 @@
-"""The specification of a model's attention: which member of the differential family it is."""
+"""Specifies a model's attention: which member of the differential family it is."""
 
 import math
 from collections.abc import Mapping
@@ -22,18 +22,18 @@ class DiffSpec:
         maps: number of maps: 2, or 1 for a plain Transformer.
         shared_k: whether both maps read the same keys (V2).
         head_order: order of heads in a projection's output, as in `HeadLayout`: "adjacent" or "halves".
-        lam: kind of λ: "exp" (V1, one scalar a layer), "sigmoid" (V2, a token and pair), "two-gates" (V3, a sigmoid of
-            its own for each map, a token and pair) or "none".
+        lam: kind of λ: "exp" (V1, one scalar per layer), "sigmoid" (V2, one per token and pair), "two-gates" (V3, one
+            sigmoid per map, token and pair) or "none".
         lam_init_offset: number added to the 0-based layer index in λ_init.
         post_norm: RMSNorm over a pair's output: "none", "plain" (no weight) or "affine".
         post_norm_eps: epsilon of that norm.
         scale_by_init: whether the output is multiplied by (1 - λ_init).
-        rope: channels that rotary embedding turns together: "half", "interleaved", or "none" of them.
+        rope: channels that rotary embedding pairs: "half", "interleaved", or "none" if there is no rotary embedding.
         signals_per_noise: number of signal maps that one noise map is subtracted from.
-        output_gate: whether each channel of the output is multiplied by a gate of the layer's input.
+        output_gate: whether each output channel is multiplied by a gate computed from the layer's input.
 
-    Sources: arXiv 2410.05258, section 2; microsoft/unilm, Diff-Transformer and Diff-Transformer-V2; the two gates are
-    those of DIFF V3 (YOCO), the output gate that of Motif-3.
+    Sources: arXiv 2410.05258, section 2; microsoft/unilm, Diff-Transformer and Diff-Transformer-V2; for "two-gates",
+    DIFF V3 (YOCO); for the output gate, Motif-3.
     """
 
     pairs: int
@@ -61,13 +61,13 @@ class DiffSpec:
         if self.rope != "none" and self.head_dim % 2:
             raise CheckpointError(f"rotary embedding needs an even head width, got {self.head_dim}")
         if self.scale_by_init and self.post_norm == "none":
-            raise CheckpointError("the factor 1 - λ_init follows a norm: post_norm must not be 'none'")
+            raise CheckpointError("scale_by_init needs a norm: post_norm must not be 'none'")
         if self.maps == 2 and self.lam == "none":
             raise CheckpointError("two maps need a λ: lam must be 'exp', 'sigmoid' or 'two-gates'")
         if self.maps == 1 and self.lam != "none":
-            raise CheckpointError(f"one map has nothing to subtract: lam must be 'none', not {self.lam!r}")
+            raise CheckpointError(f"a single map has no noise map to weight: lam must be 'none', not {self.lam!r}")
         if (self.lam == "two-gates" or self.output_gate) and self.post_norm != "none":
-            raise CheckpointError("no model has gates and a norm behind them: post_norm must be 'none'")
+            raise CheckpointError("gates followed by a norm are not supported: post_norm must be 'none'")
         grouped = self.signals_per_noise
         if grouped < 1 or (grouped > 1 and (self.maps == 1 or self.pairs % (grouped * self.kv_pairs))):
             raise CheckpointError(
@@ -77,7 +77,7 @@ class DiffSpec:
 
     @property
     def layout(self) -> HeadLayout:
-        """How the rows of the projections divide into heads."""
+        """Division of the projections' rows into heads."""
         return HeadLayout(
             pairs=self.pairs,
             kv_pairs=self.kv_pairs,
@@ -114,59 +114,59 @@ class DiffSpec:
 
     @property
     def gates(self) -> int:
-        """Number of a token's sigmoid gates, rows of `lambda_proj`; a pair's two are neighbours, its signal's first."""
+        """Number of sigmoid gates per token, the rows of `lambda_proj`. In V3 a pair's signal gate precedes its λ."""
         return self.pairs * {"sigmoid": 1, "two-gates": 2}.get(self.lam, 0)
 
     def lam_init(self, layer: int) -> float:
-        """λ_init of a 0-based layer: 0.8 - 0.6·exp(-0.3·layer) (arXiv 2410.05258, equation 3)."""
+        """Return λ_init of a 0-based layer: 0.8 - 0.6·exp(-0.3·layer) (arXiv 2410.05258, equation 3)."""
         return 0.8 - 0.6 * math.exp(-0.3 * (layer + self.lam_init_offset))
 
     def post_factor(self, layer: int) -> float:
-        """Factor of a 0-based layer's normed output: 1 - λ_init, or 1 without `scale_by_init`."""
+        """Return the factor after the pair norm of a 0-based layer: 1 - λ_init, or 1 without `scale_by_init`."""
         return 1 - self.lam_init(layer) if self.scale_by_init else 1.0
 
     def to_dict(self) -> dict[str, Any]:
-        """The specification as plain data, without fields that do not apply."""
+        """Return the specification as plain data, omitting fields that do not apply."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 def read_spec(spec: Mapping[str, Any] | None) -> DiffSpec:
-    """The attention's specification from the plain data of a config.json.
+    """Parse the attention specification of a config.json.
 
     Raises:
-        CheckpointError: the specification is missing, has keys or values that none has, or contradicts itself.
+        CheckpointError: the specification is missing, has unknown keys or values, or contradicts itself.
     """
     if not spec:
         raise CheckpointError("config.json has no `spec`: a diff_transformer checkpoint must describe its attention")
     if not isinstance(spec, Mapping):
         raise CheckpointError(f"config.json: `spec` is {spec!r}, not an object")
-    # Folders of before it was removed have the key, which no model sets.
+    # Older checkpoint folders still have this removed key; no model sets it.
     spec = {name: value for name, value in spec.items() if (name, value) != ("soft_cap", None)}
     own = fields(DiffSpec)
     problems = [f"{field.name} is missing" for field in own if field.default is MISSING and field.name not in spec]
-    problems += [f"{name} is no key of it" for name in spec if name not in _KINDS]
+    problems += [f"{name} is not a known key" for name in spec if name not in _KINDS]
     problems += [
-        f"{name} is {value!r}, not {' or '.join(map(_named, _KINDS[name]))}"
+        f"{name} is {value!r}, not {' or '.join(map(_kind_name, _KINDS[name]))}"
         for name, value in spec.items()
-        if name in _KINDS and not any(_is_of(kind, value) for kind in _KINDS[name])
+        if name in _KINDS and not any(_matches_kind(kind, value) for kind in _KINDS[name])
     ]
     if problems:
         raise CheckpointError(f"config.json: in `spec` {'; '.join(problems)}")
     return DiffSpec(**spec)
 
 
-# What each field may be: types, or the values themselves.
+# Allowed types or allowed values of each field.
 _KINDS = {name: get_args(hint) or (hint,) for name, hint in get_type_hints(DiffSpec).items()}
 
 
-def _is_of(kind: object, value: object) -> bool:
+def _matches_kind(kind: object, value: object) -> bool:
     if isinstance(kind, type):
         return type(value) is kind or (kind is float and type(value) is int)
     # JSON's true equals 1 in Python.
     return type(value) is type(kind) and value == kind
 
 
-def _named(kind: object) -> str:
+def _kind_name(kind: object) -> str:
     if kind is NoneType:
         return "null"
     return kind.__name__ if isinstance(kind, type) else repr(kind)

@@ -1,5 +1,8 @@
-"""The Triton kernels, each with its launch code and nothing else.
+"""Triton kernels with their launch code.
 
-They take plain tensors; `diffquant.attention` decides when they run. Nothing here imports Triton until a
-kernel's own module is imported.
+`diffquant.attention` and `diffquant.model` decide when they run. Importing this package does not import Triton; only
+the modules that contain kernels do.
 """
+
+# Increase it if a change alters stored results, which must then be measured again.
+RESULT_VERSION = 1

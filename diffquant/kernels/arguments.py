@@ -1,26 +1,37 @@
-"""Reasons to refuse arguments that the attention kernels share, and the tensor they write to.
+"""Checks and prepares arguments of attention kernels, and registers prefill kernels as torch operators.
 
 Shapes: B batch, T queries, S keys, h pairs, h_kv KV pairs, d query and key width, dv value width.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from diffquant.family.call import AttentionCall, dtype_name
+from diffquant.family.norm import PairNorm
+
+
+def same_strides(*maps: Tensor) -> list[Tensor]:
+    """Return the tensors with contiguous last axes and equal strides, copying only those that need it."""
+    first = maps[0].stride()
+    if first[-1] == 1 and all(x.stride() == first for x in maps):
+        return list(maps)
+    return [x.contiguous() for x in maps]
+
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
 
 
 def call_refusal(call: AttentionCall) -> str | None:
-    """Reason why no attention kernel computes a call, whatever the device, or None."""
+    """Return why no attention kernel supports a call on any device, or None."""
     if call.needs_gradient:
         return "the kernel has no backward pass; call it under torch.no_grad()"
     if call.signal_gate is not None:
         return "the signal map has a gate of its own, which the kernel does not compute"
     if call.signals_per_noise > 1:
-        return f"{call.signals_per_noise} pairs share a noise head; the kernel takes one a pair: `expanded` gives it"
+        return f"{call.signals_per_noise} pairs share a noise head; the kernel takes one a pair: use `expand_noise`"
     if call.mask.seen is not None:
         return "the kernel knows only causal masks, but the call says which keys each query sees"
     if call.mask.hides_by_window(call.keys):
@@ -31,7 +42,7 @@ def call_refusal(call: AttentionCall) -> str | None:
 
 
 def widths_refusal(q: Tensor, v: Tensor, dtypes: Collection[torch.dtype] = HALF_TYPES) -> str | None:
-    """Reason why an attention kernel for d of 64 or 128, and dv of d or 2d, refuses these widths or types, or None."""
+    """Return why widths or dtypes are unsupported by kernels for d = 64 or 128 and dv = d or 2d, or None."""
     if q.dtype not in dtypes:
         return f"q, k and v are {dtype_name(q.dtype)}; the kernel takes {' and '.join(map(dtype_name, dtypes))}"
     width, value_width = q.shape[-1], v.shape[-1]
@@ -43,6 +54,83 @@ def widths_refusal(q: Tensor, v: Tensor, dtypes: Collection[torch.dtype] = HALF_
 
 
 def empty_output(q: Tensor, value_width: int) -> Tensor:
-    """Empty [B, h, T, dv], its memory [B, T, h, dv], so that the output projection flattens heads without a copy."""
+    """Allocate [B, h, T, dv] with memory order [B, T, h, dv], so that heads can be flattened without a copy."""
     batch, pairs, queries, _ = q.shape
     return q.new_empty(batch, queries, pairs, value_width).transpose(1, 2)
+
+
+_PARTS = (
+    "Tensor[] q, Tensor[] k, Tensor v, Tensor? lam, Tensor? starts, Tensor? ends, Tensor? weight, "
+    "float scale, bool normed, float eps, float factor"
+)
+
+
+class Operands(NamedTuple):
+    """Tensors and numbers of a call as kernels need them: contiguous channels, equal strides for both maps.
+
+    Attributes:
+        out: output to fill, [B, h, T, dv].
+        q: queries, one [B, h, T, d] per map.
+        k: keys, one [B, h_kv, S, d] per map, or a single one if two maps share keys (V2).
+        v: values [B, h_kv, S, dv].
+        lam: λ, float32 [B, h, T, 1], or None if there is one map.
+        starts, ends: first valid key of each sequence and one past the last, int32 [B], or None if nothing is padded.
+        weight: weight of the pair norm [dv], or None.
+        scale: factor of Q·Kᵀ.
+        normed: whether the pair norm is applied, with `eps` and `factor`.
+    """
+
+    out: Tensor
+    q: list[Tensor]
+    k: list[Tensor]
+    v: Tensor
+    lam: Tensor | None
+    starts: Tensor | None
+    ends: Tensor | None
+    weight: Tensor | None
+    scale: float
+    normed: bool
+    eps: float
+    factor: float
+
+    @property
+    def is_blind(self) -> bool:
+        """Whether the output is empty or there are no keys."""
+        return self.out.numel() == 0 or self.v.shape[2] == 0
+
+
+def as_operator(
+    name: str,
+    launch: Callable[..., Any],
+    options: str = "",
+    returns: str = "Tensor",
+    fake: Callable[..., Any] = lambda out, *_: out,
+) -> Callable[..., Any]:
+    """Register a launch function as the torch operator `diffquant::name`; return a function of a call and options.
+
+    Args:
+        name: name of the operator.
+        launch: function of `Operands` and the options that computes the results, the output first.
+        options: declaration of the options in torch's schema language, such as ", str pv".
+        returns: declaration of the results in torch's schema language.
+        fake: function of an uninitialized output, q and the options that returns results of the right shapes and
+            dtypes, for torch.compile.
+    """
+
+    def run(q: list[Tensor], k: list[Tensor], v: Tensor, lam: Tensor | None, *rest: Any) -> Any:
+        out = empty_output(q[0], v.shape[-1])
+        lam = None if lam is None else lam.float().expand(*q[0].shape[:3], 1)
+        (v,) = same_strides(v)
+        return launch(Operands(out, same_strides(*q), same_strides(*k), v, lam, *rest[:7]), *rest[7:])
+
+    op = torch.library.custom_op(f"diffquant::{name}", run, mutates_args=(), schema=f"({_PARTS}{options}) -> {returns}")
+    op.register_fake(lambda q, _k, v, *rest: fake(empty_output(q[0], v.shape[-1]), q, *rest[8:]))
+
+    def operator(call: AttentionCall, *given: Any) -> Any:
+        norm = call.post or PairNorm(0.0)
+        starts, ends = call.mask.ranges or (None, None)
+        k = list(call.k[:1] if call.shares_keys else call.k)
+        numbers = (norm.weight, call.scale, call.post is not None, norm.eps, norm.factor)
+        return op(list(call.q), k, call.v, call.lam, starts, ends, *numbers, *given)
+
+    return operator

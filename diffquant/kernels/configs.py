@@ -1,7 +1,7 @@
-"""Configurations that say how each kernel cuts its work: a table of fixed ones a kernel, and tuned ones instead.
+"""Launch configurations of kernels, such as tile sizes: built-in tables, and tuned ones that override them.
 
-A key is "kernel/device class/case", as in "prefill_v1/sm_90/128". `DIFFQUANT_KERNEL_CONFIGS` may name a
-JSON file of tuned entries: {key: {field: value}}, where fields left out keep the shipped value.
+A key is "kernel/device class/case", as in "prefill_v1/sm_90/128". `DIFFQUANT_KERNEL_CONFIGS` may name a JSON file of
+tuned entries {key: {field: value}}; omitted fields keep their built-in values.
 """
 
 import json
@@ -23,11 +23,11 @@ Entries = dict[str, dict[str, int]]
 
 @dataclass(frozen=True)
 class AttentionTile:
-    """A tile of an attention kernel.
+    """Tile of an attention kernel.
 
     Attributes:
-        queries: number of rows of queries.
-        keys: number of keys a step.
+        queries: number of query rows.
+        keys: number of keys per step.
         warps: number of warps.
         stages: number of steps loaded ahead.
     """
@@ -38,8 +38,8 @@ class AttentionTile:
     stages: int
 
 
-# The longest steps whose loops, read from machine code, neither spill nor wait for single products: each step
-# rescales the accumulator. Those of sm_80 fit the 99 KiB of Ampere's and Ada's smaller devices.
+# Steps are as long as possible, since each step rescales the accumulator: longer ones, in machine code, spill registers
+# or wait for single products. Those of sm_80 fit in the 99 KiB of shared memory of Ampere's and Ada's smaller devices.
 PREFILL = {
     "prefill_v1/sm_90/64": AttentionTile(128, 128, 8, 3),
     "prefill_v1/sm_90/128": AttentionTile(128, 128, 8, 2),
@@ -53,15 +53,15 @@ PREFILL = {
 
 
 def choose(table: Mapping[str, Config], key: str) -> Config:
-    """Configuration under `key`: as tuned, else as shipped."""
-    tuned = _tuned().get(key)
+    """Return the configuration under `key`: a tuned one if there is one, else the built-in one."""
+    tuned = _read_tuned().get(key)
     return table[key] if tuned is None else _with_fields(table[key], key, tuned)
 
 
 @contextmanager
 def trying(entries: Entries) -> Iterator[None]:
-    """Use these entries, in the file's form, for as long as the context is open. For tuners and tests."""
-    tuned = _tuned()
+    """Override configurations by these entries, as in the file, within a context. For tuning and tests."""
+    tuned = _read_tuned()
     before = dict(tuned)
     tuned.update(entries)
     try:
@@ -72,8 +72,8 @@ def trying(entries: Entries) -> Iterator[None]:
 
 
 @cache
-def _tuned() -> Entries:
-    """Tuned entries of the file that the environment names."""
+def _read_tuned() -> Entries:
+    """Read the tuned entries from the file named by `DIFFQUANT_KERNEL_CONFIGS`."""
     file_name = os.environ.get(VARIABLE)
     if not file_name:
         return {}

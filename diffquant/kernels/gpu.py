@@ -1,4 +1,4 @@
-"""Requirements of the kernels on a device and on the Triton that compiles them for it."""
+"""Properties of GPUs, requirements of the kernels and of Triton, and which kernels run on a GPU."""
 
 import os
 from collections.abc import Iterator
@@ -11,25 +11,27 @@ from typing import cast
 import torch
 
 from diffquant.errors import UsageError
+from diffquant.kernels.configs import VARIABLE
 
-# `constexpr_function`, `knobs` and tensor descriptors made on the host are all there from 3.6 on; older ones lack some.
+# The kernels use `constexpr_function`, `knobs` and host-side tensor descriptors; older versions lack some of these.
 OLDEST_TRITON = (3, 6)
-# Before it Triton compiles products for Hopper wrongly whose left side is made in registers: it writes the registers
-# anew while products that were not waited for still read them (triton-lang/triton#9433).
+# Earlier versions miscompile warpgroup products whose left operand is computed in registers: registers are overwritten
+# while running products still read them (triton-lang/triton#9433).
 _RIGHT_ON_HOPPER = (3, 7)
-# Shared memory of a block on Ampere's and Ada's smaller devices and on consumer Blackwell: 99 KiB.
+# Shared memory per thread block on Ampere's and Ada's smaller devices and on consumer Blackwell: 99 KiB.
 SMALLEST_SHARED_MEMORY = 101_376
 
 
 @dataclass(frozen=True)
 class AbsentGpu:
-    """A GPU that kernels are compiled for without one.
+    """Properties of a GPU for which kernels are compiled on a machine without it.
 
     Attributes:
         capability: compute capability.
-        shared_memory: bytes of shared memory that one block may ask for.
+        shared_memory: maximum shared memory per thread block in bytes.
         processors: number of multiprocessors.
-        bytes_a_second: bytes that a copy moves in a second; None means an H100's share for each multiprocessor.
+        bytes_a_second: memory bandwidth of a copy in bytes per second; None means as much per multiprocessor as on an
+            H100.
     """
 
     capability: tuple[int, int]
@@ -38,7 +40,7 @@ class AbsentGpu:
     bytes_a_second: float | None = None
 
 
-# A copy reaches about nine tenths of the data sheets' 3.35 and 4.8 TB/s.
+# Fraction of the data sheets' bandwidths, 3.35 and 4.8 TB/s, that a copy reaches.
 COPY_REACHES = 0.9
 H100 = AbsentGpu((9, 0), 232_448, 132, 3.35e12 * COPY_REACHES)
 H200 = AbsentGpu((9, 0), 232_448, 132, 4.8e12 * COPY_REACHES)
@@ -47,7 +49,7 @@ _assumed: AbsentGpu | None = None
 
 @contextmanager
 def assuming(absent: AbsentGpu) -> Iterator[None]:
-    """Make launch code cut its work for a GPU that is not there, while its tensors are the host's."""
+    """Within a context, plan launches for a GPU that is not present, with tensors on the CPU."""
     global _assumed  # noqa: PLW0603
     before, _assumed = _assumed, absent
     try:
@@ -57,7 +59,7 @@ def assuming(absent: AbsentGpu) -> Iterator[None]:
 
 
 def device_refusal(device: torch.device) -> str | None:
-    """Reason why no Triton kernel runs on a device, or None."""
+    """Return why Triton kernels do not run on a device, or None if they do."""
     if device.type != "cuda":
         return f"Triton kernels run on CUDA devices, not on {device.type}"
     if torch.version.hip:
@@ -67,37 +69,37 @@ def device_refusal(device: torch.device) -> str | None:
         return "Triton is not installed"
     if installed < OLDEST_TRITON:
         return (
-            f"the kernels need Triton {_dotted(OLDEST_TRITON)} or newer, which comes with torch 2.10; "
-            f"installed is {_dotted(installed)}"
+            f"the kernels need Triton {_version_text(OLDEST_TRITON)} or newer, which comes with torch 2.10; "
+            f"installed is {_version_text(installed)}"
         )
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "Triton kernels need compute capability 8.0 (Ampere) or newer"
     return None
 
 
-def unpacked_product_refusal(device: torch.device) -> str | None:
-    """Reason why no kernel may multiply by weights that it unpacks in registers (`gemm`) on a device, or None."""
+def warpgroup_refusal(device: torch.device) -> str | None:
+    """Return why `gemm` cannot use warpgroup products with weights unpacked in registers, or None if it can."""
     installed = triton_version()
     if device_class(device) != "sm_90" or installed is None or installed >= _RIGHT_ON_HOPPER:
         return None
     return (
-        f"Triton {_dotted(installed)} compiles products of weights unpacked in registers wrongly for Hopper "
-        f"(triton-lang/triton#9433); Triton {_dotted(_RIGHT_ON_HOPPER)} does not"
+        f"Triton {_version_text(installed)} compiles a warpgroup's products of weights unpacked in registers wrongly "
+        f"(triton-lang/triton#9433); Triton {_version_text(_RIGHT_ON_HOPPER)} does not"
     )
 
 
 def fp8_refusal(device: torch.device) -> str | None:
-    """Reason why no kernel multiplies in fp8 on a device, or None."""
+    """Return why a device does not support fp8 products, or None if it does."""
     if capability(device) < (8, 9):
         return "P·V in fp8 needs compute capability 8.9 (Ada, Hopper) or newer; use pv='fp16'"
     return None
 
 
 def capability(device: torch.device) -> tuple[int, int]:
-    """Compute capability of a device; the interpreter runs as 8.0.
+    """Return the compute capability of a device, or (8, 0) for Triton's interpreter.
 
     Raises:
-        UsageError: the device runs no Triton kernel.
+        UsageError: Triton kernels do not run on the device.
     """
     if _assumed is not None:
         return _assumed.capability
@@ -109,28 +111,29 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 def device_class(device: torch.device) -> str:
-    """Class of a device: "sm_90" (Hopper) or "sm_80" (every other device from Ampere on)."""
+    """Return the class of a device: "sm_90" for Hopper, "sm_80" for all others since Ampere."""
     return "sm_90" if capability(device)[0] == 9 else "sm_80"
 
 
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one block may ask for; the interpreter has the smallest devices'."""
+    """Return the maximum shared memory per thread block in bytes; for the interpreter, that of the smallest devices."""
     if _assumed is not None:
         return _assumed.shared_memory
     return _shared_memory_of(device) if device.type == "cuda" else SMALLEST_SHARED_MEMORY
 
 
 def processors(device: torch.device) -> int:
-    """Number of multiprocessors of a device; the interpreter has eight."""
+    """Return the number of multiprocessors of a device, or 8 for the interpreter."""
     if _assumed is not None:
         return _assumed.processors
     return _processors_of(device) if device.type == "cuda" else 8
 
 
 def bandwidth(device: torch.device) -> float:
-    """Bytes a second that a copy on a device is expected to move, read and written ones together.
+    """Estimate the bytes per second that a copy on a device reads and writes in total.
 
-    By its memory's clock and width; where torch does not tell them, an H100's share for each multiprocessor.
+    The estimate uses the memory's clock and bus width. If torch does not report them, it assumes as much per
+    multiprocessor as on an H100.
     """
     known = _assumed.bytes_a_second if _assumed is not None else None
     if known is None and _assumed is None and device.type == "cuda":
@@ -141,7 +144,7 @@ def bandwidth(device: torch.device) -> float:
 @cache
 def _bandwidth_of(device: torch.device) -> float | None:
     properties = torch.cuda.get_device_properties(device)
-    # In kHz, two transfers a cycle, and bits.
+    # The clock is in kHz, with two transfers per cycle; the bus width is in bits.
     clock, width = (getattr(properties, name, 0) for name in ("memory_clock_rate", "memory_bus_width"))
     return 2e3 * clock * width / 8 * COPY_REACHES or None
 
@@ -158,14 +161,14 @@ def _processors_of(device: torch.device) -> int:
 
 
 def registers_of(blocks: int, warps: int) -> int:
-    """Number of registers that a thread may take for a multiprocessor, which has 65,536, to hold this many blocks."""
+    """Return the registers per thread with which a multiprocessor, which has 65,536, can hold this many blocks."""
     return min(65_536 // (blocks * warps * 32) // 8 * 8, 255)
 
 
 @cache
 def triton_version() -> tuple[int, int] | None:
-    """Major and minor version of Triton; None if it is not installed."""
-    # Looked up once, since every layer of every step asks.
+    """Return Triton's major and minor version, or None if it is not installed."""
+    # Cached, since every layer of every step uses it.
     if find_spec("triton") is None:
         return None
     import triton
@@ -174,5 +177,61 @@ def triton_version() -> tuple[int, int] | None:
     return int(major), int(minor)
 
 
-def _dotted(version: tuple[int, int]) -> str:
+def _version_text(version: tuple[int, int]) -> str:
     return ".".join(map(str, version))
+
+
+# Architectures for which the built-in configurations were made.
+_ARCHITECTURES = {"sm_80": "Ampere", "sm_90": "Hopper"}
+
+
+@dataclass(frozen=True)
+class KernelSurvey:
+    """Which kernels a device can run.
+
+    Attributes:
+        capability: compute capability, as in "9.0".
+        shared_memory: maximum shared memory per thread block in bytes.
+        triton: version of Triton, or None if it is not installed.
+        table: device class whose configurations are used.
+        tuned: file of tuned configurations, or None.
+        refused: reason why a kernel does not run, by kernel; kernels that run are not listed.
+    """
+
+    capability: str
+    shared_memory: int
+    triton: str | None
+    table: str
+    tuned: str | None
+    refused: dict[str, str]
+
+    def __str__(self) -> str:
+        is_own = self.table.removeprefix("sm_") == self.capability.replace(".", "")
+        tables = f"{_ARCHITECTURES[self.table]}'s configurations ({self.table})" + (
+            "" if is_own else ", none being made for this device"
+        )
+        lines = [
+            f"CUDA kernels: capability {self.capability}, {self.shared_memory:,} bytes of shared memory a block, "
+            f"Triton {self.triton or 'not installed'}, {tables}" + (f", tuned by {self.tuned}" if self.tuned else "")
+        ]
+        return "\n".join([*lines, *(f"  not {kernel}: {reason}" for kernel, reason in self.refused.items())])
+
+
+def survey(device: torch.device) -> KernelSurvey:
+    """Determine which kernels a CUDA device can run."""
+    version = triton_version()
+    everything = device_refusal(device)
+    refusals = {
+        "packed linear layers of more than 256 tokens, which write the weight out first": warpgroup_refusal(device),
+        "attention triton-fp8": fp8_refusal(device),
+    }
+    if everything is not None:
+        refusals = {"any of them": everything}
+    return KernelSurvey(
+        capability=".".join(map(str, capability(device))),
+        shared_memory=shared_memory(device),
+        triton=None if version is None else ".".join(map(str, version)),
+        table=device_class(device),
+        tuned=os.environ.get(VARIABLE),
+        refused={kernel: reason for kernel, reason in refusals.items() if reason is not None},
+    )

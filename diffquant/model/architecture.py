@@ -1,4 +1,4 @@
-"""A model's architecture as plain data: importing transformers takes longer than most work on checkpoints."""
+"""A model's architecture as plain data, usable without importing transformers, which takes seconds."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -9,10 +9,20 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from diffquant.errors import UsageError
 from diffquant.family.spec import DiffSpec
-from diffquant.model.blocks import Block, Blocks, Parameter, Parameters, Shape, TokenRows
+from diffquant.model.blocks import (
+    AttentionBlock,
+    Block,
+    Blocks,
+    MLPBlock,
+    Parameter,
+    Parameters,
+    RMSNormBlock,
+    Shape,
+    TokenRows,
+)
 from diffquant.recipe import Recipe
+from diffquant.recipe.scheme import Scheme
 from diffquant.recipe.targets import LAYER_TARGETS
-from diffquant.scheme import Scheme
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -20,17 +30,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Architecture(ABC):
-    """A decoder-only model: its sizes as Llama names them, and the blocks that its layers are composed of.
+    """A decoder-only model: its sizes, named as in Llama, and the blocks of its layers.
 
-    Everything known of it without a model is derived from these, above all its table of parameters.
+    The table of parameters and other properties are derived from these without building a model.
 
     Attributes:
         model: "module:class" of the `CausalModel` that runs it.
-        makers_pack_experts: whether its makers have a layout of their own for experts in NVFP4, and for nothing else.
+        export: "module:class" of the `Decoder` that builds an exported graph from its blocks; "" if there is none.
+        makers_pack_experts: whether the model's authors define a layout for NVFP4 experts, and for no other weights.
         diff_spec: specification of the attention.
     """
 
     model: ClassVar[str]
+    export: ClassVar[str] = ""
     makers_pack_experts: ClassVar[bool] = False
 
     vocab_size: int
@@ -52,16 +64,16 @@ class Architecture(ABC):
     @property
     @abstractmethod
     def layers(self) -> Sequence[Blocks]:
-        """Blocks of each layer by the names of their modules; the mixer of tokens comes first."""
+        """Blocks of each layer by module name; the token mixer comes first."""
 
     @property
     @abstractmethod
     def final_norm(self) -> tuple[str, Block]:
-        """Name and block of the norm behind the layers."""
+        """Name and block of the final norm."""
 
     @property
     def carried(self) -> Parameters:
-        """Parameters by full name that a checkpoint holds but the model does not run; verbs carry them along."""
+        """Parameters, by full name, that checkpoints contain but the model does not use; commands copy them."""
         return {}
 
     @property
@@ -73,16 +85,16 @@ class Architecture(ABC):
 
     @cached_property
     def config(self) -> "PreTrainedConfig":
-        """Configuration that its model is built from."""
+        """transformers configuration from which its model is built."""
         return resolve_name(self.model).config_class(**self.settings, spec=self.diff_spec.to_dict())
 
     def new_model(self) -> "PreTrainedModel":
-        """An untrained model; this is the only place that imports transformers."""
+        """Create an untrained model. This imports transformers."""
         return resolve_name(self.model)(self.config)
 
     @cached_property
     def parameters(self) -> Parameters:
-        """Every parameter by its full name; a tied head is not one."""
+        """All parameters by full name; a tied output head is not listed."""
         matrix = Parameter((self.vocab_size, self.hidden_size), packing="named")
         name, norm = self.final_norm
         blocks = {f"layers.{i}.{part}": block for i, layer in enumerate(self.layers) for part, block in layer.items()}
@@ -97,32 +109,38 @@ class Architecture(ABC):
         }
 
     def linear_shapes(self) -> dict[str, Shape]:
-        """Shape [..., out, in] of each weight that a recipe's `weights` applies to, by full name."""
+        """Return the shapes [..., out, in] of the weights that a recipe's `weights` applies to, by full name."""
         return {name: each.shape for name, each in self.parameters.items() if each.packing == "weights"}
 
     @property
     def layer_kinds(self) -> Sequence[str]:
-        """Kind of each layer, named after its blocks."""
+        """Description of each layer, joined from its blocks' kinds, such as "latent attention with experts"."""
         return [" with ".join(block.kind for block in layer.values() if block.kind) for layer in self.layers]
 
     @cached_property
     def target_layers(self) -> Mapping[str, Sequence[int]]:
-        """Indices of the layers that have each of `recipe.LAYER_TARGETS`: logits, or their own keys and values."""
+        """Indices of the layers to which each of `LAYER_TARGETS` applies, such as layers that cache keys and values."""
         targets = [{target for block in layer.values() for target in block.targets} for layer in self.layers]
         return {target: [i for i, own in enumerate(targets) if target in own] for target in LAYER_TARGETS}
 
     @cached_property
     def token_rows(self) -> Mapping[int, TokenRows]:
-        """Keys and values that layers cache per token, by layer index."""
+        """Shapes of the keys and values that layers cache per token, by layer index."""
         blocks = ((i, block) for i, layer in enumerate(self.layers) for block in layer.values())
         return {i: block.stored for i, block in blocks if isinstance(block.stored, TokenRows)}
 
+    @property
+    def keeps_states(self) -> bool:
+        """Whether some layers cache a recurrent state, as Mamba layers do."""
+        stored = (block.stored for layer in self.layers for block in layer.values())
+        return any(kept is not None and not isinstance(kept, TokenRows) for kept in stored)
+
     def check_recipe(self, recipe: Recipe) -> None:
-        """Check that a recipe for cache and logits fits the model's layers.
+        """Check that a recipe for cache and logits is valid for the model's layers.
 
         Raises:
-            UsageError: an override matches no layer, keys or values are rotated that more than one layer reads, or a
-                group does not divide their width.
+            UsageError: an override matches no layer, keys or values that several layers read are to be rotated, or the
+                group size does not divide the width of keys or values.
         """
         recipe.check_layers(self.target_layers)
         self._check_groups(recipe)
@@ -133,7 +151,7 @@ class Architecture(ABC):
             )
 
     def _check_groups(self, recipe: Recipe) -> None:
-        """Check that groups of channels divide the heads of the keys and values that are cached."""
+        """Check that group sizes divide the widths of cached keys and values."""
         for layer, rows in self.token_rows.items():
             at_layer = recipe.at_layer(layer)
             for target, (_, width) in (("k", rows.keys), ("v", rows.values)):
@@ -143,3 +161,64 @@ class Architecture(ABC):
                         f"{target} at {scheme}: groups of {scheme.size} channels do not divide layer {layer}'s heads "
                         f"of {width}; use another granularity or format, such as e4m3:token"
                     )
+
+
+# Defaults of a config.json in this package's format.
+DEFAULTS: Mapping[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.02,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-5,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerArchitecture(Architecture):
+    """A Transformer of this family, including the plain one.
+
+    Attributes:
+        rope_parameters: rotary settings in transformers' standard form: "rope_type", "rope_theta" and further settings
+            of that type.
+    """
+
+    model = "diffquant.model.modeling:DiffTransformer"
+    export = "diffquant.onnx.architectures.transformer:TransformerDecoder"
+
+    rms_norm_eps: float
+    attention_bias: bool
+    mlp_bias: bool
+    rope_parameters: Mapping[str, Any]
+
+    @cached_property
+    def layers(self) -> Sequence[Blocks]:
+        norm = self.final_norm[1]
+        return [
+            {
+                "self_attn": AttentionBlock(layer, self.diff_spec, self.hidden_size, self.attention_bias),
+                "mlp": self.network(layer),
+                "input_layernorm": norm,
+                "post_attention_layernorm": norm,
+            }
+            for layer in range(self.num_hidden_layers)
+        ]
+
+    def network(self, layer: int) -> Block:  # noqa: ARG002  subclasses may depend on it
+        """Return the MLP block of a 0-based layer."""
+        return MLPBlock(self.hidden_size, self.intermediate_size, self.hidden_act, self.mlp_bias)
+
+    @property
+    def final_norm(self) -> tuple[str, Block]:
+        return "norm", RMSNormBlock(self.hidden_size, self.rms_norm_eps)

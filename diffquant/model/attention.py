@@ -1,10 +1,9 @@
-"""The attention modules that a `DiffSpec` describes: λ, the maps and the norm, and a Transformer's projections.
+"""Attention modules for any `DiffSpec`: λ, the maps and the pair norm, with a Transformer's projections.
 
-Parameters keep the row order of the checkpoint they came from; the spec's `layout` says how to see heads in it.
+Parameters keep the row order of their checkpoint; the specification's `layout` describes where each head's rows are.
 """
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.utils.generic import maybe_autocast
 
 from diffquant.attention import BACKENDS, LogitMeter, backend_for
-from diffquant.attention.operands import rounded_operands, rounded_values
+from diffquant.attention.operands import round_operands, round_values
 from diffquant.family.call import AttentionCall
 from diffquant.family.heads import HeadLayout
 from diffquant.family.lam import LAMBDA_VECTORS, lam_from_vectors
@@ -24,29 +23,28 @@ from diffquant.family.spec import DiffSpec
 from diffquant.model.blocks import AttentionBlock
 from diffquant.model.fused_cache import FusedCache
 from diffquant.model.linears import add_linears
-from diffquant.numbers.rotation import rotated
-from diffquant.scheme import FULL
+from diffquant.recipe.numbers.simulation import rotate_by
+from diffquant.recipe.scheme import FULL
 
 
 class PairAttention(nn.Module):
-    """Attention of a layer between heads that are projected already: λ, logits under a recipe, and the norm of a pair.
+    """Attention of a layer after its projections: λ, the maps under a recipe, and the pair norm.
 
     Attributes:
-        layer: number of the layer among all layers.
-        scale: factor of Q·Kᵀ, the specification's.
-        backend: name of the backend that computes it, or "auto".
+        layer: 0-based index of the layer.
+        scale: factor of Q·Kᵀ.
+        backend: name of the attention backend, or "auto".
         logits: scheme of the logits.
-        logit_ranges: ranges of a static scheme.
-        qk: scheme of queries and keys.
-        p: scheme of softmax weights.
-        pv: scheme of the values that they are multiplied with.
-        qk_calls, pv_calls: number of attentions whose queries and keys, or values, were rounded.
-        meter: counter of what is rounded.
-        calls: list that every call is added to, which then keeps to the backends; None to keep none.
-        key_rotation, value_rotation: matrices [d, d] and [dv, dv] that keys and values are rotated by before they are
-            stored; None for none.
-        lam_init: λ_init of the layer; 0 where λ has none.
-        post_factor: factor behind the norm of a pair.
+        logit_ranges: calibrated ranges if the scheme of the logits is static.
+        qk: scheme of the queries and keys in Q·Kᵀ.
+        p: scheme of the softmax weights.
+        pv: scheme of the values in P·V.
+        qk_calls, pv_calls: number of calls whose queries and keys, or values, were quantized.
+        meter: counter of quantized logits.
+        key_rotation, value_rotation: matrices [d, d] and [dv, dv] that rotate keys and values before they are cached,
+            or None.
+        lam_init: λ_init of the layer, or 0 if λ does not use it.
+        post_factor: factor after the pair norm.
     """
 
     def __init__(self, spec: DiffSpec, layer: int) -> None:
@@ -55,7 +53,8 @@ class PairAttention(nn.Module):
         self.layout: HeadLayout = spec.layout
         self.layer = layer
         self.scale = spec.scale
-        # Numbers of the layer, and not functions of which it is: torch.compile then serves all layers with one graph.
+        # Stored as numbers instead of computed from the layer's index, so that torch.compile shares one graph among
+        # all layers.
         self.lam_init = spec.lam_init(layer) if spec.lam == "exp" else 0.0
         self.post_factor = spec.post_factor(layer)
         self.backend = "auto"
@@ -66,7 +65,6 @@ class PairAttention(nn.Module):
         self.key_rotation: Tensor | None = None
         self.value_rotation: Tensor | None = None
         self.meter = LogitMeter()
-        self.calls: list[AttentionCall] | None = None
         if spec.lam == "exp":
             for name in LAMBDA_VECTORS:
                 self.register_parameter(name, nn.Parameter(torch.empty(spec.head_dim)))
@@ -75,37 +73,37 @@ class PairAttention(nn.Module):
 
     @property
     def rounds(self) -> bool:
-        """Whether something between the projections and the output is rounded, but for the cache."""
+        """Whether logits, queries, keys, softmax weights or values are quantized inside attention."""
         return any(scheme.quantizes for scheme in (self.logits, self.qk, self.p, self.pv))
 
     @property
     def calls_backend(self) -> str:
-        """Name of the backend of calls, or "auto": the one that was chosen, unless that computes no calls."""
+        """Backend name for an `AttentionCall`: `backend`, or "auto" if that one only decodes from a cache."""
         return self.backend
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, lam: Tensor | None, mask: Mask, signal_gate: Tensor | None = None
     ) -> Tensor:
-        """Output [B, T, h·dv] of queries [B, query heads, T, d] over keys [B, key heads, S, d] and their values."""
-        # Under autocast RoPE and norms return float32 beside the values' bfloat16.
+        """Compute the output [B, T, h·dv] of queries [B, query heads, T, d] over keys [B, key heads, S, d]."""
+        # Under autocast, RoPE and norms return float32 queries and keys while values are bfloat16.
         q, k = q.to(v.dtype), k.to(v.dtype)
-        with as_written(v):
+        with without_autocast(v):
             return self._attend(q, k, v, lam, mask, signal_gate).to(v.dtype).transpose(1, 2).flatten(2)
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, lam: Tensor | None, mask: Mask, signal_gate: Tensor | None
     ) -> Tensor:
-        """Output [B, h, T, dv] of `attend`, in the type that it is computed in."""
-        # Only a backend that is chosen by name rounds queries and keys itself.
+        """Compute the output of `attend` as [B, h, T, dv], in the dtype of the computation."""
+        # Backends that quantize queries and keys themselves are used only if chosen by name.
         named = self.calls_backend in BACKENDS and BACKENDS[self.calls_backend].rounds_operands
-        by_backend = named and not self.pv.quantizes and self.calls is None
+        by_backend = named and not self.pv.quantizes
         if self.qk.quantizes:
             if not by_backend:
-                q, k = rounded_operands(q, k, mask, self.qk)
+                q, k = round_operands(q, k, mask, self.qk)
                 v = v.to(q.dtype)
             self.qk_calls += 1
         if self.pv.quantizes:
-            v = rounded_values(v, mask, self.pv)
+            v = round_values(v, mask, self.pv)
             q, k = q.to(v.dtype), k.to(v.dtype)
             self.pv_calls += 1
         call = AttentionCall(
@@ -123,20 +121,18 @@ class PairAttention(nn.Module):
             ranges=self.logit_ranges,
             signal_gate=signal_gate,
         )
-        if self.calls is not None:
-            self.calls.append(call)
         return backend_for(call, self.calls_backend).compute(call)
 
     def scalar_lam(self) -> Tensor:
-        """λ of a V1 layer, a float32 scalar."""
+        """Compute λ of a V1 layer, a float32 scalar."""
         vectors = [getattr(self, name) for name in LAMBDA_VECTORS]
-        with as_written(vectors[0]):
+        with without_autocast(vectors[0]):
             return lam_from_vectors(*vectors, init=self.lam_init)
 
     def post(self) -> PairNorm | None:
-        """Norm over a pair's output, with its factor 1 - λ_init, if the model has one.
+        """Return the pair norm with its factor, or None if the model has none.
 
-        Where values are rotated it has no weight: that belongs to channels which `rotated_back` restores first.
+        If cached values are rotated, the norm is returned without its weight; `undo_rotation` applies it afterwards.
         """
         spec = self.spec
         if spec.post_norm == "none":
@@ -144,16 +140,16 @@ class PairAttention(nn.Module):
         weight = self.subln.weight if spec.post_norm == "affine" and self.value_rotation is None else None
         return PairNorm(spec.post_norm_eps, weight, self.post_factor)
 
-    def rotated_back(self, y: Tensor) -> Tensor:
-        """Output [B, T, h·dv] of rotated values as it is of values that are not; the norm's length is the same."""
+    def undo_rotation(self, y: Tensor) -> Tensor:
+        """Undo the rotation of values in outputs [B, T, h·dv], then apply the pair norm's weight."""
         if self.value_rotation is None:
             return y
-        pairs = rotated(y.unflatten(-1, (self.spec.pairs, -1)), self.value_rotation.mT)
+        pairs = rotate_by(y.unflatten(-1, (self.spec.pairs, -1)), self.value_rotation.mT)
         return (pairs * self.subln.weight if self.spec.post_norm == "affine" else pairs).flatten(-2)
 
 
 class DiffAttention(PairAttention):
-    """Differential attention of a layer, from its Q, K and V projections to its output projection."""
+    """Differential attention of a layer, including its Q, K, V and output projections."""
 
     q_proj: nn.Linear
     k_proj: nn.Linear
@@ -167,18 +163,19 @@ class DiffAttention(PairAttention):
         add_linears(self, block)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Mask, cache: Cache | None) -> Tensor:
-        """Output [B, T, D] for an input x [B, T, D]; `rotary` is cos and sin, [B or 1, T, d]."""
+        """Compute the output [B, T, D] for an input x [B, T, D]; `rotary` is cos and sin, [B or 1, T, d]."""
         q, k, v = self.project(x, rotary)
         lam = self.lam(x)
         if self.key_rotation is not None:
-            q, k = rotated(q, self.key_rotation), rotated(k, self.key_rotation)
+            q, k = rotate_by(q, self.key_rotation), rotate_by(k, self.key_rotation)
         if self.value_rotation is not None:
-            v = rotated(v, self.value_rotation)
+            v = rotate_by(v, self.value_rotation)
         if cache is not None:
-            k = without_padding(k, mask)
+            k = zero_padding(k, mask)
         y, gate = None, self.signal_gate(x)
-        # The decode kernel rounds nothing and has no gate, and a caller may bring its cache to any model.
-        is_taken = not self.rounds and gate is None and self.calls is None
+        # The decode kernel supports neither quantized maps nor signal gates, and callers may pass such a cache to any
+        # model.
+        is_taken = not self.rounds and gate is None
         if isinstance(cache, FusedCache) and self.backend == "auto" and is_taken:
             queries, post = self.layout.query_maps(q), self.post()
             fused = cache.attend(self.layer, queries, k, v, lam, scale=self.scale, mask=mask, post=post)
@@ -187,70 +184,59 @@ class DiffAttention(PairAttention):
             if cache is not None:
                 k, v = cache.update(k, v, self.layer)
             y = self.attend(q, k, v, lam, mask, gate)
-        y = self.rotated_back(y)
+        y = self.undo_rotation(y)
         if self.spec.output_gate:
             y = y * self.output_gate_proj(x).sigmoid()
         out: Tensor = self.o_proj(y)
         return out
 
     def project(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries and keys, and values, [B, heads, T, width] each, signal heads before noise heads."""
+        """Compute queries and keys with rotary embedding, and values, [B, heads, T, width] each, signal heads first."""
         q = rotate(self.layout.queries(self.q_proj(x)), rotary, self.spec.rope)
         k = rotate(self.layout.keys(self.k_proj(x)), rotary, self.spec.rope)
         return q, k, self.layout.values(self.v_proj(x))
 
     def lam(self, x: Tensor) -> Tensor | None:
-        """λ in float32 for an input x: a scalar (V1), [B, h, T, 1] (V2, V3), None for a plain Transformer."""
+        """Compute λ in float32 for an input x: a scalar (V1), [B, h, T, 1] (V2, V3), or None (one map)."""
         if self.spec.lam == "exp":
             return self.scalar_lam()
         if self.spec.lam == "sigmoid":
-            return sigmoids(x, self.lambda_proj)
+            return project_sigmoids(x, self.lambda_proj)
         if self.spec.lam == "two-gates":
-            return sigmoids(x, self.lambda_proj, slice(1, None, 2))
+            return project_sigmoids(x, self.lambda_proj, slice(1, None, 2))
         return None
 
     def signal_gate(self, x: Tensor) -> Tensor | None:
-        """The signal map's factor in float32 for an input x, [B, h, T, 1] (V3), or None if it is 1."""
-        return sigmoids(x, self.lambda_proj, slice(0, None, 2)) if self.spec.lam == "two-gates" else None
+        """Compute the signal map's factor for an input x, float32 [B, h, T, 1] (V3), or return None if it is 1."""
+        return project_sigmoids(x, self.lambda_proj, slice(0, None, 2)) if self.spec.lam == "two-gates" else None
 
 
-@contextmanager
-def observed(attention: PairAttention) -> Iterator[list[AttentionCall]]:
-    """Record the calls that an attention makes inside this context, in order."""
-    calls: list[AttentionCall] = []
-    attention.calls = calls
-    try:
-        yield calls
-    finally:
-        attention.calls = None
+def without_autocast(x: Tensor) -> AbstractContextManager[None]:
+    """Return a context that disables autocast on x's device.
 
-
-def as_written(x: Tensor) -> AbstractContextManager[None]:
-    """Context in which products on x's device take their operands' types, also under autocast.
-
-    It would compute λ and the logits that a recipe rounds in bfloat16.
+    Autocast would compute λ and quantized logits in bfloat16.
     """
     context: AbstractContextManager[None] = maybe_autocast(x.device.type, enabled=False)
     return context
 
 
-def sigmoids(x: Tensor, projection: nn.Module, rows: slice = slice(None)) -> Tensor:
-    """Sigmoids [B, h, T, 1] in float32 of some rows of a projection of x [B, T, D]."""
+def project_sigmoids(x: Tensor, projection: nn.Module, rows: slice = slice(None)) -> Tensor:
+    """Compute sigmoids of some output rows of a projection of x [B, T, D], float32 [B, h, T, 1]."""
     if type(projection) is nn.Linear:
-        with as_written(x):
+        with without_autocast(x):
             gates = linear(x.float(), projection.weight[rows].float())
-    else:  # An adapter takes the Linear's place, and adds to what its weight gives.
+    else:  # Such as a LoRA adapter, whose output is more than the product with its weight.
         gates = projection(x)[..., rows].float()
     return gates.sigmoid().transpose(1, 2).unsqueeze(-1)
 
 
-def without_padding(k: Tensor, mask: Mask) -> Tensor:
-    """New keys [B, H, T, d] with zeros where they are padding, which a block's absmax must not see."""
+def zero_padding(k: Tensor, mask: Mask) -> Tensor:
+    """Set keys [B, H, T, d] of padding to 0, so that they do not affect a block's absmax."""
     return k if mask.keys is None else k.masked_fill(~mask.keys[:, None, -k.shape[2] :, None], 0.0)
 
 
 def rotate(x: Tensor, rotary: tuple[Tensor, Tensor], style: str) -> Tensor:
-    """Rotary position embedding of [B, H, T, d]: turns channels i and i + d/2, or 2i and 2i + 1 when interleaved."""
+    """Apply rotary embedding to x [B, H, T, d]; `style` is "half", "interleaved" or "none" as in `DiffSpec.rope`."""
     if style == "none":
         return x
     half = x.shape[-1] // 2

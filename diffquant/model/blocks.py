@@ -1,6 +1,6 @@
-"""Blocks that layers are composed of, as plain data: their parameters, what they keep in a cache and what runs them.
+"""Blocks of layers as plain data: their parameters, the shapes of their caches, and the modules that run them.
 
-Verbs that build no model, such as `inspect` and `quantize`, need no more than this.
+Commands that build no model, such as `inspect` and `quantize`, need only this.
 """
 
 from abc import ABC, abstractmethod
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from diffquant.family.heads import PROJECTIONS, Projection
 from diffquant.family.lam import LAMBDA_VECTORS
 from diffquant.family.spec import DiffSpec
-from diffquant.model.activations import activation_named
+from diffquant.model.activations import PARAMETERS
 from diffquant.recipe.targets import LAYER_TARGETS
 
 if TYPE_CHECKING:
@@ -27,11 +27,15 @@ class Parameter:
     """A parameter of a model.
 
     Attributes:
-        shape: its shape; [out, in] of a matrix, [experts, out, in] of experts in one tensor.
-        packing: what packs it: a recipe's `weights`, only an override that names it, or nothing.
-        projection: projection whose heads the rows are, in the order of `HeadLayout`; None if rows are not heads.
-        is_wide: whether it stays in float32 where the model is in a half type.
-        contracted: axis that products sum over. Scales and packed codes run along the last one.
+        shape: [out, in] for a matrix, [experts, out, in] for experts in one tensor.
+        packing: when it is quantized: under a recipe's `weights` ("weights"), only under an override that names it
+            ("named"), or never ("never").
+        projection: projection whose heads the rows form, ordered as in `HeadLayout`, or None if rows are not heads.
+        is_wide: whether it stays in float32 if the model is in float16 or bfloat16.
+        contracted: axis that matrix products sum over. Scales and packed codes run along the last axis.
+        by_head: whether attention uses each head's rows separately and from both sides. Exports store values of such
+            a parameter instead of codes.
+        is_large: whether exports treat it like parameters with packing "weights", although its packing is "named".
     """
 
     shape: Shape
@@ -39,6 +43,8 @@ class Parameter:
     projection: Projection | None = None
     is_wide: bool = False
     contracted: int = -1
+    by_head: bool = False
+    is_large: bool = False
 
 
 Parameters = dict[str, Parameter]
@@ -46,43 +52,59 @@ Parameters = dict[str, Parameter]
 
 @dataclass(frozen=True)
 class TokenRows:
-    """Keys and values that attention keeps of each token.
+    """Shapes of the keys and values that an attention layer caches per token.
 
     Attributes:
         keys: number of key heads and their width.
-        values: number of values and their width.
-        window: number of newest tokens that are seen; None if there is no window.
+        values: number of value heads and their width.
+        window: number of newest tokens that a query sees, or None if there is no window.
+        is_latent: whether the cached value is a latent, from which keys and values of all heads are computed, and the
+            cached key holds the rotated channels that complete the keys.
     """
 
     keys: tuple[int, int]
     values: tuple[int, int]
     window: int | None = None
+    is_latent: bool = False
 
 
 class Block(ABC):
-    """A part of a layer: a mixer of tokens, a network or a norm.
+    """A part of a layer: a token mixer, an MLP or a norm.
 
     Attributes:
-        module: "module:class" that runs it, which takes the block.
-        kind: name that people know a layer with it by; "" for what every layer has.
-        targets: those of a recipe's `LAYER_TARGETS` that it has.
-        stored: what it keeps in a cache: rows of each token, the shapes of a state without the batch, or None.
+        module: "module:class" of the module that runs it; the class takes the block as its argument.
+        export: "module:function" that adds it to an exported graph; "" if it cannot be exported.
+        kind: name for a layer with this block; "" if the block does not distinguish layers.
+        targets: the `LAYER_TARGETS` of a recipe that apply to it.
+        stored: shapes in the cache: `TokenRows` per token, the shapes of a recurrent state without the batch axis, or
+            None if it caches nothing.
     """
 
     module: ClassVar[str]
+    export: ClassVar[str] = ""
     kind: str = ""
     targets: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def parameters(self) -> Parameters:
-        """Its parameters by their names below the block."""
+        """Return its parameters by their names within the block."""
 
     @property
     def stored(self) -> TokenRows | tuple[Shape, ...] | None:
         return None
 
+    @property
+    def exported_by(self) -> str:
+        """Its `export`, or "" if a subclass inherits `export` but changes the module or the parameters."""
+        for kind in type(self).__mro__:
+            if "export" in vars(kind):
+                return kind.export if issubclass(kind, Block) else ""
+            if {"module", "parameters", "new_module"} & vars(kind).keys():
+                break
+        return ""
+
     def new_module(self) -> "nn.Module":
-        """The module that computes it, with parameters as they are before any training."""
+        """Create the module that runs it, with untrained parameters."""
         module: nn.Module = resolve_name(self.module)(self)
         return module
 
@@ -99,40 +121,41 @@ def linear(
     packing: Packing = "weights",
     projection: Projection | None = None,
 ) -> Parameters:
-    """Parameters of a Linear [out, width]."""
+    """Return the parameters of a Linear with a weight [out, width]."""
     parameters = {f"{name}.weight": Parameter((out, width), packing, projection)}
     return parameters | ({f"{name}.bias": Parameter((out,), projection=projection)} if biased else {})
 
 
-def below(place: str, parameters: Parameters) -> Parameters:
-    """Parameters of a part of a block, by their names below the block."""
+def prefix_names(place: str, parameters: Parameters) -> Parameters:
+    """Prefix the names of parameters with the name of the part of a block that contains them."""
     return {f"{place}.{name}": parameter for name, parameter in parameters.items()}
 
 
 def pair_parameters(spec: DiffSpec, *, is_wide: bool = False) -> Parameters:
-    """λ vectors, which may have to stay wide, and the norm of a pair."""
+    """Return the λ vectors, kept in float32 if `is_wide`, and the parameters of the pair norm."""
     vectors = LAMBDA_VECTORS if spec.lam == "exp" else ()
     norm = {"subln.weight": Parameter((spec.value_dim,))} if spec.post_norm == "affine" else {}
     return {name: Parameter((spec.head_dim,), is_wide=is_wide) for name in vectors} | norm
 
 
 def token_rows(spec: DiffSpec, window: int | None = None) -> TokenRows:
-    """Rows of each token that attention of a kind keeps."""
+    """Return the shapes that attention with this specification caches per token."""
     return TokenRows((spec.key_heads, spec.head_dim), (spec.kv_pairs, spec.value_dim), window)
 
 
 @dataclass(frozen=True)
 class AttentionBlock(Block):
-    """Attention with a projection each for Q, K and V.
+    """Attention with separate projections for Q, K and V.
 
     Attributes:
-        layer: number of its layer, which λ_init depends on.
+        layer: 0-based index of its layer, which λ_init depends on.
         spec: specification of the attention.
         width: hidden width.
         biased: whether the four projections have biases.
     """
 
     module = "diffquant.model.attention:DiffAttention"
+    export = "diffquant.onnx.architectures.transformer:attention"
     kind = "attention"
     targets = LAYER_TARGETS
 
@@ -161,16 +184,17 @@ class AttentionBlock(Block):
 
 @dataclass(frozen=True)
 class MLPBlock(Block):
-    """A gated network.
+    """A gated MLP.
 
     Attributes:
         width: hidden width.
-        inner: width between its two steps.
-        activation: name of what it does to its gate.
-        biased: whether its matrices have biases.
+        inner: intermediate width.
+        activation: `hidden_act` name of the activation function.
+        biased: whether its Linears have biases.
     """
 
-    module = "diffquant.model.mlp:DiffMLP"
+    module = "diffquant.model.linears:DiffMLP"
+    export = "diffquant.onnx.architectures.transformer:mlp"
 
     width: int
     inner: int
@@ -178,7 +202,7 @@ class MLPBlock(Block):
     biased: bool = False
 
     def parameters(self) -> Parameters:
-        own = activation_named(self.activation).parameters
+        own = PARAMETERS.get(self.activation, {})
         return {
             **linear("gate_proj", self.inner, self.width, biased=self.biased),
             **linear("up_proj", self.inner, self.width, biased=self.biased),
@@ -190,6 +214,8 @@ class MLPBlock(Block):
 @dataclass(frozen=True)
 class RMSNormBlock(Block):
     """An RMSNorm with a weight."""
+
+    export = "diffquant.onnx.architectures.transformer:norm"
 
     width: int
     eps: float

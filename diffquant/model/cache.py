@@ -1,8 +1,8 @@
 """A KV cache that stores packed codes.
 
-Attention reads what is stored: a token beyond the `residual` newest is read back quantized, also by
-the call that brought it. With scales per token and no residual a result therefore does not depend on
-how the tokens were batched or chunked. A token is quantized once and never again.
+Attention reads dequantized keys and values of all tokens except the `residual` newest, also in the call that stores
+them. With per-token scales and no residual, results therefore do not depend on how a prompt is split into calls. Each
+token is quantized once.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,24 +13,24 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from diffquant.errors import UsageError
 from diffquant.recipe import Recipe
-from diffquant.scheme import Scheme
+from diffquant.recipe.scheme import Scheme
 
 
 class PackedStates:
-    """Keys or values of one layer: packed codes of the older tokens, 16-bit states of the newest.
+    """Keys or values of one layer: packed codes of older tokens, 16-bit values of the newest.
 
-    Scales have the dtype of the states, or are the bytes that their format makes of them. Per column, `scheme.size`
-    tokens share the scales of their channels and wait unquantized until their block is full; blocks are counted from
-    the first position, so left padding moves their borders.
+    Scales have the dtype of the keys or values, or are bytes in formats that encode scales. With granularity column,
+    `scheme.size` tokens share one scale per channel and stay unquantized until their block is full. Blocks are counted
+    from the first position, so left padding moves their borders.
     """
 
     def __init__(self, scheme: Scheme, residual: int, ranges: Tensor | None = None) -> None:
-        """Empty storage.
+        """Create empty storage.
 
         Args:
-            scheme: format of the codes and what shares a scale.
+            scheme: number format and granularity.
             residual: number of newest tokens that stay unquantized.
-            ranges: [H, d] what the largest code stands for, where the scheme is static.
+            ranges: values [H, d] that the largest code represents, for static schemes.
         """
         self.scheme = scheme
         self.ranges = ranges
@@ -47,20 +47,20 @@ class PackedStates:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the storages behind the tensors."""
+        """Allocated bytes."""
         return sum(x.untyped_storage().nbytes() for x in (self.recent, self.words, self.scales) if x is not None)
 
     def append(self, states: Tensor) -> None:
-        """Store new tokens' states [B, H, T, d]."""
+        """Store the keys or values [B, H, T, d] of new tokens."""
         recent = states if self.recent is None else torch.cat([self.recent, states], 2)
         spilled = self._count_spilled(recent.shape[2])
         if spilled:
             self._quantize(recent[:, :, :spilled])
-        # A slice would keep the storage of what was spilled alive.
+        # Cloned, since a slice would keep the memory of the quantized tokens allocated.
         self.recent = recent[:, :, spilled:].clone() if spilled else recent
 
     def read(self) -> Tensor:
-        """States of all tokens as they read back, [B, H, S, d] in the dtype they came in."""
+        """Return the dequantized keys or values of all tokens, [B, H, S, d] in the dtype of those appended."""
         if self.recent is None:
             raise UsageError("the cache is empty: nothing has been stored in it yet")
         return self.recent if self.words is None else torch.cat([self._dequantize(), self.recent], 2)
@@ -71,42 +71,48 @@ class PackedStates:
             return
         from_recent = min(tokens, self.recent.shape[2])
         self.recent = self.recent[:, :, : self.recent.shape[2] - from_recent].clone()
-        if tokens > from_recent:
-            self._crop_packed(tokens - from_recent)
+        self._forget_packed(tokens - from_recent, -1)
 
     def forget_oldest(self, tokens: int) -> None:
-        """Forget the oldest `tokens` tokens; those that stay keep their codes, and the scales that they share."""
+        """Forget the oldest `tokens` tokens; codes and scales of the others do not change."""
         if self.recent is None or tokens <= 0:
             return
-        from_packed = 0 if self.words is None else min(tokens, self.words.shape[2])
-        if self.words is not None and from_packed:
-            self.words = self.words[:, :, from_packed:].clone()
-            scales = self._forget_blocks(from_packed) if self.block_lengths else from_packed
-            self.scales = None if self.scales is None else self.scales[:, :, scales:].clone()
+        from_packed = self._forget_packed(tokens, 0)
         if tokens > from_packed:
             self.recent = self.recent[:, :, tokens - from_packed :].clone()
 
-    def _forget_blocks(self, tokens: int) -> int:
-        """Number of blocks that go with the oldest `tokens` tokens; one that goes in part gets shorter."""
+    def _forget_packed(self, tokens: int, end: int) -> int:
+        """Forget up to `tokens` oldest (end 0) or newest (end -1) packed tokens; return how many were forgotten."""
+        if self.words is None or tokens <= 0:
+            return 0
+        tokens = min(tokens, self.words.shape[2])
+        self.words = _drop(self.words, tokens, end)
+        if self.scales is not None:
+            scales = self._forget_blocks(tokens, end) if self.block_lengths else tokens
+            self.scales = _drop(self.scales, scales, end)
+        return tokens
+
+    def _forget_blocks(self, tokens: int, end: int) -> int:
+        """Forget tokens in the list of block lengths, shortening a partly forgotten block; return the whole blocks."""
         blocks = 0
         while tokens:
-            length = self.block_lengths[0]
+            length = self.block_lengths[end]
             if length > tokens:
-                self.block_lengths[0] = length - tokens
-                return blocks
-            self.block_lengths.pop(0)
+                self.block_lengths[end] = length - tokens
+                break
+            self.block_lengths.pop(end)
             tokens -= length
             blocks += 1
         return blocks
 
     def replace_tensors(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Replace every stored tensor, all of which have the batch first."""
+        """Replace each stored tensor by the result of a function; the batch is the first axis of each."""
         self.recent, self.words, self.scales = (
             None if x is None else change(x) for x in (self.recent, self.words, self.scales)
         )
 
     def _count_spilled(self, recent: int) -> int:
-        """Number of tokens that leave the residual window, whole blocks of them."""
+        """Return how many of the unquantized tokens are to be quantized: whole blocks beyond the residual."""
         if not self.scheme.quantizes:
             return 0
         block = self.scheme.sharing.tokens
@@ -129,7 +135,7 @@ class PackedStates:
         self.scales = scale if self.scales is None else torch.cat([self.scales, scale], 2)
 
     def _static_scale(self, states: Tensor) -> Tensor:
-        """Scales [1, H, 1, d] of a static scheme, in the dtype and on the device of the states."""
+        """Compute the scales [1, H, 1, d] of a static scheme, with the dtype and device of `states`."""
         if self.ranges is None:
             raise UsageError(f"a cache at {self.scheme} needs calibrated ranges")
         return (self.ranges / self.scheme.format.largest)[None, :, None].to(states)
@@ -150,22 +156,10 @@ class PackedStates:
         scales = scales.repeat_interleave(lengths, 2, output_size=sum(self.block_lengths))
         return number_format.decode(codes, scales)
 
-    def _crop_packed(self, tokens: int) -> None:
-        if self.words is None:
-            return
-        remaining = max(self.words.shape[2] - tokens, 0)
-        self.words = self.words[:, :, :remaining].clone()
-        if self.scales is None:
-            return
-        if not self.scheme.sharing.by_token:
-            tokens = sum(self.block_lengths) - remaining
-            while tokens:
-                last = self.block_lengths.pop()
-                if last > tokens:
-                    self.block_lengths.append(last - tokens)
-                tokens -= min(last, tokens)
-            remaining = len(self.block_lengths)
-        self.scales = self.scales[:, :, :remaining].clone()
+
+def _drop(x: Tensor, count: int, end: int) -> Tensor:
+    """Copy [B, H, S, ...] without its first (end 0) or last (end -1) tokens."""
+    return (x[:, :, : x.shape[2] - count] if end else x[:, :, count:]).clone()
 
 
 class PackedLayer(CacheLayerMixin):
@@ -175,11 +169,11 @@ class PackedLayer(CacheLayerMixin):
     is_sliding = False
 
     def __init__(self, recipe: Recipe, ranges: Mapping[str, Tensor]) -> None:
-        """An empty layer.
+        """Create an empty layer.
 
         Args:
             recipe: recipe of the layer.
-            ranges: ranges by "k" and "v" where the recipe's schemes are static.
+            ranges: calibrated ranges by "k" and "v", for static schemes.
         """
         super().__init__()
         self.recipe = recipe
@@ -193,7 +187,7 @@ class PackedLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *_args: object, **_kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Store [B, H, T, d] keys and [B, H', T, dv] values; return all of both as they read back."""
+        """Store keys [B, H, T, d] and values [B, H', T, dv] of new tokens; return those of all tokens, dequantized."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.stored_keys.append(key_states)
@@ -219,9 +213,9 @@ class PackedLayer(CacheLayerMixin):
         self.is_initialized = False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the newest tokens; the count is negative, as transformers passes it."""
+        """Forget the newest -`tokens_to_remove` tokens; transformers passes a negative number."""
         if tokens_to_remove > 0:
-            raise UsageError(f"crop takes minus the number of tokens to forget, got {tokens_to_remove}")
+            raise UsageError(f"crop expects the negative number of tokens to forget, got {tokens_to_remove}")
         self.stored_keys.crop(-tokens_to_remove)
         self.stored_values.crop(-tokens_to_remove)
 
@@ -246,7 +240,7 @@ class PackedLayer(CacheLayerMixin):
 
 
 def ranges_of_layer(ranges: Mapping[str, Tensor], layer: int) -> dict[str, Tensor]:
-    """Ranges by "k" and "v" of one layer, of those by "layers.N.k" and "layers.N.v"."""
+    """Return the ranges of one layer, renaming "layers.N.k" and "layers.N.v" to "k" and "v"."""
     return {target: ranges[name] for target in ("k", "v") if (name := f"layers.{layer}.{target}") in ranges}
 
 
@@ -254,12 +248,12 @@ class PackedCache(Cache):
     """KV cache with the recipe's `k`, `v` and `residual`, for `generate(past_key_values=...)`."""
 
     def __init__(self, recipe: Recipe, layers: int, ranges: Mapping[str, Tensor] | None = None) -> None:
-        """An empty cache.
+        """Create an empty cache.
 
         Args:
             recipe: recipe of the model.
             layers: number of layers.
-            ranges: ranges by "layers.N.k" and "layers.N.v" where the recipe's schemes are static.
+            ranges: calibrated ranges by "layers.N.k" and "layers.N.v", for static schemes.
         """
         of_layers = [ranges_of_layer(ranges or {}, layer) for layer in range(layers)]
         super().__init__(layers=[PackedLayer(recipe.at_layer(i), ranges) for i, ranges in enumerate(of_layers)])
@@ -267,5 +261,5 @@ class PackedCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all storages, scales and the 16-bit window included."""
+        """Allocated bytes, including scales and unquantized tokens."""
         return sum(layer.nbytes for layer in self.layers)

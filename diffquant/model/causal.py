@@ -1,15 +1,14 @@
-"""The base of every model that runs: a decoder under a recipe, its head, its caches and its reports."""
+"""The base class of all models: a decoder under a recipe with its output head, caches and reports."""
 
 import inspect
 import os
-from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -18,29 +17,30 @@ from transformers.utils.generic import can_return_tuple
 from diffquant.attention import LogitMeter, check_backend
 from diffquant.errors import NotFiredError, UsageError
 from diffquant.model.attention import PairAttention
-from diffquant.model.cache_argument import CACHE, pop_cache
 from diffquant.model.config import ArchitectureConfig
-from diffquant.model.decoder import CausalPreTrainedModel, Decoder
-from diffquant.model.finite import FiniteLogits
-from diffquant.model.generation_modes import BACKEND_OF, asked, check_generation
+from diffquant.model.decoder import Decoder
+from diffquant.model.generation_modes import BACKEND_OF, FiniteLogits, check_generation, most_tokens, resolve_setting
 from diffquant.model.graphed_steps import GraphedSteps
-from diffquant.model.quantized_linear import QuantizedLinear
+from diffquant.model.linears import QuantizedLinear
+from diffquant.model.reading import CACHE, pop_cache
 from diffquant.model.walk import Walk
-from diffquant.numbers.rotation import rotation
 from diffquant.recipe import Recipe, RecipeLike
+from diffquant.recipe.numbers.simulation import rotation
+from diffquant.recipe.scheme import Scheme
 from diffquant.recipe.targets import LAYER_TARGETS
-from diffquant.scheme import Scheme
 from diffquant.support.files import write_atomically
-from diffquant.support.spelling import spelled
+from diffquant.support.names import option_name
 
 
-class CausalModel(CausalPreTrainedModel, GenerationMixin):
+class CausalModel(PreTrainedModel, GenerationMixin):
     """A decoder-only language model with differential (or plain) attention.
 
-    `apply_recipe` switches the simulated precision of logits and KV cache; weights are quantized
-    when they are loaded.
+    `apply_recipe` changes the simulated precision of logits, operands and KV cache. Weights are quantized when they are
+    loaded.
     """
 
+    base_model_prefix = "model"
+    _supports_sdpa = True
     decoder_class: ClassVar[type[Decoder]]
     config: ArchitectureConfig
     model: Decoder
@@ -70,9 +70,10 @@ class CausalModel(CausalPreTrainedModel, GenerationMixin):
         cache: Cache | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Vocabulary logits [B, T, V]; with `logits_to_keep` n only the last n positions, or those indexed.
+        """Compute vocabulary logits [B, T, V].
 
-        Other arguments: as `Decoder.forward`.
+        `logits_to_keep` limits them to the last n positions, or to the given indices. The other arguments are those of
+        `Decoder.forward`.
         """
         out = self.model(
             input_ids,
@@ -95,52 +96,62 @@ class CausalModel(CausalPreTrainedModel, GenerationMixin):
 
     @torch.no_grad()
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Run transformers' `generate`, with the recipe's cache unless one is passed.
+        """Run transformers' `generate` with the recipe's cache, unless the caller passes one.
 
         Raises:
-            UsageError: what is asked for is not computed, or would give other tokens than greedy search does.
-            NonFiniteError: logits overflow; the layer where that begins is named.
+            UsageError: an option is not supported, or would change the tokens that greedy decoding generates.
+            NonFiniteError: logits are NaN or infinite; the message names the first such layer.
         """
         given = inspect.signature(super().generate).bind(*args, **kwargs).arguments
         given |= given.pop("kwargs", {})
         check_generation(self, given)
-        makes_cache = self.model.needs_own_cache(asked(self, given, "cache_implementation"))
-        cache = pop_cache(given)
-        if makes_cache and asked(self, given, "use_cache") is not False and cache is None:
-            cache = self.new_cache()
+        makes_cache = self.model.needs_own_cache(resolve_setting(self, given, "cache_implementation"))
+        cache, made = pop_cache(given), None
+        if makes_cache and resolve_setting(self, given, "use_cache") is not False and cache is None:
+            cache = made = self.new_cache()
         if cache is not None:
             given[CACHE] = cache
-        # An assistant would be handed them too.
-        if given.get("assistant_model") is None and (graphs := self.model.new_graphs()) is not None:
-            given.setdefault("graphed_steps", graphs)
-        # An assistant is handed the guard of the model that it serves.
+        graphs = None
+        # With an assistant there are no graphs, since `generate` would pass them to the assistant too.
+        if given.get("assistant_model") is None and "graphed_steps" not in given:
+            graphs = self.model.new_graphs(made, most_tokens(self, given))
+        if graphs is not None:
+            given["graphed_steps"] = graphs
+        # An assistant's call gets the guard of the main model, which is replaced by its own.
         guards = [each for each in given.get("logits_processor") or [] if not isinstance(each, FiniteLogits)]
         has_ids = given.get("inputs_embeds") is None
         guards.append(FiniteLogits(self, given.get("attention_mask"), has_ids))
         given["logits_processor"] = LogitsProcessorList(guards)
-        return super().generate(**given)
+        result = super().generate(**given)
+        # If only tokens are returned, the caller has no reference to the cache, so the next call may reuse it.
+        if graphs is not None and made is not None and isinstance(result, Tensor):
+            self.model.keep_graphs(graphs)
+        return result
 
     def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
-        """Refused, and `generate_batch` with it.
+        """Refuse continuous batching, and `generate_batch` with it.
 
         Raises:
             UsageError: always.
         """
         raise UsageError(
-            "continuous batching (generate_batch) pages K and V through transformers' attention interface, which this "
-            "attention does not go through; use generate with a batch, padded on the left"
+            "continuous batching (generate_batch) needs transformers' attention interface, which this model does not "
+            "use; call generate with a batch, padded on the left"
         )
 
     def set_attn_implementation(self, attn_implementation: str | dict[str, str], *_: Any, **__: Any) -> None:
-        """Compute attention as transformers calls it: "sdpa" is the fastest that can, "eager" whole maps in memory.
+        """Select the attention implementation by transformers' name.
+
+        "sdpa" picks the fastest backend available, "eager" computes whole maps in memory, and "flash_attention_2" uses
+        FlashAttention.
 
         Raises:
-            UsageError: it is none of those, or cannot quantize logits where the recipe does.
+            UsageError: the name is none of these, or the recipe quantizes logits and the backend cannot.
         """
         name = attn_implementation.get("") if isinstance(attn_implementation, dict) else attn_implementation
         if name not in BACKEND_OF:
             raise UsageError(
-                f"attn_implementation {name!r} is not computed here; choose {', '.join(BACKEND_OF)}, or a backend of "
+                f"attn_implementation {name!r} is not supported; choose {', '.join(BACKEND_OF)}, or a backend of "
                 "diffquant's by use_attention()"
             )
         check_backend(BACKEND_OF[name], self.recipe.rounds_maps)
@@ -148,7 +159,7 @@ class CausalModel(CausalPreTrainedModel, GenerationMixin):
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """The model of a folder that `save_pretrained` wrote, under the recipe that it records."""
+        """Load a model from a folder written by `save_pretrained`, and apply the recipe stored there."""
         loaded = super().from_pretrained(*args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         if model.config._attn_implementation in BACKEND_OF:
@@ -160,10 +171,10 @@ class CausalModel(CausalPreTrainedModel, GenerationMixin):
     def save_pretrained(
         self, save_directory: str | os.PathLike[str], is_main_process: bool = True, *args: Any, **kwargs: Any
     ) -> None:
-        """Save a checkpoint as transformers' `save_pretrained` does, with the recipe of its cache and logits.
+        """Save a checkpoint like transformers' `save_pretrained`, with the recipe for cache, logits and operands.
 
         Raises:
-            UsageError: the weights are at low bits, packed or simulated, which transformers would write at 16 bits.
+            UsageError: weights are quantized, packed or simulated; transformers would write them at 16 bits.
         """
         if self.has_low_bit_weights:
             raise UsageError(
@@ -172,7 +183,7 @@ class CausalModel(CausalPreTrainedModel, GenerationMixin):
             )
         recorded = {} if self.recipe == Recipe() else {"diffquant_config": self.recipe.to_config()}
         fields: dict[str, Any] = self.config.__dict__
-        # The recipe may change while the configuration stays: it is recorded in the file alone.
+        # The recipe is written to the file but not kept in the configuration, where it would not follow later changes.
         fields.pop("diffquant_config", None)
         fields.update(recorded)
         try:
@@ -184,34 +195,34 @@ class CausalModel(CausalPreTrainedModel, GenerationMixin):
 
     @property
     def has_low_bit_weights(self) -> bool:
-        """Whether some weights are at low bits, packed or simulated."""
+        """Whether some weights are quantized, packed or simulated."""
         is_packed = any(isinstance(module, QuantizedLinear) for module in self.modules())
         return is_packed or self.recipe.weights.quantizes or bool(self.recipe.weight_overrides)
 
     def make_tables(self) -> None:
-        """Make the tensors that no checkpoint holds, after the model was made on the meta device."""
+        """Compute the tensors that are not in checkpoints, if the model was created on the meta device."""
 
     @property
     def attentions(self) -> Sequence[PairAttention]:
-        """The attention of every layer that has some, in order."""
+        """Attention modules in order of layers."""
         return [module for module in self.modules() if isinstance(module, PairAttention)]
 
-    @abstractmethod
     def walk(self, length: int) -> Walk[Any]:
-        """A walk through the layers over sequences of one length without padding."""
+        """Return a `Walk`, which runs the layers one by one over unpadded sequences of `length` tokens."""
+        return Walk(self.model, length)
 
     @property
     def recipe(self) -> Recipe:
         return self.model.recipe
 
     def apply_recipe(self, recipe: RecipeLike) -> None:
-        """Simulate the recipe's logits, operands and KV cache from now on, and start new logit reports.
+        """Use a recipe's logits, operands and KV cache from now on, and reset logit reports.
 
-        The weights stay as they were loaded, and so does what `recipe` says of them.
+        Weights, and the weight settings of the model's recipe, do not change.
 
         Raises:
-            UsageError: it has other weights, does not fit the model's layers, or a scheme is static and its ranges are
-                not there.
+            UsageError: the recipe's weights differ from the loaded ones, it does not fit the model's layers, or a
+                scheme is static but the model has no calibrated ranges for it.
         """
         wanted = Recipe.parse(recipe)
         recipe = wanted.with_weights_of(self.recipe)
@@ -226,7 +237,7 @@ class CausalModel(CausalPreTrainedModel, GenerationMixin):
         lacking = [t for t in LAYER_TARGETS if recipe.is_static(t) and first[t] not in self.model.ranges]
         if lacking:
             raise UsageError(
-                f"static {', '.join(lacking)} need calibrated ranges: pass {spelled('scales')} with what "
+                f"static {', '.join(lacking)} need calibrated ranges: pass {option_name('scales')} with what "
                 "calibrate wrote"
             )
         self.model.recipe = recipe
@@ -234,7 +245,7 @@ class CausalModel(CausalPreTrainedModel, GenerationMixin):
             of_layer = recipe.at_layer(attention.layer)
             attention.logits = of_layer.logits
             attention.qk, attention.p, attention.pv = of_layer.qk, of_layer.p, of_layer.pv
-            # Rotations are refused where a layer keeps no keys and values of its own.
+            # `check_recipe` refuses rotations for layers that read the cache of another layer.
             if (rows := self.model.architecture.token_rows.get(attention.layer)) is not None:
                 attention.key_rotation = self._rotation(of_layer.k, rows.keys[1])
                 attention.value_rotation = self._rotation(of_layer.v, rows.values[1])
@@ -242,27 +253,28 @@ class CausalModel(CausalPreTrainedModel, GenerationMixin):
         self.reset_logit_report()
 
     def _rotation(self, scheme: Scheme, width: int) -> Tensor | None:
-        """Rotation [width, width] that a scheme asks for, as exact as the model's numbers."""
-        if not scheme.rotated:
+        """Return a scheme's rotation [width, width], in float64 if the model is in float64, else in float32."""
+        if not scheme.has("rotated"):
             return None
         return rotation(width).to(self.device, torch.float64 if self.dtype == torch.float64 else torch.float32)
 
     def use_attention(self, backend: str) -> None:
-        """Compute attention with one backend of `diffquant.attention.BACKENDS`, or "auto", the fastest that can.
+        """Choose the attention backend: a name in `diffquant.attention.BACKENDS`, or "auto" for the fastest available.
 
         Raises:
-            UsageError: the backend is unknown. One that cannot serve the model's tensors says so when it runs.
+            UsageError: the backend is unknown. A backend that does not support the recipe or the model's tensors
+                raises it later, when it runs.
         """
         check_backend(backend)
         for attention in self.attentions:
             attention.backend = backend
 
     def new_cache(self) -> Cache:
-        """An empty cache as the recipe wants it."""
+        """Return a new empty cache for the recipe."""
         return self.model.new_cache()
 
     def logit_report(self) -> list[dict[str, float]]:
-        """Statistics of each layer's logit quantizer: layer, calls, entries, clipped, step_mean, step_max."""
+        """Return per-layer statistics of quantized logits: layer, calls, entries, clipped, step_mean and step_max."""
         return [{"layer": attention.layer} | attention.meter.report() for attention in self.attentions]
 
     def reset_logit_report(self) -> None:
@@ -271,10 +283,10 @@ class CausalModel(CausalPreTrainedModel, GenerationMixin):
             attention.qk_calls = attention.pv_calls = 0
 
     def require_fired(self) -> None:
-        """Check that every layer's quantizers of logits and of operands ran since the last reset.
+        """Check that in each layer the quantizers of logits and operands ran since the last reset.
 
         Raises:
-            NotFiredError: one did not in some layers, which are named.
+            NotFiredError: some did not; the message names the layers.
         """
         idle_by_target: dict[str, list[int]] = {}
         for attention in self.attentions:
@@ -288,7 +300,7 @@ class CausalModel(CausalPreTrainedModel, GenerationMixin):
                 if scheme.quantizes and not calls:
                     idle_by_target.setdefault(what, []).append(attention.layer)
         faults = [
-            f"{what} are to be quantized, but layers {', '.join(map(str, idle))} did not"
+            f"the recipe quantizes {what}, but layers {', '.join(map(str, idle))} did not"
             for what, idle in idle_by_target.items()
         ]
         if faults:

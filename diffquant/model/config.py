@@ -1,4 +1,4 @@
-"""Configurations as transformers keeps them, whose fields are those of an architecture."""
+"""transformers configurations with the fields of an architecture."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -7,14 +7,13 @@ from typing import Any, ClassVar
 from transformers import PreTrainedConfig
 
 from diffquant.family.spec import DiffSpec, read_spec
-from diffquant.model.architecture import Architecture
-from diffquant.model.transformer import DEFAULTS, TransformerArchitecture
+from diffquant.model.architecture import DEFAULTS, Architecture, TransformerArchitecture
 
 
 class ArchitectureConfig(PreTrainedConfig):
-    """The fields of an architecture, and under `spec` those of its `DiffSpec` as plain data, for config.json.
+    """Configuration with the fields of an architecture, and `spec`, its `DiffSpec` as plain data.
 
-    A subclass names its architecture: `class SambaYConfig(ArchitectureConfig, architecture=SambaYArchitecture)`.
+    A subclass states its architecture: `class SambaYConfig(ArchitectureConfig, architecture=SambaYArchitecture)`.
     """
 
     architecture_class: ClassVar[type[Architecture]]
@@ -31,12 +30,12 @@ class ArchitectureConfig(PreTrainedConfig):
         cls.__annotations__ = dict.fromkeys(own, Any)
         for name in own:
             setattr(cls, name, (defaults or {}).get(name))
-        # transformers makes a dataclass of what stands in the class by now.
+        # transformers turns the class attributes defined so far into dataclass fields.
         super().__init_subclass__(**kwargs)
 
     @property
     def architecture(self) -> Any:
-        """The architecture, one of `architecture_class`.
+        """The architecture, an instance of `architecture_class`.
 
         Raises:
             CheckpointError: `spec` is missing or contradicts itself.

@@ -1,7 +1,7 @@
-"""The base of every decoder: embedding, layers of its architecture's blocks, final norm, under a recipe's cache."""
+"""The base class of decoders: embedding, layers made of an architecture's blocks, final norm."""
 
-from abc import abstractmethod
-from collections.abc import Mapping, MutableSequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, MutableSequence, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -15,34 +15,28 @@ from diffquant.family.lam import LAMBDA_VECTORS
 from diffquant.family.mask import Mask
 from diffquant.model.architecture import Architecture
 from diffquant.model.attention import PairAttention
-from diffquant.model.attention_mask import packed_mask, read_mask
 from diffquant.model.blocks import Blocks
-from diffquant.model.cache_argument import CACHE, given_cache
 from diffquant.model.config import ArchitectureConfig
 from diffquant.model.generation_modes import check_cache, dependence_on_steps
 from diffquant.model.graphed_steps import GraphedSteps
+from diffquant.model.reading import CACHE, packed_mask, read_mask, resolve_cache
 from diffquant.recipe import Recipe
 from diffquant.recipe.targets import LAYER_TARGETS
 
 _LAMBDA_STD = 0.1
 
 
-class CausalPreTrainedModel(PreTrainedModel):
-    """A model with transformers' interface, and the initialization of λ."""
+class DecoderLayer(nn.Module, ABC):
+    """A layer made of its architecture's blocks.
 
-    base_model_prefix = "model"
-    _supports_sdpa = True
+    Its forward takes the state passed between layers, such as hidden states, and its entry of
+    `Decoder.layer_arguments`; it returns the next state.
 
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)
-        if isinstance(module, PairAttention) and module.spec.lam == "exp":
-            for name in LAMBDA_VECTORS:
-                nn.init.normal_(getattr(module, name), 0.0, _LAMBDA_STD)
+    Attributes:
+        window: number of newest keys that its queries see, or None if it has no window.
+    """
 
-
-class DecoderLayer(nn.Module):
-    """A layer that is composed of its architecture's blocks."""
+    window: int | None = None
 
     def __init__(self, blocks: Blocks, layer: int) -> None:
         super().__init__()
@@ -50,10 +44,28 @@ class DecoderLayer(nn.Module):
         for name, block in blocks.items():
             self.add_module(name, block.new_module())
 
+    @abstractmethod
+    def project(self, state: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return the queries, keys and values of its attention, or None if it has no attention.
 
-class Decoder(CausalPreTrainedModel):
-    """A decoder without its head: embedding, layers, final norm, and the recipe of its cache and logits."""
+        Each is [B, heads, T, width], after rotary embedding if the model has it, signal heads before noise heads.
+        """
 
+    def cached_states(self, state: Any, *arguments: Any) -> tuple[Tensor, Tensor] | None:  # noqa: ARG002
+        """Return what it caches instead of keys and values, [B, heads, T, width] each, or None if it caches those."""
+        return None
+
+    @property
+    @abstractmethod
+    def attention_output(self) -> nn.Module | None:
+        """Output projection of its attention, or None if it has no attention."""
+
+
+class Decoder(PreTrainedModel):
+    """A decoder without its output head: embedding, layers and final norm, run under a recipe."""
+
+    base_model_prefix = "model"
+    _supports_sdpa = True
     layer_class: ClassVar[type[DecoderLayer]]
     config: ArchitectureConfig
     architecture: Architecture
@@ -70,6 +82,13 @@ class Decoder(CausalPreTrainedModel):
         self.recipe = Recipe()
         self.ranges: Mapping[str, Tensor] = {}
 
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, PairAttention) and module.spec.lam == "exp":
+            for name in LAMBDA_VECTORS:
+                nn.init.normal_(getattr(module, name), 0.0, _LAMBDA_STD)
+
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -84,35 +103,35 @@ class Decoder(CausalPreTrainedModel):
         cache: Cache | None = None,
         **kwargs: Any,  # noqa: ARG002  transformers passes every model more than it may need
     ) -> BaseModelOutputWithPast:
-        """Hidden states [B, T, D] after the final norm.
+        """Compute hidden states [B, T, D] after the final norm.
 
         Args:
             input_ids: [B, T].
-            attention_mask: [B, S] over cached and new tokens, 0 where padding; or [B or 1, 1, T, S], which keys each
-                query sees, as `read_mask` takes it. Not needed without padding.
-            position_ids: [B, T]; counted over what is not padding by default. Where they start again, without cache
-                and mask, sequences are packed into one row and do not see each other.
-            past_key_values, cache: cache to read and extend, by either name.
-            inputs_embeds: embeddings [B, T, D] in place of `input_ids`.
-            use_cache: whether to return a cache if none was passed.
-            output_hidden_states: whether to return the embeddings and each layer's output too, the last one normed;
-                the configuration's choice by default.
-            output_attentions: refused where true, here or in the configuration.
-            graphed_steps: graphs to decode with if possible.
-            kwargs: other arguments, none of which changes the result.
+            attention_mask: [B, S] over cached and new tokens, 0 at padding; or [B or 1, 1, T, S], a mask of the keys
+                that each query sees (see `read_mask`). Not needed without padding.
+            position_ids: [B, T]; by default counted over tokens that are not padding. Without cache and mask,
+                positions that restart mark sequences packed into one row, which do not see each other.
+            past_key_values, cache: cache to read and extend, under either name.
+            inputs_embeds: embeddings [B, T, D] instead of `input_ids`.
+            use_cache: whether to create and return a cache if none was passed.
+            output_hidden_states: whether to also return the embeddings and each layer's output, the last one after the
+                final norm. The default is the configuration's setting.
+            output_attentions: must not be true, neither here nor in the configuration.
+            graphed_steps: CUDA graphs to decode with if possible.
+            kwargs: other arguments, which are ignored.
 
         Raises:
-            UsageError: inputs contradict each other, a cache does not keep what the recipe says, or attention maps are
-                asked for, which are never stored; in a backward pass, the recipe rounds more than weights.
+            UsageError: inputs contradict each other, the cache does not match the recipe, or attention maps are
+                requested, which are never stored. Also in a backward pass if the recipe quantizes more than weights.
         """
         if self.config.output_attentions if output_attentions is None else output_attentions:
-            raise UsageError("output_attentions is not supported: attention maps are not kept")
+            raise UsageError("output_attentions is not supported: attention maps are not stored")
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         if (input_ids is None) == (inputs_embeds is None):
             raise UsageError("pass either input_ids or inputs_embeds")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        held = given_cache(past_key_values, cache)
+        held = resolve_cache(past_key_values, cache)
         if held is not None:
             check_cache(held, self.recipe, self.has_quantized_cache)
         elif use_cache:
@@ -126,7 +145,7 @@ class Decoder(CausalPreTrainedModel):
         if position_ids is not None and attention_mask is None and held is None:
             mask = packed_mask(position_ids) or mask
         states: list[Tensor] | None = [] if output_hidden_states else None
-        # Attention reads K and V as a quantized cache stores them, also where the caller keeps none.
+        # If the recipe quantizes the cache, attention reads dequantized K and V even if the caller wants no cache.
         read = self.new_cache() if held is None and self.has_quantized_cache else held
         x = self.run_layers(x, mask, past, position_ids, read, states)
         if x.requires_grad and self.recipe.rounds(*LAYER_TARGETS):
@@ -134,7 +153,6 @@ class Decoder(CausalPreTrainedModel):
         of_layers = None if states is None else (*states, x)
         return BaseModelOutputWithPast(last_hidden_state=x, hidden_states=of_layers, **{CACHE: held})
 
-    @abstractmethod
     def run_layers(
         self,
         x: Tensor,
@@ -144,16 +162,49 @@ class Decoder(CausalPreTrainedModel):
         cache: Cache | None,
         states: MutableSequence[Tensor] | None,
     ) -> Tensor:
-        """Hidden states [B, T, D] after the final norm, for embedded tokens.
+        """Compute hidden states [B, T, D] after the final norm from embedded tokens.
 
         Args:
             x: [B, T, D].
             mask: mask over cached and new tokens.
             past: number of cached tokens.
-            position_ids: [B, T]; counted over what is valid by default.
-            cache: cache to read and extend; None to keep nothing.
-            states: list that each layer's input is added to; None to keep none.
+            position_ids: [B, T]; by default counted over tokens that are not padding.
+            cache: cache to read and extend, or None.
+            states: list to which the input of each layer is appended, or None.
+
+        Raises:
+            UsageError: the layers do not support the cache or the mask.
         """
+        arguments, state = self.layer_arguments(x, mask, past, position_ids, cache), self.start(x)
+        for number, layer in enumerate(self.layers):
+            if states is not None:
+                states.append(self.hidden(state))
+            state = layer(state, *arguments[number])
+        return self.normalize(self.hidden(state))
+
+    @abstractmethod
+    def layer_arguments(
+        self, x: Tensor, mask: Mask, past: int, position_ids: Tensor | None, cache: Cache | None
+    ) -> Sequence[tuple[Any, ...]]:
+        """Return the arguments that each layer's forward takes after the state, given those of `run_layers`.
+
+        Raises:
+            UsageError: the layers do not support this kind of cache or mask.
+        """
+
+    def start(self, x: Tensor) -> Any:
+        """Return the state passed to the first layer, for embeddings [B, T, D]."""
+        return x
+
+    def hidden(self, state: Any) -> Tensor:
+        """Return the hidden states [B, T, D] contained in the state passed between layers."""
+        hidden: Tensor = state
+        return hidden
+
+    def normalize(self, x: Tensor) -> Tensor:
+        """Apply the final norm to hidden states [B, T, D]."""
+        normed: Tensor = self.get_submodule(self.architecture.final_norm[0])(x)
+        return normed
 
     def run_graphed(
         self,
@@ -163,15 +214,23 @@ class Decoder(CausalPreTrainedModel):
         position_ids: Tensor | None,  # noqa: ARG002
         cache: Cache,  # noqa: ARG002
     ) -> Tensor | None:
-        """Hidden states [B, T, D] of embedded tokens from a CUDA graph; does nothing and returns None if there is none.
+        """Compute hidden states [B, T, D] from embedded tokens by replaying a CUDA graph; return None if not possible.
 
-        Other arguments: as `forward` has them.
+        The other arguments are those of `forward`.
         """
         return None
 
-    def new_graphs(self) -> GraphedSteps | None:
-        """Graphs for one call of `generate`, or None if steps cannot be graphed; on CUDA the reason is logged."""
+    def new_graphs(self, cache: Cache | None = None, tokens: int = 0) -> GraphedSteps | None:  # noqa: ARG002
+        """Return CUDA graphs for a call of `generate`, or None if its steps cannot be recorded; on CUDA, log why.
+
+        Args:
+            cache: cache that the call created, or None if its caller passed one.
+            tokens: largest number of tokens that the cache may hold at the end of the call.
+        """
         return None
+
+    def keep_graphs(self, graphs: GraphedSteps) -> None:
+        """Keep graphs and their cache for the next call of `generate`."""
 
     @property
     def has_quantized_cache(self) -> bool:
@@ -181,22 +240,22 @@ class Decoder(CausalPreTrainedModel):
         """Whether `generate` must use `new_cache`.
 
         Args:
-            implementation: kind of cache that the caller asked transformers for, if any.
+            implementation: the caller's `cache_implementation`, if any.
         """
         return self.has_quantized_cache
 
     @property
     def crop_refusal(self) -> str | None:
-        """The reason why the model's own cache cannot drop tokens again, or None if it can."""
+        """Reason why the cache from `new_cache` cannot drop its newest tokens, or None if it can."""
         return None
 
     def draft_refusal(self) -> str | None:
-        """The reason why checking drafts at once changes the generated tokens, or None if it does not."""
+        """Return why assisted decoding would change the generated tokens, or None if it does not."""
         return self.crop_refusal or dependence_on_steps(self.recipe)
 
     @abstractmethod
     def new_cache(self) -> Cache:
-        """An empty cache as the recipe wants it."""
+        """Return a new empty cache for the recipe."""
 
 
 def _refuse_gradients(_: Tensor) -> None:

@@ -1,20 +1,21 @@
-"""A KV cache whose attention kernels read the stored codes: the results of `PackedCache`, but faster.
+"""A KV cache whose attention kernels read the packed codes: the results of `PackedCache`, but faster.
 
-A few new tokens are appended and attended to in two operations, K and V never expanded. More of them (a
-prompt) are stored, and attention gets K and V as they read back. Also for 16-bit recipes: storage is
-allocated ahead, so a new token copies nothing.
+For a few new tokens, one operation appends them and one computes attention, without dequantizing the stored K and V to
+memory. For a prompt, new tokens are appended, and attention uses the dequantized K and V. The cache also serves 16-bit
+recipes: memory is allocated ahead, so appending a token copies no earlier ones.
 """
 
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
 from diffquant.errors import UsageError
-from diffquant.family.heads import each_pairs_noise
+from diffquant.family.heads import repeat_noise_heads
 from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
 from diffquant.family.spec import DiffSpec
@@ -23,7 +24,14 @@ from diffquant.kernels.cache.kv_store import LATENT_WIDTHS, KVStore, store_refus
 from diffquant.kernels.gpu import capability, device_refusal
 from diffquant.model.cache import PackedLayer
 from diffquant.recipe import Recipe
-from diffquant.support.logs import log_once
+from diffquant.support.devices import log_once
+
+# Most tokens to allocate memory for ahead, unless twice the prompt's length is more.
+_MOST_EXPECTED = 4096
+
+
+def _no_store(_fits: Callable[[KVStore], bool]) -> KVStore | None:
+    return None
 
 
 class FusedLayer(PackedLayer):
@@ -33,30 +41,34 @@ class FusedLayer(PackedLayer):
 
     def __init__(self, recipe: Recipe, capacity: int | None) -> None:
         self.capacity = capacity
+        self.expected, self.reuse = 0, _no_store
         super().__init__(recipe, {})
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *_args: object, **_kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Store [B, H, T, d] keys and [B, H', T, dv] values; return all of both as they read back."""
+        """Store keys [B, H, T, d] and values [B, H', T, dv] of new tokens; return those of all tokens, dequantized."""
         return self.append(key_states, value_states).read()
 
     def append(self, k: Tensor, v: Tensor) -> KVStore:
-        """The layer's store, with [B, H, T, d] keys and [B, H', T, dv] values added; it grows if need be.
+        """Append keys [B, H, T, d] and values [B, H', T, dv] to the layer's store and return it; grow it if needed.
 
         Raises:
-            UsageError: the given capacity does not suffice.
+            UsageError: the cache was created with a capacity, which would be exceeded.
         """
         from diffquant.kernels.cache.append import append
 
         tokens = k.shape[2]
         if self.store is None:
             capability(k.device)
-            self.store = KVStore(self.recipe, k, v, self.capacity or tokens + 1)
+            room = self.capacity or max(tokens + 1, min(self.expected, max(2 * tokens, _MOST_EXPECTED)))
+            self.store = self.reuse(lambda store: store.fits(self.recipe, k, v, room))
+            if self.store is None:
+                self.store = KVStore(self.recipe, k, v, room)
             self.lazy_initialization(k, v)
         needed = self.store.length + tokens
         if needed > (self.capacity or needed):
-            raise UsageError(f"the cache was made for {self.capacity} tokens and would hold {needed}; give it more")
+            raise UsageError(f"the cache was made for {self.capacity} tokens and would hold {needed}; enlarge it")
         if needed > self.store.capacity:
             self.store.grow(needed + needed // 2)
         append(self.store, k, v)
@@ -74,13 +86,13 @@ class FusedLayer(PackedLayer):
         self.is_initialized = False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the newest tokens; the count is negative, as transformers passes it.
+        """Forget the newest -`tokens_to_remove` tokens; transformers passes a negative number.
 
         Raises:
-            UsageError: the count is positive, or would split a packed block whose tokens share scales.
+            UsageError: the number is positive, or a packed block whose tokens share scales would be split.
         """
         if tokens_to_remove > 0:
-            raise UsageError(f"crop takes minus the number of tokens to forget, got {tokens_to_remove}")
+            raise UsageError(f"crop expects the negative number of tokens to forget, got {tokens_to_remove}")
         if self.store:
             self.store.crop(-tokens_to_remove)
 
@@ -93,28 +105,33 @@ class FusedCache(Cache):
     """KV cache with the recipe's `k`, `v` and `residual` for CUDA devices, for `generate(past_key_values=...)`."""
 
     def __init__(self, recipe: Recipe, layers: int, capacity: int | None = None) -> None:
-        """A cache for `capacity` tokens, or one that grows."""
+        """Create an empty cache for at most `capacity` tokens; with None it grows."""
         super().__init__(layers=[FusedLayer(recipe.at_layer(layer), capacity) for layer in range(layers)])
         self.recipe = recipe
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all storages, including room for future tokens."""
+        """Allocated bytes, including memory for future tokens."""
         return sum(layer.nbytes for layer in self.layers)
 
+    def expect(self, tokens: int, reuse: Callable[[int, Callable[[KVStore], bool]], KVStore | None]) -> None:
+        """Set the number of tokens to allocate memory for, and a function that may provide layers' stores for reuse."""
+        for number, layer in enumerate(self.layers):
+            layer.expected, layer.reuse = tokens, partial(reuse, number)
+
     @property
-    def stamps(self) -> tuple[int, ...] | None:
-        """Numbers that change whenever a storage moves, or None if a layer has no storage yet."""
+    def storage_versions(self) -> tuple[int, ...] | None:
+        """One number per layer that changes whenever its memory moves, or None if a layer has no memory yet."""
         stores = [layer.store for layer in self.layers]
         return None if None in stores else tuple(store.stamp for store in stores)
 
     @property
     def capacity(self) -> int:
-        """Number of tokens that fit without growing."""
+        """Number of tokens that fit into the allocated memory."""
         return min((layer.store.capacity if layer.store else 0 for layer in self.layers), default=0)
 
     def count(self, tokens: int) -> None:
-        """Set the host's count of stored tokens, since replays of a CUDA graph advance only the device's."""
+        """Set the number of stored tokens on the host. Replays of a CUDA graph update only the number on the device."""
         for layer in self.layers:
             layer.store.length = tokens
 
@@ -130,34 +147,34 @@ class FusedCache(Cache):
         mask: Mask,
         post: PairNorm | None = None,
     ) -> Tensor | None:
-        """Store new tokens and attend to all, without dequantizing the stored ones.
+        """Store new tokens and compute their attention over all tokens with the decode kernel.
 
         Args:
-            q: one [B, h, T, d] a map; the second [B, n, T, d] where pairs share noise heads.
-            k: [B, H, T, d] new keys, all first maps before all second maps.
-            v: [B, h_kv, T, dv] new values.
-            lam, scale, mask, post: as `AttentionCall` has them.
+            q: queries, [B, h, T, d] per map; the second map's are [B, n, T, d] if pairs share noise heads.
+            k: new keys [B, H, T, d], heads of the first map before those of the second.
+            v: new values [B, h_kv, T, dv].
+            lam, scale, mask, post: as in `AttentionCall`.
 
         Returns:
-            [B, h, T, dv], or None, with nothing stored, where decoding is not for these tokens: too many of
-            them (a prompt), or a mask with holes.
+            The output [B, h, T, dv]. None, with nothing stored, if the kernel does not support these tokens: there are
+            too many (a prompt), or the padding mask has holes.
         """
         from diffquant.kernels.cache.decode import MAX_QUERIES, decode
 
         if q[0].shape[2] > MAX_QUERIES or mask.seen is not None or (mask.keys is not None and mask.ranges is None):
             return None
         if q[-1].shape[1] % v.shape[1]:
-            # The kernel takes whole noise heads for each KV head.
-            q = [each_pairs_noise(x, q[0].shape[1]) for x in q]
+            # The kernel needs a whole number of noise heads per KV head.
+            q = [repeat_noise_heads(x, q[0].shape[1]) for x in q]
         return decode(q, self.layers[layer].append(k, v), lam, scale=scale, mask=mask, post=post)
 
 
 def fused_cache_refusal(recipe: Recipe, spec: DiffSpec, dtype: torch.dtype, device: torch.device) -> str | None:
-    """The reason why a model with this attention cannot decode through a `FusedCache`, or None if it can."""
+    """Return why a model with this recipe and attention cannot use a `FusedCache`, or None if it can."""
     if dtype not in HALF_TYPES:
         return f"the decode kernel takes float16 and bfloat16, not {dtype}"
     if spec.lam == "two-gates":
-        return "the signal map has a gate of its own, which the decode kernel does not compute"
+        return "the signal map has a separate gate, which the decode kernel does not support"
     if reason := device_refusal(device):
         return reason
     layer_recipes = (replace(recipe, k=k, v=v) for k in recipe.schemes_of("k") for v in recipe.schemes_of("v"))
@@ -168,13 +185,13 @@ def fused_cache_refusal(recipe: Recipe, spec: DiffSpec, dtype: torch.dtype, devi
 def latent_layer_refusal(
     recipe: Recipe, turned: int, latent: int, dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """The reason why no kernel decodes from a `FusedLayer` of so many turned channels and latents, or None."""
+    """Return why no kernel decodes from a `FusedLayer` that stores latents of these widths, or None."""
     if dtype not in HALF_TYPES:
         return f"the decode kernel takes float16 and bfloat16, not {dtype}"
     return device_refusal(device) or store_refusal(recipe, turned, latent, dtype, LATENT_WIDTHS)
 
 
 def warn_of_slow_decoding(reason: str) -> None:
-    """Log once per reason that decoding does not use its kernel."""
+    """Log once per reason that the decode kernel is not used."""
     message = "the decode kernel is not used, which makes generation much slower: %s"
     log_once(__name__, logging.WARNING, message, reason)

@@ -1,77 +1,87 @@
-"""Checks a call of `generate` for caches and options that this attention does not support."""
+"""Checks of a call of `generate`: supported caches and options, and finite logits."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import PreTrainedModel
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
-from diffquant.errors import UsageError
+from diffquant.errors import NonFiniteError, UsageError
 from diffquant.recipe import Recipe
+from diffquant.recipe.scheme import Scheme
 from diffquant.recipe.targets import target_of
-from diffquant.scheme import Scheme
 
-# Kinds of caches that hold what they have read and nothing else.
+# `cache_implementation` values whose caches grow and hold only tokens already read.
 _GROWING = ("dynamic", "dynamic_full", "offloaded", "quantized")
-# The ways to ask for drafts, beside an assistant.
+# Options, other than `assistant_model`, that turn on assisted decoding.
 _DRAFTING = ("prompt_lookup_num_tokens", "use_mtp")
-# Names that transformers has for attention, and the backend that is meant.
+# Backends by transformers' names of attention implementations.
 BACKEND_OF = {"sdpa": "auto", "eager": "naive", "flash_attention_2": "flash_attn"}
 
 
 def check_cache(cache: Cache, recipe: Recipe, is_quantized: bool) -> None:
-    """Check that a cache that a caller brings keeps what the recipe says.
+    """Check that a cache passed by a caller stores keys and values as the recipe requires.
 
     Args:
-        cache: cache.
+        cache: cache passed by the caller.
         recipe: recipe of the model.
-        is_quantized: whether it quantizes some layer's keys or values.
+        is_quantized: whether the recipe quantizes some layer's keys or values.
 
     Raises:
-        UsageError: it keeps 16 bits, or codes of another recipe, or more or fewer tokens than it was given.
+        UsageError: the cache stores 16 bits or another recipe's codes, or does not hold exactly the tokens given to it.
     """
     kind = type(cache).__name__
     if not hasattr(cache, "get_seq_length"):
-        raise UsageError(f"what was passed as the cache is a {kind}, not a cache; pass the result of new_cache()")
+        raise UsageError(f"the cache argument is a {kind}, not a cache; pass the result of new_cache()")
     own = getattr(cache, "recipe", None)
-    if is_quantized and isinstance(own, Recipe) and _of_cache(own) != _of_cache(recipe):
+    if is_quantized and isinstance(own, Recipe) and _cache_parts(own) != _cache_parts(recipe):
         raise UsageError(
-            f"this is a cache of another recipe: it has {_said(own)}, and the model {_said(recipe)}; pass "
-            "what new_cache() gives"
+            f"this cache belongs to another recipe: it has {_describe_cache(own)}, and the model "
+            f"{_describe_cache(recipe)}; pass the result of new_cache()"
         )
     layers = getattr(cache, "layers", ())
     fixed = [type(layer).__name__ for layer in layers if layer.is_compileable or layer.is_sliding]
     if fixed:
         raise UsageError(
-            f"the cache is a {kind} with layers of kind {fixed[0]}, which give back other tokens than they were "
-            "given; pass a DynamicCache, or what new_cache() gives"
+            f"the cache is a {kind} with layers of kind {fixed[0]}, which do not return the tokens that were "
+            "stored; pass a DynamicCache, or the result of new_cache()"
         )
     if is_quantized and (isinstance(cache, DynamicCache) or type(cache).__module__ == Cache.__module__):
         raise UsageError(
-            f"the cache is a {kind}, and the model's recipe has {_said(recipe)}, which it would not keep; pass "
-            "what new_cache() gives, or nothing"
+            f"the cache is a {kind}, and the model's recipe has {_describe_cache(recipe)}, which it would not "
+            f"keep; pass the result of new_cache(), or nothing"
         )
 
 
-def asked(model: PreTrainedModel, given: Mapping[str, Any], name: str) -> Any:
-    """A setting of a call of `generate`: its own, or that of the configuration it was given, or else the model's."""
+def resolve_setting(model: PreTrainedModel, given: Mapping[str, Any], name: str) -> Any:
+    """Return a setting of a `generate` call: from its argument, its generation_config or the model's, in this order."""
     configured = (getattr(each, name, None) for each in (given.get("generation_config"), model.generation_config))
     return next((value for value in (given.get(name), *configured) if value is not None), None)
 
 
+def most_tokens(model: PreTrainedModel, given: Mapping[str, Any]) -> int:
+    """Return the largest total length, prompt included, that a call of `generate` may reach."""
+    prompts = (given.get(name) for name in ("inputs", "input_ids", "inputs_embeds"))
+    length = next((prompt.shape[1] for prompt in prompts if prompt is not None), 0)
+    new = resolve_setting(model, given, "max_new_tokens")
+    return length + new if new is not None else max(length, resolve_setting(model, given, "max_length") or 0)
+
+
 def check_generation(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
-    """Check what `generate` is asked for.
+    """Check that the model supports the options of a `generate` call.
 
     Args:
         model: a `CausalModel`.
         given: arguments of `generate` by name.
 
     Raises:
-        UsageError: the model has no such cache, or drafts or chunks of the prompt would change what it generates.
+        UsageError: the kind of cache is not supported, or assisted decoding or chunked prefill would change the tokens.
     """
-    if asked(model, given, "assistant_early_exit"):
+    if resolve_setting(model, given, "assistant_early_exit"):
         raise UsageError("assistant_early_exit: this model runs all of its layers; pass an assistant_model instead")
-    kind = asked(model, given, "cache_implementation")
+    kind = resolve_setting(model, given, "cache_implementation")
     if kind == "paged":
         model.init_continuous_batching()
     if kind == "offloaded" and model.device.type == "cpu":
@@ -83,29 +93,31 @@ def check_generation(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
         )
     if kind is not None and model.model.needs_own_cache(kind):
         raise UsageError(
-            f"cache_implementation={kind!r} would not keep what this model's own cache does ({_said(model.recipe)}); "
-            "leave it out"
+            f"cache_implementation={kind!r} would not keep what this model's own cache does "
+            f"({_describe_cache(model.recipe)}); leave it out"
         )
-    is_drafted = given.get("assistant_model") is not None or any(asked(model, given, name) for name in _DRAFTING)
+    is_drafted = given.get("assistant_model") is not None or any(
+        resolve_setting(model, given, name) for name in _DRAFTING
+    )
     refusal = model.model.draft_refusal() if is_drafted else None
     if refusal is not None:
         raise UsageError(
             f"assisted decoding and prompt lookup would give other tokens than decoding step by step: {refusal}; leave "
             "out assistant_model and prompt_lookup_num_tokens"
         )
-    refusal = dependence_on_steps(model.recipe) if asked(model, given, "prefill_chunk_size") else None
+    refusal = dependence_on_steps(model.recipe) if resolve_setting(model, given, "prefill_chunk_size") else None
     if refusal is not None:
         raise UsageError(
             f"prefill_chunk_size would give other tokens than a prompt that is read at once: {refusal}; leave it out"
         )
-    for drafter in (given.get("assistant_model"), model if asked(model, given, "is_assistant") else None):
+    for drafter in (given.get("assistant_model"), model if resolve_setting(model, given, "is_assistant") else None):
         refusal = getattr(getattr(drafter, "model", None), "crop_refusal", None)
         if refusal is not None:
             raise UsageError(f"the assistant cannot take back what was rejected: {refusal}; choose another assistant")
 
 
 def dependence_on_steps(recipe: Recipe) -> str | None:
-    """The reason why reading tokens at once, or dropping them again, changes results, or None if it does not."""
+    """Return why results depend on how many tokens a step reads, or on dropped tokens, or None if they do not."""
     of_cache = [scheme for target in ("k", "v") for scheme in recipe.schemes_of(target) if scheme.quantizes]
     if of_cache and recipe.residual:
         return f"of the cache the newest {recipe.residual} tokens stay at 16 bits (residual)"
@@ -114,19 +126,65 @@ def dependence_on_steps(recipe: Recipe) -> str | None:
         return f"keys at {blocks[0]} are rounded by blocks of tokens"
     for target, what in (("logits", "logits"), ("qk", "queries and keys"), ("pv", "values before P·V")):
         for scheme in recipe.schemes_of(target):
-            by_token = scheme.granularity == "row" if target == "pv" else scheme.sharing.by_token
-            if scheme.quantizes and (not by_token or scheme.smooth or scheme.smoothq):
+            by_token = scheme.by_token and (target != "pv" or scheme.granularity == "row")
+            if scheme.quantizes and not by_token:
                 return f"{what} at {scheme} have scales over several tokens"
     return None
 
 
-def _of_cache(recipe: Recipe) -> tuple[Scheme, Scheme, int, dict[str, Scheme]]:
-    """The parts of a recipe that a cache depends on: `k`, `v`, `residual` and their overrides."""
+def _cache_parts(recipe: Recipe) -> tuple[Scheme, Scheme, int, dict[str, Scheme]]:
+    """Return the settings of a recipe that a cache depends on: `k`, `v`, `residual` and overrides of these."""
     own = {pattern: scheme for pattern, scheme in recipe.overrides.items() if target_of(pattern) in ("k", "v")}
     return recipe.k, recipe.v, recipe.residual, own
 
 
-def _said(recipe: Recipe) -> str:
-    k, v, residual, overrides = _of_cache(recipe)
+def _describe_cache(recipe: Recipe) -> str:
+    k, v, residual, overrides = _cache_parts(recipe)
     parts = [f"k {k}", f"v {v}", *([f"residual {residual}"] if residual else [])]
     return ", ".join([*parts, *(f"{pattern} {scheme}" for pattern, scheme in overrides.items())])
+
+
+class FiniteLogits(LogitsProcessor):
+    """Logits processor that raises an error if a sequence's largest logit is not finite; -inf marks excluded tokens."""
+
+    def __init__(self, model: PreTrainedModel, attention_mask: Tensor | None, has_ids: bool) -> None:
+        """Create a processor for one call of `generate`.
+
+        Args:
+            model: `CausalModel` that generates.
+            attention_mask: the prompt's mask [B, T], if one was passed.
+            has_ids: whether the prompt is given as token ids, so that it can be run again to find the failing layer.
+        """
+        self.model = model
+        self.attention_mask = attention_mask
+        self.has_ids = has_ids
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return the scores [B, V] unchanged.
+
+        Raises:
+            NonFiniteError: the largest score of a sequence is NaN or infinite.
+        """
+        if not torch.isfinite(scores.amax(-1)).all():
+            raise NonFiniteError(self._message(input_ids))
+        return scores
+
+    def _message(self, ids: Tensor) -> str:
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        where = self._place(ids) if self.has_ids and ids.shape[1] else "the model"
+        advice = "in bfloat16 or float32" if dtype == "float16" else "with finite weights, or more bits"
+        return f"{where} computes NaN or infinity in {dtype}, and no token can be chosen: run it {advice}"
+
+    def _place(self, ids: Tensor) -> str:
+        """Return the name of the first module whose output for tokens [B, T] is not finite."""
+        mask = self.attention_mask
+        # A 4-D mask does not cover generated tokens.
+        if mask is not None and mask.dim() != 2:
+            mask = None
+        if mask is not None:
+            mask = mask.repeat_interleave(len(ids) // len(mask), 0)
+            mask = torch.cat([mask, mask.new_ones(len(ids), ids.shape[1] - mask.shape[1])], 1)
+        out = self.model.model(ids, mask, output_hidden_states=True)
+        names = ["model.embed_tokens", *(f"model.layers.{layer}" for layer in range(len(self.model.model.layers)))]
+        is_finite = [bool(torch.isfinite(states).all()) for states in out.hidden_states]
+        return next((name for name, fine in zip(names, is_finite, strict=True) if not fine), "lm_head")

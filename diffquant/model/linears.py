@@ -1,15 +1,108 @@
-"""The Linears of a module, made of its block's table."""
+"""Linear layers, 16-bit or packed, and the gated MLP made of them."""
 
-from torch import nn
+from __future__ import annotations
 
-from diffquant.model.blocks import Block
+import torch
+from torch import Tensor, nn
+
+from diffquant.kernels.linear.linear import linear
+from diffquant.kernels.linear.repack import PackedWeight, join, join_refusal
+from diffquant.model.activations import PARAMETERS, find_activation
+from diffquant.model.blocks import Block, MLPBlock
 
 
 def add_linears(module: nn.Module, block: Block) -> None:
-    """Give a module a Linear for each matrix of its block that can be packed, in the block's order."""
+    """Add to a module an `nn.Linear` for each weight of its block that can be quantized, in the block's order."""
     parameters = block.parameters()
     for name, parameter in parameters.items():
         child = name.removesuffix(".weight")
         if child != name and len(parameter.shape) == 2 and parameter.packing != "never":
             out, width = parameter.shape
             module.add_module(child, nn.Linear(width, out, bias=f"{child}.bias" in parameters))
+
+
+class QuantizedLinear(nn.Module):
+    """Linear layer x [..., K] -> x · Wᵀ + bias [..., N] with a packed weight, stored in buffers.
+
+    Its `state_dict` has the kernels' layout and loads only into a model with the same schemes. Checkpoints have the
+    layout of `numbers.pack`.
+    """
+
+    low: Tensor
+    high: Tensor | None
+    scales: Tensor | None
+    row_scale: Tensor
+    bias: nn.Parameter | None
+
+    def __init__(self, weight: PackedWeight, bias: nn.Parameter | None = None) -> None:
+        super().__init__()
+        self.bits, self.group = weight.bits, weight.group
+        self.out_features, self.in_features = weight.shape
+        for name in ("low", "high", "scales", "row_scale"):
+            self.register_buffer(name, getattr(weight, name))
+        self.register_parameter("bias", bias)
+
+    @property
+    def packed(self) -> PackedWeight:
+        shape = self.out_features, self.in_features
+        return PackedWeight(self.low, self.high, self.scales, self.row_scale, self.bits, self.group, shape)
+
+    def with_rows_of(self, other: QuantizedLinear) -> QuantizedLinear | None:
+        """Join this and another layer to x [..., K] -> [..., N1 + N2]; return None if they cannot be joined."""
+        if join_refusal(self.packed, other.packed) or (self.bias is None) != (other.bias is None):
+            return None
+        joined = QuantizedLinear(join(self.packed, other.packed))
+        if self.bias is not None and other.bias is not None:
+            joined.bias = nn.Parameter(torch.cat([self.bias, other.bias]), requires_grad=False)
+        return joined
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.packed, self.bias)
+
+
+class DiffMLP(nn.Module):
+    """A gated MLP: down(act(gate(x)) · up(x)).
+
+    Attributes:
+        gate_up_proj: layer that replaces `gate_proj` and `up_proj` if they are packed with equal schemes.
+    """
+
+    gate_proj: nn.Module
+    up_proj: nn.Module
+    down_proj: nn.Module
+    gate_up_proj: nn.Module | None
+
+    def __init__(self, block: MLPBlock) -> None:
+        super().__init__()
+        add_linears(self, block)
+        self.act_fn = _Activation(block.activation)
+        self.gate_up_proj = None
+
+    def join_gate_and_up(self) -> None:
+        """Join gate and up into one packed layer if their schemes are equal, so that one kernel computes both."""
+        gate, up = self.gate_proj, self.up_proj
+        if isinstance(gate, QuantizedLinear) and isinstance(up, QuantizedLinear):
+            self.gate_up_proj = gate.with_rows_of(up)
+        if self.gate_up_proj is not None:
+            del self.gate_proj, self.up_proj
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gate_up_proj is None:
+            gate, up = self.gate_proj(x), self.up_proj(x)
+        else:
+            gate, up = self.gate_up_proj(x).chunk(2, -1)
+        out: Tensor = self.down_proj(self.act_fn(gate) * up)
+        return out
+
+
+class _Activation(nn.Module):
+    """An activation function with its parameters."""
+
+    def __init__(self, activation: str) -> None:
+        super().__init__()
+        self.compute = find_activation(activation)
+        for name, values in PARAMETERS.get(activation, {}).items():
+            self.register_parameter(name, nn.Parameter(torch.tensor(values)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compute(x, **dict(self.named_parameters()))

@@ -1,11 +1,7 @@
-"""DiffTransformer: one model for every member of the family with a Transformer's layers, the plain one included.
+"""DiffTransformer: Llama's decoder layer with the attention of any `DiffSpec`, plain attention included."""
 
-Llama's decoder layer around attention that a `DiffSpec` describes.
-"""
-
-from collections.abc import MutableSequence
-from dataclasses import dataclass
-from typing import cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,15 +16,14 @@ from diffquant.model.config import ArchitectureConfig, DiffTransformerConfig
 from diffquant.model.decoder import Decoder, DecoderLayer
 from diffquant.model.fused_cache import FusedCache, fused_cache_refusal, warn_of_slow_decoding
 from diffquant.model.graphed_steps import GraphedSteps, warn_of_ungraphed_decoding
-from diffquant.model.positions import count_positions
-from diffquant.model.walk import CAUSAL, Walk
+from diffquant.model.reading import count_positions
 
-# Kinds of RoPE whose frequencies do not depend on the sequence.
+# Types of RoPE whose frequencies do not depend on the sequence length.
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
 
 
 class DiffLayer(DecoderLayer):
-    """Attention and a network, each behind its norm and added to the residual."""
+    """Attention and an MLP, each applied to the normed residual stream and added to it."""
 
     self_attn: DiffAttention
     mlp: nn.Module
@@ -40,9 +35,20 @@ class DiffLayer(DecoderLayer):
         out: Tensor = attended + self.mlp(self.post_attention_layernorm(attended))
         return out
 
+    def project(self, state: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return self.self_attn.project(self.input_layernorm(state), arguments[0])
+
+    @property
+    def attention_output(self) -> nn.Module:
+        return self.self_attn.o_proj
+
+
+# Attribute in which a decoder keeps the recorded steps of its last `generate` call; they are not a submodule.
+_GRAPHS = "_graphs"
+
 
 class DiffTransformerModel(Decoder):
-    """The decoder without its head: embedding, layers, final norm."""
+    """The decoder without its output head: embedding, layers, final norm."""
 
     config_class = DiffTransformerConfig
     layer_class = DiffLayer
@@ -53,24 +59,12 @@ class DiffTransformerModel(Decoder):
         self.rotary_emb = LlamaRotaryEmbedding(config)
         self.post_init()
 
-    def run_layers(
-        self,
-        x: Tensor,
-        mask: Mask,
-        past: int,
-        position_ids: Tensor | None,
-        cache: Cache | None,
-        states: MutableSequence[Tensor] | None,
-    ) -> Tensor:
+    def layer_arguments(
+        self, x: Tensor, mask: Mask, past: int, position_ids: Tensor | None, cache: Cache | None
+    ) -> Sequence[tuple[Any, ...]]:
         if position_ids is None:
             position_ids = count_positions(mask.keys, past, x.shape[1], x.device)
-        rotary = self.rotary_emb(x, position_ids=position_ids)
-        for layer in self.layers:
-            if states is not None:
-                states.append(x)
-            x = layer(x, rotary, mask, cache)
-        normed: Tensor = self.norm(x)
-        return normed
+        return [(self.rotary_emb(x, position_ids=position_ids), mask, cache)] * len(self.layers)
 
     def run_graphed(
         self,
@@ -95,22 +89,38 @@ class DiffTransformerModel(Decoder):
 
     @property
     def has_fused_cache(self) -> bool:
-        """Whether decoding uses the kernels that read the packed cache; on CUDA the reason is logged if not."""
+        """Whether decoding uses the kernels that read the packed cache; if not, the reason is logged on CUDA."""
         refusal = fused_cache_refusal(self.recipe, self.architecture.diff_spec, self.dtype, self.device)
         if refusal is not None and self.device.type == "cuda":
             warn_of_slow_decoding(refusal)
         return refusal is None
 
-    def new_graphs(self) -> GraphedSteps | None:
+    def new_graphs(self, cache: Cache | None = None, tokens: int = 0) -> GraphedSteps | None:
         if self.device.type != "cuda" or not self.has_fused_cache:
             return None
         if (refusal := self._graph_refusal()) is not None:
             warn_of_ungraphed_decoding(refusal)
             return None
-        return GraphedSteps()
+        return self.take_graphs(cache, tokens)
+
+    def take_graphs(self, cache: Cache | None, tokens: int) -> GraphedSteps:
+        """Return graphs for a call of `generate`: the previous call's if the model is unchanged, else new ones.
+
+        Only a call that created its cache may reuse graphs.
+        """
+        graphs = None
+        if isinstance(cache, FusedCache):
+            graphs = self.__dict__.pop(_GRAPHS, None)
+            graphs = graphs if graphs is not None and graphs.suits(self) else GraphedSteps()
+            cache.expect(tokens, graphs.reuse_store)
+        return graphs or GraphedSteps()
+
+    def keep_graphs(self, graphs: GraphedSteps) -> None:
+        if graphs.keep(self):
+            self.__dict__[_GRAPHS] = graphs
 
     def _graph_refusal(self) -> str | None:
-        """The reason why a decoding step cannot be recorded although the decode kernel takes the model, or None."""
+        """Return why a step that the decode kernel supports cannot be recorded, or None if it can."""
         attentions = [cast(DiffLayer, layer).self_attn for layer in self.layers]
         if chosen := sorted({attention.backend for attention in attentions} - {"auto"}):
             return f"attention was asked to run on {', '.join(chosen)}"
@@ -118,7 +128,7 @@ class DiffTransformerModel(Decoder):
             return "attention logits are quantized, for which K and V are read back"
         if any(attention.rounds for attention in attentions):
             return "operands of attention's products are quantized, for which K and V are read back"
-        # accelerate's hooks copy weights from where they lie, and no graph holds that.
+        # accelerate's hooks move weights between devices, which cannot be recorded.
         if any(hasattr(layer, "_hf_hook") for layer in self.layers):
             return "the model is spread over several places"
         if self.rotary_emb.rope_type not in _STATIC_ROPE:
@@ -136,7 +146,7 @@ class DiffTransformerModel(Decoder):
         return self.has_quantized_cache or (self.has_fused_cache and implementation is None)
 
     def new_cache(self) -> Cache:
-        """An empty KV cache for the recipe, the fastest kind that the device supports."""
+        """Return a new empty KV cache for the recipe, of the fastest kind that the device supports."""
         # The kernels have no backward pass.
         if self.has_fused_cache and not torch.is_grad_enabled():
             return FusedCache(self.recipe, len(self.layers))
@@ -152,38 +162,3 @@ class DiffTransformer(CausalModel):
 
     def make_tables(self) -> None:
         self.model.rotary_emb = LlamaRotaryEmbedding(self.config)
-
-    def walk(self, length: int) -> "TransformerWalk":
-        positions = torch.arange(length, device=self.device)[None]
-        like = torch.empty(0, dtype=self.dtype, device=self.device)
-        return TransformerWalk(self, length, self.model.rotary_emb(like, position_ids=positions))
-
-
-@dataclass(frozen=True)
-class TransformerWalk(Walk[Tensor]):
-    """A DiffTransformer's layers over sequences; what goes from layer to layer is the hidden states [B, T, D].
-
-    Attributes:
-        rotary: cosines and sines of the positions, [1, T, d] each.
-    """
-
-    model: DiffTransformer
-    rotary: tuple[Tensor, Tensor]
-
-    def embed(self, ids: Tensor) -> Tensor:
-        x: Tensor = self.model.model.embed_tokens(ids)
-        return x
-
-    def hidden(self, state: Tensor) -> Tensor:
-        return state
-
-    def run(self, layer: nn.Module, state: Tensor) -> Tensor:
-        y: Tensor = layer(state, self.rotary, CAUSAL, self.new_cache())
-        return y
-
-    def project(self, layer: nn.Module, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        layer = cast(DiffLayer, layer)
-        return layer.self_attn.project(layer.input_layernorm(state), self.rotary)
-
-    def attention_output(self, layer: nn.Module) -> nn.Module:
-        return cast(DiffLayer, layer).self_attn.o_proj

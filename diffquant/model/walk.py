@@ -1,9 +1,7 @@
-"""A walk through a model layer by layer: each layer's input, its queries and keys, and its values."""
+"""Runs a model layer by layer, giving access to each layer's input, queries, keys and values."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,86 +12,81 @@ from diffquant.family.spec import DiffSpec
 if TYPE_CHECKING:
     from transformers.cache_utils import Cache
 
-    from diffquant.model.decoder import Decoder
+    from diffquant.model.decoder import Decoder, DecoderLayer
 
-# What goes from layer to layer.
+# State passed between layers, such as hidden states.
 State = TypeVar("State")
 
-# Logits computed at once; the blocks of a long sequence stay in a CPU's cache.
+# Number of logits computed at once, so that blocks fit in a CPU's cache.
 _BLOCK_ENTRIES = 1 << 21
 CAUSAL = Mask()
 
 
-@dataclass(frozen=True)
-class Walk(ABC, Generic[State]):
-    """A model's layers over sequences [B, T] of one length without padding.
+class Walk(Generic[State]):
+    """Runs a model's layers one by one over unpadded sequences [B, T] of one length."""
 
-    Attributes:
-        model: CausalModel that is walked through.
-        length: number of tokens of a sequence.
-    """
-
-    model: Any
-    length: int
+    def __init__(self, decoder: "Decoder", length: int) -> None:
+        self.decoder = decoder
+        # `layer_arguments` uses only the shape, dtype and device of this tensor.
+        self._like = torch.empty(1, length, 0, dtype=decoder.dtype, device=decoder.device)
+        # The rotary tables, which every layer and batch shares.
+        self._uncached = decoder.layer_arguments(self._like, CAUSAL, 0, None, None)
 
     @property
     def layers(self) -> Sequence[Any]:
-        """The layers in order."""
-        return list(self.model.model.layers)
+        """Layers in order."""
+        return list(self.decoder.layers)
 
-    def new_cache(self) -> "Cache | None":
-        """A fresh cache for a layer: of a quantized one what it reads back counts, and of another nothing."""
-        decoder: Decoder = self.model.model
-        return decoder.new_cache() if decoder.has_quantized_cache else None
+    def arguments(self, layer: nn.Module, cache: "Cache | None" = None) -> tuple[Any, ...]:
+        """Return the arguments that a layer's forward takes after the state."""
+        number = cast("DecoderLayer", layer).layer
+        if cache is None:
+            return self._uncached[number]
+        return self.decoder.layer_arguments(self._like, CAUSAL, 0, None, cache)[number]
 
-    @abstractmethod
     def embed(self, ids: Tensor) -> State:
-        """Input of the first layer, for token ids [B, T]."""
+        """Compute the first layer's input from token ids [B, T]."""
+        state: State = self.decoder.start(self.decoder.embed_tokens(ids))
+        return state
 
-    @abstractmethod
     def hidden(self, state: State) -> Tensor:
-        """Hidden states [B, T, D] in the state passed between layers."""
+        """Return the hidden states [B, T, D] contained in the state passed between layers."""
+        return self.decoder.hidden(state)
 
-    @abstractmethod
     def run(self, layer: nn.Module, state: State) -> State:
-        """Output of a layer under the model's recipe."""
+        """Compute the output of a layer under the model's recipe; use a new cache if the recipe quantizes the cache."""
+        cache = self.decoder.new_cache() if self.decoder.has_quantized_cache else None
+        output: State = layer(state, *self.arguments(layer, cache))
+        return output
 
-    @abstractmethod
     def project(self, layer: nn.Module, state: State) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Queries, keys and values of a layer's attention as it reads them, or None if the layer has no attention.
+        """Return a layer's queries, keys and values, as `DecoderLayer.project` does."""
+        return cast("DecoderLayer", layer).project(state, *self.arguments(layer))
 
-        Each is [B, heads, T, width], rotated where the model rotates, signal heads before noise heads.
-        """
-
-    def cached(
-        self,
-        layer: nn.Module,  # noqa: ARG002  most models cache what they project
-        state: State,  # noqa: ARG002
-        projections: tuple[Tensor, Tensor, Tensor],
+    def cached_states(
+        self, layer: nn.Module, state: State, projections: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values as the layer's cache keeps them, [B, heads, T, width] each, beside what `project` gives."""
-        return projections[1:]
+        """Return the keys and values, or latents, that the layer caches, [B, heads, T, width] each.
 
-    @abstractmethod
-    def attention_output(self, layer: nn.Module) -> nn.Module | None:
-        """The Linear that a layer's attention ends with, or None if the layer has no attention."""
-
-    def window(self, layer: nn.Module) -> int | None:  # noqa: ARG002  most models have none
-        """Number of newest keys that a layer's queries see, or None if it has no window."""
-        return None
+        Args:
+            layer: layer.
+            state: input of the layer.
+            projections: result of `project` for this input.
+        """
+        return cast("DecoderLayer", layer).cached_states(state, *self.arguments(layer)) or projections[1:]
 
 
 def causal_logits(q: Tensor, k: Tensor, spec: DiffSpec) -> Iterator[tuple[int, Tensor]]:
-    """Logits Q·Kᵀ·scale of all maps in float32, by blocks of queries.
+    """Yield the logits Q·Kᵀ·scale of all maps in float32, by blocks of queries.
 
     Args:
-        q: [B, query heads, T, d], first maps before second ones.
+        q: [B, query heads, T, d], heads of the first map before those of the second.
         k: [B, key heads, T, d].
         spec: specification of the attention.
 
     Yields:
-        The position n of a block's first query, and its logits [B, query heads, R, S] against the S = n + R first
-        keys: the entry of query r and key s is hidden where s > n + r, or behind a window.
+        The position n of the block's first query, and the logits [B, query heads, R, S] of its R queries with the first
+        S = n + R keys. No mask is applied: query r does not see keys s > n + r, nor those outside a window.
     """
     batch, heads, length, _ = q.shape
     keys = _keys_of_maps(k, spec)
@@ -105,19 +98,19 @@ def causal_logits(q: Tensor, k: Tensor, spec: DiffSpec) -> Iterator[tuple[int, T
 
 
 def visible_entries(heads: int, rows: int, keys: int, window: int | None = None) -> int:
-    """Number of logits that the last `rows` queries of `keys` positions see, over heads."""
+    """Count the visible logits of the last `rows` queries over `keys` positions, summed over `heads` heads."""
     seen = range(keys - rows + 1, keys + 1)
     return heads * sum(min(count, window or count) for count in seen)
 
 
 def batches(ids: Tensor, tokens: int) -> Sequence[Tensor]:
-    """Windows [N, T] in batches of at most `tokens` tokens, one window at least."""
+    """Split sequences [N, T] into batches of at most `tokens` tokens, with at least one sequence each."""
     windows: Sequence[Tensor] = ids.split(max(1, tokens // ids.shape[1]))
     return windows
 
 
 def _keys_of_maps(k: Tensor, spec: DiffSpec) -> Tensor:
-    """Keys [B, query heads, S, d], one head for each query head, from k [B, key heads, S, d]."""
+    """Repeat keys [B, key heads, S, d] so that each query head has one, [B, query heads, S, d]."""
     repeats = [heads // spec.kv_pairs for heads in (spec.pairs, spec.layout.noises)[: spec.maps]]
     maps = zip(spec.layout.key_maps(k), repeats, strict=True)
     return torch.cat([keys.repeat_interleave(times, 1) for keys, times in maps], 1)

@@ -1,6 +1,6 @@
-"""KV caches of layers with a window, which forget tokens that no later query can see."""
+"""Caches of windowed and recurrent layers, which keep only the newest tokens or a recurrent state."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -13,21 +13,21 @@ from diffquant.recipe import Recipe
 
 
 class WindowedLayer(PackedLayer):
-    """A layer that keeps the window's tokens, except for the next one."""
+    """Cache of a layer with a sliding window. It keeps the window - 1 newest tokens, which the next token sees."""
 
     is_croppable = False
 
     def __init__(self, recipe: Recipe, ranges: Mapping[str, Tensor], window: int) -> None:
-        """An empty layer.
+        """Create an empty layer.
 
         Args:
-            recipe, ranges: as `PackedLayer` takes them.
-            window: number of newest tokens that a query sees, itself included.
+            recipe, ranges: as in `PackedLayer`.
+            window: number of newest tokens that a query sees, including its own.
         """
         super().__init__(recipe, ranges)
         self.window = window
 
-    def update(  # type: ignore[override]  # transformers hands every layer's own arguments on
+    def update(  # type: ignore[override]  # transformers passes on layer-specific arguments
         self,
         key_states: Tensor,
         value_states: Tensor,
@@ -35,14 +35,14 @@ class WindowedLayer(PackedLayer):
         needed: int | None = None,
         **kwargs: object,
     ) -> tuple[Tensor, Tensor]:
-        """Store new tokens and return the keys and values that they see, then forget those that later tokens do not.
+        """Store new tokens, return the keys and values that they may see, then forget those outside the window.
 
         Args:
-            key_states, value_states: [B, H, T, d] keys and [B, H', T, dv] values.
-            needed: number of newest tokens that stay, as `Mask.needed_keys` counts them where some are padding.
+            key_states, value_states: new keys [B, H, T, d] and values [B, H', T, dv].
+            needed: number of newest tokens to keep, from `Mask.needed_keys`; window - 1 by default.
 
         Returns:
-            Keys and values of the tokens that were kept and of the new ones, as they read back.
+            Dequantized keys and values of the tokens kept so far and of the new ones.
         """
         keys, values = super().update(key_states, value_states, *args, **kwargs)
         oldest = keys.shape[2] - (self.window - 1 if needed is None else needed)
@@ -54,54 +54,130 @@ class WindowedLayer(PackedLayer):
         return self.window - 1
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refused: tokens that would come back into the window are gone.
+        """Refuse to forget newest tokens, since the older tokens that the window would need are gone.
 
         Raises:
-            UsageError: tokens are to be forgotten.
+            UsageError: `tokens_to_remove` is not 0.
         """
         if tokens_to_remove:
-            raise UsageError("a cache over a window cannot go back: the tokens before it are gone; fill a new one")
+            raise UsageError("a windowed cache cannot restore earlier tokens, which are gone; fill a new one")
 
 
-def storage_of(rows: TokenRows, layer: int, recipe: Recipe, ranges: Mapping[str, Tensor]) -> PackedLayer:
-    """Empty storage for a layer's keys and values under a model's recipe.
+def new_storage(rows: TokenRows, layer: int, recipe: Recipe, ranges: Mapping[str, Tensor]) -> PackedLayer:
+    """Create empty storage for a layer's keys and values under a model's recipe.
 
     Args:
-        layer: number of the layer.
-        ranges: ranges by "layers.N.k" and "layers.N.v" where the recipe's schemes are static.
+        rows: shapes to cache per token.
+        layer: 0-based index of the layer.
+        recipe: recipe of the model.
+        ranges: calibrated ranges by "layers.N.k" and "layers.N.v", for static schemes.
     """
     own = recipe.at_layer(layer), ranges_of_layer(ranges, layer)
     return PackedLayer(*own) if rows.window is None else WindowedLayer(*own, rows.window)
 
 
 class WindowsCache(Cache):
-    """A cache some of whose layers keep all tokens, and some those of a window, under the recipe's `k` and `v`."""
+    """A cache under the recipe's `k` and `v` whose layers keep all tokens, a window of tokens or a recurrent state."""
 
     layers: list[Any]
 
-    def __init__(self, recipe: Recipe, layers: list[Any], whole: int, windowed: int | None) -> None:
-        """An empty cache.
+    def __init__(self, recipe: Recipe, layers: list[Any]) -> None:
+        """Create an empty cache.
 
         Args:
             recipe: recipe of the model.
-            layers: storage of each layer, which `storage_of` gives those with keys and values.
-            whole: number of a layer that keeps all tokens.
-            windowed: index of a layer that keeps only a window, or None if there is none.
+            layers: storage of each layer: from `new_storage` for keys and values, or a `RecurrentLayer`.
         """
         super().__init__(layers=layers)
         self.recipe = recipe
-        self._whole, self._windowed = whole, windowed
 
     def get_seq_length(self, layer_idx: int | None = None) -> int:
-        """Number of tokens read, all of which some layer keeps."""
-        return int(self.layers[self._whole if layer_idx is None else layer_idx].get_seq_length())
+        """Return the number of tokens read so far; without `layer_idx`, from a layer that keeps all tokens."""
+        if layer_idx is not None:
+            return int(self.layers[layer_idx].get_seq_length())
+        layers = [layer for layer in self.layers if isinstance(layer, PackedLayer)]
+        return max(layer.get_seq_length() for layer in layers if not isinstance(layer, WindowedLayer))
 
     @property
     def held(self) -> int:
-        """Number of tokens that windowed layers hold."""
-        return 0 if self._windowed is None else self.get_seq_length(self._windowed)
+        """Number of tokens in the caches of windowed layers."""
+        return next((layer.get_seq_length() for layer in self.layers if isinstance(layer, WindowedLayer)), 0)
+
+    def recurrent(self, layer: int) -> "RecurrentLayer":
+        """Return the cache of a recurrent layer.
+
+        Raises:
+            UsageError: the layer keeps keys and values, as in another model's cache.
+        """
+        states = self.layers[layer]
+        if not isinstance(states, RecurrentLayer):
+            raise UsageError(f"layer {layer} of the cache holds no recurrent state; pass the result of new_cache()")
+        return states
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all storages, scales and states included."""
+        """Allocated bytes, including scales and recurrent states."""
         return sum(layer.nbytes for layer in self.layers)
+
+
+class RecurrentLayer:
+    """Cache of a Mamba layer: the newest inputs of its convolution, and its state."""
+
+    is_compileable = False
+    is_croppable = False
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self) -> None:
+        self._parts: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return self._parts is None
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self._parts is None else sum(x.untyped_storage().nbytes() for x in self._parts)
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """Return the convolution's newest inputs [B, W - 1, E] and the state [B, E, N].
+
+        Raises:
+            UsageError: nothing has been written yet.
+        """
+        if self._parts is None:
+            raise UsageError("the cache is empty: nothing has been stored in it yet")
+        return self._parts
+
+    def write(self, inputs: Tensor, state: Tensor) -> None:
+        """Replace the stored inputs and state."""
+        # Cloned, since a slice would keep the memory of all inputs of a prompt allocated.
+        self._parts = inputs.clone(), state.clone()
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        self._parts = None
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refuse to forget tokens, since earlier states are not stored.
+
+        Raises:
+            UsageError: `tokens_to_remove` is not 0.
+        """
+        if tokens_to_remove:
+            raise UsageError("a recurrent state cannot return to earlier tokens; fill a new cache")
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._change(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._change(lambda x: x.repeat_interleave(repeats, 0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._change(lambda x: x[indices])
+
+    def _change(self, change: Callable[[Tensor], Tensor]) -> None:
+        if self._parts is not None:
+            self._parts = change(self._parts[0]), change(self._parts[1])

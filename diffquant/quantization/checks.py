@@ -1,4 +1,4 @@
-"""Checks that a recipe can be carried out on a checkpoint; each error names what stands in the way and what to do."""
+"""Checks that a recipe can be applied to a checkpoint; each error names the obstacle and a remedy."""
 
 import difflib
 import math
@@ -7,36 +7,34 @@ from fnmatch import fnmatchcase
 
 import torch
 
+from diffquant.checkpoints.reader import Checkpoint
+from diffquant.checkpoints.source import Source
+from diffquant.checkpoints.weight_layout import stored_transposed, undecided_experts
+from diffquant.checkpoints.weight_source import WeightSource
 from diffquant.errors import CheckpointError, GroupSizeError, UsageError
-from diffquant.formats.reader import Checkpoint
 from diffquant.quantization.roundings import checked_rounding, rounding_named
 from diffquant.quantization.targets import Targets, targets_of
 from diffquant.recipe import Recipe
+from diffquant.recipe.scheme import Scheme
 from diffquant.recipe.targets import LAYER_TARGETS, target_of
-from diffquant.scheme import Scheme
-from diffquant.source.source import Source
-from diffquant.source.weight_layout import stored_transposed, undecided_experts
-from diffquant.source.weight_source import WeightSource
-from diffquant.support.listing import NAMED, first_few
-from diffquant.support.spelling import spelled
+from diffquant.support.names import NAMED, first_few, option_name
 
-EMBEDDING = "model.embed_tokens"
-
-# The last parts of embeddings' names in transformers' models, of those too that are not run here.
+# Last parts of the names of embeddings in transformers' models, including architectures that diffquant cannot run.
 _EMBEDDINGS = ("embed_tokens", "embed_in", "embed_positions", "*embeddings", "wte", "wpe", "shared")
 _QUANTIZED_TYPES = (torch.float32, torch.float16, torch.bfloat16)
-# Group sizes that people use, of which an error names those that fit.
+# Common group sizes; an error suggests those that divide the width.
 _GROUP_SIZES = (16, 32, 64, 128)
 
 
 def checked_schemes(source: Source | WeightSource, recipe: Recipe) -> dict[str, Scheme]:
-    """Scheme of each module that a recipe packs in a 16-bit checkpoint, by the checkpoint's own names.
+    """Return the scheme of each module that a recipe packs, by name in the 16-bit checkpoint, after checking all of it.
 
     Raises:
-        CheckpointError: a weight is of a type that is not quantized, or rules find no weight.
-        GroupSizeError: a group size does not divide the width of some tensors; the first are named.
-        UsageError: an override matches nothing, or names what stock readers cannot load packed; the rounding is
-            unknown, or cannot do these schemes; or the recipe asks more of a `WeightSource` than packed weights.
+        CheckpointError: a weight has a dtype that cannot be quantized, or the rules match no weight.
+        GroupSizeError: a group size does not divide the width of some tensors; the first ones are named.
+        UsageError: an override matches nothing, or names a module that other libraries cannot load packed; the
+            rounding is unknown or does not support these schemes; or the recipe quantizes more than weights, and the
+            source is a `WeightSource`.
     """
     targets = targets_of(source)
     schemes = targets.schemes(recipe)
@@ -54,7 +52,7 @@ def checked_schemes(source: Source | WeightSource, recipe: Recipe) -> dict[str, 
 
 
 def _check_weights_alone(source: WeightSource, recipe: Recipe, schemes: Mapping[str, Scheme]) -> None:
-    """Check that a recipe for an architecture that is not run packs weights, and asks no more."""
+    """Check that a recipe for an architecture that diffquant cannot run quantizes weights and nothing else."""
     for pattern in recipe.overrides:
         if target_of(pattern) != "weights":
             last = pattern.rsplit(".", 1)[-1]
@@ -67,11 +65,11 @@ def _check_weights_alone(source: WeightSource, recipe: Recipe, schemes: Mapping[
     if targets:
         raise UsageError(
             f"{source.path} (model_type {source.model_type!r}) is quantized by its tensors' names and not run: it has "
-            f"no {', '.join(targets)} to quantize; give {spelled('weights')} alone"
+            f"no {', '.join(targets)} to quantize; give {option_name('weights')} alone"
         )
     if rounding_named(recipe.rounding.name).needs_text:
         raise UsageError(
-            f"{spelled('rounding', recipe.rounding.name)} runs the model, and {source.path} (model_type "
+            f"{option_name('rounding', recipe.rounding.name)} runs the model, and {source.path} (model_type "
             f"{source.model_type!r}) is quantized by its tensors' names alone; use nearest or mse"
         )
     if not schemes:
@@ -79,15 +77,18 @@ def _check_weights_alone(source: WeightSource, recipe: Recipe, schemes: Mapping[
             f"no tensor of {source.path} is packed: of {len(source.checkpoint.tensors)}, {len(source.weights)} are "
             f"weights by their names, and the recipe or the rules keep all of them; the rules pack "
             f"{', '.join((*source.rules.linears, *source.rules.experts))}. Give rules of your own with "
-            f"{spelled('weight_rules')}"
+            f"{option_name('weight_rules')}"
         )
 
 
 def _refuse_transposed(source: Source | WeightSource, chosen: Collection[str]) -> None:
-    """Refuse to pack weights whose last axis is not their inputs.
+    """Refuse to pack weights that are stored [in, out].
+
+    Args:
+        chosen: names of the weights to pack.
 
     Raises:
-        CheckpointError: some of the chosen are, or may be; the first are named.
+        CheckpointError: some of them are stored so, or may be; the first ones are named.
     """
     tensors = source.checkpoint.tensors
     if isinstance(source, WeightSource):
@@ -97,8 +98,8 @@ def _refuse_transposed(source: Source | WeightSource, chosen: Collection[str]) -
             raise CheckpointError(
                 f"the matrices of experts in {source.path} are square, and no tensor beside them shows whether they "
                 f"are stored [out, in] or [in, out], so they could be packed along the wrong axis: "
-                f"{first_few(unclear, ', ')}; leave them as they are with {spelled('keep', 'PATTERN')}, or write each "
-                "expert as a matrix [out, in] of its own"
+                f"{first_few(unclear, ', ')}; leave them as they are with {option_name('keep', 'PATTERN')}, or "
+                f"write each expert as a matrix [out, in] of its own"
             )
     else:
         parameters = source.adapter.source_parameters
@@ -106,7 +107,11 @@ def _refuse_transposed(source: Source | WeightSource, chosen: Collection[str]) -
     transposed = [name for name in found if name in chosen]
     if transposed:
         shapes = first_few((f"{name} {list(tensors[name].shape)}" for name in transposed), ", ")
-        cure = spelled("keep", "PATTERN") if isinstance(source, WeightSource) else spelled("overrides", "PATTERN=16")
+        cure = (
+            option_name("keep", "PATTERN")
+            if isinstance(source, WeightSource)
+            else option_name("overrides", "PATTERN=16")
+        )
         raise CheckpointError(
             f"{len(transposed)} weights of {source.path} are stored [in, out], as GPT-2's Conv1D and some experts are, "
             f"and would be packed along the wrong axis: {shapes}; leave them as they are with {cure}, or write "
@@ -115,16 +120,20 @@ def _refuse_transposed(source: Source | WeightSource, chosen: Collection[str]) -
 
 
 def _refuse_experts(checkpoint: Checkpoint, chosen: Collection[str], rounding: str) -> None:
-    """Refuse experts in one tensor to a rounding that reads the inputs of Linears.
+    """Refuse to round experts stacked in one tensor by a rule that reads the inputs of Linears.
+
+    Args:
+        chosen: names of the weights to pack.
 
     Raises:
-        UsageError: some of the chosen are; the first are named.
+        UsageError: some of them are stacked experts; the first ones are named.
     """
     experts = [name for name in chosen if len(checkpoint.tensors[name].shape) > 2]
     if experts:
         raise UsageError(
-            f"{spelled('rounding', rounding)} reads the inputs of Linears, and {first_few(experts, ', ')} are experts "
-            f"in one tensor; use nearest or mse, or keep them at 16 bits with {spelled('overrides', 'PATTERN=16')}"
+            f"{option_name('rounding', rounding)} reads the inputs of Linears, and {first_few(experts, ', ')} are "
+            f"experts "
+            f"in one tensor; use nearest or mse, or keep them at 16 bits with {option_name('overrides', 'PATTERN=16')}"
         )
 
 
@@ -135,7 +144,7 @@ def _check_overrides(recipe: Recipe, targets: Targets) -> None:
         if not any(fnmatchcase(module, pattern) for module in targets.weights)
     ]
     if unmatched:
-        # Finding the nearest name takes long, and only the first few are shown.
+        # Finding the nearest name is slow, and only the first few problems are shown.
         problems = [_no_match_problem(pattern, targets) for pattern in unmatched[:NAMED]]
         raise UsageError(first_few([*problems, *unmatched[NAMED:]]))
 
@@ -149,7 +158,7 @@ def _no_match_problem(pattern: str, targets: Targets) -> str:
 
 
 def _check_packable(checkpoint: Checkpoint, schemes: Mapping[str, Scheme]) -> None:
-    """Check that the weights of `schemes`, by the tensors' names, can be packed under them."""
+    """Check that each weight in `schemes`, which is keyed by tensor name, can be packed under its scheme."""
     modules = [name.removesuffix(".weight") for name in schemes]
     embeddings = [m for m in modules if any(fnmatchcase(m.rsplit(".", 1)[-1], each) for each in _EMBEDDINGS)]
     if embeddings:
@@ -179,7 +188,7 @@ def _check_packable(checkpoint: Checkpoint, schemes: Mapping[str, Scheme]) -> No
     groups: dict[tuple[int, str], dict[str, tuple[int, ...]]] = {}
     for name, info in infos.items():
         scheme = schemes[name]
-        # Blocks may end beyond a weight.
+        # Blocks need not divide a weight's shape.
         if scheme.size and not scheme.sharing.tile:
             fixed_by = scheme.format.name if scheme.format.block else ""
             groups.setdefault((scheme.size, fixed_by), {})[name] = info.shape
@@ -189,15 +198,15 @@ def _check_packable(checkpoint: Checkpoint, schemes: Mapping[str, Scheme]) -> No
 
 
 def _parts_experts(scheme: Scheme, shape: tuple[int, ...]) -> bool:
-    # Half of an expert's rows may become a Linear.
+    # Each half of an expert's rows may be written as a separate Linear (gate and up projection).
     return len(shape) > 2 and bool(scheme.sharing.tile) and shape[-2] // 2 % scheme.sharing.tile > 0
 
 
 def _misfit_problem(size: int, shapes: Mapping[str, tuple[int, ...]], fixed_by: str = "") -> str:
-    """Say which widths a group size does not divide, and which sizes do; "" if it divides all.
+    """Describe the widths that a group size does not divide and the sizes that do; return "" if it divides all.
 
     Args:
-        fixed_by: name of the format that has this size and no other; "" for a size that was chosen.
+        fixed_by: name of the number format that requires this size, or "" if the recipe chose it.
     """
     misfits = {name: shape for name, shape in shapes.items() if shape[-1] % size}
     if not misfits:
@@ -211,5 +220,5 @@ def _misfit_problem(size: int, shapes: Mapping[str, tuple[int, ...]], fixed_by: 
     use = f"{fixed_by} has no other size, so use integers with {sizes}" if fixed_by else f"use {sizes}"
     return (
         f"group size {size} does not divide the input width of {len(misfits)} tensors, such as {name} {list(shape)}; "
-        f"their widths are {widths}: {use}, or keep them at 16 bits with {spelled('overrides', 'PATTERN=16')}"
+        f"their widths are {widths}: {use}, or keep them at 16 bits with {option_name('overrides', 'PATTERN=16')}"
     )

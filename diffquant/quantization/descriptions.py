@@ -1,26 +1,177 @@
-"""The files beside quantized weights that say what they are."""
+"""Writes the files that describe quantized weights: config.json, recipe.yaml, diffquant.json and the model card."""
 
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from diffquant.checkpoints.compressed_config import quantization_config
+from diffquant.checkpoints.reader import Checkpoint
+from diffquant.checkpoints.side_files import front_matter
+from diffquant.checkpoints.source import Source
+from diffquant.checkpoints.tokenizer import load_tokenizer
+from diffquant.checkpoints.weight_source import WeightSource, modules_to_ignore
 from diffquant.errors import CheckpointError
-from diffquant.formats.compressed_config import quantization_config
-from diffquant.numbers.formats import format_named
-from diffquant.quantization.card import quantized_card
-from diffquant.quantization.parts import MakersExperts
+from diffquant.quantization.engine_folder import config_for_engines, write_modelling_file
+from diffquant.quantization.foreign_code import leave_out_code
 from diffquant.quantization.plan import QuantizationPlan
-from diffquant.serve.folder import config_for_engines, write_modelling_file
-from diffquant.serve.foreign_code import leave_out_code
-from diffquant.source.source import Source
-from diffquant.source.tokenizer import load_tokenizer
-from diffquant.source.weight_rules import modules_to_ignore
-from diffquant.source.weight_source import WeightSource
+from diffquant.quantization.targets import MakersExperts
+from diffquant.recipe.numbers.formats import format_named
+from diffquant.recipe.numbers.formats.integer import PACK_QUANTIZED
+from diffquant.recipe.scheme import Scheme
 from diffquant.support.digests import FileDigests
-from diffquant.support.escaping import one_line
 from diffquant.support.files import write_atomically
-from diffquant.support.versions import versions
+from diffquant.support.installation import versions
+from diffquant.support.terminal import markdown_code, markdown_text, one_line
+
+# The tag of models that subtract attention maps.
+FAMILY = "differential-transformer"
+
+
+def quantized_card(
+    plan: QuantizationPlan,
+    errors: Mapping[str, float],
+    carries_code: bool,
+    replaced: Sequence[str],
+    is_differential: bool,
+    left_out: Sequence[str] = (),
+) -> str:
+    """Return the model card of a quantized checkpoint: what was quantized, how, and how to load it.
+
+    Args:
+        errors: relative RMS error of each packed weight, by name.
+        carries_code: whether the folder contains modeling_diffquant.py.
+        replaced: names of the source's code files that modeling_diffquant.py replaces.
+        is_differential: whether the model is known to use differential attention.
+        left_out: JSON entries of the source that named code and were removed.
+    """
+    name, model_type = plan.checkpoint.name, str(plan.checkpoint.config.get("model_type"))
+    recipe = plan.recipe
+    operands = (("queries and keys", recipe.qk), ("softmax weights", recipe.p), ("values before P·V", recipe.pv))
+    lines = [
+        front_matter("transformers", _tags(plan, is_differential), plan.checkpoint.front_matter, "quantized"),
+        f"# {markdown_text(name)}, quantized\n",
+        f"Made from {markdown_code(name)} ({markdown_text(model_type)}) by diffquant, after training.\n",
+        "| target | scheme |",
+        "|---|---|",
+        f"| weights | {recipe.weights} |",
+        f"| K cache | {recipe.k} |",
+        f"| V cache | {recipe.v} |",
+        f"| attention logits | {recipe.logits} |",
+        *(f"| {what} | {scheme} |" for what, scheme in operands if scheme.quantizes),
+        *(f"| {markdown_code(pattern)} | {scheme} |" for pattern, scheme in recipe.overrides.items()),
+        "",
+        f"Tensors take {plan.size}.",
+        *([f"\n{again[:1].upper()}{again[1:]}."] if plan.schemes and (again := plan.checkpoint.rounded_again) else []),
+    ]
+    if plan.schemes:
+        lines.append(_weights_paragraph(plan, errors, carries_code))
+    if replaced:
+        files = ", ".join(map(markdown_code, replaced))
+        lines.append(f"The source's own code is not part of this folder, which modeling_diffquant.py runs: {files}.\n")
+    lines += _left_out(left_out)
+    stacked = f"{_EXPERTS}\n" if plan.has_stacked_experts else ""
+    lines.append((_NOT_RUN if plan.rules else _RUN) + stacked)
+    return "\n".join(lines)
+
+
+_RUN = """`diffquant.load(path)` gives the model with all of the recipe applied. diffquant.json has each
+tensor's bits, error and size.
+"""
+_EXPERTS = """\
+Weights of experts in one tensor are packed along their last axis, as [experts, out, words], and belong to no Linear: a
+loader that only replaces Linear modules does not find them, and may go on with random ones."""
+_NOT_RUN = """\
+The weights were chosen by their names, since diffquant does not run this architecture: **nothing measured
+what quantizing did to the model**. A loader needs the architecture's own code, and has to read compressed-tensors.
+diffquant.json has the rules, and each tensor's bits, error and size; docs/quantize.md of diffquant says how to decode
+a tensor.
+"""
+
+
+def _tags(plan: QuantizationPlan, is_differential: bool) -> list[str]:
+    is_standard = plan.schemes and not _own_formats(plan)
+    return ["diffquant", *([FAMILY] if is_differential else []), *(["compressed-tensors"] if is_standard else [])]
+
+
+def _own_formats(plan: QuantizationPlan) -> list[str]:
+    """Return the names of the plan's number formats that compressed-tensors does not support."""
+    return sorted({scheme.format.name for scheme in plan.schemes.values() if not scheme.format.is_standard})
+
+
+def converted_card(
+    checkpoint: Checkpoint, source_type: str, target_type: str, what: str, left_out: Sequence[str] = ()
+) -> str:
+    """Return the model card of a converted checkpoint, with its source.
+
+    Args:
+        what: sentences about the conversion.
+        left_out: code files of the source, and JSON entries that named code, that were removed.
+    """
+    name = checkpoint.name
+    return "\n".join(
+        [
+            front_matter("transformers", ["diffquant", FAMILY], checkpoint.front_matter),
+            f"# {markdown_text(name)}, as {target_type}\n",
+            f"Converted from {markdown_code(name)} ({markdown_text(source_type)}) by diffquant. {what}\n",
+            *_left_out(left_out),
+        ]
+    )
+
+
+def _left_out(entries: Sequence[str]) -> list[str]:
+    named = ", ".join(map(markdown_code, entries))
+    return [f"The source's own code is not part of this folder, and nothing names it: {named}.\n"] if entries else []
+
+
+_BY_CODE = (
+    "`AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)` opens it by modeling_diffquant.py, which is "
+    "part of this folder and needs transformers, and compressed-tensors for packed weights"
+)
+_KEPT_ELSEWHERE = (
+    "What that format cannot say (cache and logits) stands in config.json under `diffquant_config`, and diffquant "
+    "alone applies it."
+)
+
+
+def _loaded_by(plan: QuantizationPlan, carries_code: bool) -> str:
+    """Return a sentence that names the weights' format and the libraries that can load it."""
+    if own := _own_formats(plan):
+        return (
+            f"The codes of {', '.join(own)} are packed in a layout of diffquant's own, which `diffquant.load` "
+            "alone reads; transformers, vLLM and other readers of compressed-tensors refuse this folder.\n"
+        )
+    if plan.is_as_the_makers:
+        return (
+            "The layout is that of the makers' own NVFP4 release, experts alone, which their vLLM reads and "
+            "`diffquant.load` opens.\n"
+        )
+    layouts = sorted({scheme.format.layout for scheme in plan.schemes.values()}) or [PACK_QUANTIZED]
+    standard = f"The format is compressed-tensors' {' and '.join(layouts)}"
+    if plan.rules:
+        return f"{standard}.\n"
+    match plan.checkpoint.config.get("model_type"):
+        case "llama":
+            reader = "which transformers loads by itself"
+        case "diffllama":
+            reader = f"which transformers loads by itself; {_BY_CODE}, too, and then batches of requests are right"
+        case _ if carries_code:
+            reader = f"and {_BY_CODE}"
+        case _:
+            reader = "and `AutoModelForCausalLM` opens it after `import diffquant`"
+    return f"{standard}, {reader}. {_KEPT_ELSEWHERE}\n"
+
+
+def _weights_paragraph(plan: QuantizationPlan, errors: Mapping[str, float], carries_code: bool) -> str:
+    by_scheme: dict[Scheme, list[float]] = {}
+    for tensor in plan.tensors:
+        if tensor.scheme.quantizes:
+            by_scheme.setdefault(tensor.scheme, []).append(errors[tensor.name])
+    parts = [f"{len(e)} weights at {scheme} ({sum(e) / len(e):.2%} mean error)" for scheme, e in by_scheme.items()]
+    return (
+        f"\nPacked: {', '.join(parts)}; {plan.packed_bits:.2f} stored bits a weight, scales included; rounding: "
+        f"{plan.recipe.rounding.name}. {_loaded_by(plan, carries_code)}"
+    )
 
 
 def write_descriptions(
@@ -31,22 +182,22 @@ def write_descriptions(
     errors: Mapping[str, float],
     folder: Path,
 ) -> tuple[str, ...]:
-    """Write config.json, recipe.yaml, diffquant.json, the model card and what engines need.
+    """Write config.json, recipe.yaml, diffquant.json, the model card and, if it can run the model, the modelling file.
 
     Args:
-        rounding: name of the rule that made the codes, and what else tells it apart.
-        records: records of the files written, by name.
+        rounding: name and other identifying settings of the rounding.
+        records: record of each weight file written, by file name.
         errors: relative RMS error of each packed weight, by name.
-        folder: folder that holds the weights already, and the files that are copied beside them.
+        folder: output folder, which already contains the weights and the files copied from the source.
 
     Returns:
-        Sentences for people, about code of the source's that was left out.
+        Messages about code of the source that was left out.
     """
     recorded = plan.recipe.to_config()
     if plan.run_dtype is not None:
         recorded["dtype"] = str(plan.run_dtype).removeprefix("torch.")
     if not plan.schemes and plan.checkpoint.rounded_as:
-        # A verb that rounds these weights again can say so.
+        # Lets a command that rounds these weights again warn about it.
         recorded["rounded_as"] = plan.checkpoint.rounded_as
     config, left_out = leave_out_code(folder, plan.checkpoint.written_config | {"diffquant_config": recorded})
     adapter = source.adapter if isinstance(source, Source) else None
@@ -75,11 +226,11 @@ def write_descriptions(
 
 
 def note_left_out(left_out: Sequence[str], folder: Path) -> tuple[str, ...]:
-    """Sentences for people about code of the source's that is not part of a folder.
+    """Return messages about code of the source that was left out, and whether the tokenizer needs it.
 
     Args:
-        left_out: files, and entries of files that named code.
-        folder: folder as it was written, whose tokenizer may have needed them.
+        left_out: code files, and JSON entries that named code.
+        folder: the folder as written.
     """
     if not left_out:
         return ()
@@ -96,7 +247,7 @@ def note_left_out(left_out: Sequence[str], folder: Path) -> tuple[str, ...]:
 def _account(
     plan: QuantizationPlan, records: Mapping[str, Mapping[str, Any]], errors: Mapping[str, float]
 ) -> dict[str, Any]:
-    """The content of diffquant.json: of each tensor and file, what can be checked later."""
+    """Return the content of diffquant.json: sizes, errors and digests per tensor and file, which `verify` can check."""
     files = plan.checkpoint.weight_files()
     return {
         "versions": versions(),

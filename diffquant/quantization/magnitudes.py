@@ -1,4 +1,4 @@
-"""Largest magnitudes of whole weights, for formats whose scales depend on them."""
+"""Finds the largest magnitudes of whole weights, for formats with a scale per tensor above the block scales."""
 
 import math
 import threading
@@ -7,30 +7,30 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from diffquant.formats.reader import Checkpoint
-from diffquant.formats.row_stream import row_blocks
-from diffquant.scheme import Scheme
+from diffquant.checkpoints.reader import Checkpoint
+from diffquant.checkpoints.row_stream import row_blocks
+from diffquant.recipe.scheme import Scheme
 
-# Engines make one matrix of these and keep one tensor scale of it: vLLM the largest divisor, under which the others'
-# block scales would be read wrong. So they share a scale, as llm-compressor has it.
+# Engines fuse these weights into one matrix with one tensor scale. vLLM keeps the largest divisor, so the block scales
+# of the other weights would be misread. They therefore share a tensor scale, as in llm-compressor.
 _JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 
 
 class Magnitudes:
-    """Largest magnitude of each weight of a checkpoint and of those that engines join with it, read when asked for."""
+    """Computes, on demand, the largest magnitude over a weight and the weights that engines fuse with it."""
 
     def __init__(self, checkpoint: Checkpoint, schemes: Mapping[str, Scheme]) -> None:
-        """Nothing is read yet.
+        """Read nothing yet.
 
         Args:
-            schemes: scheme of each module whose weight is packed, by the checkpoint's own names.
+            schemes: scheme of each module whose weight is packed, by name in the checkpoint.
         """
         self._checkpoint, self._schemes = checkpoint, schemes
         self._guard = threading.Lock()
         self._found: dict[tuple[str, ...], Tensor] = {}
 
     def of(self, name: str) -> Tensor:
-        """The largest magnitude [1], float32, for the weight that has a name."""
+        """Return the largest magnitude [1], float32, over the named weight and those that share its tensor scale."""
         joined = self._joined_with(name)
         with self._guard:
             if joined not in self._found:
@@ -38,7 +38,7 @@ class Magnitudes:
             return self._found[joined]
 
     def _joined_with(self, name: str) -> tuple[str, ...]:
-        """The names of the weight and of those that share its scale, in one order for all of them."""
+        """Return the names of a weight and of those that share its tensor scale, always in the same order."""
         module = name.removesuffix(".weight")
         stem, _, last = module.rpartition(".")
         group = next((each for each in _JOINED if last in each), (last,))
@@ -52,14 +52,14 @@ class Magnitudes:
         largest = torch.zeros((), dtype=torch.float32)
         for first, last in row_blocks(math.prod(shape[:-1]), shape[-1]):
             largest = torch.maximum(largest, self._checkpoint.matrix_rows(name, first, last).abs().amax().float())
-        return largest if len(shape) == 2 else _raised(largest, self._schemes[name.removesuffix(".weight")])
+        return largest if len(shape) == 2 else _round_up(largest, self._schemes[name.removesuffix(".weight")])
 
 
-def _raised(largest: Tensor, scheme: Scheme) -> Tensor:
-    """The next magnitude under which the tensor's scale of experts is a power of two.
+def _round_up(largest: Tensor, scheme: Scheme) -> Tensor:
+    """Round a magnitude up until the experts' tensor scale is a power of two.
 
-    Some readers divide by it and others multiply by its reciprocal: so both compute the same. Block scales, which are
-    floats, lose nothing by it.
+    Some engines divide by that scale and others multiply by its reciprocal, which is exact only for powers of two.
+    Block scales are floats, so they lose no precision.
     """
     divisor = scheme.format.bound_to(largest).tensor_scale
     if divisor is None:

@@ -7,25 +7,28 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from diffquant.checkpoints.opening import surplus_tensors
+from diffquant.checkpoints.reader import Checkpoint, TensorInfo, merge_stored, read_stored_dtype
+from diffquant.checkpoints.source import Source
+from diffquant.checkpoints.weight_source import WeightRules, WeightSource
+from diffquant.checkpoints.writer import OutputTensor
 from diffquant.errors import CheckpointError
-from diffquant.formats.reader import Checkpoint, TensorInfo
-from diffquant.formats.writer import OutputTensor
 from diffquant.model.adapters import is_read
-from diffquant.quantization.checks import EMBEDDING, checked_schemes
-from diffquant.quantization.parts import MakersExperts, Part, experts_apart, makers_experts, whole
-from diffquant.quantization.targets import targets_of
-from diffquant.quantization.unpacked import unpacked_dtypes
+from diffquant.quantization.checks import checked_schemes
+from diffquant.quantization.targets import (
+    EMBEDDING,
+    MakersExperts,
+    Part,
+    experts_apart,
+    makers_experts,
+    targets_of,
+    unpacked_dtypes,
+    whole,
+)
 from diffquant.recipe import Recipe
-from diffquant.report.sizes import compared_size, stored_bits
-from diffquant.report.tables import aligned, megabytes
-from diffquant.scheme import FULL, Scheme
-from diffquant.source.check import surplus_tensors
-from diffquant.source.source import Source
-from diffquant.source.stored_recipe import stored_dtype, with_stored
-from diffquant.source.weight_rules import WeightRules
-from diffquant.source.weight_source import WeightSource
-from diffquant.support.listing import first_few
-from diffquant.support.spelling import spelled
+from diffquant.recipe.scheme import FULL, Scheme
+from diffquant.reports.tables import align_columns, compared_size, megabytes, stored_bits
+from diffquant.support.names import first_few, option_name
 
 # (module, shape of its weight) -> the modules that it is packed as.
 Parted = Callable[[str, tuple[int, ...]], tuple[Part, ...]]
@@ -33,14 +36,14 @@ Parted = Callable[[str, tuple[int, ...]], tuple[Part, ...]]
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """A source tensor and what becomes of it.
+    """A source tensor and how it will be written.
 
     Attributes:
         name: name of the tensor in the source.
-        info: its entry there.
-        scheme: scheme that it is packed under; 16 bits for one that is copied.
-        outputs: tensors that are written of it.
-        parts: modules that it is packed as; none for one that is copied.
+        info: the tensor's entry in the source's header.
+        scheme: scheme that the tensor is packed under; 16 bits if it is copied.
+        outputs: tensors that are written for it.
+        parts: modules that it is packed as; empty if it is copied.
     """
 
     name: str
@@ -63,21 +66,20 @@ class PlannedTensor:
 
     @property
     def stored_bits(self) -> float:
-        """Bits a weight takes, its share of the scales included."""
+        """Stored bits per weight, scales included."""
         return stored_bits(self.stored_bytes, self.elements)
 
 
 @dataclass(frozen=True)
 class QuantizationPlan:
-    """How every tensor of a checkpoint will be stored, in its order.
+    """How every tensor of a checkpoint will be stored.
 
     Attributes:
-        tensors: tensors that are copied or packed.
+        tensors: tensors that are copied or packed, in the checkpoint's order.
         linears: every module of the source that is a Linear, packed or not.
-        rules: rules that chose the weights of an architecture that is not run; None for one that is.
-        run_dtype: dtype that the source runs in, where matrices that are not packed are written in another, or were
-            before; else None.
-        notes: sentences for people, about what the source's own recipe adds.
+        rules: rules that selected the weights by name, or None if diffquant can run the architecture.
+        run_dtype: dtype that the model runs in, or None if unpacked matrices are stored in that dtype.
+        notes: messages, such as about the recipe that the source records.
     """
 
     checkpoint: Checkpoint
@@ -94,34 +96,34 @@ class QuantizationPlan:
 
     @property
     def schemes(self) -> dict[str, Scheme]:
-        """Scheme of each module whose weight is packed, as the source names it."""
+        """Scheme of each packed module, by name in the source."""
         return {tensor.module: tensor.scheme for tensor in self.packed}
 
     @property
     def written_schemes(self) -> dict[str, Scheme]:
-        """Scheme of each packed module, as it is written."""
+        """Scheme of each packed module, by name in the destination."""
         return {part.module: tensor.scheme for tensor in self.tensors for part in tensor.parts}
 
     @property
     def written_linears(self) -> list[str]:
-        """Every module that a reader will see as a Linear, packed or not."""
+        """Names of all modules that are Linears in the destination, packed or not."""
         parts = [part.module for tensor in self.tensors for part in tensor.parts if len(part.shape) == 2]
         return list(dict.fromkeys([*self.linears, *parts]))
 
     @property
     def is_as_the_makers(self) -> bool:
-        """Whether experts, and nothing else, are packed as the model's makers do it."""
+        """Whether only experts are packed, in the layout of the model's official quantized release."""
         return any(isinstance(part, MakersExperts) for tensor in self.tensors for part in tensor.parts)
 
     @property
     def has_stacked_experts(self) -> bool:
-        """Whether experts are packed in one tensor, as nobody else does it."""
+        """Whether all experts of a layer are packed in one tensor, a layout that only diffquant uses."""
         is_stacked = any(len(part.shape) > 2 for tensor in self.tensors for part in tensor.parts)
         return is_stacked and not self.is_as_the_makers
 
     @property
     def bytes_before(self) -> int:
-        """Bytes that the source takes."""
+        """Size of the source in bytes."""
         return self.checkpoint.stored_nbytes
 
     @property
@@ -136,24 +138,24 @@ class QuantizationPlan:
 
     @property
     def packed_bits(self) -> float:
-        """Mean stored bits of the packed weights; of all, where none is packed."""
+        """Mean stored bits per packed weight, or per weight if none is packed."""
         packed = self.packed or self.tensors
         return stored_bits(sum(t.stored_bytes for t in packed), sum(t.elements for t in packed))
 
     @property
     def size(self) -> str:
-        """Size of all tensors beside the source's."""
+        """Text with the size of all tensors, compared with the source's."""
         return compared_size(self.bytes_after, self.bytes_before, self.weights)
 
     def table(self) -> str:
-        """A table of the tensors, with the layers' alike ones on one line, and the final size."""
+        """Return a table of the tensors, with one line for equal tensors of all layers, and the total size."""
         lines = []
         for (name, shape, scheme), alike in self._alike_tensors().items():
             size = sum(tensor.stored_bytes for tensor in alike)
             lines.append(
                 (name, str(len(alike)), str(list(shape)), str(scheme), f"{alike[0].stored_bits:.2f}", megabytes(size))
             )
-        rows = aligned(("tensor", "count", "shape", "scheme", "stored bits", "size"), lines)
+        rows = align_columns(("tensor", "count", "shape", "scheme", "stored bits", "size"), lines)
         packed = f"; packed weights {self.packed_bits:.2f} stored bits each" if self.schemes else ""
         return "\n".join([*rows, f"total {self.size}{packed}", *self.notes])
 
@@ -168,56 +170,56 @@ class QuantizationPlan:
 def plan_quantization(
     source: Source | WeightSource, recipe: Recipe, dtype: torch.dtype | None = None
 ) -> QuantizationPlan:
-    """Decide what becomes of each tensor.
+    """Plan how each tensor of a checkpoint will be stored under a recipe.
 
-    Where the source records a recipe of its cache and logits, that goes along for what `recipe` says nothing of.
+    Schemes of cache and logits that the source records are kept unless `recipe` sets them.
 
     Args:
-        dtype: dtype of the matrices that are not packed, as `unpacked_dtypes` takes it.
+        dtype: dtype of the matrices that are not packed, as in `unpacked_dtypes`.
 
     Raises:
-        CheckpointError: tensors are of a type that is not quantized, the checkpoint is quantized already, or rules
-            find no weight in it.
+        CheckpointError: tensors have a dtype that cannot be quantized, the checkpoint is quantized already, or the
+            rules match no weight in it.
         GroupSizeError: a group size does not divide the width of some tensors.
-        UsageError: as `checked_schemes` says.
+        UsageError: `checked_schemes` raises it.
     """
     _refuse_quantized(source)
     notes: tuple[str, ...] = ()
     if isinstance(source, Source):
-        recipe, notes = with_stored(recipe, source.recipe)
+        recipe, notes = merge_stored(recipe, source.recipe)
     schemes = checked_schemes(source, recipe)
     if schemes and (again := source.checkpoint.rounded_again):
         notes = (*notes, again)
     packed = {name: schemes[module] for module, name in targets_of(source).weights.items() if module in schemes}
-    # A recipe of the cache alone copies the weights.
+    # A recipe without low-bit weights copies all weights.
     unpacked = unpacked_dtypes(source, dtype) if packed or dtype else {}
-    parted = _parted(source, packed)
+    parted = _choose_parts(source, packed)
     surplus = surplus_tensors(source.checkpoint, source.adapter) if isinstance(source, Source) else ()
     tensors = tuple(
-        _planned(name, info, packed.get(name, FULL), source.checkpoint.written_dtype(name), unpacked.get(name), parted)
+        _plan(name, info, packed.get(name, FULL), source.checkpoint.written_dtype(name), unpacked.get(name), parted)
         for name, info in source.checkpoint.tensors.items()
         if name not in surplus
     )
     _check_names(tensors)
     rules = source.rules if isinstance(source, WeightSource) else None
-    is_rounded = bool(unpacked) or stored_dtype(source.checkpoint.config) is not None
+    is_rounded = bool(unpacked) or read_stored_dtype(source.checkpoint.config) is not None
     run_dtype = source.dtype if isinstance(source, Source) and is_rounded else None
     plan = QuantizationPlan(source.checkpoint, recipe, tensors, _linears(source), rules, run_dtype, notes)
     return replace(plan, notes=(*notes, *_misread_experts(plan)))
 
 
-def _parted(source: Source | WeightSource, packed: Mapping[str, Scheme]) -> Parted:
-    """The function that says which modules a weight is packed as."""
+def _choose_parts(source: Source | WeightSource, packed: Mapping[str, Scheme]) -> Parted:
+    """Return the function that maps a weight to the modules it is packed as."""
     if isinstance(source, Source) and source.architecture.makers_pack_experts:
         shapes = source.checkpoint.tensors
         if all(scheme.format.name == "nvfp4" and len(shapes[name].shape) > 2 for name, scheme in packed.items()):
             return makers_experts
-    # What runs such experts here reads them as they lie.
+    # diffquant's models read stacked experts as stored.
     return whole if is_read(source.checkpoint.config) else experts_apart
 
 
 def _misread_experts(plan: QuantizationPlan) -> list[str]:
-    """A sentence on experts that transformers reads otherwise than they are stored, without an error."""
+    """Return a warning if transformers would silently misread experts, else an empty list."""
     formats = {
         scheme.format.name
         for module, scheme in plan.written_schemes.items()
@@ -227,17 +229,17 @@ def _misread_experts(plan: QuantizationPlan) -> list[str]:
         return []
     return [
         f"transformers (5.24) leaves out the tensor scale of experts in {' and '.join(sorted(formats))}, and has them "
-        f"hundreds of times too large: give them another format for it, such as {spelled('weights', 'mxfp4')}"
+        f"hundreds of times too large: give them another format for it, such as {option_name('weights', 'mxfp4')}"
     ]
 
 
 def _linears(source: Source | WeightSource) -> tuple[str, ...]:
-    """Every module that a reader may see as a Linear."""
+    """Return the names of all modules that may be Linears in the loading library."""
     if isinstance(source, WeightSource):
         modules = source.matrices()
     else:
         modules = [module for module, name in targets_of(source).weights.items() if name != module]
-    # A tied head has no weight of its own, yet a reader meets its module.
+    # A tied head has no weight in the checkpoint, but it is still a module of the loaded model.
     return tuple(name for name in dict.fromkeys([*modules, "lm_head"]) if name != EMBEDDING)
 
 
@@ -262,13 +264,8 @@ def _refuse_quantized(source: Source | WeightSource) -> None:
         )
 
 
-def _planned(
-    name: str,
-    info: TensorInfo,
-    scheme: Scheme,
-    written: torch.dtype,
-    unpacked: torch.dtype | None,
-    parted: Parted,
+def _plan(
+    name: str, info: TensorInfo, scheme: Scheme, written: torch.dtype, unpacked: torch.dtype | None, parted: Parted
 ) -> PlannedTensor:
     if not scheme.quantizes:
         return PlannedTensor(name, info, scheme, (OutputTensor(name, unpacked or written, info.shape),))

@@ -1,4 +1,4 @@
-"""Quantization of a checkpoint's weights as a stream: memory is a few blocks, and only a rounding builds a model."""
+"""Quantizes a checkpoint's weights block by block, so that only a few blocks are in memory at once."""
 
 import math
 import time
@@ -10,35 +10,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffquant.formats.atomic_folder import check_output, staged
-from diffquant.formats.compressed_tensors import SCALE, decode_codes, packed_rows
-from diffquant.formats.reader import Checkpoint
-from diffquant.formats.row_stream import Block, Job, Shard, check_rows, checkpoint_stamp, copy_job, write_shards
+from diffquant.checkpoints.atomic_folder import check_output, stage_output
+from diffquant.checkpoints.compressed_tensors import SCALE, decode_codes, pack_rows
+from diffquant.checkpoints.reader import Checkpoint
+from diffquant.checkpoints.row_stream import Block, Job, Shard, check_rows, checkpoint_key, copy_job, write_shards
+from diffquant.checkpoints.source import Source, open_source
+from diffquant.checkpoints.weight_source import WeightSource
 from diffquant.quantization.descriptions import write_descriptions
 from diffquant.quantization.magnitudes import Magnitudes
 from diffquant.quantization.plan import PlannedTensor, QuantizationPlan, plan_quantization
 from diffquant.quantization.rounded_weight import RoundedWeight
 from diffquant.quantization.roundings import Rounder, rounding_named
 from diffquant.recipe import Recipe, RecipeLike
-from diffquant.report.sizes import compared_size
-from diffquant.scheme import Scheme
-from diffquant.source.source import Source, open_source
-from diffquant.source.weight_source import WeightSource
+from diffquant.recipe.scheme import Scheme
+from diffquant.reports.tables import compared_size
 from diffquant.support.devices import as_dtype
-from diffquant.support.escaping import one_line
+from diffquant.support.installation import versions
 from diffquant.support.progress import Progress, progress_for
-from diffquant.support.readable import Readable
-from diffquant.support.versions import versions
+from diffquant.support.terminal import Readable, one_line
 
 
 @dataclass(frozen=True)
 class TensorError:
-    """Relative RMS error of a packed weight: the error's root mean square over the weight's.
+    """Relative RMS error of a packed weight: RMS of the error divided by RMS of the weight.
 
     Attributes:
         name: name of the weight in the checkpoint.
-        scheme: scheme that it is packed under.
-        error: relative RMS error, a share of 1.
+        scheme: scheme that the weight is packed under.
+        error: relative RMS error as a fraction.
     """
 
     name: str
@@ -52,15 +51,15 @@ class Quantization(Readable):
 
     Attributes:
         destination: folder that was written.
-        bytes_before: bytes that the source takes.
+        bytes_before: size of the source in bytes.
         bytes_after: bytes of all tensors of the destination.
-        weights: number of weights of all tensors.
-        packed_bits: mean stored bits of the packed weights, scales included; of all, where none is packed.
-        seconds: seconds that this run took.
-        resumed: number of shards taken over from an interrupted run.
-        errors: error of every packed weight, the worst first.
-        rounding: name of the rule that made their codes.
-        notes: sentences for people, about what the source's own recipe added or lost, and code that was left out.
+        weights: number of elements of all tensors.
+        packed_bits: mean stored bits per packed weight, scales included; per weight if none is packed.
+        seconds: wall time of this run in seconds.
+        resumed: number of shards reused from an interrupted run.
+        errors: error of every packed weight, largest first.
+        rounding: name of the rounding.
+        notes: messages about the recipe that the source records, and about code that was left out.
     """
 
     destination: Path
@@ -75,7 +74,7 @@ class Quantization(Readable):
     notes: tuple[str, ...] = ()
 
     def summary(self, worst: int = 3) -> str:
-        """A few lines for people, with the `worst` weights by their error."""
+        """Return a summary of a few lines, with the `worst` weights of largest error."""
         lines = [
             f"{one_line(str(self.destination))}: {compared_size(self.bytes_after, self.bytes_before, self.weights)}, "
             f"in {self.seconds:.1f} s"
@@ -101,24 +100,24 @@ def quantize(
     planned: Callable[[QuantizationPlan], None] | None = None,
     progress: Progress | None = None,
 ) -> Quantization:
-    """Write a quantized copy of a checkpoint, as the verb `quantize` has it done.
+    """Write a quantized copy of a checkpoint.
 
     Args:
         source: a folder of safetensors, a .gguf file, or either as an open `Source`; or a folder of any architecture as
-            an open `WeightSource`, whose weights are chosen by name.
-        destination: the folder to make; it appears whole or not at all.
-        recipe: recipe for the weights, as `Recipe.parse` takes it; its cache and logits are only recorded, in
-            `diffquant_config`. What the source's own recipe has of them goes along where this one says nothing.
-        dtype: dtype in which matrices that are not packed are stored; the checkpoint's by default, bfloat16 where that
-            is float32. The model runs in the checkpoint's all the same, unless `load` is told otherwise.
-        overwrite: replace an existing checkpoint there, at the end.
-        planned: function called with the plan before anything is written; what it raises ends the run.
-        progress: function called with layers while a rounding reads a text, then with output bytes; by default a line
-            on a terminal, one per minute in a log.
+            an open `WeightSource`, whose weights are selected by name.
+        destination: the folder to create; it is written atomically.
+        recipe: recipe for the weights, as `Recipe.parse` takes it. Its schemes of cache and logits are only recorded,
+            in `diffquant_config`; those that the source records are kept unless this recipe sets them.
+        dtype: dtype in which unpacked matrices are stored; by default the checkpoint's, or bfloat16 if that is float32.
+            It does not change the dtype that the model runs in.
+        overwrite: replace an existing checkpoint there, after the new one is complete.
+        planned: function called with the plan before anything is written; an exception in it ends the run.
+        progress: function called with layers while a rounding reads calibration data, then with output bytes; by
+            default a line on a terminal, one per minute in a log.
 
     Raises:
-        DiffQuantError: anything wrong with the source, the recipe or the destination; nothing is left then.
-        KeyboardInterrupt: finished shards are kept, and the message says how to go on.
+        DiffQuantError: the source, the recipe or the destination is invalid; no partial output is left.
+        KeyboardInterrupt: finished shards are kept, and the message explains how to resume.
     """
     started = time.monotonic()
     destination, progress = Path(destination), progress or progress_for("quantize")
@@ -135,14 +134,14 @@ def quantize(
     rounded = {"name": recipe.rounding.name, **rounder.identity}
     key = {
         "verb": "quantize",
-        "source": checkpoint_stamp(opened.checkpoint),
+        "source": checkpoint_key(opened.checkpoint),
         "recipe": plan.recipe.to_dict(),
         "rounding": rounded,
         "rules": plan.rules.to_dict() if plan.rules else None,
         "dtype": str(as_dtype(dtype)),
         "versions": versions(),
     }
-    with staged(destination, key, plan.bytes_after, overwrite) as staging:
+    with stage_output(destination, key, plan.bytes_after, overwrite) as staging:
         opened.checkpoint.write_side_files(staging.folder)
         records = write_shards(_shards(plan, rounder), staging, plan.bytes_after, progress)
         errors = _errors(plan, records)
@@ -165,7 +164,7 @@ def quantize(
 def pack_job(
     checkpoint: Checkpoint, tensor: PlannedTensor, rounder: Rounder, magnitudes: Magnitudes | None = None
 ) -> Job:
-    """The job that makes a weight's codes and scales, some rows at a time."""
+    """Return the job that computes a weight's codes and scales, a block of rows at a time."""
     scheme = tensor.scheme
     height, width = math.prod(tensor.info.shape[:-1]), tensor.info.shape[-1]
     tile, rows_each = scheme.sharing.tile or 1, height // len(tensor.parts)
@@ -183,22 +182,22 @@ def pack_job(
         if not math.isfinite(total):
             check_rows(rows, tensor.name, first)
         codes, scale = rounded.rows(first, values)
-        rows_of = packed_rows(codes, scale, rounded.scheme)
+        rows_of = pack_rows(codes, scale, rounded.scheme)
         if first > 0 and scheme.sharing.spans_rows:
             del rows_of[SCALE]
         pieces: dict[str, tuple[int, Tensor]] = {}
-        # All parts of a weight have as many rows.
+        # All parts of a weight have the same number of rows.
         for part in tensor.parts[first // rows_each : -(-last // rows_each)]:
             here, begins = part.within(first, last), part.first >= first
             for suffix, data in rows_of.items():
-                # A row of scales is of so many rows of codes.
+                # Rows of codes per row of scales.
                 per_row = tile if suffix == SCALE else 1
                 whole = suffix == SCALE and scheme.sharing.spans_rows
                 some = data if whole else data[here.start // per_row : -(-here.stop // per_row)]
                 pieces[part.name(suffix)] = (max(first - part.first, 0) // per_row, some)
             if begins:
                 pieces |= {name: (0, data) for name, data in part.once(rounded.scheme).items()}
-        # Of a float32 source, `values` are the mapped file itself: only what was decoded may be written to.
+        # `values` of a float32 source is the memory-mapped file, so only the decoded tensor may be changed in place.
         error = _sum_of_squares(decode_codes(codes, scale, scheme).sub_(values))
         return Block(pieces, error, total)
 
@@ -206,9 +205,9 @@ def pack_job(
 
 
 def _sum_of_squares(values: Tensor) -> float:
-    """The sum of squares in float32, or where that overflows in float64.
+    """Return the sum of squares in float32, or in float64 if that overflows.
 
-    A BLAS's dot product is faster, but its last bit may depend on where in memory the values begin.
+    A BLAS dot product is faster, but its last bit may depend on the alignment of the values in memory.
     """
     total = float(values.square().sum())
     return total if math.isfinite(total) else float(values.double().square().sum())
@@ -231,7 +230,7 @@ def _shards(plan: QuantizationPlan, rounder: Rounder) -> list[Shard]:
 
 
 def _errors(plan: QuantizationPlan, records: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Relative RMS error of each packed weight, of the records of the files written."""
+    """Return the relative RMS error of each packed weight, from the records of the files written."""
     sums = {name: squares for record in records.values() for name, squares in record["sums"].items()}
     return {tensor.name: _relative_rms(*sums.get(tensor.name, (0.0, 0.0))) for tensor in plan.packed}
 

@@ -1,4 +1,4 @@
-"""A weight under a rounding: its codes and scales, some rows at a time, and the values that a reader makes of them."""
+"""Computes a weight's codes and scales under a rounding, a block of rows at a time, and the dequantized values."""
 
 import threading
 from collections.abc import Callable
@@ -6,18 +6,18 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from diffquant.formats.compressed_tensors import decode_codes, weight_codes
-from diffquant.formats.row_stream import in_order, row_blocks, workers
+from diffquant.checkpoints.compressed_tensors import decode_codes, weight_codes
+from diffquant.checkpoints.row_stream import map_in_order, open_workers, row_blocks
 from diffquant.quantization.magnitudes import Magnitudes
 from diffquant.quantization.roundings.base import Rounder
-from diffquant.scheme import Scheme
+from diffquant.recipe.scheme import Scheme
 
 # (first row, last row exclusive) -> those rows [n, in].
 ReadRows = Callable[[int, int], Tensor]
 
 
 class RoundedWeight:
-    """A weight [out, in] whose codes and scales are made as rows are asked for, by any number of threads."""
+    """A weight [out, in] whose codes and scales are computed on demand; safe to use from several threads."""
 
     def __init__(
         self,
@@ -32,14 +32,13 @@ class RoundedWeight:
         """Prepare a weight whose rows are read when they are needed.
 
         Args:
-            rounder: rounding made ready for the checkpoint.
+            rounder: rounding prepared for the checkpoint.
             name: the weight's name in the checkpoint.
-            read: function that gives rows from first to last (exclusive), finite floats.
+            read: function that returns rows from first to last (exclusive), finite floats.
             shape: (out, in).
-            scheme: granularity tensor, row, group or block, whose rows are asked for together.
+            scheme: scheme of granularity tensor, row, group or block; the rows of a block must be requested together.
             dtype: dtype of the stored scale.
-            magnitudes: largest magnitudes of the checkpoint's weights, where some share a scale of the tensor; those of
-                this weight by default.
+            magnitudes: largest magnitudes for weights that share a tensor scale; by default only this weight's.
         """
         self._magnitudes = magnitudes
         self._rounder, self._name, self._read, self._shape = rounder, name, read, shape
@@ -49,7 +48,12 @@ class RoundedWeight:
         self._bound: Scheme | None = None
 
     def rows(self, first: int, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes int8 [rows, in] and stored scale of the rows from `first` on, whose values are float32."""
+        """Return codes int8 [rows, in] and the stored scale of rows from `first` on.
+
+        Args:
+            first: index of the first row.
+            values: those rows [rows, in] in float32.
+        """
         if self._name in self._rounder.made:
             codes, scale = self._rounder.made[self._name]
             return codes[first : first + len(values)], scale[first : first + len(values)]
@@ -60,7 +64,7 @@ class RoundedWeight:
 
     @property
     def scheme(self) -> Scheme:
-        """The scheme, bound to the weight where its format's scales depend on all of it."""
+        """The scheme, bound to the weight's largest magnitude if the format has a scale per tensor."""
         if not self._scheme.format.spans_tensor:
             return self._scheme
         if self._bound is None:
@@ -69,11 +73,11 @@ class RoundedWeight:
         return self._bound
 
     def _largest(self) -> Tensor:
-        """The largest magnitude [1] of the weight, found by whichever thread needs it first."""
+        """Return the largest magnitude [1] of the weight, computed once by the first thread that needs it."""
         with self._guard:
             if self._magnitude is None:
-                # One number at a time: a small tensor kept for each block would lie where the block's memory was, and
-                # no later block would fit there.
+                # Keep only a running maximum: a small tensor kept per block would fragment the freed memory, so that
+                # no later block would fit into it.
                 largest = torch.zeros((), dtype=torch.float32)
                 for first, last in row_blocks(*self._shape):
                     block_largest = self._read(first, last).abs().amax()
@@ -90,15 +94,15 @@ def as_stored(
     dtype: torch.dtype | None = None,
     magnitudes: Magnitudes | None = None,
 ) -> Tensor:
-    """A weight as it is read back from the checkpoint that `quantize` writes, bit for bit.
+    """Return a weight quantized and dequantized, bit for bit as it is read from a checkpoint written by `quantize`.
 
     Args:
-        rounder: rounding made ready for the checkpoint.
+        rounder: rounding prepared for the checkpoint.
         name: the weight's name in the checkpoint.
-        weight: [out, in] or [experts, out, in] finite floats, with the checkpoint's own rows.
-        scheme: granularity tensor, row, group or block.
-        dtype: dtype of the stored scale; by default that in which a weight of this dtype has its scale stored.
-        magnitudes: as `RoundedWeight` takes them.
+        weight: [out, in] or [experts, out, in] finite floats, rows in the checkpoint's order.
+        scheme: scheme of granularity tensor, row, group or block.
+        dtype: dtype of the stored scale; by default the format's scale dtype for a weight of this dtype.
+        magnitudes: as in `RoundedWeight`.
 
     Returns:
         codes * scale in the weight's shape and dtype.
@@ -112,10 +116,10 @@ def as_stored(
     dtype = dtype or scheme.format.scale_dtype(weight.dtype)
     rounded = RoundedWeight(rounder, name, read, tuple(rows.shape), scheme, dtype, magnitudes)
 
-    def read_back(first: int, last: int) -> Tensor:
+    def decode_rows(first: int, last: int) -> Tensor:
         return decode_codes(*rounded.rows(first, rows[first:last].float()), scheme).to(weight.dtype)
 
-    # Products of matrices depend, in their last bits, on the number of rows and of threads: both are `quantize`'s own.
+    # The last bits of matrix products depend on the number of rows and threads, so both are the same as in `quantize`.
     blocks = row_blocks(len(rows), rows.shape[1], scheme.sharing.tile or 1)
-    with workers() as pool:
-        return torch.cat(list(in_order(pool, read_back, blocks))).reshape(weight.shape)
+    with open_workers() as pool:
+        return torch.cat(list(map_in_order(pool, decode_rows, blocks))).reshape(weight.shape)

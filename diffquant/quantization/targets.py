@@ -1,23 +1,34 @@
-"""The modules of a checkpoint that a recipe quantizes, each with its scheme."""
+"""Determines which modules a recipe packs and how they are written, and the dtype of the unpacked matrices."""
 
-from collections.abc import Collection, Mapping
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+import torch
+from torch import Tensor
+
+from diffquant.checkpoints.compressed_tensors import GLOBAL, PACKED, SCALE, pack_shared, packed_shapes, packed_types
+from diffquant.checkpoints.source import Source
+from diffquant.checkpoints.weight_source import WeightSource
+from diffquant.checkpoints.writer import OutputTensor
+from diffquant.errors import UsageError
 from diffquant.recipe import Recipe
-from diffquant.scheme import FULL, Scheme
-from diffquant.source.source import Source
-from diffquant.source.weight_source import WeightSource
+from diffquant.recipe.scheme import FULL, Scheme
+from diffquant.support.names import option_name
+
+EMBEDDING = "model.embed_tokens"
 
 
 @dataclass(frozen=True)
 class Targets:
-    """The modules of a checkpoint whose weights can be packed, by the checkpoint's own names.
+    """The modules of a checkpoint whose weights can be packed, by name in the checkpoint.
 
     Attributes:
-        weights: name of the weight of each module that can be packed.
-        linears: modules that a recipe's `weights` is about; others are packed where an override names them.
-        is_tied: whether the head is the embedding.
+        weights: name of each module that can be packed -> name of its weight.
+        linears: modules that a recipe's `weights` scheme applies to; others are packed only if an override names them.
+        is_tied: whether the head shares the embedding's weight.
     """
 
     weights: Mapping[str, str]
@@ -25,17 +36,17 @@ class Targets:
     is_tied: bool
 
     def schemes(self, recipe: Recipe) -> dict[str, Scheme]:
-        """Scheme of each module whose weight the recipe quantizes.
+        """Return the scheme of each module whose weight the recipe quantizes.
 
-        The linears follow the recipe's `weights`; embeddings, head, λ projections and what rules keep are
-        quantized only where an override names them; vectors never are.
+        Linears have the recipe's `weights` scheme. Embeddings, head, λ projections and weights that the rules exclude
+        are quantized only if an override names them. Vectors are never quantized.
         """
         schemes = {module: _scheme_of(module, recipe, self.linears) for module in self.weights}
         return {module: scheme for module, scheme in schemes.items() if scheme.quantizes}
 
 
 def targets_of(source: Source | WeightSource) -> Targets:
-    """The targets of a checkpoint: known by its adapter, or chosen by the rules of a `WeightSource`."""
+    """Return the targets of a checkpoint, from its adapter or from the rules of a `WeightSource`."""
     if isinstance(source, WeightSource):
         is_tied = bool(source.checkpoint.config.get("tie_word_embeddings"))
         return Targets(source.weights, set(source.linears), is_tied)
@@ -53,7 +64,128 @@ def _scheme_of(module: str, recipe: Recipe, linears: Collection[str]) -> Scheme:
 
 
 def _is_meant(pattern: str, module: str, linears: Collection[str]) -> bool:
-    """Whether a pattern means a head, embedding or λ projection: "*" and "*.layers.0.*" do not."""
+    """Return whether a pattern names a head, embedding or λ projection; "*" and "*.layers.0.*" do not."""
     if not fnmatchcase(module, pattern):
         return False
     return module.rsplit(".", 1)[-1] in pattern or not any(fnmatchcase(linear, pattern) for linear in linears)
+
+
+def unpacked_dtypes(source: Source | WeightSource, dtype: torch.dtype | None = None) -> dict[str, torch.dtype]:
+    """Return the dtypes of matrices that would be stored unquantized, by tensor name, where the dtype changes.
+
+    Unquantized matrices are stored in 16 bits: those of a float32 checkpoint become bfloat16, which has the same range,
+    and still run in float32. Vectors, whose size is negligible, and checkpoints of unknown architecture do not change.
+
+    Args:
+        dtype: dtype to store; by default the checkpoint's own, or bfloat16 if that is float32.
+
+    Raises:
+        UsageError: `dtype` is given and the architecture is unknown.
+    """
+    if isinstance(source, WeightSource):
+        if dtype is not None:
+            raise UsageError(
+                f"{source.path} (model_type {source.model_type!r}) is quantized by its tensors' names, and what is not "
+                f"packed stays as it is; leave out {option_name('dtype')}"
+            )
+        return {}
+    own = {name: source.checkpoint.written_dtype(name) for name in targets_of(source).weights.values()}
+    if dtype is None and own[source.adapter.source_name(f"{EMBEDDING}.weight")] == torch.float32:
+        dtype = torch.bfloat16
+    return {} if dtype is None else {name: dtype for name, kind in own.items() if kind != dtype}
+
+
+# Last part of the name of a tensor of stacked experts -> the Linears whose rows are concatenated in it.
+_PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows of a weight that are packed as a module.
+
+    Attributes:
+        module: name of the module.
+        first, last: first and last (exclusive) row of the weight flattened to [experts * out, in].
+        shape: shape of the module's weight.
+    """
+
+    module: str
+    first: int
+    last: int
+    shape: tuple[int, ...]
+
+    def within(self, first: int, last: int) -> slice:
+        """Return the slice of this part's rows within the block of rows [first, last), relative to `first`."""
+        return slice(max(self.first, first) - first, min(self.last, last) - first)
+
+    def name(self, suffix: str) -> str:
+        """Return the name of the module's tensor with a suffix of compressed-tensors, such as ".weight_packed"."""
+        return self.module + suffix
+
+    def outputs(self, scheme: Scheme, dtype: torch.dtype) -> list[OutputTensor]:
+        """Return the tensors to write for a weight that would be written in `dtype` if it were not packed."""
+        types = packed_types(scheme, dtype)
+        return [
+            OutputTensor(self.name(suffix), types[suffix], shape)
+            for suffix, shape in packed_shapes(self.shape, scheme).items()
+        ]
+
+    def once(self, scheme: Scheme) -> Mapping[str, Tensor]:
+        """Return the tensors written once per module, by name, such as the tensor scale.
+
+        Args:
+            scheme: scheme that is bound to the weight's largest magnitude.
+        """
+        return {self.name(suffix): data for suffix, data in pack_shared(self.shape, scheme).items()}
+
+
+class MakersExperts(Part):
+    """Experts in NVFP4 in the layout of Motif-3's official release: codes, block scales, and one multiplier per expert.
+
+    Source: MotifTechnologies' vLLM port, tools/motif_nvfp4_quantize_ckpt.py.
+    """
+
+    method = "modelopt_nvfp4"
+    _NAMES = {PACKED: "", SCALE: "_weight_scale", GLOBAL: "_weight_scale_2"}  # noqa: RUF012
+
+    def name(self, suffix: str) -> str:
+        return self.module + self._NAMES[suffix]
+
+    def outputs(self, scheme: Scheme, dtype: torch.dtype) -> list[OutputTensor]:
+        *rows, above = super().outputs(scheme, dtype)
+        return [*rows, OutputTensor(above.name, above.dtype, self.shape[:1])]
+
+    def once(self, scheme: Scheme) -> Mapping[str, Tensor]:
+        """Return one multiplier per expert: the same power of two for all, because of `Magnitudes`' rounding."""
+        ((name, divisor),) = super().once(scheme).items()
+        return {name: divisor.reciprocal().expand(self.shape[0]).contiguous()}
+
+
+def whole(module: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
+    """Return a weight as one module."""
+    return (Part(module, 0, math.prod(shape[:-1]), shape),)
+
+
+def makers_experts(module: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
+    """Return stacked experts as one module in the layout of Motif-3's official release."""
+    return (MakersExperts(module, 0, math.prod(shape[:-1]), shape),)
+
+
+def experts_apart(module: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
+    """Split stacked experts [experts, out, in] into the Linears that other libraries expect; keep other weights whole.
+
+    In transformers' fused experts, the rows of the gate projection precede those of the up projection.
+    """
+    named = re.fullmatch(r"(.+\.experts)\.(gate_up_proj|down_proj)", module)
+    if named is None or len(shape) != 3 or shape[1] % len(_PROJECTIONS[named[2]]):
+        return whole(module, shape)
+    return tuple(_linears(named[1], shape, _PROJECTIONS[named[2]]))
+
+
+def _linears(stem: str, shape: tuple[int, ...], projections: tuple[str, ...]) -> Iterator[Part]:
+    experts, rows, width = shape
+    height = rows // len(projections)
+    for expert in range(experts):
+        for place, projection in enumerate(projections):
+            first = expert * rows + place * height
+            yield Part(f"{stem}.{expert}.{projection}", first, first + height, (height, width))

@@ -1,4 +1,4 @@
-"""How a whole model is quantized: `Recipe`, its targets, its rounding, and recipes by name. No torch."""
+"""How a whole model is quantized: number formats, schemes, and the `Recipe` of a model. No torch."""
 
 from diffquant.recipe.recipe import Recipe, RecipeLike
 

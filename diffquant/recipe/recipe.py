@@ -8,21 +8,22 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from diffquant.errors import UsageError
+from diffquant.recipe.presets import LIKE, PRESETS
 from diffquant.recipe.rounding import NEAREST, RoundingSettings
+from diffquant.recipe.scheme import FULL, Scheme
 from diffquant.recipe.targets import (
     LAYER_TARGETS,
     TARGETS,
     UNSAID,
-    check_allowed,
     layer_name,
     parse_for,
     parse_overrides,
+    refusal,
     target_of,
 )
-from diffquant.scheme import FULL, Scheme
 from diffquant.support.files import read_text
-from diffquant.support.suggestion import did_you_mean
-from diffquant.support.version import CONFIG_VERSION
+from diffquant.support.installation import CONFIG_VERSION
+from diffquant.support.names import did_you_mean
 
 
 @dataclass(frozen=True, repr=False)
@@ -63,13 +64,13 @@ class Recipe:
         of_text = "Recipe.of(weights='4:g32', overrides={'*.mlp.*': 8}, rounding='mse') reads text"
         if not isinstance(self.overrides, Mapping) or not isinstance(self.rounding, RoundingSettings):
             raise UsageError(f"a Recipe's overrides are a mapping and its rounding RoundingSettings; {of_text}")
-        schemes = {target: getattr(self, target) for target in TARGETS} | dict(self.overrides)
-        if odd := [name for name, scheme in schemes.items() if not isinstance(scheme, Scheme)]:
-            raise UsageError(f"a Recipe is made of Schemes, and {odd[0]} is {schemes[odd[0]]!r}; {of_text}")
-        for target in TARGETS:
-            check_allowed(target, getattr(self, target))
-        for pattern, scheme in self.overrides.items():
-            check_allowed(target_of(pattern), scheme, f"override {pattern!r}")
+        schemes = [(target, target, getattr(self, target)) for target in TARGETS]
+        schemes += [(target_of(pattern), f"override {pattern!r}", each) for pattern, each in self.overrides.items()]
+        for target, what, scheme in schemes:
+            if not isinstance(scheme, Scheme):
+                raise UsageError(f"a Recipe is made of Schemes, and {what} is {scheme!r}; {of_text}")
+            if reason := refusal(target, scheme, what):
+                raise UsageError(reason)
         if type(self.residual) is not int:
             raise UsageError(f"residual must be a number of tokens, got {self.residual!r}")
         if self.residual < 0:
@@ -90,32 +91,23 @@ class Recipe:
         p: str | int = 16,
         pv: str | int = 16,
     ) -> "Recipe":
-        """A recipe from scheme texts; `kv` serves whichever of `k` and `v` is not given.
+        """Return a recipe from scheme texts; `kv` serves whichever of `k` and `v` is not given.
 
         Args:
             rounding: a rounding's name, or a mapping as `RoundingSettings.parse` reads it.
         """
-        return cls(
-            weights=parse_for("weights", weights),
-            k=parse_for("k", kv if k is None else k),
-            v=parse_for("v", kv if v is None else v),
-            logits=parse_for("logits", logits),
-            qk=parse_for("qk", qk),
-            p=parse_for("p", p),
-            pv=parse_for("pv", pv),
-            residual=residual,
-            overrides=parse_overrides(overrides or {}),
-            rounding=RoundingSettings.parse(rounding),
-        )
+        schemes = {"weights": weights, "kv": kv, "k": k, "v": v, "logits": logits, "qk": qk, "p": p, "pv": pv}
+        given = {name: text for name, text in schemes.items() if name not in ("k", "v") or text is not None}
+        return cls.from_dict({**given, "residual": residual, "overrides": overrides, "rounding": rounding})
 
     @classmethod
     def parse(cls, given: "RecipeLike") -> "Recipe":
-        """A recipe from what people write: a scheme of the weights, entries by name, or a YAML file.
+        """Return a recipe from what people write: a scheme of the weights, a preset, entries by name, or a YAML file.
 
         Args:
-            given: a recipe; a scheme of the weights such as "4:g32" or 8; a mapping such as
-                {"weights": "4:g32", "kv": 8}, as `from_dict` reads it; or the path of a YAML file, a `Path` or a text
-                that ends in .yaml or .yml.
+            given: a recipe; a scheme of the weights such as "4:g32" or 8; a preset's name such as "int4"; a mapping
+                such as {"weights": "4:g32", "kv": 8}, as `from_dict` reads it; or the path of a YAML file, a `Path` or
+                a text that ends in .yaml or .yml.
 
         Raises:
             UsageError: it is none of these, or cannot be read.
@@ -124,6 +116,8 @@ class Recipe:
             return given
         if names_file(given):
             return cls.read(Path(given))
+        if isinstance(given, str) and given in PRESETS:
+            return cls.of(**PRESETS[given])
         if isinstance(given, str | int):
             return cls.of(weights=given)
         if isinstance(given, Mapping):
@@ -137,9 +131,17 @@ class Recipe:
     def from_dict(cls, entries: Mapping[str, Any]) -> "Recipe":
         """Inverse of `to_dict`; `kv` serves whichever of `k` and `v` is not given.
 
+        Args:
+            entries: beside the recipe's own, `like` names a published kernel, whose operands go where none are given.
+
         Raises:
             UsageError: a key is unknown (the nearest known one is named), or a scheme is malformed.
         """
+        if "like" in entries:
+            kernel = entries["like"]
+            if kernel not in tuple(LIKE):
+                raise UsageError(f"unknown kernel {kernel!r} to be like; known are {', '.join(LIKE)}")
+            entries = {**LIKE[kernel], **{name: value for name, value in entries.items() if name != "like"}}
         known = [*(f.name for f in fields(cls)), "kv"]
         unknown = [key for key in entries if key not in known]
         if unknown:
@@ -190,11 +192,11 @@ class Recipe:
         }
 
     def to_config(self) -> dict[str, Any]:
-        """The content of `diffquant_config` in the config.json of a checkpoint under this recipe."""
+        """Return the content of `diffquant_config` in the config.json of a checkpoint under this recipe."""
         return {"version": CONFIG_VERSION, "recipe": self.to_dict()}
 
     def __repr__(self) -> str:
-        """An expression that makes the recipe, without what is at its default."""
+        """Return an expression that makes the recipe, without what is at its default."""
         entries, defaults = self.to_dict(), Recipe().to_dict()
         if entries["k"] == entries["v"]:
             entries = {"weights": entries["weights"], "kv": entries.pop("k"), **entries, "v": defaults["v"]}
@@ -225,7 +227,7 @@ class Recipe:
         return {pattern: scheme for pattern, scheme in self.overrides.items() if target_of(pattern) == "weights"}
 
     def at_layer(self, layer: int) -> "Recipe":
-        """This recipe with the schemes of one layer's `LAYER_TARGETS`, overrides applied."""
+        """Return this recipe with the schemes of one layer's `LAYER_TARGETS`, overrides applied."""
         of_layer = {target: self._scheme_at(target, layer) for target in LAYER_TARGETS}
         return replace(self, **of_layer, overrides=self.weight_overrides)  # type: ignore[arg-type]
 
@@ -239,7 +241,7 @@ class Recipe:
         return {*(getattr(self, target) for target in TARGETS), *self.overrides.values()}
 
     def rounds(self, *targets: str) -> bool:
-        """Whether some layer rounds one of these `LAYER_TARGETS`."""
+        """Return whether some layer rounds one of these `LAYER_TARGETS`."""
         return any(scheme.quantizes for target in targets for scheme in self.schemes_of(target))
 
     @property
@@ -251,10 +253,10 @@ class Recipe:
     @property
     def rotates_cache(self) -> bool:
         """Whether some layer's keys or values are rotated before they are rounded."""
-        return any(scheme.rotated for target in ("k", "v") for scheme in self.schemes_of(target))
+        return any(scheme.has("rotated") for target in ("k", "v") for scheme in self.schemes_of(target))
 
     def is_static(self, target: str) -> bool:
-        """Whether some layer's "k", "v" or "logits" takes calibrated scales."""
+        """Return whether some layer's "k", "v" or "logits" has calibrated scales."""
         return any(scheme.sharing.is_static for scheme in self.schemes_of(target))
 
     def check_layers(self, layers: Mapping[str, Sequence[int]]) -> None:
@@ -280,7 +282,7 @@ class Recipe:
         return next(matches, getattr(self, target))
 
     def with_weights_of(self, other: "Recipe") -> "Recipe":
-        """This recipe's cache and logits with the other's weights and their rounding."""
+        """Return this recipe's cache and logits with the other's weights and their rounding."""
         own = {pattern: s for pattern, s in self.overrides.items() if target_of(pattern) != "weights"}
         return replace(self, weights=other.weights, overrides=own | other.weight_overrides, rounding=other.rounding)
 
@@ -289,5 +291,5 @@ RecipeLike = Recipe | str | int | Path | Mapping[str, Any]
 
 
 def names_file(given: object) -> TypeGuard[Path | str]:
-    """Whether a recipe is given as the path of a YAML file."""
+    """Return whether a recipe is the path of a YAML file."""
     return isinstance(given, Path) or (isinstance(given, str) and given.endswith((".yaml", ".yml")))

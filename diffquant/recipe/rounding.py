@@ -1,12 +1,12 @@
 """A recipe's choice of rounding."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from diffquant.errors import UsageError
-from diffquant.support.suggestion import did_you_mean
+from diffquant.support.names import did_you_mean
 
 # What a rounding that compensates may be told, and the choices; the first is what it does by itself.
 ROUNDING_OPTIONS = {"inputs": ("rounded", "unrounded"), "target": ("model", "layer"), "order": ("stored", "activation")}
@@ -18,9 +18,10 @@ class RoundingSettings:
 
     Attributes:
         name: name of a registered rounding, see `quantization.roundings`; known names are checked with the checkpoint.
-        text: text file that a rounding with `needs_text` reads, relative to the working directory; the prose that
-            ships by default.
-        tokens: number of tokens of the text that are read; the rule's own number by default.
+        text: calibration data that a rounding with `needs_text` reads, one source or several, as
+            `checkpoints.calibration` has them; files are relative to the working directory. The bundled text by
+            default.
+        tokens: number of tokens that are read; the rule's own number by default.
         window: number of tokens that the model sees at once while it reads; the rule's own number by default.
         inputs: inputs that a layer's weights are rounded for: "rounded", those that it has once the layers before it
             are rounded, or "unrounded", those of the 16-bit model.
@@ -28,20 +29,24 @@ class RoundingSettings:
             what was lost before them (GPTAQ, arXiv 2504.02692), or "layer", the layer's own for the inputs it has.
         order: order in which a weight's columns are rounded: "stored", or "activation", those of the largest inputs
             first, with scales that are chosen before.
-        seed: seed of the order in which windows are read by a rounding that draws one; 0 by default.
+        seed: seed of the order of rows in a JSONL file or dataset, and of the order in which `tuned` reads windows; 0
+            by default.
+        samples: number of windows that are read, in place of `tokens`.
     """
 
     name: str = "nearest"
-    text: Path | None = None
+    text: Path | tuple[Path, ...] | None = None
     tokens: int | None = None
     window: int | None = None
     inputs: str | None = None
     target: str | None = None
     order: str | None = None
     seed: int | None = None
+    samples: int | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not isinstance(self.text, Path | None):
+        several = self.text if isinstance(self.text, tuple) and self.text else (self.text,)
+        if not isinstance(self.name, str) or not (self.text is None or all(isinstance(each, Path) for each in several)):
             raise UsageError(
                 f"rounding: a name and the Path of a text are needed, got {self.name!r} and {self.text!r}; "
                 "RoundingSettings.parse reads plain data"
@@ -49,6 +54,10 @@ class RoundingSettings:
         for what, number in (("tokens", self.tokens), ("window", self.window)):
             if number is not None and (type(number) is not int or number < 2):
                 raise UsageError(f"rounding: {what} must be a number of 2 or more, got {number!r}")
+        if self.samples is not None and (type(self.samples) is not int or self.samples < 1):
+            raise UsageError(f"rounding: samples must be a number of 1 or more, got {self.samples!r}")
+        if self.samples is not None and self.tokens is not None:
+            raise UsageError("rounding: samples and tokens both say how much is read; give one or the other")
         if self.seed is not None and (type(self.seed) is not int or self.seed < 0):
             raise UsageError(f"rounding: seed must be a number of 0 or more, got {self.seed!r}")
         for what, choices in ROUNDING_OPTIONS.items():
@@ -75,9 +84,10 @@ class RoundingSettings:
         if unknown:
             raise UsageError("; ".join(f"unknown rounding key {key!r}{did_you_mean(key, known)}" for key in unknown))
         text = entry.get("text")
-        if text is not None and not isinstance(text, str):
-            raise UsageError(f"rounding: text must be the name of a file, got {text!r}")
-        return cls(**{**entry, "text": None if text is None else Path(text)})
+        several: list[Any] = text if isinstance(text, list) and text else [text]
+        if text is not None and not all(isinstance(each, str) for each in several):
+            raise UsageError(f"rounding: text must be the name of a file or dataset, or a list of such, got {text!r}")
+        return cls(**{**entry, "text": None if text is None else paths_of(several)})
 
     @property
     def options(self) -> dict[str, str | int]:
@@ -85,9 +95,9 @@ class RoundingSettings:
         return {name: given for name in (*ROUNDING_OPTIONS, "seed") if (given := getattr(self, name)) is not None}
 
     @property
-    def reads(self) -> bool:
-        """Whether the recipe names a text, or says how much of it is read."""
-        return (self.text, self.tokens, self.window) != (None, None, None)
+    def reads(self) -> tuple[str, ...]:
+        """Names of the given settings that are about the text that is read."""
+        return tuple(name for name in ("text", "tokens", "samples", "window") if getattr(self, name) is not None)
 
     def to_plain(self) -> str | dict[str, Any]:
         """Plain data that `parse` reads: the name where nothing else is stated."""
@@ -95,12 +105,19 @@ class RoundingSettings:
             return self.name
         entries = {
             "name": self.name,
-            "text": None if self.text is None else str(self.text),
+            "text": [str(each) for each in self.text] if isinstance(self.text, tuple) else self.text and str(self.text),
             "tokens": self.tokens,
+            "samples": self.samples,
             "window": self.window,
             **self.options,
         }
         return {key: value for key, value in entries.items() if value is not None}
+
+
+def paths_of(sources: Sequence[Path | str]) -> Path | tuple[Path, ...] | None:
+    """Return sources of calibration data as settings have them: one, several, or None."""
+    several = tuple(map(Path, sources))
+    return several if len(several) > 1 else next(iter(several), None)
 
 
 NEAREST = RoundingSettings()

@@ -1,15 +1,20 @@
-"""Devices, and the dtype in which each evaluates models."""
+"""Chooses devices and their dtypes, measures how fast they compute, and logs from compiled code."""
+
+import logging
+import time
+from collections.abc import Callable
+from functools import cache
 
 import torch
 
 from diffquant.errors import UsageError
-from diffquant.support.spelling import spelled
+from diffquant.support.names import option_name
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def resolve_dtype(name: str = "auto", device: str = "cpu") -> torch.dtype:
-    """A dtype by name; "auto" is bfloat16 if the hardware multiplies it natively, else float32.
+    """Return the dtype with a name; "auto" is bfloat16 if the hardware multiplies it natively, else float32.
 
     With AVX512-BF16 a model of 135 M parameters scored three times as many items a second as in float32
     (bench/results/hellaswag-speed.json); a CPU without native bfloat16 only emulates it.
@@ -20,12 +25,12 @@ def resolve_dtype(name: str = "auto", device: str = "cpu") -> torch.dtype:
     if name == "auto":
         return torch.bfloat16 if is_bfloat16_native(device) else torch.float32
     if name not in DTYPES:
-        raise UsageError(f"unknown dtype {name!r}; known are auto, {', '.join(DTYPES)}")
+        raise UsageError(f"unknown dtype {name!r}; choose from auto, {', '.join(DTYPES)}")
     return DTYPES[name]
 
 
 def as_dtype(dtype: torch.dtype | str | None, device: str = "cpu") -> torch.dtype | None:
-    """A dtype given as such or by a name for `resolve_dtype`; None stays None.
+    """Convert a name for `resolve_dtype` to its dtype; leave a dtype or None unchanged.
 
     Raises:
         UsageError: the name is unknown, or no model can run in the dtype.
@@ -40,7 +45,7 @@ def as_dtype(dtype: torch.dtype | str | None, device: str = "cpu") -> torch.dtyp
 def is_bfloat16_native(device: str = "cpu") -> bool:
     """Whether a device has bfloat16 matrix instructions."""
     if torch.device(device).type == "cuda":
-        # torch answers for the current device.
+        # torch checks only the current device.
         with torch.cuda.device(torch.device(device)):
             return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     if torch.device(device).type != "cpu":
@@ -50,7 +55,7 @@ def is_bfloat16_native(device: str = "cpu") -> bool:
 
 
 def resolve_device(name: str = "auto") -> str:
-    """A device by name; "auto" is CUDA if torch finds a CUDA device, else the CPU.
+    """Return the device with a name; "auto" is CUDA if torch finds a CUDA device, else the CPU.
 
     Raises:
         UsageError: as `check_device` raises it.
@@ -62,7 +67,7 @@ def resolve_device(name: str = "auto") -> str:
 
 
 def describe_device(device: str) -> str:
-    """A device with its product name, such as "cuda (NVIDIA H200)"."""
+    """Return a device with its product name, such as "cuda (NVIDIA H200)"."""
     return f"{device} ({torch.cuda.get_device_name(device)})" if torch.device(device).type == "cuda" else device
 
 
@@ -81,4 +86,38 @@ def check_device(device: str) -> None:
     except RuntimeError as error:
         raise UsageError(f"unknown device {device!r}: use auto, cpu, cuda or cuda:N") from error
     if kind == "cuda" and not torch.cuda.is_available():
-        raise UsageError(f"device 'cuda' is not there: torch finds no CUDA device; use {spelled('device', 'cpu')}")
+        raise UsageError(f"no device {device!r}: torch finds no CUDA device; use {option_name('device', 'cpu')}")
+
+
+# Rows and columns of the timed matrices; a product takes some milliseconds.
+_ROWS, _WIDTH = 64, 1024
+
+
+def seconds_per_product() -> float:
+    """Measure the seconds per weight and token of a float32 matrix product on all threads."""
+    x, matrix = torch.randn(_ROWS, _WIDTH), torch.randn(_WIDTH, _WIDTH)
+    return time_fastest(lambda: x @ matrix) / (x.numel() * _WIDTH)
+
+
+def time_fastest(work: Callable[[], object]) -> float:
+    """Return the seconds of the fastest of four calls, which other programs disturbed least."""
+    seconds = []
+    for _ in range(4):
+        started = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)
+
+
+def log_once(logger: str, level: int, message: str, *values: object) -> None:
+    """Log a message once for each set of values.
+
+    Compiled code skips it: a logger would break torch.compile's graph.
+    """
+    if not torch.compiler.is_compiling():
+        _log_once(logger, level, message, *values)
+
+
+@cache
+def _log_once(logger: str, level: int, message: str, *values: object) -> None:
+    logging.getLogger(logger).log(level, message, *values)

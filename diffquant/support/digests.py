@@ -1,6 +1,5 @@
-"""Digests that identify weight files: fast on every CPU, but no protection against forgery."""
+"""Computes digests that identify weight files: fast on every CPU, but no protection against forgery."""
 
-import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Self
 
 import xxhash
 
-from diffquant.support.files import check_plain
+from diffquant.support.files import file_digest
 
 # SHA-256 took half of `quantize`'s time on a CPU without instructions for it. We still read folders written with it.
 _ALGORITHMS: Mapping[str, str | Callable[[], xxhash.xxh3_128]] = {"xxh3_128": xxhash.xxh3_128, "sha256": "sha256"}
@@ -16,10 +15,8 @@ _DEFAULT = "xxh3_128"
 
 
 def content_digest(file: Path, algorithm: str = _DEFAULT) -> str:
-    """The digest of a file's content, as hex."""
-    check_plain(file)
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, _ALGORITHMS[algorithm]).hexdigest()
+    """Compute the digest of a file's content, as hex."""
+    return file_digest(file, _ALGORITHMS[algorithm])
 
 
 @dataclass(frozen=True)
@@ -35,17 +32,17 @@ class FileDigests:
 
     @classmethod
     def of(cls, files: Iterable[Path], algorithm: str = _DEFAULT) -> Self:
-        """The digests of some files."""
+        """Compute the digests of some files."""
         return cls({file.name: content_digest(file, algorithm) for file in files}, algorithm)
 
     @classmethod
     def within(cls, folder: Path, names: Iterable[str]) -> Self:
-        """The digests of some files by their paths in a folder."""
+        """Compute the digests of some files by their paths in a folder."""
         return cls({name: content_digest(folder / name) for name in names})
 
     @classmethod
     def read(cls, record: Mapping[str, object]) -> Self:
-        """Read the digests of a record, stored under their algorithm's name; empty if the record has none.
+        """Read the digests stored in a record under their algorithm's name; empty if the record has none.
 
         Raises:
             TypeError: the entry does not hold digests.
@@ -53,16 +50,16 @@ class FileDigests:
         algorithm = next((name for name in _ALGORITHMS if name in record), _DEFAULT)
         by_name = record.get(algorithm, {})
         if not isinstance(by_name, dict) or not all(isinstance(digest, str) for digest in by_name.values()):
-            raise TypeError(f"{algorithm} maps files' names to their digests, got {by_name!r:.40}")
+            raise TypeError(f"{algorithm} maps file names to digests, got {by_name!r:.40}")
         return cls(by_name, algorithm)
 
     def to_dict(self) -> dict[str, dict[str, str]]:
-        """The entry for a record, which `read` reads."""
+        """Return the entry for a record, in the form that `read` reads."""
         return {self.algorithm: dict(self.by_name)}
 
-    def changed(self, folder: Path) -> list[str]:
-        """Names of the files that are missing from a folder or differ there."""
-        return [name for name, digest in self.by_name.items() if not _is(folder / name, digest, self.algorithm)]
+    def changed_files(self, folder: Path) -> list[str]:
+        """List the files that are missing from a folder or differ there."""
+        return [name for name, digest in self.by_name.items() if not _has_digest(folder / name, digest, self.algorithm)]
 
     @property
     def contents(self) -> frozenset[str]:
@@ -70,5 +67,5 @@ class FileDigests:
         return frozenset(self.by_name.values())
 
 
-def _is(file: Path, digest: str, algorithm: str) -> bool:
+def _has_digest(file: Path, digest: str, algorithm: str) -> bool:
     return file.is_file() and content_digest(file, algorithm) == digest

@@ -1,46 +1,53 @@
-"""Writes files atomically, and computes their digests."""
+"""Writes files atomically or from several threads, and reads only regular files, which may be compressed."""
 
 import errno
+import gzip
 import hashlib
 import json
+import lzma
 import os
 import re
 import secrets
 import stat
 import tempfile
-from collections.abc import Iterator, Sequence
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, cast
 
 from diffquant.errors import UsageError
-from diffquant.support.listing import repeated
+from diffquant.support.names import find_duplicates
 
 try:
     import fcntl
-except ImportError:  # Windows, which removes no file that is open, and has no locks that fit
+except ImportError:  # Windows, which cannot remove an open file and has no suitable locks
     fcntl = None  # type: ignore[assignment]
 
 _TEMPORARY = ".diffquant.tmp"
-# What a shell gives a command for `<(...)` is open already, so that reading it ends.
+# For `<(...)` a shell passes the path of an open descriptor, which can be read to its end.
 _DESCRIPTORS = (Path("/dev/fd"), Path("/proc/self/fd"))
 _KINDS = {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
 
 def check_plain(file: Path) -> None:
-    """Check that a path leads to a plain file: a pipe without a writer never opens, and a device may never end.
+    """Check that a path leads to a regular file: opening a pipe may block, and a device may never end.
 
     Raises:
-        OSError: it leads to something else, or nowhere.
+        OSError: it leads to something else, or does not exist.
     """
     kind = stat.S_IFMT(file.stat().st_mode)
     if kind == stat.S_IFDIR:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(file))
     if kind != stat.S_IFREG and file != Path("/dev/stdin") and file.parent not in _DESCRIPTORS:
-        raise OSError(errno.EINVAL, f"it is {_KINDS.get(kind, 'something else')} and not a plain file", str(file))
+        raise OSError(errno.EINVAL, f"it is {_KINDS.get(kind, 'something else')}, not a plain file", str(file))
 
 
 def check_plain_inside(folder: Path) -> None:
-    """Check that a folder holds no pipe, socket or device, which whoever opens the folder's files would wait for.
+    """Check that a folder holds no pipe, socket or device, since opening one may block.
 
     Raises:
         OSError: it does; the first one is named.
@@ -49,13 +56,13 @@ def check_plain_inside(folder: Path) -> None:
         try:
             check_plain(file)
         except OSError as error:
-            # Links that lead nowhere or to themselves block nobody, and whoever follows one says so.
+            # Broken and circular links do not block; whoever follows one reports it.
             if error.errno not in (errno.ENOENT, errno.EISDIR, errno.ELOOP):
                 raise
 
 
 def read_bytes(file: Path) -> bytes:
-    """The content of a plain file.
+    """Read the content of a regular file.
 
     Raises:
         OSError: it cannot be read, or is a pipe, socket or device.
@@ -65,7 +72,7 @@ def read_bytes(file: Path) -> bytes:
 
 
 def read_text(file: Path, encoding: str = "utf-8") -> str:
-    """The text of a plain file.
+    """Read the text of a regular file.
 
     Raises:
         OSError: it cannot be read, or is a pipe, socket or device.
@@ -76,16 +83,16 @@ def read_text(file: Path, encoding: str = "utf-8") -> str:
 
 
 def set_folder_aside(path: Path) -> None:
-    """Rename a folder that lies where a file belongs."""
+    """Rename a folder that stands where a file has to be written."""
     if path.is_dir() and not path.is_symlink():
         path.rename(path.with_name(f"{path.name}.folder-{secrets.token_hex(4)}"))
 
 
 def check_writable(folder: Path) -> None:
-    """Check before the work that a folder can be written or created; leaves nothing behind.
+    """Check in advance that a folder can be written or created; leaves nothing behind.
 
     Raises:
-        UsageError: they cannot.
+        UsageError: it cannot.
     """
     nearest = next(place for place in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(place))
     try:
@@ -94,51 +101,54 @@ def check_writable(folder: Path) -> None:
         raise UsageError(f"cannot write into {folder}: {error.strerror}; choose another output") from error
 
 
-def cache_folder() -> Path:
-    """This user's cache folder, which may not exist yet."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "diffquant"
-
-
 def check_distinct(paths: Sequence[Path]) -> None:
-    """Check that no file or folder is named twice.
+    """Check that no file or folder is given twice.
 
     Raises:
         UsageError: some are; they are listed.
     """
     names = [path.resolve() for path in paths]
-    if twice := sorted(map(str, repeated(names))):
-        raise UsageError(f"named twice: {', '.join(twice)}")
+    if twice := sorted(map(str, find_duplicates(names))):
+        raise UsageError(f"given twice: {', '.join(twice)}")
 
 
-def file_digest(file: Path) -> str:
-    """SHA-256 of a file."""
+def file_digest(file: Path, algorithm: str | Callable[[], Any] = "sha256") -> str:
+    """Return the digest of a regular file, as hex."""
     check_plain(file)
     with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+        return hashlib.file_digest(stream, algorithm).hexdigest()
 
 
 def write_atomically(file: Path, content: str | bytes) -> None:
-    """Write a file atomically, text as UTF-8, and remove temporary files that killed runs left of it."""
+    """Write a file atomically, text as UTF-8, and remove temporary files that killed runs left behind."""
     data = content.encode() if isinstance(content, str) else content
-    _remove_left(file)
     while True:
-        # A unique name: two processes may write the same file at once, and the last one wins.
-        temporary = file.with_name(f".{file.name}.{secrets.token_hex(4)}{_TEMPORARY}")
         try:
-            with _held(temporary):
+            with replacing(file) as temporary:
                 temporary.write_bytes(data)
-                os.replace(temporary, file)
             return
         except FileNotFoundError:
             # On a shared disk without locks, another machine may have removed it as a leftover.
             if not file.parent.is_dir():
                 raise
-        finally:
-            temporary.unlink(missing_ok=True)
 
 
 @contextmanager
-def _held(temporary: Path) -> Iterator[None]:
+def replacing(file: Path) -> Iterator[Path]:
+    """Yield the path of an empty file, which replaces `file` if the body succeeds and is removed otherwise."""
+    _remove_leftovers(file)
+    # A unique name: two processes may write the same file at once, and the last one wins.
+    temporary = file.with_name(f".{file.name}.{secrets.token_hex(4)}{_TEMPORARY}")
+    try:
+        with _hold_lock(temporary):
+            yield temporary
+            os.replace(temporary, file)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def _hold_lock(temporary: Path) -> Iterator[None]:
     """Hold a lock on a new file; the system releases it however this process ends."""
     if fcntl is None:
         yield
@@ -153,18 +163,18 @@ def _held(temporary: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _remove_left(file: Path) -> None:
-    """Remove a file's temporary files that no process holds, left by killed runs."""
+def _remove_leftovers(file: Path) -> None:
+    """Remove a file's temporary files that killed runs left behind and no process holds."""
     if fcntl is None:
         return
     name = re.compile(rf"\.{re.escape(file.name)}\.[0-9a-f]{{8}}{re.escape(_TEMPORARY)}")
     with suppress(OSError), os.scandir(file.parent) as entries:
         for entry in entries:
             if name.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
-                _remove_unheld(entry.path)
+                _remove_unlocked(entry.path)
 
 
-def _remove_unheld(path: str) -> None:
+def _remove_unlocked(path: str) -> None:
     with suppress(OSError):
         descriptor = os.open(path, os.O_RDWR)
         try:
@@ -178,3 +188,113 @@ def write_json(file: Path, value: object) -> None:
     """Write plain data as readable JSON, atomically, and create the folder if needed."""
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(file, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+
+
+class PlacedFile:
+    """A new file of known size into which threads write at given offsets."""
+
+    def __init__(self, path: Path, nbytes: int) -> None:
+        # Windows would otherwise write two bytes for each line feed.
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0)
+        self._descriptor = os.open(path, flags, 0o644)
+        self._guard = threading.Lock()
+        try:
+            os.ftruncate(self._descriptor, nbytes)
+        except OSError:
+            self.close()
+            raise
+
+    def put(self, data: memoryview, offset: int) -> None:
+        """Write bytes at an offset."""
+        while data:
+            written = self._write(data, offset)
+            data, offset = data[written:], offset + written
+
+    def sync(self) -> None:
+        """Wait until all bytes are on the disk."""
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+    def __enter__(self) -> "PlacedFile":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _write(self, data: memoryview, offset: int) -> int:
+        if hasattr(os, "pwrite"):
+            return os.pwrite(self._descriptor, data, offset)
+        # Windows needs two calls, seek and write, and no other thread may move the position in between.
+        with self._guard:
+            os.lseek(self._descriptor, offset, os.SEEK_SET)
+            return os.write(self._descriptor, data)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the entries of a folder, are on the disk."""
+    if os.name == "nt" and path.is_dir():
+        return  # Windows cannot open a folder as a file, and writes its entries itself.
+    # Windows cannot sync a file that is open only for reading.
+    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# HellaSwag's largest file has 48 MB and a large sweep some megabytes; a few megabytes of gzip or xz can hold gigabytes.
+LARGEST = 1 << 28
+_GZIP, _XZ = b"\x1f\x8b", b"\xfd7zXZ\x00"
+
+
+def find_stored(file: Path) -> Path:
+    """Return the file, or NAME.xz if only that exists."""
+    compressed = file.with_name(f"{file.name}.xz")
+    return compressed if compressed.is_file() and not file.exists() else file
+
+
+def read_stored_text(file: Path) -> str:
+    """Read the text of a file, or of its NAME.xz if only that exists.
+
+    Raises:
+        OSError: neither can be read.
+        ValueError: it is not UTF-8, damaged, or compressed and larger than 256 MiB.
+    """
+    there = find_stored(file)
+    return (read_expanded(there) if there.suffix == ".xz" else read_bytes(there)).decode()
+
+
+def read_expanded(file: Path) -> bytes:
+    """Read a file, decompressed if it begins as gzip or xz do.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is damaged, or larger than 256 MiB.
+    """
+    check_plain(file)
+    with file.open("rb") as packed:
+        start = packed.peek(len(_XZ))
+        try:
+            with _open_expanded(packed, start, file.suffix) as stream:
+                content = stream.read(LARGEST + 1)
+        except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
+            raise ValueError(f"{file} is damaged: {error}") from error
+    if len(content) > LARGEST:
+        raise ValueError(f"{file} holds more than the limit of {LARGEST >> 20} MiB")
+    return content
+
+
+def _open_expanded(packed: BufferedReader, start: bytes, suffix: str) -> BinaryIO:
+    if start.startswith(_GZIP):
+        return cast(BinaryIO, gzip.GzipFile(fileobj=packed))
+    return cast(BinaryIO, lzma.LZMAFile(packed) if start.startswith(_XZ) or suffix == ".xz" else packed)
+
+
+def find_named(folder: Path, pattern: str) -> list[Path]:
+    """List a folder's files whose names match a pattern, sorted; the name of a compressed file counts without .xz."""
+    found = {file.with_suffix("") if file.suffix == ".xz" else file for file in folder.glob(f"{pattern}*")}
+    return sorted(file for file in found if file.match(pattern))

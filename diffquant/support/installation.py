@@ -1,9 +1,15 @@
-"""This installation of diffquant: its requirements, and the pip command that adds an extra to it."""
+"""Describes this installation: its version, commit and requirements, and the packages that a result was made with."""
 
+import hashlib
 import json
 import shlex
+import subprocess
+import sys
 import tomllib
-from importlib import metadata
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from functools import cache
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -15,42 +21,133 @@ if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
 
+__version__ = "0.1.0"
+
+# The version of config.json's `diffquant_config`; readers refuse a newer one.
+CONFIG_VERSION = 1
+
+
+def versions() -> dict[str, str]:
+    """Return versions of diffquant and torch by name."""
+    import torch
+
+    return {"diffquant": __version__, "torch": torch.__version__}
+
+
+def versions_of_run(device: str) -> dict[str, str]:
+    """Return versions of everything that computes a model's output on a device."""
+    import torch
+
+    kernels = ("triton", "flash-attn") if torch.device(device).type == "cuda" else ()
+    return versions() | {name: installed_version(name) or "not installed" for name in ("transformers", *kernels)}
+
+
+def installed_version(package: str) -> str:
+    """Return the version of an installed package, or "" if it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+_PACKAGE = Path(__file__).parents[1]
+
+# Suffix of a commit if sources differ from it.
+CHANGED = "+changes"
+
+
+def code_digest(modules: Iterable[str]) -> str:
+    """Return 16 hex digits of the versions of some modules, for the addresses of stored results.
+
+    A module of diffquant has the `RESULT_VERSION` that it or the nearest package around it defines. We raise it by hand
+    when a change alters stored results. A module of another package, such as a task of the user's own, is
+    identified by the bytes of its source file.
+
+    Raises:
+        ValueError: a module outside of diffquant has no source file.
+    """
+    versions = sorted({_version(module) for module in modules})
+    return hashlib.sha256("".join(f"{name} {version}\n" for name, version in versions).encode()).hexdigest()[:16]
+
+
+def _version(module: str) -> tuple[str, str]:
+    place = module
+    while place.partition(".")[0] == _PACKAGE.name:
+        version = getattr(import_module(place), "RESULT_VERSION", None)
+        if version is not None:
+            return place, str(version)
+        place = place.rpartition(".")[0]
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if file is None:
+        raise ValueError(f"module {module} has no source file, so results of different code cannot be distinguished")
+    return module, hashlib.sha256(Path(file).read_bytes()).hexdigest()
+
+
+@cache
+def commit() -> str | None:
+    """Return the commit of the checkout that this package runs from, with "+changes" if sources differ.
+
+    An installed wheel has no checkout; the result is then None.
+    """
+    sources = [*(f":(top){pattern}" for pattern in ("*.py", "*.cc", "*.h")), ":(top,exclude)tests"]
+    if _git("ls-files", "--error-unmatch", "__init__.py") is None:
+        return None
+    head = _git("rev-parse", "HEAD")
+    changed = _git("status", "--porcelain", "--untracked-files=all", "--", *sources)
+    return None if head is None else head + (CHANGED if changed else "")
+
+
+def provenance() -> dict[str, str | None]:
+    """Return the date and commit of a measurement, for the settings of its results."""
+    return {"date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"), "commit": commit()}
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *arguments], cwd=_PACKAGE, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
 def install_command(extra: str = "") -> str:
-    """The pip command that adds an extra, or all requirements, to this installation."""
+    """Return the pip command that adds an extra, or all requirements, to this installation."""
     project = _project_file()
     what = (str(project.parent) if project.is_file() else _origin() or "diffquant") + (f"[{extra}]" if extra else "")
     return f"pip install {'-e ' if project.is_file() else ''}{shlex.quote(what)}"
 
 
 def requirements() -> "dict[str, list[Requirement]]":
-    """What this installation needs on this machine, under "", and what each extra needs beside it, under its name.
+    """Return this installation's requirements on this machine: each extra's by its name, all others under "".
 
     A clone that runs in place reads pyproject.toml, which may be newer than pip's record; a wheel reads its metadata.
 
     Raises:
-        MissingDependencyError: it is neither a clone nor on pip's record, or `packaging`, which reads them, is missing.
+        MissingDependencyError: it is neither a clone nor in pip's records, or `packaging` is missing.
     """
     try:
         from packaging.requirements import Requirement
 
-        texts = _declared()
+        texts = _declared_requirements()
     except ModuleNotFoundError as error:
         name = str(error.name).partition(".")[0]
-        raise MissingDependencyError(f"{name} is not installed, or pip does not know: {install_command()}") from None
+        raise MissingDependencyError(
+            f"{name} is not installed, or pip has no record of it: run {install_command()}"
+        ) from None
 
-    def needed(extra: str) -> list[Requirement]:
+    def select(extra: str) -> list[Requirement]:
         wanted = map(Requirement, texts[extra])
         return [each for each in wanted if each.marker is None or each.marker.evaluate({"extra": extra})]
 
-    always = needed("")
+    always = select("")
     names = {each.name for each in always}
     return {"": always} | {
-        extra: [each for each in needed(extra) if each.name not in names] for extra in texts if extra
+        extra: [each for each in select(extra) if each.name not in names] for extra in texts if extra
     }
 
 
-def _declared() -> dict[str, list[str]]:
-    """Requirements under "" and by extra; a marker tells if one belongs to another extra."""
+def _declared_requirements() -> dict[str, list[str]]:
+    """Return requirements under "" and by extra; a marker shows whether one belongs to another extra."""
     project = _project_file()
     if project.is_file():
         declared = tomllib.loads(project.read_text(encoding="utf-8"))["project"]
@@ -61,12 +158,12 @@ def _declared() -> dict[str, list[str]]:
 
 
 def _project_file() -> Path:
-    """pyproject.toml of the clone, if this is a clone that runs in place."""
+    """Return the path of pyproject.toml in a clone that runs in place."""
     return Path(__file__).parents[2] / "pyproject.toml"
 
 
 def _origin() -> str | None:
-    """Path of the clone or wheel that pip installed, or None if it came from an index or is gone.
+    """Return the path of the clone or wheel that pip installed, or None if it came from an index or is gone.
 
     Source: PEP 610, direct_url.json.
     """

@@ -1,8 +1,8 @@
-"""Checks the package's symbolic links: where git cannot make links, it writes small text files instead."""
+"""Checks the package's symbolic links, in place of which git may have written small text files."""
 
 from pathlib import Path
 
-LINKS = ("bench", "calib", "export")
+LINKS = ("benchmarks", "calib", "onnx")
 
 
 def require_links(package: Path) -> None:

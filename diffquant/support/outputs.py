@@ -1,16 +1,18 @@
-"""Checks before writing: a verb may only replace files that diffquant wrote."""
+"""Checks that a run's output replaces only diffquant's own files, and keeps a journal to resume interrupted runs."""
 
+import json
 import os
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from diffquant.errors import OutputExistsError
-from diffquant.support.files import check_writable, read_bytes
-from diffquant.support.listing import first_few
-from diffquant.support.plain_data import parse_json
+from diffquant.support.files import check_writable, read_bytes, set_folder_aside, write_atomically
+from diffquant.support.names import first_few
+from diffquant.support.plain_data import JsonObject, parse_json, plain_digest
 
-# Of a checkpoint's or an export's folder, and of no run's.
+# Files of a checkpoint or an export, which no run writes.
 _OF_MODELS = ("config.json", "model.safetensors", "model.onnx")
 
 
@@ -27,8 +29,8 @@ def check_replaced(folder: Path, replaced: Iterable[str], own: Collection[str]) 
     foreign = sorted(set(replaced) - set(own))
     if foreign:
         raise OutputExistsError(
-            f"{folder} holds {first_few(foreign, ', ')}, which diffquant did not write there; "
-            "it will not be overwritten: move it away or choose another output"
+            f"{folder} holds {first_few(foreign, ', ')}, which diffquant did not write; "
+            "they are not overwritten: move them or choose another output"
         )
 
 
@@ -40,7 +42,7 @@ class RunFiles:
         data: name of the JSON file with the numbers, which identifies a run.
         fields: fields that this file must have.
         beside: names of the files made from it.
-        joins_models: whether they may stand in a model's own folder.
+        joins_models: whether they may be in a model's own folder.
     """
 
     data: str
@@ -49,10 +51,10 @@ class RunFiles:
     joins_models: bool = False
 
     def check(self, folder: Path) -> None:
-        """Check before the work that these files can be written and replace only those of an earlier run.
+        """Check in advance that these files can be written and replace only those of an earlier run.
 
         Raises:
-            OutputExistsError: files of these names exist, but no run's numbers; or a model is there.
+            OutputExistsError: files with these names exist without a run's numbers, or the folder is a model's.
             UsageError: nothing can be written there.
         """
         check_writable(folder)
@@ -87,3 +89,61 @@ def check_written_file(file: Path, is_own: bool) -> None:
     """
     check_writable(file.absolute().parent)
     check_replaced(file.absolute().parent, [file.name] if os.path.lexists(file) else [], [file.name] if is_own else [])
+
+
+class Journal:
+    """A file with results by name, each written to disk before the next is measured.
+
+    Each line holds a SHA-256 of itself and the key. A damaged line, for instance half a line from a killed run, is
+    dropped, so its measurement is made again.
+    """
+
+    def __init__(self, folder: Path, key: JsonObject) -> None:
+        self.path = folder / f"measured-{plain_digest(key)[:12]}.jsonl"
+        self._results: JsonObject = {}
+        self._key = key
+        if not self.path.is_file():
+            return
+        for line in self.path.read_bytes().split(b"\n")[1:]:
+            self._read_line(line)
+        sound_lines = [self._line(name, result) for name, result in self._results.items()]
+        write_atomically(self.path, "".join([self._header(), *sound_lines]))
+
+    def get(self, name: str) -> Any:
+        """Return the result of a measurement, or None if it was not made yet."""
+        return self._results.get(name)
+
+    def add(self, name: str, result: Any) -> None:
+        """Append a result."""
+        self._results[name] = result
+        if not self.path.is_file():
+            set_folder_aside(self.path)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.path, self._header())
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(self._line(name, result))
+
+    def discard(self) -> None:
+        """Delete the file once its results are stored elsewhere."""
+        self.path.unlink(missing_ok=True)
+
+    def __len__(self) -> int:
+        return len(self._results)
+
+    def _read_line(self, line: bytes) -> None:
+        try:
+            entry = parse_json(line)
+            name, result = entry["name"], entry["result"]
+            if isinstance(name, str) and entry["sha256"] == self._digest(name, result):
+                self._results[name] = result
+        except (ValueError, LookupError, TypeError):
+            pass
+
+    def _header(self) -> str:
+        return json.dumps({"key": self._key}) + "\n"
+
+    def _line(self, name: str, result: Any) -> str:
+        return json.dumps({"name": name, "result": result, "sha256": self._digest(name, result)}) + "\n"
+
+    def _digest(self, name: str, result: Any) -> str:
+        return plain_digest([self._key, name, result])

@@ -1,24 +1,47 @@
-"""Command lines whose errors are one line and an exit code."""
+"""Runs command lines with one-line errors, exit codes and signal handling."""
 
 import os
+import signal
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from io import TextIOWrapper
+from types import FrameType
 from typing import NoReturn
 
-import typer
-
 from diffquant.errors import DiffQuantError
-from diffquant.support import interruption
-from diffquant.support.escaping import visible_streams
-from diffquant.support.fitting import fitted
-from diffquant.support.progress import clear_lines
-from diffquant.support.spelling import command_line
+from diffquant.support.names import use_option_names
+from diffquant.support.progress import clear_line
+from diffquant.support.terminal import escape_streams, fit_to_terminal
 
-# What torch's allocators for processors and GPUs, C++, ONNX Runtime and protobuf say.
+_signal_arrived: list[int] = []
+
+
+def watch_signals() -> None:
+    """Make Ctrl-C, SIGTERM (schedulers) and SIGHUP (a closed terminal) raise KeyboardInterrupt.
+
+    A signal that is ignored, as under nohup, or already handled is left alone.
+    """
+    # Windows has no SIGHUP.
+    stopping = (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))
+    for number, usual in (*((each, signal.SIG_DFL) for each in stopping), (signal.SIGINT, signal.default_int_handler)):
+        if signal.getsignal(number) is usual:
+            signal.signal(number, _interrupt)
+
+
+def was_interrupted() -> bool:
+    """Whether a signal arrived; compiled modules turn an interrupted import into another error."""
+    return bool(_signal_arrived)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001
+    _signal_arrived.append(number)
+    raise KeyboardInterrupt
+
+
+# Out-of-memory messages of torch's CPU and GPU allocators, C++, ONNX Runtime and protobuf.
 _OUT_OF_MEMORY = (
     "can't allocate memory",
     "not enough memory",
@@ -31,7 +54,9 @@ _OUT_OF_MEMORY = (
 
 
 def run_program(command: Callable[..., None]) -> None:
-    """Run a stand-alone command, such as `python -m diffquant.bench.programs.quantize`."""
+    """Run a stand-alone command, such as `python -m research.bench.programs.quantize`."""
+    import typer
+
     program = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     program.command()(command)
     with exit_codes():
@@ -40,42 +65,42 @@ def run_program(command: Callable[..., None]) -> None:
 
 @contextmanager
 def exit_codes() -> Iterator[None]:
-    """Exit with a line about what is raised inside; SIGTERM and SIGHUP interrupt as Ctrl-C does."""
-    interruption.watch()
+    """Exit with a one-line message about errors raised inside; SIGTERM and SIGHUP interrupt like Ctrl-C."""
+    watch_signals()
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
-            # Whoever started us closed it: Python has no stream then, and a file that is opened takes its descriptor.
+            # The parent process closed this stream: Python has none then, and the next opened file gets its descriptor.
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     if isinstance(sys.stdout, TextIOWrapper):
         # Windows code pages lack λ and other characters that we print.
         sys.stdout.reconfigure(errors="replace")
-    with visible_streams(), command_line():
+    with escape_streams(), use_option_names():
         try:
             yield
         except DiffQuantError as error:
             _fail(f"error: {error}", error.exit_code)
         except OSError as error:
             # Writing to a terminal that was closed fails, too.
-            if interruption.came():
+            if was_interrupted():
                 _fail("\ninterrupted", 130)
             _fail(f"error: {error}", 1)
         except SystemExit as stop:
-            interrupt = _interrupt_behind(stop)
+            interrupt = _find_interrupt(stop)
             if interrupt is None:
                 raise
             _fail(f"\n{interrupt}" if str(interrupt) else "\ninterrupted", 130)
         except KeyboardInterrupt:
             _fail("\ninterrupted", 130)
         except Exception as error:
-            if interruption.came():
+            if was_interrupted():
                 _fail("\ninterrupted", 130)
             if _is_out_of_memory(error):
-                _fail("error: out of memory; nothing was put in place. Close other programs or take a smaller batch", 1)
+                _fail("error: out of memory; no output was written. Close other programs or use a smaller batch", 1)
             _fail(f"error: {_report(error)}", 1)
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether memory was refused to Python, or to a library, which may say so by an exception of another type."""
+    """Whether Python, or a library with an exception of another type, ran out of memory."""
     while error is not None:
         if isinstance(error, MemoryError) or any(words in str(error) for words in _OUT_OF_MEMORY):
             return True
@@ -84,7 +109,7 @@ def _is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def _report(error: Exception) -> str:
-    """One line about an unexpected error, whose traceback goes to a file."""
+    """Return one line about an unexpected error and write its traceback to a file."""
     with tempfile.NamedTemporaryFile("w", prefix="diffquant-", suffix=".txt", delete=False, encoding="utf-8") as file:
         traceback.print_exception(error, file=file)
     first_line = str(error).partition("\n")[0][:200]
@@ -94,8 +119,8 @@ def _report(error: Exception) -> str:
     )
 
 
-def _interrupt_behind(stop: BaseException | None) -> KeyboardInterrupt | None:
-    """The KeyboardInterrupt that typer turned into an exit; its message may say how to go on."""
+def _find_interrupt(stop: BaseException | None) -> KeyboardInterrupt | None:
+    """Return the KeyboardInterrupt that typer turned into an exit; its message may say how to resume."""
     while stop is not None and not isinstance(stop, KeyboardInterrupt):
         stop = stop.__cause__ or stop.__context__
     return stop
@@ -103,6 +128,6 @@ def _interrupt_behind(stop: BaseException | None) -> KeyboardInterrupt | None:
 
 def _fail(message: str, code: int) -> NoReturn:
     with suppress(OSError):
-        clear_lines()
-        sys.stderr.write(f"{fitted(message, sys.stderr)}\n")
+        clear_line()
+        sys.stderr.write(f"{fit_to_terminal(message, sys.stderr)}\n")
     raise SystemExit(code)

@@ -1,26 +1,22 @@
-"""Progress of long work on stderr: a line that is redrawn on a terminal, a line per minute in a log."""
+"""Reports progress of long work on stderr: a redrawn line on a terminal, a line per minute in a log."""
 
 import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 from threading import Event, Lock, Thread
-from typing import TYPE_CHECKING
+from unicodedata import east_asian_width
 
-from diffquant.support.durations import spoken
-from diffquant.support.escaping import one_line
-
-if TYPE_CHECKING:
-    from tqdm import tqdm
+from diffquant.support.terminal import one_line, terminal_width
 
 # Called with the work done, all of the work (same unit) and a few words about what is under way.
 Progress = Callable[[float, float, str], None]
 
-_UNDER_WAY = "{desc} {percentage:3.0f}%  {left} left{postfix}"
-_DONE = "{desc} {percentage:3.0f}%  {elapsed}{postfix}"
 _SECONDS_BETWEEN_LOG_LINES = 60.0
-# How much of the step under way may be thought done before it is reported.
+_SECONDS_BETWEEN_DRAWINGS = 0.2
+# Largest fraction of the current step that is assumed to be done before it is reported.
 _OF_A_STEP = 0.9
 
 
@@ -29,10 +25,10 @@ def silent(done: float, total: float, what: str) -> None:
 
 
 class Countdown:
-    """The time that work will take, by its mean speed so far.
+    """The time left, estimated from the mean speed so far.
 
-    Between two reports it runs down at that speed, as far as the end of a step like the last one. If the step under way
-    takes longer, the mean that the clock then gives says what is left: never nothing while there is work.
+    Between two reports it counts down at that speed until the current step has taken as long as the last one. If the
+    step takes longer, the mean speed by the clock gives the time left, which is above zero until the work is done.
     """
 
     def __init__(self, share: float) -> None:
@@ -61,156 +57,126 @@ class Countdown:
         return self.elapsed * (1 - self._start - reached) / reached
 
 
-class TerminalProgress:
-    """A progress line, redrawn each second, at most five times a second, and cut to the terminal's width.
+class Line:
+    """A status line on a terminal, redrawn each second until it is stopped.
 
-    It shows a label, the share done, the time left and what is under way; when all is done, the time it took.
+    There is one line at a time: a new line replaces the previous one.
+
+    Args:
+        text: function that returns the current line, or None to stop.
+    """
+
+    def __init__(self, text: Callable[[], str | None]) -> None:
+        clear_line()
+        self._text, self._stopped, self._lock = text, Event(), Lock()
+        _lines[:] = [self]
+        self.draw()
+        Thread(target=self._tick, daemon=True).start()
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._stopped.is_set()
+
+    def draw(self) -> None:
+        """Draw the current line."""
+        text = self._text()
+        if text is None:
+            self.stop()
+        else:
+            self._write(text)
+
+    def hide_briefly(self) -> None:
+        """Hide the line for a second, so that other text can be printed."""
+        self._write("")
+
+    def stop(self, last: str = "") -> None:
+        """Stop drawing; a last text stays on the terminal, otherwise the line is cleared."""
+        self._write(last, is_last=True)
+
+    def _tick(self) -> None:
+        while not self._stopped.wait(1.0):
+            self.draw()
+
+    def _write(self, text: str, is_last: bool = False) -> None:
+        # Up to the column before the last one, so that no terminal wraps the line.
+        columns = (terminal_width(sys.stderr) or 80) - 1
+        ends = accumulate(2 if east_asian_width(each) in "FW" else 1 for each in text)
+        shown = "".join(each for each, end in zip(text, ends, strict=True) if end <= columns)
+        with self._lock:
+            if not self.is_stopped:
+                if is_last:
+                    self._stopped.set()
+                sys.stderr.write(f"\r\x1b[K{shown}" + ("\n" if text and is_last else ""))
+                sys.stderr.flush()
+
+
+# The line on the terminal, if there is one.
+_lines: list[Line] = []
+
+
+def clear_line() -> None:
+    """Remove an unfinished status line from the terminal, so that a message can be printed."""
+    for line in _lines:
+        line.stop()
+
+
+def hide_line_briefly() -> None:
+    """Hide the status line for a second, so that other text can be printed."""
+    for line in _lines:
+        line.hide_briefly()
+
+
+class TerminalProgress:
+    """A progress line, drawn at most five times a second.
+
+    It shows a label, the share done, the time left and the current step; at the end, the time it took.
     """
 
     def __init__(self, label: str) -> None:
         self.label = label
-        self._line: tqdm[None] | None = None
+        self._what, self._drawn = "", 0.0
         self._countdown = Countdown(0.0)
-        self._stopped = Event()
+        self._line: Line | None = None
 
     def __call__(self, done: float, total: float, what: str) -> None:
         share = done / total if total else 1.0
-        line = self._line or self._start(share, what)
-        line.set_postfix_str(one_line(what), refresh=False)
+        self._what = one_line(what)
+        if self._line is None or self._line.is_stopped:
+            self._countdown = Countdown(share)
+            # A progress object that is no longer used removes its line.
+            progress = weakref.ref(self)
+            self._line = Line(lambda: None if (known := progress()) is None else known._under_way())
         self._countdown.report(share)
-        if share < 1:
-            line.update(share - line.n)
-            return
-        line.n, line.bar_format, line.leave = share, _DONE, True
-        self.stop()
+        now = time.monotonic()
+        if share >= 1:
+            self._line.stop(f"{self.label} 100%  {_format_clock(self._countdown.elapsed)}, {self._what}")
+        elif now - self._drawn >= _SECONDS_BETWEEN_DRAWINGS:
+            self._drawn = now
+            self._line.draw()
 
-    def aside(self) -> None:
-        """Make room for a line; this one comes back a second later."""
-        if self._line is not None:
-            self._line.clear()
-
-    def stop(self) -> None:
-        """Draw no more; a line of work that is not done goes away."""
-        self._stopped.set()
-        _drawing.discard(self)
-        if self._line is not None:
-            self._line.close()
-            self._line = None
-
-    def _start(self, share: float, what: str) -> "tqdm[None]":
-        for line in list(_drawing):
-            if isinstance(line, Waiting):
-                line.stop()
-        # Imported here, since most commands end before they have progress to show.
-        from tqdm import tqdm
-
-        self._countdown, self._stopped = countdown, stopped = Countdown(share), Event()
-
-        class Line(tqdm):
-            """A line that knows the time left."""
-
-            @property
-            def format_dict(self) -> dict[str, object]:
-                left = countdown.left
-                shown = "?" if left is None else self.format_interval(left)
-                shown_values: dict[str, object] = super().format_dict
-                return shown_values | {"left": shown}
-
-        # What fails or is interrupted leaves nothing: a message follows.
-        self._line = Line(
-            desc=self.label,
-            total=1.0,
-            initial=share,
-            postfix=one_line(what),
-            file=sys.stderr,
-            bar_format=_UNDER_WAY,
-            mininterval=0.2,
-            miniters=0,
-            leave=False,
-            dynamic_ncols=True,
-        )
-        _drawing.add(self)
-        Thread(target=_redraw, args=(weakref.ref(self._line), stopped), daemon=True).start()
-        return self._line
-
-
-def _redraw(line_of: "weakref.ref[tqdm[None]]", stopped: Event) -> None:
-    """Redraw a line each second, so that its time runs down, for as long as someone holds it."""
-    while not stopped.wait(1.0):
-        line = line_of()
-        if line is None:
-            return
-        line.refresh()
-        del line
-
-
-class Waiting:
-    """A line on a terminal that says what is waited for, and after a second for how long, until it is stopped.
-
-    It stands there before anything heavy is imported, and goes away by itself where a progress line begins.
-    """
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self._started, self._stopped, self._lock = time.monotonic(), Event(), Lock()
-        self._draw(text)
-        _drawing.add(self)
-        Thread(target=self._tick, daemon=True).start()
-
-    def stop(self) -> None:
-        """Take the line away."""
-        with self._lock:
-            if not self._stopped.is_set():
-                self._stopped.set()
-                self._draw("")
-        _drawing.discard(self)
-
-    def aside(self) -> None:
-        """Make room for a line; this one comes back a second later."""
-        with self._lock:
-            if not self._stopped.is_set():
-                self._draw("")
-
-    def _tick(self) -> None:
-        while not self._stopped.wait(1.0):
-            with self._lock:
-                if not self._stopped.is_set():
-                    self._draw(f"{self._text} {time.monotonic() - self._started:.0f} s")
-
-    def _draw(self, text: str) -> None:
-        sys.stderr.write(f"\r\x1b[K{text}")
-        sys.stderr.flush()
+    def _under_way(self) -> str:
+        left = self._countdown.left
+        rest = "?" if left is None else _format_clock(left)
+        return f"{self.label} {self._countdown.share:4.0%}  {rest} left, {self._what}"
 
 
 @contextmanager
-def waiting(text: str) -> Iterator[None]:
-    """Give a sign of life on a terminal while torch is imported, which may take longer than people wait for one."""
-    line = Waiting(text) if sys.stderr.isatty() and "torch" not in sys.modules else None
+def show_waiting(text: str) -> Iterator[None]:
+    """Show on a terminal that torch is being imported, which may take seconds.
+
+    After a second the line shows the time so far. It is removed when progress is shown, and at the end.
+    """
+    if sys.stderr.isatty() and "torch" not in sys.modules:
+        started = time.monotonic()
+        Line(lambda: f"{text} {seconds} s" if (seconds := round(time.monotonic() - started)) else text)
     try:
         yield
     finally:
-        if line is not None:
-            line.stop()
-
-
-# Lines that are on the terminal, which an error's message has to clear.
-_drawing: "weakref.WeakSet[TerminalProgress | Waiting]" = weakref.WeakSet()
-
-
-def clear_lines() -> None:
-    """Take the lines of unfinished work off the terminal, so that a message can stand there."""
-    for line in list(_drawing):
-        line.stop()
-
-
-def make_room() -> None:
-    """Let a line be printed where it is waited for something that goes on."""
-    for line in list(_drawing):
-        line.aside()
+        clear_line()
 
 
 class LogProgress:
-    """A line for each minute of work: a label, the share done, the time taken and left, and what is under way."""
+    """A line for each minute of work: a label, the share done, the time taken and left, and the current step."""
 
     def __init__(self, label: str) -> None:
         self.label = label
@@ -226,20 +192,31 @@ class LogProgress:
         if is_due or (share >= 1 and self._lines):
             self._lines = int(elapsed / _SECONDS_BETWEEN_LOG_LINES)
             left = self._countdown.left
-            rest = f", about {spoken(left)} left" if left and share < 1 else ""
+            rest = f", about {format_duration(left)} left" if left and share < 1 else ""
             print(
-                f"{self.label} {share:.0%} after {_minutes(elapsed)}{rest}: {one_line(what)}",
+                f"{self.label} {share:.0%} after {_format_minutes(elapsed)}{rest}: {one_line(what)}",
                 file=sys.stderr,
                 flush=True,
             )
 
 
-def _minutes(seconds: float) -> str:
-    """A time as hours and minutes."""
+def _format_minutes(seconds: float) -> str:
     hours, minutes = divmod(round(seconds / 60), 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min"
 
 
+def _format_clock(seconds: float) -> str:
+    """Format a time as mm:ss or h:mm:ss."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes:02d}:{rest:02d}"
+
+
 def progress_for(label: str) -> Progress:
-    """A progress line on a terminal, and a line per minute in a log."""
+    """Make a progress line on a terminal, or a line per minute in a log."""
     return TerminalProgress(label) if sys.stderr.isatty() else LogProgress(label)
+
+
+def format_duration(seconds: float) -> str:
+    """Format a duration in a suitable unit: 8 s, 12 min, or 2 h 5 min."""
+    return f"{max(1, round(seconds))} s" if seconds < 100 else _format_minutes(seconds)

@@ -1,4 +1,4 @@
-"""Reads YAML safely, without its surprises."""
+"""Reads YAML safely: without aliases, duplicate keys, base-60 numbers and deep nesting."""
 
 import re
 from typing import Any
@@ -7,7 +7,7 @@ import yaml
 from yaml.constructor import ConstructorError
 from yaml.nodes import MappingNode, Node, ScalarNode
 
-from diffquant.support.listing import first_few, repeated
+from diffquant.support.names import find_duplicates, first_few
 
 _DEEPEST = 50
 _INTEGER = "tag:yaml.org,2002:int"
@@ -23,7 +23,7 @@ class _PlainLoader(yaml.SafeLoader):
     def compose_node(self, parent: Node | None, index: Any) -> Node | None:
         if self.check_event(yaml.AliasEvent):
             # A few lines of aliases can expand to more than memory holds.
-            raise ConstructorError(None, None, "aliases (*name) are not read", self.peek_event().start_mark)
+            raise ConstructorError(None, None, "aliases (*name) are not supported", self.peek_event().start_mark)
         if self._depth == _DEEPEST:
             raise ConstructorError(None, None, "it is nested too deeply", self.peek_event().start_mark)
         self._depth += 1
@@ -33,7 +33,7 @@ class _PlainLoader(yaml.SafeLoader):
 
     def construct_mapping(self, node: MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = [key.value for key, _ in node.value if isinstance(key, ScalarNode)]
-        if twice := repeated(names):
+        if twice := find_duplicates(names):
             listed = first_few(map(repr, sorted(twice)), ", ")
             raise ConstructorError(None, None, f"{listed} given twice", node.start_mark)
         return super().construct_mapping(node, deep)

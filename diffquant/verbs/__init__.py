@@ -3,20 +3,19 @@
 Importing them is quick, since their bodies import what they need.
 """
 
-from diffquant.verbs.attention_map import attention_map as attention_map
 from diffquant.verbs.bench import bench as bench
 from diffquant.verbs.calibrate import calibrate as calibrate
 from diffquant.verbs.compare import compare as compare
 from diffquant.verbs.convert import convert as convert
 from diffquant.verbs.demo import demo as demo
-from diffquant.verbs.doctor import doctor as doctor
 from diffquant.verbs.evaluate import evaluate as evaluate
 from diffquant.verbs.export import export as export
 from diffquant.verbs.fidelity import fidelity as fidelity
 from diffquant.verbs.generate import generate as generate
 from diffquant.verbs.inspect import inspect as inspect
+from diffquant.verbs.inspect import plan as plan
+from diffquant.verbs.installation import doctor as doctor
 from diffquant.verbs.outliers import outliers as outliers
-from diffquant.verbs.plan import plan as plan
 from diffquant.verbs.quantize import quantize as quantize
 from diffquant.verbs.report import report as report
 from diffquant.verbs.run import run as run
@@ -28,7 +27,7 @@ from diffquant.verbs.verify import verify as verify
 # Headings of the command line's help with their verbs, in order.
 GROUPS = {
     "Make": (quantize, convert, search, calibrate),
-    "Measure": (evaluate, sweep, compare, fidelity, report, outliers, attention_map, bench),
+    "Measure": (evaluate, sweep, compare, fidelity, report, outliers, bench),
     "Run": (generate, serve, export, verify, run),
     "Set up": (inspect, plan, doctor, demo),
 }

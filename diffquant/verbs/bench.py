@@ -6,20 +6,18 @@ from typing import TYPE_CHECKING, Annotated
 
 from diffquant.support.progress import Progress, progress_for
 from diffquant.verbs import kinds
-from diffquant.verbs.arguments import paths, texts
-from diffquant.verbs.checked import checked
+from diffquant.verbs.kinds import check_arguments, texts
 from diffquant.verbs.notes import add, chosen_device, wrote
 
 if TYPE_CHECKING:
-    from diffquant.bench.cells import BenchResult
+    from diffquant.benchmarks.cells import BenchResult
 
 Sections = Annotated[Sequence[str], kinds.Kind(str, "SECTIONS", by_place=True, repeats=True)]
 Peers = Annotated[Sequence[str], kinds.Kind(str, "NAME", repeats=True)]
-Checkpoints = Annotated[kinds.PathText | Sequence[kinds.PathText], kinds.Kind(Path, "PATH", repeats=True)]
 Counts = Annotated[str, kinds.Kind(str, "LIST")]
 
 
-@checked
+@check_arguments
 def bench(
     sections: Sections = (),
     output: kinds.NewFolder = "bench-output",
@@ -30,10 +28,8 @@ def bench(
     batches: Counts = "1",
     dtype: kinds.Name = "",
     peer: Peers = (),
-    checkpoint: Checkpoints = (),
     repeats: kinds.Count = 5,
     threads: kinds.Threads = 0,
-    workers: Counts = "",
     graph: bool = False,
     compare: kinds.File | None = None,
     tune: kinds.File | None = None,
@@ -46,8 +42,7 @@ def bench(
     Every path is checked before it is timed. An interrupted bench goes on when the same command is given again.
 
     Args:
-        sections: what to measure: attention, decode, linear, throughput, generate, serve, quantize, export,
-            sweep; all by default.
+        sections: what to measure: attention, decode, linear, throughput; all by default.
         output: folder for tables, plots and report.
         device: as `search` takes it.
         shapes: sizes: 830M, 1.4B, 2.8B, 3B, 6.8B, 13.1B, smollm2-135m-diff-v2, diffllama-1b; some by default.
@@ -55,10 +50,8 @@ def bench(
         batches: batch sizes, such as 1,8.
         dtype: dtype of tensors: float32, bfloat16 or float16; by default float32 on cpu and bfloat16 on cuda.
         peer: peer of attention and decode; all by default.
-        checkpoint: folder or .gguf file for generate and sweep.
         repeats: number of times that each path is measured.
         threads: number of torch's threads; 0 leaves it as it is.
-        workers: numbers of workers that share a sweep, such as 1,2; none by default.
         graph: replay CUDA graphs.
         compare: earlier bench.json; what changed by more than noise is printed.
         tune: try neighbouring kernel configurations, write the best to this file, and stop.
@@ -73,21 +66,20 @@ def bench(
     """
     import torch
 
-    from diffquant.bench import cells, run
-    from diffquant.bench.compare import summarize_changes
-    from diffquant.bench.contest.workloads import lengths as counts
-    from diffquant.bench.options import SECTIONS, BenchOptions
+    from diffquant.benchmarks import cells, run
+    from diffquant.benchmarks.run import PARTS, BenchOptions
+    from diffquant.benchmarks.workloads import lengths as counts
 
     device = chosen_device(device)
     if threads:
         torch.set_num_threads(threads)
     if tune is not None:
-        from diffquant.bench.gpu.tune import tune as run_tuning
+        from diffquant.benchmarks.tune import tune as run_tuning
 
         return run_tuning(Path(tune), device, progress or progress_for("tune"))
     former = None if compare is None else cells.read_result(Path(compare))
     options = BenchOptions(
-        sections=tuple(sections or SECTIONS),
+        sections=tuple(sections or PARTS),
         device=device,
         models=texts(shapes),
         lengths=tuple(counts(lengths)) if lengths else (),
@@ -95,14 +87,12 @@ def bench(
         dtype=dtype,
         repeats=repeats,
         peers=tuple(peer),
-        checkpoints=paths(checkpoint) or run.demo_checkpoints(),
         graph=graph,
-        workers=tuple(counts(workers)) if workers else (),
     )
-    result = run.run_bench(options, Path(output), progress or progress_for("bench"))
+    result = run.run_bench(options, PARTS, Path(output), progress or progress_for("bench"))
     written = run.write_bench_outputs(result, Path(output))
     if former is not None:
-        add(summarize_changes(former, result))
+        add(cells.summarize_changes(former, result))
     wrote(written)
     run.require_complete(result)
     return result

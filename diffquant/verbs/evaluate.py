@@ -1,44 +1,30 @@
 """The verb `evaluate`: one configuration of one model, measured now."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from diffquant.recipe import Recipe
 from diffquant.support.progress import Progress, progress_for
 from diffquant.verbs import kinds
-from diffquant.verbs.arguments import path_or_none, paths, task_values, texts
-from diffquant.verbs.checked import checked
-from diffquant.verbs.hub import at_revision
+from diffquant.verbs.kinds import check_arguments, path_or_none, paths, task_values, texts
 from diffquant.verbs.notes import chosen_device
-from diffquant.verbs.recipes import chosen_recipe
 
 if TYPE_CHECKING:
-    from diffquant.evals.task_result import TaskResult
+    from diffquant.measure.results import TaskResult
 
 
-@checked
+@check_arguments
 def evaluate(
     model: kinds.PathModel,
     tasks: kinds.Tasks = "hellaswag",
     recipe: kinds.RecipeFile | None = None,
     *,
-    preset: kinds.Preset | None = None,
-    weights: kinds.Scheme | None = None,
-    kv: kinds.Scheme | None = None,
-    k: kinds.Scheme | None = None,
-    v: kinds.Scheme | None = None,
-    logits: kinds.Scheme | None = None,
-    qk: kinds.Scheme | None = None,
-    p: kinds.Scheme | None = None,
-    pv: kinds.Scheme | None = None,
-    like: kinds.Kernel | None = None,
-    residual: kinds.Residual | None = None,
-    overrides: kinds.Overrides = (),
     scales: kinds.File | None = None,
     dtype: kinds.Name = "auto",
     attention: kinds.Name = "auto",
     device: kinds.Name = "auto",
     device_map: kinds.DeviceMap | None = None,
     offload_folder: kinds.Folder | None = None,
-    revision: kinds.Name | None = None,
     progress: Progress | None = None,
     **task_options: object,
 ) -> "dict[str, TaskResult]":
@@ -50,9 +36,9 @@ def evaluate(
     A quantized checkpoint runs under its own recipe by default, and an exported folder as it is.
 
     Args:
-        model, revision: as `quantize` takes them.
+        model: as `quantize` takes it.
         tasks: tasks, separated by commas.
-        recipe, preset, weights, kv, k, v, logits, qk, p, pv, like, residual, overrides: as `quantize` takes them.
+        recipe: as `quantize` takes it.
         dtype: as `search` takes it.
         scales, attention, device, device_map, offload_folder: as `generate` takes them.
         progress: function called with the items done; by default a line on a terminal, one per minute in a log.
@@ -64,9 +50,9 @@ def evaluate(
     Raises:
         DiffQuantError: the checkpoint, the recipe, the tasks or their data cannot be read; all before the first item.
     """
-    from diffquant.export.targets import runtime_of
-    from diffquant.sweep.evaluate import evaluate as measure
-    from diffquant.sweep.grid import SweepOptions
+    from diffquant.measure.sweep.grid import SweepOptions
+    from diffquant.measure.sweep.run import evaluate as measure
+    from diffquant.onnx.targets import runtime_of
 
     options = SweepOptions(
         tasks=texts(tasks),
@@ -79,19 +65,5 @@ def evaluate(
         offload_folder=path_or_none(offload_folder),
     )
     chosen_device(device)
-    wanted = chosen_recipe(
-        recipe,
-        preset,
-        weights=weights,
-        kv=kv,
-        k=k,
-        v=v,
-        logits=logits,
-        qk=qk,
-        p=p,
-        pv=pv,
-        like=like,
-        residual=residual,
-        overrides=overrides,
-    )
-    return measure(at_revision(model, revision), wanted, options, progress or progress_for("eval"), runtime_of)
+    wanted = None if recipe is None else Recipe.parse(recipe)
+    return measure(Path(model), wanted, options, progress or progress_for("eval"), runtime_of)

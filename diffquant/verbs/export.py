@@ -1,39 +1,45 @@
-"""The verb `export`: a checkpoint as an ONNX model, the ranges of a quantized cache found where none are given."""
+"""The verb `export`: a checkpoint as an ONNX model, with ranges for a quantized cache, or as a GGUF file."""
 
+import inspect
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from diffquant.errors import UsageError
 from diffquant.recipe import Recipe
-from diffquant.scheme import Scheme as ParsedScheme
+from diffquant.recipe.scheme import Scheme as ParsedScheme
+from diffquant.support.names import did_you_mean, option_name
 from diffquant.support.progress import Progress, progress_for
-from diffquant.support.spelling import spelled
 from diffquant.verbs import kinds
-from diffquant.verbs.arguments import path_or_none
-from diffquant.verbs.checked import checked
-from diffquant.verbs.hub import at_revision, check_push, push_folder
-from diffquant.verbs.notes import note_if_transformer, say
+from diffquant.verbs.kinds import check_arguments, path_or_none
+from diffquant.verbs.notes import check_push, note_if_transformer, push_folder, say
 
 if TYPE_CHECKING:
-    from diffquant.export.exporter import OnnxReport
-    from diffquant.source.ranges import Ranges
-    from diffquant.source.source import Source
+    from diffquant.checkpoints.ranges import Ranges
+    from diffquant.checkpoints.source import Source
+    from diffquant.onnx.exporter import OnnxReport
+    from diffquant.onnx.gguf.writer import GgufReport
 
 Bits = Annotated[int, kinds.Kind(int, "BITS")]
+Format = Annotated[str, kinds.Kind(Literal["onnx", "gguf"])]
+_FORMATS = ("onnx", "gguf")
+# Options that a GGUF file has no place for.
+_OF_ONNX = ("kv", "scales", "logits", "cache", "opset", "portable", "accuracy_level", "genai_device", "web")
 
 
-@checked
+@check_arguments
 def export(
     model: kinds.Model,
     output: kinds.NewFolder,
     *,
+    to: Format = "onnx",
     weights: kinds.Scheme = 16,
     kv: kinds.Scheme | None = None,
     scales: kinds.File | None = None,
     logits: kinds.Scheme = 16,
-    dtype: kinds.Name = "float32",
+    dtype: kinds.Name | None = None,
     embed: Bits = 16,
     cache: bool = True,
     opset: int | None = None,
@@ -41,23 +47,27 @@ def export(
     accuracy_level: int = 4,
     genai_device: kinds.Name = "cpu",
     web: bool = False,
-    revision: kinds.Name | None = None,
     push: kinds.Push | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
-) -> "OnnxReport":
-    """Write a checkpoint as a model for ONNX Runtime.
+) -> "OnnxReport | GgufReport":
+    """Write a checkpoint for ONNX Runtime, or as a GGUF file.
 
         diffquant export model -o model-onnx --weights 4:g32 --kv 8
         print(diffquant.export("model-4bit", "model-onnx", kv=8).summary())
+        diffquant.export("llama-4bit", "llama-4bit.gguf", to="gguf")
 
     Args:
-        model, output, logits, revision, push, overwrite: as `quantize` takes them.
+        model, push, overwrite: as `quantize` takes them.
+        output: folder to create; with to gguf also a file that ends in .gguf.
+        to: format: onnx, or gguf, which takes weights, dtype and embed alone.
+        logits: scheme of attention logits, whose rounding is simulated: 6:row, 4:tensor, 4:row:shift or 16.
         weights: scheme of a plain checkpoint's weights: 4:g32, 6:row, 8 or 16.
         kv: scheme of the KV cache: 16, 8:static, or 4:static (experimental); by default the checkpoint's bits, with
             static scales.
         scales: ranges of the KV cache that diffquant calibrate wrote; a short run finds them otherwise.
-        dtype: dtype of the activations: float32 or float16.
+        dtype: dtype of the activations: float32, the default, or float16; of a GGUF file that of matrices without
+            codes, by default the source's.
         embed: bits of embedding and head: 16 or 8.
         cache: False makes a model without a KV cache.
         opset: opset of the standard ONNX operators: 23 by default, and with portable the oldest that has them.
@@ -69,28 +79,30 @@ def export(
         progress: function called with the work done; by default a line on a terminal, one per minute in a log.
 
     Returns:
-        Sizes, and the oldest ONNX Runtime that opens the model.
+        Sizes, and the oldest ONNX Runtime that opens the model; of a GGUF file what it holds.
 
     Raises:
         DiffQuantError: anything wrong with the checkpoint, the options or the output; nothing is left then.
         MissingDependencyError: onnx or onnxruntime is not installed.
     """
-    started, calibrated = time.monotonic(), 0.0
-    from diffquant.export import require
+    started, calibrated, given = time.monotonic(), 0.0, locals()
+    if to != "onnx":
+        return _export_gguf(to, given)
+    from diffquant.onnx import require
 
     require()
     from diffquant.calib.calibration.kv_cache import calibrate_cache
-    from diffquant.export.exporter import check_export, write_export
-    from diffquant.export.options import ExportOptions
-    from diffquant.source.source import open_source
+    from diffquant.checkpoints.source import open_source
+    from diffquant.onnx.exporter import check_export, write_export
+    from diffquant.onnx.options import ExportOptions
 
     check_push(push)
-    source = open_source(at_revision(model, revision))
+    source = open_source(model)
     options = ExportOptions.parse(
         str(weights),
         str(logits),
         kv_bits=(_own_bits(source) if cache and not web else 16) if kv is None else _cache_bits(kv),
-        dtype=dtype,
+        dtype=dtype or "float32",
         embed_bits=embed,
         cache=cache,
         opset=opset or 0,
@@ -113,6 +125,43 @@ def export(
     return report
 
 
+def _export_gguf(to: str, given: Mapping[str, Any]) -> "GgufReport":
+    """Write a GGUF file.
+
+    Args:
+        given: the verb's arguments.
+
+    Raises:
+        UsageError: the format is unknown, or has no place for some option.
+    """
+    if to not in _FORMATS:
+        raise UsageError(f"unknown format {to!r}{did_you_mean(to, list(_FORMATS))}")
+    usual = inspect.signature(export).parameters
+    others = [option_name(name) for name in _OF_ONNX if str(given[name]) != str(usual[name].default)]
+    if others:
+        raise UsageError(
+            f"{', '.join(others)}: a GGUF file has no place for it; leave it out with {option_name('to', to)}"
+        )
+    if given["embed"] not in (8, 16):
+        raise UsageError(f"{option_name('embed', given['embed'])}: a GGUF file's embedding and head take 8 or 16 bits")
+    from diffquant.onnx.gguf.writer import export_gguf
+    from diffquant.support.devices import as_dtype
+
+    push, output = given["push"], Path(given["output"])
+    check_push(push, output)
+    report = export_gguf(
+        given["model"],
+        output,
+        ParsedScheme.parse(str(given["weights"]), "g32", "weights"),
+        ends=ParsedScheme.parse("8:g32" if given["embed"] == 8 else "16"),
+        dtype=as_dtype(given["dtype"]),
+        overwrite=given["overwrite"],
+        progress=given["progress"] or progress_for("export"),
+    )
+    push_folder(output, push)
+    return report
+
+
 def _own_bits(source: "Source") -> int:
     """Bits of an exported model's cache that the checkpoint's recipe asks for; how they differ from it is said."""
     k, v = source.recipe.k, source.recipe.v
@@ -128,7 +177,7 @@ def _own_bits(source: "Source") -> int:
 
 
 def _cache_bits(scheme: str | int) -> int:
-    """The bits of an exported model's KV cache, whose scales are calibrated.
+    """Return the bits of an exported model's KV cache, whose scales are calibrated.
 
     Raises:
         UsageError: the scheme has another granularity.
@@ -136,6 +185,6 @@ def _cache_bits(scheme: str | int) -> int:
     bits, _, granularity = str(scheme).partition(":")
     if granularity not in ("", "static"):
         raise UsageError(
-            f"{spelled('kv', scheme)}: an exported cache has calibrated scales, one per channel; give {bits}"
+            f"{option_name('kv', scheme)}: an exported cache has calibrated scales, one per channel; give {bits}"
         )
     return ParsedScheme.parse(scheme, default="static").bits

@@ -4,17 +4,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from diffquant.errors import UsageError
+from diffquant.support.names import option_name
 from diffquant.support.plain_data import JsonObject
 from diffquant.support.progress import Progress, progress_for
-from diffquant.support.spelling import spelled
 from diffquant.verbs import kinds, notes
-from diffquant.verbs.checked import checked
+from diffquant.verbs.kinds import check_arguments
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from diffquant.evals.fidelity.result import Fidelity
-    from diffquant.evals.fidelity.sides import Side
+    from diffquant.measure.fidelity.result import Fidelity
+    from diffquant.measure.fidelity.sides import Side
 
 CONTEXT = 512
 # What is read of a text unless somebody says otherwise.
@@ -28,7 +28,7 @@ Context = Annotated[int, kinds.Kind(int, "TOKENS", least=4)]
 Dataset = Annotated[str, kinds.Kind(str, "ORG/NAME")]
 
 
-@checked
+@check_arguments
 def fidelity(
     reference: Reference,
     candidate: Candidate | None = None,
@@ -77,7 +77,7 @@ def fidelity(
         progress: function called with the chunks done; by default a line on a terminal, one per minute in a log.
 
     Returns:
-        The result, or None where `save_base` was written.
+        The result, or None if `save_base` was written.
 
     Raises:
         UsageError: the two have not the same vocabulary or make other tokens of the text, it fills no chunk, or a
@@ -87,14 +87,14 @@ def fidelity(
     """
     device = notes.chosen_device(device)
     if (candidate is None) == (save_base is None):
-        raise UsageError(f"give B, which is compared with A, or {spelled('save_base', 'FILE')} in its place")
+        raise UsageError(f"give B, which is compared with A, or {option_name('save_base', 'FILE')} in its place")
     if dataset is not None and output is None and not card:
-        raise UsageError(f"{spelled('dataset')} is written into a folder: give {spelled('output')}, too")
+        raise UsageError(f"{option_name('dataset')} is written into a folder: give {option_name('output')}, too")
     if card and (candidate is None or not Path(candidate).is_dir()):
-        raise UsageError(f"{spelled('card', True)} is for a candidate that is a folder, which has a model card")
-    from diffquant.evals.fidelity.base_file import MAGIC
-    from diffquant.evals.fidelity.measure import save_base as write_base
-    from diffquant.evals.fidelity.outputs import FILES, check_card, put_on_card, write_fidelity
+        raise UsageError(f"{option_name('card', True)} is for a candidate that is a folder, which has a model card")
+    from diffquant.measure.fidelity import save_base as write_base
+    from diffquant.measure.fidelity.base_file import MAGIC
+    from diffquant.measure.fidelity.result import FILES, check_card, put_on_card, write_fidelity
     from diffquant.support.outputs import check_written_file
 
     shown, base = progress or progress_for("fidelity"), None if save_base is None else Path(save_base)
@@ -104,13 +104,13 @@ def fidelity(
         FILES.check(Path(output))
     if card:
         check_card(Path(str(candidate)), dataset)
-    sides = [_opened(str(place), top_k, dtype, device) for place in (reference, candidate) if place is not None]
+    sides = [_open(str(place), top_k, dtype, device) for place in (reference, candidate) if place is not None]
     chunks, about = _chunks(sides, text, characters, context)
     if base is not None:
         write_base(sides[0], chunks, base, shown)
         notes.wrote([base])
         return None
-    result = _compared(sides, chunks, about, shown)
+    result = _compare(sides, chunks, about, shown)
     if output is not None:
         notes.wrote(write_fidelity(result, Path(output), dataset))
     if card:
@@ -118,31 +118,29 @@ def fidelity(
     return result
 
 
-def _compared(sides: "list[Side]", chunks: "Tensor", about: JsonObject, progress: Progress) -> "Fidelity":
-    from diffquant.evals.fidelity.base_file import scored
-    from diffquant.evals.fidelity.calibration import calibration_note
-    from diffquant.evals.fidelity.measure import compare
-    from diffquant.evals.fidelity.result import Fidelity
-    from diffquant.source.source import open_source
-    from diffquant.support.code import provenance
-    from diffquant.support.versions import versions
+def _compare(sides: "list[Side]", chunks: "Tensor", about: JsonObject, progress: Progress) -> "Fidelity":
+    from diffquant.checkpoints.source import open_source
+    from diffquant.measure.fidelity import calibration_note, compare
+    from diffquant.measure.fidelity.base_file import scored_positions
+    from diffquant.measure.fidelity.result import Fidelity
+    from diffquant.support.installation import provenance, versions
 
     comparison = compare(sides[0], sides[1], chunks, progress)
     reference, candidate = ({"name": side.name, **side.about()} for side in sides)
     if candidate["kind"] == "checkpoint":
-        targets = chunks[:, -scored(chunks.shape[1]) :].tolist()
+        targets = chunks[:, -scored_positions(chunks.shape[1]) :].tolist()
         about["calibration"] = calibration_note(open_source(candidate["name"]), targets)
-    return Fidelity.of(comparison, reference, candidate, about, {**provenance(__name__), "versions": versions()})
+    return Fidelity.of(comparison, reference, candidate, about, {**provenance(), "versions": versions()})
 
 
-def _opened(place: str, top_k: int, dtype: str, device: str) -> "Side":
-    from diffquant.evals.fidelity.base_file import MAGIC, BaseFile
-    from diffquant.evals.fidelity.server import Server
+def _open(place: str, top_k: int, dtype: str, device: str) -> "Side":
+    from diffquant.measure.fidelity.base_file import MAGIC, BaseFile
+    from diffquant.measure.fidelity.sides import Server
 
     if place.startswith(("http://", "https://")):
         return Server(place, top_k)
     if _begins_with(Path(place), MAGIC):
-        return BaseFile.open(Path(place))
+        return BaseFile(Path(place))
     return _model(Path(place), dtype, device)
 
 
@@ -154,12 +152,12 @@ def _begins_with(file: Path, magic: bytes) -> bool:
 
 
 def _model(path: Path, dtype: str, device: str) -> "Side":
-    """A checkpoint or an exported folder, open."""
-    from diffquant.evals.fidelity.sides import Model
-    from diffquant.evals.torch_model import TorchModel
-    from diffquant.export.targets import runtime_of
-    from diffquant.loading import load
-    from diffquant.source.source import open_source
+    """Return a checkpoint or an exported folder, open."""
+    from diffquant.checkpoints.source import open_source
+    from diffquant.measure.fidelity.sides import Model
+    from diffquant.measure.torch_model import TorchModel
+    from diffquant.onnx.targets import runtime_of
+    from diffquant.quantization.loading import load
 
     runtime = runtime_of(path)
     if runtime is not None:
@@ -180,23 +178,23 @@ def _model(path: Path, dtype: str, device: str) -> "Side":
 def _chunks(
     sides: "list[Side]", text: Path | str | None, characters: int, context: int | None
 ) -> "tuple[Tensor, JsonObject]":
-    """The tokens that are read, in chunks, and what they are; the text and how much of it, as `fidelity` takes them."""
-    from diffquant.evals.fidelity.base_file import scored
-    from diffquant.evals.fidelity.measure import chunks_of
-    from diffquant.evals.fidelity.result import parts_of
-    from diffquant.text.corpus import load_text, text_digest
+    """Return the tokens to read, in chunks, and a description; the arguments are as `fidelity` takes them."""
+    from diffquant.checkpoints.texts import load_text, text_digest
+    from diffquant.measure.fidelity import chunks_of
+    from diffquant.measure.fidelity.base_file import scored_positions
+    from diffquant.measure.fidelity.result import parts_of
 
     about: JsonObject
     longest = {side.name: side.longest for side in sides if side.longest is not None}
     for name, length in longest.items():
         if context is not None and context > length:
-            raise UsageError(f"{name} reads chunks of up to {length} tokens: {spelled('context', length)} fits")
+            raise UsageError(f"{name} reads chunks of up to {length} tokens: {option_name('context', length)} fits")
     stored = next((side for side in sides if side.fixed_chunks is not None), None)
     if stored is not None:
         if (text, context, characters) != (None, None, CHARACTERS):
             raise UsageError(
-                f"{stored.name} holds its text's tokens in chunks: leave out {spelled('text')}, "
-                f"{spelled('characters')} and {spelled('context')}"
+                f"{stored.name} holds its text's tokens in chunks: leave out {option_name('text')}, "
+                f"{option_name('characters')} and {option_name('context')}"
             )
         read, about = "", {"name": f"the text of {stored.name}"}
     else:
@@ -206,5 +204,5 @@ def _chunks(
         about = {"name": name, "digest": text_digest(read), "characters": len(read)}
     chunks = chunks_of(sides, read, context or min([CONTEXT, *longest.values()]))
     count, length = chunks.shape
-    about |= {"context": length, "chunks": count, "scored": count * scored(length), "parts": parts_of(count)}
+    about |= {"context": length, "chunks": count, "scored": count * scored_positions(length), "parts": parts_of(count)}
     return chunks, about

@@ -4,44 +4,31 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from diffquant.checkpoints.places import Places
 from diffquant.errors import UsageError
-from diffquant.source.places import Places
+from diffquant.recipe import Recipe
 from diffquant.verbs import kinds
-from diffquant.verbs.checked import checked
-from diffquant.verbs.hub import at_revision
+from diffquant.verbs.kinds import check_arguments
 from diffquant.verbs.notes import chosen_device
-from diffquant.verbs.recipes import chosen_recipe
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
+    from diffquant.checkpoints.source import Source
     from diffquant.model.causal import CausalModel
-    from diffquant.source.source import Source
 
 AnyModel = Annotated["Path | str | Source | CausalModel", kinds.Kind(Path, "MODEL", by_place=True)]
 Dtype = Annotated["torch.dtype | str", kinds.Kind(str, "NAME")]
 
 
-@checked
+@check_arguments
 def generate(
     model: AnyModel,
     prompt: kinds.Prompt,
     *,
     tokenizer: "PreTrainedTokenizerBase | None" = None,
     recipe: kinds.RecipeFile | None = None,
-    preset: kinds.Preset | None = None,
-    weights: kinds.Scheme | None = None,
-    kv: kinds.Scheme | None = None,
-    k: kinds.Scheme | None = None,
-    v: kinds.Scheme | None = None,
-    logits: kinds.Scheme | None = None,
-    qk: kinds.Scheme | None = None,
-    p: kinds.Scheme | None = None,
-    pv: kinds.Scheme | None = None,
-    like: kinds.Kernel | None = None,
-    residual: kinds.Residual | None = None,
-    overrides: kinds.Overrides = (),
     scales: kinds.File | None = None,
     max_new_tokens: kinds.Count = 64,
     temperature: kinds.Temperature = 0.0,
@@ -52,7 +39,6 @@ def generate(
     device: kinds.Name = "auto",
     device_map: kinds.DeviceMap | None = None,
     offload_folder: kinds.Folder | None = None,
-    revision: kinds.Name | None = None,
     said: Callable[[str], None] | None = None,
 ) -> str:
     """Continue a prompt, token by token.
@@ -64,8 +50,7 @@ def generate(
         model: as `quantize` takes it. In Python also a model that is loaded, with its tokenizer.
         prompt: text to continue; on the command line, - reads standard input.
         tokenizer: tokenizer of a model that is loaded, as `load_tokenizer` gives it; a checkpoint has its own.
-        recipe, preset, weights, kv, k, v, logits, qk, p, pv, like, residual, overrides, revision: as `quantize` takes
-            them.
+        recipe: as `quantize` takes it.
         scales: ranges that diffquant calibrate wrote, for static schemes such as 8:static.
         max_new_tokens: largest number of tokens to add to the prompt.
         temperature: randomness of the choice of tokens; 0 takes the likeliest.
@@ -89,31 +74,17 @@ def generate(
     import transformers
 
     from diffquant.attention import check_backend
-    from diffquant.generation import stream
-    from diffquant.loading import load
+    from diffquant.checkpoints.ranges import check_ranges_used
+    from diffquant.checkpoints.source import open_source
     from diffquant.model.causal import CausalModel
-    from diffquant.source.ranges import check_ranges_used
-    from diffquant.source.source import open_source
+    from diffquant.quantization.loading import load
     from diffquant.support.devices import as_dtype
+    from diffquant.verbs.generation import stream
 
-    wanted = chosen_recipe(
-        recipe,
-        preset,
-        weights=weights,
-        kv=kv,
-        k=k,
-        v=v,
-        logits=logits,
-        qk=qk,
-        p=p,
-        pv=pv,
-        like=like,
-        residual=residual,
-        overrides=overrides,
-    )
+    wanted = None if recipe is None else Recipe.parse(recipe)
     check_backend(attention)
     if isinstance(model, CausalModel):
-        for_loading = (wanted, scales, dtype, device_map, offload_folder, revision)
+        for_loading = (wanted, scales, dtype, device_map, offload_folder)
         if tokenizer is None:
             raise UsageError(
                 "a model that is loaded needs its tokenizer: tokenizer=diffquant.load_tokenizer(checkpoint)"
@@ -128,18 +99,18 @@ def generate(
     else:
         places, chosen = Places.of(device, device_map, offload_folder), chosen_device(device)
         wanted_dtype = as_dtype(dtype, chosen)
-        source = open_source(at_revision(model, revision))
+        source = open_source(model)
         tokenizer = tokenizer or source.tokenizer
         loaded = load(source, wanted, wanted_dtype, chosen, scales=scales, device_map=places)
         check_ranges_used(scales, [loaded.recipe])
         loaded.use_attention(attention)
     if temperature:
         transformers.set_seed(seed)
-    return joined(stream(loaded, tokenizer, prompt, max_new_tokens, temperature, chat), said)
+    return print_and_join(stream(loaded, tokenizer, prompt, max_new_tokens, temperature, chat), said)
 
 
-def joined(pieces: Iterable[str], said: Callable[[str], None] | None) -> str:
-    """Pieces of text as one, each of which is said as it comes."""
+def print_and_join(pieces: Iterable[str], said: Callable[[str], None] | None) -> str:
+    """Pass on text pieces as they arrive and return them joined."""
     made = []
     for piece in pieces:
         made.append(piece)

@@ -3,18 +3,17 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from diffquant.source.places import Places
+from diffquant.checkpoints.places import Places
 from diffquant.support.progress import Progress, progress_for
 from diffquant.verbs import kinds
-from diffquant.verbs.arguments import path_or_none, paths
-from diffquant.verbs.checked import checked
+from diffquant.verbs.kinds import check_arguments, path_or_none, paths
 from diffquant.verbs.notes import chosen_device, wrote
 
 if TYPE_CHECKING:
-    from diffquant.calib.analysis.outlier_result import Outliers
+    from diffquant.calib.outlier_result import Outliers
 
 
-@checked
+@check_arguments
 def outliers(
     models: kinds.Models,
     output: kinds.NewFolder | None = None,
@@ -38,7 +37,8 @@ def outliers(
     Args:
         models: as `sweep` takes them.
         output: folder for outliers.json and its plot.
-        text, tokens, window, dtype, device, device_map, offload_folder: as `calibrate` takes them.
+        text: UTF-8 text to read; by default the prose that ships.
+        tokens, window, dtype, device, device_map, offload_folder: as `calibrate` takes them.
         progress: function called with the windows done; by default a line on a terminal, one per minute in a log.
 
     Returns:
@@ -47,8 +47,8 @@ def outliers(
     Raises:
         DiffQuantError: a checkpoint, the text or the output do not fit.
     """
-    from diffquant.calib.analysis.outlier_outputs import FILES, write_outliers
-    from diffquant.calib.analysis.outliers import find_outliers
+    from diffquant.calib.outlier_result import FILES, write_outliers
+    from diffquant.calib.outliers import find_outliers
 
     if output is not None:
         FILES.check(Path(output))

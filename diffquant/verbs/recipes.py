@@ -1,78 +1,147 @@
-"""The recipe that a verb's parameters make."""
+"""A verb's recipe: one argument in Python, and the options of the command line that make it."""
 
+import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from diffquant.errors import UsageError
 from diffquant.recipe import Recipe, RecipeLike
 from diffquant.recipe.presets import LIKE, PRESETS
 from diffquant.recipe.rounding import NEAREST
-from diffquant.support.listing import repeated
-from diffquant.support.spelling import spelled
+from diffquant.recipe.scheme import Scheme
+from diffquant.support.names import find_duplicates, option_name
+from diffquant.support.progress import format_duration
+from diffquant.verbs import kinds
 from diffquant.verbs.notes import say
 
 if TYPE_CHECKING:
-    from diffquant.source.source import Source
-    from diffquant.source.weight_source import WeightSource
+    from diffquant.checkpoints.source import Source
+    from diffquant.checkpoints.weight_source import WeightSource
+
+# Options that name a recipe, or its operands, as a whole.
+_WHOLE = ("recipe", "preset", "like")
+# Seconds that a rule may take which reads a text, where no rule is asked for.
+PATIENCE = 20 * 60
+# Below this, a group's scale takes as many bits as its codes gain; such a weight has one scale per output channel.
+SMALLEST_GROUP = 8
 
 
-def chosen_recipe(
-    recipe: RecipeLike | None = None, preset: str | None = None, *, like: str | None = None, **settings: Any
-) -> Recipe | None:
-    """The recipe that is given whole, by a preset's name or by its settings; None if nothing is given.
+def recipe_of_options(
+    *,
+    recipe: kinds.RecipeFile | None = None,
+    preset: kinds.Preset | None = None,
+    weights: kinds.Scheme | None = None,
+    kv: kinds.Scheme | None = None,
+    k: kinds.Scheme | None = None,
+    v: kinds.Scheme | None = None,
+    logits: kinds.Scheme | None = None,
+    qk: kinds.Scheme | None = None,
+    p: kinds.Scheme | None = None,
+    pv: kinds.Scheme | None = None,
+    like: kinds.Kernel | None = None,
+    residual: kinds.Residual | None = None,
+    overrides: kinds.Overrides = (),
+) -> RecipeLike | None:
+    """Return the recipe that the command line's options give to a verb, as `Recipe.parse` reads it, or None.
 
     Args:
-        like: name of a published kernel, whose operands of attention go with a preset or with settings; a setting for
-            the same operand takes its place.
-        settings: what `Recipe.of` takes; None is not given, and overrides may be "PATTERN=SCHEME" texts.
+        recipe: YAML file of a recipe, in place of the schemes.
+        preset: name of a recipe. int4: weights 4:g32, known as w4a16. int8: weights 8:row and a KV cache of 8 bits.
+            kv-4bit-best: a KV cache of k 4:c32, v 4:row:rotated and residual 64. paper: logits 4:tensor, the fewest
+            bits in the DIFF paper's Figure 8.
+        weights: scheme of the weights, as FORMAT[:GRANULARITY]: 4:g32, 6:channel, nvfp4 or 16.
+        kv: scheme of the KV cache: 8, 4:token, 4:g32 or 16.
+        k: scheme of keys, in place of `kv`; 4:c64 has one scale per channel and 64 tokens.
+        v: scheme of values, in place of `kv`.
+        logits: scheme of attention logits, whose rounding is simulated: 6:row, 4:tensor, 4:row:shift or 16.
+        qk: scheme of the queries and keys of Q·Kᵀ, whose rounding is simulated: 8:row, 4:b64:smooth or 16.
+        p: scheme of softmax weights before their row's sum divides them, whose rounding is simulated: 8:row, e4m3:row,
+            nvfp4 or 16.
+        pv: scheme of the values that those weights multiply, beside that of the cache; simulated: e4m3:channel, nvfp4,
+            8:g32 or 16.
+        like: published kernel whose qk, p and pv are taken, where they are not given: sage2 (int8 and FP8), sage2-int4,
+            sage3 (NVFP4), fa3-fp8 or modelopt-nvfp4.
+        residual: number of newest tokens of the KV cache that stay 16-bit; none by default.
+        overrides: scheme for some weights, or layers' .k, .v, .logits, .qk, .p and .pv: '*.mlp.*=6:row',
+            '*.layers.3.*.k=8'; the first match wins.
 
     Raises:
-        UsageError: more than one of the three is given, or one cannot be read.
+        UsageError: a recipe's file comes with a preset or settings, a preset with settings, or one cannot be read.
     """
-    if like is not None and like not in LIKE:
-        raise UsageError(f"unknown kernel {like!r} to be like; known are {', '.join(LIKE)}")
-    operands = {} if like is None else LIKE[like]
-    stated = {name: value for name, value in settings.items() if value is not None and value != ()}
-    whole = [name for name, given in (("recipe", recipe), ("preset", preset)) if given is not None]
-    if len(whole) == 2:
-        raise UsageError(f"{spelled('recipe')} and {spelled('preset')} are two recipes; give one or the other")
+    given = {**locals(), "overrides": _overrides(overrides) or None}
+    stated = {name: each for name, each in given.items() if each is not None and name not in _WHOLE}
+    kernel = {} if like is None else {"like": like}
+    if recipe is not None and preset is not None:
+        raise UsageError(f"{option_name('recipe')} and {option_name('preset')} are two recipes; give one or the other")
     if recipe is not None and like is not None:
         raise UsageError(
-            f"{spelled('recipe')} says all of itself; write {spelled('like', like)}'s operands into it: "
-            + ", ".join(f"{target} {scheme}" for target, scheme in operands.items())
+            f"{option_name('recipe')} says all of itself; write {option_name('like', like)}'s operands into it: "
+            + ", ".join(f"{target} {scheme}" for target, scheme in LIKE.get(like, {}).items())
         )
-    if whole and stated:
-        raise UsageError(f"{spelled(whole[0])} replaces {', '.join(map(spelled, stated))}; give one or the other")
+    whole = "preset" if recipe is None else "recipe"
+    if stated and not (recipe is None and preset is None):
+        raise UsageError(f"{option_name(whole)} replaces {', '.join(map(option_name, stated))}; give one or the other")
+    if recipe is not None:
+        return recipe
     if preset is not None:
         if preset not in PRESETS:
             raise UsageError(f"unknown preset {preset!r}; known are {', '.join(PRESETS)}")
-        return Recipe.of(**PRESETS[preset], **operands)
-    if recipe is not None:
-        return Recipe.parse(recipe)
-    if "overrides" in stated:
-        stated["overrides"] = _overrides(stated["overrides"])
-    return Recipe.of(**{**operands, **stated}) if operands or stated else None
+        return {**PRESETS[preset], **kernel} if kernel else preset
+    return {**kernel, **stated} or None
 
 
 def _overrides(given: Mapping[str, str] | Sequence[str]) -> Mapping[str, str]:
     if isinstance(given, Mapping):
         return given
-    stated = [_override(text) for text in ([given] if isinstance(given, str) else given)]
-    if twice := repeated(pattern for pattern, _ in stated):
-        raise UsageError(f"{spelled('overrides')} has {', '.join(map(repr, twice))} twice; keep one of each")
+    entries = [given] if isinstance(given, str) else given
+    if unread := [text for text in entries if text.find("=") < 1]:
+        raise UsageError(f"cannot read override {unread[0]!r}: expected PATTERN=SCHEME, such as '*.mlp.*=6:row'")
+    stated = [(pattern, scheme) for pattern, _, scheme in (text.partition("=") for text in entries)]
+    if twice := find_duplicates(pattern for pattern, _ in stated):
+        raise UsageError(f"{option_name('overrides')} has {', '.join(map(repr, twice))} twice; keep one of each")
     return dict(stated)
 
 
-def _override(text: str) -> tuple[str, str]:
-    pattern, separator, scheme = text.partition("=")
-    if not separator or not pattern:
-        raise UsageError(f"cannot read override {text!r}: expected PATTERN=SCHEME, such as '*.mlp.*=6:row'")
-    return pattern, scheme
+def with_groups_that_fit(source: "Source | WeightSource", recipe: Recipe) -> Recipe:
+    """Return a preset's recipe with smaller groups for weights whose width its group size does not divide."""
+    from diffquant.quantization.targets import targets_of
+
+    targets, smaller = targets_of(source), dict[str, Scheme]()
+    for module, scheme in ({} if source.packed else targets.schemes(recipe)).items():
+        width = source.checkpoint.tensors[targets.weights[module]].shape[-1]
+        if scheme.size and width % scheme.size:
+            pattern = re.sub(r"^.*?\.\d+\.", "*.", module)
+            group = math.gcd(width, scheme.size)
+            smaller[pattern] = Scheme.parse(f"{scheme.format.name}:{f'g{group}' if group >= SMALLEST_GROUP else 'row'}")
+    if smaller:
+        say("note: smaller groups where the width needs them: " + ", ".join(f"{n} {s}" for n, s in smaller.items()))
+    return replace(recipe, overrides=smaller | dict(recipe.overrides))
+
+
+def with_a_text_if_quick(source: "Source | WeightSource", recipe: Recipe) -> Recipe:
+    """Return a recipe by gptq if calibration data is given or read within `PATIENCE` seconds; otherwise unchanged."""
+    from diffquant.checkpoints.source import Source
+    from diffquant.checkpoints.tokenizer import has_tokenizer
+    from diffquant.quantization.plan import plan_quantization
+    from diffquant.quantization.planning import estimated_seconds
+
+    by_gptq = replace(recipe, rounding=replace(recipe.rounding, name="gptq"))
+    if recipe.rounding.reads:
+        return by_gptq
+    if not isinstance(source, Source) or source.packed or not has_tokenizer(source.path):
+        return recipe
+    seconds = estimated_seconds(source, plan_quantization(source, by_gptq))
+    if seconds <= PATIENCE:
+        return by_gptq
+    duration = format_duration(seconds)
+    say(f"note: rounds by mse; {option_name('effort', 'balanced')} loses less, and takes about {duration}")
+    return recipe
 
 
 def with_a_rule_that_can(source: "Source | WeightSource", recipe: Recipe) -> Recipe:
-    """A recipe by the default rule, or by nearest where that cannot do its schemes, which is said."""
+    """Return a recipe by the default rule, or by nearest where that cannot do its schemes, which is said."""
     from diffquant.quantization.roundings import checked_rounding
     from diffquant.quantization.targets import targets_of
 
@@ -82,7 +151,7 @@ def with_a_rule_that_can(source: "Source | WeightSource", recipe: Recipe) -> Rec
     try:
         checked_rounding(recipe.rounding, schemes)
     except UsageError as error:
-        if recipe.rounding.reads:
+        if recipe.rounding.reads or recipe.rounding.options:
             raise
         say(f"note: rounds by nearest, since {error}")
         return replace(recipe, rounding=NEAREST)

@@ -1,17 +1,23 @@
-"""The verb `report`: the pages of runs, with an index of them."""
+"""The verb `report`: runs on disk, whatever verb left them, their pages, and an index over them."""
 
-from collections.abc import Sequence
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
+from diffquant.errors import UsageError
+from diffquant.reports.page import Report, Section, page
+from diffquant.reports.tables import Link, Table
+from diffquant.support.files import find_stored, write_atomically
+from diffquant.support.outputs import check_written_file
 from diffquant.verbs import kinds
-from diffquant.verbs.arguments import path_or_none, paths
-from diffquant.verbs.checked import checked
+from diffquant.verbs.kinds import check_arguments, path_or_none, paths
 
 Runs = Annotated[kinds.PathText | Sequence[kinds.PathText], kinds.Kind(Path, "RUNS", by_place=True, repeats=True)]
 
 
-@checked
+@check_arguments
 def report(runs: Runs, output: kinds.NewFile | None = None) -> list[Path]:
     """Rewrite the pages of runs, with an index of them.
 
@@ -30,6 +36,129 @@ def report(runs: Runs, output: kinds.NewFile | None = None) -> list[Path]:
         UsageError: there is no run, or a run's numbers cannot be read.
         OutputExistsError: the index would replace what diffquant did not write.
     """
-    from diffquant.verbs.runs import write_index
-
     return write_index(paths(runs), path_or_none(output))
+
+
+_INDEX = "runs"
+
+
+def write_index(folders: Sequence[Path], index: Path | None) -> list[Path]:
+    """Write the page of every run in or below some folders anew, each leading to the others, and an index of them.
+
+    Args:
+        index: file of the index; index.html in the folder that all of them have in common by default.
+
+    Returns:
+        The index and the pages.
+
+    Raises:
+        UsageError: there is no run, or a run's numbers cannot be read.
+        OutputExistsError: the index would replace what diffquant did not write.
+    """
+    absent = [str(folder) for folder in folders if not folder.is_dir()]
+    if absent:
+        files = [str(folder) for folder in folders if folder.is_file()]
+        raise UsageError(
+            f"{', '.join(files)}: give the folder of a run, not a file of it"
+            if files
+            else f"no such folder: {', '.join(absent)}"
+        )
+    index = index or Path(os.path.commonpath([folder.absolute() for folder in folders])) / "index.html"
+    check_written_file(index, _is_index(index))
+    runs = find_runs(folders)
+    if not runs:
+        known = ", ".join(_KINDS)
+        raise UsageError(f"no run in or below {', '.join(map(str, folders))}: none has a {known}")
+    pages = list(runs)
+    index.parent.mkdir(parents=True, exist_ok=True)
+    for number, file in enumerate(pages):
+        near = {"← before": pages[number - 1] if number else None, "all runs": index}
+        near["next →"] = pages[number + 1] if number + 1 < len(pages) else None
+        links = [Link(text, _relative(target, file)) for text, target in near.items() if target is not None]
+        write_atomically(file, page(runs[file], links))
+    write_atomically(index, page(_index_report(runs, index)))
+    return [index, *pages]
+
+
+def _is_index(file: Path) -> bool:
+    return file.is_file() and f"· diffquant {_INDEX}</title>" in file.read_text(encoding="utf-8", errors="replace")
+
+
+def find_runs(folders: Sequence[Path]) -> dict[Path, Report]:
+    """Find the runs in and below some folders by path: the file of each one's page, and the run.
+
+    Raises:
+        UsageError: a run's numbers cannot be read.
+    """
+    found: dict[Path, Report] = {}
+    for pattern, (name, read) in _KINDS.items():
+        files = (file for folder in folders for ending in ("", ".xz") for file in folder.rglob(pattern + ending))
+        for place in sorted({file.parent.absolute() for file in files}):
+            try:
+                found[place / name] = read(place)
+            except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+                raise UsageError(f"cannot read {pattern} in {place}: {type(error).__name__}: {error}") from error
+    return dict(sorted(found.items()))
+
+
+def _index_report(runs: Mapping[Path, Report], index: Path) -> Report:
+    counts = Counter(report.kind for report in runs.values())
+    by_kind = ", ".join(f"{kind} {count}" for kind, count in counts.items())
+    headline = [f"{len(runs)} runs by the verb that made them: {by_kind}."]
+    rows: list[list[str | Link]] = [
+        [
+            Link(_relative(file.parent, index), _relative(file, index)),
+            report.kind,
+            report.date[:10],
+            " ".join(report.headline),
+        ]
+        for file, report in runs.items()
+    ]
+    table = Table(["run", "verb", "date", "what it shows"], rows, names=3, prose=1)
+    return Report(_INDEX, index.absolute().parent.name, headline, "", [Section("Runs", [table])])
+
+
+def _relative(target: Path, page_file: Path) -> str:
+    return Path(os.path.relpath(target.absolute(), page_file.absolute().parent)).as_posix()
+
+
+def _beside(folder: Path, *names: str) -> list[str]:
+    files = [find_stored(folder / name) for name in names]
+    return [file.name for file in files if file.is_file()] + sorted(file.name for file in folder.glob("*.png"))
+
+
+def _sweep(folder: Path) -> Report:
+    from diffquant.measure.sweep.outputs import sweep_report
+    from diffquant.measure.sweep.result import read_sweep
+
+    files = _beside(folder, "sweep.json", "table.csv")
+    return sweep_report(read_sweep(folder / "sweep.json"), folder.name, files)
+
+
+def _search(folder: Path) -> Report:
+    from diffquant.calib.search.outputs import search_report
+
+    return search_report(folder)
+
+
+def _outliers(folder: Path) -> Report:
+    from diffquant.calib.outlier_result import outlier_report, read_outliers
+
+    return outlier_report(read_outliers(folder / "outliers.json"), folder.name, _beside(folder, "outliers.json"))
+
+
+def _bench(folder: Path) -> Report:
+    from diffquant.benchmarks.cells import read_result
+    from diffquant.benchmarks.report import bench_report
+
+    files = _beside(folder, "bench.json", "bench.csv", "bench.md")
+    return bench_report(read_result(folder / "bench.json"), folder.name, files)
+
+
+# The raw file of each kind of run, the name of its page, and what reads it.
+_KINDS: dict[str, tuple[str, Callable[[Path], Report]]] = {
+    "sweep.json": ("report.html", _sweep),
+    "search-*.json": ("search.html", _search),
+    "outliers.json": ("outliers.html", _outliers),
+    "bench.json": ("report.html", _bench),
+}

@@ -4,12 +4,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from diffquant.verbs import kinds
-from diffquant.verbs.checked import checked
-from diffquant.verbs.generate import joined
+from diffquant.verbs.generate import print_and_join
+from diffquant.verbs.kinds import check_arguments
 from diffquant.verbs.notes import add, say
 
 
-@checked
+@check_arguments
 def run(
     folder: kinds.Exported,
     prompt: kinds.Prompt,
@@ -42,17 +42,17 @@ def run(
         UsageError: the prompt is empty, longer than the model's context, or there is no chat template.
         MissingDependencyError: ONNX Runtime is not installed, or cannot use the device.
     """
-    from diffquant.export import require
+    from diffquant.onnx import require
 
     require()
-    from diffquant.export.runtime.device import on_cpu_text
-    from diffquant.export.runtime.generation import Generator
+    from diffquant.onnx.runtime.device import on_cpu_text
+    from diffquant.onnx.runtime.generation import Generator
 
     generator = Generator(Path(folder), threads, device=device)
     if device == "auto" and generator.model.device.kind != "cpu":
         say(f"runs on {generator.model.device.name}")
     if fallbacks := generator.model.fallbacks:
         say(on_cpu_text(fallbacks))
-    text = joined(generator.stream(prompt, max_new_tokens, temperature, seed, chat), said)
+    text = print_and_join(generator.stream(prompt, max_new_tokens, temperature, seed, chat), said)
     add(str(generator.speed), aside=True)
     return text

@@ -4,11 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from diffquant.recipe.rounding import paths_of
 from diffquant.support.progress import Progress, progress_for
 from diffquant.verbs import kinds
-from diffquant.verbs.arguments import path_or_none, texts, widths
-from diffquant.verbs.checked import checked
-from diffquant.verbs.hub import at_revision
+from diffquant.verbs.kinds import check_arguments, path_or_none, paths, texts, widths
 from diffquant.verbs.notes import chosen_device, wrote
 
 if TYPE_CHECKING:
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 Size = Annotated[str | float, kinds.Kind(str, "SIZE")]
 
 
-@checked
+@check_arguments
 def search(
     model: kinds.Model,
     output: kinds.NewFolder,
@@ -27,7 +26,7 @@ def search(
     targets: kinds.Targets = "weights",
     bits: kinds.Widths = "8,6,4",
     granularity: kinds.Name = "g32",
-    text: kinds.File | None = None,
+    text: kinds.Texts | None = None,
     windows: kinds.Count = 8,
     window: int = 256,
     characters: kinds.Count = 16384,
@@ -35,7 +34,6 @@ def search(
     roles: bool = False,
     dtype: kinds.Name = "float32",
     device: kinds.Name = "auto",
-    revision: kinds.Name | None = None,
     planned: "Callable[[Search], None] | None" = None,
     progress: Progress | None = None,
 ) -> "SearchResult":
@@ -47,13 +45,13 @@ def search(
     They are written as a recipe, which quantize, generate, eval and sweep take.
 
     Args:
-        model, revision: as `quantize` takes them.
+        model: as `quantize` takes it.
         output: folder for the recipe, measurements and plot; an interrupted search goes on there.
         budget: average stored bits of each target, scales included, such as 4.5; or size of the weights, such as 90MB.
         targets: what to quantize, together: weights, k, v, logits.
         bits: widths to choose among: integers of 2 to 8 bits, or number formats such as nvfp4 and mxfp6.
         granularity: what shares one scale of a weight: g32, g128 or row.
-        text: UTF-8 text to read; by default the prose that ships.
+        text: as `quantize` takes it.
         windows: number of windows of the text's first half to measure on.
         window: number of tokens that the model sees at once.
         characters: number of characters of the text's second half to compare on.
@@ -85,7 +83,7 @@ def search(
         targets=texts(targets),
         widths=widths(bits),
         granularity=granularity,
-        text=path_or_none(text),
+        text=paths_of(paths(text or ())),
         windows=windows,
         window=window,
         check_characters=characters,
@@ -97,7 +95,7 @@ def search(
         check_widths(options.targets, options.widths)
         check_lines_output(lines, folder)
     check_search_output(str(wanted), folder)
-    run = Search(at_revision(model, revision), wanted, options, folder)
+    run = Search(model, wanted, options, folder)
     check_same_search(str(wanted), run.source, options.targets, folder)
     if lines is not None:
         check_kinds((unit.kind for unit in run.units if unit.target == "weights"), run.source.spec.maps)

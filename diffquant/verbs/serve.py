@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from diffquant.verbs import kinds
-from diffquant.verbs.checked import checked
-from diffquant.verbs.hub import at_revision
+from diffquant.verbs.kinds import check_arguments
 from diffquant.verbs.notes import say
 
 if TYPE_CHECKING:
-    from diffquant.serve.plan import ServerPlan
+    from diffquant.serving.plan import ServerPlan
 
 Cache = Annotated[Literal["16", "fp8"], kinds.Kind(Literal["16", "fp8"])]
 Implementation = Annotated[Literal["plugin", "folder"], kinds.Kind(Literal["plugin", "folder"])]
@@ -19,7 +18,7 @@ Port = Annotated[int, kinds.Kind(int, "NUMBER", least=1, most=65535)]
 Context = Annotated[int, kinds.Kind(int, "TOKENS", least=1)]
 
 
-@checked
+@check_arguments
 def serve(
     model: kinds.PathModel,
     *,
@@ -30,7 +29,6 @@ def serve(
     dtype: kinds.Name | None = None,
     tensor_parallel: kinds.Count = 1,
     implementation: Implementation = "plugin",
-    revision: kinds.Name | None = None,
     said: Callable[[str], None] | None = None,
 ) -> None:
     """Serve a model to any client of OpenAI's API, with vLLM.
@@ -42,7 +40,7 @@ def serve(
     machine can connect unless `host` says otherwise, and vLLM asks for a key where VLLM_API_KEY is set.
 
     Args:
-        model, revision: as `quantize` takes them.
+        model: as `quantize` takes it.
         host: address to listen at.
         port: port to listen at.
         context: most tokens of a request, its answer included; by default what model and memory have room for.
@@ -59,11 +57,11 @@ def serve(
         CheckpointError: the folder cannot be opened, or holds code that is not diffquant's and that would run.
         DiffQuantError: the server ended by itself.
     """
-    from diffquant.formats.hub import local_path
-    from diffquant.serve.server import serve as serve_until_interrupted
-    from diffquant.source.tokenizer import class_difference
+    from diffquant.checkpoints.hub import local_path
+    from diffquant.checkpoints.tokenizer import class_difference
+    from diffquant.serving.server import serve as serve_until_interrupted
 
-    path = at_revision(model, revision)
+    path = Path(model)
 
     def announce(plan: "ServerPlan") -> None:
         if difference := class_difference(local_path(Path(path))):

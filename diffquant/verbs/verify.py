@@ -5,14 +5,13 @@ from typing import TYPE_CHECKING
 
 from diffquant.support.progress import Progress, progress_for
 from diffquant.verbs import kinds
-from diffquant.verbs.checked import checked
-from diffquant.verbs.hub import at_revision
+from diffquant.verbs.kinds import check_arguments
 
 if TYPE_CHECKING:
-    from diffquant.export.verification.report import Verification
+    from diffquant.onnx.verification.report import Verification
 
 
-@checked
+@check_arguments
 def verify(
     folder: kinds.Exported,
     model: kinds.Model,
@@ -20,7 +19,6 @@ def verify(
     tolerance: kinds.Tolerance | None = None,
     threads: kinds.Threads = 0,
     device: kinds.Name = "auto",
-    revision: kinds.Name | None = None,
     progress: Progress | None = None,
 ) -> "Verification":
     """Prove that an export computes what its checkpoint does.
@@ -31,7 +29,7 @@ def verify(
     The exit code is 4 where it does not.
 
     Args:
-        model, revision: as `quantize` takes them.
+        model: as `quantize` takes it.
         tolerance: largest relative RMS error of logits; by default what rounding explains.
         folder, threads, device: as `run` takes them.
         progress: function called with the routes compared; by default a line on a terminal, one per minute in a log.
@@ -41,10 +39,10 @@ def verify(
         ToleranceError: something differs by more than rounding explains; its `result` has all that was compared.
         MissingDependencyError: ONNX Runtime is not installed, or cannot use the device.
     """
-    from diffquant.export import require
+    from diffquant.onnx import require
 
     require()
-    from diffquant.export.verification.verify import verify as compare
+    from diffquant.onnx.verifier import verify as compare
 
     shown = progress or progress_for("verify")
-    return compare(Path(folder), at_revision(model, revision), tolerance, threads, device, shown)
+    return compare(Path(folder), model, tolerance, threads, device, shown)

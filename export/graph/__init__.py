@@ -1,1 +1,1 @@
-"""The ONNX graph of an export: the op, its function bodies, the decoder around it, the weights beside it."""
+"""The ONNX graph of an export: ops with their function bodies, the decoder that uses them, and the stored weights."""

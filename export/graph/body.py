@@ -1,22 +1,21 @@
-"""Function bodies of the op, which compute it if no native kernel is loaded.
+"""Function bodies of the attention op, which ONNX Runtime runs if no native kernel is loaded.
 
-A body is written for one set of attributes, but for the window, and one head width; `pure.py` holds the one in standard
-ops.
+A body is made for one head width and one set of attributes; only the window may differ between nodes. The body in
+standard ops is in `pure.py`.
 """
 
 from collections.abc import Collection
 from typing import Literal
 
-from onnx import FunctionProto, parser
+from onnx import FunctionProto
 
 from diffquant.errors import UsageError
-from diffquant.export.graph.contrib_cache import bounded_rows
-from diffquant.export.graph.op import DOMAIN, NAME, OpAttributes, schema
-from diffquant.export.graph.pure import pure_text
+from diffquant.onnx.graph.op import CONTRIB, OpAttributes, make_function, schema, signature_of
+from diffquant.onnx.graph.ops import bounded_rows
+from diffquant.onnx.graph.pure import pure_text
 
-CONTRIB = "com.microsoft"
 BodyKind = Literal["contrib", "pure"]
-# Layers differ in it, and in no other attribute.
+# The only attribute that may differ between layers.
 _WINDOW = "local_window_size: int = @local_window_size"
 
 
@@ -28,18 +27,18 @@ def body(
     cached: bool = True,
     gates: Collection[str] = (),
 ) -> FunctionProto:
-    """The op as an ONNX function that computes it.
+    """Return the op's function body.
 
     Args:
-        kind: "contrib" (one GroupQueryAttention of ONNX Runtime) or "pure" (standard ops alone).
-        attributes: attributes of every node that will use it. Their windows may differ, of which this is the widest.
-        width: d, width of a query.
+        kind: "contrib" (one node of ONNX Runtime's GroupQueryAttention) or "pure" (only standard ops).
+        attributes: attributes of the nodes that will use it. If their windows differ, the window is the widest.
+        width: width d of a query head.
         opset: the model's version of the standard domain, 18 or later.
-        cached: whether nodes have a past.
-        gates: those of `GATES` that nodes have.
+        cached: whether nodes have past keys and values as inputs.
+        gates: which of `GATES` nodes have as inputs.
 
     Raises:
-        UsageError: the kind cannot compute these attributes, or a quantized cache has no past.
+        UsageError: the kind cannot compute these attributes, or the cache is quantized and `cached` is false.
     """
     if attributes.kv_bit_width and not cached:
         raise UsageError(f"a {attributes.kv_bit_width}-bit cache needs past_key and past_value, which tell its type")
@@ -48,19 +47,14 @@ def body(
     if problems:
         raise UsageError(f"ONNX Runtime's GroupQueryAttention: {'; '.join(problems)}; use the pure body")
     text = contrib_text(attributes, width, gates) if is_contrib else pure_text(attributes, width, cached, gates)
-    domains = [f'"" : {opset}'] + ([f'"{CONTRIB}" : 1'] if is_contrib else [])
-    inputs = ", ".join(p.name for p in schema().inputs)
-    outputs = ", ".join(p.name for p in schema().outputs)
-    return parser.parse_function(
-        f'<opset_import: [{", ".join(domains)}], domain: "{DOMAIN}">\n'
-        f"{NAME} <{', '.join(attributes.to_dict())}> ({inputs}) => ({outputs})\n{{\n{text}\n}}"
-    )
+    return make_function(signature_of(schema()), text, opset, attributes.to_dict(), is_contrib)
 
 
 def contrib_text(attributes: OpAttributes, width: int, gates: Collection[str] = ()) -> str:
-    """Nodes of the contrib body as text.
+    """Return the nodes of the contrib body as text.
 
-    Generation 1 is one attention over key rows k1|k2 with queries [q1|0] and [0|q2], which meet their own halves.
+    For generation 1, one attention over key rows k1|k2 computes both maps: queries [q1|0] and [0|q2] are padded with
+    zeros, so that each is multiplied only with its map's keys.
     """
     pairs, noises, signals = attributes.num_pairs, attributes.num_noises, attributes.signals_per_noise
     value_width = 2 * width if attributes.generation == 1 else width
@@ -102,7 +96,7 @@ def contrib_text(attributes: OpAttributes, width: int, gates: Collection[str] = 
 
 
 def _by_group(name: str, pairs: int, noises: int, signals: int) -> str:
-    """Nodes that make {name}_spread, [B, T, n, r, 1] or [1, 1, n, r, 1] in query's type, of [1] or [B, T, h]."""
+    """Return nodes, as text, that expand a value [1] or [B, T, h] to {name}_spread [B or 1, T or 1, n, r, 1]."""
     return f"""   {name}_pairs = Constant <value = int64[3] {{1, 1, {pairs}}}> ()
    {name}_groups = Constant <value = int64[5] {{0, 0, {noises}, {signals}, 1}}> ()
    {name}_typed = CastLike ({name}, query)
@@ -111,7 +105,7 @@ def _by_group(name: str, pairs: int, noises: int, signals: int) -> str:
 
 
 def _masked_queries(attributes: OpAttributes, width: int) -> str:
-    """Nodes that make heads: [q|0] of each signal head, [0|q] of each noise head."""
+    """Return nodes, as text, that compute `heads`: signal heads padded to [q|0], noise heads to [0|q]."""
     signals, noises = attributes.signals_per_noise, attributes.num_noises
     mask = ", ".join(["1, 0"] * signals + ["0, 1"])
     return f"""   one_each = Constant <value = int64[6] {{0, 0, {noises}, {signals + 1}, 1, {width}}}> ()
@@ -124,7 +118,7 @@ def _masked_queries(attributes: OpAttributes, width: int) -> str:
 
 
 def contrib_problems(attributes: OpAttributes, width: int) -> list[str]:
-    """Reasons why GroupQueryAttention cannot compute the op for queries of this width; empty if it can."""
+    """Return the reasons why GroupQueryAttention cannot compute the op for this head width; empty if it can."""
     row = 2 * width if attributes.generation == 1 else width
     problems = contrib_row_problems(row, bool(attributes.do_rotary))
     if attributes.logit_bits:
@@ -135,6 +129,6 @@ def contrib_problems(attributes: OpAttributes, width: int) -> list[str]:
 
 
 def contrib_row_problems(row: int, rotates: bool) -> list[str]:
-    """Reasons why GroupQueryAttention cannot take key rows of this width, rotated or not; empty if it can."""
+    """Return the reasons why GroupQueryAttention does not support key rows of this width; empty if it does."""
     multiple = 16 if rotates else 8
     return [f"its rows are multiples of {multiple} wide, not {row}"] if row % multiple else []

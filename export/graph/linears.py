@@ -1,11 +1,11 @@
-"""Linear layers and the embedding in a graph: as values, or as codes in the container a kernel reads.
+"""Linear layers and the embedding in a graph: as floats, or as codes in the container that a kernel reads.
 
-ONNX Runtime multiplies codes of 4 and 8 bits (`MatMulNBits`); narrower ones fit the next container
-exactly. Stored values are code + 2^(b-1), which is what compressed-tensors stores, too.
+ONNX Runtime's `MatMulNBits` has codes of 4 and 8 bits; other widths are stored in the next larger container without
+loss. A stored value is code + 2^(b-1), as in compressed-tensors.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from onnx import TensorProto
@@ -13,40 +13,40 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from diffquant.errors import GroupSizeError, UsageError
-from diffquant.export.graph.matmul import MATMUL
-from diffquant.export.graph.matrix import Matrix, checked_cast
-from diffquant.export.graph.nodes import Graph
-from diffquant.export.graph.op import CONTRIB, DOMAIN
-from diffquant.export.graph.streaming import Streamed, spanning
-from diffquant.export.options import ExportOptions
-from diffquant.numbers.packing import pack
-from diffquant.scheme import Scheme
-from diffquant.support.listing import first_few
+from diffquant.onnx.graph.matrix import Matrix, checked_cast
+from diffquant.onnx.graph.nodes import Graph
+from diffquant.onnx.graph.op import CONTRIB, DOMAIN
+from diffquant.onnx.graph.ops import MATMUL
+from diffquant.onnx.graph.streaming import Streamed, spanning
+from diffquant.onnx.options import ExportOptions
+from diffquant.recipe.numbers.packing import pack
+from diffquant.recipe.scheme import Scheme
+from diffquant.support.names import first_few
 
 _BLOCKS = (256, 128, 64, 32, 16)
 FLOAT_KINDS = {torch.float32: TensorProto.FLOAT, torch.float16: TensorProto.FLOAT16}
-# Where no block divides the width, the last one is padded; short ones waste least.
+# If no block size divides the width, the last block is padded; short blocks need the least padding.
 _PADDED_BLOCK = 32
 
 
 def container_bits(scheme: Scheme) -> int:
-    """Bits a code takes in the exported file."""
+    """Return the width of a stored code in the exported file, in bits."""
     return 4 if scheme.bits <= 4 else 8
 
 
 def block_size(scheme: Scheme, width: int) -> int | None:
-    """Columns that share a scale in the exported file, or None if no kernel has such blocks."""
+    """Return the number of columns that share a scale in the exported file, or None if no kernel has such blocks."""
     shared = scheme.size or width
     fitting = next((block for block in _BLOCKS if shared % block == 0), None)
     return fitting if fitting or scheme.size else _PADDED_BLOCK
 
 
 def check_blocks(matrices: list[Matrix]) -> None:
-    """Refuse number formats and group sizes that no kernel has, and groups that do not divide a row.
+    """Check that kernels support all number formats and group sizes, and that groups divide a row.
 
     Raises:
-        UsageError: some weights are not integers.
-        GroupSizeError: no kernel has the group size of some weights, or it does not divide their width.
+        UsageError: some weights have a format other than integers.
+        GroupSizeError: no kernel supports the group size of some weights, or it does not divide their width.
     """
     unread = [m for m in matrices if m.scheme.format.integer_refusal]
     if unread:
@@ -72,30 +72,23 @@ def check_blocks(matrices: list[Matrix]) -> None:
 
 
 def accuracy_level(scheme: Scheme, options: ExportOptions) -> int:
-    """Precision of a product with codes: 4 multiplies int8 activations, 1 float32 ones.
+    """Return MatMulNBits' accuracy level: 4 has int8 activations, 1 float32 ones.
 
-    ONNX Runtime has no kernel for float32 activations and 8-bit codes: it would expand all of them at each call.
+    It is always 4 for 8-bit containers: ONNX Runtime has no kernel for them with float32 activations, and would
+    dequantize all weights in every call.
     """
     return 4 if container_bits(scheme) == 8 else options.accuracy_level
 
 
 def int8_block(matrix: Matrix, options: ExportOptions) -> int | None:
-    """Columns that share a scale if the matrix's product rounds activations to int8, or None if it does not."""
+    """Return the block size if the matrix is multiplied with int8 activations, or None if it is not."""
     if not matrix.has_codes or accuracy_level(matrix.scheme, options) == 1:
         return None
     return block_size(matrix.scheme, matrix.shape[1])
 
 
-@dataclass(frozen=True)
-class _View:
-    """An initializer that shows streamed tensors, each behind the one before, as one of another shape."""
-
-    parts: tuple[str, ...]
-    shape: tuple[int, ...]
-
-
 class Linears:
-    """Adds linear layers and the embedding to a graph, and collects what is to be streamed.
+    """Adds linear layers and the embedding to a graph, and collects their tensors for the data file.
 
     Attributes:
         streamed: tensors of the data file, in order.
@@ -106,21 +99,22 @@ class Linears:
         self.options = options
         self.streamed: list[Streamed] = []
         self._streamed_names: set[str] = set()
-        self._views: dict[str, _View] = {}
+        # Initializers that span consecutive streamed tensors: by name, the tensors' names and the shape.
+        self._views: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {}
 
     def with_views(self, initializers: Mapping[str, TensorProto]) -> dict[str, TensorProto]:
-        """The streamed tensors' initializers, in which views stand for those that nobody reads by themselves."""
+        """Add the views to the streamed tensors' initializers, and drop those that are only read as part of a view."""
         views = {
-            name: spanning([initializers[part] for part in view.parts], name, view.shape)
-            for name, view in self._views.items()
+            name: spanning([initializers[part] for part in parts], name, shape)
+            for name, (parts, shape) in self._views.items()
         }
-        stacked = {part for view in self._views.values() if len(view.parts) > 1 for part in view.parts}
+        stacked = {part for parts, _ in self._views.values() if len(parts) > 1 for part in parts}
         return {**{name: tensor for name, tensor in initializers.items() if name not in stacked}, **views}
 
     def products(self, x: str, matrices: Sequence[Matrix]) -> list[str]:
-        """Names of the products [B, T, out] of x [B, T, in] and each transposed matrix.
+        """Add the matmuls of x [B, T, in] with each transposed matrix; return the names of the outputs [B, T, out].
 
-        Matrices whose codes are laid out alike become one product, which rounds x once and has the same sums.
+        Quantized matrices with the same layout are stacked into one matmul: it rounds x once, and results are the same.
         """
         if len(matrices) > 1 and self._are_alike(matrices):
             return self._stacked_products(x, matrices)
@@ -132,16 +126,16 @@ class Linears:
         ]
 
     def lookup(self, ids: str, matrix: Matrix, name: str) -> str:
-        """The embedding's rows [B, T, D] at token ids [B, T], under the name given."""
+        """Add the embedding's rows [B, T, D] at token ids [B, T], under the given name."""
         if not matrix.scheme.quantizes:
             return self.graph.add("Gather", self._values(matrix), ids, name=name)
         stored = self._codes(matrix)
         out, width = matrix.shape
         block = block_size(matrix.scheme, width) or width
-        # In blocks, as the head reads them: another shape would need a second copy of the codes. The head's scales lack
-        # an axis; OpenVINO takes an initializer alone, and so the same bytes have a second one.
+        # A tied head reads the same codes in blocks, so another shape would need a second copy. The head's scales lack
+        # an axis; OpenVINO does not accept a Reshape of them, so a second initializer has the same bytes.
         scales = f"{stored['scales']}_blocks"
-        self._views[scales] = _View((stored["scales"],), (out, -(-width // block), 1))
+        self._views[scales] = (stored["scales"],), (out, -(-width // block), 1)
         rows = self.graph.add(
             "GatherBlockQuantized",
             stored["codes"],
@@ -158,7 +152,7 @@ class Linears:
     def row_of_blocks(
         self, blocks: str, shape_name: str, rows: Sequence[int], width: int, block: int, name: str | None = None
     ) -> str:
-        """Name of rows [*rows, width] of their blocks, the last of which may be padded."""
+        """Add a Reshape of blocks to rows [*rows, width], and a Slice if the last block is padded."""
         graph, padded = self.graph, -(-width // block) * block
         shape = graph.int64(shape_name, (*rows, padded))
         if padded == width:
@@ -168,11 +162,11 @@ class Linears:
 
     def _value_product(self, x: str, matrix: Matrix) -> str:
         values = self._values(matrix)
-        # As fast as MatMul on a transposed copy; rows stream as stored, and a tied head shares them.
+        # As fast as MatMul on a transposed copy, and the rows are written as stored, which a tied head can share.
         return self.graph.add("FusedMatMul", x, values, domain=CONTRIB, transB=1)
 
     def _are_alike(self, matrices: Sequence[Matrix]) -> bool:
-        """Whether the rows of all matrices can stand in one, whose product they then are."""
+        """Return whether all matrices are quantized with the same layout, so that they can be stacked."""
         if not all(matrix.scheme.quantizes for matrix in matrices):
             return False
         layouts = {(container_bits(m.scheme), block_size(m.scheme, m.shape[1]), m.shape[1:]) for m in matrices}
@@ -190,7 +184,7 @@ class Linears:
                 self.stream(replace(tensor, follows=place > 0))
             stored[what] = f"{name}{tensors[0].name.removeprefix(matrices[0].module)}"
             shape = (sum(heights), *tensors[0].shape[1:])
-            self._views[stored[what]] = _View(tuple(tensor.name for tensor in tensors), shape)
+            self._views[stored[what]] = tuple(tensor.name for tensor in tensors), shape
         y = self._code_product(x, (sum(heights), width), matrices[0].scheme, stored)
         names = [f"{matrix.module}.product" for matrix in matrices]
         sizes = self.graph.int64(f"rows.{'.'.join(map(str, heights))}", heights)
@@ -198,7 +192,7 @@ class Linears:
         return names
 
     def _code_product(self, x: str, shape: tuple[int, int], scheme: Scheme, stored: Mapping[str, str]) -> str:
-        """The product with codes [out, in] under these names."""
+        """Add a quantized matmul with a weight of this shape [out, in]; `stored` has the names of codes and scales."""
         out, width = shape
         block = block_size(scheme, width)
         level = accuracy_level(scheme, self.options)
@@ -226,11 +220,11 @@ class Linears:
         return self.stream(Streamed(name, kind, (out, width), width * dtype.itemsize, width, make))
 
     def _codes(self, matrix: Matrix) -> dict[str, str]:
-        """Names of the initializers of a quantized matrix: "codes" and "scales"."""
+        """Stream a quantized matrix; return the names of its initializers by "codes" and "scales"."""
         return {what: self.stream(tensor) for what, tensor in self.layout(matrix).items()}
 
     def layout(self, matrix: Matrix) -> dict[str, Streamed]:
-        """The tensors of a quantized matrix: "codes" and "scales"."""
+        """Return the tensors of a quantized matrix by "codes" and "scales"."""
         out, width = matrix.shape
         bits = container_bits(matrix.scheme)
         block = block_size(matrix.scheme, width) or width
@@ -254,7 +248,7 @@ class Linears:
         }
 
     def stream(self, tensor: Streamed) -> str:
-        """Name of the initializer, streamed once: a tied head meets the embedding's again."""
+        """Add a tensor to the data file unless it is there, as a tied head's is, and return its name."""
         if tensor.name not in self._streamed_names:
             self._streamed_names.add(tensor.name)
             self.streamed.append(tensor)
@@ -262,7 +256,7 @@ class Linears:
 
 
 def stored_bytes(codes: Tensor, bits: int) -> Tensor:
-    """Stored bytes of codes int8 [rows, n]: code + 2^(bits-1); low half of a byte first."""
+    """Convert int8 codes [rows, n] to stored bytes of code + 2^(bits-1); 4-bit codes are packed, low half first."""
     if bits == 8:
         return codes.view(torch.uint8) + 128
     return pack(codes, 4).view(torch.uint8)[:, : codes.shape[1] // 2]

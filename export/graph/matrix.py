@@ -1,6 +1,6 @@
 """A checkpoint's weight for an exported graph: rows in the op's order, codes unchanged.
 
-Reordering is by rows alone, which every packed format allows: scales and codes run along a row.
+Only rows are reordered, which every packed format allows, since codes and scales are stored along rows.
 """
 
 import math
@@ -10,33 +10,33 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from diffquant.errors import DiffQuantError
+from diffquant.checkpoints.compressed_tensors import PACKED, SCALE, decode_codes
+from diffquant.checkpoints.reader import Checkpoint
+from diffquant.checkpoints.source import Source
+from diffquant.errors import DiffQuantError, UsageError
 from diffquant.family.heads import HeadLayout
 from diffquant.family.spec import DiffSpec
-from diffquant.formats.compressed_tensors import PACKED, SCALE, decode_codes
-from diffquant.formats.reader import Checkpoint
-from diffquant.numbers.absmax import check_finite
 from diffquant.quantization.rounded_weight import RoundedWeight
 from diffquant.quantization.roundings.base import Rounder
 from diffquant.quantization.roundings.nearest import round_to_nearest
-from diffquant.scheme import FULL, Scheme
-from diffquant.source.source import Source
-from diffquant.support.spelling import spelled
+from diffquant.recipe.numbers.absmax import check_finite
+from diffquant.recipe.scheme import FULL, Scheme
+from diffquant.support.names import option_name
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A weight [out, in], or experts' whose rows stand one behind another, read some rows at a time.
+    """A weight [out, in], or experts' weights stacked along the rows, read a few rows at a time.
 
     Attributes:
         checkpoint: reader of the weight.
         stored_name: name of the weight in the checkpoint.
         name: name of the DiffTransformer parameter.
         shape: (out, in) after reordering.
-        stored: scheme it is packed with in the checkpoint; 16 bits if it is not.
-        wanted: scheme to quantize a plain one to.
-        order: row of the checkpoint's weight at each exported row; None if no row moves.
-        is_expanded: whether the graph has its values, whatever it is packed with.
+        stored: scheme with which the checkpoint packs it; 16 bits if it is not quantized.
+        wanted: scheme to quantize it with if it is not quantized yet.
+        order: index of the checkpoint's row for each exported row, or None if no row moves.
+        is_expanded: whether the graph stores dequantized values even if the weight is quantized.
     """
 
     checkpoint: Checkpoint
@@ -58,26 +58,26 @@ class Matrix:
 
     @property
     def scheme(self) -> Scheme:
-        """Scheme of the exported codes; 16 bits if plain values are exported."""
+        """Scheme of the exported weight; 16 bits if it is not quantized."""
         return self.stored if self.stored.quantizes else self.wanted
 
     @property
     def has_codes(self) -> bool:
-        """Whether the graph has codes of it."""
+        """Whether the graph stores the weight as codes."""
         return self.scheme.quantizes and not self.is_expanded
 
     def values(self, first: int, last: int) -> Tensor:
-        """Rows of a matrix that is not packed, as stored.
+        """Read rows of a matrix that is not packed, in the stored dtype.
 
         Raises:
-            NonFiniteError: they hold NaN or infinity.
+            NonFiniteError: they contain NaN or infinity.
         """
         rows = self._read_ordered(self.stored_name, first, last)
         check_finite(rows, f"{self.stored_name}, rows {first} to {last - 1},")
         return rows
 
     def codes(self, first: int, last: int) -> Tensor:
-        """Codes of some rows, int8 [rows, in]."""
+        """Return codes of some rows, int8 [rows, in], read or made by rounding."""
         if self.stored.quantizes:
             words = self._read_ordered(self._sibling(PACKED), first, last)
             return self.stored.format.unpack(words, self.shape[1])
@@ -85,7 +85,7 @@ class Matrix:
         return codes
 
     def scales(self, first: int, last: int) -> Tensor:
-        """Scales of some rows, [rows, groups]: one group where a row or the matrix shares one."""
+        """Return scales of some rows, [rows, groups]; one group if scales are per row or per tensor."""
         if self.stored.quantizes:
             name = self._sibling(SCALE)
             is_shared = self.checkpoint.tensors[name].shape == (1,)
@@ -96,27 +96,27 @@ class Matrix:
             _, scale = self._rounded.rows(first, self.values(first, last).float())
         return scale.expand(last - first, 1) if scale.numel() == 1 else scale
 
-    def dequantized(self, first: int, last: int, scale_dtype: torch.dtype = torch.float32) -> Tensor:
-        """codes · scale in float32, the scale as the exported model stores it."""
+    def dequantize(self, first: int, last: int, scale_dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return codes · scale of some rows in float32, with the scale rounded to the exported model's type."""
         codes, scale = self.codes(first, last), self.scales(first, last).to(scale_dtype).float()
         flat = scale.flatten()[:1] if self.scheme.sharing.spans_rows else scale
         return decode_codes(codes, flat, self.scheme)
 
     def floats(self, first: int, last: int) -> Tensor:
-        """Rows in float32 as a reader makes them of what the checkpoint stores, or is to store."""
-        return self.dequantized(first, last) if self.scheme.quantizes else self.values(first, last).float()
+        """Return rows in float32: dequantized if the scheme quantizes, otherwise as stored."""
+        return self.dequantize(first, last) if self.scheme.quantizes else self.values(first, last).float()
 
     @cached_property
     def _made_scales(self) -> dict[tuple[int, int], Tensor]:
-        """Scales that were made with codes and not asked for yet: the data file has them behind all codes."""
+        """Scales computed together with codes and not read yet: the data file has all scales behind all codes."""
         return {}
 
     @cached_property
     def _rounded(self) -> RoundedWeight:
-        """The plain weight under absmax scales, as `quantize` stores them."""
+        """The weight rounded to nearest with absmax scales, as `quantize` stores it."""
         info = self.checkpoint.tensors[self.stored_name]
 
-        # A scale of the whole tensor does not depend on the order of its rows, which are read fastest as they lie.
+        # A per-tensor scale does not depend on the order of rows, so they are read in stored order, which is fastest.
         def read(first: int, last: int) -> Tensor:
             return self.checkpoint.matrix_rows(self.stored_name, first, last)
 
@@ -133,29 +133,43 @@ class Matrix:
         return self.stored_name.removesuffix(".weight") + suffix
 
 
-def read_matrix(source: Source, name: str, wanted: Scheme) -> Matrix:
-    """The weight of a linear, the embedding or a λ projection; nothing is read yet.
+def check_unpacked(source: Source, weights: Scheme) -> None:
+    """Check that a checkpoint is not quantized already if its weights are to be quantized.
+
+    Raises:
+        UsageError: it is.
+    """
+    if source.packed and weights.quantizes:
+        raise UsageError(
+            f"{source.path} holds quantized weights already: they are exported as they are; leave out "
+            f"{option_name('weights')}"
+        )
+
+
+def read_matrix(source: Source, name: str, wanted: Scheme, layout: HeadLayout | None = None) -> Matrix:
+    """Return the weight of a linear, the embedding or a λ projection, without reading its data.
 
     Args:
-        source: checkpoint that holds it.
+        source: checkpoint that contains it.
         name: name of the DiffTransformer parameter.
-        wanted: scheme to quantize it to if it is plain in the checkpoint.
+        wanted: scheme to quantize it with if the checkpoint does not.
+        layout: head layout to which its rows are reordered; the op's by default.
     """
     stored_name = source.adapter.source_name(name)
     stored = source.packed.get(stored_name.removesuffix(".weight"), FULL)
     shape = _rows_and_width(source.architecture.parameters[name].shape)
-    order = source.adapter.rows_as(op_layout(source.spec), name)
+    order = source.adapter.rows_as(layout or op_layout(source.spec), name)
     scheme = FULL if stored.quantizes else wanted
     return Matrix(source.checkpoint, stored_name, name, shape, stored, scheme, order)
 
 
 def _rows_and_width(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Number of rows, of experts those of all, and their width."""
+    """Return the number of rows over all experts, and the width of a row."""
     return math.prod(shape[:-1]), shape[-1]
 
 
 def op_layout(spec: DiffSpec) -> HeadLayout:
-    """The head layout of the op: a pair's maps side by side, and in V1 rotated channels side by side."""
+    """Return the op's head layout: a pair's heads are adjacent, and in V1 channels that rotate together are, too."""
     if spec.maps == 1:
         return spec.layout
     neighbours = spec.rope == "interleaved" or (spec.rope == "half" and not spec.shared_k)
@@ -163,15 +177,17 @@ def op_layout(spec: DiffSpec) -> HeadLayout:
 
 
 def checked_cast(values: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """Values in the exported type.
+    """Cast values to the exported type.
 
     Args:
-        name: name of the weight, for the error.
+        name: name of the weight, for the error message.
 
     Raises:
-        DiffQuantError: some are too large for it.
+        DiffQuantError: some values overflow.
     """
     cast = values.to(dtype)
     if not torch.isfinite(cast.sum(dtype=torch.float64)) and not torch.isfinite(cast).all():
-        raise DiffQuantError(f"{name} holds values beyond {dtype}'s range; export with {spelled('dtype', 'float32')}")
+        raise DiffQuantError(
+            f"{name} holds values beyond {dtype}'s range; export with {option_name('dtype', 'float32')}"
+        )
     return cast

@@ -1,20 +1,32 @@
-"""A graph under construction: nodes in order, each named after its module, and small constants."""
+"""Building blocks of a graph: adding nodes and small constants, activation functions and norms."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import onnx
-from onnx import NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
+from onnx import (
+    FunctionProto,
+    ModelProto,
+    NodeProto,
+    TensorProto,
+    ValueInfoProto,
+    helper,
+    inliner,
+    numpy_helper,
+)
 from torch import Tensor
 
 from diffquant.errors import DiffQuantError
-from diffquant.support.spelling import spelled
+from diffquant.model.activations import POLY_NORM_EPS
+from diffquant.onnx.graph.op import DOMAIN, make_function
+from diffquant.onnx.options import DEFAULT_OPSET
+from diffquant.support.names import option_name
 
 
 class Graph:
-    """Nodes, constants, inputs and outputs of a model.
+    """A graph under construction: nodes, constants, inputs and outputs of a model.
 
     Attributes:
         kind: TensorProto data type of activations.
@@ -33,7 +45,7 @@ class Graph:
 
     @contextmanager
     def module(self, name: str) -> Iterator[None]:
-        """Nodes added inside are named after this module."""
+        """Prefix the names of nodes that are added inside the context with this module's name."""
         outer, self._module = self._module, f"{self._module}{name}."
         try:
             yield
@@ -41,8 +53,8 @@ class Graph:
             self._module = outer
 
     @contextmanager
-    def nested(self) -> Iterator[list[NodeProto]]:
-        """Nodes added inside go to the list that this gives, for the body of a node."""
+    def collect_nodes(self) -> Iterator[list[NodeProto]]:
+        """Collect the nodes that are added inside the context in a separate list, for a subgraph (Loop's body)."""
         outer, self.nodes = self.nodes, []
         try:
             yield self.nodes
@@ -56,17 +68,17 @@ class Graph:
         return output
 
     def split(self, x: str, widths: Sequence[int], names: Sequence[str] = ()) -> list[str]:
-        """Add a node that cuts the last axis, and return its outputs' names."""
+        """Add a Split of the last axis into parts of these widths, and return the parts' names."""
         outputs = list(names) or [self.unused_name("Part") for _ in widths]
         self.add_all("Split", [x, self.int64(f"widths.{'.'.join(map(str, widths))}", widths)], outputs, axis=-1)
         return outputs
 
     def wide(self, x: str) -> str:
-        """Name of activations in float32."""
+        """Cast activations to float32 if they are not, and return the result's name."""
         return x if self.kind == TensorProto.FLOAT else self.add("Cast", x, to=TensorProto.FLOAT)
 
     def narrow(self, x: str) -> str:
-        """Name of what is in float32 in the activations' type."""
+        """Cast a float32 value to the activations' type, and return the result's name."""
         return x if self.kind == TensorProto.FLOAT else self.add("Cast", x, to=self.kind)
 
     def add_all(
@@ -81,21 +93,21 @@ class Graph:
         return name
 
     def output(self, name: str, kind: int, shape: Sequence[str | int]) -> None:
-        """Make a value an output of the model."""
+        """Declare the value with this name an output of the model."""
         self.outputs.append(helper.make_tensor_value_info(name, kind, shape))
 
     def constant(self, name: str, value: np.ndarray) -> str:
         """Add a small tensor to model.onnx itself, and return its name.
 
         Raises:
-            ValueError: the name stands for another value already.
+            ValueError: another constant has this name.
         """
         tensor = numpy_helper.from_array(np.ascontiguousarray(value), name)
         if self.constants.setdefault(name, tensor) != tensor:
             raise ValueError(f"two constants of a graph are called {name}")
         return name
 
-    def typed(self, name: str, value: Tensor) -> str:
+    def typed_constant(self, name: str, value: Tensor) -> str:
         """Add a constant in the activations' type, and return its name.
 
         Raises:
@@ -105,7 +117,7 @@ class Graph:
             cast = value.numpy().astype(helper.tensor_dtype_to_np_dtype(self.kind))
         if not np.isfinite(cast).all():
             raise DiffQuantError(
-                f"{name} holds values beyond {cast.dtype}'s range; export with {spelled('dtype', 'float32')}"
+                f"{name} holds values beyond {cast.dtype}'s range; export with {option_name('dtype', 'float32')}"
             )
         return self.constant(name, cast)
 
@@ -116,14 +128,100 @@ class Graph:
     def model(
         self, initializers: dict[str, TensorProto], opset: int, domains: Mapping[str, int], ir: int
     ) -> onnx.ModelProto:
-        """The finished model; `initializers` refer to its data file, `domains` are the others' versions."""
+        """Return the finished model.
+
+        Args:
+            initializers: tensors in the model's data file, by name.
+            opset: version of the standard domain.
+            domains: versions of the other domains.
+            ir: version of the ONNX file format.
+        """
         tensors = [*self.constants.values(), *initializers.values()]
         graph = helper.make_graph(self.nodes, "decoder", self.inputs, self.outputs, tensors, value_info=self.values)
         imports = [helper.make_opsetid("", opset), *(helper.make_opsetid(*domain) for domain in domains.items())]
         return helper.make_model(graph, opset_imports=imports, ir_version=ir, producer_name="diffquant")
 
     def unused_name(self, op: str) -> str:
-        """A name for the output of a node of this kind, after the module it is in."""
+        """Return an unused name for the output of a node, made from the module and the op."""
         stem = f"{self._module}{op}"
         count = self._name_counts[stem] = self._name_counts.get(stem, 0) + 1
         return stem if count == 1 else f"{stem}_{count}"
+
+
+def inline_functions(model: ModelProto) -> ModelProto:
+    """Replace each call of a function by the function's nodes, and drop unused domains."""
+    written_out = inliner.inline_local_functions(model)
+    used = {node.domain for node in written_out.graph.node}
+    kept = [each for each in written_out.opset_import if each.domain in used]
+    del written_out.opset_import[:]
+    written_out.opset_import.extend(kept)
+    return written_out
+
+
+POLY_NORM = "PolyNorm"
+_FLOAT = 1
+
+# Adds an activation function to the gate with this name; parameters are names of float32 values. Returns the output's.
+Emit = Callable[[Graph, str, Mapping[str, str]], str]
+
+
+def _silu(graph: Graph, gate: str, _parameters: Mapping[str, str]) -> str:
+    return graph.add("Mul", gate, graph.add("Sigmoid", gate))
+
+
+def _poly_norm(graph: Graph, gate: str, parameters: Mapping[str, str]) -> str:
+    return graph.add(POLY_NORM, gate, parameters["weight"], parameters["bias"], domain=DOMAIN, epsilon=POLY_NORM_EPS)
+
+
+EMITTED: Mapping[str, Emit] = {"silu": _silu, "swish": _silu, "poly_norm": _poly_norm}
+
+
+def functions(hidden_act: str, opset: int) -> list[FunctionProto]:
+    """Return the ONNX functions that an activation function needs; empty if standard ops compute it."""
+    return [poly_norm_function(opset)] if hidden_act == "poly_norm" else []
+
+
+def poly_norm_function(opset: int) -> FunctionProto:
+    """Return PolyNorm as an ONNX function in standard ops; it computes in float32, since float16 cubes can overflow.
+
+    Args:
+        opset: the model's version of the standard domain, 18 or later.
+    """
+    return make_function(f"{POLY_NORM} (x, weight, bias) => (y)", _TEXT, opset, ["epsilon"])
+
+
+# Σ wᵢ·xⁱ/√(mean(x²ⁱ) + ε) + b, evaluated as a polynomial in x with coefficients per row.
+_TEXT = f"""   wide = Cast <to = {_FLOAT}> (x)
+   square = Mul (wide, wide)
+   fourth = Mul (square, square)
+   sixth = Mul (fourth, square)
+   last_axis = Constant <value = int64[1] {{-1}}> ()
+   mean2 = ReduceMean (square, last_axis)
+   mean4 = ReduceMean (fourth, last_axis)
+   mean6 = ReduceMean (sixth, last_axis)
+   means = Concat <axis = -1> (mean6, mean4, mean2)
+   least = Constant <value_float: float = @epsilon> ()
+   raised = Add (means, least)
+   roots = Sqrt (raised)
+   coefficients = Div (weight, roots)
+   a, b, c = Split <axis = -1, num_outputs = 3> (coefficients)
+   ax = Mul (a, wide)
+   axb = Add (ax, b)
+   axbx = Mul (axb, wide)
+   axbxc = Add (axbx, c)
+   axbxcx = Mul (axbxc, wide)
+   out = Add (axbxcx, bias)
+   y = CastLike (out, x)"""
+
+
+def rms_norm(graph: Graph, x: str, weight: str, eps: float, opset: int) -> str:
+    """Add x / √(mean(x²) + eps) · weight over the last axis, computed in float32, and return its name."""
+    if opset >= DEFAULT_OPSET:
+        return graph.add("RMSNormalization", x, weight, axis=-1, epsilon=eps)
+    wide = graph.wide(x)
+    square = graph.add("Pow", wide, graph.constant("norm.two", np.array(2, np.float32)))
+    mean = graph.add("ReduceMean", square, graph.int64("norm.axis", (-1,)), keepdims=1)
+    least = graph.constant(f"norm.epsilon.{eps:g}", np.array(eps, np.float32))
+    root = graph.add("Sqrt", graph.add("Add", mean, least))
+    normed = graph.add("Div", wide, root)
+    return graph.add("Mul", graph.narrow(normed), weight)

@@ -1,44 +1,45 @@
 """The op `diffquant::DifferentialAttention`, version 2: its schema and its attributes.
 
-docs/differential-attention-op.md is the specification; a test keeps its tables and this schema alike.
+docs/differential-attention-op.md is the specification; a test compares its tables with this schema.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from onnx import FunctionProto, parser
 from onnx.defs import OpSchema
 
 from diffquant.errors import UsageError
-from diffquant.export.options import LOGIT_GRANULARITIES
+from diffquant.onnx.options import LOGIT_GRANULARITIES
 
 DOMAIN = "diffquant"
-# Domain of the operators that ONNX Runtime adds to the standard ones.
+# Domain of ONNX Runtime's contrib operators.
 CONTRIB = "com.microsoft"
 NAME = "DifferentialAttention"
 VERSION = 2
 
 KV_BITS = (0, 4, 6, 8)
-# Inputs of later members of the family: what multiplies the signal map's output, and the whole output.
+# Optional inputs: factors of the signal map's output, and of the whole output.
 GATES = ("signal_gate", "output_gate")
 
 
 @dataclass(frozen=True)
 class OpAttributes:
-    """The attributes of one node; all are written on every node, since a kernel does not see a default.
+    """The attributes of one node; every node has all of them, since kernels do not see defaults.
 
     Attributes:
-        num_pairs: number h of pairs.
-        num_kv_pairs: number h_kv of KV pairs, which divides h.
-        generation: 1 where the maps have keys of their own (V1), 2 where they share them (V2).
+        num_pairs: number h of pairs, each a signal head and a noise head.
+        num_kv_pairs: number h_kv of KV pairs; divides h.
+        generation: 1 if each map has its own keys (V1), 2 if both maps share keys (V2).
         scale: factor of Q·Kᵀ.
         do_rotary: flag; 1 rotates Q and K by cos_cache and sin_cache first.
         rotary_interleaved: flag; 1 rotates channels (2i, 2i + 1); 0 rotates (i, i + d/2), generation 2 only.
         local_window_size: number of newest keys that a query sees, its own included; -1 for all.
-        kv_bit_width: bits of the caches' codes; 0 where they hold the input's type.
-        logit_bits: width of the simulated logits' codes; 0 leaves logits alone.
-        logit_granularity: granularity of the logits' scheme, which says what shares a scale.
+        kv_bit_width: bits of the caches' codes; 0 if the caches have the input's type.
+        logit_bits: width of the simulated logits' codes; 0 leaves logits unquantized.
+        logit_granularity: which logits share a scale, one of `LOGIT_GRANULARITIES`.
         logit_shift: flag; 1 subtracts each row's maximum before rounding.
         signals_per_noise: number r of pairs that share a noise head; divides h, and h_kv divides h / r.
     """
@@ -63,16 +64,16 @@ class OpAttributes:
 
     @property
     def num_noises(self) -> int:
-        """Number n of noise heads."""
+        """Number n of noise heads, h / r."""
         return self.num_pairs // self.signals_per_noise
 
     @property
     def query_heads(self) -> int:
-        """Number h + n of heads in a query."""
+        """Number h + n of query heads."""
         return self.num_pairs + self.num_noises
 
     def to_dict(self) -> dict[str, Any]:
-        """Attributes by the op's names."""
+        """Return the attributes by name."""
         return asdict(self)
 
     def _problems(self) -> Iterator[str]:
@@ -98,7 +99,7 @@ class OpAttributes:
 
 
 def schema() -> OpSchema:
-    """The op's schema as onnx describes ops."""
+    """Return the op's schema."""
     return OpSchema(
         NAME,
         DOMAIN,
@@ -136,12 +137,38 @@ def schema() -> OpSchema:
 
 
 def attribute_types() -> dict[str, OpSchema.AttrType]:
-    """Type of each attribute by name, in order."""
+    """Return the type of each attribute by name, in order."""
     kinds = {int: OpSchema.AttrType.INT, float: OpSchema.AttrType.FLOAT, str: OpSchema.AttrType.STRING}
     return {name: kinds[kind] for name, kind in OpAttributes.__annotations__.items()}
 
 
+def make_function(
+    signature: str, text: str, opset: int, attributes: Iterable[str] = (), has_contrib: bool = False
+) -> FunctionProto:
+    """Make an ONNX function of this project's domain.
+
+    Args:
+        signature: name, inputs and outputs, as "Op (x) => (y)".
+        text: nodes of its body, in the syntax of onnx's parser.
+        opset: version of the standard domain, that of the model.
+        attributes: names of its attributes.
+        has_contrib: whether some nodes are ONNX Runtime's contrib operators.
+    """
+    name, _, rest = signature.partition(" ")
+    domains = f'"" : {opset}' + (f', "{CONTRIB}" : 1' if has_contrib else "")
+    listed = f" <{', '.join(attributes)}>" if attributes else ""
+    return parser.parse_function(
+        f'<opset_import: [{domains}], domain: "{DOMAIN}">\n{name}{listed} {rest}\n{{\n{text}\n}}'
+    )
+
+
+def signature_of(op: OpSchema) -> str:
+    """Return an op's signature for `make_function`."""
+    inputs, outputs = (", ".join(each.name for each in parameters) for parameters in (op.inputs, op.outputs))
+    return f"{op.name} ({inputs}) => ({outputs})"
+
+
 def parameter(name: str, kind: str, shape: str, optional: bool = False) -> OpSchema.FormalParameter:
-    """An input or output of an op: its name, its type constraint, and its shape as the page writes it."""
+    """Return an input or output of an op, with its type constraint and its shape as in the specification."""
     option = OpSchema.FormalParameterOption.Optional if optional else OpSchema.FormalParameterOption.Single
     return OpSchema.FormalParameter(name, kind, shape, param_option=option)

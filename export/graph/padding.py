@@ -1,8 +1,8 @@
-"""Where a call's tokens are, by an attention mask as transformers means it: a column a token, 1 where it counts.
+"""Padding: nodes that read an attention mask in transformers' form, one column per token, 0 for padding.
 
-Attention ops know lengths alone, and take the tokens of a shorter sequence to come first. So each sequence's tokens
-are moved before its padding on the way in, in order, and the states that the head reads are moved back. Positions,
-caches and Mamba's states then are those of the sequence without its padding, wherever a caller puts that.
+Attention ops know only the length of each sequence, and expect its tokens before its padding. So a graph moves the
+tokens to the front, in order, and the hidden states that the head reads back to their columns. Positions, caches and
+Mamba's states are then those of the sequence without padding, whichever side the caller pads.
 """
 
 from dataclasses import dataclass
@@ -11,31 +11,31 @@ from typing import TYPE_CHECKING
 import numpy as np
 from onnx import ModelProto, TensorProto, helper
 
-# Who runs an exported folder changes its graph without torch.
+# Not imported at run time: `give_every_position` must work without torch.
 if TYPE_CHECKING:
-    from diffquant.export.graph.nodes import Graph
+    from diffquant.onnx.graph.nodes import Graph
 
 SEQUENCE = "sequence"
 _PLACES, _STATES_READ = "places", "states_read"
-# In graphs of earlier versions, which moved nothing.
+# In graphs of earlier versions, which did not move tokens.
 _LAST_POSITION = "last_position"
-# Names of the node that fails, which ONNX Runtime's error shows.
+# Names of the node that fails if the mask is not supported; ONNX Runtime's error shows the name.
 _ALONE = "attention_mask is 0 for the only new token of a sequence: its last columns are those of input_ids"
 _SCALED = "attention_mask is 0 for a new token behind a cache: it would change the scale of quantized logits"
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Names of values that say where the tokens of a call are.
+    """Names of values that describe a call's tokens.
 
     Attributes:
         ids: token ids [B, T], each sequence's tokens before its padding.
-        counts: numbers of new tokens [B, 1].
-        before: numbers of earlier tokens [B, 1].
+        counts: number of new tokens of each sequence [B, 1].
+        before: number of cached tokens of each sequence [B, 1].
         steps: 0 to T - 1, [T].
-        places: places in `ids` of the tokens that the caller gave in each column [B, T]; of padding, any.
-        last_place: place of each sequence's last token [B, 1].
-        lengths: the ops' seqlens_k [B] and total_sequence_length.
+        places: index in `ids` of the token in each of the caller's columns [B, T]; arbitrary for padding.
+        last_place: index in `ids` of each sequence's last token [B, 1].
+        lengths: the attention ops' inputs seqlens_k [B] and total_sequence_length.
     """
 
     ids: str
@@ -51,7 +51,8 @@ def read_tokens(graph: "Graph", ids: str, mask: str, spans_rows: bool) -> Tokens
     """Add the nodes that read a mask [B, S], whose last T columns are those of the ids [B, T].
 
     Args:
-        spans_rows: whether a scale of quantized logits spans rows, of which padding behind a cache cannot be told.
+        spans_rows: whether a scale of quantized logits spans several tokens: padding behind a cache would change it,
+            so the graph then refuses such a mask.
     """
     one, axis = graph.int64("one", (1,)), graph.int64("mask_axis", (1,))
     new, total = graph.add("Shape", ids, start=1, end=2), graph.add("Shape", mask, start=1, end=2)
@@ -59,7 +60,7 @@ def read_tokens(graph: "Graph", ids: str, mask: str, spans_rows: bool) -> Tokens
     new_mask = graph.add("Slice", mask, graph.add("Sub", total, new), total, axis)
     scalars = [graph.constant(f"scalar.{value}", np.array(value, np.int64)) for value in (0, 1)]
     counted = graph.add("CumSum", new_mask, scalars[1])
-    # What the ops cannot compute is looked up where nothing is.
+    # For an unsupported mask, a Gather gets an index out of range, so that the run fails.
     limited = graph.add("Not", is_first) if spans_rows else graph.add("Equal", new, one)
     refused = graph.add("Mul", graph.add("Sub", one, new_mask), graph.add("Cast", limited, to=TensorProto.INT64))
     less_one = graph.add("Gather", graph.int64("minus_one", (-1,)), refused)
@@ -69,11 +70,11 @@ def read_tokens(graph: "Graph", ids: str, mask: str, spans_rows: bool) -> Tokens
     last = graph.int64("last", (-1,))
     counts, last_place = (graph.add("Slice", x, last, end, axis) for x in (counted, places))
     before = graph.add("Sub", graph.add("ReduceSum", mask, axis, keepdims=1), counts)
-    # Behind a cache every op takes all new tokens to count: the rows of padding come last, and are written over.
+    # Behind a cache, ops treat all new tokens as real: rows of padding come last, and the next call overwrites them.
     whole = graph.add("Sub", graph.add("Add", before, new), one)
     seqlens = graph.add("Squeeze", graph.add("Where", is_first, last_place, whole), axis)
     steps = graph.add("Range", scalars[0], graph.add("Squeeze", new), scalars[1])
-    # Each key is another, since readers differ on which of equal ones comes first.
+    # Sort keys are distinct, since runtimes differ in the order of equal ones.
     keys = graph.add("Sub", graph.add("Mul", new_mask, new), steps)
     order = graph.unused_name("TopK")
     graph.add_all("TopK", [keys, new], [f"{order}_keys", order], axis=1)
@@ -86,13 +87,13 @@ def read_tokens(graph: "Graph", ids: str, mask: str, spans_rows: bool) -> Tokens
 
 
 def states_read(graph: "Graph", x: str, places: str) -> str:
-    """States that the head reads, [B, n, D] of x [B, T, D]: those at places [B, n]."""
+    """Add a gather of the hidden states [B, n, D] that the head reads: those of x [B, T, D] at indices [B, n]."""
     index = graph.add("Unsqueeze", places, graph.int64("channels_axis", (2,)))
     return graph.add("GatherND", x, index, name=_STATES_READ, batch_dims=1)
 
 
 def give_every_position(model: ModelProto) -> bool:
-    """Have the head read every position, as evaluations need it; returns whether that is a change."""
+    """Change a graph so that it computes the logits of every position; return whether the graph was changed."""
     maker = {output: node for node in model.graph.node for output in node.output}
     if _LAST_POSITION in maker:
         node = maker[_LAST_POSITION]

@@ -1,43 +1,126 @@
-"""The plan of an export: every weight in the form that the graph stores, checked before anything is built."""
+"""The plan of an export: every weight with its exported scheme and row order, checked before a graph is built."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pkgutil import resolve_name
+from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from diffquant.errors import CheckpointError, UsageError
-from diffquant.export.graph.activations import EMITTED
-from diffquant.export.graph.body import contrib_row_problems
-from diffquant.export.graph.latents import EXPANSION, OUTPUT_GATE, op_spec
-from diffquant.export.graph.linears import check_blocks
-from diffquant.export.graph.matrix import Matrix, op_layout, read_matrix
-from diffquant.export.options import ExportOptions, runtime_floor
+from diffquant.checkpoints.ranges import Ranges
+from diffquant.checkpoints.source import Source
+from diffquant.errors import CheckpointError
 from diffquant.family.spec import DiffSpec
 from diffquant.model.adapters import Adapter
+from diffquant.model.architecture import Architecture
 from diffquant.model.blocks import Parameters
 from diffquant.model.config import ArchitectureConfig
-from diffquant.model.motif3.architecture import Motif3Architecture
-from diffquant.model.sambay.architecture import SambaYArchitecture
-from diffquant.model.transformer import TransformerArchitecture
-from diffquant.numbers.absmax import check_finite
-from diffquant.scheme import FULL, Scheme
-from diffquant.source.source import Source
-from diffquant.support.spelling import spelled
+from diffquant.onnx.graph.body import contrib_row_problems
+from diffquant.onnx.graph.linears import check_blocks
+from diffquant.onnx.graph.matrix import Matrix, check_unpacked, op_layout, read_matrix
+from diffquant.onnx.graph.nodes import EMITTED
+from diffquant.onnx.options import ExportOptions, runtime_floor
+from diffquant.recipe import Recipe
+from diffquant.recipe.numbers.absmax import check_finite, max_code
+from diffquant.recipe.scheme import FULL, Scheme
+from diffquant.support.names import first_few, option_name
+
+# k_scale and v_scale of a layer, float32 [1, h_kv, 1, dk] and [1, h_kv, 1, dv].
+Scales = tuple[np.ndarray, np.ndarray]
+# Largest ratio of a cache's rounding error to the error under scales fitted to the text in it; 4 is a loss of two bits.
+CACHE_LIMIT = 4.0
+
+
+def latent_widths(architecture: Architecture) -> tuple[int, int] | None:
+    """Return the widths of a token's latent and of its rotated key part, or None if the model has no latents."""
+    widths = {(rows.values[1], rows.keys[1]) for rows in architecture.token_rows.values() if rows.is_latent}
+    return next(iter(widths), None)
+
+
+def op_spec(architecture: Architecture) -> DiffSpec:
+    """Return the specification of the graph's attention nodes: the model's, or for latent attention one over latents.
+
+    Attention nodes over latents keep the logit scale of the model's own queries.
+    """
+    spec, widths = architecture.diff_spec, latent_widths(architecture)
+    if widths is None:
+        return spec
+    row = sum(widths)
+    return replace(spec, kv_pairs=1, head_dim=row, value_dim=row, rope="none", output_gate=False)
+
+
+def static_scales(source: Source, bits: int, ranges: Ranges) -> dict[int, Scales]:
+    """Return the scales of each layer's cache, by the layer's index.
+
+    Args:
+        source: checkpoint to export.
+        bits: width of the cache's codes.
+        ranges: ranges calibrated on this checkpoint.
+
+    Raises:
+        UsageError: the ranges have no keys or no values, or were clipped for another width.
+    """
+    ranges.check(Recipe.of(kv=f"{bits}:static"))
+    orders = state_order(source)
+    shape = (1, op_spec(source.architecture).kv_pairs, 1, -1)
+    scales = {}
+    for layer in source.architecture.token_rows:
+        k, v = (ranges.tensors[f"layers.{layer}.{target}"] for target in ("k", "v"))
+        rows = (
+            [_to_op_order(x, order) / max_code(bits) for x, order in zip((k, v), orders, strict=True)]
+            if latent_widths(source.architecture) is None
+            else _latent_scales(k, v, bits)
+        )
+        scales[layer] = (rows[0].reshape(shape), rows[1].reshape(shape))
+    return scales
+
+
+def _latent_scales(turned: Tensor, latent: Tensor, bits: int) -> list[np.ndarray]:
+    """Return key and value scales of a latent cache: a latent's codes are both key and value, so they share scales."""
+    of_latent, of_turned = (x.flatten().numpy() / max_code(bits) for x in (latent, turned))
+    return [np.concatenate([of_latent, of_turned]), np.concatenate([of_latent, np.ones_like(of_turned)])]
+
+
+def state_order(source: Source) -> tuple[Tensor, Tensor]:
+    """Return the index of each of the model's key channels [key heads, d] and value channels [h_kv, dv] in cache rows.
+
+    The indices are into a token's exported keys or values, flattened over the KV pairs.
+    """
+    if widths := latent_widths(source.architecture):
+        latent, turned = widths
+        return torch.arange(latent, latent + turned)[None], torch.arange(latent)[None]
+    layout, exported = source.spec.layout, op_layout(source.spec)
+    places = []
+    for projection in ("k_proj", "v_proj"):
+        order = layout.permutation_to(exported, projection)
+        places.append(torch.arange(layout.height(projection)) if order is None else order.argsort())
+    keys, values = layout.keys(places[0][None]), layout.values(places[1][None])
+    return keys.squeeze(-2), values.squeeze(-2)
+
+
+def _to_op_order(ranges: Tensor, order: Tensor) -> np.ndarray:
+    """Reorder DiffTransformer's ranges to one row in the exported cache's order."""
+    flat = np.empty(order.numel(), np.float32)
+    flat[order.flatten().numpy()] = ranges.flatten().numpy()
+    return flat
+
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Rotary embeddings whose tables depend on the length of the sequence.
 _MOVING_ROPE = ("dynamic", "longrope")
-# protobuf's limit of bytes.
+# protobuf's size limit in bytes.
 _LARGEST_GRAPH = 2**31
 
 
 @dataclass(frozen=True, eq=False)
 class ExportPlan:
-    """A checkpoint to export, with its weights in exported form.
+    """A checkpoint to export, with the exported form of its weights.
 
     Attributes:
-        source: checkpoint that is exported.
+        source: checkpoint to export.
         options: options of the export.
     """
 
@@ -53,33 +136,38 @@ class ExportPlan:
         config: ArchitectureConfig = self.source.architecture.config
         return config
 
+    @property
+    def decoder(self) -> Any:
+        """The subclass of `Decoder` that builds the graph."""
+        return resolve_name(self.source.architecture.export)
+
     @cached_property
     def spec(self) -> DiffSpec:
-        """The specification of the attention that the graph's nodes compute."""
+        """The specification of the graph's attention nodes."""
         return op_spec(self.source.architecture)
 
     @cached_property
     def matrices(self) -> dict[str, Matrix]:
-        """Every linear's or experts' weight, the embedding and the head, by the model's names."""
+        """The weights of linears and experts, the embedding and the head, by DiffTransformer's names."""
         ends = [EMBEDDING] if self.config.tie_word_embeddings else [EMBEDDING, HEAD]
         schemes = dict.fromkeys(self.source.architecture.linear_shapes(), self.options.weights)
         schemes |= dict.fromkeys(ends, self._end_scheme)
-        schemes |= dict.fromkeys([name for name in self.parameters if name.endswith(OUTPUT_GATE)], FULL)
+        schemes |= dict.fromkeys([name for name, each in self.parameters.items() if each.is_large], FULL)
         return {
-            name: replace(read_matrix(self.source, name, scheme), is_expanded=name.endswith(EXPANSION))
+            name: replace(read_matrix(self.source, name, scheme), is_expanded=self.parameters[name].by_head)
             for name, scheme in schemes.items()
         }
 
     def small_matrix(self, name: str) -> Tensor:
-        """All rows of a matrix in float32."""
+        """Read all rows of a matrix in float32."""
         matrix = read_matrix(self.source, name, FULL)
         return matrix.floats(0, matrix.shape[0])
 
     def vector(self, name: str) -> Tensor:
-        """A norm's weight, a bias or a λ vector in float32, its entries in the order of its matrix's rows.
+        """Read a norm's weight, a bias or a λ vector in float32; a bias is reordered like its matrix's rows.
 
         Raises:
-            NonFiniteError: it holds NaN or infinity.
+            NonFiniteError: it contains NaN or infinity.
         """
         vector = self.source.read(name)
         check_finite(vector, self.adapter.source_name(name))
@@ -88,18 +176,18 @@ class ExportPlan:
 
     @property
     def floor(self) -> str:
-        """Oldest ONNX Runtime that opens the model."""
+        """Oldest ONNX Runtime version that opens the model."""
         stacked = [m for name, m in self.matrices.items() if len(self.parameters[name].shape) > 2]
         return runtime_floor(self.options, any(matrix.has_codes for matrix in stacked))
 
     @property
     def parameters(self) -> Parameters:
-        """Every parameter by DiffTransformer's name."""
+        """All parameters by DiffTransformer's names."""
         return self.source.architecture.parameters
 
     @property
     def _end_scheme(self) -> Scheme:
-        """Scheme of a plain embedding and head: 8 bits where asked for, whatever the linears are."""
+        """Scheme of an embedding and head that are not quantized yet, by `embed_bits` only."""
         if self.options.embed_bits == 16:
             return FULL
         width = self.config.hidden_size
@@ -108,18 +196,14 @@ class ExportPlan:
 
 
 def plan_export(source: Source, options: ExportOptions) -> ExportPlan:
-    """The plan of an export that a graph can express.
+    """Check that a checkpoint can be exported with these options, and return the plan.
 
     Raises:
-        CheckpointError: a graph cannot express the model; the message names every reason.
-        UsageError: weights are to be quantized that already are.
-        GroupSizeError: some group sizes are ones that no kernel has.
+        CheckpointError: the model cannot be exported; the message names every reason.
+        UsageError: the options quantize weights that are quantized already.
+        GroupSizeError: no kernel supports some group sizes.
     """
-    if source.packed and options.weights.quantizes:
-        raise UsageError(
-            f"{source.path} holds quantized weights already: they are exported as they are; leave out "
-            f"{spelled('weights')}"
-        )
+    check_unpacked(source, options.weights)
     check_exportable(source, "export")
     problems = _problems(source, options)
     if problems:
@@ -130,36 +214,44 @@ def plan_export(source: Source, options: ExportOptions) -> ExportPlan:
 
 
 def check_exportable(source: Source, verb: str) -> None:
-    """Check that a checkpoint is of an architecture that has a graph.
+    """Check that an export exists for a checkpoint's architecture and for all of its blocks.
 
     Raises:
-        CheckpointError: it is another.
+        CheckpointError: there is none for some of them, which the message names.
     """
-    source.check_taken(verb, SambaYArchitecture, Motif3Architecture)
+    architecture = source.architecture
+    blocks = [*(block for layer in architecture.layers for block in layer.values()), architecture.final_norm[1]]
+    missing = {type(block).__name__: None for block in blocks if not block.exported_by}
+    if missing or not architecture.export:
+        what = first_few(missing, ", ") or type(architecture).__name__
+        raise source.not_taken(verb, f", since no export is named for {what}")
 
 
-def _latent_problems(architecture: Motif3Architecture, options: ExportOptions) -> Iterator[str]:
-    if options.web:
-        yield f"the page of {spelled('web')} draws whole maps, and some of its layers see a window"
-    if options.kv_bits == 4 and architecture.kv_lora_rank % 2:
-        yield f"two codes of 4 bits share a byte, and its latents have {architecture.kv_lora_rank} channels"
+def _layer_problems(architecture: Architecture, options: ExportOptions) -> Iterator[str]:
+    attending = architecture.target_layers["logits"]
+    others = dict.fromkeys(kind for i, kind in enumerate(architecture.layer_kinds) if i not in attending)
+    if options.web and others:
+        yield f"{option_name('web')} shows attention in every layer, and its layers of {' and '.join(others)} have none"
+    cached = list(architecture.token_rows.values())
+    if options.web and any(rows.window for rows in cached):
+        yield f"the page of {option_name('web')} draws whole maps, and some of its layers see a window"
+    odd = {rows.values[1] for rows in cached if rows.values[1] % 2}
+    if options.kv_bits == 4 and odd:
+        what = "latents" if cached[0].is_latent else "cached values"
+        yield f"two codes of 4 bits share a byte, and its {what} have {', '.join(map(str, sorted(odd)))} channels"
 
 
 def _problems(source: Source, options: ExportOptions) -> list[str]:
     config, spec = source.architecture.config, op_spec(source.architecture)
-    problems = []
-    if isinstance(source.architecture, Motif3Architecture):
-        problems += list(_latent_problems(source.architecture, options))
-    if isinstance(source.architecture, SambaYArchitecture) and options.web:
-        problems.append(f"{spelled('web')} shows attention in every layer, and its layers of Mamba have none")
+    problems = list(_layer_problems(source.architecture, options))
     if config.hidden_act not in EMITTED:
         problems.append(f"its activation {config.hidden_act!r} is not {' or '.join(EMITTED)}")
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in _MOVING_ROPE:
         problems.append(f"its rope_type {rope['rope_type']!r} changes with the sequence's length")
-    # Cosines and sines, each of half a key row's channels.
+    # Size of both RoPE tables, cosines and sines, with half a key row's channels each.
     angles = config.max_position_embeddings * key_width(spec) * options.torch_dtype.itemsize
-    if isinstance(source.architecture, TransformerArchitecture) and spec.rope != "none" and angles >= _LARGEST_GRAPH:
+    if spec.rope != "none" and angles >= _LARGEST_GRAPH:
         problems.append(
             f"its max_position_embeddings {config.max_position_embeddings:,} make {angles / 1e9:.1f} GB of angles, and "
             "model.onnx holds less than 2 GB: state fewer positions in config.json"
@@ -169,10 +261,10 @@ def _problems(source: Source, options: ExportOptions) -> list[str]:
     if spec.value_dim != key_width(spec):
         problems.append(f"its values are {spec.value_dim} wide, its keys {key_width(spec)}")
     if spec.maps == 1 and options.logits.quantizes:
-        problems.append(f"a Transformer's attention is ONNX Runtime's own: leave out {spelled('logits')}")
+        problems.append(f"a Transformer's attention is ONNX Runtime's own: leave out {option_name('logits')}")
     if spec.maps == 1 and options.web:
         problems.append(
-            f"a Transformer has no second map to show: leave out {spelled('web')}, or convert it to diff-v2"
+            f"a Transformer has no second map to show: leave out {option_name('web')}, or convert it to diff-v2"
         )
     if spec.maps == 1:
         widths = contrib_row_problems(spec.head_dim, spec.rope != "none")
@@ -181,5 +273,5 @@ def _problems(source: Source, options: ExportOptions) -> list[str]:
 
 
 def key_width(spec: DiffSpec) -> int:
-    """Width dk of a KV pair's cached key row, the keys of both maps side by side; it is also dv."""
+    """Return the width dk of a KV pair's cached key row, which holds the keys of both maps in V1; it is also dv."""
     return spec.layout.height("k_proj") // spec.kv_pairs

@@ -1,6 +1,6 @@
-"""The op's body in standard ONNX ops: full maps, any ONNX runtime, onnx's reference evaluator included.
+"""The attention op's function body in standard ONNX ops, which every ONNX runtime can run; it computes whole maps.
 
-Inside, logits are [B, h_kv, map, g, T, S] with g = h/h_kv, in float32.
+Logits are [B, h_kv, map, g, T, S] with g = h/h_kv, in float32. The functions return nodes as text.
 """
 
 from collections.abc import Collection
@@ -8,23 +8,23 @@ from collections.abc import Collection
 from onnx import TensorProto
 
 from diffquant.errors import UsageError
-from diffquant.export.graph.op import OpAttributes
-from diffquant.export.graph.pure_cache import stored_rows
-from diffquant.numbers.absmax import max_code
-from diffquant.numbers.logit_scales import SHIFT_RANGE
+from diffquant.onnx.graph.op import OpAttributes
+from diffquant.onnx.graph.pure_cache import stored_rows
+from diffquant.recipe.numbers.absmax import max_code
+from diffquant.recipe.numbers.simulation import SHIFT_RANGE
 
 
 def pure_text(attributes: OpAttributes, width: int, cached: bool, gates: Collection[str]) -> str:
-    """Nodes of the pure body as text.
+    """Return the nodes of the pure body as text.
 
     Args:
-        attributes: attributes of every node that will use it.
-        width: d, width of a query.
-        cached: whether nodes have a past.
-        gates: those of `GATES` that nodes have.
+        attributes: attributes of the nodes that will use it.
+        width: width d of a query head.
+        cached: whether nodes have past keys and values as inputs.
+        gates: which of `GATES` nodes have as inputs.
 
     Raises:
-        UsageError: the cache's width has no form in standard ops.
+        UsageError: the cache has 6 bits, which standard ops cannot read.
     """
     if attributes.kv_bit_width == 6:
         raise UsageError("the pure body has 8- and 4-bit caches, not 6")
@@ -38,7 +38,7 @@ def pure_text(attributes: OpAttributes, width: int, cached: bool, gates: Collect
    value_turned = Identity (value_rows)""")
     parts += [stored_rows(name, kv_pairs, key_width, attributes, cached) for name in ("key", "value")]
     parts.append(_logits(attributes, width))
-    parts.append(_simulated(attributes) if attributes.logit_bits else "   scores = Identity (logits)")
+    parts.append(_simulate_rounding(attributes) if attributes.logit_bits else "   scores = Identity (logits)")
     parts.append(_output(attributes, key_width, gates))
     return "\n".join(parts)
 
@@ -59,7 +59,7 @@ _CONSTANTS = f"""   c0 = Constant <value = int64[1] {{0}}> ()
 
 
 def _positions(past: str | None) -> str:
-    """Nodes that make start [B], position [B, T] of the queries, column [S] of the keys, and real [B, T]."""
+    """Compute `start` [B], the queries' `position` [B, T], the keys' `column` [S], and `real` [B, T], 0 for padding."""
     rows = f"Shape <start = 2, end = 3> ({past})" if past else "Identity (c0)"
     return f"""   past_rows = {rows}
    keys = Max (past_rows, total)
@@ -78,7 +78,7 @@ def _positions(past: str | None) -> str:
 
 
 def _rotated_rows(name: str, rows: int, width: int, head_width: int, attributes: OpAttributes) -> str:
-    """Nodes that make {name}_turned [B, T, rows, width], rotated; the tables repeat the angles of a head's width."""
+    """Compute {name}_turned [B, T, rows, width], with RoPE; key rows of several heads use repeated angles."""
     shape = f"""   {name}_shape = Constant <value = int64[4] {{0, 0, {rows}, {width}}}> ()
    {name}_rows = Reshape ({name}, {name}_shape)"""
     if not attributes.do_rotary:
@@ -111,7 +111,7 @@ def _rotated_rows(name: str, rows: int, width: int, head_width: int, attributes:
 
 
 def _logits(attributes: OpAttributes, width: int) -> str:
-    """Nodes that make logits [B, h_kv, 2, g, T, S] and visible [B, 1, 1, 1, T, S]."""
+    """Compute `logits` [B, h_kv, 2, g, T, S] and the mask `visible` [B, 1, 1, 1, T, S]."""
     if attributes.generation == 1:
         keys = f"""   by_map = Constant <value = int64[5] {{0, 0, 0, 2, {width}}}> ()
    key_maps = Reshape (key_read, by_map)
@@ -136,7 +136,7 @@ def _logits(attributes: OpAttributes, width: int) -> str:
    visible = Unsqueeze (seen, map_axes)"""
 
 
-# A node without a window has -1.
+# The window is -1 in nodes without one.
 _WINDOW_TEXT = """   window = Constant <value_int: int = @local_window_size> ()
    no_window = Less (window, s1)
    oldest = Sub (position_column, window)
@@ -146,7 +146,7 @@ _WINDOW_TEXT = """   window = Constant <value_int: int = @local_window_size> ()
 
 
 def _by_map(attributes: OpAttributes, width: int) -> str:
-    """Nodes that make query_groups [B, T, h_kv, g, 2, d], where every pair has a noise head of its own."""
+    """Compute `query_groups` [B, T, h_kv, g, 2, d]; a noise head that several pairs share is repeated for each."""
     kv_pairs, group = attributes.num_kv_pairs, attributes.num_pairs // attributes.num_kv_pairs
     signals = attributes.signals_per_noise
     if signals == 1:
@@ -167,8 +167,8 @@ def _by_map(attributes: OpAttributes, width: int) -> str:
 _SHARING = {"row": "5", "head": "4, 5", "pair": "2, 4, 5", "tensor": "1, 2, 3, 4, 5"}
 
 
-def _simulated(attributes: OpAttributes) -> str:
-    """Nodes that make scores: logits rounded as `diffquant.attention.logits` rounds them."""
+def _simulate_rounding(attributes: OpAttributes) -> str:
+    """Compute `scores`: logits quantized and dequantized as in `diffquant.attention.logits`."""
     axes = _SHARING[attributes.logit_granularity]
     shifted = (
         """   seen_logits = Where (visible, logits, hidden)
@@ -186,11 +186,11 @@ def _simulated(attributes: OpAttributes) -> str:
    counted = Where (real_rows, size, zero)
    sharing = Constant <value = int64[{axes.count(",") + 1}] {{{axes}}}> ()
    largest = ReduceMax (counted, sharing)
-{_rounded(attributes)}"""
+{_round_logits(attributes)}"""
 
 
-def _rounded(attributes: OpAttributes) -> str:
-    """Nodes that make scores: prepared logits rounded to multiples of a step, of which there are levels to largest."""
+def _round_logits(attributes: OpAttributes) -> str:
+    """Compute `scores`: `prepared` logits rounded to multiples of `step`, the range divided by the number of levels."""
     bits = attributes.logit_bits
     levels = 2**bits - 1 if attributes.logit_shift else max_code(bits)
     ranged, clamped = "   range = Identity (largest)", "   logit_codes = Identity (nearest)"
@@ -211,7 +211,7 @@ def _rounded(attributes: OpAttributes) -> str:
 
 
 def _output(attributes: OpAttributes, value_width: int, gates: Collection[str]) -> str:
-    """Nodes that make the output [B, T, h·dv] of scores and values."""
+    """Compute the output [B, T, h·dv] from scores and values."""
     pairs = attributes.num_pairs
     per_pair = [_per_pair("lambda", attributes)]
     gated = "Identity (signal)"
@@ -244,7 +244,7 @@ def _output(attributes: OpAttributes, value_width: int, gates: Collection[str]) 
 
 
 def _per_pair(name: str, attributes: OpAttributes) -> str:
-    """Nodes that make {name}_spread [B, h_kv, 1, g, T, 1] of an input [1] or [B, T, h]."""
+    """Expand an input [1] or [B, T, h] to {name}_spread [B, h_kv, 1, g, T, 1]."""
     pairs, kv_pairs = attributes.num_pairs, attributes.num_kv_pairs
     return f"""   {name}_pairs = Constant <value = int64[1] {{{pairs}}}> ()
    {name}_shape = Concat <axis = 0> (batch, length, {name}_pairs)

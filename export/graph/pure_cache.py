@@ -1,13 +1,16 @@
-"""The cache in the pure body: codes of new rows, behind those of the past, and the values that both stand for."""
+"""The KV cache in the pure body: quantizing new rows, appending them to the past, and dequantizing both.
+
+The functions return nodes as text.
+"""
 
 from onnx import TensorProto
 
-from diffquant.export.graph.op import OpAttributes
-from diffquant.numbers.absmax import max_code
+from diffquant.onnx.graph.op import OpAttributes
+from diffquant.recipe.numbers.absmax import max_code
 
 
 def stored_rows(name: str, kv_pairs: int, width: int, attributes: OpAttributes, cached: bool) -> str:
-    """Nodes that make present_{name}, and {name}_read [B, h_kv, S, width] in float32 as attention sees it."""
+    """Compute present_{name}, and its dequantized values {name}_read [B, h_kv, S, width] in float32."""
     bits = attributes.kv_bit_width
     scale = f"{name[0]}_scale"
     stored_width = width // 2 if bits == 4 else width
@@ -18,12 +21,12 @@ def stored_rows(name: str, kv_pairs: int, width: int, attributes: OpAttributes, 
         if bits
         else f"   {name}_read = Cast <to = {TensorProto.FLOAT}> (present_{name})"
     )
-    keep = _merged(name, kv_pairs, stored_width) if cached else f"   present_{name} = Identity ({name}_codes)"
+    keep = _merge(name, kv_pairs, stored_width) if cached else f"   present_{name} = Identity ({name}_codes)"
     return "\n".join([new, encode, keep, decode])
 
 
-def _merged(name: str, kv_pairs: int, width: int) -> str:
-    """Nodes that put the new rows behind the past, from `start` on: each present row is picked from past ++ new."""
+def _merge(name: str, kv_pairs: int, width: int) -> str:
+    """Write the new rows into the past from row `start` on, by gathering each present row from past ++ new."""
     return f"""   {name}_all = Concat <axis = 2> (past_{name}, {name}_codes)
    {name}_since = Sub (column, start_column)
    {name}_not_before = GreaterOrEqual ({name}_since, c0)
@@ -42,7 +45,7 @@ def _merged(name: str, kv_pairs: int, width: int) -> str:
 
 
 def _encode(name: str, scale: str, width: int, bits: int) -> str:
-    """Nodes that make the cache's codes of the new rows."""
+    """Quantize the new rows to the cache's codes."""
     high = max_code(bits)
     rounded = f"""   {name}_wide = Cast <to = {TensorProto.FLOAT}> ({name}_new)
    {name}_ratio = Div ({name}_wide, {scale})
@@ -65,7 +68,7 @@ def _encode(name: str, scale: str, width: int, bits: int) -> str:
 
 
 def _decode(name: str, scale: str, width: int, bits: int) -> str:
-    """Nodes that read the present's codes back."""
+    """Dequantize present_{name} to {name}_read."""
     stored = f"   {name}_stored = Cast <to = {TensorProto.FLOAT}> (present_{name})"
     if bits == 8:
         return f"{stored}\n   {name}_read = Mul ({name}_stored, {scale})"

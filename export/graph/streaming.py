@@ -1,4 +1,4 @@
-"""External data: all tensors in one file beside model.onnx, written a few rows at a time."""
+"""External data: one file beside model.onnx with all large tensors, written a few rows at a time."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -8,15 +8,15 @@ import torch
 from onnx import TensorProto
 from torch import Tensor
 
-from diffquant.export.files import DATA_FILE
-from diffquant.formats.row_stream import BLOCK_ELEMENTS, in_order, workers
-from diffquant.support.placed_file import PlacedFile
+from diffquant.checkpoints.row_stream import BLOCK_ELEMENTS, map_in_order, open_workers
+from diffquant.onnx.files import DATA_FILE
+from diffquant.support.files import PlacedFile
 from diffquant.support.progress import Progress
 
-# Mapped files are read in pages: a tensor that starts on one is used where it lies.
+# A tensor that starts on a page boundary can be used from a memory-mapped file without a copy.
 _PAGE = 4096
 
-# From first and last (exclusive) row to their data.
+# Returns the data of rows, given the first and the last (exclusive) row.
 Rows = Callable[[int, int], Tensor]
 
 
@@ -30,8 +30,8 @@ class Streamed:
         shape: shape in the model, rows first.
         row_bytes: stored bytes of a row.
         width: elements of a row in the checkpoint.
-        make: function from first and last (exclusive) row to their data, whose bytes are what is stored.
-        follows: whether it lies right behind the tensor before it, so that both can be read as one.
+        make: returns a tensor with the stored bytes of rows, given the first and the last (exclusive) row.
+        follows: whether it is stored right behind the tensor before it, so that both can be read as one.
     """
 
     name: str
@@ -47,13 +47,13 @@ class Streamed:
         return self.shape[0] * self.row_bytes
 
     def blocks(self) -> Iterator[tuple[int, int]]:
-        """First and last (exclusive) rows to make at a time."""
+        """Return the blocks of rows to compute at a time, as pairs of first and last (exclusive) row."""
         rows = max(1, BLOCK_ELEMENTS // max(1, self.width))
         return ((first, min(first + rows, self.shape[0])) for first in range(0, self.shape[0], rows))
 
 
 def place(tensors: Sequence[Streamed], data_name: str = DATA_FILE) -> tuple[dict[str, TensorProto], int]:
-    """Initializers by name that say where in the data file each tensor lies, and the file's size."""
+    """Assign offsets in the data file; return initializers by name that refer to them, and the file's size in bytes."""
     placed: dict[str, TensorProto] = {}
     end = 0
     for tensor in tensors:
@@ -64,11 +64,11 @@ def place(tensors: Sequence[Streamed], data_name: str = DATA_FILE) -> tuple[dict
 
 
 def write(path: Path, tensors: Sequence[Streamed], progress: Progress) -> None:
-    """Write the data file; memory use is a few blocks of rows per core."""
+    """Write the data file, with a few blocks of rows per core in memory."""
     placed, size = place(tensors)
     total = sum(tensor.nbytes for tensor in tensors)
     done = 0
-    with PlacedFile(path, size) as file, workers() as pool:
+    with PlacedFile(path, size) as file, open_workers() as pool:
 
         def work(tensor: Streamed, first: int, last: int) -> tuple[str, int]:
             data = tensor.make(first, last).contiguous().view(torch.uint8).numpy()
@@ -77,7 +77,7 @@ def write(path: Path, tensors: Sequence[Streamed], progress: Progress) -> None:
 
         offsets = {name: _entry(proto, "offset") for name, proto in placed.items()}
         tasks = ((tensor, first, last) for tensor in tensors for first, last in tensor.blocks())
-        for name, written in in_order(pool, work, tasks):
+        for name, written in map_in_order(pool, work, tasks):
             done += written
             progress(done, total, name)
         file.sync()
@@ -92,7 +92,7 @@ def _reference(tensor: Streamed, offset: int, data_name: str) -> TensorProto:
 
 
 def spanning(tensors: Sequence[TensorProto], name: str, shape: Sequence[int]) -> TensorProto:
-    """Another initializer of the bytes of tensors that lie one behind the other."""
+    """Return an initializer with this name and shape for the bytes of tensors stored right behind each other."""
     other = TensorProto()
     other.CopyFrom(tensors[0])
     other.name = name

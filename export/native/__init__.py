@@ -1,7 +1,7 @@
-"""The native kernels for the CPU, of attention and of products with codes: their library, and what they use here.
+"""The library of native CPU kernels for attention and quantized matmuls: its path, and its instruction sets.
 
-A wheel carries the library where a compiler was there to build it; `python -m diffquant.export.native`
-builds it in place. Without it a model's function body runs instead: the same numbers, slower.
+A wheel contains the library if it was built with a compiler; `python -m diffquant.onnx.native` builds it in place.
+Without it ONNX Runtime runs the model's function bodies, which are slower and give the same results.
 """
 
 import ctypes
@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from diffquant.errors import UsageError
-from diffquant.export.native.build import LIBRARY
+from diffquant.onnx.native.build import LIBRARY
 
 OVERRIDE = "DIFFQUANT_NATIVE_LIBRARY"
 
 
 def library_path() -> Path | None:
-    """The library to give to `SessionOptions.register_custom_ops_library`, or None if it was not built.
+    """Return the library to give to `SessionOptions.register_custom_ops_library`, or None if it was not built.
 
-    The environment's DIFFQUANT_NATIVE_LIBRARY names another; empty, it stands for none.
+    The environment variable DIFFQUANT_NATIVE_LIBRARY is the path of another library; if it is empty, none is used.
 
     Raises:
         UsageError: DIFFQUANT_NATIVE_LIBRARY names no file.
@@ -35,61 +35,61 @@ def library_path() -> Path | None:
 
 
 def kernel_name() -> str | None:
-    """The instruction set of the library's attention here: avx512, avx2 or plain; None without a library."""
+    """Return the instruction set of the library's attention: avx512, avx2 or plain, or None if there is no library."""
     return _name("diffquant_kernel_name")
 
 
 def matmul_kernel_name() -> str | None:
-    """The instruction set of the library's products with codes here, avx512vnni or avx2.
+    """Return the instruction set of the library's quantized matmuls, avx512vnni or avx2, or None if they are not used.
 
-    None without a library, and where ONNX Runtime's own products are used because no faster ones are known.
+    They are used only on CPUs where they are known to be faster than ONNX Runtime's kernels.
     """
     return _name("diffquant_matmul_kernel_name")
 
 
 def use_kernel(name: str) -> bool:
-    """Use another instruction set in this process from now on, to test or compare it.
+    """Switch this process's attention kernel to another instruction set, to test or compare it.
 
     Args:
         name: avx512, avx2 or plain.
 
     Returns:
-        Whether there is a library and this processor has it.
+        Whether there is a library and this CPU supports the instruction set.
     """
-    return bool(_asked("diffquant_use_kernel", ctypes.c_int, name.encode()))
+    return bool(_call_library("diffquant_use_kernel", ctypes.c_int, name.encode()))
 
 
 def use_matmul_kernel(name: str) -> bool:
-    """Use another instruction set for products with codes, in sessions opened from now on, to test or compare it.
+    """Switch the quantized matmuls of sessions opened from now on to another instruction set, to test or compare it.
 
-    To use one where ONNX Runtime's own products are the default, call this before the process's first session.
+    If ONNX Runtime's kernels are the default on this CPU, call this before the process's first session.
 
     Args:
         name: amx, avx512vnni, avx2, neon or plain.
 
     Returns:
-        Whether there is a library and this processor has it.
+        Whether there is a library and this CPU supports the instruction set.
     """
-    return bool(_asked("diffquant_use_matmul_kernel", ctypes.c_int, name.encode()))
+    return bool(_call_library("diffquant_use_matmul_kernel", ctypes.c_int, name.encode()))
 
 
 def kernel_calls() -> int:
-    """Number of times that the library's attention has run in this process; 0 without a library."""
-    return int(_asked("diffquant_kernel_calls", ctypes.c_int64) or 0)
+    """Return the number of calls of the library's attention in this process; 0 without a library."""
+    return int(_call_library("diffquant_kernel_calls", ctypes.c_int64) or 0)
 
 
 def matmul_calls() -> int:
-    """Number of products with codes that the library has computed in this process; 0 without a library."""
-    return int(_asked("diffquant_matmul_calls", ctypes.c_int64) or 0)
+    """Return the number of quantized matmuls that the library computed in this process; 0 without a library."""
+    return int(_call_library("diffquant_matmul_calls", ctypes.c_int64) or 0)
 
 
 def _name(function: str) -> str | None:
-    name: bytes | None = _asked(function, ctypes.c_char_p)
+    name: bytes | None = _call_library(function, ctypes.c_char_p)
     return name.decode() if name else None
 
 
-def _asked(function: str, kind: type, *arguments: bytes) -> Any:
-    """What a function of the library returns, of a type of C's; None without a library."""
+def _call_library(function: str, kind: type, *arguments: bytes) -> Any:
+    """Call a function of the library and return its result, or None if there is no library."""
     path = library_path()
     if path is None:
         return None

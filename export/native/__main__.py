@@ -1,4 +1,4 @@
-"""`python -m diffquant.export.native`: build the native kernel in place."""
+"""`python -m diffquant.onnx.native`: build the native kernel in place."""
 
 import subprocess
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from diffquant.errors import DiffQuantError, MissingDependencyError
-from diffquant.export.native.build import LIBRARY, SOURCES, build, find_compiler
+from diffquant.onnx.native.build import LIBRARY, SOURCES, build, find_compiler
 
 
 def main(

@@ -1,4 +1,4 @@
-"""Compilation of the native kernel, with the standard library alone: the wheel's build runs this file by itself."""
+"""Compiles the native kernels. Imports only the standard library, since the wheel's build runs this file alone."""
 
 import os
 import platform
@@ -14,12 +14,12 @@ SOURCES = Path(__file__).parent
 
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
-# g++ takes AVX-512's own headers for readers of uninitialized registers.
+# g++ warns of uninitialized registers in AVX-512's intrinsics headers.
 _FLAGS += ["-Wno-unknown-warning-option", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
 _AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 _AVX512 = [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
 _INTEL, _ARM = ("x86_64", "amd64"), ("aarch64", "arm64")
-# Files for some machines alone. What a processor must have is checked when the library runs, so each may use all of it.
+# Files compiled only for some machines, with their flags. The library checks at run time what the CPU supports.
 _PROCESSOR_FLAGS = {
     "kernel_avx2": (_INTEL, _AVX2),
     "kernel_avx512": (_INTEL, _AVX512),
@@ -28,30 +28,30 @@ _PROCESSOR_FLAGS = {
     "matmul_amx": (_INTEL, [*_AVX512, "-mavx512vnni", "-mamx-tile", "-mamx-int8"]),
     "matmul_neon": (_ARM, ["-march=armv8.2-a+dotprod"]),
 }
-# What compilers older than the processor do not know is left out, and the rest is told so: g++ has AMX since 11.
+# Files skipped if the compiler does not support their flags (AMX needs g++ 11), and the macro that tells the others.
 _NEWEST = {"matmul_amx": "-DDIFFQUANT_WITHOUT_AMX"}
 _SANITIZE = ["-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
 
 
 def find_compiler() -> str | None:
-    """The C++ compiler: $CXX, or the first one on the path."""
+    """Return the C++ compiler: $CXX, or the first one on the PATH, or None if there is none."""
     return os.environ.get("CXX") or next(filter(None, map(shutil.which, _COMPILERS)), None)
 
 
 def build(library: Path, compiler: str, sanitize: bool = False, sources: Path = SOURCES) -> None:
-    """Compile and link the library; it appears whole or not at all.
+    """Compile and link the library; the file is written atomically.
 
     Args:
         library: file to write.
         compiler: g++ or clang++.
-        sanitize: with address and undefined-behaviour checks, for tests.
+        sanitize: compile with address and undefined-behaviour checks, for tests.
         sources: folder of the C++ files.
 
     Raises:
-        subprocess.CalledProcessError: the compiler failed; its reasons stand on stderr.
+        subprocess.CalledProcessError: the compiler failed; its messages are on stderr.
     """
     flags = _FLAGS + (_SANITIZE if sanitize else [])
-    left_out = {stem for stem in _NEWEST if not _takes(compiler, _flags_of(stem))}
+    left_out = {stem for stem in _NEWEST if not _knows_flags(compiler, _flags_of(stem))}
     flags += [_NEWEST[stem] for stem in left_out]
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent, prefix=".build-") as folder:
@@ -77,8 +77,8 @@ def _flags_of(stem: str) -> list[str]:
     return _PROCESSOR_FLAGS.get(stem, ((), []))[1]
 
 
-def _takes(compiler: str, flags: list[str]) -> bool:
-    """Whether a compiler knows some flags."""
+def _knows_flags(compiler: str, flags: list[str]) -> bool:
+    """Return whether a compiler supports some flags."""
     command = [compiler, *flags, "-E", "-x", "c++", os.devnull]
     return subprocess.run(command, check=False, capture_output=True).returncode == 0
 

@@ -1,1 +1,1 @@
-"""Runs exported folders with ONNX Runtime: sessions, generation, evaluation."""
+"""Running of exported folders with ONNX Runtime: sessions, text generation and evaluation."""

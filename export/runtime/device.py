@@ -1,4 +1,4 @@
-"""Where ONNX Runtime computes: on the processor, or on a CUDA device by the kernels of its own that are made for it."""
+"""The device that ONNX Runtime computes on: the CPU, or a CUDA device with ONNX Runtime's kernels."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ from onnx import TensorProto, helper
 
 from diffquant.errors import MissingDependencyError, UsageError
 from diffquant.support.installation import install_command
-from diffquant.support.spelling import spelled
+from diffquant.support.names import option_name
 
 CPU = "CPUExecutionProvider"
 CUDA = "CUDAExecutionProvider"
-# The session then knows afterwards which provider runs which node.
+# Session option: record which provider runs which node.
 _RECORD = "session.record_ep_graph_assignment_info"
 
 
@@ -24,7 +24,7 @@ class RuntimeDevice:
 
     Attributes:
         kind: "cpu" or "cuda".
-        index: number of the CUDA device.
+        index: index of the CUDA device; 0 on the CPU.
     """
 
     kind: str = "cpu"
@@ -32,10 +32,10 @@ class RuntimeDevice:
 
     @classmethod
     def parse(cls, name: str) -> "RuntimeDevice":
-        """Device of a name such as "cpu", "cuda" or "cuda:1"; "auto" is CUDA where ONNX Runtime starts on it.
+        """Parse a name such as "cpu", "cuda" or "cuda:1"; "auto" is CUDA if ONNX Runtime can start on it.
 
         Raises:
-            UsageError: ONNX Runtime is not used on such a device here.
+            UsageError: the name is none of these.
         """
         if name == "auto":
             return cls("cuda" if _starts_on_cuda() else "cpu")
@@ -46,7 +46,7 @@ class RuntimeDevice:
 
     @property
     def name(self) -> str:
-        """The name that `parse` reads."""
+        """The device's name as `parse` accepts it."""
         return self.kind if self.kind == "cpu" else f"{self.kind}:{self.index}"
 
     @property
@@ -56,12 +56,12 @@ class RuntimeDevice:
     @property
     def cuda_options(self) -> dict[str, str]:
         """Options of the CUDA provider."""
-        # Products of float32 stay float32: TF32 keeps 10 bits of a mantissa.
+        # Without TF32, whose mantissa has 10 bits: float32 matmuls stay float32.
         return {"device_id": str(self.index), "use_tf32": "0"}
 
     @property
     def providers(self) -> list[str | tuple[str, dict[str, str]]]:
-        """Execution providers of a session, the first one first asked; what it does not run falls to the processor."""
+        """Execution providers in order of priority; the CPU's comes last and runs what the others do not."""
         if self.kind == "cpu":
             return [CPU]
         return [(CUDA, self.cuda_options), CPU]
@@ -70,46 +70,46 @@ class RuntimeDevice:
         """Check that ONNX Runtime was built for the device.
 
         Raises:
-            MissingDependencyError: it was not.
+            MissingDependencyError: the installed package has no provider for it.
         """
         if self.provider not in ort.get_available_providers():
             raise MissingDependencyError(
                 f"this onnxruntime {ort.__version__} has no {self.provider}: "
-                f"pip uninstall onnxruntime, then {install_command('onnx-gpu')}; or use {spelled('device', 'cpu')}"
+                f"pip uninstall onnxruntime, then {install_command('onnx-gpu')}; or use {option_name('device', 'cpu')}"
             )
 
     def check_taken(self, session: ort.InferenceSession) -> None:
-        """Check that a session uses the device: where its libraries are missing, it goes on without.
+        """Check that a session uses the device: if CUDA's libraries are missing, ONNX Runtime falls back to the CPU.
 
         Raises:
-            MissingDependencyError: it does not.
+            MissingDependencyError: the session does not use the device.
         """
         if self.provider not in session.get_providers():
             raise MissingDependencyError(
                 f"ONNX Runtime {ort.__version__} could not start its {self.provider}: it needs an NVIDIA driver, and "
                 "CUDA's and cuDNN's libraries, which pip install 'onnxruntime-gpu[cuda,cudnn]' brings; or use "
-                f"{spelled('device', 'cpu')}"
+                f"{option_name('device', 'cpu')}"
             )
 
     def prepare(self, options: ort.SessionOptions) -> None:
-        """Have a session record what runs where, if it is to be asked."""
+        """Set a session's option to record which provider runs each node, unless the device is the CPU."""
         if self.kind != "cpu":
             options.add_session_config_entry(_RECORD, "1")
 
     def value(self, array: np.ndarray) -> ort.OrtValue:
-        """A copy of an array where the device computes."""
+        """Copy an array to the device."""
         return ort.OrtValue.ortvalue_from_numpy(array, self.kind, self.index)
 
 
 @cache
 def _starts_on_cuda() -> bool:
-    """Whether ONNX Runtime was built for CUDA and finds a device and its libraries: only a session tells."""
+    """Return whether ONNX Runtime was built for CUDA and can start on a device, by opening a small session."""
     if CUDA not in ort.get_available_providers():
         return False
     x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in "xy")
     graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "probe", [x], [y])
     options = ort.SessionOptions()
-    # It would print a page about libraries that are missing.
+    # Otherwise ONNX Runtime logs a page about missing libraries.
     options.log_severity_level = 4
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
     session = ort.InferenceSession(model.SerializeToString(), options, providers=[CUDA, CPU])
@@ -117,28 +117,28 @@ def _starts_on_cuda() -> bool:
 
 
 def nodes_on_cpu(session: ort.InferenceSession) -> dict[str, int]:
-    """Number of a session's nodes by operator that the processor runs, of one that records where its nodes run."""
+    """Count a session's nodes that run on the CPU, by operator."""
     graphs = session.get_provider_graph_assignment_info()
     return dict(Counter(node.op_type for graph in graphs if graph.ep_name == CPU for node in graph.get_nodes()))
 
 
 def cuda_notes(dtype: str, kv_bits: int, is_fused: bool) -> list[str]:
-    """Sentences on what a model's CUDA session leaves to the processor.
+    """Return sentences on the parts of a model that a CUDA session runs on the CPU.
 
     Args:
-        is_fused: whether attention is ONNX Runtime's GroupQueryAttention, and not written out in standard operators.
+        is_fused: whether attention is ONNX Runtime's GroupQueryAttention, not standard operators.
 
-    Source: docs/OperatorKernels.md of ONNX Runtime, at 001d12d2623f; none of it has run here.
+    Source: docs/OperatorKernels.md of ONNX Runtime, at 001d12d2623f; not tested on a GPU.
     """
     advice = []
     if dtype == "float32":
-        advice.append(f"takes float16 activations alone; export with {spelled('dtype', 'float16')}")
+        advice.append(f"takes float16 activations alone; export with {option_name('dtype', 'float16')}")
     if kv_bits == 4:
-        advice.append(f"has no cache of 4 bits; export with {spelled('kv', 8)} or {spelled('kv', 16)}")
+        advice.append(f"has no cache of 4 bits; export with {option_name('kv', 8)} or {option_name('kv', 16)}")
     return [f"attention runs on the processor: on CUDA, ONNX Runtime's {each}" for each in advice if is_fused]
 
 
 def on_cpu_text(nodes: dict[str, int]) -> str:
-    """Text of a number of nodes by operator that the processor runs."""
+    """Format the number of nodes by operator that run on the CPU as a sentence."""
     operators = ", ".join(f"{operator} {count}" for operator, count in sorted(nodes.items(), key=lambda x: -x[1]))
     return f"{sum(nodes.values())} nodes run on the processor: {operators}"

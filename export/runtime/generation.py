@@ -1,4 +1,4 @@
-"""Generates text with an exported folder, token by token, and measures time and memory."""
+"""Text generation with an exported folder, token by token, with measurements of time and memory."""
 
 import sys
 import time
@@ -10,14 +10,13 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from diffquant.checkpoints.side_files import read_json
+from diffquant.checkpoints.texts import check_prompt, read_special_tokens, text_pieces, to_divisor, tokens_left
 from diffquant.errors import CheckpointError, NonFiniteError, UsageError
-from diffquant.evals.prefixes import shares_prefixes
-from diffquant.export.manifest import check_unchanged, read_manifest
-from diffquant.export.runtime.session import InPlaceDecoder, OnnxModel
-from diffquant.formats.json_object import read_json
-from diffquant.support.spelling import spelled
-from diffquant.text.prompts import check_prompt, divisor, in_pieces, room_after
-from diffquant.text.special_tokens import read_special_tokens
+from diffquant.measure import shares_prefixes
+from diffquant.onnx.manifest import check_unchanged, read_manifest
+from diffquant.onnx.runtime.session import InPlaceDecoder, OnnxModel
+from diffquant.support.names import option_name
 
 _PREFILL_CHUNK = 512
 
@@ -29,10 +28,10 @@ class Speed:
     Attributes:
         prompt_tokens: number of tokens in the prompt.
         new_tokens: number of generated tokens.
-        prompt_seconds: time until the first new token.
-        decode_seconds: time for all further tokens.
+        prompt_seconds: time of the prefill.
+        decode_seconds: time for all new tokens after the first.
         cache_bytes: size of the KV cache.
-        peak_bytes: largest resident size of the process, the model included.
+        peak_bytes: peak resident set size of the process, the model included.
     """
 
     prompt_tokens: int = 0
@@ -53,19 +52,24 @@ class Speed:
 
 
 class Generator:
-    """An exported folder that continues prompts. Does not import torch.
+    """Continues prompts with an exported folder, without importing torch.
 
     Attributes:
-        model: open model.
-        text: tokenizer of the folder.
+        model: opened model.
+        text: the folder's tokenizer.
         speed: time and memory of the last run.
     """
 
     def __init__(self, folder: Path, threads: int = 0, model: OnnxModel | None = None, device: str = "auto") -> None:
-        """Open a folder whose files are those that were exported, or take a model of it that is open already.
+        """Open a folder, and check that its files are unchanged since export.
+
+        Args:
+            threads: number of ONNX Runtime's threads; 0 uses all cores.
+            model: an opened model of the folder, whose files are then not checked again.
+            device: "auto", "cpu", "cuda" or "cuda:N".
 
         Raises:
-            CheckpointError: the folder is damaged, changed since it was exported, or has no cache or no tokenizer.
+            CheckpointError: the folder is damaged, has changed since export, or has no cache or no tokenizer.
             MissingDependencyError: ONNX Runtime cannot use the device.
         """
         folder = Path(folder)
@@ -77,40 +81,43 @@ class Generator:
         self.text = FolderTokenizer(folder)
         self._ends = read_special_tokens(folder, config).ends
         self._context = read_context(folder)
-        # Logit scales that span rows depend on how many rows a call has.
+        # If logit scales span tokens, results depend on the number of tokens per call, so the prompt is not split.
         self._chunk = _PREFILL_CHUNK if shares_prefixes(manifest.options.recipe) else self._context
         self.speed = Speed()
 
     def stream(
         self, prompt: str, max_new_tokens: int = 64, temperature: float = 0.0, seed: int = 0, chat: bool = False
     ) -> Iterator[str]:
-        """Continue a prompt.
+        """Continue a prompt, and yield the new text piece by piece.
 
         Args:
             temperature: 0 decodes greedily.
             chat: wrap the prompt in the tokenizer's chat template, as a user's message.
 
         Yields:
-            Decoded pieces of the continuation as they come.
+            Pieces of the continuation's text as they are decoded.
 
         Raises:
-            UsageError: the prompt is empty, no text, or longer than the model's context, or there is no chat template.
+            UsageError: the prompt is empty, not text, or longer than the model's context, or there is no chat template.
         """
         check_prompt(prompt)
         ids = self.text.encode_chat(prompt) if chat else self.text.encode(prompt)
         pick = _greedy if temperature == 0 else _sampler(temperature, seed)
-        yield from in_pieces(self.tokens(ids, max_new_tokens, pick), self.text.decode)
+        yield from text_pieces(self.tokens(ids, max_new_tokens, pick), self.text.decode)
 
     def tokens(
         self, ids: list[int], max_new_tokens: int, pick: Callable[[np.ndarray], int] | None = None
     ) -> Iterator[int]:
-        """Continue token ids, greedily by default, until a token that ends the text or the context's end.
+        """Continue token ids until an end token, `max_new_tokens` or the end of the context, and yield the new ids.
+
+        Args:
+            pick: chooses a token from its logits [V]; greedy by default.
 
         Raises:
-            UsageError: there are no ids, they fill the model's context, or the model does not know one.
-            NonFiniteError: logits overflow, or are no numbers.
+            UsageError: there are no ids, they fill the model's context, or one is not in the vocabulary.
+            NonFiniteError: logits are infinite or NaN.
         """
-        room = min(max_new_tokens, room_after(ids, self.model.vocabulary, self._context, self.text))
+        room = min(max_new_tokens, tokens_left(ids, self.model.vocabulary, self._context, self.text))
         pick = pick or _greedy
         started = time.perf_counter()
         state = InPlaceDecoder(self.model, 1, len(ids) + room)
@@ -133,7 +140,9 @@ class Generator:
     def _finite(self, logits: np.ndarray) -> np.ndarray:
         if np.isfinite(logits.max()):
             return logits
-        advice = f"export it with {spelled('dtype', 'float32')}" if logits.dtype == np.float16 else "export it again"
+        advice = (
+            f"export it with {option_name('dtype', 'float32')}" if logits.dtype == np.float16 else "export it again"
+        )
         raise NonFiniteError(
             f"{self.model.folder} computes NaN or infinity in {logits.dtype}, and no token can be chosen: {advice}; "
             "verify says in which layer that begins"
@@ -141,7 +150,7 @@ class Generator:
 
 
 class FolderTokenizer:
-    """The tokenizer of a folder, read from tokenizer.json, or by transformers where it is of another kind."""
+    """A folder's tokenizer, read from tokenizer.json, or by transformers if there is no such file."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -153,61 +162,61 @@ class FolderTokenizer:
                 self._fast = Tokenizer.from_file(str(file))
             except Exception as error:  # the library raises bare Exception
                 raise CheckpointError(f"cannot read {file}: {error}") from error
-            # What a fine-tuning cut its texts to, and filled its batches with, may stand in the file.
+            # The file may contain truncation and padding settings from fine-tuning.
             self._fast.no_truncation()
             self._fast.no_padding()
         else:
             self._slow = self._through_transformers()
 
     def encode(self, prompt: str) -> list[int]:
-        """Token ids of a prompt."""
+        """Return the token ids of a prompt."""
         return list(self._fast.encode(prompt).ids if self._fast else self._slow(prompt)["input_ids"])
 
     def encode_chat(self, prompt: str) -> list[int]:
-        """Token ids of a user's message in the chat template.
+        """Return the token ids of a user's message in the chat template.
 
         Raises:
             UsageError: the tokenizer's chat template is missing or fails.
         """
         self._slow = self._slow or self._through_transformers()
         if not getattr(self._slow, "chat_template", None):
-            raise UsageError(f"{spelled('chat')}: the model's tokenizer has no chat template")
+            raise UsageError(f"{option_name('chat')}: the model's tokenizer has no chat template")
         message = [{"role": "user", "content": prompt}]
         try:
             encoded = self._slow.apply_chat_template(message, add_generation_prompt=True, return_dict=True)
         except Exception as error:  # a template is a program, and may fail in any way
-            raise UsageError(f"{spelled('chat')}: the tokenizer's chat template fails: {error}") from error
+            raise UsageError(f"{option_name('chat')}: the tokenizer's chat template fails: {error}") from error
         return list(encoded["input_ids"])
 
     def decode(self, ids: list[int]) -> str:
-        """Text of token ids, special ones left out."""
+        """Return the text of token ids, without special tokens."""
         decode = self._fast.decode if self._fast else self._slow.decode
         return str(decode(ids, skip_special_tokens=True))
 
     def convert_ids_to_tokens(self, token: int) -> str | None:
-        """A token's text in the vocabulary, or None if there is no such token."""
+        """Return a token's text in the vocabulary, or None if there is no such token."""
         return self._fast.id_to_token(token) if self._fast else self._slow.convert_ids_to_tokens(token)
 
     def _through_transformers(self) -> Any:
-        from diffquant.source.tokenizer import load_tokenizer
+        from diffquant.checkpoints.tokenizer import load_tokenizer
 
         return load_tokenizer(self._folder)
 
 
 def read_context(folder: Path) -> int:
-    """The number of tokens that an exported model sees at once.
+    """Return an exported model's context length in tokens, from its config.json; 2048 if it is not given there.
 
     Raises:
-        CheckpointError: its config.json does not say.
+        CheckpointError: it is not an integer.
     """
     length = read_json(folder / "config.json").get("max_position_embeddings", 2048)
     if type(length) is not int:
-        raise CheckpointError(f"{folder / 'config.json'}: max_position_embeddings is {length!r}, no number")
+        raise CheckpointError(f"{folder / 'config.json'}: max_position_embeddings is {length!r}, not a number")
     return length
 
 
 def peak_bytes() -> int:
-    """Largest resident size of this process so far."""
+    """Return the peak resident set size of this process so far, in bytes."""
     try:
         import resource
     except ImportError:
@@ -227,7 +236,7 @@ def _sampler(temperature: float, seed: int) -> Callable[[np.ndarray], int]:
     rng = np.random.default_rng(seed)
 
     def pick(logits: np.ndarray) -> int:
-        # The maximum of logits plus Gumbel noise is a sample of their softmax.
-        return int((logits.astype(np.float64) / divisor(temperature) + rng.gumbel(size=logits.shape)).argmax())
+        # The argmax of logits plus Gumbel noise is a sample from their softmax.
+        return int((logits.astype(np.float64) / to_divisor(temperature) + rng.gumbel(size=logits.shape)).argmax())
 
     return pick

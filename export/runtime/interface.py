@@ -1,54 +1,121 @@
-"""Reads an exported graph's inputs and outputs, and checks them before a session is opened."""
+"""Loading of an exported graph, with checks of its inputs, outputs and external data before a session is opened."""
 
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper
+from onnx import ModelProto, TensorProto, helper
 
+from diffquant.checkpoints.side_files import leads_inside
 from diffquant.errors import CheckpointError
+from diffquant.onnx.files import check_exported, model_file
+from diffquant.onnx.graph.op import CONTRIB
+from diffquant.onnx.graph.ops import MATMUL
+from diffquant.support.files import check_plain_inside
 
-# Of what a call takes and gives, the names before the layer: of rows of each token, and of states.
+
+def check_external(model: ModelProto, path: Path, folder: Path) -> None:
+    """Check that every external tensor's file lies beside the graph, and is long enough for the tensor.
+
+    Args:
+        path: the graph's file.
+        folder: exported folder. Symbolic links may lead only to files in it, or to blobs of the Hugging Face cache
+            that it is in.
+
+    Raises:
+        CheckpointError: some tensors fail the check; the message names them all.
+    """
+    problems: dict[str, None] = {}
+    for tensor in model.graph.initializer:
+        if tensor.data_location == TensorProto.EXTERNAL:
+            problems |= dict.fromkeys(_problems_of(tensor, path.parent, folder))
+    if problems:
+        raise CheckpointError(f"{path}: {'; '.join(problems)}; export the model again")
+
+
+def load_graph(folder: Path) -> ModelProto:
+    """Load an exported graph without its external data, and check that the data files are complete.
+
+    Raises:
+        CheckpointError: the graph or its data is missing or damaged.
+    """
+    check_exported(folder)
+    path = model_file(folder)
+    try:
+        check_plain_inside(folder)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {folder}: {error}; remove it") from error
+    try:
+        model = onnx.load(path, load_external_data=False)
+    except Exception as error:  # protobuf's own exception type is no part of its interface
+        raise CheckpointError(f"{path} is damaged ({error}); export the model again") from error
+    check_external(model, path, folder)
+    return model
+
+
+def follow_links(model: ModelProto, path: Path) -> Path:
+    """Rename external tensors' data files to what symbolic links resolve to, and return the folder of these files.
+
+    Versions of ONNX Runtime differ in the links that they follow from a graph to its data.
+    """
+    folder = path.parent
+    for tensor in model.graph.initializer:
+        for entry in tensor.external_data:
+            if entry.key == "location":
+                file = (path.parent / entry.value).resolve()
+                folder, entry.value = file.parent, file.name
+    return folder.resolve()
+
+
+def has_linked_data(model: ModelProto, path: Path) -> bool:
+    """Return whether a file of external data is a symbolic link."""
+    names = {
+        entry.value for tensor in model.graph.initializer for entry in tensor.external_data if entry.key == "location"
+    }
+    return any((path.parent / name).is_symlink() for name in names)
+
+
+def _problems_of(tensor: TensorProto, beside: Path, folder: Path) -> list[str]:
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    location = entries.get("location", "")
+    name = PurePosixPath(location)
+    if not location or name.is_absolute() or ".." in name.parts:
+        return [f"{tensor.name} lies outside the folder, at {location!r}"]
+    file = beside / location
+    if not file.is_file():
+        return [f"{location} is missing"]
+    if not leads_inside(folder, file):
+        return [f"{location} is a link that leads out of the folder"]
+    places = {key: entries.get(key, "0") for key in ("offset", "length")}
+    odd = [f"{key} {value[:40]!r}" for key, value in places.items() if not re.fullmatch("[0-9]{1,18}", value)]
+    if odd:
+        return [f"{tensor.name} has {' and '.join(odd)}, which is not a number of bytes"]
+    end = sum(map(int, places.values()))
+    if end > file.stat().st_size:
+        return [f"{location} is truncated: it has {file.stat().st_size} bytes, and {tensor.name} ends at {end}"]
+    return []
+
+
+# Output name by input name, without the layer: of keys and values per token, and of recurrent states.
 _ROWS, _STATES = {"past_key_values": "present"}, {"past_conv": "present_conv", "past_ssm": "present_ssm"}
 _PRESENT_OF = _ROWS | _STATES
 _TOKENS = ("input_ids", "attention_mask")
 
 
 @dataclass(frozen=True)
-class StateShape:
-    """Name and size of a state that a call replaces.
-
-    Attributes:
-        input: name of the input that takes it.
-        output: name of the output that gives it.
-        sizes: its sizes behind the batch.
-        dtype: dtype of its entries.
-    """
-
-    input: str
-    output: str
-    sizes: tuple[int, int]
-    dtype: np.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it takes of one sequence."""
-        return self.sizes[0] * self.sizes[1] * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
 class CacheShape:
-    """Names and sizes of a model's cache: keys and values of each token, and states of a whole sequence.
+    """Names and sizes of a model's cache: keys and values per token, and recurrent states per sequence.
 
     Attributes:
-        inputs: names of the inputs that take keys and values of the past, by layer and part.
-        outputs: names of the outputs that give those of the present, in the same order.
+        inputs: names of the inputs for past keys and values, by layer and part.
+        outputs: names of the outputs for present keys and values, in the same order.
         kv_pairs: number h_kv of KV pairs.
-        width: entries that a KV pair stores a token, two codes of 4 bits to an entry.
+        width: stored entries per token and KV pair; an entry holds two codes if they have 4 bits.
         dtype: dtype of the entries.
-        states: states beside keys and values; none in a Transformer.
+        states: initial recurrent states [1, size, size] by input name; empty in a Transformer.
     """
 
     inputs: tuple[str, ...]
@@ -56,55 +123,36 @@ class CacheShape:
     kv_pairs: int
     width: int
     dtype: np.dtype
-    states: tuple[StateShape, ...] = ()
+    states: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes that one token of one sequence takes in all layers."""
+        """Bytes per token of one sequence, over all layers."""
         return len(self.inputs) * self.kv_pairs * self.width * self.dtype.itemsize
 
     @property
     def state_bytes(self) -> int:
-        """Bytes that the states of one sequence take."""
-        return sum(state.nbytes for state in self.states)
-
-
-@dataclass(frozen=True)
-class Interface:
-    """Inputs of an exported graph beside tokens and their mask, and its outputs.
-
-    Attributes:
-        cache: shape of the KV cache, or None if the model has none.
-        vocabulary: number of tokens that have a logit.
-        kind: ONNX's number of the logits' type.
-        gives_every_position: whether there are logits of every new token, and not of each sequence's last one alone.
-    """
-
-    cache: CacheShape | None
-    vocabulary: int
-    kind: int
-    gives_every_position: bool
+        """Bytes of one sequence's recurrent states."""
+        return sum(state.nbytes for state in self.states.values())
 
     @property
-    def dtype(self) -> np.dtype:
-        """The dtype of the logits."""
-        return helper.tensor_dtype_to_np_dtype(self.kind)
+    def next_states(self) -> list[str]:
+        """Names of the outputs for the updated recurrent states, in the order of `states`."""
+        return list(map(_present, self.states))
 
 
-def read_interface(graph: onnx.GraphProto, file: Path) -> Interface:
-    """The interface of a graph that `diffquant export` wrote.
+def read_interface(graph: onnx.GraphProto, file: Path) -> tuple[CacheShape | None, onnx.TypeProto.Tensor]:
+    """Return the shape of a graph's cache, or None if it has none, and the type of its logits [B, 1 or T, vocabulary].
 
     Raises:
-        CheckpointError: it is not that of such a graph; the message names the file and every reason.
+        CheckpointError: the inputs or outputs are not those of an exported model; the message names every reason.
     """
     inputs, outputs = ({v.name: v.type.tensor_type for v in values} for values in (graph.input, graph.output))
     problems = list(_problems(inputs, outputs))
     if problems:
         raise CheckpointError(f"{file} is not a model that diffquant exported: {'; '.join(problems)}; export it again")
-    logits, past = outputs["logits"], list(filter(_is_past, inputs))
-    _, positions, vocabulary = logits.shape.dim
-    cache = _cache_shape(inputs, past) if past else None
-    return Interface(cache, vocabulary.dim_value, logits.elem_type, positions.dim_value != 1)
+    past = list(filter(_is_past, inputs))
+    return _cache_shape(inputs, past) if past else None, outputs["logits"]
 
 
 def _problems(
@@ -137,13 +185,12 @@ def _cache_shape(inputs: Mapping[str, onnx.TypeProto.Tensor], past: list[str]) -
     rows = tuple(name for name in past if not _is_state(name))
     kind = inputs[rows[0]]
     _, kv_pairs, _, width = (dim.dim_value for dim in kind.shape.dim)
-    states = tuple(_state_shape(name, inputs[name]) for name in past if _is_state(name))
+    states = {
+        name: np.zeros((1, *(dim.dim_value for dim in inputs[name].shape.dim[1:])), _dtype(inputs[name]))
+        for name in past
+        if _is_state(name)
+    }
     return CacheShape(rows, tuple(map(_present, rows)), kv_pairs, width, _dtype(kind), states)
-
-
-def _state_shape(name: str, kind: onnx.TypeProto.Tensor) -> StateShape:
-    _, first, second = (dim.dim_value for dim in kind.shape.dim)
-    return StateShape(name, _present(name), (first, second), _dtype(kind))
 
 
 def _dtype(kind: onnx.TypeProto.Tensor) -> np.dtype:
@@ -151,16 +198,80 @@ def _dtype(kind: onnx.TypeProto.Tensor) -> np.dtype:
 
 
 def _is_past(name: str) -> bool:
-    """Whether an input takes what an earlier call gave."""
+    """Return whether an input is a cache or state from the previous call."""
     return name.partition(".")[0] in _PRESENT_OF
 
 
 def _is_state(past: str) -> bool:
-    """Whether an input takes a state, and not rows of each token."""
+    """Return whether a cache input is a recurrent state, not keys or values per token."""
     return past.partition(".")[0] in _STATES
 
 
 def _present(past: str) -> str:
-    """Name of the output that gives what an input takes, and more."""
+    """Return the name of the output whose value is this input in the next call."""
     kind, _, layer = past.partition(".")
     return f"{_PRESENT_OF[kind]}.{layer}"
+
+
+# Largest number of weights that are dequantized to float32 in memory: 1 GiB.
+_MOST_EXPANDED = 2**28
+
+
+def set_accuracy(graph: onnx.ModelProto, level: int, folder: Path) -> dict[str, np.ndarray]:
+    """Change every quantized matmul to ONNX Runtime's MatMulNBits at this accuracy level.
+
+    Args:
+        level: MatMulNBits' accuracy_level: 4 has int8 activations, 1 float32 ones.
+        folder: folder of the graph's data.
+
+    Returns:
+        Values of new external initializers by name, to be passed to the session in memory.
+    """
+    for node in graph.graph.node:
+        if node.op_type != MATMUL:
+            continue
+        # The native library's op rounds activations at any level.
+        node.domain = CONTRIB
+        for attribute in node.attribute:
+            if attribute.name == "accuracy_level":
+                attribute.i = level
+    return _expand_wide_codes(graph, folder) if level == 1 else {}
+
+
+def _expand_wide_codes(graph: onnx.ModelProto, folder: Path) -> dict[str, np.ndarray]:
+    """Replace matmuls of float32 activations and 8-bit weights by float32 ones; return the dequantized weights by name.
+
+    ONNX Runtime has no kernel for these: it would dequantize all weights in every call. If there are more than
+    `_MOST_EXPANDED` weights, they would take too much memory, and nothing is replaced.
+    """
+    tensors = {tensor.name: tensor for tensor in graph.graph.initializer}
+    products = {}
+    for node in graph.graph.node:
+        sizes = {attribute.name: attribute.i for attribute in node.attribute}
+        is_plain = node.op_type == MATMUL and sizes["bits"] == 8 and len(node.input) == 3
+        if is_plain and tensors[node.input[2]].data_type == TensorProto.FLOAT:
+            products[node.input[1]] = node, sizes["N"], sizes["K"]
+    if sum(height * width for _, height, width in products.values()) > _MOST_EXPANDED:
+        return {}
+    values = {}
+    for name, (node, height, width) in products.items():
+        codes, scales = (_read_tensor(tensors[each], folder) for each in node.input[1:3])
+        blocks = (codes.astype(np.float32) - 128) * scales[..., None]
+        values[f"{name}.values"] = np.ascontiguousarray(blocks.reshape(height, -1)[:, :width])
+        shown = graph.graph.initializer.add(name=f"{name}.values", data_type=TensorProto.FLOAT, dims=(height, width))
+        shown.data_location = TensorProto.EXTERNAL
+        shown.external_data.extend(tensors[name].external_data)
+        node.CopyFrom(
+            helper.make_node(
+                "FusedMatMul", [node.input[0], f"{name}.values"], node.output, name=node.name, domain=CONTRIB, transB=1
+            )
+        )
+    return values
+
+
+def _read_tensor(tensor: onnx.TensorProto, folder: Path) -> np.ndarray:
+    """Read a tensor's external data."""
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    dtype = helper.tensor_dtype_to_np_dtype(tensor.data_type)
+    file, count, offset = folder / entries["location"], int(np.prod(tensor.dims)), int(entries.get("offset", 0))
+    return np.fromfile(file, dtype, count, offset=offset).reshape(tensor.dims)

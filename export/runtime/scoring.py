@@ -1,7 +1,7 @@
-"""An exported model as a language model, so that the same tasks measure it.
+"""An adapter that lets the evaluations run an exported model like any other language model.
 
-Each sequence runs by itself: GroupQueryAttention takes a chunk after a past for one sequence only, and so no
-padding is read.
+Each sequence of a batch runs in its own call, without padding: GroupQueryAttention supports several new tokens behind a
+cache only for batch size 1.
 """
 
 import logging
@@ -16,33 +16,33 @@ import onnxruntime
 import torch
 from torch import Tensor
 
+from diffquant.checkpoints.side_files import side_files
+from diffquant.checkpoints.tokenizer import load_tokenizer
 from diffquant.errors import UsageError
-from diffquant.evals.language_model import LanguageModel, LogitStates, TokenCache
-from diffquant.export.manifest import check_unchanged, read_manifest
-from diffquant.export.native import kernel_name
-from diffquant.export.runtime.device import RuntimeDevice, on_cpu_text
-from diffquant.export.runtime.generation import Generator, read_context
-from diffquant.export.runtime.session import OnnxModel
-from diffquant.formats.side_files import side_files
+from diffquant.measure.language_model import LanguageModel, States, TokenCache
+from diffquant.measure.sweep.exported import ExportedModel
+from diffquant.onnx.manifest import check_unchanged, read_manifest
+from diffquant.onnx.native import kernel_name
+from diffquant.onnx.runtime.device import RuntimeDevice, on_cpu_text
+from diffquant.onnx.runtime.generation import Generator, read_context
+from diffquant.onnx.runtime.session import OnnxModel
 from diffquant.recipe import Recipe
-from diffquant.scheme import Scheme
-from diffquant.source.tokenizer import load_tokenizer
+from diffquant.recipe.scheme import Scheme
 from diffquant.support.files import file_digest
 from diffquant.support.installation import install_command
-from diffquant.sweep.exported import ExportedModel
 
 
 class OnnxRuntime:
     """The runtime with which `diffquant.sweep` opens exported folders."""
 
-    # Logits of every token of a pass are held at once: 1,024 tokens of a vocabulary of 50,000 take 200 MB.
+    # All logits of a pass are in memory at once: 1,024 tokens with a vocabulary of 50,000 take 200 MB.
     batch_tokens = 1024
 
     def describe(self, folder: Path, device: str) -> ExportedModel:
-        """Facts that a sweep must know of a folder.
+        """Return a folder's scheme, sizes and digests, as a sweep records them.
 
         Raises:
-            CheckpointError: the folder is damaged, or changed since it was exported.
+            CheckpointError: the folder is damaged, or has changed since export.
             MissingDependencyError: ONNX Runtime cannot use the device.
         """
         manifest = read_manifest(folder)
@@ -60,7 +60,7 @@ class OnnxRuntime:
                 **manifest.files.to_dict(),
                 "tokenizer": [file_digest(file) for file in (folder / "config.json", *side_files(folder))],
                 "onnxruntime": onnxruntime.__version__,
-                # The op's own kernel is the processor's.
+                # Native kernels run only on the CPU.
                 "kernel": kernel_name() if RuntimeDevice.parse(device).kind == "cpu" else None,
             },
             sources=(manifest.weights, manifest.origin),
@@ -69,7 +69,7 @@ class OnnxRuntime:
         )
 
     def open(self, folder: Path, device: str) -> "OnnxLanguageModel":
-        """The folder's model.
+        """Open the folder's model.
 
         Raises:
             CheckpointError: the folder is damaged.
@@ -85,7 +85,7 @@ class OnnxRuntime:
 
 
 class OnnxCache:
-    """Caches of the sequences of a batch; sequences share arrays, which no one writes to."""
+    """Caches of a batch's sequences; sequences may share arrays, which are never modified."""
 
     def __init__(self, rows: list[list[onnxruntime.OrtValue]] | None = None) -> None:
         self.rows = rows or []
@@ -98,10 +98,10 @@ class OnnxCache:
 
 
 class OnnxLanguageModel(LanguageModel):
-    """An exported model as the evaluations see it, open with `every_position`; its states are its logits."""
+    """An exported model for evaluations, opened with `every_position`; what `read` returns as states are logits."""
 
     def __init__(self, runtime: OnnxModel, tokenizer: Any = None) -> None:
-        """Take an open model, with its tokenizer where more than tokens is read."""
+        """Wrap an opened model; the tokenizer is needed only to read or generate text."""
         self.runtime, self.tokenizer = runtime, tokenizer
         self._recipe = read_manifest(runtime.folder).options.recipe
         self._context = read_context(runtime.folder)
@@ -130,8 +130,8 @@ class OnnxLanguageModel(LanguageModel):
         self.runtime.check_cache()
         return OnnxCache()
 
-    def read(self, ids: Tensor, mask: Tensor | None = None, cache: TokenCache | None = None) -> LogitStates:
-        """Logits [B, T, V]; 0 where the mask hides a new token."""
+    def read(self, ids: Tensor, mask: Tensor | None = None, cache: TokenCache | None = None) -> States:
+        """Return logits [B, T, V]; 0 for new tokens that the mask hides."""
         batch, length = ids.shape
         cache = cache if isinstance(cache, OnnxCache) else OnnxCache()
         pasts = cache.rows or [self.runtime.empty_cache(1) for _ in range(batch)]
@@ -141,7 +141,7 @@ class OnnxLanguageModel(LanguageModel):
         for target, k, (computed, _) in zip(logits, is_read, rows, strict=True):
             target[k.bool()] = computed
         cache.rows = [past for _, past in rows]
-        return LogitStates(logits)
+        return States(logits)
 
     def generate(
         self,
@@ -164,7 +164,7 @@ class OnnxLanguageModel(LanguageModel):
         return Generator(self.runtime.folder, model=self.runtime)
 
     def _run(self, ids: Tensor, past: list[onnxruntime.OrtValue]) -> tuple[Tensor, list[onnxruntime.OrtValue]]:
-        """Logits [T, V] of one sequence's tokens, and its cache after them."""
+        """Run one sequence's tokens [T] behind its cache; return logits [T, V] and the extended cache."""
         if not len(ids):
             return torch.zeros(0, self.runtime.vocabulary), past
         seen = past[0].shape()[2] if past else 0

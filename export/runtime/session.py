@@ -1,4 +1,4 @@
-"""An exported folder in a session of ONNX Runtime: opened, fed, its cache kept in place."""
+"""Sessions of ONNX Runtime on an exported folder: opening one, running calls, and decoding with in-place caches."""
 
 import logging
 import os
@@ -11,35 +11,40 @@ import onnxruntime as ort
 from onnx import helper
 
 from diffquant.errors import CheckpointError
-from diffquant.export.files import model_file
-from diffquant.export.graph.external import follow_links, has_linked_data, load_graph
-from diffquant.export.graph.matmul import MATMUL
-from diffquant.export.graph.op import CONTRIB, DOMAIN, NAME
-from diffquant.export.graph.padding import give_every_position
-from diffquant.export.graph.quantized_attention import QUANTIZED_ATTENTION
-from diffquant.export.native import OVERRIDE, library_path
-from diffquant.export.runtime.device import RuntimeDevice, nodes_on_cpu
-from diffquant.export.runtime.interface import CacheShape, read_interface
-from diffquant.support.spelling import spelled
+from diffquant.onnx.files import model_file
+from diffquant.onnx.graph.op import DOMAIN, NAME
+from diffquant.onnx.graph.ops import MATMUL, QUANTIZED_ATTENTION
+from diffquant.onnx.graph.padding import give_every_position
+from diffquant.onnx.native import OVERRIDE, library_path
+from diffquant.onnx.runtime.device import RuntimeDevice, nodes_on_cpu
+from diffquant.onnx.runtime.interface import (
+    CacheShape,
+    follow_links,
+    has_linked_data,
+    load_graph,
+    read_interface,
+    set_accuracy,
+)
+from diffquant.support.names import option_name
 
-# The ops that the library has kernels of.
+# The ops for which the native library has kernels.
 _NATIVE = {(DOMAIN, name) for name in (NAME, QUANTIZED_ATTENTION, MATMUL)}
 
 
 class GraphError(CheckpointError):
-    """ONNX Runtime fails in the middle of a graph."""
+    """ONNX Runtime failed while running a graph."""
 
 
 class OnnxModel:
-    """An exported model in a session.
+    """An exported model opened in a session.
 
     Attributes:
-        folder: folder that holds the model.
-        cache: shape of the KV cache, or None if the model has none.
-        vocabulary: number of tokens that have a logit.
+        folder: the model's folder.
+        cache: shape of the cache, or None if the model has none.
+        vocabulary: number of logits per token.
         dtype: dtype of the logits.
-        device: where it runs.
-        gives_every_position: whether there are logits of every new token, and not of each sequence's last one alone.
+        device: device that it runs on.
+        gives_every_position: whether a call returns the logits of every new token, not only of each sequence's last.
     """
 
     def __init__(
@@ -56,17 +61,16 @@ class OnnxModel:
         """Open a folder.
 
         Args:
-            threads: number of threads that share one node's work; 0 takes all cores.
-            extra_outputs: values inside the graph to return as well.
-            every_position: whether to compute the logits of every new token where the folder gives the last one's.
-            accuracy_level: precision of every product with codes; the model's own by default.
-            native: whether the op's native kernel computes it where it is built, and not the model's function body;
-                it is the processor's alone.
+            threads: number of threads per node (intra-op); 0 uses all cores.
+            extra_outputs: names of values inside the graph to add to the outputs.
+            every_position: compute the logits of every new token even if the exported graph computes only the last's.
+            accuracy_level: MatMulNBits' accuracy level for every quantized matmul; the model's by default.
+            native: use the native library's CPU kernels if it was built, not the model's function bodies.
             device: "auto", "cpu", "cuda" or "cuda:N".
-            spins: whether threads wait for work in a loop, which saves microseconds and takes a core.
+            spins: whether idle threads spin, which saves microseconds per call and keeps their cores busy.
 
         Raises:
-            CheckpointError: the folder is damaged, or the runtime refuses the model.
+            CheckpointError: the folder is damaged, or the runtime cannot load the model.
             MissingDependencyError: the runtime cannot use the device.
         """
         self.device = RuntimeDevice.parse(device)
@@ -76,47 +80,52 @@ class OnnxModel:
         is_changed = bool(extra_outputs) or accuracy_level is not None or has_linked_data(graph, model_file(folder))
         if every_position:
             is_changed |= give_every_position(graph)
-        interface = read_interface(graph.graph, model_file(folder))
-        self.cache = interface.cache
-        self.vocabulary = interface.vocabulary
-        self.dtype = interface.dtype
-        self.gives_every_position = interface.gives_every_position
+        self.cache, logits = read_interface(graph.graph, model_file(folder))
+        _, positions, vocabulary = logits.shape.dim
+        self.vocabulary: int = vocabulary.dim_value
+        self.dtype = helper.tensor_dtype_to_np_dtype(logits.elem_type)
+        self.gives_every_position: bool = positions.dim_value != 1
         if extra_outputs:
             own_kinds = {value.name: value.type.tensor_type.elem_type for value in graph.graph.value_info}
             graph.graph.output.extend(
-                helper.make_tensor_value_info(name, own_kinds.get(name, interface.kind), None) for name in extra_outputs
+                helper.make_tensor_value_info(name, own_kinds.get(name, logits.elem_type), None)
+                for name in extra_outputs
             )
+        expanded: dict[str, np.ndarray] = {}
         if accuracy_level is not None:
-            _set_accuracy(graph, accuracy_level)
+            expanded = set_accuracy(graph, accuracy_level, model_file(folder).parent)
         native = native and self.device.kind == "cpu"
         if native and lacks_kernels(graph):
             _say_once_that_bodies_run()
         options = session_options(threads, native)
         if not spins:
             options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        options.add_external_initializers(
+            list(expanded), list(map(ort.OrtValue.ortvalue_from_numpy, expanded.values()))
+        )
         self.device.prepare(options)
         self.session = _open(folder, options, self.device, graph if is_changed else None)
         self.device.check_taken(self.session)
 
     @property
     def fallbacks(self) -> dict[str, int]:
-        """Number of nodes by operator that the processor runs although another device was asked for."""
+        """Number of nodes, by operator, that run on the CPU although another device was chosen."""
         return {} if self.device.kind == "cpu" else nodes_on_cpu(self.session)
 
     def check_cache(self) -> CacheShape:
-        """The shape of the cache.
+        """Return the shape of the cache.
 
         Raises:
-            CheckpointError: the model was exported without one.
+            CheckpointError: the model was exported without a cache.
         """
         if self.cache is None:
             raise CheckpointError(
-                f"{self.folder} was exported without a cache; export it again without {spelled('cache', False)}"
+                f"{self.folder} was exported without a cache; export it again without {option_name('cache', False)}"
             )
         return self.cache
 
     def empty_cache(self, batch: int, rows: int = 0) -> list[ort.OrtValue]:
-        """Caches on the device that hold no token: those of `cache.inputs`, with room for `rows` tokens, and states."""
+        """Allocate empty caches on the device: `cache.inputs` with space for `rows` tokens, then initial states."""
         if self.cache is None:
             return []
         shape = (batch, self.cache.kv_pairs, rows, self.cache.width)
@@ -124,40 +133,38 @@ class OnnxModel:
         return of_tokens + self.empty_states(batch)
 
     def empty_states(self, batch: int) -> list[ort.OrtValue]:
-        """States on the device as they are before the first token, in the order of `cache.states`."""
-        states = () if self.cache is None else self.cache.states
-        return [self.device.value(np.zeros((batch, *state.sizes), state.dtype)) for state in states]
+        """Allocate the initial recurrent states on the device, in the order of `cache.states`."""
+        states = {} if self.cache is None else self.cache.states
+        return [self.device.value(np.repeat(state, batch, 0)) for state in states.values()]
 
     def run(
         self, ids: np.ndarray, mask: np.ndarray, past: list[ort.OrtValue], outputs: tuple[str, ...] = ("logits",)
     ) -> tuple[list[np.ndarray], list[ort.OrtValue]]:
-        """The named outputs of one call, and the caches after it, which have grown and stay on the device.
+        """Run one call; return the named outputs as arrays, and the extended caches, which stay on the device.
 
         Args:
             ids: int64 [B, T].
-            mask: int64 [B, S], a column for each token of this and of earlier calls, 0 for padding on any side.
-            past: caches that `empty_cache` or the last call gave.
+            mask: int64 [B, S], a column for each token of this and of earlier calls; 0 for padding on either side.
+            past: caches from `empty_cache` or from the previous call.
         """
         binding = self.session.io_binding()
         bind_tokens(binding, ids, mask)
         for name in outputs:
             binding.bind_output(name)
         if self.cache is not None:
-            states = self.cache.states
-            taken = (*self.cache.inputs, *(state.input for state in states))
-            for name, value in zip(taken, past, strict=True):
+            for name, value in zip((*self.cache.inputs, *self.cache.states), past, strict=True):
                 binding.bind_ortvalue_input(name, value)
-            for name in (*self.cache.outputs, *(state.output for state in states)):
+            for name in (*self.cache.outputs, *self.cache.next_states):
                 binding.bind_output(name, self.device.kind, self.device.index)
         self.run_bound(binding)
         results = binding.get_outputs()
         return [value.numpy() for value in results[: len(outputs)]], results[len(outputs) :]
 
     def run_bound(self, binding: ort.IOBinding) -> None:
-        """Compute the outputs that are bound of the inputs that are.
+        """Run the session with bound inputs and outputs.
 
         Raises:
-            GraphError: the runtime fails, as it does where a damaged graph contradicts itself.
+            GraphError: the runtime fails, for example because a damaged graph is inconsistent.
         """
         try:
             self.session.run_with_iobinding(binding)
@@ -167,7 +174,7 @@ class OnnxModel:
 
 
 class InPlaceDecoder:
-    """Decoding of one batch with caches that stay where they are: nothing is copied from step to step."""
+    """Decodes one batch with preallocated caches: past and present share a buffer, so no step copies them."""
 
     def __init__(self, model: OnnxModel, batch: int, rows: int) -> None:
         self.cache = model.check_cache()
@@ -182,24 +189,25 @@ class InPlaceDecoder:
         for past, present, buffer in zip(self.cache.inputs, self.cache.outputs, self._buffers, strict=True):
             self._binding.bind_ortvalue_input(past, buffer)
             self._binding.bind_ortvalue_output(present, buffer)
-        # A state is replaced as a whole, which nobody promises to do in its own place: calls alternate between two.
+        # A recurrent state is replaced as a whole, and in-place updates are not guaranteed: calls alternate buffers.
         self._states, self._next_states = states, model.empty_states(batch)
 
     @property
     def nbytes(self) -> int:
-        """Size of the caches."""
+        """Size of the caches in bytes."""
         return self.batch * (self.cache.row_bytes * self.rows + 2 * self.cache.state_bytes)
 
     def step(self, ids: np.ndarray) -> np.ndarray:
-        """Append tokens [B, T] to the batch, and return their logits [B, T, V], or the last one's alone [B, 1, V]."""
+        """Append tokens [B, T] to the batch; return their logits [B, T, V], or only the last one's [B, 1, V]."""
         self.length += ids.shape[1]
         bind_tokens(self._binding, ids, np.ones((self.batch, self.length), np.int64))
-        for state, past, present in zip(self.cache.states, self._states, self._next_states, strict=True):
-            self._binding.bind_ortvalue_input(state.input, past)
-            self._binding.bind_ortvalue_output(state.output, present)
+        for name, state in zip(self.cache.states, self._states, strict=True):
+            self._binding.bind_ortvalue_input(name, state)
+        for name, state in zip(self.cache.next_states, self._next_states, strict=True):
+            self._binding.bind_ortvalue_output(name, state)
         self._states, self._next_states = self._next_states, self._states
         positions = ids.shape[1] if self.model.gives_every_position else 1
-        # Bound to an array of ours: the runtime's own output would be copied into one.
+        # Bound to a NumPy array, since an output that the runtime allocates would be copied into one.
         logits = np.empty((self.batch, positions, self.model.vocabulary), self.model.dtype)
         self._binding.bind_ortvalue_output("logits", ort.OrtValue.ortvalue_from_numpy(logits))
         self.model.run_bound(self._binding)
@@ -207,13 +215,13 @@ class InPlaceDecoder:
 
 
 def bind_tokens(binding: ort.IOBinding, ids: np.ndarray, mask: np.ndarray) -> None:
-    """Bind the inputs that every call has, from the host."""
+    """Bind token ids and attention mask from host memory."""
     binding.bind_cpu_input("input_ids", np.ascontiguousarray(ids, np.int64))
     binding.bind_cpu_input("attention_mask", np.ascontiguousarray(mask, np.int64))
 
 
 def session_options(threads: int = 0, native: bool = True) -> ort.SessionOptions:
-    """Options of a quiet session on this many threads, with the op's native kernel where it is wanted and built."""
+    """Return session options with few log messages; `native` registers the native library if it is built."""
     options = ort.SessionOptions()
     options.log_severity_level = 3
     options.intra_op_num_threads = threads
@@ -224,41 +232,29 @@ def session_options(threads: int = 0, native: bool = True) -> ort.SessionOptions
 
 
 def lacks_kernels(graph: onnx.ModelProto) -> bool:
-    """Whether the graph has ops that the native library computes, and none was built or named."""
+    """Return whether the graph has ops with native kernels, and there is no native library."""
     return library_path() is None and any((node.domain, node.op_type) in _NATIVE for node in graph.graph.node)
 
 
 @cache
 def _say_once_that_bodies_run() -> None:
-    # An empty name says that no library is wanted.
+    # If the variable is empty, the user chose to run without a library.
     if OVERRIDE not in os.environ:
         logging.getLogger(__name__).warning(
             "no native library is built: ONNX Runtime computes the model by the ops' function bodies, which is slower; "
-            "python -m diffquant.export.native builds one"
+            "python -m diffquant.onnx.native builds one"
         )
-
-
-def _set_accuracy(graph: onnx.ModelProto, level: int) -> None:
-    """Have every product with codes computed by ONNX Runtime's own op at this level."""
-    for node in graph.graph.node:
-        if node.op_type != MATMUL:
-            continue
-        # The native library's products round activations whatever the level is.
-        node.domain = CONTRIB
-        for attribute in node.attribute:
-            if attribute.name == "accuracy_level":
-                attribute.i = level
 
 
 def _open(
     folder: Path, options: ort.SessionOptions, device: RuntimeDevice, changed: onnx.ModelProto | None
 ) -> ort.InferenceSession:
-    """A session on the folder's model, or on a changed copy of it that has the same data."""
+    """Open a session on the folder's model, or on a changed copy of it with the same data."""
     file = model_file(folder)
     try:
         if changed is None:
             return ort.InferenceSession(str(file), options, providers=device.providers)
-        # A model from memory has no folder of its own to look for its data in.
+        # A model from memory has no folder in which its data could be found.
         data = follow_links(changed, file)
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(data))
         return ort.InferenceSession(changed.SerializeToString(), options, providers=device.providers)

@@ -1,1 +1,1 @@
-"""Proof that an exported folder computes what its checkpoint does."""
+"""Verification that an exported folder computes the same as its checkpoint."""

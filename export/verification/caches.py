@@ -1,6 +1,6 @@
-"""Caches of the reference: keys and values as a quantized cache gives them back, before a sequence and within it."""
+"""KV caches of the reference: they round keys and values as the exported quantized cache does."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +11,13 @@ from onnx import numpy_helper
 from torch import Tensor
 from transformers import DynamicCache
 
-from diffquant.export.graph.cache_scales import Scales
-from diffquant.numbers.absmax import max_code
-from diffquant.source.ranges import Ranges
+from diffquant.checkpoints.ranges import Ranges
+from diffquant.onnx.graph.plan import Scales
+from diffquant.recipe.numbers.absmax import max_code
 
 
 def scale_error(cache: "StaticCache", ranges: Ranges) -> float:
-    """Largest relative difference of a cache's scales from those that calibrated ranges give, over all channels."""
+    """Return the largest relative difference of a cache's scales from those of calibrated ranges, over all channels."""
     errors = [
         (scale.flatten() * max_code(cache.bits) / ranges.tensors[f"layers.{layer}.{target}"].flatten() - 1).abs().max()
         for layer, scales in cache.scales.items()
@@ -27,18 +27,18 @@ def scale_error(cache: "StaticCache", ranges: Ranges) -> float:
 
 
 def to_model_order(scales: Scales, orders: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """k_scale as [1, key heads, 1, d] and v_scale as [1, h_kv, 1, dv] of DiffTransformer."""
+    """Reorder k_scale to [1, key heads, 1, d] and v_scale to [1, h_kv, 1, dv] of DiffTransformer."""
     keys, values = (torch.from_numpy(s.flatten())[at][None, :, None] for s, at in zip(scales, orders, strict=True))
     return keys, values
 
 
 class StaticCache(DynamicCache):
-    """A cache of whole sequences that gives keys and values back as their codes are read, and keeps none.
+    """A cache that quantizes and dequantizes the keys and values of whole sequences, and stores none.
 
     Attributes:
         scales: scales of keys and values by layer.
         bits: width of the codes.
-        largest: largest magnitudes of keys and values by layer that it was given, in the scales' shapes.
+        largest: largest magnitudes of keys and values so far, by layer, in the scales' shapes.
     """
 
     def __init__(self, scales: Mapping[int, tuple[Tensor, Tensor]], bits: int) -> None:
@@ -53,10 +53,10 @@ class StaticCache(DynamicCache):
         before = self.largest.get(layer_idx, tuple(torch.zeros_like(x) for x in seen))
         keys, values = (torch.maximum(a, b) for a, b in zip(before, seen, strict=True))
         self.largest[layer_idx] = keys, values
-        return self.read_back(*states, layer_idx)
+        return self.round_trip(*states, layer_idx)
 
-    def read_back(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer as their codes are read."""
+    def round_trip(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Quantize and dequantize a layer's keys and values."""
         limit = max_code(self.bits)
         keys, values = (
             (x / scale).round().clamp(-limit, limit) * scale
@@ -64,8 +64,15 @@ class StaticCache(DynamicCache):
         )
         return keys, values
 
-    def fitted(self) -> "StaticCache":
-        """A cache of the same width whose scales fit what this one was given."""
+    def clips(self, layer: int) -> bool:
+        """Return whether some of a layer's keys or values so far exceeded the largest code."""
+        limit = max_code(self.bits)
+        pairs = zip(self.largest[layer], self.scales[layer], strict=True)
+        # Half a code of tolerance: a scale may be rounded down in its last digit.
+        return any(bool((largest > scale * (limit + 0.5)).any()) for largest, scale in pairs)
+
+    def fit_scales(self) -> "StaticCache":
+        """Return a cache of the same bit width whose scales fit the keys and values seen so far."""
         limit = max_code(self.bits)
         scales = {}
         for layer, largest in self.largest.items():
@@ -75,7 +82,7 @@ class StaticCache(DynamicCache):
 
 
 def cache_scales(graph: onnx.ModelProto) -> dict[int, Scales]:
-    """Static scales of the cache by layer, as the model holds them; empty for an unquantized cache."""
+    """Read the cache's static scales by layer; empty if the cache is not quantized."""
     tensors = {
         tensor.name: tensor for tensor in graph.graph.initializer if tensor.name.endswith(("k_scale", "v_scale"))
     }
@@ -91,12 +98,12 @@ def cache_scales(graph: onnx.ModelProto) -> dict[int, Scales]:
 
 @dataclass(frozen=True)
 class Past:
-    """Rows of a cache before a sequence, which all layers share.
+    """Cached keys and values before a sequence, the same in all layers.
 
     Attributes:
-        keys: [1, key heads, P, d] in DiffTransformer's order: floats, or codes as floats where the cache is quantized.
-        values: [1, h_kv, P, dv], likewise.
-        states: those of layers that keep states instead, [1, ...] each; None where no layer does.
+        keys: [1, key heads, P, d] in DiffTransformer's order; if the cache is quantized, codes as floats.
+        values: [1, h_kv, P, dv] in DiffTransformer's order; if the cache is quantized, codes as floats.
+        states: recurrent states [1, ...] of layers without keys and values, or None if there are no such layers.
     """
 
     keys: Tensor
@@ -111,45 +118,73 @@ class Past:
         orders: tuple[Tensor, Tensor],
         states: tuple[Tensor, Tensor] | None = None,
     ) -> "Past":
-        """The rows of an exported model's caches, [1, h_kv, P, entries] as it stores them."""
+        """Convert stored rows [1, h_kv, P, entries] of an exported model's caches."""
         flat = (torch.from_numpy(_codes(x)[0]).movedim(0, 1).flatten(1) for x in (keys, values))
         of_model = [rows[:, order].movedim(0, 1)[None].float() for rows, order in zip(flat, orders, strict=True)]
         return cls(of_model[0], of_model[1], states)
 
     @property
     def length(self) -> int:
-        """Number P of rows."""
+        """Number P of cached tokens."""
         return self.keys.shape[2]
 
     @property
     def nbytes(self) -> int:
-        """Bytes that keys and values take."""
+        """Size of keys and values in bytes."""
         return self.keys.nbytes + self.values.nbytes
 
 
-class GrowingCache(DynamicCache):
-    """A cache of one layer that is extended call by call.
+@dataclass(frozen=True)
+class Reading:
+    """How a sequence is fed to a model; by default in one call without a past.
 
     Attributes:
-        static: what rounds keys and values; None if they stay as they are.
-        past: rows before the first call; None for none.
-        held: keys and values as they are read, those of all calls so far.
+        calls: number of tokens in each call; empty for one call. A dynamic scale of the logits is per call.
+        past: cached rows before the sequence, or None if there are none.
     """
 
-    def __init__(self, static: StaticCache | None, past: Past | None, held: tuple[Tensor, ...] = ()) -> None:
+    calls: tuple[int, ...] = ()
+    past: Past | None = None
+
+
+WHOLE = Reading()
+
+
+class GrowingCache(DynamicCache):
+    """A cache of one layer that grows with each call, for one batch or for several sequences packed along one axis.
+
+    Attributes:
+        static: cache that rounds keys and values, or None to leave them unchanged.
+        past: rows before the first call, or None if there are none.
+        held: keys and values after rounding, of each packed sequence or of the batch; () before the first call.
+        lengths: number of each packed sequence's tokens in a call; () for a batch.
+    """
+
+    def __init__(
+        self,
+        static: StaticCache | None,
+        past: Past | None = None,
+        held: Sequence[tuple[Tensor, ...]] = ((),),
+        lengths: Sequence[int] = (),
+    ) -> None:
         super().__init__()
         self.static = static
         self.past = past
-        self.held = held
+        self.held = list(held)
+        self.lengths = list(lengths)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002
         new = (key_states, value_states)
         if self.static is not None:
             new = self.static.update(*new, layer_idx)
-        # Sequences of one batch are read behind the same rows.
-        held = self.held or tuple(rows.expand(len(key_states), -1, -1, -1) for rows in self._before(layer_idx))
-        self.held = tuple(torch.cat(parts, 2) for parts in zip(held, new, strict=True)) if held else new
-        return self.held
+        added = zip(*(x.split(self.lengths or x.shape[2], 2) for x in new), strict=True)
+        # All sequences of a batch have the same past.
+        before = [x.expand(len(key_states), -1, -1, -1) for x in self._before(layer_idx)]
+        self.held = [
+            tuple(torch.cat(parts, 2) for parts in zip(rows or before, own, strict=True)) if rows or before else own
+            for rows, own in zip(self.held, added, strict=True)
+        ]
+        return self.held[0] if len(self.held) == 1 else tuple(torch.cat(x, 2) for x in zip(*self.held, strict=True))
 
     def _before(self, layer: int) -> tuple[Tensor, ...]:
         if self.past is None:
@@ -161,7 +196,7 @@ class GrowingCache(DynamicCache):
 
 
 def _codes(stored: np.ndarray) -> np.ndarray:
-    """A cache's entries, and for those of two 4-bit codes the codes, of which the lower half of a byte comes first."""
+    """Return a cache's entries; bytes of two 4-bit codes are unpacked to int8, the lower half first."""
     if stored.dtype != np.uint8:
         return stored
     return np.stack([stored & 15, stored >> 4], -1).reshape(*stored.shape[:-1], -1).astype(np.int8) - 8

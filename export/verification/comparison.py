@@ -1,4 +1,4 @@
-"""An exported folder in ONNX Runtime against its reference in torch, stage by stage and route by route."""
+"""Comparison of an exported folder in ONNX Runtime with its torch reference, stage by stage and route by route."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,49 +9,63 @@ from onnxruntime.capi import onnxruntime_pybind11_state as runtime_errors
 from torch import Tensor
 
 from diffquant.errors import CheckpointError
-from diffquant.evals.prefixes import shares_prefixes
-from diffquant.export.graph.decoder import EMBEDDED, LAYER_OUTPUT
-from diffquant.export.manifest import Manifest
-from diffquant.export.runtime.device import on_cpu_text
-from diffquant.export.runtime.session import GraphError, OnnxModel
-from diffquant.export.verification.errors import StageNoise, cache_excess, relative_rms, stage_errors, stage_noise
-from diffquant.export.verification.long_context import LONG_CONTEXT, FarCalls, far_calls, reach
-from diffquant.export.verification.passages import beginnings
-from diffquant.export.verification.reference import WHOLE, Reading, Reference
-from diffquant.export.verification.report import (
+from diffquant.measure import shares_prefixes
+from diffquant.onnx.graph.decoder import EMBEDDED, LAYER_OUTPUT
+from diffquant.onnx.graph.plan import CACHE_LIMIT
+from diffquant.onnx.manifest import Manifest
+from diffquant.onnx.runtime.device import on_cpu_text
+from diffquant.onnx.runtime.session import GraphError, OnnxModel
+from diffquant.onnx.verification.caches import WHOLE, Reading
+from diffquant.onnx.verification.errors import (
+    StageErrors,
+    StageNoise,
+    TokenComparison,
+    cache_excess,
+    compare_tokens,
+    relative_rms,
+    stage_errors,
+    stage_noise,
+)
+from diffquant.onnx.verification.passages import LONG_CONTEXT, FarCalls, beginnings, far_calls, reach
+from diffquant.onnx.verification.reference import Reference
+from diffquant.onnx.verification.report import (
     Measure,
     Route,
-    SessionTokens,
     Verification,
-    far_measures,
     loses_tokens,
     measures,
-    nearest_limits,
+    nearest_limit,
 )
-from diffquant.export.verification.routes import IN_PLACE, PREFILL, Run, as_float32, last_positions, prefill, routes
-from diffquant.export.verification.sessions import Session, sessions_of
-from diffquant.export.verification.tokens import compare_tokens
+from diffquant.onnx.verification.routes import (
+    IN_PLACE,
+    PREFILL,
+    Run,
+    Session,
+    as_float32,
+    last_positions,
+    prefill,
+    routes,
+    sessions_of,
+)
 from diffquant.recipe import Recipe
+from diffquant.support.names import option_name
 from diffquant.support.progress import Progress
-from diffquant.support.spelling import spelled
 
-# A session that cannot be made raises the runtime's own.
+# Opening a session raises the runtime's own exception types.
 _RUNTIME_ERRORS = (GraphError, runtime_errors.InvalidArgument, runtime_errors.Fail, runtime_errors.NotImplemented)
 
-# A difference may be this many times what rounding alone makes of the reference.
+# Limit of an error, as a multiple of the error that rounding alone causes in the reference.
 MARGIN = 4.0
-# Typical rounding of the cache against that under scales fitted to the passages themselves: two bits lost.
-CACHE_LIMIT = 4.0
-# Work of a route, and of measuring what rounding does, beside that of any other route: CPU seconds of SmolLM2's export.
+# Work of the long-context route, and of measuring rounding, in units of any other route: from SmolLM2's CPU seconds.
 _WORK_OF_LONG_CONTEXT, _WORK_OF_NOISE = 3, 4
 
 
 class _RouteError(CheckpointError):
-    """ONNX Runtime cannot run the folder by a route."""
+    """ONNX Runtime cannot run one of the routes (ways to feed a sequence; see `routes`)."""
 
 
 class Comparison:
-    """A folder's sessions and routes against one reference."""
+    """Compares a folder's sessions and routes with one reference."""
 
     def __init__(
         self,
@@ -73,35 +87,37 @@ class Comparison:
         self._threads = threads
         self._device = device
         self._progress = progress
-        # The processor's products alone round activations.
+        # Only the CPU's matmuls round activations.
         self._rounds = reference.rounds and device == "cpu"
-        # A scale that spans rows of logits spans those of one call, whose reference has to read the same calls.
+        # A logit scale that spans rows depends on the tokens of a call, so the reference must split the same way.
         self._spans_rows = not shares_prefixes(Recipe(logits=manifest.options.logits))
-        # Weights are proved by whole passages, masks and caches by their beginnings, at a third of the cost.
+        # Whole passages with float32 matmuls verify the weights; the beginnings suffice for the rest, at a third of
+        # the cost.
         self._beginnings = passages if self._spans_rows else beginnings(passages)
         self._outputs = (EMBEDDED, *(LAYER_OUTPUT.format(layer=i) for i in range(reference.layers)), "logits")
         self._whole = self._logits(passages, rounds=False)
         self._expectations: dict[bool, tuple[list[Tensor], float, StageNoise]] = {}
         self._far_noises: dict[int, StageNoise] = {}
-        self._tokens: list[SessionTokens] = []
+        self._tokens: dict[str, TokenComparison] = {}
         self._done = self._total = 0
         self._cache: Measure | None = None
+        self._cache_layer, self._cache_clips = 0, False
         self._reached = 0
 
     def verification(self, scales: Measure | None, rotation: Measure | None, bodies: Sequence[str]) -> Verification:
-        """Results of the comparison.
+        """Run all sessions and routes, and return the results.
 
         Args:
-            scales: error of the cache's scales against calibration's; None if there is none to compare.
-            rotation: error of the tables of cosines and sines; None without them.
-            bodies: nodes whose attributes are not those of their function bodies.
+            scales: error of the cache's scales against calibration's, or None if there is none to compare.
+            rotation: error of the RoPE tables, or None if there are none.
+            bodies: nodes whose attributes differ from those of their function bodies, as sentences.
         """
         compared: list[Route] = []
         failures: list[str] = []
         refusals: list[str] = []
         fallbacks: dict[str, int] = {}
         sessions = sessions_of(self._reference, self._rounds, self._device)
-        # Prefill and padded batch, and with a cache four more.
+        # Prefill and padded batch; four more with a cache.
         routes_of_one = 6 if self._manifest.options.cache else 2
         self._done, noises = 0, len({session.rounds for session in sessions})
         far = sum(not session.rounds for session in sessions)
@@ -112,7 +128,7 @@ class Comparison:
             fallbacks |= model.fallbacks
             of_session: list[Route] = []
             try:
-                for route in self._compared(session, model):
+                for route in self._compare_routes(session, model):
                     of_session.append(route)
                     work = _WORK_OF_LONG_CONTEXT if route.name == LONG_CONTEXT else 1
                     self._advance(work, f"{session.name}, {route.name}")
@@ -120,7 +136,7 @@ class Comparison:
                 if session.is_folder and not of_session:
                     raise CheckpointError(f"ONNX Runtime cannot run {self._folder}: {error}") from error
                 if session.runs_body and not of_session:
-                    # GroupQueryAttention does not take every width of a head, the native kernel does.
+                    # The native kernel supports every head width, GroupQueryAttention does not.
                     refusals.append(f"{error}, and so the folder needs the native kernel")
                 else:
                     failures.append(str(error))
@@ -134,60 +150,64 @@ class Comparison:
             stages=tuple(self._reference.stages),
             routes=tuple(compared),
             cache=self._cache,
+            cache_layer=self._cache_layer,
+            cache_clips=self._cache_clips,
             scales=scales,
             rotation=rotation,
             failures=tuple(failures),
             bodies=tuple(bodies),
-            tokens=tuple(self._tokens),
+            tokens=self._tokens,
             notes=(*self._notes(scales), *([on_cpu_text(fallbacks)] if fallbacks else []), *refusals),
         )
 
     def _advance(self, work: int, what: str) -> None:
-        """Report that work is done."""
+        """Add finished work to the progress, and report it."""
         self._done += work
         self._progress(self._done, self._total, what)
 
-    def _compared(self, session: Session, model: OnnxModel) -> Iterator[Route]:
-        """Every route of a session, compared."""
-        # The function body's weights are those of the session before.
-        passages = self._beginnings if session.runs_body else self._passages
+    def _compare_routes(self, session: Session, model: OnnxModel) -> Iterator[Route]:
+        """Run every route of a session and yield its errors."""
+        # The function-body session has the same weights as the one before, which whole passages verified.
+        read_by_runtime = self._beginnings if session.runs_body else self._passages
         with self._running(session, PREFILL):
-            read = prefill(model, passages, self._outputs)
-        states = [run.tensors for run in read]
-        begun = [[x[:, : ids.shape[1]] for x in of] for of, ids in zip(states, self._beginnings, strict=True)]
-        if session.is_folder and self._reference.cache is not None:
-            self._cache = Measure(cache_excess(self._reference, self._beginnings, begun), CACHE_LIMIT)
-        # Sessions that compute alike share what rounding explains.
+            read = prefill(model, read_by_runtime, self._outputs)
+        last = [as_float32(run.states[-1]) for run in read]
+        self._tokens[session.name] = compare_tokens(_cut(self._whole, last))
+        begun = [run.beginning(ids.shape[1]) for run, ids in zip(read, self._beginnings, strict=True)]
+        passages, read = (self._beginnings, begun) if session.rounds else (read_by_runtime, read)
+        # Whole passages come first: the reference then has their beginnings in its memory.
+        errors = self._stage_errors(session, passages, read)
+        # Sessions with the same arithmetic share the measured effect of rounding.
         if session.rounds not in self._expectations:
             self._advance(0, f"{session.name}, what rounding explains")
-            self._expectations[session.rounds] = self._expected(session, begun, states)
+            states = [[run.tensors for run in runs] for runs in (begun, read)]
+            self._expectations[session.rounds] = self._compute_expected(session, states[0], (passages, states[1]))
             self._advance(_WORK_OF_NOISE, f"{session.name}, {PREFILL}")
         whole, limit, noise = self._expectations[session.rounds]
-        last = [each[-1] for each in states]
-        self._tokens.append(SessionTokens(session.name, compare_tokens(_cut(self._whole, last))))
+        if self._cache is None and self._reference.cache is not None and not session.rounds:
+            fit = cache_excess(self._reference, self._beginnings, [run.tensors for run in begun])
+            self._cache_layer, self._cache = fit[0], Measure(fit[1], CACHE_LIMIT)
+            self._cache_clips = self._reference.cache.clips(fit[0])
 
         def logits_errors(runs: Sequence[Run]) -> tuple[Measure, Measure | None]:
-            """Errors of the logits against the reference's and against prefill's."""
+            """Return the errors of the logits against the reference's and against prefill's."""
             is_cut = self._spans_rows and any(len(run.calls) > 1 for run in runs)
-            wanted = self._logits(passages, session.rounds, runs=runs) if is_cut else whole
+            wanted = self._logits(self._beginnings, session.rounds, runs=runs) if is_cut else whole
             against = [_relative_error(runs, others) for others in (wanted, *([] if is_cut else [last]))]
             return Measure(against[0], limit), None if is_cut else Measure(against[1], limit)
 
-        def route(name: str, passages: list[np.ndarray], runs: Sequence[Run]) -> Route:
-            firsts, readings = [run.first for run in runs], list(map(self._reading_of, runs))
-            ids = [passage[:, : sum(run.calls)] for passage, run in zip(passages, runs, strict=False)]
-            with self._reference.arithmetic(rounds=session.rounds):
-                errors = stage_errors(self._reference, ids, [run.tensors for run in runs], firsts, readings)
-            return Route(session.name, name, *measures(errors, noise, firsts, MARGIN), *logits_errors(runs))
+        def route(name: str, errors: StageErrors, runs: Sequence[Run]) -> Route:
+            found = measures(errors, noise.typical([run.first for run in runs]), noise.largest, MARGIN)
+            return Route(session.name, name, *found, *logits_errors(runs))
 
-        yield route(PREFILL, passages, read)
+        yield route(PREFILL, errors, read)
         for name, runner in routes(model, not self._spans_rows):
             with self._running(session, name):
                 runs = runner(model, self._beginnings, self._outputs)
-            yield route(name, self._beginnings, runs)
+            yield route(name, self._stage_errors(session, self._beginnings, runs), runs)
         if model.cache is not None:
             with self._running(session, IN_PLACE):
-                # The folder itself is opened once more without a thing changed, as `diffquant run` uses it.
+                # The folder is opened once more, unchanged, as `diffquant run` opens it.
                 used = (
                     OnnxModel(self._folder, self._threads, device=self._device, spins=False)
                     if session.is_folder
@@ -195,34 +215,43 @@ class Comparison:
                 )
                 runs = last_positions(used, self._beginnings)
             yield Route(session.name, IN_PLACE, (), (), *logits_errors(runs))
-        # Rounded activations change products, of which the routes above have each kind; the graph is the same.
+        # Rounded activations affect only matmuls, all kinds of which the routes above run; the graph is the same.
         if not session.rounds:
             yield self._long_context(session, model, noise)
 
+    def _stage_errors(self, session: Session, passages: Sequence[np.ndarray], runs: Sequence[Run]) -> StageErrors:
+        """Return the errors of the stages in some runs of passages."""
+        ids = [passage[:, : sum(run.calls)] for passage, run in zip(passages, runs, strict=False)]
+        firsts, readings = [run.first for run in runs], list(map(self._reading_of, runs))
+        with self._reference.arithmetic(rounds=session.rounds):
+            return stage_errors(self._reference, ids, [run.tensors for run in runs], firsts, readings)
+
     def _long_context(self, session: Session, model: OnnxModel, usual: StageNoise) -> Route:
-        """Calls far into the context, each held to what rounding does to such calls."""
+        """Compare calls at far positions of the context, each with the error that rounding explains."""
         found: list[tuple[tuple[Measure, ...], tuple[Measure, ...]]] = []
         self._reached = reach(model, self._reference.model.config.max_position_embeddings)
         calls = far_calls(model, self._reference, self._passages, self._outputs)
-        while far := self._next(calls, session):
-            states = [list(map(as_float32, each)) for each in far.states]
-            firsts, readings = [0] * len(states), [far.reading] * len(states)
-            errors = stage_errors(self._reference, far.sequences, states, firsts, readings)
-            # Sessions share what rounding explains here, too.
+        while far := self._read_far(calls, session):
+            reading, sequences, given = far
+            states = [list(map(as_float32, each)) for each in given]
+            errors = stage_errors(self._reference, sequences, states, [0] * len(states), [reading] * len(states))
+            # Sessions share the measured effect of rounding here, too.
             if (number := len(found)) not in self._far_noises:
-                noise = stage_noise(self._reference, far.sequences, states, False, far.reading, True)
-                self._far_noises[number] = noise
-            found.append(far_measures(errors, self._far_noises[number], usual, MARGIN))
-        typical, largest = (nearest_limits(parts) for parts in zip(*found, strict=True))
+                self._far_noises[number] = stage_noise(self._reference, sequences, states, False, reading, True)
+            noise = self._far_noises[number]
+            # The passages have many more positions, so flips are likelier among them.
+            largest_noise = max(noise.largest, usual.largest)
+            found.append(measures(errors, noise.flipped.quantile(0.9), largest_noise, MARGIN))
+        typical, largest = (tuple(map(nearest_limit, zip(*parts, strict=True))) for parts in zip(*found, strict=True))
         return Route(session.name, LONG_CONTEXT, typical, largest, None, None)
 
-    def _next(self, calls: Iterator[FarCalls], session: Session) -> FarCalls | None:
+    def _read_far(self, calls: Iterator[FarCalls], session: Session) -> FarCalls | None:
         with self._running(session, LONG_CONTEXT):
             return next(calls, None)
 
     @contextmanager
     def _running(self, session: Session, route: str) -> Iterator[None]:
-        """Say of an error of the runtime's where it arose."""
+        """Convert an error of the runtime into one that names the session and the route."""
         try:
             yield
         except _RUNTIME_ERRORS as error:
@@ -234,42 +263,44 @@ class Comparison:
     def _logits(
         self, passages: list[np.ndarray], rounds: bool, noise: float | None = None, runs: Sequence[Run] | None = None
     ) -> list[Tensor]:
-        """Logits of passages by the reference, whole or as some runs read them."""
-        readings = [WHOLE for _ in passages] if runs is None else map(self._reading_of, runs)
+        """Compute the reference's logits of passages, in one call each or split into calls as `runs` were."""
         logits = []
         with self._reference.arithmetic(rounds=rounds, noise=noise):
-            for ids, reading in zip(passages, readings, strict=False):
+            if runs is None:
+                return self._reference.run(passages)
+            for ids, reading in zip(passages, map(self._reading_of, runs), strict=False):
                 with self._reference.reading(reading):
-                    logits.append(self._reference.run(ids))
+                    logits += self._reference.run([ids])
         return logits
 
-    def _expected(
-        self, session: Session, begun: list[list[Tensor]], read: list[list[Tensor]]
+    def _compute_expected(
+        self, session: Session, begun: list[list[Tensor]], whole_states: tuple[list[np.ndarray], list[list[Tensor]]]
     ) -> tuple[list[Tensor], float, StageNoise]:
-        """Logits that a session should have, how far they may be off, and what rounding does to its stages."""
-        whole = self._logits(self._passages, rounds=True) if session.rounds else self._whole
+        """Return a session's expected logits, the limit of their relative error, and the rounding noise by stage."""
+        passages = self._beginnings if session.rounds else self._passages
+        whole = self._logits(passages, rounds=True) if session.rounds else self._whole
         rounds_anew = session.rounds and self._reference.knows_rounding
         limit = self._tolerance
         if limit is None:
-            disturbed = self._logits(self._passages, rounds_anew, self._reference.flipping)
+            disturbed = self._logits(passages, rounds_anew, self._reference.flipping)
             limit = MARGIN * relative_rms(zip(disturbed, whole, strict=True))
-        noise = stage_noise(self._reference, self._beginnings, begun, session.rounds, whole=(self._passages, read))
+        noise = stage_noise(self._reference, self._beginnings, begun, session.rounds, whole=whole_states)
         return whole, limit, noise
 
     def _notes(self, scales: Measure | None) -> Iterator[str]:
-        """Sentences about int8 activations, and about what was not compared."""
+        """Yield sentences about int8 activations, and about what was not compared."""
         if self._device == "cpu" and not self._reference.knows_rounding:
             yield (
                 "ONNX Runtime rounds activations on this processor by a rule unknown here: products with int8 "
                 "activations are held to no more than what such rounding costs"
             )
-        # Beside wider codes activations are rounded in any case.
+        # With codes of more than 4 bits, activations are always rounded.
         has_choice = any(tensor["container_bits"] == 4 for tensor in self._manifest.tensors.values())
         if self._rounds and has_choice and loses_tokens(self._tokens):
-            rounded, exact = (each.tokens.agreement for each in self._tokens[:2])
+            rounded, exact = [each.agreement for each in self._tokens.values()][:2]
             yield (
                 f"the likeliest token is torch's at {rounded:.1%} of the positions, and at {exact:.1%} with float32 "
-                f"products: where that matters, export with {spelled('accuracy_level', 1)}, which is slower"
+                f"products: where that matters, export with {option_name('accuracy_level', 1)}, which is slower"
             )
         if self._reference.cache is not None and scales is None:
             yield (
@@ -283,7 +314,7 @@ class Comparison:
 
 
 def _relative_error(runs: Sequence[Run], wanted: Sequence[Tensor]) -> float:
-    """Relative RMS error of the logits of some runs, where they tell a route from prefill."""
+    """Return the relative RMS error of the logits of some runs, from each run's `first` position on."""
     return relative_rms(
         (got[:, run.first :], logits[:, run.first :])
         for run, (logits, got) in zip(runs, _cut(wanted, [as_float32(run.states[-1]) for run in runs]), strict=True)
@@ -291,5 +322,5 @@ def _relative_error(runs: Sequence[Run], wanted: Sequence[Tensor]) -> float:
 
 
 def _cut(wanted: Sequence[Tensor], got: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Logits of whole passages as far as others, of their beginnings or of some of them, reach."""
+    """Yield pairs of logits, the wanted ones cut to the length of the others; `got` may have fewer passages."""
     return ((whole[:, : some.shape[1]], some) for whole, some in zip(wanted, got, strict=False))

@@ -1,23 +1,29 @@
-"""How far two computations of the same states are apart: stage by stage, and in the logits of whole runs."""
+"""Errors of an exported model against its torch reference: per stage, in the logits, and in the predicted tokens.
+
+A stage is the embedding, a layer, or the head behind the final norm.
+"""
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from diffquant.errors import DiffQuantError
-from diffquant.export.verification.reference import FLIPPING, WHOLE, Reading, Reference
+from diffquant.measure.stats import wilson_interval
+from diffquant.onnx.verification.caches import WHOLE, Reading
+from diffquant.onnx.verification.reference import FLIPPING, Reference
 
 
 @dataclass(frozen=True)
 class StageErrors:
-    """Relative errors of each stage's output.
+    """Relative errors of the stages' outputs.
 
     Attributes:
-        passages: errors [T] at a passage's positions, by passage and stage.
+        passages: `passages[i][j]` holds the errors [T] of stage j at each position of passage i.
     """
 
     passages: tuple[tuple[Tensor, ...], ...]
@@ -27,28 +33,29 @@ class StageErrors:
         return self.quantile(1.0)
 
     def quantile(self, share: float) -> tuple[float, ...]:
-        """The quantile of all positions' errors at this share, by stage."""
+        """Return each stage's quantile of the errors at all positions; `share` is from 0 to 1."""
         return tuple(float(torch.cat(parts).quantile(share)) for parts in zip(*self.passages, strict=True))
 
-    def behind(self, firsts: Sequence[int]) -> "StageErrors":
-        """Errors at the positions of each passage from a first one on; as many passages as there are first ones."""
-        kept = zip(self.passages, firsts, strict=False)
-        return StageErrors(tuple(tuple(errors[first:] for errors in stages) for stages, first in kept))
+    def cut(self, firsts: Sequence[int] = (), lengths: Sequence[int] = ()) -> "StageErrors":
+        """Return the errors at some positions of the first passages.
 
-    def until(self, lengths: Sequence[int]) -> "StageErrors":
-        """Errors at the first positions of each passage."""
-        kept = zip(self.passages, lengths, strict=True)
-        return StageErrors(tuple(tuple(errors[:length] for errors in stages) for stages, length in kept))
+        Args:
+            firsts: first position to keep of each passage.
+            lengths: number of positions to keep of each passage, if `firsts` is empty.
+        """
+        ranges = [slice(first, None) for first in firsts] or [slice(length) for length in lengths]
+        kept = zip(self.passages, ranges, strict=False)
+        return StageErrors(tuple(tuple(errors[each] for errors in stages) for stages, each in kept))
 
 
 @dataclass(frozen=True)
 class StageNoise:
-    """Errors that rounding explains.
+    """Errors that rounding alone causes in the reference.
 
     Attributes:
-        rounded: errors where every result is disturbed by its own rounding.
-        flipped: errors where it is disturbed so much that some codes fall to their neighbours.
-        many_flipped: errors where codes of every kind do.
+        rounded: errors if noise as large as its rounding error is added to every result.
+        flipped: errors if the noise is so large that some quantized values move to a neighbouring code.
+        many_flipped: errors if it is so large that codes of every kind do, those of attention logits included.
     """
 
     rounded: StageErrors
@@ -56,17 +63,17 @@ class StageNoise:
     many_flipped: StageErrors
 
     def typical(self, firsts: Sequence[int]) -> tuple[float, ...]:
-        """A bound that the median over some passages' positions, from first ones on, hardly ever exceeds, by stage."""
-        # A code of the cache that flips is felt by all positions behind it: passages are what chance draws, not
-        # positions. Four standard errors, where a passage counts as four.
+        """Return a bound for each stage that the median error over the passages' positions hardly ever exceeds."""
+        # A cache code that flips affects all later positions, so passages are the independent samples, not positions.
+        # Four standard errors, where a passage counts as four samples.
         share = 0.5 + 1 / math.sqrt(len(firsts))
         if share < 1:
-            return self.rounded.behind(firsts).quantile(share)
+            return self.rounded.cut(firsts).quantile(share)
         return self.flipped.quantile(0.9)
 
     @property
     def largest(self) -> float:
-        """The largest error of any stage: which stage a code flips in is chance."""
+        """The largest error of any stage: it is chance in which stage a code flips."""
         return max(self.many_flipped.largest)
 
 
@@ -77,23 +84,23 @@ def stage_errors(
     firsts: Sequence[int],
     readings: Sequence[Reading],
 ) -> StageErrors:
-    """Errors of what each stage of the runtime makes of the state that it was given.
+    """Return the errors of each stage of the runtime, given the runtime's own output of the stage before.
 
     Args:
-        reference: torch twin, computing as the runtime should.
+        reference: torch reference, set to compute as the runtime should.
         passages: token ids [1, T].
-        states: outputs of all stages [1, T, ...] for each passage, as the runtime computed them.
-        firsts: first position of each passage to look at.
-        readings: how each passage was read.
+        states: the runtime's outputs of all stages [1, T, ...] for each passage.
+        firsts: first position of each passage to compare.
+        readings: how each passage was split into calls.
     """
-    errors = []
-    for ids, outputs, first, reading in zip(passages, states, firsts, readings, strict=False):
-        with reference.reading(reading):
-            wanted = _wanted(reference, ids, outputs, first)
-            errors.append(
-                tuple(position_errors(got[:, first:], *pair) for got, pair in zip(outputs, wanted, strict=True))
-            )
-    return StageErrors(tuple(errors))
+    if any(each is not readings[0] for each in readings):
+        ones = [slice(number, number + 1) for number in range(len(passages))]
+        alone = [stage_errors(reference, passages[i], states[i], firsts[i], readings[i]) for i in ones]
+        return StageErrors(tuple(errors.passages[0] for errors in alone))
+    with reference.reading(readings[0]):
+        wanted = _compute_wanted(reference, passages, states, firsts)
+    got = [[x[:, first:] for x in outputs] for outputs, first in zip(states, firsts, strict=True)]
+    return _compare(got, wanted)
 
 
 def stage_noise(
@@ -105,33 +112,33 @@ def stage_noise(
     flips_alone: bool = False,
     whole: tuple[Sequence[np.ndarray], Sequence[Sequence[Tensor]]] | None = None,
 ) -> StageNoise:
-    """Errors that rounding explains: of the reference's stages disturbed, given the same states.
+    """Measure the errors that rounding causes: add noise to the reference's stages, given the same inputs.
 
     Args:
-        reference: torch twin.
+        reference: torch reference.
         passages: token ids [1, T].
-        states: outputs of all stages for each passage, as the runtime computed them.
-        rounds: whether activations are rounded.
-        reading: how every passage was read.
-        flips_alone: leave out `rounded`, which is `flipped` then.
-        whole: passages and states to look for the largest error in, where those above are only beginnings of them: the
-            largest of more positions is larger.
+        states: the runtime's outputs of all stages for each passage.
+        rounds: whether activations are rounded to int8.
+        reading: how every passage was split into calls.
+        flips_alone: do not measure `rounded`; it is then the same as `flipped`.
+        whole: whole passages and their states, if the ones above are only their beginnings. `many_flipped` is measured
+            on these, since the largest error grows with the number of positions.
     """
     many = reference.flipping
     rounded = FLIPPING if flips_alone else 0.0
-    # Whether a code flips at all is chance; how much a flip does is seen where many do.
+    # It is chance whether one code flips; the effect of a flip is measured with noise that flips many.
     if whole is None:
-        return StageNoise(*_disturbed(reference, passages, states, rounds, reading, (rounded, FLIPPING, many)))
-    # The whole passages come first, since the reference then knows their beginnings.
-    (many_flipped,) = _disturbed(reference, *whole, rounds, reading, (many,))
+        return StageNoise(*_disturb_stages(reference, passages, states, rounds, reading, (rounded, FLIPPING, many)))
+    # Whole passages come first: the reference then has their beginnings in its memory.
+    (many_flipped,) = _disturb_stages(reference, *whole, rounds, reading, (many,))
     if many != FLIPPING:
-        some, flipped = _disturbed(reference, passages, states, rounds, reading, (rounded, FLIPPING))
+        some, flipped = _disturb_stages(reference, passages, states, rounds, reading, (rounded, FLIPPING))
         return StageNoise(some, flipped, many_flipped)
-    (some,) = _disturbed(reference, passages, states, rounds, reading, (rounded,))
-    return StageNoise(some, many_flipped.until([ids.shape[1] for ids in passages]), many_flipped)
+    (some,) = _disturb_stages(reference, passages, states, rounds, reading, (rounded,))
+    return StageNoise(some, many_flipped.cut(lengths=[ids.shape[1] for ids in passages]), many_flipped)
 
 
-def _disturbed(
+def _disturb_stages(
     reference: Reference,
     passages: Sequence[np.ndarray],
     states: Sequence[Sequence[Tensor]],
@@ -139,61 +146,60 @@ def _disturbed(
     reading: Reading,
     sizes: Sequence[float],
 ) -> list[StageErrors]:
-    """Errors of the reference's stages, disturbed by noise of each size."""
-    errors: dict[float, list[tuple[Tensor, ...]]] = {size: [] for size in sizes}
-    # Rounding by a rule unknown here may differ by as much as the rounding itself.
+    """Return the errors of the reference's stages under noise of each size."""
+    errors: dict[float, StageErrors] = {}
+    # If the runtime's rounding rule is unknown, the error may be as large as the rounding itself.
     rounds_anew = rounds and reference.knows_rounding
     with reference.reading(reading):
-        for ids, outputs in zip(passages, states, strict=True):
-            with reference.arithmetic(rounds=rounds):
-                wanted = list(_wanted(reference, ids, outputs))
-            for size, of_size in errors.items():
-                with reference.arithmetic(rounds=rounds_anew, noise=size):
-                    got = [output for output, _ in _wanted(reference, ids, outputs)]
-                of_size.append(tuple(position_errors(x, *pair) for x, pair in zip(got, wanted, strict=True)))
-    return [StageErrors(tuple(errors[size])) for size in sizes]
+        with reference.arithmetic(rounds=rounds):
+            wanted = _compute_wanted(reference, passages, states)
+        for size in dict.fromkeys(sizes):
+            with reference.arithmetic(rounds=rounds_anew, noise=size):
+                errors[size] = _compare(_outputs(_compute_wanted(reference, passages, states)), wanted)
+    return [errors[size] for size in sizes]
 
 
-def cache_excess(reference: Reference, passages: Sequence[np.ndarray], states: Sequence[Sequence[Tensor]]) -> float:
-    """How much more the quantized cache rounds than one would whose scales fit these very passages.
+def cache_excess(
+    reference: Reference, passages: Sequence[np.ndarray], states: Sequence[Sequence[Tensor]]
+) -> tuple[int, float]:
+    """Compare the quantized cache's rounding error with its error under scales fitted to these passages.
 
     Args:
-        reference: torch twin, which has a quantized cache and has read the passages.
+        reference: torch reference with a quantized cache, which has read the passages.
         passages: token ids [1, T].
-        states: outputs of all stages for each passage, as the runtime computed them.
+        states: the runtime's outputs of all stages for each passage.
 
     Returns:
-        The ratio of the layers' typical errors, in the layer where it is largest.
+        The layer with the largest ratio of median errors, and that ratio.
     """
     given = reference.cache
     if given is None:
         raise DiffQuantError("the model has no quantized cache to measure")
-    caches = (given, given.fitted())
-    errors: list[list[tuple[Tensor, ...]]] = [[], []]
     # Neither the embedding nor the head has a cache.
     layers = range(1, reference.layers + 1)
-    for ids, outputs in zip(passages, states, strict=True):
-        with reference.cache_of(None):
-            wanted = list(_wanted(reference, ids, outputs, numbers=layers))
-        for of_cache, cache in zip(errors, caches, strict=True):
-            with reference.cache_of(cache):
-                rounded = [output for output, _ in _wanted(reference, ids, outputs, numbers=layers)]
-            of_cache.append(tuple(position_errors(x, *pair) for x, pair in zip(rounded, wanted, strict=True)))
-    typical = (StageErrors(tuple(of_cache)).quantile(0.5) for of_cache in errors)
-    # NumPy's maximum is NaN where some ratio is.
-    return float(np.max([rounded / max(fitted, 1e-30) for rounded, fitted in zip(*typical, strict=True)]))
+    with reference.cache_of(None):
+        wanted = _compute_wanted(reference, passages, states, numbers=layers)
+    typical = []
+    for cache in (given, given.fit_scales()):
+        with reference.cache_of(cache):
+            rounded = _outputs(_compute_wanted(reference, passages, states, numbers=layers))
+        typical.append(_compare(rounded, wanted).quantile(0.5))
+    ratios = np.array([rounded / max(fitted, 1e-30) for rounded, fitted in zip(*typical, strict=True)])
+    # NumPy's argmax returns the first NaN if there is one.
+    layer = int(ratios.argmax())
+    return layer, float(ratios[layer])
 
 
 def position_errors(got: Tensor, wanted: Tensor, before: Tensor) -> Tensor:
-    """RMS of the difference at each position [B·T], relative to that of what the stage adds to the state before it."""
+    """Return the RMS error at each position [B·T], relative to the RMS of what the stage adds to its input `before`."""
     return _rms(got - wanted) / _rms(wanted - before).clamp(min=1e-30)
 
 
 def relative_rms(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """Root mean square of the difference over that of the wanted logits about their mean at each position.
+    """Return the RMS error of logits, relative to the standard deviation of the expected ones over the vocabulary.
 
     Args:
-        pairs: got and wanted logits [1, T, V], a pair for each passage.
+        pairs: computed and expected logits [1, T, V], a pair for each passage.
     """
     difference = spread = 0.0
     for got, wanted in pairs:
@@ -202,29 +208,51 @@ def relative_rms(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
     return math.sqrt(difference / max(spread, 1e-30))
 
 
-def _wanted(
+# By passage and stage: the expected output, and what to subtract from it to find what the stage added.
+_Wanted = list[list[tuple[Tensor, Tensor]]]
+
+
+def _compute_wanted(
     reference: Reference,
-    ids: np.ndarray,
-    outputs: Sequence[Tensor],
-    first: int = 0,
+    passages: Sequence[np.ndarray],
+    states: Sequence[Sequence[Tensor]],
+    firsts: Sequence[int] = (),
     numbers: Iterable[int] | None = None,
-) -> Iterable[tuple[Tensor, Tensor]]:
-    """Each stage's output as the reference has it, and what it is to be compared with to tell what the stage added.
+) -> _Wanted:
+    """Compute each stage of the reference from the runtime's output of the stage before.
 
     Args:
-        first: first position that is wanted.
-        numbers: stages that are wanted; all by default.
+        firsts: first position to compute of each passage; 0 by default.
+        numbers: stages to compute; all by default.
     """
-    last = len(outputs) - 1
-    for number in range(len(outputs)) if numbers is None else numbers:
-        given = outputs[number - 1] if number else torch.from_numpy(ids)
-        wanted = reference.stage(number, given, first)
-        if number == 0:
-            yield wanted, torch.zeros_like(wanted)
-        elif number == last:
-            yield wanted, wanted.mean(-1, keepdim=True)
-        else:
-            yield wanted, given[:, first:]
+    firsts, last = firsts or [0] * len(passages), len(states[0]) - 1
+    if not reference.packs and len(passages) > 1:
+        ones = [slice(number, number + 1) for number in range(len(passages))]
+        return [_compute_wanted(reference, passages[i], states[i], firsts[i], numbers)[0] for i in ones]
+    found: _Wanted = [[] for _ in passages]
+    for number in range(last + 1) if numbers is None else numbers:
+        given = [outputs[number - 1] for outputs in states] if number else list(map(torch.from_numpy, passages))
+        outputs = reference.stage(number, given, firsts)
+        for of_passage, x, wanted, first in zip(found, given, outputs, firsts, strict=True):
+            if number == 0:
+                of_passage.append((wanted, torch.zeros_like(wanted)))
+            else:
+                of_passage.append((wanted, wanted.mean(-1, keepdim=True) if number == last else x[:, first:]))
+    return found
+
+
+def _outputs(wanted: _Wanted) -> list[list[Tensor]]:
+    return [[output for output, _ in stages] for stages in wanted]
+
+
+def _compare(got: Sequence[Sequence[Tensor]], wanted: _Wanted) -> StageErrors:
+    """Compute the errors of outputs by passage and stage."""
+    return StageErrors(
+        tuple(
+            tuple(position_errors(x, *pair) for x, pair in zip(outputs, pairs, strict=True))
+            for outputs, pairs in zip(got, wanted, strict=True)
+        )
+    )
 
 
 def _rms(x: Tensor) -> Tensor:
@@ -232,6 +260,55 @@ def _rms(x: Tensor) -> Tensor:
 
 
 def _norm(x: Tensor) -> Tensor:
-    """Length of x along its last axis in float32, summed in parts: in float64 the sum takes twenty times as long."""
+    """Return the L2 norm of x along its last axis, in float32: float64 takes twenty times as long."""
     length: Tensor = torch.linalg.vector_norm(x, dim=-1)
     return length
+
+
+_AT_ONCE = 16
+
+
+@dataclass(frozen=True)
+class TokenComparison:
+    """Next-token predictions of a model compared with its reference's, position by position.
+
+    Attributes:
+        n: number of positions.
+        agreement: fraction of positions with the same top-1 token.
+        low, high: 95 % confidence interval of `agreement`.
+        kl_mean: mean KL divergence over the positions, in nats.
+        kl_largest: largest KL divergence at a position, in nats.
+    """
+
+    n: int
+    agreement: float
+    low: float
+    high: float
+    kl_mean: float
+    kl_largest: float
+
+    def __str__(self) -> str:
+        return (
+            f"same likeliest token at {self.agreement:.1%} of {self.n} positions (95 % interval {self.low:.1%} to "
+            f"{self.high:.1%}), KL {self.kl_mean:.1e} nats in the mean, {self.kl_largest:.1e} at most"
+        )
+
+
+def compare_tokens(pairs: Iterable[tuple[Tensor, Tensor]]) -> TokenComparison:
+    """Compare a model's next-token predictions with its reference's.
+
+    Args:
+        pairs: logits of the reference and of the model, [1, T, V] each, a pair for each sequence.
+    """
+    divergences, same = [], []
+    # A few positions at a time: float64 copies of all logits of a large vocabulary are slow to allocate.
+    rows = (zip(*(x.flatten(0, -2).split(_AT_ONCE) for x in pair), strict=True) for pair in pairs)
+    for reference, model in chain.from_iterable(rows):
+        wanted, got = reference.double().log_softmax(-1), model.double().log_softmax(-1)
+        # Rounding can make a divergence near 0 negative.
+        divergences.append((wanted.exp() * (wanted - got)).sum(-1).clamp(min=0).flatten())
+        same.append((reference.argmax(-1) == model.argmax(-1)).flatten())
+    kl, agreements = torch.cat(divergences), torch.cat(same)
+    agreed = int(agreements.sum())
+    low, high = wilson_interval(agreed, len(agreements))
+    return TokenComparison(len(agreements), agreed / len(agreements), low, high, float(kl.mean()), float(kl.max()))

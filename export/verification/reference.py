@@ -1,78 +1,69 @@
-"""The reference of an exported model: DiffTransformer with the export's own codes and scales, a stage at a time.
+"""The torch reference of an exported model: DiffTransformer with the export's codes and scales, run stage by stage.
 
-A stage is the embedding, a layer, or the head behind the final norm. A stage's input can be what the runtime made
-of the stages before, so that an error is seen where it is made, and not through all that follows.
+A stage is the embedding, a layer, or the head behind the final norm. A stage can be given the runtime's output of the
+stage before, so that an error is found in the stage that causes it and does not propagate.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from diffquant.evals.prefixes import shares_prefixes
-from diffquant.export.graph.cache_scales import Scales, state_order
-from diffquant.export.graph.linears import container_bits, int8_block
-from diffquant.export.graph.plan import EMBEDDING, HEAD, ExportPlan
-from diffquant.export.options import ExportOptions
-from diffquant.export.verification.activations import RoundedInputs, Rounding, round_by_block, runtime_rounding
-from diffquant.export.verification.caches import GrowingCache, Past, StaticCache, to_model_order
-from diffquant.export.verification.disturbance import Disturbance
+from diffquant.checkpoints.source import Source
 from diffquant.family.mask import Mask
-from diffquant.loading import load
+from diffquant.measure import shares_prefixes
 from diffquant.model.causal import CausalModel
 from diffquant.model.decoder import DecoderLayer
 from diffquant.model.modeling import DiffLayer
+from diffquant.onnx.graph.linears import container_bits, int8_block
+from diffquant.onnx.graph.plan import EMBEDDING, HEAD, ExportPlan, Scales, state_order
+from diffquant.onnx.options import ExportOptions
+from diffquant.onnx.verification.caches import (
+    WHOLE,
+    GrowingCache,
+    Past,
+    Reading,
+    StaticCache,
+    to_model_order,
+)
+from diffquant.onnx.verification.rounding import Disturbance, RoundedInputs, Rounding, round_by_block, runtime_rounding
+from diffquant.quantization.loading import load
 from diffquant.recipe import Recipe
-from diffquant.source.source import Source
 
-# Unit roundoff of float32, in which products are summed whatever the type of what they multiply.
+# Unit roundoff of float32, the accumulation type of every matmul, whatever the type of its inputs.
 _SUM = 2.0**-24
-# A disturbance by which some of a few hundred positions have a code that falls to its neighbour.
+# Relative noise with which, of a few hundred positions, some have a value that moves to a neighbouring code.
 FLIPPING = 2.0**-18
-# One by which some logits have, of which there are few levels and far fewer near a boundary.
+# The same for quantized logits: they have few levels, and far fewer values lie near a boundary.
 FLIPPING_LOGITS = 2.0**-14
 
 
-@dataclass(frozen=True)
-class Reading:
-    """How a sequence goes through a model; by default whole and from its beginning.
+# Most positions packed into one call. Matmuls with few rows are slow, and so is attention over many masked keys.
+_PACKED = 256
 
-    Attributes:
-        calls: number of tokens of each call, in which a scale of the logits lives; none for one call.
-        past: rows of every layer's cache before the sequence; None for none.
-    """
-
-    calls: tuple[int, ...] = ()
-    past: Past | None = None
-
-
-WHOLE = Reading()
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """A stage's output for a whole sequence, kept for routes that give it the same states or their beginning."""
-
-    given: Tensor
-    output: Tensor
-    cached: tuple[Tensor, ...] = ()
+# A stage's input and output for a whole sequence, and its cached keys and values; reused for equal inputs and prefixes.
+_Kept = tuple[Tensor, Tensor, tuple[Tensor, ...]]
 
 
 class Reference:
-    """The torch twin of an exported folder, in float32.
+    """The torch reference of an exported folder, in float32.
 
     Attributes:
         model: model with the exported weights' values.
         layers: number of layers.
-        rounds: whether some products round their activations to int8.
-        flipping: disturbance by which some codes fall to their neighbours, those of attention logits among them.
-        knows_rounding: whether ONNX Runtime rounds activations by a rule that torch follows here.
+        cache: quantized cache that rounds keys and values, or None if the cache has the activations' type.
+        rounds: whether some matmuls round their activations to int8.
+        flipping: relative noise with which some values move to a neighbouring code, attention logits included.
+        knows_rounding: whether ONNX Runtime's rounding of activations is a rule that is implemented here.
+        packs: whether a layer can compute several sequences in one call.
     """
+
+    packs: ClassVar[bool] = True
 
     def __init__(
         self, source: Source, options: ExportOptions, scales: Mapping[int, Scales], exact_bits: Collection[int] = ()
@@ -81,13 +72,13 @@ class Reference:
 
         Args:
             scales: scales of the quantized cache by layer.
-            exact_bits: widths of codes whose products the graph computes of float32 activations.
+            exact_bits: widths of the weight codes that the graph multiplies with float32 activations.
         """
         self._exact_bits = exact_bits
         self._plan = ExportPlan(source, options)
         self._orders = state_order(source)
         by_layer = {layer: to_model_order(layer_scales, self._orders) for layer, layer_scales in scales.items()}
-        self._cache = StaticCache(by_layer, options.kv_bits) if scales else None
+        self.cache = StaticCache(by_layer, options.kv_bits) if scales else None
         self.model: CausalModel = load(source, Recipe(logits=options.logits), torch.float32, device="cpu")
         self.layers = self.model.config.num_hidden_layers
         self.rounds = False
@@ -96,6 +87,7 @@ class Reference:
         self.knows_rounding = True
         self._is_rounding = False
         self._noise: float | None = None
+        self._is_other_cache = False
         self._reading = WHOLE
         self._kept: dict[tuple[int, torch.Size], _Kept] = {}
         self._kept_for: tuple[object, ...] = ()
@@ -107,7 +99,7 @@ class Reference:
 
     @property
     def width(self) -> int:
-        """Width of a query of the graph's attention nodes."""
+        """Width d of a query head in the graph's attention nodes."""
         return self._plan.spec.head_dim
 
     @property
@@ -117,12 +109,12 @@ class Reference:
 
     @contextmanager
     def arithmetic(self, *, rounds: bool = False, noise: float | None = None) -> Iterator[None]:
-        """Compute otherwise than in plain float32.
+        """Change the arithmetic inside the context: round activations, add noise, or both.
 
         Args:
-            rounds: round activations as ONNX Runtime's products do that multiply int8.
-            noise: disturb every result by as much as the export's type rounds it, and by this share of it at least, the
-                same way each time.
+            rounds: round activations as ONNX Runtime's int8 matmuls do.
+            noise: add noise to every result, as large as the rounding error of the export's type and at least this
+                fraction of the result; the same noise each time.
         """
         self._is_rounding, self._noise = rounds, noise
         self._disturbance.restart()
@@ -133,16 +125,16 @@ class Reference:
 
     @contextmanager
     def cache_of(self, cache: "StaticCache | None") -> Iterator[None]:
-        """Round keys and values as another cache does, or not at all."""
-        before, self._cache = self._cache, cache
+        """Round keys and values with another cache inside the context, or not at all with None."""
+        before, self.cache, self._is_other_cache = self.cache, cache, cache is not self.cache
         try:
             yield
         finally:
-            self._cache = before
+            self.cache, self._is_other_cache = before, False
 
     @contextmanager
     def reading(self, reading: Reading) -> Iterator[None]:
-        """Read sequences in certain calls, or behind rows of a cache."""
+        """Split sequences into calls, or run them behind cached rows, inside the context."""
         self._reading = reading
         try:
             yield
@@ -150,125 +142,173 @@ class Reference:
             self._reading = WHOLE
 
     @torch.no_grad()
-    def stage(self, number: int, x: Tensor, first: int = 0) -> Tensor:
-        """Output of a stage from a position on, [B, T - first, D or V].
+    def stage(self, number: int, sequences: Sequence[Tensor], firsts: Sequence[int] = ()) -> list[Tensor]:
+        """Compute a stage's outputs for some sequences, [B, T - first, D or V] each.
 
-        A stage remembers the last whole sequences of each length. It computes nothing for states with which one of them
-        begins, and where only those before `first` are as they were, nothing before it.
+        A stage keeps its last whole sequence of each length. An input that is a prefix of one is not computed again. If
+        only the positions before `first` are the same, only those from `first` on are computed.
 
         Args:
-            number: number of the stage, in the order of `stages`.
-            x: output [B, T, D] of the stage before, or token ids [B, T].
-            first: first position that is wanted.
+            number: index of the stage in `stages`.
+            sequences: outputs [B, T, D] of the stage before, or token ids [B, T].
+            firsts: first position to return of each sequence; 0 by default.
         """
-        if self._noise is not None:
-            return self._computed(number, x, ())[0][:, first:]
-        context = (self._is_rounding, self._cache, self._reading)
+        firsts = firsts or [0] * len(sequences)
+        if self._noise is not None or self._is_other_cache:
+            computed = self._compute(number, sequences, [()] * len(sequences))
+            return [output[:, first:] for (output, _), first in zip(computed, firsts, strict=True)]
+        context = (self._is_rounding, self._reading)
         if len(self._kept_for) != len(context) or any(a is not b for a, b in zip(context, self._kept_for, strict=True)):
             self._kept, self._kept_for = {}, context
-        key = (number, x.shape[:2])
-        kept = self._kept.get(key) or self._beginning_of_another(number, x)
-        if kept is not None and torch.equal(kept.given, x):
-            return kept.output[:, first:]
-        if first and self._reading is WHOLE:
-            if not 0 < number <= self.layers:
-                return self._computed(number, x[:, first:], ())[0]
-            if kept is not None and torch.equal(kept.given[:, :first], x[:, :first]):
-                return self._computed(number, x[:, first:], tuple(rows[:, :, :first] for rows in kept.cached))[0]
-        output, cached = self._computed(number, x, ())
-        if not first:
-            # Rows behind a long past would take the memory of a whole context in every layer.
-            self._kept[key] = _Kept(x, output, cached if self._reading is WHOLE else ())
-        return output[:, first:]
+        outputs: dict[int, Tensor] = {}
+        # Sequences to compute, by index: number of positions to skip, and the keys and values cached for them.
+        missing: dict[int, tuple[int, tuple[Tensor, ...]]] = {}
+        for place, (x, first) in enumerate(zip(sequences, firsts, strict=True)):
+            kept = self._kept.get((number, x.shape[:2])) or self._beginning_of_another(number, x)
+            if kept is not None and torch.equal(kept[0], x):
+                outputs[place] = kept[1][:, first:]
+            elif first and self._reading is WHOLE and not 0 < number <= self.layers:
+                missing[place] = first, ()
+            elif (
+                first and self._reading is WHOLE and kept is not None and torch.equal(kept[0][:, :first], x[:, :first])
+            ):
+                missing[place] = first, tuple(rows[:, :, :first] for rows in kept[2])
+            else:
+                missing[place] = 0, ()
+        inputs = [sequences[place][:, left_out:] for place, (left_out, _) in missing.items()]
+        results = self._compute(number, inputs, [cached for _, cached in missing.values()])
+        for (place, (left_out, _)), (output, cached) in zip(missing.items(), results, strict=True):
+            x, first = sequences[place], firsts[place]
+            if not first:
+                # With a long past, the cached rows would take a whole context's memory in every layer.
+                self._kept[number, x.shape[:2]] = x, output, cached if self._reading is WHOLE else ()
+            outputs[place] = output[:, first - left_out :]
+        return [outputs[place] for place in range(len(sequences))]
 
     def _beginning_of_another(self, number: int, x: Tensor) -> _Kept | None:
-        """A stage's output for states that begin a sequence it remembers."""
+        """Return a stage's kept output cut to x if x is a prefix of a kept input, or None if it is not."""
         if not self._shares_prefixes or self._reading is not WHOLE:
             return None
         length = x.shape[1]
         for (of, shape), kept in self._kept.items():
-            if of == number and shape[0] == len(x) and shape[1] > length and torch.equal(kept.given[:, :length], x):
-                rows = tuple(part[:, :, :length] for part in kept.cached)
-                self._kept[number, x.shape[:2]] = beginning = _Kept(x, kept.output[:, :length], rows)
+            if of == number and shape[0] == len(x) and shape[1] > length and torch.equal(kept[0][:, :length], x):
+                rows = tuple(part[:, :, :length] for part in kept[2])
+                self._kept[number, x.shape[:2]] = beginning = x, kept[1][:, :length], rows
                 return beginning
         return None
 
-    def _computed(self, number: int, x: Tensor, cached: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """A stage's output of states behind keys and values that it cached, and what is cached after it."""
-        if number == 0:
-            return self._embedded(x), ()
-        if number > self.layers:
-            return self.model.lm_head(self._final_norm(x)), ()
-        return self._layer_output(number - 1, x, cached)
+    def _compute(
+        self, number: int, sequences: Sequence[Tensor], cached: Sequence[tuple[Tensor, ...]]
+    ) -> list[tuple[Tensor, tuple[Tensor, ...]]]:
+        """Compute a stage behind cached keys and values; return each output and the cache after it."""
+        results: list[tuple[Tensor, tuple[Tensor, ...]]] = []
+        for some in self._groups(sequences):
+            group, rows = sequences[some], cached[some]
+            if 0 < number <= self.layers:
+                of_one = len(group) == 1
+                results += (
+                    [self._layer_output(number - 1, group[0], rows[0])]
+                    if of_one
+                    else self._compute_packed(number, group, rows)
+                )
+            else:
+                x = torch.cat(list(group), 1)
+                output = self._embed(x) if number == 0 else self.model.lm_head(self._final_norm(x))
+                results += [(part, ()) for part in output.split([each.shape[1] for each in group], 1)]
+        return results
 
-    def _embedded(self, ids: Tensor) -> Tensor:
-        rows: Tensor = self.model.model.embed_tokens(ids)
-        return rows
+    def _groups(self, sequences: Sequence[Tensor]) -> Iterator[slice]:
+        """Yield ranges of sequences that are computed in one call."""
+        packs = self.packs and self._shares_prefixes and self._reading is WHOLE and all(len(x) == 1 for x in sequences)
+        begin = positions = 0
+        for place, x in enumerate(sequences):
+            positions += x.shape[1]
+            if place > begin and (not packs or positions > _PACKED):
+                yield slice(begin, place)
+                begin, positions = place, x.shape[1]
+        if len(sequences) > begin:
+            yield slice(begin, len(sequences))
+
+    def _compute_packed(
+        self, number: int, sequences: Sequence[Tensor], cached: Sequence[tuple[Tensor, ...]]
+    ) -> list[tuple[Tensor, tuple[Tensor, ...]]]:
+        """Compute a layer for several sequences [1, T, D] in one call, masked so that none attends to another."""
+        lengths, pasts = [x.shape[1] for x in sequences], [rows[0].shape[2] if rows else 0 for rows in cached]
+        tables = [self._rotary(x, past) for x, past in zip(sequences, pasts, strict=True)]
+        cos, sin = (torch.cat(parts, 1) for parts in zip(*tables, strict=True))
+        visible = [torch.ones(new, past + new).tril(past) for new, past in zip(lengths, pasts, strict=True)]
+        cache = GrowingCache(self.cache, None, cached, lengths)
+        mask = Mask(seen=torch.block_diag(*visible).bool()[None, None])
+        layer = cast(DiffLayer, self.model.model.layers[number - 1])
+        output = layer(torch.cat(list(sequences), 1), (cos, sin), mask, cache)
+        return list(zip(output.split(lengths, 1), cache.held, strict=True))
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        return cast(Tensor, self.model.model.embed_tokens(ids))
 
     def _final_norm(self, x: Tensor) -> Tensor:
-        normed: Tensor = self.model.model.norm(x)
-        return normed
+        return cast(Tensor, self.model.model.norm(x))
 
     def _layer_output(self, number: int, x: Tensor, cached: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """A layer's output of states [B, T, D] behind keys and values that it cached, and what is cached after it."""
+        """Run a layer on hidden states [B, T, D] behind cached keys and values; return its output and the new cache."""
         layer = cast(DiffLayer, self.model.model.layers[number])
         calls, past = self._reading.calls, self._reading.past
-        cache = GrowingCache(self._cache, past, cached)
+        cache = GrowingCache(self.cache, past, [cached])
         first, parts = past.length if past else cached[0].shape[2] if cached else 0, []
         for chunk in x.split(list(calls) or x.shape[1], 1):
             parts.append(layer(chunk, self._rotary(chunk, first), Mask(None), cache))
             first += chunk.shape[1]
-        return torch.cat(parts, 1), cache.held
+        return torch.cat(parts, 1), cache.held[0]
 
     def rows_of_a_cache(self, keys: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Any rows [1, h_kv, P, entries] as a cache may hold them."""
+        """Return random cache rows [1, h_kv, P, entries], changed where the model needs keys and values to agree."""
         return keys, values
 
     def past(self, keys: np.ndarray, values: np.ndarray, states: Sequence[np.ndarray] = ()) -> Past:
-        """Rows of the exported model's caches [1, h_kv, P, entries] and states [1, ...], as `reading` takes them."""
+        """Convert the exported model's cache rows [1, h_kv, P, entries] and states [1, ...] for a `Reading`."""
         of_layer = tuple(torch.from_numpy(state.astype(np.float32)) for state in states)
         return Past.of(keys, values, self._orders, (of_layer[0], of_layer[1]) if of_layer else None)
 
-    def run(self, ids: np.ndarray) -> Tensor:
-        """Logits [1, T, V] of token ids [1, T]: all stages."""
-        x = torch.from_numpy(ids)
-        with torch.no_grad():
-            for number in range(len(self.stages)):
-                x = self._computed(number, x, ())[0]
-        return x
-
-    @property
-    def cache(self) -> "StaticCache | None":
-        """Quantized cache that keys and values go through; None for one in the activations' type."""
-        return self._cache
+    @torch.no_grad()
+    def run(self, passages: Sequence[np.ndarray]) -> list[Tensor]:
+        """Compute the logits [1, T, V] of each passage's token ids [1, T] through all stages."""
+        if not self.packs and len(passages) > 1:
+            return [self.run([ids])[0] for ids in passages]
+        sequences = list(map(torch.from_numpy, passages))
+        for number in range(len(self.stages)):
+            sequences = [output for output, _ in self._compute(number, sequences, [()] * len(sequences))]
+        return sequences
 
     def _rotary(self, x: Tensor, first: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [1, T, d] of the positions of x [1, T, D], which begin at a first one."""
+        """Return cosines and sines [1, T, d] for x [1, T, D], whose first position is `first`."""
         rotary = self.model.model.rotary_emb
         cos, sin = rotary(x, position_ids=torch.arange(first, first + x.shape[1])[None])
         if self._noise is None or not first:
             return cos, sin
-        # Powers of a base differ between processors in the last digit, and so do far positions' angles.
+        # Powers differ between CPUs in the last digit, and with them the angles of far positions.
         angle = torch.arange(first, first + x.shape[1])[:, None] * rotary.inv_freq.repeat(2)
         turn = angle * _SUM * self._disturbance.normals(angle.shape[-1])
         return cos - turn * sin, sin + turn * cos
 
     def _take_weights(self) -> None:
-        """Replace weights by what the export stores: codes · scale multiplied in float32, or values in its type."""
+        """Replace weights by the export's values: codes · scale in float32, or values rounded to its type."""
         parameters = dict(self.model.named_parameters())
         dtype = self._plan.options.torch_dtype
         for name, matrix in self._plan.matrices.items():
             parameter, rows = parameters[name], matrix.shape[0]
+            # `load` unpacked these in float32, which are already a float32 export's values.
+            if matrix.stored.quantizes and dtype is torch.float32:
+                continue
             if matrix.scheme.quantizes:
                 in_model_order = replace(matrix, order=self._plan.adapter.row_order(name))
                 scale_dtype = dtype if matrix.has_codes else torch.float32
-                parameter.data = in_model_order.dequantized(0, rows, scale_dtype).view(parameter.shape)
+                parameter.data = in_model_order.dequantize(0, rows, scale_dtype).view(parameter.shape)
             if not matrix.has_codes:
                 parameter.data = parameter.data.to(dtype).float()
         self.model.tie_weights()
 
     def _hook_products(self) -> None:
-        """Have every product with codes round its activations where that is asked for."""
+        """Register hooks that round the activations of int8 matmuls while `arithmetic(rounds=True)` is active."""
         is_tied = self.model.config.tie_word_embeddings
         for name, module in self.model.named_modules():
             matrix = self._plan.matrices.get(EMBEDDING if is_tied and f"{name}.weight" == HEAD else f"{name}.weight")
@@ -290,7 +330,7 @@ class Reference:
         return hook
 
     def _hook_results(self) -> None:
-        """Have every result disturbed by its rounding error where that is asked for."""
+        """Register hooks that add noise to every module's output while `arithmetic(noise=...)` is active."""
         stored = _SUM if self._plan.options.dtype == "float32" else 2.0**-11
         for module in self.model.modules():
             if isinstance(module, nn.Linear | nn.LayerNorm | LlamaRMSNorm):
@@ -302,10 +342,10 @@ class Reference:
 
     def _disturbing_hook(self, size: float) -> Any:
         def hook(_module: nn.Module, _inputs: Any, output: Any) -> Any:
-            return None if self._noise is None else self._with_disturbed(output, max(size, self._noise))
+            return None if self._noise is None else self._disturb(output, max(size, self._noise))
 
         return hook
 
-    def _with_disturbed(self, output: Any, size: float) -> Any:
-        """What a module gave, times random factors about 1."""
+    def _disturb(self, output: Any, size: float) -> Any:
+        """Multiply a module's output by random factors near 1."""
         return self._disturbance.of(output, size)

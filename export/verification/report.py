@@ -1,14 +1,14 @@
-"""Measurements of a verification: numbers with their limits, by session and route."""
+"""The result of a verification: errors with their limits, by session and route (see `routes`)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 
-from diffquant.export.verification.errors import StageErrors, StageNoise
-from diffquant.export.verification.tokens import TokenComparison
-from diffquant.support.readable import Readable
+from diffquant.onnx.verification.errors import StageErrors, TokenComparison
+from diffquant.support.names import option_name
+from diffquant.support.terminal import Readable
 
 
 @dataclass(frozen=True)
@@ -16,8 +16,8 @@ class Measure:
     """A measured number and its limit.
 
     Attributes:
-        value: number that was measured.
-        limit: largest number allowed.
+        value: measured number.
+        limit: largest allowed value.
     """
 
     value: float
@@ -30,7 +30,7 @@ class Measure:
 
     @property
     def ratio(self) -> float:
-        """Value over limit; infinite where a NaN was measured, or anything where nothing is allowed."""
+        """Value over limit; infinite if the value is NaN, or is not 0 and the limit is."""
         if self.limit == 0 or self.value != self.value:
             return 0.0 if self.value == 0 else float("inf")
         return self.value / self.limit
@@ -41,16 +41,15 @@ class Measure:
 
 @dataclass(frozen=True)
 class Route:
-    """One way of running the passages in one session, against torch and against the session's prefill.
+    """Errors of one way to run the passages in one session, against torch and against the session's prefill.
 
     Attributes:
         session: name of the session.
-        name: name of the route.
-        typical: median error over the positions of what a stage makes of its input, by stage; empty where only logits
-            were seen.
-        largest: largest such error over the positions, by stage.
-        logits: relative RMS error of the logits of whole runs; None where only stages were compared.
-        against_prefill: relative RMS difference of the logits from prefill's; None if they may differ.
+        name: name of the route, such as "prefill" or "decode".
+        typical: each stage's median error over the positions; empty if only logits were compared.
+        largest: each stage's largest error over the positions.
+        logits: relative RMS error of the logits of whole runs, or None if only stages were compared.
+        against_prefill: relative RMS difference of the logits from prefill's, or None if they may differ.
     """
 
     session: str
@@ -62,12 +61,12 @@ class Route:
 
     @property
     def of_logits(self) -> tuple[Measure, ...]:
-        """The measures of the logits that there are."""
+        """The errors of the logits that were measured."""
         return tuple(each for each in (self.logits, self.against_prefill) if each is not None)
 
     @property
     def measures(self) -> tuple[Measure, ...]:
-        """All that was measured."""
+        """All measured errors."""
         return (*self.typical, *self.largest, *self.of_logits)
 
     @property
@@ -75,51 +74,41 @@ class Route:
         return all(measure.passed for measure in self.measures)
 
     def stages_out_of_tolerance(self) -> Iterator[int]:
-        """Numbers of the stages that leave their tolerance, in order."""
+        """Yield the indices of the stages whose error exceeds a limit, in order."""
         for number, of_stage in enumerate(zip(self.typical, self.largest, strict=True)):
             if not all(measure.passed for measure in of_stage):
                 yield number
 
 
-@dataclass(frozen=True)
-class SessionTokens:
-    """Next tokens that a session's prefill predicts, against the reference with float32 products.
-
-    Attributes:
-        session: name of the session.
-        tokens: comparison with the reference.
-    """
-
-    session: str
-    tokens: TokenComparison
-
-
-def loses_tokens(sessions: Sequence[SessionTokens]) -> bool:
-    """Whether the first session's likeliest tokens agree with the reference less often than the second's."""
-    return len(sessions) > 1 and sessions[0].tokens.agreement < sessions[1].tokens.agreement
+def loses_tokens(tokens: Mapping[str, TokenComparison]) -> bool:
+    """Return whether the first session's top-1 tokens agree with the reference less often than the second's."""
+    agreements = [each.agreement for each in tokens.values()]
+    return len(agreements) > 1 and agreements[0] < agreements[1]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Verification(Readable):
-    """How an exported folder compares with its checkpoint.
+    """Result of comparing an exported folder with its checkpoint.
 
     Attributes:
         folder: folder that was verified.
-        passages: number of passages that were read.
-        positions: number of their tokens.
-        reached: number of the context's positions that single tokens reached.
+        passages: number of test passages.
+        positions: number of tokens in the passages.
+        reached: number of the context's positions that were tested with single tokens.
         stages: names of the stages in order.
-        routes: every way of running the folder.
-        cache: typical rounding of the quantized cache against that under scales fitted to the passages; None for a
-            cache in the activations' type.
-        scales: largest relative difference of the cache's scales from those that calibration found; None where the
-            folder has no record of it.
-        rotation: how far cosines and sines are off, in parts of what their rounding explains; None without a rotation.
+        routes: errors of every way to run the folder.
+        cache: ratio of the quantized cache's median rounding error to the error under scales fitted to the passages,
+            in the layer with the largest ratio, or None if the cache has the activations' type.
+        cache_layer: index of that layer.
+        cache_clips: whether keys or values in that layer exceed the largest code.
+        scales: largest relative difference of the cache's scales from calibration's, or None if the folder has no
+            record of its calibration.
+        rotation: error of the RoPE tables divided by the error that rounding explains, or None if nothing is rotated.
         failures: routes that ONNX Runtime cannot run, with its error.
-        bodies: nodes whose attributes are not those of their function bodies: with the native library such a node
-            computes something else than without it.
-        tokens: what the differences do to next tokens, by session.
-        notes: sentences that a reader should know.
+        bodies: nodes whose attributes differ from those of their function bodies: such a node computes something else
+            with the native library than without it.
+        tokens: next-token predictions of prefill compared with the float32 reference's, by session.
+        notes: sentences for the user.
     """
 
     folder: Path
@@ -129,11 +118,13 @@ class Verification(Readable):
     stages: tuple[str, ...]
     routes: tuple[Route, ...]
     cache: Measure | None
+    cache_layer: int
+    cache_clips: bool
     scales: Measure | None
     rotation: Measure | None
     failures: tuple[str, ...]
     bodies: tuple[str, ...]
-    tokens: tuple[SessionTokens, ...]
+    tokens: Mapping[str, TokenComparison]
     notes: tuple[str, ...]
 
     @property
@@ -147,7 +138,7 @@ class Verification(Readable):
 
     @property
     def largest_share(self) -> float:
-        """The largest part of its limit that any number takes; infinite where a NaN was measured."""
+        """The largest ratio of any error to its limit; infinite if a NaN was measured."""
         beside = (self.cache, self.scales, self.rotation)
         routes = (measure for route in self.routes for measure in route.measures)
         return max((each.ratio for each in (*routes, *beside) if each is not None), default=0.0)
@@ -156,9 +147,9 @@ class Verification(Readable):
         return {"passed": self.passed, "verdict": self.verdict(), **asdict(self)}
 
     def verdict(self) -> str:
-        """PASS or FAIL, with what was proved or where the folder first leaves its tolerance."""
+        """Return a line with PASS and what was compared, or FAIL and where the folder first exceeds a limit."""
         if not self.passed:
-            return f"FAIL: {self.folder} {self.divergence()}"
+            return f"FAIL: {self.folder}: {self.divergence()}"
         return (
             f"PASS: {len(self.stages)} stages at {self.positions} positions by {len(self.routes)} routes; "
             f"largest error {self.largest_share:.0%} of its limit"
@@ -168,7 +159,7 @@ class Verification(Readable):
         return "\n".join([self.verdict(), *self.notes, *self.failures, *self.bodies])
 
     def table(self) -> str:
-        """Every route with its errors and limits, and what they do to next tokens."""
+        """Return a table of every route with its errors and limits, and of the effect on next-token predictions."""
         lines = [
             f"{self.positions} positions in {self.passages} passages, single tokens up to position {self.reached:,}",
             "relative errors, and how much of its limit each takes",
@@ -177,19 +168,16 @@ class Verification(Readable):
         for session, routes in groupby(self.routes, attrgetter("session")):
             lines += [session, *map(_row, routes)]
         if self.cache is not None:
-            lines.append(
-                f"cache: rounds {self.cache.value:.1f} times as much as scales fitted to these passages would "
-                f"(limit {self.cache.limit:g})"
-            )
+            lines.append(f"cache: {self._cache_fit(self.cache)}")
         if self.scales is not None:
             lines.append(
                 f"cache: scales within {self.scales.value:.1%} of calibration's (limit {self.scales.limit:.0%})"
             )
-        lines += [f"{each.session}: {each.tokens}" for each in self.tokens]
+        lines += [f"{session}: {tokens}" for session, tokens in self.tokens.items()]
         return "\n".join(lines)
 
     def divergence(self) -> str:
-        """Describe where the folder first leaves its tolerance, as a sentence without its subject."""
+        """Describe where the folder first exceeds a limit."""
         stages = [(number, route) for route in self.routes for number in route.stages_out_of_tolerance()]
         if stages:
             number, route = min(stages, key=lambda found: found[0])
@@ -205,58 +193,48 @@ class Verification(Readable):
         if self.rotation is not None and not self.rotation.passed:
             return f"rotates by cosines and sines that are not the model's ({self.rotation} roundings)"
         if self.scales is not None and not self.scales.passed:
-            return f"has scales of the quantized cache that are not those that calibration found ({self.scales})"
+            off, most = self.scales.value, self.scales.limit
+            return f"KV-cache scales are not those that calibration found: {off:.1%} off (limit {most:.0%})"
         if self.cache is not None and not self.cache.passed:
-            return f"has scales of the quantized cache that do not fit the model ({self.cache})"
+            return self._misfit(self.cache)
         if self.failures:
             return f"does not run by every route: {self.failures[0]}"
         return f"computes something else with the native library than without it: {self.bodies[0]}"
 
+    def _misfit(self, cache: Measure) -> str:
+        """Describe a cache with poor scales: calibration data that is unlike the text, or scales of unknown origin."""
+        if self.scales is None:
+            return f"KV-cache scales do not fit the model in {self._cache_fit(cache)}; export it again"
+        found, text = ("narrow", "more text") if self.cache_clips else ("wide", "other text")
+        return (
+            f"KV-cache calibration is too {found} in {self._cache_fit(cache)}; recalibrate on {text} "
+            f"(diffquant calibrate, then export with {option_name('scales')}) or export with {option_name('kv', 16)}"
+        )
+
+    def _cache_fit(self, cache: Measure) -> str:
+        return f"layer {self.cache_layer}: {cache.value:.3g}x the error of fitted scales (limit {cache.limit:g}x)"
+
 
 def measures(
-    errors: StageErrors, noise: StageNoise, firsts: Sequence[int], margin: float
+    errors: StageErrors, typical: Sequence[float], largest: float, margin: float
 ) -> tuple[tuple[Measure, ...], tuple[Measure, ...]]:
-    """Typical and largest errors of the stages, with what `margin` times the noise allows.
+    """Return the stages' median and largest errors, each with `margin` times the noise as its limit.
 
     Args:
-        errors: errors at the positions of some passages, from first ones on.
-        noise: errors that rounding explains.
-        firsts: first position of each passage.
-        margin: factor of the noise.
+        errors: errors at some positions.
+        typical: typical noise of each stage.
+        largest: largest noise of any stage.
+        margin: factor between noise and limit.
     """
-    typical, largest = zip(errors.quantile(0.5), noise.typical(firsts), strict=True), noise.largest
+    medians = zip(errors.quantile(0.5), typical, strict=True)
     return (
-        tuple(Measure(value, margin * limit) for value, limit in typical),
+        tuple(Measure(value, margin * limit) for value, limit in medians),
         tuple(Measure(value, margin * largest) for value in errors.largest),
     )
-
-
-def far_measures(
-    errors: StageErrors, noise: StageNoise, usual: StageNoise, margin: float
-) -> tuple[tuple[Measure, ...], tuple[Measure, ...]]:
-    """Typical and largest errors of the stages in a few calls that were read alike, with their limits.
-
-    Args:
-        errors: errors of the calls.
-        noise: errors that rounding explains in these very calls.
-        usual: errors that it explains in passages, among whose many positions a code more often flips.
-        margin: factor of the noise.
-    """
-    typical = zip(errors.quantile(0.5), noise.flipped.quantile(0.9), strict=True)
-    largest = max(noise.largest, usual.largest)
-    return (
-        tuple(Measure(value, margin * limit) for value, limit in typical),
-        tuple(Measure(value, margin * largest) for value in errors.largest),
-    )
-
-
-def nearest_limits(of: Sequence[Sequence[Measure]]) -> tuple[Measure, ...]:
-    """Stage by stage, the measure that is nearest to its limit."""
-    return tuple(map(nearest_limit, zip(*of, strict=True)))
 
 
 def nearest_limit(of: Sequence[Measure]) -> Measure:
-    """The measure that is nearest to its limit, or farthest beyond it."""
+    """Return the measure with the largest ratio to its limit."""
     return max(of, key=lambda measure: measure.ratio)
 
 

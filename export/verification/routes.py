@@ -1,16 +1,72 @@
-"""The routes by which a sequence can go through an exported model; all must give what a whole sequence gives."""
+"""Sessions and routes: the ways to open an exported folder, and the ways to feed a sequence to it.
+
+The routes are prefill in one call, a padded batch, chunked prefill, decoding one sequence, decoding a batch, and
+decoding in place. All must give the same results as prefill.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from diffquant.export.runtime.session import InPlaceDecoder, OnnxModel
+from diffquant.onnx.native import library_path
+from diffquant.onnx.runtime.session import InPlaceDecoder, OnnxModel
+from diffquant.onnx.verification.reference import Reference
 
-# From passages [1, T] to a run of each; a route may leave out later passages.
+
+@dataclass(frozen=True)
+class Session:
+    """One way to open a folder, with every stage's output among the graph's outputs.
+
+    Attributes:
+        name: name in reports.
+        rounds: whether its matmuls round activations to int8.
+        accuracy_level: accuracy level of every quantized matmul, or None if the folder's is kept.
+        runs_body: whether attention runs its function body although there is a native kernel.
+        is_folder: whether it computes the same as the unchanged folder.
+    """
+
+    name: str
+    rounds: bool
+    accuracy_level: int | None = None
+    runs_body: bool = False
+    is_folder: bool = False
+
+    def open(self, folder: Path, threads: int, seen: Sequence[str], device: str) -> OnnxModel:
+        """Open the folder, with the values named in `seen` as extra outputs."""
+        return OnnxModel(
+            folder,
+            threads,
+            tuple(seen),
+            every_position=True,
+            accuracy_level=self.accuracy_level,
+            native=not self.runs_body,
+            device=device,
+            spins=False,
+        )
+
+
+def sessions_of(reference: Reference, rounds: bool, device: str) -> list[Session]:
+    """List the sessions: the unchanged folder, one with float32 matmuls, and one without the native attention kernel.
+
+    The second is listed only if the folder rounds activations, the third only if there is such a kernel on the device.
+    """
+    sessions = [Session("int8 activations" if rounds else "as exported", rounds, is_folder=True)]
+    if rounds:
+        # Shows errors that rounding would hide: this session differs from torch only by float32 arithmetic.
+        sessions.append(Session("float32 products", False, 1))
+    # ONNX Runtime computes a Transformer's attention over a float cache in both sessions.
+    has_kernel = reference.model.config.diff_spec.maps > 1 or reference.cache is not None
+    if library_path() is not None and device == "cpu" and has_kernel:
+        sessions.append(Session("function body", False, 1 if rounds else None, runs_body=True))
+    return sessions
+
+
+# Runs passages [1, T] and returns a Run of each; a route may skip later passages.
 Runner = Callable[[OnnxModel, Sequence[np.ndarray], tuple[str, ...]], list["Run"]]
 
 PREFILL, IN_PLACE = "prefill", "decode in place"
@@ -19,52 +75,56 @@ _DECODED, _DECODED_TOGETHER = 5, 3
 
 @dataclass(frozen=True)
 class Run:
-    """Results of one passage's run.
+    """Outputs of one passage's run.
 
     Attributes:
-        states: values of the graph at every position, [1, T, ...] each, as they were asked for.
-        calls: numbers of tokens of the calls that read it.
-        first: first position that tells this route from prefill: one that was read behind a cache, where there is one.
+        states: requested values of the graph at every position, [1, T, ...] each.
+        calls: number of tokens in each call.
+        first: first position to compare: the first one computed behind a cache, or 0 if none was.
     """
 
     states: list[np.ndarray]
     calls: tuple[int, ...]
     first: int = 0
 
+    def beginning(self, length: int) -> "Run":
+        """Cut the run of a passage that was read in one call to its first positions."""
+        return Run([values[:, :length] for values in self.states], (length,))
+
     @property
     def tensors(self) -> list[Tensor]:
-        """The states in float32."""
+        """`states` in float32."""
         return list(map(as_float32, self.states))
 
 
 def as_float32(values: np.ndarray) -> Tensor:
-    """Values that ONNX Runtime gave, in float32."""
+    """Convert an array from ONNX Runtime to a float32 tensor."""
     return torch.from_numpy(values.astype(np.float32, copy=False))
 
 
 def routes(model: OnnxModel, shares_prefixes: bool = True) -> Iterator[tuple[str, Runner]]:
-    """Names and runners of the routes that a model has beside prefill, to be run in this order.
+    """Yield names and runners of a model's routes except prefill; run them in this order.
 
     Args:
-        shares_prefixes: whether positions do not depend on how many follow them in a call.
+        shares_prefixes: whether a position's result does not depend on the number of later tokens in its call.
     """
-    # One batch is padded, read and decoded further: what it was before its first decoded token is a route by itself.
+    # "padded batch" and "batch decode" share one run: the first is its prefill, the second continues it.
     decoded: list[Run] = []
     is_one = shares_prefixes and model.cache is not None
-    yield "padded batch", partial(_padded_before, decoded) if is_one else _padded
+    yield "padded batch", partial(_run_padded_before, decoded) if is_one else _run_padded
     if model.cache is not None:
-        yield "chunked prefill", _chunked
-        yield "decode", _decoded
-        yield "batch decode", (lambda *_: decoded) if shares_prefixes else _padded_then_decoded
+        yield "chunked prefill", _run_in_chunks
+        yield "decode", _run_decode
+        yield "batch decode", (lambda *_: decoded) if shares_prefixes else _run_padded_then_decode
 
 
 def last_positions(model: OnnxModel, passages: Sequence[np.ndarray]) -> list[Run]:
-    """Logits as a folder gives them that gives each sequence's last ones, of any model.
+    """Compute the last logits of each passage, as an unchanged folder returns them.
 
-    The first passage is decoded as `diffquant run` does it, where past and present share their memory; the others are a
-    padded batch, which ends at a place of its own in each.
+    The first passage is decoded in place as `diffquant run` does: past and present caches share their memory. The
+    others run as one padded batch, in which each ends at its own column.
     """
-    runs = [_decoded_in_place(model, passages[0])]
+    runs = [_decode_in_place(model, passages[0])]
     if len(passages) > 1:
         padded, mask, firsts = _pad_both_ways(passages[1:])
         (logits,), _ = model.run(padded, mask, model.empty_cache(len(padded)))
@@ -75,7 +135,7 @@ def last_positions(model: OnnxModel, passages: Sequence[np.ndarray]) -> list[Run
     return runs
 
 
-def _decoded_in_place(model: OnnxModel, passage: np.ndarray) -> Run:
+def _decode_in_place(model: OnnxModel, passage: np.ndarray) -> Run:
     state = InPlaceDecoder(model, 1, passage.shape[1])
     lengths = _prompt_then_tokens(passage.shape[1])
     last = np.concatenate([state.step(chunk)[0, -1:] for chunk in np.split(passage, _ends(lengths), 1)])
@@ -83,21 +143,21 @@ def _decoded_in_place(model: OnnxModel, passage: np.ndarray) -> Run:
 
 
 def _at_the_end(logits: np.ndarray, length: int) -> np.ndarray:
-    """Logits [1, T, V] that end with these [n, V]; the others are not there to be compared."""
+    """Return logits [1, T, V] whose last n positions are the given [n, V]; the others are NaN and not compared."""
     return np.pad(logits, ((length - len(logits), 0), (0, 0)), constant_values=np.nan)[None]
 
 
 def prefill(model: OnnxModel, passages: Sequence[np.ndarray], outputs: tuple[str, ...]) -> list[Run]:
-    """Runs of each passage by itself, in one call."""
+    """Run each passage as one call with batch size 1."""
     return [_in_chunks(model, ids, [ids.shape[1]], outputs) for ids in passages]
 
 
-def _chunked(model: OnnxModel, passages: Sequence[np.ndarray], outputs: tuple[str, ...]) -> list[Run]:
+def _run_in_chunks(model: OnnxModel, passages: Sequence[np.ndarray], outputs: tuple[str, ...]) -> list[Run]:
     return [_in_chunks(model, ids, _halves(ids.shape[1]), outputs) for ids in passages]
 
 
-def _decoded(model: OnnxModel, passages: Sequence[np.ndarray], outputs: tuple[str, ...]) -> list[Run]:
-    """The longest passage alone: a token at a time is slow."""
+def _run_decode(model: OnnxModel, passages: Sequence[np.ndarray], outputs: tuple[str, ...]) -> list[Run]:
+    """Decode only the longest passage, since one token per call is slow."""
     return [_in_chunks(model, passages[0], _prompt_then_tokens(passages[0].shape[1]), outputs)]
 
 
@@ -111,7 +171,7 @@ def _in_chunks(model: OnnxModel, ids: np.ndarray, lengths: list[int], outputs: t
     return Run(states, tuple(lengths), lengths[0] if len(lengths) > 1 else 0)
 
 
-def _padded(model: OnnxModel, passages: Sequence[np.ndarray], outputs: tuple[str, ...]) -> list[Run]:
+def _run_padded(model: OnnxModel, passages: Sequence[np.ndarray], outputs: tuple[str, ...]) -> list[Run]:
     padded, mask, firsts = _pad_both_ways(passages)
     states, _ = model.run(padded, mask, model.empty_cache(len(passages)), outputs)
     lengths = [ids.shape[1] for ids in passages]
@@ -121,16 +181,16 @@ def _padded(model: OnnxModel, passages: Sequence[np.ndarray], outputs: tuple[str
     ]
 
 
-def _padded_before(
+def _run_padded_before(
     decoded: list[Run], model: OnnxModel, passages: Sequence[np.ndarray], outputs: tuple[str, ...]
 ) -> list[Run]:
-    """A padded batch up to the tokens that are then decoded; the whole runs go to `decoded`."""
-    decoded[:] = _padded_then_decoded(model, passages, outputs)
+    """Run a padded batch and then decode; return the prefill's part, and put the whole runs into `decoded`."""
+    decoded[:] = _run_padded_then_decode(model, passages, outputs)
     return [Run([values[:, : run.calls[0]] for values in run.states], run.calls[:1]) for run in decoded]
 
 
-def _padded_then_decoded(model: OnnxModel, passages: Sequence[np.ndarray], outputs: tuple[str, ...]) -> list[Run]:
-    """States of a padded batch, but for the last tokens of each passage, which are decoded together."""
+def _run_padded_then_decode(model: OnnxModel, passages: Sequence[np.ndarray], outputs: tuple[str, ...]) -> list[Run]:
+    """Prefill a padded batch without the last tokens of each passage, then decode these for all passages together."""
     steps = min(_DECODED_TOGETHER, min(ids.shape[1] for ids in passages) - 1)
     read = [ids[:, : ids.shape[1] - steps] for ids in passages]
     padded, mask, firsts = _pad_both_ways(read)
@@ -153,7 +213,7 @@ def _padded_then_decoded(model: OnnxModel, passages: Sequence[np.ndarray], outpu
 
 
 def _pad_both_ways(passages: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray, list[int]]:
-    """Ids and mask [B, T] of passages padded on the right and on the left in turns, and their first columns."""
+    """Pad passages alternately on the right and on the left; return ids and mask [B, T] and each first column."""
     longest = max(ids.shape[1] for ids in passages)
     firsts = [(longest - ids.shape[1]) * (number % 2) for number, ids in enumerate(passages)]
     padded, mask = np.zeros((2, len(passages), longest), np.int64)
@@ -164,7 +224,10 @@ def _pad_both_ways(passages: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarr
 
 
 def _of_sequence(states: Sequence[np.ndarray], number: int, first: int, length: int) -> list[np.ndarray]:
-    """Values of one sequence of a padded batch: in the graph its tokens come first, its logits stay in place."""
+    """Cut one sequence out of a padded batch's values.
+
+    Inside the graph its tokens are moved before its padding; its logits are at the caller's columns.
+    """
     *inside, logits = states
     return [*(x[number : number + 1, :length] for x in inside), logits[number : number + 1, first : first + length]]
 
@@ -179,5 +242,5 @@ def _prompt_then_tokens(length: int) -> list[int]:
 
 
 def _ends(lengths: list[int]) -> np.ndarray:
-    """Where to cut a sequence into parts of these lengths."""
+    """Return the indices at which np.split cuts a sequence into parts of these lengths."""
     return np.cumsum(lengths)[:-1]

@@ -16,9 +16,9 @@ from typing import Annotated, Any
 import typer
 
 from diffquant.errors import UsageError
-from diffquant.evals.stats import Difference, mean_interval
-from diffquant.report.tables import markdown
-from diffquant.support.code import CHANGED
+from diffquant.measure.stats import Difference, mean_interval
+from diffquant.reports.tables import markdown
+from diffquant.support.installation import CHANGED
 from research.figure8.direction import along, moved, place_of
 from research.figure8.plan import (
     CHECKS,

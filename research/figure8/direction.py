@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from statistics import fmean, variance
 
-from diffquant.evals.stats import Difference
+from diffquant.measure.stats import Difference
 
 
 def along(small: Sequence[float], large: Sequence[float], place: float) -> Difference:

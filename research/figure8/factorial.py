@@ -13,8 +13,8 @@ from typing import Annotated
 
 import typer
 
-from diffquant.evals.stats import mean_interval
-from diffquant.report.tables import markdown
+from diffquant.measure.stats import mean_interval
+from diffquant.reports.tables import markdown
 from research.figure8.analysis import LEVEL, PRIMARY, check_alike, holm, p_value
 from research.figure8.plan import CELLS, RESULTS, Result, results
 from research.figure8.scoring import BITS

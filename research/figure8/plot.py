@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from diffquant.evals.stats import mean_interval
-from diffquant.report.plots import REFERENCE, look, new_figure, tidy
+from diffquant.measure.stats import mean_interval
+from diffquant.reports.plots import REFERENCE, look, new_figure, tidy
 from research.figure8.analysis import LARGER, LONGER, MAIN, PAPER_RATIO, RATIOS, bits_won, won_at_ratio
 from research.figure8.plan import Result
 from research.figure8.scoring import SHARED

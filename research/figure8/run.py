@@ -22,7 +22,7 @@ import torch
 import typer
 from filelock import FileLock, Timeout
 
-from diffquant.bench.environment import environment
+from diffquant.benchmarks.measuring import environment
 from diffquant.errors import DiffQuantError, NonFiniteError, UsageError
 from diffquant.model.modeling import DiffTransformer
 from diffquant.support.files import write_atomically

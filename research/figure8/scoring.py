@@ -11,16 +11,16 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from diffquant import data
-from diffquant.calib.analysis.outliers import measure_magnitudes
+from diffquant.calib.outliers import measure_magnitudes
+from diffquant.checkpoints.texts import text_digest
+from diffquant.checkpoints.tokens import token_windows
 from diffquant.errors import NonFiniteError
-from diffquant.evals.stats import estimate
+from diffquant.measure.stats import standard_error
+from diffquant.measure.sweep.subject import kv_bytes_per_token
 from diffquant.model.modeling import DiffTransformer
 from diffquant.recipe import Recipe
-from diffquant.scheme import Scheme
+from diffquant.recipe.scheme import Scheme
 from diffquant.support.progress import Progress, silent
-from diffquant.sweep.storage import kv_bytes_per_token
-from diffquant.text.corpus import text_digest
-from diffquant.text.tokens import token_windows
 from research.studies.figure8 import Settings, analyse, prose_readings
 from research.studies.figure8_model import passage_means
 from research.studies.kv_decoded import LONG, CacheForm, read_caches
@@ -70,10 +70,10 @@ def validation(model: DiffTransformer, held_out: Tensor) -> dict[str, Any]:
     for ids in held_out.split(_BATCH):
         logits = model(ids[:, :-1], use_cache=False).logits.float()
         losses += cross_entropy(logits.mT, ids[:, 1:], reduction="none").mean(1).tolist()
-    nll = estimate(losses)
-    if not math.isfinite(nll.mean):
-        raise NonFiniteError(f"the loss on held-out text is {nll.mean}; lower the learning rate")
-    return {"nll": nll.mean, "se": nll.se, "perplexity": float(torch.tensor(nll.mean).exp())}
+    nll = sum(losses) / len(losses)
+    if not math.isfinite(nll):
+        raise NonFiniteError(f"the loss on held-out text is {nll}; lower the learning rate")
+    return {"nll": nll, "se": standard_error(losses), "perplexity": float(torch.tensor(nll).exp())}
 
 
 @torch.inference_mode()

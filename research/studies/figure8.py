@@ -20,21 +20,20 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from diffquant.bench.environment import environment
+from diffquant.benchmarks.measuring import environment
+from diffquant.checkpoints import texts
+from diffquant.checkpoints import tokens as token_ids
+from diffquant.checkpoints.source import open_source
+from diffquant.checkpoints.tokens import max_length
 from diffquant.errors import UsageError
-from diffquant.evals.encoding import RequestEncoder
-from diffquant.evals.protocols import needle
-from diffquant.loading import load
+from diffquant.measure.language_model import RequestEncoder
+from diffquant.measure.protocols import needle
 from diffquant.model.modeling import DiffTransformer
+from diffquant.quantization.loading import load
 from diffquant.recipe import Recipe
-from diffquant.scheme import Scheme
-from diffquant.source.source import open_source
-from diffquant.support.files import write_json
+from diffquant.recipe.scheme import Scheme
+from diffquant.support.files import find_stored, write_json
 from diffquant.support.progress import Progress, progress_for, silent
-from diffquant.support.xz import stored
-from diffquant.text import corpus
-from diffquant.text import tokens as token_ids
-from diffquant.text.tokens import max_length
 from research.studies.figure8_model import figure8_summary
 from research.studies.logit_noise import NOISES, Reading, divergences, layers_of, losses, predictions_of, sensitivity
 from research.studies.results import read_json
@@ -108,7 +107,7 @@ def _result_of(model: Path, output: Path, settings: Settings) -> dict[str, Any]:
         UsageError: the file is of another model, which had the same name.
     """
     file = output / f"{model.name}.json"
-    if not stored(file).exists():
+    if not find_stored(file).exists():
         output.mkdir(parents=True, exist_ok=True)
         write_json(file, measure_model(model, settings, progress_for(model.name)))
     result: dict[str, Any] = read_json(file)
@@ -121,7 +120,7 @@ def measure_model(path: Path, settings: Settings, progress: Progress = silent) -
     """Content of one model's file."""
     source = open_source(path)
     model, tokenizer = load(source, dtype=torch.float32), source.tokenizer
-    text = corpus.load_text(settings.text)
+    text = texts.load_text(settings.text)
     if settings.needles:
         plan = needle.NeedlePlan(settings.needles, 1, (settings.window,), settings.samples)
         readings = needle_readings(model, tokenizer, text, plan)
@@ -135,7 +134,7 @@ def measure_model(path: Path, settings: Settings, progress: Progress = silent) -
         "generation": model.config.diff_spec.generation,
         "parameters": model.num_parameters(),
         "fingerprint": source.fingerprint,
-        "reading": about | {"text": corpus.text_digest(text), "window": settings.window},
+        "reading": about | {"text": texts.text_digest(text), "window": settings.window},
         "environment": environment(),
     } | analyse(model, readings, settings.schemes, progress)
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from diffquant.evals.stats import Difference, mean_interval, paired_difference
+from diffquant.measure.stats import Difference, mean_interval, paired_difference
 
 
 def predicted(result: Mapping[str, Any], scheme: str) -> float:

@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
-from diffquant.report.plots import REFERENCE, look, new_figure, tidy
+from diffquant.reports.plots import REFERENCE, look, new_figure, tidy
 from research.studies.figure8_model import mean_kl, predicted
 
 _COLUMNS = 3

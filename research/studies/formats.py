@@ -16,15 +16,15 @@ import torch
 import typer
 
 from diffquant import data
-from diffquant.evals.stats import Difference, mean_interval
-from diffquant.loading import load
+from diffquant.checkpoints.source import Source, open_source
+from diffquant.checkpoints.texts import text_digest
+from diffquant.measure.stats import Difference, mean_interval
 from diffquant.model.causal import CausalModel
+from diffquant.quantization.loading import load
 from diffquant.recipe import Recipe
 from diffquant.recipe.presets import LIKE
-from diffquant.report.tables import markdown
-from diffquant.source.source import Source, open_source
+from diffquant.reports.tables import markdown
 from diffquant.support.progress import Progress, progress_for
-from diffquant.text.corpus import text_digest
 from research.figure8.scoring import web_text
 from research.studies.figure8 import Settings, prose_readings
 from research.studies.figure8_model import advantage, passage_means

@@ -15,15 +15,15 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from diffquant.checkpoints.source import open_source
 from diffquant.errors import UsageError
-from diffquant.evals.stats import Difference
-from diffquant.evals.torch_model import TorchModel
-from diffquant.loading import load
+from diffquant.measure.stats import Difference
+from diffquant.measure.sweep.subject import kv_bytes_per_token
+from diffquant.measure.torch_model import TorchModel
+from diffquant.quantization.loading import load
 from diffquant.recipe import Recipe
-from diffquant.report.tables import markdown
-from diffquant.source.source import open_source
+from diffquant.reports.tables import markdown
 from diffquant.support.progress import Progress, progress_for, silent
-from diffquant.sweep.storage import kv_bytes_per_token
 from research.studies.kv_results import TEXTS, KVResults, kl_change, references_of, scores_of, settings_of, texts_of
 from research.studies.results import read_json
 

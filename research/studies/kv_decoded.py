@@ -18,18 +18,18 @@ import torch
 import typer
 from torch import Tensor
 
+from diffquant.checkpoints.source import open_source
+from diffquant.checkpoints.tokens import token_windows
 from diffquant.errors import UsageError
-from diffquant.evals.divergence import kl_by_position
-from diffquant.evals.stats import Difference, mean_interval
-from diffquant.evals.torch_model import HiddenStates, TorchModel
-from diffquant.loading import load
+from diffquant.measure.scoring import kl_by_position
+from diffquant.measure.stats import Difference, mean_interval
+from diffquant.measure.sweep.subject import kv_bytes_per_token
+from diffquant.measure.torch_model import HiddenStates, TorchModel
 from diffquant.model.causal import CausalModel
+from diffquant.quantization.loading import load
 from diffquant.recipe import Recipe
-from diffquant.report.tables import markdown
-from diffquant.source.source import open_source
+from diffquant.reports.tables import markdown
 from diffquant.support.progress import Progress, progress_for, silent
-from diffquant.sweep.storage import kv_bytes_per_token
-from diffquant.text.tokens import token_windows
 from research.studies.kv_results import TEXTS, KVResults, settings_of, texts_of
 from research.studies.results import read_json
 

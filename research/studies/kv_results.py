@@ -5,17 +5,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from diffquant.bench.environment import environment
+from diffquant.benchmarks.measuring import environment
+from diffquant.checkpoints.source import Source
+from diffquant.checkpoints.texts import load_text, text_digest
 from diffquant.errors import UsageError
-from diffquant.evals.language_model import States
-from diffquant.evals.protocols import hellaswag
-from diffquant.evals.protocols.perplexity import reference_of, score_text
-from diffquant.evals.stats import Difference, mean_interval
-from diffquant.evals.torch_model import TorchModel
-from diffquant.source.source import Source
-from diffquant.support.files import write_json
-from diffquant.support.xz import stored
-from diffquant.text.corpus import load_text, text_digest
+from diffquant.measure.language_model import States
+from diffquant.measure.protocols import hellaswag
+from diffquant.measure.stats import Difference, mean_interval
+from diffquant.measure.tasks.perplexity import reference_of, score_text
+from diffquant.measure.torch_model import TorchModel
+from diffquant.support.files import find_stored, write_json
 from research.studies.results import read_json
 
 TEXTS = ("prose", "elsewhere")
@@ -80,7 +79,7 @@ class KVResults:
     rows: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not stored(self.file).exists():
+        if not find_stored(self.file).exists():
             return
         former: dict[str, Any] = read_json(self.file)
         if former["settings"] != self.settings:

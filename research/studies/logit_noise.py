@@ -13,16 +13,22 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from diffquant.attention.logits import from_coded, magnitudes, prepare_logits, round_logits, to_coded
-from diffquant.attention.probabilities import softmax_weights
+from diffquant.attention.logits import (
+    from_rounded_form,
+    magnitudes,
+    prepare_logits,
+    round_logits,
+    softmax_weights,
+    to_rounded_form,
+)
 from diffquant.errors import UsageError
-from diffquant.evals.divergence import next_token_kl
 from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm, pair_norm
+from diffquant.measure.scoring import next_token_kl
 from diffquant.model.attention import DiffAttention
 from diffquant.model.modeling import DiffTransformer
-from diffquant.numbers.logit_scales import logit_format
-from diffquant.scheme import Scheme
+from diffquant.recipe.numbers.simulation import logit_format
+from diffquant.recipe.scheme import Scheme
 
 # Small enough that KL is quadratic in it, large enough to stand far above float32's own noise.
 SIGMA = 0.1
@@ -93,14 +99,14 @@ class SeenAttention:
 
     def rounded(self, scheme: Scheme) -> tuple[list[Tensor], list[Tensor]]:
         """Scales of what a scheme rounds (each map, or what stands for them), and each map's logits after it."""
-        prepared = [prepare_logits(logits.clone(), self.visible, scheme.shift) for logits in self.logits]
-        coded = to_coded(prepared, scheme)
+        prepared = [prepare_logits(logits.clone(), self.visible, scheme.has("shift")) for logits in self.logits]
+        coded = to_rounded_form(prepared, scheme)
         tops = magnitudes(coded, scheme)
-        scales = [logit_format(scheme.format, scheme.shift).scale_of(top) for top in tops]
+        scales = [logit_format(scheme.format, scheme.has("shift")).scale_of(top) for top in tops]
         rounded = [round_logits(logits, scale, scheme) for logits, scale in zip(coded, scales, strict=True)]
         # Where all is zero nothing is rounded, whatever the scale.
         used = [torch.where(top == 0, 0.0, scale) for top, scale in zip(tops, scales, strict=True)]
-        return used, from_coded(rounded, scheme)
+        return used, from_rounded_form(rounded, scheme)
 
 
 @contextmanager

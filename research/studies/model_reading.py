@@ -8,18 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffquant.loading import load
+from diffquant.checkpoints.source import Source
+from diffquant.checkpoints.texts import load_text
+from diffquant.checkpoints.tokens import token_windows
 from diffquant.model.causal import CausalModel
 from diffquant.model.walk import batches
+from diffquant.quantization.loading import load
 from diffquant.quantization.roundings import Rounder, rounding_named
 from diffquant.quantization.roundings.gptq.layer_inputs import inputs_on_the_way, readers_by_input
 from diffquant.recipe import Recipe
 from diffquant.recipe.rounding import RoundingSettings
-from diffquant.scheme import Scheme
-from diffquant.source.source import Source
+from diffquant.recipe.scheme import Scheme
 from diffquant.support.progress import silent
-from diffquant.text.corpus import load_text
-from diffquant.text.tokens import token_windows
 
 _BATCH_TOKENS = 4096
 

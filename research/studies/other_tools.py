@@ -1,6 +1,6 @@
 """What other quantizers, caches and exporters do with DIFF models: a table of tools and models.
 
-    make test-quantizers
+    make test-all ONLY=quantizers
     build/quantizers/bin/python -m pip install --no-deps optimum-quanto==0.2.7 onnxscript
     build/quantizers/bin/python -m research.studies.other_tools --json research/results/other-tools.json
 
@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 import diffquant
 from diffquant import data
-from diffquant.bench.environment import environment
+from diffquant.benchmarks.measuring import environment
 from diffquant.errors import UsageError
 from diffquant.support.files import write_json
 from research.studies.results import read_json

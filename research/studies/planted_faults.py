@@ -14,14 +14,13 @@ from typing import Annotated, Any
 
 import typer
 
-from diffquant.bench.environment import environment
+from diffquant.benchmarks.measuring import environment
 from diffquant.errors import ToleranceError, UsageError
-from diffquant.export import verify
-from diffquant.export.manifest import read_manifest
-from diffquant.export.verification.report import Verification
-from diffquant.support.files import write_json
+from diffquant.onnx import verify
+from diffquant.onnx.manifest import read_manifest
+from diffquant.onnx.verification.report import Verification
+from diffquant.support.files import find_stored, write_json
 from diffquant.support.progress import progress_for
-from diffquant.support.xz import stored
 from research.studies.results import read_json
 from tests.support.planted import PlantedExport, cache_emptied, pairs_swapped, row_overwritten, scales_larger
 
@@ -45,7 +44,7 @@ def main(
     """Verify an export as it is and with each fault."""
     model = {"export": export.name, "layer": layer, **read_manifest(export).files.to_dict()}
     results: dict[str, Any] = {}
-    if stored(file).exists():
+    if find_stored(file).exists():
         former = read_json(file)
         if former["model"] != model:
             raise UsageError(f"{file} is of another export or layer; name another file with --json")

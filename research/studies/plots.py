@@ -2,8 +2,7 @@
 
     python -m research.studies.plots [FOLDER or PICTURE...]
 
-Pictures that a page shows are kept; any other, such as research/results/pocket-needle/plot.png, is drawn when it is
-named. Each picture holds a digest of those files and of the code that draws, by which `is_stale` knows it without
+Each picture holds a digest of those files and of the code that draws, by which `is_stale` knows it without
 drawing. A plot that no program here draws is named, and the command fails: a picture without its numbers proves
 nothing.
 """
@@ -23,27 +22,15 @@ from matplotlib.figure import Figure
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from diffquant.bench.cells import read_result
-from diffquant.bench.plots import plots as bench_plots
-from diffquant.calib.analysis.attention_map_outputs import plot_attention
-from diffquant.calib.analysis.outlier_outputs import plot_outliers
-from diffquant.calib.analysis.outlier_result import read_outliers
-from diffquant.calib.search.plots import heat_map, plot_pareto
-from diffquant.calib.search.result import read_search
+from diffquant.calib.outlier_result import plot_outliers, read_outliers
 from diffquant.errors import UsageError
-from diffquant.evals.tasks import task_kinds
-from diffquant.support.xz import named, read_text
-from diffquant.sweep.outputs import plotted_cells
-from diffquant.sweep.plot import plot
-from diffquant.sweep.result import read_sweep
+from diffquant.support.files import find_named, read_stored_text
 from research.figure8.analysis import LARGER, LONGER, MAIN
 from research.figure8.plan import RESULTS as TRAININGS
 from research.figure8.plan import results as trainings
 from research.figure8.plot import plot_bits_won, plot_by_ratio
-from research.studies.figure8_plots import plot_against_prediction, plot_by_bits
-from research.studies.results import read_attention_maps, read_json
+from research.studies.results import read_json
 from research.studies.rounding_plot import plot_against_size
-from research.train.solved_report import write_plot
 
 ROOT = Path(__file__).parents[2]
 RESULTS = (ROOT / "research" / "results", ROOT / "bench" / "results", TRAININGS)
@@ -75,13 +62,12 @@ class Drawing:
         """SHA-256 of the raw files and the code, the latter without comments and docstrings."""
         digest = hashlib.sha256()
         for file in self.raw:
-            digest.update(read_text(file).encode())
-        for name in ("diffquant/report/plots.py", *self.code):
+            digest.update(read_stored_text(file).encode())
+        for name in ("diffquant/reports/plots.py", *self.code):
             digest.update(_statements(ROOT / name).encode())
         return digest.hexdigest()
 
 
-_OF_SEARCH = "calib/search/plots.py"
 # The drawings of a file.
 _Drawn = Callable[[Path], Iterator[tuple[str, Drawing]]]
 
@@ -113,18 +99,13 @@ def is_stale(picture: Path) -> bool:
 @cache
 def drawings(folder: Path) -> dict[str, Drawing]:
     """Drawings that a folder's raw files allow, by the picture's name."""
-    drawn = {
+    return {
         name: drawing
-        for file in named(folder, "*.json")
+        for file in find_named(folder, "*.json")
         for pattern, of_file in _DRAWN_FROM.items()
         if file.match(pattern)
         for name, drawing in of_file(file)
     }
-    retrieved = tuple(sorted(folder.glob("*/retrieved.json")))
-    if retrieved:
-        runs = [read_json(file) for file in retrieved]
-        drawn["solved.png"] = Drawing(partial(write_plot, runs), retrieved, ("research/train/solved_report.py",))
-    return drawn
 
 
 def _draw(drawing: Drawing, picture: Path) -> None:
@@ -169,20 +150,6 @@ def _statements(file: Path) -> str:
     return ast.unparse(tree)
 
 
-def _of_sweep(file: Path) -> Iterator[tuple[str, Drawing]]:
-    shown = ("columns", "margin_columns", "position_columns", "text_columns", "stats")
-    columns = tuple(f"diffquant/evals/{name}.py" for name in shown)
-    yield "plot.png", Drawing(lambda path: plot(read_sweep(file), path), (file,), ("diffquant/sweep/plot.py", *columns))
-    for kind in task_kinds():
-        for name, draw in kind.plots.items():
-            code = f"{draw.__module__.replace('.', '/')}.py"
-            yield name, Drawing(partial(_draw_task, draw, kind, file), (file,), (code, *columns))
-
-
-def _draw_task(draw: Any, kind: Any, file: Path, path: Path) -> None:
-    draw(plotted_cells(read_sweep(file), kind), path)
-
-
 def _one(name: str, read: Callable[[Path], Any], draw: Callable[[Any, Path], object], code: str) -> _Drawn:
     """A picture of one file, named after it where the name says so."""
 
@@ -190,27 +157,6 @@ def _one(name: str, read: Callable[[Path], Any], draw: Callable[[Any, Path], obj
         yield name.format(file.stem), Drawing(lambda path: draw(read(file), path), (file,), (code,))
 
     return of_file
-
-
-def _of_search(file: Path) -> Iterator[tuple[str, Drawing]]:
-    yield from _one("{}.png", read_search, heat_map, _OF_SEARCH)(file)
-    searches = tuple(named(file.parent, "search-*.json"))
-    drawing = Drawing(lambda path: plot_pareto(list(map(read_search, searches)), path), searches, (_OF_SEARCH,))
-    yield "pareto.png", drawing
-
-
-def _of_bench(file: Path) -> Iterator[tuple[str, Drawing]]:
-    for drawn in bench_plots(read_result(file)):
-        yield f"{drawn.name}.png", Drawing(partial(drawn.figure.savefig, dpi=160), (file,), ("bench/plots.py",))
-
-
-def _of_figure8(file: Path) -> Iterator[tuple[str, Drawing]]:
-    """A file a model in one folder, a Transformer first, as the study takes them."""
-    files = tuple(each for each in named(file.parent, "*.json") if "kl" in read_json(each))
-    if files:
-        code = ("research/studies/figure8_plots.py", "research/studies/figure8_model.py")
-        for name, figure in (("kl.png", plot_by_bits), ("prediction.png", plot_against_prediction)):
-            yield name, Drawing(partial(_draw_figure8, figure, files), files, code)
 
 
 def _of_trainings(file: Path) -> Iterator[tuple[str, Drawing]]:
@@ -227,24 +173,12 @@ def _draw_trainings(figure: Callable[[Any], Any], path: Path) -> None:
     figure(trainings(TRAININGS)).savefig(path, dpi=150)
 
 
-def _draw_figure8(figure: Callable[[list[Any]], Any], files: tuple[Path, ...], path: Path) -> None:
-    results = [read_json(file) for file in files]
-    results.sort(key=lambda result: (result["generation"] != "Transformer", result["generation"]))
-    figure(results).savefig(path, dpi=150)
-
-
 _DRAWN_FROM: dict[str, _Drawn] = {
-    "sweep.json": _of_sweep,
-    "outliers.json": _one("outliers.png", read_outliers, plot_outliers, "calib/analysis/outlier_outputs.py"),
-    "attention-map.json": _one(
-        "attention-map.png", read_attention_maps, plot_attention, "calib/analysis/attention_map_outputs.py"
-    ),
-    "search-*.json": _of_search,
-    "bench.json": _of_bench,
-    "figure8-*/*.json": _of_figure8,
+    "outliers.json": _one("outliers.png", read_outliers, plot_outliers, "calib/outlier_result.py"),
     "figure8/results/*.json": _of_trainings,
     # Of models whose contest has all sizes and a second text.
     "rounding/prose-*.json": _one("{}.png", read_json, plot_against_size, "research/studies/rounding_plot.py"),
+    "rounding/smollm2-*.json": _one("{}.png", read_json, plot_against_size, "research/studies/rounding_plot.py"),
 }
 
 

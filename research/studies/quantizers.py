@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffquant.formats.compressed_tensors import SCALE, packed_shapes
+from diffquant.checkpoints.compressed_tensors import SCALE, packed_shapes
 from diffquant.quantization.rounded_weight import as_stored
 from diffquant.quantization.roundings import Rounder
-from diffquant.quantization.roundings.mse import round_with_clipping
-from diffquant.quantization.roundings.nearest import round_to_nearest
-from diffquant.scheme import Scheme
+from diffquant.quantization.roundings.nearest import round_to_nearest, round_with_clipping
+from diffquant.recipe.scheme import Scheme
 from research.studies.model_reading import ModelReading
 from research.studies.rounding_method import TIERS, Method, Over, Quantize, Quantized, by_itself, group_size
 

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from diffquant.checkpoints.source import open_source
+from diffquant.checkpoints.texts import load_text, text_digest
 from diffquant.errors import UsageError
-from diffquant.evals.language_model import States
-from diffquant.evals.protocols import hellaswag
-from diffquant.evals.torch_model import TorchModel
-from diffquant.loading import load
+from diffquant.measure.language_model import States
+from diffquant.measure.protocols import hellaswag
+from diffquant.measure.torch_model import TorchModel
+from diffquant.quantization.loading import load
 from diffquant.recipe import Recipe
-from diffquant.source.source import open_source
-from diffquant.text.corpus import load_text, text_digest
 from research.studies.kv_results import KEPT, references_of, scores_of
 from research.studies.model_reading import ModelReading
 from research.studies.rounding_method import Method, reason

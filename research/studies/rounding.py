@@ -16,12 +16,11 @@ from typing import Annotated, Any
 
 import typer
 
-from diffquant.bench.environment import environment
+from diffquant.benchmarks.measuring import environment
 from diffquant.errors import UsageError
-from diffquant.support.code import code_digest
-from diffquant.support.files import write_json
+from diffquant.support.files import find_stored, write_json
+from diffquant.support.installation import code_digest
 from diffquant.support.progress import Progress, progress_for, silent
-from diffquant.support.xz import stored
 from research.studies.quantizers import METHODS, VARIANTS
 from research.studies.results import read_json
 from research.studies.rounded_model import RoundingOptions, Subject
@@ -112,7 +111,7 @@ def _begin(file: Path, settings: dict[str, Any]) -> dict[str, Any]:
         UsageError: the file holds something else.
     """
     fresh = {"format": FORMAT, "environment": environment(*_PACKAGES), "settings": settings, "results": {}}
-    if not stored(file).exists():
+    if not find_stored(file).exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         return fresh
     former = read_result(file)

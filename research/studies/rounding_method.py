@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from diffquant.bench.contest.peers import failure
+from diffquant.benchmarks.contest import failure
 from research.studies.model_reading import ModelReading
 
 TIERS = ("4.5 bits", "4.125 bits", "6.125 bits", "3.5 bits", "8 bits")

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from diffquant.report.plots import look, new_figure, plain_log_scale, tidy
+from diffquant.reports.plots import look, new_figure, plain_log_scale, tidy
 
 _RULES = {
     "nearest": "nearest (absmax)",
@@ -35,10 +35,13 @@ def plot_against_size(result: Mapping[str, Any], path: Path) -> None:
     figure = new_figure(6.4, 4.4)
     axis = figure.subplots()
     for number, (rule, label) in enumerate(_RULES.items()):
-        points = [rows[f"{rule} {size}"] for size in _SIZES]
+        points = [rows[f"{rule} {size}"] for size in _SIZES if f"{rule} {size}" in rows]
         axis.plot(*_places(points), **look(number), linewidth=2, markersize=6, label=f"diffquant {label}")
     for number, (label, (start, end)) in enumerate(_PEERS.items(), len(_RULES)):
-        points = [row for name, row in rows.items() if name.startswith(start) and name.endswith(end)]
+        drawn = (
+            name for name in rows if name.startswith(start) and name.endswith(end) and not _is_own_grid(name, rows)
+        )
+        points = [rows[name] for name in drawn]
         seen = look(number) | {"linestyle": "none"}
         axis.plot(*_places(points), **seen, markersize=7, markerfacecolor="none", label=label)
     plain_log_scale(axis)
@@ -47,6 +50,11 @@ def plot_against_size(result: Mapping[str, Any], path: Path) -> None:
     tidy(axis, "both")
     axis.legend(frameon=False, fontsize=9, ncols=2)
     figure.savefig(path, dpi=150)
+
+
+def _is_own_grid(name: str, rows: Mapping[str, Any]) -> bool:
+    """Whether a llama.cpp type finds the grid again that the weights were unpacked from: it is nearly exact."""
+    return name.startswith("llama.cpp") and rows[name]["elsewhere"]["kl"] < 0.1 * rows["tuned 4:g32"]["elsewhere"]["kl"]
 
 
 def _places(rows: list[Any]) -> tuple[list[float], list[float]]:

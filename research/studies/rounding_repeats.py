@@ -17,8 +17,8 @@ from typing import Annotated, Any
 
 import typer
 
-from diffquant.evals.stats import Difference
-from diffquant.report.tables import markdown
+from diffquant.measure.stats import Difference
+from diffquant.reports.tables import markdown
 from diffquant.support.progress import progress_for
 from research.studies.quantizers import ours
 from research.studies.rounded_model import RoundingOptions

@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from diffquant.evals.stats import Difference, mean_interval, paired_difference
-from diffquant.report.tables import markdown
+from diffquant.measure.stats import Difference, mean_interval, paired_difference
+from diffquant.reports.tables import markdown
 from research.studies.quantizers import METHODS, RULES, VARIANTS
 from research.studies.rounding_method import TIERS
 from research.studies.text_quantizers import TEXT_METHODS

@@ -16,21 +16,20 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from diffquant.bench.environment import environment
+from diffquant.benchmarks.measuring import environment
 from diffquant.calib.search.allocation import Budget, average_bits
 from diffquant.calib.search.search import Search, SearchOptions
 from diffquant.calib.search.units import find_units, to_recipe
+from diffquant.checkpoints.source import open_source
 from diffquant.errors import UsageError
-from diffquant.evals.stats import Difference
-from diffquant.evals.torch_model import TorchModel
-from diffquant.loading import load
+from diffquant.measure.stats import Difference
+from diffquant.measure.sweep.subject import weight_bytes
+from diffquant.measure.torch_model import TorchModel
+from diffquant.quantization.loading import load
 from diffquant.recipe import Recipe
-from diffquant.report.tables import markdown
-from diffquant.source.source import open_source
-from diffquant.support.files import write_json
+from diffquant.reports.tables import markdown
+from diffquant.support.files import find_stored, write_json
 from diffquant.support.progress import Progress, progress_for, silent
-from diffquant.support.xz import stored
-from diffquant.sweep.storage import weight_bytes
 from research.studies.kv_results import TEXTS, kl_change, references_of, scores_of, settings_of, texts_of
 from research.studies.results import read_json
 
@@ -57,7 +56,7 @@ def main(
     results = []
     for path in paths:
         file = output / f"{path.name}.json"
-        if not stored(file).exists():
+        if not find_stored(file).exists():
             output.mkdir(parents=True, exist_ok=True)
             measured = measure_searches(path, widths, characters, output, progress_for(path.name))
             write_json(file, measured)

@@ -18,25 +18,23 @@ import torch
 import typer
 from torch import Tensor
 
-from diffquant.bench.environment import environment
+from diffquant.benchmarks.measuring import environment
 from diffquant.calib.calibration.observe import observe_ranges
 from diffquant.calib.calibration.observers import Observer
+from diffquant.checkpoints.source import open_source
+from diffquant.checkpoints.texts import text_digest
+from diffquant.checkpoints.tokens import encode_text
 from diffquant.data import books_text
-from diffquant.evals.divergence import next_token_kl
-from diffquant.evals.language_model import States
-from diffquant.evals.scoring import token_scores
-from diffquant.evals.stats import mean_interval, paired_difference
-from diffquant.evals.torch_model import TorchModel
-from diffquant.loading import load
+from diffquant.measure.language_model import States
+from diffquant.measure.scoring import next_token_kl, token_scores
+from diffquant.measure.stats import mean_interval, paired_difference
+from diffquant.measure.torch_model import TorchModel
 from diffquant.model.modeling import DiffTransformer
+from diffquant.quantization.loading import load
 from diffquant.recipe import Recipe
-from diffquant.report.tables import markdown
-from diffquant.source.source import open_source
-from diffquant.support.files import write_json
+from diffquant.reports.tables import markdown
+from diffquant.support.files import find_stored, write_json
 from diffquant.support.progress import Progress, progress_for, silent
-from diffquant.support.xz import stored
-from diffquant.text.corpus import text_digest
-from diffquant.text.tokens import encode_text
 from research.studies.results import read_json
 
 PASSAGES, WINDOW = 16, 256
@@ -83,7 +81,7 @@ def main(
     file: Annotated[Path, typer.Option("--json", help="Where the numbers are and go.")],
 ) -> None:
     """Measure what a KV cache with static scales costs, one factor at a time."""
-    if not stored(file).exists():
+    if not find_stored(file).exists():
         write_json(file, measure_cache(model, progress_for(model.name)))
     print(cache_table(read_json(file)))
 

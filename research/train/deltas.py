@@ -15,11 +15,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from diffquant.checkpoints.compressed_tensors import PACKED, SCALE, SHAPE, pack_weight, packed_modules, unpack_weight
 from diffquant.errors import CheckpointError, GroupSizeError
-from diffquant.formats.compressed_tensors import PACKED, SCALE, SHAPE, pack_weight, packed_modules, unpack_weight
 from diffquant.model.config import DiffTransformerConfig
 from diffquant.model.modeling import DiffTransformer
-from diffquant.scheme import Scheme
+from diffquant.recipe.scheme import Scheme
 from diffquant.support.files import write_atomically
 from research.train.models import KINDS, place
 from research.train.starts import Level, attention_parameters, config_of, new_model

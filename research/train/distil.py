@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
-from diffquant.evals.divergence import next_token_kl
+from diffquant.measure.scoring import next_token_kl
 from diffquant.model.modeling import DiffTransformer
 from research.train.loop import Batches, Trainer
 from research.train.settings import Schedule

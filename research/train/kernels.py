@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from diffquant.errors import DiffQuantError, MissingDependencyError, UsageError
-from diffquant.export.native.build import find_compiler
+from diffquant.onnx.native.build import find_compiler
 from diffquant.support.files import file_digest
 
 SOURCE = Path(__file__).with_name("kernels.cc")

@@ -1,6 +1,6 @@
 """Training sequences of the needle task: cities and their numbers in prose, then questions.
 
-A sequence is what `diffquant.evals.protocols.needle` shows a model, but for two things. At its end several
+A sequence is what `diffquant.measure.protocols.needle` shows a model, but for two things. At its end several
 questions follow one another, so that one sequence teaches many retrievals. And short sequences, which come first, hold
 no prose and say "Paris is 42." alone: more answers a token, and no far way to any.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from diffquant.errors import UsageError
-from diffquant.evals.protocols.needle import CITIES, NUMBERS, statement
+from diffquant.measure.protocols.needle import CITIES, NUMBERS, statement
 from research.train.words import simple_sentences, split, word_tokenizer
 
 _FEWEST_SENTENCES = 100

@@ -17,14 +17,14 @@ from typing import Annotated
 import torch
 import typer
 
-from diffquant.demo.smollm2 import gguf_file
+from diffquant.checkpoints.atomic_folder import check_output, stage_output
+from diffquant.checkpoints.source import Source, open_source
+from diffquant.data import smollm2_file
 from diffquant.errors import CheckpointError, UsageError
-from diffquant.formats.atomic_folder import check_output, staged
-from diffquant.inspection import inspect_checkpoint
-from diffquant.loading import load
 from diffquant.model.modeling import DiffTransformer
-from diffquant.report.tables import aligned
-from diffquant.source.source import Source, open_source
+from diffquant.quantization.inspection import inspect_checkpoint
+from diffquant.quantization.loading import load
+from diffquant.reports.tables import align_columns
 from diffquant.support.devices import check_device
 from diffquant.support.files import write_atomically
 from diffquant.support.program import exit_codes
@@ -64,7 +64,7 @@ def train_command(
     """Train all three, or go on."""
     with interruptible(output):
         limit = Limit(minutes, steps)
-        print(results_table(train(PairsSettings.read(settings), base or gguf_file(), text, output, limit, device)))
+        print(results_table(train(PairsSettings.read(settings), base or smollm2_file(), text, output, limit, device)))
 
 
 @commands.command("apply")
@@ -132,7 +132,7 @@ def apply(delta_file: Path, base: Path, output: Path) -> None:
     if delta.base != opened.fingerprint:
         raise CheckpointError(f"{delta_file} was trained on another base than {base}; give the one it was trained on")
     model = applied(delta, load_original(opened))
-    with staged(output, {"verb": "apply"}, 2 * model.num_parameters(), overwrite=False) as staging:
+    with stage_output(output, {"verb": "apply"}, 2 * model.num_parameters(), overwrite=False) as staging:
         model.save_pretrained(staging.folder)
         opened.tokenizer.save_pretrained(staging.folder)
 
@@ -166,7 +166,7 @@ def results_table(results: Results) -> str:
         for kind, model in results["models"].items()
     ]
     title = f"perplexity of the text held out; the base's is {results['base']['perplexity']:.3f}"
-    return "\n".join([title, *aligned(head, lines)])
+    return "\n".join([title, *align_columns(head, lines)])
 
 
 def _calibration(batches: Batches, settings: PairsSettings) -> torch.Tensor:

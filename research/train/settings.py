@@ -8,7 +8,7 @@ import yaml
 
 from diffquant.errors import UsageError
 from diffquant.recipe import Recipe
-from diffquant.scheme import Scheme
+from diffquant.recipe.scheme import Scheme
 
 
 @dataclass(frozen=True)

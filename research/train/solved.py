@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from diffquant.bench.environment import environment
+from diffquant.benchmarks.measuring import environment
 from diffquant.errors import UsageError
 from diffquant.model.modeling import DiffTransformer
 from diffquant.support.files import write_atomically

@@ -15,8 +15,8 @@ from typing import Annotated, Any
 import typer
 
 from diffquant.errors import UsageError
-from diffquant.report.plots import look, new_figure, tidy
-from diffquant.report.tables import aligned
+from diffquant.reports.plots import look, new_figure, tidy
+from diffquant.reports.tables import align_columns
 from diffquant.support.program import run_program
 from research.train.models import CONTROLS, KINDS
 
@@ -52,7 +52,7 @@ def solved_summary(runs: Sequence[Run]) -> str:
             figures = (statistics.median(steps), min(steps), max(steps))
             texts = [f"{step:.0f}" if step < math.inf else f"> {min(unsolved)}" for step in figures]
             lines.append([kind, n, str(len(steps)), str(len(steps) - len(unsolved)), *texts])
-    return "\n".join(aligned(["kind", "N", "runs", "solved", "median", "least", "most"], lines, names=2))
+    return "\n".join(align_columns(["kind", "N", "runs", "solved", "median", "least", "most"], lines, names=2))
 
 
 def write_plot(runs: Sequence[Mapping[str, Any]], file: Path) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from diffquant.errors import UsageError
-from diffquant.evals.language_model import States
-from diffquant.evals.protocols.perplexity import reference_of, score_text
-from diffquant.evals.torch_model import TorchModel
+from diffquant.measure.language_model import States
+from diffquant.measure.tasks.perplexity import reference_of, score_text
+from diffquant.measure.torch_model import TorchModel
 from diffquant.model.modeling import DiffTransformer
 from diffquant.support.files import write_atomically
 from diffquant.support.progress import progress_for

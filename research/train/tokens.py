@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from diffquant.checkpoints.tokens import prefix_token
 from diffquant.errors import UsageError
 from diffquant.support.files import write_atomically
-from diffquant.text.tokens import prefix_token
 from research.train.prose import encoded, shuffled_windows
 
 TOKENS = "tokens.bin"

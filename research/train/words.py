@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from diffquant.evals.protocols.needle import sentences
+from diffquant.measure.protocols.needle import sentences
 
 SPECIAL = ("<s>", "</s>", "<unk>")
 _WORDS = re.compile(r"\w+|[^\w\s]+")

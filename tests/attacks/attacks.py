@@ -13,10 +13,10 @@ from typing import Any
 
 import onnx
 
-from diffquant.export import ExportOptions, export
+from diffquant.onnx import ExportOptions, export
+from diffquant.quantization.engine_folder import modelling_file
 from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
-from diffquant.serve.folder import modelling_file
 from tests.attacks.contents import FILES
 from tests.support import tiny_lm
 from tests.support.checkpoints import edit_json, write_checkpoint

@@ -4,11 +4,12 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
-from diffquant.cli.app import app
-from diffquant.serve import plan
+from diffquant.serving import plan
+from diffquant.verbs.cli.command import app
 from tests.attacks.attacks import ATTACKS, Attack, make_sound
 from tests.attacks.attempt import attempt, status_of
 from tests.attacks.contents import CONTENTS, FILES
@@ -46,10 +47,10 @@ def _command(name, path, sound, output):
     }[name]
 
 
-def _work(name, path, sound, output):
-    if name == "serve":
-        plan.check_installed = lambda implementation: None
-        return lambda: plan.plan_server(
+def _plan_server(path):
+    """Plan as `serve` would where vLLM is installed."""
+    with patch("diffquant.serving.plan.check_installed"):
+        return plan.plan_server(
             path,
             host="127.0.0.1",
             port=8000,
@@ -60,6 +61,11 @@ def _work(name, path, sound, output):
             implementation="folder",
             memory=None,
         )
+
+
+def _work(name, path, sound, output):
+    if name == "serve":
+        return lambda: _plan_server(path)
     arguments = [str(argument) for argument in _command(name, path, sound, output)]
     return lambda: app(arguments)
 

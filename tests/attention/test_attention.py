@@ -9,13 +9,14 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from diffquant.attention import BACKENDS, LogitMeter, attend, weights
-from diffquant.attention.backends import composed
+from diffquant.attention import BACKENDS, LogitMeter, attend
+from diffquant.attention.backends import blocks, composed
 from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm, pair_norm
-from diffquant.scheme import Scheme
+from diffquant.recipe.scheme import Scheme
+from tests.support.tables import in_one_test
 
 GENERATIONS = ["plain", "v1", "v2"]
 SHAPES = [(17, 29), (29, 29), (1, 29), (1, 1), (2, 2), (13, 5)]
@@ -77,7 +78,7 @@ def test_backends_equal_the_equation(backend, generation, length, keys, padded):
     torch.testing.assert_close(out, equation_1(q, k, v, lam, 0.3, valid), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("valid", "ranges"),
     [
         ([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]], ([2, 0], [5, 5])),
@@ -85,14 +86,13 @@ def test_backends_equal_the_equation(backend, generation, length, keys, padded):
         ([[0, 0, 0, 0, 0], [1, 1, 1, 1, 1]], ([0, 0], [0, 5])),
         ([[1, 0, 1, 1, 1], [1, 1, 1, 1, 1]], None),
     ],
-    ids=["left", "both sides", "nothing", "hole"],
 )
 def test_padding_is_a_range_where_it_has_no_holes(valid, ranges):
     found = Mask(keys=torch.tensor(valid, dtype=torch.bool)).ranges
     assert (found and tuple(each.tolist() for each in found)) == ranges
 
 
-@pytest.mark.parametrize("weight", [None, torch.rand(16)], ids=["plain", "affine"])
+@in_one_test("weight", [None, torch.rand(16)])
 def test_the_pair_norm_is_transformers_rms_norm(weight):
     y = torch.randn(2, 3, 5, 16).half()
     oracle = LlamaRMSNorm(16, 1e-5).half()
@@ -102,7 +102,7 @@ def test_the_pair_norm_is_transformers_rms_norm(weight):
     assert torch.equal(pair_norm(y, PairNorm(1e-5, None if weight is None else weight.half(), 0.7)), expected)
 
 
-@pytest.mark.parametrize("backend", ["naive", "flashdiff1", "flashdiff2"])
+@in_one_test("backend", ["naive", "flashdiff1", "flashdiff2"])
 def test_more_pairs_than_channels_serve(backend):
     q, k, v, lam = random_inputs("v1", 5, 5, pairs=24, groups=12)
     out = attend(AttentionCall(q, k, v, lam, scale=0.3, mask=Mask()), backend)
@@ -113,7 +113,7 @@ def test_more_pairs_than_channels_serve(backend):
 @pytest.mark.parametrize("text", ["16", "4:row"])
 @pytest.mark.parametrize("shape", [(13, 1), (6, 13, 1), (1, 6, 1, 1), (2, 1, 13, 1)])
 def test_weights_of_queries_may_lack_axes(shape, text, monkeypatch):
-    monkeypatch.setattr(weights, "_BLOCK_ENTRIES", 2 * 6 * 2 * 13 * 5)
+    monkeypatch.setattr(blocks, "_BLOCK_ENTRIES", 2 * 6 * 2 * 13 * 5)
     q, k, v, _ = random_inputs("v1", 13, 13)
     scheme, lam, gate = Scheme.parse(text), torch.rand(shape), torch.rand(shape)
     call = AttentionCall(q, k, v, lam, scale=0.3, mask=Mask(), logits=scheme, signal_gate=gate)
@@ -130,7 +130,7 @@ def test_queries_without_a_key_get_nothing(length, text):
         assert torch.equal(attend(call, backend), torch.zeros(2, 6, length, 16, dtype=v.dtype))
 
 
-@pytest.mark.parametrize("backend", ["naive", "flashdiff2", "blocks"])
+@in_one_test("backend", ["naive", "flashdiff2", "blocks"])
 def test_a_norm_in_float32_leaves_the_values_type(backend):
     q, k, v, lam = random_inputs("v1", 5, 5, dtype=torch.bfloat16)
     post = PairNorm(1e-5, torch.rand(16), 0.7)
@@ -144,7 +144,7 @@ def test_queries_and_keys_that_no_backend_rounds_are_refused():
             attend(call, backend)
 
 
-@pytest.mark.parametrize("backend", ["naive", "flashdiff2"])
+@in_one_test("backend", ["naive", "flashdiff2"])
 def test_any_strides_serve(backend):
     q, k, v, lam = random_inputs("v1", 13, 13)
     expected = attend(AttentionCall(q, k, v, lam, scale=0.3, mask=Mask()), backend)
@@ -161,13 +161,13 @@ def quantized_by(text, scales=None, clipped=None, static=None):
         static: [maps, h] ranges of a static scheme.
     """
     scheme = Scheme.parse(text)
-    levels = 2**scheme.bits - 1 if scheme.shift else 2 ** (scheme.bits - 1) - 1
-    lowest, highest = -levels, 0 if scheme.shift else levels
+    levels = 2**scheme.bits - 1 if scheme.has("shift") else 2 ** (scheme.bits - 1) - 1
+    lowest, highest = -levels, 0 if scheme.has("shift") else levels
 
     def quantize(logits, seen):
         out = logits.clone()
         visible = seen.expand_as(logits)
-        if scheme.shift:
+        if scheme.has("shift"):
             peak = out.masked_fill(~visible, -torch.inf).amax(-1, keepdim=True)
             out -= peak.nan_to_num(neginf=0.0)
         for region in regions(scheme, logits.shape):
@@ -175,7 +175,7 @@ def quantized_by(text, scales=None, clipped=None, static=None):
             if not len(entries):
                 continue
             largest = float(entries.abs().max()) if static is None else float(static[region[:2]])
-            scale = (min(largest, 12.0) if scheme.shift else largest) / levels or 1.0
+            scale = (min(largest, 12.0) if scheme.has("shift") else largest) / levels or 1.0
             codes = (entries / scale).round()
             if scales is not None and largest:
                 scales.append(scale)
@@ -242,7 +242,7 @@ def test_the_meter_reports_the_scales_and_what_they_clip(text, backend):
     assert found["step_mean"] == pytest.approx(sum(scales) / len(scales))
 
 
-@pytest.mark.parametrize("backend", ["auto", "naive"])
+@in_one_test("backend", ["auto", "naive"])
 def test_static_logits_clip_at_the_range_of_their_map_and_head(backend):
     q, k, v, lam = random_inputs("v1", 11, 17)
     static = torch.linspace(0.2, 2.0, 12, dtype=torch.float64).view(2, 6)
@@ -277,7 +277,7 @@ def test_alike_rounds_the_mean_of_both_maps_and_half_their_difference(granularit
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("backend", ["naive", "auto"])
+@in_one_test("backend", ["naive", "auto"])
 def test_alike_means_nothing_to_a_plain_transformer(backend):
     q, k, v, lam = random_inputs("plain", 9, 9)
     alike, without = (
@@ -302,7 +302,7 @@ def test_equal_maps_rounded_alike_stay_equal():
 @pytest.mark.parametrize("granularity", GRANULARITIES + ALIKE)
 @pytest.mark.parametrize("generation", GENERATIONS)
 def test_blocks_of_queries_equal_full_maps(generation, granularity, bits, monkeypatch):
-    monkeypatch.setattr(weights, "_BLOCK_ENTRIES", 2000)
+    monkeypatch.setattr(blocks, "_BLOCK_ENTRIES", 2000)
     q, k, v, lam = random_inputs(generation, 37, 45)
     scheme, mask = Scheme.parse(f"{bits}:{granularity}"), Mask(keys=left_padding(2, 45))
     meters = LogitMeter(), LogitMeter()
@@ -314,7 +314,7 @@ def test_blocks_of_queries_equal_full_maps(generation, granularity, bits, monkey
     assert in_full["calls"] == 1
 
 
-@pytest.mark.parametrize("granularity", ["tensor", "row", "pair", "row:shift"])
+@in_one_test("granularity", ["tensor", "row", "pair", "row:shift"])
 def test_padding_and_batching_do_not_change_a_sequence(granularity):
     q, k, v, lam = random_inputs("v1", 12, 12)
     scheme = Scheme.parse(f"4:{granularity}")
@@ -333,7 +333,7 @@ def test_padding_and_batching_do_not_change_a_sequence(granularity):
     torch.testing.assert_close(together[1:, :, 4:], alone, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("granularity", ["tensor", "head", "pair", "row"])
+@in_one_test("granularity", ["tensor", "head", "pair", "row"])
 def test_queries_that_are_padding_enter_no_scale(granularity):
     q, k, v, lam = random_inputs("v2", 12, 12)
     scheme, valid = Scheme.parse(f"4:{granularity}"), torch.ones(2, 12, dtype=torch.bool)
@@ -411,19 +411,19 @@ def test_metering_never_waits_for_a_device():
 
 def test_memory_of_simulated_logits_is_linear_in_the_keys(monkeypatch):
     largest = []
-    original = weights.prepare_logits
-    monkeypatch.setattr(weights, "prepare_logits", lambda x, *rest: largest.append(x.numel()) or original(x, *rest))
-    monkeypatch.setattr(weights, "_BLOCK_ENTRIES", 1 << 14)
+    original = blocks.prepare_logits
+    monkeypatch.setattr(blocks, "prepare_logits", lambda x, *rest: largest.append(x.numel()) or original(x, *rest))
+    monkeypatch.setattr(blocks, "_BLOCK_ENTRIES", 1 << 14)
     q, k, v, lam = random_inputs("v1", 512, 512, batch=1, dtype=torch.float32)
     attend(AttentionCall(q, k, v, lam, scale=0.3, mask=Mask(), logits=Scheme.parse("4:row")))
     assert max(largest) <= 1 << 14
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("change", "message"),
     [
-        (lambda q, k, v, lam: (q, k, v, None), "one map without λ or two with it"),
-        (lambda q, k, v, lam: (q[:1], k, v, lam), "one map without λ or two with it"),
+        (lambda q, k, v, lam: (q, k, v, None), "one map without λ or two maps with it"),
+        (lambda q, k, v, lam: (q[:1], k, v, lam), "one map without λ or two maps with it"),
         (lambda q, k, v, lam: (q, k, v.float(), lam), "v is float32; use one"),
         (lambda q, k, v, lam: (q, [k[0], k[1][:, :, 1:]], v, lam), r"k2 \[2, 2, 6, 8\], not \[2, 2, 7, 8\]"),
         (lambda q, k, v, lam: ([x[:, :5] for x in q], k, v, lam), "2 KV pairs do not divide 5 query pairs"),

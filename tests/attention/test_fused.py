@@ -9,14 +9,13 @@ import torch
 
 pytest.importorskip("triton")
 
-from diffquant.attention import LogitMeter, attend, dispatch
+from diffquant.attention import LogitMeter, attend, registry
 from diffquant.attention.backends import triton
 from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
-from diffquant.kernels.attention import prefill, prefill_int8, prefill_simulated
-from diffquant.scheme import Scheme
+from diffquant.recipe.scheme import Scheme
 from tests.support.kernel_inputs import random_call, relative_error
 from tests.support.thorough import sampled
 
@@ -25,8 +24,7 @@ POST = PairNorm(1e-5, torch.rand(128), 0.7)
 
 @pytest.fixture(autouse=True)
 def _any_device_will_do(monkeypatch):
-    for module in (prefill, prefill_int8, prefill_simulated, triton):
-        monkeypatch.setattr(module, "device_refusal", lambda device: None)
+    monkeypatch.setattr(triton, "device_refusal", lambda device: None)
 
 
 def masks(keys):
@@ -50,7 +48,7 @@ def compute(call, backend, **options):
 def test_kernels_serve_what_the_plain_form_computes(backend, limit, generation, which):
     call = call_of(generation, 29, 40, masks(40)[which])
     if backend == "auto":
-        assert dispatch.backend_for(call).name == "triton"
+        assert registry.backend_for(call).name == "triton"
     assert relative_error(compute(call, backend), compute(call, "naive").double()) <= limit
 
 
@@ -73,12 +71,12 @@ def test_simulated_logits_are_those_of_the_plain_form_and_counted_alike(generati
 def test_why_a_kernel_is_passed_over_is_logged(caplog):
     holes = torch.tensor([[True, False, True] * 10] * 2)
     with caplog.at_level(logging.INFO, "diffquant.attention"):
-        assert dispatch.backend_for(call_of("v1", 30, 30, Mask(keys=holes))).name == "flashdiff2"
+        assert registry.backend_for(call_of("v1", 30, 30, Mask(keys=holes))).name == "flashdiff2"
     assert "triton is not used: the padding mask has holes" in caplog.text
     # Fewer queries than a tile of the kernel has rows leave most of it empty.
-    assert dispatch.backend_for(call_of("v1", 16, 30, Mask())).name == "flashdiff2"
-    assert dispatch.backend_for(call_of("v1", 17, 30, Mask())).name == "triton"
-    assert dispatch.backend_for(call_of("plain", 30, 30, Mask())).name == "flashdiff2"
+    assert registry.backend_for(call_of("v1", 16, 30, Mask())).name == "flashdiff2"
+    assert registry.backend_for(call_of("v1", 17, 30, Mask())).name == "triton"
+    assert registry.backend_for(call_of("plain", 30, 30, Mask())).name == "flashdiff2"
 
 
 def test_an_override_that_cannot_serve_says_why():
@@ -90,4 +88,4 @@ def test_gradients_go_through_sdpa():
     call = call_of("v2", 30, 30, Mask())
     call.v.requires_grad_()
     with torch.enable_grad():
-        assert dispatch.backend_for(call).name == "flashdiff2"
+        assert registry.backend_for(call).name == "flashdiff2"

@@ -16,9 +16,10 @@ from diffquant.family.spec import DiffSpec
 from diffquant.kernels.arguments import call_refusal
 from diffquant.model.fused_cache import FusedCache, fused_cache_refusal
 from diffquant.recipe import Recipe
-from diffquant.scheme import Scheme
+from diffquant.recipe.scheme import Scheme
 from tests.support.checkpoints import NATIVE, write_checkpoint
 from tests.support.models import random_ids
+from tests.support.tables import in_one_test
 
 SPEC = DiffSpec(**NATIVE["gated"]["spec"])
 
@@ -79,7 +80,7 @@ def test_contributings_example_of_a_backend_computes_both_gates():
     torch.testing.assert_close(found, one_at_a_time(**given), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("scheme", ["4:row", "4:tensor", "5:head:alike"])
+@in_one_test("scheme", ["4:row", "4:tensor", "5:head:alike"])
 def test_a_gate_weighs_the_rounded_map_and_is_in_no_scale(scheme):
     given = random_call(logits=Scheme.parse(scheme))
     halved = attend(
@@ -101,11 +102,11 @@ def test_a_gate_of_other_queries_is_refused_with_its_shape():
         attend(AttentionCall(**random_call(signal_gate=torch.ones(2, 4, 3, 1, dtype=torch.float64))))
     one_map = random_call()
     one_map |= {"q": one_map["q"][:1], "k": one_map["k"][:1], "lam": None}
-    with pytest.raises(UsageError, match="gates the signal of two alone"):
+    with pytest.raises(UsageError, match="a signal gate only with two maps"):
         attend(AttentionCall(**one_map))
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("change", "message"),
     [
         ({"post_norm": "plain"}, "post_norm must be 'none'"),

@@ -10,7 +10,8 @@ from diffquant.attention.backends import triton
 from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
 from diffquant.kernels.arguments import call_refusal
-from diffquant.scheme import Scheme
+from diffquant.recipe.scheme import Scheme
+from tests.support.tables import in_one_test
 
 # Pairs, noise heads, KV pairs: Motif-2's kind, a ratio of 3 over one KV pair, noise heads that share KV pairs.
 SHAPES = {"4:1": (8, 2, 2), "3:1-mqa": (6, 2, 1), "2:1-gqa": (12, 6, 3)}
@@ -73,7 +74,7 @@ def test_rounded_logits_are_those_of_pairs_with_noise_heads_of_their_own(backend
     torch.testing.assert_close(attend(AttentionCall(**given), backend), wanted, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("backend", ["naive", "simulated"])
+@in_one_test("backend", ["naive", "simulated"])
 def test_static_ranges_are_those_of_signal_heads_and_then_of_noise_heads(backend):
     pairs, noises, _ = SHAPES["4:1"]
     ranges = torch.linspace(0.5, 2.0, pairs + noises, dtype=torch.float64)
@@ -82,10 +83,10 @@ def test_static_ranges_are_those_of_signal_heads_and_then_of_noise_heads(backend
     expanded = given | {"q": [given["q"][0], given["q"][1].repeat_interleave(4, 1)], "ranges": own}
     wanted = attend(AttentionCall(**expanded), "naive")
     torch.testing.assert_close(attend(AttentionCall(**given), backend), wanted, rtol=0, atol=1e-12)
-    assert torch.equal(AttentionCall(**given).expanded().ranges, own)
+    assert torch.equal(AttentionCall(**given).expand_noise().ranges, own)
 
 
-@pytest.mark.parametrize("backend", ["naive", "simulated"])
+@in_one_test("backend", ["naive", "simulated"])
 def test_a_shared_noise_map_is_rounded_once(backend):
     meters = {}
     for text in ("row", "pair"):
@@ -108,4 +109,4 @@ def test_kernels_refuse_shared_noise_heads_and_their_backends_repeat_them(caplog
     assert torch.equal(seen[0].q[1], call.q[1].repeat_interleave(4, 1))
     assert "every noise head is repeated 4 times" in caplog.text
     assert call_refusal(call).startswith("4 pairs share a noise head")
-    assert call_refusal(call.expanded()) is None
+    assert call_refusal(call.expand_noise()) is None

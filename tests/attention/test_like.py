@@ -4,6 +4,8 @@ Each formula is of one head of one map; maps, λ, gates and norms around it are 
 ml_dtypes.
 """
 
+from pathlib import Path
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -13,9 +15,9 @@ from diffquant import Recipe, load
 from diffquant.errors import UsageError
 from diffquant.family.mask import Mask
 from diffquant.family.norm import pair_norm
-from diffquant.numbers.rotation import rotation
+from diffquant.recipe.numbers.simulation import rotation
 from diffquant.recipe.presets import LIKE
-from diffquant.verbs.recipes import chosen_recipe
+from diffquant.verbs.recipes import recipe_of_options
 from tests.support.checkpoints import PHI4FLASH, SOURCES, write_checkpoint
 
 LENGTH = 150
@@ -155,11 +157,15 @@ def test_the_whole_family_computes_each_kernel_s_formula(tmp_path, name, kernel)
 
 
 def test_a_kernel_stands_beside_presets_and_settings():
-    assert chosen_recipe(like="sage3", preset="int4") == Recipe.of(weights="4:g32", **LIKE["sage3"])
-    assert chosen_recipe(like="sage3", pv="e4m3:channel", kv=8) == Recipe.of(
-        kv=8, **{**LIKE["sage3"], "pv": "e4m3:channel"}
+    both = Recipe.parse(recipe_of_options(like="sage3", preset="int4"))
+    assert both == Recipe.of(weights="4:g32", **LIKE["sage3"])
+    beside = Recipe.parse(recipe_of_options(like="sage3", pv="e4m3:channel", kv="8"))
+    assert (
+        beside
+        == Recipe.parse({"like": "sage3", "pv": "e4m3:channel", "kv": 8})
+        == Recipe.of(kv=8, **{**LIKE["sage3"], "pv": "e4m3:channel"})
     )
     with pytest.raises(UsageError, match=r"recipe says all of itself.*qk 8:thread:smooth, p e4m3:row:fullsum"):
-        chosen_recipe({"weights": "4:g32"}, like="sage2")
+        recipe_of_options(recipe=Path("recipe.yaml"), like="sage2")
     with pytest.raises(UsageError, match=r"unknown kernel 'sage1'.*known are sage2"):
-        chosen_recipe(like="sage1")
+        Recipe.parse(recipe_of_options(like="sage1"))

@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from diffquant import verbs
-from diffquant.attention import BACKENDS, attend, check_backend, dispatch
+from diffquant.attention import BACKENDS, attend, check_backend, registry
 from diffquant.attention.naive import naive
 from diffquant.attention.registry import Backend, register
-from diffquant.cli.command import options_of
 from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
-from diffquant.scheme import FULL, Scheme
+from diffquant.recipe.scheme import FULL, Scheme
+from diffquant.verbs.cli.command import options_of
 
 CALLS = []
 
@@ -48,8 +48,14 @@ def test_it_is_found_by_name_and_given_the_call_whole(toy):
     gated = AttentionCall(*inputs(), scale=0.3, mask=Mask(window=3), signal_gate=torch.tensor(0.7))
     assert torch.equal(attend(gated, "toy"), attend(gated, "naive"))
     assert [gated] == CALLS
-    with pytest.raises(UsageError, match=r"known are auto, .*, toy, triton"):
+    with pytest.raises(UsageError, match=r"choose from auto, .*, toy, triton"):
         check_backend("tyo")
+
+
+def test_a_backend_that_was_replaced_names_what_computes_the_same():
+    with pytest.raises(UsageError, match="'triton-pipelined' was replaced by 'triton-specialized'"):
+        check_backend("triton-pipelined")
+    check_backend("triton-specialized")
 
 
 def test_the_highest_rank_that_serves_a_call_computes_it(toy):
@@ -69,7 +75,7 @@ def test_without_a_rank_or_where_it_does_not_pay_nobody_asks(toy):
     result()
     assert not CALLS
     del BACKENDS["toy"]
-    toy(priority=99, pays=lambda call: call.length > 9)
+    toy(priority=99, is_worthwhile=lambda call: call.length > 9)
     result()
     assert not CALLS
 
@@ -86,14 +92,14 @@ def test_it_is_not_asked_for_logits_it_does_not_compute(toy):
 
 def test_a_name_is_given_once(toy):
     toy()
-    with pytest.raises(UsageError, match="'toy' is there already"):
+    with pytest.raises(UsageError, match="'toy' exists already"):
         toy()
 
 
 def test_where_nobody_serves_a_call_each_says_why(monkeypatch):
-    monkeypatch.setattr(dispatch, "by_priority", lambda logits: [Backend("toy", compute, lambda call: "it is a toy")])
+    monkeypatch.setattr(registry, "by_priority", lambda logits: [Backend("toy", compute, lambda call: "it is a toy")])
     with pytest.raises(UsageError, match="no attention backend serves this call: toy: it is a toy"):
-        dispatch.backend_for(AttentionCall(*inputs(), scale=0.3, mask=Mask()))
+        registry.backend_for(AttentionCall(*inputs(), scale=0.3, mask=Mask()))
 
 
 def test_the_command_lines_help_names_backends_that_are_there():

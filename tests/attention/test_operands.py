@@ -9,14 +9,15 @@ import torch
 from diffquant import Recipe, load
 from diffquant.attention import BACKENDS
 from diffquant.attention.naive import naive
-from diffquant.attention.operands import rounded_operands
+from diffquant.attention.operands import round_operands
 from diffquant.attention.registry import Backend
 from diffquant.errors import NotFiredError, UsageError
-from diffquant.evals.prefixes import shares_prefixes
 from diffquant.family.mask import Mask
-from diffquant.scheme import FULL, Scheme
+from diffquant.measure import shares_prefixes
+from diffquant.recipe.scheme import FULL, Scheme
 from tests.support.checkpoints import PHI4FLASH, SOURCES, write_checkpoint
 from tests.support.models import random_ids
+from tests.support.tables import in_one_test
 
 SCHEMES = ["8:tensor", "4:head", "3:row", "4:b4", "4:tensor:smooth", "3:head:smooth", "4:row:smooth", "3:b5:smooth"]
 # Two sequences of 13 keys, one with padding on the left, one with a hole on the right.
@@ -31,7 +32,7 @@ def in_numpy(x, valid, scheme, is_keys):
     for b, sequence in enumerate(x.double().numpy()):
         real = valid[b].numpy()
         heads = sequence * real[:, None]
-        if scheme.smooth and is_keys:
+        if scheme.has("smooth") and is_keys:
             heads = (heads - heads.sum(1, keepdims=True) / real.sum()) * real[:, None]
         top = np.abs(heads).max()
         for h, head in enumerate(heads):
@@ -56,7 +57,7 @@ def random_heads(heads, tokens, width=6, seed=0):
 def test_operands_are_rounded_as_loops_round_them(text, mask, length):
     scheme, q, k = Scheme.parse(text), random_heads(4, length), random_heads(2, 13, seed=1)
     valid = torch.ones(2, 13, dtype=torch.bool) if mask.keys is None else mask.keys
-    queries, keys = rounded_operands(q, k, mask, scheme)
+    queries, keys = round_operands(q, k, mask, scheme)
     torch.testing.assert_close(queries, in_numpy(q, valid[:, -length:], scheme, False), rtol=0, atol=1e-12)
     torch.testing.assert_close(keys, in_numpy(k, valid, scheme, True), rtol=0, atol=1e-12)
 
@@ -77,7 +78,7 @@ def test_attention_of_the_whole_family_reads_rounded_operands(tmp_path, name, te
     torch.testing.assert_close(attention.attend(q, k, v, lam, mask, gate), wanted, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", ["llama", "diffllama", "unilm-v2", "motif-grouped"])
+@in_one_test("name", ["llama", "diffllama", "unilm-v2", "motif-grouped"])
 def test_keys_without_their_mean_give_the_same_attention(tmp_path, name):
     model = load(write_checkpoint(tmp_path / "model", name)).double()
     attention, spec = model.attentions[0], model.config.diff_spec
@@ -108,7 +109,7 @@ def test_rows_read_token_by_token_are_those_of_a_whole_text(tmp_path):
     torch.testing.assert_close(torch.cat(steps, 1), model(ids).logits, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("text", "shares"),
     [("4:row", True), ("4:row:smooth", False), ("4:b64", False), ("4:head", False), ("4:tensor", False)],
 )
@@ -119,20 +120,20 @@ def test_a_prefix_is_shared_where_no_scale_and_no_mean_spans_tokens(text, shares
 def test_every_layer_has_to_round_its_operands(tmp_path):
     model = load(write_checkpoint(tmp_path / "model", "diffllama"))
     model.apply_recipe(Recipe.of(qk="4:row", overrides={"*.layers.0.*.qk": "16"}))
-    with pytest.raises(NotFiredError, match="queries and keys are to be quantized, but layers 1 did not"):
+    with pytest.raises(NotFiredError, match="recipe quantizes queries and keys, but layers 1 did not"):
         model.require_fired()
     model(random_ids())
     model.require_fired()
     assert [attention.qk_calls for attention in model.attentions] == [0, 1]
 
 
-@pytest.mark.parametrize("name", ["diffllama", "unilm-v2"])
+@in_one_test("name", ["diffllama", "unilm-v2"])
 def test_a_backend_that_rounds_operands_gets_them_as_they_are(tmp_path, monkeypatch, name):
     seen = []
 
     def compute(call):
         seen.append(call.qk)
-        maps = [rounded_operands(q, k, call.mask, call.qk) for q, k in zip(call.q, call.k, strict=True)]
+        maps = [round_operands(q, k, call.mask, call.qk) for q, k in zip(call.q, call.k, strict=True)]
         return naive(replace(call, q=[q for q, _ in maps], k=[k for _, k in maps], qk=FULL))
 
     own = Backend("own", compute, logits="quantized", rounds_operands=True)
@@ -153,7 +154,7 @@ def test_half_types_are_rounded_in_float32_and_come_back(tmp_path):
     assert model(random_ids()).logits.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("recipe", "said"),
     [
         ({"qk": "4:pair"}, "qk cannot be quantized per pair; use tensor, head, row, group, block"),
@@ -165,7 +166,7 @@ def test_half_types_are_rounded_in_float32_and_come_back(tmp_path):
         ({"pv": "4:c16"}, "pv has channels over so many tokens as groups; write g16"),
         ({"qk": "4:row:fullsum"}, "fullsum is for p"),
         ({"pv": "e4m3:row:pow2"}, "pow2 is for p"),
-        ({"p": "4:g16:pow2"}, "pow2 is for one scale a row"),
+        ({"p": "4:g16:pow2"}, "p: pow2 and group do not combine in 4:g16:pow2; leave out one"),
         ({"p": "4:row:shift"}, "shift is for logits"),
         ({"logits": "4:row:smooth"}, "smooth is for qk"),
         ({"overrides": {"*.layers.0.*.k": "4:row:smooth"}}, "smooth is for qk"),

@@ -10,17 +10,18 @@ import torch
 
 from diffquant import Recipe, load
 from diffquant.attention import BACKENDS, attend
-from diffquant.attention.operands import rounded_values
-from diffquant.attention.probabilities import softmax_weights
-from diffquant.attention.weights import attention_weights
+from diffquant.attention.backends.blocks import attention_weights
+from diffquant.attention.logits import softmax_weights
+from diffquant.attention.operands import round_values
 from diffquant.errors import NotFiredError, UsageError
-from diffquant.evals.prefixes import shares_prefixes, takes_padding
 from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
 from diffquant.family.norm import pair_norm
-from diffquant.scheme import Scheme
+from diffquant.measure import shares_prefixes, takes_padding
+from diffquant.recipe.scheme import Scheme
 from tests.support.checkpoints import PHI4FLASH, SOURCES, write_checkpoint
 from tests.support.models import random_ids
+from tests.support.tables import in_one_test
 
 WEIGHTS = [
     "8:row", "3:row", "4:g4", "e4m3:row", "e4m3:g8", "e4m3:row:pow2", "8:row:fullsum", "e4m3:row:pow2:fullsum",
@@ -54,9 +55,9 @@ def weights_in_numpy(logits, visible, scheme):
         for first in range(0, len(row), size):
             part = row[first : first + size]
             largest = part.max() if scheme.size else 1.0
-            scale = 2.0**-8 if scheme.pow2 else largest / top_level(scheme)
+            scale = 2.0**-8 if scheme.has("pow2") else largest / top_level(scheme)
             rounded[first : first + size] = to_grid(part, scheme, scale or 1.0)
-        out[at] = rounded / (row if scheme.fullsum else rounded).sum()
+        out[at] = rounded / (row if scheme.has("fullsum") else rounded).sum()
     return out
 
 
@@ -81,7 +82,7 @@ def random_heads(heads, tokens, width=6, seed=0, batch=2):
     return torch.randn(batch, heads, tokens, width, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("text", WEIGHTS)
+@in_one_test("text", WEIGHTS)
 def test_weights_are_rounded_before_their_row_is_divided(text):
     scheme, logits = Scheme.parse(text), 3 * random_heads(3, 7, 13)
     visible = torch.rand(2, 1, 7, 13, generator=torch.Generator().manual_seed(1)) < 0.7
@@ -89,12 +90,12 @@ def test_weights_are_rounded_before_their_row_is_divided(text):
     got = softmax_weights(logits, visible, scheme)
     wanted = weights_in_numpy(logits.numpy(), visible[:, 0].numpy(), scheme)
     torch.testing.assert_close(got, torch.from_numpy(wanted), rtol=0, atol=1e-12)
-    if not scheme.fullsum:
+    if not scheme.has("fullsum"):
         sees = visible.any(-1).expand(-1, 3, -1).double()
         torch.testing.assert_close(got.sum(-1), sees, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("text", ["nvfp4", "nvfp4_4over6", "mxfp4", "mxfp6", "mxfp8"])
+@in_one_test("text", ["nvfp4", "nvfp4_4over6", "mxfp4", "mxfp6", "mxfp8"])
 def test_blocks_of_keys_have_their_format_s_scales(text):
     scheme, logits = Scheme.parse(text), 0.1 * random_heads(2, 5, 64) - torch.arange(64.0) / 2
     weights = (logits - logits.amax(-1, keepdim=True)).exp()
@@ -121,7 +122,7 @@ def test_values_are_rounded_as_loops_round_them(text, mask):
     scheme, v = Scheme.parse(text), random_heads(3, 13)
     valid = torch.ones(2, 13, dtype=torch.bool) if mask.keys is None else mask.keys
     wanted = values_in_numpy(v.numpy(), valid.numpy(), scheme)
-    torch.testing.assert_close(rounded_values(v, mask, scheme), torch.from_numpy(wanted), rtol=0, atol=1e-12)
+    torch.testing.assert_close(round_values(v, mask, scheme), torch.from_numpy(wanted), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("p", ["4:row", "nvfp4:fullsum"])
@@ -156,7 +157,7 @@ def test_attention_of_the_whole_family_rounds_both_operands_of_p_v(tmp_path, nam
 @pytest.mark.parametrize("logits", ["16", "4:row", "4:tensor"])
 @pytest.mark.parametrize("maps", [1, 2])
 def test_blocks_of_queries_round_as_whole_maps(monkeypatch, text, logits, maps):
-    monkeypatch.setattr("diffquant.attention.weights._BLOCK_ENTRIES", 200)
+    monkeypatch.setattr("diffquant.attention.backends.blocks._BLOCK_ENTRIES", 200)
     q, k = [random_heads(4, 37, seed=n) for n in range(maps)], [random_heads(2, 37, seed=9 + n) for n in range(maps)]
     lam = None if maps == 1 else torch.tensor(0.4)
     call = AttentionCall(
@@ -173,7 +174,7 @@ def test_blocks_of_queries_round_as_whole_maps(monkeypatch, text, logits, maps):
 def test_only_backends_that_hold_maps_take_rounded_weights():
     q = [random_heads(4, 5)]
     call = AttentionCall(q, q, q[0], None, scale=0.5, mask=Mask(), p=Scheme.parse("8:row"))
-    able = {name for name, backend in BACKENDS.items() if backend.takes(True)}
+    able = {name for name, backend in BACKENDS.items() if backend.supports(True)}
     assert {"naive", "simulated"} <= able
     for name in BACKENDS.keys() - able:
         with pytest.raises(UsageError, match="cannot quantize them or their softmax"):
@@ -198,7 +199,7 @@ def test_weights_read_token_by_token_are_those_of_a_whole_text(tmp_path):
     torch.testing.assert_close(torch.cat(steps, 1), model(ids).logits, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("recipe", "shares", "pads"),
     [
         ({"p": "4:row"}, True, True),
@@ -217,7 +218,7 @@ def test_scales_over_tokens_forbid_shared_prefixes_and_padding(recipe, shares, p
 def test_every_layer_has_to_round_its_weights_and_values(tmp_path):
     model = load(write_checkpoint(tmp_path / "model", "diffllama"))
     model.apply_recipe(Recipe.of(p="4:row", pv="4:row", overrides={"*.layers.0.*.p": "16"}))
-    said = "values before P·V are to be quantized, but layers 0, 1 did not; softmax weights .* but layers 1 did not"
+    said = "recipe quantizes values before P·V, but layers 0, 1 did not; .*softmax weights, but layers 1 did not"
     with pytest.raises(NotFiredError, match=said):
         model.require_fired()
     model(random_ids())

@@ -4,17 +4,19 @@ import pytest
 import torch
 
 from diffquant import load
-from diffquant.attention import LogitMeter, weights
+from diffquant.attention import LogitMeter
+from diffquant.attention.backends import blocks
+from diffquant.attention.backends.blocks import attention_weights
 from diffquant.attention.naive import naive
-from diffquant.attention.weights import attention_weights
 from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
 from diffquant.family.norm import pair_norm
-from diffquant.model.attention import observed
 from diffquant.recipe import Recipe
-from diffquant.scheme import Scheme
+from diffquant.recipe.scheme import Scheme
 from tests.support.checkpoints import write_checkpoint
 from tests.support.models import random_ids
+from tests.support.recorded_calls import record_calls
+from tests.support.tables import in_one_test
 
 LENGTH, KEYS = 11, 13
 SCHEMES = ["16", "3:tensor", "3:map", "4:tensor:shift", "3:head", "4:pair", "3:pair:shift", "4:row", "3:row:shift"]
@@ -60,7 +62,7 @@ def padded():
 )
 def test_weights_by_blocks_are_those_of_whole_maps(scheme, noises, gate, mask, first, monkeypatch):
     # Blocks of two queries, so that what shares a scale lies in several of them.
-    monkeypatch.setattr(weights, "_BLOCK_ENTRIES", 2 * 2 * 8 * KEYS)
+    monkeypatch.setattr(blocks, "_BLOCK_ENTRIES", 2 * 2 * 8 * KEYS)
     call = random_call(noises, mask, scheme, gate)
     found, maps = attention_weights(call, first)
     assert call.meter == LogitMeter()
@@ -71,13 +73,13 @@ def test_weights_by_blocks_are_those_of_whole_maps(scheme, noises, gate, mask, f
     torch.testing.assert_close(maps.sum(-1), seen.expand(2, 2, 4, -1).double())
 
 
-@pytest.mark.parametrize("recipe", [{}, {"logits": "4:row"}, {"kv": "4:row"}], ids=str)
+@in_one_test("recipe", [{}, {"logits": "4:row"}, {"kv": "4:row"}])
 def test_weights_of_a_windowed_layer_give_the_models_own_output(tmp_path, recipe):
     model = load(write_checkpoint(tmp_path / "phi4flash", "phi4flash"), Recipe.of(**recipe), torch.float32)
     layer = next(layer.attn for layer in model.model.layers if getattr(layer.attn, "window", None))
     computed = []
     layer.out_proj.register_forward_pre_hook(lambda _, inputs: computed.append(inputs[0][0]))
-    with observed(layer.inner_cross_attn) as calls:
+    with record_calls(layer.inner_cross_attn) as calls:
         model(random_ids(1, 17))
     (call,) = calls
     assert call.mask.window == layer.window < 17
@@ -86,4 +88,3 @@ def test_weights_of_a_windowed_layer_give_the_models_own_output(tmp_path, recipe
     wanted = pair_norm(found @ values, call.post)[0].transpose(0, 1).flatten(1)
     torch.testing.assert_close(wanted, computed[0], rtol=1e-4, atol=1e-5)
     assert (found[0, :, -1, : 17 - layer.window] == 0).all()
-    assert layer.inner_cross_attn.calls is None

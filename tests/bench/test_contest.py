@@ -1,17 +1,18 @@
 """The peers: who is there, that each computes what it says, and that one which does not is never timed."""
 
 import math
-from dataclasses import replace
+import os
 from itertools import accumulate, product
 from multiprocessing import get_context
 
 import pytest
 import torch
 
-from diffquant.bench.contest import contest, decode, kernels, linears, peers, throughput
-from diffquant.bench.contest.contest import Contest
-from diffquant.bench.contest.workloads import MODELS, Model, Workload, lengths, model_named
+from diffquant.benchmarks import contest, decode, linears, peers
+from diffquant.benchmarks.contest import Contest
+from diffquant.benchmarks.workloads import MODELS, Model, Workload, lengths, model_named
 from diffquant.errors import UsageError
+from tests.support.tables import in_one_test
 from tests.support.thorough import sampled
 
 V1 = Model("v1", 128, 1, 2, 2, 64, 128, 192, 211)
@@ -60,9 +61,9 @@ def test_every_peer_agrees_with_naive_or_says_why_it_cannot_run(section, work):
 def test_the_decode_kernel_reads_what_is_stored_for_it(generation, bits):
     pytest.importorskip("triton")
     call = peers.differential(Workload(WORKS[generation].model, 1, 150, 2, "float32"), "cpu")
-    store = kernels.stored(call, decode.RECIPES[bits])
-    peer = peers.Peer(lambda held: kernels.decode_attention(held, store), peers.differential, peers.counts.fused)
-    assert peers.relative_error(peer, decode._cached(call, store, *store.read())) <= 1e-4
+    store = decode.fill_store(call, decode.RECIPES[bits])
+    peer = peers.Peer(lambda held: decode.decode_attention(held, store), peers.differential, peers.roofline.fused_call)
+    assert contest.relative_error(peer, decode._held_call(call, store, *store.read())) <= 1e-4
 
 
 def test_a_peer_that_is_wrong_is_named_and_not_timed(monkeypatch):
@@ -80,15 +81,15 @@ def test_a_peer_that_is_wrong_is_named_and_not_timed(monkeypatch):
     assert len(ran) == 1
 
 
-@pytest.mark.parametrize("broken", [lambda y: y * math.nan, lambda y: y[:, :1]], ids=["nan", "shape"])
+@in_one_test("broken", [lambda y: y * math.nan, lambda y: y[:, :1]])
 def test_values_that_are_not_finite_or_of_another_shape_are_infinitely_wrong(broken):
     right = peers.PEERS["FlashDiffAttn_2"]
     peer = peers.Peer(lambda call: broken(right.attention(call)), right.make, right.count)
-    assert peers.relative_error(peer, right.make(WORKS["v1"], "cpu")) == math.inf
+    assert contest.relative_error(peer, right.make(WORKS["v1"], "cpu")) == math.inf
 
 
 def test_an_error_in_the_last_rows_alone_is_seen(monkeypatch):
-    monkeypatch.setattr(peers, "_CHECKED_QUERIES", 4)
+    monkeypatch.setattr(contest, "_CHECKED_QUERIES", 4)
     right = peers.PEERS["FlashDiffAttn_2"]
 
     def late(call):
@@ -97,7 +98,7 @@ def test_an_error_in_the_last_rows_alone_is_seen(monkeypatch):
         return y
 
     peer = peers.Peer(late, right.make, right.count)
-    assert peers.relative_error(peer, right.make(WORKS["v1"], "cpu")) > 0.01
+    assert contest.relative_error(peer, right.make(WORKS["v1"], "cpu")) > 0.01
 
 
 def test_a_peer_that_raises_is_named_with_its_error(monkeypatch):
@@ -131,8 +132,22 @@ def peaks(monkeypatch):
     return lambda name, work: Contest("attention", "cpu", 1, (name,)).peak(name, work, 1)
 
 
+def test_a_peer_whose_process_dies_costs_no_other_peer_its_measurement(monkeypatch):
+    right, here = peers.PEERS["FlashDiffAttn_2"], os.getpid()
+
+    def dies_elsewhere(call):
+        return right.attention(call) if os.getpid() == here else os._exit(9)
+
+    monkeypatch.setitem(peers.PEERS, "killed", peers.Peer(dies_elsewhere, right.make, right.count))
+    monkeypatch.setattr(contest, "_fresh_processes", lambda: get_context("fork"))
+    cells = {c.path: c for c in Contest("attention", "cpu", 1, ("killed",)).run([WORKS["v1"]])}
+    assert cells[peers.BASELINE].values
+    assert cells["killed"].missing.startswith("its peak memory could not be measured: BrokenProcessPool")
+    assert not cells["killed"].values
+
+
 def test_peak_memory_is_that_of_a_known_allocation_whatever_was_measured_before(monkeypatch, peaks):
-    monkeypatch.setitem(peers.PEERS, "known", peers.Peer(allocating, peers.differential, peers.counts.eager))
+    monkeypatch.setitem(peers.PEERS, "known", peers.Peer(allocating, peers.differential, peers.roofline.eager))
     blocks = [torch.ones(1 << 20) for _ in range(64)]
     del blocks[::2]  # leaves malloc much to give
     works = [Workload(V1, length, length, 1, "float32") for length in (1024, 700, 1024)]
@@ -142,7 +157,8 @@ def test_peak_memory_is_that_of_a_known_allocation_whatever_was_measured_before(
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, peer in peers.PEERS.items() if peer.missing(peer.make(WORKS["v1"], "cpu")) is None]
+    "name",
+    sampled([name for name, peer in peers.PEERS.items() if peer.missing(peer.make(WORKS["v1"], "cpu")) is None], 4),
 )
 def test_peak_memory_grows_with_the_length_and_holds_what_torch_allocated(name):
     works = [Workload(V1, length, length, 2, "float32") for length in (300, 600)]
@@ -193,7 +209,7 @@ def test_lengths_are_lists_and_ranges_by_doubling():
     assert lengths("1K-8K,100") == [1024, 2048, 4096, 8192, 100]
 
 
-@pytest.mark.parametrize("text", ["", "0", "4K-1K", "1-2-3", "many", "512,", "-5", "9999999999K"])
+@in_one_test("text", ["", "0", "4K-1K", "1-2-3", "many", "512,", "-5", "9999999999K"])
 def test_lengths_that_cannot_be_read_are_refused(text):
     with pytest.raises(UsageError, match="cannot read"):
         lengths(text)
@@ -212,7 +228,7 @@ def test_linears_name_what_is_missing_and_check_the_rest(monkeypatch):
     assert cells["dense"].operations == 2 * V1.hidden * V1.inner
 
 
-@pytest.mark.parametrize("name", ["bitsandbytes, NF4", "torchao, int4"])
+@in_one_test("name", ["bitsandbytes, NF4", "torchao, int4"])
 def test_peers_of_linears_store_their_scales_too_or_are_named(monkeypatch, name):
     monkeypatch.setitem(linears._COLD_BYTES, "cpu", 1 << 18)
     (cell,) = [c for c in linears.run_linears([V1], [1], "bfloat16", "cpu", 1) if c.path == name]
@@ -223,28 +239,25 @@ def test_peers_of_linears_store_their_scales_too_or_are_named(monkeypatch, name)
         assert "not installed" in cell.missing or "Requires" in cell.missing
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("change", "reason"),
     [
         (
-            lambda layers: {"product": lambda x, i: 1.05 * layers.product(x, i)},
+            lambda product, stored: (lambda x, i: 1.05 * product(x, i), stored),
             "from the product with the values stored",
         ),
-        (lambda layers: {"stored": layers.stored.roll(1, 0)}, "from the product with the values stored"),
-        (
-            lambda layers: {"stored": 2 * layers.stored, "product": lambda x, i: 2 * layers.product(x, i)},
-            "from the weight",
-        ),
+        (lambda product, stored: (product, stored.roll(1, 0)), "from the product with the values stored"),
+        (lambda product, stored: (lambda x, i: 2 * product(x, i), 2 * stored), "from the weight"),
     ],
-    ids=["kernel", "rows", "scales"],
 )
 def test_a_wrong_product_or_a_wrong_weight_is_named_and_not_timed(monkeypatch, change, reason):
     monkeypatch.setitem(linears._COLD_BYTES, "cpu", 1 << 18)
     right = linears._ours(4)
 
     def wrong(weights):
-        layers = right(weights)
-        return replace(layers, **change(layers))
+        product, nbytes, stored = right(weights)
+        product, stored = change(product, stored)
+        return product, nbytes, stored
 
     monkeypatch.setitem(linears.PATHS, "packed, 4 bits", (wrong, 4))
     (cell,) = [c for c in linears.run_linears([V1], [1], "float32", "cpu", 1) if c.path == "packed, 4 bits"]
@@ -253,13 +266,13 @@ def test_a_wrong_product_or_a_wrong_weight_is_named_and_not_timed(monkeypatch, c
 
 
 def test_throughput_compares_models_of_nearly_equal_size():
-    cells = throughput.run_throughput([V1], [16], 1, "float32", "cpu", 1)
+    cells = linears.run_throughput([V1], [16], 1, "float32", "cpu", 1)
     sizes = [cell.facts["parameters"] for cell in cells]
-    assert [cell.path for cell in cells] == [throughput.TRANSFORMER, throughput.V1, throughput.V2]
+    assert [cell.path for cell in cells] == [linears.TRANSFORMER, linears.V1, linears.V2]
     # V1 adds λ alone; V2's queries are doubled.
     assert sizes[1] - sizes[0] == 4 * V1.width
     assert sizes[2] > sizes[0]
-    assert throughput.table7(cells).count("\n") == 2
+    assert linears.table7(cells).count("\n") == 2
 
 
 def test_random_calls_are_the_same_every_time_and_nowhere_zero():

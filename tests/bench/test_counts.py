@@ -5,8 +5,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from diffquant.attention.naive import naive
-from diffquant.bench.contest import counts
-from diffquant.bench.contest.workloads import MODELS, Model, Workload, differential, seen_entries
+from diffquant.benchmarks import roofline
+from diffquant.benchmarks.workloads import MODELS, Model, Workload, differential, seen_entries
+from tests.support.tables import in_one_test
 
 V1 = Model("v1", 64, 2, 3, 3, 8, 16, 96)
 V2 = Model("v2", 64, 2, 4, 2, 8, 8, 96)
@@ -16,7 +17,7 @@ def prompt(model, length=40, batch=2):
     return Workload(model, length, length, batch, "float32")
 
 
-@pytest.mark.parametrize(("queries", "keys"), [(7, 7), (1, 9), (4, 10)])
+@in_one_test(("queries", "keys"), [(7, 7), (1, 9), (4, 10)])
 def test_seen_entries_are_those_of_a_causal_mask(queries, keys):
     mask = torch.ones(queries, keys).tril(keys - queries)
     assert seen_entries(queries, keys) == int(mask.sum())
@@ -25,44 +26,44 @@ def test_seen_entries_are_those_of_a_causal_mask(queries, keys):
 def test_v1_takes_6_fused_8_in_four_calls_and_the_transformer_4_units():
     work = prompt(V1)
     unit = 2 * seen_entries(40, 40) * 2 * 3 * 8
-    assert counts.fused(work).operations == 6 * unit
-    assert counts.two_calls(work).operations == 6 * unit
-    assert counts.four_calls(work).operations == 8 * unit
-    assert counts.simulated(work).operations == 8 * unit
-    assert counts.transformer(work).operations == 4 * unit
+    assert roofline.fused_call(work).operations == 6 * unit
+    assert roofline.two_calls(work).operations == 6 * unit
+    assert roofline.four_calls(work).operations == 8 * unit
+    assert roofline.two_passes(work).operations == 8 * unit
+    assert roofline.transformer(work).operations == 4 * unit
 
 
 def test_v2_has_no_halves_to_split():
-    assert counts.four_calls(prompt(V2)) == counts.two_calls(prompt(V2))
+    assert roofline.four_calls(prompt(V2)) == roofline.two_calls(prompt(V2))
 
 
-@pytest.mark.parametrize("model", [V1, V2], ids=["v1", "v2"])
+@in_one_test("model", [V1, V2])
 def test_eager_operations_are_what_torch_counts(model):
     work = prompt(model)
     call = differential(work, "cpu")
     with FlopCounterMode(display=False) as counter:
         naive(call)
-    assert counts.eager(work).operations == counter.get_total_flops()
+    assert roofline.eager(work).operations == counter.get_total_flops()
 
 
-@pytest.mark.parametrize("model", [V1, V2], ids=["v1", "v2"])
+@in_one_test("model", [V1, V2])
 def test_a_fused_kernel_moves_its_tensors_once(model):
     work = prompt(model)
     call = differential(work, "cpu")
     inputs = {id(x): x for x in (*call.q, *call.k, call.v)}.values()
     output = 2 * 40 * model.pairs * model.value_width * 4
-    assert counts.fused(work).bytes == sum(x.numel() * 4 for x in inputs) + output
+    assert roofline.fused_call(work).bytes == sum(x.numel() * 4 for x in inputs) + output
 
 
 def test_a_packed_cache_moves_its_bits():
     work = Workload(V1, 1, 64, 1, "float16")
     stored = 64 * 3 * (2 * 8 + 16)
-    whole, packed = counts.fused(work), counts.fused(work, key_bytes=0.5, value_bytes=0.5)
+    whole, packed = roofline.fused_call(work), roofline.fused_call(work, key_bytes=0.5, value_bytes=0.5)
     assert whole.bytes - packed.bytes == stored * 1.5
     assert whole.operations == packed.operations
 
 
-@pytest.mark.parametrize("name", ["830M", "1.4B", "2.8B", "6.8B", "13.1B"])
+@in_one_test("name", ["830M", "1.4B", "2.8B", "6.8B", "13.1B"])
 def test_the_papers_models_have_as_many_parameters_as_their_names_say(name):
     said = float(name[:-1]) * {"M": 1e6, "B": 1e9}[name[-1]]
     assert MODELS[name].parameters == pytest.approx(said, rel=0.015)

@@ -2,7 +2,7 @@
 
 import torch
 
-from diffquant.bench.environment import environment
+from diffquant.benchmarks.measuring import environment
 
 # Torch's names for what it uses of a processor; others say that it uses nothing of these.
 _OF_TORCH = {"AVX2": ["avx2"], "AVX512": ["avx2", "avx512f"], "SVE256": ["sve"]}

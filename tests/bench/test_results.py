@@ -6,18 +6,15 @@ import subprocess
 from dataclasses import replace
 
 import pytest
-import torch
 
-from diffquant.bench import peaks
-from diffquant.bench.cells import BenchCell, BenchResult, read_result
-from diffquant.bench.compare import moved, summarize_changes
-from diffquant.bench.contest import peers
-from diffquant.bench.contest.roofline import largest_cache
-from diffquant.bench.plots import plots
-from diffquant.bench.report import bench_report, csv_table, markdown
+from diffquant.benchmarks.cells import BenchCell, BenchResult, find_changes, read_result, summarize_changes
+from diffquant.benchmarks.plots import plots
+from diffquant.benchmarks.report import bench_report, csv_table, markdown
+from diffquant.benchmarks.roofline import largest_cache
 from diffquant.errors import UsageError
-from diffquant.report import page as pages
-from diffquant.report.plots import MARKERS, STYLES
+from diffquant.reports import page as pages
+from diffquant.reports.plots import MARKERS, STYLES
+from tests.support.tables import in_one_test
 
 
 def cell(path, values, **more):
@@ -70,7 +67,7 @@ def test_the_largest_cache_is_the_one_that_lscpu_names():
     assert largest_cache("cpu") == max(sizes, default=None)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("old", "new", "times"),
     [
         ([1.0, 1.1, 1.2], [0.5, 0.55, 0.6], 2.0),
@@ -78,16 +75,15 @@ def test_the_largest_cache_is_the_one_that_lscpu_names():
         ([1.0, 1.1, 1.2], [1.15, 1.5, 2.0], None),  # repeats overlap
         ([1.00, 1.01, 1.01], [1.02, 1.03, 1.04], None),  # apart, but by less than machines drift
     ],
-    ids=["faster", "slower", "overlapping", "drift"],
 )
 def test_only_what_lies_beyond_noise_has_moved(old, new, times):
-    changes = moved(result(cell("x", old)), result(cell("x", new)))
-    assert [round(change.times, 6) for change in changes] == ([] if times is None else [times])
+    changes = find_changes(result(cell("x", old)), result(cell("x", new)))
+    assert [round(times, 6) for times, _, _ in changes] == ([] if times is None else [times])
 
 
 def test_speeds_that_rise_are_better():
     before, after = (replace(cell("x", [v]), unit="tokens/s") for v in (10.0, 20.0))
-    assert moved(result(before), result(after))[0].times == 2.0
+    assert find_changes(result(before), result(after))[0][0] == 2.0
 
 
 def test_a_comparison_names_what_is_new_gone_and_from_another_device():
@@ -144,40 +140,24 @@ def test_reports_say_what_is_missing_and_load_nothing():
     assert len(csv_table(found).splitlines()) == 4
 
 
-def test_memory_is_measured_again_for_the_paths_that_are_known_and_the_result_says_so(tmp_path):
-    workload = "smollm2-135m-diff-v2, 1024 tokens, batch 1, float32"
-    cells = (
-        BenchCell("attention", workload, peers.BASELINE, values=(1.0,), peak_bytes=0, length=1024),
-        BenchCell("attention", workload, "a path of old", values=(1.0,), peak_bytes=7, length=1024),
-        BenchCell("linear", "1 -> 1, 1 tokens, float32", "dense", values=(1.0,), peak_bytes=7),
-    )
-    before = replace(result(*cells), settings={"threads": 1, "device": "cpu"})
-    now = peaks.measure_peaks(before)
-    # The output at least, 9 pairs' two heads of 64 floats, as exactly as Linux counts pages.
-    assert now.cells[0].peak_bytes >= 4 * 1024 * 9 * 2 * 64 - (1 << 18)
-    assert [each.peak_bytes for each in now.cells[1:]] == [None, 7]
-    assert f"torch {torch.__version__}" in markdown(now)
-    with pytest.raises(UsageError, match="of cuda; its memory is measured with its times"):
-        peaks.measure_peaks(replace(before, settings={"device": "cuda"}))
-
-
 def test_paths_at_one_length_have_a_line_each_and_at_several_a_look_each():
     paths = [f"path {number}" for number in range(11)]
     at_one = [cell(path, [1.0 + number, 3.0 + number], length=512) for number, path in enumerate(paths)]
-    (axis,) = plots(result(*at_one))[0].figure.axes
+    (axis,) = plots(result(*at_one))["attention-time"][1].axes
     assert [label.get_text() for label in axis.get_yticklabels()] == paths
     medians = [
         line.get_xdata()[0] for line in axis.get_lines() if line.get_marker() in MARKERS and line.get_gid() is None
     ]
     assert medians == [2.0 + number for number in range(11)]
     at_two = [*at_one, *(replace(each, length=1024) for each in at_one)]
-    (axis,) = plots(result(*at_two))[0].figure.axes
+    (axis,) = plots(result(*at_two))["attention-time"][1].axes
     lines = [line for line in axis.get_lines() if line.get_linestyle() in STYLES and line.get_marker() in MARKERS]
     looks = {(line.get_color(), line.get_linestyle(), line.get_marker()) for line in lines if line.get_gid() is None}
     assert len(looks) == len(paths)
 
 
 def test_plots_are_only_of_what_has_lengths(tmp_path):
-    assert plots(result(cell("base", [1.0]))) == []
-    (drawn,) = plots(result(cell("base", [1.0], length=512), cell("base", [2.0], length=1024)))
-    assert drawn.save(tmp_path).stat().st_size > 1000
+    assert plots(result(cell("base", [1.0]))) == {}
+    (drawn,) = plots(result(cell("base", [1.0], length=512), cell("base", [2.0], length=1024))).values()
+    drawn[1].savefig(tmp_path / "drawn.png")
+    assert (tmp_path / "drawn.png").stat().st_size > 1000

@@ -1,4 +1,4 @@
-"""outliers, attention-map, calibrate and search as a user meets them: output, files, exit codes, one clear line."""
+"""outliers, calibrate and search as a user meets them: output, files, exit codes, one clear line."""
 
 import inspect
 import json
@@ -10,11 +10,13 @@ import pytest
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from diffquant import data
 from diffquant.calib.calibration.calibrate import calibrate
 from diffquant.calib.search.search import SearchOptions
-from diffquant.cli import main
+from diffquant.verbs.cli import main
 from tests.support import tiny_lm
+from tests.support.tables import in_one_test
+
+SHORT_READING = ("outliers", "--tokens", 128, "--window", 64)
 
 
 @pytest.fixture(scope="module")
@@ -37,13 +39,6 @@ def run(capsys, monkeypatch):
     return call
 
 
-of_several_models = pytest.mark.parametrize(
-    "arguments",
-    [("outliers", "--tokens", 128, "--window", 64), ("attention-map", "--samples", 1, "--lengths", 120)],
-    ids=lambda words: words[0],
-)
-
-
 def test_outliers_stand_side_by_side_and_a_conversion_changes_none(run, models, tmp_path):
     code, out, err = run("outliers", *models, "-o", tmp_path / "o", "--tokens", 300, "--window", 64, "--json")
     assert code == 0, err
@@ -61,18 +56,16 @@ def test_outliers_stand_side_by_side_and_a_conversion_changes_none(run, models, 
     assert (code, out.splitlines()[0].split()[:4]) == (0, ["model", "activation", "top", "1"])
 
 
-@of_several_models
-def test_a_model_without_a_tokenizer_is_told_before_another_is_measured(run, models, tmp_path, arguments, monkeypatch):
-    for module in ("outliers", "attention_map"):
-        monkeypatch.setattr(f"diffquant.calib.analysis.{module}.load", lambda *_, **__: pytest.fail("it was loaded"))
+def test_a_model_without_a_tokenizer_is_told_before_another_is_measured(run, models, tmp_path, monkeypatch):
+    monkeypatch.setattr("diffquant.calib.outliers.load", lambda *_, **__: pytest.fail("it was loaded"))
     bare = shutil.copytree(models[1], tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
-    code, _, err = run(*arguments, models[0], bare)
+    code, _, err = run(*SHORT_READING, models[0], bare)
     assert code == 1
-    assert "bare: there is no tokenizer.json" in err
+    assert "bare: tokenizer.json is missing" in err
 
 
 def test_windows_beyond_a_models_context_are_told_before_another_is_measured(run, models, tmp_path, monkeypatch):
-    monkeypatch.setattr("diffquant.calib.analysis.outliers.load", lambda *_, **__: pytest.fail("it was loaded"))
+    monkeypatch.setattr("diffquant.calib.outliers.load", lambda *_, **__: pytest.fail("it was loaded"))
     short = shutil.copytree(models[0], tmp_path / "short")
     config = json.loads((short / "config.json").read_text())
     (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 32}))
@@ -81,41 +74,11 @@ def test_windows_beyond_a_models_context_are_told_before_another_is_measured(run
     assert "window 64 must be between 2 and the model's context, 32 tokens" in err
 
 
-@of_several_models
-def test_models_whose_folders_are_called_alike_are_told_apart(run, models, tmp_path, arguments):
+def test_models_whose_folders_are_called_alike_are_told_apart(run, models, tmp_path):
     folders = [shutil.copytree(model, tmp_path / letter / "hf") for model, letter in zip(models, "ab", strict=True)]
-    code, out, err = run(*arguments, *folders, "--json")
+    code, out, err = run(*SHORT_READING, *folders, "--json")
     assert code == 0, err
     assert [model["name"] for model in json.loads(out)["models"]] == ["a/hf", "b/hf"]
-
-
-def test_attention_of_the_models_that_ship_by_depth(run, tmp_path):
-    pocket = data.pocket_models("needle")
-    arguments = ("attention-map", *pocket, "--needles", 2, "--samples", 1, "--lengths", "96,128")
-    code, out, err = run(*arguments, "-o", tmp_path / "o", "--json")
-    assert code == 0, err
-    assert json.loads((tmp_path / "o" / "attention-map.json").read_text()) == json.loads(out)
-    assert (tmp_path / "o" / "attention-map.png").read_bytes().startswith(b"\x89PNG")
-    found = json.loads(out)["models"]
-    assert sorted(model["generation"] for model in found) == ["DIFF V1", "DIFF V2", "Transformer"]
-    for model in found:
-        assert [(p["length"], p["depth"]) for p in model["places"]] == [
-            (length, depth) for length in (96, 128) for depth in (0, 0.25, 0.5, 0.75, 1)
-        ]
-        for place in model["places"]:
-            for weights in (place["overall"], *place["layers"]):
-                for kind in weights.keys() - {"signed"}:
-                    assert sum(weights[kind].values()) == pytest.approx(1, abs=1e-5)
-    code, out, err = run(*arguments, "--logits", "4:row:shift")
-    assert code == 0, err
-    assert out.splitlines()[0].split()[:4] == ["model", "tokens", "depth", "answer"]
-    assert len(out.splitlines()) == 2 + 3 * 2 * 5 + 2
-
-
-def test_a_length_that_is_named_twice_has_its_items_once(run, models):
-    code, out, err = run("attention-map", models[0], "--samples", 1, "--lengths", "120,120", "--json")
-    assert code == 0, err
-    assert [place["items"] for place in json.loads(out)["models"][0]["places"]] == [1] * 5
 
 
 def test_calibrated_scales_are_used_by_eval_and_sweep(run, models, tmp_path):
@@ -140,30 +103,22 @@ def test_calibrated_scales_are_used_by_eval_and_sweep(run, models, tmp_path):
     assert (code, "are both of" in err) == (2, True), err
     for bare in (("eval", models[1], "--limit", 2), ("sweep", models[1], "-o", tmp_path / "bare")):
         code, _, err = run(*bare, "--scales", file)
-        assert (code, "nothing takes the ranges" in err) == (2, True), err
+        assert (code, "no static scheme uses the ranges" in err) == (2, True), err
     assert run("calibrate", models[1], "-o", file)[::2] == (
         1,
         f"error: {file} exists; choose another output or pass --overwrite\n",
     )
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("arguments", "code", "message"),
     [
         (("outliers", "MODEL", "--text", "EMPTY"), 2, "is empty"),
         (("outliers", "MODEL", "--text", "SHORT", "--window", "64"), 2, "fewer than one window of 64"),
         (("outliers", "MODEL", "--window", "100000"), 2, "must be between 2 and the model's context"),
         (("outliers", "MODEL", "--device", "cuda:77"), 2, "device"),
-        (("outliers", "MODEL", "MODEL"), 2, "named twice"),
+        (("outliers", "MODEL", "MODEL"), 2, "given twice"),
         (("outliers", "NOWHERE"), 1, "NOWHERE"),
-        (("attention-map", "MODEL", "-o", "OUT", "--lengths", "600"), 2, "the model sees 512 tokens, fewer than 600"),
-        (("attention-map", "MODEL", "--needles", "6", "--lengths", "40"), 2, "6 needles do not fit into 40 tokens"),
-        (("attention-map", "MODEL", "--needles", "0"), 2, "0 needles"),
-        (("attention-map", "MODEL", "--samples", "0"), 2, "samples 0"),
-        (("attention-map", "MODEL", "--text", "SHORT"), 2, "can spell 1 of the text's 1 sentences"),
-        (("attention-map", "MODEL", "MODEL"), 2, "named twice"),
-        (("attention-map", "MODEL", "--logits", "1:row"), 2, "bits must be 2 to 8"),
-        (("attention-map", "MODEL", "--logits", "8:static"), 2, "use another granularity"),
         (("calibrate", "MODEL", "-o", "OUT", "--text", "SHORT", "--window", "16"), 2, "two are needed"),
         (("calibrate", "MODEL", "-o", "OUT", "--observer", "minmax"), 2, "unknown observer"),
         (("calibrate", "MODEL", "-o", "OUT", "--target", "q"), 2, "unknown target 'q'"),
@@ -228,7 +183,6 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_work(run, models
         (("calibrate", models[1], "-o", tmp_path / "folder", "--overwrite"), "is a folder; name a file"),
         (("calibrate", models[1], "-o", "/proc/scales.safetensors"), "cannot write into /proc"),
         (("outliers", models[1], "-o", tmp_path / "file"), "cannot write into"),
-        (("attention-map", models[1], "-o", tmp_path / "file" / "below"), "cannot write into"),
     ]:
         code, out, err = run(*arguments)
         assert (code, out) == (2, "")
@@ -236,13 +190,12 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_work(run, models
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("verb", "options", "names"),
     [
         ("search", SearchOptions, {"windows": "windows", "window": "window", "characters": "check_characters"}),
         ("calibrate", calibrate, {"tokens": "tokens", "window": "window"}),
     ],
-    ids=["search", "calibrate"],
 )
 def test_options_in_python_are_by_default_what_the_help_says(run, verb, options, names):
     code, out, _ = run(verb, "--help")

@@ -11,18 +11,19 @@ pytest.importorskip("onnxruntime")
 from diffquant.calib.calibration.kv_cache import calibrate_cache
 from diffquant.calib.calibration.observe import observe_ranges
 from diffquant.calib.calibration.observers import Observer
+from diffquant.checkpoints.ranges import Ranges, write_ranges
+from diffquant.checkpoints.source import open_source
 from diffquant.errors import CheckpointError, UsageError
-from diffquant.export.exporter import export
-from diffquant.export.graph.external import load_graph
-from diffquant.export.options import ExportOptions
-from diffquant.export.runtime.session import OnnxModel
-from diffquant.export.verification.caches import cache_scales
-from diffquant.export.verification.verify import verify
-from diffquant.loading import load
-from diffquant.source.ranges import Ranges, write_ranges
-from diffquant.source.source import open_source
+from diffquant.onnx.exporter import export
+from diffquant.onnx.options import ExportOptions
+from diffquant.onnx.runtime.interface import load_graph
+from diffquant.onnx.runtime.session import OnnxModel
+from diffquant.onnx.verification.caches import cache_scales
+from diffquant.onnx.verifier import verify
+from diffquant.quantization.loading import load
 from tests.support.checkpoints import SOURCES, write_checkpoint
 from tests.support.models import random_ids
+from tests.support.tables import in_one_test
 from tests.support.thorough import sampled
 
 IDS = random_ids(3, 40).numpy()
@@ -55,12 +56,12 @@ def test_scales_are_those_of_the_cache_that_the_exported_model_fills_itself(tmp_
     assert scales.keys() == {0, 1}
     for layer, (k_scale, v_scale) in scales.items():
         key, value = (value.numpy() for value in cache[2 * layer : 2 * layer + 2])
-        np.testing.assert_allclose(k_scale, bounds_of(key, spec).max((0, 2), keepdims=True) / 127, rtol=2e-4)
-        np.testing.assert_allclose(v_scale, np.abs(value).max((0, 2), keepdims=True) / 127, rtol=2e-4)
+        np.testing.assert_allclose(k_scale, 1.1 * bounds_of(key, spec).max((0, 2), keepdims=True) / 127, rtol=2e-4)
+        np.testing.assert_allclose(v_scale, 1.1 * np.abs(value).max((0, 2), keepdims=True) / 127, rtol=2e-4)
     assert verify(tmp_path / "out", source).passed
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("observer", "bits"),
     [
         (Observer("mse", bits=4), 4),
@@ -68,7 +69,6 @@ def test_scales_are_those_of_the_cache_that_the_exported_model_fills_itself(tmp_
         # At 99 % it depends on the weights: of five random ones one costs more than verify grants.
         (Observer("percentile", percentile=99.9), 8),
     ],
-    ids=["mse-4", "percentile-4", "percentile-8"],
 )
 def test_ranges_that_clip_are_within_what_verify_grants_the_cache(tmp_path, observer, bits):
     source = write_checkpoint(tmp_path / "source", "unilm-v1")
@@ -96,12 +96,12 @@ def test_ranges_of_another_checkpoint_are_refused_and_nothing_is_left(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("kv_bits", "observer", "targets", "message"),
     [
         (16, Observer("absmax"), ("k", "v"), "give kv=8"),
         (4, Observer("mse", bits=8), ("k", "v"), "clipped for 8 bits"),
-        (8, Observer("absmax"), ("k",), "hold none of v"),
+        (8, Observer("absmax"), ("k",), "do not include v"),
     ],
 )
 def test_ranges_that_do_not_fit_the_options_are_refused(tmp_path, kv_bits, observer, targets, message):

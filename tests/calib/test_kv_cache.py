@@ -7,20 +7,20 @@ import diffquant
 from diffquant.calib.calibration.kv_cache import calibrate_cache
 from diffquant.calib.calibration.observe import observe_ranges
 from diffquant.calib.calibration.observers import Observer
+from diffquant.checkpoints.source import open_source
 from diffquant.errors import UsageError
-from diffquant.loading import load, load_by_layer
+from diffquant.quantization.loading import load, load_by_layer
 from diffquant.recipe import Recipe
-from diffquant.source.source import open_source
 from tests.support import tiny_lm
 from tests.support.checkpoints import write_checkpoint
 from tests.support.models import random_ids
 
 
-def test_four_windows_of_the_prose_are_observed(tmp_path):
+def test_many_short_windows_of_the_prose_are_observed(tmp_path):
     source = tiny_lm.write_llama(tmp_path / "source")
     steps = []
     ranges = calibrate_cache(source, progress=lambda *step: steps.append(step))
-    assert (ranges.settings["tokens"], ranges.settings["window"]) == (4 * 512, 512)
+    assert (ranges.settings["tokens"], ranges.settings["window"]) == (128 * 16, 16)
     assert (ranges.model, ranges.bits) == (open_source(source).fingerprint, None)
     assert {name: tuple(tensor.shape) for name, tensor in ranges.tensors.items()} == {
         f"layers.{layer}.{target}": (2, 8) for layer in (0, 1) for target in "kv"

@@ -7,27 +7,24 @@ import numpy as np
 import pytest
 import torch
 
-from diffquant.attention.backends.blocks import by_blocks
+from diffquant.attention.backends.blocks import attend_by_blocks
 from diffquant.attention.naive import naive
-from diffquant.calib.calibration.calibrate import calibrate
-from diffquant.calib.calibration.fit import measure_fit
-from diffquant.calib.calibration.layers import by_token, projected_layers
-from diffquant.calib.calibration.observe import observe_ranges
-from diffquant.calib.calibration.observers import Observer, key_ranges
-from diffquant.calib.statistics import Magnitudes
+from diffquant.calib.calibration.calibrate import calibrate, measure_fit
+from diffquant.calib.calibration.observe import by_token, observe_ranges, projected_layers
+from diffquant.calib.calibration.observers import Magnitudes, Observer, key_ranges
+from diffquant.checkpoints.ranges import Ranges, read_any_ranges, write_ranges
+from diffquant.checkpoints.source import open_source
 from diffquant.errors import CheckpointError, UsageError
 from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
 from diffquant.model.cache import PackedStates
-from diffquant.model.modeling import TransformerWalk
 from diffquant.recipe import Recipe
+from diffquant.recipe.scheme import Scheme
 from diffquant.recipe.targets import LAYER_TARGETS
-from diffquant.scheme import Scheme
-from diffquant.source.ranges import Ranges, read_any_ranges, write_ranges
-from diffquant.source.source import open_source
 from tests.support import tiny_lm
 from tests.support.checkpoints import write_checkpoint
 from tests.support.models import ours, random_diffllama, random_ids, random_llama
+from tests.support.tables import in_one_test
 
 
 def heavy_tails(*shape, seed=0):
@@ -35,7 +32,7 @@ def heavy_tails(*shape, seed=0):
     return torch.distributions.StudentT(2.5).sample(shape)
 
 
-@pytest.mark.parametrize("percentile", [50, 97.3, 99.99, 100])
+@in_one_test("percentile", [50, 97.3, 99.99, 100])
 def test_percentiles_are_numpys(percentile):
     x = heavy_tails(1003, 5).abs()
     found = Observer("percentile", percentile).ranges(x)
@@ -49,7 +46,7 @@ def squared_error(x, top, bits):
     return np.square(np.clip(np.rint(x / step), -largest, largest) * step - x).sum()
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@in_one_test("bits", [4, 8])
 def test_mse_clips_where_a_search_in_float64_finds_the_least_error(bits):
     x = heavy_tails(4000, 3).abs()
     found = Observer("mse", bits=bits).ranges(x).double().numpy()
@@ -60,9 +57,7 @@ def test_mse_clips_where_a_search_in_float64_finds_the_least_error(bits):
     assert bits == 8 or (found < 0.8 * x.amax(0).numpy()).all()
 
 
-@pytest.mark.parametrize(
-    "observer", [Observer("absmax"), Observer("percentile", 99.0), Observer("mse", bits=4)], ids=str
-)
+@in_one_test("observer", [Observer("absmax"), Observer("percentile", 99.0), Observer("mse", bits=4)])
 def test_ranges_of_counts_are_those_of_the_values(observer):
     x = heavy_tails(20000, 2).abs()
     heads = [Magnitudes() for _ in range(2)]
@@ -79,12 +74,12 @@ def test_counts_beyond_float32_s_whole_numbers_have_their_rank():
     assert Observer("percentile", 100.0).ranges_of_counts(counts, values, torch.tensor([2.0])).item() == 2
 
 
-@pytest.mark.parametrize("kind", ["absmax", "percentile", "mse"])
+@in_one_test("kind", ["absmax", "percentile", "mse"])
 def test_a_channel_of_zeros_gets_a_range_that_divides(kind):
     assert Observer(kind).ranges(torch.zeros(9, 2)).tolist() == [1, 1]
 
 
-@pytest.mark.parametrize("make", [random_llama, random_diffllama], ids=["llama", "diffllama"])
+@in_one_test("make", [random_llama, random_diffllama])
 def test_no_position_exceeds_the_range_of_a_rotated_key(make):
     model = ours(make(num_key_value_heads=4))
     ids = random_ids(2, 16)
@@ -92,8 +87,9 @@ def test_no_position_exceeds_the_range_of_a_rotated_key(make):
 
     def keys(offset):
         walk = model.walk(16 + offset)
-        rotary = tuple(table[:, offset:] for table in walk.rotary)
-        _, k, _ = TransformerWalk(model, ids.shape[1], rotary).project(walk.layers[0], walk.embed(ids))
+        layer = walk.layers[0]
+        rotary = tuple(table[:, offset:] for table in walk.arguments(layer)[0])
+        _, k, _ = layer.project(walk.embed(ids), rotary)
         return k.transpose(1, 2).flatten(0, 1)
 
     ranges = key_ranges(Observer("absmax"), keys(0), spec).view(-1, spec.head_dim)
@@ -103,7 +99,7 @@ def test_no_position_exceeds_the_range_of_a_rotated_key(make):
     assert (far > own * 1.001).any()
 
 
-@pytest.mark.parametrize("make", [random_llama, random_diffllama], ids=["llama", "diffllama"])
+@in_one_test("make", [random_llama, random_diffllama])
 def test_two_channels_that_rotate_into_each_other_have_the_range_of_least_error_over_both(make):
     spec = ours(make(num_key_value_heads=4)).config.diff_spec
     half = spec.head_dim // 2
@@ -131,7 +127,7 @@ def test_a_static_cache_reads_back_what_the_formula_says():
     torch.testing.assert_close(cache.read(), expected[:, :, :6])
 
 
-@pytest.mark.parametrize("maps", [1, 2])
+@in_one_test("maps", [1, 2])
 def test_static_logits_are_the_same_by_blocks_and_whole(maps):
     q = [heavy_tails(2, 4, 9, 8, seed=i) for i in range(maps)]
     k = [heavy_tails(2, 2, 9, 8, seed=i + 5) for i in range(maps)]
@@ -140,7 +136,7 @@ def test_static_logits_are_the_same_by_blocks_and_whole(maps):
     scheme = Scheme.parse("4:static")
     call = AttentionCall(q, k, v, lam, scale=8**-0.5, mask=Mask(), logits=scheme, ranges=ranges)
     whole = naive(call)
-    in_blocks = by_blocks(call)
+    in_blocks = attend_by_blocks(call)
     torch.testing.assert_close(in_blocks, whole)
     wide = [x.double() * 8**-0.5 @ y.double().repeat_interleave(2, 1).mT for x, y in zip(q, k, strict=True)]
     steps = [part.view(1, -1, 1, 1).double() / 7 for part in ranges.chunk(maps)]
@@ -202,7 +198,7 @@ def test_ranges_of_another_width_or_target_are_refused():
     ranges.check(Recipe.of(k="8:static"))
     with pytest.raises(UsageError, match="clipped for 8 bits"):
         ranges.check(Recipe.of(k="4:static"))
-    with pytest.raises(UsageError, match="hold none of v"):
+    with pytest.raises(UsageError, match="do not include v"):
         ranges.check(Recipe.of(v="8:static"))
 
 
@@ -222,14 +218,14 @@ def test_a_file_of_ranges_gives_them_back_and_any_flipped_bit_is_refused(tmp_pat
     assert [at for at, _ in taken] == []
 
 
-@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+@in_one_test("value", [0.0, -1.0, float("nan"), float("inf")])
 def test_ranges_that_no_scale_can_be_made_of_are_refused(tmp_path, value):
     write_ranges(tmp_path / "s.safetensors", Ranges("", {}, None, {"layers.0.k": torch.tensor([[1.0, value]])}))
     with pytest.raises(CheckpointError, match=r"layers\.0\.k"):
         read_any_ranges(tmp_path / "s.safetensors")
 
 
-@pytest.mark.parametrize("change", ["shape", "layer", "name"])
+@in_one_test("change", ["shape", "layer", "name"])
 def test_ranges_of_other_heads_or_layers_than_the_model_s_are_refused(tmp_path, change):
     source = open_source(write_checkpoint(tmp_path / "model", "diffllama"))
     spec = source.spec

@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from diffquant.calib.analysis.outlier_result import HIDDEN, LOGITS, RANKS
-from diffquant.calib.analysis.outliers import measure_magnitudes
-from diffquant.calib.statistics import QUANTILE_ERROR
+from diffquant.calib.calibration.observers import QUANTILE_ERROR
+from diffquant.calib.outlier_result import HIDDEN, LOGITS, RANKS
+from diffquant.calib.outliers import measure_magnitudes
 from tests.support.models import ours, random_diffllama, random_ids, random_llama
 
 

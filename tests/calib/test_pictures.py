@@ -1,17 +1,12 @@
-"""What tables and pictures of searches and of attention show, read from the figures."""
+"""What tables and pictures of searches show, read from the figures."""
 
 import numpy as np
-import pytest
 from matplotlib.colors import to_rgba
 
-from diffquant.calib.analysis import attention_map_outputs
-from diffquant.calib.analysis.attention_map import AttentionMaps, ModelAttention, Place
-from diffquant.calib.analysis.needle_parts import PARTS
-from diffquant.calib.search.plots import draw_pareto, heat_figure
+from diffquant.calib.search.outputs import draw_pareto, heat_figure, search_table
 from diffquant.calib.search.result import Candidate, Measurement, SearchResult
-from diffquant.calib.search.table import search_table
 from diffquant.recipe import Recipe
-from diffquant.report.plots import new_figure
+from diffquant.reports.plots import new_figure
 
 KINDS = ("self_attn.q_proj", "mlp.up_proj")
 # KL of each unit at 4 bits, by kind and layer: the larger, the lighter its cell.
@@ -82,21 +77,3 @@ def test_the_families_of_candidates_have_a_legend_and_all_points_are_in_sight():
     low, high = axis.get_ylim()
     assert low < 0.02
     assert high > 0.05
-
-
-def test_parts_of_a_prompt_fill_the_panel_to_its_top_in_colours_of_their_own(tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(attention_map_outputs, "new_figure", lambda *size: drawn.append(new_figure(*size)) or drawn[-1])
-    share = dict(zip(PARTS, (0.3, 0.05, 0.1, 0.25, 0.1, 0.2), strict=True))
-    places = [Place(120, depth, 2, 0.5, {"share": share}, []) for depth in (0.0, 0.5, 1.0)]
-    model = ModelAttention("a model", "DIFF V1", "", {}, "", places)
-    attention_map_outputs.plot_attention(AttentionMaps([model], {}), tmp_path / "a.png")
-    axis = drawn[0].axes[0]
-    assert axis.get_ylim() == (0, 100)
-    bars = {group.get_label(): group for group in axis.containers}
-    assert set(bars) == {text.get_text() for legend in drawn[0].legends for text in legend.get_texts()}
-    heights = {part: [bar.get_height() for bar in bars[attention_map_outputs._TITLES[part]]] for part in PARTS}
-    assert heights == {part: pytest.approx([100 * share[part]] * 3) for part in PARTS}
-    tops = [max(bar.get_y() + bar.get_height() for bar in group) for group in bars.values()]
-    assert max(tops) == pytest.approx(100)
-    assert len({group[0].get_facecolor() for group in bars.values()}) == len(PARTS)

@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file
 
 import diffquant
-from diffquant.calib.analysis.outliers import find_outliers
 from diffquant.calib.calibration.calibrate import calibrate
-from diffquant.cli import main
+from diffquant.calib.outliers import find_outliers
+from diffquant.checkpoints.places import Places
 from diffquant.errors import UsageError
-from diffquant.source.places import Places
+from diffquant.verbs.cli import main
 from tests.support import tiny_lm
 from tests.support.checkpoints import write_checkpoint
 

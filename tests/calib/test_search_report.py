@@ -8,14 +8,19 @@ from types import SimpleNamespace
 
 import pytest
 
-from diffquant.calib.search.outputs import check_same_search, check_search_output
-from diffquant.calib.search.plots import draw_pareto
-from diffquant.calib.search.report import search_report
+from diffquant.calib.search.outputs import (
+    check_same_search,
+    check_search_output,
+    draw_pareto,
+    search_report,
+    uniform_kl,
+    verdict,
+)
 from diffquant.calib.search.result import alike, read_search, read_searches
-from diffquant.calib.search.table import uniform_kl, verdict
 from diffquant.errors import OutputExistsError
-from diffquant.report.page import Fold, Table, page
-from diffquant.report.plots import Tips, new_figure
+from diffquant.reports.page import Fold, page
+from diffquant.reports.plots import Tips, new_figure
+from diffquant.reports.tables import Table
 from tests.support.earlier_results import write_recorded
 
 

@@ -6,8 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diffquant.calib.statistics import QUANTILE_ERROR, Magnitudes
+from diffquant.calib.calibration.observers import QUANTILE_ERROR, Magnitudes
 from diffquant.errors import NonFiniteError
+from tests.support.tables import in_one_test
 
 
 @given(st.integers(0, 2**31), st.integers(1, 12), st.integers(1, 200))
@@ -41,7 +42,7 @@ def test_zeros_count_unless_they_are_hidden():
     assert magnitudes.quantile(2 / 3) == pytest.approx(5, rel=QUANTILE_ERROR)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@in_one_test("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_is_refused(bad):
     with pytest.raises(NonFiniteError, match="float32"):
         Magnitudes().add(torch.tensor([1.0, bad]))

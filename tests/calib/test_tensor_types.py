@@ -8,12 +8,12 @@ import pytest
 
 import diffquant
 import diffquant.calib.search.tensor_types as tensor_types_module
-from diffquant.calib.search.result import read_search
-from diffquant.calib.search.roles import roles
+from diffquant.calib.search.result import read_search, roles
 from diffquant.calib.search.tensor_types import TYPES, check_lines_output, check_widths, tensor_types
 from diffquant.errors import OutputExistsError, UsageError
 from tests.support import tiny_lm
 from tests.support.earlier_results import write_recorded
+from tests.support.tables import in_one_test
 
 
 @pytest.fixture(scope="module")
@@ -75,10 +75,10 @@ def test_a_search_writes_the_lines_where_it_is_told_and_refuses_other_widths_bef
     assert (tmp_path / "new" / "t.txt").read_text() == file.read_text()
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("place", "error", "message"),
     [
-        ("notes.txt", OutputExistsError, r"notes\.txt, which diffquant did not write there"),
+        ("notes.txt", OutputExistsError, r"notes\.txt, which diffquant did not write"),
         ("nowhere/types.txt", UsageError, "nowhere, where types.txt would be written, does not exist"),
         ("folder", OutputExistsError, "folder, which diffquant did not write"),
     ],

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import typer
 
-from diffquant.cli import app
-from diffquant.cli.command import former_names, name_of
 from diffquant.verbs import GROUPS
+from diffquant.verbs.cli import app
+from diffquant.verbs.cli.command import former_names, name_of
 
 ROOT = Path(__file__).parents[2]
 # Pages whose commands a user types.

@@ -1,11 +1,10 @@
 """The commands on the pages: each is one that there is, with options that it has."""
 
-import pytest
+from tests.docs.commands import PAGES, calls_on, fault_of
+from tests.support.tables import in_one_test
 
-from tests.docs.commands import PAGES, ROOT, calls_on, fault_of
 
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@in_one_test("page", PAGES)
 def test_every_command_on_a_page_is_one_that_there_is(page):
     """Those of the research are checked by its own tests."""
     calls = [(line, call) for line, call in calls_on(page) if not call.startswith("python -m research")]

@@ -5,10 +5,9 @@ import re
 from importlib import import_module
 from pathlib import Path
 
-import pytest
-
 from diffquant.model.adapters import READERS
-from tests.test_sources import SOURCES
+from tests.checkpoints.test_sources import SOURCES
+from tests.support.tables import in_one_test
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "models.md"
@@ -30,7 +29,7 @@ def rows() -> dict[str, list[str]]:
     return table
 
 
-@pytest.mark.parametrize("model", rows())
+@in_one_test("model", rows())
 def test_each_tick_leads_to_a_test_that_is_there(model):
     cells = rows()[model]
     assert len(cells) == len(HEADS)
@@ -77,7 +76,7 @@ def test_an_export_is_ticked_where_the_case_is_exported():
 def test_what_a_column_tells_is_where_its_tests_are():
     """A tick for serving is a test on vLLM, and one for a GPU is of those that a GPU runs."""
     for cells in rows().values():
-        for head, folder in (("served", "tests/serving/"), ("on a GPU", "tests/gpu/")):
+        for head, folder in (("served", "tests/vllm/"), ("on a GPU", "tests/gpu/")):
             tick = TICK.fullmatch(cells[HEADS.index(head)])
             assert tick is None or tick[1].startswith(folder)
 

@@ -2,15 +2,14 @@
 
 import re
 
-import pytest
-
 from tests.docs.commands import ROOT, fault_of
+from tests.support.tables import in_one_test
 
 SCRIPTS = sorted((ROOT / "examples").glob("*.sh"))
 EXTRAS = {"export": "onnx", "verify": "onnx", "run": "onnx", "search": "search"}
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+@in_one_test("script", SCRIPTS)
 def test_a_script_installs_what_its_commands_need(script):
     text = script.read_text(encoding="utf-8")
     calls = re.findall(r"^(?:\[.*\] \|\| )?(diffquant .*)", text, re.MULTILINE)

@@ -12,14 +12,15 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from diffquant.cli import app
-from diffquant.conversion import convert
 from diffquant.data import pocket_models
+from diffquant.quantization.conversion import convert
 from diffquant.recipe import Recipe
 from diffquant.support.plain_data import parse_json
 from diffquant.support.yaml_text import parse_yaml
+from diffquant.verbs.cli import app
 from tests.docs.commands import ROOT
 from tests.support.checkpoints import write_llama
+from tests.support.tables import in_one_test
 from tests.walk import steps_of
 
 
@@ -87,11 +88,11 @@ def test_the_readme_runs_as_written_from_top_to_bottom(tmp_path, monkeypatch):
     convert(llama, tmp_path / "ORG/NAME", "diff-v2")
     page = (ROOT / "README.md").read_text(encoding="utf-8").replace("SmolLM2-135M-Instruct.Q4_1.gguf", "llama")
     steps = [step.command for step in steps_of(page) if step.command.startswith("diffquant ")]
-    flow = ["quantize", "fidelity", "export", "verify", "serve", "convert", "quantize", "generate", "export", "run"]
-    assert [step.split()[1] for step in steps] == ["inspect", *flow]
+    flow = ["convert", "quantize", "generate", "inspect", "quantize", "fidelity", "export", "verify", "serve"]
+    assert [step.split()[1] for step in steps] == flow
     for step in steps:
         if "serve" not in step:
-            less = " --tokens 256" if "--effort" in step.partition("#")[0] else ""
+            less = " --tokens 256" if "quantize" in step else ""
             output_of(step.partition("#")[0].replace("8192", "4096") + less)
 
     (python,) = blocks("README.md", "python")
@@ -101,16 +102,16 @@ def test_the_readme_runs_as_written_from_top_to_bottom(tmp_path, monkeypatch):
 
 def test_the_program_for_genai_runs_as_written(pocket):
     pytest.importorskip("onnxruntime_genai")
-    exports = [line for line in commands("docs/run.md") if line.startswith("diffquant export MODEL")]
+    exports = [line for line in commands("docs/onnx.md") if line.startswith("diffquant export MODEL")]
     command = next(line for line in exports if "cuda" not in line)
     output_of(command.replace("MODEL", str(pocket / "needle-diff-v1")))
-    (python,) = blocks("docs/run.md", "python")
+    (python,) = blocks("docs/onnx.md", "python")
     variables = {}
     exec(python, variables)
     assert variables["text"].split()[0] == "42"
 
 
-@pytest.mark.parametrize("number", range(2))
+@in_one_test("number", range(2))
 def test_the_recipes_on_their_page_are_read(number):
     recipe = Recipe.from_dict(parse_yaml(blocks("docs/quantize.md", "yaml")[number]))
     assert str(recipe.weights) == "4:g32"
@@ -120,4 +121,7 @@ def test_the_recipes_on_their_page_are_read(number):
 def test_the_page_of_recipes_names_every_key():
     table = (ROOT / "docs/quantize.md").read_text(encoding="utf-8").partition("| key | takes |")[2]
     table = table.partition("\n\n")[0]
-    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == {field.name for field in fields(Recipe)}
+    named = {
+        name for cell in re.findall(r"^\| (`[^|]*) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)`", cell)
+    }
+    assert named == {field.name for field in fields(Recipe)}

@@ -12,7 +12,7 @@ collect_ignore_glob = [] if is_complete() or (find_spec("onnx") and find_spec("o
 @pytest.fixture(autouse=True)
 def few_positions(monkeypatch):
     """Verifications read few positions here, which makes them weaker and fast."""
-    from diffquant.export.verification import passages
+    from diffquant.onnx.verification import passages
 
     monkeypatch.setattr(passages, "LONGEST", 32)
     monkeypatch.setattr(passages, "POSITIONS", 128)
@@ -22,7 +22,7 @@ def few_positions(monkeypatch):
 @pytest.fixture
 def library():
     """Path of the native library."""
-    from diffquant.export.native import library_path
+    from diffquant.onnx.native import library_path
 
     path = library_path()
     if path is None:
@@ -33,7 +33,7 @@ def library():
 @pytest.fixture(params=("plain", "avx2", "avx512"))
 def kernel(request, library):
     """Path of the native library, which uses each instruction set of this machine in turn."""
-    from diffquant.export.native import kernel_name, use_kernel
+    from diffquant.onnx.native import kernel_name, use_kernel
 
     best = kernel_name()
     if not use_kernel(request.param):

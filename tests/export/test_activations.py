@@ -6,9 +6,10 @@ import pytest
 from onnx import TensorProto, checker, helper
 from onnx.reference import ReferenceEvaluator
 
-from diffquant.export.graph.activations import POLY_NORM, poly_norm_function
-from diffquant.export.graph.op import DOMAIN, VERSION
-from diffquant.export.options import DEFAULT_OPSET, IR_VERSION
+from diffquant.onnx.graph.nodes import POLY_NORM, poly_norm_function
+from diffquant.onnx.graph.op import DOMAIN, VERSION
+from diffquant.onnx.options import DEFAULT_OPSET, IR_VERSION
+from tests.support.tables import in_one_test
 
 WEIGHT, BIAS = np.array([0.2, -0.3, 0.5], "f4"), np.array([0.125], "f4")
 
@@ -51,7 +52,7 @@ def test_the_body_is_the_formula_also_where_cubes_leave_the_type(run, kind, dtyp
     np.testing.assert_allclose(y, formula(x), rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("run", [in_runtime, in_evaluator])
+@in_one_test("run", [in_runtime, in_evaluator])
 def test_the_body_gives_the_values_worked_out_by_hand(run):
     x = np.array([[[0.5, 1, 2]]], "f4")
     y = run(one_node(TensorProto.FLOAT), {"x": x, "weight": np.array([0.2, 0.3, 0.5], "f4"), "bias": BIAS})

@@ -9,14 +9,15 @@ import onnx
 import pytest
 
 from diffquant.errors import UsageError
-from diffquant.export.graph.op import OpAttributes
-from diffquant.export.native import matmul_kernel_name
+from diffquant.onnx.graph.op import OpAttributes
+from diffquant.onnx.native import matmul_kernel_name
 from tests.export.test_matmul import inputs as matmul_inputs
 from tests.export.test_matmul import matmul_model
 from tests.support import attention_cases, head_cases
 from tests.support.attention_cases import Case
 from tests.support.head_cases import HeadCase
 from tests.support.native_cases import inputs_of, past_of, session
+from tests.support.tables import in_one_test
 
 # Where 32 and 64 bits end, and numbers of which the product of two or three is 0 in 64 bits, or beyond them.
 WHOLES = (0, 1, 2, 3, 4, 5, 8, 9, 16, 256, -1, -2, 7, 2**20, 2**21, 2**22, 2**31 - 1, 2**31, 2**32, 2**33 + 1, 2**61)
@@ -79,7 +80,7 @@ def change(attributes, seed):
 
 def try_all(op):
     """Open and run a node with many sets of attributes; what neither computes nor is refused by name is an error."""
-    from diffquant.export.native import library_path
+    from diffquant.onnx.native import library_path
 
     computed = 0
     for seed in range(SAMPLES):
@@ -97,7 +98,7 @@ def try_all(op):
     print(f"{computed} of {SAMPLES} computed")
 
 
-@pytest.mark.parametrize("op", OPS)
+@in_one_test("op", OPS)
 def test_any_attributes_are_computed_or_refused_by_name(library, op):
     if op == "MatMulNBits" and not matmul_kernel_name():
         pytest.skip("ONNX Runtime's own products are used here")
@@ -113,7 +114,7 @@ NUMBERS = (2**32, 2**62, 2**63 - 1, 0, -1)
 
 def try_counts():
     """Open a node whose three counts are one number, for several of these, and print the errors."""
-    from diffquant.export.native import library_path
+    from diffquant.onnx.native import library_path
 
     for number in NUMBERS:
         model, _ = _float_cache()
@@ -135,7 +136,7 @@ def test_counts_whose_products_overflow_are_refused_by_name():
         assert f"diffquant::DifferentialAttention: attribute num_pairs is {number}, not 1 to 1048576" in done.stdout
 
 
-@pytest.mark.parametrize("shape", [(0, 2**40, 8), (2**40, 0, 2**21), (0, 1, 2**62)])
+@in_one_test("shape", [(0, 2**40, 8), (2**40, 0, 2**21), (0, 1, 2**62)])
 def test_sizes_beside_a_zero_whose_products_overflow_are_refused(library, shape):
     model, feed = _float_cache()
     for value in (*model.graph.input, *model.graph.output):
@@ -155,7 +156,7 @@ def test_sizes_beside_a_zero_whose_products_overflow_are_refused(library, shape)
         session(model, library).run(None, feed)
 
 
-@pytest.mark.parametrize("scale", [0.0, np.nan, np.inf])
+@in_one_test("scale", [0.0, np.nan, np.inf])
 def test_a_scale_that_is_no_factor_is_no_attribute(scale):
     with pytest.raises(UsageError, match=f"scale is {scale}; it must be a finite number other than 0"):
         OpAttributes(num_pairs=2, num_kv_pairs=1, generation=1, scale=scale)

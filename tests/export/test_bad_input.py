@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import diffquant
-from diffquant import cli
 from diffquant.calib.calibration import kv_cache
 from diffquant.calib.calibration.kv_cache import calibrate_cache
 from diffquant.errors import (
@@ -25,16 +24,18 @@ from diffquant.errors import (
     ToleranceError,
     UsageError,
 )
-from diffquant.export import ExportOptions, Generator, export, options, verify
-from diffquant.export.files import DATA_FILE, MODEL_FILE
-from diffquant.export.manifest import FILE as RECORD
-from diffquant.export.manifest import read_manifest
-from diffquant.export.runtime.session import InPlaceDecoder, OnnxModel
+from diffquant.onnx import ExportOptions, Generator, export, options, verify
+from diffquant.onnx.files import DATA_FILE, MODEL_FILE
+from diffquant.onnx.manifest import FILE as RECORD
+from diffquant.onnx.manifest import read_manifest
+from diffquant.onnx.runtime.session import InPlaceDecoder, OnnxModel
+from diffquant.verbs import cli
 from tests.support import tiny_lm
 from tests.support.checkpoints import edit_json, write_checkpoint
 from tests.support.exports import cache_ranges
 from tests.support.models import random_ids
 from tests.support.planted import PlantedExport
+from tests.support.tables import in_one_test
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def folder(source, tmp_path):
     return tmp_path / "out"
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("wrong", "message"),
     [
         ({"kv_bits": 6}, "no kernel reads a 6-bit KV cache"),
@@ -61,6 +62,8 @@ def folder(source, tmp_path):
         ({"logits": "4:b16"}, "logits per block"),
         ({"logits": "4:map"}, "logits per map"),
         ({"logits": "4:row:alike"}, "the operator rounds each map by itself"),
+        ({"logits": "4:row:rotated"}, "logits: rotated is for k and v"),
+        ({"weights": "4:g32:shift"}, "weights: shift is for logits"),
         ({"kv_bits": 8, "cache": False}, "contradict"),
         ({"kv_bits": 5, "embed_bits": 5}, "5-bit KV cache.*5-bit embeddings"),
     ],
@@ -133,7 +136,7 @@ def test_a_quantized_cache_needs_ranges(source, tmp_path):
     ("changes", "message"),
     [
         ({"bits": 4}, "these ranges were clipped for 4 bits"),
-        ({"tensors": {"layers.0.k": None, "layers.1.k": None}}, "these ranges hold none of v; calibrate it too"),
+        ({"tensors": {"layers.0.k": None, "layers.1.k": None}}, "these ranges do not include v; calibrate it too"),
     ],
 )
 def test_ranges_that_do_not_serve_the_cache_are_refused(source, tmp_path, changes, message):
@@ -224,7 +227,7 @@ def test_a_place_in_the_data_that_is_no_number_is_refused(folder, key, value):
     tensor = next(t for t in model.graph.initializer if t.external_data)
     next(entry for entry in tensor.external_data if entry.key == key).value = value
     onnx.save(model, folder / MODEL_FILE)
-    with pytest.raises(CheckpointError, match="no number of bytes"):
+    with pytest.raises(CheckpointError, match="not a number of bytes"):
         OnnxModel(folder)
 
 

@@ -5,16 +5,17 @@ import onnx
 import pytest
 from onnx import helper
 
+from diffquant.checkpoints.source import open_source
 from diffquant.errors import ToleranceError
-from diffquant.export import ExportOptions, export, verify
-from diffquant.export.files import model_file
-from diffquant.export.graph.latents import op_spec
-from diffquant.export.native import OVERRIDE
-from diffquant.export.verification.bodies import body_problems
-from diffquant.source.source import open_source
+from diffquant.onnx import ExportOptions, export, verify
+from diffquant.onnx.files import model_file
+from diffquant.onnx.graph.plan import op_spec
+from diffquant.onnx.native import OVERRIDE
+from diffquant.onnx.verifier import body_problems
 from tests.support.checkpoints import write_checkpoint
 from tests.support.exports import cache_ranges
 from tests.support.planted import PlantedExport
+from tests.support.tables import in_one_test
 
 EXPORTS = {
     "V1": ("unilm-v1", {}),
@@ -55,12 +56,12 @@ def graph_and_width(checkpoint, folder):
     return graph, op_spec(open_source(checkpoint).architecture).head_dim
 
 
-@pytest.mark.parametrize("name", EXPORTS)
+@in_one_test("name", EXPORTS)
 def test_what_export_writes_agrees_with_itself(exported, name):
     assert body_problems(*graph_and_width(*exported(name))) == []
 
 
-@pytest.mark.parametrize("name", ["V1", "V2, logits", "grouped"])
+@in_one_test("name", ["V1", "V2, logits", "grouped"])
 def test_each_number_that_a_body_holds_is_compared(exported, name):
     graph, width = graph_and_width(*exported(name))
     node = [each for each in graph.graph.node if each.op_type == "DifferentialAttention"][-1]

@@ -12,9 +12,9 @@ from onnx import TensorProto
 from onnx.reference import ReferenceEvaluator
 
 from diffquant.errors import UsageError
-from diffquant.export.graph.body import body
-from diffquant.export.graph.inlining import inlined
-from diffquant.scheme import Scheme
+from diffquant.onnx.graph.body import body
+from diffquant.onnx.graph.nodes import inline_functions
+from diffquant.recipe.scheme import Scheme
 from tests.support.attention_cases import (
     Case,
     codes_in,
@@ -26,6 +26,7 @@ from tests.support.attention_cases import (
     quotients,
     random_inputs,
 )
+from tests.support.tables import in_one_test
 
 CASES = {
     "v1": Case(),
@@ -79,7 +80,7 @@ def test_prefill_chunked_prefill_and_decode_equal_naive(run, case, rows):
         np.testing.assert_allclose(output, expected(case, inputs, tokens), rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("case", [CASES["v1"], CASES["v2-half"], Case(kv_bits=8)], ids=["v1", "v2", "v1-codes"])
+@in_one_test("case", [CASES["v1"], CASES["v2-half"], Case(kv_bits=8)])
 def test_a_ragged_batch_equals_its_sequences_one_by_one(run, case):
     lengths, width = [11, 4, 7], 11
     inputs = random_inputs(case, batch=3, length=width + 1)
@@ -103,7 +104,7 @@ def test_a_ragged_batch_equals_its_sequences_one_by_one(run, case):
         )
 
 
-@pytest.mark.parametrize("generation", [1, 2])
+@in_one_test("generation", [1, 2])
 def test_a_window_hides_older_keys(run, generation):
     case = Case(generation=generation, window=5)
     inputs = random_inputs(case, batch=1, length=14)
@@ -142,7 +143,7 @@ def test_beyond_a_range_codes_are_the_largest_on_both_sides(run, case, bits):
             assert (codes[is_beyond] == code).all()
 
 
-@pytest.mark.parametrize("generation", [1, 2])
+@in_one_test("generation", [1, 2])
 def test_without_a_past_the_call_stands_alone(run, generation):
     case = Case(generation=generation)
     inputs = random_inputs(case, batch=2, length=9)
@@ -157,7 +158,7 @@ def test_a_quantized_cache_needs_a_past_that_tells_its_type(kind, bits):
         one_node(Case(kv_bits=bits), kind, cached=False)
 
 
-@pytest.mark.parametrize("kind", ["contrib", "pure"])
+@in_one_test("kind", ["contrib", "pure"])
 def test_float16_stays_within_its_rounding(kind):
     case = Case()
     inputs = random_inputs(case, batch=1, length=12)
@@ -183,11 +184,11 @@ def test_simulated_logits_of_the_standard_bodies_equal_naive(generation, text, s
         np.testing.assert_allclose(output, wanted, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@in_one_test("case", CASES.values())
 def test_the_pure_body_is_standard_onnx(case):
     model = one_node(case, "pure")
     onnx.checker.check_model(model, full_check=True)
-    written_out = inlined(model)
+    written_out = inline_functions(model)
     assert {node.domain for node in written_out.graph.node} == {""}
     onnx.checker.check_model(written_out, full_check=True)
 

@@ -6,18 +6,20 @@ import numpy as np
 import pytest
 
 from diffquant.errors import ToleranceError
-from diffquant.export.conformance import __main__ as program
-from diffquant.export.conformance.implementations import IMPLEMENTATIONS, judge
-from diffquant.export.conformance.vectors import OUTPUTS, make_vectors, read_vectors, write_vectors
-from diffquant.export.graph.op import OpAttributes, schema
-from diffquant.export.native import library_path
+from diffquant.onnx.graph.op import OpAttributes, schema
+from diffquant.onnx.native import library_path
+from tests.conformance import __main__ as program
+from tests.conformance.implementations import IMPLEMENTATIONS, judge
+from tests.conformance.op_call import OUTPUTS
+from tests.conformance.vectors import make_vectors, read_vectors, write_vectors
+from tests.support.tables import in_one_test
 
 VECTORS = read_vectors()
 PLAIN = OpAttributes(4, 2, 1, 0.5)
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
-@pytest.mark.parametrize("vector", VECTORS, ids=lambda vector: vector.name)
+@in_one_test("vector", VECTORS)
 def test_every_implementation_conforms(vector, name):
     verdict = judge(vector, IMPLEMENTATIONS[name])
     assert verdict.passed, f"{verdict}: {verdict.note}"

@@ -12,23 +12,25 @@ from onnx import numpy_helper
 from transformers import DiffLlamaForCausalLM
 
 import diffquant
-from diffquant.export import ExportOptions, export, exporter, verify
-from diffquant.export.files import DATA_FILE, MODEL_FILE
-from diffquant.export.graph import plan, streaming
-from diffquant.export.graph.matrix import op_layout
-from diffquant.export.graph.op import schema
-from diffquant.export.manifest import read_manifest
-from diffquant.export.runtime.session import OnnxModel
-from diffquant.formats.compressed_tensors import pack_weight
-from diffquant.formats.opening import open_checkpoint
+from diffquant.checkpoints.compressed_tensors import pack_weight
+from diffquant.checkpoints.opening import open_checkpoint
+from diffquant.checkpoints.source import open_source
 from diffquant.model.adapters import adapter_for
-from diffquant.numbers.packing import unpack
-from diffquant.scheme import Scheme
-from diffquant.source.source import open_source
+from diffquant.onnx import ExportOptions, export, verify
+from diffquant.onnx.architectures.transformer import TransformerDecoder
+from diffquant.onnx.files import DATA_FILE, MODEL_FILE
+from diffquant.onnx.graph import plan, streaming
+from diffquant.onnx.graph.matrix import op_layout
+from diffquant.onnx.graph.op import schema
+from diffquant.onnx.manifest import read_manifest
+from diffquant.onnx.runtime.session import OnnxModel
+from diffquant.recipe.numbers.packing import unpack
+from diffquant.recipe.scheme import Scheme
 from tests.support.checkpoints import SIZES, SOURCES, write_checkpoint
 from tests.support.exports import cache_ranges
 from tests.support.models import random_ids
 from tests.support.stacks import rows_of
+from tests.support.tables import in_one_test
 from tests.support.thorough import sampled
 
 PRECISIONS = {
@@ -73,7 +75,7 @@ def test_every_source_computes_what_torch_does(checkpoint, tmp_path, source):
     found = verify(exported(checkpoint(source), tmp_path / "out"), checkpoint(source), tolerance=1e-5)
     names = ["prefill", "padded batch", "chunked prefill", "decode", "batch decode", "decode in place", "long context"]
     assert [route.name for route in found.routes if route.session == "as exported"] == names
-    assert found.tokens[0].tokens.agreement == 1.0
+    assert next(iter(found.tokens.values())).agreement == 1.0
 
 
 @pytest.mark.parametrize(
@@ -102,7 +104,7 @@ def largest_error(found):
     return max(route.logits.value for route in routes if route.logits is not None)
 
 
-@pytest.mark.parametrize("precision", ["int4", "kv8", "all", "no-cache"])
+@in_one_test("precision", ["int4", "kv8", "all", "no-cache"])
 def test_the_plain_transformer_takes_the_same_options(checkpoint, tmp_path, precision):
     folder = exported(checkpoint("llama"), tmp_path / "out", **PRECISIONS[precision])
     assert verify(folder, checkpoint("llama")).passed
@@ -116,7 +118,7 @@ def test_logits_equal_stock_transformers_to_the_end_of_the_context(checkpoint, t
     np.testing.assert_allclose(logits, oracle.numpy(), rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("width", "scheme"), [(72, "8:row"), (80, "8:g16"), (96, "8:g32"), (64, "8:g64"), (128, "8:g128"), (256, "8:g128")]
 )
 def test_an_8_bit_embedding_shares_scales_over_the_largest_group_that_divides_its_width(tmp_path, width, scheme):
@@ -159,11 +161,7 @@ def test_a_quantized_checkpoint_keeps_its_codes_and_scales(tmp_path, weights, dt
     assert verify(folder, quantized).passed
 
 
-@pytest.mark.parametrize(
-    ("weights", "options"),
-    [("4:g32", {}), ("4:g32", {"accuracy_level": 1}), ("8:g32", {})],
-    ids=["int4", "int4-exact", "int8"],
-)
+@in_one_test(("weights", "options"), [("4:g32", {}), ("4:g32", {"accuracy_level": 1}), ("8:g32", {})])
 def test_the_lowest_code_and_negative_scales_are_read_alike(checkpoint, tmp_path, weights, options):
     quantized = tmp_path / "quantized"
     diffquant.quantize(checkpoint("diffllama"), quantized, diffquant.Recipe.of(weights=weights, rounding="mse"))
@@ -242,11 +240,11 @@ def test_gates_that_a_recipe_names_are_read_from_their_codes(checkpoint, tmp_pat
     assert verify(exported(source, tmp_path / "out"), source, threads=1).passed
 
 
-@pytest.mark.parametrize("kv_bits", [16, 8, 4])
+@in_one_test("kv_bits", [16, 8, 4])
 def test_the_graph_is_built_once(checkpoint, tmp_path, monkeypatch, kv_bits):
     plans = []
-    build = exporter.build
-    monkeypatch.setattr(exporter, "build", lambda plan, scales: plans.append(plan) or build(plan, scales))
+    emit = TransformerDecoder.emit
+    monkeypatch.setattr(TransformerDecoder, "emit", lambda decoder: plans.append(decoder) or emit(decoder))
     exported(checkpoint("unilm-v1"), tmp_path / "out", kv_bits=kv_bits, weights="4:g32")
     assert len(plans) == 1
 

@@ -8,17 +8,18 @@ import torch
 import diffquant
 from diffquant.calib.calibration.kv_cache import calibrate_cache
 from diffquant.errors import CheckpointError, ToleranceError
-from diffquant.export import ExportOptions, Generator, export, verify
-from diffquant.export.files import RANGES_FILE
-from diffquant.export.native import library_path
-from diffquant.export.runtime.scoring import OnnxRuntime
-from diffquant.export.runtime.session import InPlaceDecoder, OnnxModel
+from diffquant.onnx import ExportOptions, Generator, export, verify
+from diffquant.onnx.files import RANGES_FILE
+from diffquant.onnx.native import library_path
+from diffquant.onnx.runtime.scoring import OnnxRuntime
+from diffquant.onnx.runtime.session import InPlaceDecoder, OnnxModel
 from diffquant.recipe import Recipe
 from tests.export.test_running import by_the_example
 from tests.support import tiny_lm
 from tests.support.checkpoints import write_checkpoint
 from tests.support.models import random_ids
 from tests.support.planted import PlantedExport
+from tests.support.thorough import sampled
 
 PROMPT = "It was a dark and stormy night, and the"
 SIZES = {"vocab_size": tiny_lm.WORDS, "max_position_embeddings": 96}
@@ -129,13 +130,16 @@ def test_states_and_latents_pass_through_onnxruntime_genai(own_decoder, tmp_path
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"portable": True},
-        {"cache": False},
-        {"dtype": "float16"},
-        {"logits": "6:row"},
-        {"logits": "6:tensor"},
-    ],
+    sampled(
+        [
+            {"portable": True},
+            {"cache": False},
+            {"dtype": "float16"},
+            {"logits": "6:row"},
+            {"logits": "6:tensor"},
+        ],
+        3,
+    ),
     ids=lambda options: " ".join(map(str, *options.items())),
 )
 def test_other_forms_of_states_and_windows_are_proved(options, phi, tmp_path):
@@ -199,7 +203,7 @@ def sound(phi, tmp_path_factory):
     return exported(phi, tmp_path_factory.mktemp("sound") / "out")
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", sampled(FAULTS, 3))
 def test_a_fault_of_states_windows_and_shared_keys_is_refused(fault, phi, sound, tmp_path):
     planted = PlantedExport.copy(sound, tmp_path / "planted")
     FAULTS[fault](planted)
@@ -209,7 +213,7 @@ def test_a_fault_of_states_windows_and_shared_keys_is_refused(fault, phi, sound,
 
 
 def test_a_page_that_shows_attention_in_every_layer_is_refused(phi, tmp_path):
-    with pytest.raises(CheckpointError, match=r"Mamba"):
+    with pytest.raises(CheckpointError, match=r"layers of mamba and gated memory have none"):
         export(phi, tmp_path / "out", ExportOptions.parse(web=True))
     assert not (tmp_path / "out").exists()
 

@@ -9,9 +9,9 @@ from huggingface_hub.file_download import _create_symlink, repo_folder_name
 
 import diffquant
 from diffquant.errors import CheckpointError
-from diffquant.export import verify
-from diffquant.export.files import model_file
-from diffquant.export.runtime.session import OnnxModel
+from diffquant.onnx import verify
+from diffquant.onnx.files import model_file
+from diffquant.onnx.runtime.session import OnnxModel
 from diffquant.support.digests import content_digest
 from tests.support import tiny_lm
 from tests.support.checkpoints import write_checkpoint

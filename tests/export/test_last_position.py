@@ -5,8 +5,8 @@ import pytest
 import torch
 from transformers import DiffLlamaForCausalLM
 
-from diffquant.export import ExportOptions, export
-from diffquant.export.runtime.session import InPlaceDecoder, OnnxModel
+from diffquant.onnx import ExportOptions, export
+from diffquant.onnx.runtime.session import InPlaceDecoder, OnnxModel
 from tests.support.checkpoints import write_checkpoint
 from tests.support.models import random_ids
 

@@ -8,14 +8,15 @@ from onnx import helper
 import diffquant
 from diffquant.calib.calibration.kv_cache import calibrate_cache
 from diffquant.errors import CheckpointError, ToleranceError
-from diffquant.export import ExportOptions, export, verify
-from diffquant.export.manifest import read_manifest
-from diffquant.export.runtime.session import OnnxModel
+from diffquant.onnx import ExportOptions, export, verify
+from diffquant.onnx.manifest import read_manifest
+from diffquant.onnx.runtime.session import OnnxModel
 from diffquant.recipe import Recipe
 from tests.support.checkpoints import MOTIF3, write_checkpoint
 from tests.support.exports import cache_ranges
 from tests.support.models import random_ids
 from tests.support.planted import PlantedExport
+from tests.support.thorough import sampled
 
 # A row of 14 channels, which GroupQueryAttention does not take; an expert's width that no byte divides at 4 bits.
 SIZES = {"max_position_embeddings": 96}
@@ -36,16 +37,19 @@ def exported(source, folder, **options):
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"weights": "4:row", "kv_bits": 8, "embed_bits": 8},
-        {"weights": "8:row", "accuracy_level": 1, "kv_bits": 4},
-        {"weights": "6:row", "kv_bits": 8},
-        {"portable": True, "weights": "4:row"},
-        {"cache": False},
-        {"dtype": "float16"},
-        {"logits": "6:row"},
-        {"logits": "6:tensor"},
-    ],
+    sampled(
+        [
+            {"weights": "4:row", "kv_bits": 8, "embed_bits": 8},
+            {"weights": "8:row", "accuracy_level": 1, "kv_bits": 4},
+            {"weights": "6:row", "kv_bits": 8},
+            {"portable": True, "weights": "4:row"},
+            {"cache": False},
+            {"dtype": "float16"},
+            {"logits": "6:row"},
+            {"logits": "6:tensor"},
+        ],
+        4,
+    ),
     ids=lambda options: " ".join(f"{name} {value}" for name, value in options.items()),
 )
 def test_other_forms_are_proved(options, motif3, tmp_path):
@@ -55,16 +59,18 @@ def test_other_forms_are_proved(options, motif3, tmp_path):
 def test_ranges_are_of_what_the_models_cache_keeps(motif3):
     ids = random_ids(2, 30)
     ranges = calibrate_cache(motif3, ids=ids)
+    margin = ranges.settings["margin"]
+    assert margin == 1.1
     model = diffquant.load(motif3, dtype=torch.float32)
     cache = model.model.new_cache()
     model(ids, past_key_values=cache)
     # Layers without a window keep every token.
     for layer in (0, 2, 4):
         latents = cache.layers[layer].stored_values.read()
-        torch.testing.assert_close(ranges.tensors[f"layers.{layer}.v"], latents.abs().amax((0, 2)))
+        torch.testing.assert_close(ranges.tensors[f"layers.{layer}.v"], margin * latents.abs().amax((0, 2)))
         turned = cache.layers[layer].stored_keys.read().unflatten(-1, (2, -1))
         lengths = turned.norm(dim=-2).amax((0, 2)).repeat(1, 2)
-        torch.testing.assert_close(ranges.tensors[f"layers.{layer}.k"], lengths)
+        torch.testing.assert_close(ranges.tensors[f"layers.{layer}.k"], margin * lengths)
 
 
 def test_a_cache_holds_a_latent_as_a_key_and_the_same_codes_as_a_value(motif3, tmp_path):
@@ -172,7 +178,7 @@ def sound(motif3, tmp_path_factory):
     return exported(motif3, tmp_path_factory.mktemp("sound") / "out")
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", sampled(FAULTS, 4))
 def test_a_fault_of_latents_experts_and_streams_is_refused(fault, motif3, sound, tmp_path):
     planted = PlantedExport.copy(sound, tmp_path / "planted")
     FAULTS[fault](planted)

@@ -10,12 +10,13 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from diffquant.export.graph.matmul import matmul_function
-from diffquant.export.graph.op import CONTRIB
-from diffquant.export.native import matmul_calls, matmul_kernel_name
-from diffquant.export.native.build import SOURCES, find_compiler
-from diffquant.export.options import DEFAULT_OPSET, IR_VERSION
-from diffquant.export.runtime.session import session_options
+from diffquant.onnx.graph.op import CONTRIB
+from diffquant.onnx.graph.ops import matmul_function
+from diffquant.onnx.native import matmul_calls, matmul_kernel_name
+from diffquant.onnx.native.build import SOURCES, find_compiler
+from diffquant.onnx.options import DEFAULT_OPSET, IR_VERSION
+from diffquant.onnx.runtime.session import session_options
+from tests.support.tables import in_one_test
 
 _MODELS = Path(__file__).parent / "intrinsics"
 # Heights beside a tile's, widths that no block divides, channels that fill no group; at the end rows for the matrix
@@ -137,7 +138,7 @@ def test_what_is_not_finite_makes_its_own_row_nan(library):
     assert np.isfinite(y[[0, 3]]).all()
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@in_one_test("bits", [4, 8])
 def test_sessions_run_the_library_s_product_where_it_is_registered_and_the_body_elsewhere(library, bits):
     x, stored, scales, codes = inputs(30, 40, 100, 32, bits)
     model = matmul_model(stored, scales, 100, bits, 32)

@@ -9,10 +9,11 @@ import onnxruntime as ort
 import pytest
 import torch
 
-from diffquant.export.native import kernel_calls
-from diffquant.scheme import Scheme
+from diffquant.onnx.native import kernel_calls
+from diffquant.recipe.scheme import Scheme
 from tests.support.attention_cases import Case, codes_in, expected, feed, on_a_lattice, one_node, quotients
 from tests.support.native_cases import inputs_of, native, past_of, session
+from tests.support.tables import in_one_test
 
 ROPE = {1: "interleaved", 2: "half"}
 
@@ -237,7 +238,7 @@ def test_one_session_serves_several_callers_at_once(library):
         np.testing.assert_array_equal(one[0], call(inputs)[0])
 
 
-@pytest.mark.parametrize("bits", [0, 8, 6])
+@in_one_test("bits", [0, 8, 6])
 def test_a_bound_cache_is_extended_in_place_and_the_rest_left_alone(library, bits):
     case = Case(kv_bits=bits)
     inputs = inputs_of(case, 1, 12)
@@ -259,7 +260,7 @@ def test_a_bound_cache_is_extended_in_place_and_the_rest_left_alone(library, bit
         assert (cache.numpy()[:, :, :12] != old[:, :, :12]).any()
 
 
-@pytest.mark.parametrize("level", list(ort.GraphOptimizationLevel.__members__.values()), ids=str)
+@in_one_test("level", list(ort.GraphOptimizationLevel.__members__.values()))
 def test_the_kernel_takes_the_place_of_the_body(library, level):
     case = Case()
     inputs = feed(inputs_of(case, 1, 9), slice(0, 9), past_of(case, 1, 0))
@@ -300,7 +301,7 @@ WRONG_INPUTS = {
 }
 
 
-@pytest.mark.parametrize(("change", "message"), WRONG_INPUTS.values(), ids=WRONG_INPUTS)
+@in_one_test(("change", "message"), WRONG_INPUTS.values())
 def test_wrong_inputs_are_refused_by_name(library, change, message):
     case = Case(kv_bits=8)
     inputs = feed(inputs_of(case, 1, 9), slice(0, 9), past_of(case, 1, 8))
@@ -312,7 +313,7 @@ def test_wrong_inputs_are_refused_by_name(library, change, message):
         started.run(None, change(inputs))
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("attributes", "message"),
     [
         ({"num_kv_pairs": 3}, "num_kv_pairs 3 does not divide num_pairs 4"),
@@ -324,7 +325,6 @@ def test_wrong_inputs_are_refused_by_name(library, change, message):
         ({"logit_granularity": "block"}, "logit_granularity must be row, head, pair or tensor"),
         ({"scale": None}, "attribute scale is missing"),
     ],
-    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
 def test_wrong_attributes_are_refused_when_the_model_is_loaded(library, attributes, message):
     model = one_node(Case(), None)
@@ -412,7 +412,7 @@ def test_a_node_of_version_1_is_served(library):
     assert_close(output, expected(case, inputs, slice(0, 9)))
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("name", "shape", "message"),
     [
         ("signal_gate", (1, 9, 7), r"signal_gate is \[1, 9, 7\], expected \[1, 9, 8\]"),

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from diffquant.errors import UsageError
-from diffquant.export.native import kernel_name, library_path
-from diffquant.export.native.build import LIBRARY
+from diffquant.onnx.native import kernel_name, library_path
+from diffquant.onnx.native.build import LIBRARY
 
 
 def build(*arguments, **environment):
-    command = [sys.executable, "-m", "diffquant.export.native", *map(str, arguments)]
+    command = [sys.executable, "-m", "diffquant.onnx.native", *map(str, arguments)]
     return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
 
 

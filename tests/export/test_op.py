@@ -7,10 +7,14 @@ import pytest
 from onnx.defs import OpSchema
 
 from diffquant.errors import UsageError
-from diffquant.export.graph.mamba import causal_convolution_schema, selective_scan_schema
-from diffquant.export.graph.matmul import matmul_schema
-from diffquant.export.graph.op import OpAttributes, schema
-from diffquant.export.graph.quantized_attention import quantized_attention_schema
+from diffquant.onnx.graph.op import OpAttributes, schema
+from diffquant.onnx.graph.ops import (
+    causal_convolution_schema,
+    matmul_schema,
+    quantized_attention_schema,
+    selective_scan_schema,
+)
+from tests.support.tables import in_one_test
 
 PAGE = (Path(__file__).parents[2] / "docs" / "differential-attention-op.md").read_text()
 SCHEMAS = {
@@ -53,7 +57,7 @@ def test_page_and_schema_name_the_same_shapes(heading, op):
     assert [row[3] for row in table(heading, op)] == [p.description for p in parameters]
 
 
-@pytest.mark.parametrize("op", SCHEMAS)
+@in_one_test("op", SCHEMAS)
 def test_page_and_schema_name_the_same_attributes(op):
     attributes = SCHEMAS[op]().attributes
     if not attributes:
@@ -69,7 +73,7 @@ def test_the_page_lists_attributes_as_nodes_have_them():
     assert [row[0] for row in table("Attributes")] == list(OpAttributes(2, 1, 2, 0.5).to_dict())
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("wrong", "message"),
     [
         ({"num_kv_pairs": 3}, "does not divide"),

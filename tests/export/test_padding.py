@@ -6,10 +6,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from diffquant.errors import CheckpointError
-from diffquant.export import ExportOptions, export
-from diffquant.export.runtime.session import OnnxModel
+from diffquant.onnx import ExportOptions, export
+from diffquant.onnx.runtime.session import OnnxModel
 from tests.support.checkpoints import write_checkpoint
 from tests.support.exports import cache_ranges
+from tests.support.tables import in_one_test
 from tests.support.thorough import sampled
 
 VOCABULARY = 90
@@ -112,7 +113,7 @@ def test_logits_equal_transformers_under_the_same_mask(exported, family, form, n
     np.testing.assert_allclose(found[kept], wanted[kept], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("form", ["plain", "portable", "cache of 8 bits"])
+@in_one_test("form", ["plain", "portable", "cache of 8 bits"])
 def test_the_folder_as_it_is_gives_the_last_tokens_logits(exported, form):
     _, folder = exported("unilm-v2-half", form)
     every, last = OnnxModel(folder, 1, every_position=True), OnnxModel(folder, 1)

@@ -10,12 +10,12 @@ from onnx import helper, numpy_helper
 from diffquant.calib.calibration.kv_cache import calibrate_cache
 from diffquant.data import pocket_models
 from diffquant.errors import ToleranceError
-from diffquant.export import ExportOptions, export, verify
-from diffquant.export.graph.op import CONTRIB
-from diffquant.export.native import build as native_build
-from diffquant.export.native import kernel_calls
-from diffquant.export.native.build import LIBRARY, SOURCES, build, find_compiler
-from diffquant.export.verification import passages, reference
+from diffquant.onnx import ExportOptions, export, verify
+from diffquant.onnx.graph.op import CONTRIB
+from diffquant.onnx.native import build as native_build
+from diffquant.onnx.native import kernel_calls
+from diffquant.onnx.native.build import LIBRARY, SOURCES, build, find_compiler
+from diffquant.onnx.verification import passages, reference
 from diffquant.recipe import Recipe
 from tests.support.checkpoints import SIZES, write_checkpoint
 from tests.support.exports import cache_ranges
@@ -33,6 +33,7 @@ from tests.support.planted import (
     weight,
     with_rows,
 )
+from tests.support.thorough import sampled
 
 LOW = {"weights": "4:g32", "kv_bits": 8, "embed_bits": 8}
 BASES = {
@@ -81,10 +82,6 @@ def export_to(checkpoint, folder, options):
 
 def scaled(name, by):
     return lambda e: e.change(name, lambda x: (x * np.float32(by)).astype(x.dtype))
-
-
-def row_scaled(name, row, by):
-    return lambda e: e.change(name, lambda x: x * np.where(np.arange(len(x)) == row, by, 1)[:, None].astype(x.dtype))
 
 
 def every_fourth(name, by):
@@ -389,7 +386,7 @@ OF_THE_KERNEL = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", sampled(FAULTS, 3))
 def test_a_planted_fault_is_refused(exported, tmp_path, request, fault):
     if fault in OF_THE_KERNEL:
         request.getfixturevalue("library")
@@ -503,7 +500,7 @@ def faulty_kernel(tmp_path_factory):
     return folder / LIBRARY
 
 
-@pytest.mark.parametrize("fault", [None, *NATIVE])
+@pytest.mark.parametrize("fault", sampled([None, *NATIVE], 4))
 def test_a_fault_in_the_native_kernel_is_refused(exported, faulty_kernel, monkeypatch, fault):
     monkeypatch.setenv("DIFFQUANT_NATIVE_LIBRARY", str(faulty_kernel))
     monkeypatch.setenv("DIFFQUANT_FAULT", str(1 + list(NATIVE).index(fault) if fault else 0))
@@ -539,7 +536,7 @@ SOUND = {
 }
 
 
-@pytest.mark.parametrize("name", SOUND)
+@pytest.mark.parametrize("name", sampled(SOUND, 3))
 def test_no_sound_export_is_refused(exported, tmp_path, monkeypatch, name):
     monkeypatch.setattr(passages, "LONGEST", 160)
     monkeypatch.setattr(passages, "POSITIONS", 512)
@@ -548,7 +545,7 @@ def test_no_sound_export_is_refused(exported, tmp_path, monkeypatch, name):
     assert verify(export_to(checkpoint, tmp_path / "out", options), checkpoint, threads=1).passed
 
 
-@pytest.mark.parametrize("checkpoint", pocket_models("prose"), ids=lambda path: path.name)
+@pytest.mark.parametrize("checkpoint", sampled(pocket_models("prose"), 3), ids=lambda path: path.name)
 def test_no_sound_export_of_a_trained_model_is_refused(tmp_path, monkeypatch, checkpoint):
     monkeypatch.setattr(passages, "LONGEST", 160)
     monkeypatch.setattr(passages, "POSITIONS", 512)
@@ -558,7 +555,7 @@ def test_no_sound_export_of_a_trained_model_is_refused(tmp_path, monkeypatch, ch
     export(checkpoint, tmp_path / "out", options, ranges=ranges)
     verification = verify(tmp_path / "out", checkpoint, threads=1)
     assert verification.positions >= 512
-    rounded, exact = (each.tokens for each in verification.tokens[:2])
+    rounded, exact = list(verification.tokens.values())[:2]
     assert rounded.low < rounded.agreement < exact.agreement
     assert "export with accuracy_level=1" in str(verification)
 

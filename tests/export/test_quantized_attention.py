@@ -6,17 +6,18 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto
 
-from diffquant.export import ExportOptions, export
-from diffquant.export.files import MODEL_FILE
-from diffquant.export.graph.quantized_attention import quantized_attention_schema
-from diffquant.export.native import kernel_calls
-from diffquant.export.runtime.session import OnnxModel
+from diffquant.onnx import ExportOptions, export
+from diffquant.onnx.files import MODEL_FILE
+from diffquant.onnx.graph.ops import quantized_attention_schema
+from diffquant.onnx.native import kernel_calls
+from diffquant.onnx.runtime.session import OnnxModel
 from tests.support.attention_cases import codes_in
 from tests.support.checkpoints import write_checkpoint
 from tests.support.exports import cache_ranges
 from tests.support.head_cases import HeadCase, feed
 from tests.support.models import random_ids
 from tests.support.native_cases import session
+from tests.support.tables import in_one_test
 
 
 def call_of(library, case, **options):
@@ -82,7 +83,7 @@ def test_heads_wider_than_what_is_read_at_once(kernel):
         assert_close(output, case.expected(inputs, tokens, past), atol=1e-4)
 
 
-@pytest.mark.parametrize("bits", [8, 6, 4])
+@in_one_test("bits", [8, 6, 4])
 def test_a_node_without_a_past_is_refused_when_the_model_is_loaded(library, bits):
     with pytest.raises(Exception, match=r"invalid model.*QuantizedAttention"):
         session(HeadCase(bits).one_node(is_cached=False), library)
@@ -120,7 +121,7 @@ def test_float16_stays_within_its_rounding(kernel, bits):
         assert_close(output, case.expected(wide, tokens, past), atol=4e-3)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@in_one_test("bits", [8, 4])
 def test_the_body_computes_what_the_kernel_does(library, bits):
     case = HeadCase(bits, heads=6, kv_heads=2, width=32)
     inputs = case.inputs(1, 50)
@@ -165,7 +166,7 @@ WRONG_INPUTS = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG_INPUTS)
+@in_one_test("name", WRONG_INPUTS)
 def test_wrong_inputs_are_refused_by_name(library, name):
     case = HeadCase()
     change, message = WRONG_INPUTS[name]
@@ -177,7 +178,7 @@ def test_wrong_inputs_are_refused_by_name(library, name):
         session(model, library).run(None, inputs | {name: np.ascontiguousarray(change(inputs[name]))})
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("name", "value", "message"),
     [
         ("kv_num_heads", 3, "kv_num_heads 3 does not divide num_heads 4"),
@@ -193,7 +194,7 @@ def test_wrong_attributes_are_refused_when_the_model_is_loaded(library, name, va
         session(model, library)
 
 
-@pytest.mark.parametrize("kv_bits", [16, 8, 4])
+@in_one_test("kv_bits", [16, 8, 4])
 def test_a_transformer_has_the_op_where_its_cache_is_quantized(library, tmp_path, kv_bits):
     checkpoint, options = write_checkpoint(tmp_path / "plain", "llama"), ExportOptions.parse(kv_bits=kv_bits)
     export(checkpoint, tmp_path / "out", options, ranges=cache_ranges(checkpoint, options))

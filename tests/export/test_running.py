@@ -16,28 +16,28 @@ from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 import diffquant
-from diffquant import cli
 from diffquant.calib.calibration.kv_cache import calibrate_cache
 from diffquant.errors import CheckpointError, NonFiniteError, UsageError
-from diffquant.evals.constrained import choose
-from diffquant.evals.encoding import Request
-from diffquant.evals.scoring import score
-from diffquant.evals.tasks.perplexity import Perplexity
-from diffquant.evals.torch_model import TorchModel
-from diffquant.export import ExportOptions, Generator, export
-from diffquant.export.files import DATA_FILE, MODEL_FILE
-from diffquant.export.native import library_path
-from diffquant.export.runtime import generation, session
-from diffquant.export.runtime.scoring import OnnxLanguageModel
-from diffquant.export.runtime.session import InPlaceDecoder, OnnxModel
-from diffquant.export.targets import runtime_of
+from diffquant.measure.language_model import Request
+from diffquant.measure.scoring import score
+from diffquant.measure.sweep.grid import SweepOptions
+from diffquant.measure.sweep.result import json_rows, text_table
+from diffquant.measure.sweep.run import evaluate, run_sweep
+from diffquant.measure.tasks.perplexity import Perplexity
+from diffquant.measure.torch_model import TorchModel
+from diffquant.onnx import ExportOptions, Generator, export
+from diffquant.onnx.files import DATA_FILE, MODEL_FILE
+from diffquant.onnx.native import library_path
+from diffquant.onnx.runtime import generation, session
+from diffquant.onnx.runtime.scoring import OnnxLanguageModel
+from diffquant.onnx.runtime.session import InPlaceDecoder, OnnxModel
+from diffquant.onnx.targets import runtime_of
 from diffquant.support.progress import silent
-from diffquant.sweep.evaluate import evaluate
-from diffquant.sweep.grid import SweepOptions
-from diffquant.sweep.run import run_sweep
-from diffquant.sweep.table import json_rows, rows, text_table
+from diffquant.verbs import cli
+from examples.shots.constrained import choose
 from tests.support import tiny_lm
 from tests.support.checkpoints import edit_json, write_checkpoint
+from tests.support.tables import in_one_test
 
 TASK_OPTIONS = {"limit": 4, "characters": 1500, "window": 64, "stride": 32}
 PROMPT = "It was a dark and stormy night, and the"
@@ -140,7 +140,7 @@ def test_a_prompt_longer_than_a_chunk_is_continued_as_torch_continues_it(source,
 def test_running_does_not_import_torch(plain):
     code = f"""
 import sys
-from diffquant.export.runtime.generation import Generator
+from diffquant.onnx.runtime.generation import Generator
 list(Generator({str(plain)!r}).stream({PROMPT!r}, 2))
 print("torch" in sys.modules, "transformers" in sys.modules)
 """
@@ -174,7 +174,7 @@ def test_sampling_follows_its_seed(folder):
         list(generator.stream(PROMPT * 60))
 
 
-@pytest.mark.parametrize("temperature", [0.4, 1.5])
+@in_one_test("temperature", [0.4, 1.5])
 def test_samples_follow_the_softmax_of_logits_over_the_temperature(temperature):
     logits, draws = np.array([1.0, 0.2, -0.7, 1.6], np.float32), 4000
     pick = generation._sampler(temperature, seed=3)
@@ -184,12 +184,12 @@ def test_samples_follow_the_softmax_of_logits_over_the_temperature(temperature):
     assert (np.abs(counts - draws * wanted) < 4 * np.sqrt(draws * wanted * (1 - wanted))).all()
 
 
-@pytest.mark.parametrize("temperature", [1e-40, 5e-324])
+@in_one_test("temperature", [1e-40, 5e-324])
 def test_a_temperature_near_zero_chooses_the_likeliest(temperature):
     assert generation._sampler(temperature, seed=3)(np.array([9.0, 7e4, -1e30, 8e4], np.float32)) == 3
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@in_one_test("temperature", [0.0, 1.0])
 def test_logits_that_overflow_float16_are_refused_and_no_token_is_chosen(tmp_path, temperature):
     checkpoint = tiny_lm.write_diff_v2(tmp_path / "model")
     tensors = load_file(checkpoint / "model.safetensors")
@@ -308,8 +308,8 @@ def test_scores_are_those_of_torch(source, plain):
     model = diffquant.load(source)
     ours = score(OnnxLanguageModel(OnnxModel(plain, 1, every_position=True)), requests)
     for mine, oracle in zip(ours, score(TorchModel(model), requests), strict=True):
-        assert mine.logprob == pytest.approx(oracle.logprob, abs=1e-3)
-        assert mine.greedy == oracle.greedy
+        assert mine[0] == pytest.approx(oracle[0], abs=1e-3)
+        assert mine[1] == oracle[1]
     asked = draw(30), [draw(n) for n in (5, 5, 5, 3)], [draw(2), draw(3), draw(3)]
     assert choose(OnnxLanguageModel(OnnxModel(plain, 1, every_position=True)), *asked) == choose(
         TorchModel(model), *asked
@@ -361,7 +361,7 @@ def test_the_command_line_exports_verifies_and_runs(source, tmp_path):
     assert not record["passed"]
     assert record["verdict"].startswith("FAIL: ")
     assert {measure["limit"] for route in record["routes"] for measure in [route["logits"]] if measure} == {1e-9}
-    assert record["tokens"][0]["tokens"]["n"] == record["positions"]
+    assert next(iter(record["tokens"].values()))["n"] == record["positions"]
     continued = run(cli.app, ["run", str(out), "--prompt", PROMPT, "--max-new-tokens", "4", "--threads", "1"])
     assert continued.exit_code == 0
     assert "tokens/s" in continued.stderr
@@ -375,7 +375,7 @@ def test_a_session_without_a_library_says_so_once(plain, monkeypatch, caplog):
         OnnxModel(plain, 1)
     assert caplog.messages == [
         "no native library is built: ONNX Runtime computes the model by the ops' function bodies, which is slower; "
-        "python -m diffquant.export.native builds one"
+        "python -m diffquant.onnx.native builds one"
     ]
 
 
@@ -390,7 +390,7 @@ def test_nobody_is_told_of_a_library_that_is_not_wanted(plain, monkeypatch, capl
 
 
 def test_sessions_load_the_native_kernel_where_it_is_built(plain, monkeypatch):
-    from diffquant.export.native import kernel_calls
+    from diffquant.onnx.native import kernel_calls
 
     if library_path() is None:
         pytest.skip("the native kernel is not built")
@@ -407,7 +407,7 @@ def test_sessions_load_the_native_kernel_where_it_is_built(plain, monkeypatch):
 def test_lm_eval_scores_and_generates_with_it(source, plain):
     from lm_eval.api.instance import Instance
 
-    from diffquant.evals.protocols.harness_model import HarnessModel
+    from diffquant.measure.protocols.harness_plugin import HarnessModel
 
     tokenizer = tiny_lm.tokenizer()
     models = [
@@ -425,15 +425,17 @@ def test_lm_eval_scores_and_generates_with_it(source, plain):
 def test_an_export_is_a_row_of_the_sweep_compared_with_its_source(source, plain, tmp_path):
     options = SweepOptions(tasks=("hellaswag", "perplexity"), bits=(8,), task_options=TASK_OPTIONS)
     result = run_sweep([plain, source], replace(options, dtype="float32"), tmp_path / "sweep", runtime_of=runtime_of)
-    _, _, exported = rows(result)
-    assert exported.point.compared_with == source
+    _, _, exported = result.points
+    assert exported.compared_with == source
     records = json_rows(result)
     assert records[2]["hellaswag difference"] == 0
     assert records[2]["hellaswag kl"] == pytest.approx(0, abs=1e-5)
     assert records[2]["hellaswag margin_change"] == pytest.approx(0, abs=1e-4)
     assert records[2]["perplexity"] == pytest.approx(records[0]["perplexity"], rel=1e-4)
     assert records[2]["kl"] == pytest.approx(0, abs=1e-6)
-    assert exported.weight_bytes == sum((plain / name).stat().st_size for name in ("model.onnx", "model.onnx.data"))
+    assert result.sizes_of(exported).weight_bytes == sum(
+        (plain / name).stat().st_size for name in ("model.onnx", "model.onnx.data")
+    )
     assert "onnx" in text_table(result)
     again = run_sweep([plain], options, tmp_path / "alone", runtime_of=runtime_of)
     assert json_rows(again)[0]["hellaswag difference"] is None
@@ -448,8 +450,8 @@ def test_an_export_of_a_quantized_checkpoint_is_compared_with_what_was_quantized
     result = run_sweep(
         [source, folder], SweepOptions(bits=(), task_options={"limit": 2}), tmp_path / "sweep", runtime_of=runtime_of
     )
-    _, exported = rows(result)
-    assert (exported.point.compared_with, exported.point.scheme) == (source, "4:g32 kv 8")
+    _, exported = result.points
+    assert (exported.compared_with, exported.scheme) == (source, "4:g32 kv 8")
 
 
 def test_a_sweep_of_exports_alone_takes_no_options_for_checkpoints(plain, tmp_path):

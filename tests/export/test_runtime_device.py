@@ -9,19 +9,19 @@ import pytest
 from onnx import TensorProto, helper
 from typer.testing import CliRunner
 
-from diffquant import cli
 from diffquant.errors import MissingDependencyError, UsageError
-from diffquant.export import ExportOptions, export
-from diffquant.export.graph.op import DOMAIN
-from diffquant.export.runtime.device import RuntimeDevice, nodes_on_cpu, on_cpu_text
-from diffquant.export.runtime.session import InPlaceDecoder, OnnxModel
-from diffquant.export.targets import runtime_of
-from diffquant.export.verification.verify import verify
-from diffquant.sweep.evaluate import evaluate
-from diffquant.sweep.grid import SweepOptions
-from diffquant.sweep.run import run_sweep
+from diffquant.measure.sweep.grid import SweepOptions
+from diffquant.measure.sweep.run import evaluate, run_sweep
+from diffquant.onnx import ExportOptions, export
+from diffquant.onnx.graph.op import DOMAIN
+from diffquant.onnx.runtime.device import RuntimeDevice, nodes_on_cpu, on_cpu_text
+from diffquant.onnx.runtime.session import InPlaceDecoder, OnnxModel
+from diffquant.onnx.targets import runtime_of
+from diffquant.onnx.verifier import verify
+from diffquant.verbs import cli
 from tests.support.checkpoints import write_checkpoint
 from tests.support.exports import cache_ranges
+from tests.support.tables import in_one_test
 
 CUDA = "CUDAExecutionProvider"
 
@@ -45,7 +45,7 @@ def test_a_cuda_device_is_asked_first_and_keeps_float32():
     assert RuntimeDevice.parse("cpu").providers == ["CPUExecutionProvider"]
 
 
-@pytest.mark.parametrize("name", ["mps", "cuda:x", "cpu:0", "", "cuda1"])
+@in_one_test("name", ["mps", "cuda:x", "cpu:0", "", "cuda1"])
 def test_other_devices_are_refused(name):
     with pytest.raises(UsageError, match=r"exported models run on auto, cpu, cuda or cuda:N"):
         RuntimeDevice.parse(name)
@@ -62,7 +62,7 @@ def test_a_runtime_without_cuda_is_refused_before_the_model_is_read(folder, tmp_
 
 
 @has_cuda_provider
-@pytest.mark.parametrize("command", ["run", "verify"])
+@in_one_test("command", ["run", "verify"])
 def test_the_command_line_says_so_and_exits_with_5(folder, command):
     arguments = ["--prompt", "hello"] if command == "run" else [str(folder.parent / "model")]
     done = CliRunner().invoke(cli.app, [command, str(folder), *arguments, "--device", "cuda"])
@@ -160,7 +160,7 @@ def test_caches_that_grow_stay_on_the_card_from_call_to_call(elsewhere):
     assert logits.shape == (1, 1, model.vocabulary)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("options", "wanted"),
     [
         ({}, [r"takes float16 activations alone; export with dtype='float16'"]),
@@ -168,7 +168,6 @@ def test_caches_that_grow_stay_on_the_card_from_call_to_call(elsewhere):
         ({"dtype": "float16", "kv_bits": 4}, [r"has no cache of 4 bits; export with kv=8 or kv=16"]),
         ({"logits": "8:row"}, []),
     ],
-    ids=["float32", "float16", "4-bit cache", "logits in standard operators"],
 )
 def test_a_folder_for_cuda_says_what_is_left_to_the_processor(tmp_path, options, wanted):
     checkpoint = write_checkpoint(tmp_path / "model", "diffllama")

@@ -5,21 +5,21 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from diffquant.calib.calibration.kv_cache import calibrate_cache
+from diffquant.checkpoints.ranges import write_ranges
 from diffquant.errors import CheckpointError
-from diffquant.evals.constrained import choose
-from diffquant.evals.encoding import RequestEncoder
-from diffquant.evals.language_model import LanguageModel
-from diffquant.evals.protocols import hellaswag
-from diffquant.evals.scoring import score
-from diffquant.evals.torch_model import TorchModel
-from diffquant.export import ExportOptions, export
-from diffquant.export.options import LOGIT_GRANULARITIES
-from diffquant.export.runtime.scoring import OnnxLanguageModel
-from diffquant.export.runtime.session import OnnxModel
-from diffquant.loading import load
-from diffquant.source.ranges import write_ranges
+from diffquant.measure.language_model import LanguageModel, RequestEncoder
+from diffquant.measure.protocols import hellaswag
+from diffquant.measure.scoring import score
+from diffquant.measure.torch_model import TorchModel
+from diffquant.onnx import ExportOptions, export
+from diffquant.onnx.options import LOGIT_GRANULARITIES
+from diffquant.onnx.runtime.scoring import OnnxLanguageModel
+from diffquant.onnx.runtime.session import OnnxModel
+from diffquant.quantization.loading import load
+from examples.shots.constrained import choose
 from tests.support import tiny_lm
 from tests.support.checkpoints import write_checkpoint
+from tests.support.tables import in_one_test
 
 LOGITS = ["16", *(f"4:{shared}{shift}" for shared in LOGIT_GRANULARITIES for shift in ("", ":shift"))]
 OPTIONS = [{"logits": logits, "cache": cache} for logits in LOGITS for cache in (True, False)] + [
@@ -62,10 +62,10 @@ def models(source, folder, given) -> tuple[LanguageModel, LanguageModel]:
     )
 
 
-@pytest.mark.parametrize("given", OPTIONS, ids=lambda given: " ".join(f"{name} {x}" for name, x in given.items()))
+@in_one_test("given", OPTIONS)
 def test_an_export_scores_and_chooses_as_torch_does(source, requests, tmp_path, given):
     ours, oracle = models(source, tmp_path, given)
-    gaps = [abs(a.logprob - b.logprob) for a, b in zip(score(ours, requests), score(oracle, requests), strict=True)]
+    gaps = [abs(a[0] - b[0]) for a, b in zip(score(ours, requests), score(oracle, requests), strict=True)]
     # In nats. A value of the cache that lies between two codes may fall to either.
     assert max(gaps) < (0.1 if "kv_bits" in given else 1e-3)
     rng = torch.Generator().manual_seed(5)

@@ -1,9 +1,5 @@
-"""Long and large: far offsets in data, a whole long context, batches, sessions side by side, and serving for a while.
+"""Long and large: far offsets in data, a whole long context, batches and sessions side by side."""
 
-`make soak` serves for an hour after these.
-"""
-
-import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from threading import Timer
@@ -13,18 +9,15 @@ import onnx
 import onnxruntime as ort
 import pytest
 
-from diffquant.bench.programs import soak
-from diffquant.errors import ToleranceError
-from diffquant.export import ExportOptions, Generator, export
-from diffquant.export.files import DATA_FILE, MODEL_FILE
-from diffquant.export.runtime.session import InPlaceDecoder, OnnxModel
+from diffquant.onnx import ExportOptions, Generator, export
+from diffquant.onnx.files import DATA_FILE, MODEL_FILE
+from diffquant.onnx.runtime.session import InPlaceDecoder, OnnxModel
 from tests.support import tiny_lm
 from tests.support.checkpoints import write_checkpoint
 from tests.support.exports import cache_ranges
 from tests.support.thorough import thorough
 
 pytestmark = thorough
-SECONDS = float(os.environ.get("DIFFQUANT_SOAK_SECONDS", "20"))
 CONTEXT = 32768
 PROMPTS = ["the old man", "a house and the door of it", "it"]
 
@@ -150,20 +143,3 @@ def call_for(seconds, call):
     ends = time.monotonic() + seconds
     while time.monotonic() < ends:
         call()
-
-
-def test_memory_does_not_grow_while_it_serves(folder):
-    served = soak.serve([folder], SECONDS, SECONDS / 4)
-    print(soak.summary(served))
-    served.check()
-    assert len(served.samples) == 5
-    assert served.tokens > 0
-
-
-def test_a_server_that_grows_or_changes_its_mind_is_refused():
-    samples = tuple(soak.Sample(float(n), n, 10**8 + n * 5 * 10**6, 10**7) for n in range(3))
-    with pytest.raises(ToleranceError, match=r"grown by 10.0 MB, which is over 8 MB, in 2 rounds"):
-        soak.Soak(samples, 9, is_constant=True).check()
-    soak.Soak(samples[:2], 9, is_constant=True).check()
-    with pytest.raises(ToleranceError, match="not those of the first one"):
-        soak.Soak(samples[:1], 9, is_constant=False).check()

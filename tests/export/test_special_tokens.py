@@ -10,13 +10,13 @@ from lm_eval.api.instance import Instance
 from transformers import AutoModelForCausalLM
 
 import diffquant
-from diffquant.conversion import convert
 from diffquant.errors import CheckpointError
-from diffquant.evals.protocols.harness_model import HarnessModel
-from diffquant.evals.torch_model import TorchModel
-from diffquant.export import ExportOptions, Generator, export
-from diffquant.export.runtime.scoring import OnnxLanguageModel
-from diffquant.export.runtime.session import OnnxModel
+from diffquant.measure.protocols.harness_plugin import HarnessModel
+from diffquant.measure.torch_model import TorchModel
+from diffquant.onnx import ExportOptions, Generator, export
+from diffquant.onnx.runtime.scoring import OnnxLanguageModel
+from diffquant.onnx.runtime.session import OnnxModel
+from diffquant.quantization.conversion import convert
 from diffquant.support.progress import silent
 from tests.support import tiny_lm
 from tests.support.checkpoints import edit_json, write_checkpoint

@@ -8,14 +8,14 @@ import torch
 from onnx import TensorProto, helper
 
 import diffquant
-from diffquant.export import ExportOptions, export, verify
-from diffquant.export.files import MODEL_FILE
-from diffquant.export.graph.linears import Linears
-from diffquant.export.graph.nodes import Graph
-from diffquant.export.graph.plan import plan_export
-from diffquant.export.graph.streaming import place, write
-from diffquant.export.manifest import read_manifest
-from diffquant.source.source import open_source
+from diffquant.checkpoints.source import open_source
+from diffquant.onnx import ExportOptions, export, verify
+from diffquant.onnx.files import MODEL_FILE
+from diffquant.onnx.graph.linears import Linears
+from diffquant.onnx.graph.nodes import Graph
+from diffquant.onnx.graph.plan import plan_export
+from diffquant.onnx.graph.streaming import place, write
+from diffquant.onnx.manifest import read_manifest
 from tests.support.checkpoints import write_checkpoint
 
 ROOM = "model.layers.0.self_attn."

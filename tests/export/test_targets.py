@@ -11,24 +11,24 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from diffquant import cli
-from diffquant.evals.torch_model import TorchModel
-from diffquant.export.targets import register, registry, runtime_of, target_of
-from diffquant.export.targets.onnx import ONNX
-from diffquant.formats.atomic_folder import check_output, staged
-from diffquant.loading import load
+from diffquant.checkpoints.atomic_folder import check_output, stage_output
+from diffquant.checkpoints.source import open_source
+from diffquant.checkpoints.tokenizer import load_tokenizer
+from diffquant.measure.sweep.exported import ExportedModel
+from diffquant.measure.sweep.grid import SweepOptions
+from diffquant.measure.sweep.result import json_rows
+from diffquant.measure.sweep.run import run_sweep
+from diffquant.measure.torch_model import TorchModel
 from diffquant.model.adapters import adapter_for
-from diffquant.source.source import open_source
-from diffquant.source.tokenizer import load_tokenizer
-from diffquant.sweep.exported import ExportedModel
-from diffquant.sweep.grid import SweepOptions
-from diffquant.sweep.run import run_sweep
-from diffquant.sweep.table import json_rows
+from diffquant.onnx import targets
+from diffquant.onnx.targets import ONNX, ExportTarget, register, runtime_of, target_of
+from diffquant.quantization.loading import load
+from diffquant.verbs import cli
 from tests.support import tiny_lm
 
 
 class ArrayRuntime:
-    """Opens what `ArrayTarget` wrote."""
+    """Opens what `write_arrays` wrote: DiffTransformer's parameters as numpy arrays in one file."""
 
     batch_tokens = 512
 
@@ -44,24 +44,12 @@ class ArrayRuntime:
         return TorchModel(model.eval().requires_grad_(False), load_tokenizer(folder))
 
 
-class ArrayTarget:
-    """DiffTransformer's parameters as numpy arrays in one file."""
-
-    name = "npz"
-
-    def opens(self, folder):
-        return (folder / "model.npz").is_file()
-
-    def runtime(self):
-        return ArrayRuntime()
-
-
 def write_arrays(source, destination):
     """What a verb of the target's own would do."""
     opened = open_source(source)
     check_output(opened.path, destination, False)
     state = load(opened, dtype=torch.float32).state_dict()
-    with staged(destination, {"time": time.time()}, opened.checkpoint.nbytes, False) as staging:
+    with stage_output(destination, {"time": time.time()}, opened.checkpoint.nbytes, False) as staging:
         opened.checkpoint.write_side_files(staging.folder)
         np.savez(staging.folder / "model.npz", **{name: tensor.numpy() for name, tensor in state.items()})
         (staging.folder / "config.json").write_text(json.dumps(opened.checkpoint.config))
@@ -69,8 +57,8 @@ def write_arrays(source, destination):
 
 @pytest.fixture
 def npz(monkeypatch):
-    monkeypatch.setattr(registry, "TARGETS", dict(registry.TARGETS))
-    return register(ArrayTarget())
+    monkeypatch.setattr(targets, "TARGETS", dict(targets.TARGETS))
+    return register(ExportTarget("npz", lambda folder: (folder / "model.npz").is_file(), ArrayRuntime))
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +97,7 @@ def test_knowing_a_folder_needs_no_onnx():
     code = """
 import sys
 from pathlib import Path
-from diffquant.export.targets import target_of
+from diffquant.onnx.targets import target_of
 assert target_of(Path(".")) is None
 print(*sys.modules)
 """

@@ -9,9 +9,9 @@ import torch
 
 import diffquant
 from diffquant.errors import CheckpointError, UsageError
-from diffquant.export import ExportOptions, export
-from diffquant.export.files import MODEL_FILE
-from diffquant.export.runtime.session import OnnxModel
+from diffquant.onnx import ExportOptions, export
+from diffquant.onnx.files import MODEL_FILE
+from diffquant.onnx.runtime.session import OnnxModel
 from tests.support.checkpoints import write_checkpoint, write_llama
 from tests.support.models import random_ids
 

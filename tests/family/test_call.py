@@ -7,7 +7,8 @@ from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
-from diffquant.scheme import Scheme
+from diffquant.recipe.scheme import Scheme
+from tests.support.tables import in_one_test
 
 Q = [torch.zeros(2, 6, 5, 64, dtype=torch.float16) for _ in range(2)]
 K = [torch.zeros(2, 3, 7, 64, dtype=torch.float16) for _ in range(2)]
@@ -26,11 +27,11 @@ def test_lengths_of_a_call():
     assert call(k=[K[0], K[0]]).shares_keys
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("changes", "message"),
     [
-        ({"q": Q[:1]}, "one map without λ or two with it"),
-        ({"lam": None}, "one map without λ or two with it"),
+        ({"q": Q[:1]}, "one map without λ or two maps with it"),
+        ({"lam": None}, "one map without λ or two maps with it"),
         ({"q": [Q[0], Q[1][0]]}, r"q2 \[6, 5, 64\]"),
         ({"k": [K[0], K[1][:, :, 1:]]}, r"k2 \[2, 3, 6, 64\], not \[2, 3, 7, 64\]"),
         ({"k": [x[..., :32] for x in K]}, r"k1 .*; k2 "),
@@ -47,9 +48,9 @@ def test_lengths_of_a_call():
             {"mask": Mask(seen=torch.ones(3, 1, 5, 7, dtype=torch.bool))},
             r"mask torch.bool \[3, 1, 5, 7\], not torch.bool \[2, 1, 5, 7\]",
         ),
-        ({"mask": Mask(window=0)}, "window 0, not a number of keys above 0"),
+        ({"mask": Mask(window=0)}, "window 0, expected a positive number of keys"),
         ({"post": PairNorm(1e-5, torch.ones(64))}, r"norm weight \[64\], not \[128\]"),
-        ({"logits": Scheme.parse("4:static")}, "need 12 calibrated ranges, one a head of each map"),
+        ({"logits": Scheme.parse("4:static")}, "need 12 calibrated ranges, one per head of each map"),
     ],
 )
 def test_arguments_that_disagree_are_named(changes, message):

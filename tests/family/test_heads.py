@@ -10,6 +10,7 @@ from diffquant.errors import CheckpointError
 from diffquant.family.heads import PROJECTIONS, HeadLayout
 from diffquant.family.spec import DiffSpec
 from diffquant.model.config import DiffTransformerConfig
+from tests.support.tables import in_one_test
 
 V1 = HeadLayout(pairs=6, kv_pairs=3, head_dim=4, value_dim=8)
 V2 = HeadLayout(pairs=6, kv_pairs=3, head_dim=4, value_dim=4, shares_keys=True)
@@ -47,7 +48,7 @@ def test_four_signal_heads_stand_before_their_noise_head():
     assert (signal.shape[1], noise.shape[1]) == (8, 2)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@in_one_test("layout", LAYOUTS.values())
 def test_a_rows_order_and_the_view_of_an_output_agree(layout):
     for projection, view in zip(PROJECTIONS, (layout.queries, layout.keys, layout.values), strict=True):
         assert torch.equal(layout.rows(projection), view(numbered(layout, projection))[0, :, 0])
@@ -61,25 +62,25 @@ def test_a_reordered_projection_has_the_same_heads(layout, projection):
         for heads, channels in product(("adjacent", "halves"), ("half", "interleaved"))
     ]
     for source, target in product(orders, orders):
-        moved = source.order_as(target, projection)
+        moved = source.permutation_to(target, projection)
         if moved is None:
             moved = torch.arange(source.height(projection))
         assert torch.equal(moved[target.rows(projection)], source.rows(projection))
-        back = target.order_as(source, projection)
+        back = target.permutation_to(source, projection)
         assert torch.equal(moved if back is None else moved[back], torch.arange(len(moved)))
 
 
 def test_nothing_moves_between_equal_layouts():
-    assert all(V1.order_as(V1, projection) is None for projection in PROJECTIONS)
+    assert all(V1.permutation_to(V1, projection) is None for projection in PROJECTIONS)
     # Where maps share keys, and in a plain Transformer, there is no order of heads to change.
-    assert V2.order_as(replace(V2, head_order="halves"), "k_proj") is None
-    assert PLAIN.order_as(replace(PLAIN, head_order="halves"), "q_proj") is None
+    assert V2.permutation_to(replace(V2, head_order="halves"), "k_proj") is None
+    assert PLAIN.permutation_to(replace(PLAIN, head_order="halves"), "q_proj") is None
 
 
 def test_interleaved_channels_become_halves():
     interleaved = replace(PLAIN, channel_order="interleaved")
-    assert interleaved.order_as(PLAIN, "q_proj")[:8].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
-    assert interleaved.order_as(PLAIN, "v_proj") is None
+    assert interleaved.permutation_to(PLAIN, "q_proj")[:8].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+    assert interleaved.permutation_to(PLAIN, "v_proj") is None
 
 
 def attention(layout, q, k, v, lam):
@@ -101,7 +102,7 @@ def attention(layout, q, k, v, lam):
     return out
 
 
-@pytest.mark.parametrize("kv_pairs", [1, 2])
+@in_one_test("kv_pairs", [1, 2])
 def test_grouped_attention_is_that_of_pairs_with_its_noise_heads_repeated(kv_pairs):
     grouped = replace(GROUPED, kv_pairs=kv_pairs)
     pairs = replace(grouped, signals_per_noise=1)
@@ -110,9 +111,9 @@ def test_grouped_attention_is_that_of_pairs_with_its_noise_heads_repeated(kv_pai
         torch.randn(7, grouped.height(projection), generator=generator, dtype=torch.float64)
         for projection in PROJECTIONS
     )
-    expanded = q[:, grouped.order_as(pairs, "q_proj")]
+    expanded = q[:, grouped.permutation_to(pairs, "q_proj")]
     assert expanded.shape[1] == pairs.height("q_proj") == 16 * 4
-    assert grouped.order_as(pairs, "k_proj") is None
+    assert grouped.permutation_to(pairs, "k_proj") is None
     wanted = attention(grouped, q, k, v, 0.37)
     torch.testing.assert_close(attention(pairs, expanded, k, v, 0.37), wanted, rtol=0, atol=1e-14)
     # And by the views, one noise map for four signal maps.
@@ -129,13 +130,13 @@ def test_grouped_attention_is_that_of_pairs_with_its_noise_heads_repeated(kv_pai
 
 
 def test_layouts_of_other_heads_are_no_orders_of_each_other():
-    with pytest.raises(ValueError, match="has other heads than"):
-        V1.order_as(V2, "q_proj")
-    with pytest.raises(ValueError, match="has other heads than"):
-        replace(GROUPED, signals_per_noise=1).order_as(GROUPED, "q_proj")
+    with pytest.raises(ValueError, match=r"cannot be converted to .*their heads differ"):
+        V1.permutation_to(V2, "q_proj")
+    with pytest.raises(ValueError, match=r"cannot be converted to .*their heads differ"):
+        replace(GROUPED, signals_per_noise=1).permutation_to(GROUPED, "q_proj")
 
 
-@pytest.mark.parametrize(("pairs", "kv_pairs", "signals"), [(8, 2, 3), (8, 4, 4), (8, 2, 0)])
+@in_one_test(("pairs", "kv_pairs", "signals"), [(8, 2, 3), (8, 4, 4), (8, 2, 0)])
 def test_groups_that_do_not_divide_the_heads_are_refused(pairs, kv_pairs, signals):
     with pytest.raises(CheckpointError, match=f"{signals} signal maps to a noise map do not divide {pairs} pairs"):
         DiffSpec(pairs, kv_pairs, head_dim=8, value_dim=16, lam="exp", signals_per_noise=signals)

@@ -9,7 +9,8 @@ from diffquant.attention import attend
 from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
 from diffquant.kernels.arguments import call_refusal
-from diffquant.scheme import Scheme
+from diffquant.recipe.scheme import Scheme
+from tests.support.tables import in_one_test
 
 # Left padding, holes, no padding, and nothing but padding.
 ROWS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 0, 0, 1, 0, 1, 1, 0], [1] * 9, [0] * 9]).bool()
@@ -37,7 +38,7 @@ def test_a_query_sees_the_newest_keys_that_are_no_padding(window, length):
     assert torch.equal(torch.cat(parts, 2), seen)
 
 
-@pytest.mark.parametrize("window", [None, 1, 2, 4, 20])
+@in_one_test("window", [None, 1, 2, 4, 20])
 def test_keys_that_are_not_needed_are_seen_by_no_later_query(window):
     """And one more forgotten would be missed, unless none is needed."""
     keys = ROWS.shape[1]

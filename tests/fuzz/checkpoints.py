@@ -23,12 +23,12 @@ from typing import Any
 
 import torch
 
+from diffquant.checkpoints.tokenizer import load_tokenizer
 from diffquant.errors import DiffQuantError
-from diffquant.inspection import inspect_checkpoint
-from diffquant.loading import load
+from diffquant.quantization.inspection import inspect_checkpoint
+from diffquant.quantization.loading import load
 from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
-from diffquant.source.tokenizer import load_tokenizer
 from tests.fuzz.program import run
 from tests.support import tiny_lm
 from tests.support.checkpoints import edit_json, write_checkpoint

@@ -20,17 +20,16 @@ from pathlib import Path
 
 import torch
 
+from diffquant.checkpoints.ranges import Ranges, read_any_ranges, write_ranges
 from diffquant.errors import DiffQuantError
-from diffquant.evals.labelled import load_dataset
-from diffquant.evals.protocols.hellaswag import load_items
-from diffquant.evals.task_result import TaskResult
-from diffquant.loading import load
+from diffquant.measure.protocols.hellaswag import load_items
+from diffquant.measure.results import TaskResult
+from diffquant.measure.sweep.cell import Cell
+from diffquant.quantization.loading import load
 from diffquant.recipe import Recipe
-from diffquant.scheme import Scheme
-from diffquant.source.ranges import Ranges, read_any_ranges, write_ranges
-from diffquant.support.journal import Journal
-from diffquant.sweep.cell import Cell
-from diffquant.sweep.measurement import Measurement
+from diffquant.recipe.scheme import Scheme
+from diffquant.support.outputs import Journal
+from examples.shots.labelled import load_dataset
 from tests.fuzz.checkpoints import ODD, SECONDS, places
 from tests.fuzz.program import run
 from tests.support.checkpoints import write_llama
@@ -163,15 +162,16 @@ def _journals(folder: Path) -> Kind:
 
 
 def _cells(folder: Path) -> Kind:
-    cell = Cell(folder, {"model": "ab" * 32, "task": {"name": "hellaswag", "n": 3}})
-    result = TaskResult(metric="acc_norm", score=0.5, n=2, values=[0.0, 1.0], choices=[1, 2], details={"kl": 0.25})
-    measured = Measurement(result, 1.5, 1000, 12.5, [{"layer": 0, "clipped": 0.125}], "abc123")
-    cell.write(measured)
+    cell = Cell(None, None, None, folder, {"model": "ab" * 32, "task": {"name": "hellaswag", "n": 3}})
+    items = {"score": 0.5, "n": 2, "values": [0.0, 1.0], "choices": [1, 2], "kl": 0.25}
+    stored = {"seconds": 1.5, "stored": {"weights": 1000, "kv_per_token": 12.5}, "commit": "abc123"}
+    measured = {"metric": "acc_norm", **items, **stored, "logit_report": [{"layer": 0, "clipped": 0.125}]}
+    cell.write(TaskResult.from_dict(measured))
 
     def judge(content: bytes) -> bool | None:
         cell.path.write_bytes(content)
         read = cell.read()
-        return None if read is None else read == measured
+        return None if read is None else read.to_cell() == measured
 
     return Kind((cell.path.read_bytes(),), judge)
 

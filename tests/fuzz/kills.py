@@ -21,14 +21,15 @@ from diffquant.calib.calibration.calibrate import calibrate
 from diffquant.calib.search.allocation import Budget
 from diffquant.calib.search.outputs import write_search
 from diffquant.calib.search.search import Search, SearchOptions
-from diffquant.conversion import convert
+from diffquant.checkpoints.ranges import check_ranges_output, write_ranges
 from diffquant.errors import DiffQuantError, OutputExistsError
-from diffquant.export import ExportOptions, export
+from diffquant.measure.sweep.grid import SweepOptions
+from diffquant.measure.sweep.outputs import write_outputs
+from diffquant.measure.sweep.run import run_sweep
+from diffquant.onnx import ExportOptions, export
+from diffquant.quantization.conversion import convert
 from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
-from diffquant.source.ranges import check_ranges_output, write_ranges
-from diffquant.sweep import SweepOptions, run_sweep
-from diffquant.sweep.outputs import write_outputs
 from tests.support import tiny_lm
 from tests.support.checkpoints import write_diffllama
 

@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from diffquant.bench.programs.quantize import quantize_once
-from diffquant.bench.synthetic import sized_diffllama
 from diffquant.model.adapters import adapter_for
 from diffquant.model.blocks import Shape
+from tests.support.apart import quantize_once
+from tests.support.synthetic import sized_diffllama
 
 LIMIT = 10**9
 _SHARD = 5 * 10**9

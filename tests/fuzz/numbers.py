@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from diffquant.formats.compressed_tensors import pack_weight, unpack_weight
-from diffquant.numbers.absmax import max_code
-from diffquant.scheme import Scheme
+from diffquant.checkpoints.compressed_tensors import pack_weight, unpack_weight
+from diffquant.recipe.numbers.absmax import max_code
+from diffquant.recipe.scheme import Scheme
 from tests.fuzz.program import run
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

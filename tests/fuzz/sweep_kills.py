@@ -2,12 +2,11 @@
 
 A sweep of cells that sleep runs under an engine. After a random time a worker, the process that started the workers, or
 a Ray cluster's head is ended as `kill -9` does. What was started first is then started again until it ends well. Every
-cell has to hold what it holds in a sweep that nothing disturbs, and no claim may be left.
+cell has to hold what it holds in a sweep that nothing disturbs, and no lock may be left.
 
     python -m tests.fuzz.sweep_kills --count 200 --json research/results/sweep-kills.json
 """
 
-import json
 import os
 import random
 import shutil
@@ -18,21 +17,22 @@ import tempfile
 import time
 from collections import Counter
 from contextlib import suppress
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
+import psutil
 import typer
 
-from diffquant.bench.environment import environment
-from diffquant.bench.programs.ray_here import RayHere
-from diffquant.bench.programs.sleepers import scores, sleeping_work
+from diffquant.benchmarks.measuring import environment
 from diffquant.errors import DiffQuantError
+from diffquant.measure.sweep.cell import measure_all, remove_locks
+from diffquant.measure.sweep.workers import run_processes
 from diffquant.support.files import write_json
 from diffquant.support.progress import silent
-from diffquant.sweep.claims import Claims, latest_claims
-from diffquant.sweep.engines.local import run_processes
-from diffquant.sweep.worker import Worker
+from tests.support.ray_here import RayHere
+from tests.support.sleepers import scores, sleeping_cells
 
 BATCHES, CELLS, SECONDS = 5, 40, 0.05
 # What is killed under each engine. Processes of "folder" are started alone and share nothing but the folder.
@@ -49,20 +49,21 @@ _SECONDS_TO_END = 300
 
 def drive(engine: str, folder: Path, address: str = "") -> None:
     """Run the sweep that is left, as the process that a person starts."""
-    work = sleeping_work(folder, BATCHES, CELLS, SECONDS)
+    cells = sleeping_cells(folder, BATCHES, CELLS, SECONDS)
     if engine == "folder":
-        Worker(work, start=random.random()).run(is_patient=False)
-    elif not work.batches:
+        measure_all(random.sample(cells, len(cells)))
+    elif not cells:
         pass  # All was done before the kill, and a sweep then asks no engine.
     elif engine == "ray":
-        from diffquant.sweep.engines.ray_cluster import run_on_ray
+        from diffquant.measure.sweep.ray_cluster import run_on_ray
 
-        run_on_ray(work, silent, address, 2)
+        run_on_ray(cells, silent, address, 2)
     else:
-        run_processes(work, silent, {"process": 1, "processes": 2}[engine])
-    # As every sweep does in the end.
-    latest = latest_claims(os.listdir(folder))
-    Claims(folder).clear(latest, latest)
+        run_processes(cells, silent, {"process": 1, "processes": 2}[engine])
+    # As every sweep does in the end, for the cells that it found measured too.
+    with tempfile.TemporaryDirectory() as empty:
+        every = sleeping_cells(Path(empty), BATCHES, CELLS, SECONDS)
+    remove_locks([replace(cell, folder=folder) for cell in every])
 
 
 def survives(engine: str, victim: str, seed: int, place: Path, expected: dict[str, float]) -> str | None:
@@ -92,7 +93,7 @@ def _outcome(
         for pid in (*cluster.head, drivers[0].pid):
             os.kill(pid, signal.SIGKILL)
         cluster.start_again()
-    elif pids := _holders(place) if victim == "worker" else [driver.pid for driver in drivers]:
+    elif pids := _workers(drivers) if victim == "worker" else [driver.pid for driver in drivers]:
         with suppress(ProcessLookupError):
             os.kill(chance.choice(pids), signal.SIGKILL)
     for _ in range(_MOST_STARTS):
@@ -111,15 +112,21 @@ def _outcome(
     return f"left behind: {', '.join(left)}" if left else None
 
 
-def _holders(place: Path) -> list[int]:
-    """Processes that hold a claim."""
+def _workers(drivers: "list[subprocess.Popen[bytes]]") -> list[int]:
+    """Processes that measure: those that drivers have started, Ray's actors, or else the drivers."""
     pids = []
-    for claim in place.glob("*.claim"):
-        try:
-            pids.append(json.loads(claim.read_text())["pid"])
-        except (OSError, ValueError):
-            continue  # It was released, or is not written yet.
-    return pids
+    for process in [each for driver in drivers for each in _children(driver.pid)] or psutil.process_iter():
+        with suppress(psutil.Error):
+            line = " ".join(process.cmdline())
+            if "spawn_main" in line or "ray::_Actor" in line:
+                pids.append(process.pid)
+    return pids or [driver.pid for driver in drivers]
+
+
+def _children(pid: int) -> list[psutil.Process]:
+    with suppress(psutil.Error):
+        return psutil.Process(pid).children()
+    return []
 
 
 def _start(engine: str, place: Path, cluster: RayHere | None) -> "subprocess.Popen[bytes]":
@@ -147,7 +154,7 @@ def main(
         pairs = [pair for pair in pairs if pair[0] != "ray"]
     started, tried, faults = time.monotonic(), Counter[str](), []
     with tempfile.TemporaryDirectory() as folder:
-        Worker(sleeping_work(Path(folder, "whole"), BATCHES, CELLS, 0.0)).run()
+        measure_all(sleeping_cells(Path(folder, "whole"), BATCHES, CELLS, 0.0))
         expected = scores(Path(folder, "whole"))
         for number in range(count):
             name, victim = pairs[number % len(pairs)]

@@ -2,8 +2,8 @@
 
 import torch
 
-from diffquant.numbers import absmax
-from diffquant.scheme import Scheme
+from diffquant.recipe.numbers import absmax
+from diffquant.recipe.scheme import Scheme
 from tests.fuzz.numbers import DTYPES, MAKES, problem_with, try_numbers, weight_of
 
 COUNT = 24

@@ -1,17 +1,14 @@
 """Write goldens again: python -m tests.golden [NAME...], where graphs and help are names, too."""
 
 import json
-import lzma
 import shutil
 import sys
 import tempfile
 from pathlib import Path
 
-from diffquant.support.xz import read_text, stored
 from tests.golden.cases import CASES
 from tests.golden.graphs import GRAPHS, KEPT, graph_text
 from tests.golden.running import EXPECTED, expected, help_texts, run
-from tests.golden.views import differences
 
 
 def _write(names: list[str]) -> None:
@@ -22,11 +19,8 @@ def _write(names: list[str]) -> None:
             result = run(case, Path(folder))
         file = expected(case)
         text = json.dumps(result, indent=1, ensure_ascii=False) + "\n"
-        if stored(file).exists():
-            # Git says nothing of what changed in a packed file.
-            print(*differences(json.loads(read_text(file)), json.loads(text), case.is_exact), sep="\n")
         file.parent.mkdir(exist_ok=True)
-        file.with_name(f"{file.name}.xz").write_bytes(lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME))
+        file.write_text(text)
         print(f"{case.name}: exit {result['exit']}, {len(result['files'])} files", file=sys.stderr)
     if not names or "graphs" in names:
         shutil.rmtree(KEPT, ignore_errors=True)

@@ -106,12 +106,6 @@ CASES = [
         False,
     ),
     Case(
-        "attention-map",
-        f"attention-map needle-diff-v2 -o out --lengths 96 --samples 2 {_QUICK}",
-        ("needle-diff-v2",),
-        False,
-    ),
-    Case(
         "generate",
         f"generate needle-diff-v1 --weights 8:row --prompt city-12=45678; --max-new-tokens 12 {_QUICK}",
         ("needle-diff-v1",),

@@ -5,8 +5,8 @@ from pathlib import Path
 import onnx
 from onnx import TensorProto, helper
 
-from diffquant.export import ExportOptions, export
-from diffquant.export.files import model_file
+from diffquant.onnx import ExportOptions, export
+from diffquant.onnx.files import model_file
 from tests.support.checkpoints import write_checkpoint
 from tests.support.exports import cache_ranges
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from diffquant.cli import main
+from diffquant.verbs.cli import main
 from tests.golden.cases import Case
 from tests.golden.sources import write_source
 from tests.golden.views import stable, stable_text, view
@@ -35,7 +35,7 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def expected(case: Case) -> Path:
-    """The case's golden, which is kept as .xz."""
+    """The case's golden."""
     return EXPECTED / f"{case.name}.json"
 
 
@@ -43,7 +43,7 @@ def help_texts() -> dict[str, str]:
     """The help of the program and of each verb, by name, as 100 columns show it."""
     import typer
 
-    from diffquant.cli import app
+    from diffquant.verbs.cli import app
 
     verbs = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     words = {"diffquant": "--help"} | {verb: f"{verb} --help" for verb in verbs}

@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from diffquant.support.xz import named, read_text
 from tests.golden.cases import CASES
 from tests.golden.running import EXPECTED, expected, help_texts, run
 from tests.golden.views import differences
@@ -12,7 +11,7 @@ from tests.golden.views import differences
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_verb_writes_what_it_wrote(case, tmp_path):
-    kept = json.loads(read_text(expected(case)))
+    kept = json.loads(expected(case).read_text())
     # Through JSON, as the golden went.
     now = json.loads(json.dumps(run(case, tmp_path)))
     assert not differences(kept, now, case.is_exact)
@@ -24,7 +23,7 @@ def test_help_says_what_it_said():
 
 
 def test_every_golden_has_its_case():
-    assert {file.stem for file in named(EXPECTED, "*.json")} == {case.name for case in CASES}
+    assert {file.stem for file in EXPECTED.glob("*.json")} == {case.name for case in CASES}
 
 
 def test_a_change_of_a_tensor_a_number_or_a_line_is_seen():

@@ -7,7 +7,7 @@ from diffquant.attention import attend
 from diffquant.attention.naive import naive
 from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
-from diffquant.scheme import Scheme
+from diffquant.recipe.scheme import Scheme
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)

@@ -67,9 +67,20 @@ def test_tokens_are_those_of_kernels_launched_one_by_one(kind, recipe, padded, r
 
 def test_a_cache_that_grows_is_recorded_again(recordings):
     model, ids = half_model("v1"), prompt(1, 120)
-    wanted = generated(model, ids, max_new_tokens=100, graphed_steps=None)
-    assert torch.equal(generated(model, ids, max_new_tokens=100), wanted)
+    wanted, made = (
+        generated(model, ids, max_new_tokens=100, past_key_values=model.new_cache(), **options)
+        for options in ({"graphed_steps": None}, {})
+    )
+    assert torch.equal(made, wanted)
     assert len(recordings) == 2
+
+
+def test_calls_of_one_shape_are_recorded_once(recordings):
+    model, prompts = half_model("v1"), (prompt(3, 70), prompt(3, 75).flip(1))
+    wanted = [generated(model, ids, graphed_steps=None) for ids in prompts]
+    for ids, tokens in zip(prompts * 2, wanted * 2, strict=True):
+        assert torch.equal(generated(model, ids), tokens)
+    assert len(recordings) == 1
 
 
 def test_a_model_on_another_device_than_the_current_one_is_captured_there(recordings):

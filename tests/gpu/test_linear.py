@@ -5,11 +5,11 @@ from functools import lru_cache
 import pytest
 import torch
 
-from diffquant.kernels.gpu import processors, unpacked_product_refusal
-from diffquant.kernels.linear.expand import launch_expand
+from diffquant.kernels.gpu import processors
+from diffquant.kernels.linear.gemm import launch_expand
 from diffquant.kernels.linear.linear import linear, packed_linear
 from diffquant.kernels.linear.repack import dequantize_weight
-from diffquant.model.quantized_linear import QuantizedLinear
+from diffquant.model.linears import QuantizedLinear
 from tests.support.packed_weights import poison, random_activations, random_case, random_floats, relative_error
 
 DEVICE = "cuda"
@@ -39,11 +39,6 @@ SHAPES = [
 ]
 
 
-def backend(tokens):
-    """The kernels by name where this Triton compiles them rightly, which otherwise refuse."""
-    return "auto" if tokens > 16 and unpacked_product_refusal(torch.device(DEVICE)) else "triton"
-
-
 def check(y, x, exact, dtype, bias=0):
     expected = x.double() @ exact.T + bias
     assert y.dtype == dtype
@@ -61,7 +56,7 @@ def test_kernels_equal_float64(dtype, bits, rows, width, group, tokens):
     x = random_activations(tokens, width, dtype, DEVICE)
     # Kernels are compiled for each; a bias is added in float32, whatever the weights' type.
     bias = random_activations(1, rows, dtype, DEVICE, seed=3)[0] if dtype == torch.float16 else None
-    check(linear(x, packed, bias, backend(tokens)), x, exact, dtype, 0 if bias is None else bias.double())
+    check(linear(x, packed, bias, "triton"), x, exact, dtype, 0 if bias is None else bias.double())
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 16, 17, 100, 513])
@@ -71,7 +66,7 @@ def test_kernels_equal_float64(dtype, bits, rows, width, group, tokens):
 def test_floats_under_scales_of_a_byte_equal_float64(dtype, name, rows, width, tokens):
     packed, exact = random_floats(rows, width, name, DEVICE)
     x = random_activations(tokens, width, dtype, DEVICE)
-    check(linear(x, packed, None, backend(tokens)), x, exact, dtype)
+    check(linear(x, packed, None, "triton"), x, exact, dtype)
 
 
 @pytest.mark.parametrize("tokens", [1, 8])
@@ -98,7 +93,7 @@ def test_codes_in_the_next_wider_container(bits):
     packed, exact = random_case(96, 512, bits, 128, torch.float16, DEVICE)
     for tokens in (1, 40):
         x = random_activations(tokens, 512, device=DEVICE)
-        check(linear(x, packed, backend=backend(tokens)), x, exact, torch.float16)
+        check(linear(x, packed, backend="triton"), x, exact, torch.float16)
 
 
 @pytest.mark.parametrize("tokens", [1, 16])

@@ -9,11 +9,11 @@ from diffquant.attention.naive import naive
 from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
+from diffquant.kernels import arguments
 from diffquant.kernels.arguments import empty_output
-from diffquant.kernels.attention import operator
 from diffquant.kernels.attention import prefill_simulated as module
 from diffquant.kernels.attention.prefill_simulated import prefill_simulated_refusal
-from diffquant.scheme import Scheme
+from diffquant.recipe.scheme import Scheme
 from tests.support.kernel_inputs import (
     expected_of_rounded,
     normed,
@@ -25,7 +25,7 @@ from tests.support.kernel_inputs import (
 )
 
 DEVICE = "cuda"
-simulated, blocked = on_call(module.prefill_simulated), on_call(in_blocks.by_blocks)
+simulated, blocked = on_call(module.prefill_simulated), on_call(in_blocks.attend_by_blocks)
 LIMITS = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
 # Every kernel is compiled anew for each, at a second or more.
 WIDTHS = [(128, torch.float16), (64, torch.bfloat16)]
@@ -37,7 +37,7 @@ if not torch.cuda.is_available():
 
 @pytest.fixture(autouse=True)
 def _poisoned_outputs(monkeypatch):
-    monkeypatch.setattr(operator, "empty_output", lambda q, width: empty_output(q, width).fill_(torch.nan))
+    monkeypatch.setattr(arguments, "empty_output", lambda q, width: empty_output(q, width).fill_(torch.nan))
 
 
 @pytest.fixture(autouse=True)

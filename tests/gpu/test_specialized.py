@@ -7,12 +7,12 @@ from diffquant.attention.naive import naive
 from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
+from diffquant.kernels import arguments
 from diffquant.kernels.arguments import empty_output
-from diffquant.kernels.attention import operator
 from diffquant.kernels.attention import prefill_specialized as module
 from diffquant.kernels.attention.prefill_simulated import prefill_simulated
 from diffquant.kernels.attention.prefill_specialized import prefill_specialized_refusal
-from diffquant.scheme import Scheme
+from diffquant.recipe.scheme import Scheme
 from tests.support.kernel_inputs import CAUSAL, expected, on_call, padding, random_call, relative_error
 
 DEVICE = "cuda"
@@ -32,7 +32,7 @@ if torch.cuda.get_device_capability()[0] != 9:
 
 @pytest.fixture(autouse=True)
 def _poisoned_outputs(monkeypatch):
-    monkeypatch.setattr(operator, "empty_output", lambda q, width: empty_output(q, width).fill_(torch.nan))
+    monkeypatch.setattr(arguments, "empty_output", lambda q, width: empty_output(q, width).fill_(torch.nan))
 
 
 # (queries, keys, what two sequences see)
@@ -67,18 +67,6 @@ def test_close_to_the_plain_form(generation, bits, width, dtype, name):
     assert relative_error(out, expected(*inputs, scale=width**-0.5, mask=mask)) <= limit(bits, dtype)
 
 
-@pytest.mark.parametrize("name", SEEN)
-@pytest.mark.parametrize(("width", "dtype"), WIDTHS, ids=str)
-@pytest.mark.parametrize("generation", ["v1", "v2"])
-def test_the_pipelined_form_is_close_to_the_plain_form(generation, width, dtype, name):
-    queries, keys, mask = SEEN[name]
-    inputs = random_call(
-        generation, queries, keys, width=width, pairs=6, kv_pairs=3, batch=2, dtype=dtype, device=DEVICE
-    )
-    out = prefill_specialized(*inputs, scale=width**-0.5, mask=mask, pipelined=True)
-    assert relative_error(out, expected(*inputs, scale=width**-0.5, mask=mask)) <= limit(16, dtype)
-
-
 @pytest.mark.parametrize(("generation", "bits"), CASES, ids=IDS)
 def test_the_pair_norm_is_part_of_the_kernel(generation, bits):
     inputs = random_call(generation, 300, 300, width=128, dtype=torch.bfloat16, device=DEVICE)
@@ -99,15 +87,13 @@ def test_what_padding_holds_does_not_matter(generation, bits):
     assert relative_error(out, wanted) <= LIMITS[bits]
 
 
-@pytest.mark.parametrize(
-    ("generation", "bits", "pipelined"), [*((*case, False) for case in CASES), ("v1", 16, True), ("v2", 16, True)]
-)
-def test_the_same_inputs_give_the_same_bits(generation, bits, pipelined):
+@pytest.mark.parametrize(("generation", "bits"), CASES, ids=IDS)
+def test_the_same_inputs_give_the_same_bits(generation, bits):
     """What is read before it is there, or overwritten while it is read, is not the same every time."""
     inputs = random_call(generation, 4000, 4000, width=128, pairs=8, kv_pairs=8, dtype=torch.bfloat16, device=DEVICE)
-    first = prefill_specialized(*inputs, scale=128**-0.5, bits=bits, pipelined=pipelined)
+    first = prefill_specialized(*inputs, scale=128**-0.5, bits=bits)
     for _ in range(19):
-        assert torch.equal(prefill_specialized(*inputs, scale=128**-0.5, bits=bits, pipelined=pipelined), first)
+        assert torch.equal(prefill_specialized(*inputs, scale=128**-0.5, bits=bits), first)
 
 
 @pytest.mark.parametrize(("generation", "bits"), CASES, ids=IDS)

@@ -3,7 +3,7 @@
     python -m tests.kernels.compilations bench/results/compiled-kernels.json
 
 takes about an hour of one core, and compiles only what FILE (or FILE.xz) does not have of today's kernels: each call
-has a digest of the code that was compiled. `make test-triton` fetches Triton 3.6.0.
+has a digest of the code that was compiled. `make test-all ONLY=triton` fetches Triton 3.6.0.
 """
 
 import json
@@ -16,10 +16,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from diffquant.bench.environment import environment
-from diffquant.bench.gpu.binaries import Binary
+from diffquant.benchmarks.measuring import environment
 from diffquant.errors import UsageError
 from diffquant.support.files import write_json
+from tests.support.binaries import Binary
 from tests.support.kernel_launches import every_kernel
 from tests.support.kernel_sources import sources
 from tests.support.offline import compiled

@@ -2,7 +2,8 @@
 
     python -m tests.kernels.ptx_runs bench/results/ptx-runs.json
 
-takes about half an hour of one core, and goes on from what FILE has already. `make test-triton` fetches Triton 3.6.0.
+takes about half an hour of one core, and goes on from what FILE has already. `make test-all ONLY=triton` fetches
+Triton 3.6.0.
 """
 
 import json
@@ -11,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from diffquant.bench.environment import environment
+from diffquant.benchmarks.measuring import environment
 from diffquant.support.files import write_json
 from tests.support.gpu_on_ptx import CAPABILITY, RESULTS
 

@@ -15,6 +15,7 @@ from diffquant.kernels.cache.append import append
 from diffquant.kernels.cache.kv_store import KVStore
 from diffquant.model.cache import PackedStates
 from diffquant.recipe import Recipe
+from tests.support.tables import in_one_test
 
 
 def states(tokens, width, heads=1, dtype=torch.float16, seed=0, batch=1):
@@ -40,7 +41,7 @@ def assert_same(store, twins):
         assert torch.equal(read, twin.read())
         if twin.words is not None:
             packed = twin.words.shape[2]
-            assert torch.equal(side._unpacked(packed), side.scheme.format.unpack(twin.words, side.width))
+            assert torch.equal(side._unpack(packed), side.scheme.format.unpack(twin.words, side.width))
             assert torch.equal(side.scales[:, :, : twin.scales.shape[2]], twin.scales)
 
 
@@ -117,7 +118,7 @@ def test_any_recipe_strides_and_chunks(draw):
         append(store, new_k, new_v)
         k, v = (new if old is None else torch.cat([old, new], 2) for old, new in ((k, new_k), (v, new_v)))
     for read, states, side in zip(store.read(), (k, v), (store.keys, store.values), strict=True):
-        packed = side.packed(store.length, 0)
+        packed = side.count_packed(store.length, 0)
         if side.scheme.quantizes and packed:
             scheme = side.scheme
             view, dim = scheme.sharing.view(states[:, :, :packed])
@@ -132,7 +133,7 @@ def test_sequences_and_heads_stand_apart():
     assert_same(*appended(Recipe.of(kv=4, residual=4), k, v, (8, 1)))
 
 
-@pytest.mark.parametrize("extreme", [torch.finfo(torch.float16).max, torch.finfo(torch.float16).smallest_normal / 8])
+@in_one_test("extreme", [torch.finfo(torch.float16).max, torch.finfo(torch.float16).smallest_normal / 8])
 def test_huge_and_tiny_states(extreme):
     x = torch.zeros(1, 1, 3, 64, dtype=torch.float16)
     x[..., ::2], x[..., 1::2], x[:, :, 1] = extreme, -extreme, 0
@@ -140,7 +141,7 @@ def test_huge_and_tiny_states(extreme):
     assert_same(store, twins)
 
 
-@pytest.mark.parametrize(("forgotten", "then"), [(3, 9), (9, 1), (20, 12)])
+@in_one_test(("forgotten", "then"), [(3, 9), (9, 1), (20, 12)])
 def test_the_newest_tokens_are_forgotten(forgotten, then):
     recipe, k, v = Recipe.of(k=8, v=4, residual=6), states(25, 64), states(25, 64, seed=1)
     store, twins = appended(recipe, k, v, (24, 1))
@@ -184,7 +185,7 @@ def test_what_does_not_fit_the_store_is_named():
         append(store, states(1, 64, heads=2), states(1, 128, dtype=torch.float32))
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("recipe", "width", "message"),
     [
         (Recipe.of(k="4:g32", v=4), 64, "k has scales per group of channels"),

@@ -10,6 +10,7 @@ from diffquant.kernels import configs
 from diffquant.kernels.arguments import empty_output, widths_refusal
 from diffquant.kernels.configs import AttentionTile, choose, trying
 from diffquant.kernels.gpu import device_class
+from tests.support.tables import in_one_test
 
 Q, V = torch.zeros(2, 6, 5, 64, dtype=torch.float16), torch.zeros(2, 3, 7, 128, dtype=torch.float16)
 
@@ -30,9 +31,7 @@ def test_heads_of_an_output_flatten_without_a_copy():
 TABLE = {"prefill/sm_90/64": AttentionTile(128, 64, 8, 2)}
 
 
-@pytest.mark.parametrize(
-    ("version", "name"), [((8, 0), "sm_80"), ((8, 9), "sm_80"), ((9, 0), "sm_90"), ((12, 0), "sm_80")]
-)
+@in_one_test(("version", "name"), [((8, 0), "sm_80"), ((8, 9), "sm_80"), ((9, 0), "sm_90"), ((12, 0), "sm_80")])
 def test_only_hopper_takes_hopper_configurations(version, name, has_capability):
     has_capability(*version)
     assert device_class(torch.device("cuda")) == name
@@ -51,10 +50,10 @@ def tuned_file(tmp_path, monkeypatch):
     def write(text):
         (tmp_path / "tuned.json").write_text(text)
         monkeypatch.setenv(configs.VARIABLE, str(tmp_path / "tuned.json"))
-        configs._tuned.cache_clear()
+        configs._read_tuned.cache_clear()
 
     yield write
-    configs._tuned.cache_clear()
+    configs._read_tuned.cache_clear()
 
 
 def test_a_tuned_entry_replaces_fields_of_the_shipped_one(tuned_file):

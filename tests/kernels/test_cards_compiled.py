@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from diffquant.recipe import Recipe
-from diffquant.scheme import Scheme
+from diffquant.recipe.scheme import Scheme
 from tests.support.kernel_inputs import on_call, random_call
 from tests.support.offline import compiled
 from tests.support.thorough import thorough

@@ -18,6 +18,7 @@ from diffquant.kernels.cache.decode_cut import TILES
 from diffquant.kernels.cache.kv_store import KVStore
 from diffquant.recipe import Recipe
 from tests.support.kernel_inputs import expected, padding, random_call, relative_error
+from tests.support.tables import in_one_test
 from tests.support.thorough import sampled
 
 LIMIT = 2e-3
@@ -85,19 +86,22 @@ def test_key_scales_of_fewer_tokens_than_a_warp_takes_are_each_tokens_own(recipe
 
 @pytest.mark.parametrize(
     ("keys", "queries", "mask"),
-    [
-        (100, 3, Mask()),
-        (1, 1, Mask()),
-        (5, 9, Mask()),
-        (100, 2, padding(100, starts=[0, 41])),
-        (64, 5, padding(64, starts=[60, 62])),
-        (17, 1, padding(17, starts=[17, 3])),
-        (40, 6, padding(40, starts=[3, 0], ends=[40, 37])),
-        (300, 2, Mask(window=70)),
-        (100, 1, Mask(window=1)),
-        (20, 3, Mask(window=50)),
-        (200, 3, replace(padding(200, starts=[0, 150], ends=[199, 200]), window=33)),
-    ],
+    sampled(
+        [
+            (100, 3, Mask()),
+            (1, 1, Mask()),
+            (5, 9, Mask()),
+            (100, 2, padding(100, starts=[0, 41])),
+            (64, 5, padding(64, starts=[60, 62])),
+            (17, 1, padding(17, starts=[17, 3])),
+            (40, 6, padding(40, starts=[3, 0], ends=[40, 37])),
+            (300, 2, Mask(window=70)),
+            (100, 1, Mask(window=1)),
+            (20, 3, Mask(window=50)),
+            (200, 3, replace(padding(200, starts=[0, 150], ends=[199, 200]), window=33)),
+        ],
+        3,
+    ),
     ids=[
         "chunk",
         "one key",
@@ -137,13 +141,13 @@ def test_noise_heads_that_no_value_head_has_whole_are_refused():
         decode([q[0], q[1][:, :1]], stored(K4V4, k, v), lam, scale=0.125)
 
 
-@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "affine"])
+@in_one_test("weighted", [False, True])
 def test_the_pair_norm_is_part_of_the_kernel(weighted):
     post = PairNorm(1e-5, torch.linspace(0.5, 2, 128).half() if weighted else None, 0.64)
     check(Recipe.of(kv=8), random_call("v1", 1, 40), post=post)
 
 
-@pytest.mark.parametrize("size", [1e-4, 200.0])
+@in_one_test("size", [1e-4, 200.0])
 def test_small_and_large_values_keep_their_precision(size):
     q, k, v, lam = random_call("v2", 1, 100)
     check(Recipe.of(kv=4), (q, k, (v.float() * size).half(), lam))
@@ -171,7 +175,7 @@ def test_after_the_newest_tokens_were_forgotten_for_queries_of_any_strides():
     assert relative_error(out, expected(q, *read_back(store, k), lam, scale=0.125)) <= LIMIT
 
 
-@pytest.mark.parametrize("recipe", [Recipe.of(), Recipe.of(kv=8, residual=20), K4V4], ids=["16", "8", "4"])
+@in_one_test("recipe", [Recipe.of(), Recipe.of(kv=8, residual=20), K4V4])
 def test_what_was_forgotten_may_have_been_nan(recipe):
     q, k, v, lam = random_call("v1", 1, 80)
     for x in (*k, v):

@@ -31,15 +31,6 @@ def test_a_phase_ends_after_all_arrivals_and_all_bytes(barrier, monkeypatch):
         barrier.wait(1)
 
 
-def test_bytes_that_nobody_announced_end_no_phase(barrier, monkeypatch):
-    monkeypatch.setattr(gluon_machine, "_PATIENCE", 0.01)
-    barrier.arrive(announced=4)
-    barrier.bring(6)
-    barrier.arrive()
-    with pytest.raises(TimeoutError):
-        barrier.wait(0)
-
-
 def test_a_copy_holds_zeros_outside_of_the_matrix():
     source = Descriptor(Pointer(FULL), [3, 8], [8, 1], [2, 8])
     assert source.tile([2, 0]).tolist() == [FULL[2].tolist(), [0.0] * 8]

@@ -7,14 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from diffquant.errors import UsageError
 from diffquant.kernels import gpu
 from diffquant.kernels.cache.decode_cut import TILES, Cut, count_shares
-from diffquant.kernels.gpu import device_refusal, fp8_refusal, triton_version, unpacked_product_refusal
+from diffquant.kernels.gpu import device_refusal, fp8_refusal, survey, triton_version, warpgroup_refusal
 from diffquant.kernels.linear import gemm
 from diffquant.kernels.linear import linear as module
 from diffquant.kernels.linear.linear import launch, linear
-from diffquant.kernels.survey import survey
 from tests.support.packed_weights import random_activations, random_case, relative_error
 
 CUDA = torch.device("cuda", 0)
@@ -71,7 +69,7 @@ def test_other_devices_are_refused(machine, monkeypatch):
 )
 def test_weights_are_unpacked_in_registers_where_triton_compiles_that_rightly(machine, capability, version, refused):
     machine(capability, version)
-    assert (unpacked_product_refusal(CUDA) is not None) == refused
+    assert (warpgroup_refusal(CUDA) is not None) == refused
 
 
 @pytest.fixture
@@ -81,14 +79,19 @@ def old_triton_on_hopper(monkeypatch, has_capability):
     monkeypatch.setattr(gpu, "triton_version", lambda: (3, 6))
 
 
-def test_where_it_does_not_more_than_16_tokens_take_an_expanded_weight(old_triton_on_hopper, monkeypatch):
+def test_where_it_does_not_single_warps_multiply_and_more_than_256_tokens_take_an_expanded_weight(
+    old_triton_on_hopper, monkeypatch
+):
     packed, exact = random_case(48, 96, 4, 32)
-    x = random_activations(17, 96)
-    with pytest.raises(UsageError, match=r"linear with 17 tokens: Triton 3\.6 .*#9433.*; use auto"):
-        launch(x, packed, None)
+    warps, x = [], random_activations(100, 96)
+    monkeypatch.setattr(gemm, "choose", lambda table, key: warps.append(table[key].warps) or table[key])
+    assert relative_error(launch(x, packed, None), x.double() @ exact.T) < 1e-3
+    # Triton's products of a warpgroup take four warps.
+    assert warps == [2]
+    x = random_activations(257, 96)
     expanded = []
     monkeypatch.setattr(module, "linear_refusal", lambda _: None)
-    monkeypatch.setattr(module, "_expanded", lambda weight, dtype: expanded.append(weight) or exact.to(dtype))
+    monkeypatch.setattr(module, "_write_out", lambda weight, dtype: expanded.append(weight) or exact.to(dtype))
     monkeypatch.setattr(gemm, "launch_gemm", lambda *_: pytest.fail("the kernel was launched"))
     assert relative_error(linear(x, packed), x.double() @ exact.T) < 1e-3
     assert expanded == [packed]
@@ -145,7 +148,7 @@ def test_the_survey_says_what_runs_and_why_the_rest_does_not(machine, monkeypatc
     hopper = survey(CUDA)
     assert (hopper.capability, hopper.shared_memory, hopper.triton, hopper.table) == ("9.0", 232_448, "3.6", "sm_90")
     (kernel,) = hopper.refused
-    assert kernel.startswith("packed linear layers from 17 tokens on")
+    assert kernel.startswith("packed linear layers of more than 256 tokens")
     assert "#9433" in str(hopper)
     machine((10, 0))
     assert "Ampere's configurations (sm_80), none being made for this device" in str(survey(CUDA))

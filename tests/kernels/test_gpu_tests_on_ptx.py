@@ -1,7 +1,7 @@
 """Tests of `tests/gpu` as Triton compiles their kernels, run on the PTX machine (`tests.support.gpu_on_ptx`).
 
-A few run in every run of the tests. `make test-ptx` runs all that the plugin selects with one of two Tritons for one
-of two cards, another each day; DIFFQUANT_PTX_WHOLE, a number from 0 to 3, says which.
+A few run in every run of the tests. `make test-all ONLY=ptx` runs all that the plugin selects with one of two Tritons
+for one of two cards, another each day; DIFFQUANT_PTX_WHOLE, a number from 0 to 3, says which.
 """
 
 import os
@@ -10,6 +10,7 @@ import time
 import pytest
 
 from tests.kernels.ptx_runs import COMBINATIONS, named, run
+from tests.support.thorough import thorough
 
 WHOLE = "DIFFQUANT_PTX_WHOLE"
 # Each kind of kernel that is quick to run: warp-specialized, with rows that see no key; decode and append; decode from
@@ -30,6 +31,7 @@ def ran(capability, triton, tests):
     return done.stdout
 
 
+@thorough
 def test_a_kernel_of_each_kind_passes_its_test_as_it_is_compiled():
     pytest.importorskip("triton")
     said = ran(90, None, SAMPLE)
@@ -38,7 +40,7 @@ def test_a_kernel_of_each_kind_passes_its_test_as_it_is_compiled():
     assert [kernel for kernel in kernels if f"\n{kernel}: " not in said] == []
 
 
-@pytest.mark.skipif(WHOLE not in os.environ, reason="takes many minutes: make test-ptx runs it")
+@pytest.mark.skipif(WHOLE not in os.environ, reason="takes many minutes: make test-all ONLY=ptx runs it")
 # Of all of them, each is shorter than what hangs.
 @pytest.mark.timeout(7200)
 def test_every_kernel_passes_its_tests_as_it_is_compiled():

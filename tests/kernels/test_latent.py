@@ -18,6 +18,7 @@ from diffquant.kernels.configs import trying
 from diffquant.recipe import Recipe
 from tests.support.kernel_inputs import padding, random_call, relative_error
 from tests.support.latent_inputs import SCALE, expected_latents, random_latents, stored_latents
+from tests.support.tables import in_one_test
 from tests.support.thorough import sampled
 
 LIMIT = 2e-3
@@ -120,7 +121,7 @@ def test_tokens_decoded_one_by_one_equal_a_chunk():
     torch.testing.assert_close(torch.cat(steps, 2), chunk, rtol=0, atol=2e-3)
 
 
-@pytest.mark.parametrize("recipe", [Recipe.of(), Recipe.of(kv=8, residual=20), K4V4], ids=["16", "8", "4"])
+@in_one_test("recipe", [Recipe.of(), Recipe.of(kv=8, residual=20), K4V4])
 def test_what_was_forgotten_may_have_been_nan(recipe):
     q, turned, latents, lam = random_latents(1, 80)
     for x in (turned, latents):

@@ -8,10 +8,10 @@ import torch
 from diffquant.errors import UsageError
 from diffquant.kernels.configs import trying
 from diffquant.kernels.linear import gemm, gemv
-from diffquant.kernels.linear.expand import launch_expand
+from diffquant.kernels.linear.gemm import launch_expand
 from diffquant.kernels.linear.linear import launch, linear, packed_linear
 from diffquant.kernels.linear.repack import dequantize_weight, join, repack, repack_floats
-from diffquant.model.quantized_linear import QuantizedLinear
+from diffquant.model.linears import QuantizedLinear
 from tests.support.packed_weights import (
     exact_weight,
     poison,
@@ -22,6 +22,7 @@ from tests.support.packed_weights import (
     random_words,
     relative_error,
 )
+from tests.support.tables import in_one_test
 from tests.support.thorough import sampled
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted where a GPU is")
@@ -96,7 +97,7 @@ def test_words_asked_for_ahead_change_no_bit(width, kind, tokens, monkeypatch):
 
 
 @interpreted
-@pytest.mark.parametrize("name", FLOATS)
+@in_one_test("name", FLOATS)
 def test_floats_are_written_out_as_the_formats_decode_them(name):
     packed, exact = random_floats(37, 192, name)
     assert relative_error(dequantize_weight(packed, torch.float64), exact) < 1e-7
@@ -141,7 +142,7 @@ def test_splits_of_k_add_up_in_order(monkeypatch):
 
 
 @interpreted
-@pytest.mark.parametrize("tokens", [2, 20])
+@in_one_test("tokens", [2, 20])
 def test_activations_of_any_strides(tokens):
     packed, exact = random_case(20, 192, 4, 32)
     wide = random_activations(tokens, 2 * 192)
@@ -184,14 +185,14 @@ def test_padding_reads_nothing_beyond_the_weight():
 
 
 @interpreted
-@pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 48), (6, "row"), (8, 16), (3, "tensor"), (5, 64)])
+@in_one_test(("bits", "group"), [(4, 32), (4, 48), (6, "row"), (8, 16), (3, "tensor"), (5, 64)])
 def test_expanded_weights_are_the_checkpoints(bits, group):
     width = 192 if group != 48 else 144
     packed, _ = random_case(37, width, bits, group)
     assert torch.equal(launch_expand(packed, torch.float16), dequantize_weight(packed, torch.float16))
 
 
-@pytest.mark.parametrize("bits", range(2, 9))
+@in_one_test("bits", range(2, 9))
 def test_linear_is_the_readers_weight_in_a_matmul_elsewhere(bits):
     words, scale = random_words(24, 96, bits), random_scale(24, 96, 32, torch.float32)
     packed, bias = repack(words, scale, bits, 96), torch.randn(24)

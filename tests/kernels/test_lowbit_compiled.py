@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from diffquant.family.norm import PairNorm
-from diffquant.scheme import Scheme
+from diffquant.recipe.scheme import Scheme
 from tests.support.kernel_inputs import on_call, random_call
 from tests.support.offline import SHARED_LIMIT, compiled
 from tests.support.thorough import thorough

@@ -47,7 +47,7 @@ def filled(recipe, k, v, lengths, chunks=(7, 40)):
     return store, table, places
 
 
-@pytest.mark.parametrize("recipe", sampled(RECIPES, 2) + BLOCKS, ids=named)
+@pytest.mark.parametrize("recipe", sampled(RECIPES + BLOCKS, 3), ids=named)
 def test_what_is_stored_are_the_codes_of_a_store_without_pages(recipe):
     lengths = [150, 64, 1]
     _, k, v, _ = random_call("v1", 1, 150, batch=3)
@@ -61,8 +61,8 @@ def test_what_is_stored_are_the_codes_of_a_store_without_pages(recipe):
             assert torch.equal(x, wanted)
 
 
-# Each recipe and each call is in every fourth of their pairs.
-@pytest.mark.parametrize(("recipe", "call"), sampled(product(RECIPES + BLOCKS, CALLS), 4), ids=named)
+# Each call is in every eighth of their pairs.
+@pytest.mark.parametrize(("recipe", "call"), sampled(product(RECIPES + BLOCKS, CALLS), 8), ids=named)
 def test_equals_the_plain_form_over_what_reads_back(recipe, call):
     generation, queries, window = call
     lengths = [129, 16, 0, 50]
@@ -75,6 +75,11 @@ def test_equals_the_plain_form_over_what_reads_back(recipe, call):
         table[0, : (129 - queries - window + 1) // store.keys.block * store.keys.block // 16] = 2**30
     out = decode_packed_pages(q, store, table, sizes, lam, scale=0.125, window=window, places=places)
     assert relative_error(out, wanted) <= 2e-3
+
+
+def test_a_window_within_the_rings_reads_no_page_that_was_released():
+    recipe = Recipe.of(k="4:c32", v=8, residual=20)
+    test_equals_the_plain_form_over_what_reads_back(recipe, ("v2", 1, 20))
 
 
 def test_what_pages_do_not_hold_is_refused_by_name():

@@ -10,6 +10,7 @@ from diffquant.kernels.cache import paged as module
 from diffquant.kernels.cache.paged import decode_paged
 from tests.support.kernel_inputs import random_call, relative_error
 from tests.support.paged_inputs import expected_paged, paged
+from tests.support.tables import in_one_test
 from tests.support.thorough import sampled
 
 LIMIT = 2e-3
@@ -30,7 +31,7 @@ def check(generation, queries, lengths, *, fused=False, window=None, post=None, 
     return out
 
 
-@pytest.mark.parametrize("generation", ["plain", "v1", "v2"])
+@in_one_test("generation", ["plain", "v1", "v2"])
 def test_shuffled_pages_of_sequences_of_any_length(generation):
     check(generation, 1, [129, 16, 1, 100])
 

@@ -5,15 +5,14 @@ from itertools import product
 import pytest
 import torch
 
+from diffquant.attention import BACKENDS
 from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
-from diffquant.kernels import configs
+from diffquant.kernels import arguments, configs
 from diffquant.kernels.arguments import empty_output
-from diffquant.kernels.attention import operator
 from diffquant.kernels.attention import prefill as module
-from diffquant.kernels.attention.prefill import prefill_refusal
 from tests.support.kernel_inputs import (
     CAUSAL,
     expected,
@@ -44,7 +43,7 @@ SEEN = {
 def device_class(request, monkeypatch, has_capability):
     """Both code paths, and outputs that hold NaN until a kernel stores them."""
     has_capability(int(request.param[3]), 0)
-    monkeypatch.setattr(operator, "empty_output", lambda q, width: empty_output(q, width).fill_(torch.nan))
+    monkeypatch.setattr(arguments, "empty_output", lambda q, width: empty_output(q, width).fill_(torch.nan))
     return request.param
 
 
@@ -186,6 +185,6 @@ def test_gradients_are_refused_not_dropped():
 
 def test_the_dispatcher_hears_why_not():
     assert (
-        prefill_refusal(AttentionCall(*random_call("v1", 5, 5), scale=0.125, mask=CAUSAL))
+        BACKENDS["triton"].refuses(AttentionCall(*random_call("v1", 5, 5), scale=0.125, mask=CAUSAL))
         == "Triton kernels run on CUDA devices, not on cpu"
     )

@@ -7,6 +7,7 @@ import torch
 from diffquant.family.norm import PairNorm
 from tests.support.kernel_inputs import on_call, random_call
 from tests.support.offline import SHARED_LIMIT, compiled
+from tests.support.thorough import thorough
 
 CASES = [(g, capability, width) for g in ("v1", "v2") for capability in (80, 90) for width in (64, 128)]
 NAMES = [f"{g}-sm_{capability}-d{width}" for g, capability, width in CASES]
@@ -46,6 +47,7 @@ def faults(binary):
 
 
 # One test, so that tests run side by side do not each compile everything.
+@thorough
 def test_shipped_configurations_fit_and_keep_the_tensor_cores_fed():
     binaries = compiled(__file__)
     assert {name: len(each) for name, each in binaries.items()} == dict.fromkeys(NAMES, 1)

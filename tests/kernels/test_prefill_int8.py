@@ -3,15 +3,15 @@
 import pytest
 import torch
 
+from diffquant.attention import BACKENDS
 from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
-from diffquant.kernels import configs
+from diffquant.kernels import arguments, configs
 from diffquant.kernels.arguments import empty_output
-from diffquant.kernels.attention import operator
 from diffquant.kernels.attention import prefill_int8 as module
-from diffquant.kernels.attention.prefill_int8 import TILES, prefill_int8_refusal
+from diffquant.kernels.attention.prefill_int8 import TILES
 from tests.support.kernel_inputs import (
     CAUSAL,
     expected,
@@ -21,6 +21,7 @@ from tests.support.kernel_inputs import (
     random_call,
     relative_error,
 )
+from tests.support.tables import in_one_test
 from tests.support.thorough import sampled
 
 pytestmark = pytest.mark.usefixtures("rounded_as_a_gpu_does")
@@ -43,7 +44,7 @@ SEEN = {
 def _on_hopper(monkeypatch, has_capability):
     """With outputs that hold NaN until a kernel stores them."""
     has_capability(9, 0)
-    monkeypatch.setattr(operator, "empty_output", lambda q, width: empty_output(q, width).fill_(torch.nan))
+    monkeypatch.setattr(arguments, "empty_output", lambda q, width: empty_output(q, width).fill_(torch.nan))
 
 
 @pytest.fixture(params=["sm_89", "sm_90"])
@@ -98,7 +99,7 @@ def test_left_padding_changes_no_code():
     torch.testing.assert_close(padded[:, :, 9:], alone, rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize("generation", ["v1", "v2"])
+@in_one_test("generation", ["v1", "v2"])
 def test_the_pair_norm_is_part_of_the_kernel_and_pairs_find_their_keys(generation):
     inputs = random_call(generation, 33, 33, pairs=4, kv_pairs=2)
     post = PairNorm(1e-5, torch.linspace(0.5, 2, inputs[2].shape[-1]).half(), 0.64)
@@ -117,7 +118,7 @@ def test_any_strides_serve():
     assert relative_error(prefill_int8(q, k, v, lam, scale=0.125), wanted) <= LIMITS["fp16"]
 
 
-@pytest.mark.parametrize("pv", LIMITS)
+@in_one_test("pv", LIMITS)
 def test_extreme_inputs_stay_finite(pv):
     q, k, v, lam = random_call("v1", 33, 33)
     huge = [x * 200 for x in q], [x * 200 for x in k], v * 1000, lam
@@ -133,7 +134,7 @@ def test_nothing_in_gives_nothing_out():
     assert not prefill_int8(q, k, v, lam, scale=0.125).any()
 
 
-@pytest.mark.parametrize("generation", ["plain", "v1", "v2"])
+@in_one_test("generation", ["plain", "v1", "v2"])
 def test_the_operator_is_well_formed(generation):
     arguments = (*operator_arguments(generation), "fp8")
     checks = ["test_schema", "test_faketensor"]
@@ -156,14 +157,14 @@ def test_a_compiled_model_keeps_the_operator():
     assert torch.equal(out, model(*inputs))
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("change", "message"),
     [
         (lambda q, k, v, lam: ([x.float() for x in q], [x.float() for x in k], v.float(), lam), "are float32"),
         (lambda q, k, v, lam: ([x[..., :32] for x in q], [x[..., :32] for x in k], v, lam), "are 32 wide"),
         (lambda q, k, v, lam: (q, k, v[..., :96], lam), "v is 96 wide; with keys 64 wide the kernel takes 64 and 128"),
         (lambda q, k, v, lam: (q, [k[0], k[1][:, :, 1:]], v, lam), "k2 .*4, 64.*, not"),
-        (lambda q, k, v, lam: (q, k, v, None), "one map without λ or two with it"),
+        (lambda q, k, v, lam: (q, k, v, None), "one map without λ or two maps with it"),
     ],
 )
 def test_what_the_kernel_does_not_take_is_an_error(change, message):
@@ -181,6 +182,6 @@ def test_what_a_device_or_the_kernel_cannot_do_is_said(has_capability):
     with torch.enable_grad(), pytest.raises(UsageError, match="no backward pass"):
         prefill_int8(inputs[0], inputs[1], inputs[2].requires_grad_(), inputs[3], scale=0.125)
     assert (
-        prefill_int8_refusal(AttentionCall(*inputs, scale=0.125, mask=CAUSAL))
+        BACKENDS["triton-int8"].refuses(AttentionCall(*inputs, scale=0.125, mask=CAUSAL))
         == "Triton kernels run on CUDA devices, not on cpu"
     )

@@ -7,6 +7,7 @@ import torch
 from tests.support.ptx.launching import Arguments, run
 from tests.support.ptx.parsing import Fault, parse
 from tests.support.ptx.races import Race
+from tests.support.tables import in_one_test
 
 WAIT = """
 {{
@@ -52,13 +53,13 @@ def test_warps_exchange_through_shared_memory_behind_a_barrier():
     assert torch.equal(given, taken.roll(32))
 
 
-@pytest.mark.parametrize("between", ["", "bar.warp.sync -1;"])
+@in_one_test("between", ["", "bar.warp.sync -1;"])
 def test_without_one_it_is_a_race(between):
     with pytest.raises(Race, match=r"read beside a store: ld\.shared"):
         ran(EXCHANGE.format(between=between), numbers(64), numbers(64))
 
 
-@pytest.mark.parametrize("second", ["", "bar.sync 0;"])
+@in_one_test("second", ["", "bar.sync 0;"])
 def test_what_is_read_may_be_overwritten_once_all_have_read_it(second):
     body = EXCHANGE.format(between="bar.sync 0;") + second + "st.shared.b32 [%mine], %y;"
     if second:
@@ -66,20 +67,6 @@ def test_what_is_read_may_be_overwritten_once_all_have_read_it(second):
     else:
         with pytest.raises(Race, match="overwritten beside a load"):
             ran(body, numbers(64), numbers(64))
-
-
-def test_a_barrier_orders_those_alone_who_meet_at_it():
-    """Three warps; the first two meet, and the third reads what they wrote."""
-    body = """
-        mul.lo.u32 %mine, %t, 4;  setp.lt.u32 %p1, %w, 2;
-        @!%p1 bra last;
-        st.shared.b32 [%mine], %t;  bar.sync 1, 64;  bra end;
-        last: ld.shared.b32 %y, [0];
-        end: ret;
-    """
-    with pytest.raises(Race):
-        ran(body, numbers(1), threads=96)
-    ran(body.replace("1, 64", "1, 96").replace("last: ", "last: bar.sync 1, 96; "), numbers(1), threads=96)
 
 
 ASYNC_COPY = """
@@ -98,17 +85,10 @@ def test_a_copy_that_was_waited_for_is_there():
     assert torch.equal(given, taken)
 
 
-@pytest.mark.parametrize("wait", ["", "cp.async.wait_group 1;"])
+@in_one_test("wait", ["", "cp.async.wait_group 1;"])
 def test_one_that_was_not_is_reported(wait):
     with pytest.raises(Race, match="a copy that was not waited for is read"):
         ran(ASYNC_COPY.format(wait=wait), numbers(64), numbers(64))
-
-
-def test_a_warp_waits_for_its_own_copies_alone():
-    swapped = ASYNC_COPY.replace("ld.shared.b32 %y, [%mine]", "xor.b32 %o, %mine, 128; ld.shared.b32 %y, [%o]")
-    with pytest.raises(Race):
-        ran(swapped.format(wait="cp.async.wait_group 0;"), numbers(64), numbers(64))
-    ran(swapped.format(wait="cp.async.wait_group 0; bar.sync 0;"), numbers(64), numbers(64))
 
 
 FREE = "mbarrier.arrive.shared::cta.b64 _, [1032];"
@@ -181,6 +161,59 @@ def test_a_buffer_is_overwritten_before_it_is_free():
     for wait in ("", "1"):
         with pytest.raises(Fault, match="more arrivals than a phase"):
             bulk(wait=wait)
+
+
+INIT, INVAL = "mbarrier.init.shared::cta.b64 [1024], 1;", "mbarrier.inval.shared::cta.b64 [1024];"
+# As Triton handed a number to warps in the memory of a barrier that no warp used: both halves are stored, and read.
+HANDED = """
+    setp.eq.u32 %p1, %t, 0;
+    @%p1 mbarrier.init.shared::cta.b64 [1024], 1;
+    bar.sync 0;  {between}
+    @%p1 st.shared.v2.b32 [{place}], {{7, 9}};
+    bar.sync 0;
+    ld.shared.b32 %x, [{place}+4];  add.u64 %to, %g0, %at;  st.global.b32 [%to], %x;
+"""
+
+
+def handed(place=1024, between=""):
+    given = torch.zeros(64, dtype=torch.int32)
+    ran(HANDED.format(place=place, between=between), given)
+    return given
+
+
+def test_the_memory_of_a_valid_mbarrier_holds_nothing_else():
+    with pytest.raises(Race, match=r"that of a valid mbarrier and is written: @%p1 st\.shared"):
+        handed()
+    assert handed(place=1032).eq(9).all()
+    assert handed(between=f"@%p1 {INVAL} bar.sync 0;").eq(9).all()
+
+
+@pytest.mark.parametrize(
+    ("access", "message"),
+    [
+        ("ld.shared.b32 %x, [1028];", "that of a valid mbarrier and is read"),
+        ("ld.shared.v4.b32 {%x, %y, %z, %u}, [1024];", "that of a valid mbarrier and is read"),
+        ("mov.u32 %x, 0;  st.shared.b8 [1031], %x;", "that of a valid mbarrier and is written"),
+        ("cp.async.ca.shared.global [1024], [%g0], 4;", "that of a valid mbarrier and is written"),
+        (f"@%p1 {INIT}", "initialized again without"),
+        (f"@%p1 {INVAL} bar.sync 0; @%p1 {INVAL}", "no mbarrier is at 1024"),
+    ],
+)
+def test_a_valid_mbarrier_is_reached_by_mbarrier_operations_alone(access, message):
+    with pytest.raises(Fault, match=message):
+        handed(place=2048, between=access)
+
+
+def test_an_mbarrier_is_initialized_again_once_it_is_invalidated():
+    assert handed(place=2048, between=f"@%p1 {INVAL} @%p1 {INIT}").eq(9).all()
+
+
+def test_an_mbarrier_is_used_by_those_alone_who_know_that_it_is_valid():
+    init = "setp.eq.u32 %p1, %t, 0; @%p1 mbarrier.init.shared::cta.b64 [1024], 64;"
+    wait = "mbarrier.arrive.shared::cta.b64 _, [1024];" + WAIT.format(barrier=1024, parity=0)
+    ran(init + "bar.sync 0;" + wait, numbers(64))
+    with pytest.raises(Race, match="used beside its initialization"):
+        ran(init + wait, numbers(64))
 
 
 # A warpgroup stores A and B, both of ones, and multiplies them: 64 by 8 over 16.
@@ -272,14 +305,7 @@ def test_a_dependent_launch_waits_before_it_reaches_what_the_one_before_does():
     ran(COPY.format(early=""), b, c)
 
 
-def test_each_warp_waits_for_itself():
-    half = "setp.eq.u32 %p1, %w, 0; @%p1 griddepcontrol.wait;"
-    first = ran(COPY.format(early=""), a := numbers(64), b := numbers(64))
-    with pytest.raises(Race, match="without griddepcontrol"):
-        ran(half + COPY.format(early=""), b, a, before=[first])
-
-
-@pytest.mark.parametrize(
+@in_one_test(
     ("body", "message"),
     [
         ("add.u64 %from, %g0, 256; ld.global.b32 %x, [%from];", "outside of all tensors"),
@@ -295,6 +321,34 @@ def test_each_warp_waits_for_itself():
 def test_what_a_gpu_would_refuse_or_nobody_knows_is_a_fault(body, message):
     with pytest.raises(Fault, match=message):
         ran(body, numbers(64))
+
+
+def test_a_barrier_orders_those_alone_who_meet_at_it():
+    """Three warps; the first two meet, and the third reads what they wrote."""
+    body = """
+        mul.lo.u32 %mine, %t, 4;  setp.lt.u32 %p1, %w, 2;
+        @!%p1 bra last;
+        st.shared.b32 [%mine], %t;  bar.sync 1, 64;  bra end;
+        last: ld.shared.b32 %y, [0];
+        end: ret;
+    """
+    with pytest.raises(Race):
+        ran(body, numbers(1), threads=96)
+    ran(body.replace("1, 64", "1, 96").replace("last: ", "last: bar.sync 1, 96; "), numbers(1), threads=96)
+
+
+def test_a_warp_waits_for_its_own_copies_alone():
+    swapped = ASYNC_COPY.replace("ld.shared.b32 %y, [%mine]", "xor.b32 %o, %mine, 128; ld.shared.b32 %y, [%o]")
+    with pytest.raises(Race):
+        ran(swapped.format(wait="cp.async.wait_group 0;"), numbers(64), numbers(64))
+    ran(swapped.format(wait="cp.async.wait_group 0; bar.sync 0;"), numbers(64), numbers(64))
+
+
+def test_each_warp_waits_for_itself():
+    half = "setp.eq.u32 %p1, %w, 0; @%p1 griddepcontrol.wait;"
+    first = ran(COPY.format(early=""), a := numbers(64), b := numbers(64))
+    with pytest.raises(Race, match="without griddepcontrol"):
+        ran(half + COPY.format(early=""), b, a, before=[first])
 
 
 def test_threads_that_part_meet_again():

@@ -11,6 +11,7 @@ from diffquant.errors import UsageError
 from diffquant.kernels.linear import repack as module
 from diffquant.kernels.linear.repack import dequantize_weight, join, repack
 from tests.support.packed_weights import exact_weight, random_case, random_floats, random_scale, random_words
+from tests.support.tables import in_one_test
 
 
 @settings(max_examples=50)
@@ -34,7 +35,7 @@ def test_dequantizes_to_codes_times_scales(rows, sixteens, bits, kind, seed, dat
     assert torch.equal(dequantize_weight(packed, torch.float32), exact_weight(words, scale, bits, width).float())
 
 
-@pytest.mark.parametrize("bits", [2, 5, 8])
+@in_one_test("bits", [2, 5, 8])
 def test_widths_that_fill_no_fragment(bits):
     packed, exact = random_case(5, 37, bits, "row", torch.float32)
     assert torch.equal(dequantize_weight(packed, torch.float32), exact.float())
@@ -49,7 +50,7 @@ def test_two_weights_joined_are_their_rows_below_each_other(bits, group):
     assert torch.equal(dequantize_weight(joined, torch.float64), torch.cat([exact_first, exact_second]))
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("first", "second", "message"),
     [
         ((40, 96, 4, 32), (48, 96, 4, 32), "the first's 40 rows do not fill blocks of 16"),
@@ -86,7 +87,7 @@ def test_a_weight_is_given_once_its_codes_are_in_memory(monkeypatch):
     assert waited[1:] == [torch.device("cpu")] * 3
 
 
-@pytest.mark.parametrize("bits", [4, 6, 8])
+@in_one_test("bits", [4, 6, 8])
 def test_a_threads_words_hold_its_elements_of_the_fragments(bits):
     """By the table of mma.m16n8k16's left side in the PTX manual: rows g, g + 8; columns 2t + {0, 1}, + 8."""
     packed, exact = random_case(32, 256, bits, "tensor", torch.float32)

@@ -5,13 +5,13 @@ from itertools import product
 import pytest
 import torch
 
-from diffquant.attention.operands import rounded_operands
+from diffquant.attention.operands import round_operands
 from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
 from diffquant.kernels.attention.prefill_simulated import prefill_simulated
-from diffquant.kernels.attention.round_operands import rounded_rows
-from diffquant.scheme import Scheme
+from diffquant.kernels.attention.round_operands import quantize_rows
+from diffquant.recipe.scheme import Scheme
 from tests.support.kernel_inputs import expected_of_rounded, padding, random_call, relative_error, steps_of_two
 from tests.support.thorough import sampled
 
@@ -31,9 +31,9 @@ def device_class(request, has_capability):
 def test_codes_and_scales_are_those_of_the_plain_form(text, dtype):
     (q,), (k,), _, _ = random_call("plain", 37, 65, pairs=2, batch=2, dtype=dtype)
     k[:, :, 3] = 0
-    wanted = rounded_operands(q, k, Mask(), Scheme.parse(text))
+    wanted = round_operands(q, k, Mask(), Scheme.parse(text))
     for x, of_x in zip((q, k), wanted, strict=True):
-        (codes,), steps = rounded_rows([x], Scheme.parse(text))
+        (codes,), steps = quantize_rows([x], Scheme.parse(text))
         assert torch.equal(codes.float() * steps[:, :, 0, :, None], of_x)
 
 

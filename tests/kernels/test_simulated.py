@@ -10,21 +10,20 @@ import torch
 import triton
 import triton.language as tl
 
-from diffquant.attention import LogitMeter, attend
+from diffquant.attention import BACKENDS, LogitMeter, attend
 from diffquant.attention.backends import blocks as in_blocks
 from diffquant.attention.naive import naive
 from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
-from diffquant.kernels import configs
+from diffquant.kernels import arguments, configs
 from diffquant.kernels.arguments import empty_output
-from diffquant.kernels.attention import operator
 from diffquant.kernels.attention import prefill_simulated as module
-from diffquant.kernels.attention.prefill_simulated import TILES, prefill_simulated_refusal
-from diffquant.kernels.attention.weight_blocks import BLOCK_FORMATS, to_float
-from diffquant.numbers.formats import format_named
-from diffquant.scheme import FULL, Scheme
+from diffquant.kernels.attention.prefill_simulated import TILES
+from diffquant.kernels.attention.round_operands import BLOCK_FORMATS, to_float
+from diffquant.recipe.numbers.formats import format_named
+from diffquant.recipe.scheme import FULL, Scheme
 from tests.support.kernel_inputs import (
     expected,
     normed,
@@ -34,9 +33,10 @@ from tests.support.kernel_inputs import (
     random_call,
     relative_error,
 )
+from tests.support.tables import in_one_test
 from tests.support.thorough import sampled
 
-simulated, blocked = on_call(module.prefill_simulated), on_call(in_blocks.by_blocks)
+simulated, blocked = on_call(module.prefill_simulated), on_call(in_blocks.attend_by_blocks)
 LIMIT = 2e-3
 SMALL = {key: {"queries": 64, "keys": 32} for key in TILES}
 
@@ -60,7 +60,7 @@ def device_class(request, has_capability):
 
 @pytest.fixture(autouse=True)
 def _poisoned(monkeypatch):
-    monkeypatch.setattr(operator, "empty_output", lambda q, width: empty_output(q, width).fill_(torch.nan))
+    monkeypatch.setattr(arguments, "empty_output", lambda q, width: empty_output(q, width).fill_(torch.nan))
 
 
 def whole_numbers(generation, queries, keys, **shape):
@@ -224,7 +224,7 @@ def test_weights_in_blocks_are_rounded_as_the_plain_form_rounds_them(device_clas
         assert relative_error(out, naive(replace(call, p=FULL)).double()) > 10 * LIMIT
 
 
-@pytest.mark.parametrize("name", BLOCK_FORMATS)
+@in_one_test("name", BLOCK_FORMATS)
 def test_what_the_kernels_know_of_a_format_is_what_it_is(name):
     number_format = format_named(name)
     size, mantissa, lowest, largest, _ = BLOCK_FORMATS[name]
@@ -250,7 +250,7 @@ def _round(x, out, n, BLOCK: tl.constexpr):
     tl.store(out + at, to_float(tl.load(x + at, mask=at < n, other=0.0), 3, -6), mask=at < n)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("text", "message"),
     [
         ("nvfp4_4over6", "softmax weights at nvfp4_4over6: one scale a group is not served; the kernel takes row"),
@@ -272,14 +272,14 @@ def test_blocks_of_sequences_that_begin_later_go_to_pytorch():
         module.prefill_simulated(call)
 
 
-@pytest.mark.parametrize("generation", ["plain", "v1", "v2"])
+@in_one_test("generation", ["plain", "v1", "v2"])
 def test_the_operator_is_well_formed(generation):
     arguments = (*operator_arguments(generation), 4, "pair", True, "e4m3:row:fullsum", "8:row", False)
     checks = ["test_schema", "test_faketensor"]
     torch.library.opcheck(torch.ops.diffquant.simulated_logits.default, arguments, test_utils=checks)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("scheme", "message"),
     [
         (Scheme.parse("4:b8"), "one scale a block is not served; the kernel takes tensor, head, pair, row"),
@@ -299,11 +299,13 @@ def test_what_the_kernel_does_not_take_is_an_error():
     call = {"scale": 0.125, "mask": Mask(), "scheme": Scheme.parse("4:row")}
     with pytest.raises(UsageError, match="are float32"):
         simulated([x.float() for x in q], [x.float() for x in k], v.float(), lam, **call)
-    with pytest.raises(UsageError, match="one map without λ or two with it"):
+    with pytest.raises(UsageError, match="one map without λ or two maps with it"):
         simulated(q, k, v, None, **call)
     with torch.enable_grad(), pytest.raises(UsageError, match="no backward pass"):
         simulated(q, k, v.requires_grad_(), lam, **call)
     assert (
-        prefill_simulated_refusal(AttentionCall(q, k, v, lam, scale=0.125, mask=Mask(), logits=call["scheme"]))
+        BACKENDS["triton-simulated"].refuses(
+            AttentionCall(q, k, v, lam, scale=0.125, mask=Mask(), logits=call["scheme"])
+        )
         == "Triton kernels run on CUDA devices, not on cpu"
     )

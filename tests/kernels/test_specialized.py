@@ -3,21 +3,20 @@
 import pytest
 import torch
 
-from diffquant.attention import LogitMeter
+from diffquant.attention import BACKENDS, LogitMeter
 from diffquant.attention.backends import blocks as in_blocks
 from diffquant.attention.naive import naive
 from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
-from diffquant.kernels import configs
+from diffquant.kernels import arguments, configs
 from diffquant.kernels.arguments import empty_output
-from diffquant.kernels.attention import operator
 from diffquant.kernels.attention import prefill_int8 as today
 from diffquant.kernels.attention import prefill_specialized as module
 from diffquant.kernels.attention.prefill_simulated import prefill_simulated
-from diffquant.kernels.attention.prefill_specialized import TILES, prefill_specialized_refusal
-from diffquant.scheme import Scheme
+from diffquant.kernels.attention.prefill_specialized import TILES
+from diffquant.recipe.scheme import Scheme
 from tests.support.gluon_machine import Launcher
 from tests.support.kernel_inputs import (
     CAUSAL,
@@ -29,6 +28,7 @@ from tests.support.kernel_inputs import (
     random_call,
     relative_error,
 )
+from tests.support.tables import in_one_test
 from tests.support.thorough import sampled
 
 pytestmark = pytest.mark.usefixtures("rounded_as_a_gpu_does")
@@ -55,7 +55,7 @@ SEEN = {
 def _on_a_hopper_of_threads(monkeypatch, has_capability):
     """With outputs that hold NaN until a kernel stores them."""
     has_capability(9, 0)
-    monkeypatch.setattr(operator, "empty_output", lambda q, width: empty_output(q, width).fill_(torch.nan))
+    monkeypatch.setattr(arguments, "empty_output", lambda q, width: empty_output(q, width).fill_(torch.nan))
     for name in ("attend_specialized", "attend_fp8_specialized"):
         monkeypatch.setattr(module, name, Launcher(getattr(module, name)))
 
@@ -69,17 +69,6 @@ def test_close_to_the_plain_form(generation, bits, name):
     with configs.trying(TWO_STAGES):
         out = prefill_specialized(*inputs, scale=0.125, mask=mask, bits=bits)
     assert relative_error(out, expected(*inputs, scale=0.125, mask=mask)) <= LIMITS[bits]
-
-
-@pytest.mark.parametrize("name", sampled(SEEN, 4))
-@pytest.mark.parametrize("generation", ["v1", "v2"])
-def test_the_pipelined_form_is_close_to_the_plain_form(generation, name):
-    queries, keys, mask = SEEN[name]
-    batch = 2 if mask.keys is not None else 1
-    inputs = random_call(generation, queries, keys, batch=batch)
-    with configs.trying(TWO_STAGES):
-        out = prefill_specialized(*inputs, scale=0.125, mask=mask, pipelined=True)
-    assert relative_error(out, expected(*inputs, scale=0.125, mask=mask)) <= LIMITS[16]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -118,7 +107,7 @@ def test_maps_that_cancel_keep_what_bfloat16_can_say():
     assert relative_error(prefill_specialized(*inputs, scale=0.125), expected(*inputs, scale=0.125)) <= 5.9e-3
 
 
-@pytest.mark.parametrize("generation", ["v1", "v2"])
+@in_one_test("generation", ["v1", "v2"])
 def test_eight_bits_give_what_todays_kernel_gives(generation):
     inputs = random_call(generation, 200, 200, pairs=2)
     mask = padding(200, starts=[9], ends=[190])
@@ -129,7 +118,7 @@ def test_eight_bits_give_what_todays_kernel_gives(generation):
     assert relative_error(out, wanted.double()) <= 1e-3
 
 
-@pytest.mark.parametrize("bits", LIMITS)
+@in_one_test("bits", LIMITS)
 def test_any_strides_serve(bits):
     q, k, v, lam = random_call("v1", 33, 33)
     wanted = expected(q, k, v, lam, scale=0.125)
@@ -147,7 +136,7 @@ def test_nothing_in_gives_nothing_out():
 
 @pytest.mark.parametrize(("generation", "bits"), CASES, ids=IDS)
 def test_the_operator_is_well_formed(generation, bits):
-    arguments = (*operator_arguments(generation), bits, False)
+    arguments = (*operator_arguments(generation), bits)
     checks = ["test_schema", "test_faketensor"]
     torch.library.opcheck(torch.ops.diffquant.prefill_specialized.default, arguments, test_utils=checks)
 
@@ -172,7 +161,7 @@ def test_rounded_logits_equal_the_plain_form_at_every_border(generation, text, n
         out = simulated(*inputs, **shared, meter=meters[0], specialized=True)
     wanted = naive(AttentionCall(*inputs, scale=0.0625, mask=mask, logits=scheme)).double()
     assert relative_error(out, wanted) <= LIMITS[16]
-    on_call(in_blocks.by_blocks)(*inputs, **shared, meter=meters[1])
+    on_call(in_blocks.attend_by_blocks)(*inputs, **shared, meter=meters[1])
     assert meters[0].report() == meters[1].report()
 
 
@@ -193,8 +182,6 @@ def test_what_the_kernels_do_not_take_is_said(has_capability):
     plain = random_call("plain", 5, 5)
     with pytest.raises(UsageError, match="takes two maps; one is scaled_dot_product_attention"):
         prefill_specialized(*plain, scale=0.125)
-    with pytest.raises(UsageError, match="8-bit attention has no pipelined form"):
-        prefill_specialized(*random_call("v1", 5, 5), scale=0.125, bits=8, pipelined=True)
     with pytest.raises(UsageError, match="a positive scale, got -1"):
         prefill_specialized(*plain, scale=-1.0)
     has_capability(8, 0)
@@ -203,4 +190,4 @@ def test_what_the_kernels_do_not_take_is_said(has_capability):
     with pytest.raises(UsageError, match=r"simulated logits: .* run only on Hopper"):
         simulated(*random_call("v1", 5, 5), scale=0.125, scheme=Scheme.parse("8:row"), specialized=True)
     call = AttentionCall(*random_call("v1", 5, 5), scale=0.125, mask=CAUSAL)
-    assert prefill_specialized_refusal(call) == "Triton kernels run on CUDA devices, not on cpu"
+    assert BACKENDS["triton-specialized"].refuses(call) == "Triton kernels run on CUDA devices, not on cpu"

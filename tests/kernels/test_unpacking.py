@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from diffquant.kernels.linear.unpacking import product_program, unpack_program
+from tests.support.tables import in_one_test
 
 PLAIN = {
     "mov": lambda a: a,
@@ -75,7 +76,7 @@ def test_every_code_of_every_field(bits, dtype):
             assert codes.tolist() == [value - (1 << (bits - 1)) for value in pair]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+@in_one_test("dtype", [torch.float16, torch.bfloat16])
 def test_products_are_rounded_once(dtype):
     a, b = torch.randn(2, 200, 2, generator=torch.Generator().manual_seed(0)).to(dtype)
     for x, y in zip(a, b, strict=True):

@@ -1,6 +1,6 @@
 """Tiny GGUF files whose angles are scaled in every way that llama.cpp computes for a Llama, and its logits for them.
 
-`python -m tests.llama_cpp.cases` asks llama.cpp and writes recorded.json.xz, once `make test-llama-cpp` has fetched it.
+`make test-all ONLY=llama-cpp` fetches llama.cpp; `python -m tests.llama_cpp.cases` asks it and writes recorded.json.xz.
 """
 
 import json
@@ -17,12 +17,13 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from safetensors.torch import save_file
 
-import diffquant.data
+import diffquant
+from diffquant import data
 from diffquant.model.adapters import adapter_for
 from tests.support.gguf_files import write_gguf
 
 HERE = Path(__file__).parent
-POCKET = Path(diffquant.data.__file__).parent / "pocket"
+POCKET = Path(data.__file__).parent / "pocket"
 RECORDED = HERE / "recorded.json.xz"
 IS_INSTALLED = bool(shutil.which("node")) and (HERE / "node_modules/node-llama-cpp").is_dir()
 
@@ -208,6 +209,38 @@ def write_ends(case: str, folder: Path) -> Path:
     return _written(writer, path)
 
 
+# Schemes of exported files, of which 16 is one in float32. In products with codes llama.cpp rounds what they multiply
+# to 8 bits.
+EXPORTS = ("16", "4:g32", "5:g32", "8:row")
+# Entries of the vocabulary of which an exported file's logits are recorded.
+COLUMNS = 64
+PROSE = data.books_text()[5000:5300]
+
+
+def write_export(scheme: str, folder: Path) -> Path:
+    """An exported file of the Transformer trained on prose; rows of its down_proj are no whole blocks."""
+    source, file = POCKET / "prose-transformer", folder / f"{scheme.replace(':', '-')}.gguf"
+    if scheme == "16":
+        diffquant.export(source, file, to="gguf", dtype="float32")
+    else:
+        diffquant.quantize(source, file, {"weights": scheme, "overrides": {"*.down_proj": "16"}}, to="gguf")
+    return file
+
+
+def export_tokens() -> list[int]:
+    """Tokens of PROSE, as the exported files' source makes them."""
+    tokens: list[int] = diffquant.load_tokenizer(POCKET / "prose-transformer").encode(PROSE)[: len(TOKENS)]
+    return tokens
+
+
+def llama_cpp_exports(files: Sequence[Path]) -> dict[str, Any]:
+    """llama.cpp's logits [files, POSITIONS, COLUMNS] of exports, and the last one's tokens of PROSE and TEXTS."""
+    asked = {"models": [str(file) for file in files], "tokens": export_tokens(), "length": 512}
+    answers = _ask("logits.mjs", asked)["answers"]
+    logits = [[[round(logit, 4) for logit in rows[at][:COLUMNS]] for at in POSITIONS] for rows in answers]
+    return {"logits": logits, "tokens": _ask("tokens.mjs", {"models": [str(files[-1])], "texts": [PROSE, *TEXTS]})[0]}
+
+
 def llama_cpp_ends(files: Sequence[Path]) -> list[list[int]]:
     """For each file the tokens at which llama.cpp stops."""
     answers: list[list[int]] = _ask("ends.mjs", {"models": [str(file) for file in files], "size": _VOCABULARY})
@@ -253,6 +286,7 @@ def record() -> None:
         answer = llama_cpp_logits([write_case(case, Path(folder), llama) for case in CASES])
         tokens = llama_cpp_tokens(write_vocabularies(Path(folder)))
         ends = llama_cpp_ends([write_ends(case, Path(folder)) for case in ENDS])
+        exports = llama_cpp_exports([write_export(scheme, Path(folder)) for scheme in EXPORTS])
     content = {
         "llama.cpp": answer["release"],
         "node-llama-cpp": json.loads((HERE / "package.json").read_text())["dependencies"]["node-llama-cpp"],
@@ -262,6 +296,7 @@ def record() -> None:
         },
         "tokens": tokens,
         "ends": dict(zip(ENDS, ends, strict=True)),
+        "exports": exports,
     }
     RECORDED.write_bytes(lzma.compress(json.dumps(content).encode() + b"\n"))
 

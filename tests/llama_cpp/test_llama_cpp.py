@@ -10,26 +10,33 @@ from transformers import LlamaForCausalLM
 
 import diffquant
 from diffquant import Recipe
+from diffquant.checkpoints.gguf import GgufCheckpoint
 from diffquant.errors import CheckpointError
-from diffquant.formats.gguf import GgufCheckpoint
 from tests.llama_cpp.cases import (
     BOS,
     CASES,
+    COLUMNS,
     ENDS,
+    EXPORTS,
     IS_INSTALLED,
     LLAMA3_1,
     LLAMA3_2,
+    POCKET,
     POSITIONS,
     PREFIXES,
+    PROSE,
     RECORDED,
     SPLITS,
     TEXTS,
     TOKENS,
+    export_tokens,
     llama_cpp_ends,
+    llama_cpp_exports,
     llama_cpp_logits,
     llama_cpp_tokens,
     write_case,
     write_ends,
+    write_export,
     write_llama,
     write_vocabularies,
     write_vocabulary,
@@ -117,10 +124,41 @@ def test_a_text_ends_at_the_tokens_at_which_llama_cpp_stops(tmp_path, case):
     assert sorted(ends if isinstance(ends, list) else [ends]) == RECORD["ends"][case]
 
 
-@pytest.mark.skipif(not IS_INSTALLED, reason="needs Node and what make test-llama-cpp fetches")
-def test_llama_cpp_computes_what_is_recorded(tmp_path, llama):
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("exports")
+    return {scheme: write_export(scheme, folder) for scheme in EXPORTS}
+
+
+def test_llama_cpp_computes_what_exported_files_compute_here(exports):
+    ids, recorded = torch.tensor([export_tokens()]), torch.tensor(RECORD["exports"]["logits"])
+    ours = {
+        scheme: diffquant.load(file, dtype=torch.float32)(ids).logits[0, list(POSITIONS), :COLUMNS]
+        for scheme, file in exports.items()
+    }
+    torch.testing.assert_close(ours["16"], recorded[0], rtol=0, atol=1e-3)
+    for scheme, theirs in zip(EXPORTS[1:], recorded[1:], strict=True):
+        rounded = (theirs - ours[scheme]).square().mean().sqrt()
+        assert rounded < 0.05
+        # What 4 and 5 bits change is far more than what rounding to 8 bits does.
+        assert scheme == "8:row" or (theirs - ours["16"]).square().mean().sqrt() > 4 * rounded
+
+
+def test_llama_cpp_makes_the_tokens_of_an_exported_files_source(exports):
+    tokenizer, found = diffquant.load_tokenizer(POCKET / "prose-transformer"), RECORD["exports"]["tokens"]
+    assert found["begins"]
+    assert found["tokens"] == [tokenizer.encode(text, add_special_tokens=False) for text in (PROSE, *TEXTS)]
+
+
+@pytest.mark.skipif(not IS_INSTALLED, reason="needs Node and what make test-all ONLY=llama-cpp fetches")
+def test_llama_cpp_computes_what_is_recorded(tmp_path, llama, exports):
     found = llama_cpp_logits([write_case(case, tmp_path, llama) for case in CASES])
     for case, rows in zip(CASES, found["logits"], strict=True):
         torch.testing.assert_close(torch.tensor(rows), ANSWERS[case], rtol=0, atol=1e-4, msg=case)
     assert llama_cpp_tokens(write_vocabularies(tmp_path)) == RECORD["tokens"]
     assert llama_cpp_ends([write_ends(case, tmp_path) for case in ENDS]) == list(RECORD["ends"].values())
+    again = llama_cpp_exports(list(exports.values()))
+    assert again["tokens"] == RECORD["exports"]["tokens"]
+    torch.testing.assert_close(
+        torch.tensor(again["logits"]), torch.tensor(RECORD["exports"]["logits"]), rtol=0, atol=0.05
+    )

@@ -4,9 +4,10 @@ import torch
 from diffquant.errors import CheckpointError, UnknownModelTypeError
 from diffquant.model.adapters import READERS, adapter_for
 from diffquant.model.cache import PackedLayer
-from diffquant.model.sambay.cache import RecurrentLayer
+from diffquant.model.windowed_cache import RecurrentLayer
 from tests.support.checkpoints import MOTIF3
 from tests.support.models import SIZES
+from tests.support.tables import in_one_test
 
 GATED = {
     "pairs": 4, "kv_pairs": 2, "head_dim": 16, "value_dim": 16, "shared_k": True, "lam": "two-gates",
@@ -70,11 +71,11 @@ def test_a_cache_holds_what_the_blocks_say(case):
 
 
 def test_an_unknown_model_type_lists_what_is_read():
-    with pytest.raises(UnknownModelTypeError, match=f"'mamba' is not read; supported are {', '.join(READERS)}"):
+    with pytest.raises(UnknownModelTypeError, match=f"'mamba' is not supported; choose from {', '.join(READERS)}"):
         adapter_for(SIZES | {"model_type": "mamba"})
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("change", "message"),
     [
         ({"num_attention_heads": 7, "head_dim": 8}, "num_attention_heads is 7.*even"),
@@ -95,16 +96,16 @@ def test_an_unknown_gqa_pairing_is_refused():
         adapter_for(SIZES | {"model_type": "diff_v1", "gqa_pairing": "loose"})
 
 
-@pytest.mark.parametrize("model_type", ["diffllama", "llama", "diff_v1", "diff_v2", "diff_transformer"])
+@in_one_test("model_type", ["diffllama", "llama", "diff_v1", "diff_v2", "diff_transformer"])
 def test_a_sliding_window_is_refused_never_ignored(model_type):
     config = SIZES | {"model_type": model_type, "sliding_window": 512}
-    with pytest.raises(CheckpointError, match="sliding_window is 512; attention over a window is not computed"):
+    with pytest.raises(CheckpointError, match="sliding_window is 512; windowed attention is not supported"):
         adapter_for(config)
     with pytest.raises(CheckpointError, match="layer_types has sliding_attention"):
         adapter_for(SIZES | {"model_type": model_type, "layer_types": ["full_attention", "sliding_attention"]})
 
 
-@pytest.mark.parametrize("off", [{"sliding_window": None}, {"sliding_window": 512, "use_sliding_window": False}])
+@in_one_test("off", [{"sliding_window": None}, {"sliding_window": 512, "use_sliding_window": False}])
 def test_a_window_that_is_switched_off_is_none(off):
     assert adapter_for(SIZES | {"model_type": "llama"} | off).architecture.hidden_size == SIZES["hidden_size"]
 

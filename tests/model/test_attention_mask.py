@@ -12,6 +12,7 @@ from diffquant.recipe import Recipe
 from tests.attention.test_attention import random_inputs
 from tests.support.checkpoints import write_checkpoint
 from tests.support.models import ours, random_diffllama, random_ids, random_llama
+from tests.support.tables import in_one_test
 
 BUILDS = {"diff-v1": random_diffllama, "llama": random_llama}
 BATCH, LENGTH = 2, 13
@@ -55,7 +56,7 @@ def test_a_mask_of_what_each_query_sees_equals_transformers(build, attention, ma
         torch.testing.assert_close(model(ids, attention_mask=given).logits, expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)
+@in_one_test("build", BUILDS.values())
 def test_such_a_mask_over_cached_tokens_equals_transformers(build):
     oracle, ids, mask = build(num_key_value_heads=4), random_ids(BATCH, LENGTH), scattered()
     model = ours(oracle)
@@ -99,7 +100,7 @@ def test_backends_agree_on_what_each_query_sees(backend, generation):
     assert not found[1, :, 6].any()
 
 
-@pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)
+@in_one_test("build", BUILDS.values())
 def test_sequences_packed_by_their_positions_do_not_see_each_other_as_in_transformers(build):
     oracle, ids = build(num_key_value_heads=4), random_ids(1, LENGTH)
     positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 4, 5, 6, 7, 8]])
@@ -110,7 +111,7 @@ def test_sequences_packed_by_their_positions_do_not_see_each_other_as_in_transfo
     torch.testing.assert_close(found, alone, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("mask", "said"),
     [
         (torch.ones(BATCH, 1, LENGTH, LENGTH), "from 1.0 to 1.0. Other numbers are a bias"),
@@ -122,7 +123,6 @@ def test_sequences_packed_by_their_positions_do_not_see_each_other_as_in_transfo
         (torch.ones(BATCH, 7), r"attention_mask must be \[2, 13\] over cached and new tokens"),
         ({"full_attention": scattered()}, "must be a tensor, got dict"),
     ],
-    ids=["ones", "bias", "integers", "heads", "three-axes", "keys", "padding", "dict"],
 )
 def test_a_mask_that_is_not_computed_is_refused_by_name(mask, said):
     with pytest.raises(UsageError, match=said):

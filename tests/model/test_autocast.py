@@ -1,20 +1,20 @@
 """Models under autocast, as the trainers of transformers and lm-eval's mixed precision run them."""
 
-import pytest
 import torch
 from torch import nn
 
 from diffquant.family.mask import Mask
-from diffquant.model.attention import sigmoids
+from diffquant.model.attention import project_sigmoids
 from diffquant.recipe import Recipe
 from tests.support.models import ours, random_diffllama, random_ids, random_llama
+from tests.support.tables import in_one_test
 
 
 def in_bfloat16():
     return torch.autocast("cpu", dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("make", [random_diffllama, random_llama], ids=["v1", "plain"])
+@in_one_test("make", [random_diffllama, random_llama])
 def test_a_model_comes_as_close_to_float32_as_transformers_does(make):
     oracle = make(num_key_value_heads=4)
     model, ids = ours(oracle), random_ids()
@@ -33,7 +33,7 @@ def test_a_step_of_training_reaches_every_parameter():
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("recipe", [{}, {"logits": "8:row"}, {"p": "8:row"}, {"qk": "8:row"}], ids=str)
+@in_one_test("recipe", [{}, {"logits": "8:row"}, {"p": "8:row"}, {"qk": "8:row"}])
 def test_lambda_and_what_a_recipe_rounds_keep_their_float32(recipe):
     model = ours(random_diffllama())
     model.apply_recipe(Recipe.of(**recipe))
@@ -54,6 +54,6 @@ def test_lambda_and_what_a_recipe_rounds_keep_their_float32(recipe):
 
 def test_gates_are_float32():
     projection, x = nn.Linear(64, 4, bias=False), torch.randn(2, 9, 64)
-    gates = sigmoids(x, projection)
+    gates = project_sigmoids(x, projection)
     with in_bfloat16():
-        assert torch.equal(sigmoids(x, projection), gates)
+        assert torch.equal(project_sigmoids(x, projection), gates)

@@ -1,13 +1,13 @@
 """torch.compile takes a model as one graph."""
 
-import pytest
 import torch
 
 from diffquant import Recipe
 from tests.support.models import ours, random_diffllama, random_ids
+from tests.support.tables import in_one_test
 
 
-@pytest.mark.parametrize("recipe", [Recipe(), Recipe.of(logits="4:row")], ids=["16 bits", "4-bit logits"])
+@in_one_test("recipe", [Recipe(), Recipe.of(logits="4:row")])
 def test_a_forward_pass_is_one_graph(recipe):
     model = ours(random_diffllama(num_key_value_heads=4, num_hidden_layers=2))
     model.apply_recipe(recipe)

@@ -21,6 +21,7 @@ from transformers.modeling_rope_utils import RopeParameters, RotaryEmbeddingConf
 import diffquant
 from diffquant.errors import CheckpointError
 from tests.support.models import SIZES, random_diffllama, random_ids, random_llama
+from tests.support.tables import in_one_test
 
 MODELS = {"llama": (random_llama, LlamaForCausalLM), "diffllama": (random_diffllama, DiffLlamaForCausalLM)}
 IDS = random_ids(2, 37)
@@ -200,7 +201,7 @@ def librarys_logits(folder):
 
 def cases(both, of_llama, of_diffllama):
     chosen = {"llama": both | of_llama, "diffllama": both | of_diffllama}
-    return [pytest.param(kind, key, id=f"{kind}-{key}") for kind, keys in chosen.items() for key in keys]
+    return [(kind, key) for kind, keys in chosen.items() for key in keys]
 
 
 @pytest.mark.parametrize(("model_type", "key"), cases(COMPUTED, OF_LLAMA, {}))
@@ -217,7 +218,7 @@ def test_a_computed_key_is_computed_as_transformers_does(tmp_path, model_type, k
     assert (without - logits).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize(("model_type", "key"), cases(REFUSED, {}, OF_DIFFLLAMA))
+@in_one_test(("model_type", "key"), cases(REFUSED, {}, OF_DIFFLLAMA))
 def test_a_key_that_is_not_computed_is_refused_by_name(tmp_path, model_type, key):
     stated, message = (REFUSED | OF_DIFFLLAMA)[key]
     folder = write(tmp_path / "model", model_type, {})
@@ -226,7 +227,7 @@ def test_a_key_that_is_not_computed_is_refused_by_name(tmp_path, model_type, key
         diffquant.load(folder)
 
 
-@pytest.mark.parametrize("model_type", MODELS)
+@in_one_test("model_type", MODELS)
 def test_other_keys_change_nothing_in_transformers_or_here(tmp_path, model_type):
     folder = write(tmp_path / "model", model_type, {})
     logits = logits_of(folder)

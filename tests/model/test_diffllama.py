@@ -5,6 +5,7 @@ import torch
 
 from diffquant.recipe import Recipe
 from tests.support.models import ours, random_diffllama, random_ids, random_llama
+from tests.support.tables import in_one_test
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -37,14 +38,14 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("changes", CONFIGS.values(), ids=CONFIGS)
+@in_one_test("changes", CONFIGS.values())
 def test_logits_equal_transformers_diffllama(changes):
     oracle = random_diffllama(**changes)
     ids = random_ids()
     torch.testing.assert_close(ours(oracle)(ids).logits, oracle(ids).logits, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("changes", CONFIGS.values(), ids=CONFIGS)
+@in_one_test("changes", CONFIGS.values())
 def test_cached_decoding_equals_transformers_diffllama(changes):
     oracle = random_diffllama(**changes)
     model, ids = ours(oracle), random_ids()
@@ -86,9 +87,7 @@ def test_padded_generation_continues_each_prompt_as_if_alone():
     assert torch.equal(together[1, 12:], alone[0, 7:])
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"num_key_value_heads": 2, "mlp_bias": True, "attention_bias": True}], ids=["mha", "gqa"]
-)
+@in_one_test("changes", [{}, {"num_key_value_heads": 2, "mlp_bias": True, "attention_bias": True}])
 def test_the_plain_baseline_equals_transformers_llama(changes):
     oracle = random_llama(**changes)
     ids = random_ids()
@@ -124,7 +123,7 @@ def test_its_own_checkpoint_comes_back_through_transformers(tmp_path):
     assert torch.equal(again(ids).logits, model(ids).logits)
 
 
-@pytest.mark.parametrize("backend", ["auto", "naive", "simulated"])
+@in_one_test("backend", ["auto", "naive", "simulated"])
 def test_every_backend_that_quantizes_logits_fires_in_every_layer(backend):
     model = ours(random_diffllama())
     model.apply_recipe(Recipe.of(logits="4:row"))

@@ -1,11 +1,11 @@
 """No sequence, and no token, gives no logits, whatever is quantized."""
 
-import pytest
 import torch
 
 from diffquant import load
 from diffquant.recipe import Recipe
 from tests.support.checkpoints import write_checkpoint
+from tests.support.tables import in_one_test
 
 RECIPES = [
     {},
@@ -16,7 +16,7 @@ RECIPES = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["diffllama", "llama", "unilm-v2", "motif-grouped", "gated", "phi4flash", "motif3"])
+@in_one_test("kind", ["diffllama", "llama", "unilm-v2", "motif-grouped", "gated", "phi4flash", "motif3"])
 def test_no_tokens_give_logits_of_no_tokens(tmp_path, kind):
     model = load(write_checkpoint(tmp_path / "source", kind))
     for recipe in RECIPES:

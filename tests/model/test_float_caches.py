@@ -7,16 +7,17 @@ import torch
 
 import diffquant
 from diffquant.attention import LogitMeter, attend
-from diffquant.attention.operands import rounded_operands
+from diffquant.attention.operands import round_operands
 from diffquant.data import books_text, pocket_models
 from diffquant.errors import UsageError
-from diffquant.evals.prefixes import shares_prefixes, takes_padding
 from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
+from diffquant.measure import shares_prefixes, takes_padding
+from diffquant.measure.sweep.subject import state_bytes_per_token
 from diffquant.model.cache import PackedStates
 from diffquant.recipe import Recipe
-from diffquant.scheme import Scheme
-from diffquant.sweep.storage import state_bytes_per_token
+from diffquant.recipe.scheme import Scheme
+from tests.support.tables import in_one_test
 
 CACHED = [
     # Scheme, and bytes of a token's [2, 64] states.
@@ -69,7 +70,7 @@ def prose(kind):
     return model
 
 
-@pytest.mark.parametrize("kind", ["v1", "v2"])
+@in_one_test("kind", ["v1", "v2"])
 def test_keys_in_fp8_and_values_in_nvfp4_serve_one_cache(kind):
     ids = torch.arange(5, 45)[None]
     plain = diffquant.load(prose(kind), dtype="float32")
@@ -87,7 +88,7 @@ def test_keys_in_fp8_and_values_in_nvfp4_serve_one_cache(kind):
     )
 
 
-@pytest.mark.parametrize(("kind", "most"), [("transformer", 3), ("v1", 0), ("v2", 0)])
+@in_one_test(("kind", "most"), [("transformer", 3), ("v1", 0), ("v2", 0)])
 def test_hardly_a_block_of_a_trained_models_cache_has_a_scale_that_e4m3_lacks(kind, most):
     """So a scale of the tensor above them, which would have to be calibrated, would gain hardly a digit."""
     model = diffquant.load(prose(kind), dtype="float32")
@@ -135,7 +136,7 @@ def call_with(**changes):
     return AttentionCall((q1, q2), (k1, k2), v, torch.tensor(0.4), scale=0.5, mask=Mask(), **changes)
 
 
-@pytest.mark.parametrize("text", ["mxfp8", "nvfp4", "4:g8", "mxfp4_up"])
+@in_one_test("text", ["mxfp8", "nvfp4", "4:g8", "mxfp4_up"])
 def test_logits_in_groups_round_what_each_query_sees_of_neighbouring_keys(text):
     call = call_with(logits=Scheme.parse(text, target="logits"))
     expected = attend(call, "naive")
@@ -158,12 +159,12 @@ def test_logits_beyond_the_last_level_of_their_block_count_as_clipped():
     assert meter.report()["clipped"] == clipped > 0
 
 
-@pytest.mark.parametrize("text", ["mxfp8", "nvfp4", "4:g8", "e4m3:tensor"])
+@in_one_test("text", ["mxfp8", "nvfp4", "4:g8", "e4m3:tensor"])
 def test_operands_in_groups_are_rounded_along_the_channels_that_are_summed(text):
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, 2, n, 24, generator=generator) for n in (5, 7))
     scheme = Scheme.parse(text, target="qk")
-    rounded, _ = rounded_operands(q, k, Mask(), scheme)
+    rounded, _ = round_operands(q, k, Mask(), scheme)
     if scheme.granularity == "group":
         for first in range(0, 24, scheme.size):
             group = q[..., first : first + scheme.size]
@@ -186,8 +187,9 @@ def test_what_groups_of_logits_allow():
 def test_a_sweep_measures_and_reports_float_formats(tmp_path):
     import csv
 
-    from diffquant.sweep import SweepOptions, run_sweep
-    from diffquant.sweep.table import csv_table
+    from diffquant.measure.sweep.grid import SweepOptions
+    from diffquant.measure.sweep.result import csv_table
+    from diffquant.measure.sweep.run import run_sweep
 
     texts = {
         "weights-e4m3": "weights: e4m3:channel\n",

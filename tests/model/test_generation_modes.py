@@ -12,6 +12,8 @@ from diffquant.model.modeling import DiffTransformer, DiffTransformerModel
 from diffquant.recipe import Recipe
 from tests.support.checkpoints import write_checkpoint
 from tests.support.models import ours, random_diffllama, random_ids, random_llama
+from tests.support.tables import in_one_test
+from tests.support.thorough import thorough
 
 KINDS = ["diffllama", "unilm-v2", "phi4flash", "motif3"]
 GREEDY = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -35,7 +37,7 @@ def refused(said, act, *arguments, **options):
     assert "\n" not in str(fault.value)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@in_one_test("kind", KINDS)
 def test_caches_with_room_for_tokens_to_come_are_refused(folders, kind):
     model = load(folders[kind])
     for name in ("static", "offloaded_static", "sliding_window"):
@@ -48,7 +50,7 @@ def test_caches_with_room_for_tokens_to_come_are_refused(folders, kind):
     refused("is a tuple, not a cache", model, IDS, past_key_values=())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@in_one_test("kind", KINDS)
 def test_a_cache_that_would_not_keep_the_recipe_is_refused(folders, kind):
     model = load(folders[kind], Recipe.of(kv="4:row"))
     refused("is a DynamicCache, and the model's recipe has k 4:row", model, IDS, past_key_values=DynamicCache())
@@ -57,7 +59,7 @@ def test_a_cache_that_would_not_keep_the_recipe_is_refused(folders, kind):
         refused(f"'{name}' would not keep", asked, model, cache_implementation=name)
     cache = model.new_cache()
     model.apply_recipe(Recipe.of(k="8:row", v="4:row"))
-    said = "cache of another recipe: it has k 4:row, v 4:row, and the model k 8:row, v 4:row"
+    said = "cache belongs to another recipe: it has k 4:row, v 4:row, and the model k 8:row, v 4:row"
     refused(said, model, IDS, past_key_values=cache)
     model.apply_recipe(Recipe.of(kv="4:row", overrides={"*.layers.1.*.k": "8:row"}))
     refused(r"the model k 4:row, v 4:row, \*.layers.1.\*.k 8:row", model, IDS, past_key_values=cache)
@@ -72,7 +74,7 @@ def test_growing_caches_serve_16_bits_as_the_models_own():
     refused("moves a cache off a GPU", asked, model, cache_implementation="offloaded")
 
 
-@pytest.mark.parametrize("recipe", [{}, {"kv": "4:row"}], ids=str)
+@in_one_test("recipe", [{}, {"kv": "4:row"}])
 def test_a_configuration_without_a_cache_gives_the_tokens_of_one_with_it(recipe):
     model = ours(random_diffllama(num_key_value_heads=4))
     model.apply_recipe(Recipe.of(**recipe))
@@ -83,7 +85,7 @@ def test_a_configuration_without_a_cache_gives_the_tokens_of_one_with_it(recipe)
     assert torch.equal(model.generate(IDS, GenerationConfig(**GREEDY)), expected)
 
 
-@pytest.mark.parametrize("recipe", [{}, {"kv": "4:row"}], ids=str)
+@in_one_test("recipe", [{}, {"kv": "4:row"}])
 def test_a_cache_is_taken_by_either_of_transformers_names(recipe):
     model = ours(random_diffllama(num_key_value_heads=4))
     model.apply_recipe(Recipe.of(**recipe))
@@ -98,7 +100,7 @@ def test_a_cache_is_taken_by_either_of_transformers_names(recipe):
             assert held.get_seq_length() == IDS.shape[1]
     both = {"cache": model.new_cache(), "past_key_values": model.new_cache()}
     for act in (model, model.model, model.generate):
-        refused("came twice", act, IDS, **both)
+        refused("got both cache and past_key_values", act, IDS, **both)
 
 
 EXACT = [
@@ -119,7 +121,7 @@ DEPENDENT = {
 }
 
 
-@pytest.mark.parametrize("recipe", EXACT, ids=str)
+@in_one_test("recipe", EXACT)
 def test_drafts_give_the_tokens_of_greedy_search(recipe):
     model, assistant = ours(random_diffllama(num_key_value_heads=4)), ours(random_llama(seed=1))
     model.apply_recipe(Recipe.of(**recipe))
@@ -130,7 +132,7 @@ def test_drafts_give_the_tokens_of_greedy_search(recipe):
         assert torch.equal(asked(model, **options), expected)
 
 
-@pytest.mark.parametrize(("said", "recipe"), DEPENDENT.items(), ids=DEPENDENT)
+@in_one_test(("said", "recipe"), DEPENDENT.items())
 def test_drafts_that_would_change_the_tokens_are_refused(said, recipe):
     model = ours(random_diffllama(num_key_value_heads=4))
     model.apply_recipe(Recipe.of(**recipe))
@@ -142,9 +144,8 @@ def test_drafts_that_would_change_the_tokens_are_refused(said, recipe):
     refused(said, model.generate, IDS, GenerationConfig(**GREEDY))
 
 
-@pytest.mark.parametrize(
-    "recipe", [{"kv": "4", "residual": 3}, {"k": "4:c4", "v": "4"}, {"logits": "4:tensor"}], ids=str
-)
+@thorough
+@in_one_test("recipe", [{"kv": "4", "residual": 3}, {"k": "4:c4", "v": "4"}, {"logits": "4:tensor"}])
 def test_what_is_refused_does_give_other_tokens(recipe, monkeypatch):
     monkeypatch.setattr(DiffTransformerModel, "draft_refusal", lambda self: None)
     model = ours(random_diffllama(num_key_value_heads=4))
@@ -155,7 +156,7 @@ def test_what_is_refused_does_give_other_tokens(recipe, monkeypatch):
     assert not all(torch.equal(*pair) for pair in zip(kept, drafted, strict=True))
 
 
-@pytest.mark.parametrize(("said", "recipe"), DEPENDENT.items(), ids=DEPENDENT)
+@in_one_test(("said", "recipe"), DEPENDENT.items())
 def test_prompts_in_chunks_are_refused_where_they_would_change_the_tokens(said, recipe):
     model = ours(random_diffllama(num_key_value_heads=4))
     model.apply_recipe(Recipe.of(**recipe))
@@ -163,7 +164,7 @@ def test_prompts_in_chunks_are_refused_where_they_would_change_the_tokens(said, 
     refused(said, model.generate, IDS, GenerationConfig(prefill_chunk_size=5, **GREEDY))
 
 
-@pytest.mark.parametrize("recipe", EXACT, ids=str)
+@in_one_test("recipe", EXACT)
 def test_prompts_in_chunks_give_the_tokens_of_prompts_at_once(recipe):
     model = ours(random_diffllama(num_key_value_heads=4))
     model.apply_recipe(Recipe.of(**recipe))
@@ -172,7 +173,7 @@ def test_prompts_in_chunks_give_the_tokens_of_prompts_at_once(recipe):
 
 def test_states_that_cannot_go_back_are_no_drafts(folders):
     phi, llama = load(folders["phi4flash"]), random_llama()
-    said = "Mamba's states and the windows of this model do not hold what was before"
+    said = "Mamba's states and the windows of this model do not hold earlier tokens"
     refused(said, asked, phi, prompt_lookup_num_tokens=3)
     refused(said, asked, phi, assistant_model=llama)
     refused(said, asked, ours(llama), assistant_model=phi)
@@ -187,7 +188,7 @@ def test_the_kernels_cache_is_no_assistants_where_its_blocks_would_be_divided(mo
     refused("keys at 4:c16 are packed by blocks", asked, model, assistant_model=drafter)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@in_one_test("kind", KINDS)
 def test_continuous_batching_is_refused(folders, kind):
     model = load(folders[kind])
     refused("continuous batching", model.generate_batch, [[1, 2, 3]], max_new_tokens=3)
@@ -196,7 +197,7 @@ def test_continuous_batching_is_refused(folders, kind):
         pass
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@in_one_test("kind", KINDS)
 def test_attention_maps_are_refused_wherever_they_are_asked_for(folders, kind):
     model, said = load(folders[kind]), "output_attentions is not supported"
     refused(said, model, IDS, output_attentions=True)
@@ -224,7 +225,7 @@ def backends(model):
     return {attention.backend for attention in model.attentions}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@in_one_test("kind", KINDS)
 def test_attn_implementation_chooses_the_backend(folders, kind, tmp_path):
     expected = load(folders[kind])(IDS).logits
     for name, backend in {"eager": "naive", "sdpa": "auto"}.items():
@@ -236,7 +237,7 @@ def test_attn_implementation_chooses_the_backend(folders, kind, tmp_path):
             opened = AutoModelForCausalLM.from_pretrained(folders[kind], attn_implementation=name)
             assert backends(opened) == {backend}
     for name in ("flex_attention", "kernels-community/flash-attn", None):
-        refused("is not computed here; choose sdpa, eager", model.set_attn_implementation, name)
+        refused("is not supported; choose sdpa, eager", model.set_attn_implementation, name)
     model.set_attn_implementation({"": "flash_attention_2"})
     refused("flash-attn runs on CUDA only", model, IDS)
     model.apply_recipe(Recipe.of(logits="6:row"))
@@ -304,7 +305,7 @@ class Adapted(nn.Module):
         return self.base_layer(x) + x @ self.down.T @ self.up.T
 
 
-@pytest.mark.parametrize("source", ["unilm-v2", "gated"])
+@in_one_test("source", ["unilm-v2", "gated"])
 def test_an_adapter_counts_as_it_does_once_it_is_merged(tmp_path, source):
     adapted, merged = (load(write_checkpoint(tmp_path / name, source)) for name in ("adapted", "merged"))
     for layer, plain in zip(adapted.model.layers, merged.model.layers, strict=True):

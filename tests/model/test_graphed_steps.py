@@ -3,15 +3,18 @@
 What needs a device is in tests/gpu/test_graphed_steps.py.
 """
 
+import copy
+import gc
 import logging
+import weakref
 from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from diffquant.generation import stream
 from diffquant.kernels.cache import append, decode, decode_cut
+from diffquant.kernels.cache.kv_store import KVStore
 from diffquant.model import graphed_steps
 from diffquant.model.adapters import adapter_for
 from diffquant.model.cache import PackedCache
@@ -19,8 +22,10 @@ from diffquant.model.fused_cache import FusedCache
 from diffquant.model.graphed_steps import GraphedSteps
 from diffquant.model.modeling import DiffTransformerModel
 from diffquant.recipe import Recipe
+from diffquant.verbs.generation import stream
 from tests.support import recorded, tiny_lm
 from tests.support.models import SIZES, ours, random_diffllama, random_ids, random_llama
+from tests.support.tables import in_one_test
 from tests.support.thorough import sampled, thorough
 
 pytest.importorskip("triton")
@@ -39,21 +44,21 @@ class Recordings:
         self.replays = []
 
     def __call__(self, work, device):
-        one, number = recorded.record(work, device), len(self.replays)
+        (replay_one, result), number = recorded.record(work, device), len(self.replays)
         self.replays.append(0)
 
         def replay():
             self.replays[number] += 1
-            one.replay()
+            replay_one()
 
-        return graphed_steps.Recording(replay, one.result, work)
+        return replay, result
 
 
 @pytest.fixture
 def recordings(monkeypatch):
     made = Recordings()
     monkeypatch.setattr(graphed_steps, "record", made)
-    monkeypatch.setattr(DiffTransformerModel, "new_graphs", lambda self: GraphedSteps())
+    monkeypatch.setattr(DiffTransformerModel, "new_graphs", DiffTransformerModel.take_graphs)
     return made
 
 
@@ -67,7 +72,7 @@ class Never(GraphedSteps):
 class Filled:
     """As much of a cache as a step asks: it stays in place, and has as many tokens as it is told."""
 
-    capacity, stamps = 4, (1,)
+    capacity, storage_versions = 4, (1,)
 
     def __init__(self, length):
         self.length = length
@@ -88,7 +93,7 @@ def test_no_step_is_replayed_into_a_cache_that_is_full(recordings):
     assert (cache.length, recordings.replays) == (cache.capacity, [2])
 
 
-@pytest.mark.parametrize("changed", ["cache", "place", "batch", "positions", "dtype", "device", "mask"])
+@pytest.mark.parametrize("changed", ["place", "batch", "positions", "dtype", "device", "mask"])
 def test_a_recording_is_replayed_for_what_it_was_made_of_alone(changed, recordings):
     """A graph would go on with the addresses and the batch that it was recorded with."""
     steps, cache = GraphedSteps(), Filled(0)
@@ -98,10 +103,8 @@ def test_a_recording_is_replayed_for_what_it_was_made_of_alone(changed, recordin
         return steps.run(lambda x, *_: x + 1, cache, x, positions, mask)
 
     assert [ran() is not None for _ in range(2)] == [False, True]
-    if changed == "cache":
-        cache = Filled(1)
     if changed == "place":
-        cache.stamps = (2,)
+        cache.storage_versions = (2,)
     if changed == "batch":
         x = x[:1]
     if changed == "positions":
@@ -152,7 +155,7 @@ class TwoDevices:
         self.captured.append((self.current, (stream or self.Stream()).device))
 
 
-@pytest.mark.parametrize("fails", [False, True], ids=["", "fails"])
+@in_one_test("fails", [False, True])
 def test_a_step_is_captured_on_the_device_of_its_tensors_whichever_is_current(fails, monkeypatch):
     cuda, device = TwoDevices(monkeypatch), torch.device("cuda", 1)
 
@@ -212,6 +215,107 @@ def test_replayed_steps_give_the_tokens_of_unrecorded_ones(generation, recipe, p
     assert store.length == int(store.progress[0]) == 23
 
 
+def own(model, ids, mask=None, **settings):
+    """Tokens of a call that makes its cache itself."""
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None} | settings
+    return model.generate(ids, attention_mask=torch.ones_like(ids) if mask is None else mask, **options)
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    monkeypatch.setattr("diffquant.model.modeling.fused_cache_refusal", lambda *_: None)
+
+
+def test_calls_of_one_shape_are_recorded_once_with_prompts_and_padding_of_their_own(recordings, fused):
+    model, lengths = small_model("v2"), (9, 12)
+    plain = [(random_ids(length=length, seed=length), None) for length in lengths]
+    padded = [(ids, torch.ones_like(ids)) for ids, _ in plain]
+    for (_, mask), padding in zip(padded, (3, 5), strict=True):
+        mask[0, :padding] = 0
+    for calls, replays in ((plain, [5]), (padded, [5, 5])):
+        for call in calls:
+            wanted = own(model, *call, max_new_tokens=4, graphed_steps=Never())
+            assert torch.equal(own(model, *call, max_new_tokens=4), wanted)
+        # Of the first call all but two tokens, of the second all but the prompt's.
+        assert recordings.replays == replays
+
+
+def test_a_recording_is_kept_for_the_model_as_it_is_alone():
+    model = small_model("v1")
+    signatures = [graphed_steps.signature_of(model)]
+    layer = model.model.layers[0]
+
+    def changed():
+        signatures.append(graphed_steps.signature_of(model))
+        return signatures[-1] not in signatures[:-1]
+
+    assert not changed()
+    model.apply_recipe(Recipe.of(kv=8))
+    assert changed()
+    layer.mlp.gate_proj.weight = torch.nn.Parameter(layer.mlp.gate_proj.weight.clone())
+    assert changed()
+    model.attentions[0].scale *= 2
+    assert changed()
+    layer.mlp.register_forward_hook(lambda _module, _given, y: -y)
+    assert changed()
+    model.double()
+    assert changed()
+    layer.mlp = torch.nn.Identity()
+    assert changed()
+    model.train()
+    assert changed()
+
+
+@pytest.mark.parametrize("changed", ["batch", "heads", "room", "dtype", "device", "recipe", "residual"])
+def test_a_store_is_taken_over_for_the_same_shapes_alone(changed):
+    recipe, k = Recipe.of(kv=8, residual=16), torch.zeros(2, 1, 3, 64, dtype=torch.float16)
+    store = KVStore(recipe, k, k, 100)
+    assert store.fits(recipe, k[:, :, :1], k[:, :, :1], 128)
+    room = 129 if changed == "room" else 128
+    if changed == "batch":
+        k = k[:1]
+    if changed == "heads":
+        k = k.repeat(1, 2, 1, 1)
+    if changed == "dtype":
+        k = k.bfloat16()
+    if changed == "device":
+        k = k.to("meta")
+    if changed == "recipe":
+        recipe = Recipe.of(kv=4, residual=16)
+    if changed == "residual":
+        recipe = Recipe.of(kv=8, residual=17)
+    assert not store.fits(recipe, k, k, room)
+
+
+def test_an_emptied_store_is_as_a_new_one():
+    k = torch.randn(1, 1, 20, 64).half()
+    store, new = (KVStore(Recipe.of(kv=8, residual=4), k, k, 100) for _ in range(2))
+    append.append(store, k, k)
+    assert store.length == 20
+    stamp = store.stamp
+    store.clear()
+    assert (store.length, store.stamp, store.progress.tolist()) == (0, stamp, [0] * 4)
+    for x, y in zip(store.keys.tensors + store.values.tensors, new.keys.tensors + new.values.tensors, strict=True):
+        assert torch.equal(x, y)
+
+
+def test_recordings_are_of_one_model_and_do_not_keep_it_alive():
+    model = small_model("plain")
+    kept = GraphedSteps()
+    kept._recorded = "a step"
+    model.model.keep_graphs(kept)
+    copied = copy.deepcopy(model)
+    assert copied.model.take_graphs(FusedCache(Recipe.of(), 1), 9)._recorded is None
+    gone = weakref.ref(model.model.layers[0])
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
 @thorough
 def test_a_cache_that_grows_is_recorded_again(recordings):
     model, ids = small_model("plain"), random_ids(batch=1, length=125)
@@ -243,7 +347,7 @@ def test_sampling_ends_and_streams_as_it_does_unrecorded(recordings, monkeypatch
     before = len(recordings.replays)
     pieces = "".join(stream(model, tokenizer, "It was a dark", 6))
     assert recordings.replays[before:] == [4]
-    monkeypatch.setattr(DiffTransformerModel, "new_graphs", lambda self: None)
+    monkeypatch.setattr(DiffTransformerModel, "new_graphs", lambda *_: None)
     assert pieces == "".join(stream(model, tokenizer, "It was a dark", 6)) != ""
 
 
@@ -326,15 +430,15 @@ def test_the_stand_in_refuses_what_a_graph_cannot_hold():
         counted.add_(1)
         return counted * x[:2]
 
-    recording = recorded.record(work, x.device)
+    replay, result = recorded.record(work, x.device)
     assert counted.tolist() == [0, 0]
     x.fill_(3)
     for _ in range(2):
-        recording.replay()
-    assert (counted.tolist(), recording.result.tolist()) == ([2, 2], [6, 6])
+        replay()
+    assert (counted.tolist(), result.tolist()) == ([2, 2], [6, 6])
 
 
-@pytest.mark.parametrize("generation", ["v1", "v2", "plain"])
+@in_one_test("generation", ["v1", "v2", "plain"])
 def test_a_step_reads_no_tensor_and_has_no_shape_that_depends_on_its_place(generation, monkeypatch):
     """On a device whose tensors hold nothing, so that nothing can be read."""
     monkeypatch.setattr("diffquant.model.fused_cache.capability", lambda _: (9, 0))
@@ -376,7 +480,7 @@ class Launched:
         return lambda *_, **__: None
 
 
-@pytest.mark.parametrize("recipe", [Recipe.of(), Recipe.of(k="4:c16", v=4, residual=5)], ids=["16", "4"])
+@in_one_test("recipe", [Recipe.of(), Recipe.of(k="4:c16", v=4, residual=5)])
 def test_launches_of_a_step_wait_for_nothing_and_stay_the_same_while_a_cache_fills(recipe, monkeypatch):
     kernels = {name: Launched() for name in ("append_tokens", "decode_share", "decode_combine")}
     monkeypatch.setattr(append, "append_tokens", kernels["append_tokens"])

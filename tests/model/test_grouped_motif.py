@@ -8,13 +8,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from diffquant import Recipe, load, quantize
-from diffquant.calib.analysis.attention_map import last_weights
-from diffquant.calib.analysis.outlier_result import LOGITS
-from diffquant.calib.analysis.outliers import measure_magnitudes
-from diffquant.inspection import inspect_checkpoint
-from diffquant.model.walk import CAUSAL
+from diffquant.attention.backends.blocks import attention_weights
+from diffquant.calib.outlier_result import LOGITS
+from diffquant.calib.outliers import measure_magnitudes
+from diffquant.quantization.inspection import inspect_checkpoint
 from tests.support.checkpoints import write_checkpoint
 from tests.support.models import random_ids
+from tests.support.recorded_calls import record_calls
+from tests.support.tables import in_one_test
 
 # As `write_checkpoint("motif-grouped")` has them: 8 signal heads, 2 noise heads, 2 KV pairs.
 SIGNALS, NOISES, WIDTH = 8, 2, 12
@@ -70,13 +71,13 @@ def literal_attention(x, weights, layer):
     return torch.cat(outputs, 1) @ weights["o_proj.weight"].T
 
 
-@pytest.mark.parametrize("layer", [0, 1])
+@in_one_test("layer", [0, 1])
 def test_a_layer_computes_the_authors_formula(grouped, layer):
     model = load(grouped, dtype=torch.float64)
     walk = model.walk(17)
     weights = {name: x.double() for name, x in walk.layers[layer].self_attn.named_parameters()}
     x = torch.randn(1, 17, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(layer))
-    got = walk.layers[layer].self_attn(x, walk.rotary, CAUSAL, None)[0]
+    got = walk.layers[layer].self_attn(x, *walk.arguments(walk.layers[layer]))[0]
     # λ and the rotary tables are float32.
     torch.testing.assert_close(got, literal_attention(x[0], weights, layer), rtol=0, atol=1e-5)
 
@@ -92,14 +93,14 @@ RECIPES = {
 }
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@in_one_test("name", RECIPES)
 def test_it_computes_what_pairs_with_repeated_noise_heads_do(grouped, expanded, name):
     recipe, ids = Recipe.of(**RECIPES[name]), random_ids(2, 23)
     ours, theirs = (load(folder, recipe, torch.float64) for folder in (grouped, expanded))
     torch.testing.assert_close(ours(ids).logits, theirs(ids).logits, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", ["16", "residual"])
+@in_one_test("name", ["16", "residual"])
 def test_cached_decoding_and_beams_are_those_of_the_repeated_model(grouped, expanded, name):
     recipe, ids = Recipe.of(**RECIPES[name]), random_ids(2, 9)
     settings = {"max_new_tokens": 10, "do_sample": False, "num_beams": 2, "pad_token_id": 0, "eos_token_id": None}
@@ -125,12 +126,14 @@ def test_outliers_count_a_shared_noise_map_once(grouped, expanded):
     assert ours.top[1] == pytest.approx(theirs.top[1], rel=1e-6)
 
 
-@pytest.mark.parametrize("text", ["16", "4:row", "4:pair", "4:tensor", "5:head:alike"])
+@in_one_test("text", ["16", "4:row", "4:pair", "4:tensor", "5:head:alike"])
 def test_the_last_positions_maps_are_those_of_the_repeated_model(grouped, expanded, text):
     both = []
     for folder in (grouped, expanded):
         walk = load(folder, Recipe.of(logits=text), torch.float64).walk(13)
-        both.append(last_weights(walk, walk.layers[1], walk.embed(random_ids(1, 13))))
+        with record_calls(walk.layers[1].self_attn) as calls:
+            walk.run(walk.layers[1], walk.embed(random_ids(1, 13)))
+        both.append(attention_weights(calls[0], 12))
     for ours, theirs in zip(*both, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
 

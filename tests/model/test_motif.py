@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from diffquant import Recipe, load, quantize
 from diffquant.errors import CheckpointError
-from diffquant.inspection import inspect_checkpoint
 from diffquant.model.activations import poly_norm
 from diffquant.model.adapters import adapter_for
+from diffquant.quantization.inspection import inspect_checkpoint
 from tests.support.checkpoints import SIZES, write_checkpoint
 from tests.support.models import random_diffllama, random_ids
+from tests.support.tables import in_one_test
 
 # Worked out by hand: x, and PolyNorm of it with w = [.2, .3, .5] and b = .125.
 VECTORS = [
@@ -133,13 +134,13 @@ def test_it_generates_the_tokens_of_the_diffllama_it_was_made_of(motif_and_oracl
     assert torch.equal(load(folder).generate(ids, **settings), oracle.generate(ids, **settings))
 
 
-@pytest.mark.parametrize(("x", "wanted"), VECTORS)
+@in_one_test(("x", "wanted"), VECTORS)
 def test_poly_norm_gives_the_values_worked_out_by_hand(x, wanted):
     y = poly_norm(torch.tensor(x, dtype=torch.float64), WEIGHT, BIAS)
     np.testing.assert_allclose(y.numpy(), wanted, rtol=0, atol=1e-15)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@in_one_test("dtype", [torch.float16, torch.bfloat16])
 def test_poly_norm_of_half_types_survives_cubes_that_they_cannot_hold(dtype):
     x = torch.linspace(-3000, 3000, 97).to(dtype)
     y = poly_norm(x[None], WEIGHT.to(dtype), BIAS.to(dtype))
@@ -181,14 +182,14 @@ def test_quantizing_keeps_activation_lambda_and_norm_as_they_are(tmp_path):
     assert inspect_checkpoint(tmp_path / "low").packed == 2 * 7
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("changes", "message"),
     [
         ({"num_attention_heads": 15, "head_dim": 128, "hidden_size": 1920}, "num_attention_heads is 15"),
         ({"num_key_value_heads": 5}, "num_key_value_heads is 5"),
         ({"num_key_value_heads": 12}, "6 KV pairs do not divide 8 query pairs"),
         ({"hidden_size": 2050}, "hidden_size 2050 is not a multiple"),
-        ({"hidden_act": "poly_relu"}, "hidden_act is 'poly_relu', which is not computed; known are .*poly_norm"),
+        ({"hidden_act": "poly_relu"}, "hidden_act is 'poly_relu', which is not supported; choose from .*poly_norm"),
         ({"fused_rope": True}, "fused_rope is True"),
         ({"qkv_bias": True}, "qkv_bias is True"),
         ({"k_ratio": 2}, "k_ratio is 2 without num_noise_heads"),
@@ -202,16 +203,16 @@ def test_a_config_that_is_not_computed_is_refused_naming_its_key(changes, messag
         adapter_for(MOTIF_2_6B | changes)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("changes", "message"),
     [
         ({"num_noise_heads": 7}, "num_noise_heads 7 does not divide num_attention_heads 40"),
         ({"num_noise_heads": 40}, "num_noise_heads 40 does not divide num_attention_heads 40"),
         ({"num_noise_heads": True}, "num_noise_heads True does not divide"),
         ({"num_noise_heads": "8"}, "num_noise_heads '8' does not divide"),
-        ({"num_key_value_heads": 15}, "num_key_value_heads 15 is no number of pairs"),
+        ({"num_key_value_heads": 15}, "num_key_value_heads 15 is not an even number"),
         ({"num_key_value_heads": 12}, "6 pairs of num_key_value_heads 12 do not divide 8 noise heads"),
-        ({"k_ratio": 4}, "k_ratio is 4; one signal key"),
+        ({"k_ratio": 4}, "k_ratio is 4; only one signal key"),
         ({"head_dim": None}, "head_dim is missing"),
     ],
 )
@@ -220,7 +221,7 @@ def test_a_grouped_config_that_is_not_computed_is_refused_naming_its_key(changes
         adapter_for(MOTIF_2_12_7B | changes)
 
 
-@pytest.mark.parametrize("name", ["lambda_q1", "subln.weight", "mlp.act_fn.weight"])
+@in_one_test("name", ["lambda_q1", "subln.weight", "mlp.act_fn.weight"])
 def test_a_missing_tensor_is_named(tmp_path, name):
     from safetensors.torch import load_file
 

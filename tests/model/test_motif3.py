@@ -10,18 +10,20 @@ from transformers import DynamicCache, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from diffquant import Recipe, load
-from diffquant.calib.analysis.outlier_result import LOGITS
-from diffquant.calib.analysis.outliers import measure_magnitudes
+from diffquant.calib.outlier_result import LOGITS
+from diffquant.calib.outliers import measure_magnitudes
 from diffquant.errors import UsageError
+from diffquant.measure.sweep.subject import kv_bytes_per_token
 from diffquant.model.activations import poly_norm
 from diffquant.model.cache import PackedLayer
+from diffquant.model.motif3.architecture import plain_frequencies, yarn_factor, yarn_frequencies
 from diffquant.model.motif3.attention import LatentAttention
-from diffquant.model.motif3.rotary import plain_frequencies, yarn_factor, yarn_frequencies
-from diffquant.model.motif3.streams import balanced
+from diffquant.model.motif3.modeling import balance
 from diffquant.model.windowed_cache import WindowedLayer
-from diffquant.sweep.storage import kv_bytes_per_token
 from tests.support.checkpoints import MOTIF3, write_random
 from tests.support.decoding import check_padding, check_pieces
+from tests.support.tables import in_one_test
+from tests.support.thorough import sampled
 
 LAYERS, STREAMS, WINDOW = MOTIF3["num_hidden_layers"], MOTIF3["mhc_expansion_rate"], MOTIF3["sliding_window"] + 1
 GROUPS, SIGNALS = MOTIF3["num_noise_heads"], 4
@@ -170,7 +172,7 @@ def test_logits_are_those_of_the_formulas(checkpoint, model):
     np.testing.assert_allclose(model(ids).logits.numpy(), wanted, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("pieces", [[1] * 19, [7, 1, 1, 9, 1], [18, 1]], ids=str)
+@in_one_test("pieces", [[1] * 19, [7, 1, 1, 9, 1], [18, 1]])
 def test_decoding_in_steps_is_reading_at_once(model, pieces):
     check_pieces(model, random_ids(2, 19), pieces, TOLERANCE)
 
@@ -182,8 +184,8 @@ def test_padding_on_either_side_and_in_between_changes_nothing(model):
 def test_both_forms_of_the_latent_compute_the_same(checkpoint, monkeypatch):
     """What a step reads in the latent's space is what keys and values of each head give, rotated latents too."""
     ids, taken = random_ids(2, 19), []
-    absorbed = LatentAttention._absorbed
-    monkeypatch.setattr(LatentAttention, "_absorbed", lambda *given: taken.append(given[1]) or absorbed(*given))
+    absorbed = LatentAttention._attend_absorbed
+    monkeypatch.setattr(LatentAttention, "_attend_absorbed", lambda *given: taken.append(given[1]) or absorbed(*given))
     for recipe in (Recipe(), Recipe.of(kv="8:row:rotated", residual=100)):
         model, logits = load(checkpoint[0], recipe), []
         for absorbs in (False, True):
@@ -224,7 +226,7 @@ def test_it_generates_greedily_what_reading_the_whole_text_each_time_gives(model
     assert torch.equal(made, text)
 
 
-@pytest.mark.parametrize("cache", ["another's", "4-D mask"])
+@in_one_test("cache", ["another's", "4-D mask"])
 def test_what_windows_of_latents_cannot_honour_is_refused(model, cache):
     ids = random_ids(1, 5)
     given = (
@@ -244,7 +246,7 @@ def test_largest_logits_are_those_of_the_formulas(checkpoint, model):
     assert [layer[LOGITS].top[1] for layer in layers] == pytest.approx(formulas.largest, rel=1e-5)
 
 
-@pytest.mark.parametrize(("dtype", "error"), [(torch.bfloat16, 0.05), (torch.float16, 0.01)])
+@in_one_test(("dtype", "error"), [(torch.bfloat16, 0.05), (torch.float16, 0.01)])
 def test_half_types_compute_the_same_but_for_their_rounding(tmp_path, dtype, error):
     # All experts of each token: which ones are chosen would turn on rounding.
     write_random(tmp_path / "model", MOTIF3 | {"experts_top_k": MOTIF3["num_experts"]}, torch.float64)
@@ -273,7 +275,7 @@ def test_a_saved_model_is_the_model(model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "schemes", [{"kv": "8"}, {"k": "4:g2", "v": "4:row:rotated"}, {"kv": "8", "residual": 3}], ids=str
+    "schemes", sampled([{"kv": "8"}, {"k": "4:g2", "v": "4:row:rotated"}, {"kv": "8", "residual": 3}], 3)
 )
 def test_what_a_quantized_cache_forgets_no_later_token_sees(checkpoint, schemes, monkeypatch):
     """A cache that forgets nothing gives the same: codes and scales of what stays do not change."""
@@ -290,7 +292,7 @@ def test_what_a_quantized_cache_forgets_no_later_token_sees(checkpoint, schemes,
     assert not torch.allclose(forgetting, load(checkpoint[0])(ids).logits, rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize("scheme", ["8", "4:row:rotated"])
+@in_one_test("scheme", ["8", "4:row:rotated"])
 def test_a_quantized_latent_reads_alike_at_once_and_in_steps(checkpoint, scheme):
     model, ids = load(checkpoint[0], Recipe.of(kv=scheme)), random_ids(2, 19)
     cache = model.new_cache()
@@ -338,7 +340,7 @@ def test_yarn_is_transformers_and_the_released_models_numbers():
     assert plain_frequencies(64, 10000.0)[10] == pytest.approx(known[10])
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("rounds", "wanted"),
     [
         (20, [[0.119205288863, 0.880799444778], [0.880794711137, 0.119200555222]]),
@@ -347,7 +349,7 @@ def test_yarn_is_transformers_and_the_released_models_numbers():
 )
 def test_rows_and_then_columns_are_divided_by_their_sums(rounds, wanted):
     logits = torch.tensor([[0.0, 1.0], [2.0, -1.0]], dtype=torch.float64)
-    np.testing.assert_allclose(balanced(logits.exp(), rounds).numpy(), wanted, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(balance(logits.exp(), rounds).numpy(), wanted, rtol=0, atol=1e-12)
 
 
 def test_an_activations_weights_are_sigmoids_of_its_parameters():

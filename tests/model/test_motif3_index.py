@@ -10,18 +10,19 @@ from safetensors.torch import load_file, save_file
 
 import diffquant
 from diffquant import Recipe, load, quantize
-from diffquant.bench.synthetic import preset
-from diffquant.cli import main
+from diffquant.checkpoints.compressed_tensors import PACKED
+from diffquant.checkpoints.source import open_source
+from diffquant.checkpoints.weight_source import WeightRules, matches
 from diffquant.errors import CheckpointError, UsageError
-from diffquant.formats.compressed_tensors import PACKED
-from diffquant.inspection import inspect_checkpoint
 from diffquant.model.adapters import adapter_for
+from diffquant.quantization.inspection import inspect_checkpoint
 from diffquant.quantization.plan import plan_quantization
-from diffquant.quantization.roundings.tuned import descent
-from diffquant.source.source import open_source
-from diffquant.source.weight_rules import WeightRules, matches
+from diffquant.quantization.roundings.gptq import descent
+from diffquant.verbs.cli import main
 from tests.support import tiny_lm
 from tests.support.checkpoints import MOTIF3, write_random
+from tests.support.synthetic import preset
+from tests.support.tables import in_one_test
 
 CONFIG = preset("motif-3")
 ATTENTION = {
@@ -136,7 +137,9 @@ def test_by_name_and_by_rule_the_same_is_packed_and_the_same_stays():
     parameters, rules = adapter_for(CONFIG).source_parameters, WeightRules.read()
     packed = {name for name, each in parameters.items() if each.packing == "weights"}
     assert packed == {
-        name for name, each in parameters.items() if rules.mean(name, len(each.shape)) and not matches(name, rules.keep)
+        name
+        for name, each in parameters.items()
+        if rules.matches_weight(name, len(each.shape)) and not matches(name, rules.keep)
     }
     endings = {re.sub(r"^model\.layers\.\d+\.", "", name) for name in packed}
     matrices = [f"{name}_proj" for name in ("gate", "up", "down")]
@@ -252,7 +255,7 @@ def test_a_checkpoint_without_the_predicting_layer_says_so_in_its_config(checkpo
     assert len(open_source(checkpoint).checkpoint.tensors) == len(tensors) - 19
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("changes", "message"),
     [
         ({"score_func": "softmax"}, "score_func is 'softmax', not 'sigmoid'"),
@@ -266,11 +269,11 @@ def test_a_checkpoint_without_the_predicting_layer_says_so_in_its_config(checkpo
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling has type 'linear'"),
         ({"num_noise_heads": 32}, "num_noise_heads 32 does not divide num_attention_heads 80 into groups"),
         ({"num_noise_heads": 8}, "num_noise_heads 8 is not num_key_value_heads 16"),
-        ({"qk_rope_head_dim": 63}, "qk_rope_head_dim 63 is no even part of head_dim 192"),
+        ({"qk_rope_head_dim": 63}, "qk_rope_head_dim 63 is not an even part of head_dim 192"),
         ({"experts_top_k": 385}, "experts_top_k 385 is more than num_experts 384"),
         ({"q_lora_rank": "1024"}, "q_lora_rank is '1024', not a number from 1 on"),
         ({"route_scale": "2"}, "route_scale is '2', not a number"),
-        ({"route_norm": 1}, "route_norm is 1, neither true nor false"),
+        ({"route_norm": 1}, "route_norm is 1, not true or false"),
         ({"num_experts": None}, "num_experts is None, not a number from 1 on"),
     ],
 )

@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
 
 from diffquant import Recipe, load, quantize
-from diffquant.inspection import inspect_checkpoint
 from diffquant.model.adapters import READERS, adapter_for, register
+from diffquant.quantization.inspection import inspect_checkpoint
 
 SIZES = {
     "vocab_size": 90,

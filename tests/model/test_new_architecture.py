@@ -1,4 +1,4 @@
-"""A mixture of experts of two files, taken through every verb: nothing else of diffquant knows it."""
+"""A mixture of experts of three files, taken through every verb: nothing else of diffquant knows it."""
 
 import json
 import re
@@ -7,27 +7,30 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+from onnx import numpy_helper
 from safetensors.torch import load_file, save_file
 from transformers import MixtralConfig, MixtralForCausalLM
 
 import diffquant
-from diffquant.calib.search.roles import roles
-from diffquant.errors import CheckpointError, GroupSizeError, UsageError
-from diffquant.formats.compressed_tensors import PACKED, SCALE, SHAPE
-from diffquant.inspection import inspect_checkpoint
-from diffquant.loading import load
+from diffquant.calib.search.result import roles
+from diffquant.checkpoints.compressed_tensors import PACKED, SCALE, SHAPE
+from diffquant.checkpoints.source import open_source
+from diffquant.errors import CheckpointError, GroupSizeError, ToleranceError, UsageError
 from diffquant.model.adapters import READERS, register
-from diffquant.model.blocks import Block
+from diffquant.model.blocks import Block, MLPBlock
+from diffquant.quantization.inspection import inspect_checkpoint
+from diffquant.quantization.loading import load
 from diffquant.quantization.plan import plan_quantization
 from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
-from diffquant.source.source import open_source
 from tests.support import tiny_lm
 from tests.support.checkpoints import SIZES, write_random
-from tests.support.mixture_adapter import read_mixture
+from tests.support.mixture_adapter import ExpertsBlock, read_mixture
+from tests.support.planted import PlantedExport
 
 ROOT = Path(__file__).parents[2]
 MIXTURE = SIZES | {
@@ -52,9 +55,10 @@ def mixture():
 
 @pytest.fixture
 def ungated(monkeypatch):
-    """The example of CONTRIBUTING.md, as if its two files were there."""
+    """The example of CONTRIBUTING.md, as if its three files were there."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
-    examples = re.findall(r"```python\n# (diffquant/model/(?:adapters/llama_)?ungated)\.py\n(.*?)```", text, re.DOTALL)
+    place = "(diffquant/(?:model|onnx)/(?:adapters/llama_|architectures/)?ungated)"
+    examples = re.findall(rf"```python\n# {place}\.py\n(.*?)```", text, re.DOTALL)
     for place, code in examples:
         module = ModuleType(place.replace("/", "."))
         monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -120,7 +124,7 @@ def test_its_experts_are_packed_read_back_and_scored(checkpoint, tmp_path):
 def test_large_experts_are_rounded_in_blocks_to_the_same_values(checkpoint, tmp_path, monkeypatch):
     """A block of rows may begin inside one expert and end in another."""
     wanted = logits(checkpoint, Recipe.of(weights="4:row"))
-    monkeypatch.setattr("diffquant.formats.row_stream.BLOCK_ELEMENTS", 40 * 64)
+    monkeypatch.setattr("diffquant.checkpoints.row_stream.BLOCK_ELEMENTS", 40 * 64)
     quantize(checkpoint, tmp_path / "low", Recipe.of(weights="4:row"))
     assert torch.equal(logits(tmp_path / "low"), wanted)
 
@@ -155,6 +159,8 @@ def test_the_example_of_contributing_runs(ungated, tmp_path):
     network, x = load(tmp_path / "plain").model.layers[1].mlp, torch.randn(3, SIZES["hidden_size"])
     up, down = (tensors[f"model.layers.1.mlp.{name}_proj.weight"] for name in ("up", "down"))
     torch.testing.assert_close(network(x), (x @ up.T).clamp(min=0).square() @ down.T)
+    diffquant.export(tmp_path / "low", tmp_path / "out")
+    assert diffquant.verify(tmp_path / "out", tmp_path / "low").passed
 
 
 @pytest.mark.parametrize(
@@ -184,10 +190,65 @@ def test_experts_stored_with_their_inputs_first_are_refused_by_name(tmp_path):
     assert not torch.equal(logits(tmp_path / "plain", kept), logits(tmp_path / "plain"))
 
 
-@pytest.mark.parametrize("verb", [diffquant.export, diffquant.calibrate])
-def test_verbs_that_know_a_transformers_blocks_alone_say_so(checkpoint, tmp_path, verb):
+@pytest.mark.parametrize("weights", [None, "4:g32"], ids=["plain", "quantized"])
+def test_it_is_exported_and_verified_by_three_files(checkpoint, tmp_path, weights):
+    source = checkpoint
+    if weights:
+        source = tmp_path / "low"
+        quantize(checkpoint, source, Recipe.of(weights=weights))
+    diffquant.export(source, tmp_path / "out", kv=8)
+    found = diffquant.verify(tmp_path / "out", source)
+    assert found.passed
+    assert len(found.stages) == SIZES["num_hidden_layers"] + 2
+    assert files_that_know("tests.support.mixture|class Mixture") == {
+        "mixture_adapter.py",
+        "mixture.py",
+        "mixture_export.py",
+    }
+
+
+def test_an_expert_that_the_graph_has_in_anothers_place_is_refused(checkpoint, tmp_path):
+    diffquant.export(checkpoint, tmp_path / "out")
+    planted = PlantedExport.copy(tmp_path / "out", tmp_path / "planted")
+    (number,) = (each for each in planted.model.graph.initializer if each.name == "expert.1")
+    number.CopyFrom(numpy_helper.from_array(np.array(0), "expert.1"))
+    planted.save()
+    with pytest.raises(ToleranceError, match=r"diverges first in layer 1"):
+        diffquant.verify(planted.folder, checkpoint)
+
+
+def files_that_know(pattern):
+    """Names of the product's files, and of the tests' support, that mention a toy."""
+    paths = (
+        path for folder in ("diffquant", "export", "calib", "tests/support") for path in (ROOT / folder).rglob("*.py")
+    )
+    return {path.name for path in paths if re.search(pattern, path.read_text(encoding="utf-8"))}
+
+
+def test_an_architecture_of_known_blocks_is_exported_by_the_two_files_that_run_it(tmp_path):
+    """It has no experts: the mixture's own files are what an arrangement of a Transformer's blocks takes."""
+    write_random(tmp_path / "plain", MIXTURE | {"dense_layers": SIZES["num_hidden_layers"]}, torch.bfloat16)
+    tiny_lm.tokenizer().save_pretrained(tmp_path / "plain")
+    diffquant.export(tmp_path / "plain", tmp_path / "out", weights="8:g32")
+    assert diffquant.verify(tmp_path / "out", tmp_path / "plain").passed
+
+
+def test_a_block_that_no_file_exports_is_refused_by_name(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.delattr(ExpertsBlock, "export")
+    refusal = "mixture model with layers of attention, attention with experts: export .* named for ExpertsBlock"
+    with pytest.raises(CheckpointError, match=refusal):
+        diffquant.export(checkpoint, tmp_path / "out")
+
+
+def test_a_block_that_computes_something_else_does_not_inherit_an_export():
+    own = {"parameters": lambda _: {}}
+    assert type("Other", (MLPBlock,), {})(1, 1, "silu").exported_by == MLPBlock.export
+    assert type("Changed", (MLPBlock,), own)(1, 1, "silu").exported_by == ""
+
+
+def test_the_verb_that_knows_a_transformers_blocks_alone_says_so(checkpoint, tmp_path):
     with pytest.raises(CheckpointError, match="mixture model with layers of attention, attention with experts"):
-        verb(checkpoint, tmp_path / "out")
+        diffquant.calibrate(checkpoint, tmp_path / "out")
 
 
 def test_it_is_searched_and_its_experts_are_told_apart_by_layer(checkpoint, tmp_path):
@@ -218,7 +279,7 @@ def test_a_block_is_known_to_three_files_its_own_the_architectures_and_its_modul
         if not any(parent.is_symlink() for parent in path.parents)
     }
     blocks = list(blocks_of_models())
-    assert len(blocks) > 9
+    assert len(blocks) == 9
     for block in blocks:
         # A norm's module is torch's own.
         own = getattr(block, "module", None)

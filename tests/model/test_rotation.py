@@ -11,9 +11,10 @@ from diffquant import Recipe, load, quantize
 from diffquant.errors import UsageError
 from diffquant.model.cache import PackedLayer
 from diffquant.model.walk import CAUSAL
-from diffquant.numbers.rotation import rotated, rotation
+from diffquant.recipe.numbers.simulation import rotate_by, rotation
 from tests.support.checkpoints import SOURCES, write_checkpoint
 from tests.support.models import random_ids
+from tests.support.tables import in_one_test
 
 # More newest tokens than any text here has: nothing is rounded, and only the rotation is left.
 ALL = 1000
@@ -24,7 +25,7 @@ def source(request, tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("rotated") / "model", request.param)
 
 
-@pytest.mark.parametrize("width", [1, 2, 12, 32, 48, 128])
+@in_one_test("width", [1, 2, 12, 32, 48, 128])
 def test_a_rotation_is_orthogonal_and_hadamards_where_there_is_one(width):
     matrix = rotation(width)
     torch.testing.assert_close(matrix @ matrix.mT, torch.eye(width, dtype=torch.float64), rtol=0, atol=1e-14)
@@ -57,7 +58,7 @@ def test_attention_without_a_norm_is_the_same_to_float64s_last_digits(tmp_path):
     model = load(write_checkpoint(tmp_path / "v2", "unilm-v2")).double()
     attention, x = model.attentions[0], torch.randn(2, 9, model.config.hidden_size, dtype=torch.float64)
     walk = model.walk(9)
-    rotary = tuple(table.double() for table in walk.rotary)
+    rotary = tuple(table.double() for table in walk.arguments(walk.layers[0])[0])
     exact = attention(x, rotary, CAUSAL, None)
     model.apply_recipe(Recipe.of(kv="4:row:rotated", residual=ALL))
     torch.testing.assert_close(attention(x, rotary, CAUSAL, None), exact, rtol=0, atol=1e-12)
@@ -78,8 +79,8 @@ def test_what_is_read_back_is_the_rotated_codes_turned_back():
     lost = {}
     for name, turn in (("plain", torch.eye(32)), ("rotated", matrix)):
         layer = PackedLayer(Recipe.of(kv="4:row"), {})
-        read, _ = layer.update(rotated(k, turn), k)
-        lost[name] = rotated(read, turn.mT) - k
+        read, _ = layer.update(rotate_by(k, turn), k)
+        lost[name] = rotate_by(read, turn.mT) - k
     assert lost["rotated"].norm() < 0.5 * lost["plain"].norm()
 
 
@@ -94,12 +95,12 @@ def test_a_quantized_checkpoint_keeps_its_rotation(tmp_path):
     assert not torch.equal(unrotated(ids).logits, simulated(ids).logits)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("recipe", "message"),
     [
         ({"logits": "4:row:rotated"}, "rotated is for k and v"),
         ({"weights": "4:g32:rotated"}, "rotated is for k and v"),
-        ({"kv": "8:static:rotated"}, "static scales are of channels as they are"),
+        ({"kv": "8:static:rotated"}, "k: rotated and static do not combine in 8:static:rotated; leave out one"),
         ({"kv": "16:rotated"}, "16 bits means not quantized"),
     ],
 )

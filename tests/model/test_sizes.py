@@ -6,10 +6,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from diffquant.errors import CheckpointError
 from diffquant.model.adapters import adapter_for
-from diffquant.model.adapters.rotary import ROPE_TYPES
-from diffquant.model.adapters.sizes import DIFFLLAMA, LLAMA
+from diffquant.model.adapters.sizes import DIFFLLAMA, LLAMA, ROPE_TYPES
 from diffquant.model.config import DiffTransformerConfig
 from tests.support.checkpoints import SIZES
+from tests.support.tables import in_one_test
 
 LIBRARY = {"llama": LlamaConfig, "diffllama": DiffLlamaConfig, "diff_v1": DiffLlamaConfig}
 FACTORS = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -43,7 +43,7 @@ def test_a_config_is_read_as_the_library_reads_it(model_type, change):
             assert getattr(ours, field.name) == getattr(library, field.name), field.name
 
 
-@pytest.mark.parametrize(("library", "defaults"), [(LlamaConfig, LLAMA), (DiffLlamaConfig, DIFFLLAMA)])
+@in_one_test(("library", "defaults"), [(LlamaConfig, LLAMA), (DiffLlamaConfig, DIFFLLAMA)])
 def test_defaults_are_the_librarys(library, defaults):
     fields = {field.name: field.default for field in dataclasses.fields(library)}
     held = {key: value for key, value in defaults.items() if key in fields and key != "initializer_range"}

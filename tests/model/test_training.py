@@ -6,11 +6,10 @@ import torch
 from diffquant import Recipe
 from diffquant.errors import UsageError
 from tests.support.models import ours, random_diffllama, random_ids
+from tests.support.tables import in_one_test
 
 
-@pytest.mark.parametrize(
-    "recipe", [{"logits": "4:row"}, {"qk": "8:row"}, {"p": "8:row"}, {"pv": "8:row"}, {"k": 8}], ids=str
-)
+@in_one_test("recipe", [{"logits": "4:row"}, {"qk": "8:row"}, {"p": "8:row"}, {"pv": "8:row"}, {"k": 8}])
 def test_a_backward_pass_through_what_a_recipe_rounds_is_refused(recipe):
     model, ids = ours(random_diffllama()), random_ids()
     model.apply_recipe(Recipe.of(**recipe))

@@ -8,15 +8,16 @@ import torch
 from safetensors.torch import save_file
 from transformers import DiffLlamaForCausalLM
 
-from diffquant.conversion import convert
 from diffquant.errors import CheckpointError
 from diffquant.family.mask import Mask
-from diffquant.loading import load
 from diffquant.model.adapters import adapter_for
+from diffquant.quantization.conversion import convert
+from diffquant.quantization.loading import load
 from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
 from tests.support.checkpoints import write_random
 from tests.support.models import random_ids
+from tests.support.tables import in_one_test
 
 WIDTH, HEAD = 48, 8
 BASE = {
@@ -130,7 +131,7 @@ def test_v1_pairings_differ_under_grouped_heads():
     assert (outs[0] - outs[1]).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("kv_heads", [6, 3, 2, 1])
+@in_one_test("kv_heads", [6, 3, 2, 1])
 def test_v2_equals_its_equations(kv_heads):
     config = {"model_type": "diff_v2", "num_key_value_heads": kv_heads}
     model, attention, weights = attention_and_weights(config, layer=1)
@@ -159,14 +160,14 @@ def test_v2_turns_by_the_angles_of_unilms_decoder_where_the_config_says_so():
     torch.testing.assert_close(run(model, attention, x), expected, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize(("stated", "message"), [("even", "linspace"), ("linspace", "rope_type 'linear'")])
+@in_one_test(("stated", "message"), [("even", "linspace"), ("linspace", "rope_type 'linear'")])
 def test_angles_that_are_not_computed_are_refused(stated, message):
     stretched = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}} if stated == "linspace" else {}
     with pytest.raises(CheckpointError, match=message):
         adapter_for(BASE | {"model_type": "diff_v1", "rope_angles": stated} | stretched)
 
 
-@pytest.mark.parametrize("kv_heads", [12, 4])
+@in_one_test("kv_heads", [12, 4])
 def test_a_v1_checkpoint_without_norm_weights_has_ones(tmp_path, kv_heads):
     config = BASE | {"model_type": "diff_v1", "num_key_value_heads": kv_heads, "rms_norm_eps": 1e-5}
     tensors = write_random(tmp_path / "weighted", config, torch.float32)

@@ -6,12 +6,13 @@ import logging
 import pytest
 
 import diffquant
+from diffquant.checkpoints.source import open_source
 from diffquant.errors import UsageError
-from diffquant.quantization.estimate import estimated_seconds
 from diffquant.quantization.plan import plan_quantization
+from diffquant.quantization.planning import estimated_seconds
 from diffquant.recipe import Recipe
-from diffquant.source.source import open_source
 from tests.support import tiny_lm
+from tests.support.tables import in_one_test
 
 
 @pytest.fixture(scope="module")
@@ -23,12 +24,12 @@ def rule_of(folder):
     return json.loads((folder / "diffquant.json").read_text())["rounding"]["name"]
 
 
-@pytest.mark.parametrize("given", [{"weights": "4:g16"}, {"recipe": "4:g16"}, {"recipe": {"weights": "4:g16"}}])
+@in_one_test("given", ["4:g16", {"weights": "4:g16"}])
 def test_what_is_typed_without_a_rule_is_rounded_by_mse(model, tmp_path, given):
-    report = diffquant.quantize(model, tmp_path / "out", **given)
+    report = diffquant.quantize(model, tmp_path / "out", given)
     assert rule_of(tmp_path / "out") == "mse"
     assert "by mse" in report.summary()
-    nearest = diffquant.quantize(model, tmp_path / "nearest", **given, rounding="nearest")
+    nearest = diffquant.quantize(model, tmp_path / "nearest", given, rounding="nearest")
     assert all(
         ours.error < theirs.error
         for ours, theirs in zip(
@@ -38,7 +39,7 @@ def test_what_is_typed_without_a_rule_is_rounded_by_mse(model, tmp_path, given):
 
 
 def test_a_stored_recipe_without_a_rule_keeps_its_meaning(model, tmp_path):
-    diffquant.quantize(model, tmp_path / "old", weights="4:g16", rounding="nearest")
+    diffquant.quantize(model, tmp_path / "old", {"weights": "4:g16"}, rounding="nearest")
     stored = tmp_path / "old" / "recipe.yaml"
     assert "rounding" not in stored.read_text()
     for name, recipe in {"file": stored, "text": str(stored), "object": Recipe.of(weights="4:g16")}.items():
@@ -50,17 +51,17 @@ def test_a_stored_recipe_without_a_rule_keeps_its_meaning(model, tmp_path):
 
 def test_schemes_that_mse_cannot_do_are_rounded_to_nearest_and_it_is_said(model, tmp_path, caplog):
     caplog.set_level(logging.INFO, "diffquant.verbs")
-    diffquant.quantize(model, tmp_path / "out", weights="8:tensor")
+    diffquant.quantize(model, tmp_path / "out", {"weights": "8:tensor"})
     assert rule_of(tmp_path / "out") == "nearest"
     assert "rounds by nearest, since" in caplog.text
 
 
 def test_a_recipe_of_the_cache_alone_names_no_rule(model, tmp_path):
-    diffquant.quantize(model, tmp_path / "out", preset="paper")
+    diffquant.quantize(model, tmp_path / "out", "paper")
     assert "rounding" not in (tmp_path / "out" / "recipe.yaml").read_text()
 
 
-@pytest.mark.parametrize(("effort", "rule"), [("fast", "mse"), ("balanced", "gptq"), ("best", "tuned")])
+@in_one_test(("effort", "rule"), [("fast", "mse"), ("balanced", "gptq"), ("best", "tuned")])
 def test_an_effort_is_a_rule(model, tmp_path, effort, rule):
     class Planned(Exception):
         pass
@@ -70,14 +71,14 @@ def test_an_effort_is_a_rule(model, tmp_path, effort, rule):
         raise Planned
 
     with pytest.raises(Planned):
-        diffquant.quantize(model, tmp_path / "out", weights="4:g16", effort=effort, planned=stop)
+        diffquant.quantize(model, tmp_path / "out", {"weights": "4:g16"}, effort=effort, planned=stop)
 
 
 def test_an_effort_beside_a_rule_and_one_that_is_none_are_refused(model, tmp_path):
     with pytest.raises(UsageError, match="effort chooses the rule; leave out rounding"):
-        diffquant.quantize(model, tmp_path / "out", weights="4:g16", effort="best", rounding="mse")
+        diffquant.quantize(model, tmp_path / "out", {"weights": "4:g16"}, effort="best", rounding="mse")
     with pytest.raises(UsageError, match="unknown effort 'bets'; did you mean 'best'"):
-        diffquant.quantize(model, tmp_path / "out", weights="4:g16", effort="bets")
+        diffquant.quantize(model, tmp_path / "out", {"weights": "4:g16"}, effort="bets")
 
 
 def test_an_estimate_grows_with_what_a_rule_reads(model):

@@ -2,27 +2,30 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import scipy.linalg
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from diffquant import Recipe, load, quantize
+from diffquant.checkpoints.source import open_source
+from diffquant.checkpoints.tokens import token_windows
 from diffquant.data import books_text
 from diffquant.errors import UsageError
-from diffquant.numbers.formats import format_named
-from diffquant.quantization.roundings.gptq import sequence
-from diffquant.quantization.roundings.gptq.compensation import Inputs, damped, in_order_of_inputs, retargeting
+from diffquant.quantization.roundings.gptq import descent, layer_inputs, sequence
+from diffquant.quantization.roundings.gptq.compensation import Inputs, damp, in_order_of_inputs, retargeting
 from diffquant.quantization.roundings.gptq.layer_inputs import readers_by_input
-from diffquant.quantization.roundings.mse import fitted_scale
+from diffquant.quantization.roundings.nearest import fitted_scale
+from diffquant.recipe.numbers.formats import format_named
 from diffquant.recipe.rounding import RoundingSettings
-from diffquant.source.source import open_source
-from diffquant.text.tokens import token_windows
 from tests.support import tiny_lm
 from tests.support.checkpoints import write_checkpoint
 from tests.support.models import random_ids
+from tests.support.tables import in_one_test
 
 TOKENS, WINDOW = 256, 64
 
@@ -107,14 +110,65 @@ def test_the_models_target_brings_its_outputs_nearer(checkpoint):
     assert lost["model"] < lost["layer"]
 
 
+@pytest.mark.parametrize(
+    ("rule", "options", "budget"),
+    [
+        ("gptq", {}, 0),
+        # Of four batches one has room for the inputs of its modules.
+        ("gptq", {}, 900_000),
+        ("gptq", {"target": "layer"}, 0),
+        ("gptq", {"inputs": "unrounded"}, 0),
+        ("tuned", {}, 0),
+    ],
+    ids=["gptq", "some room", "layer", "unrounded", "tuned"],
+)
+def test_activations_beyond_the_memorys_budget_go_to_files_and_change_nothing(
+    checkpoint, tmp_path, monkeypatch, rule, options, budget
+):
+    monkeypatch.setattr(descent, "_STEPS", 3)
+    saved, save, copied, deepcopy = [], torch.save, [], sequence.copy.deepcopy
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(layer_inputs.torch, "save", lambda state, file: (saved.append(file), save(state, file)))
+    copying = SimpleNamespace(deepcopy=lambda layer: copied.append(layer) or deepcopy(layer))
+    monkeypatch.setattr(sequence, "copy", copying)
+    recipe = Recipe.of(weights="3:g16", rounding={"name": rule, "tokens": 2048, "window": WINDOW, **options})
+    quantize(checkpoint, tmp_path / "roomy", recipe)
+    assert not saved + copied
+    monkeypatch.setattr(layer_inputs, "free_memory", lambda: 2 * budget)
+    quantize(checkpoint, tmp_path / "tight", recipe)
+    assert (bool(saved), bool(copied)) == (not budget, "inputs" not in options and options.get("target") != "layer")
+    assert {file.name for file in tmp_path.iterdir()} == {"roomy", "tight"}
+    roomy, tight = (load_file(tmp_path / name / "model.safetensors") for name in ("roomy", "tight"))
+    assert all(torch.equal(tensor, tight[name]) for name, tensor in roomy.items())
+
+
+def test_what_nothing_refers_to_gives_its_room_back_and_its_file_goes(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    store = layer_inputs.ActivationStore(budget=1000)
+    first, second = store.keep(torch.ones(200)), store.keep(torch.full((100,), 2.0))
+    assert store.free == 200
+    (file,) = tmp_path.glob("diffquant-*/*")
+    assert (second.get() == 2).all()
+    assert store.hold(torch.ones(26)) is None
+    assert store.hold(torch.ones(25)) is not None
+    del first, second
+    assert (store.free, file.exists()) == (1000, False)
+
+
+def test_a_full_disk_is_said(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "absent"))
+    with pytest.raises(UsageError, match=r"activations do not fit into .*absent.*set TMPDIR"):
+        layer_inputs.ActivationStore(budget=0).keep(torch.ones(3))
+
+
 def test_retargeted_weights_are_the_ridge_solution_of_another_solver():
     generator = np.random.default_rng(0)
     y = generator.normal(size=(300, 24))
     x = y + 0.2 * generator.normal(size=(300, 24))
     weight = generator.normal(size=(5, 24))
     products = torch.from_numpy(x.T @ x)
-    ridge = damped(products) - products
-    moved = torch.from_numpy(weight) @ retargeting(damped(products), torch.from_numpy((y - x).T @ x)).double()
+    ridge = damp(products) - products
+    moved = torch.from_numpy(weight) @ retargeting(damp(products), torch.from_numpy((y - x).T @ x)).double()
     # Rows that draw the solution to the weight, as the ridge does.
     roots = np.diag(np.sqrt(ridge.diagonal().numpy()))
     theirs, *_ = scipy.linalg.lstsq(np.vstack([x, roots]), np.vstack([y @ weight.T, roots @ weight.T]))
@@ -126,7 +180,7 @@ def test_columns_in_order_of_inputs_are_gptqs_recurrence_over_them_in_float64():
     torch.manual_seed(0)
     weight = torch.randn(9, 32)
     x = torch.randn(200, 32) * torch.linspace(0.2, 3, 32)[torch.randperm(32)]
-    products = damped(x.T @ x)
+    products = damp(x.T @ x)
     inputs = Inputs.of(products, by_activation=True)
     made = in_order_of_inputs(weight.mT.contiguous(), inputs, inputs.order, format_named("4"), 8, torch.float32)
     codes, scales = (each.mT for each in made)
@@ -161,7 +215,7 @@ def test_modules_that_read_one_input_are_found_in_the_order_of_their_run(tmp_pat
     ]
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("rounding", "message"),
     [
         ({"name": "gptq", "inputs": "rouned"}, "inputs must be rounded or unrounded, got 'rouned'"),

@@ -1,17 +1,14 @@
 """A model in memory is quantized to the bit as its folder would be."""
 
-import inspect
-import typing
-
 import pytest
 import torch
 
 import diffquant
 from diffquant.errors import UsageError
 from diffquant.recipe import Recipe
-from diffquant.verbs.quantize import quantize
 from tests.support.checkpoints import write_checkpoint
 from tests.support.models import random_ids
+from tests.support.tables import in_one_test
 
 
 def same(a, b):
@@ -46,17 +43,18 @@ def test_the_result_is_the_disks(tmp_path, kind, dtype, recipe):
 
 def test_the_result_is_that_of_the_checkpoint_that_was_loaded(tmp_path):
     checkpoint = write_checkpoint(tmp_path / "given", "unilm-v1")
-    diffquant.quantize(checkpoint, tmp_path / "quantized", weights="4:g32", effort="fast")
-    assert same(diffquant.quantize(diffquant.load(checkpoint), weights="4:g32"), diffquant.load(tmp_path / "quantized"))
+    diffquant.quantize(checkpoint, tmp_path / "quantized", {"weights": "4:g32"}, effort="fast")
+    in_memory = diffquant.quantize(diffquant.load(checkpoint), recipe="4:g32")
+    assert same(in_memory, diffquant.load(tmp_path / "quantized"))
 
 
 def test_the_models_own_cache_stays_where_the_recipe_says_nothing_of_it(tmp_path):
     model = diffquant.load(write_checkpoint(tmp_path / "given", "llama"), {"kv": 8})
-    recipe = diffquant.quantize(model, weights="8:row").recipe
+    recipe = diffquant.quantize(model, recipe={"weights": "8:row"}).recipe
     assert (str(recipe.k), str(recipe.weights)) == ("8:row", "8:row")
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("options", "said"),
     [
         ({"output": "out"}, "leave out output"),
@@ -67,25 +65,25 @@ def test_the_models_own_cache_stays_where_the_recipe_says_nothing_of_it(tmp_path
 def test_what_is_about_files_is_refused(tmp_path, options, said):
     model = diffquant.load(write_checkpoint(tmp_path / "given", "llama"))
     with pytest.raises(UsageError, match=said):
-        diffquant.quantize(model, **{"weights": "4:g32"} | options)
+        diffquant.quantize(model, **{"recipe": "4:g32"} | options)
 
 
 def test_a_model_that_is_quantized_is_refused(tmp_path):
     model = diffquant.load(write_checkpoint(tmp_path / "given", "llama"))
-    with pytest.raises(UsageError, match="low bits already"):
-        diffquant.quantize(diffquant.quantize(model, weights="4:g32"), weights="4:g32")
+    with pytest.raises(UsageError, match="are already quantized"):
+        diffquant.quantize(diffquant.quantize(model, recipe="4:g32"), recipe="4:g32")
 
 
 def test_a_models_weights_stay_under_a_recipe_of_its_cache(tmp_path):
     checkpoint, ids = write_checkpoint(tmp_path / "given", "llama"), random_ids(2, 9)
-    diffquant.quantize(checkpoint, tmp_path / "quantized", weights="4:g32", effort="fast")
+    diffquant.quantize(checkpoint, tmp_path / "quantized", {"weights": "4:g32"}, effort="fast")
     kv = {"kv": "8:row"}
     for model in (diffquant.load(checkpoint, {"weights": "4:g32"}), diffquant.load(tmp_path / "quantized")):
         recipe, expected = model.recipe, model(ids).logits
         model.apply_recipe(kv)
         assert model.recipe == Recipe.of(**kv).with_weights_of(recipe)
-        with pytest.raises(UsageError, match="low bits already"):
-            diffquant.quantize(model, weights="4:g32")
+        with pytest.raises(UsageError, match="are already quantized"):
+            diffquant.quantize(model, recipe={"weights": "4:g32"})
         with pytest.raises(UsageError, match="are at low bits"):
             model.save_pretrained(tmp_path / "saved")
         for other in ("8:row", {"overrides": {"*.q_proj": "8:row"}}):
@@ -102,18 +100,5 @@ def test_a_model_whose_parts_lie_on_the_disk_is_refused(tmp_path):
     checkpoint = write_checkpoint(tmp_path / "given", "llama")
     places = {"model.embed_tokens": "cpu", "model.layers": "disk", "model.norm": "cpu", "lm_head": "cpu"}
     model = diffquant.load(checkpoint, device_map=places, offload_folder=tmp_path / "offloaded")
-    with pytest.raises(UsageError, match="are spread to other places"):
-        diffquant.quantize(model, weights="8:row")
-
-
-def test_a_checkpoint_without_an_output_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="a folder to write to is missing"):
-        diffquant.quantize(write_checkpoint(tmp_path / "given", "llama"), weights="4:g32")
-
-
-def test_type_checkers_see_the_parameters_that_there_are():
-    parameters = inspect.signature(quantize).parameters
-    memory, disk = (inspect.signature(each).parameters for each in typing.get_overloads(quantize))
-    assert list(disk) == list(parameters)
-    assert [each.default for each in disk.values()][2:] == [each.default for each in parameters.values()][2:]
-    assert set(memory) < set(parameters)
+    with pytest.raises(UsageError, match="is spread over devices"):
+        diffquant.quantize(model, recipe={"weights": "8:row"})

@@ -5,18 +5,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from diffquant.checkpoints import source as source_module
+from diffquant.checkpoints.compressed_tensors import weight_scale
 from diffquant.errors import UsageError
-from diffquant.formats.compressed_tensors import weight_scale
-from diffquant.loading import load
+from diffquant.measure.sweep.grid import SweepOptions
+from diffquant.measure.sweep.run import evaluate, run_sweep
 from diffquant.quantization import roundings
+from diffquant.quantization.loading import load
 from diffquant.quantization.quantize import quantize
 from diffquant.quantization.roundings import Rounder, Rounding, register, rounding_named
 from diffquant.recipe import Recipe
 from diffquant.recipe.rounding import RoundingSettings
-from diffquant.source import source as source_module
-from diffquant.sweep import SweepOptions, run_sweep
-from diffquant.sweep.evaluate import evaluate
 from tests.support import tiny_lm
+from tests.support.tables import in_one_test
 
 OPTIONS = SweepOptions(
     tasks=("perplexity",),
@@ -115,7 +116,7 @@ def test_quantize_with_gptq_opens_its_source_once(checkpoint, tmp_path, monkeypa
     assert opened == [checkpoint]
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("rounding", "message"),
     [
         ("gtpq", r"unknown rounding 'gtpq'; did you mean 'gptq'"),

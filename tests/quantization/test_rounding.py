@@ -7,18 +7,18 @@ import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from safetensors.torch import load_file
 
+from diffquant.checkpoints.compressed_tensors import decode_codes
 from diffquant.errors import UsageError
-from diffquant.formats.compressed_tensors import decode_codes
-from diffquant.loading import load
-from diffquant.numbers.formats import format_named
+from diffquant.quantization.loading import load
 from diffquant.quantization.quantize import quantize
 from diffquant.quantization.roundings.gptq import compensation
-from diffquant.quantization.roundings.gptq.compensation import Inputs, compensate, damped, in_one_pass
-from diffquant.quantization.roundings.mse import fitted_scale, round_with_clipping
-from diffquant.quantization.roundings.nearest import round_to_nearest
+from diffquant.quantization.roundings.gptq.compensation import Inputs, compensate, damp, in_one_pass
+from diffquant.quantization.roundings.nearest import fitted_scale, round_to_nearest, round_with_clipping
 from diffquant.recipe import Recipe
-from diffquant.scheme import Scheme
+from diffquant.recipe.numbers.formats import format_named
+from diffquant.recipe.scheme import Scheme
 from tests.support import tiny_lm
+from tests.support.tables import in_one_test
 
 SCHEMES = ["4:g16", "4:row", "6:g16", "3:g16"]
 
@@ -43,7 +43,7 @@ def output_error(values, weight, products):
 def test_fitted_scales_never_lose_and_compensation_wins_at_the_output(text, dtype):
     scheme = Scheme.parse(text)
     weight, x = weight_and_inputs()
-    inputs = Inputs.of(damped(x.T @ x))
+    inputs = Inputs.of(damp(x.T @ x))
     plain, best = (read_back(f("", weight, scheme, dtype), scheme) for f in (round_to_nearest, round_with_clipping))
     made = read_back(compensate(weight, inputs, scheme, dtype), scheme)
     identity = torch.eye(48)
@@ -76,12 +76,12 @@ def test_the_largest_magnitude_gets_the_lowest_code_on_either_side():
     assert codes.tolist() == [[-8, -1, 2, -3], [-8, 1, -2, 3]]
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
+@in_one_test("bits", [2, 4, 8])
 def test_the_largest_half_floats_stay_finite(bits):
     largest = torch.finfo(torch.float16).max
     values = torch.tensor([[largest, -largest, 1.0, 0.0], [-largest, 0.9 * largest, 3.0, 2.0], [0.0, 0.0, 0.0, 0.0]])
     scheme = Scheme.parse(f"{bits}:g4")
-    inputs = Inputs.of(damped(torch.eye(4)))
+    inputs = Inputs.of(damp(torch.eye(4)))
     for rounded in (
         round_with_clipping("", values, scheme, torch.float16),
         compensate(values, inputs, scheme, torch.float16),
@@ -92,7 +92,7 @@ def test_the_largest_half_floats_stay_finite(bits):
         assert decoded[0, 0] > largest / 4
 
 
-@pytest.mark.parametrize("text", ["4:g16", "3:row"])
+@in_one_test("text", ["4:g16", "3:row"])
 def test_the_pass_follows_the_papers_recurrence(text):
     """Equations 2 and 3: after each column the rest moves by its error, and its row leaves the inverse."""
     scheme = Scheme.parse(text)
@@ -113,18 +113,18 @@ def test_the_pass_follows_the_papers_recurrence(text):
         moved -= error[:, None] * inverse[column]
         inverse -= inverse[:, column : column + 1] * inverse[column : column + 1] / inverse[column, column]
         inverse[column, column] = 1.0
-    factor = Inputs.of(damped(x.T @ x)).factor
+    factor = Inputs.of(damp(x.T @ x)).factor
     codes, scale = (made.mT for made in in_one_pass(weight.mT.contiguous(), factor, scheme.format, size, torch.float32))
     assert (codes == expected).float().mean() > 0.99
     assert (codes - expected).abs().max() <= 1
     torch.testing.assert_close(scale, torch.cat(scales, 1), rtol=1e-3, atol=0)
 
 
-@pytest.mark.parametrize("text", ["4:g16", "3:row", "2:g12"])
+@in_one_test("text", ["4:g16", "3:row", "2:g12"])
 def test_descent_only_lowers_the_error_and_ends_where_no_code_gains(text, monkeypatch):
     scheme = Scheme.parse(text)
     weight, x = weight_and_inputs(rows=7)
-    inputs = Inputs.of(damped(x.T @ x))
+    inputs = Inputs.of(damp(x.T @ x))
     errors = []
     for passes in (0, 1, 2, 30):
         monkeypatch.setattr(compensation, "_PASSES", passes)
@@ -143,7 +143,7 @@ def test_rows_in_blocks_are_rounded_as_together():
     """What `quantize` streams."""
     scheme = Scheme.parse("4:g16")
     weight, x = weight_and_inputs()
-    inputs = Inputs.of(damped(x.T @ x))
+    inputs = Inputs.of(damp(x.T @ x))
     whole = compensate(weight, inputs, scheme, torch.float16)
     parts = [compensate(rows, inputs, scheme, torch.float16) for rows in weight.split(10)]
     codes, scale = (torch.cat(apart) for apart in zip(*parts, strict=True))
@@ -155,7 +155,7 @@ def test_rows_in_blocks_are_rounded_as_together():
 def test_inputs_that_never_vary_do_no_harm():
     weight, x = weight_and_inputs()
     x[:, 7] = 0
-    codes, scale = compensate(weight, Inputs.of(damped(x.T @ x)), Scheme.parse("4:g16"), torch.float32)
+    codes, scale = compensate(weight, Inputs.of(damp(x.T @ x)), Scheme.parse("4:g16"), torch.float32)
     assert torch.isfinite(scale).all()
     assert (codes[:, 7] != 0).any()
 
@@ -215,9 +215,9 @@ def test_fitted_scales_of_the_largest_numbers_decode_to_finite_values(bits, dtyp
 
 
 def test_inputs_that_are_all_zero_are_damped_to_something_invertible():
-    assert torch.linalg.eigvalsh(damped(torch.zeros(5, 5)).double()).min() > 0
+    assert torch.linalg.eigvalsh(damp(torch.zeros(5, 5)).double()).min() > 0
     x = torch.randn(9, 5, generator=torch.Generator().manual_seed(0))
-    inputs = Inputs.of(damped(x.T @ x))
+    inputs = Inputs.of(damp(x.T @ x))
     torch.testing.assert_close(
         inputs.factor.double().T @ inputs.factor.double(), inputs.products.double().inverse(), rtol=1e-4, atol=1e-5
     )

@@ -7,16 +7,18 @@ from torch import nn
 from torch.nn.functional import kl_div
 
 from diffquant import Recipe, load, quantize
+from diffquant.checkpoints.source import open_source
+from diffquant.checkpoints.tokens import token_windows
 from diffquant.data import books_text, pocket_models
 from diffquant.errors import DiffQuantError, UsageError
-from diffquant.quantization.roundings.gptq import sequence
+from diffquant.quantization.roundings import base
+from diffquant.quantization.roundings import gptq as rule
+from diffquant.quantization.roundings.gptq import descent, sequence
 from diffquant.quantization.roundings.nearest import round_to_nearest
-from diffquant.quantization.roundings.tuned import descent, rule
-from diffquant.scheme import Scheme
-from diffquant.source.source import open_source
-from diffquant.text.tokens import token_windows
+from diffquant.recipe.scheme import Scheme
 from tests.support import tiny_lm
 from tests.support.checkpoints import write_checkpoint
+from tests.support.tables import in_one_test
 from tests.support.thorough import sampled, thorough
 
 READ = {"tokens": 1024, "window": 64}
@@ -64,7 +66,7 @@ def test_the_text_that_is_read_loses_less_than_by_gptq(checkpoint):
 
 @pytest.mark.usefixtures("fewer_steps")
 @pytest.mark.parametrize("checkpoint", ["unilm-v2"], indirect=True)
-@pytest.mark.parametrize("scheme", ["nvfp4", "nvfp4_4over6", "mxfp4", "e4m3:row"])
+@pytest.mark.parametrize("scheme", sampled(["nvfp4", "nvfp4_4over6", "mxfp4", "e4m3:row"], 4))
 def test_floats_lose_less_than_by_gptq_too(checkpoint, scheme):
     tokenizer = open_source(checkpoint).tokenizer
     ids = token_windows(load(checkpoint), tokenizer, books_text(), READ["window"], READ["tokens"])
@@ -90,15 +92,16 @@ def test_another_text_is_predicted_more_as_by_the_16_bit_model_than_after_gptq(s
 def test_a_text_is_read_in_windows_of_256_and_as_much_of_it_as_by_gptq(checkpoint, monkeypatch):
     seen = []
 
-    def stop(_source, _schemes, settings, *_):
-        seen.append((settings.tokens or sequence.TOKENS, settings.window))
+    def stop(_sources, _tokenizer, _config, window, tokens, _seed):
+        seen.append((tokens, window))
         raise DiffQuantError("read")
 
-    monkeypatch.setattr(sequence, "rounded_layers", stop)
+    monkeypatch.setattr(base, "max_length", lambda *_: 4096)
+    monkeypatch.setattr(base, "read_calibration", stop)
     for name in ("gptq", "tuned"):
         with pytest.raises(DiffQuantError, match="read"):
             quantize(checkpoint, checkpoint.with_name(name), Recipe.of(weights="4:g16", rounding=name))
-    assert seen == [(sequence.TOKENS, None), (sequence.TOKENS, 256)]
+    assert seen == [(base.TOKENS, 512), (base.TOKENS, 256)]
 
 
 @pytest.mark.parametrize("checkpoint", ["unilm-v2"], indirect=True)
@@ -106,12 +109,13 @@ def test_a_layer_that_does_not_gain_keeps_gptqs_codes(checkpoint, monkeypatch):
     monkeypatch.setattr(descent, "_STEPS", 2)
     monkeypatch.setattr(descent, "_CODE_TRAVEL", 50.0)
     # Batches of one size add alike, so that gptq's codes are the same in both.
-    monkeypatch.setattr(rule, "_WINDOW", sequence.BATCH_TOKENS)
+    monkeypatch.setattr(rule.Tuned, "window", sequence.BATCH_TOKENS)
     gptq, tuned = (load_file(low_bit(checkpoint, name) / "model.safetensors") for name in ("gptq", "tuned"))
     assert gptq.keys() == tuned.keys()
     assert all(torch.equal(tensor, tuned[name]) for name, tensor in gptq.items())
 
 
+@thorough
 @pytest.mark.usefixtures("fewer_steps")
 @pytest.mark.parametrize("checkpoint", ["unilm-v2"], indirect=True)
 def test_a_seed_decides_the_order_of_windows_and_so_the_codes(checkpoint):
@@ -150,7 +154,7 @@ def test_weights_start_between_their_codes_and_where_the_16_bit_weight_is():
     torch.testing.assert_close(latent.place.detach(), torch.tensor([[-4.2, 2.8, 1.2, -0.24]]))
     far = latent_of(weight + 0.4, [[-4, 3, 1, 0]], scale)
     torch.testing.assert_close(far.place.detach(), torch.tensor([[-3.7, 3.3, 0.7, -0.3]]))
-    assert torch.equal(far.made()[0], torch.tensor([[-4, 3, 1, 0]]))
+    assert torch.equal(far.to_codes()[0], torch.tensor([[-4, 3, 1, 0]]))
 
 
 def float_latent(name, weight):
@@ -167,7 +171,7 @@ def test_floats_start_between_their_levels():
     torch.testing.assert_close(latent.place.detach()[0, :8], torch.tensor(expected))
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "nvfp4_4over6", "mxfp4", "mxfp6", "mxfp8"])
+@in_one_test("name", ["nvfp4", "nvfp4_4over6", "mxfp4", "mxfp6", "mxfp8"])
 def test_gradients_of_floats_pass_through_levels_and_stored_scales(name):
     torch.manual_seed(0)
     latent, number_format = float_latent(name, torch.randn(6, 64))
@@ -193,14 +197,14 @@ def test_gradients_of_floats_pass_through_levels_and_stored_scales(name):
     torch.testing.assert_close(latent.stretch.grad, stretch.grad)
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "nvfp4_4over6", "mxfp4", "mxfp8_e5m2"])
+@in_one_test("name", ["nvfp4", "nvfp4_4over6", "mxfp4", "mxfp8_e5m2"])
 def test_floats_descend_on_what_is_stored(name):
     torch.manual_seed(0)
     latent, number_format = float_latent(name, torch.randn(6, 64))
     latent.place.data += 20 * torch.randn(6, 64)
     latent.stay_in_range()
     latent.stretch.data.normal_(0, 0.1)
-    codes, scale = latent.made()
+    codes, scale = latent.to_codes()
     assert torch.equal(number_format.values(codes, torch.float32).unique()[[0, -1]], torch.tensor(ends(number_format)))
     stored = number_format.unpack_scale(number_format.pack_scale(scale), number_format.tensor_scale)
     assert torch.equal(stored, scale)
@@ -243,7 +247,7 @@ def test_rounded_as_it_is_computed():
     latent.place.data += torch.randn(8, 32)
     latent.stay_in_range()
     latent.stretch.data.normal_(0, 0.1)
-    codes, stretched = latent.made()
+    codes, stretched = latent.to_codes()
     assert stretched.dtype == scale.dtype
     assert (int(codes.min()), int(codes.max())) == (-8, 7)
     torch.testing.assert_close(codes.float() * stretched.float(), latent(), rtol=1e-3, atol=0)

@@ -1,1 +1,1 @@
-"""Exported folders in readers of ONNX that are not diffquant's own runtime; `make test-readers` runs all of them."""
+"""Exported folders in readers of ONNX other than diffquant's own runtime; `make test-all ONLY=readers` runs them."""

@@ -1,4 +1,6 @@
-"""Prints which reader decodes torch's tokens of which folder, the table of docs/onnx.md; `make test-readers` first."""
+"""Prints which reader decodes torch's tokens of which folder: docs/onnx.md's table.
+
+`make test-all ONLY=readers` installs the readers."""
 
 import sys
 import tempfile

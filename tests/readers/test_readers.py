@@ -9,7 +9,7 @@ from tests.readers.readers import READERS
 def test_greedy_tokens_are_those_of_torch(folders, name):
     reader = READERS[name]
     if not reader.is_there:
-        pytest.skip("needs what make test-readers installs")
+        pytest.skip("needs what make test-all ONLY=readers installs")
     claimed = {feature: folder for feature, folder in folders.items() if reader.reads(folder)}
     _, answers = reader.answers(claimed)
     assert len(answers) >= 4

@@ -83,10 +83,11 @@ def _driver_of(device: AbsentDevice) -> Any:
 
 
 def _use_in_launch_code(device: AbsentDevice) -> None:
-    from diffquant.kernels import descriptors, gpu
+    from diffquant.kernels import gpu
+    from diffquant.kernels.attention import online
 
     def room(size: int, _alignment: int, _stream: int | None) -> Tensor:
         return torch.empty(size, dtype=torch.int8)
 
     vars(gpu).update(capability=lambda _: divmod(device.capability, 10), shared_memory=lambda _: device.shared_memory)
-    vars(descriptors).update(_allocate=room)
+    vars(online).update(_allocate=room)

@@ -9,12 +9,12 @@ import torch
 from onnx import TensorProto, helper
 
 from diffquant.attention.naive import naive
-from diffquant.export.graph.body import CONTRIB, BodyKind, body
-from diffquant.export.graph.op import DOMAIN, GATES, NAME, VERSION, OpAttributes, schema
 from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
 from diffquant.model.attention import rotate
-from diffquant.scheme import FULL, Scheme
+from diffquant.onnx.graph.body import BodyKind, body
+from diffquant.onnx.graph.op import CONTRIB, DOMAIN, GATES, NAME, VERSION, OpAttributes, schema
+from diffquant.recipe.scheme import FULL, Scheme
 
 OPSET, IR = 23, 10
 
@@ -59,7 +59,7 @@ class Case:
             kv_bit_width=self.kv_bits,
             logit_bits=self.logits.bits if self.logits.quantizes else 0,
             logit_granularity=self.logits.granularity or "row",
-            logit_shift=int(self.logits.shift),
+            logit_shift=int(self.logits.has("shift")),
             signals_per_noise=self.signals,
         )
 

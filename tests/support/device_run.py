@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from diffquant.bench.environment import environment
+from diffquant.benchmarks.measuring import environment
 from diffquant.support.files import write_json
 
 RESULTS = "DIFFQUANT_GPU_RESULTS"

@@ -3,7 +3,9 @@
 import lzma
 from pathlib import Path
 
-FOLDER = Path(__file__).parents[2] / "research" / "results"
+ROOT = Path(__file__).parents[2]
+# Those that no page of results is rendered from any more, and the others.
+FOLDERS = (ROOT / "tests" / "recorded", ROOT / "research" / "results")
 SWEEPS = [
     f"{name}/sweep.json" for name in ("pocket-needle-lengths", "pocket-nll", "smollm2-logits-500", "smollm2-logits-kl")
 ]
@@ -11,7 +13,8 @@ SWEEPS = [
 
 def recorded(name: str) -> str:
     """The text of a recorded file, such as pocket-nll/sweep.json."""
-    return lzma.decompress((FOLDER / f"{name}.xz").read_bytes()).decode()
+    file = next(folder / f"{name}.xz" for folder in FOLDERS if (folder / f"{name}.xz").exists())
+    return lzma.decompress(file.read_bytes()).decode()
 
 
 def write_recorded(name: str, file: Path) -> Path:

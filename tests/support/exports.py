@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from diffquant.calib.calibration.kv_cache import calibrate_cache
-from diffquant.export import ExportOptions
+from diffquant.checkpoints.ranges import Ranges
+from diffquant.onnx import ExportOptions
 from diffquant.recipe import Recipe
-from diffquant.source.ranges import Ranges
 from tests.support.models import random_ids
 
 

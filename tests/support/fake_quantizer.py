@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from diffquant.numbers.formats import format_named
-from diffquant.numbers.sharing import Sharing
+from diffquant.recipe.numbers.formats import format_named
+from diffquant.recipe.numbers.sharing import Sharing
 
 
 def fake_quantize(x: Tensor, bits: int, granularity: str, size: int | None = None) -> Tensor:

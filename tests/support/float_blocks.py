@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from diffquant.numbers.formats import NumberFormat
+from diffquant.recipe.numbers.formats import NumberFormat
 
 
 def blocks(width: int, scale: float = 1.0, count: int = 512) -> Tensor:

@@ -42,7 +42,6 @@ SELECTED: dict[str, Callable[[Parameters], bool]] = {
         p["name"] == "ragged, one empty" or (p["name"], p["width"]) == ("causal", 64)
     ),
     "test_specialized.py::test_close_to_the_plain_form": lambda p: p["name"] in _SHORT,
-    "test_specialized.py::test_the_pipelined_form_is_close_to_the_plain_form": lambda p: p["name"] in _SHORT,
     "test_specialized.py::test_rounded_logits_fall_on_the_codes_of_the_plain_form": lambda p: (
         p["name"] == "right padding" and (p["generation"], p["text"]) in (("v1", "4:row:shift"), ("v2", "8:row"))
     ),
@@ -129,14 +128,15 @@ def _is_cuda(device: object) -> bool:
 
 
 def pytest_configure() -> None:
-    from diffquant.kernels import descriptors, gpu
+    from diffquant.kernels import gpu
+    from diffquant.kernels.attention import online
     from tests.support.ptx.graphs import Graph, capture
     from tests.support.ptx.launching import launches_run_here
 
     capability = int(os.environ[CAPABILITY])
     assumed = gpu.AbsentGpu((capability // 10, capability % 10), SHARED_MEMORY[capability], PROCESSORS)
     vars(gpu).update(_assumed=assumed, device_refusal=lambda _: None)
-    vars(descriptors).update(_allocate=lambda size, *_: torch.empty(size, dtype=torch.int8))
+    vars(online).update(_allocate=lambda size, *_: torch.empty(size, dtype=torch.int8))
     vars(torch.cuda).update(
         is_available=lambda: True,
         get_device_capability=lambda *_: assumed.capability,

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from diffquant.evals.protocols.hellaswag import HellaSwagItem
+from diffquant.measure.protocols.hellaswag import HellaSwagItem
 
 NAME = "quiz"
 _TASK = """

@@ -8,8 +8,8 @@ import torch
 from onnx import TensorProto, helper
 from torch.nn.functional import scaled_dot_product_attention
 
-from diffquant.export.graph.op import CONTRIB, DOMAIN, VERSION
-from diffquant.export.graph.quantized_attention import (
+from diffquant.onnx.graph.op import CONTRIB, DOMAIN, VERSION
+from diffquant.onnx.graph.ops import (
     QUANTIZED_ATTENTION,
     quantized_attention_function,
     quantized_attention_schema,

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from diffquant.attention import LogitMeter
 from diffquant.attention.naive import naive
-from diffquant.attention.operands import rounded_operands
+from diffquant.attention.operands import round_operands
 from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
-from diffquant.scheme import FULL, Scheme
+from diffquant.recipe.scheme import FULL, Scheme
 
 CAUSAL = Mask()
 
@@ -139,7 +139,7 @@ def expected_of_rounded(
     p: Scheme = FULL,
 ) -> Tensor:
     """Output [B, h, T, dv] of `naive` over queries and keys that were rounded first, each map by itself."""
-    maps = [rounded_operands(x, y, mask, qk) for x, y in zip(q, k, strict=True)]
+    maps = [round_operands(x, y, mask, qk) for x, y in zip(q, k, strict=True)]
     keys = [maps[0][1]] * len(k) if k[0] is k[-1] else [y for _, y in maps]
     queries = [x for x, _ in maps]
     return naive(AttentionCall(queries, keys, v.float(), lam, scale=scale, mask=mask, logits=logits, p=p)).double()

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from diffquant.recipe import Recipe
-from diffquant.scheme import Scheme
+from diffquant.recipe.scheme import Scheme
 from tests.support.kernel_inputs import on_call, random_call
 
 Call = Callable[..., object]
@@ -36,7 +36,6 @@ def _prefill() -> Iterator[tuple[str, Call]]:
         "simulated logits": simulated,
         "simulated logits of rounded operands": partial(simulated, qk=Scheme.parse("8:row")),
         "warp-specialized": partial(on_call(prefill_specialized), bits=16),
-        "warp-specialized, pipelined": partial(on_call(prefill_specialized), bits=16, pipelined=True),
         "warp-specialized, fp8": partial(on_call(prefill_specialized), bits=8),
         "warp-specialized, simulated logits": partial(simulated, specialized=True),
     }
@@ -92,11 +91,10 @@ def _decode_latent() -> Iterator[tuple[str, Call]]:
 
 
 def _linear() -> Iterator[tuple[str, Call]]:
-    from diffquant.kernels.linear.expand import launch_expand
-    from diffquant.kernels.linear.gemm import launch_gemm
+    from diffquant.kernels.linear.gemm import launch_expand, launch_gemm
     from diffquant.kernels.linear.linear import launch
     from diffquant.kernels.linear.repack import PackedWeight, repack, repack_floats
-    from diffquant.numbers.packing import packed_words
+    from diffquant.recipe.numbers.packing import packed_words
 
     def zeros(bits: int, rows: int) -> PackedWeight:
         words = torch.zeros(rows, packed_words(3072, bits), dtype=torch.int32)
@@ -119,4 +117,5 @@ def _linear() -> Iterator[tuple[str, Call]]:
         yield f"GEMV {bits} bits", partial(launch, x[:1], zeros(bits, 64), None)
     for bits in (8, 6, 4):
         yield f"GEMM {bits} bits", partial(launch_gemm, x, zeros(bits, 1024), None)
+    yield "GEMM 4 bits, 128 tokens", partial(launch_gemm, x.repeat(2, 1), zeros(4, 1024), None)
     yield "expand 4 bits", partial(launch_expand, zeros(4, 64), torch.float16)

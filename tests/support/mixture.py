@@ -1,4 +1,4 @@
-"""The modules of a toy mixture of experts: the other file that such a model takes."""
+"""The modules of a toy mixture of experts: the second file that such a model takes."""
 
 import torch
 from torch import Tensor, nn

@@ -1,4 +1,4 @@
-"""A toy mixture of experts as plain data, read from a config.json: one of the two files that such a model takes.
+"""A toy mixture of experts as plain data, read from a config.json: one of the three files that such a model takes.
 
 Its attention is that of the model_type named by "attention"; its experts are Mixtral's.
 """
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from diffquant.model.adapters import Adapter, adapter_for
+from diffquant.model.architecture import TransformerArchitecture
 from diffquant.model.blocks import Block, Parameter, Parameters, linear
-from diffquant.model.transformer import TransformerArchitecture
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class ExpertsBlock(Block):
     """
 
     module = "tests.support.mixture:Mixture"
+    export = "tests.support.mixture_export:mixture"
     kind = "experts"
 
     width: int

@@ -14,8 +14,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from diffquant.bench.gpu.binaries import Binary, read_binary
 from tests.support.absent_device import install
+from tests.support.binaries import Binary, read_binary
 
 # Bytes of shared memory that every device has which takes a table's configurations: sm_80's serves the smaller Ampere,
 # Ada and consumer Blackwell too.

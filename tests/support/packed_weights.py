@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from diffquant.kernels.linear.repack import PackedWeight, repack, repack_floats
-from diffquant.numbers.formats import format_named
-from diffquant.numbers.packing import pack, unpack
+from diffquant.recipe.numbers.formats import format_named
+from diffquant.recipe.numbers.packing import pack, unpack
 
 
 def random_words(rows: int, width: int, bits: int, device: str = "cpu", seed: int = 0) -> Tensor:

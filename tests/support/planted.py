@@ -10,8 +10,8 @@ import numpy as np
 import onnx
 from onnx import FunctionProto, NodeProto, TensorProto, helper, numpy_helper
 
-from diffquant.export.files import Layout, layout_of
-from diffquant.export.manifest import FILE
+from diffquant.onnx.files import Layout, layout_of
+from diffquant.onnx.manifest import FILE
 from diffquant.support.digests import FileDigests
 from tests.support.stacks import rows_of
 

@@ -124,4 +124,4 @@ def record(work: Callable[[], Tensor], device: torch.device) -> Recording:
     recorder = _Recorder(device)
     with kernels_as_operators(), recorder:
         result = work()
-    return Recording(recorder.replay, result, work)
+    return recorder.replay, result

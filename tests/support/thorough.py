@@ -1,4 +1,6 @@
-"""What `make test` leaves to `make test-thorough`: tests that take long, and cases for which a few others stand.
+"""What `make test` leaves to `make test-all`: tests that take long (tests/slow.py), and cases for which others stand.
+
+Of a parametrized test it runs cases that have every value of every parameter once; other combinations are thorough.
 
 Continuous integration runs an eighth of them a day, so that in eight days it has run them all. Hooks of pytest choose
 it where DIFFQUANT_EIGHTH is set: to a number from 0 to 7, or to "today".
@@ -8,15 +10,19 @@ import hashlib
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
+
+from tests.slow import slow_tests
 
 VARIABLE = "DIFFQUANT_EIGHTH"
 EIGHTHS = 8
 
 thorough = pytest.mark.thorough
+_COMBINATION = thorough(reason="a combination of values")
+_SLOW = thorough(reason="one of tests/slow.txt")
 
 
 def sampled(cases: Iterable[Any], each: int) -> list[Any]:
@@ -25,6 +31,44 @@ def sampled(cases: Iterable[Any], each: int) -> list[Any]:
         pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=thorough if number % each else ())
         for number, case in enumerate(cases)
     ]
+
+
+def pick_each_choice(cases: Sequence[pytest.Item]) -> set[pytest.Item]:
+    """Pick cases of one test that have every value of every parameter at least once, first cases first."""
+    values = {case: _values(case) for case in cases}
+    missing = {value for of_case in values.values() for value in of_case}
+    picked = {cases[0]}
+    missing -= values[cases[0]]
+    while missing:
+        best = max(cases, key=lambda case: len(missing & values[case]))
+        picked.add(best)
+        missing -= values[best]
+    return picked
+
+
+def _values(case: pytest.Item) -> set[tuple[str, str]]:
+    parameters = case.callspec.params if hasattr(case, "callspec") else {}
+    return {(name, repr(value)) for name, value in parameters.items()}
+
+
+def leave_combinations(items: Iterable[pytest.Item]) -> None:
+    """Mark as thorough the cases whose values `make test` tries in other cases of the same test."""
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        # Where it was called before, it marks the same cases again.
+        if item.get_closest_marker(thorough.name) in (None, _COMBINATION.mark):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in tests.values():
+        for case in set(cases) - pick_each_choice(cases):
+            case.add_marker(_COMBINATION)
+
+
+def leave_slow_tests(items: Iterable[pytest.Item]) -> None:
+    """Mark as thorough the tests that tests/slow.txt lists."""
+    slow = slow_tests()
+    for item in items:
+        if item.nodeid.partition("[")[0] in slow:
+            item.add_marker(_SLOW)
 
 
 def eighth_of_today() -> int:
@@ -67,7 +111,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the thorough tests of other eighths."""
+    """Leave combinations of values and slow tests to the thorough ones, and out the thorough ones of other eighths."""
+    leave_combinations(items)
+    leave_slow_tests(items)
     if VARIABLE in os.environ:
         eighths, chosen = eighth_of(items), int(os.environ[VARIABLE])
         others = [item for item in items if eighths.get(item, chosen) != chosen]

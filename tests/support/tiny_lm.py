@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from diffquant import data
-from diffquant.conversion import convert
+from diffquant.quantization.conversion import convert
 from tests.support.models import random_llama
 
 WORDS = 400

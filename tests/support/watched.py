@@ -1,4 +1,4 @@
-"""Commands on a terminal, watched: what comes when, and how much of the machine they get."""
+"""Commands on a terminal, watched: what they write, and when."""
 
 import os
 import pty
@@ -13,20 +13,18 @@ from termios import TIOCSWINSZ
 from typing import NamedTuple
 
 import psutil
-import torch
 
 COLUMNS = 80
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07")
 
 
 class Ran(NamedTuple):
-    """What came of a command: what it wrote, how long it took and the CPU seconds of that, and its longest silence."""
+    """What came of a command: what it wrote, how long it took, and its longest silence."""
 
     status: int
     stdout: str
     stderr: str
     seconds: float
-    cpu: float
     silence: float
 
 
@@ -69,14 +67,13 @@ def run(command: str, folder: Path, environment: dict[str, str]) -> Ran:
                 silence, last = max(silence, time.monotonic() - last - waited), time.monotonic()
                 waited, before = 0.0, {}
                 heard[key.fd] += part
-        _, status, used = os.wait4(process.pid, 0)
+        _, status = os.waitpid(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
     silence = max(silence, time.monotonic() - last - waited)
     for ours in heard:
         os.close(ours)
     stdout, stderr = (_ESCAPES.sub("", part.decode(errors="replace")).replace("\r\n", "\n") for part in heard.values())
-    cpu = used.ru_utime + used.ru_stime
-    return Ran(process.returncode, stdout, stderr, time.monotonic() - started, cpu, silence)
+    return Ran(process.returncode, stdout, stderr, time.monotonic() - started, silence)
 
 
 def waits(process: int) -> dict[Path, float]:
@@ -93,20 +90,3 @@ def waits(process: int) -> dict[Path, float]:
         except OSError:  # the thread has ended
             continue
     return found
-
-
-def loop_seconds() -> float:
-    """CPU seconds of some work of the kinds that commands consist of, products and Python: the least of three tries."""
-    x, matrix = torch.ones(160, 1024), torch.ones(1024, 4096)
-    seconds = []
-    # Threads that wait for each other take CPU seconds, too.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    for _ in range(3):
-        started = time.process_time()
-        for _ in range(5):
-            x @ matrix
-        sum(number & 1 for number in range(1_000_000))
-        seconds.append(time.process_time() - started)
-    torch.set_num_threads(threads)
-    return min(seconds)

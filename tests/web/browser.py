@@ -1,4 +1,4 @@
-"""What tests of examples/web need: Node, the npm packages that `make test-web` fetches, and Chromium."""
+"""What tests of examples/web need: Node, the npm packages that `make test-all ONLY=web` fetches, and Chromium."""
 
 import json
 import os
@@ -14,11 +14,11 @@ WEB = ROOT / "examples/web"
 CHROMIUM = shutil.which("chromium")
 
 _HAS_PACKAGES = bool(shutil.which("node")) and (WEB / "node_modules/onnxruntime-web").is_dir()
-needs_node = pytest.mark.skipif(not _HAS_PACKAGES, reason="needs Node and what make test-web fetches")
+needs_node = pytest.mark.skipif(not _HAS_PACKAGES, reason="needs Node and what make test-all ONLY=web fetches")
 needs_chromium = pytest.mark.skipif(
-    not _HAS_PACKAGES or CHROMIUM is None, reason="needs Chromium, Node and what make test-web fetches"
+    not _HAS_PACKAGES or CHROMIUM is None, reason="needs Chromium, Node and what make test-all ONLY=web fetches"
 )
-needs_minutes = pytest.mark.skipif("DIFFQUANT_WEBGPU" not in os.environ, reason="takes what make test-webgpu allows")
+needs_minutes = pytest.mark.skipif("DIFFQUANT_WEBGPU" not in os.environ, reason="make test-all ONLY=webgpu")
 
 
 def node(program: str, request: dict[str, Any]) -> Any:

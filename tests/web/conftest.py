@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import diffquant.data
-from diffquant.export import ExportOptions, export
+from diffquant.onnx import ExportOptions, export
 from tests.support.checkpoints import write_checkpoint
 
 POCKET = Path(diffquant.data.__file__).parent / "pocket"

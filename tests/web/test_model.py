@@ -7,15 +7,15 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from diffquant.attention.backends.blocks import attention_weights
 from diffquant.attention.naive import naive
-from diffquant.attention.weights import attention_weights
 from diffquant.data import books_text
-from diffquant.export import Generator
-from diffquant.export.runtime.session import OnnxModel
 from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
 from diffquant.model.adapters import adapter_for
-from diffquant.scheme import FULL, Scheme
+from diffquant.onnx import Generator
+from diffquant.onnx.runtime.session import OnnxModel
+from diffquant.recipe.scheme import FULL, Scheme
 from tests.web.browser import needs_node, node
 
 pytestmark = needs_node

@@ -9,8 +9,8 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from tokenizers import Tokenizer
 
-from diffquant.export import Generator
-from diffquant.export.runtime.session import OnnxModel
+from diffquant.onnx import Generator
+from diffquant.onnx.runtime.session import OnnxModel
 from tests.web.browser import CHROMIUM, WEB, needs_chromium, needs_minutes, node
 
 pytestmark = needs_chromium

@@ -2,6 +2,6 @@
 
 import sys
 
-from diffquant.support.discovery import import_all
+from diffquant.support.names import import_all
 
 import_all(sys.modules[__name__])

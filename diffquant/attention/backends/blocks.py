@@ -1,37 +1,141 @@
-"""Attention in PyTorch by blocks of queries, in memory linear in S, while `naive` needs T x S.
+"""Computes attention in PyTorch by blocks of queries: memory grows with S instead of T x S, as in `naive`.
 
-It is "blocks" for calls that no ready-made attention serves, and "simulated" for low-bit logits and softmax weights.
+The backend "blocks" serves calls that no library kernel supports. "simulated" quantizes logits and softmax weights.
+"naive" is the reference implementation, with full maps in memory.
 """
 
 import warnings
+from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from diffquant.attention.logits import (
+    binds_maps,
+    magnitudes,
+    prepare_logits,
+    round_maps,
+    softmax_weights,
+    to_rounded_form,
+)
+from diffquant.attention.naive import naive
 from diffquant.attention.registry import BACKENDS, Backend, register
-from diffquant.attention.weights import grouped_product, softmax_blocks, weigh
 from diffquant.family.call import AttentionCall
+from diffquant.family.heads import repeat_noise_heads
 from diffquant.family.norm import pair_norm
-from diffquant.numbers.absmax import compute_dtype
+from diffquant.recipe.numbers.absmax import compute_dtype
+
+# Most logits in memory at once, over all maps and heads: enough for efficient matrix products, a few tens of MB.
+_BLOCK_ENTRIES = 1 << 21
 
 
-def by_blocks(call: AttentionCall) -> Tensor:
-    """Attention of a call, with the rounding of its maps and its pair norm."""
+def attention_weights(call: AttentionCall, first: int = 0) -> tuple[Tensor, Tensor]:
+    """Compute the attention weights of each map and of their difference, for queries from `first` on.
+
+    Args:
+        call: any call; nothing is added to its meter.
+        first: index of the first query to return. Earlier queries are computed only if they share quantization scales
+            with later ones.
+
+    Returns:
+        The weights of the values [B, h, T - first, S]: g·map 1 - λ·map 2, or the only map. And the softmax of each map
+        [maps, B, h, T - first, S], with shared noise maps repeated for each pair.
+    """
+    call = replace(call, meter=None)
+    weights, maps = [], []
+    for rows, block in softmax_blocks(call, first):
+        skipped = slice(max(first - rows.start, 0), None)
+        maps.append(torch.stack([repeat_noise_heads(x, call.pairs) for x in block])[..., skipped, :])
+        weights.append(combine_maps(call, block, rows)[..., skipped, :])
+    whole, whole_maps = ([pad(x, (0, call.keys - x.shape[-1])) for x in blocks] for blocks in (weights, maps))
+    return torch.cat(whole, -2), torch.cat(whole_maps, -2)
+
+
+def softmax_blocks(call: AttentionCall, first: int = 0) -> Iterator[tuple[slice, list[Tensor]]]:
+    """Yield the softmax of each map by blocks of queries, with logits and weights quantized as the call requires.
+
+    If queries share a scale (granularity tensor, map, head or pair), the logits are computed twice: first for their
+    largest magnitude, then to be quantized.
+
+    Yields:
+        The slice of a block's R queries, and one [B, h or n, R, S'] per map over the S' leading keys that these queries
+        may see. The first block may begin before `first`.
+    """
+    if binds_maps(call.logits):
+        call = call.expand_noise()
+    logits = call.logits
+    shared = None
+    if logits.sharing.spans_rows:
+        by_block = [magnitudes(coded, logits) for _, coded, _ in _coded_blocks(call, 0)]
+        shared = [torch.stack(map_magnitudes).amax(0) for map_magnitudes in zip(*by_block, strict=True)]
+    for rows, coded, visible in _coded_blocks(call, first):
+        rounded = round_maps(call, coded, visible, shared, is_first=not rows.start)
+        yield rows, [softmax_weights(x, visible, call.p) for x in rounded]
+
+
+def combine_maps(call: AttentionCall, maps: list[Tensor], rows: slice) -> Tensor:
+    """Compute g·map 1 - λ·map 2 of some queries, [B, h, R, S'], in place of the first map."""
+    weights = maps[0]
+    if call.signal_gate is not None:
+        weights.mul_(_rows_of(call.signal_gate, rows).to(weights.dtype))
+    if call.lam is not None:
+        weights.sub_(_rows_of(call.lam, rows).to(weights.dtype) * repeat_noise_heads(maps[1], call.pairs))
+    return weights
+
+
+def grouped_product(x: Tensor, y: Tensor) -> Tensor:
+    """Compute [B, h, T, n] @ [B, h_kv, n, m] without repeating y, by stacking the rows of all heads that share it."""
+    batch, heads, length, width = x.shape
+    groups = y.shape[1]
+    product = x.reshape(batch, groups, heads // groups * length, width) @ y
+    return product.view(batch, heads, length, y.shape[-1])
+
+
+def _coded_blocks(call: AttentionCall, first: int) -> Iterator[tuple[slice, list[Tensor], Tensor | None]]:
+    """Yield blocks of queries from `first` on: their slice, the logits to quantize, and the mask of visible keys."""
+    dtype, scheme = compute_dtype(call.v), call.logits
+    q, k = ([x.to(dtype) for x in maps] for maps in (call.q, call.k))
+    batch, heads, length, _ = q[0].shape
+    tile = scheme.sharing.tile or 1
+    size = max(_BLOCK_ENTRIES // (batch * heads * len(q) * call.keys) // tile, 1) * tile
+    for start in range(first // tile * tile, length, size):
+        rows = slice(start, min(start + size, length))
+        reach = call.mask.reach(rows, length, call.keys)
+        visible = call.mask.visible(rows, length, call.keys, call.v.device)
+        visible = None if visible is None else visible[..., :reach]
+        map_logits = [
+            grouped_product(queries[:, :, rows], keys[:, :, :reach].mT).mul_(call.scale)
+            for queries, keys in zip(q, k, strict=True)
+        ]
+        prepared = [prepare_logits(x, visible, scheme.has("shift")) for x in map_logits]
+        yield rows, to_rounded_form(prepared, scheme), visible
+
+
+def _rows_of(weight: Tensor, rows: slice) -> Tensor:
+    """Return λ or the signal gate of a range of queries."""
+    return weight[..., rows, :] if weight.dim() > 1 and weight.shape[-2] > 1 else weight
+
+
+def attend_by_blocks(call: AttentionCall) -> Tensor:
+    """Compute attention by blocks of queries, including the quantization of its maps and the pair norm."""
     v = call.v
     if call.rounds_maps and v.is_cuda and (refusal := BACKENDS["triton-simulated"].refuses(call)):
         warnings.warn(f"maps are quantized in PyTorch, many times slower than in a kernel: {refusal}", stacklevel=2)
     values = v.to(compute_dtype(v))
     out = torch.empty(*call.q[0].shape[:3], v.shape[-1], dtype=v.dtype, device=v.device)
     for rows, maps in softmax_blocks(call):
-        weights = weigh(call, maps, rows)
+        weights = combine_maps(call, maps, rows)
         out[:, :, rows] = grouped_product(weights, values[:, :, : weights.shape[-1]])
     call.count()
     return pair_norm(out, call.post)
 
 
-def _refuses(call: AttentionCall) -> str | None:
-    return "it has no backward pass; use naive, or torch.no_grad() where none follows" if call.needs_gradient else None
+def _find_refusal(call: AttentionCall) -> str | None:
+    return "it has no backward pass; use naive, or run it under torch.no_grad()" if call.needs_gradient else None
 
 
-register(Backend("blocks", by_blocks, _refuses, priority=1))
-register(Backend("simulated", by_blocks, logits="quantized", priority=10))
+register(Backend("naive", naive, logits="both"))
+register(Backend("blocks", attend_by_blocks, _find_refusal, priority=1))
+register(Backend("simulated", attend_by_blocks, logits="quantized", priority=10))

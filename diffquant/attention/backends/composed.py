@@ -1,7 +1,7 @@
-"""Differential attention composed of ready-made attention calls.
+"""Computes differential attention by calling existing attention kernels.
 
 The paper's appendix A gives two compositions: FlashDiffAttn_1 makes two calls and needs a kernel whose values may be
-wider than its keys; FlashDiffAttn_2 makes four calls, one for each map and half of V.
+wider than its keys; FlashDiffAttn_2 makes four calls, one for each map and each half of V.
 """
 
 from collections.abc import Callable
@@ -10,31 +10,48 @@ from importlib.util import find_spec
 
 import torch
 from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from diffquant.attention.registry import Backend, register
 from diffquant.family.call import AttentionCall
-from diffquant.family.heads import each_pairs_noise
+from diffquant.family.heads import repeat_noise_heads
 from diffquant.family.norm import pair_norm
 
-# The widest heads that the flash-attn package has kernels for.
+# Largest head width that the flash-attn package supports.
 _WIDEST = 256
-# From q [B, H, T, d], k [B, H_kv, S, d] and v [B, H_kv, S, dv] to [B, H, T, dv].
+# Speed of the fused prefill on an H100 relative to one cuDNN call per map, by whether the maps share keys, key width
+# and prompt length (bench/results/h100/ratios.json.xz).
+FUSED_AGAINST_CUDNN = {
+    (False, 128, 16384): 1.05,
+    (False, 128, 8192): 1.04,
+    (False, 128, 4096): 1.01,
+    (False, 64, 8192): 0.94,
+    (True, 128, 8192): 0.78,
+}
+# Function of q [B, H, T, d], k [B, H_kv, S, d] and v [B, H_kv, S, dv] that returns [B, H, T, dv].
 MapAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def flashdiff1(call: AttentionCall) -> Tensor:
-    """Attention of a call with one SDPA call per map, or a single one if the maps share K (V2)."""
+    """Compute attention with one SDPA call per map, or a single call if the maps share K (V2)."""
     return pair_norm(_combine(call, call.v, sdpa(call)), call.post)
 
 
 def flashdiff2(call: AttentionCall) -> Tensor:
-    """Like `flashdiff1`, but with one SDPA call for each half of V if V is twice as wide as K."""
-    return _by_parts(call, sdpa(call))
+    """Compute attention like `flashdiff1`, but with separate SDPA calls for each half of V if V is wider than K."""
+    return _attend_by_parts(call, sdpa(call))
+
+
+def flashdiff1_cudnn(call: AttentionCall) -> Tensor:
+    """Compute attention like `flashdiff1`, using cuDNN's attention."""
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return flashdiff1(call)
 
 
 def flash_attn(call: AttentionCall) -> Tensor:
-    """Like `flashdiff2`, with the `flash-attn` package (CUDA, half types, no padding)."""
+    """Compute attention like `flashdiff2`, using the `flash-attn` package (CUDA, float16 or bfloat16, no padding)."""
     from flash_attn import flash_attn_func
 
     def one_map(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -43,13 +60,13 @@ def flash_attn(call: AttentionCall) -> Tensor:
         out: Tensor = flash_attn_func(*by_token, softmax_scale=call.scale, causal=True)
         return out.transpose(1, 2)
 
-    return _by_parts(call, one_map)
+    return _attend_by_parts(call, one_map)
 
 
 def sdpa(call: AttentionCall) -> MapAttention:
-    """Attention of one map by torch's SDPA under a call's mask; 0 for a query that sees nothing."""
+    """Return a function that computes one map's attention by torch's SDPA; a query that sees no key gets 0."""
     length, keys = call.length, call.keys
-    is_plain = call.mask.keys is None and call.mask.seen is None
+    is_plain = call.mask.is_plain
     plainly_causal = is_plain and length == keys and not call.mask.hides_by_window(keys)
     visible = None if plainly_causal else call.mask.dense(length, keys, call.v.device)
     may_be_blind = not is_plain or length > keys
@@ -70,43 +87,76 @@ def sdpa(call: AttentionCall) -> MapAttention:
     return one_map
 
 
-def _by_parts(call: AttentionCall, one_map: MapAttention) -> Tensor:
-    """Attention of a call computed on parts of V as wide as K, followed by the pair norm."""
+def _attend_by_parts(call: AttentionCall, one_map: MapAttention) -> Tensor:
+    """Split V into parts as wide as K, compute attention for each, and apply the pair norm to the joined result."""
     parts = call.v.split(call.q[0].shape[-1], -1)
     return pair_norm(torch.cat([_combine(call, part, one_map) for part in parts], -1), call.post)
 
 
 def _combine(call: AttentionCall, v: Tensor, one_map: MapAttention) -> Tensor:
-    """The signal map's result minus λ times the noise map's."""
+    """Compute the attention of both maps and subtract λ times the noise map's output from the signal map's."""
     q, k = call.q, call.k
     if call.lam is None:
         return one_map(q[0], k[0], v)
     if call.shares_keys and call.signals_per_noise == 1:
-        # A pair's two queries share a group, so a single grouped call computes both maps.
+        # Both queries of a pair use the same KV head, so one call with grouped heads computes both maps.
         both = one_map(torch.stack(tuple(q), 2).flatten(1, 2), k[0], v)
         signal, noise = both[:, 0::2], both[:, 1::2]
     else:
         signal, noise = (one_map(queries, keys, v) for queries, keys in zip(q, k, strict=True))
     if call.signal_gate is not None:
         signal = call.signal_gate.to(signal.dtype) * signal
-    return torch.addcmul(signal, call.lam.to(signal.dtype), each_pairs_noise(noise, call.pairs), value=-1)
+    return torch.addcmul(signal, call.lam.to(signal.dtype), repeat_noise_heads(noise, call.pairs), value=-1)
+
+
+def _cudnn_refuses(call: AttentionCall) -> str | None:
+    if not call.v.is_cuda:
+        return "cuDNN runs on CUDA only"
+    if call.length != call.keys or not call.mask.is_plain or call.mask.hides_by_window(call.keys):
+        return "cuDNN is called for whole causal prompts without padding or window here"
+    grouped = call.shares_keys or call.q[0].shape[1] != call.v.shape[1]
+    inputs = SDPAParams(call.q[0], call.k[0], call.v, None, 0.0, True, grouped)
+    return None if can_use_cudnn_attention(inputs) else "torch's cuDNN attention does not take these tensors"
+
+
+def _is_faster_by_cudnn(call: AttentionCall) -> bool:
+    """Whether cuDNN was measured to be faster than the fused prefill on such a device, and free memory suffices."""
+    if not call.v.is_cuda or call.maps != 2 or call.signals_per_noise != 1 or torch.compiler.is_compiling():
+        return False
+    shape = call.shares_keys, call.q[0].shape[-1]
+    measured = [tokens for *known, tokens in FUSED_AGAINST_CUDNN if tuple(known) == shape and tokens <= call.length]
+    if not measured or FUSED_AGAINST_CUDNN[*shape, max(measured)] >= 1:
+        return False
+    device = call.v.device
+    return torch.cuda.get_device_capability(device) == (9, 0) and 2 * _cudnn_bytes(call) <= _free_bytes(device)
+
+
+def _cudnn_bytes(call: AttentionCall) -> int:
+    """Estimate the memory of `flashdiff1` in bytes: four times its output, as measured."""
+    return 4 * call.q[0].shape[:3].numel() * call.v.shape[-1] * call.v.element_size()
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Return the bytes of device memory that are free, or reserved by torch but unused."""
+    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + held
 
 
 @cache
 def _has_flash_attn() -> bool:
-    """Whether the flash-attn package is installed; looked up once, since every layer of every step asks."""
+    """Whether the flash-attn package is installed; cached, since every layer checks it at every step."""
     return find_spec("flash_attn") is not None
 
 
-def _flash_attn_refuses(call: AttentionCall) -> str | None:
+def _find_flash_attn_refusal(call: AttentionCall) -> str | None:
     if not call.v.is_cuda:
         return "flash-attn runs on CUDA only"
     if call.v.dtype not in (torch.float16, torch.bfloat16):
         return f"flash-attn takes float16 and bfloat16, not {call.v.dtype}"
     if call.mask.keys is not None or call.mask.seen is not None:
-        return "flash-attn is called without padding masks here"
+        return "diffquant calls flash-attn without padding masks"
     if call.mask.hides_by_window(call.keys):
-        return "flash-attn is called without windows here"
+        return "diffquant calls flash-attn without windows"
     width, value_width = call.q[0].shape[-1], call.v.shape[-1]
     if width > _WIDEST or value_width % width:
         return (
@@ -117,7 +167,8 @@ def _flash_attn_refuses(call: AttentionCall) -> str | None:
 
 
 register(Backend("flashdiff1", flashdiff1))
-# SDPA's flash kernels want values as wide as keys and fall back to full maps for wider ones, so V's
-# halves go in calls of their own; with values as wide as keys there is one half and nothing lost.
+register(Backend("flashdiff1-cudnn", flashdiff1_cudnn, _cudnn_refuses, priority=40, is_worthwhile=_is_faster_by_cudnn))
+# SDPA's flash kernels need values as wide as keys; for wider ones SDPA computes full maps in memory. So `flashdiff2`
+# makes separate calls for the halves of V. If values are as wide as keys, it makes no additional calls.
 register(Backend("flashdiff2", flashdiff2, priority=10))
-register(Backend("flash_attn", flash_attn, _flash_attn_refuses, priority=20))
+register(Backend("flash_attn", flash_attn, _find_flash_attn_refusal, priority=20))

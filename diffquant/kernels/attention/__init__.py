@@ -1,1 +1,1 @@
-"""Kernels for attention of many queries: fused, in 8 bits, and with simulated low-bit logits."""
+"""Prefill attention kernels: in half precision, in 8 bits, and with simulated low-bit logits."""

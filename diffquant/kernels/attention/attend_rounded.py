@@ -1,15 +1,14 @@
-"""Attention whose logits or softmax weights are rounded to codes, in two kernels: each query's extremes, then softmax.
+"""Attention with quantized logits or softmax weights, in two kernels: extremes of each query's logits, then softmax.
 
-In both kernels' code `step` is the scale of a query's logits.
+In both kernels `step` is the quantization scale of a query's logits.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 import triton
 import triton.language as tl
 
-from diffquant.kernels.attention.online import load_rows, pair_norm, to_float16, valid_range
-from diffquant.kernels.attention.tiles import key_blocks, seen_by
-from diffquant.kernels.attention.weight_blocks import TOP_EXPONENT, inverse_unit, rounded_in_blocks, to_float
+from diffquant.kernels.attention.online import key_blocks, load_rows, pair_norm, seen_by, to_float16, valid_range
+from diffquant.kernels.attention.round_operands import TOP_EXPONENT, inverse_unit, round_in_blocks, to_float
 
 # Adding and subtracting 1.5·2^23 rounds a float32 to an integer, half to even.
 _ROUND = tl.constexpr(12582912.0)
@@ -17,22 +16,22 @@ _ROUND = tl.constexpr(12582912.0)
 
 @triton.jit
 def _quotient(x, step, inverse):
-    """Quotient x / step as IEEE division rounds it, where `inverse` is 1 / step so rounded."""
+    """Compute x / step, correctly rounded as in IEEE division; `inverse` is the correctly rounded 1 / step."""
     guess = x * inverse
     return tl.fma(tl.fma(-guess, step, x), inverse, guess)
 
 
-# Lengths change from call to call: a kernel for each that is or is not a multiple of 16 would gain nothing.
-@triton.jit(do_not_specialize=["T", "S", "window"])
+# Lengths change from call to call, and specializing on their divisibility by 16 would only add compilations.
+@triton.jit(do_not_specialize=["T", "S"])
 def extremes(
     q1, q2, k1, k2, q_steps, k_steps, k_maps, starts, ends, top, bottom, q_strides, k_strides,
-    heads, group, T, S, window, scale,
-    MAPS: tl.constexpr, CAUSAL: tl.constexpr, DESCRIBED: tl.constexpr, D: tl.constexpr,
+    heads, group, T, S, scale,
+    MAPS: tl.constexpr, DESCRIBED: tl.constexpr, D: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Largest and smallest visible logit of each query of a tile; 0 and 0 where it sees none. The scale is positive.
+    """Compute the largest and smallest visible logit of each query of a tile; both are 0 if it sees no key.
 
-    With `q_steps` and `k_steps`, queries and keys are codes: theirs are the scales of a map's tokens.
+    `scale` is positive. With `q_steps` and `k_steps`, per-token scales, queries and keys are codes.
     """
     tiles = tl.cdiv(T, BM)
     tile = tiles - 1 - tl.program_id(0) % tiles
@@ -41,8 +40,8 @@ def extremes(
     sequence, head = (pair // heads).to(tl.int64), (pair % heads).to(tl.int64)
     start, valid = valid_range(starts, ends, sequence, S)
     query = tile * BM + tl.arange(0, BM)
-    first, last = seen_by(query, T, S - T - start, valid, window, CAUSAL)
-    begin, inner, outer, stop = key_blocks(first, last, valid, BN)
+    first, last = seen_by(query, T, S - T - start, valid)
+    inner, outer, stop = key_blocks(first, last, valid, BN)
     q = (q1 if own == 0 else q2) + sequence * q_strides[0] + head * q_strides[1]
     q = load_rows(q, tile * BM, 0, T, q_strides[2], BM, D, False, True)
     k = (k1 if own == 0 else k2) + sequence * k_strides[0] + head // group * k_strides[1]
@@ -55,30 +54,26 @@ def extremes(
         k_steps += _key_row(sequence, head // group, heads // group, own, k_maps, S) + start
     high = tl.full([BM], -float("inf"), tl.float32)
     low = tl.full([BM], float("inf"), tl.float32)
-    if window is not None:
-        high, low = _extremes_among(
-            high, low, q, k, k_steps, k_strides[2], begin, inner, first, last, valid, True, DESCRIBED, D, BN
-        )
     high, low = _extremes_among(
         high, low, q, k, k_steps, k_strides[2], inner, outer, first, last, valid, False, DESCRIBED, D, BN
     )
     high, low = _extremes_among(
         high, low, q, k, k_steps, k_strides[2], outer, stop, first, last, valid, True, DESCRIBED, D, BN
     )
-    # Rounding keeps order: the largest product is the largest once it is scaled, too.
+    # Rounding is monotonic, so the largest product is also the largest after scaling.
     tl.store(top + row, tl.where(first < last, high * scale, 0.0), mask=query < T)
     tl.store(bottom + row, tl.where(first < last, low * scale, 0.0), mask=query < T)
 
 
 @triton.jit
 def _key_row(sequence, head, heads, own, maps, S):
-    """Place of a head's scales among those of keys [B, heads, maps, S], which two maps may share."""
+    """Return the offset of a head's key scales in [B, heads, maps, S]; maps is 1 if both maps share keys."""
     return ((sequence * heads + head) * maps + tl.minimum(own, maps - 1)) * S
 
 
 @triton.jit
-def _times_steps(products, k_steps, n, BN: tl.constexpr):
-    """Products of codes times the keys' scales, where they have any, which a tile may read beyond the last key's."""
+def _apply_steps(products, k_steps, n, BN: tl.constexpr):
+    """Multiply products of codes by the keys' scales, if any. A tile may read beyond the last key's scale."""
     if k_steps is not None:
         products *= tl.load(k_steps + n + tl.arange(0, BN))[None, :]
     return products
@@ -91,7 +86,7 @@ def _extremes_among(
 ):  # fmt: skip
     for n in tl.range(begin, stop, BN):
         rows = load_rows(k, n, 0, valid, k_stride, BN, D, DESCRIBED, MASKED)
-        logits = _times_steps(tl.dot(q, rows.T), k_steps, n, BN)
+        logits = _apply_steps(tl.dot(q, rows.T), k_steps, n, BN)
         if MASKED:
             key = (n + tl.arange(0, BN))[None, :]
             seen = (key >= first[:, None]) & (key < last[:, None])
@@ -103,20 +98,21 @@ def _extremes_among(
     return high, low
 
 
-@triton.jit(do_not_specialize=["T", "S", "window"])
+@triton.jit(do_not_specialize=["T", "S"])
 def attend_rounded(
     q1, q2, k1, k2, q_steps, k_steps, k_maps, v, lam, starts, ends, weight, top, steps, out, parked, clipped,
     q_strides, k_strides, v_strides, lam_strides, out_strides,
-    heads, group, T, S, window, scale, log2e, levels, weight_step, eps, factor,
-    MAPS: tl.constexpr, CAUSAL: tl.constexpr, LOGITS: tl.constexpr, SHIFT: tl.constexpr,
+    heads, group, T, S, scale, log2e, levels, weight_step, eps, factor,
+    MAPS: tl.constexpr, LOGITS: tl.constexpr, SHIFT: tl.constexpr,
     WEIGHTS: tl.constexpr, BLOCKS: tl.constexpr, FULL_SUM: tl.constexpr, NORM: tl.constexpr, DESCRIBED: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, HALVES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Attention of one tile of BM queries of one pair, a map after the other; queries and keys as `extremes` has them.
+    """Compute attention of BM queries of one pair, one map after the other, with q and k as in `extremes`.
 
-    LOGITS are rounded to codes, or left. WEIGHTS, unnormalized and 1 at a row's largest logit, become codes of
-    `weight_step`: integers ("int") or e4m3 numbers ("e4m3"), or floats of `BLOCK_FORMATS`' entry BLOCKS ("blocks"), or
-    stay ("none"). They are divided by the sum of codes, or with FULL_SUM of what was rounded.
+    If LOGITS, logits are quantized. WEIGHTS is the format of the unnormalized softmax weights, which are at most 1:
+    integers ("int") or e4m3 numbers ("e4m3") with scale `weight_step`, the block format BLOCKS of `BLOCK_FORMATS`
+    ("blocks"), or unquantized ("none"). Rows are divided by the sum of quantized weights, or of unquantized ones if
+    FULL_SUM.
     """
     DH: tl.constexpr = DV // HALVES
     tiles = tl.cdiv(T, BM)
@@ -125,8 +121,8 @@ def attend_rounded(
     sequence, head = (pair // heads).to(tl.int64), (pair % heads).to(tl.int64)
     start, valid = valid_range(starts, ends, sequence, S)
     query, value = tile * BM + tl.arange(0, BM), tl.arange(0, DV)
-    first, last = seen_by(query, T, S - T - start, valid, window, CAUSAL)
-    begin, inner, outer, stop = key_blocks(first, last, valid, BN)
+    first, last = seen_by(query, T, S - T - start, valid)
+    inner, outer, stop = key_blocks(first, last, valid, BN)
     at = sequence * out_strides[0] + head * out_strides[1]
     at += query.to(tl.int64)[:, None] * out_strides[2] + value[None, :]
     stored = (query < T)[:, None]
@@ -149,7 +145,7 @@ def attend_rounded(
             factor_of = (scale * tl.load(q_steps + row, mask=query < T, other=1.0))[:, None]
             of_keys += _key_row(sequence, head // group, heads // group, own, k_maps, S) + start
         inverse = tl.div_rn(1.0, step)
-        # Shifted logits are at most 0. Others reach the code of their row's largest.
+        # The largest code: 0 with shifted logits, else the code of the row's largest logit.
         code = tl.zeros([BM], tl.float32)
         if LOGITS and not SHIFT:
             code = (_quotient(largest, step, inverse) + _ROUND) - _ROUND
@@ -157,12 +153,6 @@ def attend_rounded(
         right = tl.zeros([BM, DH], tl.float32)
         total = tl.zeros([BM], tl.float32)
         below = tl.zeros([BM], tl.int32)
-        if window is not None:
-            left, right, total, below = _attend_among(
-                left, right, total, below, q, k, of_keys, values, k_strides[2], v_strides[2], begin, inner,
-                first, last, valid, factor_of, largest, step, inverse, code, log2e, levels, weight_step,
-            True, LOGITS, SHIFT, WEIGHTS, BLOCKS, FULL_SUM, DESCRIBED, D, DH, HALVES, BN,
-            )  # fmt: skip
         left, right, total, below = _attend_among(
             left, right, total, below, q, k, of_keys, values, k_strides[2], v_strides[2], inner, outer,
             first, last, valid, factor_of, largest, step, inverse, code, log2e, levels, weight_step,
@@ -176,12 +166,12 @@ def attend_rounded(
         if SHIFT:
             tl.store(clipped + row, below, mask=query < T)
         y = tl.join(left, right).permute(0, 2, 1).reshape([BM, DV]) if HALVES == 2 else left
-        # Chosen and not multiplied: a row that sees nothing took weights of whole blocks, which may be infinite.
+        # Selected instead of multiplied by 0: weights of a row without visible keys may be infinite.
         y = tl.where((last > 0)[:, None], y * (1 / tl.where(total == 0, 1.0, total))[:, None], 0.0)
         if own + 1 < MAPS:
-            # In fp16 whatever the output's type: bfloat16 would lose what the difference keeps.
+            # In fp16 whatever the output's dtype, since bfloat16 would lose precision of the difference.
             tl.store(parked + at, to_float16(y), mask=stored)
-            # A thread may read back what another one parked.
+            # A thread may read what another one stored.
             tl.debug_barrier()
         else:
             if MAPS == 2:
@@ -206,7 +196,7 @@ def _attend_among(
     floor = (-(levels + 0.5) * step)[:, None]
     for n in tl.range(begin, stop, BN):
         rows = load_rows(k, n, 0, valid, k_stride, BN, D, DESCRIBED, MASKED)
-        logits = _times_steps(tl.dot(q, rows.T), k_steps, n, BN) * scale
+        logits = _apply_steps(tl.dot(q, rows.T), k_steps, n, BN) * scale
         if SHIFT or not LOGITS:
             logits -= largest[:, None]
         if LOGITS:
@@ -227,7 +217,7 @@ def _attend_among(
         if SHIFT:
             below += tl.sum(under.to(tl.int32), 1)
         if WEIGHTS == "int" or WEIGHTS == "e4m3":
-            # Codes go into the product, since half types hold them exactly; their scale is divided out with the sum.
+            # Codes are exact in float16 and bfloat16, so they are multiplied; their scale cancels with the sum's.
             p = _quotient(p, weight_step, tl.div_rn(1.0, weight_step))
         if FULL_SUM:
             total += tl.sum(p, 1) * inverse_unit(BLOCKS) if WEIGHTS == "blocks" else tl.sum(p, 1)
@@ -236,7 +226,7 @@ def _attend_among(
         elif WEIGHTS == "e4m3":
             p = to_float(p, 3, -6)
         elif WEIGHTS == "blocks":
-            p = rounded_in_blocks(p, BLOCKS, TOP_EXPONENT)
+            p = round_in_blocks(p, BLOCKS, TOP_EXPONENT)
         if not FULL_SUM:
             total += tl.sum(p, 1)
         p = p.to(q.dtype)

@@ -1,21 +1,55 @@
-"""Attention over a range of keys with an online softmax, as the prefill kernels share it.
+"""Attention over a range of keys with an online softmax, shared by the prefill kernels.
 
-A tile holds some rows (queries); its keys stand from position 0, the sequence's first valid one, to `keys`.
-A row at position p sees keys 0 to p (causal), or the last `window` of them, or all.
+A tile has some rows (queries). Positions count from the sequence's first valid key; there are `keys` valid keys, and a
+row at position p sees keys 0 to p.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-# A finite floor for row maxima: -inf less -inf would be NaN where a row sees nothing yet.
+
+@triton.jit
+def seen_by(query, queries, offset, valid):
+    """Return the range of keys that each query sees, `first` and exclusive `last`; both are 0 if it sees none.
+
+    `offset` is the position of query 0 among the keys.
+    """
+    position = query + offset
+    first = tl.zeros_like(query)
+    last = tl.zeros_like(query) + valid
+    # A query outside the valid range is itself padding.
+    sees = (query < queries) & (position >= 0) & (position < valid)
+    last = tl.minimum(last, position + 1)
+    return tl.where(sees, first, 0), tl.where(sees, last, 0)
+
+
+@triton.jit
+def key_blocks(first, last, valid, BN: tl.constexpr):
+    """Return key ranges of a tile: fully visible blocks in [inner, outer), which need no mask, others in [outer, stop).
+
+    `inner` and `outer` are multiples of BN. Rows that see no key are ignored, since their results are discarded.
+    """
+    sees = first < last
+    begin = tl.min(tl.where(sees, first, valid)) // BN * BN
+    stop = tl.max(last)
+    inner = tl.cdiv(tl.max(first), BN) * BN
+    inner = tl.minimum(tl.maximum(inner, begin), tl.cdiv(stop, BN) * BN)
+    outer = tl.maximum(tl.min(tl.where(sees, last, valid)) // BN * BN, inner)
+    return inner, outer, stop
+
+
+# Finite lower bound of row maxima: -inf minus -inf would be NaN for rows that have seen no key yet.
 LOWEST = tl.constexpr(-1.0e30)
 _FP16_MAX = tl.constexpr(65504.0)
 
 
 @triton.jit
 def at(strides, sequence, head, position):
-    """Offset of a sequence's, a head's and a position's first element, safe beyond 2³¹ elements."""
+    """Return the offset of the first element of a sequence, head and position, in 64 bits."""
     return (
         tl.cast(sequence, tl.int64) * strides[0]
         + tl.cast(head, tl.int64) * strides[1]
@@ -25,7 +59,7 @@ def at(strides, sequence, head, position):
 
 @triton.jit
 def valid_range(Starts, Ends, sequence, length):
-    """First valid position of a sequence and the number of valid ones, inside the tensor whatever the limits say."""
+    """Return a sequence's first valid position and its number of valid positions, clamped to the tensor."""
     start = 0
     end = length
     if Starts is not None:
@@ -36,26 +70,14 @@ def valid_range(Starts, Ends, sequence, length):
 
 
 @triton.jit
-def key_spans(first, last, keys, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, STEP: tl.constexpr):
-    """Spans of keys for a tile whose rows stand at positions first to last.
+def key_spans(first, last, keys, STEP: tl.constexpr):
+    """Return the key ranges of a tile whose rows are at positions `first` to `last`.
 
     Returns:
-        begin, inner_begin, inner_end, end: each row sees all of [inner_begin, inner_end), and nothing outside
-        [begin, end). All but `end` are multiples of STEP.
+        inner_end, end: each row sees all keys before inner_end, a multiple of STEP, and no row sees keys from `end` on.
     """
-    begin = 0
-    inner_begin = 0
-    if CAUSAL:
-        end = tl.where(first < keys, tl.maximum(tl.minimum(last + 1, keys), 0), 0)
-        inner_end = tl.minimum(tl.maximum(first + 1, 0), end) // STEP * STEP
-    else:
-        end = keys
-        inner_end = keys // STEP * STEP
-    if WINDOW:
-        begin = tl.maximum(first - window + 1, 0) // STEP * STEP
-        inner_begin = tl.cdiv(tl.maximum(last - window + 1, 0), STEP) * STEP
-        inner_end = tl.maximum(inner_begin, inner_end)
-    return begin, inner_begin, inner_end, end
+    end = tl.where(first < keys, tl.maximum(tl.minimum(last + 1, keys), 0), 0)
+    return tl.minimum(tl.maximum(first + 1, 0), end) // STEP * STEP, end
 
 
 @triton.jit
@@ -63,7 +85,7 @@ def load_rows(
     source, first, column, bound, stride,
     STEP: tl.constexpr, WIDTH: tl.constexpr, DESCRIBED: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """Tile [STEP, WIDTH] of a tensor (a descriptor or a pointer) from a row and a column on; 0 from row `bound` on."""
+    """Load a tile [STEP, WIDTH] from a TMA descriptor or pointer, starting at a row and column; 0 from row `bound`."""
     if DESCRIBED:
         rows = source.load([first, column])
     else:
@@ -76,16 +98,16 @@ def load_rows(
 
 @triton.jit
 def attend_keys(
-    left, right, largest, total, q, K, V, k_stride, v_stride, begin, end, position, keys, window, scale,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EDGE: tl.constexpr, DESCRIBED: tl.constexpr,
+    left, right, largest, total, q, K, V, k_stride, v_stride, begin, end, position, keys, scale,
+    EDGE: tl.constexpr, DESCRIBED: tl.constexpr,
     STEP: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """State of an online softmax after keys begin to end more.
+    """Continue an online softmax over keys `begin` to `end`; return the updated accumulators, maxima and sums.
 
     Args:
-        left, right: weighted values [rows, PART]; `right` is idle where PARTS is 1.
-        largest: maxima of the rows [rows]; `total` [rows] is their sums of weights.
-        q: queries [rows, WIDTH]; `position` [rows] is theirs.
+        left, right: sums of weighted values [rows, PART]; `right` is unused if PARTS is 1.
+        largest, total: maxima and sums of weights [rows].
+        q: queries [rows, WIDTH]; their positions are `position` [rows].
         scale: factor of Q·Kᵀ, times log2(e).
     """
     for first in tl.range(begin, end, STEP):
@@ -94,10 +116,7 @@ def attend_keys(
         if EDGE:
             column = first + tl.arange(0, STEP)
             seen = (column < keys)[None, :]
-            if CAUSAL:
-                seen &= column[None, :] <= position[:, None]
-            if WINDOW:
-                seen &= column[None, :] > position[:, None] - window
+            seen &= column[None, :] <= position[:, None]
             logits = tl.where(seen, logits, -float("inf"))
         raised = tl.maximum(largest, tl.max(logits, 1) * scale)
         weights = tl.exp2(logits * scale - raised[:, None])
@@ -115,55 +134,73 @@ def attend_keys(
 
 @triton.jit
 def attend_tile(
-    q, K, V, k_stride, v_stride, first, last, position, keys, window, scale,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DESCRIBED: tl.constexpr,
+    q, K, V, k_stride, v_stride, first, last, position, keys, scale,
+    DESCRIBED: tl.constexpr,
     STEP: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Attention softmax(q·Kᵀ·scale)·V of one tile: float32 [rows, PART · PARTS]; rows that see nothing give 0.
+    """Compute softmax(q·Kᵀ·scale)·V of one tile, float32 [rows, PART · PARTS]; rows without visible keys get 0.
 
-    Values may come in two parts. Where they are wider than a tile has rows, Triton spreads the warps of
-    Ampere's products over columns, which then exchange row maxima and weights through shared memory; on
-    Hopper, products in two parts wait for one another.
+    Two parts are for Ampere: if values are wider than the number of rows, Triton distributes warps over columns, and
+    warps exchange row maxima and weights through shared memory. On Hopper one part is faster, since the products of two
+    parts wait for each other.
     """
     rows: tl.constexpr = q.shape[0]
     left = tl.zeros([rows, PART], tl.float32)
     right = tl.zeros([rows, PART], tl.float32)
     largest = tl.full([rows], LOWEST, tl.float32)
     total = tl.zeros([rows], tl.float32)
-    begin, inner_begin, inner_end, end = key_spans(first, last, keys, window, CAUSAL, WINDOW, STEP)
-    if WINDOW:
-        left, right, largest, total = attend_keys(
-            left, right, largest, total, q, K, V, k_stride, v_stride, begin, tl.minimum(inner_begin, end), position,
-            keys, window, scale, CAUSAL, WINDOW, True, DESCRIBED, STEP, WIDTH, PART, PARTS,
-        )  # fmt: skip
-    # Most keys lie here, and masking them would cost a third more instructions.
+    inner_end, end = key_spans(first, last, keys, STEP)
+    # Most keys are in this range; masking them would take a third more instructions.
     left, right, largest, total = attend_keys(
-        left, right, largest, total, q, K, V, k_stride, v_stride, inner_begin, inner_end, position,
-        keys, window, scale, CAUSAL, WINDOW, False, DESCRIBED, STEP, WIDTH, PART, PARTS,
+        left, right, largest, total, q, K, V, k_stride, v_stride, 0, inner_end, position,
+        keys, scale, False, DESCRIBED, STEP, WIDTH, PART, PARTS,
     )  # fmt: skip
     left, right, largest, total = attend_keys(
         left, right, largest, total, q, K, V, k_stride, v_stride, inner_end, end, position,
-        keys, window, scale, CAUSAL, WINDOW, True, DESCRIBED, STEP, WIDTH, PART, PARTS,
+        keys, scale, True, DESCRIBED, STEP, WIDTH, PART, PARTS,
     )  # fmt: skip
-    blind = total == 0
-    if CAUSAL:
-        # A query beyond the valid range is padding itself.
-        blind |= position >= keys
+    # A query beyond the valid range is padding.
+    blind = (total == 0) | (position >= keys)
     out = tl.join(left, right).permute(0, 2, 1).reshape(rows, PART * PARTS) if PARTS == 2 else left
-    # What padding holds may be NaN, so a factor of 0 would not do.
+    # Selected instead of multiplied by 0, since padding may be NaN.
     return tl.where(blind[:, None], 0.0, out * (1.0 / tl.where(blind, 1.0, total))[:, None])
 
 
 @triton.jit
 def to_float16(x):
-    """Value x in float16, with what lies beyond its range at the range's end; NaN stays NaN."""
+    """Convert to float16, clamping to its finite range; NaN stays NaN."""
     return tl.clamp(x, -_FP16_MAX, _FP16_MAX, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
 
 
 @triton.jit
 def pair_norm(out, Weight, eps, factor, VALUE_WIDTH: tl.constexpr):
-    """RMSNorm over a row's values, times `factor`."""
+    """Apply RMSNorm to each row and multiply by `factor`."""
     out *= (tl.rsqrt(tl.sum(out * out, 1) / VALUE_WIDTH + eps) * factor)[:, None]
     if Weight is not None:
         out *= tl.load(Weight + tl.arange(0, VALUE_WIDTH)).to(tl.float32)[None, :]
     return out
+
+
+def can_describe(*tensors: Tensor) -> bool:
+    """Return whether TMA descriptors can read these tensors: contiguous last axis, all else aligned to 16 bytes."""
+    return all(
+        x.stride(-1) == 1
+        and x.data_ptr() % 16 == 0
+        and all(
+            stride * x.element_size() % 16 == 0
+            for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)
+            if size > 1
+        )
+        for x in tensors
+    )
+
+
+def allow_descriptors() -> None:
+    """Make Triton allocate descriptors for launches of this thread from torch's allocator, on the current stream."""
+    # Triton stores the allocator per thread (in a context variable), so setting it once at import is not enough.
+    triton.set_allocator(_allocate)
+
+
+def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
+    # torch aligns to 512 bytes, more than descriptors need.
+    return torch.empty(size, dtype=torch.int8, device="cuda")

@@ -1,21 +1,190 @@
-"""Differential attention of many queries with Q·Kᵀ in int8, and P·V in half precision or in e4m3."""
+"""Prefill attention with Q·Kᵀ in int8, and P·V in half precision or in e4m3.
+
+A program computes a tile of rows over all keys that they see. V1's maps are computed one after the other with one
+accumulator; the first map's result is stored in the output's memory. V2's maps share keys, so a query's two rows are
+adjacent in one tile and are subtracted at the end.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
-from diffquant.kernels.arguments import call_refusal, widths_refusal
-from diffquant.kernels.attention.attend_int8 import attend_int8
-from diffquant.kernels.attention.operator import Operands, as_operator
-from diffquant.kernels.attention.quantize_qkv import QuantizedKV, quantize_qkv
+from diffquant.kernels.arguments import Operands, as_operator, call_refusal, widths_refusal
+from diffquant.kernels.attention.online import (
+    LOWEST,
+    allow_descriptors,
+    can_describe,
+    key_blocks,
+    load_rows,
+    pair_norm,
+    seen_by,
+    to_float16,
+    valid_range,
+)
+from diffquant.kernels.attention.quantize_qkv import QuantizedKV, quantize_qkv, swizzle
 from diffquant.kernels.configs import AttentionTile, choose
-from diffquant.kernels.descriptors import allow_descriptors, describable
-from diffquant.kernels.gpu import device_class, device_refusal, fp8_refusal
+from diffquant.kernels.gpu import device_class, fp8_refusal
 
-# 128 keys a step halve the rescaling of 64, and softmax is what 8-bit attention spends most on.
+# log2(448): softmax weights are multiplied by 448, e4m3's largest number, to use its whole range.
+_E4M3_TOP = tl.constexpr(8.807354922057604)
+
+
+# Lengths change from call to call, and specializing on their divisibility by 16 would only add compilations.
+@triton.jit(do_not_specialize=["T", "S"])
+def attend_int8(
+    q8, k8, v, q_scale, k_scale, v_scale, lam, starts, ends, weight, out, parked, v_strides, lam_strides, out_strides,
+    heads, group, T, S, rows, padded, eps, factor,
+    NORM: tl.constexpr, MAPS: tl.constexpr, PACK: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, FP8: tl.constexpr, DESCRIBED: tl.constexpr, PINNED: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Compute attention of one tile of BM rows of one pair: BM / PACK queries."""
+    # Under causal order, tiles at the end see the most keys, so they start first.
+    tiles = rows // BM
+    tile = tiles - 1 - tl.program_id(0) % tiles
+    pair = tl.program_id(0) // tiles
+    sequence, head = (pair // heads).to(tl.int64), pair % heads
+    kv = pair // heads * (heads // group) + head // group
+    start, valid = valid_range(starts, ends, sequence, S)
+    first, last = seen_by((tile * BM + tl.arange(0, BM)) // PACK, T, S - T - start, valid)
+    inner, outer, stop = key_blocks(first, last, valid, BN)
+    # A wide V is processed in two halves. e4m3 products are added to the accumulator outside the tensor cores, whose
+    # additions keep only about 14 bits, and only one half's products fit in registers at a time. On Ampere, products
+    # wider than the number of rows would distribute warps over columns.
+    HALVES: tl.constexpr = 2 if DV == 256 and (FP8 or not DESCRIBED) else 1
+    DH: tl.constexpr = DV // HALVES
+    query, value = tile * (BM // PACK) + tl.arange(0, BM // PACK), tl.arange(0, DV)
+    at = sequence * out_strides[0] + head.to(tl.int64) * out_strides[1]
+    at += query.to(tl.int64)[:, None] * out_strides[2] + value[None, :]
+    stored = (query < T)[:, None]
+    lam_at = query
+    if lam is not None:
+        lam_at = sequence * lam_strides[0] + head.to(tl.int64) * lam_strides[1] + query.to(tl.int64) * lam_strides[2]
+    if FP8:
+        v_at = kv.to(tl.int64) * DV * padded
+    else:
+        v_at = tl.cast(start, tl.int64) * v_strides[2]
+        v += sequence * v_strides[0] + (head // group).to(tl.int64) * v_strides[1] + v_at
+        if DESCRIBED:
+            v = tl.make_tensor_descriptor(v, [valid, DV], [v_strides[2], 1], [BN, DH])
+
+    for own in tl.range(0, MAPS, num_stages=1):
+        q_row = (pair * MAPS + own).to(tl.int64) * rows + tile * BM
+        k_row = (kv * MAPS + own).to(tl.int64) * padded
+        row = tl.arange(0, BM)
+        if DESCRIBED:
+            q = q8.load([q_row.to(tl.int32), 0])
+        else:
+            q = tl.load(q8 + (q_row + row)[:, None] * D + tl.arange(0, D)[None, :])
+        row_scale = tl.load(q_scale + q_row + row, mask=last > 0, other=0.0)
+        scales = k_scale + (kv * MAPS + own) * (padded // BN)
+        top = tl.full([BM], LOWEST, tl.float32)
+        total = tl.zeros([BM], tl.float32)
+        low = tl.zeros([BM, DH], tl.float32)
+        high = tl.zeros([BM, DH], tl.float32)
+        low, high, top, total = _attend_keys(
+            q, row_scale, k8, k_row, scales, v, v_at, kv * DV, v_strides[2], low, high, top, total, inner, outer,
+            first, last, valid, padded, False, D, DV, DH, HALVES, FP8, DESCRIBED, PINNED, BM, BN,
+        )  # fmt: skip
+        low, high, top, total = _attend_keys(
+            q, row_scale, k8, k_row, scales, v, v_at, kv * DV, v_strides[2], low, high, top, total, outer, stop,
+            first, last, valid, padded, True, D, DV, DH, HALVES, FP8, DESCRIBED, PINNED, BM, BN,
+        )  # fmt: skip
+        part = tl.where(last > 0, 1 / tl.where(total == 0, 1.0, total), 0.0)
+        y = tl.join(low, high).permute(0, 2, 1).reshape([BM, DV]) if HALVES == 2 else low
+        if PACK == 2:
+            # Rows alternate between the maps; the second map's rows are subtracted from the first map's.
+            second = tl.load(lam + lam_at, mask=query < T, other=0.0)
+            weights = tl.where(tl.arange(0, 2)[None, :] == 0, 1.0, -second[:, None]) * part.reshape([BM // 2, 2])
+            y = tl.sum(y.reshape([BM // 2, 2, DV]) * weights[:, :, None], 1)
+        else:
+            y *= part[:, None]
+        if own + 1 < MAPS:
+            # In fp16 whatever the output's dtype; in units of e4m3 codes nothing overflows.
+            tl.store(parked + at, to_float16(y), mask=stored)
+            # A thread may read what another one stored.
+            tl.debug_barrier()
+        else:
+            if MAPS == 2:
+                second = tl.load(lam + lam_at, mask=query < T, other=0.0)
+                y = tl.load(parked + at, mask=stored, other=0.0).to(tl.float32) - second[:, None] * y
+            if FP8:
+                y *= tl.load(v_scale + kv * DV + value)[None, :]
+            if NORM:
+                y = pair_norm(y, weight, eps, factor, DV)
+            tl.store(out + at, y.to(out.dtype.element_ty), mask=stored)
+
+
+@triton.jit
+def _attend_keys(
+    q, row_scale, k8, k_row, scales, v, v_at, v_row, v_stride, low, high, top, total, begin, stop,
+    first, last, valid, padded, MASKED: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DH: tl.constexpr,
+    HALVES: tl.constexpr, FP8: tl.constexpr, DESCRIBED: tl.constexpr, PINNED: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Continue an online softmax over the keys in [begin, stop); return the updated accumulators, maxima and sums."""
+    TOP: tl.constexpr = _E4M3_TOP if FP8 else 0.0
+    for n in tl.range(begin, stop, BN):
+        if DESCRIBED:
+            k = k8.load([(k_row + n).to(tl.int32), 0])
+        else:
+            k = tl.load(k8 + (k_row + n + tl.arange(0, BN))[:, None] * D + tl.arange(0, D)[None, :])
+        # Volatile, since Triton would otherwise prefetch the scalar to shared memory, with two barriers per step.
+        scale = row_scale * tl.load(scales + n // BN, volatile=True)
+        logits = tl.dot(q, k.T).to(tl.float32)
+        if MASKED:
+            key = (n + tl.arange(0, BN))[None, :]
+            logits = tl.where((key >= first[:, None]) & (key < last[:, None]), logits * scale[:, None], -float("inf"))
+            risen = tl.maximum(top, tl.max(logits, 1))
+            p = tl.exp2(logits - (risen - TOP)[:, None])
+        else:
+            risen = tl.maximum(top, tl.max(logits, 1) * scale)
+            p = tl.exp2(logits * scale[:, None] - (risen - TOP)[:, None])
+        shrunk = tl.exp2(top - risen)
+        total = total * shrunk + tl.sum(p, 1)
+        top = risen
+        if FP8:
+            codes = swizzle(p.to(tl.float8e4nv), BM, BN)
+            low = low * shrunk[:, None] + tl.dot(codes, _values(v, v_at, v_row, n, padded, DESCRIBED, DH, BN))
+            if HALVES == 2:
+                if PINNED:
+                    low = _pin(low)
+                upper = _values(v, v_at + DH * padded, v_row + DH, n, padded, DESCRIBED, DH, BN)
+                high = high * shrunk[:, None] + tl.dot(codes, upper)
+        else:
+            values = load_rows(v, n, 0, valid, v_stride, BN, DH, DESCRIBED, MASKED)
+            weights = p.to(values.dtype)
+            low = tl.dot(weights, values, low * shrunk[:, None])
+            if HALVES == 2:
+                values = load_rows(v, n, DH, valid, v_stride, BN, DH, DESCRIBED, MASKED)
+                high = tl.dot(weights, values, high * shrunk[:, None])
+    return low, high, top, total
+
+
+@triton.jit
+def _values(v8, at, row, n, padded, DESCRIBED: tl.constexpr, DH: tl.constexpr, BN: tl.constexpr):
+    """Load codes of V in e4m3, [BN, DH]."""
+    if DESCRIBED:
+        values = v8.load([row, n]).T
+    else:
+        channel, key = tl.arange(0, DH), n + tl.arange(0, BN)
+        values = tl.load(v8 + at + channel[None, :] * padded + key[:, None])
+    return values
+
+
+@triton.jit
+def _pin(x):
+    """Return x, forcing its computation here; otherwise both halves' products would be in registers and spill."""
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=False, pack=1)
+
+
+# Softmax dominates the time of 8-bit attention, and 128 keys per step rescale half as often as 64.
 TILES = {
     "prefill_int8/sm_90/64": AttentionTile(128, 128, 8, 2),
     "prefill_int8/sm_90/128": AttentionTile(128, 128, 8, 2),
@@ -26,30 +195,26 @@ PV_TYPES = ("fp16", "fp8")
 
 
 def prefill_int8(call: AttentionCall, pv: str = "fp16") -> Tensor:
-    """Attention of a call with Q and K in 8 bits, or all three.
+    """Compute attention of a call with Q and K quantized to int8, and optionally P and V to e4m3.
 
     Args:
-        call: one map or two of float16 or bfloat16, d 64 or 128, dv = d or 2d, logits left alone.
-        pv: type of the product P·V: "fp16" multiplies P and V in V's own type, "fp8" in e4m3.
+        call: call with one or two maps, float16 or bfloat16, d = 64 or 128, dv = d or 2d, no quantized logits.
+        pv: precision of P·V: "fp16" for V's dtype, "fp8" for e4m3.
 
     Returns:
-        [B, h, T, dv] in v's dtype, its memory [B, T, h, dv].
+        [B, h, T, dv] in v's dtype, in memory [B, T, h, dv].
 
     Raises:
-        UsageError: the kernel does not take the call, or the device cannot do what is asked.
+        UsageError: the kernel does not support the call, or the device does not support `pv`.
     """
-    if reason := _unsupported(call, pv):
+    if reason := prefill_int8_refusal(call, pv):
         raise UsageError(f"prefill_int8: {reason}")
     out: Tensor = _operator(call, pv)
     return out
 
 
 def prefill_int8_refusal(call: AttentionCall, pv: str = "fp16") -> str | None:
-    """Reason why `prefill_int8` cannot serve a call, or None."""
-    return device_refusal(call.v.device) or _unsupported(call, pv)
-
-
-def _unsupported(call: AttentionCall, pv: str) -> str | None:
+    """Return why `prefill_int8` cannot serve a call on a device that runs Triton, or None."""
     if pv not in PV_TYPES:
         return f"P·V in {pv!r} is unknown; known are {', '.join(PV_TYPES)}"
     if pv == "fp8" and (reason := fp8_refusal(call.v.device)):
@@ -58,7 +223,7 @@ def _unsupported(call: AttentionCall, pv: str) -> str | None:
 
 
 def _launch(x: Operands, pv: str) -> Tensor:
-    """Output of `prefill_int8`."""
+    """Compute the output of `prefill_int8`."""
     out, q, k, v, lam = x.out, x.q, x.k, x.v, x.lam
     if x.is_blind:
         return out.zero_()
@@ -71,17 +236,18 @@ def _launch(x: Operands, pv: str) -> Tensor:
             q, k, v, x.starts, x.ends, x.scale, tile_rows=tile.queries, block=tile.keys, values=pv == "fp8"
         )
         described = device_kind == "sm_90"
-        if described and not describable(v):
+        if described and not can_describe(v):
             v = v.clone(memory_format=torch.contiguous_format)
-        operands = _described(codes, v, tile) if described else (codes.q, codes.k, v if codes.v is None else codes.v)
+        operands = (
+            _make_descriptors(codes, v, tile) if described else (codes.q, codes.k, v if codes.v is None else codes.v)
+        )
         if described and codes.v is None:
             allow_descriptors()
-        # No model of the family has a window or sees later keys: the kernel's branches for both are compiled away.
         attend_int8[(codes.q.shape[3] // tile.queries * batch * heads,)](
             *operands, codes.q_scale, codes.k_scale, codes.v_scale, lam, x.starts, x.ends, x.weight,
             out, out.view(torch.float16), v.stride()[:3], None if lam is None else lam.stride()[:3], out.stride()[:3],
-            heads, heads // kv_heads, length, keys, codes.q.shape[3], codes.k.shape[3], None, x.eps, x.factor,
-            CAUSAL=True, NORM=x.normed, MAPS=len(k), PACK=len(q) // len(k), D=width, DV=value_width, FP8=pv == "fp8",
+            heads, heads // kv_heads, length, keys, codes.q.shape[3], codes.k.shape[3], x.eps, x.factor,
+            NORM=x.normed, MAPS=len(k), PACK=len(q) // len(k), D=width, DV=value_width, FP8=pv == "fp8",
             DESCRIBED=described, PINNED=described and not triton.knobs.runtime.interpret,
             BM=tile.queries, BN=tile.keys,
             num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
@@ -92,8 +258,8 @@ def _launch(x: Operands, pv: str) -> Tensor:
 _operator = as_operator("prefill_int8", _launch, ", str pv")
 
 
-def _described(codes: QuantizedKV, v: Tensor, tile: AttentionTile) -> tuple[TensorDescriptor | Tensor, ...]:
-    """Descriptors of the codes, each tensor as one matrix; 16-bit V as it is."""
+def _make_descriptors(codes: QuantizedKV, v: Tensor, tile: AttentionTile) -> tuple[TensorDescriptor | Tensor, ...]:
+    """Create TMA descriptors of the codes, each tensor viewed as one matrix; return a 16-bit V unchanged."""
     width = codes.q.shape[-1]
     q = TensorDescriptor.from_tensor(codes.q.flatten(0, 3), [tile.queries, width])
     k = TensorDescriptor.from_tensor(codes.k.flatten(0, 3), [tile.keys, width])

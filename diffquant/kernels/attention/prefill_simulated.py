@@ -1,8 +1,8 @@
-"""Attention with simulated low-bit logits or softmax weights, rounded inside the kernel as the plain form rounds them.
+"""Prefill attention with simulated low-bit logits or softmax weights, quantized inside the kernel as in `naive`.
 
-The maps are never stored. One launch finds each query's largest and smallest logit; torch makes the scales of them;
-a second launch computes the logits again, rounds them and attends. Rounding keeps order, so a query's largest code
-is known beforehand and softmax needs no running maximum.
+The maps are never stored. The first launch finds each query's largest and smallest logit, from which torch computes
+the scales. The second launch computes the logits again, quantizes them and computes attention. Rounding is monotonic,
+so a query's largest code is known beforehand and softmax needs no running maximum.
 """
 
 from math import e, log2
@@ -13,18 +13,16 @@ from torch import Tensor
 
 from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
-from diffquant.kernels.arguments import call_refusal, widths_refusal
+from diffquant.kernels.arguments import Operands, as_operator, call_refusal, widths_refusal
 from diffquant.kernels.attention.attend_rounded import attend_rounded, extremes
-from diffquant.kernels.attention.operator import Operands, as_operator
+from diffquant.kernels.attention.online import allow_descriptors, can_describe
 from diffquant.kernels.attention.prefill_specialized import launch_specialized, specialized_refusal
-from diffquant.kernels.attention.round_operands import operands_refusal, rounded_rows
-from diffquant.kernels.attention.weight_blocks import BLOCK_FORMATS
+from diffquant.kernels.attention.round_operands import BLOCK_FORMATS, operands_refusal, quantize_rows
 from diffquant.kernels.configs import AttentionTile, choose
-from diffquant.kernels.descriptors import allow_descriptors, describable
-from diffquant.kernels.gpu import device_class, device_refusal
-from diffquant.numbers.formats import format_named
-from diffquant.numbers.logit_scales import logit_format, weight_scale
-from diffquant.scheme import FULL, Scheme
+from diffquant.kernels.gpu import device_class
+from diffquant.recipe.numbers.formats import format_named
+from diffquant.recipe.numbers.simulation import logit_format, weight_scale
+from diffquant.recipe.scheme import FULL, Scheme
 
 TILES = {
     "simulated/sm_90/64": AttentionTile(128, 128, 8, 2),
@@ -36,43 +34,39 @@ GRANULARITIES = ("tensor", "head", "pair", "row")
 
 
 def prefill_simulated(call: AttentionCall, specialized: bool = False) -> Tensor:
-    """Attention of a call whose maps or operands are rounded to its schemes' codes; its meter counts on the device.
+    """Compute attention with logits, softmax weights, queries and keys quantized to a call's schemes.
 
     Args:
-        call: one map or two of float16 or bfloat16, d 64 or 128, dv = d or 2d, a scale of 0 or more; logits at 2 to 8
-            bits per tensor, head, pair or row, softmax weights at 2 to 8 bits or e4m3 per row, or in a format of
-            `BLOCK_FORMATS` where all sequences begin at the first key. Queries and keys at `qk` as `operands_refusal`
-            has them.
-        specialized: whether the second launch specializes its warps, on Hopper.
+        call: call with one or two maps, float16 or bfloat16, d = 64 or 128, dv = d or 2d, a scale of at least 0.
+            Logits may be at 2 to 8 bits per tensor, head, pair or row. Softmax weights may be at 2 to 8 bits or e4m3
+            per row, or, without left padding, in a format of `BLOCK_FORMATS`. For `qk` see `operands_refusal`.
+        specialized: whether the second launch uses the warp-specialized kernel for Hopper.
 
     Returns:
-        [B, h, T, dv] in v's dtype, its memory [B, T, h, dv].
+        [B, h, T, dv] in v's dtype, in memory [B, T, h, dv].
 
     Raises:
-        UsageError: the kernel does not take the call.
+        UsageError: the kernel does not support the call.
     """
     if call.scale < 0:
         raise UsageError(f"simulated logits take a scale that is not negative, got {call.scale}")
-    if reason := _unsupported(call, specialized):
+    if reason := prefill_simulated_refusal(call, specialized):
         raise UsageError(f"simulated logits: {reason}")
     scheme, weights, qk = call.logits, *(str(x) if x.quantizes else "" for x in (call.p, call.qk))
+    shift = scheme.has("shift")
     out: Tensor
-    out, largest, clipped = _operator(call, scheme.bits, scheme.granularity, scheme.shift, weights, qk, specialized)
+    out, largest, clipped = _operator(call, scheme.bits, scheme.granularity, shift, weights, qk, specialized)
     call.count()
     if call.meter is not None and scheme.quantizes:
         call.meter.count(_visible_entries(call) * call.pairs * call.maps, clipped.sum())
         for magnitudes in largest.expand(-1, -1, call.maps, -1).unbind(2):
-            scales = logit_format(scheme.format, scheme.shift).scale_of(magnitudes)
+            scales = logit_format(scheme.format, shift).scale_of(magnitudes)
             call.meter.record_scales(scales, magnitudes)
     return out
 
 
 def prefill_simulated_refusal(call: AttentionCall, specialized: bool = False) -> str | None:
-    """Reason why `prefill_simulated` cannot serve a call, or None."""
-    return device_refusal(call.v.device) or _unsupported(call, specialized)
-
-
-def _unsupported(call: AttentionCall, specialized: bool) -> str | None:
+    """Return why `prefill_simulated` cannot serve a call on a device that runs Triton, or None."""
     scheme = call.logits
     if specialized and (reason := specialized_refusal(call.v.device)):
         return reason
@@ -90,8 +84,9 @@ def _unsupported(call: AttentionCall, specialized: bool) -> str | None:
         return f"logits at {scheme}: {scheme.format.integer_refusal}"
     if scheme.granularity not in GRANULARITIES:
         return f"one scale a {scheme.granularity} is not served; the kernel takes {', '.join(GRANULARITIES)}"
-    if scheme.alike and call.maps == 2:
-        return "logits rounded alike are not served; the kernel rounds each map by itself"
+    served = ("shift",) if call.maps == 2 else ("shift", "alike")
+    if others := [each.name for each in scheme.transforms if each.name not in served]:
+        return f"logits rounded {others[0]} are not served; the kernel rounds each map by itself"
     return call_refusal(call) or widths_refusal(call.q[0], call.v)
 
 
@@ -99,10 +94,12 @@ def _weights_refusal(call: AttentionCall, specialized: bool) -> str | None:
     scheme = call.p
     if specialized:
         return "the kernel with specialized warps rounds logits alone"
+    if others := [each.name for each in scheme.transforms if each.name not in ("pow2", "fullsum")]:
+        return f"{others[0]} is not served; the kernel takes pow2 and fullsum"
     if (known := BLOCK_FORMATS.get(scheme.format.name)) is not None:
         if scheme.size != known[0]:
             return f"blocks of {scheme.size} keys are not served; the kernel takes {known[0]}"
-        # Blocks of keys are counted from the first of all, and the kernel's from a sequence's own.
+        # The scheme counts blocks of keys from position 0, the kernel from a sequence's first valid key.
         return None if (call.mask.ranges or (None,))[0] is None else "the kernel takes sequences without padding"
     if scheme.granularity != "row":
         return f"one scale a {scheme.granularity} is not served; the kernel takes row"
@@ -110,7 +107,7 @@ def _weights_refusal(call: AttentionCall, specialized: bool) -> str | None:
 
 
 def _kind_of(weights: Scheme) -> str:
-    """Kernel's name of how a scheme rounds softmax weights."""
+    """Return the kernel's WEIGHTS argument for a scheme of softmax weights."""
     if not weights.quantizes:
         return "none"
     if weights.format.name in BLOCK_FORMATS:
@@ -121,15 +118,17 @@ def _kind_of(weights: Scheme) -> str:
 def _launch(
     x: Operands, bits: int, granularity: str, shift: bool, weights: str, qk: str, specialized: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output of `prefill_simulated`, and what a meter counts.
+    """Compute the output of `prefill_simulated`, and statistics for the meter.
 
     Args:
-        bits, granularity, shift: the logits' scheme; 16 bits for logits as they are.
-        weights, qk: schemes of the softmax weights, and of queries and keys; "" where they are as they are.
+        x: tensors of the call.
+        bits, granularity, shift: the logits' scheme; 16 bits for unquantized logits.
+        weights, qk: schemes of the softmax weights, and of queries and keys; "" if they are not quantized.
+        specialized: as in `prefill_simulated`.
 
     Returns:
-        The output; the largest magnitudes of logits that share a scale, [B, h, maps, T] with shared axes of size 1;
-        and the number of clipped logits of each query, int32 [B, h, maps, T].
+        The output; the largest |logit| per scale, [B, h, maps, T] with size 1 for axes that share a scale; and the
+        number of clipped logits of each query, int32 [B, h, maps, T].
     """
     out, q, v, lam = x.out, x.q, x.v, x.lam
     batch, heads, length, width = q[0].shape
@@ -138,39 +137,38 @@ def _launch(
     clipped = torch.zeros(batch, heads, maps, length, dtype=torch.int32, device=v.device)
     top, bottom = torch.zeros(2, batch, heads, maps, length, device=v.device)
     if x.is_blind:
-        return out.zero_(), _shared(top, granularity), clipped
+        return out.zero_(), _largest_of_shared(top, granularity), clipped
     scheme = Scheme.parse(weights) if weights else FULL
     of_weights = {
         "LOGITS": bits < 16,
         "WEIGHTS": _kind_of(scheme),
         "BLOCKS": BLOCK_FORMATS.get(scheme.format.name),
-        "FULL_SUM": scheme.fullsum,
+        "FULL_SUM": scheme.has("fullsum"),
     }
-    weight_step = float(weight_scale(scheme.format, scheme.pow2)) if scheme.granularity == "row" else 1.0
+    weight_step = float(weight_scale(scheme.format, scheme.has("pow2"))) if scheme.granularity == "row" else 1.0
     k, k_maps = x.k, len(x.k)
     q_steps = k_steps = None
     if qk:
         with torch.cuda.device_of(v):
-            (q, q_steps), (k, k_steps) = (rounded_rows(rows, Scheme.parse(qk)) for rows in (q, k))
+            (q, q_steps), (k, k_steps) = (quantize_rows(rows, Scheme.parse(qk)) for rows in (q, k))
     k = k * (maps // k_maps)
     device_kind = device_class(v.device)
     described = device_kind == "sm_90"
     if described:
-        k = k if describable(*k) else [x.clone(memory_format=torch.contiguous_format) for x in k]
-        v = v if describable(v) else v.clone(memory_format=torch.contiguous_format)
+        k = k if can_describe(*k) else [x.clone(memory_format=torch.contiguous_format) for x in k]
+        v = v if can_describe(v) else v.clone(memory_format=torch.contiguous_format)
     tile = choose(TILES, f"simulated/{device_kind}/{width}")
-    # No model of the family has a window or sees later keys: the kernel's branches for both are compiled away.
-    lengths = (heads, heads // kv_heads, length, keys, None)
+    lengths = (heads, heads // kv_heads, length, keys)
     with torch.cuda.device_of(v):
         if described:
             allow_descriptors()
         extremes[(triton.cdiv(length, tile.queries) * batch * heads * maps,)](
             q[0], q[-1], k[0], k[-1], q_steps, k_steps, k_maps, x.starts, x.ends, top, bottom,
             q[0].stride()[:3], k[0].stride()[:3], *lengths, x.scale,
-            MAPS=maps, CAUSAL=True, DESCRIBED=described, D=width, BM=tile.queries, BN=tile.keys,
+            MAPS=maps, DESCRIBED=described, D=width, BM=tile.queries, BN=tile.keys,
             num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
         )  # fmt: skip
-        largest = _shared(top - bottom if shift else torch.maximum(top.abs(), bottom.abs()), granularity)
+        largest = _largest_of_shared(top - bottom if shift else torch.maximum(top.abs(), bottom.abs()), granularity)
         rounding = logit_format(format_named(str(bits)), shift)
         scales = rounding.scale_of(largest) if rounding.quantizes else torch.ones_like(largest)
         scales = scales.expand(batch, heads, maps, length).contiguous()
@@ -181,7 +179,7 @@ def _launch(
             None if lam is None else lam.stride()[:3], out.stride()[:3],
         )  # fmt: skip
         parked = out.view(torch.float16)
-        # Nothing is contracted behind the formula's back: a product rounded to float32 decides codes at their borders.
+        # No fused multiply-add: values at the border between two codes depend on products being rounded to float32.
         if specialized:
             launch_specialized(
                 q, k, v, (lam, x.starts, x.ends, x.weight, top, scales, clipped, out, parked, *strides),
@@ -191,7 +189,7 @@ def _launch(
             attend_rounded[(triton.cdiv(length, tile.queries) * batch * heads,)](
                 q[0], q[-1], k[0], k[-1], q_steps, k_steps, k_maps, v, lam, x.starts, x.ends, x.weight, top, scales,
                 out, parked, clipped, *strides, *lengths, x.scale, log2(e), 2**bits - 1, weight_step, x.eps, x.factor,
-                MAPS=maps, CAUSAL=True, **of_weights, SHIFT=shift, NORM=x.normed, DESCRIBED=described,
+                MAPS=maps, **of_weights, SHIFT=shift, NORM=x.normed, DESCRIBED=described,
                 D=width, DV=value_width,
                 HALVES=2 if value_width > tile.queries and not described else 1, BM=tile.queries, BN=tile.keys,
                 num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
@@ -200,9 +198,9 @@ def _launch(
 
 
 def _empty(out: Tensor, q: list[Tensor], _bits: int, granularity: str, *_: object) -> tuple[Tensor, Tensor, Tensor]:
-    """Results of `_launch` by shape and dtype alone, for torch.compile."""
+    """Return uninitialized results with the shapes and dtypes of `_launch`'s, for torch.compile."""
     rows = out.new_empty(*out.shape[:2], len(q), out.shape[2], dtype=torch.float32)
-    return out, _shared(rows, granularity), rows.to(torch.int32)
+    return out, _largest_of_shared(rows, granularity), rows.to(torch.int32)
 
 
 _operator = as_operator(
@@ -214,14 +212,14 @@ _operator = as_operator(
 )
 
 
-def _shared(rows: Tensor, granularity: str) -> Tensor:
-    """Largest of the queries' values [B, h, maps, T] that share a scale."""
+def _largest_of_shared(rows: Tensor, granularity: str) -> Tensor:
+    """Compute the maximum of values [B, h, maps, T] over the axes that share a scale."""
     axes = {"row": (), "head": (3,), "pair": (2, 3), "tensor": (1, 2, 3), "": ()}[granularity]
     return rows.amax(axes, keepdim=True) if axes else rows.clone()
 
 
 def _visible_entries(call: AttentionCall) -> Tensor:
-    """Number of visible logits of one head and map, over the batch; on the call's device."""
+    """Count the visible logits of one head and map, summed over the batch, on the call's device."""
     starts, ends = call.mask.ranges or (None, None)
     batch, device = call.v.shape[0], call.v.device
     position = torch.arange(call.keys - call.length, call.keys, device=device)

@@ -1,8 +1,8 @@
 """Quantization of Q, K and V to 8 bits for attention: two passes over K and V, one over Q, in two launches.
 
-K is smoothed: its mean over a sequence's valid tokens is subtracted, which softmax does not see, so that a
-constant offset of a channel does not use up the codes. Positions outside a sequence's valid range enter no
-mean and no scale, and blocks of keys count from its first one: padding changes no result.
+K is smoothed: its mean over a sequence's valid tokens is subtracted, which does not change softmax, so that a constant
+offset of a channel does not use up the range of codes. Padding affects neither means nor scales, and blocks of keys are
+counted from a sequence's first valid key, so padding changes no result.
 
 Sources: SageAttention (arXiv 2410.02367) for smoothing, SageAttention2 (arXiv 2411.10958) for V in e4m3.
 """
@@ -19,9 +19,9 @@ from torch import Tensor
 
 from diffquant.kernels.attention.online import valid_range
 
-# Rows of Q or keys of V that one program quantizes, and keys whose statistics it gathers at once.
+# Number of rows of Q, or keys of V, that one program quantizes, and number of keys per step of the statistics.
 _ROWS = 64
-# Largest number of partial statistics per channel; every program of the second launch adds them up again.
+# Largest number of partial statistics per channel, all of which each program of the second launch has to add.
 _CHUNKS = 32
 _E4M3_MAX = tl.constexpr(448.0)
 # Adding and subtracting 1.5·2^23 rounds a float32 to an integer, half to even.
@@ -30,17 +30,18 @@ _ROUND = tl.constexpr(12582912.0)
 
 @dataclass(frozen=True)
 class QuantizedKV:
-    """8-bit Q, K and V and the scales that multiply them back.
+    """8-bit Q, K and V with their dequantization scales.
 
     Attributes:
-        q: codes of Q, int8 [B, h, n, rows, d]: n is 2 where each map has its keys (V1), else 1; `rows` is T, or 2·T
-            where a query's two maps are neighbours (V2), rounded up to a whole tile. Rows beyond T hold anything.
-        q_scale: scales of Q, float32 [B, h, n, rows], times the factor of Q·Kᵀ and log2(e).
-        k: codes of K, int8 [B, h_kv, n, keys, d] from each sequence's first valid key on; `keys` is S rounded up to
-            whole blocks, and codes beyond the valid keys are zero.
+        q: codes of Q, int8 [B, h, n, rows, d]. n is 2 if each map has its own keys (V1), else 1. `rows` is T, or 2·T if
+            a query's two maps are adjacent rows (V2), rounded up to whole tiles. Excess rows are undefined.
+        q_scale: scales of Q, float32 [B, h, n, rows], multiplied by the factor of Q·Kᵀ and log2(e).
+        k: codes of K, int8 [B, h_kv, n, keys, d], starting at each sequence's first valid key. `keys` is S rounded up
+            to whole blocks; codes beyond the valid keys are 0.
         k_scale: scales of K, float32 [B, h_kv, n, keys / block].
-        v: codes of V, e4m3 [B, h_kv, dv, keys], likewise, each 16 keys in the order `swizzled` gives; or None.
-        v_scale: scales of V, float32 [B, h_kv, dv]; or None.
+        v: codes of V, e4m3 [B, h_kv, dv, keys], with keys as in `k` but every 16 in the order of `swizzle`; or None if
+            V is not quantized.
+        v_scale: scales of V, float32 [B, h_kv, dv], or None if V is not quantized.
     """
 
     q: Tensor
@@ -63,15 +64,15 @@ def quantize_qkv(
     block: int,
     values: bool,
 ) -> QuantizedKV:
-    """Quantize the Q, K and V that one attention reads.
+    """Quantize Q, K and optionally V to 8 bits.
 
     Args:
-        q: one [B, h, T, d] a map, of the same strides, rows contiguous.
-        k: one [B, h_kv, S, d] a map, or one that two maps share; likewise.
-        v: [B, h_kv, S, dv], rows contiguous.
-        starts, ends: range of valid positions of each sequence, int32 [B]; None for all.
+        q: one [B, h, T, d] per map, with equal strides and contiguous channels.
+        k: one [B, h_kv, S, d] per map, or one that two maps share, with equal strides and contiguous channels.
+        v: [B, h_kv, S, dv] with contiguous channels.
+        starts, ends: first valid position of each sequence and one past the last, int32 [B], or None if all are valid.
         scale: factor of Q·Kᵀ.
-        tile_rows: number of rows of a tile; rows of Q are allotted in multiples of it.
+        tile_rows: number of rows of a tile; the number of rows of Q's codes is rounded up to a multiple of it.
         block: number of keys that share a scale.
         values: whether to quantize V too.
     """
@@ -111,31 +112,30 @@ def quantize_qkv(
         q[0].stride()[:3], k[0].stride()[:3], v.stride()[:3],
         heads, kv_heads, length, keys, rows, padded, chunks, scale * math.log2(math.e), *counts,
         N=own_keys, PACK=packed, D=width, DV=value_width, ROWS=_ROWS, BLOCK=block, VALUE_ROWS=value_rows,
-        CAUSAL=True,
         num_warps=8, num_stages=2, enable_fp_fusion=True,
     )  # fmt: skip
     return QuantizedKV(q8, q_scale, k8, k_scale, v8, v_scale)
 
 
 @triton.jit
-def swizzled(x, ROWS: tl.constexpr, KEYS: tl.constexpr):
-    """Tensor x [ROWS, KEYS], each 16 keys (half, thread of four, neighbour) reordered as (thread, half, neighbour).
+def swizzle(x, ROWS: tl.constexpr, KEYS: tl.constexpr):
+    """Reorder every 16 keys of x [ROWS, KEYS] from (half, thread, pair) to (thread, half, pair) with 4 threads.
 
-    A thread of the tensor core's result holds keys 2i, 2i + 1, 2i + 8 and 2i + 9 of 16, and as an 8-bit operand
-    it must hold four neighbours. In this order they are neighbours: probabilities stay where they are.
+    A thread holds keys 2i, 2i + 1, 2i + 8 and 2i + 9 of a tensor core's result, but must hold four consecutive ones of
+    an 8-bit operand. In this order they are consecutive, so softmax weights need not move between threads.
     """
     split = x.reshape([ROWS, KEYS // 16, 2, 4, 2])
     return split.permute(0, 1, 3, 2, 4).reshape([ROWS, KEYS])
 
 
-# Lengths change from call to call: a kernel for each that is or is not a multiple of 16 would gain nothing.
+# Lengths change from call to call, and specializing on their divisibility by 16 would only add compilations.
 @triton.jit(do_not_specialize=["S", "chunk"])
 def _statistics(
     k0, k1, v, k_sum, v_max, starts, ends,
     k_strides, v_strides, kv_heads, S, chunk,
     N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Statistics of one chunk of keys: the sum of each channel of K, the largest magnitude of each channel of V."""
+    """Compute the sum of each K channel and the largest magnitude of each V channel over a chunk of keys."""
     chunks = tl.cdiv(S, chunk)
     part, head = tl.program_id(0) % chunks, tl.program_id(0) // chunks
     sequence, kv_head = (head // kv_heads).to(tl.int64), (head % kv_heads).to(tl.int64)
@@ -168,9 +168,9 @@ def _quantize(
     q_strides, k_strides, v_strides,
     heads, kv_heads, T, S, rows, padded, chunks, logit_scale, query_programs, key_programs,
     N: tl.constexpr, PACK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, VALUE_ROWS: tl.constexpr, CAUSAL: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, VALUE_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Codes and scales of one block of Q, of K or of V, as the program's number says."""
+    """Quantize one block of Q, K or V, depending on the program's index."""
     program = tl.program_id(0)
     if program < query_programs:
         blocks = tl.cdiv(T, ROWS)
@@ -181,7 +181,7 @@ def _quantize(
         start, valid = valid_range(starts, ends, sequence, S)
         _query_block(
             q, q_strides[2], q8, q_scale, head, which, block, S - T - start, valid, T, rows, logit_scale,
-            N, PACK, D, ROWS, CAUSAL,
+            N, PACK, D, ROWS,
         )  # fmt: skip
     elif program < query_programs + key_programs:
         program -= query_programs
@@ -212,17 +212,15 @@ def _quantize(
 @triton.jit
 def _query_block(
     q, q_t, q8, q_scale, head, which, block, offset, valid, T, rows, logit_scale,
-    N: tl.constexpr, PACK: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, CAUSAL: tl.constexpr,
+    N: tl.constexpr, PACK: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     query, channel = block * ROWS + tl.arange(0, ROWS), tl.arange(0, D)
-    kept = query < T
-    if CAUSAL:
-        position = query + offset
-        kept = kept & (position >= 0) & (position < valid)
+    position = query + offset
+    kept = (query < T) & (position >= 0) & (position < valid)
     x = tl.load(q + query.to(tl.int64)[:, None] * q_t + channel[None, :], mask=kept[:, None], other=0.0)
     x = x.to(tl.float32) * logit_scale
     codes, scale = _to_codes(x, tl.max(tl.abs(x), 1, keep_dims=True))
-    # Where maps share keys their rows are neighbours, else each map has rows of its own.
+    # If maps share keys, their rows alternate; otherwise each map has a separate range of rows.
     row = query * PACK + which if PACK == 2 else query
     row = row + (head * N + (0 if PACK == 2 else which)).to(tl.int64) * rows
     tl.store(q8 + row[:, None] * D + channel[None, :], codes, mask=(query < T)[:, None])
@@ -254,7 +252,7 @@ def _value_block(v, v_s, v8, v_scale, v_max, head, block, valid, padded, chunks,
     scale = tl.where(largest == 0, 1.0, largest / _E4M3_MAX)
     kept = (key < valid)[:, None]
     x = tl.load(v + key.to(tl.int64)[:, None] * v_s + value[None, :], mask=kept, other=0.0).to(tl.float32)
-    codes = swizzled(tl.trans((x / scale[None, :]).to(tl.float8e4nv)), DV, ROWS)
+    codes = swizzle(tl.trans((x / scale[None, :]).to(tl.float8e4nv)), DV, ROWS)
     row = value + head.to(tl.int64) * DV
     tl.store(v8 + row[:, None] * padded + key[None, :], codes)
     if block == 0:

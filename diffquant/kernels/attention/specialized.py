@@ -1,11 +1,12 @@
-"""Shared parts of warp-specialized attention for Hopper (Gluon): loads, the tile's keys, and the end of a row.
+"""Shared parts of warp-specialized attention for Hopper (Gluon): loads, key ranges, and storing of rows.
 
-One warp loads. Two warpgroups have 64 rows each and loops of their own, so that one computes softmax while the other
-multiplies. V1's maps follow one another, each warpgroup with 64 queries; V2's share their keys, so that one warpgroup
-has the signal map of 64 queries and the other their noise map. A noise map waits in the output's own memory, in fp16.
+One warp loads. Two warpgroups have 64 rows each and separate loops, so that one computes softmax while the other
+multiplies. V1's maps are computed one after the other, and each warpgroup has 64 queries. V2's maps share keys, so one
+warpgroup has the signal map of 64 queries and the other their noise map. A noise map is stored in the output's memory,
+in fp16, until it is subtracted.
 
-Each buffer has a barrier that says it is full and one that says it is free. The n-th use of one of S buffers waits for
-the barriers' (n / S)-th phase.
+Each buffer has one barrier for being full and one for being free. The n-th use of one of S buffers waits for phase
+n / S of its barriers.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, disable-error-code="attr-defined"
@@ -14,21 +15,22 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-# A finite floor for row maxima: -inf less -inf would be NaN where a row sees nothing yet. Hidden logits are -inf: a
-# finite one times the scale, less itself, is a fused multiply-add's rounding error, whose exponential may be infinite.
+# Finite lower bound of row maxima: -inf minus -inf would be NaN for rows that have seen no key yet. Hidden logits must
+# be -inf: with a finite number, the fused multiply-add of logit · scale - maximum would leave its rounding error, whose
+# exponential may be infinite.
 LOWEST = gl.constexpr(-1.0e30)
 _FP16_MAX = gl.constexpr(65504.0)
 _NAN_STAYS = gl.constexpr(tl.PropagateNan.ALL)
-# Triton 3.6 has the one name, newer ones the other.
+# The name differs between Triton 3.6 and newer versions.
 _load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 
 @gluon.jit
 def new_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Barriers [COUNT, 1] that complete a phase after ARRIVALS arrivals; make none that no partition uses.
+    """Allocate barriers [COUNT, 1] that complete a phase after ARRIVALS arrivals. Each of them must be used.
 
-    Triton puts what partitions are handed into the memory of barriers that nothing uses. On an H100 partitions then
-    looped for ever now and then, as if a barrier's initial state had been read for a number of steps.
+    PTX allows only mbarrier operations on a valid mbarrier's memory until `mbarrier.inval`. Triton does not invalidate
+    barriers and reuses the memory of unused ones for the partitions' arguments; some launches on an H100 then hung.
     """
     barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
@@ -41,15 +43,16 @@ def load_tiles(
     q_sources, k_sources, v_source, q_rows, q_columns, k_rows, buffers, full, free, steps,
     PASSES: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr, BYTES: gl.constexpr,
 ):  # fmt: skip
-    """Bring Q once a pass, and K and V of every step, as their buffers become free.
+    """Load Q once per pass (map), and K and V of every step, as soon as their buffers are free.
 
     Args:
-        q_sources, q_rows, q_columns: descriptors and places of Q, two of 64 rows a pass.
-        k_sources, k_rows: descriptors and first rows of K, one a pass; `v_source` is V's descriptor.
-        buffers, full, free: tuples of those of Q, K and V.
-        steps: steps of BN keys a pass.
-        TRANSPOSED: whether V lies [values, keys].
-        BYTES: bytes of a tile of Q, K and V.
+        q_sources, q_rows, q_columns: TMA descriptors and positions of Q, two tiles of 64 rows per pass.
+        k_sources, k_rows: TMA descriptors and first rows of K, one per pass.
+        v_source: TMA descriptor of V.
+        buffers, full, free: tuples of the buffers and barriers of Q, K and V.
+        steps: number of steps of BN keys per pass.
+        TRANSPOSED: whether V has the shape [channels, keys].
+        BYTES: sizes of a tile of Q, K and V in bytes.
     """
     done = 0
     for own in gl.static_range(PASSES):
@@ -73,7 +76,7 @@ def load_tiles(
 
 @gluon.jit
 def valid_keys(starts, ends, sequence, S):
-    """First valid position of a sequence and the number of valid ones, inside the tensor whatever the limits say."""
+    """Return a sequence's first valid position and its number of valid positions, clamped to the tensor."""
     start = 0
     end = S
     if starts is not None:
@@ -85,9 +88,9 @@ def valid_keys(starts, ends, sequence, S):
 
 @gluon.jit
 def key_steps(position, queries, valid, BN: gl.constexpr):
-    """Steps of BN keys that each of some queries sees all of, and those that any of them sees.
+    """Return how many steps of BN keys are fully visible to all of a tile's queries, and how many to at least one.
 
-    The first query stands at `position` among the valid keys; under causal order each sees keys up to its own.
+    The first query is at `position` among the valid keys; each query sees the keys up to its own.
     """
     stop = gl.where(position < valid, gl.maximum(gl.minimum(position + queries, valid), 0), 0)
     return gl.minimum(gl.maximum(position + 1, 0), stop) // BN, gl.cdiv(stop, BN)
@@ -95,10 +98,10 @@ def key_steps(position, queries, valid, BN: gl.constexpr):
 
 @gluon.jit
 def waits_for_signal(own, T, HALF: gl.constexpr, MAPS: gl.constexpr, PACK: gl.constexpr):
-    """Whether a warpgroup's rows are of a noise map, which the signal map's take theirs less.
+    """Return whether a warpgroup's rows belong to a noise map, which is stored for the signal map to subtract.
 
-    Maps that share keys, or a lone one, say so by T, which is positive, since Triton 3.6 compiles no store of rows that
-    stands in a partition without a condition at run time.
+    If maps share keys, or there is only one, the result is written as a comparison of T, which is positive: Triton 3.6
+    cannot compile an unconditional store of rows inside a partition, so the condition must not be constant.
     """
     if MAPS > 1:
         waits = own + 1 < MAPS
@@ -111,22 +114,22 @@ def waits_for_signal(own, T, HALF: gl.constexpr, MAPS: gl.constexpr, PACK: gl.co
 
 @gluon.jit
 def park(y, places, kept):
-    """Keep a map's rows in fp16, whatever the output's type: bfloat16 would lose what the difference keeps."""
+    """Store a noise map's rows in fp16 whatever the output's dtype; bfloat16 would lose precision of the difference."""
     floor = gl.maximum(y, -_FP16_MAX, propagate_nan=_NAN_STAYS)
     gl.store(places, gl.minimum(floor, _FP16_MAX, propagate_nan=_NAN_STAYS).to(gl.float16), mask=kept)
 
 
 @gluon.jit
-def less_parked(y, places, kept, lam):
-    """Rows less λ times those that wait. The thread that parked an entry, or its twin, reads it."""
+def subtract_parked(y, places, kept, lam):
+    """Subtract λ times the stored noise rows from y. Each entry is read by the corresponding thread that stored it."""
     return y - lam[:, None] * gl.load(places, mask=kept, other=0.0).to(gl.float32)
 
 
 @gluon.jit
-def keep(y, squares, places, kept, weight, column, eps, factor, NORM: gl.constexpr, WIDTH: gl.constexpr):
-    """Store rows, after the pair norm where the model has one.
+def store_rows(y, squares, places, kept, weight, column, eps, factor, NORM: gl.constexpr, WIDTH: gl.constexpr):
+    """Store rows, after the pair norm if NORM.
 
-    `squares` are the rows' sums over WIDTH values, and `column` is where those of `y` stand among them.
+    `squares` are the rows' sums of squares over all WIDTH channels; `column` are the channel indices of `y`.
     """
     if NORM:
         y = y * (gl.rsqrt(squares / WIDTH + eps) * factor)[:, None]

@@ -1,1 +1,1 @@
-"""Kernels of the packed KV cache: appending to it, and attention that reads it as it is stored."""
+"""Kernels of the packed KV cache: appending tokens, and decode attention that reads packed codes."""

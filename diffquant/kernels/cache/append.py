@@ -1,8 +1,7 @@
-"""Appending new tokens to a `KVStore`: what leaves the unquantized window is quantized and packed, once.
+"""Appends new tokens to a `KVStore` and packs the tokens that leave the window of unquantized ones.
 
-Codes and scales are those of `diffquant.numbers`: scales in the states' dtype, division rounded
-correctly, halves to even. The length is read and advanced on the device, so the launch may be captured in
-a CUDA graph.
+Codes and scales are those of `diffquant.recipe.numbers`: scales in the dtype of keys and values, correctly rounded
+division, half to even. The length is read and advanced on the device, so the launch may be captured in a CUDA graph.
 """
 
 from functools import cache
@@ -14,7 +13,7 @@ from diffquant.errors import UsageError
 from diffquant.kernels.cache.append_tokens import append_tokens
 from diffquant.kernels.cache.kv_store import TOKENS_A_STEP, KVStore
 from diffquant.kernels.linear.repack import FRAGMENT
-from diffquant.numbers.absmax import max_code, storable_scale
+from diffquant.recipe.numbers.absmax import max_code, storable_scale
 
 
 def append(store: KVStore, k: Tensor, v: Tensor) -> None:
@@ -26,7 +25,7 @@ def append(store: KVStore, k: Tensor, v: Tensor) -> None:
         v: values [B, h_kv, T, dv], any strides.
 
     Raises:
-        UsageError: the tensors do not fit the store, or it is full.
+        UsageError: the tensors do not match the store, or it is full.
     """
     tokens = k.shape[2]
     for name, x, side in (("k", k, store.keys), ("v", v, store.values)):
@@ -43,7 +42,7 @@ def append(store: KVStore, k: Tensor, v: Tensor) -> None:
     if not tokens:
         return
     keys, values = store.keys, store.values
-    # The operator's bookkeeping takes longer than a launch; only a trace needs it.
+    # The torch operator is called only while tracing, since its overhead is longer than a launch.
     run = _op if torch.compiler.is_compiling() else _launch
     run(
         k, v, keys.tensors, values.tensors, store.progress,
@@ -63,7 +62,7 @@ def _launch(
     v_bits: int,
     residual: int,
 ) -> None:
-    """Work of `append` without the store; `keys` and `values` are `StoredSide.tensors`."""
+    """Append to the tensors of a store; `keys` and `values` are `StoredSide.tensors`."""
     batch, k_heads, tokens, width = k.shape
     v_heads, value_width = v.shape[1], v.shape[3]
     k_ring, v_ring = (side[3].shape[2] * FRAGMENT for side in (keys, values))
@@ -88,32 +87,32 @@ def _(*_args: object) -> None:
 
 
 def append_launches(tokens: int, k_block: int, k_ring: int, v_ring: int) -> tuple[int, list[tuple[bool, bool]]]:
-    """Steps that a head's tokens take wherever they begin, and of each launch whether it packs and whether it keeps."""
+    """Return the largest number of steps per head, and the launches: whether each packs tokens and fills the ring."""
     steps = max(
         _most_packed_steps(tokens, k_block) + _most_waiting_steps(tokens, k_ring, k_block),
         _most_packed_steps(tokens, 1) + _most_waiting_steps(tokens, v_ring, 1),
     )
-    # More tokens than a window holds might be written over others that are still to be packed.
+    # More new tokens than the ring has slots could overwrite tokens that are still to be packed.
     fits = all(tokens <= ring for ring in (k_ring, v_ring) if ring)
     return steps, [(True, True)] if fits else [(True, False), (False, True)]
 
 
 def _tokens_a_step(block: int) -> int:
-    """Number of tokens that one program packs or copies."""
+    """Return the number of tokens that one program packs or copies."""
     return block if block > 1 else TOKENS_A_STEP
 
 
 def _most_packed_steps(tokens: int, block: int) -> int:
-    """Largest number of steps that may be packed, wherever they begin."""
+    """Return the largest number of steps that may be packed, wherever they begin."""
     return -(-(tokens + block - 1) // _tokens_a_step(block)) + 1
 
 
 def _most_waiting_steps(tokens: int, ring: int, block: int) -> int:
-    """Largest number of steps that may be written to the window."""
+    """Return the largest number of steps that may be written to the window."""
     return -(-min(tokens, ring) // _tokens_a_step(block)) + 1 if ring else 0
 
 
 @cache
 def largest_scale(bits: int, dtype: torch.dtype) -> float:
-    """Largest scale whose products with codes a dtype can hold."""
+    """Return the largest scale whose products with codes do not overflow a dtype."""
     return 1.0 if bits == 16 else float(storable_scale(torch.tensor(torch.inf), max_code(bits), dtype))

@@ -1,21 +1,20 @@
-"""The kernel of `append`, which quantizes the tokens that leave the window and writes the ring.
+"""The kernels that append tokens: they pack those that leave the unquantized window and write new ones to its ring.
 
-A program has one step of tokens of one head. It packs those that leave, and then puts the new ones that
-stay into the same slots of the ring, so no program writes what another still reads.
+A program processes one step of tokens of one head. It packs the tokens that leave, then writes new ones to the same
+slots of the ring, so no program overwrites slots that another one still reads.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, disable-error-code="assignment"
 import triton
 import triton.language as tl
 
-from diffquant.kernels.cache.kv_layout import channels_in_word, field_channels, packed_tokens, place, stored_head
+from diffquant.kernels.cache.kv_layout import PAGE, channels_in_word, field_channels, packed_tokens, place, stored_head
 from diffquant.kernels.cache.kv_store import TOKENS_A_STEP
-from diffquant.kernels.cache.paged_rows import PAGE
 
 _TOKENS_A_STEP = tl.constexpr(TOKENS_A_STEP)
 
 
-# Lengths change from call to call: a kernel for each that is or is not a multiple of 16 would gain nothing.
+# Lengths change from call to call, and specializing on their divisibility by 16 would only add compilations.
 @triton.jit(do_not_specialize=["tokens", "steps"])
 def append_tokens(
     K, k_stride, KCodes, KTop, KScales, KRecent, V, v_stride, VCodes, VTop, VScales, VRecent,
@@ -32,7 +31,7 @@ def append_tokens(
     row = tl.program_id(0) // steps
     sequence = (row // (k_heads + v_heads)).to(tl.int64)
     head = row % (k_heads + v_heads)
-    # A replayed graph may go on beyond the capacity; what does not fit is dropped.
+    # A replayed graph may exceed the capacity; tokens that do not fit are dropped.
     total = tl.minimum(length + tokens, capacity)
     if head < k_heads:
         own = sequence * k_heads + head
@@ -45,7 +44,7 @@ def append_tokens(
     else:
         head -= k_heads
         own = sequence * v_heads + head
-        # Names of their own, since a compiled branch gives a name the type that it has in the other.
+        # Different names than in the other branch, since Triton gives a name one type in both.
         v_codes, v_top, v_scales = stored_head(VCodes, VTop, VScales, own, capacity, V_BITS, 1, VALUE_WIDTH)
         store_step(
             V + sequence * v_stride[0] + head * v_stride[1], v_stride[2], v_stride[3],
@@ -53,7 +52,7 @@ def append_tokens(
             v_floor, V_BITS, 1, V_RING, RESIDUAL, VALUE_WIDTH, V_LIMIT, True, PACKS, KEEPS,
         )  # fmt: skip
     if KEEPS:
-        # All have read the old length by the time the last one arrives.
+        # The last program to finish advances the length, since all others have read the old one by then.
         tl.debug_barrier()
         arrived = tl.atomic_add(Progress + 3, 1)
         if arrived == tl.num_programs(0) - 1:
@@ -67,9 +66,9 @@ def store_step(
     BITS: tl.constexpr, BLOCK: tl.constexpr, RING: tl.constexpr, RESIDUAL: tl.constexpr, WIDTH: tl.constexpr,
     LIMIT: tl.constexpr, TRANSPOSED: tl.constexpr, PACKS: tl.constexpr, KEEPS: tl.constexpr,
 ):  # fmt: skip
-    """Pack a step of a head's tokens and put new ones into the slots of the window that held them.
+    """Pack a step of one head's tokens that leave the window, and write new tokens to their slots of the ring.
 
-    With a Table of a sequence's pages, of `heads` heads each, Codes, Top and Scales point to the head in the first.
+    With a page Table, codes are stored in pages of `heads` heads; Codes, Top and Scales point to the head in page 0.
     """
     STEP: tl.constexpr = BLOCK if BLOCK > 1 else _TOKENS_A_STEP
     packed = packed_tokens(length, floor, BITS, BLOCK, RESIDUAL)
@@ -86,7 +85,7 @@ def store_step(
             BITS, BLOCK, RING, WIDTH, LIMIT, TRANSPOSED, STEP,
         )  # fmt: skip
     if KEEPS and RING:
-        # A packed step's slots are free only now, and their owner alone writes to them.
+        # Slots of a packed step are free only now; only the program that packed it writes to them.
         tl.debug_barrier()
         owned = (leaves == packs) if PACKS else index >= leaving
         if owned:
@@ -104,7 +103,7 @@ def _pack_step(
     BITS: tl.constexpr, BLOCK: tl.constexpr, RING: tl.constexpr, WIDTH: tl.constexpr, LIMIT: tl.constexpr,
     TRANSPOSED: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Quantize tokens begin to begin + STEP of one head, those of them in [packed, packing)."""
+    """Quantize and store the tokens of [begin, begin + STEP) that are in [packed, packing), for one head."""
     FIELDS: tl.constexpr = channels_in_word(BITS)
     PLANE: tl.constexpr = 8 if BITS == 8 else 4
     token = begin + tl.arange(0, STEP)
@@ -117,7 +116,7 @@ def _pack_step(
     at = place(token[:, None], first, WIDTH, FIELDS, TRANSPOSED)
     channel_scales = Scales
     if Table is not None:
-        # From where the first token would stand, were the sequence's pages one after another.
+        # Offset of a token's page from its position if the sequence's pages were contiguous.
         page = tl.load(Table + token // PAGE).to(tl.int64)
         before = page * heads * PAGE - token // PAGE * PAGE
         words = before[:, None] * (WIDTH // FIELDS)
@@ -141,7 +140,7 @@ def _pack_step(
             channel = first + field * 16
             x = _states(new, channel_stride, is_new, Recent, slot, is_old, channel, WIDTH, RING, TRANSPOSED)
             of_channels = _scales_at(channel_scales, Table, heads, begin, channel, BLOCK, WIDTH)
-            code = _stored(x, of_tokens, of_channels, BITS, BLOCK, LIMIT, New.dtype.element_ty)
+            code = _quantize(x, of_tokens, of_channels, BITS, BLOCK, LIMIT, New.dtype.element_ty)
             words |= (code & ((1 << PLANE) - 1)) << (PLANE * field)
             tops |= (code >> 4) << (2 * field)
         tl.store(Codes + at, words.to(tl.int16), mask=inside)
@@ -151,7 +150,7 @@ def _pack_step(
 
 @triton.jit
 def _scales_at(Scales, Table, heads, begin, channel, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    """Pointers to the channels' scales of the block of tokens that begins there; each of its pages has a part."""
+    """Return pointers to the channel scales of the block at token `begin`; each page of the block stores a part."""
     out = Scales + begin // BLOCK * WIDTH + channel
     if Table is not None and BLOCK > 1:
         PART: tl.constexpr = WIDTH * PAGE // BLOCK
@@ -165,7 +164,7 @@ def _states(
     new, channel_stride, is_new, Recent, slot, is_old, channel,
     WIDTH: tl.constexpr, RING: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """States of new and waiting tokens in float32."""
+    """Load keys or values of tokens in float32: new ones from the input, earlier ones from the ring."""
     x = tl.load(new + channel * channel_stride, mask=is_new, other=0.0).to(tl.float32)
     if RING:
         at = Recent + place(slot, channel, WIDTH, 1, TRANSPOSED)
@@ -175,21 +174,22 @@ def _states(
 
 @triton.jit
 def _scale(largest, BITS: tl.constexpr, LIMIT: tl.constexpr, DTYPE: tl.constexpr):
-    """Scale of a largest magnitude, as `numbers.absmax` computes it."""
+    """Compute the scale for a largest magnitude, as `numbers.absmax` does."""
     LARGEST: tl.constexpr = 2 ** (BITS - 1) - 1
     quotient = tl.div_rn(largest, tl.full(largest.shape, LARGEST, tl.float32))
     scale = quotient.to(DTYPE).to(tl.float32)
-    # What lies below float16's normal numbers is rounded up; for bfloat16 the GPU's float32 ends there as well.
+    # In float16, subnormal scales are rounded up, as in `numbers`. Subnormal bfloat16 scales do not occur, since they
+    # are subnormal in float32 too, where the GPU flushes them to 0.
     if tl.float16 == DTYPE:
         scale += tl.where((scale < quotient) & (scale < 2.0**-14), 2.0**-24, 0.0)
     return tl.where(scale == 0.0, 1.0, tl.minimum(scale, LIMIT))
 
 
 @triton.jit
-def _stored(
+def _quantize(
     states, of_tokens, Scales, BITS: tl.constexpr, BLOCK: tl.constexpr, LIMIT: tl.constexpr, DTYPE: tl.constexpr
 ):
-    """Unsigned codes, as integers' `codes` computes them; scales per channel are stored as well."""
+    """Compute unsigned codes, as the integer formats' `codes` does; also store per-channel scales."""
     LARGEST: tl.constexpr = 2 ** (BITS - 1) - 1
     if BLOCK > 1:
         scale = _scale(tl.max(tl.abs(states), 0), BITS, LIMIT, DTYPE)[None, :]
@@ -197,7 +197,44 @@ def _stored(
     else:
         scale = of_tokens[:, None]
     ratio = tl.div_rn(states, tl.broadcast_to(scale, states.shape))
-    # Adding 1.5·2^23 leaves no room for a fraction: rounding to even, which has no portable instruction.
+    # Adding 1.5·2^23 rounds to an integer, half to even, for which there is no portable instruction.
     code = (ratio + 12582912.0) - 12582912.0
     code = tl.minimum(tl.maximum(code, -LARGEST), LARGEST)
     return (code + (LARGEST + 1)).to(tl.int32)
+
+
+# Lengths change from call to call, and specializing on their divisibility by 16 would only add compilations.
+@triton.jit(do_not_specialize=["tokens", "capacity", "steps"])
+def append_pages(
+    K, k_stride, KCodes, KTop, KScales, KRecent, V, v_stride, VCodes, VTop, VScales, VRecent,
+    Table, table_stride, Lengths, Places, tokens, capacity, steps, k_heads, v_heads,
+    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, K_BITS: tl.constexpr, K_BLOCK: tl.constexpr, K_RING: tl.constexpr,
+    V_BITS: tl.constexpr, V_RING: tl.constexpr, RESIDUAL: tl.constexpr, K_LIMIT: tl.constexpr, V_LIMIT: tl.constexpr,
+    PACKS: tl.constexpr, KEEPS: tl.constexpr,
+):  # fmt: skip
+    """Append one step of a sequence's newest tokens to one head of a `PagedStore`; heads of K precede those of V."""
+    index = tl.program_id(0) % steps
+    row = tl.program_id(0) // steps
+    sequence = (row // (k_heads + v_heads)).to(tl.int64)
+    head = row % (k_heads + v_heads)
+    length = tl.load(Lengths + sequence)
+    total = tl.minimum(length, capacity)
+    table = Table + sequence * table_stride
+    place = tl.load(Places + sequence).to(tl.int64) if K_RING or V_RING else sequence
+    if head < k_heads:
+        codes, top, scales = stored_head(KCodes, KTop, KScales, head.to(tl.int64), PAGE, K_BITS, K_BLOCK, WIDTH)
+        store_step(
+            K + sequence * k_stride[0] + head * k_stride[1], k_stride[2], k_stride[3],
+            codes, top, scales, KRecent + (place * k_heads + head) * K_RING * WIDTH, table, k_heads,
+            index, length - tokens, total, tokens, 0,
+            K_BITS, K_BLOCK, K_RING, RESIDUAL, WIDTH, K_LIMIT, False, PACKS, KEEPS,
+        )  # fmt: skip
+    else:
+        head -= k_heads
+        codes, top, scales = stored_head(VCodes, VTop, VScales, head.to(tl.int64), PAGE, V_BITS, 1, VALUE_WIDTH)
+        store_step(
+            V + sequence * v_stride[0] + head * v_stride[1], v_stride[2], v_stride[3],
+            codes, top, scales, VRecent + (place * v_heads + head) * V_RING * VALUE_WIDTH, table, v_heads,
+            index, length - tokens, total, tokens, 0,
+            V_BITS, 1, V_RING, RESIDUAL, VALUE_WIDTH, V_LIMIT, True, PACKS, KEEPS,
+        )  # fmt: skip

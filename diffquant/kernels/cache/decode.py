@@ -1,12 +1,13 @@
-"""Attention of a few new queries over a `KVStore`, both maps at once, V read once.
+"""Decode attention of a few new queries over a `KVStore`: both maps at once, reading V once.
 
-The keys are split into shares whose number depends on the capacity alone; each reads the length on the
-device, so a captured CUDA graph stays valid while the store fills. A second kernel combines the shares,
-subtracts the maps and, if asked, normalizes. Its plain form is `diffquant.attention.naive` over `store.read()`.
+The keys are divided into splits (split-K), called shares here. Their number depends only on the capacity, and the
+length is read on the device, so a captured CUDA graph stays valid while the store fills. A second kernel combines the
+shares, subtracts the maps and applies the pair norm. The reference is `diffquant.attention.naive` over `store.read()`.
 """
 
 from collections.abc import Sequence
 from math import e, log2
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,23 +37,23 @@ def decode(
     mask: Mask = _CAUSAL,
     post: PairNorm | None = None,
 ) -> Tensor:
-    """Causal attention of the newest tokens of a store.
+    """Compute causal attention of the newest tokens of a store.
 
     Args:
-        q: one [B, h, T, d] a map, one or two maps, T up to 16; the last T tokens stored are theirs. The second may
-            have fewer heads, a multiple of V's, that h / n neighbouring pairs share.
-        store: one layer's keys and values; keys of both maps (V1) or of one that both read.
-        lam: λ, broadcastable to [B, h, T, 1]; None with one map.
+        q: queries of the last T stored tokens, T up to 16: [B, h, T, d] per map, one or two maps. The second may have n
+            heads, each shared by h / n adjacent pairs; n is a multiple of V's number of heads.
+        store: one layer's keys and values; keys of both maps (V1) or keys that both maps share.
+        lam: λ, broadcastable to [B, h, T, 1], or None if there is one map.
         scale: factor of Q·Kᵀ.
-        mask: mask of the keys that a query sees, with or without a window; its padding, where there is any, is one
-            range of keys a sequence.
-        post: norm over a pair's output; None for none.
+        mask: which keys each query sees, with or without a window; with padding, the valid keys of each sequence must
+            be contiguous.
+        post: pair norm, or None.
 
     Returns:
         [B, h, T, dv], in memory [B, T, h, dv].
 
     Raises:
-        UsageError: arguments disagree, or the kernels do not take them.
+        UsageError: arguments disagree, or the kernels do not support them.
     """
     shared = _shares_keys(q, store, lam, mask, post)
     if torch.is_grad_enabled() and any(x.requires_grad for x in q):
@@ -60,7 +61,7 @@ def decode(
     keys, values = store.keys, store.values
     norm = post or PairNorm(0.0)
     starts, ends = mask.ranges or (None, None)
-    # The operator's bookkeeping takes longer than a launch; only a trace needs it.
+    # The torch operator is called only while tracing, since its overhead is longer than a launch.
     run = _op if torch.compiler.is_compiling() else _launch
     out: Tensor = run(
         list(q), keys.tensors, values.tensors, store.progress, lam, starts, ends, norm.weight,
@@ -71,10 +72,10 @@ def decode(
 
 
 def _shares_keys(q: Sequence[Tensor], store: KVStore, lam: Tensor | None, mask: Mask, post: PairNorm | None) -> bool:
-    """Whether two maps share the store's keys.
+    """Return whether two maps share the store's keys, after checking all arguments.
 
     Raises:
-        UsageError: arguments disagree, or the kernels do not take them.
+        UsageError: arguments disagree, or the kernels do not support them.
     """
     k, v = store.keys, store.values
     batch, k_heads, blocks = k.codes.shape[:3]
@@ -88,7 +89,7 @@ def _shares_keys(q: Sequence[Tensor], store: KVStore, lam: Tensor | None, mask: 
         raise UsageError(
             f"decode: {q[1].shape[1]} noise heads are not a multiple of {v_heads} value heads; repeat them"
         )
-    # Stand-ins of the shapes that are read back, without memory.
+    # Tensors with the shapes of the stored keys and values, without memory, for the checks.
     keys = k.recent.new_empty(()).expand(batch, v_heads, blocks * FRAGMENT, k.width)
     values = v.recent.new_empty(()).expand(batch, v_heads, blocks * FRAGMENT, v.width)
     check_tensors(q, [keys] * len(q), values, lam, mask, post)
@@ -123,7 +124,7 @@ def _launch(
     eps: float,
     factor: float,
 ) -> Tensor:
-    """Output of `decode` for arguments taken apart; `keys` and `values` are `StoredSide.tensors`."""
+    """Compute the output of `decode`; `keys` and `values` are `StoredSide.tensors`."""
     queries, width = q[0].shape[2:]
     k_heads, v_heads = keys[0].shape[1], values[0].shape[1]
     value_width = _value_width(values, v_bits)
@@ -131,7 +132,7 @@ def _launch(
     if out.numel() == 0:
         return out
     q = [x if x.stride(3) == 1 else x.contiguous() for x in q]
-    # One row of scales serves a warp's tokens.
+    # With scales per block, a warp's tokens must lie in one block.
     capacity, most_tokens = keys[0].shape[2] * FRAGMENT, k_block if k_block > 1 else CAPACITY_STEP
     token_bits = k_heads // v_heads * width * k_bits + value_width * v_bits
     tile = choose(TILES, f"decode/{device_class(out.device)}/{value_width}/{max(k_bits, v_bits)}")
@@ -155,21 +156,9 @@ _op = torch.library.custom_op("diffquant::decode", _launch, mutates_args=())
 
 
 @_op.register_fake
-def _(
-    q: list[Tensor],
-    keys: list[Tensor],
-    values: list[Tensor],
-    progress: Tensor,
-    lam: Tensor | None,
-    starts: Tensor | None,
-    ends: Tensor | None,
-    weight: Tensor | None,
-    k_bits: int,
-    k_block: int,
-    v_bits: int,
-    *_others: object,
-) -> Tensor:
-    return empty_output(q[0], _value_width(values, v_bits))
+def _(q: list[Tensor], keys: list[Tensor], values: list[Tensor], *rest: Any) -> Tensor:
+    # After these come five tensors, then the bits and block of keys and the bits of values.
+    return empty_output(q[0], _value_width(values, rest[7]))
 
 
 def _value_width(values: list[Tensor], bits: int) -> int:

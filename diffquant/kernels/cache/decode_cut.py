@@ -1,4 +1,6 @@
-"""How decoding is cut into programs: tiles of a KV head's rows, and shares of the keys that run side by side."""
+"""Divides decode attention among programs, each with a tile of rows and a share of the keys, and combines results."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, disable-error-code="assignment"
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,23 +9,119 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from diffquant.errors import UsageError
-from diffquant.kernels.cache.decode_combine import decode_combine
+from diffquant.kernels.attention.online import LOWEST, pair_norm
+from diffquant.kernels.cache.kv_layout import field_channels, value_channels
 from diffquant.kernels.cache.kv_store import CAPACITY_STEP
 from diffquant.kernels.gpu import bandwidth, processors, registers_of
 from diffquant.kernels.linear.repack import FRAGMENT
 
 
+@triton.jit
+def initial_sums(
+    WARPS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, FIELDS: tl.constexpr
+):
+    """Return the initial accumulators: row maxima, sums of weights, and weighted values, one tensor per field."""
+    return (
+        tl.full([WARPS, ROWS], LOWEST, tl.float32),
+        tl.zeros([WARPS, TOKENS, ROWS], tl.float32),
+        _zeros(WARPS, WIDTH // FIELDS, ROWS, FIELDS),
+    )
+
+
+@triton.jit
+def _zeros(WARPS: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, FIELDS: tl.constexpr):
+    zeros = tl.zeros([WARPS, CHANNELS, ROWS], tl.float32)
+    if FIELDS == 1:
+        out = (zeros,)
+    elif FIELDS == 2:
+        out = zeros, zeros
+    else:
+        out = zeros, zeros, zeros, zeros
+    return out
+
+
+@triton.jit
+def store_share(
+    sums, Largest, Total, Acc,
+    FIELDS: tl.constexpr, IN_ROWS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Combine the warps' accumulators and store them as a share's; IN_ROWS: channels are in the order of page rows."""
+    largest, total, acc = sums
+    of_all = tl.max(largest, 0)
+    shrink = tl.exp2(largest - of_all[None, :])
+    total = tl.sum(tl.sum(total, 1) * shrink, 0)
+    tile_index = tl.program_id(0).to(tl.int64) * tl.num_programs(2) + tl.program_id(2)
+    out = (tile_index * tl.num_programs(1) + tl.program_id(1)) * ROWS + tl.arange(0, ROWS)
+    tl.store(Largest + out, of_all)
+    tl.store(Total + out, total)
+    for field in tl.static_range(FIELDS):
+        channel = value_channels(WIDTH) if IN_ROWS else field_channels(field, WIDTH, FIELDS)
+        weighed = tl.sum(acc[field] * shrink[:, None, :], 0)
+        tl.store(Acc + out[None, :] * WIDTH + channel[:, None], weighed)
+
+
+# Lengths change from call to call, and specializing on their divisibility by 16 would only add compilations.
+@triton.jit(do_not_specialize=["queries", "shares", "tiles"])
+def decode_combine(
+    Largest, Total, Acc, Lam, Weight, Out, lam_stride, out_stride, pairs, group, noise_group, queries,
+    shares, tiles, eps, factor,
+    NORM: tl.constexpr, ROWS: tl.constexpr, SHARES: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Compute the output of one query of one pair from the shares' partial results."""
+    query = tl.program_id(0) % queries
+    pair = tl.program_id(0) // queries % pairs
+    sequence = (tl.program_id(0) // queries // pairs).to(tl.int64)
+    first_tile = (sequence * (pairs // group) + pair // group) * tiles
+    row = pair % group * queries + query
+    out = _combine_shares(Largest, Total, Acc, first_tile, row, shares, ROWS, SHARES, VALUE_WIDTH)
+    if Lam is not None:
+        lam = tl.load(Lam + sequence * lam_stride[0] + pair * lam_stride[1] + query * lam_stride[2])
+        row = (group + pair % group // (group // noise_group)) * queries + query
+        out -= lam * _combine_shares(Largest, Total, Acc, first_tile, row, shares, ROWS, SHARES, VALUE_WIDTH)
+    if NORM:
+        out = pair_norm(out, Weight, eps, factor, VALUE_WIDTH)
+    column = tl.arange(0, VALUE_WIDTH)[None, :]
+    at = Out + sequence * out_stride[0] + pair * out_stride[1] + query * out_stride[2]
+    tl.store(at + column, out.to(Out.dtype.element_ty))
+
+
+@triton.jit
+def _combine_shares(
+    Largest, Total, Acc, first_tile, row, shares,
+    ROWS: tl.constexpr, SHARES: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Combine the shares of one row to softmax(Q·Kᵀ·scale)·V, [1, VALUE_WIDTH]; 0 if the row saw no key."""
+    first = (first_tile + row // ROWS) * shares * ROWS + row % ROWS
+    share = tl.arange(0, SHARES)
+    of_all = tl.load(Largest + first + share * ROWS, mask=share < shares, other=LOWEST)
+    largest = tl.max(of_all, 0)
+    total = tl.sum(tl.load(Total + first + share * ROWS, mask=share < shares, other=0.0) * tl.exp2(of_all - largest), 0)
+    STEP: tl.constexpr = 16 if SHARES > 16 else SHARES
+    out = tl.zeros([VALUE_WIDTH], tl.float32)
+    for begin in range(0, shares, STEP):
+        some = begin + tl.arange(0, STEP)
+        at = first + some * ROWS
+        weight = tl.exp2(tl.load(Largest + at, mask=some < shares, other=LOWEST) - largest)
+        # Values of a share without visible keys are not read, since their weight is 0.
+        read = (some < shares) & (weight > 0)
+        column = tl.arange(0, VALUE_WIDTH)[None, :]
+        values = tl.load(Acc + at[:, None] * VALUE_WIDTH + column, mask=read[:, None], other=0.0)
+        out += tl.sum(values * weight[:, None], 0)
+    return (out * tl.where(total == 0, 0.0, 1.0 / tl.where(total == 0, 1.0, total)))[None, :]
+
+
 @dataclass(frozen=True)
 class DecodeTile:
-    """A block of `decode_share`.
+    """Launch configuration of `decode_share`.
 
     Attributes:
-        tokens: number of tokens that a warp takes of a step, a multiple of 16.
+        tokens: number of tokens per warp and step, a multiple of 16.
         warps: number of warps.
-        blocks: number of blocks that a multiprocessor holds; their registers are limited to what that takes.
+        blocks: number of thread blocks per multiprocessor; registers per thread are limited so that they fit.
     """
 
     tokens: int
@@ -38,8 +136,8 @@ class DecodeTile:
             )
 
 
-# By the values' width and the most bits of K and V: as many tokens and blocks as registers hold the words, the sums and
-# the queries of.
+# By the values' width and the larger bits of K and V: as many tokens and blocks as registers can hold codes,
+# accumulators and queries for.
 _SIZES = {
     **{(64, 4): (32, 4), (64, 6): (32, 4), (64, 8): (32, 4), (64, 16): (16, 4)},
     **{(128, 4): (32, 3), (128, 6): (32, 3), (128, 8): (16, 3), (128, 16): (16, 4)},
@@ -50,26 +148,25 @@ TILES = {
     for device in ("sm_80", "sm_90")
     for (width, bits), (tokens, blocks) in _SIZES.items()
 }
-# Rows of a tile: the columns of a product, whose rows are tokens or channels.
+# Rows of a tile, which are columns of the transposed products.
 ROWS = 8
-# What a share's start and end cost, its first loads and its partial sums, and the least that a step's loads take:
-# assumptions.
+# Assumed times: of a share's start and end (first loads and storing of partial results), and least time of a step.
 _SECONDS_TO_START, _SECONDS_OF_LOADS = 1e-6, 0.5e-6
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A call's programs.
+    """Division of a decode call among programs.
 
     Attributes:
-        tile: block of a program.
-        tokens: number of tokens that a warp takes of a step.
-        heads: number of KV heads of all sequences.
-        group: number of query pairs that read a KV head.
-        noise_group: number of noise heads that do; that of the pairs with one map.
-        shares: number of shares that the keys are split into.
-        tiles: number of tiles of a KV head's rows.
-        rows: number of rows of a tile.
+        tile: launch configuration.
+        tokens: number of tokens per warp and step.
+        heads: number of KV heads, summed over sequences.
+        group: number of pairs per KV head.
+        noise_group: number of noise heads per KV head; equal to `group` if there is one map.
+        shares: number of splits of the keys (split-K).
+        tiles: number of tiles of rows per KV head.
+        rows: number of rows per tile.
     """
 
     tile: DecodeTile
@@ -93,14 +190,17 @@ class Cut:
         most_tokens: int = CAPACITY_STEP,
         rows: int = ROWS,
     ) -> "Cut":
-        """Cut for queries [B, h, T, d] a map.
+        """Choose the division for a call.
 
         Args:
-            token_bits: bits of a token's keys and values of one KV head.
-            capacity: number of tokens that a sequence may have.
-            window: number of newest keys that a query sees; None if there is no window.
-            most_tokens: most tokens of a step that a warp may take.
-            rows: number of rows of a tile.
+            tile: launch configuration.
+            q: queries, [B, h, T, d] per map.
+            v_heads: number of KV heads of a sequence.
+            token_bits: bits of one token's keys and values of one KV head.
+            capacity: largest number of tokens of a sequence.
+            window: number of newest keys that a query sees, or None if it sees all.
+            most_tokens: upper limit of tokens per warp and step.
+            rows: number of rows per tile.
         """
         batch, pairs, queries, _ = q[0].shape
         tokens = min(tile.tokens, most_tokens)
@@ -110,7 +210,7 @@ class Cut:
         # A window may begin within a step and end within another.
         seen = capacity if window is None else min(capacity, window + queries - 1 + step)
         room = tile.blocks * processors(q[0].device)
-        # Memory sets the pace: all programs that there is room for share it.
+        # Time of a step, limited by memory bandwidth, which all concurrent programs share.
         pace = max(_SECONDS_OF_LOADS, room * step * token_bits / 8 / bandwidth(q[0].device))
         start = _SECONDS_TO_START / pace
         shares = count_shares(batch * v_heads * tiles, max(seen // step, 1), room, start)
@@ -118,18 +218,18 @@ class Cut:
 
     @property
     def grid(self) -> tuple[int, int, int]:
-        """Programs of the first kernel."""
+        """Launch grid of the first kernel."""
         return self.heads, self.shares, self.tiles
 
     @property
     def options(self) -> dict[str, Any]:
-        """Options that the first kernel is compiled with."""
+        """Triton's compilation options for the first kernel."""
         tile = self.tile
         registers = registers_of(tile.blocks, tile.warps)
         return {"num_warps": tile.warps, "num_stages": 1, "maxnreg": registers, "enable_fp_fusion": True}
 
     def empty_sums(self, out: Tensor) -> list[Tensor]:
-        """Room for the partial maxima, sums and weighted values of an output [B, h, T, dv]."""
+        """Allocate the shares' partial maxima, sums and weighted values for an output [B, h, T, dv]."""
         places = self.heads * self.tiles, self.shares, self.rows
         return [out.new_empty(*places, *shape, dtype=torch.float32) for shape in ((), (), (out.shape[3],))]
 
@@ -143,7 +243,7 @@ class Cut:
         eps: float,
         factor: float,
     ) -> None:
-        """Write the output [B, h, T, dv] that the shares' sums amount to."""
+        """Combine the shares' partial results into the output [B, h, T, dv], with λ and the pair norm."""
         batch, pairs, queries, value_width = out.shape
         lam = None if lam is None else lam.float().expand(batch, pairs, queries, 1)
         decode_combine[(batch * pairs * queries,)](
@@ -156,13 +256,13 @@ class Cut:
 
 @cache
 def count_shares(others: int, steps: int, room: int, start: float) -> int:
-    """Number of shares that the keys are split into, for which a device with room for `room` programs ends first.
+    """Return the number of splits of the keys with the shortest run time (split-K).
 
     Args:
-        others: number of programs a share.
-        steps: number of steps of all keys.
-        room: number of programs that run at a time; they come in waves.
-        start: number of steps that a wave's start and end take as long as.
+        others: programs per split.
+        steps: key blocks in total.
+        room: programs that run at a time, one wave.
+        start: fixed cost of a wave, in key blocks.
     """
 
     def steps_in_a_row(shares: int) -> float:

@@ -1,21 +1,22 @@
-"""The first kernel of `decode`: partial sums of attention over one share of a `KVStore`'s keys.
+"""Computes attention over one share of the keys: the first kernel of `decode` and of decoding from pages.
 
-A tile holds the rows of one KV head: both maps of every query pair that reads it. So V is read once, and
-where the maps have keys of their own each row is zero for the other's. Each warp has its own tokens and its own sums,
-which meet when the share is done.
+The rows of one KV head are the queries of both maps of all pairs that use it, so V is read once. If the maps have
+separate keys, there are two Q·Kᵀ, and in each the other map's rows are 0. Each warp processes different tokens with
+separate accumulators, which are combined at the end of the share.
 
-K's scales multiply q (per channel) or the logits (per token). V's scales enter the running maximum as log2(scale):
-weights are the products probability times scale and fill float16's range however small V is.
+K's scales multiply q (per channel) or the logits (per token). V's scales are included in the running maximum as
+log2(scale). So softmax weights, already multiplied by V's scales, use float16's range however small V is.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, disable-error-code="assignment"
+
 import triton
 import triton.language as tl
 
+from diffquant.kernels.cache.decode_cut import initial_sums, store_share
 from diffquant.kernels.cache.decode_span import attend_span
-from diffquant.kernels.cache.decode_sums import keep_share, nothing_seen
 from diffquant.kernels.cache.decode_tiles import query_tiles
-from diffquant.kernels.cache.kv_layout import channels_in_word, packed_tokens, stored_head, waiting
+from diffquant.kernels.cache.kv_layout import PAGE, channels_in_word, packed_tokens, stored_head, waiting
 
 
 @triton.jit(do_not_specialize=["window", "one"])
@@ -27,11 +28,11 @@ def decode_share(
     K_BITS: tl.constexpr, K_BLOCK: tl.constexpr, K_RING: tl.constexpr, V_BITS: tl.constexpr, V_RING: tl.constexpr,
     SHARED_K: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Maxima, sums and weighted values of a program's rows over its keys.
+    """Compute partial maxima, sums and weighted values of a program's rows over its share of the keys.
 
-    Programs are (sequence and KV head, share, tile of rows), in this order because only a grid's first axis may be
-    longer than 65,535. Rows are ordered as `query_tiles` has them. A warp takes TOKENS of each step. `scale` includes
-    log2(e); `one` is 1, which the compiler must not know.
+    The grid is (sequence and KV head, share, tile of rows), since only the first axis may be longer than 65,535. Rows
+    are ordered as in `query_tiles`. Each warp processes TOKENS tokens per step. `scale` includes log2(e). `one` is 1,
+    passed at run time to prevent the compiler from merging loads.
     """
     STEP: tl.constexpr = WARPS * TOKENS
     K_FIELDS: tl.constexpr = channels_in_word(K_BITS)
@@ -53,7 +54,7 @@ def decode_share(
         begin = tl.minimum(tl.maximum(tl.load(Starts + sequence), 0), length)
         first += begin
     if Ends is not None:
-        # A query beyond the valid range is padding itself; no other sees so far.
+        # A query beyond the valid range is padding, and no other query sees keys there.
         first = tl.where(position < tl.load(Ends + sequence), first, length)
     if window is not None:
         first = tl.maximum(first, position - window + 1)
@@ -65,13 +66,13 @@ def decode_share(
     k_packed = packed_tokens(length, tl.load(Progress + 1), K_BITS, K_BLOCK, RESIDUAL)
     v_packed = packed_tokens(length, tl.load(Progress + 2), V_BITS, 1, RESIDUAL)
 
-    # K of the first map stands before K of the second.
+    # Key heads of the first map precede those of the second.
     k_head = sequence * k_heads + head
     k1 = stored_head(KCodes, KTop, KScales, k_head, capacity, K_BITS, K_BLOCK, WIDTH)
     k2 = stored_head(KCodes, KTop, KScales, k_head + v_heads, capacity, K_BITS, K_BLOCK, WIDTH)
     v_head = sequence * v_heads + head
     v = stored_head(VCodes, VTop, VScales, v_head, capacity, V_BITS, 1, VALUE_WIDTH)
-    sums = nothing_seen(WARPS, TOKENS, ROWS, VALUE_WIDTH, V_FIELDS)
+    sums = initial_sums(WARPS, TOKENS, ROWS, VALUE_WIDTH, V_FIELDS)
     noise = row >= group * queries
     sums = attend_span(
         sums, q1, q2, noise, first, position, begin, tl.minimum(end, tl.minimum(k_packed, v_packed)),
@@ -81,7 +82,7 @@ def decode_share(
     if K_RING:
         k1 = waiting(KRecent + k_head * (K_RING * WIDTH))
         k2 = waiting(KRecent + (k_head + v_heads) * (K_RING * WIDTH))
-        # Blocks leave K's window whole: V may be packed, or have no window, where K waits.
+        # K may leave its ring in whole blocks, so V may already be packed where K is still in the ring.
         sums = attend_span(
             sums, q1, q2, noise, first, position, tl.maximum(begin, k_packed), tl.minimum(end, v_packed),
             k1, k2, v, None, scale, one,
@@ -95,4 +96,118 @@ def decode_share(
             16, 1, K_FIELDS, K_RING, 16, V_FIELDS, V_RING, WIDTH, VALUE_WIDTH, TWO_K, ROWS, TOKENS, WARPS,
         )  # fmt: skip
 
-    keep_share(sums, Largest, Total, Acc, V_FIELDS, False, VALUE_WIDTH, ROWS)
+    store_share(sums, Largest, Total, Acc, V_FIELDS, False, VALUE_WIDTH, ROWS)
+
+
+@triton.jit(do_not_specialize=["window", "capacity", "one"])
+def paged_share(
+    Q1, Q2, q1_stride, q2_stride, K1, K2, V, k_stride, v_stride, Table, table_stride, Lengths,
+    Largest, Total, Acc, scale, window, capacity, group, noise_group, queries, v_heads, one,
+    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    SHARED_K: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """Compute the same as `decode_share`, over 16-bit keys and values in pages.
+
+    Strides of K and V are of pages, tokens and heads, equal for both maps' keys. `capacity` is the number of tokens
+    that a row of the page Table covers.
+    """
+    k1 = (K1 + tl.program_id(0) % v_heads * k_stride[2], k_stride[0], k_stride[1])
+    k2 = (K2 + tl.program_id(0) % v_heads * k_stride[2], k_stride[0], k_stride[1])
+    v = (V + tl.program_id(0) % v_heads * v_stride[2], v_stride[0], v_stride[1])
+    _attend(
+        Q1, Q2, q1_stride, q2_stride, k1, k2, v, k1, k2, v, Table, table_stride, Lengths, Largest, Total, Acc,
+        scale, window, capacity, group, noise_group, queries, v_heads, one,
+        16, 1, 0, 16, 0, 0, WIDTH, VALUE_WIDTH, SHARED_K, ROWS, TOKENS, WARPS,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["window", "capacity", "one"])
+def packed_pages_share(
+    Q1, Q2, q1_stride, q2_stride, KCodes, KTop, KScales, KRecent, VCodes, VTop, VScales, VRecent,
+    Table, table_stride, Lengths, Places, Largest, Total, Acc,
+    scale, window, capacity, group, noise_group, queries, k_heads, v_heads, one,
+    RESIDUAL: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    K_BITS: tl.constexpr, K_BLOCK: tl.constexpr, K_RING: tl.constexpr, V_BITS: tl.constexpr, V_RING: tl.constexpr,
+    SHARED_K: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """Compute the same as `decode_share`, over the packed pages and the rings of a `PagedStore`."""
+    head = (tl.program_id(0) % v_heads).to(tl.int64)
+    # Key heads of the first map precede those of the second.
+    noise = head + k_heads - v_heads
+    k1 = _packed_head(KCodes, KTop, KScales, head, k_heads, K_BITS, K_BLOCK, WIDTH)
+    k2 = _packed_head(KCodes, KTop, KScales, noise, k_heads, K_BITS, K_BLOCK, WIDTH)
+    v = _packed_head(VCodes, VTop, VScales, head, v_heads, V_BITS, 1, VALUE_WIDTH)
+    recent1, recent2, recent_v = k1, k2, v
+    if K_RING or V_RING:
+        place = tl.load(Places + tl.program_id(0) // v_heads).to(tl.int64)
+        recent1 = waiting(KRecent + (place * k_heads + head) * (K_RING * WIDTH))
+        recent2 = waiting(KRecent + (place * k_heads + noise) * (K_RING * WIDTH))
+        recent_v = waiting(VRecent + (place * v_heads + head) * (V_RING * VALUE_WIDTH))
+    _attend(
+        Q1, Q2, q1_stride, q2_stride, k1, k2, v, recent1, recent2, recent_v, Table, table_stride, Lengths,
+        Largest, Total, Acc, scale, window, capacity, group, noise_group, queries, v_heads, one,
+        K_BITS, K_BLOCK, K_RING, V_BITS, V_RING, RESIDUAL, WIDTH, VALUE_WIDTH, SHARED_K, ROWS, TOKENS, WARPS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _packed_head(Codes, Top, Scales, head, heads, BITS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    codes, top, scales = stored_head(Codes, Top, Scales, head, PAGE, BITS, BLOCK, WIDTH)
+    return codes, top, scales, heads
+
+
+@triton.jit
+def _attend(
+    Q1, Q2, q1_stride, q2_stride, k1, k2, v, recent1, recent2, recent_v, Table, table_stride, Lengths,
+    Largest, Total, Acc, scale, window, capacity, group, noise_group, queries, v_heads, one,
+    K_BITS: tl.constexpr, K_BLOCK: tl.constexpr, K_RING: tl.constexpr, V_BITS: tl.constexpr, V_RING: tl.constexpr,
+    RESIDUAL: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    SHARED_K: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    K_FIELDS: tl.constexpr = channels_in_word(K_BITS)
+    V_FIELDS: tl.constexpr = channels_in_word(V_BITS)
+    STEP: tl.constexpr = WARPS * TOKENS
+    TWO_K: tl.constexpr = Q2 is not None and not SHARED_K
+    sequence = (tl.program_id(0) // v_heads).to(tl.int64)
+    head = tl.program_id(0) % v_heads
+    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    q1, q2 = query_tiles(
+        Q1, Q2, q1_stride, q2_stride, sequence, head, group, noise_group, queries, one,
+        SHARED_K, K_FIELDS, K_BITS == 16, WIDTH, ROWS, WARPS,
+    )  # fmt: skip
+    # Clamped, since the table has no pages beyond the capacity.
+    length = tl.minimum(tl.load(Lengths + sequence), capacity)
+    position = length - queries + row % queries
+    first = tl.zeros([ROWS], tl.int32)
+    oldest = 0
+    if window is not None:
+        first = tl.maximum(first, position - window + 1)
+        oldest = tl.maximum(length - queries - window + 1, 0)
+    begin = oldest // STEP * STEP
+    share = tl.cdiv(tl.cdiv(length - begin, STEP), tl.num_programs(1)) * STEP
+    begin += tl.program_id(1) * share
+    end = tl.minimum(begin + share, length)
+    begin = tl.maximum(begin, oldest)
+    table = Table + sequence * table_stride
+    noise = row >= group * queries
+    # Values leave their ring no later than keys, which leave in whole blocks.
+    k_packed = packed_tokens(length, 0, K_BITS, K_BLOCK, RESIDUAL)
+    v_packed = packed_tokens(length, 0, V_BITS, 1, RESIDUAL)
+    sums = attend_span(
+        initial_sums(WARPS, TOKENS, ROWS, VALUE_WIDTH, V_FIELDS), q1, q2, noise, first, position,
+        begin, tl.minimum(end, k_packed), k1, k2, v, table, scale, one,
+        K_BITS, K_BLOCK, K_FIELDS, 0, V_BITS, V_FIELDS, 0, WIDTH, VALUE_WIDTH, TWO_K, ROWS, TOKENS, WARPS,
+    )  # fmt: skip
+    if K_RING:
+        sums = attend_span(
+            sums, q1, q2, noise, first, position,
+            tl.maximum(begin, k_packed), tl.minimum(end, v_packed), recent1, recent2, v, table, scale, one,
+            16, 1, K_FIELDS, K_RING, V_BITS, V_FIELDS, 0, WIDTH, VALUE_WIDTH, TWO_K, ROWS, TOKENS, WARPS,
+        )  # fmt: skip
+    if V_RING:
+        sums = attend_span(
+            sums, q1, q2, noise, first, position,
+            tl.maximum(begin, v_packed), end, recent1, recent2, recent_v, table, scale, one,
+            16, 1, K_FIELDS, K_RING, 16, V_FIELDS, V_RING, WIDTH, VALUE_WIDTH, TWO_K, ROWS, TOKENS, WARPS,
+        )  # fmt: skip
+    store_share(sums, Largest, Total, Acc, V_FIELDS, V_BITS == 16, VALUE_WIDTH, ROWS)

@@ -1,7 +1,8 @@
-"""One span of keys of `decode_share`: what is loaded of a step, its logits and the weighted values.
+"""The loop of `decode_share` over a range of keys: loads, logits and weighted values of each step.
 
-Each warp has its own tokens and its own sums. Products are transposed, K·Qᵀ and Vᵀ·Pᵀ, since their left side comes
-from registers in the order in which it was loaded: the loop has neither shared memory nor barriers.
+Each warp processes different tokens with separate accumulators. Products are transposed, K·Qᵀ and Vᵀ·Pᵀ, so that K and
+V are left operands, which tensor cores read from registers in the order in which they were loaded. The loop uses
+neither shared memory nor barriers.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, disable-error-code="assignment"
@@ -11,17 +12,20 @@ import triton.language as tl
 from diffquant.kernels.cache.decode_tiles import (
     channel_scales,
     matrix_of_queries,
-    of_warps,
     paged_channel_scales,
     spread_over_rows,
     token_scales,
+    warp_tokens,
 )
-from diffquant.kernels.cache.kv_layout import channels_in_word, column_in_fragment, field_of, load_words
-from diffquant.kernels.cache.paged_rows import (
+from diffquant.kernels.cache.kv_layout import (
     PAGE,
+    channels_in_word,
+    column_in_fragment,
+    field_of,
     key_matrix,
     load_keys,
     load_values,
+    load_words,
     page_at,
     paged_token_scales,
     pages_of,
@@ -38,9 +42,9 @@ def attend_span(
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, TWO_K: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Sums after keys begin to end more, of which a row sees those from `first` to `last`.
+    """Return the accumulators after keys `begin` to `end`; a row sees those from `first` to `last`.
 
-    With a Table of a sequence's pages, keys and values are in these: states in rows (`paged_rows`), codes in fragments.
+    With a page Table, keys and values are in pages: 16-bit ones in rows of channels, codes in fragments.
     """
     STATES: tl.constexpr = q1[0].dtype
     CODES: tl.constexpr = tl.float32 if tl.float32 == STATES else tl.float16
@@ -50,20 +54,21 @@ def attend_span(
     PER_TOKEN: tl.constexpr = K_BITS < 16 and K_BLOCK == 1
     STEP: tl.constexpr = WARPS * TOKENS
     PAGED: tl.constexpr = Table is not None
-    # What waits is in a ring, whatever else lies in pages.
+    # Unpacked tokens are in a ring, even if packed ones are in pages.
     K_PAGED: tl.constexpr = PAGED and K_RING == 0
     V_PAGED: tl.constexpr = PAGED and V_RING == 0
     largest, total, acc = sums
     first = tl.maximum(first, begin)
     last = tl.minimum(last, end - 1)
     oldest = begin
-    begin = begin // STEP * STEP
+    # An empty range must not load anything, since pages near its begin may belong to another sequence.
+    begin = tl.where(begin < end, begin // STEP * STEP, end)
     next_pages = (0,)
     if PAGED:
         next_pages = pages_of(Table, begin, oldest, end, K_BLOCK, STEP // PAGE)
     for step in range(begin, end, STEP):
         pages = next_pages
-        # Everything is asked for at once, before the first of it is used, and the table's entries a step ahead.
+        # All loads of a step are issued before the first result is used, and table entries are loaded a step ahead.
         keys1, key_scales1 = _keys(
             k1, pages, step, one, K_BITS, K_BLOCK, K_FIELDS, K_RING, K_PAGED, WIDTH, ROWS, TOKENS, WARPS
         )
@@ -76,8 +81,8 @@ def attend_span(
             v, pages, step, oldest, end, one, V_BITS, V_FIELDS, V_RING, V_PAGED, VALUE_WIDTH, TOKENS, WARPS
         )
         if PAGED and V_RING:
-            # A place was another sequence's before: NaN of its values would survive a weight of 0.
-            values = _only_of(values, step, oldest, end, V_FIELDS, VALUE_WIDTH, TOKENS, WARPS)
+            # A ring may contain values of an earlier sequence, and NaN times a weight of 0 is NaN.
+            values = _zero_outside(values, step, oldest, end, V_FIELDS, VALUE_WIDTH, TOKENS, WARPS)
         if PAGED:
             next_pages = pages_of(Table, step + STEP, oldest, end, K_BLOCK, STEP // PAGE)
         logits = tl.zeros([WARPS, TOKENS, ROWS], tl.float32)
@@ -99,8 +104,8 @@ def attend_span(
         seen = (token[:, :, None] >= first[None, None, :]) & (token[:, :, None] <= last[None, None, :])
         logits = tl.where(seen, logits * scale, -float("inf"))
         if V_BITS < 16:
-            # Behind the newest token scales may be 0, and in pages anything.
-            token = of_warps(step, TOKENS, WARPS)
+            # Scales beyond the newest token may be 0, or arbitrary in pages.
+            token = warp_tokens(step, TOKENS, WARPS)
             here = token < end
             if PAGED:
                 here &= token >= oldest
@@ -116,7 +121,7 @@ def attend_span(
             probabilities *= spread_over_rows(tl.exp2(-of_values), ROWS, TOKENS, WARPS)
         total = total * shrink + probabilities
         weights = weights.to(V_DTYPE)
-        acc = _weighed(acc, shrink, weights, values, V_DTYPE, V_BITS, V_FIELDS, V_PAGED, VALUE_WIDTH, TOKENS, WARPS)
+        acc = _accumulate(acc, shrink, weights, values, V_DTYPE, V_BITS, V_FIELDS, V_PAGED, VALUE_WIDTH, TOKENS, WARPS)
     return largest, total, acc
 
 
@@ -126,7 +131,7 @@ def _keys(
     BITS: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr, RING: tl.constexpr, PAGED: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Words of a step's keys, and their scales."""
+    """Load the codes of a step's keys, or 16-bit keys, and the scales."""
     if PAGED and BITS == 16:
         words = (load_keys(k, pages, WIDTH, TOKENS, WARPS),)
     else:
@@ -150,7 +155,7 @@ def _values(
     BITS: tl.constexpr, FIELDS: tl.constexpr, RING: tl.constexpr, PAGED: tl.constexpr, WIDTH: tl.constexpr,
     TOKENS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Words of a step's values, and their scales."""
+    """Load the codes of a step's values, or 16-bit values, and the scales."""
     if PAGED and BITS == 16:
         words = (load_values(v, pages, step, oldest, end, WIDTH, TOKENS, WARPS),)
     else:
@@ -165,10 +170,10 @@ def _values(
 
 
 @triton.jit
-def _only_of(
+def _zero_outside(
     words, step, oldest, end, FIELDS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr
 ):
-    """States of values, those of tokens out of [oldest, end) 0."""
+    """Set 16-bit values of tokens outside [oldest, end) to 0."""
     index = tl.arange(0, TOKENS * WARPS // 16 * (WIDTH // (16 * FIELDS)))
     fragment = index % WARPS * (TOKENS // 16) + index // (WARPS * (WIDTH // (16 * FIELDS)))
     token = step + fragment[:, None] * 16 + column_in_fragment()[None, :]
@@ -185,7 +190,7 @@ def _words(
     BITS: tl.constexpr, FIELDS: tl.constexpr, RING: tl.constexpr, PAGED: tl.constexpr, WIDTH: tl.constexpr,
     TOKENS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Words of a step, as `load_words` gives them."""
+    """Load the words of a step in the layout of `load_words`, from a store, pages or a ring."""
     index = tl.arange(0, TOKENS * WARPS // 16 * (WIDTH // (16 * FIELDS)))
     fragment = index % WARPS * (TOKENS // 16) + index // (WARPS * (WIDTH // (16 * FIELDS)))
     if PAGED:
@@ -202,12 +207,12 @@ def _words(
 
 
 @triton.jit
-def _weighed(
+def _accumulate(
     acc, shrink, weights, values,
     DTYPE: tl.constexpr, BITS: tl.constexpr, FIELDS: tl.constexpr, PAGED: tl.constexpr, WIDTH: tl.constexpr,
     TOKENS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Fields of acc·shrink + Vᵀ·weights."""
+    """Compute acc·shrink + Vᵀ·weights, one tensor per field."""
     a = _product(acc, shrink, weights, values, 0, DTYPE, BITS, FIELDS, PAGED, WIDTH, TOKENS, WARPS)
     if FIELDS == 1:
         out = (a,)
@@ -237,7 +242,7 @@ def _matrix(
     words, FIELD: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr, TRANSPOSED: tl.constexpr,
     FIELDS: tl.constexpr, PAGED: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """One field of what was loaded as the left sides of products, in the form of `field_of`."""
+    """Unpack one field of loaded words to left operands of products, in the layout of `field_of`."""
     if not PAGED or BITS < 16:
         out = field_of(words, FIELD, DTYPE, BITS, TRANSPOSED, WIDTH // (16 * FIELDS), TOKENS, WARPS)
     elif TRANSPOSED:
@@ -249,9 +254,9 @@ def _matrix(
 
 @triton.jit
 def log2_of_scales(x, CODES: tl.constexpr):
-    """Logarithms of positive float32, approximate where codes are float16."""
+    """Compute log2 of positive float32 numbers, approximately if codes are multiplied in float16."""
     if tl.float16 == CODES and not INTERPRETED:
-        # tl.log2 is a polynomial of a dozen instructions.
+        # The approximation is one instruction, while tl.log2 takes a dozen.
         out = tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     else:
         out = tl.log2(x)

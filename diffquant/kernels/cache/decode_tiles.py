@@ -1,15 +1,15 @@
-"""Queries and scales of `decode_share` as its threads hold them, so that no product waits for shared memory.
+"""Loads queries and scales of `decode_share` in the register layout of tensor cores, without shared memory.
 
-A right side of a product [WARPS, channels, rows] is loaded as [(chunk, half, warp, row), 8]: thread 4g + t holds two
-channels 2t of row g. What belongs to tokens is loaded as [(16 tokens, half, warp), 32], by the thread whose logits
-need it; four threads read the same.
+A right operand [WARPS, channels, rows] is loaded as [(chunk, half, warp, row), 8]: thread 4g + t holds channels 2t and
+2t + 1 of row g. Per-token numbers are loaded as [(16 tokens, half, warp), 32] by the threads whose logits need them;
+four threads load the same number.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, disable-error-code="assignment"
 import triton
 import triton.language as tl
 
-from diffquant.kernels.cache.paged_rows import PAGE, key_channels, page_at
+from diffquant.kernels.cache.kv_layout import PAGE, key_channels, page_at
 from diffquant.kernels.linear.unpacking import multiply
 
 
@@ -19,10 +19,10 @@ def query_tiles(
     SHARED_K: tl.constexpr, FIELDS: tl.constexpr, IN_ROWS: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Queries of a program's rows for the keys of each map, a tile a field; both are all of them where maps share keys.
+    """Load the queries of a program's rows for each map's keys, one tile per field.
 
-    Rows are ordered map, query pair (or noise head) of the group, query. Keys that lie IN_ROWS of pages take channels
-    in an order of their own.
+    If both maps share keys (SHARED_K), the tiles contain both maps' queries. Rows are ordered by map, then pair or
+    noise head of the group, then query. If keys are IN_ROWS of pages, channels are in the order of `key_channels`.
     """
     signals = group * queries
     q1 = _tiles(
@@ -36,7 +36,7 @@ def query_tiles(
             signals, noise_group * queries, queries, one, FIELDS, IN_ROWS, WIDTH, ROWS, WARPS,
         )  # fmt: skip
         if SHARED_K:
-            q1 = _added(q1, q2, FIELDS)
+            q1 = _add(q1, q2, FIELDS)
     return q1, q2
 
 
@@ -45,7 +45,7 @@ def _tiles(
     Q, stride, first, count, queries, one,
     FIELDS: tl.constexpr, IN_ROWS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Queries of a program's rows, one tile a field; 0 but for `count` rows from `first` on."""
+    """Load one map's queries, one tile per field; rows outside the `count` rows from `first` on are 0."""
     index = tl.arange(0, WIDTH // FIELDS // 8 * WARPS * ROWS)
     row = tl.program_id(2) * ROWS + index % ROWS
     at = (row - first) // queries * stride[1] + row % queries * stride[2]
@@ -62,7 +62,7 @@ def channel_scales(
     Scales, step, one, BLOCK: tl.constexpr, FIELDS: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Scales of the channels of each warp's tokens, as tiles of the queries' form."""
+    """Load the channel scales of each warp's tokens, one tile per field, in the layout of the queries."""
     warp = tl.arange(0, WIDTH // FIELDS // 8 * WARPS * ROWS) // ROWS % WARPS
     block = (step + warp * TOKENS) // BLOCK
     return _fields(Scales + block[:, None] * WIDTH + _channels(one, FIELDS, WIDTH, ROWS, WARPS), None, FIELDS)
@@ -73,7 +73,7 @@ def paged_channel_scales(
     Scales, pages, heads, one, BLOCK: tl.constexpr, FIELDS: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """The same where each page of a block has a part of its channels' scales; `Scales` points to the first page's."""
+    """Load the same scales from pages, each of which stores a part of its block's; `Scales` points to page 0."""
     tl.static_assert(WARPS * TOKENS % BLOCK == 0, "a step has to have whole blocks")
     PART: tl.constexpr = WIDTH * PAGE // BLOCK
     index = tl.arange(0, WIDTH // FIELDS // 8 * WARPS * ROWS)
@@ -92,9 +92,9 @@ def paged_channel_scales(
 def matrix_of_queries(
     q, scales, FIELD: tl.constexpr, SCALED: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr
 ):
-    """A field of the queries [WARPS, channels, ROWS] in `DTYPE`, times their channels' scales where they have any."""
+    """Convert one field's queries to a right operand [WARPS, channels, ROWS]; if SCALED, apply channel scales first."""
     if SCALED:
-        # Float16's product, rounded once, is what float32's would be rounded to.
+        # A float16 product is rounded once, which gives the same result as rounding a float32 product.
         HALF: tl.constexpr = q.dtype == tl.float16
         q = multiply(q, scales[FIELD]) if HALF else q.to(tl.float32) * scales[FIELD].to(tl.float32)
     CHUNKS: tl.constexpr = q.shape[0] // (2 * WARPS * ROWS)
@@ -103,8 +103,8 @@ def matrix_of_queries(
 
 
 @triton.jit
-def of_warps(step, TOKENS: tl.constexpr, WARPS: tl.constexpr):
-    """Tokens of a step, [(16 tokens, half, warp), 32]."""
+def warp_tokens(step, TOKENS: tl.constexpr, WARPS: tl.constexpr):
+    """Return the token indices of a step in the layout of per-token numbers, [(16 tokens, half, warp), 32]."""
     index = tl.arange(0, TOKENS // 8 * WARPS)[:, None]
     lane = tl.arange(0, 32)[None, :]
     return step + index % WARPS * TOKENS + index // WARPS * 8 + lane // 4
@@ -112,24 +112,24 @@ def of_warps(step, TOKENS: tl.constexpr, WARPS: tl.constexpr):
 
 @triton.jit
 def token_scales(Scales, TOKENS: tl.constexpr, WARPS: tl.constexpr):
-    """Scales of a step's tokens, of which `Scales` points to the first, in the form of `of_warps`."""
-    return tl.load(Scales + of_warps(0, TOKENS, WARPS))
+    """Load a step's per-token scales, from `Scales` on, in the layout of `warp_tokens`."""
+    return tl.load(Scales + warp_tokens(0, TOKENS, WARPS))
 
 
 @triton.jit
 def spread_over_rows(x, ROWS: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr):
-    """Numbers in the form of `of_warps`, for all rows: [WARPS, TOKENS, ROWS]."""
+    """Broadcast per-token numbers from the layout of `warp_tokens` to all rows, [WARPS, TOKENS, ROWS]."""
     x = x.reshape(TOKENS // 8, WARPS, 8, 4).permute(1, 0, 2, 3).reshape(WARPS, TOKENS, 4, 1)
     return x.broadcast_to(WARPS, TOKENS, 4, ROWS // 4).reshape(WARPS, TOKENS, ROWS)
 
 
 @triton.jit
 def _channels(one, FIELDS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr):
-    """Channels of the first field in the queries' form."""
+    """Return the channel indices of the first field in the layout of the queries."""
     index = tl.arange(0, WIDTH // FIELDS // 8 * WARPS * ROWS)[:, None]
     column = tl.arange(0, 8)[None, :]
     half = index // (ROWS * WARPS)
-    # Were `one` known, a thread would load more at once than a product takes from it.
+    # If the compiler knew that `one` is 1, threads would load more contiguous elements than the layout needs.
     return half // 2 * (16 * FIELDS) + half % 2 * 8 + column // 2 * 2 * one + column % 2
 
 
@@ -151,7 +151,7 @@ def _fields(at, mask, FIELDS: tl.constexpr):
 
 
 @triton.jit
-def _added(a, b, FIELDS: tl.constexpr):
+def _add(a, b, FIELDS: tl.constexpr):
     if FIELDS == 1:
         out = (a[0] + b[0],)
     elif FIELDS == 2:

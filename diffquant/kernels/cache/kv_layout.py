@@ -1,16 +1,23 @@
-"""The layout of a `KVStore` as kernels read it: which word holds a channel of a token, and words as matrices.
+"""The layout of a `KVStore`: positions of tokens and channels in 16-bit words, and unpacking of words to matrices.
 
-A fragment is 16 tokens by 16 channels, in the order in which tensor cores take the left side of a product, as
-`diffquant.kernels.linear.repack` has it: a thread finds its 8 elements side by side. Keys are multiplied as they are,
-so their rows are tokens; of values, whose tokens are summed over, rows are channels. A word holds one token's
-channels of FIELDS fragments beside each other, and so no two tokens share a word.
+A fragment is 16 tokens by 16 channels in the register order of a tensor core's left operand, as in
+`diffquant.kernels.linear.repack`: the 8 elements of a thread are contiguous. Rows of a key fragment are tokens; rows of
+a value fragment are channels, since P·V sums over tokens. A word contains FIELDS codes, called fields, of one token:
+one from each of FIELDS adjacent fragments. So tokens never share a word.
+
+Pages of 16 tokens with contiguous channels are vLLM's blocks, read in place. Results depend neither on the order of
+channels in a sum nor on the order of output rows. So a thread loads 8 contiguous channels of a token, 16 bytes, instead
+of the pairs of a fragment: for keys, its columns of two fragments; for values, its rows of four. Queries are loaded in
+the same order of channels, and results are stored by channel.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, disable-error-code="assignment"
+
 import triton
 import triton.language as tl
 
 from diffquant.kernels.cache import kv_store
+from diffquant.kernels.linear import repack
 from diffquant.kernels.linear.unpacking import load_high, unpack_field
 
 channels_in_word = triton.constexpr_function(kv_store.channels_in_word)
@@ -18,7 +25,7 @@ channels_in_word = triton.constexpr_function(kv_store.channels_in_word)
 
 @triton.jit
 def place(token, channel, WIDTH: tl.constexpr, FIELDS: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """Index of the word, among a head's, that holds a token's channel; `TRANSPOSED` where rows are channels."""
+    """Return the index of the word with a token's channel, within a head; if TRANSPOSED, fragment rows are channels."""
     chunk = token // 16 * (WIDTH // (16 * FIELDS)) + channel // (16 * FIELDS)
     row, column = token % 16, channel % 16
     if TRANSPOSED:
@@ -28,14 +35,14 @@ def place(token, channel, WIDTH: tl.constexpr, FIELDS: tl.constexpr, TRANSPOSED:
 
 @triton.jit
 def column_in_fragment():
-    """Column of each of a fragment's 256 elements, in the order of `place`."""
+    """Return the column of each of a fragment's 256 elements, in memory order."""
     at = tl.arange(0, 256)
     return at // 8 % 4 * 2 + at // 4 % 2 * 8 + at % 2
 
 
 @triton.jit
 def field_channels(FIELD: tl.constexpr, WIDTH: tl.constexpr, FIELDS: tl.constexpr):
-    """Channels [WIDTH / FIELDS] that stand in one field of the words."""
+    """Return the indices of the channels [WIDTH / FIELDS] that are stored in one field of the words."""
     index = tl.arange(0, WIDTH // FIELDS)
     return index // 16 * (16 * FIELDS) + FIELD * 16 + index % 16
 
@@ -45,10 +52,10 @@ def load_words(
     Codes, Top, fragment, one,
     BITS: tl.constexpr, WIDTH: tl.constexpr, FIELDS: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Words of TOKENS tokens a warp, as a tuple of tiles [(16 tokens, chunk, warp), 256] that `field_of` takes apart.
+    """Load words of TOKENS tokens per warp as a tuple of tiles [(16 tokens, chunk, warp), 256] for `field_of`.
 
-    `fragment` [(16 tokens, chunk, warp)] is the number of 16 tokens that stand before. Where BITS is 16, states are
-    loaded as fields too, those that the codes' FIELDS would hold.
+    `fragment` [(16 tokens, chunk, warp)] is the index of the first token divided by 16. With 16 BITS there is one tile
+    per field, as if words had FIELDS fields.
     """
     CHUNKS: tl.constexpr = WIDTH // (16 * FIELDS)
     chunk = tl.arange(0, TOKENS // 16 * CHUNKS * WARPS) // WARPS % CHUNKS
@@ -74,13 +81,13 @@ def field_of(
     words, FIELD: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr, TRANSPOSED: tl.constexpr,
     CHUNKS: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """One field as the left sides of products, not multiplied by scales.
+    """Unpack one field of words to a left operand of a product, without applying scales.
 
-    Keys give [WARPS, TOKENS, CHUNKS * 16], values [WARPS, CHUNKS * 16, TOKENS].
+    Keys become [WARPS, TOKENS, CHUNKS * 16], values (TRANSPOSED) [WARPS, CHUNKS * 16, TOKENS].
     """
     last: tl.constexpr = len(words) - 1
     x = words[FIELD].to(DTYPE) if BITS == 16 else unpack_field(words[0], words[last], DTYPE, FIELD, BITS)
-    # (16 tokens, chunk, warp), and of a fragment (g, t, column half, row half, column of a pair).
+    # (16 tokens, chunk, warp), then within a fragment (g, t, column half, row half, column of a pair).
     x = x.reshape(TOKENS // 16, CHUNKS, WARPS, 8, 4, 2, 2, 2)
     if TRANSPOSED:
         out = x.permute(2, 1, 6, 3, 0, 5, 4, 7).reshape(WARPS, CHUNKS * 16, TOKENS)
@@ -91,13 +98,13 @@ def field_of(
 
 @triton.jit
 def packed_tokens(length, floor, BITS: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr):
-    """Number of packed tokens, as `StoredSide.packed` counts them."""
+    """Return the number of packed tokens, as `StoredSide.count_packed` counts them."""
     return length if BITS == 16 else tl.maximum(floor, (length - RESIDUAL) // BLOCK * BLOCK)
 
 
 @triton.jit
 def stored_head(Codes, Top, Scales, head, capacity, BITS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    """Pointers to a head's codes, second plane and scales; heads stand one after another, `capacity` tokens each."""
+    """Return pointers to a head's codes, high bits and scales; each head has `capacity` tokens."""
     scales = capacity * WIDTH // BLOCK if BLOCK > 1 else capacity
     words: tl.constexpr = WIDTH // channels_in_word(BITS)
     return Codes + head * capacity * words, Top + head * capacity * (words // 2), Scales + head * scales
@@ -105,5 +112,106 @@ def stored_head(Codes, Top, Scales, head, capacity, BITS: tl.constexpr, BLOCK: t
 
 @triton.jit
 def waiting(recent):
-    """Pointers as `stored_head` gives them, to states not yet quantized."""
+    """Return a ring of unquantized keys or values as three pointers, like `stored_head`."""
     return recent, recent, recent
+
+
+PAGE = tl.constexpr(repack.FRAGMENT)
+
+
+@triton.jit
+def pages_of(Table, begin, oldest, end, BLOCK: tl.constexpr, COUNT: tl.constexpr):
+    """Return the page numbers of COUNT·16 tokens from `begin` on, a tuple.
+
+    The Table is not read beyond the pages of the blocks that contain tokens of [oldest, end), since it may be undefined
+    there; instead, the nearest of these pages is returned.
+    """
+    first = oldest // BLOCK * BLOCK // PAGE
+    out = ()
+    for i in tl.static_range(COUNT):
+        number = tl.minimum(tl.maximum(begin // PAGE + i, first), tl.maximum(end - 1, 0) // PAGE)
+        out += (tl.load(Table + number),)
+    return out
+
+
+@triton.jit
+def page_at(pages, number):
+    """Return pages[number] as int64 for a tensor of numbers, by comparisons instead of memory accesses."""
+    out = tl.zeros_like(number) + pages[0]
+    for i in tl.static_range(1, len(pages)):
+        out = tl.where(number == i, pages[i], out)
+    return out.to(tl.int64)
+
+
+@triton.jit
+def paged_token_scales(Scales, pages, heads, TOKENS: tl.constexpr, WARPS: tl.constexpr):
+    """Load a step's per-token scales in the layout of `token_scales`; `Scales` points to the head's in page 0."""
+    index = tl.arange(0, TOKENS // 8 * WARPS)
+    page = page_at(pages, index % WARPS * (TOKENS // PAGE) + index // (2 * WARPS))
+    token = (index // WARPS % 2 * 8)[:, None] + tl.arange(0, 32)[None, :] // 4
+    return tl.load(Scales + (page * heads * PAGE)[:, None] + token)
+
+
+@triton.jit
+def load_keys(k, pages, WIDTH: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr):
+    """Load keys of a step from pages, [(16 tokens, 32 channels, half of the tokens, warp), 256], for `key_matrix`.
+
+    `k` is a tuple of a pointer to a head's first channel and the strides of pages and tokens.
+    """
+    HALVES: tl.constexpr = WIDTH // 32 * 2
+    index = tl.arange(0, TOKENS // PAGE * HALVES * WARPS)
+    page = page_at(pages, index % WARPS * (TOKENS // PAGE) + index // (HALVES * WARPS))
+    lane = tl.arange(0, 256)[None, :]
+    token = (index // WARPS % 2 * 8)[:, None] + lane // 32
+    channel = (index // (2 * WARPS) % (WIDTH // 32) * 32)[:, None] + lane // 8 % 4 * 8 + lane % 8
+    return tl.load(k[0] + page[:, None] * k[1] + token * k[2] + channel)
+
+
+@triton.jit
+def key_matrix(x, WIDTH: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr):
+    """Return keys [WARPS, TOKENS, WIDTH] with channels in the order of `key_channels`."""
+    # (16 tokens, 32 channels, row half, warp, g, t, fragment, column half, column of a pair)
+    x = x.reshape(TOKENS // PAGE, WIDTH // 32, 2, WARPS, 8, 4, 2, 2, 2)
+    return x.permute(3, 0, 2, 4, 1, 6, 7, 5, 8).reshape(WARPS, TOKENS, WIDTH)
+
+
+@triton.jit
+def key_channels(half, column):
+    """Return the channel of each column of a right operand, for halves of 16 channels, in the order of `key_matrix`."""
+    return half // 4 * 32 + column // 2 * 8 + half % 4 * 2 + column % 2
+
+
+@triton.jit
+def load_values(v, pages, begin, oldest, end, WIDTH: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr):
+    """Load values of a step from `begin` on from pages, [(16 tokens, 64 channels, one of four tokens, warp), 256].
+
+    Tokens outside [oldest, end) are replaced by the nearest token inside. Their weight is 0, but memory there is
+    undefined and may contain NaN.
+    """
+    QUARTERS: tl.constexpr = WIDTH // 64 * 4
+    index = tl.arange(0, TOKENS // PAGE * QUARTERS * WARPS)
+    number = index % WARPS * (TOKENS // PAGE) + index // (QUARTERS * WARPS)
+    page = page_at(pages, number)
+    lane = tl.arange(0, 256)[None, :]
+    # A thread's four tokens are two adjacent ones in each half of 16.
+    quarter = index // WARPS % 4
+    token = (quarter // 2 * 8 + quarter % 2)[:, None] + lane // 8 % 4 * 2
+    channel = (index // (4 * WARPS) % (WIDTH // 64) * 64)[:, None] + lane // 32 * 8 + lane % 8
+    token = begin + (number * PAGE)[:, None] + token
+    token = tl.minimum(tl.maximum(token, oldest), end - 1) & (PAGE - 1)
+    return tl.load(v[0] + page[:, None] * v[1] + token * v[2] + channel)
+
+
+@triton.jit
+def value_matrix(x, WIDTH: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr):
+    """Return values [WARPS, WIDTH, TOKENS] with channels in the order of `value_channels`."""
+    # (16 tokens, 64 channels, column half, column of a pair, warp, g, t, fragment, row half)
+    x = x.reshape(TOKENS // PAGE, WIDTH // 64, 2, 2, WARPS, 8, 4, 4, 2)
+    return x.permute(4, 1, 7, 8, 5, 0, 2, 6, 3).reshape(WARPS, WIDTH, TOKENS)
+
+
+@triton.jit
+def value_channels(WIDTH: tl.constexpr):
+    """Return the channel indices [WIDTH] of the rows of `value_matrix`."""
+    row = tl.arange(0, WIDTH)
+    return row // 64 * 64 + row % 8 * 8 + row % 64 // 8

@@ -1,10 +1,10 @@
-"""Storage of one layer's KV cache as the kernels want it: preallocated, packed, lengths on the device.
+"""Storage of one layer's KV cache for the kernels: preallocated, packed, with lengths on the device.
 
-Tokens and channels stand in fragments of 16 by 16 in the order in which tensor cores take them (`kv_layout`), 16-bit
-states as well as codes. A stored value is code + 2^(bits-1). Words of 16 bits hold one token's channels of several
-neighbouring fragments: 4 of 4 bits, 2 of 8. 6-bit codes are a plane of their low 4 bits and one of their high 2
-bits, in bytes, as weights have them (`diffquant.kernels.linear.repack`). The newest tokens stand unquantized in a
-ring: token t in slot t modulo its length.
+Tokens and channels are stored in fragments of 16 by 16 in the register order of tensor cores (`kv_layout`), both codes
+and 16-bit values. Stored numbers are code + 2^(bits-1). A 16-bit word contains codes of one token from several adjacent
+fragments: 4 codes of 4 bits or 2 of 8. 6-bit codes are stored as words of their low 4 bits and bytes of their high 2
+bits, as in weights (`diffquant.kernels.linear.repack`). The newest tokens are unquantized in a ring buffer: token t is
+in slot t modulo the ring's length. Below, "states" are keys or values before quantization.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,16 +16,16 @@ from torch import Tensor
 
 from diffquant.errors import UsageError
 from diffquant.kernels.linear.repack import FRAGMENT
-from diffquant.numbers.absmax import dequantize
 from diffquant.recipe import Recipe
-from diffquant.scheme import Scheme
+from diffquant.recipe.numbers.absmax import dequantize
+from diffquant.recipe.scheme import Scheme
 
 STATE_TYPES = (torch.float16, torch.bfloat16, torch.float32)
-# Tokens of a block that are packed together, also where each has its own scale.
+# Number of tokens that are packed together, even if each has its own scale.
 TOKENS_A_STEP = FRAGMENT
-# Tokens by which capacities grow: a whole step of every kernel.
+# Capacities are multiples of this number of tokens, a whole step of every kernel.
 CAPACITY_STEP = 128
-# Widths of keys and values that `decode` reads, and of the turned channels and latents that `decode_latent` does.
+# Widths of keys and values supported by `decode`, and of rotated key channels and latents supported by `decode_latent`.
 WIDTHS = ((64, 64), (64, 128), (128, 128), (128, 256))
 LATENT_WIDTHS = ((64, 512),)
 _STAMPS = count()
@@ -37,16 +37,16 @@ _UNSERVED = {
 
 @dataclass
 class StoredSide:
-    """Stored keys or values of one layer: C tokens of capacity, H heads, w channels.
+    """Stored keys or values of one layer, with capacity for C tokens, H heads and w channels.
 
     Attributes:
-        scheme: bits of the codes and what shares a scale.
+        scheme: number format and granularity.
         residual: number of newest tokens that stay unquantized.
-        transposed: whether a fragment's rows are channels, as those of values are; those of keys are tokens.
-        codes: codes, int16 [B, H, C/16, w/(16 fields), 256], or the states themselves at 16 bits, with one field.
-        top: high 2 bits of 6-bit codes, int16 [B, H, C/16, w/64, 128], a byte a word of `codes`; empty otherwise.
+        transposed: whether rows of a fragment are channels (values) instead of tokens (keys).
+        codes: codes, int16 [B, H, C/16, w/(16 fields), 256], or 16-bit states, with one field.
+        top: high 2 bits of 6-bit codes, int16 [B, H, C/16, w/64, 128], one byte per word of `codes`, else empty.
         scales: scales in the states' dtype, [B, H, C] per token, [B, H, C / block, w] per channel; empty at 16 bits.
-        recent: states not yet quantized, [B, H, ring/16, w/16, 256]; empty at 16 bits and where nothing waits.
+        recent: ring of unquantized states, [B, H, ring/16, w/16, 256]; empty at 16 bits or if no tokens wait.
     """
 
     scheme: Scheme
@@ -59,13 +59,13 @@ class StoredSide:
 
     @classmethod
     def empty(cls, scheme: Scheme, residual: int, transposed: bool, like: Tensor, capacity: int) -> "StoredSide":
-        """Empty storage for `capacity` tokens of states as `like` [B, H, T, w]."""
+        """Allocate storage for `capacity` tokens of states with the shape, dtype and device of `like` [B, H, T, w]."""
         batch, heads, _, width = like.shape
         block = scheme.sharing.tokens
         ring = ring_length(scheme, residual)
 
         def room(*shape: int, dtype: torch.dtype = like.dtype) -> Tensor:
-            # Zeros, since what lies behind the newest token is read, though never weighed.
+            # Zeros, since kernels also read memory beyond the newest token, with weight 0.
             return torch.zeros(batch, heads, *shape, dtype=dtype, device=like.device)
 
         blocks, chunks = capacity // FRAGMENT, width // (FRAGMENT * channels_in_word(scheme.bits))
@@ -86,7 +86,7 @@ class StoredSide:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Tensors in the order that kernels take them: codes, top, scales and recent."""
+        """Tensors in the order of the kernels' arguments: codes, top, scales and recent."""
         return [self.codes, self.top, self.scales, self.recent]
 
     @property
@@ -100,25 +100,25 @@ class StoredSide:
 
     @property
     def block(self) -> int:
-        """Number of tokens that share the scales of their channels; 1 where each token has its own."""
+        """Number of tokens that share per-channel scales; 1 with per-token scales."""
         return self.scheme.sharing.tokens
 
     @property
     def ring(self) -> int:
         return self.recent.shape[2] * FRAGMENT
 
-    def packed(self, length: int, floor: int) -> int:
-        """Number of packed tokens among `length`; `floor` were packed when the newest tokens were last forgotten."""
+    def count_packed(self, length: int, floor: int) -> int:
+        """Return how many of `length` tokens are packed; `floor` were packed when tokens were last forgotten."""
         if not self.scheme.quantizes:
             return length
         return max(floor, (length - self.residual) // self.block * self.block)
 
     def read(self, length: int, floor: int) -> Tensor:
-        """States [B, H, length, w] as they read back, in the dtype they came in."""
-        packed = self.packed(length, floor)
+        """Return the dequantized states [B, H, length, w] in their original dtype."""
+        packed = self.count_packed(length, floor)
         if not self.scheme.quantizes:
             return self._in_order(self.codes[..., None], length)
-        codes = self._unpacked(packed)
+        codes = self._unpack(packed)
         if self.block == 1:
             old = dequantize(codes, self.scales[:, :, :packed, None])
         else:
@@ -130,10 +130,9 @@ class StoredSide:
         return torch.cat([old, self._in_order(self.recent[..., None], self.ring).index_select(2, slots)], 2)
 
     def clear(self, first: int, stop: int) -> None:
-        """Zero the 16-bit states of tokens `first` up to `stop`, which are forgotten.
+        """Set the 16-bit states of forgotten tokens `first` up to `stop` to 0.
 
-        Decoding reads what lies behind the newest token and weighs it by 0, which NaN would survive. Codes are finite
-        whatever they stand for.
+        Kernels multiply memory beyond the newest token by 0, which would not remove NaN. Codes are always finite.
         """
         if not self.scheme.quantizes:
             self._clear(self.codes, torch.arange(first, stop, device=self.codes.device))
@@ -142,7 +141,7 @@ class StoredSide:
             self._clear(self.recent, slots)
 
     def _clear(self, states: Tensor, tokens: Tensor) -> None:
-        """Zero tokens of 16-bit states, stored in fragments."""
+        """Set the given tokens of 16-bit states, stored in fragments, to 0."""
         at = tokens % FRAGMENT
         # (row of 8, column pair of 4, column half, row half, column of a pair), of which a token is a row or a column.
         parts = states.unflatten(4, (8, 4, 2, 2, 2))
@@ -151,8 +150,8 @@ class StoredSide:
         else:
             parts[:, :, tokens // FRAGMENT, :, at % 8, :, :, at // 8] = 0
 
-    def _unpacked(self, tokens: int) -> Tensor:
-        """Codes of the first tokens, int8 [B, H, tokens, w]."""
+    def _unpack(self, tokens: int) -> Tensor:
+        """Unpack the codes of the first tokens, int8 [B, H, tokens, w]."""
         bits = self.scheme.bits
         width = 8 if bits == 8 else 4
         shifts = torch.arange(0, 16, width, dtype=torch.int16, device=self.codes.device)
@@ -164,7 +163,7 @@ class StoredSide:
         return (self._in_order(stored, tokens) - (1 << (bits - 1))).to(torch.int8)
 
     def _in_order(self, fields: Tensor, tokens: int) -> Tensor:
-        """The first tokens [B, H, tokens, w] of fragments' fields [B, H, blocks, chunks, 256, fields]."""
+        """Reorder fragments [B, H, blocks, chunks, 256, fields] to [B, H, tokens, w], for the first tokens."""
         # (block, chunk, row of 8, column pair of 4, column half, row half, column of a pair, field)
         parts = fields.unflatten(4, (8, 4, 2, 2, 2))
         row, column = (7, 4), (6, 5, 8)
@@ -174,19 +173,19 @@ class StoredSide:
 
 
 class KVStore:
-    """Keys and values of one layer.
+    """Stored keys and values of one layer.
 
     Attributes:
-        keys, values: storage of each.
-        length: number of tokens stored, counted by the host. A replayed CUDA graph advances only the device's count:
-            add here what its replays appended before reading, growing or forgetting.
-        progress: counts on the device, int32 [4]: tokens stored; packed keys and values when tokens were last
-            forgotten; programs of an append that are done.
-        stamp: number that changes whenever the storage moves, which no store had before; CUDA graphs hold addresses.
+        keys, values: storage of keys and of values.
+        length: number of stored tokens, counted on the host. Replays of a CUDA graph advance only the device's count,
+            so add the tokens they appended here before reading, growing or forgetting.
+        progress: counters on the device, int32 [4]: stored tokens; packed keys and packed values when tokens were last
+            forgotten; finished programs of an append.
+        stamp: globally unique number that changes whenever the memory moves, to detect stale CUDA graphs.
     """
 
     def __init__(self, recipe: Recipe, k: Tensor, v: Tensor, capacity: int) -> None:
-        """An empty store for states as k [B, H, T, d] and v [B, h_kv, T, dv]; T does not matter.
+        """Create an empty store for keys like k [B, H, T, d] and values like v [B, h_kv, T, dv], for any T.
 
         Raises:
             UsageError: the kernels cannot store such keys and values.
@@ -194,7 +193,7 @@ class KVStore:
         reason = store_refusal(recipe, k.shape[-1], v.shape[-1], k.dtype, WIDTHS + LATENT_WIDTHS)
         if reason:
             raise UsageError(f"KV store: {reason}")
-        capacity = _rounded_up(capacity)
+        capacity = _round_up(capacity)
         self.keys = StoredSide.empty(recipe.k, recipe.residual, False, k, capacity)
         self.values = StoredSide.empty(recipe.v, recipe.residual, True, v, capacity)
         self.length = 0
@@ -202,24 +201,42 @@ class KVStore:
         self.progress = torch.zeros(4, dtype=torch.int32, device=k.device)
         self._floors = (0, 0)
 
+    def fits(self, recipe: Recipe, k: Tensor, v: Tensor, capacity: int) -> bool:
+        """Return whether a new store with these arguments would have the same shapes, dtypes and device."""
+        sides = ((self.keys, recipe.k, k), (self.values, recipe.v, v))
+        return self.capacity == _round_up(capacity) and all(
+            (side.scheme, side.width, side.dtype, side.codes.device, side.codes.shape[:2])
+            == (scheme, x.shape[3], x.dtype, x.device, x.shape[:2])
+            and side.residual == (recipe.residual if scheme.quantizes else 0)
+            for side, scheme, x in sides
+        )
+
+    def clear(self) -> None:
+        """Forget all tokens, keeping the memory."""
+        for side in (self.keys, self.values):
+            for x in side.tensors:
+                x.zero_()
+        self.length, self._floors = 0, (0, 0)
+        self.progress.zero_()
+
     @property
     def capacity(self) -> int:
         return self.keys.codes.shape[2] * FRAGMENT
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the storages behind the tensors."""
+        """Allocated bytes."""
         tensors = [self.progress, *self.keys.tensors, *self.values.tensors]
         return sum(x.untyped_storage().nbytes() for x in tensors)
 
     def read(self) -> tuple[Tensor, Tensor]:
-        """All keys and values as attention sees them, [B, H, length, d] and [B, h_kv, length, dv]."""
+        """Return all dequantized keys [B, H, length, d] and values [B, h_kv, length, dv]."""
         k, v = (side.read(self.length, floor) for side, floor in self._sides())
         return k, v
 
     def grow(self, capacity: int) -> None:
-        """Make room for `capacity` tokens."""
-        capacity = _rounded_up(capacity)
+        """Reallocate the memory for `capacity` tokens."""
+        capacity = _round_up(capacity)
         self.stamp = next(_STAMPS)
         for side, _ in self._sides():
             for name, tokens in (("codes", FRAGMENT), ("top", FRAGMENT), ("scales", side.block)):
@@ -233,10 +250,10 @@ class KVStore:
         """Forget the newest `tokens` tokens.
 
         Raises:
-            UsageError: forgetting them would split a packed block whose tokens share scales.
+            UsageError: a packed block whose tokens share scales would be split.
         """
         length = max(self.length - tokens, 0)
-        floors = [min(side.packed(self.length, floor), length) for side, floor in self._sides()]
+        floors = [min(side.count_packed(self.length, floor), length) for side, floor in self._sides()]
         if floors[0] % self.keys.block:
             raise UsageError(
                 f"cannot forget {tokens} of {self.length} tokens: token {length} lies within a packed block of "
@@ -248,7 +265,7 @@ class KVStore:
         self.progress.copy_(torch.tensor([length, *floors, 0], dtype=torch.int32))
 
     def replace_tensors(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Replace every stored tensor, all of which have the batch first."""
+        """Replace each stored tensor by the result of a function; the batch is the first axis of each."""
         self.stamp = next(_STAMPS)
         for side, _ in self._sides():
             for field in fields(side):
@@ -261,12 +278,12 @@ class KVStore:
 
 
 def channels_in_word(bits: int) -> int:
-    """Number of a token's channels that share one word: fields of `repack`, or a state."""
+    """Return the number of channels in a 16-bit word: several codes as in `repack`, or one unquantized value."""
     return {16: 1, 8: 2}.get(bits, 4)
 
 
 def ring_length(scheme: Scheme, residual: int) -> int:
-    """Number of slots for the tokens that may wait unquantized: whole steps, so that a step never wraps around."""
+    """Return the number of slots of the ring of unquantized tokens, in whole steps, so that no step wraps around."""
     waiting = residual + scheme.sharing.tokens - 1
     step = max(scheme.sharing.tokens, TOKENS_A_STEP)
     return -(-waiting // step) * step if scheme.quantizes else 0
@@ -279,7 +296,7 @@ def store_refusal(
     dtype: torch.dtype,
     widths: Sequence[tuple[int, int]] = WIDTHS,
 ) -> str | None:
-    """Reason why a `KVStore` cannot hold keys and values of these widths, or None; float32 is for the interpreter."""
+    """Return why a `KVStore` cannot hold such keys and values, or None; float32 is for Triton's interpreter."""
     if dtype not in STATE_TYPES:
         return f"keys and values are {dtype}; the kernels take {', '.join(map(str, STATE_TYPES))}"
     if (width, value_width) not in widths:
@@ -297,6 +314,6 @@ def store_refusal(
     return None
 
 
-def _rounded_up(capacity: int) -> int:
-    """Capacity in whole steps of every kernel, which then need not look where the tensors end."""
+def _round_up(capacity: int) -> int:
+    """Round a capacity up to whole steps of every kernel, so that kernels need no bounds checks."""
     return max(-(-capacity // CAPACITY_STEP), 1) * CAPACITY_STEP

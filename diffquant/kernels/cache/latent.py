@@ -1,8 +1,8 @@
-"""Attention of a few new queries over a `KVStore` of latents, which are the keys of all heads and their values too.
+"""Decode attention of a few new queries over a `KVStore` of latents, which serve all heads as keys and as values.
 
-What a latent's key has beside it, the channels turned by their position, are the store's keys. Queries come in the
-latents' space and so do results: the maps are subtracted there, by the kernel that combines `decode`'s shares as well.
-Its plain form is `diffquant.attention.naive` over `store.read()`.
+The store's values are the latents, and its keys are the rotated key channels, which complete the latents to keys.
+Queries and results are in the latent space. The maps are subtracted there, by the kernel that also combines `decode`'s
+shares. The reference is `diffquant.attention.naive` over `store.read()`.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from diffquant.kernels.arguments import HALF_TYPES, empty_output
 from diffquant.kernels.cache.decode import MAX_QUERIES
 from diffquant.kernels.cache.decode_cut import Cut, DecodeTile
 from diffquant.kernels.cache.kv_store import CAPACITY_STEP, LATENT_WIDTHS, KVStore
-from diffquant.kernels.cache.latent_share import latent_share
+from diffquant.kernels.cache.latent_span import latent_share
 from diffquant.kernels.configs import choose
 from diffquant.kernels.gpu import SMALLEST_SHARED_MEMORY, device_class, shared_memory
 from diffquant.kernels.linear.repack import FRAGMENT
@@ -31,10 +31,10 @@ _LEAST_ROWS = 16
 
 @dataclass(frozen=True)
 class LatentTile(DecodeTile):
-    """A block of `latent_share`, whose warps share their tokens: `tokens` is a warp's part of a step.
+    """Launch configuration of `latent_share`; all warps process the same tokens, `tokens` · `warps` per step.
 
     Attributes:
-        rows: most rows of queries, a power of two from 16 on.
+        rows: largest number of query rows, a power of two of at least 16.
     """
 
     rows: int
@@ -49,8 +49,8 @@ class LatentTile(DecodeTile):
             )
 
 
-# By the latents' bits: the largest whose loops do not spill without a residual and, on sm_80, fit the shared memory of
-# its smaller devices.
+# By the latents' bits: the largest tiles whose loops do not spill without a residual and, on sm_80, fit in the shared
+# memory of smaller devices.
 TILES = {
     "latent/sm_90/16": LatentTile(8, 8, 1, rows=32),
     "latent/sm_90/8": LatentTile(8, 4, 2, rows=32),
@@ -63,23 +63,24 @@ TILES = {
 def decode_latent(
     q: Sequence[Tensor], store: KVStore, lam: Tensor | None, *, scale: float, mask: Mask = _CAUSAL
 ) -> Tensor:
-    """Causal attention of the newest tokens of a store of latents.
+    """Compute causal attention of the newest tokens of a store of latents.
 
     Args:
-        q: one [B, h, T, c + r] a map, one or two maps, T up to 16; the last T tokens stored are theirs. The first c
-            channels are for latents, the last r for turned channels. The second map may have n heads, of which h / n
-            neighbouring ones of the first share each.
-        store: one layer's turned channels [B, 1, S, r] as keys and latents [B, 1, S, c] as values; c 512 and r 64.
-        lam: λ, broadcastable to [B, h, T, 1]; None with one map.
+        q: queries of the last T stored tokens, T up to 16: [B, h, T, c + r] per map, one or two maps. The first c
+            channels multiply latents, the last r rotated key channels. The second map may have n heads, each shared by
+            h / n adjacent heads of the first.
+        store: one layer's rotated key channels [B, 1, S, r] as keys and latents [B, 1, S, c] as values, with c = 512
+            and r = 64.
+        lam: λ, broadcastable to [B, h, T, 1], or None if there is one map.
         scale: factor of Q·Kᵀ.
-        mask: mask of the keys that a query sees, with or without a window; its padding, where there is any, is one
-            range of keys a sequence.
+        mask: which keys each query sees, with or without a window; with padding, the valid keys of each sequence must
+            be contiguous.
 
     Returns:
-        Weighted latents [B, h, T, c], in memory [B, T, h, c].
+        Weighted sums of latents [B, h, T, c], in memory [B, T, h, c].
 
     Raises:
-        UsageError: arguments disagree, or the kernels do not take them.
+        UsageError: arguments disagree, or the kernels do not support them.
     """
     _check(q, store, lam, mask)
     keys, values = store.keys, store.values
@@ -91,9 +92,9 @@ def decode_latent(
     noises = q[1].shape[1] if len(q) == 2 else 0
     tile = choose(TILES, f"latent/{device_class(out.device)}/{values.scheme.bits}")
     most_rows = tile.rows
-    # Codes are multiplied in float16, states that wait in their own type: there are two copies of the queries.
+    # Codes are multiplied in float16, unquantized tokens in their own dtype, which needs two copies of the queries.
     has_two_copies = values.ring and out.dtype == torch.bfloat16
-    # With 6 bits Triton 3.6 takes 5 KiB more than the smaller devices have.
+    # With 6 bits Triton 3.6 needs 5 KiB more shared memory than smaller devices have.
     if (has_two_copies or values.scheme.bits == 6) and shared_memory(out.device) <= SMALLEST_SHARED_MEMORY:
         most_rows = max(_LEAST_ROWS, most_rows // 2)
     rows = min(most_rows, max(_LEAST_ROWS, triton.next_power_of_2((pairs + noises) * queries)))
@@ -118,7 +119,7 @@ def _check(q: Sequence[Tensor], store: KVStore, lam: Tensor | None, mask: Mask) 
     """Check the arguments of `decode_latent`.
 
     Raises:
-        UsageError: arguments disagree, or the kernels do not take them; the message names all that are wrong.
+        UsageError: arguments disagree, or the kernels do not support them; the message lists all problems.
     """
     k, v = store.keys, store.values
     batch, heads = v.codes.shape[:2]
@@ -140,7 +141,7 @@ def _check(q: Sequence[Tensor], store: KVStore, lam: Tensor | None, mask: Mask) 
         wrong.append("there is no backward pass; call it under torch.no_grad()")
     if wrong:
         raise UsageError("decode_latent: " + "; ".join(wrong))
-    # Stand-ins of the shapes that are read back, without memory.
+    # Tensors with the shapes of the stored keys and values, without memory, for the checks.
     empty = v.recent.new_empty(())
     keys, values = (empty.expand(batch, 1, store.capacity, width) for width in (v.width + k.width, v.width))
     check_tensors(q, [keys] * len(q), values, lam, mask, None)

@@ -1,16 +1,98 @@
-"""One span of keys of `latent_share`: a step's latents, loaded once, for the logits and then for the weighted sum.
+"""The first kernel of `decode_latent`: attention over one share of a store's latents.
 
-Codes become half floats in registers and pass through shared memory once, from where both products read them: with
-queries they are keys, and with softmax weights, transposed, they are values.
+A program has as many rows, of both maps and any heads, as its registers can hold accumulators for; all rows use the
+same keys. A step's latents are loaded once, for logits and for weighted sums. Codes are unpacked to float16 in
+registers and written to shared memory, from which both products read them: as keys for Q·Kᵀ and, transposed, as values
+for P·V.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, disable-error-code="assignment"
 import triton
 import triton.language as tl
 
+from diffquant.kernels.attention.online import LOWEST
 from diffquant.kernels.cache.decode_span import log2_of_scales
-from diffquant.kernels.cache.kv_layout import channels_in_word, load_words
+from diffquant.kernels.cache.kv_layout import channels_in_word, load_words, packed_tokens, stored_head, waiting
 from diffquant.kernels.linear.unpacking import unpack_field
+
+
+@triton.jit(do_not_specialize=["window", "one"])
+def latent_share(
+    Q1, Q2, q1_stride, q2_stride, KCodes, KTop, KScales, KRecent, VCodes, VTop, VScales, VRecent,
+    Progress, Starts, Ends, Largest, Total, Acc, scale, window, capacity, pairs, noises, queries, tiles, one,
+    RESIDUAL: tl.constexpr, TURNED: tl.constexpr, LATENT: tl.constexpr,
+    K_BITS: tl.constexpr, K_BLOCK: tl.constexpr, K_RING: tl.constexpr, V_BITS: tl.constexpr, V_RING: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Compute partial maxima, sums and weighted latents of a program's rows over its share of the keys.
+
+    The grid is (sequence and tile of rows, share), so that programs that read the same keys run at the same time. Rows
+    are ordered by map, then query head, then query. `scale` includes log2(e). `one` is 1, passed at run time to prevent
+    the compiler from merging loads.
+    """
+    sequence = (tl.program_id(0) // tiles).to(tl.int64)
+    row = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
+    length = tl.load(Progress)
+    position = length - queries + row % queries
+    first = tl.zeros([ROWS], tl.int32)
+    begin = 0
+    if Starts is not None:
+        begin = tl.minimum(tl.maximum(tl.load(Starts + sequence), 0), length)
+        first += begin
+    if Ends is not None:
+        # A query beyond the valid range is padding, and no other query sees keys there.
+        first = tl.where(position < tl.load(Ends + sequence), first, length)
+    if window is not None:
+        first = tl.maximum(first, position - window + 1)
+        begin = tl.maximum(begin, length - queries - window + 1)
+    begin = begin // TOKENS * TOKENS
+    share = tl.cdiv(tl.cdiv(length - begin, TOKENS), tl.num_programs(1)) * TOKENS
+    begin += tl.program_id(1) * share
+    end = tl.minimum(begin + share, length)
+    k_packed = packed_tokens(length, tl.load(Progress + 1), K_BITS, K_BLOCK, RESIDUAL)
+    v_packed = packed_tokens(length, tl.load(Progress + 2), V_BITS, 1, RESIDUAL)
+
+    q, q_turned = _queries(Q1, q1_stride, sequence, row, pairs, queries, TURNED, LATENT)
+    if Q2 is not None:
+        noise, noise_turned = _queries(Q2, q2_stride, sequence, row - pairs * queries, noises, queries, TURNED, LATENT)
+        q += noise
+        q_turned += noise_turned
+    k = stored_head(KCodes, KTop, KScales, sequence, capacity, K_BITS, K_BLOCK, TURNED)
+    v = stored_head(VCodes, VTop, VScales, sequence, capacity, V_BITS, 1, LATENT)
+    sums = tl.full([ROWS], LOWEST, tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, LATENT], tl.float32)
+    sums = latent_span(
+        sums, q, q_turned, first, position, begin, tl.minimum(end, tl.minimum(k_packed, v_packed)), k, v, scale, one,
+        K_BITS, K_BLOCK, 0, V_BITS, 0, TURNED, LATENT, TOKENS,
+    )  # fmt: skip
+    if K_RING:
+        k = waiting(KRecent + sequence * (K_RING * TURNED))
+        # Keys may leave their ring in whole blocks, so latents may already be packed where keys are still in the ring.
+        sums = latent_span(
+            sums, q, q_turned, first, position, tl.maximum(begin, k_packed), tl.minimum(end, v_packed), k, v,
+            scale, one, 16, 1, K_RING, V_BITS, 0, TURNED, LATENT, TOKENS,
+        )  # fmt: skip
+    if V_RING:
+        v = waiting(VRecent + sequence * (V_RING * LATENT))
+        sums = latent_span(
+            sums, q, q_turned, first, position, tl.maximum(begin, v_packed), end, k, v, scale, one,
+            16, 1, K_RING, 16, V_RING, TURNED, LATENT, TOKENS,
+        )  # fmt: skip
+
+    largest, total, acc = sums
+    tile = tl.program_id(0).to(tl.int64)
+    out = (tile * tl.num_programs(1) + tl.program_id(1)) * ROWS + tl.arange(0, ROWS)
+    tl.store(Largest + out, largest)
+    tl.store(Total + out, total)
+    tl.store(Acc + out[:, None] * LATENT + tl.arange(0, LATENT)[None, :], acc)
+
+
+@triton.jit
+def _queries(Q, stride, sequence, row, heads, queries, TURNED: tl.constexpr, LATENT: tl.constexpr):
+    """Load one map's queries: the channels for latents and those for rotated key channels; other rows are 0."""
+    at = Q + sequence * stride[0] + (row // queries * stride[1] + row % queries * stride[2])[:, None]
+    here = ((row >= 0) & (row < heads * queries))[:, None]
+    q = tl.load(at + tl.arange(0, LATENT)[None, :], mask=here, other=0.0)
+    return q, tl.load(at + LATENT + tl.arange(0, TURNED)[None, :], mask=here, other=0.0)
 
 
 @triton.jit
@@ -20,9 +102,9 @@ def latent_span(
     V_BITS: tl.constexpr, V_RING: tl.constexpr,
     TURNED: tl.constexpr, LATENT: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Maxima, sums and weighted latents after keys begin to end more, of which a row sees those from `first` to `last`.
+    """Return the accumulators after keys `begin` to `end`; a row sees those from `first` to `last`.
 
-    Rows are queries of the latents [R, c] and of the turned channels [R, r].
+    `q` [R, c] are queries for latents, `q_turned` [R, r] for rotated key channels.
     """
     STATES: tl.constexpr = q.dtype
     CODES: tl.constexpr = tl.float32 if tl.float32 == STATES else tl.float16
@@ -34,16 +116,16 @@ def latent_span(
     last = tl.minimum(last, end - 1)
     begin = begin // TOKENS * TOKENS
     for step in range(begin, end, TOKENS):
-        # Everything is asked for at once, before the first of it is used.
+        # All loads of a step are issued before the first result is used.
         latents = _words(v, step, one, V_BITS, V_RING, LATENT, TOKENS)
         turned = _words(k, step, one, K_BITS, K_RING, TURNED, TOKENS)
         token = step + tl.arange(0, TOKENS)
         if V_BITS < 16:
-            # Behind the newest token scales may be 0.
+            # Scales beyond the newest token may be 0.
             of_latents = tl.load(v[2] + token, mask=token < end, other=1.0).to(tl.float32)
         turned = _matrix(turned, K_DTYPE, K_BITS, False, TURNED, TOKENS)
         if K_BITS < 16:
-            turned = _scaled(turned, k[2], token, STATES, K_BLOCK, TURNED)
+            turned = _scale_codes(turned, k[2], token, STATES, K_BLOCK, TURNED)
         latents = _matrix(latents, V_DTYPE, V_BITS, True, LATENT, TOKENS)
         logits = tl.dot(q, latents, input_precision="ieee")
         if V_BITS < 16:
@@ -52,7 +134,7 @@ def latent_span(
         seen = (token[None, :] >= first[:, None]) & (token[None, :] <= last[:, None])
         logits = tl.where(seen, logits * scale, -float("inf"))
         if V_BITS < 16:
-            # Weights are probability times scale, which fill float16's range however small the latents are.
+            # Softmax weights include the latents' scales, so they use float16's range however small the latents are.
             of_latents = log2_of_scales(of_latents, CODES)
             logits += of_latents[None, :]
         raised = tl.maximum(largest, tl.max(logits, 1))
@@ -71,7 +153,7 @@ def latent_span(
 def _words(
     stored, step, one, BITS: tl.constexpr, RING: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr
 ):  # fmt: skip
-    """Words of a step's tokens, as `load_words` gives them."""
+    """Load the words of a step's tokens in the layout of `load_words`."""
     FIELDS: tl.constexpr = channels_in_word(BITS)
     CHUNKS: tl.constexpr = WIDTH // (16 * FIELDS)
     fragment = tl.arange(0, TOKENS // 16 * CHUNKS) // CHUNKS
@@ -88,7 +170,7 @@ def _words(
 def _matrix(
     words, DTYPE: tl.constexpr, BITS: tl.constexpr, TRANSPOSED: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr
 ):
-    """States or codes of a step's words: [TOKENS, WIDTH], or where the words are TRANSPOSED [WIDTH, TOKENS]."""
+    """Unpack a step's words to [TOKENS, WIDTH], or [WIDTH, TOKENS] if TRANSPOSED, without applying scales."""
     FIELDS: tl.constexpr = channels_in_word(BITS)
     LOW: tl.constexpr = 1 if FIELDS == 1 else 2
     if FIELDS == 1:
@@ -97,7 +179,7 @@ def _matrix(
         x = _two_fields(words, 0, DTYPE, BITS)
     else:
         x = tl.join(_two_fields(words, 0, DTYPE, BITS), _two_fields(words, 2, DTYPE, BITS))
-    # (16 tokens, chunk), of a fragment (g, t, column half, row half, column of a pair), low and high bit of the field.
+    # (16 tokens, chunk), within a fragment (g, t, column half, row half, column of a pair), then bits of the field.
     x = x.reshape(TOKENS // 16, WIDTH // (16 * FIELDS), 8, 4, 2, 2, 2, LOW, FIELDS // LOW)
     if TRANSPOSED:
         out = x.permute(1, 8, 7, 5, 2, 0, 4, 3, 6).reshape(WIDTH, TOKENS)
@@ -114,8 +196,8 @@ def _two_fields(words, FIELD: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.conste
 
 
 @triton.jit
-def _scaled(codes, Scales, token, DTYPE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    """Codes [TOKENS, WIDTH] times the scales of their tokens, or of the channels of their blocks of tokens."""
+def _scale_codes(codes, Scales, token, DTYPE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    """Multiply codes [TOKENS, WIDTH] by per-token scales, or by the per-channel scales of their blocks."""
     if BLOCK == 1:
         scale = tl.load(Scales + token)[:, None]
     else:

@@ -1,9 +1,9 @@
-"""Packed keys and values in pages of 16 tokens: storage, appending, and attention of a few new queries over it.
+"""Packed keys and values in pages of 16 tokens: storage, appending, and decode attention.
 
-A page is what a `KVStore` keeps of 16 tokens: fragments of each head, and scales: one a token, or of a block's channels
-the part that its pages have each. Tokens that wait until their block is whole, or stay unquantized, are in a ring of
-their sequence's. Tables, lengths and the rings' places are those of a server's scheduler and stand on the device. The
-plain form is `diffquant.attention.naive` over what `PagedStore.read` gives.
+A page contains the fragments of 16 tokens for each head, as in a `KVStore`, and scales: one per token, or an equal part
+of its block's per-channel scales. Unquantized tokens (the residual, and tokens whose block is not full) are in a ring
+buffer of their sequence. Page tables, lengths and ring indices are given by a server's scheduler, on the device. The
+reference is `diffquant.attention.naive` over the result of `PagedStore.read`.
 """
 
 from collections.abc import Sequence
@@ -17,35 +17,35 @@ from diffquant.errors import UsageError
 from diffquant.family.norm import PairNorm
 from diffquant.kernels.arguments import empty_output
 from diffquant.kernels.cache.append import append_launches, largest_scale
-from diffquant.kernels.cache.append_pages import append_pages
+from diffquant.kernels.cache.append_tokens import append_pages
 from diffquant.kernels.cache.decode_cut import ROWS, TILES, Cut
+from diffquant.kernels.cache.decode_share import packed_pages_share
 from diffquant.kernels.cache.kv_store import CAPACITY_STEP, StoredSide, store_refusal
 from diffquant.kernels.cache.paged import PAGE, check_call, check_sequences
-from diffquant.kernels.cache.paged_share import packed_pages_share
 from diffquant.kernels.configs import choose
 from diffquant.kernels.gpu import device_class
 from diffquant.recipe import Recipe
-from diffquant.scheme import Scheme
+from diffquant.recipe.scheme import Scheme
 
-# Tokens of a block whose pages are those of one step of the smallest tile.
+# Largest block, whose pages fit in one step of the smallest tile.
 LARGEST_BLOCK = 64
 
 
 class PagedStore:
-    """Packed keys and values of one layer, in pages that tables give to sequences.
+    """Packed keys and values of one layer in pages, which page tables assign to sequences.
 
     Attributes:
-        keys, values: storage of each, whose sequences are the pages, of 16 tokens each; scales per channel are
-            [pages, heads, 16 w / block], and `recent` has sequences: the places.
+        keys, values: storage whose batch axis is the page, with 16 tokens each. Per-channel scales are
+            [pages, heads, 16 w / block]. The batch axis of `recent` is the ring ("place").
     """
 
     def __init__(self, recipe: Recipe, k: Tensor, v: Tensor, pages: int, places: int = 0) -> None:
-        """Empty pages for states as k [B, H, T, d] and v [B, h_kv, T, dv]; B and T do not matter.
+        """Create empty pages for keys like k [B, H, T, d] and values like v [B, h_kv, T, dv], for any B and T.
 
-        `places` is the number of sequences that may have tokens waiting, where the recipe lets any wait.
+        `places` is the number of rings, one per sequence, if the recipe leaves tokens unquantized.
 
         Raises:
-            UsageError: pages cannot hold such keys and values.
+            UsageError: pages cannot store such keys and values.
         """
         if reason := paged_store_refusal(recipe, k.shape[3], v.shape[3], k.dtype):
             raise UsageError(f"paged store: {reason}")
@@ -60,30 +60,30 @@ class PagedStore:
 
     @property
     def waits(self) -> bool:
-        """Whether tokens wait in a ring before they are packed."""
+        """Whether tokens are kept in a ring before they are packed."""
         return bool(self.keys.ring or self.values.ring)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pages and rings."""
+        """Allocated bytes of all pages and rings."""
         return sum(x.untyped_storage().nbytes() for side in (self.keys, self.values) for x in side.tensors)
 
     def append(self, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor, places: Tensor | None = None) -> None:
         """Store the newest tokens of each sequence.
 
-        Where tokens wait, those before these have to be stored: a sequence's length grows by T a call, and one that was
-        made shorter begins anew, or at the end of a whole block.
+        With rings, all earlier tokens must have been stored: a sequence's length grows by T per call, and a shortened
+        sequence must continue from length 0 or from the end of a whole block.
 
         Args:
-            k: keys [B, H, T, d] in the states' dtype, all first maps before all second maps; any strides.
-            v: values [B, h_kv, T, dv].
-            table: numbers of each sequence's pages in order, int32 [B, M].
-            lengths: number of tokens of each sequence, these included, int32 [B]. Of a sequence that has fewer than T,
-                the last of the T are stored; what lies behind 16 M is dropped.
-            places: ring of each sequence, int32 [B], where tokens wait; None elsewhere. No two may have the same.
+            k: new keys [B, H, T, d], heads of the first map before those of the second, any strides.
+            v: new values [B, h_kv, T, dv].
+            table: page numbers of each sequence in order, int32 [B, M].
+            lengths: number of tokens of each sequence including the new ones, int32 [B]. For a length below T, only the
+                last new tokens are stored; tokens beyond 16 M are dropped.
+            places: index of each sequence's ring, int32 [B], all different; omitted if the recipe needs no rings.
 
         Raises:
-            UsageError: tensors do not fit the pages.
+            UsageError: the tensors do not match the pages.
         """
         batch, tokens = k.shape[0], k.shape[2]
         wrong = check_sequences(table, lengths, batch, self.keys.codes.device) + self.check_places(places, lengths)
@@ -115,15 +115,15 @@ class PagedStore:
                 )  # fmt: skip
 
     def read(self, table: Tensor, lengths: Tensor, places: Tensor | None = None) -> list[tuple[Tensor, Tensor]]:
-        """Keys [1, H, length, d] and values [1, h_kv, length, dv] of each sequence, as they read back."""
+        """Return the dequantized keys [1, H, length, d] and values [1, h_kv, length, dv] of each sequence."""
         rings = [0] * len(table) if places is None else places.tolist()
         return [
-            (_gathered(self.keys, pages, length, ring), _gathered(self.values, pages, length, ring))
+            (_gather(self.keys, pages, length, ring), _gather(self.values, pages, length, ring))
             for pages, length, ring in zip(table, lengths.tolist(), rings, strict=True)
         ]
 
     def check_places(self, places: Tensor | None, lengths: Tensor) -> list[str]:
-        """Describe what is wrong with the rings' places beside sequences' lengths."""
+        """Return a list of problems with the ring indices for sequences with these lengths."""
         if not self.waits:
             return ["places are given, and no token waits in these pages"] if places is not None else []
         if places is None:
@@ -134,7 +134,7 @@ class PagedStore:
 
 
 def paged_store_refusal(recipe: Recipe, width: int, value_width: int, dtype: torch.dtype) -> str | None:
-    """Reason why a `PagedStore` cannot hold keys and values of these widths, or None."""
+    """Return why a `PagedStore` cannot store keys and values of these widths under a recipe, or None."""
     for name, scheme in (("k", recipe.k), ("v", recipe.v)):
         if not scheme.quantizes:
             return f"{name} has 16 bits; `decode_paged` reads pages of states"
@@ -155,20 +155,20 @@ def decode_packed_pages(
     post: PairNorm | None = None,
     places: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of the newest tokens of sequences whose keys and values lie in packed pages.
+    """Compute causal attention of the newest tokens of sequences whose keys and values lie in packed pages.
 
     Args:
-        q: one [B, h, T, d] a map, as `decode_paged` takes them.
-        store: one layer's pages; keys of both maps (V1) or of one that both read.
-        table, lengths, lam, scale, window, post: as `decode_paged` takes them. With a window the table has to name all
-            pages of a block that a query sees a part of.
-        places: ring of each sequence, as `PagedStore.append` takes them.
+        q: queries, [B, h, T, d] per map, as in `decode_paged`.
+        store: one layer's pages; keys of both maps (V1) or keys that both maps share.
+        table, lengths, lam, scale, window, post: as in `decode_paged`. With a window, all pages of a block must be in
+            the table if a query sees a part of the block.
+        places: index of each sequence's ring, as in `PagedStore.append`.
 
     Returns:
         [B, h, T, dv], in memory [B, T, h, dv].
 
     Raises:
-        UsageError: arguments disagree, or the kernels do not take them.
+        UsageError: arguments disagree, or the kernels do not support them.
     """
     keys, values = store.keys, store.values
     k_heads, v_heads = keys.codes.shape[1], values.codes.shape[1]
@@ -191,7 +191,7 @@ def decode_packed_pages(
     token_bits = k_heads // v_heads * keys.width * k_bits + values.width * v_bits
     tile = choose(TILES, f"decode/{device_class(out.device)}/{values.width}/{max(k_bits, v_bits)}")
     capacity = table.shape[1] * PAGE
-    # One row of scales serves a warp's tokens.
+    # With scales per block, a warp's tokens must lie in one block.
     most_tokens = keys.block if keys.block > 1 else CAPACITY_STEP
     cut = Cut.of(tile, q, v_heads, token_bits, capacity, window, most_tokens)
     sums = cut.empty_sums(out)
@@ -209,7 +209,7 @@ def decode_packed_pages(
 
 
 def _empty_side(scheme: Scheme, residual: int, transposed: bool, like: Tensor, pages: int, places: int) -> StoredSide:
-    """Pages for states as `like` [B, H, T, w], and rings for those that wait."""
+    """Allocate pages, and rings if needed, for keys or values like `like` [B, H, T, w]."""
     heads, width = like.shape[1], like.shape[3]
     block = scheme.sharing.tokens
     side = StoredSide.empty(scheme, residual, transposed, like.new_empty(()).expand(places, heads, 1, width), PAGE)
@@ -221,14 +221,14 @@ def _empty_side(scheme: Scheme, residual: int, transposed: bool, like: Tensor, p
     return replace(side, codes=room(side.codes), top=room(side.top), scales=scales)
 
 
-def _gathered(side: StoredSide, pages: Tensor, length: int, ring: int) -> Tensor:
-    """A sequence's tokens [1, heads, length, width]."""
-    # In order to have whole blocks of scales, of which those that are not packed are not read.
-    pages = pages[: side.packed(length, 0) // PAGE if side.block > 1 else -(-length // PAGE)].long()
+def _gather(side: StoredSide, pages: Tensor, length: int, ring: int) -> Tensor:
+    """Gather a sequence's tokens from its pages and ring, dequantized, [1, heads, length, width]."""
+    # Rounded up to whole blocks of scales; scales of tokens that are not packed are not read.
+    pages = pages[: side.count_packed(length, 0) // PAGE if side.block > 1 else -(-length // PAGE)].long()
     codes = side.codes[pages].transpose(0, 2)
     top = side.top[pages].transpose(0, 2) if side.top.numel() else side.top[:1]
     scales = side.scales[pages].transpose(0, 1).flatten(1)[None]
     if side.block > 1:
-        scales = scales.unflatten(2, (side.packed(length, 0) // side.block, side.width))
+        scales = scales.unflatten(2, (side.count_packed(length, 0) // side.block, side.width))
     own = replace(side, codes=codes, top=top, scales=scales, recent=side.recent[ring : ring + 1])
     return own.read(length, 0)

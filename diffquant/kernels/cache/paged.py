@@ -1,7 +1,7 @@
-"""Attention of a few new queries over keys and values in pages of 16 tokens: vLLM's cache, read in place.
+"""Decode attention of a few new queries over 16-bit keys and values in pages of 16 tokens: vLLM's cache in place.
 
-Which pages are a sequence's, and how long it is, stands on the device, so a captured CUDA graph stays valid while
-sequences grow, end and begin. Its plain form is `diffquant.attention.naive` over each sequence's gathered pages.
+Page tables and lengths are read on the device, so a captured CUDA graph stays valid while sequences grow, end and
+begin. The reference is `diffquant.attention.naive` over each sequence's gathered pages.
 """
 
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ from diffquant.family.norm import PairNorm
 from diffquant.kernels.arguments import HALF_TYPES, empty_output
 from diffquant.kernels.cache.decode import MAX_QUERIES
 from diffquant.kernels.cache.decode_cut import ROWS, Cut, DecodeTile
-from diffquant.kernels.cache.paged_share import paged_share
+from diffquant.kernels.cache.decode_share import paged_share
 from diffquant.kernels.configs import choose
 from diffquant.kernels.gpu import device_class
 from diffquant.kernels.linear.repack import FRAGMENT
 
 PAGE = FRAGMENT
-# By the values' width. At 256 a thread has no registers left, beside the words, for where its rows are.
+# By the values' width. At 256 there are no registers left for the addresses of rows.
 TILES = {
     f"paged/{device}/{width}": DecodeTile(16, 4, blocks)
     for device in ("sm_80", "sm_90")
@@ -43,31 +43,31 @@ def decode_paged(
     window: int | None = None,
     post: PairNorm | None = None,
 ) -> Tensor:
-    """Causal attention of the newest tokens of sequences whose keys and values lie in pages of 16 tokens.
+    """Compute causal attention of the newest tokens of sequences whose keys and values lie in pages of 16 tokens.
 
-    Nothing is copied: `k` and `v` may be views of a vLLM cache, whose blocks are the pages. N is their number. Where a
-    cache has both maps' keys side by side in one head, `cache[..., :d]` and `cache[..., d:]` are the two.
+    Nothing is copied: `k` and `v` may be views of a vLLM cache, whose N blocks are the pages. If a cache stores both
+    maps' keys in one head, pass `cache[..., :d]` and `cache[..., d:]`.
 
     Args:
-        q: one [B, h, T, d] a map, one or two maps, T up to 16; a sequence's last T tokens are theirs. The second may
-            have fewer heads, a multiple of V's, that h / n neighbouring pairs share.
-        k: one [N, 16, h_kv, d] a map, both with the same strides; the same tensor twice if the maps share keys (V2).
-            float16 or bfloat16, d 64 or 128.
-        v: [N, 16, h_kv, dv], dv d or 2d.
-        table: numbers of each sequence's pages in order, int32 [B, M], M at least 1. Only entries of pages that hold
-            a token which some query sees need to name one, and a row without a sequence its first.
-        lengths: number of tokens of each sequence, the new ones included, int32 [B], up to 16 M; 0 where a row is
-            no sequence's, and its output 0.
-        lam: λ, broadcastable to [B, h, T, 1]; None with one map.
+        q: queries of each sequence's last T tokens, T up to 16: [B, h, T, d] per map, one or two maps. The second may
+            have n heads, each shared by h / n adjacent pairs; n is a multiple of V's number of heads.
+        k: keys, [N, 16, h_kv, d] per map with equal strides; the same tensor twice if the maps share keys (V2).
+            float16 or bfloat16, d = 64 or 128.
+        v: values [N, 16, h_kv, dv], dv = d or 2d.
+        table: page numbers of each sequence in order, int32 [B, M], M at least 1. Only entries of pages with a token
+            that some query sees need to be valid; in an unused row, the first entry must be valid.
+        lengths: number of tokens of each sequence including the new ones, int32 [B], up to 16 M. 0 marks an unused row,
+            whose output is 0.
+        lam: λ, broadcastable to [B, h, T, 1], or None if there is one map.
         scale: factor of Q·Kᵀ.
-        window: number of newest keys that a query sees, its own included; None if there is no window.
-        post: norm over a pair's output, if there is one.
+        window: number of newest keys that a query sees, including its own, or None if it sees all.
+        post: pair norm, or None.
 
     Returns:
         [B, h, T, dv], in memory [B, T, h, dv].
 
     Raises:
-        UsageError: arguments disagree, or the kernels do not take them.
+        UsageError: arguments disagree, or the kernels do not support them.
     """
     _check(q, k, v, table, lengths, lam, window, post)
     queries, width = q[0].shape[2:]
@@ -108,7 +108,7 @@ def _check(
     """Check the arguments of `decode_paged`.
 
     Raises:
-        UsageError: arguments disagree, or the kernels do not take them; the message names all that are wrong.
+        UsageError: arguments disagree, or the kernels do not support them; the message lists all problems.
     """
     wrong = []
     for name, x in (*((f"k{i + 1}" if len(k) > 1 else "k", x) for i, x in enumerate(k)), ("v", v)):
@@ -125,7 +125,7 @@ def _check(
         wrong.append(f"keys and values have pages and heads of their own: {shapes}")
     if wrong:
         raise UsageError("decode_paged: " + "; ".join(wrong))
-    # Stand-ins of the shapes that are gathered, without memory.
+    # Tensors with the shapes of gathered keys and values, without memory, for the checks.
     shape = q[0].shape[0], v.shape[2], table.shape[1] * PAGE
     keys = [x.new_empty(()).expand(*shape, x.shape[3]) for x in k]
     check_call(q, keys, v.new_empty(()).expand(*shape, v.shape[3]), lam, post)
@@ -134,7 +134,7 @@ def _check(
 def check_sequences(
     table: Tensor, lengths: Tensor, batch: int, device: torch.device, window: int | None = None
 ) -> list[str]:
-    """Describe what is wrong with a table, lengths and a window for a number of sequences."""
+    """Return a list of problems with the page table, lengths and window of `batch` sequences."""
     wrong = []
     if table.ndim != 2 or not table.shape[-1] or table.dtype != torch.int32 or table.stride(-1) != 1:
         wrong.append(f"the table is {table.dtype} {list(table.shape)}, not int32 [sequences, pages], a row in a piece")
@@ -150,10 +150,10 @@ def check_sequences(
 
 
 def check_call(q: Sequence[Tensor], k: Sequence[Tensor], v: Tensor, lam: Tensor | None, post: PairNorm | None) -> None:
-    """Check queries against keys [B, h_kv, S, d] and values [B, h_kv, S, dv] of pages; of these only shapes matter.
+    """Check queries, λ and norm against keys [B, h_kv, S, d] and values [B, h_kv, S, dv], whose data are not read.
 
     Raises:
-        UsageError: arguments disagree, or the kernels do not take them.
+        UsageError: arguments disagree, or the kernels do not support them.
     """
     check_tensors(q, k, v, lam, Mask(), post)
     wrong = []

@@ -1,1 +1,1 @@
-"""Kernels for products with packed weights."""
+"""Kernels of linear layers with packed weights."""

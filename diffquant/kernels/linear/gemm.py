@@ -1,11 +1,12 @@
-"""Product y = x · Wᵀ for many tokens: weights are unpacked in the registers the tensor cores take them from (Triton).
+"""GEMM y = x · Wᵀ with packed weights for many tokens: weights are unpacked in registers (Triton).
 
-A tile is computed transposed, W · xᵀ: products take their left side from registers in just the order of `repack`,
-so that unpacked weights never pass through shared memory. Where tiles are fewer than processors, K is split
-among blocks, and a second kernel adds the parts in order.
+A tile is computed transposed, W · xᵀ, since tensor cores read the left operand from registers in the order of `repack`,
+so unpacked weights never go through shared memory. If there are fewer tiles than multiprocessors, K is split among
+thread blocks (split-K), and a second kernel adds the parts in a fixed order.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
 from dataclasses import dataclass
 from math import gcd
 
@@ -15,18 +16,56 @@ import triton.language as tl
 from torch import Tensor
 
 from diffquant.kernels.configs import choose
-from diffquant.kernels.gpu import device_class, processors
+from diffquant.kernels.gpu import device_class, processors, warpgroup_refusal
 from diffquant.kernels.linear.repack import FRAGMENT, PackedWeight, fields_in_word
 from diffquant.kernels.linear.unpacking import chunk_weights, join_fields
 
+_ROW_BLOCKS = 8
+
+
+def launch_expand(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+    """Dequantize a weight W [N, K] to `dtype`, float16 or bfloat16."""
+    rows, width = weight.shape
+    blocks, chunks, _ = weight.low.shape
+    w = weight.low.new_empty(rows, width, dtype=dtype)
+    _expand[(chunks, triton.cdiv(blocks, _ROW_BLOCKS))](
+        weight.low, weight.high, weight.scales, weight.row_scale, w,
+        rows, width, blocks, chunks, int(len(weight.row_scale) > 1),
+        BITS=weight.bits, FLOATS=weight.holds_floats, FIELDS=fields_in_word(weight.bits), GROUP=weight.group,
+        SPAN=gcd(weight.group // FRAGMENT, fields_in_word(weight.bits)), BLOCKS=_ROW_BLOCKS, enable_fp_fusion=True,
+    )  # fmt: skip
+    return w
+
+
+@triton.jit(do_not_specialize=["row_scale_stride"])
+def _expand(
+    low, high, scales, row_scale, w, N, K, blocks, chunks, row_scale_stride,
+    BITS: tl.constexpr, FLOATS: tl.constexpr, FIELDS: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):  # fmt: skip
+    chunk = tl.program_id(0)
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    a0, a1, a2, a3 = chunk_weights(
+        low, high, scales, block, blocks, chunk, chunks, K, w.dtype.element_ty, BITS, FLOATS, FIELDS, GROUP, SPAN
+    )
+    n = tl.program_id(1) * (BLOCKS * 16) + tl.arange(0, BLOCKS * 16)
+    k = chunk * (16 * FIELDS) + tl.arange(0, 16 * FIELDS)
+    row_scales = tl.load(row_scale + n * row_scale_stride, mask=n < N, other=0.0).to(tl.float32)
+    values = join_fields(a0, a1, a2, a3, FIELDS).to(tl.float32) * row_scales[:, None]
+    live = (n < N)[:, None] & (k < K)[None, :]
+    tl.store(w + n.to(tl.int64)[:, None] * K + k[None, :], values.to(w.dtype.element_ty), mask=live)
+
+
 _ADDED_AT_ONCE = 256
-# Fewest chunks that a split of K is worth: its part is written and read again in float32.
+# Up to this number of tokens, products of single warps are used even if warpgroups are available.
+_MOST_TOKENS_BY_WARPS = 64
+# Least chunks per split of K, since the parts have to be written and read in float32.
 _LEAST_CHUNKS = 4
 
 
 @dataclass(frozen=True)
 class GemmTile:
-    """A tile of the kernel.
+    """Tile of the GEMM kernel.
 
     Attributes:
         rows: number of rows of W.
@@ -41,11 +80,12 @@ class GemmTile:
     stages: int
 
 
-# 128 rows give each of 4 warps two fragments a step, on Hopper one warpgroup's; with up to 64 tokens three or
-# more blocks share a processor, so that one unpacks while another multiplies. Ampere's warps spill with 128.
+# For few tokens there are two warps, which are not a warpgroup, whose products Triton before 3.7 may miscompile. For
+# more tokens, 128 rows give each of 4 warps two fragments per step; on Hopper the 4 warps are one warpgroup. On Ampere
+# tiles of 128 tokens would spill registers.
 TILES = {
-    "gemm/sm_90/32": GemmTile(128, 32, 4, 3),
-    "gemm/sm_90/64": GemmTile(128, 64, 4, 3),
+    "gemm/sm_90/32": GemmTile(64, 32, 2, 4),
+    "gemm/sm_90/64": GemmTile(64, 64, 2, 3),
     "gemm/sm_90/128": GemmTile(128, 128, 4, 3),
     "gemm/sm_80/32": GemmTile(128, 32, 4, 3),
     "gemm/sm_80/64": GemmTile(128, 64, 4, 3),
@@ -54,14 +94,18 @@ TILES = {
 
 
 def launch_gemm(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
-    """Product [M, N] of x [M, K], contiguous along K, and a packed weight."""
+    """Compute x · Wᵀ + bias [M, N] of x [M, K], contiguous along K, and a packed weight."""
     tokens, width = x.shape
     rows = weight.shape[0]
     blocks, chunks, _ = weight.low.shape
     device_kind = device_class(x.device)
-    tile = choose(TILES, f"gemm/{device_kind}/{32 if tokens <= 32 else 64 if tokens <= 64 else 128}")
+    by_warpgroup = tokens > _MOST_TOKENS_BY_WARPS and warpgroup_refusal(x.device) is None
+    most = 32 if tokens <= 32 else 128 if by_warpgroup or (device_kind == "sm_80" and tokens > 64) else 64
+    tile = choose(TILES, f"gemm/{device_kind}/{most}")
     tiles = triton.cdiv(tokens, tile.tokens), triton.cdiv(rows, tile.rows)
-    splits = max(1, min(processors(x.device) // (tiles[0] * tiles[1]), chunks // _LEAST_CHUNKS))
+    # Split K until there are four warps per multiprocessor.
+    at_once = processors(x.device) * 4 // tile.warps
+    splits = max(1, min(at_once // (tiles[0] * tiles[1]), chunks // _LEAST_CHUNKS))
     y = x.new_empty(tokens, rows)
     parts = y if splits == 1 else x.new_empty(splits, tokens, rows, dtype=torch.float32)
     row_scale_stride = int(len(weight.row_scale) > 1)
@@ -70,7 +114,7 @@ def launch_gemm(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
         tokens, rows, width, blocks, chunks, triton.cdiv(chunks, splits), x.stride(0), row_scale_stride,
         BITS=weight.bits, FLOATS=weight.holds_floats, FIELDS=fields_in_word(weight.bits), GROUP=weight.group,
         SPAN=gcd(weight.group // FRAGMENT, fields_in_word(weight.bits)),
-        BLOCKS=tile.rows // FRAGMENT, TOKENS=tile.tokens, JOINED=device_kind == "sm_90",
+        BLOCKS=tile.rows // FRAGMENT, TOKENS=tile.tokens, JOINED=by_warpgroup,
         EVEN=width == chunks * FRAGMENT * fields_in_word(weight.bits), FINAL=splits == 1,
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
     )  # fmt: skip
@@ -89,7 +133,7 @@ def _gemm(
     BITS: tl.constexpr, FLOATS: tl.constexpr, FIELDS: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
     BLOCKS: tl.constexpr, TOKENS: tl.constexpr, JOINED: tl.constexpr, EVEN: tl.constexpr, FINAL: tl.constexpr,
 ):  # fmt: skip
-    """Product of one tile: of y [M, N] or, unless FINAL, of a split's unscaled part of it in y [splits, M, N]."""
+    """Compute one tile of y [M, N]. Unless FINAL, y is [splits, M, N] and gets a split's part, without row scales."""
     split = tl.program_id(2)
     m = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
@@ -101,7 +145,7 @@ def _gemm(
             low, high, scales, block, blocks, chunk, chunks, K, x.dtype.element_ty, BITS, FLOATS, FIELDS, GROUP, SPAN
         )
         k = chunk * (16 * FIELDS)
-        # Hopper's products run side by side if they are one; for Ampere's, joining would change columns' order.
+        # A warpgroup needs fields joined to one product. For products of single warps, joining would reorder columns.
         if JOINED:
             column = k + tl.arange(0, 16 * FIELDS)[None, :]
             b = tl.load(x_at + column, mask=live_token if EVEN else live_token & (column < K), other=0.0)
@@ -126,7 +170,7 @@ def _gemm(
 
 @triton.jit
 def _product(a, x_at, live, k, K, EVEN: tl.constexpr, sums):
-    """Add a field's product with its 16 columns of x."""
+    """Add the product of a field's weights and their 16 columns of x to `sums`."""
     count: tl.constexpr = a.shape[0]
     a = a.reshape(count, 8, 4, 2, 2, 2).permute(0, 4, 1, 3, 2, 5).reshape(count * 16, 16)
     column = k + tl.arange(0, 16)[None, :]
@@ -136,7 +180,7 @@ def _product(a, x_at, live, k, K, EVEN: tl.constexpr, sums):
 
 @triton.jit(do_not_specialize=["part_stride", "splits", "row_scale_stride"])
 def _add(parts, row_scale, bias, y, part_stride, N, splits, row_scale_stride, WIDTH: tl.constexpr):
-    """Sum y [M, N] of its parts [splits, M, N], scaled."""
+    """Compute y [M, N]: the sum of its parts [splits, M, N], with row scales and bias applied."""
     n = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     live = n < N
     at = tl.program_id(0).to(tl.int64) * N + n

@@ -1,8 +1,8 @@
-"""Product y = x · Wᵀ for a few tokens: weights stream once, unpacked for the tensor cores (Triton).
+"""GEMV y = x · Wᵀ with packed weights for a few tokens: weights are read once and unpacked for tensor cores (Triton).
 
-A block computes 16 outputs; its warps share K, and their sums meet in shared memory, in a fixed order. A warp
-loads words and x straight into the registers of the threads whose fragments they belong to, so that its loop has
-neither shared memory nor barriers. Codes are exact in the products; group scales multiply float32 sums.
+A thread block computes 16 outputs. K is divided among its warps, whose sums are added in a fixed order through shared
+memory. Threads load words and x directly into the registers of their fragments, so the loop uses neither shared memory
+nor barriers. Codes are exact in the products; group scales multiply float32 sums.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -20,21 +20,21 @@ from diffquant.kernels.gpu import capability, device_class, processors, register
 from diffquant.kernels.linear.repack import FRAGMENT, PackedWeight, fields_in_word
 from diffquant.kernels.linear.unpacking import load_high, read_scale, unpack_field
 
-MOST_TOKENS = 16
-# Steps of a row block that are written out one after the other where they are asked for ahead: more of them spill.
+MOST_TOKENS = 8
+# Largest number of steps per row block if words are loaded ahead. These steps are unrolled, and more of them spill.
 _MOST_STEPS = 2
 
 
 @dataclass(frozen=True)
 class GemvTile:
-    """A block of the kernel.
+    """Launch configuration of the GEMV kernel.
 
     Attributes:
         warps: number of warps.
-        unroll: largest number of chunks of 512 bytes that a warp asks for before it uses the first.
-        blocks: number of blocks that a multiprocessor holds; their registers are limited to what that takes.
-        ahead: largest number of chunks that are under way while as many are used, where there are more row blocks than
-            the device holds at once; 0 where registers do not hold both.
+        unroll: largest number of chunks of 512 bytes that a warp loads before it uses the first.
+        blocks: number of thread blocks per multiprocessor; registers per thread are limited so that they fit.
+        ahead: largest number of chunks that are loaded while as many are used, if there are more row blocks than the
+            device can run at once; 0 if registers cannot hold both.
     """
 
     warps: int
@@ -43,8 +43,9 @@ class GemvTile:
     ahead: int
 
 
-# 8 warps with 6 to 8 chunks are 24 to 32 KB a block: of 3,072 columns of 4 bits all there are, so that a block waits
-# for memory once. 6 bits come in two planes; words of 4 bits all wait in registers for the kernel ahead to end.
+# 8 warps with 6 to 8 chunks load 24 to 32 KB per thread block. With 3,072 columns at 4 bits this is all, so that a
+# block waits for memory once. 4-bit words can all wait in registers while the preceding kernel ends; 6-bit codes, in
+# two planes, cannot.
 _BLOCKS_AND_AHEAD = {4: (2, 4), 6: (2, 0), 8: (4, 0)}
 TILES = {
     f"gemv/{device}/{bits}": GemvTile(8, 8, *blocks_and_ahead)
@@ -54,22 +55,22 @@ TILES = {
 
 
 def launch_gemv(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
-    """Product [M, N] of x [M, K], contiguous along K and M up to 16, and a packed weight."""
+    """Compute x · Wᵀ + bias [M, N] of x [M, K], contiguous along K with M up to 8, and a packed weight."""
     tokens, width = x.shape
     rows = weight.shape[0]
     blocks, chunks, _ = weight.low.shape
     tile = choose(TILES, f"gemv/{device_class(x.device)}/{weight.bits}")
-    # From Hopper on, blocks may take their places while the kernel before still runs.
+    # From Hopper on, thread blocks may start while the preceding kernel still runs (programmatic dependent launch).
     is_dependent = capability(x.device) >= (9, 0)
     slots = processors(x.device) * tile.blocks
-    steps, unroll = _steps(chunks, tile, tokens <= 8 and blocks > slots)
+    steps, unroll = _steps(chunks, tile, blocks > slots)
     y = x.new_empty(tokens, rows)
     _gemv[(min(blocks, slots) if steps else blocks, 1)](
         x, weight.low, weight.high, weight.scales, weight.row_scale, bias, y,
         tokens, rows, width, blocks, chunks, x.stride(0), int(len(weight.row_scale) > 1),
         BITS=weight.bits, FLOATS=weight.holds_floats, FIELDS=fields_in_word(weight.bits), GROUP=weight.group,
         SPAN=gcd(weight.group // FRAGMENT, fields_in_word(weight.bits)),
-        TILES=triton.cdiv(tokens, 8), WARPS=tile.warps, UNROLL=unroll, STEPS=steps,
+        WARPS=tile.warps, UNROLL=unroll, STEPS=steps,
         EVEN=chunks % (tile.warps * unroll) == 0 and width == chunks * FRAGMENT * fields_in_word(weight.bits),
         DEPENDENT=is_dependent, num_warps=tile.warps, num_stages=1, enable_fp_fusion=True,
         maxnreg=registers_of(tile.blocks, tile.warps),
@@ -79,14 +80,14 @@ def launch_gemv(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
 
 
 def _steps(chunks: int, tile: GemvTile, ahead: bool) -> tuple[int, int]:
-    """Steps of a row block and chunks of a step; no steps where words are not asked for ahead, or leave a remainder."""
+    """Return the steps per row block and the chunks per step and warp; 0 steps if words are not loaded ahead."""
     even = [n for n in range(1, tile.ahead + 1) if chunks % (tile.warps * n) == 0] if ahead else []
     steps = chunks // (tile.warps * max(even)) if even else 0
     return (steps, max(even)) if 1 <= steps <= _MOST_STEPS else (0, _unroll(chunks, tile))
 
 
 def _unroll(chunks: int, tile: GemvTile) -> int:
-    """Number of chunks under way: the most that leave no remainder, which would need masks."""
+    """Return the number of chunks per warp to load at once: the largest that divides K, since remainders need masks."""
     even = [n for n in range(1, tile.unroll + 1) if chunks % (tile.warps * n) == 0]
     return max(even, default=min(tile.unroll, triton.cdiv(chunks, tile.warps)))
 
@@ -96,31 +97,31 @@ def _gemv(
     x, low, high, scales, row_scale, bias, y,
     M, N, K, blocks, chunks, x_stride, row_scale_stride,
     BITS: tl.constexpr, FLOATS: tl.constexpr, FIELDS: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
-    TILES: tl.constexpr, WARPS: tl.constexpr, UNROLL: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr,
+    WARPS: tl.constexpr, UNROLL: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Products of blocks of 16 columns of y [M, N]; tokens are TILES times 8, rounded up.
+    """Compute blocks of 16 columns of y [M, N]; M is at most 8.
 
-    A program has one block or, with STEPS, each that follows by the number of programs, whose words are asked for a
-    step ahead.
+    With STEPS, a program computes every block whose index is its own modulo the number of programs and loads words one
+    step ahead; otherwise it computes one block.
     """
     if DEPENDENT:
-        # The next kernel may come as well; it waits for this one in turn, or was not launched to come early.
+        # The next kernel may start now: it either waits for this one or was not launched as a dependent kernel.
         gdc_launch_dependents()
-        if BITS == 6 or TILES > 1:
-            # Two planes of codes, or the sums of many tokens, leave no registers in which words could wait.
+        if BITS == 6:
+            # With two planes of codes there are no registers to load words before waiting.
             gdc_wait()
     first_block = tl.program_id(0)
-    # Always 1. Were it known to be, a thread would load more at once than its fragment takes.
+    # Always 1. If the compiler knew, threads would load more contiguous elements than their fragments need.
     one = tl.num_programs(1)
     if STEPS:
         lows, highs = _words(low, high, first_block, 0, blocks, chunks, one, BITS, WARPS, UNROLL, True, False)
         if DEPENDENT:
-            # Whoever writes codes waits on the host until they are in memory (`repack`). So they may be on their way
-            # while the kernel ahead ends, and x, which may be its output, may not.
+            # Codes may be loaded while the preceding kernel still runs, since `repack` waits on the host until they are
+            # in memory. x may be the preceding kernel's output, so it is loaded after waiting.
             gdc_wait()
         for block in range(first_block, blocks, tl.num_programs(0)):
-            sums = tl.zeros([WARPS, 16, TILES * 8], tl.float32)
+            sums = tl.zeros([WARPS, 16, 8], tl.float32)
             for step in tl.static_range(STEPS):
                 if step + 1 < STEPS:
                     following, _ = _words(
@@ -133,22 +134,22 @@ def _gemv(
                     )
                 sums = _add_chunks(
                     sums, x, scales, lows, highs, block, step * WARPS * UNROLL, M, K, blocks, x_stride, one,
-                    BITS, FLOATS, FIELDS, GROUP, SPAN, TILES, WARPS, UNROLL, EVEN,
+                    BITS, FLOATS, FIELDS, GROUP, SPAN, WARPS, UNROLL, EVEN,
                 )  # fmt: skip
                 lows = following
-            _store(sums, row_scale, bias, y, block, M, N, row_scale_stride, TILES)
+            _store(sums, row_scale, bias, y, block, M, N, row_scale_stride)
     else:
-        sums = tl.zeros([WARPS, 16, TILES * 8], tl.float32)
+        sums = tl.zeros([WARPS, 16, 8], tl.float32)
         for first in range(0, chunks, WARPS * UNROLL):
             lows, highs = _words(low, high, first_block, first, blocks, chunks, one, BITS, WARPS, UNROLL, EVEN, False)
-            if DEPENDENT and BITS != 6 and TILES == 1:
-                # As above; waiting again costs nothing.
+            if DEPENDENT and BITS != 6:
+                # As above; waiting again takes no time.
                 gdc_wait()
             sums = _add_chunks(
                 sums, x, scales, lows, highs, first_block, first, M, K, blocks, x_stride, one,
-                BITS, FLOATS, FIELDS, GROUP, SPAN, TILES, WARPS, UNROLL, EVEN,
+                BITS, FLOATS, FIELDS, GROUP, SPAN, WARPS, UNROLL, EVEN,
             )  # fmt: skip
-        _store(sums, row_scale, bias, y, first_block, M, N, row_scale_stride, TILES)
+        _store(sums, row_scale, bias, y, first_block, M, N, row_scale_stride)
 
 
 @triton.jit
@@ -156,12 +157,12 @@ def _words(
     low, high, block, first, blocks, chunks, one,
     BITS: tl.constexpr, WARPS: tl.constexpr, UNROLL: tl.constexpr, EVEN: tl.constexpr, MAY_BE_NONE: tl.constexpr,
 ):  # fmt: skip
-    """Words of UNROLL chunks a warp, from `first` on, and their high bits where codes have 6."""
+    """Load the words of UNROLL chunks per warp from chunk `first` on, and the high bits of 6-bit codes."""
     lows = ()
     highs = ()
     for u in tl.static_range(UNROLL):
         chunk = first + u * WARPS + tl.arange(0, WARPS)
-        # What is not loaded may be any code: x is 0 there.
+        # Values beyond the last chunk are arbitrary, since x is 0 there.
         live = None if EVEN else (chunk < chunks)[:, None]
         if MAY_BE_NONE:
             live = (block + 0 * chunk < blocks)[:, None]
@@ -176,17 +177,17 @@ def _words(
 def _add_chunks(
     sums, x, scales, lows, highs, block, first, M, K, blocks, x_stride, one,
     BITS: tl.constexpr, FLOATS: tl.constexpr, FIELDS: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
-    TILES: tl.constexpr, WARPS: tl.constexpr, UNROLL: tl.constexpr, EVEN: tl.constexpr,
+    WARPS: tl.constexpr, UNROLL: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Sums [WARPS, 16, 8 TILES] and the products of UNROLL chunks a warp."""
+    """Add the products of UNROLL chunks per warp to the sums [WARPS, 16, 8], and return them."""
     chunk_width: tl.constexpr = 16 * FIELDS
-    # x's elements of a field are [(token tile, half o, warp, token of 8), (t, pair)].
-    place = tl.arange(0, TILES * 2 * WARPS * 8)[:, None]
+    # x's elements of a field are [(half o, warp, token), (t, pair)].
+    place = tl.arange(0, 2 * WARPS * 8)[:, None]
     pair = tl.arange(0, 8)[None, :]
-    k = place // (WARPS * 8) % 2 * 8 + place // 8 % WARPS * chunk_width + (pair // 2 * 2 * one + pair % 2)
-    token = place // (WARPS * 16) * 8 + place % 8
+    k = place // (WARPS * 8) * 8 + place // 8 % WARPS * chunk_width + (pair // 2 * 2 * one + pair % 2)
+    token = place % 8
     x_at = x + token * x_stride + k
-    # Scales are [warp, (g, t, half h)]: the four threads t of a row read the same.
+    # Scales are [warp, (g, t, half h)]; the four threads t of a row read the same scale.
     lane = tl.arange(0, 64)
     lane_row = (lane // 8 * 2 + lane % 2)[None, :]
     for u in tl.static_range(UNROLL):
@@ -201,28 +202,28 @@ def _add_chunks(
             column = start + field * 16
             mask = token < M if EVEN else (token < M) & (column + k < K)
             b = tl.load(x_at + column, mask=mask, other=0.0)
-            b = b.reshape(TILES, 2, WARPS, 8, 8).permute(2, 1, 4, 0, 3).reshape(WARPS, 16, TILES * 8)
+            b = b.reshape(2, WARPS, 8, 8).permute(1, 0, 3, 2).reshape(WARPS, 16, 8)
             if GROUP == 0:
                 sums = tl.dot(a, b, sums)
             else:
                 part = tl.dot(a, b, part)
                 if (field + 1) % SPAN == 0:
-                    # Beyond K any scale will do, too.
+                    # Beyond K the scale is arbitrary, since x is 0 there.
                     group = tl.minimum(chunk * chunk_width + field * 16, K - 1) // GROUP
                     stored = tl.load(scales + (group * blocks + block)[:, None] * 16 + lane_row)
                     scale = read_scale(stored, GROUP, FLOATS)
-                    scale = scale.reshape(WARPS, 8, 4, 2).permute(0, 3, 1, 2)[:, :, :, None, :, None]
-                    scale = scale.broadcast_to(WARPS, 2, 8, TILES, 4, 2).reshape(WARPS, 16, TILES * 8)
+                    scale = scale.reshape(WARPS, 8, 4, 2).permute(0, 3, 1, 2)[:, :, :, :, None]
+                    scale = scale.broadcast_to(WARPS, 2, 8, 4, 2).reshape(WARPS, 16, 8)
                     sums += part * scale
                     part = tl.zeros_like(sums)
     return sums
 
 
 @triton.jit
-def _store(sums, row_scale, bias, y, block, M, N, row_scale_stride, TILES: tl.constexpr):
-    """Write a block's columns: the warps' sums, scaled."""
+def _store(sums, row_scale, bias, y, block, M, N, row_scale_stride):
+    """Add the warps' sums, apply row scales and bias, and store a block's columns of y."""
     n = block * 16 + tl.arange(0, 16)
-    m = tl.arange(0, TILES * 8)
+    m = tl.arange(0, 8)
     total = tl.sum(sums, 0) * tl.load(row_scale + n * row_scale_stride, mask=n < N, other=0.0).to(tl.float32)[:, None]
     if bias is not None:
         total += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]

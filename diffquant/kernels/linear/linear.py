@@ -1,36 +1,39 @@
-"""Linear layers y = x · Wᵀ + bias with a packed weight: the choice of a backend, and the op torch.compile sees."""
+"""Linear layers y = x · Wᵀ + bias with a packed weight: choice of a backend, and the operator for torch.compile."""
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from diffquant.errors import UsageError
 from diffquant.kernels.arguments import HALF_TYPES
-from diffquant.kernels.gpu import device_refusal, unpacked_product_refusal
+from diffquant.kernels.gpu import device_refusal, warpgroup_refusal
 from diffquant.kernels.linear.repack import PackedWeight, dequantize_weight
 
 BACKENDS = ("auto", "triton", "dequantize")
-# More tokens than this repay writing W out once for the library's matmul: an estimate, from bytes and arithmetic.
-_MOST_TOKENS = 1024
+# For more tokens than this, dequantizing W to memory for the library's matmul is faster; the smaller limit is for
+# Hopper without warpgroup products. Both are estimates from bytes and arithmetic.
+_MOST_TOKENS, _MOST_TOKENS_BY_WARPS = 1024, 256
 
 
 def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, backend: str = "auto") -> Tensor:
-    """Product x · Wᵀ + bias [..., N] in x's dtype, summed in float32.
+    """Compute the product x · Wᵀ + bias [..., N] in x's dtype, summed in float32.
 
     Args:
         x: activations [..., K].
         weight: packed weight [N, K] on x's device, its group scales in x's dtype.
         bias: bias [N] in x's dtype.
-        backend: name of a backend: "triton" unpacks the weight inside its kernels; "dequantize" writes it out first
-            and is what other devices than CUDA and float32 have; "auto" takes whichever serves.
+        backend: "triton" unpacks the weight inside the kernel; "dequantize" writes a 16- or 32-bit weight first and
+            works on all devices and in float32; "auto" chooses "triton" if it is supported.
 
     Raises:
-        UsageError: arguments disagree, or the backend is unknown or refuses them.
+        UsageError: arguments disagree, or the backend is unknown or does not support them.
     """
     _check(x, weight, bias, backend)
     if backend == "triton" and (reason := linear_refusal(x)):
         raise UsageError(f"linear backend 'triton': {reason}; use auto")
     if not torch.compiler.is_compiling():
-        # The op's bookkeeping takes longer than a launch; only a trace needs it.
+        # The torch operator is called only while tracing, since its overhead is longer than a launch.
         return _apply(x, weight, bias, backend)
     parts = weight.low, weight.high, weight.scales, weight.row_scale
     y: Tensor = packed_linear(x, *parts, bias, weight.bits, weight.group, weight.shape[0], backend)
@@ -38,7 +41,7 @@ def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, backend:
 
 
 def linear_refusal(x: Tensor) -> str | None:
-    """Reason why the Triton kernels cannot serve these activations, or None."""
+    """Return why the Triton kernels do not support these activations, or None if they do."""
     if x.dtype not in HALF_TYPES:
         return f"x is {x.dtype}; the kernels take float16 and bfloat16"
     return device_refusal(x.device)
@@ -57,24 +60,14 @@ def packed_linear(
     rows: int,
     backend: str,
 ) -> Tensor:
-    """Product that `linear` computes, on the parts of a `PackedWeight`."""
+    """Compute `linear` from the parts of a `PackedWeight`, as a torch operator."""
     weight = PackedWeight(low, high, scales, row_scale, bits, group, (rows, x.shape[-1]))
     return _apply(x, weight, bias, backend)
 
 
 @packed_linear.register_fake
-def _(
-    x: Tensor,
-    low: Tensor,
-    high: Tensor | None,
-    scales: Tensor | None,
-    row_scale: Tensor,
-    bias: Tensor | None,
-    bits: int,
-    group: int,
-    rows: int,
-    backend: str,
-) -> Tensor:
+def _(x: Tensor, *rest: Any) -> Tensor:
+    *_others, rows, _backend = rest
     return x.new_empty(*x.shape[:-1], rows)
 
 
@@ -84,38 +77,30 @@ def _apply(x: Tensor, weight: PackedWeight, bias: Tensor | None, backend: str) -
         return torch.nn.functional.linear(x, dequantize_weight(weight, x.dtype), bias)
     flat = x.reshape(-1, width)
     if backend == "auto" and len(flat) > _most_unpacked(x.device):
-        return torch.nn.functional.linear(x, _expanded(weight, x.dtype), bias)
+        return torch.nn.functional.linear(x, _write_out(weight, x.dtype), bias)
     return launch(flat, weight, bias).view(*x.shape[:-1], rows)
 
 
 def launch(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
-    """Product [M, N] of x [M, K] by the kernel for that many tokens.
-
-    Raises:
-        UsageError: Triton would compile the kernel for more tokens than a GEMV takes wrongly.
-    """
+    """Compute x · Wᵀ + bias [M, N] of x [M, K] by the kernel for M tokens."""
     from diffquant.kernels.linear.gemm import launch_gemm
     from diffquant.kernels.linear.gemv import MOST_TOKENS, launch_gemv
 
     if len(x) == 0:
         return x.new_empty(0, weight.shape[0])
-    if len(x) > MOST_TOKENS and (reason := unpacked_product_refusal(x.device)):
-        raise UsageError(f"linear with {len(x)} tokens: {reason}; use auto, which writes the weight out first")
     x = x if x.stride(1) == 1 else x.contiguous()
-    # Of several devices, Triton would launch on the current one.
+    # Triton launches on the current device, which may not be x's.
     with torch.cuda.device_of(x):
         return (launch_gemv if len(x) <= MOST_TOKENS else launch_gemm)(x, weight, bias)
 
 
 def _most_unpacked(device: torch.device) -> int:
-    """Largest number of tokens whose product has its weights unpacked within the kernel."""
-    from diffquant.kernels.linear.gemv import MOST_TOKENS
-
-    return MOST_TOKENS if unpacked_product_refusal(device) else _MOST_TOKENS
+    """Return the largest number of tokens for which weights are unpacked inside the kernel."""
+    return _MOST_TOKENS_BY_WARPS if warpgroup_refusal(device) else _MOST_TOKENS
 
 
-def _expanded(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    from diffquant.kernels.linear.expand import launch_expand
+def _write_out(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+    from diffquant.kernels.linear.gemm import launch_expand
 
     with torch.cuda.device_of(weight.low):
         return launch_expand(weight, dtype)

@@ -1,11 +1,11 @@
-"""Repacking of weights for the linear kernels: codes in the order in which tensor cores take a matrix.
+"""Repacks weights for the linear kernels: codes in the register order of tensor cores.
 
-A fragment is 16 rows by 16 columns, 8 values in each of 32 threads: thread 4g + t holds rows g and g + 8 and
-columns 2t, 2t + 1, 2t + 8 and 2t + 9. A word of 16 bits holds one value of several neighbouring fragments
-(its fields, lowest bits first: 4 of 4 bits, or 2 of 8), so that a thread reads 16 contiguous bytes and unpacks
-two values with every operation. 6-bit codes are a plane of their low 4 bits and one of their high 2 bits, in bytes.
-Stored is code + 2^(bits-1). 2- and 3-bit codes take the container of 4 bits, 5 the one of 6, 7 the one of 8.
-E2M1 floats (NVFP4, MXFP4) are 4 bits as their format stores them, and their scales are its bytes.
+A fragment is 16 rows by 16 columns, 8 values in each of 32 threads: thread 4g + t holds rows g and g + 8 and columns
+2t, 2t + 1, 2t + 8 and 2t + 9. A 16-bit word contains one value from each of several adjacent fragments. These are its
+fields, lowest bits first: 4 of 4 bits, or 2 of 8. So a thread reads 16 contiguous bytes and unpacks two values with
+each operation. 6-bit codes are stored as words of their low 4 bits and bytes of their high 2 bits. Stored numbers are
+code + 2^(bits-1). Codes of 2 and 3 bits are stored in 4 bits, 5 in 6, and 7 in 8. E2M1 floats (NVFP4, MXFP4) and their
+scales are stored as their format defines them.
 """
 
 from dataclasses import dataclass
@@ -15,17 +15,17 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from diffquant.errors import UsageError
-from diffquant.numbers.packing import packed_words, unpack
-from diffquant.scheme import Scheme
+from diffquant.recipe.numbers.packing import packed_words, unpack
+from diffquant.recipe.scheme import Scheme
 
 FRAGMENT = 16
-# Formats of E2M1 floats whose scales are e4m3 numbers, one for 16 of them, and powers of two, one for 32.
+# Formats of E2M1 floats: with an e4m3 scale per 16 of them, and with a power-of-two scale per 32.
 E4M3_SCALED, POWER_SCALED = ("nvfp4", "nvfp4_4over6"), ("mxfp4", "mxfp4_up")
-# Power of two that the largest scale of an MXFP4 weight is stored as: 31 binades below it are float16's too.
+# The largest scale of an MXFP4 weight is stored as this power of two; 31 smaller ones also fit in float16.
 _TOP_POWER = 8
-# Codes laid out at a time, a slab of rows: memory stays well below that of one 16-bit weight.
+# Number of codes repacked at a time, so that temporary memory stays well below that of a 16-bit weight.
 _SLAB = 1 << 22
-# Numbers of the 16 codes of E2M1.
+# Values of the 16 codes of E2M1.
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
@@ -34,14 +34,14 @@ class PackedWeight:
     """A packed weight W [N, K] = codes · scales · row_scale, [N/16] row blocks by [K/(16 fields)] chunks.
 
     Attributes:
-        low: words of codes, int16 [N/16, chunks, 256], rounded up; of 6-bit codes the low 4 bits.
-        high: high 2 bits of 6-bit codes, int16 [N/16, chunks, 128], a byte a word of `low`; None for others.
-        scales: scales of groups [K/group, N/16, 16], rows of a block as 0, 8, 1, 9, ..., relative to `row_scale`;
-            None without groups. Bytes where codes are E2M1 floats: e4m3 for groups of 16, E8M0 for groups of 32.
-        row_scale: scales of rows, float32 [N], or [1] for all of them; with groups a power of two that keeps
-            `scales` near 1, so that float16 holds them whatever the weights' size.
-        bits: bits that a code takes: 4, 6 or 8.
-        group: number of neighbours along K that share one of `scales`; 0 without groups.
+        low: words of codes, or of the low 4 bits of 6-bit codes, int16 [N/16, chunks, 256], with sizes rounded up.
+        high: high 2 bits of 6-bit codes, int16 [N/16, chunks, 128], one byte per word of `low`; else None.
+        scales: group scales [K/group, N/16, 16], relative to `row_scale`, with a block's rows ordered 0, 8, 1, 9, ...,
+            or None if there are no groups. For E2M1 codes they are bytes: e4m3 for groups of 16, E8M0 for groups of 32.
+        row_scale: scales of rows, float32 [N], or [1] for all rows. With groups they are powers of two that keep
+            `scales` near 1, so that these fit in float16 whatever the magnitude of the weights.
+        bits: bits per stored code: 4, 6 or 8.
+        group: number of adjacent weights along K that share a scale; 0 without groups.
         shape: N and K.
     """
 
@@ -60,46 +60,46 @@ class PackedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes stored, scales included."""
+        """Stored bytes, scales included."""
         parts = (self.low, self.high, self.scales, self.row_scale)
         return sum(x.numel() * x.element_size() for x in parts if x is not None)
 
 
 def container_bits(bits: int) -> int:
-    """Number of bits that a code takes once repacked: 4, 6 or 8."""
+    """Return the number of bits in which codes of `bits` bits are stored: 4, 6 or 8."""
     if not 2 <= bits <= 8:
         raise UsageError(f"a packed weight has codes of 2 to 8 bits, got {bits}")
     return max(4, bits + bits % 2)
 
 
 def fields_in_word(bits: int) -> int:
-    """Number of fragments that share one word."""
+    """Return the number of codes in a 16-bit word, one from each of as many adjacent fragments."""
     return 2 if bits == 8 else 4
 
 
 def repack_refusal(scheme: Scheme) -> str | None:
-    """Reason why a weight of this scheme cannot be repacked, or None."""
+    """Return why a weight with this scheme cannot be repacked, or None if it can."""
     if scheme.format.name in (*E4M3_SCALED, *POWER_SCALED):
         return None
     return scheme.format.integer_refusal or group_refusal(scheme.size or 0)
 
 
 def group_refusal(group: int) -> str | None:
-    """Reason why a group of this size cannot be repacked, or None; 0 means no groups."""
+    """Return why a weight with this group size cannot be repacked, or None if it can; 0 means no groups."""
     if group % FRAGMENT:
         return f"groups of {group} are not a multiple of {FRAGMENT}, the columns of a fragment"
     return None
 
 
 def repack(words: Tensor, scale: Tensor, bits: int, width: int, dtype: torch.dtype | None = None) -> PackedWeight:
-    """A checkpoint's packed weight, laid out for the kernels.
+    """Repack a checkpoint's weight of integer codes for the kernels.
 
     Args:
-        words: int32 [N, packed_words(K, bits)], as `numbers.pack` makes them; any strides.
-        scale: [N, K/group], [N, 1] or [1]; any strides.
+        words: packed codes from `numbers.pack`, int32 [N, packed_words(K, bits)], any strides.
+        scale: [N, K/group], [N, 1] or [1], any strides.
         bits: 2 to 8.
         width: K.
-        dtype: dtype of group scales; that of `scale` by default.
+        dtype: dtype of the stored group scales; that of `scale` by default.
 
     Raises:
         UsageError: shapes disagree, or the group is no multiple of 16.
@@ -116,12 +116,12 @@ def repack(words: Tensor, scale: Tensor, bits: int, width: int, dtype: torch.dty
 
 
 def repack_floats(words: Tensor, scale: Tensor, divisor: Tensor | None, width: int) -> PackedWeight:
-    """A checkpoint's weight of E2M1 floats, laid out for the kernels.
+    """Repack a checkpoint's weight of E2M1 floats for the kernels.
 
     Args:
-        words: uint8 [N, K/2], two floats a byte, as NVFP4 and MXFP4 store them.
-        scale: bytes [N, K/16] of e4m3, or [N, K/32] of E8M0; none is NaN.
-        divisor: what e4m3 scales are divided by, float32 [1]; None without one.
+        words: uint8 [N, K/2], two floats per byte, as in NVFP4 and MXFP4.
+        scale: bytes of scales without NaN: [N, K/16] in e4m3, or [N, K/32] in E8M0.
+        divisor: number by which e4m3 scales are divided, float32 [1], or None.
         width: K.
 
     Raises:
@@ -137,7 +137,7 @@ def repack_floats(words: Tensor, scale: Tensor, divisor: Tensor | None, width: i
     scale = scale.view(torch.uint8)
     unit = torch.ones(1, device=scale.device) if divisor is None else 1 / divisor.float().reshape(1)
     if group == 32:
-        # Relative to the largest, since float16 holds the products of codes and scales in kernels for many tokens.
+        # Relative to the largest scale, since GEMM kernels store products of codes and scales in float16.
         top = scale.max()
         scale = (scale.int() - top.int() + 127 + _TOP_POWER).clamp(min=0).to(torch.uint8)
         unit = torch.exp2(top.double() - 127 - _TOP_POWER).float().reshape(1)
@@ -146,7 +146,7 @@ def repack_floats(words: Tensor, scale: Tensor, divisor: Tensor | None, width: i
 
 
 def dequantize_weight(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """Weight W [N, K] in `dtype`: what the checkpoint's reader computes, rounded once."""
+    """Return the dequantized weight W [N, K] in `dtype`: the checkpoint's values, rounded once."""
     rows = weight.shape[0]
     codes = _codes(weight)
     of_floats = torch.tensor(_E2M1, device=codes.device)
@@ -159,7 +159,7 @@ def dequantize_weight(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
 
 
 def join_refusal(first: PackedWeight, second: PackedWeight) -> str | None:
-    """Reason why two packed weights cannot be one, the second's rows below the first's, or None."""
+    """Return why two packed weights cannot be joined along their rows, or None if they can."""
     if first.shape[0] % FRAGMENT:
         return f"the first's {first.shape[0]} rows do not fill blocks of {FRAGMENT}"
     layouts = [(w.bits, w.group, w.shape[1], None if w.scales is None else w.scales.dtype) for w in (first, second)]
@@ -169,10 +169,10 @@ def join_refusal(first: PackedWeight, second: PackedWeight) -> str | None:
 
 
 def join(first: PackedWeight, second: PackedWeight) -> PackedWeight:
-    """Two packed weights [N1, K] and [N2, K] as one [N1 + N2, K], whose product is one launch.
+    """Join packed weights [N1, K] and [N2, K] to one [N1 + N2, K], so that one launch computes both products.
 
     Raises:
-        UsageError: as `join_refusal` says.
+        UsageError: `join_refusal` gives a reason.
     """
     if reason := join_refusal(first, second):
         raise UsageError(f"two packed weights cannot be one: {reason}")
@@ -186,7 +186,7 @@ def join(first: PackedWeight, second: PackedWeight) -> PackedWeight:
 
 
 def _count_rows_and_groups(words: Tensor, scale: Tensor, bits: int, width: int) -> tuple[int, int]:
-    """N, and the number of groups in a row (0 or 1 without groups).
+    """Return N and the number of groups per row (0 or 1 without groups).
 
     Raises:
         UsageError: shapes disagree, or the group is no multiple of 16.
@@ -209,7 +209,7 @@ def _count_rows_and_groups(words: Tensor, scale: Tensor, bits: int, width: int) 
 
 
 def _planes(words: Tensor, bits: int, width: int) -> tuple[Tensor, Tensor | None]:
-    """`low` and `high` of a checkpoint's words."""
+    """Convert a checkpoint's packed words to `low` and `high` of a `PackedWeight`."""
     rows, stored_bits = len(words), container_bits(bits)
     blocks, chunks = -(-rows // FRAGMENT), -(-width // (FRAGMENT * fields_in_word(stored_bits)))
     low = torch.empty(blocks, chunks, 256, dtype=torch.int16, device=words.device)
@@ -227,20 +227,20 @@ def _planes(words: Tensor, bits: int, width: int) -> tuple[Tensor, Tensor | None
 
 
 def _read_scales(weight: PackedWeight, scales: Tensor) -> Tensor:
-    """A weight's scales of groups as float32, in their own order."""
+    """Return a weight's group scales in float32, in their stored order."""
     if not weight.holds_floats:
         return scales.float()
     return scales.view(torch.float8_e4m3fn if weight.group == 16 else torch.float8_e8m0fnu).float()
 
 
 def _finish_writing(device: torch.device) -> None:
-    """Wait until codes are in memory, since a GEMV reads them before its `griddepcontrol.wait`."""
+    """Wait until codes are in device memory, since the GEMV kernel reads them before its `griddepcontrol.wait`."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
 def _fragments(codes: Tensor, bits: int) -> Tensor:
-    """Stored values uint8 [row blocks, chunks, 256, fields] of codes int8 [n, K]; padding means zero."""
+    """Reorder codes int8 [n, K] to stored numbers uint8 [row blocks, chunks, 256, fields]; padding represents 0."""
     rows, width = codes.shape
     count, middle = fields_in_word(bits), 1 << (bits - 1)
     stored = pad(codes.view(torch.uint8) + middle, (0, -width % (FRAGMENT * count), 0, -rows % FRAGMENT), value=middle)
@@ -250,19 +250,19 @@ def _fragments(codes: Tensor, bits: int) -> Tensor:
 
 
 def _low(stored: Tensor, bits: int) -> Tensor:
-    """Words of stored values: all their bits or, where they have 6, the low 4."""
+    """Pack stored numbers to words: all their bits, or the low 4 of 6 bits."""
     octets = stored if bits == 8 else stored[..., 0::2] & 15 | (stored[..., 1::2] & 15) << 4
     return octets.contiguous().view(torch.int16).squeeze(-1)
 
 
 def _high(stored: Tensor) -> Tensor:
-    """Words of the high 2 bits of 6-bit stored values."""
+    """Pack the high 2 bits of 6-bit stored numbers to words."""
     first, second, third, fourth = (stored >> 4).unbind(-1)
     return (first | second << 2 | third << 4 | fourth << 6).view(torch.int16)
 
 
 def _codes(weight: PackedWeight) -> Tensor:
-    """Codes int8 [N, K] of a packed weight."""
+    """Unpack the codes int8 [N, K] of a packed weight."""
     octets = weight.low.unsqueeze(-1).view(torch.uint8)
     stored = octets if weight.bits == 8 else torch.stack([octets & 15, octets >> 4], -1).flatten(-2)
     if weight.high is not None:
@@ -275,6 +275,6 @@ def _codes(weight: PackedWeight) -> Tensor:
 
 
 def _block_scales(scale: Tensor) -> Tensor:
-    """Scales [groups, N/16, 16] of [N, groups], rows of a block as 0, 8, 1, 9, ...: a thread's two lie side by side."""
+    """Reorder scales [N, groups] to [groups, N/16, 16], rows as 0, 8, 1, 9, ...; a thread's two are then adjacent."""
     blocks: Tensor = pad(scale, (0, 0, 0, -len(scale) % FRAGMENT)).unflatten(0, (-1, 2, 8))
     return blocks.permute(3, 0, 2, 1).flatten(2).contiguous()

@@ -1,9 +1,9 @@
-"""Unpacking of `repack`'s words to fragments of half-precision weights, two values an instruction.
+"""Unpacks words from `repack` to fragments of half-precision weights, two values per instruction.
 
-A few bits below the exponent of 1024 (float16) or 128 (bfloat16) are that number plus their value, so a mask and
-one fused multiply-add give two codes. bfloat16 has 7 bits of mantissa: the top one of 8 goes into an addend of
-its own. Triton would unpack value by value, hence the assembly; the interpreter, which does not run it, takes
-plain operations.
+Bits of a code in the low mantissa bits of 1024 (float16) or 128 (bfloat16) represent that number plus the code, so a
+mask and a fused multiply-add unpack two codes. bfloat16 has 7 mantissa bits, so the highest of 8 bits is applied in a
+separate addend. Triton would unpack values one by one, hence the inline PTX. The interpreter cannot run PTX and uses
+ordinary operations.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -17,13 +17,13 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 @triton.constexpr_function
 def unpack_program(bits, field, half):
-    """PTX that unpacks two codes of a field into $0, from two words $1 and, for 6 bits, their high bytes $2."""
+    """Return PTX that unpacks two codes of a field to $0, from two words $1 and, for 6 bits, the high bytes $2."""
     width = 8 if bits == 8 else 4
     middle = 1 << (bits - 1)
-    # float16 has room to leave every other field 4 bits up and divide by 16 in the multiply-add.
+    # float16 has enough mantissa bits to leave every other field shifted by 4 bits; the multiply-add divides by 16.
     place = 4 if half and width == 4 and field % 2 else 0
     if half:
-        # -(1024 + middle), or a 16th of 1024; the factor 1, or a 16th.
+        # The addend is -(1024 + middle), or with 1024 / 16 for shifted fields; the factor is 1, or 1/16.
         base, addend, factor = (
             0x6400,
             (0xD400 | middle << 4) if place else (0xE400 | middle),
@@ -32,44 +32,45 @@ def unpack_program(bits, field, half):
     else:
         base, addend, factor = 0x4300, 0xC300 | middle, 0x3F80
     mask = ((1 << width) - 1) << place
-    lines = [".reg .b32 t, h, c;", shifted("t", "$1", place - width * field)]
+    lines = [".reg .b32 t, h, c;", shift("t", "$1", place - width * field)]
     if bits == 8 and not half:
-        # -128 where the value's top bit is set, else -256.
+        # The addend is -128 if the code's highest bit is set, else -256.
         lines += ["and.b32 c, t, 0x00800080;", "xor.b32 c, c, 0xC380C380;"]
         mask = 0x7F
     else:
         lines += [f"mov.b32 c, {twice(addend)};"]
-    # 0xEA is (a & b) | c.
+    # The lookup table 0xEA computes (a & b) | c.
     lines += [f"lop3.b32 t, t, {twice(mask)}, {twice(base)}, 0xEA;"]
     if bits == 6:
-        lines += [shifted("h", "$2", 4 + place - 2 * field), f"lop3.b32 t, h, {twice(3 << (4 + place))}, t, 0xEA;"]
+        lines += [shift("h", "$2", 4 + place - 2 * field), f"lop3.b32 t, h, {twice(3 << (4 + place))}, t, 0xEA;"]
     lines += [f"mov.b32 h, {twice(factor)};", f"fma.rn.{'f' if half else 'bf'}16x2 $0, t, h, c;"]
     return "{" + " ".join(lines) + "}"
 
 
 @triton.constexpr_function
 def float_program(field, half):
-    """PTX that unpacks two E2M1 floats of a field into $0, from two words $1.
+    """Return PTX that unpacks two E2M1 floats of a field to $0, from two words $1.
 
-    Their exponent and mantissa are those of the half type but for its bias, subnormal numbers included.
+    Their exponent and mantissa bits are moved to those of float16 or bfloat16, and a product corrects the exponent
+    bias, which is also right for subnormal numbers.
     """
-    # Where the lowest bit of the mantissa goes, and the power of two between both biases.
+    # Position of the lowest mantissa bit, and the power of two that corrects the exponent bias.
     place, bias = (9, 0x7400) if half else (6, 0x7E80)
-    lines = [".reg .b32 t, h, c;", shifted("h", "$1", place - 4 * field), f"and.b32 h, h, {twice(7 << place)};"]
-    lines += [shifted("t", "$1", 12 - 4 * field), f"lop3.b32 t, t, 0x80008000, h, 0xEA; mov.b32 h, {twice(bias)};"]
+    lines = [".reg .b32 t, h, c;", shift("h", "$1", place - 4 * field), f"and.b32 h, h, {twice(7 << place)};"]
+    lines += [shift("t", "$1", 12 - 4 * field), f"lop3.b32 t, t, 0x80008000, h, 0xEA; mov.b32 h, {twice(bias)};"]
     lines += [f"mov.b32 c, 0x80008000; fma.rn.{'f' if half else 'bf'}16x2 $0, t, h, c;"]
     return "{" + " ".join(lines) + "}"
 
 
 @triton.constexpr_function
 def product_program(half):
-    """PTX for two products $0 of $1 and $2; Ampere has no bf16x2 product, but a fused multiply-add, here of -0."""
+    """Return PTX for two products $0 = $1 · $2, as an fma with -0, since Ampere has no bf16x2 product."""
     return f"{{.reg .b32 c; mov.b32 c, {twice(0x8000)}; fma.rn.{'f' if half else 'bf'}16x2 $0, $1, $2, c;}}"
 
 
 @triton.constexpr_function
-def shifted(target, source, left):
-    """PTX that shifts a register left, or right where `left` is negative."""
+def shift(target, source, left):
+    """Return PTX that shifts a register left, or right where `left` is negative."""
     if left == 0:
         return f"mov.b32 {target}, {source};"
     return f"{'shl' if left > 0 else 'shr'}.b32 {target}, {source}, {abs(left)};"
@@ -77,19 +78,19 @@ def shifted(target, source, left):
 
 @triton.constexpr_function
 def twice(half_word):
-    """PTX literal of 16 bits in both halves of a word."""
+    """Return a PTX literal of 32 bits with these 16 bits in both halves."""
     return f"0x{half_word:04X}{half_word:04X}"
 
 
 @triton.jit
 def load_high(high, mask, one, COUNT: tl.constexpr):
-    """High bytes [COUNT, 256] of words, from `high` [COUNT, 1] where each 256 begin.
+    """Load the high bytes of words, [COUNT, 256]; `high` [COUNT, 1] are pointers to the first of each 256.
 
-    Bytes are loaded in twos: Triton would take a matrix made of single bytes for one of 8-bit values and choose
-    another order of its columns in registers.
+    Bytes are loaded in pairs. If they were loaded individually, Triton would choose the register layout of 8-bit
+    matrices, which orders columns differently.
     """
     two = tl.arange(0, 128)
-    # Where the compiler does not know `one`, a thread loads those 4 that its own words need.
+    # Since the compiler does not know that `one` is 1, a thread loads only the 4 bytes that its words need.
     twos = tl.load(high + (two // 4 * 4 * one + two % 4)[None, :], mask=mask)
     twos = twos[:, :, None].broadcast_to(COUNT, 128, 2).reshape(COUNT, 256).to(tl.uint16, bitcast=True)
     odd = (tl.arange(0, 256) % 2)[None, :].to(tl.uint16)
@@ -98,11 +99,11 @@ def load_high(high, mask, one, COUNT: tl.constexpr):
 
 @triton.jit
 def unpack_field(low, high, dtype: tl.constexpr, FIELD: tl.constexpr, BITS: tl.constexpr, FLOATS: tl.constexpr = False):
-    """Codes of a field of the words `low` (and bytes `high`, for 6 bits); the numbers of E2M1 codes if FLOATS."""
+    """Unpack a field of words `low` (and bytes `high` for 6 bits) to codes, or if FLOATS to E2M1 numbers, in dtype."""
     if INTERPRETED and FLOATS:
         stored = (low.to(tl.int32) >> (4 * FIELD)) & 15
         magnitude = stored & 7
-        # 0 and a half are subnormal.
+        # 0 and 0.5 are subnormal.
         value = tl.where(magnitude < 2, magnitude * 0.5, (2 + (magnitude & 1)) * (1 << (magnitude >> 1)) * 0.25)
         codes = tl.where(stored < 8, value, -value).to(dtype)
     elif INTERPRETED:
@@ -114,7 +115,7 @@ def unpack_field(low, high, dtype: tl.constexpr, FIELD: tl.constexpr, BITS: tl.c
     else:
         half: tl.constexpr = dtype == tl.float16
         program: tl.constexpr = float_program(FIELD, half) if FLOATS else unpack_program(BITS, FIELD, half)
-        # Operands are as many as the program has.
+        # The number of operands must match the PTX.
         operands = [low, high] if BITS == 6 else [low]
         constraints: tl.constexpr = "=r,r,r" if BITS == 6 else "=r,r"
         if dtype == tl.float16:
@@ -126,23 +127,23 @@ def unpack_field(low, high, dtype: tl.constexpr, FIELD: tl.constexpr, BITS: tl.c
 
 @triton.jit
 def read_scale(stored, GROUP: tl.constexpr, FLOATS: tl.constexpr):
-    """float32 of a group's scale: of a number, or of a byte if FLOATS, e4m3 for groups of 16 and else E8M0."""
+    """Convert a stored group scale to float32. If FLOATS it is a byte: e4m3 for groups of 16, else E8M0."""
     if not FLOATS:
         scale = stored.to(tl.float32)
     else:
         bits = stored.to(tl.int32)
         if GROUP == 16:
-            # Exponent and mantissa are float32's but for its bias, subnormal numbers included.
+            # Bits are moved to those of float32, and a product corrects the exponent bias, also of subnormal numbers.
             scale = ((bits & 127) << 20 | (bits & 128) << 24).to(tl.float32, bitcast=True) * 1.329227995784916e36
         else:
-            # The exponent 0 is that of half the smallest normal number.
+            # Exponent 0 means half the smallest normal float32.
             scale = tl.where(bits == 0, 1 << 22, bits << 23).to(tl.float32, bitcast=True)
     return scale
 
 
 @triton.jit
 def multiply(a, b):
-    """Elementwise product of half-precision tensors, two values an instruction."""
+    """Compute the elementwise product of half-precision tensors, two values per instruction."""
     program: tl.constexpr = product_program(a.dtype == tl.float16)
     if INTERPRETED:
         product = a * b
@@ -159,13 +160,13 @@ def chunk_weights(
     dtype: tl.constexpr, BITS: tl.constexpr, FLOATS: tl.constexpr, FIELDS: tl.constexpr, GROUP: tl.constexpr,
     SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Weights of a chunk of some row blocks, in units of `row_scale`: a fragment [count, 256] for each field.
+    """Load and unpack a chunk of `count` row blocks, with group scales but not `row_scale`: [count, 256] per field.
 
-    Where words have 2 fields, the last two results mean nothing.
+    Four tensors are returned; if words have 2 fields, the last two are meaningless.
     """
     count: tl.constexpr = block.shape[0]
     live = (block < blocks)[:, None]
-    # What does not depend on the chunk comes first, to be computed once.
+    # Terms that do not depend on the chunk come first, so that they are computed once.
     words = tl.load(low + (block[:, None] * chunks * 256 + tl.arange(0, 256)[None, :]) + chunk * 256, mask=live)
     tops = words
     if BITS == 6:
@@ -197,7 +198,7 @@ def chunk_weights(
 
 @triton.jit
 def join_fields(a0, a1, a2, a3, FIELDS: tl.constexpr):
-    """Matrix [16 count, 16 FIELDS] of a chunk, from its fields [count, 256]."""
+    """Combine a chunk's fields [count, 256] to a matrix [16 count, 16 FIELDS]."""
     count: tl.constexpr = a0.shape[0]
     if FIELDS == 2:
         a = tl.join(a0, a1).reshape(count, 8, 4, 2, 2, 2, 2).permute(0, 4, 1, 6, 3, 2, 5)
@@ -211,9 +212,9 @@ def join_fields(a0, a1, a2, a3, FIELDS: tl.constexpr):
 def _group_scales(
     scales, block, blocks, k, K, dtype: tl.constexpr, GROUP: tl.constexpr, FLOATS: tl.constexpr
 ):  # fmt: skip
-    """Scales of column k's group (beyond K, of the last one), spread over the words of the row blocks."""
+    """Load the scales of column k's group, or beyond K of the last group, repeated for the words of the row blocks."""
     count: tl.constexpr = block.shape[0]
-    # The four threads t of a row read the same: (g, t, half h).
+    # Ordered (g, t, half h); the four threads t of a row read the same scale.
     lane = tl.arange(0, 64)
     at = scales + (block[:, None] * 16 + (lane // 8 * 2 + lane % 2)[None, :])
     scale = tl.load(at + tl.minimum(k, K - 1) // GROUP * blocks * 16, mask=(block < blocks)[:, None])

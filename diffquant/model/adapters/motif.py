@@ -1,8 +1,8 @@
-"""Adapter of Motif Technologies' models: DIFF V1, heads side by side, λ_init one layer off, PolyNorm in the MLP.
+"""Adapter for Motif Technologies' models: DIFF V1, adjacent heads, λ_init shifted by a layer, PolyNorm in the MLP.
 
-One model_type is three models. Motif-2.6B has ordinary pairs. Motif-2-12.7B, whose config has `num_noise_heads`, has
-groups of signal heads that share a noise head, which is the group's last. Motif-3, with `kv_lora_rank` or `diff_v2`, is
-another architecture, which `motif3` reads.
+Three models share one model_type. Motif-2.6B has ordinary pairs. Motif-2-12.7B has `num_noise_heads` in its config:
+each group of signal heads shares one noise head, the last head of the group. Motif-3 has `kv_lora_rank` or `diff_v2`
+and is a different architecture, read by `motif3`.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from diffquant.errors import CheckpointError
 from diffquant.model.adapters.base import Adapter, refuse_windows, register
 from diffquant.model.adapters.motif3 import OWN_KEYS, read_motif3
 from diffquant.model.adapters.sizes import LLAMA, check_width, read_eps, read_sizes, v1_spec
-from diffquant.model.transformer import TransformerArchitecture
+from diffquant.model.architecture import TransformerArchitecture
 
 MOTIF: Mapping[str, Any] = {
     **LLAMA,
@@ -25,10 +25,10 @@ MOTIF: Mapping[str, Any] = {
 
 @register("motif", windows=True)
 def read_motif(config: dict[str, Any]) -> Adapter:
-    """Adapter of a `Motif` config.json.
+    """Create the adapter for a `Motif` config.json.
 
     Raises:
-        CheckpointError: sizes contradict each other, or settings are ones that no released model is known to have.
+        CheckpointError: sizes contradict each other, or no released model is known to have these settings.
 
     Source: MotifTechnologies/vllm, vllm/model_executor/models/motif.py; arXiv 2510.06949 for the groups.
     """
@@ -53,36 +53,36 @@ def read_motif(config: dict[str, Any]) -> Adapter:
 
 
 def _count_groups(config: dict[str, Any], sizes: dict[str, Any]) -> dict[str, int]:
-    """Numbers of pairs and KV pairs of Motif-2-12.7B, and how many of its signal heads share a noise head."""
+    """Compute the numbers of pairs, KV pairs and signal heads per noise head of Motif-2-12.7B."""
     heads, noises, kv_heads = sizes["num_attention_heads"], config["num_noise_heads"], sizes["num_key_value_heads"]
     problems = []
     if type(noises) is not int or not 0 < noises < heads or heads % noises:
         problems.append(f"num_noise_heads {noises!r} does not divide num_attention_heads {heads} into groups")
     if config.get("k_ratio", 1) != 1:
-        problems.append(f"k_ratio is {config['k_ratio']!r}; one signal key to a noise key is computed")
+        problems.append(f"k_ratio is {config['k_ratio']!r}; only one signal key per noise key is supported")
     if kv_heads % 2:
-        problems.append(f"num_key_value_heads {kv_heads} is no number of pairs of keys")
+        problems.append(f"num_key_value_heads {kv_heads} is not an even number")
     elif not problems and noises % (kv_heads // 2):
         problems.append(
             f"the {kv_heads // 2} pairs of num_key_value_heads {kv_heads} do not divide {noises} noise heads"
         )
     if config.get("head_dim") is None:
-        problems.append("head_dim is missing, which the other sizes do not tell")
+        problems.append("head_dim is missing and cannot be derived from the other sizes")
     if problems:
         raise CheckpointError(f"config.json is not a valid Motif configuration: {'; '.join(problems)}")
     return {"pairs": heads - noises, "kv_pairs": kv_heads // 2, "signals_per_noise": heads // noises - 1}
 
 
 def _refuse_settings(config: dict[str, Any]) -> None:
-    """Refuse settings whose meaning no published model shows."""
+    """Refuse settings that no published model uses."""
     wrong = [f"{key} is {config[key]!r}" for key in ("fused_rope", "qkv_bias", "attention_bias") if config.get(key)]
     if wrong:
-        raise CheckpointError(f"config.json: {', '.join(wrong)}, which is not computed for Motif; it must be false")
+        raise CheckpointError(f"config.json: {', '.join(wrong)}, which is not supported for Motif; it must be false")
 
 
 def _refuse_stretched(rope: Mapping[str, Any]) -> None:
     if rope["rope_type"] != "default":
         raise CheckpointError(
-            f"config.json: rope_scaling has type {rope['rope_type']!r}, which nobody has checked against Motif's own "
+            f"config.json: rope_scaling has type {rope['rope_type']!r}, which was never checked against Motif's own "
             "code; set rope_scaling to null to run the model at the length it was trained for"
         )

@@ -1,6 +1,6 @@
-"""Sizes and settings of a config.json, what it leaves out filled in as its library does.
+"""Reads sizes and settings of a config.json, with the defaults of its library.
 
-transformers' own config classes would read them, but importing them takes seconds; tests hold these to those.
+transformers' config classes could read them too, but importing them takes seconds; tests check that results agree.
 """
 
 import math
@@ -9,14 +9,115 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from diffquant.errors import CheckpointError
 from diffquant.family.spec import DiffSpec
-from diffquant.model.activations import activation_named
-from diffquant.model.adapters.base import count_pairs, is_a, not_valid
-from diffquant.model.adapters.rotary import read_rope
-from diffquant.model.transformer import DEFAULTS, TransformerArchitecture
+from diffquant.model.activations import find_activation
+from diffquant.model.adapters.base import count_pairs, has_type, invalid_config
+from diffquant.model.architecture import DEFAULTS, TransformerArchitecture
+
+_THETA = 10000.0
+
+# Settings that each rope_type needs, besides "rope_theta".
+ROPE_TYPES: Mapping[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "longrope": ("short_factor", "long_factor"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "proportional": (),
+}
+# Settings that must be positive and below _ENDLESS, so that angles and positions fit in float32.
+_POSITIVE = (
+    "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
+    "partial_rotary_factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+)  # fmt: skip
+# Settings that may be null, which is the same as leaving them out.
+_OPTIONAL = ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+_FACTORS = ("short_factor", "long_factor")
+_ENDLESS = 1e18
+# Types that also need the context length before it was extended.
+_STRETCHED = ("llama3", "yarn", "longrope")
+
+
+def read_rope(config: Mapping[str, Any], positions: int) -> dict[str, Any]:
+    """Read the rotary settings of a config.json, converting older spellings to the current one.
+
+    Source: transformers/modeling_rope_utils.py, RotaryEmbeddingConfigMixin.
+    """
+    stated = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(stated, Mapping):
+        raise CheckpointError(f"{invalid_config(config)}: rope_parameters is {stated!r}, not an object")
+    rope = dict(stated)
+    rope.setdefault("rope_theta", config.get("rope_theta", _THETA))
+    if config.get("partial_rotary_factor") is not None:
+        rope.setdefault("partial_rotary_factor", config["partial_rotary_factor"])
+    rope_type = rope.setdefault("rope_type", rope.get("type", "default"))
+    if not isinstance(rope_type, str) or rope_type not in ("default", *ROPE_TYPES):
+        raise CheckpointError(f"config.json: rope_type {rope_type!r} is not one of {', '.join(ROPE_TYPES)}")
+    if rope_type in _STRETCHED:
+        # At the top level of config.json, as in Phi-3, it overrides the value inside the rotary settings.
+        beside = config.get("original_max_position_embeddings")
+        if beside is not None:
+            rope["original_max_position_embeddings"] = beside
+        rope.setdefault("original_max_position_embeddings", positions)
+    if rope_type == "yarn" and "factor" in rope and rope["factor"] is None:
+        original = rope["original_max_position_embeddings"]
+        rope["factor"] = positions / original if _is_positive(original) else None
+    missing = [key for key in ("rope_theta", *ROPE_TYPES.get(rope_type, ())) if rope.get(key) is None]
+    if missing:
+        raise CheckpointError(f"{invalid_config(config)}: its rope_type {rope_type!r} lacks {', '.join(missing)}")
+    wrong = [f"{key} is {rope[key]!r}" for key in rope if not _is_valid(key, rope[key])]
+    if wrong:
+        raise CheckpointError(f"{invalid_config(config)}: of its rotary settings {', '.join(wrong)}")
+    if rope_type != "proportional" and rope.get("partial_rotary_factor") not in (None, 1):
+        raise CheckpointError(
+            f"config.json: partial_rotary_factor is {rope['partial_rotary_factor']}, and only rope_type 'proportional' "
+            "rotates a part of each head; if the model was trained rotating all of it, set the factor to 1"
+        )
+    return rope
+
+
+def check_angles(architecture: TransformerArchitecture) -> None:
+    """Check that a model's rotary settings give an angle for each pair of channels of a head.
+
+    Raises:
+        CheckpointError: they do not, or give no valid angles.
+    """
+    rope, pairs_of_channels = architecture.rope_parameters, architecture.head_dim // 2
+    rope_type, theta = rope["rope_type"], rope["rope_theta"]
+    problems = []
+    if rope_type == "longrope":
+        problems += [
+            f"{key} has {len(rope[key])} numbers for the {pairs_of_channels} pairs of channels of a head"
+            for key in _FACTORS
+            if len(rope[key]) != pairs_of_channels
+        ]
+        if rope["original_max_position_embeddings"] <= 1:
+            problems.append("longrope was trained on one position")
+    if rope_type == "yarn" and theta == 1:
+        problems.append("yarn needs angles that differ, and rope_theta is 1")
+    if rope_type == "dynamic" and pairs_of_channels == 1:
+        problems.append("dynamic needs heads of more than two channels")
+    if problems:
+        raise CheckpointError(f"config.json: angles cannot be computed: {'; '.join(problems)}")
+
+
+def _is_valid(key: str, value: object) -> bool:
+    """Whether a value is allowed for a rotary setting."""
+    if value is None and key in _OPTIONAL:
+        return True
+    if key in _FACTORS:
+        return isinstance(value, list) and all(_is_positive(number) for number in value)
+    if key in _POSITIVE:
+        return _is_positive(value)
+    return value is None or isinstance(value, str | int | float)
+
+
+def _is_positive(value: object) -> bool:
+    return has_type(value, (int, float)) and 0 < float(str(value)) < _ENDLESS
+
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
-# Beyond it no size of a model lies, and beyond 2^63 none that torch takes.
+# Upper limit of any size of a model; torch itself accepts sizes below 2^63.
 _LARGEST = 2**40
 # Defaults of LlamaConfig and DiffLlamaConfig; SIZES must be stated.
 LLAMA: Mapping[str, Any] = {
@@ -31,7 +132,7 @@ _HINTS = get_type_hints(TransformerArchitecture)
 
 
 def _types(key: str) -> tuple[type, ...]:
-    """Types that a field of the architecture has, and null where the config may leave it to other sizes."""
+    """Return the types allowed for a field; NoneType is one if the field may be derived from other sizes."""
     hint = _HINTS[key] | None if LLAMA[key] is None else _HINTS[key]
     return tuple(get_origin(kind) or kind for kind in get_args(hint) or (hint,))
 
@@ -40,39 +141,39 @@ _TYPES = {key: _types(key) for key in LLAMA}
 
 
 def read_sizes(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Every field of a `TransformerArchitecture` but its `diff_spec`.
+    """Read all fields of a `TransformerArchitecture` except its `diff_spec`.
 
     Args:
-        config: config.json.
-        defaults: value of each field that the config may leave out.
+        config: content of config.json.
+        defaults: default of each field that config.json may leave out.
 
     Raises:
-        CheckpointError: sizes are missing, settings are of a wrong type or contradict each other (all are named), or
-            the activation is not computed.
+        CheckpointError: sizes are missing, settings have a wrong type or contradict each other (the message lists all),
+            or the activation is not supported.
     """
     sizes = {key: config.get(key, defaults.get(key)) for key in (*SIZES, *_TYPES)}
-    missing = [key for key in SIZES if not is_a(sizes[key], (int,)) or sizes[key] < 1]
+    missing = [key for key in SIZES if not has_type(sizes[key], (int,)) or sizes[key] < 1]
     if missing:
         raise CheckpointError(f"config.json lacks a positive {', '.join(missing)}")
     wrong = [
         f"{key} is {sizes[key]!r}, not {' or '.join('null' if t is type(None) else t.__name__ for t in types)}"
         for key, types in _TYPES.items()
-        if not is_a(sizes[key], types)
+        if not has_type(sizes[key], types)
     ]
     if wrong:
-        raise CheckpointError(f"{not_valid(config)}: {'; '.join(wrong)}")
+        raise CheckpointError(f"{invalid_config(config)}: {'; '.join(wrong)}")
     _check_ranges(config, sizes)
-    activation_named(sizes["hidden_act"])
+    find_activation(sizes["hidden_act"])
     sizes["num_key_value_heads"] = sizes["num_key_value_heads"] or sizes["num_attention_heads"]
     sizes["head_dim"] = sizes["head_dim"] or sizes["hidden_size"] // sizes["num_attention_heads"]
     return sizes | {"rope_parameters": read_rope(config, sizes["max_position_embeddings"])}
 
 
 def _check_ranges(config: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
-    """Check that numbers lie where a model can be built and computed.
+    """Check that numbers are in ranges for which a model can be built and run.
 
     Raises:
-        CheckpointError: some do not; all are named.
+        CheckpointError: some are not; the message lists all.
     """
     positive = ("num_key_value_heads", "head_dim", "max_position_embeddings")
     wrong = [key for key in (*SIZES, *positive) if sizes[key] is not None and not 0 < sizes[key] < _LARGEST]
@@ -81,42 +182,46 @@ def _check_ranges(config: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
     if pad is not None and not -sizes["vocab_size"] <= pad < sizes["vocab_size"]:
         wrong.append("pad_token_id")
     ends = sizes["eos_token_id"]
-    if isinstance(ends, list) and not all(is_a(token, (int,)) for token in ends):
+    if isinstance(ends, list) and not all(has_type(token, (int,)) for token in ends):
         wrong.append("eos_token_id")
     if wrong:
-        raise CheckpointError(f"{not_valid(config)}: {', '.join(f'{key} is {sizes[key]!r}' for key in wrong)}")
+        raise CheckpointError(f"{invalid_config(config)}: {', '.join(f'{key} is {sizes[key]!r}' for key in wrong)}")
 
 
 def check_width(config: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
-    """Check that heads divide the width, as LlamaConfig demands whatever `head_dim` is.
+    """Check that the number of heads divides the hidden width, which LlamaConfig requires even if `head_dim` is given.
 
     Raises:
-        CheckpointError: the heads do not divide it.
+        CheckpointError: it does not.
     """
     width, heads = sizes["hidden_size"], sizes["num_attention_heads"]
     if width % heads:
         raise CheckpointError(
-            f"{not_valid(config)}: hidden_size {width} is not a multiple of num_attention_heads {heads}"
+            f"{invalid_config(config)}: hidden_size {width} is not a multiple of num_attention_heads {heads}"
         )
 
 
 def read_eps(config: Mapping[str, Any], key: str, default: float = 1e-5) -> float:
-    """Epsilon of a norm.
+    """Read the epsilon of a norm.
 
     Raises:
-        CheckpointError: it is none.
+        CheckpointError: it is not a number of at least 0.
     """
     eps = config.get(key, default)
     if not isinstance(eps, float) or not 0 <= eps < math.inf:
-        raise CheckpointError(f"{not_valid(config)}: {key} is {eps!r}, not a float from 0 on")
+        raise CheckpointError(f"{invalid_config(config)}: {key} is {eps!r}, not a float from 0 on")
     return eps
 
 
 def v1_spec(sizes: Mapping[str, Any], **own: Any) -> DiffSpec:
-    """DIFF V1's attention: two heads a pair unless `own` counts pairs, whose values are twice as wide as its keys.
+    """Return the specification of DIFF V1: two heads per pair, values twice as wide as keys.
+
+    Args:
+        sizes: sizes as `read_sizes` returns them.
+        own: fields of the specification that differ from these, such as the number of pairs.
 
     Raises:
-        CheckpointError: heads make up no pairs, or fields of `own` contradict them.
+        CheckpointError: the number of heads is odd, or fields of `own` contradict the sizes.
     """
     counts = {"pairs": "num_attention_heads", "kv_pairs": "num_key_value_heads"}
     own |= {field: count_pairs(sizes[key], key) for field, key in counts.items() if field not in own}

@@ -1,56 +1,52 @@
-"""Adapters of microsoft/unilm's DIFF V1 and V2 attention inside Llama's layer.
+"""Adapters for microsoft/unilm's DIFF V1 and V2 attention inside Llama's layer.
 
-unilm publishes attention modules, not whole checkpoints: the config.json is Llama's with model_type
-diff_v1 or diff_v2. `num_attention_heads` counts query heads (two a pair), `num_key_value_heads` key
-heads (V1: two a pair; V2: one a group). Without `head_dim`, V2's is hidden_size / pairs, as in
-unilm. Three keys are our own: `rope_style` ("interleaved", as unilm rotates, or "half"), `rope_angles`
-and, for V1, `gqa_pairing` ("flash", or "plain" for checkpoints trained with unilm's plain attention file, which
-forms pairs of K heads after repeating them). `rope_angles` is "llama", or "linspace" for the angles of
-unilm's own decoder. A V1 checkpoint without any `subln.weight` is from before October 2024, when the
-per-pair norm had none.
+unilm publishes attention modules, not whole checkpoints: the config.json is Llama's with model_type diff_v1 or diff_v2.
+`num_attention_heads` counts query heads (two per pair), `num_key_value_heads` key heads (V1: two per KV pair; V2: one).
+In V2 the default of `head_dim` is hidden_size / pairs, as in unilm. Three keys are defined by this package:
+
+- `rope_style` is "interleaved", as in unilm, or "half".
+- `rope_angles` is "llama", or "linspace" for the angles of unilm's decoder.
+- `gqa_pairing`, for V1, is "flash", or "plain" for checkpoints trained with unilm's plain attention file, which pairs K
+  heads after repeating them.
+
+A V1 checkpoint without any `subln.weight` dates from before October 2024, when the per-pair norm had no weight.
 """
 
 from typing import Any, Literal
 
 from diffquant.errors import CheckpointError
-from diffquant.family.heads import Projection
 from diffquant.family.spec import DiffSpec
-from diffquant.model.adapters.base import Adapter, RepeatedHeads, count_pairs, register
+from diffquant.model.adapters.base import Adapter, count_pairs, register
 from diffquant.model.adapters.sizes import DIFFLLAMA, read_sizes, v1_spec
-from diffquant.model.transformer import TransformerArchitecture
+from diffquant.model.architecture import TransformerArchitecture
 
 _SUBLN_EPS = 1e-5
 
 
 @register("diff_v1")
 def read_unilm_v1(config: dict[str, Any]) -> Adapter:
-    """Adapter of a `diff_v1` config.json.
+    """Create the adapter for a `diff_v1` config.json.
 
     Source: microsoft/unilm, Diff-Transformer/multihead_diffattn.py and multihead_flashdiff_1.py.
     """
     sizes = read_sizes(config, DIFFLLAMA)
     sizes["rope_parameters"] = _rotary(config, sizes)
-    source_heads, width = sizes["num_key_value_heads"], sizes["head_dim"]
+    source_heads = sizes["num_key_value_heads"]
     count_pairs(source_heads, "num_key_value_heads")
     if _choice(config, "gqa_pairing", ("flash", "plain")) == "plain":
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
     spec = v1_spec(sizes, post_norm="affine", post_norm_eps=_SUBLN_EPS, rope=_rope_style(config))
-    heads = sizes["num_key_value_heads"]
-    repeated: dict[Projection, RepeatedHeads] = {
-        "k_proj": RepeatedHeads(width, source_heads, heads),
-        "v_proj": RepeatedHeads(2 * width, source_heads // 2, heads // 2),
-    }
     return Adapter(
         TransformerArchitecture(**sizes, diff_spec=spec),
         renames={".self_attn.o_proj.": ".self_attn.out_proj."},
-        repeated=repeated if heads != source_heads else {},
+        kv_repeats=sizes["num_key_value_heads"] // source_heads,
         may_lack_norm_weight=True,
     )
 
 
 @register("diff_v2")
 def read_unilm_v2(config: dict[str, Any]) -> Adapter:
-    """Adapter of a `diff_v2` config.json.
+    """Create the adapter for a `diff_v2` config.json.
 
     Source: microsoft/unilm, Diff-Transformer/Diff-Transformer-V2.
     """
@@ -72,9 +68,10 @@ def read_unilm_v2(config: dict[str, Any]) -> Adapter:
 
 
 def _rotary(config: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:
-    """Rotary settings as Llama's form computes the angles that the config asks for.
+    """Return Llama's rotary settings for the angles that `rope_angles` selects.
 
-    Of n = d/2 angles θ^-linspace(0, 1, n) the i-th is θ^(-i/(n-1)), which is Llama's θ'^(-i/n) with θ' = θ^(n/(n-1)).
+    For "linspace" the angles are θ^-linspace(0, 1, n) with n = d/2. The i-th is θ^(-i/(n-1)), which equals Llama's
+    θ'^(-i/n) with θ' = θ^(n/(n-1)).
 
     Source: microsoft/unilm, YOCO/yoco/models/decoder/yoco.py, build_rel_pos.
     """

@@ -1,12 +1,16 @@
-"""The architecture that `Motif3` runs, as plain data."""
+"""The architecture of `Motif3` as plain data, and the angles of its rotary embedding."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from diffquant.model.architecture import Architecture
-from diffquant.model.blocks import Block, Blocks, Parameters, RMSNormBlock, below
+from diffquant.model.blocks import Block, Blocks, Parameters, RMSNormBlock, prefix_names
 from diffquant.model.motif3.blocks import (
     ExpertsBlock,
     LatentAttentionBlock,
@@ -15,17 +19,58 @@ from diffquant.model.motif3.blocks import (
     StreamsBlock,
     predicted_parameters,
 )
-from diffquant.model.motif3.rotary import plain_frequencies, yarn_factor, yarn_frequencies
+from diffquant.recipe.numbers.absmax import compute_dtype
+
+
+def plain_frequencies(width: int, theta: float) -> list[float]:
+    """Compute RoPE angles per position, θ^(-2j/width), for each of the width/2 pairs of channels."""
+    return [theta ** (-2 * j / width) for j in range(width // 2)]
+
+
+def yarn_frequencies(width: int, theta: float, settings: Mapping[str, Any]) -> list[float]:
+    """Compute YaRN angles per position: those of slowly rotating channels are divided by a factor.
+
+    Args:
+        settings: "factor"; "original_max_position_embeddings", the context length before extension; "beta_fast" and
+            "beta_slow". Channels with more than beta_fast rotations over that length keep their angle; those with less
+            than beta_slow have it divided; in between, angles are interpolated.
+
+    Source: YaRN, arXiv 2309.00071, section 3.2.
+    """
+    factor, original = settings["factor"], settings["original_max_position_embeddings"]
+
+    def channel(turns: float) -> float:
+        return width * math.log(original / (2 * math.pi * turns)) / (2 * math.log(theta))
+
+    low = max(math.floor(channel(settings.get("beta_fast") or 32)), 0)
+    high = min(math.ceil(channel(settings.get("beta_slow") or 1)), width - 1)
+    divided = [min(max((j - low) / max(high - low, 0.001), 0.0), 1.0) for j in range(width // 2)]
+    plain = plain_frequencies(width, theta)
+    return [f * (1 - share) + f / factor * share for f, share in zip(plain, divided, strict=True)]
+
+
+def yarn_factor(factor: float, mscale: float) -> float:
+    """Compute YaRN's factor of queries and of keys for an extended context: 0.1·mscale·ln(factor) + 1."""
+    return 0.1 * mscale * math.log(factor) + 1
+
+
+def rotary_tables(positions: Tensor, frequencies: Sequence[float], like: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute RoPE cosines and sines [B or 1, T, width] of positions [B or 1, T], in the dtype of `like`."""
+    wide = compute_dtype(like)
+    angles = positions[..., None].to(wide) * torch.tensor(frequencies, dtype=wide, device=positions.device)
+    both = torch.cat([angles, angles], -1)
+    return both.cos().to(like.dtype), both.sin().to(like.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Motif3Architecture(Architecture):
-    """A decoder of latent attention, whole or over windows, and experts between residual streams.
+    """A decoder with latent attention, full or windowed, mixture-of-experts layers and several residual streams.
 
-    Its settings have the names of config.json, rotary ones those of transformers.
+    Fields are named as in Motif-3's config.json, rotary settings as in transformers.
     """
 
     model = "diffquant.model.motif3.modeling:Motif3"
+    export = "diffquant.onnx.architectures.motif3:Motif3Decoder"
     makers_pack_experts = True
 
     rms_norm_eps: float
@@ -85,12 +130,12 @@ class Motif3Architecture(Architecture):
         attention = self._attention(0, self.seen)
         network = self._dense(self._poly(0), self.intermediate_size)
         predicted = predicted_parameters(attention, network, self.final_norm[1])
-        layers = [below(f"model.mtp_layers.{i}", predicted) for i in range(self.num_nextn_predict_layers)]
+        layers = [prefix_names(f"model.mtp_layers.{i}", predicted) for i in range(self.num_nextn_predict_layers)]
         return {name: each for layer in layers for name, each in layer.items()}
 
     @property
     def seen(self) -> int | None:
-        """Number of newest tokens that a windowed layer sees; a configuration counts those before the newest."""
+        """Number of newest tokens that a windowed layer sees: one more than config.json's `sliding_window`."""
         return None if self.sliding_window is None else self.sliding_window + 1
 
     def _window(self, layer: int) -> int | None:

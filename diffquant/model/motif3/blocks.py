@@ -1,4 +1,4 @@
-"""The blocks of a Motif-3 model, as plain data. The modules are named as the checkpoint names them."""
+"""The blocks of a Motif-3 model as plain data, with modules named as in its checkpoints."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,30 +14,31 @@ from diffquant.model.blocks import (
     Parameters,
     RMSNormBlock,
     TokenRows,
-    below,
     linear,
+    prefix_names,
 )
 from diffquant.recipe.targets import LAYER_TARGETS
 
 
 @dataclass(frozen=True)
 class LatentAttentionBlock(Block):
-    """Attention whose queries, and whose keys and values, are made of a latent each, gated before its output.
+    """Attention with queries from one latent, keys and values from another, and an output gate.
 
     Attributes:
-        layer: number of its layer.
+        layer: 0-based index of its layer.
         spec: specification of the attention.
         width: hidden width.
-        query_latent: width of what queries and gates are made of.
-        latent: width of what keys and values are made of, which is kept of each token.
-        rope: number of a head's channels that turn, the last ones; all heads share them in their keys.
+        query_latent: width of the latent from which queries and output gates are computed.
+        latent: width of the latent from which keys and values are computed, cached per token.
+        rope: number of rotated channels, the last ones of a head; the rotated key channels are shared by all heads.
         eps: epsilon of the latents' norms.
-        frequencies: angle that each pair of turning channels turns by from one position to the next.
-        scale_factor: factor of the logits beside the specification's scale.
-        window: number of newest tokens that a query sees, itself included; None for all.
+        frequencies: RoPE angle per position of each pair of rotated channels.
+        scale_factor: additional factor of the logits.
+        window: number of newest tokens that a query sees, itself included, or None if it sees all.
     """
 
     module = "diffquant.model.motif3.attention:LatentAttention"
+    export = "diffquant.onnx.architectures.motif3:latent_attention"
     targets: ClassVar[tuple[str, ...]] = LAYER_TARGETS
 
     layer: int
@@ -57,38 +58,40 @@ class LatentAttentionBlock(Block):
 
     @property
     def plain(self) -> int:
-        """Number of a head's channels that do not turn, which keys take from the latent."""
+        """Number of unrotated channels per head, which keys compute from the latent."""
         return self.spec.head_dim - self.rope
 
     def parameters(self) -> Parameters:
         spec, inner = self.spec, self.spec.pairs * self.spec.value_dim
         return {
             **linear("wq_a", self.query_latent, self.width),
-            **below("q_norm", RMSNormBlock(self.query_latent, self.eps).parameters()),
+            **prefix_names("q_norm", RMSNormBlock(self.query_latent, self.eps).parameters()),
             **linear("wq_b", spec.layout.height("q_proj"), self.query_latent, projection="q_proj"),
-            **linear("wq_b_gate", inner, self.query_latent, packing="named"),
+            "wq_b_gate.weight": Parameter((inner, self.query_latent), "named", is_large=True),
             **linear("wkv_a", self.latent + self.rope, self.width),
-            **below("kv_norm", RMSNormBlock(self.latent, self.eps).parameters()),
-            **linear("wkv_b", spec.kv_pairs * (self.plain + spec.value_dim), self.latent),
+            **prefix_names("kv_norm", RMSNormBlock(self.latent, self.eps).parameters()),
+            "wkv_b.weight": Parameter(
+                (spec.kv_pairs * (self.plain + spec.value_dim), self.latent), "weights", by_head=True
+            ),
             **linear("lambda_proj", spec.gates, self.width, packing="named"),
             **linear("wo", self.width, inner),
         }
 
     @property
     def stored(self) -> TokenRows:
-        """The turned channels of keys as a key, and the latent as a value."""
-        return TokenRows((1, self.rope), (1, self.latent), self.window)
+        """Shapes in the cache: the rotated key channels as one key head, and the latent as one value head."""
+        return TokenRows((1, self.rope), (1, self.latent), self.window, is_latent=True)
 
 
 @dataclass(frozen=True)
 class PolySettings:
-    """How a network's PolyNorm is applied.
+    """The settings of PolyNorm in an MLP or expert.
 
     Attributes:
-        scale: factor behind the product of gate and value.
-        clamp: largest magnitude of gate and value, and of what an expert makes of them.
-        bias_clamp: largest magnitude of an expert's bias; None for any.
-        sigmoid: whether its weights are sigmoids of the parameters.
+        scale: factor of the product PolyNorm(gate) · up.
+        clamp: largest magnitude of gate and up in an MLP, and of their product in an expert.
+        bias_clamp: largest magnitude of an expert's PolyNorm bias, or None if it is not limited.
+        sigmoid: whether PolyNorm's weights are the sigmoids of its parameters.
     """
 
     scale: float
@@ -99,13 +102,14 @@ class PolySettings:
 
 @dataclass(frozen=True)
 class PolyMLPBlock(MLPBlock):
-    """A gated network with PolyNorm, of a layer, or one that all tokens share beside their experts.
+    """A gated MLP with PolyNorm: the MLP of a dense layer, or the shared expert.
 
     Attributes:
-        poly: how PolyNorm is applied.
+        poly: settings of PolyNorm.
     """
 
     module = "diffquant.model.motif3.experts:PolyMLP"
+    export = "diffquant.onnx.architectures.experts:poly_mlp"
 
     poly: PolySettings = field(kw_only=True)
 
@@ -115,21 +119,22 @@ class PolyMLPBlock(MLPBlock):
 
 @dataclass(frozen=True)
 class ExpertsBlock(Block):
-    """A router, networks of which each token takes some, and one that all take.
+    """A mixture of experts: a router, routed experts, and a shared expert for all tokens.
 
     Attributes:
         width: hidden width.
-        inner: width of an expert between its two steps.
-        experts: number of experts.
-        chosen: number of those that a token takes.
-        scale: factor of their shares.
-        normed: whether the shares of a token's experts add up to one before that factor.
-        biased: whether a bias of each expert takes part in the choice, though not in its share.
-        poly: how PolyNorm is applied.
-        shared: the network that all tokens take.
+        inner: intermediate width of a routed expert.
+        experts: number of routed experts.
+        chosen: number of experts per token (top-k).
+        scale: factor of the routing weights.
+        normed: whether a token's routing weights are normalized to sum to 1 before `scale` is applied.
+        biased: whether experts have a bias that affects their selection, but not their routing weights.
+        poly: settings of PolyNorm in the routed experts.
+        shared: the shared expert.
     """
 
     module = "diffquant.model.motif3.experts:Experts"
+    export = "diffquant.onnx.architectures.experts:experts"
     kind = "experts"
 
     width: int
@@ -151,22 +156,23 @@ class ExpertsBlock(Block):
             "experts.down_proj": Parameter((self.experts, self.width, self.inner), "weights"),
             "experts.act_fn.weight": Parameter((self.experts, 3), is_wide=True),
             "experts.act_fn.bias": Parameter((self.experts, 1), is_wide=True),
-            **below("shared_experts", self.shared.parameters()),
+            **prefix_names("shared_experts", self.shared.parameters()),
         }
 
 
 @dataclass(frozen=True)
 class StreamsBlock(Block):
-    """Gates between the residual streams and a part of a layer: what it reads, how streams mix, where it writes.
+    """Gates between the residual streams and a sublayer (attention or MLP): of its input, the mixing and its output.
 
     Attributes:
         width: hidden width D of a stream.
         streams: number E of residual streams.
-        rounds: number of times that rows and columns of the mixing matrix are made to add up to one.
-        post_scale: largest factor that a part's output enters a stream with.
+        rounds: number of Sinkhorn iterations that normalize the mixing matrix.
+        post_scale: largest factor with which the sublayer's output is added to a stream.
     """
 
-    module = "diffquant.model.motif3.streams:Streams"
+    module = "diffquant.model.motif3.modeling:Streams"
+    export = "diffquant.onnx.architectures.motif3:read_streams"
 
     width: int
     streams: int
@@ -175,7 +181,7 @@ class StreamsBlock(Block):
 
     @property
     def gates(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of each gate's values."""
+        """Shapes of the gates, by name."""
         return {"pre": (self.streams,), "post": (self.streams,), "res": (self.streams, self.streams)}
 
     def parameters(self) -> Parameters:
@@ -189,19 +195,19 @@ class StreamsBlock(Block):
 
 
 def predicted_parameters(attention: LatentAttentionBlock, network: PolyMLPBlock, norm: RMSNormBlock) -> Parameters:
-    """Parameters of a layer that predicts one token more, which checkpoints carry and nothing here runs.
+    """Return the parameters of a multi-token prediction layer, which checkpoints contain but models here do not run.
 
-    Matrices in it are packed where an override names them.
+    Its matrices are quantized only under overrides that name them.
     """
     kept: Packing = "named"
     parameters = {
-        **below("embed_norm", norm.parameters()),
+        **prefix_names("embed_norm", norm.parameters()),
         **linear("input_proj", norm.width, 2 * norm.width),
-        **below("input_layernorm", norm.parameters()),
-        **below("self_attn", attention.parameters()),
-        **below("post_attention_layernorm", norm.parameters()),
-        **below("mlp", network.parameters()),
-        **below("final_layernorm", norm.parameters()),
+        **prefix_names("input_layernorm", norm.parameters()),
+        **prefix_names("self_attn", attention.parameters()),
+        **prefix_names("post_attention_layernorm", norm.parameters()),
+        **prefix_names("mlp", network.parameters()),
+        **prefix_names("final_layernorm", norm.parameters()),
     }
     return {
         name: replace(each, packing=kept) if each.packing == "weights" else each for name, each in parameters.items()

@@ -1,4 +1,4 @@
-"""Networks with PolyNorm: dense ones, and experts behind a sigmoid router."""
+"""MLPs with PolyNorm: dense ones, and a mixture of experts with a sigmoid router."""
 
 import torch
 from torch import Tensor, nn
@@ -7,14 +7,14 @@ from torch.nn.functional import linear
 from diffquant.model.activations import poly_norm
 from diffquant.model.linears import add_linears
 from diffquant.model.motif3.blocks import ExpertsBlock, PolyMLPBlock
-from diffquant.numbers.absmax import compute_dtype
+from diffquant.recipe.numbers.absmax import compute_dtype
 
-# Keeps shares finite where all chosen experts' sigmoids are 0.
+# Keeps normalized routing weights finite if the sigmoids of all chosen experts are 0.
 SUM_EPS = 1e-20
 
 
 class PolyMLP(nn.Module):
-    """A gated network: down(scale · (PolyNorm(gate(x)) · up(x))), the product in float32 at least."""
+    """A gated MLP: down(scale · (PolyNorm(gate(x)) · up(x))), with the elementwise product in at least float32."""
 
     gate_proj: nn.Linear
     up_proj: nn.Linear
@@ -35,7 +35,7 @@ class PolyMLP(nn.Module):
 
 
 class PolyNorm(nn.Module):
-    """The parameters of PolyNorm, of one network or of several experts."""
+    """The parameters of PolyNorm for one MLP or for several experts."""
 
     def __init__(self, *shape: int) -> None:
         super().__init__()
@@ -43,49 +43,35 @@ class PolyNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(*shape[:-1], 1))
 
     def forward(self, sigmoid: bool) -> tuple[Tensor, Tensor]:
-        """Weights [..., 3] of cube, square and line, and bias [..., 1], in float32 at least."""
+        """Return weights [..., 3] of the cubic, square and linear terms, and bias [..., 1], in at least float32."""
         weight = self.weight.to(compute_dtype(self.weight))
         return weight.sigmoid() if sigmoid else weight, self.bias.to(weight.dtype)
 
 
-class Router(nn.Module):
-    """The logits of experts, whose Linear stands under the name that checkpoints have for it."""
-
-    def __init__(self, width: int, experts: int) -> None:
-        super().__init__()
-        self.gate = nn.Linear(width, experts, bias=False)
-
-
-class ExpertMatrices(nn.Module):
-    """The weights of all experts in one tensor a kind, [experts, out, in], gates' rows before values'."""
-
-    def __init__(self, block: ExpertsBlock) -> None:
-        super().__init__()
-        shapes = {name: each.shape for name, each in block.parameters().items()}
-        self.gate_up_proj = nn.Parameter(torch.zeros(shapes["experts.gate_up_proj"]))
-        self.down_proj = nn.Parameter(torch.zeros(shapes["experts.down_proj"]))
-        self.act_fn = PolyNorm(block.experts, 3)
-
-
 class Experts(nn.Module):
-    """The sum of the chosen experts' outputs, each times its share, and of what all tokens share.
+    """A mixture of experts: the chosen experts' outputs times their routing weights, plus the shared expert's output.
 
-    Experts are chosen by the sigmoid of their logit plus a bias of their own, which has no part in their shares.
+    Experts are chosen by the sigmoid of their router logit plus a per-expert bias. Routing weights exclude the bias.
     """
 
     def __init__(self, block: ExpertsBlock) -> None:
         super().__init__()
         self.block = block
-        self.router = Router(block.width, block.experts)
+        # Containers that only give parameters their checkpoint names: router.gate, experts.gate_up_proj and others.
+        self.router, self.experts = nn.Module(), nn.Module()
+        self.router.gate = nn.Linear(block.width, block.experts, bias=False)
         self.expert_bias = nn.Parameter(torch.zeros(block.experts)) if block.biased else None
-        self.experts = ExpertMatrices(block)
+        shapes = {name: each.shape for name, each in block.parameters().items()}
+        for name in ("gate_up_proj", "down_proj"):
+            self.experts.register_parameter(name, nn.Parameter(torch.zeros(shapes[f"experts.{name}"])))
+        self.experts.act_fn = PolyNorm(block.experts, 3)
         self.shared_experts = PolyMLP(block.shared)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Output [B, T, D] for x [B, T, D]; an expert runs on its tokens alone."""
+        """Compute the output [B, T, D] for x [B, T, D]; each expert runs only on the tokens routed to it."""
         tokens, wide = x.flatten(0, 1), compute_dtype(x)
         chosen, shares = self.route(tokens)
-        weights, biases = self.experts.act_fn(self.block.poly.sigmoid)
+        weights, biases = self.get_submodule("experts.act_fn")(self.block.poly.sigmoid)
         if self.block.poly.bias_clamp is not None:
             biases = biases.clamp(-self.block.poly.bias_clamp, self.block.poly.bias_clamp)
         routed = torch.zeros_like(tokens, dtype=wide)
@@ -97,9 +83,9 @@ class Experts(nn.Module):
         return routed.to(x.dtype).view_as(x) + shared
 
     def route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Numbers of each token's experts, int64 [N, chosen], and their shares in float32 at least, for [N, D]."""
+        """Choose experts for tokens [N, D]; return their indices, int64, and routing weights, [N, chosen] each."""
         wide = compute_dtype(tokens)
-        scores = linear(tokens.to(wide), self.router.gate.weight.to(wide)).sigmoid()
+        scores = linear(tokens.to(wide), self.get_parameter("router.gate.weight").to(wide)).sigmoid()
         favoured = scores if self.expert_bias is None else scores + self.expert_bias.to(wide)
         chosen = favoured.topk(self.block.chosen).indices
         shares = scores.gather(1, chosen)
@@ -109,6 +95,6 @@ class Experts(nn.Module):
 
     def _expert(self, expert: int, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         poly, wide = self.block.poly, compute_dtype(x)
-        gate, up = linear(x, self.experts.gate_up_proj[expert]).to(wide).chunk(2, -1)
+        gate, up = linear(x, self.get_parameter("experts.gate_up_proj")[expert]).to(wide).chunk(2, -1)
         product = (poly_norm(gate, weight, bias) * up).clamp(-poly.clamp, poly.clamp)
-        return linear(product.to(x.dtype) * poly.scale, self.experts.down_proj[expert])
+        return linear(product.to(x.dtype) * poly.scale, self.get_parameter("experts.down_proj")[expert])

@@ -1,11 +1,11 @@
-"""Motif-3: the decoder, the model with its head, and a walk through its layers."""
+"""Motif-3: its layers, its decoder and the model with its output head."""
 
-from collections.abc import MutableSequence, Sequence
-from dataclasses import dataclass
-from typing import cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear, rms_norm
 from transformers.cache_utils import Cache
 
 from diffquant.attention.registry import LATENT
@@ -17,24 +17,73 @@ from diffquant.model.causal import CausalModel
 from diffquant.model.config import ArchitectureConfig
 from diffquant.model.decoder import Decoder, DecoderLayer
 from diffquant.model.fused_cache import FusedLayer, warn_of_slow_decoding
-from diffquant.model.motif3.architecture import Motif3Architecture
+from diffquant.model.motif3.architecture import Motif3Architecture, rotary_tables
 from diffquant.model.motif3.attention import LatentAttention, Rotary
-from diffquant.model.motif3.rotary import rotary_tables
-from diffquant.model.motif3.streams import Streams, written
-from diffquant.model.positions import count_positions
-from diffquant.model.reading import Reading
-from diffquant.model.walk import Walk
-from diffquant.model.windowed_cache import WindowsCache, storage_of
+from diffquant.model.motif3.blocks import StreamsBlock
+from diffquant.model.reading import Reading, count_positions
+from diffquant.model.windowed_cache import WindowsCache, new_storage
+from diffquant.recipe.numbers.absmax import compute_dtype
+
+EPS = 1e-6
+LARGEST_GATE, LARGEST_MIX = 10.0, 20.0
+SMALLEST_SUM = 1e-8
+
+
+class Streams(nn.Module):
+    """The gates of a sublayer, computed from all residual streams X [B, T, E, D] of a token, in at least float32."""
+
+    def __init__(self, block: StreamsBlock) -> None:
+        super().__init__()
+        self.block = block
+        width = block.streams * block.width
+        self.rms_norm = nn.RMSNorm(width, EPS)
+        for name, shape in block.gates.items():
+            self.add_module(f"proj_{name}", nn.Linear(width, torch.Size(shape).numel(), bias=False))
+            self.register_parameter(f"alpha_{name}", nn.Parameter(torch.zeros(1)))
+            self.register_parameter(f"bias_{name}", nn.Parameter(torch.zeros(shape)))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the sublayer's input [B, T, D], the mixed streams [B, T, E, D] and its output's factors [B, T, E]."""
+        wide = x.to(compute_dtype(x))
+        flat = wide.flatten(-2)
+        n = rms_norm(flat, flat.shape[-1:], self.rms_norm.weight.to(flat.dtype), EPS)
+        reads = self._gate("pre", n, LARGEST_GATE).sigmoid()
+        writes = self._gate("post", n, LARGEST_GATE).sigmoid() * self.block.post_scale
+        mix = balance(self._gate("res", n, LARGEST_MIX).exp(), self.block.rounds)
+        return (reads[..., None] * wide).sum(-2).to(x.dtype), mix @ wide, writes
+
+    def _gate(self, name: str, n: Tensor, largest: float) -> Tensor:
+        """Compute the gate's logits α · projection + bias, [B, T, *shape], clipped to ±`largest`."""
+        names = (f"proj_{name}.weight", f"alpha_{name}", f"bias_{name}")
+        weight, alpha, bias = (self.get_parameter(each).to(n.dtype) for each in names)
+        raw: Tensor = linear(n, weight).unflatten(-1, self.block.gates[name])
+        return (alpha * raw + bias).clamp(-largest, largest)
+
+
+def balance(mix: Tensor, rounds: int) -> Tensor:
+    """Normalize positive matrices [..., E, E] by repeatedly dividing rows, then columns, by their sums.
+
+    Source: Sinkhorn and Knopp, 1967.
+    """
+    for _ in range(rounds):
+        mix = mix / mix.sum(-1, keepdim=True).clamp(min=SMALLEST_SUM)
+        mix = mix / mix.sum(-2, keepdim=True).clamp(min=SMALLEST_SUM)
+    return mix
+
+
+def write_streams(mixed: Tensor, y: Tensor, writes: Tensor) -> Tensor:
+    """Add a sublayer's output y [B, T, D], times `writes`, to the mixed streams; return them in y's dtype."""
+    return (mixed + writes[..., None] * y.to(mixed.dtype)[..., None, :]).to(y.dtype)
 
 
 class Motif3Config(ArchitectureConfig, architecture=Motif3Architecture):
-    """The fields by the names that Motif-3's config.json has for them."""
+    """Configuration of a Motif-3 model, with fields named as in its config.json."""
 
     model_type = "Motif"
 
 
 class Motif3Layer(DecoderLayer):
-    """Attention and a network, each between gates on the residual streams [B, T, E, D] and behind its norm."""
+    """Attention and an MLP, each preceded by a norm and connected to the residual streams [B, T, E, D] by gates."""
 
     self_attn: LatentAttention
     input_layernorm: nn.Module
@@ -48,24 +97,31 @@ class Motif3Layer(DecoderLayer):
 
     def forward(self, x: Tensor, rotary: Rotary, reading: Reading) -> Tensor:
         read, mixed, writes = self.mhc_attn(x)
-        x = written(mixed, self.self_attn(self.input_layernorm(read), rotary, reading), writes)
+        x = write_streams(mixed, self.self_attn(self.input_layernorm(read), rotary, reading), writes)
         read, mixed, writes = self.mhc_ffn(x)
-        return written(mixed, self.network(self.post_attention_layernorm(read)), writes)
+        return write_streams(mixed, self.network(self.post_attention_layernorm(read)), writes)
 
-    def project(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of the attention, for streams x."""
-        read, _, _ = self.mhc_attn(x)
-        return self.self_attn.project(self.input_layernorm(read), rotary)
+    def project(self, state: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        read, _, _ = self.mhc_attn(state)
+        return self.self_attn.project(self.input_layernorm(read), arguments[0])
 
-    def cached(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
-        """The turned channels and the latent that a cache keeps, for streams x."""
-        read, _, _ = self.mhc_attn(x)
-        _, latent, turned = self.self_attn.latents(self.input_layernorm(read), rotary)
+    def cached_states(self, state: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+        """Compute the rotated key channels and latents that are cached, from the residual streams."""
+        read, _, _ = self.mhc_attn(state)
+        _, latent, turned = self.self_attn.latents(self.input_layernorm(read), arguments[0])
         return turned, latent
+
+    @property
+    def attention_output(self) -> nn.Module:
+        return self.self_attn.wo
+
+    @property
+    def window(self) -> int | None:  # type: ignore[override]
+        return self.self_attn.block.window
 
 
 class Motif3Model(Decoder):
-    """The decoder without its head: embedding, layers over residual streams, their mean and the final norm."""
+    """The decoder without its output head: embedding, layers, mean of the residual streams, final norm."""
 
     config_class = Motif3Config
     layer_class = Motif3Layer
@@ -76,45 +132,30 @@ class Motif3Model(Decoder):
         super().__init__(config)
         self.post_init()
 
-    def run_layers(
-        self,
-        x: Tensor,
-        mask: Mask,
-        past: int,
-        position_ids: Tensor | None,
-        cache: Cache | None,
-        states: MutableSequence[Tensor] | None,
-    ) -> Tensor:
-        """As `Decoder.run_layers`.
-
-        Raises:
-            UsageError: the cache is not the model's own, or the mask is another than causal order with padding.
-        """
+    def layer_arguments(
+        self, x: Tensor, mask: Mask, past: int, position_ids: Tensor | None, cache: Cache | None
+    ) -> Sequence[tuple[Any, ...]]:
         if mask.seen is not None:
             raise UsageError(
                 "this model has windows beside causal order: neither a 4-D attention_mask nor sequences packed by "
-                "position_ids can be honoured; pass sequences as rows of a batch, and an attention_mask [batch, tokens]"
+                "position_ids are supported; pass sequences as rows of a batch, and an attention_mask [batch, tokens]"
             )
         if cache is not None and not isinstance(cache, WindowsCache):
-            raise UsageError(f"{type(cache).__name__} does not keep latents of windows; pass what new_cache() gives")
+            raise UsageError(f"{type(cache).__name__} does not keep latents of windows; pass the result of new_cache()")
         if position_ids is None:
             position_ids = count_positions(mask.keys, past, x.shape[1], x.device)
-        tables = self.tables(position_ids, x)
         reading = Reading.of(mask.keys, x.shape[1], self.architecture.seen, cache)
-        streams = self.start(x)
-        for layer, rotary in zip(self.layers, tables, strict=True):
-            if states is not None:
-                states.append(streams.mean(-2))
-            streams = layer(streams, rotary, reading)
-        normed: Tensor = self.norm(streams.mean(-2))
-        return normed
+        return [(rotary, reading) for rotary in self.tables(position_ids, x)]
 
     def start(self, x: Tensor) -> Tensor:
-        """Streams [B, T, E, D] of the first layer, for embeddings [B, T, D]."""
+        """Return the first layer's residual streams [B, T, E, D]: E copies of the embeddings [B, T, D]."""
         return x.unsqueeze(-2).expand(-1, -1, self.architecture.mhc_expansion_rate, -1)
 
+    def hidden(self, state: Tensor) -> Tensor:
+        return state.mean(-2)
+
     def tables(self, positions: Tensor, like: Tensor) -> Sequence[Rotary]:
-        """Cosines and sines for each layer."""
+        """Compute RoPE cosines and sines for each layer, in the dtype of `like`."""
         of_layers = [layer.self_attn.block.frequencies for layer in cast(Sequence[Motif3Layer], self.layers)]
         by_frequencies = {each: rotary_tables(positions, each, like) for each in dict.fromkeys(of_layers)}
         return [by_frequencies[each] for each in of_layers]
@@ -124,77 +165,27 @@ class Motif3Model(Decoder):
 
     @property
     def crop_refusal(self) -> str | None:
-        return None if self.architecture.seen is None else "the windows of this model do not hold what was before"
+        return None if self.architecture.seen is None else "the windows of this model do not hold earlier tokens"
 
     def new_cache(self) -> WindowsCache:
-        """An empty cache of latents as the recipe wants it."""
-        rows = self.architecture.token_rows
-        layers = [self._storage(layer, each) for layer, each in rows.items()]
-        windowed = next((layer for layer, each in rows.items() if each.window is not None), None)
-        return WindowsCache(self.recipe, layers, whole=0, windowed=windowed)
+        """Return a new empty cache of latents for the recipe."""
+        rows = self.architecture.token_rows.items()
+        return WindowsCache(self.recipe, [self._storage(layer, each) for layer, each in rows])
 
     def _storage(self, layer: int, rows: TokenRows) -> PackedLayer:
         attention = cast(Motif3Layer, self.layers[layer]).self_attn
-        # The kernel has no backward pass, and a window is short.
+        # The kernel has no backward pass, and windowed layers have too few tokens to gain from it.
         if attention.backend == LATENT and rows.window is None and not torch.is_grad_enabled():
             recipe = self.recipe.at_layer(layer)
             if (refusal := attention.decoding_refusal(recipe)) is None:
                 return FusedLayer(recipe, None)
             warn_of_slow_decoding(refusal)
-        return storage_of(rows, layer, self.recipe, self.ranges)
+        return new_storage(rows, layer, self.recipe, self.ranges)
 
 
 class Motif3(CausalModel):
-    """A decoder-only language model of latent attention and experts between residual streams."""
+    """A decoder-only language model with latent attention, mixture-of-experts layers and several residual streams."""
 
     config_class = Motif3Config
     decoder_class = Motif3Model
     model: Motif3Model
-
-    def walk(self, length: int) -> "Motif3Walk":
-        like = torch.empty(0, dtype=self.dtype, device=self.device)
-        positions = torch.arange(length, device=self.device)[None]
-        return Motif3Walk(self, length, self.model.tables(positions, like))
-
-
-@dataclass(frozen=True)
-class Motif3Walk(Walk[Tensor]):
-    """A Motif-3's layers over sequences of one length; what goes from layer to layer is the streams [B, T, E, D].
-
-    Attributes:
-        tables: cosines and sines for each layer.
-    """
-
-    model: Motif3
-    tables: Sequence[Rotary]
-
-    def embed(self, ids: Tensor) -> Tensor:
-        return self.model.model.start(self.model.model.embed_tokens(ids))
-
-    def hidden(self, state: Tensor) -> Tensor:
-        return state.mean(-2)
-
-    def run(self, layer: nn.Module, state: Tensor) -> Tensor:
-        layer, window = cast(Motif3Layer, layer), self.model.model.architecture.seen
-        cache = cast(WindowsCache | None, self.new_cache())
-        out: Tensor = layer(state, self.tables[layer.layer], Reading.of(None, self.length, window, cache))
-        return out
-
-    def project(self, layer: nn.Module, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        layer = cast(Motif3Layer, layer)
-        return layer.project(state, self.tables[layer.layer])
-
-    def cached(
-        self,
-        layer: nn.Module,
-        state: Tensor,
-        projections: tuple[Tensor, Tensor, Tensor],  # noqa: ARG002  expanded
-    ) -> tuple[Tensor, Tensor]:
-        layer = cast(Motif3Layer, layer)
-        return layer.cached(state, self.tables[layer.layer])
-
-    def attention_output(self, layer: nn.Module) -> nn.Module:
-        return cast(Motif3Layer, layer).self_attn.wo
-
-    def window(self, layer: nn.Module) -> int | None:
-        return cast(Motif3Layer, layer).self_attn.block.window

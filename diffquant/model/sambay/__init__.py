@@ -1,4 +1,4 @@
-"""SambaY: state spaces and windows below, one full attention in the middle, and gated memory and its keys above.
+"""SambaY: Mamba and windowed attention in the lower layers, one full attention, gated memory and cross attention above.
 
 Source: arXiv 2507.06607; microsoft/Phi-4-mini-flash-reasoning, whose modelling code needs a GPU and kernels.
 """

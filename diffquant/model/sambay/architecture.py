@@ -1,35 +1,178 @@
-"""The architecture that `SambaY` runs, as plain data."""
+"""The architecture of `SambaY` and its blocks as plain data, named as in checkpoints."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
+from diffquant.family.heads import PROJECTIONS
+from diffquant.family.spec import DiffSpec
 from diffquant.model.architecture import Architecture
-from diffquant.model.blocks import Block, Blocks
-from diffquant.model.sambay.blocks import (
-    CrossAttentionBlock,
-    FusedAttentionBlock,
-    FusedMLPBlock,
-    GatedMemoryBlock,
-    LayerNormBlock,
-    MambaBlock,
+from diffquant.model.blocks import (
+    Block,
+    Blocks,
+    MLPBlock,
+    Parameter,
+    Parameters,
+    RMSNormBlock,
+    Shape,
+    TokenRows,
+    linear,
+    pair_parameters,
+    token_rows,
 )
+from diffquant.recipe.targets import LAYER_TARGETS
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class FusedAttentionBlock(Block):
+    """Attention with its Q, K and V projections in one weight; cross attention has only a Q projection.
+
+    Attributes:
+        layer: 0-based index of its layer, which λ_init depends on.
+        spec: specification of the attention.
+        width: hidden width.
+        kind: "windowed attention", "full attention" or "cross attention".
+        window: number of newest keys that a query sees, or None if there is no window.
+        is_cross: whether it uses the keys and values of an earlier layer.
+    """
+
+    module = "diffquant.model.sambay.layers:SambaYAttention"
+    export = "diffquant.onnx.architectures.sambay:attention"
+
+    layer: int
+    spec: DiffSpec
+    width: int
+    kind: str
+    window: int | None = None
+    is_cross: bool = False
+
+    @property
+    def targets(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("logits", "qk", "p", "pv") if self.is_cross else LAYER_TARGETS
+
+    @property
+    def heights(self) -> list[int]:
+        """Number of rows of each projection in the fused weight."""
+        return [self.spec.layout.height(name) for name in PROJECTIONS[: 1 if self.is_cross else None]]
+
+    def parameters(self) -> Parameters:
+        pair = pair_parameters(self.spec, is_wide=True)
+        return {
+            **linear("Wqkv", sum(self.heights), self.width, biased=True),
+            **linear("out_proj", self.width, self.spec.pairs * self.spec.value_dim, biased=True),
+            **{f"inner_cross_attn.{name}": parameter for name, parameter in pair.items()},
+        }
+
+    @property
+    def stored(self) -> TokenRows | None:
+        return None if self.is_cross else token_rows(self.spec, self.window)
+
+
+@dataclass(frozen=True)
+class MambaBlock(Block):
+    """Mamba-1.
+
+    Attributes:
+        width: hidden width.
+        inner: E, number of channels.
+        states: N, width of a channel's state.
+        seen: number of tokens that the convolution covers.
+        rank: rank of the projection to step sizes.
+    """
+
+    module = "diffquant.model.sambay.layers:Mamba"
+    export = "diffquant.onnx.architectures.sambay:mamba"
+    kind = "mamba"
+
+    width: int
+    inner: int
+    states: int
+    seen: int
+    rank: int
+
+    def parameters(self) -> Parameters:
+        return {
+            **linear("in_proj", 2 * self.inner, self.width),
+            "conv1d.weight": Parameter((self.inner, 1, self.seen)),
+            "conv1d.bias": Parameter((self.inner,)),
+            **linear("x_proj", self.rank + 2 * self.states, self.inner),
+            # It is small, so it is quantized only under an override.
+            **linear("dt_proj", self.inner, self.rank, biased=True, packing="named"),
+            **linear("out_proj", self.width, self.inner),
+            # They are used in an exponential, in float32 as in the reference.
+            "A_log": Parameter((self.inner, self.states), is_wide=True),
+            "D": Parameter((self.inner,), is_wide=True),
+        }
+
+    @property
+    def stored(self) -> tuple[Shape, ...]:
+        """Shapes of the convolution's newest inputs and of the state."""
+        return (self.seen - 1, self.inner), (self.inner, self.states)
+
+
+@dataclass(frozen=True)
+class GatedMemoryBlock(Block):
+    """A gated memory unit: gates the scan output of the last Mamba layer.
+
+    Attributes:
+        width: hidden width.
+        inner: E, number of channels of the memory.
+    """
+
+    module = "diffquant.model.sambay.layers:GatedMemory"
+    export = "diffquant.onnx.architectures.sambay:gated_memory"
+    kind = "gated memory"
+
+    width: int
+    inner: int
+
+    def parameters(self) -> Parameters:
+        return linear("in_proj", self.inner, self.width) | linear("out_proj", self.width, self.inner)
+
+
+class FusedMLPBlock(MLPBlock):
+    """A gated MLP with gate and up projection in one weight, the gate first; its activation has no parameters."""
+
+    module = "diffquant.model.sambay.layers:SambaYMLP"
+    export = "diffquant.onnx.architectures.sambay:mlp"
+
+    def parameters(self) -> Parameters:
+        return linear("fc1", 2 * self.inner, self.width) | linear("fc2", self.width, self.inner)
+
+
+class LayerNormBlock(RMSNormBlock):
+    """A LayerNorm with a weight and a bias."""
+
+    export = "diffquant.onnx.architectures.sambay:norm"
+
+    def parameters(self) -> Parameters:
+        return super().parameters() | {"bias": Parameter((self.width,))}
+
+    def new_module(self) -> "nn.Module":
+        from torch.nn import LayerNorm
+
+        return LayerNorm(self.width, self.eps)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SambaYArchitecture(Architecture):
-    """A decoder whose layers, a multiple of four, have mixers of five kinds.
+    """A decoder with token mixers of five kinds; the number of layers is a multiple of four.
 
     Attributes:
         layer_norm_eps: epsilon of the LayerNorms.
-        sliding_window: number of newest tokens that windowed layers see; None if there is no window.
+        sliding_window: number of newest tokens that windowed layers see, or None if there is no window.
         mamba_d_state: N, width of a channel's state.
-        mamba_d_conv: number of tokens that the convolution sees.
-        mamba_expand: channels E of Mamba and memory over the hidden width.
+        mamba_d_conv: number of tokens that the convolution covers.
+        mamba_expand: ratio of the number of channels E of Mamba and memory to the hidden width.
         mamba_dt_rank: rank of the projection to step sizes.
     """
 
     model = "diffquant.model.sambay.modeling:SambaY"
+    export = "diffquant.onnx.architectures.sambay:SambaYDecoder"
 
     layer_norm_eps: float
     sliding_window: int | None
@@ -49,10 +192,10 @@ class SambaYArchitecture(Architecture):
         return "final_layernorm", LayerNormBlock(self.hidden_size, self.layer_norm_eps)
 
     def _mixer(self, layer: int) -> Block:
-        """The token mixer of a 0-based layer.
+        """Return the token mixer of a 0-based layer.
 
-        Mamba and windows below, one full attention in the middle, and above it gates on the last Mamba's memory and
-        queries over the full attention's keys and values.
+        Lower layers alternate Mamba and windowed attention, followed by one full attention. Upper layers alternate
+        gated memory units and cross attention, which uses the full attention's keys and values.
         """
         spec, width, inner = self.diff_spec, self.hidden_size, self.mamba_expand * self.hidden_size
         middle = self.num_hidden_layers // 2
@@ -64,4 +207,4 @@ class SambaYArchitecture(Architecture):
             return FusedAttentionBlock(layer, spec, width, "windowed attention", self.sliding_window)
         if layer == middle + 1:
             return FusedAttentionBlock(layer, spec, width, "full attention")
-        return CrossAttentionBlock(layer, spec, width, "cross attention")
+        return FusedAttentionBlock(layer, spec, width, "cross attention", is_cross=True)

@@ -1,17 +1,17 @@
-"""The roundings by name: every rule by which weights can become codes and scales, one file each."""
+"""Roundings by name: the methods that choose a weight's codes and scales, one file each."""
 
 import sys
 from collections.abc import Mapping
 
+from diffquant.checkpoints.calibration import combine_digests
+from diffquant.checkpoints.corpora import open_corpora
+from diffquant.checkpoints.source import Source
+from diffquant.checkpoints.texts import text_digest
 from diffquant.errors import UsageError
 from diffquant.quantization.roundings.base import ROUNDINGS, Round, Rounder, Rounding, register
 from diffquant.recipe.rounding import RoundingSettings
-from diffquant.scheme import Scheme
-from diffquant.support.discovery import import_all
-from diffquant.support.listing import first_few
-from diffquant.support.spelling import spelled
-from diffquant.support.suggestion import did_you_mean
-from diffquant.text.corpus import load_text, text_digest
+from diffquant.recipe.scheme import Scheme
+from diffquant.support.names import did_you_mean, first_few, import_all, option_name
 
 __all__ = ["Round", "Rounder", "Rounding", "checked_rounding", "register", "rounding_named", "text_read_digest"]
 
@@ -19,10 +19,10 @@ import_all(sys.modules[__name__])
 
 
 def rounding_named(name: str) -> Rounding:
-    """The rounding that has a name.
+    """Return the rounding with the given name.
 
     Raises:
-        UsageError: there is none; the nearest name is suggested.
+        UsageError: there is none; the most similar name is suggested.
     """
     if name not in ROUNDINGS:
         raise UsageError(f"unknown rounding {name!r}{did_you_mean(name, list(ROUNDINGS))}")
@@ -30,21 +30,21 @@ def rounding_named(name: str) -> Rounding:
 
 
 def checked_rounding(settings: RoundingSettings, schemes: Mapping[str, Scheme]) -> Rounding:
-    """The rounding that a recipe's settings name, checked to do what they and the schemes ask of it.
+    """Return the rounding that a recipe's settings name, after checking that it supports them and the schemes.
 
     Args:
         schemes: scheme of each module whose weight is quantized.
 
     Raises:
-        UsageError: there is no such rounding, the settings name a text and it reads none, or options that it does not
-            have, or it works row by row and scales span rows, every such module named.
+        UsageError: there is no such rounding; the settings name calibration data that it does not read, or options that
+            it does not have; or it rounds rows independently and scales span rows, in which case modules are named.
     """
     rounding = rounding_named(settings.name)
     if settings.reads and not rounding.needs_text:
         readers = " or ".join(name for name, each in ROUNDINGS.items() if each.needs_text)
         raise UsageError(
-            f"{spelled('text')} and {spelled('tokens')} say which text {spelled('rounding', readers)} reads; give them "
-            "only with it"
+            f"{' and '.join(map(option_name, settings.reads))} are about the text that "
+            f"{option_name('rounding', readers)} reads; give them only with it"
         )
     foreign = [name for name in settings.options if name not in rounding.options]
     if foreign:
@@ -54,16 +54,22 @@ def checked_rounding(settings: RoundingSettings, schemes: Mapping[str, Scheme]) 
     if spanning and rounding.row_by_row:
         kinds = " or ".join(dict.fromkeys("block" if each.sharing.tile else "tensor" for each in spanning.values()))
         raise UsageError(
-            f"{spelled('rounding', rounding.name)} works row by row and {first_few(spanning, ', ')} have one scale a "
-            f"{kinds}; use a group or row granularity, or {spelled('rounding', 'nearest')}"
+            f"{option_name('rounding', rounding.name)} works row by row and {first_few(spanning, ', ')} have one "
+            f"scale a {kinds}; use a group or row granularity, or {option_name('rounding', 'nearest')}"
         )
     return rounding
 
 
-def text_read_digest(settings: RoundingSettings) -> str | None:
-    """16 hex digits of the text that a rounding reads, without reading it through a model; None if it reads none.
+def text_read_digest(source: Source, settings: RoundingSettings) -> str | None:
+    """Return a digest (16 hex digits) of a rounding's calibration data, or None if it reads none; no model is run.
 
     Raises:
-        UsageError: there is no such rounding, or the text cannot be read.
+        DiffQuantError: there is no such rounding, or the data cannot be read.
     """
-    return text_digest(load_text(settings.text)) if rounding_named(settings.name).needs_text else None
+    rounding = rounding_named(settings.name)
+    if not rounding.needs_text:
+        return None
+    texts = [corpus.text for corpus in open_corpora(settings.text)]
+    if None in texts:
+        return rounding.read_text(source, settings).digest
+    return combine_digests([text_digest(text) for text in texts if text is not None])

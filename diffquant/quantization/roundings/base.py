@@ -1,4 +1,4 @@
-"""The interface of a rounding: the rule, and the rule made ready for one checkpoint."""
+"""The interface of a rounding (`Rounding`), and of a rounding prepared for one checkpoint (`Rounder`)."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -8,27 +8,31 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from diffquant.checkpoints.calibration import Calibration, read_calibration
+from diffquant.checkpoints.source import Source
+from diffquant.checkpoints.tokens import max_length
+from diffquant.checkpoints.weight_source import WeightSource
 from diffquant.errors import UsageError
 from diffquant.recipe.rounding import RoundingSettings
-from diffquant.scheme import Scheme
-from diffquant.source.source import Source
-from diffquant.source.weight_source import WeightSource
+from diffquant.recipe.scheme import Scheme
 from diffquant.support.progress import Progress
 
+# Default number of tokens of calibration data.
+TOKENS = 16384
 # (source name, values [rows, in], scheme, dtype of the stored scale) -> codes int8 [rows, in], scale as stored.
 Round = Callable[[str, Tensor, Scheme, torch.dtype], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
 class Rounder:
-    """A rounding made ready for one checkpoint.
+    """A rounding prepared for one checkpoint.
 
     Attributes:
-        round: function of any rows of one of the checkpoint's weights, in float32, whose scales do not span rows;
-            called from several threads.
-        identity: plain data on which its result depends beside the checkpoint, the scheme and the rounding's name.
-        made: codes int8 [out, in] and stored scale of whole weights, by name, where a rule rounds them while it is made
-            ready; `round` serves the others.
+        round: function that rounds any rows of a weight, given in float32, if scales do not span rows; called from
+            several threads.
+        identity: JSON data that, with the checkpoint, the scheme and the rounding's name, determines the result.
+        made: codes int8 [out, in] and stored scale, by weight name, of weights that were rounded during preparation;
+            `round` is used for the others.
     """
 
     round: Round
@@ -37,22 +41,40 @@ class Rounder:
 
 
 class Rounding(ABC):
-    """A rule by which weights become codes and stored scales; whatever the rule, the format is the same.
+    """A method that chooses the codes and scales of weights; the stored format does not depend on it.
 
     Attributes:
-        name: name that recipes and `--rounding` give it.
-        needs_text: whether it reads a text, which the recipe's settings then name.
-        options: names of the settings beside the text that it takes.
-        row_by_row: whether it works on rows alone, so that no scale can span rows. A rule that does not leaves a scale
-            of the whole tensor to absmax, with every weight at its nearest code.
-        work: products with every weight, for each token, that a rule with a text takes as long as.
+        name: name in recipes and for `--rounding`.
+        needs_text: whether it reads calibration data, which the recipe's settings then name.
+        options: names of the other settings that it takes.
+        window: default number of tokens per calibration sequence.
+        row_by_row: whether it rounds rows independently, so that no scale can span rows. If not, a scale per tensor is
+            chosen by absmax and every weight gets its nearest code.
+        work: cost of a method with calibration data, in multiplications per weight and token.
     """
 
     name: ClassVar[str]
     needs_text: ClassVar[bool] = False
     options: ClassVar[frozenset[str]] = frozenset()
+    window: ClassVar[int] = 512
     row_by_row: ClassVar[bool] = True
     work: ClassVar[float] = 0.0
+
+    def tokens(self, settings: RoundingSettings) -> int:
+        """Return the number of tokens of calibration data under the given settings."""
+        if settings.samples is not None:
+            return settings.samples * (settings.window or self.window)
+        return settings.tokens or TOKENS
+
+    def read_text(self, source: Source, settings: RoundingSettings) -> Calibration:
+        """Read calibration data for a method with `needs_text`, in sequences that fit the model's positions.
+
+        Raises:
+            DiffQuantError: the data or the tokenizer cannot be read, or the window is too long for the model.
+        """
+        tokenizer, config, tokens = source.tokenizer, source.architecture, self.tokens(settings)
+        window = min(settings.window or min(self.window, max_length(config, tokenizer)), tokens)
+        return read_calibration(settings.text, tokenizer, config, window, tokens, settings.seed or 0)
 
     @abstractmethod
     def prepare(
@@ -62,16 +84,16 @@ class Rounding(ABC):
         settings: RoundingSettings,
         progress: Progress,
     ) -> Rounder:
-        """Make the rule ready for a checkpoint, once before the first of its weights.
+        """Prepare the method for a checkpoint, once before its first weight is rounded.
 
         Args:
-            source: a 16-bit checkpoint; for a rule with `needs_text` one that runs.
-            schemes: scheme of each module whose weight is quantized, by the checkpoint's own names.
-            settings: options, and text, tokens and window that a rule with `needs_text` reads; unset for any other.
-            progress: called while a text is read.
+            source: a 16-bit checkpoint; with `needs_text`, of an architecture that diffquant can run.
+            schemes: scheme of each module whose weight is quantized, by name in the checkpoint.
+            settings: options and, with `needs_text`, which calibration data to read and how much.
+            progress: called while calibration data is processed.
 
         Raises:
-            DiffQuantError: the checkpoint or the text cannot be read.
+            DiffQuantError: the checkpoint or the calibration data cannot be read.
         """
 
 
@@ -79,10 +101,10 @@ ROUNDINGS: dict[str, Rounding] = {}
 
 
 def register(rounding: Rounding) -> None:
-    """Let recipes name a rounding.
+    """Register a rounding, so that recipes can use its name.
 
     Raises:
-        UsageError: another one has its name.
+        UsageError: the name is taken.
     """
     if rounding.name in ROUNDINGS:
         raise UsageError(f"there is a rounding {rounding.name!r} already; give the new one another name")

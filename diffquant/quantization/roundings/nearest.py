@@ -1,23 +1,24 @@
-"""Rounding by absmax scales, with every weight at its nearest code."""
+"""Round-to-nearest with absmax scales (`nearest`) or with scales of least squared error (`mse`)."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from diffquant.formats.compressed_tensors import weight_codes, weight_scale
+from diffquant.checkpoints.compressed_tensors import weight_codes, weight_scale
 from diffquant.quantization.roundings.base import Rounder, Rounding, register
-from diffquant.scheme import Scheme
+from diffquant.recipe.numbers.formats import NumberFormat
+from diffquant.recipe.scheme import Scheme
 
 
 def round_to_nearest(_name: str, values: Tensor, scheme: Scheme, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Codes int8 [rows, in] and absmax scales of some rows, or of a whole weight whose rows share one scale."""
+    """Return codes int8 [rows, in] and absmax scales of some rows, or of a whole weight if scales span rows."""
     scale = weight_scale(values, scheme, dtype)
     return weight_codes(values, scale, scheme), scale
 
 
 class Nearest(Rounding):
-    """Rounding to the nearest code under absmax scales."""
+    """Round-to-nearest with absmax scales."""
 
     name = "nearest"
     row_by_row = False
@@ -27,3 +28,71 @@ class Nearest(Rounding):
 
 
 register(Nearest())
+
+
+# Number of scales that are tried; the range of trials is wider for fewer bits, where clipping helps more.
+_TRIALS = 20
+
+
+def round_with_clipping(_name: str, values: Tensor, scheme: Scheme, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return codes int8 [rows, in] of some rows, and the scales of least squared error, [rows, in/g] or [rows, 1]."""
+    view, _ = scheme.sharing.view(values)
+    scale = fitted_scale(view, scheme.format, dtype)
+    levels = all_levels(view, scale, scheme.format).reshape(values.shape)
+    return level_codes(levels, scheme.format), scale.reshape(len(values), -1)
+
+
+def fitted_scale(
+    values: Tensor, number_format: NumberFormat, dtype: torch.dtype, weights: Tensor | None = None
+) -> Tensor:
+    """Return the scale of least squared error, using all codes, including -2^(b-1), which absmax leaves unused.
+
+    The scale may clip. For integers it is negative if the largest value is positive, so that the largest magnitude is
+    on the negative side, which has one more code.
+
+    Args:
+        values: [..., n] float32; the n values of the last axis share a scale.
+        number_format: format of the codes.
+        dtype: dtype of the stored scale.
+        weights: weight [n] of each squared error; equal by default.
+
+    Returns:
+        [..., 1].
+    """
+    largest = number_format.scale(values, -1)
+    if number_format.is_even:
+        largest = torch.where(values.amax(-1, keepdim=True) > -values.amin(-1, keepdim=True), -largest, largest)
+    # If squares overflow, the absmax scale is kept.
+    best, least = number_format.storable(largest, dtype), torch.full_like(largest, torch.inf)
+    shares = number_format.trials or [1 - trial / (10 * number_format.code_width) for trial in range(_TRIALS)]
+    for share in shares:
+        scale = number_format.storable(largest * share, dtype)
+        rounded = all_levels(values, scale, number_format).mul_(scale.float())
+        squares = rounded.sub_(values).square_()
+        error = (squares if weights is None else squares.mul_(weights)).sum(-1, keepdim=True)
+        best, least = torch.where(error < least, scale, best), error.minimum(least)
+    return best
+
+
+def all_levels(values: Tensor, scale: Tensor, number_format: NumberFormat) -> Tensor:
+    """Return the level nearest to each value / scale, among all levels, including those that absmax leaves unused."""
+    return number_format.nearest_(values / scale.float())
+
+
+def level_codes(levels: Tensor, number_format: NumberFormat) -> Tensor:
+    """Return the int8 codes of numbers that are levels of a format."""
+    if number_format.is_even:
+        return levels.to(torch.int8, memory_format=torch.contiguous_format)
+    return number_format.codes(levels, levels.new_ones(()))
+
+
+class Mse(Rounding):
+    """Round-to-nearest with scales of least squared error."""
+
+    name = "mse"
+
+    def prepare(self, *_: Any, **__: Any) -> Rounder:
+        return Rounder(round_with_clipping)
+
+
+register(Mse())

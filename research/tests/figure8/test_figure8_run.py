@@ -2,9 +2,6 @@
 
 import itertools
 import json
-import os
-import runpy
-import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -15,7 +12,6 @@ import diffquant
 from diffquant import data
 from diffquant.data import pocket_models
 from diffquant.errors import DiffQuantError, OutputExistsError, UsageError
-from diffquant.verbs.recipes import chosen_recipe
 from research.figure8 import plan, run, scoring, ship, text
 from research.figure8.plan import Run, results
 from research.studies.kv_decoded import CacheForm, measure_forms
@@ -94,16 +90,6 @@ def test_a_model_that_ships_is_its_runs_in_16_bits_and_says_how_it_was_trained(b
         ship.ship(plan.listed()[0], trained, folder, shipped)
 
 
-def test_it_is_said_how_near_a_training_comes_to_the_one_before():
-    before = results()["e1-diff-v1-seed-101"]
-    assert ship.likeness(before, before) == "e1-diff-v1-seed-101: the weights of the committed raw file, to the bit"
-    losses = before["losses"] | {"1800": before["losses"]["1800"] + 0.25}
-    now = before | {"weights": "others", "losses": losses, "validation": {"perplexity": 35.5}}
-    said = ship.likeness(now, before)
-    assert "losses of 100 steps differ by 0.25 at most" in said
-    assert f"perplexity is 35.5 instead of {before['validation']['perplexity']}" in said
-
-
 @pytest.mark.parametrize("kind", plan.KINDS)
 def test_large_logits_on_purpose_are_the_same_training_at_another_rate(kind):
     usual, ours = (Run("x", name, "1.25M", 4, "4e-3", 101, "bf16") for name in (kind, kind + plan.OUTLIERS))
@@ -134,23 +120,6 @@ def test_so_is_one_whose_last_step_leaves_weights_that_are_no_numbers(books, tmp
     result = made("transformer", books, tmp_path, monkeypatch)
     assert "the loss on held-out text is nan" in result["diverged"]
     assert "books" not in result
-
-
-def test_the_program_begins_again_with_the_allocator_that_training_needs(monkeypatch):
-    begun = []
-
-    def execve(program, arguments, environment):
-        begun.append((program, arguments, environment))
-        raise SystemExit
-
-    monkeypatch.setattr(os, "execve", execve)
-    monkeypatch.setattr(sys, "argv", ["run", "--next", "--text", "books.txt"])
-    monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
-    with pytest.raises(SystemExit):
-        runpy.run_path(run.__file__, run_name="__main__")
-    ((program, arguments, environment),) = begun
-    assert arguments == [program, "-m", "research.figure8.run", "--next", "--text", "books.txt"]
-    assert environment.items() >= run._ENVIRONMENT.items()
 
 
 @pytest.mark.parametrize(
@@ -240,8 +209,3 @@ def test_caches_of_the_larger_models_are_read_as_the_study_of_small_ones_reads_t
         for name, row in measure_forms(model, forms, 250, 32, 16, 64, tmp_path / "kv.json")["results"].items()
     }
     assert found["rows"]["3:c32, 3:row:rotated"]["prose"]["kl"] > found["rows"]["8:row, 8:row"]["prose"]["kl"] > 0
-
-
-def test_the_preset_is_among_the_caches_of_the_larger_models():
-    best = chosen_recipe(preset="kv-4bit-best")
-    assert best in [CacheForm.named(name).recipe(5) for name in scoring.CACHES]

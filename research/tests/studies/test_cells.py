@@ -2,13 +2,15 @@
 
 import pytest
 
-from diffquant.sweep.measurement import Measurement
-from research.check.raw import committed, raw
+from diffquant.measure.results import TaskResult
+from research.pages.raw import folder, raw
+
+SWEEPS = sorted(str(file.relative_to(folder())).removesuffix(".xz") for file in folder().rglob("sweep.json*"))
 
 
-@pytest.mark.parametrize("name", committed("sweep.json"))
+@pytest.mark.parametrize("name", SWEEPS)
 def test_committed_cells_read_and_write_as_they_are(name):
     cells = raw(name)["cells"]
     assert cells
     for cell in cells:
-        assert Measurement.from_dict(cell["result"]).to_dict() == cell["result"]
+        assert TaskResult.from_dict(cell["result"]).to_cell() == cell["result"]

@@ -14,7 +14,7 @@ from diffquant.family.spec import DiffSpec
 from diffquant.model.config import DiffTransformerConfig
 from diffquant.model.modeling import DiffTransformer
 from diffquant.recipe import Recipe
-from diffquant.scheme import Scheme
+from diffquant.recipe.scheme import Scheme
 from diffquant.support.program import run_program
 from research.studies import figure8, figure8_model, figure8_plots
 from research.studies.logit_noise import (

@@ -8,10 +8,9 @@ import torch
 from diffquant import Recipe, load
 from diffquant.data import pocket_models
 from diffquant.errors import UsageError
-from diffquant.evals.stats import mean_interval
-from diffquant.sweep.storage import kv_bytes_per_token
-from diffquant.verbs.recipes import chosen_recipe
-from research.check.raw import raw
+from diffquant.measure.stats import mean_interval
+from diffquant.measure.sweep.subject import kv_bytes_per_token
+from research.pages.raw import raw
 from research.studies.kv_decoded import FORMS, LONG, CacheForm, decoded, is_beaten, measure_forms
 from tests.support.checkpoints import SOURCES, write_checkpoint
 from tests.support.models import random_ids
@@ -70,7 +69,7 @@ def test_a_cache_is_beaten_by_one_of_as_few_bytes_and_less_kl():
 
 @pytest.mark.parametrize("model", pocket_models("prose"), ids=lambda path: path.name)
 def test_the_preset_stores_the_bytes_of_its_row(model):
-    recipe = chosen_recipe(preset="kv-4bit-best")
+    recipe = Recipe.parse("kv-4bit-best")
     assert recipe == BEST.recipe(5)
     loaded = load(model, recipe)
     row = raw(f"kv-decoded/{model.name}.json")["results"][BEST.name]

@@ -1,6 +1,6 @@
 """The study of faults in a trained model's export, on a small one with random weights."""
 
-from diffquant.export import ExportOptions, export
+from diffquant.onnx import ExportOptions, export
 from research.studies.planted_faults import SOUND, verified_with
 from tests.support.checkpoints import write_checkpoint
 from tests.support.exports import cache_ranges

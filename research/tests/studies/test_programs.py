@@ -8,7 +8,7 @@ import typer
 from typer.testing import CliRunner
 
 from diffquant.errors import UsageError
-from research.check.page import ROOT
+from research.pages.render import ROOT
 from research.studies import rounding
 
 
@@ -21,7 +21,7 @@ def test_the_projects_modules_are_imported_by_name_and_not_by_string():
                 assert not what.lstrip("f'\"").startswith("."), f"{file}: {what}"
 
 
-@pytest.mark.parametrize("module", [f"research.studies.{name}" for name in ("figure8", "rounding", "rounding_layers")])
+@pytest.mark.parametrize("module", [f"research.studies.{name}" for name in ("figure8", "rounding")])
 def test_every_program_says_what_it_does_and_what_its_options_are(module):
     program = typer.Typer()
     program.command()(import_module(module).main)

@@ -9,15 +9,14 @@ import scipy.stats
 import torch
 
 from diffquant.errors import UsageError
-from diffquant.loading import load
+from diffquant.quantization.loading import load
 from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
-from research.studies import quantizers, rounding, rounding_layers, rounding_tables
+from research.studies import quantizers, rounding, rounding_tables
 from research.studies.quantizers import METHODS
 from research.studies.rounded_model import _SCORES, RoundingOptions, Subject
-from research.studies.rounding_method import TIERS, Method, Quantized, by_itself, group_size
+from research.studies.rounding_method import TIERS, Method, Quantized, by_itself
 from tests.support import tiny_lm
-from tests.support.thorough import thorough
 
 OPTIONS = RoundingOptions(characters=1500, window=64, tokens=512, items=4)
 NAMED = {method.name: method for method in METHODS}
@@ -25,13 +24,6 @@ NAMED = {method.name: method for method in METHODS}
 
 def installed(package):
     return pytest.mark.skipif(find_spec(package) is None, reason=f"needs the extra quantizers: {package}")
-
-
-@pytest.mark.parametrize(
-    ("width", "least", "size"), [(576, 32, 32), (576, 128, 144), (1536, 128, 128), (344, 32, 43), (128, 256, 128)]
-)
-def test_groups_divide_the_width_and_are_no_smaller_than_asked(width, least, size):
-    assert group_size(width, least) == size
 
 
 @pytest.mark.parametrize(
@@ -71,14 +63,6 @@ def test_stored_bits_count_codes_scales_and_zeros(name, bits, held):
     assert (made.bits / weight.numel(), made.held / weight.numel()) == (bits, held)
     assert made.values.dtype == torch.float32
     assert (made.values - weight.float()).norm() < 0.2 * weight.float().norm()
-
-
-def test_every_tier_has_all_our_roundings_and_the_libraries_that_reach_it():
-    assert {method.tier for method in METHODS} == set(TIERS)
-    for tier in TIERS:
-        ours = [method for method in METHODS if method.tier == tier and method.package is None]
-        assert [method.name.split()[0] for method in ours] == ["nearest", "mse", "gptq", "tuned"]
-        assert {method.package for method in METHODS if method.tier == tier} > {"torchao", "hqq"}
 
 
 # Table of arXiv 2305.14314, appendix E.
@@ -248,21 +232,6 @@ def test_intervals_of_a_table_are_scipys():
     assert lines[2].startswith("| 16 bits | 16 | 20.086 | 0.0000 | ")
 
 
-def test_seconds_stand_beside_bits_where_one_kind_of_machine_took_them():
-    result = _result(dict(zip(("mse 4:g32", "gptq 4:g32"), KL.tolist(), strict=True)))
-    mse, gptq = (result["results"][name] for name in ("mse 4:g32", "gptq 4:g32"))
-    mse |= {"cpu_seconds": 7.6, "device": "a"}
-    gptq |= {"cpu_seconds": 1234.5, "device": "a"}
-    lines = rounding_tables.method_table(result).splitlines()
-    assert lines[0].startswith("| method | bits | CPU seconds | perplexity |")
-    starts = ["| 16 bits | 16 | - |", "| mse 4:g32 | 4.5 | 8 |", "| gptq 4:g32 | 4.5 | 1,234 |"]
-    assert all(map(str.startswith, lines[2:], starts))
-    gptq["device"] = "b"
-    assert "CPU seconds" not in rounding_tables.method_table(result)
-    del gptq["cpu_seconds"]
-    assert "CPU seconds" not in rounding_tables.method_table(result)
-
-
 def test_the_best_other_of_mse_reads_no_text_and_windows_are_paired():
     names = ("mse 4:g32", "HQQ 4 bits, groups of 64")
     readers = ("gptq 4:g32", "tuned 4:g32", "AutoRound 4 bits, groups of 32")
@@ -275,29 +244,6 @@ def test_the_best_other_of_mse_reads_no_text_and_windows_are_paired():
     assert (prose.low, prose.high) == pytest.approx((low, high))
     assert (elsewhere.low, elsewhere.high) == pytest.approx((2 * low, 2 * high))
     assert {rounding_tables.lead(result, name)[0] for name in readers[:2]} == {readers[2]}
-
-
-def test_a_row_without_windows_has_no_interval():
-    old = {"tier": "4.5 bits", "bits": 4.5, "perplexity": 20.5, "kl": 0.01}
-    result = _result({"mse 4:g32": KL[0].tolist()}, **{"HQQ 4 bits, groups of 64": old})
-    assert "| 4.5 | 20.500 | 0.0100 | - | - |" in rounding_tables.method_table(result)
-    assert rounding_tables.lead_table([result]).endswith("| mse 4:g32 | HQQ 4 bits, groups of 64 | - | - |")
-
-
-def test_a_size_stands_with_all_models_beside_each_other():
-    name = "torchao int3, groups of 48"
-    results = [_result({}, **{name: _row(kl.tolist(), "3.5 bits")}) for kl in KL]
-    results[0]["results"][name] |= {"bits": 3.354, "held_bits": 8.354}
-    results[1]["results"][name] |= {"bits": 3.395, "held_bits": 8.395}
-    results[0]["results"]["HQQ 3 bits, groups of 64"] = _row(KL[0].tolist(), "3.5 bits")
-    lines = rounding_tables.size_table(results, ["3.5 bits"]).splitlines()
-    cells = lines[2].strip("| ").split(" | ")
-    assert cells[:2] == [name, "3.354 to 3.395, held in 8.354 to 8.395"]
-    halves = [scipy.stats.t.interval(0.95, 5, 0, scipy.stats.sem(kl))[1] for kl in KL]
-    assert cells[2:] == [
-        f"{kl.mean():.4f} ± {n * half:.4f}" for kl, half in zip(KL, halves, strict=True) for n in (1, 2)
-    ]
-    assert len(lines) == 3  # what was not measured on every model is left out
 
 
 def test_another_runs_file_is_refused(checkpoint, tmp_path):
@@ -333,8 +279,6 @@ def test_a_library_that_is_missing_or_fails_is_named_and_tried_again(checkpoint,
     )
     row = rounding.measure_methods(checkpoint, OPTIONS, [working], file)["results"][name]
     assert row["kl"] == pytest.approx(0, abs=1e-6)
-    layers = rounding_layers.measure_layers(checkpoint, rounding_layers.LayerOptions((1,), 8, 128, 64), [absent])
-    assert "bitsandbytes is not installed" in rounding_layers.layer_table(layers)
 
 
 def test_an_error_of_our_own_is_not_a_row(checkpoint, tmp_path):
@@ -353,19 +297,6 @@ def test_an_unknown_method_and_too_short_a_text_are_refused(checkpoint, tmp_path
     (tmp_path / "short.txt").write_text("a short text")
     with pytest.raises(UsageError, match=r"fewer than --tokens 512"):
         Subject(checkpoint, RoundingOptions(text=tmp_path / "short.txt", tokens=512))
-
-
-@thorough
-def test_layers_rank_as_theory_says(checkpoint):
-    ours = [method for method in rounding_layers.LAYER_METHODS if method.package is None]
-    result = rounding_layers.measure_layers(checkpoint, rounding_layers.LayerOptions((0, 1), 16, 512, 256), ours)
-    decibels = {name: row["decibels"] for name, row in result["results"].items()}
-    for kind in rounding_layers.KINDS:
-        for scheme in ("4:g32", "6:g128"):
-            assert decibels[f"gptq {scheme}"][kind] > decibels[f"mse {scheme}"][kind]
-        # Two bits are a factor of four in the step: 12 dB.
-        assert 9 < decibels["mse 6:g128"][kind] - decibels["mse 4:g128"][kind] < 15
-    assert rounding_layers.layer_table(result).count("\n") == len(ours) + 1
 
 
 def test_a_converted_model_is_quantized_alike_in_both_maps(checkpoint, tmp_path):

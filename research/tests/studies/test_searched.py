@@ -10,7 +10,7 @@ from torch.nn.functional import kl_div
 
 from diffquant import quantize
 from diffquant.data import books_text
-from diffquant.loading import load
+from diffquant.quantization.loading import load
 from diffquant.recipe import Recipe
 from research.studies import searched
 from research.studies.searched import SEARCHED, TEXTS, UNIFORM, gain, measure_searches, searched_table

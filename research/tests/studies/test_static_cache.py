@@ -9,7 +9,7 @@ from torch.nn.functional import kl_div
 from diffquant.calib.calibration.observe import observe_ranges
 from diffquant.calib.calibration.observers import Observer
 from diffquant.data import books_text
-from diffquant.loading import load
+from diffquant.quantization.loading import load
 from diffquant.recipe import Recipe
 from research.studies import static_cache
 from research.studies.static_cache import CALIBRATIONS, SCORED, USUAL, CacheRow, cache_table, measure_cache

@@ -11,10 +11,10 @@ from torch._dynamo.testing import CompileCounter
 
 import diffquant
 from diffquant import data
-from diffquant.conversion import convert
 from diffquant.errors import CheckpointError, GroupSizeError, OutputExistsError, UsageError
-from diffquant.evals.divergence import next_token_kl
+from diffquant.measure.scoring import next_token_kl
 from diffquant.model.modeling import DiffTransformer
+from diffquant.quantization.conversion import convert
 from diffquant.support.program import exit_codes
 from research.train import deltas, starts
 from research.train import pairs as program

@@ -3,7 +3,6 @@
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -160,9 +159,3 @@ def test_the_share_solved_is_kaplan_and_meiers():
     expected = stats.ecdf(data).cdf.evaluate([0, 30, 60, 90])
     assert steps == [0, 30, 60, 90]
     assert shares == pytest.approx(expected)
-
-
-def test_the_settings_keep_ten_cities_and_their_rate():
-    settings = Settings.read(Path(solved.__file__).with_name("solved.yaml"))
-    assert {settings.schedule.learning_rate(step) for step in range(100, settings.schedule.steps)} == {4e-3}
-    assert settings.data["growth"] == [10, 10**6, 10**6 + 1]

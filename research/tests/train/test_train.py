@@ -10,7 +10,7 @@ import torch
 import diffquant
 from diffquant import data
 from diffquant.errors import NonFiniteError, OutputExistsError, UsageError
-from diffquant.evals.protocols import needle
+from diffquant.measure.protocols import needle
 from diffquant.model.attention import rotate
 from diffquant.support.program import run_program
 from research.train import train as program

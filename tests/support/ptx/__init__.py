@@ -9,6 +9,8 @@ as the kernel allows, and it reports (`Fault`, `Race`):
   and products that were waited for, in shared memory; in the tensors, atomics between blocks too;
 - bytes that threads wrote and the tensor cores or a bulk copy reach with no `fence.proxy.async` in between;
 - copies and products whose results are touched before they are waited for, and waits that never end;
+- plain accesses to the memory of a valid mbarrier, one that is initialized again without `mbarrier.inval`, and one that
+  a warp uses while nothing orders its initialization before;
 - what a dependent launch reaches of the launch before it, with no `griddepcontrol.wait` in between.
 
 It knows nothing of time, and not how Hopper's tensor cores round: its sums are exact until they become float32. Blocks

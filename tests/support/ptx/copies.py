@@ -1,5 +1,8 @@
 """Asynchronous copies and the barriers that count them: cp.async, mbarriers, and Hopper's bulk copies by tensor map.
 
+Only mbarrier operations may access the memory of a valid mbarrier, and it may be initialized again only after
+`mbarrier.inval` (PTX ISA, mbarrier.init).
+
 A cp.async is done when its thread waits for its group. A bulk copy lands when nothing else can go on, which is as late
 as its barrier allows, and then ends its part of the barrier's phase.
 """
@@ -11,21 +14,28 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tests.support.ptx.parsing import Fault
-from tests.support.ptx.races import Ints, Knowledge
+from tests.support.ptx.races import Ints, Knowledge, Race
 from tests.support.ptx.values import Array
 
 if TYPE_CHECKING:
     from tests.support.ptx.block import Block
 
 
+_BARRIER_BYTES = 8
+
+
 @dataclass
 class Barrier:
-    """An mbarrier: arrivals and bytes that its phase still waits for, and what those who arrived knew."""
+    """An mbarrier: arrivals and bytes that its phase still waits for, and what those who arrived knew.
+
+    `initialized` is the warp that initialized it, and when.
+    """
 
     count: int
     pending: int
     gathered: Knowledge
     told: Knowledge
+    initialized: tuple[int, int]
     nbytes: int = 0
     phase: int = 0
 
@@ -75,18 +85,41 @@ class Copies:
 
     # mbarriers
 
-    def init(self, address: int, count: int) -> None:
-        agents = self.block.clocks.agents
-        self.barriers[address] = Barrier(count, count, Knowledge(agents), Knowledge(agents))
+    def init(self, address: int, count: int, warp: int, text: str) -> None:
+        accesses, clocks = self.block.shared.accesses, self.block.clocks
+        units = self._units(address, text)
+        if accesses.barriers.take(units).any():
+            raise Fault(f"a valid mbarrier is initialized again without mbarrier.inval: {text}")
+        accesses.store(np.array([warp]), units, text)
+        accesses.barriers[units] = True
+        told = Knowledge(clocks.agents), Knowledge(clocks.agents)
+        self.barriers[address] = Barrier(count, count, *told, (warp, clocks.time(warp)))
+        clocks.tick(warp)
 
-    def barrier(self, address: int, text: str) -> Barrier:
+    def invalidate(self, address: int, warp: int, text: str) -> None:
+        self.barrier(address, warp, text)
+        del self.barriers[address]
+        accesses, units = self.block.shared.accesses, self._units(address, text)
+        accesses.barriers[units] = False
+        accesses.store(np.array([warp]), units, text)
+
+    def _units(self, address: int, text: str) -> Ints:
+        offsets = self.block.shared.offsets(np.array([address]), _BARRIER_BYTES, text)
+        return self.block.shared.accesses.units(offsets, _BARRIER_BYTES)
+
+    def barrier(self, address: int, agent: int, text: str) -> Barrier:
+        """The mbarrier at an address, whose initialization an agent must know of."""
         if address not in self.barriers:
             raise Fault(f"no mbarrier is at {address}: {text}")
-        return self.barriers[address]
+        barrier = self.barriers[address]
+        warp, time = barrier.initialized
+        if self.block.clocks.known[agent, warp] < time:
+            raise Race(f"an mbarrier is used beside its initialization: {text}")
+        return barrier
 
     def arrive(self, address: int, warp: int, nbytes: int, text: str) -> None:
         """An arrival by a thread of a warp, which announces so many bytes."""
-        barrier = self.barrier(address, text)
+        barrier = self.barrier(address, warp, text)
         if barrier.pending == 0:
             raise Fault(f"more arrivals than a phase of the mbarrier has: {text}")
         barrier.pending -= 1
@@ -96,7 +129,7 @@ class Copies:
 
     def passed(self, address: int, parity: int, warp: int, text: str) -> bool:
         """Whether the phase of a parity is over; then its waiter knows what those who arrived knew."""
-        barrier = self.barrier(address, text)
+        barrier = self.barrier(address, warp, text)
         if barrier.phase % 2 == parity:
             return False
         self.block.clocks.acquire(warp, barrier.told)
@@ -121,7 +154,7 @@ class Copies:
             raise Fault(f"no tensor map is at {copy.tensor_map:#x}: {copy.text}")
         nbytes = self._copy_box(copy, fields)
         clocks = self.block.clocks
-        barrier = self.barrier(copy.barrier, copy.text)
+        barrier = self.barrier(copy.barrier, clocks.copies, copy.text)
         barrier.nbytes -= nbytes
         clocks.release(clocks.copies, barrier.gathered)
         self._end_phase(barrier)

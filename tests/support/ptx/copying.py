@@ -48,10 +48,11 @@ def copy(b: Block, i: Instruction, mask: Mask) -> None:
 )
 def count_arrivals(b: Block, i: Instruction, mask: Mask) -> None:
     threads = np.nonzero(mask)[0]
+    warp = int(b.warp[threads[0]])
     if i.has("init"):
-        b.copies.init(b.one_address(i.operands[0], mask), b.one(i.operands[1], mask))
+        b.copies.init(b.one_address(i.operands[0], mask), b.one(i.operands[1], mask), warp, i.text)
     elif i.has("inval"):
-        b.copies.barriers.pop(b.one_address(i.operands[0], mask), None)
+        b.copies.invalidate(b.one_address(i.operands[0], mask), warp, i.text)
     elif i.has("try_wait") or i.has("test_wait"):
         addresses, parity = b.address(i.operands[1]).tolist(), (b.words(i.operands[2], 4) & np.uint32(1)).tolist()
         asked: dict[tuple[int, int, int], bool] = {}

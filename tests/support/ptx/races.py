@@ -116,6 +116,8 @@ class SharedAccesses:
         self.touched: Ints = np.full(self.count, -1, np.int64)
         # Units whose asynchronous copy was asked for and not waited for.
         self.awaited: Bools = np.zeros(self.count, np.bool_)
+        # Units of valid mbarriers: initialized and not invalidated.
+        self.barriers: Bools = np.zeros(self.count, np.bool_)
 
     def units(self, offsets: Ints, nbytes: int) -> Ints:
         """Units [accesses, units each] that accesses of so many bytes reach."""
@@ -124,6 +126,7 @@ class SharedAccesses:
 
     def load(self, agents: Ints, units: Ints, text: str, *, asynchronous: bool = False) -> None:
         """Note loads by agents [accesses] of units [accesses, n]; those of tensor cores need stores to be fenced."""
+        self._refuse(self.barriers.take(units), "that of a valid mbarrier and is read", text)
         self._refuse(self.awaited.take(units), "a copy that was not waited for is read", text)
         if asynchronous or self.touched.take(units).max() > self.clocks.settled:
             place, at = self._last(agents, units)
@@ -136,6 +139,7 @@ class SharedAccesses:
 
     def store(self, agents: Ints, units: Ints, text: str, *, by_copy: bool = False) -> None:
         """Note stores by agents [accesses] to units [accesses, n]; a bulk copy needs earlier ones to be fenced."""
+        self._refuse(self.barriers.take(units), "that of a valid mbarrier and is written", text)
         self._refuse(self.awaited.take(units), "a copy that was not waited for is overwritten", text)
         if by_copy or self.touched.take(units).max() > self.clocks.settled:
             place, at = self._last(agents, units)

@@ -1,5 +1,76 @@
-"""GPTQ: a run over a text that rounds layer by layer, and the error compensation of each weight."""
+"""Layer-by-layer rounding with calibration data: `gptq`, and `tuned`, which refines its result by gradient descent."""
 
-from diffquant.quantization.roundings.gptq.rule import Gptq
+from collections.abc import Mapping
+from functools import partial
 
-__all__ = ["Gptq"]
+from diffquant.checkpoints.source import Source, open_source
+from diffquant.checkpoints.weight_source import WeightSource
+from diffquant.errors import UsageError
+from diffquant.quantization.roundings.base import Rounder, Rounding, register
+from diffquant.recipe.rounding import ROUNDING_OPTIONS, RoundingSettings
+from diffquant.recipe.scheme import Scheme
+from diffquant.support.names import option_name
+from diffquant.support.progress import Progress
+
+
+class Gptq(Rounding):
+    """GPTQ: error compensation with the inputs' second moments; weights outside the layers are rounded as by `mse`."""
+
+    name = "gptq"
+    needs_text = True
+    options = frozenset({*ROUNDING_OPTIONS, "seed"})
+    # 150 s of two cores for SmolLM2-135M and 16,384 tokens (bench/results/quantize-roundings.json).
+    work = 6.5
+
+    def prepare(
+        self,
+        source: Source | WeightSource,
+        schemes: Mapping[str, Scheme],
+        settings: RoundingSettings,
+        progress: Progress,
+    ) -> Rounder:
+        # It runs a model, which the other rules and this one's name do without.
+        from diffquant.quantization.roundings.gptq.sequence import rounded_layers
+
+        opened = open_source(source)
+        calibration = self.read_text(opened, settings)
+        if settings.seed is not None and not calibration.is_drawn:
+            raise UsageError(
+                f"{option_name('seed')} orders rows of a JSONL file or dataset, and rounding {self.name} reads plain "
+                "text from its beginning; leave it out"
+            )
+        return rounded_layers(opened, schemes, settings, calibration, progress)
+
+
+register(Gptq())
+
+
+class Tuned(Rounding):
+    """Gradient descent on all codes and scales of a layer; weights outside the layers are rounded as by `mse`."""
+
+    name = "tuned"
+    needs_text = True
+    options = frozenset({"seed"})
+    # 360 s where gptq takes its 150 s.
+    work = 15.5
+    # Each step of descent reads one window.
+    window = 256
+
+    def prepare(
+        self,
+        source: Source | WeightSource,
+        schemes: Mapping[str, Scheme],
+        settings: RoundingSettings,
+        progress: Progress,
+    ) -> Rounder:
+        # It runs a model, which the other rules and this one's name do without.
+        from diffquant.quantization.roundings.gptq.descent import tune_layer
+        from diffquant.quantization.roundings.gptq.sequence import rounded_layers
+
+        opened = open_source(source)
+        tune = partial(tune_layer, seed=settings.seed or 0)
+        calibration = self.read_text(opened, settings)
+        return rounded_layers(opened, schemes, settings, calibration, progress, tune, self.window)
+
+
+register(Tuned())

@@ -1,9 +1,9 @@
-"""Error-compensated codes of a weight: what one column loses is put on others, weighed by the inputs' products.
+"""Error-compensated rounding of a weight: a column's rounding error is compensated in later columns.
 
-On the way a weight's code is its level, a float; codes in bytes are made of levels at the end.
+Meanwhile codes are represented by their levels, as floats; they are converted to integer codes at the end.
 
 Source: Frantar et al., GPTQ, arXiv 2210.17323, algorithm 1. Its pass over the columns is followed by passes of
-coordinate descent on the same error, ||X·(W - Q)ᵀ||², which move codes and scales to where they lower it.
+coordinate descent on the same error, ||X·(W - Q)ᵀ||², in which codes and scales are updated if that lowers it.
 """
 
 from collections.abc import Callable
@@ -12,15 +12,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diffquant.numbers.formats import NumberFormat
-from diffquant.quantization.roundings.mse import all_levels, fitted_scale, level_codes
-from diffquant.scheme import Scheme
+from diffquant.quantization.roundings.nearest import all_levels, fitted_scale, level_codes
+from diffquant.recipe.numbers.formats import NumberFormat
+from diffquant.recipe.scheme import Scheme
 
-# Share of the mean diagonal that is added to it, so that inputs that never vary do not make it singular.
+# Fraction of the mean diagonal that is added to the diagonal, so that constant inputs do not make it singular.
 _DAMPING = 0.01
-# Columns after which what they moved is put on all later ones at once.
+# Number of columns whose accumulated updates are applied to all later columns at once.
 _BLOCK = 128
-# Passes of coordinate descent; more gain little.
+# Passes of coordinate descent; more improve the error little.
 _PASSES = 2
 
 
@@ -30,8 +30,8 @@ class Inputs:
 
     Attributes:
         products: XᵀX [in, in] float32, damped.
-        factor: upper Cholesky factor of the inverse of the products [in, in] float32, their columns in `order`.
-        order: columns in the order in which they are rounded, int64 [in]; None as they are stored.
+        factor: upper Cholesky factor [in, in] float32 of the inverse of the products, with rows and columns in `order`.
+        order: order in which columns are rounded, int64 [in]; or None if that is the stored order.
     """
 
     products: Tensor
@@ -40,32 +40,32 @@ class Inputs:
 
     @classmethod
     def of(cls, products: Tensor, by_activation: bool = False) -> "Inputs":
-        """The second moments that damped products are, with their factor.
+        """Return damped second moments with their factor.
 
         Args:
-            by_activation: whether the columns of the largest inputs are rounded first.
+            by_activation: whether columns are rounded in descending order of their inputs' second moments.
         """
         if by_activation:
             order = products.diagonal().argsort(descending=True, stable=True)
             return cls(products, cls.of(products[order][:, order]).factor, order)
-        # With both axes reversed, the factor of the products themselves is the inverse of the one that is wanted.
+        # The Cholesky factor of the products with both axes reversed is, reversed back, the inverse of `factor`.
         reversed_factor = torch.linalg.cholesky(products.double().flip(0, 1)).flip(0, 1)
         identity = torch.eye(len(products), dtype=torch.float64)
         return cls(products, torch.linalg.solve_triangular(reversed_factor, identity, upper=True).float())
 
 
-def damped(products: Tensor) -> Tensor:
-    """XᵀX [in, in] with enough on its diagonal that it can be inverted."""
+def damp(products: Tensor) -> Tensor:
+    """Return XᵀX [in, in] with enough added to its diagonal that it can be inverted."""
     diagonal = products.diagonal()
     return products + torch.diag_embed(torch.full_like(diagonal, float(_DAMPING * diagonal.mean() + 1e-12)))
 
 
 def retargeting(products: Tensor, lost: Tensor) -> Tensor:
-    """The matrix R [in, in] for which W + W·R gives the 16-bit model's outputs, for a weight W [out, in].
+    """Return R [in, in] such that W + W·R applied to X is closest to W applied to Y, for a weight W [out, in].
 
-    With X what the layer reads, Y what the 16-bit model has there and H = XᵀX + damping, the weight that comes nearest
-    to W·Yᵀ on X, as far as damping lets it go from W, is W + W·(Y - X)ᵀX·H⁻¹. What rounding it then adds is weighed by
-    H as before.
+    X is the module's input, Y the same input in the 16-bit model, and H = XᵀX + damping. The weight whose output on X
+    is nearest to W·Yᵀ, regularized towards W by the damping, is W + W·(Y - X)ᵀX·H⁻¹. Its rounding error is then
+    weighted by H as before.
 
     Args:
         products: H [in, in].
@@ -81,34 +81,34 @@ def retargeting(products: Tensor, lost: Tensor) -> Tensor:
 
 
 def compensate(values: Tensor, inputs: Inputs, scheme: Scheme, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Codes and scales of some rows.
+    """Round some rows of a weight with error compensation.
 
     Args:
         values: [rows, in] float32.
-        inputs: second moments of the layer's inputs.
-        scheme: granularity row or group.
+        inputs: second moments of the module's inputs.
+        scheme: scheme of granularity row or group.
         dtype: dtype of the stored scale.
 
     Returns:
-        int8 [rows, in], and the scale [rows, in/g] or [rows, 1].
+        Codes int8 [rows, in], and the scale [rows, in/g] or [rows, 1].
     """
-    # Columns are read one after another; each has its rows side by side in what follows.
+    # Columns are processed one after another, so each is made contiguous.
     columns, size = values.mT.contiguous(), scheme.size or values.shape[1]
     if inputs.order is None:
         codes, scales = in_one_pass(columns, inputs.factor, scheme.format, size, dtype)
     else:
         codes, scales = in_order_of_inputs(columns, inputs, inputs.order, scheme.format, size, dtype)
     for _ in range(_PASSES):
-        codes, scales = _descended(columns, codes, scales, inputs.products, scheme.format, size)
+        codes, scales = _descend(columns, codes, scales, inputs.products, scheme.format, size)
     return level_codes(codes.mT.contiguous(), scheme.format), scales.mT.contiguous()
 
 
 def in_one_pass(
     values: Tensor, factor: Tensor, levels: NumberFormat, size: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """GPTQ's pass over values [in, rows]: codes float32 [in, rows] and scales [in/size, rows]."""
+    """Run GPTQ's pass over values [in, rows] and return codes float32 [in, rows] and scales [in/size, rows]."""
     codes, scales = torch.empty_like(values), torch.empty(len(values) // size, values.shape[1], dtype=dtype)
-    # What an error in a column costs once those after it have made up for it.
+    # Loss per squared error in a column, after later columns have compensated for it.
     costs, diagonal = factor.diagonal().square().reciprocal(), factor.diagonal().tolist()
     work, divisors = values.clone(), torch.empty_like(values[0])
 
@@ -129,9 +129,9 @@ def in_one_pass(
 def in_order_of_inputs(
     values: Tensor, inputs: Inputs, order: Tensor, levels: NumberFormat, size: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """GPTQ's pass with the columns in another order: codes float32 [in, rows] and scales [in/size, rows].
+    """Run GPTQ's pass with columns in another order; return codes float32 [in, rows] and scales [in/size, rows].
 
-    Groups stay where they are stored, so their scales are chosen before the pass.
+    Groups are of neighbours in the stored order, so their scales are chosen before the pass.
     """
     groups, weights = values.unflatten(0, (-1, size)), inputs.products.diagonal().unflatten(0, (-1, size))
     scales = torch.cat([fitted_scale(g.mT, levels, dtype, w).mT for g, w in zip(groups, weights, strict=True)])
@@ -148,12 +148,16 @@ def in_order_of_inputs(
     return codes, scales
 
 
-def _descended(
+def _descend(
     values: Tensor, codes: Tensor, scale: Tensor, products: Tensor, levels: NumberFormat, size: int
 ) -> tuple[Tensor, Tensor]:
-    """Codes and scales after each scale and then each code has gone, in turn, to where the error is least."""
+    """Run one pass of coordinate descent: minimize the error over each group's scale and then each of its codes.
+
+    Returns:
+        The new codes and scales.
+    """
     codes, scales, diagonal = codes.clone(), scale.float(), products.diagonal().tolist()
-    # Minus half the gradient of the error by each weight.
+    # Minus half the gradient of the error with respect to each weight.
     pull = products @ (values - codes * scales.repeat_interleave(size, 0))
 
     def start(columns: slice) -> None:
@@ -182,12 +186,14 @@ def _descended(
 def _walk(
     work: Tensor, matrix: Tensor, size: int, start: Callable[[slice], None], settle: Callable[[int], Tensor]
 ) -> None:
-    """Column by column, take what `settle` makes of it times the matrix's row from the columns after it.
+    """Process columns in order, subtracting the matrix's row times each column's change from the later columns.
 
     Args:
         work: [in, rows], changed in place.
         matrix: [in, in].
-        size: columns that share a scale; `start` is called with each such group before its first column.
+        size: number of columns per group.
+        start: function called with each group's columns before its first column.
+        settle: function that processes a column by its index and returns its change [rows].
     """
     width, rows = work.shape
     for first in range(0, width, size):

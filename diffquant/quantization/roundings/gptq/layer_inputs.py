@@ -1,18 +1,25 @@
-"""The inputs of a layer's linear modules: which of them read the same one, in which order, and its second moments."""
+"""Collects inputs of a layer's linear modules and their second moments, and stores activations between layers."""
 
+import os
+import tempfile
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TypeVar
+from dataclasses import dataclass, field, fields, is_dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
+from diffquant.errors import UsageError
 from diffquant.model.walk import Walk
+from diffquant.support.machine import free_memory
 
 State = TypeVar("State")
 
-# A weight that is read without a call of its module, and modules of which one is called with the same input.
+# Modules whose weight is used without calling the module -> modules that are called with the same input.
 _READ_WITH = {
     "self_attn.lambda_proj": {"self_attn.q_proj", "self_attn.wq_a"},
     "moe.router.gate": {"moe.shared_experts.gate_proj"},
@@ -21,18 +28,18 @@ _READ_WITH = {
 
 @dataclass(eq=False)
 class Moments:
-    """Second moments of an input X [N, in] of a layer, summed batch by batch.
+    """Second moments of a module's input X [N, in], summed over batches.
 
     Attributes:
         products: XᵀX [in, in].
-        lost: (Y - X)ᵀX [in, in] for the input Y that the 16-bit model has there; None if that is not looked at.
+        lost: (Y - X)ᵀX [in, in] for the same input Y in the 16-bit model, or None if that is not measured.
     """
 
     products: Tensor = field(default_factory=lambda: torch.zeros(()))
     lost: Tensor | None = None
 
     def add(self, x: Tensor, exact: Tensor | None = None) -> None:
-        """Add a batch's input [N, in], and what the 16-bit model has in its place."""
+        """Add a batch's input [N, in] and, if given, the same input in the 16-bit model."""
         self.products = self.products + x.mT @ x
         if exact is not None:
             lost = (exact - x).mT @ x
@@ -40,10 +47,10 @@ class Moments:
 
 
 def readers_by_input(walk: Walk[State], layer: nn.Module, state: State) -> tuple[list[list[str]], State]:
-    """Names of a layer's linear modules, those that read the same input together, in the order of their run.
+    """Run a layer and return the names of its linear modules, grouped by shared input, in the order of their calls.
 
     Returns:
-        The names, and the layer's output for `state`.
+        The groups of names, and the layer's output for `state`.
     """
     called: list[tuple[str, Tensor]] = []
     names = [name for name, module in layer.named_modules() if isinstance(module, nn.Linear)]
@@ -61,14 +68,14 @@ def readers_by_input(walk: Walk[State], layer: nn.Module, state: State) -> tuple
 def inputs_on_the_way(
     walk: Walk[State], layer: nn.Module, modules: Sequence[str], state: State
 ) -> tuple[Mapping[str, Tensor], State]:
-    """Inputs [N, in] of some modules by name, and the layer's output."""
+    """Run a layer and return the inputs [N, in] of some modules by name, and the layer's output."""
     seen: dict[str, Tensor] = {}
     with _hooks(layer, modules, lambda name, x: seen.update({name: x.flatten(0, -2)})):
         return seen, walk.run(layer, state)
 
 
 def input_of(walk: Walk[State], layer: nn.Module, module: str, state: State) -> Tensor:
-    """Input [N, in] of a module; what the layer computes behind it is left out."""
+    """Return the input [N, in] of a module, without running the rest of the layer after it."""
     seen: list[Tensor] = []
 
     def stop(_name: str, x: Tensor) -> None:
@@ -89,7 +96,7 @@ class _Reached(Exception):
 
 @contextmanager
 def _hooks(layer: nn.Module, modules: Sequence[str], see: Callable[[str, Tensor], None]) -> Iterator[None]:
-    """Show `see` the name and the input of some modules before they run, while open."""
+    """Within the context, call `see` with a module's name and input before each of the given modules runs."""
     hooks = [
         layer.get_submodule(name).register_forward_pre_hook(lambda _, args, name=name: see(name, args[0]))
         for name in modules
@@ -99,3 +106,77 @@ def _hooks(layer: nn.Module, modules: Sequence[str], see: Callable[[str, Tensor]
     finally:
         for hook in hooks:
             hook.remove()
+
+
+class Kept(Generic[State]):
+    """A batch's activations in memory or in a file, which are freed when this object is garbage-collected."""
+
+    def __init__(self, state: State | None, file: Path | None) -> None:
+        self._state, self._file = state, file
+
+    def get(self) -> State:
+        return cast(State, self._state if self._file is None else torch.load(self._file, weights_only=False))
+
+
+class ActivationStore:
+    """Keeps activations in memory up to a budget, and the rest in a temporary folder."""
+
+    def __init__(self, budget: int | None = None) -> None:
+        """Create an empty store.
+
+        Args:
+            budget: bytes of memory; by default half of the memory that is free now.
+        """
+        self.free = free_memory() // 2 if budget is None else budget
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._numbers = count()
+
+    def keep(self, state: State) -> Kept[State]:
+        """Keep a batch's activations in memory, or on disk if they exceed the budget.
+
+        Raises:
+            UsageError: they do not fit on the disk either.
+        """
+        if (held := self._keep_if_fits(state, self.free)) is not None:
+            return held
+        # /tmp may be a tmpfs in memory; /var/tmp is on disk.
+        place = os.environ.get("TMPDIR") or ("/var/tmp" if os.access("/var/tmp", os.W_OK) else None)
+        try:
+            self._folder = self._folder or tempfile.TemporaryDirectory(prefix="diffquant-", dir=place)
+            file = Path(self._folder.name, f"{next(self._numbers)}.pt")
+            torch.save(state, file)
+        except (OSError, RuntimeError) as error:
+            raise UsageError(
+                f"the text's activations do not fit into {place or tempfile.gettempdir()} ({error}); set TMPDIR to a "
+                "folder on a larger disk, or read fewer tokens"
+            ) from error
+        kept = Kept[State](None, file)
+        weakref.finalize(kept, file.unlink, missing_ok=True)
+        return kept
+
+    def hold(self, state: State) -> Kept[State] | None:
+        """Keep activations in memory, or return None if they need more than half of the remaining budget."""
+        return self._keep_if_fits(state, self.free // 2)
+
+    def _keep_if_fits(self, state: State, most: int) -> Kept[State] | None:
+        size = sum(tensor.nbytes for tensor in _tensors(state))
+        if size > most:
+            return None
+        self.free -= size
+        kept = Kept(state, None)
+        weakref.finalize(kept, self._give_back, size)
+        return kept
+
+    def _give_back(self, size: int) -> None:
+        self.free += size
+
+
+def _tensors(state: Any) -> Iterator[Tensor]:
+    """Yield the tensors in a state: a tensor, or a nested mapping, sequence or dataclass of tensors."""
+    if isinstance(state, Tensor):
+        yield state
+    elif is_dataclass(state):
+        yield from _tensors(tuple(getattr(state, field.name) for field in fields(state)))
+    elif isinstance(state, dict | tuple | list):
+        for each in state.values() if isinstance(state, dict) else state:
+            yield from _tensors(each)

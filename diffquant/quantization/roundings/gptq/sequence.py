@@ -1,91 +1,97 @@
-"""A checkpoint's weights rounded in the order in which the model reads them, each for the inputs that it then has."""
+"""Rounds a checkpoint's weights in the order in which the model runs, each for its inputs on calibration data."""
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from diffquant.formats.compressed_tensors import decode_codes
-from diffquant.formats.row_stream import workers
+from diffquant.checkpoints.building import build_model
+from diffquant.checkpoints.calibration import Calibration
+from diffquant.checkpoints.compressed_tensors import decode_codes
+from diffquant.checkpoints.row_stream import open_workers
+from diffquant.checkpoints.source import Source
 from diffquant.model.walk import Walk, batches
 from diffquant.quantization.magnitudes import Magnitudes
 from diffquant.quantization.roundings.base import Rounder
-from diffquant.quantization.roundings.gptq.compensation import Inputs, compensate, damped, retargeting
-from diffquant.quantization.roundings.gptq.layer_inputs import Moments, input_of, inputs_on_the_way, readers_by_input
-from diffquant.quantization.roundings.mse import round_with_clipping
+from diffquant.quantization.roundings.gptq.compensation import Inputs, compensate, damp, retargeting
+from diffquant.quantization.roundings.gptq.layer_inputs import (
+    ActivationStore,
+    Kept,
+    Moments,
+    input_of,
+    inputs_on_the_way,
+    readers_by_input,
+)
+from diffquant.quantization.roundings.nearest import round_with_clipping
 from diffquant.recipe.rounding import RoundingSettings
-from diffquant.scheme import Scheme
-from diffquant.source.building import build_model
-from diffquant.source.source import Source
+from diffquant.recipe.scheme import Scheme
 from diffquant.support.progress import Progress
-from diffquant.text.corpus import load_text, text_digest
-from diffquant.text.tokens import max_length, token_windows
 
-TOKENS = 16384
-WINDOW = 512
 BATCH_TOKENS = 512
-# Rows that a worker rounds at once. It goes column by column, and with few rows the calls themselves take the time.
+# Rows per worker task. Rounding goes column by column, so with few rows the call overhead dominates.
 _ROWS = 2048
 
 Made = tuple[Tensor, Tensor]
-# (walk, weights of a rounded layer, its inputs, the outputs it is to have): changes codes and scales once more, and
-# gives the outputs that the layer then has.
-Finish = Callable[[Walk[Any], "LayerWeights", Sequence[Any], Sequence[Any]], Sequence[Any]]
+States = list[Kept[Any]]
+# (walk, weights of a rounded layer, its inputs, its target outputs, store): refines the codes and scales, and replaces
+# the inputs by the layer's new outputs.
+Finish = Callable[[Walk[Any], "LayerWeights", States, States, ActivationStore], None]
 
 
 def rounded_layers(
     source: Source,
     schemes: Mapping[str, Scheme],
     settings: RoundingSettings,
+    calibration: Calibration,
     progress: Progress,
     finish: Finish | None = None,
     batch_tokens: int = BATCH_TOKENS,
+    budget: int | None = None,
 ) -> Rounder:
-    """Run a model over a text in float32, layer by layer, and round each layer's weights before the next one reads.
+    """Run a model on calibration data in float32, and round each layer's weights before the next layer runs.
 
-    It runs on the CPU whatever the model is loaded on later, so that every reader of a recipe gets the same codes.
-    Beside the model, memory holds the text's states and the second moments of one layer. A weight outside the layers is
-    rounded as by mse.
+    The model always runs on the CPU, so that a recipe gives the same codes on every device. Memory holds the model, the
+    second moments of one layer, and the activations between two layers up to `budget`; the rest of the activations is
+    on disk. Weights outside the layers are rounded as by `mse`.
 
     Args:
-        schemes: scheme of each module whose weight is quantized, by the checkpoint's own names.
-        finish: function that is called with each layer once it is rounded, before the next one reads.
-        batch_tokens: number of tokens that run at once, one window at least.
+        schemes: scheme of each module whose weight is quantized, by name in the checkpoint.
+        calibration: calibration data.
+        finish: function called with each rounded layer before the next layer runs.
+        batch_tokens: number of tokens per batch, at least one window.
+        budget: bytes of memory for activations; by default half of the free memory.
 
     Raises:
-        DiffQuantError: the checkpoint or its tokenizer cannot be read, or the text holds no window.
+        DiffQuantError: the checkpoint cannot be read.
     """
-    text, tokenizer, tokens = load_text(settings.text), source.tokenizer, settings.tokens or TOKENS
-    model = build_model(source, torch.float32)
-    window = min(settings.window or WINDOW, tokens, max_length(model.config, tokenizer))
-    ids = token_windows(model, tokenizer, text, window, tokens)
-    made: dict[str, Made] = {}
+    model, ids = build_model(source, torch.float32), calibration.ids
+    store, made = ActivationStore(budget), dict[str, Made]()
     with torch.no_grad():
-        # Two tokens tell in which order a layer's modules run.
-        walk, glance = model.walk(window), model.walk(2)
-        states: Sequence[Any] = [walk.embed(batch) for batch in batches(ids, batch_tokens)]
-        exact = states
+        # A run on two tokens shows the order in which a layer's modules are called.
+        walk, glance = model.walk(ids.shape[1]), model.walk(2)
+        states: States = [store.keep(walk.embed(batch)) for batch in batches(ids, batch_tokens)]
+        exact = list(states)
         glimpse = glance.embed(ids[:1, :2])
         for number, layer in enumerate(walk.layers):
             readers, glimpse = readers_by_input(glance, layer, glimpse)
             weights = LayerWeights(source, schemes, settings, layer, f"model.layers.{number}", made)
             groups = [names for names in readers if any(map(weights.is_rounded, names))]
             if settings.inputs == "unrounded":
-                states = _round_for_unrounded(walk, weights, groups, states)
+                _round_for_unrounded(walk, weights, groups, states, store)
             else:
-                inputs, exact = states, _round_in_turn(walk, weights, groups, states, exact)
+                _round_in_turn(walk, weights, groups, states, exact, store)
                 if finish is None:
-                    states = [walk.run(layer, state) for state in inputs]
+                    run_layer(walk, layer, states, store)
                 else:
-                    states = finish(walk, weights, inputs, exact)
+                    finish(walk, weights, states, exact, store)
             progress(number + 1, len(walk.layers), "rounding by layers")
-    identity = {"text": text_digest(text), "tokens": ids.numel(), "window": window}
-    return Rounder(round_with_clipping, identity | settings.options, made)
+    return Rounder(round_with_clipping, calibration.record | settings.options, made)
 
 
 class LayerWeights:
-    """The weights of one layer, in the checkpoint and in the model that runs."""
+    """Access to one layer's weights, both in the checkpoint and in the running model."""
 
     def __init__(
         self,
@@ -104,13 +110,13 @@ class LayerWeights:
         return self._stored_name(module).removesuffix(".weight") in self._schemes
 
     def round(self, modules: Sequence[str], moments: Moments) -> None:
-        """Round the weights of modules that read one input, and let the model run on."""
-        products = damped(moments.products)
+        """Round the weights of modules that share an input, and set the rounded weights in the running model."""
+        products = damp(moments.products)
         inputs = Inputs.of(products, by_activation=self.settings.order == "activation")
         moved = None if moments.lost is None else retargeting(products, moments.lost)
-        with workers() as pool:
+        with open_workers() as pool:
             under_way = {
-                module: [pool.submit(self._rounded, module, rows, inputs, moved) for rows in self._rows(module)]
+                module: [pool.submit(self._round_rows, module, rows, inputs, moved) for rows in self._rows(module)]
                 for module in filter(self.is_rounded, modules)
             }
             for module, blocks in under_way.items():
@@ -121,28 +127,28 @@ class LayerWeights:
         rows: Sequence[Tensor] = self._source.checkpoint.read(self._stored_name(module)).split(_ROWS)
         return rows
 
-    def _rounded(self, module: str, rows: Tensor, inputs: Inputs, moved: Tensor | None) -> Made:
+    def _round_rows(self, module: str, rows: Tensor, inputs: Inputs, moved: Tensor | None) -> Made:
         name = self._stored_name(module)
         values, scheme = rows.float(), self._bound_scheme(name)
         dtype = scheme.format.scale_dtype(self._source.checkpoint.written_dtype(name))
         return compensate(values if moved is None else values + values @ moved, inputs, scheme, dtype)
 
     def take(self, module: str, made: Made) -> None:
-        """Give a module codes and a scale, in the checkpoint and in the model that runs."""
+        """Record a module's codes and scale, and set its dequantized weight in the running model."""
         name = self._stored_name(module)
         self._made[name] = made
         scheme, dtype = self._scheme(name), self._source.checkpoint.written_dtype(name)
         self.layer.get_submodule(module).weight.data = self.in_order(module, decode_codes(*made, scheme).to(dtype))
 
-    def rounded(self) -> Iterator[tuple[str, Tensor, Made, Scheme]]:
-        """Modules that are rounded by now: name, 16-bit weight [out, in], codes and scale, and scheme."""
+    def rounded_modules(self) -> Iterator[tuple[str, Tensor, Made, Scheme]]:
+        """Yield each rounded module's name, 16-bit weight [out, in], codes and scale, and scheme."""
         for module in (name for name, each in self.layer.named_modules() if isinstance(each, nn.Linear)):
             name = self._stored_name(module)
             if self.is_rounded(module) and name in self._made:
                 yield module, self._source.checkpoint.read(name).float(), self._made[name], self._bound_scheme(name)
 
     def in_order(self, module: str, weight: Tensor) -> Tensor:
-        """A checkpoint's weight [out, in] in float32, its rows as the model has them."""
+        """Return a checkpoint's weight [out, in] in float32, with its rows in the model's order."""
         order = self._source.adapter.row_order(self._name(module))
         return weight.float() if order is None else weight.float()[order]
 
@@ -150,7 +156,7 @@ class LayerWeights:
         return self._schemes[name.removesuffix(".weight")]
 
     def _bound_scheme(self, name: str) -> Scheme:
-        """A weight's scheme, bound to it where its format's scales depend on all of it."""
+        """Return a weight's scheme, bound to its largest magnitude if the format has a scale per tensor."""
         scheme = self._scheme(name)
         return scheme.bound_to(self._magnitudes.of(name)) if scheme.format.spans_tensor else scheme
 
@@ -161,41 +167,62 @@ class LayerWeights:
         return f"{self._prefix}.{module}.weight"
 
 
+def run_layer(walk: Walk[Any], layer: nn.Module, states: States, store: ActivationStore, first: int = 0) -> None:
+    """Run a layer and replace its inputs in `states` by its outputs, from batch number `first` on."""
+    for number in range(first, len(states)):
+        states[number] = store.keep(walk.run(layer, states[number].get()))
+
+
 def _round_for_unrounded(
-    walk: Walk[Any], weights: LayerWeights, groups: Sequence[Sequence[str]], states: Sequence[Any]
-) -> Sequence[Any]:
-    """Round a layer for the 16-bit model's inputs, and give that model's output."""
-    outputs, moments = [], [Moments() for _ in groups]
-    for state in states:
-        seen, output = inputs_on_the_way(walk, weights.layer, [names[0] for names in groups], state)
-        outputs.append(output)
+    walk: Walk[Any],
+    weights: LayerWeights,
+    groups: Sequence[Sequence[str]],
+    states: States,
+    store: ActivationStore,
+) -> None:
+    """Round a layer for the 16-bit model's inputs, and replace these in `states` by the 16-bit model's outputs."""
+    moments = [Moments() for _ in groups]
+    for number, state in enumerate(states):
+        seen, output = inputs_on_the_way(walk, weights.layer, [names[0] for names in groups], state.get())
+        states[number] = store.keep(output)
         for names, of_group in zip(groups, moments, strict=True):
             of_group.add(seen[names[0]])
     for names, of_group in zip(groups, moments, strict=True):
         weights.round(names, of_group)
-    return outputs
 
 
 def _round_in_turn(
     walk: Walk[Any],
     weights: LayerWeights,
     groups: Sequence[Sequence[str]],
-    states: Sequence[Any],
-    exact: Sequence[Any],
-) -> Sequence[Any]:
-    """Round a layer for the inputs that its modules have once what runs before them is rounded.
+    states: States,
+    exact: States,
+    store: ActivationStore,
+) -> None:
+    """Round a layer's modules in order, each for the inputs it gets from already rounded modules.
 
-    Returns:
-        The 16-bit layer's output for `exact` where it is a target.
+    Unless the setting `target` is "layer", the 16-bit model's hidden states in `exact` are replaced by the layer's
+    16-bit outputs. The 16-bit inputs of modules are cached if they fit into memory, and recomputed for the other
+    batches.
     """
-    layer, exact_inputs = weights.layer, [dict[str, Tensor]() for _ in states]
-    if weights.settings.target != "layer":
-        firsts = [names[0] for names in groups]
-        runs = [inputs_on_the_way(walk, layer, firsts, state) for state in exact]
-        exact_inputs, exact = [dict(seen) for seen, _ in runs], [output for _, output in runs]
+    layer, held = weights.layer, list[Kept[dict[str, Tensor]]]()
+    is_target = weights.settings.target != "layer"
+    for number, state in enumerate(exact if is_target else ()):
+        seen, output = inputs_on_the_way(walk, layer, [names[0] for names in groups], state.get())
+        if (kept := store.hold(dict(seen))) is None:
+            break
+        held.append(kept)
+        exact[number] = store.keep(output)
+    original = copy.deepcopy(layer) if is_target and len(held) < len(exact) else layer
     for names in groups:
         moments = Moments()
-        for state, of_exact in zip(states, exact_inputs, strict=True):
-            moments.add(input_of(walk, layer, names[0], state), of_exact.get(names[0]))
+        for number, state in enumerate(states):
+            target = None
+            if number < len(held):
+                target = held[number].get()[names[0]]
+            elif is_target:
+                target = input_of(walk, original, names[0], exact[number].get())
+            moments.add(input_of(walk, layer, names[0], state.get()), target)
         weights.round(names, moments)
-    return exact
+    if is_target:
+        run_layer(walk, original, exact, store, first=len(held))

@@ -1,0 +1,121 @@
+"""Peers for decoding, one new token over a long cache: 16-bit and quantized caches, and the matched Transformer."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffquant.attention import BACKENDS
+from diffquant.benchmarks import roofline
+from diffquant.benchmarks.peers import BASELINE, PEERS, Peer
+from diffquant.benchmarks.roofline import Count
+from diffquant.benchmarks.workloads import HeldCall, Workload, differential, held_by
+from diffquant.family.call import AttentionCall
+from diffquant.recipe import Recipe
+
+RECIPES = {
+    16: Recipe(),
+    8: Recipe.of(kv="8:row"),
+    6: Recipe.of(kv="6:row"),
+    4: Recipe.of(k="4:c64", v="4:row"),
+}
+
+
+def unpacked_peer(bits: int) -> Peer:
+    """Make a peer with the quantized torch cache: it dequantizes the whole cache, then runs FlashDiffAttn_2."""
+
+    def make(work: Workload, device: str) -> AttentionCall:
+        from diffquant.model.cache import PackedLayer
+
+        call = differential(work, device)
+        layer = PackedLayer(RECIPES[bits], {})
+        layer.update(key_heads(call), call.v)
+        return _held_call(call, layer, layer.stored_keys.read(), layer.stored_values.read())
+
+    def attention(call: AttentionCall) -> Tensor:
+        layer = held_by(call)
+        now = _held_call(call, None, layer.stored_keys.read(), layer.stored_values.read())
+        return BACKENDS["flashdiff2"].compute(now)
+
+    return Peer(attention, make, lambda work: _count(work, bits), facts=_facts)
+
+
+def fused_peer(bits: int) -> Peer:
+    """Make a peer with the fused decode kernel and its cache of this many bits."""
+
+    def make(work: Workload, device: str) -> AttentionCall:
+        call = differential(work, device)
+        if device == "cpu":
+            return call
+        store = fill_store(call, RECIPES[bits])
+        return _held_call(call, store, *store.read())
+
+    def missing(call: AttentionCall) -> str | None:
+        return None if call.v.is_cuda else "Triton kernels run on CUDA devices, not on cpu"
+
+    def attention(call: AttentionCall) -> Tensor:
+        return decode_attention(call, held_by(call))
+
+    return Peer(attention, make, lambda work: _count(work, bits), missing=missing, facts=_facts)
+
+
+def _held_call(call: AttentionCall, cache: Any, keys: Tensor, values: Tensor) -> HeldCall:
+    shared = call.k[0] is call.k[1]
+    k = [keys] * 2 if shared else list(keys.chunk(2, 1))
+    return HeldCall(call.q, k, values, call.lam, scale=call.scale, mask=call.mask, held=cache)
+
+
+def _facts(call: AttentionCall) -> dict[str, float]:
+    return {"cache bytes": float(call.held.nbytes)} if isinstance(call, HeldCall) else {}
+
+
+def _count(work: Workload, bits: int) -> Count:
+    """Count attention over a cache of this many bits, with 16-bit scales."""
+    if bits == 16:
+        return roofline.fused_call(work)
+    per_token = {"key": 16 / (64 if bits == 4 else work.model.width), "value": 16 / work.model.value_width}
+    return roofline.fused_call(
+        work, key_bytes=(bits + per_token["key"]) / 8, value_bytes=(bits + per_token["value"]) / 8
+    )
+
+
+def key_heads(call: AttentionCall) -> Tensor:
+    """Return keys [B, H, S, d] in the cache's order: in V1 the first maps' before the second's, in V2 once."""
+    return call.k[0] if call.k[0] is call.k[-1] else torch.cat(tuple(call.k), 1)
+
+
+def fill_store(call: AttentionCall, recipe: Recipe) -> Any:
+    """Return the decode kernel's cache, filled with a call's keys and values."""
+    from diffquant.kernels.cache.append import append
+    from diffquant.kernels.cache.kv_store import KVStore
+
+    keys = key_heads(call)
+    store = KVStore(recipe, keys, call.v, call.v.shape[2])
+    append(store, keys, call.v)
+    return store
+
+
+def decode_attention(call: AttentionCall, store: Any) -> Tensor:
+    """Run the decode kernel on a call's queries and a cache; return its output [B, h, T, dv]."""
+    from diffquant.kernels.cache.decode import decode as run
+
+    return run(call.q, store, call.lam, scale=call.scale)
+
+
+DECODE_PEERS: dict[str, Peer] = {
+    name: PEERS[name]
+    for name in (
+        BASELINE,
+        "Transformer, SDPA cuDNN",
+        "Transformer, flash-attn",
+        "DIFF, eager",
+        "FlashDiffAttn_1",
+        "FlashDiffAttn_1, SDPA flash, keys padded",
+        "FlashDiffAttn_2",
+        "FlashDiffAttn_2, SDPA flash",
+        "FlashDiffAttn_2, flash-attn",
+    )
+} | {
+    **{f"DIFF, {bits}-bit cache, unpacked": unpacked_peer(bits) for bits in (8, 6, 4)},
+    **{f"DIFF, fused, {bits}-bit cache": fused_peer(bits) for bits in (16, 8, 6, 4)},
+}

@@ -1,0 +1,286 @@
+"""Speed of linear layers, quantized and dense, and of whole models' forward passes in tokens per second.
+
+The latter is a table like the paper's Table 7 (arXiv 2410.05258, forward columns), for sizes that this machine can run.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from diffquant.benchmarks.cells import BenchCell
+from diffquant.benchmarks.contest import TOLERANCES, failure
+from diffquant.benchmarks.measuring import prepare, run_in_turns
+from diffquant.benchmarks.workloads import Model
+from diffquant.recipe.numbers.formats import format_named
+from diffquant.reports.tables import markdown
+from diffquant.support.progress import Progress, silent
+
+SECTION = "linear"
+DENSE = "dense"
+_GROUPS = (128, 64, 32, 16)
+# Total size of the weights that a timed call goes through, large enough that none is still in a cache the next time.
+_COLD_BYTES = {"cpu": 1 << 25, "cuda": 1 << 28}
+# Largest allowed relative error of a rounded weight, by bits.
+_ROUNDING = {16: 0.0, 8: 2e-2, 6: 5e-2, 4: 0.2}
+
+
+# Linear layers with weights [N, K]: a function that multiplies x [M, K] with the i-th transposed weight, the stored
+# bytes of one weight, scales included, and the dequantized values [N, K] of the first weight.
+Layers = tuple[Callable[[Tensor, int], Tensor], int, Tensor]
+Make = Callable[[list[Tensor]], Layers]
+
+
+def _dense(weights: list[Tensor]) -> Layers:
+    return lambda x, i: linear(x, weights[i]), weights[0].nbytes, weights[0]
+
+
+def _ours(bits: int) -> Make:
+    def make(weights: list[Tensor]) -> Layers:
+        group = _group(weights[0].shape[1])
+        first, stored = packed_weight(weights[0], bits, group)
+        packed = [first, *(packed_weight(weight, bits, group)[0] for weight in weights[1:])]
+        return lambda x, i: packed_product(x, packed[i]), first.nbytes, stored
+
+    return make
+
+
+def packed_weight(weight: Tensor, bits: int, group: int) -> tuple[Any, Tensor]:
+    """Quantize and pack a weight [N, K] for the linear kernels; return it and its dequantized values in float32."""
+    from diffquant.kernels.linear.repack import repack
+
+    groups = weight.float().unflatten(-1, (-1, group))
+    integers = format_named(str(bits))
+    scale = integers.scale(groups, -1, torch.float32)
+    codes = integers.codes(groups, scale)
+    words = integers.pack(codes.flatten(-2))
+    packed = repack(words, scale.squeeze(-1), bits, weight.shape[1], weight.dtype)
+    return packed, integers.decode(codes, scale).flatten(-2)
+
+
+def packed_product(x: Tensor, weight: Any) -> Tensor:
+    """Multiply x [M, K] with a transposed packed weight [N, K]; return [M, N]."""
+    from diffquant.kernels.linear.linear import linear
+
+    return linear(x, weight)
+
+
+def _bitsandbytes(weights: list[Tensor]) -> Layers:
+    import bitsandbytes as bnb
+
+    layers = []
+    for weight in weights:
+        layer = bnb.nn.Linear4bit(weight.shape[1], weight.shape[0], bias=False, compute_dtype=weight.dtype)
+        layer.weight = bnb.nn.Params4bit(weight.cpu(), requires_grad=False, quant_type="nf4")
+        layers.append(layer.to(weight.device))
+    first = layers[0].weight
+    stored = bnb.functional.dequantize_4bit(first.data, first.quant_state)
+    # A state dict has all that a checkpoint stores: codes, scales, the codebook.
+    nbytes = sum(tensor.nbytes for tensor in layers[0].state_dict().values())
+    return lambda x, i: layers[i](x), nbytes, stored
+
+
+def _torchao(weights: list[Tensor]) -> Layers:
+    from torchao.quantization import Int4WeightOnlyConfig, quantize_
+
+    layers = []
+    for weight in weights:
+        layer = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device=weight.device, dtype=weight.dtype)
+        layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+        quantize_(layer, Int4WeightOnlyConfig(group_size=_group(weight.shape[1])))
+        layers.append(layer)
+    first: Any = layers[0].weight
+    return lambda x, i: layers[i](x), _bytes_within(first), first.dequantize()
+
+
+def _bytes_within(tensor: Any) -> int:
+    """Return the bytes of a tensor subclass's inner tensors: codes, scales and zero points."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return int(tensor.nbytes)
+    names, _ = tensor.__tensor_flatten__()
+    return sum(_bytes_within(getattr(tensor, name)) for name in names)
+
+
+def _group(width: int) -> int:
+    """Return the largest group size that divides a width, or 128, which the kernels then refuse, if none does."""
+    return next((size for size in _GROUPS if width % size == 0), _GROUPS[0])
+
+
+PATHS: dict[str, tuple[Make, int]] = {
+    DENSE: (_dense, 16),
+    **{f"packed, {bits} bits": (_ours(bits), bits) for bits in (8, 6, 4)},
+    "bitsandbytes, NF4": (_bitsandbytes, 4),
+    "torchao, int4": (_torchao, 4),
+}
+
+
+@torch.inference_mode()
+def run_linears(
+    models: Sequence[Model], tokens: Sequence[int], dtype: str, device: str, repeats: int, *,
+    graph: bool = False, progress: Progress = silent,
+) -> list[BenchCell]:  # fmt: skip
+    """Time every path on the first MLP matrix of each model."""
+    cells = []
+    for done, model in enumerate(models):
+        progress(done, len(models), f"linear: {model.name}")
+        for count in tokens:
+            cells += _measure_paths(model, count, dtype, device, repeats, graph)
+    return cells
+
+
+def _measure_paths(model: Model, tokens: int, dtype: str, device: str, repeats: int, graph: bool) -> list[BenchCell]:
+    generator = torch.Generator(device).manual_seed(0)
+    kind = getattr(torch, dtype)
+    bytes_of_one = model.inner * model.hidden * kind.itemsize
+    # Even packed to 4 bits, all copies together must exceed the caches.
+    copies = max(1, -(-_COLD_BYTES[device] * kind.itemsize * 2 // bytes_of_one))
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device).to(kind)
+
+    weights = [normal(model.inner, model.hidden) * 0.02 for _ in range(copies)]
+    x = normal(tokens, model.hidden)
+    workload = f"{model.hidden} -> {model.inner}, {tokens} tokens, {dtype}"
+    cells: dict[str, BenchCell] = {}
+    calls = {}
+    for name, (make, bits) in PATHS.items():
+        cell = BenchCell(SECTION, workload, name, baseline=DENSE, operations=2 * tokens * model.inner * model.hidden)
+        try:
+            layers = make(weights)
+            cell = _check(cell, layers, x, weights[0], bits)
+            product, nbytes, _ = layers
+            moved = nbytes + x.nbytes + tokens * model.inner * kind.itemsize
+            cells[name] = cell = replace(cell, bytes=moved, touched=copies * moved)
+            if cell.missing is None:
+                calls[name] = prepare(_run_all_copies(product, x, copies), device, graph=graph)
+        except Exception as error:  # a path may fail with anything, which the table reports
+            absent = error.name if isinstance(error, ModuleNotFoundError) else None
+            cells[name] = replace(cell, missing=f"{absent} is not installed" if absent else failure(error))
+    times = run_in_turns(calls, repeats)
+    return [replace(cell, values=tuple(ms / copies for ms in times.get(name, ()))) for name, cell in cells.items()]
+
+
+def _run_all_copies(product: Callable[[Tensor, int], Any], x: Tensor, copies: int) -> Callable[[], None]:
+    def call() -> None:
+        for i in range(copies):
+            product(x, i)
+
+    return call
+
+
+def _check(cell: BenchCell, layers: Layers, x: Tensor, weight: Tensor, bits: int) -> BenchCell:
+    """Return a cell with its errors; `missing` is the reason if the path must not be timed.
+
+    The result is compared with a matmul of the dequantized values, so that rounding does not hide a wrong kernel. The
+    dequantized values are compared with the original weight.
+    """
+    product, nbytes, stored = layers
+    error = _relative(product(x, 0), linear(x.float(), stored.float()))
+    rounding = _relative(stored, weight)
+    allowed = TOLERANCES[x.dtype]
+    reason = None
+    if not error <= allowed:
+        reason = f"wrong: {error:.1e} from the product with the values stored, {allowed:.0e} allowed"
+    elif not rounding <= _ROUNDING[bits]:
+        reason = f"wrong: the values stored are {rounding:.1e} from the weight, {_ROUNDING[bits]:.0e} allowed"
+    facts = {"stored bytes": float(nbytes), "rounding error": rounding}
+    return replace(cell, error=error, tolerance=allowed, missing=reason, facts=facts)
+
+
+def _relative(values: Tensor, wanted: Tensor) -> float:
+    return float((values.float() - wanted.float()).norm() / wanted.float().norm())
+
+
+THROUGHPUT = "throughput"
+TRANSFORMER, V1, V2 = "Transformer", "DIFF V1", "DIFF V2"
+
+
+def run_throughput(
+    models: Sequence[Model], lengths: Sequence[int], batch: int, dtype: str, device: str, repeats: int,
+    progress: Progress = silent,
+) -> list[BenchCell]:  # fmt: skip
+    """Time forward passes of each model as Transformer, DIFF V1 and DIFF V2, with random weights, at each length."""
+    cells = []
+    for done, model in enumerate(models):
+        forms = {name: _random_model(model, name, max(lengths), dtype, device) for name in (TRANSFORMER, V1, V2)}
+        for length in lengths:
+            progress(done, len(models), f"throughput: {model.name}, {length} tokens")
+            cells += _measure_forms(model, forms, length, batch, dtype, device, repeats)
+    return cells
+
+
+def smaller(model: Model, layers: int, vocabulary: int) -> Model:
+    """Return a model with fewer layers and a smaller vocabulary."""
+    return replace(model, name=f"{model.name} of {layers} layers", layers=layers, vocabulary=vocabulary)
+
+
+@torch.inference_mode()
+def _measure_forms(
+    model: Model, forms: dict[str, Any], length: int, batch: int, dtype: str, device: str, repeats: int
+) -> list[BenchCell]:
+    generator = torch.Generator(device).manual_seed(0)
+    ids = torch.randint(model.vocabulary, (batch, length), generator=generator, device=device)
+    calls = {name: prepare(partial(form, ids, use_cache=False), device) for name, form in forms.items()}
+    workload = f"{model.name}, {length} tokens, batch {batch}, {dtype}"
+    return [
+        BenchCell(
+            THROUGHPUT,
+            workload,
+            name,
+            unit="tokens/s",
+            values=tuple(1e3 * batch * length / ms for ms in times),
+            baseline=TRANSFORMER,
+            length=length,
+            facts={"parameters": float(sum(p.numel() for p in forms[name].parameters()))},
+        )
+        for name, times in run_in_turns(calls, repeats).items()
+    ]
+
+
+def _random_model(model: Model, form: str, context: int, dtype: str, device: str) -> Any:
+    from diffquant.model.config import DiffTransformerConfig
+    from diffquant.model.modeling import DiffTransformer
+
+    torch.manual_seed(0)
+    config = DiffTransformerConfig(
+        vocab_size=model.vocabulary,
+        hidden_size=model.hidden,
+        intermediate_size=model.inner,
+        num_hidden_layers=model.layers,
+        num_attention_heads=2 * model.pairs,
+        max_position_embeddings=context,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        spec=_spec(model, form),
+    )
+    return DiffTransformer(config).to(device, getattr(torch, dtype)).eval()
+
+
+def _spec(model: Model, form: str) -> dict[str, Any]:
+    """Return a form's spec: a Transformer with 2h heads, V1 with h pairs, or V2 with 2h pairs and 2h KV heads."""
+    from diffquant.family.spec import DiffSpec
+
+    heads, width = 2 * model.pairs, model.width
+    if form == TRANSFORMER:
+        spec = DiffSpec(heads, heads, width, width, maps=1)
+    elif form == V1:
+        spec = DiffSpec(model.pairs, model.pairs, width, 2 * width, lam="exp", post_norm="plain", scale_by_init=True)
+    else:
+        spec = DiffSpec(heads, heads, width, width, shared_k=True, lam="sigmoid")
+    return spec.to_dict()
+
+
+def table7(cells: Sequence[BenchCell]) -> str:
+    """Return a Markdown table like the paper's: the Transformer's speed, then DIFF's with its change in percent."""
+    rows = []
+    for workload in dict.fromkeys(cell.workload for cell in cells):
+        by_path = {cell.path: cell for cell in cells if cell.workload == workload}
+        baseline, *forms = (by_path[form].median if form in by_path else None for form in (TRANSFORMER, V1, V2))
+        if baseline is not None:
+            texts = [f"{now:.0f} ({now / baseline - 1:+.0%})" if now else "-" for now in forms]
+            rows.append([workload.split(",")[0], str(by_path[TRANSFORMER].length), f"{baseline:.0f}", *texts])
+    return "\n".join(markdown(["model", "length", "Transformer, tokens/s", V1, V2], rows))

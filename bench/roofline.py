@@ -1,0 +1,142 @@
+"""Roofline: measured speeds of this machine, and counts of operations and bytes of implementations of attention.
+
+Operations are two per multiply-add of the matmuls QK and PV, over the entries that a causal mask leaves visible, or
+over all entries if an implementation computes all. Bytes assume that each kernel reads its inputs and writes its
+outputs once, whatever caches do.
+
+QK needs d multiply-adds per entry of a map, and PV dv. For a V1 pair (dv = 2d), in units of d per entry: fused 6
+(2·1 + 2·2); two calls 6, with V read twice; four calls with halves of V 8, since QK runs twice; the matched
+Transformer's two heads 4; exact simulated logits 8, with QK once more for their scales.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from diffquant.benchmarks.measuring import prepare, run_in_turns
+from diffquant.benchmarks.workloads import Workload, seen_entries
+
+_COPY_BYTES = {"cpu": 1 << 28, "cuda": 1 << 31}
+_SIDE = {"cpu": 1536, "cuda": 8192}
+_CPU_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+
+
+def measure_roofline(device: str, dtypes: list[str], repeats: int = 3) -> dict[str, dict[str, float]]:
+    """Measure the speeds of this machine; the best repeat counts.
+
+    Returns:
+        "copy": bytes read and written per second; "matmul": operations per second by dtype; "cache": size of the
+        largest cache in bytes, if the system reports it.
+    """
+    data = torch.ones(_COPY_BYTES[device] // 4, dtype=torch.float32, device=device)
+    target = torch.empty_like(data)
+    side = _SIDE[device]
+    calls = {"copy": prepare(lambda: target.copy_(data), device)}
+    for name in dtypes:
+        a, b = (torch.randn(side, side, device=device).to(getattr(torch, name)) for _ in range(2))
+        calls[name] = prepare(lambda a=a, b=b: a @ b, device)  # type: ignore[misc]
+    best = {name: min(times) / 1e3 for name, times in run_in_turns(calls, repeats).items()}
+    matmul = {name: 2 * side**3 / best[name] for name in dtypes}
+    speeds = {"copy": {"bytes a second": 2 * data.nbytes / best["copy"]}, "matmul": matmul}
+    cache = largest_cache(device)
+    return speeds if cache is None else speeds | {"cache": {"bytes": cache}}
+
+
+def largest_cache(device: str) -> int | None:
+    """Return the size in bytes of a device's largest cache, which cores may share, or None if unknown."""
+    if device == "cuda":
+        return int(torch.cuda.get_device_properties(device).L2_cache_size)
+    # Linux's format is "107520K".
+    sizes = [file.read_text().strip() for file in _CPU_CACHES.glob("index*/size")]
+    return max((1024 * int(size.removesuffix("K")) for size in sizes), default=None)
+
+
+@dataclass(frozen=True)
+class Count:
+    """Cost of a call: its operations, and the bytes that it reads and writes."""
+
+    operations: int
+    bytes: int
+
+
+def fused_call(work: Workload, *, key_bytes: float | None = None, value_bytes: float | None = None) -> Count:
+    """Count both maps in one kernel; a quantized cache has fewer bytes per element of keys and values."""
+    return Count(_operations(work, qk=2, pv=2), _bytes(work, 1, 1, 1, key_bytes, value_bytes))
+
+
+def two_calls(work: Workload) -> Count:
+    """Count one call per map: both read V; their outputs are written, read again and combined.
+
+    In V2 both maps are one grouped call, which reads V once.
+    """
+    reads = 1 if work.model.shares_keys else 2
+    return Count(_operations(work, qk=2, pv=2), _bytes(work, 1, reads, 2 + 2 + 1))
+
+
+def four_calls(work: Workload) -> Count:
+    """Count one call per map and half of V; if V is as wide as K, V is not split and there are two calls."""
+    if work.model.value_width == work.model.width:
+        return two_calls(work)
+    return Count(_operations(work, qk=4, pv=2), _bytes(work, 2, 2, 2 + 2 + 1))
+
+
+def two_passes(work: Workload) -> Count:
+    """Count simulated logits, which are computed twice: for their scales, and to be rounded."""
+    return Count(_operations(work, qk=4, pv=2), _bytes(work, 2, 1, 1))
+
+
+def eager(work: Workload) -> Count:
+    """Count an implementation with whole maps in memory.
+
+    Logits are written, read and written by softmax, and read by the subtraction; PV reads the result.
+    """
+    model, entries = work.model, work.queries * work.keys * work.batch * work.model.pairs
+    operations = 2 * entries * (2 * model.width + model.value_width)
+    # Each of two maps: written by QK, read and written by softmax, read by the subtraction. Their difference: written,
+    # read by PV.
+    return Count(operations, _bytes(work, 1, 1, 1) + (2 * 4 + 2) * entries * _element(work))
+
+
+def eager_halves(work: Workload) -> Count:
+    """Count whole maps computed once for each half of V, as in transformers' DiffLlama."""
+    model, entries = work.model, work.queries * work.keys * work.batch * work.model.pairs
+    operations = 2 * entries * (4 * model.width + 2 * model.value_width)
+    # Each of four maps: written by QK, read and written by softmax, read by PV.
+    return Count(operations, _bytes(work, 2, 2, 2 + 2 + 1) + 4 * 4 * entries * _element(work))
+
+
+def transformer(work: Workload) -> Count:
+    """Count the matched Transformer: 2h heads of width d, in one fused kernel."""
+    model = work.model
+    entries = seen_entries(work.queries, work.keys) * work.batch * 2 * model.pairs
+    kv_heads = model.kv_pairs if model.shares_keys else 2 * model.kv_pairs
+    q = work.batch * work.queries * 2 * model.pairs * model.width
+    kv = work.batch * work.keys * kv_heads * model.width
+    return Count(2 * entries * 2 * model.width, (2 * q + 2 * kv) * _element(work))
+
+
+def _operations(work: Workload, *, qk: int, pv: int) -> int:
+    entries = seen_entries(work.queries, work.keys) * work.batch * work.model.pairs
+    return 2 * entries * (qk * work.model.width + pv * work.model.value_width)
+
+
+def _bytes(
+    work: Workload,
+    qk_reads: int,
+    v_reads: int,
+    outputs: int,
+    key_bytes: float | None = None,
+    value_bytes: float | None = None,
+) -> int:
+    model, element = work.model, _element(work)
+    q = work.batch * work.queries * 2 * model.pairs * model.width
+    k = work.batch * work.keys * (1 if model.shares_keys else 2) * model.kv_pairs * model.width
+    v = work.batch * work.keys * model.kv_pairs * model.value_width
+    out = work.batch * work.queries * model.pairs * model.value_width
+    stored = qk_reads * k * (key_bytes or element) + v_reads * v * (value_bytes or element)
+    return round((qk_reads * q + outputs * out) * element + stored)
+
+
+def _element(work: Workload) -> int:
+    return work.torch_dtype.itemsize

@@ -1,0 +1,172 @@
+"""Tuning of the kernels: tries neighbours of the bundled configurations, and writes faster ones to a file.
+
+The file is for the environment variable `DIFFQUANT_KERNEL_CONFIGS`: {"kernel/device class/case": {field: value}}.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from diffquant.benchmarks import linears
+from diffquant.benchmarks.contest import SECTIONS, relative_error, tolerance
+from diffquant.benchmarks.measuring import prepare, run_in_turns
+from diffquant.benchmarks.workloads import MODELS, V2, Model, Workload
+from diffquant.errors import UsageError
+from diffquant.kernels.configs import PREFILL, choose, trying
+from diffquant.kernels.gpu import device_class
+from diffquant.support.files import write_json
+from diffquant.support.names import option_name
+from diffquant.support.outputs import check_written_file, has_fields
+from diffquant.support.plain_data import parse_json
+from diffquant.support.progress import Progress, silent
+
+# Least speedup of a new configuration, more than the noise of measurements.
+GAIN = 1.03
+_TURNS = 5
+_KEYS = {"decode": 16384}
+_LENGTH = 8192
+
+Check = Callable[[], bool]
+
+
+def tune(path: Path, device: str, progress: Progress = silent) -> str:
+    """Tune every configuration of this device, field by field, and write the changed fields; return a summary.
+
+    Raises:
+        UsageError: there is no CUDA device.
+        OutputExistsError: the path exists and is not a file of configurations.
+    """
+    if device != "cuda" or not torch.cuda.is_available():
+        raise UsageError(
+            f"{option_name('tune')} tries kernels on a CUDA device: give {option_name('device', 'cuda')} where "
+            f"there is one"
+        )
+    tables = shipped_configs()
+    check_written_file(path, has_fields(path, ()) and parse_json(path.read_bytes()).keys() <= tables.keys())
+    here = f"/{device_class(torch.device('cuda'))}/"
+    keys = [key for key in tables if here in key]
+    tuned: dict[str, dict[str, int]] = {}
+    lines = []
+    for done, key in enumerate(keys):
+        progress(done, len(keys), key)
+        try:
+            work, is_right = probe(key)
+            before, now, changed = improve(key, tables[key], work, is_right)
+        except Exception as error:  # a kernel that cannot run must not prevent the tuning of others
+            lines.append(f"{key}: left alone, {type(error).__name__}: {error}".splitlines()[0])
+            continue
+        if changed:
+            tuned[key] = changed
+        lines.append(f"{key}: {before:.3f} -> {now:.3f} ms" + (f" with {changed}" if changed else ", as shipped"))
+    write_json(path, tuned)
+    return "\n".join([*lines, f"wrote {len(tuned)} of {len(keys)} entries to {path}"])
+
+
+def shipped_configs() -> dict[str, Any]:
+    """Return the active configurations of all kernels by key."""
+    # Imported here because they need Triton, which may not be installed on a machine without a GPU.
+    from diffquant.kernels.attention import prefill_int8, prefill_simulated
+    from diffquant.kernels.cache import decode_cut
+    from diffquant.kernels.linear import gemm, gemv
+
+    tables: list[Mapping[str, Any]] = [PREFILL]
+    tables += [module.TILES for module in (prefill_int8, prefill_simulated, decode_cut, gemv, gemm)]
+    return {key: choose(table, key) for table in tables for key in table}
+
+
+def neighbours(config: Any, field: str) -> Iterator[int]:
+    """Yield the values of a field to try: `stages` ± 1, half and double of any other field."""
+    value = getattr(config, field)
+    if field == "stages":
+        yield from (other for other in (value - 1, value + 1) if other >= 1)
+    else:
+        yield from (other for other in (value // 2, value * 2) if other >= 1)
+
+
+def improve(key: str, config: Any, work: Callable[[], object], is_right: Check) -> tuple[float, float, dict[str, int]]:
+    """Tune one configuration; values that fail or give wrong results are skipped.
+
+    Returns:
+        Milliseconds before, milliseconds after, and the changed fields.
+    """
+    changed: dict[str, int] = {}
+    before = now = _milliseconds(work)
+    for field in (declared.name for declared in fields(config)):
+        start = changed.get(field, getattr(config, field))
+        for value in neighbours(config, field):
+            entry = changed | {field: value}
+            with trying({key: asdict(config) | entry}):
+                try:
+                    milliseconds = _milliseconds(work) if is_right() else float("inf")
+                except Exception:  # too many registers, too little shared memory, an unsupported shape
+                    continue
+            if milliseconds * GAIN < now and value != start:
+                now, changed = milliseconds, entry
+    return before, now, changed
+
+
+def probe(key: str) -> tuple[Callable[[], object], Check]:
+    """Return a function that runs the kernel with this configuration, and one that checks its result.
+
+    Raises:
+        UsageError: no workload of the bench uses the configuration.
+    """
+    kernel, _, case, *bits = key.split("/")
+    if kernel in ("gemv", "gemm"):
+        return _linear_probe(kernel, int(case))
+    section, name, model = _attention_of(kernel, int(case), bits == ["16"])
+    keys = _KEYS.get(kernel, _LENGTH)
+    work = Workload(model, 1 if section == "decode" else keys, keys, 8 if section == "decode" else 1, "float16")
+    peer = SECTIONS[section][name]
+    call = peer.make(work, "cuda")
+    allowed = tolerance(peer, work.torch_dtype)
+    return lambda: peer.attention(call), lambda: relative_error(peer, call) <= allowed
+
+
+def _attention_of(kernel: str, width: int, of_states: bool) -> tuple[str, str, Model]:
+    """Return the section, peer and model whose call uses a configuration.
+
+    Args:
+        kernel: name of the kernel.
+        width: head width, or for "decode" the width of values.
+        of_states: for "decode", whether the cache has 16 bits, not codes.
+
+    Raises:
+        UsageError: no workload of the bench uses the configuration.
+    """
+    names = {
+        "prefill_v1": "DIFF, fused",
+        "prefill_v2": "DIFF, fused",
+        "prefill_int8": "DIFF, fused, int8 QK, fp8 PV",
+        "simulated": "DIFF, simulated logits 8:row",
+    }
+    v1 = {64: MODELS["diffllama-1b"], 128: MODELS["3B"]}
+    v2 = {64: MODELS["smollm2-135m-diff-v2"], 128: V2}
+    if kernel == "decode":
+        model = next((m for m in (*v2.values(), *v1.values()) if m.value_width == width), None)
+        section, name = "decode", f"DIFF, fused, {16 if of_states else 4}-bit cache"
+    else:
+        model = (v2 if kernel == "prefill_v2" else v1).get(width)
+        section, name = "attention", names.get(kernel, "")
+    if model is None or not name:
+        raise UsageError("no workload of the bench reaches this entry")
+    return section, name, model
+
+
+def _linear_probe(kernel: str, case: int) -> tuple[Callable[[], object], Check]:
+    """Return the functions of `probe` for a linear kernel; `case` is gemv's bits, or gemm's number of tokens."""
+    bits, tokens = (case, 1) if kernel == "gemv" else (4, case)
+    model = MODELS["3B"]
+    weight = torch.randn(model.inner, model.hidden, device="cuda", dtype=torch.float16) * 0.02
+    x = torch.randn(tokens, model.hidden, device="cuda", dtype=torch.float16)
+    product = linears.PATHS[f"packed, {bits} bits"][0]([weight])[0]
+    wanted = product(x, 0).float()
+    return lambda: product(x, 0), lambda: bool(((product(x, 0).float() - wanted).norm() / wanted.norm()) < 1e-2)
+
+
+def _milliseconds(work: Callable[[], object]) -> float:
+    return median(run_in_turns({"": prepare(work, "cuda")}, _TURNS)[""])

@@ -1,1 +1,0 @@
-"""Analyses of a model's activations: outliers, and where attention goes."""

@@ -1,0 +1,275 @@
+"""Reads and writes compressed-tensors' entry of config.json: which modules are packed, and in which scheme.
+
+Source: compressed-tensors 0.20, config and utils/match.py.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from diffquant.errors import CheckpointError
+from diffquant.recipe.numbers.formats import FORMATS, NumberFormat
+from diffquant.recipe.numbers.formats.integer import PACK_QUANTIZED
+from diffquant.recipe.numbers.sharing import Sharing
+from diffquant.recipe.scheme import Scheme
+from diffquant.support.names import first_few
+from diffquant.support.plain_data import first_matches
+
+# The folder's format where its groups have several.
+_MIXED = "mixed-precision"
+
+# The version whose layout this is; from 0.17 on 6-bit codes are dense.
+_LAYOUT_VERSION = "0.20.0"
+_T = TypeVar("_T")
+# Both names of the activation order, in which the inputs of a group are not neighbours.
+REORDERED = ("group", "dynamic")
+_STRATEGIES = {"group": "group", "tensor_group": "group", "channel": "row", "tensor": "tensor", "block": "block"}
+
+
+def quantization_config(
+    schemes: Mapping[str, Scheme], linears: Iterable[str], ignored: Iterable[str] = ()
+) -> dict[str, Any]:
+    """Make the entry `quantization_config` of config.json.
+
+    Args:
+        schemes: scheme of each packed module by name.
+        linears: every Linear of the model by module name, packed or not.
+        ignored: regular expressions of further modules that are not packed; one that fits a packed module is left out.
+    """
+    others = [each for each in ignored if not any(re.fullmatch(each, name) for name in schemes)]
+    unpacked = [name for name in linears if name not in schemes]
+    groups: dict[Scheme, list[str]] = {}
+    for name, scheme in schemes.items():
+        groups.setdefault(scheme, []).append(name)
+    plain = len(groups) == 1 and set(schemes) <= set(linears)
+    # A layout that other readers do not know is named where all of them look first, so that they refuse the folder.
+    own = [scheme.format.layout for scheme in groups if not scheme.format.is_standard]
+    layouts = {scheme.format.layout for scheme in groups} or {PACK_QUANTIZED}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": own[0] if own else _MIXED if len(layouts) > 1 else layouts.pop(),
+        "quantization_status": "compressed",
+        "config_groups": {
+            f"group_{i}": {
+                "targets": ["Linear"] if plain else name_patterns(names),
+                "weights": _weights_entry(scheme),
+                **({"format": scheme.format.layout} if own or len(layouts) > 1 else {}),
+            }
+            for i, (scheme, names) in enumerate(groups.items())
+        },
+        "ignore": name_patterns(unpacked) + ([f"re:({'|'.join(others)})$"] if others else []),
+        "version": _LAYOUT_VERSION,
+    }
+
+
+def read_schemes(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str, Scheme]:
+    """Read the scheme of each packed module from config.json; the inverse of `quantization_config`.
+
+    Args:
+        config: content of config.json; without `quantization_config` nothing is packed.
+        modules: names of the packed modules.
+
+    Raises:
+        CheckpointError: the quantization method, the format or a setting is not supported (for instance asymmetric
+            weights or quantized activations), or no group covers a module.
+    """
+    modules = list(modules)
+    entry = config.get("quantization_config")
+    if entry is None:
+        if modules:
+            raise CheckpointError(
+                f"config.json has no quantization_config, yet the weights of {first_few(modules, ', ')} are packed"
+            )
+        return {}
+    groups = _read_groups(entry)
+    schemes = pick_targets(modules, groups)
+    uncovered = [module for module, scheme in schemes.items() if scheme is None]
+    if uncovered:
+        raise CheckpointError(
+            f"no group of quantization_config covers the packed weights of {first_few(uncovered, ', ')}"
+        )
+    return {module: scheme for module, scheme in schemes.items() if scheme is not None}
+
+
+def name_patterns(names: Iterable[str]) -> list[str]:
+    """Write module names as compressed-tensors targets, joining names that differ only in a layer's number.
+
+    Names that also differ in an expert's number are joined if all of these experts are in the same layers.
+    """
+    layers: dict[tuple[str, str], list[str]] = {}
+    for name in names:
+        match = re.fullmatch(r"(.*\.layers)\.(\d+)\.(.+)", name)
+        key = (match[1], match[3]) if match else (name, "")
+        layers.setdefault(key, []).append(match[2] if match else "")
+    experts: dict[tuple[str, str, str], list[str]] = {}
+    for (stem, tail), numbers in layers.items():
+        match = re.fullmatch(r"(.*experts)\.(\d+)\.(.+)", tail)
+        start = f"re:{re.escape(stem)}\\.{_alternatives(numbers)}\\." if tail else stem
+        key_of_all = (start, match[1], match[3]) if match else (start, tail, "")
+        experts.setdefault(key_of_all, []).append(match[2] if match else "")
+    return [
+        start + (re.escape(tail) + (f"\\.{_alternatives(numbers)}\\.{re.escape(end)}$" if end else "$") if tail else "")
+        for (start, tail, end), numbers in experts.items()
+    ]
+
+
+def _alternatives(numbers: list[str]) -> str:
+    return numbers[0] if len(numbers) == 1 else f"({'|'.join(numbers)})"
+
+
+def _weights_entry(scheme: Scheme) -> dict[str, Any]:
+    return {
+        **scheme.format.description,
+        "strategy": scheme.format.strategy(scheme.granularity),
+        "group_size": None if scheme.sharing.tile else scheme.size,
+        **({"block_structure": [scheme.sharing.tile] * 2} if scheme.sharing.tile else {}),
+        "dynamic": False,
+    }
+
+
+def _read_groups(entry: Any) -> dict[str, Scheme]:
+    """Read the scheme of each target of `quantization_config`.
+
+    Raises:
+        CheckpointError: something in the entry is not supported; the message lists all of it.
+    """
+    if not isinstance(entry, Mapping) or entry.get("quant_method") != "compressed-tensors":
+        method = entry.get("quant_method") if isinstance(entry, Mapping) else entry
+        raise CheckpointError(f"this checkpoint is quantized by {method!r}, whose packed weights are not supported")
+    layout = entry.get("format")
+    problems = [] if layout == _MIXED or _formats_in(layout) else [f"its format is {layout!r}"]
+    if entry.get("kv_cache_scheme"):
+        problems.append("it has a kv_cache_scheme")
+    targets: dict[str, Scheme] = {}
+    groups = entry.get("config_groups") or {}
+    if not isinstance(groups, Mapping):
+        raise CheckpointError("config.json: config_groups of quantization_config must be a mapping")
+    for name, group in groups.items():
+        group_problems = _group_problems(group, layout)
+        problems += [f"{name} {problem}" for problem in group_problems]
+        if not group_problems and (number_format := _format_of(group, layout)):
+            targets |= dict.fromkeys(group["targets"], _scheme(number_format, group["weights"]))
+    if problems:
+        raise CheckpointError(
+            f"this checkpoint's quantization_config is not supported: {'; '.join(problems)}; supported is "
+            f"compressed-tensors' {PACK_QUANTIZED} with symmetric integer weights of 2 to 8 bits per tensor, channel "
+            f"or group, and {_read_layouts()}"
+        )
+    return targets
+
+
+def _read_layouts() -> str:
+    """Return the names of compressed-tensors' float layouts that diffquant reads, joined by commas."""
+    layouts = {each.layout for each in FORMATS.values() if each.quantizes and each.is_standard} - {PACK_QUANTIZED}
+    return ", ".join(sorted(layouts))
+
+
+def _formats_in(layout: object) -> list[NumberFormat]:
+    """Return the number formats that are stored in a layout."""
+    return [each for each in FORMATS.values() if each.quantizes and each.layout == layout]
+
+
+def _format_of(group: Mapping[str, Any], layout: object) -> NumberFormat | None:
+    """Return the number format of a config group, whose layout overrides the folder's, or None if unknown."""
+    weights = {"type": "int", "symmetric": True, **group["weights"]}
+    formats = _formats_in(group.get("format") or layout)
+    return next((each for each in formats if each.description.items() <= weights.items()), None)
+
+
+def _group_problems(group: Any, layout: object) -> list[str]:
+    """List settings of a config group that are not supported."""
+    weights = group.get("weights") if isinstance(group, Mapping) else None
+    if not isinstance(weights, Mapping):
+        return ["does not quantize weights"]
+    problems = []
+    if not has_targets(group):
+        problems.append("has no list of targets")
+    own = group.get("format") or layout
+    if not (formats := _formats_in(own)):
+        problems += [f"has format {own!r}"] if own != layout else []
+    elif _format_of(group, layout) is None:
+        problems += _unknown_codes(weights, formats)
+    strategy, size = weights.get("strategy"), weights.get("group_size")
+    has_tiles = (known := _format_of(group, layout)) is None or known.has_tiles
+    if not isinstance(strategy, str) or strategy not in _STRATEGIES or (strategy == "block" and not has_tiles):
+        problems.append(f"has strategy {strategy!r}")
+    elif strategy == "block" and not is_square(weights.get("block_structure")):
+        problems.append(f"has block_structure {weights.get('block_structure')!r}")
+    if strategy == "group" and not _is_size(size):
+        problems.append("has no group_size" if size is None else f"has group_size {size!r}")
+    if weights.get("actorder") in REORDERED:
+        problems.append("reorders columns (actorder)")
+    if group.get("input_activations") or group.get("output_activations"):
+        problems.append("quantizes activations")
+    return problems
+
+
+def has_targets(group: Mapping[str, Any]) -> bool:
+    """Whether a config group names its modules."""
+    targets = group.get("targets")
+    return isinstance(targets, list) and all(isinstance(target, str) for target in targets)
+
+
+def _unknown_codes(weights: Mapping[str, Any], formats: list[NumberFormat]) -> list[str]:
+    """List settings of a group's weights that no number format of its layout has."""
+    problems = []
+    if weights.get("type", "int") not in [each.description["type"] for each in formats]:
+        problems.append(f"has {weights.get('type', 'int')} codes")
+    if not weights.get("symmetric", True):
+        problems.append("is asymmetric")
+    if weights.get("num_bits") not in [each.description.get("num_bits") for each in formats]:
+        problems.append(f"has {weights.get('num_bits')!r} bits")
+    return problems
+
+
+def is_square(structure: object) -> bool:
+    """Whether a block_structure has blocks as high as wide."""
+    block = block_shape(structure)
+    return block is not None and block[0] == block[1]
+
+
+def block_shape(structure: object) -> tuple[int, int] | None:
+    """Return the height and width of blocks as a folder states them, or None if it does not."""
+    if isinstance(structure, list) and len(structure) == 2 and all(map(_is_size, structure)):
+        return structure[0], structure[1]
+    return None
+
+
+def _is_size(size: object) -> bool:
+    return type(size) is int and size > 0
+
+
+def _scheme(number_format: NumberFormat, weights: Mapping[str, Any]) -> Scheme:
+    granularity = _STRATEGIES[weights["strategy"]]
+    if granularity == "block":
+        return Scheme(number_format, Sharing(granularity, weights["block_structure"][0]))
+    return Scheme(number_format, Sharing(granularity, weights["group_size"] if granularity == "group" else None))
+
+
+def pick_targets(modules: Sequence[str], targets: Mapping[str, _T]) -> dict[str, _T | None]:
+    """Return the entry that compressed-tensors picks for each module: by exact name, expression or class.
+
+    If several expressions match, the first one in alphabetical order counts, wherever it stands in config.json.
+
+    Raises:
+        CheckpointError: an expression is malformed, or takes too long.
+    """
+    expressions = sorted(target for target in targets if target.startswith("re:"))
+    unnamed = [module for module in modules if module not in targets]
+    matched = match_modules([expression.removeprefix("re:") for expression in expressions], unnamed)
+    indices = dict(zip(unnamed, matched, strict=True))
+    picked = (module if (i := indices.get(module)) is None else expressions[i] for module in modules)
+    of_class = targets.get("Linear")
+    return {module: targets.get(name, of_class) for module, name in zip(modules, picked, strict=True)}
+
+
+def match_modules(expressions: Sequence[str], modules: Sequence[str]) -> list[int | None]:
+    """Return the index of the first expression that each module's name begins with, or None.
+
+    Raises:
+        CheckpointError: an expression is malformed, or takes too long.
+    """
+    try:
+        return first_matches(expressions, modules)
+    except ValueError as error:
+        raise CheckpointError(f"config.json: {error}; correct its quantization_config") from error

@@ -1,0 +1,151 @@
+"""Packed weights as compressed-tensors stores them: tensors of codes and scales.
+
+A Linear at prefix P is stored as P.weight_packed ([out, w], with a row's `in` codes in w words, int32 for integers),
+P.weight_scale ([out, in/g], [out, 1], [1] or, for blocks of floats, [⌈out/b⌉, ⌈in/b⌉], in 16 bits) and P.weight_shape
+(int64 [2]).
+For experts in one tensor [experts, out, in], the first two have a leading axis of experts, and weight_shape is [3].
+Codes are computed with the stored scale, that is, after the scale was rounded to float16 or bfloat16.
+
+Integers use compressed-tensors' layout pack-quantized. Its float layouts have no weight_shape, and 8-bit floats are
+stored as P.weight. The number format determines the dtype of the scales; nvfp4 also has P.weight_global_scale
+(float32 [1]). Number formats that compressed-tensors lacks are stored in the same tensors, under a layout name of
+diffquant's, which compressed-tensors refuses.
+
+Source: compressed-tensors 0.20, compressors.
+"""
+
+from collections.abc import Container, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from diffquant.checkpoints.reader import TensorInfo
+from diffquant.recipe.scheme import Scheme
+
+PACKED, SCALE, SHAPE = ".weight_packed", ".weight_scale", ".weight_shape"
+# Suffixes of codes in an 8-bit float dtype, and of the number by which all scales of a weight are divided.
+NATIVE, GLOBAL = ".weight", ".weight_global_scale"
+
+
+def pack_weight(weight: Tensor, scheme: Scheme) -> dict[str, Tensor]:
+    """Quantize a weight by rounding to nearest with absmax scales, and pack its codes.
+
+    Args:
+        weight: [out, in] finite values in float16, bfloat16 or float32.
+        scheme: granularity tensor, row or group.
+
+    Returns:
+        The tensors by their names in the module, "weight_packed" and others, as in the module's docstring.
+    """
+    values = weight.float()
+    scheme = scheme.bound_to(values.abs().amax())
+    scale = weight_scale(values, scheme, scheme.format.scale_dtype(weight.dtype))
+    parts = pack_rows(weight_codes(values, scale, scheme), scale, scheme) | pack_shared(tuple(weight.shape), scheme)
+    return {suffix.removeprefix("."): part for suffix, part in parts.items()}
+
+
+def pack_rows(codes: Tensor, scale: Tensor, scheme: Scheme) -> dict[str, Tensor]:
+    """Pack codes int8 [rows, in] and their scale, by the suffix of the stored names."""
+    number_format = scheme.format
+    scales = number_format.pack_scale(scale)
+    if scales.dtype == torch.uint8:
+        scales = scales.view(number_format.stored_scale_dtype(scale.dtype))
+    return {codes_suffix(scheme): number_format.pack(codes).view(number_format.file_dtype), SCALE: scales}
+
+
+def pack_shared(shape: tuple[int, ...], scheme: Scheme) -> dict[str, Tensor]:
+    """Return the tensors stored once per weight (shape, global scale), by the suffix of their names."""
+    shapes = {SHAPE: torch.tensor(shape, dtype=torch.int64)} if scheme.format.stores_shape else {}
+    tensor_scale = scheme.format.tensor_scale
+    return shapes if tensor_scale is None else shapes | {GLOBAL: tensor_scale}
+
+
+def codes_suffix(scheme: Scheme) -> str:
+    """Return the suffix of the tensor that holds a weight's codes."""
+    return NATIVE if scheme.format.is_native else PACKED
+
+
+def unpack_weight(packed: Tensor, scale: Tensor, shape: Tensor, scheme: Scheme) -> Tensor:
+    """Dequantize a weight without a global scale from its stored codes, scales and shape."""
+    return unpack_parts({codes_suffix(scheme): packed, SCALE: scale}, shape.tolist(), scheme)
+
+
+def unpack_parts(parts: Mapping[str, Tensor], shape: Sequence[int], scheme: Scheme) -> Tensor:
+    """Dequantize a weight [out, in] or [experts, out, in]; the inverse of `pack_weight`.
+
+    Args:
+        parts: the stored tensors by the suffix of their names.
+        shape: shape of the weight.
+    """
+    packed = parts[codes_suffix(scheme)]
+    codes = scheme.format.unpack(packed.reshape(-1, packed.shape[-1]), shape[-1])
+    scale = scheme.format.unpack_scale(parts[SCALE], parts.get(GLOBAL))
+    return decode_codes(codes, scale.reshape(scheme.sharing.scale_shape(codes.shape)), scheme).reshape(*shape)
+
+
+def weight_scale(values: Tensor, scheme: Scheme, dtype: torch.dtype | None = None) -> Tensor:
+    """Compute the stored absmax scale of a weight: [out, in/g], [out, 1], [1] or, for blocks, [⌈out/b⌉, ⌈in/b⌉].
+
+    Args:
+        values: [out, in] finite floats.
+        scheme: granularity tensor, row, group or block.
+        dtype: dtype of the scale, from the format's `scale_dtype`; by default that of `values`.
+    """
+    view, dim = scheme.sharing.view(values)
+    scale = scheme.format.scale(view, dim, dtype or values.dtype)
+    return scale.reshape(scheme.sharing.scale_shape(values.shape))
+
+
+def weight_codes(values: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
+    """Compute the codes int8 [rows, in] of some rows under their stored scale.
+
+    Args:
+        values: [rows, in]; float32 is fastest.
+        scale: stored scale of these rows, from `weight_scale`.
+    """
+    view, _ = scheme.sharing.view(values)
+    wide = scale.to(torch.promote_types(values.dtype, torch.float32))
+    return scheme.sharing.undo_view(scheme.format.codes(view, scheme.sharing.spread(wide)), values.shape)
+
+
+def decode_codes(codes: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
+    """Dequantize codes [rows, in] with their stored scale: levels * scale in float32, or float64 if the scale is.
+
+    Products of codes and 16-bit scales are exact in float32. A reader that runs in float16 or bfloat16, as transformers
+    does, multiplies in that dtype: the same numbers, rounded once.
+    """
+    view, _ = scheme.sharing.view(codes)
+    wide = scale.to(torch.promote_types(scale.dtype, torch.float32))
+    return scheme.sharing.undo_view(scheme.format.decode(view, scheme.sharing.spread(wide)), codes.shape)
+
+
+def packed_shapes(shape: tuple[int, ...], scheme: Scheme) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a packed weight's tensors, for [out, in] or [experts, out, in], by name suffix."""
+    *rows, width = shape
+    packed = (*rows, scheme.format.stored_width(width))
+    shapes = {codes_suffix(scheme): packed, SCALE: scheme.sharing.scale_shape(shape)}
+    if scheme.format.spans_tensor:
+        shapes[GLOBAL] = (1,)
+    return shapes | ({SHAPE: (len(shape),)} if scheme.format.stores_shape else {})
+
+
+def packed_types(scheme: Scheme, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Return the dtypes of a packed weight's tensors, by name suffix; `dtype` is that of the unpacked weight."""
+    types = {codes_suffix(scheme): scheme.format.file_dtype, SCALE: scheme.format.stored_scale_dtype(dtype)}
+    if scheme.format.spans_tensor:
+        types[GLOBAL] = torch.float32
+    return types | ({SHAPE: torch.int64} if scheme.format.stores_shape else {})
+
+
+def packed_modules(tensors: Mapping[str, TensorInfo | Tensor]) -> list[str]:
+    """List modules whose weight is stored packed, or as 8-bit floats with a scale."""
+    return [
+        name.removesuffix(suffix)
+        for name, info in tensors.items()
+        for suffix in (PACKED, NATIVE)
+        if name.endswith(suffix) and (suffix == PACKED or _is_native(name.removesuffix(suffix), info.dtype, tensors))
+    ]
+
+
+def _is_native(module: str, dtype: torch.dtype, tensors: Container[str]) -> bool:
+    return dtype.is_floating_point and dtype.itemsize == 1 and module + SCALE in tensors

@@ -1,0 +1,297 @@
+"""Presents a folder whose weights another library packed as a checkpoint of the dequantized weights."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffquant.checkpoints.reader import Checkpoint, TensorInfo
+from diffquant.checkpoints.side_files import read_json
+from diffquant.errors import CheckpointError
+from diffquant.support.names import first_few
+
+# File with ModelOpt's quantization settings; newer versions write them into config.json too.
+MODELOPT_CONFIG = "hf_quant_config.json"
+# Files in which these libraries repeat the settings. If there is such a file, engines assume packed weights.
+_STATED_AGAIN = (MODELOPT_CONFIG, "quantize_config.json", "quant_config.json", "quantization_config.json")
+# Files in which AutoGPTQ and AutoAWQ wrote the settings before config.json had an entry for them, and AutoAWQ's keys.
+_STATED_ALONE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+_OLDER_KEYS = {"w_bit": "bits", "q_group_size": "group_size"}
+# Layers that are transformers' Conv1D, and the models that have them: their weights are [in, out], but every library
+# packs them as [out, in], like those of a Linear.
+CONV1D = ("c_attn", "q_attn", "c_fc", "c_proj")
+_OF_CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp")
+# Number of elements to dequantize at a time when a whole matrix is read, since unpacked codes and scales take memory.
+_AT_A_TIME = 1 << 22
+
+
+@dataclass(frozen=True)
+class RoundedMatrix:
+    """A matrix that a folder stores as codes.
+
+    Attributes:
+        shape: [out, in] of the matrix, or [experts, out, in] of experts in one tensor.
+        parts: names of the tensors that it is made of, the codes first.
+        dtype: dtype to which its library dequantizes it, and in which verbs write it.
+        rows: function that dequantizes rows, from int64 indices [n] to float32 [n, in]. The rows of all experts are
+            numbered consecutively.
+    """
+
+    shape: tuple[int, ...]
+    parts: tuple[str, ...]
+    dtype: torch.dtype
+    rows: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A folder's quantized matrices, as its reader found them.
+
+    Attributes:
+        kind: number format of the codes, for messages.
+        matrices: the packed matrices, by the names that they have when unpacked.
+        unused: tensors that are read only by engines that quantize activations or caches.
+        note: sentence on what engines should compute and diffquant does not; "" if there is nothing.
+    """
+
+    kind: str
+    matrices: Mapping[str, RoundedMatrix]
+    unused: tuple[str, ...] = ()
+    note: str = ""
+
+
+# (quantization_config, the folder) -> its contents, or None for a folder whose packed weights are read as they are.
+Layout = Callable[[Mapping[str, Any], Checkpoint], Contents | None]
+LAYOUTS: dict[str, Layout] = {}
+
+
+def register(quant_method: str) -> Callable[[Layout], Layout]:
+    """Register the reader of the folders whose `quantization_config` has this `quant_method`.
+
+    A reader checks names, shapes, types and settings, and reports all problems at once; it reads no codes.
+    """
+
+    def add(layout: Layout) -> Layout:
+        LAYOUTS[quant_method] = layout
+        return layout
+
+    return add
+
+
+def dequantize_folder(checkpoint: Checkpoint) -> Checkpoint:
+    """Wrap a folder in one of these layouts as a checkpoint of its floats; return others unchanged.
+
+    Raises:
+        CheckpointError: its quant_method is not supported; or tensors are missing or have other shapes or types, or a
+            setting is not supported; the first are named.
+    """
+    entry = _entry(checkpoint)
+    if entry is None:
+        return checkpoint
+    method = entry.get("quant_method")
+    if str(method) not in LAYOUTS:
+        raise CheckpointError(
+            f"this checkpoint is quantized by {method!r}; diffquant reads 16-bit checkpoints and those quantized by "
+            f"{', '.join(sorted(LAYOUTS))}"
+        )
+    contents = LAYOUTS[str(method)](entry, checkpoint)
+    if contents is None:
+        return checkpoint
+    if not contents.matrices:
+        what_to_do = "without its quantization_config it is a plain checkpoint"
+        if contents.unused:
+            scales = first_few(contents.unused, ", ")
+            what_to_do = f"it is a plain checkpoint with scales for engines, {scales}: open its source instead"
+        raise CheckpointError(
+            f"{checkpoint.path} holds no weight packed by {method}, although its config says so; {what_to_do}"
+        )
+    if checkpoint.config.get("model_type") in _OF_CONV1D:
+        matrices = {name: _transpose(name, matrix) for name, matrix in contents.matrices.items()}
+        contents = replace(contents, matrices=matrices)
+    return DequantizedCheckpoint(checkpoint, contents)
+
+
+def _transpose(name: str, matrix: RoundedMatrix) -> RoundedMatrix:
+    """Transpose a matrix that a model with Conv1D stores as [in, out] when it is not packed."""
+    if name.split(".")[-2] not in CONV1D:
+        return matrix
+    outputs, inputs = matrix.shape
+    return replace(matrix, shape=(inputs, outputs), rows=lambda rows: matrix.rows(torch.arange(outputs)).T[rows])
+
+
+def _entry(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
+    """Return the `quantization_config` of config.json, or what a library wrote into a separate file."""
+    entry = checkpoint.config.get("quantization_config")
+    if entry is not None:
+        return entry if isinstance(entry, Mapping) else None
+    if (file := checkpoint.path / MODELOPT_CONFIG).is_file():
+        stated = read_json(file).get("quantization")
+        return {"quant_method": "modelopt", **stated} if isinstance(stated, Mapping) else None
+    if any(name.endswith(".qweight") for name in checkpoint.tensors):
+        for name, method in _STATED_ALONE.items():
+            if (file := checkpoint.path / name).is_file():
+                stated = {_OLDER_KEYS.get(key, key): value for key, value in read_json(file).items()}
+                return {"quant_method": method, **stated}
+    return None
+
+
+class DequantizedCheckpoint(Checkpoint):
+    """A checkpoint of a folder's dequantized weights in float32, where a 16-bit scale times a code is exact.
+
+    Args:
+        stored: the folder with its packed tensors.
+        contents: quantized matrices that a layout's reader found in it.
+    """
+
+    def __init__(self, stored: Checkpoint, contents: Contents) -> None:
+        self.path, self._stored, self._contents = stored.path, stored, contents
+        self._matrices = contents.matrices
+        self.config = {key: value for key, value in stored.config.items() if key != "quantization_config"}
+        first = {matrix.parts[0]: name for name, matrix in self._matrices.items()}
+        others = {part for matrix in self._matrices.values() for part in matrix.parts[1:]} | set(contents.unused)
+        # In the folder's order, so that neighbours in a file stay neighbours.
+        self.tensors = {
+            first.get(name, name): self._info(first.get(name, name), info)
+            for name, info in stored.tensors.items()
+            if name not in others
+        }
+
+    def rename(self, old: str, new: str) -> None:
+        super().rename(old, new)
+        self._stored.rename(old, new)
+        self._matrices = {new if name == old else name: matrix for name, matrix in self._matrices.items()}
+
+    def read(self, name: str) -> Tensor:
+        return self.read_rows(name, slice(None)) if name in self._matrices else self._stored.read(name)
+
+    def read_rows(self, name: str, rows: slice | Tensor) -> Tensor:
+        matrix = self._matrices.get(name)
+        if matrix is None:
+            return self._stored.read_rows(name, rows)
+        *lead, height, width = matrix.shape
+        wanted = torch.arange(matrix.shape[0])[rows]
+        if not lead:
+            return _values(matrix, wanted)
+        # All rows of the requested experts.
+        of_all = (wanted[:, None] * height + torch.arange(height)).flatten()
+        return _values(matrix, of_all).view(len(wanted), height, width)
+
+    def matrix_rows(self, name: str, first: int, last: int) -> Tensor:
+        matrix = self._matrices.get(name)
+        if matrix is None:
+            return self._stored.matrix_rows(name, first, last)
+        return _values(matrix, torch.arange(first, last))
+
+    def weight_files(self) -> list[Path]:
+        return self._stored.weight_files()
+
+    def write_side_files(self, folder: Path) -> None:
+        self._stored.write_side_files(folder)
+        for file in _STATED_AGAIN:
+            (folder / file).unlink(missing_ok=True)
+
+    def written_dtype(self, name: str) -> torch.dtype:
+        return self._matrices[name].dtype if name in self._matrices else self._stored.written_dtype(name)
+
+    @property
+    def rounded_as(self) -> str:
+        return self._contents.kind
+
+    @property
+    def note(self) -> str:
+        return self._contents.note
+
+    @property
+    def stored_nbytes(self) -> int:
+        return self._stored.stored_nbytes
+
+    def _info(self, name: str, info: TensorInfo) -> TensorInfo:
+        matrix = self._matrices.get(name)
+        return info if matrix is None else TensorInfo(torch.float32, matrix.shape, info.shard)
+
+
+def _values(matrix: RoundedMatrix, rows: Tensor) -> Tensor:
+    """Return values float32 [n, in] of some rows, dequantized a few at a time."""
+    values = torch.empty(len(rows), matrix.shape[-1])
+    height = max(1, _AT_A_TIME // max(1, matrix.shape[-1]))
+    for piece, some in zip(values.split(height), rows.split(height), strict=True):
+        piece.copy_(matrix.rows(some))
+    return values
+
+
+class Parts:
+    """The tensors of a folder checked against a layout; collects what is missing or different.
+
+    Attributes:
+        problems: problems found so far, each naming its tensor or setting.
+    """
+
+    def __init__(self, stored: Checkpoint) -> None:
+        self._stored, self.problems = stored, list[str]()
+
+    def shape(self, name: str, axes: int, *dtypes: torch.dtype) -> tuple[int, ...] | None:
+        """Return the shape of a tensor with `axes` axes and one of these dtypes, or any float if none are given."""
+        info = self._stored.tensors.get(name)
+        if info is None:
+            self.problems.append(f"{name} is missing")
+            return None
+        if len(info.shape) != axes or 0 in info.shape:
+            self.problems.append(f"{name} is {list(info.shape)}, expected {axes} axes")
+            return None
+        fits = info.dtype in dtypes if dtypes else info.dtype.is_floating_point and info.dtype.itemsize > 1
+        if not fits:
+            kinds = " or ".join(str(dtype) for dtype in dtypes) or "floats of 16 bits or more"
+            self.problems.append(f"{name} is {info.dtype}, expected {kinds}")
+            return None
+        return info.shape
+
+    def expect(self, name: str, shape: tuple[int, ...], *dtypes: torch.dtype) -> bool:
+        """Check a tensor's shape and dtype, record problems, and return whether there are none."""
+        stored = self.shape(name, len(shape), *dtypes)
+        if stored is not None and stored != shape:
+            self.problems.append(f"{name} is {list(stored)}, not {list(shape)}")
+        return stored == shape
+
+    def check(self, method: str) -> None:
+        """Check that no problems were found.
+
+        Raises:
+            CheckpointError: something was; the first are named.
+        """
+        if self.problems:
+            raise CheckpointError(f"{self._stored.path} does not match {method}'s layout: {first_few(self.problems)}")
+
+
+def modules_with(stored: Checkpoint, suffix: str) -> list[str]:
+    """List the modules that have a tensor with this suffix, in the folder's order."""
+    return [name.removesuffix(suffix) for name in stored.tensors if name.endswith(suffix)]
+
+
+def read_count(entry: Mapping[str, Any], key: str, allowed: range, problems: list[str]) -> int:
+    """Read a whole number of quantization_config; otherwise add a problem and return the lowest allowed number."""
+    value = entry.get(key)
+    if type(value) is int and value in allowed:
+        return value
+    problems.append(f"{key} of quantization_config is {value!r}, expected {allowed[0]} to {allowed[-1]}")
+    return allowed[0]
+
+
+def read_group_size(entry: Mapping[str, Any], problems: list[str]) -> int:
+    """Read the `group_size` of quantization_config: inputs that share a scale, -1 if all of them do."""
+    size = entry.get("group_size", -1)
+    if type(size) is int and (size == -1 or size > 0):
+        return size
+    problems.append(f"group_size of quantization_config is {size!r}, expected a size, or -1 for one group")
+    return -1
+
+
+def check_plain(entry: Mapping[str, Any], read: Mapping[str, tuple[Any, ...]], problems: list[str]) -> None:
+    """Add a problem for each setting of quantization_config whose value is not supported."""
+    problems += [
+        f"{key} of quantization_config is {entry[key]!r}, expected {' or '.join(map(repr, values))}"
+        for key, values in read.items()
+        if entry.get(key) is not None and entry[key] not in values
+    ]

@@ -1,0 +1,142 @@
+"""bitsandbytes' layouts: nf4 and fp4 of 4 bits, and int8.
+
+A 4-bit matrix is flattened by rows and cut into blocks that share a scale. weight holds two codes per byte, the first
+in the high half, in uint8 or another dtype as which these bytes are viewed. weight.quant_map float32 [16] maps codes to
+values. weight.absmax holds the scales: float32 [blocks], or uint8 with weight.nested_quant_map float32 [256],
+weight.nested_absmax float32 [⌈blocks/256⌉] and an offset. weight.quant_state.bitsandbytes__nf4 (or __fp4) is JSON in
+uint8. An int8 matrix is weight int8 [out, in] and SCB float32 [out]: w = weight · SCB · (1/127).
+
+Products are computed in float32 in the library's order, so that they equal the library's bit for bit.
+
+Source: bitsandbytes 0.50, functional.py and backends/default/ops.py.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffquant.checkpoints.dequantized.base import Contents, Parts, RoundedMatrix, modules_with, register
+from diffquant.checkpoints.dequantized.floats import model_dtype
+from diffquant.checkpoints.reader import Checkpoint
+from diffquant.support.devices import DTYPES
+from diffquant.support.plain_data import parse_json
+
+_STATE = ".weight.quant_state.bitsandbytes__"
+_KINDS = ("nf4", "fp4")
+# 1/127 as the library writes it.
+_STEP = 7.874015718698502e-3
+
+
+@register("bitsandbytes")
+def read_bitsandbytes(_entry: Mapping[str, Any], stored: Checkpoint) -> Contents:
+    """Read the matrices of a bitsandbytes folder, each of which states its own format.
+
+    Raises:
+        CheckpointError: tensors are not what the layouts have; the first are named.
+    """
+    parts = Parts(stored)
+    matrices: dict[str, RoundedMatrix | None] = {}
+    kinds: list[str] = []
+    for kind in _KINDS:
+        for module in modules_with(stored, _STATE + kind):
+            kinds.append(kind)
+            matrices[f"{module}.weight"] = _read_four_bits(stored, parts, module, kind)
+    for module in modules_with(stored, ".SCB"):
+        kinds.append("int8")
+        matrices[f"{module}.weight"] = _read_int8(stored, parts, module)
+    integers = (torch.uint8, torch.int8)
+    parts.problems += [
+        f"{name} is {info.dtype}, and its scales are missing"
+        for name, info in stored.tensors.items()
+        if name.endswith(".weight") and info.dtype in integers and name not in matrices
+    ]
+    parts.check("bitsandbytes")
+    found = {name: matrix for name, matrix in matrices.items() if matrix is not None}
+    return Contents(f"bitsandbytes {'/'.join(dict.fromkeys(kinds))}", found)
+
+
+def _read_int8(stored: Checkpoint, parts: Parts, module: str) -> RoundedMatrix | None:
+    weight, scales, order = f"{module}.weight", f"{module}.SCB", f"{module}.weight_format"
+    shape = parts.shape(weight, 2, torch.int8)
+    if shape is None or not parts.expect(scales, shape[:1], torch.float32):
+        return None
+    names = [weight, scales]
+    if order in stored.tensors:
+        names.append(order)
+        if stored.read(order).flatten().tolist() not in ([], [0]):
+            parts.problems.append(f"{order}: {weight} is in a GPU kernel's order; only row order is supported")
+            return None
+
+    def rows(indices: Tensor) -> Tensor:
+        return stored.read(weight)[indices] * stored.read(scales)[indices, None] * _STEP
+
+    return RoundedMatrix((shape[0], shape[1]), tuple(names), model_dtype(stored.config), rows)
+
+
+def _read_four_bits(stored: Checkpoint, parts: Parts, module: str, kind: str) -> RoundedMatrix | None:
+    weight, state_name = f"{module}.weight", f"{module}{_STATE}{kind}"
+    absmax, quant_map, nested_absmax, nested_map = (
+        f"{weight}.{part}" for part in ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
+    )
+    state = _read_state(stored, parts, state_name)
+    if state is None:
+        return None
+    shape, block = state["shape"], state["blocksize"]
+    blocks = -(-math.prod(shape) // block)
+    names = [weight, absmax, quant_map, state_name]
+    fits = [parts.expect(quant_map, (16,), torch.float32)]
+    is_nested = nested_absmax in stored.tensors
+    if is_nested:
+        names += [nested_absmax, nested_map]
+        outer = -(-blocks // state["nested_blocksize"])
+        fits += [
+            parts.expect(absmax, (blocks,), torch.uint8),
+            parts.expect(nested_map, (256,), torch.float32),
+            parts.expect(nested_absmax, (outer,), torch.float32),
+        ]
+    else:
+        fits.append(parts.expect(absmax, (blocks,), torch.float32))
+    info = stored.tensors.get(weight)
+    nbytes = -(-math.prod(shape) // 2)
+    if info is None or info.nbytes != nbytes:
+        parts.problems.append(f"{weight} has {info.nbytes if info else 0} bytes, not {nbytes}")
+        return None
+    if not all(fits):
+        return None
+
+    def scales_of(places: Tensor) -> Tensor:
+        stored_scales = stored.read(absmax)[places]
+        if not is_nested:
+            return stored_scales
+        inner = (
+            stored.read(nested_map)[stored_scales.int()]
+            * stored.read(nested_absmax)[places // state["nested_blocksize"]]
+        )
+        return inner + torch.tensor(state["nested_offset"])
+
+    def rows(indices: Tensor) -> Tensor:
+        places = indices[:, None] * shape[1] + torch.arange(shape[1])
+        pairs = stored.read(weight).reshape(-1).view(torch.uint8)[places // 2]
+        codes = torch.where(places % 2 == 0, pairs >> 4, pairs & 15).int()
+        return stored.read(quant_map)[codes] * scales_of(places // block)
+
+    return RoundedMatrix((shape[0], shape[1]), tuple(names), DTYPES[state["dtype"]], rows)
+
+
+def _read_state(stored: Checkpoint, parts: Parts, name: str) -> dict[str, Any] | None:
+    """Read the stored description of a 4-bit matrix, or add a problem and return None."""
+    try:
+        state = parse_json(bytes(stored.read(name).tolist()).decode())
+        shape, sizes = state["shape"], [state["blocksize"], state.setdefault("nested_blocksize", 256)]
+        state["nested_offset"] = float(state.setdefault("nested_offset", 0.0))
+        fits = len(shape) == 2 and all(type(size) is int and size > 0 for size in [*shape, *sizes])
+        fits = fits and state["dtype"] in DTYPES
+    except (ValueError, KeyError, TypeError, AttributeError):
+        fits = False
+    if fits:
+        return dict(state)
+    parts.problems.append(f"{name} lacks the shape [out, in], blocksize or dtype of its weight")
+    return None

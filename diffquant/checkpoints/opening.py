@@ -1,0 +1,238 @@
+"""Opens a checkpoint in any supported format, and checks its tensors against those that its adapter expects."""
+
+import re
+from collections.abc import Collection, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+
+import torch
+
+from diffquant.checkpoints.compressed_config import read_schemes
+from diffquant.checkpoints.compressed_tensors import SCALE, SHAPE, packed_modules, packed_shapes, packed_types
+from diffquant.checkpoints.dequantized import dequantize_folder
+from diffquant.checkpoints.folder import FolderCheckpoint
+from diffquant.checkpoints.hub import local_path
+from diffquant.checkpoints.reader import Checkpoint, TensorInfo
+from diffquant.errors import CheckpointError
+from diffquant.model.adapters import Adapter
+from diffquant.model.blocks import Parameters, Shape
+from diffquant.recipe.scheme import FULL, Scheme
+from diffquant.support.names import first_few
+from diffquant.support.plain_data import is_text
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open a folder of safetensors, a .gguf file, or a model of the hub by its name.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or files are missing, truncated or outside the folder, or weights
+            that another library packed do not match its layout; every offending file and tensor is named.
+    """
+    path = local_path(Path(path))
+    if not is_text(str(path.absolute())):
+        raise CheckpointError(f"the path {str(path)!r} is not UTF-8, which safetensors cannot open; rename it")
+    if is_gguf(path):
+        # Imported here, since importing gguf takes time that opening a folder does not need.
+        from diffquant.checkpoints.gguf import GgufCheckpoint
+
+        return GgufCheckpoint(path)
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is neither a checkpoint folder nor a .gguf file; {_suggest_path(path)}")
+    if inside := _checkpoints_in(path):
+        which = f"{inside[0]}, inside it" if len(inside) == 1 else f"one of {first_few(map(str, inside), ', ')}"
+        raise CheckpointError(f"{path} has no config.json; give {which}")
+    return dequantize_folder(FolderCheckpoint(path))
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a path is a .gguf file; a folder may have such a name, too."""
+    return path.suffix.lower() == ".gguf" and not path.is_dir()
+
+
+def _suggest_path(path: Path) -> str:
+    """Suggest the path the user probably meant."""
+    if path.is_file():
+        holds = (path.parent / "config.json").exists()
+        return f"give its folder, {path.parent}" if holds else "give a folder with a config.json"
+    # As a Path, the address has lost one of its two slashes.
+    if address := re.fullmatch(r"https?:/huggingface\.co/([^/]+/[^/]+).*", path.as_posix()):
+        return f"a model of the hub is named ORG/NAME: {address[1]}"
+    return f"{_suggest_neighbour(path)}a model of the hub is named ORG/NAME"
+
+
+def _checkpoints_in(folder: Path) -> list[Path]:
+    """List the checkpoints inside a folder: .gguf files, or snapshots in a folder of the hub's cache."""
+    if (folder / "config.json").exists():
+        return []
+    snapshots = [file.parent for file in folder.glob("snapshots/*/config.json")]
+    return sorted([*filter(is_gguf, folder.iterdir()), *snapshots])
+
+
+def _suggest_neighbour(path: Path) -> str:
+    """Suggest a neighbour with a similar name; "" if there is none."""
+    try:
+        names = [each.name for each in path.parent.iterdir() if each.is_dir() or is_gguf(each)]
+    except OSError:
+        return ""
+    near = get_close_matches(path.name, names, n=1, cutoff=0.8)
+    return f"did you mean {path.parent / near[0]}? " if near else ""
+
+
+_HEAD = "lm_head.weight"
+# Endings of the names of buffers that are computed from config.json.
+_BUFFERS = (
+    *(f"rotary_emb.{buffer}" for buffer in ("inv_freq", "original_inv_freq", "cos_cached", "sin_cached")),
+    ".masked_bias",
+)
+# Rows of a head that are compared at once.
+_ROWS = 1024
+
+
+def check_tensors(checkpoint: Checkpoint, adapter: Adapter) -> dict[str, Scheme]:
+    """Check that a checkpoint holds exactly its model's tensors, at 16 bits or packed.
+
+    Returns:
+        Scheme of each packed module by name; empty for a 16-bit checkpoint.
+
+    Raises:
+        CheckpointError: tensors are missing, of another shape or type, or not part of the model; the first are named.
+    """
+    layers = adapter.architecture.num_hidden_layers
+    if layers > len(checkpoint.tensors):
+        # Checked before listing shapes, since a wrong number of layers could make that list huge.
+        raise CheckpointError(
+            f"{checkpoint.path}: config.json has {layers} layers, but there are {len(checkpoint.tensors)} tensors"
+        )
+    schemes = read_schemes(checkpoint.config, packed_modules(checkpoint.tensors))
+    parameters = adapter.source_parameters
+    surplus = surplus_tensors(checkpoint, adapter)
+    problems = _differences(stored_shapes(parameters, schemes), checkpoint, schemes, surplus)
+    if not problems:
+        problems = _other_shapes(checkpoint, parameters, schemes) + _other_head(checkpoint, adapter)
+    if problems:
+        raise CheckpointError(
+            f"{checkpoint.path} does not match the {checkpoint.config.get('model_type')} model of its config.json: "
+            + "; ".join(problems)
+        )
+    return schemes
+
+
+def stored_shapes(parameters: Parameters, schemes: dict[str, Scheme]) -> dict[str, Shape]:
+    """Return the shapes of a model's tensors with the weights of `schemes` packed."""
+    shapes: dict[str, Shape] = {}
+    for name, parameter in parameters.items():
+        module = name.removesuffix(".weight")
+        if module in schemes and parameter.packing != "never":
+            shapes |= {module + suffix: s for suffix, s in packed_shapes(parameter.shape, schemes[module]).items()}
+        else:
+            shapes[name] = parameter.shape
+    return shapes
+
+
+def surplus_tensors(checkpoint: Checkpoint, adapter: Adapter) -> frozenset[str]:
+    """List the tensors that the model does not need and whose absence changes nothing.
+
+    Older writers stored buffers, tied heads, and a bias of zeros for each packed matrix of a model without biases.
+    """
+    needed = adapter.source_parameters
+    is_tied = adapter.architecture.tie_word_embeddings
+    return frozenset(
+        name
+        for name, info in checkpoint.tensors.items()
+        if name not in needed
+        and (
+            name.endswith(_BUFFERS)
+            or (is_tied and name == _HEAD)
+            or (name.endswith(".bias") and _adds_nothing(checkpoint, name, info, needed))
+        )
+    )
+
+
+def _adds_nothing(checkpoint: Checkpoint, name: str, info: TensorInfo, needed: Parameters) -> bool:
+    """Whether a bias is a causal mask, as in GPT-2, or holds a zero for each row of a matrix of the model."""
+    if len(info.shape) == 4:
+        return not info.dtype.is_floating_point
+    weight = needed.get(f"{name.removesuffix('.bias')}.weight")
+    if weight is None or len(weight.shape) != 2 or info.shape != weight.shape[:1]:
+        return False
+    return info.dtype.is_floating_point and not checkpoint.read(name).float().any()
+
+
+def restore_embedding(checkpoint: Checkpoint, adapter: Adapter) -> None:
+    """Rename a tied embedding that is stored only under the head's name.
+
+    safetensors' `save_model` keeps only the first name of a shared tensor, and transformers reads either name.
+    """
+    embedding = adapter.source_name("model.embed_tokens.weight")
+    is_alone = _HEAD in checkpoint.tensors and embedding not in checkpoint.tensors
+    if is_alone and adapter.architecture.tie_word_embeddings:
+        checkpoint.rename(_HEAD, embedding)
+
+
+def _differences(
+    expected: dict[str, Shape], checkpoint: Checkpoint, schemes: dict[str, Scheme], surplus: Collection[str]
+) -> list[str]:
+    stored = checkpoint.tensors
+    missing = [f"{name} {list(shape)}" for name, shape in expected.items() if name not in stored]
+    unexpected = [name for name in stored if name not in expected and name not in surplus]
+    reshaped = [
+        f"{name} is {list(stored[name].shape)}, not {list(shape)}"
+        for name, shape in expected.items()
+        if name in stored and stored[name].shape != shape
+    ]
+    retyped = [
+        f"{name} is {stored[name].dtype}"
+        for name in expected
+        if name in stored and not _has_right_type(name, stored[name], schemes)
+    ]
+    return (
+        _problem("missing ", missing)
+        + _problem("wrong shape: ", reshaped)
+        + _problem("wrong type: ", retyped)
+        + _problem("not part of the model: ", unexpected)
+    )
+
+
+def _other_shapes(checkpoint: Checkpoint, parameters: Parameters, schemes: dict[str, Scheme]) -> list[str]:
+    """List packed weights whose stored shape, by which readers unpack, differs from the model's."""
+    problems = []
+    for name, parameter in parameters.items():
+        module = name.removesuffix(".weight")
+        if module in schemes and schemes[module].format.stores_shape:
+            stored, expected = checkpoint.read(module + SHAPE).tolist(), list(parameter.shape)
+            if stored != expected:
+                problems.append(f"{module} states {stored}, not {expected}")
+    return _problem("wrong packed shape: ", problems)
+
+
+def _other_head(checkpoint: Checkpoint, adapter: Adapter) -> list[str]:
+    """Report a stored tied head that differs from the embedding: runtimes disagree about which one to use."""
+    stored, embedding = checkpoint.tensors, adapter.source_name("model.embed_tokens.weight")
+    if not adapter.architecture.tie_word_embeddings or _HEAD not in stored:
+        return []
+    is_alike = embedding in stored and stored[_HEAD].shape == stored[embedding].shape
+    if is_alike and all(
+        torch.equal(*(checkpoint.read_rows(name, slice(n, n + _ROWS)).float() for name in (_HEAD, embedding)))
+        for n in range(0, stored[_HEAD].shape[0], _ROWS)
+    ):
+        return []
+    return [
+        f"tie_word_embeddings is true, and {_HEAD} is not {embedding}: set it to false for the model with this head, "
+        "or remove the tensor"
+    ]
+
+
+def _problem(what: str, names: Sequence[str]) -> list[str]:
+    return [what + first_few(names, ", ")] if names else []
+
+
+def _has_right_type(name: str, info: TensorInfo, schemes: dict[str, Scheme]) -> bool:
+    module, _, part = name.rpartition(".")
+    scheme = schemes.get(module, FULL)
+    types = packed_types(scheme, torch.bfloat16) if scheme.quantizes else {}
+    suffix = f".{part}"
+    if suffix not in types:
+        return info.dtype.is_floating_point and info.dtype.itemsize > 1
+    if suffix == SHAPE:
+        return not info.dtype.is_floating_point
+    return scheme.format.reads_scale(info.dtype) if suffix == SCALE else info.dtype == types[suffix]

@@ -1,0 +1,152 @@
+"""Keeps the finished part of an output folder, so that an interrupted run can resume.
+
+The output grows in DESTINATION.partial. A journal and a lock file are next to that folder, so that the output never
+contains them. The journal has a key of everything that determines the output, and the digest of each finished shard.
+"""
+
+import json
+import os
+import shutil
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from diffquant.errors import DiffQuantError, OutputExistsError
+from diffquant.support.digests import content_digest
+from diffquant.support.files import read_text, set_folder_aside, sync, write_atomically
+
+
+class Staging:
+    """The partial folder of an output, and the journal of its finished shards.
+
+    Args:
+        destination: folder that the output becomes.
+        key: plain data that determines the output; finished shards are reused under the same key.
+
+    Raises:
+        OutputExistsError: the partial folder holds files that no run of ours left.
+
+    Attributes:
+        folder: folder in which the output grows.
+        resumed: number of shards that an earlier run finished and that were verified.
+    """
+
+    def __init__(self, destination: Path, key: Mapping[str, Any]) -> None:
+        self.folder = partial_folder(destination)
+        self.resumed = 0
+        self._journal = hidden_sibling(destination, "journal")
+        self._key = json.loads(json.dumps(key))
+        self._guard = threading.Lock()
+        if not self._journal.exists() and self.folder.is_dir() and any(self.folder.iterdir()):
+            raise OutputExistsError(f"{self.folder} is needed for unfinished output but holds other files; move them")
+        self._records = self._read_journal()
+        self._write_journal()
+        self.folder.mkdir(exist_ok=True)
+        self._clear()
+
+    def find_finished(self, shard: str) -> dict[str, Any] | None:
+        """Return the record of a shard if its file is unchanged, else None."""
+        record: dict[str, Any] | None = self._records.get(shard)
+        file = self.folder / shard
+        if record is None or not file.is_file() or content_digest(file) != record["digest"]:
+            return None
+        self.resumed += 1
+        return record
+
+    def finish(self, shard: str, record: Mapping[str, Any]) -> dict[str, Any]:
+        """Record a shard as done, with its "digest"."""
+        # Syncing here overlaps with the next shard's work.
+        sync(self.folder / shard)
+        entry = {"digest": content_digest(self.folder / shard), **record}
+        with self._guard:
+            self._records[shard] = entry
+            self._write_journal()
+        return entry
+
+    def finished_count(self) -> int:
+        return len(self._records)
+
+    def sync(self) -> None:
+        """Wait until all of the output is on the disk, so that renaming cannot precede its content."""
+        for file in (*self.folder.rglob("*"), self.folder):
+            sync(file)
+
+    def discard(self) -> None:
+        """Remove everything that was written."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self._journal.unlink(missing_ok=True)
+
+    def _read_journal(self) -> dict[str, Any]:
+        try:
+            journal = json.loads(read_text(self._journal))
+            shards = journal["shards"] if journal["key"] == self._key else {}
+            return {name: dict(record) for name, record in shards.items() if isinstance(record["digest"], str)}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return {}
+
+    def _write_journal(self) -> None:
+        set_folder_aside(self._journal)
+        write_atomically(self._journal, json.dumps({"key": self._key, "shards": self._records}))
+
+    def _clear(self) -> None:
+        """Remove everything except finished shards; every run writes the other files anew."""
+        for entry in self.folder.iterdir():
+            if entry.name not in self._records:
+                shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+
+
+@contextmanager
+def lock_output(destination: Path) -> Iterator[None]:
+    """Lock an output against a second run; the lock ends with the process, however it ends.
+
+    Raises:
+        DiffQuantError: another run holds it.
+    """
+    file = hidden_sibling(destination, "lock")
+    # Not the soft lock that filelock falls back to: a file that a killed run leaves would block all later ones.
+    lock = FileLock(file, blocking=False, fallback_to_soft=False)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise DiffQuantError(
+            f"another run is writing {partial_folder(destination)}; wait for it or choose another output"
+        ) from None
+    try:
+        yield
+    finally:
+        # Removed before the release: a run that has already opened the file finds that it was removed, and gives up.
+        with suppress(PermissionError):
+            file.unlink(missing_ok=True)
+        lock.release()
+        if os.name == "nt":  # which cannot remove an open file; this run or another one may have it open
+            with suppress(PermissionError):
+                file.unlink(missing_ok=True)
+
+
+def has_leftovers(destination: Path) -> bool:
+    """Whether a run that died after placing its output, or before starting, left a journal or a lock."""
+    return not partial_folder(destination).exists() and any(
+        hidden_sibling(destination, what).exists() for what in ("journal", "lock")
+    )
+
+
+def remove_leftovers(destination: Path) -> None:
+    """Remove the journal if it has no partial folder."""
+    if not partial_folder(destination).exists():
+        hidden_sibling(destination, "journal").unlink(missing_ok=True)
+
+
+def partial_folder(destination: Path) -> Path:
+    """Return the folder in which a destination is built: DESTINATION.partial."""
+    place = Path(os.path.abspath(destination))
+    return place.with_name(place.name + ".partial")
+
+
+def hidden_sibling(destination: Path, what: str) -> Path:
+    """Return the path of a run's file or folder beside a destination: .DESTINATION.diffquant-WHAT."""
+    place = Path(os.path.abspath(destination))
+    return place.with_name(f".{place.name}.diffquant-{what}")

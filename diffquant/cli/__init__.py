@@ -1,5 +1,0 @@
-"""The command line: a command for each verb, whose body imports what it needs, so that `--help` is instant."""
-
-from diffquant.cli.app import app, main
-
-__all__ = ["app", "main"]

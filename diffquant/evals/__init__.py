@@ -1,1 +1,0 @@
-"""Evaluation of language models: tasks, the scoring of answers, and the statistics of scores."""

@@ -1,1 +1,0 @@
-"""Plots that tasks add to a sweep. No torch here."""

@@ -1,1 +1,0 @@
-"""Checkpoints as bytes on disk: safetensors and GGUF, packed weights, files written by rows, atomic folders."""

@@ -1,0 +1,37 @@
+"""Measurement of language models: tasks, scores and their statistics, fidelity, and sweeps over bit widths."""
+
+from diffquant.recipe import Recipe
+
+# Raise it when a change alters stored results, which are then measured again.
+RESULT_VERSION = 1
+
+
+def shares_prefixes(recipe: Recipe) -> bool:
+    """Return whether continuations can reuse a computed prefix: no scale may span tokens of a sequence."""
+    cached = recipe.schemes_of("k") | recipe.schemes_of("v")
+    rounded = recipe.schemes_of("logits") | recipe.schemes_of("qk") | recipe.schemes_of("p")
+    rows_only = all(s.by_token for s in rounded)
+    rows_only &= all(s.granularity in ("", "row") for s in recipe.schemes_of("pv"))
+    # The newest tokens (the recipe's residual) stay at 16 bits; once a continuation follows, others are the newest.
+    ages = bool(recipe.residual) and any(scheme.quantizes for scheme in cached)
+    return rows_only and _by_token(recipe) and not ages
+
+
+def takes_padding(recipe: Recipe) -> bool:
+    """Return whether left padding leaves hidden states unchanged: no scale may span several tokens or rows."""
+    rounded = recipe.schemes_of("logits") | recipe.schemes_of("qk")
+    # Groups of logits, softmax weights and values are neighbouring tokens, counted from the first one.
+    counts = any(s.sharing.counts_tokens or any(each.reads == "tile" for each in s.transforms) for s in rounded)
+    counts |= counts_keys(recipe) or any(s.granularity in ("group", "block") for s in recipe.schemes_of("pv"))
+    return _by_token(recipe) and not counts
+
+
+def counts_keys(recipe: Recipe) -> bool:
+    """Return whether neighbouring keys share a scale of logits or softmax weights, in groups from the first key on."""
+    return any(s.granularity in ("group", "block") for target in ("logits", "p") for s in recipe.schemes_of(target))
+
+
+def _by_token(recipe: Recipe) -> bool:
+    """Return whether each of a cache's scales belongs to one token."""
+    cached = recipe.schemes_of("k") | recipe.schemes_of("v")
+    return all(scheme.sharing.by_token for scheme in cached)

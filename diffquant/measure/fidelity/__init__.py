@@ -1,0 +1,138 @@
+"""Compares two models' next-token distributions over the same chunks of a text."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from diffquant.checkpoints.atomic_folder import RECORD
+from diffquant.checkpoints.side_files import read_json
+from diffquant.checkpoints.source import Source
+from diffquant.errors import DiffQuantError, UsageError
+from diffquant.measure.fidelity.base_file import scored_positions, write_base
+from diffquant.measure.fidelity.sides import Distributions, Likeliest, Side, Whole, divergence
+from diffquant.quantization.roundings import rounding_named
+from diffquant.support.progress import Progress
+
+# Return type of `compare`.
+Compared = tuple[Tensor, Tensor, Tensor, int | None]
+
+
+def chunks_of(sides: Sequence[Side], text: str, context: int) -> Tensor:
+    """Cut a text's tokens into chunks [N, n] that do not overlap; an incomplete last chunk is dropped.
+
+    Raises:
+        UsageError: the models tokenize the text differently, or it is shorter than one chunk.
+    """
+    fixed = [(side, chunks) for side in sides if (chunks := side.fixed_chunks) is not None]
+    if fixed:
+        (one, chunks), *others = fixed
+        for other, theirs in others:
+            if not torch.equal(chunks, theirs):
+                raise UsageError(f"{one.name} and {other.name} were not made from the same tokens")
+        return chunks
+    (side, tokens), *more = [(side, side.tokens(text)) for side in sides]
+    for other, made in more:
+        if made != tokens:
+            pairs = zip(tokens, made, strict=False)
+            place = next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(tokens), len(made)))
+            raise UsageError(
+                f"{side.name} and {other.name} make different tokens of the text, from token {place} on: "
+                f"{tokens[place : place + 4]} and {made[place : place + 4]}; only models with one tokenizer can be "
+                "compared"
+            )
+    count = len(tokens) // context
+    if not count:
+        raise UsageError(f"the text has {len(tokens)} tokens and fills no chunk of {context}; give a longer text")
+    return torch.tensor(tokens[: count * context]).view(count, context)
+
+
+def compare(reference: Side, candidate: Side, chunks: Tensor, progress: Progress) -> Compared:
+    """Compare the distributions of two models over the same chunks [N, n] at the P positions of their second halves.
+
+    Returns:
+        KL(reference ‖ candidate) in nats, float64 [N, P]; whether both have the same top-1 token, bool [N, P]; negative
+        log-likelihood of the text's tokens under both, float64 [2, N, P], NaN for tokens that a server omits; and k if
+        a server returns only the top-k tokens, or None if both distributions are complete.
+
+    Raises:
+        UsageError: the vocabularies differ.
+        DiffQuantError: a model's logits are not finite, or a server does not answer.
+    """
+    count, context = chunks.shape
+    first = context - 1 - scored_positions(context)
+    shape = count, scored_positions(context)
+    kl, nll = torch.empty(shape, dtype=torch.float64), torch.empty((2, *shape), dtype=torch.float64)
+    is_same = torch.empty(shape, dtype=torch.bool)
+    k = None
+    for number, chunk in enumerate(chunks):
+        p, q = (side.predict(number, _as_read(chunk, side), first) for side in (reference, candidate))
+        _check_vocabularies((reference, p), (candidate, q))
+        targets = chunk[first + 1 :]
+        kl[number] = divergence(p, q)
+        is_same[number] = p.top == q.top
+        nll[0, number], nll[1, number] = -p.of(targets), -q.of(targets)
+        k = min((side.k for side in (p, q) if isinstance(side, Likeliest)), default=None)
+        progress(number + 1, count, "comparing")
+    return kl, is_same, nll, k
+
+
+def _check_vocabularies(*predicted: tuple[Side, Distributions]) -> None:
+    """Check that both models have the same vocabulary, as far as their outputs show.
+
+    Raises:
+        UsageError: they do not.
+    """
+    sizes = {side.name: known.logs.shape[1] for side, known in predicted if isinstance(known, Whole)}
+    largest = {side.name: int(known.ids.max()) for side, known in predicted if isinstance(known, Likeliest)}
+    if len(set(sizes.values())) > 1 or any(token >= size for token in largest.values() for size in sizes.values()):
+        said = [f"{name} has a vocabulary of {size} tokens" for name, size in sizes.items()]
+        said += [f"{name} tells of token {token}" for name, token in largest.items()]
+        raise UsageError(f"{', and '.join(said)}: only models with one vocabulary can be compared")
+
+
+def save_base(side: Side, chunks: Tensor, path: Path, progress: Progress) -> None:
+    """Write a model's distributions as llama.cpp's `--kl-divergence-base` file, which it and `compare` read.
+
+    Raises:
+        UsageError: only the model's top-k tokens are known, or the file cannot be written.
+    """
+
+    def predictions() -> Iterator[Whole]:
+        first = chunks.shape[1] - 1 - scored_positions(chunks.shape[1])
+        for number, chunk in enumerate(chunks):
+            predicted = side.predict(number, _as_read(chunk, side), first)
+            if not isinstance(predicted, Whole):
+                raise UsageError(f"{side.name} gives only its likeliest tokens, but the file needs all of them")
+            yield predicted
+            progress(number + 1, len(chunks), "reading")
+
+    write_base(path, chunks, predictions())
+
+
+def _as_read(chunk: Tensor, side: Side) -> Tensor:
+    """Return a chunk with its first token replaced by the model's `first_token`, if the model has one."""
+    if side.first_token is None:
+        return chunk
+    return torch.cat([torch.tensor([side.first_token]), chunk[1:]])
+
+
+def calibration_note(source: Source, scored: Sequence[Sequence[int]]) -> str:
+    """Write a clause on how many of the scored tokens were also used to calibrate the checkpoint."""
+    record = source.path / RECORD
+    if not source.packed or not record.is_file():
+        return "the candidate's weights were not calibrated by diffquant"
+    rounding = read_json(record).get("rounding") or {}
+    digest, count = rounding.get("text"), int(rounding.get("tokens", 0))
+    if digest is None:
+        return f"the candidate was rounded by {rounding.get('name', 'nearest')}, which reads no text"
+    known = f"the candidate was rounded by {rounding['name']} over {count:,} tokens of a text with digest {digest}"
+    try:
+        calibration = rounding_named(rounding["name"]).read_text(source, source.recipe.rounding)
+    except DiffQuantError:
+        calibration = None
+    if calibration is None or calibration.digest != digest:
+        return f"{known}, which is not at hand: how much of it was scored is not known"
+    count = calibration.overlap(scored)
+    return f"{known}, of which {count:,} of the {sum(map(len, scored)):,} scored tokens are a part"

@@ -1,0 +1,282 @@
+"""The two sides of a comparison, each a source of next-token distributions: a model in this process, or a server.
+
+A distribution covers the whole vocabulary or only the top-k tokens. The KL divergence of two of them is computed here.
+"""
+
+import json
+import os
+import urllib.error
+import urllib.request
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from diffquant.checkpoints.texts import check_tokens
+from diffquant.errors import CheckpointError, DiffQuantError, UsageError
+from diffquant.support.plain_data import JsonObject
+
+if TYPE_CHECKING:
+    from diffquant.measure.language_model import LanguageModel
+
+
+# llama.cpp skips tokens whose stored log-probability is not above this, since only rounding error is left there.
+_LEAST_STORED = -16.0
+# A server's log-probabilities are float32, so the probability left for all other tokens is known only to about this.
+_LEAST_REST = 1e-7
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Distributions over the whole vocabulary at P positions.
+
+    Attributes:
+        logs: log-probabilities [P, V] in float32.
+        is_stored: whether they were read from llama.cpp's file, which cuts off small log-probabilities.
+    """
+
+    logs: Tensor
+    is_stored: bool = False
+
+    @property
+    def top(self) -> Tensor:
+        """Top-1 token at each position, [P]."""
+        return self.logs.argmax(-1)
+
+    def of(self, tokens: Tensor) -> Tensor:
+        """Return log-probabilities [P] of tokens [P]."""
+        return self.logs.gather(1, tokens[:, None])[:, 0]
+
+
+@dataclass(frozen=True)
+class Likeliest:
+    """Distributions at P positions of which the top-k tokens, and perhaps some others, are known; the rest is one bin.
+
+    Attributes:
+        ids: tokens [P, K], the likeliest first.
+        logs: their log-probabilities [P, K] in float32; -inf where a position has fewer.
+        k: number of top tokens that every position has.
+    """
+
+    ids: Tensor
+    logs: Tensor
+    k: int
+
+    @property
+    def top(self) -> Tensor:
+        return self.ids.gather(1, self.logs.argmax(-1, keepdim=True))[:, 0]
+
+    def of(self, tokens: Tensor) -> Tensor:
+        """Return log-probabilities [P] of tokens [P]; NaN if a token's is unknown."""
+        is_it = (self.ids == tokens[:, None]) & self.logs.isfinite()
+        found = self.logs.masked_fill(~is_it, -torch.inf).amax(-1)
+        return found.masked_fill(~is_it.any(-1), torch.nan)
+
+
+Distributions = Whole | Likeliest
+
+
+def divergence(p: Distributions, q: Distributions) -> Tensor:
+    """Compute KL(P ‖ Q) in nats at each position, float64 [P].
+
+    If only the top-k tokens of one distribution are known, all others count as one bin. Merging outcomes never raises
+    a KL divergence, so the result is then a lower bound.
+    """
+    if isinstance(p, Whole):
+        if isinstance(q, Likeliest):
+            return _binned_divergence(p.logs.gather(1, q.ids).masked_fill(q.logs.isneginf(), -torch.inf), q.logs)
+        weights = p.logs.exp()
+        if p.is_stored:
+            weights = weights.masked_fill(p.logs <= _LEAST_STORED, 0.0)
+        return (weights * (p.logs - q.logs)).double().sum(-1)
+    if isinstance(q, Whole):
+        return _binned_divergence(p.logs, q.logs.gather(1, p.ids).masked_fill(p.logs.isneginf(), -torch.inf))
+    is_same = (p.ids[:, :, None] == q.ids[:, None]) & p.logs.isfinite()[:, :, None] & q.logs.isfinite()[:, None]
+    theirs = q.logs[:, None].expand_as(is_same).masked_fill(~is_same, -torch.inf).amax(-1)
+    return _binned_divergence(p.logs.masked_fill(~is_same.any(-1), -torch.inf), theirs)
+
+
+def _binned_divergence(p_logs: Tensor, q_logs: Tensor) -> Tensor:
+    """Compute KL [P] over K tokens and one bin for all others, from log-probabilities [P, K], -inf if unknown."""
+    p, q = p_logs.double().exp(), q_logs.double().exp()
+    known = torch.where(p > 0, p * (p_logs.double() - q_logs.double()), 0.0).sum(-1)
+    p_rest = (1 - p.sum(-1)).clamp_min(0.0)
+    q_rest = (1 - q.sum(-1)).clamp_min(_LEAST_REST)
+    return known + torch.xlogy(p_rest, p_rest / q_rest)
+
+
+class Side(ABC):
+    """One of the two models whose distributions are compared."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Name for messages and reports."""
+
+    @abstractmethod
+    def about(self) -> JsonObject:
+        """Describe the model as plain data."""
+
+    @property
+    def fixed_chunks(self) -> Tensor | None:
+        """The only tokens [chunks, n] it has distributions for, or None if it can read any text."""
+        return None
+
+    @property
+    def longest(self) -> int | None:
+        """Largest number of tokens in a chunk that it can read, or None if unknown."""
+        return None
+
+    @abstractmethod
+    def tokens(self, text: str) -> list[int]:
+        """Return a text's token ids, preceded by `first_token` if the model has one."""
+
+    @property
+    @abstractmethod
+    def first_token(self) -> int | None:
+        """Token (BOS) with which the tokenizer begins every text, and which replaces a chunk's first one, or None."""
+
+    @abstractmethod
+    def predict(self, number: int, ids: Tensor, first: int) -> Distributions:
+        """Return the next-token distributions at positions `first` to n - 2 of a chunk.
+
+        Args:
+            number: index of the chunk in the text.
+            ids: its token ids [n], the first one replaced by `first_token` if there is one.
+        """
+
+
+class Model(Side):
+    """A model that runs in this process."""
+
+    def __init__(self, path: Path, model: "LanguageModel", about: JsonObject) -> None:
+        self._path, self._model, self._about = path, model, about
+
+    @property
+    def name(self) -> str:
+        return str(self._path)
+
+    def about(self) -> JsonObject:
+        return self._about
+
+    def tokens(self, text: str) -> list[int]:
+        ids: list[int] = self._model.tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        ids = ids if self.first_token is None else [self.first_token, *ids]
+        self._check(ids)
+        return ids
+
+    @cached_property
+    def first_token(self) -> int | None:
+        # Many tokenizers define a BOS token but do not put it before a text.
+        bos, ids = self._model.tokenizer.bos_token_id, self._model.tokenizer.encode("a")
+        return int(bos) if bos is not None and ids and ids[0] == bos else None
+
+    def _check(self, ids: list[int]) -> None:
+        check_tokens(ids, self._model.vocabulary, self._model.tokenizer)
+
+    @torch.inference_mode()
+    def predict(self, number: int, ids: Tensor, first: int) -> Whole:
+        # The token ids may come from the other side, such as a base file.
+        self._check(ids.tolist())
+        states = self._model.read(ids[None].to(self._model.device))[0][first:-1]
+        logits = states.exact_logits()
+        if not logits.isfinite().all():
+            raise CheckpointError(f"{self.name} computes NaN or infinity in chunk {number}; use --dtype float32")
+        return Whole(logits.log_softmax(-1).cpu())
+
+
+# Long enough for the prefill of a chunk on a CPU.
+_SECONDS = 600
+
+
+class Server(Side):
+    """A model behind a server, which returns only the top-k tokens.
+
+    Requests carry the key in VLLM_API_KEY if that is set; servers that `serve` starts require the same key.
+
+    Args:
+        address: URL of the server, with or without /v1.
+        k: number of top tokens requested at each position.
+    """
+
+    def __init__(self, address: str, k: int) -> None:
+        self.address = address.rstrip("/").removesuffix("/v1")
+        self._k = k
+
+    @property
+    def name(self) -> str:
+        return f"{self._model} at {self.address}"
+
+    def about(self) -> JsonObject:
+        return {"kind": "server", "address": self.address, "model": self._model, "top_k": self._k}
+
+    @property
+    def longest(self) -> int | None:
+        # The server always generates at least one token, for which the context needs space after the chunk.
+        length = self._served.get("max_model_len")
+        return None if length is None else int(length) - 1
+
+    def tokens(self, text: str) -> list[int]:
+        answer = self._post("/tokenize", {"model": self._model, "prompt": text, "add_special_tokens": True})
+        tokens: list[int] = answer["tokens"]
+        return tokens
+
+    @cached_property
+    def first_token(self) -> int | None:
+        first = self.tokens("a")[0]
+        return first if self.tokens("b")[0] == first else None
+
+    def predict(self, number: int, ids: Tensor, first: int) -> Likeliest:  # noqa: ARG002
+        request = {"prompt": ids.tolist(), "max_tokens": 1, "temperature": 0, "prompt_logprobs": self._k}
+        choice = self._post("/v1/completions", {"model": self._model, **request})["choices"][0]
+        by_token = choice.get("prompt_logprobs")
+        if by_token is None:
+            raise DiffQuantError(
+                f"{self.address} answers without prompt_logprobs: only servers that tell them, such as vLLM's, can be "
+                "compared"
+            )
+        return _parse_likeliest(by_token[first + 1 :], self._k)
+
+    @property
+    def _model(self) -> str:
+        return str(self._served["id"])
+
+    @cached_property
+    def _served(self) -> dict[str, Any]:
+        served: dict[str, Any] = self._request("/v1/models", None)["data"][0]
+        return served
+
+    def _post(self, path: str, body: Mapping[str, object]) -> dict[str, Any]:
+        return self._request(path, json.dumps(body).encode())
+
+    def _request(self, path: str, body: bytes | None) -> dict[str, Any]:
+        key = os.environ.get("VLLM_API_KEY")
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        request = urllib.request.Request(self.address + path, body, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=_SECONDS) as answer:
+                read: dict[str, Any] = json.load(answer)
+                return read
+        except urllib.error.HTTPError as error:
+            said = error.read(2000).decode(errors="replace")
+            raise DiffQuantError(f"{self.address}{path} refuses with {error.code}: {said}") from error
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "reason", error)
+            raise UsageError(f"{self.address}{path} does not answer: {reason}; is the server running?") from error
+
+
+def _parse_likeliest(positions: Sequence[Mapping[str, Mapping[str, float]]], k: int) -> Likeliest:
+    """Parse a server's answer at P positions; it includes the prompt's own token even if that is unlikely."""
+    width = max(map(len, positions))
+    ids = torch.zeros(len(positions), width, dtype=torch.int64)
+    logs = torch.full((len(positions), width), -torch.inf)
+    for position, known in enumerate(positions):
+        ranked = sorted(((entry["logprob"], int(token)) for token, entry in known.items()), reverse=True)
+        logs[position, : len(ranked)] = torch.tensor([log for log, _ in ranked])
+        ids[position, : len(ranked)] = torch.tensor([token for _, token in ranked])
+    return Likeliest(ids, logs, k)

@@ -1,0 +1,237 @@
+"""The interface through which tasks use a model, whether torch or ONNX Runtime runs it, and the requests to score."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from diffquant.checkpoints.texts import check_tokens
+from diffquant.checkpoints.tokens import prefix_token
+from diffquant.errors import DiffQuantError, NonFiniteError
+from diffquant.measure import shares_prefixes, takes_padding
+from diffquant.recipe import Recipe
+from diffquant.support.names import option_name
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class States:
+    """A model's outputs at some positions: logits, or in a subclass hidden states from which it computes logits.
+
+    Logits are many times larger than hidden states, so a task first selects the positions that it scores, and then
+    computes their logits part by part.
+
+    Attributes:
+        values: [..., W], one vector per position.
+    """
+
+    values: Tensor
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, positions: "Tensor | slice | int | tuple[slice, int]") -> Self:
+        """Return the states at some positions, indexed as `values` would be."""
+        return replace(self, values=self.values[positions])
+
+    def split(self, count: int) -> list[Self]:
+        """Split into consecutive parts of at most `count` positions."""
+        return [replace(self, values=part) for part in self.values.split(count)]
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of logits at a position."""
+        return int(self.values.shape[-1])
+
+    def logits(self) -> Tensor:
+        """Compute logits in the model's arithmetic: float32 [..., V] in memory that the caller may overwrite."""
+        return self.values.float().clone()
+
+    def exact_logits(self) -> Tensor:
+        """Compute logits in float32, whatever the model's dtype: [..., V].
+
+        Half types would round logits as coarsely as 8-bit quantization moves them.
+        """
+        return self.values.float()
+
+
+def join_states(parts: Sequence[States]) -> States:
+    """Concatenate states of one model along the first axis."""
+    return replace(parts[0], values=torch.cat([part.values for part in parts]))
+
+
+def require_finite(computed: Tensor) -> None:
+    """Check that numbers computed with a model are finite.
+
+    Raises:
+        NonFiniteError: one is NaN or infinite.
+    """
+    if not computed.isfinite().all():
+        raise NonFiniteError(
+            f"the model computes NaN or infinity; use {option_name('dtype', 'float32')}, or wider bits"
+        )
+
+
+class TokenCache(Protocol):
+    """A model's cache for a batch of sequences."""
+
+    def select(self, rows: Tensor) -> None:
+        """Keep the sequences with these indices, in this order; an index may occur several times."""
+
+    def branch(self) -> Self:
+        """Return a copy that grows independently."""
+
+
+class LanguageModel(ABC):
+    """A causal language model under evaluation.
+
+    Attributes:
+        tokenizer: the model's tokenizer, for tasks that read text.
+    """
+
+    tokenizer: "PreTrainedTokenizerBase"
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Device that token ids must be on."""
+
+    @property
+    @abstractmethod
+    def recipe(self) -> Recipe:
+        """Quantization recipe that the model runs under."""
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether the model can continue from a cache."""
+        return True
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether continuations can reuse a prefix that was computed once."""
+        return self.has_cache and shares_prefixes(self.recipe)
+
+    @property
+    def takes_padding(self) -> bool:
+        """Whether left padding leaves a sequence's hidden states unchanged."""
+        return takes_padding(self.recipe)
+
+    @property
+    @abstractmethod
+    def max_length(self) -> int:
+        """Length of the model's context in tokens, from the tokenizer if the config has none."""
+
+    @property
+    @abstractmethod
+    def vocabulary(self) -> int:
+        """Size of the model's vocabulary in tokens."""
+
+    @abstractmethod
+    def new_cache(self) -> TokenCache:
+        """Return an empty cache."""
+
+    @abstractmethod
+    def read(self, ids: Tensor, mask: Tensor | None = None, cache: TokenCache | None = None) -> States:
+        """Run the model on new tokens and return its states at each of them.
+
+        Args:
+            ids: [B, T] new tokens.
+            mask: [B, S] over cached and new tokens, 0 at padding, or None if there is no padding.
+            cache: a cache from `new_cache`, extended in place, or None to keep nothing.
+
+        Returns:
+            States of [B, T] positions.
+        """
+
+    @abstractmethod
+    def generate(
+        self, prompt: Sequence[int], new_tokens: int, stops: Sequence[str], sampling: Mapping[str, object]
+    ) -> list[int]:
+        """Generate tokens after a prompt, until a stop string appears or there are `new_tokens`.
+
+        Args:
+            sampling: options of transformers' `generate`; empty for greedy decoding.
+
+        Raises:
+            UsageError: the model cannot sample.
+        """
+
+
+@dataclass(frozen=True)
+class Request:
+    """A continuation to score after a context, as token ids; neither is empty."""
+
+    context: tuple[int, ...]
+    continuation: tuple[int, ...]
+
+
+class RequestEncoder:
+    """Encodes a context and its continuation as lm-eval's HFLM does.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        max_length: number of tokens the model sees at once; longer requests lose tokens on the left.
+        vocabulary: size of the model's vocabulary in tokens.
+
+    Source: lm-eval 0.4.13, `TemplateLM._encode_pair`, `HFLM.tok_encode` and `_loglikelihood_tokens`.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", max_length: int, vocabulary: int) -> None:
+        self.tokenizer = tokenizer
+        self.max_length = max_length
+        self.vocabulary = vocabulary
+        self.prefix_token = prefix_token(tokenizer)
+        self._prefix_text: str = tokenizer.decode(self.prefix_token)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of `text`, with the tokenizer's special tokens unless the text already begins with one.
+
+        Raises:
+            UsageError: an id is not in the model's vocabulary.
+        """
+        return self._encode(text, not text.startswith(self._prefix_text))
+
+    def request(self, context: str, continuation: str) -> Request:
+        """Encode one continuation; spaces at the end of the context move to the continuation.
+
+        Raises:
+            DiffQuantError: the continuation has no tokens, more tokens than the model's context, or a token that is
+                not in the model's vocabulary.
+        """
+        before, after = self._split(context, continuation)
+        if not after:
+            raise DiffQuantError(f"continuation {continuation!r} has no tokens after context {context[-40:]!r}")
+        if len(after) > self.max_length:
+            raise DiffQuantError(
+                f"continuation {continuation[:40]!r}... has {len(after)} tokens, "
+                f"more than the {self.max_length} the model can see"
+            )
+        # The last token is predicted, never read, so one more than max_length fits.
+        seen = (before + after)[-(self.max_length + 1) :]
+        return Request(tuple(seen[: -len(after)]), tuple(after))
+
+    def requests(self, texts: Iterable[tuple[str, str]]) -> list[Request]:
+        """Encode several (context, continuation) pairs."""
+        return [self.request(context, continuation) for context, continuation in texts]
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        check_tokens(tokens, self.vocabulary, self.tokenizer)
+        return tokens
+
+    def _split(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        if not context:
+            after = self._encode(continuation, False)
+            if after[:1] == [self.prefix_token]:
+                return after[:1], after[1:]
+            return [self.prefix_token], after
+        stem = context.rstrip()
+        tokens = self.encode(context + continuation)
+        before = self.encode(stem)
+        # A blank context leaves no tokens, unless the tokenizer puts a special token before every text.
+        return before or [self.prefix_token], tokens[len(before) :]

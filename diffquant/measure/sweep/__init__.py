@@ -1,0 +1,1 @@
+"""Sweeps over bit widths: `run.run_sweep` measures, `outputs.write_outputs` tabulates, plots and reports."""

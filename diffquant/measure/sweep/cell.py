@@ -1,0 +1,289 @@
+"""Cells of a sweep, their files, and the worker that measures them.
+
+A file's name is a hash of everything that determines its result. No torch at the top.
+"""
+
+import hashlib
+import json
+import os
+import socket
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from errno import ENOLCK, ENOSYS, ENOTSUP, EOPNOTSUPP
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from filelock import FileLock, Timeout
+
+from diffquant.errors import CheckpointError, DiffQuantError
+from diffquant.measure.results import TaskResult
+from diffquant.measure.sweep.grid import Point
+from diffquant.measure.task import Task
+from diffquant.recipe import Recipe
+from diffquant.support.files import read_bytes, set_folder_aside, write_atomically
+from diffquant.support.installation import code_digest
+from diffquant.support.plain_data import JsonObject, parse_json, plain_digest
+from diffquant.support.progress import Progress, silent
+
+if TYPE_CHECKING:
+    from diffquant.measure.sweep.subject import Subject
+
+# Raise it when results get new fields, so that older cells are measured again.
+RESULT_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One task on one configuration, which can be pickled, and the file of its result.
+
+    Attributes:
+        folder: folder of the sweep's cells.
+        key: everything that the measurement depends on, as plain data.
+    """
+
+    subject: "Subject"
+    point: Point
+    task: Task
+    folder: Path
+    key: JsonObject
+
+    @property
+    def caption(self) -> str:
+        return f"{self.point.model.name}, {self.point.label}, {self.task.name}"
+
+    @property
+    def weights(self) -> tuple[Path, str]:
+        """What determines the weights that it needs: the model's path, and the recipe's weight schemes as text."""
+        return self.point.model, Recipe().with_weights_of(self.point.recipe).to_yaml()
+
+    @property
+    def address(self) -> str:
+        """SHA-256 of the key."""
+        return hashlib.sha256(json.dumps(self.key, sort_keys=True).encode()).hexdigest()
+
+    @cached_property
+    def name(self) -> str:
+        """Name of the cell's files, without suffix."""
+        return self.address[:32]
+
+    @property
+    def path(self) -> Path:
+        return self.folder / f"{self.name}.json"
+
+    @property
+    def failure_path(self) -> Path:
+        return self.folder / f"{self.name}.failed.json"
+
+    @property
+    def lock_path(self) -> Path:
+        return self.folder / f"{self.name}.lock"
+
+    def read(self) -> TaskResult | None:
+        """Return the stored result, or None if there is none or its file is damaged."""
+        try:
+            entry = parse_json(read_bytes(self.path))
+            if entry["key"] != self.key or entry["sha256"] != plain_digest(entry["result"]):
+                return None
+            return TaskResult.from_dict(entry["result"])
+        except (OSError, ValueError, LookupError, TypeError):
+            return None
+
+    def write(self, result: TaskResult) -> None:
+        """Store a result, and remove the record of an earlier failure."""
+        content = result.to_cell()
+        entry = {"key": self.key, "result": content, "sha256": plain_digest(content)}
+        _put(self.path, entry)
+        set_folder_aside(self.failure_path)
+        self.failure_path.unlink(missing_ok=True)
+
+    def write_failure(self, error: str, trace: Sequence[str] = ()) -> None:
+        """Record the error of an attempt in one line, with the lines of its traceback."""
+        _put(self.failure_path, {"key": self.key, "error": error, "trace": list(trace)})
+
+    def read_failure(self) -> str | None:
+        """Return the error of the last attempt in one line, or None if no failure is recorded."""
+        try:
+            return str(parse_json(read_bytes(self.failure_path))["error"])
+        except (OSError, ValueError, LookupError, TypeError):
+            return None
+
+
+def _put(path: Path, entry: JsonObject) -> None:
+    set_folder_aside(path)
+    write_atomically(path, json.dumps(entry, indent=1) + "\n")
+
+
+def cell_key(subject: "Subject", recipe: Recipe, task: Task, identity: JsonObject) -> JsonObject:
+    """Collect everything that a cell's result depends on, as plain data.
+
+    Args:
+        identity: result of `task.identity`, passed in because computing it may read a text.
+    """
+    code = code_digest((__name__, *subject.modules(recipe), type(task).__module__))
+    return subject.key(recipe) | {"format": RESULT_FORMAT, "task": identity, "code": code}
+
+
+def check_same_cells(cells: Iterable[Cell]) -> None:
+    """Check that this process has the models, code and versions with which cells were planned.
+
+    Raises:
+        CheckpointError: some differ; the message names all of them.
+    """
+    # Cells with the same weights differ in the same entries.
+    differing = {name for cell in {cell.weights: cell for cell in cells}.values() for name in _differences(cell)}
+    if differing:
+        raise CheckpointError(
+            f"{socket.gethostname()} would measure other cells than were planned, since {', '.join(sorted(differing))} "
+            "differ there; install the same versions, and use the same kind of device"
+        )
+
+
+def _differences(cell: Cell) -> list[str]:
+    planned = cell.key
+    here = cell_key(cell.subject, cell.point.recipe, cell.task, planned["task"])
+    return [name for name in here | planned if here.get(name) != planned.get(name)]
+
+
+_SECONDS_BETWEEN_LOOKS = 0.5
+_NO_LOCKS_THERE = (ENOSYS, ENOLCK, ENOTSUP, EOPNOTSUPP)
+
+
+class Worker:
+    """Measures cells in one process, with one model in memory at a time."""
+
+    def __init__(self, cells: Sequence[Cell], device: str | None = None) -> None:
+        """Set up without reading a model.
+
+        Args:
+            device: device that computes, by default the planned one.
+        """
+        self.cells, self.device = cells, device
+        # The current model as planned, and this worker's copy of it.
+        self._held: tuple[Subject, Subject] | None = None
+
+    def measure(self, number: int, is_patient: bool = False, progress: Progress = silent) -> bool:
+        """Measure a cell and write its result, or its error.
+
+        Args:
+            number: the cell's place in the worker's cells.
+            is_patient: whether to wait for a cell that another sweep is measuring.
+
+        Returns:
+            Whether the cell has a result or a recorded error; False if another sweep is measuring it.
+
+        Raises:
+            DiffQuantError: the folder of the cells is gone.
+            OSError: the folder cannot be written.
+        """
+        cell = self.cells[number]
+        try:
+            with _lock(cell, is_patient) as is_held:
+                # Another sweep may have measured it since it was planned.
+                if is_held and cell.read() is None:
+                    self._measure(cell, progress)
+                return is_held
+        except OSError:
+            check_folder(cell.folder)
+            raise
+
+    def _measure(self, cell: Cell, progress: Progress) -> None:
+        try:
+            progress(0, 1, "loading")
+            if self._held is None or self._held[0] is not cell.subject:
+                self._held = None  # Memory may hold only one model.
+                self._held = cell.subject, cell.subject.copy_to(self.device)
+            subject = self._held[1]
+            reference = subject.reference(cell.task, cell.point.recipe, progress)
+            result = subject.measure(cell.task, cell.point.recipe, reference, progress)
+        except Exception as error:  # No error of one cell may stop the others.
+            first_line = str(error).split("\n", 1)[0] or type(error).__name__
+            cell.write_failure(first_line, "".join(traceback.format_exception(error)).splitlines())
+        else:
+            cell.write(result)
+
+
+def measure_all(cells: Sequence[Cell], progress: Progress = silent, device: str | None = None) -> None:
+    """Measure cells in this process; those that other sweeps are measuring come last.
+
+    Raises:
+        DiffQuantError: the folder of the cells is gone.
+    """
+    worker, done = Worker(cells, device), 0
+    left = list(range(len(cells)))
+    for is_patient in (False, True):
+        held = []
+        for number in left:
+            within = progress_within(progress, done, len(cells), cells[number].caption)
+            if worker.measure(number, is_patient, within):
+                done += 1
+                progress(done, len(cells), cells[number].caption)
+            else:
+                held.append(number)
+        left = held
+
+
+def check_folder(folder: Path) -> None:
+    """Check that the folder of a sweep's cells can be read.
+
+    Raises:
+        DiffQuantError: it cannot.
+    """
+    try:
+        os.scandir(folder).close()
+    except OSError as error:
+        raise DiffQuantError(
+            f"{folder}, where the sweep's cells lie, cannot be read any more: {error.strerror}; "
+            "when it is there again, run the same command to go on"
+        ) from error
+
+
+def remove_locks(cells: Sequence[Cell]) -> None:
+    """Remove the lock files that killed workers left."""
+    for cell in cells:
+        if cell.lock_path.exists():
+            with _lock(cell, is_patient=False):
+                pass
+
+
+@contextmanager
+def _lock(cell: Cell, is_patient: bool) -> Iterator[bool]:
+    """Lock a cell and yield whether that succeeded. The system releases the lock of a process that dies."""
+    # filelock would create a removed folder again.
+    check_folder(cell.folder)
+    set_folder_aside(cell.lock_path)
+    if cell.lock_path.is_symlink():
+        cell.lock_path.unlink(missing_ok=True)
+    # filelock's fallback, a file that merely exists, would block a cell for ever after its worker was killed.
+    lock = FileLock(cell.lock_path, blocking=is_patient, poll_interval=_SECONDS_BETWEEN_LOOKS, fallback_to_soft=False)
+    try:
+        lock.acquire()
+    except Timeout:
+        yield False
+        return
+    except OSError as error:
+        # Without file locks two sweeps may measure the same cell; both write the same result.
+        if error.errno not in _NO_LOCKS_THERE:
+            raise
+    try:
+        yield True
+    finally:
+        # Remove the file before releasing it, so that nobody locks a removed file. Windows cannot remove an open file.
+        with suppress(PermissionError):
+            cell.lock_path.unlink(missing_ok=True)
+        lock.release()
+
+
+def progress_within(progress: Progress, before: int, cells: int, caption: str) -> Progress:
+    """Return a callback that reports the progress of one cell as progress of the sweep."""
+    furthest = 0.0
+
+    def on_progress(done: float, total: float, doing: str) -> None:
+        nonlocal furthest
+        # A cell counts as done when it is written. Its progress never goes back after computing the reference.
+        furthest = max(furthest, min(done / total, 0.999) if total else 0.0)
+        progress(before + furthest, cells, f"{caption}: {doing}")
+
+    return on_progress

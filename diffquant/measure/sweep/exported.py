@@ -1,0 +1,192 @@
+"""Exported folders as rows of a sweep. Callers pass the runtime, since the core does not import `export`."""
+
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Protocol, Self
+
+import torch
+
+from diffquant.checkpoints.source import FilesState, Source, files_state
+from diffquant.errors import CheckpointError, UsageError
+from diffquant.measure.language_model import LanguageModel, States
+from diffquant.measure.results import TaskResult
+from diffquant.measure.sweep.grid import EXPORTED, Point, SweepOptions
+from diffquant.measure.sweep.subject import CheckpointSubject, run_key
+from diffquant.measure.task import Task
+from diffquant.recipe import Recipe
+from diffquant.support.digests import FileDigests
+from diffquant.support.installation import commit
+from diffquant.support.names import option_name
+from diffquant.support.plain_data import JsonObject
+from diffquant.support.progress import Progress
+
+
+@dataclass(frozen=True)
+class ExportedModel:
+    """The description of an exported folder that a sweep measures.
+
+    Attributes:
+        bits: width of its weights in bits; 16 if they are not quantized.
+        scheme: precision of all its parts as the table shows it, such as "4:g32 kv 8".
+        identity: plain data that determines its results.
+        sources: digests of the weight files it was made from, and of those its quantized source was made from.
+        weight_bytes: bytes of its weights on disk.
+        kv_bytes: bytes per token of its KV cache, over all layers.
+    """
+
+    bits: int
+    scheme: str
+    identity: JsonObject
+    sources: tuple[FileDigests, ...]
+    weight_bytes: int
+    kv_bytes: float
+
+
+class Runtime(Protocol):
+    """Opens exported folders. It is pickled along with subjects, so it keeps no file or session open.
+
+    Attributes:
+        batch_tokens: largest number of tokens per pass that it runs efficiently.
+    """
+
+    batch_tokens: int
+
+    def describe(self, folder: Path, device: str) -> ExportedModel:
+        """Describe a folder for a sweep on a device; "auto" lets the runtime choose one.
+
+        Raises:
+            CheckpointError: the folder is damaged, or changed since it was exported.
+        """
+
+    def open(self, folder: Path, device: str) -> LanguageModel:
+        """Open the folder's model on a device."""
+
+
+# Maps a path to the runtime that opens it, or to None for a checkpoint.
+RuntimeOf = Callable[[Path], Runtime | None]
+
+
+@dataclass(eq=False)
+class ExportedSubject:
+    """An exported folder as a subject of a sweep, measured in its own precision.
+
+    Attributes:
+        device: device that the folder runs on; "auto" lets the runtime choose one.
+        state: device, inode, size and times of the folder's files, read before it was described.
+        dtype, computing_device: dtype and device of the sweep's checkpoints.
+        compared_with: checkpoint whose 16-bit results it is compared with, if any.
+    """
+
+    folder: Path
+    runtime: Runtime
+    device: str
+    state: FilesState
+    model: ExportedModel
+    dtype: torch.dtype
+    computing_device: str
+    compared_with: CheckpointSubject | None = None
+
+    @classmethod
+    def of(cls, folder: Path, runtime: Runtime, device: str, dtype: torch.dtype, computing_device: str) -> Self:
+        """Make the subject of a folder, reading its description now.
+
+        Raises:
+            CheckpointError: the folder is damaged, or changed since it was exported.
+        """
+        state = _folder_state(folder)
+        return cls(folder, runtime, device, state, runtime.describe(folder, device), dtype, computing_device)
+
+    @property
+    def held_bytes(self) -> int:
+        return self.model.weight_bytes + (self.compared_with.held_bytes if self.compared_with else 0)
+
+    def key(self, recipe: Recipe) -> JsonObject:  # noqa: ARG002
+        baseline = self.compared_with
+        compared = {"compared_with": baseline.source.fingerprint if baseline else None}
+        run = run_key(self.dtype, self.computing_device) | (baseline.backend_key if baseline else {})
+        return {"model": self.model.identity} | compared | run
+
+    def modules(self, recipe: Recipe) -> tuple[str, ...]:
+        compared = self.compared_with.modules(recipe) if self.compared_with else ()
+        return (type(self.runtime).__module__, *compared)
+
+    def copy_to(self, device: str | None) -> "ExportedSubject":
+        compared = self.compared_with.copy_to(device) if self.compared_with else None
+        device, computing_device = device or self.device, device or self.computing_device
+        return replace(self, compared_with=compared, device=device, computing_device=computing_device)
+
+    def reference(self, task: Task, recipe: Recipe | None, progress: Progress) -> States | None:  # noqa: ARG002
+        return self.compared_with.reference(task, None, progress) if self.compared_with else None
+
+    def measure(self, task: Task, recipe: Recipe | None, reference: States | None, progress: Progress) -> TaskResult:  # noqa: ARG002
+        model = self._opened
+        started = time.monotonic()
+        # Each sequence runs alone, so the task's batch size only bounds memory.
+        bounded = task.in_batches_of(self.runtime.batch_tokens)
+        result = bounded.run(model, reference, progress)
+        seconds = round(time.monotonic() - started, 2)
+        # Times may change without the content: compare descriptions before reporting a change.
+        touched = _folder_state(self.folder) != self.state
+        if touched and self.runtime.describe(self.folder, self.device) != self.model:
+            raise CheckpointError(f"{self.folder} changed while it was in use; run the same command again")
+        weight_bytes, kv_bytes = self.model.weight_bytes, self.model.kv_bytes
+        return replace(result, seconds=seconds, weight_bytes=weight_bytes, kv_bytes=kv_bytes, commit=commit())
+
+    @cached_property
+    def _opened(self) -> LanguageModel:
+        return self.runtime.open(self.folder, self.device)
+
+
+def _folder_state(folder: Path) -> FilesState:
+    """Return the state of an exported folder's files, which changes if one is written or replaced."""
+    return files_state(file for file in sorted(folder.rglob("*")) if file.is_file())
+
+
+def check_on_one_device(folders: Collection[Path], options: SweepOptions) -> None:
+    """Check that no exported folder would be spread over devices.
+
+    Raises:
+        UsageError: one would be.
+    """
+    if folders and options.device_map is not None:
+        raise UsageError(
+            f"ONNX Runtime keeps an exported folder on one device: leave out {option_name('device_map')}, or "
+            f"{', '.join(map(str, folders))}"
+        )
+
+
+def check_no_precision_options(options: SweepOptions, recipe: Recipe | None = None) -> None:
+    """Check that no option requests another precision than an exported model has.
+
+    Raises:
+        UsageError: an option does.
+    """
+    if recipe is not None or (options.dtype, options.attention, options.scales) != ("auto", "auto", ()):
+        raise UsageError(
+            f"an exported model is measured as it is: leave out the recipe, {option_name('scales')}, "
+            f"{option_name('dtype')} and {option_name('attention')}"
+        )
+
+
+def exported_points(exported: Mapping[Path, ExportedModel], sources: Mapping[Path, Source]) -> list[Point]:
+    """Make one point per folder, compared with the checkpoint it was made from if the sweep has it."""
+    if not exported:
+        return []
+
+    @cache
+    def weights_of(path: Path, algorithm: str) -> frozenset[str]:
+        return FileDigests.of(sources[path].checkpoint.weight_files(), algorithm).contents
+
+    def checkpoint_of(model: ExportedModel) -> Path | None:
+        origins = ((path, files) for path in sources for files in model.sources)
+        return next(
+            (path for path, made_of in origins if weights_of(path, made_of.algorithm) == made_of.contents), None
+        )
+
+    return [
+        Point(folder, EXPORTED, model.bits, model.scheme, Recipe(), checkpoint_of(model))
+        for folder, model in exported.items()
+    ]

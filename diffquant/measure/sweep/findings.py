@@ -1,0 +1,207 @@
+"""Findings of a sweep: sizes against KL, the smallest configuration with a small KL, and a sentence per task.
+
+No torch here.
+"""
+
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import Any
+
+from diffquant.measure.results import MISSING, POINTS, kl_text
+from diffquant.measure.stats import Difference
+from diffquant.measure.sweep.grid import Point
+from diffquant.measure.sweep.result import SweepResult
+from diffquant.measure.tasks import kind_of
+from diffquant.reports.page import Drawing, Key
+from diffquant.reports.plots import Interval, Tips, draw_intervals, drawing, key_of, plain_log_scale, tidy
+from diffquant.reports.tables import Table
+
+# The size that is shown for each target, with its unit.
+_STORED = {"weights": "checkpoint, MB", "kv": "KV cache, kB per token", "k": "KV cache, kB per token"}
+_STORED["v"] = _STORED["k"]
+# Largest KL, in nats, of a recommended configuration: a choice of ours, shown wherever it is used.
+SMALL_KL = 0.05
+
+
+@dataclass(frozen=True)
+class Sized:
+    """A configuration's size and its KL from 16 bits.
+
+    Attributes:
+        model: name of the model.
+        size: MB of its checkpoint, or kB per token of its KV cache.
+        kl: mean KL in nats with its 95 % interval.
+    """
+
+    model: str
+    point: Point
+    task: str
+    size: float
+    kl: Difference
+
+    @property
+    def series(self) -> str:
+        return f"{self.model}, {self.point.granularity}"
+
+    @property
+    def size_text(self) -> str:
+        return f"{self.size:.1f} MB" if self.point.target == "weights" else f"{self.size:.2f} kB/token"
+
+    @property
+    def tip(self) -> str:
+        text = f"{self.series}, {self.point.bits} bits: {self.size:.4g}, KL {self.kl.mean:.3g}"
+        return f"{text} [{self.kl.low:.3g}, {self.kl.high:.3g}]"
+
+    def command(self, path: str) -> str:
+        """Return the command that makes this configuration; it rounds weights to nearest, as sweeps do."""
+        target = self.point.target
+        output = f"{self.model}-{target}{self.point.bits}"
+        rounding = " --rounding nearest" if target == "weights" else ""
+        return (
+            f"diffquant quantize {shlex.quote(path)} -o {shlex.quote(output)} --{target} {self.point.scheme}{rounding}"
+        )
+
+
+def list_sizes(sweep: SweepResult) -> list[Sized]:
+    """List every configuration that stores less and whose KL was measured, in the table's order."""
+    found = []
+    for point, task in product(sweep.points, sweep.tasks):
+        sizes, kl = sweep.sizes_of(point), kl_of(sweep, point, task)
+        if sizes is None or kl is None or point.target not in _STORED:
+            continue
+        is_weights = point.target == "weights"
+        size = (sizes.weight_bytes or 0) / 1e6 if is_weights else (sizes.kv_bytes or 0) / 1e3
+        found.append(Sized(sweep.names[point.model], point, task, size, kl))
+    return found
+
+
+def recommendations(found: Sequence[Sized], path_of: Mapping[str, str]) -> tuple[Table, dict[str, str]]:
+    """Recommend the smallest configuration with a small KL for each model, target and task; also return commands.
+
+    Where a KL has an interval, its upper end has to be small.
+
+    Args:
+        path_of: path of each model that `quantize` can read, by its name.
+    """
+    lines, commands = [], {}
+    for model, target, task in dict.fromkeys((e.model, e.point.target, e.task) for e in found):
+        mine = [e for e in found if (e.model, e.point.target, e.task) == (model, target, task)]
+        small = [each for each in mine if each.kl.high < SMALL_KL]
+        if not small:
+            # No configuration below 16 bits is close enough.
+            lines.append([model, target, task, "16", MISSING, MISSING])
+            continue
+        best = min(small, key=lambda each: (each.size, each.kl.mean))
+        lines.append([model, target, task, best.point.scheme, best.size_text, kl_text(best.kl)])
+        if model in path_of:
+            commands[f"{model}, {target} {best.point.scheme}"] = best.command(path_of[model])
+    return Table(["model", "target", "by", "take", "stored", "KL"], lines, names=4), commands
+
+
+def size_charts(found: Sequence[Sized]) -> tuple[list[Drawing], list[Key]]:
+    """Draw a chart per task and target with a line per model and granularity; also return the legend."""
+    series = list(dict.fromkeys(each.series for each in found))
+    drawings = []
+    for task, target in dict.fromkeys((each.task, each.point.target) for each in found):
+        mine = [each for each in found if (each.task, each.point.target) == (task, target)]
+        title = f"{task}: {target}"
+        drawings.append(drawing((4.6, 3.2), partial(_draw_sizes, mine, series), f"{title}, size against KL", title))
+    return drawings, [key_of(number, name) for number, name in enumerate(series)]
+
+
+def _draw_sizes(mine: Sequence[Sized], series: Sequence[str], axis: Any, tips: Tips) -> None:
+    for name in dict.fromkeys(each.series for each in mine):
+        line = sorted((each for each in mine if each.series == name), key=lambda each: each.size)
+        drawn = [(each, each.kl.drawn) for each in line]
+        points = [Interval(each.size, kl.mean, kl.low, kl.high, each.tip) for each, kl in drawn]
+        draw_intervals(axis, points, series.index(name), tips)
+    if all(each.kl.drawn.low > 0 for each in mine):
+        plain_log_scale(axis)
+    axis.set_xlabel(_STORED[mine[0].point.target])
+    axis.set_ylabel("KL from 16 bits, nats")
+    tidy(axis)
+
+
+def kl_of(sweep: SweepResult, point: Point, task: str) -> Difference | None:
+    """Return a configuration's KL from 16 bits, or None if the task does not measure it."""
+    metric = next((change for change in kind_of(task).columns.changes if change.is_log), None)
+    return metric.of(*sweep.pair(point, task)) if metric else None
+
+
+# Loss in percentage points that an interval must exclude before "no measurable loss" is informative.
+_SETTLED = 1.0
+
+
+def headline(sweep: SweepResult) -> list[str]:
+    """Summarize a sweep in a sentence or two per task; failures first."""
+    sentences = [f"{len(sweep.failed)} of {len(sweep.cells)} cells failed."] if sweep.failed else []
+    for task in sweep.tasks:
+        changes = _leading_changes(sweep, task)
+        if changes:
+            tell = _summarize_items if kind_of(task).columns.by_item else _summarize_text
+            sentences.append(f"{task}: {tell(sweep, task, changes)}")
+    return sentences or ["Nothing here is compared with 16 bits."]
+
+
+def _leading_changes(sweep: SweepResult, task: str) -> list[tuple[Point, Difference]]:
+    """Return changes from 16 bits by the first measure with data; in tasks scored by item, it must have a sign."""
+    columns = kind_of(task).columns
+    for change in columns.changes:
+        if columns.by_item and change.is_log:
+            continue
+        measured = [(point, change.of(*sweep.pair(point, task))) for point in sweep.points]
+        if changes := [(point, drawn) for point, drawn in measured if drawn is not None]:
+            return changes
+    return []
+
+
+def _summarize_items(sweep: SweepResult, task: str, changes: Sequence[tuple[Point, Difference]]) -> str:
+    if all(math.isinf(drawn.low) for _, drawn in changes):
+        return "one item cannot show a loss."
+    worst, _ = min(changes, key=lambda change: change[1].mean)
+    lower = [point.bits for point, drawn in changes if drawn.high < 0]
+    of_all = f"of {len(changes)} configurations"
+    if not lower:
+        return _explain_resolution(sweep, task, changes) or (
+            f"no measurable loss in any {of_all}, and a loss of {_SETTLED:.0f} point is ruled out; the lowest is "
+            f"{_describe(sweep, worst, task)}."
+        )
+    told = f"{len(lower)} {of_all} lose; the most is lost by {_describe(sweep, worst, task)}."
+    safe = min((point.bits for point, _ in changes if point.bits > max(lower)), default=None)
+    return told if safe is None else f"{told} From {safe} bits up no loss is measurable."
+
+
+def _explain_resolution(sweep: SweepResult, task: str, changes: Sequence[tuple[Point, Difference]]) -> str | None:
+    """State which loss too few items cannot show, and what KL shows; return None if the items suffice."""
+    points = [drawn for point, _ in changes if (drawn := POINTS.of(*sweep.pair(point, task)))]
+    if all(drawn.low >= -_SETTLED for drawn in points):
+        return None
+    widest = max((drawn.high - drawn.low) / 2 for drawn in points)
+    items = max(len(result.values or ()) for point, _ in changes for result in sweep.pair(point, task) if result)
+    text = f"{items} items cannot show a loss below {widest:.0f} points; "
+    measured = [(point, kl) for point, _ in changes if (kl := kl_of(sweep, point, task)) and kl.low > 0]
+    if not measured:
+        return f"{text}take more items, or read KL."
+    most = max(measured, key=lambda each: each[1].mean)[0]
+    return (
+        f"{text}KL shows a change in {len(measured)} of {len(changes)} configurations, the largest in "
+        f"{_describe(sweep, most, task)}."
+    )
+
+
+def _summarize_text(sweep: SweepResult, task: str, changes: Sequence[tuple[Point, Difference]]) -> str:
+    # A change in nats has a sign, and a large gain is a large change.
+    ordered = sorted(changes, key=lambda change: abs(change[1].mean))
+    least, most = (_describe(sweep, point, task) for point, _ in (ordered[0], ordered[-1]))
+    return f"{most}." if len(ordered) == 1 else f"least changed is {least}; most is {most}."
+
+
+def _describe(sweep: SweepResult, point: Point, task: str) -> str:
+    """Return a configuration's name and all of its measured changes, in words."""
+    known = [(change.words, change.of(*sweep.pair(point, task))) for change in kind_of(task).columns.changes]
+    texts = [words(drawn) for words, drawn in known if words and drawn]
+    return ", ".join([f"{sweep.names[point.model]} at {point.label}", *texts])

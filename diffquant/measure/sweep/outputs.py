@@ -1,0 +1,142 @@
+"""The files of a sweep beside its cells: table, plots and report."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from diffquant.measure.sweep.findings import SMALL_KL, headline, list_sizes, recommendations, size_charts
+from diffquant.measure.sweep.plot import Band, bands, bars_text, charts, plot
+from diffquant.measure.sweep.result import SweepResult, csv_table, notes, results_table
+from diffquant.measure.tasks import task_kinds
+from diffquant.reports.page import Block, Charts, Fold, Items, Report, Section, facts
+from diffquant.reports.plots import key_of
+from diffquant.reports.run import write_run
+from diffquant.reports.tables import Table
+from diffquant.support.outputs import RunFiles
+
+
+def run_files() -> RunFiles:
+    """Return the files of a sweep beside its cells, including its tasks' plots."""
+    plots = (name for kind in task_kinds() for name in kind.plots)
+    return RunFiles("sweep.json", frozenset({"settings", "cells"}), ("table.csv", "report.html", "plot.png", *plots))
+
+
+def write_outputs(sweep: SweepResult, folder: Path) -> list[Path]:
+    """Write table.csv, plot.png, the plots of its tasks such as needle's places.png, and report.html.
+
+    Plots without data are left out.
+    """
+    plots = {"plot.png": partial(plot, sweep)}
+    for kind in task_kinds():
+        plots |= {name: partial(draw, sweep.cells_of(kind)) for name, draw in kind.plots.items()}
+    texts = {"table.csv": csv_table(sweep)}
+    return write_run(folder, texts, plots, "report.html", partial(sweep_report, sweep), ["sweep.json"])
+
+
+def sweep_report(sweep: SweepResult, name: str, files: Sequence[str]) -> Report:
+    """Make the report of a sweep.
+
+    Args:
+        name: name of the run.
+        files: names of the files beside the page, to link to.
+    """
+    drawn = bands(sweep)
+    sections = [
+        *_failures_section(sweep),
+        *_sizes_sections(sweep),
+        *_charts_sections(drawn),
+        Section("Results", [results_table(sweep), *notes(sweep)]),
+        *_logits_section(sweep),
+        Section("Settings", [_settings_facts(sweep)]),
+    ]
+    return Report("sweep", name, headline(sweep), sweep.settings["date"], sections, files)
+
+
+def _sizes_sections(sweep: SweepResult) -> list[Section]:
+    """Make the section that recommends the smallest configuration that changes little."""
+    found = list_sizes(sweep)
+    if not found:
+        return []
+    # `quantize` cannot read a folder with packed weights, but it can read a GGUF file.
+    packed = {path for path in sweep.settings["quantized"] if not path.lower().endswith(".gguf")}
+    path_of = {name: str(model) for model, name in sweep.names.items() if str(model) not in packed}
+    drawings, keys = size_charts(found)
+    table, commands = recommendations(found, path_of)
+    rule = (
+        f"Taken is each model's smallest configuration whose KL from 16 bits stays below {SMALL_KL} nats, the upper "
+        "end of its 95 % interval where it has one, and 16 bits where none does. In the drawings lower and further "
+        "left is better; bars: 95 % intervals."
+    )
+    return [Section("Which to take", [table, commands, Charts(drawings, keys), rule])]
+
+
+def _charts_sections(drawn: Sequence[Band]) -> list[Section]:
+    """Make a section per task: its change from 16 bits, and below that its scores."""
+    models = list(dict.fromkeys(model for band in drawn for model in band.models))
+    keys = [key_of(number, model) for number, model in enumerate(models)]
+    sections = []
+    for task in dict.fromkeys(band.task for band in drawn):
+        mine = [band for band in drawn if band.task == task]
+        blocks: list[Block] = []
+        for band in mine:
+            legend, label = keys if band is mine[0] else (), band.metric.label
+            blocks.append(Section(label[0].upper() + label[1:], [Charts(charts(band, models), legend)]))
+        sections.append(Section(task, [*blocks, f"{bars_text(mine).capitalize()}."]))
+    return sections
+
+
+def _failures_section(sweep: SweepResult) -> list[Section]:
+    if not sweep.failed:
+        return []
+    reasons = [f"{sweep.caption(cell)}: {cell.error}" for cell in sweep.failed]
+    return [Section(f"{len(sweep.failed)} of {len(sweep.cells)} cells failed", [Items(reasons, errors=True)])]
+
+
+def _logits_section(sweep: SweepResult) -> list[Section]:
+    """Make the section on scales and clipping by layer, with one fold per cell."""
+    folds = [
+        Fold(f"{sweep.caption(cell)}: {_clipping_text(layers)}", [_layers_table(layers)])
+        for cell in sweep.cells
+        if cell.result and (layers := cell.result.logit_report)
+    ]
+    if not folds:
+        return []
+    explained = (
+        "A scale is the distance between two neighbouring codes, in units of the logits; an entry is clipped where it "
+        "lies outside the codes. Mean and largest scale are over all scales of a layer."
+    )
+    opened = Fold(f"{len(folds)} cells with quantized logits", [explained, *folds])
+    return [Section("Logit quantizers, layer by layer", [opened])]
+
+
+def _clipping_text(layers: Sequence[dict[str, float]]) -> str:
+    entries, clipped = (sum(layer[name] for layer in layers) for name in ("entries", "clipped"))
+    mean_scales = [layer["step_mean"] for layer in layers]
+    return f"mean scale {min(mean_scales):.3g} to {max(mean_scales):.3g}, clipped {clipped / max(1, entries):.2%}"
+
+
+def _layers_table(layers: Sequence[dict[str, float]]) -> Table:
+    heads = ["layer", "calls", "entries", "clipped", "mean scale", "largest scale"]
+    lines = [
+        [
+            str(layer["layer"]),
+            f"{layer['calls']:,}",
+            f"{layer['entries']:,}",
+            f"{layer['clipped'] / max(1, layer['entries']):.2%}",
+            f"{layer['step_mean']:.4g}",
+            f"{layer['step_max']:.4g}",
+        ]
+        for layer in layers
+    ]
+    return Table(heads, lines, names=3)
+
+
+def _settings_facts(sweep: SweepResult) -> dict[str, str]:
+    settings, names = sweep.settings, sweep.names
+    flat = {key.replace("_", " "): value for key, value in settings["options"].items()}
+    flat |= {f"version of {name}": value for name, value in settings["versions"].items()}
+    flat |= {f"task {task['name']}": task for task in settings["tasks"]}
+    flat |= {f"SHA-256 of {names.get(Path(path), path)}": digest for path, digest in settings["models"].items()}
+    flat["dtype"] = settings["dtype"]
+    flat["commit"] = settings.get("commit") or "not recorded"
+    return facts(flat)

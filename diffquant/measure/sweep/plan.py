@@ -1,0 +1,252 @@
+"""Plans a sweep: finds errors before the first cell is measured, and estimates how long the cells take."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mean
+
+from diffquant.attention import check_backend
+from diffquant.checkpoints.building import check_places
+from diffquant.checkpoints.ranges import check_ranges_used, read_any_ranges
+from diffquant.checkpoints.source import Source, open_source
+from diffquant.errors import CheckpointError, UsageError
+from diffquant.measure.results import TaskResult
+from diffquant.measure.sweep.cell import Cell, cell_key
+from diffquant.measure.sweep.exported import (
+    ExportedSubject,
+    RuntimeOf,
+    check_no_precision_options,
+    check_on_one_device,
+    exported_points,
+)
+from diffquant.measure.sweep.grid import OWN, RECIPE, Point, SweepOptions, points
+from diffquant.measure.sweep.subject import CheckpointSubject, Subject, dtype_name
+from diffquant.measure.tasks import make_tasks
+from diffquant.quantization.loading import check_loadable
+from diffquant.recipe import Recipe
+from diffquant.recipe.targets import LAYER_TARGETS
+from diffquant.support.devices import resolve_device, resolve_dtype, seconds_per_product
+from diffquant.support.files import read_bytes
+from diffquant.support.installation import versions_of_run
+from diffquant.support.names import option_name
+from diffquant.support.plain_data import JsonObject, parse_json
+from diffquant.support.progress import format_duration
+
+# Time of a cell divided by that of its matrix products with weights, if attention's logits or operands are rounded, and
+# otherwise. Measured for a pocket model and SmolLM2-135M: 5 to 7, and 2 to 3.
+_SIMULATED, _PLAIN = 6, 3
+
+
+def plan_sweep(
+    models: Sequence[Path], options: SweepOptions, folder: Path, runtime_of: RuntimeOf | None
+) -> tuple[list[Cell], JsonObject]:
+    """Open every model and read every task's items.
+
+    Args:
+        folder: folder of the cells.
+
+    Returns:
+        Every cell of the sweep, and the settings that its result records in addition to the cells.
+
+    Raises:
+        UsageError, CheckpointError, MissingDependencyError: something is wrong with the models, options or data.
+    """
+    found = {model: runtime_of(model) if runtime_of else None for model in models}
+    runtimes = {model: runtime for model, runtime in found.items() if runtime is not None}
+    check_on_one_device(runtimes, options)
+    device = resolve_device(options.computing_device)
+    dtype, places = resolve_dtype(options.dtype, device), options.places
+    exported = {
+        path: ExportedSubject.of(path, runtime, options.device, dtype, device) for path, runtime in runtimes.items()
+    }
+    checkpoints = [model for model in models if model not in exported]
+    if not checkpoints and exported:
+        check_no_precision_options(options)
+    grid = points(checkpoints, options) if checkpoints or not exported else []
+    tasks = make_tasks(options.tasks, options.task_options, options.pass_tokens(device))
+    check_backend(options.attention, (rounds for point in grid for rounds in point.recipe.rounds_maps))
+    sources = {model: open_source(model) for model in checkpoints}
+    grid += [
+        _recorded_point(model, source) for model, source in sources.items() if _without_weights(source) != Recipe()
+    ]
+    grid.sort(key=lambda point: checkpoints.index(point.model))
+    recipes = {model: [point.recipe for point in grid if point.model == model] for model in checkpoints}
+    for model, source in sources.items():
+        check_loadable(source, recipes[model])
+        if places is not None:
+            check_places(source, places, dtype)
+    scales = _scales_by_model(sources, options.scales)
+    for point in grid:
+        _check_scales(point, scales.get(point.model))
+    for model, file in scales.items():
+        check_ranges_used(file, recipes[model])
+    checked = {
+        model: CheckpointSubject(source, dtype, device, options.attention, places, scales.get(model))
+        for model, source in sources.items()
+    }
+    folders = exported_points({path: subject.model for path, subject in exported.items()}, sources)
+    origins = {point.model: checked[point.compared_with] if point.compared_with else None for point in folders}
+    compared = {path: replace(subject, compared_with=origins[path]) for path, subject in exported.items()}
+    subjects: dict[Path, Subject] = {**checked, **compared}
+    identities = {task.name: task.identity() for task in tasks}
+    cells = [
+        Cell(subject, point, task, folder, cell_key(subject, point.recipe, task, identities[task.name]))
+        for point in grid + folders
+        for subject in [subjects[point.model]]
+        for task in tasks
+    ]
+    return cells, {
+        "options": options.to_dict() | {"device": device, "batch_tokens": options.pass_tokens(device)},
+        "tasks": list({cell.task.name: cell.key["task"] for cell in cells}.values()),
+        "unseen": {task.name: unseen for task in tasks if (unseen := task.unseen())},
+        "models": {str(path): source.fingerprint for path, source in sources.items()},
+        "quantized": [str(path) for path, source in sources.items() if source.packed or path.is_file()],
+        "source_bytes": {str(path): source.checkpoint.stored_nbytes for path, source in sources.items()},
+        # An exported model computes in the dtype it was exported with.
+        "dtype": dtype_name(dtype) if sources else None,
+        "versions": versions_of_run(device),
+    }
+
+
+def _recorded_point(model: Path, source: Source) -> Point:
+    """Make the point that runs a quantized folder under the whole recipe that it records, cache and logits included."""
+    return Point(model, RECIPE, 0, OWN, _without_weights(source), model)
+
+
+def _without_weights(source: Source) -> Recipe:
+    """Return a checkpoint's recipe without its weights, which are already stored quantized."""
+    return source.recipe.with_weights_of(Recipe())
+
+
+def _scales_by_model(sources: Mapping[Path, Source], files: Sequence[Path]) -> dict[Path, Path]:
+    """Assign files of calibrated ranges to models.
+
+    Raises:
+        CheckpointError: a file belongs to none of the models.
+        UsageError: two files belong to one.
+    """
+    owners = {source.fingerprint: model for model, source in sources.items()}
+    files_by_model: dict[Path, Path] = {}
+    for file in files:
+        ranges = read_any_ranges(file)
+        owner = owners.get(ranges.model)
+        if owner is None:
+            raise CheckpointError(f"{file} was calibrated on none of {', '.join(map(str, sources))}")
+        ranges.check_model(sources[owner], str(file))
+        if owner in files_by_model:
+            raise UsageError(f"{files_by_model[owner]} and {file} are both of {owner}; sweep them into two folders")
+        files_by_model[owner] = file
+    return files_by_model
+
+
+def _check_scales(point: Point, scales: Path | None) -> None:
+    """Check that a point with static schemes has its ranges.
+
+    Raises:
+        UsageError: there is no file, or it has no ranges for these schemes.
+    """
+    static = [target for target in LAYER_TARGETS if point.recipe.is_static(target)]
+    if static and scales is None:
+        raise UsageError(f"{point.label} needs scales calibrated on {point.model}: pass {option_name('scales')}")
+    if static and scales is not None:
+        read_any_ranges(scales).check(point.recipe)
+
+
+@dataclass(frozen=True)
+class SweepForecast:
+    """The work that a sweep has left.
+
+    Attributes:
+        held: number of cells whose result is already stored.
+        missing: captions of the cells to measure, in order.
+        seconds: estimated time of the missing cells, or None if some cannot be estimated. The estimate uses the mean
+            time of stored cells of the same model and task, or else the number of products and this machine's speed.
+    """
+
+    held: int
+    missing: tuple[str, ...]
+    seconds: float | None
+
+    @property
+    def headline(self) -> str:
+        """A line with the number of cells to measure and the estimated time."""
+        held = f"; {self.held} {'is' if self.held == 1 else 'are'} there already" if self.held else ""
+        if not self.missing:
+            return f"nothing to measure{held}"
+        time = "; the first cell will tell how long one takes"
+        if self.seconds is not None:
+            time = f"; about {format_duration(self.seconds)}, if none runs beside another"
+        cells = "1 cell" if len(self.missing) == 1 else f"{len(self.missing)} cells"
+        return f"{cells} to measure{held}{time}"
+
+    def __str__(self) -> str:
+        return "\n".join([self.headline, *(f"  {each}" for each in self.missing)])
+
+
+def forecast(cells: Sequence[tuple[Cell, TaskResult | None]]) -> SweepForecast:
+    """Estimate how long the missing cells take, from measured cells or from the number of products."""
+    held: dict[tuple[Path, str], list[float]] = {}
+    missing = [cell for cell, result in cells if result is None]
+    for cell, result in cells:
+        if result is not None:
+            held.setdefault((cell.point.model, cell.task.name), []).append(result.seconds or 0.0)
+    products, seconds = 0, 0.0
+    is_known = True
+    for cell in missing:
+        if alike := held.get((cell.point.model, cell.task.name)):
+            seconds += mean(alike)
+        elif work := _products(cell):
+            products += work
+        else:
+            is_known = False
+    if products:
+        seconds += products * seconds_per_product()
+    captions = tuple(cell.caption for cell in missing)
+    return SweepForecast(len(cells) - len(missing), captions, seconds if is_known else None)
+
+
+def _products(cell: Cell) -> int | None:
+    """Estimate a cell's time as a number of products of a weight and a token, or return None if it is unknown."""
+    subject, tokens = cell.subject, cell.task.tokens
+    if tokens is None or not isinstance(subject, CheckpointSubject) or subject.device != "cpu":
+        return None
+    recipe = cell.point.recipe
+    is_simulated = any(recipe.rounds_maps) or recipe.qk.quantizes or recipe.pv.quantizes
+    return tokens * subject.source.weights * (_SIMULATED if is_simulated else _PLAIN)
+
+
+def explain_remeasuring(folder: Path, missing: Sequence[JsonObject]) -> str | None:
+    """Explain why cells are measured again, or return None if no result of other code or versions is stored.
+
+    Args:
+        missing: keys of the missing cells.
+    """
+    before = {_lasting_key(key): key for key in _keys_in(folder)}
+    pairs = [(before[_lasting_key(key)], key) for key in missing if _lasting_key(key) in before]
+    if not pairs:
+        return None
+    reasons = ["other code"] if any(old.get("code") != new["code"] for old, new in pairs) else []
+    for old, new in pairs:
+        was, now = old.get("versions", {}), new["versions"]
+        reasons += [
+            f"{name} {was.get(name, 'absent')}, which is {now.get(name, 'absent')} now"
+            for name in {**was, **now}
+            if was.get(name) != now.get(name)
+        ]
+    causes = ", and by ".join(dict.fromkeys(reasons))
+    return f"{len(pairs)} of the {len(missing)} missing cells were measured into {folder} before, by {causes}"
+
+
+def _lasting_key(key: JsonObject) -> str:
+    """Return the parts of a key that an update of the code or its dependencies does not change."""
+    return json.dumps({name: value for name, value in key.items() if name not in ("code", "versions")}, sort_keys=True)
+
+
+def _keys_in(folder: Path) -> Iterator[JsonObject]:
+    for file in sorted(folder.glob("*.json")):
+        with suppress(OSError, ValueError, LookupError, TypeError):
+            entry = parse_json(read_bytes(file))
+            if "result" in entry and isinstance(entry["key"], dict):
+                yield entry["key"]

@@ -1,0 +1,238 @@
+"""A plot of results against bits: for each task the change from 16 bits, and below it the scores.
+
+Each panel shows one target at one granularity, with a line per model. In a sweep of a single model, a panel shows one
+target with a line per granularity.
+
+Source: the presentation follows figure 8 of arXiv 2410.05258.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, Protocol
+
+from diffquant.errors import UsageError
+from diffquant.measure.results import Metric, TaskResult
+from diffquant.measure.sweep.grid import EXPORTED, RECIPE, Point
+from diffquant.measure.tasks import kind_of
+from diffquant.reports.page import Drawing
+from diffquant.reports.plots import (
+    REFERENCE,
+    Interval,
+    Line,
+    Tips,
+    draw_intervals,
+    drawing,
+    literal,
+    look,
+    new_figure,
+    plain_log_scale,
+    tidy,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Horizontal distance in bits between two models at one width; largest number of panels in a row.
+_SPREAD, _COLUMNS = 0.12, 5
+# Lower end of a logarithmic axis, as a fraction of the lowest point, since the axis cannot show an interval down to 0.
+_FLOOR = 0.5
+# Sizes in inches: width of a panel with up to two and with more columns, height of a band of changes and of scores.
+_WIDE, _NARROW, _TALL, _LOW = 4.6, 3.0, 3.0, 2.3
+
+
+class Plotted(Protocol):
+    """The part of a `SweepResult` that plots read."""
+
+    @property
+    def points(self) -> list[Point]: ...
+    @property
+    def names(self) -> dict[Path, str]: ...
+    @property
+    def tasks(self) -> list[str]: ...
+    def pair(self, point: Point, task: str) -> tuple[TaskResult | None, TaskResult | None]: ...
+
+
+@dataclass(frozen=True)
+class Band:
+    """A row of panels for one task, which share an axis.
+
+    Attributes:
+        metric: number that is drawn.
+        lines: lines by the title of their panel.
+    """
+
+    task: str
+    metric: Metric
+    lines: dict[str, list[Line]]
+
+    @property
+    def is_change(self) -> bool:
+        """Whether changes from 16 bits are drawn instead of scores."""
+        return self.metric.words is not None
+
+    @property
+    def models(self) -> list[str]:
+        return list(dict.fromkeys(line.model for lines in self.lines.values() for line in lines))
+
+
+def bands(sweep: Plotted) -> list[Band]:
+    """List every band to draw, in the table's order of tasks; failed cells are left out."""
+    found = [
+        Band(task, metric, _lines(sweep, task, metric))
+        for task in sweep.tasks
+        for metric in kind_of(task).columns.drawn
+    ]
+    return [band for band in found if band.lines]
+
+
+def plot(sweep: Plotted, path: Path | BinaryIO) -> None:
+    """Draw a sweep into a file, whose suffix (.png, .svg, .pdf) determines the format, or as PNG into a stream.
+
+    Raises:
+        UsageError: the sweep has nothing to draw.
+    """
+    drawn = bands(sweep)
+    if not drawn:
+        raise UsageError("nothing to plot: no quantized cell was measured")
+    _figure(drawn).savefig(path, dpi=160)
+
+
+def charts(band: Band, models: Sequence[str]) -> list[Drawing]:
+    """Draw each panel of a band separately, with tooltips for its values.
+
+    Args:
+        models: all models of the page, so that each has the same look in every chart.
+    """
+    found = []
+    for title, lines in band.lines.items():
+        size, name = (_WIDE, _TALL if band.is_change else _LOW), f"{band.task}, {title}: {band.metric.label}"
+        found.append(drawing(size, partial(_draw_named, lines, models, band), name, title))
+    return found
+
+
+def _draw_named(lines: Sequence[Line], models: Sequence[str], band: Band, axis: "Axes", tips: Tips) -> None:
+    _draw(axis, lines, models, band, tips)
+    axis.set_ylabel(band.metric.label)
+
+
+def bars_text(drawn: Sequence[Band]) -> str:
+    """Explain the bars and dashed lines in a sentence."""
+    if all(band.is_change for band in drawn):
+        return "bars: 95 % intervals"
+    return "bars: 95 % intervals, of differences paired over the same items; dashed: 16 bits"
+
+
+def _lines(sweep: Plotted, task: str, metric: Metric) -> dict[str, list[Line]]:
+    """Return a task's lines by the title of their panel; changes have no value at 16 bits."""
+    full: dict[str, Interval | None] = {}
+    shared = _granularities(sweep)
+    drawn: dict[tuple[str, str], list[Interval]] = {}
+    for point in sweep.points:
+        found = metric.of(*sweep.pair(point, task))
+        model, change = sweep.names[point.model], found.drawn if found else None
+        value = Interval(point.bits, change.mean, change.low, change.high) if change else None
+        if point.is_baseline:
+            full[model] = value
+        elif value is not None and point.target not in (EXPORTED, RECIPE):
+            is_shared = len(shared.get(point.target, ())) > 1
+            title, line = (point.title, point.sharing) if is_shared else (point.panel, model)
+            drawn.setdefault((title, line), []).append(value)
+    alone = next(iter(full.values()), None)
+    lines: dict[str, list[Line]] = {}
+    for (title, line), narrow in drawn.items():
+        # The line at 16 bits is drawn once, also where granularities share it.
+        at_16 = full.get(line) if line in full else alone if title not in lines else None
+        lines.setdefault(title, []).append(Line(line, tuple(narrow), full=None if metric.words else at_16))
+    return lines
+
+
+def _granularities(sweep: Plotted) -> dict[str, set[str]]:
+    """Return the granularities of each target in a sweep of one model; empty for a sweep of several models."""
+    found: dict[str, set[str]] = {}
+    if len({point.model for point in sweep.points}) == 1:
+        for point in sweep.points:
+            found.setdefault(point.target, set()).add(point.granularity)
+    return found
+
+
+def _figure(drawn: list[Band]) -> "Figure":
+    titles = list(dict.fromkeys(title for band in drawn for title in band.lines))
+    models = list(dict.fromkeys(model for band in drawn for model in band.models))
+    # Spread the panels over the rows as evenly as possible.
+    columns = -(-len(titles) // -(-len(titles) // _COLUMNS))
+    strips = list(_strips(drawn, titles, columns))
+    heights = [_TALL if band.is_change else _LOW for band, _ in strips]
+    figure: Figure = new_figure(0.8 + (_WIDE if columns < 3 else _NARROW) * columns, 0.6 + sum(heights))
+    grid = figure.subplots(len(strips), columns, squeeze=False, height_ratios=heights)
+    above: list[str] = []
+    for axes, (band, shown) in zip(grid, strips, strict=True):
+        for axis, title in zip(axes, shown, strict=False):
+            _draw(axis, band.lines.get(title, []), models, band)
+            axis.set_title("" if shown == above else title, fontsize=10)
+            axis.set_xlabel("bits" if band is drawn[-1] else "")
+        above = shown
+        for axis in axes[len(shown) :]:
+            axis.set_visible(False)
+        axes[0].set_ylabel(f"{band.task}\n{band.metric.label}", fontsize=9)
+    handles = [_handle(number, model) for number, model in enumerate(models)]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    figure.suptitle(bars_text(drawn), fontsize=9)
+    return figure
+
+
+def _strips(drawn: list[Band], titles: list[str], columns: int) -> "Iterator[tuple[Band, list[str]]]":
+    """Yield rows of panels, `columns` titles at a time, a task's changes above its scores."""
+    for task in dict.fromkeys(band.task for band in drawn):
+        for first in range(0, len(titles), columns):
+            for band in drawn:
+                if band.task == task:
+                    yield band, titles[first : first + columns]
+
+
+def _handle(number: int, model: str) -> "object":
+    from matplotlib.lines import Line2D
+
+    return Line2D([], [], markersize=5, linewidth=1.6, label=literal(model), **look(number))
+
+
+def _draw(axis: "Axes", lines: Sequence[Line], models: Sequence[str], band: Band, tips: Tips | None = None) -> None:
+    """Draw one panel on its band's common scale."""
+    widths = sorted({point.x for line in lines for point in line.points}, reverse=True)
+    for line in lines:
+        number = models.index(line.model)
+        # Side by side, so that bars at one width stay readable.
+        shift = _SPREAD * (number - (len(models) - 1) / 2)
+        points = [point._replace(x=point.x - shift, tip=_tip(line.model, point)) for point in line.points]
+        draw_intervals(axis, points, number, tips)
+        if line.full is not None:
+            axis.axhline(line.full.y, color=look(number)["color"], linestyle=(number * 3, (3, 6)), linewidth=0.9)
+    axis.set_xticks(widths, [f"{bits:g}" for bits in widths])
+    if widths:
+        axis.set_xlim(max(widths) + 0.5, min(widths) - 0.5)
+    axis.set_xlabel("bits")
+    if band.is_change and not band.metric.is_log:
+        axis.axhline(0, color=REFERENCE, linewidth=1.2, zorder=1)
+    tidy(axis)
+    _scale(axis, band)
+
+
+def _scale(axis: "Axes", band: Band) -> None:
+    """Give a panel its band's scale: logarithmic, around 0 for changes, from 0 on for scores."""
+    lines = [line for found in band.lines.values() for line in found]
+    values = [value for line in lines for value in (*line.points, line.full) if value]
+    lowest, highest = min(value.y for value in values), max(value.high for value in values)
+    if band.metric.is_log and lowest > 0:
+        axis.set_ylim(_FLOOR * lowest, highest / _FLOOR)
+        plain_log_scale(axis)
+        return
+    bottom, top = min(0.0, *(value.low for value in values)), max(0.0, highest)
+    margin = 0.05 * (top - bottom) or 1.0
+    axis.set_ylim(bottom - (margin if bottom < 0 else 0), top + margin)
+
+
+def _tip(model: str, point: Interval) -> str:
+    bounds = f" [{point.low:.3g}, {point.high:.3g}]" if point.low < point.high else ""
+    return f"{model}, {point.x:g} bits: {point.y:.3g}{bounds}"

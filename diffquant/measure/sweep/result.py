@@ -1,0 +1,302 @@
+"""The result of a sweep, and its table: text for a terminal, JSON and CSV for programs. No torch here."""
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from html import escape
+from io import BytesIO
+from pathlib import Path
+
+from diffquant.errors import FailedCellsError
+from diffquant.measure.results import MISSING, Columns, TaskResult
+from diffquant.measure.sweep.grid import EXPORTED, RECIPE, Point
+from diffquant.measure.task import Task
+from diffquant.measure.tasks import kind_of, task_kinds
+from diffquant.recipe import Recipe
+from diffquant.reports.plots import Picture
+from diffquant.reports.tables import Table, csv_text, megabytes
+from diffquant.support.files import read_stored_text
+from diffquant.support.installation import CHANGED
+from diffquant.support.plain_data import JsonObject, parse_json, replace_nonfinite
+
+
+@dataclass(frozen=True)
+class MeasuredCell:
+    """A cell of a sweep's result.
+
+    Attributes:
+        result: result of the task, or None if the cell failed.
+        error: the error if it failed.
+        code: digest of the code that computed it; None in results older than this field.
+    """
+
+    point: Point
+    task: str
+    result: TaskResult | None
+    error: str | None
+    code: str | None = None
+
+
+@dataclass(frozen=True, repr=False)
+class SweepResult:
+    """All cells in the grid's order, with the options, dtype, versions, commit and date of the sweep.
+
+    It can be printed and drawn, and a notebook shows its table.
+    """
+
+    cells: list[MeasuredCell]
+    settings: JsonObject
+
+    def __repr__(self) -> str:
+        failed = f", {len(self.failed)} failed" if self.failed else ""
+        return f"SweepResult({len(self.cells)} cells, {len(self.points)} configurations{failed})"
+
+    def __str__(self) -> str:
+        return self.table() if self.cells else repr(self)
+
+    def table(self) -> str:
+        """Return the table with its notes, as the command prints it."""
+        return text_table(self)
+
+    def plot(self, path: Path | str | None = None) -> Picture:
+        """Draw changes and scores against bits, for a notebook.
+
+        Args:
+            path: file to draw into as well, whose suffix (.png, .svg, .pdf) determines the format.
+
+        Raises:
+            UsageError: there is nothing to draw.
+        """
+        from diffquant.measure.sweep.plot import plot
+
+        drawn = BytesIO()
+        plot(self, drawn)
+        if path is not None:
+            plot(self, Path(path))
+        return Picture(drawn.getvalue())
+
+    def _repr_html_(self) -> str:
+        return results_table(self).html() + "".join(f"<p>{escape(note)}</p>" for note in notes(self))
+
+    @cached_property
+    def points(self) -> list[Point]:
+        """Every configuration once, in the grid's order."""
+        return list({id(cell.point): cell.point for cell in self.cells}.values())
+
+    @cached_property
+    def names(self) -> dict[Path, str]:
+        """A unique name for each model."""
+        return model_names([point.model for point in self.points])
+
+    @cached_property
+    def tasks(self) -> list[str]:
+        """The tasks in the table's order, those scored by item first."""
+        tasks = dict.fromkeys(cell.task for cell in self.cells)
+        return sorted(tasks, key=lambda task: not kind_of(task).columns.by_item)
+
+    @property
+    def failed(self) -> list[MeasuredCell]:
+        return [cell for cell in self.cells if cell.result is None]
+
+    def caption(self, cell: MeasuredCell) -> str:
+        return f"{self.names[cell.point.model]}, {cell.point.label}, {cell.task}"
+
+    def cells_of(self, kind: type[Task]) -> list[tuple[str, MeasuredCell]]:
+        """Return the measured cells of one kind of task, each with its model's name."""
+        return [(self.names[c.point.model], c) for c in self.cells if c.result and kind_of(c.task) is kind]
+
+    def results_of(self, task: str) -> list[TaskResult]:
+        return [cell.result for cell in self.cells if cell.task == task and cell.result]
+
+    def pair(self, point: Point, task: str) -> tuple[TaskResult | None, TaskResult | None]:
+        """Return a configuration's result and the 16-bit result that it is compared with; what is missing is None."""
+        full = None if point.is_baseline else self._baselines.get(point.compared_with)
+        return self._result_by_point_and_task.get((id(point), task)), self._result_by_point_and_task.get(
+            (id(full), task)
+        ) if full else None
+
+    def sizes_of(self, point: Point) -> TaskResult | None:
+        """Return any result of a configuration, for its stored sizes, or None if all of its cells failed."""
+        return next(
+            (found for task in self.tasks if (found := self._result_by_point_and_task.get((id(point), task)))), None
+        )
+
+    @cached_property
+    def _result_by_point_and_task(self) -> dict[tuple[int, str], TaskResult | None]:
+        # The first cell of a point and task counts.
+        return {(id(cell.point), cell.task): cell.result for cell in reversed(self.cells)}
+
+    @cached_property
+    def _baselines(self) -> dict[Path | None, Point]:
+        return {point.model: point for point in reversed(self.points) if point.is_baseline}
+
+    def require_complete(self) -> None:
+        """Check that every cell has a result.
+
+        Raises:
+            FailedCellsError: cells failed; names each with its error, and holds this object as `result`.
+        """
+        if self.failed:
+            lines = [f"{self.caption(cell)}: {cell.error}" for cell in self.failed]
+            raise FailedCellsError(
+                f"{len(self.failed)} of {len(self.cells)} cells failed; run the same command again to retry them "
+                "alone:\n" + "\n".join(lines),
+                self,
+            )
+
+    def to_json(self) -> str:
+        """Write settings and every cell as JSON, with full results."""
+        cells = [
+            {
+                "model": str(cell.point.model),
+                **{name: getattr(cell.point, name) for name in ("target", "bits", "granularity")},
+                "compared_with": str(cell.point.compared_with) if cell.point.compared_with else None,
+                "task": cell.task,
+                "code": cell.code,
+                "result": cell.result.to_cell() if cell.result else None,
+                "error": cell.error,
+            }
+            for cell in self.cells
+        ]
+        return json.dumps({"settings": self.settings, "cells": cells}, indent=1) + "\n"
+
+
+def read_sweep(file: Path, compared: dict[str, str] | None = None) -> SweepResult:
+    """Read a sweep.json. Its points have empty recipes, since tables and plots show only their names.
+
+    Args:
+        compared: checkpoint that each exported folder is compared with, for files too old to record it.
+    """
+    data = parse_json(read_stored_text(file))
+    points: dict[tuple[object, ...], Point] = {}
+    cells = []
+    for cell in data["cells"]:
+        key = tuple(cell[name] for name in ("model", "target", "bits", "granularity"))
+        if key not in points:
+            rival = cell.get("compared_with") or (compared or {}).get(cell["model"])
+            rival = rival if cell["target"] == EXPORTED else cell["model"]
+            model, target, bits, granularity = key
+            points[key] = Point(Path(model), target, bits, granularity, Recipe(), Path(rival) if rival else None)
+        result = TaskResult.from_dict(cell["result"]) if cell["result"] else None
+        cells.append(MeasuredCell(points[key], cell["task"], result, cell["error"], cell.get("code")))
+    return SweepResult(cells, data["settings"])
+
+
+def model_names(models: list[Path]) -> dict[Path, str]:
+    """Make a unique name for each checkpoint: its file's or folder's name, with as many parents as needed.
+
+    The suffix of a GGUF file is left out unless only it distinguishes the file from a folder.
+    """
+    distinct = list(dict.fromkeys(models))
+    full = {model: model.absolute().parts[1:] or (str(model),) for model in distinct}
+    short = {model: (*parts[:-1], parts[-1].removesuffix(".gguf")) for model, parts in full.items()}
+    names: dict[Path, str] = {}
+    for parts in (short, full):
+        for depth in range(1, max(map(len, parts.values()), default=0) + 1):
+            endings = {model: "/".join(parts[model][-depth:]) for model in distinct}
+            taken = Counter(endings.values())
+            names |= {model: name for model, name in endings.items() if model not in names and taken[name] == 1}
+    is_unique = len({*names.values()}) == len(distinct)
+    return {model: names[model] if is_unique else str(model) for model in distinct}
+
+
+def text_table(sweep: SweepResult) -> str:
+    """Write the table as text: aligned columns with notes below."""
+    return "\n".join([*results_table(sweep).text_lines(), "", *notes(sweep)])
+
+
+def csv_table(sweep: SweepResult) -> str:
+    """Write the table as CSV, with unrounded numbers."""
+    return csv_text(json_rows(sweep))
+
+
+def json_rows(sweep: SweepResult) -> list[JsonObject]:
+    """Return the table as plain data, one flat object per row; missing or infinite values are None."""
+    return [replace_nonfinite(_record(sweep, point)) for point in sweep.points]
+
+
+def results_table(sweep: SweepResult) -> Table:
+    """Make the table with rounded numbers and the 16-bit rows shaded."""
+    alone = sum(kind_of(task).columns.by_item for task in sweep.tasks) == 1
+    found = [(task, kind_of(task).columns, sweep.results_of(task)) for task in sweep.tasks]
+    heads = [head for task, columns, results in found for head in columns.heads(task, results, alone)]
+    shown = [(task, column) for task, columns, results in found for column in columns.table_metrics(results)]
+    lines = [
+        [
+            sweep.names[point.model],
+            point.target or MISSING,
+            point.scheme,
+            *(column.text(*sweep.pair(point, task)) for task, column in shown),
+            _stored_text(point, sweep.sizes_of(point)),
+        ]
+        for point in sweep.points
+    ]
+    baselines = [point.is_baseline for point in sweep.points]
+    return Table(["model", "target", "scheme", *heads, "stored"], lines, baselines, names=3)
+
+
+def notes(sweep: SweepResult) -> list[str]:
+    """Write the notes below the table."""
+    results_by_columns: dict[Columns, list[TaskResult]] = {}
+    for task in sweep.tasks:
+        results_by_columns.setdefault(kind_of(task).columns, []).extend(sweep.results_of(task))
+    texts = [note for columns, results in results_by_columns.items() for note in columns.notes(results)]
+    compared = sum(
+        change.of(*sweep.pair(point, task)) is not None
+        for point in sweep.points
+        for task in sweep.tasks
+        for change in kind_of(task).columns.changes
+        if not change.is_log
+    )
+    if compared > 1:
+        texts.append(
+            f"{compared} differences from 16 bits are compared; by chance, one 95 % interval in twenty misses the "
+            "truth."
+        )
+    texts.append(
+        "stored is the size of the checkpoint (two bytes per weight at 16 bits) or of the KV cache per token, scales "
+        "included; quantized logits and operands store nothing."
+    )
+    sizes = sweep.settings.get("source_bytes", {})
+    quantized = ", ".join(
+        sweep.names.get(Path(path), path) + (f" ({megabytes(sizes[path])})" if sizes.get(path) else "")
+        for path in sweep.settings["quantized"]
+    )
+    if quantized:
+        texts.append(
+            f"Weights that were quantized before this sweep: {quantized}. 16 bits there are not the model as trained."
+        )
+    texts += [
+        f"{task} reads {', '.join(unseen)}: its cells are kept when that changes."
+        for task, unseen in sweep.settings.get("unseen", {}).items()
+    ]
+    if changed := sum(bool(c.result and (c.result.commit or "").endswith(CHANGED)) for c in sweep.cells):
+        texts.append(f"{changed} of {len(sweep.cells)} cells were measured by code with uncommitted changes.")
+    return texts
+
+
+def _stored_text(point: Point, result: TaskResult | None) -> str:
+    weights = MISSING if result is None else f"{(result.weight_bytes or 0) / 1e6:.1f} MB"
+    cache = MISSING if result is None else f"{(result.kv_bytes or 0) / 1e3:.2f} kB/token"
+    if point.target in ("", EXPORTED, RECIPE):
+        return f"{weights}, {cache}"
+    return weights if point.target == "weights" else cache if point.target in ("kv", "k", "v") else MISSING
+
+
+def _record(sweep: SweepResult, point: Point) -> JsonObject:
+    record: JsonObject = {"model": sweep.names[point.model]}
+    record |= {name: getattr(point, name) for name in ("target", "bits", "granularity")}
+    for task in sweep.tasks:
+        columns = kind_of(task).columns
+        before = f"{task} " if columns.has_own_names else ""
+        record |= {f"{before}{name}": value for name, value in columns.record(*sweep.pair(point, task)).items()}
+    measured = {kind_of(task) for task in sweep.tasks}
+    for kind in task_kinds():
+        if kind not in measured and not kind.columns.has_own_names:
+            record |= kind.columns.record(None, None)
+    sizes = sweep.sizes_of(point)
+    return record | {
+        "weight_bytes": sizes.weight_bytes if sizes else None,
+        "kv_bytes_per_token": sizes.kv_bytes if sizes else None,
+    }

@@ -1,0 +1,215 @@
+"""Runs a sweep: measures every missing cell and writes it at once; or one configuration, without storing it."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from diffquant.attention import check_backend
+from diffquant.checkpoints.ranges import check_ranges_used
+from diffquant.checkpoints.source import Source, open_source
+from diffquant.checkpoints.tokens import encode_start
+from diffquant.errors import DiffQuantError, UsageError
+from diffquant.measure.results import TaskResult
+from diffquant.measure.sweep.cell import Cell, measure_all, remove_locks
+from diffquant.measure.sweep.exported import (
+    ExportedSubject,
+    RuntimeOf,
+    check_no_precision_options,
+    check_on_one_device,
+)
+from diffquant.measure.sweep.grid import SweepOptions
+from diffquant.measure.sweep.plan import SweepForecast, explain_remeasuring, forecast, plan_sweep
+from diffquant.measure.sweep.result import MeasuredCell, SweepResult
+from diffquant.measure.sweep.subject import CheckpointSubject, Subject
+from diffquant.measure.sweep.workers import Engine
+from diffquant.measure.task import Task
+from diffquant.measure.tasks import make_tasks
+from diffquant.quantization.loading import check_loadable
+from diffquant.quantization.roundings import rounding_named
+from diffquant.recipe import Recipe
+from diffquant.support.devices import log_once, resolve_device, resolve_dtype
+from diffquant.support.files import write_atomically
+from diffquant.support.installation import provenance
+from diffquant.support.names import option_name
+from diffquant.support.progress import Progress, silent
+
+_logger = logging.getLogger(__name__)
+
+
+def run_sweep(
+    models: Sequence[Path],
+    options: SweepOptions,
+    output: Path,
+    progress: Progress = silent,
+    runtime_of: RuntimeOf | None = None,
+    engine: Engine = measure_all,
+    planned: Callable[[SweepForecast], None] | None = None,
+    shard: str = "",
+) -> SweepResult:
+    """Measure every cell that `output` does not hold yet, and write sweep.json.
+
+    Args:
+        models: checkpoints and exported folders. A folder is one row, compared with the checkpoint it was made
+            from if that is in the sweep.
+        runtime_of: returns the runtime for an exported folder; not needed for checkpoints.
+        engine: function that measures the cells; by default in this process.
+        planned: called with the forecast before anything is written; an exception that it raises ends the sweep.
+        shard: "I/N" to measure the I-th of N parts, and write only its cells; empty for all.
+
+    A failed cell is recorded and the sweep continues; `SweepResult.require_complete` raises for it. An interrupt loses
+    only the current cell: the same call resumes from there. Other sweeps may use `output` at the same time; cells that
+    they share are measured by one of them.
+
+    Returns:
+        All cells, or those of the shard.
+
+    Raises:
+        UsageError, CheckpointError, MissingDependencyError: an error was found before the first cell.
+        OutputExistsError: `output` holds files with a sweep's file names that no sweep wrote.
+        DiffQuantError: `output` is gone, or no process is left to measure the cells.
+        KeyboardInterrupt: the sweep was interrupted; the message says how to resume.
+    """
+    from diffquant.measure.sweep.outputs import run_files
+
+    number, count = _parse_shard(shard)
+    run_files().check(output)
+    folder = output / "cells"
+    planned_cells, settings = plan_sweep([Path(model) for model in models], options, folder, runtime_of)
+    cells = _take_shard(planned_cells, number, count)
+    measured = [(cell, cell.read()) for cell in cells]
+    if planned is not None:
+        planned(forecast(measured))
+    folder.mkdir(parents=True, exist_ok=True)
+    missing = [cell for cell, found in measured if found is None]
+    if missing and (why := explain_remeasuring(folder, [cell.key for cell in missing])):
+        _logger.warning("%s; they are measured again", why)
+    try:
+        if missing:
+            engine(_sort_by_weights(missing), progress)
+    except KeyboardInterrupt:
+        done = sum(cell.read() is not None for cell in cells)
+        raise KeyboardInterrupt(
+            f"interrupted: {done} of {len(cells)} cells are done and kept in {folder}; "
+            "run the same command again to go on"
+        ) from None
+    finally:
+        remove_locks(cells)
+    result = SweepResult([_read_cell(cell) for cell in cells], settings | provenance())
+    if not shard:
+        write_atomically(output / "sweep.json", result.to_json())
+    return result
+
+
+def _parse_shard(shard: str) -> tuple[int, int]:
+    """Parse I/N: the number of a part, counted from 1, and the number of parts.
+
+    Raises:
+        UsageError: it is not I/N with 1 <= I <= N.
+    """
+    number, _, count = (shard or "1/1").partition("/")
+    # Digits of other scripts, and very long numbers, are refused too.
+    if not all(text.isascii() and text.isdigit() and len(text) < 9 for text in (number, count)) or not (
+        1 <= int(number) <= int(count)
+    ):
+        raise UsageError(f"{option_name('shard')} takes I/N with I from 1 to N, such as 3/16, got {shard!r}")
+    return int(number), int(count)
+
+
+def _take_shard(cells: Sequence[Cell], number: int, count: int) -> list[Cell]:
+    """Return one of `count` parts of the cells, with as few models and sets of weights as possible."""
+    ordered = _sort_by_weights(cells)
+    part = {cell.name for cell in ordered[len(ordered) * (number - 1) // count : len(ordered) * number // count]}
+    return [cell for cell in cells if cell.name in part]
+
+
+def _sort_by_weights(cells: Sequence[Cell]) -> list[Cell]:
+    """Sort cells by the weights they need, of which a process holds one set at a time."""
+    # A model's points are consecutive, so its sets of weights are too.
+    first: dict[object, int] = {}
+    places = [first.setdefault(cell.weights, len(first)) for cell in cells]
+    return [cells[number] for number in sorted(range(len(cells)), key=lambda number: places[number])]
+
+
+def _read_cell(cell: Cell) -> MeasuredCell:
+    result = cell.read()
+    error = cell.read_failure() if result is None else None
+    if result is None and error is None:
+        # Another sweep has measured the failed cell in the meantime.
+        result = cell.read()
+    if result is None and error is None:
+        raise DiffQuantError(f"{cell.path} is gone or damaged since it was written; run the same command again")
+    return MeasuredCell(cell.point, cell.task.name, result, error, cell.key["code"])
+
+
+def evaluate(
+    path: Path,
+    recipe: Recipe | None,
+    options: SweepOptions,
+    progress: Progress = silent,
+    runtime_of: RuntimeOf | None = None,
+) -> dict[str, TaskResult]:
+    """Measure every task of one configuration.
+
+    Args:
+        path: checkpoint, or exported folder, which is measured in its own precision.
+        recipe: recipe to simulate; by default the one that a quantized checkpoint records.
+        options: tasks and their options, dtype, device and scales; options of a grid are ignored.
+        runtime_of: returns the runtime for an exported folder; not needed for checkpoints.
+
+    Returns:
+        Results by the task's name.
+
+    Raises:
+        DiffQuantError: the checkpoint, the tasks or their data cannot be read; all before the first item.
+        NotFiredError: a layer did not quantize its logits or operands.
+    """
+    device = resolve_device(options.computing_device)
+    check_backend(options.attention)
+    runtime = runtime_of(path) if runtime_of else None
+    if runtime is not None:
+        check_on_one_device([path], options)
+        check_no_precision_options(options, recipe)
+    tasks = make_tasks(options.tasks, options.task_options, options.pass_tokens(device))
+    dtype = resolve_dtype(options.dtype, device)
+    if runtime is not None:
+        subject: Subject = ExportedSubject.of(path, runtime, options.device, dtype, device)
+    else:
+        source = open_source(path)
+        check_loadable(source, [] if recipe is None else [recipe])
+        applied = source.recipe if recipe is None else recipe
+        check_backend(options.attention, applied.rounds_maps)
+        scales = next(iter(options.scales), None)
+        check_ranges_used(scales, [applied])
+        subject = CheckpointSubject(source, dtype, device, options.attention, options.places, scales)
+        _note_overlap(source, applied, tasks)
+    return {task.name: subject.measure(task, recipe, None, progress) for task in tasks}
+
+
+def _note_overlap(source: Source, recipe: Recipe, tasks: Sequence[Task]) -> None:
+    """Warn about tasks whose text also calibrates the recipe's weight rounding, if that text is available."""
+    texts = {task.name: text for task in tasks if (text := getattr(task, "text", None))}
+    rounding = rounding_named(recipe.rounding.name)
+    if not texts or not rounding.needs_text or not recipe.weights.quantizes:
+        return
+    with suppress(DiffQuantError):
+        calibration = rounding.read_text(source, recipe.rounding)
+        for name, text in texts.items():
+            tokens = encode_start(source.tokenizer, text, len(text))
+            if count := calibration.overlap([tokens]):
+                message = "%s: %s of the text's %s tokens were read by rounding %s; give another text to compare by"
+                log_once(__name__, logging.WARNING, message, name, f"{count:,}", f"{len(tokens):,}", rounding.name)
+
+
+def results_text(results: Mapping[str, TaskResult]) -> str:
+    """Write one line per task with its scalar results."""
+    return "\n".join(f"{task}: {_scalars_text(result)}" for task, result in results.items())
+
+
+def _scalars_text(result: TaskResult) -> str:
+    numbers = {
+        name: value for name, value in result.to_dict().items() if isinstance(value, int | float) and name != "score"
+    }
+    return ", ".join(
+        f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}" for name, value in numbers.items()
+    )

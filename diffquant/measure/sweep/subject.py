@@ -1,0 +1,211 @@
+"""Subjects: models as a sweep measures them, with their stored sizes. They can be pickled until the first cell."""
+
+import gc
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Protocol, Self
+
+import torch
+
+from diffquant.checkpoints.building import has_packed_kernels
+from diffquant.checkpoints.places import Places
+from diffquant.checkpoints.source import Source
+from diffquant.measure.language_model import States
+from diffquant.measure.results import TaskResult
+from diffquant.measure.task import Task
+from diffquant.measure.torch_model import TorchModel
+from diffquant.model.cache import PackedStates
+from diffquant.model.causal import CausalModel
+from diffquant.model.windowed_cache import new_storage
+from diffquant.quantization.loading import MODEL_MODULES, load, recipe_of_run
+from diffquant.quantization.plan import plan_quantization
+from diffquant.quantization.roundings import rounding_named, text_read_digest
+from diffquant.recipe import Recipe
+from diffquant.recipe.scheme import Scheme
+from diffquant.recipe.targets import LAYER_TARGETS
+from diffquant.reports.tables import bytes_at_16_bits
+from diffquant.support.files import file_digest
+from diffquant.support.installation import commit, versions_of_run
+from diffquant.support.plain_data import JsonObject
+from diffquant.support.progress import Progress
+
+
+class Subject(Protocol):
+    """A model to measure. It holds one set of weights at a time, and none before the first cell."""
+
+    @property
+    def device(self) -> str:
+        """Name of the device that computes."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Largest number of bytes of weights that it holds at once."""
+
+    def key(self, recipe: Recipe) -> JsonObject:
+        """Return everything that a result depends on, apart from the task and the code."""
+
+    def modules(self, recipe: Recipe) -> tuple[str, ...]:
+        """Return names of the modules whose versions decide a result, apart from the task's."""
+
+    def copy_to(self, device: str | None) -> Self:
+        """Copy it with separate weights, optionally to another device of the same kind; results stay the same."""
+
+    def reference(self, task: Task, recipe: Recipe | None, progress: Progress) -> States | None:
+        """Return the 16-bit model's outputs that a task compares a recipe's with, or None if there is no comparison."""
+
+    def measure(self, task: Task, recipe: Recipe | None, reference: States | None, progress: Progress) -> TaskResult:
+        """Run a task under a recipe, by default the model's own, and return the result with its time and stored sizes.
+
+        Raises:
+            NotFiredError: a layer did not quantize its logits or operands.
+            CheckpointError: the model's files changed since they were opened.
+        """
+
+
+def run_key(dtype: torch.dtype, device: str) -> JsonObject:
+    """Return the settings that every result depends on, also those of exported models."""
+    return {"dtype": dtype_name(dtype), "versions": versions_of_run(device)}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without its module, such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(eq=False)
+class CheckpointSubject:
+    """A checkpoint to measure. One set of weights is freed before the next is read.
+
+    Attributes:
+        source: opened checkpoint; pickled as its path.
+        device: device that computes.
+        attention: name of an attention backend, or "auto".
+        places: places that the model is spread over, or None to hold it on the device.
+        scales: file of ranges calibrated on it, for static schemes.
+    """
+
+    source: Source
+    dtype: torch.dtype
+    device: str
+    attention: str = "auto"
+    places: Places | None = None
+    scales: Path | None = None
+    _loaded: CausalModel | None = field(init=False, default=None)
+    _references: dict[str, States | None] = field(init=False, default_factory=dict)
+    _weight_bytes: dict[str, int] = field(init=False, default_factory=dict)
+
+    @property
+    def held_bytes(self) -> int:
+        return self.source.weights * self.dtype.itemsize
+
+    def key(self, recipe: Recipe) -> JsonObject:
+        is_static = any(recipe.is_static(target) for target in LAYER_TARGETS)
+        scales = {"scales": file_digest(self.scales)} if self.scales and is_static else {}
+        model = {"model": self.source.fingerprint, "recipe": recipe.to_dict()}
+        text = text_read_digest(self.source, recipe.rounding)
+        # A path does not determine the text's content.
+        read = {"rounding_text": text} if text else {}
+        # Weights move to the computing device from wherever they lie, so results do not depend on placement, except
+        # that a spread model expands packed weights, which kernels would otherwise have read.
+        is_expanded = self.places and self.source.packed and has_packed_kernels(self.device, self.dtype)
+        expanded = {"expanded": True} if is_expanded else {}
+        return scales | read | model | expanded | run_key(self.dtype, self.device) | self.backend_key
+
+    @property
+    def backend_key(self) -> JsonObject:
+        """The settings that determine the attention backend: the device, and the backend's name unless it is "auto"."""
+        attention = {} if self.attention == "auto" else {"attention": self.attention}
+        return {"device": torch.device(self.device).type} | attention
+
+    def modules(self, recipe: Recipe) -> tuple[str, ...]:
+        formats = {type(scheme.format).__module__ for scheme in (*recipe.schemes, *self.source.packed.values())}
+        return (*MODEL_MODULES, type(rounding_named(recipe.rounding.name)).__module__, *sorted(formats))
+
+    def copy_to(self, device: str | None) -> "CheckpointSubject":
+        return replace(self, device=device or self.device)
+
+    def reference(self, task: Task, recipe: Recipe | None, progress: Progress) -> States | None:
+        if recipe == Recipe() or not task.compares_with_16_bits:
+            return None
+        if task.name not in self._references:
+            model = TorchModel(self.model(Recipe()), self.source.tokenizer)
+            self._references[task.name] = task.reference(model, progress)
+        return self._references[task.name]
+
+    def measure(self, task: Task, recipe: Recipe | None, reference: States | None, progress: Progress) -> TaskResult:
+        model = self.model(recipe)
+        started = time.monotonic()
+        result = task.run(TorchModel(model, self.source.tokenizer), reference, progress)
+        seconds = round(time.monotonic() - started, 2)
+        measured = self.source.recipe if recipe is None else recipe
+        if measured.rounds("logits", "qk", "p", "pv"):
+            model.require_fired()
+        weights = weights_of(measured)
+        if weights not in self._weight_bytes:
+            self._weight_bytes[weights] = weight_bytes(self.source, measured)
+        self.source.check_unchanged()
+        report = model.logit_report() if measured.rounds("logits") else None
+        return replace(
+            result,
+            seconds=seconds,
+            weight_bytes=self._weight_bytes[weights],
+            kv_bytes=kv_bytes_per_token(model),
+            logit_report=report,
+            commit=commit(),
+        )
+
+    def model(self, recipe: Recipe | None) -> CausalModel:
+        """Return the model under a recipe, its own by default; it is read again only if the weights differ."""
+        wanted, _ = recipe_of_run(self.source, recipe)
+        if self._loaded is None or weights_of(self._loaded.recipe) != weights_of(wanted):
+            if self._loaded is not None:
+                self._loaded = None
+                gc.collect()
+            self._loaded = load(
+                self.source, recipe, self.dtype, self.device, scales=self.scales, device_map=self.places
+            )
+            self._loaded.use_attention(self.attention)
+        self._loaded.apply_recipe(wanted)
+        return self._loaded
+
+
+def weights_of(recipe: Recipe) -> str:
+    """Return a recipe's weight schemes as text; recipes with equal texts can share a loaded model."""
+    return Recipe().with_weights_of(recipe).to_yaml()
+
+
+_KV_TOKENS = 1024
+
+
+def weight_bytes(source: Source, recipe: Recipe) -> int:
+    """Count the bytes of the checkpoint that `quantize` writes under a recipe, scales included.
+
+    Weights that the recipe does not quantize count 16 bits each, whatever dtype the source has.
+    """
+    if source.packed:
+        return source.checkpoint.nbytes
+    plan = plan_quantization(source, recipe)
+    return plan.bytes_after if plan.schemes else bytes_at_16_bits(plan.weights)
+
+
+def state_bytes_per_token(scheme: Scheme, heads: int, width: int) -> float:
+    """Measure bytes per token of one layer's keys or values under a scheme, averaged over 1,024 tokens."""
+    states = PackedStates(scheme, 0)
+    states.append(torch.zeros(1, heads, _KV_TOKENS, width, dtype=torch.bfloat16))
+    return states.nbytes / _KV_TOKENS
+
+
+def kv_bytes_per_token(model: CausalModel, tokens: int = _KV_TOKENS) -> float:
+    """Measure bytes of keys and values per token of one sequence in the recipe's cache, averaged over `tokens`.
+
+    Layers with a window hold only the window. The states of recurrent layers are not counted, since their size does
+    not depend on the number of tokens.
+    """
+    cache_bytes = 0
+    for layer, rows in model.model.architecture.token_rows.items():
+        # One layer's keys and values at a time, so that a 16-bit cache of many layers is never held whole.
+        storage = new_storage(rows, layer, model.recipe, model.model.ranges)
+        storage.update(*(torch.zeros(1, n, tokens, d, dtype=torch.bfloat16) for n, d in (rows.keys, rows.values)))
+        cache_bytes += storage.nbytes
+    return cache_bytes / tokens

@@ -1,0 +1,254 @@
+"""Shares a sweep's cells among workers: processes here, or actors of a Ray cluster. No torch at the top."""
+
+import logging
+import os
+import pickle
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, ProcessPoolExecutor, wait
+from contextlib import suppress
+from functools import cache
+from multiprocessing import active_children, connection, get_context, parent_process
+from threading import Thread
+from typing import Protocol
+
+from diffquant.errors import DiffQuantError, UsageError
+from diffquant.measure.sweep.cell import Cell, Worker, check_folder, measure_all, remove_locks
+from diffquant.support.machine import free_memory, threads
+from diffquant.support.names import option_name
+from diffquant.support.progress import Progress
+
+_SECONDS_BETWEEN_LOOKS = 1.0
+
+_logger = logging.getLogger(__name__)
+
+Engine = Callable[[Sequence[Cell], Progress], None]
+"""A function that has cells measured, or recorded as failed.
+
+Raises:
+    UsageError: what the engine needs is not there; before the first cell.
+    DiffQuantError: the folder of the cells is gone, or workers end before they measure anything.
+"""
+
+
+class Remote(Protocol):
+    """A `Worker` in another process or on another machine."""
+
+    def measure(self, number: int, is_patient: bool) -> "Future[bool]":
+        """Start `Worker.measure` and return its future result.
+
+        Raises:
+            BrokenExecutor: the worker has died.
+        """
+
+    def result(self, future: "Future[bool]") -> bool:
+        """Return the result of a finished call.
+
+        Raises:
+            BrokenExecutor: the worker died; the message names it and how it died.
+        """
+
+    def stop(self) -> None:
+        """End it at once."""
+
+
+def share(cells: Sequence[Cell], size: int, start: Callable[[int], Remote], progress: Progress) -> None:
+    """Have cells measured by up to `size` workers.
+
+    A worker first takes cells with the weights that it holds, then cells with weights that no other worker is using. If
+    a worker dies, the cell that it was measuring is recorded as failed, and a new worker replaces it.
+
+    Args:
+        start: starts the worker with a given index, counted from 0.
+
+    Raises:
+        DiffQuantError: the folder of the cells is gone, or a worker dies before it measures anything.
+        OSError: the folder cannot be written.
+    """
+    size = min(size, len(cells))
+    weights = [cell.weights for cell in cells]
+    left, held, is_patient = list(range(len(cells))), list[int](), False
+    remotes: dict[int, Remote] = {}
+    at: dict[int, object] = {}  # The weights that each worker holds.
+    calls: dict[Future[bool], tuple[int, int]] = {}
+    try:
+        while left or calls:
+            for place in sorted(set(range(size)) - {place for place, _ in calls.values()})[: len(left)]:
+                busy = [weights[number] for _, number in calls.values()]
+                mine = (number for number in left if weights[number] == at.get(place))
+                free = (number for number in left if weights[number] not in busy)
+                number = next(mine, next(free, left[0]))
+                if place not in remotes:
+                    remotes[place] = start(place)
+                try:
+                    call = remotes[place].measure(number, is_patient)
+                except BrokenExecutor:  # It died between two cells, so no cell is lost.
+                    remotes.pop(place).stop()
+                    at.pop(place, None)
+                    continue
+                left.remove(number)
+                calls[call], at[place] = (place, number), weights[number]
+            done, _ = wait(calls, _SECONDS_BETWEEN_LOOKS, FIRST_COMPLETED)
+            check_folder(cells[0].folder)
+            for call in done:
+                place, number = calls.pop(call)
+                try:
+                    if not remotes[place].result(call):
+                        held.append(number)
+                except BrokenExecutor as error:
+                    remotes.pop(place).stop()
+                    at.pop(place)
+                    cells[number].write_failure(f"{error} while it measured this cell")
+                    remove_locks([cells[number]])
+                    _logger.warning("%s while it measured %s; another takes its place", error, cells[number].caption)
+            progress(len(cells) - len(left) - len(held) - len(calls), len(cells), f"{size} workers")
+            if not left and not calls:
+                # Finally, wait for the cells that other sweeps were measuring.
+                left, held, is_patient = held, [], True
+    finally:
+        for remote in remotes.values():
+            remote.stop()
+
+
+def run_processes(
+    cells: Sequence[Cell],
+    progress: Progress,
+    workers: int = 1,
+    devices: Sequence[str] = (),
+    say: Callable[[str], None] = lambda _: None,
+) -> None:
+    """Measure cells with workers on this machine.
+
+    Args:
+        workers: number of processes, which share torch's threads; 1 means this process.
+        devices: devices to give the processes in turn, such as ("cuda:0", "cuda:1"); empty to use the planned one.
+        say: called with a line on how threads and memory are divided among the workers.
+
+    Raises:
+        UsageError: there is less memory than the workers need.
+        DiffQuantError: the folder of the cells is gone, or a worker dies before it measures anything.
+    """
+    devices_by_place = [devices[place % len(devices)] if devices else None for place in range(workers)]
+    if workers == 1:
+        measure_all(cells, progress, devices_by_place[0])
+        return
+    each = max(1, threads() // workers)
+    memory = _check_memory(cells, devices_by_place)
+    say(f"{workers} workers with {each} thread{'s' * (each > 1)} each; {memory}")
+    content = pickle.dumps(cells)
+    share(cells, workers, lambda place: Process(content, devices_by_place[place], each), progress)
+
+
+def _check_memory(cells: Sequence[Cell], devices_by_place: Sequence[str | None]) -> str:
+    """Check that there is memory for one model per worker.
+
+    Returns:
+        A line that says how much memory is needed and free.
+
+    Raises:
+        UsageError: a device has less.
+    """
+    most = max(cell.subject.held_bytes for cell in cells)
+    places = [device or cells[0].subject.device for device in devices_by_place]
+    memories = [device if device.startswith("cuda") else "main memory" for device in places]
+    said = []
+    for memory in dict.fromkeys(memories):
+        count, free = memories.count(memory), free_memory() if memory == "main memory" else _free_on(memory)
+        said.append(f"{count} x {most / 1e9:.2f} GB of weights in {free / 1e9:.2f} GB of {memory} that are free")
+        if count * most > free:
+            raise UsageError(
+                f"too little memory: {said[-1]}; take fewer {option_name('workers')}, or {option_name('device_map')}"
+            )
+    return ", ".join(said)
+
+
+def _free_on(device: str) -> int:
+    import torch
+
+    return int(torch.cuda.mem_get_info(device)[0])
+
+
+class Process:
+    """A worker in a separate process, which ends when this one ends."""
+
+    def __init__(self, cells: bytes, device: str | None, threads: int) -> None:
+        """Start it.
+
+        Args:
+            cells: the pickled cells.
+
+        Raises:
+            DiffQuantError: it died at once.
+        """
+        # The current folder may be a model's, so no module may be imported from it.
+        before = os.environ.get("PYTHONSAFEPATH")
+        os.environ["PYTHONSAFEPATH"] = "1"
+        try:
+            # Making a pool also starts multiprocessing's resource tracker.
+            self._pool = ProcessPoolExecutor(1, get_context("spawn"), _begin, (cells, device, threads))
+            pid = self._pool.submit(os.getpid).result()
+        except BrokenExecutor as error:
+            raise DiffQuantError("workers die before they measure anything; is there memory for as many?") from error
+        finally:
+            del os.environ["PYTHONSAFEPATH"]
+            if before is not None:
+                os.environ["PYTHONSAFEPATH"] = before
+        self._process = next(process for process in active_children() if process.pid == pid)
+
+    def measure(self, number: int, is_patient: bool) -> "Future[bool]":
+        return self._pool.submit(_measure, number, is_patient)
+
+    def result(self, future: "Future[bool]") -> bool:
+        try:
+            return future.result()
+        except BrokenExecutor as error:
+            # The pool's thread reaps the process; if two threads reap it at once, neither may get its exit status.
+            self._pool.shutdown()
+            raise BrokenExecutor(
+                f"the worker in process {self._process.pid} {_ending(self._process.exitcode)}"
+            ) from error
+
+    def stop(self) -> None:
+        # Killing it damages nothing: files are written atomically, and the system releases the lock.
+        self._process.kill()
+        self._pool.shutdown(cancel_futures=True)
+
+
+def _ending(status: int | None) -> str:
+    if status is None or status >= 0:
+        return f"ended with status {status}"
+    name = signal.Signals(-status).name
+    return f"was ended by {name}" + (", as when memory runs out," if name == "SIGKILL" else "")
+
+
+_begun: list[Callable[[], Worker]] = []
+
+
+def _begin(cells: bytes, device: str | None, threads: int) -> None:
+    """Prepare a worker's process; its cells are unpickled at the first call, since that imports torch."""
+    # Ignore these signals: the process that started this one ends it.
+    for number in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
+        signal.signal(number, signal.SIG_IGN)
+    Thread(target=_end_with_parent, daemon=True).start()
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+
+    def make() -> Worker:
+        worker = Worker(pickle.loads(cells), device)
+        if "torch" in sys.modules:
+            # If a script imports torch at its top, it was imported before the variable was set.
+            sys.modules["torch"].set_num_threads(threads)
+        return worker
+
+    _begun.append(cache(make))
+
+
+def _measure(number: int, is_patient: bool) -> bool:
+    return _begun[0]().measure(number, is_patient)
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    with suppress(OSError):
+        connection.wait([parent.sentinel] if parent else [])
+    os._exit(1)

@@ -1,0 +1,107 @@
+"""The registry of tasks: one file each, which registers itself. No torch here."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from functools import cache
+from typing import TypeVar
+
+from diffquant.errors import UsageError
+from diffquant.measure.task import Task, TaskOption
+from diffquant.support.names import import_all
+
+_KINDS: dict[str, type[Task]] = {}
+
+_Task = TypeVar("_Task", bound=type[Task])
+
+
+def register(task: _Task) -> _Task:
+    """Make a task known under its kind; a class decorator.
+
+    Raises:
+        ValueError: the kind is already registered, or another option has the same name.
+    """
+    if task.kind in _KINDS:
+        raise ValueError(f"task {task.kind!r} is registered twice")
+    known = {option.name: option for other in _KINDS.values() for option in other.options}
+    conflicting = [option.name for option in task.options if known.get(option.name, option) != option]
+    if conflicting:
+        raise ValueError(f"other tasks have options of their own named {', '.join(conflicting)}")
+    _KINDS[task.kind] = task
+    return task
+
+
+def task_kinds() -> list[type[Task]]:
+    """Return every known task."""
+    _import_tasks()
+    return list(_KINDS.values())
+
+
+def kind_of(name: str) -> type[Task]:
+    """Return the class of the task with a name.
+
+    Raises:
+        UsageError: there is no such task.
+    """
+    _import_tasks()
+    kind = name.partition(":")[0]
+    if kind not in _KINDS:
+        near = get_close_matches(kind, list(_KINDS), n=1)
+        # Sorted, since the order of imports may vary.
+        usages = ", ".join(sorted(task.usage for task in task_kinds()))
+        known = f"did you mean {near[0]!r}?" if near else f"known are {usages}; lm-eval:{kind} is lm-eval's task"
+        raise UsageError(f"unknown task {name!r}; {known}")
+    return _KINDS[kind]
+
+
+def task_options() -> list[TaskOption[object]]:
+    """Return every option of any task, each once."""
+    return list({option.name: option for task in task_kinds() for option in task.options}.values())
+
+
+def check_options(values: Mapping[str, object]) -> None:
+    """Check that some task has each of these options.
+
+    Raises:
+        UsageError: none has; all such are named.
+    """
+    unknown = sorted(values.keys() - {option.name for option in task_options()})
+    if unknown:
+        raise UsageError(f"no task has an option {', '.join(unknown)}")
+
+
+def make_tasks(names: Sequence[str], values: Mapping[str, object], batch_tokens: int) -> list[Task]:
+    """Make the tasks with these names, each once, and read their items and text.
+
+    Raises:
+        UsageError: an unknown task, items or text that cannot be read, or an option is given that none of the tasks
+            has; all of them are named.
+        MissingDependencyError: a package that a task needs is not installed.
+    """
+    tasks, faults = [], []
+    for name in dict.fromkeys(names):
+        try:
+            tasks.append(kind_of(name).parse(name, values, batch_tokens))
+        except UsageError as error:
+            faults.append(str(error))
+    if not faults:
+        faults = _idle_options(tasks, values)
+    if faults:
+        raise UsageError("; ".join(dict.fromkeys(faults)))
+    # One task may go by several names, such as needle and needle:1.
+    return list({task.name: task for task in tasks}.values())
+
+
+def _idle_options(tasks: Sequence[Task], values: Mapping[str, object]) -> list[str]:
+    """Return a message, in a list, about given options that none of the tasks has; empty if there are none."""
+    taken = {option.name for task in tasks for option in task.options}
+    idle = [o.name for o in task_options() if o.name not in taken and o.of(values) != o.default]
+    if not tasks or not idle:
+        return []
+    names = ", ".join(task.name for task in tasks)
+    return [f"{names}: {', '.join(idle)} would change nothing; choose from {', '.join(sorted(taken))}"]
+
+
+@cache
+def _import_tasks() -> None:
+    import_all(sys.modules[__name__])

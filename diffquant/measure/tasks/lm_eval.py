@@ -1,0 +1,241 @@
+"""Runs lm-eval's tasks: lm-eval makes the requests and computes the metrics, diffquant scores the requests."""
+
+import importlib.metadata
+import importlib.util
+import logging
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from diffquant.errors import MissingDependencyError, UsageError
+from diffquant.measure.results import ITEMS, TaskResult
+from diffquant.measure.task import BATCH_TOKENS, LIMIT, Task, TaskOption, at_least_one
+from diffquant.measure.tasks import register
+from diffquant.support.files import check_plain, file_digest
+from diffquant.support.installation import install_command
+from diffquant.support.names import option_name
+from diffquant.support.plain_data import JsonObject
+from diffquant.support.progress import Progress, silent
+
+if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager
+
+    from diffquant.measure.language_model import LanguageModel, States
+    from diffquant.measure.protocols.harness_files import TaskFiles
+
+
+TRUST_TASK = TaskOption(
+    "trust_task", False, "Let a task's YAML file that is not lm-eval's run code in its templates and functions.", bool
+)
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Harness(Task):
+    """A task of lm-eval.
+
+    Attributes:
+        task: name that lm-eval knows, or path of the YAML file of a task or a group of tasks.
+        limit: number of items of each subtask, all by default.
+    """
+
+    kind: ClassVar = "lm-eval"
+    usage: ClassVar = "lm-eval:NAME"
+    options: ClassVar = (LIMIT, TRUST_TASK)
+    columns: ClassVar = ITEMS
+
+    task: str
+    limit: int | None
+
+    @classmethod
+    def parse(cls, name: str, values: Mapping[str, object], batch_tokens: int) -> Self:
+        _, _, task = name.partition(":")
+        if not task:
+            raise cls.misread(name)
+        require_lm_eval()
+        require_trust(task, bool(TRUST_TASK.of(values)))
+        return cls(task=task, limit=at_least_one(LIMIT, values), batch_tokens=batch_tokens)
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}:{self.task}"
+
+    def identity(self) -> JsonObject:
+        return {"name": self.name, "limit": self.limit, "batch_tokens": self.batch_tokens} | task_identity(self.task)
+
+    def unseen(self) -> list[str]:
+        return unseen(self.task)
+
+    def run(self, model: "LanguageModel", reference: "States | None", progress: Progress) -> TaskResult:  # noqa: ARG002
+        return run_task(model, self.task, self.limit, self.batch_tokens, progress)
+
+
+# The metric a table shows, where a task has several.
+_PREFERRED = ("acc_norm", "acc", "exact_match", "f1", "word_perplexity")
+
+
+def require_lm_eval() -> None:
+    """Check that lm-eval can be imported, without importing it.
+
+    Raises:
+        MissingDependencyError: it is not installed.
+    """
+    if importlib.util.find_spec("lm_eval") is None:
+        raise MissingDependencyError(f"lm-eval tasks need the lm-eval package: {install_command('peers')}")
+
+
+def require_trust(task: str, is_trusted: bool) -> None:
+    """Check that the user trusts a task's YAML file to run code, and log what runs; lm-eval's own files are trusted.
+
+    Raises:
+        UsageError: it is not lm-eval's own, and the user did not say that it is trusted.
+    """
+    if not _is_file(task):
+        return
+    places = map(Path, importlib.util.find_spec("lm_eval").submodule_search_locations or ())  # type: ignore[union-attr]
+    if any(Path(task).resolve().is_relative_to(place.resolve()) for place in places):
+        return
+    what = f"lm-eval runs the templates and functions of {task}, and of the files that it includes, as code"
+    if not is_trusted:
+        raise UsageError(
+            f"{what}, which can do anything on this machine: read them, and if you trust them give "
+            f"{option_name('trust_task', True)}"
+        )
+    logging.getLogger(__name__).warning("note: %s", what)
+
+
+def task_identity(task: str) -> JsonObject:
+    """Return the identity of a task: lm-eval's version, and digests of its YAML file and of the files that it reads.
+
+    Raises:
+        UsageError: one of these files cannot be read.
+    """
+    identity: JsonObject = {"lm_eval": importlib.metadata.version("lm_eval")}
+    if _is_file(task):
+        identity["yaml"] = file_digest(Path(task))[:16]
+        digests = _task_files(task).digests()
+        # A task without further files has no such entry, which keeps the addresses of its cells.
+        identity |= {"files": digests} if digests else {}
+    return identity
+
+
+def _task_files(task: str) -> "TaskFiles":
+    # Its YAML reader is not needed for the command line's help.
+    from diffquant.measure.protocols.harness_files import TaskFiles
+
+    return TaskFiles.of(Path(task))
+
+
+def unseen(task: str) -> list[str]:
+    """List inputs of a task that are not on this machine, so that `task_identity` cannot see them change."""
+    return _task_files(task).unseen if _is_file(task) else ["the data that lm-eval fetches for it"]
+
+
+def run_task(
+    model: "LanguageModel",
+    task: str,
+    limit: int | None = None,
+    batch_tokens: int = BATCH_TOKENS,
+    progress: Progress = silent,
+) -> TaskResult:
+    """Run a task; return all of its metrics, and one preferred metric item by item under the task's first filter.
+
+    Args:
+        task: name that lm-eval knows, or path to the YAML file of a task or a group.
+        limit: number of items of each subtask, all by default.
+
+    Returns:
+        The result; its details have `metrics`, all of them.
+
+    Raises:
+        MissingDependencyError: lm-eval is not installed.
+        UsageError: lm-eval knows no such task, or it has no metric.
+    """
+    require_lm_eval()
+    from lm_eval import simple_evaluate
+
+    from diffquant.measure.protocols.harness_plugin import HarnessModel
+
+    name, manager = _resolve(task)
+    adapter = HarnessModel(model, batch_tokens, progress)
+    try:
+        output = simple_evaluate(
+            model=adapter, tasks=[name], limit=limit, task_manager=manager, bootstrap_iters=0, log_samples=True
+        )
+    except KeyError as error:
+        raise UsageError(f"lm-eval could not run task {task!r}: {error}") from error
+    return _task_result(task, output)
+
+
+def _task_result(task: str, output: JsonObject) -> TaskResult:
+    results, samples = output["results"], output["samples"]
+    metrics = {f"{name}/{key}": value for name, row in results.items() for key, value in row.items()}
+    leaves = sorted(samples)
+    names = {
+        key.split(",")[0] for leaf in leaves for key, value in results[leaf].items() if isinstance(value, int | float)
+    }
+    metric = next((name for name in _PREFERRED if name in names), None)
+    if metric is None:
+        raise UsageError(f"lm-eval task {task!r} has none of the metrics {', '.join(_PREFERRED)}; it has {names}")
+    filters = {leaf: _first_filter(samples[leaf], metric) for leaf in leaves}
+    documents = [each for leaf in leaves for each in samples[leaf] if each["filter"] == filters[leaf]]
+    values = [document[metric] for document in documents if metric in document]
+    per_item = [float(value) for value in values if isinstance(value, int | float)]
+    by_item = len(per_item) == len(values) and bool(values)
+    return TaskResult(
+        metric=metric,
+        score=sum(per_item) / len(per_item) if by_item else _mean_reported(results, leaves, metric),
+        n=len(documents),
+        values=per_item if by_item else None,
+        details={"metrics": {key: value for key, value in metrics.items() if isinstance(value, int | float)}},
+    )
+
+
+def _first_filter(samples: list[JsonObject], metric: str) -> str:
+    """Return the first filter of a task that has a metric, since every filter repeats each document."""
+    return next((str(sample["filter"]) for sample in samples if metric in sample), str(samples[0]["filter"]))
+
+
+def _mean_reported(results: dict[str, JsonObject], leaves: list[str], metric: str) -> float:
+    scores = [value for leaf in leaves for key, value in results[leaf].items() if key.split(",")[0] == metric]
+    return float(sum(scores) / len(scores))
+
+
+def _resolve(task: str) -> tuple[str, "TaskManager"]:
+    if not _is_file(task):
+        manager = _all_tasks()
+        # lm-eval takes any other name for a path, whatever it ends in.
+        if task not in manager.all_tasks:
+            raise UsageError(f"lm-eval knows no task {task!r}, and it is not the path of a .yaml or .yml file")
+        return task, manager
+    from lm_eval.tasks import TaskManager
+
+    from diffquant.measure.protocols.harness_files import TaskFiles
+
+    file = Path(task).resolve()
+    name = TaskFiles(file).name
+    for each in file.parent.glob("**/*.yaml"):
+        # lm-eval opens all of them.
+        with suppress(FileNotFoundError, IsADirectoryError):
+            check_plain(each)
+    # Indexing lm-eval's own tasks takes many seconds, and the user's file does not need them.
+    manager = TaskManager(include_path=str(file.parent), include_defaults=False)
+    entry = manager.task_index.get(name)
+    found = entry.get("yaml_path") if isinstance(entry, dict) else getattr(entry, "yaml_path", None)
+    if found and Path(found).resolve() != file:
+        raise UsageError(f"{found} defines {name} as well, and lm-eval would take it in place of {file}; rename one")
+    return name, manager
+
+
+@cache
+def _all_tasks() -> "TaskManager":
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager()
+
+
+def _is_file(task: str) -> bool:
+    return task.endswith((".yaml", ".yml")) and Path(task).is_file()

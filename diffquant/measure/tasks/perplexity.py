@@ -1,0 +1,296 @@
+"""Perplexity of a text as a task, with the mean KL divergence from the 16-bit model. No torch at the top.
+
+The text follows one BOS (or EOS) token, and each of its tokens is predicted once. Windows have one length, so they
+batch without padding; all but the first predict their last `stride` tokens.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from operator import mul
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from diffquant.errors import NonFiniteError, UsageError
+from diffquant.measure.results import FAILED, MISSING, Columns, Metric, TaskResult, kl_text
+from diffquant.measure.stats import Difference, mean_interval
+from diffquant.measure.task import (
+    BATCH_TOKENS,
+    CHARACTERS,
+    CHARACTERS_PER_TOKEN,
+    STRIDE,
+    TEXT,
+    WINDOW,
+    Task,
+    at_least_one,
+)
+from diffquant.measure.tasks import register
+from diffquant.support.plain_data import JsonObject
+from diffquant.support.progress import Progress, silent
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from diffquant.measure.language_model import LanguageModel, States
+
+
+# Fields of a `TextScore` that a result stores.
+_DETAILS = (
+    *("perplexity", "bits_per_byte", "kl", "tokens"),
+    *("tokens_by_window", "nll_by_window", "kl_by_window", "text_bytes"),
+)
+_NUMBERS = ("perplexity", "bits_per_byte", "kl", "kl_low", "kl_high")
+
+
+def _numbers(result: TaskResult | None, _: object = None) -> JsonObject:
+    details = result.details if result else {}
+    bounds = {}
+    # Results of earlier versions have no windows, and a single window has no interval.
+    if len(details.get("kl_by_window", [])) > 1:
+        kl = mean_interval(details["kl_by_window"], details["tokens_by_window"])
+        bounds = {"kl_low": kl.low, "kl_high": kl.high}
+    return {name: (details | bounds).get(name) for name in _NUMBERS}
+
+
+def _kl(result: TaskResult | None, _: object = None) -> Difference | None:
+    """Return KL with its interval over windows, or None at 16 bits."""
+    numbers = _numbers(result)
+    kl = numbers["kl"]
+    if kl is None:
+        return None
+    return Difference(kl, *(kl if numbers[end] is None else numbers[end] for end in ("kl_low", "kl_high")))
+
+
+def _kl_text(result: TaskResult | None, _: object) -> str:
+    kl = _kl(result)
+    return f"{kl.mean:.2g}" if kl else MISSING
+
+
+_NOTE = (
+    "KL is the mean of KL(16 bits || quantized) over next-token distributions, in nats; plots have its 95 % "
+    "interval over windows of the text."
+)
+
+# Perplexity of a text.
+TEXTS = Columns(
+    metrics=(
+        Metric("ppl", lambda result, _: f"{result.details['perplexity']:.4g}" if result else FAILED),
+        Metric("KL", _kl_text, "KL from 16 bits, nats", _kl, lambda change: f"KL {kl_text(change)}", is_log=True),
+    ),
+    record=_numbers,
+    notes=lambda _: [_NOTE],
+    by_item=False,
+    has_own_names=False,
+)
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Perplexity(Task):
+    """Perplexity of a text in windows.
+
+    Attributes:
+        text: text that is read.
+        window, stride: number of tokens seen at once, and from one window to the next.
+    """
+
+    kind: ClassVar = "perplexity"
+    usage: ClassVar = "perplexity"
+    options: ClassVar = (TEXT, CHARACTERS, WINDOW, STRIDE)
+    columns: ClassVar = TEXTS
+    compares_with_16_bits: ClassVar = True
+
+    text: str
+    window: int
+    stride: int
+
+    @classmethod
+    def parse(cls, name: str, values: Mapping[str, object], batch_tokens: int) -> Self:
+        from diffquant.checkpoints.texts import load_text
+
+        if name != cls.kind:
+            raise cls.misread(name)
+        window, stride = WINDOW.of(values), STRIDE.of(values)
+        check_windows(window, stride)
+        text = load_text(TEXT.of(values), at_least_one(CHARACTERS, values))
+        return cls(text=text, window=window, stride=stride, batch_tokens=batch_tokens)
+
+    @property
+    def tokens(self) -> int:
+        # Windows overlap; a single window is no longer than the text.
+        read = len(self.text) // CHARACTERS_PER_TOKEN
+        return read if read <= self.window else read * self.window // self.stride
+
+    def identity(self) -> JsonObject:
+        from diffquant.checkpoints.texts import text_digest
+
+        return {
+            "name": self.name,
+            "text": text_digest(self.text),
+            "characters": len(self.text),
+            "window": self.window,
+            "stride": self.stride,
+            "batch_tokens": self.batch_tokens,
+        }
+
+    def run(self, model: "LanguageModel", reference: "States | None", progress: Progress) -> TaskResult:
+        score = score_text(model, self.text, self.window, self.stride, self.batch_tokens, reference, progress)
+        return TaskResult(
+            metric="perplexity",
+            details={name: getattr(score, name) for name in _DETAILS},
+        )
+
+    def reference(self, model: "LanguageModel", progress: Progress) -> "States":
+        return reference_of(model, self.text, self.window, self.stride, self.batch_tokens, progress)
+
+
+@dataclass(frozen=True)
+class TextScore:
+    """A text's summed loss, and KL from a reference.
+
+    Attributes:
+        nll: summed negative log-likelihood in nats.
+        tokens, text_bytes: number of tokens, and of UTF-8 bytes, in the sum.
+        kl: mean KL(reference ‖ this model) of the next-token distributions in nats, or None without a reference.
+        tokens_by_window, nll_by_window, kl_by_window: number of tokens that each window predicts, and the means over
+            them in nats; no KL if there is no reference.
+    """
+
+    nll: float
+    tokens: int
+    text_bytes: int
+    kl: float | None = None
+    tokens_by_window: list[int] = field(default_factory=list)
+    nll_by_window: list[float] = field(default_factory=list)
+    kl_by_window: list[float] = field(default_factory=list)
+
+    @property
+    def perplexity(self) -> float:
+        """The exponential of the mean loss.
+
+        Raises:
+            NonFiniteError: it exceeds the largest float.
+        """
+        loss = self.nll / self.tokens
+        try:
+            return math.exp(loss)
+        except OverflowError:
+            raise NonFiniteError(
+                f"no number holds a perplexity of {loss:,.0f} nats per token; the model's weights or recipe are broken"
+            ) from None
+
+    @property
+    def bits_per_byte(self) -> float:
+        return self.nll / math.log(2) / self.text_bytes
+
+
+def score_text(
+    model: "LanguageModel",
+    text: str,
+    window: int = WINDOW.default,
+    stride: int = STRIDE.default,
+    batch_tokens: int = BATCH_TOKENS,
+    reference: "States | None" = None,
+    progress: Progress = silent,
+) -> TextScore:
+    """Compute the perplexity of a text, and KL from a reference over the same text and windows.
+
+    Args:
+        reference: states of another model, from `reference_of`.
+
+    Raises:
+        UsageError: the text is too short, or window and stride do not fit.
+        NonFiniteError: the model's logits are not finite.
+    """
+    import torch
+
+    from diffquant.checkpoints.tokens import encode_text
+    from diffquant.measure.language_model import require_finite
+    from diffquant.measure.scoring import kl_by_position, token_scores
+
+    tokens = encode_text(model.tokenizer, text, model.vocabulary, model.device)
+    counts: list[int] = []
+    nll: list[float] = []
+    kl: list[float] = []
+    done = 0
+    with torch.inference_mode():
+        for ids, scored in _windows(model, tokens, window, stride, batch_tokens):
+            for states, targets in _by_window(model.read(ids[:, :-1]), ids, scored):
+                logprobs, _ = token_scores(states, targets.unsqueeze(1))
+                counts.append(len(states))
+                nll.append(-float(logprobs.mean(dtype=torch.float64)))
+                if reference is not None:
+                    kl.append(float(kl_by_position(reference[done : done + len(states)], states).mean()))
+                done += len(states)
+                progress(done, len(tokens) - 1, "reading")
+    nll_sum = sum(map(mul, counts, nll))
+    require_finite(torch.tensor(nll_sum))
+    mean_kl = sum(map(mul, counts, kl)) / done if kl else None
+    return TextScore(nll_sum, done, len(text.encode()), mean_kl, counts, nll, kl)
+
+
+def reference_of(
+    model: "LanguageModel",
+    text: str,
+    window: int = WINDOW.default,
+    stride: int = STRIDE.default,
+    batch_tokens: int = BATCH_TOKENS,
+    progress: Progress = silent,
+) -> "States":
+    """Return a reference model's outputs at every scored token of a text, for the KL of other models.
+
+    Raises:
+        UsageError: the text is too short, or window and stride do not fit.
+    """
+    import torch
+
+    from diffquant.checkpoints.tokens import encode_text
+    from diffquant.measure.language_model import join_states
+
+    tokens = encode_text(model.tokenizer, text, model.vocabulary, model.device)
+    parts: list[States] = []
+    with torch.inference_mode():
+        for ids, scored in _windows(model, tokens, window, stride, batch_tokens):
+            parts += [states for states, _ in _by_window(model.read(ids[:, :-1]), ids, scored)]
+            progress(sum(map(len, parts)), len(tokens) - 1, "reading with the 16-bit model")
+    return join_states(parts)
+
+
+def check_windows(window: int, stride: int) -> None:
+    """Check that windows cover the text.
+
+    Raises:
+        UsageError: the stride would skip tokens, or nothing would be read.
+    """
+    if not 1 <= stride <= window:
+        raise UsageError(f"stride {stride} must be between 1 and the window, {window} tokens")
+
+
+def _windows(
+    model: "LanguageModel", tokens: "Tensor", window: int, stride: int, batch_tokens: int
+) -> "Iterator[tuple[Tensor, list[int]]]":
+    """Yield passes over the text: windows [B, T + 1] that include the next token, and how many tokens each scores."""
+    import torch
+
+    check_windows(window, stride)
+    window = min(window, len(tokens) - 1, model.max_length)
+    spans = list(_spans(len(tokens) - 1, window, min(stride, window)))
+    rows = max(1, batch_tokens // window)
+    for first in range(0, len(spans), rows):
+        ends, scored = zip(*spans[first : first + rows], strict=True)
+        yield torch.stack([tokens[end - window : end + 1] for end in ends]), list(scored)
+
+
+def _by_window(states: "States", ids: "Tensor", scored: list[int]) -> "Iterator[tuple[States, Tensor]]":
+    """Yield for each window the states of the P positions that it scores, and the token [P] after each."""
+    for index, (row, count) in enumerate(zip(ids, scored, strict=True)):
+        yield states[index][len(row) - 1 - count :], row[len(row) - count :]
+
+
+def _spans(count: int, window: int, stride: int) -> Iterator[tuple[int, int]]:
+    """Yield (end, tokens scored) of each window over `count` predictions; a window reads `window` tokens before end."""
+    end = window
+    yield end, window
+    while end < count:
+        scored = min(stride, count - end)
+        end += scored
+        yield end, scored

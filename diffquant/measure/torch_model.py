@@ -1,0 +1,125 @@
+"""Torch models as language models: `DiffTransformer`, and any causal model with transformers' interface."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from diffquant.checkpoints.placement import on_compute_device
+from diffquant.checkpoints.tokens import end_token, max_length
+from diffquant.measure import counts_keys
+from diffquant.measure.language_model import LanguageModel, States, TokenCache
+from diffquant.model.causal import CausalModel
+from diffquant.recipe import Recipe
+
+# Elements of the head's weight to convert to float32 at once: 32 MiB.
+_WIDENED_ENTRIES = 1 << 23
+
+
+@dataclass(frozen=True)
+class HiddenStates(States):
+    """The last hidden states at some positions, with the head that turns them into logits.
+
+    Attributes:
+        head: projection [V, W] to the vocabulary.
+    """
+
+    head: nn.Linear
+
+    @property
+    def vocabulary(self) -> int:
+        return self.head.out_features
+
+    def logits(self) -> Tensor:
+        logits: Tensor = self.head(self.values)
+        return logits.float()
+
+    def exact_logits(self) -> Tensor:
+        wide = self.values.float()
+        rows = max(1, _WIDENED_ENTRIES // self.head.in_features)
+        with on_compute_device(self.head):
+            return torch.cat([linear(wide, part.float()) for part in self.head.weight.split(rows)], -1)
+
+
+class TorchCache:
+    """A transformers cache as a `TokenCache`."""
+
+    def __init__(self, cache: Cache) -> None:
+        self.cache = cache
+
+    def select(self, rows: Tensor) -> None:
+        self.cache.batch_select_indices(rows)
+
+    def branch(self) -> Self:
+        return copy.deepcopy(self)
+
+
+class TorchModel(LanguageModel):
+    """A causal model in torch.
+
+    Args:
+        model: a `DiffTransformer`, or another causal model of transformers, in eval mode.
+        tokenizer: its tokenizer, if text is read.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any = None) -> None:
+        self.model, self.tokenizer = model, tokenizer
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self.model.device
+        return device
+
+    @property
+    def recipe(self) -> Recipe:
+        # A model without a recipe is not quantized.
+        return getattr(self.model, "recipe", None) or Recipe()
+
+    @property
+    def shares_prefixes(self) -> bool:
+        # In a layer with a window, the first key of a call is not the sequence's first: groups of keys begin elsewhere.
+        return super().shares_prefixes and not (self._has_windows and counts_keys(self.recipe))
+
+    @property
+    def _has_windows(self) -> bool:
+        if not isinstance(self.model, CausalModel):
+            return False
+        return any(rows.window is not None for rows in self.model.model.architecture.token_rows.values())
+
+    @property
+    def max_length(self) -> int:
+        return max_length(self.model.config, self.tokenizer)
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self.model.config.vocab_size)
+
+    def new_cache(self) -> TorchCache:
+        return TorchCache(self.model.new_cache() if hasattr(self.model, "new_cache") else DynamicCache())
+
+    def read(self, ids: Tensor, mask: Tensor | None = None, cache: TokenCache | None = None) -> HiddenStates:
+        """Compute the last hidden states; a `DiffTransformer` counts positions only where the mask is 1."""
+        past = cache.cache if isinstance(cache, TorchCache) else None
+        out = self.model.model(input_ids=ids, attention_mask=mask, past_key_values=past, use_cache=past is not None)
+        return HiddenStates(out.last_hidden_state, self.model.lm_head)
+
+    def generate(
+        self, prompt: Sequence[int], new_tokens: int, stops: Sequence[str], sampling: Mapping[str, object]
+    ) -> list[int]:
+        ids = torch.tensor([list(prompt)], device=self.device)
+        out = self.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new_tokens,
+            stop_strings=list(stops),
+            tokenizer=self.tokenizer,
+            pad_token_id=end_token(self.tokenizer),
+            **{"do_sample": False, **sampling},
+        )
+        tokens: list[int] = out[0, len(prompt) :].tolist()
+        return tokens

@@ -1,4 +1,0 @@
-"""Numbers: formats, what shares a scale, and the tensor functions of absmax quantization, packing and rotation.
-
-The formats and what shares a scale are read without torch.
-"""

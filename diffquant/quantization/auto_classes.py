@@ -1,0 +1,179 @@
+"""Makes transformers' auto classes open every folder that diffquant writes, once `diffquant` is imported.
+
+Importing `diffquant` imports neither torch nor transformers. diffquant's model types are registered as soon as
+transformers' registries are imported, or immediately if they are imported already.
+"""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from diffquant.errors import UsageError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from diffquant.checkpoints.places import DeviceMap
+    from diffquant.model.causal import CausalModel
+
+# Arguments of transformers' `from_pretrained` that have no effect here, or that the auto class has resolved already.
+_WITHOUT_EFFECT = {"adapter_kwargs", "local_files_only", "low_cpu_mem_usage", "trust_remote_code", "use_safetensors"}
+
+
+def register_with_transformers() -> None:
+    """Register diffquant's model types with transformers' auto classes, now or when these are imported."""
+    for module, register in _REGISTRATIONS.items():
+        if module in sys.modules:
+            register()
+    sys.meta_path.insert(0, _RegistriesFinder())
+
+
+class _RegistriesFinder(MetaPathFinder):
+    """Import hook that registers diffquant's model types after transformers' registry modules are executed.
+
+    The library `wrapt` could do this, but doubles the time that importing diffquant takes.
+    """
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in _REGISTRATIONS:
+            return None
+        others = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next((spec for spec in others if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _RegisteringLoader(spec.loader, _REGISTRATIONS[fullname])
+        return spec
+
+
+class _RegisteringLoader(Loader):
+    """Loader that delegates to another one and calls `register` after the module has been executed."""
+
+    def __init__(self, loader: Any, register: Callable[[], None]) -> None:
+        self._loader, self._register = loader, register
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        module: ModuleType | None = self._loader.create_module(spec)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        self._register()
+
+
+def _register_configs() -> None:
+    from transformers.models.auto.configuration_auto import AutoConfig
+
+    for config_class in _config_classes():
+        AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
+
+
+def _register_models() -> None:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+    for config_class in _config_classes():
+        AutoModelForCausalLM.register(CONFIG_MAPPING[config_class.model_type], LoadedModel, exist_ok=True)
+
+
+_REGISTRATIONS: dict[str, Callable[[], None]] = {
+    "transformers.models.auto.configuration_auto": _register_configs,
+    "transformers.models.auto.modeling_auto": _register_models,
+}
+
+
+def _config_classes() -> "list[type[PreTrainedConfig]]":
+    """Return a configuration class for each model_type that an adapter reads and transformers does not implement."""
+    from transformers import PreTrainedConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    from diffquant.model.adapters import READERS
+    from diffquant.model.config import DiffTransformerConfig
+    from diffquant.model.sambay.config import SambaYConfig
+
+    own = {config.model_type: config for config in (DiffTransformerConfig, SambaYConfig)}
+    # Motif's config.json has model_type "Motif" or "motif".
+    model_types = [name for reader in READERS for name in dict.fromkeys((reader, reader.capitalize()))]
+    return [
+        own.get(name) or type(f"{name}Config", (PreTrainedConfig,), {"model_type": name})
+        for name in model_types
+        if name not in CONFIG_MAPPING_NAMES
+    ]
+
+
+class LoadedModel:
+    """The class behind `AutoModelForCausalLM` for our model types: `diffquant.load` under transformers' names."""
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str,
+        *_: object,
+        config: "PreTrainedConfig",
+        dtype: Any = None,
+        torch_dtype: Any = None,
+        device_map: "DeviceMap | int | None" = None,
+        max_memory: Mapping[int | str, int | str] | None = None,
+        revision: str | None = None,
+        **options: object,
+    ) -> "CausalModel":
+        """Return the model of a folder, with its recipe applied.
+
+        Args:
+            path: folder or name on the hub.
+            config: configuration that the auto class has read; its `attn_implementation`, if any, is passed to
+                `set_attn_implementation`.
+            dtype, torch_dtype: dtype or its name; the checkpoint's by default.
+            device_map: one device for the whole model (the CPU by default), or a device map for `diffquant.load`.
+            max_memory: maximum bytes per device, as in `diffquant.load`.
+            revision: revision of a model on the hub.
+            options: other arguments of transformers' `from_pretrained`.
+
+        Raises:
+            UsageError: an argument has no counterpart in `diffquant.load`.
+            DiffQuantError: `diffquant.load` raises it.
+        """
+        from diffquant.quantization.loading import load
+        from diffquant.support.devices import resolve_dtype
+
+        asked = sorted(name for name, value in options.items() if value and name not in _WITHOUT_EFFECT)
+        if asked:
+            raise UsageError(
+                f"{path} is a {config.model_type} model, which diffquant loads: of transformers' arguments it takes "
+                f"dtype, device_map and max_memory, not {', '.join(asked)}"
+            )
+        wanted = dtype or torch_dtype
+        wanted = None if wanted == "auto" else resolve_dtype(wanted) if isinstance(wanted, str) else wanted
+        place = f"{path}@{revision}" if revision and not Path(path).exists() else path
+        device, spread = _parse_device_map(device_map)
+        model = load(place, None, wanted, device, device_map=spread, max_memory=max_memory)
+        if config._attn_implementation is not None:
+            model.set_attn_implementation(config._attn_implementation)
+        # Models that transformers loads are trainable; low-bit weights are not.
+        model.requires_grad_(not model.has_low_bit_weights)
+        return model
+
+    @classmethod
+    def _from_config(cls, config: "PreTrainedConfig", **_: object) -> "CausalModel":
+        """Return a model with freshly initialized parameters."""
+        from diffquant.model.adapters import adapter_for
+
+        model: CausalModel = adapter_for(config.to_dict()).architecture.new_model()
+        return model
+
+
+def _parse_device_map(device_map: "DeviceMap | int | None") -> "tuple[str, DeviceMap | None]":
+    """Split a `device_map` into one device for the whole model and, if it names several devices, the map itself."""
+    if isinstance(device_map, Mapping) and set(device_map) == {""}:
+        device_map = device_map[""]
+    if device_map is None or isinstance(device_map, int):
+        return "cpu" if device_map is None else f"cuda:{device_map}", None
+    is_device = isinstance(device_map, str) and device_map.partition(":")[0] in ("cpu", "cuda", "mps", "xpu")
+    return (str(device_map), None) if is_device else ("auto", device_map)

@@ -1,0 +1,212 @@
+"""Converts a checkpoint to another model_type of the family that computes the same function.
+
+`checkpoints/conversions.py` defines the conversions. If weights are written in a narrower dtype than they are read in,
+as from a GGUF file, the function is the same except for that rounding error, which is measured.
+"""
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diffquant.checkpoints.atomic_folder import RECORD, check_output, stage_output
+from diffquant.checkpoints.conversions import CARDS, Origin, check_conversion, convert_config, find_origin
+from diffquant.checkpoints.reader import Checkpoint
+from diffquant.checkpoints.row_stream import Block, Job, Shard, check_rows, checkpoint_key, convert_rows, write_shards
+from diffquant.checkpoints.source import Source, open_source
+from diffquant.checkpoints.writer import OutputTensor
+from diffquant.errors import CheckpointError
+from diffquant.model.adapters import Adapter, adapter_for
+from diffquant.model.blocks import Shape
+from diffquant.quantization.descriptions import converted_card, note_left_out
+from diffquant.quantization.engine_folder import config_for_engines, remove_code_files, write_modelling_file
+from diffquant.quantization.foreign_code import leave_out_code
+from diffquant.recipe import Recipe
+from diffquant.reports.tables import megabytes
+from diffquant.support.devices import as_dtype
+from diffquant.support.files import write_atomically
+from diffquant.support.installation import versions
+from diffquant.support.progress import Progress, progress_for
+from diffquant.support.terminal import Readable, one_line
+
+# Smaller errors are float32 rounding, as from folding a norm into a weight, and are not reported.
+_FLOAT32_ERROR = 1e-6
+
+
+@dataclass(frozen=True, repr=False)
+class Conversion(Readable):
+    """The outcome of `convert`.
+
+    Attributes:
+        destination: folder that was written.
+        source_type, target_type: model_type before and after.
+        bytes_before: size of the source in bytes.
+        bytes_after: bytes of all tensors written.
+        dtype: dtype of the matrices written.
+        rounding_error: relative RMS error of the weights rounded to that dtype; 0 if none was.
+        recipe: recipe of cache and logits that the source records and the destination keeps; 16 bits by default.
+        seconds: wall time in seconds.
+        notes: messages about code of the source that was left out.
+    """
+
+    destination: Path
+    source_type: str
+    target_type: str
+    bytes_before: int
+    bytes_after: int
+    dtype: torch.dtype
+    rounding_error: float
+    recipe: Recipe
+    seconds: float
+    notes: tuple[str, ...] = ()
+
+    def summary(self) -> str:
+        recipe = "" if self.recipe == Recipe() else f"\nthe source's recipe goes along: {self.recipe!r}"
+        text = (
+            f"{one_line(str(self.destination))}: {self.source_type} -> {self.target_type}, the same function"
+            f"{_rounding_note(self.dtype, self.rounding_error)}\n"
+            f"{megabytes(self.bytes_after)} from the source's {megabytes(self.bytes_before)}, in {self.seconds:.1f} s"
+            f"{recipe}"
+        )
+        return "\n".join([text, *self.notes])
+
+
+def _rounding_note(dtype: torch.dtype, error: float) -> str:
+    """Return text to append to "the same function" if weights were rounded, else ""."""
+    name = str(dtype).removeprefix("torch.")
+    return f" but for weights rounded to {name} (relative RMS error {error:.2%})" if error > _FLOAT32_ERROR else ""
+
+
+def convert(
+    source: Path | str | Source,
+    destination: Path | str,
+    to: str,
+    *,
+    dtype: torch.dtype | str | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Conversion:
+    """Write a checkpoint as another model_type of the family that computes the same function.
+
+    Args:
+        source: a folder with model_type diff_v1 for "diffllama"; a Llama, folder or .gguf file, for "diff-v2".
+        destination: the folder to create; it is written atomically.
+        to: "diffllama" or "diff-v2".
+        dtype: dtype of the matrices; by default the source's, or bfloat16 for a quantized GGUF file. Vectors (norms,
+            biases, λ) keep their dtype.
+        overwrite: replace an existing checkpoint there, after the new one is complete.
+        progress: function called with output bytes; by default a line on a terminal, one per minute in a log.
+
+    Raises:
+        DiffQuantError: the source or the destination is invalid, or there is no exact conversion.
+    """
+    started = time.monotonic()
+    destination, progress, dtype = Path(destination), progress or progress_for("convert"), as_dtype(dtype)
+    check_output(source.path if isinstance(source, Source) else Path(source), destination, overwrite)
+    opened = open_source(source)
+    opened.check_special_tokens()
+    check_conversion(to, opened)
+    checkpoint, source_type = opened.checkpoint, opened.model_type
+    config = convert_config(to, opened)
+    if opened.packed:
+        raise CheckpointError(f"{opened.path} is quantized; convert its 16-bit original, then quantize the result")
+    target = adapter_for(config)
+    origins = {name: find_origin(to, opened, target, name) for name in target.source_shapes()}
+    written = dtype or checkpoint.written_dtype("model.embed_tokens.weight")
+    dtype_name = str(written).removeprefix("torch.")
+    config = {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": dtype_name}
+    if opened.recipe != Recipe():
+        config["diffquant_config"] = opened.recipe.to_config()
+    if checkpoint.rounded_as:
+        # Lets a command that rounds these weights again warn about it.
+        config["diffquant_config"] = config.get("diffquant_config", {}) | {"rounded_as": checkpoint.rounded_as}
+    shards = _shards(checkpoint, target, origins, dtype)
+    total = sum(output.nbytes for shard in shards for output in shard.outputs)
+    key = {
+        "verb": "convert",
+        "to": to,
+        "dtype": str(dtype),
+        "source": checkpoint_key(checkpoint),
+        "versions": versions(),
+    }
+    with stage_output(destination, key, total, overwrite) as staging:
+        checkpoint.write_side_files(staging.folder)
+        records = write_shards(shards, staging, total, progress)
+        error = _rounding_error(records)
+        config, left_out = leave_out_code(staging.folder, config)
+        left_out += remove_code_files(staging.folder)
+        config = config_for_engines(config, target)
+        if code := write_modelling_file(staging.folder, config, target):
+            write_atomically(staging.folder / RECORD, json.dumps({"code": code}))
+        write_atomically(staging.folder / "config.json", json.dumps(config, indent=2) + "\n")
+        what = f"The function is unchanged{_rounding_note(written, error)}: {CARDS[to]}"
+        if opened.recipe != Recipe():
+            write_atomically(staging.folder / "recipe.yaml", opened.recipe.to_yaml())
+            what += f" Its recipe goes along: `{opened.recipe!r}`."
+        card = converted_card(checkpoint, source_type, config["model_type"], what, left_out)
+        write_atomically(staging.folder / "README.md", card)
+        notes = note_left_out(left_out, staging.folder)
+    return Conversion(
+        destination,
+        source_type,
+        config["model_type"],
+        checkpoint.stored_nbytes,
+        total,
+        written,
+        error,
+        opened.recipe,
+        time.monotonic() - started,
+        notes,
+    )
+
+
+def _rounding_error(records: Mapping[str, Mapping[str, Any]]) -> float:
+    """Return the relative RMS error over all rounded weights, from the records of the files written."""
+    sums = [squares for record in records.values() for squares in record["sums"].values()]
+    total = math.fsum(values for _, values in sums)
+    return math.sqrt(math.fsum(error for error, _ in sums) / total) if total else 0.0
+
+
+def _shards(
+    checkpoint: Checkpoint, target: Adapter, origins: dict[str, Origin], matrix_dtype: torch.dtype | None
+) -> list[Shard]:
+    """Return the output files, sharded like the source; a tensor without a source is in the shard of the previous one.
+
+    Args:
+        matrix_dtype: dtype of the matrices written, or None to keep the source's.
+    """
+    jobs: dict[str, list[Job]] = {file.name: [] for file in checkpoint.weight_files()}
+    shard = next(iter(jobs))
+    for name, shape in target.source_shapes().items():
+        origin, source = origins[name], origins[name][0]
+        if source is not None:
+            shard = checkpoint.tensors[source].shard
+        dtype = checkpoint.written_dtype(source or "model.embed_tokens.weight")
+        if len(shape) == 2:
+            dtype = matrix_dtype or dtype
+        jobs[shard].append(_job(checkpoint, name, shape, origin, dtype))
+    return [Shard(None, tuple(jobs[file.name])) for file in checkpoint.weight_files() if jobs[file.name]]
+
+
+def _job(checkpoint: Checkpoint, name: str, shape: Shape, origin: Origin, dtype: torch.dtype) -> Job:
+    """Return the job that computes a tensor of the target, and its rounding error in `dtype`."""
+
+    def make(first: int, last: int) -> Block:
+        source, order, change = origin
+        if source is None:
+            return Block({name: (first, torch.zeros(last - first, *shape[1:], dtype=dtype))})
+        rows = checkpoint.read_rows(source, slice(first, last) if order is None else order[first:last])
+        check_rows(rows, source, first)
+        values = rows if change is None else change(rows)
+        converted = convert_rows(values, dtype, name)
+        if converted.dtype == values.dtype:
+            return Block({name: (first, converted)})
+        error = float((converted.to(values.dtype) - values).square().sum())
+        return Block({name: (first, converted)}, error, float(values.square().sum()))
+
+    return Job(name, shape[0], torch.Size(shape[1:]).numel(), (OutputTensor(name, dtype, shape),), make)

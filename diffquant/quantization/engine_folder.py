@@ -1,0 +1,143 @@
+"""Makes a folder that inference engines can open: completes config.json and adds the modelling file."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from diffquant.errors import CheckpointError, UnknownModelTypeError, UsageError
+from diffquant.model.adapters import Adapter
+from diffquant.model.architecture import TransformerArchitecture
+from diffquant.support.files import write_atomically
+from diffquant.support.names import option_name
+
+MODELLING_FILE = "modeling_diffquant.py"
+_MODULE = MODELLING_FILE.removesuffix(".py")
+AUTO_MAP = {
+    "AutoConfig": f"{_MODULE}.DiffConfig",
+    "AutoModel": f"{_MODULE}.DiffModel",
+    "AutoModelForCausalLM": f"{_MODULE}.DiffForCausalLM",
+}
+_MODEL_TYPE = 'MODEL_TYPE = "diff_transformer"'
+_OUTPUT = ".self_attn.o_proj."
+# A value of these in config.json takes precedence, since users may change it; the weights determine the other settings.
+_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
+
+
+def modelling_file(model_type: str) -> str:
+    """Return the modelling file's text for a model_type, which transformers requires as a class attribute."""
+    return _source().replace(_MODEL_TYPE, f"MODEL_TYPE = {json.dumps(model_type)}")
+
+
+def carries_modelling_file(config: Mapping[str, Any], adapter: Adapter) -> bool:
+    """Return whether the modelling file can run a folder's model: any that `DiffTransformer` runs, except Llamas.
+
+    The modelling file has `DiffTransformer`'s parameter names, except that of the output projection.
+    """
+    is_ours = type(adapter.architecture) is TransformerArchitecture and config["model_type"] != "llama"
+    return is_ours and adapter.renames.keys() <= {_OUTPUT}
+
+
+def require_served(config: Mapping[str, Any], adapter: Adapter) -> None:
+    """Check that the vLLM plugin, which only implements Transformer layers, can serve a folder's model.
+
+    Raises:
+        UnknownModelTypeError: it cannot.
+    """
+    if not isinstance(adapter.architecture, TransformerArchitecture):
+        kinds = ", ".join(dict.fromkeys(adapter.architecture.layer_kinds))
+        raise UnknownModelTypeError(
+            f"vLLM does not serve this {config['model_type']}: the plugin has no layers of {kinds}; `diffquant "
+            "generate` runs it"
+        )
+
+
+def require_angles(rope: Mapping[str, Any], style: str) -> None:
+    """Check that vLLM implements a model's rotary embeddings.
+
+    Args:
+        rope: rope parameters as standardized by transformers.
+        style: which channels are rotated as a pair, as in `DiffSpec`.
+
+    Raises:
+        UsageError: it does not.
+    """
+    lacking = {
+        "longrope for channels that are interleaved": rope["rope_type"] == "longrope" and style == "interleaved",
+        "a factor of proportional angles": rope["rope_type"] == "proportional" and rope.get("factor") not in (None, 1),
+    }
+    for what, is_asked in lacking.items():
+        if is_asked:
+            raise UsageError(f"vLLM does not compute {what}; {option_name('implementation', 'folder')} does")
+
+
+def config_for_engines(config: Mapping[str, Any], adapter: Adapter) -> dict[str, Any]:
+    """Return the content of config.json with `architectures` and, under `diff_model`, the modelling file's settings."""
+    architecture = adapter.architecture
+    if type(architecture) is not TransformerArchitecture:
+        return dict(config)
+    # mlx-lm reads only this key, and silently uses 10000 if it is missing.
+    written = {"rope_theta": architecture.rope_parameters["rope_theta"]} | dict(config)
+    if config["model_type"] == "llama":
+        return {"architectures": ["LlamaForCausalLM"]} | written
+    if not carries_modelling_file(config, adapter):
+        return written
+    return written | {
+        "architectures": ["DiffForCausalLM"],
+        "auto_map": AUTO_MAP,
+        "diff_model": _resolve(architecture, adapter, config),
+    }
+
+
+def write_modelling_file(folder: Path, config: Mapping[str, Any], adapter: Adapter | None) -> dict[str, str]:
+    """Write the modelling file into an output folder, in place of the source's code files.
+
+    Args:
+        adapter: adapter of the folder's format, or None if diffquant cannot run the architecture.
+
+    Returns:
+        SHA-256 of each code file written, by file name.
+
+    Raises:
+        CheckpointError: the modelling file cannot run the model, and the source has a file with its name.
+    """
+    place = folder / MODELLING_FILE
+    if adapter is None or not carries_modelling_file(config, adapter):
+        if place.exists():
+            raise CheckpointError(f"the source holds {MODELLING_FILE}, which is diffquant's name: rename that file")
+        return {}
+    remove_code_files(folder)
+    text = modelling_file(config["model_type"])
+    write_atomically(place, text)
+    return {MODELLING_FILE: hashlib.sha256(text.encode()).hexdigest()}
+
+
+def remove_code_files(folder: Path) -> list[str]:
+    """Delete the Python files of an output folder and return their names, except the modelling file's."""
+    files = sorted(folder.glob("*.py"))
+    for file in files:
+        file.unlink()
+    return [file.name for file in files if file.name != MODELLING_FILE]
+
+
+def beyond_weights(diffquant_config: Mapping[str, Any] | None) -> str:
+    """Return the recipe's schemes of cache, logits and operands, which other engines ignore, or ""."""
+    recipe = (diffquant_config or {}).get("recipe", {})
+    asked = {name: recipe[name] for name in ("k", "v", "logits", "qk", "p", "pv") if recipe.get(name, "16") != "16"}
+    return ", ".join(f"{name} {scheme}" for name, scheme in asked.items())
+
+
+def _resolve(architecture: TransformerArchitecture, adapter: Adapter, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return sizes and settings under Llama's names with defaults filled in, and the attention's description."""
+    stated = {name: value for name, value in architecture.settings.items() if name not in _TOKENS or name not in config}
+    return stated | {
+        "attention": architecture.diff_spec.to_dict()
+        | {"kv_repeats": adapter.kv_repeats, "output": adapter.source_name(_OUTPUT).split(".")[2]}
+    }
+
+
+@cache
+def _source() -> str:
+    return (Path(__file__).parent / MODELLING_FILE).read_text(encoding="utf-8")

@@ -1,0 +1,182 @@
+"""Loads a checkpoint, quantized or not, as a model that runs under a recipe."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from diffquant.checkpoints.building import Rewrite, build_model, keep_unchanged, memory_source
+from diffquant.checkpoints.places import DeviceMap, Places
+from diffquant.checkpoints.ranges import read_ranges
+from diffquant.checkpoints.source import Source, open_source
+from diffquant.errors import UsageError
+from diffquant.model.causal import CausalModel
+from diffquant.quantization.checks import checked_schemes
+from diffquant.quantization.magnitudes import Magnitudes
+from diffquant.quantization.plan import plan_quantization
+from diffquant.quantization.rounded_weight import as_stored
+from diffquant.quantization.roundings import rounding_named
+from diffquant.quantization.targets import unpacked_dtypes
+from diffquant.recipe import Recipe, RecipeLike
+from diffquant.recipe.scheme import Scheme
+from diffquant.support.devices import as_dtype, resolve_device
+from diffquant.support.progress import silent
+
+# Packages whose result versions determine what a loaded model computes.
+MODEL_MODULES = (
+    "diffquant.attention",
+    "diffquant.checkpoints",
+    "diffquant.kernels",
+    "diffquant.model",
+    "diffquant.quantization",
+    "diffquant.recipe.numbers",
+)
+
+
+def load(
+    path: Path | str | Source,
+    recipe: RecipeLike | None = None,
+    dtype: torch.dtype | str | None = None,
+    device: str = "auto",
+    packed: bool | None = None,
+    scales: Path | str | None = None,
+    device_map: DeviceMap | Places | None = None,
+    max_memory: Mapping[int | str, int | str] | None = None,
+    offload_folder: Path | str | None = None,
+) -> CausalModel:
+    """Return the runnable model of a checkpoint under a recipe.
+
+        model = diffquant.load("checkpoint", {"weights": "4:g32", "logits": "6:row"}, dtype="bfloat16")
+        logits = model(ids).logits  # ids [B, T] -> [B, T, V]
+
+    Its `generate` stops at the tokens in generation_config.json, as transformers does. It decodes greedily unless its
+    arguments say otherwise, and ignores the other settings of that file.
+
+    Args:
+        path: a folder of any model_type that an adapter reads, quantized or not; a .gguf file of a llama; or an open
+            `Source`.
+        recipe: recipe to simulate, as `Recipe.parse` takes it; by default a quantized checkpoint's recorded recipe. The
+            weights of a quantized checkpoint stay as stored. Those of a 16-bit checkpoint are rounded exactly as
+            `quantize` would store them; a rounding that reads calibration data does so at each load.
+        dtype: dtype of the model, or its name; "auto" is bfloat16 where it is native, else float32. The checkpoint's by
+            default.
+        device: device of the model; by default CUDA if torch finds a CUDA device, else the CPU.
+        packed: whether packed weights stay packed, or are dequantized to `dtype`. By default they stay packed in half
+            precision on CUDA, where kernels can read them. Weights whose group size the kernels do not support (not a
+            multiple of 16) are always dequantized.
+        scales: file of ranges calibrated on this checkpoint, for static schemes.
+        device_map: devices for a model that is larger than one device: "auto", or a mapping from module names to
+            devices, "cpu" or "disk", as in accelerate and transformers; or a `Places`, which also contains the next
+            two arguments. Weights are dequantized then.
+        max_memory: maximum bytes per device under "auto", such as {0: "20GB", "cpu": "60GB"}; no limit by default.
+        offload_folder: folder for weights offloaded to disk, which must exist as long as the model.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, incomplete, not supported, or changed since it was opened.
+        UsageError: the recipe quantizes weights that are quantized already, does not fit the checkpoint or names an
+            unknown rounding; there is no such device; or a device map omits parts of the model or is combined with a
+            device.
+    """
+    if not isinstance(device_map, Places):
+        device_map = Places.of(device, device_map, offload_folder, max_memory)
+    if device_map is not None and packed:
+        raise UsageError("packed weights stay on one device; leave out packed, or device_map")
+    device = resolve_device(device)
+    source = open_source(path)
+    recipe = None if recipe is None else Recipe.parse(recipe)
+    recipe, schemes = recipe_of_run(source, recipe)
+    ranges = read_ranges(Path(scales), source) if scales else None
+    if ranges is not None:
+        ranges.check(recipe)
+    rewrite = _rewrite_as_stored(source, schemes, recipe) if schemes else keep_unchanged
+    model = build_model(source, as_dtype(dtype, device), device, packed, rewrite, device_map)
+    source.check_unchanged()
+    if ranges is not None:
+        model.model.ranges = {name: tensor.to(model.device) for name, tensor in ranges.tensors.items()}
+    model.model.recipe = recipe
+    model.apply_recipe(recipe)
+    return model
+
+
+def load_by_layer(source: Source, recipe: Recipe) -> CausalModel:
+    """Return a float32 model without head that loads one layer's parameters at a time, to be run layer by layer.
+
+    Raises:
+        UsageError: the recipe does not fit the checkpoint.
+        CheckpointError: the checkpoint changed since it was opened.
+    """
+    recipe, schemes = recipe_of_run(source, recipe)
+    rewrite = _rewrite_as_stored(source, schemes, recipe) if schemes else keep_unchanged
+    model = build_model(source, torch.float32, rewrite=rewrite, by_layer=True, whole=schemes)
+    model.model.recipe = recipe
+    model.apply_recipe(recipe)
+    return model
+
+
+def quantize_model(model: CausalModel, recipe: RecipeLike) -> CausalModel:
+    """Return a new model identical to one that is written by `quantize` and read back by `load`.
+
+    The model's cache and logits schemes apply unless the new recipe sets them. Dtype and device stay the same.
+
+    Raises:
+        UsageError: the model's weights are quantized already, or the rounding reads calibration data.
+        DiffQuantError: `quantize` raises it.
+    """
+    wanted = Recipe.parse(recipe)
+    if rounding_named(wanted.rounding.name).needs_text:
+        raise UsageError(
+            f"{wanted.rounding.name} reads a text, and a model in memory has no tokenizer: quantize the folder that "
+            "save_pretrained writes, with its tokenizer"
+        )
+    source = memory_source(model)
+    return load(source, plan_quantization(source, wanted).recipe, model.dtype, str(model.device))
+
+
+def _rewrite_as_stored(source: Source, schemes: Mapping[str, Scheme], recipe: Recipe) -> Rewrite:
+    """Return a function that replaces each parameter by the values that `quantize` would store."""
+    rounder = rounding_named(recipe.rounding.name).prepare(source, schemes, recipe.rounding, silent)
+
+    unpacked, magnitudes = unpacked_dtypes(source), Magnitudes(source.checkpoint, schemes)
+
+    def round_weight(name: str, data: Tensor) -> Tensor:
+        scheme, dtype = schemes.get(name.removesuffix(".weight")), source.checkpoint.written_dtype(name)
+        if scheme is None:
+            return data.to(unpacked.get(name, dtype))
+        # codes * scale is rounded once, to the dtype that the model runs in, as when packed weights are dequantized.
+        return as_stored(rounder, name, data.float(), scheme, scheme.format.scale_dtype(dtype), magnitudes)
+
+    return round_weight
+
+
+def check_loadable(source: Source, recipes: Iterable[Recipe]) -> None:
+    """Check that `load` would accept each recipe and that the tokenizer can be read, without loading the model.
+
+    Raises:
+        DiffQuantError: `load` would raise it, or the tokenizer cannot be read.
+    """
+    for recipe in recipes:
+        recipe_of_run(source, recipe)
+    _ = source.tokenizer
+
+
+def recipe_of_run(source: Source, recipe: Recipe | None) -> tuple[Recipe, dict[str, Scheme]]:
+    """Return the recipe that a model runs under, and the scheme of each weight that is rounded during loading.
+
+    Args:
+        recipe: recipe of cache and logits, which replaces all of the checkpoint's, and of weights that are not packed
+            yet; or None to use the checkpoint's recorded recipe.
+
+    Raises:
+        UsageError: the recipe quantizes weights that are quantized already, or does not fit the checkpoint.
+    """
+    if recipe is None:
+        return source.recipe, {}
+    if not source.packed:
+        return recipe, checked_schemes(source, recipe)
+    if recipe.weights.quantizes or recipe.weight_overrides:
+        raise UsageError(
+            f"{source.path} holds quantized weights already; give a recipe without weights, or its 16-bit original"
+        )
+    source.architecture.check_recipe(recipe)
+    return recipe.with_weights_of(source.recipe), {}

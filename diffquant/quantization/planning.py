@@ -1,0 +1,181 @@
+"""Estimates memory from a checkpoint's headers, and how long quantizing will take."""
+
+import math
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from diffquant.checkpoints.source import Source
+from diffquant.checkpoints.weight_source import WeightSource
+from diffquant.model.windowed_cache import new_storage
+from diffquant.quantization.loading import recipe_of_run
+from diffquant.quantization.plan import QuantizationPlan, plan_quantization
+from diffquant.quantization.roundings import rounding_named
+from diffquant.recipe import Recipe
+from diffquant.recipe.scheme import Scheme
+from diffquant.reports.tables import megabytes
+from diffquant.support.devices import seconds_per_product, time_fastest
+from diffquant.support.machine import cores
+from diffquant.support.progress import silent
+from diffquant.support.terminal import Readable, one_line
+
+# Bytes per entry of vocabulary logits and of recurrent states, which are float32.
+_FLOAT32 = 4
+
+
+@dataclass(frozen=True, repr=False)
+class MemoryPlan(Readable):
+    """Bytes that a model needs while it generates.
+
+    Attributes:
+        model: path of the checkpoint.
+        recipe: recipe that the plan is for; by default the checkpoint's recorded recipe.
+        context: number of tokens per sequence.
+        batch: number of sequences.
+        weights: bytes of all tensors as stored, scales included.
+        cache: bytes of the KV cache at the full context, and of recurrent states.
+        work: bytes of temporaries in a decoding step: one layer's dequantized keys and values, and vocabulary logits.
+        memory: available bytes.
+        where: short description of the memory, such as the device.
+        longest: largest number of tokens per sequence that fits; 0 if none does.
+        limit: maximum number of positions of the model (max_position_embeddings).
+    """
+
+    model: str
+    recipe: Recipe
+    context: int
+    batch: int
+    weights: int
+    cache: int
+    work: int
+    memory: int
+    where: str
+    longest: int
+    limit: int
+
+    @property
+    def peak(self) -> int:
+        """Bytes of weights, cache and temporaries."""
+        return self.weights + self.cache + self.work
+
+    @property
+    def fits(self) -> bool:
+        return self.peak <= self.memory
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"recipe": self.recipe.to_dict(), "peak": self.peak, "fits": self.fits}
+
+    def __str__(self) -> str:
+        what = "fits" if self.fits else "DOES NOT FIT"
+        without = "no token fits beside the weights" if self.weights <= self.memory else "the weights alone do not fit"
+        longest = f"up to {self.longest:,} tokens fit" if self.longest else without
+        beyond = f", more than its {self.limit:,} positions" if self.longest > self.limit else ""
+        return "\n".join(
+            [
+                f"{what}: {one_line(self.model)}",
+                f"  takes    {megabytes(self.peak):>12}  of {megabytes(self.memory)}, {self.where}",
+                f"  weights  {megabytes(self.weights):>12}  {self.recipe.weights}",
+                f"  cache    {megabytes(self.cache):>12}  k {self.recipe.k}, v {self.recipe.v}; "
+                f"{self.batch} x {self.context:,} tokens",
+                f"  work     {megabytes(self.work):>12}  one layer read back, and logits",
+                f"with {self.batch} {'sequence' if self.batch == 1 else 'sequences'}, {longest}{beyond}",
+            ]
+        )
+
+
+def plan_memory(source: Source, recipe: Recipe | None, context: int, batch: int, memory: int, where: str) -> MemoryPlan:
+    """Compute a model's memory without reading a tensor.
+
+    The cache's size is that of `PackedCache`'s storage filled with meta tensors. The weights' size is that of
+    `quantize`'s plan, or of the checkpoint if it is quantized already.
+
+    Args:
+        memory: available bytes.
+        where: short description of that memory.
+
+    Raises:
+        DiffQuantError: the recipe does not fit the checkpoint.
+    """
+    if source.packed:
+        recipe, _ = recipe_of_run(source, recipe)
+        weights = source.checkpoint.nbytes
+    else:
+        plan = plan_quantization(source, recipe or Recipe())
+        recipe, weights = plan.recipe, plan.bytes_after
+
+    def count_bytes(tokens: int) -> tuple[int, int]:
+        return _cache_bytes(source, recipe, tokens, batch), _work_bytes(source, tokens, batch)
+
+    room = memory - weights
+    longest, beyond = 0, 1
+    while sum(count_bytes(beyond)) <= room and beyond < 2**40:
+        longest, beyond = beyond, 2 * beyond
+    while beyond - longest > 1:
+        middle = (longest + beyond) // 2
+        longest, beyond = (middle, beyond) if sum(count_bytes(middle)) <= room else (longest, middle)
+    cache, work = count_bytes(context)
+    limit = source.architecture.max_position_embeddings
+    return MemoryPlan(str(source.path), recipe, context, batch, weights, cache, work, memory, where, longest, limit)
+
+
+def _cache_bytes(source: Source, recipe: Recipe, tokens: int, batch: int) -> int:
+    """Return the bytes of all layers' KV cache after this many tokens, and of recurrent states."""
+    architecture, total = source.architecture, 0
+    alike: dict[Any, int] = {}
+    for layer, rows in architecture.token_rows.items():
+        kind = (rows, recipe.at_layer(layer))
+        key = repr(kind)
+        if key not in alike:
+            ranges = {
+                f"layers.{layer}.{target}": torch.ones(shape, device="meta")
+                for target, shape in (("k", rows.keys), ("v", rows.values))
+            }
+            storage = new_storage(rows, layer, recipe, ranges)
+            storage.update(*(_states(shape, tokens, batch, source.dtype) for shape in (rows.keys, rows.values)))
+            alike[key] = storage.nbytes
+        total += alike[key]
+    states = (
+        block.stored for blocks in architecture.layers for block in blocks.values() if isinstance(block.stored, tuple)
+    )
+    return total + sum(_FLOAT32 * batch * math.prod(shape) for shapes in states for shape in shapes)
+
+
+def _states(shape: tuple[int, int], tokens: int, batch: int, dtype: torch.dtype) -> torch.Tensor:
+    heads, width = shape
+    return torch.empty(batch, heads, tokens, width, dtype=dtype, device="meta")
+
+
+def _work_bytes(source: Source, tokens: int, batch: int) -> int:
+    """Return the bytes of the largest layer's dequantized keys and values, and of a step's vocabulary logits."""
+    rows = source.architecture.token_rows.values()
+    entries = max((math.prod(each.keys) + math.prod(each.values) for each in rows), default=0)
+    return batch * (tokens * entries * source.dtype.itemsize + source.architecture.vocab_size * _FLOAT32)
+
+
+# Shape of the block that is timed; rounding it takes a few milliseconds.
+_ROWS, _WIDTH = 64, 1024
+
+
+def estimated_seconds(source: Source | WeightSource, plan: QuantizationPlan) -> float:
+    """Estimate the seconds that packing a plan's weights takes on this machine, by timing a sample of the work.
+
+    A rounding that reads calibration data is estimated at `work` multiplications per weight and token. For any other
+    rounding, rounding a block of random weights is timed for each scheme.
+    """
+    settings = plan.recipe.rounding
+    rounding = rounding_named(settings.name)
+    by_scheme: dict[Scheme, int] = {}
+    for tensor in plan.tensors:
+        if tensor.scheme.quantizes:
+            by_scheme[tensor.scheme] = by_scheme.get(tensor.scheme, 0) + tensor.elements
+    weights = sum(by_scheme.values())
+    if rounding.needs_text:
+        return seconds_per_product() * rounding.work * weights * rounding.tokens(settings)
+    round_rows = rounding.prepare(source, plan.schemes, settings, silent).round
+    total = 0.0
+    for scheme, elements in by_scheme.items():
+        values = torch.randn(_ROWS, 8 * (scheme.size or _WIDTH // 8))
+        total += elements * time_fastest(partial(round_rows, "", values, scheme, torch.bfloat16)) / values.numel()
+    return total / cores()

@@ -1,0 +1,61 @@
+"""Symmetric absmax quantization: the largest magnitude becomes the largest code, zero stays zero."""
+
+import torch
+from torch import Tensor
+
+from diffquant.errors import NonFiniteError, UsageError
+
+# Entries that are summed at once: torch makes a copy of them in the dtype of the sum.
+_SUMMED = 1 << 20
+
+Axes = int | tuple[int, ...]
+
+
+def max_code(bits: int) -> int:
+    """Largest code of a symmetric `bits`-bit integer; the smallest is its negative."""
+    if not 2 <= bits <= 8:
+        raise UsageError(f"bits must be 2 to 8, got {bits}; 16 means not quantized and has no codes")
+    return (1 << (bits - 1)) - 1
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Dtype to compute in: float32 for half types, the tensor's own otherwise."""
+    return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+
+
+def storable_scale(scale: Tensor, top: float, dtype: torch.dtype) -> Tensor:
+    """Return a scale rounded to `dtype`: 1 where it is zero, and no larger than what the largest level can multiply."""
+    numbers = torch.finfo(dtype)
+    rounded = scale.to(dtype)
+    # Rounding down makes the largest code clip: by a fraction of a step, but by many where few digits are left.
+    clips = (rounded < scale) & (rounded < numbers.smallest_normal)
+    rounded = torch.where(clips, rounded + numbers.smallest_normal * numbers.eps, rounded)
+    # The quotient is rounded first: its product with the largest level may lie just beyond the largest number.
+    limit = numbers.max / top * (1 - numbers.eps)
+    return torch.where(rounded == 0, 1.0, rounded.clamp(max=limit))
+
+
+def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
+    """codes * scale, in the scale's dtype: what a reader of the checkpoint computes."""
+    return codes.to(scale.dtype) * scale
+
+
+def is_finite(x: Tensor) -> bool:
+    """Return whether all of x is finite, without a temporary of x's size if the sums of its parts are."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    sums = all(bool(torch.isfinite(part.sum(dtype=wide))) for part in x.reshape(-1).split(_SUMMED))
+    return sums or bool(torch.isfinite(x).all())
+
+
+def check_finite(x: Tensor, name: str) -> None:
+    """Raise NonFiniteError, naming the tensor and its first offending index, unless all of x is finite."""
+    # torch has no sums and no comparisons of floats of eight bits.
+    x = x.float() if x.itemsize == 1 else x
+    if is_finite(x):
+        return
+    offenders = (~torch.isfinite(x)).nonzero()
+    at = offenders[0].tolist()
+    raise NonFiniteError(
+        f"{name} {list(x.shape)} holds {len(offenders)} NaN or infinite values, the first ({x[tuple(at)].item()}) "
+        f"at {at}: the checkpoint is damaged; fetch it again, or repair it"
+    )

@@ -1,0 +1,67 @@
+"""Symmetric integers of 2 to 8 bits, and 16 bits, which round nothing."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from diffquant.recipe.numbers.formats import NumberFormat, register
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+# compressed-tensors' format of dense integers, which `numbers.packing` writes.
+PACK_QUANTIZED = "pack-quantized"
+
+
+class Integer(NumberFormat):
+    """Integers of b bits. Absmax uses -(2^(b-1) - 1) to 2^(b-1) - 1; -2^(b-1) is for rules that fit scales.
+
+    Source: arXiv 2410.05258, section 3.7; the layout is compressed-tensors' pack-quantized.
+    """
+
+    layout = PACK_QUANTIZED
+    integer_refusal = None
+    is_even = True
+
+    def __init__(self, bits: int) -> None:
+        self.name, self._bits = str(bits), bits
+        self.levels = tuple(range(-(1 << (bits - 1)), 1 << (bits - 1)))
+
+    @property
+    def bits(self) -> int:
+        return self._bits
+
+    def codes(self, x: "Tensor", scale: "Tensor") -> "Tensor":
+        """round-half-even(x / scale), clamped to what absmax uses; half types are divided in float32."""
+        ratio = (x.float() if x.element_size() == 2 else x) / scale
+        return ratio.round_().clamp_(-self.largest, self.largest).char()
+
+    def values(self, codes: "Tensor", dtype: "torch.dtype") -> "Tensor":
+        return codes.to(dtype)
+
+    def round_to_levels_(self, ratio: "Tensor") -> "Tensor":
+        """Round to integers in place, without clamping: absmax scales leave none beyond the last code."""
+        return ratio.round_()
+
+    def nearest_(self, ratio: "Tensor") -> "Tensor":
+        return ratio.round_().clamp_(self.lowest, self.largest)
+
+    @property
+    def description(self) -> Mapping[str, Any]:
+        return {"num_bits": self.bits, "type": "int", "symmetric": True}
+
+    def account(self) -> Mapping[str, Any]:
+        return {"bits": self.bits}
+
+
+class Sixteen(NumberFormat):
+    """16 bits, the type that a model runs in: nothing is rounded, and there are no codes."""
+
+    name, levels, quantizes = "16", (), False
+    bits = 16
+    integer_refusal = None
+
+
+for _bits in range(2, 9):
+    register(Integer(_bits))
+register(Sixteen())

@@ -1,0 +1,259 @@
+"""Floats of 4, 6 and 8 bits, under scales that a scheme shares or microscaled. No torch at import."""
+
+import math
+from collections.abc import Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from diffquant.recipe.numbers.formats import NumberFormat, register
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+def float_levels(exponent: int, mantissa: int, largest: float) -> tuple[float, ...]:
+    """All numbers up to `largest` of a float with a sign and the given bits of exponent and mantissa, ascending.
+
+    The bias is 2^(exponent - 1) - 1, and the lowest exponent is that of subnormal numbers.
+
+    Source: OCP Microscaling Formats 1.0, section 5.3; OCP 8-bit Floating Point 1.0, section 3.
+    """
+    bias, steps = (1 << (exponent - 1)) - 1, 1 << mantissa
+    subnormal = [n / steps * 2.0 ** (1 - bias) for n in range(steps)]
+    normal = [(1 + n / steps) * 2.0 ** (e - bias) for e in range(1, 1 << exponent) for n in range(steps)]
+    positive = [level for level in subnormal + normal if 0 < level <= largest]
+    return (*(-level for level in reversed(positive)), 0.0, *positive)
+
+
+class Minifloat(NumberFormat):
+    """A float with a sign, given bits of exponent and mantissa, and a largest number.
+
+    A code's magnitude is the number that its bits without the sign are, and bytes hold the bits, the first code in the
+    lowest. What is beyond the largest number becomes that; -0 is read as 0.
+    """
+
+    def __init__(self, name: str, exponent: int, mantissa: int, largest: float) -> None:
+        self.name, self._exponent, self._mantissa = name, exponent, mantissa
+        self.levels = float_levels(exponent, mantissa, largest)
+
+    @property
+    def width(self) -> int:
+        """Bits of a code."""
+        return 1 + self._exponent + self._mantissa
+
+    @cached_property
+    def _top(self) -> int:
+        """The largest code."""
+        return len(self.levels) // 2
+
+    def codes(self, x: "Tensor", scale: "Tensor") -> "Tensor":
+        import torch
+
+        from diffquant.recipe.numbers.absmax import compute_dtype
+
+        ratio = x.to(compute_dtype(x)) / scale
+        lowest = 2 - (1 << (self._exponent - 1))
+        binades = 1 << self._exponent
+        # How many binades a magnitude lies above the lowest one, which subnormal numbers share.
+        above = (torch.frexp(ratio).exponent - 1 - lowest).clamp_(0, binades).masked_fill_(ratio == 0, 0)
+        per_step = [2.0 ** (self._mantissa - lowest - n) for n in range(binades + 1)]
+        steps = torch.tensor(per_step, dtype=ratio.dtype, device=ratio.device)[above]
+        # A binade has as many codes as a mantissa has numbers; a step beyond its last one is the next one's first.
+        code = ratio.mul(steps).round_()
+        code += (above << self._mantissa).to(code.dtype).copysign(code)
+        return code.clamp_(-self._top, self._top).to(torch.int8)
+
+    @property
+    def stored_dtype(self) -> "torch.dtype":
+        import torch
+
+        return torch.uint8
+
+    def stored_width(self, length: int) -> int:
+        return -(-length * self.width // 8)
+
+    def pack(self, codes: "Tensor") -> "Tensor":
+        import torch
+
+        from diffquant.recipe.numbers.packing import pack
+
+        sign = 1 << (self.width - 1)
+        bits = torch.where(codes < 0, sign | codes.neg().to(torch.uint8), codes.to(torch.uint8))
+        if self.width == 8:
+            return bits
+        words = pack((bits - sign).view(torch.int8), self.width)
+        return words.view(torch.uint8)[..., : self.stored_width(codes.shape[-1])].contiguous()
+
+    def unpack(self, stored: "Tensor", length: int) -> "Tensor":
+        import torch
+        from torch.nn.functional import pad
+
+        from diffquant.recipe.numbers.packing import unpack
+
+        sign = 1 << (self.width - 1)
+        if self.width == 8:
+            bits = stored.view(torch.uint8)
+        else:
+            whole = pad(stored, (0, -stored.shape[-1] % 4)).contiguous().view(torch.int32)
+            bits = unpack(whole, self.width, length).view(torch.uint8) + sign
+        magnitude = (bits & (sign - 1)).to(torch.int8)
+        return torch.where(bits >= sign, -magnitude, magnitude)
+
+
+class Float8(Minifloat):
+    """A float that torch has a dtype of: a weight is stored as a tensor of that.
+
+    Codes without a number, infinite or NaN, are read as NaN.
+
+    Source: OCP 8-bit Floating Point 1.0; e4m3 is compressed-tensors' float-quantized.
+    """
+
+    is_native = True
+    stores_shape = False
+    has_tiles = True
+
+    @property
+    def file_dtype(self) -> "torch.dtype":
+        import torch
+
+        dtype: torch.dtype = getattr(torch, {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}[self.name])
+        return dtype
+
+    def values(self, codes: "Tensor", dtype: "torch.dtype") -> "Tensor":
+        read = self.pack(codes).view(self.file_dtype).to(dtype)
+        return read.masked_fill(codes.abs() > self._top, float("nan"))
+
+    @property
+    def layout(self) -> str:
+        return "float-quantized" if self.name == "e4m3" else f"diffquant-{self.name}"
+
+    @property
+    def description(self) -> Mapping[str, Any]:
+        # compressed-tensors has no other float of eight bits, and none of ours may be read as it.
+        return {"num_bits": 8, "type": "float" if self.is_standard else self.name, "symmetric": True}
+
+
+register(Float8("e4m3", 4, 3, 448))
+register(Float8("e5m2", 5, 2, 57344))
+
+
+_BIAS = 127
+# compressed-tensors' layouts, each of one element type alone.
+_LAYOUTS = {"mxfp4": "mxfp4-pack-quantized", "mxfp6": "mxfp6-pack-quantized", "mxfp8": "mxfp8-quantized"}
+
+
+class Microscaled(Minifloat):
+    """Floats of 4, 6 or 8 bits; a block of 32 shares a scale that is a power of two, stored as its exponent (E8M0).
+
+    OCP takes the exponent of the largest magnitude less that of the largest level, so that a magnitude beyond the
+    largest level is clipped to it: of 7, E2M1 keeps 6. Formats whose name ends in `_up` raise the exponent by one from
+    a mantissa of 1.75 on, as compressed-tensors does when it quantizes (1.9375 in its mxfp6).
+
+    Source: OCP Microscaling Formats 1.0, section 6.3; compressed-tensors 0.20, quantization/utils/mxfp_utils.py.
+    """
+
+    block = 32
+    stores_shape = False
+    trials = (2.0, 1.0, 0.5)
+
+    def __init__(self, name: str, exponent: int, mantissa: int, largest: float, raised_from: float = 2.0) -> None:
+        """Return a format.
+
+        Args:
+            raised_from: mantissa, in [1, 2), of the largest magnitude from which its exponent is raised by one.
+        """
+        super().__init__(name, exponent, mantissa, largest)
+        self._raised_from = raised_from
+
+    @property
+    def is_native(self) -> bool:  # type: ignore[override]
+        return self.width == 8
+
+    @property
+    def file_dtype(self) -> "torch.dtype":
+        import torch
+
+        if self.width < 8:
+            return torch.uint8
+        return torch.float8_e4m3fn if self._exponent == 4 else torch.float8_e5m2
+
+    def scale_dtype(self, dtype: "torch.dtype") -> "torch.dtype":  # noqa: ARG002
+        import torch
+
+        return torch.float32
+
+    def stored_scale_dtype(self, dtype: "torch.dtype") -> "torch.dtype":  # noqa: ARG002
+        import torch
+
+        return torch.uint8
+
+    def reads_scale(self, dtype: "torch.dtype") -> bool:
+        import torch
+
+        return dtype == torch.uint8
+
+    def scale_of(self, largest: "Tensor", dtype: "torch.dtype | None" = None) -> "Tensor":
+        """2^(exponent of the largest magnitude - that of the largest level), 2^-127 where all is zero.
+
+        Args:
+            largest: largest magnitudes.
+            dtype: dtype that values are read back in; an exponent whose power it does not have is not raised to.
+
+        Returns:
+            float32, or float64 where `largest` is.
+        """
+        import torch
+
+        half, exponent = torch.frexp(largest)
+        highest = math.frexp(torch.finfo(dtype or largest.dtype).max)[1]
+        raised = exponent + ((half * 2 >= self._raised_from) & (exponent < highest))
+        biased = raised - 1 - math.frexp(self.largest)[1] + 1 + _BIAS
+        return _power_of(torch.where(largest == 0, 0, biased), largest.dtype)
+
+    def storable(self, scale: "Tensor", dtype: "torch.dtype") -> "Tensor":
+        """Return the power of two nearest to a scale by the ratio of both."""
+        import torch
+
+        half, exponent = torch.frexp(scale.abs().float())
+        return _power_of(exponent - 1 + (half > math.sqrt(0.5)) + _BIAS, dtype)
+
+    def pack_scale(self, scale: "Tensor") -> "Tensor":
+        import torch
+
+        return (torch.frexp(scale).exponent - 1 + _BIAS).to(torch.uint8)
+
+    def unpack_scale(self, stored: "Tensor", tensor_scale: "Tensor | None" = None) -> "Tensor":  # noqa: ARG002
+        import torch
+
+        return _power_of(stored, torch.float32)
+
+    @property
+    def layout(self) -> str:
+        return _LAYOUTS.get(self.name.removesuffix("_up"), f"diffquant-{self.name}")
+
+    @property
+    def description(self) -> Mapping[str, Any]:
+        if not self.is_standard:
+            return {"type": self.name}
+        return {"num_bits": self.width, "type": "float", "symmetric": True, "scale_dtype": "torch.uint8"}
+
+
+def _power_of(biased: "Tensor", dtype: "torch.dtype") -> "Tensor":
+    """2^(n - 127) of whole numbers n, clamped to the bytes from 0 to 254; of the byte 255 NaN."""
+    import torch
+
+    if biased.dtype != torch.uint8:
+        biased = biased.clamp(0, 254).to(torch.uint8)
+    return biased.view(torch.float8_e8m0fnu).to(torch.float32).to(dtype)
+
+
+for _name, _exponent, _mantissa, _largest, _raised in (
+    ("mxfp8", 4, 3, 448.0, 1.75),
+    ("mxfp6", 2, 3, 7.5, 1.9375),
+    ("mxfp4", 2, 1, 6.0, 1.75),
+):
+    register(Microscaled(_name, _exponent, _mantissa, _largest))
+    register(Microscaled(f"{_name}_up", _exponent, _mantissa, _largest, _raised))
+register(Microscaled("mxfp8_e5m2", 5, 2, 57344))
+register(Microscaled("mxfp6_e3m2", 3, 2, 28))

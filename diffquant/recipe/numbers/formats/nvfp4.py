@@ -1,0 +1,131 @@
+"""NVFP4: E2M1 floats, 16 of which share a scale in e4m3; scales of a weight have a float32 scale of the tensor above.
+
+A weight's `tensor_scale` g is a divisor, as compressed-tensors stores it: a level stands for level · (block scale / g),
+computed in float32. ModelOpt stores 1/g and calls it `weight_scale_2`. A cache, logits and operands have none (g is 1),
+since tokens are rounded as they come: their block scales are the e4m3 numbers themselves, which end at 2^-9 and 448.
+
+Source: compressed-tensors 0.20, nvfp4-pack-quantized; `nvfp4_4over6` is Cook et al., Four Over Six, arXiv 2512.02010.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from diffquant.recipe.numbers.formats import register
+from diffquant.recipe.numbers.formats.minifloat import Minifloat
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from diffquant.recipe.numbers.absmax import Axes
+
+_LARGEST_SCALE, _LEAST_SCALE = 448.0, 2.0**-9
+# The block scale of a block of zeros, as compressed-tensors has it.
+_OF_ZEROS = 0.125
+
+
+class Nvfp4(Minifloat):
+    """E2M1 codes with one e4m3 scale per block of 16 values, which maps the block's largest magnitude to 6."""
+
+    block = 16
+    spans_tensor = True
+    stores_shape = False
+    # A larger one leaves the levels near 4 for the largest magnitude.
+    trials = (1.5, *(1 - n / 40 for n in range(20)))
+    # Magnitude that the largest block scale of a weight has.
+    _top_scale: ClassVar[float] = _LARGEST_SCALE
+
+    def __init__(self, name: str, tensor_scale: "Tensor | None" = None) -> None:
+        super().__init__(name, 2, 1, 6)
+        self._tensor_scale = tensor_scale
+
+    def bound_to(self, largest: "Tensor") -> "Nvfp4":
+        """Return the format of a weight: 448 · 6 over its largest magnitude is what block scales are multiplied by."""
+        import torch
+
+        largest = largest.reshape(1).float().clamp(min=torch.finfo(torch.float32).tiny)
+        divisor = torch.nan_to_num(self._top_scale * self.largest / largest, nan=1.0, posinf=1.0)
+        return type(self)(self.name, divisor)
+
+    @property
+    def tensor_scale(self) -> "Tensor | None":
+        return self._tensor_scale
+
+    def scale_dtype(self, dtype: "torch.dtype") -> "torch.dtype":  # noqa: ARG002
+        import torch
+
+        return torch.float32
+
+    def stored_scale_dtype(self, dtype: "torch.dtype") -> "torch.dtype":  # noqa: ARG002
+        import torch
+
+        return torch.float8_e4m3fn
+
+    def reads_scale(self, dtype: "torch.dtype") -> bool:
+        import torch
+
+        return dtype == torch.float8_e4m3fn
+
+    def scale_of(self, largest: "Tensor", dtype: "torch.dtype | None" = None) -> "Tensor":  # noqa: ARG002
+        return self._divide(self._block_scale(largest / self.largest))
+
+    def storable(self, scale: "Tensor", dtype: "torch.dtype") -> "Tensor":
+        return self._divide(self._block_scale(scale.abs())).to(dtype)
+
+    def _block_scale(self, scale: "Tensor") -> "Tensor":
+        """Return the e4m3 number of a positive scale, in the scale's dtype."""
+        import torch
+
+        wide = scale if self._tensor_scale is None else self._tensor_scale.to(scale.device) * scale
+        rounded = wide.clamp(max=_LARGEST_SCALE).to(torch.float8_e4m3fn).to(scale.dtype)
+        return torch.where(rounded == 0, _OF_ZEROS, rounded)
+
+    def _divide(self, block_scale: "Tensor") -> "Tensor":
+        return block_scale if self._tensor_scale is None else block_scale / self._tensor_scale.to(block_scale.device)
+
+    def pack_scale(self, scale: "Tensor") -> "Tensor":
+        """Block scales in bytes, which their product with the tensor's scale is nearest to."""
+        import torch
+
+        wide = scale.float() if self._tensor_scale is None else scale.float() * self._tensor_scale.to(scale.device)
+        return wide.to(torch.float8_e4m3fn).view(torch.uint8)
+
+    def unpack_scale(self, stored: "Tensor", tensor_scale: "Tensor | None" = None) -> "Tensor":
+        import torch
+
+        block_scale = stored.view(torch.float8_e4m3fn).float()
+        return block_scale if tensor_scale is None else block_scale / tensor_scale.float()
+
+    @property
+    def layout(self) -> str:
+        return "nvfp4-pack-quantized"
+
+    @property
+    def description(self) -> Mapping[str, Any]:
+        return {"num_bits": 4, "type": "float", "symmetric": True, "scale_dtype": "torch.float8_e4m3fn"}
+
+    def strategy(self, granularity: str) -> str:
+        return {"group": "tensor_group"}.get(granularity, granularity)
+
+
+class FourOverSix(Nvfp4):
+    """NVFP4 whose block scales map the largest magnitude to 4 or to 6, whichever leaves the smaller squared error.
+
+    The levels near 4 are closer together than those near 6. A weight's largest block scale is 256 in place of 448, so
+    that one half as large again is still an e4m3 number.
+    """
+
+    fits_errors = True
+    _top_scale = 256.0
+
+    def scale(self, x: "Tensor", dim: "Axes", dtype: "torch.dtype | None" = None) -> "Tensor":
+        import torch
+
+        six = super().scale(x, dim, dtype)
+        four = self.scale_of(x.abs().amax(dim, keepdim=True).to(six.dtype) * (self.largest / 4))
+        errors = [(self.decode(self.codes(x, s), s) - x).square().sum(dim, keepdim=True) for s in (six, four)]
+        return torch.where(errors[1] < errors[0], four, six)
+
+
+register(Nvfp4("nvfp4"))
+register(FourOverSix("nvfp4_4over6"))

@@ -1,0 +1,94 @@
+"""Dense packing of b-bit codes: element i of a row lies at bit i*b, 32 codes fill b words of 32 bits.
+
+The stored value is code + 2^(b-1). This is the layout of compressed-tensors' pack-quantized format.
+Eight codes are held as the eight bytes of one int64 and squeezed together in three doubling steps,
+so that packing costs a dozen integer operations for every eight codes, whatever b is. Eight bits are bytes as they
+are, and four, the usual width, take fewer operations.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+
+def packed_words(length: int, bits: int) -> int:
+    """Return number of 32-bit words that hold `length` codes of `bits` bits."""
+    return -(-length * bits // 32)
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Pack codes along the last axis.
+
+    Args:
+        codes: [..., n] int8, from -(2^(bits-1)) to 2^(bits-1) - 1.
+        bits: 2 to 8.
+
+    Returns:
+        int32 [..., packed_words(n, bits)]; unused bits are zero.
+    """
+    length = codes.shape[-1]
+    unsigned = codes.view(torch.uint8) + (1 << (bits - 1))
+    if length % 32:
+        unsigned = pad(unsigned, (0, -length % 32))
+    # One axis: views of another width ask for strides that axes of size 1 need not have.
+    flat = unsigned.reshape(-1)
+    stored = flat if bits == 8 else _join_halves(flat) if bits == 4 else _squeeze(flat, bits)
+    words = stored.view(torch.int32).view(*codes.shape[:-1], packed_words(unsigned.shape[-1], bits))
+    return words[..., : packed_words(length, bits)].contiguous()
+
+
+def _join_halves(unsigned: Tensor) -> Tensor:
+    """Pack two 4-bit codes a byte, in fewer operations than `_squeeze`."""
+    neighbours = unsigned.view(torch.int16)
+    return (neighbours >> 4).bitwise_or_(neighbours).to(torch.uint8)
+
+
+def _squeeze(unsigned: Tensor, bits: int) -> Tensor:
+    """Pack codes of any width from one byte each; their number is a multiple of 32."""
+    lanes = unsigned.view(torch.int64)
+    for width, shift, mask in _doublings(bits):
+        lanes = (lanes & mask) | (((lanes >> width) & mask) << shift)
+    return lanes.view(torch.uint8).view(-1, 8)[:, :bits].reshape(-1)
+
+
+def unpack(words: Tensor, bits: int, length: int) -> Tensor:
+    """Inverse of `pack`.
+
+    Args:
+        words: int32 [..., packed_words(length, bits)].
+        bits: 2 to 8.
+        length: codes along the last axis.
+
+    Returns:
+        int8 [..., length].
+    """
+    if 32 % bits:
+        words = pad(words, (0, packed_words(-(-length // 32) * 32, bits) - words.shape[-1]))
+    # A copy, since views of another width ask for strides that an axis of size 1 need not have.
+    stored = words.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
+    unsigned = stored if bits == 8 else _split_halves(stored) if bits == 4 else _spread(stored, bits)
+    codes = unsigned.view(*words.shape[:-1], words.shape[-1] * 32 // bits)[..., :length]
+    return (codes - (1 << (bits - 1))).view(torch.int8)
+
+
+def _split_halves(stored: Tensor) -> Tensor:
+    """Inverse of `_join_halves`."""
+    halves = stored.to(torch.int16)
+    return (halves << 4).bitwise_or_(halves).bitwise_and_(0x0F0F).view(torch.uint8)
+
+
+def _spread(stored: Tensor, bits: int) -> Tensor:
+    """Inverse of `_squeeze`."""
+    lanes = pad(stored.view(-1, bits), (0, 8 - bits)).view(torch.int64).view(-1)
+    for width, shift, mask in reversed(list(_doublings(bits))):
+        lanes = (lanes & mask) | (((lanes >> shift) & mask) << width)
+    return lanes.view(torch.uint8)
+
+
+def _doublings(bits: int) -> Iterator[tuple[int, int, int]]:
+    """For each doubling: a lane's width before it, the bits a lane holds, and their mask in every other lane."""
+    for doubling, every_other in enumerate((0x0001000100010001, 0x0000000100000001, 1)):
+        used = bits << doubling
+        yield 8 << doubling, used, every_other * ((1 << used) - 1)

@@ -1,0 +1,214 @@
+"""Granularities: the numbers that share one scale, and the shapes and targets that follow. No torch.
+
+A "row" is an output channel of a weight, a token of a cache or a query of logits, a "group" `size` neighbours along the
+contracted axis (tokens of a channel, of values that weights multiply), a "column" a channel over `size` tokens (or
+all), a "block" a `size` x `size` tile of a weight or of logits, or `size` tokens of queries, of keys and of values, a
+"warp" 32 queries and 64 keys, a "thread" every eighth of those queries and two in eight of those keys, as
+SageAttention's kernels hold them, a "map" one map of a layer's logits over all heads, a "pair" both maps of a head,
+and "static" a calibrated scale of a channel of the cache or of a head of the logits.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from diffquant.errors import UsageError
+from diffquant.support.names import did_you_mean
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from diffquant.recipe.numbers.absmax import Axes
+
+# What of a model can have its scales so.
+_TARGETS = {
+    "tensor": ("weights", "logits", "qk", "pv"),
+    "map": ("logits",),
+    "head": ("logits", "qk", "pv"),
+    "pair": ("logits",),
+    "row": ("weights", "k", "v", "logits", "qk", "p", "pv"),
+    "group": ("weights", "k", "v", "logits", "qk", "p", "pv"),
+    "column": ("k", "pv"),
+    "block": ("weights", "logits", "qk", "pv"),
+    "warp": ("qk",),
+    "thread": ("qk",),
+    "static": ("k", "v", "logits"),
+}
+# Axes along which the entries of one tensor [..., rows, columns] share a scale; with a size, `size` neighbours.
+_AXES: "dict[str, Axes]" = {"head": (-2, -1), "row": -1, "group": -1, "column": -2}
+# Axes of [B, heads, rows, columns], beside the last one, over which one sequence's scale goes.
+_LEADING = {"tensor": (1, 2), "map": (1, 2), "head": (2,), "pair": (2,)}
+_LETTERS = {"group": "g", "column": "c", "block": "b"}
+# Other names of "row", by the targets whose rows they are.
+_ROWS = {"channel": ("weights",), "token": ("k", "v", "logits", "qk", "p", "pv")}
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """Which entries share one scale.
+
+    Attributes:
+        name: granularity, a name of this module's docstring, "tensor" or "head"; "" for 16 bits, which have no scale.
+        size: number of entries along an axis, for "group", "column" and "block".
+    """
+
+    name: str
+    size: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not (self.size is None or type(self.size) is int):
+            raise UsageError(
+                f"a Sharing is a granularity's name and a whole number, got {self.name!r} and {self.size!r}; "
+                "Sharing.parse('g32') reads text"
+            )
+        if self.name not in ("", *_TARGETS):
+            choices = (*_TARGETS, *_ROWS, "g32", "c64", "b64")
+            raise UsageError(f"unknown granularity {self.name!r}{did_you_mean(self.name, choices)}")
+        if self.name in ("group", "block") and not self.size:
+            raise UsageError(f"granularity {self.name} needs a size, such as {_LETTERS[self.name]}32")
+        if self.size is not None and (self.name not in _LETTERS or self.size < 1):
+            raise UsageError(f"granularity {self.name} takes no size {self.size}")
+
+    @classmethod
+    def parse(cls, text: str, target: str = "") -> "Sharing":
+        """Read a granularity as schemes spell it: "row", "g32".
+
+        Args:
+            target: what it is for, where that is known: "weights", whose rows may be called "channel", or "k", "v",
+                "logits", "qk", "p" or "pv", whose rows may be called "token"; a "channel" of "pv" is a column.
+
+        Raises:
+            UsageError: there is none of that name, or it names the rows of another target.
+        """
+        if (text, target) == ("channel", "pv"):
+            return cls("column")
+        if text in _ROWS:
+            if target not in _ROWS[text]:
+                raise UsageError(_why_not_rows(text, target))
+            return cls("row")
+        sized = re.fullmatch(r"([gcb])([0-9]{1,9})", text)
+        if sized:
+            return cls(next(name for name, letter in _LETTERS.items() if letter == sized[1]), int(sized[2]))
+        return cls(text)
+
+    def __str__(self) -> str:
+        return f"{_LETTERS[self.name]}{self.size}" if self.size else self.name
+
+    def refusal(self, target: str) -> str | None:
+        """Explain why a target cannot share scales this way and what it can have, or return None if it can."""
+        if target not in _TARGETS[self.name]:
+            able = ", ".join(name for name, targets in _TARGETS.items() if target in targets)
+            return f"cannot be quantized per {self.name}; use {able}"
+        if self.name == "column" and target == "pv":
+            return f"has channels over so many tokens as groups; write g{self.size}" if self.size else None
+        if self.name == "column" and not self.size:
+            return "per column needs a block of tokens that share scales, such as 4:c64"
+        return None
+
+    @property
+    def spans_rows(self) -> bool:
+        """Whether a scale spans rows of a weight, or queries of logits."""
+        return self.name in _LEADING
+
+    @property
+    def leading(self) -> tuple[int, ...]:
+        """Axes of [B, heads, rows, columns], beside the last one, over which one sequence's scale goes."""
+        return _LEADING.get(self.name, ())
+
+    @property
+    def joins_maps(self) -> bool:
+        """Whether both maps of logits share a scale."""
+        return self.name in ("tensor", "pair")
+
+    @property
+    def binds_pairs(self) -> bool:
+        """Whether the scale of a map depends on the other map of its own pair."""
+        return self.name == "pair"
+
+    @property
+    def by_token(self) -> bool:
+        """Whether no scale spans tokens of a cache, of logits or of operands."""
+        return self.name in ("", "row", "group", "static")
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether its borders are counted from the first position, so that padding moves them."""
+        return self.name in ("column", "block", "warp", "thread")
+
+    @property
+    def is_static(self) -> bool:
+        """Whether scales are calibrated, so that none are stored."""
+        return self.name == "static"
+
+    @property
+    def tile(self) -> int:
+        """Number of queries and of keys, or of a weight's rows and columns, with one scale; 0 for any but a block."""
+        return self.size or 0 if self.name == "block" else 0
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of a cache that share the scales of their channels; 1 where each has its own."""
+        return self.size or 1 if self.name == "column" else 1
+
+    def view(self, x: "Tensor") -> "tuple[Tensor, Axes]":
+        """View of x [..., rows, columns], and its axes along which all entries share one scale.
+
+        Tiles of a weight [rows, columns] are [⌈rows/size⌉, size, ⌈columns/size⌉, size], with zeros beyond its edges.
+
+        Raises:
+            UsageError: it does not name entries of one tensor, or `size` does not divide the axis.
+        """
+        if self.name == "tensor":
+            return x, tuple(range(x.dim()))
+        if self.name == "block":
+            return self._tiles(x), (-3, -1)
+        axis = _AXES.get(self.name)
+        if axis is None:
+            raise UsageError(f"granularity {self.name!r} does not name entries of one tensor")
+        if self.size is None or not isinstance(axis, int):
+            return x, axis
+        length = x.shape[axis]
+        if length % self.size:
+            raise UsageError(f"{self.size} does not divide axis {axis} of a tensor of shape {list(x.shape)}")
+        return x.unflatten(axis, (length // self.size, self.size)), axis
+
+    def _tiles(self, x: "Tensor") -> "Tensor":
+        from torch.nn.functional import pad
+
+        rows, columns = (-length % self.tile for length in x.shape)
+        whole: Tensor = pad(x, (0, columns, 0, rows)) if rows or columns else x
+        tiles: Tensor = whole.unflatten(1, (-1, self.tile)).unflatten(0, (-1, self.tile))
+        return tiles
+
+    def undo_view(self, view: "Tensor", shape: "tuple[int, ...]") -> "Tensor":
+        """Return the weight [rows, columns] that `view` gave a view of."""
+        if not self.tile:
+            return view.reshape(shape)
+        rows, columns = shape
+        return view.flatten(2, 3).flatten(0, 1)[:rows, :columns]
+
+    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape in which the scales of a weight [..., out, in] are stored."""
+        if self.tile:
+            return (*shape[:-2], *(-(-length // self.tile) for length in shape[-2:]))
+        return (1,) if self.spans_rows else (*shape[:-1], shape[-1] // self.size if self.size else 1)
+
+    def spread(self, scale: "Tensor") -> "Tensor":
+        """Return a weight's stored scales in a shape that broadcasts to `view`."""
+        if self.tile:
+            return scale[:, None, :, None]
+        return scale.unsqueeze(-1) if self.size else scale
+
+
+UNSHARED = Sharing("")
+
+
+def _why_not_rows(name: str, target: str) -> str:
+    """Explain why a target's rows do not have a name, and what to write."""
+    if name == "channel" and target in ("k", "v"):
+        return (
+            "a channel of the cache has a scale for each block of tokens; for keys write c32, a scale per channel over "
+            "32 tokens, and for values token, a scale per token"
+        )
+    rows = {"weights": "channel", "": "row"}.get(target, "token")
+    return f"{target or 'a scheme by itself'} has no scale per {name}; write {rows}"

@@ -1,0 +1,149 @@
+"""Self-contained HTML pages of text, tables and drawings, all made from one template.
+
+The classes here hold a page's content; template.html.j2 turns it into HTML and escapes every text. A page loads
+nothing. Its content security policy allows only page.js, which sorts and filters tables and shows a drawing's values.
+"""
+
+import base64
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import ClassVar, TypeAlias
+
+from diffquant.reports.tables import Link, Table
+from diffquant.support.terminal import escape_hidden
+
+_NUMBER = re.compile(r"[+-]?(?:\d[\d,]*)?\.?\d+(?:e[+-]?\d+)?", re.IGNORECASE)
+_UNITS = {"kB": 1e3, "MB": 1e6, "GB": 1e9}
+
+
+@dataclass(frozen=True)
+class Items:
+    """A list of lines, in red if they are errors."""
+
+    texts: Sequence[str]
+    errors: bool = False
+    kind: ClassVar[str] = "items"
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """An <svg> element from `plots.as_svg`, with a title; the only content of a page that is not escaped."""
+
+    svg: str
+    title: str = ""
+    kind: ClassVar[str] = "drawing"
+
+
+# A legend entry: the colour of a series, such as "#0072B2", a character shaped like its marker, and a text.
+Key = tuple[str, str, str]
+
+
+@dataclass(frozen=True)
+class Charts:
+    """Drawings with a common legend, side by side, or one below the other on a narrow page."""
+
+    drawings: Sequence[Drawing]
+    keys: Sequence[Key] = ()
+    kind: ClassVar[str] = "charts"
+
+
+@dataclass(frozen=True)
+class Fold:
+    """Collapsed blocks, which a click on their summary opens."""
+
+    summary: str
+    inside: "Sequence[Block]"
+    kind: ClassVar[str] = "fold"
+
+
+@dataclass(frozen=True)
+class Section:
+    """Blocks under a heading, which is smaller inside another section."""
+
+    title: str
+    blocks: "Sequence[Block]"
+    kind: ClassVar[str] = "section"
+
+
+# A str is a paragraph; a mapping is a list of names with their values.
+Block: TypeAlias = str | Mapping[str, str] | Items | Table | Drawing | Charts | Fold | Section
+
+
+@dataclass(frozen=True)
+class Report:
+    """The content of a run's page.
+
+    Attributes:
+        kind: verb that made the run, such as "sweep".
+        name: name of the run, which is its folder's.
+        headline: sentences that summarize the run.
+        date: date of the run, "" if none was recorded.
+        sections: sections, the most important first.
+        files: names of the files beside the page that hold the run's numbers and pictures.
+    """
+
+    kind: str
+    name: str
+    headline: Sequence[str]
+    date: str
+    sections: Sequence[Section]
+    files: Sequence[str] = ()
+
+
+def page(report: Report, links: Sequence[Link] = ()) -> str:
+    """Return a whole HTML document, which loads nothing.
+
+    Args:
+        links: other pages to link to.
+    """
+    # Imported here, since only commands that write a report need it.
+    from jinja2 import Environment, StrictUndefined
+
+    environment = Environment(
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        keep_trailing_newline=True,
+        # Text that the template marks as safe is of a subclass of str, so it is not escaped.
+        finalize=lambda value: escape_hidden(value) if type(value) is str else value,
+    )
+    environment.filters["sort_value"] = sort_value
+    template, style, script = (
+        files(__package__).joinpath(name).read_text(encoding="utf-8")
+        for name in ("template.html.j2", "page.css", "page.js")
+    )
+    return environment.from_string(template).render(
+        report=report,
+        links=[*links, *(Link(name, name) for name in report.files)],
+        style=style,
+        script=script,
+        script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+    )
+
+
+def sort_value(text: str | Link) -> float | None:
+    """Return the number at the start of a cell's text, in bytes if it is a size, or None."""
+    shown = str(text)
+    number = _NUMBER.match(shown)
+    if number is None:
+        return None
+    unit = re.split("[,/]", shown[number.end() :])[0].strip()
+    return float(number[0].replace(",", "")) * _UNITS.get(unit, 1.0)
+
+
+def facts(values: Mapping[str, object]) -> dict[str, str]:
+    """Format a run's settings for a page, without those that are None or empty."""
+    return {name: _value_text(value) for name, value in values.items() if value not in (None, "", [], ())}
+
+
+def _value_text(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {inner}" for key, inner in value.items() if key != "name" and inner is not None)
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return str(value)

@@ -1,0 +1,228 @@
+"""Figures, axes and line styles that all plots share, and their conversion to SVG for a page."""
+
+import io
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from diffquant.reports.page import Drawing, Key
+
+# Okabe and Ito's colours, which people with any common colour blindness can tell apart, and three of Paul Tol's.
+COLOURS = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#E69F00",
+    "#56B4E9",
+    "#000000",
+    "#AA4499",
+    "#999933",
+    "#88857F",
+)
+STYLES = ("-", "--", ":", "-.")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+# Marks of the same shapes as text, for a legend on a page.
+GLYPHS = dict(zip(MARKERS, "●■▲◆▼✚✖", strict=True))
+
+GRID, REFERENCE = "#dddddd", "#888888"
+# Colours that a page replaces to match its dark or light scheme; all other colours stay as drawn.
+_THEMED = {"#000000": "currentColor", "#ffffff": "var(--paper)", GRID: "var(--grid)", REFERENCE: "var(--muted)"}
+
+
+# Colour, marker and line style of a series, as keyword arguments of matplotlib.
+Look = dict[str, Any]
+
+
+def look(number: int) -> Look:
+    """Return the colour, marker and line style of a series by its number; the first 140 all differ."""
+    looks = {"color": COLOURS, "linestyle": STYLES, "marker": MARKERS}
+    return {name: values[number % len(values)] for name, values in looks.items()}
+
+
+def key_of(number: int, text: str) -> Key:
+    """Return the legend entry of a series by its number."""
+    style = look(number)
+    colour = "currentColor" if style["color"] == "#000000" else style["color"]
+    return colour, GLYPHS[style["marker"]], text
+
+
+class Interval(NamedTuple):
+    """A point of a series: x, its value y with the ends of the value's interval, and the text of its tooltip."""
+
+    x: float
+    y: float
+    low: float
+    high: float
+    tip: str = ""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a panel.
+
+    Attributes:
+        model: name of the model, or of the granularity in a sweep of one model.
+        points: points in order.
+        scheme: scheme of the line, such as its bit width; empty if the points' x is the bit width.
+        full: value at 16 bits; a change, which is zero there, has none.
+    """
+
+    model: str
+    points: tuple[Interval, ...]
+    scheme: str = ""
+    full: Interval | None = None
+
+
+class Tips:
+    """Tooltips for the points of a drawing on a page."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def mark(self, axis: Any, x: float, y: float, text: str) -> None:
+        """Add a tooltip: put an invisible marker over the point, large enough for the pointer to hit."""
+        axis.plot([x], [y], "o", markersize=13, color="none", zorder=9, gid=f"tip-{len(self.texts)}")
+        self.texts.append(text)
+
+
+@dataclass(frozen=True, repr=False)
+class Picture:
+    """A picture that a notebook shows.
+
+    Attributes:
+        png: content of a PNG file.
+    """
+
+    png: bytes
+
+    def __repr__(self) -> str:
+        return "a picture"
+
+    def _repr_png_(self) -> bytes:
+        return self.png
+
+
+def new_figure(width: float, height: float) -> Any:
+    """Make a figure, sized in inches, whose parts do not overlap."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def literal(name: str) -> str:
+    """Escape dollar signs, so that matplotlib does not render the text between them as math."""
+    return name.replace("$", r"\$")
+
+
+def plain_log_scale(axis: Any) -> None:
+    """Make a y axis logarithmic, with ticks in plain numbers, which are closer if the axis spans little."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    axis.set_yscale("log")
+    low, high = axis.get_ylim()
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 500 else (1,)))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axis.yaxis.set_minor_locator(NullLocator())
+
+
+def as_svg(figure: Any, name: str, tips: Tips | None = None) -> str:
+    """Return the figure as one <svg> element that refers to nothing outside itself.
+
+    Letters stay text. Black, white and greys follow the page's dark or light scheme.
+
+    Args:
+        name: description of the drawing, for screen readers.
+        tips: tooltips of its points.
+    """
+    import matplotlib
+
+    buffer = io.StringIO()
+    # A fixed salt makes equal drawings equal texts.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    text = buffer.getvalue()
+    text = re.sub("|".join(_THEMED), lambda found: _THEMED[found[0]], text[text.index("<svg") :])
+    text = text.replace("<svg ", f'<svg role="img" aria-label="{escape(name)}" ', 1)
+    for number, tip in enumerate(tips.texts if tips else ()):
+        titled = f'<g class="tip" tabindex="0"><title>{escape(tip)}</title>'
+        text = text.replace(f'<g id="tip-{number}">', titled, 1)
+    # Remove ids that nothing refers to, since several drawings are in one document.
+    return re.sub(r'<g id="[a-z]+[a-z0-9_.]*">', "<g>", text)
+
+
+def drawing(size: tuple[float, float], draw: Callable[[Any, Tips], object], name: str, title: str = "") -> Drawing:
+    """Draw one panel for a page.
+
+    Args:
+        size: width and height in inches.
+        draw: function that draws into an axis and adds tooltips.
+        name: description of the drawing, as in `as_svg`.
+        title: title above the drawing.
+    """
+    figure, tips = new_figure(*size), Tips()
+    draw(figure.subplots(), tips)
+    return Drawing(as_svg(figure, name, tips), title)
+
+
+def draw_intervals(axis: Any, points: Sequence[Interval], number: int, tips: Tips | None = None) -> Any:
+    """Draw a series of points with error bars, in the colour and marker of the series' number."""
+    places, heights = [point.x for point in points], [point.y for point in points]
+    bars = [[point.y - point.low for point in points], [point.high - point.y for point in points]]
+    drawn = axis.errorbar(places, heights, bars, markersize=5, linewidth=1.4, elinewidth=1, capsize=2.5, **look(number))
+    if tips:
+        for point in points:
+            tips.mark(axis, point.x, point.y, point.tip)
+    return drawn
+
+
+def panels(lines: Iterable[tuple[str | None, Line]]) -> dict[str, list[Line]]:
+    """Group lines by the title of their panel; those without a title, at 16 bits, are in every panel."""
+    full: list[Line] = []
+    narrow: dict[str, list[Line]] = {}
+    for title, line in lines:
+        (full if title is None else narrow.setdefault(title, [])).append(line)
+    return {title: full + found for title, found in narrow.items()} or ({"16 bits": full} if full else {})
+
+
+def draw_panels(
+    shown: Mapping[str, list[Line]],
+    draw: Callable[[Any, Line, str, Look], None],
+    finish: Callable[[Any, list[Line]], None],
+    label: str,
+    path: Path,
+) -> None:
+    """Draw panels into a file, whose suffix determines the format.
+
+    Args:
+        draw: function that draws a line into an axis, given its legend text and its look: colour by model, style by
+            width.
+        finish: function that scales and labels the horizontal axis of a panel.
+        label: label of the vertical axis, which all panels share.
+    """
+    models = list(dict.fromkeys(line.model for lines in shown.values() for line in lines))
+    figure = new_figure(2.4 + 4.4 * len(shown), 4.6)
+    axes = figure.subplots(1, len(shown), sharey=True, squeeze=False)[0]
+    for axis, (title, lines) in zip(axes, shown.items(), strict=True):
+        schemes = list(dict.fromkeys(line.scheme for line in lines))
+        for line in lines:
+            style = look(schemes.index(line.scheme))
+            style["color"] = look(models.index(line.model))["color"]
+            draw(axis, line, literal(f"{line.model}, {line.scheme}"), style)
+        finish(axis, lines)
+        axis.set_title(title, fontsize=11)
+        axis.legend(fontsize=8, frameon=False)
+        tidy(axis)
+    axes[0].set_ylabel(label)
+    figure.savefig(path, dpi=200)
+
+
+def tidy(axis: Any, grid: Literal["x", "y", "both"] = "y") -> None:
+    """Give an axis a pale grid behind its content, and remove its top and right border."""
+    axis.grid(axis=grid, color=GRID, linewidth=0.7)
+    axis.set_axisbelow(True)
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)

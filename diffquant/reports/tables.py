@@ -1,0 +1,167 @@
+"""Formats tables as aligned text for terminals, as Markdown, HTML or CSV, and formats sizes as text.
+
+Bits per weight are always all stored bits, scales included, divided by the number of weights.
+"""
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import ClassVar
+from urllib.parse import quote
+
+from diffquant.support.terminal import one_line
+
+# Tables with more rows get a text field that filters them.
+_FEW_ROWS = 12
+
+
+@dataclass(frozen=True)
+class Link:
+    """A text that links to a file.
+
+    Attributes:
+        path: path of the file relative to the page's folder, with slashes.
+    """
+
+    text: str
+    path: str
+
+    @property
+    def address(self) -> str:
+        """The path as a URL on a page; it always leads to a local file."""
+        return quote(self.path if self.path.startswith((".", "/")) else f"./{self.path}")
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of texts, for a page (where a click on a heading sorts it), a terminal or a document.
+
+    Attributes:
+        heads: headings of the columns.
+        rows: texts or links of each table row, as many as headings.
+        shaded: for each row, whether it is shaded as a baseline of others; none is by default.
+        names: number of first columns that hold names, aligned left; the others hold numbers, aligned right.
+        prose: number of last columns that hold sentences, which may wrap.
+    """
+
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str | Link]]
+    shaded: Sequence[bool] = ()
+    names: int = 1
+    prose: int = 0
+    kind: ClassVar[str] = "table"
+
+    @property
+    def is_filtered(self) -> bool:
+        return len(self.rows) > _FEW_ROWS
+
+    def is_shaded(self, row: int) -> bool:
+        return bool(self.shaded) and self.shaded[row]
+
+    def text_lines(self) -> list[str]:
+        """Return its lines for a terminal, as `align_columns` makes them."""
+        return align_columns(self.heads, self._texts, self.names)
+
+    def markdown(self) -> list[str]:
+        """Return its lines for a document, as `markdown` makes them."""
+        return markdown(self.heads, self._texts)
+
+    def html(self) -> str:
+        """Return a plain HTML table for a notebook."""
+        rows = [("th", [*self.heads]), *(("td", texts) for texts in self._texts)]
+        lines = ("".join(f"<{kind}>{escape(text)}</{kind}>" for text in texts) for kind, texts in rows)
+        return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+
+    @property
+    def _texts(self) -> list[list[str]]:
+        return [[*map(str, row)] for row in self.rows]
+
+
+def align_columns(head: Sequence[str], lines: Sequence[Sequence[str]], names: int = 1) -> list[str]:
+    """Align the head, a rule and the lines in columns as wide as their longest text; each text is put on one line.
+
+    Args:
+        names: number of first columns that hold names, aligned left; the others hold numbers, aligned right.
+    """
+    head, *lines = ([one_line(text) for text in texts] for texts in (head, *lines))
+    widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
+    rule = "  ".join("-" * width for width in widths)
+    first, *rest = (_line(texts, widths, names) for texts in (head, *lines))
+    return [first, rule, *rest]
+
+
+def _line(texts: Sequence[str], widths: Sequence[int], names: int) -> str:
+    return "  ".join(
+        text.ljust(width) if column < names else text.rjust(width)
+        for column, (text, width) in enumerate(zip(texts, widths, strict=True))
+    ).rstrip()
+
+
+def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
+    """Write the head, a rule and the lines as a Markdown table, whose cells may hold Markdown."""
+    rows = ([one_line(text) for text in texts] for texts in (head, ["---"] * len(head), *lines))
+    return [f"| {' | '.join(texts)} |" for texts in rows]
+
+
+def csv_text(records: Sequence[Mapping[str, object]]) -> str:
+    """Write records as CSV with full numbers; an apostrophe precedes texts that a spreadsheet would evaluate."""
+    heads = list(dict.fromkeys(name for record in records for name in record))
+    rows: list[list[object]] = [[*heads], *([_as_text(record.get(name, "")) for name in heads] for record in records)]
+    return "".join(f"{_csv_line(row)}\n" for row in rows)
+
+
+def _csv_line(values: Sequence[object]) -> str:
+    """Write values as a line of CSV, without the line end; values that contain line ends are quoted."""
+    out = io.StringIO(newline="")
+    csv.writer(out, lineterminator="\r\n").writerow(values)
+    return out.getvalue().removesuffix("\r\n")
+
+
+def _as_text(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    shown = one_line(value)
+    return f"'{shown}" if shown.startswith(tuple("=+-@ ")) else shown
+
+
+def megabytes(size: float) -> str:
+    """Format a number of bytes in MB, or from 1 GB on in GB (powers of ten)."""
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+
+
+# If a source's size is within this fraction of 16 bits per weight, sizes are not also compared with 16 bits.
+_ALIKE = 0.01
+
+
+def stored_bits(nbytes: float, weights: int) -> float:
+    """Return the bits per weight if `weights` weights, with their scales, take `nbytes`."""
+    return 8 * nbytes / max(1, weights)
+
+
+def bytes_at_16_bits(weights: int) -> int:
+    """Return the bytes of weights at 16 bits, whatever their stored type."""
+    return 2 * weights
+
+
+def compared_size(nbytes: int, source_bytes: int, weights: int) -> str:
+    """Compare a size with the source's files and, if those do not have 16 bits, with 16 bits.
+
+    Args:
+        nbytes: bytes that were or would be written.
+        source_bytes: bytes of the source.
+        weights: number of weights of the source.
+    """
+    full = bytes_at_16_bits(weights)
+    compared = f"{megabytes(nbytes)}, {_share(nbytes, source_bytes)} of the source's {megabytes(source_bytes)}"
+    if abs(source_bytes / max(1, full) - 1) < _ALIKE:
+        return compared
+    return f"{compared} and {_share(nbytes, full)} of 16 bits' {megabytes(full)}"
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / max(1, whole):.1%}"

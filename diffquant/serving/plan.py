@@ -1,0 +1,301 @@
+"""Plans how to start vLLM's server for a folder: model, dtype, context, cache, and what it does not support."""
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil, prod
+from pathlib import Path
+from shlex import quote
+from typing import Any, Literal, cast
+
+from diffquant.checkpoints.compressed_config import read_schemes
+from diffquant.checkpoints.dequantized import DequantizedCheckpoint
+from diffquant.checkpoints.opening import open_checkpoint
+from diffquant.checkpoints.reader import Checkpoint
+from diffquant.errors import CheckpointError, UnknownModelTypeError, UsageError
+from diffquant.model.adapters import Adapter, adapter_for
+from diffquant.model.architecture import TransformerArchitecture
+from diffquant.quantization.engine_folder import (
+    beyond_weights,
+    carries_modelling_file,
+    config_for_engines,
+    require_angles,
+    require_served,
+)
+from diffquant.quantization.foreign_code import REDIRECTS, check_code
+from diffquant.recipe.numbers.formats.integer import PACK_QUANTIZED
+from diffquant.serving.vllm import TESTED, check_installed, find_untested_vllm
+from diffquant.support.names import first_few, option_name
+
+ITEMSIZES: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
+# Extra tokens reserved per request: vLLM allocates its cache in blocks, of which a request leaves two partly empty.
+_BLOCKS = 256
+# Largest number of requests of full length for which the cache has space.
+_REQUESTS = 16
+# Bytes for vLLM itself and the activations of a batch, besides weights and cache.
+_APART = 2 << 30
+
+
+def plan_capacity(
+    memory: int, checkpoint: Checkpoint, adapter: Adapter, itemsize: int, dtype: str, context: int | None
+) -> tuple[int, int]:
+    """Return the tokens per request, and the bytes of the cache of all requests, that fit in memory with the weights.
+
+    Args:
+        memory: free bytes.
+        itemsize: bytes of an element of the cached keys and values.
+        context: tokens per request; by default as many as the model supports and fit into memory.
+
+    Raises:
+        UsageError: not one request of that context fits, or the model supports fewer positions.
+    """
+    architecture = adapter.architecture
+    spec, layers = architecture.diff_spec, architecture.num_hidden_layers
+    # A cached head holds the keys of both maps. Values are cut into heads of that width, each stored with the keys.
+    width = spec.key_heads // spec.kv_pairs * spec.head_dim
+    a_token = 2 * layers * spec.kv_pairs * ceil(spec.value_dim / width) * width * itemsize
+    free = memory - _APART - _weight_bytes(checkpoint, adapter, dtype)
+    fits = max(0, free // a_token - _BLOCKS)
+    known = architecture.max_position_embeddings
+    if context is not None and context > known:
+        raise UsageError(f"{option_name('context', context)} exceeds the model's {known} positions")
+    wanted = context or min(known, fits)
+    if not 0 < wanted <= fits:
+        raise UsageError(
+            f"the cache of {wanted or 'a few'} tokens takes {a_token * (wanted + _BLOCKS) / 1e9:.1f} GB, but after "
+            f"the weights {max(0, free) / 1e9:.1f} GB of memory are free: use {option_name('context', fits)}"
+        )
+    return wanted, min(free, _REQUESTS * (wanted + _BLOCKS) * a_token)
+
+
+def _weight_bytes(checkpoint: Checkpoint, adapter: Adapter, dtype: str) -> int:
+    """Return the bytes of the weights as served: packed if all have 4 bits and vLLM can use them, else unpacked."""
+    groups = checkpoint.config.get("quantization_config", {}).get("config_groups", {})
+    widths = {group["weights"]["num_bits"] for group in groups.values()}
+    if widths == {4} and dtype != "float32":
+        return sum(tensor.nbytes for tensor in checkpoint.tensors.values())
+    return sum(prod(shape) for shape in adapter.source_shapes().values()) * ITEMSIZES[dtype]
+
+
+_JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+Implementation = Literal["plugin", "folder"]
+
+
+@dataclass(frozen=True)
+class ServerPlan:
+    """A server to start.
+
+    Attributes:
+        command: command line of vLLM's OpenAI server.
+        environment: variables that it needs in addition to this process's.
+        url: URL of its API.
+        name: name of the model in requests.
+        notes: sentences about parts of the folder that it does not support, and what was not tested.
+    """
+
+    command: list[str]
+    environment: dict[str, str]
+    url: str
+    name: str
+    notes: list[str]
+
+    @property
+    def curl(self) -> str:
+        """Return a curl command that asks the server for a few tokens."""
+        asked = json.dumps({"model": self.name, "prompt": "The capital of France is", "max_tokens": 16})
+        return f"curl {self.url}/completions -H 'Content-Type: application/json' -d {quote(asked)}"
+
+
+def plan_server(
+    model: Path,
+    *,
+    host: str,
+    port: int,
+    context: int | None,
+    cache: Literal["16", "fp8"],
+    dtype: str | None,
+    ranks: int,
+    implementation: Implementation,
+    memory: int | None,
+) -> ServerPlan:
+    """Plan how to serve a folder, without starting anything.
+
+    Args:
+        memory: free bytes of main memory, or None with a GPU, whose memory vLLM measures.
+
+    Raises:
+        MissingDependencyError: vLLM is not installed, or does not find the plugin.
+        UnknownModelTypeError: vLLM has no layers for the model.
+        UsageError: a request of the context does not fit into the memory, the ranks would split head pairs, or vLLM has
+            no such dtype.
+        CheckpointError: config.json redirects vLLM to another model, or the folder contains or names code that is not
+            diffquant's and would run.
+    """
+    check_installed(implementation)
+    checkpoint = open_checkpoint(model)
+    if not checkpoint.path.is_dir():
+        raise UsageError(f"{model} is not a folder, but vLLM serves only folders: make one with `diffquant quantize`")
+    if isinstance(checkpoint, DequantizedCheckpoint):
+        raise UsageError(
+            f"{model} holds weights quantized to {checkpoint.rounded_as}: make a 16-bit folder for the server first, "
+            f"diffquant quantize {quote(str(model))} -o FOLDER --weights 16"
+        )
+    config, adapter = checkpoint.config, _adapter(checkpoint)
+    _check_format(checkpoint)
+    dtype = dtype or _dtype(config)
+    if dtype not in ITEMSIZES:
+        raise UsageError(f"unknown dtype {dtype!r}; choose from {', '.join(ITEMSIZES)}")
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint.path)]
+    # The folder of a model of the hub is named after a commit.
+    name = checkpoint.path.resolve().name if model.exists() else str(model).partition("@")[0]
+    # By default, vLLM would choose Mistral's params.json or pickled weights if the folder also has such files.
+    command += ["--config-format", "hf", "--tokenizer-mode", "hf", "--load-format", "safetensors"]
+    command += ["--served-model-name", name, "--host", host, "--port", str(port), "--dtype", dtype]
+    command += ["--tensor-parallel-size", str(ranks)]
+    if cache != "16":
+        command += ["--kv-cache-dtype", cache]
+    if adapter is not None and ranks > 1:
+        check_ranks(config, adapter, ranks, implementation)
+    notes = _notes(config, cache)
+    if adapter is not None and implementation == "plugin":
+        _check_joined(checkpoint, adapter)
+        notes += _rope_notes(cast(TransformerArchitecture, adapter.architecture), context)
+    if memory is None or adapter is None:
+        command += ["--max-model-len", str(context or "auto")]
+    else:
+        itemsize = 1 if cache == "fp8" else ITEMSIZES[dtype]
+        length, nbytes = plan_capacity(memory, checkpoint, adapter, itemsize, dtype, context)
+        command += ["--max-model-len", str(length), "--kv-cache-memory-bytes", str(nbytes // ranks)]
+    if memory is not None:
+        # Compiling takes minutes on a CPU.
+        command.append("--enforce-eager")
+    if implementation == "folder":
+        check_code(checkpoint.path, config, adapter)
+        command += ["--model-impl", "transformers", "--trust-remote-code"]
+    shown = f"[{host}]" if ":" in host else host
+    return ServerPlan(command, _environment(implementation), f"http://{shown}:{port}/v1", name, notes)
+
+
+def check_ranks(config: Mapping[str, Any], adapter: Adapter, ranks: int, implementation: Implementation) -> None:
+    """Check that a DIFF model can be divided among ranks.
+
+    Raises:
+        UsageError: they would split head pairs, or the modelling file has no plan for tensor parallelism.
+    """
+    if not carries_modelling_file(config, adapter):
+        return
+    # Imported here, since both import transformers' models, which other folders do not need.
+    from diffquant.quantization.modeling_diffquant import DiffConfig
+    from diffquant.serving.vllm.config import heads_of_rank
+
+    built = config_for_engines(config, adapter)["diff_model"]
+    heads_of_rank(built["attention"], ranks)
+    if implementation == "folder" and DiffConfig(diff_model=built).base_model_tp_plan is None:
+        raise UsageError(
+            f"{config['model_type']} needs the plugin on {ranks} ranks: leave out "
+            f"{option_name('implementation', 'folder')}"
+        )
+
+
+def _check_format(checkpoint: Checkpoint) -> None:
+    """Check that engines read this config.json, and that packed weights are integers in compressed-tensors' layout.
+
+    Raises:
+        CheckpointError: it redirects them to another configuration or model.
+        UsageError: the weights are floats, or in a layout of diffquant's own.
+    """
+    if leading := [key for key in REDIRECTS if key in checkpoint.config]:
+        raise CheckpointError(
+            f"{', '.join(leading)} in {checkpoint.path}'s config.json leads vLLM to another configuration or model: "
+            "remove it"
+        )
+    layout = (checkpoint.config.get("quantization_config") or {}).get("format", PACK_QUANTIZED)
+    if layout != PACK_QUANTIZED:
+        raise UsageError(
+            f"{checkpoint.path} has weights in the layout {layout}, which is not supported for serving yet; serve "
+            f"one with integers of 2 to 8 bits, or run it with `diffquant generate`"
+        )
+
+
+def _rope_notes(architecture: TransformerArchitecture, context: int | None) -> list[str]:
+    """Check that vLLM supports a model's rotary embedding; return a note if its angles differ for short texts.
+
+    Raises:
+        UsageError: it does not.
+    """
+    rope, known = architecture.rope_parameters, architecture.max_position_embeddings
+    require_angles(rope, architecture.diff_spec.rope)
+    trained = rope["original_max_position_embeddings"] if rope["rope_type"] == "longrope" else known
+    if trained >= (context or known):
+        return []
+    return [
+        f"with a context beyond {trained} tokens vLLM uses longrope's long factors also for short texts, diffquant "
+        f"the short ones; use {option_name('context', trained)} for these"
+    ]
+
+
+def _check_joined(checkpoint: Checkpoint, adapter: Adapter) -> None:
+    """Check that the weights that vLLM joins into one layer are packed in the same scheme.
+
+    Raises:
+        UsageError: some are not; the first are named.
+    """
+    names = [name.removesuffix(".weight") for name in adapter.source_shapes()]
+    packed = [name for name in names if f"{name}.weight_packed" in checkpoint.tensors]
+    schemes = read_schemes(checkpoint.config, packed)
+    layers = [(name.removesuffix(of[0]), of) for name in names for of in _JOINED if name.endswith(of[0])]
+    problems = [
+        stem + ", ".join(f"{part} {schemes.get(stem + part, 16)}" for part in of)
+        for stem, of in layers
+        if len({schemes.get(stem + part) for part in of}) > 1
+    ]
+    if problems:
+        raise UsageError(
+            f"vLLM joins q, k and v of a layer, and gate and up, but {checkpoint.path} packs them differently: "
+            f"{first_few(problems)}; quantize with one scheme for each, or run it with `diffquant generate`"
+        )
+
+
+def _adapter(checkpoint: Checkpoint) -> Adapter | None:
+    """Return the adapter of a folder's format, or None if only vLLM may support the model.
+
+    Raises:
+        UnknownModelTypeError: vLLM has no layers for the model.
+    """
+    try:
+        adapter = adapter_for(checkpoint.config)
+    except UnknownModelTypeError:
+        return None
+    require_served(checkpoint.config, adapter)
+    return adapter
+
+
+def _dtype(config: Mapping[str, Any]) -> str:
+    """Return the dtype that a folder is served in: the checkpoint's, or bfloat16 if weights are packed."""
+    stated = config.get("dtype") or config.get("torch_dtype")
+    return "bfloat16" if "quantization_config" in config or stated not in ITEMSIZES else str(stated)
+
+
+def _environment(implementation: Implementation) -> dict[str, str]:
+    """Return the server's environment variables: no telemetry or download, no thread binding, the plugin or none."""
+    chosen = os.environ.get("VLLM_PLUGINS")
+    # `python -m` imports from the current folder first, which may be the model's.
+    environment = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "PYTHONSAFEPATH": "1"}
+    environment["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    if implementation == "folder":
+        environment["VLLM_PLUGINS"] = "none"
+    elif chosen is not None and "diffquant" not in chosen.split(","):
+        environment["VLLM_PLUGINS"] = f"{chosen},diffquant"
+    return environment
+
+
+def _notes(config: Mapping[str, Any], cache: str) -> list[str]:
+    notes = []
+    if asked := beyond_weights(config.get("diffquant_config")):
+        stored = "in vLLM's fp8" if cache == "fp8" else "with 16 bits"
+        notes.append(f"{asked} of the recipe are not applied: K and V are stored {stored}, and logits are exact")
+    if version := find_untested_vllm():
+        notes.append(f"the plugin was tested with vLLM {', '.join(TESTED)}, but {version} is installed")
+    return notes

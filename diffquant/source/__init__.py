@@ -1,1 +1,0 @@
-"""Opened checkpoints: their tensors, identity, tokenizer and calibrated ranges."""

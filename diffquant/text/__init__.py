@@ -1,1 +1,0 @@
-"""Text that models read, and its tokens."""

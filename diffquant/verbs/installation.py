@@ -1,0 +1,170 @@
+"""The verb `doctor`: what is installed, and what each missing extra would add."""
+
+import platform
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from diffquant.errors import MissingDependencyError
+from diffquant.support.machine import cores
+from diffquant.support.terminal import Readable
+from diffquant.verbs.kinds import check_arguments
+
+if TYPE_CHECKING:
+    from diffquant.kernels.gpu import KernelSurvey
+
+
+_BUILD = "python -m diffquant.onnx.native builds it"
+# What each extra adds; those that only developers want are left out.
+ADDED_BY = {
+    "onnx": "the export, verify and run commands, and eval of exported models",
+    "onnx-gpu": "exported models on CUDA, in the place of onnxruntime",
+    "gpu": "the CUDA kernels",
+    "flash": "the flash_attn attention backend, which no other part needs",
+    "bnb": "a peer of the bench's linear layers on CUDA",
+    "datasets": "calibration data from datasets",
+    "search": "the search command",
+    "ray": "sweeps on a Ray cluster",
+    "peers": "lm-eval's tasks",
+    "vllm": "the serve command on a processor; on a GPU it takes the vllm that is installed",
+    "quantizers": "the other libraries of the rounding contest",
+}
+
+
+@dataclass(frozen=True, repr=False)
+class Diagnosis(Readable):
+    """The machine as diffquant sees it.
+
+    Attributes:
+        native_kernel: instruction set of the ONNX op's kernel, or None if its library was not built.
+        cuda_kernels: survey of the first CUDA device, or None if torch finds none.
+        required, extras: versions by package, and by extra and package, or None if a package is missing.
+        unmet: bounds by package that the installed version does not meet, such as ">=2.7".
+    """
+
+    diffquant: str
+    python: str
+    cores: int
+    device: str
+    bfloat16: bool
+    native_kernel: str | None
+    cuda_kernels: "KernelSurvey | None"
+    required: dict[str, str | None]
+    extras: dict[str, dict[str, str | None]]
+    unmet: dict[str, str]
+
+    @property
+    def complete(self) -> bool:
+        """Whether every required package is installed, in a version that will do."""
+        return None not in self.required.values() and not self.unmet.keys() & self.required.keys()
+
+    def to_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        from diffquant.support.installation import install_command
+
+        lines = [
+            f"diffquant {self.diffquant}, Python {self.python}, {self.cores} cores",
+            f"device: {self.device}; bfloat16 arithmetic: {'native' if self.bfloat16 else 'emulated, slow'}",
+            f"ONNX kernel: {self.native_kernel or 'not built, models run their function body; ' + _BUILD}",
+            str(self.cuda_kernels or "CUDA kernels: torch finds no CUDA device"),
+            "required: " + ", ".join(self._describe_version(*each) for each in self.required.items()),
+        ]
+        for extra, versions in self.extras.items():
+            missing = [name for name, version in versions.items() if version is None]
+            present = ", ".join(self._describe_version(*each) for each in versions.items() if each[1])
+            state = f"lacks {', '.join(missing)}: {install_command(extra)} adds {ADDED_BY[extra]}"
+            lines.append(
+                f"extra {extra}: {present + '; ' if present and missing else present}{state if missing else ''}"
+            )
+        return "\n".join(lines)
+
+    def _describe_version(self, package: str, version: str | None) -> str:
+        bound = self.unmet.get(package)
+        return f"{package} {version or 'MISSING'}" + (f" (NOT {bound})" if bound else "")
+
+
+def diagnose(native_kernel: str | None) -> Diagnosis:
+    """Look at the packages and the device.
+
+    Args:
+        native_kernel: instruction set of the ONNX op's kernel, or None if it was not built.
+    """
+    # Not at the top: `import diffquant` makes this room callable, and most programs never ask it.
+    from packaging.requirements import Requirement
+
+    from diffquant.serving.vllm import OLDEST
+    from diffquant.support.installation import __version__, requirements
+
+    needed = requirements()
+    if _version("vllm"):
+        # A build for GPUs, which no extra names, serves in the place of the one for processors.
+        needed["vllm"] = [Requirement(f"vllm>={OLDEST}")]
+    versions = {extra: {each.name: _version(each.name) for each in wanted} for extra, wanted in needed.items()}
+    required = versions[""]
+    device, bfloat16 = _device() if required["torch"] else ("unknown without torch", False)
+    return Diagnosis(
+        diffquant=__version__,
+        python=platform.python_version(),
+        cores=cores(),
+        device=device,
+        bfloat16=bfloat16,
+        native_kernel=native_kernel,
+        cuda_kernels=_cuda_kernels() if required["torch"] else None,
+        required=required,
+        extras={extra: versions[extra] for extra in ADDED_BY if extra in versions},
+        unmet={
+            each.name: str(each.specifier)
+            for extra, wanted in needed.items()
+            for each in wanted
+            if (version := versions[extra][each.name]) and not each.specifier.contains(version, prereleases=True)
+        },
+    )
+
+
+def _version(package: str) -> str | None:
+    from importlib import metadata
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _device() -> tuple[str, bool]:
+    import torch
+
+    from diffquant.support.devices import is_bfloat16_native
+
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name(), is_bfloat16_native("cuda")
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"CPU ({capability})", is_bfloat16_native()
+
+
+def _cuda_kernels() -> "KernelSurvey | None":
+    import torch
+
+    from diffquant.kernels.gpu import survey
+
+    return survey(torch.device("cuda", torch.cuda.current_device())) if torch.cuda.is_available() else None
+
+
+@check_arguments
+def doctor() -> "Diagnosis":
+    """Say what is installed, and what each extra would add.
+
+        diffquant doctor
+
+    Raises:
+        MissingDependencyError: a required package is missing or of another version; its `result` is the diagnosis.
+    """
+    from diffquant.onnx.native import kernel_name
+    from diffquant.support.installation import install_command
+
+    diagnosis = diagnose(kernel_name())
+    if not diagnosis.complete:
+        raise MissingDependencyError(
+            f"a required package is missing or not of a version that will do: {install_command()}", diagnosis
+        )
+    return diagnosis

@@ -1,0 +1,1 @@
+"""Examples: programs that use diffquant from outside. Nothing here is in a wheel."""

@@ -1,0 +1,216 @@
+"""Export of gated MLPs with PolyNorm, and of mixtures of experts as a Loop over the experts that some token chose.
+
+A weight has the matrices of all experts, or of all heads, stacked along its rows. MatMulNBits needs constant codes, so
+the graph gathers and dequantizes the weight of each chosen expert.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from onnx import TensorProto, helper
+from torch import Tensor
+
+from diffquant.model.motif3.blocks import ExpertsBlock, PolyMLPBlock, PolySettings
+from diffquant.model.motif3.experts import SUM_EPS
+from diffquant.onnx.graph.decoder import Decoder
+from diffquant.onnx.graph.linears import FLOAT_KINDS, Linears, block_size, container_bits
+from diffquant.onnx.graph.matrix import Matrix, checked_cast
+from diffquant.onnx.graph.nodes import EMITTED
+from diffquant.onnx.graph.op import CONTRIB
+from diffquant.onnx.graph.streaming import Streamed
+
+
+def head_matrices(linears: Linears, matrix: Matrix, name: str, rows: Tensor, is_transposed: bool) -> str:
+    """Add an initializer [heads, n, in], or [heads, in, n], with a weight's dequantized values; return its name.
+
+    Args:
+        matrix: weight of all heads.
+        name: name of the initializer.
+        rows: indices of each head's rows in the weight, int64 [heads, n].
+        is_transposed: whether each head's matrix is transposed.
+    """
+    heads, height = rows.shape
+    width, dtype = matrix.shape[1], linears.options.torch_dtype
+    own = replace(matrix, shape=(rows.numel(), width), order=rows.flatten())
+
+    def make(first: int, last: int) -> Tensor:
+        values = checked_cast(own.floats(first * height, last * height), dtype, matrix.stored_name)
+        by_head: Tensor = values.unflatten(0, (-1, height))
+        return by_head.mT if is_transposed else by_head
+
+    shape = (heads, width, height) if is_transposed else (heads, height, width)
+    entries = height * width
+    return linears.stream(Streamed(name, FLOAT_KINDS[dtype], shape, entries * dtype.itemsize, entries, make))
+
+
+def expert_product(linears: Linears, x: str, matrix: Matrix, experts: int, number: str) -> str:
+    """Add the matmul of x [M, in] with one expert's transposed matrix; return the name of the output [M, out].
+
+    Args:
+        matrix: weight [experts·out, in] of all experts.
+        number: name of the expert's index, an int64 scalar.
+    """
+    graph = linears.graph
+    shape = matrix.shape[0] // experts, matrix.shape[1]
+    if not matrix.scheme.quantizes:
+        weight = graph.add("Gather", _values(linears, matrix, experts), number)
+    else:
+        weight = _gather_expert(linears, matrix, shape, number)
+    return graph.add("FusedMatMul", x, weight, domain=CONTRIB, transB=1)
+
+
+def _values(linears: Linears, matrix: Matrix, experts: int) -> str:
+    """Add an initializer with all experts' values [experts, out, in], and return its name."""
+    dtype, (rows, width) = linears.options.torch_dtype, matrix.shape
+    height = rows // experts
+
+    def make(first: int, last: int) -> Tensor:
+        return checked_cast(matrix.values(first * height, last * height), dtype, matrix.stored_name)
+
+    shape, entries = (experts, height, width), height * width
+    name = f"{matrix.module}.weight"
+    return linears.stream(Streamed(name, FLOAT_KINDS[dtype], shape, entries * dtype.itemsize, entries, make))
+
+
+def _gather_expert(linears: Linears, matrix: Matrix, shape: tuple[int, int], number: str) -> str:
+    """Add the gathering and dequantization of one expert's weight [out, in], and return its name."""
+    graph, (out, width) = linears.graph, shape
+    layout = linears.layout(matrix)
+    scales = replace(layout["scales"], shape=(*layout["scales"].shape, 1))
+    codes, scales_name = linears.stream(layout["codes"]), linears.stream(scales)
+    first = graph.add("Mul", number, graph.constant(f"expert.height.{out}", np.array(out, np.int64)))
+    rows = graph.add("Add", graph.constant(f"expert.rows.{out}", np.arange(out)), first)
+    block = block_size(matrix.scheme, width) or width
+    blocks = graph.add(
+        "GatherBlockQuantized",
+        codes,
+        rows,
+        scales_name,
+        domain=CONTRIB,
+        bits=container_bits(matrix.scheme),
+        block_size=block,
+        gather_axis=0,
+        quantize_axis=2,
+    )
+    return linears.row_of_blocks(blocks, f"expert.row.{out}.{width}", (out,), width, block)
+
+
+def times(decoder: Decoder, x: str, factor: float, is_wide: bool = False) -> str:
+    """Add x times a factor unless it is 1, and return its name; `is_wide` means that x is float32."""
+    if factor == 1.0:
+        return x
+    dtype = np.dtype(np.float32) if is_wide else helper.tensor_dtype_to_np_dtype(decoder.graph.kind)
+    return decoder.graph.add("Mul", x, decoder.graph.constant(f"factor.{factor:.17g}.{dtype}", np.array(factor, dtype)))
+
+
+def _bounds(decoder: Decoder, poly: PolySettings) -> list[str]:
+    return [decoder.graph.constant(f"clamp.{x!r}", np.array(x, np.float32)) for x in (-poly.clamp, poly.clamp)]
+
+
+def poly_mlp(decoder: Decoder, x: str, place: str, block: PolyMLPBlock) -> str:
+    """Add a gated MLP with PolyNorm, and return its output's name."""
+    bounds = _bounds(decoder, block.poly)
+    gate, up = (
+        decoder.graph.add("Clip", decoder.graph.wide(y), *bounds)
+        for y in decoder.products(x, [f"{place}.gate_proj", f"{place}.up_proj"])
+    )
+    weight, bias = _poly_parameters(decoder, f"{place}.act_fn", block.poly)
+    active = EMITTED[block.activation](decoder.graph, gate, {"weight": weight, "bias": bias})
+    product = decoder.graph.narrow(decoder.graph.add("Mul", active, up))
+    return decoder.linear(times(decoder, product, block.poly.scale), f"{place}.down_proj")
+
+
+def _poly_parameters(decoder: Decoder, place: str, poly: PolySettings) -> list[str]:
+    weight, bias = (decoder.plan.vector(f"{place}.{name}") for name in ("weight", "bias"))
+    if poly.sigmoid:
+        weight = weight.sigmoid()
+    if poly.bias_clamp is not None:
+        bias = bias.clamp(-poly.bias_clamp, poly.bias_clamp)
+    return [
+        decoder.graph.constant(f"{place}.{name}", values.numpy())
+        for name, values in (("weight", weight), ("bias", bias))
+    ]
+
+
+def experts(decoder: Decoder, x: str, place: str, block: ExpertsBlock) -> str:
+    """Add a router, a Loop over the experts that some token chose, and the shared expert; return the sum's name."""
+    graph = decoder.graph
+    tokens = graph.add("Reshape", x, graph.int64("tokens", (-1, block.width)))
+    chosen, shares = _route(decoder, tokens, place, block)
+    parameters = _poly_parameters(decoder, f"{place}.experts.act_fn", block.poly)
+    some = graph.unused_name("Unique")
+    graph.add_all("Unique", [graph.add("Reshape", chosen, graph.int64("flat", (-1,)))], [some], sorted=1)
+    count = graph.add("Squeeze", graph.add("Shape", some))
+    zero = helper.make_tensor("zero", TensorProto.FLOAT, [1], [0])
+    nothing = graph.add("ConstantOfShape", graph.add("Shape", tokens), value=zero)
+    # onnx's reference evaluator treats an absent condition as false.
+    always = graph.add("Constant", value=helper.make_tensor("always", TensorProto.BOOL, [], [True]))
+    given = [graph.unused_name(name) for name in ("round", "goes", "sum")]
+    with graph.collect_nodes() as nodes:
+        number = graph.add("Gather", some, given[0])
+        total = _with_expert(decoder, given[2], number, tokens, chosen, shares, parameters, place, block)
+        goes_on = graph.add("Identity", given[1])
+    kinds: list[tuple[int, list[int] | None]] = [
+        (TensorProto.INT64, []),
+        (TensorProto.BOOL, []),
+        (TensorProto.FLOAT, None),
+    ]
+    inputs = [helper.make_tensor_value_info(n, *kind) for n, kind in zip(given, kinds, strict=True)]
+    outputs = [helper.make_tensor_value_info(n, *kind) for n, kind in zip((goes_on, total), kinds[1:], strict=True)]
+    body = helper.make_graph(nodes, f"{place}.expert", inputs, outputs)
+    routed = decoder.graph.narrow(graph.add("Loop", count, always, nothing, body=body))
+    by_token = graph.add("Reshape", routed, graph.add("Shape", x))
+    return graph.add("Add", by_token, poly_mlp(decoder, x, f"{place}.shared_experts", block.shared))
+
+
+def _route(decoder: Decoder, tokens: str, place: str, block: ExpertsBlock) -> tuple[str, str]:
+    """Add the router; return the names of each token's expert indices, int64 [N, chosen], and float32 weights."""
+    graph, plan = decoder.graph, decoder.plan
+    name = f"{place}.router.gate.weight"
+    weight = graph.constant(name, plan.small_matrix(name).T.contiguous().numpy())
+    scores = graph.add("Sigmoid", graph.add("MatMul", decoder.graph.wide(tokens), weight))
+    favoured = scores
+    if block.biased:
+        bias = graph.constant(f"{place}.expert_bias", plan.vector(f"{place}.expert_bias").numpy())
+        favoured = graph.add("Add", scores, bias)
+    chosen = graph.unused_name("TopK_indices")
+    graph.add_all("TopK", [favoured, graph.int64("chosen", (block.chosen,))], [graph.unused_name("TopK"), chosen])
+    shares = graph.add("GatherElements", scores, chosen, axis=1)
+    if block.normed:
+        sums = graph.add("ReduceSum", shares, graph.int64("second_axis", (1,)))
+        least = graph.constant("smallest_share", np.array(SUM_EPS, np.float32))
+        shares = graph.add("Div", shares, graph.add("Add", sums, least))
+    return chosen, times(decoder, shares, block.scale, is_wide=True)
+
+
+def _with_expert(
+    decoder: Decoder,
+    total: str,
+    number: str,
+    tokens: str,
+    chosen: str,
+    shares: str,
+    parameters: Sequence[str],
+    place: str,
+    block: ExpertsBlock,
+) -> str:
+    """Add one expert's weighted output for its tokens to the sum `total` [N, D], and return the new sum's name."""
+    graph, poly = decoder.graph, block.poly
+    first = graph.int64("zero", (0,))
+    places = graph.add("NonZero", graph.add("Equal", chosen, number))
+    rows = graph.add("Squeeze", graph.add("Gather", places, first), first)
+    share = graph.add("GatherND", shares, graph.add("Transpose", places, perm=[1, 0]))
+    own = graph.add("Gather", tokens, rows)
+    up_matrix, down_matrix = (
+        decoder.plan.matrices[f"{place}.experts.{name}"] for name in ("gate_up_proj", "down_proj")
+    )
+    both = decoder.graph.wide(expert_product(decoder.linears, own, up_matrix, block.experts, number))
+    gate, up = decoder.graph.split(both, [block.inner, block.inner])
+    weight, bias = (graph.add("Gather", name, number) for name in parameters)
+    active = EMITTED["poly_norm"](graph, gate, {"weight": weight, "bias": bias})
+    product = graph.narrow(graph.add("Clip", graph.add("Mul", active, up), *_bounds(decoder, poly)))
+    y = expert_product(decoder.linears, times(decoder, product, poly.scale), down_matrix, block.experts, number)
+    column = graph.int64("second_axis", (1,))
+    shared = graph.add("Mul", decoder.graph.wide(y), graph.add("Unsqueeze", share, column))
+    return graph.add("ScatterND", total, graph.add("Unsqueeze", rows, column), shared, reduction="add")

@@ -1,0 +1,165 @@
+"""An exported folder's descriptions: model card, genai_config.json, web.json, and a portable folder's config.json."""
+
+from typing import Any
+
+from diffquant.checkpoints.side_files import front_matter
+from diffquant.checkpoints.texts import SpecialTokens
+from diffquant.model.config import DiffTransformerConfig
+from diffquant.onnx.graph.plan import ExportPlan, key_width
+from diffquant.onnx.runtime.device import RuntimeDevice
+from diffquant.quantization.descriptions import FAMILY
+from diffquant.support.terminal import markdown_code, markdown_text
+
+_CARD = """{head}
+# {title}, for ONNX Runtime
+
+Exported from {name} ({model_type}) by diffquant.
+
+| part | precision |
+|---|---|
+| weights | {weights} |
+| KV cache | {cache} |
+| attention logits | {logits} |
+| embedding and head | {embed} |
+| activations | {dtype} |
+
+`diffquant run FOLDER --prompt TEXT` continues a prompt. ONNX Runtime opens {model} by itself as well{why}.
+diffquant.json has what it was made from.
+"""
+
+_FUNCTION = "an operator of\ndiffquant's own comes with its function body of standard operators"
+
+
+def exported_card(plan: ExportPlan) -> str:
+    """Return an exported folder's model card: its checkpoint, its precisions, and what runs it."""
+    checkpoint, options = plan.source.checkpoint, plan.options
+    tags = ["diffquant", "onnxruntime", *([FAMILY] if plan.source.spec.maps > 1 else [])]
+    is_rounded = plan.source.packed or options.weights.quantizes or options.embed_bits < 16
+    return _CARD.format(
+        head=front_matter("onnx", tags, checkpoint.front_matter, "quantized" if is_rounded else None),
+        title=markdown_text(checkpoint.name),
+        name=markdown_code(checkpoint.name),
+        model_type=markdown_text(str(checkpoint.config.get("model_type"))),
+        weights="as the checkpoint stores them" if plan.source.packed else options.weights,
+        cache=f"{options.kv_bits} bits" if options.cache else "none",
+        logits=options.logits,
+        embed=f"{options.embed_bits} bits",
+        dtype=options.dtype,
+        model=options.layout.model,
+        why="" if options.portable else f": {_FUNCTION}",
+    )
+
+
+GENAI_FILE = "genai_config.json"
+
+
+def genai_config(plan: ExportPlan, tokens: SpecialTokens) -> dict[str, Any]:
+    """Return genai_config.json: names, sizes, special tokens and the device, for onnxruntime-genai's "decoder"."""
+    config, spec = plan.config, plan.spec
+    device = RuntimeDevice.parse(plan.options.genai_device)
+    context = config.max_position_embeddings
+    # Nodes that a provider does not support run on the CPU.
+    providers = [{device.kind: device.cuda_options}] if device.kind == "cuda" else []
+    decoder: dict[str, Any] = {
+        "session_options": {"log_id": "onnxruntime-genai", "provider_options": providers},
+        "filename": plan.options.layout.model,
+        "head_size": key_width(spec),
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": spec.query_heads,
+        "num_key_value_heads": spec.kv_pairs,
+        "num_hidden_layers": config.num_hidden_layers,
+        "inputs": {
+            "input_ids": "input_ids",
+            "attention_mask": "attention_mask",
+            "past_key_names": "past_key_values.%d.key",
+            "past_value_names": "past_key_values.%d.value",
+        },
+        "outputs": {
+            "logits": "logits",
+            "present_key_names": "present.%d.key",
+            "present_value_names": "present.%d.value",
+        },
+    }
+    if plan.source.architecture.keeps_states:
+        decoder["inputs"] |= {"past_conv_names": "past_conv.%d", "past_recurrent_names": "past_ssm.%d"}
+        decoder["outputs"] |= {"present_conv_names": "present_conv.%d", "present_recurrent_names": "present_ssm.%d"}
+    model: dict[str, Any] = {
+        "type": "decoder",
+        "vocab_size": config.vocab_size,
+        "context_length": context,
+        "bos_token_id": 0 if tokens.bos is None else tokens.bos,
+        # Without an end token, only the length stops generation; ids outside the vocabulary are refused.
+        "eos_token_id": tokens.ends,
+        "pad_token_id": (*tokens.ends, 0)[0] if tokens.pad is None else tokens.pad,
+        "decoder": decoder,
+    }
+    search = {
+        "do_sample": False,
+        "max_length": context,
+        "min_length": 0,
+        "num_beams": 1,
+        "past_present_share_buffer": True,
+        "repetition_penalty": 1.0,
+        "temperature": 1.0,
+        "top_k": 1,
+        "top_p": 1.0,
+    }
+    return {"model": model, "search": search}
+
+
+WEB_FILE = "web.json"
+
+
+def web_description(config: DiffTransformerConfig, tokens: SpecialTokens) -> dict[str, Any]:
+    """Return web.json: the model's sizes, named as in docs/differential-attention-op.md."""
+    spec = config.diff_spec
+    return {
+        "generation": spec.generation,
+        "layers": config.num_hidden_layers,
+        "num_pairs": spec.pairs,
+        "num_kv_pairs": spec.kv_pairs,
+        "signals_per_noise": spec.signals_per_noise,
+        "head_dim": spec.head_dim,
+        "shares_keys": spec.shared_k,
+        "scale": spec.scale,
+        "context": config.max_position_embeddings,
+        "ends": tokens.ends,
+    }
+
+
+def portable_config(plan: ExportPlan, tokens: SpecialTokens) -> dict[str, Any]:
+    """Return config.json with a model type that transformers.js and optimum support.
+
+    These find the names of the cache inputs by the model type, and the graph computes the model whatever its type. So
+    the model is described as a Llama, whose cache inputs have the same names; its sizes are those of the cache: a key
+    row holds both maps' keys. A hybrid with Mamba states is described as a GraniteMoeHybrid, with a type per layer.
+    """
+    config, spec, architecture = plan.config, plan.spec, plan.source.architecture
+    kind: dict[str, Any] = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    if architecture.keeps_states:
+        # A layer's type decides whether its inputs are states, keys and values, or nothing.
+        mixers = [next(iter(blocks.values())) for blocks in architecture.layers]
+        types = [
+            "attention" if layer in architecture.token_rows else "mamba" if mixer.stored else "dense"
+            for layer, mixer in enumerate(mixers)
+        ]
+        kind = {
+            "model_type": "granitemoehybrid",
+            "architectures": ["GraniteMoeHybridForCausalLM"],
+            "layer_types": types,
+        }
+    return {
+        **kind,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_attention_heads": spec.query_heads,
+        "num_key_value_heads": spec.kv_pairs,
+        "head_dim": key_width(spec),
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_position_embeddings,
+        "bos_token_id": tokens.bos,
+        "eos_token_id": tokens.eos,
+        "pad_token_id": tokens.pad,
+        "transformers.js_config": {"dtype": "fp32", "use_external_data_format": {"model.onnx": 1}},
+    }

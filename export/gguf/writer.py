@@ -1,0 +1,250 @@
+"""Export of a Llama, quantized or not, to a GGUF file; codes stay unchanged, and scales become float16.
+
+Blocks of Q4_0, Q5_0 and Q8_0 have 32 integers of one row and a float16 scale.
+
+Source: the GGUF specification, https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; ggml, src/ggml-common.h.
+"""
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType
+from torch import Tensor
+
+from diffquant.checkpoints.atomic_folder import RECORD, check_output, stage_output
+from diffquant.checkpoints.gguf import PLAIN_TYPES
+from diffquant.checkpoints.gguf_header import read_header
+from diffquant.checkpoints.gguf_tokenizer import load_gguf_tokenizer
+from diffquant.checkpoints.opening import is_gguf
+from diffquant.checkpoints.row_stream import checkpoint_key, convert_rows, open_workers, row_blocks
+from diffquant.checkpoints.side_files import front_matter
+from diffquant.checkpoints.source import Source, open_source
+from diffquant.checkpoints.tokenizer import first_difference
+from diffquant.errors import CheckpointError, DiffQuantError, OutputExistsError, UsageError
+from diffquant.onnx.gguf.plan import BLOCK, OWN_KEY, GgufPlan, plan_gguf
+from diffquant.onnx.graph.matrix import Matrix
+from diffquant.recipe.scheme import FULL, Scheme
+from diffquant.reports.tables import compared_size
+from diffquant.support.digests import FileDigests
+from diffquant.support.files import check_plain, replacing, sync, write_atomically
+from diffquant.support.installation import versions
+from diffquant.support.names import option_name
+from diffquant.support.outputs import check_written_file
+from diffquant.support.progress import Progress, silent
+from diffquant.support.terminal import Readable, markdown_code, markdown_text
+
+Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
+
+_CARD = """{head}
+# {title}, as GGUF
+
+Exported from {name} ({model_type}) by diffquant: {types}.
+
+`llama-server -m {file}` and other programs of llama.cpp run it, and `diffquant.load` reads it back.
+"""
+
+
+@dataclass(frozen=True, repr=False)
+class GgufReport(Readable):
+    """Result of an export to GGUF.
+
+    Attributes:
+        file: file that was written.
+        bytes_before: size of the checkpoint's weights in bytes.
+        bytes_after: size of the file in bytes.
+        weights: number of the checkpoint's weights.
+        types: number of tensors of each ggml type.
+        seconds: duration of the export.
+        notes: sentences for the user.
+    """
+
+    file: Path
+    bytes_before: int
+    bytes_after: int
+    weights: int
+    types: Mapping[str, int]
+    seconds: float
+    notes: tuple[str, ...]
+
+    def summary(self) -> str:
+        size = compared_size(self.bytes_after, self.bytes_before, self.weights)
+        lines = [f"{self.file}: {size}, in {self.seconds:.1f} s", f"  tensors: {_format_types(self.types)}"]
+        return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
+
+
+def export_gguf(
+    source: Path | str | Source,
+    output: Path | str,
+    weights: Scheme = FULL,
+    *,
+    ends: Scheme = FULL,
+    dtype: torch.dtype | None = None,
+    overwrite: bool = False,
+    progress: Progress = silent,
+) -> GgufReport:
+    """Write a Llama as a GGUF file, with one tensor in memory at a time.
+
+    Args:
+        source: a checkpoint folder, quantized or not, or a .gguf file.
+        output: a file that ends in .gguf, or a folder to create for the file and a model card.
+        weights, ends, dtype: see `plan_gguf`.
+        overwrite: replace an output that diffquant wrote.
+        progress: called with the bytes written.
+
+    Raises:
+        DiffQuantError: the checkpoint, the options or the output are invalid; nothing is written then.
+    """
+    started, output = time.monotonic(), Path(output)
+    check_gguf_output(source.path if isinstance(source, Source) else Path(source), output, overwrite)
+    opened = open_source(source)
+    plan = plan_gguf(opened, weights, ends, dtype)
+    with _open_output(plan, output, overwrite) as file:
+        notes, nbytes = _write(plan, file, progress), file.stat().st_size
+        if file.suffix == ".gguf":
+            _describe(plan, file)
+    place, before = output if is_gguf(output) else output / file.name, opened.checkpoint.stored_nbytes
+    seconds = time.monotonic() - started
+    return GgufReport(place, before, nbytes, opened.weights, plan.types, seconds, (*plan.notes, *notes))
+
+
+def check_gguf_output(source: Path, output: Path, overwrite: bool) -> None:
+    """Check early that the output can be written, and would not replace anything it should not.
+
+    Raises:
+        OutputExistsError: it exists and `overwrite` is false, or diffquant did not write it.
+        UsageError: it overlaps the source, or nothing can be written there.
+    """
+    if not is_gguf(output):
+        check_output(source, output, overwrite)
+        return
+    if output.resolve() == source.resolve():
+        raise UsageError(f"the output {output} is the input; choose another file")
+    if os.path.lexists(output) and not overwrite:
+        raise OutputExistsError(f"{output} exists; choose another output or pass {option_name('overwrite', True)}")
+    check_written_file(output, _is_own(output))
+
+
+def _is_own(file: Path) -> bool:
+    try:
+        check_plain(file)
+        return OWN_KEY in read_header(np.memmap(file, np.uint8, mode="r").data)[0]
+    except (OSError, ValueError, CheckpointError):
+        return False
+
+
+@contextmanager
+def _open_output(plan: GgufPlan, output: Path, overwrite: bool) -> Iterator[Path]:
+    """Yield the path to write to; afterwards the file, or the folder that it is in, becomes the output atomically."""
+    checkpoint = plan.source.checkpoint
+    if not is_gguf(output):
+        key = {"verb": "export", "to": "gguf", "source": checkpoint_key(checkpoint)} | versions()
+        with stage_output(output, key, checkpoint.stored_nbytes, overwrite) as staging:
+            yield staging.folder / f"{Path(checkpoint.name).name}-{plan.main_type}.gguf"
+        return
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(output) as file:
+            yield file
+    except OSError as error:
+        raise DiffQuantError(f"writing {output} failed: {error.strerror}; nothing of it is kept") from error
+
+
+def _write(plan: GgufPlan, file: Path, progress: Progress) -> tuple[str, ...]:
+    """Write the file; return sentences for the user on rounded scales and tokenizer differences."""
+    writer, done = plan.writer, 0
+    rounded: list[tuple[int, float]] = []
+    total = sum(rows * nbytes for rows, nbytes in map(plan.shape, plan.matrices))
+    with closing(writer), open_workers() as pool:
+        writer.write_header_to_file(file)
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for values in plan.vectors.values():
+            writer.write_tensor_data(values)
+        for name, matrix in plan.matrices.items():
+            data = np.empty(plan.shape(name), np.uint8)
+
+            def fill(rows: tuple[int, int], data: Bytes = data, name: str = name) -> tuple[int, float]:
+                data[slice(*rows)], count, worst = _rows(plan.matrices[name], plan.kinds[name], *rows)
+                return count, worst
+
+            rounded += pool.map(fill, row_blocks(*matrix.shape))
+            writer.write_tensor_data(data)
+            done += data.nbytes
+            progress(done, total, matrix.stored_name)
+    sync(file)
+    notes = []
+    if count := sum(each for each, _ in rounded):
+        worst = max(error for _, error in rounded)
+        notes.append(f"{count:,} scales are rounded to float16, with a relative error of {worst:.2g} at most")
+    if (text := first_difference(load_gguf_tokenizer(file), plan.source.tokenizer)) is not None:
+        notes.append(f"llama.cpp splits some texts otherwise than the checkpoint's tokenizer, such as {text[:40]!r}")
+    return tuple(notes)
+
+
+def _rows(matrix: Matrix, kind: GGMLQuantizationType, first: int, last: int) -> tuple[Bytes, int, float]:
+    """Return the stored bytes of some rows, the number of inexact float16 scales, and their largest relative error."""
+    if not matrix.scheme.quantizes:
+        values = convert_rows(matrix.values(first, last), PLAIN_TYPES[kind], matrix.stored_name)
+        return values.contiguous().view(torch.uint8).numpy(), 0, 0.0
+    codes, scales = matrix.codes(first, last), matrix.scales(first, last).float()
+    halves = scales.half()
+    if not torch.isfinite(halves).all():
+        raise CheckpointError(f"{matrix.stored_name} has a scale of {scales.max():g}, and float16 ends at 65504")
+    errors = (halves.float() / scales - 1).abs()
+    return pack_blocks(codes, halves, matrix.scheme.bits), int((errors > 0).sum()), float(errors.max())
+
+
+def pack_blocks(codes: Tensor, scales: Tensor, bits: int) -> Bytes:
+    """Pack codes and scales into ggml's blocks.
+
+    Args:
+        codes: int8 [rows, in].
+        scales: float16 [rows, groups]; a group is a whole number of blocks.
+        bits: 4, 5 or 8.
+
+    Returns:
+        uint8 [rows, bytes per row].
+    """
+    rows, blocks = len(codes), codes.shape[1] // BLOCK
+    repeated = scales.repeat_interleave(blocks // scales.shape[1], 1)
+    parts: list[Bytes] = [repeated.numpy().view(np.uint8).reshape(rows, blocks, 2)]
+    values = codes.numpy().reshape(rows, blocks, BLOCK)
+    if bits == 8:
+        parts.append(values.view(np.uint8))
+    else:
+        levels = (values + (1 << bits - 1)).astype(np.uint8)
+        if bits == 5:
+            parts.append(np.packbits(levels >> 4, axis=-1, bitorder="little"))
+        low = levels & 15
+        parts.append((low[..., : BLOCK // 2] | low[..., BLOCK // 2 :] << 4).astype(np.uint8))
+    return np.concatenate(parts, -1).reshape(rows, -1)
+
+
+def _format_types(types: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in sorted(types.items()))
+
+
+def _describe(plan: GgufPlan, file: Path) -> None:
+    """Write the model card and diffquant.json beside a file."""
+    checkpoint = plan.source.checkpoint
+    has_codes = any(matrix.scheme.quantizes for matrix in plan.matrices.values())
+    card = _CARD.format(
+        head=front_matter("gguf", ["diffquant"], checkpoint.front_matter, "quantized" if has_codes else None),
+        title=markdown_text(checkpoint.name),
+        name=markdown_code(checkpoint.name),
+        model_type=markdown_text(plan.source.model_type),
+        types=_format_types(plan.types),
+        file=file.name,
+    )
+    write_atomically(file.with_name("README.md"), card)
+    digests = FileDigests.of(checkpoint.weight_files()).to_dict()
+    record: dict[str, Any] = {"format": "gguf", "versions": versions(), "source": {"name": checkpoint.name, **digests}}
+    write_atomically(file.with_name(RECORD), json.dumps(record, indent=2) + "\n")

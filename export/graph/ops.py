@@ -1,0 +1,277 @@
+"""Further ops of the domain `diffquant`, version 2: quantized matmul, Transformer attention, and Mamba's two ops.
+
+docs/differential-attention-op.md is the specification; a test compares its tables with these schemas. ONNX Runtime's
+GroupQueryAttention would store values below a channel's range as -2^(b-1), a code that the cache's format lacks. The
+function bodies therefore rotate keys first, and then clip keys and values from below.
+"""
+
+from onnx import FunctionProto, TensorProto
+from onnx.defs import OpSchema
+
+from diffquant.onnx.graph.op import CONTRIB, DOMAIN, VERSION, make_function, parameter, signature_of
+
+MATMUL = "MatMulNBits"
+# Integer attributes, named as in ONNX Runtime's op.
+ATTRIBUTES = ("K", "N", "bits", "block_size", "accuracy_level")
+
+
+def matmul_schema() -> OpSchema:
+    """Return the op's schema."""
+    return OpSchema(
+        MATMUL,
+        DOMAIN,
+        VERSION,
+        doc="A·(codes - 2^(bits-1))ᵀ·scales, with A rounded to int8 by blocks of columns.",
+        inputs=[
+            parameter("A", "T", "[..., K]"),
+            parameter("B", "TB", "[N, ⌈K / block_size⌉, block_size·bits / 8]"),
+            parameter("scales", "T", "[N, ⌈K / block_size⌉]"),
+        ],
+        outputs=[parameter("Y", "T", "[..., N]")],
+        type_constraints=[
+            ("T", ["tensor(float)"], "Activations and scales."),
+            ("TB", ["tensor(uint8)"], "Codes."),
+        ],
+        attributes=[OpSchema.Attribute(name, OpSchema.AttrType.INT, "", required=True) for name in ATTRIBUTES],
+    )
+
+
+def matmul_function(opset: int) -> FunctionProto:
+    """Return the op's function body: one node of ONNX Runtime's MatMulNBits.
+
+    Args:
+        opset: version of the standard domain, that of the model.
+    """
+    copied = ", ".join(f"{name}: int = @{name}" for name in ATTRIBUTES)
+    text = f"   Y = {CONTRIB}.{MATMUL} <{copied}> (A, B, scales)"
+    return make_function(signature_of(matmul_schema()), text, opset, ATTRIBUTES, has_contrib=True)
+
+
+_POSITIONS = f"""   new = Shape <start = 1, end = 2> (query)
+   c0 = Constant <value = int64[1] {{0}}> ()
+   c1 = Constant <value = int64[1] {{1}}> ()
+   s0 = Constant <value = int64 {{0}}> ()
+   s1 = Constant <value = int64 {{1}}> ()
+   new_s = Squeeze (new)
+   last = Cast <to = {TensorProto.INT64}> (seqlens_k)
+   tokens = Add (last, c1)
+   before = Sub (tokens, new)
+   start = Max (before, c0)
+   start_column = Unsqueeze (start, c1)
+   steps = Range (s0, new_s, s1)
+   position = Add (start_column, steps)"""
+
+
+def bounded_rows(heads: str, bits: int, rotates: bool) -> str:
+    """Return nodes, as text, that rotate queries and keys and clip keys and values [B, T, rows] from below.
+
+    They compute the values {heads}_turned, key_bounded and value_bounded.
+
+    Args:
+        heads: name of the queries, whose heads are as wide as key rows.
+        bits: width of the cache's codes.
+        rotates: whether queries and keys are rotated (RoPE).
+    """
+    names = (heads, "key")
+    if rotates:
+        turned = f"{CONTRIB}.RotaryEmbedding <interleaved: int = @rotary_interleaved>"
+        parts = [_POSITIONS, *(f"   {x}_turned = {turned} ({x}, position, cos_cache, sin_cache)" for x in names)]
+    else:
+        parts = [f"   {x}_turned = Identity ({x})" for x in names]
+    parts.append(f"""   lowest = Constant <value = float {{{1 - 2 ** (bits - 1)}.0}}> ()
+   as_row = Constant <value = int64[3] {{1, 1, -1}}> ()""")
+    parts += [
+        f"""   {name}_range = Mul ({scale}, lowest)
+   {name}_range_row = Reshape ({name}_range, as_row)
+   {name}_range_typed = CastLike ({name}_range_row, {name})
+   {name}_bounded = Max ({rows}, {name}_range_typed)"""
+        for name, scale, rows in (("key", "k_scale", "key_turned"), ("value", "v_scale", "value"))
+    ]
+    return "\n".join(parts)
+
+
+QUANTIZED_ATTENTION = "QuantizedAttention"
+
+
+# Integer attributes, named as in GroupQueryAttention.
+_COPIED = ("num_heads", "kv_num_heads", "do_rotary", "rotary_interleaved", "local_window_size")
+_ATTRIBUTES = dict.fromkeys((*_COPIED, "kv_bit_width"), OpSchema.AttrType.INT) | {"scale": OpSchema.AttrType.FLOAT}
+
+
+def quantized_attention_schema() -> OpSchema:
+    """Return the op's schema."""
+    return OpSchema(
+        QUANTIZED_ATTENTION,
+        DOMAIN,
+        VERSION,
+        doc="softmax(Q·Kᵀ·scale)·V, causal, over a KV cache of codes that it extends.",
+        inputs=[
+            parameter("query", "T", "[B, T, h·d]"),
+            parameter("key", "T", "[B, T, h_kv·d]"),
+            parameter("value", "T", "[B, T, h_kv·d]"),
+            parameter("past_key", "TC", "[B, h_kv, P, d·c]"),
+            parameter("past_value", "TC", "[B, h_kv, P, d·c]"),
+            parameter("seqlens_k", "TI", "[B]"),
+            parameter("total_sequence_length", "TI", "scalar"),
+            parameter("cos_cache", "T", "[positions, d/2]", optional=True),
+            parameter("sin_cache", "T", "[positions, d/2]", optional=True),
+            parameter("k_scale", "TL", "[1, h_kv, 1, d]"),
+            parameter("v_scale", "TL", "[1, h_kv, 1, d]"),
+        ],
+        outputs=[
+            parameter("output", "T", "[B, T, h·d]"),
+            parameter("present_key", "TC", "[B, h_kv, max(P, total_sequence_length), d·c]"),
+            parameter("present_value", "TC", "[B, h_kv, max(P, total_sequence_length), d·c]"),
+        ],
+        type_constraints=[
+            ("T", ["tensor(float)", "tensor(float16)"], "Activations."),
+            ("TC", ["tensor(int8)", "tensor(uint8)"], "KV cache."),
+            ("TL", ["tensor(float)"], "Scales."),
+            ("TI", ["tensor(int32)"], "Lengths."),
+        ],
+        attributes=[OpSchema.Attribute(name, kind, "", required=True) for name, kind in _ATTRIBUTES.items()],
+    )
+
+
+def quantized_attention_function(opset: int, bits: int, rotates: bool) -> FunctionProto:
+    """Return the op's function body: one node of ONNX Runtime's GroupQueryAttention, behind rotation and clipping.
+
+    Args:
+        opset: version of the standard domain, that of the model.
+        bits: `kv_bit_width` of the nodes that will use it.
+        rotates: `do_rotary` of these nodes.
+    """
+    text = f"{bounded_rows('query', bits, rotates)}\n{_TEXT}"
+    return make_function(signature_of(quantized_attention_schema()), text, opset, _ATTRIBUTES, has_contrib=True)
+
+
+_OPTIONS = [
+    *(f"{name}: int = @{name}" for name in _COPIED if "rota" not in name),
+    "scale: float = @scale",
+    "kv_cache_bit_width: int = @kv_bit_width",
+    'k_quant_type = "PER_CHANNEL"',
+    'v_quant_type = "PER_CHANNEL"',
+]
+_TEXT = f"""   output, present_key, present_value = {CONTRIB}.GroupQueryAttention <{", ".join(_OPTIONS)}> (
+      query_turned, key_bounded, value_bounded, past_key, past_value, seqlens_k, total_sequence_length, , , , , ,
+      k_scale, v_scale)"""
+
+
+CAUSAL_CONVOLUTION, SELECTIVE_SCAN = "CausalConvolution", "SelectiveScan"
+
+
+def causal_convolution_schema() -> OpSchema:
+    """Return the op's schema."""
+    return OpSchema(
+        CAUSAL_CONVOLUTION,
+        DOMAIN,
+        VERSION,
+        doc="Each channel's convolution over a token and the W - 1 before it, which past_state holds of earlier calls.",
+        inputs=[
+            parameter("u", "T", "[B, T, E]"),
+            parameter("weight", "T", "[W, E]"),
+            parameter("bias", "T", "[E]"),
+            parameter("counts", "TI", "[B]"),
+            parameter("past_state", "T", "[B, W-1, E]"),
+        ],
+        outputs=[parameter("y", "T", "[B, T, E]"), parameter("present_state", "T", "[B, W-1, E]")],
+        type_constraints=[
+            ("T", ["tensor(float)", "tensor(float16)"], "Activations."),
+            ("TI", ["tensor(int64)"], "Numbers of new tokens, behind which u is padding."),
+        ],
+    )
+
+
+def selective_scan_schema() -> OpSchema:
+    """Return the op's schema."""
+    return OpSchema(
+        SELECTIVE_SCAN,
+        DOMAIN,
+        VERSION,
+        doc="h = exp(Δ·A)∘h + Δ·B·u and y = C·h + D∘u, a token after the other. Where Δ is 0, h stays.",
+        inputs=[
+            parameter("u", "T", "[B, T, E]"),
+            parameter("step", "T", "[B, T, E]"),
+            parameter("A", "T", "[E, N]"),
+            parameter("B", "T", "[B, T, N]"),
+            parameter("C", "T", "[B, T, N]"),
+            parameter("D", "T", "[E]"),
+            parameter("past_state", "T", "[B, E, N]"),
+        ],
+        outputs=[parameter("y", "T", "[B, T, E]"), parameter("present_state", "T", "[B, E, N]")],
+        type_constraints=[("T", ["tensor(float)"], "All values.")],
+    )
+
+
+def causal_convolution_function(seen: int, opset: int) -> FunctionProto:
+    """Return the op's function body: a multiply-add for each of the convolution's taps.
+
+    Args:
+        seen: number W of taps.
+        opset: version of the standard domain, that of the model.
+    """
+    return make_function(signature_of(causal_convolution_schema()), _convolution_text(seen), opset)
+
+
+def selective_scan_function(opset: int) -> FunctionProto:
+    """Return the op's function body, with one Scan over the tokens.
+
+    Args:
+        opset: version of the standard domain, that of the model.
+    """
+    return make_function(signature_of(selective_scan_schema()), _SCAN_TEXT, opset)
+
+
+def _convolution_text(seen: int) -> str:
+    taps = "\n".join(
+        f"""   first_{tap} = Constant <value = int64[1] {{{tap}}}> ()
+   last_{tap} = Add (length, first_{tap})
+   inputs_{tap} = Slice (inputs, first_{tap}, last_{tap}, axis)
+   weight_{tap} = Gather (weight, first_{tap})
+   tap_{tap} = Mul (inputs_{tap}, weight_{tap})"""
+        for tap in range(seen)
+    )
+    sums = "\n".join(f"   sum_{tap} = Add ({f'sum_{tap - 1}' if tap else 'bias'}, tap_{tap})" for tap in range(seen))
+    return f"""   axis = Constant <value = int64[1] {{1}}> ()
+   length = Shape <start = 1, end = 2> (u)
+   inputs = Concat <axis = 1> (past_state, u)
+{taps}
+{sums}
+   y = Identity (sum_{seen - 1})
+   zero = Constant <value = int64 {{0}}> ()
+   kept = Constant <value = int64 {{{seen - 1}}}> ()
+   one = Constant <value = int64 {{1}}> ()
+   behind = Constant <value = int64[1] {{2}}> ()
+   places = Range (zero, kept, one)
+   starts = Unsqueeze (counts, axis)
+   rows = Add (starts, places)
+   index = Unsqueeze (rows, behind)
+   present_state = GatherND <batch_dims = 1> (inputs, index)"""
+
+
+# Scan runs over the first axis, the only one that onnx's reference evaluator supports.
+_SCAN_TEXT = """   fed = Mul (step, u)
+   step_turned = Transpose <perm = [1, 0, 2]> (step)
+   fed_turned = Transpose <perm = [1, 0, 2]> (fed)
+   into_turned = Transpose <perm = [1, 0, 2]> (B)
+   out_turned = Transpose <perm = [1, 0, 2]> (C)
+   present_state, rows = Scan <num_scan_inputs = 4, body = token (
+      float[b, e, n] state, float[b, e] one_step, float[b, e] one_fed, float[b, n] one_into, float[b, n] one_out
+   ) => (float[b, e, n] next, float[b, e] read) {
+      last_axis = Constant <value = int64[1] {-1}> ()
+      middle_axis = Constant <value = int64[1] {1}> ()
+      step_column = Unsqueeze (one_step, last_axis)
+      exponent = Mul (step_column, A)
+      decay = Exp (exponent)
+      decayed = Mul (decay, state)
+      fed_column = Unsqueeze (one_fed, last_axis)
+      into_row = Unsqueeze (one_into, middle_axis)
+      added = Mul (fed_column, into_row)
+      next = Add (decayed, added)
+      out_column = Unsqueeze (one_out, last_axis)
+      read_column = MatMul (next, out_column)
+      read = Squeeze (read_column, last_axis)
+   }> (past_state, step_turned, fed_turned, into_turned, out_turned)
+   read_turned = Transpose <perm = [1, 0, 2]> (rows)
+   skipped = Mul (D, u)
+   y = Add (read_turned, skipped)"""

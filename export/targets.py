@@ -1,0 +1,64 @@
+"""Export formats that can be run, each recognized by the files in its folders."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from diffquant.onnx.files import model_file
+
+if TYPE_CHECKING:
+    from diffquant.measure.sweep.exported import Runtime
+
+
+@dataclass(frozen=True)
+class ExportTarget:
+    """An export format whose folders a runtime opens directly. A separate command writes it.
+
+    GGUF is not one: a GGUF file is opened as a checkpoint. The functions import their libraries when called, since
+    recognizing a folder must not need any.
+
+    Attributes:
+        name: name of the target in commands.
+        opens: returns whether a folder is such an export, by the names of its files only.
+        runtime: returns the runtime with which evaluations open such folders; raises MissingDependencyError if a
+            library is not installed.
+    """
+
+    name: str
+    opens: Callable[[Path], bool]
+    runtime: Callable[[], "Runtime"]
+
+
+def _load_onnx_runtime() -> "Runtime":
+    from diffquant.onnx import require
+
+    require()
+    from diffquant.onnx.runtime.scoring import OnnxRuntime
+
+    return OnnxRuntime()
+
+
+ONNX = ExportTarget("onnx", lambda folder: model_file(folder).is_file(), _load_onnx_runtime)
+TARGETS = {ONNX.name: ONNX}
+
+
+def register(target: ExportTarget) -> ExportTarget:
+    """Add a target to `TARGETS`, and return it."""
+    TARGETS[target.name] = target
+    return target
+
+
+def target_of(folder: Path) -> ExportTarget | None:
+    """Return the export format of a folder, or None if it is a checkpoint."""
+    return next((target for target in TARGETS.values() if target.opens(folder)), None)
+
+
+def runtime_of(folder: Path) -> "Runtime | None":
+    """Return the runtime that opens an exported folder, or None if it is a checkpoint.
+
+    Raises:
+        MissingDependencyError: the runtime's library is not installed.
+    """
+    target = target_of(folder)
+    return None if target is None else target.runtime()

@@ -1,0 +1,91 @@
+"""Cells of decoding from pages and from latents, which the contest's peers do not read."""
+
+from collections.abc import Callable, Mapping
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffquant.benchmarks.contest import Contest
+from diffquant.benchmarks.measuring import prepare, run_in_turns
+from diffquant.benchmarks.workloads import Workload, differential, model_named
+from diffquant.recipe import Recipe
+
+PAGES, LATENTS = "{}-bit pages", "{}-bit latents"
+CONTIGUOUS = "DIFF, fused, 16-bit cache"
+_TURNS = 5
+# Motif-3's signal heads and noise heads, and the widths of a latent and of turned channels.
+_SIGNALS, _NOISES, _LATENT, _TURNED = 64, 16, 512, 64
+
+
+@torch.inference_mode()
+def paged_cells(context: int, batch: int) -> list[dict[str, Any]]:
+    """Cells of one token of the 3B model as V1 over pages of 16 tokens in no order, and over a cache without pages."""
+    from diffquant.kernels.cache.packed_pages import PagedStore, decode_packed_pages
+    from diffquant.kernels.cache.paged import PAGE, decode_paged
+
+    model = model_named("3B")
+    work = Workload(model, 1, context, batch, "float16")
+    contiguous = Contest("decode", "cuda", _TURNS, (CONTIGUOUS,), graph=True).run([work])
+    call = differential(work, "cuda")
+    pages = batch * context // PAGE
+    table = torch.randperm(pages, device="cuda").to(torch.int32).view(batch, -1)
+    lengths = torch.full((batch,), context, dtype=torch.int32, device="cuda")
+
+    def paged(x: Tensor) -> Tensor:
+        rows = torch.empty(pages, PAGE, x.shape[1], x.shape[3], dtype=x.dtype, device="cuda")
+        rows[table.flatten().long()] = x.transpose(1, 2).reshape(pages, PAGE, *rows.shape[2:])
+        return rows
+
+    k, v = [paged(x) for x in call.k], paged(call.v)
+    lam, scale = call.lam, call.scale
+    calls: dict[str, Callable[[], object]] = {
+        PAGES.format(16): lambda: decode_paged(call.q, k, v, table, lengths, lam, scale=scale)
+    }
+    keys = torch.cat(tuple(call.k), 1)
+    for bits in (8, 4):
+        store = PagedStore(Recipe.of(kv=bits), keys, call.v, pages)
+        store.append(keys, call.v, table, lengths)
+        calls[PAGES.format(bits)] = lambda store=store: decode_packed_pages(  # type: ignore[misc]
+            call.q, store, table, lengths, lam, scale=scale
+        )
+    bytes_of = {
+        path: batch * context * model.kv_pairs * (2 * model.width + model.value_width) * int(path.split("-")[0]) / 8
+        for path in calls
+    }
+    named = [cell.to_dict() for cell in contiguous if cell.path == CONTIGUOUS]
+    return [*named, *_timed(calls, bytes_of, work.name)]
+
+
+@torch.inference_mode()
+def latent_cells(context: int, batch: int) -> list[dict[str, Any]]:
+    """Cells of one token of Motif-3's heads over latents, which are read once."""
+    from diffquant.kernels.cache.append import append
+    from diffquant.kernels.cache.kv_store import KVStore
+    from diffquant.kernels.cache.latent import decode_latent
+
+    def normal(heads: int, length: int, width: int) -> Tensor:
+        return torch.randn(batch, heads, length, width, device="cuda").half()
+
+    q = [normal(heads, 1, _LATENT + _TURNED) for heads in (_SIGNALS, _NOISES)]
+    turned, latents = normal(1, context, _TURNED), normal(1, context, _LATENT)
+    lam, scale = torch.tensor(0.5, device="cuda"), (_LATENT + _TURNED) ** -0.5
+    calls: dict[str, Callable[[], object]] = {}
+    bytes_of = {}
+    for bits in (16, 8, 6, 4):
+        store = KVStore(Recipe.of(kv=bits) if bits < 16 else Recipe.of(), turned, latents, context)
+        append(store, turned, latents)
+        calls[LATENTS.format(bits)] = lambda store=store: decode_latent(q, store, lam, scale=scale)  # type: ignore[misc]
+        bytes_of[LATENTS.format(bits)] = store.nbytes
+    return _timed(calls, bytes_of, f"Motif-3, 1 of {context} tokens, batch {batch}, float16")
+
+
+def _timed(
+    calls: Mapping[str, Callable[[], object]], bytes_of: Mapping[str, float], workload: str
+) -> list[dict[str, Any]]:
+    times = run_in_turns({path: prepare(call, "cuda", graph=True) for path, call in calls.items()}, _TURNS)
+    return [
+        {"path": path, "workload": workload, "bytes": bytes_of[path], "median": median(values), "values": values}
+        for path, values in times.items()
+    ]

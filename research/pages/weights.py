@@ -1,0 +1,314 @@
+"""Figures of the page on rounding weights: methods at equal bits, other tools on DIFF models, and searched widths."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from diffquant.measure.stats import Difference, mean_interval
+from research.pages.raw import raw
+from research.pages.render import interval, table
+from research.studies.other_tools import SHOWN, table_cells
+from research.studies.rounding_repeats import ELSEWHERE, RULES, lead, spread, spread_cells
+from research.studies.rounding_tables import READERS, kl_less
+
+FILES = {
+    "SmolLM2-135M": "smollm2-135m-windows",
+    "Transformer": "prose-transformer",
+    "DIFF V1": "prose-diff-v1",
+    "DIFF V2": "prose-diff-v2",
+}
+RESULTS = {model: raw(f"rounding/{file}.json") for model, file in FILES.items()}
+TRAINED = tuple(FILES)[1:]
+TEXTS = ("prose", "elsewhere")
+# Tiers of bits, by the sizes of ours.
+SIZES = {"4:g32": "4.5 bits", "4:g128": "4.125 bits", "6:g128": "6.125 bits", "3:g32": "3.5 bits"}
+AUTOROUND = {
+    "4:g32": "AutoRound 4 bits, groups of 32",
+    "4:g128": "AutoRound 4 bits, groups of 128",
+    "3:g32": "AutoRound 3 bits, groups of 32",
+}
+OURS = ("nearest", "mse", "gptq", "tuned")
+
+
+def row(model: str, method: str) -> dict[str, Any]:
+    """Everything measured of a method on a model."""
+    found: dict[str, Any] = RESULTS[model]["results"][method]
+    return found
+
+
+def kl(model: str, method: str, text: str = "elsewhere") -> float:
+    """Mean KL in nats."""
+    scores = row(model, method)
+    return float(scores["kl"] if text == "prose" else scores["elsewhere"]["kl"])
+
+
+def less(model: str, ours: str, other: str, text: str = "elsewhere") -> float:
+    """Share of KL that one method has less than another."""
+    return 1 - kl(model, ours, text) / kl(model, other, text)
+
+
+def difference(model: str, ours: str, other: str, text: str = "elsewhere") -> Difference:
+    """KL of one method minus another's over the same windows."""
+    found = kl_less(RESULTS[model], ours, other)[TEXTS.index(text)]
+    if found is None:
+        raise LookupError(f"{ours} or {other} kept no windows")
+    return found
+
+
+def methods(size: str) -> list[str]:
+    """Names of a tier's methods that were measured on all models; options of ours are left out."""
+    names = [name for name, each in RESULTS["SmolLM2-135M"]["results"].items() if each.get("tier") == SIZES[size]]
+    return [name for name in names if all(name in each["results"] for each in RESULTS.values())]
+
+
+def is_blind(method: str) -> bool:
+    """Whether a method reads no text."""
+    return not method.startswith(READERS)
+
+
+def best(model: str, size: str, blind: bool = False, text: str = "prose") -> str:
+    """The other library's method of a tier with the lowest KL."""
+    others = [name for name in methods(size) if not name.startswith(OURS) and (not blind or is_blind(name))]
+    return min(others, key=lambda name: kl(model, name, text))
+
+
+# Tables
+
+
+def _kl_cell(model: str, method: str) -> str:
+    scores = row(model, method)["elsewhere"]
+    mean = mean_interval(scores["kl_by_window"], scores["tokens_by_window"])
+    return f"{mean.mean:.4f} ± {mean.high - mean.mean:.4f}"
+
+
+def _bits(method: str) -> str:
+    """Bits on SmolLM2, and the bits of the tensors that hold them where these are wider."""
+    of = row("SmolLM2-135M", method)
+    held = of.get("held_bits", of["bits"])
+    bits = f"{of['bits']:.3f}".rstrip("0").rstrip(".")
+    return bits if held == of["bits"] else f"{bits} in {held:.1f}"
+
+
+def size_table(size: str) -> str:
+    """Every method of a tier, and KL in nats of four models on text elsewhere."""
+    rows = [
+        [
+            name,
+            _bits(name),
+            f"{row('SmolLM2-135M', name)['cpu_seconds']:,.0f}",
+            *(_kl_cell(model, name) for model in FILES),
+        ]
+        for name in methods(size)
+    ]
+    heads = ["method", "bits", "CPU seconds", *(f"{model}, KL" for model in FILES)]
+    return table(heads, rows)
+
+
+def leads_table() -> str:
+    """KL of `tuned` and of `gptq` minus AutoRound's."""
+    rows = [
+        [
+            f"{model}, {SIZES[size]}",
+            *(
+                interval(difference(model, f"{ours} {size}", other, text), 4, True)
+                for ours in ("tuned", "gptq")
+                for text in TEXTS
+            ),
+        ]
+        for model in FILES
+        for size, other in AUTOROUND.items()
+    ]
+    return table(["KL minus AutoRound's, nats", "`tuned`, prose", "`tuned`", "`gptq`, prose", "`gptq`"], rows)
+
+
+# Comparisons with AutoRound: `tuned` on the models trained here.
+AGAINST = {
+    (model, size, text): difference(model, f"tuned {size}", other, text)
+    for model in TRAINED
+    for size, other in AUTOROUND.items()
+    for text in TEXTS
+}
+BELOW = sum(each.high < 0 for each in AGAINST.values())
+ABOVE = [place for place, each in AGAINST.items() if each.low > 0]
+ONE_ABOVE = ABOVE == [("Transformer", "3:g32", "elsewhere")]
+BEATS_ALL_OTHERS = all(
+    kl(model, name, text) > kl(model, f"tuned {size}", text)
+    for model in TRAINED
+    for text in TEXTS
+    for size in SIZES
+    for name in methods(size)
+    if name not in (f"tuned {size}", AUTOROUND.get(size))
+)
+
+LEADS_ON_V1 = BEATS_ALL_OTHERS and all(
+    kl("DIFF V1", f"tuned {size}", text) < kl("DIFF V1", other, text)
+    for size, other in AUTOROUND.items()
+    for text in TEXTS
+)
+
+
+def tuned_less(size: str, text: str = "elsewhere", models: Sequence[str] = TRAINED) -> list[float]:
+    """Shares of AutoRound's KL that `tuned` has less, by model."""
+    return [less(model, f"tuned {size}", AUTOROUND[size], text) for model in models]
+
+
+def blind_less(size: str = "4:g32", text: str = "elsewhere") -> list[float]:
+    """Shares of KL that `gptq` has less than the best of others that reads no text, on the models trained here."""
+    return [less(model, f"gptq {size}", best(model, size, True), text) for model in TRAINED]
+
+
+BLIND_IS_TOLD = all(
+    difference(model, "gptq 4:g32", best(model, "4:g32", True), text).high < 0 for model in TRAINED for text in TEXTS
+)
+# Where `mse` has the lowest KL on the prose of what reads no text.
+MSE_LEADS = {
+    (model, size)
+    for model in FILES
+    for size in SIZES
+    if kl(model, f"mse {size}", "prose") < kl(model, best(model, size, True), "prose")
+}
+MSE_LEADS_WHERE = {*((model, "4:g32") for model in TRAINED), *((model, "3:g32") for model in FILES)} == MSE_LEADS
+IQ4_LEADS = (
+    min((name for name in methods("4:g128")), key=lambda name: kl("SmolLM2-135M", name)) == "llama.cpp IQ4_XS, imatrix"
+)
+
+
+def times(model: str, methods_of: Sequence[str]) -> list[float]:
+    """CPU seconds of methods on a model."""
+    return [row(model, name)["cpu_seconds"] for name in methods_of]
+
+
+# Chance: AutoRound's reruns on another processor, and five seeds
+
+RERUNS = [
+    math.log(now["kl"] / before["kl"])
+    for file, former in raw("rounding/earlier-processors.json").items()
+    for name, old in former["results"].items()
+    if name.startswith("AutoRound")
+    for new in [raw(f"rounding/{file}.json")["results"][name]]
+    for now, before in ((new, old), (new["elsewhere"], old["elsewhere"]))
+]
+RERUN = math.sqrt(sum(change**2 for change in RERUNS) / len(RERUNS))
+REPEATS = {file: raw(f"rounding/repeats/{file}.json") for file in list(FILES.values())[1:]}
+_PLACES = [(result, elsewhere) for result in REPEATS.values() for elsewhere in (False, True)]
+SPREADS = [spread(result, rule, elsewhere) for result, elsewhere in _PLACES for rule in RULES]
+REPEATED_LEADS = [lead(result, elsewhere) for result, elsewhere in _PLACES]
+SEEDS_LEAVE_THE_LEAD = all(each.low > 0 for each in REPEATED_LEADS)
+AHEAD_ON_V1 = all(
+    less_of > 1.96 * RERUN for size in AUTOROUND for text in TEXTS for less_of in tuned_less(size, text, ["DIFF V1"])
+)
+
+
+def seeds_table() -> str:
+    """`tuned` and AutoRound with five seeds each, at 4.5 bits."""
+    rows = [
+        [name + (ELSEWHERE if elsewhere else ""), *spread_cells(result, elsewhere)]
+        for name, result in REPEATS.items()
+        for elsewhere in (False, True)
+    ]
+    heads = [head for rule in RULES for head in (f"{rule}: KL, nats", "spread")]
+    return table(["model", *heads, "AutoRound's above tuned's"], rows)
+
+
+# How much text
+
+HALF = {model: raw(f"rounding/half-text/{FILES[model]}.json") for model in TRAINED}
+
+
+def more_by_half(rule: str, text: str = "elsewhere") -> list[float]:
+    """Shares of KL that a rule has more over half the text."""
+
+    def of(scores: dict[str, Any]) -> float:
+        return float(scores["kl"] if text == "prose" else scores["elsewhere"]["kl"])
+
+    return [of(HALF[model]["results"][rule]) / of(row(model, rule)) - 1 for model in TRAINED]
+
+
+# Eight bits
+
+EIGHT = {model: raw(f"rounding/8-bits/{FILES[model]}.json")["results"] for model in TRAINED}
+
+
+def eight_table() -> str:
+    """KL of eight bits in millionths of a nat, on text elsewhere."""
+    names = [name for name in EIGHT["DIFF V1"] if name != "16 bits"]
+    rows = [[name, *(f"{1e6 * EIGHT[model][name]['elsewhere']['kl']:.0f}" for model in TRAINED)] for name in names]
+    return table(["8 bits, KL in µnats", *TRAINED], rows)
+
+
+# Other tools with DIFF models
+
+OTHERS = raw("other-tools.json")["rows"]
+_ROWS = {(each["tool"], each["model"]): each for each in OTHERS}
+TOOLS = list(dict.fromkeys(each["tool"] for each in OTHERS))
+_QUANTIZERS = [tool for tool in TOOLS if "Cache" not in tool and "onnx" not in tool]
+
+
+def _reached(tool: str, model: str) -> str | None:
+    reached: str | None = _ROWS[tool, model]["reached"]
+    return reached
+
+
+TAKE_DIFFLLAMA = all(_reached(tool, "Llama") == _reached(tool, "DiffLlama") for tool in _QUANTIZERS)
+TAKE_OUR_FOLDERS = all(
+    _reached(tool, "Llama") == _reached(tool, f"{kind} in our folder") for tool in _QUANTIZERS for kind in ("V1", "V2")
+)
+REFUSE_UNILM = {each["reached"] for (_, model), each in _ROWS.items() if "as unilm has it" in model} == {None}
+CACHES_WORK = {_reached(tool, "DiffLlama") for tool in TOOLS if "Cache" in tool} == {"quantized"}
+EXPORTER_WRITES = _reached("torch.onnx.export", "DiffLlama") == "written"
+NAMED_TAKE_DIFFLLAMA = all(
+    _reached(next(tool for tool in TOOLS if tool.startswith(name)), "DiffLlama") == "reopened"
+    for name in ("bitsandbytes", "torchao", "llm-compressor", "AutoRound")
+)
+
+
+def tools_table() -> str:
+    """What each tool reached with each model."""
+    return table(["tool", *SHOWN], [[tool, *table_cells(OTHERS, tool)] for tool in TOOLS])
+
+
+# Searched widths
+
+SEARCHES = {model: raw(f"search-prose/{FILES[model]}.json")["results"] for model in TRAINED}
+_SEARCHED, _UNIFORM = "searched", "uniform"
+
+
+def searched_less(text: str) -> list[float]:
+    """Shares of KL that searched widths have less than equal stored bits everywhere, by model and bits."""
+    return [
+        1 - each[_SEARCHED][text]["kl"] / each[_UNIFORM][text]["kl"]
+        for found in SEARCHES.values()
+        for each in found.values()
+    ]
+
+
+SEARCH_IS_TOLD = all(
+    mean_interval(
+        [
+            a - b
+            for a, b in zip(each[_SEARCHED][text]["kl_by_window"], each[_UNIFORM][text]["kl_by_window"], strict=True)
+        ],
+        each[_SEARCHED][text]["tokens_by_window"],
+    ).high
+    < 0
+    for found in SEARCHES.values()
+    for each in found.values()
+    for text in TEXTS
+)
+
+# README's picture
+
+SECONDS = [row("SmolLM2-135M", f"{rule} 4:g32")["cpu_seconds"] for rule in ("mse", "gptq", "tuned")]
+AUTOROUND_SECONDS = row("SmolLM2-135M", "AutoRound 4 bits, groups of 32")["cpu_seconds"]
+READ = RESULTS["SmolLM2-135M"]["settings"]["tokens"]
+
+
+def _leads(size: str) -> bool:
+    """Whether `tuned` has the lowest KL on SmolLM2 of all methods of as many bits, except Q4_K, whose grid it is on."""
+    ours = row("SmolLM2-135M", f"tuned {size}")
+    others = {name: each for name, each in RESULTS["SmolLM2-135M"]["results"].items() if "Q4_K" not in name}
+    rivals = [name for name, each in others.items() if abs(each["bits"] - ours["bits"]) < 0.1]
+    return min(rivals, key=lambda name: kl("SmolLM2-135M", name)) == f"tuned {size}"
+
+
+BEST_LEADS = all(map(_leads, ("3:g32", "4:g32", "6:g128")))

@@ -1,0 +1,390 @@
+"""Engines: whoever measures a sweep's cells, they are the same; what dies is replaced, and what is gone is named."""
+
+import errno
+import itertools
+import json
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import BrokenExecutor, Future
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from diffquant.errors import CheckpointError, DiffQuantError, MissingDependencyError, UsageError
+from diffquant.measure.sweep import workers as workers_
+from diffquant.measure.sweep.cell import Worker, check_same_cells, measure_all, remove_locks
+from diffquant.measure.sweep.grid import SweepOptions
+from diffquant.measure.sweep.run import run_sweep
+from diffquant.measure.sweep.subject import CheckpointSubject
+from diffquant.measure.sweep.workers import run_processes, share
+from diffquant.support.progress import silent
+from diffquant.verbs.sweep import choose_engine
+from tests.support import tiny_lm
+from tests.support.sleepers import Sleeper, scores, sleeping_cells
+from tests.support.tables import in_one_test
+from tests.support.thorough import sampled, thorough
+
+OF_PERPLEXITY = {"characters": 500, "window": 64, "stride": 32}
+OPTIONS = SweepOptions(
+    tasks=("hellaswag", "perplexity"),
+    bits=(16, 4),
+    targets=("logits", "weights"),
+    granularities=("row",),
+    task_options={"limit": 4} | OF_PERPLEXITY,
+    dtype="float32",
+)
+CELLS = 6
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_lm.write_diff_v2(tmp_path_factory.mktemp("models") / "diff-v2")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sweep")
+    run_sweep([model], OPTIONS, folder)
+    return folder
+
+
+def lasting(folder):
+    """A folder's sweep.json without dates and seconds, as text."""
+    sweep = json.loads((folder / "sweep.json").read_text())
+    sweep["settings"]["date"] = ""
+    for cell in sweep["cells"]:
+        cell["result"]["seconds"] = 0
+    return json.dumps(sweep, indent=1)
+
+
+def left_over(folder):
+    return [file.name for file in (folder / "cells").iterdir() if file.suffix != ".json"]
+
+
+def backwards(cells, progress):
+    """Works from the last cell on, in pieces that each travel as bytes."""
+    for cell in reversed(cells):
+        (sent,) = pickle.loads(pickle.dumps([cell]))
+        assert sent.subject.source is not cell.subject.source
+        measure_all([sent], progress)
+
+
+def side_by_side(cells, progress):
+    """Two workers in threads, which are given the same cells and must share no model."""
+    threads = [threading.Thread(target=measure_all, args=(cells,)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def stopping(count):
+    """An engine that stops as Ctrl-C does, after some cells."""
+
+    def run(cells, progress):
+        def stop(done, total, what):
+            if done == count:
+                raise KeyboardInterrupt
+
+        measure_all(cells, stop)
+
+    return run
+
+
+def test_every_engine_gives_the_same_sweep(model, undisturbed, tmp_path):
+    expected = lasting(undisturbed)
+    engines = {"backwards": backwards, "side by side": side_by_side, "processes": partial(run_processes, workers=2)}
+    for name, engine in engines.items():
+        run_sweep([model], OPTIONS, tmp_path / name, engine=engine).require_complete()
+        assert lasting(tmp_path / name) == expected
+        assert not left_over(tmp_path / name)
+
+
+@thorough
+def test_a_sweep_that_stops_under_one_engine_goes_on_under_another(model, undisturbed, tmp_path):
+    with pytest.raises(KeyboardInterrupt, match=f"2 of {CELLS} cells are done"):
+        run_sweep([model], OPTIONS, tmp_path, engine=stopping(2))
+    with pytest.raises(KeyboardInterrupt, match=f"3 of {CELLS} cells are done"):
+        run_sweep([model], OPTIONS, tmp_path, engine=stopping(1))
+    run_sweep([model], OPTIONS, tmp_path, engine=partial(run_processes, workers=2))
+    assert lasting(tmp_path) == lasting(undisturbed)
+
+
+def test_sweeps_into_one_folder_at_once_measure_each_cell_once_and_all_end_well(
+    model, undisturbed, tmp_path, monkeypatch
+):
+    measure, measured = CheckpointSubject.measure, []
+
+    def counted(self, task, recipe, *others):
+        measured.append((task.name, recipe))
+        return measure(self, task, recipe, *others)
+
+    monkeypatch.setattr(CheckpointSubject, "measure", counted)
+    ended = []
+
+    def sweep():
+        result = run_sweep([model], OPTIONS, tmp_path)
+        result.require_complete()
+        ended.append(result)
+
+    threads = [threading.Thread(target=sweep) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(ended) == 3
+    assert len(measured) == CELLS
+    assert lasting(tmp_path) == lasting(undisturbed)
+
+
+@in_one_test("count", [1, 2, 4, 7])
+def test_shards_have_each_cell_once_and_the_sweep_after_them_measures_nothing(
+    model, undisturbed, tmp_path, count, monkeypatch
+):
+    for number in range(1, count + 1):
+        result = run_sweep([model], OPTIONS, tmp_path, engine=copied_from(undisturbed), shard=f"{number}/{count}")
+        assert {cell.result is not None for cell in result.cells} <= {True}
+        assert number * CELLS // count == len(list((tmp_path / "cells").iterdir()))
+        assert not (tmp_path / "sweep.json").exists()
+    monkeypatch.setattr(CheckpointSubject, "measure", None)
+    run_sweep([model], OPTIONS, tmp_path).require_complete()
+    assert lasting(tmp_path) == lasting(undisturbed)
+
+
+def copied_from(folder):
+    """An engine that takes cells from a folder that has them."""
+
+    def run(cells, progress):
+        for cell in cells:
+            cell.write(replace(cell, folder=folder / "cells").read())
+
+    return run
+
+
+def test_a_shard_loads_as_few_sets_of_weights_as_can_be(model, tmp_path):
+    seen = []
+    for number in (1, 2, 3):
+        engine = lambda cells, progress: seen.append({cell.weights for cell in cells})  # noqa: E731
+        with pytest.raises(DiffQuantError, match="is gone"):
+            run_sweep([model], OPTIONS, tmp_path, engine=engine, shard=f"{number}/3")
+    assert [len(weights) for weights in seen] == [1, 1, 1]
+
+
+@in_one_test("shard", ["0/2", "3/2", "1", "a/b", "1/2/3", "-1/2", "²/3", "1/" + "9" * 5000])
+def test_a_shard_that_is_none_is_refused_before_a_model_is_opened(tmp_path, shard):
+    with pytest.raises(UsageError, match="I/N with I from 1 to N"):
+        run_sweep([tmp_path / "absent"], OPTIONS, tmp_path / "out", shard=shard)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("number", sampled([signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT], 3))
+def test_a_worker_that_is_killed_is_named_and_loses_only_its_cell(tmp_path, caplog, number):
+    killed = []
+
+    def kill_one(done, total, what):
+        if done >= 3 and not killed:
+            killed.append(children()[0])
+            os.kill(killed[0], number)
+
+    # Long cells: one is sure to be under way.
+    run_processes(sleeping_cells(tmp_path, 4, 20, 0.5), kill_one, 2)
+    said = f"the worker in process {killed[0]} was ended by {number.name}"
+    assert said in caplog.text
+    assert "another takes its place" in caplog.text
+    assert len(scores(tmp_path)) == 19
+    (lost,) = sleeping_cells(tmp_path, 4, 20, 0.0)
+    assert lost.read_failure().startswith(said)
+    assert {file.suffix for file in tmp_path.iterdir()} == {".json"}
+    # The next run tries it anew.
+    measure_all([lost])
+    assert len(scores(tmp_path)) == 20
+    assert len(list(tmp_path.iterdir())) == 20
+
+
+def children():
+    """Numbers of the processes that run workers of this one."""
+    return [process.pid for process in multiprocessing.active_children()]
+
+
+def test_cells_that_kill_their_workers_are_reported_and_the_others_are_measured(tmp_path):
+    deadly = {"cell 3", "cell 4", "cell 9"}
+    cells = sleeping_cells(tmp_path, 2, 10, 0.0, deadly=deadly)
+    run_processes(cells, silent, 2)
+    assert scores(tmp_path).keys() == {f"cell {number}" for number in range(10)} - deadly
+    lost = [cell for cell in cells if cell.read() is None]
+    assert {cell.task.name for cell in lost} == deadly
+    assert all("was ended by SIGKILL, as when memory runs out" in cell.read_failure() for cell in lost)
+    assert {file.suffix for file in tmp_path.iterdir()} == {".json"}
+
+
+def test_an_interrupt_ends_all_workers_at_once_and_leaves_whole_cells(tmp_path):
+    def interrupt(done, total, what):
+        if done >= 2:
+            raise KeyboardInterrupt
+
+    cells = sleeping_cells(tmp_path, 2, 100, 0.3)
+    with pytest.raises(KeyboardInterrupt):
+        run_processes(cells, interrupt, 2)
+    assert not children()
+    done = len(scores(tmp_path))
+    assert 2 <= done < 10
+    remove_locks(cells)
+    assert len(list(tmp_path.iterdir())) == done
+
+
+@thorough
+def test_workers_end_with_the_process_that_started_them(tmp_path):
+    # Whoever is started in a shell's background ignores SIGINT, and so do those that it starts.
+    code = (
+        "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "from tests.support.sleepers import sleeping_cells; from diffquant.support.progress import silent\n"
+        "from diffquant.measure.sweep.workers import run_processes; from pathlib import Path\n"
+        f"run_processes(sleeping_cells(Path({str(tmp_path)!r}), 4, 1000, 0.05), silent, 2)\n"
+    )
+    driver = subprocess.Popen([sys.executable, "-c", code])
+    while len(scores(tmp_path)) < 4:
+        assert driver.poll() is None
+        threading.Event().wait(0.05)
+    driver.kill()
+    driver.wait()
+    # Those that go on would make a new cell in much less than a second; those that end take the time they need.
+    count = -1
+    for _ in range(120):
+        if count == len(scores(tmp_path)):
+            break
+        count = len(scores(tmp_path))
+        threading.Event().wait(1.0)
+    assert count == len(scores(tmp_path)) < 1000
+
+
+@pytest.mark.parametrize("workers", sampled([1, 2], 2))
+def test_a_folder_that_vanishes_is_named(tmp_path, workers):
+    # More than are measured between two looks, however busy the machine is.
+    cells = sleeping_cells(tmp_path / "cells", 2, 500, 0.05)
+
+    def vanish(done, total, what):
+        if done:
+            with suppress(FileNotFoundError):
+                (tmp_path / "cells").rename(tmp_path / "elsewhere")
+
+    with pytest.raises(DiffQuantError, match=f"{tmp_path}/cells, where the sweep's cells lie, cannot be read any more"):
+        run_processes(cells, vanish, workers)
+
+
+def test_workers_that_die_at_once_end_the_sweep(tmp_path, monkeypatch):
+    monkeypatch.setattr(workers_, "_begin", os.abort)
+    with pytest.raises(DiffQuantError, match="workers die before they measure anything"):
+        run_processes(sleeping_cells(tmp_path, 1, 4, 0.0), silent, 2)
+    assert not list(tmp_path.iterdir())
+
+
+class Here:
+    """A worker in this process, which may die between two cells."""
+
+    def __init__(self, cells, seen, dies=False):
+        self.worker, self.seen, self.dies = Worker(cells), seen, dies
+
+    def measure(self, number, is_patient):
+        if self.dies:
+            raise BrokenExecutor
+        self.seen.append((self, self.worker.cells[number].weights[0].name))
+        future = Future()
+        future.set_result(self.worker.measure(number, is_patient))
+        return future
+
+    def result(self, future):
+        return future.result()
+
+    def stop(self):
+        pass
+
+
+def test_each_worker_keeps_to_the_weights_that_it_holds_as_long_as_there_are_cells_of_them(tmp_path):
+    cells, seen = sleeping_cells(tmp_path, 4, 16, 0.0), []
+    share(cells, 2, lambda place: Here(cells, seen), silent)
+    assert len(scores(tmp_path)) == 16
+    for worker in {worker for worker, _ in seen}:
+        names = [name for each, name in seen if each is worker]
+        assert len(list(itertools.groupby(names))) == len(set(names)) == 2
+
+
+def test_a_worker_that_dies_between_two_cells_loses_none(tmp_path):
+    cells, started = sleeping_cells(tmp_path, 1, 6, 0.0), []
+
+    def start(place):
+        started.append(place)
+        return Here(cells, [], dies=len(started) < 4)
+
+    share(cells, 1, start, silent)
+    assert len(scores(tmp_path)) == 6
+    assert len(started) == 4
+
+
+def test_an_error_of_the_disk_ends_the_sweep(tmp_path, monkeypatch):
+    def full(self, measurement):
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr("diffquant.measure.sweep.cell.Cell.write", full)
+    cells = sleeping_cells(tmp_path, 1, 2, 0.0)
+    with pytest.raises(OSError, match="no space"):
+        share(cells, 1, lambda place: Here(cells, []), silent)
+
+
+def test_more_workers_than_memory_holds_are_refused_before_a_cell(tmp_path, monkeypatch):
+    monkeypatch.setattr(Sleeper, "held_bytes", 4 * 10**9)
+    monkeypatch.setattr(workers_, "free_memory", lambda: 9 * 10**9)
+    monkeypatch.setattr(workers_, "share", lambda *_: None)
+    cells, said = sleeping_cells(tmp_path, 1, 2, 0.0), []
+    with pytest.raises(UsageError, match=r"3 x 4\.00 GB of weights in 9\.00 GB of main memory that are free"):
+        run_processes(cells, silent, 3, say=said.append)
+    run_processes(cells, silent, 2, say=said.append)
+    assert said == ["2 workers with 1 thread each; 2 x 4.00 GB of weights in 9.00 GB of main memory that are free"]
+
+
+def test_options_that_exclude_each_other_are_refused():
+    for options, values, said in (
+        (SweepOptions(device="cpu"), (None, ("cpu",), None), "devices takes the place of device"),
+        (SweepOptions(device_map="auto"), (2, (), None), "leave out workers"),
+        (SweepOptions(), (None, ("cpu", "meta"), None), "not of one kind"),
+        (SweepOptions(), (None, ("cpu",), "auto"), "ray gives each of its workers a GPU"),
+        (SweepOptions(), (0, (), None), "must be 1 or more"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            choose_engine(options, *values, silent)
+    options, engine = choose_engine(SweepOptions(), None, ("cpu", "cpu"), None, silent)
+    assert (options.device, engine.keywords["workers"], engine.keywords["devices"]) == ("cpu", 2, ("cpu", "cpu"))
+    alone, several = (choose_engine(SweepOptions(), workers, (), None, silent)[1] for workers in (1, 3))
+    assert (alone.keywords["workers"], several.keywords["workers"]) == (1, 3)
+
+
+def test_without_ray_its_extra_is_named_and_without_asking_it_is_not_imported(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(MissingDependencyError, match=r"pip install 'diffquant\[ray\]'"):
+        choose_engine(SweepOptions(), None, (), "auto", silent)
+    code = "import sys, diffquant.measure.sweep.run, diffquant.measure.sweep.workers; print('ray' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_a_worker_needs_no_torch_until_it_measures():
+    code = "import sys, diffquant.measure.sweep.cell, diffquant.measure.sweep.workers; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_a_machine_that_would_measure_other_cells_is_refused(model, tmp_path, monkeypatch):
+    def asking(cells, progress):
+        check_same_cells(cells)
+        monkeypatch.setattr("diffquant.measure.sweep.cell.code_digest", lambda modules: "0123")
+        with pytest.raises(CheckpointError, match="would measure other cells than were planned, since code differ"):
+            check_same_cells(cells)
+        measure_all(cells, progress)
+
+    run_sweep([model], replace(OPTIONS, bits=(16,)), tmp_path, engine=asking)

@@ -1,0 +1,392 @@
+"""KL of two models over a text, held to scipy, to torch on whole passes, and to what llama.cpp wrote and printed."""
+
+import json
+import math
+import shutil
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+import scipy.stats
+import torch
+import yaml
+from huggingface_hub import parse_eval_result_entries
+from torch.nn.functional import kl_div
+
+import diffquant
+from diffquant import data
+from diffquant.checkpoints.source import open_source
+from diffquant.errors import CheckpointError, DiffQuantError, OutputExistsError, UsageError
+from diffquant.measure.fidelity import compare
+from diffquant.measure.fidelity.base_file import BaseFile, write_base
+from diffquant.measure.fidelity.result import Fidelity
+from diffquant.measure.fidelity.sides import Likeliest, Server, Side, Whole, divergence
+from diffquant.support.progress import silent
+from tests.support import tiny_lm
+from tests.support.tables import in_one_test
+
+CONTEXT = 64
+MODELS = {path.name: path for path in data.pocket_models("prose")}
+READING = {"context": CONTEXT, "characters": 4000, "dtype": "float32"}
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return MODELS["prose-diff-v2"]
+
+
+@pytest.fixture(scope="module")
+def candidate(reference, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("candidate") / "low"
+    diffquant.quantize(reference, folder, {"weights": "4:row"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def result(reference, candidate):
+    return diffquant.fidelity(reference, candidate, **READING)
+
+
+def random_logs(rows=50, vocabulary=30, seed=0):
+    return torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed)).double().mul(3).log_softmax(-1)
+
+
+def likeliest(logs, k):
+    top = logs.topk(k, -1)
+    return Likeliest(top.indices, top.values, k)
+
+
+def binned(p, q, keep):
+    """scipy's KL of two distributions with all tokens but `keep` in one bin."""
+    kept = [[float(d[i].exp()) for i in keep] for d in (p, q)]
+    return scipy.stats.entropy(*([*values, 1 - sum(values)] for values in kept))
+
+
+def test_whole_distributions_have_scipys_divergence():
+    p, q = random_logs(), random_logs(seed=1)
+    expected = [scipy.stats.entropy(a.exp(), b.exp()) for a, b in zip(p, q, strict=True)]
+    assert divergence(Whole(p), Whole(q)).tolist() == pytest.approx(expected, rel=1e-4)
+
+
+@in_one_test("known", ["reference", "candidate", "both"])
+def test_what_only_the_likeliest_tokens_tell_is_a_lower_bound(known):
+    p, q = random_logs(), random_logs(seed=1)
+    whole, found = divergence(Whole(p), Whole(q)), {}
+    for k in (1, 5, 20):
+        sides = (
+            likeliest(p, k) if known != "candidate" else Whole(p),
+            likeliest(q, k) if known != "reference" else Whole(q),
+        )
+        found[k] = divergence(*sides)
+        for row in range(len(p)):
+            keep = {
+                "reference": set(p[row].topk(k).indices.tolist()),
+                "candidate": set(q[row].topk(k).indices.tolist()),
+            }
+            kept = keep["reference"] & keep["candidate"] if known == "both" else keep[known]
+            assert float(found[k][row]) == pytest.approx(binned(p[row], q[row], kept), rel=1e-4, abs=1e-7)
+        assert (found[k] <= whole + 1e-9).all()
+    assert divergence(likeliest(p, 30), likeliest(q, 30)).tolist() == pytest.approx(whole.tolist(), rel=1e-6)
+
+
+def test_figures_are_those_of_torch_over_whole_passes(reference, candidate, result):
+    """Each chunk in one pass of both models: the second half is scored, and each position counts once."""
+    tokenizer = diffquant.load_tokenizer(reference)
+    models = [diffquant.load(path, dtype="float32") for path in (reference, candidate)]
+    text = data.books_text()[-4000:]
+    begins = tokenizer.bos_token_id if tokenizer.encode("a")[0] == tokenizer.bos_token_id else None
+    ids = [*([] if begins is None else [begins]), *tokenizer.encode(text, add_special_tokens=False)]
+    kls, same, nll = [], [], []
+    for start in range(0, len(ids) - CONTEXT + 1, CONTEXT):
+        chunk = torch.tensor(ids[start : start + CONTEXT])
+        seen = chunk.clone()
+        if begins is not None:
+            seen[0] = begins
+        with torch.inference_mode():
+            p, q = (model(seen[None]).logits[0, CONTEXT // 2 : -1].log_softmax(-1) for model in models)
+        kls.append(kl_div(q, p, reduction="none", log_target=True).sum(-1))
+        same.append(p.argmax(-1) == q.argmax(-1))
+        nll.append(-q.gather(1, chunk[CONTEXT // 2 + 1 :, None]))
+    kl = torch.cat(kls)
+    assert result.text["scored"] == len(kl) == len(kls) * (CONTEXT // 2 - 1)
+    assert result.mean.mean == pytest.approx(float(kl.mean()), rel=1e-4)
+    assert result.quantiles["99 %"].mean == pytest.approx(float(kl.quantile(0.99)), rel=1e-4)
+    assert result.largest == pytest.approx(float(kl.max()), rel=1e-4)
+    assert result.agreement.mean == pytest.approx(float(torch.cat(same).double().mean()))
+    assert result.perplexities[1] == pytest.approx(math.exp(float(torch.cat(nll).mean())), rel=1e-4)
+    assert result.mean.low < result.mean.mean < result.mean.high
+    assert result.k is None
+
+
+def test_a_model_is_at_no_distance_from_itself(reference):
+    same = diffquant.fidelity(reference, reference, **READING)
+    assert (same.mean.mean, same.largest, same.agreement.mean) == (0.0, 0.0, 1.0)
+
+
+def test_chunks_have_512_tokens_where_nothing_else_is_said(reference):
+    assert diffquant.fidelity(reference, reference, characters=2000, dtype="float32").text["context"] == 512
+
+
+def test_intervals_are_over_parts_of_the_text_and_not_over_positions():
+    """Positions of a chunk that are all alike tell no more than one of them."""
+    levels = torch.linspace(0, 1, 32, dtype=torch.float64)[:, None]
+    narrow, wide = (
+        Fidelity.of((kl, kl > 0, torch.stack([kl, kl]), None), {"name": "a"}, {"name": "b"}, {}, {})
+        for kl in (levels.expand(32, 1), levels.expand(32, 500))
+    )
+    assert (narrow.mean.low, narrow.mean.high) == pytest.approx((wide.mean.low, wide.mean.high))
+    means = levels.view(16, 2).mean(1)
+    half = scipy.stats.t.ppf(0.975, 15) * float(means.std()) / 4
+    assert wide.mean.high - wide.mean.mean == pytest.approx(half)
+    assert wide.quantiles["median"].low < 0.5 < wide.quantiles["median"].high
+    assert 0.9 < wide.agreement.low < wide.agreement.mean < wide.agreement.high == 1
+
+
+def test_a_perplexity_beyond_all_numbers_is_none_in_json():
+    kl = torch.ones(2, 3, dtype=torch.float64)
+    broken = Fidelity.of((kl, kl > 0, torch.stack([kl, 1000 * kl]), None), {"name": "a"}, {"name": "b"}, {}, {})
+    assert broken.perplexities == (pytest.approx(math.e), math.inf)
+    assert json.loads(broken.to_json())["perplexity"]["candidate"] is None
+
+
+def test_an_export_is_compared_with_its_checkpoint(reference, tmp_path):
+    pytest.importorskip("onnxruntime")
+    diffquant.export(reference, tmp_path / "onnx")
+    exact = diffquant.fidelity(reference, tmp_path / "onnx", **READING)
+    assert exact.candidate["kind"] == "export"
+    assert exact.largest < 1e-5
+    assert exact.agreement.mean == 1.0
+
+
+def test_a_saved_base_stands_for_its_model(reference, candidate, result, tmp_path):
+    base = tmp_path / "base.kld"
+    assert diffquant.fidelity(reference, save_base=base, **READING) is None
+    stored = diffquant.fidelity(base, candidate, dtype="float32")
+    assert stored.text["scored"] == result.text["scored"]
+    assert stored.mean.mean == pytest.approx(result.mean.mean, rel=1e-3)
+    assert stored.perplexities[0] == pytest.approx(result.perplexities[0], rel=1e-4)
+    assert list(tmp_path.iterdir()) == [base]
+    for option, value in (("text", base), ("context", CONTEXT), ("characters", 4000)):
+        with pytest.raises(UsageError, match="leave out text, characters and context"):
+            diffquant.fidelity(base, candidate, dtype="float32", **{option: value})
+
+
+def test_a_base_keeps_log_probabilities_to_its_step(tmp_path):
+    logs, tokens = random_logs(3, 7).float() * 4, torch.arange(16).view(2, 8)
+    logs = logs.log_softmax(-1)
+    write_base(tmp_path / "base", tokens, iter([Whole(logs), Whole(logs.flip(0))]))
+    opened = BaseFile(tmp_path / "base")
+    assert (opened.context, opened.vocabulary, opened.chunks) == (8, 7, 2)
+    assert opened.fixed_chunks.tolist() == tokens.tolist()
+    floor = torch.maximum(logs, logs.amax(-1, keepdim=True) - 16)
+    assert torch.allclose(opened.predict(1, tokens[1], 4).logs.flip(0), floor, atol=16 / 65535)
+
+
+def test_a_base_that_was_cut_short_is_refused(tmp_path):
+    write_base(tmp_path / "base", torch.arange(16).view(2, 8), iter([Whole(random_logs(3, 7).float())] * 2))
+    whole = (tmp_path / "base").read_bytes()
+    (tmp_path / "base").write_bytes(whole[:-1])
+    with pytest.raises(CheckpointError, match="cut short"):
+        BaseFile(tmp_path / "base")
+
+
+@pytest.fixture
+def serve():
+    """A server that answers as vLLM's, from a model that runs here."""
+    servers = []
+
+    def start(path, most=1000, length=None, key=None):
+        model, tokenizer = diffquant.load(path, dtype="float32"), diffquant.load_tokenizer(path)
+
+        class Handler(BaseHTTPRequestHandler):
+            def answer(self, body, status=200):
+                self.send_response(status)
+                self.end_headers()
+                self.wfile.write(json.dumps(body).encode())
+
+            def do_GET(self):
+                if key is not None and self.headers["Authorization"] != f"Bearer {key}":
+                    self.answer({"error": "Unauthorized"}, 401)
+                    return
+                self.answer({"data": [{"id": "served", "max_model_len": length}]})
+
+            def do_POST(self):
+                asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                if self.path == "/tokenize":
+                    self.answer({"tokens": tokenizer.encode(asked["prompt"])})
+                    return
+                k, ids = asked["prompt_logprobs"], torch.tensor([asked["prompt"]])
+                if k > most:
+                    self.answer({"error": f"at most {most} logprobs"}, 400)
+                    return
+                with torch.inference_mode():
+                    logs = model(ids).logits[0].log_softmax(-1)
+                told = [None]
+                for row, token in zip(logs[:-1], ids[0, 1:].tolist(), strict=True):
+                    top = {*row.topk(k).indices.tolist(), token}
+                    told.append({str(i): {"logprob": float(row[i])} for i in top})
+                self.answer({"choices": [{"prompt_logprobs": told}]})
+
+            def log_message(self, *_):
+                pass
+
+        server = HTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        servers.append(server)
+        return f"http://127.0.0.1:{server.server_port}/v1"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_server_gives_a_lower_bound_with_its_k(reference, candidate, result, serve):
+    bound = diffquant.fidelity(reference, serve(candidate), top_k=5, **READING)
+    assert bound.k == 5
+    assert 0.2 * result.mean.mean < bound.mean.mean < result.mean.mean
+    assert bound.agreement.mean == result.agreement.mean
+    assert bound.perplexities == pytest.approx(result.perplexities, rel=1e-5)
+    assert "lower bound" in bound.summary()
+
+
+def test_a_server_is_asked_once_how_it_begins_texts(reference, candidate, serve, monkeypatch):
+    asked, post = [], Server._post
+    monkeypatch.setattr(Server, "_post", lambda self, path, body: asked.append(path) or post(self, path, body))
+    found = diffquant.fidelity(reference, serve(candidate), top_k=5, **READING)
+    assert asked.count("/tokenize") == 3
+    assert asked.count("/v1/completions") == found.text["chunks"]
+
+
+def test_tokens_that_a_vocabulary_does_not_have_are_refused():
+    class Told(Side):
+        name, first_token = "", None
+
+        def __init__(self, name, told):
+            self.name, self._told = name, told
+
+        def about(self):
+            return {}
+
+        def tokens(self, text):
+            return []
+
+        def predict(self, number, ids, first):
+            return self._told
+
+    whole, more = random_logs(3, 7).float(), random_logs(3, 9).float()
+    chunk = torch.arange(8)[None] % 7
+    for other in (Whole(more), Likeliest(torch.full((3, 1), 8), torch.full((3, 1), -1.0), 1)):
+        with pytest.raises(UsageError, match="a has a vocabulary of 7 tokens, and b"):
+            compare(Told("a", Whole(whole)), Told("b", other), chunk, silent)
+
+
+def test_a_server_that_refuses_is_told_of(reference, candidate, serve):
+    with pytest.raises(DiffQuantError, match="at most 3 logprobs"):
+        diffquant.fidelity(reference, serve(candidate, most=3), top_k=5, **READING)
+
+
+def test_a_server_gets_the_key_that_serve_asks_for(reference, candidate, serve, monkeypatch):
+    url = serve(candidate, key="secret")
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    with pytest.raises(DiffQuantError, match="refuses with 401"):
+        diffquant.fidelity(reference, url, **READING)
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    assert diffquant.fidelity(reference, url, **READING).candidate["model"] == "served"
+
+
+def test_chunks_are_as_long_as_a_server_has_room_for(reference, candidate, serve):
+    """It generates a token behind each."""
+    url = serve(candidate, length=50)
+    with pytest.raises(UsageError, match="up to 49 tokens"):
+        diffquant.fidelity(reference, url, **READING | {"context": 50})
+    assert diffquant.fidelity(reference, url, **READING | {"context": None}).text["context"] == 49
+
+
+def test_a_server_that_is_not_there_is_told_of(reference):
+    with pytest.raises(UsageError, match="is the server running"):
+        diffquant.fidelity(reference, "http://127.0.0.1:9", **READING)
+
+
+def test_what_was_calibrated_on_the_scored_text_is_said(reference, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text(data.books_text()[:8000])
+    rounding = {"name": "gptq", "text": str(text), "tokens": 1024, "window": 128}
+    diffquant.quantize(reference, tmp_path / "low", {"weights": "4:row"}, rounding=rounding)
+    reading = {"context": CONTEXT, "dtype": "float32"}
+    seen = diffquant.fidelity(reference, tmp_path / "low", text=text, characters=0, **reading)
+    ids = diffquant.load_tokenizer(reference).encode(text.read_text(), add_special_tokens=False)
+    known = int(seen.text["calibration"].split(" of which ")[1].split()[0])
+    assert known == pytest.approx(1024 * 31 / CONTEXT, abs=31)
+    assert len(ids) > 1500
+    other = diffquant.fidelity(reference, tmp_path / "low", characters=4000, **reading)
+    assert " 0 of " in other.text["calibration"]
+    text.unlink()
+    gone = diffquant.fidelity(reference, tmp_path / "low", characters=4000, **reading)
+    assert "not at hand" in gone.text["calibration"]
+
+
+def test_outputs_are_read_by_the_hubs_own_parser(reference, candidate, tmp_path):
+    made = diffquant.fidelity(reference, candidate, output=tmp_path / "out", dataset="Salesforce/wikitext", **READING)
+    (entry,) = parse_eval_result_entries(yaml.safe_load((tmp_path / "out/.eval_results/fidelity.yaml").read_text()))
+    assert (entry.dataset_id, entry.value) == ("Salesforce/wikitext", round(made.mean.mean, 6))
+    assert json.loads((tmp_path / "out/fidelity.json").read_text())["kl"]["mean"]["mean"] == made.mean.mean
+    assert f"| mean KL, nats | {made.mean.mean:.5f} |" in (tmp_path / "out/fidelity.md").read_text()
+    diffquant.fidelity(reference, candidate, output=tmp_path / "out", **READING)
+
+
+def test_a_card_tells_what_was_measured_last(reference, candidate, tmp_path):
+    folder = tmp_path / "candidate"
+    shutil.copytree(candidate, folder)
+    (folder / "README.md").write_text("---\nlicense: mit\n---\n\n# Mine\n\n## Fidelity\n\nold\n\n## Use\n\nwords\n")
+    before = open_source(folder).fingerprint
+    for _ in range(2):
+        measured = diffquant.fidelity(reference, folder, characters=3000, card=True, dataset="org/text")
+    text = (folder / "README.md").read_text()
+    assert text == "---\nlicense: mit\n---\n\n# Mine\n\n## Use\n\nwords\n\n" + measured.card()
+    (entry,) = parse_eval_result_entries(yaml.safe_load((folder / ".eval_results/fidelity.yaml").read_text()))
+    assert entry.dataset_id == "org/text"
+    assert open_source(folder).fingerprint == before
+    with pytest.raises(UsageError, match="a folder, which has a model card"):
+        diffquant.fidelity(reference, "http://127.0.0.1:1", card=True)
+
+
+def test_what_is_written_into_a_quantized_folder_may_be_overwritten_with_it(reference, candidate, tmp_path):
+    folder = tmp_path / "candidate"
+    shutil.copytree(candidate, folder)
+    diffquant.fidelity(reference, folder, characters=3000, card=True, dataset="org/text", output=folder)
+    assert {"fidelity.json", ".eval_results"} <= {file.name for file in folder.iterdir()}
+    diffquant.quantize(reference, folder, {"weights": "4:row"}, overwrite=True)
+    assert not {"fidelity.json", ".eval_results"} & {file.name for file in folder.iterdir()}
+
+
+def test_a_strangers_entry_stays(reference, candidate, tmp_path):
+    folder = tmp_path / "candidate"
+    shutil.copytree(candidate, folder)
+    (folder / ".eval_results").mkdir()
+    (folder / ".eval_results/fidelity.yaml").write_text("- mine\n")
+    with pytest.raises(OutputExistsError, match=r"fidelity\.yaml"):
+        diffquant.fidelity(reference, folder, characters=3000, card=True, dataset="org/text")
+    assert (folder / ".eval_results/fidelity.yaml").read_text() == "- mine\n"
+
+
+def test_a_strangers_files_stay(reference, candidate, tmp_path):
+    (tmp_path / "fidelity.md").write_text("mine")
+    with pytest.raises(OutputExistsError, match=r"fidelity\.md"):
+        diffquant.fidelity(reference, candidate, output=tmp_path, **READING)
+    with pytest.raises(OutputExistsError, match=r"fidelity\.md"):
+        diffquant.fidelity(reference, save_base=tmp_path / "fidelity.md", **READING)
+    assert (tmp_path / "fidelity.md").read_text() == "mine"
+
+
+def test_models_with_other_tokens_are_not_compared(reference, tmp_path):
+    other = tiny_lm.llama(seed=1)
+    other.save_pretrained(tmp_path)
+    tiny_lm.tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match="different tokens"):
+        diffquant.fidelity(reference, tmp_path, **READING)
+
+
+def test_a_text_that_fills_no_chunk_is_refused(reference, candidate):
+    with pytest.raises(UsageError, match="fills no chunk of 64"):
+        diffquant.fidelity(reference, candidate, context=CONTEXT, characters=50)

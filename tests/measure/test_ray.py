@@ -1,0 +1,82 @@
+"""The engine of a Ray cluster: on one of two processors here, whose machines are this one."""
+
+import os
+import signal
+from contextlib import suppress
+
+import psutil
+import pytest
+
+from diffquant.errors import DiffQuantError, UsageError
+from diffquant.measure.sweep.ray_cluster import run_on_ray
+from diffquant.support.progress import silent
+from tests.support.ray_here import RayHere
+from tests.support.sleepers import scores, sleeping_cells
+from tests.support.thorough import thorough
+
+pytest.importorskip("ray")
+
+
+@pytest.fixture(scope="module")
+def address():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", "")
+        cluster = RayHere(2)
+        yield cluster.address
+        cluster.stop()
+
+
+@thorough
+def test_a_worker_that_is_killed_is_named_and_loses_only_its_cell(address, tmp_path, caplog):
+    killed = []
+
+    def kill_one(done, total, what):
+        if done >= 5 and not killed:
+            actors = [
+                each for each in psutil.process_iter(["cmdline"]) if "_Actor" in " ".join(each.info["cmdline"] or ())
+            ]
+            killed.append(actors[0].pid)
+            os.kill(killed[0], signal.SIGKILL)
+
+    run_on_ray(sleeping_cells(tmp_path, 4, 20, 0.5), kill_one, address, 2)
+    assert killed
+    assert "died while it measured" in caplog.text
+    assert len(scores(tmp_path)) == 19
+    (lost,) = sleeping_cells(tmp_path, 4, 20, 0.0)
+    assert lost.read_failure().startswith("Ray's worker")
+    assert {file.suffix for file in tmp_path.iterdir()} == {".json"}
+
+
+@thorough
+def test_a_machine_that_would_measure_other_cells_is_refused_before_the_first(address, tmp_path):
+    cells = sleeping_cells(tmp_path, 1, 4, 0.0)
+    for cell in cells:
+        cell.key["code"] = "0123456789abcdef"
+    with pytest.raises(
+        UsageError, match=r"cannot take part: .* would measure other cells than were planned, since code"
+    ):
+        run_on_ray(cells, silent, address, 1)
+    assert not list(tmp_path.iterdir())
+
+
+@thorough
+def test_a_folder_that_vanishes_is_named(address, tmp_path):
+    def vanish(done, total, what):
+        if done:
+            with suppress(FileNotFoundError):
+                (tmp_path / "cells").rename(tmp_path / "elsewhere")
+
+    with pytest.raises(DiffQuantError, match=f"{tmp_path}/cells, where the sweep's cells lie, cannot be read any more"):
+        run_on_ray(sleeping_cells(tmp_path / "cells", 2, 40, 0.1), vanish, address)
+
+
+def test_an_address_without_a_cluster_is_refused(tmp_path, monkeypatch):
+    def find_none(**options):
+        raise ConnectionError("Could not find any running Ray instance.\nmore")
+
+    monkeypatch.setattr("ray.init", find_none)
+    with pytest.raises(
+        UsageError,
+        match=r"no Ray cluster at auto: Could not find any running Ray instance\.; start one with `ray start",
+    ):
+        run_on_ray(sleeping_cells(tmp_path, 1, 1, 0.0), silent, "auto")

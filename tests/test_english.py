@@ -1,0 +1,59 @@
+"""Counts of unclear names and docstrings only fall: `python -m tests.test_english` prints tests/english.csv."""
+
+import ast
+import csv
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.counts import HOUSE, PRODUCT, files
+
+TABLE = Path(__file__).with_name("english.csv")
+# "or None if ..." names the case in a sentence.
+NONE = re.compile(r"(?<!or )(?<!return )\bNone (?:for|if|where|without)\b|\bNone (?:for|where|without)\b")
+QUESTION = re.compile(r"(?:What|Whether|How)\b")
+# Verbs and nouns that end as participles do, and participles that do not.
+NO_PARTICIPLES = {"embed", "feed", "need", "proceed", "seed", "speed"}
+PARTICIPLES = {"came", "given", "held", "kept", "left", "made", "read_back", "said", "seen", "shown", "spoken", "told"}
+
+
+def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Yield all functions except properties, which are values."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not any(
+            "property" in ast.unparse(each) for each in node.decorator_list
+        ):
+            yield node
+
+
+def is_participle(name: str) -> bool:
+    bare = name.strip("_")
+    return bare in PARTICIPLES or ("_" not in bare and bare.endswith("ed") and bare not in NO_PARTICIPLES)
+
+
+def count() -> Counter[str]:
+    found: Counter[str] = Counter(none=0, participles=0, questions=0)
+    for path in (path for top in PRODUCT for path in files(HOUSE, top)):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        texts = [
+            " ".join((ast.get_docstring(node) or "").split()) for node in ast.walk(tree) if isinstance(node, documented)
+        ]
+        found["none"] += sum(len(NONE.findall(text)) for text in texts)
+        found["participles"] += sum(is_participle(each.name) for each in functions(tree))
+        found["questions"] += sum(bool(QUESTION.match(ast.get_docstring(each) or "")) for each in functions(tree))
+    return found
+
+
+def test_no_count_of_unclear_names_and_docstrings_grows():
+    with TABLE.open(encoding="utf-8") as file:
+        table = {row["what"]: int(row["count"]) for row in csv.DictReader(file)}
+    found = count()
+    grown = [f"{found[what]} {what}, {limit} in {TABLE.name}" for what, limit in table.items() if found[what] > limit]
+    assert not grown, "say it plainly: " + "; ".join(grown)
+    assert found == table, f"fewer than before: python -m tests.test_english > tests/{TABLE.name}"
+
+
+if __name__ == "__main__":
+    print("what,count", *(f"{what},{number}" for what, number in count().items()), sep="\n")

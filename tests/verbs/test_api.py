@@ -1,0 +1,317 @@
+"""What `import diffquant` gives a Python program."""
+
+import gc
+import importlib.util
+import inspect
+import itertools
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import diffquant
+from diffquant import data, verbs
+from diffquant.checkpoints.source import open_source
+from diffquant.errors import UsageError
+from diffquant.support import progress as progress_module
+from tests.support.checkpoints import write_checkpoint, write_llama
+from tests.support.tables import in_one_test
+
+VERBS = [
+    *(
+        "calibrate",
+        "compare",
+        "convert",
+        "evaluate",
+        "export",
+        "generate",
+        "inspect",
+        "load",
+        "outliers",
+    ),
+    *("plan", "quantize", "run", "search", "sweep", "verify"),
+]
+IDS = torch.arange(11)[None]
+
+
+@pytest.fixture(scope="module")
+def pocket():
+    (path,) = (path for path in data.pocket_models("needle") if path.name == "needle-diff-v1")
+    return path
+
+
+@pytest.fixture
+def source(tmp_path):
+    return write_checkpoint(tmp_path / "source", "unilm-v2", torch.float32, vocab_size=97)
+
+
+def test_dir_and_help_show_the_public_names():
+    assert dir(diffquant) == sorted(diffquant.__all__)
+    assert set(VERBS) < set(dir(diffquant))
+    assert all(f"`{verb}`" in diffquant.__doc__ for verb in VERBS)
+
+
+@in_one_test("verb", VERBS)
+def test_a_verb_states_its_arguments_and_shows_an_example(verb):
+    function = inspect.unwrap(getattr(diffquant, verb))
+    assert inspect.signature(getattr(diffquant, verb)) == inspect.signature(function)
+    documentation = inspect.getdoc(function)
+    assert f"diffquant.{verb}(" in documentation
+    entries = re.search(r"^Args:\n((?: {4}.*\n|\n)*)", documentation, re.MULTILINE)[1]
+    stated = {name for line in re.findall(r"^ {4}(\w[\w, ]*): \S", entries, re.MULTILINE) for name in line.split(", ")}
+    assert stated == inspect.signature(function).parameters.keys()
+    assert "Raises:" in documentation
+
+
+def test_importing_the_package_imports_neither_torch_nor_numpy():
+    code = (
+        "import sys, diffquant; dir(diffquant); print(*{'torch', 'numpy', 'transformers', 'yaml'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert (done.returncode, done.stdout.split()) == (0, []), done.stderr
+
+
+def test_verbs_name_the_types_of_other_rooms_without_importing_them(monkeypatch):
+    packages = ("benchmarks", "calib", "measure", "model", "onnx")
+    rooms = tuple(f"diffquant.{package}." for package in packages)
+    for name in [name for name in sys.modules if name.startswith(rooms)]:
+        monkeypatch.delitem(sys.modules, name)
+    for verb in itertools.chain(*verbs.GROUPS.values()):
+        spec = importlib.util.find_spec(verb.__module__)
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    assert not [name for name in sys.modules if name.startswith(rooms)]
+
+
+@in_one_test(
+    ("given", "expected"),
+    [
+        ("4:g32", {"weights": "4:g32"}),
+        (8, {"weights": "8:g32"}),
+        ({"weights": "4:g32", "kv": 8}, {"weights": "4:g32", "k": "8:row", "v": "8:row"}),
+        ({"kv": 8, "k": "4:c64"}, {"k": "4:c64", "v": "8:row"}),
+    ],
+)
+def test_a_recipe_is_read_from_what_the_command_line_takes(given, expected):
+    recipe = diffquant.Recipe.parse(given)
+    assert recipe.to_dict() == diffquant.Recipe().to_dict() | expected
+    assert diffquant.Recipe.parse(recipe) is recipe
+
+
+def test_a_recipe_is_read_from_a_file_and_nothing_else(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("kv: 8\nrounding: mse\n")
+    assert diffquant.Recipe.parse(tmp_path / "recipe.yaml") == diffquant.Recipe.of(kv=8, rounding="mse")
+    with pytest.raises(UsageError, match="a recipe is a scheme of the weights"):
+        diffquant.Recipe.parse(["4:g32"])
+    with pytest.raises(UsageError, match="did you mean 'weights'"):
+        diffquant.Recipe.parse({"weigths": 4})
+
+
+@in_one_test(
+    "text",
+    [
+        "Recipe.of()",
+        "Recipe.of(weights='4:g32')",
+        "Recipe.of(weights='4:g32', kv='8:row')",
+        "Recipe.of(k='4:c64', v='8:row', logits='6:row:shift')",
+        "Recipe.of(weights='4:g32', residual=64, overrides={'*.mlp.*': '6:row'}, rounding='mse')",
+    ],
+)
+def test_a_recipe_is_shown_as_the_expression_that_makes_it(text):
+    recipe = eval(text, {"Recipe": diffquant.Recipe})
+    assert repr(recipe) == text
+
+
+def test_texts_and_mappings_quantize_as_the_recipe_they_stand_for(tmp_path, source):
+    diffquant.quantize(source, tmp_path / "text", "4:g32", rounding="mse")
+    diffquant.quantize(source, tmp_path / "recipe", diffquant.Recipe.of(weights="4:g32", rounding="mse"))
+    assert open_source(tmp_path / "text").fingerprint == open_source(tmp_path / "recipe").fingerprint
+    simulated = diffquant.load(source, {"weights": "4:g32", "rounding": "mse"}, dtype="float32")
+    assert torch.equal(simulated(IDS).logits, diffquant.load(tmp_path / "text", dtype="float32")(IDS).logits)
+
+
+def test_a_dtype_may_be_named(source):
+    assert diffquant.load(source, dtype="bfloat16").dtype == torch.bfloat16
+    with pytest.raises(UsageError, match="unknown dtype 'bf16'"):
+        diffquant.load(source, dtype="bf16")
+    with pytest.raises(UsageError, match="cannot run in torch"):
+        diffquant.load(source, dtype=torch.int8)
+
+
+def test_progress_is_shown_in_a_terminal_and_nowhere_else(tmp_path, source, monkeypatch, capsys):
+    diffquant.quantize(source, tmp_path / "silent", "4:g32")
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(progress_module.sys.stderr, "isatty", lambda: True, raising=False)
+    diffquant.quantize(source, tmp_path / "shown", "4:g32")
+    assert "quantize" in capsys.readouterr().err
+
+
+def test_verbs_measure_and_run_what_they_are_given(tmp_path, pocket):
+    result = diffquant.evaluate(pocket, "needle", {"logits": "6:row"}, limit=4, lengths="64", dtype="float32")
+    assert list(result) == ["needle:1:1"]
+    swept = diffquant.sweep(
+        pocket, tmp_path / "sweep", "needle", bits="8", targets="logits", limit=4, lengths="64", dtype="float32"
+    )
+    assert [cell.point.label for cell in swept.cells] == ["16 bits", "logits 8:row"]
+    assert (tmp_path / "sweep/report.html").is_file()
+    fits = diffquant.calibrate(pocket, tmp_path / "scales.safetensors", targets="k,v", tokens=128, window=32)
+    static = diffquant.load(pocket, {"kv": "8:static"}, scales=tmp_path / "scales.safetensors")
+    assert {fit.target for fit in fits} == {"k", "v"}
+    assert static(IDS).logits.isfinite().all()
+
+
+def test_generate_takes_a_checkpoint_or_a_loaded_model(pocket):
+    model, tokenizer = diffquant.load(pocket), diffquant.load_tokenizer(pocket)
+    text = diffquant.generate(pocket, "The city", max_new_tokens=5)
+    assert text == diffquant.generate(model, "The city", tokenizer=tokenizer, max_new_tokens=5)
+    inputs = tokenizer("The city", return_tensors="pt")
+    ids = inputs["input_ids"]
+    expected = model.generate(
+        ids, attention_mask=inputs["attention_mask"], max_new_tokens=5, do_sample=False, pad_token_id=0
+    )[0, ids.shape[1] :]
+    assert text == tokenizer.decode(expected, skip_special_tokens=True)
+    with pytest.raises(UsageError, match="needs its tokenizer"):
+        diffquant.generate(model, "The city")
+
+
+@pytest.mark.parametrize("kind", ["unilm-v1", "unilm-v2", "diffllama", "phi4flash", "motif3"])
+def test_a_model_on_disk_computes_as_one_in_memory(tmp_path, kind):
+    checkpoint = write_checkpoint(tmp_path / "source", kind, torch.float32)
+    whole = diffquant.load(checkpoint, {"weights": "6:row", "kv": 8})
+    places = {"lm_head": "cpu"} | {
+        f"model.{name}": "cpu" for name, _ in whole.model.named_children() if name != "layers"
+    }
+    places |= {f"model.layers.{layer}": "disk" if layer else "cpu" for layer in range(len(whole.model.layers))}
+    spread = diffquant.load(
+        checkpoint, {"weights": "6:row", "kv": 8}, device_map=places, offload_folder=tmp_path / "offload"
+    )
+    on_disk = [name for name, parameter in spread.named_parameters() if parameter.is_meta]
+    assert on_disk
+    assert not [name for name in on_disk if not name.startswith("model.layers.") or ".layers.0." in name]
+    torch.testing.assert_close(spread(IDS).logits, whole(IDS).logits, rtol=0, atol=1e-6)
+    assert torch.equal(
+        spread.generate(IDS, max_new_tokens=4, do_sample=False), whole.generate(IDS, max_new_tokens=4, do_sample=False)
+    )
+
+
+def test_a_model_larger_than_the_memory_it_is_given_goes_to_disk(tmp_path):
+    checkpoint = write_llama(tmp_path / "source", num_hidden_layers=6)
+    whole = diffquant.load(checkpoint)
+    nbytes = sum(parameter.nbytes for parameter in whole.parameters())
+    spread = diffquant.load(
+        checkpoint, device_map="auto", max_memory={"cpu": nbytes // 2}, offload_folder=tmp_path / "offload"
+    )
+    in_memory = sum(parameter.nbytes for parameter in spread.parameters() if not parameter.is_meta)
+    assert 0 < in_memory <= nbytes // 2
+    torch.testing.assert_close(spread(IDS).logits, whole(IDS).logits, rtol=0, atol=1e-6)
+
+
+def test_a_device_map_that_cannot_serve_is_refused_before_anything_is_read(tmp_path, source):
+    with pytest.raises(UsageError, match="give offload_folder"):
+        diffquant.load(source, device_map={"model.layers": "disk", "": "cpu"})
+    with pytest.raises(UsageError, match="no place for"):
+        diffquant.load(source, device_map={"model.layers": "cpu"})
+    with pytest.raises(UsageError, match=r"puts model\.embed_tokens where nothing computes"):
+        diffquant.load(source, device_map={"": "disk"}, offload_folder=tmp_path / "offload")
+    with pytest.raises(UsageError, match=r"modules that the model does not have: model\.layer\.1$"):
+        diffquant.load(source, device_map={"": "cpu", "model.layer.1": "cpu"})
+    with pytest.raises(UsageError, match="leave out device or device_map"):
+        diffquant.load(source, device="cpu", device_map="auto")
+    with pytest.raises(UsageError, match="give device_map='auto' too"):
+        diffquant.load(source, offload_folder=tmp_path / "offload")
+    with pytest.raises(UsageError, match="leave out packed"):
+        diffquant.load(source, packed=True, device_map="auto")
+
+
+def test_models_that_share_an_offload_folder_keep_their_own_weights_and_leave_none(tmp_path):
+    folder, places = tmp_path / "offload", {"": "cpu", "model.layers.1": "disk"}
+    checkpoint = write_checkpoint(tmp_path / "source", "unilm-v1", torch.float32)
+    spread = diffquant.load(checkpoint, device_map=places, offload_folder=folder)
+    other = diffquant.load(checkpoint, "4:row", device_map=places, offload_folder=folder)
+    torch.testing.assert_close(spread(IDS).logits, diffquant.load(checkpoint)(IDS).logits, rtol=0, atol=1e-6)
+    del spread, other
+    gc.collect()
+    assert not list(folder.iterdir())
+
+
+def test_a_model_on_disk_is_generated_from(tmp_path, pocket):
+    places = {"": "cpu", "model.layers.1": "disk"}
+    text = diffquant.generate(
+        pocket, "The city", max_new_tokens=5, device_map=places, offload_folder=tmp_path / "offload"
+    )
+    assert text == diffquant.generate(pocket, "The city", max_new_tokens=5)
+
+
+def test_the_weights_that_stay_unpacked_take_16_bits(tmp_path, source):
+    report = diffquant.quantize(source, tmp_path / "four", "4:g32")
+    dtypes = {info.dtype for name, info in open_source(tmp_path / "four").checkpoint.tensors.items() if "embed" in name}
+    assert dtypes == {torch.bfloat16}
+    wide = diffquant.quantize(source, tmp_path / "wide", "4:g32", dtype="float32")
+    assert wide.bytes_after > report.bytes_after
+    before, after = (open_source(path).checkpoint for path in (source, tmp_path / "wide"))
+    assert torch.equal(before.read("model.embed_tokens.weight"), after.read("model.embed_tokens.weight"))
+    assert diffquant.load(tmp_path / "four").dtype == diffquant.load(source).dtype == torch.float32
+
+
+def test_a_value_beyond_float16_is_refused_where_float16_is_asked_for(tmp_path, source):
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.embed_tokens.weight"][3, 5] = 1e5
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(diffquant.DiffQuantError, match=r"model\.embed_tokens\.weight .*100000, which overflow"):
+        diffquant.quantize(source, tmp_path / "out", "4:g32", dtype="float16")
+    diffquant.quantize(source, tmp_path / "out", "4:g32")
+
+
+def kl(p, q):
+    """Mean KL divergence of vocabulary logits [B, T, V], in nats."""
+    p, q = (x.double().log_softmax(-1) for x in (p, q))
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+def test_16_bit_scales_and_embeddings_cost_little_beside_4_bits(tmp_path, pocket):
+    """The pocket model in float32, against scales in float32 that no rounding touched."""
+    tokenizer = diffquant.load_tokenizer(pocket)
+    ids = tokenizer(data.books_text()[:3000], return_tensors="pt").input_ids[:, :512]
+    exact = diffquant.load(pocket, dtype="float32")
+    sixteen = diffquant.load(pocket, "4:g32", dtype="float32")
+    wide = diffquant.load(pocket, dtype="float32")
+    with torch.no_grad():
+        for name, module in wide.named_modules():
+            if isinstance(module, torch.nn.Linear) and ".layers." in name and "lambda" not in name:
+                groups = module.weight.unflatten(1, (-1, 32))
+                scale = (groups.abs().amax(-1, keepdim=True) / 7).clamp_min(1e-12)
+                module.weight.copy_((groups / scale).round().mul(scale).flatten(1))
+        baseline, stored, unrounded = (model(ids).logits for model in (exact, sixteen, wide))
+    assert kl(baseline, stored) > 1e-4
+    assert kl(baseline, stored) < 1.1 * kl(baseline, unrounded)
+    assert kl(unrounded, stored) < 0.1 * kl(baseline, unrounded)
+
+
+def test_stock_transformers_cannot_load_a_packed_embedding(tmp_path):
+    """Why an embedding stays at 16 bits: once this fails, overrides may pack it."""
+    from safetensors.torch import load_file, save_file
+
+    from diffquant.checkpoints.compressed_config import quantization_config
+    from diffquant.checkpoints.compressed_tensors import pack_weight
+
+    folder = write_llama(tmp_path / "source")
+    tensors = load_file(folder / "model.safetensors")
+    scheme = diffquant.Scheme.parse("8:row", "g32")
+    packed = pack_weight(tensors.pop("model.embed_tokens.weight"), scheme)
+    save_file(
+        tensors | {f"model.embed_tokens.{part}": tensor for part, tensor in packed.items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    config = json.loads((folder / "config.json").read_text())
+    linears = [name.removesuffix(".weight") for name, tensor in tensors.items() if tensor.dim() == 2]
+    config["quantization_config"] = quantization_config({"model.embed_tokens": scheme}, linears)
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(AttributeError, match="'Embedding' object has no attribute 'weight'"):
+        AutoModelForCausalLM.from_pretrained(folder)
