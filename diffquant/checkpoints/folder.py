@@ -18,8 +18,8 @@ from diffquant.checkpoints.reader import SAFETENSORS_DTYPES, Checkpoint, TensorI
 from diffquant.checkpoints.side_files import (
     POINTER,
     TEMPLATES,
-    check_fetched,
     check_links,
+    check_side_files,
     holds_pointer,
     is_written_anew,
     leads_inside,
@@ -46,7 +46,7 @@ class FolderCheckpoint(Checkpoint):
     def __init__(self, path: Path) -> None:
         self.path = path
         check_links(path)
-        check_fetched(path)
+        check_side_files(path)
         _check_adapter(path)
         self.config = _convert_dtypes(read_json(path / "config.json"), path / "config.json")
         index = _read_index(path)

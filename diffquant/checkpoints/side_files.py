@@ -62,7 +62,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-CARD = "README.md"
+CARD, TOKENIZER_CONFIG = "README.md", "tokenizer_config.json"
 # Entries that stay true when weights are quantized or renamed; extra_gated_* ask users to accept the model's terms.
 _CARRIED = re.compile(
     "license|license_name|license_link|language|pipeline_tag|base_model|base_model_relation|datasets|extra_gated_.*"
@@ -191,16 +191,21 @@ def read_files(folder: Path) -> list[Path]:
     ]
 
 
-def check_fetched(folder: Path) -> None:
-    """Check that no file beside the weights is a pointer of Git LFS.
+def check_side_files(folder: Path) -> None:
+    """Check that no file beside the weights is a pointer of Git LFS, and that tokenizer_config.json can be read.
+
+    transformers would take the second of two entries with one name, and another reader the first.
 
     Raises:
-        CheckpointError: some are; the first are named.
+        CheckpointError: some are pointers; the first are named. Or tokenizer_config.json is not a JSON object, or gives
+            a name twice.
     """
     files = [*folder.iterdir(), *folder.glob(f"{TEMPLATES}/*.jinja")]
     pointers = sorted(file.name for file in files if _is_side_file(file) and file.is_file() and holds_pointer(file))
     if pointers:
         raise CheckpointError(f"checkpoint {folder}: {first_few([f'{name} {POINTER}' for name in pointers])}")
+    if (folder / TOKENIZER_CONFIG).exists():
+        read_json(folder / TOKENIZER_CONFIG)
 
 
 def _is_side_file(file: Path) -> bool:

@@ -15,15 +15,15 @@ from diffquant import data
 from diffquant.checkpoints.hub import local_path
 from diffquant.checkpoints.opening import is_gguf
 from diffquant.checkpoints.reader import Checkpoint
-from diffquant.checkpoints.side_files import check_fetched, read_json
+from diffquant.checkpoints.side_files import TOKENIZER_CONFIG, check_side_files, read_json
 from diffquant.errors import CheckpointError
 from diffquant.support.devices import log_once
 from diffquant.support.files import check_plain_inside
 
-_FILE, _SETTINGS = "tokenizer.json", "tokenizer_config.json"
+_FILE = "tokenizer.json"
 # Every tokenizer that transformers reads has one of these files.
 _FILES = (
-    _FILE, "tokenizer.model", _SETTINGS, "vocab.json", "vocab.txt", "spiece.model", "tekken.json",
+    _FILE, "tokenizer.model", TOKENIZER_CONFIG, "vocab.json", "vocab.txt", "spiece.model", "tekken.json",
 )  # fmt: skip
 _HERE = {"local_files_only": True, "trust_remote_code": False}
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -87,14 +87,11 @@ def _check_files(path: Path) -> None:
         check_plain_inside(path)
     except OSError as error:
         raise CheckpointError(f"cannot read a tokenizer from {path}: {error}; remove it") from error
-    check_fetched(path)
+    check_side_files(path)
     if not has_tokenizer(path):
         raise CheckpointError(
             f"cannot read a tokenizer from {path}: {_FILES[0]} is missing; copy it from the model it was made from"
         )
-    # transformers would take the second of two entries of one name.
-    if (path / _SETTINGS).exists():
-        read_json(path / _SETTINGS)
 
 
 def class_difference(path: Path) -> str:
