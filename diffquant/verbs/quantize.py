@@ -15,7 +15,7 @@ from diffquant.recipe.rounding import NEAREST, RoundingSettings, paths_of
 from diffquant.support.names import did_you_mean, option_name
 from diffquant.support.progress import Progress, format_duration, progress_for
 from diffquant.verbs import kinds
-from diffquant.verbs.kinds import check_arguments, paths
+from diffquant.verbs.kinds import check_arguments, path_or_none, paths
 from diffquant.verbs.notes import check_push, note_if_transformer, push_folder, say
 from diffquant.verbs.recipes import with_a_rule_that_can, with_a_text_if_quick, with_groups_that_fit
 
@@ -53,6 +53,7 @@ def quantize(
     samples: kinds.Count | None = None,
     window: Window | None = None,
     seed: kinds.Seed | None = None,
+    imatrix: kinds.File | None = None,
     weights_only: bool = False,
     keep: Keep = (),
     weight_rules: kinds.File | None = None,
@@ -92,6 +93,8 @@ def quantize(
         samples: number of windows to read, in place of `tokens`.
         window: number of tokens in a window, also called sequence length; 512 for gptq and 256 for tuned by default.
         seed: seed of the order of rows in a JSONL file or dataset, and of what tuned draws; 0 by default.
+        imatrix: importance matrix of llama.cpp, as `calibrate` or llama-imatrix writes it (GGUF or the older format),
+            by which mse weighs errors.
         weights_only: choose weights by their names, whatever the architecture; automatic where the model_type is
             unknown.
         keep: pattern of the names of tensors that are not quantized, beside those that the rules keep.
@@ -120,6 +123,7 @@ def quantize(
     asks_for_weights = isinstance(recipe, Mapping) and "weights" in recipe
     rounding = _chosen_rule(rounding, effort)
     reads = {"text": paths_of(paths(text or ())), "tokens": tokens, "samples": samples, "window": window, "seed": seed}
+    reads["imatrix"] = path_or_none(imatrix)
     # A file or a Recipe says all of itself: without a rule it is nearest, today as when it was written.
     is_whole = names_file(recipe) or isinstance(recipe, Recipe)
     says_all = is_whole or (isinstance(recipe, Mapping) and "rounding" in recipe)

@@ -230,7 +230,7 @@ def test_options_that_cannot_be_are_refused(rounding, message):
 
 def test_another_rule_takes_no_options(checkpoint, tmp_path):
     recipe = Recipe.of(weights="4:g16", rounding={"name": "mse", "order": "activation"})
-    with pytest.raises(UsageError, match="rounding mse takes no order; leave out, or name gptq"):
+    with pytest.raises(UsageError, match="rounding mse takes no order; leave out, or use rounding='gptq'"):
         quantize(checkpoint, tmp_path / "low", recipe)
 
 

@@ -49,7 +49,10 @@ def checked_rounding(settings: RoundingSettings, schemes: Mapping[str, Scheme]) 
     foreign = [name for name in settings.options if name not in rounding.options]
     if foreign:
         owners = " or ".join(name for name, each in ROUNDINGS.items() if each.options.issuperset(foreign))
-        raise UsageError(f"rounding {rounding.name} takes no {', '.join(foreign)}; leave out, or name {owners}")
+        raise UsageError(
+            f"rounding {rounding.name} takes no {', '.join(foreign)}; leave out, or use "
+            f"{option_name('rounding', owners)}"
+        )
     spanning = {m: scheme for m, scheme in schemes.items() if scheme.sharing.spans_rows or scheme.sharing.tile}
     if spanning and rounding.row_by_row:
         kinds = " or ".join(dict.fromkeys("block" if each.sharing.tile else "tensor" for each in spanning.values()))
@@ -61,12 +64,17 @@ def checked_rounding(settings: RoundingSettings, schemes: Mapping[str, Scheme]) 
 
 
 def text_read_digest(source: Source, settings: RoundingSettings) -> str | None:
-    """Return a digest (16 hex digits) of a rounding's calibration data, or None if it reads none; no model is run.
+    """Return a digest of a rounding's calibration data or imatrix, or None if it reads neither; no model is run.
 
     Raises:
         DiffQuantError: there is no such rounding, or the data cannot be read.
     """
     rounding = rounding_named(settings.name)
+    if settings.imatrix is not None:
+        # Imported here, since it imports gguf.
+        from diffquant.checkpoints.imatrix import read_imatrix
+
+        return read_imatrix(settings.imatrix).digest
     if not rounding.needs_text:
         return None
     texts = [corpus.text for corpus in open_corpora(settings.text)]

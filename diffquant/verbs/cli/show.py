@@ -152,12 +152,16 @@ def _sweep_table(result: Any, _: Values) -> str | None:
 
 
 def _fits(fits: Any, given: Values) -> str:
+    if not isinstance(fits, list):
+        return _as_text(fits, given)
     from diffquant.calib.calibration.calibrate import fit_table
 
     return fit_table(fits, given["bits"])
 
 
 def _calibration(fits: Any, given: Values) -> str:
+    if not isinstance(fits, list):
+        return _as_json(fits, given)
     from diffquant.checkpoints.ranges import read_any_ranges
     from diffquant.support.installation import provenance
 
