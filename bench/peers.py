@@ -212,6 +212,7 @@ PEERS: dict[str, Peer] = {
         _sdpa(SDPBackend.CUDNN_ATTENTION), transformer, roofline.transformer, missing=_only_cuda
     ),
     "Transformer, flash-attn": _kernel("flash_attn", transformer, roofline.transformer),
+    "Transformer, flash-attn-4": _kernel("flash_attn_4", transformer, roofline.transformer),
     "DIFF, eager": Peer(_ours("naive"), differential, roofline.eager),
     "FlashDiffAttn_1": Peer(_ours("flashdiff1"), differential, roofline.two_calls),
     "FlashDiffAttn_1, SDPA mem-efficient": Peer(
@@ -224,6 +225,7 @@ PEERS: dict[str, Peer] = {
         _sdpa(SDPBackend.FLASH_ATTENTION), _padded_call, roofline.two_calls, missing=_flash_widths
     ),
     "FlashDiffAttn_1, FlexAttention": Peer(_flex, differential, roofline.two_calls, missing=_only_cuda),
+    "FlashDiffAttn_1, flash-attn-4": _kernel("flash_attn_4", count=roofline.two_calls),
     "FlashDiffAttn_2": Peer(_ours("flashdiff2"), differential, roofline.four_calls),
     "FlashDiffAttn_2, SDPA flash": Peer(
         _sdpa(SDPBackend.FLASH_ATTENTION, flashdiff2), differential, roofline.four_calls, missing=_flash_widths
