@@ -151,6 +151,9 @@ def _read_gguf(data: _Bytes) -> tuple[dict[str, _Entry], tuple[str, ...], int]:
     metadata, tensors, _ = read_header(data.data)
     if (kind := metadata.get(Keys.General.TYPE)) != GGUFType.IMATRIX:
         raise CheckpointError(f"it is a GGUF file with general.type {kind!r:.40}, not 'imatrix'")
+    # Values are copied, and a small file could name the same bytes again and again.
+    if sum(stored.nbytes for stored in tensors.values()) > len(data):
+        raise CheckpointError("its tensors overlap")
     parts = (_SUMS, _COUNTS)
     names = dict.fromkeys(name.removesuffix(part) for name in tensors for part in parts if name.endswith(part))
     unpaired = [one_line(name) for name in names if not all(name + part in tensors for part in parts)]

@@ -332,6 +332,14 @@ def test_a_gguf_file_of_another_type_or_cut_off_is_named(tmp_path, measured):
         read_imatrix(tmp_path / "cut.gguf")
 
 
+def test_tensors_that_overlap_are_refused(tmp_path):
+    file = write_matrix(tmp_path / "a.gguf", {f"a.{part}": np.ones((1, 4096)) for part in ("in_sum2", "counts")})
+    content = file.read_bytes()
+    file.write_bytes(content[: -4 * 4096].replace(struct.pack("<Q", 4 * 4096), struct.pack("<Q", 0)))
+    with pytest.raises(CheckpointError, match="its tensors overlap"):
+        read_imatrix(file)
+
+
 NAMED = struct.pack("<ii1sii", 1, 1, b"a", 2, 1)
 
 
