@@ -2,18 +2,20 @@
 
 import os
 import platform
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Literal
 from urllib.error import URLError
 from urllib.request import ProxyHandler, build_opener
 
 from diffquant.checkpoints.opening import open_checkpoint
 from diffquant.errors import DiffQuantError, UsageError
+from diffquant.serving.cache import AUTO, RECIPE, is_fp8
 from diffquant.serving.plan import Implementation, ServerPlan, plan_server
 from diffquant.support.machine import free_memory
 from diffquant.support.names import option_name
@@ -29,7 +31,7 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     context: int | None = None,
-    cache: Literal["16", "fp8"] = "16",
+    cache: str = RECIPE,
     dtype: str | None = None,
     tensor_parallel: int = 1,
     implementation: Implementation = "plugin",
@@ -44,7 +46,8 @@ def serve(
         port: port to listen at.
         context: maximum number of tokens of prompt and output; by default as many as the model supports and fit into
             memory.
-        cache: width of keys and values in the cache: 16 bits, or vLLM's fp8. The recipe's cache schemes are not used.
+        cache: format of keys and values in the cache: the recipe's, "auto" for the model's dtype, or a name of vLLM's
+            formats, such as "fp8".
         dtype: dtype of the model; by default the checkpoint's, or bfloat16 if its weights are packed.
         tensor_parallel: number of ranks that each layer is divided among.
         implementation: code that runs the model: diffquant's plugin, or the modelling file in the folder, which also
@@ -55,7 +58,7 @@ def serve(
         MissingDependencyError: vLLM is not installed, or does not find the plugin.
         UnknownModelTypeError: vLLM has no layers for the model.
         UsageError: the port is taken, a request of the context does not fit into the memory, or the CPU lacks required
-            instructions.
+            instructions, or vLLM lacks the recipe's cache.
         CheckpointError: the folder cannot be opened, or holds or names code that is not diffquant's and that would run.
         DiffQuantError: the server ended without being interrupted.
     """
@@ -71,12 +74,14 @@ def serve(
         memory=None if _has_gpu() else free_memory(),
     )
     if not _has_gpu():
-        check_processor(Path(model), cache, implementation)
+        check_processor(Path(model), plan.cache, implementation)
     _check_port(host, port)
     for note in plan.notes:
         sys.stderr.write(f"note: {note}\n")
     # vLLM's output is progress, so it goes to stderr; stdout is for the caller's output.
-    server = subprocess.Popen(plan.command, env=os.environ | plan.environment, stdout=sys.stderr)
+    server = subprocess.Popen(
+        plan.command, env=os.environ | plan.environment, stdout=sys.stderr, start_new_session=True
+    )
     try:
         _wait_until_ready(server, plan)
         if ready is not None:
@@ -87,7 +92,7 @@ def serve(
     raise DiffQuantError(f"vLLM's server ended with status {server.returncode}; see its output above")
 
 
-def check_processor(folder: Path, cache: Literal["16", "fp8"], implementation: Implementation) -> None:
+def check_processor(folder: Path, cache: str, implementation: Implementation) -> None:
     """Check that this CPU has the instructions that vLLM's low-bit kernels need, AVX-512 on x86.
 
     Raises:
@@ -97,8 +102,10 @@ def check_processor(folder: Path, cache: Literal["16", "fp8"], implementation: I
 
     if platform.machine() != "x86_64" or torch.backends.cpu.get_cpu_capability() == "AVX512":
         return
-    if cache == "fp8":
-        raise UsageError(f"{option_name('cache', 'fp8')} needs AVX-512, which this processor does not have")
+    if is_fp8(cache):
+        raise UsageError(
+            f"vLLM's cache {cache} needs AVX-512, which this processor does not have; use {option_name('cache', AUTO)}"
+        )
     if implementation == "folder" and "quantization_config" in open_checkpoint(folder).config:
         raise UsageError(
             f"{folder} has packed weights, for which vLLM without the plugin needs AVX-512: leave out "
@@ -143,8 +150,9 @@ def _wait_until_ready(server: "subprocess.Popen[bytes]", plan: ServerPlan) -> No
 def _terminate(server: "subprocess.Popen[bytes]") -> None:
     if server.poll() is None:
         server.terminate()
-        try:
+        with suppress(subprocess.TimeoutExpired):
             server.wait(_PATIENCE)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
+    # Its engine is a process of its own, which may outlive it or not hear of the signal while it starts.
+    with suppress(ProcessLookupError):
+        os.killpg(server.pid, signal.SIGKILL)
+    server.wait()

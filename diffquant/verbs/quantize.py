@@ -111,6 +111,7 @@ def quantize(
         DiffQuantError: anything wrong with the checkpoint, the recipe or the output; nothing is left then.
         KeyboardInterrupt: finished shards are kept, and the message says how to go on.
     """
+    from diffquant.calib.calibration.kv_cache import calibrate_cache
     from diffquant.checkpoints.corpora import open_corpora
     from diffquant.quantization.planning import estimated_seconds
     from diffquant.quantization.quantize import quantize as write
@@ -161,7 +162,16 @@ def quantize(
             planned(plan)
 
     if to is None:
-        report = write(source, output, wanted, dtype=dtype, overwrite=overwrite, planned=tell, progress=shown)
+        report = write(
+            source,
+            output,
+            wanted,
+            dtype=dtype,
+            overwrite=overwrite,
+            planned=tell,
+            calibrate=calibrate_cache,
+            progress=shown,
+        )
     else:
         report = _as_gguf(source, Path(output), to, overwrite, shown, tell, partial(write, recipe=wanted, dtype=dtype))
     push_folder(output, push)

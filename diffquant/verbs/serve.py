@@ -11,7 +11,6 @@ from diffquant.verbs.notes import say
 if TYPE_CHECKING:
     from diffquant.serving.plan import ServerPlan
 
-Cache = Annotated[Literal["16", "fp8"], kinds.Kind(Literal["16", "fp8"])]
 Implementation = Annotated[Literal["plugin", "folder"], kinds.Kind(Literal["plugin", "folder"])]
 Address = Annotated[str, kinds.Kind(str, "ADDRESS")]
 Port = Annotated[int, kinds.Kind(int, "NUMBER", least=1, most=65535)]
@@ -25,7 +24,7 @@ def serve(
     host: Address = "127.0.0.1",
     port: Port = 8000,
     context: Context | None = None,
-    cache: Cache = "16",
+    cache: kinds.Name = "recipe",
     dtype: kinds.Name | None = None,
     tensor_parallel: kinds.Count = 1,
     implementation: Implementation = "plugin",
@@ -44,7 +43,8 @@ def serve(
         host: address to listen at.
         port: port to listen at.
         context: most tokens of a request, its answer included; by default what model and memory have room for.
-        cache: width of keys and values in the cache; fp8 is vLLM's own. The recipe's own cache is diffquant's.
+        cache: format of keys and values in the cache: the recipe's, auto for the model's dtype, or one of vLLM's names,
+            such as fp8.
         dtype: dtype of the model; by default the checkpoint's, and bfloat16 where weights are packed.
         tensor_parallel: number of ranks that share each layer.
         implementation: what runs the model: diffquant's plugin, or the modelling file that the folder carries.
@@ -53,7 +53,8 @@ def serve(
     Raises:
         MissingDependencyError: vLLM is not installed, or does not find the plugin.
         UnknownModelTypeError: vLLM has no layers for the model.
-        UsageError: the port is taken, or a request of the context does not fit into the memory.
+        UsageError: the port is taken, a request of the context does not fit into the memory, or vLLM lacks the recipe's
+            cache.
         CheckpointError: the folder cannot be opened, or holds code that is not diffquant's and that would run.
         DiffQuantError: the server ended by itself.
     """
