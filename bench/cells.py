@@ -186,12 +186,12 @@ def _change_text(times: float, old: BenchCell, new: BenchCell) -> str:
 
 def summarize_changes(old: BenchResult, new: BenchResult) -> str:
     """Return a line for every cell that changed, is new or is no longer measured."""
-    lines = [_change_text(*change) for change in find_changes(old, new)] or ["nothing moved beyond noise"]
+    lines = [_change_text(*change) for change in find_changes(old, new)] or ["no change beyond noise"]
     before, after = ({cell.key for cell in result.cells if cell.values} for result in (old, new))
     gone, added = before - after, after - before
     lines += [f"no longer measured: {', '.join(key[:3])}" for key in sorted(gone)]
     lines += [f"measured for the first time: {', '.join(key[:3])}" for key in sorted(added)]
     devices = [result.environment.get("device") for result in (old, new)]
     if devices[0] != devices[1]:
-        lines.insert(0, f"different devices: {devices[0]}, {devices[1]}; times say nothing about the code")
+        lines.insert(0, f"different devices: {devices[0]}, {devices[1]}; their times cannot be compared")
     return "\n".join(lines)

@@ -184,9 +184,9 @@ def _check(cell: BenchCell, layers: Layers, x: Tensor, weight: Tensor, bits: int
     allowed = TOLERANCES[x.dtype]
     reason = None
     if not error <= allowed:
-        reason = f"wrong: {error:.1e} from the product with the values stored, {allowed:.0e} allowed"
+        reason = f"wrong result: error {error:.1e} against the dequantized weight (limit {allowed:.0e})"
     elif not rounding <= _ROUNDING[bits]:
-        reason = f"wrong: the values stored are {rounding:.1e} from the weight, {_ROUNDING[bits]:.0e} allowed"
+        reason = f"wrong weight: rounding error {rounding:.1e} (limit {_ROUNDING[bits]:.0e})"
     facts = {"stored bytes": float(nbytes), "rounding error": rounding}
     return replace(cell, error=error, tolerance=allowed, missing=reason, facts=facts)
 

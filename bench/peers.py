@@ -103,11 +103,11 @@ def _padded_call(work: Workload, device: str) -> AttentionCall:
 
 
 def _only_cuda(call: AttentionCall) -> str | None:
-    return None if call.v.is_cuda else "it runs on CUDA alone"
+    return None if call.v.is_cuda else "it runs only on CUDA"
 
 
 def _flash_widths(call: AttentionCall) -> str | None:
-    return None if call.v.dtype != torch.float32 or not call.v.is_cuda else "flash attention on CUDA takes half types"
+    return None if call.v.dtype != torch.float32 or not call.v.is_cuda else "flash attention on CUDA needs 16 bits"
 
 
 def _flex(call: AttentionCall) -> Tensor:
@@ -198,7 +198,7 @@ def _diffllama(call: AttentionCall) -> Tensor:
 
 def _diffllama_missing(call: AttentionCall) -> str | None:
     """Return why DiffLlama cannot run a call, or None if it can."""
-    return None if isinstance(call, HeldCall) else "transformers knows no DIFF V2"
+    return None if isinstance(call, HeldCall) else "transformers does not have DIFF V2"
 
 
 def _rows(heads: Tensor) -> Tensor:

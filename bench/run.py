@@ -175,7 +175,7 @@ def run_bench(
     """
     unknown = [name for name in options.sections if name not in sections]
     if unknown:
-        raise UsageError(f"unknown section {', '.join(map(repr, unknown))}; known are {', '.join(sections)}")
+        raise UsageError(f"unknown section {', '.join(map(repr, unknown))}; choose from {', '.join(sections)}")
     run_files(sections).check(folder)
     stored = _settings(options) | dict(settings or {})
     about = environment(*_PACKAGES)
@@ -188,7 +188,7 @@ def run_bench(
         cells, failed = _measure_sections(options, sections, journal, progress)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
-            f"interrupted: what was measured is kept in {journal.path}; run the same command again to go on"
+            f"interrupted: what was measured is kept in {journal.path}; run the same command again to resume"
         ) from None
     stored |= {"seconds": round(time.monotonic() - started, 1), "failed_sections": failed}
     result = BenchResult(about, machine, stored, tuple(cells))

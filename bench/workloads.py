@@ -81,7 +81,7 @@ def model_named(name: str) -> Model:
         UsageError: no model has that name.
     """
     if name not in MODELS:
-        raise UsageError(f"unknown workload {name!r}; known are {', '.join(MODELS)}")
+        raise UsageError(f"unknown workload {name!r}; choose from {', '.join(MODELS)}")
     return MODELS[name]
 
 
@@ -117,7 +117,7 @@ class Workload:
         """
         dtype: torch.dtype | None = getattr(torch, self.dtype, None)
         if dtype is None or dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            raise UsageError(f"unknown dtype {self.dtype!r}; known are float32, float16, bfloat16")
+            raise UsageError(f"unknown dtype {self.dtype!r}; choose from float32, float16, bfloat16")
         return dtype
 
 

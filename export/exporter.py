@@ -179,8 +179,8 @@ def _cache_scales(source: Source, options: ExportOptions, ranges: Ranges | None)
     if options.kv_bits == 16:
         if ranges is not None:
             raise UsageError(
-                f"{option_name('scales')} are of a quantized KV cache: give {option_name('kv', 8)} or "
-                f"{option_name('kv', 4)} with them"
+                f"{option_name('scales')} apply only to a quantized KV cache: also give "
+                f"{option_name('kv', 8)} or {option_name('kv', 4)}"
             )
         return {}
     if ranges is None:
@@ -286,8 +286,8 @@ def _make_notes(plan: ExportPlan, streamed: Sequence[Streamed]) -> list[str]:
     if simulated:
         schemes = ", ".join(f"{target} {' or '.join(texts)}" for target, texts in simulated.items())
         notes.append(
-            f"the checkpoint's recipe ({schemes}) is simulated by DiffTransformer, and no part of the export; give "
-            f"{option_name('kv')} or {option_name('logits')} to have it"
+            f"the checkpoint's recipe ({schemes}) is not part of the export; give "
+            f"{option_name('kv')} or {option_name('logits')} to include it"
         )
     if options.kv_bits == 4:
         notes.append(
@@ -296,7 +296,7 @@ def _make_notes(plan: ExportPlan, streamed: Sequence[Streamed]) -> list[str]:
     if options.genai_device != "cpu":
         notes += cuda_notes(options.dtype, options.kv_bits, not options.logits.quantizes)
     if options.logits.quantizes:
-        notes.append(f"logits {options.logits} are rounded by the graph's body in standard ops, which holds whole maps")
+        notes.append(f"logits {options.logits} are rounded in standard ops, which store whole attention maps")
     return notes
 
 

@@ -77,7 +77,7 @@ def measure_fit(
         ranges = {target: tensors[name] for target, name in names.items() if name in tensors}
         losses = _layer_losses(projections, ranges, bits, spec)
         fits += [loss.to_fit(number, target) for target, loss in losses.items()]
-        progress(number + 1, layers, "checking on the text held out")
+        progress(number + 1, layers, "checking on held-out text")
     return fits
 
 
@@ -137,7 +137,7 @@ def fit_table(fits: Sequence[Fit], bits: int) -> str:
         clipped = [sum(fit.clipped for fit in layers) / len(layers), most.clipped]
         sqnr = [sum(fit.sqnr for fit in layers) / len(layers), worst.sqnr]
         lines.append([target, *(f"{c:.4%}" for c in clipped), *(f"{s:.1f} dB" for s in sqnr), f"layer {worst.layer}"])
-    return "\n".join([*align_columns(head, lines), "", f"at {bits} bits, on the text held out"])
+    return "\n".join([*align_columns(head, lines), "", f"at {bits} bits, on held-out text"])
 
 
 def calibrate(
@@ -198,4 +198,4 @@ def _check_targets(targets: Sequence[str]) -> None:
         raise UsageError(f"no scheme quantizes hidden states, so they have no ranges; calibrate {known}")
     unknown = [target for target in targets if target not in CALIBRATED_TARGETS]
     if unknown or not targets:
-        raise UsageError(f"unknown target {', '.join(map(repr, unknown))}; known are {known}")
+        raise UsageError(f"unknown target {', '.join(map(repr, unknown))}; choose from {known}")

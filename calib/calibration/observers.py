@@ -117,7 +117,7 @@ class Observer:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise UsageError(f"unknown observer {self.kind!r}; known are {', '.join(KINDS)}")
+            raise UsageError(f"unknown observer {self.kind!r}; choose from {', '.join(KINDS)}")
         if not 50 <= self.percentile <= 100:
             raise UsageError(f"{option_name('percentile')} must be between 50 and 100, got {self.percentile:g}")
         max_code(self.bits)

@@ -53,7 +53,7 @@ def verdict(result: SearchResult) -> str:
     rival = "" if uniform is None else f"{uniform:.4g} of uniform widths that store as much (interpolated), "
     even = next(c for c in result.candidates if c.name == "spread evenly")
     return (
-        f"budget {result.budget}: KL {searched.kl:.4g} on text held out, against {rival}{even.kl:.4g} of the same "
+        f"budget {result.budget}: KL {searched.kl:.4g} on held-out text, against {rival}{even.kl:.4g} of the same "
         "widths spread evenly"
     )
 
@@ -127,10 +127,10 @@ def _sections(result: SearchResult) -> list[Section]:
             f"Budget {result.budget}",
             [
                 candidates_table(result),
-                "KL is that of the next-token distributions from those of 16 bits, in nats, on text held out.",
+                "KL is from the 16-bit model's next-token distributions, in nats, on held-out text.",
                 Drawing(heat),
                 roles_table(result),
-                "KL of a kind: its units' costs added up, each rounded alone. Mbit: a million bits saved of 16.",
+                "KL of a kind: the sum over its units, each rounded separately. Mbit: a million bits saved.",
                 Fold(f"{len(units)} units, the costliest first", [Table(heads, units, names=2)]),
             ],
         )
@@ -306,7 +306,7 @@ def draw_pareto(axis: Any, results: Sequence[SearchResult], tips: Tips | None = 
     axis.set_xlabel(
         "checkpoint, MB" if is_stored else f"stored bits, mean over {', '.join(results[0].candidates[0].bits)}"
     )
-    axis.set_ylabel("KL on text held out, nats")
+    axis.set_ylabel("KL on held-out text, nats")
     axis.set_title(literal(results[0].model), fontsize=11)
     axis.legend(frameon=False, fontsize=9)
     tidy(axis, "both")

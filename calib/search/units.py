@@ -83,7 +83,7 @@ def find_units(
     """
     unknown = [target for target in targets if target not in TARGETS]
     if unknown or not targets:
-        raise UsageError(f"unknown target {', '.join(map(repr, unknown))}; known are {', '.join(TARGETS)}")
+        raise UsageError(f"unknown target {', '.join(map(repr, unknown))}; choose from {', '.join(TARGETS)}")
     units = _weight_units(source, granularity, widths) if "weights" in targets else []
     for target in CALIBRATED_TARGETS:
         if target in targets:

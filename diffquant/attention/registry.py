@@ -124,13 +124,13 @@ def backend_for(call: AttentionCall, name: str = "auto") -> Backend:
             return backend
         refusals.append(f"{backend.name}: {refusal}")
         log_once(__name__, logging.INFO, "attention backend %s is not used: %s", backend.name, refusal)
-    raise UsageError(f"no attention backend serves this call: {'; '.join(refusals)}")
+    raise UsageError(f"no attention backend supports this call: {'; '.join(refusals)}")
 
 
 def _find_refusal(backend: Backend, call: AttentionCall) -> str | None:
     """Return the reason why a backend cannot serve a call, or None."""
     if call.qk.quantizes and not backend.rounds_operands:
-        return f"queries and keys at {call.qk} have to be rounded before the call"
+        return f"queries and keys at {call.qk} must be quantized before the call"
     return backend.refuses(call)
 
 

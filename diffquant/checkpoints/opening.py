@@ -201,7 +201,7 @@ def _other_shapes(checkpoint: Checkpoint, parameters: Parameters, schemes: dict[
         if module in schemes and schemes[module].format.stores_shape:
             stored, expected = checkpoint.read(module + SHAPE).tolist(), list(parameter.shape)
             if stored != expected:
-                problems.append(f"{module} states {stored}, not {expected}")
+                problems.append(f"{module + SHAPE} is {stored}, not {expected}")
     return _problem("wrong packed shape: ", problems)
 
 
@@ -217,7 +217,7 @@ def _other_head(checkpoint: Checkpoint, adapter: Adapter) -> list[str]:
     ):
         return []
     return [
-        f"tie_word_embeddings is true, and {_HEAD} is not {embedding}: set it to false for the model with this head, "
+        f"tie_word_embeddings is true, but {_HEAD} differs from {embedding}: set it to false to use this head, "
         "or remove the tensor"
     ]
 

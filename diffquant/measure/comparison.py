@@ -128,7 +128,7 @@ def compare_outcomes(before: Outcome, after: Outcome) -> list[Comparison]:
         UsageError: their tasks, items or texts differ, or they share no measure that is finite for every item.
     """
     if before.task != after.task:
-        raise UsageError(f"A is of task {before.task} and B of {after.task}; only one task's results can be paired")
+        raise UsageError(f"A is of task {before.task} and B of {after.task}; give two results of the same task")
     differing = [
         f"{name}: {before.asked.get(name, 'absent')} and {after.asked.get(name, 'absent')}"
         for name in dict.fromkeys([*before.asked, *after.asked])
@@ -136,7 +136,7 @@ def compare_outcomes(before: Outcome, after: Outcome) -> list[Comparison]:
     ]
     if differing:
         raise UsageError(
-            f"{before.task}: A and B were not asked the same ({first_few(differing)}); measure both with the same "
+            f"{before.task}: A and B have different items ({first_few(differing)}); measure both with the same "
             "options, on the same items or text"
         )
     if list(before.ids) != list(after.ids):

@@ -70,13 +70,11 @@ def _all_if_zero(count: int) -> int | None:
 
 
 LIMIT = TaskOption[int | None]("limit", None, "Number of items per task; all by default.", int, minimum=2)
-TEXT = TaskOption[Path | None](
-    "text", None, "Text for perplexity, nll and needle; by default the prose that ships.", Path
-)
+TEXT = TaskOption[Path | None]("text", None, "Text for perplexity, nll and needle; by default the bundled text.", Path)
 CHARACTERS = TaskOption[int | None](
     "characters", 65536, "Number of characters of the text to read; 0 reads all.", int, minimum=0, read=_all_if_zero
 )
-WINDOW = TaskOption("window", 1024, "Number of tokens that the model sees at once, of a text.", int)
+WINDOW = TaskOption("window", 1024, "Number of tokens in a window of the text.", int)
 STRIDE = TaskOption("stride", 512, "Number of tokens from one window to the next.", int)
 
 

@@ -261,5 +261,5 @@ class Decoder(PreTrainedModel):
 def _refuse_gradients(_: Tensor) -> None:
     raise UsageError(
         "rounded caches and operands of attention have no gradients: train at 16 bits, after "
-        "model.apply_recipe(diffquant.Recipe()), and quantize what is trained"
+        "model.apply_recipe(diffquant.Recipe()), and quantize the trained model"
     )

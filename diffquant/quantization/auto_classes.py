@@ -146,7 +146,7 @@ class LoadedModel:
         asked = sorted(name for name, value in options.items() if value and name not in _WITHOUT_EFFECT)
         if asked:
             raise UsageError(
-                f"{path} is a {config.model_type} model, which diffquant loads: of transformers' arguments it takes "
+                f"{path} is a {config.model_type} model, which diffquant loads: it supports transformers' arguments "
                 f"dtype, device_map and max_memory, not {', '.join(asked)}"
             )
         wanted = dtype or torch_dtype

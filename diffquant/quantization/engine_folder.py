@@ -49,8 +49,8 @@ def require_served(config: Mapping[str, Any], adapter: Adapter) -> None:
     if not isinstance(adapter.architecture, TransformerArchitecture):
         kinds = ", ".join(dict.fromkeys(adapter.architecture.layer_kinds))
         raise UnknownModelTypeError(
-            f"vLLM does not serve this {config['model_type']}: the plugin has no layers of {kinds}; `diffquant "
-            "generate` runs it"
+            f"vLLM cannot serve this {config['model_type']}: the plugin does not support layers of {kinds}; use "
+            "`diffquant generate`"
         )
 
 

@@ -126,7 +126,7 @@ def quantize_model(model: CausalModel, recipe: RecipeLike) -> CausalModel:
     wanted = Recipe.parse(recipe)
     if rounding_named(wanted.rounding.name).needs_text:
         raise UsageError(
-            f"{wanted.rounding.name} reads a text, and a model in memory has no tokenizer: quantize the folder that "
+            f"{wanted.rounding.name} needs a tokenizer, and a model in memory has none: quantize the folder that "
             "save_pretrained writes, with its tokenizer"
         )
     source = memory_source(model)
@@ -176,7 +176,7 @@ def recipe_of_run(source: Source, recipe: Recipe | None) -> tuple[Recipe, dict[s
         return recipe, checked_schemes(source, recipe)
     if recipe.weights.quantizes or recipe.weight_overrides:
         raise UsageError(
-            f"{source.path} holds quantized weights already; give a recipe without weights, or its 16-bit original"
+            f"{source.path} has quantized weights already; give a recipe without weights, or its 16-bit original"
         )
     source.architecture.check_recipe(recipe)
     return recipe.with_weights_of(source.recipe), {}

@@ -228,8 +228,8 @@ def _misread_experts(plan: QuantizationPlan) -> list[str]:
     if not formats:
         return []
     return [
-        f"transformers (5.24) leaves out the tensor scale of experts in {' and '.join(sorted(formats))}, and has them "
-        f"hundreds of times too large: give them another format for it, such as {option_name('weights', 'mxfp4')}"
+        f"transformers (5.24) ignores the tensor scale of experts in {' and '.join(sorted(formats))}, so its weights "
+        f"are hundreds of times too large: use another format for it, such as {option_name('weights', 'mxfp4')}"
     ]
 
 
@@ -249,8 +249,8 @@ def _check_names(tensors: Sequence[PlannedTensor]) -> None:
     twice = [name for name, count in counts.items() if count > 1]
     if twice:
         raise CheckpointError(
-            f"{first_few(twice, ', ')} would be written twice: the source has tensors of that name beside the packed "
-            "ones; keep those at 16 bits"
+            f"{first_few(twice, ', ')} would be written twice: the source already has tensors with these names; "
+            "keep those weights at 16 bits"
         )
 
 

@@ -69,7 +69,7 @@ class MemoryPlan(Readable):
 
     def __str__(self) -> str:
         what = "fits" if self.fits else "DOES NOT FIT"
-        without = "no token fits beside the weights" if self.weights <= self.memory else "the weights alone do not fit"
+        without = "no token fits after the weights" if self.weights <= self.memory else "the weights alone do not fit"
         longest = f"up to {self.longest:,} tokens fit" if self.longest else without
         beyond = f", more than its {self.limit:,} positions" if self.longest > self.limit else ""
         return "\n".join(
@@ -79,7 +79,7 @@ class MemoryPlan(Readable):
                 f"  weights  {megabytes(self.weights):>12}  {self.recipe.weights}",
                 f"  cache    {megabytes(self.cache):>12}  k {self.recipe.k}, v {self.recipe.v}; "
                 f"{self.batch} x {self.context:,} tokens",
-                f"  work     {megabytes(self.work):>12}  one layer read back, and logits",
+                f"  work     {megabytes(self.work):>12}  one layer dequantized, and logits",
                 f"with {self.batch} {'sequence' if self.batch == 1 else 'sequences'}, {longest}{beyond}",
             ]
         )

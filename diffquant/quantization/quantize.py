@@ -78,7 +78,7 @@ class Quantization(Readable):
         lines = [
             f"{one_line(str(self.destination))}: {compared_size(self.bytes_after, self.bytes_before, self.weights)}, "
             f"in {self.seconds:.1f} s"
-            + (f", {self.resumed} shards taken over from an interrupted run" if self.resumed else "")
+            + (f", {self.resumed} shards reused from an interrupted run" if self.resumed else "")
         ]
         if self.errors:
             mean = sum(e.error for e in self.errors) / len(self.errors)

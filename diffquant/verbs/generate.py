@@ -1,4 +1,4 @@
-"""The verb `generate`: the text that follows a prompt."""
+"""The verb `generate`: continues a prompt."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -47,29 +47,29 @@ def generate(
         print(diffquant.generate("model-4bit", "The capital of France is", max_new_tokens=8))
 
     Args:
-        model: as `quantize` takes it. In Python also a model that is loaded, with its tokenizer.
+        model: see `quantize`. In Python also a loaded model, with its tokenizer.
         prompt: text to continue; on the command line, - reads standard input.
-        tokenizer: tokenizer of a model that is loaded, as `load_tokenizer` gives it; a checkpoint has its own.
-        recipe: as `quantize` takes it.
+        tokenizer: tokenizer of a loaded model, from `load_tokenizer`; a checkpoint contains its tokenizer.
+        recipe: see `quantize`.
         scales: ranges that diffquant calibrate wrote, for static schemes such as 8:static.
-        max_new_tokens: largest number of tokens to add to the prompt.
-        temperature: randomness of the choice of tokens; 0 takes the likeliest.
-        seed: seed of the random choice where the temperature is above 0.
+        max_new_tokens: maximum number of tokens to generate.
+        temperature: sampling temperature; 0 always takes the likeliest token.
+        seed: seed of sampling.
         chat: wrap the prompt in the model's chat template.
         dtype: dtype of the model: float32, bfloat16 or float16; the checkpoint's by default.
         attention: attention backend: auto, naive, flashdiff1, flashdiff2, triton, triton-int8, ...
-        device: as `search` takes it.
-        device_map: spread models over devices, then main memory, then the disk, in place of `device`.
-        offload_folder: folder where `device_map` puts what only the disk has room for.
-        said: function called with each piece of text as it comes.
+        device: see `search`.
+        device_map: spread models over devices, then main memory, then disk, instead of `device`.
+        offload_folder: folder for weights that `device_map` puts on disk.
+        said: function called with each piece of text as it is generated.
 
     Returns:
-        The continuation alone, without special tokens.
+        The continuation, without the prompt and special tokens.
 
     Raises:
         UsageError: the prompt is empty, a loaded model comes without a tokenizer or with a recipe, or the chat template
             is missing.
-        DiffQuantError: as `load` raises it.
+        DiffQuantError: the checkpoint or the recipe cannot be used, see `load`.
     """
     import transformers
 
@@ -86,15 +86,16 @@ def generate(
     if isinstance(model, CausalModel):
         for_loading = (wanted, scales, dtype, device_map, offload_folder)
         if tokenizer is None:
-            raise UsageError(
-                "a model that is loaded needs its tokenizer: tokenizer=diffquant.load_tokenizer(checkpoint)"
-            )
+            raise UsageError("a loaded model needs its tokenizer: tokenizer=diffquant.load_tokenizer(checkpoint)")
         if any(given is not None for given in for_loading) or (attention, device) != ("auto", "auto"):
             raise UsageError(
-                "recipe, dtype, device and its map are for loading; this model is loaded already: apply_recipe, to"
+                "recipe, dtype, device and device_map apply only when a model is loaded, but this one is loaded "
+                "already; use its methods apply_recipe and to"
             )
         if isinstance(tokenizer, str):
-            raise UsageError(f"tokenizer is a text: tokenizer=diffquant.load_tokenizer({tokenizer!r}) gives one")
+            raise UsageError(
+                f"tokenizer is text, not a tokenizer; use tokenizer=diffquant.load_tokenizer({tokenizer!r})"
+            )
         loaded = model
     else:
         places, chosen = Places.of(device, device_map, offload_folder), chosen_device(device)
@@ -110,7 +111,7 @@ def generate(
 
 
 def print_and_join(pieces: Iterable[str], said: Callable[[str], None] | None) -> str:
-    """Pass on text pieces as they arrive and return them joined."""
+    """Pass text pieces to `said` as they arrive and return them joined."""
     made = []
     for piece in pieces:
         made.append(piece)

@@ -1,4 +1,4 @@
-"""The verb `outliers`: the largest attention logits and hidden states of models."""
+"""The verb `outliers`: finds the largest attention logits and hidden states of models."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,20 +32,20 @@ def outliers(
         diffquant outliers transformer diff -o outliers
         diffquant.outliers(["transformer", "diff"], "outliers")
 
-    The table has each layer's largest magnitudes beside its median.
+    The table shows each layer's largest magnitudes and the median.
 
     Args:
-        models: as `sweep` takes them.
+        models: see `sweep`.
         output: folder for outliers.json and its plot.
-        text: UTF-8 text to read; by default the prose that ships.
-        tokens, window, dtype, device, device_map, offload_folder: as `calibrate` takes them.
+        text: UTF-8 text to read; by default the bundled text.
+        tokens, window, dtype, device, device_map, offload_folder: see `calibrate`.
         progress: function called with the windows done; by default a line on a terminal, one per minute in a log.
 
     Returns:
-        Magnitudes by model, layer and kind.
+        Magnitudes for each model, layer and kind.
 
     Raises:
-        DiffQuantError: a checkpoint, the text or the output do not fit.
+        DiffQuantError: a checkpoint, the text or the output cannot be used.
     """
     from diffquant.calib.outlier_result import FILES, write_outliers
     from diffquant.calib.outliers import find_outliers

@@ -1,4 +1,4 @@
-"""The verb `run`: the text that follows a prompt, by an exported folder."""
+"""The verb `run`: continues a prompt with an exported folder."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -31,15 +31,15 @@ def run(
 
     Args:
         folder: a folder that `diffquant export` wrote.
-        prompt, max_new_tokens, temperature, seed, chat, device, said: as `generate` takes them.
-        threads: number of ONNX Runtime's threads; 0 takes all cores.
+        prompt, max_new_tokens, temperature, seed, chat, device, said: see `generate`.
+        threads: number of ONNX Runtime's threads; 0 uses all cores.
 
     Returns:
-        The continuation alone, without special tokens.
+        The continuation, without the prompt and special tokens.
 
     Raises:
-        CheckpointError: the folder is damaged, changed since it was exported, or has no cache or no tokenizer.
-        UsageError: the prompt is empty, longer than the model's context, or there is no chat template.
+        CheckpointError: the folder is damaged, was changed since it was exported, or has no cache or no tokenizer.
+        UsageError: the prompt is empty or longer than the model's context, or there is no chat template.
         MissingDependencyError: ONNX Runtime is not installed, or cannot use the device.
     """
     from diffquant.onnx import require

@@ -1,4 +1,4 @@
-"""The verb `sweep`: a grid of bit widths, measured and written."""
+"""The verb `sweep`: measures models at several bit widths and writes a report."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -49,41 +49,42 @@ def sweep(
     progress: Progress | None = None,
     **task_options: object,
 ) -> "SweepResult":
-    """Measure what each bit width costs, in a table and a page.
+    """Measure accuracy at several bit widths, and write a report.
 
         diffquant sweep transformer diff -o sweep --targets logits --bits 16,8,6,4
         diffquant.sweep(["transformer", "diff"], "sweep", "needle", bits="16,8,4", limit=20)
 
-    Exported folders may be among the models. Results that the folder holds already are not measured again, and any
-    number of sweeps may write into one folder at a time.
+    Models may be exported folders. Results that are already in the output folder are not measured again. Several sweeps
+    may write into one folder at the same time.
 
     Args:
-        models: each a checkpoint folder (safetensors), .gguf file, or ORG/NAME[@REVISION] on the Hugging Face hub; for
-            instance a DIFF model and its Transformer.
-        output: folder for cells, table, plot and report.
+        models: models to compare, such as a DIFF model and its baseline Transformer. Each is a checkpoint folder
+            (safetensors), .gguf file, or ORG/NAME[@REVISION] on the Hugging Face hub.
+        output: folder for results, table, plot and report.
         tasks: tasks, separated by commas.
-        bits: bit widths, 2 to 8; 16 is always measured, and floats such as e4m3 by a recipe.
-        targets: what to quantize, each alone: logits, qk, p, pv, weights, kv, k, v.
-        granularities: what shares one scale, such as row,tensor,row:shift; each applies to the targets that have it.
-        recipes: YAML file of a recipe to measure as well.
+        bits: bit widths from 2 to 8; 16 is always measured. Use recipes for floats such as e4m3.
+        targets: targets to quantize, one at a time: logits, qk, p, pv, weights, kv, k, v.
+        granularities: granularities such as row,tensor,row:shift; each applies to the targets that support it.
+        recipes: YAML file of a recipe to also measure.
         scales: ranges that diffquant calibrate wrote for one of the models, for static schemes.
-        dtype: as `search` takes it.
-        attention, device, device_map, offload_folder: as `generate` takes them.
-        workers: number of processes, here or on the Ray cluster, which share the cores.
-        devices: devices such as cuda:0,cuda:1, in place of `device`; a process each.
-        ray: Ray cluster that measures; auto finds the one that runs here.
-        shard: measure one of N fixed parts, such as 3/16; run once without it in the end to write the tables.
-        planned: function called with the cells to measure, before anything is written; what it raises ends the run.
-        progress: function called with the cells done; by default a line on a terminal, one per minute in a log.
+        dtype: see `search`.
+        attention, device, device_map, offload_folder: see `generate`.
+        workers: number of processes, which share the cores of this machine or of the Ray cluster.
+        devices: devices such as cuda:0,cuda:1, instead of `device`; each gets one process.
+        ray: address of a Ray cluster to run on; auto finds one that runs on this machine.
+        shard: measure only one of N fixed parts, such as 3/16. Afterwards run once without shard to write the tables.
+        planned: function called with the planned measurements before anything is written; an exception in it ends the
+            run.
+        progress: function called with the measurements done; by default a line on a terminal, one per minute in a log.
         task_options: options of the tasks, such as limit=100 or lengths="64,128".
 
     Returns:
-        All cells, or those of the shard, with `table()` and `plot()`.
+        All results, or those of the shard, with `table()` and `plot()`.
 
     Raises:
-        DiffQuantError: what can be known before the first cell is wrong.
-        FailedCellsError: some cells failed; the others are written, and the error's `result` has them all.
-        KeyboardInterrupt: with a message that says how to go on.
+        DiffQuantError: an argument is wrong; raised before the first measurement.
+        FailedCellsError: some measurements failed; the others are written and in the error's `result`.
+        KeyboardInterrupt: interrupted; the message says how to resume.
     """
     from diffquant.measure.sweep.grid import SweepOptions
     from diffquant.measure.sweep.outputs import write_outputs
@@ -126,16 +127,16 @@ def sweep(
 def choose_engine(
     options: "SweepOptions", workers: int | None, devices: Sequence[str], ray: str | None, say: Callable[[str], None]
 ) -> "tuple[SweepOptions, Engine]":
-    """Choose where cells are measured, and set the device in the options.
+    """Choose the processes that measure (in this process, in several, or on Ray), and set the device in the options.
 
     Args:
         workers: number of processes; by default one per device.
         devices: devices to use, one process each; empty to use `options.device` alone.
         ray: address of a Ray cluster, or None to run on this machine.
-        say: called with a line on how threads and memory are shared out.
+        say: called with a line on how threads and memory are divided among processes.
 
     Raises:
-        UsageError: options that exclude each other, or a device that is not there.
+        UsageError: options exclude each other, or a device does not exist.
         MissingDependencyError: Ray is not installed.
     """
     from diffquant.measure.sweep.workers import run_processes
@@ -152,8 +153,8 @@ def choose_engine(
 
         if devices:
             raise UsageError(
-                f"{option_name('devices')} are this machine's, and {option_name('ray')} gives each of its workers "
-                f"a GPU: leave one of them out"
+                f"{option_name('devices')} selects devices of this machine, but {option_name('ray')} uses "
+                f"GPUs of the cluster; leave out one of them"
             )
         require_ray()
         return options, partial(run_on_ray, address=ray, workers=workers)
@@ -162,14 +163,14 @@ def choose_engine(
     from diffquant.support.devices import check_device  # which imports torch
 
     if options.device != "auto":
-        raise UsageError(f"{option_name('devices')} takes the place of {option_name('device')}; give one or the other")
+        raise UsageError(f"{option_name('devices')} replaces {option_name('device')}; give only one")
     for device in devices:
         check_device(device)
     kinds = {device.partition(":")[0] for device in devices}
     if len(kinds) > 1:
         raise UsageError(
-            f"{option_name('devices', ','.join(devices))} are not of one kind, and results of another kind are "
-            f"other cells"
+            f"{option_name('devices', ','.join(devices))} are of different kinds, whose results differ; "
+            f"give devices of one kind"
         )
     processes = partial(run_processes, workers=workers or len(devices), devices=devices, say=say)
     return replace(options, device=kinds.pop()), processes

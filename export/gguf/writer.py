@@ -154,7 +154,7 @@ def _open_output(plan: GgufPlan, output: Path, overwrite: bool) -> Iterator[Path
         with replacing(output) as file:
             yield file
     except OSError as error:
-        raise DiffQuantError(f"writing {output} failed: {error.strerror}; nothing of it is kept") from error
+        raise DiffQuantError(f"writing {output} failed: {error.strerror}; no partial file is kept") from error
 
 
 def _write(plan: GgufPlan, file: Path, progress: Progress) -> tuple[str, ...]:
@@ -185,7 +185,7 @@ def _write(plan: GgufPlan, file: Path, progress: Progress) -> tuple[str, ...]:
         worst = max(error for _, error in rounded)
         notes.append(f"{count:,} scales are rounded to float16, with a relative error of {worst:.2g} at most")
     if (text := first_difference(load_gguf_tokenizer(file), plan.source.tokenizer)) is not None:
-        notes.append(f"llama.cpp splits some texts otherwise than the checkpoint's tokenizer, such as {text[:40]!r}")
+        notes.append(f"llama.cpp splits some texts differently from the checkpoint's tokenizer, such as {text[:40]!r}")
     return tuple(notes)
 
 
@@ -197,7 +197,7 @@ def _rows(matrix: Matrix, kind: GGMLQuantizationType, first: int, last: int) -> 
     codes, scales = matrix.codes(first, last), matrix.scales(first, last).float()
     halves = scales.half()
     if not torch.isfinite(halves).all():
-        raise CheckpointError(f"{matrix.stored_name} has a scale of {scales.max():g}, and float16 ends at 65504")
+        raise CheckpointError(f"{matrix.stored_name} has a scale of {scales.max():g}, but float16 ends at 65504")
     errors = (halves.float() / scales - 1).abs()
     return pack_blocks(codes, halves, matrix.scheme.bits), int((errors > 0).sum()), float(errors.max())
 

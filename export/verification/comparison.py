@@ -291,26 +291,26 @@ class Comparison:
         """Yield sentences about int8 activations, and about what was not compared."""
         if self._device == "cpu" and not self._reference.knows_rounding:
             yield (
-                "ONNX Runtime rounds activations on this processor by a rule unknown here: products with int8 "
-                "activations are held to no more than what such rounding costs"
+                "ONNX Runtime rounds activations on this CPU by an unknown rule: matmuls with int8 activations are "
+                "only checked against the error that such rounding causes"
             )
         # With codes of more than 4 bits, activations are always rounded.
         has_choice = any(tensor["container_bits"] == 4 for tensor in self._manifest.tensors.values())
         if self._rounds and has_choice and loses_tokens(self._tokens):
             rounded, exact = [each.agreement for each in self._tokens.values()][:2]
             yield (
-                f"the likeliest token is torch's at {rounded:.1%} of the positions, and at {exact:.1%} with float32 "
-                f"products: where that matters, export with {option_name('accuracy_level', 1)}, which is slower"
+                f"the top-1 token equals torch's at {rounded:.1%} of the positions, and at {exact:.1%} with float32 "
+                f"matmuls: where that matters, export with {option_name('accuracy_level', 1)}, which is slower"
             )
         if self._reference.cache is not None and scales is None:
             yield (
-                "the folder has no record of its cache's calibration, which older versions did not write: the scales "
-                f"are held to no more than a factor of {CACHE_LIMIT:g}; export it again to have each compared"
+                "the folder has no record of its cache's calibration, which older versions did not write: scales are "
+                f"only checked to within a factor of {CACHE_LIMIT:g}; export it again to compare each"
             )
         positions = self._reference.model.config.max_position_embeddings
         if self._reached < positions:
-            why = "more rows of a cache take much memory" if self._manifest.options.cache else "there is no cache"
-            yield f"of {positions:,} positions of the context {self._reached:,} were reached: {why}"
+            why = "longer caches need too much memory" if self._manifest.options.cache else "there is no cache"
+            yield f"{self._reached:,} of the context's {positions:,} positions were tested: {why}"
 
 
 def _relative_error(runs: Sequence[Run], wanted: Sequence[Tensor]) -> float:

@@ -61,7 +61,7 @@ _BATCH = 16
 
 @torch.inference_mode()
 def validation(model: DiffTransformer, held_out: Tensor) -> dict[str, Any]:
-    """Negative log-likelihood in nats a token and perplexity on text held out of the training text.
+    """Negative log-likelihood in nats a token and perplexity on held-out text of the training text.
 
     Raises:
         NonFiniteError: a loss is no number, as where the last step of a training leaves such weights.

@@ -41,7 +41,7 @@ class ModelReading:
         """Make ready; nothing is read yet.
 
         Args:
-            text: file with a text, whose beginning is read; None for the prose that ships.
+            text: file with a text, whose beginning is read; None for the bundled text.
             tokens: number of tokens that are read.
             window: number of tokens the model sees at once.
         """

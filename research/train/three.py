@@ -81,7 +81,7 @@ class Trio:
 
 
 class Exam:
-    """Exam on the text held out, against what the base predicts of it."""
+    """Exam on held-out text, against what the base predicts of it."""
 
     def __init__(self, base: DiffTransformer, tokenizer: Any, text: str) -> None:
         self._tokenizer, self._text = tokenizer, text

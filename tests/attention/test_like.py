@@ -165,7 +165,9 @@ def test_a_kernel_stands_beside_presets_and_settings():
         == Recipe.parse({"like": "sage3", "pv": "e4m3:channel", "kv": 8})
         == Recipe.of(kv=8, **{**LIKE["sage3"], "pv": "e4m3:channel"})
     )
-    with pytest.raises(UsageError, match=r"recipe says all of itself.*qk 8:thread:smooth, p e4m3:row:fullsum"):
+    with pytest.raises(
+        UsageError, match=r"recipe and like=.* cannot be combined.*qk 8:thread:smooth, p e4m3:row:fullsum"
+    ):
         recipe_of_options(recipe=Path("recipe.yaml"), like="sage2")
-    with pytest.raises(UsageError, match=r"unknown kernel 'sage1'.*known are sage2"):
+    with pytest.raises(UsageError, match=r"unknown kernel 'sage1'.*choose from sage2"):
         Recipe.parse(recipe_of_options(like="sage1"))

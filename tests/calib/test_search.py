@@ -317,7 +317,7 @@ def test_an_interrupted_search_says_what_it_keeps(checkpoint, tmp_path):
             UsageError,
             r"weights at 4 bits take 5\.\d\d stored bits each, scales included",
         ),
-        ("11", {}, UsageError, "holds everything at 8 bits, the widest"),
+        ("11", {}, UsageError, "allows everything at 8 bits, the widest"),
         ("90MB", {}, UsageError, "bytes is for weights"),
         ("4.5", {"granularity": "g32"}, GroupSizeError, "group size 32 does not divide"),
         ("4.5", {"targets": ("weight",)}, UsageError, "unknown target 'weight'"),

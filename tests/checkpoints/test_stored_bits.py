@@ -80,7 +80,7 @@ def test_every_verb_counts_the_bytes_that_were_written(source, tmp_path, scheme)
     assert weight_bytes(open_source(source), recipe) == weight_bytes(open_source(tmp_path / "out"), Recipe()) == nbytes
     assert report.packed_bits == plan.packed_bits == pytest.approx(bits)
     assert account["packed_bits"] == round(bits, 4)
-    assert f"{bits:.2f} stored bits a weight" in (tmp_path / "out/README.md").read_text()
+    assert f"{bits:.2f} stored bits per weight" in (tmp_path / "out/README.md").read_text()
     inspection = inspect_checkpoint(tmp_path / "out")
     assert inspection.sizes["as it is"] == nbytes
     assert inspection.packed_bits["as it is"] == pytest.approx(bits)

@@ -363,7 +363,7 @@ def test_a_cache_of_much_memory_is_not_followed_to_the_end_and_that_is_said(tmp_
     monkeypatch.setattr(passages, "_MOST_BYTES", 50 * row)
     report = verify(folder, checkpoint, threads=1)
     assert report.reached == 51
-    assert "of 96 positions of the context 51 were reached" in str(report)
+    assert "51 of the context's 96 positions were tested" in str(report)
 
 
 def test_a_long_context_without_a_cache_is_not_read_to_the_end_and_that_is_said(tmp_path, monkeypatch):
@@ -371,7 +371,7 @@ def test_a_long_context_without_a_cache_is_not_read_to_the_end_and_that_is_said(
     monkeypatch.setattr(passages, "_MOST_UNCACHED", 40)
     report = verify(folder, checkpoint, threads=1)
     assert report.reached == 40
-    assert "of 96 positions of the context 40 were reached: there is no cache" in str(report)
+    assert "40 of the context's 96 positions were tested: there is no cache" in str(report)
     assert {route.name for route in report.routes} == {"prefill", "padded batch", "long context"}
 
 
@@ -515,7 +515,7 @@ def test_a_scale_within_a_hundredth_of_calibrations_is_taken(tmp_path, by, is_so
     if is_sound:
         assert verify(planted.folder, checkpoint, threads=1).passed
     else:
-        with pytest.raises(ToleranceError, match="are not those that calibration found"):
+        with pytest.raises(ToleranceError, match="differ from calibration's"):
             verify(planted.folder, checkpoint, threads=1)
 
 

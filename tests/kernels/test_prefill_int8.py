@@ -174,7 +174,7 @@ def test_what_the_kernel_does_not_take_is_an_error(change, message):
 
 def test_what_a_device_or_the_kernel_cannot_do_is_said(has_capability):
     inputs = random_call("v1", 5, 5)
-    with pytest.raises(UsageError, match="P·V in 'int4' is unknown; known are fp16, fp8"):
+    with pytest.raises(UsageError, match="P·V in 'int4' is unknown; choose from fp16, fp8"):
         prefill_int8(*inputs, scale=0.125, pv="int4")
     has_capability(8, 0)
     with pytest.raises(UsageError, match="fp8 needs compute capability 8"):

@@ -179,7 +179,7 @@ def test_other_items_and_texts_are_refused(run, model, tmp_path, task, changed):
     run_sweep([model], options, tmp_path)
     name, value = next(iter(changed.items()))
     told = f"n: 12 and {value}" if name == "limit" else rf"{name}: \d+ and {value}"
-    with pytest.raises(UsageError, match=rf"{task}: A and B were not asked the same \(.*{told}"):
+    with pytest.raises(UsageError, match=rf"{task}: A and B have different items \(.*{told}"):
         compare(f"{run}@16", tmp_path)
 
 
@@ -189,7 +189,7 @@ def test_tasks_that_were_asked_the_same_are_compared_beside_others(run, model, t
     report = compare(f"{run}@16", tmp_path)
     assert {comparison.task for comparison in report.comparisons} == {"perplexity"}
     (reason,) = report.left_out
-    assert reason.startswith("hellaswag: A and B were not asked the same (n: 12 and 11; ")
+    assert reason.startswith("hellaswag: A and B have different items (n: 12 and 11; ")
 
 
 def test_a_result_without_scores_of_items_is_refused():

@@ -109,7 +109,7 @@ def test_a_kind_twice_and_an_option_that_means_two_things_are_refused():
 def test_without_it_neither_task_nor_option_is_known(model, tmp_path):
     with pytest.raises(UsageError, match=r"unknown task 'hellaswg'; did you mean 'hellaswag'\?"):
         tasks.make_tasks(("hellaswg",), {}, 64)
-    with pytest.raises(UsageError, match="unknown task 'colours'; known are hellaswag, lm-eval:NAME"):
+    with pytest.raises(UsageError, match="unknown task 'colours'; choose from hellaswag, lm-eval:NAME"):
         run_sweep([model], SweepOptions(tasks=("colours",)), tmp_path / "out")
     with pytest.raises(UsageError, match="no task has an option shout"):
         SweepOptions(task_options={"shout": True})

@@ -212,7 +212,7 @@ def test_what_gained_much_is_not_said_to_have_changed_least():
             MeasuredCell(point, "nll", TaskResult.from_dict({"metric": "nll", **counted, **losses, **stored}), None)
         )
     (sentence,) = headline(SweepResult(cells, {}))
-    assert sentence.startswith("nll: least changed is transformer at logits 8:row")
+    assert sentence.startswith("nll: the smallest change has transformer at logits 8:row")
     assert "most is transformer at logits 4:row" in sentence
 
 

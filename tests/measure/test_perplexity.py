@@ -96,7 +96,7 @@ def test_a_model_that_computes_nan_is_refused():
 
 
 def test_a_perplexity_beyond_all_numbers_is_said():
-    with pytest.raises(NonFiniteError, match="a perplexity of 1,000 nats per token"):
+    with pytest.raises(NonFiniteError, match="a loss of 1,000 nats per token"):
         _ = TextScore(nll=4000.0, tokens=4, text_bytes=9).perplexity
 
 

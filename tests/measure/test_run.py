@@ -61,7 +61,7 @@ def test_a_dry_run_says_what_is_to_be_measured_and_about_how_long(model, copy_of
 
     nothing = planned(OPTIONS, tmp_path / "new")
     assert (nothing.held, len(nothing.missing)) == (0, CELLS)
-    assert re.match(rf"{CELLS} cells to measure; about \d+ (s|min), if none runs beside another\n", str(nothing))
+    assert re.match(rf"{CELLS} cells to measure; about \d+ (s|min), if cells run one at a time\n", str(nothing))
     assert not (tmp_path / "new").exists()
     assert str(planned(OPTIONS, copy_of)) == f"nothing to measure; {CELLS} are there already"
     taken = [cell.read().seconds for cell in plan_sweep([model], OPTIONS, copy_of / "cells", None)[0]]

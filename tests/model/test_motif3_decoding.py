@@ -123,7 +123,7 @@ def test_reasons_against_the_kernel_are_named(checkpoint):
     def refusal(recipe):
         return attention.decoding_refusal(recipe)
 
-    assert refusal(Recipe.of()) == "the decode kernel takes float16 and bfloat16, not torch.float32"
+    assert refusal(Recipe.of()) == "the decode kernel supports float16 and bfloat16, not torch.float32"
     model.half()
     assert refusal(Recipe.of()) == "Triton kernels run on CUDA devices, not on cpu"
     model.apply_recipe(Recipe.of(logits="8:row"))
@@ -147,6 +147,6 @@ def test_models_without_latents_refuse_it():
     model = ours(random_diffllama())
     model.use_attention("triton-latent")
     with pytest.raises(
-        UsageError, match="'triton-latent': it only decodes a few tokens at a time from the cache of a model"
+        UsageError, match="'triton-latent': this backend only decodes a few tokens at a time from the cache of a model"
     ):
         model(random_ids(1, 5))

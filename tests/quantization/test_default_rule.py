@@ -53,7 +53,7 @@ def test_schemes_that_mse_cannot_do_are_rounded_to_nearest_and_it_is_said(model,
     caplog.set_level(logging.INFO, "diffquant.verbs")
     diffquant.quantize(model, tmp_path / "out", {"weights": "8:tensor"})
     assert rule_of(tmp_path / "out") == "nearest"
-    assert "rounds by nearest, since" in caplog.text
+    assert "rounding by nearest, because" in caplog.text
 
 
 def test_a_recipe_of_the_cache_alone_names_no_rule(model, tmp_path):

@@ -219,7 +219,7 @@ def test_modules_that_read_one_input_are_found_in_the_order_of_their_run(tmp_pat
     ("rounding", "message"),
     [
         ({"name": "gptq", "inputs": "rouned"}, "inputs must be rounded or unrounded, got 'rouned'"),
-        ({"name": "gptq", "inputs": "unrounded", "target": "model"}, "leave out inputs, or target"),
+        ({"name": "gptq", "inputs": "unrounded", "target": "model"}, "cannot be combined; leave out one"),
         ({"name": "gptq", "ordr": "activation"}, "unknown rounding key 'ordr'; did you mean 'order'"),
     ],
 )
@@ -230,7 +230,7 @@ def test_options_that_cannot_be_are_refused(rounding, message):
 
 def test_another_rule_takes_no_options(checkpoint, tmp_path):
     recipe = Recipe.of(weights="4:g16", rounding={"name": "mse", "order": "activation"})
-    with pytest.raises(UsageError, match="rounding mse takes no order; leave out, or name gptq"):
+    with pytest.raises(UsageError, match="rounding mse has no order; leave it out, or use gptq"):
         quantize(checkpoint, tmp_path / "low", recipe)
 
 

@@ -183,7 +183,10 @@ def test_a_malformed_rounding_is_refused(entry, message):
     [
         ({"kv": "4:row:shift"}, "k: shift is for logits, .*; leave it out"),
         ({"weights": "4:g32:alike"}, "weights: alike is for logits, .*; leave it out"),
-        ({"logits": "4:row:shift:alike"}, "logits: alike and shift cannot be combined in 4:row:shift:alike; leave out one"),
+        (
+            {"logits": "4:row:shift:alike"},
+            "logits: alike and shift cannot be combined in 4:row:shift:alike; leave out one",
+        ),
         ({"logits": "4:pair:alike"}, "logits: alike and pair cannot be combined in 4:pair:alike; leave out one"),
         ({"logits": "4:static:shift"}, "logits: shift and static cannot be combined in .*; leave out one"),
         ({"logits": "e4m3:row:shift"}, "logits: shift and uneven levels cannot be combined in e4m3:row:shift"),

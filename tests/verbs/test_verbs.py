@@ -123,7 +123,7 @@ def test_a_flag_turns_off_what_is_on_and_what_only_the_terminal_has_stays_there(
             diffquant toy model
 
         Args:
-            model: as `export` takes it.
+            model: see `export`.
             cache: False leaves the cache out.
             said: function called with text.
 
@@ -169,7 +169,7 @@ def test_a_dash_reads_the_prompt_from_standard_input_and_notes_go_beside_the_res
     shown = CliRunner().invoke(program, ["--prompt", "-x", "--json"])
     assert (json.loads(shown.stdout), shown.stderr) == ("-X", "at once\n0.1 s\nwrote a.txt, b.txt\n")
     shown = CliRunner().invoke(program, ["--prompt", "-"], input=b"caf\xe9")
-    assert "standard input is no text in UTF-8" in str(shown.exception)
+    assert "standard input is not UTF-8 text" in str(shown.exception)
 
 
 @in_one_test("name", ["generate", "run"])
@@ -199,7 +199,7 @@ def test_a_text_that_came_in_pieces_ends_its_line(name, monkeypatch):
         ({"recipe": 8, "kv": 8}, "recipe replaces kv"),
         ({"preset": "int4", "weights": 4, "residual": 0}, "preset replaces weights, residual"),
         ({"recipe": 8, "preset": "int4"}, "recipe and preset are two recipes"),
-        ({"preset": "int5"}, f"unknown preset 'int5'; known are {', '.join(PRESETS)}"),
+        ({"preset": "int5"}, f"unknown preset 'int5'; choose from {', '.join(PRESETS)}"),
         ({"overrides": ["q_proj"]}, "expected PATTERN=SCHEME"),
         ({"overrides": ["*.k=8", "*.v=8", "*.k=4"]}, r"overrides has '\*\.k' twice; keep one of each"),
     ],
@@ -217,9 +217,9 @@ def test_a_recipe_is_what_its_settings_say_and_none_without_any():
 
 
 def test_settings_of_a_recipe_are_refused_as_arguments_with_the_recipe_to_give(tmp_path):
-    with pytest.raises(UsageError, match=r"plan takes kv in its recipe: recipe=\{'kv': 8\}"):
+    with pytest.raises(UsageError, match=r"plan takes kv only in the recipe: recipe=\{'kv': 8\}"):
         diffquant.plan(tmp_path, kv=8)
-    with pytest.raises(UsageError, match="plan takes preset in its recipe: recipe='int4'"):
+    with pytest.raises(UsageError, match="plan takes preset only in the recipe: recipe='int4'"):
         diffquant.plan(tmp_path, preset="int4")
 
 

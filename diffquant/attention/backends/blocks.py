@@ -133,7 +133,7 @@ def attend_by_blocks(call: AttentionCall) -> Tensor:
 
 
 def _find_refusal(call: AttentionCall) -> str | None:
-    return "it has no backward pass; use naive, or run it under torch.no_grad()" if call.needs_gradient else None
+    return "blocks has no backward pass; use naive, or torch.no_grad()" if call.needs_gradient else None
 
 
 register(Backend("naive", naive, logits="both"))

@@ -208,7 +208,7 @@ def _read_order(stored: Checkpoint, parts: Parts, module: str, width: int, group
     if (order == -1).all():
         return None
     if len(outside := order[(order < 0) | (order >= groups)]):
-        parts.problems.append(f"{name} names group {int(outside[0])} of {groups}")
+        parts.problems.append(f"{name} refers to group {int(outside[0])} of only {groups}")
         return None
     return order
 

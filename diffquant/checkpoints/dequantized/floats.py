@@ -65,8 +65,8 @@ def float_matrix(
     spread = find_spread(scale_info.shape, shape, size, block) if kind else None
     if spread is None:
         parts.problems.append(
-            f"{codes} is {info.dtype} {list(info.shape)}, which no scale {scale_info.dtype} {list(scale_info.shape)} "
-            f"{'' if above in stored.tensors else 'alone '}belongs to"
+            f"{codes} is {info.dtype} {list(info.shape)}, which does not fit the scale {scale_info.dtype} "
+            f"{list(scale_info.shape)}{'' if above in stored.tensors else ' without a scale of the tensor'}"
         )
         return None
     has_above = kind == "NVFP4" and above is not None

@@ -118,7 +118,7 @@ def _read_gptq_matrix(
     order = stored.read(g_idx).long() if has_order else torch.arange(width) // (width if size == -1 else size)
     outside = order[(order < 0) | (order >= groups)]
     if len(outside):
-        parts.problems.append(f"{g_idx} names group {int(outside[0])} of {groups}")
+        parts.problems.append(f"{g_idx} refers to group {int(outside[0])} of only {groups}")
     if not all(fits) or len(outside):
         return None
 

@@ -165,7 +165,7 @@ def prefill(call: AttentionCall) -> Tensor:
         UsageError: the kernels do not support the call.
     """
     if call.scale <= 0:
-        raise UsageError(f"prefill takes a positive scale, got {call.scale}")
+        raise UsageError(f"prefill needs a positive scale, got {call.scale}")
     reason = prefill_refusal(call)
     if reason or call.lam is None:
         raise UsageError(f"prefill: {reason}")
@@ -176,7 +176,7 @@ def prefill(call: AttentionCall) -> Tensor:
 def prefill_refusal(call: AttentionCall) -> str | None:
     """Return why `prefill` cannot serve a call on a device that runs Triton, or None."""
     if call.lam is None:
-        return "the kernel takes two maps; one is scaled_dot_product_attention"
+        return "the kernel supports two maps; for one use scaled_dot_product_attention"
     return call_refusal(call) or widths_refusal(call.q[0], call.v)
 
 

@@ -161,13 +161,13 @@ def check_call(q: Sequence[Tensor], k: Sequence[Tensor], v: Tensor, lam: Tensor 
     if width not in (64, 128) or value_width not in (width, 2 * width):
         wrong.append(f"queries are {width} wide, which may be 64 or 128, and values {value_width}, as wide or twice")
     if v.dtype not in HALF_TYPES and (v.is_cuda or v.dtype != torch.float32):
-        wrong.append(f"keys and values are {v.dtype}; the kernels take float16 and bfloat16")
+        wrong.append(f"keys and values are {v.dtype}; the kernels support float16 and bfloat16")
     if len(q) == 2 and q[1].shape[1] % v.shape[1]:
         wrong.append(f"{q[1].shape[1]} noise heads are not a multiple of {v.shape[1]} value heads; repeat them")
     if not 0 < q[0].shape[2] <= MAX_QUERIES:
-        wrong.append(f"{q[0].shape[2]} new tokens are not 1 to {MAX_QUERIES}; longer ones are a prefill")
+        wrong.append(f"{q[0].shape[2]} new tokens are not 1 to {MAX_QUERIES}; use prefill for more")
     if torch.is_grad_enabled() and any(x.requires_grad for x in q):
-        wrong.append("there is no backward pass; call it under torch.no_grad()")
+        wrong.append("the kernel has no backward pass; call it under torch.no_grad()")
     if wrong:
         raise UsageError("decoding from pages: " + "; ".join(wrong))
 

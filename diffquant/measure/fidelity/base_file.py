@@ -76,7 +76,7 @@ class BaseFile(Side):
         return torch.from_numpy(stored.astype(np.int64)).view(self.chunks, self.context)
 
     def tokens(self, text: str) -> list[int]:  # noqa: ARG002
-        raise CheckpointError(f"{self.name} holds log-probabilities and no tokenizer")
+        raise CheckpointError(f"{self.name} contains log-probabilities, but no tokenizer")
 
     @property
     def first_token(self) -> None:

@@ -237,7 +237,7 @@ class Server(Side):
         by_token = choice.get("prompt_logprobs")
         if by_token is None:
             raise DiffQuantError(
-                f"{self.address} answers without prompt_logprobs: only servers that tell them, such as vLLM's, can be "
+                f"{self.address} answers without prompt_logprobs: only servers that return them, such as vLLM, can be "
                 "compared"
             )
         return _parse_likeliest(by_token[first + 1 :], self._k)
@@ -264,7 +264,7 @@ class Server(Side):
                 return read
         except urllib.error.HTTPError as error:
             said = error.read(2000).decode(errors="replace")
-            raise DiffQuantError(f"{self.address}{path} refuses with {error.code}: {said}") from error
+            raise DiffQuantError(f"{self.address}{path} returned error {error.code}: {said}") from error
         except (OSError, ValueError) as error:
             reason = getattr(error, "reason", error)
             raise UsageError(f"{self.address}{path} does not answer: {reason}; is the server running?") from error

@@ -136,7 +136,7 @@ def check_same_cells(cells: Iterable[Cell]) -> None:
     differing = {name for cell in {cell.weights: cell for cell in cells}.values() for name in _differences(cell)}
     if differing:
         raise CheckpointError(
-            f"{socket.gethostname()} would measure other cells than were planned, since {', '.join(sorted(differing))} "
+            f"{socket.gethostname()} cannot measure the cells as planned, because {', '.join(sorted(differing))} "
             "differ there; install the same versions, and use the same kind of device"
         )
 
@@ -235,8 +235,8 @@ def check_folder(folder: Path) -> None:
         os.scandir(folder).close()
     except OSError as error:
         raise DiffQuantError(
-            f"{folder}, where the sweep's cells lie, cannot be read any more: {error.strerror}; "
-            "when it is there again, run the same command to go on"
+            f"the sweep's folder {folder} can no longer be read: {error.strerror}; "
+            "when it is available again, run the same command to resume"
         ) from error
 
 

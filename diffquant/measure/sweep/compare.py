@@ -134,7 +134,7 @@ def compare(before: str | Path, after: str | Path) -> ComparisonReport:
     shared = [key for key in keyed[0] if key in keyed[1]]
     if not shared and is_one_each:
         first, second = (", ".join(sorted({task for _, task in side})) for side in keyed)
-        raise UsageError(f"nothing to compare: A has {first}, and B has {second}; both need results of one task")
+        raise UsageError(f"nothing to compare: A has {first}, and B has {second}; give two results of the same task")
     if not shared:
         first, second = (_names(side) for side in sides)
         raise UsageError(

@@ -166,7 +166,7 @@ def check_no_precision_options(options: SweepOptions, recipe: Recipe | None = No
     """
     if recipe is not None or (options.dtype, options.attention, options.scales) != ("auto", "auto", ()):
         raise UsageError(
-            f"an exported model is measured as it is: leave out the recipe, {option_name('scales')}, "
+            f"an exported model has a fixed precision: leave out the recipe, {option_name('scales')}, "
             f"{option_name('dtype')} and {option_name('attention')}"
         )
 

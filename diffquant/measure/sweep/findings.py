@@ -170,7 +170,7 @@ def _summarize_items(sweep: SweepResult, task: str, changes: Sequence[tuple[Poin
             f"no measurable loss in any {of_all}, and a loss of {_SETTLED:.0f} point is ruled out; the lowest is "
             f"{_describe(sweep, worst, task)}."
         )
-    told = f"{len(lower)} {of_all} lose; the most is lost by {_describe(sweep, worst, task)}."
+    told = f"{len(lower)} {of_all} lose; the largest loss has {_describe(sweep, worst, task)}."
     safe = min((point.bits for point, _ in changes if point.bits > max(lower)), default=None)
     return told if safe is None else f"{told} From {safe} bits up no loss is measurable."
 
@@ -185,7 +185,7 @@ def _explain_resolution(sweep: SweepResult, task: str, changes: Sequence[tuple[P
     text = f"{items} items cannot show a loss below {widest:.0f} points; "
     measured = [(point, kl) for point, _ in changes if (kl := kl_of(sweep, point, task)) and kl.low > 0]
     if not measured:
-        return f"{text}take more items, or read KL."
+        return f"{text}use more items, or KL."
     most = max(measured, key=lambda each: each[1].mean)[0]
     return (
         f"{text}KL shows a change in {len(measured)} of {len(changes)} configurations, the largest in "
@@ -197,7 +197,7 @@ def _summarize_text(sweep: SweepResult, task: str, changes: Sequence[tuple[Point
     # A change in nats has a sign, and a large gain is a large change.
     ordered = sorted(changes, key=lambda change: abs(change[1].mean))
     least, most = (_describe(sweep, point, task) for point, _ in (ordered[0], ordered[-1]))
-    return f"{most}." if len(ordered) == 1 else f"least changed is {least}; most is {most}."
+    return f"{most}." if len(ordered) == 1 else f"the smallest change has {least}; the largest has {most}."
 
 
 def _describe(sweep: SweepResult, point: Point, task: str) -> str:

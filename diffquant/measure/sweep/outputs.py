@@ -63,9 +63,9 @@ def _sizes_sections(sweep: SweepResult) -> list[Section]:
     drawings, keys = size_charts(found)
     table, commands = recommendations(found, path_of)
     rule = (
-        f"Taken is each model's smallest configuration whose KL from 16 bits stays below {SMALL_KL} nats, the upper "
-        "end of its 95 % interval where it has one, and 16 bits where none does. In the drawings lower and further "
-        "left is better; bars: 95 % intervals."
+        f"The table has each model's smallest configuration whose KL from 16 bits is below {SMALL_KL} nats, or 16 bits "
+        "if there is none. If a KL has a 95 % interval, its upper end counts. In the drawings lower and further left "
+        "is better; bars are 95 % intervals."
     )
     return [Section("Which to take", [table, commands, Charts(drawings, keys), rule])]
 
@@ -102,8 +102,8 @@ def _logits_section(sweep: SweepResult) -> list[Section]:
     if not folds:
         return []
     explained = (
-        "A scale is the distance between two neighbouring codes, in units of the logits; an entry is clipped where it "
-        "lies outside the codes. Mean and largest scale are over all scales of a layer."
+        "A scale is the distance between two neighbouring codes, in units of the logits; an entry is clipped if it "
+        "lies beyond the codes' range. Mean and largest scale are over all scales of a layer."
     )
     opened = Fold(f"{len(folds)} cells with quantized logits", [explained, *folds])
     return [Section("Logit quantizers, layer by layer", [opened])]

@@ -136,7 +136,9 @@ def _scales_by_model(sources: Mapping[Path, Source], files: Sequence[Path]) -> d
             raise CheckpointError(f"{file} was calibrated on none of {', '.join(map(str, sources))}")
         ranges.check_model(sources[owner], str(file))
         if owner in files_by_model:
-            raise UsageError(f"{files_by_model[owner]} and {file} are both of {owner}; sweep them into two folders")
+            raise UsageError(
+                f"{files_by_model[owner]} and {file} are both ranges of {owner}; sweep them into two folders"
+            )
         files_by_model[owner] = file
     return files_by_model
 
@@ -175,9 +177,9 @@ class SweepForecast:
         held = f"; {self.held} {'is' if self.held == 1 else 'are'} there already" if self.held else ""
         if not self.missing:
             return f"nothing to measure{held}"
-        time = "; the first cell will tell how long one takes"
+        time = "; the first cell will show how long one takes"
         if self.seconds is not None:
-            time = f"; about {format_duration(self.seconds)}, if none runs beside another"
+            time = f"; about {format_duration(self.seconds)}, if cells run one at a time"
         cells = "1 cell" if len(self.missing) == 1 else f"{len(self.missing)} cells"
         return f"{cells} to measure{held}{time}"
 

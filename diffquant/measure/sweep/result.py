@@ -140,8 +140,8 @@ class SweepResult:
         if self.failed:
             lines = [f"{self.caption(cell)}: {cell.error}" for cell in self.failed]
             raise FailedCellsError(
-                f"{len(self.failed)} of {len(self.cells)} cells failed; run the same command again to retry them "
-                "alone:\n" + "\n".join(lines),
+                f"{len(self.failed)} of {len(self.cells)} cells failed; run the same command again to retry only "
+                "these:\n" + "\n".join(lines),
                 self,
             )
 
@@ -265,10 +265,10 @@ def notes(sweep: SweepResult) -> list[str]:
     )
     if quantized:
         texts.append(
-            f"Weights that were quantized before this sweep: {quantized}. 16 bits there are not the model as trained."
+            f"Weights that were quantized before this sweep: {quantized}. Their 16 bits are not the model as trained."
         )
     texts += [
-        f"{task} reads {', '.join(unseen)}: its cells are kept when that changes."
+        f"{task} reads {', '.join(unseen)}: its stored results are kept even if that changes."
         for task, unseen in sweep.settings.get("unseen", {}).items()
     ]
     if changed := sum(bool(c.result and (c.result.commit or "").endswith(CHANGED)) for c in sweep.cells):

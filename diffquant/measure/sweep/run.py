@@ -197,7 +197,7 @@ def _note_overlap(source: Source, recipe: Recipe, tasks: Sequence[Task]) -> None
         for name, text in texts.items():
             tokens = encode_start(source.tokenizer, text, len(text))
             if count := calibration.overlap([tokens]):
-                message = "%s: %s of the text's %s tokens were read by rounding %s; give another text to compare by"
+                message = "%s: %s of the text's %s tokens were read by rounding %s; give another text to compare"
                 log_once(__name__, logging.WARNING, message, name, f"{count:,}", f"{len(tokens):,}", rounding.name)
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from diffquant.measure.language_model import LanguageModel, States
     from diffquant.measure.protocols.hellaswag import HellaSwagItem
 
-_ITEMS = TaskOption[Path | None]("items", None, "HellaSwag items as JSONL; by default the 1,000 that ship.", Path)
+_ITEMS = TaskOption[Path | None]("items", None, "HellaSwag items as JSONL; by default the bundled 1,000.", Path)
 
 
 # Number of characters per unit of a shown margin: about the length of an ending.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 TRUST_TASK = TaskOption(
-    "trust_task", False, "Let a task's YAML file that is not lm-eval's run code in its templates and functions.", bool
+    "trust_task", False, "Allow a task's YAML file from outside lm-eval to run code in its templates.", bool
 )
 
 
@@ -209,7 +209,7 @@ def _resolve(task: str) -> tuple[str, "TaskManager"]:
         manager = _all_tasks()
         # lm-eval takes any other name for a path, whatever it ends in.
         if task not in manager.all_tasks:
-            raise UsageError(f"lm-eval knows no task {task!r}, and it is not the path of a .yaml or .yml file")
+            raise UsageError(f"lm-eval has no task {task!r}, and it is not the path of a .yaml or .yml file")
         return task, manager
     from lm_eval.tasks import TaskManager
 
@@ -226,7 +226,7 @@ def _resolve(task: str) -> tuple[str, "TaskManager"]:
     entry = manager.task_index.get(name)
     found = entry.get("yaml_path") if isinstance(entry, dict) else getattr(entry, "yaml_path", None)
     if found and Path(found).resolve() != file:
-        raise UsageError(f"{found} defines {name} as well, and lm-eval would take it in place of {file}; rename one")
+        raise UsageError(f"{found} defines {name} as well, and lm-eval would use it instead of {file}; rename one")
     return name, manager
 
 

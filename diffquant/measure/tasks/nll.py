@@ -82,8 +82,8 @@ def _notes(results: Sequence[TaskResult]) -> list[str]:
     first = results[0].details
     share = f"{100 * first['ar_hit_share']:.1f} %"
     return [
-        f"NLL is in nats per token of text, in windows of {first['positions'][-1]} tokens. AR-hits end a bigram "
-        f"that stood in their window before; they are {share} of the first model's tokens. "
+        f"NLL is in nats per token of text, in windows of {first['positions'][-1]} tokens. AR-hits complete a bigram "
+        f"that occurred earlier in the window; they are {share} of the first model's tokens. "
         "Changes from 16 bits are paired over windows."
     ]
 

@@ -175,7 +175,7 @@ class TextScore:
             return math.exp(loss)
         except OverflowError:
             raise NonFiniteError(
-                f"no number holds a perplexity of {loss:,.0f} nats per token; the model's weights or recipe are broken"
+                f"a loss of {loss:,.0f} nats per token has no finite perplexity; weights or recipe are broken"
             ) from None
 
     @property

@@ -137,11 +137,11 @@ class Motif3Model(Decoder):
     ) -> Sequence[tuple[Any, ...]]:
         if mask.seen is not None:
             raise UsageError(
-                "this model has windows beside causal order: neither a 4-D attention_mask nor sequences packed by "
+                "this model has windowed layers: neither a 4-D attention_mask nor sequences packed by "
                 "position_ids are supported; pass sequences as rows of a batch, and an attention_mask [batch, tokens]"
             )
         if cache is not None and not isinstance(cache, WindowsCache):
-            raise UsageError(f"{type(cache).__name__} does not keep latents of windows; pass the result of new_cache()")
+            raise UsageError(f"{type(cache).__name__} cannot store windowed latents; pass the result of new_cache()")
         if position_ids is None:
             position_ids = count_positions(mask.keys, past, x.shape[1], x.device)
         reading = Reading.of(mask.keys, x.shape[1], self.architecture.seen, cache)

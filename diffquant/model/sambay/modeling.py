@@ -47,7 +47,7 @@ class SambaYModel(Decoder):
         if mask.seen is not None:
             raise UsageError(
                 "Mamba's layers read tokens one after the other: neither a 4-D attention_mask nor sequences packed by "
-                "position_ids can be honoured; pass sequences as rows of a batch, and an attention_mask [batch, tokens]"
+                "position_ids are supported; pass sequences as rows of a batch, and an attention_mask [batch, tokens]"
             )
         if cache is not None and not isinstance(cache, WindowsCache):
             raise UsageError(f"{type(cache).__name__} does not hold Mamba's states; pass the result of new_cache()")

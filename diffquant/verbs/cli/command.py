@@ -1,4 +1,4 @@
-"""Commands made of verbs: a verb's signature gives the options, its docstring their help."""
+"""Commands generated from verbs: the signature defines the options, the docstring their help."""
 
 import inspect
 import re
@@ -29,11 +29,11 @@ from diffquant.verbs.recipes import recipe_of_options
 
 @cache
 def documentation(verb: Callable[..., Any]) -> tuple[str, str, dict[str, str]]:
-    """Split a verb's docstring, in Google's form with its examples as one indented paragraph.
+    """Split a verb's docstring in Google style, where an indented paragraph contains the examples.
 
     Returns:
-        Its paragraphs, the command line that it shows, and its entries of parameters by name. Under python -OO there
-        are none, and the help is bare.
+        The paragraphs, the example command line, and the description of each parameter by name. Under python -OO there
+        are no docstrings, so all are empty.
     """
     body, _, rest = (inspect.getdoc(verb) or "").partition("\nArgs:\n")
     paragraphs = body.partition("\nRaises:\n")[0].strip().split("\n\n")
@@ -49,7 +49,7 @@ def documentation(verb: Callable[..., Any]) -> tuple[str, str, dict[str, str]]:
 
 
 _TASK_WORDS = {int: "NUMBER", str: "LIST", Path: "FILE"}
-# What only the terminal has.
+# Options that exist only on the command line.
 _JSON = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 _DETAILS = Annotated[bool, typer.Option("--details", help="Print all that was compared, in a table.")]
 _RECIPE_OPTIONS = tuple(inspect.signature(recipe_of_options).parameters)
@@ -62,9 +62,9 @@ class Option:
 
     Attributes:
         name: name of the verb's parameter, or of a task's option.
-        kind: how it is read.
-        default: default on the command line; `inspect.Parameter.empty` where it has to be given.
-        help: sentence of the help.
+        kind: how the command line reads it.
+        default: default on the command line; `inspect.Parameter.empty` if it is required.
+        help: its sentence in the help.
     """
 
     name: str
@@ -74,11 +74,11 @@ class Option:
 
     @property
     def is_inverted(self) -> bool:
-        """Whether it is a flag for False, such as --no-cache."""
+        """Whether it is a flag that sets False, such as --no-cache."""
         return self.kind.type is bool and self.default is True
 
     def parameter(self) -> inspect.Parameter:
-        """Return the parameter that typer makes an option or argument of."""
+        """Return the parameter from which typer makes an option or argument."""
         read, default = self.kind.type, False if self.is_inverted else self.default
         if self.kind.repeats:
             read, default = list[read], default or None  # type: ignore[valid-type]
@@ -97,24 +97,24 @@ class Option:
         return inspect.Parameter(self.name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
 
     def value(self, read: Any) -> Any:
-        """Convert what typer read to the verb's value."""
+        """Convert a value that typer parsed to the verb's argument."""
         if self.kind.repeats:
             return tuple(read or ())
         if self.kind.or_stdin and read == "-":
             try:
                 return sys.stdin.read()
             except UnicodeDecodeError as error:
-                raise UsageError(f"standard input is no text in UTF-8 ({error}); convert it first") from error
+                raise UsageError(f"standard input is not UTF-8 text ({error}); convert it first") from error
         return not read if self.is_inverted else read
 
 
 def name_of(verb: Callable[..., Any]) -> str:
-    """Return the command's name of a verb."""
+    """Return the name of a verb's command."""
     return "eval" if verb is verbs.evaluate else verb.__name__.replace("_", "-")
 
 
 def command(verb: Callable[..., Any]) -> Callable[..., None]:
-    """Return a function with an option for each parameter of a verb, which runs it and prints the result."""
+    """Return a function for typer that has a verb's options, runs the verb and prints the result."""
     options, shown = {option.name: option for option in options_of(verb)}, SHOWN.get(name_of(verb), Shown())
     parameters = [option.parameter() for option in options.values()]
     own = inspect.signature(verb).parameters
@@ -128,12 +128,12 @@ def command(verb: Callable[..., Any]) -> Callable[..., None]:
             given["said"] = shown.speak
         if dry_run:
             given["planned"] = shown.stop_at
-        # Before torch is loaded. What `bench` times has to wait as it does elsewhere.
+        # Before torch is loaded. `bench` keeps the default, so that its timings are comparable.
         if verb is not verbs.bench:
             limit_spinning()
         with use_option_names(), notes(as_json), waiting(name_of(verb), prints=verb is verbs.serve):
             try:
-                # As it is: typer has checked what `check_arguments` would.
+                # Without `check_arguments`, because typer has already checked the values.
                 if "recipe" in own:
                     made_of = {name: given.pop(name) for name in _RECIPE_OPTIONS}
                     given["recipe"] = recipe_of_options(**made_of)
@@ -155,13 +155,13 @@ def command(verb: Callable[..., Any]) -> Callable[..., None]:
 
 
 def former_names(verb: Callable[..., Any]) -> dict[str, str]:
-    """Names that options had, which still work, with the names they have now."""
+    """Return the current name of each option's former name, which still works."""
     return {option.kind.former: option.name for option in options_of(verb) if option.kind.former}
 
 
 @cache
 def options_of(verb: Callable[..., Any]) -> tuple[Option, ...]:
-    """Return the parameters of a verb that the command line can give, in their order."""
+    """Return the command-line options of a verb, in order."""
     options: list[Option] = []
     for name, each in inspect.signature(verb).parameters.items():
         if each.kind is inspect.Parameter.VAR_KEYWORD:
@@ -174,13 +174,13 @@ def options_of(verb: Callable[..., Any]) -> tuple[Option, ...]:
 
 
 def _task_option(option: TaskOption[object]) -> Option:
-    given = Kind(option.kind, _TASK_WORDS.get(option.kind), least=option.minimum, heading="Options of tasks")
+    given = Kind(option.kind, _TASK_WORDS.get(option.kind), least=option.minimum, heading="Task options")
     default = option.default if option.written is None else option.written
     return Option(option.name, given, default, _as_options(option.help, {other.name for other in task_options()}))
 
 
 def _help(verb: Callable[..., Any], name: str, kind: Kind) -> str:
-    """Return a parameter's help, made of its entry in the docstring."""
+    """Return a parameter's help, from its entry in the docstring."""
     text = re.sub(r" In Python .*?\.(?= |$)", "", _entry(verb, name)).removeprefix("False ")
     text = _as_options(text, inspect.signature(verb).parameters)
     known = f": {', '.join(kind.known())}." if kind.known else "."
@@ -189,21 +189,21 @@ def _help(verb: Callable[..., Any], name: str, kind: Kind) -> str:
 
 
 def _as_options(text: str, names: Container[str]) -> str:
-    """Replace `names` in a text by options; other words lose their backticks."""
+    """Replace parameters in backticks by their options; other words only lose the backticks."""
     with use_option_names():
         return re.sub(r"`(\w+)`", lambda word: option_name(word[1]) if word[1] in names else word[1], text)
 
 
 def _entry(verb: Callable[..., Any], name: str) -> str:
-    """Return a parameter's entry in a docstring, which may say which other verb takes it alike."""
+    """Return a parameter's docstring entry; "see `VERB`." refers to the same parameter of another verb."""
     text = documentation(verb)[2].get(name, "")
-    alike = re.match(r"as `(\w+)` takes (?:it|them)\.", text)
+    alike = re.match(r"see `(\w+)`\.", text)
     return _entry(getattr(verbs, alike[1]), name) if alike else text
 
 
-# A typer may have a click of its own.
+# Newer typers contain their own copy of click.
 _CommandLineError: Any = BadParameter.__base__
-# Options of other tools, with what does the same here.
+# Options of other tools, by the option with the same effect here.
 ELSEWHERE = {
     "--weights BITS:gSIZE, such as 4:g32": ("bits", "wbits", "w-bits", "q-bits", "group-size", "q-group-size"),
     "--rounding NAME, such as gptq": ("method", "algorithm", "quant-method"),
@@ -213,26 +213,26 @@ ELSEWHERE = {
 
 
 class Verb(TyperCommand):
-    """A command whose help has its options under headings, and words for values."""
+    """A command whose help groups options under headings."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         for parameter in self.params:
             if isinstance(parameter, TyperArgument):
-                # Its name is a word already; newer typers add Python's type.
+                # Its name is a placeholder already; newer typers add Python's type.
                 parameter.display_type_rich = _nothing  # type: ignore[method-assign]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
             return super().parse_args(ctx, args)
         except BadParameter as error:
-            # The words of the library that typer checks values with.
+            # A prefix from the library with which typer checks values.
             error.message = error.message.removeprefix("Value error, ")
             raise
         except _CommandLineError as error:
             name = getattr(error, "option_name", None) or ""
             if ours := next((ours for ours, names in ELSEWHERE.items() if name.removeprefix("--") in names), None):
-                error.message = f"No such option: {name}; here it is {ours}"
+                error.message = f"No such option: {name}; use {ours}"
                 error.possibilities = ()
             raise
 
@@ -258,7 +258,7 @@ class Verb(TyperCommand):
 
 
 class VerbGroup(TyperGroup):
-    """The verbs under headings, each with the first sentence of its help."""
+    """The list of verbs, grouped under headings, each with the first sentence of its help."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
         for group, members in GROUPS.items():
@@ -268,7 +268,7 @@ class VerbGroup(TyperGroup):
 
 
 def _nothing(ctx: Any) -> None:
-    """No type behind an argument's name."""
+    """Hide the type after an argument's name."""
 
 
 app = typer.Typer(

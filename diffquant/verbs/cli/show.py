@@ -1,4 +1,4 @@
-"""Output of each verb on a terminal: its result as text or JSON, and remarks beside it."""
+"""Terminal output of each verb: its result as text or JSON, and notes."""
 
 import json
 import logging
@@ -32,14 +32,14 @@ def _as_json(result: Any, _: Values) -> str:
 
 @dataclass(frozen=True)
 class Shown:
-    """How a verb's result is shown, of the result and of what the verb was given.
+    """How the command line prints a verb's result. Functions get the result and the verb's arguments.
 
     Attributes:
-        text: text for people, or None if there is none.
-        data: JSON for programs, or None if the verb has none.
-        plan: text of what is only planned.
-        say: function that prints text that comes before the result.
-        details: text that only --details prints, or None if the verb has none.
+        text: formats the result as text; may return None to print nothing.
+        data: formats the result as JSON, or None if the verb has no --json.
+        plan: formats the plan for --dry-run.
+        say: prints pieces of text that arrive before the result.
+        details: formats the text for --details, or None if the verb has no such option.
     """
 
     text: Callable[[Any, Values], str | None] = _as_text
@@ -54,8 +54,8 @@ class Shown:
         """Print a result.
 
         Args:
-            told: text of an error that follows, which is not printed twice, or None if there is no error.
-            is_detailed: whether its details are asked for.
+            told: message of the error that is raised next, which is not printed twice, or None without an error.
+            is_detailed: whether --details was given.
         """
         clear_line()
         if as_json and self.data:
@@ -68,19 +68,19 @@ class Shown:
                 typer.echo(fit_to_terminal(part, sys.stdout))
 
     def speak(self, text: str) -> None:
-        """Print a piece of the result as it comes."""
+        """Print a piece of text that arrives before the result."""
         clear_line()
         self.say(text)
 
     def stop_at(self, plan: Any) -> None:
-        """Print a plan, and end the command before anything is written."""
+        """Print a plan, and exit before anything is written."""
         clear_line()
         typer.echo(self.plan(plan))
         raise typer.Exit
 
 
 class _Notes(logging.Handler):
-    """Prints what verbs say; what follows a result is kept until that has been shown."""
+    """Prints messages of verbs. Messages that belong after the result are kept until it has been printed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,10 +96,10 @@ class _Notes(logging.Handler):
 
 @contextmanager
 def notes(as_json: bool) -> Iterator[None]:
-    """While it is open, what verbs say is printed on stderr, and at its end what follows the result.
+    """Print verbs' messages on stderr inside the context, and those kept for after the result when it exits.
 
     Args:
-        as_json: whether stdout is a program's, so that nothing else goes there.
+        as_json: whether stdout must contain only JSON.
     """
     handler, level = _Notes(), LOGGER.level
     LOGGER.addHandler(handler)
@@ -116,13 +116,13 @@ def notes(as_json: bool) -> Iterator[None]:
 
 @contextmanager
 def waiting(name: str, prints: bool) -> Iterator[None]:
-    """Give a sign of life on a terminal, since what a verb imports and opens may take longer than people wait for one.
+    """Show a "loading" line on a terminal, because a verb's imports may take several seconds.
 
-    The line goes away when the verb has progress to show or something to say, and at its end.
+    The line is removed when the verb prints something, shows progress, or ends.
 
     Args:
         name: the command.
-        prints: whether a library prints by itself: then the line is gone once torch is imported.
+        prints: whether a library prints directly; the line is then removed as soon as torch is imported.
     """
     with progress.show_waiting(f"{name}: loading ..."):
         if prints:
@@ -133,7 +133,7 @@ def waiting(name: str, prints: bool) -> Iterator[None]:
 
 
 def _made_by(place: str) -> Callable[[Any, Values], str]:
-    """Return a function named "module:function", which is imported once there is a result."""
+    """Return a wrapper of the function "module:function" that imports it only when called."""
     return lambda result, _: resolve_name(place)(result)
 
 
@@ -171,7 +171,7 @@ def _bench(result: Any, _: Values) -> str:
     return result if isinstance(result, str) else markdown(result)
 
 
-# What is shown in another way than as the summary of the result.
+# Verbs whose result is not simply printed as its summary.
 SHOWN = {
     "quantize": Shown(plan=lambda plan: plan.table()),
     "search": Shown(_made_by("diffquant.calib.search.outputs:search_table"), plan=lambda search: search.estimate()),

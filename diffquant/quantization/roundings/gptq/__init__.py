@@ -36,8 +36,8 @@ class Gptq(Rounding):
         calibration = self.read_text(opened, settings)
         if settings.seed is not None and not calibration.is_drawn:
             raise UsageError(
-                f"{option_name('seed')} orders rows of a JSONL file or dataset, and rounding {self.name} reads plain "
-                "text from its beginning; leave it out"
+                f"{option_name('seed')} affects only rows of a JSONL file or dataset, but rounding {self.name} reads "
+                "plain text from its beginning; leave it out"
             )
         return rounded_layers(opened, schemes, settings, calibration, progress)
 

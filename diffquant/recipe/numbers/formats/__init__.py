@@ -296,9 +296,9 @@ def register(number_format: NumberFormat) -> None:
     if name in FORMATS:
         raise UsageError(f"there is a format {name!r} already; give the new one another name")
     if (not name.isidentifier() and not name.isdecimal()) or name != name.lower():
-        raise UsageError(f"format {name!r}: a name is of small letters, digits and underscores, as schemes spell it")
+        raise UsageError(f"format {name!r}: a name consists of lowercase letters, digits and underscores")
     if number_format.quantizes and (list(levels) != sorted(set(levels)) or 0 not in levels or len(levels) > 256):
-        raise UsageError(f"format {name}: its levels must ascend, hold 0 and be 256 at most")
+        raise UsageError(f"format {name}: its levels must be ascending, include 0 and be at most 256 numbers")
     FORMATS[name] = number_format
 
 
@@ -309,7 +309,7 @@ def format_named(name: str) -> NumberFormat:
         UsageError: there is no such format; the message lists all names.
     """
     if name not in FORMATS:
-        raise UsageError(f"unknown number format {name!r}; known are {', '.join(FORMATS)}")
+        raise UsageError(f"unknown number format {name!r}; choose from {', '.join(FORMATS)}")
     return FORMATS[name]
 
 
