@@ -147,13 +147,13 @@ def read_result(path: Path) -> BenchResult:
     if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("cells"), list):
         raise UsageError(f"cannot read {path}: it is not a result of `diffquant bench` in format {FORMAT}")
     try:
-        cells = tuple(cell_of(entry) for entry in data["cells"])
+        cells = tuple(parse_cell(entry) for entry in data["cells"])
         return BenchResult(data["environment"], data["machine"], data["settings"], cells)
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(f"cannot read {path}: a cell is damaged ({error})") from error
 
 
-def cell_of(entry: dict[str, Any]) -> BenchCell:
+def parse_cell(entry: dict[str, Any]) -> BenchCell:
     """Make a cell from the plain data of `BenchCell.to_dict` or `BenchResult.to_dict`."""
     names = set(BenchCell.__dataclass_fields__)
     known = {name: value for name, value in entry.items() if name in names}

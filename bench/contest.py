@@ -146,7 +146,7 @@ def _fresh_processes() -> BaseContext:
 
 @torch.inference_mode()
 def resident_peak(section: str, name: str, work: Workload, threads: int) -> int:
-    """Return this process's peak bytes during a peer's call, without its inputs; run it in a process of its own."""
+    """Return this process's peak bytes during a peer's call, without its inputs; run it in a separate process."""
     give_blocks_pages()
     torch.set_num_threads(threads)
     peer = SECTIONS[section][name]

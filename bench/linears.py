@@ -44,7 +44,7 @@ def _ours(bits: int) -> Make:
         group = _group(weights[0].shape[1])
         first, stored = packed_weight(weights[0], bits, group)
         packed = [first, *(packed_weight(weight, bits, group)[0] for weight in weights[1:])]
-        return lambda x, i: packed_product(x, packed[i]), first.nbytes, stored
+        return lambda x, i: multiply_packed(x, packed[i]), first.nbytes, stored
 
     return make
 
@@ -62,7 +62,7 @@ def packed_weight(weight: Tensor, bits: int, group: int) -> tuple[Any, Tensor]:
     return packed, integers.decode(codes, scale).flatten(-2)
 
 
-def packed_product(x: Tensor, weight: Any) -> Tensor:
+def multiply_packed(x: Tensor, weight: Any) -> Tensor:
     """Multiply x [M, K] with a transposed packed weight [N, K]; return [M, N]."""
     from diffquant.kernels.linear.linear import linear
 

@@ -79,7 +79,7 @@ def _reason_of(name: str) -> Callable[[AttentionCall], str | None]:
 def _kernel(
     name: str,
     make: Callable[[Workload, str], AttentionCall] = differential,
-    count: Callable[[Workload], Count] = roofline.fused_call,
+    count: Callable[[Workload], Count] = roofline.count_fused_call,
     tolerance: float | None = None,
 ) -> Peer:
     """Make a peer of a backend of diffquant, which may not be installed or not support a call."""
@@ -213,30 +213,30 @@ PEERS: dict[str, Peer] = {
     ),
     "Transformer, flash-attn": _kernel("flash_attn", transformer, roofline.transformer),
     "DIFF, eager": Peer(_ours("naive"), differential, roofline.eager),
-    "FlashDiffAttn_1": Peer(_ours("flashdiff1"), differential, roofline.two_calls),
+    "FlashDiffAttn_1": Peer(_ours("flashdiff1"), differential, roofline.count_two_calls),
     "FlashDiffAttn_1, SDPA mem-efficient": Peer(
-        _sdpa(SDPBackend.EFFICIENT_ATTENTION), differential, roofline.two_calls, missing=_only_cuda
+        _sdpa(SDPBackend.EFFICIENT_ATTENTION), differential, roofline.count_two_calls, missing=_only_cuda
     ),
     "FlashDiffAttn_1, SDPA cuDNN": Peer(
-        _sdpa(SDPBackend.CUDNN_ATTENTION), differential, roofline.two_calls, missing=_only_cuda
+        _sdpa(SDPBackend.CUDNN_ATTENTION), differential, roofline.count_two_calls, missing=_only_cuda
     ),
     "FlashDiffAttn_1, SDPA flash, keys padded": Peer(
-        _sdpa(SDPBackend.FLASH_ATTENTION), _padded_call, roofline.two_calls, missing=_flash_widths
+        _sdpa(SDPBackend.FLASH_ATTENTION), _padded_call, roofline.count_two_calls, missing=_flash_widths
     ),
-    "FlashDiffAttn_1, FlexAttention": Peer(_flex, differential, roofline.two_calls, missing=_only_cuda),
-    "FlashDiffAttn_2": Peer(_ours("flashdiff2"), differential, roofline.four_calls),
+    "FlashDiffAttn_1, FlexAttention": Peer(_flex, differential, roofline.count_two_calls, missing=_only_cuda),
+    "FlashDiffAttn_2": Peer(_ours("flashdiff2"), differential, roofline.count_four_calls),
     "FlashDiffAttn_2, SDPA flash": Peer(
-        _sdpa(SDPBackend.FLASH_ATTENTION, flashdiff2), differential, roofline.four_calls, missing=_flash_widths
+        _sdpa(SDPBackend.FLASH_ATTENTION, flashdiff2), differential, roofline.count_four_calls, missing=_flash_widths
     ),
     "FlashDiffAttn_2, SDPA cuDNN": Peer(
-        _sdpa(SDPBackend.CUDNN_ATTENTION, flashdiff2), differential, roofline.four_calls, missing=_only_cuda
+        _sdpa(SDPBackend.CUDNN_ATTENTION, flashdiff2), differential, roofline.count_four_calls, missing=_only_cuda
     ),
-    "FlashDiffAttn_2, flash-attn": _kernel("flash_attn", count=roofline.four_calls),
+    "FlashDiffAttn_2, flash-attn": _kernel("flash_attn", count=roofline.count_four_calls),
     **{
         f"transformers' DiffLlama, {how}": Peer(
             _diffllama, partial(_diffllama_call, how), count, missing=_diffllama_missing
         )
-        for how, count in (("eager", roofline.eager_halves), ("sdpa", roofline.four_calls))
+        for how, count in (("eager", roofline.count_eager_halves), ("sdpa", roofline.count_four_calls))
     },
     "DIFF, fused": _kernel("triton"),
     "DIFF, fused, int8 QK": _kernel("triton-int8", tolerance=0.05),
@@ -246,7 +246,7 @@ PEERS: dict[str, Peer] = {
     "DIFF, simulated logits 8:row, eager": Peer(_rounded_eagerly, differential, roofline.eager, logits=ROW_8),
     **{
         f"DIFF, simulated logits {scheme}": Peer(
-            _simulate_logits(scheme), differential, roofline.two_passes, logits=scheme
+            _simulate_logits(scheme), differential, roofline.count_two_passes, logits=scheme
         )
         for scheme in (ROW_8, ROW_SHIFT_8)
     },

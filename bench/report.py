@@ -10,7 +10,7 @@ from diffquant.benchmarks.linears import THROUGHPUT, table7
 from diffquant.benchmarks.plots import plot_names, plots
 from diffquant.reports.page import Block, Drawing, Fold, Items, Report, Section, facts
 from diffquant.reports.plots import as_svg
-from diffquant.reports.tables import Table, csv_text
+from diffquant.reports.tables import Table, format_csv
 
 _HEADS = ["path", "median", "spread", "× baseline", "of roofline", "peak MB", "Gop", "MB moved", "error from naive"]
 _NOTES = (
@@ -59,7 +59,7 @@ def csv_table(result: BenchResult) -> str:
             | {"repeats": len(values), "low": min(values, default=None), "high": max(values, default=None)}
             | facts
         )
-    return csv_text(records)
+    return format_csv(records)
 
 
 def bench_report(result: BenchResult, name: str, files: Sequence[str]) -> Report:

@@ -74,7 +74,7 @@ MODELS = {
 V2 = Model("3B as V2", 3072, 28, 24, 24, 128, 128, 8192)
 
 
-def model_named(name: str) -> Model:
+def find_model(name: str) -> Model:
     """Return the model with a name in `MODELS`.
 
     Raises:
@@ -204,7 +204,7 @@ def _length(text: str, all_text: str) -> int:
     return int(digits) * factor
 
 
-def seen_entries(queries: int, keys: int) -> int:
+def count_visible_logits(queries: int, keys: int) -> int:
     """Count the logits of one map that a causal mask leaves visible; queries are the last `queries` of the keys."""
     hidden = keys - queries
     return queries * hidden + queries * (queries + 1) // 2

@@ -12,8 +12,8 @@ from diffquant.calib.calibration.observe import (
     BATCH_TOKENS,
     Projections,
     by_token,
+    iterate_projections,
     observe_ranges,
-    projected_layers,
     to_ranges,
 )
 from diffquant.calib.calibration.observers import Observer
@@ -25,7 +25,7 @@ from diffquant.checkpoints.source import Source, open_source
 from diffquant.errors import UsageError
 from diffquant.family.spec import DiffSpec
 from diffquant.model.modeling import DiffTransformer
-from diffquant.model.walk import causal_logits, visible_entries
+from diffquant.model.walk import count_visible_logits, iterate_causal_logits
 from diffquant.quantization.loading import load
 from diffquant.recipe import Recipe
 from diffquant.recipe.numbers.absmax import max_code
@@ -72,7 +72,7 @@ def measure_fit(
     """
     spec, layers = model.config.diff_spec, model.config.num_hidden_layers
     fits: list[Fit] = []
-    for number, projections in enumerate(projected_layers(model, ids, batch_tokens)):
+    for number, projections in enumerate(iterate_projections(model, ids, batch_tokens)):
         names = {target: f"layers.{number}.{target}" for target in CALIBRATED_TARGETS}
         ranges = {target: tensors[name] for target, name in names.items() if name in tensors}
         losses = _layer_losses(projections, ranges, bits, spec)
@@ -120,10 +120,10 @@ def _layer_losses(
         if "v" in ranges:
             losses["v"].add(by_token(v), ranges["v"], bits)
         if "logits" in ranges:
-            for first, block in causal_logits(q, k, spec):
+            for first, block in iterate_causal_logits(q, k, spec):
                 losses["logits"].add(block.tril_(first), ranges["logits"][:, None, None], bits)
                 batch, heads, queries, keys = block.shape
-                losses["logits"].count -= block.numel() - visible_entries(batch * heads, queries, keys)
+                losses["logits"].count -= block.numel() - count_visible_logits(batch * heads, queries, keys)
     return losses
 
 

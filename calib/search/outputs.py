@@ -49,7 +49,7 @@ def candidates_table(result: SearchResult) -> Table:
 def verdict(result: SearchResult) -> str:
     """Return a sentence that compares the searched recipe's KL with that of uniform widths of the same size."""
     searched = result.candidates[0]
-    uniform = uniform_kl(result)
+    uniform = interpolate_uniform_kl(result)
     rival = "" if uniform is None else f"{uniform:.4g} of uniform widths that store as much (interpolated), "
     even = next(c for c in result.candidates if c.name == "spread evenly")
     return (
@@ -58,7 +58,7 @@ def verdict(result: SearchResult) -> str:
     )
 
 
-def uniform_kl(result: SearchResult) -> float | None:
+def interpolate_uniform_kl(result: SearchResult) -> float | None:
     """Interpolate the KL of uniform widths at the searched recipe's stored bits, linearly in log KL.
 
     Returns:
@@ -169,7 +169,7 @@ def write_search(result: SearchResult, folder: Path) -> list[Path]:
     pareto, report = _SHARED
     texts = {recipe: result.recipe.to_yaml(), data: result.to_json()}
     pictures = {
-        picture: lambda path: heat_map(result, path),
+        picture: lambda path: save_heat_map(result, path),
         pareto: lambda path: plot_pareto(read_searches(folder), path),
     }
     return write_run(folder, texts, pictures, report, lambda *_: search_report(folder))
@@ -222,13 +222,13 @@ _SHARED = ("pareto.png", "search.html")
 _DARK, _LIGHT = "#111111", "#f5f5f5"
 
 
-def heat_map(result: SearchResult, path: Path) -> None:
+def save_heat_map(result: SearchResult, path: Path) -> None:
     """Save a heat map of each unit's KL at the narrowest width, by layer and kind, with its chosen bits in the cell."""
     heat_figure(result).savefig(path, dpi=160)
 
 
 def heat_figure(result: SearchResult) -> Any:
-    """Return the figure that `heat_map` saves."""
+    """Return the figure that `save_heat_map` saves."""
     from matplotlib.colors import LogNorm
 
     kinds = list(dict.fromkeys(m.kind for m in result.measurements))

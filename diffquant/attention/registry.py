@@ -58,7 +58,7 @@ def register(backend: Backend) -> None:
     BACKENDS[backend.name] = backend
 
 
-def by_priority(rounds_maps: bool) -> list[Backend]:
+def backends_by_priority(rounds_maps: bool) -> list[Backend]:
     """Return the backends that "auto" tries, highest priority first, for calls with or without quantized maps."""
     candidates = [backend for backend in BACKENDS.values() if backend.priority and backend.supports(rounds_maps)]
     return sorted(candidates, key=lambda backend: -backend.priority)
@@ -116,7 +116,7 @@ def backend_for(call: AttentionCall, name: str = "auto") -> Backend:
             raise UsageError(f"attention backend {name!r}: {refusal}; use auto")
         return BACKENDS[name]
     refusals = []
-    for backend in by_priority(call.rounds_maps):
+    for backend in backends_by_priority(call.rounds_maps):
         if not backend.is_worthwhile(call):
             continue
         refusal = _find_refusal(backend, call)

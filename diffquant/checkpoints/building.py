@@ -50,7 +50,7 @@ class MemoryCheckpoint(Checkpoint):
         """Write nothing: a loaded model has no tokenizer."""
 
 
-def memory_source(model: CausalModel) -> Source:
+def make_memory_source(model: CausalModel) -> Source:
     """Make a source of a loaded model.
 
     Raises:
@@ -164,7 +164,7 @@ def check_places(source: Source, places: Places, dtype: torch.dtype) -> None:
     """Check that every parameter of a model has a place, without reading it.
 
     Raises:
-        UsageError: `Spread` raises it.
+        UsageError: see `Spread`.
     """
     Spread(_empty_model(source.architecture), places, dtype)
 

@@ -106,7 +106,7 @@ def calibration_text(sources: Sources, tokenizer: Any, characters: int, seed: in
     several sources, each contributes at most its weight's fraction of `characters`.
 
     Raises:
-        DiffQuantError: `read_calibration` raises it.
+        DiffQuantError: see `read_calibration`.
     """
     corpora = open_corpora(sources)
     total = sum(corpus.weight for corpus in corpora)

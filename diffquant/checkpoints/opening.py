@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from diffquant.checkpoints.compressed_config import read_schemes
-from diffquant.checkpoints.compressed_tensors import SCALE, SHAPE, packed_modules, packed_shapes, packed_types
+from diffquant.checkpoints.compressed_tensors import SCALE, SHAPE, list_packed_modules, packed_shapes, packed_types
 from diffquant.checkpoints.dequantized import dequantize_folder
 from diffquant.checkpoints.folder import FolderCheckpoint
 from diffquant.checkpoints.hub import local_path
@@ -103,9 +103,9 @@ def check_tensors(checkpoint: Checkpoint, adapter: Adapter) -> dict[str, Scheme]
         raise CheckpointError(
             f"{checkpoint.path}: config.json has {layers} layers, but there are {len(checkpoint.tensors)} tensors"
         )
-    schemes = read_schemes(checkpoint.config, packed_modules(checkpoint.tensors))
+    schemes = read_schemes(checkpoint.config, list_packed_modules(checkpoint.tensors))
     parameters = adapter.source_parameters
-    surplus = surplus_tensors(checkpoint, adapter)
+    surplus = find_surplus_tensors(checkpoint, adapter)
     problems = _differences(stored_shapes(parameters, schemes), checkpoint, schemes, surplus)
     if not problems:
         problems = _other_shapes(checkpoint, parameters, schemes) + _other_head(checkpoint, adapter)
@@ -129,7 +129,7 @@ def stored_shapes(parameters: Parameters, schemes: dict[str, Scheme]) -> dict[st
     return shapes
 
 
-def surplus_tensors(checkpoint: Checkpoint, adapter: Adapter) -> frozenset[str]:
+def find_surplus_tensors(checkpoint: Checkpoint, adapter: Adapter) -> frozenset[str]:
     """List the tensors that the model does not need and whose absence changes nothing.
 
     Older writers stored buffers, tied heads, and a bias of zeros for each packed matrix of a model without biases.

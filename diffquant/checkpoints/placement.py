@@ -179,7 +179,7 @@ def _disjoint(
 
 
 @contextmanager
-def on_compute_device(module: nn.Module) -> Iterator[None]:
+def move_to_compute_device(module: nn.Module) -> Iterator[None]:
     """Keep a module's parameters on the computing device inside this context, wherever they are stored.
 
     Args:

@@ -102,7 +102,7 @@ def check_ranges_output(path: Path, overwrite: bool) -> None:
 
     Raises:
         OutputExistsError: the file exists and `overwrite` is false, or diffquant did not write it.
-        UsageError: it is a folder, or nothing can be written beside it.
+        UsageError: it is a folder, or its folder cannot be written.
     """
     if path.is_dir():
         raise UsageError(f"{path} is a folder; name a file to write, such as {path / 'scales.safetensors'}")

@@ -147,6 +147,6 @@ def partial_folder(destination: Path) -> Path:
 
 
 def hidden_sibling(destination: Path, what: str) -> Path:
-    """Return the path of a run's file or folder beside a destination: .DESTINATION.diffquant-WHAT."""
+    """Return the path of a run's hidden file or folder next to a destination: .DESTINATION.diffquant-WHAT."""
     place = Path(os.path.abspath(destination))
     return place.with_name(f".{place.name}.diffquant-{what}")

@@ -44,12 +44,12 @@ def call_refusal(call: AttentionCall) -> str | None:
 def widths_refusal(q: Tensor, v: Tensor, dtypes: Collection[torch.dtype] = HALF_TYPES) -> str | None:
     """Return why widths or dtypes are unsupported by kernels for d = 64 or 128 and dv = d or 2d, or None."""
     if q.dtype not in dtypes:
-        return f"q, k and v are {dtype_name(q.dtype)}; the kernel takes {' and '.join(map(dtype_name, dtypes))}"
+        return f"q, k and v are {dtype_name(q.dtype)}; the kernel supports {' and '.join(map(dtype_name, dtypes))}"
     width, value_width = q.shape[-1], v.shape[-1]
     if width not in (64, 128):
         return f"q and k are {width} wide; the kernel supports head widths 64 and 128"
     if value_width not in (width, 2 * width):
-        return f"v is {value_width} wide; with keys {width} wide the kernel takes {width} and {2 * width}"
+        return f"v is {value_width} wide; with keys {width} wide the kernel supports {width} and {2 * width}"
     return None
 
 
@@ -99,7 +99,7 @@ class Operands(NamedTuple):
         return self.out.numel() == 0 or self.v.shape[2] == 0
 
 
-def as_operator(
+def register_operator(
     name: str,
     launch: Callable[..., Any],
     options: str = "",

@@ -208,10 +208,10 @@ class KernelSurvey:
     def __str__(self) -> str:
         is_own = self.table.removeprefix("sm_") == self.capability.replace(".", "")
         tables = f"{_ARCHITECTURES[self.table]}'s configurations ({self.table})" + (
-            "" if is_own else ", none being made for this device"
+            "" if is_own else ", since none was tuned for this device"
         )
         lines = [
-            f"CUDA kernels: capability {self.capability}, {self.shared_memory:,} bytes of shared memory a block, "
+            f"CUDA kernels: capability {self.capability}, {self.shared_memory:,} bytes of shared memory per block, "
             f"Triton {self.triton or 'not installed'}, {tables}" + (f", tuned by {self.tuned}" if self.tuned else "")
         ]
         return "\n".join([*lines, *(f"  not {kernel}: {reason}" for kernel, reason in self.refused.items())])

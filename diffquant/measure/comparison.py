@@ -35,7 +35,7 @@ class Scores:
     weights: Sequence[float] | None = None
 
     @classmethod
-    def of_metric(cls, values: Sequence[float]) -> "Scores":
+    def from_metric(cls, values: Sequence[float]) -> "Scores":
         """Return the scores of a task's metric, as percentages if all lie between 0 and 1."""
         return cls(values, PERCENT if all(0 <= value <= 1 for value in values) else _PLAIN)
 
@@ -103,7 +103,7 @@ class Comparison:
         return self.outcomes[0].task
 
 
-def outcome_of(name: str, task: str, identity: JsonObject, result: TaskResult) -> Outcome:
+def make_outcome(name: str, task: str, identity: JsonObject, result: TaskResult) -> Outcome:
     """Make the outcome of a sweep's cell; the task's identity determines its items."""
     details = result.details
     asked = {field: value for field, value in identity.items() if field not in _NOT_ASKED}
@@ -113,7 +113,7 @@ def outcome_of(name: str, task: str, identity: JsonObject, result: TaskResult) -
     if "margins" in details:
         scores["margin"] = Scores(details["margins"], MARGIN)
     if result.values:
-        scores[result.metric] = Scores.of_metric(result.values)
+        scores[result.metric] = Scores.from_metric(result.values)
     if details.get("nll_by_window"):
         asked["tokens"] = sum(details["tokens_by_window"])
         scores["NLL"] = Scores(details["nll_by_window"], _NLL, details["tokens_by_window"])
@@ -275,7 +275,7 @@ def _scores(samples: list[JsonObject]) -> dict[str, Scores]:
     for metric in dict.fromkeys(name for sample in samples for name in sample["metrics"]):
         values = [sample.get(metric) for sample in samples]
         numbers = [float(value) if isinstance(value, int | float) else math.nan for value in values]
-        scores[metric] = Scores.of_metric(numbers)
+        scores[metric] = Scores.from_metric(numbers)
     return scores
 
 

@@ -53,7 +53,7 @@ class TaskOption(Generic[T_co]):
         return cast(T_co, values.get(self.name, self.default))
 
 
-def at_least_one(option: TaskOption[int | None], values: Mapping[str, object]) -> int | None:
+def check_at_least_one(option: TaskOption[int | None], values: Mapping[str, object]) -> int | None:
     """Return the value of an option that must be 1 or more.
 
     Raises:
@@ -168,7 +168,7 @@ class Task(ABC):
         """Compute the model outputs that `run` compares other models' with, or return None if it compares nothing."""
         return None
 
-    def in_batches_of(self, tokens: int) -> Self:
+    def with_batch_tokens(self, tokens: int) -> Self:
         """Return the same task in passes of at most this many tokens."""
         return replace(self, batch_tokens=min(self.batch_tokens, tokens))
 

@@ -138,7 +138,7 @@ class LoadedModel:
 
         Raises:
             UsageError: an argument has no counterpart in `diffquant.load`.
-            DiffQuantError: `diffquant.load` raises it.
+            DiffQuantError: see `diffquant.load`.
         """
         from diffquant.quantization.loading import load
         from diffquant.support.devices import resolve_dtype

@@ -9,11 +9,11 @@ import torch
 
 from diffquant.checkpoints.reader import Checkpoint
 from diffquant.checkpoints.source import Source
-from diffquant.checkpoints.weight_layout import stored_transposed, undecided_experts
+from diffquant.checkpoints.weight_layout import find_transposed, find_undecided_experts
 from diffquant.checkpoints.weight_source import WeightSource
 from diffquant.errors import CheckpointError, GroupSizeError, UsageError
 from diffquant.quantization.roundings import checked_rounding, rounding_named
-from diffquant.quantization.targets import Targets, targets_of
+from diffquant.quantization.targets import Targets, find_targets
 from diffquant.recipe import Recipe
 from diffquant.recipe.scheme import Scheme
 from diffquant.recipe.targets import LAYER_TARGETS, target_of
@@ -36,7 +36,7 @@ def checked_schemes(source: Source | WeightSource, recipe: Recipe) -> dict[str, 
             rounding is unknown or does not support these schemes; or the recipe quantizes more than weights, and the
             source is a `WeightSource`.
     """
-    targets = targets_of(source)
+    targets = find_targets(source)
     schemes = targets.schemes(recipe)
     by_name = {targets.weights[module]: scheme for module, scheme in schemes.items()}
     _check_overrides(recipe, targets)
@@ -92,8 +92,8 @@ def _refuse_transposed(source: Source | WeightSource, chosen: Collection[str]) -
     """
     tensors = source.checkpoint.tensors
     if isinstance(source, WeightSource):
-        found = stored_transposed(tensors)
-        unclear = [f"{name} {list(tensors[name].shape)}" for name in undecided_experts(tensors) if name in chosen]
+        found = find_transposed(tensors)
+        unclear = [f"{name} {list(tensors[name].shape)}" for name in find_undecided_experts(tensors) if name in chosen]
         if unclear:
             raise CheckpointError(
                 f"the matrices of experts in {source.path} are square, and no tensor beside them shows whether they "

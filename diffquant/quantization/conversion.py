@@ -23,7 +23,7 @@ from diffquant.checkpoints.writer import OutputTensor
 from diffquant.errors import CheckpointError
 from diffquant.model.adapters import Adapter, adapter_for
 from diffquant.model.blocks import Shape
-from diffquant.quantization.descriptions import converted_card, note_left_out
+from diffquant.quantization.descriptions import converted_card, describe_left_out
 from diffquant.quantization.engine_folder import config_for_engines, remove_code_files, write_modelling_file
 from diffquant.quantization.foreign_code import leave_out_code
 from diffquant.recipe import Recipe
@@ -150,7 +150,7 @@ def convert(
             what += f" Its recipe is kept: `{opened.recipe!r}`."
         card = converted_card(checkpoint, source_type, config["model_type"], what, left_out)
         write_atomically(staging.folder / "README.md", card)
-        notes = note_left_out(left_out, staging.folder)
+        notes = describe_left_out(left_out, staging.folder)
     return Conversion(
         destination,
         source_type,

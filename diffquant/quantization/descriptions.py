@@ -222,10 +222,10 @@ def write_descriptions(
     is_differential = isinstance(source, Source) and source.spec.maps > 1
     card = quantized_card(plan, errors, bool(code), replaced, is_differential, left_out)
     write_atomically(folder / "README.md", card)
-    return note_left_out([*left_out, *replaced], folder)
+    return describe_left_out([*left_out, *replaced], folder)
 
 
-def note_left_out(left_out: Sequence[str], folder: Path) -> tuple[str, ...]:
+def describe_left_out(left_out: Sequence[str], folder: Path) -> tuple[str, ...]:
     """Return messages about code of the source that was left out, and whether the tokenizer needs it.
 
     Args:

@@ -114,7 +114,7 @@ class Recipe:
         """
         if isinstance(given, Recipe):
             return given
-        if names_file(given):
+        if is_recipe_file(given):
             return cls.read(Path(given))
         if isinstance(given, str) and given in PRESETS:
             return cls.of(**PRESETS[given])
@@ -291,6 +291,6 @@ class Recipe:
 RecipeLike = Recipe | str | int | Path | Mapping[str, Any]
 
 
-def names_file(given: object) -> TypeGuard[Path | str]:
+def is_recipe_file(given: object) -> TypeGuard[Path | str]:
     """Return whether a recipe is given as the path of a YAML file."""
     return isinstance(given, Path) or (isinstance(given, str) and given.endswith((".yaml", ".yml")))

@@ -84,7 +84,7 @@ class RoundingSettings:
         several: list[Any] = text if isinstance(text, list) and text else [text]
         if text is not None and not all(isinstance(each, str) for each in several):
             raise UsageError(f"rounding: text must be the name of a file or dataset, or a list of such, got {text!r}")
-        return cls(**{**entry, "text": None if text is None else paths_of(several)})
+        return cls(**{**entry, "text": None if text is None else to_sources(several)})
 
     @property
     def options(self) -> dict[str, str | int]:
@@ -111,7 +111,7 @@ class RoundingSettings:
         return {key: value for key, value in entries.items() if value is not None}
 
 
-def paths_of(sources: Sequence[Path | str]) -> Path | tuple[Path, ...] | None:
+def to_sources(sources: Sequence[Path | str]) -> Path | tuple[Path, ...] | None:
     """Return sources of calibration data as `RoundingSettings.text` stores them: one, several, or None."""
     several = tuple(map(Path, sources))
     return several if len(several) > 1 else next(iter(several), None)

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Annotated
 
 from diffquant.support.progress import Progress, progress_for
 from diffquant.verbs import kinds
-from diffquant.verbs.kinds import check_arguments, texts
-from diffquant.verbs.notes import add, chosen_device, wrote
+from diffquant.verbs.kinds import check_arguments, split_texts
+from diffquant.verbs.notes import choose_device, say_after_result, say_files_written
 
 if TYPE_CHECKING:
     from diffquant.benchmarks.cells import BenchResult
 
-Sections = Annotated[Sequence[str], kinds.Kind(str, "SECTIONS", by_place=True, repeats=True)]
-Peers = Annotated[Sequence[str], kinds.Kind(str, "NAME", repeats=True)]
+Sections = Annotated[Sequence[str], kinds.Kind(str, "SECTIONS", is_positional=True, is_repeatable=True)]
+Peers = Annotated[Sequence[str], kinds.Kind(str, "NAME", is_repeatable=True)]
 Counts = Annotated[str, kinds.Kind(str, "LIST")]
 
 
@@ -46,8 +46,8 @@ def bench(
         sections: sections to measure: attention, decode, linear, throughput; all by default.
         output: folder for tables, plots and report.
         device: see `search`.
-        shapes: model sizes: 830M, 1.4B, 2.8B, 3B, 6.8B, 13.1B, smollm2-135m-diff-v2, diffllama-1b; by default it
-            depends on the section.
+        shapes: model sizes: 830M, 1.4B, 2.8B, 3B, 6.8B, 13.1B, smollm2-135m-diff-v2, diffllama-1b; the default depends
+            on the section.
         lengths: lengths in tokens, such as 512,1K; a range such as 1K-16K doubles at each step.
         batches: batch sizes, such as 1,8.
         dtype: dtype of tensors: float32, bfloat16 or float16; by default float32 on cpu and bfloat16 on cuda.
@@ -72,7 +72,7 @@ def bench(
     from diffquant.benchmarks.run import PARTS, BenchOptions
     from diffquant.benchmarks.workloads import lengths as counts
 
-    device = chosen_device(device)
+    device = choose_device(device)
     if threads:
         torch.set_num_threads(threads)
     if tune is not None:
@@ -83,7 +83,7 @@ def bench(
     options = BenchOptions(
         sections=tuple(sections or PARTS),
         device=device,
-        models=texts(shapes),
+        models=split_texts(shapes),
         lengths=tuple(counts(lengths)) if lengths else (),
         batches=tuple(counts(batches)),
         dtype=dtype,
@@ -94,7 +94,7 @@ def bench(
     result = run.run_bench(options, PARTS, Path(output), progress or progress_for("bench"))
     written = run.write_bench_outputs(result, Path(output))
     if former is not None:
-        add(cells.summarize_changes(former, result))
-    wrote(written)
+        say_after_result(cells.summarize_changes(former, result))
+    say_files_written(written)
     run.require_complete(result)
     return result

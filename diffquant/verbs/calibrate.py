@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diffquant.checkpoints.places import Places
-from diffquant.recipe.rounding import paths_of
+from diffquant.recipe.rounding import to_sources
 from diffquant.support.progress import Progress, progress_for
 from diffquant.verbs import kinds
-from diffquant.verbs.kinds import check_arguments, paths, texts
-from diffquant.verbs.notes import chosen_device, wrote
+from diffquant.verbs.kinds import check_arguments, split_texts, to_paths
+from diffquant.verbs.notes import choose_device, say_files_written
 
 if TYPE_CHECKING:
     from diffquant.calib.calibration.calibrate import Fit
@@ -70,16 +70,16 @@ def calibrate(
     check_ranges_output(Path(output), overwrite)
     ranges, fits = observe(
         model,
-        texts(targets),
+        split_texts(targets),
         Observer(observer, percentile, bits),
-        text=paths_of(paths(text or ())),
+        text=to_sources(to_paths(text or ())),
         tokens=tokens,
         window=window,
         dtype=dtype,
         places=Places.of(device, device_map, offload_folder, max_memory),
-        device=chosen_device(device),
+        device=choose_device(device),
         progress=progress or progress_for("calibrate"),
     )
     write_ranges(Path(output), ranges)
-    wrote([output])
+    say_files_written([output])
     return fits

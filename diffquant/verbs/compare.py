@@ -8,8 +8,8 @@ from diffquant.verbs.kinds import check_arguments
 if TYPE_CHECKING:
     from diffquant.measure.sweep.compare import ComparisonReport
 
-Before = Annotated[kinds.PathText, kinds.Kind(str, "BEFORE", by_place=True)]
-After = Annotated[kinds.PathText, kinds.Kind(str, "AFTER", by_place=True)]
+Before = Annotated[kinds.PathText, kinds.Kind(str, "BEFORE", is_positional=True)]
+After = Annotated[kinds.PathText, kinds.Kind(str, "AFTER", is_positional=True)]
 
 
 @check_arguments

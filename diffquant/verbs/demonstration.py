@@ -44,7 +44,7 @@ class Budget:
         return min(most, max(10, int(left / seconds_per_item)))
 
 
-def speak_twice(
+def generate_in_torch_and_onnx(
     checkpoint: Path, exported: Path, prompt: str, new_tokens: int, overwrite: bool, say: Callable[[str], None]
 ) -> None:
     """Continue a prompt with a checkpoint in torch, export it, and continue the prompt in ONNX Runtime.
@@ -103,7 +103,7 @@ def show_figure_8(output: Path, say: Callable[[str], None]) -> None:
     if data.pocket_models("prose"):
         say("Three others predict English; KL from each one's own 16 bits, in nats:\n")
         _sweep("prose", "perplexity", output / "english", _kl_text, say)
-        say(f"They are one training of each kind, with seed {seed_of_the_models('prose')} and at the rate that is best")
+        say(f"They are one training of each kind, with seed {read_training_seed('prose')} and at the rate that is best")
         say("for it (the runs e1-*-seed-101 in research/figure8/results). By a protocol fixed")
         say("in advance there were six. Both DIFF kinds lost more in each, at 4 bits with")
         say(f"one scale per tensor: {ANSWER}.")
@@ -111,27 +111,27 @@ def show_figure_8(output: Path, say: Callable[[str], None]) -> None:
         say("predictions are more sensitive. Logits that range r times less far win about")
         say("log2(r) bits, and these hardly do. With r = 8, about the paper's, DIFF models")
         say(f"of three sizes win {AT_PAPERS_RATIO} bits.\n")
-    say(f"The models that find numbers are of one training, with seed {seed_of_the_models('needle')}. Which of")
+    say(f"The models that find numbers are of one training, with seed {read_training_seed('needle')}. Which of")
     say("them loses most at 4 bits with one scale per tensor is an accident of it: in")
     say("another training the Transformer lost most. With row:shift 3 bits cost none of")
     say("these models much. research/pages/figure8.md has intervals and all trainings.\n")
 
 
-def seed_of_the_models(task: str) -> int:
+def read_training_seed(task: str) -> int:
     """Return the training seed of the bundled models of a task."""
     runs = [json.loads((model / "training.json").read_text()) for model in data.pocket_models(task)]
     (seed,) = {run["schedule"]["seed"] for run in runs}
     return int(seed)
 
 
-def ask_the_pocket_model(output: Path, overwrite: bool, say: Callable[[str], None]) -> None:
+def quantize_pocket_model(output: Path, overwrite: bool, say: Callable[[str], None]) -> None:
     """Quantize the DIFF V1 that was trained to retrieve numbers, and ask it for one in torch and in ONNX Runtime."""
     differential = next(model for model in data.pocket_models("needle") if model.name.endswith("diff-v1"))
     low = output / "needle-diff-v1-4bit"
     say(f"2. Quantize the DIFF V1 that finds numbers: weights {RECIPE.weights}, KV cache {RECIPE.k}")
     say(quantize(differential, low, RECIPE, overwrite=overwrite, progress=progress_for("quantize")).summary())
     say("\n3. Ask it in torch, and its export in ONNX Runtime")
-    speak_twice(low, output / "needle-diff-v1-4bit-onnx", PROMPT, 2, overwrite, say)
+    generate_in_torch_and_onnx(low, output / "needle-diff-v1-4bit-onnx", PROMPT, 2, overwrite, say)
 
 
 def _sweep(
@@ -199,11 +199,11 @@ def quantize_and_export(weights: Path, output: Path, overwrite: bool, say: Calla
     say("bits, so the folder is larger than the package's file.\n")
 
     say("4. A sentence from the 4-bit model, in torch and in ONNX Runtime")
-    speak_twice(low, output / "smollm2-diff-v2-4bit-onnx", SMOLLM2_PROMPT, _NEW_TOKENS, overwrite, say)
+    generate_in_torch_and_onnx(low, output / "smollm2-diff-v2-4bit-onnx", SMOLLM2_PROMPT, _NEW_TOKENS, overwrite, say)
     return differential
 
 
-def score_what_was_quantized(differential: Path, output: Path, budget: Budget, say: Callable[[str], None]) -> None:
+def score_recipes(differential: Path, output: Path, budget: Budget, say: Callable[[str], None]) -> None:
     """Score recipes on HellaSwag, with as many items as the time allows, and measure their KL on prose."""
     folder = output / "scores"
     folder.mkdir(exist_ok=True)

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 from diffquant.recipe import Recipe
 from diffquant.support.progress import Progress, progress_for
 from diffquant.verbs import kinds
-from diffquant.verbs.kinds import check_arguments, path_or_none, paths, task_values, texts
-from diffquant.verbs.notes import chosen_device
+from diffquant.verbs.kinds import check_arguments, read_task_options, split_texts, to_path, to_paths
+from diffquant.verbs.notes import choose_device
 
 if TYPE_CHECKING:
     from diffquant.measure.results import TaskResult
@@ -55,15 +55,15 @@ def evaluate(
     from diffquant.onnx.targets import runtime_of
 
     options = SweepOptions(
-        tasks=texts(tasks),
-        scales=() if scales is None else paths(scales),
-        task_options=task_values(task_options, evaluate),
+        tasks=split_texts(tasks),
+        scales=() if scales is None else to_paths(scales),
+        task_options=read_task_options(task_options, evaluate),
         dtype=dtype,
         attention=attention,
         device=device,
         device_map=device_map,
-        offload_folder=path_or_none(offload_folder),
+        offload_folder=to_path(offload_folder),
     )
-    chosen_device(device)
+    choose_device(device)
     wanted = None if recipe is None else Recipe.parse(recipe)
     return measure(Path(model), wanted, options, progress or progress_for("eval"), runtime_of)

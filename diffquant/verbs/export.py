@@ -13,7 +13,7 @@ from diffquant.recipe.scheme import Scheme as ParsedScheme
 from diffquant.support.names import did_you_mean, option_name
 from diffquant.support.progress import Progress, progress_for
 from diffquant.verbs import kinds
-from diffquant.verbs.kinds import check_arguments, path_or_none
+from diffquant.verbs.kinds import check_arguments, to_path
 from diffquant.verbs.notes import check_push, note_if_transformer, push_folder, say
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def export(
     folder, shown = Path(output), progress or progress_for("export")
     plan = check_export(source, folder, options, overwrite)
     note_if_transformer(plan.source)
-    ranges: Ranges | Path | None = path_or_none(scales)
+    ranges: Ranges | Path | None = to_path(scales)
     if options.kv_bits < 16 and ranges is None:
         begun = time.monotonic()
         ranges = calibrate_cache(plan.source, Recipe(weights=options.weights, logits=options.logits), progress=shown)
@@ -163,7 +163,7 @@ def _export_gguf(to: str, given: Mapping[str, Any]) -> "GgufReport":
 
 
 def _own_bits(source: "Source") -> int:
-    """Bits of an exported model's cache that the checkpoint's recipe asks for; how they differ from it is said."""
+    """Return the bits of an exported model's cache under the checkpoint's recipe, and print a note if they differ."""
     k, v = source.recipe.k, source.recipe.v
     if not (k.quantizes or v.quantizes):
         return 16

@@ -21,8 +21,8 @@ CONTEXT = 512
 CHARACTERS = 65536
 
 
-Reference = Annotated[kinds.PathText, kinds.Kind(str, "REFERENCE", by_place=True)]
-Candidate = Annotated[kinds.PathText, kinds.Kind(str, "CANDIDATE", by_place=True)]
+Reference = Annotated[kinds.PathText, kinds.Kind(str, "REFERENCE", is_positional=True)]
+Candidate = Annotated[kinds.PathText, kinds.Kind(str, "CANDIDATE", is_positional=True)]
 Characters = Annotated[int, kinds.Kind(int, "NUMBER", least=0)]
 Context = Annotated[int, kinds.Kind(int, "TOKENS", least=4)]
 Dataset = Annotated[str, kinds.Kind(str, "ORG/NAME")]
@@ -85,7 +85,7 @@ def fidelity(
         OutputExistsError: an output would replace a file that diffquant did not write.
         DiffQuantError: a checkpoint or file cannot be read, or a server does not answer.
     """
-    device = notes.chosen_device(device)
+    device = notes.choose_device(device)
     if (candidate is None) == (save_base is None):
         raise UsageError(f"give a candidate to compare, or {option_name('save_base', 'FILE')} instead")
     if dataset is not None and output is None and not card:
@@ -108,27 +108,27 @@ def fidelity(
     chunks, about = _chunks(sides, text, characters, context)
     if base is not None:
         write_base(sides[0], chunks, base, shown)
-        notes.wrote([base])
+        notes.say_files_written([base])
         return None
     result = _compare(sides, chunks, about, shown)
     if output is not None:
-        notes.wrote(write_fidelity(result, Path(output), dataset))
+        notes.say_files_written(write_fidelity(result, Path(output), dataset))
     if card:
-        notes.wrote(put_on_card(result, Path(str(candidate)), dataset))
+        notes.say_files_written(put_on_card(result, Path(str(candidate)), dataset))
     return result
 
 
 def _compare(sides: "list[Side]", chunks: "Tensor", about: JsonObject, progress: Progress) -> "Fidelity":
     from diffquant.checkpoints.source import open_source
     from diffquant.measure.fidelity import calibration_note, compare
-    from diffquant.measure.fidelity.base_file import scored_positions
+    from diffquant.measure.fidelity.base_file import count_scored_positions
     from diffquant.measure.fidelity.result import Fidelity
     from diffquant.support.installation import provenance, versions
 
     comparison = compare(sides[0], sides[1], chunks, progress)
     reference, candidate = ({"name": side.name, **side.about()} for side in sides)
     if candidate["kind"] == "checkpoint":
-        targets = chunks[:, -scored_positions(chunks.shape[1]) :].tolist()
+        targets = chunks[:, -count_scored_positions(chunks.shape[1]) :].tolist()
         about["calibration"] = calibration_note(open_source(candidate["name"]), targets)
     return Fidelity.of(comparison, reference, candidate, about, {**provenance(), "versions": versions()})
 
@@ -180,8 +180,8 @@ def _chunks(
 ) -> "tuple[Tensor, JsonObject]":
     """Return the tokens to read, in chunks, and a description; the arguments are see `fidelity`."""
     from diffquant.checkpoints.texts import load_text, text_digest
-    from diffquant.measure.fidelity import chunks_of
-    from diffquant.measure.fidelity.base_file import scored_positions
+    from diffquant.measure.fidelity import cut_chunks
+    from diffquant.measure.fidelity.base_file import count_scored_positions
     from diffquant.measure.fidelity.result import parts_of
 
     about: JsonObject
@@ -202,7 +202,12 @@ def _chunks(
         read = whole[-characters:] if characters else whole
         name = "the bundled text" if text is None else Path(text).name
         about = {"name": name, "digest": text_digest(read), "characters": len(read)}
-    chunks = chunks_of(sides, read, context or min([CONTEXT, *longest.values()]))
+    chunks = cut_chunks(sides, read, context or min([CONTEXT, *longest.values()]))
     count, length = chunks.shape
-    about |= {"context": length, "chunks": count, "scored": count * scored_positions(length), "parts": parts_of(count)}
+    about |= {
+        "context": length,
+        "chunks": count,
+        "scored": count * count_scored_positions(length),
+        "parts": parts_of(count),
+    }
     return chunks, about

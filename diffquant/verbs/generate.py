@@ -9,7 +9,7 @@ from diffquant.errors import UsageError
 from diffquant.recipe import Recipe
 from diffquant.verbs import kinds
 from diffquant.verbs.kinds import check_arguments
-from diffquant.verbs.notes import chosen_device
+from diffquant.verbs.notes import choose_device
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from diffquant.checkpoints.source import Source
     from diffquant.model.causal import CausalModel
 
-AnyModel = Annotated["Path | str | Source | CausalModel", kinds.Kind(Path, "MODEL", by_place=True)]
+AnyModel = Annotated["Path | str | Source | CausalModel", kinds.Kind(Path, "MODEL", is_positional=True)]
 Dtype = Annotated["torch.dtype | str", kinds.Kind(str, "NAME")]
 
 
@@ -39,7 +39,7 @@ def generate(
     device: kinds.Name = "auto",
     device_map: kinds.DeviceMap | None = None,
     offload_folder: kinds.Folder | None = None,
-    said: Callable[[str], None] | None = None,
+    on_text: Callable[[str], None] | None = None,
 ) -> str:
     """Continue a prompt, token by token.
 
@@ -61,7 +61,7 @@ def generate(
         device: see `search`.
         device_map: spread models over devices, then main memory, then disk, instead of `device`.
         offload_folder: folder for weights that `device_map` puts on disk.
-        said: function called with each piece of text as it is generated.
+        on_text: function called with each piece of text as it is generated.
 
     Returns:
         The continuation, without the prompt and special tokens.
@@ -98,7 +98,7 @@ def generate(
             )
         loaded = model
     else:
-        places, chosen = Places.of(device, device_map, offload_folder), chosen_device(device)
+        places, chosen = Places.of(device, device_map, offload_folder), choose_device(device)
         wanted_dtype = as_dtype(dtype, chosen)
         source = open_source(model)
         tokenizer = tokenizer or source.tokenizer
@@ -107,14 +107,14 @@ def generate(
         loaded.use_attention(attention)
     if temperature:
         transformers.set_seed(seed)
-    return print_and_join(stream(loaded, tokenizer, prompt, max_new_tokens, temperature, chat), said)
+    return print_and_join(stream(loaded, tokenizer, prompt, max_new_tokens, temperature, chat), on_text)
 
 
-def print_and_join(pieces: Iterable[str], said: Callable[[str], None] | None) -> str:
-    """Pass text pieces to `said` as they arrive and return them joined."""
+def print_and_join(pieces: Iterable[str], on_text: Callable[[str], None] | None) -> str:
+    """Pass text pieces to `on_text` as they arrive and return them joined."""
     made = []
     for piece in pieces:
         made.append(piece)
-        if said is not None:
-            said(piece)
+        if on_text is not None:
+            on_text(piece)
     return "".join(made)

@@ -9,7 +9,7 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from diffquant.checkpoints.texts import check_prompt, text_pieces, to_divisor, tokens_left
+from diffquant.checkpoints.texts import check_prompt, iterate_text_pieces, to_divisor, tokens_left
 from diffquant.errors import UsageError
 from diffquant.model.causal import CausalModel
 from diffquant.support.names import option_name
@@ -70,7 +70,9 @@ def stream(
     worker = Thread(target=run)
     worker.start()
     try:
-        yield from text_pieces(iter(made.tokens.get, None), lambda ids: tokenizer.decode(ids, skip_special_tokens=True))
+        yield from iterate_text_pieces(
+            iter(made.tokens.get, None), lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
+        )
     finally:
         # Interpreters that end while torch computes in a thread abort.
         abandoned.set()

@@ -91,7 +91,7 @@ def _bytes(memory: str | int) -> int:
     """Parse a size such as 24G, 512MB or a number of bytes.
 
     Raises:
-        UsageError: it is none.
+        UsageError: the text is not a size.
     """
     text = str(memory).upper().removesuffix("B")
     number, factor = (text[:-1], _UNITS[text[-1]]) if text[-1:] in _UNITS else (text, 1)

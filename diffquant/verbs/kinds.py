@@ -34,28 +34,28 @@ class Kind:
 
     Attributes:
         type: type of a value: `str`, `Path`, `int`, `float`, or a `Literal` of the allowed values.
-        word: placeholder for a value in the help, such as FILE; by default the allowed values.
-        by_place: whether it is a positional argument.
-        repeats: whether the option may be repeated.
+        placeholder: word for a value in the help, such as FILE; by default the allowed values.
+        is_positional: whether it is a positional argument.
+        is_repeatable: whether the option may be repeated.
         short: short form, such as "-o".
-        former: former name of the option, which still works.
+        former_name: former name of the option, which still works.
         least, most: smallest and largest allowed number.
-        known: function that lists the possible values, which the help then shows.
+        list_values: function that lists the possible values, which the help then shows.
         heading: heading of the help under which it is listed.
-        or_stdin: whether the value - means to read standard input.
+        accepts_stdin: whether the value - means to read standard input.
     """
 
     type: Any
-    word: str | None = None
-    by_place: bool = False
-    repeats: bool = False
+    placeholder: str | None = None
+    is_positional: bool = False
+    is_repeatable: bool = False
     short: str = ""
-    former: str = ""
+    former_name: str = ""
     least: float | None = None
     most: float | None = None
-    known: Callable[[], Iterable[str]] | None = None
+    list_values: Callable[[], Iterable[str]] | None = None
     heading: str = "Options"
-    or_stdin: bool = False
+    accepts_stdin: bool = False
 
 
 _PLAIN = {int: Kind(int, "NUMBER"), float: Kind(float, "NUMBER"), bool: Kind(bool)}
@@ -77,24 +77,24 @@ def _task_usages() -> list[str]:
 
 
 PathText = Path | str
-Model = Annotated["PathText | Source", Kind(Path, "MODEL", by_place=True)]
-PathModel = Annotated[PathText, Kind(Path, "MODEL", by_place=True)]
-Models = Annotated[PathText | Sequence[PathText], Kind(Path, "MODELS", by_place=True, repeats=True)]
-Exported = Annotated[PathText, Kind(Path, "FOLDER", by_place=True)]
+Model = Annotated["PathText | Source", Kind(Path, "MODEL", is_positional=True)]
+PathModel = Annotated[PathText, Kind(Path, "MODEL", is_positional=True)]
+Models = Annotated[PathText | Sequence[PathText], Kind(Path, "MODELS", is_positional=True, is_repeatable=True)]
+Exported = Annotated[PathText, Kind(Path, "FOLDER", is_positional=True)]
 NewFolder = Annotated[PathText, Kind(Path, "FOLDER", short="-o")]
 NewFile = Annotated[PathText, Kind(Path, "FILE", short="-o")]
 Folder = Annotated[PathText, Kind(Path, "FOLDER")]
 File = Annotated[PathText, Kind(Path, "FILE")]
-Texts = Annotated[PathText | Sequence[PathText], Kind(Path, "SOURCE", repeats=True, former="dataset")]
-Files = Annotated[PathText | Sequence[PathText], Kind(Path, "FILE", repeats=True)]
+Texts = Annotated[PathText | Sequence[PathText], Kind(Path, "SOURCE", is_repeatable=True, former_name="dataset")]
+Files = Annotated[PathText | Sequence[PathText], Kind(Path, "FILE", is_repeatable=True)]
 
 Name = Annotated[str, Kind(str, "NAME")]
-Prompt = Annotated[str, Kind(str, "TEXT", or_stdin=True)]
+Prompt = Annotated[str, Kind(str, "TEXT", accepts_stdin=True)]
 Names = Annotated[str | Sequence[str], Kind(str, "LIST")]
 Numbers = Annotated[str | int | Sequence[int], Kind(str, "LIST")]
 Widths = Annotated[str | int | Sequence[int | str], Kind(str, "LIST")]
-Targets = Annotated[str | Sequence[str], Kind(str, "LIST", former="target")]
-Tasks = Annotated[str | Sequence[str], Kind(str, "LIST", former="task", known=_task_usages)]
+Targets = Annotated[str | Sequence[str], Kind(str, "LIST", former_name="target")]
+Tasks = Annotated[str | Sequence[str], Kind(str, "LIST", former_name="task", list_values=_task_usages)]
 Count = Annotated[int, Kind(int, "NUMBER", least=1)]
 Tokens = Annotated[int, Kind(int, "NUMBER", least=2)]
 # ONNX Runtime starts any requested number of threads, however much memory they take.
@@ -110,7 +110,8 @@ Preset = Annotated[str, Kind(Literal["int4", "int8", "kv-4bit-best", "paper"], h
 Kernel = Annotated[str, Kind(Literal["sage2", "sage2-int4", "sage3", "fa3-fp8", "modelopt-nvfp4"], heading=_IN_RECIPE)]
 Residual = Annotated[int, Kind(int, "TOKENS", heading=_IN_RECIPE)]
 Overrides = Annotated[
-    Mapping[str, str] | Sequence[str], Kind(str, "PATTERN=SCHEME", repeats=True, former="override", heading=_IN_RECIPE)
+    Mapping[str, str] | Sequence[str],
+    Kind(str, "PATTERN=SCHEME", is_repeatable=True, former_name="override", heading=_IN_RECIPE),
 ]
 StoredDtype = Annotated["torch.dtype | str", Kind(Literal["bfloat16", "float16", "float32"], "NAME")]
 DeviceMap = Annotated["AnyDeviceMap", Kind(Literal["auto"])]
@@ -153,7 +154,7 @@ def _check(verb: str, name: str, kind: Kind, takes: set[str], value: object) -> 
     if kind.type in (int, float):
         _check_number(name, kind, value)
     elif kind.type is Path and "RecipeLike" not in takes:
-        several = kind.repeats and isinstance(value, Sequence) and not isinstance(value, str | bytes)
+        several = kind.is_repeatable and isinstance(value, Sequence) and not isinstance(value, str | bytes)
         for each in value if several else (value,):  # type: ignore[attr-defined]  # it is a sequence where it has several
             if not (isinstance(each, str | PathLike) or _is_of(each, takes)):
                 raise UsageError(_no_path(verb, name, kind, each))
@@ -181,7 +182,7 @@ def _check_number(name: str, kind: Kind, value: object) -> None:
 
 
 def _no_path(verb: str, name: str, kind: Kind, value: object) -> str:
-    if not kind.by_place or kind.word not in ("MODEL", "MODELS"):
+    if not kind.is_positional or kind.placeholder not in ("MODEL", "MODELS"):
         return f"{name} is {_of(value)}; it must be a path"
     if value is None or isinstance(value, Number | bytes):
         return f"{name} is {_of(value)}; it must be a checkpoint folder, a .gguf file or ORG/NAME"
@@ -214,12 +215,12 @@ def _of(value: Any) -> str:
     return text if len(text) < 40 else f"a {type(value).__name__}"
 
 
-def texts(given: str | Sequence[str]) -> tuple[str, ...]:
+def split_texts(given: str | Sequence[str]) -> tuple[str, ...]:
     """Split text such as "logits,kv"; a list such as ["logits", "kv"] is returned as a tuple."""
     return split_list(given) if isinstance(given, str) else tuple(given)
 
 
-def numbers(name: str, given: str | int | Sequence[int], example: str = "16,8,6,4") -> tuple[int, ...]:
+def parse_numbers(name: str, given: str | int | Sequence[int], example: str = "16,8,6,4") -> tuple[int, ...]:
     """Return numbers from "8,6,4", from [8, 6, 4], or from 8.
 
     Raises:
@@ -230,23 +231,23 @@ def numbers(name: str, given: str | int | Sequence[int], example: str = "16,8,6,
     return (given,) if isinstance(given, int) else tuple(given)
 
 
-def widths(given: str | int | Sequence[int | str]) -> tuple[int | str, ...]:
+def parse_widths(given: str | int | Sequence[int | str]) -> tuple[int | str, ...]:
     """Return widths from "8,nvfp4" or [8, "nvfp4"]: bits as numbers, other formats by name."""
     parts = split_list(given) if isinstance(given, str) else (given,) if isinstance(given, int) else tuple(given)
     return tuple(int(part) if isinstance(part, str) and part.isdecimal() else part for part in parts)
 
 
-def paths(given: Path | str | Sequence[Path | str]) -> tuple[Path, ...]:
+def to_paths(given: Path | str | Sequence[Path | str]) -> tuple[Path, ...]:
     """Return a tuple of one path or of several."""
     return (Path(given),) if isinstance(given, Path | str) else tuple(Path(path) for path in given)
 
 
-def path_or_none(given: Path | str | None) -> Path | None:
+def to_path(given: Path | str | None) -> Path | None:
     """Convert to a path, or return None if none is given."""
     return None if given is None else Path(given)
 
 
-def task_values(given: Mapping[str, object], verb: Callable[..., object]) -> dict[str, object]:
+def read_task_options(given: Mapping[str, object], verb: Callable[..., object]) -> dict[str, object]:
     """Convert options of tasks that are given as text, such as lengths="64,128", to the types that tasks use.
 
     Raises:

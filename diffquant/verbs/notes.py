@@ -46,7 +46,7 @@ LOGGER = logging.getLogger("diffquant.verbs")
 say = LOGGER.info
 
 
-def add(text: str, *, aside: bool = False) -> None:
+def say_after_result(text: str, *, aside: bool = False) -> None:
     """Print a message after the result.
 
     Args:
@@ -55,12 +55,12 @@ def add(text: str, *, aside: bool = False) -> None:
     LOGGER.info(text, extra={"follows": True, "aside": aside})
 
 
-def wrote(files: Iterable[Path | str]) -> None:
+def say_files_written(files: Iterable[Path | str]) -> None:
     """Print the names of written files after the result."""
-    add(f"wrote {', '.join(map(str, files))}")
+    say_after_result(f"wrote {', '.join(map(str, files))}")
 
 
-def chosen_device(device: str) -> str:
+def choose_device(device: str) -> str:
     """Return the device to run a model on. Print it if "auto" chose one other than the CPU.
 
     Raises:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 from diffquant.checkpoints.places import Places
 from diffquant.support.progress import Progress, progress_for
 from diffquant.verbs import kinds
-from diffquant.verbs.kinds import check_arguments, path_or_none, paths
-from diffquant.verbs.notes import chosen_device, wrote
+from diffquant.verbs.kinds import check_arguments, to_path, to_paths
+from diffquant.verbs.notes import choose_device, say_files_written
 
 if TYPE_CHECKING:
     from diffquant.calib.outlier_result import Outliers
@@ -53,15 +53,15 @@ def outliers(
     if output is not None:
         FILES.check(Path(output))
     found = find_outliers(
-        paths(models),
-        text=path_or_none(text),
+        to_paths(models),
+        text=to_path(text),
         tokens=tokens,
         window=window,
         dtype=dtype,
         places=Places.of(device, device_map, offload_folder),
-        device=chosen_device(device),
+        device=choose_device(device),
         progress=progress or progress_for("outliers"),
     )
     if output is not None:
-        wrote(write_outliers(found, Path(output)))
+        say_files_written(write_outliers(found, Path(output)))
     return found

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeGuard
 from diffquant.errors import UnknownModelTypeError, UsageError
 from diffquant.recipe import Recipe
 from diffquant.recipe.presets import PRESETS
-from diffquant.recipe.recipe import names_file
-from diffquant.recipe.rounding import NEAREST, RoundingSettings, paths_of
+from diffquant.recipe.recipe import is_recipe_file
+from diffquant.recipe.rounding import NEAREST, RoundingSettings, to_sources
 from diffquant.support.names import did_you_mean, option_name
 from diffquant.support.progress import Progress, format_duration, progress_for
 from diffquant.verbs import kinds
-from diffquant.verbs.kinds import check_arguments, paths
+from diffquant.verbs.kinds import check_arguments, to_paths
 from diffquant.verbs.notes import check_push, note_if_transformer, push_folder, say
-from diffquant.verbs.recipes import with_a_rule_that_can, with_a_text_if_quick, with_groups_that_fit
+from diffquant.verbs.recipes import choose_gptq_if_quick, choose_supported_rounding, shrink_groups
 
 if TYPE_CHECKING:
     from diffquant.checkpoints.source import Source
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from diffquant.quantization.plan import QuantizationPlan
     from diffquant.quantization.quantize import Quantization
 
-AnyModel = Annotated["Path | str | Source | WeightSource | CausalModel", kinds.Kind(Path, "MODEL", by_place=True)]
+AnyModel = Annotated["Path | str | Source | WeightSource | CausalModel", kinds.Kind(Path, "MODEL", is_positional=True)]
 Output = Annotated["Path | str", kinds.Kind(Path, "FOLDER", short="-o")]
 # Seconds of work that nobody has to be told of before.
 WORTH_SAYING = 2
@@ -36,8 +36,8 @@ EFFORTS = {"fast": "mse", "balanced": "gptq", "best": "tuned"}
 Effort = Annotated[str, kinds.Kind(Literal["fast", "balanced", "best"])]
 Rounding = Annotated[str | Mapping[str, Any], kinds.Kind(str, "NAME")]
 Format = Annotated[str, kinds.Kind(Literal["gguf"])]
-Window = Annotated[int, kinds.Kind(int, "NUMBER", least=2, former="sequence-length")]
-Keep = Annotated[str | Sequence[str], kinds.Kind(str, "PATTERN", repeats=True)]
+Window = Annotated[int, kinds.Kind(int, "NUMBER", least=2, former_name="sequence-length")]
+Keep = Annotated[str | Sequence[str], kinds.Kind(str, "PATTERN", is_repeatable=True)]
 
 
 @check_arguments
@@ -60,7 +60,7 @@ def quantize(
     to: Format | None = None,
     push: kinds.Push | None = None,
     overwrite: bool = False,
-    planned: "Callable[[QuantizationPlan], None] | None" = None,
+    on_plan: "Callable[[QuantizationPlan], None] | None" = None,
     progress: Progress | None = None,
 ) -> "Quantization | CausalModel":
     """Quantize a checkpoint's weights, KV cache and logits.
@@ -100,7 +100,7 @@ def quantize(
         to: gguf writes a GGUF file, like `export`, instead of a checkpoint; output may then be a file.
         push: repository on the hub to upload the folder to, with its model card.
         overwrite: replace the folder if it exists.
-        planned: function called with the plan before anything is written; what it raises ends the run.
+        on_plan: function called with the plan before anything is written; what it raises ends the run.
         progress: function called with the work done; by default a line on a terminal, one per minute in a log.
 
     Returns:
@@ -111,30 +111,38 @@ def quantize(
         KeyboardInterrupt: interrupted; finished shards are kept, and the message says how to resume.
     """
     from diffquant.checkpoints.corpora import open_corpora
-    from diffquant.quantization.planning import estimated_seconds
+    from diffquant.quantization.planning import estimate_seconds
     from diffquant.quantization.quantize import quantize as write
 
     wanted = Recipe.parse(DEFAULT_RECIPE if recipe is None else recipe)
     # Weights at 16 bits, where someone asks for them, make a plain folder of one that another library packed.
     asks_for_weights = isinstance(recipe, Mapping) and "weights" in recipe
     rounding = _chosen_rule(rounding, effort)
-    reads = {"text": paths_of(paths(text or ())), "tokens": tokens, "samples": samples, "window": window, "seed": seed}
+    reads = {
+        "text": to_sources(to_paths(text or ())),
+        "tokens": tokens,
+        "samples": samples,
+        "window": window,
+        "seed": seed,
+    }
     # A file or a Recipe says all of itself: without a rule it is nearest, today as when it was written.
-    is_whole = names_file(recipe) or isinstance(recipe, Recipe)
+    is_whole = is_recipe_file(recipe) or isinstance(recipe, Recipe)
     says_all = is_whole or (isinstance(recipe, Mapping) and "rounding" in recipe)
     is_open = rounding is None and not says_all
     wanted = replace(wanted, rounding=_rounding(wanted.rounding, "mse" if is_open else rounding, reads))
     if is_loaded(model):
-        on_disk = (output, *reads.values(), weight_rules, dtype, to, push, planned)
+        on_disk = (output, *reads.values(), weight_rules, dtype, to, push, on_plan)
         if any(given is not None for given in on_disk) or weights_only or keep or overwrite:
             raise UsageError(
                 "a model in memory takes only a recipe: leave out output and other options about files, or quantize "
                 "the folder that save_pretrained writes"
             )
-        from diffquant.checkpoints.building import memory_source
+        from diffquant.checkpoints.building import make_memory_source
         from diffquant.quantization.loading import quantize_model
 
-        return quantize_model(model, with_a_rule_that_can(memory_source(model), wanted) if is_open else wanted)
+        return quantize_model(
+            model, choose_supported_rounding(make_memory_source(model), wanted) if is_open else wanted
+        )
     check_push(push, output or "")
     kept = (keep,) if isinstance(keep, str) else tuple(keep)
     source = _open(model, weights_only, kept, weight_rules)
@@ -144,23 +152,23 @@ def quantize(
         output = _default_output(model, source, recipe, to)
     note_if_transformer(source)
     if recipe is None or (isinstance(recipe, str) and recipe in PRESETS):
-        wanted = with_groups_that_fit(source, wanted)
+        wanted = shrink_groups(source, wanted)
     if is_open:
-        wanted = with_a_rule_that_can(source, with_a_text_if_quick(source, wanted) if recipe is None else wanted)
+        wanted = choose_supported_rounding(source, choose_gptq_if_quick(source, wanted) if recipe is None else wanted)
     _note_what_is_missing(source, wanted, asks_for_weights)
     shown = progress or progress_for("quantize")
 
     def tell(plan: "QuantizationPlan") -> None:
         if plan.schemes and wanted.rounding.text is not None:
             open_corpora(wanted.rounding.text)  # so that its errors come before messages about the work
-        seconds = estimated_seconds(source, plan) if plan.schemes else 0.0
+        seconds = estimate_seconds(source, plan) if plan.schemes else 0.0
         if seconds >= WORTH_SAYING:
             say(f"quantize: {len(plan.schemes)} weights by {wanted.rounding.name}, about {format_duration(seconds)}")
-        if planned is not None:
-            planned(plan)
+        if on_plan is not None:
+            on_plan(plan)
 
     if to is None:
-        report = write(source, output, wanted, dtype=dtype, overwrite=overwrite, planned=tell, progress=shown)
+        report = write(source, output, wanted, dtype=dtype, overwrite=overwrite, on_plan=tell, progress=shown)
     else:
         report = _as_gguf(source, Path(output), to, overwrite, shown, tell, partial(write, recipe=wanted, dtype=dtype))
     push_folder(output, push)
@@ -195,7 +203,7 @@ def _as_gguf(
 
     output.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=".diffquant-", dir=output.absolute().parent) as folder:
-        report = write(source, Path(folder) / output.stem, planned=check_plan, progress=progress)
+        report = write(source, Path(folder) / output.stem, on_plan=check_plan, progress=progress)
         made = export_gguf(report.destination, output, overwrite=overwrite, progress=progress)
     notes = (*report.notes, *made.notes)
     return replace(report, destination=made.file, bytes_after=made.bytes_after, notes=notes)

@@ -28,7 +28,7 @@ PATIENCE = 20 * 60
 SMALLEST_GROUP = 8
 
 
-def recipe_of_options(
+def recipe_from_options(
     *,
     recipe: kinds.RecipeFile | None = None,
     preset: kinds.Preset | None = None,
@@ -44,7 +44,7 @@ def recipe_of_options(
     residual: kinds.Residual | None = None,
     overrides: kinds.Overrides = (),
 ) -> RecipeLike | None:
-    """Make a verb's recipe from options of the command line, in a form for `Recipe.parse`, or None without options.
+    """Make a verb's recipe from options of the command line, in a form for `Recipe.parse`, or None if there are none.
 
     Args:
         recipe: YAML file of a recipe, instead of the schemes.
@@ -104,11 +104,11 @@ def _overrides(given: Mapping[str, str] | Sequence[str]) -> Mapping[str, str]:
     return dict(stated)
 
 
-def with_groups_that_fit(source: "Source | WeightSource", recipe: Recipe) -> Recipe:
+def shrink_groups(source: "Source | WeightSource", recipe: Recipe) -> Recipe:
     """Return a preset's recipe with smaller groups for weights whose width is not a multiple of its group size."""
-    from diffquant.quantization.targets import targets_of
+    from diffquant.quantization.targets import find_targets
 
-    targets, smaller = targets_of(source), dict[str, Scheme]()
+    targets, smaller = find_targets(source), dict[str, Scheme]()
     for module, scheme in ({} if source.packed else targets.schemes(recipe)).items():
         width = source.checkpoint.tensors[targets.weights[module]].shape[-1]
         if scheme.size and width % scheme.size:
@@ -120,19 +120,19 @@ def with_groups_that_fit(source: "Source | WeightSource", recipe: Recipe) -> Rec
     return replace(recipe, overrides=smaller | dict(recipe.overrides))
 
 
-def with_a_text_if_quick(source: "Source | WeightSource", recipe: Recipe) -> Recipe:
+def choose_gptq_if_quick(source: "Source | WeightSource", recipe: Recipe) -> Recipe:
     """Return the recipe with gptq if it takes at most `PATIENCE` seconds or calibration data is given."""
     from diffquant.checkpoints.source import Source
     from diffquant.checkpoints.tokenizer import has_tokenizer
     from diffquant.quantization.plan import plan_quantization
-    from diffquant.quantization.planning import estimated_seconds
+    from diffquant.quantization.planning import estimate_seconds
 
     by_gptq = replace(recipe, rounding=replace(recipe.rounding, name="gptq"))
     if recipe.rounding.reads:
         return by_gptq
     if not isinstance(source, Source) or source.packed or not has_tokenizer(source.path):
         return recipe
-    seconds = estimated_seconds(source, plan_quantization(source, by_gptq))
+    seconds = estimate_seconds(source, plan_quantization(source, by_gptq))
     if seconds <= PATIENCE:
         return by_gptq
     duration = format_duration(seconds)
@@ -140,12 +140,12 @@ def with_a_text_if_quick(source: "Source | WeightSource", recipe: Recipe) -> Rec
     return recipe
 
 
-def with_a_rule_that_can(source: "Source | WeightSource", recipe: Recipe) -> Recipe:
+def choose_supported_rounding(source: "Source | WeightSource", recipe: Recipe) -> Recipe:
     """Return the recipe, with rounding nearest and a note if its rounding does not support its schemes."""
     from diffquant.quantization.roundings import checked_rounding
-    from diffquant.quantization.targets import targets_of
+    from diffquant.quantization.targets import find_targets
 
-    schemes = {} if source.packed else targets_of(source).schemes(recipe)
+    schemes = {} if source.packed else find_targets(source).schemes(recipe)
     if not schemes:
         return replace(recipe, rounding=NEAREST)
     try:

@@ -12,14 +12,16 @@ from diffquant.reports.tables import Link, Table
 from diffquant.support.files import find_stored, write_atomically
 from diffquant.support.outputs import check_written_file
 from diffquant.verbs import kinds
-from diffquant.verbs.kinds import check_arguments, path_or_none, paths
+from diffquant.verbs.kinds import check_arguments, to_path, to_paths
 
-Runs = Annotated[kinds.PathText | Sequence[kinds.PathText], kinds.Kind(Path, "RUNS", by_place=True, repeats=True)]
+Runs = Annotated[
+    kinds.PathText | Sequence[kinds.PathText], kinds.Kind(Path, "RUNS", is_positional=True, is_repeatable=True)
+]
 
 
 @check_arguments
 def report(runs: Runs, output: kinds.NewFile | None = None) -> list[Path]:
-    """Rewrite the pages of runs, with an index of them.
+    """Rewrite the HTML pages of runs, and an index of them.
 
         diffquant report logits search bench-output
 
@@ -36,7 +38,7 @@ def report(runs: Runs, output: kinds.NewFile | None = None) -> list[Path]:
         UsageError: there is no run, or a run's numbers cannot be read.
         OutputExistsError: the index would replace a file that diffquant did not write.
     """
-    return write_index(paths(runs), path_or_none(output))
+    return write_index(to_paths(runs), to_path(output))
 
 
 _INDEX = "runs"

@@ -4,11 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from diffquant.recipe.rounding import paths_of
+from diffquant.recipe.rounding import to_sources
 from diffquant.support.progress import Progress, progress_for
 from diffquant.verbs import kinds
-from diffquant.verbs.kinds import check_arguments, path_or_none, paths, texts, widths
-from diffquant.verbs.notes import chosen_device, wrote
+from diffquant.verbs.kinds import check_arguments, parse_widths, split_texts, to_path, to_paths
+from diffquant.verbs.notes import choose_device, say_files_written
 
 if TYPE_CHECKING:
     from diffquant.calib.search.result import SearchResult
@@ -34,7 +34,7 @@ def search(
     roles: bool = False,
     dtype: kinds.Name = "float32",
     device: kinds.Name = "auto",
-    planned: "Callable[[Search], None] | None" = None,
+    on_plan: "Callable[[Search], None] | None" = None,
     progress: Progress | None = None,
 ) -> "SearchResult":
     """Find the most accurate bit widths under a size budget.
@@ -60,7 +60,7 @@ def search(
             separately.
         dtype: dtype of the running model: auto (bfloat16 where it is native), float32, bfloat16 or float16.
         device: device to run models on: cpu, cuda or cuda:N; auto uses CUDA if there is a CUDA device.
-        planned: function called with the search before the first measurement; an exception in it ends the run.
+        on_plan: function called with the search before the first measurement; an exception in it ends the run.
         progress: function called with the measurements done; by default a line on a terminal, one per minute in a log.
 
     Returns:
@@ -77,18 +77,18 @@ def search(
     from diffquant.calib.search.tensor_types import tensor_types as llama_cpp_types
     from diffquant.support.files import write_atomically
 
-    lines = path_or_none(tensor_types)
+    lines = to_path(tensor_types)
     folder, wanted = Path(output), Budget.parse(str(budget))
     options = SearchOptions(
-        targets=texts(targets),
-        widths=widths(bits),
+        targets=split_texts(targets),
+        widths=parse_widths(bits),
         granularity=granularity,
-        text=paths_of(paths(text or ())),
+        text=to_sources(to_paths(text or ())),
         windows=windows,
         window=window,
         check_characters=characters,
         dtype=dtype,
-        device=chosen_device(device),
+        device=choose_device(device),
         parts=roles,
     )
     if lines is not None:
@@ -99,12 +99,12 @@ def search(
     check_same_search(str(wanted), run.source, options.targets, folder)
     if lines is not None:
         check_kinds((unit.kind for unit in run.units if unit.target == "weights"), run.source.spec.maps)
-    if planned is not None:
-        planned(run)
+    if on_plan is not None:
+        on_plan(run)
     result = run.run(progress or progress_for("search"))
     files = write_search(result, folder)
     if lines is not None:
         write_atomically(lines, llama_cpp_types(result))
         files.append(lines)
-    wrote(files)
+    say_files_written(files)
     return result

@@ -29,7 +29,7 @@ def serve(
     dtype: kinds.Name | None = None,
     tensor_parallel: kinds.Count = 1,
     implementation: Implementation = "plugin",
-    said: Callable[[str], None] | None = None,
+    on_text: Callable[[str], None] | None = None,
 ) -> None:
     """Serve a model to clients of OpenAI's API, using vLLM.
 
@@ -49,7 +49,7 @@ def serve(
         dtype: dtype of the model; by default the checkpoint's, or bfloat16 if weights are packed.
         tensor_parallel: number of devices that share each layer.
         implementation: code that runs the model: diffquant's vLLM plugin, or the modelling file in the folder.
-        said: function called with the URL and a command line when the server is ready.
+        on_text: function called with the URL and a command line when the server is ready.
 
     Raises:
         MissingDependencyError: vLLM is not installed, or does not find the plugin.
@@ -59,19 +59,19 @@ def serve(
         DiffQuantError: the server stopped unexpectedly.
     """
     from diffquant.checkpoints.hub import local_path
-    from diffquant.checkpoints.tokenizer import class_difference
+    from diffquant.checkpoints.tokenizer import explain_class_difference
     from diffquant.serving.server import serve as serve_until_interrupted
 
     path = Path(model)
 
     def announce(plan: "ServerPlan") -> None:
-        if difference := class_difference(local_path(Path(path))):
+        if difference := explain_class_difference(local_path(Path(path))):
             say(
                 f"note: vLLM splits text by the tokenizer's class, not as tokenizer.json says: {difference}; "
                 "in tokenizer_config.json, set tokenizer_class to PreTrainedTokenizerFast"
             )
-        if said:
-            said(f"{plan.url}\n{plan.curl}")
+        if on_text:
+            on_text(f"{plan.url}\n{plan.curl}")
 
     serve_until_interrupted(
         path,

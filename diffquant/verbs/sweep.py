@@ -10,8 +10,8 @@ from diffquant.errors import UsageError
 from diffquant.support.names import option_name
 from diffquant.support.progress import Progress, progress_for
 from diffquant.verbs import kinds
-from diffquant.verbs.kinds import check_arguments, numbers, path_or_none, paths, task_values, texts
-from diffquant.verbs.notes import chosen_device, say, wrote
+from diffquant.verbs.kinds import check_arguments, parse_numbers, read_task_options, split_texts, to_path, to_paths
+from diffquant.verbs.notes import choose_device, say, say_files_written
 
 if TYPE_CHECKING:
     from diffquant.measure.sweep.grid import SweepOptions
@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from diffquant.measure.sweep.result import SweepResult
     from diffquant.measure.sweep.workers import Engine
 
-Granularities = Annotated[str | Sequence[str], kinds.Kind(str, "LIST", former="granularity")]
-Recipes = Annotated[kinds.PathText | Sequence[kinds.PathText], kinds.Kind(Path, "FILE", repeats=True, former="recipe")]
+Granularities = Annotated[str | Sequence[str], kinds.Kind(str, "LIST", former_name="granularity")]
+Recipes = Annotated[
+    kinds.PathText | Sequence[kinds.PathText], kinds.Kind(Path, "FILE", is_repeatable=True, former_name="recipe")
+]
 Address = Annotated[str, kinds.Kind(str, "ADDRESS")]
 Shard = Annotated[str, kinds.Kind(str, "I/N")]
 
@@ -45,7 +47,7 @@ def sweep(
     devices: kinds.Names = "",
     ray: Address | None = None,
     shard: Shard | None = None,
-    planned: "Callable[[SweepForecast], None] | None" = None,
+    on_plan: "Callable[[SweepForecast], None] | None" = None,
     progress: Progress | None = None,
     **task_options: object,
 ) -> "SweepResult":
@@ -73,7 +75,7 @@ def sweep(
         devices: devices such as cuda:0,cuda:1, instead of `device`; each gets one process.
         ray: address of a Ray cluster to run on; auto finds one that runs on this machine.
         shard: measure only one of N fixed parts, such as 3/16. Afterwards run once without shard to write the tables.
-        planned: function called with the planned measurements before anything is written; an exception in it ends the
+        on_plan: function called with the planned measurements before anything is written; an exception in it ends the
             run.
         progress: function called with the measurements done; by default a line on a terminal, one per minute in a log.
         task_options: options of the tasks, such as limit=100 or lengths="64,128".
@@ -92,32 +94,32 @@ def sweep(
     from diffquant.onnx.targets import runtime_of
 
     options = SweepOptions(
-        tasks=texts(tasks),
-        bits=numbers("bits", bits),
-        targets=texts(targets),
-        granularities=texts(granularities),
-        recipes=paths(recipes),
-        scales=paths(scales),
-        task_options=task_values(task_options, sweep),
+        tasks=split_texts(tasks),
+        bits=parse_numbers("bits", bits),
+        targets=split_texts(targets),
+        granularities=split_texts(granularities),
+        recipes=to_paths(recipes),
+        scales=to_paths(scales),
+        task_options=read_task_options(task_options, sweep),
         dtype=dtype,
         attention=attention,
         device=device,
         device_map=device_map,
-        offload_folder=path_or_none(offload_folder),
+        offload_folder=to_path(offload_folder),
     )
-    chosen_device(device)
+    choose_device(device)
     folder, shown = Path(output), progress or progress_for("sweep")
     shown(0, 1, "opening the models")
 
-    def on_plan(cells: "SweepForecast") -> None:
-        if planned is not None:
-            planned(cells)
+    def report_plan(cells: "SweepForecast") -> None:
+        if on_plan is not None:
+            on_plan(cells)
         say(f"sweep: {cells.headline}")
 
-    options, engine = choose_engine(options, workers, texts(devices), ray, say)
-    result = run_sweep(paths(models), options, folder, shown, runtime_of, engine, on_plan, shard or "")
+    options, engine = choose_engine(options, workers, split_texts(devices), ray, say)
+    result = run_sweep(to_paths(models), options, folder, shown, runtime_of, engine, report_plan, shard or "")
     if shard is None:
-        wrote(write_outputs(result, folder))
+        say_files_written(write_outputs(result, folder))
     else:
         say(f"shard {shard} is done; the same command without {option_name('shard')} writes the tables")
     result.require_complete()

@@ -32,7 +32,7 @@ from diffquant.errors import CheckpointError, DiffQuantError, OutputExistsError,
 from diffquant.onnx.gguf.plan import BLOCK, OWN_KEY, GgufPlan, plan_gguf
 from diffquant.onnx.graph.matrix import Matrix
 from diffquant.recipe.scheme import FULL, Scheme
-from diffquant.reports.tables import compared_size
+from diffquant.reports.tables import compare_size
 from diffquant.support.digests import FileDigests
 from diffquant.support.files import check_plain, replacing, sync, write_atomically
 from diffquant.support.installation import versions
@@ -75,7 +75,7 @@ class GgufReport(Readable):
     notes: tuple[str, ...]
 
     def summary(self) -> str:
-        size = compared_size(self.bytes_after, self.bytes_before, self.weights)
+        size = compare_size(self.bytes_after, self.bytes_before, self.weights)
         lines = [f"{self.file}: {size}, in {self.seconds:.1f} s", f"  tensors: {_format_types(self.types)}"]
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
 
@@ -233,7 +233,7 @@ def _format_types(types: Mapping[str, int]) -> str:
 
 
 def _describe(plan: GgufPlan, file: Path) -> None:
-    """Write the model card and diffquant.json beside a file."""
+    """Write the model card and diffquant.json into a file's folder."""
     checkpoint = plan.source.checkpoint
     has_codes = any(matrix.scheme.quantizes for matrix in plan.matrices.values())
     card = _CARD.format(

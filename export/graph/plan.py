@@ -158,7 +158,7 @@ class ExportPlan:
             for name, scheme in schemes.items()
         }
 
-    def small_matrix(self, name: str) -> Tensor:
+    def read_small_matrix(self, name: str) -> Tensor:
         """Read all rows of a matrix in float32."""
         matrix = read_matrix(self.source, name, FULL)
         return matrix.floats(0, matrix.shape[0])

@@ -18,7 +18,7 @@ from diffquant.support.files import check_plain_inside
 
 
 def check_external(model: ModelProto, path: Path, folder: Path) -> None:
-    """Check that every external tensor's file lies beside the graph, and is long enough for the tensor.
+    """Check that every external tensor's file is in the graph's folder, and is long enough for the tensor.
 
     Args:
         path: the graph's file.

@@ -35,7 +35,7 @@ def matched(kind: str, sizes: Sizes, vocabulary: int) -> DiffTransformerConfig:
     """
     known = (*KINDS, *CONTROLS, GATED, NO_NORM)
     if kind not in known:
-        raise UsageError(f"unknown kind {kind!r}; choose from {', '.join(known)}")
+        raise UsageError(f"unknown kind {kind!r}; known are {', '.join(known)}")
     if kind in ("diff-v1", *CONTROLS, NO_NORM) and sizes.heads % 2:
         raise UsageError(f"{kind} halves the Transformer's heads and needs an even number, got {sizes.heads}")
     inner = sizes.inner - _width_of(_extra_rows(kind, sizes))

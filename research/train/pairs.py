@@ -87,7 +87,7 @@ def train(settings: PairsSettings, base: Path, text: Path, output: Path, limit: 
     began = time.monotonic()
     check_device(device)
     if unknown := set(settings.distil) - set(KINDS):
-        raise UsageError(f"distil: unknown kinds {', '.join(sorted(unknown))}; choose from {', '.join(KINDS)}")
+        raise UsageError(f"distil: unknown kinds {', '.join(sorted(unknown))}; known are {', '.join(KINDS)}")
     scheme = settings.scheme
     prose = read_text(text, None)
     cut = max(0, len(prose) - settings.heldout)

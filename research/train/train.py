@@ -105,7 +105,7 @@ def make_batches(settings: Settings, text: str) -> Batches:
         UsageError: the settings name no data, or its arguments are wrong.
     """
     if settings.source not in DATA:
-        raise UsageError(f"unknown source {settings.source!r}; choose from {', '.join(DATA)}")
+        raise UsageError(f"unknown source {settings.source!r}; known are {', '.join(DATA)}")
     try:
         return DATA[settings.source](text, settings.model.context, **settings.data)
     except TypeError as error:
@@ -133,7 +133,7 @@ def objective_of(model: DiffTransformer, arithmetic: str, device: str = "cpu") -
         UsageError: the arithmetic is unknown, or this machine or model is not one for it.
     """
     if arithmetic not in ("float32", "bf16"):
-        raise UsageError(f"unknown arithmetic {arithmetic!r}; choose from float32, bf16")
+        raise UsageError(f"unknown arithmetic {arithmetic!r}; known are float32, bf16")
     if arithmetic == "bf16" and device != "cpu":
         raise UsageError("--arithmetic is for CPUs; on CUDA models train in bfloat16 anyway")
     return FastLoss(model) if arithmetic == "bf16" else None

@@ -10,7 +10,7 @@ import torch
 
 from diffquant.benchmarks import contest, decode, linears, peers
 from diffquant.benchmarks.contest import Contest
-from diffquant.benchmarks.workloads import MODELS, Model, Workload, lengths, model_named
+from diffquant.benchmarks.workloads import MODELS, Model, Workload, find_model, lengths
 from diffquant.errors import UsageError
 from tests.support.tables import in_one_test
 from tests.support.thorough import sampled
@@ -62,7 +62,9 @@ def test_the_decode_kernel_reads_what_is_stored_for_it(generation, bits):
     pytest.importorskip("triton")
     call = peers.differential(Workload(WORKS[generation].model, 1, 150, 2, "float32"), "cpu")
     store = decode.fill_store(call, decode.RECIPES[bits])
-    peer = peers.Peer(lambda held: decode.decode_attention(held, store), peers.differential, peers.roofline.fused_call)
+    peer = peers.Peer(
+        lambda held: decode.decode_attention(held, store), peers.differential, peers.roofline.count_fused_call
+    )
     assert contest.relative_error(peer, decode._held_call(call, store, *store.read())) <= 1e-4
 
 
@@ -199,7 +201,7 @@ def test_unknown_peers_and_workloads_are_refused_with_those_known():
     with pytest.raises(UsageError, match=r"unknown peer 'flush'; attention knows Transformer, SDPA flash"):
         Contest("attention", "cpu", 1, ("flush",))
     with pytest.raises(UsageError, match=r"unknown workload '7B'; choose from 830M"):
-        model_named("7B")
+        find_model("7B")
     with pytest.raises(UsageError, match="unknown dtype 'float8'"):
         _ = Workload(V1, 1, 1, 1, "float8").torch_dtype
 

@@ -12,8 +12,8 @@ from diffquant.calib.search.outputs import (
     check_same_search,
     check_search_output,
     draw_pareto,
+    interpolate_uniform_kl,
     search_report,
-    uniform_kl,
     verdict,
 )
 from diffquant.calib.search.result import alike, read_search, read_searches
@@ -57,8 +57,8 @@ def test_a_width_that_changes_nothing_is_drawn_and_not_interpolated(folder):
     axis = new_figure(4, 4).subplots()
     draw_pareto(axis, [exact])
     assert axis.get_yscale() == "linear"
-    assert uniform_kl(found) is not None
-    assert uniform_kl(exact) is None
+    assert interpolate_uniform_kl(found) is not None
+    assert interpolate_uniform_kl(exact) is None
     assert "KL 0 on held-out text, against 0 of the same widths" in verdict(exact)
 
 

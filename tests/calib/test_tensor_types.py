@@ -99,7 +99,7 @@ def test_layers_that_no_line_can_name_are_refused_before_the_search(tmp_path):
         with pytest.raises(UsageError, match=r"no tensors for mlp\.down_proj, mlp\.gate_proj"):
             diffquant.search(
                 model, tmp_path / "out", 7, bits="8,6", granularity="row", tensor_types=tmp_path / "t",
-                planned=lambda _: pytest.fail("it went on"),
+                on_plan=lambda _: pytest.fail("it went on"),
             )  # fmt: skip
 
 
@@ -109,5 +109,5 @@ def test_widths_of_a_differential_model_are_refused_before_the_search(tmp_path):
     with pytest.raises(UsageError, match=r"llama\.cpp has no DIFF attention"):
         diffquant.search(
             model, tmp_path / "out", 7, bits="8,6", granularity="row", tensor_types=tmp_path / "t",
-            planned=lambda _: pytest.fail("it went on"),
+            on_plan=lambda _: pytest.fail("it went on"),
         )  # fmt: skip

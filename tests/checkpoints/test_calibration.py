@@ -14,7 +14,7 @@ from diffquant import Recipe
 from diffquant.checkpoints.calibration import calibration_text, read_calibration
 from diffquant.checkpoints.corpora import open_corpora
 from diffquant.checkpoints.source import open_source
-from diffquant.checkpoints.tokens import token_windows
+from diffquant.checkpoints.tokens import encode_windows
 from diffquant.data import books_text
 from diffquant.errors import UsageError
 from diffquant.measure.fidelity import calibration_note
@@ -94,7 +94,7 @@ def test_a_plain_text_is_read_as_before(source, tmp_path):
     file = tmp_path / "books.txt"
     file.write_text(books_text()[:30_000], encoding="utf-8")
     model = diffquant.load(source, dtype=torch.float32)
-    expected = token_windows(model, source.tokenizer, books_text()[:30_000], 32, 650)
+    expected = encode_windows(model, source.tokenizer, books_text()[:30_000], 32, 650)
     calibration = read(source, file, tokens=650)
     assert torch.equal(calibration.ids, expected)
     assert calibration.record["tokens"] == expected.numel()

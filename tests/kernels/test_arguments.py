@@ -19,7 +19,7 @@ def test_what_no_kernel_takes_is_refused_with_a_reason():
     assert widths_refusal(Q, V) is None
     assert widths_refusal(Q.float(), V) == "q, k and v are float32; the kernel supports float16 and bfloat16"
     assert widths_refusal(Q[..., :32], V) == "q and k are 32 wide; the kernel supports head widths 64 and 128"
-    assert widths_refusal(Q, V[..., :96]) == "v is 96 wide; with keys 64 wide the kernel takes 64 and 128"
+    assert widths_refusal(Q, V[..., :96]) == "v is 96 wide; with keys 64 wide the kernel supports 64 and 128"
 
 
 def test_heads_of_an_output_flatten_without_a_copy():

@@ -14,7 +14,7 @@ from scipy.stats import binomtest, ttest_rel
 
 import diffquant
 from diffquant.errors import UsageError
-from diffquant.measure.comparison import compare_outcomes, outcome_of, read_samples
+from diffquant.measure.comparison import compare_outcomes, make_outcome, read_samples
 from diffquant.measure.protocols import hellaswag
 from diffquant.measure.results import TaskResult
 from diffquant.measure.stats import mean_interval, paired_difference
@@ -193,7 +193,7 @@ def test_tasks_that_were_asked_the_same_are_compared_beside_others(run, model, t
 
 
 def test_a_result_without_scores_of_items_is_refused():
-    whole = outcome_of("", "lm-eval:wikitext", {}, TaskResult(metric="word_perplexity", score=20.0, n=3))
+    whole = make_outcome("", "lm-eval:wikitext", {}, TaskResult(metric="word_perplexity", score=20.0, n=3))
     with pytest.raises(UsageError, match="no scores of items in common"):
         compare_outcomes(whole, whole)
 
@@ -311,7 +311,7 @@ def test_a_metric_that_one_side_lacks_is_said(samples, tmp_path):
 
 def test_results_of_other_numbers_of_items_are_refused():
     few, more = (
-        outcome_of("", "lm-eval:x", {}, TaskResult(metric="acc", score=1.0, n=n, values=[1.0] * n)) for n in (3, 4)
+        make_outcome("", "lm-eval:x", {}, TaskResult(metric="acc", score=1.0, n=n, values=[1.0] * n)) for n in (3, 4)
     )
     with pytest.raises(UsageError, match="A has scores of 3 items and B of 4, which cannot be paired"):
         compare_outcomes(few, more)

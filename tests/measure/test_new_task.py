@@ -119,9 +119,9 @@ def test_without_it_neither_task_nor_option_is_known(model, tmp_path):
 def test_the_command_line_offers_its_option_and_passes_it_on(model, monkeypatch, capsys):
     import typer
 
-    from diffquant.verbs.cli.command import command
-    from diffquant.verbs.cli.show import SHOWN, Shown
-    from diffquant.verbs.kinds import task_values
+    from diffquant.verbs.cli.command import make_command
+    from diffquant.verbs.cli.show import VIEWS, ResultView
+    from diffquant.verbs.kinds import read_task_options
 
     def show(**task_options: object) -> str:
         """Show options.
@@ -130,11 +130,11 @@ def test_the_command_line_offers_its_option_and_passes_it_on(model, monkeypatch,
 
         No more.
         """
-        return json.dumps(task_values(task_options, show), default=str)
+        return json.dumps(read_task_options(task_options, show), default=str)
 
-    monkeypatch.setitem(SHOWN, "show", Shown(lambda text, _: text, data=None))
+    monkeypatch.setitem(VIEWS, "show", ResultView(lambda text, _: text, data=None))
     app = typer.Typer()
-    app.command()(command(show))
+    app.command()(make_command(show))
     monkeypatch.setattr(sys, "argv", ["show", "--shout", "--lengths", "32,64", "--characters", "0"])
     with pytest.raises(SystemExit):
         app()

@@ -97,10 +97,10 @@ def test_a_cell_holds_what_evaluating_its_recipe_gives(model, output):
     plain, quantized = (TorchModel(load(model, recipe), tokenizer) for recipe in (None, Recipe.of(weights="4:row")))
     point = next(p for p in result.points if p.label == "weights 4:row")
     outcome = hellaswag.evaluate_hellaswag(quantized, hellaswag.load_items(limit=6))
-    assert result.pair(point, "hellaswag")[0].choices == outcome.choices_norm
-    reference = perplexity.reference_of(plain, text, 64, 32)
+    assert result.result_and_baseline(point, "hellaswag")[0].choices == outcome.choices_norm
+    reference = perplexity.compute_reference(plain, text, 64, 32)
     score = perplexity.score_text(quantized, text, 64, 32, reference=reference)
-    measured = result.pair(point, "perplexity")[0].details
+    measured = result.result_and_baseline(point, "perplexity")[0].details
     assert measured["perplexity"] == pytest.approx(score.perplexity)
     assert measured["kl"] == pytest.approx(score.kl)
 
@@ -132,7 +132,7 @@ def test_a_folder_is_measured_under_the_recipe_that_it_records_too(model, tmp_pa
     for own in (Recipe(), None):
         loaded = TorchModel(load(tmp_path / "folder", own), tokenizer)
         measured.append(perplexity.score_text(loaded, text, 64, 32).perplexity)
-    found = [result.pair(point, "perplexity")[0].details["perplexity"] for point in result.points[:2]]
+    found = [result.result_and_baseline(point, "perplexity")[0].details["perplexity"] for point in result.points[:2]]
     assert found == pytest.approx(measured)
     assert abs(found[0] / found[1] - 1) > 1e-3
 
@@ -295,7 +295,7 @@ def test_a_sweep_says_in_one_line_why_cells_of_a_folder_are_measured_again(
     with pytest.raises(KeyboardInterrupt):
         run_sweep([model], OPTIONS, copy_of)
     assert caplog.messages == [
-        f"{CELLS // 2} of the {CELLS // 2} missing cells were measured into {copy_of}/cells before, by {reason}; "
+        f"{CELLS // 2} of the {CELLS // 2} missing cells have results in {copy_of}/cells by {reason}; "
         "they are measured again"
     ]
 

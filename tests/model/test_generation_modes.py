@@ -173,7 +173,7 @@ def test_prompts_in_chunks_give_the_tokens_of_prompts_at_once(recipe):
 
 def test_states_that_cannot_go_back_are_no_drafts(folders):
     phi, llama = load(folders["phi4flash"]), random_llama()
-    said = "Mamba's states and the windows of this model do not hold earlier tokens"
+    said = "Mamba's states and this model's windowed layers do not keep earlier tokens"
     refused(said, asked, phi, prompt_lookup_num_tokens=3)
     refused(said, asked, phi, assistant_model=llama)
     refused(said, asked, ours(llama), assistant_model=phi)

@@ -139,7 +139,7 @@ def test_formats_and_widths_that_the_kernel_does_not_read_are_refused(monkeypatc
         return fused_cache.latent_layer_refusal(recipe, 64, latent, torch.float16, torch.device("cpu"))
 
     assert refusal(Recipe.of(kv=4)) is None
-    assert refusal(Recipe.of(), 256) == "keys are 64 and values 256 wide; the kernels take 64 and 512"
+    assert refusal(Recipe.of(), 256) == "keys are 64 and values 256 wide; the kernels support 64 and 512"
     assert "v has scales per group of channels" in refusal(Recipe.of(v="4:g64"))
 
 

@@ -174,7 +174,7 @@ def test_doctor_says_what_the_kernels_make_of_the_device(run, monkeypatch):
     ampere = KernelSurvey("8.6", 101_376, "3.6", "sm_80", None, {"attention triton-fp8": "it needs Ada"})
     monkeypatch.setattr("diffquant.verbs.installation._cuda_kernels", lambda: ampere)
     _, out, _ = run("doctor")
-    assert "CUDA kernels: capability 8.6, 101,376 bytes of shared memory a block, Triton 3.6" in out
+    assert "CUDA kernels: capability 8.6, 101,376 bytes of shared memory per block, Triton 3.6" in out
     assert "  not attention triton-fp8: it needs Ada" in out
     _, out, _ = run("doctor", "--json")
     assert json.loads(out)["cuda_kernels"]["shared_memory"] == 101_376

@@ -19,9 +19,9 @@ from diffquant.recipe.scheme import Scheme
 from diffquant.support.names import split_numbers
 from diffquant.verbs import GROUPS
 from diffquant.verbs.cli import app, main
-from diffquant.verbs.cli.show import waiting
+from diffquant.verbs.cli.show import show_loading
 from diffquant.verbs.export import _cache_bits
-from diffquant.verbs.recipes import recipe_of_options
+from diffquant.verbs.recipes import recipe_from_options
 from tests.support import tiny_lm
 from tests.support.checkpoints import write_checkpoint
 from tests.support.tables import in_one_test
@@ -102,10 +102,10 @@ def test_an_option_has_one_kind_of_value_in_all_verbs():
     ],
 )
 def test_a_preset_is_a_recipe_of_its_own(name, recipe):
-    assert Recipe.parse(recipe_of_options(preset=name)) == Recipe.parse(name) == Recipe.of(**recipe)
+    assert Recipe.parse(recipe_from_options(preset=name)) == Recipe.parse(name) == Recipe.of(**recipe)
     assert all(Recipe.of(**settings) != Recipe() for settings in PRESETS.values())
     with pytest.raises(UsageError, match="preset cannot be combined with kv"):
-        recipe_of_options(preset=name, kv="8")
+        recipe_from_options(preset=name, kv="8")
 
 
 @in_one_test("name", ["w4a16", "int4", "nf4", "Q4_K_M"])
@@ -195,6 +195,6 @@ def test_a_terminal_where_torch_is_loaded_already_shows_nothing(monkeypatch):
     terminal = io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stderr", terminal)
-    with waiting("inspect", prints=False):
+    with show_loading("inspect", prints=False):
         pass
     assert not terminal.getvalue()

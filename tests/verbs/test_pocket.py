@@ -85,7 +85,7 @@ def test_the_models_ship_with_how_they_were_trained():
 @thorough
 def test_pocket_demo_shows_figure_8_and_asks_the_4_bit_model(tmp_path):
     said, folder = [], tmp_path / "my demo"
-    demo(folder, minutes=0, pocket=True, overwrite=False, said=said.append)
+    demo(folder, minutes=0, pocket=True, overwrite=False, on_text=said.append)
     text = "\n".join(said)
     found = {name: counts_of(text, name) for name in MODELS}
     # Columns: 16 bits, 4 and 3 bits with one scale per tensor, then with shifted rows.
@@ -101,7 +101,7 @@ def test_pocket_demo_shows_figure_8_and_asks_the_4_bit_model(tmp_path):
     assert text.index(answers[-1]) < text.index(f"  {folder}/retrieval/report.html\n") < text.index("ORG/NAME")
     assert max(len(line) for line in text.split("2. Quantize")[0].splitlines() if str(tmp_path) not in line) <= 80
     with pytest.raises(OutputExistsError):
-        demo(folder, minutes=0, pocket=True, overwrite=False, said=said.append)
+        demo(folder, minutes=0, pocket=True, overwrite=False, on_text=said.append)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Reads matrices of 4- and 8-bit floats with scales, which libraries store alike except for the names.
+"""Reads matrices of 4- and 8-bit floats with scales, which libraries store in the same way under different names.
 
 Codes are 8-bit floats in their torch dtype, or E2M1, two per byte with the even column in the low half. A scale is per
 tensor, expert, output channel, block of both axes, or group along the input. Groups of 32 share a power of two (uint8,
@@ -29,7 +29,7 @@ POWERS = (torch.uint8, torch.float8_e8m0fnu)
 Spread = Callable[[Tensor, Tensor], Tensor]
 
 
-def float_matrix(
+def read_float_matrix(
     stored: Checkpoint,
     parts: Parts,
     codes: str,
@@ -202,7 +202,7 @@ def _read_scaled(
     for scale, codes in scales.items():
         if codes not in stored.tensors:
             parts.problems.append(f"{scale} exists without {codes}")
-        elif matrix := float_matrix(stored, parts, codes, scale, multiplier=f"{scale}_2", block=block):
+        elif matrix := read_float_matrix(stored, parts, codes, scale, multiplier=f"{scale}_2", block=block):
             found[codes] = matrix
     parts.problems += find_unscaled(stored, found)
     return found

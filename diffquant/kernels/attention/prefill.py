@@ -19,7 +19,7 @@ from torch import Tensor
 
 from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
-from diffquant.kernels.arguments import Operands, as_operator, call_refusal, widths_refusal
+from diffquant.kernels.arguments import Operands, call_refusal, register_operator, widths_refusal
 from diffquant.kernels.attention.online import (
     allow_descriptors,
     at,
@@ -210,4 +210,4 @@ def _launch(x: Operands) -> Tensor:
     return out
 
 
-_operator = as_operator("prefill", _launch)
+_operator = register_operator("prefill", _launch)

@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
-from diffquant.kernels.arguments import Operands, as_operator, call_refusal, widths_refusal
+from diffquant.kernels.arguments import Operands, call_refusal, register_operator, widths_refusal
 from diffquant.kernels.attention.online import (
     LOWEST,
     allow_descriptors,
@@ -255,7 +255,7 @@ def _launch(x: Operands, pv: str) -> Tensor:
     return out
 
 
-_operator = as_operator("prefill_int8", _launch, ", str pv")
+_operator = register_operator("prefill_int8", _launch, ", str pv")
 
 
 def _make_descriptors(codes: QuantizedKV, v: Tensor, tile: AttentionTile) -> tuple[TensorDescriptor | Tensor, ...]:

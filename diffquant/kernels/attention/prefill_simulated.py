@@ -13,7 +13,7 @@ from torch import Tensor
 
 from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
-from diffquant.kernels.arguments import Operands, as_operator, call_refusal, widths_refusal
+from diffquant.kernels.arguments import Operands, call_refusal, register_operator, widths_refusal
 from diffquant.kernels.attention.attend_rounded import attend_rounded, extremes
 from diffquant.kernels.attention.online import allow_descriptors, can_describe
 from diffquant.kernels.attention.prefill_specialized import launch_specialized, specialized_refusal
@@ -83,7 +83,7 @@ def prefill_simulated_refusal(call: AttentionCall, specialized: bool = False) ->
     if scheme.format.integer_refusal:
         return f"logits at {scheme}: {scheme.format.integer_refusal}"
     if scheme.granularity not in GRANULARITIES:
-        return f"one scale per {scheme.granularity} is not served; the kernel takes {', '.join(GRANULARITIES)}"
+        return f"one scale per {scheme.granularity} is not served; the kernel supports {', '.join(GRANULARITIES)}"
     served = ("shift",) if call.maps == 2 else ("shift", "alike")
     if others := [each.name for each in scheme.transforms if each.name not in served]:
         return f"logits rounded {others[0]} are not supported; the kernel rounds each map separately"
@@ -98,11 +98,11 @@ def _weights_refusal(call: AttentionCall, specialized: bool) -> str | None:
         return f"{others[0]} is not supported; the kernel supports pow2 and fullsum"
     if (known := BLOCK_FORMATS.get(scheme.format.name)) is not None:
         if scheme.size != known[0]:
-            return f"blocks of {scheme.size} keys are not served; the kernel takes {known[0]}"
+            return f"blocks of {scheme.size} keys are not served; the kernel supports {known[0]}"
         # The scheme counts blocks of keys from position 0, the kernel from a sequence's first valid key.
         return None if (call.mask.ranges or (None,))[0] is None else "the kernel does not support padding"
     if scheme.granularity != "row":
-        return f"one scale per {scheme.granularity} is not served; the kernel takes row"
+        return f"one scale per {scheme.granularity} is not served; the kernel supports row"
     return None if scheme.format.name == "e4m3" else scheme.format.integer_refusal
 
 
@@ -203,7 +203,7 @@ def _empty(out: Tensor, q: list[Tensor], _bits: int, granularity: str, *_: objec
     return out, _largest_of_shared(rows, granularity), rows.to(torch.int32)
 
 
-_operator = as_operator(
+_operator = register_operator(
     "simulated_logits",
     _launch,
     ", int bits, str granularity, bool shift, str weights, str qk, bool specialized",

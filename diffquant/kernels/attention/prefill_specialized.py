@@ -9,7 +9,7 @@ from torch import Tensor
 
 from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
-from diffquant.kernels.arguments import Operands, as_operator, call_refusal, widths_refusal
+from diffquant.kernels.arguments import Operands, call_refusal, register_operator, widths_refusal
 from diffquant.kernels.attention.attend_specialized import attend_fp8_specialized, attend_specialized
 from diffquant.kernels.attention.online import allow_descriptors, can_describe
 from diffquant.kernels.attention.quantize_qkv import quantize_qkv
@@ -160,7 +160,7 @@ def _launch(x: Operands, bits: int) -> Tensor:
     return out
 
 
-_operator = as_operator("prefill_specialized", _launch, ", int bits")
+_operator = register_operator("prefill_specialized", _launch, ", int bits")
 
 
 def _describable(tensors: list[Tensor]) -> list[Tensor]:

@@ -298,10 +298,10 @@ def store_refusal(
 ) -> str | None:
     """Return why a `KVStore` cannot hold such keys and values, or None; float32 is for Triton's interpreter."""
     if dtype not in STATE_TYPES:
-        return f"keys and values are {dtype}; the kernels take {', '.join(map(str, STATE_TYPES))}"
+        return f"keys and values are {dtype}; the kernels support {', '.join(map(str, STATE_TYPES))}"
     if (width, value_width) not in widths:
         known = ", ".join(f"{wide} and {values}" for wide, values in widths)
-        return f"keys are {width} and values {value_width} wide; the kernels take {known}"
+        return f"keys are {width} and values {value_width} wide; the kernels support {known}"
     for name, scheme in (("k", recipe.k), ("v", recipe.v)):
         if scheme.format.integer_refusal:
             return f"{name} is {scheme}; the kernels support integers of 4, 6 and 8 bits, and 16 bits"

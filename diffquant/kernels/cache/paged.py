@@ -122,7 +122,7 @@ def _check(
         wrong.append(f"keys of the two maps have strides {' and '.join(str(list(x.stride())) for x in k)}")
     if not wrong and {x.shape[:3] for x in k} != {v.shape[:3]}:
         shapes = ", ".join(str(list(x.shape)) for x in (*k, v))
-        wrong.append(f"keys and values have pages and heads of their own: {shapes}")
+        wrong.append(f"keys and values have different pages or heads: {shapes}")
     if wrong:
         raise UsageError("decode_paged: " + "; ".join(wrong))
     # Tensors with the shapes of gathered keys and values, without memory, for the checks.
@@ -137,7 +137,9 @@ def check_sequences(
     """Return a list of problems with the page table, lengths and window of `batch` sequences."""
     wrong = []
     if table.ndim != 2 or not table.shape[-1] or table.dtype != torch.int32 or table.stride(-1) != 1:
-        wrong.append(f"the table is {table.dtype} {list(table.shape)}, not int32 [sequences, pages], a row in a piece")
+        wrong.append(
+            f"the table is {table.dtype} {list(table.shape)}, not int32 [sequences, pages] with contiguous rows"
+        )
     if lengths.ndim != 1 or lengths.dtype != torch.int32 or lengths.stride(0) != 1:
         wrong.append(f"lengths are {lengths.dtype} {list(lengths.shape)}, not int32 [sequences]")
     if not wrong and {table.shape[0], lengths.shape[0]} != {batch}:
@@ -145,7 +147,7 @@ def check_sequences(
     if table.device != device or lengths.device != device:
         wrong.append(f"the table is on {table.device}, lengths on {lengths.device}, values on {device}")
     if window is not None and window < 1:
-        wrong.append(f"a window of {window} keys shows a query nothing; it has to be 1 or more")
+        wrong.append(f"a window of {window} keys shows no key; it must be 1 or more")
     return wrong
 
 

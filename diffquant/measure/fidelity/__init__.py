@@ -10,7 +10,7 @@ from diffquant.checkpoints.atomic_folder import RECORD
 from diffquant.checkpoints.side_files import read_json
 from diffquant.checkpoints.source import Source
 from diffquant.errors import DiffQuantError, UsageError
-from diffquant.measure.fidelity.base_file import scored_positions, write_base
+from diffquant.measure.fidelity.base_file import count_scored_positions, write_base
 from diffquant.measure.fidelity.sides import Distributions, Likeliest, Side, Whole, divergence
 from diffquant.quantization.roundings import rounding_named
 from diffquant.support.progress import Progress
@@ -19,7 +19,7 @@ from diffquant.support.progress import Progress
 Compared = tuple[Tensor, Tensor, Tensor, int | None]
 
 
-def chunks_of(sides: Sequence[Side], text: str, context: int) -> Tensor:
+def cut_chunks(sides: Sequence[Side], text: str, context: int) -> Tensor:
     """Cut a text's tokens into chunks [N, n] that do not overlap; an incomplete last chunk is dropped.
 
     Raises:
@@ -61,8 +61,8 @@ def compare(reference: Side, candidate: Side, chunks: Tensor, progress: Progress
         DiffQuantError: a model's logits are not finite, or a server does not answer.
     """
     count, context = chunks.shape
-    first = context - 1 - scored_positions(context)
-    shape = count, scored_positions(context)
+    first = context - 1 - count_scored_positions(context)
+    shape = count, count_scored_positions(context)
     kl, nll = torch.empty(shape, dtype=torch.float64), torch.empty((2, *shape), dtype=torch.float64)
     is_same = torch.empty(shape, dtype=torch.bool)
     k = None
@@ -100,7 +100,7 @@ def save_base(side: Side, chunks: Tensor, path: Path, progress: Progress) -> Non
     """
 
     def predictions() -> Iterator[Whole]:
-        first = chunks.shape[1] - 1 - scored_positions(chunks.shape[1])
+        first = chunks.shape[1] - 1 - count_scored_positions(chunks.shape[1])
         for number, chunk in enumerate(chunks):
             predicted = side.predict(number, _as_read(chunk, side), first)
             if not isinstance(predicted, Whole):

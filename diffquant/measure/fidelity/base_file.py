@@ -83,7 +83,7 @@ class BaseFile(Side):
         return None
 
     def predict(self, number: int, ids: Tensor, first: int) -> Whole:  # noqa: ARG002
-        rows, width = scored_positions(self.context), _row_width(self.vocabulary)
+        rows, width = count_scored_positions(self.context), _row_width(self.vocabulary)
         stored = np.fromfile(self.path, "<u2", rows * width, offset=self._start(number)).reshape(rows, width)
         scale, least = np.ascontiguousarray(stored[:, :4]).view("<f4").T.copy()
         codes = torch.from_numpy(stored[:, 4 : 4 + self.vocabulary].astype(np.float32))
@@ -92,10 +92,10 @@ class BaseFile(Side):
     def _start(self, chunk: int) -> int:
         """Return the byte at which a chunk's distributions begin."""
         head = _HEAD.size + 4 * self.chunks * self.context
-        return head + chunk * scored_positions(self.context) * _row_width(self.vocabulary) * 2
+        return head + chunk * count_scored_positions(self.context) * _row_width(self.vocabulary) * 2
 
 
-def scored_positions(context: int) -> int:
+def count_scored_positions(context: int) -> int:
     """Count the positions of a chunk that are compared: those of its second half except the last."""
     return context - 1 - context // 2
 

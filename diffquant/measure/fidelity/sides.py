@@ -184,7 +184,7 @@ class Model(Side):
         # The token ids may come from the other side, such as a base file.
         self._check(ids.tolist())
         states = self._model.read(ids[None].to(self._model.device))[0][first:-1]
-        logits = states.exact_logits()
+        logits = states.float32_logits()
         if not logits.isfinite().all():
             raise CheckpointError(f"{self.name} computes NaN or infinity in chunk {number}; use --dtype float32")
         return Whole(logits.log_softmax(-1).cpu())

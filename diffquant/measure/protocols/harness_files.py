@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from diffquant.errors import UsageError
-from diffquant.measure.protocols.imported_files import imported_files, module_file, texts_in
+from diffquant.measure.protocols.imported_files import imported_files, list_texts, module_file
 from diffquant.support.files import file_digest, read_bytes
 
 _Config = dict[str, Any]
@@ -124,7 +124,7 @@ class TaskFiles:
         file = module_file(name.rpartition(".")[0], folder)
         for module in imported_files(file) if file else []:
             self.files.add(module)
-            for text in texts_in(module):
+            for text in list_texts(module):
                 self.files |= set(_files_named(text, module.parent))
 
     def _follow_data(self, config: _Config) -> None:

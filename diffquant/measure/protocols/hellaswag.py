@@ -92,7 +92,7 @@ def evaluate_hellaswag(
     """Score every item zero-shot, without demonstrations.
 
     Args:
-        reference: states of another model, from `reference_of`.
+        reference: states of another model, from `compute_reference`.
     """
     requests = _requests(model.tokenizer, model.max_length, model.vocabulary, tuple(items))
     lengths = {index: len(requests[index].continuation) for index in _right_requests(items)}
@@ -113,7 +113,7 @@ def evaluate_hellaswag(
     )
 
 
-def reference_of(
+def compute_reference(
     model: LanguageModel,
     items: Sequence[HellaSwagItem],
     batch_tokens: int = BATCH_TOKENS,

@@ -37,7 +37,7 @@ RESULT_FORMAT = 1
 
 @dataclass(frozen=True)
 class Cell:
-    """One task on one configuration, which can be pickled, and the file of its result.
+    """One task of one configuration, and the file of its result. It can be pickled.
 
     Attributes:
         folder: folder of the sweep's cells.
@@ -56,7 +56,7 @@ class Cell:
 
     @property
     def weights(self) -> tuple[Path, str]:
-        """What determines the weights that it needs: the model's path, and the recipe's weight schemes as text."""
+        """The model's path and the recipe's weight schemes as text, which determine the weights to load."""
         return self.point.model, Recipe().with_weights_of(self.point.recipe).to_yaml()
 
     @property

@@ -12,7 +12,7 @@ from diffquant.measure.comparison import (
     Outcome,
     compare_outcomes,
     left_out,
-    outcome_of,
+    make_outcome,
     read_samples,
 )
 from diffquant.measure.sweep.grid import Point
@@ -206,7 +206,7 @@ def _no_sweep(path: Path) -> str:
 def _sweep_outcomes(sweep: SweepResult, words: Sequence[str]) -> list[_Named]:
     names, identities = sweep.names, {task["name"]: task for task in sweep.settings["tasks"]}
     found = [
-        (cell.point, outcome_of(_configuration(cell.point), cell.task, identities[cell.task], cell.result))
+        (cell.point, make_outcome(_configuration(cell.point), cell.task, identities[cell.task], cell.result))
         for cell in sweep.cells
         if cell.result and set(words) <= {*_point_name(cell.point, names).split(" ")}
     ]

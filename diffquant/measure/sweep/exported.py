@@ -125,7 +125,7 @@ class ExportedSubject:
         model = self._opened
         started = time.monotonic()
         # Each sequence runs alone, so the task's batch size only bounds memory.
-        bounded = task.in_batches_of(self.runtime.batch_tokens)
+        bounded = task.with_batch_tokens(self.runtime.batch_tokens)
         result = bounded.run(model, reference, progress)
         seconds = round(time.monotonic() - started, 2)
         # Times may change without the content: compare descriptions before reporting a change.
@@ -171,7 +171,7 @@ def check_no_precision_options(options: SweepOptions, recipe: Recipe | None = No
         )
 
 
-def exported_points(exported: Mapping[Path, ExportedModel], sources: Mapping[Path, Source]) -> list[Point]:
+def make_exported_points(exported: Mapping[Path, ExportedModel], sources: Mapping[Path, Source]) -> list[Point]:
     """Make one point per folder, compared with the checkpoint it was made from if the sweep has it."""
     if not exported:
         return []

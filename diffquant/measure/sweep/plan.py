@@ -19,7 +19,7 @@ from diffquant.measure.sweep.exported import (
     RuntimeOf,
     check_no_precision_options,
     check_on_one_device,
-    exported_points,
+    make_exported_points,
 )
 from diffquant.measure.sweep.grid import OWN, RECIPE, Point, SweepOptions, points
 from diffquant.measure.sweep.subject import CheckpointSubject, Subject, dtype_name
@@ -27,7 +27,7 @@ from diffquant.measure.tasks import make_tasks
 from diffquant.quantization.loading import check_loadable
 from diffquant.recipe import Recipe
 from diffquant.recipe.targets import LAYER_TARGETS
-from diffquant.support.devices import resolve_device, resolve_dtype, seconds_per_product
+from diffquant.support.devices import measure_seconds_per_product, resolve_device, resolve_dtype
 from diffquant.support.files import read_bytes
 from diffquant.support.installation import versions_of_run
 from diffquant.support.names import option_name
@@ -86,7 +86,7 @@ def plan_sweep(
         model: CheckpointSubject(source, dtype, device, options.attention, places, scales.get(model))
         for model, source in sources.items()
     }
-    folders = exported_points({path: subject.model for path, subject in exported.items()}, sources)
+    folders = make_exported_points({path: subject.model for path, subject in exported.items()}, sources)
     origins = {point.model: checked[point.compared_with] if point.compared_with else None for point in folders}
     compared = {path: replace(subject, compared_with=origins[path]) for path, subject in exported.items()}
     subjects: dict[Path, Subject] = {**checked, **compared}
@@ -204,7 +204,7 @@ def forecast(cells: Sequence[tuple[Cell, TaskResult | None]]) -> SweepForecast:
         else:
             is_known = False
     if products:
-        seconds += products * seconds_per_product()
+        seconds += products * measure_seconds_per_product()
     captions = tuple(cell.caption for cell in missing)
     return SweepForecast(len(cells) - len(missing), captions, seconds if is_known else None)
 
@@ -238,7 +238,7 @@ def explain_remeasuring(folder: Path, missing: Sequence[JsonObject]) -> str | No
             if was.get(name) != now.get(name)
         ]
     causes = ", and by ".join(dict.fromkeys(reasons))
-    return f"{len(pairs)} of the {len(missing)} missing cells were measured into {folder} before, by {causes}"
+    return f"{len(pairs)} of the {len(missing)} missing cells have results in {folder} by {causes}"
 
 
 def _lasting_key(key: JsonObject) -> str:

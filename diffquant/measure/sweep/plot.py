@@ -52,7 +52,7 @@ class Plotted(Protocol):
     def names(self) -> dict[Path, str]: ...
     @property
     def tasks(self) -> list[str]: ...
-    def pair(self, point: Point, task: str) -> tuple[TaskResult | None, TaskResult | None]: ...
+    def result_and_baseline(self, point: Point, task: str) -> tuple[TaskResult | None, TaskResult | None]: ...
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def _draw_named(lines: Sequence[Line], models: Sequence[str], band: Band, axis: 
     axis.set_ylabel(band.metric.label)
 
 
-def bars_text(drawn: Sequence[Band]) -> str:
+def explain_bars(drawn: Sequence[Band]) -> str:
     """Explain the bars and dashed lines in a sentence."""
     if all(band.is_change for band in drawn):
         return "bars: 95 % intervals"
@@ -131,7 +131,7 @@ def _lines(sweep: Plotted, task: str, metric: Metric) -> dict[str, list[Line]]:
     shared = _granularities(sweep)
     drawn: dict[tuple[str, str], list[Interval]] = {}
     for point in sweep.points:
-        found = metric.of(*sweep.pair(point, task))
+        found = metric.of(*sweep.result_and_baseline(point, task))
         model, change = sweep.names[point.model], found.drawn if found else None
         value = Interval(point.bits, change.mean, change.low, change.high) if change else None
         if point.is_baseline:
@@ -179,7 +179,7 @@ def _figure(drawn: list[Band]) -> "Figure":
         axes[0].set_ylabel(f"{band.task}\n{band.metric.label}", fontsize=9)
     handles = [_handle(number, model) for number, model in enumerate(models)]
     figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
-    figure.suptitle(bars_text(drawn), fontsize=9)
+    figure.suptitle(explain_bars(drawn), fontsize=9)
     return figure
 
 

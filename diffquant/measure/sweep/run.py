@@ -44,7 +44,7 @@ def run_sweep(
     progress: Progress = silent,
     runtime_of: RuntimeOf | None = None,
     engine: Engine = measure_all,
-    planned: Callable[[SweepForecast], None] | None = None,
+    on_plan: Callable[[SweepForecast], None] | None = None,
     shard: str = "",
 ) -> SweepResult:
     """Measure every cell that `output` does not hold yet, and write sweep.json.
@@ -54,7 +54,7 @@ def run_sweep(
             from if that is in the sweep.
         runtime_of: returns the runtime for an exported folder; not needed for checkpoints.
         engine: function that measures the cells; by default in this process.
-        planned: called with the forecast before anything is written; an exception that it raises ends the sweep.
+        on_plan: called with the forecast before anything is written; an exception that it raises ends the sweep.
         shard: "I/N" to measure the I-th of N parts, and write only its cells; empty for all.
 
     A failed cell is recorded and the sweep continues; `SweepResult.require_complete` raises for it. An interrupt loses
@@ -78,8 +78,8 @@ def run_sweep(
     planned_cells, settings = plan_sweep([Path(model) for model in models], options, folder, runtime_of)
     cells = _take_shard(planned_cells, number, count)
     measured = [(cell, cell.read()) for cell in cells]
-    if planned is not None:
-        planned(forecast(measured))
+    if on_plan is not None:
+        on_plan(forecast(measured))
     folder.mkdir(parents=True, exist_ok=True)
     missing = [cell for cell, found in measured if found is None]
     if missing and (why := explain_remeasuring(folder, [cell.key for cell in missing])):
@@ -201,7 +201,7 @@ def _note_overlap(source: Source, recipe: Recipe, tasks: Sequence[Task]) -> None
                 log_once(__name__, logging.WARNING, message, name, f"{count:,}", f"{len(tokens):,}", rounding.name)
 
 
-def results_text(results: Mapping[str, TaskResult]) -> str:
+def format_results(results: Mapping[str, TaskResult]) -> str:
     """Write one line per task with its scalar results."""
     return "\n".join(f"{task}: {_scalars_text(result)}" for task, result in results.items())
 

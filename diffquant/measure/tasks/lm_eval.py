@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from diffquant.errors import MissingDependencyError, UsageError
 from diffquant.measure.results import ITEMS, TaskResult
-from diffquant.measure.task import BATCH_TOKENS, LIMIT, Task, TaskOption, at_least_one
+from diffquant.measure.task import BATCH_TOKENS, LIMIT, Task, TaskOption, check_at_least_one
 from diffquant.measure.tasks import register
 from diffquant.support.files import check_plain, file_digest
 from diffquant.support.installation import install_command
@@ -57,7 +57,7 @@ class Harness(Task):
             raise cls.misread(name)
         require_lm_eval()
         require_trust(task, bool(TRUST_TASK.of(values)))
-        return cls(task=task, limit=at_least_one(LIMIT, values), batch_tokens=batch_tokens)
+        return cls(task=task, limit=check_at_least_one(LIMIT, values), batch_tokens=batch_tokens)
 
     @property
     def name(self) -> str:

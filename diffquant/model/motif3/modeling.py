@@ -21,7 +21,7 @@ from diffquant.model.motif3.architecture import Motif3Architecture, rotary_table
 from diffquant.model.motif3.attention import LatentAttention, Rotary
 from diffquant.model.motif3.blocks import StreamsBlock
 from diffquant.model.reading import Reading, count_positions
-from diffquant.model.windowed_cache import WindowsCache, new_storage
+from diffquant.model.windowed_cache import WindowsCache, create_storage
 from diffquant.recipe.numbers.absmax import compute_dtype
 
 EPS = 1e-6
@@ -165,7 +165,7 @@ class Motif3Model(Decoder):
 
     @property
     def crop_refusal(self) -> str | None:
-        return None if self.architecture.seen is None else "the windows of this model do not hold earlier tokens"
+        return None if self.architecture.seen is None else "this model's windowed layers do not keep earlier tokens"
 
     def new_cache(self) -> WindowsCache:
         """Return a new empty cache of latents for the recipe."""
@@ -180,7 +180,7 @@ class Motif3Model(Decoder):
             if (refusal := attention.decoding_refusal(recipe)) is None:
                 return FusedLayer(recipe, None)
             warn_of_slow_decoding(refusal)
-        return new_storage(rows, layer, self.recipe, self.ranges)
+        return create_storage(rows, layer, self.recipe, self.ranges)
 
 
 class Motif3(CausalModel):

@@ -20,7 +20,7 @@ from diffquant.model.reading import Reading
 from diffquant.model.sambay.architecture import SambaYArchitecture
 from diffquant.model.sambay.config import SambaYConfig
 from diffquant.model.sambay.layers import Flow, SambaYLayer, layer_norm
-from diffquant.model.windowed_cache import RecurrentLayer, WindowsCache, new_storage
+from diffquant.model.windowed_cache import RecurrentLayer, WindowsCache, create_storage
 from diffquant.recipe.numbers.absmax import compute_dtype
 
 
@@ -68,13 +68,13 @@ class SambaYModel(Decoder):
 
     @property
     def crop_refusal(self) -> str | None:
-        return "Mamba's states and the windows of this model do not hold earlier tokens"
+        return "Mamba's states and this model's windowed layers do not keep earlier tokens"
 
     def new_cache(self) -> WindowsCache:
         """Return a new empty cache for the recipe, with storage for the layers that cache something."""
         stored = enumerate(blocks["attn"].stored for blocks in self.architecture.layers)
         layers = [
-            new_storage(kept, layer, self.recipe, self.ranges) if isinstance(kept, TokenRows) else RecurrentLayer()
+            create_storage(kept, layer, self.recipe, self.ranges) if isinstance(kept, TokenRows) else RecurrentLayer()
             for layer, kept in stored
             if kept is not None
         ]

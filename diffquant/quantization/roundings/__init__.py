@@ -60,7 +60,7 @@ def checked_rounding(settings: RoundingSettings, schemes: Mapping[str, Scheme]) 
     return rounding
 
 
-def text_read_digest(source: Source, settings: RoundingSettings) -> str | None:
+def calibration_digest(source: Source, settings: RoundingSettings) -> str | None:
     """Return a digest (16 hex digits) of a rounding's calibration data, or None if it reads none; no model is run.
 
     Raises:

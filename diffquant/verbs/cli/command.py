@@ -22,13 +22,13 @@ from diffquant.support.machine import limit_spinning
 from diffquant.support.names import option_name, use_option_names
 from diffquant.support.program import exit_codes
 from diffquant.verbs import GROUPS
-from diffquant.verbs.cli.show import SHOWN, Shown, notes, waiting
+from diffquant.verbs.cli.show import VIEWS, ResultView, print_notes, show_loading
 from diffquant.verbs.kinds import Kind, kind_of
-from diffquant.verbs.recipes import recipe_of_options
+from diffquant.verbs.recipes import recipe_from_options
 
 
 @cache
-def documentation(verb: Callable[..., Any]) -> tuple[str, str, dict[str, str]]:
+def split_docstring(verb: Callable[..., Any]) -> tuple[str, str, dict[str, str]]:
     """Split a verb's docstring in Google style, where an indented paragraph contains the examples.
 
     Returns:
@@ -52,7 +52,7 @@ _TASK_WORDS = {int: "NUMBER", str: "LIST", Path: "FILE"}
 # Options that exist only on the command line.
 _JSON = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 _DETAILS = Annotated[bool, typer.Option("--details", help="Print all that was compared, in a table.")]
-_RECIPE_OPTIONS = tuple(inspect.signature(recipe_of_options).parameters)
+_RECIPE_OPTIONS = tuple(inspect.signature(recipe_from_options).parameters)
 _DRY_RUN = Annotated[bool, typer.Option("--dry-run", help="Print what would be done and stop.")]
 
 
@@ -77,17 +77,17 @@ class Option:
         """Whether it is a flag that sets False, such as --no-cache."""
         return self.kind.type is bool and self.default is True
 
-    def parameter(self) -> inspect.Parameter:
+    def to_parameter(self) -> inspect.Parameter:
         """Return the parameter from which typer makes an option or argument."""
         read, default = self.kind.type, False if self.is_inverted else self.default
-        if self.kind.repeats:
+        if self.kind.is_repeatable:
             read, default = list[read], default or None  # type: ignore[valid-type]
         elif read is str and isinstance(default, int):
             default = str(default)
         read = read | None if default is None else read
         kind = self.kind
-        look: dict[str, Any] = {"metavar": kind.word, "help": self.help, "min": kind.least, "max": kind.most}
-        if kind.by_place:
+        look: dict[str, Any] = {"metavar": kind.placeholder, "help": self.help, "min": kind.least, "max": kind.most}
+        if kind.is_positional:
             info = typer.Argument(**look)
         else:
             with use_option_names():
@@ -96,11 +96,11 @@ class Option:
         annotation = Annotated[read, info]  # type: ignore[valid-type]
         return inspect.Parameter(self.name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
 
-    def value(self, read: Any) -> Any:
+    def convert(self, read: Any) -> Any:
         """Convert a value that typer parsed to the verb's argument."""
-        if self.kind.repeats:
+        if self.kind.is_repeatable:
             return tuple(read or ())
-        if self.kind.or_stdin and read == "-":
+        if self.kind.accepts_stdin and read == "-":
             try:
                 return sys.stdin.read()
             except UnicodeDecodeError as error:
@@ -108,41 +108,41 @@ class Option:
         return not read if self.is_inverted else read
 
 
-def name_of(verb: Callable[..., Any]) -> str:
+def command_name(verb: Callable[..., Any]) -> str:
     """Return the name of a verb's command."""
     return "eval" if verb is verbs.evaluate else verb.__name__.replace("_", "-")
 
 
-def command(verb: Callable[..., Any]) -> Callable[..., None]:
+def make_command(verb: Callable[..., Any]) -> Callable[..., None]:
     """Return a function for typer that has a verb's options, runs the verb and prints the result."""
-    options, shown = {option.name: option for option in options_of(verb)}, SHOWN.get(name_of(verb), Shown())
-    parameters = [option.parameter() for option in options.values()]
+    options, view = {option.name: option for option in list_options(verb)}, VIEWS.get(command_name(verb), ResultView())
+    parameters = [option.to_parameter() for option in options.values()]
     own = inspect.signature(verb).parameters
-    extra = {"dry_run": _DRY_RUN} if "planned" in own else {}
-    extra |= {"details": _DETAILS} if shown.details else {}
-    extra |= {"as_json": _JSON} if shown.data else {}
+    extra = {"dry_run": _DRY_RUN} if "on_plan" in own else {}
+    extra |= {"details": _DETAILS} if view.details else {}
+    extra |= {"as_json": _JSON} if view.data else {}
 
     def run(as_json: bool = False, dry_run: bool = False, details: bool = False, **read: Any) -> None:
-        given = {name: options[name].value(value) for name, value in read.items()}
-        if "said" in own and not as_json:
-            given["said"] = shown.speak
+        given = {name: options[name].convert(value) for name, value in read.items()}
+        if "on_text" in own and not as_json:
+            given["on_text"] = view.print_piece
         if dry_run:
-            given["planned"] = shown.stop_at
+            given["on_plan"] = view.print_plan_and_exit
         # Before torch is loaded. `bench` keeps the default, so that its timings are comparable.
         if verb is not verbs.bench:
             limit_spinning()
-        with use_option_names(), notes(as_json), waiting(name_of(verb), prints=verb is verbs.serve):
+        with use_option_names(), print_notes(as_json), show_loading(command_name(verb), prints=verb is verbs.serve):
             try:
                 # Without `check_arguments`, because typer has already checked the values.
                 if "recipe" in own:
                     made_of = {name: given.pop(name) for name in _RECIPE_OPTIONS}
-                    given["recipe"] = recipe_of_options(**made_of)
+                    given["recipe"] = recipe_from_options(**made_of)
                 result = inspect.unwrap(verb)(**given)
             except DiffQuantError as error:
                 if error.result is not None:
-                    shown.show(error.result, given, as_json, str(error), details)
+                    view.show(error.result, given, as_json, str(error), details)
                 raise
-            shown.show(result, given, as_json, is_detailed=details)
+            view.show(result, given, as_json, is_detailed=details)
 
     parameters += [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=False)
@@ -150,24 +150,24 @@ def command(verb: Callable[..., Any]) -> Callable[..., None]:
     ]
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {each.name: each.annotation for each in parameters}
-    run.__doc__ = documentation(verb)[0]
+    run.__doc__ = split_docstring(verb)[0]
     return run
 
 
 def former_names(verb: Callable[..., Any]) -> dict[str, str]:
     """Return the current name of each option's former name, which still works."""
-    return {option.kind.former: option.name for option in options_of(verb) if option.kind.former}
+    return {option.kind.former_name: option.name for option in list_options(verb) if option.kind.former_name}
 
 
 @cache
-def options_of(verb: Callable[..., Any]) -> tuple[Option, ...]:
+def list_options(verb: Callable[..., Any]) -> tuple[Option, ...]:
     """Return the command-line options of a verb, in order."""
     options: list[Option] = []
     for name, each in inspect.signature(verb).parameters.items():
         if each.kind is inspect.Parameter.VAR_KEYWORD:
             options += map(_task_option, task_options())
-        elif name == "recipe" and verb is not recipe_of_options:
-            options += options_of(recipe_of_options)
+        elif name == "recipe" and verb is not recipe_from_options:
+            options += list_options(recipe_from_options)
         elif given := kind_of(each.annotation):
             options.append(Option(name, given, each.default, _help(verb, name, given)))
     return tuple(options)
@@ -183,8 +183,8 @@ def _help(verb: Callable[..., Any], name: str, kind: Kind) -> str:
     """Return a parameter's help, from its entry in the docstring."""
     text = re.sub(r" In Python .*?\.(?= |$)", "", _entry(verb, name)).removeprefix("False ")
     text = _as_options(text, inspect.signature(verb).parameters)
-    known = f": {', '.join(kind.known())}." if kind.known else "."
-    repeated = " May be repeated." if kind.repeats and not kind.by_place else ""
+    known = f": {', '.join(kind.list_values())}." if kind.list_values else "."
+    repeated = " May be repeated." if kind.is_repeatable and not kind.is_positional else ""
     return text[:1].upper() + text[1:].removesuffix(".") + known + repeated
 
 
@@ -196,7 +196,7 @@ def _as_options(text: str, names: Container[str]) -> str:
 
 def _entry(verb: Callable[..., Any], name: str) -> str:
     """Return a parameter's docstring entry; "see `VERB`." refers to the same parameter of another verb."""
-    text = documentation(verb)[2].get(name, "")
+    text = split_docstring(verb)[2].get(name, "")
     alike = re.match(r"see `(\w+)`\.", text)
     return _entry(getattr(verbs, alike[1]), name) if alike else text
 
@@ -212,7 +212,7 @@ ELSEWHERE = {
 }
 
 
-class Verb(TyperCommand):
+class VerbCommand(TyperCommand):
     """A command whose help groups options under headings."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -262,7 +262,7 @@ class VerbGroup(TyperGroup):
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
         for group, members in GROUPS.items():
-            names = [name_of(verb) for verb in members]
+            names = [command_name(verb) for verb in members]
             with formatter.section(group):
                 formatter.write_dl([(name, (self.commands[name].help or "").partition("\n")[0]) for name in names])
 
@@ -306,8 +306,8 @@ def _options(
 for _verb in (verb for group in GROUPS.values() for verb in group):
     _former = former_names(_verb)
     app.command(
-        name_of(_verb),
-        cls=Verb,
-        epilog=f"Example: `{documentation(_verb)[1]}`",
+        command_name(_verb),
+        cls=VerbCommand,
+        epilog=f"Example: `{split_docstring(_verb)[1]}`",
         context_settings={"token_normalize_func": lambda name, former=_former: former.get(name, name)},
-    )(command(_verb))
+    )(make_command(_verb))

@@ -31,7 +31,7 @@ def _as_json(result: Any, _: Values) -> str:
 
 
 @dataclass(frozen=True)
-class Shown:
+class ResultView:
     """How the command line prints a verb's result. Functions get the result and the verb's arguments.
 
     Attributes:
@@ -49,12 +49,13 @@ class Shown:
     details: Callable[[Any], str] | None = None
 
     def show(
-        self, result: Any, given: Values, as_json: bool, told: str | None = None, is_detailed: bool = False
+        self, result: Any, given: Values, as_json: bool, error_text: str | None = None, is_detailed: bool = False
     ) -> None:
         """Print a result.
 
         Args:
-            told: message of the error that is raised next, which is not printed twice, or None without an error.
+            error_text: message of the error that is raised next, which is not printed twice, or None if there is no
+                error.
             is_detailed: whether --details was given.
         """
         clear_line()
@@ -62,17 +63,17 @@ class Shown:
             typer.echo(self.data(result, given))
             return
         text = self.text(result, given)
-        parts = [text if text != told else None, self.details(result) if is_detailed and self.details else None]
+        parts = [text if text != error_text else None, self.details(result) if is_detailed and self.details else None]
         for part in parts:
             if part is not None:
                 typer.echo(fit_to_terminal(part, sys.stdout))
 
-    def speak(self, text: str) -> None:
+    def print_piece(self, text: str) -> None:
         """Print a piece of text that arrives before the result."""
         clear_line()
         self.say(text)
 
-    def stop_at(self, plan: Any) -> None:
+    def print_plan_and_exit(self, plan: Any) -> None:
         """Print a plan, and exit before anything is written."""
         clear_line()
         typer.echo(self.plan(plan))
@@ -95,7 +96,7 @@ class _Notes(logging.Handler):
 
 
 @contextmanager
-def notes(as_json: bool) -> Iterator[None]:
+def print_notes(as_json: bool) -> Iterator[None]:
     """Print verbs' messages on stderr inside the context, and those kept for after the result when it exits.
 
     Args:
@@ -115,7 +116,7 @@ def notes(as_json: bool) -> Iterator[None]:
 
 
 @contextmanager
-def waiting(name: str, prints: bool) -> Iterator[None]:
+def show_loading(name: str, prints: bool) -> Iterator[None]:
     """Show a "loading" line on a terminal, because a verb's imports may take several seconds.
 
     The line is removed when the verb prints something, shows progress, or ends.
@@ -132,16 +133,16 @@ def waiting(name: str, prints: bool) -> Iterator[None]:
         yield
 
 
-def _made_by(place: str) -> Callable[[Any, Values], str]:
+def _import_when_called(place: str) -> Callable[[Any, Values], str]:
     """Return a wrapper of the function "module:function" that imports it only when called."""
     return lambda result, _: resolve_name(place)(result)
 
 
-def _piece(text: str) -> None:
+def _print_piece(text: str) -> None:
     typer.echo(text, nl=False)
 
 
-def _continuation(text: str, given: Values) -> str:
+def _continuation_json(text: str, given: Values) -> str:
     return json.dumps({"prompt": given["prompt"], "text": text})
 
 
@@ -151,13 +152,13 @@ def _sweep_table(result: Any, _: Values) -> str | None:
     return text_table(result) if result.cells else None
 
 
-def _fits(fits: Any, given: Values) -> str:
+def _format_fits(fits: Any, given: Values) -> str:
     from diffquant.calib.calibration.calibrate import fit_table
 
     return fit_table(fits, given["bits"])
 
 
-def _calibration(fits: Any, given: Values) -> str:
+def _calibration_json(fits: Any, given: Values) -> str:
     from diffquant.checkpoints.ranges import read_any_ranges
     from diffquant.support.installation import provenance
 
@@ -165,29 +166,31 @@ def _calibration(fits: Any, given: Values) -> str:
     return json.dumps({"settings": settings, "fits": [replace_nonfinite(asdict(fit)) for fit in fits]})
 
 
-def _bench(result: Any, _: Values) -> str:
+def _format_bench(result: Any, _: Values) -> str:
     from diffquant.benchmarks.report import markdown
 
     return result if isinstance(result, str) else markdown(result)
 
 
 # Verbs whose result is not simply printed as its summary.
-SHOWN = {
-    "quantize": Shown(plan=lambda plan: plan.table()),
-    "search": Shown(_made_by("diffquant.calib.search.outputs:search_table"), plan=lambda search: search.estimate()),
-    "calibrate": Shown(_fits, _calibration),
-    "eval": Shown(
-        _made_by("diffquant.measure.sweep.run:results_text"),
+VIEWS = {
+    "quantize": ResultView(plan=lambda plan: plan.table()),
+    "search": ResultView(
+        _import_when_called("diffquant.calib.search.outputs:search_table"), plan=lambda search: search.estimate()
+    ),
+    "calibrate": ResultView(_format_fits, _calibration_json),
+    "eval": ResultView(
+        _import_when_called("diffquant.measure.sweep.run:format_results"),
         lambda results, _: json.dumps({name: each.to_dict() for name, each in results.items()}),
     ),
-    "sweep": Shown(_sweep_table),
-    "report": Shown(lambda pages, _: f"wrote {pages[0]} and the pages of {len(pages) - 1} runs", data=None),
-    "outliers": Shown(_made_by("diffquant.calib.outlier_result:outlier_table")),
-    "bench": Shown(_bench),
-    "generate": Shown(lambda *_: "", _continuation, say=_piece),
-    "run": Shown(lambda *_: "", _continuation, say=_piece),
-    "fidelity": Shown(lambda result, _: result and result.summary()),
-    "verify": Shown(details=lambda verification: verification.table()),
-    "serve": Shown(lambda *_: None, data=None),
-    "demo": Shown(lambda *_: None, data=None, say=lambda text: typer.echo(fit_to_terminal(text, sys.stdout))),
+    "sweep": ResultView(_sweep_table),
+    "report": ResultView(lambda pages, _: f"wrote {pages[0]} and the pages of {len(pages) - 1} runs", data=None),
+    "outliers": ResultView(_import_when_called("diffquant.calib.outlier_result:outlier_table")),
+    "bench": ResultView(_format_bench),
+    "generate": ResultView(lambda *_: "", _continuation_json, say=_print_piece),
+    "run": ResultView(lambda *_: "", _continuation_json, say=_print_piece),
+    "fidelity": ResultView(lambda result, _: result and result.summary()),
+    "verify": ResultView(details=lambda verification: verification.table()),
+    "serve": ResultView(lambda *_: None, data=None),
+    "demo": ResultView(lambda *_: None, data=None, say=lambda text: typer.echo(fit_to_terminal(text, sys.stdout))),
 }
