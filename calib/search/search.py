@@ -282,7 +282,7 @@ class Search:
                     _CHECK_WINDOW,
                     reference=reference,
                 )
-            self._record(names[name], {"kl": score.kl, "perplexity": score.perplexity})
+            self._record(names[name], {name: score[name] for name in ("kl", "perplexity")})
         return {name: self.journal.get(names[name]) for name in compared}
 
 
