@@ -86,7 +86,7 @@ def evaluate_hellaswag(
         metric="acc_norm",
         score=sum(right_norm) / n,
         n=n,
-        values=right_norm,
+        values=[*right_norm],
         choices=choices_norm,
         details={
             "acc": sum(right) / n,
