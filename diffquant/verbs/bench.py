@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from diffquant.support.progress import Progress, progress_for
 from diffquant.verbs import kinds
 from diffquant.verbs.kinds import check_arguments, texts
-from diffquant.verbs.notes import add, chosen_device, wrote
+from diffquant.verbs.notes import chosen_device, wrote
 
 if TYPE_CHECKING:
     from diffquant.benchmarks.cells import BenchResult
@@ -29,9 +29,7 @@ def bench(
     dtype: kinds.Name = "",
     peer: Peers = (),
     repeats: kinds.Count = 5,
-    threads: kinds.Threads = 0,
     graph: bool = False,
-    compare: kinds.File | None = None,
     tune: kinds.File | None = None,
     progress: Progress | None = None,
 ) -> "BenchResult | str":
@@ -51,9 +49,7 @@ def bench(
         dtype: dtype of tensors: float32, bfloat16 or float16; by default float32 on cpu and bfloat16 on cuda.
         peer: peer of attention and decode; all by default.
         repeats: number of times that each path is measured.
-        threads: number of torch's threads; 0 leaves it as it is.
         graph: replay CUDA graphs.
-        compare: earlier bench.json; what changed by more than noise is printed.
         tune: try neighbouring kernel configurations, write the best to this file, and stop.
         progress: function called with the work done; by default a line on a terminal, one per minute in a log.
 
@@ -64,20 +60,15 @@ def bench(
         DiffQuantError: what can be known before the first cell is wrong.
         FailedCellsError: a section failed; the others are written, and the error's `result` has them all.
     """
-    import torch
-
-    from diffquant.benchmarks import cells, run
+    from diffquant.benchmarks import run
     from diffquant.benchmarks.run import PARTS, BenchOptions
     from diffquant.benchmarks.workloads import lengths as counts
 
     device = chosen_device(device)
-    if threads:
-        torch.set_num_threads(threads)
     if tune is not None:
         from diffquant.benchmarks.tune import tune as run_tuning
 
         return run_tuning(Path(tune), device, progress or progress_for("tune"))
-    former = None if compare is None else cells.read_result(Path(compare))
     options = BenchOptions(
         sections=tuple(sections or PARTS),
         device=device,
@@ -90,9 +81,6 @@ def bench(
         graph=graph,
     )
     result = run.run_bench(options, PARTS, Path(output), progress or progress_for("bench"))
-    written = run.write_bench_outputs(result, Path(output))
-    if former is not None:
-        add(cells.summarize_changes(former, result))
-    wrote(written)
+    wrote(run.write_bench_outputs(result, Path(output)))
     run.require_complete(result)
     return result

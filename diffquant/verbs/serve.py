@@ -1,12 +1,11 @@
 """The verb `serve`: a model behind OpenAI's API, with vLLM."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from diffquant.verbs import kinds
 from diffquant.verbs.kinds import check_arguments
-from diffquant.verbs.notes import say
+from diffquant.verbs.notes import say, show
 
 if TYPE_CHECKING:
     from diffquant.serving.plan import ServerPlan
@@ -29,7 +28,6 @@ def serve(
     dtype: kinds.Name | None = None,
     tensor_parallel: kinds.Count = 1,
     implementation: Implementation = "plugin",
-    said: Callable[[str], None] | None = None,
 ) -> None:
     """Serve a model to any client of OpenAI's API, with vLLM.
 
@@ -48,7 +46,6 @@ def serve(
         dtype: dtype of the model; by default the checkpoint's, and bfloat16 where weights are packed.
         tensor_parallel: number of ranks that share each layer.
         implementation: what runs the model: diffquant's plugin, or the modelling file that the folder carries.
-        said: function called with the URL and a command line once the server answers.
 
     Raises:
         MissingDependencyError: vLLM is not installed, or does not find the plugin.
@@ -69,8 +66,7 @@ def serve(
                 f"note: vLLM splits text by the tokenizer's class, not as tokenizer.json says: {difference}; "
                 "in tokenizer_config.json, set tokenizer_class to PreTrainedTokenizerFast"
             )
-        if said:
-            said(f"{plan.url}\n{plan.curl}")
+        show(f"{plan.url}\n{plan.curl}")
 
     serve_until_interrupted(
         path,

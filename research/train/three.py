@@ -97,7 +97,7 @@ class Exam:
     def score(self, model: DiffTransformer, reference: States | None = None) -> dict[str, float]:
         """Perplexity, and mean KL in nats from the base or another reference."""
         score = score_text(TorchModel(model, self._tokenizer), self._text, reference=reference or self._reference)
-        return {"perplexity": score.perplexity, "kl": score.kl}
+        return {name: score[name] for name in ("perplexity", "kl")}
 
 
 def planned_steps(output: Path, trio: Trio, batches: Batches, limit: Limit, began: float) -> int:

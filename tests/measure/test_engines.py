@@ -20,12 +20,12 @@ import pytest
 from diffquant.errors import CheckpointError, DiffQuantError, MissingDependencyError, UsageError
 from diffquant.measure.sweep import workers as workers_
 from diffquant.measure.sweep.cell import Worker, check_same_cells, measure_all, remove_locks
+from diffquant.measure.sweep.engines import choose_engine
 from diffquant.measure.sweep.grid import SweepOptions
 from diffquant.measure.sweep.run import run_sweep
 from diffquant.measure.sweep.subject import CheckpointSubject
 from diffquant.measure.sweep.workers import run_processes, share
 from diffquant.support.progress import silent
-from diffquant.verbs.sweep import choose_engine
 from tests.support import tiny_lm
 from tests.support.sleepers import Sleeper, scores, sleeping_cells
 from tests.support.tables import in_one_test
@@ -350,10 +350,9 @@ def test_more_workers_than_memory_holds_are_refused_before_a_cell(tmp_path, monk
 
 def test_options_that_exclude_each_other_are_refused():
     for options, values, said in (
-        (SweepOptions(device="cpu"), (None, ("cpu",), None), "devices takes the place of device"),
         (SweepOptions(device_map="auto"), (2, (), None), "leave out workers"),
         (SweepOptions(), (None, ("cpu", "meta"), None), "not of one kind"),
-        (SweepOptions(), (None, ("cpu",), "auto"), "ray gives each of its workers a GPU"),
+        (SweepOptions(), (None, ("cpu", "cpu"), "auto"), "ray gives each of its workers a GPU"),
         (SweepOptions(), (0, (), None), "must be 1 or more"),
     ):
         with pytest.raises(UsageError, match=said):
@@ -361,6 +360,7 @@ def test_options_that_exclude_each_other_are_refused():
     options, engine = choose_engine(SweepOptions(), None, ("cpu", "cpu"), None, silent)
     assert (options.device, engine.keywords["workers"], engine.keywords["devices"]) == ("cpu", 2, ("cpu", "cpu"))
     alone, several = (choose_engine(SweepOptions(), workers, (), None, silent)[1] for workers in (1, 3))
+    assert choose_engine(SweepOptions(), None, ("cpu",), None, silent)[0].device == "cpu"
     assert (alone.keywords["workers"], several.keywords["workers"]) == (1, 3)
 
 

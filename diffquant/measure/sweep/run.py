@@ -12,6 +12,7 @@ from diffquant.checkpoints.tokens import encode_start
 from diffquant.errors import DiffQuantError, UsageError
 from diffquant.measure.results import TaskResult
 from diffquant.measure.sweep.cell import Cell, measure_all, remove_locks
+from diffquant.measure.sweep.engines import Engine
 from diffquant.measure.sweep.exported import (
     ExportedSubject,
     RuntimeOf,
@@ -22,7 +23,6 @@ from diffquant.measure.sweep.grid import SweepOptions
 from diffquant.measure.sweep.plan import SweepForecast, explain_remeasuring, forecast, plan_sweep
 from diffquant.measure.sweep.result import MeasuredCell, SweepResult
 from diffquant.measure.sweep.subject import CheckpointSubject, Subject
-from diffquant.measure.sweep.workers import Engine
 from diffquant.measure.task import Task
 from diffquant.measure.tasks import make_tasks
 from diffquant.quantization.loading import check_loadable

@@ -23,14 +23,6 @@ _SECONDS_BETWEEN_LOOKS = 1.0
 
 _logger = logging.getLogger(__name__)
 
-Engine = Callable[[Sequence[Cell], Progress], None]
-"""A function that has cells measured, or recorded as failed.
-
-Raises:
-    UsageError: what the engine needs is not there; before the first cell.
-    DiffQuantError: the folder of the cells is gone, or workers end before they measure anything.
-"""
-
 
 class Remote(Protocol):
     """A `Worker` in another process or on another machine."""

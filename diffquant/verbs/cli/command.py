@@ -22,7 +22,7 @@ from diffquant.support.machine import limit_spinning
 from diffquant.support.names import option_name, use_option_names
 from diffquant.support.program import exit_codes
 from diffquant.verbs import GROUPS
-from diffquant.verbs.cli.show import SHOWN, Shown, notes, waiting
+from diffquant.verbs.cli.show import SHOWN, Shown, notes, speak, waiting
 from diffquant.verbs.kinds import Kind, kind_of
 from diffquant.verbs.recipes import recipe_of_options
 
@@ -125,7 +125,7 @@ def command(verb: Callable[..., Any]) -> Callable[..., None]:
     def run(as_json: bool = False, dry_run: bool = False, details: bool = False, **read: Any) -> None:
         given = {name: options[name].value(value) for name, value in read.items()}
         if "said" in own and not as_json:
-            given["said"] = shown.speak
+            given["said"] = speak
         if dry_run:
             given["planned"] = shown.stop_at
         # Before torch is loaded. What `bench` times has to wait as it does elsewhere.
@@ -209,6 +209,11 @@ ELSEWHERE = {
     "--rounding NAME, such as gptq": ("method", "algorithm", "quant-method"),
     "--kv BITS, such as 8": ("kv-cache-dtype", "kv-bits", "cache-type"),
     "MODEL, the first argument": ("model", "pretrained", "hf-path"),
+    # Former options of diffquant.
+    "diffquant compare A B, of two folders of bench": ("compare",),
+    "--observer percentile:99.9": ("percentile",),
+    "OMP_NUM_THREADS in the environment": ("threads",),
+    "diffquant sweep --limit NUMBER, whose items are yours to choose": ("minutes",),
 }
 
 

@@ -27,6 +27,8 @@ def _as_text(result: Any, _: Values) -> str:
 def _as_json(result: Any, _: Values) -> str:
     if hasattr(result, "to_json"):
         return str(result.to_json()).rstrip()
+    if isinstance(result, str):
+        return json.dumps(result)
     return json.dumps(result.to_dict() if hasattr(result, "to_dict") else asdict(result), indent=2, default=str)
 
 
@@ -38,14 +40,12 @@ class Shown:
         text: text for people, or None if there is none.
         data: JSON for programs, or None if the verb has none.
         plan: text of what is only planned.
-        say: function that prints text that comes before the result.
         details: text that only --details prints, or None if the verb has none.
     """
 
     text: Callable[[Any, Values], str | None] = _as_text
     data: Callable[[Any, Values], str] | None = _as_json
     plan: Callable[[Any], str] = str
-    say: Callable[[str], None] = typer.echo
     details: Callable[[Any], str] | None = None
 
     def show(
@@ -66,11 +66,6 @@ class Shown:
         for part in parts:
             if part is not None:
                 typer.echo(fit_to_terminal(part, sys.stdout))
-
-    def speak(self, text: str) -> None:
-        """Print a piece of the result as it comes."""
-        clear_line()
-        self.say(text)
 
     def stop_at(self, plan: Any) -> None:
         """Print a plan, and end the command before anything is written."""
@@ -137,8 +132,10 @@ def _made_by(place: str) -> Callable[[Any, Values], str]:
     return lambda result, _: resolve_name(place)(result)
 
 
-def _piece(text: str) -> None:
-    typer.echo(text, nl=False)
+def speak(piece: str) -> None:
+    """Print a piece of a text as it comes."""
+    clear_line()
+    typer.echo(piece, nl=False)
 
 
 def _continuation(text: str, given: Values) -> str:
@@ -184,10 +181,10 @@ SHOWN = {
     "report": Shown(lambda pages, _: f"wrote {pages[0]} and the pages of {len(pages) - 1} runs", data=None),
     "outliers": Shown(_made_by("diffquant.calib.outlier_result:outlier_table")),
     "bench": Shown(_bench),
-    "generate": Shown(lambda *_: "", _continuation, say=_piece),
-    "run": Shown(lambda *_: "", _continuation, say=_piece),
+    "generate": Shown(lambda *_: "", _continuation),
+    "run": Shown(lambda *_: "", _continuation),
     "fidelity": Shown(lambda result, _: result and result.summary()),
     "verify": Shown(details=lambda verification: verification.table()),
     "serve": Shown(lambda *_: None, data=None),
-    "demo": Shown(lambda *_: None, data=None, say=lambda text: typer.echo(fit_to_terminal(text, sys.stdout))),
+    "demo": Shown(lambda *_: None, data=None),
 }
