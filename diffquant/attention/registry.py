@@ -36,7 +36,7 @@ class Backend:
     is_worthwhile: Callable[[AttentionCall], bool] = lambda _call: True
 
     def supports(self, rounds_maps: bool) -> bool:
-        """Whether it supports calls whose `AttentionCall.rounds_maps` is this."""
+        """Return whether it supports calls whose `AttentionCall.rounds_maps` is this."""
         return self.logits in ("both", "quantized" if rounds_maps else "full")
 
 

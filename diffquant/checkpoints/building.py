@@ -156,7 +156,7 @@ def build_model(
 
 
 def has_packed_kernels(device: str, dtype: torch.dtype) -> bool:
-    """Whether a device has kernels that read packed weights in a dtype."""
+    """Return whether a device has kernels that read packed weights in a dtype."""
     return torch.device(device).type == "cuda" and dtype in HALF_TYPES
 
 

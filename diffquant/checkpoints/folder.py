@@ -211,7 +211,7 @@ def _check_header(file: Path) -> None:
 
 
 def _is_inside(folder: Path, shard: str) -> bool:
-    """Whether a shard's name is a plain name in the folder."""
+    """Return whether a shard's name is a plain name in the folder."""
     if PurePosixPath(shard).parts != (shard,) or shard == ".." or "\0" in shard:
         return False
     return leads_inside(folder, folder / shard)

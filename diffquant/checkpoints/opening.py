@@ -45,7 +45,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path is a .gguf file; a folder may have such a name, too."""
+    """Return whether a path is a .gguf file; a folder may have such a name, too."""
     return path.suffix.lower() == ".gguf" and not path.is_dir()
 
 
@@ -149,7 +149,7 @@ def surplus_tensors(checkpoint: Checkpoint, adapter: Adapter) -> frozenset[str]:
 
 
 def _adds_nothing(checkpoint: Checkpoint, name: str, info: TensorInfo, needed: Parameters) -> bool:
-    """Whether a bias is a causal mask, as in GPT-2, or holds a zero for each row of a matrix of the model."""
+    """Return whether a bias is a causal mask, as in GPT-2, or holds a zero for each row of a matrix of the model."""
     if len(info.shape) == 4:
         return not info.dtype.is_floating_point
     weight = needed.get(f"{name.removesuffix('.bias')}.weight")

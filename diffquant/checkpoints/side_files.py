@@ -23,12 +23,12 @@ _BEGINS = b"version https://git-lfs"
 
 
 def is_pointer(content: bytes | memoryview) -> bool:
-    """Whether a file's content, or its first bytes, is a pointer of Git LFS."""
+    """Return whether a file's content, or its first bytes, is a pointer of Git LFS."""
     return bytes(content[: len(_BEGINS)]) == _BEGINS
 
 
 def holds_pointer(file: Path) -> bool:
-    """Whether a file is a pointer of Git LFS; false for a file that cannot be read."""
+    """Return whether a file is a pointer of Git LFS; false for a file that cannot be read."""
     try:
         with file.open("rb") as stream:
             return is_pointer(stream.read(len(_BEGINS)))
@@ -209,12 +209,12 @@ def check_side_files(folder: Path) -> None:
 
 
 def _is_side_file(file: Path) -> bool:
-    """Whether a file is of a kind that is read or copied beside the weights."""
+    """Return whether a file is of a kind that is read or copied beside the weights."""
     return file.suffix.lower() not in _LEFT_SUFFIXES and not file.name.startswith(".")
 
 
 def is_written_anew(file: Path) -> bool:
-    """Whether an output gets a new file with this name instead of a copy."""
+    """Return whether an output gets a new file with this name instead of a copy."""
     return file.name in _OWN_NAMES or file.name.endswith(".index.json")
 
 
@@ -247,7 +247,7 @@ def check_links(folder: Path) -> None:
 
 
 def leads_inside(folder: Path, file: Path) -> bool:
-    """Whether a file, links followed, is in the folder or in the "blobs" of the hub's cache that holds it.
+    """Return whether a file, links followed, is in the folder or in the "blobs" of the hub's cache that holds it.
 
     Hugging Face's cache has REPOSITORY/snapshots/COMMIT, of links to REPOSITORY/blobs; the folder may lie in a commit.
     """

@@ -48,7 +48,7 @@ _PART, _PARTS = 400, 10
 
 
 def has_tokenizer(path: Path) -> bool:
-    """Whether a checkpoint has a tokenizer's files; a .gguf file holds its tokenizer."""
+    """Return whether a checkpoint has a tokenizer's files; a .gguf file holds its tokenizer."""
     return path.is_file() or any((path / name).exists() for name in _FILES)
 
 

@@ -50,7 +50,7 @@ def _is_transposed(name: str, tensors: Tensors, modules: Mapping[str, Sequence[s
 
 
 def _is_transposed_expert(name: str, tensors: Tensors, modules: Mapping[str, Sequence[str]]) -> bool | None:
-    """Whether experts in one tensor are [experts, in, out], or None if the shapes do not show it.
+    """Return whether experts in one tensor are [experts, in, out], or None if the shapes do not show it.
 
     The joined gate and up projection has twice as many outputs as the down projection has inputs, so the two shapes
     fit only one way. If they have the same size, the router's columns show the number of an expert's inputs.
@@ -69,7 +69,7 @@ def _is_transposed_expert(name: str, tensors: Tensors, modules: Mapping[str, Seq
 
 
 def _fits(matrix: tuple[int, ...], other: tuple[int, ...]) -> bool | None:
-    """Whether two matrices of a gated expert fit only as [in, out], or None if neither order fits."""
+    """Return whether two matrices of a gated expert fit only as [in, out], or None if neither order fits."""
     (rows, columns), (height, width) = matrix, other
     if (rows, columns) == (2 * width, height) or (width, height) == (rows, 2 * columns):
         return False

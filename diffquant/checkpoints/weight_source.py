@@ -55,7 +55,7 @@ class WeightRules:
         return matches(name, {2: self.linears, 3: self.experts}.get(axes, ()))
 
     def may_be_mask(self, name: str, axes: int) -> bool:
-        """Whether a tensor may be a mask, in which -inf is valid, since its name is not that of a weight, bias or λ."""
+        """Return whether a tensor may be a mask, in which -inf is valid, since its name is not that of a weight, bias or λ."""
         return not self.matches_weight(name, axes) and not matches(name, ("*.weight", "*.bias", "*lambda*"))
 
     def to_dict(self) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def _expression(pattern: str) -> str:
 
 
 def matches(name: str, patterns: tuple[str, ...]) -> bool:
-    """Whether a tensor's name matches one of the patterns, ignoring case."""
+    """Return whether a tensor's name matches one of the patterns, ignoring case."""
     return any(fnmatchcase(name.lower(), pattern.lower()) for pattern in patterns)
 
 

@@ -237,7 +237,7 @@ class Decoder(PreTrainedModel):
         return self.recipe.rounds("k", "v")
 
     def needs_own_cache(self, implementation: str | None) -> bool:  # noqa: ARG002  some models look at it
-        """Whether `generate` must use `new_cache`.
+        """Return whether `generate` must use `new_cache`.
 
         Args:
             implementation: the caller's `cache_implementation`, if any.

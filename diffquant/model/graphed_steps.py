@@ -78,7 +78,7 @@ class GraphedSteps:
         return self._recorded is not None
 
     def suits(self, model: nn.Module) -> bool:
-        """Whether the model has not changed since `keep`."""
+        """Return whether the model has not changed since `keep`."""
         return self._signature == signature_of(model)
 
     def reuse_store(self, layer: int, fits: Callable[[KVStore], bool]) -> KVStore | None:

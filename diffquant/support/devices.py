@@ -43,7 +43,7 @@ def as_dtype(dtype: torch.dtype | str | None, device: str = "cpu") -> torch.dtyp
 
 
 def is_bfloat16_native(device: str = "cpu") -> bool:
-    """Whether a device has bfloat16 matrix instructions."""
+    """Return whether a device has bfloat16 matrix instructions."""
     if torch.device(device).type == "cuda":
         # torch checks only the current device.
         with torch.cuda.device(torch.device(device)):

@@ -183,7 +183,7 @@ def test_levels_even_or_not_take_a_rounding_and_lose_less_by_it(
 
 
 def test_uneven_levels_cannot_be_counted_from_a_rows_maximum(e2m1, ternary):
-    with pytest.raises(UsageError, match="shift and uneven levels do not combine in e2m1:row:shift; leave out one"):
+    with pytest.raises(UsageError, match="shift and uneven levels cannot be combined in e2m1:row:shift; leave out one"):
         Scheme.parse("e2m1:row:shift")
     logits, scheme = torch.tensor([[[[0.0, -4, -7, -9, -30]]]]), Scheme.parse("ternary:row:shift")
     # All three levels serve one side, down to 12 below the maximum.

@@ -120,7 +120,7 @@ def test_a_damaged_config_is_named(tmp_path, content, hint):
     ("content", "hint"),
     [
         (None, "there is no recipe .*recipe.yaml$"),
-        (b"\xff\xfe\x80", "recipe.yaml is no text in UTF-8$"),
+        (b"\xff\xfe\x80", "recipe.yaml is not UTF-8 text$"),
         (b"kv: 8\nweights: [4", r"cannot read recipe .*recipe.yaml: line 2: expected ',' or '\]'[^\n]*$"),
     ],
 )
@@ -171,7 +171,7 @@ def test_a_memory_without_its_unit_is_no_number_of_bytes(checkpoint, memory):
         diffquant.plan(checkpoint, memory=memory)
 
 
-@in_one_test(("scheme", "hint"), [("fp8", "are e4m3 here"), ("awq", "a way to round and no format")])
+@in_one_test(("scheme", "hint"), [("fp8", "are e4m3 here"), ("awq", "awq is a rounding, not a format")])
 def test_names_of_other_tools_hear_ours(scheme, hint):
     with pytest.raises(UsageError, match=hint):
         diffquant.Scheme.parse(scheme)

@@ -120,7 +120,7 @@ def _cudnn_refuses(call: AttentionCall) -> str | None:
 
 
 def _is_faster_by_cudnn(call: AttentionCall) -> bool:
-    """Whether cuDNN was measured to be faster than the fused prefill on such a device, and free memory suffices."""
+    """Return whether cuDNN was measured to be faster than the fused prefill on such a device, and free memory suffices."""
     if not call.v.is_cuda or call.maps != 2 or call.signals_per_noise != 1 or torch.compiler.is_compiling():
         return False
     shape = call.shares_keys, call.q[0].shape[-1]
@@ -144,7 +144,7 @@ def _free_bytes(device: torch.device) -> int:
 
 @cache
 def _has_flash_attn() -> bool:
-    """Whether the flash-attn package is installed; cached, since every layer checks it at every step."""
+    """Return whether the flash-attn package is installed; cached, since every layer checks it at every step."""
     return find_spec("flash_attn") is not None
 
 

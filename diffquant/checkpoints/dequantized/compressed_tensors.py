@@ -99,7 +99,7 @@ def _is_offline(group: Any) -> bool:
 
 
 def _is_read_here(group: Mapping[str, Any]) -> bool:
-    """Whether a group's kind is not read packed."""
+    """Return whether a group's kind is not read packed."""
     weights = group.get("weights")
     return (
         any(group.get(key) for key in _ROUNDED_ALSO)

@@ -56,7 +56,7 @@ def adapter_for(config: dict[str, Any]) -> Adapter:
 
 
 def is_read(config: Mapping[str, Any]) -> bool:
-    """Whether there is an adapter for a config.json's `model_type`."""
+    """Return whether there is an adapter for a config.json's `model_type`."""
     return str(config.get("model_type")).lower() in READERS
 
 

@@ -101,7 +101,7 @@ def check_angles(architecture: TransformerArchitecture) -> None:
 
 
 def _is_valid(key: str, value: object) -> bool:
-    """Whether a value is allowed for a rotary setting."""
+    """Return whether a value is allowed for a rotary setting."""
     if value is None and key in _OPTIONAL:
         return True
     if key in _FACTORS:

@@ -96,7 +96,7 @@ class LatentAttention(PairAttention):
         return self.queries(query_latent, rotary) * self.block.scale_factor, *self.expand(turned, latent)
 
     def _absorbs(self, queries: int, keys: int) -> bool:
-        """Whether the absorbed form is cheaper for these numbers of queries and keys, and allowed.
+        """Return whether the absorbed form is cheaper for these numbers of queries and keys, and allowed.
 
         It is not allowed without cached tokens, since calibration needs each Linear to run as a module, nor if maps or
         operands are quantized, which is defined for the expanded form.
