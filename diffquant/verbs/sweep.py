@@ -11,7 +11,6 @@ from diffquant.verbs.kinds import check_arguments, numbers, path_or_none, paths,
 from diffquant.verbs.notes import chosen_device, say, wrote
 
 if TYPE_CHECKING:
-    from diffquant.measure.sweep.plan import SweepForecast
     from diffquant.measure.sweep.result import SweepResult
 
 Granularities = Annotated[str | Sequence[str], kinds.Kind(str, "LIST", former="granularity")]
@@ -40,7 +39,7 @@ def sweep(
     workers: kinds.Count | None = None,
     ray: Address | None = None,
     shard: Shard | None = None,
-    planned: "Callable[[SweepForecast], None] | None" = None,
+    planned: Callable[[str], None] | None = None,
     progress: Progress | None = None,
     **task_options: object,
 ) -> "SweepResult":
@@ -69,7 +68,8 @@ def sweep(
         workers: number of processes, here or on the Ray cluster, which share the cores.
         ray: Ray cluster that measures; auto finds the one that runs here.
         shard: measure one of N fixed parts, such as 3/16; run once without it in the end to write the tables.
-        planned: function called with the cells to measure, before anything is written; what it raises ends the run.
+        planned: function called with the cells to measure as text, before anything is written; what it raises ends the
+            run.
         progress: function called with the cells done; by default a line on a terminal, one per minute in a log.
         task_options: options of the tasks, such as limit=100 or lengths="64,128".
 
@@ -106,10 +106,10 @@ def sweep(
     folder, shown = Path(output), progress or progress_for("sweep")
     shown(0, 1, "opening the models")
 
-    def on_plan(cells: "SweepForecast") -> None:
+    def on_plan(work: str) -> None:
         if planned is not None:
-            planned(cells)
-        say(f"sweep: {cells.headline}")
+            planned(work)
+        say(f"sweep: {work.splitlines()[0]}")
 
     options, engine = choose_engine(options, workers, devices, ray, say)
     result = run_sweep(paths(models), options, folder, shown, runtime_of, engine, on_plan, shard or "")

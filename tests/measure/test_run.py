@@ -11,12 +11,13 @@ from diffquant.checkpoints.source import open_source
 from diffquant.checkpoints.texts import load_text
 from diffquant.checkpoints.tokenizer import load_tokenizer
 from diffquant.errors import CheckpointError, FailedCellsError, NotFiredError, UsageError
+from diffquant.measure.cells import Cell
 from diffquant.measure.protocols import hellaswag
 from diffquant.measure.results import TaskResult
 from diffquant.measure.sweep import subject
-from diffquant.measure.sweep.cell import Cell, progress_within
+from diffquant.measure.sweep.cell import progress_within
 from diffquant.measure.sweep.grid import SweepOptions
-from diffquant.measure.sweep.plan import forecast, plan_sweep
+from diffquant.measure.sweep.plan import describe_work, estimate_seconds, plan_sweep
 from diffquant.measure.sweep.run import evaluate, run_sweep
 from diffquant.measure.tasks import perplexity
 from diffquant.measure.torch_model import TorchModel
@@ -56,19 +57,21 @@ def output(model, tmp_path_factory):
 
 def test_a_dry_run_says_what_is_to_be_measured_and_about_how_long(model, copy_of, tmp_path):
     def planned(options, folder):
-        cells = plan_sweep([model], options, folder / "cells", None)[0]
-        return forecast([(cell, cell.read()) for cell in cells])
+        run = plan_sweep([model], options, folder / "cells", None)[0]
+        return replace(run, cells=[replace(cell, result=cell.read()) for cell in run.cells])
 
-    nothing = planned(OPTIONS, tmp_path / "new")
-    assert (nothing.held, len(nothing.missing)) == (0, CELLS)
-    assert re.match(rf"{CELLS} cells to measure; about \d+ (s|min), if none runs beside another\n", str(nothing))
+    nothing = describe_work(planned(OPTIONS, tmp_path / "new"))
+    assert nothing.count("\n") == CELLS
+    assert re.match(rf"{CELLS} cells to measure; about \d+ (s|min), if none runs beside another\n", nothing)
     assert not (tmp_path / "new").exists()
-    assert str(planned(OPTIONS, copy_of)) == f"nothing to measure; {CELLS} are there already"
-    taken = [cell.read().seconds for cell in plan_sweep([model], OPTIONS, copy_of / "cells", None)[0]]
+    held = planned(OPTIONS, copy_of)
+    assert describe_work(held) == f"nothing to measure; {CELLS} are there already"
+    taken = [cell.result.seconds for cell in held.cells]
     more = planned(replace(OPTIONS, bits=(16, 4, 3)), copy_of)
-    assert (more.held, len(more.missing)) == (CELLS, 8)
-    assert min(taken) * 8 <= more.seconds <= max(taken) * 8
-    assert sum("perplexity" in caption for caption in more.missing) == 4
+    headline, *missing = describe_work(more).splitlines()
+    assert headline.startswith(f"8 cells to measure; {CELLS} are there already; about ")
+    assert min(taken) * 8 <= estimate_seconds(more) <= max(taken) * 8
+    assert sum("perplexity" in caption for caption in missing) == 4
 
 
 @pytest.fixture
@@ -272,7 +275,7 @@ def test_a_change_of_the_code_that_computes_a_cell_measures_it_again(model, copy
     assert ("perplexity", "0123456789abcdef") in codes
     assert len(codes) == 2
     assert {cell["result"].get("commit") for cell in written["cells"]} == {written["settings"]["commit"]} == {commit()}
-    assert result.cells[0].code != "0123456789abcdef"
+    assert result.cells[0].key["code"] != "0123456789abcdef"
 
 
 @pytest.mark.parametrize(
@@ -289,7 +292,7 @@ def test_a_sweep_says_in_one_line_why_cells_of_a_folder_are_measured_again(
         entry = json.loads(file.read_text())
         if entry["key"]["task"]["name"] == "perplexity":
             key = entry["key"] | change | {"versions": entry["key"]["versions"] | change.get("versions", {})}
-            Cell(None, None, None, copy_of / "cells", key).write(TaskResult.from_dict(entry["result"]))
+            Cell(None, "perplexity", key=key, folder=copy_of / "cells").write(TaskResult.from_dict(entry["result"]))
             file.unlink()
     monkeypatch.setattr(subject.CheckpointSubject, "measure", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):

@@ -9,13 +9,13 @@ from dataclasses import replace
 from functools import partial
 
 from diffquant.errors import UsageError
-from diffquant.measure.sweep.cell import Cell
+from diffquant.measure.sweep.cell import Run
 from diffquant.measure.sweep.grid import SweepOptions
 from diffquant.measure.sweep.workers import run_processes
 from diffquant.support.names import option_name
 from diffquant.support.progress import Progress
 
-Engine = Callable[[Sequence[Cell], Progress], None]
+Engine = Callable[[Run, Progress], None]
 """A function that has cells measured, or recorded as failed.
 
 Raises:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Protocol
 
 from diffquant.errors import UsageError
+from diffquant.measure.cells import EXPORTED, RECIPE, Point
 from diffquant.measure.results import Metric, TaskResult
-from diffquant.measure.sweep.grid import EXPORTED, RECIPE, Point
 from diffquant.measure.tasks import kind_of
 from diffquant.reports.page import Drawing
 from diffquant.reports.plots import (
