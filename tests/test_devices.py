@@ -92,9 +92,9 @@ def test_load_puts_a_model_on_the_device_that_was_found(models, other_device, mo
 
 
 def test_an_exported_folder_runs_where_its_runtime_can_and_checkpoints_on_the_device(models, other_device):
-    cells, settings = plan_sweep(models, SweepOptions(tasks=("perplexity",)), Path("cells"), runtime_of)
+    run, settings = plan_sweep(models, SweepOptions(tasks=("perplexity",)), Path("cells"), runtime_of)
     assert settings["options"]["device"] == other_device
-    subjects = {cell.point.model: cell.subject for cell in cells}
+    subjects = run.subjects
     subject = subjects[models[1]]
     assert isinstance(subject, ExportedSubject)
     assert subject.model.identity["kernel"] == kernel_name()

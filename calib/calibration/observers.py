@@ -115,11 +115,24 @@ class Observer:
     percentile: float = 99.99
     bits: int = 8
 
+    @classmethod
+    def parse(cls, text: str, bits: int = 8) -> "Observer":
+        """Read a kind, such as "mse", or "percentile:99.9".
+
+        Raises:
+            UsageError: it is neither.
+        """
+        kind, _, percentage = text.partition(":")
+        try:
+            return cls(kind, float(percentage) if percentage else cls.percentile, bits)
+        except ValueError as error:
+            raise UsageError(f"cannot read observer {text!r}: give a percentage, such as percentile:99.9") from error
+
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise UsageError(f"unknown observer {self.kind!r}; choose from {', '.join(KINDS)}")
         if not 50 <= self.percentile <= 100:
-            raise UsageError(f"{option_name('percentile')} must be between 50 and 100, got {self.percentile:g}")
+            raise UsageError(f"a percentile must be between 50 and 100, got {self.percentile:g}")
         max_code(self.bits)
 
     def ranges(self, magnitudes: Tensor, lengths: Tensor | None = None) -> Tensor:

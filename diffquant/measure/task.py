@@ -4,9 +4,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeVar, cast
+from typing import TYPE_CHECKING, ClassVar, Generic, Self, TypeVar, cast
 
 from diffquant.errors import UsageError
+from diffquant.measure.cells import Cell
 from diffquant.measure.results import Columns, TaskResult
 from diffquant.support.plain_data import JsonObject
 from diffquant.support.progress import Progress
@@ -83,20 +84,9 @@ def batch_tokens_on(device: str) -> int:
     return _CUDA_BATCH_TOKENS if device.startswith("cuda") else BATCH_TOKENS
 
 
-class PlottedCell(Protocol):
-    """A measured cell of a sweep, as a task's plots read it: its configuration, task and result."""
-
-    @property
-    def point(self) -> Any: ...
-    @property
-    def task(self) -> str: ...
-    @property
-    def result(self) -> TaskResult | None: ...
-
-
 # A function that draws measured cells of a task, each with its model's name, into a file; it raises UsageError if there
 # is nothing to draw.
-Draw = Callable[[Sequence[tuple[str, PlottedCell]], Path], None]
+Draw = Callable[[Sequence[tuple[str, Cell]], Path], None]
 
 
 @dataclass(frozen=True, kw_only=True)

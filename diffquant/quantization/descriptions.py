@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from diffquant.checkpoints.compressed_config import quantization_config
 from diffquant.checkpoints.reader import Checkpoint
 from diffquant.checkpoints.side_files import front_matter
@@ -99,6 +101,15 @@ def _own_formats(plan: QuantizationPlan) -> list[str]:
     return sorted({scheme.format.name for scheme in plan.schemes.values() if not scheme.format.is_standard})
 
 
+def _is_decoded_in_bfloat16(plan: QuantizationPlan) -> bool:
+    """Return whether compressed-tensors decodes some weights to bfloat16 in a model of any dtype.
+
+    It does so if scales have 8 bits. Products with activations of another dtype then fail.
+    """
+    formats = {scheme.format for scheme in plan.schemes.values()}
+    return any(each.is_standard and each.stored_scale_dtype(torch.float32).itemsize == 1 for each in formats)
+
+
 def converted_card(
     checkpoint: Checkpoint, source_type: str, target_type: str, what: str, left_out: Sequence[str] = ()
 ) -> str:
@@ -133,6 +144,12 @@ _KEPT_ELSEWHERE = (
     "only diffquant applies them."
 )
 
+_IN_BFLOAT16 = "Its weights are decoded to bfloat16, the dtype in config.json; do not load it in another dtype."
+_ADAPTERS = (
+    "Packed weights cannot be trained. Adapters (LoRA) can, in a model that was opened with "
+    "`quantization_config=CompressedTensorsConfig(run_compressed=False)` or that has run once."
+)
+
 
 def _loaded_by(plan: QuantizationPlan, carries_code: bool) -> str:
     """Return a sentence that names the weights' format and the libraries that can load it."""
@@ -150,16 +167,18 @@ def _loaded_by(plan: QuantizationPlan, carries_code: bool) -> str:
     standard = f"The format is compressed-tensors' {' and '.join(layouts)}"
     if plan.rules:
         return f"{standard}.\n"
-    match plan.checkpoint.config.get("model_type"):
+    model_type = plan.checkpoint.config.get("model_type")
+    if model_type != "llama" and not carries_code:
+        return f"{standard}, and `AutoModelForCausalLM` opens it after `import diffquant`. {_KEPT_ELSEWHERE}\n"
+    match model_type:
         case "llama":
             reader = "which transformers loads without diffquant"
         case "diffllama":
             reader = f"which transformers loads without diffquant; {_BY_CODE}, too, which also supports padded batches"
-        case _ if carries_code:
-            reader = f"and {_BY_CODE}"
         case _:
-            reader = "and `AutoModelForCausalLM` opens it after `import diffquant`"
-    return f"{standard}, {reader}. {_KEPT_ELSEWHERE}\n"
+            reader = f"and {_BY_CODE}"
+    dtype = f"{_IN_BFLOAT16} " if _is_decoded_in_bfloat16(plan) else ""
+    return f"{standard}, {reader}. {dtype}{_ADAPTERS} {_KEPT_ELSEWHERE}\n"
 
 
 def _weights_paragraph(plan: QuantizationPlan, errors: Mapping[str, float], carries_code: bool) -> str:
@@ -215,6 +234,8 @@ def write_descriptions(
     elif plan.schemes:
         ignored = modules_to_ignore(plan.rules) if plan.rules else ()
         config["quantization_config"] = quantization_config(plan.written_schemes, plan.written_linears, ignored)
+        if _is_decoded_in_bfloat16(plan):
+            config = {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": "bfloat16"}
     write_atomically(folder / "config.json", json.dumps(config, indent=2) + "\n")
     write_atomically(folder / "recipe.yaml", plan.recipe.to_yaml())
     account = _account(plan, records, errors) | {"rounding": rounding} | ({"code": code} if code else {})

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from diffquant.support.progress import Progress, progress_for
 from diffquant.verbs import kinds
 from diffquant.verbs.kinds import check_arguments, split_texts
-from diffquant.verbs.notes import choose_device, say_after_result, say_files_written
+from diffquant.verbs.notes import choose_device, say_files_written
 
 if TYPE_CHECKING:
     from diffquant.benchmarks.cells import BenchResult
@@ -29,9 +29,7 @@ def bench(
     dtype: kinds.Name = "",
     peer: Peers = (),
     repeats: kinds.Count = 5,
-    threads: kinds.Threads = 0,
     graph: bool = False,
-    compare: kinds.File | None = None,
     tune: kinds.File | None = None,
     progress: Progress | None = None,
 ) -> "BenchResult | str":
@@ -53,9 +51,7 @@ def bench(
         dtype: dtype of tensors: float32, bfloat16 or float16; by default float32 on cpu and bfloat16 on cuda.
         peer: implementation to compare attention and decode with; all by default.
         repeats: number of times to measure each implementation.
-        threads: number of torch's threads; 0 keeps torch's default.
         graph: capture each measured step in a CUDA graph and replay that.
-        compare: earlier bench.json; prints results that changed by more than noise.
         tune: instead of measuring, try neighbouring kernel configurations and write the best to this file.
         progress: function called with the work done; by default a line on a terminal, one per minute in a log.
 
@@ -66,20 +62,15 @@ def bench(
         DiffQuantError: an argument is wrong; raised before the first measurement.
         FailedCellsError: a section failed; the others are written and in the error's `result`.
     """
-    import torch
-
-    from diffquant.benchmarks import cells, run
+    from diffquant.benchmarks import run
     from diffquant.benchmarks.run import PARTS, BenchOptions
     from diffquant.benchmarks.workloads import lengths as counts
 
     device = choose_device(device)
-    if threads:
-        torch.set_num_threads(threads)
     if tune is not None:
         from diffquant.benchmarks.tune import tune as run_tuning
 
         return run_tuning(Path(tune), device, progress or progress_for("tune"))
-    former = None if compare is None else cells.read_result(Path(compare))
     options = BenchOptions(
         sections=tuple(sections or PARTS),
         device=device,
@@ -92,9 +83,6 @@ def bench(
         graph=graph,
     )
     result = run.run_bench(options, PARTS, Path(output), progress or progress_for("bench"))
-    written = run.write_bench_outputs(result, Path(output))
-    if former is not None:
-        say_after_result(cells.summarize_changes(former, result))
-    say_files_written(written)
+    say_files_written(run.write_bench_outputs(result, Path(output)))
     run.require_complete(result)
     return result

@@ -1,6 +1,5 @@
 """The verb `calibrate`: finds static ranges of K, V and logits and writes them to a file."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +21,6 @@ def calibrate(
     *,
     targets: kinds.Targets = "k,v,logits",
     observer: kinds.Name = "absmax",
-    percentile: float = 99.99,
     bits: int = 8,
     text: kinds.Texts | None = None,
     tokens: kinds.Tokens = 16384,
@@ -30,7 +28,6 @@ def calibrate(
     dtype: kinds.Name = "float32",
     device: kinds.Name = "auto",
     device_map: kinds.DeviceMap | None = None,
-    max_memory: Mapping[int | str, int | str] | None = None,
     offload_folder: kinds.Folder | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
@@ -46,14 +43,13 @@ def calibrate(
         model: see `quantize`.
         output: file to write, such as scales.safetensors.
         targets: targets to calibrate: k, v, logits.
-        observer: method that finds a range: absmax, percentile or mse.
-        percentile: percentage of magnitudes that observer percentile does not clip.
+        observer: observer, which finds a range: absmax, mse, or percentile, such as percentile:99.9, which keeps
+            that percentage of magnitudes; 99.99 by default.
         bits: bit width for observer mse and for the report.
         tokens: maximum number of tokens to read from the text.
         text: see `quantize`.
         window, dtype, device: see `search`.
         device_map, offload_folder: see `generate`.
-        max_memory: maximum bytes on each device, see `load`.
         overwrite: replace the file if it exists.
         progress: function called with the windows done; by default a line on a terminal, one per minute in a log.
 
@@ -71,12 +67,12 @@ def calibrate(
     ranges, fits = observe(
         model,
         split_texts(targets),
-        Observer(observer, percentile, bits),
+        Observer.parse(observer, bits),
         text=to_sources(to_paths(text or ())),
         tokens=tokens,
         window=window,
         dtype=dtype,
-        places=Places.of(device, device_map, offload_folder, max_memory),
+        places=Places.of(device, device_map, offload_folder),
         device=choose_device(device),
         progress=progress or progress_for("calibrate"),
     )

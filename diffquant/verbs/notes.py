@@ -1,12 +1,15 @@
 """Messages that verbs print in addition to their results, and uploads to the Hugging Face hub."""
 
 import logging
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diffquant.errors import UsageError
 from diffquant.support.names import option_name
+from diffquant.support.progress import clear_line
+from diffquant.support.terminal import fit_to_terminal
 
 if TYPE_CHECKING:
     from diffquant.checkpoints.source import Source
@@ -44,6 +47,12 @@ def push_folder(folder: Path | str, model: str | None) -> None:
 
 LOGGER = logging.getLogger("diffquant.verbs")
 say = LOGGER.info
+
+
+def show(text: str) -> None:
+    """Print part of the output of a verb that returns nothing."""
+    clear_line()
+    print(fit_to_terminal(text, sys.stdout), flush=True)
 
 
 def say_after_result(text: str, *, aside: bool = False) -> None:

@@ -72,14 +72,22 @@ def search(
     """
     from diffquant.calib.search.allocation import Budget
     from diffquant.calib.search.outputs import check_same_search, check_search_output, write_search
-    from diffquant.calib.search.search import Search, SearchOptions
+    from diffquant.calib.search.search import Search
     from diffquant.calib.search.tensor_types import check_kinds, check_lines_output, check_widths
     from diffquant.calib.search.tensor_types import tensor_types as llama_cpp_types
     from diffquant.support.files import write_atomically
 
     lines = to_path(tensor_types)
     folder, wanted = Path(output), Budget.parse(str(budget))
-    options = SearchOptions(
+    device = choose_device(device)
+    if lines is not None:
+        check_widths(split_texts(targets), parse_widths(bits))
+        check_lines_output(lines, folder)
+    check_search_output(str(wanted), folder)
+    run = Search(
+        model,
+        wanted,
+        folder,
         targets=split_texts(targets),
         widths=parse_widths(bits),
         granularity=granularity,
@@ -88,15 +96,10 @@ def search(
         window=window,
         check_characters=characters,
         dtype=dtype,
-        device=choose_device(device),
+        device=device,
         parts=roles,
     )
-    if lines is not None:
-        check_widths(options.targets, options.widths)
-        check_lines_output(lines, folder)
-    check_search_output(str(wanted), folder)
-    run = Search(model, wanted, options, folder)
-    check_same_search(str(wanted), run.source, options.targets, folder)
+    check_same_search(str(wanted), run.source, run.targets, folder)
     if lines is not None:
         check_kinds((unit.kind for unit in run.units if unit.target == "weights"), run.source.spec.maps)
     if on_plan is not None:

@@ -1,12 +1,11 @@
 """The verb `serve`: serves a model with OpenAI's API, using vLLM."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from diffquant.verbs import kinds
 from diffquant.verbs.kinds import check_arguments
-from diffquant.verbs.notes import say
+from diffquant.verbs.notes import say, show
 
 if TYPE_CHECKING:
     from diffquant.serving.plan import ServerPlan
@@ -29,7 +28,6 @@ def serve(
     dtype: kinds.Name | None = None,
     tensor_parallel: kinds.Count = 1,
     implementation: Implementation = "plugin",
-    on_text: Callable[[str], None] | None = None,
 ) -> None:
     """Serve a model to clients of OpenAI's API, using vLLM.
 
@@ -49,7 +47,6 @@ def serve(
         dtype: dtype of the model; by default the checkpoint's, or bfloat16 if weights are packed.
         tensor_parallel: number of devices that share each layer.
         implementation: code that runs the model: diffquant's vLLM plugin, or the modelling file in the folder.
-        on_text: function called with the URL and a command line when the server is ready.
 
     Raises:
         MissingDependencyError: vLLM is not installed, or does not find the plugin.
@@ -70,8 +67,7 @@ def serve(
                 f"note: vLLM splits text by the tokenizer's class, not as tokenizer.json says: {difference}; "
                 "in tokenizer_config.json, set tokenizer_class to PreTrainedTokenizerFast"
             )
-        if on_text:
-            on_text(f"{plan.url}\n{plan.curl}")
+        show(f"{plan.url}\n{plan.curl}")
 
     serve_until_interrupted(
         path,

@@ -1,12 +1,9 @@
 """The verb `sweep`: measures models at several bit widths and writes a report."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from diffquant.errors import UsageError
 from diffquant.support.names import option_name
 from diffquant.support.progress import Progress, progress_for
 from diffquant.verbs import kinds
@@ -14,15 +11,13 @@ from diffquant.verbs.kinds import check_arguments, parse_numbers, read_task_opti
 from diffquant.verbs.notes import choose_device, say, say_files_written
 
 if TYPE_CHECKING:
-    from diffquant.measure.sweep.grid import SweepOptions
-    from diffquant.measure.sweep.plan import SweepForecast
     from diffquant.measure.sweep.result import SweepResult
-    from diffquant.measure.sweep.workers import Engine
 
 Granularities = Annotated[str | Sequence[str], kinds.Kind(str, "LIST", former_name="granularity")]
 Recipes = Annotated[
     kinds.PathText | Sequence[kinds.PathText], kinds.Kind(Path, "FILE", is_repeatable=True, former_name="recipe")
 ]
+Devices = Annotated[str | Sequence[str], kinds.Kind(str, "NAME", former_name="devices")]
 Address = Annotated[str, kinds.Kind(str, "ADDRESS")]
 Shard = Annotated[str, kinds.Kind(str, "I/N")]
 
@@ -40,14 +35,13 @@ def sweep(
     scales: kinds.Files = (),
     dtype: kinds.Name = "auto",
     attention: kinds.Name = "auto",
-    device: kinds.Name = "auto",
+    device: Devices = "auto",
     device_map: kinds.DeviceMap | None = None,
     offload_folder: kinds.Folder | None = None,
     workers: kinds.Count | None = None,
-    devices: kinds.Names = "",
     ray: Address | None = None,
     shard: Shard | None = None,
-    on_plan: "Callable[[SweepForecast], None] | None" = None,
+    on_plan: Callable[[str], None] | None = None,
     progress: Progress | None = None,
     **task_options: object,
 ) -> "SweepResult":
@@ -70,13 +64,14 @@ def sweep(
         recipes: YAML file of a recipe to also measure.
         scales: ranges that diffquant calibrate wrote for one of the models, for static schemes.
         dtype: see `search`.
-        attention, device, device_map, offload_folder: see `generate`.
+        attention, device_map, offload_folder: see `generate`.
+        device: device to run on: cpu, cuda or cuda:N; auto selects CUDA if available. A list such as cuda:0,cuda:1
+            starts one process per device.
         workers: number of processes, which share the cores of this machine or of the Ray cluster.
-        devices: devices such as cuda:0,cuda:1, instead of `device`; each gets one process.
         ray: address of a Ray cluster to run on; auto finds one that runs on this machine.
         shard: measure only one of N fixed parts, such as 3/16. Afterwards run once without shard to write the tables.
-        on_plan: function called with the planned measurements before anything is written; an exception in it ends the
-            run.
+        on_plan: function called with a description of the planned measurements before anything is written; an exception
+            in it ends the run.
         progress: function called with the measurements done; by default a line on a terminal, one per minute in a log.
         task_options: options of the tasks, such as limit=100 or lengths="64,128".
 
@@ -88,6 +83,7 @@ def sweep(
         FailedCellsError: some measurements failed; the others are written and in the error's `result`.
         KeyboardInterrupt: interrupted; the message says how to resume.
     """
+    from diffquant.measure.sweep.engines import choose_engine
     from diffquant.measure.sweep.grid import SweepOptions
     from diffquant.measure.sweep.outputs import write_outputs
     from diffquant.measure.sweep.run import run_sweep
@@ -103,20 +99,21 @@ def sweep(
         task_options=read_task_options(task_options, sweep),
         dtype=dtype,
         attention=attention,
-        device=device,
         device_map=device_map,
         offload_folder=to_path(offload_folder),
     )
-    choose_device(device)
+    devices = split_texts(device) or ("",)
+    if len(devices) == 1:
+        choose_device(devices[0])
     folder, shown = Path(output), progress or progress_for("sweep")
     shown(0, 1, "opening the models")
 
-    def report_plan(cells: "SweepForecast") -> None:
+    def report_plan(work: str) -> None:
         if on_plan is not None:
-            on_plan(cells)
-        say(f"sweep: {cells.headline}")
+            on_plan(work)
+        say(f"sweep: {work.splitlines()[0]}")
 
-    options, engine = choose_engine(options, workers, split_texts(devices), ray, say)
+    options, engine = choose_engine(options, workers, devices, ray, say)
     result = run_sweep(to_paths(models), options, folder, shown, runtime_of, engine, report_plan, shard or "")
     if shard is None:
         say_files_written(write_outputs(result, folder))
@@ -124,55 +121,3 @@ def sweep(
         say(f"shard {shard} is done; the same command without {option_name('shard')} writes the tables")
     result.require_complete()
     return result
-
-
-def choose_engine(
-    options: "SweepOptions", workers: int | None, devices: Sequence[str], ray: str | None, say: Callable[[str], None]
-) -> "tuple[SweepOptions, Engine]":
-    """Choose the processes that measure (in this process, in several, or on Ray), and set the device in the options.
-
-    Args:
-        workers: number of processes; by default one per device.
-        devices: devices to use, one process each; empty to use `options.device` alone.
-        ray: address of a Ray cluster, or None to run on this machine.
-        say: called with a line on how threads and memory are divided among processes.
-
-    Raises:
-        UsageError: options exclude each other, or a device does not exist.
-        MissingDependencyError: Ray is not installed.
-    """
-    from diffquant.measure.sweep.workers import run_processes
-
-    if workers is not None and workers < 1:
-        raise UsageError(f"the number of workers must be 1 or more, got {workers}")
-    if options.device_map is not None and (workers not in (None, 1) or devices or ray):
-        raise UsageError(
-            f"{option_name('device_map')} spreads each model over all devices: leave out {option_name('workers')}, "
-            f"{option_name('devices')} and {option_name('ray')}"
-        )
-    if ray is not None:
-        from diffquant.measure.sweep.ray_cluster import require_ray, run_on_ray
-
-        if devices:
-            raise UsageError(
-                f"{option_name('devices')} selects devices of this machine, but {option_name('ray')} uses "
-                f"GPUs of the cluster; leave out one of them"
-            )
-        require_ray()
-        return options, partial(run_on_ray, address=ray, workers=workers)
-    if not devices:
-        return options, partial(run_processes, workers=workers or 1, say=say)
-    from diffquant.support.devices import check_device  # which imports torch
-
-    if options.device != "auto":
-        raise UsageError(f"{option_name('devices')} replaces {option_name('device')}; give only one")
-    for device in devices:
-        check_device(device)
-    kinds = {device.partition(":")[0] for device in devices}
-    if len(kinds) > 1:
-        raise UsageError(
-            f"{option_name('devices', ','.join(devices))} are of different kinds, whose results differ; "
-            f"give devices of one kind"
-        )
-    processes = partial(run_processes, workers=workers or len(devices), devices=devices, say=say)
-    return replace(options, device=kinds.pop()), processes

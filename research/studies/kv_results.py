@@ -52,7 +52,7 @@ def scores_of(
 ) -> dict[str, dict[str, Any]]:
     """What a study keeps of each text's score over the same windows."""
     scores = {name: score_text(model, text, window, window, reference=references[name]) for name, text in texts.items()}
-    return {name: {kept: getattr(score, kept) for kept in KEPT} for name, score in scores.items()}
+    return {name: {kept: score[kept] for kept in KEPT} for name, score in scores.items()}
 
 
 def kl_change(ours: Mapping[str, Any], others: Mapping[str, Any]) -> Difference:

@@ -81,7 +81,7 @@ class Trio:
 
 
 class Exam:
-    """Exam on the text held out, against what the base predicts of it."""
+    """Exam on held-out text, against what the base predicts of it."""
 
     def __init__(self, base: DiffTransformer, tokenizer: Any, text: str) -> None:
         self._tokenizer, self._text = tokenizer, text
@@ -97,7 +97,7 @@ class Exam:
     def score(self, model: DiffTransformer, reference: States | None = None) -> dict[str, float]:
         """Perplexity, and mean KL in nats from the base or another reference."""
         score = score_text(TorchModel(model, self._tokenizer), self._text, reference=reference or self._reference)
-        return {"perplexity": score.perplexity, "kl": score.kl}
+        return {name: score[name] for name in ("perplexity", "kl")}
 
 
 def planned_steps(output: Path, trio: Trio, batches: Batches, limit: Limit, began: float) -> int:

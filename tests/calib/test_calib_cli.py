@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from diffquant.calib.calibration.calibrate import calibrate
-from diffquant.calib.search.search import SearchOptions
+from diffquant.calib.search.search import Search
 from diffquant.verbs.cli import main
 from tests.support import tiny_lm
 from tests.support.tables import in_one_test
@@ -193,7 +193,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_work(run, models
 @in_one_test(
     ("verb", "options", "names"),
     [
-        ("search", SearchOptions, {"windows": "windows", "window": "window", "characters": "check_characters"}),
+        ("search", Search, {"windows": "windows", "window": "window", "characters": "check_characters"}),
         ("calibrate", calibrate, {"tokens": "tokens", "window": "window"}),
     ],
 )

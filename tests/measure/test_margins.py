@@ -54,28 +54,28 @@ def test_kl_and_margins_are_those_of_each_ending_run_alone(wrapper, batch_tokens
     for number, item in enumerate(ITEMS):
         of_reference, of_other = ([*ending_logprobs(m, item)] for m in (model, other))
         (p, right), (q, _) = of_reference[item.label], of_other[item.label]
-        assert outcome.tokens[number] == len(right)
+        assert outcome.details["tokens_by_item"][number] == len(right)
         expected = kl_div(q, p, reduction="batchmean", log_target=True).item()
-        assert outcome.kl[number] == pytest.approx(expected, rel=1e-4)
+        assert outcome.details["kl_by_item"][number] == pytest.approx(expected, rel=1e-4)
         scores = [
             each.gather(1, tokens[:, None]).sum().item() / len(ending)
             for (each, tokens), ending in zip(of_other, item.endings, strict=True)
         ]
         best_wrong = max(score for index, score in enumerate(scores) if index != item.label)
-        assert outcome.margins[number] == pytest.approx(scores[item.label] - best_wrong, abs=1e-5)
+        assert outcome.details["margins"][number] == pytest.approx(scores[item.label] - best_wrong, abs=1e-5)
 
 
 def test_a_margin_is_negative_where_acc_norm_calls_the_item_wrong():
     outcome = hellaswag.evaluate_hellaswag(TorchModel(tiny_lm.llama(), tiny_lm.tokenizer()), ITEMS)
-    assert [margin > 0 for margin in outcome.margins] == outcome.correct_norm
-    assert set(outcome.correct_norm) == {True, False}
+    assert [margin > 0 for margin in outcome.details["margins"]] == outcome.values
+    assert set(outcome.values) == {0, 1}
 
 
 def test_a_model_has_no_kl_from_itself():
     model = TorchModel(tiny_lm.llama(), tiny_lm.tokenizer())
     reference = hellaswag.compute_reference(model, ITEMS)
     outcome = hellaswag.evaluate_hellaswag(model, ITEMS, reference=reference)
-    assert outcome.kl == pytest.approx([0] * len(ITEMS), abs=1e-5)
+    assert outcome.details["kl_by_item"] == pytest.approx([0] * len(ITEMS), abs=1e-5)
 
 
 def result(margins, **details):

@@ -55,7 +55,7 @@ def test_a_token_without_an_embedding_is_named(model, reader):
 
 
 def test_texts_without_it_are_read(model):
-    assert perplexity.score_text(model, TEXT.replace(WORD, "cat"), 64, 32).tokens
+    assert perplexity.score_text(model, TEXT.replace(WORD, "cat"), 64, 32)["tokens"]
 
 
 def test_calibration_names_it_before_a_pass(folder, tmp_path):

@@ -25,11 +25,11 @@ from diffquant.checkpoints.tokenizer import load_tokenizer
 from diffquant.checkpoints.weight_layout import find_transposed
 from diffquant.checkpoints.weight_source import WeightRules
 from diffquant.errors import CheckpointError, DiffQuantError, UsageError
+from diffquant.measure.cells import Cell, Point
 from diffquant.measure.comparison import read_samples
 from diffquant.measure.protocols.hellaswag import load_items
 from diffquant.measure.results import TaskResult
-from diffquant.measure.sweep.cell import Cell
-from diffquant.measure.sweep.result import MeasuredCell, SweepResult, model_names, read_sweep
+from diffquant.measure.sweep.result import SweepResult, model_names, read_sweep
 from diffquant.recipe import Recipe
 from diffquant.support import files, plain_data
 from diffquant.support.files import check_plain
@@ -132,12 +132,10 @@ def test_names_of_a_checkpoint_and_of_a_result_are_compared_in_linear_time():
 
 @pytest.mark.usefixtures("quick")
 def test_a_results_points_are_found_in_linear_time():
-    from diffquant.measure.sweep.grid import Point
-
     points = [
         Point(Path(f"m{i}"), target, 4, "", Recipe(), Path(f"m{i}")) for i in range(2000) for target in ("", "kv")
     ]
-    result = SweepResult([MeasuredCell(point, "nll", None, "x") for point in points], {})
+    result = SweepResult([Cell(point, "nll", None, "x") for point in points], {})
     assert {result.result_and_baseline(point, "nll") for point in result.points} == {(None, None)}
 
 
@@ -400,7 +398,7 @@ def test_read_sweep_is_strict_json(tmp_path):
 @posix
 @in_one_test("put", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to(path)])
 def test_a_cell_in_whose_place_something_else_lies_is_measured_again(tmp_path, put):
-    cell = Cell(None, None, None, tmp_path, {"model": "x"})
+    cell = Cell(None, "nll", key={"model": "x"}, folder=tmp_path)
     put(cell.path)
     put(cell.failure_path)
     assert cell.read() is None

@@ -35,7 +35,7 @@ VERBS = [verb for group in verbs.GROUPS.values() for verb in group]
 COMMANDS = typer.main.get_command(app).commands
 # What only the terminal has, and what only a program can give.
 TERMINALS = {"as_json", "dry_run", "details"}
-PROGRAMS = {"progress", "planned", "said", "tokenizer", "max_memory"}
+PROGRAMS = {"progress", "planned", "said", "tokenizer"}
 ROOMS = {"bench", "demo", "doctor", "report"}
 
 

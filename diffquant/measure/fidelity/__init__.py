@@ -11,7 +11,7 @@ from diffquant.checkpoints.side_files import read_json
 from diffquant.checkpoints.source import Source
 from diffquant.errors import DiffQuantError, UsageError
 from diffquant.measure.fidelity.base_file import count_scored_positions, write_base
-from diffquant.measure.fidelity.sides import Distributions, Likeliest, Side, Whole, divergence
+from diffquant.measure.fidelity.sides import Distributions, Side, divergence
 from diffquant.quantization.roundings import rounding_named
 from diffquant.support.progress import Progress
 
@@ -73,7 +73,7 @@ def compare(reference: Side, candidate: Side, chunks: Tensor, progress: Progress
         kl[number] = divergence(p, q)
         is_same[number] = p.top == q.top
         nll[0, number], nll[1, number] = -p.of(targets), -q.of(targets)
-        k = min((side.k for side in (p, q) if isinstance(side, Likeliest)), default=None)
+        k = min((side.k for side in (p, q) if side.k is not None), default=None)
         progress(number + 1, count, "comparing")
     return kl, is_same, nll, k
 
@@ -84,8 +84,8 @@ def _check_vocabularies(*predicted: tuple[Side, Distributions]) -> None:
     Raises:
         UsageError: they do not.
     """
-    sizes = {side.name: known.logs.shape[1] for side, known in predicted if isinstance(known, Whole)}
-    largest = {side.name: int(known.ids.max()) for side, known in predicted if isinstance(known, Likeliest)}
+    sizes = {side.name: known.logs.shape[1] for side, known in predicted if known.ids is None}
+    largest = {side.name: int(known.ids.max()) for side, known in predicted if known.ids is not None}
     if len(set(sizes.values())) > 1 or any(token >= size for token in largest.values() for size in sizes.values()):
         said = [f"{name} has a vocabulary of {size} tokens" for name, size in sizes.items()]
         said += [f"{name} returned token {token}" for name, token in largest.items()]
@@ -99,11 +99,11 @@ def save_base(side: Side, chunks: Tensor, path: Path, progress: Progress) -> Non
         UsageError: only the model's top-k tokens are known, or the file cannot be written.
     """
 
-    def predictions() -> Iterator[Whole]:
+    def predictions() -> Iterator[Distributions]:
         first = chunks.shape[1] - 1 - count_scored_positions(chunks.shape[1])
         for number, chunk in enumerate(chunks):
             predicted = side.predict(number, _as_read(chunk, side), first)
-            if not isinstance(predicted, Whole):
+            if predicted.ids is not None:
                 raise UsageError(f"{side.name} returns only its likeliest tokens, but the file needs all of them")
             yield predicted
             progress(number + 1, len(chunks), "reading")

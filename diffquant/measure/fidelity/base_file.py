@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from diffquant.errors import CheckpointError, UsageError
-from diffquant.measure.fidelity.sides import Side, Whole
+from diffquant.measure.fidelity.sides import Distributions, Side
 from diffquant.support.files import check_plain, replacing
 from diffquant.support.plain_data import JsonObject
 
@@ -82,12 +82,14 @@ class BaseFile(Side):
     def first_token(self) -> None:
         return None
 
-    def predict(self, number: int, ids: Tensor, first: int) -> Whole:  # noqa: ARG002
+    def predict(self, number: int, ids: Tensor, first: int) -> Distributions:  # noqa: ARG002
         rows, width = count_scored_positions(self.context), _row_width(self.vocabulary)
         stored = np.fromfile(self.path, "<u2", rows * width, offset=self._start(number)).reshape(rows, width)
         scale, least = np.ascontiguousarray(stored[:, :4]).view("<f4").T.copy()
         codes = torch.from_numpy(stored[:, 4 : 4 + self.vocabulary].astype(np.float32))
-        return Whole(codes * torch.from_numpy(scale)[:, None] + torch.from_numpy(least)[:, None], is_stored=True)
+        return Distributions(
+            codes * torch.from_numpy(scale)[:, None] + torch.from_numpy(least)[:, None], is_stored=True
+        )
 
     def _start(self, chunk: int) -> int:
         """Return the byte at which a chunk's distributions begin."""
@@ -100,7 +102,7 @@ def count_scored_positions(context: int) -> int:
     return context - 1 - context // 2
 
 
-def write_base(path: Path, tokens: Tensor, predictions: Iterator[Whole]) -> None:
+def write_base(path: Path, tokens: Tensor, predictions: Iterator[Distributions]) -> None:
     """Write a text's tokens [chunks, n] and the distributions of each chunk, atomically.
 
     Raises:

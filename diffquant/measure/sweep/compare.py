@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from diffquant.errors import UsageError
+from diffquant.measure.cells import Point
 from diffquant.measure.comparison import (
     UNITS,
     Comparison,
@@ -15,7 +16,6 @@ from diffquant.measure.comparison import (
     make_outcome,
     read_samples,
 )
-from diffquant.measure.sweep.grid import Point
 from diffquant.measure.sweep.result import SweepResult, read_sweep
 from diffquant.reports.tables import align_columns
 from diffquant.support.files import find_stored

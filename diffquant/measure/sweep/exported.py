@@ -11,9 +11,10 @@ import torch
 
 from diffquant.checkpoints.source import FilesState, Source, files_state
 from diffquant.errors import CheckpointError, UsageError
+from diffquant.measure.cells import EXPORTED, Point
 from diffquant.measure.language_model import LanguageModel, States
 from diffquant.measure.results import TaskResult
-from diffquant.measure.sweep.grid import EXPORTED, Point, SweepOptions
+from diffquant.measure.sweep.grid import SweepOptions
 from diffquant.measure.sweep.subject import CheckpointSubject, run_key
 from diffquant.measure.task import Task
 from diffquant.recipe import Recipe

@@ -11,9 +11,9 @@ from functools import partial
 from itertools import product
 from typing import Any
 
+from diffquant.measure.cells import Point
 from diffquant.measure.results import MISSING, POINTS, format_kl
 from diffquant.measure.stats import Difference
-from diffquant.measure.sweep.grid import Point
 from diffquant.measure.sweep.result import SweepResult
 from diffquant.measure.tasks import kind_of
 from diffquant.reports.page import Drawing, Key

@@ -44,11 +44,13 @@ def sweep_report(sweep: SweepResult, name: str, files: Sequence[str]) -> Report:
     sections = [
         *_failures_section(sweep),
         *_sizes_sections(sweep),
-        *_charts_sections(drawn),
         Section("Results", [results_table(sweep), *notes(sweep)]),
+        *_charts_sections(drawn),
         *_logits_section(sweep),
         Section("Settings", [_settings_facts(sweep)]),
     ]
+    models = list(sweep.names.values())
+    name += f": {', '.join(models) if len(models) <= 3 else f'{len(models)} models'}"
     return Report("sweep", name, headline(sweep), sweep.settings["date"], sections, files)
 
 

@@ -9,8 +9,8 @@ from io import BytesIO
 from pathlib import Path
 
 from diffquant.errors import FailedCellsError
+from diffquant.measure.cells import EXPORTED, RECIPE, Cell, Point
 from diffquant.measure.results import MISSING, Columns, TaskResult
-from diffquant.measure.sweep.grid import EXPORTED, RECIPE, Point
 from diffquant.measure.task import Task
 from diffquant.measure.tasks import kind_of, task_kinds
 from diffquant.recipe import Recipe
@@ -21,23 +21,6 @@ from diffquant.support.installation import CHANGED
 from diffquant.support.plain_data import JsonObject, parse_json, replace_nonfinite
 
 
-@dataclass(frozen=True)
-class MeasuredCell:
-    """A cell of a sweep's result.
-
-    Attributes:
-        result: result of the task, or None if the cell failed.
-        error: the error if it failed.
-        code: digest of the code that computed it; None in results older than this field.
-    """
-
-    point: Point
-    task: str
-    result: TaskResult | None
-    error: str | None
-    code: str | None = None
-
-
 @dataclass(frozen=True, repr=False)
 class SweepResult:
     """All cells in the grid's order, with the options, dtype, versions, commit and date of the sweep.
@@ -45,7 +28,7 @@ class SweepResult:
     It can be printed and drawn, and a notebook shows its table.
     """
 
-    cells: list[MeasuredCell]
+    cells: list[Cell]
     settings: JsonObject
 
     def __repr__(self) -> str:
@@ -96,13 +79,13 @@ class SweepResult:
         return sorted(tasks, key=lambda task: not kind_of(task).columns.by_item)
 
     @property
-    def failed(self) -> list[MeasuredCell]:
+    def failed(self) -> list[Cell]:
         return [cell for cell in self.cells if cell.result is None]
 
-    def caption(self, cell: MeasuredCell) -> str:
+    def caption(self, cell: Cell) -> str:
         return f"{self.names[cell.point.model]}, {cell.point.label}, {cell.task}"
 
-    def cells_of(self, kind: type[Task]) -> list[tuple[str, MeasuredCell]]:
+    def cells_of(self, kind: type[Task]) -> list[tuple[str, Cell]]:
         """Return the measured cells of one kind of task, each with its model's name."""
         return [(self.names[c.point.model], c) for c in self.cells if c.result and kind_of(c.task) is kind]
 
@@ -153,7 +136,7 @@ class SweepResult:
                 **{name: getattr(cell.point, name) for name in ("target", "bits", "granularity")},
                 "compared_with": str(cell.point.compared_with) if cell.point.compared_with else None,
                 "task": cell.task,
-                "code": cell.code,
+                "code": cell.key.get("code"),
                 "result": cell.result.to_cell() if cell.result else None,
                 "error": cell.error,
             }
@@ -179,7 +162,7 @@ def read_sweep(file: Path, compared: dict[str, str] | None = None) -> SweepResul
             model, target, bits, granularity = key
             points[key] = Point(Path(model), target, bits, granularity, Recipe(), Path(rival) if rival else None)
         result = TaskResult.from_dict(cell["result"]) if cell["result"] else None
-        cells.append(MeasuredCell(points[key], cell["task"], result, cell["error"], cell.get("code")))
+        cells.append(Cell(points[key], cell["task"], result, cell["error"], {"code": cell.get("code")}))
     return SweepResult(cells, data["settings"])
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from diffquant.measure.results import ITEMS, Metric, TaskResult, fields, format_interval, format_kl
-from diffquant.measure.stats import Difference, mean_interval, standard_error
+from diffquant.measure.stats import Difference, mean_interval
 from diffquant.measure.task import CHARACTERS_PER_TOKEN, LIMIT, Task, TaskOption, check_at_least_one
 from diffquant.measure.tasks import register
 from diffquant.support.plain_data import JsonObject
@@ -134,32 +134,9 @@ class HellaSwag(Task):
         }
 
     def run(self, model: "LanguageModel", reference: "States | None", progress: Progress) -> TaskResult:
-        from diffquant.measure.protocols import hellaswag
+        from diffquant.measure.protocols.hellaswag import evaluate_hellaswag
 
-        outcome = hellaswag.evaluate_hellaswag(model, self.items, self.batch_tokens, progress, reference)
-        kl = {"kl": mean_interval(outcome.kl, outcome.tokens).mean, "kl_by_item": outcome.kl} if outcome.kl else {}
-        n = len(self.items)
-        acc_norm = sum(outcome.correct_norm) / n
-        return TaskResult(
-            metric="acc_norm",
-            score=acc_norm,
-            n=n,
-            values=[int(right) for right in outcome.correct_norm],
-            choices=outcome.choices_norm,
-            details={
-                "acc": sum(outcome.correct) / n,
-                "acc_se": standard_error(outcome.correct),
-                "acc_norm": acc_norm,
-                "acc_norm_se": standard_error(outcome.correct_norm),
-                "margin": sum(outcome.margins) / n,
-                "choices_by_sum": outcome.choices,
-                "labels": outcome.labels,
-                "logprobs": [[round(p, 5) for p in row] for row in outcome.logprobs],
-                "margins": outcome.margins,
-                "tokens_by_item": outcome.tokens,
-            }
-            | kl,
-        )
+        return evaluate_hellaswag(model, self.items, self.batch_tokens, progress, reference)
 
     def reference(self, model: "LanguageModel", progress: Progress) -> "States":
         from diffquant.measure.protocols.hellaswag import compute_reference

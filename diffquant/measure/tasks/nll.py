@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from diffquant.errors import UsageError
+from diffquant.measure.cells import Cell
 from diffquant.measure.results import FAILED, MISSING, Columns, Metric, TaskResult, fields, format_interval
 from diffquant.measure.stats import Difference, mean_interval
 from diffquant.measure.task import (
@@ -22,7 +23,6 @@ from diffquant.measure.task import (
     CHARACTERS_PER_TOKEN,
     TEXT,
     WINDOW,
-    PlottedCell,
     Task,
     check_at_least_one,
 )
@@ -110,12 +110,12 @@ POSITIONS = Columns(
 )
 
 
-def position_panels(cells: Sequence[tuple[str, PlottedCell]]) -> dict[str, list[Line]]:
+def position_panels(cells: Sequence[tuple[str, Cell]]) -> dict[str, list[Line]]:
     """Return each panel's lines by its title: mean NLL in nats up to each position, with its interval over windows."""
     return panels((None if cell.point.is_baseline else cell.point.panel, _line(name, cell)) for name, cell in cells)
 
 
-def plot_positions(cells: Sequence[tuple[str, PlottedCell]], path: Path) -> None:
+def plot_positions(cells: Sequence[tuple[str, Cell]], path: Path) -> None:
     """Draw the cumulative NLL into a file, whose suffix determines the format.
 
     Raises:
@@ -127,7 +127,7 @@ def plot_positions(cells: Sequence[tuple[str, PlottedCell]], path: Path) -> None
     draw_panels(shown, _draw, _finish, "cumulative average NLL, nats\n(shaded: 95 % over windows)", path)
 
 
-def _line(name: str, cell: PlottedCell) -> Line:
+def _line(name: str, cell: Cell) -> Line:
     details = cell.result.details if cell.result else {}
     by_position = map(mean_interval, zip(*details["cumulative_nll_by_window"], strict=True))
     points = (Interval(p, d.mean, d.low, d.high) for p, d in zip(details["positions"], by_position, strict=True))

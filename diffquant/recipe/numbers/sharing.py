@@ -2,15 +2,7 @@
 
 One scale covers:
 
-- "tensor": a whole weight, or one sequence's logits in a layer. "head": one head of these logits.
-- "row": an output channel of a weight, a token of the cache, or a query of the logits.
-- "group": `size` neighbours along the contracted axis. For `pv` these are tokens of a channel.
-- "column": one channel over `size` tokens, or over all tokens.
-- "block": a `size` x `size` tile of a weight or of logits, or `size` tokens of queries, keys or values.
-- "warp": 32 queries, or 64 keys. "thread": every eighth query of a warp, or two in eight of its keys. Both follow the
-  layout of SageAttention's kernels.
-- "map": one map of a layer's logits over all heads. "pair": both maps of a DIFF head.
-- "static": a calibrated scale, of a channel of the cache or of a head of the logits.
+- "tensor": a whole weight, or one sequence's logits in a layer. "head": one head of these logits. - -  -  -  -  - -
 """
 
 import re

@@ -22,7 +22,7 @@ from diffquant.support.machine import limit_spinning
 from diffquant.support.names import option_name, use_option_names
 from diffquant.support.program import exit_codes
 from diffquant.verbs import GROUPS
-from diffquant.verbs.cli.show import VIEWS, ResultView, print_notes, show_loading
+from diffquant.verbs.cli.show import VIEWS, ResultView, print_notes, print_piece, show_loading
 from diffquant.verbs.kinds import Kind, kind_of
 from diffquant.verbs.recipes import recipe_from_options
 
@@ -125,7 +125,7 @@ def make_command(verb: Callable[..., Any]) -> Callable[..., None]:
     def run(as_json: bool = False, dry_run: bool = False, details: bool = False, **read: Any) -> None:
         given = {name: options[name].convert(value) for name, value in read.items()}
         if "on_text" in own and not as_json:
-            given["on_text"] = view.print_piece
+            given["on_text"] = print_piece
         if dry_run:
             given["on_plan"] = view.print_plan_and_exit
         # Before torch is loaded. `bench` keeps the default, so that its timings are comparable.
@@ -197,8 +197,8 @@ def _as_options(text: str, names: Container[str]) -> str:
 def _entry(verb: Callable[..., Any], name: str) -> str:
     """Return a parameter's docstring entry; "see `VERB`." refers to the same parameter of another verb."""
     text = split_docstring(verb)[2].get(name, "")
-    alike = re.match(r"see `(\w+)`\.", text)
-    return _entry(getattr(verbs, alike[1]), name) if alike else text
+    reference = re.match(r"see `(\w+)`\.", text)
+    return _entry(getattr(verbs, reference[1]), name) if reference else text
 
 
 # Newer typers contain their own copy of click.
@@ -209,6 +209,11 @@ ELSEWHERE = {
     "--rounding NAME, such as gptq": ("method", "algorithm", "quant-method"),
     "--kv BITS, such as 8": ("kv-cache-dtype", "kv-bits", "cache-type"),
     "MODEL, the first argument": ("model", "pretrained", "hf-path"),
+    # Former options of diffquant.
+    "diffquant compare BEFORE AFTER, with two folders of bench": ("compare",),
+    "--observer percentile:99.9": ("percentile",),
+    "OMP_NUM_THREADS in the environment": ("threads",),
+    "diffquant sweep --limit NUMBER, the number of items": ("minutes",),
 }
 
 

@@ -27,6 +27,8 @@ def _as_text(result: Any, _: Values) -> str:
 def _as_json(result: Any, _: Values) -> str:
     if hasattr(result, "to_json"):
         return str(result.to_json()).rstrip()
+    if isinstance(result, str):
+        return json.dumps(result)
     return json.dumps(result.to_dict() if hasattr(result, "to_dict") else asdict(result), indent=2, default=str)
 
 
@@ -35,17 +37,15 @@ class ResultView:
     """How the command line prints a verb's result. Functions get the result and the verb's arguments.
 
     Attributes:
-        text: formats the result as text; may return None to print nothing.
-        data: formats the result as JSON, or None if the verb has no --json.
-        plan: formats the plan for --dry-run.
-        say: prints pieces of text that arrive before the result.
-        details: formats the text for --details, or None if the verb has no such option.
+        text: text for people, or None if there is none.
+        data: JSON for programs, or None if the verb has none.
+        plan: text of what is only planned.
+        details: text that only --details prints, or None if the verb has none.
     """
 
     text: Callable[[Any, Values], str | None] = _as_text
     data: Callable[[Any, Values], str] | None = _as_json
     plan: Callable[[Any], str] = str
-    say: Callable[[str], None] = typer.echo
     details: Callable[[Any], str] | None = None
 
     def show(
@@ -67,11 +67,6 @@ class ResultView:
         for part in parts:
             if part is not None:
                 typer.echo(fit_to_terminal(part, sys.stdout))
-
-    def print_piece(self, text: str) -> None:
-        """Print a piece of text that arrives before the result."""
-        clear_line()
-        self.say(text)
 
     def print_plan_and_exit(self, plan: Any) -> None:
         """Print a plan, and exit before anything is written."""
@@ -138,8 +133,10 @@ def _import_when_called(place: str) -> Callable[[Any, Values], str]:
     return lambda result, _: resolve_name(place)(result)
 
 
-def _print_piece(text: str) -> None:
-    typer.echo(text, nl=False)
+def print_piece(piece: str) -> None:
+    """Print a piece of a text as it comes."""
+    clear_line()
+    typer.echo(piece, nl=False)
 
 
 def _continuation_json(text: str, given: Values) -> str:
@@ -187,10 +184,10 @@ VIEWS = {
     "report": ResultView(lambda pages, _: f"wrote {pages[0]} and the pages of {len(pages) - 1} runs", data=None),
     "outliers": ResultView(_import_when_called("diffquant.calib.outlier_result:outlier_table")),
     "bench": ResultView(_format_bench),
-    "generate": ResultView(lambda *_: "", _continuation_json, say=_print_piece),
-    "run": ResultView(lambda *_: "", _continuation_json, say=_print_piece),
+    "generate": ResultView(lambda *_: "", _continuation_json),
+    "run": ResultView(lambda *_: "", _continuation_json),
     "fidelity": ResultView(lambda result, _: result and result.summary()),
     "verify": ResultView(details=lambda verification: verification.table()),
     "serve": ResultView(lambda *_: None, data=None),
-    "demo": ResultView(lambda *_: None, data=None, say=lambda text: typer.echo(fit_to_terminal(text, sys.stdout))),
+    "demo": ResultView(lambda *_: None, data=None),
 }
