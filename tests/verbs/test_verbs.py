@@ -22,7 +22,8 @@ from diffquant.recipe import Recipe
 from diffquant.recipe.presets import PRESETS
 from diffquant.verbs import recipes
 from diffquant.verbs.cli import app
-from diffquant.verbs.cli.command import command, former_names, name_of, options_of
+from diffquant.verbs.cli.command import command, name_of
+from diffquant.verbs.cli.options import former_names, options_of
 from diffquant.verbs.cli.show import SHOWN, Shown
 from diffquant.verbs.kinds import Model, Prompt
 from diffquant.verbs.notes import add, say, wrote
