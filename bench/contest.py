@@ -102,15 +102,15 @@ class Contest:
         return replace(cell, error=error, missing=wrong)
 
     def _cell(self, work: Workload, name: str, peer: Peer) -> BenchCell:
-        count = peer.count(work)
+        operations, moved = peer.count(work)
         return BenchCell(
             self.section,
             work.name,
             name,
             baseline=BASELINE,
-            operations=count.operations,
-            bytes=count.bytes,
-            touched=count.bytes,
+            operations=operations,
+            bytes=moved,
+            touched=moved,
             length=work.keys,
             tolerance=tolerance(peer, work.torch_dtype),
         )

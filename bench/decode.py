@@ -37,7 +37,7 @@ def make_unpacked_peer(bits: int) -> Peer:
         now = _held_call(call, None, layer.stored_keys.read(), layer.stored_values.read())
         return BACKENDS["flashdiff2"].compute(now)
 
-    return Peer(attention, make, lambda work: _count(work, bits), facts=_facts)
+    return Peer(attention, lambda work: _count(work, bits), make, facts=_facts)
 
 
 def make_fused_peer(bits: int) -> Peer:
@@ -56,7 +56,7 @@ def make_fused_peer(bits: int) -> Peer:
     def attention(call: AttentionCall) -> Tensor:
         return decode_attention(call, held_by(call))
 
-    return Peer(attention, make, lambda work: _count(work, bits), missing=missing, facts=_facts)
+    return Peer(attention, lambda work: _count(work, bits), make, missing=missing, facts=_facts)
 
 
 def _held_call(call: AttentionCall, cache: Any, keys: Tensor, values: Tensor) -> HeldCall:

@@ -123,6 +123,7 @@ def plan_server(
     """Plan how to serve a folder, without starting anything.
 
     Args:
+        context: most tokens of prompt and output; by default as many as the model supports and fit into memory.
         memory: free bytes of main memory, or None with a GPU, whose memory vLLM measures.
 
     Raises:

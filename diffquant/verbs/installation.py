@@ -1,7 +1,7 @@
 """The verb `doctor`: checks what is installed, and shows what each missing extra would add."""
 
 import platform
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from diffquant.errors import MissingDependencyError
@@ -58,9 +58,6 @@ class Diagnosis(Readable):
         """Whether every required package is installed in a supported version."""
         return None not in self.required.values() and not self.unmet.keys() & self.required.keys()
 
-    def to_dict(self) -> dict[str, object]:
-        return asdict(self)
-
     def __str__(self) -> str:
         from diffquant.support.installation import install_command
 
@@ -95,13 +92,15 @@ def diagnose(native_kernel: str | None) -> Diagnosis:
     from packaging.requirements import Requirement
 
     from diffquant.serving.vllm import OLDEST
-    from diffquant.support.installation import __version__, requirements
+    from diffquant.support.installation import __version__, installed_version, requirements
 
     needed = requirements()
-    if _version("vllm"):
+    if installed_version("vllm"):
         # A build for GPUs, which no extra names, serves in the place of the one for processors.
         needed["vllm"] = [Requirement(f"vllm>={OLDEST}")]
-    versions = {extra: {each.name: _version(each.name) for each in wanted} for extra, wanted in needed.items()}
+    versions = {
+        extra: {each.name: installed_version(each.name) or None for each in wanted} for extra, wanted in needed.items()
+    }
     required = versions[""]
     device, bfloat16 = _device() if required["torch"] else ("unknown without torch", False)
     return Diagnosis(
@@ -121,15 +120,6 @@ def diagnose(native_kernel: str | None) -> Diagnosis:
             if (version := versions[extra][each.name]) and not each.specifier.contains(version, prereleases=True)
         },
     )
-
-
-def _version(package: str) -> str | None:
-    from importlib import metadata
-
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _device() -> tuple[str, bool]:

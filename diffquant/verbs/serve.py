@@ -1,14 +1,11 @@
 """The verb `serve`: serves a model with OpenAI's API, using vLLM."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from diffquant.verbs import kinds
 from diffquant.verbs.kinds import check_arguments
 from diffquant.verbs.notes import say, show
-
-if TYPE_CHECKING:
-    from diffquant.serving.plan import ServerPlan
 
 Cache = Annotated[Literal["16", "fp8"], kinds.Kind(Literal["16", "fp8"])]
 Implementation = Annotated[Literal["plugin", "folder"], kinds.Kind(Literal["plugin", "folder"])]
@@ -55,28 +52,36 @@ def serve(
         CheckpointError: the folder cannot be opened, or contains code that is not diffquant's and would be executed.
         DiffQuantError: the server stopped unexpectedly.
     """
+    import torch
+
     from diffquant.checkpoints.hub import local_path
     from diffquant.checkpoints.tokenizer import explain_class_difference
-    from diffquant.serving.server import serve as serve_until_interrupted
+    from diffquant.serving.plan import plan_server
+    from diffquant.serving.server import check_port, check_processor, run_server
+    from diffquant.support.machine import free_memory
 
-    path = Path(model)
-
-    def announce(plan: "ServerPlan") -> None:
-        if difference := explain_class_difference(local_path(Path(path))):
-            say(
-                f"note: vLLM splits text by the tokenizer's class, not as tokenizer.json says: {difference}; "
-                "in tokenizer_config.json, set tokenizer_class to PreTrainedTokenizerFast"
-            )
-        show(f"{plan.url}\n{plan.curl}")
-
-    serve_until_interrupted(
+    path, memory = Path(model), None if torch.cuda.is_available() else free_memory()
+    plan = plan_server(
         path,
         host=host,
         port=port,
         context=context,
         cache=cache,
         dtype=dtype,
-        tensor_parallel=tensor_parallel,
+        ranks=tensor_parallel,
         implementation=implementation,
-        ready=announce,
+        memory=memory,
     )
+    if memory is not None:
+        check_processor(path, cache, implementation)
+    check_port(host, port)
+
+    def announce() -> None:
+        if difference := explain_class_difference(local_path(path)):
+            say(
+                f"note: vLLM splits text by the tokenizer's class, not as tokenizer.json says: {difference}; "
+                "in tokenizer_config.json, set tokenizer_class to PreTrainedTokenizerFast"
+            )
+        show(f"{plan.url}\n{plan.curl}")
+
+    run_server(plan, announce)

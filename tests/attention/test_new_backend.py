@@ -11,7 +11,7 @@ from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
 from diffquant.recipe.scheme import FULL, Scheme
-from diffquant.verbs.cli.command import list_options
+from diffquant.verbs.cli.options import list_options
 
 CALLS = []
 

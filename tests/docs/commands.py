@@ -9,7 +9,8 @@ import typer
 
 from diffquant.verbs import GROUPS
 from diffquant.verbs.cli import app
-from diffquant.verbs.cli.command import command_name, former_names
+from diffquant.verbs.cli.command import command_name
+from diffquant.verbs.cli.options import former_names
 
 ROOT = Path(__file__).parents[2]
 # Pages whose commands a user types.

@@ -159,7 +159,7 @@ def test_doctor_names_every_requirement_and_every_extra(run):
 
 def test_doctor_names_what_is_of_another_version(run, monkeypatch):
     versions = {"transformers": "4.57.1", "scipy": "0.1"}
-    monkeypatch.setattr("diffquant.verbs.installation._version", lambda package: versions.get(package, "99"))
+    monkeypatch.setattr("diffquant.support.installation.installed_version", lambda package: versions.get(package, "99"))
     code, out, err = run("doctor")
     assert code == MissingDependencyError.exit_code
     assert "a required package is missing, or its version is not supported: pip install" in err

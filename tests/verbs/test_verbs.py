@@ -22,7 +22,8 @@ from diffquant.recipe import Recipe
 from diffquant.recipe.presets import PRESETS
 from diffquant.verbs import recipes
 from diffquant.verbs.cli import app
-from diffquant.verbs.cli.command import command_name, former_names, list_options, make_command
+from diffquant.verbs.cli.command import command_name, make_command
+from diffquant.verbs.cli.options import former_names, list_options
 from diffquant.verbs.cli.show import VIEWS, ResultView
 from diffquant.verbs.kinds import Model, Prompt
 from diffquant.verbs.notes import say, say_after_result, say_files_written

@@ -1,12 +1,7 @@
-"""Commands generated from verbs: the signature defines the options, the docstring their help."""
+"""Commands generated from verbs, and the layout of their help."""
 
 import inspect
-import re
-import sys
-from collections.abc import Callable, Container
-from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -14,98 +9,21 @@ from typer import BadParameter
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from diffquant import verbs
-from diffquant.errors import DiffQuantError, UsageError
-from diffquant.measure.task import TaskOption
-from diffquant.measure.tasks import task_options
+from diffquant.errors import DiffQuantError
 from diffquant.support.installation import __version__
 from diffquant.support.machine import limit_spinning
-from diffquant.support.names import option_name, use_option_names
+from diffquant.support.names import use_option_names
 from diffquant.support.program import exit_codes
 from diffquant.verbs import GROUPS
+from diffquant.verbs.cli.options import former_names, list_options, split_docstring
 from diffquant.verbs.cli.show import VIEWS, ResultView, print_notes, print_piece, show_loading
-from diffquant.verbs.kinds import Kind, kind_of
 from diffquant.verbs.recipes import recipe_from_options
 
-
-@cache
-def split_docstring(verb: Callable[..., Any]) -> tuple[str, str, dict[str, str]]:
-    """Split a verb's docstring in Google style, where an indented paragraph contains the examples.
-
-    Returns:
-        The paragraphs, the example command line, and the description of each parameter by name. Under python -OO there
-        are no docstrings, so all are empty.
-    """
-    body, _, rest = (inspect.getdoc(verb) or "").partition("\nArgs:\n")
-    paragraphs = body.partition("\nRaises:\n")[0].strip().split("\n\n")
-    examples = [line.strip() for each in paragraphs if each.startswith("    ") for line in each.splitlines()]
-    entries = {
-        name: " ".join(text.split())
-        for names, text in re.findall(r"^ {4}(\w[\w, ]*): (.*(?:\n {5,}.*)*)", rest.partition("\n\n")[0], re.MULTILINE)
-        for name in names.split(", ")
-    }
-    text = "\n\n".join(each for each in paragraphs if not each.startswith("    "))
-    example = next((line for line in examples if line.startswith("diffquant ")), "diffquant --help")
-    return text, example, entries
-
-
-_TASK_WORDS = {int: "NUMBER", str: "LIST", Path: "FILE"}
 # Options that exist only on the command line.
 _JSON = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 _DETAILS = Annotated[bool, typer.Option("--details", help="Print all that was compared, in a table.")]
 _RECIPE_OPTIONS = tuple(inspect.signature(recipe_from_options).parameters)
 _DRY_RUN = Annotated[bool, typer.Option("--dry-run", help="Print what would be done and stop.")]
-
-
-@dataclass(frozen=True)
-class Option:
-    """An argument or option of a command.
-
-    Attributes:
-        name: name of the verb's parameter, or of a task's option.
-        kind: how the command line reads it.
-        default: default on the command line; `inspect.Parameter.empty` if it is required.
-        help: its sentence in the help.
-    """
-
-    name: str
-    kind: Kind
-    default: Any
-    help: str
-
-    @property
-    def is_inverted(self) -> bool:
-        """Whether it is a flag that sets False, such as --no-cache."""
-        return self.kind.type is bool and self.default is True
-
-    def to_parameter(self) -> inspect.Parameter:
-        """Return the parameter from which typer makes an option or argument."""
-        read, default = self.kind.type, False if self.is_inverted else self.default
-        if self.kind.is_repeatable:
-            read, default = list[read], default or None  # type: ignore[valid-type]
-        elif read is str and isinstance(default, int):
-            default = str(default)
-        read = read | None if default is None else read
-        kind = self.kind
-        look: dict[str, Any] = {"metavar": kind.placeholder, "help": self.help, "min": kind.least, "max": kind.most}
-        if kind.is_positional:
-            info = typer.Argument(**look)
-        else:
-            with use_option_names():
-                names = option_name(self.name, False if self.is_inverted else None), kind.short
-            info = typer.Option(*filter(None, names), **look, rich_help_panel=kind.heading)
-        annotation = Annotated[read, info]  # type: ignore[valid-type]
-        return inspect.Parameter(self.name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
-
-    def convert(self, read: Any) -> Any:
-        """Convert a value that typer parsed to the verb's argument."""
-        if self.kind.is_repeatable:
-            return tuple(read or ())
-        if self.kind.accepts_stdin and read == "-":
-            try:
-                return sys.stdin.read()
-            except UnicodeDecodeError as error:
-                raise UsageError(f"standard input is not UTF-8 text ({error}); convert it first") from error
-        return not read if self.is_inverted else read
 
 
 def command_name(verb: Callable[..., Any]) -> str:
@@ -152,53 +70,6 @@ def make_command(verb: Callable[..., Any]) -> Callable[..., None]:
     run.__annotations__ = {each.name: each.annotation for each in parameters}
     run.__doc__ = split_docstring(verb)[0]
     return run
-
-
-def former_names(verb: Callable[..., Any]) -> dict[str, str]:
-    """Return the current name of each option's former name, which still works."""
-    return {option.kind.former_name: option.name for option in list_options(verb) if option.kind.former_name}
-
-
-@cache
-def list_options(verb: Callable[..., Any]) -> tuple[Option, ...]:
-    """Return the command-line options of a verb, in order."""
-    options: list[Option] = []
-    for name, each in inspect.signature(verb).parameters.items():
-        if each.kind is inspect.Parameter.VAR_KEYWORD:
-            options += map(_task_option, task_options())
-        elif name == "recipe" and verb is not recipe_from_options:
-            options += list_options(recipe_from_options)
-        elif given := kind_of(each.annotation):
-            options.append(Option(name, given, each.default, _help(verb, name, given)))
-    return tuple(options)
-
-
-def _task_option(option: TaskOption[object]) -> Option:
-    given = Kind(option.kind, _TASK_WORDS.get(option.kind), least=option.minimum, heading="Task options")
-    default = option.default if option.written is None else option.written
-    return Option(option.name, given, default, _as_options(option.help, {other.name for other in task_options()}))
-
-
-def _help(verb: Callable[..., Any], name: str, kind: Kind) -> str:
-    """Return a parameter's help, from its entry in the docstring."""
-    text = re.sub(r" In Python .*?\.(?= |$)", "", _entry(verb, name)).removeprefix("False ")
-    text = _as_options(text, inspect.signature(verb).parameters)
-    known = f": {', '.join(kind.list_values())}." if kind.list_values else "."
-    repeated = " May be repeated." if kind.is_repeatable and not kind.is_positional else ""
-    return text[:1].upper() + text[1:].removesuffix(".") + known + repeated
-
-
-def _as_options(text: str, names: Container[str]) -> str:
-    """Replace parameters in backticks by their options; other words only lose the backticks."""
-    with use_option_names():
-        return re.sub(r"`(\w+)`", lambda word: option_name(word[1]) if word[1] in names else word[1], text)
-
-
-def _entry(verb: Callable[..., Any], name: str) -> str:
-    """Return a parameter's docstring entry; "see `VERB`." refers to the same parameter of another verb."""
-    text = split_docstring(verb)[2].get(name, "")
-    reference = re.match(r"see `(\w+)`\.", text)
-    return _entry(getattr(verbs, reference[1]), name) if reference else text
 
 
 # Newer typers contain their own copy of click.
