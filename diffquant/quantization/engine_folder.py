@@ -56,8 +56,8 @@ def require_served(config: Mapping[str, Any], adapter: Adapter) -> None:
     if not isinstance(adapter.architecture, TransformerArchitecture):
         kinds = ", ".join(dict.fromkeys(adapter.architecture.layer_kinds))
         raise UnknownModelTypeError(
-            f"vLLM does not serve this {config['model_type']}: the plugin has no layers of {kinds}; `diffquant "
-            "generate` runs it"
+            f"vLLM cannot serve this {config['model_type']}: the plugin does not support layers of {kinds}; use "
+            "`diffquant generate`"
         )
 
 
@@ -129,7 +129,7 @@ def remove_code_files(folder: Path) -> list[str]:
     return [file.name for file in files if file.name != MODELLING_FILE]
 
 
-def beyond_weights(config: Mapping[str, Any]) -> str:
+def describe_ignored_schemes(config: Mapping[str, Any]) -> str:
     """Return the recipe's schemes of cache, logits and operands that other engines ignore, or "".
 
     Args:

@@ -125,6 +125,7 @@ def plan_server(
     """Plan how to serve a folder, without starting anything.
 
     Args:
+        context: most tokens of prompt and output; by default as many as the model supports and fit into memory.
         cache: format of the cache, as `choose_cache` takes it.
         memory: free bytes of main memory, or None with a GPU, whose memory vLLM measures.
 
