@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from diffquant.reports.page import Charts, Drawing, Report, Section, facts
-from diffquant.reports.plots import Tips, drawing, key_of, literal, look, new_figure, plain_log_scale, tidy
+from diffquant.reports.plots import Tips, drawing, key_of, literal, look, mark_tip, new_figure, plain_log_scale, tidy
 from diffquant.reports.run import write_run
 from diffquant.reports.tables import Table
 from diffquant.support.files import read_stored_text
@@ -199,9 +199,8 @@ def draw_model(axis: Any, model: ModelOutliers, kind: str, tips: Tips | None = N
     for number, name in enumerate(STATISTICS):
         values = [_statistic(model.layers[layer][kind], name) for layer in layers]
         axis.plot(layers, values, markersize=4, linewidth=1.3, label=name, **look(number))
-        if tips:
-            for layer, value in zip(layers, values, strict=True):
-                tips.mark(axis, layer, value, f"layer {layer}, {name}: {_number(value)}")
+        for layer, value in zip(layers, values, strict=True):
+            mark_tip(axis, tips, layer, value, f"layer {layer}, {name}: {_number(value)}")
     axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     tidy(axis)
 

@@ -8,7 +8,7 @@ from diffquant.measure.sweep.findings import SMALL_KL, headline, list_sizes, rec
 from diffquant.measure.sweep.plot import Band, bands, bars_text, charts, plot
 from diffquant.measure.sweep.result import SweepResult, csv_table, notes, results_table
 from diffquant.measure.tasks import task_kinds
-from diffquant.reports.page import Block, Charts, Fold, Items, Report, Section, facts
+from diffquant.reports.page import Block, Charts, Items, Report, Section, facts
 from diffquant.reports.plots import key_of
 from diffquant.reports.run import write_run
 from diffquant.reports.tables import Table
@@ -95,7 +95,7 @@ def _failures_section(sweep: SweepResult) -> list[Section]:
 def _logits_section(sweep: SweepResult) -> list[Section]:
     """Make the section on scales and clipping by layer, with one fold per cell."""
     folds = [
-        Fold(f"{sweep.caption(cell)}: {_clipping_text(layers)}", [_layers_table(layers)])
+        Section(f"{sweep.caption(cell)}: {_clipping_text(layers)}", [_layers_table(layers)], folded=True)
         for cell in sweep.cells
         if cell.result and (layers := cell.result.logit_report)
     ]
@@ -105,7 +105,7 @@ def _logits_section(sweep: SweepResult) -> list[Section]:
         "A scale is the distance between two neighbouring codes, in units of the logits; an entry is clipped where it "
         "lies outside the codes. Mean and largest scale are over all scales of a layer."
     )
-    opened = Fold(f"{len(folds)} cells with quantized logits", [explained, *folds])
+    opened = Section(f"{len(folds)} cells with quantized logits", [explained, *folds], folded=True)
     return [Section("Logit quantizers, layer by layer", [opened])]
 
 
