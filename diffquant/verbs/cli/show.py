@@ -142,12 +142,6 @@ def _continuation(text: str, given: Values) -> str:
     return json.dumps({"prompt": given["prompt"], "text": text})
 
 
-def _sweep_table(result: Any, _: Values) -> str | None:
-    from diffquant.measure.sweep.result import text_table
-
-    return text_table(result) if result.cells else None
-
-
 def _fits(fits: Any, given: Values) -> str:
     from diffquant.calib.calibration.calibrate import fit_table
 
@@ -177,7 +171,7 @@ SHOWN = {
         _made_by("diffquant.measure.sweep.run:results_text"),
         lambda results, _: json.dumps({name: each.to_dict() for name, each in results.items()}),
     ),
-    "sweep": Shown(_sweep_table),
+    "sweep": Shown(lambda result, _: result.table() if result.cells else None),
     "report": Shown(lambda pages, _: f"wrote {pages[0]} and the pages of {len(pages) - 1} runs", data=None),
     "outliers": Shown(_made_by("diffquant.calib.outlier_result:outlier_table")),
     "bench": Shown(_bench),
