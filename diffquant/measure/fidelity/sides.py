@@ -37,8 +37,8 @@ class Distributions:
 
     Attributes:
         logs: log-probabilities [P, V] in float32, or [P, K] of the known tokens; -inf where a position has fewer.
-        ids: known tokens [P, K], among them the top-k; all others are one bin. None if all are known.
-        k: number of top tokens that every position has, or None if all are known.
+        ids: known tokens [P, K], among them the top-k, where all others are one bin; otherwise None.
+        k: number of top tokens that every position has, or None if all tokens are known.
         is_stored: whether they were read from llama.cpp's file, which cuts off small log-probabilities.
     """
 
