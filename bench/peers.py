@@ -85,7 +85,7 @@ def _reason_of(name: str) -> Callable[[AttentionCall], str | None]:
 
 def _kernel(
     name: str,
-    count: Callable[[Workload], Count] = roofline.fused_call,
+    count: Callable[[Workload], Count] = roofline.count_fused_call,
     make: Callable[[Workload, str], AttentionCall] = differential,
     tolerance: float | None = None,
 ) -> Peer:
@@ -110,11 +110,11 @@ def _padded_call(work: Workload, device: str) -> AttentionCall:
 
 
 def _only_cuda(call: AttentionCall) -> str | None:
-    return None if call.v.is_cuda else "it runs on CUDA alone"
+    return None if call.v.is_cuda else "it runs only on CUDA"
 
 
 def _flash_widths(call: AttentionCall) -> str | None:
-    return None if call.v.dtype != torch.float32 or not call.v.is_cuda else "flash attention on CUDA takes half types"
+    return None if call.v.dtype != torch.float32 or not call.v.is_cuda else "flash attention on CUDA needs 16 bits"
 
 
 def _flex(call: AttentionCall) -> Tensor:
@@ -205,7 +205,7 @@ def _diffllama(call: AttentionCall) -> Tensor:
 
 def _diffllama_missing(call: AttentionCall) -> str | None:
     """Return why DiffLlama cannot run a call, or None if it can."""
-    return None if isinstance(call, HeldCall) else "transformers knows no DIFF V2"
+    return None if isinstance(call, HeldCall) else "transformers does not have DIFF V2"
 
 
 def _rows(heads: Tensor) -> Tensor:
@@ -218,20 +218,20 @@ PEERS: dict[str, Peer] = {
     "Transformer, SDPA cuDNN": _sdpa("CUDNN", roofline.transformer, transformer),
     "Transformer, flash-attn": _kernel("flash_attn", roofline.transformer, transformer),
     "DIFF, eager": Peer(_ours("naive"), roofline.eager),
-    "FlashDiffAttn_1": Peer(_ours("flashdiff1"), roofline.two_calls),
-    "FlashDiffAttn_1, SDPA mem-efficient": _sdpa("EFFICIENT", roofline.two_calls),
-    "FlashDiffAttn_1, SDPA cuDNN": _sdpa("CUDNN", roofline.two_calls),
-    "FlashDiffAttn_1, SDPA flash, keys padded": _sdpa("FLASH", roofline.two_calls, _padded_call),
-    "FlashDiffAttn_1, FlexAttention": Peer(_flex, roofline.two_calls, missing=_only_cuda),
-    "FlashDiffAttn_2": Peer(_ours("flashdiff2"), roofline.four_calls),
-    "FlashDiffAttn_2, SDPA flash": _sdpa("FLASH", roofline.four_calls, composed=flashdiff2),
-    "FlashDiffAttn_2, SDPA cuDNN": _sdpa("CUDNN", roofline.four_calls, composed=flashdiff2),
-    "FlashDiffAttn_2, flash-attn": _kernel("flash_attn", roofline.four_calls),
+    "FlashDiffAttn_1": Peer(_ours("flashdiff1"), roofline.count_two_calls),
+    "FlashDiffAttn_1, SDPA mem-efficient": _sdpa("EFFICIENT", roofline.count_two_calls),
+    "FlashDiffAttn_1, SDPA cuDNN": _sdpa("CUDNN", roofline.count_two_calls),
+    "FlashDiffAttn_1, SDPA flash, keys padded": _sdpa("FLASH", roofline.count_two_calls, _padded_call),
+    "FlashDiffAttn_1, FlexAttention": Peer(_flex, roofline.count_two_calls, missing=_only_cuda),
+    "FlashDiffAttn_2": Peer(_ours("flashdiff2"), roofline.count_four_calls),
+    "FlashDiffAttn_2, SDPA flash": _sdpa("FLASH", roofline.count_four_calls, composed=flashdiff2),
+    "FlashDiffAttn_2, SDPA cuDNN": _sdpa("CUDNN", roofline.count_four_calls, composed=flashdiff2),
+    "FlashDiffAttn_2, flash-attn": _kernel("flash_attn", roofline.count_four_calls),
     **{
         f"transformers' DiffLlama, {how}": Peer(
             _diffllama, count, partial(_diffllama_call, how), missing=_diffllama_missing
         )
-        for how, count in (("eager", roofline.eager_halves), ("sdpa", roofline.four_calls))
+        for how, count in (("eager", roofline.count_eager_halves), ("sdpa", roofline.count_four_calls))
     },
     "DIFF, fused": _kernel("triton"),
     "DIFF, fused, int8 QK": _kernel("triton-int8", tolerance=0.05),
@@ -240,7 +240,7 @@ PEERS: dict[str, Peer] = {
     "DIFF, fused, int8 QK, fp8 PV, specialized": _kernel("triton-fp8-specialized", tolerance=0.1),
     "DIFF, simulated logits 8:row, eager": Peer(_rounded_eagerly, roofline.eager, logits=ROW_8),
     **{
-        f"DIFF, simulated logits {scheme}": Peer(_simulate_logits(scheme), roofline.two_passes, logits=scheme)
+        f"DIFF, simulated logits {scheme}": Peer(_simulate_logits(scheme), roofline.count_two_passes, logits=scheme)
         for scheme in (ROW_8, ROW_SHIFT_8)
     },
 }

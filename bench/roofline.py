@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from diffquant.benchmarks.measuring import prepare, run_in_turns
-from diffquant.benchmarks.workloads import Workload, seen_entries
+from diffquant.benchmarks.workloads import Workload, count_visible_logits
 
 _COPY_BYTES = {"cpu": 1 << 28, "cuda": 1 << 31}
 _SIDE = {"cpu": 1536, "cuda": 8192}
@@ -55,12 +55,12 @@ def largest_cache(device: str) -> int | None:
 Count = tuple[int, int]
 
 
-def fused_call(work: Workload, *, key_bytes: float | None = None, value_bytes: float | None = None) -> Count:
+def count_fused_call(work: Workload, *, key_bytes: float | None = None, value_bytes: float | None = None) -> Count:
     """Count both maps in one kernel; a quantized cache has fewer bytes per element of keys and values."""
     return _operations(work, qk=2, pv=2), _bytes(work, 1, 1, 1, key_bytes, value_bytes)
 
 
-def two_calls(work: Workload) -> Count:
+def count_two_calls(work: Workload) -> Count:
     """Count one call per map: both read V; their outputs are written, read again and combined.
 
     In V2 both maps are one grouped call, which reads V once.
@@ -69,14 +69,14 @@ def two_calls(work: Workload) -> Count:
     return _operations(work, qk=2, pv=2), _bytes(work, 1, reads, 2 + 2 + 1)
 
 
-def four_calls(work: Workload) -> Count:
+def count_four_calls(work: Workload) -> Count:
     """Count one call per map and half of V; if V is as wide as K, V is not split and there are two calls."""
     if work.model.value_width == work.model.width:
-        return two_calls(work)
+        return count_two_calls(work)
     return _operations(work, qk=4, pv=2), _bytes(work, 2, 2, 2 + 2 + 1)
 
 
-def two_passes(work: Workload) -> Count:
+def count_two_passes(work: Workload) -> Count:
     """Count simulated logits, which are computed twice: for their scales, and to be rounded."""
     return _operations(work, qk=4, pv=2), _bytes(work, 2, 1, 1)
 
@@ -93,7 +93,7 @@ def eager(work: Workload) -> Count:
     return operations, _bytes(work, 1, 1, 1) + (2 * 4 + 2) * entries * _element(work)
 
 
-def eager_halves(work: Workload) -> Count:
+def count_eager_halves(work: Workload) -> Count:
     """Count whole maps computed once for each half of V, as in transformers' DiffLlama."""
     model, entries = work.model, work.queries * work.keys * work.batch * work.model.pairs
     operations = 2 * entries * (4 * model.width + 2 * model.value_width)
@@ -104,7 +104,7 @@ def eager_halves(work: Workload) -> Count:
 def transformer(work: Workload) -> Count:
     """Count the matched Transformer: 2h heads of width d, in one fused kernel."""
     model = work.model
-    entries = seen_entries(work.queries, work.keys) * work.batch * 2 * model.pairs
+    entries = count_visible_logits(work.queries, work.keys) * work.batch * 2 * model.pairs
     kv_heads = model.kv_pairs if model.shares_keys else 2 * model.kv_pairs
     q = work.batch * work.queries * 2 * model.pairs * model.width
     kv = work.batch * work.keys * kv_heads * model.width
@@ -112,7 +112,7 @@ def transformer(work: Workload) -> Count:
 
 
 def _operations(work: Workload, *, qk: int, pv: int) -> int:
-    entries = seen_entries(work.queries, work.keys) * work.batch * work.model.pairs
+    entries = count_visible_logits(work.queries, work.keys) * work.batch * work.model.pairs
     return 2 * entries * (qk * work.model.width + pv * work.model.value_width)
 
 

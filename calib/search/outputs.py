@@ -50,16 +50,16 @@ def candidates_table(result: SearchResult) -> Table:
 def verdict(result: SearchResult) -> str:
     """Return a sentence that compares the searched recipe's KL with that of uniform widths of the same size."""
     searched = result.candidates[0]
-    uniform = uniform_kl(result)
+    uniform = interpolate_uniform_kl(result)
     rival = "" if uniform is None else f"{uniform:.4g} of uniform widths that store as much (interpolated), "
     even = next(c for c in result.candidates if c.name == "spread evenly")
     return (
-        f"budget {result.budget}: KL {searched.kl:.4g} on text held out, against {rival}{even.kl:.4g} of the same "
+        f"budget {result.budget}: KL {searched.kl:.4g} on held-out text, against {rival}{even.kl:.4g} of the same "
         "widths spread evenly"
     )
 
 
-def uniform_kl(result: SearchResult) -> float | None:
+def interpolate_uniform_kl(result: SearchResult) -> float | None:
     """Interpolate the KL of uniform widths at the searched recipe's stored bits, linearly in log KL.
 
     Returns:
@@ -119,10 +119,10 @@ def _section(result: SearchResult) -> Section:
         f"Budget {result.budget}",
         [
             candidates_table(result),
-            "KL is that of the next-token distributions from those of 16 bits, in nats, on text held out.",
+            "KL is from the 16-bit model's next-token distributions, in nats, on held-out text.",
             Drawing(heat),
             roles_table(result),
-            "KL of a kind: its units' costs added up, each rounded alone. Mbit: a million bits saved of 16.",
+            "KL of a kind: the sum over its units, each rounded separately. Mbit: a million bits saved.",
             Section(f"{len(units)} units, the costliest first", [Table(heads, units, names=2)], folded=True),
         ],
     )
@@ -290,7 +290,7 @@ def draw_pareto(results: Sequence[SearchResult], axis: Any, tips: Tips | None = 
     axis.set_xlabel(
         "checkpoint, MB" if is_stored else f"stored bits, mean over {', '.join(results[0].candidates[0].bits)}"
     )
-    axis.set_ylabel("KL on text held out, nats")
+    axis.set_ylabel("KL on held-out text, nats")
     axis.set_title(literal(results[0].model), fontsize=11)
     axis.legend(frameon=False, fontsize=9)
     tidy(axis, "both")

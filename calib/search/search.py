@@ -23,11 +23,11 @@ from diffquant.checkpoints.calibration import calibration_text
 from diffquant.checkpoints.corpora import Sources
 from diffquant.checkpoints.source import Source, open_source
 from diffquant.checkpoints.texts import text_digest
-from diffquant.checkpoints.tokens import token_windows
+from diffquant.checkpoints.tokens import encode_windows
 from diffquant.errors import UsageError
 from diffquant.measure.sweep.subject import weight_bytes
 from diffquant.measure.task import CHARACTERS_PER_TOKEN
-from diffquant.measure.tasks.perplexity import reference_of, score_text
+from diffquant.measure.tasks.perplexity import compute_reference, score_text
 from diffquant.measure.torch_model import TorchModel
 from diffquant.quantization.loading import MODEL_MODULES, load
 from diffquant.recipe import Recipe
@@ -200,14 +200,14 @@ class Search:
     def _sensitivity(self) -> Sensitivity:
         model = load(self.source, Recipe(), self._dtype, self._device)
         tokens = self._windows * self._window
-        return Sensitivity(model, token_windows(model, self._tokenizer, self._text, self._window, tokens))
+        return Sensitivity(model, encode_windows(model, self._tokenizer, self._text, self._window, tokens))
 
     def _costs(self, progress: Progress) -> dict[Unit, dict[Width, Any]]:
         missing = self.missing
         sensitivity = self._sensitivity() if missing else None
         for done, (unit, bits) in enumerate(missing):
             if sensitivity is not None:
-                self._record(_measurement_name(unit, bits), sensitivity.cost_of(unit, bits))
+                self._record(_measurement_name(unit, bits), sensitivity.measure_cost(unit, bits))
             progress(done + 1, len(missing), f"{unit.name} at {format_width(bits)}")
         return {
             u: {bits: self.journal.get(_measurement_name(u, bits)) for bits in self.widths}
@@ -262,7 +262,7 @@ class Search:
         if missing:
             model = load(self.source, Recipe(), self._dtype, self._device)
             with OneDnnProducts():
-                reference = reference_of(
+                reference = compute_reference(
                     TorchModel(model, self._tokenizer), self._held_out, _CHECK_WINDOW, _CHECK_WINDOW
                 )
         for done, name in enumerate(name for name in compared if name in missing):

@@ -18,9 +18,9 @@ from diffquant.errors import CheckpointError, UnknownModelTypeError, UsageError
 from diffquant.model.adapters import Adapter, adapter_for
 from diffquant.model.architecture import TransformerArchitecture
 from diffquant.quantization.engine_folder import (
-    beyond_weights,
     carries_modelling_file,
     config_for_engines,
+    describe_ignored_schemes,
     require_angles,
     require_served,
 )
@@ -294,7 +294,7 @@ def _environment(implementation: Implementation) -> dict[str, str]:
 
 def _notes(config: Mapping[str, Any], cache: str) -> list[str]:
     notes = []
-    if asked := beyond_weights(config.get("diffquant_config")):
+    if asked := describe_ignored_schemes(config.get("diffquant_config")):
         stored = "in vLLM's fp8" if cache == "fp8" else "with 16 bits"
         notes.append(f"{asked} of the recipe are not applied: K and V are stored {stored}, and logits are exact")
     if version := find_untested_vllm():

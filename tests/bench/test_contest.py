@@ -10,7 +10,7 @@ import torch
 
 from diffquant.benchmarks import contest, decode, linears, peers
 from diffquant.benchmarks.contest import Contest
-from diffquant.benchmarks.workloads import MODELS, Model, Workload, lengths, model_named
+from diffquant.benchmarks.workloads import MODELS, Model, Workload, find_model, lengths
 from diffquant.errors import UsageError
 from tests.support.tables import in_one_test
 from tests.support.thorough import sampled
@@ -54,7 +54,7 @@ def test_every_peer_agrees_with_naive_or_says_why_it_cannot_run(section, work):
         if cell.values:
             assert cell.error <= cell.tolerance
         else:
-            assert "CUDA" in cell.missing or "not installed" in cell.missing or "no DIFF V2" in cell.missing
+            assert "CUDA" in cell.missing or "not installed" in cell.missing or "not have DIFF V2" in cell.missing
 
 
 @pytest.mark.parametrize(("bits", "generation"), sampled(product(decode.RECIPES, ["v1", "v2"]), 5))
@@ -62,7 +62,7 @@ def test_the_decode_kernel_reads_what_is_stored_for_it(generation, bits):
     pytest.importorskip("triton")
     call = peers.differential(Workload(WORKS[generation].model, 1, 150, 2, "float32"), "cpu")
     store = decode.fill_store(call, decode.RECIPES[bits])
-    peer = peers.Peer(lambda held: decode.decode_attention(held, store), peers.roofline.fused_call)
+    peer = peers.Peer(lambda held: decode.decode_attention(held, store), peers.roofline.count_fused_call)
     assert contest.relative_error(peer, decode._held_call(call, store, *store.read())) <= 1e-4
 
 
@@ -198,8 +198,8 @@ def test_the_baseline_is_always_among_the_entrants():
 def test_unknown_peers_and_workloads_are_refused_with_those_known():
     with pytest.raises(UsageError, match=r"unknown peer 'flush'; attention knows Transformer, SDPA flash"):
         Contest("attention", "cpu", 1, ("flush",))
-    with pytest.raises(UsageError, match=r"unknown workload '7B'; known are 830M"):
-        model_named("7B")
+    with pytest.raises(UsageError, match=r"unknown workload '7B'; choose from 830M"):
+        find_model("7B")
     with pytest.raises(UsageError, match="unknown dtype 'float8'"):
         _ = Workload(V1, 1, 1, 1, "float8").torch_dtype
 

@@ -289,7 +289,7 @@ def test_a_server_that_refuses_is_told_of(reference, candidate, serve):
 def test_a_server_gets_the_key_that_serve_asks_for(reference, candidate, serve, monkeypatch):
     url = serve(candidate, key="secret")
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    with pytest.raises(DiffQuantError, match="refuses with 401"):
+    with pytest.raises(DiffQuantError, match="returned error 401"):
         diffquant.fidelity(reference, url, **READING)
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     assert diffquant.fidelity(reference, url, **READING).candidate["model"] == "served"

@@ -49,7 +49,7 @@ def ending_logprobs(model, item):
 @pytest.mark.parametrize("batch_tokens", [1, 700], ids=["one", "many"])
 def test_kl_and_margins_are_those_of_each_ending_run_alone(wrapper, batch_tokens):
     model, other, tokenizer = tiny_lm.llama(), tiny_lm.llama(seed=1), tiny_lm.tokenizer()
-    reference = hellaswag.reference_of(TorchModel(model, tokenizer), ITEMS, 4096)
+    reference = hellaswag.compute_reference(TorchModel(model, tokenizer), ITEMS, 4096)
     outcome = hellaswag.evaluate_hellaswag(wrapper(other, tokenizer), ITEMS, batch_tokens, reference=reference)
     for number, item in enumerate(ITEMS):
         of_reference, of_other = ([*ending_logprobs(m, item)] for m in (model, other))
@@ -73,7 +73,7 @@ def test_a_margin_is_negative_where_acc_norm_calls_the_item_wrong():
 
 def test_a_model_has_no_kl_from_itself():
     model = TorchModel(tiny_lm.llama(), tiny_lm.tokenizer())
-    reference = hellaswag.reference_of(model, ITEMS)
+    reference = hellaswag.compute_reference(model, ITEMS)
     outcome = hellaswag.evaluate_hellaswag(model, ITEMS, reference=reference)
     assert outcome.details["kl_by_item"] == pytest.approx([0] * len(ITEMS), abs=1e-5)
 

@@ -152,6 +152,21 @@ def test_of_one_model_granularities_are_lines_of_one_panel(sweep):
     assert "attention logits" in report_html(alone)
 
 
+def test_panels_that_all_show_the_same_are_one(sweep):
+    baseline = {cell.point.model: cell.result for cell in sweep.cells if cell.point.is_baseline}
+    same = replace(sweep, cells=[replace(cell, result=baseline[cell.point.model]) for cell in sweep.cells])
+    for band in bands(same):
+        ((title, lines),) = band.lines.items()
+        assert title == "all targets: same values"
+        assert {line.model: [point.x for point in line.points] for line in lines} == {
+            "transformer": [8, 4, 3],
+            "diff": [8, 4, 3],
+        }
+    one_changed = [cell if cell.point.bits == 3 else equal for cell, equal in zip(sweep.cells, same.cells, strict=True)]
+    assert all(len(band.lines) == 2 for band in bands(replace(sweep, cells=one_changed)))
+    assert "all targets: same values" in report_html(same)
+
+
 def test_bars_are_the_paired_interval_of_the_difference_from_16_bits(sweep):
     eight, *_ = bands(sweep)[0].lines[PER_ROW][0].points
     change = paired_difference([int(i < 5) for i in range(10)], [int(i < 6) for i in range(10)])
@@ -211,7 +226,7 @@ def test_what_gained_much_is_not_said_to_have_changed_least():
         stored = {"seconds": 1.0, "stored": {"weights": 5, "kv_per_token": 1.0}}
         cells.append(Cell(point, "nll", TaskResult.from_dict({"metric": "nll", **counted, **losses, **stored}), None))
     (sentence,) = headline(SweepResult(cells, {}))
-    assert sentence.startswith("nll: least changed is transformer at logits 8:row")
+    assert sentence.startswith("nll: the smallest change has transformer at logits 8:row")
     assert "most is transformer at logits 4:row" in sentence
 
 

@@ -182,7 +182,7 @@ def test_the_folders_code_is_run_only_where_it_is_ours(vllm, packed):
 @in_one_test(("source", "kind"), [("phi4flash", "mamba"), ("motif3", "latent attention with experts")])
 def test_layers_that_the_plugin_has_none_of_are_refused_by_name(vllm, tmp_path, source, kind):
     model = write_checkpoint(tmp_path / "model", source)
-    with pytest.raises(UnknownModelTypeError, match=rf"does not serve.*{kind}.*diffquant generate"):
+    with pytest.raises(UnknownModelTypeError, match=rf"cannot serve.*{kind}.*diffquant generate"):
         plan_server(model, **ASKED)
     config = json.loads((model / "config.json").read_text())
     with pytest.raises(UnknownModelTypeError, match=kind):

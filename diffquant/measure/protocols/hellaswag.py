@@ -62,7 +62,7 @@ def evaluate_hellaswag(
     """Score every item zero-shot, without demonstrations.
 
     Args:
-        reference: states of another model, from `reference_of`.
+        reference: states of another model, from `compute_reference`.
 
     Returns:
         The choices by log-probability per character (acc_norm). In the details, an item's margin is the log-probability
@@ -104,7 +104,7 @@ def evaluate_hellaswag(
     )
 
 
-def reference_of(
+def compute_reference(
     model: LanguageModel,
     items: Sequence[HellaSwagItem],
     batch_tokens: int = BATCH_TOKENS,

@@ -122,7 +122,7 @@ class ExportedSubject:
 
     def measure(self, task: Task, recipe: Recipe | None, reference: States | None, progress: Progress) -> TaskResult:  # noqa: ARG002
         # Each sequence runs alone, so the task's batch size only bounds memory.
-        bounded = task.in_batches_of(self.runtime.batch_tokens)
+        bounded = task.with_batch_tokens(self.runtime.batch_tokens)
         result = run_timed(bounded, self._opened, reference, progress)
         # Times may change without the content: compare descriptions before reporting a change.
         touched = _folder_state(self.folder) != self.state
@@ -161,12 +161,12 @@ def check_no_precision_options(options: SweepOptions, recipe: Recipe | None = No
     """
     if recipe is not None or (options.dtype, options.attention, options.scales) != ("auto", "auto", ()):
         raise UsageError(
-            f"an exported model is measured as it is: leave out the recipe, {option_name('scales')}, "
+            f"an exported model has a fixed precision: leave out the recipe, {option_name('scales')}, "
             f"{option_name('dtype')} and {option_name('attention')}"
         )
 
 
-def exported_points(exported: Mapping[Path, ExportedModel], sources: Mapping[Path, Source]) -> list[Point]:
+def make_exported_points(exported: Mapping[Path, ExportedModel], sources: Mapping[Path, Source]) -> list[Point]:
     """Make one point per folder, compared with the checkpoint it was made from if the sweep has it."""
     if not exported:
         return []

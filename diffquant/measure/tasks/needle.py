@@ -13,7 +13,7 @@ from diffquant.errors import UsageError
 from diffquant.measure.cells import Cell
 from diffquant.measure.results import ITEMS, TaskResult
 from diffquant.measure.stats import standard_error
-from diffquant.measure.task import LIMIT, NEEDLE_LENGTHS, TEXT, Task, TaskOption, at_least_one
+from diffquant.measure.task import LIMIT, NEEDLE_LENGTHS, TEXT, Task, TaskOption, check_at_least_one
 from diffquant.measure.tasks import register
 from diffquant.reports.plots import literal, new_figure
 from diffquant.support.names import split_numbers
@@ -129,7 +129,7 @@ class Needle(Task):
         # A length that is given twice would count the same items twice.
         plan = NeedlePlan(needles, asked, tuple(dict.fromkeys(LENGTHS.of(values))))
         text = load_text(TEXT.of(values))
-        return cls(text=text, plan=plan, limit=at_least_one(LIMIT, values), batch_tokens=batch_tokens)
+        return cls(text=text, plan=plan, limit=check_at_least_one(LIMIT, values), batch_tokens=batch_tokens)
 
     @property
     def name(self) -> str:

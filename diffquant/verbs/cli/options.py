@@ -1,4 +1,4 @@
-"""Options of commands, made of verbs: a verb's signature gives its options, and its docstring their help."""
+"""Options generated from verbs: the signature defines the options, the docstring their help."""
 
 import inspect
 import re
@@ -17,16 +17,16 @@ from diffquant.measure.task import TaskOption
 from diffquant.measure.tasks import task_options
 from diffquant.support.names import option_name, use_option_names
 from diffquant.verbs.kinds import Kind, kind_of
-from diffquant.verbs.recipes import recipe_of_options
+from diffquant.verbs.recipes import recipe_from_options
 
 
 @cache
-def documentation(verb: Callable[..., Any]) -> tuple[str, str, dict[str, str]]:
-    """Split a verb's docstring, in Google's form with its examples as one indented paragraph.
+def split_docstring(verb: Callable[..., Any]) -> tuple[str, str, dict[str, str]]:
+    """Split a verb's docstring in Google style, where an indented paragraph contains the examples.
 
     Returns:
-        Its paragraphs, the command line that it shows, and its entries of parameters by name. Under python -OO there
-        are none, and the help is bare.
+        The paragraphs, the example command line, and the description of each parameter by name. Under python -OO there
+        are no docstrings, so all are empty.
     """
     body, _, rest = (inspect.getdoc(verb) or "").partition("\nArgs:\n")
     paragraphs = body.partition("\nRaises:\n")[0].strip().split("\n\n")
@@ -50,9 +50,9 @@ class Option:
 
     Attributes:
         name: name of the verb's parameter, or of a task's option.
-        kind: how it is read.
-        default: default on the command line; `inspect.Parameter.empty` where it has to be given.
-        help: sentence of the help.
+        kind: how the command line reads it.
+        default: default on the command line; `inspect.Parameter.empty` if it is required.
+        help: its sentence in the help.
     """
 
     name: str
@@ -62,20 +62,20 @@ class Option:
 
     @property
     def is_inverted(self) -> bool:
-        """Whether it is a flag for False, such as --no-cache."""
+        """Whether it is a flag that sets False, such as --no-cache."""
         return self.kind.type is bool and self.default is True
 
-    def parameter(self) -> inspect.Parameter:
-        """Return the parameter that typer makes an option or argument of."""
+    def to_parameter(self) -> inspect.Parameter:
+        """Return the parameter from which typer makes an option or argument."""
         read, default = self.kind.type, False if self.is_inverted else self.default
-        if self.kind.repeats:
+        if self.kind.is_repeatable:
             read, default = list[read], default or None  # type: ignore[valid-type]
         elif read is str and isinstance(default, int):
             default = str(default)
         read = read | None if default is None else read
         kind = self.kind
-        look: dict[str, Any] = {"metavar": kind.word, "help": self.help, "min": kind.least, "max": kind.most}
-        if kind.by_place:
+        look: dict[str, Any] = {"metavar": kind.placeholder, "help": self.help, "min": kind.least, "max": kind.most}
+        if kind.is_positional:
             info = typer.Argument(**look)
         else:
             with use_option_names():
@@ -84,60 +84,60 @@ class Option:
         annotation = Annotated[read, info]  # type: ignore[valid-type]
         return inspect.Parameter(self.name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
 
-    def value(self, read: Any) -> Any:
-        """Convert what typer read to the verb's value."""
-        if self.kind.repeats:
+    def convert(self, read: Any) -> Any:
+        """Convert a value that typer parsed to the verb's argument."""
+        if self.kind.is_repeatable:
             return tuple(read or ())
-        if self.kind.or_stdin and read == "-":
+        if self.kind.accepts_stdin and read == "-":
             try:
                 return sys.stdin.read()
             except UnicodeDecodeError as error:
-                raise UsageError(f"standard input is no text in UTF-8 ({error}); convert it first") from error
+                raise UsageError(f"standard input is not UTF-8 text ({error}); convert it first") from error
         return not read if self.is_inverted else read
 
 
 def former_names(verb: Callable[..., Any]) -> dict[str, str]:
-    """Names that options had, which still work, with the names they have now."""
-    return {option.kind.former: option.name for option in options_of(verb) if option.kind.former}
+    """Return the current name of each option's former name, which still works."""
+    return {option.kind.former_name: option.name for option in list_options(verb) if option.kind.former_name}
 
 
 @cache
-def options_of(verb: Callable[..., Any]) -> tuple[Option, ...]:
-    """Return the parameters of a verb that the command line can give, in their order."""
+def list_options(verb: Callable[..., Any]) -> tuple[Option, ...]:
+    """Return the command-line options of a verb, in order."""
     options: list[Option] = []
     for name, each in inspect.signature(verb).parameters.items():
         if each.kind is inspect.Parameter.VAR_KEYWORD:
             options += map(_task_option, task_options())
-        elif name == "recipe" and verb is not recipe_of_options:
-            options += options_of(recipe_of_options)
+        elif name == "recipe" and verb is not recipe_from_options:
+            options += list_options(recipe_from_options)
         elif given := kind_of(each.annotation):
             options.append(Option(name, given, each.default, _help(verb, name, given)))
     return tuple(options)
 
 
 def _task_option(option: TaskOption[object]) -> Option:
-    given = Kind(option.kind, _TASK_WORDS.get(option.kind), least=option.minimum, heading="Options of tasks")
+    given = Kind(option.kind, _TASK_WORDS.get(option.kind), least=option.minimum, heading="Task options")
     default = option.default if option.written is None else option.written
     return Option(option.name, given, default, _as_options(option.help, {other.name for other in task_options()}))
 
 
 def _help(verb: Callable[..., Any], name: str, kind: Kind) -> str:
-    """Return a parameter's help, made of its entry in the docstring."""
+    """Return a parameter's help, from its entry in the docstring."""
     text = re.sub(r" In Python .*?\.(?= |$)", "", _entry(verb, name)).removeprefix("False ")
     text = _as_options(text, inspect.signature(verb).parameters)
-    known = f": {', '.join(kind.known())}." if kind.known else "."
-    repeated = " May be repeated." if kind.repeats and not kind.by_place else ""
+    known = f": {', '.join(kind.list_values())}." if kind.list_values else "."
+    repeated = " May be repeated." if kind.is_repeatable and not kind.is_positional else ""
     return text[:1].upper() + text[1:].removesuffix(".") + known + repeated
 
 
 def _as_options(text: str, names: Container[str]) -> str:
-    """Replace `names` in a text by options; other words lose their backticks."""
+    """Replace parameters in backticks by their options; other words only lose the backticks."""
     with use_option_names():
         return re.sub(r"`(\w+)`", lambda word: option_name(word[1]) if word[1] in names else word[1], text)
 
 
 def _entry(verb: Callable[..., Any], name: str) -> str:
-    """Return a parameter's entry in a docstring, which may say which other verb takes it alike."""
-    text = documentation(verb)[2].get(name, "")
-    alike = re.match(r"as `(\w+)` takes (?:it|them)\.", text)
-    return _entry(getattr(verbs, alike[1]), name) if alike else text
+    """Return a parameter's docstring entry; "see `VERB`." refers to the same parameter of another verb."""
+    text = split_docstring(verb)[2].get(name, "")
+    reference = re.match(r"see `(\w+)`\.", text)
+    return _entry(getattr(verbs, reference[1]), name) if reference else text
