@@ -40,7 +40,7 @@ class Block:
     """Rows of one or more output tensors, and their rounding error.
 
     Attributes:
-        pieces: first row and the rows from there on, by output tensor.
+        pieces: for each output tensor, the number of the first row in this block, and the rows.
         error, total: sums of squares of the rounding error and of the source's values.
     """
 
