@@ -11,7 +11,7 @@ from diffquant.reports.plots import (
     Interval,
     Tips,
     draw_intervals,
-    literal,
+    escape_dollars,
     look,
     mark_tip,
     new_figure,
@@ -108,7 +108,7 @@ def _dots(panels: dict[str, list[BenchCell]], paths: list[str], label: str, valu
             axis.plot([low, high], [place, place], color=style["color"], linewidth=1.4)
             axis.plot([middle], [place], color=style["color"], marker=style["marker"], markersize=6)
             mark_tip(axis, tips, middle, place, f"{cell.path}: {middle:.4g} [{low:.4g}, {high:.4g}]")
-        axis.set_yticks(range(len(panel)), [literal(cell.path) for cell in panel], fontsize=8.5)
+        axis.set_yticks(range(len(panel)), [escape_dollars(cell.path) for cell in panel], fontsize=8.5)
         axis.set_ylim(len(panel) - 0.5, -0.5)
         axis.set_title(f"{title}, {_short(panel[0].length or 0)} tokens", fontsize=10)
         tidy(axis, "x")

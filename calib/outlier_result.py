@@ -11,8 +11,8 @@ from diffquant.reports.page import Charts, Drawing, Report, Section, facts
 from diffquant.reports.plots import (
     Tips,
     drawing,
+    escape_dollars,
     legend_entry,
-    literal,
     look,
     mark_tip,
     new_figure,
@@ -192,7 +192,7 @@ def plot_outliers(outliers: Outliers, path: Path) -> None:
     for row, kind in zip(panels, (LOGITS, HIDDEN), strict=True):
         for axis, model in zip(row, outliers.models, strict=True):
             draw_model(axis, model, kind)
-            axis.set_title(literal(model.name) if kind == LOGITS else "", fontsize=10)
+            axis.set_title(escape_dollars(model.name) if kind == LOGITS else "", fontsize=10)
             axis.set_xlabel("layer" if kind == HIDDEN else "")
         plain_log_scale(row[0])
         row[0].set_ylabel(TITLES[kind])

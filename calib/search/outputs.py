@@ -22,7 +22,17 @@ from diffquant.calib.search.result import (
 from diffquant.checkpoints.source import Source
 from diffquant.errors import OutputExistsError
 from diffquant.reports.page import Charts, Drawing, Report, Section
-from diffquant.reports.plots import Tips, as_svg, drawing, literal, look, mark_tip, new_figure, plain_log_scale, tidy
+from diffquant.reports.plots import (
+    Tips,
+    as_svg,
+    drawing,
+    escape_dollars,
+    look,
+    mark_tip,
+    new_figure,
+    plain_log_scale,
+    tidy,
+)
 from diffquant.reports.run import write_run
 from diffquant.reports.tables import Table, megabytes
 from diffquant.support.outputs import RunFiles, check_replaced, has_fields
@@ -242,7 +252,7 @@ def heat_figure(result: SearchResult) -> Any:
     axis.set_yticks(range(len(kinds)), [kind.removeprefix("self_attn.").removeprefix("mlp.") for kind in kinds])
     axis.set_xticks(range(layers), [str(n) if n % 5 == 0 or layers <= 12 else "" for n in range(layers)])
     axis.set_xlabel("layer")
-    axis.set_title(literal(f"{result.model}, {result.budget}: bits given to each tensor"), fontsize=11)
+    axis.set_title(escape_dollars(f"{result.model}, {result.budget}: bits given to each tensor"), fontsize=11)
     figure.colorbar(image, ax=axis, pad=0.01, label=f"KL at {format_width(narrowest)} alone, nats")
     return figure
 
@@ -280,7 +290,7 @@ def draw_pareto(results: Sequence[SearchResult], axis: Any, tips: Tips | None = 
         axis.plot([x for x, _, _ in points], [y for _, y, _ in points], markersize=7, label=family, **style)
         for x, y, name in points:
             mark_tip(axis, tips, x, y, f"{name}: {x:.4g} {unit}, KL {y:.3g}")
-            axis.annotate(literal(name), (x, y), (7, 4), textcoords="offset points", fontsize=7.5)
+            axis.annotate(escape_dollars(name), (x, y), (7, 4), textcoords="offset points", fontsize=7.5)
     kls = [candidate.kl for candidates in families.values() for candidate in candidates.values()]
     # A KL is 0 if weights need no rounding at a width; it has no logarithm.
     if min(kls) > 0:
@@ -291,7 +301,7 @@ def draw_pareto(results: Sequence[SearchResult], axis: Any, tips: Tips | None = 
         "checkpoint, MB" if is_stored else f"stored bits, mean over {', '.join(results[0].candidates[0].bits)}"
     )
     axis.set_ylabel("KL on held-out text, nats")
-    axis.set_title(literal(results[0].model), fontsize=11)
+    axis.set_title(escape_dollars(results[0].model), fontsize=11)
     axis.legend(frameon=False, fontsize=9)
     tidy(axis, "both")
 

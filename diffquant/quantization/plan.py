@@ -153,7 +153,14 @@ class QuantizationPlan:
         for (name, shape, scheme), alike in self._alike_tensors().items():
             size = sum(tensor.stored_bytes for tensor in alike)
             lines.append(
-                (name, str(len(alike)), str(list(shape)), str(scheme), f"{alike[0].stored_bits:.2f}", megabytes(size))
+                (
+                    name,
+                    str(len(alike)),
+                    str(list(shape)),
+                    str(scheme),
+                    f"{alike[0].stored_bits:.2f}",
+                    megabytes(size),
+                )
             )
         rows = align_columns(("tensor", "count", "shape", "scheme", "stored bits", "size"), lines)
         packed = f"; packed weights {self.packed_bits:.2f} stored bits each" if self.schemes else ""

@@ -112,7 +112,7 @@ def new_figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def literal(name: str) -> str:
+def escape_dollars(name: str) -> str:
     """Escape dollar signs, so that matplotlib does not render the text between them as math."""
     return name.replace("$", r"\$")
 
@@ -209,7 +209,7 @@ def draw_panels(
         for line in lines:
             style = look(schemes.index(line.scheme))
             style["color"] = look(models.index(line.model))["color"]
-            draw(axis, line, literal(f"{line.model}, {line.scheme}"), style)
+            draw(axis, line, escape_dollars(f"{line.model}, {line.scheme}"), style)
         finish(axis, lines)
         axis.set_title(title, fontsize=11)
         axis.legend(fontsize=8, frameon=False)

@@ -26,7 +26,7 @@ from diffquant.onnx.verification.errors import (
     stage_errors,
     stage_noise,
 )
-from diffquant.onnx.verification.passages import LONG_CONTEXT, FarCalls, beginnings, iterate_far_calls, reach
+from diffquant.onnx.verification.passages import LONG_CONTEXT, FarCalls, cut_beginnings, iterate_far_calls, reach
 from diffquant.onnx.verification.reference import Reference
 from diffquant.onnx.verification.report import (
     Measure,
@@ -93,7 +93,7 @@ class Comparison:
         self._spans_rows = not shares_prefixes(Recipe(logits=manifest.options.logits))
         # Whole passages with float32 matmuls verify the weights; the beginnings suffice for the rest, at a third of
         # the cost.
-        self._beginnings = passages if self._spans_rows else beginnings(passages)
+        self._beginnings = passages if self._spans_rows else cut_beginnings(passages)
         self._outputs = (EMBEDDED, *(LAYER_OUTPUT.format(layer=i) for i in range(reference.layers)), "logits")
         self._whole = self._logits(passages, rounds=False)
         self._expectations: dict[bool, tuple[list[Tensor], float, StageNoise]] = {}
