@@ -60,10 +60,6 @@ MARGIN = 4.0
 _WORK_OF_LONG_CONTEXT, _WORK_OF_NOISE = 3, 4
 
 
-class _RouteError(CheckpointError):
-    """ONNX Runtime cannot run one of the routes (ways to feed a sequence; see `routes`)."""
-
-
 class Comparison:
     """Compares a folder's sessions and routes with one reference."""
 
@@ -132,7 +128,7 @@ class Comparison:
                     of_session.append(route)
                     work = _WORK_OF_LONG_CONTEXT if route.name == LONG_CONTEXT else 1
                     self._advance(work, f"{session.name}, {route.name}")
-            except _RouteError as error:
+            except GraphError as error:
                 if session.is_folder and not of_session:
                     raise CheckpointError(f"ONNX Runtime cannot run {self._folder}: {error}") from error
                 if session.runs_body and not of_session:
@@ -255,7 +251,7 @@ class Comparison:
         try:
             yield
         except _RUNTIME_ERRORS as error:
-            raise _RouteError(f"{session.name}, {route}: does not run ({error})") from error
+            raise GraphError(f"{session.name}, {route}: does not run ({error})") from error
 
     def _reading_of(self, run: Run) -> Reading:
         return Reading(run.calls) if self._spans_rows and len(run.calls) > 1 else WHOLE
