@@ -47,7 +47,12 @@ def quantized_card(
     """
     name, model_type = plan.checkpoint.name, str(plan.checkpoint.config.get("model_type"))
     recipe = plan.recipe
-    operands = (("queries and keys", recipe.qk), ("softmax weights", recipe.p), ("values before P·V", recipe.pv))
+    operands = (
+        ("inputs of these layers", recipe.activations),
+        ("queries and keys", recipe.qk),
+        ("softmax weights", recipe.p),
+        ("values before P·V", recipe.pv),
+    )
     lines = [
         front_matter("transformers", _tags(plan, is_differential), plan.checkpoint.front_matter, "quantized"),
         f"# {markdown_text(name)}, quantized\n",
@@ -214,7 +219,9 @@ def write_descriptions(
         }
     elif plan.schemes:
         ignored = modules_to_ignore(plan.rules) if plan.rules else ()
-        config["quantization_config"] = quantization_config(plan.written_schemes, plan.written_linears, ignored)
+        config["quantization_config"] = quantization_config(
+            plan.written_schemes, plan.written_linears, ignored, plan.written_inputs
+        )
     write_atomically(folder / "config.json", json.dumps(config, indent=2) + "\n")
     write_atomically(folder / "recipe.yaml", plan.recipe.to_yaml())
     account = _account(plan, records, errors) | {"rounding": rounding} | ({"code": code} if code else {})

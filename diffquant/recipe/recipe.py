@@ -42,10 +42,13 @@ class Recipe:
         qk: scheme of the queries and keys that Q·Kᵀ is computed of (simulated).
         p: scheme of each map's softmax weights before they are divided by their row's sum (simulated).
         pv: scheme of the values that the weights are multiplied with, beside that of the cache (simulated).
+        activations: scheme of the inputs of Linears whose weights are quantized, rounded as they come, as
+            `diffquant.model.inputs` does.
         residual: number of newest tokens of the cache that stay 16-bit.
         overrides: schemes by name pattern (shell wildcards); the first match wins. A pattern names modules whose
             weight it is about, or where it ends in ".k", ".v", ".logits", ".qk", ".p" or ".pv" the cache,
-            logits or operands of a layer: "model.layers.3.self_attn.k".
+            logits or operands of a layer, "model.layers.3.self_attn.k", or where it ends in ".activations" modules
+            whose input it is about: "*.q_proj.activations".
         rounding: rule by which weights become codes and scales.
     """
 
@@ -56,6 +59,7 @@ class Recipe:
     qk: Scheme = FULL
     p: Scheme = FULL
     pv: Scheme = FULL
+    activations: Scheme = FULL
     residual: int = 0
     overrides: Mapping[str, Scheme] = field(default_factory=dict)
     rounding: RoundingSettings = NEAREST
@@ -90,6 +94,7 @@ class Recipe:
         qk: str | int = 16,
         p: str | int = 16,
         pv: str | int = 16,
+        activations: str | int = 16,
     ) -> "Recipe":
         """Return a recipe from scheme texts; `kv` serves whichever of `k` and `v` is not given.
 
@@ -97,6 +102,7 @@ class Recipe:
             rounding: a rounding's name, or a mapping as `RoundingSettings.parse` reads it.
         """
         schemes = {"weights": weights, "kv": kv, "k": k, "v": v, "logits": logits, "qk": qk, "p": p, "pv": pv}
+        schemes["activations"] = activations
         given = {name: text for name, text in schemes.items() if name not in ("k", "v") or text is not None}
         return cls.from_dict({**given, "residual": residual, "overrides": overrides, "rounding": rounding})
 
@@ -226,13 +232,17 @@ class Recipe:
     def weight_overrides(self) -> dict[str, Scheme]:
         return {pattern: scheme for pattern, scheme in self.overrides.items() if target_of(pattern) == "weights"}
 
+    def input_scheme(self, module: str) -> Scheme:
+        """Scheme of the input of a module whose weight is quantized, by its full name."""
+        return self._scheme_of("activations", f"{module}.activations")
+
     def at_layer(self, layer: int) -> "Recipe":
         """Return this recipe with the schemes of one layer's `LAYER_TARGETS`, overrides applied."""
-        of_layer = {target: self._scheme_at(target, layer) for target in LAYER_TARGETS}
+        of_layer = {target: self._scheme_of(target, layer_name(target, layer)) for target in LAYER_TARGETS}
         return replace(self, **of_layer, overrides=self.weight_overrides)  # type: ignore[arg-type]
 
     def schemes_of(self, target: str) -> set[Scheme]:
-        """Every scheme that some layer may have for one of `LAYER_TARGETS`."""
+        """Every scheme that some layer, or some module's input, may have for a target other than "weights"."""
         return {getattr(self, target)} | {s for pattern, s in self.overrides.items() if target_of(pattern) == target}
 
     @property
@@ -241,7 +251,7 @@ class Recipe:
         return {*(getattr(self, target) for target in TARGETS), *self.overrides.values()}
 
     def rounds(self, *targets: str) -> bool:
-        """Return whether some layer rounds one of these `LAYER_TARGETS`."""
+        """Return whether some layer rounds one of these targets other than "weights"."""
         return any(scheme.quantizes for target in targets for scheme in self.schemes_of(target))
 
     @property
@@ -269,20 +279,19 @@ class Recipe:
             UsageError: some match no layer; they are named.
         """
         names = [layer_name(target, layer) for target in LAYER_TARGETS for layer in layers[target]]
-        patterns = [pattern for pattern in self.overrides if target_of(pattern) != "weights"]
+        patterns = [pattern for pattern in self.overrides if target_of(pattern) in LAYER_TARGETS]
         unmatched = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
         if unmatched:
             raise UsageError(
                 f"overrides {', '.join(map(repr, unmatched))} match no layer; the model's are {names[0]} to {names[-1]}"
             )
 
-    def _scheme_at(self, target: str, layer: int) -> Scheme:
-        name = layer_name(target, layer)
+    def _scheme_of(self, target: str, name: str) -> Scheme:
         matches = (s for p, s in self.overrides.items() if target_of(p) == target and fnmatchcase(name, p))
         return next(matches, getattr(self, target))
 
     def with_weights_of(self, other: "Recipe") -> "Recipe":
-        """Return this recipe's cache and logits with the other's weights and their rounding."""
+        """Return this recipe's cache, logits and activations with the other's weights and their rounding."""
         own = {pattern: s for pattern, s in self.overrides.items() if target_of(pattern) != "weights"}
         return replace(self, weights=other.weights, overrides=own | other.weight_overrides, rounding=other.rounding)
 

@@ -109,7 +109,7 @@ class Scheme:
                 of so many bits, 16, or the name of another one.
             default: granularity where the text names none.
             target: what the scheme is for, where that is known: "weights", whose rows may be called "channel", or "k",
-                "v", "logits", "qk", "p" or "pv", whose rows may be called "token".
+                "v", "logits", "qk", "p", "pv" or "activations", whose rows may be called "token".
 
         Raises:
             UsageError: the text is no such form, or names the rows of another target.
@@ -117,6 +117,7 @@ class Scheme:
         if not isinstance(text, str) and type(text) is not int:
             raise UsageError(f"cannot read a scheme from a {type(text).__name__}: expected {_grammar(target)}")
         name, *rest = str(text).strip().lower().split(":") if len(str(text)) < _LONGEST else [""]
+        name = "e4m3" if name == "fp8" else name
         name = str(int(name)) if re.fullmatch("[0-9]{1,9}", name) else name
         if name not in FORMATS:
             raise UsageError(_unknown_format(name, str(text), target))
@@ -202,7 +203,7 @@ def _unknown_format(name: str, text: str, target: str) -> str:
 
 def _meaning_of(name: str) -> str:
     """Translate another library's name of a scheme, as the start of a sentence; "" for an unknown name."""
-    if name in ("fp8", "float8", "f8"):
+    if name in ("float8", "f8"):
         return "8-bit floats are e4m3 here; "
     if name in ("gptq", "awq", "autoround", "hqq"):
         return f"it is a way to round and no format: {option_name('effort', 'balanced')} reads a text as GPTQ does; "

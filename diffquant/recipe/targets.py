@@ -8,19 +8,21 @@ from diffquant.recipe.scheme import Scheme
 
 LAYER_TARGETS = ("k", "v", "logits", "qk", "p", "pv")
 # Those that a recipe's plain form leaves out where they stay at 16 bits: cells and folders of before have one form.
-UNSAID = ("qk", "p", "pv")
-TARGETS = ("weights", *LAYER_TARGETS)
+UNSAID = ("qk", "p", "pv", "activations")
+TARGETS = ("weights", *LAYER_TARGETS, "activations")
 # Those that can be calibrated, and that a search chooses the widths of.
 CALIBRATED_TARGETS = ("k", "v", "logits")
 # Groups of 128 are the custom, but do not divide every width in use (576 in SmolLM2-135M); 32 do, and
 # gain more at 4 bits than their half bit of scales costs.
-DEFAULT_GRANULARITY = {**dict.fromkeys(LAYER_TARGETS, "row"), "weights": "g32", "pv": "column"}
+DEFAULT_GRANULARITY = {**dict.fromkeys(LAYER_TARGETS, "row"), "weights": "g32", "pv": "column", "activations": "row"}
+# Formats that compressed-tensors has for activations, rounded as `diffquant.model.inputs` rounds them.
+_OF_ACTIVATIONS = (*map(str, range(2, 9)), "e4m3", "nvfp4")
 
 
 def target_of(pattern: str) -> str:
-    """Return the target of an override: one of `LAYER_TARGETS` where its last part says so, else "weights"."""
+    """Return the target of an override: the one that its last part names, else "weights"."""
     last = pattern.rsplit(".", 1)[-1]
-    return last if last in LAYER_TARGETS else "weights"
+    return last if last in TARGETS else "weights"
 
 
 def layer_name(target: str, layer: int) -> str:
@@ -59,5 +61,7 @@ def refusal(target: str, scheme: Scheme, what: str | None = None) -> str | None:
             f"{what}: {scheme.format.name} chooses scales by the errors they leave, and logits are rounded by their "
             f"largest magnitudes; use nvfp4"
         )
+    if target == "activations" and scheme.quantizes and scheme.format.name not in _OF_ACTIVATIONS:
+        return f"{what}: engines round activations to {', '.join(_OF_ACTIVATIONS)}, not to {scheme.format.name}"
     reasons = [reason for each in scheme.transforms if (reason := each.refusal(target))]
     return f"{what}: {reasons[0]}" if reasons else None

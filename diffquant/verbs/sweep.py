@@ -63,7 +63,8 @@ def sweep(
         output: folder for cells, table, plot and report.
         tasks: tasks, separated by commas.
         bits: bit widths, 2 to 8; 16 is always measured, and floats such as e4m3 by a recipe.
-        targets: what to quantize, each alone: logits, qk, p, pv, weights, kv, k, v.
+        targets: what to quantize, each alone: logits, qk, p, pv, weights, kv, k, v, or activations of
+            a checkpoint with packed weights.
         granularities: what shares one scale, such as row,tensor,row:shift; each applies to the targets that have it.
         recipes: YAML file of a recipe to measure as well.
         scales: ranges that diffquant calibrate wrote for one of the models, for static schemes.

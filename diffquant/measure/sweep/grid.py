@@ -29,6 +29,7 @@ TARGETS = {
     "qk": ("qk",),
     "p": ("p",),
     "pv": ("pv",),
+    "activations": ("activations",),
 }
 
 TITLES = {

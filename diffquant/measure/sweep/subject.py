@@ -139,7 +139,7 @@ class CheckpointSubject:
         result = task.run(TorchModel(model, self.source.tokenizer), reference, progress)
         seconds = round(time.monotonic() - started, 2)
         measured = self.source.recipe if recipe is None else recipe
-        if measured.rounds("logits", "qk", "p", "pv"):
+        if measured.rounds("logits", "qk", "p", "pv", "activations"):
             model.require_fired()
         weights = weights_of(measured)
         if weights not in self._weight_bytes:

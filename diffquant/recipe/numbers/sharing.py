@@ -1,10 +1,10 @@
 """Granularities: the numbers that share one scale, and the shapes and targets that follow. No torch.
 
-A "row" is an output channel of a weight, a token of a cache or a query of logits, a "group" `size` neighbours along the
-contracted axis (tokens of a channel, of values that weights multiply), a "column" a channel over `size` tokens (or
-all), a "block" a `size` x `size` tile of a weight or of logits, or `size` tokens of queries, of keys and of values, a
-"warp" 32 queries and 64 keys, a "thread" every eighth of those queries and two in eight of those keys, as
-SageAttention's kernels hold them, a "map" one map of a layer's logits over all heads, a "pair" both maps of a head,
+A "row" is an output channel of a weight, a token of a cache or of activations, or a query of logits, a "group" `size`
+neighbours along the contracted axis (tokens of a channel, of values that weights multiply), a "column" a channel over
+`size` tokens (or all), a "block" a `size` x `size` tile of a weight or of logits, or `size` tokens of queries, of keys
+and of values, a "warp" 32 queries and 64 keys, a "thread" every eighth of those queries and two in eight of those keys,
+as SageAttention's kernels hold them, a "map" one map of a layer's logits over all heads, a "pair" both maps of a head,
 and "static" a calibrated scale of a channel of the cache or of a head of the logits.
 """
 
@@ -26,8 +26,8 @@ _TARGETS = {
     "map": ("logits",),
     "head": ("logits", "qk", "pv"),
     "pair": ("logits",),
-    "row": ("weights", "k", "v", "logits", "qk", "p", "pv"),
-    "group": ("weights", "k", "v", "logits", "qk", "p", "pv"),
+    "row": ("weights", "k", "v", "logits", "qk", "p", "pv", "activations"),
+    "group": ("weights", "k", "v", "logits", "qk", "p", "pv", "activations"),
     "column": ("k", "pv"),
     "block": ("weights", "logits", "qk", "pv"),
     "warp": ("qk",),
@@ -40,7 +40,7 @@ _AXES: "dict[str, Axes]" = {"head": (-2, -1), "row": -1, "group": -1, "column": 
 _LEADING = {"tensor": (1, 2), "map": (1, 2), "head": (2,), "pair": (2,)}
 _LETTERS = {"group": "g", "column": "c", "block": "b"}
 # Other names of "row", by the targets whose rows they are.
-_ROWS = {"channel": ("weights",), "token": ("k", "v", "logits", "qk", "p", "pv")}
+_ROWS = {"channel": ("weights",), "token": ("k", "v", "logits", "qk", "p", "pv", "activations")}
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,8 @@ class Sharing:
 
         Args:
             target: what it is for, where that is known: "weights", whose rows may be called "channel", or "k", "v",
-                "logits", "qk", "p" or "pv", whose rows may be called "token"; a "channel" of "pv" is a column.
+                "logits", "qk", "p", "pv" or "activations", whose rows may be called "token"; a "channel" of "pv" is a
+                column.
 
         Raises:
             UsageError: there is none of that name, or it names the rows of another target.
