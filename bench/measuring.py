@@ -6,7 +6,6 @@ Linux, a CUDA device's by torch's allocator.
 
 import ctypes
 import datetime
-import importlib.metadata
 import mmap
 import os
 import platform
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from diffquant.errors import UsageError
-from diffquant.support.installation import __version__, commit
+from diffquant.support.installation import __version__, commit, installed_version
 from diffquant.support.machine import cores
 
 # Least duration of a turn, which repeats a call, so that timer resolution and launch overhead do not matter.
@@ -200,7 +199,7 @@ def environment(*packages: str) -> dict[str, Any]:
         "load_average": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
         "versions": {"diffquant": __version__}
-        | {package: _installed_version(package) for package in (*_PACKAGES, *packages)},
+        | {package: installed_version(package) or None for package in (*_PACKAGES, *packages)},
     }
 
 
@@ -223,10 +222,3 @@ def _cpu_line(*heads: str) -> str:
     except OSError:
         return ""
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(heads)), "")
-
-
-def _installed_version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

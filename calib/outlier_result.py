@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from diffquant.reports.page import Charts, Drawing, Report, Section, facts
-from diffquant.reports.plots import Tips, drawing, key_of, literal, look, new_figure, plain_log_scale, tidy
+from diffquant.reports.plots import Tips, drawing, legend_entry, literal, look, new_figure, plain_log_scale, tidy
 from diffquant.reports.run import write_run
 from diffquant.reports.tables import Table
 from diffquant.support.files import read_stored_text
@@ -110,7 +110,7 @@ def outlier_report(outliers: Outliers, name: str, files: Sequence[str]) -> Repor
         name: name of the run.
         files: names of files in the same folder to link to.
     """
-    keys = [key_of(number, text) for number, text in enumerate(STATISTICS)]
+    keys = [legend_entry(number, text) for number, text in enumerate(STATISTICS)]
     sections = [
         Section(TITLES[kind].capitalize(), [Charts(_drawings(outliers, kind), keys)]) for kind in (LOGITS, HIDDEN)
     ]

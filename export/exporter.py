@@ -41,12 +41,12 @@ from diffquant.onnx.graph.streaming import Streamed, place, write
 from diffquant.onnx.manifest import write_manifest
 from diffquant.onnx.options import ExportOptions, check_runtime
 from diffquant.onnx.runtime.device import cuda_notes
-from diffquant.quantization.descriptions import note_left_out
+from diffquant.quantization.descriptions import describe_left_out
 from diffquant.quantization.engine_folder import remove_code_files
 from diffquant.quantization.foreign_code import leave_out_code
 from diffquant.recipe.scheme import Scheme
 from diffquant.recipe.targets import LAYER_TARGETS
-from diffquant.reports.tables import compared_size, megabytes, stored_bits
+from diffquant.reports.tables import compare_size, megabytes, stored_bits
 from diffquant.support.digests import FileDigests
 from diffquant.support.files import write_atomically
 from diffquant.support.installation import versions
@@ -83,7 +83,7 @@ class OnnxReport(Readable):
         """Return a few lines of text for the user."""
         calibration = f", {self.calibrated:.1f} s of them calibrating the cache" if self.calibrated else ""
         first = (
-            f"{self.destination}: {compared_size(self.bytes_after, self.bytes_before, self.weights)}, "
+            f"{self.destination}: {compare_size(self.bytes_after, self.bytes_before, self.weights)}, "
             f"in {self.seconds:.1f} s{calibration}, for ONNX Runtime {self.floor} and later"
         )
         return "\n".join([first, *(f"  {note}" for note in self.notes)])
@@ -186,8 +186,8 @@ def _cache_scales(source: Source, options: ExportOptions, ranges: Ranges | None)
     if options.kv_bits == 16:
         if ranges is not None:
             raise UsageError(
-                f"{option_name('scales')} are of a quantized KV cache: give {option_name('kv', 8)} or "
-                f"{option_name('kv', 4)} with them"
+                f"{option_name('scales')} apply only to a quantized KV cache: also give "
+                f"{option_name('kv', 8)} or {option_name('kv', 4)}"
             )
         return {}
     if ranges is None:
@@ -237,7 +237,7 @@ def _write_descriptions(plan: ExportPlan, streamed: Sequence[Streamed], folder: 
         write_atomically(folder / name, json.dumps(description, indent=2) + "\n")
     write_atomically(folder / "README.md", exported_card(plan))
     write_manifest(folder, plan.options, plan.floor, _source_record(checkpoint), _tensor_records(plan, streamed))
-    return note_left_out(left_out, folder)
+    return describe_left_out(left_out, folder)
 
 
 def _source_record(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -293,8 +293,8 @@ def _make_notes(plan: ExportPlan, streamed: Sequence[Streamed]) -> list[str]:
     if simulated:
         schemes = ", ".join(f"{target} {' or '.join(texts)}" for target, texts in simulated.items())
         notes.append(
-            f"the checkpoint's recipe ({schemes}) is simulated by DiffTransformer, and no part of the export; give "
-            f"{option_name('kv')} or {option_name('logits')} to have it"
+            f"the checkpoint's recipe ({schemes}) is not part of the export; give "
+            f"{option_name('kv')} or {option_name('logits')} to include it"
         )
     if inputs := rounded_inputs(plan.source):
         notes.append(
@@ -308,7 +308,7 @@ def _make_notes(plan: ExportPlan, streamed: Sequence[Streamed]) -> list[str]:
     if options.genai_device != "cpu":
         notes += cuda_notes(options.dtype, options.kv_bits, not options.logits.quantizes)
     if options.logits.quantizes:
-        notes.append(f"logits {options.logits} are rounded by the graph's body in standard ops, which holds whole maps")
+        notes.append(f"logits {options.logits} are rounded in standard ops, which store whole attention maps")
     return notes
 
 

@@ -105,7 +105,7 @@ class ExportOptions:
         if self.embed_bits not in (16, 8):
             yield f"no kernel gathers {self.embed_bits}-bit embeddings; {option_name('embed')} takes 16 or 8"
         if self.dtype not in DTYPES:
-            yield f"unknown dtype {self.dtype!r}; known are {', '.join(DTYPES)}"
+            yield f"unknown dtype {self.dtype!r}; choose from {', '.join(DTYPES)}"
         if self.accuracy_level not in (1, 4):
             yield f"accuracy level {self.accuracy_level} is not 1 (float32 activations) or 4 (int8 activations)"
         if not _OLDEST_OPSET <= self.opset <= NEWEST_OPSET:

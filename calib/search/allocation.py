@@ -85,7 +85,7 @@ class Budget:
                 )
         if all(total(group, by_size(group, widths)[-1]) < limit for group, limit in self.limits(units)):
             raise UsageError(
-                f"the budget of {self} holds everything at {format_width(widest)}, the widest width; there is nothing "
+                f"the budget of {self} allows everything at {format_width(widest)}, the widest width; there is nothing "
                 "to search"
             )
 
@@ -110,7 +110,7 @@ def require_scipy() -> None:
         import scipy.optimize  # noqa: F401
     except ImportError as error:
         raise MissingDependencyError(
-            f"the search needs scipy's integer programmes: {install_command('search')}"
+            f"the search needs scipy for integer programming: {install_command('search')}"
         ) from error
 
 

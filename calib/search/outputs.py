@@ -49,16 +49,16 @@ def candidates_table(result: SearchResult) -> Table:
 def verdict(result: SearchResult) -> str:
     """Return a sentence that compares the searched recipe's KL with that of uniform widths of the same size."""
     searched = result.candidates[0]
-    uniform = uniform_kl(result)
+    uniform = interpolate_uniform_kl(result)
     rival = "" if uniform is None else f"{uniform:.4g} of uniform widths that store as much (interpolated), "
     even = next(c for c in result.candidates if c.name == "spread evenly")
     return (
-        f"budget {result.budget}: KL {searched.kl:.4g} on text held out, against {rival}{even.kl:.4g} of the same "
+        f"budget {result.budget}: KL {searched.kl:.4g} on held-out text, against {rival}{even.kl:.4g} of the same "
         "widths spread evenly"
     )
 
 
-def uniform_kl(result: SearchResult) -> float | None:
+def interpolate_uniform_kl(result: SearchResult) -> float | None:
     """Interpolate the KL of uniform widths at the searched recipe's stored bits, linearly in log KL.
 
     Returns:
@@ -127,10 +127,10 @@ def _sections(result: SearchResult) -> list[Section]:
             f"Budget {result.budget}",
             [
                 candidates_table(result),
-                "KL is that of the next-token distributions from those of 16 bits, in nats, on text held out.",
+                "KL is from the 16-bit model's next-token distributions, in nats, on held-out text.",
                 Drawing(heat),
                 roles_table(result),
-                "KL of a kind: its units' costs added up, each rounded alone. Mbit: a million bits saved of 16.",
+                "KL of a kind: the sum over its units, each rounded separately. Mbit: a million bits saved.",
                 Fold(f"{len(units)} units, the costliest first", [Table(heads, units, names=2)]),
             ],
         )
@@ -169,7 +169,7 @@ def write_search(result: SearchResult, folder: Path) -> list[Path]:
     pareto, report = _SHARED
     texts = {recipe: result.recipe.to_yaml(), data: result.to_json()}
     pictures = {
-        picture: lambda path: heat_map(result, path),
+        picture: lambda path: save_heat_map(result, path),
         pareto: lambda path: plot_pareto(read_searches(folder), path),
     }
     return write_run(folder, texts, pictures, report, lambda *_: search_report(folder))
@@ -222,13 +222,13 @@ _SHARED = ("pareto.png", "search.html")
 _DARK, _LIGHT = "#111111", "#f5f5f5"
 
 
-def heat_map(result: SearchResult, path: Path) -> None:
+def save_heat_map(result: SearchResult, path: Path) -> None:
     """Save a heat map of each unit's KL at the narrowest width, by layer and kind, with its chosen bits in the cell."""
     heat_figure(result).savefig(path, dpi=160)
 
 
 def heat_figure(result: SearchResult) -> Any:
-    """Return the figure that `heat_map` saves."""
+    """Return the figure that `save_heat_map` saves."""
     from matplotlib.colors import LogNorm
 
     kinds = list(dict.fromkeys(m.kind for m in result.measurements))
@@ -306,7 +306,7 @@ def draw_pareto(axis: Any, results: Sequence[SearchResult], tips: Tips | None = 
     axis.set_xlabel(
         "checkpoint, MB" if is_stored else f"stored bits, mean over {', '.join(results[0].candidates[0].bits)}"
     )
-    axis.set_ylabel("KL on text held out, nats")
+    axis.set_ylabel("KL on held-out text, nats")
     axis.set_title(literal(results[0].model), fontsize=11)
     axis.legend(frameon=False, fontsize=9)
     tidy(axis, "both")

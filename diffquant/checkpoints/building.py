@@ -51,7 +51,7 @@ class MemoryCheckpoint(Checkpoint):
         """Write nothing: a loaded model has no tokenizer."""
 
 
-def memory_source(model: CausalModel) -> Source:
+def make_memory_source(model: CausalModel) -> Source:
     """Make a source of a loaded model.
 
     Raises:
@@ -157,7 +157,7 @@ def build_model(
 
 
 def has_packed_kernels(device: str, dtype: torch.dtype) -> bool:
-    """Whether a device has kernels that read packed weights in a dtype."""
+    """Return whether a device has kernels that read packed weights in a dtype."""
     return torch.device(device).type == "cuda" and dtype in HALF_TYPES
 
 
@@ -165,7 +165,7 @@ def check_places(source: Source, places: Places, dtype: torch.dtype) -> None:
     """Check that every parameter of a model has a place, without reading it.
 
     Raises:
-        UsageError: `Spread` raises it.
+        UsageError: see `Spread`.
     """
     Spread(_empty_model(source.architecture), places, dtype)
 

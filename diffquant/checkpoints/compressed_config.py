@@ -240,7 +240,7 @@ def _group_problems(group: Any, layout: object, rounds_inputs: bool) -> list[str
 
 
 def has_targets(group: Mapping[str, Any]) -> bool:
-    """Whether a config group names its modules."""
+    """Return whether a config group names its modules."""
     targets = group.get("targets")
     return isinstance(targets, list) and all(isinstance(target, str) for target in targets)
 
@@ -258,7 +258,7 @@ def _unknown_codes(weights: Mapping[str, Any], formats: list[NumberFormat]) -> l
 
 
 def is_square(structure: object) -> bool:
-    """Whether a block_structure has blocks as high as wide."""
+    """Return whether a block_structure has blocks as high as wide."""
     block = block_shape(structure)
     return block is not None and block[0] == block[1]
 

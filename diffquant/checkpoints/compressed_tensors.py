@@ -140,7 +140,7 @@ def packed_types(scheme: Scheme, dtype: torch.dtype) -> dict[str, torch.dtype]:
     return types | ({SHAPE: torch.int64} if scheme.format.stores_shape else {})
 
 
-def packed_modules(tensors: Mapping[str, TensorInfo | Tensor]) -> list[str]:
+def list_packed_modules(tensors: Mapping[str, TensorInfo | Tensor]) -> list[str]:
     """List modules whose weight is stored packed, or as 8-bit floats or integers with a scale."""
     return [
         name.removesuffix(suffix)

@@ -12,7 +12,7 @@ from diffquant.checkpoints.compressed_tensors import (
     INPUT_GLOBAL,
     SCALE,
     SHAPE,
-    packed_modules,
+    list_packed_modules,
     packed_shapes,
     packed_types,
 )
@@ -52,7 +52,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path is a .gguf file; a folder may have such a name, too."""
+    """Return whether a path is a .gguf file; a folder may have such a name, too."""
     return path.suffix.lower() == ".gguf" and not path.is_dir()
 
 
@@ -110,9 +110,9 @@ def check_tensors(checkpoint: Checkpoint, adapter: Adapter) -> dict[str, Scheme]
         raise CheckpointError(
             f"{checkpoint.path}: config.json has {layers} layers, but there are {len(checkpoint.tensors)} tensors"
         )
-    schemes = read_schemes(checkpoint.config, packed_modules(checkpoint.tensors))
+    schemes = read_schemes(checkpoint.config, list_packed_modules(checkpoint.tensors))
     parameters = adapter.source_parameters
-    surplus = surplus_tensors(checkpoint, adapter)
+    surplus = find_surplus_tensors(checkpoint, adapter)
     problems = _differences(stored_shapes(parameters, schemes), checkpoint, schemes, surplus)
     if not problems:
         problems = _other_shapes(checkpoint, parameters, schemes) + _other_head(checkpoint, adapter)
@@ -136,7 +136,7 @@ def stored_shapes(parameters: Parameters, schemes: dict[str, Scheme]) -> dict[st
     return shapes
 
 
-def surplus_tensors(checkpoint: Checkpoint, adapter: Adapter) -> frozenset[str]:
+def find_surplus_tensors(checkpoint: Checkpoint, adapter: Adapter) -> frozenset[str]:
     """List the tensors that the model does not need and whose absence changes nothing.
 
     Older writers stored buffers, tied heads, and a bias of zeros for each packed matrix of a model without biases.
@@ -158,7 +158,7 @@ def surplus_tensors(checkpoint: Checkpoint, adapter: Adapter) -> frozenset[str]:
 
 
 def _adds_nothing(checkpoint: Checkpoint, name: str, info: TensorInfo, needed: Parameters) -> bool:
-    """Whether a bias is a causal mask, as in GPT-2, or holds a zero for each row of a matrix of the model."""
+    """Return whether a bias is a causal mask, as in GPT-2, or holds a zero for each row of a matrix of the model."""
     if len(info.shape) == 4:
         return not info.dtype.is_floating_point
     weight = needed.get(f"{name.removesuffix('.bias')}.weight")
@@ -210,7 +210,7 @@ def _other_shapes(checkpoint: Checkpoint, parameters: Parameters, schemes: dict[
         if module in schemes and schemes[module].format.stores_shape:
             stored, expected = checkpoint.read(module + SHAPE).tolist(), list(parameter.shape)
             if stored != expected:
-                problems.append(f"{module} states {stored}, not {expected}")
+                problems.append(f"{module + SHAPE} is {stored}, not {expected}")
     return _problem("wrong packed shape: ", problems)
 
 
@@ -226,7 +226,7 @@ def _other_head(checkpoint: Checkpoint, adapter: Adapter) -> list[str]:
     ):
         return []
     return [
-        f"tie_word_embeddings is true, and {_HEAD} is not {embedding}: set it to false for the model with this head, "
+        f"tie_word_embeddings is true, but {_HEAD} differs from {embedding}: set it to false to use this head, "
         "or remove the tensor"
     ]
 

@@ -54,7 +54,7 @@ class Job:
     """The conversion of one source tensor into its output tensors, any rows at a time.
 
     Attributes:
-        name: name of the source tensor, or of the output where there is none.
+        name: name of the source tensor, or of the output if there is no source tensor.
         rows, width: number of rows to go through, and of source elements in each.
         outputs: tensors to write.
         make: function from the first and last (exclusive) row to their block.

@@ -128,7 +128,7 @@ def lock_output(destination: Path) -> Iterator[None]:
 
 
 def has_leftovers(destination: Path) -> bool:
-    """Whether a run that died after placing its output, or before starting, left a journal or a lock."""
+    """Return whether a run that died after placing its output, or before starting, left a journal or a lock."""
     return not partial_folder(destination).exists() and any(
         hidden_sibling(destination, what).exists() for what in ("journal", "lock")
     )
@@ -147,6 +147,6 @@ def partial_folder(destination: Path) -> Path:
 
 
 def hidden_sibling(destination: Path, what: str) -> Path:
-    """Return the path of a run's file or folder beside a destination: .DESTINATION.diffquant-WHAT."""
+    """Return the path of a run's hidden file or folder next to a destination: .DESTINATION.diffquant-WHAT."""
     place = Path(os.path.abspath(destination))
     return place.with_name(f".{place.name}.diffquant-{what}")

@@ -231,8 +231,8 @@ class CausalModel(PreTrainedModel, GenerationMixin):
         recipe = wanted.with_weights_of(self.recipe)
         if wanted != recipe and (wanted.weights.quantizes or wanted.weight_overrides):
             raise UsageError(
-                "the recipe's weights are not those that this model was loaded with, and a loaded model's are not "
-                "rounded again: load the checkpoint with this recipe, or leave out its weights"
+                "the recipe's weight schemes differ from those with which this model was loaded, and loaded weights "
+                "cannot be quantized again: load the checkpoint with this recipe, or leave out its weights"
             )
         self.model.architecture.check_recipe(recipe)
         layers_of = self.model.architecture.target_layers
@@ -240,8 +240,8 @@ class CausalModel(PreTrainedModel, GenerationMixin):
         lacking = [t for t in LAYER_TARGETS if recipe.is_static(t) and first[t] not in self.model.ranges]
         if lacking:
             raise UsageError(
-                f"static {', '.join(lacking)} need calibrated ranges: pass {option_name('scales')} with what "
-                "calibrate wrote"
+                f"static {', '.join(lacking)} need calibrated ranges: pass {option_name('scales')} with a "
+                "file from diffquant calibrate"
             )
         for rounding in self.input_roundings.values():
             rounding.remove()

@@ -239,7 +239,7 @@ class Decoder(PreTrainedModel):
         return self.recipe.rounds("k", "v")
 
     def needs_own_cache(self, implementation: str | None) -> bool:  # noqa: ARG002  some models look at it
-        """Whether `generate` must use `new_cache`.
+        """Return whether `generate` must use `new_cache`.
 
         Args:
             implementation: the caller's `cache_implementation`, if any.
@@ -263,5 +263,5 @@ class Decoder(PreTrainedModel):
 def _refuse_gradients(_: Tensor) -> None:
     raise UsageError(
         "rounded caches and operands of attention have no gradients: train at 16 bits, after "
-        "model.apply_recipe(diffquant.Recipe()), and quantize what is trained"
+        "model.apply_recipe(diffquant.Recipe()), and quantize the trained model"
     )

@@ -49,8 +49,8 @@ def require_served(config: Mapping[str, Any], adapter: Adapter) -> None:
     if not isinstance(adapter.architecture, TransformerArchitecture):
         kinds = ", ".join(dict.fromkeys(adapter.architecture.layer_kinds))
         raise UnknownModelTypeError(
-            f"vLLM does not serve this {config['model_type']}: the plugin has no layers of {kinds}; `diffquant "
-            "generate` runs it"
+            f"vLLM cannot serve this {config['model_type']}: the plugin does not support layers of {kinds}; use "
+            "`diffquant generate`"
         )
 
 
@@ -122,7 +122,7 @@ def remove_code_files(folder: Path) -> list[str]:
     return [file.name for file in files if file.name != MODELLING_FILE]
 
 
-def beyond_weights(diffquant_config: Mapping[str, Any] | None) -> str:
+def describe_ignored_schemes(diffquant_config: Mapping[str, Any] | None) -> str:
     """Return the recipe's schemes of cache, logits and operands, which other engines ignore, or ""."""
     recipe = (diffquant_config or {}).get("recipe", {})
     asked = {name: recipe[name] for name in ("k", "v", "logits", "qk", "p", "pv") if recipe.get(name, "16") != "16"}

@@ -147,7 +147,7 @@ class WeightInspection(Readable):
 
     def __str__(self) -> str:
         head = (
-            f"{one_line(self.path)} (model_type {self.model_type!r}) is of no kind that is run; {self.tensors} tensors"
+            f"{one_line(self.path)} (model_type {self.model_type!r}) cannot be run by diffquant; {self.tensors} tensors"
         )
         if self.packed:
             return f"{head}, {self.packed} weights are packed\n{_size_line('as it is', self.sizes, self.packed_bits)}"

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from diffquant.checkpoints.building import Rewrite, build_model, keep_unchanged, memory_source
+from diffquant.checkpoints.building import Rewrite, build_model, keep_unchanged, make_memory_source
 from diffquant.checkpoints.places import DeviceMap, Places
 from diffquant.checkpoints.ranges import read_ranges
 from diffquant.checkpoints.source import Source, open_source
@@ -15,9 +15,9 @@ from diffquant.model.causal import CausalModel
 from diffquant.quantization.checks import check_activations, checked_schemes
 from diffquant.quantization.magnitudes import Magnitudes
 from diffquant.quantization.plan import plan_quantization
-from diffquant.quantization.rounded_weight import as_stored
+from diffquant.quantization.rounded_weight import quantize_as_stored
 from diffquant.quantization.roundings import rounding_named
-from diffquant.quantization.targets import targets_of, unpacked_dtypes
+from diffquant.quantization.targets import find_targets, unpacked_dtypes
 from diffquant.recipe import Recipe, RecipeLike
 from diffquant.recipe.scheme import Scheme
 from diffquant.support.devices import as_dtype, resolve_device
@@ -102,7 +102,7 @@ def load(
 
 def _quantized_linears(source: Source, packed: Collection[str]) -> dict[str, str]:
     """Return the Linears whose inputs a recipe may round: the model's name -> the checkpoint's."""
-    adapter, targets = source.adapter, targets_of(source)
+    adapter, targets = source.adapter, find_targets(source)
     names = {name.removesuffix(".weight"): adapter.source_name(name) for name in source.architecture.parameters}
     stored = {name: of_weight.removesuffix(".weight") for name, of_weight in names.items()}
     return {name: module for name, module in stored.items() if module in packed and targets.rounds_input(module)}
@@ -130,15 +130,15 @@ def quantize_model(model: CausalModel, recipe: RecipeLike) -> CausalModel:
 
     Raises:
         UsageError: the model's weights are quantized already, or the rounding reads calibration data.
-        DiffQuantError: `quantize` raises it.
+        DiffQuantError: see `quantize`.
     """
     wanted = Recipe.parse(recipe)
     if rounding_named(wanted.rounding.name).needs_text:
         raise UsageError(
-            f"{wanted.rounding.name} reads a text, and a model in memory has no tokenizer: quantize the folder that "
+            f"{wanted.rounding.name} needs a tokenizer, and a model in memory has none: quantize the folder that "
             "save_pretrained writes, with its tokenizer"
         )
-    source = memory_source(model)
+    source = make_memory_source(model)
     return load(source, plan_quantization(source, wanted).recipe, model.dtype, str(model.device))
 
 
@@ -153,7 +153,7 @@ def _rewrite_as_stored(source: Source, schemes: Mapping[str, Scheme], recipe: Re
         if scheme is None:
             return data.to(unpacked.get(name, dtype))
         # codes * scale is rounded once, to the dtype that the model runs in, as when packed weights are dequantized.
-        return as_stored(rounder, name, data.float(), scheme, scheme.format.scale_dtype(dtype), magnitudes)
+        return quantize_as_stored(rounder, name, data.float(), scheme, scheme.format.scale_dtype(dtype), magnitudes)
 
     return round_weight
 
@@ -185,7 +185,7 @@ def recipe_of_run(source: Source, recipe: Recipe | None) -> tuple[Recipe, dict[s
         return recipe, checked_schemes(source, recipe)
     if recipe.weights.quantizes or recipe.weight_overrides:
         raise UsageError(
-            f"{source.path} holds quantized weights already; give a recipe without weights, or its 16-bit original"
+            f"{source.path} has quantized weights already; give a recipe without weights, or its 16-bit original"
         )
     source.architecture.check_recipe(recipe)
     check_activations(source, recipe, source.packed)

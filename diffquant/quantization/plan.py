@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from diffquant.checkpoints.compressed_tensors import INPUT_GLOBAL
-from diffquant.checkpoints.opening import surplus_tensors
+from diffquant.checkpoints.opening import find_surplus_tensors
 from diffquant.checkpoints.reader import Checkpoint, TensorInfo, merge_stored, read_stored_dtype
 from diffquant.checkpoints.source import Source
 from diffquant.checkpoints.weight_source import WeightRules, WeightSource
@@ -20,16 +20,16 @@ from diffquant.quantization.targets import (
     EMBEDDING,
     MakersExperts,
     Part,
-    experts_apart,
-    makers_experts,
-    targets_of,
+    as_makers_experts,
+    find_targets,
+    split_experts,
     unpacked_dtypes,
     whole,
 )
 from diffquant.recipe import Recipe
 from diffquant.recipe.numbers.formats.integer import BYTES
 from diffquant.recipe.scheme import FULL, Scheme
-from diffquant.reports.tables import align_columns, compared_size, megabytes, stored_bits
+from diffquant.reports.tables import align_columns, compare_size, megabytes, stored_bits
 from diffquant.support.names import first_few, option_name
 
 # (module, shape of its weight) -> the modules that it is packed as.
@@ -154,7 +154,7 @@ class QuantizationPlan:
     @property
     def size(self) -> str:
         """Text with the size of all tensors, compared with the source's."""
-        return compared_size(self.bytes_after, self.bytes_before, self.weights)
+        return compare_size(self.bytes_after, self.bytes_before, self.weights)
 
     def table(self) -> str:
         """Return a table of the tensors, with one line for equal tensors of all layers, and the total size."""
@@ -189,7 +189,7 @@ def plan_quantization(
         CheckpointError: tensors have a dtype that cannot be quantized, the checkpoint is quantized already, or the
             rules match no weight in it.
         GroupSizeError: a group size does not divide the width of some tensors.
-        UsageError: `checked_schemes` raises it.
+        UsageError: see `checked_schemes`.
     """
     _refuse_quantized(source)
     notes: tuple[str, ...] = ()
@@ -198,7 +198,7 @@ def plan_quantization(
     schemes = checked_schemes(source, recipe)
     if schemes and (again := source.checkpoint.rounded_again):
         notes = (*notes, again)
-    targets = targets_of(source)
+    targets = find_targets(source)
     packed = {name: schemes[module] for module, name in targets.weights.items() if module in schemes}
     inputs = {
         targets.weights[module]: recipe.input_scheme(module) for module in schemes if targets.rounds_input(module)
@@ -206,7 +206,7 @@ def plan_quantization(
     # A recipe without low-bit weights copies all weights.
     unpacked = unpacked_dtypes(source, dtype) if packed or dtype else {}
     parted = _choose_parts(source, packed)
-    surplus = surplus_tensors(source.checkpoint, source.adapter) if isinstance(source, Source) else ()
+    surplus = find_surplus_tensors(source.checkpoint, source.adapter) if isinstance(source, Source) else ()
     tensors = tuple(
         _plan(
             name,
@@ -233,9 +233,9 @@ def _choose_parts(source: Source | WeightSource, packed: Mapping[str, Scheme]) -
     if isinstance(source, Source) and source.architecture.makers_pack_experts:
         shapes = source.checkpoint.tensors
         if all(scheme.format.name == "nvfp4" and len(shapes[name].shape) > 2 for name, scheme in packed.items()):
-            return makers_experts
+            return as_makers_experts
     # diffquant's models read stacked experts as stored.
-    return whole if is_read(source.checkpoint.config) else experts_apart
+    return whole if is_read(source.checkpoint.config) else split_experts
 
 
 def _misread_experts(plan: QuantizationPlan) -> list[str]:
@@ -248,8 +248,8 @@ def _misread_experts(plan: QuantizationPlan) -> list[str]:
     if not formats:
         return []
     return [
-        f"transformers (5.24) leaves out the tensor scale of experts in {' and '.join(sorted(formats))}, and has them "
-        f"hundreds of times too large: give them another format for it, such as {option_name('weights', 'mxfp4')}"
+        f"transformers (5.24) ignores the tensor scale of experts in {' and '.join(sorted(formats))}, so its weights "
+        f"are hundreds of times too large: use another format for it, such as {option_name('weights', 'mxfp4')}"
     ]
 
 
@@ -268,7 +268,7 @@ def _linears(source: Source | WeightSource) -> tuple[str, ...]:
     if isinstance(source, WeightSource):
         modules = source.matrices()
     else:
-        modules = [module for module, name in targets_of(source).weights.items() if name != module]
+        modules = [module for module, name in find_targets(source).weights.items() if name != module]
     # A tied head has no weight in the checkpoint, but it is still a module of the loaded model.
     return tuple(name for name in dict.fromkeys([*modules, "lm_head"]) if name != EMBEDDING)
 
@@ -279,8 +279,8 @@ def _check_names(tensors: Sequence[PlannedTensor]) -> None:
     twice = [name for name, count in counts.items() if count > 1]
     if twice:
         raise CheckpointError(
-            f"{first_few(twice, ', ')} would be written twice: the source has tensors of that name beside the packed "
-            "ones; keep those at 16 bits"
+            f"{first_few(twice, ', ')} would be written twice: the source already has tensors with these names; "
+            "keep those weights at 16 bits"
         )
 
 

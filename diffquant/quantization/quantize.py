@@ -23,7 +23,7 @@ from diffquant.quantization.rounded_weight import RoundedWeight
 from diffquant.quantization.roundings import Rounder, rounding_named
 from diffquant.recipe import Recipe, RecipeLike
 from diffquant.recipe.scheme import Scheme
-from diffquant.reports.tables import compared_size
+from diffquant.reports.tables import compare_size
 from diffquant.support.devices import as_dtype
 from diffquant.support.installation import versions
 from diffquant.support.progress import Progress, progress_for
@@ -76,9 +76,9 @@ class Quantization(Readable):
     def summary(self, worst: int = 3) -> str:
         """Return a summary of a few lines, with the `worst` weights of largest error."""
         lines = [
-            f"{one_line(str(self.destination))}: {compared_size(self.bytes_after, self.bytes_before, self.weights)}, "
+            f"{one_line(str(self.destination))}: {compare_size(self.bytes_after, self.bytes_before, self.weights)}, "
             f"in {self.seconds:.1f} s"
-            + (f", {self.resumed} shards taken over from an interrupted run" if self.resumed else "")
+            + (f", {self.resumed} shards reused from an interrupted run" if self.resumed else "")
         ]
         if self.errors:
             mean = sum(e.error for e in self.errors) / len(self.errors)
@@ -97,7 +97,7 @@ def quantize(
     *,
     dtype: torch.dtype | str | None = None,
     overwrite: bool = False,
-    planned: Callable[[QuantizationPlan], None] | None = None,
+    on_plan: Callable[[QuantizationPlan], None] | None = None,
     progress: Progress | None = None,
 ) -> Quantization:
     """Write a quantized copy of a checkpoint.
@@ -111,7 +111,7 @@ def quantize(
         dtype: dtype in which unpacked matrices are stored; by default the checkpoint's, or bfloat16 if that is float32.
             It does not change the dtype that the model runs in.
         overwrite: replace an existing checkpoint there, after the new one is complete.
-        planned: function called with the plan before anything is written; an exception in it ends the run.
+        on_plan: function called with the plan before anything is written; an exception in it ends the run.
         progress: function called with layers while a rounding reads calibration data, then with output bytes; by
             default a line on a terminal, one per minute in a log.
 
@@ -128,8 +128,8 @@ def quantize(
     if isinstance(opened, Source):
         opened.check_special_tokens()
     plan = plan_quantization(opened, recipe, as_dtype(dtype))
-    if planned is not None:
-        planned(plan)
+    if on_plan is not None:
+        on_plan(plan)
     rounder = rounding_named(recipe.rounding.name).prepare(opened, plan.schemes, recipe.rounding, progress)
     rounded = {"name": recipe.rounding.name, **rounder.identity}
     key = {
@@ -216,7 +216,7 @@ def _sum_of_squares(values: Tensor) -> float:
 
 
 def _shards(plan: QuantizationPlan, rounder: Rounder) -> list[Shard]:
-    """Output files, divided as the source's are, with each tensor in its place."""
+    """Return the output files: each tensor stays in the file that it has in the source."""
     magnitudes = Magnitudes(plan.checkpoint, plan.schemes)
     jobs: dict[str, list[Job]] = {file.name: [] for file in plan.checkpoint.weight_files()}
     for tensor in plan.tensors:

@@ -1,4 +1,4 @@
-"""Recipes by name, and the operands of attention as published kernels round them."""
+"""Named recipes, and the settings that reproduce how published kernels round attention's operands."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -82,7 +82,7 @@ class Report:
         headline: sentences that summarize the run.
         date: date of the run, "" if none was recorded.
         sections: sections, the most important first.
-        files: names of the files beside the page that hold the run's numbers and pictures.
+        files: names of files in the same folder with the run's numbers and pictures.
     """
 
     kind: str

@@ -43,7 +43,7 @@ def look(number: int) -> Look:
     return {name: values[number % len(values)] for name, values in looks.items()}
 
 
-def key_of(number: int, text: str) -> Key:
+def legend_entry(number: int, text: str) -> Key:
     """Return the legend entry of a series by its number."""
     style = look(number)
     colour = "currentColor" if style["color"] == "#000000" else style["color"]

@@ -19,9 +19,9 @@ from diffquant.errors import CheckpointError, UnknownModelTypeError, UsageError
 from diffquant.model.adapters import Adapter, adapter_for
 from diffquant.model.architecture import TransformerArchitecture
 from diffquant.quantization.engine_folder import (
-    beyond_weights,
     carries_modelling_file,
     config_for_engines,
+    describe_ignored_schemes,
     require_angles,
     require_served,
 )
@@ -124,6 +124,7 @@ def plan_server(
     """Plan how to serve a folder, without starting anything.
 
     Args:
+        context: most tokens of prompt and output; by default as many as the model supports and fit into memory.
         memory: free bytes of main memory, or None with a GPU, whose memory vLLM measures.
 
     Raises:
@@ -304,7 +305,7 @@ def _activation_notes(config: Mapping[str, Any], on_cpu: bool) -> list[str]:
 
 def _notes(config: Mapping[str, Any], cache: str) -> list[str]:
     notes = []
-    if asked := beyond_weights(config.get("diffquant_config")):
+    if asked := describe_ignored_schemes(config.get("diffquant_config")):
         stored = "in vLLM's fp8" if cache == "fp8" else "with 16 bits"
         notes.append(f"{asked} of the recipe are not applied: K and V are stored {stored}, and logits are exact")
     if version := find_untested_vllm():

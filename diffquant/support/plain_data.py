@@ -29,7 +29,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def is_text(value: object) -> bool:
-    """Whether a value is text that a tokenizer can read; JSON may also hold halves of a surrogate pair."""
+    """Return whether a value is text that a tokenizer can read; JSON may also hold halves of a surrogate pair."""
     return isinstance(value, str) and re.search("[\ud800-\udfff]", value) is None
 
 
@@ -100,7 +100,7 @@ def first_matches(expressions: Sequence[str], names: Sequence[str]) -> list[int 
 
 
 def _is_plain(expression: str) -> bool:
-    """Whether an expression is a name in which at most two numbers have distinct alternatives."""
+    """Return whether an expression is a name in which at most two numbers have distinct alternatives."""
     if not _PLAIN.fullmatch(expression):
         return False
     groups = [group.split("|") for group in _NUMBERS.findall(expression)]

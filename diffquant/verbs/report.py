@@ -1,4 +1,4 @@
-"""The verb `report`: runs on disk, whatever verb left them, their pages, and an index over them."""
+"""The verb `report`: rewrites the pages of finished runs, with an index."""
 
 import os
 from collections import Counter
@@ -12,48 +12,50 @@ from diffquant.reports.tables import Link, Table
 from diffquant.support.files import find_stored, write_atomically
 from diffquant.support.outputs import check_written_file
 from diffquant.verbs import kinds
-from diffquant.verbs.kinds import check_arguments, path_or_none, paths
+from diffquant.verbs.kinds import check_arguments, to_path, to_paths
 
-Runs = Annotated[kinds.PathText | Sequence[kinds.PathText], kinds.Kind(Path, "RUNS", by_place=True, repeats=True)]
+Runs = Annotated[
+    kinds.PathText | Sequence[kinds.PathText], kinds.Kind(Path, "RUNS", is_positional=True, is_repeatable=True)
+]
 
 
 @check_arguments
 def report(runs: Runs, output: kinds.NewFile | None = None) -> list[Path]:
-    """Rewrite the pages of runs, with an index of them.
+    """Rewrite the HTML pages of runs, and an index of them.
 
         diffquant report logits search bench-output
 
     Runs are folders that sweep, search, outliers or bench wrote. Their pages link to each other and to the index.
 
     Args:
-        runs: folders of runs, or folders that hold some.
-        output: index to write; index.html above the runs by default.
+        runs: folders of runs, or folders that contain them.
+        output: index file to write; by default index.html in the folder that contains all runs.
 
     Returns:
-        The index and the pages.
+        Paths of the index and of the pages.
 
     Raises:
         UsageError: there is no run, or a run's numbers cannot be read.
-        OutputExistsError: the index would replace what diffquant did not write.
+        OutputExistsError: the index would replace a file that diffquant did not write.
     """
-    return write_index(paths(runs), path_or_none(output))
+    return write_index(to_paths(runs), to_path(output))
 
 
 _INDEX = "runs"
 
 
 def write_index(folders: Sequence[Path], index: Path | None) -> list[Path]:
-    """Write the page of every run in or below some folders anew, each leading to the others, and an index of them.
+    """Rewrite the page of every run in or below the folders, with links to each other, and an index.
 
     Args:
         index: file of the index; index.html in the folder that all of them have in common by default.
 
     Returns:
-        The index and the pages.
+        Paths of the index and of the pages.
 
     Raises:
         UsageError: there is no run, or a run's numbers cannot be read.
-        OutputExistsError: the index would replace what diffquant did not write.
+        OutputExistsError: the index would replace a file that diffquant did not write.
     """
     absent = [str(folder) for folder in folders if not folder.is_dir()]
     if absent:
@@ -85,7 +87,7 @@ def _is_index(file: Path) -> bool:
 
 
 def find_runs(folders: Sequence[Path]) -> dict[Path, Report]:
-    """Find the runs in and below some folders by path: the file of each one's page, and the run.
+    """Find the runs in and below the folders; return each page's path with its run.
 
     Raises:
         UsageError: a run's numbers cannot be read.

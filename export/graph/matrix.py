@@ -141,7 +141,7 @@ def check_unpacked(source: Source, weights: Scheme) -> None:
     """
     if source.packed and weights.quantizes:
         raise UsageError(
-            f"{source.path} holds quantized weights already: they are exported as they are; leave out "
+            f"{source.path} has quantized weights already, which are exported unchanged; leave out "
             f"{option_name('weights')}"
         )
 

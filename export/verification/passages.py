@@ -90,11 +90,11 @@ _MOST_UNCACHED = 1024
 
 
 def reach(model: OnnxModel, positions: int) -> int:
-    """Return the number of the context's positions that `far_calls` reaches."""
+    """Return the number of the context's positions that `iterate_far_calls` reaches."""
     return min(positions, _most_rows(model.cache) + 1 if model.cache else _MOST_UNCACHED)
 
 
-def far_calls(
+def iterate_far_calls(
     model: OnnxModel, reference: Reference, passages: Sequence[np.ndarray], outputs: tuple[str, ...]
 ) -> Iterator[FarCalls]:
     """Yield the outputs of single tokens at position 0 and behind ever longer pasts, up to `reach` positions.

@@ -31,7 +31,13 @@ from diffquant.onnx.verification.caches import (
     StaticCache,
     to_model_order,
 )
-from diffquant.onnx.verification.rounding import Disturbance, RoundedInputs, Rounding, round_by_block, runtime_rounding
+from diffquant.onnx.verification.rounding import (
+    Disturbance,
+    RoundedInputs,
+    Rounding,
+    find_runtime_rounding,
+    round_by_block,
+)
 from diffquant.quantization.loading import load
 from diffquant.recipe import Recipe
 
@@ -318,7 +324,7 @@ class Reference:
             bits = container_bits(matrix.scheme)
             if bits in self._exact_bits:
                 continue
-            rounding = runtime_rounding(bits, block)
+            rounding = find_runtime_rounding(bits, block)
             self.rounds = True
             self.knows_rounding &= rounding is not None
             module.register_forward_pre_hook(self._rounding_hook(rounding or round_by_block, block))

@@ -69,7 +69,7 @@ class RoundedInputs:
 
 
 @cache
-def runtime_rounding(bits: int, block: int) -> Rounding | None:
+def find_runtime_rounding(bits: int, block: int) -> Rounding | None:
     """Find the rule by which this machine's ONNX Runtime rounds activations, or return None if it is unknown.
 
     Args:

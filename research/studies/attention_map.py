@@ -16,7 +16,7 @@ from diffquant.support.files import write_atomically
 from diffquant.support.names import split_numbers
 from diffquant.support.outputs import RunFiles
 from diffquant.support.progress import progress_for
-from diffquant.verbs.recipes import recipe_of_options
+from diffquant.verbs.recipes import recipe_from_options
 from research.studies.attention_by_part import SHARE, SIGNED, AttentionMaps, ModelAttention, Place, map_attention
 from research.studies.needle_parts import PARTS
 
@@ -72,7 +72,7 @@ def main(
         FILES.check(output)
     # Of a length that is named twice the items would be the same, and count as twice as many.
     plan = NeedlePlan(needles, 1, tuple(dict.fromkeys(split_numbers("lengths", lengths, "256,1K,4K"))), samples)
-    given = recipe_of_options(recipe=recipe, logits=logits)
+    given = recipe_from_options(recipe=recipe, logits=logits)
     simulated = None if given is None else Recipe.parse(given)
     found = map_attention(
         models,

@@ -12,8 +12,8 @@ from diffquant.calib.search.outputs import (
     check_same_search,
     check_search_output,
     draw_pareto,
+    interpolate_uniform_kl,
     search_report,
-    uniform_kl,
     verdict,
 )
 from diffquant.calib.search.result import alike, read_search, read_searches
@@ -57,16 +57,16 @@ def test_a_width_that_changes_nothing_is_drawn_and_not_interpolated(folder):
     axis = new_figure(4, 4).subplots()
     draw_pareto(axis, [exact])
     assert axis.get_yscale() == "linear"
-    assert uniform_kl(found) is not None
-    assert uniform_kl(exact) is None
-    assert "KL 0 on text held out, against 0 of the same widths" in verdict(exact)
+    assert interpolate_uniform_kl(found) is not None
+    assert interpolate_uniform_kl(exact) is None
+    assert "KL 0 on held-out text, against 0 of the same widths" in verdict(exact)
 
 
 def test_the_report_says_each_verdict_and_lists_every_unit_the_costliest_first(folder):
     report = search_report(folder)
     assert report.name == "searches"
     assert len(report.headline) == 3
-    assert "budget 5.5 bits: KL 0.02956 on text held out" in report.headline[-1]
+    assert "budget 5.5 bits: KL 0.02956 on held-out text" in report.headline[-1]
     folds = [block for section in report.sections for block in section.blocks if isinstance(block, Fold)]
     tables = [block for fold in folds for block in fold.inside if isinstance(block, Table)]
     assert [len(table.rows) for table in tables] == [90, 210, 210]

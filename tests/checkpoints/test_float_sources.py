@@ -212,7 +212,7 @@ def test_integers_in_groups_of_any_order_follow_their_index(tmp_path):
     for group in (2, -1):
         order[9] = group
         edit_tensors(tmp_path / "packed", {f"{UP}.weight_g_idx": order.int()})
-        with pytest.raises(CheckpointError, match=rf"{UP}\.weight_g_idx names group {group} of 2"):
+        with pytest.raises(CheckpointError, match=rf"{UP}\.weight_g_idx refers to group {group} of only 2"):
             open_checkpoint(tmp_path / "packed")
 
 

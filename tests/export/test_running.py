@@ -446,7 +446,7 @@ def test_an_export_of_a_quantized_checkpoint_is_compared_with_what_was_quantized
     recipe = diffquant.Recipe.of(weights="4:g32", overrides={"model.layers.1.self_attn.logits": "6:row"})
     diffquant.quantize(source, quantized, recipe)
     report = export(quantized, folder, ExportOptions(kv_bits=8), ranges=calibrate_cache(quantized))
-    assert any("logits 16 or 6:row) is simulated by DiffTransformer" in note for note in report.notes)
+    assert any("logits 16 or 6:row) is not part of the export" in note for note in report.notes)
     result = run_sweep(
         [source, folder], SweepOptions(bits=(), task_options={"limit": 2}), tmp_path / "sweep", runtime_of=runtime_of
     )
@@ -455,7 +455,7 @@ def test_an_export_of_a_quantized_checkpoint_is_compared_with_what_was_quantized
 
 
 def test_a_sweep_of_exports_alone_takes_no_options_for_checkpoints(plain, tmp_path):
-    with pytest.raises(diffquant.DiffQuantError, match="as it is: leave out the recipe"):
+    with pytest.raises(diffquant.DiffQuantError, match="has a fixed precision: leave out the recipe"):
         run_sweep([plain], SweepOptions(dtype="float32"), tmp_path / "sweep", runtime_of=runtime_of)
 
 

@@ -61,7 +61,7 @@ def test_two_weights_joined_are_their_rows_below_each_other(bits, group):
     ],
 )
 def test_weights_packed_apart_are_not_joined(first, second, message):
-    with pytest.raises(UsageError, match=f"two packed weights cannot be one: .*{message}"):
+    with pytest.raises(UsageError, match=f"two packed weights cannot be joined: .*{message}"):
         join(random_case(*first)[0], random_case(*second)[0])
 
 

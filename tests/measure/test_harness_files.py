@@ -223,7 +223,7 @@ def test_data_that_nobody_here_can_see_is_said(place):
         ({"quiz.yaml": "include: quiz.yaml\ntask: quiz\n"}, "includes itself"),
         ({"quiz.yaml": "- a\n"}, "it has no fields"),
         ({"quiz.yaml": PLAIN + LAUGHS}, "aliases .* stand for more than 100,000 values"),
-        ({"quiz.yaml": "metadata: &a {x: *a}\n" + PLAIN}, "a value holds itself"),
+        ({"quiz.yaml": "metadata: &a {x: *a}\n" + PLAIN}, "a value contains itself"),
         ({"quiz.yaml": PLAIN + "metadata: " + "[" * 5000}, "cannot read .*quiz.yaml as a task"),
         ({"quiz.yaml": "task: [\n"}, "cannot read .*quiz.yaml as a task"),
         ({"quiz.yaml": PLAIN + "process_docs: !function tools.x", "tools.py": "def x(:\n"}, "cannot read .*tools.py"),
@@ -324,7 +324,7 @@ def test_lm_evals_own_file_needs_no_trust():
 def test_lm_eval_is_given_no_path_that_nobody_checked(place, name, monkeypatch):
     monkeypatch.setattr(lm_eval_task, "_all_tasks", lambda: TaskManager(include_defaults=False))
     write(place, {"quiz.txt": PLAIN})
-    with pytest.raises(UsageError, match=r"knows no task .* path of a \.yaml"):
+    with pytest.raises(UsageError, match=r"has no task .* path of a \.yaml"):
         run_task(None, name)
 
 

@@ -49,33 +49,33 @@ def ending_logprobs(model, item):
 @pytest.mark.parametrize("batch_tokens", [1, 700], ids=["one", "many"])
 def test_kl_and_margins_are_those_of_each_ending_run_alone(wrapper, batch_tokens):
     model, other, tokenizer = tiny_lm.llama(), tiny_lm.llama(seed=1), tiny_lm.tokenizer()
-    reference = hellaswag.reference_of(TorchModel(model, tokenizer), ITEMS, 4096)
+    reference = hellaswag.compute_reference(TorchModel(model, tokenizer), ITEMS, 4096)
     outcome = hellaswag.evaluate_hellaswag(wrapper(other, tokenizer), ITEMS, batch_tokens, reference=reference)
     for number, item in enumerate(ITEMS):
         of_reference, of_other = ([*ending_logprobs(m, item)] for m in (model, other))
         (p, right), (q, _) = of_reference[item.label], of_other[item.label]
-        assert outcome.tokens[number] == len(right)
+        assert outcome.details["tokens_by_item"][number] == len(right)
         expected = kl_div(q, p, reduction="batchmean", log_target=True).item()
-        assert outcome.kl[number] == pytest.approx(expected, rel=1e-4)
+        assert outcome.details["kl_by_item"][number] == pytest.approx(expected, rel=1e-4)
         scores = [
             each.gather(1, tokens[:, None]).sum().item() / len(ending)
             for (each, tokens), ending in zip(of_other, item.endings, strict=True)
         ]
         best_wrong = max(score for index, score in enumerate(scores) if index != item.label)
-        assert outcome.margins[number] == pytest.approx(scores[item.label] - best_wrong, abs=1e-5)
+        assert outcome.details["margins"][number] == pytest.approx(scores[item.label] - best_wrong, abs=1e-5)
 
 
 def test_a_margin_is_negative_where_acc_norm_calls_the_item_wrong():
     outcome = hellaswag.evaluate_hellaswag(TorchModel(tiny_lm.llama(), tiny_lm.tokenizer()), ITEMS)
-    assert [margin > 0 for margin in outcome.margins] == outcome.correct_norm
-    assert set(outcome.correct_norm) == {True, False}
+    assert [margin > 0 for margin in outcome.details["margins"]] == outcome.values
+    assert set(outcome.values) == {0, 1}
 
 
 def test_a_model_has_no_kl_from_itself():
     model = TorchModel(tiny_lm.llama(), tiny_lm.tokenizer())
-    reference = hellaswag.reference_of(model, ITEMS)
+    reference = hellaswag.compute_reference(model, ITEMS)
     outcome = hellaswag.evaluate_hellaswag(model, ITEMS, reference=reference)
-    assert outcome.kl == pytest.approx([0] * len(ITEMS), abs=1e-5)
+    assert outcome.details["kl_by_item"] == pytest.approx([0] * len(ITEMS), abs=1e-5)
 
 
 def result(margins, **details):

@@ -109,7 +109,7 @@ def test_a_kind_twice_and_an_option_that_means_two_things_are_refused():
 def test_without_it_neither_task_nor_option_is_known(model, tmp_path):
     with pytest.raises(UsageError, match=r"unknown task 'hellaswg'; did you mean 'hellaswag'\?"):
         tasks.make_tasks(("hellaswg",), {}, 64)
-    with pytest.raises(UsageError, match="unknown task 'colours'; known are hellaswag, lm-eval:NAME"):
+    with pytest.raises(UsageError, match="unknown task 'colours'; choose from hellaswag, lm-eval:NAME"):
         run_sweep([model], SweepOptions(tasks=("colours",)), tmp_path / "out")
     with pytest.raises(UsageError, match="no task has an option shout"):
         SweepOptions(task_options={"shout": True})
@@ -119,9 +119,9 @@ def test_without_it_neither_task_nor_option_is_known(model, tmp_path):
 def test_the_command_line_offers_its_option_and_passes_it_on(model, monkeypatch, capsys):
     import typer
 
-    from diffquant.verbs.cli.command import command
-    from diffquant.verbs.cli.show import SHOWN, Shown
-    from diffquant.verbs.kinds import task_values
+    from diffquant.verbs.cli.command import make_command
+    from diffquant.verbs.cli.show import VIEWS, ResultView
+    from diffquant.verbs.kinds import read_task_options
 
     def show(**task_options: object) -> str:
         """Show options.
@@ -130,11 +130,11 @@ def test_the_command_line_offers_its_option_and_passes_it_on(model, monkeypatch,
 
         No more.
         """
-        return json.dumps(task_values(task_options, show), default=str)
+        return json.dumps(read_task_options(task_options, show), default=str)
 
-    monkeypatch.setitem(SHOWN, "show", Shown(lambda text, _: text, data=None))
+    monkeypatch.setitem(VIEWS, "show", ResultView(lambda text, _: text, data=None))
     app = typer.Typer()
-    app.command()(command(show))
+    app.command()(make_command(show))
     monkeypatch.setattr(sys, "argv", ["show", "--shout", "--lengths", "32,64", "--characters", "0"])
     with pytest.raises(SystemExit):
         app()

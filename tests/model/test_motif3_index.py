@@ -217,7 +217,7 @@ def test_rules_that_read_a_text_round_its_matrices_where_experts_are_kept(checkp
     low, near = (load_file(tmp_path / folder / "model.safetensors") for folder in ("low", "near"))
     differing = {n for n in names if not torch.equal(*(x[n.removesuffix(".weight") + PACKED] for x in (low, near)))}
     assert len(differing) > 0.9 * len(names)
-    with pytest.raises(UsageError, match=r"reads the inputs of Linears.*moe\.experts\.gate_up_proj"):
+    with pytest.raises(UsageError, match=r"needs the inputs of Linears.*moe\.experts\.gate_up_proj"):
         plan_quantization(open_source(checkpoint), Recipe.of(weights="4:g32", rounding=settings))
 
 

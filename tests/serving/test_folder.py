@@ -214,6 +214,39 @@ def test_requests_batched_by_transformers_give_what_each_gives_alone(alone):
     assert all(measured.values())
 
 
+@pytest.fixture(scope="module")
+def blocks_of_floats(tmp_path_factory):
+    """Folders of models in float32 and float16 with scales of 8 bits, which compressed-tensors decodes to bfloat16."""
+    root, folders = tmp_path_factory.mktemp("floats"), []
+    for source, scheme, dtype in (
+        ("llama", "nvfp4", "float32"),
+        ("unilm-v2", "mxfp4", "float32"),
+        ("diffllama", "mxfp8", "float16"),
+    ):
+        checkpoint, folder = write_checkpoint(root / source, source, getattr(torch, dtype)), root / f"{source}-{scheme}"
+        diffquant.quantize(checkpoint, folder, {"weights": scheme})
+        ids = random_ids(batch=2, length=21)
+        logits = diffquant.load(folder, dtype="bfloat16").float()(ids).logits
+        torch.save({"ids": ids, "logits": logits}, folder / "reference.pt")
+        assert diffquant.load(folder).dtype == getattr(torch, dtype)
+        folders.append(folder)
+    return folders
+
+
+def test_a_folder_of_low_bit_floats_opens_as_its_card_says(blocks_of_floats):
+    for found in transformers_alone("as_the_card_says", blocks_of_floats)[0].values():
+        assert found["dtype"] == "torch.bfloat16"
+        assert found["furthest"] < CLOSE
+
+
+def test_adapters_of_packed_weights_train_as_the_card_says(alone, blocks_of_floats):
+    packed = [alone[1]["diffllama", "4"], *blocks_of_floats[:1]]
+    for folder, found in zip(packed, transformers_alone("trained", packed)[0].values(), strict=True):
+        assert "run_compressed=False" in (folder / "README.md").read_text()
+        assert "no attribute 'weight'" in found.pop("nothing")
+        assert all(after < before for before, after in found.values())
+
+
 def test_what_the_recipe_asks_beyond_weights_is_said_where_it_is_not_honoured(alone):
     assert "k 8:row, v 8:row" in alone[2]
 

@@ -24,7 +24,7 @@ from diffquant.family.spec import DiffSpec
 from diffquant.model.adapters import adapter_for
 from diffquant.quantization.engine_folder import MODELLING_FILE, require_served
 from diffquant.serving.plan import plan_capacity, plan_server
-from diffquant.serving.server import _wait_until_ready, check_processor, serve
+from diffquant.serving.server import _wait_until_ready, check_processor
 from diffquant.serving.vllm import TESTED, find_outdated_vllm, warn_if_untested
 from diffquant.serving.vllm.config import heads_of_rank, row_orders
 from diffquant.verbs.installation import diagnose
@@ -193,7 +193,7 @@ def test_the_folders_code_is_run_only_where_it_is_ours(vllm, packed):
 @in_one_test(("source", "kind"), [("phi4flash", "mamba"), ("motif3", "latent attention with experts")])
 def test_layers_that_the_plugin_has_none_of_are_refused_by_name(vllm, tmp_path, source, kind):
     model = write_checkpoint(tmp_path / "model", source)
-    with pytest.raises(UnknownModelTypeError, match=rf"does not serve.*{kind}.*diffquant generate"):
+    with pytest.raises(UnknownModelTypeError, match=rf"cannot serve.*{kind}.*diffquant generate"):
         plan_server(model, **ASKED)
     config = json.loads((model / "config.json").read_text())
     with pytest.raises(UnknownModelTypeError, match=kind):
@@ -233,7 +233,7 @@ def test_the_plugin_is_added_where_others_were_chosen(vllm, packed, monkeypatch)
 def test_without_vllm_the_command_says_what_to_install(monkeypatch):
     monkeypatch.setattr("diffquant.serving.vllm.installed_vllm", lambda: None)
     with pytest.raises(MissingDependencyError, match=r"pip install .*\[vllm\].* for a processor") as error:
-        serve(POCKET)
+        diffquant.serve(POCKET)
     assert error.value.exit_code == 5
 
 
@@ -242,7 +242,7 @@ def test_without_vllm_the_command_says_what_to_install(monkeypatch):
 def test_releases_that_run_a_folders_code_unasked_are_refused(monkeypatch, build, version):
     monkeypatch.setattr("diffquant.serving.vllm.installed_version", {build: version}.get)
     with pytest.raises(MissingDependencyError, match=r"releases before 0\.18 run code.*pip install") as error:
-        serve(POCKET)
+        diffquant.serve(POCKET)
     assert f"{build} {version}" in str(error.value)
     assert error.value.exit_code == 5
 
@@ -254,7 +254,7 @@ def test_releases_that_ask_first_are_not(monkeypatch, version):
 
 
 def test_a_diagnosis_shows_a_build_for_gpus_that_is_too_old(monkeypatch):
-    found = "diffquant.verbs.installation._version"
+    found = "diffquant.support.installation.installed_version"
     monkeypatch.setattr(found, lambda package: "0.17.0" if package == "vllm" else "99")
     assert "extra vllm: vllm 0.17.0 (NOT >=0.18)" in str(diagnose(None))
     monkeypatch.setattr(found, lambda package: "0.32.0" if package == "vllm" else "99")
@@ -307,7 +307,7 @@ def test_a_port_that_is_taken_is_refused_before_anything_starts(vllm):
         other.listen()
         port = other.getsockname()[1]
         with pytest.raises(UsageError, match=f"port {port}"):
-            serve(POCKET, port=port)
+            diffquant.serve(POCKET, port=port)
 
 
 def test_a_port_that_no_machine_has_is_refused():
@@ -340,7 +340,7 @@ def test_a_server_that_does_not_start_is_an_error(vllm):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with pytest.raises(diffquant.DiffQuantError, match="did not start"):
-        serve(POCKET, port=port)
+        diffquant.serve(POCKET, port=port)
 
 
 class Spoken:

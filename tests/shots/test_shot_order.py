@@ -68,7 +68,7 @@ def test_a_sweep_tells_how_far_the_best_order_is_from_the_worst(files, tmp_path)
     sweep.require_complete()
     (row,) = json_rows(sweep)
     for name in names:
-        result = sweep.pair(sweep.points[0], name)[0]
+        result = sweep.result_and_baseline(sweep.points[0], name)[0]
         by_order = result.details["by_order"]
         assert len(by_order) == int(name.split(":")[2])
         assert result.score == pytest.approx(sum(by_order) / len(by_order))

@@ -105,7 +105,7 @@ def test_a_recipe_is_read_from_what_the_command_line_takes(given, expected):
 def test_a_recipe_is_read_from_a_file_and_nothing_else(tmp_path):
     (tmp_path / "recipe.yaml").write_text("kv: 8\nrounding: mse\n")
     assert diffquant.Recipe.parse(tmp_path / "recipe.yaml") == diffquant.Recipe.of(kv=8, rounding="mse")
-    with pytest.raises(UsageError, match="a recipe is a scheme of the weights"):
+    with pytest.raises(UsageError, match="a recipe is a weight scheme"):
         diffquant.Recipe.parse(["4:g32"])
     with pytest.raises(UsageError, match="did you mean 'weights'"):
         diffquant.Recipe.parse({"weigths": 4})

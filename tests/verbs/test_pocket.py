@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import time
 from functools import cache
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from diffquant.quantization.loading import load
 from diffquant.recipe import Recipe
 from diffquant.verbs import demonstration as pocket
 from diffquant.verbs.demo import demo
-from diffquant.verbs.demonstration import Budget
+from diffquant.verbs.demonstration import items_until
 from tests.support.tables import in_one_test
 from tests.support.thorough import sampled, thorough
 
@@ -83,10 +84,10 @@ def test_the_models_ship_with_how_they_were_trained():
 
 
 @thorough
-def test_pocket_demo_shows_figure_8_and_asks_the_4_bit_model(tmp_path):
-    said, folder = [], tmp_path / "my demo"
-    demo(folder, minutes=0, pocket=True, overwrite=False, said=said.append)
-    text = "\n".join(said)
+def test_pocket_demo_shows_figure_8_and_asks_the_4_bit_model(tmp_path, capsys):
+    folder = tmp_path / "my demo"
+    demo(folder, pocket=True, overwrite=False)
+    text = capsys.readouterr().out
     found = {name: counts_of(text, name) for name in MODELS}
     # Columns: 16 bits, 4 and 3 bits with one scale per tensor, then with shifted rows.
     assert all(counts[2] <= 3 for counts in found.values())
@@ -101,16 +102,15 @@ def test_pocket_demo_shows_figure_8_and_asks_the_4_bit_model(tmp_path):
     assert text.index(answers[-1]) < text.index(f"  {folder}/retrieval/report.html\n") < text.index("ORG/NAME")
     assert max(len(line) for line in text.split("2. Quantize")[0].splitlines() if str(tmp_path) not in line) <= 80
     with pytest.raises(OutputExistsError):
-        demo(folder, minutes=0, pocket=True, overwrite=False, said=said.append)
+        demo(folder, pocket=True, overwrite=False)
 
 
 @pytest.fixture
-def first_act(tmp_path, monkeypatch):
+def first_act(tmp_path, monkeypatch, capsys):
     """What the demo says around its tables of Figure 8, in one line."""
-    said = []
     monkeypatch.setattr(pocket, "_sweep", lambda *_: None)
-    pocket.show_figure_8(tmp_path, said.append)
-    return " ".join(" ".join(said).split())
+    pocket.show_figure_8(tmp_path)
+    return " ".join(capsys.readouterr().out.split())
 
 
 def test_the_demo_says_which_training_it_shows_and_that_another_came_out_the_other_way(first_act):
@@ -136,4 +136,4 @@ def counts_of(table, name):
 
 @in_one_test(("seconds_per_item", "items"), [(1e-3, 200), (2.0, 30), (1e3, 10)])
 def test_the_demo_scores_as_many_items_as_its_time_allows(seconds_per_item, items):
-    assert Budget(60.5).items(seconds_per_item, most=200) == items
+    assert items_until(time.monotonic() + 60.5, seconds_per_item, most=200) == items

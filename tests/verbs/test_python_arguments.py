@@ -12,7 +12,7 @@ from tests.support.tables import in_one_test
 
 
 def test_a_model_in_memory_is_refused_in_words(tmp_path):
-    with pytest.raises(UsageError, match="from disk, not a Linear in memory: give its folder"):
+    with pytest.raises(UsageError, match="from disk, not a Linear in memory; write a folder"):
         diffquant.quantize(torch.nn.Linear(8, 8), tmp_path / "out", {"weights": "8:row"})
     assert not (tmp_path / "out").exists()
 

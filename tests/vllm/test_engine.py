@@ -116,7 +116,7 @@ def test_an_adapter_gives_what_its_products_give_in_the_weights(answers, adapter
 
 
 def test_phi_4_mini_flash_is_refused_by_name(answers):
-    assert "vLLM does not serve this phi4flash" in answers["refused phi4flash"]
+    assert "vLLM cannot serve this phi4flash" in answers["refused phi4flash"]
 
 
 # "one KV head" stands on both ranks. Packed rows of DIFF models with all signal heads first move, too.

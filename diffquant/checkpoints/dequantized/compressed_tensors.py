@@ -24,8 +24,8 @@ from diffquant.checkpoints.compressed_config import (
     records_activations,
 )
 from diffquant.checkpoints.compressed_tensors import GLOBAL, PACKED, SCALE, SHAPE
-from diffquant.checkpoints.dequantized.base import Contents, Parts, RoundedMatrix, modules_with, register
-from diffquant.checkpoints.dequantized.floats import find_spread, find_unscaled, float_matrix, model_dtype
+from diffquant.checkpoints.dequantized.base import Contents, Parts, RoundedMatrix, list_modules_with, register
+from diffquant.checkpoints.dequantized.floats import find_spread, find_unscaled, model_dtype, read_float_matrix
 from diffquant.checkpoints.reader import Checkpoint
 from diffquant.errors import CheckpointError
 from diffquant.recipe.numbers.packing import packed_words, unpack
@@ -79,7 +79,7 @@ def read_compressed_tensors(entry: Mapping[str, Any], stored: Checkpoint) -> Con
     }
     kinds: list[str] = []
     matrices: dict[str, RoundedMatrix] = {}
-    for module, weights in pick_targets(modules_with(stored, SCALE), targets).items():
+    for module, weights in pick_targets(list_modules_with(stored, SCALE), targets).items():
         if weights is None:
             parts.problems.append(f"no group of quantization_config covers {module}")
         elif read := _read_matrix(stored, parts, module, weights):
@@ -108,7 +108,7 @@ def _is_offline(group: Any) -> bool:
 
 
 def _is_read_here(group: Mapping[str, Any]) -> bool:
-    """Whether a group's kind is not read packed."""
+    """Return whether a group's kind is not read packed."""
     weights = group.get("weights")
     return (
         any(group.get(key) for key in _ROUNDED_ALSO)
@@ -142,7 +142,7 @@ def _read_matrix(
         if in_blocks and block is None:
             parts.problems.append(f"block_structure of {module} is {structure!r}, expected two positive numbers")
             return None
-        return float_matrix(
+        return read_float_matrix(
             stored, parts, codes, module + SCALE, divisor=module + GLOBAL, group=group, block=block, unused=unused
         )
     return _read_integers(stored, parts, module, codes, weights, group, unused)
@@ -217,7 +217,7 @@ def _read_order(stored: Checkpoint, parts: Parts, module: str, width: int, group
     if (order == -1).all():
         return None
     if len(outside := order[(order < 0) | (order >= groups)]):
-        parts.problems.append(f"{name} names group {int(outside[0])} of {groups}")
+        parts.problems.append(f"{name} refers to group {int(outside[0])} of only {groups}")
         return None
     return order
 

@@ -32,7 +32,7 @@ def append(store: KVStore, k: Tensor, v: Tensor) -> None:
         shape = (*side.codes.shape[:2], tokens, side.width)
         if x.shape != shape or x.dtype != side.dtype or x.device != side.codes.device:
             raise UsageError(
-                f"append: {name} is {x.dtype} {list(x.shape)} on {x.device}; the store takes {side.dtype} "
+                f"append: {name} is {x.dtype} {list(x.shape)} on {x.device}; the store expects {side.dtype} "
                 f"{list(shape)} on {side.codes.device}"
             )
     if store.length + tokens > store.capacity:

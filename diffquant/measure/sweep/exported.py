@@ -11,9 +11,10 @@ import torch
 
 from diffquant.checkpoints.source import FilesState, Source, files_state
 from diffquant.errors import CheckpointError, UsageError
+from diffquant.measure.cells import EXPORTED, Point
 from diffquant.measure.language_model import LanguageModel, States
 from diffquant.measure.results import TaskResult
-from diffquant.measure.sweep.grid import EXPORTED, Point, SweepOptions
+from diffquant.measure.sweep.grid import SweepOptions
 from diffquant.measure.sweep.subject import CheckpointSubject, run_key
 from diffquant.measure.task import Task
 from diffquant.recipe import Recipe
@@ -125,7 +126,7 @@ class ExportedSubject:
         model = self._opened
         started = time.monotonic()
         # Each sequence runs alone, so the task's batch size only bounds memory.
-        bounded = task.in_batches_of(self.runtime.batch_tokens)
+        bounded = task.with_batch_tokens(self.runtime.batch_tokens)
         result = bounded.run(model, reference, progress)
         seconds = round(time.monotonic() - started, 2)
         # Times may change without the content: compare descriptions before reporting a change.
@@ -166,12 +167,12 @@ def check_no_precision_options(options: SweepOptions, recipe: Recipe | None = No
     """
     if recipe is not None or (options.dtype, options.attention, options.scales) != ("auto", "auto", ()):
         raise UsageError(
-            f"an exported model is measured as it is: leave out the recipe, {option_name('scales')}, "
+            f"an exported model has a fixed precision: leave out the recipe, {option_name('scales')}, "
             f"{option_name('dtype')} and {option_name('attention')}"
         )
 
 
-def exported_points(exported: Mapping[Path, ExportedModel], sources: Mapping[Path, Source]) -> list[Point]:
+def make_exported_points(exported: Mapping[Path, ExportedModel], sources: Mapping[Path, Source]) -> list[Point]:
     """Make one point per folder, compared with the checkpoint it was made from if the sweep has it."""
     if not exported:
         return []

@@ -17,10 +17,10 @@ from diffquant.measure.task import Task
 from diffquant.measure.torch_model import TorchModel
 from diffquant.model.cache import PackedStates
 from diffquant.model.causal import CausalModel
-from diffquant.model.windowed_cache import new_storage
+from diffquant.model.windowed_cache import create_storage
 from diffquant.quantization.loading import MODEL_MODULES, load, recipe_of_run
 from diffquant.quantization.plan import plan_quantization
-from diffquant.quantization.roundings import rounding_named, text_read_digest
+from diffquant.quantization.roundings import calibration_digest, rounding_named
 from diffquant.recipe import Recipe
 from diffquant.recipe.scheme import Scheme
 from diffquant.recipe.targets import LAYER_TARGETS
@@ -103,7 +103,7 @@ class CheckpointSubject:
         is_static = any(recipe.is_static(target) for target in LAYER_TARGETS)
         scales = {"scales": file_digest(self.scales)} if self.scales and is_static else {}
         model = {"model": self.source.fingerprint, "recipe": recipe.to_dict()}
-        text = text_read_digest(self.source, recipe.rounding)
+        text = calibration_digest(self.source, recipe.rounding)
         # A path does not determine the text's content.
         read = {"rounding_text": text} if text else {}
         # Weights move to the computing device from wherever they lie, so results do not depend on placement, except
@@ -205,7 +205,7 @@ def kv_bytes_per_token(model: CausalModel, tokens: int = _KV_TOKENS) -> float:
     cache_bytes = 0
     for layer, rows in model.model.architecture.token_rows.items():
         # One layer's keys and values at a time, so that a 16-bit cache of many layers is never held whole.
-        storage = new_storage(rows, layer, model.recipe, model.model.ranges)
+        storage = create_storage(rows, layer, model.recipe, model.model.ranges)
         storage.update(*(torch.zeros(1, n, tokens, d, dtype=torch.bfloat16) for n, d in (rows.keys, rows.values)))
         cache_bytes += storage.nbytes
     return cache_bytes / tokens

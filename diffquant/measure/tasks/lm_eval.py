@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from diffquant.errors import MissingDependencyError, UsageError
 from diffquant.measure.results import ITEMS, TaskResult
-from diffquant.measure.task import BATCH_TOKENS, LIMIT, Task, TaskOption, at_least_one
+from diffquant.measure.task import BATCH_TOKENS, LIMIT, Task, TaskOption, check_at_least_one
 from diffquant.measure.tasks import register
 from diffquant.support.files import check_plain, file_digest
 from diffquant.support.installation import install_command
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 TRUST_TASK = TaskOption(
-    "trust_task", False, "Let a task's YAML file that is not lm-eval's run code in its templates and functions.", bool
+    "trust_task", False, "Allow a task's YAML file from outside lm-eval to run code in its templates.", bool
 )
 
 
@@ -57,7 +57,7 @@ class Harness(Task):
             raise cls.misread(name)
         require_lm_eval()
         require_trust(task, bool(TRUST_TASK.of(values)))
-        return cls(task=task, limit=at_least_one(LIMIT, values), batch_tokens=batch_tokens)
+        return cls(task=task, limit=check_at_least_one(LIMIT, values), batch_tokens=batch_tokens)
 
     @property
     def name(self) -> str:
@@ -209,7 +209,7 @@ def _resolve(task: str) -> tuple[str, "TaskManager"]:
         manager = _all_tasks()
         # lm-eval takes any other name for a path, whatever it ends in.
         if task not in manager.all_tasks:
-            raise UsageError(f"lm-eval knows no task {task!r}, and it is not the path of a .yaml or .yml file")
+            raise UsageError(f"lm-eval has no task {task!r}, and it is not the path of a .yaml or .yml file")
         return task, manager
     from lm_eval.tasks import TaskManager
 
@@ -226,7 +226,7 @@ def _resolve(task: str) -> tuple[str, "TaskManager"]:
     entry = manager.task_index.get(name)
     found = entry.get("yaml_path") if isinstance(entry, dict) else getattr(entry, "yaml_path", None)
     if found and Path(found).resolve() != file:
-        raise UsageError(f"{found} defines {name} as well, and lm-eval would take it in place of {file}; rename one")
+        raise UsageError(f"{found} defines {name} as well, and lm-eval would use it instead of {file}; rename one")
     return name, manager
 
 

@@ -91,7 +91,7 @@ def check_angles(architecture: TransformerArchitecture) -> None:
             if len(rope[key]) != pairs_of_channels
         ]
         if rope["original_max_position_embeddings"] <= 1:
-            problems.append("longrope was trained on one position")
+            problems.append("longrope needs original_max_position_embeddings above 1")
     if rope_type == "yarn" and theta == 1:
         problems.append("yarn needs angles that differ, and rope_theta is 1")
     if rope_type == "dynamic" and pairs_of_channels == 1:
@@ -101,7 +101,7 @@ def check_angles(architecture: TransformerArchitecture) -> None:
 
 
 def _is_valid(key: str, value: object) -> bool:
-    """Whether a value is allowed for a rotary setting."""
+    """Return whether a value is allowed for a rotary setting."""
     if value is None and key in _OPTIONAL:
         return True
     if key in _FACTORS:

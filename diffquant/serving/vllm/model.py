@@ -15,7 +15,7 @@ from vllm.model_executor.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 
 from diffquant.errors import UsageError
 from diffquant.model.activations import POLY_NORM_EPS
-from diffquant.quantization.engine_folder import beyond_weights
+from diffquant.quantization.engine_folder import describe_ignored_schemes
 from diffquant.quantization.modeling_diffquant import DiffConfig
 from diffquant.serving.vllm.attention import ServedAttention
 from diffquant.serving.vllm.config import row_orders
@@ -91,7 +91,7 @@ class DiffForCausalLM(LlamaForCausalLM):
                 f"{config.model_type} has all signal heads first, so LoRA adapters to it need a single rank"
             )
         super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=DiffDecoderLayer)
-        if asked := beyond_weights(getattr(config, "diffquant_config", None)):
+        if asked := describe_ignored_schemes(getattr(config, "diffquant_config", None)):
             logger.warning(
                 "%s of the recipe are not applied: K and V are stored as %s, and logits are exact",
                 asked,
