@@ -49,7 +49,12 @@ def quantized_card(
     """
     name, model_type = plan.checkpoint.name, str(plan.checkpoint.config.get("model_type"))
     recipe = plan.recipe
-    operands = (("queries and keys", recipe.qk), ("softmax weights", recipe.p), ("values before P·V", recipe.pv))
+    operands = (
+        ("inputs of these layers", recipe.activations),
+        ("queries and keys", recipe.qk),
+        ("softmax weights", recipe.p),
+        ("values before P·V", recipe.pv),
+    )
     lines = [
         front_matter("transformers", _tags(plan, is_differential), plan.checkpoint.front_matter, "quantized"),
         f"# {markdown_text(name)}, quantized\n",
@@ -233,7 +238,9 @@ def write_descriptions(
         }
     elif plan.schemes:
         ignored = modules_to_ignore(plan.rules) if plan.rules else ()
-        config["quantization_config"] = quantization_config(plan.written_schemes, plan.written_linears, ignored)
+        config["quantization_config"] = quantization_config(
+            plan.written_schemes, plan.written_linears, ignored, plan.written_inputs
+        )
         if _is_decoded_in_bfloat16(plan):
             config = {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": "bfloat16"}
     write_atomically(folder / "config.json", json.dumps(config, indent=2) + "\n")

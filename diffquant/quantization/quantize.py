@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from diffquant.checkpoints.atomic_folder import check_output, stage_output
-from diffquant.checkpoints.compressed_tensors import SCALE, decode_codes, pack_rows
+from diffquant.checkpoints.compressed_tensors import INPUT_GLOBAL, SCALE, decode_codes, pack_rows
 from diffquant.checkpoints.reader import Checkpoint
 from diffquant.checkpoints.row_stream import Block, Job, Shard, check_rows, checkpoint_key, copy_job, write_shards
 from diffquant.checkpoints.source import Source, open_source
@@ -197,6 +197,8 @@ def pack_job(
                 pieces[part.name(suffix)] = (max(first - part.first, 0) // per_row, some)
             if begins:
                 pieces |= {name: (0, data) for name, data in part.once(rounded.scheme).items()}
+                if tensor.inputs.format.spans_tensor:
+                    pieces[part.module + INPUT_GLOBAL] = (0, torch.ones(1))
         # `values` of a float32 source is the memory-mapped file, so only the decoded tensor may be changed in place.
         error = _sum_of_squares(decode_codes(codes, scale, scheme).sub_(values))
         return Block(pieces, error, total)

@@ -15,9 +15,11 @@ CLOSE = 5e-4
 Answer = dict[str, Any]
 
 
-def expected(folder: Path, prompts: list[list[int]], dtype: str = "float32", new: int = 8) -> list[Answer]:
+def expected(
+    folder: Path, prompts: list[list[int]], dtype: str = "float32", new: int = 8, activations: str | int = 16
+) -> list[Answer]:
     """What `diffquant.load` answers without the recipe's cache, one prompt at a time."""
-    model = diffquant.load(folder, {"kv": 16}, dtype=dtype)
+    model = diffquant.load(folder, {"kv": 16, "activations": activations}, dtype=dtype)
     answers = []
     with torch.no_grad():
         for prompt in prompts:
