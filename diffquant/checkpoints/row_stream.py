@@ -9,7 +9,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -193,7 +193,7 @@ def _write_shard(
     """Write one file; return sums of squares by job, added in row order so that they never depend on timing."""
     sums: dict[str, list[float]] = {}
     done = 0.0
-    with ShardFile(path, shard.outputs) as file:
+    with closing(ShardFile(path, shard.outputs)) as file:
 
         def make_and_write(job: Job, first: int, last: int) -> tuple[str, int, float, float]:
             block = job.make(first, last)

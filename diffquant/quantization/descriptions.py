@@ -49,7 +49,12 @@ def quantized_card(
     """
     name, model_type = plan.checkpoint.name, str(plan.checkpoint.config.get("model_type"))
     recipe = plan.recipe
-    operands = (("queries and keys", recipe.qk), ("softmax weights", recipe.p), ("values before P·V", recipe.pv))
+    operands = (
+        ("inputs of these layers", recipe.activations),
+        ("queries and keys", recipe.qk),
+        ("softmax weights", recipe.p),
+        ("values before P·V", recipe.pv),
+    )
     lines = [
         front_matter("transformers", _tags(plan, is_differential), plan.checkpoint.front_matter, "quantized"),
         f"# {markdown_text(name)}, quantized\n",
@@ -239,7 +244,9 @@ def write_descriptions(
         }
     elif plan.schemes or plan.cache_scales:
         ignored = modules_to_ignore(plan.rules) if plan.rules else ()
-        config["quantization_config"] = quantization_config(plan.written_schemes, plan.written_linears, ignored)
+        config["quantization_config"] = quantization_config(
+            plan.written_schemes, plan.written_linears, ignored, plan.written_inputs
+        )
         if plan.cache_scales:
             config["quantization_config"]["kv_cache_scheme"] = STATIC_CACHE
         if _is_decoded_in_bfloat16(plan):

@@ -1,6 +1,6 @@
 """Loads a checkpoint, quantized or not, as a model that runs under a recipe."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -13,12 +13,12 @@ from diffquant.checkpoints.ranges import read_ranges
 from diffquant.checkpoints.source import Source, open_source
 from diffquant.errors import UsageError
 from diffquant.model.causal import CausalModel
-from diffquant.quantization.checks import checked_schemes
+from diffquant.quantization.checks import check_activations, checked_schemes
 from diffquant.quantization.magnitudes import Magnitudes
 from diffquant.quantization.plan import plan_quantization
 from diffquant.quantization.rounded_weight import quantize_as_stored
 from diffquant.quantization.roundings import rounding_named
-from diffquant.quantization.targets import unpacked_dtypes
+from diffquant.quantization.targets import find_targets, unpacked_dtypes
 from diffquant.recipe import Recipe, RecipeLike
 from diffquant.recipe.scheme import Scheme
 from diffquant.support.devices import as_dtype, resolve_device
@@ -98,8 +98,17 @@ def load(
     source.check_unchanged()
     model.model.ranges = {name: tensor.to(model.device) for name, tensor in ranges.items()}
     model.model.recipe = recipe
+    model.model.quantized_linears = _quantized_linears(source, schemes or source.packed)
     model.apply_recipe(recipe)
     return model
+
+
+def _quantized_linears(source: Source, packed: Collection[str]) -> dict[str, str]:
+    """Return the Linears whose inputs a recipe may round: the model's name -> the checkpoint's."""
+    adapter, targets = source.adapter, find_targets(source)
+    names = {name.removesuffix(".weight"): adapter.source_name(name) for name in source.architecture.parameters}
+    stored = {name: of_weight.removesuffix(".weight") for name, of_weight in names.items()}
+    return {name: module for name, module in stored.items() if module in packed and targets.rounds_input(module)}
 
 
 def load_by_layer(source: Source, recipe: Recipe) -> CausalModel:
@@ -167,8 +176,8 @@ def recipe_of_run(source: Source, recipe: Recipe | None) -> tuple[Recipe, dict[s
     """Return the recipe that a model runs under, and the scheme of each weight that is rounded during loading.
 
     Args:
-        recipe: recipe of cache and logits, which replaces all of the checkpoint's, and of weights that are not packed
-            yet; or None to use the checkpoint's recorded recipe.
+        recipe: recipe of cache, logits and activations, which replaces all of the checkpoint's, and of weights that are
+            not packed yet; or None to use the checkpoint's recorded recipe.
 
     Raises:
         UsageError: the recipe quantizes weights that are quantized already, or does not fit the checkpoint.
@@ -182,4 +191,5 @@ def recipe_of_run(source: Source, recipe: Recipe | None) -> tuple[Recipe, dict[s
             f"{source.path} has quantized weights already; give a recipe without weights, or its 16-bit original"
         )
     source.architecture.check_recipe(recipe)
+    check_activations(source, recipe, source.packed)
     return recipe.with_weights_of(source.recipe), {}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from diffquant.checkpoints.atomic_folder import check_output, stage_output
 from diffquant.checkpoints.cache_scales import has_engine_format, scales_of
-from diffquant.checkpoints.compressed_tensors import SCALE, decode_codes, pack_rows
+from diffquant.checkpoints.compressed_tensors import INPUT_GLOBAL, SCALE, decode_codes, pack_rows
 from diffquant.checkpoints.ranges import Ranges
 from diffquant.checkpoints.reader import Checkpoint
 from diffquant.checkpoints.row_stream import Block, Job, Shard, check_rows, checkpoint_key, copy_job, write_shards
@@ -235,6 +235,8 @@ def pack_job(
                 pieces[part.name(suffix)] = (max(first - part.first, 0) // per_row, some)
             if begins:
                 pieces |= {name: (0, data) for name, data in part.once(rounded.scheme).items()}
+                if tensor.inputs.format.spans_tensor:
+                    pieces[part.module + INPUT_GLOBAL] = (0, torch.ones(1))
         # `values` of a float32 source is the memory-mapped file, so only the decoded tensor may be changed in place.
         error = _sum_of_squares(decode_codes(codes, scale, scheme).sub_(values))
         return Block(pieces, error, total)

@@ -10,7 +10,8 @@ from pathlib import Path
 from shlex import quote
 from typing import Any, Literal, cast
 
-from diffquant.checkpoints.compressed_config import read_schemes, states_cache
+from diffquant.checkpoints.compressed_config import read_schemes, records_activations, states_cache
+from diffquant.checkpoints.compressed_tensors import SCALE
 from diffquant.checkpoints.dequantized import DequantizedCheckpoint
 from diffquant.checkpoints.opening import open_checkpoint
 from diffquant.checkpoints.reader import Checkpoint
@@ -24,7 +25,7 @@ from diffquant.quantization.engine_folder import (
     require_served,
 )
 from diffquant.quantization.foreign_code import REDIRECTS, check_code
-from diffquant.recipe.numbers.formats.integer import PACK_QUANTIZED
+from diffquant.recipe.numbers.formats.integer import INT_QUANTIZED, PACK_QUANTIZED
 from diffquant.serving.cache import AUTO, choose_cache, is_fp8, without_cache_scheme
 from diffquant.serving.vllm import TESTED, check_installed, find_untested_vllm
 from diffquant.support.names import first_few, option_name
@@ -164,7 +165,7 @@ def plan_server(
         command += ["--hf-overrides", json.dumps(without_cache_scheme(config))]
     if adapter is not None and ranks > 1:
         check_ranks(config, adapter, ranks, implementation)
-    notes = _notes(cache, memory is None)
+    notes = _notes(cache, memory is None) + _activation_notes(config, memory is not None)
     if adapter is not None and implementation == "plugin":
         _check_joined(checkpoint, adapter)
         notes += _rope_notes(cast(TransformerArchitecture, adapter.architecture), context)
@@ -218,7 +219,7 @@ def _check_format(checkpoint: Checkpoint) -> None:
             "remove it"
         )
     layout = (checkpoint.config.get("quantization_config") or {}).get("format", PACK_QUANTIZED)
-    if layout != PACK_QUANTIZED:
+    if layout not in (PACK_QUANTIZED, INT_QUANTIZED):
         raise UsageError(
             f"{checkpoint.path} has weights in the layout {layout}, which is not supported for serving yet; serve "
             f"one with integers of 2 to 8 bits, or run it with `diffquant generate`"
@@ -249,7 +250,7 @@ def _check_joined(checkpoint: Checkpoint, adapter: Adapter) -> None:
         UsageError: some are not; the first are named.
     """
     names = [name.removesuffix(".weight") for name in adapter.source_shapes()]
-    packed = [name for name in names if f"{name}.weight_packed" in checkpoint.tensors]
+    packed = [name for name in names if name + SCALE in checkpoint.tensors]
     schemes = read_schemes(checkpoint.config, packed)
     layers = [(name.removesuffix(of[0]), of) for name in names for of in _JOINED if name.endswith(of[0])]
     problems = [
@@ -295,6 +296,16 @@ def _environment(implementation: Implementation) -> dict[str, str]:
     elif chosen is not None and "diffquant" not in chosen.split(","):
         environment["VLLM_PLUGINS"] = f"{chosen},diffquant"
     return environment
+
+
+def _activation_notes(config: Mapping[str, Any], on_cpu: bool) -> list[str]:
+    """Return what vLLM computes of a folder's rounded activations, where it is not what diffquant computes."""
+    if not records_activations(config):
+        return []
+    if config["quantization_config"]["format"] == INT_QUANTIZED:
+        return ["vLLM rounds activations with scales of absmax / 127, diffquant and transformers with absmax / 127.5"]
+    why = "activations stay at 16 bits where vLLM's own kernel for 4-bit weights runs, which it does in bfloat16"
+    return [f"on a CPU {why}; use {option_name('dtype', 'float32')} for the recipe's"] if on_cpu else []
 
 
 def _notes(cache: str, has_gpu: bool) -> list[str]:

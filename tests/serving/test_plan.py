@@ -78,6 +78,17 @@ def test_the_entry_point_is_there_and_imports_no_torch():
     assert not loaded & {"torch", "transformers", "vllm"}
 
 
+@in_one_test("recipe, note", [("w8a8", "absmax / 127,"), ("w4a8", "activations stay at 16 bits")])
+def test_what_vllm_computes_of_activations_is_said(vllm, tmp_path, recipe, note):
+    folder = write_checkpoint(tmp_path / "plain", "unilm-v2", hidden_size=64, intermediate_size=64)
+    diffquant.quantize(folder, tmp_path / "low", recipe)
+    assert any(note in each for each in plan_server(tmp_path / "low", **ASKED).notes)
+    # FP8 weights are refused as before.
+    diffquant.quantize(folder, tmp_path / "fp8", "fp8")
+    with pytest.raises(UsageError, match="float-quantized"):
+        plan_server(tmp_path / "fp8", **ASKED)
+
+
 def test_a_packed_folder_is_served_in_bfloat16_to_this_machine_alone(vllm, packed):
     plan = plan_server(packed, **ASKED)
     assert (option(plan, "--dtype"), option(plan, "--host")) == ("bfloat16", "127.0.0.1")

@@ -20,9 +20,6 @@ CLOSE = 5e-4
 Answer = dict[str, Any]
 
 
-PLAIN_CACHE = {"kv": 16}
-
-
 @contextmanager
 def truncated_cache() -> Iterator[None]:
     """Let diffquant's caches of e4m3 drop what lies beyond a level, as vLLM's kernel for processors does."""
@@ -43,10 +40,11 @@ def expected(
     prompts: list[list[int]],
     dtype: str = "float32",
     new: int = 8,
-    recipe: dict[str, int] | None = PLAIN_CACHE,
+    activations: str | int = 16,
+    kv: str | int = 16,
 ) -> list[Answer]:
-    """What `diffquant.load` answers without the recipe's cache, or with None under the folder's own recipe."""
-    model = diffquant.load(folder, recipe, dtype=dtype)
+    """What `diffquant.load` answers, one prompt at a time; by default without the recipe's cache."""
+    model = diffquant.load(folder, {"kv": kv, "activations": activations}, dtype=dtype)
     answers = []
     with torch.no_grad():
         for prompt in prompts:

@@ -141,7 +141,7 @@ def test_a_cache_with_calibrated_scales_has_diffquants_levels(static, long):
     """
     folders, plugin, ranks, alone = static
     with truncated_cache():
-        wanted = {key: expected(folder, long, recipe=None) for key, folder in folders.items()}
+        wanted = {key: expected(folder, long, kv="e4m3:static") for key, folder in folders.items()}
     for (source, bits), answer in wanted.items():
         check("e4m3:static", source, bits, plugin[source, bits], answer, 0.02)
     for source in STATIC:

@@ -21,6 +21,7 @@ from diffquant.checkpoints.compressed_config import (
     has_targets,
     is_square,
     pick_targets,
+    records_activations,
     states_cache,
 )
 from diffquant.checkpoints.compressed_tensors import GLOBAL, PACKED, SCALE, SHAPE
@@ -52,6 +53,8 @@ def read_compressed_tensors(entry: Mapping[str, Any], stored: Checkpoint) -> Con
     Raises:
         CheckpointError: tensors or settings are not what the layouts have; the first are named.
     """
+    if records_activations(stored.config):
+        return None
     if online := _online_transforms(entry.get("transform_config")):
         raise CheckpointError(
             f"{stored.path}: transform_config of quantization_config rotates activations while the model runs "
