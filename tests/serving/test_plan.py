@@ -165,7 +165,7 @@ def test_the_folders_code_is_run_only_where_it_is_ours(vllm, packed):
     assert plan.environment["VLLM_PLUGINS"] == "none"
     ours = (packed / MODELLING_FILE).read_bytes()
     (packed / MODELLING_FILE).write_bytes(ours + b"\n")
-    with pytest.raises(CheckpointError, match=f"code that is not this diffquant's.*{MODELLING_FILE}"):
+    with pytest.raises(CheckpointError, match=f"code that is not this version of diffquant's.*{MODELLING_FILE}"):
         plan_server(packed, **asked)
     assert "--trust-remote-code" not in plan_server(packed, **ASKED).command
     (packed / MODELLING_FILE).write_bytes(ours)
