@@ -13,7 +13,7 @@ from torch import Tensor
 from diffquant.attention.naive import naive
 from diffquant.benchmarks.cells import BenchCell
 from diffquant.benchmarks.decode import DECODE_PEERS
-from diffquant.benchmarks.measuring import cpu_peak, cuda_peak, give_blocks_pages, prepare, run_in_turns
+from diffquant.benchmarks.measuring import allocate_separate_pages, cpu_peak, cuda_peak, prepare, run_in_turns
 from diffquant.benchmarks.peers import BASELINE, PEERS, Peer
 from diffquant.benchmarks.workloads import Workload
 from diffquant.errors import UsageError
@@ -147,7 +147,7 @@ def _fresh_processes() -> BaseContext:
 @torch.inference_mode()
 def resident_peak(section: str, name: str, work: Workload, threads: int) -> int:
     """Return this process's peak bytes during a peer's call, without its inputs; run it in a separate process."""
-    give_blocks_pages()
+    allocate_separate_pages()
     torch.set_num_threads(threads)
     peer = SECTIONS[section][name]
     # A small call first loads libraries and starts threads, which do not count as a call's memory.

@@ -129,7 +129,7 @@ def status_bytes(status: str, name: str) -> int:
     return 1024 * int(next(values, "0"))
 
 
-def give_blocks_pages() -> None:
+def allocate_separate_pages() -> None:
     """Make malloc of this process allocate each block as separate pages, which are released when it is freed.
 
     Otherwise malloc reuses freed memory, and a call's allocations do not change the number of resident pages.
@@ -140,7 +140,7 @@ def give_blocks_pages() -> None:
 def cpu_peak(call: Callable[[], Any]) -> int:
     """Return the peak growth of this process's resident memory during a call in bytes, its result included.
 
-    The process must have called `give_blocks_pages` first. Linux's count is accurate to a quarter of a megabyte.
+    The process must have called `allocate_separate_pages` first. Linux's count is accurate to a quarter of a megabyte.
 
     Raises:
         OSError: this is not Linux.

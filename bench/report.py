@@ -8,7 +8,7 @@ from diffquant.benchmarks.cells import BenchCell, BenchResult
 from diffquant.benchmarks.contest import SECTIONS
 from diffquant.benchmarks.linears import THROUGHPUT, table7
 from diffquant.benchmarks.plots import plot_names, plots
-from diffquant.reports.page import Block, Drawing, Fold, Items, Report, Section, facts
+from diffquant.reports.page import Block, Drawing, Items, Report, Section, facts
 from diffquant.reports.plots import as_svg
 from diffquant.reports.tables import Table, format_csv
 
@@ -104,7 +104,9 @@ def _headline(result: BenchResult) -> list[str]:
 
 def _workload(name: str, table: Table, missing: Sequence[str]) -> Section:
     blocks: list[Block] = [table] if table.rows else []
-    return Section(name, [*blocks, *([Fold(f"{len(missing)} not measured", [Items(missing)])] if missing else [])])
+    if missing:
+        blocks.append(Section(f"{len(missing)} not measured", [Items(missing)], folded=True))
+    return Section(name, blocks)
 
 
 def _tables(result: BenchResult) -> dict[tuple[str, str], tuple[Table, list[str]]]:

@@ -177,7 +177,7 @@ def transformer(work: Workload, device: str) -> AttentionCall:
     return AttentionCall([q], [k], v, None, scale=model.width**-0.5, mask=Mask())
 
 
-def lengths(text: str) -> list[int]:
+def parse_lengths(text: str) -> list[int]:
     """Parse a list of lengths and ranges, such as "512,1024" or "1K-16K"; a range doubles from first to last.
 
     Raises:
@@ -205,6 +205,6 @@ def _length(text: str, all_text: str) -> int:
 
 
 def count_visible_logits(queries: int, keys: int) -> int:
-    """Count the logits of one map that a causal mask leaves visible; queries are the last `queries` of the keys."""
+    """Count the logits of one map that a causal mask leaves visible; the queries are the last tokens of the keys."""
     hidden = keys - queries
     return queries * hidden + queries * (queries + 1) // 2

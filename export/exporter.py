@@ -146,7 +146,7 @@ def write_export(
     with stage_output(destination, key, nbytes, overwrite) as staging:
         folder = staging.folder
         checked.checkpoint.write_side_files(folder)
-        _settle_tokenizer(checked, folder / "tokenizer.json")
+        _rewrite_tokenizer(checked, folder / "tokenizer.json")
         layout = options.layout
         (folder / layout.model).parent.mkdir(exist_ok=True)
         write(folder / layout.data, streamed, progress)
@@ -199,7 +199,7 @@ def _cache_scales(source: Source, options: ExportOptions, ranges: Ranges | None)
     return static_scales(source, options.kv_bits, ranges)
 
 
-def _settle_tokenizer(source: Source, file: Path) -> None:
+def _rewrite_tokenizer(source: Source, file: Path) -> None:
     """Rewrite tokenizer.json if transformers loads another tokenizer from the folder's files than from it alone.
 
     Programs that run exports read only tokenizer.json: they would split a token defined only in tokenizer_config.json.

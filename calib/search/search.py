@@ -12,8 +12,8 @@ from diffquant.calib.search.allocation import (
     Budget,
     allocate,
     average_bits,
-    by_size,
     require_scipy,
+    sort_by_size,
     spread_evenly,
 )
 from diffquant.calib.search.result import INTEGERS, Candidate, Measurement, SearchResult, Width, format_width
@@ -114,7 +114,7 @@ class Search:
         self._uniform = (*(INTEGERS if len(floats) < len(widths) else ()), *floats)
         self.units = find_units(self.source, targets, granularity, self._uniform)
         self.parts = find_parts(self.source, granularity) if parts else []
-        self.widths = by_size(self.units, list(set(widths)))[::-1]
+        self.widths = sort_by_size(self.units, list(set(widths)))[::-1]
         budget.check(self.units, self.widths)
         self._tokenizer = self.source.tokenizer
         wanted = 2 * max(2 * CHARACTERS_PER_TOKEN * windows * window, check_characters)
@@ -245,7 +245,7 @@ class Search:
 
     def _uniform_widths(self, chosen: Allocation) -> list[Width]:
         """Return the uniform widths that enclose the chosen ones in size, for every target, ordered by size."""
-        widths, below = by_size(self.units, self._uniform), list[int]()
+        widths, below = sort_by_size(self.units, self._uniform), list[int]()
         for target in self.targets:
             mean = average_bits(chosen, target)
             uniform = [average_bits(dict.fromkeys(self.units, width), target) for width in widths]

@@ -99,7 +99,7 @@ def read_calibration(
     return Calibration(mixed, tokens_read, account, any(corpus.text is None for corpus in corpora))
 
 
-def calibration_text(sources: Sources, tokenizer: Any, characters: int, seed: int = 0) -> str:
+def calibration_text(sources: Sources, tokenizer: Any, characters: int) -> str:
     """Return the sources' documents as one text.
 
     A single plain text file is returned whole; of a single source of rows, enough for `characters` are joined. Of
@@ -113,7 +113,7 @@ def calibration_text(sources: Sources, tokenizer: Any, characters: int, seed: in
     parts = []
     for corpus in corpora:
         read, length, wanted = list[str](), 0, math.ceil(characters * corpus.weight / total)
-        for text, _ in _documents(corpus, tokenizer, seed):
+        for text, _ in _documents(corpus, tokenizer, 0):
             read.append(text)
             length += len(text)
             if length >= wanted:

@@ -15,7 +15,7 @@ from diffquant.recipe.numbers.sharing import Sharing
 from diffquant.recipe.scheme import FULL, Scheme
 from diffquant.recipe.targets import target_of
 from diffquant.support.names import first_few
-from diffquant.support.plain_data import first_matches
+from diffquant.support.plain_data import find_first_matches
 
 # The folder's format where its groups have several.
 _MIXED = "mixed-precision"
@@ -305,6 +305,6 @@ def match_modules(expressions: Sequence[str], modules: Sequence[str]) -> list[in
         CheckpointError: an expression is malformed, or takes too long.
     """
     try:
-        return first_matches(expressions, modules)
+        return find_first_matches(expressions, modules)
     except ValueError as error:
         raise CheckpointError(f"config.json: {error}; correct its quantization_config") from error

@@ -63,8 +63,8 @@ def _suggest_path(path: Path) -> str:
         return f"give its folder, {path.parent}" if holds else "give a folder with a config.json"
     # As a Path, the address has lost one of its two slashes.
     if address := re.fullmatch(r"https?:/huggingface\.co/([^/]+/[^/]+).*", path.as_posix()):
-        return f"a model of the hub is named ORG/NAME: {address[1]}"
-    return f"{_suggest_neighbour(path)}a model of the hub is named ORG/NAME"
+        return f"give the name of a model on the hub as ORG/NAME: {address[1]}"
+    return f"{_suggest_neighbour(path)}give the name of a model on the hub as ORG/NAME"
 
 
 def _checkpoints_in(folder: Path) -> list[Path]:

@@ -42,7 +42,9 @@ class Staging:
         self._key = json.loads(json.dumps(key))
         self._guard = threading.Lock()
         if not self._journal.exists() and self.folder.is_dir() and any(self.folder.iterdir()):
-            raise OutputExistsError(f"{self.folder} is needed for unfinished output but holds other files; move them")
+            raise OutputExistsError(
+                f"{self.folder} is needed for unfinished output, but contains other files; move them elsewhere"
+            )
         self._records = self._read_journal()
         self._write_journal()
         self.folder.mkdir(exist_ok=True)

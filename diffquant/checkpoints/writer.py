@@ -4,7 +4,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -57,12 +56,7 @@ class ShardFile:
         row_nbytes = data.nbytes // len(data) if first_row else 0
         self._file.put(_bytes_of(data), self._starts[name] + first_row * row_nbytes)
 
-    def __enter__(self) -> "ShardFile":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         self._file.close()
 
 

@@ -128,7 +128,7 @@ def compare_outcomes(before: Outcome, after: Outcome) -> list[Comparison]:
         UsageError: their tasks, items or texts differ, or they share no measure that is finite for every item.
     """
     if before.task != after.task:
-        raise UsageError(f"A is of task {before.task} and B of {after.task}; give two results of the same task")
+        raise UsageError(f"A is of task {before.task} and B is of {after.task}; give two results of the same task")
     differing = [
         f"{name}: {before.asked.get(name, 'absent')} and {after.asked.get(name, 'absent')}"
         for name in dict.fromkeys([*before.asked, *after.asked])
@@ -141,7 +141,7 @@ def compare_outcomes(before: Outcome, after: Outcome) -> list[Comparison]:
         )
     if list(before.ids) != list(after.ids):
         raise UsageError(
-            f"{before.task}: A has scores of {len(before.ids)} items and B of {len(after.ids)}, which cannot be "
+            f"{before.task}: A has scores of {len(before.ids)} items and B has {len(after.ids)}, which cannot be "
             "paired; measure both again"
         )
     shared = [name for name in before.scores if name in after.scores]

@@ -249,7 +249,7 @@ def kl_by_position(p: States, q: States) -> Tensor:
     return torch.cat([next_token_kl(a.float32_logits(), b.float32_logits()).double() for a, b in parts])
 
 
-def kl_meter(reference: States, lengths: Mapping[int, int]) -> tuple[Watch, Callable[[], list[float]]]:
+def make_kl_meter(reference: States, lengths: Mapping[int, int]) -> tuple[Watch, Callable[[], list[float]]]:
     """Measure KL(reference ‖ model) of next-token distributions while `score` runs.
 
     Args:

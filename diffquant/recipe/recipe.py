@@ -215,18 +215,12 @@ class Recipe:
 
         return yaml.safe_dump(self.to_dict(), sort_keys=False)
 
-    def weight_scheme(self, module: str, by_default: bool = True) -> Scheme:
-        """Return the scheme of a module's weight.
-
-        Args:
-            module: full name without ".weight".
-            by_default: whether `weights` applies if no override matches. Embeddings, λ projections and the head stay
-                16-bit unless an override matches them.
-        """
+    def weight_scheme(self, module: str) -> Scheme:
+        """Return the scheme of a linear layer's weight, by the module's full name without ".weight"."""
         for pattern, scheme in self.weight_overrides.items():
             if fnmatchcase(module, pattern):
                 return scheme
-        return self.weights if by_default else FULL
+        return self.weights
 
     @cached_property
     def weight_overrides(self) -> dict[str, Scheme]:

@@ -64,7 +64,7 @@ def bench(
     """
     from diffquant.benchmarks import run
     from diffquant.benchmarks.run import PARTS, BenchOptions
-    from diffquant.benchmarks.workloads import lengths as counts
+    from diffquant.benchmarks.workloads import parse_lengths
 
     device = choose_device(device)
     if tune is not None:
@@ -75,8 +75,8 @@ def bench(
         sections=tuple(sections or PARTS),
         device=device,
         models=split_texts(shapes),
-        lengths=tuple(counts(lengths)) if lengths else (),
-        batches=tuple(counts(batches)),
+        lengths=tuple(parse_lengths(lengths)) if lengths else (),
+        batches=tuple(parse_lengths(batches)),
         dtype=dtype,
         repeats=repeats,
         peers=tuple(peer),

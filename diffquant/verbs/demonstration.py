@@ -13,7 +13,7 @@ from diffquant.checkpoints.source import open_source
 from diffquant.errors import MissingDependencyError
 from diffquant.measure.sweep.grid import SweepOptions
 from diffquant.measure.sweep.outputs import write_outputs
-from diffquant.measure.sweep.result import SweepResult, text_table
+from diffquant.measure.sweep.result import SweepResult
 from diffquant.measure.sweep.run import run_sweep
 from diffquant.quantization.conversion import convert
 from diffquant.quantization.loading import load
@@ -209,7 +209,7 @@ def score_recipes(differential: Path, output: Path, end: float) -> None:
     show(f"A HellaSwag item takes {seconds:.2f} s here, so {items} fit into the demo's four minutes.")
     options = _options(recipes, hellaswag={"limit": items}, perplexity={"characters": _CHARACTERS})
     result = _score(differential, folder, options)
-    show(text_table(result))
+    show(result.table())
     show(f"wrote {', '.join(str(path) for path in write_outputs(result, folder))}")
     show("With so few items only large losses are visible, as the interval shows. KL")
     show("shows smaller ones.")

@@ -38,25 +38,7 @@ def report(runs: Runs, output: kinds.NewFile | None = None) -> list[Path]:
         UsageError: there is no run, or a run's numbers cannot be read.
         OutputExistsError: the index would replace a file that diffquant did not write.
     """
-    return write_index(to_paths(runs), to_path(output))
-
-
-_INDEX = "runs"
-
-
-def write_index(folders: Sequence[Path], index: Path | None) -> list[Path]:
-    """Rewrite the page of every run in or below the folders, with links to each other, and an index.
-
-    Args:
-        index: file of the index; index.html in the folder that all of them have in common by default.
-
-    Returns:
-        Paths of the index and of the pages.
-
-    Raises:
-        UsageError: there is no run, or a run's numbers cannot be read.
-        OutputExistsError: the index would replace a file that diffquant did not write.
-    """
+    folders, index = to_paths(runs), to_path(output)
     absent = [str(folder) for folder in folders if not folder.is_dir()]
     if absent:
         files = [str(folder) for folder in folders if folder.is_file()]
@@ -67,18 +49,18 @@ def write_index(folders: Sequence[Path], index: Path | None) -> list[Path]:
         )
     index = index or Path(os.path.commonpath([folder.absolute() for folder in folders])) / "index.html"
     check_written_file(index, _is_index(index))
-    runs = find_runs(folders)
-    if not runs:
+    found = find_runs(folders)
+    if not found:
         known = ", ".join(_KINDS)
         raise UsageError(f"no run in or below {', '.join(map(str, folders))}: none has a {known}")
-    pages = list(runs)
+    pages = list(found)
     index.parent.mkdir(parents=True, exist_ok=True)
     for number, file in enumerate(pages):
         near = {"← before": pages[number - 1] if number else None, "all runs": index}
         near["next →"] = pages[number + 1] if number + 1 < len(pages) else None
         links = [Link(text, _relative(target, file)) for text, target in near.items() if target is not None]
-        write_atomically(file, page(runs[file], links))
-    write_atomically(index, page(_index_report(runs, index)))
+        write_atomically(file, page(found[file], links))
+    write_atomically(index, page(_index_report(found, index)))
     return [index, *pages]
 
 
@@ -157,6 +139,7 @@ def _bench(folder: Path) -> Report:
     return bench_report(read_result(folder / "bench.json"), folder.name, files)
 
 
+_INDEX = "runs"
 # The raw file of each kind of run, the name of its page, and what reads it.
 _KINDS: dict[str, tuple[str, Callable[[Path], Report]]] = {
     "sweep.json": ("report.html", _sweep),

@@ -72,7 +72,7 @@ def _add_bytes(writer: GGUFWriter, source: Source, content: Mapping[str, Any]) -
     model, normalizer, name = content["model"], content["normalizer"], split_name(content)
     if name is None:
         what = json.dumps(content["pre_tokenizer"])
-        raise _refusal(source, f"no pre-tokenizer of llama.cpp is known that splits text by {what:.300}")
+        raise _refusal(source, f"llama.cpp has no known pre-tokenizer that splits text by {what:.300}")
     odd = [key for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix") if model.get(key)]
     # NFC is accepted: llama.cpp does not normalize, and runs models whose tokenizers do.
     if odd or (normalizer and normalizer != {"type": "NFC"}):

@@ -98,7 +98,7 @@ class OnnxCache:
 
 
 class OnnxLanguageModel(LanguageModel):
-    """An exported model for evaluations, opened with `every_position`; the states that `read` returns are logits."""
+    """An exported model for evaluations, whose runtime must return every position; its states are logits."""
 
     def __init__(self, runtime: OnnxModel, tokenizer: Any = None) -> None:
         """Wrap an opened model; the tokenizer is needed only to read or generate text."""

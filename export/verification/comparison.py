@@ -26,7 +26,7 @@ from diffquant.onnx.verification.errors import (
     stage_errors,
     stage_noise,
 )
-from diffquant.onnx.verification.passages import LONG_CONTEXT, FarCalls, beginnings, iterate_far_calls, reach
+from diffquant.onnx.verification.passages import LONG_CONTEXT, FarCalls, cut_beginnings, iterate_far_calls, reach
 from diffquant.onnx.verification.reference import Reference
 from diffquant.onnx.verification.report import (
     Measure,
@@ -60,10 +60,6 @@ MARGIN = 4.0
 _WORK_OF_LONG_CONTEXT, _WORK_OF_NOISE = 3, 4
 
 
-class _RouteError(CheckpointError):
-    """ONNX Runtime cannot run one of the routes (ways to feed a sequence; see `routes`)."""
-
-
 class Comparison:
     """Compares a folder's sessions and routes with one reference."""
 
@@ -93,7 +89,7 @@ class Comparison:
         self._spans_rows = not shares_prefixes(Recipe(logits=manifest.options.logits))
         # Whole passages with float32 matmuls verify the weights; the beginnings suffice for the rest, at a third of
         # the cost.
-        self._beginnings = passages if self._spans_rows else beginnings(passages)
+        self._beginnings = passages if self._spans_rows else cut_beginnings(passages)
         self._outputs = (EMBEDDED, *(LAYER_OUTPUT.format(layer=i) for i in range(reference.layers)), "logits")
         self._whole = self._logits(passages, rounds=False)
         self._expectations: dict[bool, tuple[list[Tensor], float, StageNoise]] = {}
@@ -132,7 +128,7 @@ class Comparison:
                     of_session.append(route)
                     work = _WORK_OF_LONG_CONTEXT if route.name == LONG_CONTEXT else 1
                     self._advance(work, f"{session.name}, {route.name}")
-            except _RouteError as error:
+            except GraphError as error:
                 if session.is_folder and not of_session:
                     raise CheckpointError(f"ONNX Runtime cannot run {self._folder}: {error}") from error
                 if session.runs_body and not of_session:
@@ -255,7 +251,7 @@ class Comparison:
         try:
             yield
         except _RUNTIME_ERRORS as error:
-            raise _RouteError(f"{session.name}, {route}: does not run ({error})") from error
+            raise GraphError(f"{session.name}, {route}: does not run ({error})") from error
 
     def _reading_of(self, run: Run) -> Reading:
         return Reading(run.calls) if self._spans_rows and len(run.calls) > 1 else WHOLE

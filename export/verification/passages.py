@@ -48,7 +48,7 @@ def sample_passages(source: Source, config: DiffTransformerConfig) -> list[np.nd
     return [np.array([ids], np.int64) for ids in passages]
 
 
-def beginnings(passages: Sequence[np.ndarray]) -> list[np.ndarray]:
+def cut_beginnings(passages: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Cut each passage to its first `BEGINNING` / `LONGEST` part."""
     return [ids[:, : max(min(_SHORTEST, ids.shape[1]), ids.shape[1] * BEGINNING // LONGEST)] for ids in passages]
 

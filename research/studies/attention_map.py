@@ -10,7 +10,7 @@ import typer
 
 from diffquant.measure.protocols.needle import NeedlePlan
 from diffquant.recipe import Recipe
-from diffquant.reports.plots import COLOURS, literal, new_figure, tidy
+from diffquant.reports.plots import COLOURS, escape_dollars, new_figure, tidy
 from diffquant.reports.tables import align_columns
 from diffquant.support.files import write_atomically
 from diffquant.support.names import split_numbers
@@ -111,7 +111,7 @@ def plot_attention(attention: AttentionMaps, path: Path) -> None:
         for axis, model in zip(axes[row], attention.models, strict=True):
             _draw(axis, model, length)
             title = model.name if rows == 1 else f"{model.name}, {length:,} tokens"
-            axis.set_title(literal(title), fontsize=10)
+            axis.set_title(escape_dollars(title), fontsize=10)
     for axis in axes[-1]:
         axis.set_xlabel("depth of the answer")
     handles, labels = axes[0][0].get_legend_handles_labels()

@@ -10,7 +10,7 @@ import torch
 
 from diffquant.benchmarks import contest, decode, linears, peers
 from diffquant.benchmarks.contest import Contest
-from diffquant.benchmarks.workloads import MODELS, Model, Workload, find_model, lengths
+from diffquant.benchmarks.workloads import MODELS, Model, Workload, find_model, parse_lengths
 from diffquant.errors import UsageError
 from tests.support.tables import in_one_test
 from tests.support.thorough import sampled
@@ -205,14 +205,14 @@ def test_unknown_peers_and_workloads_are_refused_with_those_known():
 
 
 def test_lengths_are_lists_and_ranges_by_doubling():
-    assert lengths("512,1K") == [512, 1024]
-    assert lengths("1K-8K,100") == [1024, 2048, 4096, 8192, 100]
+    assert parse_lengths("512,1K") == [512, 1024]
+    assert parse_lengths("1K-8K,100") == [1024, 2048, 4096, 8192, 100]
 
 
 @in_one_test("text", ["", "0", "4K-1K", "1-2-3", "many", "512,", "-5", "9999999999K"])
 def test_lengths_that_cannot_be_read_are_refused(text):
     with pytest.raises(UsageError, match="cannot read"):
-        lengths(text)
+        parse_lengths(text)
 
 
 def test_linears_name_what_is_missing_and_check_the_rest(monkeypatch):

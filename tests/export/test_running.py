@@ -21,7 +21,7 @@ from diffquant.errors import CheckpointError, NonFiniteError, UsageError
 from diffquant.measure.language_model import Request
 from diffquant.measure.scoring import score
 from diffquant.measure.sweep.grid import SweepOptions
-from diffquant.measure.sweep.result import json_rows, text_table
+from diffquant.measure.sweep.result import json_rows
 from diffquant.measure.sweep.run import evaluate, run_sweep
 from diffquant.measure.tasks.perplexity import Perplexity
 from diffquant.measure.torch_model import TorchModel
@@ -436,7 +436,7 @@ def test_an_export_is_a_row_of_the_sweep_compared_with_its_source(source, plain,
     assert result.sizes_of(exported).weight_bytes == sum(
         (plain / name).stat().st_size for name in ("model.onnx", "model.onnx.data")
     )
-    assert "onnx" in text_table(result)
+    assert "onnx" in result.table()
     again = run_sweep([plain], options, tmp_path / "alone", runtime_of=runtime_of)
     assert json_rows(again)[0]["hellaswag difference"] is None
 

@@ -41,11 +41,11 @@ from diffquant.onnx.verification.report import (
 )
 from diffquant.onnx.verification.rounding import (
     Disturbance,
-    RoundedInputs,
     find_runtime_rounding,
     keep,
     round_by_block,
     round_by_row,
+    round_inputs_once,
 )
 from diffquant.onnx.verification.routes import PREFILL, last_positions, prefill, routes
 from diffquant.onnx.verifier import rotation_excess
@@ -190,7 +190,7 @@ def test_factors_of_a_disturbance_are_normal_in_each_row_and_each_column():
 
 
 def test_products_that_take_the_same_activations_round_them_once():
-    rounded, inputs = [], RoundedInputs()
+    rounded, inputs = [], round_inputs_once()
 
     def rule(x, block):
         rounded.append(block)
@@ -198,7 +198,7 @@ def test_products_that_take_the_same_activations_round_them_once():
 
     x, other = torch.randn(2, 5, 64), torch.randn(2, 5, 64)
     for given, block in [(x, 32), (x, 32), (x, 16), (other, 16), (x, 16)]:
-        assert torch.equal(inputs.of(given, rule, block), round_by_block(given, block))
+        assert torch.equal(inputs(given, rule, block), round_by_block(given, block))
     assert rounded == [32, 16, 16, 16]
 
 

@@ -54,7 +54,7 @@ def test_what_the_kernel_does_not_round_is_refused_by_name(has_capability):
     has_capability(9, 0)
     q, k, v, lam = random_call("v1", 3, 5)
     for text, said in (
-        ("8:head", "one scale per head is not served; the kernel supports row"),
+        ("8:head", "one scale per head is not supported; the kernel supports row"),
         ("8:row:smooth", "transforms are not supported"),
         ("nvfp4", "the kernel supports MX formats, integers and e4m3"),
     ):

@@ -253,9 +253,12 @@ def _round(x, out, n, BLOCK: tl.constexpr):
 @in_one_test(
     ("text", "message"),
     [
-        ("nvfp4_4over6", "softmax weights at nvfp4_4over6: one scale a group is not served; the kernel supports row"),
+        (
+            "nvfp4_4over6",
+            "softmax weights at nvfp4_4over6: one scale per group is not supported; the kernel supports row",
+        ),
         ("e5m2:row", "softmax weights at e5m2:row: e5m2 is not an integer"),
-        ("4:g32", "softmax weights at 4:g32: one scale a group is not served; the kernel supports row"),
+        ("4:g32", "softmax weights at 4:g32: one scale per group is not supported; the kernel supports row"),
     ],
 )
 def test_weights_that_are_not_served_are_refused_and_go_to_blocks(text, message):
@@ -282,10 +285,10 @@ def test_the_operator_is_well_formed(generation):
 @in_one_test(
     ("scheme", "message"),
     [
-        (Scheme.parse("4:b8"), "one scale per block is not served; the kernel supports tensor, head, pair, row"),
-        (Scheme.parse("4:map"), "one scale per map is not served"),
+        (Scheme.parse("4:b8"), "one scale per block is not supported; the kernel supports tensor, head, pair, row"),
+        (Scheme.parse("4:map"), "one scale per map is not supported"),
         (FULL, "16 bits are not quantized"),
-        (Scheme.parse("4:row:alike"), "logits rounded alike are not served"),
+        (Scheme.parse("4:row:alike"), "logits rounded alike are not supported"),
     ],
 )
 def test_schemes_that_are_not_served_are_refused(scheme, message):

@@ -313,7 +313,7 @@ def test_results_of_other_numbers_of_items_are_refused():
     few, more = (
         make_outcome("", "lm-eval:x", {}, TaskResult(metric="acc", score=1.0, n=n, values=[1.0] * n)) for n in (3, 4)
     )
-    with pytest.raises(UsageError, match="A has scores of 3 items and B of 4, which cannot be paired"):
+    with pytest.raises(UsageError, match="A has scores of 3 items and B has 4, which cannot be paired"):
         compare_outcomes(few, more)
 
 

@@ -14,7 +14,7 @@ from diffquant.measure.results import TaskResult
 from diffquant.measure.sweep.findings import headline
 from diffquant.measure.sweep.grid import SweepOptions
 from diffquant.measure.sweep.plot import bands
-from diffquant.measure.sweep.result import json_rows, text_table
+from diffquant.measure.sweep.result import json_rows
 from diffquant.measure.sweep.run import run_sweep
 from diffquant.measure.tasks import make_tasks
 from diffquant.measure.tasks.hellaswag import KL, MARGIN, MARGINS
@@ -119,7 +119,7 @@ def test_a_sweep_leads_with_what_resolves_and_has_the_accuracy_beside_it(tmp_pat
     options = SweepOptions(bits=(3,), granularities=("tensor",), task_options={"limit": len(ITEMS)}, dtype="float32")
     sweep = run_sweep([model], options, tmp_path / "out")
     sweep.require_complete()
-    head = text_table(sweep).splitlines()[0]
+    head = sweep.table().splitlines()[0]
     assert head.index("KL [95 %]") < head.index("margin [95 %]") < head.index("acc_norm") < head.index("flips")
     assert [band.metric.label for band in bands(sweep)] == [*(c.label for c in MARGINS.changes), "score, %"]
     (told,) = headline(sweep)
@@ -137,7 +137,7 @@ def test_a_sweep_leads_with_what_resolves_and_has_the_accuracy_beside_it(tmp_pat
     assert quantized["hellaswag margin_change"] == pytest.approx(
         quantized["hellaswag margin"] - baseline["hellaswag margin"]
     )
-    assert "2 differences from 16 bits are compared" in text_table(sweep)
+    assert "2 differences from 16 bits are compared" in sweep.table()
 
 
 def test_the_reference_is_of_the_items_of_the_task():

@@ -15,7 +15,7 @@ from diffquant.measure.scoring import score
 from diffquant.measure.sweep.grid import SweepOptions
 from diffquant.measure.sweep.outputs import write_outputs
 from diffquant.measure.sweep.plot import bands
-from diffquant.measure.sweep.result import json_rows, text_table
+from diffquant.measure.sweep.result import json_rows
 from diffquant.measure.sweep.run import evaluate, run_sweep
 from diffquant.measure.task import LIMIT, Task, TaskOption
 from tests.support import tiny_lm
@@ -74,7 +74,7 @@ def test_a_registered_task_is_swept_tabulated_and_drawn(model, tmp_path):
     full, low = json_rows(result)
     assert full["colours n"] == 3
     assert low["colours difference"] == pytest.approx(low["colours score"] - full["colours score"])
-    assert "colours acc" in text_table(result).splitlines()[0]
+    assert "colours acc" in result.table().splitlines()[0]
     change, score = bands(result)
     assert [point.x for point in change.lines["attention logits, per row"][0].points] == [2]
     assert score.lines["attention logits, per row"][0].full.y == 100 * full["colours score"]

@@ -34,7 +34,7 @@ from diffquant.recipe import Recipe
 from diffquant.support import files, plain_data
 from diffquant.support.files import check_plain
 from diffquant.support.outputs import Journal
-from diffquant.support.plain_data import first_matches, parse_json
+from diffquant.support.plain_data import find_first_matches, parse_json
 from diffquant.support.yaml_text import parse_yaml
 from diffquant.verbs.recipes import recipe_from_options
 from examples.shots.labelled import load_dataset
@@ -142,9 +142,9 @@ def test_a_results_points_are_found_in_linear_time():
 @in_one_test("expression", PUBLISHED)
 def test_expressions_match_as_python_matches_them(expression):
     found = [re.match(expression, name) is not None for name in NAMES]
-    assert [index == 0 for index in first_matches([expression], NAMES)] == found
+    assert [index == 0 for index in find_first_matches([expression], NAMES)] == found
     wanted = [next((i for i, each in enumerate(PUBLISHED) if re.match(each, name)), None) for name in NAMES]
-    assert first_matches(PUBLISHED, NAMES) == wanted
+    assert find_first_matches(PUBLISHED, NAMES) == wanted
 
 
 def test_what_diffquant_writes_is_matched_without_another_process(monkeypatch):
@@ -153,7 +153,7 @@ def test_what_diffquant_writes_is_matched_without_another_process(monkeypatch):
     monkeypatch.setattr(subprocess, "run", None)
     modules = [f"model.layers.{i}.mlp.experts.{j}.up-proj" for i in range(30) for j in range(40)]
     (pattern,) = name_patterns(modules)
-    assert first_matches([pattern.removeprefix("re:")], [*modules, "model.layers.30.mlp"]) == [0] * 1200 + [None]
+    assert find_first_matches([pattern.removeprefix("re:")], [*modules, "model.layers.30.mlp"]) == [0] * 1200 + [None]
 
 
 @in_one_test("expression", ENDLESS)

@@ -141,13 +141,11 @@ def test_a_residual_is_a_number_of_tokens_wherever_a_recipe_comes_from(residual)
             make()
 
 
-def test_the_first_matching_override_wins_and_only_overrides_reach_the_head():
-    recipe = Recipe.of(weights="4:g32", overrides={"*.q_proj": "8:row", "*.self_attn.*": "6:row", "lm_head": "8:row"})
+def test_the_first_matching_override_wins():
+    recipe = Recipe.of(weights="4:g32", overrides={"*.q_proj": "8:row", "*.self_attn.*": "6:row"})
     assert str(recipe.weight_scheme("model.layers.0.self_attn.q_proj")) == "8:row"
     assert str(recipe.weight_scheme("model.layers.0.self_attn.v_proj")) == "6:row"
     assert str(recipe.weight_scheme("model.layers.0.mlp.up_proj")) == "4:g32"
-    assert str(recipe.weight_scheme("lm_head", by_default=False)) == "8:row"
-    assert recipe.weight_scheme("model.embed_tokens", by_default=False) == FULL
 
 
 def test_a_recipe_that_rounds_to_the_nearest_is_written_as_without_a_rounding():

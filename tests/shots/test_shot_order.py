@@ -4,7 +4,7 @@ import pytest
 
 from diffquant.errors import UsageError
 from diffquant.measure.sweep.grid import SweepOptions
-from diffquant.measure.sweep.result import json_rows, text_table
+from diffquant.measure.sweep.result import json_rows
 from diffquant.measure.sweep.run import run_sweep
 from diffquant.measure.tasks import make_tasks
 from diffquant.measure.torch_model import TorchModel
@@ -74,7 +74,7 @@ def test_a_sweep_tells_how_far_the_best_order_is_from_the_worst(files, tmp_path)
         assert result.score == pytest.approx(sum(by_order) / len(by_order))
         assert row[f"{name} spread"] == pytest.approx(max(by_order) - min(by_order))
     assert row["shot-order:3:1 spread"] == 0
-    assert text_table(sweep).splitlines()[0].count("best - worst") == 3
+    assert sweep.table().splitlines()[0].count("best - worst") == 3
 
 
 def test_names_are_read_and_what_they_cannot_be_is_said(files):

@@ -85,7 +85,7 @@ def combine_maps(call: AttentionCall, maps: list[Tensor], rows: slice) -> Tensor
     return weights
 
 
-def grouped_product(x: Tensor, y: Tensor) -> Tensor:
+def multiply_grouped(x: Tensor, y: Tensor) -> Tensor:
     """Compute [B, h, T, n] @ [B, h_kv, n, m] without repeating y, by stacking the rows of all heads that share it."""
     batch, heads, length, width = x.shape
     groups = y.shape[1]
@@ -106,7 +106,7 @@ def _coded_blocks(call: AttentionCall, first: int) -> Iterator[tuple[slice, list
         visible = call.mask.visible(rows, length, call.keys, call.v.device)
         visible = None if visible is None else visible[..., :reach]
         map_logits = [
-            grouped_product(queries[:, :, rows], keys[:, :, :reach].mT).mul_(call.scale)
+            multiply_grouped(queries[:, :, rows], keys[:, :, :reach].mT).mul_(call.scale)
             for queries, keys in zip(q, k, strict=True)
         ]
         prepared = [prepare_logits(x, visible, scheme.has("shift")) for x in map_logits]
@@ -127,7 +127,7 @@ def attend_by_blocks(call: AttentionCall) -> Tensor:
     out = torch.empty(*call.q[0].shape[:3], v.shape[-1], dtype=v.dtype, device=v.device)
     for rows, maps in iterate_softmax_blocks(call):
         weights = combine_maps(call, maps, rows)
-        out[:, :, rows] = grouped_product(weights, values[:, :, : weights.shape[-1]])
+        out[:, :, rows] = multiply_grouped(weights, values[:, :, : weights.shape[-1]])
     call.count()
     return pair_norm(out, call.post)
 

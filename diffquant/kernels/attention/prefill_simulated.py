@@ -83,7 +83,7 @@ def prefill_simulated_refusal(call: AttentionCall, specialized: bool = False) ->
     if scheme.format.integer_refusal:
         return f"logits at {scheme}: {scheme.format.integer_refusal}"
     if scheme.granularity not in GRANULARITIES:
-        return f"one scale per {scheme.granularity} is not served; the kernel supports {', '.join(GRANULARITIES)}"
+        return f"one scale per {scheme.granularity} is not supported; the kernel supports {', '.join(GRANULARITIES)}"
     served = ("shift",) if call.maps == 2 else ("shift", "alike")
     if others := [each.name for each in scheme.transforms if each.name not in served]:
         return f"logits rounded {others[0]} are not supported; the kernel rounds each map separately"
@@ -98,11 +98,11 @@ def _weights_refusal(call: AttentionCall, specialized: bool) -> str | None:
         return f"{others[0]} is not supported; the kernel supports pow2 and fullsum"
     if (known := BLOCK_FORMATS.get(scheme.format.name)) is not None:
         if scheme.size != known[0]:
-            return f"blocks of {scheme.size} keys are not served; the kernel supports {known[0]}"
+            return f"blocks of {scheme.size} keys are not supported; the kernel supports {known[0]}"
         # The scheme counts blocks of keys from position 0, the kernel from a sequence's first valid key.
         return None if (call.mask.ranges or (None,))[0] is None else "the kernel does not support padding"
     if scheme.granularity != "row":
-        return f"one scale per {scheme.granularity} is not served; the kernel supports row"
+        return f"one scale per {scheme.granularity} is not supported; the kernel supports row"
     return None if scheme.format.name == "e4m3" else scheme.format.integer_refusal
 
 

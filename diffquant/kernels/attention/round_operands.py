@@ -114,7 +114,7 @@ def operands_refusal(scheme: Scheme) -> str | None:
         # NVFP4 has a second scale for the whole tensor.
         return None if known[4] else "the kernel supports MX formats, integers and e4m3"
     if scheme.granularity != "row":
-        return f"one scale per {scheme.granularity} is not served; the kernel supports row"
+        return f"one scale per {scheme.granularity} is not supported; the kernel supports row"
     return None if scheme.format.name == "e4m3" else scheme.format.integer_refusal
 
 

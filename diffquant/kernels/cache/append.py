@@ -13,7 +13,7 @@ from diffquant.errors import UsageError
 from diffquant.kernels.cache.append_tokens import append_tokens
 from diffquant.kernels.cache.kv_store import TOKENS_A_STEP, KVStore
 from diffquant.kernels.linear.repack import FRAGMENT
-from diffquant.recipe.numbers.absmax import max_code, storable_scale
+from diffquant.recipe.numbers.absmax import max_code, to_storable_scale
 
 
 def append(store: KVStore, k: Tensor, v: Tensor) -> None:
@@ -115,4 +115,4 @@ def _most_waiting_steps(tokens: int, ring: int, block: int) -> int:
 @cache
 def largest_scale(bits: int, dtype: torch.dtype) -> float:
     """Return the largest scale whose products with codes do not overflow a dtype."""
-    return 1.0 if bits == 16 else float(storable_scale(torch.tensor(torch.inf), max_code(bits), dtype))
+    return 1.0 if bits == 16 else float(to_storable_scale(torch.tensor(torch.inf), max_code(bits), dtype))

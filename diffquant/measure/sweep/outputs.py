@@ -8,7 +8,7 @@ from diffquant.measure.sweep.findings import SMALL_KL, draw_size_charts, headlin
 from diffquant.measure.sweep.plot import Band, bands, charts, explain_bars, plot
 from diffquant.measure.sweep.result import SweepResult, csv_table, notes, results_table
 from diffquant.measure.tasks import task_kinds
-from diffquant.reports.page import Block, Charts, Fold, Items, Report, Section, facts
+from diffquant.reports.page import Block, Charts, Items, Report, Section, facts
 from diffquant.reports.plots import legend_entry
 from diffquant.reports.run import write_run
 from diffquant.reports.tables import Table
@@ -97,7 +97,7 @@ def _failures_section(sweep: SweepResult) -> list[Section]:
 def _logits_section(sweep: SweepResult) -> list[Section]:
     """Make the section on scales and clipping by layer, with one fold per cell."""
     folds = [
-        Fold(f"{sweep.caption(cell)}: {_clipping_text(layers)}", [_layers_table(layers)])
+        Section(f"{sweep.caption(cell)}: {_clipping_text(layers)}", [_layers_table(layers)], folded=True)
         for cell in sweep.cells
         if cell.result and (layers := cell.result.logit_report)
     ]
@@ -107,7 +107,7 @@ def _logits_section(sweep: SweepResult) -> list[Section]:
         "A scale is the distance between two neighbouring codes, in units of the logits; an entry is clipped if it "
         "lies beyond the codes' range. Mean and largest scale are over all scales of a layer."
     )
-    opened = Fold(f"{len(folds)} cells with quantized logits", [explained, *folds])
+    opened = Section(f"{len(folds)} cells with quantized logits", [explained, *folds], folded=True)
     return [Section("Logit quantizers, layer by layer", [opened])]
 
 

@@ -24,7 +24,7 @@ from diffquant.reports.plots import (
     Tips,
     draw_intervals,
     drawing,
-    literal,
+    escape_dollars,
     look,
     new_figure,
     plain_log_scale,
@@ -217,7 +217,7 @@ def _strips(drawn: list[Band], titles: list[str], columns: int) -> "Iterator[tup
 def _handle(number: int, model: str) -> "object":
     from matplotlib.lines import Line2D
 
-    return Line2D([], [], markersize=5, linewidth=1.6, label=literal(model), **look(number))
+    return Line2D([], [], markersize=5, linewidth=1.6, label=escape_dollars(model), **look(number))
 
 
 def _draw(axis: "Axes", lines: Sequence[Line], models: Sequence[str], band: Band, tips: Tips | None = None) -> None:

@@ -40,7 +40,7 @@ class SweepResult:
 
     def table(self) -> str:
         """Return the table with its notes, as the command prints it."""
-        return text_table(self)
+        return "\n".join([*results_table(self).text_lines(), "", *notes(self)])
 
     def plot(self, path: Path | str | None = None) -> Picture:
         """Draw changes and scores against bits, for a notebook.
@@ -182,11 +182,6 @@ def model_names(models: list[Path]) -> dict[Path, str]:
             names |= {model: name for model, name in endings.items() if model not in names and taken[name] == 1}
     is_unique = len({*names.values()}) == len(distinct)
     return {model: names[model] if is_unique else str(model) for model in distinct}
-
-
-def text_table(sweep: SweepResult) -> str:
-    """Write the table as text: aligned columns with notes below."""
-    return "\n".join([*results_table(sweep).text_lines(), "", *notes(sweep)])
 
 
 def csv_table(sweep: SweepResult) -> str:

@@ -11,7 +11,7 @@ import torch
 from diffquant.checkpoints.building import has_packed_kernels
 from diffquant.checkpoints.places import Places
 from diffquant.checkpoints.source import Source
-from diffquant.measure.language_model import States
+from diffquant.measure.language_model import LanguageModel, States
 from diffquant.measure.results import TaskResult
 from diffquant.measure.task import Task
 from diffquant.measure.torch_model import TorchModel
@@ -61,6 +61,13 @@ class Subject(Protocol):
             NotFiredError: a layer did not quantize its logits or operands.
             CheckpointError: the model's files changed since they were opened.
         """
+
+
+def run_timed(task: Task, model: LanguageModel, reference: States | None, progress: Progress) -> TaskResult:
+    """Run a task, and record its time and the commit in the result."""
+    started = time.monotonic()
+    result = task.run(model, reference, progress)
+    return replace(result, seconds=round(time.monotonic() - started, 2), commit=commit())
 
 
 def run_key(dtype: torch.dtype, device: str) -> JsonObject:
@@ -135,9 +142,7 @@ class CheckpointSubject:
 
     def measure(self, task: Task, recipe: Recipe | None, reference: States | None, progress: Progress) -> TaskResult:
         model = self.model(recipe)
-        started = time.monotonic()
-        result = task.run(TorchModel(model, self.source.tokenizer), reference, progress)
-        seconds = round(time.monotonic() - started, 2)
+        result = run_timed(task, TorchModel(model, self.source.tokenizer), reference, progress)
         measured = self.source.recipe if recipe is None else recipe
         if measured.rounds("logits", "qk", "p", "pv", "activations"):
             model.require_fired()
@@ -146,14 +151,8 @@ class CheckpointSubject:
             self._weight_bytes[weights] = weight_bytes(self.source, measured)
         self.source.check_unchanged()
         report = model.logit_report() if measured.rounds("logits") else None
-        return replace(
-            result,
-            seconds=seconds,
-            weight_bytes=self._weight_bytes[weights],
-            kv_bytes=kv_bytes_per_token(model),
-            logit_report=report,
-            commit=commit(),
-        )
+        nbytes = self._weight_bytes[weights]
+        return replace(result, weight_bytes=nbytes, kv_bytes=kv_bytes_per_token(model), logit_report=report)
 
     def model(self, recipe: Recipe | None) -> CausalModel:
         """Return the model under a recipe, its own by default; it is read again only if the weights differ."""

@@ -13,7 +13,7 @@ from diffquant.recipe.rounding import RoundingSettings
 from diffquant.recipe.scheme import Scheme
 from diffquant.support.names import did_you_mean, first_few, import_all, option_name
 
-__all__ = ["Round", "Rounder", "Rounding", "checked_rounding", "register", "rounding_named", "text_read_digest"]
+__all__ = ["Round", "Rounder", "Rounding", "calibration_digest", "checked_rounding", "register", "rounding_named"]
 
 import_all(sys.modules[__name__])
 

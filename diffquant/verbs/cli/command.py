@@ -81,7 +81,7 @@ ELSEWHERE = {
     "--kv BITS, such as 8": ("kv-cache-dtype", "kv-bits", "cache-type"),
     "MODEL, the first argument": ("model", "pretrained", "hf-path"),
     # Former options of diffquant.
-    "diffquant compare BEFORE AFTER, with two folders of bench": ("compare",),
+    "diffquant compare A B, with two folders of bench": ("compare",),
     "--observer percentile:99.9": ("percentile",),
     "OMP_NUM_THREADS in the environment": ("threads",),
     "diffquant sweep --limit NUMBER, the number of items": ("minutes",),

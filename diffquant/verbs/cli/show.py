@@ -143,12 +143,6 @@ def _continuation_json(text: str, given: Values) -> str:
     return json.dumps({"prompt": given["prompt"], "text": text})
 
 
-def _sweep_table(result: Any, _: Values) -> str | None:
-    from diffquant.measure.sweep.result import text_table
-
-    return text_table(result) if result.cells else None
-
-
 def _format_fits(fits: Any, given: Values) -> str:
     from diffquant.calib.calibration.calibrate import fit_table
 
@@ -180,7 +174,7 @@ VIEWS = {
         _import_when_called("diffquant.measure.sweep.run:format_results"),
         lambda results, _: json.dumps({name: each.to_dict() for name, each in results.items()}),
     ),
-    "sweep": ResultView(_sweep_table),
+    "sweep": ResultView(lambda result, _: result.table() if result.cells else None),
     "report": ResultView(lambda pages, _: f"wrote {pages[0]} and the pages of {len(pages) - 1} runs", data=None),
     "outliers": ResultView(_import_when_called("diffquant.calib.outlier_result:outlier_table")),
     "bench": ResultView(_format_bench),

@@ -128,9 +128,9 @@ class NumberFormat(ABC):
 
     def scale_of(self, largest: "Tensor", dtype: "torch.dtype | None" = None) -> "Tensor":
         """Return the scale, as `scale` computes it, for values with a known largest magnitude."""
-        from diffquant.recipe.numbers.absmax import storable_scale
+        from diffquant.recipe.numbers.absmax import to_storable_scale
 
-        return storable_scale(largest / self.largest, self.largest, dtype or largest.dtype)
+        return to_storable_scale(largest / self.largest, self.largest, dtype or largest.dtype)
 
     def storable(self, scale: "Tensor", dtype: "torch.dtype") -> "Tensor":
         """Return the storable scale closest to a computed one, which may be negative.
@@ -139,11 +139,11 @@ class NumberFormat(ABC):
         """
         import torch
 
-        from diffquant.recipe.numbers.absmax import storable_scale
+        from diffquant.recipe.numbers.absmax import to_storable_scale
 
         numbers = torch.finfo(dtype)
         limit = numbers.max / -self.lowest * (1 - numbers.eps)
-        return storable_scale(scale.abs(), self.largest, dtype).clamp(max=limit).copysign(scale.to(dtype))
+        return to_storable_scale(scale.abs(), self.largest, dtype).clamp(max=limit).copysign(scale.to(dtype))
 
     def bound_to(self, largest: "Tensor") -> "NumberFormat":
         """Return this format with the tensor scale of one weight, or itself if the format has no tensor scale.
