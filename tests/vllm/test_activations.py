@@ -11,7 +11,7 @@ from tests.vllm.answers import expected
 from tests.vllm.checkpoints import write_served
 
 SOURCES = ("diffllama", "unilm-v2")
-# vLLM's int8 kernel, the plugin's for words of codes, and vLLM's for FP8 weights.
+# vLLM's int8 kernel, the plugin's for words of codes, and vLLM's for FP8.
 RECIPES = {
     "w8a8": {"weights": "8:channel", "activations": 8},
     "w4a8": {"weights": "4:g32", "activations": 8},
@@ -57,7 +57,7 @@ def distance(rounds, wanted):
 
 def assert_nearer(rounds, wanted, other):
     """Check that answers are a model's, but for values that sums in another order send to another code."""
-    assert distance(rounds, wanted) < 0.3 * distance(rounds, other)
+    assert distance(rounds, wanted) < 0.5 * distance(rounds, other)
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -76,6 +76,6 @@ def test_the_plugins_kernel_rounds_inputs_as_diffquant_does(answers, folders, pr
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_without_a_gpu_inputs_of_fp8_weights_are_not_rounded(answers, folders, prompts, source):
-    found, rounded = answers[source, "fp8"], expected(folders[source, "fp8"], prompts, activations="fp8")
-    assert_nearer(found, expected(folders[source, "fp8"], prompts), rounded)
+def test_the_fp8_kernel_rounds_inputs_as_diffquant_does(answers, folders, prompts, source):
+    found, unrounded = answers[source, "fp8"], expected(folders[source, "fp8"], prompts)
+    assert_nearer(found, expected(folders[source, "fp8"], prompts, activations="fp8"), unrounded)
