@@ -9,14 +9,14 @@ from diffquant.checkpoints.calibration import read_calibration
 from diffquant.checkpoints.corpora import Sources, open_corpora
 from diffquant.checkpoints.gguf import gguf_name
 from diffquant.checkpoints.imatrix import Imatrix, read_imatrix, write_imatrix
-from diffquant.checkpoints.placement import on_compute_device
+from diffquant.checkpoints.placement import move_to_compute_device
 from diffquant.checkpoints.places import Places
 from diffquant.checkpoints.source import Source, open_source
 from diffquant.errors import CheckpointError, NonFiniteError
 from diffquant.model.causal import CausalModel
 from diffquant.model.walk import batches
 from diffquant.quantization.loading import load
-from diffquant.quantization.roundings.gptq.layer_inputs import inputs_on_the_way, readers_by_input
+from diffquant.quantization.roundings.gptq.layer_inputs import collect_inputs, group_by_input
 from diffquant.recipe import Recipe
 from diffquant.support.devices import resolve_device, resolve_dtype
 from diffquant.support.names import first_few, option_name
@@ -92,11 +92,11 @@ def mean_squares(
     # A run on two tokens shows which modules share an input.
     glimpse = glance.embed(ids[:1, :2])
     for number, layer in enumerate(walk.layers):
-        with on_compute_device(layer):
-            readers, glimpse = readers_by_input(glance, layer, glimpse)
+        with move_to_compute_device(layer):
+            readers, glimpse = group_by_input(glance, layer, glimpse)
             sums = [torch.zeros((), dtype=torch.float64, device=ids.device)] * len(readers)
             for place, state in enumerate(states):
-                seen, states[place] = inputs_on_the_way(walk, layer, [names[0] for names in readers], state)
+                seen, states[place] = collect_inputs(walk, layer, [names[0] for names in readers], state)
                 sums = [each + _squares(seen[names[0]]) for each, names in zip(sums, readers, strict=True)]
         for total, names in zip(sums, readers, strict=True):
             means |= dict.fromkeys([f"model.layers.{number}.{name}" for name in names], (total / ids.numel()).cpu())

@@ -1,6 +1,6 @@
-"""The verb `calibrate`: static ranges of K, V and logits, or the importance of weights' inputs, in a file."""
+"""The verb `calibrate`: finds static ranges of K, V and logits, or an importance matrix, and writes a file."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, TypeVar
 
 from diffquant.checkpoints.places import Places
 from diffquant.errors import UsageError
-from diffquant.recipe.rounding import paths_of
+from diffquant.recipe.rounding import to_sources
 from diffquant.support.names import option_name
 from diffquant.support.progress import Progress, progress_for
 from diffquant.verbs import kinds
-from diffquant.verbs.kinds import check_arguments, paths, texts
-from diffquant.verbs.notes import chosen_device, wrote
+from diffquant.verbs.kinds import check_arguments, split_texts, to_paths
+from diffquant.verbs.notes import choose_device, say_files_written
 
 if TYPE_CHECKING:
     from diffquant.calib.calibration.calibrate import Fit
@@ -29,7 +29,6 @@ def calibrate(
     *,
     targets: kinds.Targets = "k,v,logits",
     observer: kinds.Name = "absmax",
-    percentile: float = 99.99,
     bits: int = 8,
     text: kinds.Texts | None = None,
     tokens: kinds.Tokens = 16384,
@@ -37,7 +36,6 @@ def calibrate(
     dtype: kinds.Name = "float32",
     device: kinds.Name = "auto",
     device_map: kinds.DeviceMap | None = None,
-    max_memory: Mapping[int | str, int | str] | None = None,
     offload_folder: kinds.Folder | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
@@ -48,29 +46,28 @@ def calibrate(
         diffquant calibrate model -o imatrix.gguf
         diffquant.calibrate("model", "scales.safetensors", targets="k,v")
 
-    Ranges come from one half of the text, and the report is about the other half. An importance matrix (imatrix) is
-    llama.cpp's file of the mean square of each weight's input channels, which `quantize --imatrix` reads.
+    Ranges are found on one half of the text, and the report measures them on the other half. An importance matrix
+    (imatrix) is llama.cpp's file of the mean square of each weight's input channels, which `quantize --imatrix` reads.
 
     Args:
-        model: as `quantize` takes it.
+        model: see `quantize`.
         output: file to write: scales.safetensors for ranges, or imatrix.gguf for an importance matrix.
-        targets: what to find ranges of: k, v, logits.
-        observer: observer, which finds a range: absmax, percentile or mse.
-        percentile: percentage of magnitudes that the percentile observer does not clip.
-        bits: width that the mse observer clips for, and that the report is about.
-        tokens: largest number of tokens to read from the text.
-        text: as `quantize` takes it.
-        window, dtype, device: as `search` takes them.
-        device_map, offload_folder: as `generate` takes them.
-        max_memory: most bytes of each place, as `load` takes it.
+        targets: targets to calibrate: k, v, logits.
+        observer: observer, which finds a range: absmax, mse, or percentile, such as percentile:99.9, which keeps
+            that percentage of magnitudes; 99.99 by default.
+        bits: bit width for observer mse and for the report.
+        tokens: maximum number of tokens to read from the text.
+        text: see `quantize`.
+        window, dtype, device: see `search`.
+        device_map, offload_folder: see `generate`.
         overwrite: replace the file if it exists.
         progress: function called with the windows done; by default a line on a terminal, one per minute in a log.
 
     Returns:
-        How the ranges fit the half that was not observed, by layer and target; or the importance matrix.
+        For each layer and target, how well the ranges fit the other half of the text; or the importance matrix.
 
     Raises:
-        DiffQuantError: the checkpoint, the options, the text or the output do not fit.
+        DiffQuantError: the checkpoint, an option, the text or the output cannot be used.
     """
     from diffquant.calib.calibration.calibrate import calibrate as observe
     from diffquant.calib.calibration.importance import write_importance
@@ -83,26 +80,26 @@ def calibrate(
         return measure(
             model,
             *arguments,
-            text=paths_of(paths(text or ())),
+            text=to_sources(to_paths(text or ())),
             tokens=tokens,
             window=window,
             dtype=dtype,
-            places=Places.of(device, device_map, offload_folder, max_memory),
-            device=chosen_device(device),
+            places=Places.of(device, device_map, offload_folder),
+            device=choose_device(device),
             progress=progress or progress_for("calibrate"),
         )
 
     file = Path(output)
     if is_gguf(file):
-        _refuse_settings_of_ranges(targets=targets, observer=observer, percentile=percentile, bits=bits)
+        _refuse_settings_of_ranges(targets=targets, observer=observer, bits=bits)
         check_calibrated_output(file, overwrite, partial(is_own_gguf, kind="imatrix"))
         imatrix = run(write_importance, file)
-        wrote([output])
+        say_files_written([output])
         return imatrix
     check_calibrated_output(file, overwrite)
-    ranges, fits = run(observe, texts(targets), Observer(observer, percentile, bits))
+    ranges, fits = run(observe, split_texts(targets), Observer.parse(observer, bits))
     write_ranges(file, ranges)
-    wrote([output])
+    say_files_written([output])
     return fits
 
 

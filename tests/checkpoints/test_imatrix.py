@@ -19,7 +19,7 @@ from diffquant.checkpoints.imatrix import read_imatrix
 from diffquant.checkpoints.source import open_source
 from diffquant.errors import CheckpointError, NonFiniteError, OutputExistsError, UsageError
 from diffquant.measure.fidelity import calibration_note
-from diffquant.quantization.roundings import text_read_digest
+from diffquant.quantization.roundings import calibration_digest
 from diffquant.recipe.rounding import RoundingSettings
 from diffquant.verbs.cli import main
 from tests.checkpoints.test_experts import write_mixture
@@ -204,7 +204,10 @@ def test_load_simulates_what_quantize_writes(llama, measured, tmp_path):
     for name, values in stored.state_dict().items():
         assert torch.equal(values, simulated.state_dict()[name])
     note = calibration_note(open_source(tmp_path / "low"), [])
-    assert note == "the candidate was rounded by an imatrix of the bundled text: how much of it was scored is not known"
+    assert (
+        note
+        == "the candidate was rounded by an imatrix of the bundled text, so it is unknown how much of it was scored"
+    )
 
 
 def test_a_sweeps_cell_depends_on_the_files_content(llama, measured, tmp_path):
@@ -212,7 +215,7 @@ def test_a_sweeps_cell_depends_on_the_files_content(llama, measured, tmp_path):
     digests = set()
     for value in (1.0, 2.0, 1.0):
         write_binary(file, {"blk.0.attn_q.weight": [value]})
-        digests.add(text_read_digest(source, RoundingSettings("mse", imatrix=file)))
+        digests.add(calibration_digest(source, RoundingSettings("mse", imatrix=file)))
     assert len(digests) == 2
 
 
@@ -245,20 +248,20 @@ def test_the_command_line_writes_one_and_rounds_by_it(llama, tmp_path, run):
     assert " stored bits each by mse, " in out
     code, out, err = run("quantize", llama, "-o", tmp_path / "b", "--effort", "balanced", "--imatrix", file)
     assert code == 2
-    assert err.endswith("\nerror: rounding gptq takes no imatrix; leave out, or use --rounding mse\n")
+    assert err.endswith("\nerror: rounding gptq has no imatrix; leave it out, or use mse\n")
 
 
 @in_one_test("rounding", ["nearest", "gptq", "tuned"])
 def test_other_rules_refuse_an_imatrix(llama, measured, tmp_path, rounding):
-    with pytest.raises(UsageError, match=f"rounding {rounding} takes no imatrix; leave out, or use rounding='mse'"):
+    with pytest.raises(UsageError, match=f"rounding {rounding} has no imatrix; leave it out, or use mse"):
         diffquant.quantize(llama, tmp_path / "low", "4:g32", rounding=rounding, imatrix=measured)
-    with pytest.raises(UsageError, match="mse' works row by row"):
+    with pytest.raises(UsageError, match="mse' rounds row by row"):
         diffquant.quantize(llama, tmp_path / "low", "8:tensor", imatrix=measured)
 
 
 def test_experts_in_one_tensor_are_refused(tmp_path, measured):
     write_mixture(tmp_path / "mixture", "qwen3_moe", stacked=True)
-    with pytest.raises(UsageError, match=r"imatrix needs the inputs of Linears, and model\.layers\.0\..* one tensor"):
+    with pytest.raises(UsageError, match=r"imatrix needs the inputs of Linears, but model\.layers\.0\..* one tensor"):
         diffquant.quantize(tmp_path / "mixture", tmp_path / "low", "4:g32", imatrix=measured)
 
 

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from diffquant.attention.backends.composed import combine_maps
+from diffquant.attention.backends.composed import combine_outputs
 from diffquant.attention.registry import Backend, register
 from diffquant.family.call import AttentionCall, dtype_name
 from diffquant.family.norm import pair_norm
@@ -31,7 +31,7 @@ def flash_attn_4(call: AttentionCall) -> Tensor:
         out: Tensor = flash_attn_func(*by_token, softmax_scale=call.scale, causal=True, window_size=(before, None))[0]
         return out.transpose(1, 2)
 
-    return pair_norm(combine_maps(call, call.v, one_map), call.post)
+    return pair_norm(combine_outputs(call, call.v, one_map), call.post)
 
 
 def _find_refusal(call: AttentionCall) -> str | None:

@@ -12,7 +12,7 @@ from diffquant.checkpoints.compressed_tensors import weight_codes, weight_scale
 from diffquant.checkpoints.source import Source
 from diffquant.checkpoints.weight_source import WeightSource
 from diffquant.quantization.roundings.base import Rounder, Rounding, register
-from diffquant.quantization.targets import targets_of
+from diffquant.quantization.targets import find_targets
 from diffquant.recipe.numbers.formats import NumberFormat
 from diffquant.recipe.rounding import RoundingSettings
 from diffquant.recipe.scheme import Scheme
@@ -56,12 +56,12 @@ def round_with_clipping(
     """
     view, _ = scheme.sharing.view(values)
     weights = scheme.sharing.view(importance[name][None])[0] if name in importance else None
-    scale = fitted_scale(view, scheme.format, dtype, weights)
-    levels = all_levels(view, scale, scheme.format).reshape(values.shape)
+    scale = search_scale(view, scheme.format, dtype, weights)
+    levels = nearest_levels(view, scale, scheme.format).reshape(values.shape)
     return level_codes(levels, scheme.format), scale.reshape(len(values), -1)
 
 
-def fitted_scale(
+def search_scale(
     values: Tensor, number_format: NumberFormat, dtype: torch.dtype, weights: Tensor | None = None
 ) -> Tensor:
     """Return the scale of least squared error, using all codes, including -2^(b-1), which absmax leaves unused.
@@ -86,14 +86,14 @@ def fitted_scale(
     shares = number_format.trials or [1 - trial / (10 * number_format.code_width) for trial in range(_TRIALS)]
     for share in shares:
         scale = number_format.storable(largest * share, dtype)
-        rounded = all_levels(values, scale, number_format).mul_(scale.float())
+        rounded = nearest_levels(values, scale, number_format).mul_(scale.float())
         squares = rounded.sub_(values).square_()
         error = (squares if weights is None else squares.mul_(weights)).sum(-1, keepdim=True)
         best, least = torch.where(error < least, scale, best), error.minimum(least)
     return best
 
 
-def all_levels(values: Tensor, scale: Tensor, number_format: NumberFormat) -> Tensor:
+def nearest_levels(values: Tensor, scale: Tensor, number_format: NumberFormat) -> Tensor:
     """Return the level nearest to each value / scale, among all levels, including those that absmax leaves unused."""
     return number_format.nearest_(values / scale.float())
 
@@ -124,7 +124,7 @@ class Mse(Rounding):
         from diffquant.checkpoints.imatrix import read_imatrix
 
         imatrix, tensors = read_imatrix(settings.imatrix), source.checkpoint.tensors
-        weights = targets_of(source).weights
+        weights = find_targets(source).weights
         widths = {weights[module]: tensors[weights[module]].shape[-1] for module in schemes}
         weighted = partial(round_with_clipping, importance=imatrix.importance(widths, tensors))
         return Rounder(weighted, {"imatrix": imatrix.to_dict()})
