@@ -20,6 +20,8 @@ from diffquant.support.plain_data import find_first_matches
 # The folder's format where its groups have several.
 _MIXED = "mixed-precision"
 
+# What engines read of a cache whose scales are stored beside the weights.
+STATIC_CACHE = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
 # The version whose layout this is; from 0.17 on 6-bit codes are dense.
 _LAYOUT_VERSION = "0.20.0"
 NO_INPUTS: Mapping[str, Scheme] = MappingProxyType({})
@@ -72,6 +74,13 @@ def quantization_config(
     }
 
 
+def states_cache(config: Mapping[str, Any]) -> bool:
+    """Return whether config.json has a recipe of diffquant's, and its cache as a `kv_cache_scheme`."""
+    entry = config.get("quantization_config")
+    is_stated = isinstance(entry, Mapping) and entry.get("kv_cache_scheme") == STATIC_CACHE
+    return is_stated and "diffquant_config" in config
+
+
 def read_schemes(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str, Scheme]:
     """Read the scheme of each packed module from config.json; the inverse of `quantization_config`.
 
@@ -91,7 +100,7 @@ def read_schemes(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str,
                 f"config.json has no quantization_config, yet the weights of {first_few(modules, ', ')} are packed"
             )
         return {}
-    groups = _read_groups(entry, records_activations(config))
+    groups = _read_groups(entry, records_activations(config), states_cache(config))
     schemes = pick_targets(modules, groups)
     uncovered = [module for module, scheme in schemes.items() if scheme is None]
     if uncovered:
@@ -159,11 +168,12 @@ def records_activations(config: Mapping[str, Any]) -> bool:
     return "activations" in recipe or any(target_of(str(each)) == "activations" for each in patterns)
 
 
-def _read_groups(entry: Any, rounds_inputs: bool) -> dict[str, Scheme]:
+def _read_groups(entry: Any, rounds_inputs: bool, has_cache: bool) -> dict[str, Scheme]:
     """Read the scheme of each target of `quantization_config`.
 
     Args:
         rounds_inputs: whether groups may have rounded inputs.
+        has_cache: whether its `kv_cache_scheme` is that of a recipe.
 
     Raises:
         CheckpointError: something in the entry is not supported; the message lists all of it.
@@ -173,7 +183,7 @@ def _read_groups(entry: Any, rounds_inputs: bool) -> dict[str, Scheme]:
         raise CheckpointError(f"this checkpoint is quantized by {method!r}, whose packed weights are not supported")
     layout = entry.get("format")
     problems = [] if layout == _MIXED or _formats_in(layout) else [f"its format is {layout!r}"]
-    if entry.get("kv_cache_scheme"):
+    if entry.get("kv_cache_scheme") and not has_cache:
         problems.append("it has a kv_cache_scheme")
     targets: dict[str, Scheme] = {}
     groups = entry.get("config_groups") or {}

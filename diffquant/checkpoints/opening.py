@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from diffquant.checkpoints.compressed_config import read_schemes
+from diffquant.checkpoints.cache_scales import scale_names
+from diffquant.checkpoints.compressed_config import read_schemes, states_cache
 from diffquant.checkpoints.compressed_tensors import (
     INPUT_GLOBAL,
     SCALE,
@@ -113,7 +114,9 @@ def check_tensors(checkpoint: Checkpoint, adapter: Adapter) -> dict[str, Scheme]
     schemes = read_schemes(checkpoint.config, list_packed_modules(checkpoint.tensors))
     parameters = adapter.source_parameters
     surplus = find_surplus_tensors(checkpoint, adapter)
-    problems = _differences(stored_shapes(parameters, schemes), checkpoint, schemes, surplus)
+    scales = scale_names(adapter).values() if states_cache(checkpoint.config) else ()
+    expected = stored_shapes(parameters, schemes) | dict.fromkeys(scales, (1,))
+    problems = _differences(expected, checkpoint, schemes, surplus)
     if not problems:
         problems = _other_shapes(checkpoint, parameters, schemes) + _other_head(checkpoint, adapter)
     if problems:

@@ -194,7 +194,7 @@ def read_files(folder: Path) -> list[Path]:
 def check_side_files(folder: Path) -> None:
     """Check that no file is a pointer of Git LFS, weights excepted, and that tokenizer_config.json can be read.
 
-    transformers would take the second of two entries with one name, and another reader the first.
+    If a file gives a name twice, transformers reads the second entry, and other libraries the first.
 
     Raises:
         CheckpointError: some are pointers; the first are named. Or tokenizer_config.json is not a JSON object, or gives

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from diffquant.checkpoints.building import Rewrite, build_model, keep_unchanged, make_memory_source
+from diffquant.checkpoints.cache_scales import stored_ranges
 from diffquant.checkpoints.places import DeviceMap, Places
 from diffquant.checkpoints.ranges import read_ranges
 from diffquant.checkpoints.source import Source, open_source
@@ -65,7 +66,8 @@ def load(
         packed: whether packed weights stay packed, or are dequantized to `dtype`. By default they stay packed in half
             precision on CUDA, where kernels can read them. Weights whose group size the kernels do not support (not a
             multiple of 16) are always dequantized.
-        scales: file of ranges calibrated on this checkpoint, for static schemes.
+        scales: file of ranges calibrated on this checkpoint, for static schemes; in place of those that the checkpoint
+            may hold of its cache.
         device_map: devices for a model that is larger than one device: "auto", or a mapping from module names to
             devices, "cpu" or "disk", as in accelerate and transformers; or a `Places`, which also contains the next
             two arguments. Weights are dequantized then.
@@ -86,14 +88,15 @@ def load(
     source = open_source(path)
     recipe = None if recipe is None else Recipe.parse(recipe)
     recipe, schemes = recipe_of_run(source, recipe)
-    ranges = read_ranges(Path(scales), source) if scales else None
-    if ranges is not None:
-        ranges.check(recipe)
+    ranges = stored_ranges(source.checkpoint, source.adapter)
+    if scales:
+        calibrated = read_ranges(Path(scales), source)
+        calibrated.check(recipe)
+        ranges |= calibrated.tensors
     rewrite = _rewrite_as_stored(source, schemes, recipe) if schemes else keep_unchanged
     model = build_model(source, as_dtype(dtype, device), device, packed, rewrite, device_map)
     source.check_unchanged()
-    if ranges is not None:
-        model.model.ranges = {name: tensor.to(model.device) for name, tensor in ranges.tensors.items()}
+    model.model.ranges = {name: tensor.to(model.device) for name, tensor in ranges.items()}
     model.model.recipe = recipe
     model.model.quantized_linears = _quantized_linears(source, schemes or source.packed)
     model.apply_recipe(recipe)

@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -84,6 +84,7 @@ class QuantizationPlan:
         rules: rules that selected the weights by name, or None if diffquant can run the architecture.
         run_dtype: dtype that the model runs in, or None if unpacked matrices are stored in that dtype.
         notes: messages, such as about the recipe that the source records.
+        cache_scales: scales of the cache that are stored for engines, by name of their tensors.
     """
 
     checkpoint: Checkpoint
@@ -93,6 +94,7 @@ class QuantizationPlan:
     rules: WeightRules | None = None
     run_dtype: torch.dtype | None = None
     notes: tuple[str, ...] = ()
+    cache_scales: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def packed(self) -> list[PlannedTensor]:
@@ -138,7 +140,7 @@ class QuantizationPlan:
     @property
     def bytes_after(self) -> int:
         """Bytes of all tensors to be written."""
-        return sum(tensor.stored_bytes for tensor in self.tensors)
+        return sum(tensor.stored_bytes for tensor in self.tensors) + 4 * len(self.cache_scales)
 
     @property
     def weights(self) -> int:

@@ -75,7 +75,11 @@ class MemoryPlan(Readable):
 
     def __str__(self) -> str:
         what = "fits" if self.fits else "DOES NOT FIT"
-        without = "no token fits after the weights" if self.weights <= self.memory else "the weights alone do not fit"
+        without = (
+            "no token fits in addition to the weights"
+            if self.weights <= self.memory
+            else "the weights alone do not fit"
+        )
         longest = f"up to {self.longest:,} tokens fit" if self.longest else without
         beyond = f", more than its {self.limit:,} positions" if self.longest > self.limit else ""
         return "\n".join(

@@ -172,7 +172,7 @@ def _own_bits(source: "Source") -> int:
     if differ or k.format.name != v.format.name or k.format.name not in ("8", "4"):
         say(f"note: no kernel of ONNX Runtime reads the checkpoint's cache ({schemes}): exported with 16 bits")
         return 16
-    say(f"note: the cache becomes {k.bits}:static of the checkpoint's {schemes}, with calibrated scales per channel")
+    say(f"note: the cache is exported at {k.bits}:static, calibrated per channel, not at the checkpoint's {schemes}")
     return k.bits
 
 

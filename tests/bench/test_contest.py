@@ -76,7 +76,7 @@ def test_a_peer_that_is_wrong_is_named_and_not_timed(monkeypatch):
 
     monkeypatch.setitem(peers.PEERS, "FlashDiffAttn_1", peers.Peer(swapped, right.count, right.make))
     (cell,) = [c for c in Contest("attention", "cpu", 2)._times(WORKS["v1"]) if c.path == "FlashDiffAttn_1"]
-    assert cell.missing.startswith("wrong: ")
+    assert cell.missing.startswith("wrong result: ")
     assert not cell.values
     assert len(ran) == 1
 
@@ -196,7 +196,7 @@ def test_the_baseline_is_always_among_the_entrants():
 
 
 def test_unknown_peers_and_workloads_are_refused_with_those_known():
-    with pytest.raises(UsageError, match=r"unknown peer 'flush'; attention knows Transformer, SDPA flash"):
+    with pytest.raises(UsageError, match=r"unknown peer 'flush'; choose from Transformer, SDPA flash"):
         Contest("attention", "cpu", 1, ("flush",))
     with pytest.raises(UsageError, match=r"unknown workload '7B'; choose from 830M"):
         find_model("7B")
@@ -244,9 +244,9 @@ def test_peers_of_linears_store_their_scales_too_or_are_named(monkeypatch, name)
     [
         (
             lambda product, stored: (lambda x, i: 1.05 * product(x, i), stored),
-            "from the product with the values stored",
+            "against the dequantized weight",
         ),
-        (lambda product, stored: (product, stored.roll(1, 0)), "from the product with the values stored"),
+        (lambda product, stored: (product, stored.roll(1, 0)), "against the dequantized weight"),
         (lambda product, stored: (lambda x, i: 2 * product(x, i), 2 * stored), "from the weight"),
     ],
 )

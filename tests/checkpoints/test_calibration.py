@@ -172,7 +172,7 @@ def test_a_dataset_in_a_folder_or_file_is_read_as_its_rows(hub, tmp_path, source
     [
         (
             "someone/absent",
-            "cannot read someone/absent by the datasets library: .*hf download someone/absent --repo-type",
+            "the datasets library cannot read someone/absent: .*hf download someone/absent --repo-type",
         ),
         ("someone/chats:more", "someone/chats:more.*more"),
         ("someone/chats:a:b:c", "only by :CONFIG:SPLIT"),
@@ -193,7 +193,7 @@ def test_a_source_that_cannot_be_read_is_named(hub, place, message):
         (['{"text": "\\ud800"}'], "row 1 of bad.jsonl"),
         (['{"messages": "hello"}'], "row 1 of bad.jsonl: messages must be a list of mappings"),
         (['{"messages": [{"role": "tool", "content": "x"}]}'], "row 1.*chat template refuses it: no role tool"),
-        (['{"messages": [{"role": "user", "content": "\\udc00"}]}'], "row 1 of bad.jsonl is not text"),
+        (['{"messages": [{"role": "user", "content": "\\udc00"}]}'], "row 1 of bad.jsonl is not valid text"),
         (['{"text": "a b"}'], r"bad.jsonl has \d tokens, fewer than one window of 32"),
         (["", " "], "bad.jsonl is empty"),
     ],
@@ -242,7 +242,7 @@ def test_quantize_reads_samples_of_chats_and_records_them(model, chat_file, tmp_
 def test_a_seed_without_rows_is_refused(model, tmp_path):
     with pytest.raises(UsageError, match="seed affects only rows of a JSONL file or dataset"):
         diffquant.quantize(model, tmp_path / "low", "4:g16", rounding="gptq", tokens=64, seed=1)
-    with pytest.raises(UsageError, match="mse takes no seed"):
+    with pytest.raises(UsageError, match="mse has no seed"):
         diffquant.quantize(model, tmp_path / "low", "4:g16", seed=1)
 
 

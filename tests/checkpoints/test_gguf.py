@@ -250,7 +250,7 @@ def test_divisors_under_a_base_that_gives_no_angles_are_refused(theta):
 
 def test_divisors_of_llama_3_1_and_3_2_together_are_refused():
     first, second = librarys_divisors(LLAMA3, 128), librarys_divisors(LLAMA3 | {"factor": 32.0}, 128)
-    with pytest.raises(CheckpointError, match=r"of 64 pairs .* the nearest settings differ at pair \d+ by"):
+    with pytest.raises(CheckpointError, match=r"for 64 pairs .* the nearest settings differ at pair \d+ by"):
         rope_parameters({"llama.rope.freq_base": 5e5}, np.array(first[:33] + second[33:]))
 
 

@@ -237,7 +237,7 @@ def test_schemes_without_a_block_are_refused_by_name(tmp_path, llama, scheme):
             diffquant.export(llama, tmp_path / "out.gguf", to="gguf", weights=scheme)
         return
     diffquant.quantize(llama, tmp_path / "q", {"weights": scheme})
-    with pytest.raises(CheckpointError, match=rf"holds {scheme} \(of model\.layers\.0\.self_attn\.q_proj\.weight, "):
+    with pytest.raises(CheckpointError, match=rf"stores {scheme} \(of model\.layers\.0\.self_attn\.q_proj\.weight, "):
         diffquant.export(tmp_path / "q", tmp_path / "out.gguf", to="gguf")
     assert not (tmp_path / "out.gguf").exists()
 
@@ -289,7 +289,7 @@ def unsplit(made):
     ("tokens", "message"),
     [
         (lambda: broken(lower_case), "llama.cpp has no BPE with .*Lowercase"),
-        (lambda: broken(unsplit), "no name that is known here for splitting text by null"),
+        (lambda: broken(unsplit), "no known pre-tokenizer that splits text by null"),
         (
             lambda: PreTrainedTokenizerFast(
                 tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "<unk>": 1}, "<unk>")), eos_token="a"
@@ -359,7 +359,7 @@ def test_a_gguf_file_is_written_again_as_it_is_read(tmp_path, llama):
         ({"embed": 4}, "embed=4: a GGUF file's embedding and head take 8 or 16 bits"),
         ({"to": "gguff"}, "unknown format 'gguff'; did you mean 'gguf'"),
         ({"push": "org/name"}, "uploads a folder"),
-        ({"weights": "8:row"}, "holds quantized weights already"),
+        ({"weights": "8:row"}, "has quantized weights already"),
     ],
     ids=str,
 )

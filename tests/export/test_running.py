@@ -326,7 +326,7 @@ def test_tasks_run_on_an_exported_folder(source, plain):
 
 
 def test_an_export_is_measured_as_it_is(plain):
-    with pytest.raises(diffquant.DiffQuantError, match="as it is"):
+    with pytest.raises(diffquant.DiffQuantError, match="has a fixed precision"):
         evaluate(plain, diffquant.Recipe.of(kv=8), SweepOptions(), runtime_of=runtime_of)
     with pytest.raises(diffquant.DiffQuantError, match=r"leave out .* scales"):
         evaluate(plain, None, SweepOptions(scales=(Path("scales.safetensors"),)), runtime_of=runtime_of)

@@ -165,7 +165,7 @@ def test_what_does_not_fit_is_named():
     holes = Mask(torch.tensor([[True, False] * 10]))
     with pytest.raises(UsageError, match="the padding mask has holes"):
         decode_latent(one, store, lam[:, :, :1], scale=SCALE, mask=holes)
-    with pytest.raises(UsageError, match="decode: the store has 64 channels beside latents of 512; use decode_latent"):
+    with pytest.raises(UsageError, match="decode: the store has 64 channels and latents of 512; use decode_latent"):
         decode([x[..., :64] for x in one], store, lam[:, :, :1], scale=SCALE)
     q, k, v, lam = random_call("v2", 1, 20)
     other = KVStore(Recipe.of(), k[0], v, 20)

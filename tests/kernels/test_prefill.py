@@ -160,7 +160,7 @@ def test_a_compiled_model_keeps_the_operator(device_class):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda q, k, v, lam: (q[:1], k[:1], v, None), "takes two maps"),
+        (lambda q, k, v, lam: (q[:1], k[:1], v, None), "supports two maps"),
         (lambda q, k, v, lam: ([x.float() for x in q], [x.float() for x in k], v.float(), lam), "are float32"),
         (lambda q, k, v, lam: ([x[..., :32] for x in q], [x[..., :32] for x in k], v, lam), "are 32 wide"),
         (

@@ -287,7 +287,7 @@ def test_the_operator_is_well_formed(generation):
     [
         (Scheme.parse("4:b8"), "one scale per block is not supported; the kernel supports tensor, head, pair, row"),
         (Scheme.parse("4:map"), "one scale per map is not supported"),
-        (FULL, "16 bits are not quantized"),
+        (FULL, "nothing is quantized at 16 bits"),
         (Scheme.parse("4:row:alike"), "logits rounded alike are not supported"),
     ],
 )

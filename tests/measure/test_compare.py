@@ -336,7 +336,7 @@ def edited(file, folder, edit):
 @in_one_test(
     ("edit", "message"),
     [
-        (lambda lines: lines[:-2], r"not asked the same \(document 13: [0-9a-f]+ and absent; document 14: "),
+        (lambda lines: lines[:-2], r"have different items \(document 13: [0-9a-f]+ and absent; document 14: "),
         (lambda lines: [lines[0] | {"doc_hash": "x"}, *lines[1:]], r"document 0: [0-9a-f]+ and x"),
         (lambda lines: [*lines, lines[3]], "1 lines of .*line 16: document 3 appears twice"),
         (lambda lines: ["{", *lines], "1 lines of .* are not samples of lm-eval: line 1: "),

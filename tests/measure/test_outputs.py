@@ -203,7 +203,7 @@ def test_no_two_models_of_a_panel_look_alike():
 def test_the_headline_names_the_largest_loss_and_the_width_from_which_none_is_measurable(sweep):
     failed, sentence = headline(sweep)
     assert failed == "2 of 28 cells failed."
-    said = r"hellaswag: 10 items cannot show a loss below \d\d points; take more items, or read KL\."
+    said = r"hellaswag: 10 items cannot show a loss below \d\d points; use more items, or KL\."
     assert re.fullmatch(said, sentence)
     lost = [
         replace(cell, result=replace(cell.result, values=[0] * 10)) if cell.result and cell.point.bits == 3 else cell
@@ -226,8 +226,8 @@ def test_what_gained_much_is_not_said_to_have_changed_least():
         stored = {"seconds": 1.0, "stored": {"weights": 5, "kv_per_token": 1.0}}
         cells.append(Cell(point, "nll", TaskResult.from_dict({"metric": "nll", **counted, **losses, **stored}), None))
     (sentence,) = headline(SweepResult(cells, {}))
-    assert sentence.startswith("nll: the smallest change has transformer at logits 8:row")
-    assert "most is transformer at logits 4:row" in sentence
+    assert sentence.startswith("nll: the smallest change is that of transformer at logits 8:row")
+    assert "the largest that of transformer at logits 4:row" in sentence
 
 
 class References(HTMLParser):

@@ -399,7 +399,7 @@ def test_bad_input_is_refused_before_any_cell(model, tmp_path):
         run_sweep([tmp_path / "packed"], SweepOptions(recipes=(nowhere,)), tmp_path / "out")
     (tmp_path / "other").mkdir()
     twin = shutil.copy(nowhere, tmp_path / "other")
-    with pytest.raises(UsageError, match="rename all but one nowhere"):
+    with pytest.raises(UsageError, match="rename all but one of nowhere"):
         run_sweep([model], SweepOptions(recipes=(nowhere, Path(twin))), tmp_path / "out")
     assert not list(tmp_path.glob("out/cells/*"))
 

@@ -127,7 +127,7 @@ def test_reasons_against_the_kernel_are_named(checkpoint):
     model.half()
     assert refusal(Recipe.of()) == "Triton kernels run on CUDA devices, not on cpu"
     model.apply_recipe(Recipe.of(logits="8:row"))
-    assert "logits, softmax weights or operands of attention are rounded" in refusal(Recipe.of())
+    assert "logits, softmax weights or operands of attention are quantized" in refusal(Recipe.of())
 
 
 def test_formats_and_widths_that_the_kernel_does_not_read_are_refused(monkeypatch):

@@ -269,7 +269,7 @@ def test_a_checkpoint_without_the_predicting_layer_says_so_in_its_config(checkpo
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling has type 'linear'"),
         ({"num_noise_heads": 32}, "num_noise_heads 32 does not divide num_attention_heads 80 into groups"),
         ({"num_noise_heads": 8}, "num_noise_heads 8 is not num_key_value_heads 16"),
-        ({"qk_rope_head_dim": 63}, "qk_rope_head_dim 63 is not an even part of head_dim 192"),
+        ({"qk_rope_head_dim": 63}, "qk_rope_head_dim 63 is odd or not below head_dim 192"),
         ({"experts_top_k": 385}, "experts_top_k 385 is more than num_experts 384"),
         ({"q_lora_rank": "1024"}, "q_lora_rank is '1024', not a number from 1 on"),
         ({"route_scale": "2"}, "route_scale is '2', not a number"),

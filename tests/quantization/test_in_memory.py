@@ -59,7 +59,7 @@ def test_the_models_own_cache_stays_where_the_recipe_says_nothing_of_it(tmp_path
     [
         ({"output": "out"}, "leave out output"),
         ({"overwrite": True}, "leave out output"),
-        ({"effort": "balanced"}, "gptq reads a text"),
+        ({"effort": "balanced"}, "gptq needs a tokenizer"),
     ],
 )
 def test_what_is_about_files_is_refused(tmp_path, options, said):

@@ -200,7 +200,7 @@ def test_every_rounding_writes_the_same_layout(checkpoint, tmp_path):
 
 def test_a_scale_over_all_rows_takes_nearest_alone(checkpoint, tmp_path):
     with pytest.raises(
-        UsageError, match=r"rounding='mse' works row by row and model\.layers\.0.*have one scale a tensor"
+        UsageError, match=r"rounding='mse' rounds row by row, but model\.layers\.0.*have one scale per tensor"
     ):
         quantize(checkpoint, tmp_path / "out", Recipe.of(weights="8:tensor", rounding="mse"))
     assert not (tmp_path / "out").exists()

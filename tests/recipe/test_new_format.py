@@ -227,8 +227,8 @@ def test_who_reads_integers_alone_refuses_the_toy_by_name(ternary, checkpoint, t
     ("name", "levels", "message"),
     [
         ("4", (-1, 0, 1), "there is a format '4' already"),
-        ("a:b", (-1, 0, 1), "small letters"),
-        ("Odd", (-1, 0, 1), "small letters"),
+        ("a:b", (-1, 0, 1), "lowercase letters"),
+        ("Odd", (-1, 0, 1), "lowercase letters"),
         ("odd", (-1, 1), "must be ascending, include 0"),
         ("odd", (1, 0, -1), "must be ascending, include 0"),
     ],

@@ -36,7 +36,7 @@ VERBS = [verb for group in verbs.GROUPS.values() for verb in group]
 COMMANDS = typer.main.get_command(app).commands
 # What only the terminal has, and what only a program can give.
 TERMINALS = {"as_json", "dry_run", "details"}
-PROGRAMS = {"progress", "planned", "said", "tokenizer"}
+PROGRAMS = {"progress", "on_plan", "said", "tokenizer"}
 ROOMS = {"bench", "demo", "doctor", "report"}
 
 
@@ -197,9 +197,9 @@ def test_a_text_that_came_in_pieces_ends_its_line(name, monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"recipe": 8, "kv": 8}, "recipe replaces kv"),
-        ({"preset": "int4", "weights": 4, "residual": 0}, "preset replaces weights, residual"),
-        ({"recipe": 8, "preset": "int4"}, "recipe and preset are two recipes"),
+        ({"recipe": 8, "kv": 8}, "recipe cannot be combined with kv"),
+        ({"preset": "int4", "weights": 4, "residual": 0}, "preset cannot be combined with weights, residual"),
+        ({"recipe": 8, "preset": "int4"}, "recipe and preset both set the recipe"),
         ({"preset": "int5"}, f"unknown preset 'int5'; choose from {', '.join(PRESETS)}"),
         ({"overrides": ["q_proj"]}, "expected PATTERN=SCHEME"),
         ({"overrides": ["*.k=8", "*.v=8", "*.k=4"]}, r"overrides has '\*\.k' twice; keep one of each"),
@@ -253,7 +253,7 @@ def test_without_a_recipe_it_is_int4_by_gptq_in_a_folder_named_after_the_model(t
     # A text cannot be read in no time, and not at all without a tokenizer.
     monkeypatch.setattr(recipes, "PATIENCE", -1)
     assert diffquant.quantize(model, "other").rounding == "mse"
-    assert "effort='balanced' loses less" in caplog.text
+    assert "effort='balanced' is more accurate" in caplog.text
     for file in model.glob("tokenizer*"):
         file.unlink()
     assert diffquant.quantize(model, "third", {"logits": "4:row"}).errors == ()
@@ -273,7 +273,7 @@ def test_what_patterns_to_keep_cost_a_model_that_is_known_is_said(tmp_path, capl
     caplog.set_level(logging.INFO, "diffquant.verbs")
     model = write_checkpoint(tmp_path / "model", "unilm-v2")
     diffquant.quantize(model, tmp_path / "kept", {"weights": "8:row"}, keep="*.q_proj.*")
-    assert "keep chooses weights by their names" in caplog.text
+    assert "keep chooses weights by name" in caplog.text
     assert not (tmp_path / "kept/modeling_diffquant.py").exists()
     caplog.clear()
     # What it says to write instead.

@@ -22,6 +22,7 @@ from diffquant.checkpoints.compressed_config import (
     is_square,
     pick_targets,
     records_activations,
+    states_cache,
 )
 from diffquant.checkpoints.compressed_tensors import GLOBAL, PACKED, SCALE, SHAPE
 from diffquant.checkpoints.dequantized.base import Contents, Parts, RoundedMatrix, list_modules_with, register
@@ -62,9 +63,8 @@ def read_compressed_tensors(entry: Mapping[str, Any], stored: Checkpoint) -> Con
     groups = entry.get("config_groups")
     if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
         return None
-    if not entry.get("kv_cache_scheme") and not any(
-        map(_is_read_here, [{"format": entry.get("format")}, *groups.values()])
-    ):
+    has_cache = entry.get("kv_cache_scheme") and not states_cache(stored.config)
+    if not has_cache and not any(map(_is_read_here, [{"format": entry.get("format")}, *groups.values()])):
         return None
     parts = Parts(stored)
     formats = [entry.get("format"), *(group["format"] for group in groups.values() if group.get("format"))]

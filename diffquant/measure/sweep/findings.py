@@ -199,7 +199,7 @@ def _summarize_text(sweep: SweepResult, task: str, changes: Sequence[tuple[Point
     # A change in nats has a sign, and a large gain is a large change.
     ordered = sorted(changes, key=lambda change: abs(change[1].mean))
     least, most = (_describe(sweep, point, task) for point, _ in (ordered[0], ordered[-1]))
-    return f"{most}." if len(ordered) == 1 else f"the smallest change has {least}; the largest has {most}."
+    return f"{most}." if len(ordered) == 1 else f"the smallest change is that of {least}; the largest that of {most}."
 
 
 def _describe(sweep: SweepResult, point: Point, task: str) -> str:

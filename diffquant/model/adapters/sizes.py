@@ -209,7 +209,7 @@ def read_eps(config: Mapping[str, Any], key: str, default: float = 1e-5) -> floa
     """
     eps = config.get(key, default)
     if not isinstance(eps, float) or not 0 <= eps < math.inf:
-        raise CheckpointError(f"{invalid_config(config)}: {key} is {eps!r}, not a float from 0 on")
+        raise CheckpointError(f"{invalid_config(config)}: {key} is {eps!r}; it must be a float of at least 0")
     return eps
 
 

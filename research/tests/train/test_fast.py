@@ -195,5 +195,5 @@ def test_a_processor_without_the_instructions_is_told_to_train_in_float32(monkey
 
 
 def test_an_unknown_arithmetic_is_refused():
-    with pytest.raises(UsageError, match="choose from float32, bf16"):
+    with pytest.raises(UsageError, match="known are float32, bf16"):
         program.objective_of(None, "fp8")
