@@ -10,7 +10,7 @@ from diffquant.verbs.notes import check_push, push_folder
 if TYPE_CHECKING:
     from diffquant.quantization.conversion import Conversion
 
-Kind = Annotated[str, kinds.Kind(Literal["diffllama", "diff-v2"])]
+Kind = Annotated[str, kinds.Kind(Literal["diffllama", "diff-v2", "rotated"])]
 
 
 @check_arguments
@@ -30,10 +30,12 @@ def convert(
         diffquant.convert("SmolLM2-135M-Instruct.Q4_1.gguf", "smollm2-diff-v2", "diff-v2")
 
     Args:
-        model, output, push, overwrite: as `quantize` takes them.
-        to: kind to make: diffllama of unilm's V1, or diff-v2 of llama.
-        dtype: dtype of matrices: bfloat16, float16 or float32; by default the source's, or bfloat16 for a GGUF file's
-            codes. Vectors (norms, biases, λ) keep theirs.
+        model, push, overwrite: as `quantize` takes them.
+        output: folder to create; written atomically.
+        to: kind to make: diffllama of unilm's V1, diff-v2 of llama, or rotated of any Transformer of the family, which
+            spreads outlier channels before `quantize`.
+        dtype: dtype of matrices: bfloat16, float16 or float32; by default the source's, bfloat16 for a GGUF file's
+            codes, or float32 for rotated ones. Vectors (norms, λ, biases that are not rotated) keep theirs.
         progress: function called with output bytes; by default a line on a terminal, one per minute in a log.
 
     Returns:
