@@ -22,7 +22,7 @@ from diffquant.onnx.runtime.device import CUDA, RuntimeDevice, _starts_on_cuda
 from diffquant.onnx.targets import runtime_of
 from diffquant.support.devices import is_bfloat16_native, resolve_device
 from diffquant.verbs.cli import app
-from diffquant.verbs.notes import chosen_device
+from diffquant.verbs.notes import choose_device
 from tests.support import tiny_lm
 
 COMMANDS = typer.main.get_command(app).commands
@@ -116,5 +116,5 @@ def test_a_runtime_whose_cuda_does_not_start_falls_back_to_the_processor(monkeyp
 @pytest.mark.parametrize(("device", "said"), [("auto", ["runs on meta"]), ("cpu", [])])
 def test_the_device_is_said_where_auto_found_another_than_the_processor(caplog, other_device, device, said):
     with caplog.at_level(logging.INFO, logger="diffquant.verbs"):
-        chosen_device(device)
+        choose_device(device)
     assert caplog.messages == said

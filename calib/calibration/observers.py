@@ -9,7 +9,7 @@ from torch import Tensor
 
 from diffquant.errors import NonFiniteError, UsageError
 from diffquant.family.spec import DiffSpec
-from diffquant.model.walk import visible_entries
+from diffquant.model.walk import count_visible_logits
 from diffquant.recipe.numbers.absmax import max_code
 from diffquant.support.names import option_name
 
@@ -62,12 +62,12 @@ class Magnitudes:
         self._keep(flat)
 
     def add_causal(self, logits: Tensor, first: int, window: int | None = None) -> None:
-        """Count a block [..., R, S] of `causal_logits` without its masked entries; the block is changed in place."""
+        """Count a block [..., R, S] of `iterate_causal_logits`, without its masked entries, in place."""
         magnitudes = logits.abs_().tril_(first)
         if window is not None:
             magnitudes.triu_(first - window + 1)
         *outer, queries, keys = logits.shape
-        self.add(magnitudes, magnitudes.numel() - visible_entries(math.prod(outer), queries, keys, window))
+        self.add(magnitudes, magnitudes.numel() - count_visible_logits(math.prod(outer), queries, keys, window))
 
     def merge(self, other: "Magnitudes") -> None:
         """Add another histogram's counts."""
@@ -130,7 +130,7 @@ class Observer:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise UsageError(f"unknown observer {self.kind!r}; known are {', '.join(KINDS)}")
+            raise UsageError(f"unknown observer {self.kind!r}; choose from {', '.join(KINDS)}")
         if not 50 <= self.percentile <= 100:
             raise UsageError(f"a percentile must be between 50 and 100, got {self.percentile:g}")
         max_code(self.bits)
@@ -191,7 +191,7 @@ class Observer:
         return best
 
 
-def rotation_partners(keys: Tensor, spec: DiffSpec) -> Tensor:
+def swap_rotation_partners(keys: Tensor, spec: DiffSpec) -> Tensor:
     """Swap in keys [..., d] every two channels that RoPE rotates into each other."""
     if spec.rope == "half":
         return keys.roll(keys.shape[-1] // 2, -1)
@@ -207,7 +207,7 @@ def key_ranges(observer: Observer, keys: Tensor, spec: DiffSpec) -> Tensor:
     """
     if spec.rope == "none":
         return observer.ranges(keys.abs().flatten(1))
-    partners = rotation_partners(keys, spec)
+    partners = swap_rotation_partners(keys, spec)
     magnitudes = torch.cat([keys, partners]).abs().flatten(1)
     lengths = keys.hypot(partners).flatten(1)
     return observer.ranges(magnitudes, lengths)

@@ -69,8 +69,8 @@ class Measurement:
         layer: index of its layer.
         kind: name inside a layer, such as "mlp.up_proj".
         elements: number of its elements; see `Unit.elements`.
-        kl: KL in nats by width, the widest first; see `Sensitivity.cost_of`.
-        attention: relative error of attention's output by width, the widest first; see `Sensitivity.cost_of`.
+        kl: KL in nats by width, the widest first; see `Sensitivity.measure_cost`.
+        attention: relative error of attention's output by width, the widest first; see `Sensitivity.measure_cost`.
         chosen: chosen width, or None if it is a part of a layer (see `find_parts`), which gets no width.
     """
 

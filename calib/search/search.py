@@ -12,8 +12,8 @@ from diffquant.calib.search.allocation import (
     Budget,
     allocate,
     average_bits,
-    by_size,
     require_scipy,
+    sort_by_size,
     spread_evenly,
 )
 from diffquant.calib.search.result import INTEGERS, Candidate, Measurement, SearchResult, Width, format_width
@@ -23,11 +23,11 @@ from diffquant.checkpoints.calibration import calibration_text
 from diffquant.checkpoints.corpora import Sources
 from diffquant.checkpoints.source import Source, open_source
 from diffquant.checkpoints.texts import text_digest
-from diffquant.checkpoints.tokens import token_windows
+from diffquant.checkpoints.tokens import encode_windows
 from diffquant.errors import UsageError
 from diffquant.measure.sweep.subject import weight_bytes
 from diffquant.measure.task import CHARACTERS_PER_TOKEN
-from diffquant.measure.tasks.perplexity import reference_of, score_text
+from diffquant.measure.tasks.perplexity import compute_reference, score_text
 from diffquant.measure.torch_model import TorchModel
 from diffquant.quantization.loading import MODEL_MODULES, load
 from diffquant.recipe import Recipe
@@ -114,7 +114,7 @@ class Search:
         self._uniform = (*(INTEGERS if len(floats) < len(widths) else ()), *floats)
         self.units = find_units(self.source, targets, granularity, self._uniform)
         self.parts = find_parts(self.source, granularity) if parts else []
-        self.widths = by_size(self.units, list(set(widths)))[::-1]
+        self.widths = sort_by_size(self.units, list(set(widths)))[::-1]
         budget.check(self.units, self.widths)
         self._tokenizer = self.source.tokenizer
         wanted = 2 * max(2 * CHARACTERS_PER_TOKEN * windows * window, check_characters)
@@ -200,14 +200,14 @@ class Search:
     def _sensitivity(self) -> Sensitivity:
         model = load(self.source, Recipe(), self._dtype, self._device)
         tokens = self._windows * self._window
-        return Sensitivity(model, token_windows(model, self._tokenizer, self._text, self._window, tokens))
+        return Sensitivity(model, encode_windows(model, self._tokenizer, self._text, self._window, tokens))
 
     def _costs(self, progress: Progress) -> dict[Unit, dict[Width, Any]]:
         missing = self.missing
         sensitivity = self._sensitivity() if missing else None
         for done, (unit, bits) in enumerate(missing):
             if sensitivity is not None:
-                self._record(_measurement_name(unit, bits), sensitivity.cost_of(unit, bits))
+                self._record(_measurement_name(unit, bits), sensitivity.measure_cost(unit, bits))
             progress(done + 1, len(missing), f"{unit.name} at {format_width(bits)}")
         return {
             u: {bits: self.journal.get(_measurement_name(u, bits)) for bits in self.widths}
@@ -245,7 +245,7 @@ class Search:
 
     def _uniform_widths(self, chosen: Allocation) -> list[Width]:
         """Return the uniform widths that enclose the chosen ones in size, for every target, ordered by size."""
-        widths, below = by_size(self.units, self._uniform), list[int]()
+        widths, below = sort_by_size(self.units, self._uniform), list[int]()
         for target in self.targets:
             mean = average_bits(chosen, target)
             uniform = [average_bits(dict.fromkeys(self.units, width), target) for width in widths]
@@ -262,7 +262,7 @@ class Search:
         if missing:
             model = load(self.source, Recipe(), self._dtype, self._device)
             with OneDnnProducts():
-                reference = reference_of(
+                reference = compute_reference(
                     TorchModel(model, self._tokenizer), self._held_out, _CHECK_WINDOW, _CHECK_WINDOW
                 )
         for done, name in enumerate(name for name in compared if name in missing):

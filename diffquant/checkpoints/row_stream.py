@@ -9,7 +9,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -40,7 +40,7 @@ class Block:
     """Rows of one or more output tensors, and their rounding error.
 
     Attributes:
-        pieces: first row and the rows from there on, by output tensor.
+        pieces: for each output tensor, the number of the first row in this block, and the rows.
         error, total: sums of squares of the rounding error and of the source's values.
     """
 
@@ -54,7 +54,7 @@ class Job:
     """The conversion of one source tensor into its output tensors, any rows at a time.
 
     Attributes:
-        name: name of the source tensor, or of the output where there is none.
+        name: name of the source tensor, or of the output if there is no source tensor.
         rows, width: number of rows to go through, and of source elements in each.
         outputs: tensors to write.
         make: function from the first and last (exclusive) row to their block.
@@ -193,7 +193,7 @@ def _write_shard(
     """Write one file; return sums of squares by job, added in row order so that they never depend on timing."""
     sums: dict[str, list[float]] = {}
     done = 0.0
-    with ShardFile(path, shard.outputs) as file:
+    with closing(ShardFile(path, shard.outputs)) as file:
 
         def make_and_write(job: Job, first: int, last: int) -> tuple[str, int, float, float]:
             block = job.make(first, last)

@@ -1,4 +1,4 @@
-"""The files beside a checkpoint's weights: reading JSON, which files to copy, links, and the card's front matter.
+"""A checkpoint's files other than weights: reading JSON, which files to copy, links, and the card's front matter.
 
 No torch here. Source of the front matter: the hub's model cards, huggingface.co/docs/hub/model-cards.
 """
@@ -173,7 +173,7 @@ TOKENIZER_SUFFIXES = {".spm", ".codes", ".bpe"}
 
 
 def side_files(folder: Path) -> list[Path]:
-    """List the files beside the weights that a reader needs: tokenizer, generation, chat templates, code, licence."""
+    """List the files other than weights that a reader needs: tokenizer, generation, chat templates, code, licence."""
     return sorted(
         file
         for file in [*folder.iterdir(), *folder.glob(f"{TEMPLATES}/*.jinja")]
@@ -192,9 +192,9 @@ def read_files(folder: Path) -> list[Path]:
 
 
 def check_side_files(folder: Path) -> None:
-    """Check that no file beside the weights is a pointer of Git LFS, and that tokenizer_config.json can be read.
+    """Check that no file is a pointer of Git LFS, weights excepted, and that tokenizer_config.json can be read.
 
-    transformers would take the second of two entries with one name, and another reader the first.
+    If a file gives a name twice, transformers reads the second entry, and other libraries the first.
 
     Raises:
         CheckpointError: some are pointers; the first are named. Or tokenizer_config.json is not a JSON object, or gives

@@ -17,7 +17,7 @@ _OUT_OF_AN_EXPERT = re.compile(r"down|w2$|fc2$|out|wo$")
 Tensors = Mapping[str, TensorInfo]
 
 
-def stored_transposed(tensors: Tensors) -> list[str]:
+def find_transposed(tensors: Tensors) -> list[str]:
     """List the weights, of two or three axes, that are stored as [..., in, out]."""
     weights = [name for name, info in tensors.items() if len(info.shape) in (2, 3) and not name.endswith("bias")]
     modules = _experts_by_module(tensors)
@@ -29,7 +29,7 @@ def stored_transposed(tensors: Tensors) -> list[str]:
     return [name for name in weights if name in chosen]
 
 
-def undecided_experts(tensors: Tensors) -> list[str]:
+def find_undecided_experts(tensors: Tensors) -> list[str]:
     """List experts in one tensor whose matrices are square and whose neighbours do not show their layout."""
     modules = _experts_by_module(tensors)
     squares = [name for names in modules.values() for name in names if len(set(tensors[name].shape[1:])) == 1]

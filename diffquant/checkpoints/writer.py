@@ -4,7 +4,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -35,7 +34,7 @@ class ShardFile:
     """
 
     def __init__(self, path: Path, tensors: Sequence[OutputTensor]) -> None:
-        header, offsets = shard_header(tensors)
+        header, offsets = make_shard_header(tensors)
         self._starts = {name: len(header) + offset for name, offset in offsets.items()}
         self._tensors = {tensor.name: tensor for tensor in tensors}
         self._file = PlacedFile(path, len(header) + sum(tensor.nbytes for tensor in tensors))
@@ -57,16 +56,11 @@ class ShardFile:
         row_nbytes = data.nbytes // len(data) if first_row else 0
         self._file.put(_bytes_of(data), self._starts[name] + first_row * row_nbytes)
 
-    def __enter__(self) -> "ShardFile":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         self._file.close()
 
 
-def shard_header(tensors: Sequence[OutputTensor]) -> tuple[bytes, dict[str, int]]:
+def make_shard_header(tensors: Sequence[OutputTensor]) -> tuple[bytes, dict[str, int]]:
     """Make the header of a safetensors file, and return where each tensor's data starts behind it."""
     offsets: dict[str, int] = {}
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}

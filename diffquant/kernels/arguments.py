@@ -29,27 +29,27 @@ def call_refusal(call: AttentionCall) -> str | None:
     if call.needs_gradient:
         return "the kernel has no backward pass; call it under torch.no_grad()"
     if call.signal_gate is not None:
-        return "the signal map has a gate of its own, which the kernel does not compute"
+        return "the signal map has a gate, which the kernel does not support"
     if call.signals_per_noise > 1:
-        return f"{call.signals_per_noise} pairs share a noise head; the kernel takes one a pair: use `expand_noise`"
+        return f"{call.signals_per_noise} pairs share a noise head; the kernel needs one per pair: use `expand_noise`"
     if call.mask.seen is not None:
-        return "the kernel knows only causal masks, but the call says which keys each query sees"
+        return "the kernel supports only causal masks, but the call has a mask per query"
     if call.mask.hides_by_window(call.keys):
         return f"the kernel has no window, and queries see {call.mask.window} of {call.keys} keys"
     if call.mask.keys is not None and call.mask.ranges is None:
-        return "the padding mask has holes; the kernels take one range of keys a sequence"
+        return "the padding mask has holes; the kernels support one range of keys per sequence"
     return None
 
 
 def widths_refusal(q: Tensor, v: Tensor, dtypes: Collection[torch.dtype] = HALF_TYPES) -> str | None:
     """Return why widths or dtypes are unsupported by kernels for d = 64 or 128 and dv = d or 2d, or None."""
     if q.dtype not in dtypes:
-        return f"q, k and v are {dtype_name(q.dtype)}; the kernel takes {' and '.join(map(dtype_name, dtypes))}"
+        return f"q, k and v are {dtype_name(q.dtype)}; the kernel supports {' and '.join(map(dtype_name, dtypes))}"
     width, value_width = q.shape[-1], v.shape[-1]
     if width not in (64, 128):
-        return f"q and k are {width} wide; the kernel takes head widths 64 and 128"
+        return f"q and k are {width} wide; the kernel supports head widths 64 and 128"
     if value_width not in (width, 2 * width):
-        return f"v is {value_width} wide; with keys {width} wide the kernel takes {width} and {2 * width}"
+        return f"v is {value_width} wide; with keys {width} wide the kernel supports {width} and {2 * width}"
     return None
 
 
@@ -99,7 +99,7 @@ class Operands(NamedTuple):
         return self.out.numel() == 0 or self.v.shape[2] == 0
 
 
-def as_operator(
+def register_operator(
     name: str,
     launch: Callable[..., Any],
     options: str = "",

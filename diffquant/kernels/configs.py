@@ -95,6 +95,6 @@ def _with_fields(shipped: Config, key: str, tuned: dict[str, int]) -> Config:
     unknown = sorted(tuned.keys() - known)
     if unknown:
         raise UsageError(
-            f"kernel configuration {key}: unknown {', '.join(unknown)}; known are {', '.join(sorted(known))}"
+            f"kernel configuration {key}: unknown {', '.join(unknown)}; choose from {', '.join(sorted(known))}"
         )
     return replace(shipped, **tuned)  # type: ignore[type-var]

@@ -12,7 +12,7 @@ from diffquant.recipe import Recipe
 from diffquant.support.files import read_bytes, set_folder_aside, write_atomically
 from diffquant.support.plain_data import JsonObject, parse_json, plain_digest
 
-# Target names of an exported folder, which is measured in its own precision, and of a point with a recipe from a file.
+# Names used as a target: for an exported folder, which is measured in its own precision, and for a recipe from a file.
 EXPORTED, RECIPE = "onnx", "recipe"
 
 TITLES = {
@@ -87,14 +87,14 @@ class Point:
 
 @dataclass(frozen=True)
 class Cell:
-    """One task on one configuration: what its result depends on, the file of the result, and the result once measured.
+    """One task on one configuration, with all that its result depends on, its file, and the result once measured.
 
     Attributes:
         task: name of the task.
         result: result of the task, or None if it failed or was not measured.
-        error: the error if it failed.
-        key: everything that the result depends on, as plain data; of a result from sweep.json only the digest of the
-            code, or nothing in older ones. A file's name is a hash of it.
+        error: message of the error if it failed.
+        key: everything that the result depends on, as plain data; the file's name is a hash of it. A cell read from
+            sweep.json has only the digest of the code, or nothing if the file is old.
         folder: folder of the cells' files.
     """
 
@@ -111,7 +111,7 @@ class Cell:
 
     @property
     def weights(self) -> tuple[Path, str]:
-        """What determines the weights that it needs: the model's path, and the recipe's weight schemes as text."""
+        """The model's path and the recipe's weight schemes as text, which determine the weights to load."""
         return self.point.model, Recipe().with_weights_of(self.point.recipe).to_yaml()
 
     @cached_property

@@ -54,7 +54,7 @@ class TaskOption(Generic[T_co]):
         return cast(T_co, values.get(self.name, self.default))
 
 
-def at_least_one(option: TaskOption[int | None], values: Mapping[str, object]) -> int | None:
+def check_at_least_one(option: TaskOption[int | None], values: Mapping[str, object]) -> int | None:
     """Return the value of an option that must be 1 or more.
 
     Raises:
@@ -71,13 +71,11 @@ def _all_if_zero(count: int) -> int | None:
 
 
 LIMIT = TaskOption[int | None]("limit", None, "Number of items per task; all by default.", int, minimum=2)
-TEXT = TaskOption[Path | None](
-    "text", None, "Text for perplexity, nll and needle; by default the prose that ships.", Path
-)
+TEXT = TaskOption[Path | None]("text", None, "Text for perplexity, nll and needle; by default the bundled text.", Path)
 CHARACTERS = TaskOption[int | None](
     "characters", 65536, "Number of characters of the text to read; 0 reads all.", int, minimum=0, read=_all_if_zero
 )
-WINDOW = TaskOption("window", 1024, "Number of tokens that the model sees at once, of a text.", int)
+WINDOW = TaskOption("window", 1024, "Number of tokens in a window of the text.", int)
 STRIDE = TaskOption("stride", 512, "Number of tokens from one window to the next.", int)
 
 
@@ -160,7 +158,7 @@ class Task(ABC):
         """Compute the model outputs that `run` compares other models' with, or return None if it compares nothing."""
         return None
 
-    def in_batches_of(self, tokens: int) -> Self:
+    def with_batch_tokens(self, tokens: int) -> Self:
         """Return the same task in passes of at most this many tokens."""
         return replace(self, batch_tokens=min(self.batch_tokens, tokens))
 

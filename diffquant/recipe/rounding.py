@@ -56,16 +56,14 @@ class RoundingSettings:
         if self.samples is not None and (type(self.samples) is not int or self.samples < 1):
             raise UsageError(f"rounding: samples must be a number of 1 or more, got {self.samples!r}")
         if self.samples is not None and self.tokens is not None:
-            raise UsageError("rounding: samples and tokens both say how much is read; give one or the other")
+            raise UsageError("rounding: samples and tokens both set how much is read; give only one")
         if self.seed is not None and (type(self.seed) is not int or self.seed < 0):
             raise UsageError(f"rounding: seed must be a number of 0 or more, got {self.seed!r}")
         for what, choices in ROUNDING_OPTIONS.items():
             if (choice := getattr(self, what)) not in (None, *choices):
                 raise UsageError(f"rounding: {what} must be {' or '.join(choices)}, got {choice!r}")
         if (self.inputs, self.target) == ("unrounded", "model"):
-            raise UsageError(
-                "rounding: on unrounded inputs a layer's output is the model's; leave out inputs, or target"
-            )
+            raise UsageError("rounding: inputs 'unrounded' and target 'model' cannot be combined; leave out one")
 
     @classmethod
     def parse(cls, entry: "str | Mapping[str, Any]") -> "RoundingSettings":
@@ -86,7 +84,7 @@ class RoundingSettings:
         several: list[Any] = text if isinstance(text, list) and text else [text]
         if text is not None and not all(isinstance(each, str) for each in several):
             raise UsageError(f"rounding: text must be the name of a file or dataset, or a list of such, got {text!r}")
-        return cls(**{**entry, "text": None if text is None else paths_of(several)})
+        return cls(**{**entry, "text": None if text is None else to_sources(several)})
 
     @property
     def options(self) -> dict[str, str | int]:
@@ -113,7 +111,7 @@ class RoundingSettings:
         return {key: value for key, value in entries.items() if value is not None}
 
 
-def paths_of(sources: Sequence[Path | str]) -> Path | tuple[Path, ...] | None:
+def to_sources(sources: Sequence[Path | str]) -> Path | tuple[Path, ...] | None:
     """Return sources of calibration data as `RoundingSettings.text` stores them: one, several, or None."""
     several = tuple(map(Path, sources))
     return several if len(several) > 1 else next(iter(several), None)

@@ -56,9 +56,9 @@ _TRANSFORMS = [
     # Rotates channels. Queries are rotated like keys, and the output read from values is rotated back.
     Transform("rotated", ("k", "v", "qk"), "whose channels attention can rotate back", ("static",)),
     # Subtracts the keys' mean over a sequence's tokens, which does not change softmax.
-    Transform("smooth", ("qk",), "which may lose its means before Q·Kᵀ", reads="sequence"),
+    Transform("smooth", ("qk",), "whose means can be subtracted before Q·Kᵀ", reads="sequence"),
     # Subtracts the queries' mean over 128 tokens; the mean's product with the keys is added back exactly.
-    Transform("smoothq", ("qk",), "which may lose its means before Q·Kᵀ", reads="tile"),
+    Transform("smoothq", ("qk",), "whose means can be subtracted before Q·Kᵀ", reads="tile"),
     # Makes the scale a power of two. Only a row's largest softmax weight is known beforehand.
     Transform("pow2", ("p",), "softmax weights with a known largest value", ("group",)),
     # Divides by the sum of the unrounded weights, as published kernels do, instead of the rounded ones.
@@ -120,6 +120,7 @@ class Scheme:
         if not isinstance(text, str) and type(text) is not int:
             raise UsageError(f"cannot read a scheme from a {type(text).__name__}: expected {_grammar(target)}")
         name, *rest = str(text).strip().lower().split(":") if len(str(text)) < _LONGEST else [""]
+        name = "e4m3" if name == "fp8" else name
         name = str(int(name)) if re.fullmatch("[0-9]{1,9}", name) else name
         if name not in FORMATS:
             raise UsageError(_unknown_format(name, str(text), target))
@@ -205,10 +206,10 @@ def _unknown_format(name: str, text: str, target: str) -> str:
 
 def _meaning_of(name: str) -> str:
     """Translate another library's name of a scheme, as the start of a sentence; "" for an unknown name."""
-    if name in ("fp8", "float8", "f8"):
+    if name in ("float8", "f8"):
         return "8-bit floats are e4m3 here; "
     if name in ("gptq", "awq", "autoround", "hqq"):
-        return f"{name} is a rounding, not a format: use {option_name('effort', 'balanced')} for GPTQ;  "
+        return f"{name} is a rounding, not a format: use {option_name('effort', 'balanced')} for GPTQ; "
     known = re.fullmatch(r"(?:w|int|uint|nf|q|iq)([2-8])(?:a16|_.*|)", name)
     if known is None:
         return ""

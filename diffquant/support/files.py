@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, cast
 
 from diffquant.errors import UsageError
@@ -216,14 +215,6 @@ class PlacedFile:
 
     def close(self) -> None:
         os.close(self._descriptor)
-
-    def __enter__(self) -> "PlacedFile":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _write(self, data: memoryview, offset: int) -> int:
         if hasattr(os, "pwrite"):

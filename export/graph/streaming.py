@@ -1,6 +1,7 @@
-"""External data: one file beside model.onnx with all large tensors, written a few rows at a time."""
+"""External data: one file next to model.onnx with all large tensors, written a few rows at a time."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,7 +69,7 @@ def write(path: Path, tensors: Sequence[Streamed], progress: Progress) -> None:
     placed, size = place(tensors)
     total = sum(tensor.nbytes for tensor in tensors)
     done = 0
-    with PlacedFile(path, size) as file, open_workers() as pool:
+    with closing(PlacedFile(path, size)) as file, open_workers() as pool:
 
         def work(tensor: Streamed, first: int, last: int) -> tuple[str, int]:
             data = tensor.make(first, last).contiguous().view(torch.uint8).numpy()

@@ -5,8 +5,9 @@ stage before, so that an error is found in the stage that causes it and does not
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -31,7 +32,13 @@ from diffquant.onnx.verification.caches import (
     StaticCache,
     to_model_order,
 )
-from diffquant.onnx.verification.rounding import Disturbance, RoundedInputs, Rounding, round_by_block, runtime_rounding
+from diffquant.onnx.verification.rounding import (
+    Disturbance,
+    Rounding,
+    find_runtime_rounding,
+    round_by_block,
+    round_inputs_once,
+)
 from diffquant.quantization.loading import load
 from diffquant.recipe import Recipe
 
@@ -92,7 +99,7 @@ class Reference:
         self._kept: dict[tuple[int, torch.Size], _Kept] = {}
         self._kept_for: tuple[object, ...] = ()
         self._disturbance = Disturbance()
-        self._rounded_inputs = RoundedInputs()
+        self._rounded = round_inputs_once()
         self._take_weights()
         self._hook_products()
         self._hook_results()
@@ -107,8 +114,7 @@ class Reference:
         """Names of the stages in order."""
         return ["the embedding", *(f"layer {layer}" for layer in range(self.layers)), "the head"]
 
-    @contextmanager
-    def arithmetic(self, *, rounds: bool = False, noise: float | None = None) -> Iterator[None]:
+    def arithmetic(self, *, rounds: bool = False, noise: float | None = None) -> AbstractContextManager[None]:
         """Change the arithmetic inside the context: round activations, add noise, or both.
 
         Args:
@@ -116,30 +122,26 @@ class Reference:
             noise: add noise to every result, as large as the rounding error of the export's type and at least this
                 fraction of the result; the same noise each time.
         """
-        self._is_rounding, self._noise = rounds, noise
         self._disturbance.restart()
-        try:
-            yield
-        finally:
-            self._is_rounding, self._noise = False, None
+        return self._set(_is_rounding=rounds, _noise=noise)
 
-    @contextmanager
-    def cache_of(self, cache: "StaticCache | None") -> Iterator[None]:
+    def cache_of(self, cache: "StaticCache | None") -> AbstractContextManager[None]:
         """Round keys and values with another cache inside the context, or not at all with None."""
-        before, self.cache, self._is_other_cache = self.cache, cache, cache is not self.cache
-        try:
-            yield
-        finally:
-            self.cache, self._is_other_cache = before, False
+        return self._set(cache=cache, _is_other_cache=cache is not self.cache)
+
+    def reading(self, reading: Reading) -> AbstractContextManager[None]:
+        """Split sequences into calls, or run them behind cached rows, inside the context."""
+        return self._set(_reading=reading)
 
     @contextmanager
-    def reading(self, reading: Reading) -> Iterator[None]:
-        """Split sequences into calls, or run them behind cached rows, inside the context."""
-        self._reading = reading
+    def _set(self, **settings: Any) -> Iterator[None]:
+        """Change attributes inside the context."""
+        before = {name: getattr(self, name) for name in settings}
+        vars(self).update(settings)
         try:
             yield
         finally:
-            self._reading = WHOLE
+            vars(self).update(before)
 
     @torch.no_grad()
     def stage(self, number: int, sequences: Sequence[Tensor], firsts: Sequence[int] = ()) -> list[Tensor]:
@@ -318,16 +320,15 @@ class Reference:
             bits = container_bits(matrix.scheme)
             if bits in self._exact_bits:
                 continue
-            rounding = runtime_rounding(bits, block)
+            rounding = find_runtime_rounding(bits, block)
             self.rounds = True
             self.knows_rounding &= rounding is not None
-            module.register_forward_pre_hook(self._rounding_hook(rounding or round_by_block, block))
+            module.register_forward_pre_hook(partial(self._round_input, rounding or round_by_block, block))
 
-    def _rounding_hook(self, rounding: Rounding, block: int) -> Any:
-        def hook(_module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor] | None:
-            return (self._rounded_inputs.of(inputs[0], rounding, block),) if self._is_rounding else None
-
-        return hook
+    def _round_input(
+        self, rounding: Rounding, block: int, _module: nn.Module, inputs: tuple[Tensor, ...]
+    ) -> tuple[Tensor] | None:
+        return (self._rounded(inputs[0], rounding, block),) if self._is_rounding else None
 
     def _hook_results(self) -> None:
         """Register hooks that add noise to every module's output while `arithmetic(noise=...)` is active."""
@@ -336,15 +337,12 @@ class Reference:
             if isinstance(module, nn.Linear | nn.LayerNorm | LlamaRMSNorm):
                 # Errors of a sum of K terms add up like a random walk (Higham and Mary, 2019).
                 width = module.weight.shape[-1]
-                module.register_forward_hook(self._disturbing_hook(max(stored, _SUM * width**0.5)))
+                module.register_forward_hook(partial(self._disturb_output, max(stored, _SUM * width**0.5)))
             elif isinstance(module, nn.Embedding | DecoderLayer):
-                module.register_forward_hook(self._disturbing_hook(stored))
+                module.register_forward_hook(partial(self._disturb_output, stored))
 
-    def _disturbing_hook(self, size: float) -> Any:
-        def hook(_module: nn.Module, _inputs: Any, output: Any) -> Any:
-            return None if self._noise is None else self._disturb(output, max(size, self._noise))
-
-        return hook
+    def _disturb_output(self, size: float, _module: nn.Module, _inputs: Any, output: Any) -> Any:
+        return None if self._noise is None else self._disturb(output, max(size, self._noise))
 
     def _disturb(self, output: Any, size: float) -> Any:
         """Multiply a module's output by random factors near 1."""

@@ -53,23 +53,24 @@ def keep(x: Tensor, block: int) -> Tensor:  # noqa: ARG001  nothing is rounded
     return x
 
 
-class RoundedInputs:
-    """Rounds the activations of matmuls, once if several consecutive ones have the same input."""
+def round_inputs_once() -> Callable[[Tensor, Rounding, int], Tensor]:
+    """Return a function that rounds activations for a matmul: once if several consecutive matmuls have the same input.
 
-    def __init__(self) -> None:
-        self._last: tuple[Tensor, Rounding, int, Tensor] | None = None
+    Its arguments are the activations [..., K], the rule, and the block size of the matmul's weight.
+    """
+    last: tuple[Tensor, Rounding, int, Tensor] | None = None
 
-    def of(self, x: Tensor, rounding: Rounding, block: int) -> Tensor:
-        """Round activations x [..., K] for a matmul whose weight has this block size."""
-        if self._last is not None and self._last[0] is x and self._last[1:3] == (rounding, block):
-            return self._last[3]
-        rounded = rounding(x, block)
-        self._last = x, rounding, block, rounded
-        return rounded
+    def round_input(x: Tensor, rounding: Rounding, block: int) -> Tensor:
+        nonlocal last
+        if last is None or last[0] is not x or last[1:3] != (rounding, block):
+            last = x, rounding, block, rounding(x, block)
+        return last[3]
+
+    return round_input
 
 
 @cache
-def runtime_rounding(bits: int, block: int) -> Rounding | None:
+def find_runtime_rounding(bits: int, block: int) -> Rounding | None:
     """Find the rule by which this machine's ONNX Runtime rounds activations, or return None if it is unknown.
 
     Args:

@@ -30,7 +30,7 @@ class RoundingOptions:
     """Options of a measurement.
 
     Attributes:
-        text: file with a text of two halves; the prose that ships by default.
+        text: file with a text of two halves; the bundled text by default.
         characters: number of characters that are scored of the second half, and of HellaSwag's contexts.
         window: number of tokens the model sees at once, scored and read.
         tokens: number of tokens of the first half that are read.

@@ -4,7 +4,7 @@
     python -m research.studies.searched --show FOLDER/*.json
 
 The budget of a search is what a uniform width stores, scales included, and any of the other widths may be chosen. The
-costs are measured on the first half of the prose that ships. Both recipes are then scored on its second half, and on
+costs are measured on the first half of the bundled text. Both recipes are then scored on its second half, and on
 HellaSwag's contexts, which are another kind of text; KL is that of the model's own predictions at 16 bits. A file for
 each model; those that are there are not measured again.
 """

@@ -100,7 +100,7 @@ def test_calibrated_scales_are_used_by_eval_and_sweep(run, models, tmp_path):
     assert code == 0, err
     assert "8:static" in out
     code, _, err = run("sweep", models[1], *sweep[3:], "--scales", file, "--scales", file)
-    assert (code, "are both of" in err) == (2, True), err
+    assert (code, "are both ranges of" in err) == (2, True), err
     for bare in (("eval", models[1], "--limit", 2), ("sweep", models[1], "-o", tmp_path / "bare")):
         code, _, err = run(*bare, "--scales", file)
         assert (code, "no static scheme uses the ranges" in err) == (2, True), err

@@ -22,16 +22,16 @@ pytest.importorskip("scipy")
 
 from diffquant.calib.search import search as search_module
 from diffquant.calib.search.allocation import Budget, allocate, average_bits, spread_evenly
-from diffquant.calib.search.outputs import search_table, uniform_kl, write_search
+from diffquant.calib.search.outputs import interpolate_uniform_kl, search_table, write_search
 from diffquant.calib.search.result import read_searches, roles
 from diffquant.calib.search.search import Search
 from diffquant.calib.search.sensitivity import OneDnnProducts, Sensitivity
-from diffquant.calib.search.units import Unit, find_parts, find_units, to_recipe, unit_at_width
+from diffquant.calib.search.units import Unit, find_parts, find_units, quantize_unit, to_recipe
 from diffquant.checkpoints.opening import open_checkpoint
 from diffquant.checkpoints.source import open_source
 from diffquant.checkpoints.texts import load_text
 from diffquant.checkpoints.tokenizer import load_tokenizer
-from diffquant.checkpoints.tokens import token_windows
+from diffquant.checkpoints.tokens import encode_windows
 from diffquant.errors import CheckpointError, GroupSizeError, UsageError
 from diffquant.measure.scoring import next_token_kl
 from diffquant.model.adapters import adapter_for
@@ -130,11 +130,11 @@ def units_of(path, targets, granularity="g16"):
 @in_one_test("target", ["weights", "k", "v", "logits"])
 def test_a_cost_is_what_the_whole_model_under_that_recipe_shows(checkpoint, target):
     model = load(checkpoint, dtype=torch.float32)
-    ids = token_windows(model, load_tokenizer(checkpoint), load_text(), 48, 144)
+    ids = encode_windows(model, load_tokenizer(checkpoint), load_text(), 48, 144)
     exact = model(ids).logits.flatten(0, 1)
     sensitivity = Sensitivity(model, ids)
     for unit in units_of(checkpoint, (target,))[:: 5 if target == "weights" else 1]:
-        cost = sensitivity.cost_of(unit, 4)
+        cost = sensitivity.measure_cost(unit, 4)
         recipe = Recipe.from_dict({"overrides": {unit.name: str(unit.scheme(4))}})
         changed = load(checkpoint, recipe, torch.float32)(ids).logits.flatten(0, 1)
         expected = float(next_token_kl(exact, changed).double().mean())
@@ -159,9 +159,9 @@ def test_the_text_that_widths_are_chosen_on_is_not_the_one_they_are_compared_on(
     words = load_text()[:6000]
     (tmp_path / "text.txt").write_text(words)
     read = []
-    windows, score = search_module.token_windows, search_module.score_text
+    windows, score = search_module.encode_windows, search_module.score_text
     monkeypatch.setattr(
-        search_module, "token_windows", lambda *given: read.append(("chosen on", given[2])) or windows(*given)
+        search_module, "encode_windows", lambda *given: read.append(("chosen on", given[2])) or windows(*given)
     )
     monkeypatch.setattr(
         search_module,
@@ -199,7 +199,7 @@ def test_a_search_beats_an_even_spread_resumes_and_its_recipe_quantizes(checkpoi
 
 
 def uniform_kl_or(found, by_name):
-    return uniform_kl(found) or by_name["uniform 4"].kl
+    return interpolate_uniform_kl(found) or by_name["uniform 4"].kl
 
 
 def test_the_stored_size_of_a_candidate_is_that_of_its_checkpoint(checkpoint, tmp_path):
@@ -323,7 +323,7 @@ def test_an_interrupted_search_says_what_it_keeps(checkpoint, tmp_path):
             UsageError,
             r"weights at 4 bits take 5\.\d\d stored bits each, scales included",
         ),
-        ("11", {}, UsageError, "holds everything at 8 bits, the widest"),
+        ("11", {}, UsageError, "allows everything at 8 bits, the widest"),
         ("90MB", {}, UsageError, "bytes is for weights"),
         ("4.5", {"granularity": "g32"}, GroupSizeError, "group size 32 does not divide"),
         ("4.5", {"targets": ("weight",)}, UsageError, "unknown target 'weight'"),
@@ -389,14 +389,14 @@ def test_floats_and_integers_are_chosen_among_for_caches_and_logits_too(tmp_path
 @in_one_test("width", ["nvfp4", "e4m3"])
 def test_the_cost_of_a_float_is_what_the_whole_model_under_that_recipe_shows(checkpoint, width):
     model = load(checkpoint, dtype=torch.float32)
-    ids = token_windows(model, load_tokenizer(checkpoint), load_text(), 48, 144)
+    ids = encode_windows(model, load_tokenizer(checkpoint), load_text(), 48, 144)
     exact = model(ids).logits.flatten(0, 1)
     sensitivity = Sensitivity(model, ids)
     for unit in units_of(checkpoint, ("weights", "logits"))[::4]:
         recipe = Recipe.from_dict({"overrides": {unit.name: str(unit.scheme(width))}})
         changed = load(checkpoint, recipe, torch.float32)(ids).logits.flatten(0, 1)
         expected = float(next_token_kl(exact, changed).double().mean())
-        assert sensitivity.cost_of(unit, width)["kl"] == pytest.approx(expected, rel=1e-3, abs=1e-7)
+        assert sensitivity.measure_cost(unit, width)["kl"] == pytest.approx(expected, rel=1e-3, abs=1e-7)
 
 
 # Whether each map has its own keys, how many signal heads share a noise head, and what stays unless it is named.
@@ -424,7 +424,7 @@ def test_parts_are_the_rows_of_each_maps_heads_and_what_stays_at_16_bits(tmp_pat
     model, ids = load(source, dtype=torch.float32), random_ids()
     layout, exact = source.spec.layout, projected(model, ids)
     for part in [each for each in parts if each.layer == 0 and each.rows is not None]:
-        with unit_at_width(model, part, 2):
+        with quantize_unit(model, part, 2):
             rounded = projected(model, ids)
         projection = part.kind.split(".")[1].split(",")[0]
         heads = (layout.queries if projection == "q_proj" else layout.keys)(rounded[projection] - exact[projection])
@@ -493,7 +493,7 @@ def write_other(folder, name):
 def test_a_cost_in_layers_of_other_kinds_is_what_the_whole_model_shows(tmp_path, name):
     folder = write_other(tmp_path / "model", name)
     model = load(folder, dtype=torch.float32)
-    ids = token_windows(model, load_tokenizer(folder), load_text(), 24, 48)
+    ids = encode_windows(model, load_tokenizer(folder), load_text(), 24, 48)
     exact = model(ids).logits.flatten(0, 1)
     sensitivity = Sensitivity(model, ids)
     units = [*units_of(folder, ("weights",), "row")[::4], *units_of(folder, ("k", "v", "logits"))]
@@ -501,7 +501,7 @@ def test_a_cost_in_layers_of_other_kinds_is_what_the_whole_model_shows(tmp_path,
     assert {u.layer for u in units if u.target == "k"} == set(layers["k"])
     assert {u.layer for u in units if u.target == "logits"} == set(layers["logits"])
     for unit in units:
-        cost = sensitivity.cost_of(unit, 4)
+        cost = sensitivity.measure_cost(unit, 4)
         recipe = Recipe.from_dict({"overrides": {unit.name: str(unit.scheme(4))}})
         changed = load(folder, recipe, torch.float32)(ids).logits.flatten(0, 1)
         expected = float(next_token_kl(exact, changed).double().mean())

@@ -42,9 +42,9 @@ def test_what_no_line_can_say_is_refused_by_name(found):
     odd = replace(found, measurements=[replace(found.measurements[0], kind="self_attn.wq_a")])
     with pytest.raises(UsageError, match=r"no tensors for self_attn\.wq_a"):
         tensor_types(odd)
-    with pytest.raises(UsageError, match="no type of ggml is written for 7 bits"):
+    with pytest.raises(UsageError, match="ggml has no type for 7 bits"):
         check_widths(["weights"], [4, 7])
-    with pytest.raises(UsageError, match="widths of weights alone"):
+    with pytest.raises(UsageError, match="only widths of weights"):
         check_widths(["k", "v"], [4])
 
 
@@ -67,7 +67,7 @@ def test_a_search_writes_the_lines_where_it_is_told_and_refuses_other_widths_bef
     result = diffquant.search(model, tmp_path / "out", 7, bits="8,6", **settings)
     assert file.read_text() == tensor_types(result)
     assert file.read_text().count("=q") >= 7
-    with pytest.raises(UsageError, match="no type of ggml is written for 7 bits"):
+    with pytest.raises(UsageError, match="ggml has no type for 7 bits"):
         diffquant.search(model, tmp_path / "other", 7, bits="8,7", **settings)
     assert not (tmp_path / "other").exists()
     check_lines_output(file, tmp_path)
@@ -99,7 +99,7 @@ def test_layers_that_no_line_can_name_are_refused_before_the_search(tmp_path):
         with pytest.raises(UsageError, match=r"no tensors for mlp\.down_proj, mlp\.gate_proj"):
             diffquant.search(
                 model, tmp_path / "out", 7, bits="8,6", granularity="row", tensor_types=tmp_path / "t",
-                planned=lambda _: pytest.fail("it went on"),
+                on_plan=lambda _: pytest.fail("it went on"),
             )  # fmt: skip
 
 
@@ -109,5 +109,5 @@ def test_widths_of_a_differential_model_are_refused_before_the_search(tmp_path):
     with pytest.raises(UsageError, match=r"llama\.cpp has no DIFF attention"):
         diffquant.search(
             model, tmp_path / "out", 7, bits="8,6", granularity="row", tensor_types=tmp_path / "t",
-            planned=lambda _: pytest.fail("it went on"),
+            on_plan=lambda _: pytest.fail("it went on"),
         )  # fmt: skip

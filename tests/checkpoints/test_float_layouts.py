@@ -297,7 +297,7 @@ def test_codes_under_scales_of_blocks_are_those_of_compressed_tensors(llama, tmp
 
 @in_one_test("rounding", ["mse", "gptq", "tuned"])
 def test_blocks_are_for_roundings_that_do_not_work_row_by_row(llama, tmp_path, rounding):
-    with pytest.raises(UsageError, match=rf"'{rounding}' works row by row and .* have one scale a block"):
+    with pytest.raises(UsageError, match=rf"'{rounding}' rounds row by row, but .* have one scale per block"):
         quantize(llama, tmp_path / "low", Recipe.of(weights="e4m3:b32", rounding=rounding))
 
 

@@ -4,6 +4,7 @@ import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import pytest
 import torch
@@ -93,7 +94,7 @@ TENSORS = (
 def test_rows_written_in_any_order_are_what_safetensors_reads(tmp_path):
     before = open_files()
     values = {t.name: torch.arange(torch.Size(t.shape).numel()).reshape(t.shape).to(t.dtype) for t in TENSORS}
-    with ShardFile(tmp_path / "a.safetensors", TENSORS) as file:
+    with closing(ShardFile(tmp_path / "a.safetensors", TENSORS)) as file:
         for name in ("number", "bytes", "none"):
             file.write(name, values[name])
         for row in (4, 0, 6, 1, 5, 3, 2):
@@ -109,7 +110,7 @@ def test_rows_written_in_any_order_are_what_safetensors_reads(tmp_path):
 
 
 def test_a_file_has_its_size_before_its_content(tmp_path):
-    with ShardFile(tmp_path / "a.safetensors", TENSORS):
+    with closing(ShardFile(tmp_path / "a.safetensors", TENSORS)):
         pass
     assert {name: tensor.count_nonzero() for name, tensor in load_file(tmp_path / "a.safetensors").items()} == {
         tensor.name: 0 for tensor in TENSORS
@@ -117,7 +118,7 @@ def test_a_file_has_its_size_before_its_content(tmp_path):
 
 
 def test_tensors_are_aligned_to_their_own_type(tmp_path):
-    with ShardFile(tmp_path / "a.safetensors", TENSORS) as file:
+    with closing(ShardFile(tmp_path / "a.safetensors", TENSORS)) as file:
         starts = file._starts
     assert all(starts[tensor.name] % tensor.dtype.itemsize == 0 for tensor in TENSORS)
 

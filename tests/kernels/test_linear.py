@@ -225,7 +225,7 @@ def test_what_cannot_be_is_refused():
         linear(x[:, 1:], packed)
     with pytest.raises(UsageError, match=r"x is torch\.float32 and the weight's scales are torch\.float16; bias is"):
         linear(x.float(), packed, x[0])
-    with pytest.raises(UsageError, match="unknown backend 'cutlass'; known are auto, triton, dequantize"):
+    with pytest.raises(UsageError, match="unknown backend 'cutlass'; choose from auto, triton, dequantize"):
         linear(x, packed, backend="cutlass")
     with pytest.raises(UsageError, match=r"linear backend 'triton': .*; use auto"):
         linear(x.cpu(), packed, backend="triton")

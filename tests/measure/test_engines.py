@@ -197,7 +197,7 @@ def test_a_worker_that_is_killed_is_named_and_loses_only_its_cell(tmp_path, capl
     run_processes(sleeping_run(tmp_path, 4, 20, 0.5), kill_one, 2)
     said = f"the worker in process {killed[0]} was ended by {number.name}"
     assert said in caplog.text
-    assert "another takes its place" in caplog.text
+    assert "another worker replaces it" in caplog.text
     assert len(scores(tmp_path)) == 19
     lost = sleeping_run(tmp_path, 4, 20, 0.0)
     assert lost.cells[0].read_failure().startswith(said)
@@ -274,7 +274,7 @@ def test_a_folder_that_vanishes_is_named(tmp_path, workers):
             with suppress(FileNotFoundError):
                 (tmp_path / "cells").rename(tmp_path / "elsewhere")
 
-    with pytest.raises(DiffQuantError, match=f"{tmp_path}/cells, where the sweep's cells lie, cannot be read any more"):
+    with pytest.raises(DiffQuantError, match=f"folder {tmp_path}/cells can no longer be read"):
         run_processes(run, vanish, workers)
 
 
@@ -351,8 +351,8 @@ def test_more_workers_than_memory_holds_are_refused_before_a_cell(tmp_path, monk
 def test_options_that_exclude_each_other_are_refused():
     for options, values, said in (
         (SweepOptions(device_map="auto"), (2, (), None), "leave out workers"),
-        (SweepOptions(), (None, ("cpu", "meta"), None), "not of one kind"),
-        (SweepOptions(), (None, ("cpu", "cpu"), "auto"), "ray gives each of its workers a GPU"),
+        (SweepOptions(), (None, ("cpu", "meta"), None), "are of different kinds"),
+        (SweepOptions(), (None, ("cpu", "cpu"), "auto"), "ray uses GPUs of the cluster"),
         (SweepOptions(), (0, (), None), "must be 1 or more"),
     ):
         with pytest.raises(UsageError, match=said):
@@ -383,7 +383,7 @@ def test_a_machine_that_would_measure_other_cells_is_refused(model, tmp_path, mo
     def asking(run, progress):
         check_same_cells(run)
         monkeypatch.setattr("diffquant.measure.sweep.cell.code_digest", lambda modules: "0123")
-        with pytest.raises(CheckpointError, match="would measure other cells than were planned, since code differ"):
+        with pytest.raises(CheckpointError, match="cannot measure the cells as planned, because code differ"):
             check_same_cells(run)
         measure_all(run, progress)
 

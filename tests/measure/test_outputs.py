@@ -16,7 +16,7 @@ from diffquant.measure.sweep.findings import headline
 from diffquant.measure.sweep.grid import SweepOptions, points
 from diffquant.measure.sweep.outputs import sweep_report, write_outputs
 from diffquant.measure.sweep.plot import bands
-from diffquant.measure.sweep.result import SweepResult, csv_table, json_rows, read_sweep, text_table
+from diffquant.measure.sweep.result import SweepResult, csv_table, json_rows, read_sweep
 from diffquant.measure.sweep.run import run_sweep
 from diffquant.measure.tasks import kind_of
 from diffquant.reports.page import page
@@ -68,21 +68,21 @@ def test_a_sweep_is_read_back_as_it_was_written(sweep, tmp_path):
     (tmp_path / "sweep.json").write_text(sweep.to_json())
     again = read_sweep(tmp_path / "sweep.json")
     assert again.to_json() == sweep.to_json()
-    assert text_table(again) == text_table(sweep)
+    assert again.table() == sweep.table()
 
 
 def test_changes_that_were_not_committed_are_said(sweep):
-    assert "uncommitted" not in text_table(sweep)
+    assert "uncommitted" not in sweep.table()
     cell = next(cell for cell in sweep.cells if cell.result)
     changed = replace(cell, result=replace(cell.result, commit="0123+changes"))
     cells = [changed if each is cell else each for each in sweep.cells]
     note = f"1 of {len(cells)} cells were measured by code with uncommitted changes."
-    assert note in text_table(replace(sweep, cells=cells))
+    assert note in replace(sweep, cells=cells).table()
     assert note in report_html(replace(sweep, cells=cells))
 
 
 def test_the_first_row_of_a_model_is_16_bits_and_the_others_compare_with_it(sweep):
-    table = text_table(sweep).splitlines()
+    table = sweep.table().splitlines()
     assert table[0].split("  ")[0] == "model"
     low, high = (f"{100 * end:.1f}" for end in wilson_interval(6, 10))
     assert re.match(rf"transformer +- +16 +60\.0 \[{low}, {high}\] +- ", table[2])
@@ -92,11 +92,11 @@ def test_the_first_row_of_a_model_is_16_bits_and_the_others_compare_with_it(swee
 
 def test_the_table_says_how_many_comparisons_it_makes(sweep):
     quantized = [cell for cell in sweep.cells if cell.task == "hellaswag" and cell.point.target and cell.result]
-    assert f"{len(quantized)} differences from 16 bits are compared" in text_table(sweep)
+    assert f"{len(quantized)} differences from 16 bits are compared" in sweep.table()
 
 
 def test_a_failed_cell_is_said_to_have_failed(sweep):
-    line = next(line for line in text_table(sweep).splitlines() if "3:tensor" in line)
+    line = next(line for line in sweep.table().splitlines() if "3:tensor" in line)
     assert "failed" in line
     assert "20" in line
 
@@ -203,7 +203,7 @@ def test_no_two_models_of_a_panel_look_alike():
 def test_the_headline_names_the_largest_loss_and_the_width_from_which_none_is_measurable(sweep):
     failed, sentence = headline(sweep)
     assert failed == "2 of 28 cells failed."
-    said = r"hellaswag: 10 items cannot show a loss below \d\d points; take more items, or read KL\."
+    said = r"hellaswag: 10 items cannot show a loss below \d\d points; use more items, or KL\."
     assert re.fullmatch(said, sentence)
     lost = [
         replace(cell, result=replace(cell.result, values=[0] * 10)) if cell.result and cell.point.bits == 3 else cell
@@ -226,8 +226,8 @@ def test_what_gained_much_is_not_said_to_have_changed_least():
         stored = {"seconds": 1.0, "stored": {"weights": 5, "kv_per_token": 1.0}}
         cells.append(Cell(point, "nll", TaskResult.from_dict({"metric": "nll", **counted, **losses, **stored}), None))
     (sentence,) = headline(SweepResult(cells, {}))
-    assert sentence.startswith("nll: least changed is transformer at logits 8:row")
-    assert "most is transformer at logits 4:row" in sentence
+    assert sentence.startswith("nll: the smallest change is that of transformer at logits 8:row")
+    assert "the largest that of transformer at logits 4:row" in sentence
 
 
 class References(HTMLParser):

@@ -9,7 +9,7 @@ from diffquant.checkpoints.texts import load_text
 from diffquant.errors import NonFiniteError, UsageError
 from diffquant.measure import scoring
 from diffquant.measure.scoring import next_token_kl
-from diffquant.measure.tasks.perplexity import reference_of, score_text
+from diffquant.measure.tasks.perplexity import compute_reference, score_text
 from diffquant.measure.torch_model import TorchModel
 from tests.support import tiny_lm
 from tests.support.tables import in_one_test
@@ -53,7 +53,7 @@ def test_windows_tell_apart_what_the_mean_sums_over(monkeypatch):
     monkeypatch.setattr(scoring, "_KL_ENTRIES", 7 * tiny_lm.WORDS)
     model, other, tokenizer = tiny_lm.llama(), tiny_lm.llama(seed=1), tiny_lm.tokenizer()
     tokens = [0, *tokenizer.encode(TEXT[:400])]
-    reference = reference_of(TorchModel(model, tokenizer), TEXT[:400], 64, 64)
+    reference = compute_reference(TorchModel(model, tokenizer), TEXT[:400], 64, 64)
     score = score_text(TorchModel(other, tokenizer), TEXT[:400], 64, 64, reference=reference)
     p, q = (m(torch.tensor([tokens[64:128]])).logits[0].log_softmax(-1) for m in (model, other))
     expected = kl_div(q, p, reduction="batchmean", log_target=True).item()
@@ -68,7 +68,7 @@ def test_kl_is_the_mean_over_positions_of_torchs_kl_over_the_whole_vocabulary(mo
     model, other, tokenizer = tiny_lm.llama(2048), tiny_lm.llama(2048, seed=1), tiny_lm.tokenizer()
     tokens = tokenizer.encode(TEXT)
     p, q = (full_logits(m, tokens).log_softmax(-1) for m in (model, other))
-    reference = reference_of(TorchModel(model, tokenizer), TEXT, 2048, 2048)
+    reference = compute_reference(TorchModel(model, tokenizer), TEXT, 2048, 2048)
     score = score_text(TorchModel(other, tokenizer), TEXT, 2048, 2048, reference=reference)
     assert score["kl"] == pytest.approx(kl_div(q, p, reduction="batchmean", log_target=True).item(), rel=1e-4)
     assert score_text(TorchModel(model, tokenizer), TEXT, 2048, 2048, reference=reference)["kl"] == pytest.approx(
@@ -98,7 +98,7 @@ def test_a_model_that_computes_nan_is_refused():
 def test_a_perplexity_beyond_all_numbers_is_said():
     model = tiny_lm.llama()
     model.lm_head.weight.data *= 1e6
-    with pytest.raises(NonFiniteError, match=r"a perplexity of [\d,]{5,} nats per token"):
+    with pytest.raises(NonFiniteError, match=r"a loss of [\d,]{5,} nats per token has no finite perplexity"):
         score_text(TorchModel(model, tiny_lm.tokenizer()), TEXT)
 
 

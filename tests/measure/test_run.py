@@ -62,14 +62,14 @@ def test_a_dry_run_says_what_is_to_be_measured_and_about_how_long(model, copy_of
 
     nothing = describe_work(planned(OPTIONS, tmp_path / "new"))
     assert nothing.count("\n") == CELLS
-    assert re.match(rf"{CELLS} cells to measure; about \d+ (s|min), if none runs beside another\n", nothing)
+    assert re.match(rf"{CELLS} cells to measure; about \d+ (s|min), if cells run one at a time\n", nothing)
     assert not (tmp_path / "new").exists()
     held = planned(OPTIONS, copy_of)
-    assert describe_work(held) == f"nothing to measure; {CELLS} are there already"
+    assert describe_work(held) == f"nothing to measure; {CELLS} are already measured"
     taken = [cell.result.seconds for cell in held.cells]
     more = planned(replace(OPTIONS, bits=(16, 4, 3)), copy_of)
     headline, *missing = describe_work(more).splitlines()
-    assert headline.startswith(f"8 cells to measure; {CELLS} are there already; about ")
+    assert headline.startswith(f"8 cells to measure; {CELLS} are already measured; about ")
     assert min(taken) * 8 <= estimate_seconds(more) <= max(taken) * 8
     assert sum("perplexity" in caption for caption in missing) == 4
 
@@ -100,10 +100,10 @@ def test_a_cell_holds_what_evaluating_its_recipe_gives(model, output):
     plain, quantized = (TorchModel(load(model, recipe), tokenizer) for recipe in (None, Recipe.of(weights="4:row")))
     point = next(p for p in result.points if p.label == "weights 4:row")
     outcome = hellaswag.evaluate_hellaswag(quantized, hellaswag.load_items(limit=6))
-    assert result.pair(point, "hellaswag")[0].choices == outcome.choices
-    reference = perplexity.reference_of(plain, text, 64, 32)
+    assert result.result_and_baseline(point, "hellaswag")[0].choices == outcome.choices
+    reference = perplexity.compute_reference(plain, text, 64, 32)
     score = perplexity.score_text(quantized, text, 64, 32, reference=reference)
-    measured = result.pair(point, "perplexity")[0].details
+    measured = result.result_and_baseline(point, "perplexity")[0].details
     assert measured["perplexity"] == pytest.approx(score["perplexity"])
     assert measured["kl"] == pytest.approx(score["kl"])
 
@@ -135,7 +135,7 @@ def test_a_folder_is_measured_under_the_recipe_that_it_records_too(model, tmp_pa
     for own in (Recipe(), None):
         loaded = TorchModel(load(tmp_path / "folder", own), tokenizer)
         measured.append(perplexity.score_text(loaded, text, 64, 32)["perplexity"])
-    found = [result.pair(point, "perplexity")[0].details["perplexity"] for point in result.points[:2]]
+    found = [result.result_and_baseline(point, "perplexity")[0].details["perplexity"] for point in result.points[:2]]
     assert found == pytest.approx(measured)
     assert abs(found[0] / found[1] - 1) > 1e-3
 
@@ -298,7 +298,7 @@ def test_a_sweep_says_in_one_line_why_cells_of_a_folder_are_measured_again(
     with pytest.raises(KeyboardInterrupt):
         run_sweep([model], OPTIONS, copy_of)
     assert caplog.messages == [
-        f"{CELLS // 2} of the {CELLS // 2} missing cells were measured into {copy_of}/cells before, by {reason}; "
+        f"{CELLS // 2} of the {CELLS // 2} missing cells have results in {copy_of}/cells by {reason}; "
         "they are measured again"
     ]
 
@@ -399,7 +399,7 @@ def test_bad_input_is_refused_before_any_cell(model, tmp_path):
         run_sweep([tmp_path / "packed"], SweepOptions(recipes=(nowhere,)), tmp_path / "out")
     (tmp_path / "other").mkdir()
     twin = shutil.copy(nowhere, tmp_path / "other")
-    with pytest.raises(UsageError, match="rename all but one nowhere"):
+    with pytest.raises(UsageError, match="rename all but one of nowhere"):
         run_sweep([model], SweepOptions(recipes=(nowhere, Path(twin))), tmp_path / "out")
     assert not list(tmp_path.glob("out/cells/*"))
 

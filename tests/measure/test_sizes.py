@@ -75,7 +75,7 @@ def test_where_nothing_is_close_16_bits_are_kept():
 
 
 def test_granularities_are_lines_of_one_drawing():
-    (drawing,), keys = sizes.size_charts(sizes.list_sizes(swept("perplexity", text)))
+    (drawing,), keys = sizes.draw_size_charts(sizes.list_sizes(swept("perplexity", text)))
     assert [text for _, _, text in keys] == ["a model, row", "a model, tensor"]
     assert drawing.svg.count('class="tip"') == 6
 

@@ -38,7 +38,7 @@ def model(folder):
 
 READERS = {
     "perplexity": lambda model: perplexity.score_text(model, TEXT, 64, 32),
-    "its reference": lambda model: perplexity.reference_of(model, TEXT, 64, 32),
+    "its reference": lambda model: perplexity.compute_reference(model, TEXT, 64, 32),
     "nll by position": lambda model: score_positions(model, TEXT, 64),
     "a request": lambda model: RequestEncoder(model.tokenizer, 512, model.vocabulary).request("It was", f" the {WORD}"),
     "one without a context": lambda model: RequestEncoder(model.tokenizer, 512, model.vocabulary).request("", WORD),

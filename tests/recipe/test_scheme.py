@@ -141,13 +141,11 @@ def test_a_residual_is_a_number_of_tokens_wherever_a_recipe_comes_from(residual)
             make()
 
 
-def test_the_first_matching_override_wins_and_only_overrides_reach_the_head():
-    recipe = Recipe.of(weights="4:g32", overrides={"*.q_proj": "8:row", "*.self_attn.*": "6:row", "lm_head": "8:row"})
+def test_the_first_matching_override_wins():
+    recipe = Recipe.of(weights="4:g32", overrides={"*.q_proj": "8:row", "*.self_attn.*": "6:row"})
     assert str(recipe.weight_scheme("model.layers.0.self_attn.q_proj")) == "8:row"
     assert str(recipe.weight_scheme("model.layers.0.self_attn.v_proj")) == "6:row"
     assert str(recipe.weight_scheme("model.layers.0.mlp.up_proj")) == "4:g32"
-    assert str(recipe.weight_scheme("lm_head", by_default=False)) == "8:row"
-    assert recipe.weight_scheme("model.embed_tokens", by_default=False) == FULL
 
 
 def test_a_recipe_that_rounds_to_the_nearest_is_written_as_without_a_rounding():
@@ -183,7 +181,10 @@ def test_a_malformed_rounding_is_refused(entry, message):
     [
         ({"kv": "4:row:shift"}, "k: shift is for logits, .*; leave it out"),
         ({"weights": "4:g32:alike"}, "weights: alike is for logits, .*; leave it out"),
-        ({"logits": "4:row:shift:alike"}, "logits: alike and shift cannot be combined in 4:row:shift:alike; leave out one"),
+        (
+            {"logits": "4:row:shift:alike"},
+            "logits: alike and shift cannot be combined in 4:row:shift:alike; leave out one",
+        ),
         ({"logits": "4:pair:alike"}, "logits: alike and pair cannot be combined in 4:pair:alike; leave out one"),
         ({"logits": "4:static:shift"}, "logits: shift and static cannot be combined in .*; leave out one"),
         ({"logits": "e4m3:row:shift"}, "logits: shift and uneven levels cannot be combined in e4m3:row:shift"),

@@ -6,6 +6,7 @@ python -m tests.support.synthetic motif --preset motif-2-12.7b --shards 6
 
 import json
 import zlib
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -170,7 +171,7 @@ def write_holes(folder: Path, config: dict[str, Any], shards: int) -> None:
     folder.mkdir()
     names = shard_names(len(parts))
     for name, part in zip(names, parts, strict=True):
-        with ShardFile(folder / name, part.outputs):
+        with closing(ShardFile(folder / name, part.outputs)):
             pass
     weight_map = {output.name: name for name, part in zip(names, parts, strict=True) for output in part.outputs}
     write_atomically(folder / INDEX, json.dumps({"weight_map": weight_map}))

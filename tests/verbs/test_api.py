@@ -215,7 +215,7 @@ def test_a_device_map_that_cannot_serve_is_refused_before_anything_is_read(tmp_p
         diffquant.load(source, device_map={"model.layers": "disk", "": "cpu"})
     with pytest.raises(UsageError, match="no place for"):
         diffquant.load(source, device_map={"model.layers": "cpu"})
-    with pytest.raises(UsageError, match=r"puts model\.embed_tokens where nothing computes"):
+    with pytest.raises(UsageError, match=r"puts model\.embed_tokens on a place that does not compute"):
         diffquant.load(source, device_map={"": "disk"}, offload_folder=tmp_path / "offload")
     with pytest.raises(UsageError, match=r"modules that the model does not have: model\.layer\.1$"):
         diffquant.load(source, device_map={"": "cpu", "model.layer.1": "cpu"})

@@ -115,7 +115,7 @@ def first_act(tmp_path, monkeypatch, capsys):
 
 def test_the_demo_says_which_training_it_shows_and_that_another_came_out_the_other_way(first_act):
     (seed,) = {json.loads((path / "training.json").read_text())["schedule"]["seed"] for path in MODELS.values()}
-    assert f"The models that find numbers are of one training, with seed {seed}. Which of them loses" in first_act
+    assert f"The models that find numbers were trained once, with seed {seed}. Which of them loses" in first_act
     assert "in another training the Transformer lost most" in first_act
 
 
@@ -123,10 +123,10 @@ def test_the_demo_says_which_runs_its_english_models_are_and_what_all_six_traini
     runs = [json.loads((path / "training.json").read_text()) for path in data.pocket_models("prose")]
     assert [run["run"] for run in runs] == [f"e1-{run['kind']}-seed-101" for run in runs]
     assert {run["schedule"]["seed"] for run in runs} == {101}
-    assert "one training of each kind, with seed 101 and at the rate that is best" in first_act
+    assert "Each model was trained once here, with seed 101 and its best learning rate" in first_act
     assert f"at 4 bits with one scale per tensor: {pocket.ANSWER}." in first_act
-    assert f"At equal steps {pocket.SENSITIVITY} are lost" in first_act
-    assert f"DIFF models of three sizes win {pocket.AT_PAPERS_RATIO} bits." in first_act
+    assert f"because their predictions are more sensitive: {pocket.SENSITIVITY}." in first_act
+    assert f"DIFF models of three sizes gain {pocket.AT_PAPERS_RATIO} bits." in first_act
 
 
 def counts_of(table, name):

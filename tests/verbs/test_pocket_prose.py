@@ -23,7 +23,7 @@ WINDOW = 256
 @cache
 def reference(name):
     model = load(MODELS[name], dtype=torch.float32)
-    return perplexity.reference_of(TorchModel(model, load_tokenizer(MODELS[name])), TEXT, WINDOW, WINDOW)
+    return perplexity.compute_reference(TorchModel(model, load_tokenizer(MODELS[name])), TEXT, WINDOW, WINDOW)
 
 
 def scores(name, **recipe):

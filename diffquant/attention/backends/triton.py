@@ -70,7 +70,7 @@ register(_backend("triton-fp8-specialized", "prefill_specialized", 8))
 
 
 def _refuse_calls(_call: AttentionCall) -> str:
-    return "it only decodes a few tokens at a time from the cache of a model with latent attention"
+    return "this backend only decodes a few tokens at a time from the cache of a model with latent attention"
 
 
 # The model calls the kernel itself, since an `AttentionCall` has no cache, and uses other backends for all other calls.

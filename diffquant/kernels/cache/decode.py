@@ -81,10 +81,10 @@ def _shares_keys(q: Sequence[Tensor], store: KVStore, lam: Tensor | None, mask: 
     batch, k_heads, blocks = k.codes.shape[:3]
     v_heads = v.codes.shape[1]
     if (k.width, v.width) not in WIDTHS:
-        raise UsageError(f"decode: the store has {k.width} channels beside latents of {v.width}; use decode_latent")
+        raise UsageError(f"decode: the store has {k.width} channels and latents of {v.width}; use decode_latent")
     shared = len(q) == 2 and k_heads == v_heads
     if not shared and k_heads != len(q) * v_heads:
-        raise UsageError(f"decode: {len(q)} maps cannot read {k_heads} key heads beside {v_heads} value heads")
+        raise UsageError(f"decode: {len(q)} maps cannot read {k_heads} key heads and {v_heads} value heads")
     if len(q) == 2 and q[1].shape[1] % v_heads:
         raise UsageError(
             f"decode: {q[1].shape[1]} noise heads are not a multiple of {v_heads} value heads; repeat them"
@@ -94,13 +94,13 @@ def _shares_keys(q: Sequence[Tensor], store: KVStore, lam: Tensor | None, mask: 
     values = v.recent.new_empty(()).expand(batch, v_heads, blocks * FRAGMENT, v.width)
     check_tensors(q, [keys] * len(q), values, lam, mask, post)
     if q[0].is_cuda and q[0].dtype not in HALF_TYPES:
-        raise UsageError(f"decode takes float16 and bfloat16 on CUDA, got {q[0].dtype}")
+        raise UsageError(f"decode supports float16 and bfloat16 on CUDA, got {q[0].dtype}")
     if mask.seen is not None:
-        raise UsageError("decode: the kernels know only causal masks, but the call says which keys each query sees")
+        raise UsageError("decode: the kernels support only causal masks, but the call has a mask per query")
     if mask.keys is not None and mask.ranges is None:
-        raise UsageError("decode: the padding mask has holes; the kernels take one range of keys a sequence")
+        raise UsageError("decode: the padding mask has holes; the kernels support one range of keys per sequence")
     if not 0 < q[0].shape[2] <= MAX_QUERIES:
-        raise UsageError(f"decode takes 1 to {MAX_QUERIES} new tokens, got {q[0].shape[2]}; longer ones are a prefill")
+        raise UsageError(f"decode takes 1 to {MAX_QUERIES} new tokens, got {q[0].shape[2]}; use prefill for more")
     return shared
 
 

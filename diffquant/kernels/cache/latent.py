@@ -127,18 +127,18 @@ def _check(q: Sequence[Tensor], store: KVStore, lam: Tensor | None, mask: Mask) 
     if (k.width, v.width) not in LATENT_WIDTHS or (heads, k.codes.shape[1]) != (1, 1):
         wrong.append(
             f"the store has {k.codes.shape[1]} heads of {k.width} channels and {heads} of {v.width}; the kernel reads "
-            "one of 64 turned channels and one of latents of 512"
+            "one head of 64 rotated channels and one of 512 latent channels"
         )
     if q[0].dtype != v.dtype or (q[0].is_cuda and v.dtype not in HALF_TYPES):
-        wrong.append(f"queries are {q[0].dtype}, stored states {v.dtype}; the kernel takes float16 and bfloat16")
+        wrong.append(f"queries are {q[0].dtype}, stored states {v.dtype}; the kernel supports float16 and bfloat16")
     if mask.seen is not None:
-        wrong.append("the kernel knows only causal masks, but the call says which keys each query sees")
+        wrong.append("the kernel supports only causal masks, but the call has a mask per query")
     if mask.keys is not None and mask.ranges is None:
-        wrong.append("the padding mask has holes; the kernel takes one range of keys a sequence")
+        wrong.append("the padding mask has holes; the kernel supports one range of keys per sequence")
     if not 0 < q[0].shape[2] <= MAX_QUERIES:
-        wrong.append(f"{q[0].shape[2]} new tokens are not 1 to {MAX_QUERIES}; longer ones are a prefill")
+        wrong.append(f"{q[0].shape[2]} new tokens are not 1 to {MAX_QUERIES}; use prefill for more")
     if torch.is_grad_enabled() and any(x.requires_grad for x in q):
-        wrong.append("there is no backward pass; call it under torch.no_grad()")
+        wrong.append("the kernel has no backward pass; call it under torch.no_grad()")
     if wrong:
         raise UsageError("decode_latent: " + "; ".join(wrong))
     # Tensors with the shapes of the stored keys and values, without memory, for the checks.

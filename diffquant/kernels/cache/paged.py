@@ -122,7 +122,7 @@ def _check(
         wrong.append(f"keys of the two maps have strides {' and '.join(str(list(x.stride())) for x in k)}")
     if not wrong and {x.shape[:3] for x in k} != {v.shape[:3]}:
         shapes = ", ".join(str(list(x.shape)) for x in (*k, v))
-        wrong.append(f"keys and values have pages and heads of their own: {shapes}")
+        wrong.append(f"keys and values have different pages or heads: {shapes}")
     if wrong:
         raise UsageError("decode_paged: " + "; ".join(wrong))
     # Tensors with the shapes of gathered keys and values, without memory, for the checks.
@@ -137,7 +137,9 @@ def check_sequences(
     """Return a list of problems with the page table, lengths and window of `batch` sequences."""
     wrong = []
     if table.ndim != 2 or not table.shape[-1] or table.dtype != torch.int32 or table.stride(-1) != 1:
-        wrong.append(f"the table is {table.dtype} {list(table.shape)}, not int32 [sequences, pages], a row in a piece")
+        wrong.append(
+            f"the table is {table.dtype} {list(table.shape)}, not int32 [sequences, pages] with contiguous rows"
+        )
     if lengths.ndim != 1 or lengths.dtype != torch.int32 or lengths.stride(0) != 1:
         wrong.append(f"lengths are {lengths.dtype} {list(lengths.shape)}, not int32 [sequences]")
     if not wrong and {table.shape[0], lengths.shape[0]} != {batch}:
@@ -145,7 +147,7 @@ def check_sequences(
     if table.device != device or lengths.device != device:
         wrong.append(f"the table is on {table.device}, lengths on {lengths.device}, values on {device}")
     if window is not None and window < 1:
-        wrong.append(f"a window of {window} keys shows a query nothing; it has to be 1 or more")
+        wrong.append(f"a window of {window} keys shows no key; it must be 1 or more")
     return wrong
 
 
@@ -161,13 +163,13 @@ def check_call(q: Sequence[Tensor], k: Sequence[Tensor], v: Tensor, lam: Tensor 
     if width not in (64, 128) or value_width not in (width, 2 * width):
         wrong.append(f"queries are {width} wide, which may be 64 or 128, and values {value_width}, as wide or twice")
     if v.dtype not in HALF_TYPES and (v.is_cuda or v.dtype != torch.float32):
-        wrong.append(f"keys and values are {v.dtype}; the kernels take float16 and bfloat16")
+        wrong.append(f"keys and values are {v.dtype}; the kernels support float16 and bfloat16")
     if len(q) == 2 and q[1].shape[1] % v.shape[1]:
         wrong.append(f"{q[1].shape[1]} noise heads are not a multiple of {v.shape[1]} value heads; repeat them")
     if not 0 < q[0].shape[2] <= MAX_QUERIES:
-        wrong.append(f"{q[0].shape[2]} new tokens are not 1 to {MAX_QUERIES}; longer ones are a prefill")
+        wrong.append(f"{q[0].shape[2]} new tokens are not 1 to {MAX_QUERIES}; use prefill for more")
     if torch.is_grad_enabled() and any(x.requires_grad for x in q):
-        wrong.append("there is no backward pass; call it under torch.no_grad()")
+        wrong.append("the kernel has no backward pass; call it under torch.no_grad()")
     if wrong:
         raise UsageError("decoding from pages: " + "; ".join(wrong))
 

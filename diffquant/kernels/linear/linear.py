@@ -43,7 +43,7 @@ def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, backend:
 def linear_refusal(x: Tensor) -> str | None:
     """Return why the Triton kernels do not support these activations, or None if they do."""
     if x.dtype not in HALF_TYPES:
-        return f"x is {x.dtype}; the kernels take float16 and bfloat16"
+        return f"x is {x.dtype}; the kernels support float16 and bfloat16"
     return device_refusal(x.device)
 
 
@@ -110,7 +110,7 @@ def _check(x: Tensor, weight: PackedWeight, bias: Tensor | None, backend: str) -
     rows, width = weight.shape
     problems = []
     if backend not in BACKENDS:
-        problems.append(f"unknown backend {backend!r}; known are {', '.join(BACKENDS)}")
+        problems.append(f"unknown backend {backend!r}; choose from {', '.join(BACKENDS)}")
     if x.dim() == 0 or x.shape[-1] != width:
         problems.append(f"x is {list(x.shape)}, not [..., {width}]")
     if weight.scales is not None and not weight.holds_floats and weight.scales.dtype != x.dtype:

@@ -37,8 +37,8 @@ class Distributions:
 
     Attributes:
         logs: log-probabilities [P, V] in float32, or [P, K] of the known tokens; -inf where a position has fewer.
-        ids: known tokens [P, K], among them the top-k; all others are one bin. None if all are known.
-        k: number of top tokens that every position has, or None if all are known.
+        ids: known tokens [P, K], which include the top-k, or None if all are known; all other tokens count as one.
+        k: number of top tokens known at every position, or None if all tokens are known.
         is_stored: whether they were read from llama.cpp's file, which cuts off small log-probabilities.
     """
 
@@ -165,7 +165,7 @@ class Model(Side):
         # The token ids may come from the other side, such as a base file.
         self._check(ids.tolist())
         states = self._model.read(ids[None].to(self._model.device))[0][first:-1]
-        logits = states.exact_logits()
+        logits = states.float32_logits()
         if not logits.isfinite().all():
             raise CheckpointError(f"{self.name} computes NaN or infinity in chunk {number}; use --dtype float32")
         return Distributions(logits.log_softmax(-1).cpu())
@@ -218,7 +218,7 @@ class Server(Side):
         by_token = choice.get("prompt_logprobs")
         if by_token is None:
             raise DiffQuantError(
-                f"{self.address} answers without prompt_logprobs: only servers that tell them, such as vLLM's, can be "
+                f"{self.address} answers without prompt_logprobs: only servers that return them, such as vLLM, can be "
                 "compared"
             )
         return _parse_likeliest(by_token[first + 1 :], self._k)
@@ -245,7 +245,7 @@ class Server(Side):
                 return read
         except urllib.error.HTTPError as error:
             said = error.read(2000).decode(errors="replace")
-            raise DiffQuantError(f"{self.address}{path} refuses with {error.code}: {said}") from error
+            raise DiffQuantError(f"{self.address}{path} returned error {error.code}: {said}") from error
         except (OSError, ValueError) as error:
             reason = getattr(error, "reason", error)
             raise UsageError(f"{self.address}{path} does not answer: {reason}; is the server running?") from error

@@ -19,7 +19,7 @@ from diffquant import data
 from diffquant.errors import UsageError
 from diffquant.measure.language_model import LanguageModel, Request, RequestEncoder, States, join_states
 from diffquant.measure.results import TaskResult
-from diffquant.measure.scoring import kl_meter, score
+from diffquant.measure.scoring import make_kl_meter, score
 from diffquant.measure.stats import mean_interval, standard_error
 from diffquant.measure.task import BATCH_TOKENS
 from diffquant.support.files import read_expanded
@@ -62,7 +62,7 @@ def evaluate_hellaswag(
     """Score every item zero-shot, without demonstrations.
 
     Args:
-        reference: states of another model, from `reference_of`.
+        reference: states of another model, from `compute_reference`.
 
     Returns:
         The choices by log-probability per character (acc_norm). In the details, an item's margin is the log-probability
@@ -71,7 +71,7 @@ def evaluate_hellaswag(
     """
     requests = _requests(model.tokenizer, model.max_length, model.vocabulary, tuple(items))
     lengths = {index: len(requests[index].continuation) for index in _right_requests(items)}
-    watch, mean_kl = (None, None) if reference is None else kl_meter(reference, lengths)
+    watch, mean_kl = (None, None) if reference is None else make_kl_meter(reference, lengths)
     scores = iter(score(model, requests, batch_tokens, progress, watch))
     logprobs = [[next(scores)[0] for _ in item.endings] for item in items]
     by_character = [
@@ -104,7 +104,7 @@ def evaluate_hellaswag(
     )
 
 
-def reference_of(
+def compute_reference(
     model: LanguageModel,
     items: Sequence[HellaSwagItem],
     batch_tokens: int = BATCH_TOKENS,

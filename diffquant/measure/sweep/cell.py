@@ -30,10 +30,10 @@ RESULT_FORMAT = 1
 
 @dataclass(frozen=True)
 class Run:
-    """A planned sweep, which can be pickled.
+    """A planned sweep. It can be pickled.
 
     Attributes:
-        cells: what to measure, in order.
+        cells: cells to measure, in order.
         subjects: models by path.
         tasks: tasks by name.
     """
@@ -67,7 +67,7 @@ def check_same_cells(run: Run) -> None:
     differing = {name for cell in one_each for name in _differences(run, cell)}
     if differing:
         raise CheckpointError(
-            f"{socket.gethostname()} would measure other cells than were planned, since {', '.join(sorted(differing))} "
+            f"{socket.gethostname()} cannot measure the cells as planned, because {', '.join(sorted(differing))} "
             "differ there; install the same versions, and use the same kind of device"
         )
 
@@ -166,8 +166,8 @@ def check_folder(folder: Path) -> None:
         os.scandir(folder).close()
     except OSError as error:
         raise DiffQuantError(
-            f"{folder}, where the sweep's cells lie, cannot be read any more: {error.strerror}; "
-            "when it is there again, run the same command to go on"
+            f"the sweep's folder {folder} can no longer be read: {error.strerror}; "
+            "when it is available again, run the same command to resume"
         ) from error
 
 

@@ -16,10 +16,10 @@ from diffquant.support.names import option_name
 from diffquant.support.progress import Progress
 
 Engine = Callable[[Run, Progress], None]
-"""A function that has cells measured, or recorded as failed.
+"""A function that measures every cell of a run, and records those that fail.
 
 Raises:
-    UsageError: what the engine needs is not there; before the first cell.
+    UsageError: something that the engine needs is missing; raised before the first cell.
     DiffQuantError: the folder of the cells is gone, or workers end before they measure anything.
 """
 
@@ -27,16 +27,16 @@ Raises:
 def choose_engine(
     options: SweepOptions, workers: int | None, devices: Sequence[str], ray: str | None, say: Callable[[str], None]
 ) -> tuple[SweepOptions, Engine]:
-    """Choose where cells are measured, and set the device in the options.
+    """Choose the processes that measure (this one, several, or a Ray cluster), and set the device in the options.
 
     Args:
         workers: number of processes; by default one per device.
-        devices: devices to use; several get a process each.
+        devices: devices to use; if there are several, each gets a process.
         ray: address of a Ray cluster, or None to run on this machine.
-        say: called with a line on how threads and memory are shared out.
+        say: called with a line on how threads and memory are divided among processes.
 
     Raises:
-        UsageError: options that exclude each other, or a device that is not there.
+        UsageError: options exclude each other, or a device does not exist.
         MissingDependencyError: Ray is not installed.
     """
     if workers is not None and workers < 1:
@@ -44,8 +44,8 @@ def choose_engine(
     several = len(devices) > 1
     if options.device_map is not None and (workers not in (None, 1) or several or ray):
         raise UsageError(
-            f"{option_name('device_map')} spreads each model over all devices: leave out {option_name('workers')}, "
-            f"{option_name('ray')} and several devices"
+            f"{option_name('device_map')} spreads each model over all devices: leave out {option_name('workers')} and "
+            f"{option_name('ray')}, and give one device"
         )
     if devices and not several:
         options = replace(options, device=devices[0])
@@ -54,8 +54,8 @@ def choose_engine(
 
         if several:
             raise UsageError(
-                f"{option_name('device', ','.join(devices))} are this machine's, and {option_name('ray')} gives each "
-                "of its workers a GPU: leave one of them out"
+                f"{option_name('device', ','.join(devices))} selects devices of this machine, but "
+                f"{option_name('ray')} uses GPUs of the cluster; leave out one of them"
             )
         require_ray()
         return options, partial(run_on_ray, address=ray, workers=workers)
@@ -68,8 +68,8 @@ def choose_engine(
     kinds = {device.partition(":")[0] for device in devices}
     if len(kinds) > 1:
         raise UsageError(
-            f"{option_name('device', ','.join(devices))} are not of one kind, and results of another kind are other "
-            "cells"
+            f"{option_name('device', ','.join(devices))} are of different kinds, whose results differ; give "
+            "devices of one kind"
         )
     processes = partial(run_processes, workers=workers or len(devices), devices=devices, say=say)
     return replace(options, device=kinds.pop()), processes

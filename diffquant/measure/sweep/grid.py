@@ -28,6 +28,7 @@ TARGETS = {
     "qk": ("qk",),
     "p": ("p",),
     "pv": ("pv",),
+    "activations": ("activations",),
 }
 
 
@@ -108,7 +109,7 @@ def points(models: Sequence[Path], options: SweepOptions) -> list[Point]:
     check_distinct(models)
     stems = [recipe.stem for recipe in options.recipes]
     if twice := sorted(find_duplicates(stems)):
-        raise UsageError(f"recipes are told apart by their files' names; rename all but one {', '.join(twice)}")
+        raise UsageError(f"recipes need different file names; rename all but one of {', '.join(twice)}")
     if OWN in stems:
         raise UsageError(f"the recipe that a quantized folder records is called {OWN}; rename {OWN}.yaml")
     _check_granularities(options)
@@ -149,7 +150,7 @@ def _check_granularities(options: SweepOptions) -> None:
     all_useless = len(useless) == len(options.granularities)
     unserved = [] if all_useless else [t for t in options.targets if not _granularities_of(t, options)]
     wrong = [faults[options.targets[0], name] for name in useless]
-    wrong += [f"{target}: none of {', '.join(options.granularities)} serves it" for target in unserved]
+    wrong += [f"{target}: supports none of {', '.join(options.granularities)}" for target in unserved]
     if wrong:
         raise UsageError("; ".join(dict.fromkeys(fault for fault in wrong if fault)))
 

@@ -20,7 +20,7 @@ from diffquant.measure.sweep.exported import (
     RuntimeOf,
     check_no_precision_options,
     check_on_one_device,
-    exported_points,
+    make_exported_points,
 )
 from diffquant.measure.sweep.grid import OWN, SweepOptions, points
 from diffquant.measure.sweep.subject import CheckpointSubject, Subject, dtype_name
@@ -28,7 +28,7 @@ from diffquant.measure.tasks import make_tasks
 from diffquant.quantization.loading import check_loadable
 from diffquant.recipe import Recipe
 from diffquant.recipe.targets import LAYER_TARGETS
-from diffquant.support.devices import resolve_device, resolve_dtype, seconds_per_product
+from diffquant.support.devices import measure_seconds_per_product, resolve_device, resolve_dtype
 from diffquant.support.files import read_bytes
 from diffquant.support.installation import versions_of_run
 from diffquant.support.names import option_name
@@ -49,7 +49,7 @@ def plan_sweep(
         folder: folder of the cells.
 
     Returns:
-        The sweep, and the settings that its result records in addition to the cells.
+        The planned sweep, and the settings that its result records in addition to the cells.
 
     Raises:
         UsageError, CheckpointError, MissingDependencyError: something is wrong with the models, options or data.
@@ -87,7 +87,7 @@ def plan_sweep(
         model: CheckpointSubject(source, dtype, device, options.attention, places, scales.get(model))
         for model, source in sources.items()
     }
-    folders = exported_points({path: subject.model for path, subject in exported.items()}, sources)
+    folders = make_exported_points({path: subject.model for path, subject in exported.items()}, sources)
     origins = {point.model: checked[point.compared_with] if point.compared_with else None for point in folders}
     compared = {path: replace(subject, compared_with=origins[path]) for path, subject in exported.items()}
     subjects: dict[Path, Subject] = {**checked, **compared}
@@ -135,7 +135,9 @@ def _scales_by_model(sources: Mapping[Path, Source], files: Sequence[Path]) -> d
             raise CheckpointError(f"{file} was calibrated on none of {', '.join(map(str, sources))}")
         ranges.check_model(sources[owner], str(file))
         if owner in files_by_model:
-            raise UsageError(f"{files_by_model[owner]} and {file} are both of {owner}; sweep them into two folders")
+            raise UsageError(
+                f"{files_by_model[owner]} and {file} are both ranges of {owner}; sweep them into two folders"
+            )
         files_by_model[owner] = file
     return files_by_model
 
@@ -154,21 +156,21 @@ def _check_scales(point: Point, scales: Path | None) -> None:
 
 
 def describe_work(run: Run) -> str:
-    """Describe the cells that have no result: their number and the estimated time in a line, then a line for each."""
+    """Describe the cells without a result: a line with their number and the estimated time, then one line for each."""
     missing = [cell for cell in run.cells if cell.result is None]
     count, seconds = len(run.cells) - len(missing), estimate_seconds(run)
-    held = f"; {count} {'is' if count == 1 else 'are'} there already" if count else ""
+    held = f"; {count} {'is' if count == 1 else 'are'} already measured" if count else ""
     if not missing:
         return f"nothing to measure{held}"
-    time = "; the first cell will tell how long one takes"
+    time = "; the first cell will show how long one takes"
     if seconds is not None:
-        time = f"; about {format_duration(seconds)}, if none runs beside another"
+        time = f"; about {format_duration(seconds)}, if cells run one at a time"
     cells = "1 cell" if len(missing) == 1 else f"{len(missing)} cells"
     return "\n".join([f"{cells} to measure{held}{time}", *(f"  {cell.caption}" for cell in missing)])
 
 
 def estimate_seconds(run: Run) -> float | None:
-    """Estimate how long the cells without a result take, or return None if some cannot be estimated.
+    """Estimate the seconds that the cells without a result take, or return None if some cannot be estimated.
 
     The estimate uses the mean time of measured cells of the same model and task, or else the number of products and
     this machine's speed.
@@ -189,7 +191,7 @@ def estimate_seconds(run: Run) -> float | None:
         else:
             is_known = False
     if products:
-        seconds += products * seconds_per_product()
+        seconds += products * measure_seconds_per_product()
     return seconds if is_known else None
 
 
@@ -222,7 +224,7 @@ def explain_remeasuring(folder: Path, missing: Sequence[JsonObject]) -> str | No
             if was.get(name) != now.get(name)
         ]
     causes = ", and by ".join(dict.fromkeys(reasons))
-    return f"{len(pairs)} of the {len(missing)} missing cells were measured into {folder} before, by {causes}"
+    return f"{len(pairs)} of the {len(missing)} missing cells have results in {folder} by {causes}"
 
 
 def _lasting_key(key: JsonObject) -> str:

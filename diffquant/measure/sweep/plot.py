@@ -24,7 +24,7 @@ from diffquant.reports.plots import (
     Tips,
     draw_intervals,
     drawing,
-    literal,
+    escape_dollars,
     look,
     new_figure,
     plain_log_scale,
@@ -54,7 +54,7 @@ class Plotted(Protocol):
     def names(self) -> dict[Path, str]: ...
     @property
     def tasks(self) -> list[str]: ...
-    def pair(self, point: Point, task: str) -> tuple[TaskResult | None, TaskResult | None]: ...
+    def result_and_baseline(self, point: Point, task: str) -> tuple[TaskResult | None, TaskResult | None]: ...
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def bands(sweep: Plotted) -> list[Band]:
 
 
 def _is_same(band: Band) -> bool:
-    """Whether several panels show the same value and interval of each model at every width."""
+    """Return whether several panels show the same value and interval of each model at every width."""
     values = {(line.model, *point[1:4]) for lines in band.lines.values() for line in lines for point in line.points}
     return len(band.lines) > 1 and len(values) == len(band.models)
 
@@ -139,7 +139,7 @@ def _draw_named(lines: Sequence[Line], models: Sequence[str], band: Band, axis: 
     axis.set_ylabel(band.metric.label)
 
 
-def bars_text(drawn: Sequence[Band]) -> str:
+def explain_bars(drawn: Sequence[Band]) -> str:
     """Explain the bars and dashed lines in a sentence."""
     if all(band.is_change for band in drawn):
         return "bars: 95 % intervals"
@@ -152,7 +152,7 @@ def _lines(sweep: Plotted, task: str, metric: Metric) -> dict[str, list[Line]]:
     shared = _granularities(sweep)
     drawn: dict[tuple[str, str], list[Interval]] = {}
     for point in sweep.points:
-        found = metric.of(*sweep.pair(point, task))
+        found = metric.of(*sweep.result_and_baseline(point, task))
         model, change = sweep.names[point.model], found.drawn if found else None
         value = Interval(point.bits, change.mean, change.low, change.high) if change else None
         if point.is_baseline:
@@ -200,7 +200,7 @@ def _figure(drawn: list[Band]) -> "Figure":
         axes[0].set_ylabel(f"{band.task}\n{band.metric.label}", fontsize=9)
     handles = [_handle(number, model) for number, model in enumerate(models)]
     figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
-    figure.suptitle(bars_text(drawn), fontsize=9)
+    figure.suptitle(explain_bars(drawn), fontsize=9)
     return figure
 
 
@@ -217,7 +217,7 @@ def _strips(drawn: list[Band], titles: list[str], columns: int) -> "Iterator[tup
 def _handle(number: int, model: str) -> "object":
     from matplotlib.lines import Line2D
 
-    return Line2D([], [], markersize=5, linewidth=1.6, label=literal(model), **look(number))
+    return Line2D([], [], markersize=5, linewidth=1.6, label=escape_dollars(model), **look(number))
 
 
 def _draw(axis: "Axes", lines: Sequence[Line], models: Sequence[str], band: Band, tips: Tips | None = None) -> None:

@@ -83,7 +83,7 @@ def _share_out(ray: Any, run: Run, address: str, workers: int | None) -> tuple[i
         return workers or gpus, {"num_gpus": 1, "num_cpus": 1}
     processors = [node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]]
     if max(processors, default=0) < 1:
-        raise UsageError(f"the Ray cluster at {address} has no processors to compute on")
+        raise UsageError(f"the Ray cluster at {address} has no CPUs to compute on")
     size = workers or sum(count > 0 for count in processors)
     return size, {"num_cpus": max(1, min(int(sum(processors) / size), int(max(processors))))}
 
@@ -100,7 +100,7 @@ def _check(ray: Any, remotes: Sequence["_Remote"], folder: Path) -> None:
         asked = [remote.actor.why_unfit.remote(str(beacon)) for remote in remotes]
         wrong = [reason for reason in ray.get(asked) if reason]
     except ray.exceptions.RayActorError as error:
-        raise DiffQuantError("workers die before they measure anything; is there memory for as many?") from error
+        raise DiffQuantError("workers die before they measure anything; use fewer if memory is short") from error
     finally:
         beacon.unlink(missing_ok=True)
     if wrong:
@@ -148,16 +148,16 @@ class _Actor:
             run = self._open_run()
             if not Path(beacon).is_file():
                 seen = run.cells[0].folder
-                return f"{host} does not see {seen}; the folder has to be on storage that all machines share"
+                return f"{host} cannot read {seen}; put the folder on storage that all machines share"
             check_same_cells(run)
         except (DiffQuantError, OSError) as error:
-            return f"{host} cannot take part: {error}; models have to be on storage that all machines share"
+            return f"{host} cannot take part: {error}; put the models on storage that all machines share"
         return None
 
     def _open_run(self) -> Run:
         try:
             os.chdir(self._folder)
         except OSError as error:
-            raise DiffQuantError(f"it does not see {self._folder}") from error
+            raise DiffQuantError(f"it cannot read {self._folder}") from error
         run: Run = pickle.loads(self._run)
         return run

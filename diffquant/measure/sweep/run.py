@@ -46,7 +46,7 @@ def run_sweep(
     progress: Progress = silent,
     runtime_of: RuntimeOf | None = None,
     engine: Engine = measure_all,
-    planned: Callable[[str], None] | None = None,
+    on_plan: Callable[[str], None] | None = None,
     shard: str = "",
 ) -> SweepResult:
     """Measure every cell that `output` does not hold yet, and write sweep.json.
@@ -56,7 +56,8 @@ def run_sweep(
             from if that is in the sweep.
         runtime_of: returns the runtime for an exported folder; not needed for checkpoints.
         engine: function that measures the cells; by default in this process.
-        planned: called with a description of the work before anything is written; what it raises ends the sweep.
+        on_plan: called with a description of the work before anything is written; an exception that it raises ends the
+            sweep.
         shard: "I/N" to measure the I-th of N parts, and write only its cells; empty for all.
 
     A failed cell is recorded and the sweep continues; `SweepResult.require_complete` raises for it. An interrupt loses
@@ -79,8 +80,8 @@ def run_sweep(
     folder = output / "cells"
     run, settings = plan_sweep([Path(model) for model in models], options, folder, runtime_of)
     cells = [replace(cell, result=cell.read()) for cell in _take_shard(run.cells, number, count)]
-    if planned is not None:
-        planned(describe_work(replace(run, cells=cells)))
+    if on_plan is not None:
+        on_plan(describe_work(replace(run, cells=cells)))
     folder.mkdir(parents=True, exist_ok=True)
     missing = [cell for cell in cells if cell.result is None]
     if missing and (why := explain_remeasuring(folder, [cell.key for cell in missing])):
@@ -198,11 +199,11 @@ def _note_overlap(source: Source, recipe: Recipe, tasks: Sequence[Task]) -> None
         for name, text in texts.items():
             tokens = encode_start(source.tokenizer, text, len(text))
             if count := calibration.overlap([tokens]):
-                message = "%s: %s of the text's %s tokens were read by rounding %s; give another text to compare by"
+                message = "%s: %s of the text's %s tokens were read by rounding %s; give another text to compare"
                 log_once(__name__, logging.WARNING, message, name, f"{count:,}", f"{len(tokens):,}", rounding.name)
 
 
-def results_text(results: Mapping[str, TaskResult]) -> str:
+def format_results(results: Mapping[str, TaskResult]) -> str:
     """Write one line per task with its scalar results."""
     return "\n".join(f"{task}: {_scalars_text(result)}" for task, result in results.items())
 

@@ -93,7 +93,7 @@ def share(run: Run, size: int, start: Callable[[int], Remote], progress: Progres
                     at.pop(place)
                     cells[number].write_failure(f"{error} while it measured this cell")
                     remove_locks([cells[number]])
-                    _logger.warning("%s while it measured %s; another takes its place", error, cells[number].caption)
+                    _logger.warning("%s while it measured %s; another worker replaces it", error, cells[number].caption)
             progress(len(cells) - len(left) - len(held) - len(calls), len(cells), f"{size} workers")
             if not left and not calls:
                 # Finally, wait for the cells that other sweeps were measuring.
@@ -181,7 +181,7 @@ class Process:
             self._pool = ProcessPoolExecutor(1, get_context("spawn"), _begin, (run, device, threads))
             pid = self._pool.submit(os.getpid).result()
         except BrokenExecutor as error:
-            raise DiffQuantError("workers die before they measure anything; is there memory for as many?") from error
+            raise DiffQuantError("workers die before they measure anything; use fewer if memory is short") from error
         finally:
             del os.environ["PYTHONSAFEPATH"]
             if before is not None:

@@ -11,7 +11,7 @@ from operator import mul
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from diffquant.errors import NonFiniteError, UsageError
-from diffquant.measure.results import FAILED, MISSING, Columns, Metric, TaskResult, kl_text
+from diffquant.measure.results import FAILED, MISSING, Columns, Metric, TaskResult, format_kl
 from diffquant.measure.stats import Difference, mean_interval
 from diffquant.measure.task import (
     BATCH_TOKENS,
@@ -21,7 +21,7 @@ from diffquant.measure.task import (
     TEXT,
     WINDOW,
     Task,
-    at_least_one,
+    check_at_least_one,
 )
 from diffquant.measure.tasks import register
 from diffquant.support.plain_data import JsonObject
@@ -69,7 +69,7 @@ _NOTE = (
 TEXTS = Columns(
     metrics=(
         Metric("ppl", lambda result, _: f"{result.details['perplexity']:.4g}" if result else FAILED),
-        Metric("KL", _kl_text, "KL from 16 bits, nats", _kl, lambda change: f"KL {kl_text(change)}", is_log=True),
+        Metric("KL", _kl_text, "KL from 16 bits, nats", _kl, lambda change: f"KL {format_kl(change)}", is_log=True),
     ),
     record=_numbers,
     notes=lambda _: [_NOTE],
@@ -106,7 +106,7 @@ class Perplexity(Task):
             raise cls.misread(name)
         window, stride = WINDOW.of(values), STRIDE.of(values)
         check_windows(window, stride)
-        text = load_text(TEXT.of(values), at_least_one(CHARACTERS, values))
+        text = load_text(TEXT.of(values), check_at_least_one(CHARACTERS, values))
         return cls(text=text, window=window, stride=stride, batch_tokens=batch_tokens)
 
     @property
@@ -132,7 +132,7 @@ class Perplexity(Task):
         return TaskResult(metric="perplexity", details=details)
 
     def reference(self, model: "LanguageModel", progress: Progress) -> "States":
-        return reference_of(model, self.text, self.window, self.stride, self.batch_tokens, progress)
+        return compute_reference(model, self.text, self.window, self.stride, self.batch_tokens, progress)
 
 
 def score_text(
@@ -147,11 +147,11 @@ def score_text(
     """Compute the perplexity of a text, and KL from a reference over the same text and windows.
 
     Args:
-        reference: states of another model, from `reference_of`.
+        reference: states of another model, from `compute_reference`.
 
     Returns:
         The details of a task's result: the exponential of the mean loss; the mean KL(reference ‖ this model) of the
-        next-token distributions in nats, or None without a reference; and the number of tokens that each window
+        next-token distributions in nats, or None if there is no reference; and the number of tokens that each window
         predicts, with the means over them in nats.
 
     Raises:
@@ -203,11 +203,11 @@ def _perplexity(loss: float) -> float:
         return math.exp(loss)
     except OverflowError:
         raise NonFiniteError(
-            f"no number holds a perplexity of {loss:,.0f} nats per token; the model's weights or recipe are broken"
+            f"a loss of {loss:,.0f} nats per token has no finite perplexity; weights or recipe are broken"
         ) from None
 
 
-def reference_of(
+def compute_reference(
     model: "LanguageModel",
     text: str,
     window: int = WINDOW.default,

@@ -148,9 +148,9 @@ class LatentAttention(PairAttention):
     def decoding_refusal(self, recipe: Recipe) -> str | None:
         """Return why no kernel decodes from latents stored under this recipe, or None."""
         if self.rounds:
-            return "logits, softmax weights or operands of attention are rounded, for which latents are read back"
+            return "logits, softmax weights or operands of attention are quantized, which needs dequantized latents"
         if not isinstance(self.wkv_b, nn.Linear):
-            return "wkv_b is packed, and queries reach the latents' space by its 16-bit weight"
+            return "wkv_b is packed, but mapping queries to latents needs its 16-bit weight"
         if self.post() is not None:
             return "pairs have a norm, which does not apply to latents"
         weight = self.wkv_b.weight

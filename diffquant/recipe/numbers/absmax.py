@@ -23,7 +23,7 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
 
 
-def storable_scale(scale: Tensor, top: float, dtype: torch.dtype) -> Tensor:
+def to_storable_scale(scale: Tensor, top: float, dtype: torch.dtype) -> Tensor:
     """Round a scale to `dtype`, replace zeros by 1, and limit it so that scale · `top` does not overflow."""
     numbers = torch.finfo(dtype)
     rounded = scale.to(dtype)

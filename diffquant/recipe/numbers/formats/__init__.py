@@ -128,9 +128,9 @@ class NumberFormat(ABC):
 
     def scale_of(self, largest: "Tensor", dtype: "torch.dtype | None" = None) -> "Tensor":
         """Return the scale, as `scale` computes it, for values with a known largest magnitude."""
-        from diffquant.recipe.numbers.absmax import storable_scale
+        from diffquant.recipe.numbers.absmax import to_storable_scale
 
-        return storable_scale(largest / self.largest, self.largest, dtype or largest.dtype)
+        return to_storable_scale(largest / self.largest, self.largest, dtype or largest.dtype)
 
     def storable(self, scale: "Tensor", dtype: "torch.dtype") -> "Tensor":
         """Return the storable scale closest to a computed one, which may be negative.
@@ -139,11 +139,11 @@ class NumberFormat(ABC):
         """
         import torch
 
-        from diffquant.recipe.numbers.absmax import storable_scale
+        from diffquant.recipe.numbers.absmax import to_storable_scale
 
         numbers = torch.finfo(dtype)
         limit = numbers.max / -self.lowest * (1 - numbers.eps)
-        return storable_scale(scale.abs(), self.largest, dtype).clamp(max=limit).copysign(scale.to(dtype))
+        return to_storable_scale(scale.abs(), self.largest, dtype).clamp(max=limit).copysign(scale.to(dtype))
 
     def bound_to(self, largest: "Tensor") -> "NumberFormat":
         """Return this format with the tensor scale of one weight, or itself if the format has no tensor scale.
@@ -296,9 +296,9 @@ def register(number_format: NumberFormat) -> None:
     if name in FORMATS:
         raise UsageError(f"there is a format {name!r} already; give the new one another name")
     if (not name.isidentifier() and not name.isdecimal()) or name != name.lower():
-        raise UsageError(f"format {name!r}: a name is of small letters, digits and underscores, as schemes spell it")
+        raise UsageError(f"format {name!r}: a name consists of lowercase letters, digits and underscores")
     if number_format.quantizes and (list(levels) != sorted(set(levels)) or 0 not in levels or len(levels) > 256):
-        raise UsageError(f"format {name}: its levels must ascend, hold 0 and be 256 at most")
+        raise UsageError(f"format {name}: its levels must be ascending, include 0 and be at most 256 numbers")
     FORMATS[name] = number_format
 
 
@@ -309,7 +309,7 @@ def format_named(name: str) -> NumberFormat:
         UsageError: there is no such format; the message lists all names.
     """
     if name not in FORMATS:
-        raise UsageError(f"unknown number format {name!r}; known are {', '.join(FORMATS)}")
+        raise UsageError(f"unknown number format {name!r}; choose from {', '.join(FORMATS)}")
     return FORMATS[name]
 
 
