@@ -147,13 +147,13 @@ def read_result(path: Path) -> BenchResult:
     if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("cells"), list):
         raise UsageError(f"cannot read {path}: it is not a result of `diffquant bench` in format {FORMAT}")
     try:
-        cells = tuple(cell_of(entry) for entry in data["cells"])
+        cells = tuple(parse_cell(entry) for entry in data["cells"])
         return BenchResult(data["environment"], data["machine"], data["settings"], cells)
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(f"cannot read {path}: a cell is damaged ({error})") from error
 
 
-def cell_of(entry: dict[str, Any]) -> BenchCell:
+def parse_cell(entry: dict[str, Any]) -> BenchCell:
     """Make a cell from the plain data of `BenchCell.to_dict` or `BenchResult.to_dict`."""
     names = set(BenchCell.__dataclass_fields__)
     known = {name: value for name, value in entry.items() if name in names}
@@ -186,12 +186,12 @@ def _change_text(times: float, old: BenchCell, new: BenchCell) -> str:
 
 def summarize_changes(old: BenchResult, new: BenchResult) -> str:
     """Return a line for every cell that changed, is new or is no longer measured."""
-    lines = [_change_text(*change) for change in find_changes(old, new)] or ["nothing moved beyond noise"]
+    lines = [_change_text(*change) for change in find_changes(old, new)] or ["no change beyond noise"]
     before, after = ({cell.key for cell in result.cells if cell.values} for result in (old, new))
     gone, added = before - after, after - before
     lines += [f"no longer measured: {', '.join(key[:3])}" for key in sorted(gone)]
     lines += [f"measured for the first time: {', '.join(key[:3])}" for key in sorted(added)]
     devices = [result.environment.get("device") for result in (old, new)]
     if devices[0] != devices[1]:
-        lines.insert(0, f"different devices: {devices[0]}, {devices[1]}; times say nothing about the code")
+        lines.insert(0, f"different devices: {devices[0]}, {devices[1]}; their times cannot be compared")
     return "\n".join(lines)

@@ -13,7 +13,7 @@ from torch import Tensor
 from diffquant.attention.naive import naive
 from diffquant.benchmarks.cells import BenchCell
 from diffquant.benchmarks.decode import DECODE_PEERS
-from diffquant.benchmarks.measuring import cpu_peak, cuda_peak, give_blocks_pages, prepare, run_in_turns
+from diffquant.benchmarks.measuring import allocate_separate_pages, cpu_peak, cuda_peak, prepare, run_in_turns
 from diffquant.benchmarks.peers import BASELINE, PEERS, Peer
 from diffquant.benchmarks.workloads import Workload
 from diffquant.errors import UsageError
@@ -54,7 +54,7 @@ class Contest:
         known = SECTIONS[self.section]
         unknown = [name for name in self.peers if name not in known]
         if unknown:
-            raise UsageError(f"unknown peer {', '.join(map(repr, unknown))}; {self.section} knows {', '.join(known)}")
+            raise UsageError(f"unknown peer {', '.join(map(repr, unknown))}; choose from {', '.join(known)}")
 
     def entrants(self) -> dict[str, Peer]:
         """Return the peers to run, by name."""
@@ -94,19 +94,23 @@ class Contest:
         if reason := peer.missing(call):
             return replace(cell, missing=reason)
         error = relative_error(peer, call)
-        wrong = None if error <= allowed else f"wrong: {error:.1e} from naive, {allowed:.0e} allowed; not timed"
+        wrong = (
+            None
+            if error <= allowed
+            else f"wrong result: error {error:.1e} against naive (limit {allowed:.0e}); not timed"
+        )
         return replace(cell, error=error, missing=wrong)
 
     def _cell(self, work: Workload, name: str, peer: Peer) -> BenchCell:
-        count = peer.count(work)
+        operations, moved = peer.count(work)
         return BenchCell(
             self.section,
             work.name,
             name,
             baseline=BASELINE,
-            operations=count.operations,
-            bytes=count.bytes,
-            touched=count.bytes,
+            operations=operations,
+            bytes=moved,
+            touched=moved,
             length=work.keys,
             tolerance=tolerance(peer, work.torch_dtype),
         )
@@ -142,8 +146,8 @@ def _fresh_processes() -> BaseContext:
 
 @torch.inference_mode()
 def resident_peak(section: str, name: str, work: Workload, threads: int) -> int:
-    """Return this process's peak bytes during a peer's call, without its inputs; run it in a process of its own."""
-    give_blocks_pages()
+    """Return this process's peak bytes during a peer's call, without its inputs; run it in a separate process."""
+    allocate_separate_pages()
     torch.set_num_threads(threads)
     peer = SECTIONS[section][name]
     # A small call first loads libraries and starts threads, which do not count as a call's memory.

@@ -21,7 +21,7 @@ RECIPES = {
 }
 
 
-def unpacked_peer(bits: int) -> Peer:
+def make_unpacked_peer(bits: int) -> Peer:
     """Make a peer with the quantized torch cache: it dequantizes the whole cache, then runs FlashDiffAttn_2."""
 
     def make(work: Workload, device: str) -> AttentionCall:
@@ -37,10 +37,10 @@ def unpacked_peer(bits: int) -> Peer:
         now = _held_call(call, None, layer.stored_keys.read(), layer.stored_values.read())
         return BACKENDS["flashdiff2"].compute(now)
 
-    return Peer(attention, make, lambda work: _count(work, bits), facts=_facts)
+    return Peer(attention, lambda work: _count(work, bits), make, facts=_facts)
 
 
-def fused_peer(bits: int) -> Peer:
+def make_fused_peer(bits: int) -> Peer:
     """Make a peer with the fused decode kernel and its cache of this many bits."""
 
     def make(work: Workload, device: str) -> AttentionCall:
@@ -56,7 +56,7 @@ def fused_peer(bits: int) -> Peer:
     def attention(call: AttentionCall) -> Tensor:
         return decode_attention(call, held_by(call))
 
-    return Peer(attention, make, lambda work: _count(work, bits), missing=missing, facts=_facts)
+    return Peer(attention, lambda work: _count(work, bits), make, missing=missing, facts=_facts)
 
 
 def _held_call(call: AttentionCall, cache: Any, keys: Tensor, values: Tensor) -> HeldCall:
@@ -72,9 +72,9 @@ def _facts(call: AttentionCall) -> dict[str, float]:
 def _count(work: Workload, bits: int) -> Count:
     """Count attention over a cache of this many bits, with 16-bit scales."""
     if bits == 16:
-        return roofline.fused_call(work)
+        return roofline.count_fused_call(work)
     per_token = {"key": 16 / (64 if bits == 4 else work.model.width), "value": 16 / work.model.value_width}
-    return roofline.fused_call(
+    return roofline.count_fused_call(
         work, key_bytes=(bits + per_token["key"]) / 8, value_bytes=(bits + per_token["value"]) / 8
     )
 
@@ -116,6 +116,6 @@ DECODE_PEERS: dict[str, Peer] = {
         "FlashDiffAttn_2, flash-attn",
     )
 } | {
-    **{f"DIFF, {bits}-bit cache, unpacked": unpacked_peer(bits) for bits in (8, 6, 4)},
-    **{f"DIFF, fused, {bits}-bit cache": fused_peer(bits) for bits in (16, 8, 6, 4)},
+    **{f"DIFF, {bits}-bit cache, unpacked": make_unpacked_peer(bits) for bits in (8, 6, 4)},
+    **{f"DIFF, fused, {bits}-bit cache": make_fused_peer(bits) for bits in (16, 8, 6, 4)},
 }

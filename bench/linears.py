@@ -44,7 +44,7 @@ def _ours(bits: int) -> Make:
         group = _group(weights[0].shape[1])
         first, stored = packed_weight(weights[0], bits, group)
         packed = [first, *(packed_weight(weight, bits, group)[0] for weight in weights[1:])]
-        return lambda x, i: packed_product(x, packed[i]), first.nbytes, stored
+        return lambda x, i: multiply_packed(x, packed[i]), first.nbytes, stored
 
     return make
 
@@ -62,7 +62,7 @@ def packed_weight(weight: Tensor, bits: int, group: int) -> tuple[Any, Tensor]:
     return packed, integers.decode(codes, scale).flatten(-2)
 
 
-def packed_product(x: Tensor, weight: Any) -> Tensor:
+def multiply_packed(x: Tensor, weight: Any) -> Tensor:
     """Multiply x [M, K] with a transposed packed weight [N, K]; return [M, N]."""
     from diffquant.kernels.linear.linear import linear
 
@@ -184,9 +184,9 @@ def _check(cell: BenchCell, layers: Layers, x: Tensor, weight: Tensor, bits: int
     allowed = TOLERANCES[x.dtype]
     reason = None
     if not error <= allowed:
-        reason = f"wrong: {error:.1e} from the product with the values stored, {allowed:.0e} allowed"
+        reason = f"wrong result: error {error:.1e} against the dequantized weight (limit {allowed:.0e})"
     elif not rounding <= _ROUNDING[bits]:
-        reason = f"wrong: the values stored are {rounding:.1e} from the weight, {_ROUNDING[bits]:.0e} allowed"
+        reason = f"wrong weight: rounding error {rounding:.1e} (limit {_ROUNDING[bits]:.0e})"
     facts = {"stored bytes": float(nbytes), "rounding error": rounding}
     return replace(cell, error=error, tolerance=allowed, missing=reason, facts=facts)
 

@@ -6,7 +6,6 @@ Linux, a CUDA device's by torch's allocator.
 
 import ctypes
 import datetime
-import importlib.metadata
 import mmap
 import os
 import platform
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from diffquant.errors import UsageError
-from diffquant.support.installation import __version__, commit
+from diffquant.support.installation import __version__, commit, installed_version
 from diffquant.support.machine import cores
 
 # Least duration of a turn, which repeats a call, so that timer resolution and launch overhead do not matter.
@@ -130,7 +129,7 @@ def status_bytes(status: str, name: str) -> int:
     return 1024 * int(next(values, "0"))
 
 
-def give_blocks_pages() -> None:
+def allocate_separate_pages() -> None:
     """Make malloc of this process allocate each block as separate pages, which are released when it is freed.
 
     Otherwise malloc reuses freed memory, and a call's allocations do not change the number of resident pages.
@@ -141,7 +140,7 @@ def give_blocks_pages() -> None:
 def cpu_peak(call: Callable[[], Any]) -> int:
     """Return the peak growth of this process's resident memory during a call in bytes, its result included.
 
-    The process must have called `give_blocks_pages` first. Linux's count is accurate to a quarter of a megabyte.
+    The process must have called `allocate_separate_pages` first. Linux's count is accurate to a quarter of a megabyte.
 
     Raises:
         OSError: this is not Linux.
@@ -200,7 +199,7 @@ def environment(*packages: str) -> dict[str, Any]:
         "load_average": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
         "versions": {"diffquant": __version__}
-        | {package: _installed_version(package) for package in (*_PACKAGES, *packages)},
+        | {package: installed_version(package) or None for package in (*_PACKAGES, *packages)},
     }
 
 
@@ -223,10 +222,3 @@ def _cpu_line(*heads: str) -> str:
     except OSError:
         return ""
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(heads)), "")
-
-
-def _installed_version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

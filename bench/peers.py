@@ -34,8 +34,8 @@ class Peer:
 
     Attributes:
         attention: function to time.
-        make: makes its input for a workload on a device.
         count: counts its operations and bytes for a workload.
+        make: makes its input for a workload on a device.
         logits: scheme of logits that `naive` must use too when results are compared.
         tolerance: largest relative error against `naive`, for peers that quantize; by default the dtype's.
         missing: returns the reason why it cannot run a call, or None if it can.
@@ -43,20 +43,27 @@ class Peer:
     """
 
     attention: Attention
-    make: Callable[[Workload, str], AttentionCall]
     count: Callable[[Workload], Count]
+    make: Callable[[Workload, str], AttentionCall] = differential
     logits: Scheme = FULL
     tolerance: float | None = None
     missing: Callable[[AttentionCall], str | None] = lambda _: None
     facts: Callable[[AttentionCall], dict[str, float]] = lambda _: {}
 
 
-def _sdpa(backend: SDPBackend, composed: Attention = flashdiff1) -> Attention:
+def _sdpa(
+    kind: str,
+    count: Callable[[Workload], Count],
+    make: Callable[[Workload, str], AttentionCall] = differential,
+    composed: Attention = flashdiff1,
+) -> Peer:
+    """Make a peer of torch's attention with one of its backends: "FLASH", "CUDNN" or "EFFICIENT"."""
+
     def attention(call: AttentionCall) -> Tensor:
-        with sdpa_kernel(backend):
+        with sdpa_kernel(SDPBackend.__members__[f"{kind}_ATTENTION"]):
             return composed(call)
 
-    return attention
+    return Peer(attention, count, make, missing=_flash_widths if kind == "FLASH" else _only_cuda)
 
 
 def _ours(name: str) -> Attention:
@@ -78,12 +85,12 @@ def _reason_of(name: str) -> Callable[[AttentionCall], str | None]:
 
 def _kernel(
     name: str,
+    count: Callable[[Workload], Count] = roofline.count_fused_call,
     make: Callable[[Workload, str], AttentionCall] = differential,
-    count: Callable[[Workload], Count] = roofline.fused_call,
     tolerance: float | None = None,
 ) -> Peer:
     """Make a peer of a backend of diffquant, which may not be installed or not support a call."""
-    return Peer(_ours(name), make, count, tolerance=tolerance, missing=_reason_of(name))
+    return Peer(_ours(name), count, make, tolerance=tolerance, missing=_reason_of(name))
 
 
 def _simulate_logits(scheme: Scheme) -> Attention:
@@ -103,11 +110,11 @@ def _padded_call(work: Workload, device: str) -> AttentionCall:
 
 
 def _only_cuda(call: AttentionCall) -> str | None:
-    return None if call.v.is_cuda else "it runs on CUDA alone"
+    return None if call.v.is_cuda else "it runs only on CUDA"
 
 
 def _flash_widths(call: AttentionCall) -> str | None:
-    return None if call.v.dtype != torch.float32 or not call.v.is_cuda else "flash attention on CUDA takes half types"
+    return None if call.v.dtype != torch.float32 or not call.v.is_cuda else "flash attention on CUDA needs 16 bits"
 
 
 def _flex(call: AttentionCall) -> Tensor:
@@ -198,7 +205,7 @@ def _diffllama(call: AttentionCall) -> Tensor:
 
 def _diffllama_missing(call: AttentionCall) -> str | None:
     """Return why DiffLlama cannot run a call, or None if it can."""
-    return None if isinstance(call, HeldCall) else "transformers knows no DIFF V2"
+    return None if isinstance(call, HeldCall) else "transformers does not have DIFF V2"
 
 
 def _rows(heads: Tensor) -> Tensor:
@@ -207,47 +214,33 @@ def _rows(heads: Tensor) -> Tensor:
 
 
 PEERS: dict[str, Peer] = {
-    BASELINE: Peer(_sdpa(SDPBackend.FLASH_ATTENTION), transformer, roofline.transformer, missing=_flash_widths),
-    "Transformer, SDPA cuDNN": Peer(
-        _sdpa(SDPBackend.CUDNN_ATTENTION), transformer, roofline.transformer, missing=_only_cuda
-    ),
-    "Transformer, flash-attn": _kernel("flash_attn", transformer, roofline.transformer),
-    "DIFF, eager": Peer(_ours("naive"), differential, roofline.eager),
-    "FlashDiffAttn_1": Peer(_ours("flashdiff1"), differential, roofline.two_calls),
-    "FlashDiffAttn_1, SDPA mem-efficient": Peer(
-        _sdpa(SDPBackend.EFFICIENT_ATTENTION), differential, roofline.two_calls, missing=_only_cuda
-    ),
-    "FlashDiffAttn_1, SDPA cuDNN": Peer(
-        _sdpa(SDPBackend.CUDNN_ATTENTION), differential, roofline.two_calls, missing=_only_cuda
-    ),
-    "FlashDiffAttn_1, SDPA flash, keys padded": Peer(
-        _sdpa(SDPBackend.FLASH_ATTENTION), _padded_call, roofline.two_calls, missing=_flash_widths
-    ),
-    "FlashDiffAttn_1, FlexAttention": Peer(_flex, differential, roofline.two_calls, missing=_only_cuda),
-    "FlashDiffAttn_2": Peer(_ours("flashdiff2"), differential, roofline.four_calls),
-    "FlashDiffAttn_2, SDPA flash": Peer(
-        _sdpa(SDPBackend.FLASH_ATTENTION, flashdiff2), differential, roofline.four_calls, missing=_flash_widths
-    ),
-    "FlashDiffAttn_2, SDPA cuDNN": Peer(
-        _sdpa(SDPBackend.CUDNN_ATTENTION, flashdiff2), differential, roofline.four_calls, missing=_only_cuda
-    ),
-    "FlashDiffAttn_2, flash-attn": _kernel("flash_attn", count=roofline.four_calls),
+    BASELINE: _sdpa("FLASH", roofline.transformer, transformer),
+    "Transformer, SDPA cuDNN": _sdpa("CUDNN", roofline.transformer, transformer),
+    "Transformer, flash-attn": _kernel("flash_attn", roofline.transformer, transformer),
+    "DIFF, eager": Peer(_ours("naive"), roofline.eager),
+    "FlashDiffAttn_1": Peer(_ours("flashdiff1"), roofline.count_two_calls),
+    "FlashDiffAttn_1, SDPA mem-efficient": _sdpa("EFFICIENT", roofline.count_two_calls),
+    "FlashDiffAttn_1, SDPA cuDNN": _sdpa("CUDNN", roofline.count_two_calls),
+    "FlashDiffAttn_1, SDPA flash, keys padded": _sdpa("FLASH", roofline.count_two_calls, _padded_call),
+    "FlashDiffAttn_1, FlexAttention": Peer(_flex, roofline.count_two_calls, missing=_only_cuda),
+    "FlashDiffAttn_2": Peer(_ours("flashdiff2"), roofline.count_four_calls),
+    "FlashDiffAttn_2, SDPA flash": _sdpa("FLASH", roofline.count_four_calls, composed=flashdiff2),
+    "FlashDiffAttn_2, SDPA cuDNN": _sdpa("CUDNN", roofline.count_four_calls, composed=flashdiff2),
+    "FlashDiffAttn_2, flash-attn": _kernel("flash_attn", roofline.count_four_calls),
     **{
         f"transformers' DiffLlama, {how}": Peer(
-            _diffllama, partial(_diffllama_call, how), count, missing=_diffllama_missing
+            _diffllama, count, partial(_diffllama_call, how), missing=_diffllama_missing
         )
-        for how, count in (("eager", roofline.eager_halves), ("sdpa", roofline.four_calls))
+        for how, count in (("eager", roofline.count_eager_halves), ("sdpa", roofline.count_four_calls))
     },
     "DIFF, fused": _kernel("triton"),
     "DIFF, fused, int8 QK": _kernel("triton-int8", tolerance=0.05),
     "DIFF, fused, int8 QK, fp8 PV": _kernel("triton-fp8", tolerance=0.1),
     "DIFF, fused, specialized": _kernel("triton-specialized"),
     "DIFF, fused, int8 QK, fp8 PV, specialized": _kernel("triton-fp8-specialized", tolerance=0.1),
-    "DIFF, simulated logits 8:row, eager": Peer(_rounded_eagerly, differential, roofline.eager, logits=ROW_8),
+    "DIFF, simulated logits 8:row, eager": Peer(_rounded_eagerly, roofline.eager, logits=ROW_8),
     **{
-        f"DIFF, simulated logits {scheme}": Peer(
-            _simulate_logits(scheme), differential, roofline.two_passes, logits=scheme
-        )
+        f"DIFF, simulated logits {scheme}": Peer(_simulate_logits(scheme), roofline.count_two_passes, logits=scheme)
         for scheme in (ROW_8, ROW_SHIFT_8)
     },
 }

@@ -11,8 +11,9 @@ from diffquant.reports.plots import (
     Interval,
     Tips,
     draw_intervals,
-    literal,
+    escape_dollars,
     look,
+    mark_tip,
     new_figure,
     plain_log_scale,
     tidy,
@@ -56,7 +57,7 @@ def _figure(cells: Sequence[BenchCell], label: str, value: Any) -> tuple[Any, Ti
     panels: dict[str, list[BenchCell]] = {}
     for cell in cells:
         panels.setdefault(_panel(cell), []).append(cell)
-    paths, tips = list(dict.fromkeys(cell.path for cell in cells)), Tips()
+    paths, tips = list(dict.fromkeys(cell.path for cell in cells)), list[str]()
     if len({cell.length for cell in cells}) == 1:
         return _dots(panels, paths, label, value, tips), tips
     return _lines(panels, paths, label, value, tips), tips
@@ -106,8 +107,8 @@ def _dots(panels: dict[str, list[BenchCell]], paths: list[str], label: str, valu
             style = look(paths.index(cell.path))
             axis.plot([low, high], [place, place], color=style["color"], linewidth=1.4)
             axis.plot([middle], [place], color=style["color"], marker=style["marker"], markersize=6)
-            tips.mark(axis, middle, place, f"{cell.path}: {middle:.4g} [{low:.4g}, {high:.4g}]")
-        axis.set_yticks(range(len(panel)), [literal(cell.path) for cell in panel], fontsize=8.5)
+            mark_tip(axis, tips, middle, place, f"{cell.path}: {middle:.4g} [{low:.4g}, {high:.4g}]")
+        axis.set_yticks(range(len(panel)), [escape_dollars(cell.path) for cell in panel], fontsize=8.5)
         axis.set_ylim(len(panel) - 0.5, -0.5)
         axis.set_title(f"{title}, {_short(panel[0].length or 0)} tokens", fontsize=10)
         tidy(axis, "x")

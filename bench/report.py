@@ -8,31 +8,31 @@ from diffquant.benchmarks.cells import BenchCell, BenchResult
 from diffquant.benchmarks.contest import SECTIONS
 from diffquant.benchmarks.linears import THROUGHPUT, table7
 from diffquant.benchmarks.plots import plot_names, plots
-from diffquant.reports.page import Block, Drawing, Fold, Items, Report, Section, facts
+from diffquant.reports.page import Block, Drawing, Items, Report, Section, facts
 from diffquant.reports.plots import as_svg
-from diffquant.reports.tables import Table, csv_text
+from diffquant.reports.tables import Table, format_csv
 
 _HEADS = ["path", "median", "spread", "× baseline", "of roofline", "peak MB", "Gop", "MB moved", "error from naive"]
 _NOTES = (
-    "Every path ran in turns with the others of its table; medians, and the smallest and largest repeat as spread.",
-    "× baseline is how many times better than the shaded row; of roofline is the share of the speed that this "
-    "machine's measured copy and matrix product allow for the operations and bytes counted.",
-    "Where an error stands, the path's output was compared with the plain form on the same random, non-zero data "
-    "before it was timed; a path that was wrong is not timed.",
-    "Peak memory of sections that run whole programs is what the process took at most, for quantize and export without "
-    "mapped files.",
+    "All paths of a table were timed alternately. Times are medians; spread is the smallest and the largest repeat.",
+    "“× baseline”: how many times better than the shaded row. “of roofline”: share of the speed that is possible for "
+    "the counted operations and bytes, given this machine's measured copy and matrix product.",
+    "If an error is given, the path's output was compared with the plain form on the same random, non-zero data "
+    "before it was timed. A path with a wrong result is not timed.",
+    "In sections that run whole programs, peak memory is that of the process; for quantize and export without mapped "
+    "files.",
 )
 _CACHED = (
-    "A share marked “cached” is of the copy's speed, but the machine's largest cache holds all that the calls touch "
-    "and is faster than the copy: it says little about the path."
+    "A share marked “cached” means little: all data of the calls fits into the machine's largest cache, which is "
+    "faster than the copy."
 )
 _MEMORY = (
-    "Peak memory of attention and decode is what a call took beyond its inputs, what it returns included: on a CPU the "
-    "growth of a fresh process, to a quarter of a megabyte."
+    "Peak memory of attention and decode includes a call's result, but not its inputs. On a CPU it is the growth of a "
+    "new process, accurate to a quarter of a megabyte."
 )
 _LINEAR = (
-    "A linear layer's product was compared with that of the values its codes stand for, and these with the weight "
-    "(rounding error)."
+    "A linear layer's result was compared with the product of the dequantized weight, and that with the original "
+    "weight (rounding error)."
 )
 
 
@@ -59,7 +59,7 @@ def csv_table(result: BenchResult) -> str:
             | {"repeats": len(values), "low": min(values, default=None), "high": max(values, default=None)}
             | facts
         )
-    return csv_text(records)
+    return format_csv(records)
 
 
 def bench_report(result: BenchResult, name: str, files: Sequence[str]) -> Report:
@@ -104,7 +104,9 @@ def _headline(result: BenchResult) -> list[str]:
 
 def _workload(name: str, table: Table, missing: Sequence[str]) -> Section:
     blocks: list[Block] = [table] if table.rows else []
-    return Section(name, [*blocks, *([Fold(f"{len(missing)} not measured", [Items(missing)])] if missing else [])])
+    if missing:
+        blocks.append(Section(f"{len(missing)} not measured", [Items(missing)], folded=True))
+    return Section(name, blocks)
 
 
 def _tables(result: BenchResult) -> dict[tuple[str, str], tuple[Table, list[str]]]:

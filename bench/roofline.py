@@ -9,13 +9,12 @@ QK needs d multiply-adds per entry of a map, and PV dv. For a V1 pair (dv = 2d),
 Transformer's two heads 4; exact simulated logits 8, with QK once more for their scales.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from diffquant.benchmarks.measuring import prepare, run_in_turns
-from diffquant.benchmarks.workloads import Workload, seen_entries
+from diffquant.benchmarks.workloads import Workload, count_visible_logits
 
 _COPY_BYTES = {"cpu": 1 << 28, "cuda": 1 << 31}
 _SIDE = {"cpu": 1536, "cuda": 8192}
@@ -52,38 +51,34 @@ def largest_cache(device: str) -> int | None:
     return max((1024 * int(size.removesuffix("K")) for size in sizes), default=None)
 
 
-@dataclass(frozen=True)
-class Count:
-    """Cost of a call: its operations, and the bytes that it reads and writes."""
-
-    operations: int
-    bytes: int
+# Cost of a call: its operations, and the bytes that it reads and writes.
+Count = tuple[int, int]
 
 
-def fused_call(work: Workload, *, key_bytes: float | None = None, value_bytes: float | None = None) -> Count:
+def count_fused_call(work: Workload, *, key_bytes: float | None = None, value_bytes: float | None = None) -> Count:
     """Count both maps in one kernel; a quantized cache has fewer bytes per element of keys and values."""
-    return Count(_operations(work, qk=2, pv=2), _bytes(work, 1, 1, 1, key_bytes, value_bytes))
+    return _operations(work, qk=2, pv=2), _bytes(work, 1, 1, 1, key_bytes, value_bytes)
 
 
-def two_calls(work: Workload) -> Count:
+def count_two_calls(work: Workload) -> Count:
     """Count one call per map: both read V; their outputs are written, read again and combined.
 
     In V2 both maps are one grouped call, which reads V once.
     """
     reads = 1 if work.model.shares_keys else 2
-    return Count(_operations(work, qk=2, pv=2), _bytes(work, 1, reads, 2 + 2 + 1))
+    return _operations(work, qk=2, pv=2), _bytes(work, 1, reads, 2 + 2 + 1)
 
 
-def four_calls(work: Workload) -> Count:
+def count_four_calls(work: Workload) -> Count:
     """Count one call per map and half of V; if V is as wide as K, V is not split and there are two calls."""
     if work.model.value_width == work.model.width:
-        return two_calls(work)
-    return Count(_operations(work, qk=4, pv=2), _bytes(work, 2, 2, 2 + 2 + 1))
+        return count_two_calls(work)
+    return _operations(work, qk=4, pv=2), _bytes(work, 2, 2, 2 + 2 + 1)
 
 
-def two_passes(work: Workload) -> Count:
+def count_two_passes(work: Workload) -> Count:
     """Count simulated logits, which are computed twice: for their scales, and to be rounded."""
-    return Count(_operations(work, qk=4, pv=2), _bytes(work, 2, 1, 1))
+    return _operations(work, qk=4, pv=2), _bytes(work, 2, 1, 1)
 
 
 def eager(work: Workload) -> Count:
@@ -95,29 +90,29 @@ def eager(work: Workload) -> Count:
     operations = 2 * entries * (2 * model.width + model.value_width)
     # Each of two maps: written by QK, read and written by softmax, read by the subtraction. Their difference: written,
     # read by PV.
-    return Count(operations, _bytes(work, 1, 1, 1) + (2 * 4 + 2) * entries * _element(work))
+    return operations, _bytes(work, 1, 1, 1) + (2 * 4 + 2) * entries * _element(work)
 
 
-def eager_halves(work: Workload) -> Count:
+def count_eager_halves(work: Workload) -> Count:
     """Count whole maps computed once for each half of V, as in transformers' DiffLlama."""
     model, entries = work.model, work.queries * work.keys * work.batch * work.model.pairs
     operations = 2 * entries * (4 * model.width + 2 * model.value_width)
     # Each of four maps: written by QK, read and written by softmax, read by PV.
-    return Count(operations, _bytes(work, 2, 2, 2 + 2 + 1) + 4 * 4 * entries * _element(work))
+    return operations, _bytes(work, 2, 2, 2 + 2 + 1) + 4 * 4 * entries * _element(work)
 
 
 def transformer(work: Workload) -> Count:
     """Count the matched Transformer: 2h heads of width d, in one fused kernel."""
     model = work.model
-    entries = seen_entries(work.queries, work.keys) * work.batch * 2 * model.pairs
+    entries = count_visible_logits(work.queries, work.keys) * work.batch * 2 * model.pairs
     kv_heads = model.kv_pairs if model.shares_keys else 2 * model.kv_pairs
     q = work.batch * work.queries * 2 * model.pairs * model.width
     kv = work.batch * work.keys * kv_heads * model.width
-    return Count(2 * entries * 2 * model.width, (2 * q + 2 * kv) * _element(work))
+    return 2 * entries * 2 * model.width, (2 * q + 2 * kv) * _element(work)
 
 
 def _operations(work: Workload, *, qk: int, pv: int) -> int:
-    entries = seen_entries(work.queries, work.keys) * work.batch * work.model.pairs
+    entries = count_visible_logits(work.queries, work.keys) * work.batch * work.model.pairs
     return 2 * entries * (qk * work.model.width + pv * work.model.value_width)
 
 

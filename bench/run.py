@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from diffquant.benchmarks import contest, linears, roofline
-from diffquant.benchmarks.cells import BenchCell, BenchResult, cell_of
+from diffquant.benchmarks.cells import BenchCell, BenchResult, parse_cell
 from diffquant.benchmarks.contest import Contest, failure
 from diffquant.benchmarks.measuring import environment
-from diffquant.benchmarks.workloads import Model, Workload, model_named
+from diffquant.benchmarks.workloads import Model, Workload, find_model
 from diffquant.errors import FailedCellsError, UsageError
 from diffquant.support.devices import resolve_device
 from diffquant.support.files import write_json
@@ -72,7 +72,7 @@ class BenchOptions:
     def workloads(self, factor: int) -> list[Workload]:
         """Return workloads: prefill if `factor` is 1, else decoding one token at contexts `factor` times as long."""
         made = [
-            Workload(model_named(name), length if factor == 1 else 1, factor * length, batch, self.chosen_dtype)
+            Workload(find_model(name), length if factor == 1 else 1, factor * length, batch, self.chosen_dtype)
             for name in self.models or DEFAULT_MODELS[self.device]
             for batch in self.batches
             for length in self.lengths or DEFAULT_LENGTHS[self.device]
@@ -114,14 +114,14 @@ def _linear(options: BenchOptions) -> dict[str, Part]:
         return linears.run_linears([model], (1, 16), dtype, device, repeats, graph=options.graph, progress=progress)
 
     names = options.models or DEFAULT_MODELS[options.device]
-    return {name: partial(measure, model_named(name)) for name in names}
+    return {name: partial(measure, find_model(name)) for name in names}
 
 
 def _throughput(options: BenchOptions) -> dict[str, Part]:
     if options.device == "cuda":
-        model, lengths = model_named("3B"), (2048, 4096)
+        model, lengths = find_model("3B"), (2048, 4096)
     else:
-        model, lengths = linears.smaller(model_named("830M"), 2, 8192), (512, 1024)
+        model, lengths = linears.smaller(find_model("830M"), 2, 8192), (512, 1024)
 
     def measure(progress: Progress) -> list[BenchCell]:
         repeats = min(options.repeats, 3)
@@ -175,7 +175,7 @@ def run_bench(
     """
     unknown = [name for name in options.sections if name not in sections]
     if unknown:
-        raise UsageError(f"unknown section {', '.join(map(repr, unknown))}; known are {', '.join(sections)}")
+        raise UsageError(f"unknown section {', '.join(map(repr, unknown))}; choose from {', '.join(sections)}")
     run_files(sections).check(folder)
     stored = _settings(options) | dict(settings or {})
     about = environment(*_PACKAGES)
@@ -188,7 +188,7 @@ def run_bench(
         cells, failed = _measure_sections(options, sections, journal, progress)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
-            f"interrupted: what was measured is kept in {journal.path}; run the same command again to go on"
+            f"interrupted: what was measured is kept in {journal.path}; run the same command again to resume"
         ) from None
     stored |= {"seconds": round(time.monotonic() - started, 1), "failed_sections": failed}
     result = BenchResult(about, machine, stored, tuple(cells))
@@ -210,7 +210,7 @@ def _measure_sections(
             for number, (name, measure) in enumerate(parts.items()):
                 within = _share_of(progress, number, len(parts))
                 kept = _keep(journal, f"{section}: {name}", lambda: [asdict(cell) for cell in measure(within)])  # noqa: B023
-                cells += map(cell_of, kept)
+                cells += map(parse_cell, kept)
         except Exception as error:  # no error may lose the other sections' results
             cells.append(BenchCell(section, "the whole section", "diffquant", missing=failure(error)))
             failed.append(section)

@@ -55,7 +55,7 @@ def tune(path: Path, device: str, progress: Progress = silent) -> str:
             work, is_right = probe(key)
             before, now, changed = improve(key, tables[key], work, is_right)
         except Exception as error:  # a kernel that cannot run must not prevent the tuning of others
-            lines.append(f"{key}: left alone, {type(error).__name__}: {error}".splitlines()[0])
+            lines.append(f"{key}: unchanged, {type(error).__name__}: {error}".splitlines()[0])
             continue
         if changed:
             tuned[key] = changed
@@ -151,7 +151,7 @@ def _attention_of(kernel: str, width: int, of_states: bool) -> tuple[str, str, M
         model = (v2 if kernel == "prefill_v2" else v1).get(width)
         section, name = "attention", names.get(kernel, "")
     if model is None or not name:
-        raise UsageError("no workload of the bench reaches this entry")
+        raise UsageError("no bench workload uses this entry")
     return section, name, model
 
 

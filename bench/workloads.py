@@ -74,14 +74,14 @@ MODELS = {
 V2 = Model("3B as V2", 3072, 28, 24, 24, 128, 128, 8192)
 
 
-def model_named(name: str) -> Model:
+def find_model(name: str) -> Model:
     """Return the model with a name in `MODELS`.
 
     Raises:
         UsageError: no model has that name.
     """
     if name not in MODELS:
-        raise UsageError(f"unknown workload {name!r}; known are {', '.join(MODELS)}")
+        raise UsageError(f"unknown workload {name!r}; choose from {', '.join(MODELS)}")
     return MODELS[name]
 
 
@@ -117,7 +117,7 @@ class Workload:
         """
         dtype: torch.dtype | None = getattr(torch, self.dtype, None)
         if dtype is None or dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            raise UsageError(f"unknown dtype {self.dtype!r}; known are float32, float16, bfloat16")
+            raise UsageError(f"unknown dtype {self.dtype!r}; choose from float32, float16, bfloat16")
         return dtype
 
 
@@ -177,7 +177,7 @@ def transformer(work: Workload, device: str) -> AttentionCall:
     return AttentionCall([q], [k], v, None, scale=model.width**-0.5, mask=Mask())
 
 
-def lengths(text: str) -> list[int]:
+def parse_lengths(text: str) -> list[int]:
     """Parse a list of lengths and ranges, such as "512,1024" or "1K-16K"; a range doubles from first to last.
 
     Raises:
@@ -204,7 +204,7 @@ def _length(text: str, all_text: str) -> int:
     return int(digits) * factor
 
 
-def seen_entries(queries: int, keys: int) -> int:
-    """Count the logits of one map that a causal mask leaves visible; queries are the last `queries` of the keys."""
+def count_visible_logits(queries: int, keys: int) -> int:
+    """Count the logits of one map that a causal mask leaves visible; the queries are the last tokens of the keys."""
     hidden = keys - queries
     return queries * hidden + queries * (queries + 1) // 2

@@ -8,7 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from diffquant.reports.page import Charts, Drawing, Report, Section, facts
-from diffquant.reports.plots import Tips, drawing, key_of, literal, look, new_figure, plain_log_scale, tidy
+from diffquant.reports.plots import (
+    Tips,
+    drawing,
+    escape_dollars,
+    legend_entry,
+    look,
+    mark_tip,
+    new_figure,
+    plain_log_scale,
+    tidy,
+)
 from diffquant.reports.run import write_run
 from diffquant.reports.tables import Table
 from diffquant.support.files import read_stored_text
@@ -110,7 +120,7 @@ def outlier_report(outliers: Outliers, name: str, files: Sequence[str]) -> Repor
         name: name of the run.
         files: names of files in the same folder to link to.
     """
-    keys = [key_of(number, text) for number, text in enumerate(STATISTICS)]
+    keys = [legend_entry(number, text) for number, text in enumerate(STATISTICS)]
     sections = [
         Section(TITLES[kind].capitalize(), [Charts(_drawings(outliers, kind), keys)]) for kind in (LOGITS, HIDDEN)
     ]
@@ -182,7 +192,7 @@ def plot_outliers(outliers: Outliers, path: Path) -> None:
     for row, kind in zip(panels, (LOGITS, HIDDEN), strict=True):
         for axis, model in zip(row, outliers.models, strict=True):
             draw_model(axis, model, kind)
-            axis.set_title(literal(model.name) if kind == LOGITS else "", fontsize=10)
+            axis.set_title(escape_dollars(model.name) if kind == LOGITS else "", fontsize=10)
             axis.set_xlabel("layer" if kind == HIDDEN else "")
         plain_log_scale(row[0])
         row[0].set_ylabel(TITLES[kind])
@@ -199,9 +209,8 @@ def draw_model(axis: Any, model: ModelOutliers, kind: str, tips: Tips | None = N
     for number, name in enumerate(STATISTICS):
         values = [_statistic(model.layers[layer][kind], name) for layer in layers]
         axis.plot(layers, values, markersize=4, linewidth=1.3, label=name, **look(number))
-        if tips:
-            for layer, value in zip(layers, values, strict=True):
-                tips.mark(axis, layer, value, f"layer {layer}, {name}: {_number(value)}")
+        for layer, value in zip(layers, values, strict=True):
+            mark_tip(axis, tips, layer, value, f"layer {layer}, {name}: {_number(value)}")
     axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     tidy(axis)
 

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from diffquant.calib.calibration.observers import QUANTILE_ERROR, Magnitudes
 from diffquant.calib.outlier_result import HIDDEN, LOGITS, RANKS, Magnitude, ModelOutliers, Outliers
-from diffquant.checkpoints.placement import on_compute_device
+from diffquant.checkpoints.placement import move_to_compute_device
 from diffquant.checkpoints.places import Places
 from diffquant.checkpoints.source import Source, open_source
 from diffquant.checkpoints.texts import load_text, text_digest
-from diffquant.checkpoints.tokens import check_window, token_windows
+from diffquant.checkpoints.tokens import check_window, encode_windows
 from diffquant.measure.sweep.result import model_names
 from diffquant.model.causal import CausalModel
-from diffquant.model.walk import batches, causal_logits
+from diffquant.model.walk import batches, iterate_causal_logits
 from diffquant.quantization.loading import load
 from diffquant.support.devices import resolve_device, resolve_dtype
 from diffquant.support.files import check_distinct
@@ -65,7 +65,7 @@ def find_outliers(
 
     def measure(name: str, source: Source) -> ModelOutliers:
         model = load(source, None, run_dtype, device, device_map=places)
-        ids = token_windows(model, source.tokenizer, read, window, tokens)
+        ids = encode_windows(model, source.tokenizer, read, window, tokens)
         magnitudes = measure_magnitudes(model, ids, batch_tokens, progress)
         generation = model.config.diff_spec.generation
         return ModelOutliers(name, generation, source.fingerprint, ids.numel(), *magnitudes)
@@ -103,11 +103,11 @@ def measure_magnitudes(
     for batch in batches(ids, batch_tokens):
         state = walk.embed(batch)
         for layer, of_layer in zip(walk.layers, counted, strict=True):
-            with on_compute_device(layer):
+            with move_to_compute_device(layer):
                 projections = walk.project(layer, state)
             if projections is not None:
                 q, k, _ = projections
-                for first, logits in causal_logits(q, k, model.config.diff_spec):
+                for first, logits in iterate_causal_logits(q, k, model.config.diff_spec):
                     of_layer[LOGITS].add_causal(logits, first, layer.window)
             state = walk.run(layer, state)
             of_layer[HIDDEN].add(walk.hidden(state).float().abs())

@@ -59,7 +59,7 @@ class Vision:
         self.tensors = {name: each.float() for name, each in tensors.items()}
         if self.patch not in _PICTURES:
             known = " or ".join(map(str, _PICTURES))
-            raise CheckpointError(f"patch_embed.proj.weight has patches {self.patch} pixels wide; known are {known}")
+            raise CheckpointError(f"patch_embed.proj.weight has patches {self.patch} pixels wide; choose from {known}")
         self.depth = len({name.split(".")[1] for name in tensors if name.startswith(f"{self._layers}.")})
         self.is_diff = f"{self._layers}.0.attn.lambda_q1" in tensors
         self.logits = FULL

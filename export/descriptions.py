@@ -23,11 +23,11 @@ Exported from {name} ({model_type}) by diffquant.
 | embedding and head | {embed} |
 | activations | {dtype} |
 
-`diffquant run FOLDER --prompt TEXT` continues a prompt. ONNX Runtime opens {model} by itself as well{why}.
-diffquant.json has what it was made from.
+`diffquant run FOLDER --prompt TEXT` continues a prompt. ONNX Runtime also opens {model} without diffquant{why}.
+diffquant.json records what it was made from.
 """
 
-_FUNCTION = "an operator of\ndiffquant's own comes with its function body of standard operators"
+_FUNCTION = "diffquant's\noperator is stored with a function body of standard operators"
 
 
 def exported_card(plan: ExportPlan) -> str:

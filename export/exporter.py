@@ -29,17 +29,24 @@ from diffquant.onnx.descriptions import (
 )
 from diffquant.onnx.files import RANGES_FILE
 from diffquant.onnx.graph.linears import container_bits
-from diffquant.onnx.graph.plan import CACHE_LIMIT, ExportPlan, Scales, plan_export, static_scales
+from diffquant.onnx.graph.plan import (
+    CACHE_LIMIT,
+    ExportPlan,
+    Scales,
+    plan_export,
+    rounded_inputs,
+    static_scales,
+)
 from diffquant.onnx.graph.streaming import Streamed, place, write
 from diffquant.onnx.manifest import write_manifest
 from diffquant.onnx.options import ExportOptions, check_runtime
 from diffquant.onnx.runtime.device import cuda_notes
-from diffquant.quantization.descriptions import note_left_out
+from diffquant.quantization.descriptions import describe_left_out
 from diffquant.quantization.engine_folder import remove_code_files
 from diffquant.quantization.foreign_code import leave_out_code
 from diffquant.recipe.scheme import Scheme
 from diffquant.recipe.targets import LAYER_TARGETS
-from diffquant.reports.tables import compared_size, megabytes, stored_bits
+from diffquant.reports.tables import compare_size, megabytes, stored_bits
 from diffquant.support.digests import FileDigests
 from diffquant.support.files import write_atomically
 from diffquant.support.installation import versions
@@ -76,7 +83,7 @@ class OnnxReport(Readable):
         """Return a few lines of text for the user."""
         calibration = f", {self.calibrated:.1f} s of them calibrating the cache" if self.calibrated else ""
         first = (
-            f"{self.destination}: {compared_size(self.bytes_after, self.bytes_before, self.weights)}, "
+            f"{self.destination}: {compare_size(self.bytes_after, self.bytes_before, self.weights)}, "
             f"in {self.seconds:.1f} s{calibration}, for ONNX Runtime {self.floor} and later"
         )
         return "\n".join([first, *(f"  {note}" for note in self.notes)])
@@ -139,7 +146,7 @@ def write_export(
     with stage_output(destination, key, nbytes, overwrite) as staging:
         folder = staging.folder
         checked.checkpoint.write_side_files(folder)
-        _settle_tokenizer(checked, folder / "tokenizer.json")
+        _rewrite_tokenizer(checked, folder / "tokenizer.json")
         layout = options.layout
         (folder / layout.model).parent.mkdir(exist_ok=True)
         write(folder / layout.data, streamed, progress)
@@ -179,8 +186,8 @@ def _cache_scales(source: Source, options: ExportOptions, ranges: Ranges | None)
     if options.kv_bits == 16:
         if ranges is not None:
             raise UsageError(
-                f"{option_name('scales')} are of a quantized KV cache: give {option_name('kv', 8)} or "
-                f"{option_name('kv', 4)} with them"
+                f"{option_name('scales')} apply only to a quantized KV cache: also give "
+                f"{option_name('kv', 8)} or {option_name('kv', 4)}"
             )
         return {}
     if ranges is None:
@@ -192,7 +199,7 @@ def _cache_scales(source: Source, options: ExportOptions, ranges: Ranges | None)
     return static_scales(source, options.kv_bits, ranges)
 
 
-def _settle_tokenizer(source: Source, file: Path) -> None:
+def _rewrite_tokenizer(source: Source, file: Path) -> None:
     """Rewrite tokenizer.json if transformers loads another tokenizer from the folder's files than from it alone.
 
     Programs that run exports read only tokenizer.json: they would split a token defined only in tokenizer_config.json.
@@ -230,7 +237,7 @@ def _write_descriptions(plan: ExportPlan, streamed: Sequence[Streamed], folder: 
         write_atomically(folder / name, json.dumps(description, indent=2) + "\n")
     write_atomically(folder / "README.md", exported_card(plan))
     write_manifest(folder, plan.options, plan.floor, _source_record(checkpoint), _tensor_records(plan, streamed))
-    return note_left_out(left_out, folder)
+    return describe_left_out(left_out, folder)
 
 
 def _source_record(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -286,8 +293,13 @@ def _make_notes(plan: ExportPlan, streamed: Sequence[Streamed]) -> list[str]:
     if simulated:
         schemes = ", ".join(f"{target} {' or '.join(texts)}" for target, texts in simulated.items())
         notes.append(
-            f"the checkpoint's recipe ({schemes}) is simulated by DiffTransformer, and no part of the export; give "
-            f"{option_name('kv')} or {option_name('logits')} to have it"
+            f"the checkpoint's recipe ({schemes}) is not part of the export; give "
+            f"{option_name('kv')} or {option_name('logits')} to include it"
+        )
+    if inputs := rounded_inputs(plan.source):
+        notes.append(
+            f"ONNX Runtime rounds activations to 8 bits with one scale per block of a weight's columns, absmax / 127, "
+            f"in place of the recipe's activations {' or '.join(inputs)}"
         )
     if options.kv_bits == 4:
         notes.append(
@@ -296,7 +308,7 @@ def _make_notes(plan: ExportPlan, streamed: Sequence[Streamed]) -> list[str]:
     if options.genai_device != "cpu":
         notes += cuda_notes(options.dtype, options.kv_bits, not options.logits.quantizes)
     if options.logits.quantizes:
-        notes.append(f"logits {options.logits} are rounded by the graph's body in standard ops, which holds whole maps")
+        notes.append(f"logits {options.logits} are rounded in standard ops, which store whole attention maps")
     return notes
 
 

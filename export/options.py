@@ -105,7 +105,7 @@ class ExportOptions:
         if self.embed_bits not in (16, 8):
             yield f"no kernel gathers {self.embed_bits}-bit embeddings; {option_name('embed')} takes 16 or 8"
         if self.dtype not in DTYPES:
-            yield f"unknown dtype {self.dtype!r}; known are {', '.join(DTYPES)}"
+            yield f"unknown dtype {self.dtype!r}; choose from {', '.join(DTYPES)}"
         if self.accuracy_level not in (1, 4):
             yield f"accuracy level {self.accuracy_level} is not 1 (float32 activations) or 4 (int8 activations)"
         if not _OLDEST_OPSET <= self.opset <= NEWEST_OPSET:
@@ -118,7 +118,7 @@ class ExportOptions:
         if self.logits.quantizes and self.logits.granularity not in LOGIT_GRANULARITIES:
             yield f"logits per {self.logits.granularity} cannot be exported; use {', '.join(LOGIT_GRANULARITIES)}"
         if others := [each.name for each in self.logits.transforms if each.name != "shift"]:
-            yield f"the operator rounds each map by itself; leave out {others[0]}"
+            yield f"logits cannot be exported with {others[0]}, as the operator rounds each map separately; omit it"
         if not re.fullmatch("cpu|cuda(:[0-9]+)?", self.genai_device):
             yield f"{option_name('genai_device')} takes cpu, cuda or cuda:N, not {self.genai_device!r}"
         if not self.cache and self.genai_device != "cpu":

@@ -24,7 +24,7 @@ from diffquant.onnx.graph.ops import MATMUL, QUANTIZED_ATTENTION, matmul_functio
 from diffquant.onnx.graph.plan import check_exportable
 from diffquant.onnx.manifest import Manifest, check_unchanged, read_manifest
 from diffquant.onnx.runtime.device import RuntimeDevice
-from diffquant.onnx.runtime.generation import read_context
+from diffquant.onnx.runtime.generation import read_context_length
 from diffquant.onnx.runtime.interface import load_graph
 from diffquant.onnx.verification.caches import cache_scales, scale_error
 from diffquant.onnx.verification.comparison import Comparison
@@ -76,11 +76,11 @@ def verify(
     manifest = read_manifest(folder)
     check_unchanged(folder, manifest)
     # Raises if the context length is invalid: text generation needs it.
-    read_context(folder)
+    read_context_length(folder)
     _check_source(manifest, source)
     graph = load_graph(folder)
     with keep_freed_memory(), _few_threads(source):
-        reference = twin_of(source)(source, manifest.options, cache_scales(graph), exact_bits(graph))
+        reference = find_reference(source)(source, manifest.options, cache_scales(graph), exact_bits(graph))
         rotary = getattr(reference.model.model, "rotary_emb", None)
         positions = source.architecture.max_position_embeddings
         rotation = None if rotary is None else rotation_excess(graph, rotary, positions)
@@ -120,7 +120,7 @@ def _few_threads(source: Source) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def twin_of(source: Source) -> type[Reference]:
+def find_reference(source: Source) -> type[Reference]:
     """Return the class of the torch reference for exports of this checkpoint."""
     twin: type[Reference] = resolve_name(source.architecture.export).twin
     return twin

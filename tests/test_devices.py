@@ -22,7 +22,7 @@ from diffquant.onnx.runtime.device import CUDA, RuntimeDevice, _starts_on_cuda
 from diffquant.onnx.targets import runtime_of
 from diffquant.support.devices import is_bfloat16_native, resolve_device
 from diffquant.verbs.cli import app
-from diffquant.verbs.notes import chosen_device
+from diffquant.verbs.notes import choose_device
 from tests.support import tiny_lm
 
 COMMANDS = typer.main.get_command(app).commands
@@ -92,9 +92,9 @@ def test_load_puts_a_model_on_the_device_that_was_found(models, other_device, mo
 
 
 def test_an_exported_folder_runs_where_its_runtime_can_and_checkpoints_on_the_device(models, other_device):
-    cells, settings = plan_sweep(models, SweepOptions(tasks=("perplexity",)), Path("cells"), runtime_of)
+    run, settings = plan_sweep(models, SweepOptions(tasks=("perplexity",)), Path("cells"), runtime_of)
     assert settings["options"]["device"] == other_device
-    subjects = {cell.point.model: cell.subject for cell in cells}
+    subjects = run.subjects
     subject = subjects[models[1]]
     assert isinstance(subject, ExportedSubject)
     assert subject.model.identity["kernel"] == kernel_name()
@@ -116,5 +116,5 @@ def test_a_runtime_whose_cuda_does_not_start_falls_back_to_the_processor(monkeyp
 @pytest.mark.parametrize(("device", "said"), [("auto", ["runs on meta"]), ("cpu", [])])
 def test_the_device_is_said_where_auto_found_another_than_the_processor(caplog, other_device, device, said):
     with caplog.at_level(logging.INFO, logger="diffquant.verbs"):
-        chosen_device(device)
+        choose_device(device)
     assert caplog.messages == said

@@ -1,4 +1,7 @@
-"""Counts of unclear names and docstrings only fall: `python -m tests.test_english` prints tests/english.csv."""
+"""Counts of unclear names and docstrings only fall, and guides have no unclear phrases.
+
+`python -m tests.test_english` prints tests/english.csv.
+"""
 
 import ast
 import csv
@@ -16,6 +19,25 @@ QUESTION = re.compile(r"(?:What|Whether|How)\b")
 # Verbs and nouns that end as participles do, and participles that do not.
 NO_PARTICIPLES = {"embed", "feed", "need", "proceed", "seed", "speed"}
 PARTICIPLES = {"came", "given", "held", "kept", "left", "made", "read_back", "said", "seen", "shown", "spoken", "told"}
+
+# Phrases that a reader has to read twice, each with a plain one.
+UNCLEAR = {
+    r"\bso many\b": "that many, or the number",
+    r"\bbut for\b": "except",
+    r"\b(?:by|at) the least\b": "at least",
+    r"\bof that name\b": "with that name",
+    r"\bgo(?:es)? by\b": "use",
+    r"\bfor none\b|\bis none\b": "there is none",
+    r"\bat hand\b": "available",
+    r"\ball the same\b": "anyway",
+    r"\bwhoever\b": "if you",
+    r"\b(?:folder|file|model|recipe|config)s? (?:says?|knows?|wants?|asks?|bears?|tells?)\b": "has, needs or supports",
+    r"^Nor\b|\. Nor\b": "the usual word order",
+    r"\bbears?\b|\bhold good\b": "is robust to, is true",
+    r"\bthe likeliest token\b": "the top-1 token",
+    r"\bthe prose that ships\b": "the bundled text",
+}
+GUIDES = [*sorted((HOUSE / "docs").glob("*.md")), HOUSE / "README.md", HOUSE / "CONTRIBUTING.md"]
 
 
 def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -53,6 +75,18 @@ def test_no_count_of_unclear_names_and_docstrings_grows():
     grown = [f"{found[what]} {what}, {limit} in {TABLE.name}" for what, limit in table.items() if found[what] > limit]
     assert not grown, "say it plainly: " + "; ".join(grown)
     assert found == table, f"fewer than before: python -m tests.test_english > tests/{TABLE.name}"
+
+
+def test_guides_have_no_unclear_phrase():
+    found = [
+        f"{guide.name}: {match[0]!r}: write {plain}"
+        for guide in GUIDES
+        # Code and recorded output are not prose.
+        for line in re.sub(r"(?ms)^```.*?^```", "", guide.read_text(encoding="utf-8")).splitlines()
+        for phrase, plain in UNCLEAR.items()
+        if (match := re.search(phrase, line))
+    ]
+    assert not found, "\n".join(found)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import diffquant
 import diffquant.data
 from diffquant.checkpoints.weight_source import open_weights
 from diffquant.onnx import ExportOptions, export
-from diffquant.reports.tables import csv_text
+from diffquant.reports.tables import format_csv
 from diffquant.support.terminal import escape_hidden, markdown_code, markdown_text, one_line
 from diffquant.verbs.cli import main
 from tests.support.checkpoints import write_llama
@@ -189,7 +189,7 @@ def test_a_page_and_a_table_keep_their_structure(tmp_path, name):
 @each_name
 def test_a_cell_of_csv_is_one_line_that_no_spreadsheet_computes(name):
     for text in (name, "=1+1", " =1+1", "\t=1+1", "\r\n@x"):
-        (cell,) = list(csv.DictReader(io.StringIO(csv_text([{"model": text}]))))
+        (cell,) = list(csv.DictReader(io.StringIO(format_csv([{"model": text}]))))
         assert cell["model"].removeprefix("'") == one_line(text)
         assert not cell["model"].startswith(tuple("=+-@ \t\r"))
 

@@ -22,7 +22,7 @@ LINKS = {"benchmarks": "bench", "calib": "calib", "onnx": "export"}
 # Other libraries come first, since they have ways of their own on other systems.
 WITHOUT_POSIX = """
 import os, pkgutil, signal, sys
-import accelerate, filelock, huggingface_hub, matplotlib, tokenizers, torch, transformers, typer
+import accelerate, filelock, huggingface_hub, matplotlib, psutil, tokenizers, torch, transformers, typer
 import transformers.modeling_utils, torch.utils.cpp_extension
 try:
     import onnx, onnxruntime

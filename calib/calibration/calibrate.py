@@ -12,8 +12,8 @@ from diffquant.calib.calibration.observe import (
     BATCH_TOKENS,
     Projections,
     by_token,
+    iterate_projections,
     observe_ranges,
-    projected_layers,
     to_ranges,
 )
 from diffquant.calib.calibration.observers import Observer
@@ -25,7 +25,7 @@ from diffquant.checkpoints.source import Source, open_source
 from diffquant.errors import UsageError
 from diffquant.family.spec import DiffSpec
 from diffquant.model.modeling import DiffTransformer
-from diffquant.model.walk import causal_logits, visible_entries
+from diffquant.model.walk import count_visible_logits, iterate_causal_logits
 from diffquant.quantization.loading import load
 from diffquant.recipe import Recipe
 from diffquant.recipe.numbers.absmax import max_code
@@ -72,12 +72,12 @@ def measure_fit(
     """
     spec, layers = model.config.diff_spec, model.config.num_hidden_layers
     fits: list[Fit] = []
-    for number, projections in enumerate(projected_layers(model, ids, batch_tokens)):
+    for number, projections in enumerate(iterate_projections(model, ids, batch_tokens)):
         names = {target: f"layers.{number}.{target}" for target in CALIBRATED_TARGETS}
         ranges = {target: tensors[name] for target, name in names.items() if name in tensors}
         losses = _layer_losses(projections, ranges, bits, spec)
         fits += [loss.to_fit(number, target) for target, loss in losses.items()]
-        progress(number + 1, layers, "checking on the text held out")
+        progress(number + 1, layers, "checking on held-out text")
     return fits
 
 
@@ -120,10 +120,10 @@ def _layer_losses(
         if "v" in ranges:
             losses["v"].add(by_token(v), ranges["v"], bits)
         if "logits" in ranges:
-            for first, block in causal_logits(q, k, spec):
+            for first, block in iterate_causal_logits(q, k, spec):
                 losses["logits"].add(block.tril_(first), ranges["logits"][:, None, None], bits)
                 batch, heads, queries, keys = block.shape
-                losses["logits"].count -= block.numel() - visible_entries(batch * heads, queries, keys)
+                losses["logits"].count -= block.numel() - count_visible_logits(batch * heads, queries, keys)
     return losses
 
 
@@ -137,7 +137,7 @@ def fit_table(fits: Sequence[Fit], bits: int) -> str:
         clipped = [sum(fit.clipped for fit in layers) / len(layers), most.clipped]
         sqnr = [sum(fit.sqnr for fit in layers) / len(layers), worst.sqnr]
         lines.append([target, *(f"{c:.4%}" for c in clipped), *(f"{s:.1f} dB" for s in sqnr), f"layer {worst.layer}"])
-    return "\n".join([*align_columns(head, lines), "", f"at {bits} bits, on the text held out"])
+    return "\n".join([*align_columns(head, lines), "", f"at {bits} bits, on held-out text"])
 
 
 def calibrate(
@@ -198,4 +198,4 @@ def _check_targets(targets: Sequence[str]) -> None:
         raise UsageError(f"no scheme quantizes hidden states, so they have no ranges; calibrate {known}")
     unknown = [target for target in targets if target not in CALIBRATED_TARGETS]
     if unknown or not targets:
-        raise UsageError(f"unknown target {', '.join(map(repr, unknown))}; known are {known}")
+        raise UsageError(f"unknown target {', '.join(map(repr, unknown))}; choose from {known}")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from diffquant.calib.calibration.calibrate import RoundingLoss
-from diffquant.calib.calibration.observe import Projections, by_token, layer_ranges, projected_layers, to_ranges
+from diffquant.calib.calibration.observe import Projections, by_token, iterate_projections, layer_ranges, to_ranges
 from diffquant.calib.calibration.observers import Observer
 from diffquant.checkpoints.ranges import Ranges
 from diffquant.checkpoints.source import Source, open_source
@@ -53,7 +53,7 @@ def calibrate_cache(
     layers, losses = source.architecture.num_hidden_layers, {0: 1.0}
     tensors: dict[str, Tensor] = {}
     with torch.inference_mode():
-        for number, projections in enumerate(projected_layers(model, ids, _BATCH_TOKENS)):
+        for number, projections in enumerate(iterate_projections(model, ids, _BATCH_TOKENS)):
             found = layer_ranges(model, number, projections, ("k", "v"), observer)
             if found and len(projections) > 1:
                 losses[number] = _held_out_loss(model, number, projections, observer)

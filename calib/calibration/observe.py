@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from diffquant.calib.calibration.observers import Magnitudes, Observer, key_ranges
-from diffquant.checkpoints.placement import on_compute_device
+from diffquant.checkpoints.placement import move_to_compute_device
 from diffquant.checkpoints.ranges import Ranges
 from diffquant.checkpoints.source import Source
 from diffquant.errors import NonFiniteError
 from diffquant.family.spec import DiffSpec
 from diffquant.model.causal import CausalModel
-from diffquant.model.walk import batches, causal_logits
+from diffquant.model.walk import batches, iterate_causal_logits
 from diffquant.quantization.loading import MODEL_MODULES
 from diffquant.recipe.numbers.absmax import is_finite
 from diffquant.support.installation import code_digest, versions
@@ -24,7 +24,7 @@ from diffquant.support.progress import Progress, silent
 Projections = tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]
 
 
-def projected_layers(model: CausalModel, ids: Tensor, batch_tokens: int) -> Iterator[list[Projections]]:
+def iterate_projections(model: CausalModel, ids: Tensor, batch_tokens: int) -> Iterator[list[Projections]]:
     """Yield for each layer its queries, keys and values under the model's recipe, as a list with an entry per batch.
 
     The list is empty for a layer without attention. Memory holds the inputs of one layer for all windows, and that
@@ -41,7 +41,7 @@ def projected_layers(model: CausalModel, ids: Tensor, batch_tokens: int) -> Iter
     inputs = [walk.embed(batch) for batch in batches(ids, batch_tokens)]
     last = len(walk.layers) - 1
     for number, layer in enumerate(walk.layers):
-        with on_compute_device(layer):
+        with move_to_compute_device(layer):
             projected = [(x, walk.project(layer, x)) for x in inputs]
             yield [(*each, walk.cached_states(layer, x, each)) for x, each in projected if each is not None]
             if number == last:
@@ -83,7 +83,7 @@ def observe_ranges(
     """
     layers = model.config.num_hidden_layers
     tensors: dict[str, Tensor] = {}
-    for number, projections in enumerate(projected_layers(model, ids, batch_tokens)):
+    for number, projections in enumerate(iterate_projections(model, ids, batch_tokens)):
         tensors |= layer_ranges(model, number, projections, targets, observer)
         progress(number + 1, layers, "calibrating")
     return tensors
@@ -149,7 +149,7 @@ def _logit_ranges(projections: list[Projections], observer: Observer, spec: Diff
     """Return the ranges [query heads] of one layer's logits, in DiffTransformer's head order."""
     heads = [Magnitudes() for _ in range(spec.layout.query_heads)]
     for queries, keys, *_ in projections:
-        for first, block in causal_logits(queries, keys, spec):
+        for first, block in iterate_causal_logits(queries, keys, spec):
             for head, logits in zip(heads, block.unbind(1), strict=True):
                 head.add_causal(logits, first)
     return observer.ranges_of_counts(

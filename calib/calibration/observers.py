@@ -9,7 +9,7 @@ from torch import Tensor
 
 from diffquant.errors import NonFiniteError, UsageError
 from diffquant.family.spec import DiffSpec
-from diffquant.model.walk import visible_entries
+from diffquant.model.walk import count_visible_logits
 from diffquant.recipe.numbers.absmax import max_code
 from diffquant.support.names import option_name
 
@@ -62,12 +62,12 @@ class Magnitudes:
         self._keep(flat)
 
     def add_causal(self, logits: Tensor, first: int, window: int | None = None) -> None:
-        """Count a block [..., R, S] of `causal_logits` without its masked entries; the block is changed in place."""
+        """Count a block [..., R, S] of `iterate_causal_logits`, without its masked entries, in place."""
         magnitudes = logits.abs_().tril_(first)
         if window is not None:
             magnitudes.triu_(first - window + 1)
         *outer, queries, keys = logits.shape
-        self.add(magnitudes, magnitudes.numel() - visible_entries(math.prod(outer), queries, keys, window))
+        self.add(magnitudes, magnitudes.numel() - count_visible_logits(math.prod(outer), queries, keys, window))
 
     def merge(self, other: "Magnitudes") -> None:
         """Add another histogram's counts."""
@@ -115,11 +115,24 @@ class Observer:
     percentile: float = 99.99
     bits: int = 8
 
+    @classmethod
+    def parse(cls, text: str, bits: int = 8) -> "Observer":
+        """Read a kind, such as "mse", or "percentile:99.9".
+
+        Raises:
+            UsageError: it is neither.
+        """
+        kind, _, percentage = text.partition(":")
+        try:
+            return cls(kind, float(percentage) if percentage else cls.percentile, bits)
+        except ValueError as error:
+            raise UsageError(f"cannot read observer {text!r}: give a percentage, such as percentile:99.9") from error
+
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise UsageError(f"unknown observer {self.kind!r}; known are {', '.join(KINDS)}")
+            raise UsageError(f"unknown observer {self.kind!r}; choose from {', '.join(KINDS)}")
         if not 50 <= self.percentile <= 100:
-            raise UsageError(f"{option_name('percentile')} must be between 50 and 100, got {self.percentile:g}")
+            raise UsageError(f"a percentile must be between 50 and 100, got {self.percentile:g}")
         max_code(self.bits)
 
     def ranges(self, magnitudes: Tensor, lengths: Tensor | None = None) -> Tensor:
@@ -178,7 +191,7 @@ class Observer:
         return best
 
 
-def rotation_partners(keys: Tensor, spec: DiffSpec) -> Tensor:
+def swap_rotation_partners(keys: Tensor, spec: DiffSpec) -> Tensor:
     """Swap in keys [..., d] every two channels that RoPE rotates into each other."""
     if spec.rope == "half":
         return keys.roll(keys.shape[-1] // 2, -1)
@@ -194,7 +207,7 @@ def key_ranges(observer: Observer, keys: Tensor, spec: DiffSpec) -> Tensor:
     """
     if spec.rope == "none":
         return observer.ranges(keys.abs().flatten(1))
-    partners = rotation_partners(keys, spec)
+    partners = swap_rotation_partners(keys, spec)
     magnitudes = torch.cat([keys, partners]).abs().flatten(1)
     lengths = keys.hypot(partners).flatten(1)
     return observer.ranges(magnitudes, lengths)

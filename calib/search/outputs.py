@@ -4,6 +4,7 @@ import itertools
 import math
 import os
 from collections.abc import Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,18 @@ from diffquant.calib.search.result import (
 )
 from diffquant.checkpoints.source import Source
 from diffquant.errors import OutputExistsError
-from diffquant.reports.page import Charts, Drawing, Fold, Report, Section
-from diffquant.reports.plots import Tips, as_svg, drawing, literal, look, new_figure, plain_log_scale, tidy
+from diffquant.reports.page import Charts, Drawing, Report, Section
+from diffquant.reports.plots import (
+    Tips,
+    as_svg,
+    drawing,
+    escape_dollars,
+    look,
+    mark_tip,
+    new_figure,
+    plain_log_scale,
+    tidy,
+)
 from diffquant.reports.run import write_run
 from diffquant.reports.tables import Table, megabytes
 from diffquant.support.outputs import RunFiles, check_replaced, has_fields
@@ -49,16 +60,16 @@ def candidates_table(result: SearchResult) -> Table:
 def verdict(result: SearchResult) -> str:
     """Return a sentence that compares the searched recipe's KL with that of uniform widths of the same size."""
     searched = result.candidates[0]
-    uniform = uniform_kl(result)
+    uniform = interpolate_uniform_kl(result)
     rival = "" if uniform is None else f"{uniform:.4g} of uniform widths that store as much (interpolated), "
     even = next(c for c in result.candidates if c.name == "spread evenly")
     return (
-        f"budget {result.budget}: KL {searched.kl:.4g} on text held out, against {rival}{even.kl:.4g} of the same "
+        f"budget {result.budget}: KL {searched.kl:.4g} on held-out text, against {rival}{even.kl:.4g} of the same "
         "widths spread evenly"
     )
 
 
-def uniform_kl(result: SearchResult) -> float | None:
+def interpolate_uniform_kl(result: SearchResult) -> float | None:
     """Interpolate the KL of uniform widths at the searched recipe's stored bits, linearly in log KL.
 
     Returns:
@@ -83,25 +94,21 @@ def _cells(candidate: Candidate) -> list[str]:
         f"{mean:.2f}" if len(candidate.bits) == 1 else f"{t} {mean:.2f}" for t, mean in candidate.bits.items()
     )
     predicted = "-" if candidate.predicted is None else f"{candidate.predicted:.4g}"
-    return [
-        candidate.name,
-        bits,
-        megabytes(candidate.nbytes),
-        f"{candidate.perplexity:.3f}",
-        f"{candidate.kl:.4g}",
-        predicted,
-    ]
+    size, perplexity = megabytes(candidate.nbytes), f"{candidate.perplexity:.3f}"
+    return [candidate.name, bits, size, perplexity, f"{candidate.kl:.4g}", predicted]
 
 
 def search_report(folder: Path) -> Report:
     """Return the HTML report of all searches in a folder, read from its search-*.json files."""
     results = read_searches(folder)
-    files = sorted(
-        file.name for pattern in ("recipe-*.yaml", "search-*.json", "search-*.json.xz") for file in folder.glob(pattern)
-    )
+    patterns = ("recipe-*.yaml", "search-*.json", "search-*.json.xz")
+    files = sorted(file.name for pattern in patterns for file in folder.glob(pattern))
+    charts = [
+        drawing((6.0, 4.0), partial(draw_pareto, group), f"{group[0].model}: KL by size") for group in alike(results)
+    ]
     sections = [
-        Section("KL by size", [Charts([_pareto(group) for group in alike(results)])]),
-        *(section for result in results for section in _sections(result)),
+        Section("KL by size", [Charts(charts)]),
+        *map(_section, results),
         Section("Settings", [_settings_facts(results)]),
     ]
     dates = [result.settings["date"] for result in results if "date" in result.settings]
@@ -109,11 +116,7 @@ def search_report(folder: Path) -> Report:
     return Report("search", folder.absolute().name, headline, max(dates, default=""), sections, files)
 
 
-def _pareto(group: Sequence[SearchResult]) -> Drawing:
-    return drawing((6.0, 4.0), lambda axis, tips: draw_pareto(axis, group, tips), f"{group[0].model}: KL by size")
-
-
-def _sections(result: SearchResult) -> list[Section]:
+def _section(result: SearchResult) -> Section:
     widths = result.widths
     costliest = sorted(result.measurements, key=lambda unit: -unit.kl[widths[-1]])
     units = [
@@ -122,19 +125,17 @@ def _sections(result: SearchResult) -> list[Section]:
     ]
     heads = ["unit", "target", "elements", *(f"KL at {format_width(width)}" for width in widths), "bits given"]
     heat = as_svg(heat_figure(result), f"{result.model}, {result.budget}: bits given to each tensor")
-    return [
-        Section(
-            f"Budget {result.budget}",
-            [
-                candidates_table(result),
-                "KL is that of the next-token distributions from those of 16 bits, in nats, on text held out.",
-                Drawing(heat),
-                roles_table(result),
-                "KL of a kind: its units' costs added up, each rounded alone. Mbit: a million bits saved of 16.",
-                Fold(f"{len(units)} units, the costliest first", [Table(heads, units, names=2)]),
-            ],
-        )
-    ]
+    return Section(
+        f"Budget {result.budget}",
+        [
+            candidates_table(result),
+            "KL is from the 16-bit model's next-token distributions, in nats, on held-out text.",
+            Drawing(heat),
+            roles_table(result),
+            "KL of a kind: the sum over its units, each rounded separately. Mbit: a million bits saved.",
+            Section(f"{len(units)} units, the costliest first", [Table(heads, units, names=2)], folded=True),
+        ],
+    )
 
 
 def _settings_facts(results: Sequence[SearchResult]) -> dict[str, str]:
@@ -169,7 +170,7 @@ def write_search(result: SearchResult, folder: Path) -> list[Path]:
     pareto, report = _SHARED
     texts = {recipe: result.recipe.to_yaml(), data: result.to_json()}
     pictures = {
-        picture: lambda path: heat_map(result, path),
+        picture: lambda path: heat_figure(result).savefig(path, dpi=160),
         pareto: lambda path: plot_pareto(read_searches(folder), path),
     }
     return write_run(folder, texts, pictures, report, lambda *_: search_report(folder))
@@ -222,13 +223,8 @@ _SHARED = ("pareto.png", "search.html")
 _DARK, _LIGHT = "#111111", "#f5f5f5"
 
 
-def heat_map(result: SearchResult, path: Path) -> None:
-    """Save a heat map of each unit's KL at the narrowest width, by layer and kind, with its chosen bits in the cell."""
-    heat_figure(result).savefig(path, dpi=160)
-
-
 def heat_figure(result: SearchResult) -> Any:
-    """Return the figure that `heat_map` saves."""
+    """Draw a heat map of each unit's KL at the narrowest width, by layer and kind, with its chosen bits in the cell."""
     from matplotlib.colors import LogNorm
 
     kinds = list(dict.fromkeys(m.kind for m in result.measurements))
@@ -256,9 +252,8 @@ def heat_figure(result: SearchResult) -> Any:
     axis.set_yticks(range(len(kinds)), [kind.removeprefix("self_attn.").removeprefix("mlp.") for kind in kinds])
     axis.set_xticks(range(layers), [str(n) if n % 5 == 0 or layers <= 12 else "" for n in range(layers)])
     axis.set_xlabel("layer")
-    axis.set_title(literal(f"{result.model}, {result.budget}: bits given to each tensor"), fontsize=11)
-    bar = figure.colorbar(image, ax=axis, pad=0.01)
-    bar.set_label(f"KL at {format_width(narrowest)} alone, nats")
+    axis.set_title(escape_dollars(f"{result.model}, {result.budget}: bits given to each tensor"), fontsize=11)
+    figure.colorbar(image, ax=axis, pad=0.01, label=f"KL at {format_width(narrowest)} alone, nats")
     return figure
 
 
@@ -271,11 +266,11 @@ def plot_pareto(results: Sequence[SearchResult], path: Path) -> None:
     groups = alike(results)
     figure = new_figure(6.4 * len(groups), 4.2)
     for axis, group in zip(figure.subplots(1, len(groups), squeeze=False)[0], groups, strict=True):
-        draw_pareto(axis, group)
+        draw_pareto(group, axis)
     figure.savefig(path, dpi=160)
 
 
-def draw_pareto(axis: Any, results: Sequence[SearchResult], tips: Tips | None = None) -> None:
+def draw_pareto(results: Sequence[SearchResult], axis: Any, tips: Tips | None = None) -> None:
     """Plot searches of one model: uniform widths as a line, searched and evenly spread widths as points.
 
     The size is the checkpoint's in bytes, or the mean stored bits of the targets if weights are not among them.
@@ -294,9 +289,8 @@ def draw_pareto(axis: Any, results: Sequence[SearchResult], tips: Tips | None = 
         style["linestyle"] = "-" if family == "uniform" else "none"
         axis.plot([x for x, _, _ in points], [y for _, y, _ in points], markersize=7, label=family, **style)
         for x, y, name in points:
-            if tips:
-                tips.mark(axis, x, y, f"{name}: {x:.4g} {unit}, KL {y:.3g}")
-            axis.annotate(literal(name), (x, y), (7, 4), textcoords="offset points", fontsize=7.5)
+            mark_tip(axis, tips, x, y, f"{name}: {x:.4g} {unit}, KL {y:.3g}")
+            axis.annotate(escape_dollars(name), (x, y), (7, 4), textcoords="offset points", fontsize=7.5)
     kls = [candidate.kl for candidates in families.values() for candidate in candidates.values()]
     # A KL is 0 if weights need no rounding at a width; it has no logarithm.
     if min(kls) > 0:
@@ -306,8 +300,8 @@ def draw_pareto(axis: Any, results: Sequence[SearchResult], tips: Tips | None = 
     axis.set_xlabel(
         "checkpoint, MB" if is_stored else f"stored bits, mean over {', '.join(results[0].candidates[0].bits)}"
     )
-    axis.set_ylabel("KL on text held out, nats")
-    axis.set_title(literal(results[0].model), fontsize=11)
+    axis.set_ylabel("KL on held-out text, nats")
+    axis.set_title(escape_dollars(results[0].model), fontsize=11)
     axis.legend(frameon=False, fontsize=9)
     tidy(axis, "both")
 

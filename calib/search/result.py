@@ -69,8 +69,8 @@ class Measurement:
         layer: index of its layer.
         kind: name inside a layer, such as "mlp.up_proj".
         elements: number of its elements; see `Unit.elements`.
-        kl: KL in nats by width, the widest first; see `Sensitivity.cost_of`.
-        attention: relative error of attention's output by width, the widest first; see `Sensitivity.cost_of`.
+        kl: KL in nats by width, the widest first; see `Sensitivity.measure_cost`.
+        attention: relative error of attention's output by width, the widest first; see `Sensitivity.measure_cost`.
         chosen: chosen width, or None if it is a part of a layer (see `find_parts`), which gets no width.
     """
 
@@ -160,55 +160,30 @@ _BY_WIDTH = ("kl", "attention")
 _UNROUNDED = 16
 
 
-@dataclass(frozen=True)
-class Role:
-    """All units of one target and kind, over all layers.
-
-    Attributes:
-        target, kind: see `Measurement`.
-        units: number of units.
-        elements: total number of elements.
-        kl: sum of the units' KL by width, in nats; each was measured with only that unit rounded.
-        worst: layer of the unit with the largest KL at the narrowest width.
-    """
-
-    target: str
-    kind: str
-    units: int
-    elements: int
-    kl: dict[Width, float]
-    worst: int
-
-    def per_megabit(self, width: Width) -> float:
-        """Return the KL in nats per million bits that a width saves against 16 bits, without scales."""
-        saved = _UNROUNDED - code_width(width)
-        return self.kl[width] / (self.elements * saved / 1e6)
-
-
-def roles(result: SearchResult) -> list[Role]:
-    """Return the kinds of tensors, by KL per saved bit at the narrowest width, the largest first."""
+def roles(result: SearchResult) -> dict[tuple[str, str], list[Measurement]]:
+    """Group units by kind and target, over all layers; the largest KL per saved bit at the narrowest width first."""
     kinds: dict[tuple[str, str], list[Measurement]] = {}
     for unit in [*result.measurements, *(result.parts or [])]:
-        kinds.setdefault((unit.target, unit.kind), []).append(unit)
+        kinds.setdefault((unit.kind, unit.target), []).append(unit)
         if result.parts is not None and ".experts." in unit.kind:
-            kinds[unit.target, f"{unit.kind}, layer {unit.layer}"] = [unit]
-    found = [_role(target, kind, units) for (target, kind), units in kinds.items()]
-    return sorted(found, key=lambda role: -role.per_megabit(result.widths[-1]))
+            kinds[f"{unit.kind}, layer {unit.layer}", unit.target] = [unit]
+    return dict(sorted(kinds.items(), key=lambda each: -kl_per_megabit(each[1], result.widths[-1])))
+
+
+def kl_per_megabit(units: Sequence[Measurement], width: Width) -> float:
+    """Return the KL in nats per million bits that a width saves against 16 bits, without scales.
+
+    It is the sum of the units' KL, each measured with only that unit rounded.
+    """
+    saved = sum(unit.elements for unit in units) * (_UNROUNDED - code_width(width))
+    return sum(unit.kl[width] for unit in units) / (saved / 1e6)
 
 
 def roles_table(result: SearchResult) -> Table:
-    """Return a table of `roles`."""
+    """Return a table of `roles`; the worst layer has the largest KL at the narrowest width."""
     heads = ["kind", "target", *(f"KL per Mbit at {format_width(width)}" for width in result.widths), "worst layer"]
-    lines = [
-        [role.kind, role.target, *(f"{role.per_megabit(width):.3g}" for width in result.widths), str(role.worst)]
-        for role in roles(result)
-    ]
+    lines = []
+    for kind, units in roles(result).items():
+        worst = max(units, key=lambda unit: unit.kl[result.widths[-1]])
+        lines.append([*kind, *(f"{kl_per_megabit(units, width):.3g}" for width in result.widths), str(worst.layer)])
     return Table(heads, lines, names=2)
-
-
-def _role(target: str, kind: str, units: Sequence[Measurement]) -> Role:
-    widths = units[0].kl
-    lowest = list(widths)[-1]
-    worst = max(units, key=lambda unit: unit.kl[lowest])
-    kl = {bits: sum(unit.kl[bits] for unit in units) for bits in widths}
-    return Role(target, kind, len(units), sum(unit.elements for unit in units), kl, worst.layer)

@@ -1,7 +1,7 @@
 """Implementation of `diffquant search`: measure sensitivities, allocate bit widths, compare on held-out text."""
 
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,8 @@ from diffquant.calib.search.allocation import (
     Budget,
     allocate,
     average_bits,
-    by_size,
     require_scipy,
+    sort_by_size,
     spread_evenly,
 )
 from diffquant.calib.search.result import INTEGERS, Candidate, Measurement, SearchResult, Width, format_width
@@ -23,11 +23,11 @@ from diffquant.checkpoints.calibration import calibration_text
 from diffquant.checkpoints.corpora import Sources
 from diffquant.checkpoints.source import Source, open_source
 from diffquant.checkpoints.texts import text_digest
-from diffquant.checkpoints.tokens import token_windows
+from diffquant.checkpoints.tokens import encode_windows
 from diffquant.errors import UsageError
 from diffquant.measure.sweep.subject import weight_bytes
 from diffquant.measure.task import CHARACTERS_PER_TOKEN
-from diffquant.measure.tasks.perplexity import reference_of, score_text
+from diffquant.measure.tasks.perplexity import compute_reference, score_text
 from diffquant.measure.torch_model import TorchModel
 from diffquant.quantization.loading import MODEL_MODULES, load
 from diffquant.recipe import Recipe
@@ -46,96 +46,90 @@ MEASUREMENT_FORMAT = 3
 _CHECK_WINDOW = 512
 
 
-@dataclass(frozen=True)
-class SearchOptions:
-    """Options of a search.
-
-    Attributes:
-        targets: names among "weights", "k", "v" and "logits".
-        widths: widths to choose from: integers from 2 to 8 bits, or names of other number formats.
-        granularity: granularity of the weights.
-        text: calibration data for `read_calibration`; costs are measured on the first half, and recipes compared on
-            the second.
-        windows: number of windows to measure costs on.
-        window: tokens per window.
-        check_characters: largest number of characters of the second half to compare recipes on.
-        dtype: dtype of the models.
-        device: device to run on.
-        parts: whether to measure parts of layers too (see `find_parts`).
-    """
-
-    targets: tuple[str, ...] = ("weights",)
-    widths: tuple[Width, ...] = (8, 6, 4)
-    granularity: str = DEFAULT_GRANULARITY["weights"]
-    text: Sources = None
-    windows: int = 8
-    window: int = 256
-    check_characters: int = 16384
-    dtype: str = "float32"
-    device: str = "auto"
-    parts: bool = False
-
-    def __post_init__(self) -> None:
-        if len(set(self.widths)) < 2 or not all(
-            width in INTEGERS if isinstance(width, int) else format_named(width).quantizes for width in self.widths
-        ):
-            raise UsageError(
-                f"{option_name('bits')} needs two or more widths between 2 and 8, or names of number formats, got "
-                f"{', '.join(map(str, self.widths))}"
-            )
-
-
 class Search:
     """A search over one model; invalid arguments raise in the constructor.
 
     Attributes:
         budget: budget of the widths.
-        options: options of the search.
+        targets: names among "weights", "k", "v" and "logits".
         widths: widths to choose from, the widest first.
         source: checkpoint to search.
         units: units that each get a width.
-        parts: parts of layers that are only measured.
+        parts: parts of layers that are only measured; empty unless they were asked for.
         journal: measurements made so far.
     """
 
-    def __init__(self, path: Path | str | Source, budget: Budget, options: SearchOptions, output: Path) -> None:
+    def __init__(
+        self,
+        path: Path | str | Source,
+        budget: Budget,
+        output: Path,
+        *,
+        targets: Sequence[str] = ("weights",),
+        widths: Sequence[Width] = (8, 6, 4),
+        granularity: str = DEFAULT_GRANULARITY["weights"],
+        text: Sources = None,
+        windows: int = 8,
+        window: int = 256,
+        check_characters: int = 16384,
+        dtype: str = "float32",
+        device: str = "auto",
+        parts: bool = False,
+    ) -> None:
         """Check all arguments, and open the journal of an interrupted search with the same settings, if there is one.
 
         Args:
             path: checkpoint to search.
             budget: budget of the widths.
-            options: options of the search.
             output: folder of the journal.
+            targets: names among "weights", "k", "v" and "logits".
+            widths: widths to choose from: integers from 2 to 8 bits, or names of other number formats.
+            granularity: granularity of the weights.
+            text: calibration data for `read_calibration`; costs are measured on the first half, and recipes compared on
+                the second.
+            windows: number of windows to measure costs on.
+            window: tokens per window.
+            check_characters: largest number of characters of the second half to compare recipes on.
+            dtype: dtype of the models.
+            device: device to run on.
+            parts: whether to measure parts of layers too (see `find_parts`).
 
         Raises:
             DiffQuantError: the checkpoint, the text, the targets, the widths or the budget are invalid.
         """
+        if len(set(widths)) < 2 or not all(
+            width in INTEGERS if isinstance(width, int) else format_named(width).quantizes for width in widths
+        ):
+            raise UsageError(
+                f"{option_name('bits')} needs two or more widths between 2 and 8, or names of number formats, got "
+                f"{', '.join(map(str, widths))}"
+            )
         require_scipy()
-        options = replace(options, device=resolve_device(options.device))
-        self.budget, self.options = budget, options
+        self.budget, self.targets = budget, targets
+        self._windows, self._window, self._measures_parts = windows, window, parts
+        self._device = resolve_device(device)
         self.source = open_source(path)
-        floats = [width for width in options.widths if not isinstance(width, int)]
+        floats = [width for width in widths if not isinstance(width, int)]
         # If integers are among the widths, the result is compared with every uniform integer width.
-        self._uniform = (*(INTEGERS if len(floats) < len(options.widths) else ()), *floats)
-        self.units = find_units(self.source, options.targets, options.granularity, self._uniform)
-        self.parts = find_parts(self.source, options.granularity) if options.parts else []
-        self.widths = by_size(self.units, list(set(options.widths)))[::-1]
+        self._uniform = (*(INTEGERS if len(floats) < len(widths) else ()), *floats)
+        self.units = find_units(self.source, targets, granularity, self._uniform)
+        self.parts = find_parts(self.source, granularity) if parts else []
+        self.widths = sort_by_size(self.units, list(set(widths)))[::-1]
         budget.check(self.units, self.widths)
         self._tokenizer = self.source.tokenizer
-        measured = 2 * CHARACTERS_PER_TOKEN * options.windows * options.window
-        wanted = 2 * max(measured, options.check_characters)
-        text = calibration_text(options.text, self._tokenizer, wanted)
-        self._text, self._held_out = text[: len(text) // 2], text[len(text) // 2 :][: options.check_characters]
-        self._dtype = resolve_dtype(options.dtype, options.device)
+        wanted = 2 * max(2 * CHARACTERS_PER_TOKEN * windows * window, check_characters)
+        read = calibration_text(text, self._tokenizer, wanted)
+        self._text, self._held_out = read[: len(read) // 2], read[len(read) // 2 :][:check_characters]
+        self._dtype = resolve_dtype(dtype, self._device)
         self._key = {
             "format": MEASUREMENT_FORMAT,
             "model": self.source.fingerprint,
             "dtype": str(self._dtype).removeprefix("torch."),
             "text": text_digest(self._text),
-            "windows": options.windows,
-            "window": options.window,
-            "device": torch.device(options.device).type,
-            "versions": versions_of_run(options.device),
+            "windows": windows,
+            "window": window,
+            "device": torch.device(self._device).type,
+            "versions": versions_of_run(self._device),
             "code": code_digest((*MODEL_MODULES, __name__)),
         }
         self.journal = Journal(output, self._key)
@@ -200,20 +194,20 @@ class Search:
             [measured[u] for u in self.units],
             to_recipe(chosen),
             settings,
-            [measured[u] for u in self.parts] if self.options.parts else None,
+            [measured[u] for u in self.parts] if self._measures_parts else None,
         )
 
     def _sensitivity(self) -> Sensitivity:
-        model = load(self.source, Recipe(), self._dtype, self.options.device)
-        tokens = self.options.windows * self.options.window
-        return Sensitivity(model, token_windows(model, self._tokenizer, self._text, self.options.window, tokens))
+        model = load(self.source, Recipe(), self._dtype, self._device)
+        tokens = self._windows * self._window
+        return Sensitivity(model, encode_windows(model, self._tokenizer, self._text, self._window, tokens))
 
     def _costs(self, progress: Progress) -> dict[Unit, dict[Width, Any]]:
         missing = self.missing
         sensitivity = self._sensitivity() if missing else None
         for done, (unit, bits) in enumerate(missing):
             if sensitivity is not None:
-                self._record(_measurement_name(unit, bits), sensitivity.cost_of(unit, bits))
+                self._record(_measurement_name(unit, bits), sensitivity.measure_cost(unit, bits))
             progress(done + 1, len(missing), f"{unit.name} at {format_width(bits)}")
         return {
             u: {bits: self.journal.get(_measurement_name(u, bits)) for bits in self.widths}
@@ -240,7 +234,7 @@ class Search:
             candidates.append(
                 Candidate(
                     name,
-                    {target: average_bits(rival, target) for target in self.options.targets},
+                    {target: average_bits(rival, target) for target in self.targets},
                     weight_bytes(self.source, recipes[name]),
                     sum(costs[unit][bits]["kl"] for unit, bits in rival.items()) if is_measured else None,
                     score["kl"],
@@ -251,8 +245,8 @@ class Search:
 
     def _uniform_widths(self, chosen: Allocation) -> list[Width]:
         """Return the uniform widths that enclose the chosen ones in size, for every target, ordered by size."""
-        widths, below = by_size(self.units, self._uniform), list[int]()
-        for target in self.options.targets:
+        widths, below = sort_by_size(self.units, self._uniform), list[int]()
+        for target in self.targets:
             mean = average_bits(chosen, target)
             uniform = [average_bits(dict.fromkeys(self.units, width), target) for width in widths]
             below.append(max((n for n, stored in enumerate(uniform) if stored <= mean * (1 + 1e-9)), default=0))
@@ -266,14 +260,14 @@ class Search:
         missing = {name for name in compared if self.journal.get(names[name]) is None}
         reference = None
         if missing:
-            model = load(self.source, Recipe(), self._dtype, self.options.device)
+            model = load(self.source, Recipe(), self._dtype, self._device)
             with OneDnnProducts():
-                reference = reference_of(
+                reference = compute_reference(
                     TorchModel(model, self._tokenizer), self._held_out, _CHECK_WINDOW, _CHECK_WINDOW
                 )
         for done, name in enumerate(name for name in compared if name in missing):
             progress(done, len(missing), f"comparing {name}")
-            model = load(self.source, compared[name], self._dtype, self.options.device)
+            model = load(self.source, compared[name], self._dtype, self._device)
             with OneDnnProducts():
                 score = score_text(
                     TorchModel(model, self._tokenizer),
@@ -282,7 +276,7 @@ class Search:
                     _CHECK_WINDOW,
                     reference=reference,
                 )
-            self._record(names[name], {"kl": score.kl, "perplexity": score.perplexity})
+            self._record(names[name], {name: score[name] for name in ("kl", "perplexity")})
         return {name: self.journal.get(names[name]) for name in compared}
 
 

@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
 from diffquant.calib.search.result import Width
-from diffquant.calib.search.units import Unit, unit_at_width
+from diffquant.calib.search.units import Unit, quantize_unit
 from diffquant.errors import NonFiniteError
 from diffquant.model.causal import CausalModel
 from diffquant.support.names import option_name
@@ -87,7 +87,7 @@ class Sensitivity:
             raise NonFiniteError(f"the model computes NaN or infinity; use {option_name('dtype', 'float32')}")
 
     @torch.inference_mode()
-    def cost_of(self, unit: Unit, width: Width) -> dict[str, float | None]:
+    def measure_cost(self, unit: Unit, width: Width) -> dict[str, float | None]:
         """Measure the cost of rounding only this unit, by a forward pass from the unit's layer on.
 
         Returns:
@@ -95,7 +95,7 @@ class Sensitivity:
             of the input of attention's output projection, or None if the unit does not affect it.
         """
         with OneDnnProducts():
-            with unit_at_width(self.model, unit, width):
+            with quantize_unit(self.model, unit, width):
                 x, attention = self._run_watched(self._walk.layers[unit.layer], self._inputs[unit.layer])
             for layer in self._walk.layers[unit.layer + 1 :]:
                 x = self._walk.run(layer, x)

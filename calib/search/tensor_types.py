@@ -51,10 +51,10 @@ def check_widths(targets: Sequence[str], widths: Sequence[Width]) -> None:
         UsageError: weights are not among the targets, or some widths have no ggml type; all are named.
     """
     if "weights" not in targets:
-        raise UsageError("llama.cpp's quantizer takes widths of weights alone, which are not among the targets")
+        raise UsageError("llama-quantize uses only widths of weights, which are not among the targets")
     untyped = dict.fromkeys(format_width(width) for width in widths if width not in TYPES)
     if untyped:
-        raise UsageError(f"no type of ggml is written for {', '.join(untyped)}; choose among {list(TYPES)}")
+        raise UsageError(f"ggml has no type for {', '.join(untyped)}; choose from {list(TYPES)}")
 
 
 def check_kinds(kinds: Iterable[str], maps: int = 1) -> None:
@@ -68,7 +68,7 @@ def check_kinds(kinds: Iterable[str], maps: int = 1) -> None:
         UsageError: some kinds have no name in GGUF, or llama.cpp does not support the attention; all are named.
     """
     if maps > 1:
-        raise UsageError("llama.cpp has no DIFF attention, so llama-quantize cannot take widths of this model")
+        raise UsageError("llama.cpp has no DIFF attention, so llama-quantize cannot use widths of this model")
     unnamed = sorted(set(kinds) - set(IN_LAYERS.values()))
     if unnamed:
         raise UsageError(f"a GGUF file of a Llama has no tensors for {', '.join(unnamed)}, so no line can name them")

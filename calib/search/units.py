@@ -15,7 +15,7 @@ from diffquant.measure.sweep.subject import state_bytes_per_token
 from diffquant.model.blocks import TokenRows
 from diffquant.model.causal import CausalModel
 from diffquant.quantization.plan import plan_quantization
-from diffquant.quantization.rounded_weight import as_stored
+from diffquant.quantization.rounded_weight import quantize_as_stored
 from diffquant.quantization.roundings import Rounder
 from diffquant.quantization.roundings.nearest import round_to_nearest
 from diffquant.recipe import Recipe
@@ -83,7 +83,7 @@ def find_units(
     """
     unknown = [target for target in targets if target not in TARGETS]
     if unknown or not targets:
-        raise UsageError(f"unknown target {', '.join(map(repr, unknown))}; known are {', '.join(TARGETS)}")
+        raise UsageError(f"unknown target {', '.join(map(repr, unknown))}; choose from {', '.join(TARGETS)}")
     units = _weight_units(source, granularity, widths) if "weights" in targets else []
     for target in CALIBRATED_TARGETS:
         if target in targets:
@@ -158,14 +158,14 @@ def to_recipe(widths: Mapping[Unit, Width]) -> Recipe:
 
 
 @contextmanager
-def unit_at_width(model: CausalModel, unit: Unit, width: Width) -> Iterator[None]:
+def quantize_unit(model: CausalModel, unit: Unit, width: Width) -> Iterator[None]:
     """Quantize one unit of the model to a width inside the context, and restore the model afterwards."""
     if unit.target == "weights":
         parameter = model.get_parameter(unit.parameter)
         original = parameter.data
         scheme = unit.scheme(width)
         dtype = scheme.format.scale_dtype(unit.dtype)
-        rounded = as_stored(Rounder(round_to_nearest), unit.name, original, scheme, dtype)
+        rounded = quantize_as_stored(Rounder(round_to_nearest), unit.name, original, scheme, dtype)
         parameter.data = rounded if unit.rows is None else original.index_copy(0, unit.rows, rounded[unit.rows])
         try:
             yield

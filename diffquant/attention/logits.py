@@ -84,7 +84,7 @@ def prepare_logits(logits: Tensor, visible: Tensor | None, shift: bool) -> Tenso
 
 
 def binds_maps(scheme: Scheme) -> bool:
-    """Whether a map's codes depend on the pair's other map, so that rounded noise maps cannot be shared by pairs."""
+    """Return whether a map's codes depend on the pair's other map, so that pairs cannot share rounded noise maps."""
     return scheme.quantizes and (scheme.has("alike") or scheme.sharing.binds_pairs)
 
 

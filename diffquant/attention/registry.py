@@ -36,7 +36,7 @@ class Backend:
     is_worthwhile: Callable[[AttentionCall], bool] = lambda _call: True
 
     def supports(self, rounds_maps: bool) -> bool:
-        """Whether it supports calls whose `AttentionCall.rounds_maps` is this."""
+        """Return whether it supports calls whose `AttentionCall.rounds_maps` is this."""
         return self.logits in ("both", "quantized" if rounds_maps else "full")
 
 
@@ -58,7 +58,7 @@ def register(backend: Backend) -> None:
     BACKENDS[backend.name] = backend
 
 
-def by_priority(rounds_maps: bool) -> list[Backend]:
+def backends_by_priority(rounds_maps: bool) -> list[Backend]:
     """Return the backends that "auto" tries, highest priority first, for calls with or without quantized maps."""
     candidates = [backend for backend in BACKENDS.values() if backend.priority and backend.supports(rounds_maps)]
     return sorted(candidates, key=lambda backend: -backend.priority)
@@ -116,7 +116,7 @@ def backend_for(call: AttentionCall, name: str = "auto") -> Backend:
             raise UsageError(f"attention backend {name!r}: {refusal}; use auto")
         return BACKENDS[name]
     refusals = []
-    for backend in by_priority(call.rounds_maps):
+    for backend in backends_by_priority(call.rounds_maps):
         if not backend.is_worthwhile(call):
             continue
         refusal = _find_refusal(backend, call)
@@ -124,13 +124,13 @@ def backend_for(call: AttentionCall, name: str = "auto") -> Backend:
             return backend
         refusals.append(f"{backend.name}: {refusal}")
         log_once(__name__, logging.INFO, "attention backend %s is not used: %s", backend.name, refusal)
-    raise UsageError(f"no attention backend serves this call: {'; '.join(refusals)}")
+    raise UsageError(f"no attention backend supports this call: {'; '.join(refusals)}")
 
 
 def _find_refusal(backend: Backend, call: AttentionCall) -> str | None:
     """Return the reason why a backend cannot serve a call, or None."""
     if call.qk.quantizes and not backend.rounds_operands:
-        return f"queries and keys at {call.qk} have to be rounded before the call"
+        return f"queries and keys at {call.qk} must be quantized before the call"
     return backend.refuses(call)
 
 

@@ -40,7 +40,7 @@ def stage_output(destination: Path, key: Mapping[str, Any], nbytes: int, overwri
         overwrite: whether an old output may be replaced.
 
     Raises:
-        OutputExistsError: the destination exists and `overwrite` is false, or it holds what diffquant did not write.
+        OutputExistsError: the destination exists and `overwrite` is false, or has files that diffquant did not write.
         DiffQuantError: the disk is too full, before or during the work, or another run writes the same output.
         KeyboardInterrupt: the work was interrupted; the message says what is kept and how to resume.
     """
@@ -81,7 +81,7 @@ def check_output(source: Path, destination: Path, overwrite: bool) -> None:
 
     Raises:
         UsageError: source and destination overlap, or nothing can be written there.
-        OutputExistsError: the destination exists and `overwrite` is false, or it holds what diffquant did not write.
+        OutputExistsError: the destination exists and `overwrite` is false, or has files that diffquant did not write.
         DiffQuantError: another run is putting its output there.
     """
     input_path, output_path = source.resolve(), destination.resolve()
@@ -122,16 +122,16 @@ def add_to_record(folder: Path, files: Iterable[Path]) -> None:
     """Add files to an output's record, if it has one, so that `overwrite` may replace them."""
     if recorded := _recorded_files(folder):
         names = recorded | {file.relative_to(folder).as_posix() for file in files}
-        write_atomically(folder / RECORD, _add_files(read_json(folder / RECORD), names))
+        write_atomically(folder / RECORD, _record_json(read_json(folder / RECORD), names))
 
 
 def _record_files(folder: Path) -> None:
     """List an output's files in its record."""
     record = read_json(folder / RECORD) if (folder / RECORD).exists() else {}
-    write_atomically(folder / RECORD, _add_files(record, _files_in(folder) | {RECORD}))
+    write_atomically(folder / RECORD, _record_json(record, _files_in(folder) | {RECORD}))
 
 
-def _add_files(record: Mapping[str, Any], names: Collection[str]) -> str:
+def _record_json(record: Mapping[str, Any], names: Collection[str]) -> str:
     return json.dumps({**record, "files": sorted(names)}, indent=2) + "\n"
 
 

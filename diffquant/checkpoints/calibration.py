@@ -74,7 +74,7 @@ def read_calibration(
     """
     check_window(window, config, tokenizer)
     if tokens < window:
-        raise UsageError(f"{tokens} tokens hold no window of {window}; read more tokens, or in shorter windows")
+        raise UsageError(f"{tokens} tokens do not fill a window of {window}; read more tokens, or in shorter windows")
     corpora = open_corpora(sources)
     parts: list[Tensor] = []
     records: list[dict[str, Any]] = []
@@ -88,7 +88,7 @@ def read_calibration(
                 "shorter windows"
             )
         if count < share:
-            message = "calibration reads %d sequences of %d tokens of %s, which has no more; %d were asked for"
+            message = "calibration reads %d sequences of %d tokens of %s, which has no more; %d were requested"
             log_once(__name__, logging.WARNING, message, count, window, corpus.name, share)
         parts.append(torch.tensor(ids[: count * window]).view(count, window))
         records.append(record | {"samples": count, "tokens": count * window})
@@ -106,7 +106,7 @@ def calibration_text(sources: Sources, tokenizer: Any, characters: int) -> str:
     several sources, each contributes at most its weight's fraction of `characters`.
 
     Raises:
-        DiffQuantError: `read_calibration` raises it.
+        DiffQuantError: see `read_calibration`.
     """
     corpora = open_corpora(sources)
     total = sum(corpus.weight for corpus in corpora)
@@ -147,7 +147,7 @@ def _shares(corpora: Sequence[Corpus], count: int) -> list[int]:
         shares[i] += 1
     if 0 in shares:
         name = corpora[shares.index(0)].name
-        raise UsageError(f"{name} gets none of {count} sequences; ask for more samples, or give it a larger weight")
+        raise UsageError(f"{name} gets none of {count} sequences; read more samples, or give it a larger weight")
     return shares
 
 
@@ -195,8 +195,8 @@ def _render_chat(row: Row, where: str, tokenizer: Any) -> str:
     """Render a chat by the tokenizer's template."""
     if not getattr(tokenizer, "chat_template", None):
         raise UsageError(
-            f"{where} is a chat, and the tokenizer of {tokenizer.name_or_path} has no chat template: put the "
-            "chat_template.jinja of the model's chat version beside its weights, or give rows of `text`"
+            f"{where} is a chat, and the tokenizer of {tokenizer.name_or_path} has no chat template: copy "
+            "chat_template.jinja from the model's chat version into its folder, or give rows of `text`"
         )
     messages = row["messages"]
     if not isinstance(messages, Sequence) or not all(isinstance(each, Mapping) for each in messages):
@@ -208,5 +208,5 @@ def _render_chat(row: Row, where: str, tokenizer: Any) -> str:
     except Exception as error:  # a template raises whatever its author wrote
         raise UsageError(f"{where}: the tokenizer's chat template refuses it: {error}") from error
     if not is_text(text):
-        raise UsageError(f"{where} is not text: it holds half a surrogate pair")
+        raise UsageError(f"{where} is not valid text: it contains half of a surrogate pair")
     return str(text)

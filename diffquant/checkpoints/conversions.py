@@ -66,10 +66,10 @@ def _diffllama_config(source: Source) -> dict[str, Any]:
     problems = []
     if not math.isclose(ours.rms_norm_eps, spec.post_norm_eps, rel_tol=1e-6):
         problems.append(
-            f"rms_norm_eps is {ours.rms_norm_eps}, while subln's is {spec.post_norm_eps} and diffllama has one for both"
+            f"rms_norm_eps is {ours.rms_norm_eps}, and subln's {spec.post_norm_eps}, but diffllama has one for both"
         )
     if ours.mlp_bias:
-        problems.append("mlp_bias is true, and diffllama's MLP has none")
+        problems.append("mlp_bias is true, but diffllama's MLP has no biases")
     if problems:
         raise CheckpointError(f"{source.path} cannot be converted to diffllama: {'; '.join(problems)}")
     dropped = ("rope_style", "gqa_pairing", "attention_dropout", "auto_map", *_ROTARY)

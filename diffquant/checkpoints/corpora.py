@@ -116,9 +116,9 @@ def _load_rows(place: str, where: str, parts: Sequence[str], **options: Any) -> 
                 last = error
             if name == where and not isinstance(error, ConnectionError):
                 break
-    offline = f"; `hf download {where} --repo-type dataset` where there is a connection fills the hub's cache"
+    offline = f"; run `hf download {where} --repo-type dataset` once with a connection"
     raise UsageError(
-        f"cannot read {place} by the datasets library: {' '.join(str(last).split())}"
+        f"the datasets library cannot read {place}: {' '.join(str(last).split())}"
         + (offline if isinstance(last, ConnectionError) else "")
     ) from last
 
@@ -144,13 +144,13 @@ def _load_split(where: str, parts: Sequence[str], options: Mapping[str, Any]) ->
     import datasets
 
     if len(parts) > 2:
-        raise ValueError("more than :CONFIG:SPLIT follows its name")
+        raise ValueError("its name may be followed only by :CONFIG:SPLIT")
     split = parts[-1] if parts else "train"
     if any((Path(where) / name).is_file() for name in ("state.json", "dataset_dict.json")):
         saved = datasets.load_from_disk(where)
         splits = {"train": saved} if isinstance(saved, datasets.Dataset) else saved
         if split not in splits:
-            raise ValueError(f"it has no split {split}, but {', '.join(splits)}")
+            raise ValueError(f"it has no split {split}; its splits are {', '.join(splits)}")
         return splits[split]
     config = parts[0] if len(parts) == 2 else None
     if len(parts) == 1 and split in datasets.get_dataset_config_names(where, **options):

@@ -126,7 +126,7 @@ def _check_adapter(folder: Path) -> None:
     if (folder / ADAPTER).is_file():
         is_model = (folder / "config.json").is_file()
         raise CheckpointError(
-            f"{folder} holds {ADAPTER}, and diffquant does not add an adapter's weights: merge it into the model "
+            f"{folder} contains {ADAPTER}, but diffquant does not apply adapters: merge it into the model "
             "(peft's merge_and_unload), or, to have the model without it, "
             + (f"remove {ADAPTER}" if is_model else "use the model it was trained on")
         )
@@ -164,7 +164,7 @@ def _suggest_use(files: list[str]) -> str:
         return "files called consolidated do not use transformers' tensor names: download the model* files instead"
     if not any(name.endswith(".safetensors") for name in files):
         return "the download is incomplete: resume it"
-    return f"rename the file of the model to {SINGLE}" + ("" if len(files) == 1 else ", and leave one of them alone")
+    return f"rename the model's file to {SINGLE}" + ("" if len(files) == 1 else ", and remove the others")
 
 
 def _open_all(folder: Path, files: Mapping[str, Path]) -> tuple[dict[str, Any], list[str]]:
@@ -211,7 +211,7 @@ def _check_header(file: Path) -> None:
 
 
 def _is_inside(folder: Path, shard: str) -> bool:
-    """Whether a shard's name is a plain name in the folder."""
+    """Return whether a shard's name is a plain name in the folder."""
     if PurePosixPath(shard).parts != (shard,) or shard == ".." or "\0" in shard:
         return False
     return leads_inside(folder, folder / shard)

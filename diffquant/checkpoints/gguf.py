@@ -14,7 +14,7 @@ from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
-from diffquant.checkpoints.gguf_config import IN_LAYERS, llama_config
+from diffquant.checkpoints.gguf_config import IN_LAYERS, make_llama_config
 from diffquant.checkpoints.gguf_header import StoredTensor, read_header
 from diffquant.checkpoints.gguf_rope import FACTORS, Factors
 from diffquant.checkpoints.gguf_tokenizer import ENDS, load_gguf_tokenizer
@@ -52,7 +52,7 @@ class GgufCheckpoint(Checkpoint):
             metadata, tensors, ids = read_header(self._bytes.data, ENDS)
             _check_kinds(tensors)
             self._front_matter = gguf_front_matter(metadata)
-            self.config = llama_config(metadata, ids, self._factors(tensors), is_tied=_HEAD not in tensors)
+            self.config = make_llama_config(metadata, ids, self._factors(tensors), is_tied=_HEAD not in tensors)
         except CheckpointError as error:
             raise CheckpointError(f"cannot read {path}: {error}") from error
         names = sorted((name for name in tensors if not _ROTARY.fullmatch(name)), key=_place)

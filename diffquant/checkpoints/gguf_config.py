@@ -84,7 +84,7 @@ _NEUTRAL: Mapping[str, tuple[Value, ...]] = {
 }  # fmt: skip
 
 
-def llama_config(
+def make_llama_config(
     metadata: Mapping[str, Value], ids: Mapping[str, int], factors: Factors | None, *, is_tied: bool
 ) -> dict[str, Any]:
     """Make the content of config.json for the Llama in a GGUF file.

@@ -85,7 +85,7 @@ def read_header(data: memoryview, tokens: Iterable[str] = ()) -> Header:
     if is_pointer(data):
         raise CheckpointError(POINTER)
     if bytes(data[:4]) != _MAGIC:
-        raise CheckpointError("it does not start as a GGUF file does")
+        raise CheckpointError("it does not start like a GGUF file")
     cursor = _Cursor(data, len(_MAGIC), {text.encode(): text for text in tokens})
     try:
         version = cursor.scalar("I")
@@ -138,12 +138,12 @@ class _Cursor:
         # Other arrays are the tokenizer's; only their length is needed.
         return key, self._value(self.scalar("I"), key.startswith("general."))
 
-    def _value(self, kind: int, wants_texts: bool) -> Value:
-        """Read the next value of metadata: of an array of texts, all texts if `wants_texts`, otherwise the length."""
+    def _value(self, kind: int, keep_strings: bool) -> Value:
+        """Read the next value of metadata: of an array of texts, all texts if `keep_strings`, otherwise the length."""
         if kind == GGUFValueType.STRING:
             return self.string()
         if kind == GGUFValueType.ARRAY:
-            return self._array(wants_texts)
+            return self._array(keep_strings)
         return self.scalar(self._letter(kind))
 
     def tensor(self) -> _Entry:
@@ -153,9 +153,9 @@ class _Cursor:
         shape = tuple(self.scalar("Q") for _ in range(dimensions))
         return name, shape[::-1], self.scalar("I"), self.scalar("Q")
 
-    def _array(self, wants_texts: bool = False) -> Value:
+    def _array(self, keep_strings: bool = False) -> Value:
         kind, length = self.scalar("I"), self.scalar("Q")
-        if wants_texts and kind == GGUFValueType.STRING:
+        if keep_strings and kind == GGUFValueType.STRING:
             return tuple(self.string() for _ in range(length))
         if kind in (GGUFValueType.STRING, GGUFValueType.ARRAY):
             for _ in range(length):

@@ -66,7 +66,7 @@ def rope_metadata(rope: Mapping[str, Any], pairs: int) -> tuple[dict[str, Any], 
     ]
     if odd or kind not in ("default", "linear", "yarn", "llama3"):
         named = f"{kind} with {', '.join(odd)}" if odd else kind
-        raise CheckpointError(f"its rope_type {named} has no place in a GGUF file of a Llama")
+        raise CheckpointError(f"a Llama's GGUF file cannot store its rope_type {named}")
     if kind == "default":
         return metadata, None
     factor = float(rope["factor"])
@@ -107,7 +107,7 @@ def _scaling(metadata: Mapping[str, Value]) -> dict[str, Any]:
 
 def _yarn(metadata: Mapping[str, Value], factor: float, attention: float) -> dict[str, Any]:
     if factor < 1:
-        raise CheckpointError(f"{_SCALING}factor is {factor:g}, and yarn only stretches angles")
+        raise CheckpointError(f"{_SCALING}factor is {factor:g}, but yarn needs 1 or more")
     settings: dict[str, Any] = {"rope_type": "yarn", "factor": factor}
     original = metadata.get(_SCALING + "original_context_length", metadata.get("llama.context_length"))
     if original is not None:
@@ -146,8 +146,7 @@ def _fit_llama3(factors: Factors, theta: float) -> dict[str, Any]:
             }
     where = "" if nearest is None else f"; the nearest settings differ at pair {int(nearest.argmax())} by {gap:.2g}"
     raise CheckpointError(
-        f"{FACTORS} divides the frequencies of {len(factors)} pairs of channels in a "
-        f"way that no scaling of Llama 3 does{where}"
+        f"{FACTORS} has frequency divisors for {len(factors)} pairs of channels that no scaling of Llama 3 has{where}"
     )
 
 

@@ -7,8 +7,16 @@ from pathlib import Path
 
 import torch
 
-from diffquant.checkpoints.compressed_config import read_schemes
-from diffquant.checkpoints.compressed_tensors import SCALE, SHAPE, packed_modules, packed_shapes, packed_types
+from diffquant.checkpoints.cache_scales import scale_names
+from diffquant.checkpoints.compressed_config import read_schemes, states_cache
+from diffquant.checkpoints.compressed_tensors import (
+    INPUT_GLOBAL,
+    SCALE,
+    SHAPE,
+    list_packed_modules,
+    packed_shapes,
+    packed_types,
+)
 from diffquant.checkpoints.dequantized import dequantize_folder
 from diffquant.checkpoints.folder import FolderCheckpoint
 from diffquant.checkpoints.hub import local_path
@@ -45,7 +53,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path is a .gguf file; a folder may have such a name, too."""
+    """Return whether a path is a .gguf file; a folder may have such a name, too."""
     return path.suffix.lower() == ".gguf" and not path.is_dir()
 
 
@@ -56,8 +64,8 @@ def _suggest_path(path: Path) -> str:
         return f"give its folder, {path.parent}" if holds else "give a folder with a config.json"
     # As a Path, the address has lost one of its two slashes.
     if address := re.fullmatch(r"https?:/huggingface\.co/([^/]+/[^/]+).*", path.as_posix()):
-        return f"a model of the hub is named ORG/NAME: {address[1]}"
-    return f"{_suggest_neighbour(path)}a model of the hub is named ORG/NAME"
+        return f"give the name of a model on the hub as ORG/NAME: {address[1]}"
+    return f"{_suggest_neighbour(path)}give the name of a model on the hub as ORG/NAME"
 
 
 def _checkpoints_in(folder: Path) -> list[Path]:
@@ -103,10 +111,12 @@ def check_tensors(checkpoint: Checkpoint, adapter: Adapter) -> dict[str, Scheme]
         raise CheckpointError(
             f"{checkpoint.path}: config.json has {layers} layers, but there are {len(checkpoint.tensors)} tensors"
         )
-    schemes = read_schemes(checkpoint.config, packed_modules(checkpoint.tensors))
+    schemes = read_schemes(checkpoint.config, list_packed_modules(checkpoint.tensors))
     parameters = adapter.source_parameters
-    surplus = surplus_tensors(checkpoint, adapter)
-    problems = _differences(stored_shapes(parameters, schemes), checkpoint, schemes, surplus)
+    surplus = find_surplus_tensors(checkpoint, adapter)
+    scales = scale_names(adapter).values() if states_cache(checkpoint.config) else ()
+    expected = stored_shapes(parameters, schemes) | dict.fromkeys(scales, (1,))
+    problems = _differences(expected, checkpoint, schemes, surplus)
     if not problems:
         problems = _other_shapes(checkpoint, parameters, schemes) + _other_head(checkpoint, adapter)
     if problems:
@@ -129,10 +139,11 @@ def stored_shapes(parameters: Parameters, schemes: dict[str, Scheme]) -> dict[st
     return shapes
 
 
-def surplus_tensors(checkpoint: Checkpoint, adapter: Adapter) -> frozenset[str]:
+def find_surplus_tensors(checkpoint: Checkpoint, adapter: Adapter) -> frozenset[str]:
     """List the tensors that the model does not need and whose absence changes nothing.
 
     Older writers stored buffers, tied heads, and a bias of zeros for each packed matrix of a model without biases.
+    Other readers need the divisor of rounded inputs, which is 1.
     """
     needed = adapter.source_parameters
     is_tied = adapter.architecture.tie_word_embeddings
@@ -143,13 +154,14 @@ def surplus_tensors(checkpoint: Checkpoint, adapter: Adapter) -> frozenset[str]:
         and (
             name.endswith(_BUFFERS)
             or (is_tied and name == _HEAD)
+            or name.endswith(INPUT_GLOBAL)
             or (name.endswith(".bias") and _adds_nothing(checkpoint, name, info, needed))
         )
     )
 
 
 def _adds_nothing(checkpoint: Checkpoint, name: str, info: TensorInfo, needed: Parameters) -> bool:
-    """Whether a bias is a causal mask, as in GPT-2, or holds a zero for each row of a matrix of the model."""
+    """Return whether a bias is a causal mask, as in GPT-2, or holds a zero for each row of a matrix of the model."""
     if len(info.shape) == 4:
         return not info.dtype.is_floating_point
     weight = needed.get(f"{name.removesuffix('.bias')}.weight")
@@ -201,7 +213,7 @@ def _other_shapes(checkpoint: Checkpoint, parameters: Parameters, schemes: dict[
         if module in schemes and schemes[module].format.stores_shape:
             stored, expected = checkpoint.read(module + SHAPE).tolist(), list(parameter.shape)
             if stored != expected:
-                problems.append(f"{module} states {stored}, not {expected}")
+                problems.append(f"{module + SHAPE} is {stored}, not {expected}")
     return _problem("wrong packed shape: ", problems)
 
 
@@ -217,7 +229,7 @@ def _other_head(checkpoint: Checkpoint, adapter: Adapter) -> list[str]:
     ):
         return []
     return [
-        f"tie_word_embeddings is true, and {_HEAD} is not {embedding}: set it to false for the model with this head, "
+        f"tie_word_embeddings is true, but {_HEAD} differs from {embedding}: set it to false to use this head, "
         "or remove the tensor"
     ]
 

@@ -142,14 +142,14 @@ class Spread(Placement):
         homeless = [name for name, _ in model.named_parameters() if self._place_of(name) is None]
         if homeless:
             raise UsageError(
-                f"device_map has no place for {len(homeless)} parameters, {homeless[0]} among them; name their "
+                f"device_map has no place for {len(homeless)} parameters, such as {homeless[0]}; name their "
                 "modules, or the whole model as ''"
             )
         has_device = bool(set(self.places.values()) - {"cpu", "disk"})
         if self._place_of(EMBEDDING) in (("cpu", "disk") if has_device else ("disk",)):
             raise UsageError(
-                f"device_map puts {_EMBEDDING} where nothing computes; put it on a device, or in 'cpu' if all the "
-                "rest is in 'cpu' or on 'disk'"
+                f"device_map puts {_EMBEDDING} on a place that does not compute; put it on a device, or on 'cpu' "
+                "if everything else is on 'cpu' or 'disk'"
             )
 
     @staticmethod
@@ -179,7 +179,7 @@ def _disjoint(
 
 
 @contextmanager
-def on_compute_device(module: nn.Module) -> Iterator[None]:
+def move_to_compute_device(module: nn.Module) -> Iterator[None]:
     """Keep a module's parameters on the computing device inside this context, wherever they are stored.
 
     Args:

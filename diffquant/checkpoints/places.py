@@ -44,7 +44,7 @@ class Places:
                 raise UsageError(f"an offload folder needs a device map: give {option_name('device_map', 'auto')} too")
             return None
         if isinstance(device_map, str) and device_map != "auto":
-            raise UsageError(f"device_map is 'auto' or a mapping from modules to devices, got {device_map!r}")
+            raise UsageError(f"device_map must be 'auto' or a mapping from modules to devices, got {device_map!r}")
         if device != "auto":
             raise UsageError(
                 f"a device ({device!r}) and a device map exclude each other: leave out {option_name('device')} or "

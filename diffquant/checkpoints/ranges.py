@@ -81,7 +81,7 @@ class Ranges:
             if wrong:
                 raise UsageError(
                     f"{target} {wrong[0]}: these ranges were clipped for {self.bits} bits; calibrate with "
-                    f"{option_name('bits', wrong[0].bits)}, or with an observer that serves every width"
+                    f"{option_name('bits', wrong[0].bits)}, or with observer absmax or percentile"
                 )
 
 
@@ -102,7 +102,7 @@ def check_ranges_output(path: Path, overwrite: bool) -> None:
 
     Raises:
         OutputExistsError: the file exists and `overwrite` is false, or diffquant did not write it.
-        UsageError: it is a folder, or nothing can be written beside it.
+        UsageError: it is a folder, or its folder cannot be written.
     """
     if path.is_dir():
         raise UsageError(f"{path} is a folder; name a file to write, such as {path / 'scales.safetensors'}")
@@ -160,7 +160,7 @@ def read_any_ranges(path: Path) -> Ranges:
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot read ranges from {path}: {error}") from error
     if metadata.get("diffquant") != _VERSION:
-        raise CheckpointError(f"{path} does not hold ranges of this diffquant; make them with diffquant calibrate")
+        raise CheckpointError(f"{path} does not contain ranges for this version; make them with diffquant calibrate")
     try:
         settings, bits = parse_json(metadata["settings"]), parse_json(metadata["bits"])
         ranges = Ranges(metadata["model"], settings, bits, tensors)

@@ -40,7 +40,7 @@ class Block:
     """Rows of one or more output tensors, and their rounding error.
 
     Attributes:
-        pieces: first row and the rows from there on, by output tensor.
+        pieces: for each output tensor, the number of the first row in this block, and the rows.
         error, total: sums of squares of the rounding error and of the source's values.
     """
 
@@ -54,7 +54,7 @@ class Job:
     """The conversion of one source tensor into its output tensors, any rows at a time.
 
     Attributes:
-        name: name of the source tensor, or of the output where there is none.
+        name: name of the source tensor, or of the output if there is no source tensor.
         rows, width: number of rows to go through, and of source elements in each.
         outputs: tensors to write.
         make: function from the first and last (exclusive) row to their block.

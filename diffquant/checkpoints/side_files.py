@@ -1,4 +1,4 @@
-"""The files beside a checkpoint's weights: reading JSON, which files to copy, links, and the card's front matter.
+"""A checkpoint's files other than weights: reading JSON, which files to copy, links, and the card's front matter.
 
 No torch here. Source of the front matter: the hub's model cards, huggingface.co/docs/hub/model-cards.
 """
@@ -23,12 +23,12 @@ _BEGINS = b"version https://git-lfs"
 
 
 def is_pointer(content: bytes | memoryview) -> bool:
-    """Whether a file's content, or its first bytes, is a pointer of Git LFS."""
+    """Return whether a file's content, or its first bytes, is a pointer of Git LFS."""
     return bytes(content[: len(_BEGINS)]) == _BEGINS
 
 
 def holds_pointer(file: Path) -> bool:
-    """Whether a file is a pointer of Git LFS; false for a file that cannot be read."""
+    """Return whether a file is a pointer of Git LFS; false for a file that cannot be read."""
     try:
         with file.open("rb") as stream:
             return is_pointer(stream.read(len(_BEGINS)))
@@ -173,7 +173,7 @@ TOKENIZER_SUFFIXES = {".spm", ".codes", ".bpe"}
 
 
 def side_files(folder: Path) -> list[Path]:
-    """List the files beside the weights that a reader needs: tokenizer, generation, chat templates, code, licence."""
+    """List the files other than weights that a reader needs: tokenizer, generation, chat templates, code, licence."""
     return sorted(
         file
         for file in [*folder.iterdir(), *folder.glob(f"{TEMPLATES}/*.jinja")]
@@ -192,9 +192,9 @@ def read_files(folder: Path) -> list[Path]:
 
 
 def check_side_files(folder: Path) -> None:
-    """Check that no file beside the weights is a pointer of Git LFS, and that tokenizer_config.json can be read.
+    """Check that no file is a pointer of Git LFS, weights excepted, and that tokenizer_config.json can be read.
 
-    transformers would take the second of two entries with one name, and another reader the first.
+    If a file gives a name twice, transformers reads the second entry, and other libraries the first.
 
     Raises:
         CheckpointError: some are pointers; the first are named. Or tokenizer_config.json is not a JSON object, or gives
@@ -209,12 +209,12 @@ def check_side_files(folder: Path) -> None:
 
 
 def _is_side_file(file: Path) -> bool:
-    """Whether a file is of a kind that is read or copied beside the weights."""
+    """Return whether a file is of a kind that is read or copied beside the weights."""
     return file.suffix.lower() not in _LEFT_SUFFIXES and not file.name.startswith(".")
 
 
 def is_written_anew(file: Path) -> bool:
-    """Whether an output gets a new file with this name instead of a copy."""
+    """Return whether an output gets a new file with this name instead of a copy."""
     return file.name in _OWN_NAMES or file.name.endswith(".index.json")
 
 
@@ -247,7 +247,7 @@ def check_links(folder: Path) -> None:
 
 
 def leads_inside(folder: Path, file: Path) -> bool:
-    """Whether a file, links followed, is in the folder or in the "blobs" of the hub's cache that holds it.
+    """Return whether a file, links followed, is in the folder or in the "blobs" of the hub's cache that holds it.
 
     Hugging Face's cache has REPOSITORY/snapshots/COMMIT, of links to REPOSITORY/blobs; the folder may lie in a commit.
     """

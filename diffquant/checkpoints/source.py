@@ -16,7 +16,7 @@ from diffquant.checkpoints.opening import check_tensors, open_checkpoint, restor
 from diffquant.checkpoints.reader import Checkpoint, read_stored_dtype, read_stored_recipe
 from diffquant.checkpoints.side_files import read_files
 from diffquant.checkpoints.texts import SpecialTokens, read_special_tokens
-from diffquant.checkpoints.tokenizer import tokenizer_of
+from diffquant.checkpoints.tokenizer import open_tokenizer
 from diffquant.checkpoints.weight_source import WeightSource
 from diffquant.errors import CheckpointError, UnknownModelTypeError, UsageError
 from diffquant.family.spec import DiffSpec
@@ -170,7 +170,7 @@ class Source:
         """The tokens that begin, end and pad the model's text.
 
         Raises:
-            CheckpointError: as `read_special_tokens` raises it.
+            CheckpointError: see `read_special_tokens`.
         """
         return read_special_tokens(self.path, self.checkpoint.config)
 
@@ -178,7 +178,7 @@ class Source:
         """Check the special tokens' file, so that a copy of the checkpoint can be loaded.
 
         Raises:
-            CheckpointError: as `read_special_tokens` raises it.
+            CheckpointError: see `read_special_tokens`.
         """
         _ = self.special_tokens
 
@@ -189,7 +189,7 @@ class Source:
         Raises:
             CheckpointError: there is none, or it cannot be read.
         """
-        return tokenizer_of(self.checkpoint)
+        return open_tokenizer(self.checkpoint)
 
     def __reduce__(self) -> "tuple[Callable[[Path, str, FilesState], Source], tuple[Path, str, FilesState]]":
         # Pickled as its path, and opened again in the other process.

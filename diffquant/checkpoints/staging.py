@@ -42,7 +42,9 @@ class Staging:
         self._key = json.loads(json.dumps(key))
         self._guard = threading.Lock()
         if not self._journal.exists() and self.folder.is_dir() and any(self.folder.iterdir()):
-            raise OutputExistsError(f"{self.folder} is needed for unfinished output but holds other files; move them")
+            raise OutputExistsError(
+                f"{self.folder} is needed for unfinished output, but contains other files; move them elsewhere"
+            )
         self._records = self._read_journal()
         self._write_journal()
         self.folder.mkdir(exist_ok=True)
@@ -128,7 +130,7 @@ def lock_output(destination: Path) -> Iterator[None]:
 
 
 def has_leftovers(destination: Path) -> bool:
-    """Whether a run that died after placing its output, or before starting, left a journal or a lock."""
+    """Return whether a run that died after placing its output, or before starting, left a journal or a lock."""
     return not partial_folder(destination).exists() and any(
         hidden_sibling(destination, what).exists() for what in ("journal", "lock")
     )
@@ -147,6 +149,6 @@ def partial_folder(destination: Path) -> Path:
 
 
 def hidden_sibling(destination: Path, what: str) -> Path:
-    """Return the path of a run's file or folder beside a destination: .DESTINATION.diffquant-WHAT."""
+    """Return the path of a run's hidden file or folder next to a destination: .DESTINATION.diffquant-WHAT."""
     place = Path(os.path.abspath(destination))
     return place.with_name(f".{place.name}.diffquant-{what}")

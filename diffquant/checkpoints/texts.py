@@ -101,7 +101,7 @@ def tokens_left(ids: Sequence[int], vocabulary: int, context: int, tokenizer: An
     return context - len(ids)
 
 
-def text_pieces(tokens: Iterable[int], decode: Callable[[list[int]], str]) -> Iterator[str]:
+def iterate_text_pieces(tokens: Iterable[int], decode: Callable[[list[int]], str]) -> Iterator[str]:
     """Yield the text of tokens as they arrive; the pieces together are the text of all of them.
 
     Args:

@@ -48,7 +48,7 @@ _PART, _PARTS = 400, 10
 
 
 def has_tokenizer(path: Path) -> bool:
-    """Whether a checkpoint has a tokenizer's files; a .gguf file holds its tokenizer."""
+    """Return whether a checkpoint has a tokenizer's files; a .gguf file holds its tokenizer."""
     return path.is_file() or any((path / name).exists() for name in _FILES)
 
 
@@ -69,11 +69,11 @@ def load_tokenizer(path: Path | str) -> Any:
         return _load_folder(path)
 
 
-def tokenizer_of(checkpoint: Checkpoint) -> Any:
+def open_tokenizer(checkpoint: Checkpoint) -> Any:
     """Return the tokenizer of an open checkpoint, as `load_tokenizer` does.
 
     Raises:
-        CheckpointError: as `load_tokenizer` raises it.
+        CheckpointError: see `load_tokenizer`.
     """
     _check_files(checkpoint.path)
     with _name_checkpoint(checkpoint.path):
@@ -94,7 +94,7 @@ def _check_files(path: Path) -> None:
         )
 
 
-def class_difference(path: Path) -> str:
+def explain_class_difference(path: Path) -> str:
     """Explain how the class that other engines load differs from tokenizer.json; "" if it does not.
 
     Raises:

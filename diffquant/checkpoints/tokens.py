@@ -16,7 +16,7 @@ _TOKENS_OF_AN_END = 256
 _UNSET_LENGTH = int(1e30)
 
 
-def token_windows(model: Any, tokenizer: Any, text: str, window: int, tokens: int | None = None) -> Tensor:
+def encode_windows(model: Any, tokenizer: Any, text: str, window: int, tokens: int | None = None) -> Tensor:
     """Encode text into windows that do not overlap, like perplexity; an incomplete last window is dropped.
 
     Args:

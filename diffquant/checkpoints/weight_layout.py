@@ -17,7 +17,7 @@ _OUT_OF_AN_EXPERT = re.compile(r"down|w2$|fc2$|out|wo$")
 Tensors = Mapping[str, TensorInfo]
 
 
-def stored_transposed(tensors: Tensors) -> list[str]:
+def find_transposed(tensors: Tensors) -> list[str]:
     """List the weights, of two or three axes, that are stored as [..., in, out]."""
     weights = [name for name, info in tensors.items() if len(info.shape) in (2, 3) and not name.endswith("bias")]
     modules = _experts_by_module(tensors)
@@ -29,7 +29,7 @@ def stored_transposed(tensors: Tensors) -> list[str]:
     return [name for name in weights if name in chosen]
 
 
-def undecided_experts(tensors: Tensors) -> list[str]:
+def find_undecided_experts(tensors: Tensors) -> list[str]:
     """List experts in one tensor whose matrices are square and whose neighbours do not show their layout."""
     modules = _experts_by_module(tensors)
     squares = [name for names in modules.values() for name in names if len(set(tensors[name].shape[1:])) == 1]
@@ -50,7 +50,7 @@ def _is_transposed(name: str, tensors: Tensors, modules: Mapping[str, Sequence[s
 
 
 def _is_transposed_expert(name: str, tensors: Tensors, modules: Mapping[str, Sequence[str]]) -> bool | None:
-    """Whether experts in one tensor are [experts, in, out], or None if the shapes do not show it.
+    """Return whether experts in one tensor are [experts, in, out], or None if the shapes do not show it.
 
     The joined gate and up projection has twice as many outputs as the down projection has inputs, so the two shapes
     fit only one way. If they have the same size, the router's columns show the number of an expert's inputs.
@@ -69,7 +69,7 @@ def _is_transposed_expert(name: str, tensors: Tensors, modules: Mapping[str, Seq
 
 
 def _fits(matrix: tuple[int, ...], other: tuple[int, ...]) -> bool | None:
-    """Whether two matrices of a gated expert fit only as [in, out], or None if neither order fits."""
+    """Return whether two matrices of a gated expert fit only as [in, out], or None if neither order fits."""
     (rows, columns), (height, width) = matrix, other
     if (rows, columns) == (2 * width, height) or (width, height) == (rows, 2 * columns):
         return False

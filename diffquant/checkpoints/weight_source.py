@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from diffquant.checkpoints.compressed_config import read_schemes
-from diffquant.checkpoints.compressed_tensors import packed_modules
+from diffquant.checkpoints.compressed_tensors import list_packed_modules
 from diffquant.checkpoints.opening import open_checkpoint
 from diffquant.checkpoints.reader import Checkpoint, TensorInfo
 from diffquant.data import weight_rules_text
@@ -55,7 +55,7 @@ class WeightRules:
         return matches(name, {2: self.linears, 3: self.experts}.get(axes, ()))
 
     def may_be_mask(self, name: str, axes: int) -> bool:
-        """Whether a tensor may be a mask, in which -inf is valid, since its name is not that of a weight, bias or λ."""
+        """Return whether a tensor may be a mask, which may contain -inf: its name is no weight, bias or λ."""
         return not self.matches_weight(name, axes) and not matches(name, ("*.weight", "*.bias", "*lambda*"))
 
     def to_dict(self) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def _expression(pattern: str) -> str:
 
 
 def matches(name: str, patterns: tuple[str, ...]) -> bool:
-    """Whether a tensor's name matches one of the patterns, ignoring case."""
+    """Return whether a tensor's name matches one of the patterns, ignoring case."""
     return any(fnmatchcase(name.lower(), pattern.lower()) for pattern in patterns)
 
 
@@ -169,7 +169,7 @@ def open_weights(path: Path | str | WeightSource, rules: WeightRules | None = No
     """Open a checkpoint of any architecture to work on its weights.
 
     Args:
-        path: a folder of safetensors; an open source is returned as it is.
+        path: a folder of safetensors; an open source is returned unchanged.
         rules: rules that choose the weights; by default the bundled ones.
 
     Raises:
@@ -181,7 +181,7 @@ def open_weights(path: Path | str | WeightSource, rules: WeightRules | None = No
     checkpoint = open_checkpoint(Path(path))
     rules = rules or WeightRules.read()
     _check_keep(rules, checkpoint)
-    return WeightSource(checkpoint, rules, read_schemes(checkpoint.config, packed_modules(checkpoint.tensors)))
+    return WeightSource(checkpoint, rules, read_schemes(checkpoint.config, list_packed_modules(checkpoint.tensors)))
 
 
 def _check_keep(rules: WeightRules, checkpoint: Checkpoint) -> None:

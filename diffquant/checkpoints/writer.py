@@ -34,7 +34,7 @@ class ShardFile:
     """
 
     def __init__(self, path: Path, tensors: Sequence[OutputTensor]) -> None:
-        header, offsets = shard_header(tensors)
+        header, offsets = make_shard_header(tensors)
         self._starts = {name: len(header) + offset for name, offset in offsets.items()}
         self._tensors = {tensor.name: tensor for tensor in tensors}
         self._file = PlacedFile(path, len(header) + sum(tensor.nbytes for tensor in tensors))
@@ -60,7 +60,7 @@ class ShardFile:
         self._file.close()
 
 
-def shard_header(tensors: Sequence[OutputTensor]) -> tuple[bytes, dict[str, int]]:
+def make_shard_header(tensors: Sequence[OutputTensor]) -> tuple[bytes, dict[str, int]]:
     """Make the header of a safetensors file, and return where each tensor's data starts behind it."""
     offsets: dict[str, int] = {}
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}

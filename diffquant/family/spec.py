@@ -71,8 +71,8 @@ class DiffSpec:
         grouped = self.signals_per_noise
         if grouped < 1 or (grouped > 1 and (self.maps == 1 or self.pairs % (grouped * self.kv_pairs))):
             raise CheckpointError(
-                f"{grouped} signal maps to a noise map do not divide {self.pairs} pairs into noise maps that "
-                f"{self.kv_pairs} KV pairs divide; check the numbers of heads in config.json"
+                f"with {grouped} signal maps per noise map, {self.pairs} pairs cannot be divided among "
+                f"{self.kv_pairs} KV pairs; check the numbers of heads in config.json"
             )
 
     @property

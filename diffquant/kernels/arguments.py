@@ -30,27 +30,27 @@ def call_refusal(call: AttentionCall) -> str | None:
     if call.needs_gradient:
         return "the kernel has no backward pass; call it under torch.no_grad()"
     if call.signal_gate is not None:
-        return "the signal map has a gate of its own, which the kernel does not compute"
+        return "the signal map has a gate, which the kernel does not support"
     if call.signals_per_noise > 1:
-        return f"{call.signals_per_noise} pairs share a noise head; the kernel takes one a pair: use `expand_noise`"
+        return f"{call.signals_per_noise} pairs share a noise head; the kernel needs one per pair: use `expand_noise`"
     if call.mask.seen is not None:
-        return "the kernel knows only causal masks, but the call says which keys each query sees"
+        return "the kernel supports only causal masks, but the call has a mask per query"
     if call.mask.hides_by_window(call.keys):
         return f"the kernel has no window, and queries see {call.mask.window} of {call.keys} keys"
     if call.mask.keys is not None and call.mask.ranges is None:
-        return "the padding mask has holes; the kernels take one range of keys a sequence"
+        return "the padding mask has holes; the kernels support one range of keys per sequence"
     return None
 
 
 def widths_refusal(q: Tensor, v: Tensor) -> str | None:
     """Return why widths or dtypes are unsupported by kernels for d = 64 or 128 and dv = d or 2d, or None."""
     if q.dtype not in HALF_TYPES:
-        return f"q, k and v are {dtype_name(q.dtype)}; the kernel takes {' and '.join(map(dtype_name, HALF_TYPES))}"
+        return f"q, k and v are {dtype_name(q.dtype)}; the kernel supports {' and '.join(map(dtype_name, HALF_TYPES))}"
     width, value_width = q.shape[-1], v.shape[-1]
     if width not in (64, 128):
-        return f"q and k are {width} wide; the kernel takes head widths 64 and 128"
+        return f"q and k are {width} wide; the kernel supports head widths 64 and 128"
     if value_width not in (width, 2 * width):
-        return f"v is {value_width} wide; with keys {width} wide the kernel takes {width} and {2 * width}"
+        return f"v is {value_width} wide; with keys {width} wide the kernel supports {width} and {2 * width}"
     return None
 
 
@@ -62,17 +62,17 @@ def decode_problems(q: Sequence[Tensor], value_heads: int, mask: Mask) -> list[s
     """Return a list of what no decode kernel supports in queries [B, h, T, d] per map, and in a mask."""
     wrong = []
     if q[0].is_cuda and q[0].dtype not in HALF_TYPES:
-        wrong.append(f"queries are {q[0].dtype}; the kernels take float16 and bfloat16 on CUDA")
+        wrong.append(f"queries are {q[0].dtype}; the kernels support float16 and bfloat16 on CUDA")
     if len(q) == 2 and q[1].shape[1] % value_heads:
         wrong.append(f"{q[1].shape[1]} noise heads are not a multiple of {value_heads} value heads; repeat them")
     if mask.seen is not None:
-        wrong.append("the kernels know only causal masks, but the call says which keys each query sees")
+        wrong.append("the kernels support only causal masks, but the call has a mask per query")
     if mask.keys is not None and mask.ranges is None:
-        wrong.append("the padding mask has holes; the kernels take one range of keys a sequence")
+        wrong.append("the padding mask has holes; the kernels support one range of keys per sequence")
     if not 0 < q[0].shape[2] <= MAX_QUERIES:
-        wrong.append(f"{q[0].shape[2]} new tokens are not 1 to {MAX_QUERIES}; longer ones are a prefill")
+        wrong.append(f"{q[0].shape[2]} new tokens are not 1 to {MAX_QUERIES}; use prefill for more")
     if torch.is_grad_enabled() and any(x.requires_grad for x in q):
-        wrong.append("there is no backward pass; call it under torch.no_grad()")
+        wrong.append("the kernel has no backward pass; call it under torch.no_grad()")
     return wrong
 
 
@@ -122,7 +122,7 @@ class Operands(NamedTuple):
         return self.out.numel() == 0 or self.v.shape[2] == 0
 
 
-def as_operator(
+def register_operator(
     name: str,
     launch: Callable[..., Any],
     options: str = "",

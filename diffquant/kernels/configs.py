@@ -47,7 +47,7 @@ def choose(table: Mapping[str, Config], key: str) -> Config:
     shipped, tuned = table[key], _read_tuned().get(key, {})
     if unknown := sorted(tuned.keys() - shipped.keys()):
         raise UsageError(
-            f"kernel configuration {key}: unknown {', '.join(unknown)}; known are {', '.join(sorted(shipped))}"
+            f"kernel configuration {key}: unknown {', '.join(unknown)}; choose from {', '.join(sorted(shipped))}"
         )
     return shipped | tuned
 

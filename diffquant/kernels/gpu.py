@@ -63,7 +63,7 @@ def device_refusal(device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"Triton kernels run on CUDA devices, not on {device.type}"
     if torch.version.hip:
-        return "the kernels are written for NVIDIA's devices, and this torch is built for AMD's"
+        return "the kernels support only NVIDIA GPUs, but this torch is built for AMD's"
     installed = triton_version()
     if installed is None:
         return "Triton is not installed"
@@ -208,10 +208,10 @@ class KernelSurvey:
     def __str__(self) -> str:
         is_own = self.table.removeprefix("sm_") == self.capability.replace(".", "")
         tables = f"{_ARCHITECTURES[self.table]}'s configurations ({self.table})" + (
-            "" if is_own else ", none being made for this device"
+            "" if is_own else ", since none was tuned for this device"
         )
         lines = [
-            f"CUDA kernels: capability {self.capability}, {self.shared_memory:,} bytes of shared memory a block, "
+            f"CUDA kernels: capability {self.capability}, {self.shared_memory:,} bytes of shared memory per block, "
             f"Triton {self.triton or 'not installed'}, {tables}" + (f", tuned by {self.tuned}" if self.tuned else "")
         ]
         return "\n".join([*lines, *(f"  not {kernel}: {reason}" for kernel, reason in self.refused.items())])
@@ -222,7 +222,7 @@ def survey(device: torch.device) -> KernelSurvey:
     version = triton_version()
     everything = device_refusal(device)
     refusals = {
-        "packed linear layers of more than 256 tokens, which write the weight out first": warpgroup_refusal(device),
+        "packed linear layers of more than 256 tokens, which dequantize the weight first": warpgroup_refusal(device),
         "attention triton-fp8": fp8_refusal(device),
     }
     if everything is not None:

@@ -35,7 +35,7 @@ class Scores:
     weights: Sequence[float] | None = None
 
     @classmethod
-    def of_metric(cls, values: Sequence[float]) -> "Scores":
+    def from_metric(cls, values: Sequence[float]) -> "Scores":
         """Return the scores of a task's metric, as percentages if all lie between 0 and 1."""
         return cls(values, PERCENT if all(0 <= value <= 1 for value in values) else _PLAIN)
 
@@ -103,7 +103,7 @@ class Comparison:
         return self.outcomes[0].task
 
 
-def outcome_of(name: str, task: str, identity: JsonObject, result: TaskResult) -> Outcome:
+def make_outcome(name: str, task: str, identity: JsonObject, result: TaskResult) -> Outcome:
     """Make the outcome of a sweep's cell; the task's identity determines its items."""
     details = result.details
     asked = {field: value for field, value in identity.items() if field not in _NOT_ASKED}
@@ -113,7 +113,7 @@ def outcome_of(name: str, task: str, identity: JsonObject, result: TaskResult) -
     if "margins" in details:
         scores["margin"] = Scores(details["margins"], MARGIN)
     if result.values:
-        scores[result.metric] = Scores.of_metric(result.values)
+        scores[result.metric] = Scores.from_metric(result.values)
     if details.get("nll_by_window"):
         asked["tokens"] = sum(details["tokens_by_window"])
         scores["NLL"] = Scores(details["nll_by_window"], _NLL, details["tokens_by_window"])
@@ -128,7 +128,7 @@ def compare_outcomes(before: Outcome, after: Outcome) -> list[Comparison]:
         UsageError: their tasks, items or texts differ, or they share no measure that is finite for every item.
     """
     if before.task != after.task:
-        raise UsageError(f"A is of task {before.task} and B of {after.task}; only one task's results can be paired")
+        raise UsageError(f"A is of task {before.task} and B is of {after.task}; give two results of the same task")
     differing = [
         f"{name}: {before.asked.get(name, 'absent')} and {after.asked.get(name, 'absent')}"
         for name in dict.fromkeys([*before.asked, *after.asked])
@@ -136,12 +136,12 @@ def compare_outcomes(before: Outcome, after: Outcome) -> list[Comparison]:
     ]
     if differing:
         raise UsageError(
-            f"{before.task}: A and B were not asked the same ({first_few(differing)}); measure both with the same "
+            f"{before.task}: A and B have different items ({first_few(differing)}); measure both with the same "
             "options, on the same items or text"
         )
     if list(before.ids) != list(after.ids):
         raise UsageError(
-            f"{before.task}: A has scores of {len(before.ids)} items and B of {len(after.ids)}, which cannot be "
+            f"{before.task}: A has scores of {len(before.ids)} items and B has {len(after.ids)}, which cannot be "
             "paired; measure both again"
         )
     shared = [name for name in before.scores if name in after.scores]
@@ -275,7 +275,7 @@ def _scores(samples: list[JsonObject]) -> dict[str, Scores]:
     for metric in dict.fromkeys(name for sample in samples for name in sample["metrics"]):
         values = [sample.get(metric) for sample in samples]
         numbers = [float(value) if isinstance(value, int | float) else math.nan for value in values]
-        scores[metric] = Scores.of_metric(numbers)
+        scores[metric] = Scores.from_metric(numbers)
     return scores
 
 

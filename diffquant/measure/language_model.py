@@ -52,7 +52,7 @@ class States:
         """Compute logits in the model's arithmetic: float32 [..., V] in memory that the caller may overwrite."""
         return self.values.float().clone()
 
-    def exact_logits(self) -> Tensor:
+    def float32_logits(self) -> Tensor:
         """Compute logits in float32, whatever the model's dtype: [..., V].
 
         Half types would round logits as coarsely as 8-bit quantization moves them.

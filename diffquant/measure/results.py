@@ -185,17 +185,17 @@ def _score_text(result: TaskResult | None, _: object) -> str:
     if result is None:
         return FAILED
     # Some results have no scores per item, such as a perplexity over documents.
-    return interval_text(_percentage(result), ".1f") if result.values else f"{_mean(result):.4g}"
+    return format_interval(_percentage(result), ".1f") if result.values else f"{_mean(result):.4g}"
 
 
-def interval_text(number: Difference | None, spec: str, unit: str = "") -> str:
+def format_interval(number: Difference | None, spec: str, unit: str = "") -> str:
     """Format a number with its interval, such as "-5.8 points [-10.4, -1.1]"."""
     return MISSING if number is None else f"{number.mean:{spec}}{unit} [{number.low:{spec}}, {number.high:{spec}}]"
 
 
-def kl_text(number: Difference | None) -> str:
+def format_kl(number: Difference | None) -> str:
     """Format a mean KL with its interval, if it has one."""
-    return f"{number.mean:.2g}" if number and number.low == number.high else interval_text(number, ".2g")
+    return f"{number.mean:.2g}" if number and number.low == number.high else format_interval(number, ".2g")
 
 
 def _flips_text(result: TaskResult | None, baseline: TaskResult | None) -> str:
@@ -250,10 +250,10 @@ def _item_notes(results: Sequence[TaskResult]) -> list[str]:
 # The paired difference of a score.
 POINTS = Metric(
     "difference [95 %]",
-    lambda *results: interval_text(_points(*results), "+.1f"),
+    lambda *results: format_interval(_points(*results), "+.1f"),
     "difference from 16 bits, points",
     _points,
-    lambda change: interval_text(change, "+.1f", " points"),
+    lambda change: format_interval(change, "+.1f", " points"),
 )
 _SCORE = Metric("{task}{metric} % [95 %]", _score_text, "score, %", _percentage)
 

@@ -246,10 +246,10 @@ def kl_by_position(p: States, q: States) -> Tensor:
     """Compute KL(P ‖ Q) in nats at each of N positions, float64 [N], from logits in float32."""
     rows = max(1, _KL_ENTRIES // p.vocabulary)
     parts = zip(p.split(rows), q.split(rows), strict=True)
-    return torch.cat([next_token_kl(a.exact_logits(), b.exact_logits()).double() for a, b in parts])
+    return torch.cat([next_token_kl(a.float32_logits(), b.float32_logits()).double() for a, b in parts])
 
 
-def kl_meter(reference: States, lengths: Mapping[int, int]) -> tuple[Watch, Callable[[], list[float]]]:
+def make_kl_meter(reference: States, lengths: Mapping[int, int]) -> tuple[Watch, Callable[[], list[float]]]:
     """Measure KL(reference ‖ model) of next-token distributions while `score` runs.
 
     Args:

@@ -4,9 +4,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeVar, cast
+from typing import TYPE_CHECKING, ClassVar, Generic, Self, TypeVar, cast
 
 from diffquant.errors import UsageError
+from diffquant.measure.cells import Cell
 from diffquant.measure.results import Columns, TaskResult
 from diffquant.support.plain_data import JsonObject
 from diffquant.support.progress import Progress
@@ -53,7 +54,7 @@ class TaskOption(Generic[T_co]):
         return cast(T_co, values.get(self.name, self.default))
 
 
-def at_least_one(option: TaskOption[int | None], values: Mapping[str, object]) -> int | None:
+def check_at_least_one(option: TaskOption[int | None], values: Mapping[str, object]) -> int | None:
     """Return the value of an option that must be 1 or more.
 
     Raises:
@@ -70,13 +71,11 @@ def _all_if_zero(count: int) -> int | None:
 
 
 LIMIT = TaskOption[int | None]("limit", None, "Number of items per task; all by default.", int, minimum=2)
-TEXT = TaskOption[Path | None](
-    "text", None, "Text for perplexity, nll and needle; by default the prose that ships.", Path
-)
+TEXT = TaskOption[Path | None]("text", None, "Text for perplexity, nll and needle; by default the bundled text.", Path)
 CHARACTERS = TaskOption[int | None](
     "characters", 65536, "Number of characters of the text to read; 0 reads all.", int, minimum=0, read=_all_if_zero
 )
-WINDOW = TaskOption("window", 1024, "Number of tokens that the model sees at once, of a text.", int)
+WINDOW = TaskOption("window", 1024, "Number of tokens in a window of the text.", int)
 STRIDE = TaskOption("stride", 512, "Number of tokens from one window to the next.", int)
 
 
@@ -85,20 +84,9 @@ def batch_tokens_on(device: str) -> int:
     return _CUDA_BATCH_TOKENS if device.startswith("cuda") else BATCH_TOKENS
 
 
-class PlottedCell(Protocol):
-    """A measured cell of a sweep, as a task's plots read it: its configuration, task and result."""
-
-    @property
-    def point(self) -> Any: ...
-    @property
-    def task(self) -> str: ...
-    @property
-    def result(self) -> TaskResult | None: ...
-
-
 # A function that draws measured cells of a task, each with its model's name, into a file; it raises UsageError if there
 # is nothing to draw.
-Draw = Callable[[Sequence[tuple[str, PlottedCell]], Path], None]
+Draw = Callable[[Sequence[tuple[str, Cell]], Path], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +158,7 @@ class Task(ABC):
         """Compute the model outputs that `run` compares other models' with, or return None if it compares nothing."""
         return None
 
-    def in_batches_of(self, tokens: int) -> Self:
+    def with_batch_tokens(self, tokens: int) -> Self:
         """Return the same task in passes of at most this many tokens."""
         return replace(self, batch_tokens=min(self.batch_tokens, tokens))
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from diffquant.checkpoints.placement import on_compute_device
+from diffquant.checkpoints.placement import move_to_compute_device
 from diffquant.checkpoints.tokens import end_token, max_length
 from diffquant.measure import counts_keys
 from diffquant.measure.language_model import LanguageModel, States, TokenCache
@@ -39,10 +39,10 @@ class HiddenStates(States):
         logits: Tensor = self.head(self.values)
         return logits.float()
 
-    def exact_logits(self) -> Tensor:
+    def float32_logits(self) -> Tensor:
         wide = self.values.float()
         rows = max(1, _WIDENED_ENTRIES // self.head.in_features)
-        with on_compute_device(self.head):
+        with move_to_compute_device(self.head):
             return torch.cat([linear(wide, part.float()) for part in self.head.weight.split(rows)], -1)
 
 

@@ -103,7 +103,7 @@ class Architecture(ABC):
             **{
                 f"model.{place}.{parameter}": what
                 for place, block in (blocks | {name: norm}).items()
-                for parameter, what in block.parameters().items()
+                for parameter, what in block.parameter_specs().items()
             },
             **({} if self.tie_word_embeddings else {"lm_head.weight": matrix}),
         }

@@ -87,7 +87,7 @@ class PairAttention(nn.Module):
         """Compute the output [B, T, h·dv] of queries [B, query heads, T, d] over keys [B, key heads, S, d]."""
         # Under autocast, RoPE and norms return float32 queries and keys while values are bfloat16.
         q, k = q.to(v.dtype), k.to(v.dtype)
-        with without_autocast(v):
+        with disable_autocast(v):
             return self._attend(q, k, v, lam, mask, signal_gate).to(v.dtype).transpose(1, 2).flatten(2)
 
     def _attend(
@@ -126,7 +126,7 @@ class PairAttention(nn.Module):
     def scalar_lam(self) -> Tensor:
         """Compute λ of a V1 layer, a float32 scalar."""
         vectors = [getattr(self, name) for name in LAMBDA_VECTORS]
-        with without_autocast(vectors[0]):
+        with disable_autocast(vectors[0]):
             return lam_from_vectors(*vectors, init=self.lam_init)
 
     def post(self) -> PairNorm | None:
@@ -211,7 +211,7 @@ class DiffAttention(PairAttention):
         return project_sigmoids(x, self.lambda_proj, slice(0, None, 2)) if self.spec.lam == "two-gates" else None
 
 
-def without_autocast(x: Tensor) -> AbstractContextManager[None]:
+def disable_autocast(x: Tensor) -> AbstractContextManager[None]:
     """Return a context that disables autocast on x's device.
 
     Autocast would compute λ and quantized logits in bfloat16.
@@ -223,7 +223,7 @@ def without_autocast(x: Tensor) -> AbstractContextManager[None]:
 def project_sigmoids(x: Tensor, projection: nn.Module, rows: slice = slice(None)) -> Tensor:
     """Compute sigmoids of some output rows of a projection of x [B, T, D], float32 [B, h, T, 1]."""
     if type(projection) is nn.Linear:
-        with without_autocast(x):
+        with disable_autocast(x):
             gates = linear(x.float(), projection.weight[rows].float())
     else:  # Such as a LoRA adapter, whose output is more than the product with its weight.
         gates = projection(x)[..., rows].float()

@@ -86,7 +86,7 @@ class Block(ABC):
     targets: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
-    def parameters(self) -> Parameters:
+    def parameter_specs(self) -> Parameters:
         """Return its parameters by their names within the block."""
 
     @property
@@ -99,7 +99,7 @@ class Block(ABC):
         for kind in type(self).__mro__:
             if "export" in vars(kind):
                 return kind.export if issubclass(kind, Block) else ""
-            if {"module", "parameters", "new_module"} & vars(kind).keys():
+            if {"module", "parameter_specs", "new_module"} & vars(kind).keys():
                 break
         return ""
 
@@ -164,7 +164,7 @@ class AttentionBlock(Block):
     width: int
     biased: bool
 
-    def parameters(self) -> Parameters:
+    def parameter_specs(self) -> Parameters:
         spec, inner = self.spec, self.spec.pairs * self.spec.value_dim
         parameters: Parameters = {}
         for name in PROJECTIONS:
@@ -201,7 +201,7 @@ class MLPBlock(Block):
     activation: str
     biased: bool = False
 
-    def parameters(self) -> Parameters:
+    def parameter_specs(self) -> Parameters:
         own = PARAMETERS.get(self.activation, {})
         return {
             **linear("gate_proj", self.inner, self.width, biased=self.biased),
@@ -220,7 +220,7 @@ class RMSNormBlock(Block):
     width: int
     eps: float
 
-    def parameters(self) -> Parameters:
+    def parameter_specs(self) -> Parameters:
         return {"weight": Parameter((self.width,))}
 
     def new_module(self) -> "nn.Module":

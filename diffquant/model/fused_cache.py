@@ -164,7 +164,7 @@ class FusedCache(Cache):
 def fused_cache_refusal(recipe: Recipe, spec: DiffSpec, dtype: torch.dtype, device: torch.device) -> str | None:
     """Return why a model with this recipe and attention cannot use a `FusedCache`, or None if it can."""
     if dtype not in HALF_TYPES:
-        return f"the decode kernel takes float16 and bfloat16, not {dtype}"
+        return f"the decode kernel supports float16 and bfloat16, not {dtype}"
     if spec.lam == "two-gates":
         return "the signal map has a separate gate, which the decode kernel does not support"
     if reason := device_refusal(device):
@@ -179,7 +179,7 @@ def latent_layer_refusal(
 ) -> str | None:
     """Return why no kernel decodes from a `FusedLayer` that stores latents of these widths, or None."""
     if dtype not in HALF_TYPES:
-        return f"the decode kernel takes float16 and bfloat16, not {dtype}"
+        return f"the decode kernel supports float16 and bfloat16, not {dtype}"
     return device_refusal(device) or store_refusal(recipe, turned, latent, dtype, LATENT_WIDTHS)
 
 

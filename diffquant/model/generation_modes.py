@@ -88,12 +88,12 @@ def check_generation(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
         raise UsageError("cache_implementation='offloaded' moves a cache off a GPU, and the model is on the CPU")
     if kind is not None and kind not in _GROWING:
         raise UsageError(
-            f"cache_implementation={kind!r} is a cache with room for tokens to come, which this attention does not "
-            f"read; leave it out, or choose {', '.join(_GROWING)}"
+            f"cache_implementation={kind!r} allocates memory for later tokens, which this attention does not "
+            f"support; leave it out, or choose {', '.join(_GROWING)}"
         )
     if kind is not None and model.model.needs_own_cache(kind):
         raise UsageError(
-            f"cache_implementation={kind!r} would not keep what this model's own cache does "
+            f"cache_implementation={kind!r} would not store what the model's recipe requires "
             f"({_describe_cache(model.recipe)}); leave it out"
         )
     is_drafted = given.get("assistant_model") is not None or any(
@@ -102,25 +102,23 @@ def check_generation(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
     refusal = model.model.draft_refusal() if is_drafted else None
     if refusal is not None:
         raise UsageError(
-            f"assisted decoding and prompt lookup would give other tokens than decoding step by step: {refusal}; leave "
+            f"assisted decoding and prompt lookup would change the generated tokens: {refusal}; leave "
             "out assistant_model and prompt_lookup_num_tokens"
         )
     refusal = dependence_on_steps(model.recipe) if resolve_setting(model, given, "prefill_chunk_size") else None
     if refusal is not None:
-        raise UsageError(
-            f"prefill_chunk_size would give other tokens than a prompt that is read at once: {refusal}; leave it out"
-        )
+        raise UsageError(f"prefill_chunk_size would change the generated tokens: {refusal}; leave it out")
     for drafter in (given.get("assistant_model"), model if resolve_setting(model, given, "is_assistant") else None):
         refusal = getattr(getattr(drafter, "model", None), "crop_refusal", None)
         if refusal is not None:
-            raise UsageError(f"the assistant cannot take back what was rejected: {refusal}; choose another assistant")
+            raise UsageError(f"the assistant model cannot drop rejected tokens: {refusal}; choose another assistant")
 
 
 def dependence_on_steps(recipe: Recipe) -> str | None:
     """Return why results depend on how many tokens a step reads, or on dropped tokens, or None if they do not."""
     of_cache = [scheme for target in ("k", "v") for scheme in recipe.schemes_of(target) if scheme.quantizes]
     if of_cache and recipe.residual:
-        return f"of the cache the newest {recipe.residual} tokens stay at 16 bits (residual)"
+        return f"the newest {recipe.residual} tokens in the cache stay at 16 bits (residual)"
     blocks = [scheme for scheme in of_cache if not scheme.sharing.by_token]
     if blocks:
         return f"keys at {blocks[0]} are rounded by blocks of tokens"

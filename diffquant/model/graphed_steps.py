@@ -78,7 +78,7 @@ class GraphedSteps:
         return self._recorded is not None
 
     def suits(self, model: nn.Module) -> bool:
-        """Whether the model has not changed since `keep`."""
+        """Return whether the model has not changed since `keep`."""
         return self._signature == signature_of(model)
 
     def reuse_store(self, layer: int, fits: Callable[[KVStore], bool]) -> KVStore | None:
@@ -154,7 +154,7 @@ class GraphedSteps:
         warn_of_ungraphed_decoding(reason)
 
 
-_HOLES = "the padding mask has holes, which the decode kernel does not take"
+_HOLES = "the padding mask has holes, which the decode kernel does not support"
 
 
 def signature_of(model: nn.Module) -> tuple[object, ...]:
@@ -177,7 +177,7 @@ def _parts(value: object) -> Iterator[object]:
 @cache
 def warn_of_ungraphed_decoding(reason: str) -> None:
     """Log once per reason that decoding on a CUDA device does not use CUDA graphs."""
-    _log.warning("decoding goes without CUDA graphs, which makes it slower: %s", reason)
+    _log.warning("decoding does not use CUDA graphs, which makes it slower: %s", reason)
 
 
 def _lasting_mask(attention_mask: Tensor | None, capacity: int) -> Mask:

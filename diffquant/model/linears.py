@@ -13,7 +13,7 @@ from diffquant.model.blocks import Block, MLPBlock
 
 def add_linears(module: nn.Module, block: Block) -> None:
     """Add to a module an `nn.Linear` for each weight of its block that can be quantized, in the block's order."""
-    parameters = block.parameters()
+    parameters = block.parameter_specs()
     for name, parameter in parameters.items():
         child = name.removesuffix(".weight")
         if child != name and len(parameter.shape) == 2 and parameter.packing != "never":

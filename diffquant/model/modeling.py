@@ -123,11 +123,11 @@ class DiffTransformerModel(Decoder):
         """Return why a step that the decode kernel supports cannot be recorded, or None if it can."""
         attentions = [cast(DiffLayer, layer).self_attn for layer in self.layers]
         if chosen := sorted({attention.backend for attention in attentions} - {"auto"}):
-            return f"attention was asked to run on {', '.join(chosen)}"
+            return f"attention uses the backend {', '.join(chosen)}"
         if any(attention.logits.quantizes for attention in attentions):
-            return "attention logits are quantized, for which K and V are read back"
+            return "attention logits are quantized, which needs dequantized K and V"
         if any(attention.rounds for attention in attentions):
-            return "operands of attention's products are quantized, for which K and V are read back"
+            return "operands of attention's products are quantized, which needs dequantized K and V"
         # accelerate's hooks move weights between devices, which cannot be recorded.
         if any(hasattr(layer, "_hf_hook") for layer in self.layers):
             return "the model is spread over several places"
@@ -139,7 +139,7 @@ class DiffTransformerModel(Decoder):
     def crop_refusal(self) -> str | None:
         blocks = [scheme for scheme in self.recipe.schemes_of("k") if not scheme.sharing.by_token]
         if blocks and self.has_fused_cache:
-            return f"keys at {blocks[0]} are packed by blocks of tokens, which the kernels' cache does not divide"
+            return f"keys at {blocks[0]} are packed by blocks of tokens, which do not fit the kernels' cache"
         return None
 
     def needs_own_cache(self, implementation: str | None) -> bool:

@@ -76,7 +76,7 @@ class Walk(Generic[State]):
         return cast("DecoderLayer", layer).cached_states(state, *self.arguments(layer)) or projections[1:]
 
 
-def causal_logits(q: Tensor, k: Tensor, spec: DiffSpec) -> Iterator[tuple[int, Tensor]]:
+def iterate_causal_logits(q: Tensor, k: Tensor, spec: DiffSpec) -> Iterator[tuple[int, Tensor]]:
     """Yield the logits Q·Kᵀ·scale of all maps in float32, by blocks of queries.
 
     Args:
@@ -97,7 +97,7 @@ def causal_logits(q: Tensor, k: Tensor, spec: DiffSpec) -> Iterator[tuple[int, T
         yield first, products.mul_(spec.scale)
 
 
-def visible_entries(heads: int, rows: int, keys: int, window: int | None = None) -> int:
+def count_visible_logits(heads: int, rows: int, keys: int, window: int | None = None) -> int:
     """Count the visible logits of the last `rows` queries over `keys` positions, summed over `heads` heads."""
     seen = range(keys - rows + 1, keys + 1)
     return heads * sum(min(count, window or count) for count in seen)

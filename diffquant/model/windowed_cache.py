@@ -63,7 +63,7 @@ class WindowedLayer(PackedLayer):
             raise UsageError("a windowed cache cannot restore earlier tokens, which are gone; fill a new one")
 
 
-def new_storage(rows: TokenRows, layer: int, recipe: Recipe, ranges: Mapping[str, Tensor]) -> PackedLayer:
+def create_storage(rows: TokenRows, layer: int, recipe: Recipe, ranges: Mapping[str, Tensor]) -> PackedLayer:
     """Create empty storage for a layer's keys and values under a model's recipe.
 
     Args:
@@ -86,7 +86,7 @@ class WindowsCache(Cache):
 
         Args:
             recipe: recipe of the model.
-            layers: storage of each layer: from `new_storage` for keys and values, or a `RecurrentLayer`.
+            layers: storage of each layer: from `create_storage` for keys and values, or a `RecurrentLayer`.
         """
         super().__init__(layers=layers)
         self.recipe = recipe

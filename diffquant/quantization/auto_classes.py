@@ -138,7 +138,7 @@ class LoadedModel:
 
         Raises:
             UsageError: an argument has no counterpart in `diffquant.load`.
-            DiffQuantError: `diffquant.load` raises it.
+            DiffQuantError: see `diffquant.load`.
         """
         from diffquant.quantization.loading import load
         from diffquant.support.devices import resolve_dtype
@@ -146,7 +146,7 @@ class LoadedModel:
         asked = sorted(name for name, value in options.items() if value and name not in _WITHOUT_EFFECT)
         if asked:
             raise UsageError(
-                f"{path} is a {config.model_type} model, which diffquant loads: of transformers' arguments it takes "
+                f"{path} is a {config.model_type} model, which diffquant loads: it supports transformers' arguments "
                 f"dtype, device_map and max_memory, not {', '.join(asked)}"
             )
         wanted = dtype or torch_dtype

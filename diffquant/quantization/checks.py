@@ -9,11 +9,11 @@ import torch
 
 from diffquant.checkpoints.reader import Checkpoint
 from diffquant.checkpoints.source import Source
-from diffquant.checkpoints.weight_layout import stored_transposed, undecided_experts
+from diffquant.checkpoints.weight_layout import find_transposed, find_undecided_experts
 from diffquant.checkpoints.weight_source import WeightSource
 from diffquant.errors import CheckpointError, GroupSizeError, UsageError
 from diffquant.quantization.roundings import checked_rounding, rounding_named
-from diffquant.quantization.targets import Targets, targets_of
+from diffquant.quantization.targets import Targets, find_targets, split_experts
 from diffquant.recipe import Recipe
 from diffquant.recipe.scheme import Scheme
 from diffquant.recipe.targets import LAYER_TARGETS, target_of
@@ -33,10 +33,10 @@ def checked_schemes(source: Source | WeightSource, recipe: Recipe) -> dict[str, 
         CheckpointError: a weight has a dtype that cannot be quantized, or the rules match no weight.
         GroupSizeError: a group size does not divide the width of some tensors; the first ones are named.
         UsageError: an override matches nothing, or names a module that other libraries cannot load packed; the
-            rounding is unknown or does not support these schemes; or the recipe quantizes more than weights, and the
-            source is a `WeightSource`.
+            rounding is unknown or does not support these schemes; `check_activations` raises it; or the recipe
+            quantizes attention or a cache, and the source is a `WeightSource`.
     """
-    targets = targets_of(source)
+    targets = find_targets(source)
     schemes = targets.schemes(recipe)
     by_name = {targets.weights[module]: scheme for module, scheme in schemes.items()}
     _check_overrides(recipe, targets)
@@ -44,11 +44,68 @@ def checked_schemes(source: Source | WeightSource, recipe: Recipe) -> dict[str, 
         _check_weights_alone(source, recipe, schemes)
     else:
         source.architecture.check_recipe(recipe)
+    check_activations(source, recipe, schemes)
     _refuse_transposed(source, by_name)
     _check_packable(source.checkpoint, by_name)
     if checked_rounding(recipe.rounding, schemes).needs_text:
         _refuse_experts(source.checkpoint, by_name, recipe.rounding.name)
     return schemes
+
+
+def check_activations(source: Source | WeightSource, recipe: Recipe, packed: Collection[str]) -> None:
+    """Check that a recipe's activations are inputs of Linears that can be rounded.
+
+    Args:
+        packed: modules whose weights are quantized, by the checkpoint's names.
+
+    Raises:
+        UsageError: no weight is quantized, an override matches no Linear, or a weight belongs to no Linear.
+        GroupSizeError: a group size does not divide the width of some inputs.
+    """
+    patterns = [pattern for pattern in recipe.overrides if target_of(pattern) == "activations"]
+    if not patterns and not recipe.activations.quantizes:
+        return
+    targets = find_targets(source)
+    modules = [module for module in packed if targets.rounds_input(module)]
+    if not modules:
+        raise UsageError(
+            f"activations are the inputs of Linears with quantized weights, and no weight of {source.path} is "
+            f"quantized: give {option_name('weights', '8:channel')}, too"
+        )
+    unmatched = [each for each in patterns if not any(fnmatchcase(f"{name}.activations", each) for name in modules)]
+    if unmatched:
+        raise UsageError(
+            f"overrides {first_few(map(repr, unmatched), ', ')} match the input of no Linear with quantized weights, "
+            f"such as '{modules[0]}.activations'"
+        )
+    shapes: dict[int, dict[str, tuple[int, ...]]] = {}
+    for module in modules:
+        if (scheme := recipe.input_scheme(module)).quantizes:
+            shapes.setdefault(scheme.size or 1, {})[module] = _weight_shape(source, targets.weights[module])
+    rounded = [module for of_size in shapes.values() for module in of_size]
+    if apart := [module for module in rounded if not _is_linear(source, module, targets.weights[module])]:
+        raise UsageError(
+            f"the inputs of {first_few(apart, ', ')} are not rounded here, since their weights belong to no Linear; "
+            f"keep them at 16 bits with {option_name('overrides', 'PATTERN.activations=16')}"
+        )
+    if problems := [problem for size, misfits in shapes.items() if (problem := _misfit_problem(size, misfits))]:
+        raise GroupSizeError(f"activations: {'; '.join(problems)}")
+
+
+def _weight_shape(source: Source | WeightSource, name: str) -> tuple[int, ...]:
+    return (
+        source.adapter.source_parameters[name].shape
+        if isinstance(source, Source)
+        else source.checkpoint.tensors[name].shape
+    )
+
+
+def _is_linear(source: Source | WeightSource, module: str, name: str) -> bool:
+    """Return whether a weight multiplies the inputs of one Linear, or as many as its experts."""
+    if isinstance(source, WeightSource):
+        return all(len(part.shape) == 2 for part in split_experts(module, _weight_shape(source, name)))
+    parameter = source.adapter.source_parameters[name]
+    return len(parameter.shape) == 2 and not parameter.by_head
 
 
 def _check_weights_alone(source: WeightSource, recipe: Recipe, schemes: Mapping[str, Scheme]) -> None:
@@ -58,25 +115,25 @@ def _check_weights_alone(source: WeightSource, recipe: Recipe, schemes: Mapping[
             last = pattern.rsplit(".", 1)[-1]
             literal = f"{pattern.removesuffix(last)}[{last[0]}]{last[1:]}"
             raise UsageError(
-                f"override {pattern!r} is about the {last} of layers, by its end, and {source.path} is quantized by "
-                f"its tensors' names alone; for a weight of that name write {literal!r}"
+                f"override {pattern!r} ends in .{last} and so refers to the {last} of layers, but {source.path} is "
+                f"quantized by tensor names only; for a weight with that name write {literal!r}"
             )
     targets = [target for target in LAYER_TARGETS if recipe.rounds(target)]
     if targets:
         raise UsageError(
-            f"{source.path} (model_type {source.model_type!r}) is quantized by its tensors' names and not run: it has "
-            f"no {', '.join(targets)} to quantize; give {option_name('weights')} alone"
+            f"{source.path} (model_type {source.model_type!r}) is quantized by tensor names and cannot be run: "
+            f"{', '.join(targets)} cannot be quantized; give only {option_name('weights')}"
         )
     if rounding_named(recipe.rounding.name).needs_text:
         raise UsageError(
-            f"{option_name('rounding', recipe.rounding.name)} runs the model, and {source.path} (model_type "
-            f"{source.model_type!r}) is quantized by its tensors' names alone; use nearest or mse"
+            f"{option_name('rounding', recipe.rounding.name)} runs the model, but {source.path} (model_type "
+            f"{source.model_type!r}) is quantized by tensor names and cannot be run; use nearest or mse"
         )
     if not schemes:
         raise CheckpointError(
-            f"no tensor of {source.path} is packed: of {len(source.checkpoint.tensors)}, {len(source.weights)} are "
-            f"weights by their names, and the recipe or the rules keep all of them; the rules pack "
-            f"{', '.join((*source.rules.linears, *source.rules.experts))}. Give rules of your own with "
+            f"no tensor of {source.path} would be packed: {len(source.weights)} of {len(source.checkpoint.tensors)} "
+            f"are weights by their names, but the recipe or the rules exclude all of them; the rules pack "
+            f"{', '.join((*source.rules.linears, *source.rules.experts))}. Give other rules with "
             f"{option_name('weight_rules')}"
         )
 
@@ -92,14 +149,14 @@ def _refuse_transposed(source: Source | WeightSource, chosen: Collection[str]) -
     """
     tensors = source.checkpoint.tensors
     if isinstance(source, WeightSource):
-        found = stored_transposed(tensors)
-        unclear = [f"{name} {list(tensors[name].shape)}" for name in undecided_experts(tensors) if name in chosen]
+        found = find_transposed(tensors)
+        unclear = [f"{name} {list(tensors[name].shape)}" for name in find_undecided_experts(tensors) if name in chosen]
         if unclear:
             raise CheckpointError(
                 f"the matrices of experts in {source.path} are square, and no tensor beside them shows whether they "
                 f"are stored [out, in] or [in, out], so they could be packed along the wrong axis: "
-                f"{first_few(unclear, ', ')}; leave them as they are with {option_name('keep', 'PATTERN')}, or "
-                f"write each expert as a matrix [out, in] of its own"
+                f"{first_few(unclear, ', ')}; leave them unquantized with {option_name('keep', 'PATTERN')}, or "
+                f"write each expert as a separate matrix [out, in]"
             )
     else:
         parameters = source.adapter.source_parameters
@@ -114,7 +171,7 @@ def _refuse_transposed(source: Source | WeightSource, chosen: Collection[str]) -
         )
         raise CheckpointError(
             f"{len(transposed)} weights of {source.path} are stored [in, out], as GPT-2's Conv1D and some experts are, "
-            f"and would be packed along the wrong axis: {shapes}; leave them as they are with {cure}, or write "
+            f"and would be packed along the wrong axis: {shapes}; leave them unquantized with {cure}, or write "
             "them [out, in] for a model of Linear layers"
         )
 
@@ -131,9 +188,8 @@ def _refuse_experts(checkpoint: Checkpoint, chosen: Collection[str], rounding: s
     experts = [name for name in chosen if len(checkpoint.tensors[name].shape) > 2]
     if experts:
         raise UsageError(
-            f"{option_name('rounding', rounding)} reads the inputs of Linears, and {first_few(experts, ', ')} are "
-            f"experts "
-            f"in one tensor; use nearest or mse, or keep them at 16 bits with {option_name('overrides', 'PATTERN=16')}"
+            f"{option_name('rounding', rounding)} needs the inputs of Linears, but {first_few(experts, ', ')} have all "
+            f"experts in one tensor; use nearest or mse, or keep 16 bits with {option_name('overrides', 'PATTERN=16')}"
         )
 
 
@@ -176,12 +232,13 @@ def _check_packable(checkpoint: Checkpoint, schemes: Mapping[str, Scheme]) -> No
     spanning = [n for n, scheme in schemes.items() if scheme.sharing.spans_rows and len(infos[n].shape) > 2]
     if spanning:
         raise UsageError(
-            f"one scale a tensor would span all experts of {first_few(spanning, ', ')}; use a group or row granularity"
+            f"one scale per tensor would span all experts of {first_few(spanning, ', ')}; "
+            "use a group or row granularity"
         )
     parted = {n: infos[n].shape for n, scheme in schemes.items() if _parts_experts(scheme, infos[n].shape)}
     if parted:
         raise GroupSizeError(
-            "blocks would span two experts, whose rows they do not divide, of "
+            "blocks would span two experts, since they do not divide the experts' rows, in "
             + first_few((f"{name} {list(shape)}" for name, shape in parted.items()), ", ")
             + "; use a group or row granularity"
         )

@@ -23,7 +23,7 @@ from diffquant.checkpoints.writer import OutputTensor
 from diffquant.errors import CheckpointError
 from diffquant.model.adapters import Adapter, adapter_for
 from diffquant.model.blocks import Shape
-from diffquant.quantization.descriptions import converted_card, note_left_out
+from diffquant.quantization.descriptions import converted_card, describe_left_out
 from diffquant.quantization.engine_folder import config_for_engines, remove_code_files, write_modelling_file
 from diffquant.quantization.foreign_code import leave_out_code
 from diffquant.recipe import Recipe
@@ -66,7 +66,7 @@ class Conversion(Readable):
     notes: tuple[str, ...] = ()
 
     def summary(self) -> str:
-        recipe = "" if self.recipe == Recipe() else f"\nthe source's recipe goes along: {self.recipe!r}"
+        recipe = "" if self.recipe == Recipe() else f"\nthe source's recipe is kept: {self.recipe!r}"
         text = (
             f"{one_line(str(self.destination))}: {self.source_type} -> {self.target_type}, the same function"
             f"{_rounding_note(self.dtype, self.rounding_error)}\n"
@@ -79,7 +79,7 @@ class Conversion(Readable):
 def _rounding_note(dtype: torch.dtype, error: float) -> str:
     """Return text to append to "the same function" if weights were rounded, else ""."""
     name = str(dtype).removeprefix("torch.")
-    return f" but for weights rounded to {name} (relative RMS error {error:.2%})" if error > _FLOAT32_ERROR else ""
+    return f" except for weights rounded to {name} (relative RMS error {error:.2%})" if error > _FLOAT32_ERROR else ""
 
 
 def convert(
@@ -147,10 +147,10 @@ def convert(
         what = f"The function is unchanged{_rounding_note(written, error)}: {CARDS[to]}"
         if opened.recipe != Recipe():
             write_atomically(staging.folder / "recipe.yaml", opened.recipe.to_yaml())
-            what += f" Its recipe goes along: `{opened.recipe!r}`."
+            what += f" Its recipe is kept: `{opened.recipe!r}`."
         card = converted_card(checkpoint, source_type, config["model_type"], what, left_out)
         write_atomically(staging.folder / "README.md", card)
-        notes = note_left_out(left_out, staging.folder)
+        notes = describe_left_out(left_out, staging.folder)
     return Conversion(
         destination,
         source_type,

@@ -5,7 +5,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from diffquant.checkpoints.compressed_config import quantization_config
+import torch
+
+from diffquant.checkpoints.compressed_config import STATIC_CACHE, quantization_config
 from diffquant.checkpoints.reader import Checkpoint
 from diffquant.checkpoints.side_files import front_matter
 from diffquant.checkpoints.source import Source
@@ -47,7 +49,12 @@ def quantized_card(
     """
     name, model_type = plan.checkpoint.name, str(plan.checkpoint.config.get("model_type"))
     recipe = plan.recipe
-    operands = (("queries and keys", recipe.qk), ("softmax weights", recipe.p), ("values before P·V", recipe.pv))
+    operands = (
+        ("inputs of these layers", recipe.activations),
+        ("queries and keys", recipe.qk),
+        ("softmax weights", recipe.p),
+        ("values before P·V", recipe.pv),
+    )
     lines = [
         front_matter("transformers", _tags(plan, is_differential), plan.checkpoint.front_matter, "quantized"),
         f"# {markdown_text(name)}, quantized\n",
@@ -64,28 +71,34 @@ def quantized_card(
         f"Tensors take {plan.size}.",
         *([f"\n{again[:1].upper()}{again[1:]}."] if plan.schemes and (again := plan.checkpoint.rounded_again) else []),
     ]
+    if plan.cache_scales:
+        lines.append(_CACHE)
     if plan.schemes:
         lines.append(_weights_paragraph(plan, errors, carries_code))
     if replaced:
         files = ", ".join(map(markdown_code, replaced))
-        lines.append(f"The source's own code is not part of this folder, which modeling_diffquant.py runs: {files}.\n")
+        lines.append(f"The source's own code is not part of this folder; modeling_diffquant.py replaces {files}.\n")
     lines += _left_out(left_out)
     stacked = f"{_EXPERTS}\n" if plan.has_stacked_experts else ""
     lines.append((_NOT_RUN if plan.rules else _RUN) + stacked)
     return "\n".join(lines)
 
 
-_RUN = """`diffquant.load(path)` gives the model with all of the recipe applied. diffquant.json has each
+_CACHE = """
+The cache's calibrated scales stand beside the weights, as compressed-tensors' `kv_cache_scheme`: by them vLLM stores
+keys and values in fp8.
+"""
+_RUN = """`diffquant.load(path)` loads the model with the whole recipe applied. diffquant.json has each
 tensor's bits, error and size.
 """
 _EXPERTS = """\
 Weights of experts in one tensor are packed along their last axis, as [experts, out, words], and belong to no Linear: a
-loader that only replaces Linear modules does not find them, and may go on with random ones."""
+loader that only replaces Linear modules does not find them, and may use random ones."""
 _NOT_RUN = """\
-The weights were chosen by their names, since diffquant does not run this architecture: **nothing measured
-what quantizing did to the model**. A loader needs the architecture's own code, and has to read compressed-tensors.
-diffquant.json has the rules, and each tensor's bits, error and size; docs/quantize.md of diffquant says how to decode
-a tensor.
+The weights were chosen by their names, because diffquant does not run this architecture: **the effect on the
+model's quality was not measured**. A loader needs the architecture's own code, and has to read compressed-tensors.
+diffquant.json has the rules, and each tensor's bits, error and size; docs/quantize.md of diffquant explains how to
+decode a tensor.
 """
 
 
@@ -97,6 +110,15 @@ def _tags(plan: QuantizationPlan, is_differential: bool) -> list[str]:
 def _own_formats(plan: QuantizationPlan) -> list[str]:
     """Return the names of the plan's number formats that compressed-tensors does not support."""
     return sorted({scheme.format.name for scheme in plan.schemes.values() if not scheme.format.is_standard})
+
+
+def _is_decoded_in_bfloat16(plan: QuantizationPlan) -> bool:
+    """Return whether compressed-tensors decodes some weights to bfloat16 in a model of any dtype.
+
+    It does so if scales have 8 bits. Products with activations of another dtype then fail.
+    """
+    formats = {scheme.format for scheme in plan.schemes.values()}
+    return any(each.is_standard and each.stored_scale_dtype(torch.float32).itemsize == 1 for each in formats)
 
 
 def converted_card(
@@ -121,16 +143,22 @@ def converted_card(
 
 def _left_out(entries: Sequence[str]) -> list[str]:
     named = ", ".join(map(markdown_code, entries))
-    return [f"The source's own code is not part of this folder, and nothing names it: {named}.\n"] if entries else []
+    return [f"The source's own code is not part of this folder: {named}.\n"] if entries else []
 
 
 _BY_CODE = (
-    "`AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)` opens it by modeling_diffquant.py, which is "
-    "part of this folder and needs transformers, and compressed-tensors for packed weights"
+    "`AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)` opens it with modeling_diffquant.py, which "
+    "is part of this folder and needs transformers, and compressed-tensors for packed weights"
 )
 _KEPT_ELSEWHERE = (
-    "What that format cannot say (cache and logits) stands in config.json under `diffquant_config`, and diffquant "
-    "alone applies it."
+    "The schemes of cache and logits, which that format cannot store, are in config.json under `diffquant_config`; "
+    "only diffquant applies them."
+)
+
+_IN_BFLOAT16 = "Its weights are decoded to bfloat16, the dtype in config.json; do not load it in another dtype."
+_ADAPTERS = (
+    "Packed weights cannot be trained. Adapters (LoRA) can, in a model that was opened with "
+    "`quantization_config=CompressedTensorsConfig(run_compressed=False)` or that has run once."
 )
 
 
@@ -138,28 +166,30 @@ def _loaded_by(plan: QuantizationPlan, carries_code: bool) -> str:
     """Return a sentence that names the weights' format and the libraries that can load it."""
     if own := _own_formats(plan):
         return (
-            f"The codes of {', '.join(own)} are packed in a layout of diffquant's own, which `diffquant.load` "
-            "alone reads; transformers, vLLM and other readers of compressed-tensors refuse this folder.\n"
+            f"The codes of {', '.join(own)} are packed in a layout that only `diffquant.load` reads; "
+            "transformers, vLLM and other readers of compressed-tensors refuse this folder.\n"
         )
     if plan.is_as_the_makers:
         return (
-            "The layout is that of the makers' own NVFP4 release, experts alone, which their vLLM reads and "
-            "`diffquant.load` opens.\n"
+            "The layout is that of the authors' NVFP4 release, in which only experts are packed; their vLLM port and "
+            "`diffquant.load` read it.\n"
         )
     layouts = sorted({scheme.format.layout for scheme in plan.schemes.values()}) or [PACK_QUANTIZED]
     standard = f"The format is compressed-tensors' {' and '.join(layouts)}"
     if plan.rules:
         return f"{standard}.\n"
-    match plan.checkpoint.config.get("model_type"):
+    model_type = plan.checkpoint.config.get("model_type")
+    if model_type != "llama" and not carries_code:
+        return f"{standard}, and `AutoModelForCausalLM` opens it after `import diffquant`. {_KEPT_ELSEWHERE}\n"
+    match model_type:
         case "llama":
-            reader = "which transformers loads by itself"
+            reader = "which transformers loads without diffquant"
         case "diffllama":
-            reader = f"which transformers loads by itself; {_BY_CODE}, too, and then batches of requests are right"
-        case _ if carries_code:
-            reader = f"and {_BY_CODE}"
+            reader = f"which transformers loads without diffquant; {_BY_CODE}, too, which also supports padded batches"
         case _:
-            reader = "and `AutoModelForCausalLM` opens it after `import diffquant`"
-    return f"{standard}, {reader}. {_KEPT_ELSEWHERE}\n"
+            reader = f"and {_BY_CODE}"
+    dtype = f"{_IN_BFLOAT16} " if _is_decoded_in_bfloat16(plan) else ""
+    return f"{standard}, {reader}. {dtype}{_ADAPTERS} {_KEPT_ELSEWHERE}\n"
 
 
 def _weights_paragraph(plan: QuantizationPlan, errors: Mapping[str, float], carries_code: bool) -> str:
@@ -169,7 +199,7 @@ def _weights_paragraph(plan: QuantizationPlan, errors: Mapping[str, float], carr
             by_scheme.setdefault(tensor.scheme, []).append(errors[tensor.name])
     parts = [f"{len(e)} weights at {scheme} ({sum(e) / len(e):.2%} mean error)" for scheme, e in by_scheme.items()]
     return (
-        f"\nPacked: {', '.join(parts)}; {plan.packed_bits:.2f} stored bits a weight, scales included; rounding: "
+        f"\nPacked: {', '.join(parts)}; {plan.packed_bits:.2f} stored bits per weight, scales included; rounding: "
         f"{plan.recipe.rounding.name}. {_loaded_by(plan, carries_code)}"
     )
 
@@ -212,9 +242,15 @@ def write_descriptions(
             "group_size": format_named("nvfp4").block,
             "produced_by": f"diffquant {versions()['diffquant']}",
         }
-    elif plan.schemes:
+    elif plan.schemes or plan.cache_scales:
         ignored = modules_to_ignore(plan.rules) if plan.rules else ()
-        config["quantization_config"] = quantization_config(plan.written_schemes, plan.written_linears, ignored)
+        config["quantization_config"] = quantization_config(
+            plan.written_schemes, plan.written_linears, ignored, plan.written_inputs
+        )
+        if plan.cache_scales:
+            config["quantization_config"]["kv_cache_scheme"] = STATIC_CACHE
+        if _is_decoded_in_bfloat16(plan):
+            config = {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": "bfloat16"}
     write_atomically(folder / "config.json", json.dumps(config, indent=2) + "\n")
     write_atomically(folder / "recipe.yaml", plan.recipe.to_yaml())
     account = _account(plan, records, errors) | {"rounding": rounding} | ({"code": code} if code else {})
@@ -222,10 +258,10 @@ def write_descriptions(
     is_differential = isinstance(source, Source) and source.spec.maps > 1
     card = quantized_card(plan, errors, bool(code), replaced, is_differential, left_out)
     write_atomically(folder / "README.md", card)
-    return note_left_out([*left_out, *replaced], folder)
+    return describe_left_out([*left_out, *replaced], folder)
 
 
-def note_left_out(left_out: Sequence[str], folder: Path) -> tuple[str, ...]:
+def describe_left_out(left_out: Sequence[str], folder: Path) -> tuple[str, ...]:
     """Return messages about code of the source that was left out, and whether the tokenizer needs it.
 
     Args:
@@ -234,13 +270,13 @@ def note_left_out(left_out: Sequence[str], folder: Path) -> tuple[str, ...]:
     """
     if not left_out:
         return ()
-    notes = [f"left out, as code of the source's or the name of some: {', '.join(map(one_line, left_out))}"]
+    notes = [f"left out, because it is code of the source or refers to code: {', '.join(map(one_line, left_out))}"]
     if any(entry.endswith(" of tokenizer_config.json") for entry in left_out):
         try:
             load_tokenizer(folder)
         except CheckpointError as error:
             why = str(error).removeprefix(f"cannot read a tokenizer from {folder}: ")
-            notes.append(f"the tokenizer does not open without what was left out: {why}")
+            notes.append(f"the tokenizer cannot be opened without what was left out: {why}")
     return tuple(notes)
 
 

@@ -81,7 +81,7 @@ def check_code(folder: Path, config: Mapping[str, Any], adapter: Adapter | None)
             f"{instead}"
         )
     if not (folder / MODELLING_FILE).exists():
-        raise CheckpointError(f"{folder} holds no modelling file: {instead}")
+        raise CheckpointError(f"{folder} has no modelling file: {instead}")
     ours = config_for_engines(config, adapter)
     problems = [
         f"{key} {json.dumps(config.get(key))} of {_CONFIG}"
@@ -96,9 +96,9 @@ def check_code(folder: Path, config: Mapping[str, Any], adapter: Adapter | None)
         problems += [f"{path.relative_to(folder)}{problem}" for problem in _find_problems(folder, path, code)]
     if problems:
         raise CheckpointError(
-            f"{folder} holds code that is not this diffquant's, or names some, and "
-            f"{option_name('implementation', 'folder')} would run it: {first_few(problems, ', ')}; the plugin, "
-            f"which is the default, runs none of it; or make the folder again by this diffquant"
+            f"{folder} contains or refers to code that is not this version of diffquant's, and "
+            f"{option_name('implementation', 'folder')} would run it: {first_few(problems, ', ')}; use the plugin, "
+            f"which is the default and runs none of it, or make the folder again with this version"
         )
 
 
@@ -108,7 +108,7 @@ def _find_problems(folder: Path, path: Path, code: bytes) -> Iterator[str]:
     if path.is_symlink() and not leads_inside(folder, path):
         yield ", a link out of the folder"
     elif not path.is_file():
-        yield ", which is no plain file"
+        yield ", which is not a regular file"
     elif path == folder / MODELLING_FILE:
         if path.stat().st_size != len(code) or path.read_bytes() != code:
             yield ""
@@ -130,7 +130,7 @@ def _entries(folder: Path) -> Iterator[Path]:
     """Yield every file under a folder, and every link to a folder without following it."""
 
     def refuse(error: OSError) -> None:
-        raise CheckpointError(f"cannot look into {error.filename}: {error.strerror}") from error
+        raise CheckpointError(f"cannot read {error.filename}: {error.strerror}") from error
 
     for place, folders, files in os.walk(folder, onerror=refuse):
         links = (name for name in folders if os.path.islink(os.path.join(place, name)))

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Differential attention for transformers and for whatever runs transformers' models. It needs nothing of diffquant.
+"""Differential attention for transformers, and for engines that run transformers' models. It does not need diffquant.
 
-A map of differential attention is a softmax like any other, so each layer asks the attention interface for plain heads
-and subtracts what comes back: softmax(Q1·K1ᵀ)·V - λ·softmax(Q2·K2ᵀ)·V. Where the maps have keys of their own, the two
-keys of a pair are one key head, K1|K2, and queries have zeros where the other map's key stands: (Q1|0)·(K1|K2)ᵀ is
-Q1·K1ᵀ. So nothing is stored twice, and V1's values, as wide as two keys, fit beside them. Values that are wider still
-are cut into heads, which read the same map once for each cut. config.json says under `diff_model` which member of the
-family a model is; the numbers of heads that the configuration shows to an engine are those of the plain heads.
+Each map of differential attention is an ordinary softmax. So each layer calls the attention interface with plain heads
+and subtracts the results: softmax(Q1·K1ᵀ)·V - λ·softmax(Q2·K2ᵀ)·V. If each map has separate keys, the two keys of a
+pair are stored as one key head, K1|K2, and queries have zeros in place of the other map's half: (Q1|0)·(K1|K2)ᵀ is
+Q1·K1ᵀ. So nothing is stored twice, and V1's values, as wide as two keys, have the same width as a key head. Values that
+are wider than a key head are cut into several heads, which use the same map. The entry `diff_model` of config.json
+describes the kind of attention. The numbers of heads in the configuration are those of the plain heads.
 
 Sources: arXiv 2410.05258, section 2; microsoft/unilm, Diff-Transformer and Diff-Transformer-V2.
 """
@@ -33,11 +33,11 @@ _ROTARY = ("rope_theta", "rope_scaling", "rope_angles")
 # which its attention fills itself.
 _IS_RENAMED = "cache" in BaseModelOutputWithPast.__dataclass_fields__
 Rotary = tuple[Tensor, Tensor]
-_NOT_HERE = "{} of the recipe are not honoured here: this model runs them with 16 bits, and diffquant.load as asked"
+_NOT_HERE = "{} of the recipe are not applied here: this model keeps them in {}; diffquant.load applies them"
 
 
 class DiffConfig(PreTrainedConfig):
-    """A model's sizes in Llama's words, from `diff_model`; the numbers of heads are those of the plain heads."""
+    """A model's sizes under Llama's names, from `diff_model`; the numbers of heads are those of the plain heads."""
 
     model_type = MODEL_TYPE
     keys_to_ignore_at_inference = ["past_key_values", "cache"]  # noqa: RUF012
@@ -117,11 +117,12 @@ ACT2FN["poly_norm"] = PolyNorm
 
 
 class PlainHeads:
-    """How projected queries, keys and values become heads that any engine serves, and how their outputs become pairs.
+    """Converts projected queries, keys and values to plain heads, which any engine supports, and outputs to pairs.
 
-    K is the number of KV pairs, P of signal heads, d the width of a projected query; m maps have keys of their own (1
-    where the maps share them), w = m·d is the width of a plain head, a value is cut into c of them, and u query heads
-    read one. Counts of heads are read from tensors, since a rank of a tensor-parallel model has a share of them.
+    K is the number of KV pairs, P the number of signal heads, and d the width of a projected query. A pair has m key
+    heads (2, or 1 if both maps share keys), and w = m·d is the width of a plain head. A value is cut into c plain
+    heads, each of which is used by u query heads. Numbers of heads are read from tensors, because a tensor-parallel
+    rank has only some of the heads.
     """
 
     def __init__(self, attention: dict[str, Any]) -> None:
@@ -141,7 +142,7 @@ class PlainHeads:
         self.group = self.signals + self.noises
 
     def queries(self, projected: Tensor, rotary: Rotary) -> Tensor:
-        """[B, K·c·u, T, w] of projected queries [B, T, rows]; rotary is cos and sin [B, T, d]."""
+        """Convert projected queries [B, T, rows] to plain heads [B, K·c·u, T, w]; rotary is cos and sin [B, T, d]."""
         heads = self._rotate(projected.unflatten(-1, (-1, self.key_width)), rotary)
         signal, noise = self._maps(heads, self.sharing if self.has_noise else 0)
         if noise is not None and self.key_maps == 2:
@@ -154,7 +155,7 @@ class PlainHeads:
         return groups.unsqueeze(3).expand(-1, -1, -1, self.cuts, -1, -1).flatten(2, 4).transpose(1, 2)
 
     def keys(self, projected: Tensor, rotary: Rotary) -> Tensor:
-        """[B, K·c, S, w] of projected keys [B, S, rows]."""
+        """Convert projected keys [B, S, rows] to plain heads [B, K·c, S, w]."""
         heads = self._rotate(projected.unflatten(-1, (-1, self.key_width)), rotary).repeat_interleave(self.repeats, -2)
         if self.key_maps == 2:
             signal, noise = self._maps(heads, 1)
@@ -162,7 +163,7 @@ class PlainHeads:
         return heads.repeat_interleave(self.cuts, 2).transpose(1, 2)
 
     def values(self, projected: Tensor) -> Tensor:
-        """[B, K·c, S, w] of projected values [B, S, rows], the last cut filled with zeros."""
+        """Convert projected values [B, S, rows] to plain heads [B, K·c, S, w]; the last cut is padded with zeros."""
         if self.are_in_halves:
             values = projected.unflatten(-1, (2, -1, self.value_width // 2)).transpose(2, 3).flatten(-2)
         else:
@@ -171,7 +172,7 @@ class PlainHeads:
         return filled.unflatten(-1, (self.cuts, self.width)).flatten(2, 3).transpose(1, 2)
 
     def outputs(self, heads: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Signal and noise [B, T, P, dv] of the heads' outputs [B, T, H·w]; noise is None in a plain model."""
+        """Convert the heads' outputs [B, T, H·w] to signal and noise [B, T, P, dv]; noise is None with one map."""
         cuts = heads.unflatten(-1, (-1, self.cuts, self.group, self.width))
         pairs = cuts.transpose(3, 4).flatten(-2)[..., : self.value_width]
         signal, noise = pairs.split([self.signals, self.noises], 3)
@@ -180,7 +181,7 @@ class PlainHeads:
         return signal.flatten(2, 3), noise.flatten(2, 3).repeat_interleave(self.sharing, 2)
 
     def _maps(self, heads: Tensor, sharing: int) -> tuple[Tensor, Tensor | None]:
-        """Signal and noise heads [B, T, ·, d], of which one noise head stands behind `sharing` signal heads."""
+        """Split heads into signal and noise heads [B, T, ·, d]; `sharing` signal heads share one noise head."""
         if not sharing:
             return heads, None
         if self.are_in_halves:
@@ -241,9 +242,14 @@ class DiffAttention(nn.Module):
         queries = self.heads.queries(self.q_proj(hidden_states), position_embeddings)
         keys = self.heads.keys(self.k_proj(hidden_states), position_embeddings)
         values = self.heads.values(self.v_proj(hidden_states))
+        cache = kwargs.pop("cache", None) if _IS_RENAMED else None
         if past_key_values is not None:
+            if cache is not None:
+                # compressed-tensors rounds keys and values for a `kv_cache_scheme` and passes them on to a cache, which
+                # it looks for by the older name alone.
+                past_key_values.add_past_key_values(cache)
             keys, values = past_key_values.update(keys, values, self.layer_idx)
-        elif _IS_RENAMED and (cache := kwargs.pop("cache", None)) is not None:
+        elif cache is not None:
             keys, values = cache.update(keys, values, self.layer_idx, kwargs=kwargs)
         # Engines look for this call, by this name, to put their own attention in its place.
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
@@ -258,7 +264,7 @@ class DiffAttention(nn.Module):
         return getattr(self, self.spec["output"])(out), weights
 
     def _difference(self, signal: Tensor, noise: Tensor | None, hidden_states: Tensor) -> Tensor:
-        """signal - λ·noise, each [B, T, P, dv]; λ and the sum in float32."""
+        """Return signal - λ·noise, each [B, T, P, dv]; λ and the difference are computed in float32."""
         if noise is None:
             return signal
         if self.spec["lam"] == "exp":
@@ -314,7 +320,11 @@ class DiffForCausalLM(LlamaForCausalLM):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
         recipe = (getattr(config, "diffquant_config", None) or {}).get("recipe", {})
-        asked = {name: recipe[name] for name in ("k", "v", "logits", "qk", "p", "pv") if recipe.get(name, "16") != "16"}
+        packing = getattr(config, "quantization_config", None) or {}
+        packing = packing if isinstance(packing, dict) else packing.to_dict()
+        cache = () if packing.get("kv_cache_scheme") else ("k", "v")
+        asked = {name: recipe[name] for name in (*cache, "logits", "qk", "p", "pv") if recipe.get(name, "16") != "16"}
         if asked:
             schemes = ", ".join(f"{name} {scheme}" for name, scheme in asked.items())
-            logging.get_logger(__name__).warning(_NOT_HERE.format(schemes))
+            dtype = str(self.dtype).removeprefix("torch.")
+            logging.get_logger(__name__).warning(_NOT_HERE.format(schemes, dtype))

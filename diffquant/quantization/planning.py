@@ -9,14 +9,14 @@ import torch
 
 from diffquant.checkpoints.source import Source
 from diffquant.checkpoints.weight_source import WeightSource
-from diffquant.model.windowed_cache import new_storage
+from diffquant.model.windowed_cache import create_storage
 from diffquant.quantization.loading import recipe_of_run
 from diffquant.quantization.plan import QuantizationPlan, plan_quantization
 from diffquant.quantization.roundings import rounding_named
 from diffquant.recipe import Recipe
 from diffquant.recipe.scheme import Scheme
 from diffquant.reports.tables import megabytes
-from diffquant.support.devices import seconds_per_product, time_fastest
+from diffquant.support.devices import measure_seconds_per_product, time_fastest
 from diffquant.support.machine import cores
 from diffquant.support.progress import silent
 from diffquant.support.terminal import Readable, one_line
@@ -64,22 +64,32 @@ class MemoryPlan(Readable):
     def fits(self) -> bool:
         return self.peak <= self.memory
 
+    @property
+    def _inputs(self) -> str:
+        """Text behind the weights' scheme about the inputs of Linears."""
+        inputs = sorted({str(scheme) for scheme in self.recipe.schemes_of("activations") if scheme.quantizes})
+        return f", activations {' or '.join(inputs)}" if inputs else ""
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"recipe": self.recipe.to_dict(), "peak": self.peak, "fits": self.fits}
 
     def __str__(self) -> str:
         what = "fits" if self.fits else "DOES NOT FIT"
-        without = "no token fits beside the weights" if self.weights <= self.memory else "the weights alone do not fit"
+        without = (
+            "no token fits in addition to the weights"
+            if self.weights <= self.memory
+            else "the weights alone do not fit"
+        )
         longest = f"up to {self.longest:,} tokens fit" if self.longest else without
         beyond = f", more than its {self.limit:,} positions" if self.longest > self.limit else ""
         return "\n".join(
             [
                 f"{what}: {one_line(self.model)}",
                 f"  takes    {megabytes(self.peak):>12}  of {megabytes(self.memory)}, {self.where}",
-                f"  weights  {megabytes(self.weights):>12}  {self.recipe.weights}",
+                f"  weights  {megabytes(self.weights):>12}  {self.recipe.weights}{self._inputs}",
                 f"  cache    {megabytes(self.cache):>12}  k {self.recipe.k}, v {self.recipe.v}; "
                 f"{self.batch} x {self.context:,} tokens",
-                f"  work     {megabytes(self.work):>12}  one layer read back, and logits",
+                f"  work     {megabytes(self.work):>12}  one layer dequantized, and logits",
                 f"with {self.batch} {'sequence' if self.batch == 1 else 'sequences'}, {longest}{beyond}",
             ]
         )
@@ -132,7 +142,7 @@ def _cache_bytes(source: Source, recipe: Recipe, tokens: int, batch: int) -> int
                 f"layers.{layer}.{target}": torch.ones(shape, device="meta")
                 for target, shape in (("k", rows.keys), ("v", rows.values))
             }
-            storage = new_storage(rows, layer, recipe, ranges)
+            storage = create_storage(rows, layer, recipe, ranges)
             storage.update(*(_states(shape, tokens, batch, source.dtype) for shape in (rows.keys, rows.values)))
             alike[key] = storage.nbytes
         total += alike[key]
@@ -158,7 +168,7 @@ def _work_bytes(source: Source, tokens: int, batch: int) -> int:
 _ROWS, _WIDTH = 64, 1024
 
 
-def estimated_seconds(source: Source | WeightSource, plan: QuantizationPlan) -> float:
+def estimate_seconds(source: Source | WeightSource, plan: QuantizationPlan) -> float:
     """Estimate the seconds that packing a plan's weights takes on this machine, by timing a sample of the work.
 
     A rounding that reads calibration data is estimated at `work` multiplications per weight and token. For any other
@@ -172,7 +182,7 @@ def estimated_seconds(source: Source | WeightSource, plan: QuantizationPlan) -> 
             by_scheme[tensor.scheme] = by_scheme.get(tensor.scheme, 0) + tensor.elements
     weights = sum(by_scheme.values())
     if rounding.needs_text:
-        return seconds_per_product() * rounding.work * weights * rounding.tokens(settings)
+        return measure_seconds_per_product() * rounding.work * weights * rounding.tokens(settings)
     round_rows = rounding.prepare(source, plan.schemes, settings, silent).round
     total = 0.0
     for scheme, elements in by_scheme.items():

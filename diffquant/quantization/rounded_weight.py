@@ -86,7 +86,7 @@ class RoundedWeight:
             return self._magnitude
 
 
-def as_stored(
+def quantize_as_stored(
     rounder: Rounder,
     name: str,
     weight: Tensor,

@@ -18,7 +18,7 @@ from diffquant.recipe import Recipe
 from diffquant.recipe.scheme import FULL, Scheme
 from diffquant.support.names import option_name
 
-EMBEDDING = "model.embed_tokens"
+EMBEDDING, _HEAD = "model.embed_tokens", "lm_head"
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,15 @@ class Targets:
         schemes = {module: _scheme_of(module, recipe, self.linears) for module in self.weights}
         return {module: scheme for module, scheme in schemes.items() if scheme.quantizes}
 
+    def rounds_input(self, module: str) -> bool:
+        """Return whether a recipe's `activations` applies to a module whose weight is quantized.
 
-def targets_of(source: Source | WeightSource) -> Targets:
+        It does to Linears and the head, not to λ and gate projections, which models compute in float32.
+        """
+        return module in self.linears or module == _HEAD
+
+
+def find_targets(source: Source | WeightSource) -> Targets:
     """Return the targets of a checkpoint, from its adapter or from the rules of a `WeightSource`."""
     if isinstance(source, WeightSource):
         is_tied = bool(source.checkpoint.config.get("tie_word_embeddings"))
@@ -85,11 +92,11 @@ def unpacked_dtypes(source: Source | WeightSource, dtype: torch.dtype | None = N
     if isinstance(source, WeightSource):
         if dtype is not None:
             raise UsageError(
-                f"{source.path} (model_type {source.model_type!r}) is quantized by its tensors' names, and what is not "
-                f"packed stays as it is; leave out {option_name('dtype')}"
+                f"{source.path} (model_type {source.model_type!r}) is quantized by tensor names, and other "
+                f"tensors keep their dtype; leave out {option_name('dtype')}"
             )
         return {}
-    own = {name: source.checkpoint.written_dtype(name) for name in targets_of(source).weights.values()}
+    own = {name: source.checkpoint.written_dtype(name) for name in find_targets(source).weights.values()}
     if dtype is None and own[source.adapter.source_name(f"{EMBEDDING}.weight")] == torch.float32:
         dtype = torch.bfloat16
     return {} if dtype is None else {name: dtype for name, kind in own.items() if kind != dtype}
@@ -166,12 +173,12 @@ def whole(module: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
     return (Part(module, 0, math.prod(shape[:-1]), shape),)
 
 
-def makers_experts(module: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
+def as_makers_experts(module: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
     """Return stacked experts as one module in the layout of Motif-3's official release."""
     return (MakersExperts(module, 0, math.prod(shape[:-1]), shape),)
 
 
-def experts_apart(module: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
+def split_experts(module: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
     """Split stacked experts [experts, out, in] into the Linears that other libraries expect; keep other weights whole.
 
     In transformers' fused experts, the rows of the gate projection precede those of the up projection.

@@ -1,4 +1,4 @@
-"""How a whole model is quantized: number formats, schemes, and the `Recipe` of a model. No torch."""
+"""A model's quantization settings: number formats, schemes, and the `Recipe`. Imports no torch."""
 
 from diffquant.recipe.recipe import Recipe, RecipeLike
 

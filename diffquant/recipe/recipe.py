@@ -1,4 +1,4 @@
-"""A `Recipe` says how a model is quantized: a scheme for each kind of tensor, overrides by name, and a rounding."""
+"""`Recipe`: how a model is quantized, as a scheme for each target, overrides by name, and a rounding."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -28,9 +28,9 @@ from diffquant.support.names import did_you_mean
 
 @dataclass(frozen=True, repr=False)
 class Recipe:
-    """The scheme of each target of a model. Every target defaults to 16 bits.
+    """A model's quantization settings: one scheme for each target, 16 bits by default.
 
-    Most recipes are made of texts, by `Recipe.of` or by a verb that is given them:
+    Most recipes are made from text, with `Recipe.of`:
 
         >>> Recipe.of(weights="4:g32", kv=8)
         Recipe.of(weights='4:g32', kv='8:row')
@@ -39,14 +39,16 @@ class Recipe:
         weights: scheme of the linear layers' weights.
         k, v: schemes of the KV cache.
         logits: scheme of Q·Kᵀ·scale of each map, before softmax (simulated).
-        qk: scheme of the queries and keys that Q·Kᵀ is computed of (simulated).
-        p: scheme of each map's softmax weights before they are divided by their row's sum (simulated).
-        pv: scheme of the values that the weights are multiplied with, beside that of the cache (simulated).
-        residual: number of newest tokens of the cache that stay 16-bit.
-        overrides: schemes by name pattern (shell wildcards); the first match wins. A pattern names modules whose
-            weight it is about, or where it ends in ".k", ".v", ".logits", ".qk", ".p" or ".pv" the cache,
-            logits or operands of a layer: "model.layers.3.self_attn.k".
-        rounding: rule by which weights become codes and scales.
+        qk: scheme of the queries and keys in Q·Kᵀ (simulated).
+        p: scheme of each map's softmax weights before division by their row's sum (simulated).
+        pv: scheme of the values that softmax weights multiply, in addition to the cache's scheme (simulated).
+        activations: scheme of the inputs of Linears with quantized weights, as `diffquant.model.inputs` rounds them.
+        residual: number of newest tokens in the cache that stay 16-bit.
+        overrides: schemes by name pattern (shell wildcards); the first match wins. A pattern that ends in ".k", ".v",
+            ".logits", ".qk", ".p" or ".pv" matches that target of layers, such as "model.layers.3.self_attn.k". One
+            that ends in ".activations" matches modules' inputs, such as "*.q_proj.activations". Any other pattern
+            matches modules and sets the scheme of their weights.
+        rounding: the rule that computes the weights' codes and scales.
     """
 
     weights: Scheme = FULL
@@ -56,19 +58,20 @@ class Recipe:
     qk: Scheme = FULL
     p: Scheme = FULL
     pv: Scheme = FULL
+    activations: Scheme = FULL
     residual: int = 0
     overrides: Mapping[str, Scheme] = field(default_factory=dict)
     rounding: RoundingSettings = NEAREST
 
     def __post_init__(self) -> None:
-        of_text = "Recipe.of(weights='4:g32', overrides={'*.mlp.*': 8}, rounding='mse') reads text"
+        of_text = "to read text use Recipe.of(weights='4:g32', overrides={'*.mlp.*': 8}, rounding='mse')"
         if not isinstance(self.overrides, Mapping) or not isinstance(self.rounding, RoundingSettings):
             raise UsageError(f"a Recipe's overrides are a mapping and its rounding RoundingSettings; {of_text}")
         schemes = [(target, target, getattr(self, target)) for target in TARGETS]
         schemes += [(target_of(pattern), f"override {pattern!r}", each) for pattern, each in self.overrides.items()]
         for target, what, scheme in schemes:
             if not isinstance(scheme, Scheme):
-                raise UsageError(f"a Recipe is made of Schemes, and {what} is {scheme!r}; {of_text}")
+                raise UsageError(f"a Recipe takes Schemes, but {what} is {scheme!r}; {of_text}")
             if reason := refusal(target, scheme, what):
                 raise UsageError(reason)
         if type(self.residual) is not int:
@@ -90,31 +93,33 @@ class Recipe:
         qk: str | int = 16,
         p: str | int = 16,
         pv: str | int = 16,
+        activations: str | int = 16,
     ) -> "Recipe":
-        """Return a recipe from scheme texts; `kv` serves whichever of `k` and `v` is not given.
+        """Make a recipe from schemes' text forms; `kv` is used for `k` or `v` if that is not given.
 
         Args:
             rounding: a rounding's name, or a mapping as `RoundingSettings.parse` reads it.
         """
         schemes = {"weights": weights, "kv": kv, "k": k, "v": v, "logits": logits, "qk": qk, "p": p, "pv": pv}
+        schemes["activations"] = activations
         given = {name: text for name, text in schemes.items() if name not in ("k", "v") or text is not None}
         return cls.from_dict({**given, "residual": residual, "overrides": overrides, "rounding": rounding})
 
     @classmethod
     def parse(cls, given: "RecipeLike") -> "Recipe":
-        """Return a recipe from what people write: a scheme of the weights, a preset, entries by name, or a YAML file.
+        """Make a recipe from a weight scheme, a preset's name, a mapping, or the path of a YAML file.
 
         Args:
-            given: a recipe; a scheme of the weights such as "4:g32" or 8; a preset's name such as "int4"; a mapping
-                such as {"weights": "4:g32", "kv": 8}, as `from_dict` reads it; or the path of a YAML file, a `Path` or
-                a text that ends in .yaml or .yml.
+            given: a `Recipe`, returned unchanged; a weight scheme such as "4:g32" or 8; a preset's name such as "int4";
+                a mapping for `from_dict` such as {"weights": "4:g32", "kv": 8}; or the path of a YAML file, as a `Path`
+                or as text that ends in .yaml or .yml.
 
         Raises:
-            UsageError: it is none of these, or cannot be read.
+            UsageError: it is none of these, or the file cannot be read.
         """
         if isinstance(given, Recipe):
             return given
-        if names_file(given):
+        if is_recipe_file(given):
             return cls.read(Path(given))
         if isinstance(given, str) and given in PRESETS:
             return cls.of(**PRESETS[given])
@@ -123,24 +128,25 @@ class Recipe:
         if isinstance(given, Mapping):
             return cls.from_dict(given)
         raise UsageError(
-            f"a recipe is a scheme of the weights such as '4:g32', a mapping such as {{'weights': '4:g32', 'kv': 8}}, "
+            f"a recipe is a weight scheme such as '4:g32', a mapping such as {{'weights': '4:g32', 'kv': 8}}, "
             f"the path of a YAML file or a Recipe; got {given!r}"
         )
 
     @classmethod
     def from_dict(cls, entries: Mapping[str, Any]) -> "Recipe":
-        """Inverse of `to_dict`; `kv` serves whichever of `k` and `v` is not given.
+        """Invert `to_dict`; `kv` is used for `k` or `v` if that is not given.
 
         Args:
-            entries: beside the recipe's own, `like` names a published kernel, whose operands go where none are given.
+            entries: the recipe's attributes. The entry `like` names a published kernel, which sets those of `qk`, `p`
+                and `pv` that are not given.
 
         Raises:
-            UsageError: a key is unknown (the nearest known one is named), or a scheme is malformed.
+            UsageError: a key is unknown (the message suggests the nearest), or a scheme is malformed.
         """
         if "like" in entries:
             kernel = entries["like"]
             if kernel not in tuple(LIKE):
-                raise UsageError(f"unknown kernel {kernel!r} to be like; known are {', '.join(LIKE)}")
+                raise UsageError(f"unknown kernel {kernel!r} for like; choose from {', '.join(LIKE)}")
             entries = {**LIKE[kernel], **{name: value for name, value in entries.items() if name != "like"}}
         known = [*(f.name for f in fields(cls)), "kv"]
         unknown = [key for key in entries if key not in known]
@@ -159,15 +165,15 @@ class Recipe:
     @classmethod
     def read(cls, path: Path) -> "Recipe":
         """Read a recipe from a YAML file."""
-        # Here, since a recipe of options is made without the time that importing yaml takes.
+        # Imported here, because importing yaml is slow and recipes made from options do not need it.
         from diffquant.support.yaml_text import parse_yaml
 
         try:
             entries = parse_yaml(read_text(path))
         except FileNotFoundError:
-            raise UsageError(f"there is no recipe {path}") from None
+            raise UsageError(f"there is no recipe file {path}") from None
         except UnicodeDecodeError as error:
-            raise UsageError(f"recipe {path} is no text in UTF-8") from error
+            raise UsageError(f"recipe {path} is not UTF-8 text") from error
         except OSError as error:
             raise UsageError(f"cannot read recipe {path}: {error.strerror}") from error
         except ValueError as error:
@@ -180,7 +186,7 @@ class Recipe:
             raise UsageError(f"recipe {path}: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data: scheme texts, the residual and the overrides; operands and rounding where they are not plain."""
+        """Return plain data: schemes as text, residual and overrides. Default operands and rounding are left out."""
         schemes = {target: getattr(self, target) for target in TARGETS}
         stated = {target: str(s) for target, s in schemes.items() if s.quantizes or target not in UNSAID}
         rounding = {} if self.rounding == NEAREST else {"rounding": self.rounding.to_plain()}
@@ -192,11 +198,11 @@ class Recipe:
         }
 
     def to_config(self) -> dict[str, Any]:
-        """Return the content of `diffquant_config` in the config.json of a checkpoint under this recipe."""
+        """Return the content of `diffquant_config` in the config.json of a checkpoint with this recipe."""
         return {"version": CONFIG_VERSION, "recipe": self.to_dict()}
 
     def __repr__(self) -> str:
-        """Return an expression that makes the recipe, without what is at its default."""
+        """Return a Python expression that makes the recipe, without defaults."""
         entries, defaults = self.to_dict(), Recipe().to_dict()
         if entries["k"] == entries["v"]:
             entries = {"weights": entries["weights"], "kv": entries.pop("k"), **entries, "v": defaults["v"]}
@@ -210,7 +216,7 @@ class Recipe:
         return yaml.safe_dump(self.to_dict(), sort_keys=False)
 
     def weight_scheme(self, module: str) -> Scheme:
-        """Scheme of the weight of a linear layer, by the module's full name without ".weight"."""
+        """Return the scheme of a linear layer's weight, by the module's full name without ".weight"."""
         for pattern, scheme in self.weight_overrides.items():
             if fnmatchcase(module, pattern):
                 return scheme
@@ -220,63 +226,66 @@ class Recipe:
     def weight_overrides(self) -> dict[str, Scheme]:
         return {pattern: scheme for pattern, scheme in self.overrides.items() if target_of(pattern) == "weights"}
 
+    def input_scheme(self, module: str) -> Scheme:
+        """Scheme of the input of a module whose weight is quantized, by its full name."""
+        return self._scheme_of("activations", f"{module}.activations")
+
     def at_layer(self, layer: int) -> "Recipe":
-        """Return this recipe with the schemes of one layer's `LAYER_TARGETS`, overrides applied."""
-        of_layer = {target: self._scheme_at(target, layer) for target in LAYER_TARGETS}
+        """Return this recipe for one layer: its overrides are applied, and those of `LAYER_TARGETS` removed."""
+        of_layer = {target: self._scheme_of(target, layer_name(target, layer)) for target in LAYER_TARGETS}
         return replace(self, **of_layer, overrides=self.weight_overrides)  # type: ignore[arg-type]
 
     def schemes_of(self, target: str) -> set[Scheme]:
-        """Every scheme that some layer may have for one of `LAYER_TARGETS`."""
+        """Return all schemes that layers, or inputs, may have for a target other than "weights"."""
         return {getattr(self, target)} | {s for pattern, s in self.overrides.items() if target_of(pattern) == target}
 
     @property
     def schemes(self) -> set[Scheme]:
-        """Every scheme of some tensor."""
+        """All schemes in the recipe."""
         return {*(getattr(self, target) for target in TARGETS), *self.overrides.values()}
 
     def rounds(self, *targets: str) -> bool:
-        """Return whether some layer rounds one of these `LAYER_TARGETS`."""
+        """Return whether any layer rounds one of these targets other than "weights"."""
         return any(scheme.quantizes for target in targets for scheme in self.schemes_of(target))
 
     @property
     def rounds_maps(self) -> set[bool]:
-        """Whether layers round their maps, by logits or by softmax weights: as backends must be able to."""
+        """Contains True if some layer rounds its maps (logits or p), and False if some layer does not."""
         logits, weights = ({s.quantizes for s in self.schemes_of(target)} for target in ("logits", "p"))
         return {a or b for a in logits for b in weights}
 
     @property
     def rotates_cache(self) -> bool:
-        """Whether some layer's keys or values are rotated before they are rounded."""
+        """Whether any layer rotates keys or values before rounding them."""
         return any(scheme.has("rotated") for target in ("k", "v") for scheme in self.schemes_of(target))
 
     def is_static(self, target: str) -> bool:
-        """Return whether some layer's "k", "v" or "logits" has calibrated scales."""
+        """Return whether any layer has calibrated scales for a target: "k", "v" or "logits"."""
         return any(scheme.sharing.is_static for scheme in self.schemes_of(target))
 
     def check_layers(self, layers: Mapping[str, Sequence[int]]) -> None:
-        """Check that every override of a cache or of logits is about some layer.
+        """Check that every override of one of `LAYER_TARGETS` matches a layer.
 
         Args:
             layers: numbers of the layers that have each target.
 
         Raises:
-            UsageError: some match no layer; they are named.
+            UsageError: some match no layer; the message lists them.
         """
         names = [layer_name(target, layer) for target in LAYER_TARGETS for layer in layers[target]]
-        patterns = [pattern for pattern in self.overrides if target_of(pattern) != "weights"]
+        patterns = [pattern for pattern in self.overrides if target_of(pattern) in LAYER_TARGETS]
         unmatched = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
         if unmatched:
             raise UsageError(
                 f"overrides {', '.join(map(repr, unmatched))} match no layer; the model's are {names[0]} to {names[-1]}"
             )
 
-    def _scheme_at(self, target: str, layer: int) -> Scheme:
-        name = layer_name(target, layer)
+    def _scheme_of(self, target: str, name: str) -> Scheme:
         matches = (s for p, s in self.overrides.items() if target_of(p) == target and fnmatchcase(name, p))
         return next(matches, getattr(self, target))
 
     def with_weights_of(self, other: "Recipe") -> "Recipe":
-        """Return this recipe's cache and logits with the other's weights and their rounding."""
+        """Return this recipe with the weight schemes and rounding of another."""
         own = {pattern: s for pattern, s in self.overrides.items() if target_of(pattern) != "weights"}
         return replace(self, weights=other.weights, overrides=own | other.weight_overrides, rounding=other.rounding)
 
@@ -284,6 +293,6 @@ class Recipe:
 RecipeLike = Recipe | str | int | Path | Mapping[str, Any]
 
 
-def names_file(given: object) -> TypeGuard[Path | str]:
-    """Return whether a recipe is the path of a YAML file."""
+def is_recipe_file(given: object) -> TypeGuard[Path | str]:
+    """Return whether a recipe is given as the path of a YAML file."""
     return isinstance(given, Path) or (isinstance(given, str) and given.endswith((".yaml", ".yml")))

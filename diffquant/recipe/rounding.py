@@ -1,4 +1,4 @@
-"""A recipe's choice of rounding."""
+"""The rounding settings of a recipe."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -14,24 +14,23 @@ ROUNDING_OPTIONS = {"inputs": ("rounded", "unrounded"), "target": ("model", "lay
 
 @dataclass(frozen=True)
 class RoundingSettings:
-    """A recipe's choice of rounding: which rule finds the weights' codes and scales, and what that rule reads.
+    """A recipe's choice of rounding rule, and the rule's options.
 
     Attributes:
-        name: name of a registered rounding, see `quantization.roundings`; known names are checked with the checkpoint.
-        text: calibration data that a rounding with `needs_text` reads, one source or several, as
-            `checkpoints.calibration` has them; files are relative to the working directory. The bundled text by
-            default.
-        tokens: number of tokens that are read; the rule's own number by default.
-        window: number of tokens that the model sees at once while it reads; the rule's own number by default.
-        inputs: inputs that a layer's weights are rounded for: "rounded", those that it has once the layers before it
-            are rounded, or "unrounded", those of the 16-bit model.
-        target: output that a layer's weights are to keep: "model", the 16-bit model's, so that they also make up for
-            what was lost before them (GPTAQ, arXiv 2504.02692), or "layer", the layer's own for the inputs it has.
-        order: order in which a weight's columns are rounded: "stored", or "activation", those of the largest inputs
-            first, with scales that are chosen before.
-        seed: seed of the order of rows in a JSONL file or dataset, and of the order in which `tuned` reads windows; 0
-            by default.
-        samples: number of windows that are read, in place of `tokens`.
+        name: name of a registered rounding, see `quantization.roundings`; checked when a checkpoint is opened.
+        text: calibration data for a rounding with `needs_text`: one or more sources as `checkpoints.calibration`
+            defines them. Files are relative to the working directory. The bundled text by default.
+        tokens: number of tokens to read; by default the rule decides.
+        window: number of tokens in each sequence of calibration data; by default the rule decides.
+        inputs: the layer inputs that weights are rounded for: "rounded" are computed with the earlier layers already
+            quantized, "unrounded" are the 16-bit model's.
+        target: the layer output to approximate: "model" is the 16-bit model's output, so that a layer also compensates
+            errors of earlier layers (GPTAQ, arXiv 2504.02692). "layer" is the unquantized layer's output for the given
+            inputs.
+        order: order in which a weight's columns are rounded: "stored", or "activation" for the columns with the largest
+            inputs first, after scales are chosen.
+        seed: seed that shuffles rows of a JSONL file or dataset, and windows in `tuned`; 0 by default.
+        samples: number of windows to read, instead of `tokens`.
     """
 
     name: str = "nearest"
@@ -57,23 +56,21 @@ class RoundingSettings:
         if self.samples is not None and (type(self.samples) is not int or self.samples < 1):
             raise UsageError(f"rounding: samples must be a number of 1 or more, got {self.samples!r}")
         if self.samples is not None and self.tokens is not None:
-            raise UsageError("rounding: samples and tokens both say how much is read; give one or the other")
+            raise UsageError("rounding: samples and tokens both set how much is read; give only one")
         if self.seed is not None and (type(self.seed) is not int or self.seed < 0):
             raise UsageError(f"rounding: seed must be a number of 0 or more, got {self.seed!r}")
         for what, choices in ROUNDING_OPTIONS.items():
             if (choice := getattr(self, what)) not in (None, *choices):
                 raise UsageError(f"rounding: {what} must be {' or '.join(choices)}, got {choice!r}")
         if (self.inputs, self.target) == ("unrounded", "model"):
-            raise UsageError(
-                "rounding: on unrounded inputs a layer's output is the model's; leave out inputs, or target"
-            )
+            raise UsageError("rounding: inputs 'unrounded' and target 'model' cannot be combined; leave out one")
 
     @classmethod
     def parse(cls, entry: "str | Mapping[str, Any]") -> "RoundingSettings":
-        """Read a recipe's entry: a rounding's name, or a mapping with its name, text, tokens, window and options.
+        """Parse a recipe's `rounding` entry: a rounding's name, or a mapping with its name and options.
 
         Raises:
-            UsageError: a key is unknown (the nearest known one is named), or a value has the wrong type.
+            UsageError: a key is unknown (the message suggests the nearest), or a value has the wrong type.
         """
         if isinstance(entry, str):
             return cls(entry)
@@ -87,20 +84,20 @@ class RoundingSettings:
         several: list[Any] = text if isinstance(text, list) and text else [text]
         if text is not None and not all(isinstance(each, str) for each in several):
             raise UsageError(f"rounding: text must be the name of a file or dataset, or a list of such, got {text!r}")
-        return cls(**{**entry, "text": None if text is None else paths_of(several)})
+        return cls(**{**entry, "text": None if text is None else to_sources(several)})
 
     @property
     def options(self) -> dict[str, str | int]:
-        """The options that are given, by name."""
+        """The options that were given, by name."""
         return {name: given for name in (*ROUNDING_OPTIONS, "seed") if (given := getattr(self, name)) is not None}
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Names of the given settings that are about the text that is read."""
+        """Names of the given settings that select calibration data."""
         return tuple(name for name in ("text", "tokens", "samples", "window") if getattr(self, name) is not None)
 
     def to_plain(self) -> str | dict[str, Any]:
-        """Plain data that `parse` reads: the name where nothing else is stated."""
+        """Return plain data for `parse`: only the name if nothing else is set."""
         if not self.reads and not self.options:
             return self.name
         entries = {
@@ -114,8 +111,8 @@ class RoundingSettings:
         return {key: value for key, value in entries.items() if value is not None}
 
 
-def paths_of(sources: Sequence[Path | str]) -> Path | tuple[Path, ...] | None:
-    """Return sources of calibration data as settings have them: one, several, or None."""
+def to_sources(sources: Sequence[Path | str]) -> Path | tuple[Path, ...] | None:
+    """Return sources of calibration data as `RoundingSettings.text` stores them: one, several, or None."""
     several = tuple(map(Path, sources))
     return several if len(several) > 1 else next(iter(several), None)
 

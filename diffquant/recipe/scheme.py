@@ -1,4 +1,4 @@
-"""A `Scheme` says how one kind of tensor is quantized: number format x what shares a scale x transforms. No torch."""
+"""`Scheme`: how one kind of tensor is quantized, as number format, granularity and transforms. Imports no torch."""
 
 import re
 from dataclasses import dataclass, replace
@@ -12,24 +12,25 @@ from diffquant.support.names import option_name
 if TYPE_CHECKING:
     from torch import Tensor
 
-# No scheme is as long; what is would only fill the screen.
+# No scheme is this long, and longer text would fill the screen.
 _LONGEST = 64
 
 
 @dataclass(frozen=True)
 class Transform:
-    """A change of numbers before they are rounded, which attention undoes or does not notice.
+    """A change to a tensor before rounding that attention undoes, or that does not change attention's result.
 
-    Whoever computes a target asks `Scheme.has` and has the function: `attention.logits` and `attention.operands`,
-    and `model.attention` for the cache.
+    This is only its description. The code that computes a target checks `Scheme.has` and applies the transform:
+    `attention.logits`, `attention.operands`, and `model.attention` for the cache.
 
     Attributes:
-        name: its name in a scheme: "shift" in "4:row:shift".
-        targets: targets of a recipe that can have it.
-        reason: what allows it for these targets, after their names.
-        excludes: what it does not combine with: transforms, granularities, or "uneven levels" of a format.
-        reads: tokens that one token's result depends on: itself, its whole sequence, or a tile of tokens counted from
-            the first position.
+        name: name in a scheme: "shift" in "4:row:shift".
+        targets: targets of a recipe that support it.
+        reason: clause that explains why only these targets support it, appended to their names in an error.
+        excludes: transforms and granularities that it cannot be combined with, or "uneven levels" for formats with
+            such.
+        reads: tokens that one token's result depends on: only itself, its whole sequence, or a fixed tile of tokens
+            that starts at a multiple of the tile's length.
     """
 
     name: str
@@ -39,7 +40,7 @@ class Transform:
     reads: Literal["token", "sequence", "tile"] = "token"
 
     def refusal(self, target: str) -> str | None:
-        """Explain why a target cannot have it, or return None if it can or the target is "" (unknown)."""
+        """Explain why a target does not support this transform, or return None if it does or is "" (unknown)."""
         if target in ("", *self.targets):
             return None
         return f"{self.name} is for {' and '.join(self.targets)}, {self.reason}; leave it out"
@@ -47,20 +48,20 @@ class Transform:
 
 # In the order in which schemes are written.
 _TRANSFORMS = [
-    # Subtracts each row's maximum: all 2^bits levels then serve one side.
-    Transform("shift", ("logits",), "which softmax sees only up to a constant a row", ("static", "uneven levels")),
-    # Rounds the mean of both maps and half their difference, so that the mean's rounding error is in both maps alike.
-    # One map has none to share it with and is rounded as without.
+    # Subtracts each row's maximum, so that all 2^bits levels cover one sign.
+    Transform("shift", ("logits",), "where softmax ignores a constant per row", ("static", "uneven levels")),
+    # Rounds the mean of both maps and half their difference, so that both maps have the mean's rounding error.
+    # A model with one map is rounded as without it.
     Transform("alike", ("logits",), "which have two maps", ("shift", "static", "map", "pair", "group", "block")),
-    # Rotates channels: queries are rotated as keys are, and what is read of values is rotated back.
+    # Rotates channels. Queries are rotated like keys, and the output read from values is rotated back.
     Transform("rotated", ("k", "v", "qk"), "whose channels attention can rotate back", ("static",)),
-    # Subtracts the keys' mean over a sequence's tokens, which softmax does not see.
-    Transform("smooth", ("qk",), "which may lose its means before Q·Kᵀ", reads="sequence"),
-    # Subtracts the queries' mean over 128 tokens; the mean's own product with the keys is added exactly.
-    Transform("smoothq", ("qk",), "which may lose its means before Q·Kᵀ", reads="tile"),
-    # Makes the scale the largest power of two that the largest level allows; only that of a row is known beforehand.
+    # Subtracts the keys' mean over a sequence's tokens, which does not change softmax.
+    Transform("smooth", ("qk",), "whose means can be subtracted before Q·Kᵀ", reads="sequence"),
+    # Subtracts the queries' mean over 128 tokens; the mean's product with the keys is added back exactly.
+    Transform("smoothq", ("qk",), "whose means can be subtracted before Q·Kᵀ", reads="tile"),
+    # Makes the scale a power of two. Only a row's largest softmax weight is known beforehand.
     Transform("pow2", ("p",), "softmax weights with a known largest value", ("group",)),
-    # Divides by the sum of the unrounded weights, as published kernels do, in place of the sum of the rounded ones.
+    # Divides by the sum of the unrounded weights, as published kernels do, instead of the rounded ones.
     Transform("fullsum", ("p",), "softmax weights that are divided by their sum"),
 ]
 TRANSFORMS = {each.name: each for each in _TRANSFORMS}
@@ -68,12 +69,12 @@ TRANSFORMS = {each.name: each for each in _TRANSFORMS}
 
 @dataclass(frozen=True)
 class Scheme:
-    """How one kind of tensor is quantized: the format of its codes, which entries share one scale, and transforms.
+    """How one kind of tensor is quantized: number format, granularity and transforms.
 
     Attributes:
-        format: number format of the codes; 16 bits for not quantized.
-        sharing: what shares a scale; none at 16 bits.
-        transforms: what is done to numbers before they are rounded, in the order of `TRANSFORMS`.
+        format: number format of the codes; the 16-bit format means not quantized.
+        sharing: granularity; `UNSHARED` at 16 bits.
+        transforms: transforms applied before rounding, in the order of `TRANSFORMS`.
     """
 
     format: NumberFormat
@@ -84,39 +85,42 @@ class Scheme:
         made_of = isinstance(self.format, NumberFormat), isinstance(self.sharing, Sharing)
         if not all((*made_of, *(isinstance(each, Transform) for each in self.transforms))):
             stated = ":".join(str(each) for each in (self.format, self.sharing) if each != UNSHARED)
-            raise UsageError(f"a Scheme is NumberFormat, Sharing and Transforms; Scheme.parse({stated!r}) reads text")
+            raise UsageError(
+                f"a Scheme takes a NumberFormat, a Sharing and Transforms; to read text use Scheme.parse({stated!r})"
+            )
         if not self.format.quantizes:
             if self.sharing != UNSHARED or self.transforms:
                 raise UsageError("16 bits means not quantized and takes no granularity")
             return
         if self.format.block and self.sharing != Sharing("group", self.format.block):
             name = self.format.name
-            raise UsageError(f"{name} has a scale for {self.format.block} neighbours and takes no other; write {name}")
+            raise UsageError(f"{name} has one scale per {self.format.block} values; leave out the granularity: {name}")
         if self.sharing == UNSHARED:
             raise UsageError(f"{self.format.name} needs a granularity, such as {self.format.name}:row")
         names = (each.name for each in self.transforms)
         beside = {*names, self.granularity, "" if self.format.is_even else "uneven levels"}
         for each in self.transforms:
             if others := [other for other in each.excludes if other in beside]:
-                raise UsageError(f"{each.name} and {others[0]} do not combine in {self}; leave out one")
+                raise UsageError(f"{each.name} and {others[0]} cannot be combined in {self}; leave out one")
 
     @classmethod
     def parse(cls, text: str | int, default: str = "row", target: str = "") -> "Scheme":
-        """Read the text form.
+        """Parse a scheme's text form, such as "4:g32".
 
         Args:
-            text: `FORMAT[:GRANULARITY]` and the names of transforms such as `:shift`; a format is 2 to 8 for integers
-                of so many bits, 16, or the name of another one.
-            default: granularity where the text names none.
-            target: what the scheme is for, where that is known: "weights", whose rows may be called "channel", or "k",
-                "v", "logits", "qk", "p" or "pv", whose rows may be called "token".
+            text: `FORMAT[:GRANULARITY][:TRANSFORM]...`. FORMAT is 2 to 8 for integers with that many bits, 16, or the
+                name of another format such as nvfp4.
+            default: granularity if the text has none.
+            target: the target, if known. For "weights" a row may be written "channel". For "k", "v", "logits", "qk",
+                "p" and "pv" it may be written "token".
 
         Raises:
-            UsageError: the text is no such form, or names the rows of another target.
+            UsageError: the text is not a scheme, or "channel" or "token" does not fit the target.
         """
         if not isinstance(text, str) and type(text) is not int:
             raise UsageError(f"cannot read a scheme from a {type(text).__name__}: expected {_grammar(target)}")
         name, *rest = str(text).strip().lower().split(":") if len(str(text)) < _LONGEST else [""]
+        name = "e4m3" if name == "fp8" else name
         name = str(int(name)) if re.fullmatch("[0-9]{1,9}", name) else name
         if name not in FORMATS:
             raise UsageError(_unknown_format(name, str(text), target))
@@ -143,25 +147,25 @@ class Scheme:
 
     @property
     def bits(self) -> int:
-        """Width of an integer's codes, or 16.
+        """Width of the codes of an integer format; 16 if not quantized.
 
         Raises:
-            UsageError: the format is no integer.
+            UsageError: the format is not an integer format.
         """
         return self.format.bits
 
     @property
     def granularity(self) -> str:
-        """Name of what shares a scale; "" at 16 bits."""
+        """Name of the granularity; "" at 16 bits."""
         return self.sharing.name
 
     @property
     def size(self) -> int | None:
-        """Number of entries along an axis that share a scale, where the granularity has a size."""
+        """Size in a granularity such as g32, or None if it has no size."""
         return self.sharing.size
 
     def has(self, transform: str) -> bool:
-        """Return whether it has the transform with a name of `TRANSFORMS`."""
+        """Return whether the scheme has this transform, a key of `TRANSFORMS`."""
         return TRANSFORMS[transform] in self.transforms
 
     @property
@@ -174,25 +178,25 @@ class Scheme:
         return ":".join([str(self.sharing), *(each.name for each in self.transforms)])
 
     def __str__(self) -> str:
-        # What a format settles by itself need not be said.
+        # A format with a fixed block implies its granularity.
         granularity = (
             self.granularity_text.removeprefix(str(self.sharing)) if self.format.block else ":" + self.granularity_text
         )
         return self.format.name + granularity if self.quantizes else self.format.name
 
     def bound_to(self, largest: "Tensor") -> "Scheme":
-        """Return the scheme of one weight whose largest magnitude is known, float32 [1]."""
+        """Return this scheme with the tensor scale of one weight, whose largest magnitude is float32 [1]."""
         return replace(self, format=self.format.bound_to(largest))
 
 
 def _grammar(target: str) -> str:
-    """Describe how a scheme is written, with the transforms that its target can have."""
+    """Describe how a scheme is written, with the transforms that the target supports."""
     transforms = [f"[:{each.name}]" for each in TRANSFORMS.values() if not each.refusal(target)]
     return f"FORMAT[:GRANULARITY]{''.join(transforms)}, such as 4:g32, 6:row, nvfp4 or 16"
 
 
 def _unknown_format(name: str, text: str, target: str) -> str:
-    """Why a scheme's format is not known, and what to write."""
+    """Explain why a scheme's format is unknown, and what to write."""
     if re.fullmatch("[0-9]{1,9}", name):
         return f"bits must be 2 to 8, or 16 for not quantized; got {name}"
     named = [known for known in FORMATS if not known.isdecimal()]
@@ -202,14 +206,14 @@ def _unknown_format(name: str, text: str, target: str) -> str:
 
 def _meaning_of(name: str) -> str:
     """Translate another library's name of a scheme, as the start of a sentence; "" for an unknown name."""
-    if name in ("fp8", "float8", "f8"):
+    if name in ("float8", "f8"):
         return "8-bit floats are e4m3 here; "
     if name in ("gptq", "awq", "autoround", "hqq"):
-        return f"it is a way to round and no format: {option_name('effort', 'balanced')} reads a text as GPTQ does; "
+        return f"{name} is a rounding, not a format: use {option_name('effort', 'balanced')} for GPTQ; "
     known = re.fullmatch(r"(?:w|int|uint|nf|q|iq)([2-8])(?:a16|_.*|)", name)
     if known is None:
         return ""
-    return f"{known[1]}-bit weights beside 16-bit activations are {option_name('weights', f'{known[1]}:g32')} here; "
+    return f"{known[1]}-bit weights with 16-bit activations are {option_name('weights', f'{known[1]}:g32')} here; "
 
 
 FULL = Scheme(format_named("16"))

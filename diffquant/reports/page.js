@@ -55,4 +55,5 @@ for (const tip of document.querySelectorAll(".tip")) {
 for (const kind of ["pointerover", "pointerdown", "focusin"]) {
   document.addEventListener(kind, (event) => show(event.target.closest(".tip")));
 }
-addEventListener("scroll", () => show(null), { passive: true, capture: true });
+// Choosing a point by the keyboard may scroll to it.
+addEventListener("scroll", () => show(document.activeElement?.closest(".tip")), { passive: true, capture: true });

@@ -51,25 +51,17 @@ class Charts:
 
 
 @dataclass(frozen=True)
-class Fold:
-    """Collapsed blocks, which a click on their summary opens."""
-
-    summary: str
-    inside: "Sequence[Block]"
-    kind: ClassVar[str] = "fold"
-
-
-@dataclass(frozen=True)
 class Section:
-    """Blocks under a heading, which is smaller inside another section."""
+    """Blocks under a heading, which is smaller inside another section; a folded one there opens at a click on it."""
 
     title: str
     blocks: "Sequence[Block]"
+    folded: bool = False
     kind: ClassVar[str] = "section"
 
 
 # A str is a paragraph; a mapping is a list of names with their values.
-Block: TypeAlias = str | Mapping[str, str] | Items | Table | Drawing | Charts | Fold | Section
+Block: TypeAlias = str | Mapping[str, str] | Items | Table | Drawing | Charts | Section
 
 
 @dataclass(frozen=True)
@@ -82,7 +74,7 @@ class Report:
         headline: sentences that summarize the run.
         date: date of the run, "" if none was recorded.
         sections: sections, the most important first.
-        files: names of the files beside the page that hold the run's numbers and pictures.
+        files: names of files in the same folder with the run's numbers and pictures.
     """
 
     kind: str

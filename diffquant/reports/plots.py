@@ -43,7 +43,7 @@ def look(number: int) -> Look:
     return {name: values[number % len(values)] for name, values in looks.items()}
 
 
-def key_of(number: int, text: str) -> Key:
+def legend_entry(number: int, text: str) -> Key:
     """Return the legend entry of a series by its number."""
     style = look(number)
     colour = "currentColor" if style["color"] == "#000000" else style["color"]
@@ -77,16 +77,15 @@ class Line:
     full: Interval | None = None
 
 
-class Tips:
-    """Tooltips for the points of a drawing on a page."""
+# Texts of tooltips for the points of a drawing on a page, in the order of their marks.
+Tips = list[str]
 
-    def __init__(self) -> None:
-        self.texts: list[str] = []
 
-    def mark(self, axis: Any, x: float, y: float, text: str) -> None:
-        """Add a tooltip: put an invisible marker over the point, large enough for the pointer to hit."""
-        axis.plot([x], [y], "o", markersize=13, color="none", zorder=9, gid=f"tip-{len(self.texts)}")
-        self.texts.append(text)
+def mark_tip(axis: Any, tips: Tips | None, x: float, y: float, text: str) -> None:
+    """Add a tooltip, unless there are none: an invisible marker over the point, large enough for the pointer to hit."""
+    if tips is not None:
+        axis.plot([x], [y], "o", markersize=13, color="none", zorder=9, gid=f"tip-{len(tips)}")
+        tips.append(text)
 
 
 @dataclass(frozen=True, repr=False)
@@ -113,7 +112,7 @@ def new_figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def literal(name: str) -> str:
+def escape_dollars(name: str) -> str:
     """Escape dollar signs, so that matplotlib does not render the text between them as math."""
     return name.replace("$", r"\$")
 
@@ -129,7 +128,7 @@ def plain_log_scale(axis: Any) -> None:
     axis.yaxis.set_minor_locator(NullLocator())
 
 
-def as_svg(figure: Any, name: str, tips: Tips | None = None) -> str:
+def as_svg(figure: Any, name: str, tips: Sequence[str] = ()) -> str:
     """Return the figure as one <svg> element that refers to nothing outside itself.
 
     Letters stay text. Black, white and greys follow the page's dark or light scheme.
@@ -147,7 +146,7 @@ def as_svg(figure: Any, name: str, tips: Tips | None = None) -> str:
     text = buffer.getvalue()
     text = re.sub("|".join(_THEMED), lambda found: _THEMED[found[0]], text[text.index("<svg") :])
     text = text.replace("<svg ", f'<svg role="img" aria-label="{escape(name)}" ', 1)
-    for number, tip in enumerate(tips.texts if tips else ()):
+    for number, tip in enumerate(tips):
         titled = f'<g class="tip" tabindex="0"><title>{escape(tip)}</title>'
         text = text.replace(f'<g id="tip-{number}">', titled, 1)
     # Remove ids that nothing refers to, since several drawings are in one document.
@@ -163,7 +162,7 @@ def drawing(size: tuple[float, float], draw: Callable[[Any, Tips], object], name
         name: description of the drawing, as in `as_svg`.
         title: title above the drawing.
     """
-    figure, tips = new_figure(*size), Tips()
+    figure, tips = new_figure(*size), list[str]()
     draw(figure.subplots(), tips)
     return Drawing(as_svg(figure, name, tips), title)
 
@@ -173,9 +172,8 @@ def draw_intervals(axis: Any, points: Sequence[Interval], number: int, tips: Tip
     places, heights = [point.x for point in points], [point.y for point in points]
     bars = [[point.y - point.low for point in points], [point.high - point.y for point in points]]
     drawn = axis.errorbar(places, heights, bars, markersize=5, linewidth=1.4, elinewidth=1, capsize=2.5, **look(number))
-    if tips:
-        for point in points:
-            tips.mark(axis, point.x, point.y, point.tip)
+    for point in points:
+        mark_tip(axis, tips, point.x, point.y, point.tip)
     return drawn
 
 
@@ -211,7 +209,7 @@ def draw_panels(
         for line in lines:
             style = look(schemes.index(line.scheme))
             style["color"] = look(models.index(line.model))["color"]
-            draw(axis, line, literal(f"{line.model}, {line.scheme}"), style)
+            draw(axis, line, escape_dollars(f"{line.model}, {line.scheme}"), style)
         finish(axis, lines)
         axis.set_title(title, fontsize=11)
         axis.legend(fontsize=8, frameon=False)

@@ -108,7 +108,7 @@ def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(texts)} |" for texts in rows]
 
 
-def csv_text(records: Sequence[Mapping[str, object]]) -> str:
+def format_csv(records: Sequence[Mapping[str, object]]) -> str:
     """Write records as CSV with full numbers; an apostrophe precedes texts that a spreadsheet would evaluate."""
     heads = list(dict.fromkeys(name for record in records for name in record))
     rows: list[list[object]] = [[*heads], *([_as_text(record.get(name, "")) for name in heads] for record in records)]
@@ -148,7 +148,7 @@ def bytes_at_16_bits(weights: int) -> int:
     return 2 * weights
 
 
-def compared_size(nbytes: int, source_bytes: int, weights: int) -> str:
+def compare_size(nbytes: int, source_bytes: int, weights: int) -> str:
     """Compare a size with the source's files and, if those do not have 16 bits, with 16 bits.
 
     Args:

@@ -2,20 +2,21 @@
 
 import os
 import platform
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Literal
 from urllib.error import URLError
 from urllib.request import ProxyHandler, build_opener
 
 from diffquant.checkpoints.opening import open_checkpoint
 from diffquant.errors import DiffQuantError, UsageError
-from diffquant.serving.plan import Implementation, ServerPlan, plan_server
-from diffquant.support.machine import free_memory
+from diffquant.serving.cache import AUTO, is_fp8
+from diffquant.serving.plan import Implementation, ServerPlan
 from diffquant.support.names import option_name
 
 _PAUSE = 0.5
@@ -23,71 +24,31 @@ _PAUSE = 0.5
 _PATIENCE = 20
 
 
-def serve(
-    model: Path | str,
-    *,
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    context: int | None = None,
-    cache: Literal["16", "fp8"] = "16",
-    dtype: str | None = None,
-    tensor_parallel: int = 1,
-    implementation: Implementation = "plugin",
-    ready: Callable[[ServerPlan], None] | None = None,
-) -> None:
-    """Serve a model with vLLM, to any client of OpenAI's API, until it is interrupted.
+def run_server(plan: ServerPlan, ready: Callable[[], None]) -> None:
+    """Run a planned server until it is interrupted.
 
     Args:
-        model: folder, or ORG/NAME on the hub.
-        host: address to listen at, by default one that only this machine reaches. If VLLM_API_KEY is set, requests need
-            that key.
-        port: port to listen at.
-        context: maximum number of tokens of prompt and output; by default as many as the model supports and fit into
-            memory.
-        cache: width of keys and values in the cache: 16 bits, or vLLM's fp8. The recipe's cache schemes are not used.
-        dtype: dtype of the model; by default the checkpoint's, or bfloat16 if its weights are packed.
-        tensor_parallel: number of ranks that each layer is divided among.
-        implementation: code that runs the model: diffquant's plugin, or the modelling file in the folder, which also
-            works where diffquant is not installed.
         ready: called once the server answers.
 
     Raises:
-        MissingDependencyError: vLLM is not installed, or does not find the plugin.
-        UnknownModelTypeError: vLLM has no layers for the model.
-        UsageError: the port is taken, a request of the context does not fit into the memory, or the CPU lacks required
-            instructions.
-        CheckpointError: the folder cannot be opened, or holds or names code that is not diffquant's and that would run.
         DiffQuantError: the server ended without being interrupted.
     """
-    plan = plan_server(
-        Path(model),
-        host=host,
-        port=port,
-        context=context,
-        cache=cache,
-        dtype=dtype,
-        ranks=tensor_parallel,
-        implementation=implementation,
-        memory=None if _has_gpu() else free_memory(),
-    )
-    if not _has_gpu():
-        check_processor(Path(model), cache, implementation)
-    _check_port(host, port)
     for note in plan.notes:
         sys.stderr.write(f"note: {note}\n")
     # vLLM's output is progress, so it goes to stderr; stdout is for the caller's output.
-    server = subprocess.Popen(plan.command, env=os.environ | plan.environment, stdout=sys.stderr)
+    server = subprocess.Popen(
+        plan.command, env=os.environ | plan.environment, stdout=sys.stderr, start_new_session=True
+    )
     try:
         _wait_until_ready(server, plan)
-        if ready is not None:
-            ready(plan)
+        ready()
         server.wait()
     finally:
         _terminate(server)
     raise DiffQuantError(f"vLLM's server ended with status {server.returncode}; see its output above")
 
 
-def check_processor(folder: Path, cache: Literal["16", "fp8"], implementation: Implementation) -> None:
+def check_processor(folder: Path, cache: str, implementation: Implementation) -> None:
     """Check that this CPU has the instructions that vLLM's low-bit kernels need, AVX-512 on x86.
 
     Raises:
@@ -97,8 +58,10 @@ def check_processor(folder: Path, cache: Literal["16", "fp8"], implementation: I
 
     if platform.machine() != "x86_64" or torch.backends.cpu.get_cpu_capability() == "AVX512":
         return
-    if cache == "fp8":
-        raise UsageError(f"{option_name('cache', 'fp8')} needs AVX-512, which this processor does not have")
+    if is_fp8(cache):
+        raise UsageError(
+            f"vLLM's cache {cache} needs AVX-512, which this processor does not have; use {option_name('cache', AUTO)}"
+        )
     if implementation == "folder" and "quantization_config" in open_checkpoint(folder).config:
         raise UsageError(
             f"{folder} has packed weights, for which vLLM without the plugin needs AVX-512: leave out "
@@ -106,13 +69,12 @@ def check_processor(folder: Path, cache: Literal["16", "fp8"], implementation: I
         )
 
 
-def _has_gpu() -> bool:
-    import torch
+def check_port(host: str, port: int) -> None:
+    """Check that the server can listen at an address.
 
-    return torch.cuda.is_available()
-
-
-def _check_port(host: str, port: int) -> None:
+    Raises:
+        UsageError: it cannot.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -143,8 +105,9 @@ def _wait_until_ready(server: "subprocess.Popen[bytes]", plan: ServerPlan) -> No
 def _terminate(server: "subprocess.Popen[bytes]") -> None:
     if server.poll() is None:
         server.terminate()
-        try:
+        with suppress(subprocess.TimeoutExpired):
             server.wait(_PATIENCE)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
+    # Its engine is a process of its own, which may outlive it or not hear of the signal while it starts.
+    with suppress(ProcessLookupError):
+        os.killpg(server.pid, signal.SIGKILL)
+    server.wait()

@@ -43,7 +43,7 @@ def as_dtype(dtype: torch.dtype | str | None, device: str = "cpu") -> torch.dtyp
 
 
 def is_bfloat16_native(device: str = "cpu") -> bool:
-    """Whether a device has bfloat16 matrix instructions."""
+    """Return whether a device has bfloat16 matrix instructions."""
     if torch.device(device).type == "cuda":
         # torch checks only the current device.
         with torch.cuda.device(torch.device(device)):
@@ -58,7 +58,7 @@ def resolve_device(name: str = "auto") -> str:
     """Return the device with a name; "auto" is CUDA if torch finds a CUDA device, else the CPU.
 
     Raises:
-        UsageError: as `check_device` raises it.
+        UsageError: see `check_device`.
     """
     if name == "auto":
         return _fastest_device()
@@ -93,7 +93,7 @@ def check_device(device: str) -> None:
 _ROWS, _WIDTH = 64, 1024
 
 
-def seconds_per_product() -> float:
+def measure_seconds_per_product() -> float:
     """Measure the seconds per weight and token of a float32 matrix product on all threads."""
     x, matrix = torch.randn(_ROWS, _WIDTH), torch.randn(_WIDTH, _WIDTH)
     return time_fastest(lambda: x @ matrix) / (x.numel() * _WIDTH)

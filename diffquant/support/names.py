@@ -79,7 +79,7 @@ def find_duplicates(items: Iterable[_Item]) -> list[_Item]:
 def did_you_mean(name: str, known: Sequence[str]) -> str:
     """Return the end of a message about an unknown name: the nearest known name, or all known names."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-    return f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(known)}"
+    return f"; did you mean {close[0]!r}?" if close else f"; choose from {', '.join(known)}"
 
 
 def import_all(package: ModuleType) -> None:

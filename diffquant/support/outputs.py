@@ -64,12 +64,12 @@ class RunFiles:
         check_replaced(folder, there, there if self.is_run(folder) else ())
 
     def is_run(self, folder: Path) -> bool:
-        """Whether a folder holds a run's numbers."""
+        """Return whether a folder holds a run's numbers."""
         return has_fields(folder / self.data, self.fields)
 
 
 def has_fields(file: Path, fields: Collection[str]) -> bool:
-    """Whether a file is a JSON object with these fields."""
+    """Return whether a file is a JSON object with these fields."""
     try:
         data = parse_json(read_bytes(file))
     except (OSError, ValueError):

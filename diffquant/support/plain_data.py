@@ -29,7 +29,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def is_text(value: object) -> bool:
-    """Whether a value is text that a tokenizer can read; JSON may also hold halves of a surrogate pair."""
+    """Return whether a value is text that a tokenizer can read; JSON may also hold halves of a surrogate pair."""
     return isinstance(value, str) and re.search("[\ud800-\udfff]", value) is None
 
 
@@ -82,7 +82,7 @@ _PLAIN = re.compile(r"(?:[\w-]|\\[.-]|\((?:[0-9]{1,4}\|)*[0-9]{1,4}\))*\$?", re.
 _NUMBERS = re.compile(r"\(([^)]*)\)")
 
 
-def first_matches(expressions: Sequence[str], names: Sequence[str]) -> list[int | None]:
+def find_first_matches(expressions: Sequence[str], names: Sequence[str]) -> list[int | None]:
     """Find the first expression that matches the beginning of each name, as `re.match` does.
 
     Expressions that could run long are matched in a separate process, which ends after 2 seconds of CPU time.
@@ -100,7 +100,7 @@ def first_matches(expressions: Sequence[str], names: Sequence[str]) -> list[int 
 
 
 def _is_plain(expression: str) -> bool:
-    """Whether an expression is a name in which at most two numbers have distinct alternatives."""
+    """Return whether an expression is a name in which at most two numbers have distinct alternatives."""
     if not _PLAIN.fullmatch(expression):
         return False
     groups = [group.split("|") for group in _NUMBERS.findall(expression)]

@@ -32,7 +32,7 @@ def watch_signals() -> None:
 
 
 def was_interrupted() -> bool:
-    """Whether a signal arrived; compiled modules turn an interrupted import into another error."""
+    """Return whether a signal arrived; compiled modules turn an interrupted import into another error."""
     return bool(_signal_arrived)
 
 
@@ -100,7 +100,7 @@ def exit_codes() -> Iterator[None]:
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether Python, or a library with an exception of another type, ran out of memory."""
+    """Return whether Python, or a library with an exception of another type, ran out of memory."""
     while error is not None:
         if isinstance(error, MemoryError) or any(words in str(error) for words in _OUT_OF_MEMORY):
             return True

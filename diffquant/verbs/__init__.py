@@ -1,6 +1,6 @@
-"""The verbs: each is a function of Python and a command of the command line, which its signature and docstring make.
+"""The verbs. Each is a Python function and a command: the command line is generated from its signature and docstring.
 
-Importing them is quick, since their bodies import what they need.
+Importing this package is quick, because verbs import heavy modules only when they run.
 """
 
 from diffquant.verbs.bench import bench as bench
@@ -24,7 +24,7 @@ from diffquant.verbs.serve import serve as serve
 from diffquant.verbs.sweep import sweep as sweep
 from diffquant.verbs.verify import verify as verify
 
-# Headings of the command line's help with their verbs, in order.
+# The help's headings and the verbs below each, in order.
 GROUPS = {
     "Make": (quantize, convert, search, calibrate),
     "Measure": (evaluate, sweep, compare, fidelity, report, outliers, bench),

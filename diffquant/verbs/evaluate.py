@@ -1,4 +1,4 @@
-"""The verb `evaluate`: one configuration of one model, measured now."""
+"""The verb `evaluate`: measures one model in one configuration."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 from diffquant.recipe import Recipe
 from diffquant.support.progress import Progress, progress_for
 from diffquant.verbs import kinds
-from diffquant.verbs.kinds import check_arguments, path_or_none, paths, task_values, texts
-from diffquant.verbs.notes import chosen_device
+from diffquant.verbs.kinds import check_arguments, read_task_options, split_texts, to_path, to_paths
+from diffquant.verbs.notes import choose_device
 
 if TYPE_CHECKING:
     from diffquant.measure.results import TaskResult
@@ -33,37 +33,37 @@ def evaluate(
         diffquant eval model-4bit --tasks perplexity
         diffquant.evaluate("model", "perplexity", {"kv": 8}, characters=4096)["perplexity"].score
 
-    A quantized checkpoint runs under its own recipe by default, and an exported folder as it is.
+    A quantized checkpoint uses its recorded recipe by default. An exported folder takes no recipe.
 
     Args:
-        model: as `quantize` takes it.
+        model: see `quantize`.
         tasks: tasks, separated by commas.
-        recipe: as `quantize` takes it.
-        dtype: as `search` takes it.
-        scales, attention, device, device_map, offload_folder: as `generate` takes them.
+        recipe: see `quantize`.
+        dtype: see `search`.
+        scales, attention, device, device_map, offload_folder: see `generate`.
         progress: function called with the items done; by default a line on a terminal, one per minute in a log.
         task_options: options of the tasks, such as limit=100 or lengths="64,128".
 
     Returns:
-        Results by the task's name.
+        Results by task name.
 
     Raises:
-        DiffQuantError: the checkpoint, the recipe, the tasks or their data cannot be read; all before the first item.
+        DiffQuantError: the checkpoint, the recipe, a task or its data cannot be read; raised before the first item.
     """
     from diffquant.measure.sweep.grid import SweepOptions
     from diffquant.measure.sweep.run import evaluate as measure
     from diffquant.onnx.targets import runtime_of
 
     options = SweepOptions(
-        tasks=texts(tasks),
-        scales=() if scales is None else paths(scales),
-        task_options=task_values(task_options, evaluate),
+        tasks=split_texts(tasks),
+        scales=() if scales is None else to_paths(scales),
+        task_options=read_task_options(task_options, evaluate),
         dtype=dtype,
         attention=attention,
         device=device,
         device_map=device_map,
-        offload_folder=path_or_none(offload_folder),
+        offload_folder=to_path(offload_folder),
     )
-    chosen_device(device)
+    choose_device(device)
     wanted = None if recipe is None else Recipe.parse(recipe)
     return measure(Path(model), wanted, options, progress or progress_for("eval"), runtime_of)

@@ -1,4 +1,4 @@
-"""The verb `export`: a checkpoint as an ONNX model, with ranges for a quantized cache, or as a GGUF file."""
+"""The verb `export`: writes a checkpoint as an ONNX model, with ranges for a quantized cache, or as a GGUF file."""
 
 import inspect
 import time
@@ -13,7 +13,7 @@ from diffquant.recipe.scheme import Scheme as ParsedScheme
 from diffquant.support.names import did_you_mean, option_name
 from diffquant.support.progress import Progress, progress_for
 from diffquant.verbs import kinds
-from diffquant.verbs.kinds import check_arguments, path_or_none
+from diffquant.verbs.kinds import check_arguments, to_path
 from diffquant.verbs.notes import check_push, note_if_transformer, push_folder, say
 
 if TYPE_CHECKING:
@@ -58,31 +58,31 @@ def export(
         diffquant.export("llama-4bit", "llama-4bit.gguf", to="gguf")
 
     Args:
-        model, push, overwrite: as `quantize` takes them.
-        output: folder to create; with to gguf also a file that ends in .gguf.
-        to: format: onnx, or gguf, which takes weights, dtype and embed alone.
+        model, push, overwrite: see `quantize`.
+        output: folder to create; for GGUF also a file that ends in .gguf.
+        to: format: onnx or gguf; gguf accepts only the options weights, dtype and embed.
         logits: scheme of attention logits, whose rounding is simulated: 6:row, 4:tensor, 4:row:shift or 16.
         weights: scheme of a plain checkpoint's weights: 4:g32, 6:row, 8 or 16.
-        kv: scheme of the KV cache: 16, 8:static, or 4:static (experimental); by default the checkpoint's bits, with
-            static scales.
-        scales: ranges of the KV cache that diffquant calibrate wrote; a short run finds them otherwise.
-        dtype: dtype of the activations: float32, the default, or float16; of a GGUF file that of matrices without
-            codes, by default the source's.
+        kv: scheme of the KV cache: 16, 8:static, or 4:static (experimental); by default the bits of the checkpoint's
+            recipe, with static scales.
+        scales: ranges of the KV cache that diffquant calibrate wrote; by default a short calibration finds them.
+        dtype: dtype of the activations: float32, the default, or float16; for GGUF the dtype of unquantized matrices,
+            by default the source's.
         embed: bits of embedding and head: 16 or 8.
-        cache: False makes a model without a KV cache.
-        opset: opset of the standard ONNX operators: 23 by default, and with portable the oldest that has them.
-        portable: write the folder for readers beside ONNX Runtime: OpenVINO, transformers.js, optimum.
-        accuracy_level: precision of products with 4-bit codes: 4 rounds activations to int8, 1 keeps float32, which is
+        cache: False exports a model without a KV cache.
+        opset: opset of the standard ONNX operators: 23 by default, or with portable the oldest that has them.
+        portable: write a folder that OpenVINO, transformers.js and optimum can also read.
+        accuracy_level: precision of matmuls with 4-bit weights: 4 rounds activations to int8, 1 keeps float32, which is
             slow.
         genai_device: device that onnxruntime-genai will use: cpu, cuda or cuda:N.
-        web: add the outputs that examples/web draws attention maps from.
+        web: add the outputs from which examples/web draws attention maps.
         progress: function called with the work done; by default a line on a terminal, one per minute in a log.
 
     Returns:
-        Sizes, and the oldest ONNX Runtime that opens the model; of a GGUF file what it holds.
+        Sizes, and the oldest ONNX Runtime that can open the model; for GGUF, the file's contents.
 
     Raises:
-        DiffQuantError: anything wrong with the checkpoint, the options or the output; nothing is left then.
+        DiffQuantError: the checkpoint, an option or the output cannot be used; no output is left.
         MissingDependencyError: onnx or onnxruntime is not installed.
     """
     started, calibrated, given = time.monotonic(), 0.0, locals()
@@ -114,7 +114,7 @@ def export(
     folder, shown = Path(output), progress or progress_for("export")
     plan = check_export(source, folder, options, overwrite)
     note_if_transformer(plan.source)
-    ranges: Ranges | Path | None = path_or_none(scales)
+    ranges: Ranges | Path | None = to_path(scales)
     if options.kv_bits < 16 and ranges is None:
         begun = time.monotonic()
         ranges = calibrate_cache(plan.source, Recipe(weights=options.weights, logits=options.logits), progress=shown)
@@ -163,7 +163,7 @@ def _export_gguf(to: str, given: Mapping[str, Any]) -> "GgufReport":
 
 
 def _own_bits(source: "Source") -> int:
-    """Bits of an exported model's cache that the checkpoint's recipe asks for; how they differ from it is said."""
+    """Return the bits of an exported model's cache under the checkpoint's recipe, and print a note if they differ."""
     k, v = source.recipe.k, source.recipe.v
     if not (k.quantizes or v.quantizes):
         return 16
@@ -172,7 +172,7 @@ def _own_bits(source: "Source") -> int:
     if differ or k.format.name != v.format.name or k.format.name not in ("8", "4"):
         say(f"note: no kernel of ONNX Runtime reads the checkpoint's cache ({schemes}): exported with 16 bits")
         return 16
-    say(f"note: the cache becomes {k.bits}:static of the checkpoint's {schemes}, with calibrated scales per channel")
+    say(f"note: the cache is exported at {k.bits}:static, calibrated per channel, not at the checkpoint's {schemes}")
     return k.bits
 
 

@@ -1,4 +1,4 @@
-"""The verb `fidelity`: how far one model's next-token distributions are from another's."""
+"""The verb `fidelity`: measures how far one model's next-token distributions are from another's."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -21,8 +21,8 @@ CONTEXT = 512
 CHARACTERS = 65536
 
 
-Reference = Annotated[kinds.PathText, kinds.Kind(str, "A", by_place=True)]
-Candidate = Annotated[kinds.PathText, kinds.Kind(str, "B", by_place=True)]
+Reference = Annotated[kinds.PathText, kinds.Kind(str, "REFERENCE", is_positional=True)]
+Candidate = Annotated[kinds.PathText, kinds.Kind(str, "CANDIDATE", is_positional=True)]
 Characters = Annotated[int, kinds.Kind(int, "NUMBER", least=0)]
 Context = Annotated[int, kinds.Kind(int, "TOKENS", least=4)]
 Dataset = Annotated[str, kinds.Kind(str, "ORG/NAME")]
@@ -50,44 +50,44 @@ def fidelity(
         diffquant fidelity model model-4bit
         print(diffquant.fidelity("model", "model-4bit").summary())
 
-    Shows the mean, median, 99 %, 99.9 % and largest KL divergence of the next token, and how often both have the same
-    likeliest token, with 95 % intervals. Both read the same text in chunks that do not overlap, and the second half of
-    each chunk is scored, as by llama.cpp's llama-perplexity --kl-divergence.
+    Shows the mean, median, 99 %, 99.9 % and largest KL divergence of the next token, and how often both models have the
+    same top-1 token, with 95 % confidence intervals. Both read the same text in chunks that do not overlap. The second
+    half of each chunk is scored, like llama.cpp's llama-perplexity --kl-divergence.
 
     Args:
-        reference: the reference: a checkpoint folder, .gguf file, exported folder, file of log-probabilities that
-            `save_base` or llama.cpp's --kl-divergence-base wrote, or URL of a server that tells prompt
-            log-probabilities, as vLLM's does, and is given the key in VLLM_API_KEY if that is set. Of a server only the
-            likeliest tokens are known, and the result is a lower bound.
-        candidate: the same, for what is compared with A.
-        text: text to read; the prose that ships by default. A file of log-probabilities holds its own.
-        characters: number of characters to read, from the text's end, since roundings read it from its beginning; 0
-            reads all.
-        context: number of tokens of a chunk; 512 by default, or what a server has room for. A file of log-probabilities
-            has its own.
-        top_k: number of the likeliest tokens to ask a server for.
+        reference: the reference model: a checkpoint folder, .gguf file, exported folder, file of log-probabilities from
+            `save_base` or llama.cpp's --kl-divergence-base, or URL of a server that returns prompt log-probabilities,
+            such as vLLM. A server gets the key in VLLM_API_KEY if that is set. It returns only the likeliest tokens, so
+            the result is a lower bound.
+        candidate: the model to compare with the reference, in the same form.
+        text: text to read; the bundled text by default. A file of log-probabilities contains its text.
+        characters: number of characters to read from the end of the text, because roundings calibrate on its beginning;
+            0 reads all.
+        context: number of tokens in a chunk; by default 512, or less if a server allows less. A file of
+            log-probabilities has a fixed number.
+        top_k: number of likeliest tokens to request from a server.
         output: folder for the numbers, and a table for the model card.
-        dataset: the text's dataset on the hub, for an entry in .eval_results of `output`, which the hub reads; with
-            `card` also of B.
-        card: put the table onto the model card of B, a folder here, in place of an earlier one.
-        save_base: file to write A's log-probabilities to, in llama.cpp's format and in place of B: 2 bytes for each
-            scored token and entry of the vocabulary.
+        dataset: the text's dataset on the hub; adds an entry to .eval_results in `output`, which the hub reads, and
+            with `card` also in the candidate's folder.
+        card: write the table into the model card of the candidate, a local folder; it replaces an earlier table.
+        save_base: file for the reference's log-probabilities in llama.cpp's format; give it instead of a candidate. It
+            takes 2 bytes for each scored token and vocabulary entry.
         dtype: auto (bfloat16 where it is native), float32, bfloat16 or float16.
-        device: as `search` takes it.
+        device: see `search`.
         progress: function called with the chunks done; by default a line on a terminal, one per minute in a log.
 
     Returns:
         The result, or None if `save_base` was written.
 
     Raises:
-        UsageError: the two have not the same vocabulary or make other tokens of the text, it fills no chunk, or a
-            chunk is longer than a server reads.
-        OutputExistsError: an output would replace what diffquant did not write.
+        UsageError: the models have different vocabularies or tokenize the text differently, the text is shorter than a
+            chunk, or a chunk is longer than a server allows.
+        OutputExistsError: an output would replace a file that diffquant did not write.
         DiffQuantError: a checkpoint or file cannot be read, or a server does not answer.
     """
-    device = notes.chosen_device(device)
+    device = notes.choose_device(device)
     if (candidate is None) == (save_base is None):
-        raise UsageError(f"give B, which is compared with A, or {option_name('save_base', 'FILE')} in its place")
+        raise UsageError(f"give a candidate to compare, or {option_name('save_base', 'FILE')} instead")
     if dataset is not None and output is None and not card:
         raise UsageError(f"{option_name('dataset')} is written into a folder: give {option_name('output')}, too")
     if card and (candidate is None or not Path(candidate).is_dir()):
@@ -108,27 +108,27 @@ def fidelity(
     chunks, about = _chunks(sides, text, characters, context)
     if base is not None:
         write_base(sides[0], chunks, base, shown)
-        notes.wrote([base])
+        notes.say_files_written([base])
         return None
     result = _compare(sides, chunks, about, shown)
     if output is not None:
-        notes.wrote(write_fidelity(result, Path(output), dataset))
+        notes.say_files_written(write_fidelity(result, Path(output), dataset))
     if card:
-        notes.wrote(put_on_card(result, Path(str(candidate)), dataset))
+        notes.say_files_written(put_on_card(result, Path(str(candidate)), dataset))
     return result
 
 
 def _compare(sides: "list[Side]", chunks: "Tensor", about: JsonObject, progress: Progress) -> "Fidelity":
     from diffquant.checkpoints.source import open_source
     from diffquant.measure.fidelity import calibration_note, compare
-    from diffquant.measure.fidelity.base_file import scored_positions
+    from diffquant.measure.fidelity.base_file import count_scored_positions
     from diffquant.measure.fidelity.result import Fidelity
     from diffquant.support.installation import provenance, versions
 
     comparison = compare(sides[0], sides[1], chunks, progress)
     reference, candidate = ({"name": side.name, **side.about()} for side in sides)
     if candidate["kind"] == "checkpoint":
-        targets = chunks[:, -scored_positions(chunks.shape[1]) :].tolist()
+        targets = chunks[:, -count_scored_positions(chunks.shape[1]) :].tolist()
         about["calibration"] = calibration_note(open_source(candidate["name"]), targets)
     return Fidelity.of(comparison, reference, candidate, about, {**provenance(), "versions": versions()})
 
@@ -178,10 +178,10 @@ def _model(path: Path, dtype: str, device: str) -> "Side":
 def _chunks(
     sides: "list[Side]", text: Path | str | None, characters: int, context: int | None
 ) -> "tuple[Tensor, JsonObject]":
-    """Return the tokens to read, in chunks, and a description; the arguments are as `fidelity` takes them."""
+    """Return the tokens to read, in chunks, and a description; the arguments are see `fidelity`."""
     from diffquant.checkpoints.texts import load_text, text_digest
-    from diffquant.measure.fidelity import chunks_of
-    from diffquant.measure.fidelity.base_file import scored_positions
+    from diffquant.measure.fidelity import cut_chunks
+    from diffquant.measure.fidelity.base_file import count_scored_positions
     from diffquant.measure.fidelity.result import parts_of
 
     about: JsonObject
@@ -193,16 +193,21 @@ def _chunks(
     if stored is not None:
         if (text, context, characters) != (None, None, CHARACTERS):
             raise UsageError(
-                f"{stored.name} holds its text's tokens in chunks: leave out {option_name('text')}, "
+                f"{stored.name} already contains a text in chunks: leave out {option_name('text')}, "
                 f"{option_name('characters')} and {option_name('context')}"
             )
         read, about = "", {"name": f"the text of {stored.name}"}
     else:
         whole = load_text(None if text is None else Path(text))
         read = whole[-characters:] if characters else whole
-        name = "the prose that ships" if text is None else Path(text).name
+        name = "the bundled text" if text is None else Path(text).name
         about = {"name": name, "digest": text_digest(read), "characters": len(read)}
-    chunks = chunks_of(sides, read, context or min([CONTEXT, *longest.values()]))
+    chunks = cut_chunks(sides, read, context or min([CONTEXT, *longest.values()]))
     count, length = chunks.shape
-    about |= {"context": length, "chunks": count, "scored": count * scored_positions(length), "parts": parts_of(count)}
+    about |= {
+        "context": length,
+        "chunks": count,
+        "scored": count * count_scored_positions(length),
+        "parts": parts_of(count),
+    }
     return chunks, about

@@ -1,4 +1,4 @@
-"""The verb `generate`: the text that follows a prompt."""
+"""The verb `generate`: continues a prompt."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -9,7 +9,7 @@ from diffquant.errors import UsageError
 from diffquant.recipe import Recipe
 from diffquant.verbs import kinds
 from diffquant.verbs.kinds import check_arguments
-from diffquant.verbs.notes import chosen_device
+from diffquant.verbs.notes import choose_device
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from diffquant.checkpoints.source import Source
     from diffquant.model.causal import CausalModel
 
-AnyModel = Annotated["Path | str | Source | CausalModel", kinds.Kind(Path, "MODEL", by_place=True)]
+AnyModel = Annotated["Path | str | Source | CausalModel", kinds.Kind(Path, "MODEL", is_positional=True)]
 Dtype = Annotated["torch.dtype | str", kinds.Kind(str, "NAME")]
 
 
@@ -39,7 +39,7 @@ def generate(
     device: kinds.Name = "auto",
     device_map: kinds.DeviceMap | None = None,
     offload_folder: kinds.Folder | None = None,
-    said: Callable[[str], None] | None = None,
+    on_text: Callable[[str], None] | None = None,
 ) -> str:
     """Continue a prompt, token by token.
 
@@ -47,29 +47,29 @@ def generate(
         print(diffquant.generate("model-4bit", "The capital of France is", max_new_tokens=8))
 
     Args:
-        model: as `quantize` takes it. In Python also a model that is loaded, with its tokenizer.
+        model: see `quantize`. In Python also a loaded model, with its tokenizer.
         prompt: text to continue; on the command line, - reads standard input.
-        tokenizer: tokenizer of a model that is loaded, as `load_tokenizer` gives it; a checkpoint has its own.
-        recipe: as `quantize` takes it.
+        tokenizer: tokenizer of a loaded model, from `load_tokenizer`; a checkpoint contains its tokenizer.
+        recipe: see `quantize`.
         scales: ranges that diffquant calibrate wrote, for static schemes such as 8:static.
-        max_new_tokens: largest number of tokens to add to the prompt.
-        temperature: randomness of the choice of tokens; 0 takes the likeliest.
-        seed: seed of the random choice where the temperature is above 0.
+        max_new_tokens: maximum number of tokens to generate.
+        temperature: sampling temperature; 0 always takes the likeliest token.
+        seed: seed of sampling.
         chat: wrap the prompt in the model's chat template.
         dtype: dtype of the model: float32, bfloat16 or float16; the checkpoint's by default.
         attention: attention backend: auto, naive, flashdiff1, flashdiff2, triton, triton-int8, ...
-        device: as `search` takes it.
-        device_map: spread models over devices, then main memory, then the disk, in place of `device`.
-        offload_folder: folder where `device_map` puts what only the disk has room for.
-        said: function called with each piece of text as it comes.
+        device: see `search`.
+        device_map: spread models over devices, then main memory, then disk, instead of `device`.
+        offload_folder: folder for weights that `device_map` puts on disk.
+        on_text: function called with each piece of text as it is generated.
 
     Returns:
-        The continuation alone, without special tokens.
+        The continuation, without the prompt and special tokens.
 
     Raises:
         UsageError: the prompt is empty, a loaded model comes without a tokenizer or with a recipe, or the chat template
             is missing.
-        DiffQuantError: as `load` raises it.
+        DiffQuantError: the checkpoint or the recipe cannot be used, see `load`.
     """
     import transformers
 
@@ -86,18 +86,19 @@ def generate(
     if isinstance(model, CausalModel):
         for_loading = (wanted, scales, dtype, device_map, offload_folder)
         if tokenizer is None:
-            raise UsageError(
-                "a model that is loaded needs its tokenizer: tokenizer=diffquant.load_tokenizer(checkpoint)"
-            )
+            raise UsageError("a loaded model needs its tokenizer: tokenizer=diffquant.load_tokenizer(checkpoint)")
         if any(given is not None for given in for_loading) or (attention, device) != ("auto", "auto"):
             raise UsageError(
-                "recipe, dtype, device and its map are for loading; this model is loaded already: apply_recipe, to"
+                "recipe, dtype, device and device_map apply only when a model is loaded, but this one is loaded "
+                "already; use its methods apply_recipe and to"
             )
         if isinstance(tokenizer, str):
-            raise UsageError(f"tokenizer is a text: tokenizer=diffquant.load_tokenizer({tokenizer!r}) gives one")
+            raise UsageError(
+                f"tokenizer is text, not a tokenizer; use tokenizer=diffquant.load_tokenizer({tokenizer!r})"
+            )
         loaded = model
     else:
-        places, chosen = Places.of(device, device_map, offload_folder), chosen_device(device)
+        places, chosen = Places.of(device, device_map, offload_folder), choose_device(device)
         wanted_dtype = as_dtype(dtype, chosen)
         source = open_source(model)
         tokenizer = tokenizer or source.tokenizer
@@ -106,14 +107,14 @@ def generate(
         loaded.use_attention(attention)
     if temperature:
         transformers.set_seed(seed)
-    return print_and_join(stream(loaded, tokenizer, prompt, max_new_tokens, temperature, chat), said)
+    return print_and_join(stream(loaded, tokenizer, prompt, max_new_tokens, temperature, chat), on_text)
 
 
-def print_and_join(pieces: Iterable[str], said: Callable[[str], None] | None) -> str:
-    """Pass on text pieces as they arrive and return them joined."""
+def print_and_join(pieces: Iterable[str], on_text: Callable[[str], None] | None) -> str:
+    """Pass text pieces to `on_text` as they arrive and return them joined."""
     made = []
     for piece in pieces:
         made.append(piece)
-        if said is not None:
-            said(piece)
+        if on_text is not None:
+            on_text(piece)
     return "".join(made)

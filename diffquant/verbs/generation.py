@@ -1,4 +1,4 @@
-"""Generation of text, piece by piece."""
+"""Text generation, piece by piece."""
 
 from collections.abc import Iterator
 from queue import SimpleQueue
@@ -9,7 +9,7 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from diffquant.checkpoints.texts import check_prompt, text_pieces, to_divisor, tokens_left
+from diffquant.checkpoints.texts import check_prompt, iterate_text_pieces, to_divisor, tokens_left
 from diffquant.errors import UsageError
 from diffquant.model.causal import CausalModel
 from diffquant.support.names import option_name
@@ -26,19 +26,19 @@ def stream(
     temperature: float = 0.0,
     chat: bool = False,
 ) -> Iterator[str]:
-    """Continue a prompt.
+    """Generate the continuation of a prompt, piece by piece.
 
     Args:
-        max_new_tokens: largest number of tokens that follow the prompt; the model's context ends earlier.
-        temperature: divisor of the vocabulary logits that tokens are drawn from; 0 decodes greedily.
-        chat: whether the prompt is wrapped in the tokenizer's chat template, as a user's message.
+        max_new_tokens: maximum number of tokens to generate; fewer if the model's context is full.
+        temperature: sampling temperature; 0 decodes greedily.
+        chat: whether to wrap the prompt in the tokenizer's chat template as a user's message.
 
     Yields:
-        Decoded pieces of the continuation as they come.
+        Decoded pieces of the continuation.
 
     Raises:
-        UsageError: the prompt is empty, no text, or fills the model's context, the tokenizer is another model's, or its
-            chat template is missing or fails.
+        UsageError: the prompt is empty, not text, or fills the model's context; the tokenizer does not match the model;
+            or its chat template is missing or fails.
     """
     check_prompt(prompt)
     inputs = {name: ids.to(model.device) for name, ids in _model_inputs(tokenizer, prompt, chat).items()}
@@ -70,7 +70,9 @@ def stream(
     worker = Thread(target=run)
     worker.start()
     try:
-        yield from text_pieces(iter(made.tokens.get, None), lambda ids: tokenizer.decode(ids, skip_special_tokens=True))
+        yield from iterate_text_pieces(
+            iter(made.tokens.get, None), lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
+        )
     finally:
         # Interpreters that end while torch computes in a thread abort.
         abandoned.set()
@@ -80,7 +82,7 @@ def stream(
 
 
 class _TokenQueue(BaseStreamer):
-    """A queue of the tokens that `generate` adds to a prompt, each as it comes, and None behind the last."""
+    """A queue of generated tokens, which ends with None."""
 
     def __init__(self) -> None:
         self.tokens: SimpleQueue[int | None] = SimpleQueue()
@@ -96,7 +98,7 @@ class _TokenQueue(BaseStreamer):
 
 
 class _StopWhenSet(StoppingCriteria):
-    """A criterion that ends generation once an event is set."""
+    """A criterion that stops generation when an event is set."""
 
     def __init__(self, event: Event) -> None:
         self.event = event

@@ -1,4 +1,4 @@
-"""The verbs `inspect` and `plan`: what a checkpoint is, and what it would take under a recipe."""
+"""The verbs `inspect` and `plan`: what a checkpoint contains, and how much memory it needs under a recipe."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
 
 @check_arguments
 def inspect(model: kinds.PathModel) -> "Inspection | WeightInspection":
-    """Say what a checkpoint is: its kind, λ, and sizes.
+    """Describe a checkpoint: its kind, λ, and sizes.
 
         diffquant inspect model
         print(diffquant.inspect("model"))
 
-    It reads only headers and λ parameters, and gives sizes at several widths.
+    Reads only headers and λ parameters, and shows sizes at several bit widths.
 
     Args:
-        model: as `quantize` takes it.
+        model: see `quantize`.
 
     Returns:
-        What is known of a model, or of the weights of an architecture that is not known.
+        A description of the model, or of the weights if the architecture is unknown.
 
     Raises:
-        CheckpointError: it is damaged or incomplete.
+        CheckpointError: the checkpoint is damaged or incomplete.
     """
     from diffquant.quantization.inspection import inspect_checkpoint, inspect_weights
 
@@ -56,24 +56,24 @@ def plan(
     batch: kinds.Count = 1,
     memory: Memory | None = None,
 ) -> "MemoryPlan":
-    """Say what weights and KV cache take, and what fits.
+    """Show how much memory weights and KV cache need.
 
         diffquant plan model --weights 4:g32 --kv 8 --context 32768 --batch 4 --memory 24G
         print(diffquant.plan("model", {"weights": "4:g32", "kv": 8}, context=32768, memory="24G"))
 
-    It reads headers alone. A model whose packed weights are expanded, as on a processor, takes what plan says of 16.
+    Reads only headers. On a CPU packed weights are expanded, so a model needs as much memory as at 16 bits.
 
     Args:
-        model, recipe: as `quantize` takes them.
-        context: number of tokens of each sequence; by default all that the model was made for.
-        batch: number of sequences at a time.
-        memory: bytes that there are, such as 24G; by default those that this machine has free now.
+        model, recipe: see `quantize`.
+        context: number of tokens in each sequence; by default the model's maximum.
+        batch: number of concurrent sequences.
+        memory: available memory, such as 24G; by default this machine's free memory.
 
     Returns:
-        Bytes of weights, cache and work, and the longest context that fits.
+        Bytes for weights, cache and activations, and the longest context that fits.
 
     Raises:
-        DiffQuantError: the checkpoint or the recipe is wrong.
+        DiffQuantError: the checkpoint or the recipe cannot be used.
     """
     from diffquant.checkpoints.source import open_source
     from diffquant.quantization.planning import plan_memory
@@ -88,10 +88,10 @@ def plan(
 
 
 def _bytes(memory: str | int) -> int:
-    """Read a size as people write it: 24G, 512MB or a number of bytes.
+    """Parse a size such as 24G, 512MB or a number of bytes.
 
     Raises:
-        UsageError: it is none.
+        UsageError: the text is not a size.
     """
     text = str(memory).upper().removesuffix("B")
     number, factor = (text[:-1], _UNITS[text[-1]]) if text[-1:] in _UNITS else (text, 1)

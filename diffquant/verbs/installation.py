@@ -1,7 +1,7 @@
-"""The verb `doctor`: what is installed, and what each missing extra would add."""
+"""The verb `doctor`: checks what is installed, and shows what each missing extra would add."""
 
 import platform
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from diffquant.errors import MissingDependencyError
@@ -17,28 +17,29 @@ _BUILD = "python -m diffquant.onnx.native builds it"
 # What each extra adds; those that only developers want are left out.
 ADDED_BY = {
     "onnx": "the export, verify and run commands, and eval of exported models",
-    "onnx-gpu": "exported models on CUDA, in the place of onnxruntime",
+    "onnx-gpu": "exported models on CUDA, instead of onnxruntime",
     "gpu": "the CUDA kernels",
-    "flash": "the flash_attn attention backend, which no other part needs",
-    "bnb": "a peer of the bench's linear layers on CUDA",
+    "flash": "only the attention backend flash_attn",
+    "bnb": "another implementation to compare with in the bench's linear section on CUDA",
     "datasets": "calibration data from datasets",
     "search": "the search command",
     "ray": "sweeps on a Ray cluster",
     "peers": "lm-eval's tasks",
-    "vllm": "the serve command on a processor; on a GPU it takes the vllm that is installed",
+    "vllm": "the serve command on a CPU; on a GPU it uses the vllm that is installed",
     "quantizers": "the other libraries of the rounding contest",
 }
 
 
 @dataclass(frozen=True, repr=False)
 class Diagnosis(Readable):
-    """The machine as diffquant sees it.
+    """The installed packages and kernels, and the device.
 
     Attributes:
-        native_kernel: instruction set of the ONNX op's kernel, or None if its library was not built.
-        cuda_kernels: survey of the first CUDA device, or None if torch finds none.
-        required, extras: versions by package, and by extra and package, or None if a package is missing.
-        unmet: bounds by package that the installed version does not meet, such as ">=2.7".
+        native_kernel: instruction set of the ONNX operator's kernel, or None if its library was not built.
+        cuda_kernels: description of the first CUDA device, or None if torch finds no CUDA device.
+        required: version of each required package, or None if it is missing.
+        extras: the same for each extra's packages.
+        unmet: the version requirement, such as ">=2.7", of each package that does not meet it.
     """
 
     diffquant: str
@@ -54,11 +55,8 @@ class Diagnosis(Readable):
 
     @property
     def complete(self) -> bool:
-        """Whether every required package is installed, in a version that will do."""
+        """Whether every required package is installed in a supported version."""
         return None not in self.required.values() and not self.unmet.keys() & self.required.keys()
-
-    def to_dict(self) -> dict[str, object]:
-        return asdict(self)
 
     def __str__(self) -> str:
         from diffquant.support.installation import install_command
@@ -66,7 +64,7 @@ class Diagnosis(Readable):
         lines = [
             f"diffquant {self.diffquant}, Python {self.python}, {self.cores} cores",
             f"device: {self.device}; bfloat16 arithmetic: {'native' if self.bfloat16 else 'emulated, slow'}",
-            f"ONNX kernel: {self.native_kernel or 'not built, models run their function body; ' + _BUILD}",
+            f"ONNX kernel: {self.native_kernel or 'not built, so models run slower; ' + _BUILD}",
             str(self.cuda_kernels or "CUDA kernels: torch finds no CUDA device"),
             "required: " + ", ".join(self._describe_version(*each) for each in self.required.items()),
         ]
@@ -85,7 +83,7 @@ class Diagnosis(Readable):
 
 
 def diagnose(native_kernel: str | None) -> Diagnosis:
-    """Look at the packages and the device.
+    """Check the installed packages and the device.
 
     Args:
         native_kernel: instruction set of the ONNX op's kernel, or None if it was not built.
@@ -94,13 +92,15 @@ def diagnose(native_kernel: str | None) -> Diagnosis:
     from packaging.requirements import Requirement
 
     from diffquant.serving.vllm import OLDEST
-    from diffquant.support.installation import __version__, requirements
+    from diffquant.support.installation import __version__, installed_version, requirements
 
     needed = requirements()
-    if _version("vllm"):
+    if installed_version("vllm"):
         # A build for GPUs, which no extra names, serves in the place of the one for processors.
         needed["vllm"] = [Requirement(f"vllm>={OLDEST}")]
-    versions = {extra: {each.name: _version(each.name) for each in wanted} for extra, wanted in needed.items()}
+    versions = {
+        extra: {each.name: installed_version(each.name) or None for each in wanted} for extra, wanted in needed.items()
+    }
     required = versions[""]
     device, bfloat16 = _device() if required["torch"] else ("unknown without torch", False)
     return Diagnosis(
@@ -120,15 +120,6 @@ def diagnose(native_kernel: str | None) -> Diagnosis:
             if (version := versions[extra][each.name]) and not each.specifier.contains(version, prereleases=True)
         },
     )
-
-
-def _version(package: str) -> str | None:
-    from importlib import metadata
-
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _device() -> tuple[str, bool]:
@@ -152,12 +143,13 @@ def _cuda_kernels() -> "KernelSurvey | None":
 
 @check_arguments
 def doctor() -> "Diagnosis":
-    """Say what is installed, and what each extra would add.
+    """Show what is installed, and what each extra would add.
 
         diffquant doctor
 
     Raises:
-        MissingDependencyError: a required package is missing or of another version; its `result` is the diagnosis.
+        MissingDependencyError: a required package is missing or its version is not supported; its `result` is the
+            diagnosis.
     """
     from diffquant.onnx.native import kernel_name
     from diffquant.support.installation import install_command
@@ -165,6 +157,6 @@ def doctor() -> "Diagnosis":
     diagnosis = diagnose(kernel_name())
     if not diagnosis.complete:
         raise MissingDependencyError(
-            f"a required package is missing or not of a version that will do: {install_command()}", diagnosis
+            f"a required package is missing, or its version is not supported: {install_command()}", diagnosis
         )
     return diagnosis

@@ -1,12 +1,15 @@
-"""What verbs say beside their results, and outputs that are pushed to the Hugging Face hub."""
+"""Messages that verbs print in addition to their results, and uploads to the Hugging Face hub."""
 
 import logging
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diffquant.errors import UsageError
 from diffquant.support.names import option_name
+from diffquant.support.progress import clear_line
+from diffquant.support.terminal import fit_to_terminal
 
 if TYPE_CHECKING:
     from diffquant.checkpoints.source import Source
@@ -14,26 +17,26 @@ if TYPE_CHECKING:
 
 
 def check_push(model: str | None, output: Path | str = "") -> None:
-    """Check, before the work, that its output can be pushed where that is wanted.
+    """Check, before work starts, that the output can be pushed to the hub. Does nothing if `model` is None.
 
     Raises:
         UsageError: the output is a single file.
-        DiffQuantError: as `diffquant.checkpoints.hub.check_pushable` raises it.
+        DiffQuantError: see `diffquant.checkpoints.hub.check_pushable`.
     """
     if model is not None:
         from diffquant.checkpoints.hub import check_pushable
         from diffquant.checkpoints.opening import is_gguf
 
         if is_gguf(Path(output)):
-            raise UsageError(f"{option_name('push', model)} uploads a folder with a model card; give one as the output")
+            raise UsageError(f"{option_name('push', model)} uploads a folder, not a file; give a folder as output")
         check_pushable(model)
 
 
 def push_folder(folder: Path | str, model: str | None) -> None:
-    """Push a folder where that is wanted, and say what is sent and where it is now.
+    """Push a folder to the hub, and print what is sent and its URL. Does nothing if `model` is None.
 
     Raises:
-        CheckpointError: the hub refuses, or cannot be reached.
+        CheckpointError: the hub refuses the upload, or cannot be reached.
     """
     if model is not None:
         from diffquant.checkpoints.hub import describe_push, push
@@ -46,22 +49,28 @@ LOGGER = logging.getLogger("diffquant.verbs")
 say = LOGGER.info
 
 
-def add(text: str, *, aside: bool = False) -> None:
-    """Say what follows a result.
+def show(text: str) -> None:
+    """Print part of the output of a verb that returns nothing."""
+    clear_line()
+    print(fit_to_terminal(text, sys.stdout), flush=True)
+
+
+def say_after_result(text: str, *, aside: bool = False) -> None:
+    """Print a message after the result.
 
     Args:
-        aside: whether it is no part of the result, so that the command line shows it on stderr.
+        aside: print to stderr, because the message is not part of the result.
     """
     LOGGER.info(text, extra={"follows": True, "aside": aside})
 
 
-def wrote(files: Iterable[Path | str]) -> None:
-    """Say, behind a result, which files were written."""
-    add(f"wrote {', '.join(map(str, files))}")
+def say_files_written(files: Iterable[Path | str]) -> None:
+    """Print the names of written files after the result."""
+    say_after_result(f"wrote {', '.join(map(str, files))}")
 
 
-def chosen_device(device: str) -> str:
-    """Return the device that a model runs on; if "auto" chose one other than the CPU, report it.
+def choose_device(device: str) -> str:
+    """Return the device to run a model on. Print it if "auto" chose one other than the CPU.
 
     Raises:
         UsageError: there is no such device.
@@ -75,7 +84,7 @@ def chosen_device(device: str) -> str:
 
 
 def note_if_transformer(source: "Source | WeightSource") -> None:
-    """Say that a model has no differential attention, since a DIFF model may have been meant."""
+    """Print a note if a model has no differential attention, because the user may have meant a DIFF model."""
     from diffquant.checkpoints.source import Source
 
     if isinstance(source, Source) and source.spec.maps == 1:

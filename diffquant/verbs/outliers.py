@@ -1,4 +1,4 @@
-"""The verb `outliers`: the largest attention logits and hidden states of models."""
+"""The verb `outliers`: finds the largest attention logits and hidden states of models."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 from diffquant.checkpoints.places import Places
 from diffquant.support.progress import Progress, progress_for
 from diffquant.verbs import kinds
-from diffquant.verbs.kinds import check_arguments, path_or_none, paths
-from diffquant.verbs.notes import chosen_device, wrote
+from diffquant.verbs.kinds import check_arguments, to_path, to_paths
+from diffquant.verbs.notes import choose_device, say_files_written
 
 if TYPE_CHECKING:
     from diffquant.calib.outlier_result import Outliers
@@ -32,20 +32,20 @@ def outliers(
         diffquant outliers transformer diff -o outliers
         diffquant.outliers(["transformer", "diff"], "outliers")
 
-    The table has each layer's largest magnitudes beside its median.
+    The table shows each layer's largest magnitudes and the median.
 
     Args:
-        models: as `sweep` takes them.
+        models: see `sweep`.
         output: folder for outliers.json and its plot.
-        text: UTF-8 text to read; by default the prose that ships.
-        tokens, window, dtype, device, device_map, offload_folder: as `calibrate` takes them.
+        text: UTF-8 text to read; by default the bundled text.
+        tokens, window, dtype, device, device_map, offload_folder: see `calibrate`.
         progress: function called with the windows done; by default a line on a terminal, one per minute in a log.
 
     Returns:
-        Magnitudes by model, layer and kind.
+        Magnitudes for each model, layer and kind.
 
     Raises:
-        DiffQuantError: a checkpoint, the text or the output do not fit.
+        DiffQuantError: a checkpoint, the text or the output cannot be used.
     """
     from diffquant.calib.outlier_result import FILES, write_outliers
     from diffquant.calib.outliers import find_outliers
@@ -53,15 +53,15 @@ def outliers(
     if output is not None:
         FILES.check(Path(output))
     found = find_outliers(
-        paths(models),
-        text=path_or_none(text),
+        to_paths(models),
+        text=to_path(text),
         tokens=tokens,
         window=window,
         dtype=dtype,
         places=Places.of(device, device_map, offload_folder),
-        device=chosen_device(device),
+        device=choose_device(device),
         progress=progress or progress_for("outliers"),
     )
     if output is not None:
-        wrote(write_outliers(found, Path(output)))
+        say_files_written(write_outliers(found, Path(output)))
     return found

@@ -1,4 +1,4 @@
-"""The verb `quantize`: a checkpoint with its weights packed, and a recipe for its cache and logits."""
+"""The verb `quantize`: writes a checkpoint with packed weights and a recipe for cache and logits."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeGuard
 from diffquant.errors import UnknownModelTypeError, UsageError
 from diffquant.recipe import Recipe
 from diffquant.recipe.presets import PRESETS
-from diffquant.recipe.recipe import names_file
-from diffquant.recipe.rounding import NEAREST, RoundingSettings, paths_of
+from diffquant.recipe.recipe import is_recipe_file
+from diffquant.recipe.rounding import NEAREST, RoundingSettings, to_sources
 from diffquant.support.names import did_you_mean, option_name
 from diffquant.support.progress import Progress, format_duration, progress_for
 from diffquant.verbs import kinds
-from diffquant.verbs.kinds import check_arguments, paths
+from diffquant.verbs.kinds import check_arguments, to_paths
 from diffquant.verbs.notes import check_push, note_if_transformer, push_folder, say
-from diffquant.verbs.recipes import with_a_rule_that_can, with_a_text_if_quick, with_groups_that_fit
+from diffquant.verbs.recipes import choose_gptq_if_quick, choose_supported_rounding, shrink_groups
 
 if TYPE_CHECKING:
     from diffquant.checkpoints.source import Source
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from diffquant.quantization.plan import QuantizationPlan
     from diffquant.quantization.quantize import Quantization
 
-AnyModel = Annotated["Path | str | Source | WeightSource | CausalModel", kinds.Kind(Path, "MODEL", by_place=True)]
+AnyModel = Annotated["Path | str | Source | WeightSource | CausalModel", kinds.Kind(Path, "MODEL", is_positional=True)]
 Output = Annotated["Path | str", kinds.Kind(Path, "FOLDER", short="-o")]
 # Seconds of work that nobody has to be told of before.
 WORTH_SAYING = 2
@@ -36,8 +36,8 @@ EFFORTS = {"fast": "mse", "balanced": "gptq", "best": "tuned"}
 Effort = Annotated[str, kinds.Kind(Literal["fast", "balanced", "best"])]
 Rounding = Annotated[str | Mapping[str, Any], kinds.Kind(str, "NAME")]
 Format = Annotated[str, kinds.Kind(Literal["gguf"])]
-Window = Annotated[int, kinds.Kind(int, "NUMBER", least=2, former="sequence-length")]
-Keep = Annotated[str | Sequence[str], kinds.Kind(str, "PATTERN", repeats=True)]
+Window = Annotated[int, kinds.Kind(int, "NUMBER", least=2, former_name="sequence-length")]
+Keep = Annotated[str | Sequence[str], kinds.Kind(str, "PATTERN", is_repeatable=True)]
 
 
 @check_arguments
@@ -60,7 +60,7 @@ def quantize(
     to: Format | None = None,
     push: kinds.Push | None = None,
     overwrite: bool = False,
-    planned: "Callable[[QuantizationPlan], None] | None" = None,
+    on_plan: "Callable[[QuantizationPlan], None] | None" = None,
     progress: Progress | None = None,
 ) -> "Quantization | CausalModel":
     """Quantize a checkpoint's weights, KV cache and logits.
@@ -68,74 +68,82 @@ def quantize(
         diffquant quantize model -o model-int4
         diffquant.quantize("model", "model-4bit", {"weights": "4:g32", "kv": 8}, effort="balanced")
 
-    Tensors stream through memory, so a checkpoint may be larger than the memory. The folder has compressed-tensors'
-    format. Its recipe records how cache and logits are to be rounded, which happens when the model runs.
+    Tensors are streamed, so a checkpoint may be larger than memory. The output is a folder in compressed-tensors
+    format. Cache and logits are rounded when the model runs; the folder's recipe records how.
 
     Args:
         model: a checkpoint folder (safetensors), .gguf file, or ORG/NAME[@REVISION] on the Hugging Face hub. In Python
-            also an open `Source` or `WeightSource`, or a model that `load` gave: that stays as it is, and comes back
-            as another one under the recipe, in memory, to the bit what its folder would give.
-        output: folder to create; written atomically. By default the model's name and the preset's, such as
-            model-int4, in the current folder. In Python leave it out for a model in memory.
-        recipe: a scheme of the weights such as "4:g32", a mapping such as {"weights": "4:g32", "kv": 8}, the name of a
-            preset such as "int4", the path of a YAML file, or a `Recipe`. `Recipe` describes its entries. By default
-            int4, by gptq if that takes less than 20 minutes here, otherwise by mse.
-        rounding: rule from weights to codes. mse, the default, searches each scale for the least squared error;
-            nearest takes it from the largest magnitude, as a recipe's file that names no rule has it, and wherever mse
-            cannot; gptq also compensates errors over a text; tuned goes on from there by gradients, for the least loss,
-            and takes several times as long. In Python also a mapping, as a recipe has it.
-        effort: rule by what it takes, in place of `rounding`: fast is mse, balanced gptq, best tuned.
+            also an open `Source` or `WeightSource`, or a model from `load`, which is not changed: the result is then a
+            new model in memory, bit for bit the same as the written folder would load.
+        output: folder to create; written atomically. By default a folder named after model and preset, such as
+            model-int4, in the current folder. In Python leave it out if the model is in memory.
+        recipe: a weight scheme such as "4:g32", a mapping such as {"weights": "4:g32", "kv": 8}, the name of a preset
+            such as "int4", the path of a YAML file, or a `Recipe`, which describes the entries. The default is int4
+            with rounding gptq if that takes less than 20 minutes here, otherwise mse.
+        rounding: rule that rounds weights. mse, the default, searches the scale with the smallest squared error.
+            nearest computes the scale from the largest magnitude; it is the default of recipe files, and of formats
+            that mse does not support. gptq also compensates errors on calibration data. tuned continues with gradient
+            descent and takes several times as long. In Python also a mapping, as in a recipe.
+        effort: choose the rule by its running time, instead of `rounding`: fast is mse, balanced gptq, best tuned.
         text: calibration data, as SOURCE or SOURCE=WEIGHT, also called dataset: a file of plain text, a JSONL file with
-            texts or with messages of chats, a dataset as ORG/NAME[:CONFIG][:SPLIT], or its folder. Chats take the
-            model's chat template. The bundled text by default.
+            texts or with messages of chats, a dataset as ORG/NAME[:CONFIG][:SPLIT], or its folder. Chats are formatted
+            with the model's chat template. The bundled text by default.
         tokens: number of tokens to read; 16384 by default.
-        samples: number of windows to read, in place of `tokens`.
+        samples: number of windows to read, instead of `tokens`.
         window: number of tokens in a window, also called sequence length; 512 for gptq and 256 for tuned by default.
-        seed: seed of the order of rows in a JSONL file or dataset, and of what tuned draws; 0 by default.
-        weights_only: choose weights by their names, whatever the architecture; automatic where the model_type is
-            unknown.
-        keep: pattern of the names of tensors that are not quantized, beside those that the rules keep.
-        weight_rules: YAML file of rules (linears, experts, keep), in place of diffquant's own.
-        dtype: dtype of matrices that are not packed: bfloat16, float16 or float32; by default the source's, or bfloat16
-            where that is float32.
-        to: gguf writes a GGUF file, as `export` does, in place of a checkpoint; output may then be a file, too.
-        push: model on the hub to upload the folder to, with its model card.
+        seed: seed that shuffles rows of a JSONL file or dataset, and of tuned; 0 by default.
+        weights_only: choose weights by name, for any architecture; automatic if the model_type is unknown.
+        keep: name pattern of tensors to leave unquantized, in addition to those that the rules keep.
+        weight_rules: YAML file of rules (linears, experts, keep), instead of diffquant's.
+        dtype: dtype of matrices that are not quantized: bfloat16, float16 or float32; by default the source's, or
+            bfloat16 if that is float32.
+        to: gguf writes a GGUF file, like `export`, instead of a checkpoint; output may then be a file.
+        push: repository on the hub to upload the folder to, with its model card.
         overwrite: replace the folder if it exists.
-        planned: function called with the plan before anything is written; what it raises ends the run.
+        on_plan: function called with the plan before anything is written; what it raises ends the run.
         progress: function called with the work done; by default a line on a terminal, one per minute in a log.
 
     Returns:
-        Sizes, and the error of every packed weight; of a model in memory, the quantized one.
+        Sizes, and the error of every quantized weight; for a model in memory, the quantized model.
 
     Raises:
-        DiffQuantError: anything wrong with the checkpoint, the recipe or the output; nothing is left then.
-        KeyboardInterrupt: finished shards are kept, and the message says how to go on.
+        DiffQuantError: the checkpoint, the recipe or the output cannot be used; no output is left.
+        KeyboardInterrupt: interrupted; finished shards are kept, and the message says how to resume.
     """
+    from diffquant.calib.calibration.kv_cache import calibrate_cache
     from diffquant.checkpoints.corpora import open_corpora
-    from diffquant.quantization.planning import estimated_seconds
+    from diffquant.quantization.planning import estimate_seconds
     from diffquant.quantization.quantize import quantize as write
 
     wanted = Recipe.parse(DEFAULT_RECIPE if recipe is None else recipe)
     # Weights at 16 bits, where someone asks for them, make a plain folder of one that another library packed.
     asks_for_weights = isinstance(recipe, Mapping) and "weights" in recipe
     rounding = _chosen_rule(rounding, effort)
-    reads = {"text": paths_of(paths(text or ())), "tokens": tokens, "samples": samples, "window": window, "seed": seed}
+    reads = {
+        "text": to_sources(to_paths(text or ())),
+        "tokens": tokens,
+        "samples": samples,
+        "window": window,
+        "seed": seed,
+    }
     # A file or a Recipe says all of itself: without a rule it is nearest, today as when it was written.
-    is_whole = names_file(recipe) or isinstance(recipe, Recipe)
+    is_whole = is_recipe_file(recipe) or isinstance(recipe, Recipe)
     says_all = is_whole or (isinstance(recipe, Mapping) and "rounding" in recipe)
     is_open = rounding is None and not says_all
     wanted = replace(wanted, rounding=_rounding(wanted.rounding, "mse" if is_open else rounding, reads))
     if is_loaded(model):
-        on_disk = (output, *reads.values(), weight_rules, dtype, to, push, planned)
+        on_disk = (output, *reads.values(), weight_rules, dtype, to, push, on_plan)
         if any(given is not None for given in on_disk) or weights_only or keep or overwrite:
             raise UsageError(
-                "a model in memory is quantized in memory, under a recipe alone: leave out output and what else is "
-                "about files, or quantize the folder that save_pretrained writes"
+                "a model in memory takes only a recipe: leave out output and other options about files, or quantize "
+                "the folder that save_pretrained writes"
             )
-        from diffquant.checkpoints.building import memory_source
+        from diffquant.checkpoints.building import make_memory_source
         from diffquant.quantization.loading import quantize_model
 
-        return quantize_model(model, with_a_rule_that_can(memory_source(model), wanted) if is_open else wanted)
+        return quantize_model(
+            model, choose_supported_rounding(make_memory_source(model), wanted) if is_open else wanted
+        )
     check_push(push, output or "")
     kept = (keep,) if isinstance(keep, str) else tuple(keep)
     source = _open(model, weights_only, kept, weight_rules)
@@ -145,23 +153,32 @@ def quantize(
         output = _default_output(model, source, recipe, to)
     note_if_transformer(source)
     if recipe is None or (isinstance(recipe, str) and recipe in PRESETS):
-        wanted = with_groups_that_fit(source, wanted)
+        wanted = shrink_groups(source, wanted)
     if is_open:
-        wanted = with_a_rule_that_can(source, with_a_text_if_quick(source, wanted) if recipe is None else wanted)
+        wanted = choose_supported_rounding(source, choose_gptq_if_quick(source, wanted) if recipe is None else wanted)
     _note_what_is_missing(source, wanted, asks_for_weights)
     shown = progress or progress_for("quantize")
 
     def tell(plan: "QuantizationPlan") -> None:
         if plan.schemes and wanted.rounding.text is not None:
-            open_corpora(wanted.rounding.text)  # before anything is said of the work
-        seconds = estimated_seconds(source, plan) if plan.schemes else 0.0
+            open_corpora(wanted.rounding.text)  # so that its errors come before messages about the work
+        seconds = estimate_seconds(source, plan) if plan.schemes else 0.0
         if seconds >= WORTH_SAYING:
             say(f"quantize: {len(plan.schemes)} weights by {wanted.rounding.name}, about {format_duration(seconds)}")
-        if planned is not None:
-            planned(plan)
+        if on_plan is not None:
+            on_plan(plan)
 
     if to is None:
-        report = write(source, output, wanted, dtype=dtype, overwrite=overwrite, planned=tell, progress=shown)
+        report = write(
+            source,
+            output,
+            wanted,
+            dtype=dtype,
+            overwrite=overwrite,
+            on_plan=tell,
+            calibrate=calibrate_cache,
+            progress=shown,
+        )
     else:
         report = _as_gguf(source, Path(output), to, overwrite, shown, tell, partial(write, recipe=wanted, dtype=dtype))
     push_folder(output, push)
@@ -177,7 +194,7 @@ def _as_gguf(
     tell: "Callable[[QuantizationPlan], None]",
     write: "Callable[..., Quantization]",
 ) -> "Quantization":
-    """Write a quantized checkpoint beside the output, make the GGUF file of it, and remove it.
+    """Write a quantized checkpoint into a temporary folder, and convert it to a GGUF file.
 
     Raises:
         UsageError: the format is unknown, or weights were chosen by name.
@@ -187,7 +204,7 @@ def _as_gguf(
     from diffquant.onnx.gguf.writer import check_gguf_output, export_gguf
 
     if to != "gguf" or not isinstance(source, Source):
-        raise UsageError(f"{option_name('to', to)}: only a Llama becomes a GGUF file; leave out what chooses by name")
+        raise UsageError(f"{option_name('to', to)} writes only Llamas; leave out options that choose weights by name")
     check_gguf_output(source.path, output, overwrite)
 
     def check_plan(plan: "QuantizationPlan") -> None:
@@ -196,14 +213,14 @@ def _as_gguf(
 
     output.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=".diffquant-", dir=output.absolute().parent) as folder:
-        report = write(source, Path(folder) / output.stem, planned=check_plan, progress=progress)
+        report = write(source, Path(folder) / output.stem, on_plan=check_plan, progress=progress)
         made = export_gguf(report.destination, output, overwrite=overwrite, progress=progress)
     notes = (*report.notes, *made.notes)
     return replace(report, destination=made.file, bytes_after=made.bytes_after, notes=notes)
 
 
 def is_loaded(model: object) -> "TypeGuard[CausalModel]":
-    """Return whether a model is one that `load` returned, not a path or name."""
+    """Return whether a model is loaded in memory, not a path or name."""
     if isinstance(model, Path | str):
         return False
     from diffquant.model.causal import CausalModel
@@ -212,7 +229,7 @@ def is_loaded(model: object) -> "TypeGuard[CausalModel]":
 
 
 def _chosen_rule(rounding: Rounding | None, effort: str | None) -> Rounding | None:
-    """Return the rule that is given, by itself or by its effort."""
+    """Return the rule that `rounding` or `effort` names."""
     if effort is None:
         return rounding
     if rounding is not None:
@@ -223,12 +240,12 @@ def _chosen_rule(rounding: Rounding | None, effort: str | None) -> Rounding | No
 
 
 def _note_what_is_missing(source: "Source | WeightSource", recipe: Recipe, asks_for_weights: bool) -> None:
-    """Say that no weight is quantized, or that the folder will have no tokenizer."""
+    """Print a note if no weight is quantized, or if the folder will have no tokenizer."""
     from diffquant.checkpoints.tokenizer import has_tokenizer
 
     is_plain = not any(scheme.quantizes for scheme in (recipe.weights, *recipe.weight_overrides.values()))
     if is_plain and not source.packed and not asks_for_weights:
-        say("note: no weight is quantized; this recipe's cache and logits apply where diffquant runs the folder")
+        say("note: no weight is quantized; this recipe's cache and logits apply only when diffquant runs the folder")
     if not has_tokenizer(source.path):
         say(
             f"note: {source.path} has no tokenizer, which reading or generating text needs: copy tokenizer.json into it"
@@ -236,7 +253,7 @@ def _note_what_is_missing(source: "Source | WeightSource", recipe: Recipe, asks_
 
 
 def _default_output(model: AnyModel, source: "Source | WeightSource", recipe: object, to: str | None) -> Path:
-    """Return a path in the current folder, made of the model's name and the preset's."""
+    """Return a path in the current folder, named after the model and the preset."""
     name = str(model).partition("@")[0] if isinstance(model, str | Path) else str(source.path)
     suffix = (
         recipe if isinstance(recipe, str) and recipe in PRESETS else DEFAULT_RECIPE if recipe is None else "quantized"
@@ -266,9 +283,8 @@ def _open(
     if (keep or rules_file) and not weights_only and is_read(source.checkpoint.config):
         asked = option_name("keep" if keep else "weight_rules")
         say(
-            f"note: {asked} chooses weights by their names, as of an architecture that is not known: the folder gets "
-            f"no modelling file and records no cache; {option_name('overrides', 'PATTERN=16')} keeps weights of this "
-            f"{source.model_type}, too"
+            f"note: {asked} chooses weights by name, as for an unknown architecture: the folder gets no modelling file "
+            f"and no cache scheme; for this {source.model_type} {option_name('overrides', 'PATTERN=16')} keeps some"
         )
     return source
 
@@ -276,7 +292,7 @@ def _open(
 def _rounding(
     settings: RoundingSettings, given: str | Mapping[str, Any] | None, reads: Mapping[str, Any]
 ) -> RoundingSettings:
-    """Return a recipe's rounding with what is given beside it; another rule than the recipe's starts afresh."""
+    """Return a recipe's rounding settings updated with the given ones. A different rule drops the recipe's settings."""
     if given is not None and given != settings.name:
         settings = RoundingSettings.parse(given)
     given_reads = {name: value for name, value in reads.items() if value is not None}

@@ -1,4 +1,4 @@
-"""The verb `report`: runs on disk, whatever verb left them, their pages, and an index over them."""
+"""The verb `report`: rewrites the pages of finished runs, with an index."""
 
 import os
 from collections import Counter
@@ -12,49 +12,33 @@ from diffquant.reports.tables import Link, Table
 from diffquant.support.files import find_stored, write_atomically
 from diffquant.support.outputs import check_written_file
 from diffquant.verbs import kinds
-from diffquant.verbs.kinds import check_arguments, path_or_none, paths
+from diffquant.verbs.kinds import check_arguments, to_path, to_paths
 
-Runs = Annotated[kinds.PathText | Sequence[kinds.PathText], kinds.Kind(Path, "RUNS", by_place=True, repeats=True)]
+Runs = Annotated[
+    kinds.PathText | Sequence[kinds.PathText], kinds.Kind(Path, "RUNS", is_positional=True, is_repeatable=True)
+]
 
 
 @check_arguments
 def report(runs: Runs, output: kinds.NewFile | None = None) -> list[Path]:
-    """Rewrite the pages of runs, with an index of them.
+    """Rewrite the HTML pages of runs, and an index of them.
 
         diffquant report logits search bench-output
 
     Runs are folders that sweep, search, outliers or bench wrote. Their pages link to each other and to the index.
 
     Args:
-        runs: folders of runs, or folders that hold some.
-        output: index to write; index.html above the runs by default.
+        runs: folders of runs, or folders that contain them.
+        output: index file to write; by default index.html in the folder that contains all runs.
 
     Returns:
-        The index and the pages.
+        Paths of the index and of the pages.
 
     Raises:
         UsageError: there is no run, or a run's numbers cannot be read.
-        OutputExistsError: the index would replace what diffquant did not write.
+        OutputExistsError: the index would replace a file that diffquant did not write.
     """
-    return write_index(paths(runs), path_or_none(output))
-
-
-_INDEX = "runs"
-
-
-def write_index(folders: Sequence[Path], index: Path | None) -> list[Path]:
-    """Write the page of every run in or below some folders anew, each leading to the others, and an index of them.
-
-    Args:
-        index: file of the index; index.html in the folder that all of them have in common by default.
-
-    Returns:
-        The index and the pages.
-
-    Raises:
-        UsageError: there is no run, or a run's numbers cannot be read.
-        OutputExistsError: the index would replace what diffquant did not write.
-    """
+    folders, index = to_paths(runs), to_path(output)
     absent = [str(folder) for folder in folders if not folder.is_dir()]
     if absent:
         files = [str(folder) for folder in folders if folder.is_file()]
@@ -65,18 +49,18 @@ def write_index(folders: Sequence[Path], index: Path | None) -> list[Path]:
         )
     index = index or Path(os.path.commonpath([folder.absolute() for folder in folders])) / "index.html"
     check_written_file(index, _is_index(index))
-    runs = find_runs(folders)
-    if not runs:
+    found = find_runs(folders)
+    if not found:
         known = ", ".join(_KINDS)
         raise UsageError(f"no run in or below {', '.join(map(str, folders))}: none has a {known}")
-    pages = list(runs)
+    pages = list(found)
     index.parent.mkdir(parents=True, exist_ok=True)
     for number, file in enumerate(pages):
         near = {"← before": pages[number - 1] if number else None, "all runs": index}
         near["next →"] = pages[number + 1] if number + 1 < len(pages) else None
         links = [Link(text, _relative(target, file)) for text, target in near.items() if target is not None]
-        write_atomically(file, page(runs[file], links))
-    write_atomically(index, page(_index_report(runs, index)))
+        write_atomically(file, page(found[file], links))
+    write_atomically(index, page(_index_report(found, index)))
     return [index, *pages]
 
 
@@ -85,7 +69,7 @@ def _is_index(file: Path) -> bool:
 
 
 def find_runs(folders: Sequence[Path]) -> dict[Path, Report]:
-    """Find the runs in and below some folders by path: the file of each one's page, and the run.
+    """Find the runs in and below the folders; return each page's path with its run.
 
     Raises:
         UsageError: a run's numbers cannot be read.
@@ -155,6 +139,7 @@ def _bench(folder: Path) -> Report:
     return bench_report(read_result(folder / "bench.json"), folder.name, files)
 
 
+_INDEX = "runs"
 # The raw file of each kind of run, the name of its page, and what reads it.
 _KINDS: dict[str, tuple[str, Callable[[Path], Report]]] = {
     "sweep.json": ("report.html", _sweep),

@@ -1,4 +1,4 @@
-"""The verb `run`: the text that follows a prompt, by an exported folder."""
+"""The verb `run`: continues a prompt with an exported folder."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from diffquant.verbs import kinds
 from diffquant.verbs.generate import print_and_join
 from diffquant.verbs.kinds import check_arguments
-from diffquant.verbs.notes import add, say
+from diffquant.verbs.notes import say, say_after_result
 
 
 @check_arguments
@@ -20,7 +20,7 @@ def run(
     chat: bool = False,
     threads: kinds.Threads = 0,
     device: kinds.Name = "auto",
-    said: Callable[[str], None] | None = None,
+    on_text: Callable[[str], None] | None = None,
 ) -> str:
     """Continue a prompt in ONNX Runtime.
 
@@ -31,28 +31,28 @@ def run(
 
     Args:
         folder: a folder that `diffquant export` wrote.
-        prompt, max_new_tokens, temperature, seed, chat, device, said: as `generate` takes them.
-        threads: number of ONNX Runtime's threads; 0 takes all cores.
+        prompt, max_new_tokens, temperature, seed, chat, device, on_text: see `generate`.
+        threads: number of ONNX Runtime's threads; 0 uses all cores.
 
     Returns:
-        The continuation alone, without special tokens.
+        The continuation, without the prompt and special tokens.
 
     Raises:
-        CheckpointError: the folder is damaged, changed since it was exported, or has no cache or no tokenizer.
-        UsageError: the prompt is empty, longer than the model's context, or there is no chat template.
+        CheckpointError: the folder is damaged, was changed since it was exported, or has no cache or no tokenizer.
+        UsageError: the prompt is empty or longer than the model's context, or there is no chat template.
         MissingDependencyError: ONNX Runtime is not installed, or cannot use the device.
     """
     from diffquant.onnx import require
 
     require()
-    from diffquant.onnx.runtime.device import on_cpu_text
+    from diffquant.onnx.runtime.device import describe_cpu_nodes
     from diffquant.onnx.runtime.generation import Generator
 
     generator = Generator(Path(folder), threads, device=device)
     if device == "auto" and generator.model.device.kind != "cpu":
         say(f"runs on {generator.model.device.name}")
     if fallbacks := generator.model.fallbacks:
-        say(on_cpu_text(fallbacks))
-    text = print_and_join(generator.stream(prompt, max_new_tokens, temperature, seed, chat), said)
-    add(str(generator.speed), aside=True)
+        say(describe_cpu_nodes(fallbacks))
+    text = print_and_join(generator.stream(prompt, max_new_tokens, temperature, seed, chat), on_text)
+    say_after_result(str(generator.speed), aside=True)
     return text

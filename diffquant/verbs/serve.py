@@ -1,17 +1,12 @@
-"""The verb `serve`: a model behind OpenAI's API, with vLLM."""
+"""The verb `serve`: serves a model with OpenAI's API, using vLLM."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from diffquant.verbs import kinds
 from diffquant.verbs.kinds import check_arguments
-from diffquant.verbs.notes import say
+from diffquant.verbs.notes import say, show
 
-if TYPE_CHECKING:
-    from diffquant.serving.plan import ServerPlan
-
-Cache = Annotated[Literal["16", "fp8"], kinds.Kind(Literal["16", "fp8"])]
 Implementation = Annotated[Literal["plugin", "folder"], kinds.Kind(Literal["plugin", "folder"])]
 Address = Annotated[str, kinds.Kind(str, "ADDRESS")]
 Port = Annotated[int, kinds.Kind(int, "NUMBER", least=1, most=65535)]
@@ -25,61 +20,69 @@ def serve(
     host: Address = "127.0.0.1",
     port: Port = 8000,
     context: Context | None = None,
-    cache: Cache = "16",
+    cache: kinds.Name = "recipe",
     dtype: kinds.Name | None = None,
     tensor_parallel: kinds.Count = 1,
     implementation: Implementation = "plugin",
-    said: Callable[[str], None] | None = None,
 ) -> None:
-    """Serve a model to any client of OpenAI's API, with vLLM.
+    """Serve a model to clients of OpenAI's API, using vLLM.
 
         diffquant serve model-4bit
         diffquant.serve("model-4bit", port=8001)
 
-    It runs until Ctrl-C. The URL and a command line that asks for a few tokens are printed once it answers. Only this
-    machine can connect unless `host` says otherwise, and vLLM asks for a key where VLLM_API_KEY is set.
+    The server runs until Ctrl-C. When it is ready, it prints its URL and a command line that requests a few tokens. By
+    default only this machine can connect; set `host` to change that. If VLLM_API_KEY is set, clients must send that
+    key.
 
     Args:
-        model: as `quantize` takes it.
-        host: address to listen at.
-        port: port to listen at.
-        context: most tokens of a request, its answer included; by default what model and memory have room for.
-        cache: width of keys and values in the cache; fp8 is vLLM's own. The recipe's own cache is diffquant's.
-        dtype: dtype of the model; by default the checkpoint's, and bfloat16 where weights are packed.
-        tensor_parallel: number of ranks that share each layer.
-        implementation: what runs the model: diffquant's plugin, or the modelling file that the folder carries.
-        said: function called with the URL and a command line once the server answers.
+        model: see `quantize`.
+        host: address to listen on.
+        port: port to listen on.
+        context: maximum number of tokens in a request and its answer; by default what model and memory allow.
+        cache: format of keys and values in the cache: the recipe's, auto for the model's dtype, or one of vLLM's names,
+            such as fp8.
+        dtype: dtype of the model; by default the checkpoint's, or bfloat16 if weights are packed.
+        tensor_parallel: number of devices that share each layer.
+        implementation: code that runs the model: diffquant's vLLM plugin, or the modelling file in the folder.
 
     Raises:
         MissingDependencyError: vLLM is not installed, or does not find the plugin.
-        UnknownModelTypeError: vLLM has no layers for the model.
-        UsageError: the port is taken, or a request of the context does not fit into the memory.
-        CheckpointError: the folder cannot be opened, or holds code that is not diffquant's and that would run.
-        DiffQuantError: the server ended by itself.
+        UnknownModelTypeError: vLLM does not support the model.
+        UsageError: the port is in use, a request of this context length does not fit into memory, or vLLM lacks the
+            recipe's cache.
+        CheckpointError: the folder cannot be opened, or contains code that is not diffquant's and would be executed.
+        DiffQuantError: the server stopped unexpectedly.
     """
+    import torch
+
     from diffquant.checkpoints.hub import local_path
-    from diffquant.checkpoints.tokenizer import class_difference
-    from diffquant.serving.server import serve as serve_until_interrupted
+    from diffquant.checkpoints.tokenizer import explain_class_difference
+    from diffquant.serving.plan import plan_server
+    from diffquant.serving.server import check_port, check_processor, run_server
+    from diffquant.support.machine import free_memory
 
-    path = Path(model)
-
-    def announce(plan: "ServerPlan") -> None:
-        if difference := class_difference(local_path(Path(path))):
-            say(
-                f"note: vLLM splits text by the tokenizer's class, not as tokenizer.json says: {difference}; "
-                "in tokenizer_config.json, set tokenizer_class to PreTrainedTokenizerFast"
-            )
-        if said:
-            said(f"{plan.url}\n{plan.curl}")
-
-    serve_until_interrupted(
+    path, memory = Path(model), None if torch.cuda.is_available() else free_memory()
+    plan = plan_server(
         path,
         host=host,
         port=port,
         context=context,
         cache=cache,
         dtype=dtype,
-        tensor_parallel=tensor_parallel,
+        ranks=tensor_parallel,
         implementation=implementation,
-        ready=announce,
+        memory=memory,
     )
+    if memory is not None:
+        check_processor(path, plan.cache, implementation)
+    check_port(host, port)
+
+    def announce() -> None:
+        if difference := explain_class_difference(local_path(path)):
+            say(
+                f"note: vLLM splits text by the tokenizer's class, not as tokenizer.json says: {difference}; "
+                "in tokenizer_config.json, set tokenizer_class to PreTrainedTokenizerFast"
+            )
+        show(f"{plan.url}\n{plan.curl}")
+
+    run_server(plan, announce)

@@ -1,4 +1,4 @@
-"""The verb `verify`: proof that an export computes what its checkpoint does."""
+"""The verb `verify`: checks that an export computes the same as its checkpoint."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,22 +21,23 @@ def verify(
     device: kinds.Name = "auto",
     progress: Progress | None = None,
 ) -> "Verification":
-    """Prove that an export computes what its checkpoint does.
+    """Check that an export computes the same as its checkpoint.
 
         diffquant verify model-onnx model
         print(diffquant.verify("model-onnx", "model"))
 
-    The exit code is 4 where it does not.
+    The exit code is 4 if it does not.
 
     Args:
-        model: as `quantize` takes it.
-        tolerance: largest relative RMS error of logits; by default what rounding explains.
-        folder, threads, device: as `run` takes them.
-        progress: function called with the routes compared; by default a line on a terminal, one per minute in a log.
+        model: see `quantize`.
+        tolerance: largest allowed relative RMS error of logits; by default the largest that rounding explains.
+        folder, threads, device: see `run`.
+        progress: function called with the number of finished comparisons; by default a line on a terminal, one per
+            minute in a log.
 
     Raises:
-        CheckpointError: the folder was edited after export, or made from another checkpoint, or cannot run.
-        ToleranceError: something differs by more than rounding explains; its `result` has all that was compared.
+        CheckpointError: the folder was edited after export, was made from another checkpoint, or cannot run.
+        ToleranceError: an output differs by more than the tolerance; its `result` has all comparisons.
         MissingDependencyError: ONNX Runtime is not installed, or cannot use the device.
     """
     from diffquant.onnx import require

@@ -119,7 +119,7 @@ def _read(path: Path, split: str, fine: bool) -> tuple[Example, ...]:
         CLINC: partial(_clinc, split=split),
     }
     if path.suffix not in readers:
-        raise UsageError(f"cannot tell the format of {path} by its suffix; known are {', '.join(readers)}")
+        raise UsageError(f"cannot tell the format of {path} by its suffix; choose from {', '.join(readers)}")
     examples, faults = [], []
     try:
         for place, text, label in readers[path.suffix](_text_of(path)):

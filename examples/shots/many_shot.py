@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from diffquant.errors import UsageError
 from diffquant.measure.results import ITEMS, TaskResult
 from diffquant.measure.stats import standard_error
-from diffquant.measure.task import LIMIT, Draw, Task, TaskOption, at_least_one
+from diffquant.measure.task import LIMIT, Draw, Task, TaskOption, check_at_least_one
 from diffquant.support.names import option_name
 from diffquant.support.plain_data import JsonObject
 from diffquant.support.progress import Progress
@@ -71,7 +71,7 @@ class ManyShot(Task):
             raise UsageError(f"{name} needs labelled texts: give {option_name('train')} and {option_name('test')}")
         data = load_dataset(train, _TEST.of(values), _FINE.of(values))
         plan.check(data)
-        return cls(data=data, plan=plan, limit=at_least_one(LIMIT, values), batch_tokens=batch_tokens)
+        return cls(data=data, plan=plan, limit=check_at_least_one(LIMIT, values), batch_tokens=batch_tokens)
 
     @property
     def name(self) -> str:

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from diffquant.errors import UsageError
+from diffquant.measure.cells import Cell
 from diffquant.measure.stats import standard_error
-from diffquant.measure.task import PlottedCell
 from diffquant.reports.plots import Interval, Line, Look, draw_panels, panels
 
 
-def shots_panels(cells: Sequence[tuple[str, PlottedCell]]) -> dict[str, list[Line]]:
+def shots_panels(cells: Sequence[tuple[str, Cell]]) -> dict[str, list[Line]]:
     """Each panel's lines by its title, over two or more numbers of demonstrations.
 
     A point is (shots, accuracy in percent with one standard error to both sides), few shots first.
@@ -32,7 +32,7 @@ def shots_panels(cells: Sequence[tuple[str, PlottedCell]]) -> dict[str, list[Lin
     )
 
 
-def plot_shots(cells: Sequence[tuple[str, PlottedCell]], path: Path) -> None:
+def plot_shots(cells: Sequence[tuple[str, Cell]], path: Path) -> None:
     """Draw many-shot accuracy into a file, whose suffix says the format.
 
     Raises:

@@ -21,7 +21,7 @@ from diffquant.onnx.graph.op import CONTRIB
 from diffquant.onnx.graph.streaming import Streamed
 
 
-def head_matrices(linears: Linears, matrix: Matrix, name: str, rows: Tensor, is_transposed: bool) -> str:
+def add_head_matrices(linears: Linears, matrix: Matrix, name: str, rows: Tensor, is_transposed: bool) -> str:
     """Add an initializer [heads, n, in], or [heads, in, n], with a weight's dequantized values; return its name.
 
     Args:
@@ -44,7 +44,7 @@ def head_matrices(linears: Linears, matrix: Matrix, name: str, rows: Tensor, is_
     return linears.stream(Streamed(name, FLOAT_KINDS[dtype], shape, entries * dtype.itemsize, entries, make))
 
 
-def expert_product(linears: Linears, x: str, matrix: Matrix, experts: int, number: str) -> str:
+def add_expert_product(linears: Linears, x: str, matrix: Matrix, experts: int, number: str) -> str:
     """Add the matmul of x [M, in] with one expert's transposed matrix; return the name of the output [M, out].
 
     Args:
@@ -168,7 +168,7 @@ def _route(decoder: Decoder, tokens: str, place: str, block: ExpertsBlock) -> tu
     """Add the router; return the names of each token's expert indices, int64 [N, chosen], and float32 weights."""
     graph, plan = decoder.graph, decoder.plan
     name = f"{place}.router.gate.weight"
-    weight = graph.constant(name, plan.small_matrix(name).T.contiguous().numpy())
+    weight = graph.constant(name, plan.read_small_matrix(name).T.contiguous().numpy())
     scores = graph.add("Sigmoid", graph.add("MatMul", decoder.graph.wide(tokens), weight))
     favoured = scores
     if block.biased:
@@ -205,12 +205,12 @@ def _with_expert(
     up_matrix, down_matrix = (
         decoder.plan.matrices[f"{place}.experts.{name}"] for name in ("gate_up_proj", "down_proj")
     )
-    both = decoder.graph.wide(expert_product(decoder.linears, own, up_matrix, block.experts, number))
+    both = decoder.graph.wide(add_expert_product(decoder.linears, own, up_matrix, block.experts, number))
     gate, up = decoder.graph.split(both, [block.inner, block.inner])
     weight, bias = (graph.add("Gather", name, number) for name in parameters)
     active = EMITTED["poly_norm"](graph, gate, {"weight": weight, "bias": bias})
     product = graph.narrow(graph.add("Clip", graph.add("Mul", active, up), *_bounds(decoder, poly)))
-    y = expert_product(decoder.linears, times(decoder, product, poly.scale), down_matrix, block.experts, number)
+    y = add_expert_product(decoder.linears, times(decoder, product, poly.scale), down_matrix, block.experts, number)
     column = graph.int64("second_axis", (1,))
     shared = graph.add("Mul", decoder.graph.wide(y), graph.add("Unsqueeze", share, column))
     return graph.add("ScatterND", total, graph.add("Unsqueeze", rows, column), shared, reduction="add")

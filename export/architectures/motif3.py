@@ -21,7 +21,7 @@ from diffquant.model.motif3.blocks import LatentAttentionBlock, StreamsBlock
 from diffquant.model.motif3.modeling import EPS, LARGEST_GATE, LARGEST_MIX, SMALLEST_SUM, Motif3Layer, Motif3Model
 from diffquant.model.reading import Reading
 from diffquant.model.windowed_cache import WindowsCache
-from diffquant.onnx.architectures.experts import head_matrices, times
+from diffquant.onnx.architectures.experts import add_head_matrices, times
 from diffquant.onnx.architectures.transformer import norm
 from diffquant.onnx.graph.decoder import EMBEDDED, LAYER_OUTPUT, Decoder
 from diffquant.onnx.graph.op import DOMAIN, NAME, OpAttributes, make_function
@@ -193,7 +193,7 @@ def read_streams(decoder: Decoder, x: str, place: str, block: StreamsBlock) -> t
     decoder.function(read_streams_function(block.streams, block.rounds, decoder.options.opset))
     heights = {gate: int(np.prod(shape)) for gate, shape in block.gates.items()}
     parts = {
-        "projection": torch.cat([plan.small_matrix(f"{place}.proj_{gate}.weight") for gate in heights]).T,
+        "projection": torch.cat([plan.read_small_matrix(f"{place}.proj_{gate}.weight") for gate in heights]).T,
         "alpha": torch.cat([plan.vector(f"{place}.alpha_{gate}").expand(n) for gate, n in heights.items()]),
         "bias": torch.cat([plan.vector(f"{place}.bias_{gate}").flatten() for gate in heights]),
     }
@@ -254,7 +254,7 @@ def _expansion(decoder: Decoder, place: str, block: LatentAttentionBlock, of_val
     by_head = torch.arange(matrix.shape[0]).view(block.spec.kv_pairs, -1)
     rows = by_head[:, block.plain :] if of_values else by_head[:, : block.plain]
     name = f"{matrix.module}.{'values' if of_values else 'keys'}"
-    return head_matrices(decoder.linears, matrix, name, rows, is_transposed=of_values)
+    return add_head_matrices(decoder.linears, matrix, name, rows, is_transposed=of_values)
 
 
 def _by_head(decoder: Decoder, x: str, matrices: str, sizes: tuple[int, int, int], block: LatentAttentionBlock) -> str:

@@ -199,7 +199,7 @@ def _convolve(decoder: Decoder, u: str, place: str, block: MambaBlock) -> str:
 def _step(decoder: Decoder, low: str, place: str) -> str:
     """Add the step size Δ [B, T, E] in float32, 0 for padding, and return its name."""
     graph, name = decoder.graph, f"{place}.dt_proj"
-    weight = graph.typed_constant(f"{name}.weight", decoder.plan.small_matrix(f"{name}.weight").T.contiguous())
+    weight = graph.typed_constant(f"{name}.weight", decoder.plan.read_small_matrix(f"{name}.weight").T.contiguous())
     bias = graph.constant(f"{name}.bias", decoder.plan.vector(f"{name}.bias").numpy())
     biased = graph.add("Add", graph.wide(graph.add("MatMul", low, weight)), bias)
     return graph.add("Mul", graph.add("Softplus", biased), _IS_TOKEN)

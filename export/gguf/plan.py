@@ -127,7 +127,11 @@ def plan_gguf(
         f"{target} {' or '.join(texts)}" for target in LAYER_TARGETS if (texts := _rounded_schemes(source, target))
     ]
     if simulated:
-        notes.append(f"a GGUF file has no place for the recipe's {', '.join(simulated)}, which diffquant alone applies")
+        notes.append(f"a GGUF file cannot store the recipe's {', '.join(simulated)}, which only diffquant applies")
+    if inputs := _rounded_schemes(source, "activations"):
+        notes.append(
+            f"llama.cpp rounds activations by its own rules, to 8 bits in blocks, in place of {' or '.join(inputs)}"
+        )
     arrays = {name: vector.float().numpy() for name, vector in vectors.items()}
     plan = GgufPlan(source, writer, arrays, matrices, kinds, tuple(notes))
     for name, values in arrays.items():
@@ -174,9 +178,9 @@ def _kinds(
     if refused:
         listed = "; ".join(f"{what} (of {first_few(names, ', ')})" for what, names in refused.items())
         raise CheckpointError(
-            f"no type of GGUF is known here that holds {listed} without loss. Blocks hold codes of 4, 5 or 8 bits with "
-            f"a scale for {BLOCK} neighbours, as 4:g{BLOCK} and 8:row have, in rows of a multiple of that; quantize "
-            f"keeps other weights at 16 bits with {option_name('overrides', 'PATTERN=16')}"
+            f"no GGUF type stores {listed} without loss. GGUF blocks have codes of 4, 5 or 8 bits with one scale per "
+            f"{BLOCK} values, as in 4:g{BLOCK} and 8:row, and a row must be a multiple of {BLOCK}; when you quantize, "
+            f"keep other weights at 16 bits with {option_name('overrides', 'PATTERN=16')}"
         )
     return kinds
 

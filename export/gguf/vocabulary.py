@@ -37,7 +37,7 @@ def add_vocabulary(writer: GGUFWriter, source: Source, rows: int) -> list[str]:
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     model, ids, added = content["model"], tokenizer.get_vocab(), content["added_tokens"]
     if model["type"] != "BPE":
-        raise _refusal(source, f"it is of type {model['type']}, and BPE alone is written, SentencePiece's included")
+        raise _refusal(source, f"it is of type {model['type']}, but only BPE can be written, including SentencePiece's")
     if (largest := max(model["vocab"].values(), default=0)) >= rows:
         raise _refusal(source, f"it has a token {largest}, and the embedding has {rows} rows")
     texts = {number: text for text, number in ids.items() if number < rows}
@@ -57,7 +57,7 @@ def add_vocabulary(writer: GGUFWriter, source: Source, rows: int) -> list[str]:
         writer.add_chat_template(template)
     notes = _add_special(writer, source, texts)
     if beyond := [token["content"] for token in added if token["id"] >= rows]:
-        notes.append(f"left out, as tokens that the embedding has no row of: {first_few(beyond, ', ')}")
+        notes.append(f"tokens left out, because the embedding has no row for them: {first_few(beyond, ', ')}")
     if strips := [t["content"] for t in added if t["lstrip"] or t["rstrip"] or t["single_word"]]:
         notes.append(f"llama.cpp does not look at the spaces and words around tokens: {first_few(strips, ', ')}")
     return notes
@@ -72,7 +72,7 @@ def _add_bytes(writer: GGUFWriter, source: Source, content: Mapping[str, Any]) -
     model, normalizer, name = content["model"], content["normalizer"], split_name(content)
     if name is None:
         what = json.dumps(content["pre_tokenizer"])
-        raise _refusal(source, f"llama.cpp has no name that is known here for splitting text by {what:.300}")
+        raise _refusal(source, f"llama.cpp has no known pre-tokenizer that splits text by {what:.300}")
     odd = [key for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix") if model.get(key)]
     # NFC is accepted: llama.cpp does not normalize, and runs models whose tokenizers do.
     if odd or (normalizer and normalizer != {"type": "NFC"}):
@@ -126,7 +126,7 @@ def _add_special(writer: GGUFWriter, source: Source, texts: Mapping[int, str]) -
     bos = stated.bos if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     ends = [token for token in dict.fromkeys(stated.ends or (tokenizer.eos_token_id,)) if token in texts]
     if not ends:
-        raise _refusal(source, "it has no token that ends a text, and llama.cpp would take another for it")
+        raise _refusal(source, "it has no token that ends a text, so llama.cpp would use another one")
     ids = dict(zip(_END_ROLES, ends, strict=False))
     ids |= {"bos": bos, "unk": tokenizer.unk_token_id, "pad": tokenizer.pad_token_id}
     for role, token in ids.items():
@@ -136,8 +136,8 @@ def _add_special(writer: GGUFWriter, source: Source, texts: Mapping[int, str]) -
     around = [(begins, stops) for begins in (False, True) for stops in (False, True)]
     fits = [(begins, stops) for begins, stops in around if [*[bos] * begins, *plain, *ends[:1] * stops] == whole]
     if not fits:
-        raise _refusal(source, "it puts other tokens around a text than one that begins it and one that ends it")
+        raise _refusal(source, "it adds more to a text than one token before and one after it")
     writer.add_add_bos_token(fits[0][0])
     writer.add_add_eos_token(fits[0][1])
     beyond = [texts[token] for token in ends[len(_END_ROLES) :] if texts[token] not in ENDS]
-    return [f"a GGUF file has no place for more tokens that end a text: {first_few(beyond, ', ')}"] if beyond else []
+    return [f"a GGUF file cannot store more tokens that end a text: {first_few(beyond, ', ')}"] if beyond else []

@@ -32,7 +32,7 @@ from diffquant.errors import CheckpointError, DiffQuantError, OutputExistsError,
 from diffquant.onnx.gguf.plan import BLOCK, OWN_KEY, GgufPlan, plan_gguf
 from diffquant.onnx.graph.matrix import Matrix
 from diffquant.recipe.scheme import FULL, Scheme
-from diffquant.reports.tables import compared_size
+from diffquant.reports.tables import compare_size
 from diffquant.support.digests import FileDigests
 from diffquant.support.files import check_plain, replacing, sync, write_atomically
 from diffquant.support.installation import versions
@@ -75,7 +75,7 @@ class GgufReport(Readable):
     notes: tuple[str, ...]
 
     def summary(self) -> str:
-        size = compared_size(self.bytes_after, self.bytes_before, self.weights)
+        size = compare_size(self.bytes_after, self.bytes_before, self.weights)
         lines = [f"{self.file}: {size}, in {self.seconds:.1f} s", f"  tensors: {_format_types(self.types)}"]
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
 
@@ -154,7 +154,7 @@ def _open_output(plan: GgufPlan, output: Path, overwrite: bool) -> Iterator[Path
         with replacing(output) as file:
             yield file
     except OSError as error:
-        raise DiffQuantError(f"writing {output} failed: {error.strerror}; nothing of it is kept") from error
+        raise DiffQuantError(f"writing {output} failed: {error.strerror}; no partial file is kept") from error
 
 
 def _write(plan: GgufPlan, file: Path, progress: Progress) -> tuple[str, ...]:
@@ -185,7 +185,7 @@ def _write(plan: GgufPlan, file: Path, progress: Progress) -> tuple[str, ...]:
         worst = max(error for _, error in rounded)
         notes.append(f"{count:,} scales are rounded to float16, with a relative error of {worst:.2g} at most")
     if (text := first_difference(load_gguf_tokenizer(file), plan.source.tokenizer)) is not None:
-        notes.append(f"llama.cpp splits some texts otherwise than the checkpoint's tokenizer, such as {text[:40]!r}")
+        notes.append(f"llama.cpp splits some texts differently from the checkpoint's tokenizer, such as {text[:40]!r}")
     return tuple(notes)
 
 
@@ -197,7 +197,7 @@ def _rows(matrix: Matrix, kind: GGMLQuantizationType, first: int, last: int) -> 
     codes, scales = matrix.codes(first, last), matrix.scales(first, last).float()
     halves = scales.half()
     if not torch.isfinite(halves).all():
-        raise CheckpointError(f"{matrix.stored_name} has a scale of {scales.max():g}, and float16 ends at 65504")
+        raise CheckpointError(f"{matrix.stored_name} has a scale of {scales.max():g}, but float16 ends at 65504")
     errors = (halves.float() / scales - 1).abs()
     return pack_blocks(codes, halves, matrix.scheme.bits), int((errors > 0).sum()), float(errors.max())
 
@@ -233,7 +233,7 @@ def _format_types(types: Mapping[str, int]) -> str:
 
 
 def _describe(plan: GgufPlan, file: Path) -> None:
-    """Write the model card and diffquant.json beside a file."""
+    """Write the model card and diffquant.json into a file's folder."""
     checkpoint = plan.source.checkpoint
     has_codes = any(matrix.scheme.quantizes for matrix in plan.matrices.values())
     card = _CARD.format(

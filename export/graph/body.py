@@ -124,7 +124,7 @@ def contrib_problems(attributes: OpAttributes, width: int) -> list[str]:
     if attributes.logit_bits:
         problems.append("it keeps logits inside its kernel and cannot quantize them")
     if attributes.kv_bit_width == 6:
-        problems.append("it has 8- and 4-bit caches, not 6")
+        problems.append("it supports caches of 8 and 4 bits, not 6")
     return problems
 
 

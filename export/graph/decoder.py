@@ -158,7 +158,7 @@ class Decoder:
         """Add the signal map's gate ("" if there is none) and λ, in float32: [1] (V1), or [B, T, h] (V2, V3)."""
         if self.spec.lam == "exp":
             return "", self.scalar_lam(place)
-        weight = self.plan.small_matrix(f"{place}.lambda_proj.weight")
+        weight = self.plan.read_small_matrix(f"{place}.lambda_proj.weight")
         x_float = self.graph.add("Cast", x, to=TensorProto.FLOAT)
         parts = (
             {"signal_gate": weight[0::2], "lambda": weight[1::2]}
@@ -182,7 +182,7 @@ class Decoder:
         if not self.spec.output_gate:
             return ""
         name = f"layers.{self.layer}.output_gate_proj"
-        weight = self.plan.small_matrix(f"{place}.output_gate_proj.weight")
+        weight = self.plan.read_small_matrix(f"{place}.output_gate_proj.weight")
         return self.graph.add(
             "Sigmoid", self.graph.add("MatMul", x, self.graph.typed_constant(name, weight.T.contiguous()))
         )

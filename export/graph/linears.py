@@ -234,7 +234,7 @@ class Linears:
 
         def make_codes(first: int, last: int) -> Tensor:
             codes = pad(matrix.codes(first, last), (0, blocks * block - width))
-            return stored_bytes(codes, bits)
+            return to_stored_bytes(codes, bits)
 
         def make_scales(first: int, last: int) -> Tensor:
             scales = checked_cast(matrix.scales(first, last), dtype, matrix.stored_name)
@@ -255,7 +255,7 @@ class Linears:
         return tensor.name
 
 
-def stored_bytes(codes: Tensor, bits: int) -> Tensor:
+def to_stored_bytes(codes: Tensor, bits: int) -> Tensor:
     """Convert int8 codes [rows, n] to stored bytes of code + 2^(bits-1); 4-bit codes are packed, low half first."""
     if bits == 8:
         return codes.view(torch.uint8) + 128

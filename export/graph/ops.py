@@ -166,7 +166,7 @@ def causal_convolution_schema() -> OpSchema:
         CAUSAL_CONVOLUTION,
         DOMAIN,
         VERSION,
-        doc="Each channel's convolution over a token and the W - 1 before it, which past_state holds of earlier calls.",
+        doc="Each channel's convolution over a token and the W - 1 before it; past_state holds those of earlier calls.",
         inputs=[
             parameter("u", "T", "[B, T, E]"),
             parameter("weight", "T", "[W, E]"),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from onnx import ModelProto, TensorProto, helper
 
-# Not imported at run time: `give_every_position` must work without torch.
+# Not imported at run time: `return_every_position` must work without torch.
 if TYPE_CHECKING:
     from diffquant.onnx.graph.nodes import Graph
 
@@ -92,7 +92,7 @@ def states_read(graph: "Graph", x: str, places: str) -> str:
     return graph.add("GatherND", x, index, name=_STATES_READ, batch_dims=1)
 
 
-def give_every_position(model: ModelProto) -> bool:
+def return_every_position(model: ModelProto) -> bool:
     """Change a graph so that it computes the logits of every position; return whether the graph was changed."""
     maker = {output: node for node in model.graph.node for output in node.output}
     if _LAST_POSITION in maker:

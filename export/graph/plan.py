@@ -158,7 +158,7 @@ class ExportPlan:
             for name, scheme in schemes.items()
         }
 
-    def small_matrix(self, name: str) -> Tensor:
+    def read_small_matrix(self, name: str) -> Tensor:
         """Read all rows of a matrix in float32."""
         matrix = read_matrix(self.source, name, FULL)
         return matrix.floats(0, matrix.shape[0])
@@ -224,17 +224,17 @@ def check_exportable(source: Source, verb: str) -> None:
     missing = {type(block).__name__: None for block in blocks if not block.exported_by}
     if missing or not architecture.export:
         what = first_few(missing, ", ") or type(architecture).__name__
-        raise source.not_taken(verb, f", since no export is named for {what}")
+        raise source.not_taken(verb, f", because there is no export for {what}")
 
 
 def _layer_problems(architecture: Architecture, options: ExportOptions) -> Iterator[str]:
     attending = architecture.target_layers["logits"]
     others = dict.fromkeys(kind for i, kind in enumerate(architecture.layer_kinds) if i not in attending)
     if options.web and others:
-        yield f"{option_name('web')} shows attention in every layer, and its layers of {' and '.join(others)} have none"
+        yield f"{option_name('web')} shows attention in every layer, but its {' and '.join(others)} layers have none"
     cached = list(architecture.token_rows.values())
     if options.web and any(rows.window for rows in cached):
-        yield f"the page of {option_name('web')} draws whole maps, and some of its layers see a window"
+        yield f"the page of {option_name('web')} draws whole maps, but some of its layers see a window"
     odd = {rows.values[1] for rows in cached if rows.values[1] % 2}
     if options.kv_bits == 4 and odd:
         what = "latents" if cached[0].is_latent else "cached values"
@@ -243,7 +243,7 @@ def _layer_problems(architecture: Architecture, options: ExportOptions) -> Itera
 
 def _problems(source: Source, options: ExportOptions) -> list[str]:
     config, spec = source.architecture.config, op_spec(source.architecture)
-    problems = list(_layer_problems(source.architecture, options))
+    problems = [*_layer_problems(source.architecture, options), *_activation_problems(source, options)]
     if config.hidden_act not in EMITTED:
         problems.append(f"its activation {config.hidden_act!r} is not {' or '.join(EMITTED)}")
     rope = getattr(config, "rope_parameters", None) or {}
@@ -253,15 +253,15 @@ def _problems(source: Source, options: ExportOptions) -> list[str]:
     angles = config.max_position_embeddings * key_width(spec) * options.torch_dtype.itemsize
     if spec.rope != "none" and angles >= _LARGEST_GRAPH:
         problems.append(
-            f"its max_position_embeddings {config.max_position_embeddings:,} make {angles / 1e9:.1f} GB of angles, and "
-            "model.onnx holds less than 2 GB: state fewer positions in config.json"
+            f"its max_position_embeddings {config.max_position_embeddings:,} need {angles / 1e9:.1f} GB of angles, but "
+            "model.onnx must be below 2 GB: state fewer positions in config.json"
         )
     if spec.scale_by_init and spec.post_norm == "none":
         problems.append("it scales attention by 1 - λ_init without a norm")
     if spec.value_dim != key_width(spec):
         problems.append(f"its values are {spec.value_dim} wide, its keys {key_width(spec)}")
     if spec.maps == 1 and options.logits.quantizes:
-        problems.append(f"a Transformer's attention is ONNX Runtime's own: leave out {option_name('logits')}")
+        problems.append(f"a Transformer's logits cannot be rounded in ONNX Runtime: leave out {option_name('logits')}")
     if spec.maps == 1 and options.web:
         problems.append(
             f"a Transformer has no second map to show: leave out {option_name('web')}, or convert it to diff-v2"
@@ -270,6 +270,22 @@ def _problems(source: Source, options: ExportOptions) -> list[str]:
         widths = contrib_row_problems(spec.head_dim, spec.rope != "none")
         problems += [f"ONNX Runtime's GroupQueryAttention cannot compute it: {problem}" for problem in widths]
     return problems
+
+
+def rounded_inputs(source: Source) -> list[str]:
+    """Return the schemes of activations in a checkpoint's recipe."""
+    return sorted({str(scheme) for scheme in source.recipe.schemes_of("activations") if scheme.quantizes})
+
+
+def _activation_problems(source: Source, options: ExportOptions) -> Iterator[str]:
+    others = [scheme for scheme in rounded_inputs(source) if not scheme.startswith("8")]
+    if others:
+        yield (
+            f"its recipe rounds activations to {' and '.join(others)}, and ONNX Runtime multiplies codes with "
+            "activations of 8 bits: quantize without activations, or with 8"
+        )
+    elif rounded_inputs(source) and options.accuracy_level == 1:
+        yield f"its recipe rounds activations to 8 bits: leave out {option_name('accuracy_level', 1)}, which does not"
 
 
 def key_width(spec: DiffSpec) -> int:

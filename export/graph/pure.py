@@ -27,7 +27,7 @@ def pure_text(attributes: OpAttributes, width: int, cached: bool, gates: Collect
         UsageError: the cache has 6 bits, which standard ops cannot read.
     """
     if attributes.kv_bit_width == 6:
-        raise UsageError("the pure body has 8- and 4-bit caches, not 6")
+        raise UsageError("the pure body supports caches of 8 and 4 bits, not 6")
     key_width = (2 if attributes.generation == 1 else 1) * width
     kv_pairs = attributes.num_kv_pairs
     parts = [_CONSTANTS, _positions("past_key" if cached else None)]

@@ -1,4 +1,4 @@
-"""External data: one file beside model.onnx with all large tensors, written a few rows at a time."""
+"""External data: one file next to model.onnx with all large tensors, written a few rows at a time."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing

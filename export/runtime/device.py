@@ -116,7 +116,7 @@ def _starts_on_cuda() -> bool:
     return CUDA in session.get_providers()
 
 
-def nodes_on_cpu(session: ort.InferenceSession) -> dict[str, int]:
+def count_cpu_nodes(session: ort.InferenceSession) -> dict[str, int]:
     """Count a session's nodes that run on the CPU, by operator."""
     graphs = session.get_provider_graph_assignment_info()
     return dict(Counter(node.op_type for graph in graphs if graph.ep_name == CPU for node in graph.get_nodes()))
@@ -138,7 +138,7 @@ def cuda_notes(dtype: str, kv_bits: int, is_fused: bool) -> list[str]:
     return [f"attention runs on the processor: on CUDA, ONNX Runtime's {each}" for each in advice if is_fused]
 
 
-def on_cpu_text(nodes: dict[str, int]) -> str:
+def describe_cpu_nodes(nodes: dict[str, int]) -> str:
     """Format the number of nodes by operator that run on the CPU as a sentence."""
     operators = ", ".join(f"{operator} {count}" for operator, count in sorted(nodes.items(), key=lambda x: -x[1]))
     return f"{sum(nodes.values())} nodes run on the processor: {operators}"

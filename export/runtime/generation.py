@@ -11,7 +11,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from diffquant.checkpoints.side_files import read_json
-from diffquant.checkpoints.texts import check_prompt, read_special_tokens, text_pieces, to_divisor, tokens_left
+from diffquant.checkpoints.texts import check_prompt, iterate_text_pieces, read_special_tokens, to_divisor, tokens_left
 from diffquant.errors import CheckpointError, NonFiniteError, UsageError
 from diffquant.measure import shares_prefixes
 from diffquant.onnx.manifest import check_unchanged, read_manifest
@@ -80,7 +80,7 @@ class Generator:
         self.model.check_cache()
         self.text = FolderTokenizer(folder)
         self._ends = read_special_tokens(folder, config).ends
-        self._context = read_context(folder)
+        self._context = read_context_length(folder)
         # If logit scales span tokens, results depend on the number of tokens per call, so the prompt is not split.
         self._chunk = _PREFILL_CHUNK if shares_prefixes(manifest.options.recipe) else self._context
         self.speed = Speed()
@@ -103,7 +103,7 @@ class Generator:
         check_prompt(prompt)
         ids = self.text.encode_chat(prompt) if chat else self.text.encode(prompt)
         pick = _greedy if temperature == 0 else _sampler(temperature, seed)
-        yield from text_pieces(self.tokens(ids, max_new_tokens, pick), self.text.decode)
+        yield from iterate_text_pieces(self.tokens(ids, max_new_tokens, pick), self.text.decode)
 
     def tokens(
         self, ids: list[int], max_new_tokens: int, pick: Callable[[np.ndarray], int] | None = None
@@ -203,7 +203,7 @@ class FolderTokenizer:
         return load_tokenizer(self._folder)
 
 
-def read_context(folder: Path) -> int:
+def read_context_length(folder: Path) -> int:
     """Return an exported model's context length in tokens, from its config.json; 2048 if it is not given there.
 
     Raises:

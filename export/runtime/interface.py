@@ -18,7 +18,7 @@ from diffquant.support.files import check_plain_inside
 
 
 def check_external(model: ModelProto, path: Path, folder: Path) -> None:
-    """Check that every external tensor's file lies beside the graph, and is long enough for the tensor.
+    """Check that every external tensor's file is in the graph's folder, and is long enough for the tensor.
 
     Args:
         path: the graph's file.
@@ -161,7 +161,7 @@ def _problems(
     past = list(filter(_is_past, inputs))
     unknown = [name for name in inputs if name not in (*_TOKENS, *past)]
     if unknown:
-        yield f"nobody knows what its inputs {', '.join(unknown)} take"
+        yield f"it has unknown inputs {', '.join(unknown)}"
     yield from (f"it has no input {name}" for name in _TOKENS if name not in inputs)
     wanted = ["logits", *map(_present, past)]
     yield from (f"it has no output {name}" for name in wanted if name not in outputs)
@@ -169,13 +169,13 @@ def _problems(
     if logits is not None and (len(logits.shape.dim) != 3 or logits.shape.dim[2].dim_value < 1):
         yield "its logits are not [batch, sequence, vocabulary]"
     if logits is not None and logits.elem_type not in (TensorProto.FLOAT, TensorProto.FLOAT16):
-        yield "its logits are no floats"
+        yield "its logits are not floats"
     shapes = {name: [dim.dim_value for dim in inputs[name].shape.dim] for name in past}
     states, rows = (list(filter(of_kind, past)) for of_kind in (_is_state, lambda name: not _is_state(name)))
     if not all(len(shapes[name]) == 3 and 0 not in shapes[name][2:] for name in states):
         yield "its states are not [batch, size, size]"
     if states and not rows:
-        yield "it has states and no keys"
+        yield "it has states, but no keys"
     kinds = {(inputs[name].elem_type, *shapes[name]) for name in rows}
     if len(kinds) > 1 or any(len(kind) != 5 or 0 in (kind[0], kind[2], kind[4]) for kind in kinds):
         yield "its caches are not [batch, KV pairs, tokens, width] of one type each"

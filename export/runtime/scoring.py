@@ -23,8 +23,8 @@ from diffquant.measure.language_model import LanguageModel, States, TokenCache
 from diffquant.measure.sweep.exported import ExportedModel
 from diffquant.onnx.manifest import check_unchanged, read_manifest
 from diffquant.onnx.native import kernel_name
-from diffquant.onnx.runtime.device import RuntimeDevice, on_cpu_text
-from diffquant.onnx.runtime.generation import Generator, read_context
+from diffquant.onnx.runtime.device import RuntimeDevice, describe_cpu_nodes
+from diffquant.onnx.runtime.generation import Generator, read_context_length
 from diffquant.onnx.runtime.session import OnnxModel
 from diffquant.recipe import Recipe
 from diffquant.recipe.scheme import Scheme
@@ -80,7 +80,7 @@ class OnnxRuntime:
             why = f"ONNX Runtime does not start on CUDA here; {install_command('onnx-gpu')} may help"
             logging.getLogger(__name__).warning("%s runs on the processor: %s", folder, why)
         if fallbacks := model.fallbacks:
-            logging.getLogger(__name__).warning("%s: %s", folder, on_cpu_text(fallbacks))
+            logging.getLogger(__name__).warning("%s: %s", folder, describe_cpu_nodes(fallbacks))
         return OnnxLanguageModel(model, load_tokenizer(folder))
 
 
@@ -98,13 +98,13 @@ class OnnxCache:
 
 
 class OnnxLanguageModel(LanguageModel):
-    """An exported model for evaluations, opened with `every_position`; what `read` returns as states are logits."""
+    """An exported model for evaluations, whose runtime must return every position; its states are logits."""
 
     def __init__(self, runtime: OnnxModel, tokenizer: Any = None) -> None:
         """Wrap an opened model; the tokenizer is needed only to read or generate text."""
         self.runtime, self.tokenizer = runtime, tokenizer
         self._recipe = read_manifest(runtime.folder).options.recipe
-        self._context = read_context(runtime.folder)
+        self._context = read_context_length(runtime.folder)
 
     @property
     def device(self) -> torch.device:

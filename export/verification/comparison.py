@@ -13,7 +13,7 @@ from diffquant.measure import shares_prefixes
 from diffquant.onnx.graph.decoder import EMBEDDED, LAYER_OUTPUT
 from diffquant.onnx.graph.plan import CACHE_LIMIT
 from diffquant.onnx.manifest import Manifest
-from diffquant.onnx.runtime.device import on_cpu_text
+from diffquant.onnx.runtime.device import describe_cpu_nodes
 from diffquant.onnx.runtime.session import GraphError, OnnxModel
 from diffquant.onnx.verification.caches import WHOLE, Reading
 from diffquant.onnx.verification.errors import (
@@ -26,7 +26,7 @@ from diffquant.onnx.verification.errors import (
     stage_errors,
     stage_noise,
 )
-from diffquant.onnx.verification.passages import LONG_CONTEXT, FarCalls, beginnings, far_calls, reach
+from diffquant.onnx.verification.passages import LONG_CONTEXT, FarCalls, cut_beginnings, iterate_far_calls, reach
 from diffquant.onnx.verification.reference import Reference
 from diffquant.onnx.verification.report import (
     Measure,
@@ -43,9 +43,9 @@ from diffquant.onnx.verification.routes import (
     Session,
     as_float32,
     last_positions,
+    list_sessions,
     prefill,
     routes,
-    sessions_of,
 )
 from diffquant.recipe import Recipe
 from diffquant.support.names import option_name
@@ -89,7 +89,7 @@ class Comparison:
         self._spans_rows = not shares_prefixes(Recipe(logits=manifest.options.logits))
         # Whole passages with float32 matmuls verify the weights; the beginnings suffice for the rest, at a third of
         # the cost.
-        self._beginnings = passages if self._spans_rows else beginnings(passages)
+        self._beginnings = passages if self._spans_rows else cut_beginnings(passages)
         self._outputs = (EMBEDDED, *(LAYER_OUTPUT.format(layer=i) for i in range(reference.layers)), "logits")
         self._whole = self._logits(passages, rounds=False)
         self._expectations: dict[bool, tuple[list[Tensor], float, StageNoise]] = {}
@@ -112,7 +112,7 @@ class Comparison:
         failures: list[str] = []
         refusals: list[str] = []
         fallbacks: dict[str, int] = {}
-        sessions = sessions_of(self._reference, self._rounds, self._device)
+        sessions = list_sessions(self._reference, self._rounds, self._device)
         # Prefill and padded batch; four more with a cache.
         routes_of_one = 6 if self._manifest.options.cache else 2
         self._done, noises = 0, len({session.rounds for session in sessions})
@@ -153,7 +153,7 @@ class Comparison:
             failures=tuple(failures),
             bodies=tuple(bodies),
             tokens=self._tokens,
-            notes=(*self._notes(scales), *([on_cpu_text(fallbacks)] if fallbacks else []), *refusals),
+            notes=(*self._notes(scales), *([describe_cpu_nodes(fallbacks)] if fallbacks else []), *refusals),
         )
 
     def _advance(self, work: int, what: str) -> None:
@@ -226,7 +226,7 @@ class Comparison:
         """Compare calls at far positions of the context, each with the error that rounding explains."""
         found: list[tuple[tuple[Measure, ...], tuple[Measure, ...]]] = []
         self._reached = reach(model, self._reference.model.config.max_position_embeddings)
-        calls = far_calls(model, self._reference, self._passages, self._outputs)
+        calls = iterate_far_calls(model, self._reference, self._passages, self._outputs)
         while far := self._read_far(calls, session):
             reading, sequences, given = far
             states = [list(map(as_float32, each)) for each in given]
@@ -287,26 +287,26 @@ class Comparison:
         """Yield sentences about int8 activations, and about what was not compared."""
         if self._device == "cpu" and not self._reference.knows_rounding:
             yield (
-                "ONNX Runtime rounds activations on this processor by a rule unknown here: products with int8 "
-                "activations are held to no more than what such rounding costs"
+                "ONNX Runtime rounds activations on this CPU by an unknown rule: matmuls with int8 activations are "
+                "only checked against the error that such rounding causes"
             )
         # With codes of more than 4 bits, activations are always rounded.
         has_choice = any(tensor["container_bits"] == 4 for tensor in self._manifest.tensors.values())
         if self._rounds and has_choice and loses_tokens(self._tokens):
             rounded, exact = [each.agreement for each in self._tokens.values()][:2]
             yield (
-                f"the likeliest token is torch's at {rounded:.1%} of the positions, and at {exact:.1%} with float32 "
-                f"products: where that matters, export with {option_name('accuracy_level', 1)}, which is slower"
+                f"the top-1 token equals torch's at {rounded:.1%} of the positions, and at {exact:.1%} with float32 "
+                f"matmuls: where that matters, export with {option_name('accuracy_level', 1)}, which is slower"
             )
         if self._reference.cache is not None and scales is None:
             yield (
-                "the folder has no record of its cache's calibration, which older versions did not write: the scales "
-                f"are held to no more than a factor of {CACHE_LIMIT:g}; export it again to have each compared"
+                "the folder has no record of its cache's calibration, which older versions did not write: scales are "
+                f"only checked to within a factor of {CACHE_LIMIT:g}; export it again to compare each"
             )
         positions = self._reference.model.config.max_position_embeddings
         if self._reached < positions:
-            why = "more rows of a cache take much memory" if self._manifest.options.cache else "there is no cache"
-            yield f"of {positions:,} positions of the context {self._reached:,} were reached: {why}"
+            why = "longer caches need too much memory" if self._manifest.options.cache else "there is no cache"
+            yield f"{self._reached:,} of the context's {positions:,} positions were tested: {why}"
 
 
 def _relative_error(runs: Sequence[Run], wanted: Sequence[Tensor]) -> float:

@@ -289,8 +289,8 @@ class TokenComparison:
 
     def __str__(self) -> str:
         return (
-            f"same likeliest token at {self.agreement:.1%} of {self.n} positions (95 % interval {self.low:.1%} to "
-            f"{self.high:.1%}), KL {self.kl_mean:.1e} nats in the mean, {self.kl_largest:.1e} at most"
+            f"same top-1 token at {self.agreement:.1%} of {self.n} positions (95 % interval {self.low:.1%} to "
+            f"{self.high:.1%}), mean KL {self.kl_mean:.1e} nats, largest {self.kl_largest:.1e}"
         )
 
 

@@ -48,7 +48,7 @@ def sample_passages(source: Source, config: DiffTransformerConfig) -> list[np.nd
     return [np.array([ids], np.int64) for ids in passages]
 
 
-def beginnings(passages: Sequence[np.ndarray]) -> list[np.ndarray]:
+def cut_beginnings(passages: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Cut each passage to its first `BEGINNING` / `LONGEST` part."""
     return [ids[:, : max(min(_SHORTEST, ids.shape[1]), ids.shape[1] * BEGINNING // LONGEST)] for ids in passages]
 
@@ -90,11 +90,11 @@ _MOST_UNCACHED = 1024
 
 
 def reach(model: OnnxModel, positions: int) -> int:
-    """Return the number of the context's positions that `far_calls` reaches."""
+    """Return the number of the context's positions that `iterate_far_calls` reaches."""
     return min(positions, _most_rows(model.cache) + 1 if model.cache else _MOST_UNCACHED)
 
 
-def far_calls(
+def iterate_far_calls(
     model: OnnxModel, reference: Reference, passages: Sequence[np.ndarray], outputs: tuple[str, ...]
 ) -> Iterator[FarCalls]:
     """Yield the outputs of single tokens at position 0 and behind ever longer pasts, up to `reach` positions.

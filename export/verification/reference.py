@@ -35,9 +35,9 @@ from diffquant.onnx.verification.caches import (
 from diffquant.onnx.verification.rounding import (
     Disturbance,
     Rounding,
+    find_runtime_rounding,
     round_by_block,
     round_inputs_once,
-    runtime_rounding,
 )
 from diffquant.quantization.loading import load
 from diffquant.recipe import Recipe
@@ -320,7 +320,7 @@ class Reference:
             bits = container_bits(matrix.scheme)
             if bits in self._exact_bits:
                 continue
-            rounding = runtime_rounding(bits, block)
+            rounding = find_runtime_rounding(bits, block)
             self.rounds = True
             self.knows_rounding &= rounding is not None
             module.register_forward_pre_hook(partial(self._round_input, rounding or round_by_block, block))

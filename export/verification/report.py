@@ -162,7 +162,7 @@ class Verification(Readable):
         """Return a table of every route with its errors and limits, and of the effect on next-token predictions."""
         lines = [
             f"{self.positions} positions in {self.passages} passages, single tokens up to position {self.reached:,}",
-            "relative errors, and how much of its limit each takes",
+            "relative errors, and each as a share of its limit",
             _HEADER,
         ]
         for session, routes in groupby(self.routes, attrgetter("session")):
@@ -191,14 +191,14 @@ class Verification(Readable):
         if wrong:
             return f"has every stage within its tolerance; the logits of whole runs are not: {'; '.join(wrong)}"
         if self.rotation is not None and not self.rotation.passed:
-            return f"rotates by cosines and sines that are not the model's ({self.rotation} roundings)"
+            return f"has RoPE tables that differ from the model's ({self.rotation} roundings)"
         if self.scales is not None and not self.scales.passed:
             off, most = self.scales.value, self.scales.limit
-            return f"KV-cache scales are not those that calibration found: {off:.1%} off (limit {most:.0%})"
+            return f"KV-cache scales differ from calibration's: {off:.1%} off (limit {most:.0%})"
         if self.cache is not None and not self.cache.passed:
             return self._misfit(self.cache)
         if self.failures:
-            return f"does not run by every route: {self.failures[0]}"
+            return f"does not run on every route: {self.failures[0]}"
         return f"computes something else with the native library than without it: {self.bodies[0]}"
 
     def _misfit(self, cache: Measure) -> str:

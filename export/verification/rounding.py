@@ -70,7 +70,7 @@ def round_inputs_once() -> Callable[[Tensor, Rounding, int], Tensor]:
 
 
 @cache
-def runtime_rounding(bits: int, block: int) -> Rounding | None:
+def find_runtime_rounding(bits: int, block: int) -> Rounding | None:
     """Find the rule by which this machine's ONNX Runtime rounds activations, or return None if it is unknown.
 
     Args:

@@ -50,7 +50,7 @@ class Session:
         )
 
 
-def sessions_of(reference: Reference, rounds: bool, device: str) -> list[Session]:
+def list_sessions(reference: Reference, rounds: bool, device: str) -> list[Session]:
     """List the sessions: the unchanged folder, one with float32 matmuls, and one without the native attention kernel.
 
     The second is listed only if the folder rounds activations, the third only if there is such a kernel on the device.

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from diffquant import data
 from diffquant.calib.outliers import measure_magnitudes
 from diffquant.checkpoints.texts import text_digest
-from diffquant.checkpoints.tokens import token_windows
+from diffquant.checkpoints.tokens import encode_windows
 from diffquant.errors import NonFiniteError
 from diffquant.measure.stats import standard_error
 from diffquant.measure.sweep.subject import kv_bytes_per_token
@@ -61,7 +61,7 @@ _BATCH = 16
 
 @torch.inference_mode()
 def validation(model: DiffTransformer, held_out: Tensor) -> dict[str, Any]:
-    """Negative log-likelihood in nats a token and perplexity on text held out of the training text.
+    """Negative log-likelihood in nats a token and perplexity on text that was not trained on.
 
     Raises:
         NonFiniteError: a loss is no number, as where the last step of a training leaves such weights.
@@ -112,7 +112,7 @@ def scores(model: DiffTransformer, tokenizer: Any, progress: Progress = silent) 
 def caches(model: DiffTransformer, tokenizer: Any) -> dict[str, Any]:
     """KL by window of KV caches, read as generation reads them: half a window as a prompt, then token by token."""
     texts = texts_of(CACHE_CHARACTERS)
-    windows = {name: token_windows(model, tokenizer, text, BOOKS.window) for name, text in texts.items()}
+    windows = {name: encode_windows(model, tokenizer, text, BOOKS.window) for name, text in texts.items()}
     forms = [CacheForm.named(name) for name in CACHES]
     scored = BOOKS.window // 2
     rows = {form.name: row for form, row in read_caches(model, windows, forms, scored, batch=64)}

@@ -123,7 +123,7 @@ def map_attention(
 
     Args:
         plan: plan of the needle items, which asks for one needle.
-        text: file whose prose is the haystack; the prose that ships by default.
+        text: file whose prose is the haystack; the bundled text by default.
         recipe: recipe to simulate; a quantized checkpoint's own by default.
         dtype: dtype of the models; the rows measured are computed in float32.
         device: device that they run on.

@@ -10,13 +10,13 @@ import typer
 
 from diffquant.measure.protocols.needle import NeedlePlan
 from diffquant.recipe import Recipe
-from diffquant.reports.plots import COLOURS, literal, new_figure, tidy
+from diffquant.reports.plots import COLOURS, escape_dollars, new_figure, tidy
 from diffquant.reports.tables import align_columns
 from diffquant.support.files import write_atomically
 from diffquant.support.names import split_numbers
 from diffquant.support.outputs import RunFiles
 from diffquant.support.progress import progress_for
-from diffquant.verbs.recipes import recipe_of_options
+from diffquant.verbs.recipes import recipe_from_options
 from research.studies.attention_by_part import SHARE, SIGNED, AttentionMaps, ModelAttention, Place, map_attention
 from research.studies.needle_parts import PARTS
 
@@ -72,7 +72,7 @@ def main(
         FILES.check(output)
     # Of a length that is named twice the items would be the same, and count as twice as many.
     plan = NeedlePlan(needles, 1, tuple(dict.fromkeys(split_numbers("lengths", lengths, "256,1K,4K"))), samples)
-    given = recipe_of_options(recipe=recipe, logits=logits)
+    given = recipe_from_options(recipe=recipe, logits=logits)
     simulated = None if given is None else Recipe.parse(given)
     found = map_attention(
         models,
@@ -111,7 +111,7 @@ def plot_attention(attention: AttentionMaps, path: Path) -> None:
         for axis, model in zip(axes[row], attention.models, strict=True):
             _draw(axis, model, length)
             title = model.name if rows == 1 else f"{model.name}, {length:,} tokens"
-            axis.set_title(literal(title), fontsize=10)
+            axis.set_title(escape_dollars(title), fontsize=10)
     for axis in axes[-1]:
         axis.set_xlabel("depth of the answer")
     handles, labels = axes[0][0].get_legend_handles_labels()

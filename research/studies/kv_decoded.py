@@ -19,7 +19,7 @@ import typer
 from torch import Tensor
 
 from diffquant.checkpoints.source import open_source
-from diffquant.checkpoints.tokens import token_windows
+from diffquant.checkpoints.tokens import encode_windows
 from diffquant.errors import UsageError
 from diffquant.measure.scoring import kl_by_position
 from diffquant.measure.stats import Difference, mean_interval
@@ -147,7 +147,7 @@ def measure_forms(
     model, tokenizer = load(source, Recipe(), torch.float32, "cpu"), source.tokenizer
     texts = texts_of(characters)
     results = KVResults(file, settings_of(source, texts, characters, window=window, scored=scored))
-    windows = {name: token_windows(model, tokenizer, text, window) for name, text in texts.items()}
+    windows = {name: encode_windows(model, tokenizer, text, window) for name, text in texts.items()}
     todo = [form for form in forms if form.name not in results.rows]
     for number, (form, row) in enumerate(read_caches(model, windows, todo, scored, batch)):
         progress(number + 1, len(todo), form.name)

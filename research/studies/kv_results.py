@@ -12,7 +12,7 @@ from diffquant.errors import UsageError
 from diffquant.measure.language_model import States
 from diffquant.measure.protocols import hellaswag
 from diffquant.measure.stats import Difference, mean_interval
-from diffquant.measure.tasks.perplexity import reference_of, score_text
+from diffquant.measure.tasks.perplexity import compute_reference, score_text
 from diffquant.measure.torch_model import TorchModel
 from diffquant.support.files import find_stored, write_json
 from research.studies.results import read_json
@@ -44,7 +44,7 @@ def settings_of(source: Source, texts: Mapping[str, str], characters: int, **win
 
 def references_of(model: TorchModel, texts: Mapping[str, str], window: int) -> dict[str, States]:
     """States of a model over windows of each text, which others are compared with."""
-    return {name: reference_of(model, text, window, window) for name, text in texts.items()}
+    return {name: compute_reference(model, text, window, window) for name, text in texts.items()}
 
 
 def scores_of(
@@ -52,7 +52,7 @@ def scores_of(
 ) -> dict[str, dict[str, Any]]:
     """What a study keeps of each text's score over the same windows."""
     scores = {name: score_text(model, text, window, window, reference=references[name]) for name, text in texts.items()}
-    return {name: {kept: getattr(score, kept) for kept in KEPT} for name, score in scores.items()}
+    return {name: {kept: score[kept] for kept in KEPT} for name, score in scores.items()}
 
 
 def kl_change(ours: Mapping[str, Any], others: Mapping[str, Any]) -> Difference:

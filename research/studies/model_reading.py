@@ -10,12 +10,12 @@ from torch import Tensor
 
 from diffquant.checkpoints.source import Source
 from diffquant.checkpoints.texts import load_text
-from diffquant.checkpoints.tokens import token_windows
+from diffquant.checkpoints.tokens import encode_windows
 from diffquant.model.causal import CausalModel
 from diffquant.model.walk import batches
 from diffquant.quantization.loading import load
 from diffquant.quantization.roundings import Rounder, rounding_named
-from diffquant.quantization.roundings.gptq.layer_inputs import inputs_on_the_way, readers_by_input
+from diffquant.quantization.roundings.gptq.layer_inputs import collect_inputs, group_by_input
 from diffquant.recipe import Recipe
 from diffquant.recipe.rounding import RoundingSettings
 from diffquant.recipe.scheme import Scheme
@@ -41,7 +41,7 @@ class ModelReading:
         """Make ready; nothing is read yet.
 
         Args:
-            text: file with a text, whose beginning is read; None for the prose that ships.
+            text: file with a text, whose beginning is read; None for the bundled text.
             tokens: number of tokens that are read.
             window: number of tokens the model sees at once.
         """
@@ -64,7 +64,7 @@ class ModelReading:
     @cached_property
     def windows(self) -> Tensor:
         """Token ids [N, window] of the text."""
-        return token_windows(self.model(), self._source.tokenizer, load_text(self._text), self._window, self._tokens)
+        return encode_windows(self.model(), self._source.tokenizer, load_text(self._text), self._window, self._tokens)
 
     def rounder(self, rule: str, given: Mapping[str, Any], scheme_of: Callable[[int], Scheme]) -> Rounder:
         """A rounding of ours that reads a text, made ready for the model; kept until another one is asked for.
@@ -100,8 +100,8 @@ class ModelReading:
         states = [walk.embed(batch) for batch in batches(self.windows, _BATCH_TOKENS)]
         glimpse = glance.embed(self.windows[:1, :2])
         for number, layer in enumerate(walk.layers):
-            readers, glimpse = readers_by_input(glance, layer, glimpse)
-            runs = [inputs_on_the_way(walk, layer, [names[0] for names in readers], state) for state in states]
+            readers, glimpse = group_by_input(glance, layer, glimpse)
+            runs = [collect_inputs(walk, layer, [names[0] for names in readers], state) for state in states]
             replaced: dict[str, Tensor] = {}
             for names in readers:
                 inputs = torch.cat([seen[names[0]] for seen, _ in runs])

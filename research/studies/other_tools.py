@@ -67,7 +67,7 @@ def main(
     described, former = environment(*PACKAGES), _former_rows(file)
     chosen = [tool for tool in _tools() if only in tool]
     if not chosen:
-        raise UsageError(f"no tool is called {only!r}; known are {', '.join(_tools())}")
+        raise UsageError(f"no tool is called {only!r}; choose from {', '.join(_tools())}")
     with TemporaryDirectory() as place:
         models = write_models(Path(place))
         rows = _probe(chosen, models, Path(place))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from diffquant.checkpoints.compressed_tensors import SCALE, packed_shapes
-from diffquant.quantization.rounded_weight import as_stored
+from diffquant.quantization.rounded_weight import quantize_as_stored
 from diffquant.quantization.roundings import Rounder
 from diffquant.quantization.roundings.nearest import round_to_nearest, round_with_clipping
 from diffquant.recipe.scheme import Scheme
@@ -38,7 +38,7 @@ def ours(rule: str, bits: int, least: int, options: Mapping[str, Any] = MappingP
             scheme = scheme_of(weight.shape[1])
             scales = math.prod(packed_shapes((weight.shape[0], weight.shape[1]), scheme)[SCALE])
             stored = weight.numel() * bits + scales * 8 * _SCALE.itemsize
-            return Quantized(as_stored(rounder, name, weight.float(), scheme, _SCALE), stored, stored)
+            return Quantized(quantize_as_stored(rounder, name, weight.float(), scheme, _SCALE), stored, stored)
 
         return quantize
 

@@ -30,7 +30,7 @@ class RoundingOptions:
     """Options of a measurement.
 
     Attributes:
-        text: file with a text of two halves; the prose that ships by default.
+        text: file with a text of two halves; the bundled text by default.
         characters: number of characters that are scored of the second half, and of HellaSwag's contexts.
         window: number of tokens the model sees at once, scored and read.
         tokens: number of tokens of the first half that are read.
@@ -158,13 +158,9 @@ class Subject:
             scores = by_text["prose"] | {"elsewhere": by_text["elsewhere"]}
         if former.get("items", 0) >= len(self._items):
             return scores | {key: former[key] for key in ("items", "acc_norm", "correct") if key in former}
-        outcome = hellaswag.evaluate_hellaswag(TorchModel(self._model, self._tokenizer), self._items)
-        right = outcome.correct_norm
-        return scores | {
-            "items": len(right),
-            "acc_norm": sum(right) / len(right),
-            "correct": "".join("01"[int(item)] for item in right),
-        }
+        result = hellaswag.evaluate_hellaswag(TorchModel(self._model, self._tokenizer), self._items)
+        correct = "".join("01"[int(item)] for item in result.values or ())
+        return scores | {"items": result.n, "acc_norm": result.score, "correct": correct}
 
     @cached_property
     def _references(self) -> dict[str, States]:

@@ -37,7 +37,7 @@ _CODE = tuple(f"research.studies.{name}" for name in _MODULES)
 
 def main(
     paths: Annotated[list[Path], typer.Argument(help="A checkpoint folder or a .gguf file; with --show, results.")],
-    text: Annotated[Path | None, typer.Option(help="In place of the prose that ships.")] = RoundingOptions.text,
+    text: Annotated[Path | None, typer.Option(help="In place of the bundled text.")] = RoundingOptions.text,
     characters: Annotated[
         int, typer.Option(help="Characters that are scored of the second half and of the other text.")
     ] = RoundingOptions.characters,
@@ -78,7 +78,7 @@ def chosen(parts: str, methods: Sequence[Method] = CONTESTANTS) -> list[Method]:
     unknown = [part for part in wanted if not any(part in method.name for method in methods)]
     if unknown:
         known = "; ".join(method.name for method in methods)
-        raise UsageError(f"no method is called {', '.join(map(repr, unknown))}; known are {known}")
+        raise UsageError(f"no method is called {', '.join(map(repr, unknown))}; choose from {known}")
     return [method for method in methods if not wanted or any(part in method.name for part in wanted)]
 
 

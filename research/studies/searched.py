@@ -4,7 +4,7 @@
     python -m research.studies.searched --show FOLDER/*.json
 
 The budget of a search is what a uniform width stores, scales included, and any of the other widths may be chosen. The
-costs are measured on the first half of the prose that ships. Both recipes are then scored on its second half, and on
+costs are measured on the first half of the bundled text. Both recipes are then scored on its second half, and on
 HellaSwag's contexts, which are another kind of text; KL is that of the model's own predictions at 16 bits. A file for
 each model; those that are there are not measured again.
 """
@@ -18,7 +18,7 @@ import typer
 
 from diffquant.benchmarks.measuring import environment
 from diffquant.calib.search.allocation import Budget, average_bits
-from diffquant.calib.search.search import Search, SearchOptions
+from diffquant.calib.search.search import Search
 from diffquant.calib.search.units import find_units, to_recipe
 from diffquant.checkpoints.source import open_source
 from diffquant.errors import UsageError
@@ -35,7 +35,7 @@ from research.studies.results import read_json
 
 SEARCHED, UNIFORM = "searched", "uniform"
 # The widths of the pocket models' matrices have no common group but 8, so a row is what shares a scale.
-_OPTIONS = SearchOptions(widths=(8, 7, 6, 5, 4, 3), granularity="row")
+_WIDTHS, _GRANULARITY = (8, 7, 6, 5, 4, 3), "row"
 _WINDOW = 256
 
 
@@ -75,7 +75,7 @@ def measure_searches(
         folder: where the searches keep their measurements.
     """
     source = open_source(path)
-    units = find_units(source, _OPTIONS.targets, _OPTIONS.granularity)
+    units = find_units(source, ("weights",), _GRANULARITY)
     texts = texts_of(characters)
     exact = TorchModel(load(source, Recipe(), torch.float32, "cpu"), source.tokenizer)
     references = references_of(exact, texts, _WINDOW)
@@ -90,15 +90,15 @@ def measure_searches(
     for width in widths:
         same_width = dict.fromkeys(units, width)
         budget = Budget(bits=average_bits(same_width, "weights"))
-        search = Search(source, budget, _OPTIONS, folder).run(progress)
+        search = Search(source, budget, folder, widths=_WIDTHS, granularity=_GRANULARITY).run(progress)
         recipes = {UNIFORM: to_recipe(same_width), SEARCHED: search.recipe}
         results[str(width)] = {name: {"recipe": recipe.to_dict(), **costs(recipe)} for name, recipe in recipes.items()}
     return {
         "environment": environment(),
         "settings": {
             **settings_of(source, texts, characters, window=_WINDOW),
-            "widths": _OPTIONS.widths,
-            "granularity": _OPTIONS.granularity,
+            "widths": _WIDTHS,
+            "granularity": _GRANULARITY,
         },
         "results": results,
     }

@@ -134,7 +134,7 @@ def _states(model: DiffTransformer, ids: Tensor) -> States:
 
 def _scores(states: Sequence[States], windows: Sequence[Tensor], exact: Sequence[States]) -> dict[str, list[float]]:
     predicted = [token_scores(s, ids[1:, None])[0] for s, ids in zip(states, windows, strict=True)]
-    kl = [next_token_kl(p.exact_logits(), q.exact_logits()) for p, q in zip(exact, states, strict=True)]
+    kl = [next_token_kl(p.float32_logits(), q.float32_logits()) for p, q in zip(exact, states, strict=True)]
     return {"nll": [-float(x.mean()) for x in predicted], "kl": [float(x.mean()) for x in kl]}
 
 

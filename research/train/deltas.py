@@ -15,7 +15,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from diffquant.checkpoints.compressed_tensors import PACKED, SCALE, SHAPE, pack_weight, packed_modules, unpack_weight
+from diffquant.checkpoints.compressed_tensors import (
+    PACKED,
+    SCALE,
+    SHAPE,
+    list_packed_modules,
+    pack_weight,
+    unpack_weight,
+)
 from diffquant.errors import CheckpointError, GroupSizeError
 from diffquant.model.config import DiffTransformerConfig
 from diffquant.model.modeling import DiffTransformer
@@ -104,7 +111,7 @@ def applied(delta: Delta, original: DiffTransformer) -> DiffTransformer:
     """
     model = new_model(delta.kind, original, delta.levels)
     parameters = dict(model.named_parameters())
-    modules = packed_modules(delta.tensors)
+    modules = list_packed_modules(delta.tensors)
     names = {f"{m}.weight" for m in modules} | {n for n in delta.tensors if not n.endswith((PACKED, SCALE, SHAPE))}
     differing = names ^ set(attention_parameters(model))
     if differing:

@@ -11,7 +11,7 @@ import torch
 
 from diffquant.errors import UsageError
 from diffquant.measure.language_model import States
-from diffquant.measure.tasks.perplexity import reference_of, score_text
+from diffquant.measure.tasks.perplexity import compute_reference, score_text
 from diffquant.measure.torch_model import TorchModel
 from diffquant.model.modeling import DiffTransformer
 from diffquant.support.files import write_atomically
@@ -81,7 +81,7 @@ class Trio:
 
 
 class Exam:
-    """Exam on the text held out, against what the base predicts of it."""
+    """Exam on held-out text, against what the base predicts of it."""
 
     def __init__(self, base: DiffTransformer, tokenizer: Any, text: str) -> None:
         self._tokenizer, self._text = tokenizer, text
@@ -91,13 +91,13 @@ class Exam:
     @torch.compiler.set_stance("force_eager")
     def reference(self, model: DiffTransformer) -> States:
         """Predictions of a model, to compare others with."""
-        return reference_of(TorchModel(model, self._tokenizer), self._text)
+        return compute_reference(TorchModel(model, self._tokenizer), self._text)
 
     @torch.compiler.set_stance("force_eager")
     def score(self, model: DiffTransformer, reference: States | None = None) -> dict[str, float]:
         """Perplexity, and mean KL in nats from the base or another reference."""
         score = score_text(TorchModel(model, self._tokenizer), self._text, reference=reference or self._reference)
-        return {"perplexity": score.perplexity, "kl": score.kl}
+        return {name: score[name] for name in ("perplexity", "kl")}
 
 
 def planned_steps(output: Path, trio: Trio, batches: Batches, limit: Limit, began: float) -> int:

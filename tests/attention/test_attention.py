@@ -140,7 +140,7 @@ def test_a_norm_in_float32_leaves_the_values_type(backend):
 def test_queries_and_keys_that_no_backend_rounds_are_refused():
     call = AttentionCall(*random_inputs("v1", 5, 5), scale=0.3, mask=Mask(), qk=Scheme.parse("4:row"))
     for backend in ("auto", "naive"):
-        with pytest.raises(UsageError, match="queries and keys at 4:row have to be rounded before the call"):
+        with pytest.raises(UsageError, match="queries and keys at 4:row must be quantized before the call"):
             attend(call, backend)
 
 

@@ -80,7 +80,7 @@ def test_why_a_kernel_is_passed_over_is_logged(caplog):
 
 
 def test_an_override_that_cannot_serve_says_why():
-    with pytest.raises(UsageError, match=r"'triton': .*one is scaled_dot_product_attention; use auto"):
+    with pytest.raises(UsageError, match=r"'triton': .*for one use scaled_dot_product_attention; use auto"):
         compute(call_of("plain", 30, 30, Mask()), "triton")
 
 

@@ -17,7 +17,7 @@ from diffquant.family.mask import Mask
 from diffquant.family.norm import pair_norm
 from diffquant.recipe.numbers.simulation import rotation
 from diffquant.recipe.presets import LIKE
-from diffquant.verbs.recipes import recipe_of_options
+from diffquant.verbs.recipes import recipe_from_options
 from tests.support.checkpoints import PHI4FLASH, SOURCES, write_checkpoint
 
 LENGTH = 150
@@ -157,15 +157,17 @@ def test_the_whole_family_computes_each_kernel_s_formula(tmp_path, name, kernel)
 
 
 def test_a_kernel_stands_beside_presets_and_settings():
-    both = Recipe.parse(recipe_of_options(like="sage3", preset="int4"))
+    both = Recipe.parse(recipe_from_options(like="sage3", preset="int4"))
     assert both == Recipe.of(weights="4:g32", **LIKE["sage3"])
-    beside = Recipe.parse(recipe_of_options(like="sage3", pv="e4m3:channel", kv="8"))
+    beside = Recipe.parse(recipe_from_options(like="sage3", pv="e4m3:channel", kv="8"))
     assert (
         beside
         == Recipe.parse({"like": "sage3", "pv": "e4m3:channel", "kv": 8})
         == Recipe.of(kv=8, **{**LIKE["sage3"], "pv": "e4m3:channel"})
     )
-    with pytest.raises(UsageError, match=r"recipe says all of itself.*qk 8:thread:smooth, p e4m3:row:fullsum"):
-        recipe_of_options(recipe=Path("recipe.yaml"), like="sage2")
-    with pytest.raises(UsageError, match=r"unknown kernel 'sage1'.*known are sage2"):
-        Recipe.parse(recipe_of_options(like="sage1"))
+    with pytest.raises(
+        UsageError, match=r"recipe and like=.* cannot be combined.*qk 8:thread:smooth, p e4m3:row:fullsum"
+    ):
+        recipe_from_options(recipe=Path("recipe.yaml"), like="sage2")
+    with pytest.raises(UsageError, match=r"unknown kernel 'sage1'.*choose from sage2"):
+        Recipe.parse(recipe_from_options(like="sage1"))

@@ -11,7 +11,7 @@ from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
 from diffquant.recipe.scheme import FULL, Scheme
-from diffquant.verbs.cli.command import options_of
+from diffquant.verbs.cli.options import list_options
 
 CALLS = []
 
@@ -97,12 +97,14 @@ def test_a_name_is_given_once(toy):
 
 
 def test_where_nobody_serves_a_call_each_says_why(monkeypatch):
-    monkeypatch.setattr(registry, "by_priority", lambda logits: [Backend("toy", compute, lambda call: "it is a toy")])
-    with pytest.raises(UsageError, match="no attention backend serves this call: toy: it is a toy"):
+    monkeypatch.setattr(
+        registry, "backends_by_priority", lambda logits: [Backend("toy", compute, lambda call: "it is a toy")]
+    )
+    with pytest.raises(UsageError, match="no attention backend supports this call: toy: it is a toy"):
         registry.backend_for(AttentionCall(*inputs(), scale=0.3, mask=Mask()))
 
 
 def test_the_command_lines_help_names_backends_that_are_there():
-    (option,) = (option for option in options_of(verbs.sweep) if option.name == "attention")
+    (option,) = (option for option in list_options(verbs.sweep) if option.name == "attention")
     _, named = option.help.removesuffix(", ...").split(": ")
     assert set(named.split(", ")) <= {"auto", *BACKENDS}

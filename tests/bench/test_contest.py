@@ -10,7 +10,7 @@ import torch
 
 from diffquant.benchmarks import contest, decode, linears, peers
 from diffquant.benchmarks.contest import Contest
-from diffquant.benchmarks.workloads import MODELS, Model, Workload, lengths, model_named
+from diffquant.benchmarks.workloads import MODELS, Model, Workload, find_model, parse_lengths
 from diffquant.errors import UsageError
 from tests.support.tables import in_one_test
 from tests.support.thorough import sampled
@@ -54,7 +54,7 @@ def test_every_peer_agrees_with_naive_or_says_why_it_cannot_run(section, work):
         if cell.values:
             assert cell.error <= cell.tolerance
         else:
-            assert "CUDA" in cell.missing or "not installed" in cell.missing or "no DIFF V2" in cell.missing
+            assert "CUDA" in cell.missing or "not installed" in cell.missing or "not have DIFF V2" in cell.missing
 
 
 @pytest.mark.parametrize(("bits", "generation"), sampled(product(decode.RECIPES, ["v1", "v2"]), 5))
@@ -62,7 +62,7 @@ def test_the_decode_kernel_reads_what_is_stored_for_it(generation, bits):
     pytest.importorskip("triton")
     call = peers.differential(Workload(WORKS[generation].model, 1, 150, 2, "float32"), "cpu")
     store = decode.fill_store(call, decode.RECIPES[bits])
-    peer = peers.Peer(lambda held: decode.decode_attention(held, store), peers.differential, peers.roofline.fused_call)
+    peer = peers.Peer(lambda held: decode.decode_attention(held, store), peers.roofline.count_fused_call)
     assert contest.relative_error(peer, decode._held_call(call, store, *store.read())) <= 1e-4
 
 
@@ -74,9 +74,9 @@ def test_a_peer_that_is_wrong_is_named_and_not_timed(monkeypatch):
         ran.append(call)
         return right.attention(call).flip(1)
 
-    monkeypatch.setitem(peers.PEERS, "FlashDiffAttn_1", peers.Peer(swapped, right.make, right.count))
+    monkeypatch.setitem(peers.PEERS, "FlashDiffAttn_1", peers.Peer(swapped, right.count, right.make))
     (cell,) = [c for c in Contest("attention", "cpu", 2)._times(WORKS["v1"]) if c.path == "FlashDiffAttn_1"]
-    assert cell.missing.startswith("wrong: ")
+    assert cell.missing.startswith("wrong result: ")
     assert not cell.values
     assert len(ran) == 1
 
@@ -84,7 +84,7 @@ def test_a_peer_that_is_wrong_is_named_and_not_timed(monkeypatch):
 @in_one_test("broken", [lambda y: y * math.nan, lambda y: y[:, :1]])
 def test_values_that_are_not_finite_or_of_another_shape_are_infinitely_wrong(broken):
     right = peers.PEERS["FlashDiffAttn_2"]
-    peer = peers.Peer(lambda call: broken(right.attention(call)), right.make, right.count)
+    peer = peers.Peer(lambda call: broken(right.attention(call)), right.count, right.make)
     assert contest.relative_error(peer, right.make(WORKS["v1"], "cpu")) == math.inf
 
 
@@ -97,7 +97,7 @@ def test_an_error_in_the_last_rows_alone_is_seen(monkeypatch):
         y[:, :, -1] += 1
         return y
 
-    peer = peers.Peer(late, right.make, right.count)
+    peer = peers.Peer(late, right.count, right.make)
     assert contest.relative_error(peer, right.make(WORKS["v1"], "cpu")) > 0.01
 
 
@@ -106,7 +106,7 @@ def test_a_peer_that_raises_is_named_with_its_error(monkeypatch):
         raise RuntimeError("no kernel for this\nand a long story")
 
     right = peers.PEERS["FlashDiffAttn_1"]
-    monkeypatch.setitem(peers.PEERS, "FlashDiffAttn_1", peers.Peer(fails, right.make, right.count))
+    monkeypatch.setitem(peers.PEERS, "FlashDiffAttn_1", peers.Peer(fails, right.count, right.make))
     (cell,) = [c for c in Contest("attention", "cpu", 1)._times(WORKS["v1"]) if c.path == "FlashDiffAttn_1"]
     assert cell.missing == "RuntimeError: no kernel for this"
 
@@ -138,7 +138,7 @@ def test_a_peer_whose_process_dies_costs_no_other_peer_its_measurement(monkeypat
     def dies_elsewhere(call):
         return right.attention(call) if os.getpid() == here else os._exit(9)
 
-    monkeypatch.setitem(peers.PEERS, "killed", peers.Peer(dies_elsewhere, right.make, right.count))
+    monkeypatch.setitem(peers.PEERS, "killed", peers.Peer(dies_elsewhere, right.count, right.make))
     monkeypatch.setattr(contest, "_fresh_processes", lambda: get_context("fork"))
     cells = {c.path: c for c in Contest("attention", "cpu", 1, ("killed",)).run([WORKS["v1"]])}
     assert cells[peers.BASELINE].values
@@ -147,7 +147,7 @@ def test_a_peer_whose_process_dies_costs_no_other_peer_its_measurement(monkeypat
 
 
 def test_peak_memory_is_that_of_a_known_allocation_whatever_was_measured_before(monkeypatch, peaks):
-    monkeypatch.setitem(peers.PEERS, "known", peers.Peer(allocating, peers.differential, peers.roofline.eager))
+    monkeypatch.setitem(peers.PEERS, "known", peers.Peer(allocating, peers.roofline.eager))
     blocks = [torch.ones(1 << 20) for _ in range(64)]
     del blocks[::2]  # leaves malloc much to give
     works = [Workload(V1, length, length, 1, "float32") for length in (1024, 700, 1024)]
@@ -196,23 +196,23 @@ def test_the_baseline_is_always_among_the_entrants():
 
 
 def test_unknown_peers_and_workloads_are_refused_with_those_known():
-    with pytest.raises(UsageError, match=r"unknown peer 'flush'; attention knows Transformer, SDPA flash"):
+    with pytest.raises(UsageError, match=r"unknown peer 'flush'; choose from Transformer, SDPA flash"):
         Contest("attention", "cpu", 1, ("flush",))
-    with pytest.raises(UsageError, match=r"unknown workload '7B'; known are 830M"):
-        model_named("7B")
+    with pytest.raises(UsageError, match=r"unknown workload '7B'; choose from 830M"):
+        find_model("7B")
     with pytest.raises(UsageError, match="unknown dtype 'float8'"):
         _ = Workload(V1, 1, 1, 1, "float8").torch_dtype
 
 
 def test_lengths_are_lists_and_ranges_by_doubling():
-    assert lengths("512,1K") == [512, 1024]
-    assert lengths("1K-8K,100") == [1024, 2048, 4096, 8192, 100]
+    assert parse_lengths("512,1K") == [512, 1024]
+    assert parse_lengths("1K-8K,100") == [1024, 2048, 4096, 8192, 100]
 
 
 @in_one_test("text", ["", "0", "4K-1K", "1-2-3", "many", "512,", "-5", "9999999999K"])
 def test_lengths_that_cannot_be_read_are_refused(text):
     with pytest.raises(UsageError, match="cannot read"):
-        lengths(text)
+        parse_lengths(text)
 
 
 def test_linears_name_what_is_missing_and_check_the_rest(monkeypatch):
@@ -244,9 +244,9 @@ def test_peers_of_linears_store_their_scales_too_or_are_named(monkeypatch, name)
     [
         (
             lambda product, stored: (lambda x, i: 1.05 * product(x, i), stored),
-            "from the product with the values stored",
+            "against the dequantized weight",
         ),
-        (lambda product, stored: (product, stored.roll(1, 0)), "from the product with the values stored"),
+        (lambda product, stored: (product, stored.roll(1, 0)), "against the dequantized weight"),
         (lambda product, stored: (lambda x, i: 2 * product(x, i), 2 * stored), "from the weight"),
     ],
 )

@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from diffquant.attention.naive import naive
 from diffquant.benchmarks import roofline
-from diffquant.benchmarks.workloads import MODELS, Model, Workload, differential, seen_entries
+from diffquant.benchmarks.workloads import MODELS, Model, Workload, count_visible_logits, differential
 from tests.support.tables import in_one_test
 
 V1 = Model("v1", 64, 2, 3, 3, 8, 16, 96)
@@ -20,21 +20,21 @@ def prompt(model, length=40, batch=2):
 @in_one_test(("queries", "keys"), [(7, 7), (1, 9), (4, 10)])
 def test_seen_entries_are_those_of_a_causal_mask(queries, keys):
     mask = torch.ones(queries, keys).tril(keys - queries)
-    assert seen_entries(queries, keys) == int(mask.sum())
+    assert count_visible_logits(queries, keys) == int(mask.sum())
 
 
 def test_v1_takes_6_fused_8_in_four_calls_and_the_transformer_4_units():
     work = prompt(V1)
-    unit = 2 * seen_entries(40, 40) * 2 * 3 * 8
-    assert roofline.fused_call(work).operations == 6 * unit
-    assert roofline.two_calls(work).operations == 6 * unit
-    assert roofline.four_calls(work).operations == 8 * unit
-    assert roofline.two_passes(work).operations == 8 * unit
-    assert roofline.transformer(work).operations == 4 * unit
+    unit = 2 * count_visible_logits(40, 40) * 2 * 3 * 8
+    assert roofline.count_fused_call(work)[0] == 6 * unit
+    assert roofline.count_two_calls(work)[0] == 6 * unit
+    assert roofline.count_four_calls(work)[0] == 8 * unit
+    assert roofline.count_two_passes(work)[0] == 8 * unit
+    assert roofline.transformer(work)[0] == 4 * unit
 
 
 def test_v2_has_no_halves_to_split():
-    assert roofline.four_calls(prompt(V2)) == roofline.two_calls(prompt(V2))
+    assert roofline.count_four_calls(prompt(V2)) == roofline.count_two_calls(prompt(V2))
 
 
 @in_one_test("model", [V1, V2])
@@ -43,7 +43,7 @@ def test_eager_operations_are_what_torch_counts(model):
     call = differential(work, "cpu")
     with FlopCounterMode(display=False) as counter:
         naive(call)
-    assert roofline.eager(work).operations == counter.get_total_flops()
+    assert roofline.eager(work)[0] == counter.get_total_flops()
 
 
 @in_one_test("model", [V1, V2])
@@ -52,15 +52,15 @@ def test_a_fused_kernel_moves_its_tensors_once(model):
     call = differential(work, "cpu")
     inputs = {id(x): x for x in (*call.q, *call.k, call.v)}.values()
     output = 2 * 40 * model.pairs * model.value_width * 4
-    assert roofline.fused_call(work).bytes == sum(x.numel() * 4 for x in inputs) + output
+    assert roofline.count_fused_call(work)[1] == sum(x.numel() * 4 for x in inputs) + output
 
 
 def test_a_packed_cache_moves_its_bits():
     work = Workload(V1, 1, 64, 1, "float16")
     stored = 64 * 3 * (2 * 8 + 16)
-    whole, packed = roofline.fused_call(work), roofline.fused_call(work, key_bytes=0.5, value_bytes=0.5)
-    assert whole.bytes - packed.bytes == stored * 1.5
-    assert whole.operations == packed.operations
+    whole, packed = roofline.count_fused_call(work), roofline.count_fused_call(work, key_bytes=0.5, value_bytes=0.5)
+    assert whole[1] - packed[1] == stored * 1.5
+    assert whole[0] == packed[0]
 
 
 @in_one_test("name", ["830M", "1.4B", "2.8B", "6.8B", "13.1B"])

@@ -92,7 +92,7 @@ def test_a_comparison_names_what_is_new_gone_and_from_another_device():
     assert "no longer measured: attention, 3B, 512 tokens, batch 1, float32, old" in text
     assert "measured for the first time: attention, 3B, 512 tokens, batch 1, float32, new" in text
     same = result(cell("x", [1.0]))
-    assert summarize_changes(same, same) == "nothing moved beyond noise"
+    assert summarize_changes(same, same) == "no change beyond noise"
 
 
 def test_a_result_survives_its_file(tmp_path):
@@ -126,17 +126,17 @@ def test_reports_say_what_is_missing_and_load_nothing():
     found = result(
         cell("base", [4.0, 5.0], length=512, peak_bytes=10**6),
         cell("<fast>", [1.0], length=512, peak_bytes=10**5, error=1e-7),
-        replace(cell("gone", []), missing="it runs on CUDA alone", length=512),
+        replace(cell("gone", []), missing="it runs only on CUDA", length=512),
     )
     page = pages.page(bench_report(found, "run", ["bench.json"]))
     assert page.count("<svg") == 2
     assert "&lt;fast&gt;" in page
-    assert "gone: none, it runs on CUDA alone" in page
+    assert "gone: none, it runs only on CUDA" in page
     assert "src=" not in page
     assert 'href="http' not in page
     text = markdown(found)
     assert "| <fast> | 1 ms |" in text
-    assert "- gone: none, it runs on CUDA alone" in text
+    assert "- gone: none, it runs only on CUDA" in text
     assert len(csv_table(found).splitlines()) == 4
 
 

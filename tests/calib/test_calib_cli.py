@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from diffquant.calib.calibration.calibrate import calibrate
-from diffquant.calib.search.search import SearchOptions
+from diffquant.calib.search.search import Search
 from diffquant.verbs.cli import main
 from tests.support import tiny_lm
 from tests.support.tables import in_one_test
@@ -100,7 +100,7 @@ def test_calibrated_scales_are_used_by_eval_and_sweep(run, models, tmp_path):
     assert code == 0, err
     assert "8:static" in out
     code, _, err = run("sweep", models[1], *sweep[3:], "--scales", file, "--scales", file)
-    assert (code, "are both of" in err) == (2, True), err
+    assert (code, "are both ranges of" in err) == (2, True), err
     for bare in (("eval", models[1], "--limit", 2), ("sweep", models[1], "-o", tmp_path / "bare")):
         code, _, err = run(*bare, "--scales", file)
         assert (code, "no static scheme uses the ranges" in err) == (2, True), err
@@ -193,7 +193,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_work(run, models
 @in_one_test(
     ("verb", "options", "names"),
     [
-        ("search", SearchOptions, {"windows": "windows", "window": "window", "characters": "check_characters"}),
+        ("search", Search, {"windows": "windows", "window": "window", "characters": "check_characters"}),
         ("calibrate", calibrate, {"tokens": "tokens", "window": "window"}),
     ],
 )

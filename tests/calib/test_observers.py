@@ -10,7 +10,7 @@ import torch
 from diffquant.attention.backends.blocks import attend_by_blocks
 from diffquant.attention.naive import naive
 from diffquant.calib.calibration.calibrate import calibrate, measure_fit
-from diffquant.calib.calibration.observe import by_token, observe_ranges, projected_layers
+from diffquant.calib.calibration.observe import by_token, iterate_projections, observe_ranges
 from diffquant.calib.calibration.observers import Magnitudes, Observer, key_ranges
 from diffquant.checkpoints.ranges import Ranges, read_any_ranges, write_ranges
 from diffquant.checkpoints.source import open_source
@@ -170,7 +170,7 @@ def test_the_fit_is_that_of_the_values_held_out():
     tensors = observe_ranges(model, ids[:2], ("v",), Observer("percentile", 99.0, bits=6))
     fits = measure_fit(model, ids[2:], tensors, 6, batch_tokens=40)
     with torch.inference_mode():
-        held = by_token(next(projected_layers(model, ids[2:], 4096))[0][2]).double().numpy()
+        held = by_token(next(iterate_projections(model, ids[2:], 4096))[0][2]).double().numpy()
     top = tensors["layers.0.v"].double().numpy()
     read_back = np.clip(np.rint(held / (top / 31)), -31, 31) * top / 31
     assert fits[0].clipped == pytest.approx((np.abs(held) > top).mean(), abs=1e-9)
@@ -184,7 +184,7 @@ def test_the_fit_of_logits_counts_those_that_a_query_sees():
     tensors = observe_ranges(model, ids[:2], ("logits",), Observer("percentile", 90.0, bits=6))
     (fit, *_) = measure_fit(model, ids[2:], tensors, 6, batch_tokens=40)
     with torch.inference_mode():
-        q, k, *_ = next(projected_layers(model, ids[2:], 4096))[0]
+        q, k, *_ = next(iterate_projections(model, ids[2:], 4096))[0]
     k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
     logits = (q.double() @ k.double().mT).numpy() * q.shape[-1] ** -0.5
     seen = np.broadcast_to(np.tri(31, dtype=bool), logits.shape)

@@ -69,7 +69,7 @@ def test_units_that_cost_the_same_can_be_drawn():
 
 def test_the_families_of_candidates_have_a_legend_and_all_points_are_in_sight():
     axis = new_figure(4, 4).subplots()
-    draw_pareto(axis, [search(), search(budget="6 bits")])
+    draw_pareto([search(), search(budget="6 bits")], axis)
     assert [text.get_text() for text in axis.get_legend().get_texts()] == ["uniform", "spread evenly", "searched"]
     names = {text.get_text() for text in axis.texts}
     # Uniform widths that two budgets were compared with are one point.

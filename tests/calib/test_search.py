@@ -5,7 +5,7 @@ import itertools
 import json
 import math
 import shutil
-from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,16 +22,16 @@ pytest.importorskip("scipy")
 
 from diffquant.calib.search import search as search_module
 from diffquant.calib.search.allocation import Budget, allocate, average_bits, spread_evenly
-from diffquant.calib.search.outputs import search_table, uniform_kl, write_search
+from diffquant.calib.search.outputs import interpolate_uniform_kl, search_table, write_search
 from diffquant.calib.search.result import read_searches, roles
-from diffquant.calib.search.search import Search, SearchOptions
+from diffquant.calib.search.search import Search
 from diffquant.calib.search.sensitivity import OneDnnProducts, Sensitivity
-from diffquant.calib.search.units import Unit, find_parts, find_units, to_recipe, unit_at_width
+from diffquant.calib.search.units import Unit, find_parts, find_units, quantize_unit, to_recipe
 from diffquant.checkpoints.opening import open_checkpoint
 from diffquant.checkpoints.source import open_source
 from diffquant.checkpoints.texts import load_text
 from diffquant.checkpoints.tokenizer import load_tokenizer
-from diffquant.checkpoints.tokens import token_windows
+from diffquant.checkpoints.tokens import encode_windows
 from diffquant.errors import CheckpointError, GroupSizeError, UsageError
 from diffquant.measure.scoring import next_token_kl
 from diffquant.model.adapters import adapter_for
@@ -45,7 +45,13 @@ from tests.support.tables import in_one_test
 from tests.support.thorough import sampled, thorough
 
 WIDTHS = (8, 6, 4)
-OPTIONS = SearchOptions(("weights", "k", "v", "logits"), granularity="g16", windows=2, window=48, check_characters=600)
+OPTIONS = {
+    "targets": ("weights", "k", "v", "logits"),
+    "granularity": "g16",
+    "windows": 2,
+    "window": 48,
+    "check_characters": 600,
+}
 
 
 @pytest.fixture(scope="module")
@@ -124,11 +130,11 @@ def units_of(path, targets, granularity="g16"):
 @in_one_test("target", ["weights", "k", "v", "logits"])
 def test_a_cost_is_what_the_whole_model_under_that_recipe_shows(checkpoint, target):
     model = load(checkpoint, dtype=torch.float32)
-    ids = token_windows(model, load_tokenizer(checkpoint), load_text(), 48, 144)
+    ids = encode_windows(model, load_tokenizer(checkpoint), load_text(), 48, 144)
     exact = model(ids).logits.flatten(0, 1)
     sensitivity = Sensitivity(model, ids)
     for unit in units_of(checkpoint, (target,))[:: 5 if target == "weights" else 1]:
-        cost = sensitivity.cost_of(unit, 4)
+        cost = sensitivity.measure_cost(unit, 4)
         recipe = Recipe.from_dict({"overrides": {unit.name: str(unit.scheme(4))}})
         changed = load(checkpoint, recipe, torch.float32)(ids).logits.flatten(0, 1)
         expected = float(next_token_kl(exact, changed).double().mean())
@@ -153,23 +159,23 @@ def test_the_text_that_widths_are_chosen_on_is_not_the_one_they_are_compared_on(
     words = load_text()[:6000]
     (tmp_path / "text.txt").write_text(words)
     read = []
-    windows, score = search_module.token_windows, search_module.score_text
+    windows, score = search_module.encode_windows, search_module.score_text
     monkeypatch.setattr(
-        search_module, "token_windows", lambda *given: read.append(("chosen on", given[2])) or windows(*given)
+        search_module, "encode_windows", lambda *given: read.append(("chosen on", given[2])) or windows(*given)
     )
     monkeypatch.setattr(
         search_module,
         "score_text",
         lambda *given, **more: read.append(("compared on", given[1])) or score(*given, **more),
     )
-    options = replace(OPTIONS, targets=("v",), text=tmp_path / "text.txt")
-    Search(checkpoint, Budget.parse("7"), options, tmp_path / "out").run()
+    options = OPTIONS | {"targets": ("v",), "text": tmp_path / "text.txt"}
+    Search(checkpoint, Budget.parse("7"), tmp_path / "out", **options).run()
     assert set(read) == {("chosen on", words[:3000]), ("compared on", words[3000:3600])}
 
 
 def test_a_search_beats_an_even_spread_resumes_and_its_recipe_quantizes(checkpoint, tmp_path):
     # Weights in groups of 16 have a bit of scales each, K and V of 8 entries two bits.
-    search = Search(checkpoint, Budget.parse("6.6"), OPTIONS, tmp_path / "out")
+    search = Search(checkpoint, Budget.parse("6.6"), tmp_path / "out", **OPTIONS)
     assert len(search.missing) == 20 * 3
     calls = []
     found = search.run(lambda done, total, what: calls.append((done, total)))
@@ -178,7 +184,7 @@ def test_a_search_beats_an_even_spread_resumes_and_its_recipe_quantizes(checkpoi
     assert by_name["searched"].kl < by_name["spread evenly"].kl
     assert by_name["searched"].kl < uniform_kl_or(found, by_name)
     assert all(bits <= 6.6 + 1e-9 for bits in found.candidates[0].bits.values())
-    assert not Search(checkpoint, Budget.parse("6.6"), OPTIONS, tmp_path / "out").missing
+    assert not Search(checkpoint, Budget.parse("6.6"), tmp_path / "out", **OPTIONS).missing
     recipe_file, data, *pictures, report = write_search(found, tmp_path / "out")
     assert Recipe.read(recipe_file) == found.recipe
     assert json.loads(data.read_text())["candidates"][0]["name"] == "searched"
@@ -193,7 +199,7 @@ def test_a_search_beats_an_even_spread_resumes_and_its_recipe_quantizes(checkpoi
 
 
 def uniform_kl_or(found, by_name):
-    return uniform_kl(found) or by_name["uniform 4"].kl
+    return interpolate_uniform_kl(found) or by_name["uniform 4"].kl
 
 
 def test_the_stored_size_of_a_candidate_is_that_of_its_checkpoint(checkpoint, tmp_path):
@@ -266,7 +272,7 @@ def test_a_damaged_line_of_a_journal_costs_itself_alone(tmp_path, damage):
 
 def test_a_journal_of_another_device_or_transformers_is_not_taken(checkpoint, tmp_path, monkeypatch):
     def search(device="cpu"):
-        return Search(checkpoint, Budget.parse("6.6"), replace(OPTIONS, device=device), tmp_path)
+        return Search(checkpoint, Budget.parse("6.6"), tmp_path, **OPTIONS | {"device": device})
 
     first = search()
     first.journal.add(f"{first.units[0].name} {first.units[0].scheme(4)}", {"kl": 0.5, "attention": None})
@@ -300,10 +306,10 @@ def test_an_interrupted_search_says_what_it_keeps(checkpoint, tmp_path):
         if done == 7:
             raise KeyboardInterrupt
 
-    search = Search(checkpoint, Budget.parse("6.6"), OPTIONS, tmp_path)
+    search = Search(checkpoint, Budget.parse("6.6"), tmp_path, **OPTIONS)
     with pytest.raises(KeyboardInterrupt, match=r"7 measurements are kept.*run the same command"):
         search.run(interrupt)
-    assert len(Search(checkpoint, Budget.parse("6.6"), OPTIONS, tmp_path).missing) == 60 - 7
+    assert len(Search(checkpoint, Budget.parse("6.6"), tmp_path, **OPTIONS).missing) == 60 - 7
 
 
 @in_one_test(
@@ -317,7 +323,7 @@ def test_an_interrupted_search_says_what_it_keeps(checkpoint, tmp_path):
             UsageError,
             r"weights at 4 bits take 5\.\d\d stored bits each, scales included",
         ),
-        ("11", {}, UsageError, "holds everything at 8 bits, the widest"),
+        ("11", {}, UsageError, "allows everything at 8 bits, the widest"),
         ("90MB", {}, UsageError, "bytes is for weights"),
         ("4.5", {"granularity": "g32"}, GroupSizeError, "group size 32 does not divide"),
         ("4.5", {"targets": ("weight",)}, UsageError, "unknown target 'weight'"),
@@ -326,29 +332,29 @@ def test_an_interrupted_search_says_what_it_keeps(checkpoint, tmp_path):
     ],
 )
 def test_what_cannot_be_searched_is_refused(checkpoint, tmp_path, budget, changes, error, message):
-    options = SearchOptions(**(vars(OPTIONS) | changes))
+    options = OPTIONS | changes
     with pytest.raises(error, match=message):
-        Search(checkpoint, Budget.parse(budget), options, tmp_path / "out").run()
+        Search(checkpoint, Budget.parse(budget), tmp_path / "out", **options).run()
 
 
 def test_fewer_than_two_widths_are_refused():
     with pytest.raises(UsageError, match="two or more widths"):
-        SearchOptions(widths=(4,))
+        Search("nowhere", Budget(bits=6.0), Path(), widths=(4,))
 
 
 @in_one_test("widths", [("16", "4"), ("nvfp4",), ("nvfp4", 9), ("fp4", "nvfp4")])
 def test_what_is_no_choice_of_widths_is_refused(widths):
     with pytest.raises(UsageError, match=r"two or more widths|unknown number format .fp4."):
-        SearchOptions(widths=widths)
+        Search("nowhere", Budget(bits=6.0), Path(), widths=widths)
 
 
-FLOATS = replace(OPTIONS, widths=("nvfp4", "e4m3", 6))
+FLOATS = OPTIONS | {"widths": ("nvfp4", "e4m3", 6)}
 
 
 @thorough
 def test_a_search_among_floats_beats_an_even_spread_and_its_recipe_quantizes(checkpoint, tmp_path):
-    options = replace(FLOATS, targets=("weights",), widths=("nvfp4", "e4m3"))
-    search = Search(checkpoint, Budget.parse("5.5"), options, tmp_path / "out")
+    options = FLOATS | {"targets": ("weights",), "widths": ("nvfp4", "e4m3")}
+    search = Search(checkpoint, Budget.parse("5.5"), tmp_path / "out", **options)
     # Sizes of integers, whose groups may not divide what blocks of floats do, are not asked for.
     assert {width for unit in search.units for width in unit.stored} == {"nvfp4", "e4m3"}
     found = search.run()
@@ -369,8 +375,8 @@ def test_a_search_among_floats_beats_an_even_spread_and_its_recipe_quantizes(che
 def test_floats_and_integers_are_chosen_among_for_caches_and_logits_too(tmp_path):
     narrow = write_checkpoint(tmp_path / "llama", "llama", vocab_size=tiny_lm.WORDS)
     tiny_lm.tokenizer().save_pretrained(narrow)
-    options = replace(FLOATS, targets=("k", "v", "logits"))
-    search = Search(narrow, Budget.parse("6.5"), options, tmp_path / "out")
+    options = FLOATS | {"targets": ("k", "v", "logits")}
+    search = Search(narrow, Budget.parse("6.5"), tmp_path / "out", **options)
     assert search.widths == ["e4m3", 6, "nvfp4"]
     found = search.run()
     assert [c.name for c in found.candidates][:2] == ["searched", "spread evenly"]
@@ -383,14 +389,14 @@ def test_floats_and_integers_are_chosen_among_for_caches_and_logits_too(tmp_path
 @in_one_test("width", ["nvfp4", "e4m3"])
 def test_the_cost_of_a_float_is_what_the_whole_model_under_that_recipe_shows(checkpoint, width):
     model = load(checkpoint, dtype=torch.float32)
-    ids = token_windows(model, load_tokenizer(checkpoint), load_text(), 48, 144)
+    ids = encode_windows(model, load_tokenizer(checkpoint), load_text(), 48, 144)
     exact = model(ids).logits.flatten(0, 1)
     sensitivity = Sensitivity(model, ids)
     for unit in units_of(checkpoint, ("weights", "logits"))[::4]:
         recipe = Recipe.from_dict({"overrides": {unit.name: str(unit.scheme(width))}})
         changed = load(checkpoint, recipe, torch.float32)(ids).logits.flatten(0, 1)
         expected = float(next_token_kl(exact, changed).double().mean())
-        assert sensitivity.cost_of(unit, width)["kl"] == pytest.approx(expected, rel=1e-3, abs=1e-7)
+        assert sensitivity.measure_cost(unit, width)["kl"] == pytest.approx(expected, rel=1e-3, abs=1e-7)
 
 
 # Whether each map has its own keys, how many signal heads share a noise head, and what stays unless it is named.
@@ -418,7 +424,7 @@ def test_parts_are_the_rows_of_each_maps_heads_and_what_stays_at_16_bits(tmp_pat
     model, ids = load(source, dtype=torch.float32), random_ids()
     layout, exact = source.spec.layout, projected(model, ids)
     for part in [each for each in parts if each.layer == 0 and each.rows is not None]:
-        with unit_at_width(model, part, 2):
+        with quantize_unit(model, part, 2):
             rounded = projected(model, ids)
         projection = part.kind.split(".")[1].split(",")[0]
         heads = (layout.queries if projection == "q_proj" else layout.keys)(rounded[projection] - exact[projection])
@@ -458,12 +464,11 @@ def test_roles_tell_what_each_map_and_what_stays_pays_for_its_bits(tmp_path, nam
     # Parts cost time, and change no choice.
     assert [unit.chosen for unit in plain.measurements] == [unit.chosen for unit in found.measurements]
     assert (plain.parts, {part.chosen for part in found.parts}) == (None, {None})
-    kinds = {role.kind: role for role in roles(found)}
+    kinds = {kind: units for (kind, _), units in roles(found).items()}
     parts = {part.kind for part in found.parts}
     assert {"self_attn.q_proj, signal", "self_attn.q_proj, noise"} < parts < kinds.keys()
-    assert kinds["self_attn.q_proj"].elements == sum(
-        kinds[f"self_attn.q_proj, {of_map}"].elements for of_map in ("signal", "noise")
-    )
+    by_map = [unit for of_map in ("signal", "noise") for unit in kinds[f"self_attn.q_proj, {of_map}"]]
+    assert sum(unit.elements for unit in kinds["self_attn.q_proj"]) == sum(unit.elements for unit in by_map)
     assert "self_attn.q_proj, noise" in search_table(found)
     assert "self_attn.q_proj, noise" not in search_table(plain)
 
@@ -488,7 +493,7 @@ def write_other(folder, name):
 def test_a_cost_in_layers_of_other_kinds_is_what_the_whole_model_shows(tmp_path, name):
     folder = write_other(tmp_path / "model", name)
     model = load(folder, dtype=torch.float32)
-    ids = token_windows(model, load_tokenizer(folder), load_text(), 24, 48)
+    ids = encode_windows(model, load_tokenizer(folder), load_text(), 24, 48)
     exact = model(ids).logits.flatten(0, 1)
     sensitivity = Sensitivity(model, ids)
     units = [*units_of(folder, ("weights",), "row")[::4], *units_of(folder, ("k", "v", "logits"))]
@@ -496,7 +501,7 @@ def test_a_cost_in_layers_of_other_kinds_is_what_the_whole_model_shows(tmp_path,
     assert {u.layer for u in units if u.target == "k"} == set(layers["k"])
     assert {u.layer for u in units if u.target == "logits"} == set(layers["logits"])
     for unit in units:
-        cost = sensitivity.cost_of(unit, 4)
+        cost = sensitivity.measure_cost(unit, 4)
         recipe = Recipe.from_dict({"overrides": {unit.name: str(unit.scheme(4))}})
         changed = load(folder, recipe, torch.float32)(ids).logits.flatten(0, 1)
         expected = float(next_token_kl(exact, changed).double().mean())
@@ -514,15 +519,13 @@ def test_models_of_other_layers_are_searched_and_experts_told_apart_by_layer(tmp
     found = diffquant.search(folder, tmp_path / "out", 7.7, **settings)
     quantize(folder, tmp_path / "low", found.recipe)
     assert open_source(tmp_path / "low").packed
-    told = {role.kind: role for role in roles(found)}
+    told = {kind: units for (kind, _), units in roles(found).items()}
     if name == "phi4flash":
         assert {"attn.Wqkv", "attn.x_proj", "attn.dt_proj", "mlp.fc1"} < told.keys()
         return
     assert {"self_attn.wq_b, signal", "self_attn.wq_b, noise", "moe.router.gate", "self_attn.wq_b_gate"} < told.keys()
     for kind in ("moe.experts.gate_up_proj", "moe.experts.down_proj"):
-        by_layer = [told[f"{kind}, layer {layer}"] for layer in range(1, 5)]
-        assert sum(role.elements for role in by_layer) == told[kind].elements
-        assert sum(role.kl[6] for role in by_layer) == pytest.approx(told[kind].kl[6])
+        assert [unit for layer in range(1, 5) for unit in told[f"{kind}, layer {layer}"]] == told[kind]
     assert "moe.experts.down_proj, layer 3" in search_table(found)
 
 
@@ -542,7 +545,7 @@ def test_layer_overrides_leave_weights_alone(checkpoint):
 
 def test_a_checkpoint_that_is_replaced_during_a_search_ends_it_and_is_not_recorded(tmp_path):
     model = tiny_lm.write_llama(tmp_path / "model")
-    search = Search(model, Budget.parse("6.6"), OPTIONS, tmp_path / "out")
+    search = Search(model, Budget.parse("6.6"), tmp_path / "out", **OPTIONS)
     told = []
 
     def replace_it(*progress):

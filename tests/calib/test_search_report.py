@@ -12,14 +12,14 @@ from diffquant.calib.search.outputs import (
     check_same_search,
     check_search_output,
     draw_pareto,
+    interpolate_uniform_kl,
     search_report,
-    uniform_kl,
     verdict,
 )
 from diffquant.calib.search.result import alike, read_search, read_searches
 from diffquant.errors import OutputExistsError
-from diffquant.reports.page import Fold, page
-from diffquant.reports.plots import Tips, new_figure
+from diffquant.reports.page import Section, page
+from diffquant.reports.plots import new_figure
 from diffquant.reports.tables import Table
 from tests.support.earlier_results import write_recorded
 
@@ -43,11 +43,11 @@ def test_searches_of_other_targets_have_a_chart_of_their_own(folder):
 def test_every_candidate_is_a_point_that_tells_its_size_and_kl(folder):
     cache, weights = alike(read_searches(folder))
     for group, unit in ((cache, "bits"), (weights, "MB")):
-        tips = Tips()
-        draw_pareto(new_figure(4, 4).subplots(), group, tips)
+        tips = []
+        draw_pareto(group, new_figure(4, 4).subplots(), tips)
         # Uniform widths that two budgets were compared with are one point.
-        assert len(tips.texts) == len({(c.name, c.name[0] == "u" or r.budget) for r in group for c in r.candidates})
-        assert all(f" {unit}, KL " in text for text in tips.texts)
+        assert len(tips) == len({(c.name, c.name[0] == "u" or r.budget) for r in group for c in r.candidates})
+        assert all(f" {unit}, KL " in text for text in tips)
 
 
 def test_a_width_that_changes_nothing_is_drawn_and_not_interpolated(folder):
@@ -55,20 +55,20 @@ def test_a_width_that_changes_nothing_is_drawn_and_not_interpolated(folder):
     found = read_search(folder / "search-4.5-bits.json")
     exact = replace(found, candidates=[replace(candidate, kl=0.0) for candidate in found.candidates])
     axis = new_figure(4, 4).subplots()
-    draw_pareto(axis, [exact])
+    draw_pareto([exact], axis)
     assert axis.get_yscale() == "linear"
-    assert uniform_kl(found) is not None
-    assert uniform_kl(exact) is None
-    assert "KL 0 on text held out, against 0 of the same widths" in verdict(exact)
+    assert interpolate_uniform_kl(found) is not None
+    assert interpolate_uniform_kl(exact) is None
+    assert "KL 0 on held-out text, against 0 of the same widths" in verdict(exact)
 
 
 def test_the_report_says_each_verdict_and_lists_every_unit_the_costliest_first(folder):
     report = search_report(folder)
     assert report.name == "searches"
     assert len(report.headline) == 3
-    assert "budget 5.5 bits: KL 0.02956 on text held out" in report.headline[-1]
-    folds = [block for section in report.sections for block in section.blocks if isinstance(block, Fold)]
-    tables = [block for fold in folds for block in fold.inside if isinstance(block, Table)]
+    assert "budget 5.5 bits: KL 0.02956 on held-out text" in report.headline[-1]
+    folds = [block for section in report.sections for block in section.blocks if isinstance(block, Section)]
+    tables = [block for fold in folds for block in fold.blocks if isinstance(block, Table)]
     assert [len(table.rows) for table in tables] == [90, 210, 210]
     assert tables[1].rows[0][0] == "model.layers.11.mlp.down_proj"
     text = page(report)

@@ -8,7 +8,7 @@ import pytest
 
 import diffquant
 import diffquant.calib.search.tensor_types as tensor_types_module
-from diffquant.calib.search.result import read_search, roles
+from diffquant.calib.search.result import kl_per_megabit, read_search, roles, roles_table
 from diffquant.calib.search.tensor_types import TYPES, check_lines_output, check_widths, tensor_types
 from diffquant.errors import OutputExistsError, UsageError
 from tests.support import tiny_lm
@@ -42,21 +42,21 @@ def test_what_no_line_can_say_is_refused_by_name(found):
     odd = replace(found, measurements=[replace(found.measurements[0], kind="self_attn.wq_a")])
     with pytest.raises(UsageError, match=r"no tensors for self_attn\.wq_a"):
         tensor_types(odd)
-    with pytest.raises(UsageError, match="no type of ggml is written for 7 bits"):
+    with pytest.raises(UsageError, match="ggml has no type for 7 bits"):
         check_widths(["weights"], [4, 7])
-    with pytest.raises(UsageError, match="widths of weights alone"):
+    with pytest.raises(UsageError, match="only widths of weights"):
         check_widths(["k", "v"], [4])
 
 
 def test_a_kind_pays_the_sum_of_its_units_over_the_bits_they_save(found):
-    all_roles = roles(found)
-    assert [role.units for role in all_roles] == [30] * 7
-    values = next(role for role in all_roles if role.kind == "self_attn.v_proj")
+    assert [len(units) for units in roles(found).values()] == [30] * 7
     units = [unit for unit in found.measurements if unit.kind == "self_attn.v_proj"]
+    assert roles(found)["self_attn.v_proj", "weights"] == units
     saved = sum(unit.elements for unit in units) * 12 / 1e6
-    assert values.per_megabit(4) == pytest.approx(sum(unit.kl[4] for unit in units) / saved)
-    assert next(unit for unit in units if unit.layer == values.worst).kl[4] == max(unit.kl[4] for unit in units)
-    prices = [role.per_megabit(4) for role in all_roles]
+    assert kl_per_megabit(units, 4) == pytest.approx(sum(unit.kl[4] for unit in units) / saved)
+    (row,) = [row for row in roles_table(found).rows if row[0] == "self_attn.v_proj"]
+    assert max(units, key=lambda unit: unit.kl[4]).layer == int(row[-1])
+    prices = [kl_per_megabit(units, 4) for units in roles(found).values()]
     assert prices == sorted(prices, reverse=True)
 
 
@@ -67,7 +67,7 @@ def test_a_search_writes_the_lines_where_it_is_told_and_refuses_other_widths_bef
     result = diffquant.search(model, tmp_path / "out", 7, bits="8,6", **settings)
     assert file.read_text() == tensor_types(result)
     assert file.read_text().count("=q") >= 7
-    with pytest.raises(UsageError, match="no type of ggml is written for 7 bits"):
+    with pytest.raises(UsageError, match="ggml has no type for 7 bits"):
         diffquant.search(model, tmp_path / "other", 7, bits="8,7", **settings)
     assert not (tmp_path / "other").exists()
     check_lines_output(file, tmp_path)
@@ -99,7 +99,7 @@ def test_layers_that_no_line_can_name_are_refused_before_the_search(tmp_path):
         with pytest.raises(UsageError, match=r"no tensors for mlp\.down_proj, mlp\.gate_proj"):
             diffquant.search(
                 model, tmp_path / "out", 7, bits="8,6", granularity="row", tensor_types=tmp_path / "t",
-                planned=lambda _: pytest.fail("it went on"),
+                on_plan=lambda _: pytest.fail("it went on"),
             )  # fmt: skip
 
 
@@ -109,5 +109,5 @@ def test_widths_of_a_differential_model_are_refused_before_the_search(tmp_path):
     with pytest.raises(UsageError, match=r"llama\.cpp has no DIFF attention"):
         diffquant.search(
             model, tmp_path / "out", 7, bits="8,6", granularity="row", tensor_types=tmp_path / "t",
-            planned=lambda _: pytest.fail("it went on"),
+            on_plan=lambda _: pytest.fail("it went on"),
         )  # fmt: skip

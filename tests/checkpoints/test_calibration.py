@@ -14,7 +14,7 @@ from diffquant import Recipe
 from diffquant.checkpoints.calibration import calibration_text, read_calibration
 from diffquant.checkpoints.corpora import open_corpora
 from diffquant.checkpoints.source import open_source
-from diffquant.checkpoints.tokens import token_windows
+from diffquant.checkpoints.tokens import encode_windows
 from diffquant.data import books_text
 from diffquant.errors import UsageError
 from diffquant.measure.fidelity import calibration_note
@@ -94,7 +94,7 @@ def test_a_plain_text_is_read_as_before(source, tmp_path):
     file = tmp_path / "books.txt"
     file.write_text(books_text()[:30_000], encoding="utf-8")
     model = diffquant.load(source, dtype=torch.float32)
-    expected = token_windows(model, source.tokenizer, books_text()[:30_000], 32, 650)
+    expected = encode_windows(model, source.tokenizer, books_text()[:30_000], 32, 650)
     calibration = read(source, file, tokens=650)
     assert torch.equal(calibration.ids, expected)
     assert calibration.record["tokens"] == expected.numel()
@@ -172,10 +172,10 @@ def test_a_dataset_in_a_folder_or_file_is_read_as_its_rows(hub, tmp_path, source
     [
         (
             "someone/absent",
-            "cannot read someone/absent by the datasets library: .*hf download someone/absent --repo-type",
+            "the datasets library cannot read someone/absent: .*hf download someone/absent --repo-type",
         ),
         ("someone/chats:more", "someone/chats:more.*more"),
-        ("someone/chats:a:b:c", "more than :CONFIG:SPLIT"),
+        ("someone/chats:a:b:c", "only by :CONFIG:SPLIT"),
         ("absent/books.txt", "cannot read text from absent/books.txt: No such file"),
         ("books.txt=0", "the weight of books.txt must be a positive number, got 0"),
     ],
@@ -193,7 +193,7 @@ def test_a_source_that_cannot_be_read_is_named(hub, place, message):
         (['{"text": "\\ud800"}'], "row 1 of bad.jsonl"),
         (['{"messages": "hello"}'], "row 1 of bad.jsonl: messages must be a list of mappings"),
         (['{"messages": [{"role": "tool", "content": "x"}]}'], "row 1.*chat template refuses it: no role tool"),
-        (['{"messages": [{"role": "user", "content": "\\udc00"}]}'], "row 1 of bad.jsonl is not text"),
+        (['{"messages": [{"role": "user", "content": "\\udc00"}]}'], "row 1 of bad.jsonl is not valid text"),
         (['{"text": "a b"}'], r"bad.jsonl has \d tokens, fewer than one window of 32"),
         (["", " "], "bad.jsonl is empty"),
     ],
@@ -235,14 +235,14 @@ def test_quantize_reads_samples_of_chats_and_records_them(model, chat_file, tmp_
     assert recipe.rounding.to_plain()["text"] == [f"{chat_file}=3", str(text)]
     low = open_source(tmp_path / "low")
     scored = [low.tokenizer.encode(books_text()[:400], add_special_tokens=False)]
-    assert ", of which 0 of" not in calibration_note(low, scored)
-    assert ", of which 0 of" in calibration_note(low, [low.tokenizer.encode(books_text()[20_000:20_400])])
+    assert ", which contains 0 of" not in calibration_note(low, scored)
+    assert ", which contains 0 of" in calibration_note(low, [low.tokenizer.encode(books_text()[20_000:20_400])])
 
 
 def test_a_seed_without_rows_is_refused(model, tmp_path):
-    with pytest.raises(UsageError, match="seed orders rows of a JSONL file or dataset"):
+    with pytest.raises(UsageError, match="seed affects only rows of a JSONL file or dataset"):
         diffquant.quantize(model, tmp_path / "low", "4:g16", rounding="gptq", tokens=64, seed=1)
-    with pytest.raises(UsageError, match="mse takes no seed"):
+    with pytest.raises(UsageError, match="mse has no seed"):
         diffquant.quantize(model, tmp_path / "low", "4:g16", seed=1)
 
 

@@ -102,7 +102,7 @@ def test_all_but_attention_is_carried_over(tmp_path):
 
 def test_an_eps_that_diffllama_cannot_have_is_refused(tmp_path):
     write_random(tmp_path / "unilm", UNILM_V1 | {"num_key_value_heads": 4, "rms_norm_eps": 1e-6})
-    with pytest.raises(CheckpointError, match=r"rms_norm_eps is 1e-06, while subln's is 1e-05"):
+    with pytest.raises(CheckpointError, match=r"rms_norm_eps is 1e-06, and subln's 1e-05"):
         convert(tmp_path / "unilm", tmp_path / "out", "diffllama")
 
 

@@ -157,7 +157,7 @@ def test_a_group_that_is_not_there_is_named(tmp_path, group, shown):
     order = torch.zeros(64, dtype=torch.int32)
     order[9] = group
     edit_tensors(tmp_path / "packed", {UP + ".g_idx": order})
-    with pytest.raises(CheckpointError, match=rf"{UP}\.g_idx names group {shown} of 4"):
+    with pytest.raises(CheckpointError, match=rf"{UP}\.g_idx refers to group {shown} of only 4"):
         open_checkpoint(tmp_path / "packed")
 
 

@@ -107,7 +107,7 @@ def test_transformers_leaves_out_the_tensor_scale_of_experts_and_a_note_says_so(
     """Once it reads them right this fails, and the note goes."""
     write_mixture(tmp_path / "source", "qwen3_moe")
     report = quantize(open_weights(tmp_path / "source"), tmp_path / "low", Recipe.of(weights="nvfp4"))
-    assert re.search(r"leaves out the tensor scale of experts in nvfp4", " ".join(report.notes))
+    assert re.search(r"ignores the tensor scale of experts in nvfp4", " ".join(report.notes))
     theirs, ours = opened(tmp_path / "low"), of_decoded(tmp_path / "low", "qwen3_moe")
     stored, at = load_file(tmp_path / "low" / "model.safetensors"), "model.layers.0.mlp.experts"
     scales = torch.cat([stored[f"{at}.{expert}.down_proj.weight_global_scale"] for expert in range(EXPERTS)])
@@ -179,7 +179,7 @@ def test_motif_3s_experts_in_nvfp4_lie_as_in_its_makers_release(tmp_path):
     for name in tensors.keys() - packed:
         assert torch.equal(stored[name], tensors[name])
     assert all(0.05 < each.error < 0.12 for each in report.errors)
-    assert "makers' own NVFP4 release" in (tmp_path / "low" / "README.md").read_text()
+    assert "authors' NVFP4 release" in (tmp_path / "low" / "README.md").read_text()
 
 
 @in_one_test(("text", "changes"), [("4:g32", {}), ("mxfp4", {}), ("nvfp4", {"*.self_attn.wo": "8:row"})])

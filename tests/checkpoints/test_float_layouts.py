@@ -227,7 +227,7 @@ def test_blocks_that_do_not_divide_a_width_are_refused_with_the_way_out(tmp_path
 
 @in_one_test("text", ["nvfp4:row", "mxfp4:g16", "mxfp8:tensor"])
 def test_a_format_with_blocks_of_its_own_takes_no_granularity(text):
-    with pytest.raises(UsageError, match=r"neighbours and takes no other; write (nvfp4|mxfp4|mxfp8)"):
+    with pytest.raises(UsageError, match=r"values; leave out the granularity: (nvfp4|mxfp4|mxfp8)"):
         Scheme.parse(text)
     assert str(Scheme.parse("nvfp4:g16:rotated")) == "nvfp4:rotated"
 
@@ -297,13 +297,13 @@ def test_codes_under_scales_of_blocks_are_those_of_compressed_tensors(llama, tmp
 
 @in_one_test("rounding", ["mse", "gptq", "tuned"])
 def test_blocks_are_for_roundings_that_do_not_work_row_by_row(llama, tmp_path, rounding):
-    with pytest.raises(UsageError, match=rf"'{rounding}' works row by row and .* have one scale a block"):
+    with pytest.raises(UsageError, match=rf"'{rounding}' rounds row by row, but .* have one scale per block"):
         quantize(llama, tmp_path / "low", Recipe.of(weights="e4m3:b32", rounding=rounding))
 
 
 @in_one_test("text", ["4:b32", "8:b128"])
 def test_integers_are_not_stored_in_blocks(llama, tmp_path, text):
-    with pytest.raises(UsageError, match=r"is not stored in blocks of a weight, which e4m3:b\d+ and e5m2:b\d+ are"):
+    with pytest.raises(UsageError, match=r"cannot have one scale per block of a weight; e4m3:b\d+ and e5m2:b\d+ can"):
         quantize(llama, tmp_path / "low", text)
 
 

@@ -225,8 +225,8 @@ def test_other_settings_behind_the_divisors_give_the_same_frequencies(head_dim, 
 
 PAIRS = 8
 UNREAD_DIVISORS = {
-    "of two models": ([1.0, 1.0, 1.2, 1.5, 6.0, 8.0, 32.0, 32.0], "in a way that no scaling of Llama 3 does"),
-    "not in order": ([1.0, 8.0] * 4, "in a way that no scaling of Llama 3 does"),
+    "of two models": ([1.0, 1.0, 1.2, 1.5, 6.0, 8.0, 32.0, 32.0], "that no scaling of Llama 3 has"),
+    "not in order": ([1.0, 8.0] * 4, "that no scaling of Llama 3 has"),
     "not positive": ([1.0] * 7 + [0.0], "not positive"),
     "not finite": ([1.0] * 7 + [float("nan")], "not positive"),
     "of another width": ([1.0] * 7, "has 7 numbers for the 8 pairs of channels"),
@@ -244,13 +244,13 @@ def test_divisors_that_no_scaling_gives_are_refused(tmp_path, divisors, message)
 @in_one_test("theta", [0.0, -1.0, 1.0, 1e-30, 1e30, float("inf"), float("nan")])
 def test_divisors_under_a_base_that_gives_no_angles_are_refused(theta):
     divisors = np.array(librarys_divisors(LLAMA3))
-    with pytest.raises(CheckpointError, match=r"freq_base is|in a way that no scaling of Llama 3 does"):
+    with pytest.raises(CheckpointError, match=r"freq_base is|that no scaling of Llama 3 has"):
         rope_parameters({"llama.rope.freq_base": theta}, divisors)
 
 
 def test_divisors_of_llama_3_1_and_3_2_together_are_refused():
     first, second = librarys_divisors(LLAMA3, 128), librarys_divisors(LLAMA3 | {"factor": 32.0}, 128)
-    with pytest.raises(CheckpointError, match=r"of 64 pairs .* the nearest settings differ at pair \d+ by"):
+    with pytest.raises(CheckpointError, match=r"for 64 pairs .* the nearest settings differ at pair \d+ by"):
         rope_parameters({"llama.rope.freq_base": 5e5}, np.array(first[:33] + second[33:]))
 
 

@@ -72,7 +72,7 @@ def test_the_stored_recipe_is_applied_and_can_be_replaced_but_for_weights(source
     quantize(source, tmp_path / "low", recipe)
     assert load(tmp_path / "low").recipe == recipe
     assert load(tmp_path / "low", Recipe.of(logits=8)).recipe == Recipe.of(weights="8:row", logits=8)
-    with pytest.raises(UsageError, match="holds quantized weights already"):
+    with pytest.raises(UsageError, match="has quantized weights already"):
         load(tmp_path / "low", Recipe.of(weights=8))
 
 

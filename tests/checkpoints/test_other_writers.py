@@ -164,9 +164,9 @@ def test_mlx_and_types_that_are_not_read_are_said_and_no_download_is_advised(tmp
     [
         (["model-00001-of-00002.safetensors"], "model.safetensors.index.json, .* is missing: download it"),
         (["consolidated.safetensors"], "download the model\\* files instead"),
-        (["model.fp16.safetensors"], "rename the file of the model to model.safetensors$"),
-        (["gptq_model-4bit-128g.safetensors"], "rename the file of the model to model.safetensors$"),
-        (["a.safetensors", "b.safetensors"], "rename .*, and leave one of them alone"),
+        (["model.fp16.safetensors"], "rename the model's file to model.safetensors$"),
+        (["gptq_model-4bit-128g.safetensors"], "rename the model's file to model.safetensors$"),
+        (["a.safetensors", "b.safetensors"], "rename .*, and remove the others"),
         (["model.safetensors.incomplete"], "the download is incomplete"),
     ],
 )

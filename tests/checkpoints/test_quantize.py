@@ -408,7 +408,7 @@ def test_the_card_says_that_transformers_loads_what_transformers_loads(kind, tmp
     quantize(write_checkpoint(tmp_path / "plain", kind), tmp_path / "low", Recipe.of(weights="4:g32"))
     known = json.loads((tmp_path / "low" / "config.json").read_text())["model_type"] in CONFIG_MAPPING_NAMES
     card = (tmp_path / "low" / "README.md").read_text()
-    assert ("transformers loads by itself" in card) == known
+    assert ("transformers loads without diffquant" in card) == known
     assert ("trust_remote_code=True" in card) == (kind != "llama")
 
 

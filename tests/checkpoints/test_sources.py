@@ -71,12 +71,12 @@ def test_a_source_goes_the_whole_way(source, tmp_path):
     ids = torch.tensor([0, *tiny_lm.tokenizer().encode(TEXT)])
     nll = cross_entropy(model(ids[None, :-1]).logits[0], ids[1:]).item()
     score = score_text(TorchModel(model, tiny_lm.tokenizer()), TEXT, window=224, stride=224)
-    assert score.perplexity == pytest.approx(math.exp(nll), rel=1e-4)
+    assert score["perplexity"] == pytest.approx(math.exp(nll), rel=1e-4)
 
     export(low, onnx, ExportOptions.parse(accuracy_level=1))
     assert next(iter(verify(onnx, low, tolerance=1e-4).tokens.values())).agreement == 1.0
     exported = score_text(OnnxRuntime().open(onnx, "cpu"), TEXT, window=224, stride=224)
-    assert exported.perplexity == pytest.approx(score.perplexity, rel=1e-3)
+    assert exported["perplexity"] == pytest.approx(score["perplexity"], rel=1e-3)
 
 
 def test_heads_of_a_width_that_group_query_attention_refuses_run_in_the_body_too(tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ from diffquant.quantization.loading import load
 from diffquant.quantization.plan import plan_quantization
 from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
-from diffquant.reports.tables import compared_size
+from diffquant.reports.tables import compare_size
 from tests.support.checkpoints import write_checkpoint, write_llama
 from tests.support.gguf_files import write_gguf
 from tests.support.tables import in_one_test
@@ -80,7 +80,7 @@ def test_every_verb_counts_the_bytes_that_were_written(source, tmp_path, scheme)
     assert weight_bytes(open_source(source), recipe) == weight_bytes(open_source(tmp_path / "out"), Recipe()) == nbytes
     assert report.packed_bits == plan.packed_bits == pytest.approx(bits)
     assert account["packed_bits"] == round(bits, 4)
-    assert f"{bits:.2f} stored bits a weight" in (tmp_path / "out/README.md").read_text()
+    assert f"{bits:.2f} stored bits per weight" in (tmp_path / "out/README.md").read_text()
     inspection = inspect_checkpoint(tmp_path / "out")
     assert inspection.sizes["as it is"] == nbytes
     assert inspection.packed_bits["as it is"] == pytest.approx(bits)
@@ -176,8 +176,8 @@ def test_a_dtype_that_is_asked_for_is_that_of_the_matrices_alone(tmp_path):
 
 
 def test_sizes_stand_beside_the_source_and_beside_16_bits_once():
-    assert compared_size(25_000_000, 200_000_000, 100_000_000) == "25.0 MB, 12.5% of the source's 200.0 MB"
+    assert compare_size(25_000_000, 200_000_000, 100_000_000) == "25.0 MB, 12.5% of the source's 200.0 MB"
     assert (
-        compared_size(60_000_000, 50_000_000, 100_000_000)
+        compare_size(60_000_000, 50_000_000, 100_000_000)
         == "60.0 MB, 120.0% of the source's 50.0 MB and 30.0% of 16 bits' 200.0 MB"
     )

@@ -8,7 +8,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers.pytorch_utils import Conv1D
 
-from diffquant.checkpoints.weight_layout import stored_transposed
+from diffquant.checkpoints.weight_layout import find_transposed
 from diffquant.checkpoints.weight_source import WeightRules, open_weights
 from diffquant.errors import CheckpointError
 from diffquant.quantization.plan import plan_quantization
@@ -69,7 +69,7 @@ def test_every_conv1d_is_known_and_refused(tmp_path, name, sizes):
     expected = {f"{path}.weight" for path, module in model.named_modules() if isinstance(module, Conv1D)}
     assert expected
     source = open_weights(write(tmp_path / "model", model))
-    assert set(stored_transposed(source.checkpoint.tensors)) == expected
+    assert set(find_transposed(source.checkpoint.tensors)) == expected
     with pytest.raises(
         CheckpointError, match=rf"{len(expected)} weights of .* are stored \[in, out\].*keep='PATTERN'"
     ) as refusal:
@@ -81,7 +81,7 @@ def test_every_conv1d_is_known_and_refused(tmp_path, name, sizes):
 @in_one_test(("name", "sizes"), OF_LINEARS.items())
 def test_linears_are_not_taken_for_transposed(tmp_path, name, sizes):
     source = open_weights(write(tmp_path / "model", random_model(name, sizes)))
-    assert stored_transposed(source.checkpoint.tensors) == []
+    assert find_transposed(source.checkpoint.tensors) == []
     assert plan_quantization(source, Recipe.of(weights="4:row")).schemes
 
 
@@ -90,7 +90,7 @@ def test_experts_that_multiply_from_the_right_are_refused(tmp_path, name, sizes)
     source = open_weights(write(tmp_path / "model", random_model(name, sizes)))
     experts = [name for name, info in source.checkpoint.tensors.items() if len(info.shape) == 3]
     assert experts
-    assert stored_transposed(source.checkpoint.tensors) == experts
+    assert find_transposed(source.checkpoint.tensors) == experts
     with pytest.raises(CheckpointError, match=r"stored \[in, out\]"):
         plan_quantization(source, Recipe.of(weights="4:row"))
 
@@ -112,7 +112,7 @@ def test_of_square_experts_the_other_matrix_shows_the_layout(tmp_path, name, wid
     expected = experts if name in EXPERTS_FIRST else []
     assert tuple(down.shape[1:]) == ((inner, width) if expected else (width, inner))
     source = open_weights(write(tmp_path / "model", model))
-    assert sorted(stored_transposed(source.checkpoint.tensors)) == sorted(expected)
+    assert sorted(find_transposed(source.checkpoint.tensors)) == sorted(expected)
     if expected:
         with pytest.raises(CheckpointError, match=r"stored \[in, out\]"):
             plan_quantization(source, Recipe.of(weights="4:row"))
@@ -145,7 +145,7 @@ def test_of_experts_without_a_gate_the_router_shows_the_layout(tmp_path, is_tran
         # As in a checkpoint of which transformers turns the matrices.
         tensors |= {name: tensors[name].mT.contiguous() for name in experts}
         save_file(tensors, folder / "model.safetensors")
-    assert sorted(stored_transposed(open_weights(folder).checkpoint.tensors)) == (experts if is_transposed else [])
+    assert sorted(find_transposed(open_weights(folder).checkpoint.tensors)) == (experts if is_transposed else [])
 
 
 def test_what_is_stored_so_can_be_kept(tmp_path):
@@ -164,4 +164,4 @@ def test_a_fused_projection_without_bias_is_known_by_its_shape(tmp_path):
     folder = write(tmp_path / "model", random_model("GPT2Model", GPT))
     tensors = {"h.0.attn.c_attn.weight": torch.ones(64, 192), "h.0.attn.c_proj.weight": torch.ones(64, 64)}
     save_file(tensors, folder / "model.safetensors")
-    assert stored_transposed(open_weights(folder).checkpoint.tensors) == sorted(tensors)
+    assert find_transposed(open_weights(folder).checkpoint.tensors) == sorted(tensors)

@@ -9,14 +9,15 @@ import typer
 
 from diffquant.verbs import GROUPS
 from diffquant.verbs.cli import app
-from diffquant.verbs.cli.command import former_names, name_of
+from diffquant.verbs.cli.command import command_name
+from diffquant.verbs.cli.options import former_names
 
 ROOT = Path(__file__).parents[2]
 # Pages whose commands a user types.
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES.append(ROOT / "diffquant/data/pocket/README.md")
 COMMANDS = typer.main.get_command(app).commands
-VERBS = {name_of(verb): verb for group in GROUPS.values() for verb in group}
+VERBS = {command_name(verb): verb for group in GROUPS.values() for verb in group}
 _BEGINNING = r"((?:diffquant|python -m (?:diffquant|research)[\w.]*|make) [^`\n]+)"
 _IN_BLOCK, _IN_SPAN = re.compile(rf"^(?:\$ )?{_BEGINNING}", re.MULTILINE), re.compile(f"`{_BEGINNING}`")
 

@@ -213,7 +213,7 @@ def test_a_fault_of_states_windows_and_shared_keys_is_refused(fault, phi, sound,
 
 
 def test_a_page_that_shows_attention_in_every_layer_is_refused(phi, tmp_path):
-    with pytest.raises(CheckpointError, match=r"layers of mamba and gated memory have none"):
+    with pytest.raises(CheckpointError, match=r"its mamba and gated memory layers have none"):
         export(phi, tmp_path / "out", ExportOptions.parse(web=True))
     assert not (tmp_path / "out").exists()
 

@@ -137,7 +137,7 @@ def test_quantize_writes_the_file_in_one_command(tmp_path, llama):
     )
     assert done.exit_code == 0, done.output
     assert (tmp_path / "cli/cli-Q8_0.gguf").is_file()
-    with pytest.raises(CheckpointError, match=r"no type of GGUF .* holds 6:g32 \("):
+    with pytest.raises(CheckpointError, match=r"no GGUF type stores 6:g32 \("):
         diffquant.quantize(llama, tmp_path / "six.gguf", {"weights": "6:g32"}, to="gguf")
     assert not any("six" in path.name or path.name.startswith(".") for path in tmp_path.iterdir())
 
@@ -237,7 +237,7 @@ def test_schemes_without_a_block_are_refused_by_name(tmp_path, llama, scheme):
             diffquant.export(llama, tmp_path / "out.gguf", to="gguf", weights=scheme)
         return
     diffquant.quantize(llama, tmp_path / "q", {"weights": scheme})
-    with pytest.raises(CheckpointError, match=rf"holds {scheme} \(of model\.layers\.0\.self_attn\.q_proj\.weight, "):
+    with pytest.raises(CheckpointError, match=rf"stores {scheme} \(of model\.layers\.0\.self_attn\.q_proj\.weight, "):
         diffquant.export(tmp_path / "q", tmp_path / "out.gguf", to="gguf")
     assert not (tmp_path / "out.gguf").exists()
 
@@ -289,7 +289,7 @@ def unsplit(made):
     ("tokens", "message"),
     [
         (lambda: broken(lower_case), "llama.cpp has no BPE with .*Lowercase"),
-        (lambda: broken(unsplit), "no name that is known here for splitting text by null"),
+        (lambda: broken(unsplit), "no known pre-tokenizer that splits text by null"),
         (
             lambda: PreTrainedTokenizerFast(
                 tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "<unk>": 1}, "<unk>")), eos_token="a"
@@ -338,7 +338,7 @@ def test_a_failure_leaves_the_old_file(tmp_path, llama, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(np, "empty", fail)
-    with pytest.raises(DiffQuantError, match="No space left on device; nothing of it is kept"):
+    with pytest.raises(DiffQuantError, match="No space left on device; no partial file is kept"):
         diffquant.export(llama, file, to="gguf", overwrite=True)
     assert ([path.name for path in tmp_path.iterdir()], file.read_bytes()) == (["out.gguf"], before)
 
@@ -348,7 +348,7 @@ def test_a_gguf_file_is_written_again_as_it_is_read(tmp_path, llama):
     report = diffquant.export(tmp_path / "one.gguf", tmp_path / "two.gguf", to="gguf")
     assert torch.equal(logits(tmp_path / "one.gguf"), logits(tmp_path / "two.gguf"))
     # transformers adds it to every vocabulary of this kind that it reads.
-    assert report.notes == ("left out, as tokens that the embedding has no row of: <|endoftext|>",)
+    assert report.notes == ("tokens left out, because the embedding has no row for them: <|endoftext|>",)
 
 
 @pytest.mark.parametrize(
@@ -359,7 +359,7 @@ def test_a_gguf_file_is_written_again_as_it_is_read(tmp_path, llama):
         ({"embed": 4}, "embed=4: a GGUF file's embedding and head take 8 or 16 bits"),
         ({"to": "gguff"}, "unknown format 'gguff'; did you mean 'gguf'"),
         ({"push": "org/name"}, "uploads a folder"),
-        ({"weights": "8:row"}, "holds quantized weights already"),
+        ({"weights": "8:row"}, "has quantized weights already"),
     ],
     ids=str,
 )

@@ -21,7 +21,7 @@ from diffquant.errors import CheckpointError, NonFiniteError, UsageError
 from diffquant.measure.language_model import Request
 from diffquant.measure.scoring import score
 from diffquant.measure.sweep.grid import SweepOptions
-from diffquant.measure.sweep.result import json_rows, text_table
+from diffquant.measure.sweep.result import json_rows
 from diffquant.measure.sweep.run import evaluate, run_sweep
 from diffquant.measure.tasks.perplexity import Perplexity
 from diffquant.measure.torch_model import TorchModel
@@ -326,7 +326,7 @@ def test_tasks_run_on_an_exported_folder(source, plain):
 
 
 def test_an_export_is_measured_as_it_is(plain):
-    with pytest.raises(diffquant.DiffQuantError, match="as it is"):
+    with pytest.raises(diffquant.DiffQuantError, match="has a fixed precision"):
         evaluate(plain, diffquant.Recipe.of(kv=8), SweepOptions(), runtime_of=runtime_of)
     with pytest.raises(diffquant.DiffQuantError, match=r"leave out .* scales"):
         evaluate(plain, None, SweepOptions(scales=(Path("scales.safetensors"),)), runtime_of=runtime_of)
@@ -436,7 +436,7 @@ def test_an_export_is_a_row_of_the_sweep_compared_with_its_source(source, plain,
     assert result.sizes_of(exported).weight_bytes == sum(
         (plain / name).stat().st_size for name in ("model.onnx", "model.onnx.data")
     )
-    assert "onnx" in text_table(result)
+    assert "onnx" in result.table()
     again = run_sweep([plain], options, tmp_path / "alone", runtime_of=runtime_of)
     assert json_rows(again)[0]["hellaswag difference"] is None
 
@@ -446,7 +446,7 @@ def test_an_export_of_a_quantized_checkpoint_is_compared_with_what_was_quantized
     recipe = diffquant.Recipe.of(weights="4:g32", overrides={"model.layers.1.self_attn.logits": "6:row"})
     diffquant.quantize(source, quantized, recipe)
     report = export(quantized, folder, ExportOptions(kv_bits=8), ranges=calibrate_cache(quantized))
-    assert any("logits 16 or 6:row) is simulated by DiffTransformer" in note for note in report.notes)
+    assert any("logits 16 or 6:row) is not part of the export" in note for note in report.notes)
     result = run_sweep(
         [source, folder], SweepOptions(bits=(), task_options={"limit": 2}), tmp_path / "sweep", runtime_of=runtime_of
     )
@@ -455,7 +455,7 @@ def test_an_export_of_a_quantized_checkpoint_is_compared_with_what_was_quantized
 
 
 def test_a_sweep_of_exports_alone_takes_no_options_for_checkpoints(plain, tmp_path):
-    with pytest.raises(diffquant.DiffQuantError, match="as it is: leave out the recipe"):
+    with pytest.raises(diffquant.DiffQuantError, match="has a fixed precision: leave out the recipe"):
         run_sweep([plain], SweepOptions(dtype="float32"), tmp_path / "sweep", runtime_of=runtime_of)
 
 

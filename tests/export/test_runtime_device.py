@@ -14,7 +14,7 @@ from diffquant.measure.sweep.grid import SweepOptions
 from diffquant.measure.sweep.run import evaluate, run_sweep
 from diffquant.onnx import ExportOptions, export
 from diffquant.onnx.graph.op import DOMAIN
-from diffquant.onnx.runtime.device import RuntimeDevice, nodes_on_cpu, on_cpu_text
+from diffquant.onnx.runtime.device import RuntimeDevice, count_cpu_nodes, describe_cpu_nodes
 from diffquant.onnx.runtime.session import InPlaceDecoder, OnnxModel
 from diffquant.onnx.targets import runtime_of
 from diffquant.onnx.verifier import verify
@@ -93,8 +93,8 @@ def test_what_falls_to_the_processor_is_counted_by_operator():
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     RuntimeDevice("cuda").prepare(options)
-    assert nodes_on_cpu(small_session(options)) == {"MatMul": 2, "Relu": 1}
-    assert on_cpu_text({"Relu": 1, "MatMul": 2}) == "3 nodes run on the processor: MatMul 2, Relu 1"
+    assert count_cpu_nodes(small_session(options)) == {"MatMul": 2, "Relu": 1}
+    assert describe_cpu_nodes({"Relu": 1, "MatMul": 2}) == "3 nodes run on the processor: MatMul 2, Relu 1"
 
 
 def test_nothing_falls_back_where_the_processor_was_asked_for(folder):

@@ -31,7 +31,7 @@ from diffquant.onnx.verification.errors import (
     relative_rms,
     stage_errors,
 )
-from diffquant.onnx.verification.passages import far_calls, past_lengths, reach
+from diffquant.onnx.verification.passages import iterate_far_calls, past_lengths, reach
 from diffquant.onnx.verification.reference import Reference
 from diffquant.onnx.verification.report import (
     Measure,
@@ -41,11 +41,11 @@ from diffquant.onnx.verification.report import (
 )
 from diffquant.onnx.verification.rounding import (
     Disturbance,
+    find_runtime_rounding,
     keep,
     round_by_block,
     round_by_row,
     round_inputs_once,
-    runtime_rounding,
 )
 from diffquant.onnx.verification.routes import PREFILL, last_positions, prefill, routes
 from diffquant.onnx.verifier import rotation_excess
@@ -59,7 +59,7 @@ from tests.support.tables import in_one_test
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("block", [16, 32, 64, 128])
 def test_the_rule_by_which_the_runtime_rounds_activations_is_found(bits, block):
-    assert runtime_rounding(bits, block) in (round_by_block, round_by_row, keep)
+    assert find_runtime_rounding(bits, block) in (round_by_block, round_by_row, keep)
 
 
 @in_one_test(
@@ -78,7 +78,7 @@ def test_a_rule_is_found_only_where_one_row_and_many_are_rounded_by_it(monkeypat
         return (of_one if len(x) == 1 else of_many)(x, block)
 
     monkeypatch.setattr(rounding, "_through_identity", runtime)
-    assert runtime_rounding.__wrapped__(4, 16) is found
+    assert find_runtime_rounding.__wrapped__(4, 16) is found
 
 
 def test_activations_are_rounded_to_127_steps_of_their_blocks_largest():
@@ -363,7 +363,7 @@ def test_a_cache_of_much_memory_is_not_followed_to_the_end_and_that_is_said(tmp_
     monkeypatch.setattr(passages, "_MOST_BYTES", 50 * row)
     report = verify(folder, checkpoint, threads=1)
     assert report.reached == 51
-    assert "of 96 positions of the context 51 were reached" in str(report)
+    assert "51 of the context's 96 positions were tested" in str(report)
 
 
 def test_a_long_context_without_a_cache_is_not_read_to_the_end_and_that_is_said(tmp_path, monkeypatch):
@@ -371,7 +371,7 @@ def test_a_long_context_without_a_cache_is_not_read_to_the_end_and_that_is_said(
     monkeypatch.setattr(passages, "_MOST_UNCACHED", 40)
     report = verify(folder, checkpoint, threads=1)
     assert report.reached == 40
-    assert "of 96 positions of the context 40 were reached: there is no cache" in str(report)
+    assert "40 of the context's 96 positions were tested: there is no cache" in str(report)
     assert {route.name for route in report.routes} == {"prefill", "padded batch", "long context"}
 
 
@@ -392,7 +392,7 @@ def test_random_rows_are_as_large_as_a_passages_keys_and_values(tmp_path, monkey
     _, held = model.run(passage, np.ones_like(passage), model.empty_cache(1))
     sizes = [np.sqrt(np.mean([np.square(value.numpy()).mean() for value in held[part::2]])) for part in (0, 1)]
     assert sizes[1] > 2 * sizes[0]
-    calls = list(far_calls(model, Reference(source, ExportOptions(), {}), [passage], ("logits",)))
+    calls = list(iterate_far_calls(model, Reference(source, ExportOptions(), {}), [passage], ("logits",)))
     assert [call[0].past.length for call in calls[1:]] == [95]
     past = calls[-1][0].past
     assert [float(x.square().mean().sqrt()) for x in (past.keys, past.values)] == pytest.approx(sizes, rel=0.1)
@@ -515,7 +515,7 @@ def test_a_scale_within_a_hundredth_of_calibrations_is_taken(tmp_path, by, is_so
     if is_sound:
         assert verify(planted.folder, checkpoint, threads=1).passed
     else:
-        with pytest.raises(ToleranceError, match="are not those that calibration found"):
+        with pytest.raises(ToleranceError, match="differ from calibration's"):
             verify(planted.folder, checkpoint, threads=1)
 
 

@@ -138,7 +138,7 @@ def test_layouts_of_other_heads_are_no_orders_of_each_other():
 
 @in_one_test(("pairs", "kv_pairs", "signals"), [(8, 2, 3), (8, 4, 4), (8, 2, 0)])
 def test_groups_that_do_not_divide_the_heads_are_refused(pairs, kv_pairs, signals):
-    with pytest.raises(CheckpointError, match=f"{signals} signal maps to a noise map do not divide {pairs} pairs"):
+    with pytest.raises(CheckpointError, match=f"with {signals} signal maps per noise map, {pairs} pairs cannot"):
         DiffSpec(pairs, kv_pairs, head_dim=8, value_dim=16, lam="exp", signals_per_noise=signals)
 
 

@@ -22,9 +22,9 @@ import torch
 
 from diffquant.checkpoints.ranges import Ranges, read_any_ranges, write_ranges
 from diffquant.errors import DiffQuantError
+from diffquant.measure.cells import Cell
 from diffquant.measure.protocols.hellaswag import load_items
 from diffquant.measure.results import TaskResult
-from diffquant.measure.sweep.cell import Cell
 from diffquant.quantization.loading import load
 from diffquant.recipe import Recipe
 from diffquant.recipe.scheme import Scheme
@@ -162,7 +162,8 @@ def _journals(folder: Path) -> Kind:
 
 
 def _cells(folder: Path) -> Kind:
-    cell = Cell(None, None, None, folder, {"model": "ab" * 32, "task": {"name": "hellaswag", "n": 3}})
+    key = {"model": "ab" * 32, "task": {"name": "hellaswag", "n": 3}}
+    cell = Cell(None, "hellaswag", key=key, folder=folder)
     items = {"score": 0.5, "n": 2, "values": [0.0, 1.0], "choices": [1, 2], "kl": 0.25}
     stored = {"seconds": 1.5, "stored": {"weights": 1000, "kv_per_token": 12.5}, "commit": "abc123"}
     measured = {"metric": "acc_norm", **items, **stored, "logit_report": [{"layer": 0, "clipped": 0.125}]}

@@ -20,7 +20,7 @@ import torch
 from diffquant.calib.calibration.calibrate import calibrate
 from diffquant.calib.search.allocation import Budget
 from diffquant.calib.search.outputs import write_search
-from diffquant.calib.search.search import Search, SearchOptions
+from diffquant.calib.search.search import Search
 from diffquant.checkpoints.ranges import check_ranges_output, write_ranges
 from diffquant.errors import DiffQuantError, OutputExistsError
 from diffquant.measure.sweep.grid import SweepOptions
@@ -77,8 +77,8 @@ def _sweep(inputs: Path, output: Path) -> None:
 
 
 def _search(inputs: Path, output: Path) -> None:
-    options = SearchOptions(("k", "logits"), windows=1, window=32, check_characters=200)
-    search = Search(inputs, Budget(bits=6.0), options, output)
+    settings = {"targets": ("k", "logits"), "windows": 1, "window": 32, "check_characters": 200}
+    search = Search(inputs, Budget(bits=6.0), output, **settings)
     write_search(search.run(), output)
 
 

@@ -32,7 +32,7 @@ from diffquant.measure.sweep.workers import run_processes
 from diffquant.support.files import write_json
 from diffquant.support.progress import silent
 from tests.support.ray_here import RayHere
-from tests.support.sleepers import scores, sleeping_cells
+from tests.support.sleepers import scores, sleeping_run
 
 BATCHES, CELLS, SECONDS = 5, 40, 0.05
 # What is killed under each engine. Processes of "folder" are started alone and share nothing but the folder.
@@ -49,21 +49,21 @@ _SECONDS_TO_END = 300
 
 def drive(engine: str, folder: Path, address: str = "") -> None:
     """Run the sweep that is left, as the process that a person starts."""
-    cells = sleeping_cells(folder, BATCHES, CELLS, SECONDS)
+    run = sleeping_run(folder, BATCHES, CELLS, SECONDS)
     if engine == "folder":
-        measure_all(random.sample(cells, len(cells)))
-    elif not cells:
+        measure_all(replace(run, cells=random.sample(run.cells, len(run.cells))))
+    elif not run.cells:
         pass  # All was done before the kill, and a sweep then asks no engine.
     elif engine == "ray":
         from diffquant.measure.sweep.ray_cluster import run_on_ray
 
-        run_on_ray(cells, silent, address, 2)
+        run_on_ray(run, silent, address, 2)
     else:
-        run_processes(cells, silent, {"process": 1, "processes": 2}[engine])
+        run_processes(run, silent, {"process": 1, "processes": 2}[engine])
     # As every sweep does in the end, for the cells that it found measured too.
     with tempfile.TemporaryDirectory() as empty:
-        every = sleeping_cells(Path(empty), BATCHES, CELLS, SECONDS)
-    remove_locks([replace(cell, folder=folder) for cell in every])
+        every = sleeping_run(Path(empty), BATCHES, CELLS, SECONDS)
+    remove_locks([replace(cell, folder=folder) for cell in every.cells])
 
 
 def survives(engine: str, victim: str, seed: int, place: Path, expected: dict[str, float]) -> str | None:
@@ -154,7 +154,7 @@ def main(
         pairs = [pair for pair in pairs if pair[0] != "ray"]
     started, tried, faults = time.monotonic(), Counter[str](), []
     with tempfile.TemporaryDirectory() as folder:
-        measure_all(sleeping_cells(Path(folder, "whole"), BATCHES, CELLS, 0.0))
+        measure_all(sleeping_run(Path(folder, "whole"), BATCHES, CELLS, 0.0))
         expected = scores(Path(folder, "whole"))
         for number in range(count):
             name, victim = pairs[number % len(pairs)]

@@ -16,6 +16,6 @@ def test_a_weight_is_off_by_half_a_step_and_its_scales_rounding_at_most(tmp_path
 
 
 def test_scales_that_are_rounded_to_nearest_where_few_digits_are_left_are_noticed(monkeypatch):
-    monkeypatch.setattr(absmax, "storable_scale", lambda scale, _top, dtype: scale.to(dtype).clamp(min=1e-45))
+    monkeypatch.setattr(absmax, "to_storable_scale", lambda scale, _top, dtype: scale.to(dtype).clamp(min=1e-45))
     weights = [weight_of(seed, torch.float16) for seed in range(len(MAKES) * 4)]
     assert any(problem_with(weight, Scheme.parse("8:row")) for weight in weights)

@@ -60,7 +60,7 @@ def wanted(q, store, k, lam, **options):
     return expected(q, list(keys.chunk(2, 1)) if k[0] is not k[-1] else [keys] * len(k), v, lam, **options)
 
 
-def as_stored(x, scheme, residual):
+def quantize_as_stored(x, scheme, residual):
     """What must be read back of states [B, H, S, w]."""
     block = scheme.sharing.tokens
     packed = max(x.shape[2] - residual, 0) // block * block if scheme.quantizes else 0
@@ -90,7 +90,7 @@ def test_what_is_stored_are_the_codes_of_numbers(recipe, dtype, chunks):
         append(store, k_chunk, v_chunk)
     # On the CPU, where a division by a number is one; CUDA multiplies by its reciprocal.
     for read, states, scheme in zip(store.read(), (k, v), (recipe.k, recipe.v), strict=True):
-        assert torch.equal(read.cpu(), as_stored(states.cpu(), scheme, recipe.residual))
+        assert torch.equal(read.cpu(), quantize_as_stored(states.cpu(), scheme, recipe.residual))
     assert store.progress.tolist()[0] == store.length == sum(chunks)
 
 

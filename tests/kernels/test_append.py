@@ -189,9 +189,9 @@ def test_what_does_not_fit_the_store_is_named():
     ("recipe", "width", "message"),
     [
         (Recipe.of(k="4:g32", v=4), 64, "k has scales per group of channels"),
-        (Recipe.of(k="4:c24", v=4), 64, "k has blocks of 24 tokens; the kernels take c16, c32"),
-        (Recipe.of(k=4, v=5), 64, "v has 5 bits; the kernels unpack 4, 6 and 8"),
-        (Recipe.of(kv=4), 48, "keys are 48 and values 48 wide; the kernels take 64 and 64, 64 and 128"),
+        (Recipe.of(k="4:c24", v=4), 64, "k has blocks of 24 tokens; the kernels support c16, c32"),
+        (Recipe.of(k=4, v=5), 64, "v has 5 bits; the kernels support 4, 6, 8 and 16"),
+        (Recipe.of(kv=4), 48, "keys are 48 and values 48 wide; the kernels support 64 and 64, 64 and 128"),
     ],
 )
 def test_what_no_kernel_takes_is_refused_with_a_reason(recipe, width, message):

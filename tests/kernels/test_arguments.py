@@ -17,9 +17,9 @@ Q, V = torch.zeros(2, 6, 5, 64, dtype=torch.float16), torch.zeros(2, 3, 7, 128, 
 
 def test_what_no_kernel_takes_is_refused_with_a_reason():
     assert widths_refusal(Q, V) is None
-    assert widths_refusal(Q.float(), V) == "q, k and v are float32; the kernel takes float16 and bfloat16"
-    assert widths_refusal(Q[..., :32], V) == "q and k are 32 wide; the kernel takes head widths 64 and 128"
-    assert widths_refusal(Q, V[..., :96]) == "v is 96 wide; with keys 64 wide the kernel takes 64 and 128"
+    assert widths_refusal(Q.float(), V) == "q, k and v are float32; the kernel supports float16 and bfloat16"
+    assert widths_refusal(Q[..., :32], V) == "q and k are 32 wide; the kernel supports head widths 64 and 128"
+    assert widths_refusal(Q, V[..., :96]) == "v is 96 wide; with keys 64 wide the kernel supports 64 and 128"
 
 
 def test_heads_of_an_output_flatten_without_a_copy():
@@ -70,7 +70,7 @@ def test_a_tuned_entry_replaces_fields_of_the_shipped_one(tuned_file):
     [
         ("{", "cannot read .*tuned.json"),
         ('{"prefill/sm_90/64": {"stages": "3"}}', "tuned.json is not"),
-        ('{"prefill/sm_90/64": {"stage": 3}}', "unknown stage; known are keys, queries, stages, warps"),
+        ('{"prefill/sm_90/64": {"stage": 3}}', "unknown stage; choose from keys, queries, stages, warps"),
     ],
 )
 def test_a_tuned_file_that_makes_no_sense_is_refused(text, message, tuned_file):

@@ -151,11 +151,13 @@ def test_the_survey_says_what_runs_and_why_the_rest_does_not(machine, monkeypatc
     assert kernel.startswith("packed linear layers of more than 256 tokens")
     assert "#9433" in str(hopper)
     machine((10, 0))
-    assert "Ampere's configurations (sm_80), none being made for this device" in str(survey(CUDA))
+    assert "Ampere's configurations (sm_80), since none was tuned for this device" in str(survey(CUDA))
     machine((12, 0), "3.9.0", KIB_99)
     monkeypatch.setenv("DIFFQUANT_KERNEL_CONFIGS", "mine.json")
     assert survey(CUDA).refused == {}
-    assert "Ampere's configurations (sm_80), none being made for this device, tuned by mine.json" in str(survey(CUDA))
+    assert "Ampere's configurations (sm_80), since none was tuned for this device, tuned by mine.json" in str(
+        survey(CUDA)
+    )
     machine((8, 0), "3.4.0")
     assert list(survey(CUDA).refused) == ["any of them"]
     machine((8, 6))

@@ -156,7 +156,7 @@ def test_tuned_tiles_compute_the_same():
 def test_what_does_not_fit_is_named():
     q, turned, latents, lam = random_latents(17, 20)
     store = stored_latents(K4V4, turned, latents)
-    with pytest.raises(UsageError, match="17 new tokens are not 1 to 16; longer ones are a prefill"):
+    with pytest.raises(UsageError, match="17 new tokens are not 1 to 16; use prefill for more"):
         decode_latent(q, store, lam, scale=SCALE)
     one = [x[:, :, :1] for x in q]
     with pytest.raises(UsageError, match=r"queries are torch\.float32, stored states torch\.float16"):
@@ -166,7 +166,7 @@ def test_what_does_not_fit_is_named():
     holes = Mask(torch.tensor([[True, False] * 10]))
     with pytest.raises(UsageError, match="the padding mask has holes"):
         decode_latent(one, store, lam[:, :, :1], scale=SCALE, mask=holes)
-    with pytest.raises(UsageError, match="decode: the store has 64 channels beside latents of 512; use decode_latent"):
+    with pytest.raises(UsageError, match="decode: the store has 64 channels and latents of 512; use decode_latent"):
         decode([x[..., :64] for x in one], store, lam[:, :, :1], scale=SCALE)
     q, k, v, lam = random_call("v2", 1, 20)
     other = KVStore(Recipe.of(), k[0], v, 20)

@@ -160,10 +160,13 @@ def test_a_compiled_model_keeps_the_operator(device_class):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda q, k, v, lam: (q[:1], k[:1], v, None), "takes two maps"),
+        (lambda q, k, v, lam: (q[:1], k[:1], v, None), "supports two maps"),
         (lambda q, k, v, lam: ([x.float() for x in q], [x.float() for x in k], v.float(), lam), "are float32"),
         (lambda q, k, v, lam: ([x[..., :32] for x in q], [x[..., :32] for x in k], v, lam), "are 32 wide"),
-        (lambda q, k, v, lam: (q, k, v[..., :96], lam), "v is 96 wide; with keys 64 wide the kernel takes 64 and 128"),
+        (
+            lambda q, k, v, lam: (q, k, v[..., :96], lam),
+            "v is 96 wide; with keys 64 wide the kernel supports 64 and 128",
+        ),
         (lambda q, k, v, lam: (q, [k[0], k[1][:, :, 1:]], v, lam), "k2 .*4, 64.*, not"),
     ],
 )

@@ -162,7 +162,10 @@ def test_a_compiled_model_keeps_the_operator():
     [
         (lambda q, k, v, lam: ([x.float() for x in q], [x.float() for x in k], v.float(), lam), "are float32"),
         (lambda q, k, v, lam: ([x[..., :32] for x in q], [x[..., :32] for x in k], v, lam), "are 32 wide"),
-        (lambda q, k, v, lam: (q, k, v[..., :96], lam), "v is 96 wide; with keys 64 wide the kernel takes 64 and 128"),
+        (
+            lambda q, k, v, lam: (q, k, v[..., :96], lam),
+            "v is 96 wide; with keys 64 wide the kernel supports 64 and 128",
+        ),
         (lambda q, k, v, lam: (q, [k[0], k[1][:, :, 1:]], v, lam), "k2 .*4, 64.*, not"),
         (lambda q, k, v, lam: (q, k, v, None), "one map without λ or two maps with it"),
     ],
@@ -174,7 +177,7 @@ def test_what_the_kernel_does_not_take_is_an_error(change, message):
 
 def test_what_a_device_or_the_kernel_cannot_do_is_said(has_capability):
     inputs = random_call("v1", 5, 5)
-    with pytest.raises(UsageError, match="P·V in 'int4' is unknown; known are fp16, fp8"):
+    with pytest.raises(UsageError, match="P·V in 'int4' is unknown; choose from fp16, fp8"):
         prefill_int8(*inputs, scale=0.125, pv="int4")
     has_capability(8, 0)
     with pytest.raises(UsageError, match="fp8 needs compute capability 8"):

@@ -61,7 +61,7 @@ def test_two_weights_joined_are_their_rows_below_each_other(bits, group):
     ],
 )
 def test_weights_packed_apart_are_not_joined(first, second, message):
-    with pytest.raises(UsageError, match=f"two packed weights cannot be one: .*{message}"):
+    with pytest.raises(UsageError, match=f"two packed weights cannot be joined: .*{message}"):
         join(random_case(*first)[0], random_case(*second)[0])
 
 
@@ -122,7 +122,7 @@ def test_what_does_not_fit_is_refused():
     words = random_words(8, 48, 4)
     with pytest.raises(UsageError, match=r"words must be int32 \[N, 12\] for 96 codes"):
         repack(words, torch.ones(8, 3), 4, 96)
-    with pytest.raises(UsageError, match=r"scale \[8, 5\] is none of"):
+    with pytest.raises(UsageError, match=r"scale \[8, 5\] is not"):
         repack(words, torch.ones(8, 5), 4, 48)
     with pytest.raises(UsageError, match="groups of 24 are not a multiple of 16"):
         repack(words, torch.ones(8, 2), 4, 48)

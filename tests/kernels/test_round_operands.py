@@ -54,13 +54,13 @@ def test_what_the_kernel_does_not_round_is_refused_by_name(has_capability):
     has_capability(9, 0)
     q, k, v, lam = random_call("v1", 3, 5)
     for text, said in (
-        ("8:head", "one scale a head is not served; the kernel takes row"),
-        ("8:row:smooth", "transforms are not served"),
-        ("nvfp4", "the kernel takes MX formats, integers and e4m3"),
+        ("8:head", "one scale per head is not supported; the kernel supports row"),
+        ("8:row:smooth", "transforms are not supported"),
+        ("nvfp4", "the kernel supports MX formats, integers and e4m3"),
     ):
         call = AttentionCall(q, k, v, lam, scale=1.0, mask=Mask(), qk=Scheme.parse(text))
         with pytest.raises(UsageError, match=f"queries and keys at {call.qk}: {said}"):
             prefill_simulated(call)
     call = AttentionCall(q, k, v, lam, scale=1.0, mask=Mask(), qk=Scheme.parse("8:row"))
-    with pytest.raises(UsageError, match="rounds logits alone"):
+    with pytest.raises(UsageError, match="quantizes only logits"):
         prefill_simulated(call, specialized=True)

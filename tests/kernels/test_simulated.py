@@ -253,9 +253,12 @@ def _round(x, out, n, BLOCK: tl.constexpr):
 @in_one_test(
     ("text", "message"),
     [
-        ("nvfp4_4over6", "softmax weights at nvfp4_4over6: one scale a group is not served; the kernel takes row"),
+        (
+            "nvfp4_4over6",
+            "softmax weights at nvfp4_4over6: one scale per group is not supported; the kernel supports row",
+        ),
         ("e5m2:row", "softmax weights at e5m2:row: e5m2 is not an integer"),
-        ("4:g32", "softmax weights at 4:g32: one scale a group is not served; the kernel takes row"),
+        ("4:g32", "softmax weights at 4:g32: one scale per group is not supported; the kernel supports row"),
     ],
 )
 def test_weights_that_are_not_served_are_refused_and_go_to_blocks(text, message):
@@ -268,7 +271,7 @@ def test_weights_that_are_not_served_are_refused_and_go_to_blocks(text, message)
 def test_blocks_of_sequences_that_begin_later_go_to_pytorch():
     inputs, mask = random_call("v1", 5, 5, batch=2), padding(5, starts=[0, 2], ends=[5, 5])
     call = AttentionCall(*inputs, scale=0.125, mask=mask, p=Scheme.parse("mxfp4"))
-    with pytest.raises(UsageError, match="softmax weights at mxfp4: the kernel takes sequences without padding"):
+    with pytest.raises(UsageError, match="softmax weights at mxfp4: the kernel does not support padding"):
         module.prefill_simulated(call)
 
 
@@ -282,10 +285,10 @@ def test_the_operator_is_well_formed(generation):
 @in_one_test(
     ("scheme", "message"),
     [
-        (Scheme.parse("4:b8"), "one scale a block is not served; the kernel takes tensor, head, pair, row"),
-        (Scheme.parse("4:map"), "one scale a map is not served"),
-        (FULL, "16 bits are not quantized"),
-        (Scheme.parse("4:row:alike"), "logits rounded alike are not served"),
+        (Scheme.parse("4:b8"), "one scale per block is not supported; the kernel supports tensor, head, pair, row"),
+        (Scheme.parse("4:map"), "one scale per map is not supported"),
+        (FULL, "nothing is quantized at 16 bits"),
+        (Scheme.parse("4:row:alike"), "logits rounded alike are not supported"),
     ],
 )
 def test_schemes_that_are_not_served_are_refused(scheme, message):

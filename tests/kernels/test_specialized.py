@@ -180,7 +180,7 @@ def test_wide_rounded_logits_are_normed_as_the_plain_ones():
 
 def test_what_the_kernels_do_not_take_is_said(has_capability):
     plain = random_call("plain", 5, 5)
-    with pytest.raises(UsageError, match="takes two maps; one is scaled_dot_product_attention"):
+    with pytest.raises(UsageError, match="supports two maps; for one use scaled_dot_product_attention"):
         prefill_specialized(*plain, scale=0.125)
     with pytest.raises(UsageError, match="a positive scale, got -1"):
         prefill_specialized(*plain, scale=-1.0)

@@ -14,7 +14,7 @@ from scipy.stats import binomtest, ttest_rel
 
 import diffquant
 from diffquant.errors import UsageError
-from diffquant.measure.comparison import compare_outcomes, outcome_of, read_samples
+from diffquant.measure.comparison import compare_outcomes, make_outcome, read_samples
 from diffquant.measure.protocols import hellaswag
 from diffquant.measure.results import TaskResult
 from diffquant.measure.stats import mean_interval, paired_difference
@@ -179,7 +179,7 @@ def test_other_items_and_texts_are_refused(run, model, tmp_path, task, changed):
     run_sweep([model], options, tmp_path)
     name, value = next(iter(changed.items()))
     told = f"n: 12 and {value}" if name == "limit" else rf"{name}: \d+ and {value}"
-    with pytest.raises(UsageError, match=rf"{task}: A and B were not asked the same \(.*{told}"):
+    with pytest.raises(UsageError, match=rf"{task}: A and B have different items \(.*{told}"):
         compare(f"{run}@16", tmp_path)
 
 
@@ -189,11 +189,11 @@ def test_tasks_that_were_asked_the_same_are_compared_beside_others(run, model, t
     report = compare(f"{run}@16", tmp_path)
     assert {comparison.task for comparison in report.comparisons} == {"perplexity"}
     (reason,) = report.left_out
-    assert reason.startswith("hellaswag: A and B were not asked the same (n: 12 and 11; ")
+    assert reason.startswith("hellaswag: A and B have different items (n: 12 and 11; ")
 
 
 def test_a_result_without_scores_of_items_is_refused():
-    whole = outcome_of("", "lm-eval:wikitext", {}, TaskResult(metric="word_perplexity", score=20.0, n=3))
+    whole = make_outcome("", "lm-eval:wikitext", {}, TaskResult(metric="word_perplexity", score=20.0, n=3))
     with pytest.raises(UsageError, match="no scores of items in common"):
         compare_outcomes(whole, whole)
 
@@ -311,9 +311,9 @@ def test_a_metric_that_one_side_lacks_is_said(samples, tmp_path):
 
 def test_results_of_other_numbers_of_items_are_refused():
     few, more = (
-        outcome_of("", "lm-eval:x", {}, TaskResult(metric="acc", score=1.0, n=n, values=[1.0] * n)) for n in (3, 4)
+        make_outcome("", "lm-eval:x", {}, TaskResult(metric="acc", score=1.0, n=n, values=[1.0] * n)) for n in (3, 4)
     )
-    with pytest.raises(UsageError, match="A has scores of 3 items and B of 4, which cannot be paired"):
+    with pytest.raises(UsageError, match="A has scores of 3 items and B has 4, which cannot be paired"):
         compare_outcomes(few, more)
 
 
@@ -336,7 +336,7 @@ def edited(file, folder, edit):
 @in_one_test(
     ("edit", "message"),
     [
-        (lambda lines: lines[:-2], r"not asked the same \(document 13: [0-9a-f]+ and absent; document 14: "),
+        (lambda lines: lines[:-2], r"have different items \(document 13: [0-9a-f]+ and absent; document 14: "),
         (lambda lines: [lines[0] | {"doc_hash": "x"}, *lines[1:]], r"document 0: [0-9a-f]+ and x"),
         (lambda lines: [*lines, lines[3]], "1 lines of .*line 16: document 3 appears twice"),
         (lambda lines: ["{", *lines], "1 lines of .* are not samples of lm-eval: line 1: "),

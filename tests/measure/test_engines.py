@@ -20,14 +20,14 @@ import pytest
 from diffquant.errors import CheckpointError, DiffQuantError, MissingDependencyError, UsageError
 from diffquant.measure.sweep import workers as workers_
 from diffquant.measure.sweep.cell import Worker, check_same_cells, measure_all, remove_locks
+from diffquant.measure.sweep.engines import choose_engine
 from diffquant.measure.sweep.grid import SweepOptions
 from diffquant.measure.sweep.run import run_sweep
 from diffquant.measure.sweep.subject import CheckpointSubject
 from diffquant.measure.sweep.workers import run_processes, share
 from diffquant.support.progress import silent
-from diffquant.verbs.sweep import choose_engine
 from tests.support import tiny_lm
-from tests.support.sleepers import Sleeper, scores, sleeping_cells
+from tests.support.sleepers import Sleeper, scores, sleeping_run
 from tests.support.tables import in_one_test
 from tests.support.thorough import sampled, thorough
 
@@ -68,17 +68,17 @@ def left_over(folder):
     return [file.name for file in (folder / "cells").iterdir() if file.suffix != ".json"]
 
 
-def backwards(cells, progress):
+def backwards(run, progress):
     """Works from the last cell on, in pieces that each travel as bytes."""
-    for cell in reversed(cells):
-        (sent,) = pickle.loads(pickle.dumps([cell]))
-        assert sent.subject.source is not cell.subject.source
-        measure_all([sent], progress)
+    for cell in reversed(run.cells):
+        sent = pickle.loads(pickle.dumps(replace(run, cells=[cell])))
+        assert sent.subject_of(cell).source is not run.subject_of(cell).source
+        measure_all(sent, progress)
 
 
-def side_by_side(cells, progress):
+def side_by_side(run, progress):
     """Two workers in threads, which are given the same cells and must share no model."""
-    threads = [threading.Thread(target=measure_all, args=(cells,)) for _ in range(2)]
+    threads = [threading.Thread(target=measure_all, args=(run,)) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -88,14 +88,14 @@ def side_by_side(cells, progress):
 def stopping(count):
     """An engine that stops as Ctrl-C does, after some cells."""
 
-    def run(cells, progress):
+    def engine(run, progress):
         def stop(done, total, what):
             if done == count:
                 raise KeyboardInterrupt
 
-        measure_all(cells, stop)
+        measure_all(run, stop)
 
-    return run
+    return engine
 
 
 def test_every_engine_gives_the_same_sweep(model, undisturbed, tmp_path):
@@ -161,17 +161,17 @@ def test_shards_have_each_cell_once_and_the_sweep_after_them_measures_nothing(
 def copied_from(folder):
     """An engine that takes cells from a folder that has them."""
 
-    def run(cells, progress):
-        for cell in cells:
+    def engine(run, progress):
+        for cell in run.cells:
             cell.write(replace(cell, folder=folder / "cells").read())
 
-    return run
+    return engine
 
 
 def test_a_shard_loads_as_few_sets_of_weights_as_can_be(model, tmp_path):
     seen = []
     for number in (1, 2, 3):
-        engine = lambda cells, progress: seen.append({cell.weights for cell in cells})  # noqa: E731
+        engine = lambda run, progress: seen.append({cell.weights for cell in run.cells})  # noqa: E731
         with pytest.raises(DiffQuantError, match="is gone"):
             run_sweep([model], OPTIONS, tmp_path, engine=engine, shard=f"{number}/3")
     assert [len(weights) for weights in seen] == [1, 1, 1]
@@ -194,16 +194,16 @@ def test_a_worker_that_is_killed_is_named_and_loses_only_its_cell(tmp_path, capl
             os.kill(killed[0], number)
 
     # Long cells: one is sure to be under way.
-    run_processes(sleeping_cells(tmp_path, 4, 20, 0.5), kill_one, 2)
+    run_processes(sleeping_run(tmp_path, 4, 20, 0.5), kill_one, 2)
     said = f"the worker in process {killed[0]} was ended by {number.name}"
     assert said in caplog.text
-    assert "another takes its place" in caplog.text
+    assert "another worker replaces it" in caplog.text
     assert len(scores(tmp_path)) == 19
-    (lost,) = sleeping_cells(tmp_path, 4, 20, 0.0)
-    assert lost.read_failure().startswith(said)
+    lost = sleeping_run(tmp_path, 4, 20, 0.0)
+    assert lost.cells[0].read_failure().startswith(said)
     assert {file.suffix for file in tmp_path.iterdir()} == {".json"}
     # The next run tries it anew.
-    measure_all([lost])
+    measure_all(lost)
     assert len(scores(tmp_path)) == 20
     assert len(list(tmp_path.iterdir())) == 20
 
@@ -215,11 +215,11 @@ def children():
 
 def test_cells_that_kill_their_workers_are_reported_and_the_others_are_measured(tmp_path):
     deadly = {"cell 3", "cell 4", "cell 9"}
-    cells = sleeping_cells(tmp_path, 2, 10, 0.0, deadly=deadly)
-    run_processes(cells, silent, 2)
+    run = sleeping_run(tmp_path, 2, 10, 0.0, deadly=deadly)
+    run_processes(run, silent, 2)
     assert scores(tmp_path).keys() == {f"cell {number}" for number in range(10)} - deadly
-    lost = [cell for cell in cells if cell.read() is None]
-    assert {cell.task.name for cell in lost} == deadly
+    lost = [cell for cell in run.cells if cell.read() is None]
+    assert {cell.task for cell in lost} == deadly
     assert all("was ended by SIGKILL, as when memory runs out" in cell.read_failure() for cell in lost)
     assert {file.suffix for file in tmp_path.iterdir()} == {".json"}
 
@@ -229,13 +229,13 @@ def test_an_interrupt_ends_all_workers_at_once_and_leaves_whole_cells(tmp_path):
         if done >= 2:
             raise KeyboardInterrupt
 
-    cells = sleeping_cells(tmp_path, 2, 100, 0.3)
+    run = sleeping_run(tmp_path, 2, 100, 0.3)
     with pytest.raises(KeyboardInterrupt):
-        run_processes(cells, interrupt, 2)
+        run_processes(run, interrupt, 2)
     assert not children()
     done = len(scores(tmp_path))
     assert 2 <= done < 10
-    remove_locks(cells)
+    remove_locks(run.cells)
     assert len(list(tmp_path.iterdir())) == done
 
 
@@ -244,9 +244,9 @@ def test_workers_end_with_the_process_that_started_them(tmp_path):
     # Whoever is started in a shell's background ignores SIGINT, and so do those that it starts.
     code = (
         "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-        "from tests.support.sleepers import sleeping_cells; from diffquant.support.progress import silent\n"
+        "from tests.support.sleepers import sleeping_run; from diffquant.support.progress import silent\n"
         "from diffquant.measure.sweep.workers import run_processes; from pathlib import Path\n"
-        f"run_processes(sleeping_cells(Path({str(tmp_path)!r}), 4, 1000, 0.05), silent, 2)\n"
+        f"run_processes(sleeping_run(Path({str(tmp_path)!r}), 4, 1000, 0.05), silent, 2)\n"
     )
     driver = subprocess.Popen([sys.executable, "-c", code])
     while len(scores(tmp_path)) < 4:
@@ -267,34 +267,34 @@ def test_workers_end_with_the_process_that_started_them(tmp_path):
 @pytest.mark.parametrize("workers", sampled([1, 2], 2))
 def test_a_folder_that_vanishes_is_named(tmp_path, workers):
     # More than are measured between two looks, however busy the machine is.
-    cells = sleeping_cells(tmp_path / "cells", 2, 500, 0.05)
+    run = sleeping_run(tmp_path / "cells", 2, 500, 0.05)
 
     def vanish(done, total, what):
         if done:
             with suppress(FileNotFoundError):
                 (tmp_path / "cells").rename(tmp_path / "elsewhere")
 
-    with pytest.raises(DiffQuantError, match=f"{tmp_path}/cells, where the sweep's cells lie, cannot be read any more"):
-        run_processes(cells, vanish, workers)
+    with pytest.raises(DiffQuantError, match=f"folder {tmp_path}/cells can no longer be read"):
+        run_processes(run, vanish, workers)
 
 
 def test_workers_that_die_at_once_end_the_sweep(tmp_path, monkeypatch):
     monkeypatch.setattr(workers_, "_begin", os.abort)
     with pytest.raises(DiffQuantError, match="workers die before they measure anything"):
-        run_processes(sleeping_cells(tmp_path, 1, 4, 0.0), silent, 2)
+        run_processes(sleeping_run(tmp_path, 1, 4, 0.0), silent, 2)
     assert not list(tmp_path.iterdir())
 
 
 class Here:
     """A worker in this process, which may die between two cells."""
 
-    def __init__(self, cells, seen, dies=False):
-        self.worker, self.seen, self.dies = Worker(cells), seen, dies
+    def __init__(self, run, seen, dies=False):
+        self.worker, self.seen, self.dies = Worker(run), seen, dies
 
     def measure(self, number, is_patient):
         if self.dies:
             raise BrokenExecutor
-        self.seen.append((self, self.worker.cells[number].weights[0].name))
+        self.seen.append((self, self.worker.run.cells[number].weights[0].name))
         future = Future()
         future.set_result(self.worker.measure(number, is_patient))
         return future
@@ -307,8 +307,8 @@ class Here:
 
 
 def test_each_worker_keeps_to_the_weights_that_it_holds_as_long_as_there_are_cells_of_them(tmp_path):
-    cells, seen = sleeping_cells(tmp_path, 4, 16, 0.0), []
-    share(cells, 2, lambda place: Here(cells, seen), silent)
+    run, seen = sleeping_run(tmp_path, 4, 16, 0.0), []
+    share(run, 2, lambda place: Here(run, seen), silent)
     assert len(scores(tmp_path)) == 16
     for worker in {worker for worker, _ in seen}:
         names = [name for each, name in seen if each is worker]
@@ -316,13 +316,13 @@ def test_each_worker_keeps_to_the_weights_that_it_holds_as_long_as_there_are_cel
 
 
 def test_a_worker_that_dies_between_two_cells_loses_none(tmp_path):
-    cells, started = sleeping_cells(tmp_path, 1, 6, 0.0), []
+    run, started = sleeping_run(tmp_path, 1, 6, 0.0), []
 
     def start(place):
         started.append(place)
-        return Here(cells, [], dies=len(started) < 4)
+        return Here(run, [], dies=len(started) < 4)
 
-    share(cells, 1, start, silent)
+    share(run, 1, start, silent)
     assert len(scores(tmp_path)) == 6
     assert len(started) == 4
 
@@ -331,29 +331,28 @@ def test_an_error_of_the_disk_ends_the_sweep(tmp_path, monkeypatch):
     def full(self, measurement):
         raise OSError(errno.ENOSPC, "no space")
 
-    monkeypatch.setattr("diffquant.measure.sweep.cell.Cell.write", full)
-    cells = sleeping_cells(tmp_path, 1, 2, 0.0)
+    monkeypatch.setattr("diffquant.measure.cells.Cell.write", full)
+    run = sleeping_run(tmp_path, 1, 2, 0.0)
     with pytest.raises(OSError, match="no space"):
-        share(cells, 1, lambda place: Here(cells, []), silent)
+        share(run, 1, lambda place: Here(run, []), silent)
 
 
 def test_more_workers_than_memory_holds_are_refused_before_a_cell(tmp_path, monkeypatch):
     monkeypatch.setattr(Sleeper, "held_bytes", 4 * 10**9)
     monkeypatch.setattr(workers_, "free_memory", lambda: 9 * 10**9)
     monkeypatch.setattr(workers_, "share", lambda *_: None)
-    cells, said = sleeping_cells(tmp_path, 1, 2, 0.0), []
+    run, said = sleeping_run(tmp_path, 1, 2, 0.0), []
     with pytest.raises(UsageError, match=r"3 x 4\.00 GB of weights in 9\.00 GB of main memory that are free"):
-        run_processes(cells, silent, 3, say=said.append)
-    run_processes(cells, silent, 2, say=said.append)
+        run_processes(run, silent, 3, say=said.append)
+    run_processes(run, silent, 2, say=said.append)
     assert said == ["2 workers with 1 thread each; 2 x 4.00 GB of weights in 9.00 GB of main memory that are free"]
 
 
 def test_options_that_exclude_each_other_are_refused():
     for options, values, said in (
-        (SweepOptions(device="cpu"), (None, ("cpu",), None), "devices takes the place of device"),
         (SweepOptions(device_map="auto"), (2, (), None), "leave out workers"),
-        (SweepOptions(), (None, ("cpu", "meta"), None), "not of one kind"),
-        (SweepOptions(), (None, ("cpu",), "auto"), "ray gives each of its workers a GPU"),
+        (SweepOptions(), (None, ("cpu", "meta"), None), "are of different kinds"),
+        (SweepOptions(), (None, ("cpu", "cpu"), "auto"), "ray uses GPUs of the cluster"),
         (SweepOptions(), (0, (), None), "must be 1 or more"),
     ):
         with pytest.raises(UsageError, match=said):
@@ -361,6 +360,7 @@ def test_options_that_exclude_each_other_are_refused():
     options, engine = choose_engine(SweepOptions(), None, ("cpu", "cpu"), None, silent)
     assert (options.device, engine.keywords["workers"], engine.keywords["devices"]) == ("cpu", 2, ("cpu", "cpu"))
     alone, several = (choose_engine(SweepOptions(), workers, (), None, silent)[1] for workers in (1, 3))
+    assert choose_engine(SweepOptions(), None, ("cpu",), None, silent)[0].device == "cpu"
     assert (alone.keywords["workers"], several.keywords["workers"]) == (1, 3)
 
 
@@ -380,11 +380,11 @@ def test_a_worker_needs_no_torch_until_it_measures():
 
 
 def test_a_machine_that_would_measure_other_cells_is_refused(model, tmp_path, monkeypatch):
-    def asking(cells, progress):
-        check_same_cells(cells)
+    def asking(run, progress):
+        check_same_cells(run)
         monkeypatch.setattr("diffquant.measure.sweep.cell.code_digest", lambda modules: "0123")
-        with pytest.raises(CheckpointError, match="would measure other cells than were planned, since code differ"):
-            check_same_cells(cells)
-        measure_all(cells, progress)
+        with pytest.raises(CheckpointError, match="cannot measure the cells as planned, because code differ"):
+            check_same_cells(run)
+        measure_all(run, progress)
 
     run_sweep([model], replace(OPTIONS, bits=(16,)), tmp_path, engine=asking)

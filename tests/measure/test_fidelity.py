@@ -20,7 +20,7 @@ from diffquant.errors import CheckpointError, DiffQuantError, OutputExistsError,
 from diffquant.measure.fidelity import compare
 from diffquant.measure.fidelity.base_file import BaseFile, write_base
 from diffquant.measure.fidelity.result import Fidelity
-from diffquant.measure.fidelity.sides import Likeliest, Server, Side, Whole, divergence
+from diffquant.measure.fidelity.sides import Distributions, Server, Side, divergence
 from diffquant.support.progress import silent
 from tests.support import tiny_lm
 from tests.support.tables import in_one_test
@@ -53,7 +53,7 @@ def random_logs(rows=50, vocabulary=30, seed=0):
 
 def likeliest(logs, k):
     top = logs.topk(k, -1)
-    return Likeliest(top.indices, top.values, k)
+    return Distributions(top.values, top.indices, k)
 
 
 def binned(p, q, keep):
@@ -65,17 +65,17 @@ def binned(p, q, keep):
 def test_whole_distributions_have_scipys_divergence():
     p, q = random_logs(), random_logs(seed=1)
     expected = [scipy.stats.entropy(a.exp(), b.exp()) for a, b in zip(p, q, strict=True)]
-    assert divergence(Whole(p), Whole(q)).tolist() == pytest.approx(expected, rel=1e-4)
+    assert divergence(Distributions(p), Distributions(q)).tolist() == pytest.approx(expected, rel=1e-4)
 
 
 @in_one_test("known", ["reference", "candidate", "both"])
 def test_what_only_the_likeliest_tokens_tell_is_a_lower_bound(known):
     p, q = random_logs(), random_logs(seed=1)
-    whole, found = divergence(Whole(p), Whole(q)), {}
+    whole, found = divergence(Distributions(p), Distributions(q)), {}
     for k in (1, 5, 20):
         sides = (
-            likeliest(p, k) if known != "candidate" else Whole(p),
-            likeliest(q, k) if known != "reference" else Whole(q),
+            likeliest(p, k) if known != "candidate" else Distributions(p),
+            likeliest(q, k) if known != "reference" else Distributions(q),
         )
         found[k] = divergence(*sides)
         for row in range(len(p)):
@@ -174,7 +174,7 @@ def test_a_saved_base_stands_for_its_model(reference, candidate, result, tmp_pat
 def test_a_base_keeps_log_probabilities_to_its_step(tmp_path):
     logs, tokens = random_logs(3, 7).float() * 4, torch.arange(16).view(2, 8)
     logs = logs.log_softmax(-1)
-    write_base(tmp_path / "base", tokens, iter([Whole(logs), Whole(logs.flip(0))]))
+    write_base(tmp_path / "base", tokens, iter([Distributions(logs), Distributions(logs.flip(0))]))
     opened = BaseFile(tmp_path / "base")
     assert (opened.context, opened.vocabulary, opened.chunks) == (8, 7, 2)
     assert opened.fixed_chunks.tolist() == tokens.tolist()
@@ -183,7 +183,7 @@ def test_a_base_keeps_log_probabilities_to_its_step(tmp_path):
 
 
 def test_a_base_that_was_cut_short_is_refused(tmp_path):
-    write_base(tmp_path / "base", torch.arange(16).view(2, 8), iter([Whole(random_logs(3, 7).float())] * 2))
+    write_base(tmp_path / "base", torch.arange(16).view(2, 8), iter([Distributions(random_logs(3, 7).float())] * 2))
     whole = (tmp_path / "base").read_bytes()
     (tmp_path / "base").write_bytes(whole[:-1])
     with pytest.raises(CheckpointError, match="cut short"):
@@ -276,9 +276,9 @@ def test_tokens_that_a_vocabulary_does_not_have_are_refused():
 
     whole, more = random_logs(3, 7).float(), random_logs(3, 9).float()
     chunk = torch.arange(8)[None] % 7
-    for other in (Whole(more), Likeliest(torch.full((3, 1), 8), torch.full((3, 1), -1.0), 1)):
+    for other in (Distributions(more), Distributions(torch.full((3, 1), -1.0), torch.full((3, 1), 8), 1)):
         with pytest.raises(UsageError, match="a has a vocabulary of 7 tokens, and b"):
-            compare(Told("a", Whole(whole)), Told("b", other), chunk, silent)
+            compare(Told("a", Distributions(whole)), Told("b", other), chunk, silent)
 
 
 def test_a_server_that_refuses_is_told_of(reference, candidate, serve):
@@ -289,7 +289,7 @@ def test_a_server_that_refuses_is_told_of(reference, candidate, serve):
 def test_a_server_gets_the_key_that_serve_asks_for(reference, candidate, serve, monkeypatch):
     url = serve(candidate, key="secret")
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    with pytest.raises(DiffQuantError, match="refuses with 401"):
+    with pytest.raises(DiffQuantError, match="returned error 401"):
         diffquant.fidelity(reference, url, **READING)
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     assert diffquant.fidelity(reference, url, **READING).candidate["model"] == "served"
@@ -383,7 +383,7 @@ def test_models_with_other_tokens_are_not_compared(reference, tmp_path):
     other = tiny_lm.llama(seed=1)
     other.save_pretrained(tmp_path)
     tiny_lm.tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(UsageError, match="different tokens"):
+    with pytest.raises(UsageError, match="tokenize the text differently"):
         diffquant.fidelity(reference, tmp_path, **READING)
 
 

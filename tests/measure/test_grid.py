@@ -62,7 +62,7 @@ def test_a_row_by_another_name_is_the_same_cell():
         ({"targets": ("logit",)}, "unknown target 'logit'"),
         ({"granularities": ("rows",)}, "rows"),
         ({"targets": ("kv",), "granularities": ("tensor",)}, r"^k cannot be quantized per tensor; use [^;]*$"),
-        ({"targets": ("kv", "logits"), "granularities": ("tensor",)}, "kv: none of tensor"),
+        ({"targets": ("kv", "logits"), "granularities": ("tensor",)}, "kv: supports none of tensor"),
         ({"bits": (1,)}, "bits must be 2 to 8"),
         ({"task_options": {"limits": 4}}, "no task has an option limits"),
         ({"batch_tokens": 0}, "batch tokens must be 1 or more"),

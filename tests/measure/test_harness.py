@@ -9,11 +9,10 @@ from lm_eval.tasks import TaskManager
 from diffquant.errors import MissingDependencyError, UsageError
 from diffquant.measure.protocols import hellaswag
 from diffquant.measure.protocols.harness_plugin import HarnessModel
-from diffquant.measure.tasks import lm_eval
 from diffquant.measure.torch_model import TorchModel
 from diffquant.support.progress import silent
 from tests.support import tiny_lm
-from tests.support.harness_task import NAME, write_task
+from tests.support.harness_task import NAME, harness, write_task
 from tests.support.tables import in_one_test
 
 
@@ -35,7 +34,7 @@ def ours_and_theirs(max_length=512):
 
 def test_a_local_task_scores_as_hflm_scores_it(task_file):
     ours, theirs = ours_and_theirs()
-    result = lm_eval.run_task(ours.model, str(task_file), limit=9)
+    result = harness(str(task_file), limit=9).run(ours.model, None, silent)
     manager = TaskManager(include_path=str(task_file.parent), include_defaults=False)
     expected = simple_evaluate(model=theirs, tasks=[NAME], limit=9, task_manager=manager, bootstrap_iters=0)
     assert result.metric == "acc_norm"
@@ -72,19 +71,19 @@ def test_an_answer_that_leaves_no_room_for_its_prompt_is_refused_as_hflm_refuses
 
 
 def test_a_changed_task_file_is_another_task(task_file):
-    before = lm_eval.task_identity(str(task_file))
+    before = harness(str(task_file)).identity()
     task_file.write_text(task_file.read_text() + "num_fewshot: 1\n")
-    assert lm_eval.task_identity(str(task_file)) != before
+    assert harness(str(task_file)).identity() != before
 
 
 def test_a_file_that_names_no_task_is_refused(tmp_path):
     path = tmp_path / "empty.yaml"
     path.write_text("dataset_path: json\n")
     with pytest.raises(UsageError, match="names no task"):
-        lm_eval.run_task(TorchModel(tiny_lm.llama(), tiny_lm.tokenizer()), str(path))
+        harness(str(path)).run(TorchModel(tiny_lm.llama(), tiny_lm.tokenizer()), None, silent)
 
 
 def test_without_lm_eval_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingDependencyError, match="pip install"):
-        lm_eval.run_task(TorchModel(tiny_lm.llama(), tiny_lm.tokenizer()), "arc_easy")
+        harness("arc_easy").run(TorchModel(tiny_lm.llama(), tiny_lm.tokenizer()), None, silent)

@@ -1,6 +1,6 @@
 from diffquant.measure.protocols.hellaswag import HellaSwagItem
 from diffquant.measure.sweep.grid import SweepOptions
-from diffquant.measure.sweep.result import json_rows, text_table
+from diffquant.measure.sweep.result import json_rows
 from diffquant.measure.sweep.run import run_sweep
 from tests.support import tiny_lm
 from tests.support.harness_task import write_task
@@ -20,4 +20,4 @@ def test_a_harness_task_is_compared_with_16_bits_item_by_item(tmp_path, monkeypa
     assert full[f"{task} n"] == 8
     assert full[f"{task} score"] + low[f"{task} difference"] == low[f"{task} score"]
     assert low[f"{task} difference_low"] < low[f"{task} difference_high"]
-    assert f"{task} acc" in text_table(result)
+    assert f"{task} acc" in result.table()

@@ -14,14 +14,14 @@ from lm_eval.tasks import TaskManager
 from diffquant.errors import UsageError
 from diffquant.measure.protocols.harness_files import TaskFiles
 from diffquant.measure.sweep.grid import SweepOptions
-from diffquant.measure.sweep.result import text_table
 from diffquant.measure.sweep.run import run_sweep
 from diffquant.measure.tasks import lm_eval as lm_eval_task
 from diffquant.measure.tasks import make_tasks
-from diffquant.measure.tasks.lm_eval import run_task, task_identity, unseen
 from diffquant.measure.torch_model import TorchModel
 from diffquant.quantization.loading import load
+from diffquant.support.progress import silent
 from tests.support import tiny_lm
+from tests.support.harness_task import harness
 
 
 def reading(data):
@@ -164,15 +164,15 @@ def test_a_task_is_known_by_every_file_that_lm_eval_opens_for_it(place, form):
     write(place, files)
     opened = opened_by_lm_eval(place)
     assert {place / name for name in files if name not in others and not name.endswith("__init__.py")} <= opened
-    before = task_identity("quiz.yaml")
+    before = harness("quiz.yaml").identity()
     for path in opened:
         content = path.read_bytes()
         path.write_bytes(content + b" \n")
-        assert task_identity("quiz.yaml") != before, path
+        assert harness("quiz.yaml").identity() != before, path
         path.write_bytes(content)
     for name in others:
         (place / name).write_text((place / name).read_text() + " \n")
-    assert task_identity("quiz.yaml") == before
+    assert harness("quiz.yaml").identity() == before
 
 
 def test_a_task_without_files_of_its_own_keeps_its_address(place):
@@ -189,9 +189,9 @@ def test_a_task_without_files_of_its_own_keeps_its_address(place):
 def test_a_folder_by_the_name_of_a_reader_is_in_nobodys_way(place):
     write(place, {"quiz.yaml": reading("{data_files: {test: d.json}}"), "d.json": "", "json/other.txt": ""})
     assert place / "d.json" in opened_by_lm_eval(place)
-    before = task_identity("quiz.yaml")
+    before = harness("quiz.yaml").identity()
     (place / "d.json").write_text("[]")
-    assert task_identity("quiz.yaml") != before
+    assert harness("quiz.yaml").identity() != before
 
 
 def test_a_file_of_prompts_is_read(place):
@@ -200,17 +200,17 @@ def test_a_file_of_prompts_is_read(place):
         place, {"quiz.yaml": reading("{data_files: {test: d.json}}") + "use_prompt: 'asked.yaml:short'", "d.json": ""}
     )
     write(place, {"asked.yaml": "prompts: {short: {doc_to_text: 'Q {{q}}', doc_to_target: '{{label}}'}}\n"})
-    assert set(task_identity("quiz.yaml")["files"]) == {"asked.yaml", "d.json"}
+    assert set(harness("quiz.yaml").identity()["files"]) == {"asked.yaml", "d.json"}
 
 
 def test_data_that_nobody_here_can_see_is_said(place):
     write(place, {"quiz.yaml": PLAIN.replace("json\n", "allenai/arc\n", 1)})
-    assert unseen("quiz.yaml") == ["the data set allenai/arc of the hub"]
+    assert harness("quiz.yaml").unseen() == ["the data set allenai/arc of the hub"]
     write(place, {"quiz.yaml": reading("{data_files: {test: 'https://x.example/d.json'}}")})
-    assert unseen("quiz.yaml") == ["https://x.example/d.json"]
+    assert harness("quiz.yaml").unseen() == ["https://x.example/d.json"]
     write(place, {"quiz.yaml": reading("{data_files: {test: d.json}}"), "d.json": ""})
-    assert unseen("quiz.yaml") == []
-    assert unseen("arc_easy") == ["the data that lm-eval fetches for it"]
+    assert harness("quiz.yaml").unseen() == []
+    assert harness("arc_easy").unseen() == ["the data that lm-eval fetches for it"]
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_data_that_nobody_here_can_see_is_said(place):
         ({"quiz.yaml": "include: quiz.yaml\ntask: quiz\n"}, "includes itself"),
         ({"quiz.yaml": "- a\n"}, "it has no fields"),
         ({"quiz.yaml": PLAIN + LAUGHS}, "aliases .* stand for more than 100,000 values"),
-        ({"quiz.yaml": "metadata: &a {x: *a}\n" + PLAIN}, "a value holds itself"),
+        ({"quiz.yaml": "metadata: &a {x: *a}\n" + PLAIN}, "a value contains itself"),
         ({"quiz.yaml": PLAIN + "metadata: " + "[" * 5000}, "cannot read .*quiz.yaml as a task"),
         ({"quiz.yaml": "task: [\n"}, "cannot read .*quiz.yaml as a task"),
         ({"quiz.yaml": PLAIN + "process_docs: !function tools.x", "tools.py": "def x(:\n"}, "cannot read .*tools.py"),
@@ -233,7 +233,7 @@ def test_data_that_nobody_here_can_see_is_said(place):
 def test_files_that_cannot_be_read_are_named_before_the_first_item(place, files, message):
     write(place, files)
     with pytest.raises(UsageError, match=message):
-        task_identity("quiz.yaml")
+        harness("quiz.yaml").identity()
 
 
 def test_a_sweep_measures_again_when_a_tasks_data_change(place):
@@ -246,7 +246,7 @@ def test_a_sweep_measures_again_when_a_tasks_data_change(place):
     (place / "d.json").write_text(json.dumps([each | {"label": 1 - each["label"]} for each in DOCUMENTS]))
     assert score() == pytest.approx(1 - first)
     assert len(list((place.parent / "out/cells").glob("*.json"))) == 2
-    assert "the data that lm-eval fetches" not in text_table(run_sweep([model], options, place.parent / "out"))
+    assert "the data that lm-eval fetches" not in run_sweep([model], options, place.parent / "out").table()
 
 
 def test_the_file_that_is_named_is_the_task_that_runs(place):
@@ -254,7 +254,7 @@ def test_the_file_that_is_named_is_the_task_that_runs(place):
     write(place, {"quiz.yaml": reading("{data_files: {test: d.json}}"), "d.json": ""})
     write(place, {"older.yaml": reading("{data_files: {test: e.json}}"), "e.json": ""})
     with pytest.raises(UsageError, match=r"older\.yaml defines quiz as well"):
-        run_task(None, "quiz.yaml")
+        harness("quiz.yaml").run(None, None, silent)
 
 
 FILTERED = (
@@ -275,7 +275,7 @@ def test_a_task_with_several_filters_is_scored_by_its_first(place):
     """Every filter has each document once more: together they are another score, of twice as many items."""
     write(place, {"quiz.yaml": FILTERED, "d.json": ""})
     model = TorchModel(load(tiny_lm.write_llama(place.parent / "model")), tiny_lm.tokenizer())
-    result = run_task(model, "quiz.yaml")
+    result = harness("quiz.yaml").run(model, None, silent)
     assert result.n == len(result.values) == len(DOCUMENTS)
     assert result.details["metrics"]["quiz/exact_match,strict"] == result.score == 0
     assert result.details["metrics"]["quiz/exact_match,loose"] == 0.5
@@ -284,7 +284,7 @@ def test_a_task_with_several_filters_is_scored_by_its_first(place):
 def test_a_group_of_tasks_runs_from_its_file(place):
     write(place, FORMS["group"][0])
     model = TorchModel(load(tiny_lm.write_llama(place.parent / "model")), tiny_lm.tokenizer())
-    result = run_task(model, "quiz.yaml")
+    result = harness("quiz.yaml").run(model, None, silent)
     assert result.n == 2 * len(DOCUMENTS)
     assert TaskFiles.of(place / "quiz.yaml").name == "quiz"
 
@@ -324,12 +324,12 @@ def test_lm_evals_own_file_needs_no_trust():
 def test_lm_eval_is_given_no_path_that_nobody_checked(place, name, monkeypatch):
     monkeypatch.setattr(lm_eval_task, "_all_tasks", lambda: TaskManager(include_defaults=False))
     write(place, {"quiz.txt": PLAIN})
-    with pytest.raises(UsageError, match=r"knows no task .* path of a \.yaml"):
-        run_task(None, name)
+    with pytest.raises(UsageError, match=r"has no task .* path of a \.yaml"):
+        harness(name).run(None, None, silent)
 
 
 def test_a_pipe_among_the_files_that_lm_eval_opens_is_refused(place):
     write(place, {"quiz.yaml": reading("{data_files: {test: d.json}}"), "d.json": ""})
     os.mkfifo(place / "other.yaml")
     with pytest.raises(OSError, match="named pipe"):
-        run_task(None, "quiz.yaml")
+        harness("quiz.yaml").run(None, None, silent)

@@ -11,8 +11,10 @@ from lm_eval.tasks.hellaswag.utils import process_docs
 from diffquant import data
 from diffquant.errors import UsageError
 from diffquant.measure.protocols import hellaswag
-from diffquant.measure.protocols.hellaswag import HellaSwagOutcome, load_items
+from diffquant.measure.protocols.hellaswag import HellaSwagItem, evaluate_hellaswag, load_items
+from diffquant.measure.torch_model import TorchModel
 from diffquant.support import files
+from tests.support import tiny_lm
 from tests.support.tables import in_one_test
 
 
@@ -132,9 +134,9 @@ def test_a_file_that_unpacks_to_more_than_any_items_is_refused_before_it_is_unpa
     tracemalloc.stop()
 
 
-def test_acc_counts_sums_and_acc_norm_divides_by_characters():
-    outcome = HellaSwagOutcome(
-        logprobs=[[-4.0, -5.0]], choices=[0], choices_norm=[1], labels=[1], margins=[0.1], tokens=[2], kl=None
-    )
-    assert outcome.correct == [False]
-    assert outcome.correct_norm == [True]
+def test_acc_counts_sums_and_acc_norm_divides_by_characters(monkeypatch):
+    monkeypatch.setattr(hellaswag, "score", lambda *_: [(-4.0, False), (-5.0, False)])
+    model = TorchModel(tiny_lm.llama(), tiny_lm.tokenizer())
+    result = evaluate_hellaswag(model, [HellaSwagItem("It was", ("the", "the city"), 1)])
+    assert (result.details["choices_by_sum"], result.details["acc"]) == ([0], 0)
+    assert (result.choices, result.values, result.score) == ([1], [1], 1)

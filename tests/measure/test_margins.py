@@ -14,7 +14,7 @@ from diffquant.measure.results import TaskResult
 from diffquant.measure.sweep.findings import headline
 from diffquant.measure.sweep.grid import SweepOptions
 from diffquant.measure.sweep.plot import bands
-from diffquant.measure.sweep.result import json_rows, text_table
+from diffquant.measure.sweep.result import json_rows
 from diffquant.measure.sweep.run import run_sweep
 from diffquant.measure.tasks import make_tasks
 from diffquant.measure.tasks.hellaswag import KL, MARGIN, MARGINS
@@ -49,33 +49,33 @@ def ending_logprobs(model, item):
 @pytest.mark.parametrize("batch_tokens", [1, 700], ids=["one", "many"])
 def test_kl_and_margins_are_those_of_each_ending_run_alone(wrapper, batch_tokens):
     model, other, tokenizer = tiny_lm.llama(), tiny_lm.llama(seed=1), tiny_lm.tokenizer()
-    reference = hellaswag.reference_of(TorchModel(model, tokenizer), ITEMS, 4096)
+    reference = hellaswag.compute_reference(TorchModel(model, tokenizer), ITEMS, 4096)
     outcome = hellaswag.evaluate_hellaswag(wrapper(other, tokenizer), ITEMS, batch_tokens, reference=reference)
     for number, item in enumerate(ITEMS):
         of_reference, of_other = ([*ending_logprobs(m, item)] for m in (model, other))
         (p, right), (q, _) = of_reference[item.label], of_other[item.label]
-        assert outcome.tokens[number] == len(right)
+        assert outcome.details["tokens_by_item"][number] == len(right)
         expected = kl_div(q, p, reduction="batchmean", log_target=True).item()
-        assert outcome.kl[number] == pytest.approx(expected, rel=1e-4)
+        assert outcome.details["kl_by_item"][number] == pytest.approx(expected, rel=1e-4)
         scores = [
             each.gather(1, tokens[:, None]).sum().item() / len(ending)
             for (each, tokens), ending in zip(of_other, item.endings, strict=True)
         ]
         best_wrong = max(score for index, score in enumerate(scores) if index != item.label)
-        assert outcome.margins[number] == pytest.approx(scores[item.label] - best_wrong, abs=1e-5)
+        assert outcome.details["margins"][number] == pytest.approx(scores[item.label] - best_wrong, abs=1e-5)
 
 
 def test_a_margin_is_negative_where_acc_norm_calls_the_item_wrong():
     outcome = hellaswag.evaluate_hellaswag(TorchModel(tiny_lm.llama(), tiny_lm.tokenizer()), ITEMS)
-    assert [margin > 0 for margin in outcome.margins] == outcome.correct_norm
-    assert set(outcome.correct_norm) == {True, False}
+    assert [margin > 0 for margin in outcome.details["margins"]] == outcome.values
+    assert set(outcome.values) == {0, 1}
 
 
 def test_a_model_has_no_kl_from_itself():
     model = TorchModel(tiny_lm.llama(), tiny_lm.tokenizer())
-    reference = hellaswag.reference_of(model, ITEMS)
+    reference = hellaswag.compute_reference(model, ITEMS)
     outcome = hellaswag.evaluate_hellaswag(model, ITEMS, reference=reference)
-    assert outcome.kl == pytest.approx([0] * len(ITEMS), abs=1e-5)
+    assert outcome.details["kl_by_item"] == pytest.approx([0] * len(ITEMS), abs=1e-5)
 
 
 def result(margins, **details):
@@ -119,7 +119,7 @@ def test_a_sweep_leads_with_what_resolves_and_has_the_accuracy_beside_it(tmp_pat
     options = SweepOptions(bits=(3,), granularities=("tensor",), task_options={"limit": len(ITEMS)}, dtype="float32")
     sweep = run_sweep([model], options, tmp_path / "out")
     sweep.require_complete()
-    head = text_table(sweep).splitlines()[0]
+    head = sweep.table().splitlines()[0]
     assert head.index("KL [95 %]") < head.index("margin [95 %]") < head.index("acc_norm") < head.index("flips")
     assert [band.metric.label for band in bands(sweep)] == [*(c.label for c in MARGINS.changes), "score, %"]
     (told,) = headline(sweep)
@@ -137,7 +137,7 @@ def test_a_sweep_leads_with_what_resolves_and_has_the_accuracy_beside_it(tmp_pat
     assert quantized["hellaswag margin_change"] == pytest.approx(
         quantized["hellaswag margin"] - baseline["hellaswag margin"]
     )
-    assert "2 differences from 16 bits are compared" in text_table(sweep)
+    assert "2 differences from 16 bits are compared" in sweep.table()
 
 
 def test_the_reference_is_of_the_items_of_the_task():

@@ -15,7 +15,7 @@ from diffquant.measure.protocols import needle
 from diffquant.measure.protocols.needle import DEPTHS, NeedlePlan, make_items, spellable_sentences
 from diffquant.measure.sweep.grid import SweepOptions
 from diffquant.measure.sweep.outputs import write_outputs
-from diffquant.measure.sweep.result import json_rows, text_table
+from diffquant.measure.sweep.result import json_rows
 from diffquant.measure.sweep.run import run_sweep
 from diffquant.measure.tasks.needle import Needle, accuracy_by_place
 from diffquant.measure.torch_model import TorchModel
@@ -184,6 +184,6 @@ def test_a_sweep_pairs_needle_cells_and_draws_depth_against_length(tmp_path):
     for task in ("needle:2:1", "needle:2:2"):
         assert full[f"{task} n"] == 10
         assert low[f"{task} difference"] == pytest.approx(low[f"{task} score"] - full[f"{task} score"])
-        assert f"{task} retrieved" in text_table(result)
+        assert f"{task} retrieved" in result.table()
     for _, cell in result.cells_of(Needle):
         assert {*accuracy_by_place(cell)} == {(depth, length) for depth in DEPTHS for length in (120, 160)}

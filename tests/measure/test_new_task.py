@@ -15,7 +15,7 @@ from diffquant.measure.scoring import score
 from diffquant.measure.sweep.grid import SweepOptions
 from diffquant.measure.sweep.outputs import write_outputs
 from diffquant.measure.sweep.plot import bands
-from diffquant.measure.sweep.result import json_rows, text_table
+from diffquant.measure.sweep.result import json_rows
 from diffquant.measure.sweep.run import evaluate, run_sweep
 from diffquant.measure.task import LIMIT, Task, TaskOption
 from tests.support import tiny_lm
@@ -74,7 +74,7 @@ def test_a_registered_task_is_swept_tabulated_and_drawn(model, tmp_path):
     full, low = json_rows(result)
     assert full["colours n"] == 3
     assert low["colours difference"] == pytest.approx(low["colours score"] - full["colours score"])
-    assert "colours acc" in text_table(result).splitlines()[0]
+    assert "colours acc" in result.table().splitlines()[0]
     change, score = bands(result)
     assert [point.x for point in change.lines["attention logits, per row"][0].points] == [2]
     assert score.lines["attention logits, per row"][0].full.y == 100 * full["colours score"]
@@ -109,7 +109,7 @@ def test_a_kind_twice_and_an_option_that_means_two_things_are_refused():
 def test_without_it_neither_task_nor_option_is_known(model, tmp_path):
     with pytest.raises(UsageError, match=r"unknown task 'hellaswg'; did you mean 'hellaswag'\?"):
         tasks.make_tasks(("hellaswg",), {}, 64)
-    with pytest.raises(UsageError, match="unknown task 'colours'; known are hellaswag, lm-eval:NAME"):
+    with pytest.raises(UsageError, match="unknown task 'colours'; choose from hellaswag, lm-eval:NAME"):
         run_sweep([model], SweepOptions(tasks=("colours",)), tmp_path / "out")
     with pytest.raises(UsageError, match="no task has an option shout"):
         SweepOptions(task_options={"shout": True})
@@ -119,9 +119,9 @@ def test_without_it_neither_task_nor_option_is_known(model, tmp_path):
 def test_the_command_line_offers_its_option_and_passes_it_on(model, monkeypatch, capsys):
     import typer
 
-    from diffquant.verbs.cli.command import command
-    from diffquant.verbs.cli.show import SHOWN, Shown
-    from diffquant.verbs.kinds import task_values
+    from diffquant.verbs.cli.command import make_command
+    from diffquant.verbs.cli.show import VIEWS, ResultView
+    from diffquant.verbs.kinds import read_task_options
 
     def show(**task_options: object) -> str:
         """Show options.
@@ -130,11 +130,11 @@ def test_the_command_line_offers_its_option_and_passes_it_on(model, monkeypatch,
 
         No more.
         """
-        return json.dumps(task_values(task_options, show), default=str)
+        return json.dumps(read_task_options(task_options, show), default=str)
 
-    monkeypatch.setitem(SHOWN, "show", Shown(lambda text, _: text, data=None))
+    monkeypatch.setitem(VIEWS, "show", ResultView(lambda text, _: text, data=None))
     app = typer.Typer()
-    app.command()(command(show))
+    app.command()(make_command(show))
     monkeypatch.setattr(sys, "argv", ["show", "--shout", "--lengths", "32,64", "--characters", "0"])
     with pytest.raises(SystemExit):
         app()

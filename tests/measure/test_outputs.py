@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from diffquant.measure.cells import Cell
 from diffquant.measure.results import ITEMS, TaskResult
 from diffquant.measure.stats import Difference, mean_interval, paired_difference, wilson_interval
 from diffquant.measure.sweep import plot as sweep_plot
@@ -15,7 +16,7 @@ from diffquant.measure.sweep.findings import headline
 from diffquant.measure.sweep.grid import SweepOptions, points
 from diffquant.measure.sweep.outputs import sweep_report, write_outputs
 from diffquant.measure.sweep.plot import bands
-from diffquant.measure.sweep.result import MeasuredCell, SweepResult, csv_table, json_rows, read_sweep, text_table
+from diffquant.measure.sweep.result import SweepResult, csv_table, json_rows, read_sweep
 from diffquant.measure.sweep.run import run_sweep
 from diffquant.measure.tasks import kind_of
 from diffquant.reports.page import page
@@ -33,15 +34,15 @@ def measured(point, task):
     stored = {"seconds": 1.0, "stored": {"weights": 5_000_000, "kv_per_token": 1234.0}}
     if task == "perplexity":
         text = {"metric": "perplexity", "perplexity": 20.0, "bits_per_byte": 1.0, "kl": None, **stored}
-        return MeasuredCell(point, task, TaskResult.from_dict(text), None)
+        return Cell(point, task, TaskResult.from_dict(text), None)
     if point.bits == 3 and point.granularity == "tensor":
-        return MeasuredCell(point, task, None, "the <model> computes NaN")
+        return Cell(point, task, None, "the <model> computes NaN")
     right = {16: 6, 8: 5, 4: 4, 3: 3}[point.bits]
     values = [int(i < right) for i in range(10)]
     layers = [{"layer": 0, "calls": 2, "entries": 100, "clipped": 7, "step_mean": 0.25, "step_max": 0.5}]
     extra = {} if point.is_baseline else {"logit_report": layers}
     cell = {"metric": "acc_norm", "score": right / 10, "n": 10, "values": values, "choices": values}
-    return MeasuredCell(point, task, TaskResult.from_dict({**cell, **extra, **stored}), None)
+    return Cell(point, task, TaskResult.from_dict({**cell, **extra, **stored}), None)
 
 
 @pytest.fixture
@@ -67,21 +68,21 @@ def test_a_sweep_is_read_back_as_it_was_written(sweep, tmp_path):
     (tmp_path / "sweep.json").write_text(sweep.to_json())
     again = read_sweep(tmp_path / "sweep.json")
     assert again.to_json() == sweep.to_json()
-    assert text_table(again) == text_table(sweep)
+    assert again.table() == sweep.table()
 
 
 def test_changes_that_were_not_committed_are_said(sweep):
-    assert "uncommitted" not in text_table(sweep)
+    assert "uncommitted" not in sweep.table()
     cell = next(cell for cell in sweep.cells if cell.result)
     changed = replace(cell, result=replace(cell.result, commit="0123+changes"))
     cells = [changed if each is cell else each for each in sweep.cells]
     note = f"1 of {len(cells)} cells were measured by code with uncommitted changes."
-    assert note in text_table(replace(sweep, cells=cells))
+    assert note in replace(sweep, cells=cells).table()
     assert note in report_html(replace(sweep, cells=cells))
 
 
 def test_the_first_row_of_a_model_is_16_bits_and_the_others_compare_with_it(sweep):
-    table = text_table(sweep).splitlines()
+    table = sweep.table().splitlines()
     assert table[0].split("  ")[0] == "model"
     low, high = (f"{100 * end:.1f}" for end in wilson_interval(6, 10))
     assert re.match(rf"transformer +- +16 +60\.0 \[{low}, {high}\] +- ", table[2])
@@ -91,11 +92,11 @@ def test_the_first_row_of_a_model_is_16_bits_and_the_others_compare_with_it(swee
 
 def test_the_table_says_how_many_comparisons_it_makes(sweep):
     quantized = [cell for cell in sweep.cells if cell.task == "hellaswag" and cell.point.target and cell.result]
-    assert f"{len(quantized)} differences from 16 bits are compared" in text_table(sweep)
+    assert f"{len(quantized)} differences from 16 bits are compared" in sweep.table()
 
 
 def test_a_failed_cell_is_said_to_have_failed(sweep):
-    line = next(line for line in text_table(sweep).splitlines() if "3:tensor" in line)
+    line = next(line for line in sweep.table().splitlines() if "3:tensor" in line)
     assert "failed" in line
     assert "20" in line
 
@@ -113,7 +114,7 @@ def test_an_interval_of_one_item_has_no_ends_in_csv_and_json():
     points_of_two = points(MODELS[:1], SweepOptions(tasks=("hellaswag",), bits=(4,)))
     stored = {"seconds": 1.0, "stored": {"weights": 5, "kv_per_token": 1.0}}
     cells = [
-        MeasuredCell(point, "hellaswag", TaskResult.from_dict(scored | stored), None)
+        Cell(point, "hellaswag", TaskResult.from_dict(scored | stored), None)
         for point, score in zip(points_of_two, (0.5, 0.25), strict=True)
         for scored in [{"metric": "acc_norm", "score": score, "n": 1, "values": [score]}]
     ]
@@ -149,6 +150,21 @@ def test_of_one_model_granularities_are_lines_of_one_panel(sweep):
     # The dashed line of 16 bits, which both share, is drawn once.
     assert [line.full and round(line.full.y) for line in score.lines["attention logits"]] == [60, None]
     assert "attention logits" in report_html(alone)
+
+
+def test_panels_that_all_show_the_same_are_one(sweep):
+    baseline = {cell.point.model: cell.result for cell in sweep.cells if cell.point.is_baseline}
+    same = replace(sweep, cells=[replace(cell, result=baseline[cell.point.model]) for cell in sweep.cells])
+    for band in bands(same):
+        ((title, lines),) = band.lines.items()
+        assert title == "all targets: same values"
+        assert {line.model: [point.x for point in line.points] for line in lines} == {
+            "transformer": [8, 4, 3],
+            "diff": [8, 4, 3],
+        }
+    one_changed = [cell if cell.point.bits == 3 else equal for cell, equal in zip(sweep.cells, same.cells, strict=True)]
+    assert all(len(band.lines) == 2 for band in bands(replace(sweep, cells=one_changed)))
+    assert "all targets: same values" in report_html(same)
 
 
 def test_bars_are_the_paired_interval_of_the_difference_from_16_bits(sweep):
@@ -187,7 +203,7 @@ def test_no_two_models_of_a_panel_look_alike():
 def test_the_headline_names_the_largest_loss_and_the_width_from_which_none_is_measurable(sweep):
     failed, sentence = headline(sweep)
     assert failed == "2 of 28 cells failed."
-    said = r"hellaswag: 10 items cannot show a loss below \d\d points; take more items, or read KL\."
+    said = r"hellaswag: 10 items cannot show a loss below \d\d points; use more items, or KL\."
     assert re.fullmatch(said, sentence)
     lost = [
         replace(cell, result=replace(cell.result, values=[0] * 10)) if cell.result and cell.point.bits == 3 else cell
@@ -208,12 +224,10 @@ def test_what_gained_much_is_not_said_to_have_changed_least():
         counted = {f"{kind}_by_window": [3, 3] for kind in ("tokens", "ar_hits", "others")}
         losses = {f"{kind}_by_window": [nll, nll] for kind in ("nll", "ar_hit_nll", "other_nll")}
         stored = {"seconds": 1.0, "stored": {"weights": 5, "kv_per_token": 1.0}}
-        cells.append(
-            MeasuredCell(point, "nll", TaskResult.from_dict({"metric": "nll", **counted, **losses, **stored}), None)
-        )
+        cells.append(Cell(point, "nll", TaskResult.from_dict({"metric": "nll", **counted, **losses, **stored}), None))
     (sentence,) = headline(SweepResult(cells, {}))
-    assert sentence.startswith("nll: least changed is transformer at logits 8:row")
-    assert "most is transformer at logits 4:row" in sentence
+    assert sentence.startswith("nll: the smallest change is that of transformer at logits 8:row")
+    assert "the largest that of transformer at logits 4:row" in sentence
 
 
 class References(HTMLParser):

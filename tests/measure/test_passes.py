@@ -109,7 +109,7 @@ def test_a_models_cells_share_one_encoding_of_the_items(monkeypatch):
     def evaluate(tokenizer, items):
         before = len(encoded)
         outcome = hellaswag.evaluate_hellaswag(TorchModel(model, tokenizer), items)
-        return len(encoded) - before, outcome.logprobs
+        return len(encoded) - before, outcome.details["logprobs"]
 
     first, logprobs = evaluate(tokenizer, items)
     assert first > 0

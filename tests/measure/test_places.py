@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from diffquant.errors import UsageError
+from diffquant.measure.cells import Cell, Point
 from diffquant.measure.results import TaskResult
-from diffquant.measure.sweep.grid import Point
-from diffquant.measure.sweep.result import MeasuredCell
 from diffquant.measure.tasks.needle import plot_places
 from diffquant.recipe import Recipe
 
@@ -15,7 +14,7 @@ from diffquant.recipe import Recipe
 def cell(model, accuracies):
     places = [{"depth": n / 4, "length": 256, "accuracy": accuracy} for n, accuracy in enumerate(accuracies)]
     result = TaskResult(metric="retrieved", details={"by_place": places})
-    return model, MeasuredCell(Point(Path(model), "", 16, "", Recipe(), None), "needle:1:1", result, None)
+    return model, Cell(Point(Path(model), "", 16, "", Recipe(), None), "needle:1:1", result, None)
 
 
 def test_a_line_stands_for_what_is_even_and_nothing_is_drawn_where_all_is(tmp_path):

@@ -11,10 +11,10 @@ from diffquant.errors import NonFiniteError, UsageError
 from diffquant.measure.stats import mean_interval
 from diffquant.measure.sweep.grid import SweepOptions
 from diffquant.measure.sweep.outputs import write_outputs
-from diffquant.measure.sweep.result import json_rows, text_table
+from diffquant.measure.sweep.result import json_rows
 from diffquant.measure.sweep.run import run_sweep
 from diffquant.measure.tasks import kind_of, make_tasks
-from diffquant.measure.tasks.nll import POSITIONS, cumulative_means, position_panels, recalls, score_positions
+from diffquant.measure.tasks.nll import POSITIONS, cumulative_means, find_recalls, position_panels, score_positions
 from diffquant.measure.torch_model import TorchModel
 from tests.support import tiny_lm
 from tests.support.tables import in_one_test
@@ -44,7 +44,7 @@ def test_the_cumulative_average_is_the_mean_up_to_each_position():
 
 
 def test_a_hit_ends_a_bigram_that_stood_in_its_window_before():
-    assert recalls([5, 6, 7, 5, 6, 6, 6, 6]) == [False, False, False, True, False, True, True]
+    assert find_recalls([5, 6, 7, 5, 6, 6, 6, 6]) == [False, False, False, True, False, True, True]
     tokens = [0, *tiny_lm.tokenizer().encode(TEXT)]
     _, is_hit = score_positions(TorchModel(tiny_lm.llama(), tiny_lm.tokenizer()), TEXT, WINDOW)
     for number, hits in enumerate(is_hit.tolist()):
@@ -103,7 +103,7 @@ def test_a_sweep_tabulates_and_draws_the_loss_by_place(tmp_path):
     full, low = json_rows(sweep)
     assert low["nll nll_change"] == pytest.approx(low["nll nll"] - full["nll nll"])
     assert low["nll ar_hit_nll_change_low"] < low["nll ar_hit_nll_change"] < low["nll ar_hit_nll_change_high"]
-    head = text_table(sweep).splitlines()[0]
+    head = sweep.table().splitlines()[0]
     assert head.index("NLL") < head.index("AR-hit") < head.index("other")
     ((title, lines),) = position_panels(sweep.cells_of(kind_of("nll"))).items()
     assert title == "attention logits, per row"

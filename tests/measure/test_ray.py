@@ -11,7 +11,7 @@ from diffquant.errors import DiffQuantError, UsageError
 from diffquant.measure.sweep.ray_cluster import run_on_ray
 from diffquant.support.progress import silent
 from tests.support.ray_here import RayHere
-from tests.support.sleepers import scores, sleeping_cells
+from tests.support.sleepers import scores, sleeping_run
 from tests.support.thorough import thorough
 
 pytest.importorskip("ray")
@@ -38,24 +38,22 @@ def test_a_worker_that_is_killed_is_named_and_loses_only_its_cell(address, tmp_p
             killed.append(actors[0].pid)
             os.kill(killed[0], signal.SIGKILL)
 
-    run_on_ray(sleeping_cells(tmp_path, 4, 20, 0.5), kill_one, address, 2)
+    run_on_ray(sleeping_run(tmp_path, 4, 20, 0.5), kill_one, address, 2)
     assert killed
     assert "died while it measured" in caplog.text
     assert len(scores(tmp_path)) == 19
-    (lost,) = sleeping_cells(tmp_path, 4, 20, 0.0)
+    (lost,) = sleeping_run(tmp_path, 4, 20, 0.0).cells
     assert lost.read_failure().startswith("Ray's worker")
     assert {file.suffix for file in tmp_path.iterdir()} == {".json"}
 
 
 @thorough
 def test_a_machine_that_would_measure_other_cells_is_refused_before_the_first(address, tmp_path):
-    cells = sleeping_cells(tmp_path, 1, 4, 0.0)
-    for cell in cells:
+    run = sleeping_run(tmp_path, 1, 4, 0.0)
+    for cell in run.cells:
         cell.key["code"] = "0123456789abcdef"
-    with pytest.raises(
-        UsageError, match=r"cannot take part: .* would measure other cells than were planned, since code"
-    ):
-        run_on_ray(cells, silent, address, 1)
+    with pytest.raises(UsageError, match=r"cannot take part: .* cannot measure the cells as planned, because code"):
+        run_on_ray(run, silent, address, 1)
     assert not list(tmp_path.iterdir())
 
 
@@ -66,8 +64,8 @@ def test_a_folder_that_vanishes_is_named(address, tmp_path):
             with suppress(FileNotFoundError):
                 (tmp_path / "cells").rename(tmp_path / "elsewhere")
 
-    with pytest.raises(DiffQuantError, match=f"{tmp_path}/cells, where the sweep's cells lie, cannot be read any more"):
-        run_on_ray(sleeping_cells(tmp_path / "cells", 2, 40, 0.1), vanish, address)
+    with pytest.raises(DiffQuantError, match=f"folder {tmp_path}/cells can no longer be read"):
+        run_on_ray(sleeping_run(tmp_path / "cells", 2, 40, 0.1), vanish, address)
 
 
 def test_an_address_without_a_cluster_is_refused(tmp_path, monkeypatch):
@@ -79,4 +77,4 @@ def test_an_address_without_a_cluster_is_refused(tmp_path, monkeypatch):
         UsageError,
         match=r"no Ray cluster at auto: Could not find any running Ray instance\.; start one with `ray start",
     ):
-        run_on_ray(sleeping_cells(tmp_path, 1, 1, 0.0), silent, "auto")
+        run_on_ray(sleeping_run(tmp_path, 1, 1, 0.0), silent, "auto")

@@ -11,12 +11,13 @@ from diffquant.checkpoints.source import open_source
 from diffquant.checkpoints.texts import load_text
 from diffquant.checkpoints.tokenizer import load_tokenizer
 from diffquant.errors import CheckpointError, FailedCellsError, NotFiredError, UsageError
+from diffquant.measure.cells import Cell
 from diffquant.measure.protocols import hellaswag
 from diffquant.measure.results import TaskResult
 from diffquant.measure.sweep import subject
-from diffquant.measure.sweep.cell import Cell, progress_within
+from diffquant.measure.sweep.cell import progress_within
 from diffquant.measure.sweep.grid import SweepOptions
-from diffquant.measure.sweep.plan import forecast, plan_sweep
+from diffquant.measure.sweep.plan import describe_work, estimate_seconds, plan_sweep
 from diffquant.measure.sweep.run import evaluate, run_sweep
 from diffquant.measure.tasks import perplexity
 from diffquant.measure.torch_model import TorchModel
@@ -56,19 +57,21 @@ def output(model, tmp_path_factory):
 
 def test_a_dry_run_says_what_is_to_be_measured_and_about_how_long(model, copy_of, tmp_path):
     def planned(options, folder):
-        cells = plan_sweep([model], options, folder / "cells", None)[0]
-        return forecast([(cell, cell.read()) for cell in cells])
+        run = plan_sweep([model], options, folder / "cells", None)[0]
+        return replace(run, cells=[replace(cell, result=cell.read()) for cell in run.cells])
 
-    nothing = planned(OPTIONS, tmp_path / "new")
-    assert (nothing.held, len(nothing.missing)) == (0, CELLS)
-    assert re.match(rf"{CELLS} cells to measure; about \d+ (s|min), if none runs beside another\n", str(nothing))
+    nothing = describe_work(planned(OPTIONS, tmp_path / "new"))
+    assert nothing.count("\n") == CELLS
+    assert re.match(rf"{CELLS} cells to measure; about \d+ (s|min), if cells run one at a time\n", nothing)
     assert not (tmp_path / "new").exists()
-    assert str(planned(OPTIONS, copy_of)) == f"nothing to measure; {CELLS} are there already"
-    taken = [cell.read().seconds for cell in plan_sweep([model], OPTIONS, copy_of / "cells", None)[0]]
+    held = planned(OPTIONS, copy_of)
+    assert describe_work(held) == f"nothing to measure; {CELLS} are already measured"
+    taken = [cell.result.seconds for cell in held.cells]
     more = planned(replace(OPTIONS, bits=(16, 4, 3)), copy_of)
-    assert (more.held, len(more.missing)) == (CELLS, 8)
-    assert min(taken) * 8 <= more.seconds <= max(taken) * 8
-    assert sum("perplexity" in caption for caption in more.missing) == 4
+    headline, *missing = describe_work(more).splitlines()
+    assert headline.startswith(f"8 cells to measure; {CELLS} are already measured; about ")
+    assert min(taken) * 8 <= estimate_seconds(more) <= max(taken) * 8
+    assert sum("perplexity" in caption for caption in missing) == 4
 
 
 @pytest.fixture
@@ -97,12 +100,12 @@ def test_a_cell_holds_what_evaluating_its_recipe_gives(model, output):
     plain, quantized = (TorchModel(load(model, recipe), tokenizer) for recipe in (None, Recipe.of(weights="4:row")))
     point = next(p for p in result.points if p.label == "weights 4:row")
     outcome = hellaswag.evaluate_hellaswag(quantized, hellaswag.load_items(limit=6))
-    assert result.pair(point, "hellaswag")[0].choices == outcome.choices_norm
-    reference = perplexity.reference_of(plain, text, 64, 32)
+    assert result.result_and_baseline(point, "hellaswag")[0].choices == outcome.choices
+    reference = perplexity.compute_reference(plain, text, 64, 32)
     score = perplexity.score_text(quantized, text, 64, 32, reference=reference)
-    measured = result.pair(point, "perplexity")[0].details
-    assert measured["perplexity"] == pytest.approx(score.perplexity)
-    assert measured["kl"] == pytest.approx(score.kl)
+    measured = result.result_and_baseline(point, "perplexity")[0].details
+    assert measured["perplexity"] == pytest.approx(score["perplexity"])
+    assert measured["kl"] == pytest.approx(score["kl"])
 
 
 def test_a_cell_stores_what_quantize_writes(model, output, tmp_path):
@@ -131,8 +134,8 @@ def test_a_folder_is_measured_under_the_recipe_that_it_records_too(model, tmp_pa
     measured = []
     for own in (Recipe(), None):
         loaded = TorchModel(load(tmp_path / "folder", own), tokenizer)
-        measured.append(perplexity.score_text(loaded, text, 64, 32).perplexity)
-    found = [result.pair(point, "perplexity")[0].details["perplexity"] for point in result.points[:2]]
+        measured.append(perplexity.score_text(loaded, text, 64, 32)["perplexity"])
+    found = [result.result_and_baseline(point, "perplexity")[0].details["perplexity"] for point in result.points[:2]]
     assert found == pytest.approx(measured)
     assert abs(found[0] / found[1] - 1) > 1e-3
 
@@ -272,7 +275,7 @@ def test_a_change_of_the_code_that_computes_a_cell_measures_it_again(model, copy
     assert ("perplexity", "0123456789abcdef") in codes
     assert len(codes) == 2
     assert {cell["result"].get("commit") for cell in written["cells"]} == {written["settings"]["commit"]} == {commit()}
-    assert result.cells[0].code != "0123456789abcdef"
+    assert result.cells[0].key["code"] != "0123456789abcdef"
 
 
 @pytest.mark.parametrize(
@@ -289,13 +292,13 @@ def test_a_sweep_says_in_one_line_why_cells_of_a_folder_are_measured_again(
         entry = json.loads(file.read_text())
         if entry["key"]["task"]["name"] == "perplexity":
             key = entry["key"] | change | {"versions": entry["key"]["versions"] | change.get("versions", {})}
-            Cell(None, None, None, copy_of / "cells", key).write(TaskResult.from_dict(entry["result"]))
+            Cell(None, "perplexity", key=key, folder=copy_of / "cells").write(TaskResult.from_dict(entry["result"]))
             file.unlink()
     monkeypatch.setattr(subject.CheckpointSubject, "measure", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         run_sweep([model], OPTIONS, copy_of)
     assert caplog.messages == [
-        f"{CELLS // 2} of the {CELLS // 2} missing cells were measured into {copy_of}/cells before, by {reason}; "
+        f"{CELLS // 2} of the {CELLS // 2} missing cells have results in {copy_of}/cells by {reason}; "
         "they are measured again"
     ]
 
@@ -396,7 +399,7 @@ def test_bad_input_is_refused_before_any_cell(model, tmp_path):
         run_sweep([tmp_path / "packed"], SweepOptions(recipes=(nowhere,)), tmp_path / "out")
     (tmp_path / "other").mkdir()
     twin = shutil.copy(nowhere, tmp_path / "other")
-    with pytest.raises(UsageError, match="rename all but one nowhere"):
+    with pytest.raises(UsageError, match="rename all but one of nowhere"):
         run_sweep([model], SweepOptions(recipes=(nowhere, Path(twin))), tmp_path / "out")
     assert not list(tmp_path.glob("out/cells/*"))
 

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 import diffquant.measure.sweep.findings as sizes
+from diffquant.measure.cells import Cell
 from diffquant.measure.results import TaskResult
 from diffquant.measure.stats import mean_interval
 from diffquant.measure.sweep.findings import headline
 from diffquant.measure.sweep.grid import SweepOptions, points
 from diffquant.measure.sweep.outputs import sweep_report
 from diffquant.measure.sweep.plot import bands, plot
-from diffquant.measure.sweep.result import MeasuredCell, SweepResult, notes
+from diffquant.measure.sweep.result import SweepResult, notes
 from diffquant.recipe import Recipe
 from diffquant.recipe.scheme import Scheme
 from diffquant.reports.page import page
@@ -32,7 +33,7 @@ def swept(task, result):
     for point in points([MODEL], options):
         stored = {"weights": 1_000_000 * MEGABYTES[point.bits], "kv_per_token": 1000.0}
         measured = TaskResult.from_dict(result(point) | {"seconds": 1.0, "stored": stored})
-        cells.append(MeasuredCell(point, task, measured, None))
+        cells.append(Cell(point, task, measured, None))
     return SweepResult(cells, SETTINGS)
 
 
@@ -74,7 +75,7 @@ def test_where_nothing_is_close_16_bits_are_kept():
 
 
 def test_granularities_are_lines_of_one_drawing():
-    (drawing,), keys = sizes.size_charts(sizes.list_sizes(swept("perplexity", text)))
+    (drawing,), keys = sizes.draw_size_charts(sizes.list_sizes(swept("perplexity", text)))
     assert [text for _, _, text in keys] == ["a model, row", "a model, tensor"]
     assert drawing.svg.count('class="tip"') == 6
 
@@ -130,7 +131,7 @@ def test_models_of_one_name_are_told_apart_below_the_table_and_in_the_settings()
     options = SweepOptions(tasks=("perplexity",), bits=(4,), targets=("weights",))
     stored = {"seconds": 1.0, "stored": {"weights": 1000, "kv_per_token": 1000.0}}
     cells = [
-        MeasuredCell(point, "perplexity", TaskResult.from_dict(text(point) | stored), None)
+        Cell(point, "perplexity", TaskResult.from_dict(text(point) | stored), None)
         for point in points(folders, options)
     ]
     told = {"models": {str(folder): folder.parent.name * 8 for folder in folders}, "quantized": [str(folders[1])]}

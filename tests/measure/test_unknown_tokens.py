@@ -38,7 +38,7 @@ def model(folder):
 
 READERS = {
     "perplexity": lambda model: perplexity.score_text(model, TEXT, 64, 32),
-    "its reference": lambda model: perplexity.reference_of(model, TEXT, 64, 32),
+    "its reference": lambda model: perplexity.compute_reference(model, TEXT, 64, 32),
     "nll by position": lambda model: score_positions(model, TEXT, 64),
     "a request": lambda model: RequestEncoder(model.tokenizer, 512, model.vocabulary).request("It was", f" the {WORD}"),
     "one without a context": lambda model: RequestEncoder(model.tokenizer, 512, model.vocabulary).request("", WORD),
@@ -55,7 +55,7 @@ def test_a_token_without_an_embedding_is_named(model, reader):
 
 
 def test_texts_without_it_are_read(model):
-    assert perplexity.score_text(model, TEXT.replace(WORD, "cat"), 64, 32).tokens
+    assert perplexity.score_text(model, TEXT.replace(WORD, "cat"), 64, 32)["tokens"]
 
 
 def test_calibration_names_it_before_a_pass(folder, tmp_path):

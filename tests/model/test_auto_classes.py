@@ -117,7 +117,7 @@ def test_a_config_alone_makes_an_untrained_model(folders):
     ("options", "message"),
     [
         ({"quantization_config": {"quant_method": "fp8"}}, "not quantization_config"),
-        ({"device_map": "balanced"}, "device_map is 'auto' or a mapping"),
+        ({"device_map": "balanced"}, "device_map must be 'auto' or a mapping"),
         ({"dtype": "int3"}, "unknown dtype 'int3'"),
     ],
 )

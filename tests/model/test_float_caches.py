@@ -180,7 +180,7 @@ def test_what_groups_of_logits_allow():
     assert shares_prefixes(Recipe.of(logits="mxfp8"))
     assert not takes_padding(Recipe.of(logits="mxfp8"))
     assert takes_padding(Recipe.of(qk="nvfp4"))
-    with pytest.raises(UsageError, match="nvfp4_4over6 chooses scales by the errors they leave"):
+    with pytest.raises(UsageError, match="nvfp4_4over6 chooses scales by rounding error"):
         Recipe.of(logits="nvfp4_4over6")
 
 

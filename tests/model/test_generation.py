@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from diffquant import load, load_tokenizer
-from diffquant.checkpoints.texts import text_pieces
+from diffquant.checkpoints.texts import iterate_text_pieces
 from diffquant.data import books_text
 from diffquant.errors import UsageError
 from diffquant.verbs.generation import stream
@@ -76,7 +76,7 @@ def test_pieces_are_the_text_of_all_tokens_with_bytes_and_special_ones_among_the
         ids.insert(random.randrange(5), tokenizer.unk_token_id)
         for skips in (True, False):
             decode = partial(tokenizer.decode, skip_special_tokens=skips)
-            assert "".join(text_pieces(ids, decode)) == decode(ids)
+            assert "".join(iterate_text_pieces(ids, decode)) == decode(ids)
 
 
 def test_generation_ends_when_its_reader_leaves(model):

@@ -41,9 +41,9 @@ def refused(said, act, *arguments, **options):
 def test_caches_with_room_for_tokens_to_come_are_refused(folders, kind):
     model = load(folders[kind])
     for name in ("static", "offloaded_static", "sliding_window"):
-        refused(f"cache_implementation='{name}' is a cache with room", asked, model, cache_implementation=name)
+        refused(f"cache_implementation='{name}' allocates memory", asked, model, cache_implementation=name)
     config = GenerationConfig(cache_implementation="static", **GREEDY)
-    refused("'static' is a cache with room", model.generate, IDS, generation_config=config)
+    refused("'static' allocates memory", model.generate, IDS, generation_config=config)
     fixed = StaticCache(config=model.config, max_cache_len=32)
     refused("StaticCache with layers of kind Static", model, IDS, past_key_values=fixed)
     refused("StaticCache with layers of kind Static", asked, model, past_key_values=fixed)
@@ -56,7 +56,7 @@ def test_a_cache_that_would_not_keep_the_recipe_is_refused(folders, kind):
     refused("is a DynamicCache, and the model's recipe has k 4:row", model, IDS, past_key_values=DynamicCache())
     refused("is a DynamicCache, and the model's", asked, model, past_key_values=DynamicCache())
     for name in ("dynamic", "quantized"):
-        refused(f"'{name}' would not keep", asked, model, cache_implementation=name)
+        refused(f"'{name}' would not store", asked, model, cache_implementation=name)
     cache = model.new_cache()
     model.apply_recipe(Recipe.of(k="8:row", v="4:row"))
     said = "cache belongs to another recipe: it has k 4:row, v 4:row, and the model k 8:row, v 4:row"
@@ -111,7 +111,7 @@ EXACT = [
     {"kv": "8", "logits": "6:row:shift", "qk": "8:row"},
 ]
 DEPENDENT = {
-    "newest 3 tokens stay at 16 bits": {"kv": "8", "residual": 3},
+    "newest 3 tokens in the cache stay at 16 bits": {"kv": "8", "residual": 3},
     "keys at 4:c4 are rounded by blocks of tokens": {"k": "4:c4", "v": "8"},
     "keys at 8:c16 are rounded by blocks": {"overrides": {"*.layers.1.*.k": "8:c16"}},
     "logits at 6:tensor have scales over several tokens": {"logits": "6:tensor"},
@@ -160,7 +160,7 @@ def test_what_is_refused_does_give_other_tokens(recipe, monkeypatch):
 def test_prompts_in_chunks_are_refused_where_they_would_change_the_tokens(said, recipe):
     model = ours(random_diffllama(num_key_value_heads=4))
     model.apply_recipe(Recipe.of(**recipe))
-    refused(f"prefill_chunk_size would give other tokens.*{said}", asked, model, prefill_chunk_size=5)
+    refused(f"prefill_chunk_size would change the generated tokens.*{said}", asked, model, prefill_chunk_size=5)
     refused(said, model.generate, IDS, GenerationConfig(prefill_chunk_size=5, **GREEDY))
 
 
@@ -173,7 +173,7 @@ def test_prompts_in_chunks_give_the_tokens_of_prompts_at_once(recipe):
 
 def test_states_that_cannot_go_back_are_no_drafts(folders):
     phi, llama = load(folders["phi4flash"]), random_llama()
-    said = "Mamba's states and the windows of this model do not hold earlier tokens"
+    said = "Mamba's states and this model's windowed layers do not keep earlier tokens"
     refused(said, asked, phi, prompt_lookup_num_tokens=3)
     refused(said, asked, phi, assistant_model=llama)
     refused(said, asked, ours(llama), assistant_model=phi)

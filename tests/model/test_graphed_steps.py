@@ -407,7 +407,7 @@ def test_on_cuda_it_is_said_why_a_model_is_not_recorded(monkeypatch, caplog):
     model.apply_recipe(Recipe.of())
     model.model.rotary_emb.rope_type = "dynamic"
     assert model.model.new_graphs() is None
-    for reason in ("asked to run on naive", "logits are quantized", "RoPE of type dynamic"):
+    for reason in ("uses the backend naive", "logits are quantized", "RoPE of type dynamic"):
         assert caplog.text.count(reason) == 1
 
 

@@ -234,7 +234,7 @@ def test_what_windows_of_latents_cannot_honour_is_refused(model, cache):
         if cache == "another's"
         else {"attention_mask": torch.ones(1, 1, 5, 5).bool()}
     )
-    with pytest.raises(UsageError, match=r"DynamicCache does not keep|neither a 4-D attention_mask"):
+    with pytest.raises(UsageError, match=r"DynamicCache cannot store|neither a 4-D attention_mask"):
         model(ids, **given)
 
 

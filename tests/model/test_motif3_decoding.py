@@ -123,11 +123,11 @@ def test_reasons_against_the_kernel_are_named(checkpoint):
     def refusal(recipe):
         return attention.decoding_refusal(recipe)
 
-    assert refusal(Recipe.of()) == "the decode kernel takes float16 and bfloat16, not torch.float32"
+    assert refusal(Recipe.of()) == "the decode kernel supports float16 and bfloat16, not torch.float32"
     model.half()
     assert refusal(Recipe.of()) == "Triton kernels run on CUDA devices, not on cpu"
     model.apply_recipe(Recipe.of(logits="8:row"))
-    assert "logits, softmax weights or operands of attention are rounded" in refusal(Recipe.of())
+    assert "logits, softmax weights or operands of attention are quantized" in refusal(Recipe.of())
 
 
 def test_formats_and_widths_that_the_kernel_does_not_read_are_refused(monkeypatch):
@@ -139,7 +139,7 @@ def test_formats_and_widths_that_the_kernel_does_not_read_are_refused(monkeypatc
         return fused_cache.latent_layer_refusal(recipe, 64, latent, torch.float16, torch.device("cpu"))
 
     assert refusal(Recipe.of(kv=4)) is None
-    assert refusal(Recipe.of(), 256) == "keys are 64 and values 256 wide; the kernels take 64 and 512"
+    assert refusal(Recipe.of(), 256) == "keys are 64 and values 256 wide; the kernels support 64 and 512"
     assert "v has scales per group of channels" in refusal(Recipe.of(v="4:g64"))
 
 
@@ -147,6 +147,6 @@ def test_models_without_latents_refuse_it():
     model = ours(random_diffllama())
     model.use_attention("triton-latent")
     with pytest.raises(
-        UsageError, match="'triton-latent': it only decodes a few tokens at a time from the cache of a model"
+        UsageError, match="'triton-latent': this backend only decodes a few tokens at a time from the cache of a model"
     ):
         model(random_ids(1, 5))

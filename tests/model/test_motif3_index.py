@@ -217,7 +217,7 @@ def test_rules_that_read_a_text_round_its_matrices_where_experts_are_kept(checkp
     low, near = (load_file(tmp_path / folder / "model.safetensors") for folder in ("low", "near"))
     differing = {n for n in names if not torch.equal(*(x[n.removesuffix(".weight") + PACKED] for x in (low, near)))}
     assert len(differing) > 0.9 * len(names)
-    with pytest.raises(UsageError, match=r"reads the inputs of Linears.*moe\.experts\.gate_up_proj"):
+    with pytest.raises(UsageError, match=r"needs the inputs of Linears.*moe\.experts\.gate_up_proj"):
         plan_quantization(open_source(checkpoint), Recipe.of(weights="4:g32", rounding=settings))
 
 
@@ -269,7 +269,7 @@ def test_a_checkpoint_without_the_predicting_layer_says_so_in_its_config(checkpo
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling has type 'linear'"),
         ({"num_noise_heads": 32}, "num_noise_heads 32 does not divide num_attention_heads 80 into groups"),
         ({"num_noise_heads": 8}, "num_noise_heads 8 is not num_key_value_heads 16"),
-        ({"qk_rope_head_dim": 63}, "qk_rope_head_dim 63 is not an even part of head_dim 192"),
+        ({"qk_rope_head_dim": 63}, "qk_rope_head_dim 63 is odd or not below head_dim 192"),
         ({"experts_top_k": 385}, "experts_top_k 385 is more than num_experts 384"),
         ({"q_lora_rank": "1024"}, "q_lora_rank is '1024', not a number from 1 on"),
         ({"route_scale": "2"}, "route_scale is '2', not a number"),

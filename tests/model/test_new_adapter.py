@@ -56,16 +56,16 @@ def test_it_is_inspected_quantized_and_loaded_as_the_format_it_renames(checkpoin
     ours, theirs = inspect_checkpoint(toy), inspect_checkpoint(known)
     assert (ours.model_type, ours.parameters) == ("toy_diff", theirs.parameters)
     assert ours.lam == pytest.approx(theirs.lam, rel=1e-6)
-    torch.testing.assert_close(exact_logits(toy), exact_logits(known), rtol=0, atol=1e-12)
+    torch.testing.assert_close(float32_logits(toy), float32_logits(known), rtol=0, atol=1e-12)
     for source in checkpoints:
         quantize(source, tmp_path / f"{source.name}-low", Recipe.of(weights="4:g32"))
     assert inspect_checkpoint(tmp_path / "toy-low").packed == 2 * 7
-    low = exact_logits(tmp_path / "toy-low")
-    torch.testing.assert_close(low, exact_logits(tmp_path / "known-low"), rtol=0, atol=1e-12)
-    assert (low - exact_logits(toy)).abs().max() > 1e-3
+    low = float32_logits(tmp_path / "toy-low")
+    torch.testing.assert_close(low, float32_logits(tmp_path / "known-low"), rtol=0, atol=1e-12)
+    assert (low - float32_logits(toy)).abs().max() > 1e-3
 
 
-def exact_logits(folder):
+def float32_logits(folder):
     """Logits in float64: in float32 a BLAS may round otherwise where weights begin elsewhere in memory."""
     return load(folder, dtype=torch.float64)(IDS).logits
 

@@ -100,7 +100,7 @@ def test_a_quantized_checkpoint_keeps_its_rotation(tmp_path):
     [
         ({"logits": "4:row:rotated"}, "rotated is for k and v"),
         ({"weights": "4:g32:rotated"}, "rotated is for k and v"),
-        ({"kv": "8:static:rotated"}, "k: rotated and static do not combine in 8:static:rotated; leave out one"),
+        ({"kv": "8:static:rotated"}, "k: rotated and static cannot be combined in 8:static:rotated; leave out one"),
         ({"kv": "16:rotated"}, "16 bits means not quantized"),
     ],
 )

@@ -230,5 +230,5 @@ def test_a_checkpoint_of_a_trainer_holds_its_command_line_too(example, tmp_path)
 def test_other_weights_are_refused(example):
     with pytest.raises(CheckpointError, match=r"no patch_embed\.proj\.weight"):
         example["Vision"]({"model.embed_tokens.weight": torch.zeros(2, 2)})
-    with pytest.raises(CheckpointError, match=r"patches 4 pixels wide; known are 8 or 16"):
+    with pytest.raises(CheckpointError, match=r"patches 4 pixels wide; choose from 8 or 16"):
         example["Vision"](differential() | {"patch_embed.proj.weight": torch.zeros(2, 3, 4, 4)})

@@ -22,21 +22,21 @@ from diffquant.checkpoints.opening import open_checkpoint
 from diffquant.checkpoints.ranges import read_any_ranges
 from diffquant.checkpoints.texts import load_text
 from diffquant.checkpoints.tokenizer import load_tokenizer
-from diffquant.checkpoints.weight_layout import stored_transposed
+from diffquant.checkpoints.weight_layout import find_transposed
 from diffquant.checkpoints.weight_source import WeightRules
 from diffquant.errors import CheckpointError, DiffQuantError, UsageError
+from diffquant.measure.cells import Cell, Point
 from diffquant.measure.comparison import read_samples
 from diffquant.measure.protocols.hellaswag import load_items
 from diffquant.measure.results import TaskResult
-from diffquant.measure.sweep.cell import Cell
-from diffquant.measure.sweep.result import MeasuredCell, SweepResult, model_names, read_sweep
+from diffquant.measure.sweep.result import SweepResult, model_names, read_sweep
 from diffquant.recipe import Recipe
 from diffquant.support import files, plain_data
 from diffquant.support.files import check_plain
 from diffquant.support.outputs import Journal
-from diffquant.support.plain_data import first_matches, parse_json
+from diffquant.support.plain_data import find_first_matches, parse_json
 from diffquant.support.yaml_text import parse_yaml
-from diffquant.verbs.recipes import recipe_of_options
+from diffquant.verbs.recipes import recipe_from_options
 from examples.shots.labelled import load_dataset
 from tests.support import tiny_lm
 from tests.support.checkpoints import edit_json, write_llama
@@ -111,7 +111,7 @@ def test_overrides_given_twice_or_without_a_weight_are_found_in_linear_time(tmp_
     model = write_llama(tmp_path / "model")
     doubled = [f"*.k{i}=8" for i in range(50_000)]
     with pytest.raises(UsageError, match=r"'\*\.k0' twice"):
-        recipe_of_options(overrides=[*doubled, doubled[0]])
+        recipe_from_options(overrides=[*doubled, doubled[0]])
     with pytest.raises(UsageError, match=r"'x0' matches no weight.*and 2995 more"):
         diffquant.quantize(
             model, tmp_path / "out", {"weights": "4:g16", "overrides": {f"x{i}": 8 for i in range(3000)}}
@@ -124,7 +124,7 @@ def test_names_of_a_checkpoint_and_of_a_result_are_compared_in_linear_time():
 
     tensors = {f"layers.{i}.c_attn.weight": TensorInfo(torch.float32, (2, 6), "x") for i in range(20_000)}
     tensors |= {f"layers.{i}.c_attn.bias": TensorInfo(torch.float32, (6,), "x") for i in range(20_000)}
-    assert len(stored_transposed(tensors)) == 20_000
+    assert len(find_transposed(tensors)) == 20_000
     assert len(set(model_names([Path(f"/a/{i}/model") for i in range(5000)]).values())) == 5000
     targets = {f"model.layers.{i}.q_proj": i for i in range(20_000)} | {"Linear": -1}
     assert pick_targets([*targets, "x"], targets) == targets | {"x": -1}
@@ -132,21 +132,19 @@ def test_names_of_a_checkpoint_and_of_a_result_are_compared_in_linear_time():
 
 @pytest.mark.usefixtures("quick")
 def test_a_results_points_are_found_in_linear_time():
-    from diffquant.measure.sweep.grid import Point
-
     points = [
         Point(Path(f"m{i}"), target, 4, "", Recipe(), Path(f"m{i}")) for i in range(2000) for target in ("", "kv")
     ]
-    result = SweepResult([MeasuredCell(point, "nll", None, "x") for point in points], {})
-    assert {result.pair(point, "nll") for point in result.points} == {(None, None)}
+    result = SweepResult([Cell(point, "nll", None, "x") for point in points], {})
+    assert {result.result_and_baseline(point, "nll") for point in result.points} == {(None, None)}
 
 
 @in_one_test("expression", PUBLISHED)
 def test_expressions_match_as_python_matches_them(expression):
     found = [re.match(expression, name) is not None for name in NAMES]
-    assert [index == 0 for index in first_matches([expression], NAMES)] == found
+    assert [index == 0 for index in find_first_matches([expression], NAMES)] == found
     wanted = [next((i for i, each in enumerate(PUBLISHED) if re.match(each, name)), None) for name in NAMES]
-    assert first_matches(PUBLISHED, NAMES) == wanted
+    assert find_first_matches(PUBLISHED, NAMES) == wanted
 
 
 def test_what_diffquant_writes_is_matched_without_another_process(monkeypatch):
@@ -155,7 +153,7 @@ def test_what_diffquant_writes_is_matched_without_another_process(monkeypatch):
     monkeypatch.setattr(subprocess, "run", None)
     modules = [f"model.layers.{i}.mlp.experts.{j}.up-proj" for i in range(30) for j in range(40)]
     (pattern,) = name_patterns(modules)
-    assert first_matches([pattern.removeprefix("re:")], [*modules, "model.layers.30.mlp"]) == [0] * 1200 + [None]
+    assert find_first_matches([pattern.removeprefix("re:")], [*modules, "model.layers.30.mlp"]) == [0] * 1200 + [None]
 
 
 @in_one_test("expression", ENDLESS)
@@ -400,7 +398,7 @@ def test_read_sweep_is_strict_json(tmp_path):
 @posix
 @in_one_test("put", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to(path)])
 def test_a_cell_in_whose_place_something_else_lies_is_measured_again(tmp_path, put):
-    cell = Cell(None, None, None, tmp_path, {"model": "x"})
+    cell = Cell(None, "nll", key={"model": "x"}, folder=tmp_path)
     put(cell.path)
     put(cell.failure_path)
     assert cell.read() is None

@@ -9,7 +9,7 @@ import diffquant
 from diffquant.checkpoints.source import open_source
 from diffquant.errors import UsageError
 from diffquant.quantization.plan import plan_quantization
-from diffquant.quantization.planning import estimated_seconds
+from diffquant.quantization.planning import estimate_seconds
 from diffquant.recipe import Recipe
 from tests.support import tiny_lm
 from tests.support.tables import in_one_test
@@ -53,7 +53,7 @@ def test_schemes_that_mse_cannot_do_are_rounded_to_nearest_and_it_is_said(model,
     caplog.set_level(logging.INFO, "diffquant.verbs")
     diffquant.quantize(model, tmp_path / "out", {"weights": "8:tensor"})
     assert rule_of(tmp_path / "out") == "nearest"
-    assert "rounds by nearest, since" in caplog.text
+    assert "rounding by nearest, because" in caplog.text
 
 
 def test_a_recipe_of_the_cache_alone_names_no_rule(model, tmp_path):
@@ -71,7 +71,7 @@ def test_an_effort_is_a_rule(model, tmp_path, effort, rule):
         raise Planned
 
     with pytest.raises(Planned):
-        diffquant.quantize(model, tmp_path / "out", {"weights": "4:g16"}, effort=effort, planned=stop)
+        diffquant.quantize(model, tmp_path / "out", {"weights": "4:g16"}, effort=effort, on_plan=stop)
 
 
 def test_an_effort_beside_a_rule_and_one_that_is_none_are_refused(model, tmp_path):
@@ -85,7 +85,7 @@ def test_an_estimate_grows_with_what_a_rule_reads(model):
     source = open_source(model)
 
     def seconds(**rounding):
-        return estimated_seconds(source, plan_quantization(source, Recipe.of(weights="4:g16", rounding=rounding)))
+        return estimate_seconds(source, plan_quantization(source, Recipe.of(weights="4:g16", rounding=rounding)))
 
     assert seconds(name="nearest") > 0
     short, long = (seconds(name="gptq", tokens=tokens) for tokens in (1000, 100_000))

@@ -13,13 +13,13 @@ from torch import nn
 
 from diffquant import Recipe, load, quantize
 from diffquant.checkpoints.source import open_source
-from diffquant.checkpoints.tokens import token_windows
+from diffquant.checkpoints.tokens import encode_windows
 from diffquant.data import books_text
 from diffquant.errors import UsageError
 from diffquant.quantization.roundings.gptq import descent, layer_inputs, sequence
-from diffquant.quantization.roundings.gptq.compensation import Inputs, damp, in_order_of_inputs, retargeting
-from diffquant.quantization.roundings.gptq.layer_inputs import readers_by_input
-from diffquant.quantization.roundings.nearest import fitted_scale
+from diffquant.quantization.roundings.gptq.compensation import Inputs, damp, retargeting, round_in_order
+from diffquant.quantization.roundings.gptq.layer_inputs import group_by_input
+from diffquant.quantization.roundings.nearest import search_scale
 from diffquant.recipe.numbers.formats import format_named
 from diffquant.recipe.rounding import RoundingSettings
 from tests.support import tiny_lm
@@ -54,7 +54,7 @@ def seen_inputs(model) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def inputs_of(model, source):
-    ids = token_windows(model, open_source(source).tokenizer, books_text(), WINDOW, TOKENS)
+    ids = encode_windows(model, open_source(source).tokenizer, books_text(), WINDOW, TOKENS)
     with seen_inputs(model) as seen:
         model(ids)
     return seen
@@ -100,7 +100,7 @@ def test_unrounded_inputs_are_the_16_bit_models(checkpoint, tmp_path, summed):
 
 
 def test_the_models_target_brings_its_outputs_nearer(checkpoint):
-    ids = token_windows(load(checkpoint), open_source(checkpoint).tokenizer, books_text(), WINDOW, TOKENS)
+    ids = encode_windows(load(checkpoint), open_source(checkpoint).tokenizer, books_text(), WINDOW, TOKENS)
     exact = load(checkpoint, dtype=torch.float32)(ids).logits
     lost = {
         target: float((load(checkpoint, recipe, torch.float32)(ids).logits - exact).norm())
@@ -182,13 +182,13 @@ def test_columns_in_order_of_inputs_are_gptqs_recurrence_over_them_in_float64():
     x = torch.randn(200, 32) * torch.linspace(0.2, 3, 32)[torch.randperm(32)]
     products = damp(x.T @ x)
     inputs = Inputs.of(products, by_activation=True)
-    made = in_order_of_inputs(weight.mT.contiguous(), inputs, inputs.order, format_named("4"), 8, torch.float32)
+    made = round_in_order(weight.mT.contiguous(), inputs, inputs.order, format_named("4"), 8, torch.float32)
     codes, scales = (each.mT for each in made)
     assert (products.diagonal()[inputs.order].diff() <= 0).all()
     assert not torch.equal(inputs.order, torch.arange(32))
     for group in range(4):
         columns = slice(8 * group, 8 * group + 8)
-        fitted = fitted_scale(weight[:, columns], format_named("4"), torch.float32, products.diagonal()[columns])
+        fitted = search_scale(weight[:, columns], format_named("4"), torch.float32, products.diagonal()[columns])
         assert torch.equal(scales[:, group, None], fitted)
     left, inverse, expected = weight.double().clone(), products.double().inverse(), torch.empty_like(weight)
     for column in inputs.order.tolist():
@@ -206,7 +206,7 @@ def test_modules_that_read_one_input_are_found_in_the_order_of_their_run(tmp_pat
     model = load(write_checkpoint(tmp_path / "gated", "gated"))
     walk = model.walk(2)
     state = walk.embed(random_ids(1, 2))
-    groups, _ = readers_by_input(walk, walk.layers[0], state)
+    groups, _ = group_by_input(walk, walk.layers[0], state)
     assert [set(names) for names in groups] == [
         {f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "output_gate_proj", "lambda_proj")},
         {"self_attn.o_proj"},
@@ -219,7 +219,7 @@ def test_modules_that_read_one_input_are_found_in_the_order_of_their_run(tmp_pat
     ("rounding", "message"),
     [
         ({"name": "gptq", "inputs": "rouned"}, "inputs must be rounded or unrounded, got 'rouned'"),
-        ({"name": "gptq", "inputs": "unrounded", "target": "model"}, "leave out inputs, or target"),
+        ({"name": "gptq", "inputs": "unrounded", "target": "model"}, "cannot be combined; leave out one"),
         ({"name": "gptq", "ordr": "activation"}, "unknown rounding key 'ordr'; did you mean 'order'"),
     ],
 )
@@ -230,7 +230,7 @@ def test_options_that_cannot_be_are_refused(rounding, message):
 
 def test_another_rule_takes_no_options(checkpoint, tmp_path):
     recipe = Recipe.of(weights="4:g16", rounding={"name": "mse", "order": "activation"})
-    with pytest.raises(UsageError, match="rounding mse takes no order; leave out, or name gptq"):
+    with pytest.raises(UsageError, match="rounding mse has no order; leave it out, or use gptq"):
         quantize(checkpoint, tmp_path / "low", recipe)
 
 

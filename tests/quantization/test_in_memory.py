@@ -59,7 +59,7 @@ def test_the_models_own_cache_stays_where_the_recipe_says_nothing_of_it(tmp_path
     [
         ({"output": "out"}, "leave out output"),
         ({"overwrite": True}, "leave out output"),
-        ({"effort": "balanced"}, "gptq reads a text"),
+        ({"effort": "balanced"}, "gptq needs a tokenizer"),
     ],
 )
 def test_what_is_about_files_is_refused(tmp_path, options, said):
@@ -87,12 +87,12 @@ def test_a_models_weights_stay_under_a_recipe_of_its_cache(tmp_path):
         with pytest.raises(UsageError, match="are at low bits"):
             model.save_pretrained(tmp_path / "saved")
         for other in ("8:row", {"overrides": {"*.q_proj": "8:row"}}):
-            with pytest.raises(UsageError, match="weights are not those that this model was loaded with"):
+            with pytest.raises(UsageError, match="weight schemes differ from those with which this model was loaded"):
                 model.apply_recipe(other)
         model.apply_recipe(recipe)
         assert torch.equal(model(ids).logits, expected)
     plain = diffquant.load(checkpoint)
-    with pytest.raises(UsageError, match="weights are not those"):
+    with pytest.raises(UsageError, match="weight schemes differ"):
         plain.apply_recipe({"weights": "4:g32"} | kv)
 
 

@@ -45,7 +45,7 @@ def test_a_cache_takes_what_it_holds_after_so_many_tokens(model, cache, context,
 def test_packed_weights_are_planned_as_they_run(model, tmp_path):
     diffquant.quantize(model, tmp_path / "out", {"weights": "8:row", "kv": 8})
     assert diffquant.plan(tmp_path / "out", {"kv": 16}).cache == diffquant.plan(model).cache
-    with pytest.raises(UsageError, match="out holds quantized weights already"):
+    with pytest.raises(UsageError, match="out has quantized weights already"):
         diffquant.plan(tmp_path / "out", {"weights": "4:g16"})
 
 
@@ -64,7 +64,7 @@ def test_weights_that_fit_without_a_token_are_not_said_to_be_too_large(model):
     weights = diffquant.plan(model).weights
     for batch, memory, said in (
         (1, weights - 1, "with 1 sequence, the weights alone do not fit"),
-        (1000, weights + 1, "with 1000 sequences, no token fits beside the weights"),
+        (1000, weights + 1, "with 1000 sequences, no token fits in addition to the weights"),
     ):
         assert str(diffquant.plan(model, batch=batch, memory=memory)).splitlines()[-1] == said
 

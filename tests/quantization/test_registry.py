@@ -120,7 +120,7 @@ def test_quantize_with_gptq_opens_its_source_once(checkpoint, tmp_path, monkeypa
     ("rounding", "message"),
     [
         ("gtpq", r"unknown rounding 'gtpq'; did you mean 'gptq'"),
-        ({"name": "mse", "tokens": 64}, r"rounding='gptq or tuned' reads; give them only with it"),
+        ({"name": "mse", "tokens": 64}, r"rounding='gptq or tuned'; give them only with it"),
         ({"name": "gptq", "text": "absent.txt"}, r"cannot read text from absent\.txt"),
         ({"name": "gptq", "tokens": 256, "window": 512, "text": "SHORT"}, r"fewer than one window"),
     ],
@@ -142,7 +142,7 @@ def test_scales_that_span_rows_are_refused_before_a_text_is_read(checkpoint, tmp
     for rounding in ("mse", "gptq"):
         recipe = Recipe.of(weights="4:g16", overrides={"*.o_proj": "8:tensor"}, rounding=rounding)
         for verb in (lambda r: quantize(checkpoint, tmp_path / "low", r), lambda r: load(checkpoint, r)):
-            with pytest.raises(UsageError, match=rf"{rounding}' works row by row and .*layers\.0\.self_attn\.o_proj"):
+            with pytest.raises(UsageError, match=rf"{rounding}' rounds row by row, but .*layers\.0\.self_attn\.o_proj"):
                 verb(recipe)
 
 

@@ -12,8 +12,8 @@ from diffquant.errors import UsageError
 from diffquant.quantization.loading import load
 from diffquant.quantization.quantize import quantize
 from diffquant.quantization.roundings.gptq import compensation
-from diffquant.quantization.roundings.gptq.compensation import Inputs, compensate, damp, in_one_pass
-from diffquant.quantization.roundings.nearest import fitted_scale, round_to_nearest, round_with_clipping
+from diffquant.quantization.roundings.gptq.compensation import Inputs, compensate, damp, round_in_one_pass
+from diffquant.quantization.roundings.nearest import round_to_nearest, round_with_clipping, search_scale
 from diffquant.recipe import Recipe
 from diffquant.recipe.numbers.formats import format_named
 from diffquant.recipe.scheme import Scheme
@@ -62,7 +62,7 @@ def test_a_fitted_scale_comes_near_the_best_of_a_thousand(bits, slack, weighted)
         kept = (values / scale).round().clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) * scale
         return ((kept - values).square() * weights).sum(-1)
 
-    found = error(fitted_scale(values, format_named(str(bits)), torch.float32, weights if weighted else None))
+    found = error(search_scale(values, format_named(str(bits)), torch.float32, weights if weighted else None))
     whole = format_named(str(bits)).scale(values, -1)
     tried = torch.stack([error(whole * share * sign) for share in torch.linspace(0.1, 1.1, 500) for sign in (-1, 1)])
     assert (found <= error(whole) * (1 + 1e-6)).all()
@@ -105,7 +105,7 @@ def test_the_pass_follows_the_papers_recurrence(text):
     for column in range(48):
         if column % size == 0:
             group = slice(column, column + size)
-            scales.append(fitted_scale(moved[:, group].float(), scheme.format, torch.float32, costs[group].float()))
+            scales.append(search_scale(moved[:, group].float(), scheme.format, torch.float32, costs[group].float()))
         scale = scales[-1][:, 0].double()
         code = (moved[:, column] / scale).round().clamp(-(2 ** (scheme.bits - 1)), 2 ** (scheme.bits - 1) - 1)
         expected[:, column] = code.float()
@@ -114,7 +114,9 @@ def test_the_pass_follows_the_papers_recurrence(text):
         inverse -= inverse[:, column : column + 1] * inverse[column : column + 1] / inverse[column, column]
         inverse[column, column] = 1.0
     factor = Inputs.of(damp(x.T @ x)).factor
-    codes, scale = (made.mT for made in in_one_pass(weight.mT.contiguous(), factor, scheme.format, size, torch.float32))
+    codes, scale = (
+        made.mT for made in round_in_one_pass(weight.mT.contiguous(), factor, scheme.format, size, torch.float32)
+    )
     assert (codes == expected).float().mean() > 0.99
     assert (codes - expected).abs().max() <= 1
     torch.testing.assert_close(scale, torch.cat(scales, 1), rtol=1e-3, atol=0)
@@ -198,7 +200,7 @@ def test_every_rounding_writes_the_same_layout(checkpoint, tmp_path):
 
 def test_a_scale_over_all_rows_takes_nearest_alone(checkpoint, tmp_path):
     with pytest.raises(
-        UsageError, match=r"rounding='mse' works row by row and model\.layers\.0.*have one scale a tensor"
+        UsageError, match=r"rounding='mse' rounds row by row, but model\.layers\.0.*have one scale per tensor"
     ):
         quantize(checkpoint, tmp_path / "out", Recipe.of(weights="8:tensor", rounding="mse"))
     assert not (tmp_path / "out").exists()

@@ -8,7 +8,7 @@ from torch.nn.functional import kl_div
 
 from diffquant import Recipe, load, quantize
 from diffquant.checkpoints.source import open_source
-from diffquant.checkpoints.tokens import token_windows
+from diffquant.checkpoints.tokens import encode_windows
 from diffquant.data import books_text, pocket_models
 from diffquant.errors import DiffQuantError, UsageError
 from diffquant.quantization.roundings import base
@@ -59,7 +59,7 @@ def last_hidden(folder, ids):
 @pytest.mark.parametrize("checkpoint", sampled(FAMILY, 2), indirect=True)
 def test_the_text_that_is_read_loses_less_than_by_gptq(checkpoint):
     tokenizer = open_source(checkpoint).tokenizer
-    ids = token_windows(load(checkpoint), tokenizer, books_text(), READ["window"], READ["tokens"])
+    ids = encode_windows(load(checkpoint), tokenizer, books_text(), READ["window"], READ["tokens"])
     by_gptq, by_tuned = (lost(low_bit(checkpoint, name), checkpoint, ids) for name in ("gptq", "tuned"))
     assert by_tuned < 0.9 * by_gptq
 
@@ -69,7 +69,7 @@ def test_the_text_that_is_read_loses_less_than_by_gptq(checkpoint):
 @pytest.mark.parametrize("scheme", sampled(["nvfp4", "nvfp4_4over6", "mxfp4", "e4m3:row"], 4))
 def test_floats_lose_less_than_by_gptq_too(checkpoint, scheme):
     tokenizer = open_source(checkpoint).tokenizer
-    ids = token_windows(load(checkpoint), tokenizer, books_text(), READ["window"], READ["tokens"])
+    ids = encode_windows(load(checkpoint), tokenizer, books_text(), READ["window"], READ["tokens"])
     by_gptq, by_tuned = (lost(low_bit(checkpoint, name, scheme), checkpoint, ids) for name in ("gptq", "tuned"))
     assert by_tuned < 0.9 * by_gptq
 
@@ -78,7 +78,7 @@ def test_floats_lose_less_than_by_gptq_too(checkpoint, scheme):
 @pytest.mark.parametrize("source", pocket_models("prose"), ids=lambda source: source.name)
 def test_another_text_is_predicted_more_as_by_the_16_bit_model_than_after_gptq(source):
     model = load(source, dtype=torch.float32)
-    ids = token_windows(model, open_source(source).tokenizer, books_text()[-40_000:], 256, 8192)
+    ids = encode_windows(model, open_source(source).tokenizer, books_text()[-40_000:], 256, 8192)
     exact = model(ids).logits.log_softmax(-1)
 
     def divergence(name):
@@ -129,7 +129,7 @@ def test_a_seed_decides_the_order_of_windows_and_so_the_codes(checkpoint):
     unsaid, first, second = codes(), codes(seed=0), codes(seed=1)
     assert all(torch.equal(tensor, first[name]) for name, tensor in unsaid.items())
     assert any(not torch.equal(tensor, second[name]) for name, tensor in unsaid.items())
-    with pytest.raises(UsageError, match="rounding gptq takes no seed; leave out, or name tuned"):
+    with pytest.raises(UsageError, match="rounding gptq has no seed; leave it out, or use tuned"):
         quantize(checkpoint, checkpoint.with_name("no"), Recipe.of("3:g16", rounding={"name": "gptq", "seed": 1}))
     with pytest.raises(UsageError, match="seed must be a number of 0 or more, got -1"):
         Recipe.of("3:g16", rounding={"name": "tuned", "seed": -1})

@@ -16,7 +16,7 @@ from diffquant.onnx.files import model_file
 from diffquant.onnx.manifest import read_manifest
 from diffquant.onnx.runtime.interface import load_graph
 from diffquant.onnx.verification.caches import cache_scales
-from diffquant.onnx.verifier import twin_of
+from diffquant.onnx.verifier import find_reference
 from tests.support.checkpoints import write_checkpoint
 from tests.support.exports import cache_ranges
 
@@ -100,7 +100,7 @@ class Folder:
         """
         manifest = read_manifest(self.path)
         source = open_source(self._source)
-        reference = twin_of(source)(source, manifest.options, cache_scales(load_graph(self.path)))
+        reference = find_reference(source)(source, manifest.options, cache_scales(load_graph(self.path)))
         ids = list(self.prompt)
         while len(ids) < len(self.prompt) + COUNT:
             ids.append(int(reference.run([np.array([ids])])[0][0, -1].argmax()))

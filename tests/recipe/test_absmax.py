@@ -118,7 +118,7 @@ def test_an_unknown_granularity_is_refused():
 
 
 def test_what_shares_scales_of_logits_alone_is_no_part_of_one_tensor():
-    with pytest.raises(UsageError, match="'pair' does not name"):
+    with pytest.raises(UsageError, match="'pair' spans more than one tensor"):
         Sharing.parse("pair").view(torch.ones(2, 8))
 
 

@@ -131,7 +131,7 @@ def test_reports_name_the_format_and_the_bits_it_stores(ternary, checkpoint, tmp
     assert re.search(r"down_proj.weight .* ternary:row +2\.08 ", planned)
     card = (tmp_path / "low" / "README.md").read_text()
     assert "| weights | ternary:row |" in card
-    assert f"{report.packed_bits:.2f} stored bits a weight" in card
+    assert f"{report.packed_bits:.2f} stored bits per weight" in card
 
 
 def test_stock_loaders_refuse_a_layout_of_our_own_and_the_card_says_so(ternary, tmp_path):
@@ -144,7 +144,7 @@ def test_stock_loaders_refuse_a_layout_of_our_own_and_the_card_says_so(ternary, 
     with pytest.raises(ValueError, match="'ternary' is not a valid QuantizationType"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "low")
     card = (tmp_path / "low" / "README.md").read_text()
-    assert "The codes of ternary are packed in a layout of diffquant's own" in card
+    assert "The codes of ternary are packed in a layout that only" in card
     assert "compressed-tensors refuse this folder" in card
     assert "- compressed-tensors" not in card
     assert {str(scheme) for scheme in load(tmp_path / "low").recipe.schemes} == {"ternary:g16", "8:row", "16"}
@@ -183,7 +183,7 @@ def test_levels_even_or_not_take_a_rounding_and_lose_less_by_it(
 
 
 def test_uneven_levels_cannot_be_counted_from_a_rows_maximum(e2m1, ternary):
-    with pytest.raises(UsageError, match="shift and uneven levels do not combine in e2m1:row:shift; leave out one"):
+    with pytest.raises(UsageError, match="shift and uneven levels cannot be combined in e2m1:row:shift; leave out one"):
         Scheme.parse("e2m1:row:shift")
     logits, scheme = torch.tensor([[[[0.0, -4, -7, -9, -30]]]]), Scheme.parse("ternary:row:shift")
     # All three levels serve one side, down to 12 below the maximum.
@@ -227,10 +227,10 @@ def test_who_reads_integers_alone_refuses_the_toy_by_name(ternary, checkpoint, t
     ("name", "levels", "message"),
     [
         ("4", (-1, 0, 1), "there is a format '4' already"),
-        ("a:b", (-1, 0, 1), "small letters"),
-        ("Odd", (-1, 0, 1), "small letters"),
-        ("odd", (-1, 1), "must ascend, hold 0"),
-        ("odd", (1, 0, -1), "must ascend, hold 0"),
+        ("a:b", (-1, 0, 1), "lowercase letters"),
+        ("Odd", (-1, 0, 1), "lowercase letters"),
+        ("odd", (-1, 1), "must be ascending, include 0"),
+        ("odd", (1, 0, -1), "must be ascending, include 0"),
     ],
 )
 def test_a_format_that_schemes_cannot_name_or_whose_levels_cannot_be_is_refused(name, levels, message):

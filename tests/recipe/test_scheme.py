@@ -81,7 +81,7 @@ def test_the_rows_of_another_target_are_refused_with_what_to_write(entries, said
 
 
 def test_a_scheme_by_itself_has_rows_alone():
-    with pytest.raises(UsageError, match="a scheme by itself has no scale per channel; write row"):
+    with pytest.raises(UsageError, match="a scheme without a target has no scale per channel; write row"):
         Scheme.parse("4:channel")
 
 
@@ -181,13 +181,16 @@ def test_a_malformed_rounding_is_refused(entry, message):
     [
         ({"kv": "4:row:shift"}, "k: shift is for logits, .*; leave it out"),
         ({"weights": "4:g32:alike"}, "weights: alike is for logits, .*; leave it out"),
-        ({"logits": "4:row:shift:alike"}, "logits: alike and shift do not combine in 4:row:shift:alike; leave out one"),
-        ({"logits": "4:pair:alike"}, "logits: alike and pair do not combine in 4:pair:alike; leave out one"),
-        ({"logits": "4:static:shift"}, "logits: shift and static do not combine in .*; leave out one"),
-        ({"logits": "e4m3:row:shift"}, "logits: shift and uneven levels do not combine in e4m3:row:shift"),
+        (
+            {"logits": "4:row:shift:alike"},
+            "logits: alike and shift cannot be combined in 4:row:shift:alike; leave out one",
+        ),
+        ({"logits": "4:pair:alike"}, "logits: alike and pair cannot be combined in 4:pair:alike; leave out one"),
+        ({"logits": "4:static:shift"}, "logits: shift and static cannot be combined in .*; leave out one"),
+        ({"logits": "e4m3:row:shift"}, "logits: shift and uneven levels cannot be combined in e4m3:row:shift"),
         (
             {"overrides": {"*.3.*.p": "4:g16:pow2"}},
-            r"override '\*.3.\*.p': pow2 and group do not combine in",
+            r"override '\*.3.\*.p': pow2 and group cannot be combined in",
         ),
         (
             {"logits": "4:row:smoth"},
@@ -224,7 +227,7 @@ def test_a_new_transform_is_one_object(monkeypatch):
     assert not recipe.p.by_token
     for entries, said in (
         ({"logits": "8:row:clip"}, "logits: clip is for p, whose largest value is known; leave it out"),
-        ({"p": "8:row:clip:pow2"}, "p: clip and pow2 do not combine in 8:row:pow2:clip; leave out one"),
+        ({"p": "8:row:clip:pow2"}, "p: clip and pow2 cannot be combined in 8:row:pow2:clip; leave out one"),
         ({"p": "7:clip:clip"}, r"\[:pow2\]\[:fullsum\]\[:clip\]"),
     ):
         with pytest.raises(UsageError, match=said):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from diffquant.verbs.report import write_index
+from diffquant.verbs.report import report
 from tests.support.earlier_results import FOLDERS, write_recorded
 from tests.support.thorough import sampled
 
@@ -64,7 +64,7 @@ def pages(tmp_path_factory):
         for file in (each for place in FOLDERS for each in place.glob(f"{name}/*.json.xz")):
             write_recorded(f"{name}/{file.stem}", folder / name / file.stem)
     shutil.copytree(ROOT / "bench" / "results" / "cpu", folder / "bench")
-    write_index([folder], None)
+    report(folder)
     return folder
 
 

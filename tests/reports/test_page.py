@@ -3,8 +3,8 @@ import hashlib
 import re
 from html.parser import HTMLParser
 
-from diffquant.reports.page import Charts, Drawing, Fold, Items, Report, Section, page, sort_value
-from diffquant.reports.plots import Tips, as_svg, look, new_figure, tidy
+from diffquant.reports.page import Charts, Drawing, Items, Report, Section, page, sort_value
+from diffquant.reports.plots import as_svg, look, mark_tip, new_figure, tidy
 from diffquant.reports.tables import Link, Table
 from tests.support.tables import in_one_test
 
@@ -46,8 +46,8 @@ BLOCKS = {
     "links": lambda text: Table(["a"], [[Link(text, text)]]),
     "legends": lambda text: Charts([], [("red", "x", text)]),
     "captions": lambda text: Drawing("<svg></svg>", text),
-    "summary": lambda text: Fold(text, ["inside"]),
-    "inside a fold": lambda text: Fold("summary", [Table(["a"], [[text]])]),
+    "summary": lambda text: Section(text, ["inside"], folded=True),
+    "inside a fold": lambda text: Section("summary", [Table(["a"], [[text]])], folded=True),
     "names of facts": lambda text: {text: "value"},
     "facts": lambda text: {"name": text},
 }
@@ -92,11 +92,11 @@ def test_a_drawing_is_put_in_as_it_is_and_refers_to_nothing_outside():
 
 
 def test_a_drawing_takes_the_colours_of_the_page_and_tells_its_points():
-    figure, tips = new_figure(2, 2), Tips()
+    figure, tips = new_figure(2, 2), []
     axis = figure.subplots()
     tidy(axis)
     axis.plot([1, 2], [1, 2], color="#D55E00")
-    tips.mark(axis, 1, 1, "a < b")
+    mark_tip(axis, tips, 1, 1, "a < b")
     drawing = as_svg(figure, 'a "name"', tips)
     assert "<title>a &lt; b</title>" in drawing
     assert 'aria-label="a &quot;name&quot;"' in drawing

@@ -43,7 +43,10 @@ def test_runs_of_every_kind_get_pages_that_lead_to_each_other(runs):
         ("./sweep.json", "sweep.json"),
     ]
     assert ("../a%20%3Cb%3E/report.html", "← before") in links(outliers)
-    assert "<title>a &lt;b&gt; · diffquant sweep</title>" in sweep.read_text()
+    assert (
+        "<title>a &lt;b&gt;: SmolLM2-135M-Instruct.Q4_1, smollm2-135m-diff-v2 · diffquant sweep</title>"
+        in sweep.read_text()
+    )
     assert "The largest attention logit is 33 in prose-diff-v1" in (runs / "index.html").read_text()
     assert report(runs).exit_code == 0  # an index of ours may be replaced
 

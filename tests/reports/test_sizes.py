@@ -3,7 +3,7 @@
 from matplotlib.figure import Figure
 
 from diffquant.reports.plots import plain_log_scale, tidy
-from diffquant.reports.tables import bytes_at_16_bits, compared_size, stored_bits
+from diffquant.reports.tables import bytes_at_16_bits, compare_size, stored_bits
 from tests.support.tables import in_one_test
 
 
@@ -18,7 +18,7 @@ def test_stored_bits_are_all_bytes_over_the_weights():
     ("source", "is_of_16_bits"), [(20_000_000, True), (20_190_000, True), (20_210_000, False), (19_790_000, False)]
 )
 def test_a_source_within_a_percent_of_16_bits_is_not_set_beside_them_once_more(source, is_of_16_bits):
-    told = compared_size(5_000_000, source, 10_000_000)
+    told = compare_size(5_000_000, source, 10_000_000)
     assert told.startswith(f"5.0 MB, {5_000_000 / source:.1%} of the source's {source / 1e6:.1f} MB")
     assert ("25.0% of 16 bits' 20.0 MB" in told) != is_of_16_bits
 

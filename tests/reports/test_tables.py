@@ -1,7 +1,7 @@
 import csv
 import io
 
-from diffquant.reports.tables import Link, Table, align_columns, csv_text, markdown, megabytes
+from diffquant.reports.tables import Link, Table, align_columns, format_csv, markdown, megabytes
 from tests.support.tables import in_one_test
 
 
@@ -25,7 +25,7 @@ def test_a_markdown_table_has_a_rule_below_its_head():
 
 def test_csv_is_read_back_and_no_text_in_it_is_a_formula():
     records = [{"model": "=HYPERLINK(1)", "kl": -0.5}, {"model": 'a "b", c', "bits": 4}]
-    first, second = csv.DictReader(io.StringIO(csv_text(records)))
+    first, second = csv.DictReader(io.StringIO(format_csv(records)))
     assert first == {"model": "'=HYPERLINK(1)", "kl": "-0.5", "bits": ""}
     assert second == {"model": 'a "b", c', "kl": "", "bits": "4"}
 
@@ -34,8 +34,8 @@ def test_csv_is_read_back_and_no_text_in_it_is_a_formula():
 def test_a_text_that_a_spreadsheet_would_compute_follows_an_apostrophe(start):
     """OWASP's list of what begins a formula; a cell is one line, so tabs and line ends are spaces in it."""
     text, written = f"{start}1+1", f"{' ' if start.isspace() else start}1+1"
-    assert list(csv.DictReader(io.StringIO(csv_text([{"a": text}]), newline=""))) == [{"a": f"'{written}"}]
-    assert list(csv.DictReader(io.StringIO(csv_text([{"a": f"x{text}"}]), newline=""))) == [{"a": f"x{written}"}]
+    assert list(csv.DictReader(io.StringIO(format_csv([{"a": text}]), newline=""))) == [{"a": f"'{written}"}]
+    assert list(csv.DictReader(io.StringIO(format_csv([{"a": f"x{text}"}]), newline=""))) == [{"a": f"x{written}"}]
 
 
 @in_one_test(

@@ -1,13 +1,20 @@
 """What transformers makes of folders where diffquant cannot be imported; run as a program by the tests beside it."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
 sys.modules["diffquant"] = None  # type: ignore[assignment]
 
 import torch  # noqa: E402
-from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig  # noqa: E402
+from torch import nn  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoModelForCausalLM,
+    CompressedTensorsConfig,
+    ContinuousBatchingConfig,
+    GenerationConfig,
+)
 
 torch.set_grad_enabled(False)
 torch.set_num_threads(1)
@@ -53,5 +60,67 @@ def batched(folder: Path) -> bool:
     return together == alone
 
 
-measure = batched if sys.argv[1] == "batched" else measured
-print(json.dumps({folder: measure(Path(folder)) for folder in sys.argv[2:]}))
+def open_as_the_card_says(folder: Path, **further: object) -> nn.Module:
+    call = re.search(r"AutoModelForCausalLM\.from_pretrained\(path(, \w+=\w+)?\)", (folder / "README.md").read_text())
+    asked = {"trust_remote_code": True} if call and "trust_remote_code=True" in call[0] else {}
+    return AutoModelForCausalLM.from_pretrained(folder, **asked, **further).eval()
+
+
+def as_the_card_says(folder: Path) -> dict[str, object]:
+    """The dtype in which a folder opens as its card says, and the largest difference from reference.pt's logits.
+
+    Weights are decoded by a first run in that dtype. Logits are then computed in float32, in which sums are exact.
+    """
+    model = open_as_the_card_says(folder)
+    kept = torch.load(folder / "reference.pt")
+    model(kept["ids"])
+    return {
+        "dtype": str(model.dtype),
+        "furthest": (nn.Module.float(model)(kept["ids"]).logits - kept["logits"]).abs().max().item(),
+    }
+
+
+class Adapted(nn.Module):
+    """A Linear beside a product of two small matrices, which alone are trained (LoRA)."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        # As peft makes them: like the weight, which has to be there.
+        made_as = {"dtype": base.weight.dtype, "generator": torch.Generator().manual_seed(0)}
+        self.base, self.down = base, nn.Parameter(torch.randn(4, base.in_features, **made_as) * 0.1)
+        self.up = nn.Parameter(torch.zeros(base.out_features, 4, dtype=base.weight.dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + x @ self.down.T @ self.up.T
+
+
+def trained(folder: Path) -> dict[str, object]:
+    """Losses before and after a step of adapters, by what was done before they were added; or why they were not."""
+    ids, found = torch.load(folder / "reference.pt")["ids"], dict[str, object]()
+    for what in ("nothing", "one forward", "run_compressed=False"):
+        further = {"quantization_config": CompressedTensorsConfig(run_compressed=False)} if "=" in what else {}
+        model = open_as_the_card_says(folder, **further)
+        if what == "one forward":
+            model(ids)
+        model.requires_grad_(False)
+        try:
+            for layer in model.model.layers:
+                layer.self_attn.q_proj = Adapted(layer.self_attn.q_proj)
+                layer.mlp.down_proj = Adapted(layer.mlp.down_proj)
+        except AttributeError as error:
+            found[what] = str(error)
+            continue
+        optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.05)
+        losses = []
+        with torch.enable_grad():
+            for _ in range(2):
+                loss = model(ids, labels=ids).loss
+                losses.append(loss.item())
+                loss.backward()
+                optimizer.step()
+        found[what] = losses
+    return found
+
+
+MEASURES = {each.__name__: each for each in (measured, batched, as_the_card_says, trained)}
+print(json.dumps({folder: MEASURES[sys.argv[1]](Path(folder)) for folder in sys.argv[2:]}))

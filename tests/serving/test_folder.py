@@ -16,6 +16,7 @@ from diffquant.errors import CheckpointError
 from diffquant.model.adapters import adapter_for
 from diffquant.quantization import modeling_diffquant
 from diffquant.quantization.engine_folder import MODELLING_FILE, config_for_engines, modelling_file
+from tests.support import tiny_lm
 from tests.support.checkpoints import MOTIF, NATIVE, SIZES, UNILM, edit_json, write_checkpoint
 from tests.support.models import random_ids
 from tests.support.tables import in_one_test
@@ -32,9 +33,12 @@ REST = [pair for pair in product(SOURCES, RECIPES) if pair not in QUICK]
 CLOSE = 1e-4
 
 
-def reference(folder):
-    """Logits and tokens of `diffquant.load` without the recipe's cache, which another loader does not have."""
-    model = diffquant.load(folder, {"kv": 16}, dtype="float32")
+PLAIN_CACHE = {"kv": 16}
+
+
+def reference(folder, recipe=PLAIN_CACHE):
+    """Logits and tokens of `diffquant.load` without the recipe's cache, which another loader does not have, or with."""
+    model = diffquant.load(folder, recipe, dtype="float32")
     ids = random_ids(batch=2, length=21)
     mask = torch.ones_like(ids)
     mask[0, :6] = 0
@@ -212,6 +216,55 @@ def test_requests_batched_by_transformers_give_what_each_gives_alone(alone):
     folders = [alone[1][source, "16"] for source in ("diffllama", "unilm-v2")]
     measured, _ = transformers_alone("batched", folders)
     assert all(measured.values())
+
+
+def test_a_calibrated_cache_is_that_of_diffquant_in_transformers_alone(tmp_path):
+    """Keys and values are rounded and kept, by whatever name compressed-tensors and transformers call the cache."""
+    folders = []
+    with torch.no_grad():
+        for source, weights in (("diffllama", "4:row"), ("unilm-v2", "16")):
+            checkpoint = write_checkpoint(tmp_path / source, source, vocab_size=tiny_lm.WORDS)
+            tiny_lm.tokenizer().save_pretrained(checkpoint)
+            folders.append(tmp_path / f"{source}-low")
+            diffquant.quantize(checkpoint, folders[-1], {"weights": weights, "kv": "e4m3:static"})
+            reference(folders[-1], None)
+    measured, errors = transformers_alone("measured", folders)
+    for folder in folders:
+        check_alone(measured[str(folder)], folder.name, "e4m3:static")
+    assert "not applied here" not in errors
+
+
+@pytest.fixture(scope="module")
+def blocks_of_floats(tmp_path_factory):
+    """Folders of models in float32 and float16 with scales of 8 bits, which compressed-tensors decodes to bfloat16."""
+    root, folders = tmp_path_factory.mktemp("floats"), []
+    for source, scheme, dtype in (
+        ("llama", "nvfp4", "float32"),
+        ("unilm-v2", "mxfp4", "float32"),
+        ("diffllama", "mxfp8", "float16"),
+    ):
+        checkpoint, folder = write_checkpoint(root / source, source, getattr(torch, dtype)), root / f"{source}-{scheme}"
+        diffquant.quantize(checkpoint, folder, {"weights": scheme})
+        ids = random_ids(batch=2, length=21)
+        logits = diffquant.load(folder, dtype="bfloat16").float()(ids).logits
+        torch.save({"ids": ids, "logits": logits}, folder / "reference.pt")
+        assert diffquant.load(folder).dtype == getattr(torch, dtype)
+        folders.append(folder)
+    return folders
+
+
+def test_a_folder_of_low_bit_floats_opens_as_its_card_says(blocks_of_floats):
+    for found in transformers_alone("as_the_card_says", blocks_of_floats)[0].values():
+        assert found["dtype"] == "torch.bfloat16"
+        assert found["furthest"] < CLOSE
+
+
+def test_adapters_of_packed_weights_train_as_the_card_says(alone, blocks_of_floats):
+    packed = [alone[1]["diffllama", "4"], *blocks_of_floats[:1]]
+    for folder, found in zip(packed, transformers_alone("trained", packed)[0].values(), strict=True):
+        assert "run_compressed=False" in (folder / "README.md").read_text()
+        assert "no attribute 'weight'" in found.pop("nothing")
+        assert all(after < before for before, after in found.values())
 
 
 def test_what_the_recipe_asks_beyond_weights_is_said_where_it_is_not_honoured(alone):

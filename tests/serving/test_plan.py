@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import diffquant
+from diffquant.checkpoints.compressed_config import STATIC_CACHE
 from diffquant.checkpoints.opening import open_checkpoint
 from diffquant.data import pocket_models
 from diffquant.errors import CheckpointError, MissingDependencyError, UnknownModelTypeError, UsageError
@@ -24,7 +25,7 @@ from diffquant.family.spec import DiffSpec
 from diffquant.model.adapters import adapter_for
 from diffquant.quantization.engine_folder import MODELLING_FILE, require_served
 from diffquant.serving.plan import plan_capacity, plan_server
-from diffquant.serving.server import _wait_until_ready, check_processor, serve
+from diffquant.serving.server import _wait_until_ready, check_processor
 from diffquant.serving.vllm import TESTED, find_outdated_vllm, warn_if_untested
 from diffquant.serving.vllm.config import heads_of_rank, row_orders
 from diffquant.verbs.installation import diagnose
@@ -38,7 +39,7 @@ ASKED = {
     "host": "127.0.0.1",
     "port": 8000,
     "context": None,
-    "cache": "16",
+    "cache": "recipe",
     "dtype": None,
     "ranks": 1,
     "implementation": "plugin",
@@ -52,11 +53,14 @@ def vllm(monkeypatch):
     monkeypatch.setattr("diffquant.serving.vllm.installed_vllm", lambda: f"{TESTED[-1]}.0")
     plugin = EntryPoint("diffquant", "diffquant.serving.vllm:register", "vllm.general_plugins")
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group, name: [plugin])
+    on_cpus = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
+    on_gpus = (*on_cpus, "int4_per_token_head", "int8_per_token_head", "fp8_per_token_head")
+    monkeypatch.setattr("diffquant.serving.cache.listed_formats", lambda has_gpu: on_gpus if has_gpu else on_cpus)
 
 
 @pytest.fixture
 def packed(tmp_path):
-    diffquant.quantize(POCKET, tmp_path / "packed", {"weights": "4:row", "kv": "8:row"})
+    diffquant.quantize(POCKET, tmp_path / "packed", {"weights": "4:row"})
     return tmp_path / "packed"
 
 
@@ -74,6 +78,17 @@ def test_the_entry_point_is_there_and_imports_no_torch():
     assert not loaded & {"torch", "transformers", "vllm"}
 
 
+@in_one_test("recipe, note", [("w8a8", "absmax / 127,"), ("w4a8", "activations stay at 16 bits")])
+def test_what_vllm_computes_of_activations_is_said(vllm, tmp_path, recipe, note):
+    folder = write_checkpoint(tmp_path / "plain", "unilm-v2", hidden_size=64, intermediate_size=64)
+    diffquant.quantize(folder, tmp_path / "low", recipe)
+    assert any(note in each for each in plan_server(tmp_path / "low", **ASKED).notes)
+    # FP8 weights are refused as before.
+    diffquant.quantize(folder, tmp_path / "fp8", "fp8")
+    with pytest.raises(UsageError, match="float-quantized"):
+        plan_server(tmp_path / "fp8", **ASKED)
+
+
 def test_a_packed_folder_is_served_in_bfloat16_to_this_machine_alone(vllm, packed):
     plan = plan_server(packed, **ASKED)
     assert (option(plan, "--dtype"), option(plan, "--host")) == ("bfloat16", "127.0.0.1")
@@ -81,9 +96,38 @@ def test_a_packed_folder_is_served_in_bfloat16_to_this_machine_alone(vllm, packe
     assert "--trust-remote-code" not in plan.command
     assert plan.url == "http://127.0.0.1:8000/v1"
     assert f'"model": "{packed.name}"' in plan.curl
-    assert plan.notes == [
-        "k 8:row, v 8:row of the recipe are not applied: K and V are stored with 16 bits, and logits are exact"
-    ]
+    assert option(plan, "--kv-cache-dtype") == "auto"
+    assert not plan.notes
+
+
+# A recipe's cache, what is asked for, and vLLM's cache; or what the refusal says.
+CACHES = [
+    ("16", {}, "auto"),
+    ("e4m3:static", {}, "fp8_e4m3"),
+    ("e4m3:static", {"cache": "auto"}, "auto"),
+    ("8:row", {"cache": "auto"}, "auto"),
+    ("8:row", {"cache": "fp8"}, "fp8"),
+    ("8:row", {}, r"\(k 8:row, v 8:row\): its nearest is cache='fp8', .*; cache='auto' stores"),
+    ("8:row", {"memory": None}, "its nearest is cache='int8_per_token_head', one scale per token"),
+    ("4:row", {"memory": None}, "its nearest is cache='int4_per_token_head', which rotates channels and has a zero"),
+    ("16", {"cache": "fp4"}, "vLLM has no cache 'fp4' on a CPU.*; choose from recipe, auto, fp8"),
+]
+
+
+@in_one_test(("scheme", "asked", "wanted"), CACHES)
+def test_the_cache_is_the_recipes_or_refused_with_the_nearest(vllm, tmp_path, scheme, asked, wanted):
+    diffquant.quantize(POCKET, tmp_path / "low", {"weights": "4:row", "kv": scheme})
+    if " " in wanted:
+        with pytest.raises(UsageError, match=wanted):
+            plan_server(tmp_path / "low", **ASKED | asked)
+        return
+    plan = plan_server(tmp_path / "low", **ASKED | asked)
+    assert option(plan, "--kv-cache-dtype") == plan.cache == wanted
+    assert any("truncates K and V" in note for note in plan.notes) == wanted.startswith("fp8")
+    if scheme == "e4m3:static" and wanted == "auto":
+        replaced = json.loads(option(plan, "--hf-overrides"))["quantization_config"]
+        stated = open_checkpoint(tmp_path / "low").config["quantization_config"]
+        assert stated == replaced | {"kv_cache_scheme": STATIC_CACHE}
 
 
 @in_one_test("dtype", ["float32", "bfloat16"])
@@ -165,7 +209,7 @@ def test_the_folders_code_is_run_only_where_it_is_ours(vllm, packed):
     assert plan.environment["VLLM_PLUGINS"] == "none"
     ours = (packed / MODELLING_FILE).read_bytes()
     (packed / MODELLING_FILE).write_bytes(ours + b"\n")
-    with pytest.raises(CheckpointError, match=f"code that is not this diffquant's.*{MODELLING_FILE}"):
+    with pytest.raises(CheckpointError, match=f"code that is not this version of diffquant's.*{MODELLING_FILE}"):
         plan_server(packed, **asked)
     assert "--trust-remote-code" not in plan_server(packed, **ASKED).command
     (packed / MODELLING_FILE).write_bytes(ours)
@@ -182,7 +226,7 @@ def test_the_folders_code_is_run_only_where_it_is_ours(vllm, packed):
 @in_one_test(("source", "kind"), [("phi4flash", "mamba"), ("motif3", "latent attention with experts")])
 def test_layers_that_the_plugin_has_none_of_are_refused_by_name(vllm, tmp_path, source, kind):
     model = write_checkpoint(tmp_path / "model", source)
-    with pytest.raises(UnknownModelTypeError, match=rf"does not serve.*{kind}.*diffquant generate"):
+    with pytest.raises(UnknownModelTypeError, match=rf"cannot serve.*{kind}.*diffquant generate"):
         plan_server(model, **ASKED)
     config = json.loads((model / "config.json").read_text())
     with pytest.raises(UnknownModelTypeError, match=kind):
@@ -222,7 +266,7 @@ def test_the_plugin_is_added_where_others_were_chosen(vllm, packed, monkeypatch)
 def test_without_vllm_the_command_says_what_to_install(monkeypatch):
     monkeypatch.setattr("diffquant.serving.vllm.installed_vllm", lambda: None)
     with pytest.raises(MissingDependencyError, match=r"pip install .*\[vllm\].* for a processor") as error:
-        serve(POCKET)
+        diffquant.serve(POCKET)
     assert error.value.exit_code == 5
 
 
@@ -231,7 +275,7 @@ def test_without_vllm_the_command_says_what_to_install(monkeypatch):
 def test_releases_that_run_a_folders_code_unasked_are_refused(monkeypatch, build, version):
     monkeypatch.setattr("diffquant.serving.vllm.installed_version", {build: version}.get)
     with pytest.raises(MissingDependencyError, match=r"releases before 0\.18 run code.*pip install") as error:
-        serve(POCKET)
+        diffquant.serve(POCKET)
     assert f"{build} {version}" in str(error.value)
     assert error.value.exit_code == 5
 
@@ -243,7 +287,7 @@ def test_releases_that_ask_first_are_not(monkeypatch, version):
 
 
 def test_a_diagnosis_shows_a_build_for_gpus_that_is_too_old(monkeypatch):
-    found = "diffquant.verbs.installation._version"
+    found = "diffquant.support.installation.installed_version"
     monkeypatch.setattr(found, lambda package: "0.17.0" if package == "vllm" else "99")
     assert "extra vllm: vllm 0.17.0 (NOT >=0.18)" in str(diagnose(None))
     monkeypatch.setattr(found, lambda package: "0.32.0" if package == "vllm" else "99")
@@ -296,7 +340,7 @@ def test_a_port_that_is_taken_is_refused_before_anything_starts(vllm):
         other.listen()
         port = other.getsockname()[1]
         with pytest.raises(UsageError, match=f"port {port}"):
-            serve(POCKET, port=port)
+            diffquant.serve(POCKET, port=port)
 
 
 def test_a_port_that_no_machine_has_is_refused():
@@ -329,7 +373,7 @@ def test_a_server_that_does_not_start_is_an_error(vllm):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with pytest.raises(diffquant.DiffQuantError, match="did not start"):
-        serve(POCKET, port=port)
+        diffquant.serve(POCKET, port=port)
 
 
 class Spoken:
@@ -402,12 +446,12 @@ def test_what_the_plugin_imports_of_diffquant_is_there(file):
 def test_what_a_processor_has_no_instructions_for_is_refused(tmp_path, monkeypatch, asked):
     folder = tmp_path / "packed"
     diffquant.quantize(POCKET, folder, {"weights": "8:row"})
-    given = {"cache": "16", "implementation": "plugin"} | asked
+    given = {"cache": "auto", "implementation": "plugin"} | asked
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX512")
     check_processor(folder, **given)
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX2")
     with pytest.raises(UsageError, match="AVX-512"):
         check_processor(folder, **given)
-    check_processor(folder, "16", "plugin")
-    check_processor(POCKET, "16", "folder")
+    check_processor(folder, "auto", "plugin")
+    check_processor(POCKET, "auto", "folder")

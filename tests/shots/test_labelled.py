@@ -76,7 +76,7 @@ BAD = {
     "missing file": ("absent.jsonl", None, "cannot read .*absent.jsonl"),
     "empty": ("a.jsonl", "", "is empty"),
     "header alone": ("a.csv", "text,label\n", "is empty"),
-    "no suffix": ("a.parquet", JSONL, "known are .jsonl, .csv, .tsv, .label, .json"),
+    "no suffix": ("a.parquet", JSONL, "choose from .jsonl, .csv, .tsv, .label, .json"),
     "encoding": ("a.jsonl", JSONL.encode("latin-1"), "is not UTF-8 .* convert it"),
     "missing column": ("a.csv", "text,intent\na,b\n", "header is text, intent; columns text and label or category"),
     "label twice": ("a.csv", "text,label,label\na,b,c\n", "its header has label twice"),

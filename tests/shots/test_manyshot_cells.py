@@ -12,7 +12,7 @@ from diffquant.errors import UsageError
 from diffquant.measure.protocols import needle
 from diffquant.measure.sweep.grid import SweepOptions
 from diffquant.measure.sweep.outputs import write_outputs
-from diffquant.measure.sweep.result import json_rows, text_table
+from diffquant.measure.sweep.result import json_rows
 from diffquant.measure.sweep.run import run_sweep
 from diffquant.measure.tasks import make_tasks
 from examples.shots.many_shot import ManyShot
@@ -55,17 +55,17 @@ def test_a_sweep_pairs_cells_and_draws_accuracy_against_shots(files, model, tmp_
     for task in ("many-shot:3:1", "many-shot:3:2", "many-shot:all:2"):
         assert full[f"{task} n"] == 20
         assert low[f"{task} difference"] == pytest.approx(low[f"{task} score"] - full[f"{task} score"])
-        assert f"{task} acc" in text_table(result)
+        assert f"{task} acc" in result.table()
     assert low["many-shot:3:1 gained"] - low["many-shot:3:1 lost"] == pytest.approx(
         20 * low["many-shot:3:1 difference"]
     )
-    assert f"+{low['many-shot:3:1 gained']} -{low['many-shot:3:1 lost']} " in text_table(result)
+    assert f"+{low['many-shot:3:1 gained']} -{low['many-shot:3:1 lost']} " in result.table()
     assert isinstance(low["many-shot:3:1 gained"], int)
     # Of several answers a text none is the one that flipped.
     assert low["many-shot:all:2 gained"] is None
     most = result.cells[2].result.shots
     assert 3 < most <= 30
-    assert f"20 items, many-shot after 3, {most} demonstrations" in text_table(result)
+    assert f"20 items, many-shot after 3, {most} demonstrations" in result.table()
     drawn = shots_panels(result.cells_of(ManyShot))
     assert list(drawn) == ["attention logits, per row"]
     at_16, at_3 = drawn["attention logits, per row"]

@@ -4,7 +4,7 @@ import pytest
 
 from diffquant.errors import UsageError
 from diffquant.measure.sweep.grid import SweepOptions
-from diffquant.measure.sweep.result import json_rows, text_table
+from diffquant.measure.sweep.result import json_rows
 from diffquant.measure.sweep.run import run_sweep
 from diffquant.measure.tasks import make_tasks
 from diffquant.measure.torch_model import TorchModel
@@ -68,13 +68,13 @@ def test_a_sweep_tells_how_far_the_best_order_is_from_the_worst(files, tmp_path)
     sweep.require_complete()
     (row,) = json_rows(sweep)
     for name in names:
-        result = sweep.pair(sweep.points[0], name)[0]
+        result = sweep.result_and_baseline(sweep.points[0], name)[0]
         by_order = result.details["by_order"]
         assert len(by_order) == int(name.split(":")[2])
         assert result.score == pytest.approx(sum(by_order) / len(by_order))
         assert row[f"{name} spread"] == pytest.approx(max(by_order) - min(by_order))
     assert row["shot-order:3:1 spread"] == 0
-    assert text_table(sweep).splitlines()[0].count("best - worst") == 3
+    assert sweep.table().splitlines()[0].count("best - worst") == 3
 
 
 def test_names_are_read_and_what_they_cannot_be_is_said(files):

@@ -5,6 +5,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from diffquant.measure.protocols.hellaswag import HellaSwagItem
+from diffquant.measure.task import BATCH_TOKENS
+from diffquant.measure.tasks.lm_eval import Harness
 
 NAME = "quiz"
 _TASK = """
@@ -28,3 +30,8 @@ def write_task(folder: Path, items: Iterable[HellaSwagItem], metrics: Iterable[s
     listed = ", ".join(f"{{metric: {metric}}}" for metric in metrics)
     task.write_text(_TASK.format(name=NAME, data=data, metrics=listed))
     return task
+
+
+def harness(task: str, limit: int | None = None) -> Harness:
+    """A task of lm-eval, by its name or YAML file."""
+    return Harness(task=task, limit=limit, batch_tokens=BATCH_TOKENS)

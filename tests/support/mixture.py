@@ -19,7 +19,7 @@ class Mixture(nn.Module):
         super().__init__()
         self.chosen, self.is_transposed = block.chosen, block.is_transposed
         add_linears(self, block)
-        shapes = {name: parameter.shape for name, parameter in block.parameters().items()}
+        shapes = {name: parameter.shape for name, parameter in block.parameter_specs().items()}
         parts = ("gate_up_proj", "down_proj")
         self.experts = nn.ParameterDict({part: torch.zeros(shapes[f"experts.{part}"]) for part in parts})
 

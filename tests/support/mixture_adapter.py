@@ -34,7 +34,7 @@ class ExpertsBlock(Block):
     chosen: int
     is_transposed: bool = False
 
-    def parameters(self) -> Parameters:
+    def parameter_specs(self) -> Parameters:
         down = (self.inner, self.width) if self.is_transposed else (self.width, self.inner)
         return {
             **linear("gate", self.experts, self.width, packing="named"),

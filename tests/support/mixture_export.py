@@ -3,7 +3,7 @@
 import numpy as np
 from onnx import TensorProto
 
-from diffquant.onnx.architectures.experts import expert_product
+from diffquant.onnx.architectures.experts import add_expert_product
 from diffquant.onnx.graph.decoder import Decoder
 from diffquant.onnx.graph.nodes import EMITTED
 from tests.support.mixture_adapter import ExpertsBlock
@@ -13,7 +13,7 @@ def mixture(decoder: Decoder, x: str, place: str, block: ExpertsBlock) -> str:
     """Add every expert on every token, weighted by its share, which is 0 of those that were not chosen."""
     graph, plan = decoder.graph, decoder.plan
     tokens = graph.add("Reshape", x, graph.int64("tokens", (-1, block.width)))
-    gate = graph.constant(f"{place}.gate", plan.small_matrix(f"{place}.gate.weight").T.contiguous().numpy())
+    gate = graph.constant(f"{place}.gate", plan.read_small_matrix(f"{place}.gate.weight").T.contiguous().numpy())
     scores = graph.add("Softmax", graph.add("MatMul", graph.wide(tokens), gate), axis=-1)
     best, chosen = graph.unused_name("TopK"), graph.unused_name("TopK")
     graph.add_all("TopK", [scores, graph.int64("chosen", (block.chosen,))], [best, chosen])
@@ -24,9 +24,9 @@ def mixture(decoder: Decoder, x: str, place: str, block: ExpertsBlock) -> str:
         is_own = graph.add("Cast", graph.add("Equal", chosen, number), to=TensorProto.FLOAT)
         share = graph.add("ReduceSum", graph.add("Mul", shares, is_own), graph.int64("last_axis", (-1,)))
         up, down = (plan.matrices[f"{place}.experts.{name}"] for name in ("gate_up_proj", "down_proj"))
-        halves = graph.split(expert_product(decoder.linears, tokens, up, block.experts, number), [block.inner] * 2)
+        halves = graph.split(add_expert_product(decoder.linears, tokens, up, block.experts, number), [block.inner] * 2)
         active = EMITTED["silu"](graph, halves[0], {})
-        y = expert_product(decoder.linears, graph.add("Mul", active, halves[1]), down, block.experts, number)
+        y = add_expert_product(decoder.linears, graph.add("Mul", active, halves[1]), down, block.experts, number)
         weighted = graph.add("Mul", y, graph.narrow(share))
         total = graph.add("Add", total, weighted) if total else weighted
     return graph.add("Reshape", total, graph.add("Shape", x))

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Self
 
+from diffquant.measure.cells import Cell, Point
 from diffquant.measure.results import ITEMS, TaskResult
-from diffquant.measure.sweep.cell import Cell, cell_key
-from diffquant.measure.sweep.grid import Point
+from diffquant.measure.sweep.cell import Run, cell_key
 from diffquant.measure.task import Task
 from diffquant.recipe import Recipe
 from diffquant.support.plain_data import JsonObject
@@ -76,28 +76,27 @@ class Sleeper:
         return replace(result, seconds=time.monotonic() - started, weight_bytes=0, kv_bytes=0.0)
 
 
-def sleeping_cells(folder: Path, batches: int, cells: int, seconds: float, deadly: Collection[str] = ()) -> list[Cell]:
-    """The cells that a folder does not hold yet.
+def sleeping_run(folder: Path, batches: int, cells: int, seconds: float, deadly: Collection[str] = ()) -> Run:
+    """A sweep of the cells that a folder does not hold yet.
 
     Args:
         batches, cells: number of models, and of cells over all of them.
         deadly: names of cells, such as "cell 7", that kill the process which measures them.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    subjects = {Path(name): Sleeper(name) for name in (f"sleeper {number}" for number in range(batches))}
+    names = [f"cell {number}" for number in range(cells)]
+    tasks = {name: Sleep(name=name, seconds=seconds, is_deadly=name in deadly) for name in names}
     made = []
-    for number in range(batches):
-        sleeper = Sleeper(f"sleeper {number}")
-        made += [_cell(folder, sleeper, f"cell {cell}", seconds, deadly) for cell in range(number, cells, batches)]
-    return [cell for cell in made if cell.read() is None]
+    for number, (model, sleeper) in enumerate(subjects.items()):
+        point = Point(model, "", 16, "", Recipe(), None)
+        for name in names[number::batches]:
+            key = cell_key(sleeper, point.recipe, tasks[name], tasks[name].identity())
+            made.append(Cell(point, name, key=key, folder=folder))
+    return Run([cell for cell in made if cell.read() is None], subjects, tasks)
 
 
 def scores(folder: Path) -> dict[str, float]:
     """Contents of a folder's cells, by the cells' names."""
     entries = [json.loads(file.read_text(encoding="utf-8")) for file in folder.glob("*.json")]
     return {entry["key"]["task"]["name"]: entry["result"]["score"] for entry in entries if "result" in entry}
-
-
-def _cell(folder: Path, sleeper: Sleeper, name: str, seconds: float, deadly: Collection[str]) -> Cell:
-    point = Point(Path(sleeper.name), "", 16, "", Recipe(), None)
-    task = Sleep(name=name, seconds=seconds, is_deadly=name in deadly)
-    return Cell(sleeper, point, task, folder, cell_key(sleeper, point.recipe, task, task.identity()))

@@ -16,7 +16,7 @@ WORDS = 400
 
 @cache
 def tokenizer(adds_bos: bool = False) -> PreTrainedTokenizerFast:
-    """Tokenizer of a byte-level BPE over the prose that ships; any text encodes."""
+    """Tokenizer of a byte-level BPE over the bundled text; any text encodes."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()

@@ -105,7 +105,7 @@ def test_a_recipe_is_read_from_what_the_command_line_takes(given, expected):
 def test_a_recipe_is_read_from_a_file_and_nothing_else(tmp_path):
     (tmp_path / "recipe.yaml").write_text("kv: 8\nrounding: mse\n")
     assert diffquant.Recipe.parse(tmp_path / "recipe.yaml") == diffquant.Recipe.of(kv=8, rounding="mse")
-    with pytest.raises(UsageError, match="a recipe is a scheme of the weights"):
+    with pytest.raises(UsageError, match="a recipe is a weight scheme"):
         diffquant.Recipe.parse(["4:g32"])
     with pytest.raises(UsageError, match="did you mean 'weights'"):
         diffquant.Recipe.parse({"weigths": 4})
@@ -215,7 +215,7 @@ def test_a_device_map_that_cannot_serve_is_refused_before_anything_is_read(tmp_p
         diffquant.load(source, device_map={"model.layers": "disk", "": "cpu"})
     with pytest.raises(UsageError, match="no place for"):
         diffquant.load(source, device_map={"model.layers": "cpu"})
-    with pytest.raises(UsageError, match=r"puts model\.embed_tokens where nothing computes"):
+    with pytest.raises(UsageError, match=r"puts model\.embed_tokens on a place that does not compute"):
         diffquant.load(source, device_map={"": "disk"}, offload_folder=tmp_path / "offload")
     with pytest.raises(UsageError, match=r"modules that the model does not have: model\.layer\.1$"):
         diffquant.load(source, device_map={"": "cpu", "model.layer.1": "cpu"})

@@ -98,14 +98,14 @@ def test_dry_run_prints_the_table_and_writes_nothing(run, checkpoint, tmp_path):
         (["quantize", "SRC", "-o", "SRC", "--weights", "4"], 2, "overlaps the input"),
         (["quantize", "nowhere", "-o", "OUT", "--weights", "4"], 1, "nowhere is neither"),
         (["quantize", "SRC", "-o", "OUT", "--weights", "4", "--override", "q_proj"], 2, "expected PATTERN=SCHEME"),
-        (["quantize", "SRC", "-o", "OUT", "--weights", "4", "--recipe", "r.yaml"], 2, "one or the other"),
+        (["quantize", "SRC", "-o", "OUT", "--weights", "4", "--recipe", "r.yaml"], 2, "cannot be combined"),
         (["quantize", "SRC", "-o", "OUT", "--recipe", "absent.yaml"], 2, "there is no recipe absent.yaml"),
         (["quantize", "SRC", "-o", "OUT", "--weights", "4", "--text", "EMPTY"], 2, "--rounding gptq"),
         (["quantize", "SRC", "-o", "OUT", "--weights", "4", "--tokens", "64"], 2, "--rounding gptq"),
         (["quantize", "SRC", "-o", "OUT", "--weights", "4", "--rounding", "gtpq"], 2, "did you mean 'gptq'"),
         (["quantize", "nowhere", "-o", "OUT"], 1, "nowhere is neither"),
         (["quantize", "--colour"], 2, "No such option"),
-        (["quantize", "SRC", "-o", "OUT", "--bits", "4"], 2, "here it is --weights BITS:gSIZE"),
+        (["quantize", "SRC", "-o", "OUT", "--bits", "4"], 2, "use --weights BITS:gSIZE"),
         (["sweep", "SRC", "-o", "OUT", "--task", "chess"], 2, "lm-eval:chess is lm-eval's task"),
         (["quantize", "SRC", "-o", "OUT", "--preset", "int3"], 2, "'--preset': 'int3' is not one of"),
         (["sweep", "SRC", "-o", "OUT", "--target", "norms"], 2, "unknown target 'norms'"),
@@ -159,10 +159,10 @@ def test_doctor_names_every_requirement_and_every_extra(run):
 
 def test_doctor_names_what_is_of_another_version(run, monkeypatch):
     versions = {"transformers": "4.57.1", "scipy": "0.1"}
-    monkeypatch.setattr("diffquant.verbs.installation._version", lambda package: versions.get(package, "99"))
+    monkeypatch.setattr("diffquant.support.installation.installed_version", lambda package: versions.get(package, "99"))
     code, out, err = run("doctor")
     assert code == MissingDependencyError.exit_code
-    assert "a required package is missing or not of a version that will do: pip install" in err
+    assert "a required package is missing, or its version is not supported: pip install" in err
     assert re.search(r"transformers 4\.57\.1 \(NOT >=5\S+\)", out)
     assert re.search(r"extra search: scipy 0\.1 \(NOT >=\S+\)\n", out + "\n")
     del versions["transformers"]
@@ -174,7 +174,7 @@ def test_doctor_says_what_the_kernels_make_of_the_device(run, monkeypatch):
     ampere = KernelSurvey("8.6", 101_376, "3.6", "sm_80", None, {"attention triton-fp8": "it needs Ada"})
     monkeypatch.setattr("diffquant.verbs.installation._cuda_kernels", lambda: ampere)
     _, out, _ = run("doctor")
-    assert "CUDA kernels: capability 8.6, 101,376 bytes of shared memory a block, Triton 3.6" in out
+    assert "CUDA kernels: capability 8.6, 101,376 bytes of shared memory per block, Triton 3.6" in out
     assert "  not attention triton-fp8: it needs Ada" in out
     _, out, _ = run("doctor", "--json")
     assert json.loads(out)["cuda_kernels"]["shared_memory"] == 101_376

@@ -19,9 +19,9 @@ from diffquant.recipe.scheme import Scheme
 from diffquant.support.names import split_numbers
 from diffquant.verbs import GROUPS
 from diffquant.verbs.cli import app, main
-from diffquant.verbs.cli.show import waiting
+from diffquant.verbs.cli.show import show_loading
 from diffquant.verbs.export import _cache_bits
-from diffquant.verbs.recipes import recipe_of_options
+from diffquant.verbs.recipes import recipe_from_options
 from tests.support import tiny_lm
 from tests.support.checkpoints import write_checkpoint
 from tests.support.tables import in_one_test
@@ -75,9 +75,9 @@ def test_verbs_stand_in_groups(run):
 def test_options_stand_under_headings(run):
     shown = run("eval", "--help")[1]
     sections = dict(re.findall(r"^(\w[\w ]*):\n((?:  .*\n|\n(?=  ))+)", shown, re.MULTILINE))
-    assert list(sections) == ["Arguments", "Options", "Options of what is quantized", "Options of tasks", "Example"]
-    assert "--kv SCHEME" in sections["Options of what is quantized"]
-    assert "--stride NUMBER" in sections["Options of tasks"]
+    assert list(sections) == ["Arguments", "Options", "Quantization options", "Task options", "Example"]
+    assert "--kv SCHEME" in sections["Quantization options"]
+    assert "--stride NUMBER" in sections["Task options"]
     assert "--help" in sections["Options"]
 
 
@@ -102,15 +102,15 @@ def test_an_option_has_one_kind_of_value_in_all_verbs():
     ],
 )
 def test_a_preset_is_a_recipe_of_its_own(name, recipe):
-    assert Recipe.parse(recipe_of_options(preset=name)) == Recipe.parse(name) == Recipe.of(**recipe)
+    assert Recipe.parse(recipe_from_options(preset=name)) == Recipe.parse(name) == Recipe.of(**recipe)
     assert all(Recipe.of(**settings) != Recipe() for settings in PRESETS.values())
-    with pytest.raises(UsageError, match="preset replaces kv; give one or the other"):
-        recipe_of_options(preset=name, kv="8")
+    with pytest.raises(UsageError, match="preset cannot be combined with kv"):
+        recipe_from_options(preset=name, kv="8")
 
 
 @in_one_test("name", ["w4a16", "int4", "nf4", "Q4_K_M"])
 def test_a_scheme_by_another_librarys_name_is_explained(name):
-    with pytest.raises(UsageError, match="4-bit weights beside 16-bit activations are weights='4:g32' here"):
+    with pytest.raises(UsageError, match="4-bit weights with 16-bit activations are weights='4:g32' here"):
         Scheme.parse(name)
 
 
@@ -195,6 +195,6 @@ def test_a_terminal_where_torch_is_loaded_already_shows_nothing(monkeypatch):
     terminal = io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stderr", terminal)
-    with waiting("inspect", prints=False):
+    with show_loading("inspect", prints=False):
         pass
     assert not terminal.getvalue()

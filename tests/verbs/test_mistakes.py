@@ -120,7 +120,7 @@ def test_a_damaged_config_is_named(tmp_path, content, hint):
     ("content", "hint"),
     [
         (None, "there is no recipe .*recipe.yaml$"),
-        (b"\xff\xfe\x80", "recipe.yaml is no text in UTF-8$"),
+        (b"\xff\xfe\x80", "recipe.yaml is not UTF-8 text$"),
         (b"kv: 8\nweights: [4", r"cannot read recipe .*recipe.yaml: line 2: expected ',' or '\]'[^\n]*$"),
     ],
 )
@@ -171,7 +171,7 @@ def test_a_memory_without_its_unit_is_no_number_of_bytes(checkpoint, memory):
         diffquant.plan(checkpoint, memory=memory)
 
 
-@in_one_test(("scheme", "hint"), [("fp8", "are e4m3 here"), ("awq", "a way to round and no format")])
+@in_one_test(("scheme", "hint"), [("float8", "are e4m3 here"), ("awq", "awq is a rounding, not a format")])
 def test_names_of_other_tools_hear_ours(scheme, hint):
     with pytest.raises(UsageError, match=hint):
         diffquant.Scheme.parse(scheme)
@@ -191,31 +191,31 @@ def test_a_text_ends_where_the_context_does(pocket):
 
 # Arguments of a wrong type or out of bounds, verb by verb, and what each has to hear.
 WRONG = [
-    ("inspect", (5,), {}, "model is 5; it takes a checkpoint's folder"),
-    ("inspect", (None,), {}, "model is None; it takes a checkpoint's folder"),
+    ("inspect", (5,), {}, "model is 5; it must be a checkpoint folder"),
+    ("inspect", (None,), {}, "model is None; it must be a checkpoint folder"),
     ("export", (torch.nn.Linear(2, 2), "out"), {}, "export reads a checkpoint from disk, not a Linear in memory"),
-    ("sweep", ("SRC", "out"), {"bits": 4.5}, "bits is 4.5; it takes a text or a list"),
-    ("sweep", ("SRC", "out"), {"tasks": 5}, "tasks is 5; it takes a text or a list"),
+    ("sweep", ("SRC", "out"), {"bits": 4.5}, "bits is 4.5; it must be text or a list"),
+    ("sweep", ("SRC", "out"), {"tasks": 5}, "tasks is 5; it must be text or a list"),
     ("sweep", (5, "out"), {}, "models is 5"),
     ("sweep", ("SRC", "out"), {"limit": "ten"}, "limit takes a number, not 'ten'"),
     ("sweep", (["SRC", 5], "out"), {}, "models is 5"),
     ("evaluate", (torch.nn.Linear(2, 2),), {}, "from disk, not a Linear in memory"),
-    ("quantize", ("SRC", 5), {"recipe": 8}, "output is 5; it takes a path"),
-    ("quantize", ("SRC", "out"), {"weights": 8}, "quantize takes weights in its recipe: recipe={'weights': 8}"),
-    ("quantize", ("SRC", "out"), {"recipe": 8, "text": 5}, "text is 5; it takes a path"),
-    ("quantize", ("SRC", "out"), {"recipe": 8, "tokens": True}, "tokens is True; it takes a whole number"),
-    ("generate", ("SRC", 5), {}, "prompt is 5; it takes a text$"),
-    ("generate", ("SRC", ["hi"]), {}, r"prompt is \['hi'\]; it takes a text$"),
+    ("quantize", ("SRC", 5), {"recipe": 8}, "output is 5; it must be a path"),
+    ("quantize", ("SRC", "out"), {"weights": 8}, "quantize takes weights only in the recipe: recipe={'weights': 8}"),
+    ("quantize", ("SRC", "out"), {"recipe": 8, "text": 5}, "text is 5; it must be a path"),
+    ("quantize", ("SRC", "out"), {"recipe": 8, "tokens": True}, "tokens is True; it must be a whole number"),
+    ("generate", ("SRC", 5), {}, "prompt is 5; it must be text$"),
+    ("generate", ("SRC", ["hi"]), {}, r"prompt is \['hi'\]; it must be text$"),
     ("generate", ("SRC", "hi"), {"max_new_tokens": 0}, "max_new_tokens must be 1 or more, got 0"),
-    ("generate", ("SRC", "hi"), {"max_new_tokens": "x"}, "max_new_tokens is 'x'; it takes a whole number"),
+    ("generate", ("SRC", "hi"), {"max_new_tokens": "x"}, "max_new_tokens is 'x'; it must be a whole number"),
     ("generate", ("SRC", "hi"), {"temperature": -1}, "temperature must be 0 or more, got -1"),
-    ("generate", ("SRC", "hi"), {"temperature": "hot"}, "temperature is 'hot'; it takes a number"),
+    ("generate", ("SRC", "hi"), {"temperature": "hot"}, "temperature is 'hot'; it must be a number"),
     ("verify", ("out",), {}, "verify: missing a required argument: 'model'"),
-    ("verify", ("out", "SRC"), {"tolerance": "low"}, "tolerance is 'low'; it takes a number"),
+    ("verify", ("out", "SRC"), {"tolerance": "low"}, "tolerance is 'low'; it must be a number"),
     ("run", ("out", "hi"), {"max_new_tokens": -1}, "max_new_tokens must be 1 or more"),
     ("plan", ("SRC",), {"context": 0}, "context must be 1 or more"),
-    ("plan", ("SRC",), {"batch": "x"}, "batch is 'x'; it takes a whole number"),
-    ("report", (5,), {}, "runs is 5; it takes a path"),
+    ("plan", ("SRC",), {"batch": "x"}, "batch is 'x'; it must be a whole number"),
+    ("report", (5,), {}, "runs is 5; it must be a path"),
     ("fidelity", ("SRC", "SRC"), {"characters": -5}, "characters must be 0 or more"),
 ]
 

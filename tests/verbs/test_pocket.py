@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import time
 from functools import cache
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from diffquant.quantization.loading import load
 from diffquant.recipe import Recipe
 from diffquant.verbs import demonstration as pocket
 from diffquant.verbs.demo import demo
-from diffquant.verbs.demonstration import Budget
+from diffquant.verbs.demonstration import items_until
 from tests.support.tables import in_one_test
 from tests.support.thorough import sampled, thorough
 
@@ -83,10 +84,10 @@ def test_the_models_ship_with_how_they_were_trained():
 
 
 @thorough
-def test_pocket_demo_shows_figure_8_and_asks_the_4_bit_model(tmp_path):
-    said, folder = [], tmp_path / "my demo"
-    demo(folder, minutes=0, pocket=True, overwrite=False, said=said.append)
-    text = "\n".join(said)
+def test_pocket_demo_shows_figure_8_and_asks_the_4_bit_model(tmp_path, capsys):
+    folder = tmp_path / "my demo"
+    demo(folder, pocket=True, overwrite=False)
+    text = capsys.readouterr().out
     found = {name: counts_of(text, name) for name in MODELS}
     # Columns: 16 bits, 4 and 3 bits with one scale per tensor, then with shifted rows.
     assert all(counts[2] <= 3 for counts in found.values())
@@ -101,21 +102,20 @@ def test_pocket_demo_shows_figure_8_and_asks_the_4_bit_model(tmp_path):
     assert text.index(answers[-1]) < text.index(f"  {folder}/retrieval/report.html\n") < text.index("ORG/NAME")
     assert max(len(line) for line in text.split("2. Quantize")[0].splitlines() if str(tmp_path) not in line) <= 80
     with pytest.raises(OutputExistsError):
-        demo(folder, minutes=0, pocket=True, overwrite=False, said=said.append)
+        demo(folder, pocket=True, overwrite=False)
 
 
 @pytest.fixture
-def first_act(tmp_path, monkeypatch):
+def first_act(tmp_path, monkeypatch, capsys):
     """What the demo says around its tables of Figure 8, in one line."""
-    said = []
     monkeypatch.setattr(pocket, "_sweep", lambda *_: None)
-    pocket.show_figure_8(tmp_path, said.append)
-    return " ".join(" ".join(said).split())
+    pocket.show_figure_8(tmp_path)
+    return " ".join(capsys.readouterr().out.split())
 
 
 def test_the_demo_says_which_training_it_shows_and_that_another_came_out_the_other_way(first_act):
     (seed,) = {json.loads((path / "training.json").read_text())["schedule"]["seed"] for path in MODELS.values()}
-    assert f"The models that find numbers are of one training, with seed {seed}. Which of them loses" in first_act
+    assert f"The models that find numbers were trained once, with seed {seed}. Which of them loses" in first_act
     assert "in another training the Transformer lost most" in first_act
 
 
@@ -123,10 +123,10 @@ def test_the_demo_says_which_runs_its_english_models_are_and_what_all_six_traini
     runs = [json.loads((path / "training.json").read_text()) for path in data.pocket_models("prose")]
     assert [run["run"] for run in runs] == [f"e1-{run['kind']}-seed-101" for run in runs]
     assert {run["schedule"]["seed"] for run in runs} == {101}
-    assert "one training of each kind, with seed 101 and at the rate that is best" in first_act
+    assert "Each model was trained once here, with seed 101 and its best learning rate" in first_act
     assert f"at 4 bits with one scale per tensor: {pocket.ANSWER}." in first_act
-    assert f"At equal steps {pocket.SENSITIVITY} are lost" in first_act
-    assert f"DIFF models of three sizes win {pocket.AT_PAPERS_RATIO} bits." in first_act
+    assert f"because their predictions are more sensitive: {pocket.SENSITIVITY}." in first_act
+    assert f"DIFF models of three sizes gain {pocket.AT_PAPERS_RATIO} bits." in first_act
 
 
 def counts_of(table, name):
@@ -136,4 +136,4 @@ def counts_of(table, name):
 
 @in_one_test(("seconds_per_item", "items"), [(1e-3, 200), (2.0, 30), (1e3, 10)])
 def test_the_demo_scores_as_many_items_as_its_time_allows(seconds_per_item, items):
-    assert Budget(60.5).items(seconds_per_item, most=200) == items
+    assert items_until(time.monotonic() + 60.5, seconds_per_item, most=200) == items

@@ -7,12 +7,12 @@ import torch
 
 import diffquant
 from diffquant.errors import UsageError
-from diffquant.verbs.kinds import numbers
+from diffquant.verbs.kinds import parse_numbers
 from tests.support.tables import in_one_test
 
 
 def test_a_model_in_memory_is_refused_in_words(tmp_path):
-    with pytest.raises(UsageError, match="from disk, not a Linear in memory: give its folder"):
+    with pytest.raises(UsageError, match="from disk, not a Linear in memory; write a folder"):
         diffquant.quantize(torch.nn.Linear(8, 8), tmp_path / "out", {"weights": "8:row"})
     assert not (tmp_path / "out").exists()
 
@@ -38,4 +38,4 @@ def test_a_number_beyond_its_bounds_is_refused_and_so_is_one_that_is_none(verb, 
 
 @in_one_test("given", [4, "4", [4]])
 def test_one_width_is_given_as_a_number_too(given):
-    assert numbers("bits", given) == (4,)
+    assert parse_numbers("bits", given) == (4,)

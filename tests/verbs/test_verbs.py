@@ -22,11 +22,12 @@ from diffquant.recipe import Recipe
 from diffquant.recipe.presets import PRESETS
 from diffquant.verbs import recipes
 from diffquant.verbs.cli import app
-from diffquant.verbs.cli.command import command, former_names, name_of, options_of
-from diffquant.verbs.cli.show import SHOWN, Shown
+from diffquant.verbs.cli.command import command_name, make_command
+from diffquant.verbs.cli.options import former_names, list_options
+from diffquant.verbs.cli.show import VIEWS, ResultView
 from diffquant.verbs.kinds import Model, Prompt
-from diffquant.verbs.notes import add, say, wrote
-from diffquant.verbs.recipes import recipe_of_options
+from diffquant.verbs.notes import say, say_after_result, say_files_written
+from diffquant.verbs.recipes import recipe_from_options
 from tests.support import tiny_lm
 from tests.support.checkpoints import write_checkpoint
 from tests.support.tables import in_one_test
@@ -35,7 +36,7 @@ VERBS = [verb for group in verbs.GROUPS.values() for verb in group]
 COMMANDS = typer.main.get_command(app).commands
 # What only the terminal has, and what only a program can give.
 TERMINALS = {"as_json", "dry_run", "details"}
-PROGRAMS = {"progress", "planned", "said", "tokenizer", "max_memory"}
+PROGRAMS = {"progress", "on_plan", "said", "tokenizer"}
 ROOMS = {"bench", "demo", "doctor", "report"}
 
 
@@ -51,8 +52,8 @@ def test_each_option_is_a_parameter_and_each_parameter_an_option_of_its_name(ver
     if len(expected | PROGRAMS & parameters.keys()) < len(parameters):
         expected |= {option.name for option in task_options()}
     if "recipe" in parameters:
-        expected |= inspect.signature(recipe_of_options).parameters.keys()
-    params = {param.name: param for param in COMMANDS[name_of(verb)].params}
+        expected |= inspect.signature(recipe_from_options).parameters.keys()
+    params = {param.name: param for param in COMMANDS[command_name(verb)].params}
     assert params.keys() - TERMINALS == expected
     for name, param in params.items():
         if param.param_type_name == "argument" or name in TERMINALS:
@@ -66,7 +67,7 @@ def test_each_option_is_a_parameter_and_each_parameter_an_option_of_its_name(ver
 def test_a_default_is_that_of_the_signature(verb):
     parameters, params = (
         inspect.signature(verb).parameters,
-        {each.name: each for each in COMMANDS[name_of(verb)].params},
+        {each.name: each for each in COMMANDS[command_name(verb)].params},
     )
     for name, each in parameters.items():
         if name not in params:
@@ -89,7 +90,7 @@ def test_every_verb_that_is_no_room_is_a_name_of_the_package():
 
 
 def test_every_entry_of_a_docstring_reaches_the_help_and_without_docstrings_the_command_line_still_parses():
-    assert not [(name_of(verb), each.name) for verb in VERBS for each in options_of(verb) if len(each.help) < 10]
+    assert not [(command_name(verb), each.name) for verb in VERBS for each in list_options(verb) if len(each.help) < 10]
     command = [sys.executable, "-OO", "-m", "diffquant", "quantize", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert (done.returncode, "--weights SCHEME" in done.stdout) == (0, True), done.stderr
@@ -117,25 +118,25 @@ def test_names_that_options_had_still_work_and_are_not_shown(name, words, expect
 def test_a_flag_turns_off_what_is_on_and_what_only_the_terminal_has_stays_there(monkeypatch, capsys):
     seen = {}
 
-    def toy(model: Model, *, cache: bool = True, said: object = None):
+    def toy(model: Model, *, cache: bool = True, on_text: object = None):
         """Be a toy.
 
             diffquant toy model
 
         Args:
-            model: as `export` takes it.
+            model: see `export`.
             cache: False leaves the cache out.
-            said: function called with text.
+            on_text: function called with text.
 
         Raises:
             UsageError: with what was made.
         """
-        seen.update(model=model, cache=cache, said=said)
+        seen.update(model=model, cache=cache, said=on_text)
         raise UsageError("half made", {"half": 1})
 
-    monkeypatch.setitem(SHOWN, "toy", Shown(lambda made, _: f"made {made}", lambda made, _: json.dumps(made)))
+    monkeypatch.setitem(VIEWS, "toy", ResultView(lambda made, _: f"made {made}", lambda made, _: json.dumps(made)))
     program = typer.Typer()
-    program.command()(command(toy))
+    program.command()(make_command(toy))
     monkeypatch.setattr(sys, "argv", ["toy", "here", "--no-cache", "--json"])
     with pytest.raises(UsageError, match="half made"):
         program(standalone_mode=False)
@@ -156,39 +157,39 @@ def test_a_dash_reads_the_prompt_from_standard_input_and_notes_go_beside_the_res
 
         No more.
         """
-        add("0.1 s", aside=True)
-        wrote(["a.txt", Path("b.txt")])
+        say_after_result("0.1 s", aside=True)
+        say_files_written(["a.txt", Path("b.txt")])
         say("at once")
         return prompt.upper()
 
-    monkeypatch.setitem(SHOWN, "toy", Shown(data=lambda text, _: json.dumps(text)))
+    monkeypatch.setitem(VIEWS, "toy", ResultView(data=lambda text, _: json.dumps(text)))
     program = typer.Typer()
-    program.command()(command(toy))
+    program.command()(make_command(toy))
     shown = CliRunner().invoke(program, ["--prompt", "-"], input="from stdin")
     assert (shown.stdout, shown.stderr) == ("FROM STDIN\nwrote a.txt, b.txt\n", "at once\n0.1 s\n")
     shown = CliRunner().invoke(program, ["--prompt", "-x", "--json"])
     assert (json.loads(shown.stdout), shown.stderr) == ("-X", "at once\n0.1 s\nwrote a.txt, b.txt\n")
     shown = CliRunner().invoke(program, ["--prompt", "-"], input=b"caf\xe9")
-    assert "standard input is no text in UTF-8" in str(shown.exception)
+    assert "standard input is not UTF-8 text" in str(shown.exception)
 
 
 @in_one_test("name", ["generate", "run"])
 def test_a_text_that_came_in_pieces_ends_its_line(name, monkeypatch):
-    def toy(prompt: Prompt, *, said: object = None) -> str:
+    def toy(prompt: Prompt, *, on_text: object = None) -> str:
         """Be a toy.
 
             diffquant toy
 
         No more.
         """
-        add("2 tokens", aside=True)
+        say_after_result("2 tokens", aside=True)
         for piece in (prompt, " and"):
-            said(piece)
+            on_text(piece)
         return f"{prompt} and"
 
-    monkeypatch.setitem(SHOWN, "toy", SHOWN[name])
+    monkeypatch.setitem(VIEWS, "toy", VIEWS[name])
     program = typer.Typer()
-    program.command()(command(toy))
+    program.command()(make_command(toy))
     shown = CliRunner().invoke(program, ["--prompt", "once"])
     assert (shown.stdout, shown.output) == ("once and\n", "once and\n2 tokens\n")
 
@@ -196,30 +197,30 @@ def test_a_text_that_came_in_pieces_ends_its_line(name, monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"recipe": 8, "kv": 8}, "recipe replaces kv"),
-        ({"preset": "int4", "weights": 4, "residual": 0}, "preset replaces weights, residual"),
-        ({"recipe": 8, "preset": "int4"}, "recipe and preset are two recipes"),
-        ({"preset": "int5"}, f"unknown preset 'int5'; known are {', '.join(PRESETS)}"),
+        ({"recipe": 8, "kv": 8}, "recipe cannot be combined with kv"),
+        ({"preset": "int4", "weights": 4, "residual": 0}, "preset cannot be combined with weights, residual"),
+        ({"recipe": 8, "preset": "int4"}, "recipe and preset both set the recipe"),
+        ({"preset": "int5"}, f"unknown preset 'int5'; choose from {', '.join(PRESETS)}"),
         ({"overrides": ["q_proj"]}, "expected PATTERN=SCHEME"),
         ({"overrides": ["*.k=8", "*.v=8", "*.k=4"]}, r"overrides has '\*\.k' twice; keep one of each"),
     ],
 )
 def test_a_recipe_is_given_in_one_way(settings, message):
     with pytest.raises(UsageError, match=message):
-        recipe_of_options(**settings)
+        recipe_from_options(**settings)
 
 
 def test_a_recipe_is_what_its_settings_say_and_none_without_any():
-    assert recipe_of_options() is recipe_of_options(weights=None, overrides=()) is None
+    assert recipe_from_options() is recipe_from_options(weights=None, overrides=()) is None
     expected = Recipe.of(weights="4:g32", kv=8, overrides={"*.mlp.*": "6:row"})
-    assert Recipe.parse(recipe_of_options(weights="4:g32", kv="8", overrides=["*.mlp.*=6:row"])) == expected
-    assert Recipe.parse(recipe_of_options(kv="16")) == Recipe()
+    assert Recipe.parse(recipe_from_options(weights="4:g32", kv="8", overrides=["*.mlp.*=6:row"])) == expected
+    assert Recipe.parse(recipe_from_options(kv="16")) == Recipe()
 
 
 def test_settings_of_a_recipe_are_refused_as_arguments_with_the_recipe_to_give(tmp_path):
-    with pytest.raises(UsageError, match=r"plan takes kv in its recipe: recipe=\{'kv': 8\}"):
+    with pytest.raises(UsageError, match=r"plan takes kv only in the recipe: recipe=\{'kv': 8\}"):
         diffquant.plan(tmp_path, kv=8)
-    with pytest.raises(UsageError, match="plan takes preset in its recipe: recipe='int4'"):
+    with pytest.raises(UsageError, match="plan takes preset only in the recipe: recipe='int4'"):
         diffquant.plan(tmp_path, preset="int4")
 
 
@@ -230,7 +231,7 @@ def test_python_quantizes_with_rules_and_settings_of_the_command(tmp_path):
         tmp_path / "out",
         {"weights": "4:g32", "overrides": {"*.mlp.*": "8:row"}},
         keep="*.q_proj.*",
-        planned=plans.append,
+        on_plan=plans.append,
     )
     schemes = {error.name: str(error.scheme) for error in report.errors}
     assert not [name for name in schemes if "q_proj" in name]
@@ -252,7 +253,7 @@ def test_without_a_recipe_it_is_int4_by_gptq_in_a_folder_named_after_the_model(t
     # A text cannot be read in no time, and not at all without a tokenizer.
     monkeypatch.setattr(recipes, "PATIENCE", -1)
     assert diffquant.quantize(model, "other").rounding == "mse"
-    assert "effort='balanced' loses less" in caplog.text
+    assert "effort='balanced' is more accurate" in caplog.text
     for file in model.glob("tokenizer*"):
         file.unlink()
     assert diffquant.quantize(model, "third", {"logits": "4:row"}).errors == ()
@@ -272,7 +273,7 @@ def test_what_patterns_to_keep_cost_a_model_that_is_known_is_said(tmp_path, capl
     caplog.set_level(logging.INFO, "diffquant.verbs")
     model = write_checkpoint(tmp_path / "model", "unilm-v2")
     diffquant.quantize(model, tmp_path / "kept", {"weights": "8:row"}, keep="*.q_proj.*")
-    assert "keep chooses weights by their names" in caplog.text
+    assert "keep chooses weights by name" in caplog.text
     assert not (tmp_path / "kept/modeling_diffquant.py").exists()
     caplog.clear()
     # What it says to write instead.
@@ -331,7 +332,7 @@ def test_an_error_keeps_its_result_from_one_process_to_another():
 def test_python_runs_and_proves_an_export_and_hears_each_piece(tmp_path, model):
     diffquant.export(model, tmp_path / "out")
     pieces = []
-    made = diffquant.run(tmp_path / "out", "It was", max_new_tokens=3, said=pieces.append)
+    made = diffquant.run(tmp_path / "out", "It was", max_new_tokens=3, on_text=pieces.append)
     assert "".join(pieces) == made == diffquant.generate(model, "It was", max_new_tokens=3)
     assert diffquant.verify(tmp_path / "out", model).passed
     assert diffquant.inspect(model).to_dict()["generation"] == "DIFF V2"

@@ -57,16 +57,15 @@ def compare(server: Served, items: Sequence[HellaSwagItem], place: Path) -> Comp
     answers = [[float(logprob) for ((logprob, _),) in sample["resps"]] for sample in samples]
     model = diffquant.load(server.folder, {"kv": 16}, dtype="float32")
     ours = evaluate_hellaswag(TorchModel(model, diffquant.load_tokenizer(server.folder)), items)
-    differences = [
-        abs(a - b) for theirs, own in zip(answers, ours.logprobs, strict=True) for a, b in zip(theirs, own, strict=True)
-    ]
+    pairs = zip(answers, ours.details["logprobs"], strict=True)
+    differences = [abs(a - b) for theirs, own in pairs for a, b in zip(theirs, own, strict=True)]
     found = output["results"][NAME]
     return Compared(
         items=len(items),
         lm_eval_acc=found["acc,none"],
-        our_acc=sum(ours.correct) / len(items),
+        our_acc=ours.details["acc"],
         lm_eval_acc_norm=found["acc_norm,none"],
-        our_acc_norm=sum(ours.correct_norm) / len(items),
+        our_acc_norm=ours.score,
         furthest=max(differences),
     )
 

@@ -45,7 +45,7 @@ def attention_weights(call: AttentionCall, first: int = 0) -> tuple[Tensor, Tens
     """
     call = replace(call, meter=None)
     weights, maps = [], []
-    for rows, block in softmax_blocks(call, first):
+    for rows, block in iterate_softmax_blocks(call, first):
         skipped = slice(max(first - rows.start, 0), None)
         maps.append(torch.stack([repeat_noise_heads(x, call.pairs) for x in block])[..., skipped, :])
         weights.append(combine_maps(call, block, rows)[..., skipped, :])
@@ -53,7 +53,7 @@ def attention_weights(call: AttentionCall, first: int = 0) -> tuple[Tensor, Tens
     return torch.cat(whole, -2), torch.cat(whole_maps, -2)
 
 
-def softmax_blocks(call: AttentionCall, first: int = 0) -> Iterator[tuple[slice, list[Tensor]]]:
+def iterate_softmax_blocks(call: AttentionCall, first: int = 0) -> Iterator[tuple[slice, list[Tensor]]]:
     """Yield the softmax of each map by blocks of queries, with logits and weights quantized as the call requires.
 
     If queries share a scale (granularity tensor, map, head or pair), the logits are computed twice: first for their
@@ -85,7 +85,7 @@ def combine_maps(call: AttentionCall, maps: list[Tensor], rows: slice) -> Tensor
     return weights
 
 
-def grouped_product(x: Tensor, y: Tensor) -> Tensor:
+def multiply_grouped(x: Tensor, y: Tensor) -> Tensor:
     """Compute [B, h, T, n] @ [B, h_kv, n, m] without repeating y, by stacking the rows of all heads that share it."""
     batch, heads, length, width = x.shape
     groups = y.shape[1]
@@ -106,7 +106,7 @@ def _coded_blocks(call: AttentionCall, first: int) -> Iterator[tuple[slice, list
         visible = call.mask.visible(rows, length, call.keys, call.v.device)
         visible = None if visible is None else visible[..., :reach]
         map_logits = [
-            grouped_product(queries[:, :, rows], keys[:, :, :reach].mT).mul_(call.scale)
+            multiply_grouped(queries[:, :, rows], keys[:, :, :reach].mT).mul_(call.scale)
             for queries, keys in zip(q, k, strict=True)
         ]
         prepared = [prepare_logits(x, visible, scheme.has("shift")) for x in map_logits]
@@ -125,15 +125,15 @@ def attend_by_blocks(call: AttentionCall) -> Tensor:
         warnings.warn(f"maps are quantized in PyTorch, many times slower than in a kernel: {refusal}", stacklevel=2)
     values = v.to(compute_dtype(v))
     out = torch.empty(*call.q[0].shape[:3], v.shape[-1], dtype=v.dtype, device=v.device)
-    for rows, maps in softmax_blocks(call):
+    for rows, maps in iterate_softmax_blocks(call):
         weights = combine_maps(call, maps, rows)
-        out[:, :, rows] = grouped_product(weights, values[:, :, : weights.shape[-1]])
+        out[:, :, rows] = multiply_grouped(weights, values[:, :, : weights.shape[-1]])
     call.count()
     return pair_norm(out, call.post)
 
 
 def _find_refusal(call: AttentionCall) -> str | None:
-    return "it has no backward pass; use naive, or run it under torch.no_grad()" if call.needs_gradient else None
+    return "blocks has no backward pass; use naive, or torch.no_grad()" if call.needs_gradient else None
 
 
 register(Backend("naive", naive, logits="both"))

@@ -113,14 +113,14 @@ def _cudnn_refuses(call: AttentionCall) -> str | None:
     if not call.v.is_cuda:
         return "cuDNN runs on CUDA only"
     if call.length != call.keys or not call.mask.is_plain or call.mask.hides_by_window(call.keys):
-        return "cuDNN is called for whole causal prompts without padding or window here"
+        return "cuDNN is used only for whole causal prompts without padding or window"
     grouped = call.shares_keys or call.q[0].shape[1] != call.v.shape[1]
     inputs = SDPAParams(call.q[0], call.k[0], call.v, None, 0.0, True, grouped)
-    return None if can_use_cudnn_attention(inputs) else "torch's cuDNN attention does not take these tensors"
+    return None if can_use_cudnn_attention(inputs) else "torch's cuDNN attention does not support these tensors"
 
 
 def _is_faster_by_cudnn(call: AttentionCall) -> bool:
-    """Whether cuDNN was measured to be faster than the fused prefill on such a device, and free memory suffices."""
+    """Return whether cuDNN is faster than the fused prefill on this device, as measured, and free memory suffices."""
     if not call.v.is_cuda or call.maps != 2 or call.signals_per_noise != 1 or torch.compiler.is_compiling():
         return False
     shape = call.shares_keys, call.q[0].shape[-1]
@@ -144,7 +144,7 @@ def _free_bytes(device: torch.device) -> int:
 
 @cache
 def _has_flash_attn() -> bool:
-    """Whether the flash-attn package is installed; cached, since every layer checks it at every step."""
+    """Return whether the flash-attn package is installed; cached, since every layer checks it at every step."""
     return find_spec("flash_attn") is not None
 
 
@@ -152,11 +152,11 @@ def _find_flash_attn_refusal(call: AttentionCall) -> str | None:
     if not call.v.is_cuda:
         return "flash-attn runs on CUDA only"
     if call.v.dtype not in (torch.float16, torch.bfloat16):
-        return f"flash-attn takes float16 and bfloat16, not {call.v.dtype}"
+        return f"flash-attn supports float16 and bfloat16, not {call.v.dtype}"
     if call.mask.keys is not None or call.mask.seen is not None:
-        return "diffquant calls flash-attn without padding masks"
+        return "diffquant does not call flash-attn with padding masks"
     if call.mask.hides_by_window(call.keys):
-        return "diffquant calls flash-attn without windows"
+        return "diffquant does not call flash-attn with windows"
     width, value_width = call.q[0].shape[-1], call.v.shape[-1]
     if width > _WIDEST or value_width % width:
         return (

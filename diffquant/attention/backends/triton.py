@@ -57,5 +57,5 @@ register(_backend("triton-fp8-specialized", "prefill_specialized", 8))
 
 
 # The model calls the kernel itself, since an `AttentionCall` has no cache, and uses other backends for all other calls.
-_ONLY_DECODES = "it only decodes a few tokens at a time from the cache of a model with latent attention"
+_ONLY_DECODES = "this backend only decodes a few tokens at a time from the cache of a model with latent attention"
 register(Backend(LATENT, naive, lambda _call: _ONLY_DECODES))

@@ -265,7 +265,7 @@ class Parts:
             raise CheckpointError(f"{self._stored.path} does not match {method}'s layout: {first_few(self.problems)}")
 
 
-def modules_with(stored: Checkpoint, suffix: str) -> list[str]:
+def list_modules_with(stored: Checkpoint, suffix: str) -> list[str]:
     """List the modules that have a tensor with this suffix, in the folder's order."""
     return [name.removesuffix(suffix) for name in stored.tensors if name.endswith(suffix)]
 

@@ -15,10 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffquant.checkpoints.compressed_config import REORDERED, block_shape, has_targets, is_square, pick_targets
+from diffquant.checkpoints.compressed_config import (
+    REORDERED,
+    block_shape,
+    has_targets,
+    is_square,
+    pick_targets,
+    records_activations,
+    states_cache,
+)
 from diffquant.checkpoints.compressed_tensors import GLOBAL, PACKED, SCALE, SHAPE
-from diffquant.checkpoints.dequantized.base import Contents, Parts, RoundedMatrix, modules_with, register
-from diffquant.checkpoints.dequantized.floats import find_spread, find_unscaled, float_matrix, model_dtype
+from diffquant.checkpoints.dequantized.base import Contents, Parts, RoundedMatrix, list_modules_with, register
+from diffquant.checkpoints.dequantized.floats import find_spread, find_unscaled, model_dtype, read_float_matrix
 from diffquant.checkpoints.reader import Checkpoint
 from diffquant.errors import CheckpointError
 from diffquant.recipe.numbers.packing import packed_words, unpack
@@ -45,6 +53,8 @@ def read_compressed_tensors(entry: Mapping[str, Any], stored: Checkpoint) -> Con
     Raises:
         CheckpointError: tensors or settings are not what the layouts have; the first are named.
     """
+    if records_activations(stored.config):
+        return None
     if online := _online_transforms(entry.get("transform_config")):
         raise CheckpointError(
             f"{stored.path}: transform_config of quantization_config rotates activations while the model runs "
@@ -53,9 +63,8 @@ def read_compressed_tensors(entry: Mapping[str, Any], stored: Checkpoint) -> Con
     groups = entry.get("config_groups")
     if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
         return None
-    if not entry.get("kv_cache_scheme") and not any(
-        map(_is_read_here, [{"format": entry.get("format")}, *groups.values()])
-    ):
+    has_cache = entry.get("kv_cache_scheme") and not states_cache(stored.config)
+    if not has_cache and not any(map(_is_read_here, [{"format": entry.get("format")}, *groups.values()])):
         return None
     parts = Parts(stored)
     formats = [entry.get("format"), *(group["format"] for group in groups.values() if group.get("format"))]
@@ -70,7 +79,7 @@ def read_compressed_tensors(entry: Mapping[str, Any], stored: Checkpoint) -> Con
     }
     kinds: list[str] = []
     matrices: dict[str, RoundedMatrix] = {}
-    for module, weights in pick_targets(modules_with(stored, SCALE), targets).items():
+    for module, weights in pick_targets(list_modules_with(stored, SCALE), targets).items():
         if weights is None:
             parts.problems.append(f"no group of quantization_config covers {module}")
         elif read := _read_matrix(stored, parts, module, weights):
@@ -99,7 +108,7 @@ def _is_offline(group: Any) -> bool:
 
 
 def _is_read_here(group: Mapping[str, Any]) -> bool:
-    """Whether a group's kind is not read packed."""
+    """Return whether a group's kind is not read packed."""
     weights = group.get("weights")
     return (
         any(group.get(key) for key in _ROUNDED_ALSO)
@@ -133,7 +142,7 @@ def _read_matrix(
         if in_blocks and block is None:
             parts.problems.append(f"block_structure of {module} is {structure!r}, expected two positive numbers")
             return None
-        return float_matrix(
+        return read_float_matrix(
             stored, parts, codes, module + SCALE, divisor=module + GLOBAL, group=group, block=block, unused=unused
         )
     return _read_integers(stored, parts, module, codes, weights, group, unused)
@@ -208,7 +217,7 @@ def _read_order(stored: Checkpoint, parts: Parts, module: str, width: int, group
     if (order == -1).all():
         return None
     if len(outside := order[(order < 0) | (order >= groups)]):
-        parts.problems.append(f"{name} names group {int(outside[0])} of {groups}")
+        parts.problems.append(f"{name} refers to group {int(outside[0])} of only {groups}")
         return None
     return order
 

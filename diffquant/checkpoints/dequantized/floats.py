@@ -1,4 +1,4 @@
-"""Reads matrices of 4- and 8-bit floats with scales, which libraries store alike except for the names.
+"""Reads matrices of 4- and 8-bit floats with scales, which libraries store in the same way under different names.
 
 Codes are 8-bit floats in their torch dtype, or E2M1, two per byte with the even column in the low half. A scale is per
 tensor, expert, output channel, block of both axes, or group along the input. Groups of 32 share a power of two (uint8,
@@ -29,7 +29,7 @@ POWERS = (torch.uint8, torch.float8_e8m0fnu)
 Spread = Callable[[Tensor, Tensor], Tensor]
 
 
-def float_matrix(
+def read_float_matrix(
     stored: Checkpoint,
     parts: Parts,
     codes: str,
@@ -65,8 +65,8 @@ def float_matrix(
     spread = find_spread(scale_info.shape, shape, size, block) if kind else None
     if spread is None:
         parts.problems.append(
-            f"{codes} is {info.dtype} {list(info.shape)}, which no scale {scale_info.dtype} {list(scale_info.shape)} "
-            f"{'' if above in stored.tensors else 'alone '}belongs to"
+            f"{codes} is {info.dtype} {list(info.shape)}, which does not fit the scale {scale_info.dtype} "
+            f"{list(scale_info.shape)}{'' if above in stored.tensors else ' without a scale of the tensor'}"
         )
         return None
     has_above = kind == "NVFP4" and above is not None
@@ -202,7 +202,7 @@ def _read_scaled(
     for scale, codes in scales.items():
         if codes not in stored.tensors:
             parts.problems.append(f"{scale} exists without {codes}")
-        elif matrix := float_matrix(stored, parts, codes, scale, multiplier=f"{scale}_2", block=block):
+        elif matrix := read_float_matrix(stored, parts, codes, scale, multiplier=f"{scale}_2", block=block):
             found[codes] = matrix
     parts.problems += find_unscaled(stored, found)
     return found

@@ -25,7 +25,7 @@ from diffquant.checkpoints.dequantized.base import (
     Parts,
     RoundedMatrix,
     check_plain,
-    modules_with,
+    list_modules_with,
     read_count,
     read_group_size,
     register,
@@ -54,7 +54,7 @@ def read_gptq(entry: Mapping[str, Any], stored: Checkpoint) -> Contents:
     offset = _VERSIONS[entry.get("checkpoint_format") or entry.get("format") or "gptq"]
     matrices: dict[str, RoundedMatrix] = {}
     kinds: list[str] = []
-    for module, own in _settings(entry, modules_with(stored, ".qweight")).items():
+    for module, own in _settings(entry, list_modules_with(stored, ".qweight")).items():
         bits, size = _bits_and_size(own, parts)
         if matrix := _read_gptq_matrix(stored, parts, module, bits, size, offset):
             matrices[f"{module}.weight"] = matrix
@@ -118,7 +118,7 @@ def _read_gptq_matrix(
     order = stored.read(g_idx).long() if has_order else torch.arange(width) // (width if size == -1 else size)
     outside = order[(order < 0) | (order >= groups)]
     if len(outside):
-        parts.problems.append(f"{g_idx} names group {int(outside[0])} of {groups}")
+        parts.problems.append(f"{g_idx} refers to group {int(outside[0])} of only {groups}")
     if not all(fits) or len(outside):
         return None
 
@@ -176,7 +176,7 @@ def read_awq(entry: Mapping[str, Any], stored: Checkpoint) -> Contents:
     parts.check("awq")
     matrices = {
         f"{module}.weight": matrix
-        for module in modules_with(stored, ".qweight")
+        for module in list_modules_with(stored, ".qweight")
         if (matrix := _read_awq_matrix(stored, parts, module, size))
     }
     parts.check("awq")

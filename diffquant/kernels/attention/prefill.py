@@ -19,7 +19,7 @@ from torch import Tensor
 
 from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
-from diffquant.kernels.arguments import Operands, as_operator, call_refusal, widths_refusal
+from diffquant.kernels.arguments import Operands, call_refusal, register_operator, widths_refusal
 from diffquant.kernels.attention.online import (
     allow_descriptors,
     at,
@@ -165,7 +165,7 @@ def prefill(call: AttentionCall) -> Tensor:
         UsageError: the kernels do not support the call.
     """
     if call.scale <= 0:
-        raise UsageError(f"prefill takes a positive scale, got {call.scale}")
+        raise UsageError(f"prefill needs a positive scale, got {call.scale}")
     reason = prefill_refusal(call)
     if reason or call.lam is None:
         raise UsageError(f"prefill: {reason}")
@@ -176,7 +176,7 @@ def prefill(call: AttentionCall) -> Tensor:
 def prefill_refusal(call: AttentionCall) -> str | None:
     """Return why `prefill` cannot serve a call on a device that runs Triton, or None."""
     if call.lam is None:
-        return "the kernel takes two maps; one is scaled_dot_product_attention"
+        return "the kernel supports two maps; for one use scaled_dot_product_attention"
     return call_refusal(call) or widths_refusal(call.q[0], call.v)
 
 
@@ -210,4 +210,4 @@ def _launch(x: Operands) -> Tensor:
     return out
 
 
-_operator = as_operator("prefill", _launch)
+_operator = register_operator("prefill", _launch)

@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
-from diffquant.kernels.arguments import Operands, as_operator, call_refusal, widths_refusal
+from diffquant.kernels.arguments import Operands, call_refusal, register_operator, widths_refusal
 from diffquant.kernels.attention.online import (
     LOWEST,
     allow_descriptors,
@@ -216,7 +216,7 @@ def prefill_int8(call: AttentionCall, pv: str = "fp16") -> Tensor:
 def prefill_int8_refusal(call: AttentionCall, pv: str = "fp16") -> str | None:
     """Return why `prefill_int8` cannot serve a call on a device that runs Triton, or None."""
     if pv not in PV_TYPES:
-        return f"P·V in {pv!r} is unknown; known are {', '.join(PV_TYPES)}"
+        return f"P·V in {pv!r} is unknown; choose from {', '.join(PV_TYPES)}"
     if pv == "fp8" and (reason := fp8_refusal(call.v.device)):
         return reason
     return call_refusal(call) or widths_refusal(call.q[0], call.v)
@@ -258,4 +258,4 @@ def _launch(x: Operands, pv: str) -> Tensor:
     return out
 
 
-_operator = as_operator("prefill_int8", _launch, ", str pv")
+_operator = register_operator("prefill_int8", _launch, ", str pv")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
-from diffquant.kernels.arguments import Operands, as_operator, call_refusal, widths_refusal
+from diffquant.kernels.arguments import Operands, call_refusal, register_operator, widths_refusal
 from diffquant.kernels.attention.attend_rounded import attend_rounded, extremes
 from diffquant.kernels.attention.online import allow_descriptors, can_describe
 from diffquant.kernels.attention.prefill_specialized import launch_specialized, specialized_refusal
@@ -49,7 +49,7 @@ def prefill_simulated(call: AttentionCall, specialized: bool = False) -> Tensor:
         UsageError: the kernel does not support the call.
     """
     if call.scale < 0:
-        raise UsageError(f"simulated logits take a scale that is not negative, got {call.scale}")
+        raise UsageError(f"simulated logits need a scale of 0 or more, got {call.scale}")
     if reason := prefill_simulated_refusal(call, specialized):
         raise UsageError(f"simulated logits: {reason}")
     scheme, weights, qk = call.logits, *(str(x) if x.quantizes else "" for x in (call.p, call.qk))
@@ -71,11 +71,11 @@ def prefill_simulated_refusal(call: AttentionCall, specialized: bool = False) ->
     if specialized and (reason := specialized_refusal(call.v.device)):
         return reason
     if not call.rounds_maps:
-        return "16 bits are not quantized; use a kernel without simulation"
+        return "nothing is quantized at 16 bits; use a kernel without simulation"
     if call.p.quantizes and (reason := _weights_refusal(call, specialized)):
         return f"softmax weights at {call.p}: {reason}"
     if call.qk.quantizes:
-        reason = "the kernel with specialized warps rounds logits alone" if specialized else operands_refusal(call.qk)
+        reason = "the warp-specialized kernel quantizes only logits" if specialized else operands_refusal(call.qk)
         if reason is not None:
             return f"queries and keys at {call.qk}: {reason}"
     if not scheme.quantizes:
@@ -83,26 +83,26 @@ def prefill_simulated_refusal(call: AttentionCall, specialized: bool = False) ->
     if scheme.format.integer_refusal:
         return f"logits at {scheme}: {scheme.format.integer_refusal}"
     if scheme.granularity not in GRANULARITIES:
-        return f"one scale a {scheme.granularity} is not served; the kernel takes {', '.join(GRANULARITIES)}"
+        return f"one scale per {scheme.granularity} is not supported; the kernel supports {', '.join(GRANULARITIES)}"
     served = ("shift",) if call.maps == 2 else ("shift", "alike")
     if others := [each.name for each in scheme.transforms if each.name not in served]:
-        return f"logits rounded {others[0]} are not served; the kernel rounds each map by itself"
+        return f"logits rounded {others[0]} are not supported; the kernel rounds each map separately"
     return call_refusal(call) or widths_refusal(call.q[0], call.v)
 
 
 def _weights_refusal(call: AttentionCall, specialized: bool) -> str | None:
     scheme = call.p
     if specialized:
-        return "the kernel with specialized warps rounds logits alone"
+        return "the warp-specialized kernel quantizes only logits"
     if others := [each.name for each in scheme.transforms if each.name not in ("pow2", "fullsum")]:
-        return f"{others[0]} is not served; the kernel takes pow2 and fullsum"
+        return f"{others[0]} is not supported; the kernel supports pow2 and fullsum"
     if (known := BLOCK_FORMATS.get(scheme.format.name)) is not None:
         if scheme.size != known[0]:
-            return f"blocks of {scheme.size} keys are not served; the kernel takes {known[0]}"
+            return f"blocks of {scheme.size} keys are not supported; the kernel supports {known[0]}"
         # The scheme counts blocks of keys from position 0, the kernel from a sequence's first valid key.
-        return None if (call.mask.ranges or (None,))[0] is None else "the kernel takes sequences without padding"
+        return None if (call.mask.ranges or (None,))[0] is None else "the kernel does not support padding"
     if scheme.granularity != "row":
-        return f"one scale a {scheme.granularity} is not served; the kernel takes row"
+        return f"one scale per {scheme.granularity} is not supported; the kernel supports row"
     return None if scheme.format.name == "e4m3" else scheme.format.integer_refusal
 
 
@@ -203,7 +203,7 @@ def _empty(out: Tensor, q: list[Tensor], _bits: int, granularity: str, *_: objec
     return out, _largest_of_shared(rows, granularity), rows.to(torch.int32)
 
 
-_operator = as_operator(
+_operator = register_operator(
     "simulated_logits",
     _launch,
     ", int bits, str granularity, bool shift, str weights, str qk, bool specialized",

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
-from diffquant.kernels.arguments import Operands, as_operator, call_refusal, widths_refusal
+from diffquant.kernels.arguments import Operands, call_refusal, register_operator, widths_refusal
 from diffquant.kernels.attention.attend_specialized import attend_fp8_specialized, attend_specialized
 from diffquant.kernels.attention.online import allow_descriptors, can_describe
 from diffquant.kernels.attention.quantize_qkv import quantize_qkv
@@ -52,7 +52,7 @@ def prefill_specialized(call: AttentionCall, bits: int = 16) -> Tensor:
         UsageError: the kernels do not support the call.
     """
     if call.scale <= 0:
-        raise UsageError(f"prefill takes a positive scale, got {call.scale}")
+        raise UsageError(f"prefill needs a positive scale, got {call.scale}")
     if reason := prefill_specialized_refusal(call, bits):
         raise UsageError(f"specialized prefill: {reason}")
     out: Tensor = _operator(call, bits)
@@ -109,7 +109,7 @@ def prefill_specialized_refusal(call: AttentionCall, bits: int = 16) -> str | No
     if reason := specialized_refusal(call.v.device):
         return reason
     if call.lam is None and bits == 16:
-        return "the kernel takes two maps; one is scaled_dot_product_attention"
+        return "the kernel supports two maps; for one use scaled_dot_product_attention"
     return call_refusal(call) or widths_refusal(call.q[0], call.v)
 
 
@@ -148,7 +148,7 @@ def _launch(x: Operands, bits: int) -> Tensor:
     return out
 
 
-_operator = as_operator("prefill_specialized", _launch, ", int bits")
+_operator = register_operator("prefill_specialized", _launch, ", int bits")
 
 
 def _describable(tensors: list[Tensor]) -> list[Tensor]:

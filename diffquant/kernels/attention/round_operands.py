@@ -109,12 +109,12 @@ _ROUND = tl.constexpr(12582912.0)
 def operands_refusal(scheme: Scheme) -> str | None:
     """Return why the kernel cannot quantize queries and keys with a scheme, or None if it can."""
     if scheme.transforms:
-        return "transforms are not served"
+        return "transforms are not supported"
     if (known := BLOCK_FORMATS.get(scheme.format.name)) is not None:
         # NVFP4 has a second scale for the whole tensor.
-        return None if known[4] else "the kernel takes MX formats, integers and e4m3"
+        return None if known[4] else "the kernel supports MX formats, integers and e4m3"
     if scheme.granularity != "row":
-        return f"one scale a {scheme.granularity} is not served; the kernel takes row"
+        return f"one scale per {scheme.granularity} is not supported; the kernel supports row"
     return None if scheme.format.name == "e4m3" else scheme.format.integer_refusal
 
 

@@ -13,7 +13,7 @@ from diffquant.errors import UsageError
 from diffquant.kernels.cache.append_tokens import append_tokens
 from diffquant.kernels.cache.kv_store import TOKENS_A_STEP, KVStore
 from diffquant.kernels.linear.repack import FRAGMENT
-from diffquant.recipe.numbers.absmax import max_code, storable_scale
+from diffquant.recipe.numbers.absmax import max_code, to_storable_scale
 
 
 def append(store: KVStore, k: Tensor, v: Tensor) -> None:
@@ -32,7 +32,7 @@ def append(store: KVStore, k: Tensor, v: Tensor) -> None:
         shape = (*side.codes.shape[:2], tokens, side.width)
         if x.shape != shape or x.dtype != side.dtype or x.device != side.codes.device:
             raise UsageError(
-                f"append: {name} is {x.dtype} {list(x.shape)} on {x.device}; the store takes {side.dtype} "
+                f"append: {name} is {x.dtype} {list(x.shape)} on {x.device}; the store expects {side.dtype} "
                 f"{list(shape)} on {side.codes.device}"
             )
     if store.length + tokens > store.capacity:
@@ -115,4 +115,4 @@ def _most_waiting_steps(tokens: int, ring: int, block: int) -> int:
 @cache
 def largest_scale(bits: int, dtype: torch.dtype) -> float:
     """Return the largest scale whose products with codes do not overflow a dtype."""
-    return 1.0 if bits == 16 else float(storable_scale(torch.tensor(torch.inf), max_code(bits), dtype))
+    return 1.0 if bits == 16 else float(to_storable_scale(torch.tensor(torch.inf), max_code(bits), dtype))

@@ -77,10 +77,10 @@ def _shares_keys(q: Sequence[Tensor], store: KVStore, lam: Tensor | None, mask: 
     batch, k_heads, blocks = k.codes.shape[:3]
     v_heads = v.codes.shape[1]
     if (k.width, v.width) not in WIDTHS:
-        raise UsageError(f"decode: the store has {k.width} channels beside latents of {v.width}; use decode_latent")
+        raise UsageError(f"decode: the store has {k.width} channels and latents of {v.width}; use decode_latent")
     shared = len(q) == 2 and k_heads == v_heads
     if not shared and k_heads != len(q) * v_heads:
-        raise UsageError(f"decode: {len(q)} maps cannot read {k_heads} key heads beside {v_heads} value heads")
+        raise UsageError(f"decode: {len(q)} maps cannot read {k_heads} key heads and {v_heads} value heads")
     if wrong := decode_problems(q, v_heads, mask):
         raise UsageError("decode: " + "; ".join(wrong))
     # Tensors with the shapes of the stored keys and values, without memory, for the checks.

@@ -74,7 +74,7 @@ def paged_channel_scales(
     ROWS: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Load the same scales from pages, each of which stores a part of its block's; `Scales` points to page 0."""
-    tl.static_assert(WARPS * TOKENS % BLOCK == 0, "a step has to have whole blocks")
+    tl.static_assert(WARPS * TOKENS % BLOCK == 0, "a step must consist of whole blocks")
     PART: tl.constexpr = WIDTH * PAGE // BLOCK
     index = tl.arange(0, WIDTH // FIELDS // 8 * WARPS * ROWS)
     first = index // ROWS % WARPS * TOKENS // BLOCK * (BLOCK // PAGE)

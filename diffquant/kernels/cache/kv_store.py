@@ -30,8 +30,8 @@ WIDTHS = ((64, 64), (64, 128), (128, 128), (128, 256))
 LATENT_WIDTHS = ((64, 512),)
 _STAMPS = count()
 _UNSERVED = {
-    "static": "calibrated scales; the kernels compute theirs",
-    "group": "scales per group of channels; the kernels take one a token (row) or, for k, c64",
+    "static": "calibrated scales, which the kernels do not support",
+    "group": "scales per group of channels; the kernels support one per token (row) or, for k, c64",
 }
 
 
@@ -298,19 +298,19 @@ def store_refusal(
 ) -> str | None:
     """Return why a `KVStore` cannot hold such keys and values, or None; float32 is for Triton's interpreter."""
     if dtype not in STATE_TYPES:
-        return f"keys and values are {dtype}; the kernels take {', '.join(map(str, STATE_TYPES))}"
+        return f"keys and values are {dtype}; the kernels support {', '.join(map(str, STATE_TYPES))}"
     if (width, value_width) not in widths:
         known = ", ".join(f"{wide} and {values}" for wide, values in widths)
-        return f"keys are {width} and values {value_width} wide; the kernels take {known}"
+        return f"keys are {width} and values {value_width} wide; the kernels support {known}"
     for name, scheme in (("k", recipe.k), ("v", recipe.v)):
         if scheme.format.integer_refusal:
-            return f"{name} is {scheme}; the kernels unpack integers of 4, 6 and 8 bits, and take 16"
+            return f"{name} is {scheme}; the kernels support integers of 4, 6 and 8 bits, and 16 bits"
         if scheme.bits not in (4, 6, 8, 16):
-            return f"{name} has {scheme.bits} bits; the kernels unpack 4, 6 and 8, and take 16"
+            return f"{name} has {scheme.bits} bits; the kernels support 4, 6, 8 and 16"
         if scheme.granularity in _UNSERVED:
             return f"{name} has {_UNSERVED[scheme.granularity]}"
         if scheme.sharing.counts_tokens and scheme.size not in (16, 32, 64, 128):
-            return f"{name} has blocks of {scheme.size} tokens; the kernels take c16, c32, c64 and c128"
+            return f"{name} has blocks of {scheme.size} tokens; the kernels support c16, c32, c64 and c128"
     return None
 
 

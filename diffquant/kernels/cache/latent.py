@@ -128,7 +128,7 @@ def _check(q: Sequence[Tensor], store: KVStore, lam: Tensor | None, mask: Mask) 
     if (k.width, v.width) not in LATENT_WIDTHS or (heads, k.codes.shape[1]) != (1, 1):
         wrong.append(
             f"the store has {k.codes.shape[1]} heads of {k.width} channels and {heads} of {v.width}; the kernel reads "
-            "one of 64 turned channels and one of latents of 512"
+            "one head of 64 rotated channels and one of 512 latent channels"
         )
     if q[0].dtype != v.dtype:
         wrong.append(f"queries are {q[0].dtype}, stored states {v.dtype}")

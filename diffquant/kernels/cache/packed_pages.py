@@ -54,7 +54,7 @@ class PagedStore:
         if self.waits and places < 1:
             raise UsageError(
                 f"paged store: with k {recipe.k}, v {recipe.v} and a residual of {recipe.residual}, tokens wait "
-                "unquantized; say how many sequences may at a time (places=)"
+                "unquantized; give the number of sequences that have such tokens (places=)"
             )
 
     @property
@@ -90,7 +90,7 @@ class PagedStore:
             shape = (batch, side.codes.shape[1], tokens, side.width)
             if x.shape != shape or x.dtype != side.dtype or x.device != side.codes.device:
                 wrong.append(
-                    f"{name} is {x.dtype} {list(x.shape)} on {x.device}, and pages take {side.dtype} {list(shape)} "
+                    f"{name} is {x.dtype} {list(x.shape)} on {x.device}, but pages expect {side.dtype} {list(shape)} "
                     f"on {side.codes.device}"
                 )
         if wrong:
@@ -124,9 +124,9 @@ class PagedStore:
     def check_places(self, places: Tensor | None, lengths: Tensor) -> list[str]:
         """Return a list of problems with the ring indices for sequences with these lengths."""
         if not self.waits:
-            return ["places are given, and no token waits in these pages"] if places is not None else []
+            return ["places are given, but these pages need no rings"] if places is not None else []
         if places is None:
-            return ["tokens wait before they are packed: say in which ring each sequence's do (places)"]
+            return ["tokens wait in rings before they are packed: give each sequence's ring (places)"]
         if (places.dtype, places.shape, places.device) != (torch.int32, lengths.shape, lengths.device):
             return [f"places are {places.dtype} {list(places.shape)} on {places.device}, not int32 as lengths are"]
         return []
@@ -175,7 +175,7 @@ def decode_packed_pages(
     wrong = check_sequences(table, lengths, q[0].shape[0], values.codes.device, window)
     wrong += store.check_places(places, lengths)
     if not shared and k_heads != len(q) * v_heads:
-        wrong.append(f"{len(q)} maps cannot read {k_heads} key heads beside {v_heads} value heads")
+        wrong.append(f"{len(q)} maps cannot read {k_heads} key heads and {v_heads} value heads")
     if wrong:
         raise UsageError("decode_packed_pages: " + "; ".join(wrong))
     like = keys.recent.new_empty(())

@@ -119,7 +119,7 @@ def _check(
         wrong.append(f"keys of the two maps have strides {' and '.join(str(list(x.stride())) for x in k)}")
     if not wrong and {x.shape[:3] for x in k} != {v.shape[:3]}:
         shapes = ", ".join(str(list(x.shape)) for x in (*k, v))
-        wrong.append(f"keys and values have pages and heads of their own: {shapes}")
+        wrong.append(f"keys and values have different pages or heads: {shapes}")
     if wrong:
         raise UsageError("decode_paged: " + "; ".join(wrong))
     # Tensors with the shapes of gathered keys and values, without memory, for the checks.
@@ -134,7 +134,9 @@ def check_sequences(
     """Return a list of problems with the page table, lengths and window of `batch` sequences."""
     wrong = []
     if table.ndim != 2 or not table.shape[-1] or table.dtype != torch.int32 or table.stride(-1) != 1:
-        wrong.append(f"the table is {table.dtype} {list(table.shape)}, not int32 [sequences, pages], a row in a piece")
+        wrong.append(
+            f"the table is {table.dtype} {list(table.shape)}, not int32 [sequences, pages] with contiguous rows"
+        )
     if lengths.ndim != 1 or lengths.dtype != torch.int32 or lengths.stride(0) != 1:
         wrong.append(f"lengths are {lengths.dtype} {list(lengths.shape)}, not int32 [sequences]")
     if not wrong and {table.shape[0], lengths.shape[0]} != {batch}:
@@ -142,7 +144,7 @@ def check_sequences(
     if table.device != device or lengths.device != device:
         wrong.append(f"the table is on {table.device}, lengths on {lengths.device}, values on {device}")
     if window is not None and window < 1:
-        wrong.append(f"a window of {window} keys shows a query nothing; it has to be 1 or more")
+        wrong.append(f"a window of {window} keys shows no key; it must be 1 or more")
     return wrong
 
 
@@ -158,7 +160,7 @@ def check_call(q: Sequence[Tensor], k: Sequence[Tensor], v: Tensor, lam: Tensor 
     if width not in (64, 128) or value_width not in (width, 2 * width):
         wrong.append(f"queries are {width} wide, which may be 64 or 128, and values {value_width}, as wide or twice")
     if v.dtype not in (*HALF_TYPES, torch.float32):
-        wrong.append(f"keys and values are {v.dtype}; the kernels take float16 and bfloat16")
+        wrong.append(f"keys and values are {v.dtype}; the kernels support float16 and bfloat16")
     wrong += decode_problems(q, v.shape[1], Mask())
     if wrong:
         raise UsageError("decoding from pages: " + "; ".join(wrong))

@@ -183,7 +183,7 @@ def join(first: PackedWeight, second: PackedWeight) -> PackedWeight:
         UsageError: `join_refusal` gives a reason.
     """
     if reason := join_refusal(first, second):
-        raise UsageError(f"two packed weights cannot be one: {reason}")
+        raise UsageError(f"two packed weights cannot be joined: {reason}")
     row_scales = [w.row_scale.expand(w.shape[0]) for w in (first, second)]
     high = None if first.high is None or second.high is None else torch.cat([first.high, second.high])
     scales = None if first.scales is None or second.scales is None else torch.cat([first.scales, second.scales], 1)
@@ -207,9 +207,7 @@ def _count_rows_and_groups(words: Tensor, scale: Tensor, bits: int, width: int) 
     if scale.numel() == 1:
         return len(words), 0
     if scale.dim() != 2 or len(scale) != len(words) or width % scale.shape[1]:
-        raise UsageError(
-            f"scale {list(scale.shape)} is none of [1], [N, 1] and [N, groups] for W {[len(words), width]}"
-        )
+        raise UsageError(f"scale {list(scale.shape)} is not [1], [N, 1] or [N, groups] for W {[len(words), width]}")
     reason = group_refusal(width // scale.shape[1]) if scale.shape[1] > 1 else None
     if reason:
         raise UsageError(f"cannot repack a weight {[len(words), width]}: {reason}")

@@ -10,8 +10,8 @@ from diffquant.checkpoints.atomic_folder import RECORD
 from diffquant.checkpoints.side_files import read_json
 from diffquant.checkpoints.source import Source
 from diffquant.errors import DiffQuantError, UsageError
-from diffquant.measure.fidelity.base_file import scored_positions, write_base
-from diffquant.measure.fidelity.sides import Distributions, Likeliest, Side, Whole, divergence
+from diffquant.measure.fidelity.base_file import count_scored_positions, write_base
+from diffquant.measure.fidelity.sides import Distributions, Side, divergence
 from diffquant.quantization.roundings import rounding_named
 from diffquant.support.progress import Progress
 
@@ -19,7 +19,7 @@ from diffquant.support.progress import Progress
 Compared = tuple[Tensor, Tensor, Tensor, int | None]
 
 
-def chunks_of(sides: Sequence[Side], text: str, context: int) -> Tensor:
+def cut_chunks(sides: Sequence[Side], text: str, context: int) -> Tensor:
     """Cut a text's tokens into chunks [N, n] that do not overlap; an incomplete last chunk is dropped.
 
     Raises:
@@ -38,9 +38,9 @@ def chunks_of(sides: Sequence[Side], text: str, context: int) -> Tensor:
             pairs = zip(tokens, made, strict=False)
             place = next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(tokens), len(made)))
             raise UsageError(
-                f"{side.name} and {other.name} make different tokens of the text, from token {place} on: "
-                f"{tokens[place : place + 4]} and {made[place : place + 4]}; only models with one tokenizer can be "
-                "compared"
+                f"{side.name} and {other.name} tokenize the text differently from token {place} on: "
+                f"{tokens[place : place + 4]} and {made[place : place + 4]}; only models with the same tokenizer can "
+                "be compared"
             )
     count = len(tokens) // context
     if not count:
@@ -61,8 +61,8 @@ def compare(reference: Side, candidate: Side, chunks: Tensor, progress: Progress
         DiffQuantError: a model's logits are not finite, or a server does not answer.
     """
     count, context = chunks.shape
-    first = context - 1 - scored_positions(context)
-    shape = count, scored_positions(context)
+    first = context - 1 - count_scored_positions(context)
+    shape = count, count_scored_positions(context)
     kl, nll = torch.empty(shape, dtype=torch.float64), torch.empty((2, *shape), dtype=torch.float64)
     is_same = torch.empty(shape, dtype=torch.bool)
     k = None
@@ -73,7 +73,7 @@ def compare(reference: Side, candidate: Side, chunks: Tensor, progress: Progress
         kl[number] = divergence(p, q)
         is_same[number] = p.top == q.top
         nll[0, number], nll[1, number] = -p.of(targets), -q.of(targets)
-        k = min((side.k for side in (p, q) if isinstance(side, Likeliest)), default=None)
+        k = min((side.k for side in (p, q) if side.k is not None), default=None)
         progress(number + 1, count, "comparing")
     return kl, is_same, nll, k
 
@@ -84,12 +84,12 @@ def _check_vocabularies(*predicted: tuple[Side, Distributions]) -> None:
     Raises:
         UsageError: they do not.
     """
-    sizes = {side.name: known.logs.shape[1] for side, known in predicted if isinstance(known, Whole)}
-    largest = {side.name: int(known.ids.max()) for side, known in predicted if isinstance(known, Likeliest)}
+    sizes = {side.name: known.logs.shape[1] for side, known in predicted if known.ids is None}
+    largest = {side.name: int(known.ids.max()) for side, known in predicted if known.ids is not None}
     if len(set(sizes.values())) > 1 or any(token >= size for token in largest.values() for size in sizes.values()):
         said = [f"{name} has a vocabulary of {size} tokens" for name, size in sizes.items()]
-        said += [f"{name} tells of token {token}" for name, token in largest.items()]
-        raise UsageError(f"{', and '.join(said)}: only models with one vocabulary can be compared")
+        said += [f"{name} returned token {token}" for name, token in largest.items()]
+        raise UsageError(f"{', and '.join(said)}: only models with the same vocabulary can be compared")
 
 
 def save_base(side: Side, chunks: Tensor, path: Path, progress: Progress) -> None:
@@ -99,12 +99,12 @@ def save_base(side: Side, chunks: Tensor, path: Path, progress: Progress) -> Non
         UsageError: only the model's top-k tokens are known, or the file cannot be written.
     """
 
-    def predictions() -> Iterator[Whole]:
-        first = chunks.shape[1] - 1 - scored_positions(chunks.shape[1])
+    def predictions() -> Iterator[Distributions]:
+        first = chunks.shape[1] - 1 - count_scored_positions(chunks.shape[1])
         for number, chunk in enumerate(chunks):
             predicted = side.predict(number, _as_read(chunk, side), first)
-            if not isinstance(predicted, Whole):
-                raise UsageError(f"{side.name} gives only its likeliest tokens, but the file needs all of them")
+            if predicted.ids is not None:
+                raise UsageError(f"{side.name} returns only its likeliest tokens, but the file needs all of them")
             yield predicted
             progress(number + 1, len(chunks), "reading")
 
@@ -126,13 +126,13 @@ def calibration_note(source: Source, scored: Sequence[Sequence[int]]) -> str:
     rounding = read_json(record).get("rounding") or {}
     digest, count = rounding.get("text"), int(rounding.get("tokens", 0))
     if digest is None:
-        return f"the candidate was rounded by {rounding.get('name', 'nearest')}, which reads no text"
+        return f"the candidate was rounded by {rounding.get('name', 'nearest')}, which needs no calibration data"
     known = f"the candidate was rounded by {rounding['name']} over {count:,} tokens of a text with digest {digest}"
     try:
         calibration = rounding_named(rounding["name"]).read_text(source, source.recipe.rounding)
     except DiffQuantError:
         calibration = None
     if calibration is None or calibration.digest != digest:
-        return f"{known}, which is not at hand: how much of it was scored is not known"
+        return f"{known}, which is not available, so it is unknown how much of it was scored"
     count = calibration.overlap(scored)
-    return f"{known}, of which {count:,} of the {sum(map(len, scored)):,} scored tokens are a part"
+    return f"{known}, which contains {count:,} of the {sum(map(len, scored)):,} scored tokens"

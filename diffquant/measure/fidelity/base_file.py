@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from diffquant.errors import CheckpointError, UsageError
-from diffquant.measure.fidelity.sides import Side, Whole
+from diffquant.measure.fidelity.sides import Distributions, Side
 from diffquant.support.files import check_plain, replacing
 from diffquant.support.plain_data import JsonObject
 
@@ -76,31 +76,33 @@ class BaseFile(Side):
         return torch.from_numpy(stored.astype(np.int64)).view(self.chunks, self.context)
 
     def tokens(self, text: str) -> list[int]:  # noqa: ARG002
-        raise CheckpointError(f"{self.name} holds log-probabilities and no tokenizer")
+        raise CheckpointError(f"{self.name} contains log-probabilities, but no tokenizer")
 
     @property
     def first_token(self) -> None:
         return None
 
-    def predict(self, number: int, ids: Tensor, first: int) -> Whole:  # noqa: ARG002
-        rows, width = scored_positions(self.context), _row_width(self.vocabulary)
+    def predict(self, number: int, ids: Tensor, first: int) -> Distributions:  # noqa: ARG002
+        rows, width = count_scored_positions(self.context), _row_width(self.vocabulary)
         stored = np.fromfile(self.path, "<u2", rows * width, offset=self._start(number)).reshape(rows, width)
         scale, least = np.ascontiguousarray(stored[:, :4]).view("<f4").T.copy()
         codes = torch.from_numpy(stored[:, 4 : 4 + self.vocabulary].astype(np.float32))
-        return Whole(codes * torch.from_numpy(scale)[:, None] + torch.from_numpy(least)[:, None], is_stored=True)
+        return Distributions(
+            codes * torch.from_numpy(scale)[:, None] + torch.from_numpy(least)[:, None], is_stored=True
+        )
 
     def _start(self, chunk: int) -> int:
         """Return the byte at which a chunk's distributions begin."""
         head = _HEAD.size + 4 * self.chunks * self.context
-        return head + chunk * scored_positions(self.context) * _row_width(self.vocabulary) * 2
+        return head + chunk * count_scored_positions(self.context) * _row_width(self.vocabulary) * 2
 
 
-def scored_positions(context: int) -> int:
+def count_scored_positions(context: int) -> int:
     """Count the positions of a chunk that are compared: those of its second half except the last."""
     return context - 1 - context // 2
 
 
-def write_base(path: Path, tokens: Tensor, predictions: Iterator[Whole]) -> None:
+def write_base(path: Path, tokens: Tensor, predictions: Iterator[Distributions]) -> None:
     """Write a text's tokens [chunks, n] and the distributions of each chunk, atomically.
 
     Raises:

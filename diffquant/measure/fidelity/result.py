@@ -98,12 +98,12 @@ class Fidelity(Readable):
     def notes(self) -> list[str]:
         """Explain how to read the figures."""
         parts = self.text["parts"]
-        intervals = f"Intervals are over {parts} equal parts of it" if parts > 1 else "One part alone tells no interval"
+        intervals = f"Intervals are over {parts} equal parts of it" if parts > 1 else "A single part gives no interval"
         notes = [f"Over {self._read()}. {intervals}."]
         if self.k is not None:
             notes.append(
-                f"Of one model only the {self.k} likeliest tokens at a position are known; all others are one bin, so "
-                "that each KL is a lower bound."
+                f"One model returned only its {self.k} likeliest tokens per position; all others count as one bin, so "
+                "each KL is a lower bound."
             )
         if self.text.get("calibration"):
             notes.append(f"Calibration: {self.text['calibration']}.")

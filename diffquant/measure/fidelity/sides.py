@@ -32,53 +32,34 @@ _LEAST_REST = 1e-7
 
 
 @dataclass(frozen=True)
-class Whole:
-    """Distributions over the whole vocabulary at P positions.
+class Distributions:
+    """Next-token distributions at P positions, over the whole vocabulary or known only for the likeliest tokens.
 
     Attributes:
-        logs: log-probabilities [P, V] in float32.
+        logs: log-probabilities [P, V] in float32, or [P, K] of the known tokens; -inf where a position has fewer.
+        ids: known tokens [P, K], which include the top-k, or None if all are known; all other tokens count as one.
+        k: number of top tokens known at every position, or None if all tokens are known.
         is_stored: whether they were read from llama.cpp's file, which cuts off small log-probabilities.
     """
 
     logs: Tensor
+    ids: Tensor | None = None
+    k: int | None = None
     is_stored: bool = False
 
     @property
     def top(self) -> Tensor:
         """Top-1 token at each position, [P]."""
-        return self.logs.argmax(-1)
-
-    def of(self, tokens: Tensor) -> Tensor:
-        """Return log-probabilities [P] of tokens [P]."""
-        return self.logs.gather(1, tokens[:, None])[:, 0]
-
-
-@dataclass(frozen=True)
-class Likeliest:
-    """Distributions at P positions of which the top-k tokens, and perhaps some others, are known; the rest is one bin.
-
-    Attributes:
-        ids: tokens [P, K], the likeliest first.
-        logs: their log-probabilities [P, K] in float32; -inf where a position has fewer.
-        k: number of top tokens that every position has.
-    """
-
-    ids: Tensor
-    logs: Tensor
-    k: int
-
-    @property
-    def top(self) -> Tensor:
-        return self.ids.gather(1, self.logs.argmax(-1, keepdim=True))[:, 0]
+        top = self.logs.argmax(-1)
+        return top if self.ids is None else self.ids.gather(1, top[:, None])[:, 0]
 
     def of(self, tokens: Tensor) -> Tensor:
         """Return log-probabilities [P] of tokens [P]; NaN if a token's is unknown."""
+        if self.ids is None:
+            return self.logs.gather(1, tokens[:, None])[:, 0]
         is_it = (self.ids == tokens[:, None]) & self.logs.isfinite()
         found = self.logs.masked_fill(~is_it, -torch.inf).amax(-1)
         return found.masked_fill(~is_it.any(-1), torch.nan)
-
-
-Distributions = Whole | Likeliest
 
 
 def divergence(p: Distributions, q: Distributions) -> Tensor:
@@ -87,14 +68,14 @@ def divergence(p: Distributions, q: Distributions) -> Tensor:
     If only the top-k tokens of one distribution are known, all others count as one bin. Merging outcomes never raises
     a KL divergence, so the result is then a lower bound.
     """
-    if isinstance(p, Whole):
-        if isinstance(q, Likeliest):
+    if p.ids is None:
+        if q.ids is not None:
             return _binned_divergence(p.logs.gather(1, q.ids).masked_fill(q.logs.isneginf(), -torch.inf), q.logs)
         weights = p.logs.exp()
         if p.is_stored:
             weights = weights.masked_fill(p.logs <= _LEAST_STORED, 0.0)
         return (weights * (p.logs - q.logs)).double().sum(-1)
-    if isinstance(q, Whole):
+    if q.ids is None:
         return _binned_divergence(p.logs, q.logs.gather(1, p.ids).masked_fill(p.logs.isneginf(), -torch.inf))
     is_same = (p.ids[:, :, None] == q.ids[:, None]) & p.logs.isfinite()[:, :, None] & q.logs.isfinite()[:, None]
     theirs = q.logs[:, None].expand_as(is_same).masked_fill(~is_same, -torch.inf).amax(-1)
@@ -180,14 +161,14 @@ class Model(Side):
         check_tokens(ids, self._model.vocabulary, self._model.tokenizer)
 
     @torch.inference_mode()
-    def predict(self, number: int, ids: Tensor, first: int) -> Whole:
+    def predict(self, number: int, ids: Tensor, first: int) -> Distributions:
         # The token ids may come from the other side, such as a base file.
         self._check(ids.tolist())
         states = self._model.read(ids[None].to(self._model.device))[0][first:-1]
-        logits = states.exact_logits()
+        logits = states.float32_logits()
         if not logits.isfinite().all():
             raise CheckpointError(f"{self.name} computes NaN or infinity in chunk {number}; use --dtype float32")
-        return Whole(logits.log_softmax(-1).cpu())
+        return Distributions(logits.log_softmax(-1).cpu())
 
 
 # Long enough for the prefill of a chunk on a CPU.
@@ -231,13 +212,13 @@ class Server(Side):
         first = self.tokens("a")[0]
         return first if self.tokens("b")[0] == first else None
 
-    def predict(self, number: int, ids: Tensor, first: int) -> Likeliest:  # noqa: ARG002
+    def predict(self, number: int, ids: Tensor, first: int) -> Distributions:  # noqa: ARG002
         request = {"prompt": ids.tolist(), "max_tokens": 1, "temperature": 0, "prompt_logprobs": self._k}
         choice = self._post("/v1/completions", {"model": self._model, **request})["choices"][0]
         by_token = choice.get("prompt_logprobs")
         if by_token is None:
             raise DiffQuantError(
-                f"{self.address} answers without prompt_logprobs: only servers that tell them, such as vLLM's, can be "
+                f"{self.address} answers without prompt_logprobs: only servers that return them, such as vLLM, can be "
                 "compared"
             )
         return _parse_likeliest(by_token[first + 1 :], self._k)
@@ -264,13 +245,13 @@ class Server(Side):
                 return read
         except urllib.error.HTTPError as error:
             said = error.read(2000).decode(errors="replace")
-            raise DiffQuantError(f"{self.address}{path} refuses with {error.code}: {said}") from error
+            raise DiffQuantError(f"{self.address}{path} returned error {error.code}: {said}") from error
         except (OSError, ValueError) as error:
             reason = getattr(error, "reason", error)
             raise UsageError(f"{self.address}{path} does not answer: {reason}; is the server running?") from error
 
 
-def _parse_likeliest(positions: Sequence[Mapping[str, Mapping[str, float]]], k: int) -> Likeliest:
+def _parse_likeliest(positions: Sequence[Mapping[str, Mapping[str, float]]], k: int) -> Distributions:
     """Parse a server's answer at P positions; it includes the prompt's own token even if that is unlikely."""
     width = max(map(len, positions))
     ids = torch.zeros(len(positions), width, dtype=torch.int64)
@@ -279,4 +260,4 @@ def _parse_likeliest(positions: Sequence[Mapping[str, Mapping[str, float]]], k: 
         ranked = sorted(((entry["logprob"], int(token)) for token, entry in known.items()), reverse=True)
         logs[position, : len(ranked)] = torch.tensor([log for log, _ in ranked])
         ids[position, : len(ranked)] = torch.tensor([token for _, token in ranked])
-    return Likeliest(ids, logs, k)
+    return Distributions(logs, ids, k)

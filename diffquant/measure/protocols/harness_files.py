@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from diffquant.errors import UsageError
-from diffquant.measure.protocols.imported_files import imported_files, module_file, texts_in
+from diffquant.measure.protocols.imported_files import imported_files, list_texts, module_file
 from diffquant.support.files import file_digest, read_bytes
 
 _Config = dict[str, Any]
@@ -75,7 +75,7 @@ class TaskFiles:
         try:
             return {_path_from(self.yaml.parent, path): _digest(path) for path in sorted(self.files)}
         except OSError as error:
-            raise UsageError(f"{self.yaml} reads what cannot be read: {error}") from error
+            raise UsageError(f"{self.yaml} refers to a file that cannot be read: {error}") from error
 
     def _read(self, file: Path, including: tuple[Path, ...]) -> _Config:
         """Read a YAML file's fields, which override those of the files that it includes."""
@@ -124,7 +124,7 @@ class TaskFiles:
         file = module_file(name.rpartition(".")[0], folder)
         for module in imported_files(file) if file else []:
             self.files.add(module)
-            for text in texts_in(module):
+            for text in list_texts(module):
                 self.files |= set(_files_named(text, module.parent))
 
     def _follow_data(self, config: _Config) -> None:
@@ -135,7 +135,7 @@ class TaskFiles:
         elif Path(path).is_dir():
             self.files.add(Path(path).absolute())
         elif path.startswith((".", "/", "~")):
-            raise UsageError(f"{self.yaml} reads data that are not there: {path}")
+            raise UsageError(f"{self.yaml} refers to data that do not exist: {path}")
         elif "/" in path or not (patterns or folder):
             self.unseen.append(f"the data set {path} of the hub")
             return
@@ -204,7 +204,7 @@ def _checked_size(document: yaml.Node) -> yaml.Node:
     def size(node: yaml.Node) -> int:
         known = sizes.setdefault(id(node), 0)
         if known is None:
-            raise ValueError("a value holds itself")
+            raise ValueError("a value contains itself")
         if not known:
             sizes[id(node)] = None
             inner = node.value if isinstance(node, yaml.CollectionNode) else ()
@@ -240,13 +240,13 @@ def _match_files(pattern: str, folders: Sequence[Path], yaml: Path) -> list[Path
             found += map(Path, resolve_pattern(pattern, str(folder)))
     if not found:
         places = " and ".join(map(str, folders))
-        raise UsageError(f"{yaml} reads data that are not there: {pattern}, looked for from {places}")
+        raise UsageError(f"{yaml} refers to data that do not exist: {pattern}, looked for from {places}")
     return found
 
 
 def _require_existing(path: Path, yaml: Path) -> Path:
     if not path.exists():
-        raise UsageError(f"{yaml} reads data that are not there: {path}")
+        raise UsageError(f"{yaml} refers to data that do not exist: {path}")
     return path
 
 

@@ -20,7 +20,6 @@ from diffquant.measure.task import batch_tokens_on
 from diffquant.measure.torch_model import TorchModel
 from diffquant.quantization.loading import check_loadable, load
 from diffquant.recipe import Recipe, RecipeLike
-from diffquant.recipe.presets import PRESETS
 from diffquant.support.devices import resolve_device, resolve_dtype
 from diffquant.support.progress import Progress, progress_for
 
@@ -159,7 +158,7 @@ class DiffQuantLM(HarnessModel):
         places = Places.of("auto", device_map, offload_folder)
         chosen = resolve_device(_device(device) if places is None else places.device)
         sequences = _sequences(batch_size)
-        wanted = None if recipe is None else _recipe(recipe)
+        wanted = None if recipe is None else Recipe.parse(recipe)
         source = pretrained if isinstance(pretrained, Source) else open_source(str(pretrained))
         check_loadable(source, [] if wanted is None else [wanted])
         self.loaded = load(source, wanted, resolve_dtype(dtype, chosen), chosen, scales=scales, device_map=places)
@@ -178,14 +177,6 @@ class DiffQuantLM(HarnessModel):
 def _device(device: str | None) -> str:
     """Return the requested device; "cuda:0" is lm-eval's default, also without CUDA."""
     return device if device and (device != "cuda:0" or torch.cuda.is_available()) else "auto"
-
-
-def _recipe(given: RecipeLike) -> Recipe:
-    if isinstance(given, str) and given in PRESETS:
-        return Recipe.of(**PRESETS[given])
-    if isinstance(given, str) and given.endswith((".yaml", ".yml")):
-        return Recipe.read(Path(given))
-    return Recipe.parse(given)
 
 
 def _sequences(batch_size: int | str) -> int | None:

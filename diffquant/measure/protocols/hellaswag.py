@@ -18,7 +18,9 @@ import torch
 from diffquant import data
 from diffquant.errors import UsageError
 from diffquant.measure.language_model import LanguageModel, Request, RequestEncoder, States, join_states
-from diffquant.measure.scoring import kl_meter, score
+from diffquant.measure.results import TaskResult
+from diffquant.measure.scoring import make_kl_meter, score
+from diffquant.measure.stats import mean_interval, standard_error
 from diffquant.measure.task import BATCH_TOKENS
 from diffquant.support.files import read_expanded
 from diffquant.support.names import first_few
@@ -50,70 +52,59 @@ class HellaSwagItem:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-@dataclass(frozen=True)
-class HellaSwagOutcome:
-    """Scores of items: log-probabilities of their endings, and the ending that each rule picks.
-
-    Attributes:
-        logprobs: summed log-probability of each item's endings.
-        choices: index of each item's ending with the largest log-probability (acc).
-        choices_norm: index of each item's ending with the largest log-probability per character (acc_norm).
-        labels: index of each item's right ending.
-        margins: log-probability per character of each item's right ending minus that of the likeliest wrong one, in
-            nats; negative if acc_norm counts the item as wrong.
-        tokens: number of tokens in each item's right ending.
-        kl: mean KL(reference ‖ model) over the tokens of each item's right ending, in nats, if there is a reference.
-    """
-
-    logprobs: list[list[float]]
-    choices: list[int]
-    choices_norm: list[int]
-    labels: list[int]
-    margins: list[float]
-    tokens: list[int]
-    kl: list[float] | None
-
-    @property
-    def correct(self) -> list[bool]:
-        return [choice == label for choice, label in zip(self.choices, self.labels, strict=True)]
-
-    @property
-    def correct_norm(self) -> list[bool]:
-        return [choice == label for choice, label in zip(self.choices_norm, self.labels, strict=True)]
-
-
 def evaluate_hellaswag(
     model: LanguageModel,
     items: Sequence[HellaSwagItem],
     batch_tokens: int = BATCH_TOKENS,
     progress: Progress = silent,
     reference: States | None = None,
-) -> HellaSwagOutcome:
+) -> TaskResult:
     """Score every item zero-shot, without demonstrations.
 
     Args:
-        reference: states of another model, from `reference_of`.
+        reference: states of another model, from `compute_reference`.
+
+    Returns:
+        The choices by log-probability per character (acc_norm). In the details, an item's margin is the log-probability
+        per character of its right ending minus that of the likeliest wrong one, in nats; its KL is the mean
+        KL(reference ‖ model) over the tokens of its right ending, in nats.
     """
     requests = _requests(model.tokenizer, model.max_length, model.vocabulary, tuple(items))
     lengths = {index: len(requests[index].continuation) for index in _right_requests(items)}
-    meter = None if reference is None else kl_meter(reference, lengths)
-    scores = iter(score(model, requests, batch_tokens, progress, meter[0] if meter else None))
+    watch, mean_kl = (None, None) if reference is None else make_kl_meter(reference, lengths)
+    scores = iter(score(model, requests, batch_tokens, progress, watch))
     logprobs = [[next(scores)[0] for _ in item.endings] for item in items]
     by_character = [
         [p / len(e) for p, e in zip(row, item.endings, strict=True)] for row, item in zip(logprobs, items, strict=True)
     ]
-    return HellaSwagOutcome(
-        logprobs=logprobs,
-        choices=[_index_of_largest(row) for row in logprobs],
-        choices_norm=[_index_of_largest(row) for row in by_character],
-        labels=[item.label for item in items],
-        margins=[_margin(row, item.label) for row, item in zip(by_character, items, strict=True)],
-        tokens=list(lengths.values()),
-        kl=meter[1]() if meter else None,
+    n, labels = len(items), [item.label for item in items]
+    choices, choices_norm = ([_index_of_largest(row) for row in rows] for rows in (logprobs, by_character))
+    right, right_norm = ([int(x == y) for x, y in zip(each, labels, strict=True)] for each in (choices, choices_norm))
+    margins = [_margin(row, label) for row, label in zip(by_character, labels, strict=True)]
+    tokens, kl = list(lengths.values()), mean_kl() if mean_kl else []
+    return TaskResult(
+        metric="acc_norm",
+        score=sum(right_norm) / n,
+        n=n,
+        values=[*right_norm],
+        choices=choices_norm,
+        details={
+            "acc": sum(right) / n,
+            "acc_se": standard_error(right),
+            "acc_norm": sum(right_norm) / n,
+            "acc_norm_se": standard_error(right_norm),
+            "margin": sum(margins) / n,
+            "choices_by_sum": choices,
+            "labels": labels,
+            "logprobs": [[round(p, 5) for p in row] for row in logprobs],
+            "margins": margins,
+            "tokens_by_item": tokens,
+        }
+        | ({"kl": mean_interval(kl, tokens).mean, "kl_by_item": kl} if kl else {}),
     )
 
 
-def reference_of(
+def compute_reference(
     model: LanguageModel,
     items: Sequence[HellaSwagItem],
     batch_tokens: int = BATCH_TOKENS,

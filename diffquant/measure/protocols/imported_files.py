@@ -13,7 +13,7 @@ from diffquant.support.files import read_bytes
 
 
 def module_file(name: str, folder: Path) -> Path | None:
-    """Find a module's file beside its importer or on Python's path, or None if it is installed or built in."""
+    """Find a module's file in its importer's folder or on Python's path, or None if it is installed or built in."""
     places = (folder.joinpath(*name.split(".")), *_module_places(name))
     files = (file for place in places for file in (place.with_name(f"{place.name}.py"), place / "__init__.py"))
     return next((Path(os.path.abspath(file)) for file in files if file.is_file() and not _is_installed(file)), None)
@@ -36,7 +36,7 @@ def imported_files(file: Path) -> list[Path]:
     return list(found)
 
 
-def texts_in(file: Path) -> list[str]:
+def list_texts(file: Path) -> list[str]:
     """List the text constants of a module, among which are the names of files that it reads."""
     return [
         node.value for node in ast.walk(_tree(file)) if isinstance(node, ast.Constant) and isinstance(node.value, str)

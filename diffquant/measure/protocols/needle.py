@@ -71,8 +71,8 @@ class NeedlePlan:
     def __post_init__(self) -> None:
         if not 1 <= self.asked <= self.needles <= len(CITIES):
             raise UsageError(
-                f"needle: of {self.needles} needles {self.asked} are to be asked for; give 1 to {len(CITIES)} needles "
-                "and at most as many to ask for"
+                f"needle: {self.asked} of {self.needles} needles cannot be queried; give 1 to {len(CITIES)} needles "
+                "and at most as many queries"
             )
         if not self.lengths or min(self.lengths) < 1 or self.samples < 1:
             raise UsageError(f"needle: lengths {list(self.lengths)} and samples {self.samples} must be 1 or more")
@@ -186,7 +186,7 @@ def spellable_sentences(tokenizer: "PreTrainedTokenizerBase", text: str) -> list
     known = [(s, len(ids)) for s, ids in zip(in_text, encoded, strict=True) if tokenizer.unk_token_id not in ids]
     if len(known) < _FEWEST_SENTENCES:
         raise UsageError(
-            f"needle: the tokenizer can spell {len(known)} of the text's {len(in_text)} sentences; "
+            f"needle: the tokenizer can encode only {len(known)} of the text's {len(in_text)} sentences; "
             f"give another {option_name('text')}"
         )
     return known

@@ -1,31 +1,24 @@
-"""Cells of a sweep, their files, and the worker that measures them.
+"""A planned sweep, and the worker that measures its cells. No torch at the top."""
 
-A file's name is a hash of everything that determines its result. No torch at the top.
-"""
-
-import hashlib
-import json
 import os
 import socket
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from errno import ENOLCK, ENOSYS, ENOTSUP, EOPNOTSUPP
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from filelock import FileLock, Timeout
 
 from diffquant.errors import CheckpointError, DiffQuantError
-from diffquant.measure.results import TaskResult
-from diffquant.measure.sweep.grid import Point
+from diffquant.measure.cells import Cell
 from diffquant.measure.task import Task
 from diffquant.recipe import Recipe
-from diffquant.support.files import read_bytes, set_folder_aside, write_atomically
+from diffquant.support.files import set_folder_aside
 from diffquant.support.installation import code_digest
-from diffquant.support.plain_data import JsonObject, parse_json, plain_digest
+from diffquant.support.plain_data import JsonObject
 from diffquant.support.progress import Progress, silent
 
 if TYPE_CHECKING:
@@ -36,84 +29,21 @@ RESULT_FORMAT = 1
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One task on one configuration, which can be pickled, and the file of its result.
+class Run:
+    """A planned sweep. It can be pickled.
 
     Attributes:
-        folder: folder of the sweep's cells.
-        key: everything that the measurement depends on, as plain data.
+        cells: cells to measure, in order.
+        subjects: models by path.
+        tasks: tasks by name.
     """
 
-    subject: "Subject"
-    point: Point
-    task: Task
-    folder: Path
-    key: JsonObject
+    cells: Sequence[Cell]
+    subjects: Mapping[Path, "Subject"]
+    tasks: Mapping[str, Task]
 
-    @property
-    def caption(self) -> str:
-        return f"{self.point.model.name}, {self.point.label}, {self.task.name}"
-
-    @property
-    def weights(self) -> tuple[Path, str]:
-        """What determines the weights that it needs: the model's path, and the recipe's weight schemes as text."""
-        return self.point.model, Recipe().with_weights_of(self.point.recipe).to_yaml()
-
-    @property
-    def address(self) -> str:
-        """SHA-256 of the key."""
-        return hashlib.sha256(json.dumps(self.key, sort_keys=True).encode()).hexdigest()
-
-    @cached_property
-    def name(self) -> str:
-        """Name of the cell's files, without suffix."""
-        return self.address[:32]
-
-    @property
-    def path(self) -> Path:
-        return self.folder / f"{self.name}.json"
-
-    @property
-    def failure_path(self) -> Path:
-        return self.folder / f"{self.name}.failed.json"
-
-    @property
-    def lock_path(self) -> Path:
-        return self.folder / f"{self.name}.lock"
-
-    def read(self) -> TaskResult | None:
-        """Return the stored result, or None if there is none or its file is damaged."""
-        try:
-            entry = parse_json(read_bytes(self.path))
-            if entry["key"] != self.key or entry["sha256"] != plain_digest(entry["result"]):
-                return None
-            return TaskResult.from_dict(entry["result"])
-        except (OSError, ValueError, LookupError, TypeError):
-            return None
-
-    def write(self, result: TaskResult) -> None:
-        """Store a result, and remove the record of an earlier failure."""
-        content = result.to_cell()
-        entry = {"key": self.key, "result": content, "sha256": plain_digest(content)}
-        _put(self.path, entry)
-        set_folder_aside(self.failure_path)
-        self.failure_path.unlink(missing_ok=True)
-
-    def write_failure(self, error: str, trace: Sequence[str] = ()) -> None:
-        """Record the error of an attempt in one line, with the lines of its traceback."""
-        _put(self.failure_path, {"key": self.key, "error": error, "trace": list(trace)})
-
-    def read_failure(self) -> str | None:
-        """Return the error of the last attempt in one line, or None if no failure is recorded."""
-        try:
-            return str(parse_json(read_bytes(self.failure_path))["error"])
-        except (OSError, ValueError, LookupError, TypeError):
-            return None
-
-
-def _put(path: Path, entry: JsonObject) -> None:
-    set_folder_aside(path)
-    write_atomically(path, json.dumps(entry, indent=1) + "\n")
+    def subject_of(self, cell: Cell) -> "Subject":
+        return self.subjects[cell.point.model]
 
 
 def cell_key(subject: "Subject", recipe: Recipe, task: Task, identity: JsonObject) -> JsonObject:
@@ -126,24 +56,25 @@ def cell_key(subject: "Subject", recipe: Recipe, task: Task, identity: JsonObjec
     return subject.key(recipe) | {"format": RESULT_FORMAT, "task": identity, "code": code}
 
 
-def check_same_cells(cells: Iterable[Cell]) -> None:
+def check_same_cells(run: Run) -> None:
     """Check that this process has the models, code and versions with which cells were planned.
 
     Raises:
         CheckpointError: some differ; the message names all of them.
     """
     # Cells with the same weights differ in the same entries.
-    differing = {name for cell in {cell.weights: cell for cell in cells}.values() for name in _differences(cell)}
+    one_each = {cell.weights: cell for cell in run.cells}.values()
+    differing = {name for cell in one_each for name in _differences(run, cell)}
     if differing:
         raise CheckpointError(
-            f"{socket.gethostname()} would measure other cells than were planned, since {', '.join(sorted(differing))} "
+            f"{socket.gethostname()} cannot measure the cells as planned, because {', '.join(sorted(differing))} "
             "differ there; install the same versions, and use the same kind of device"
         )
 
 
-def _differences(cell: Cell) -> list[str]:
+def _differences(run: Run, cell: Cell) -> list[str]:
     planned = cell.key
-    here = cell_key(cell.subject, cell.point.recipe, cell.task, planned["task"])
+    here = cell_key(run.subject_of(cell), cell.point.recipe, run.tasks[cell.task], planned["task"])
     return [name for name in here | planned if here.get(name) != planned.get(name)]
 
 
@@ -154,13 +85,13 @@ _NO_LOCKS_THERE = (ENOSYS, ENOLCK, ENOTSUP, EOPNOTSUPP)
 class Worker:
     """Measures cells in one process, with one model in memory at a time."""
 
-    def __init__(self, cells: Sequence[Cell], device: str | None = None) -> None:
+    def __init__(self, run: Run, device: str | None = None) -> None:
         """Set up without reading a model.
 
         Args:
             device: device that computes, by default the planned one.
         """
-        self.cells, self.device = cells, device
+        self.run, self.device = run, device
         # The current model as planned, and this worker's copy of it.
         self._held: tuple[Subject, Subject] | None = None
 
@@ -168,7 +99,7 @@ class Worker:
         """Measure a cell and write its result, or its error.
 
         Args:
-            number: the cell's place in the worker's cells.
+            number: the cell's place in the run.
             is_patient: whether to wait for a cell that another sweep is measuring.
 
         Returns:
@@ -178,7 +109,7 @@ class Worker:
             DiffQuantError: the folder of the cells is gone.
             OSError: the folder cannot be written.
         """
-        cell = self.cells[number]
+        cell = self.run.cells[number]
         try:
             with _lock(cell, is_patient) as is_held:
                 # Another sweep may have measured it since it was planned.
@@ -192,12 +123,12 @@ class Worker:
     def _measure(self, cell: Cell, progress: Progress) -> None:
         try:
             progress(0, 1, "loading")
-            if self._held is None or self._held[0] is not cell.subject:
+            planned, task, recipe = self.run.subject_of(cell), self.run.tasks[cell.task], cell.point.recipe
+            if self._held is None or self._held[0] is not planned:
                 self._held = None  # Memory may hold only one model.
-                self._held = cell.subject, cell.subject.copy_to(self.device)
+                self._held = planned, planned.copy_to(self.device)
             subject = self._held[1]
-            reference = subject.reference(cell.task, cell.point.recipe, progress)
-            result = subject.measure(cell.task, cell.point.recipe, reference, progress)
+            result = subject.measure(task, recipe, subject.reference(task, recipe, progress), progress)
         except Exception as error:  # No error of one cell may stop the others.
             first_line = str(error).split("\n", 1)[0] or type(error).__name__
             cell.write_failure(first_line, "".join(traceback.format_exception(error)).splitlines())
@@ -205,13 +136,13 @@ class Worker:
             cell.write(result)
 
 
-def measure_all(cells: Sequence[Cell], progress: Progress = silent, device: str | None = None) -> None:
+def measure_all(run: Run, progress: Progress = silent, device: str | None = None) -> None:
     """Measure cells in this process; those that other sweeps are measuring come last.
 
     Raises:
         DiffQuantError: the folder of the cells is gone.
     """
-    worker, done = Worker(cells, device), 0
+    worker, cells, done = Worker(run, device), run.cells, 0
     left = list(range(len(cells)))
     for is_patient in (False, True):
         held = []
@@ -235,12 +166,12 @@ def check_folder(folder: Path) -> None:
         os.scandir(folder).close()
     except OSError as error:
         raise DiffQuantError(
-            f"{folder}, where the sweep's cells lie, cannot be read any more: {error.strerror}; "
-            "when it is there again, run the same command to go on"
+            f"the sweep's folder {folder} can no longer be read: {error.strerror}; "
+            "when it is available again, run the same command to resume"
         ) from error
 
 
-def remove_locks(cells: Sequence[Cell]) -> None:
+def remove_locks(cells: Iterable[Cell]) -> None:
     """Remove the lock files that killed workers left."""
     for cell in cells:
         if cell.lock_path.exists():

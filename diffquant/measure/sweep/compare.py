@@ -6,16 +6,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from diffquant.errors import UsageError
+from diffquant.measure.cells import Point
 from diffquant.measure.comparison import (
     UNITS,
     Comparison,
     Outcome,
     compare_outcomes,
     left_out,
-    outcome_of,
+    make_outcome,
     read_samples,
 )
-from diffquant.measure.sweep.grid import Point
 from diffquant.measure.sweep.result import SweepResult, read_sweep
 from diffquant.reports.tables import align_columns
 from diffquant.support.files import find_stored
@@ -134,7 +134,7 @@ def compare(before: str | Path, after: str | Path) -> ComparisonReport:
     shared = [key for key in keyed[0] if key in keyed[1]]
     if not shared and is_one_each:
         first, second = (", ".join(sorted({task for _, task in side})) for side in keyed)
-        raise UsageError(f"nothing to compare: A has {first}, and B has {second}; both need results of one task")
+        raise UsageError(f"nothing to compare: A has {first}, and B has {second}; give two results of the same task")
     if not shared:
         first, second = (_names(side) for side in sides)
         raise UsageError(
@@ -206,7 +206,7 @@ def _no_sweep(path: Path) -> str:
 def _sweep_outcomes(sweep: SweepResult, words: Sequence[str]) -> list[_Named]:
     names, identities = sweep.names, {task["name"]: task for task in sweep.settings["tasks"]}
     found = [
-        (cell.point, outcome_of(_configuration(cell.point), cell.task, identities[cell.task], cell.result))
+        (cell.point, make_outcome(_configuration(cell.point), cell.task, identities[cell.task], cell.result))
         for cell in sweep.cells
         if cell.result and set(words) <= {*_point_name(cell.point, names).split(" ")}
     ]

@@ -1,6 +1,5 @@
 """Exported folders as rows of a sweep. Callers pass the runtime, since the core does not import `export`."""
 
-import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -11,14 +10,14 @@ import torch
 
 from diffquant.checkpoints.source import FilesState, Source, files_state
 from diffquant.errors import CheckpointError, UsageError
+from diffquant.measure.cells import EXPORTED, Point
 from diffquant.measure.language_model import LanguageModel, States
 from diffquant.measure.results import TaskResult
-from diffquant.measure.sweep.grid import EXPORTED, Point, SweepOptions
-from diffquant.measure.sweep.subject import CheckpointSubject, run_key
+from diffquant.measure.sweep.grid import SweepOptions
+from diffquant.measure.sweep.subject import CheckpointSubject, run_key, run_timed
 from diffquant.measure.task import Task
 from diffquant.recipe import Recipe
 from diffquant.support.digests import FileDigests
-from diffquant.support.installation import commit
 from diffquant.support.names import option_name
 from diffquant.support.plain_data import JsonObject
 from diffquant.support.progress import Progress
@@ -122,18 +121,14 @@ class ExportedSubject:
         return self.compared_with.reference(task, None, progress) if self.compared_with else None
 
     def measure(self, task: Task, recipe: Recipe | None, reference: States | None, progress: Progress) -> TaskResult:  # noqa: ARG002
-        model = self._opened
-        started = time.monotonic()
         # Each sequence runs alone, so the task's batch size only bounds memory.
-        bounded = task.in_batches_of(self.runtime.batch_tokens)
-        result = bounded.run(model, reference, progress)
-        seconds = round(time.monotonic() - started, 2)
+        bounded = task.with_batch_tokens(self.runtime.batch_tokens)
+        result = run_timed(bounded, self._opened, reference, progress)
         # Times may change without the content: compare descriptions before reporting a change.
         touched = _folder_state(self.folder) != self.state
         if touched and self.runtime.describe(self.folder, self.device) != self.model:
             raise CheckpointError(f"{self.folder} changed while it was in use; run the same command again")
-        weight_bytes, kv_bytes = self.model.weight_bytes, self.model.kv_bytes
-        return replace(result, seconds=seconds, weight_bytes=weight_bytes, kv_bytes=kv_bytes, commit=commit())
+        return replace(result, weight_bytes=self.model.weight_bytes, kv_bytes=self.model.kv_bytes)
 
     @cached_property
     def _opened(self) -> LanguageModel:
@@ -166,12 +161,12 @@ def check_no_precision_options(options: SweepOptions, recipe: Recipe | None = No
     """
     if recipe is not None or (options.dtype, options.attention, options.scales) != ("auto", "auto", ()):
         raise UsageError(
-            f"an exported model is measured as it is: leave out the recipe, {option_name('scales')}, "
+            f"an exported model has a fixed precision: leave out the recipe, {option_name('scales')}, "
             f"{option_name('dtype')} and {option_name('attention')}"
         )
 
 
-def exported_points(exported: Mapping[Path, ExportedModel], sources: Mapping[Path, Source]) -> list[Point]:
+def make_exported_points(exported: Mapping[Path, ExportedModel], sources: Mapping[Path, Source]) -> list[Point]:
     """Make one point per folder, compared with the checkpoint it was made from if the sweep has it."""
     if not exported:
         return []

@@ -11,13 +11,13 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-from diffquant.measure.results import MISSING, POINTS, kl_text
+from diffquant.measure.cells import Point
+from diffquant.measure.results import MISSING, POINTS, format_kl
 from diffquant.measure.stats import Difference
-from diffquant.measure.sweep.grid import Point
 from diffquant.measure.sweep.result import SweepResult
 from diffquant.measure.tasks import kind_of
 from diffquant.reports.page import Drawing, Key
-from diffquant.reports.plots import Interval, Tips, draw_intervals, drawing, key_of, plain_log_scale, tidy
+from diffquant.reports.plots import Interval, Tips, draw_intervals, drawing, legend_entry, plain_log_scale, tidy
 from diffquant.reports.tables import Table
 
 # The size that is shown for each target, with its unit.
@@ -96,13 +96,13 @@ def recommendations(found: Sequence[Sized], path_of: Mapping[str, str]) -> tuple
             lines.append([model, target, task, "16", MISSING, MISSING])
             continue
         best = min(small, key=lambda each: (each.size, each.kl.mean))
-        lines.append([model, target, task, best.point.scheme, best.size_text, kl_text(best.kl)])
+        lines.append([model, target, task, best.point.scheme, best.size_text, format_kl(best.kl)])
         if model in path_of:
             commands[f"{model}, {target} {best.point.scheme}"] = best.command(path_of[model])
     return Table(["model", "target", "by", "take", "stored", "KL"], lines, names=4), commands
 
 
-def size_charts(found: Sequence[Sized]) -> tuple[list[Drawing], list[Key]]:
+def draw_size_charts(found: Sequence[Sized]) -> tuple[list[Drawing], list[Key]]:
     """Draw a chart per task and target with a line per model and granularity; also return the legend."""
     series = list(dict.fromkeys(each.series for each in found))
     drawings = []
@@ -110,7 +110,7 @@ def size_charts(found: Sequence[Sized]) -> tuple[list[Drawing], list[Key]]:
         mine = [each for each in found if (each.task, each.point.target) == (task, target)]
         title = f"{task}: {target}"
         drawings.append(drawing((4.6, 3.2), partial(_draw_sizes, mine, series), f"{title}, size against KL", title))
-    return drawings, [key_of(number, name) for number, name in enumerate(series)]
+    return drawings, [legend_entry(number, name) for number, name in enumerate(series)]
 
 
 def _draw_sizes(mine: Sequence[Sized], series: Sequence[str], axis: Any, tips: Tips) -> None:
@@ -129,7 +129,7 @@ def _draw_sizes(mine: Sequence[Sized], series: Sequence[str], axis: Any, tips: T
 def kl_of(sweep: SweepResult, point: Point, task: str) -> Difference | None:
     """Return a configuration's KL from 16 bits, or None if the task does not measure it."""
     metric = next((change for change in kind_of(task).columns.changes if change.is_log), None)
-    return metric.of(*sweep.pair(point, task)) if metric else None
+    return metric.of(*sweep.result_and_baseline(point, task)) if metric else None
 
 
 # Loss in percentage points that an interval must exclude before "no measurable loss" is informative.
@@ -153,7 +153,7 @@ def _leading_changes(sweep: SweepResult, task: str) -> list[tuple[Point, Differe
     for change in columns.changes:
         if columns.by_item and change.is_log:
             continue
-        measured = [(point, change.of(*sweep.pair(point, task))) for point in sweep.points]
+        measured = [(point, change.of(*sweep.result_and_baseline(point, task))) for point in sweep.points]
         if changes := [(point, drawn) for point, drawn in measured if drawn is not None]:
             return changes
     return []
@@ -170,22 +170,24 @@ def _summarize_items(sweep: SweepResult, task: str, changes: Sequence[tuple[Poin
             f"no measurable loss in any {of_all}, and a loss of {_SETTLED:.0f} point is ruled out; the lowest is "
             f"{_describe(sweep, worst, task)}."
         )
-    told = f"{len(lower)} {of_all} lose; the most is lost by {_describe(sweep, worst, task)}."
+    told = f"{len(lower)} {of_all} lose; the largest loss has {_describe(sweep, worst, task)}."
     safe = min((point.bits for point, _ in changes if point.bits > max(lower)), default=None)
     return told if safe is None else f"{told} From {safe} bits up no loss is measurable."
 
 
 def _explain_resolution(sweep: SweepResult, task: str, changes: Sequence[tuple[Point, Difference]]) -> str | None:
     """State which loss too few items cannot show, and what KL shows; return None if the items suffice."""
-    points = [drawn for point, _ in changes if (drawn := POINTS.of(*sweep.pair(point, task)))]
+    points = [drawn for point, _ in changes if (drawn := POINTS.of(*sweep.result_and_baseline(point, task)))]
     if all(drawn.low >= -_SETTLED for drawn in points):
         return None
     widest = max((drawn.high - drawn.low) / 2 for drawn in points)
-    items = max(len(result.values or ()) for point, _ in changes for result in sweep.pair(point, task) if result)
+    items = max(
+        len(result.values or ()) for point, _ in changes for result in sweep.result_and_baseline(point, task) if result
+    )
     text = f"{items} items cannot show a loss below {widest:.0f} points; "
     measured = [(point, kl) for point, _ in changes if (kl := kl_of(sweep, point, task)) and kl.low > 0]
     if not measured:
-        return f"{text}take more items, or read KL."
+        return f"{text}use more items, or KL."
     most = max(measured, key=lambda each: each[1].mean)[0]
     return (
         f"{text}KL shows a change in {len(measured)} of {len(changes)} configurations, the largest in "
@@ -197,11 +199,13 @@ def _summarize_text(sweep: SweepResult, task: str, changes: Sequence[tuple[Point
     # A change in nats has a sign, and a large gain is a large change.
     ordered = sorted(changes, key=lambda change: abs(change[1].mean))
     least, most = (_describe(sweep, point, task) for point, _ in (ordered[0], ordered[-1]))
-    return f"{most}." if len(ordered) == 1 else f"least changed is {least}; most is {most}."
+    return f"{most}." if len(ordered) == 1 else f"the smallest change is that of {least}; the largest that of {most}."
 
 
 def _describe(sweep: SweepResult, point: Point, task: str) -> str:
     """Return a configuration's name and all of its measured changes, in words."""
-    known = [(change.words, change.of(*sweep.pair(point, task))) for change in kind_of(task).columns.changes]
+    known = [
+        (change.words, change.of(*sweep.result_and_baseline(point, task))) for change in kind_of(task).columns.changes
+    ]
     texts = [words(drawn) for words, drawn in known if words and drawn]
     return ", ".join([f"{sweep.names[point.model]} at {point.label}", *texts])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from diffquant.checkpoints.places import DeviceMap, Places
 from diffquant.errors import UsageError
+from diffquant.measure.cells import RECIPE, Point
 from diffquant.measure.task import batch_tokens_on
 from diffquant.measure.tasks import check_options, task_kinds, task_options
 from diffquant.recipe import Recipe
@@ -14,8 +15,6 @@ from diffquant.support.files import check_distinct
 from diffquant.support.names import did_you_mean, find_duplicates
 from diffquant.support.plain_data import JsonObject
 
-# Target names of an exported folder, which is measured in its own precision, and of a point with a recipe from a file.
-EXPORTED, RECIPE = "onnx", "recipe"
 # Name of the recipe that a quantized folder records; other recipes have their files' names.
 OWN = "own"
 
@@ -29,16 +28,7 @@ TARGETS = {
     "qk": ("qk",),
     "p": ("p",),
     "pv": ("pv",),
-}
-
-TITLES = {
-    "logits": "attention logits",
-    "kv": "KV cache",
-    "k": "keys",
-    "v": "values",
-    "qk": "queries and keys",
-    "p": "softmax weights",
-    "pv": "values before P·V",
+    "activations": ("activations",),
 }
 
 
@@ -108,65 +98,6 @@ class SweepOptions:
         return {name: _plain_value(value) for name, value in fields.items()}
 
 
-@dataclass(frozen=True)
-class Point:
-    """One configuration of one model.
-
-    Attributes:
-        model: path of the checkpoint, or of an exported folder.
-        target: name of what is quantized; "" at 16 bits, `RECIPE` for a recipe file, `EXPORTED` for an exported folder.
-        bits: width of the target's codes in bits; 0 for a recipe.
-        granularity: granularity as in a scheme's text, a recipe's name, or the full precision of an exported folder;
-            "" at 16 bits.
-        recipe: recipe to simulate; empty for an exported folder.
-        compared_with: model whose 16-bit results it is compared with, if any.
-    """
-
-    model: Path
-    target: str
-    bits: int
-    granularity: str
-    recipe: Recipe
-    compared_with: Path | None
-
-    @property
-    def is_baseline(self) -> bool:
-        return not self.target
-
-    @property
-    def scheme(self) -> str:
-        """The scheme as text, such as "4:row", "16", or a recipe's name."""
-        if self.target in (EXPORTED, RECIPE):
-            return self.granularity
-        return f"{self.bits}:{self.granularity}" if self.granularity else str(self.bits)
-
-    @property
-    def title(self) -> str:
-        """The quantized target in words, such as "attention logits"."""
-        return TITLES.get(self.target, self.target)
-
-    @property
-    def sharing(self) -> str:
-        """The granularity in words, such as "per row with shift" or "per group of 32"; "" without a granularity."""
-        if self.target in (EXPORTED, RECIPE):
-            return ""
-        if self.granularity == "static":
-            return "static"
-        shared, _, form = self.granularity.partition(":")
-        shared = f"group of {shared[1:]}" if shared[:1] == "g" and shared[1:].isdigit() else shared
-        return f"per {shared}" + ({"": "", "rotated": ", rotated"}.get(form, f" with {form}"))
-
-    @property
-    def panel(self) -> str:
-        """Title of its panel in plots, such as "attention logits, per row with shift"."""
-        return ", ".join(filter(None, (self.title, self.sharing)))
-
-    @property
-    def label(self) -> str:
-        """Target and scheme, such as "logits 4:row"."""
-        return f"{self.target} {self.scheme}" if self.target else "16 bits"
-
-
 def points(models: Sequence[Path], options: SweepOptions) -> list[Point]:
     """List every configuration of the checkpoints, for each model 16 bits first and then from wide to narrow.
 
@@ -178,7 +109,7 @@ def points(models: Sequence[Path], options: SweepOptions) -> list[Point]:
     check_distinct(models)
     stems = [recipe.stem for recipe in options.recipes]
     if twice := sorted(find_duplicates(stems)):
-        raise UsageError(f"recipes are told apart by their files' names; rename all but one {', '.join(twice)}")
+        raise UsageError(f"recipes need different file names; rename all but one of {', '.join(twice)}")
     if OWN in stems:
         raise UsageError(f"the recipe that a quantized folder records is called {OWN}; rename {OWN}.yaml")
     _check_granularities(options)
@@ -219,7 +150,7 @@ def _check_granularities(options: SweepOptions) -> None:
     all_useless = len(useless) == len(options.granularities)
     unserved = [] if all_useless else [t for t in options.targets if not _granularities_of(t, options)]
     wrong = [faults[options.targets[0], name] for name in useless]
-    wrong += [f"{target}: none of {', '.join(options.granularities)} serves it" for target in unserved]
+    wrong += [f"{target}: supports none of {', '.join(options.granularities)}" for target in unserved]
     if wrong:
         raise UsageError("; ".join(dict.fromkeys(fault for fault in wrong if fault)))
 

@@ -1,22 +1,22 @@
-"""The files of a sweep beside its cells: table, plots and report."""
+"""The files that summarize a sweep: table, plots and report."""
 
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from diffquant.measure.sweep.findings import SMALL_KL, headline, list_sizes, recommendations, size_charts
-from diffquant.measure.sweep.plot import Band, bands, bars_text, charts, plot
+from diffquant.measure.sweep.findings import SMALL_KL, draw_size_charts, headline, list_sizes, recommendations
+from diffquant.measure.sweep.plot import Band, bands, charts, explain_bars, plot
 from diffquant.measure.sweep.result import SweepResult, csv_table, notes, results_table
 from diffquant.measure.tasks import task_kinds
-from diffquant.reports.page import Block, Charts, Fold, Items, Report, Section, facts
-from diffquant.reports.plots import key_of
+from diffquant.reports.page import Block, Charts, Items, Report, Section, facts
+from diffquant.reports.plots import legend_entry
 from diffquant.reports.run import write_run
 from diffquant.reports.tables import Table
 from diffquant.support.outputs import RunFiles
 
 
 def run_files() -> RunFiles:
-    """Return the files of a sweep beside its cells, including its tasks' plots."""
+    """Return the names of a sweep's files except its cells, including its tasks' plots."""
     plots = (name for kind in task_kinds() for name in kind.plots)
     return RunFiles("sweep.json", frozenset({"settings", "cells"}), ("table.csv", "report.html", "plot.png", *plots))
 
@@ -38,17 +38,19 @@ def sweep_report(sweep: SweepResult, name: str, files: Sequence[str]) -> Report:
 
     Args:
         name: name of the run.
-        files: names of the files beside the page, to link to.
+        files: names of files in the same folder, to link to.
     """
     drawn = bands(sweep)
     sections = [
         *_failures_section(sweep),
         *_sizes_sections(sweep),
-        *_charts_sections(drawn),
         Section("Results", [results_table(sweep), *notes(sweep)]),
+        *_charts_sections(drawn),
         *_logits_section(sweep),
         Section("Settings", [_settings_facts(sweep)]),
     ]
+    models = list(sweep.names.values())
+    name += f": {', '.join(models) if len(models) <= 3 else f'{len(models)} models'}"
     return Report("sweep", name, headline(sweep), sweep.settings["date"], sections, files)
 
 
@@ -60,12 +62,12 @@ def _sizes_sections(sweep: SweepResult) -> list[Section]:
     # `quantize` cannot read a folder with packed weights, but it can read a GGUF file.
     packed = {path for path in sweep.settings["quantized"] if not path.lower().endswith(".gguf")}
     path_of = {name: str(model) for model, name in sweep.names.items() if str(model) not in packed}
-    drawings, keys = size_charts(found)
+    drawings, keys = draw_size_charts(found)
     table, commands = recommendations(found, path_of)
     rule = (
-        f"Taken is each model's smallest configuration whose KL from 16 bits stays below {SMALL_KL} nats, the upper "
-        "end of its 95 % interval where it has one, and 16 bits where none does. In the drawings lower and further "
-        "left is better; bars: 95 % intervals."
+        f"The table has each model's smallest configuration whose KL from 16 bits is below {SMALL_KL} nats, or 16 bits "
+        "if there is none. If a KL has a 95 % interval, its upper end counts. In the drawings lower and further left "
+        "is better; bars are 95 % intervals."
     )
     return [Section("Which to take", [table, commands, Charts(drawings, keys), rule])]
 
@@ -73,7 +75,7 @@ def _sizes_sections(sweep: SweepResult) -> list[Section]:
 def _charts_sections(drawn: Sequence[Band]) -> list[Section]:
     """Make a section per task: its change from 16 bits, and below that its scores."""
     models = list(dict.fromkeys(model for band in drawn for model in band.models))
-    keys = [key_of(number, model) for number, model in enumerate(models)]
+    keys = [legend_entry(number, model) for number, model in enumerate(models)]
     sections = []
     for task in dict.fromkeys(band.task for band in drawn):
         mine = [band for band in drawn if band.task == task]
@@ -81,7 +83,7 @@ def _charts_sections(drawn: Sequence[Band]) -> list[Section]:
         for band in mine:
             legend, label = keys if band is mine[0] else (), band.metric.label
             blocks.append(Section(label[0].upper() + label[1:], [Charts(charts(band, models), legend)]))
-        sections.append(Section(task, [*blocks, f"{bars_text(mine).capitalize()}."]))
+        sections.append(Section(task, [*blocks, f"{explain_bars(mine).capitalize()}."]))
     return sections
 
 
@@ -95,17 +97,17 @@ def _failures_section(sweep: SweepResult) -> list[Section]:
 def _logits_section(sweep: SweepResult) -> list[Section]:
     """Make the section on scales and clipping by layer, with one fold per cell."""
     folds = [
-        Fold(f"{sweep.caption(cell)}: {_clipping_text(layers)}", [_layers_table(layers)])
+        Section(f"{sweep.caption(cell)}: {_clipping_text(layers)}", [_layers_table(layers)], folded=True)
         for cell in sweep.cells
         if cell.result and (layers := cell.result.logit_report)
     ]
     if not folds:
         return []
     explained = (
-        "A scale is the distance between two neighbouring codes, in units of the logits; an entry is clipped where it "
-        "lies outside the codes. Mean and largest scale are over all scales of a layer."
+        "A scale is the distance between two neighbouring codes, in units of the logits; an entry is clipped if it "
+        "lies beyond the codes' range. Mean and largest scale are over all scales of a layer."
     )
-    opened = Fold(f"{len(folds)} cells with quantized logits", [explained, *folds])
+    opened = Section(f"{len(folds)} cells with quantized logits", [explained, *folds], folded=True)
     return [Section("Logit quantizers, layer by layer", [opened])]
 
 

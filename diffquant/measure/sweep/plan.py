@@ -3,7 +3,8 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from statistics import mean
 
@@ -12,22 +13,22 @@ from diffquant.checkpoints.building import check_places
 from diffquant.checkpoints.ranges import check_ranges_used, read_any_ranges
 from diffquant.checkpoints.source import Source, open_source
 from diffquant.errors import CheckpointError, UsageError
-from diffquant.measure.results import TaskResult
-from diffquant.measure.sweep.cell import Cell, cell_key
+from diffquant.measure.cells import RECIPE, Cell, Point
+from diffquant.measure.sweep.cell import Run, cell_key
 from diffquant.measure.sweep.exported import (
     ExportedSubject,
     RuntimeOf,
     check_no_precision_options,
     check_on_one_device,
-    exported_points,
+    make_exported_points,
 )
-from diffquant.measure.sweep.grid import OWN, RECIPE, Point, SweepOptions, points
+from diffquant.measure.sweep.grid import OWN, SweepOptions, points
 from diffquant.measure.sweep.subject import CheckpointSubject, Subject, dtype_name
 from diffquant.measure.tasks import make_tasks
 from diffquant.quantization.loading import check_loadable
 from diffquant.recipe import Recipe
 from diffquant.recipe.targets import LAYER_TARGETS
-from diffquant.support.devices import resolve_device, resolve_dtype, seconds_per_product
+from diffquant.support.devices import measure_seconds_per_product, resolve_device, resolve_dtype
 from diffquant.support.files import read_bytes
 from diffquant.support.installation import versions_of_run
 from diffquant.support.names import option_name
@@ -41,14 +42,14 @@ _SIMULATED, _PLAIN = 6, 3
 
 def plan_sweep(
     models: Sequence[Path], options: SweepOptions, folder: Path, runtime_of: RuntimeOf | None
-) -> tuple[list[Cell], JsonObject]:
+) -> tuple[Run, JsonObject]:
     """Open every model and read every task's items.
 
     Args:
         folder: folder of the cells.
 
     Returns:
-        Every cell of the sweep, and the settings that its result records in addition to the cells.
+        The planned sweep, and the settings that its result records in addition to the cells.
 
     Raises:
         UsageError, CheckpointError, MissingDependencyError: something is wrong with the models, options or data.
@@ -86,20 +87,18 @@ def plan_sweep(
         model: CheckpointSubject(source, dtype, device, options.attention, places, scales.get(model))
         for model, source in sources.items()
     }
-    folders = exported_points({path: subject.model for path, subject in exported.items()}, sources)
+    folders = make_exported_points({path: subject.model for path, subject in exported.items()}, sources)
     origins = {point.model: checked[point.compared_with] if point.compared_with else None for point in folders}
     compared = {path: replace(subject, compared_with=origins[path]) for path, subject in exported.items()}
     subjects: dict[Path, Subject] = {**checked, **compared}
     identities = {task.name: task.identity() for task in tasks}
-    cells = [
-        Cell(subject, point, task, folder, cell_key(subject, point.recipe, task, identities[task.name]))
-        for point in grid + folders
-        for subject in [subjects[point.model]]
-        for task in tasks
-    ]
-    return cells, {
+    cells = []
+    for point, task in product(grid + folders, tasks):
+        key = cell_key(subjects[point.model], point.recipe, task, identities[task.name])
+        cells.append(Cell(point, task.name, key=key, folder=folder))
+    return Run(cells, subjects, {task.name: task for task in tasks}), {
         "options": options.to_dict() | {"device": device, "batch_tokens": options.pass_tokens(device)},
-        "tasks": list({cell.task.name: cell.key["task"] for cell in cells}.values()),
+        "tasks": list({cell.task: cell.key["task"] for cell in cells}.values()),
         "unseen": {task.name: unseen for task in tasks if (unseen := task.unseen())},
         "models": {str(path): source.fingerprint for path, source in sources.items()},
         "quantized": [str(path) for path, source in sources.items() if source.packed or path.is_file()],
@@ -136,7 +135,9 @@ def _scales_by_model(sources: Mapping[Path, Source], files: Sequence[Path]) -> d
             raise CheckpointError(f"{file} was calibrated on none of {', '.join(map(str, sources))}")
         ranges.check_model(sources[owner], str(file))
         if owner in files_by_model:
-            raise UsageError(f"{files_by_model[owner]} and {file} are both of {owner}; sweep them into two folders")
+            raise UsageError(
+                f"{files_by_model[owner]} and {file} are both ranges of {owner}; sweep them into two folders"
+            )
         files_by_model[owner] = file
     return files_by_model
 
@@ -154,62 +155,49 @@ def _check_scales(point: Point, scales: Path | None) -> None:
         read_any_ranges(scales).check(point.recipe)
 
 
-@dataclass(frozen=True)
-class SweepForecast:
-    """The work that a sweep has left.
+def describe_work(run: Run) -> str:
+    """Describe the cells without a result: a line with their number and the estimated time, then one line for each."""
+    missing = [cell for cell in run.cells if cell.result is None]
+    count, seconds = len(run.cells) - len(missing), estimate_seconds(run)
+    held = f"; {count} {'is' if count == 1 else 'are'} already measured" if count else ""
+    if not missing:
+        return f"nothing to measure{held}"
+    time = "; the first cell will show how long one takes"
+    if seconds is not None:
+        time = f"; about {format_duration(seconds)}, if cells run one at a time"
+    cells = "1 cell" if len(missing) == 1 else f"{len(missing)} cells"
+    return "\n".join([f"{cells} to measure{held}{time}", *(f"  {cell.caption}" for cell in missing)])
 
-    Attributes:
-        held: number of cells whose result is already stored.
-        missing: captions of the cells to measure, in order.
-        seconds: estimated time of the missing cells, or None if some cannot be estimated. The estimate uses the mean
-            time of stored cells of the same model and task, or else the number of products and this machine's speed.
+
+def estimate_seconds(run: Run) -> float | None:
+    """Estimate the seconds that the cells without a result take, or return None if some cannot be estimated.
+
+    The estimate uses the mean time of measured cells of the same model and task, or else the number of products and
+    this machine's speed.
     """
-
-    held: int
-    missing: tuple[str, ...]
-    seconds: float | None
-
-    @property
-    def headline(self) -> str:
-        """A line with the number of cells to measure and the estimated time."""
-        held = f"; {self.held} {'is' if self.held == 1 else 'are'} there already" if self.held else ""
-        if not self.missing:
-            return f"nothing to measure{held}"
-        time = "; the first cell will tell how long one takes"
-        if self.seconds is not None:
-            time = f"; about {format_duration(self.seconds)}, if none runs beside another"
-        cells = "1 cell" if len(self.missing) == 1 else f"{len(self.missing)} cells"
-        return f"{cells} to measure{held}{time}"
-
-    def __str__(self) -> str:
-        return "\n".join([self.headline, *(f"  {each}" for each in self.missing)])
-
-
-def forecast(cells: Sequence[tuple[Cell, TaskResult | None]]) -> SweepForecast:
-    """Estimate how long the missing cells take, from measured cells or from the number of products."""
     held: dict[tuple[Path, str], list[float]] = {}
-    missing = [cell for cell, result in cells if result is None]
-    for cell, result in cells:
-        if result is not None:
-            held.setdefault((cell.point.model, cell.task.name), []).append(result.seconds or 0.0)
+    for cell in run.cells:
+        if cell.result is not None:
+            held.setdefault((cell.point.model, cell.task), []).append(cell.result.seconds or 0.0)
     products, seconds = 0, 0.0
     is_known = True
-    for cell in missing:
-        if alike := held.get((cell.point.model, cell.task.name)):
+    for cell in run.cells:
+        if cell.result is not None:
+            continue
+        if alike := held.get((cell.point.model, cell.task)):
             seconds += mean(alike)
-        elif work := _products(cell):
+        elif work := _products(run, cell):
             products += work
         else:
             is_known = False
     if products:
-        seconds += products * seconds_per_product()
-    captions = tuple(cell.caption for cell in missing)
-    return SweepForecast(len(cells) - len(missing), captions, seconds if is_known else None)
+        seconds += products * measure_seconds_per_product()
+    return seconds if is_known else None
 
 
-def _products(cell: Cell) -> int | None:
+def _products(run: Run, cell: Cell) -> int | None:
     """Estimate a cell's time as a number of products of a weight and a token, or return None if it is unknown."""
-    subject, tokens = cell.subject, cell.task.tokens
+    subject, tokens = run.subject_of(cell), run.tasks[cell.task].tokens
     if tokens is None or not isinstance(subject, CheckpointSubject) or subject.device != "cpu":
         return None
     recipe = cell.point.recipe
@@ -236,7 +224,7 @@ def explain_remeasuring(folder: Path, missing: Sequence[JsonObject]) -> str | No
             if was.get(name) != now.get(name)
         ]
     causes = ", and by ".join(dict.fromkeys(reasons))
-    return f"{len(pairs)} of the {len(missing)} missing cells were measured into {folder} before, by {causes}"
+    return f"{len(pairs)} of the {len(missing)} missing cells have results in {folder} by {causes}"
 
 
 def _lasting_key(key: JsonObject) -> str:

@@ -7,14 +7,14 @@ Source: the presentation follows figure 8 of arXiv 2410.05258.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Protocol
 
 from diffquant.errors import UsageError
+from diffquant.measure.cells import EXPORTED, RECIPE, Point
 from diffquant.measure.results import Metric, TaskResult
-from diffquant.measure.sweep.grid import EXPORTED, RECIPE, Point
 from diffquant.measure.tasks import kind_of
 from diffquant.reports.page import Drawing
 from diffquant.reports.plots import (
@@ -24,7 +24,7 @@ from diffquant.reports.plots import (
     Tips,
     draw_intervals,
     drawing,
-    literal,
+    escape_dollars,
     look,
     new_figure,
     plain_log_scale,
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 # Horizontal distance in bits between two models at one width; largest number of panels in a row.
 _SPREAD, _COLUMNS = 0.12, 5
+# Title of the one panel of a task whose values are the same in every panel.
+_ALL = "all targets: same values"
 # Lower end of a logarithmic axis, as a fraction of the lowest point, since the axis cannot show an interval down to 0.
 _FLOOR = 0.5
 # Sizes in inches: width of a panel with up to two and with more columns, height of a band of changes and of scores.
@@ -52,7 +54,7 @@ class Plotted(Protocol):
     def names(self) -> dict[Path, str]: ...
     @property
     def tasks(self) -> list[str]: ...
-    def pair(self, point: Point, task: str) -> tuple[TaskResult | None, TaskResult | None]: ...
+    def result_and_baseline(self, point: Point, task: str) -> tuple[TaskResult | None, TaskResult | None]: ...
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,26 @@ def bands(sweep: Plotted) -> list[Band]:
         for task in sweep.tasks
         for metric in kind_of(task).columns.drawn
     ]
-    return [band for band in found if band.lines]
+    found = [band for band in found if band.lines]
+    same = {task for task in sweep.tasks if all(_is_same(band) for band in found if band.task == task)}
+    return [_join_panels(band) if band.task in same else band for band in found]
+
+
+def _is_same(band: Band) -> bool:
+    """Return whether several panels show the same value and interval of each model at every width."""
+    values = {(line.model, *point[1:4]) for lines in band.lines.values() for line in lines for point in line.points}
+    return len(band.lines) > 1 and len(values) == len(band.models)
+
+
+def _join_panels(band: Band) -> Band:
+    """Join panels that show the same values into one with a line per model."""
+    joined: list[Line] = []
+    for model in band.models:
+        lines = [line for lines in band.lines.values() for line in lines if line.model == model]
+        points = {point.x: point for line in lines for point in line.points}
+        full = next((line.full for line in lines if line.full), None)
+        joined.append(Line(model, tuple(points[x] for x in sorted(points, reverse=True)), full=full))
+    return replace(band, lines={_ALL: joined})
 
 
 def plot(sweep: Plotted, path: Path | BinaryIO) -> None:
@@ -118,7 +139,7 @@ def _draw_named(lines: Sequence[Line], models: Sequence[str], band: Band, axis: 
     axis.set_ylabel(band.metric.label)
 
 
-def bars_text(drawn: Sequence[Band]) -> str:
+def explain_bars(drawn: Sequence[Band]) -> str:
     """Explain the bars and dashed lines in a sentence."""
     if all(band.is_change for band in drawn):
         return "bars: 95 % intervals"
@@ -131,7 +152,7 @@ def _lines(sweep: Plotted, task: str, metric: Metric) -> dict[str, list[Line]]:
     shared = _granularities(sweep)
     drawn: dict[tuple[str, str], list[Interval]] = {}
     for point in sweep.points:
-        found = metric.of(*sweep.pair(point, task))
+        found = metric.of(*sweep.result_and_baseline(point, task))
         model, change = sweep.names[point.model], found.drawn if found else None
         value = Interval(point.bits, change.mean, change.low, change.high) if change else None
         if point.is_baseline:
@@ -179,23 +200,24 @@ def _figure(drawn: list[Band]) -> "Figure":
         axes[0].set_ylabel(f"{band.task}\n{band.metric.label}", fontsize=9)
     handles = [_handle(number, model) for number, model in enumerate(models)]
     figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
-    figure.suptitle(bars_text(drawn), fontsize=9)
+    figure.suptitle(explain_bars(drawn), fontsize=9)
     return figure
 
 
 def _strips(drawn: list[Band], titles: list[str], columns: int) -> "Iterator[tuple[Band, list[str]]]":
     """Yield rows of panels, `columns` titles at a time, a task's changes above its scores."""
     for task in dict.fromkeys(band.task for band in drawn):
-        for first in range(0, len(titles), columns):
-            for band in drawn:
-                if band.task == task:
-                    yield band, titles[first : first + columns]
+        mine = [band for band in drawn if band.task == task]
+        shown = [title for title in titles if any(title in band.lines for band in mine)]
+        for first in range(0, len(shown), columns):
+            for band in mine:
+                yield band, shown[first : first + columns]
 
 
 def _handle(number: int, model: str) -> "object":
     from matplotlib.lines import Line2D
 
-    return Line2D([], [], markersize=5, linewidth=1.6, label=literal(model), **look(number))
+    return Line2D([], [], markersize=5, linewidth=1.6, label=escape_dollars(model), **look(number))
 
 
 def _draw(axis: "Axes", lines: Sequence[Line], models: Sequence[str], band: Band, tips: Tips | None = None) -> None:
@@ -220,7 +242,7 @@ def _draw(axis: "Axes", lines: Sequence[Line], models: Sequence[str], band: Band
 
 
 def _scale(axis: "Axes", band: Band) -> None:
-    """Give a panel its band's scale: logarithmic, around 0 for changes, from 0 on for scores."""
+    """Give a panel its band's scale: logarithmic, or linear and including 0 if changes are drawn."""
     lines = [line for found in band.lines.values() for line in found]
     values = [value for line in lines for value in (*line.points, line.full) if value]
     lowest, highest = min(value.y for value in values), max(value.high for value in values)
@@ -228,9 +250,9 @@ def _scale(axis: "Axes", band: Band) -> None:
         axis.set_ylim(_FLOOR * lowest, highest / _FLOOR)
         plain_log_scale(axis)
         return
-    bottom, top = min(0.0, *(value.low for value in values)), max(0.0, highest)
-    margin = 0.05 * (top - bottom) or 1.0
-    axis.set_ylim(bottom - (margin if bottom < 0 else 0), top + margin)
+    bounds = [value.low for value in values] + [highest] + ([0.0] if band.is_change else [])
+    margin = 0.05 * (max(bounds) - min(bounds)) or 1.0
+    axis.set_ylim(min(bounds) - margin, max(bounds) + margin)
 
 
 def _tip(model: str, point: Interval) -> str:

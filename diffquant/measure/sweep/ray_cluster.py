@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from diffquant.errors import DiffQuantError, MissingDependencyError, UsageError
-from diffquant.measure.sweep.cell import Cell, Worker, check_same_cells
+from diffquant.measure.sweep.cell import Run, Worker, check_same_cells
 from diffquant.measure.sweep.workers import share
 from diffquant.support.names import option_name
 from diffquant.support.progress import Progress
@@ -30,7 +30,7 @@ def require_ray() -> Any:
     return ray
 
 
-def run_on_ray(cells: Sequence[Cell], progress: Progress, address: str, workers: int | None = None) -> None:
+def run_on_ray(run: Run, progress: Progress, address: str, workers: int | None = None) -> None:
     """Measure cells with workers on a Ray cluster, whose machines all see the models and the sweep's folder.
 
     Args:
@@ -44,17 +44,17 @@ def run_on_ray(cells: Sequence[Cell], progress: Progress, address: str, workers:
     """
     ray = require_ray()
     with _connect(ray, address):
-        size, resources = _share_out(ray, cells, address, workers)
-        size = min(size, len(cells))
-        content = ray.put(pickle.dumps(cells))
+        size, resources = _share_out(ray, run, address, workers)
+        size = min(size, len(run.cells))
+        content = ray.put(pickle.dumps(run))
         actor = ray.remote(_Actor).options(max_restarts=0, **resources)
 
         def start(place: int) -> _Remote:
             return _Remote(ray, actor.remote(os.getcwd(), content), f"Ray's worker {place + 1}")
 
         first = {place: start(place) for place in range(size)}
-        _check(ray, list(first.values()), cells[0].folder)
-        share(cells, size, lambda place: first.pop(place, None) or start(place), progress)
+        _check(ray, list(first.values()), run.cells[0].folder)
+        share(run, size, lambda place: first.pop(place, None) or start(place), progress)
 
 
 @contextmanager
@@ -70,20 +70,20 @@ def _connect(ray: Any, address: str) -> Iterator[None]:
         ray.shutdown()
 
 
-def _share_out(ray: Any, cells: Sequence[Cell], address: str, workers: int | None) -> tuple[int, dict[str, float]]:
+def _share_out(ray: Any, run: Run, address: str, workers: int | None) -> tuple[int, dict[str, float]]:
     """Choose the number of workers and the resources that Ray reserves for each.
 
     Raises:
         UsageError: the cluster lacks the resources for one worker.
     """
-    if cells[0].subject.device.startswith("cuda"):
+    if run.subject_of(run.cells[0]).device.startswith("cuda"):
         gpus = int(ray.cluster_resources().get("GPU", 0))
         if gpus < 1:
             raise UsageError(f"the Ray cluster at {address} has no GPU; use {option_name('device', 'cpu')}")
         return workers or gpus, {"num_gpus": 1, "num_cpus": 1}
     processors = [node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]]
     if max(processors, default=0) < 1:
-        raise UsageError(f"the Ray cluster at {address} has no processors to compute on")
+        raise UsageError(f"the Ray cluster at {address} has no CPUs to compute on")
     size = workers or sum(count > 0 for count in processors)
     return size, {"num_cpus": max(1, min(int(sum(processors) / size), int(max(processors))))}
 
@@ -100,7 +100,7 @@ def _check(ray: Any, remotes: Sequence["_Remote"], folder: Path) -> None:
         asked = [remote.actor.why_unfit.remote(str(beacon)) for remote in remotes]
         wrong = [reason for reason in ray.get(asked) if reason]
     except ray.exceptions.RayActorError as error:
-        raise DiffQuantError("workers die before they measure anything; is there memory for as many?") from error
+        raise DiffQuantError("workers die before they measure anything; use fewer if memory is short") from error
     finally:
         beacon.unlink(missing_ok=True)
     if wrong:
@@ -130,34 +130,34 @@ class _Remote:
 
 
 class _Actor:
-    """A worker on a machine of the cluster, whose cells' relative paths start at the folder of the sweep's command."""
+    """A worker on a machine of the cluster, whose run's relative paths start at the folder of the sweep's command."""
 
-    def __init__(self, folder: str, cells: bytes) -> None:
-        self._folder, self._cells = folder, cells
+    def __init__(self, folder: str, run: bytes) -> None:
+        self._folder, self._run = folder, run
         self._worker: Worker | None = None
 
     def measure(self, number: int, is_patient: bool) -> bool:
         if self._worker is None:
-            self._worker = Worker(self._open_cells())
+            self._worker = Worker(self._open_run())
         return self._worker.measure(number, is_patient)
 
     def why_unfit(self, beacon: str) -> str | None:
         """Return why this machine cannot take part, or None if it can."""
         host = socket.gethostname()
         try:
-            cells = self._open_cells()
+            run = self._open_run()
             if not Path(beacon).is_file():
-                seen = cells[0].folder
-                return f"{host} does not see {seen}; the folder has to be on storage that all machines share"
-            check_same_cells(cells)
+                seen = run.cells[0].folder
+                return f"{host} cannot read {seen}; put the folder on storage that all machines share"
+            check_same_cells(run)
         except (DiffQuantError, OSError) as error:
-            return f"{host} cannot take part: {error}; models have to be on storage that all machines share"
+            return f"{host} cannot take part: {error}; put the models on storage that all machines share"
         return None
 
-    def _open_cells(self) -> Sequence[Cell]:
+    def _open_run(self) -> Run:
         try:
             os.chdir(self._folder)
         except OSError as error:
-            raise DiffQuantError(f"it does not see {self._folder}") from error
-        cells: Sequence[Cell] = pickle.loads(self._cells)
-        return cells
+            raise DiffQuantError(f"it cannot read {self._folder}") from error
+        run: Run = pickle.loads(self._run)
+        return run

@@ -9,33 +9,16 @@ from io import BytesIO
 from pathlib import Path
 
 from diffquant.errors import FailedCellsError
+from diffquant.measure.cells import EXPORTED, RECIPE, Cell, Point
 from diffquant.measure.results import MISSING, Columns, TaskResult
-from diffquant.measure.sweep.grid import EXPORTED, RECIPE, Point
 from diffquant.measure.task import Task
 from diffquant.measure.tasks import kind_of, task_kinds
 from diffquant.recipe import Recipe
 from diffquant.reports.plots import Picture
-from diffquant.reports.tables import Table, csv_text, megabytes
+from diffquant.reports.tables import Table, format_csv, megabytes
 from diffquant.support.files import read_stored_text
 from diffquant.support.installation import CHANGED
 from diffquant.support.plain_data import JsonObject, parse_json, replace_nonfinite
-
-
-@dataclass(frozen=True)
-class MeasuredCell:
-    """A cell of a sweep's result.
-
-    Attributes:
-        result: result of the task, or None if the cell failed.
-        error: the error if it failed.
-        code: digest of the code that computed it; None in results older than this field.
-    """
-
-    point: Point
-    task: str
-    result: TaskResult | None
-    error: str | None
-    code: str | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -45,7 +28,7 @@ class SweepResult:
     It can be printed and drawn, and a notebook shows its table.
     """
 
-    cells: list[MeasuredCell]
+    cells: list[Cell]
     settings: JsonObject
 
     def __repr__(self) -> str:
@@ -57,7 +40,7 @@ class SweepResult:
 
     def table(self) -> str:
         """Return the table with its notes, as the command prints it."""
-        return text_table(self)
+        return "\n".join([*results_table(self).text_lines(), "", *notes(self)])
 
     def plot(self, path: Path | str | None = None) -> Picture:
         """Draw changes and scores against bits, for a notebook.
@@ -96,20 +79,20 @@ class SweepResult:
         return sorted(tasks, key=lambda task: not kind_of(task).columns.by_item)
 
     @property
-    def failed(self) -> list[MeasuredCell]:
+    def failed(self) -> list[Cell]:
         return [cell for cell in self.cells if cell.result is None]
 
-    def caption(self, cell: MeasuredCell) -> str:
+    def caption(self, cell: Cell) -> str:
         return f"{self.names[cell.point.model]}, {cell.point.label}, {cell.task}"
 
-    def cells_of(self, kind: type[Task]) -> list[tuple[str, MeasuredCell]]:
+    def cells_of(self, kind: type[Task]) -> list[tuple[str, Cell]]:
         """Return the measured cells of one kind of task, each with its model's name."""
         return [(self.names[c.point.model], c) for c in self.cells if c.result and kind_of(c.task) is kind]
 
     def results_of(self, task: str) -> list[TaskResult]:
         return [cell.result for cell in self.cells if cell.task == task and cell.result]
 
-    def pair(self, point: Point, task: str) -> tuple[TaskResult | None, TaskResult | None]:
+    def result_and_baseline(self, point: Point, task: str) -> tuple[TaskResult | None, TaskResult | None]:
         """Return a configuration's result and the 16-bit result that it is compared with; what is missing is None."""
         full = None if point.is_baseline else self._baselines.get(point.compared_with)
         return self._result_by_point_and_task.get((id(point), task)), self._result_by_point_and_task.get(
@@ -140,8 +123,8 @@ class SweepResult:
         if self.failed:
             lines = [f"{self.caption(cell)}: {cell.error}" for cell in self.failed]
             raise FailedCellsError(
-                f"{len(self.failed)} of {len(self.cells)} cells failed; run the same command again to retry them "
-                "alone:\n" + "\n".join(lines),
+                f"{len(self.failed)} of {len(self.cells)} cells failed; run the same command again to retry only "
+                "these:\n" + "\n".join(lines),
                 self,
             )
 
@@ -153,7 +136,7 @@ class SweepResult:
                 **{name: getattr(cell.point, name) for name in ("target", "bits", "granularity")},
                 "compared_with": str(cell.point.compared_with) if cell.point.compared_with else None,
                 "task": cell.task,
-                "code": cell.code,
+                "code": cell.key.get("code"),
                 "result": cell.result.to_cell() if cell.result else None,
                 "error": cell.error,
             }
@@ -179,7 +162,7 @@ def read_sweep(file: Path, compared: dict[str, str] | None = None) -> SweepResul
             model, target, bits, granularity = key
             points[key] = Point(Path(model), target, bits, granularity, Recipe(), Path(rival) if rival else None)
         result = TaskResult.from_dict(cell["result"]) if cell["result"] else None
-        cells.append(MeasuredCell(points[key], cell["task"], result, cell["error"], cell.get("code")))
+        cells.append(Cell(points[key], cell["task"], result, cell["error"], {"code": cell.get("code")}))
     return SweepResult(cells, data["settings"])
 
 
@@ -201,14 +184,9 @@ def model_names(models: list[Path]) -> dict[Path, str]:
     return {model: names[model] if is_unique else str(model) for model in distinct}
 
 
-def text_table(sweep: SweepResult) -> str:
-    """Write the table as text: aligned columns with notes below."""
-    return "\n".join([*results_table(sweep).text_lines(), "", *notes(sweep)])
-
-
 def csv_table(sweep: SweepResult) -> str:
     """Write the table as CSV, with unrounded numbers."""
-    return csv_text(json_rows(sweep))
+    return format_csv(json_rows(sweep))
 
 
 def json_rows(sweep: SweepResult) -> list[JsonObject]:
@@ -227,7 +205,7 @@ def results_table(sweep: SweepResult) -> Table:
             sweep.names[point.model],
             point.target or MISSING,
             point.scheme,
-            *(column.text(*sweep.pair(point, task)) for task, column in shown),
+            *(column.text(*sweep.result_and_baseline(point, task)) for task, column in shown),
             _stored_text(point, sweep.sizes_of(point)),
         ]
         for point in sweep.points
@@ -243,7 +221,7 @@ def notes(sweep: SweepResult) -> list[str]:
         results_by_columns.setdefault(kind_of(task).columns, []).extend(sweep.results_of(task))
     texts = [note for columns, results in results_by_columns.items() for note in columns.notes(results)]
     compared = sum(
-        change.of(*sweep.pair(point, task)) is not None
+        change.of(*sweep.result_and_baseline(point, task)) is not None
         for point in sweep.points
         for task in sweep.tasks
         for change in kind_of(task).columns.changes
@@ -265,10 +243,10 @@ def notes(sweep: SweepResult) -> list[str]:
     )
     if quantized:
         texts.append(
-            f"Weights that were quantized before this sweep: {quantized}. 16 bits there are not the model as trained."
+            f"Weights that were quantized before this sweep: {quantized}. Their 16 bits are not the model as trained."
         )
     texts += [
-        f"{task} reads {', '.join(unseen)}: its cells are kept when that changes."
+        f"{task} reads {', '.join(unseen)}: its stored results are kept even if that changes."
         for task, unseen in sweep.settings.get("unseen", {}).items()
     ]
     if changed := sum(bool(c.result and (c.result.commit or "").endswith(CHANGED)) for c in sweep.cells):
@@ -290,7 +268,9 @@ def _record(sweep: SweepResult, point: Point) -> JsonObject:
     for task in sweep.tasks:
         columns = kind_of(task).columns
         before = f"{task} " if columns.has_own_names else ""
-        record |= {f"{before}{name}": value for name, value in columns.record(*sweep.pair(point, task)).items()}
+        record |= {
+            f"{before}{name}": value for name, value in columns.record(*sweep.result_and_baseline(point, task)).items()
+        }
     measured = {kind_of(task) for task in sweep.tasks}
     for kind in task_kinds():
         if kind not in measured and not kind.columns.has_own_names:

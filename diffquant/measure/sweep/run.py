@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from diffquant.attention import check_backend
@@ -10,8 +11,10 @@ from diffquant.checkpoints.ranges import check_ranges_used
 from diffquant.checkpoints.source import Source, open_source
 from diffquant.checkpoints.tokens import encode_start
 from diffquant.errors import DiffQuantError, UsageError
+from diffquant.measure.cells import Cell
 from diffquant.measure.results import TaskResult
-from diffquant.measure.sweep.cell import Cell, measure_all, remove_locks
+from diffquant.measure.sweep.cell import measure_all, remove_locks
+from diffquant.measure.sweep.engines import Engine
 from diffquant.measure.sweep.exported import (
     ExportedSubject,
     RuntimeOf,
@@ -19,10 +22,9 @@ from diffquant.measure.sweep.exported import (
     check_on_one_device,
 )
 from diffquant.measure.sweep.grid import SweepOptions
-from diffquant.measure.sweep.plan import SweepForecast, explain_remeasuring, forecast, plan_sweep
-from diffquant.measure.sweep.result import MeasuredCell, SweepResult
+from diffquant.measure.sweep.plan import describe_work, explain_remeasuring, plan_sweep
+from diffquant.measure.sweep.result import SweepResult
 from diffquant.measure.sweep.subject import CheckpointSubject, Subject
-from diffquant.measure.sweep.workers import Engine
 from diffquant.measure.task import Task
 from diffquant.measure.tasks import make_tasks
 from diffquant.quantization.loading import check_loadable
@@ -44,7 +46,7 @@ def run_sweep(
     progress: Progress = silent,
     runtime_of: RuntimeOf | None = None,
     engine: Engine = measure_all,
-    planned: Callable[[SweepForecast], None] | None = None,
+    on_plan: Callable[[str], None] | None = None,
     shard: str = "",
 ) -> SweepResult:
     """Measure every cell that `output` does not hold yet, and write sweep.json.
@@ -54,7 +56,8 @@ def run_sweep(
             from if that is in the sweep.
         runtime_of: returns the runtime for an exported folder; not needed for checkpoints.
         engine: function that measures the cells; by default in this process.
-        planned: called with the forecast before anything is written; an exception that it raises ends the sweep.
+        on_plan: called with a description of the work before anything is written; an exception that it raises ends the
+            sweep.
         shard: "I/N" to measure the I-th of N parts, and write only its cells; empty for all.
 
     A failed cell is recorded and the sweep continues; `SweepResult.require_complete` raises for it. An interrupt loses
@@ -75,18 +78,17 @@ def run_sweep(
     number, count = _parse_shard(shard)
     run_files().check(output)
     folder = output / "cells"
-    planned_cells, settings = plan_sweep([Path(model) for model in models], options, folder, runtime_of)
-    cells = _take_shard(planned_cells, number, count)
-    measured = [(cell, cell.read()) for cell in cells]
-    if planned is not None:
-        planned(forecast(measured))
+    run, settings = plan_sweep([Path(model) for model in models], options, folder, runtime_of)
+    cells = [replace(cell, result=cell.read()) for cell in _take_shard(run.cells, number, count)]
+    if on_plan is not None:
+        on_plan(describe_work(replace(run, cells=cells)))
     folder.mkdir(parents=True, exist_ok=True)
-    missing = [cell for cell, found in measured if found is None]
+    missing = [cell for cell in cells if cell.result is None]
     if missing and (why := explain_remeasuring(folder, [cell.key for cell in missing])):
         _logger.warning("%s; they are measured again", why)
     try:
         if missing:
-            engine(_sort_by_weights(missing), progress)
+            engine(replace(run, cells=_sort_by_weights(missing)), progress)
     except KeyboardInterrupt:
         done = sum(cell.read() is not None for cell in cells)
         raise KeyboardInterrupt(
@@ -131,7 +133,7 @@ def _sort_by_weights(cells: Sequence[Cell]) -> list[Cell]:
     return [cells[number] for number in sorted(range(len(cells)), key=lambda number: places[number])]
 
 
-def _read_cell(cell: Cell) -> MeasuredCell:
+def _read_cell(cell: Cell) -> Cell:
     result = cell.read()
     error = cell.read_failure() if result is None else None
     if result is None and error is None:
@@ -139,7 +141,7 @@ def _read_cell(cell: Cell) -> MeasuredCell:
         result = cell.read()
     if result is None and error is None:
         raise DiffQuantError(f"{cell.path} is gone or damaged since it was written; run the same command again")
-    return MeasuredCell(cell.point, cell.task.name, result, error, cell.key["code"])
+    return replace(cell, result=result, error=error)
 
 
 def evaluate(
@@ -197,11 +199,11 @@ def _note_overlap(source: Source, recipe: Recipe, tasks: Sequence[Task]) -> None
         for name, text in texts.items():
             tokens = encode_start(source.tokenizer, text, len(text))
             if count := calibration.overlap([tokens]):
-                message = "%s: %s of the text's %s tokens were read by rounding %s; give another text to compare by"
+                message = "%s: %s of the text's %s tokens were read by rounding %s; give another text to compare"
                 log_once(__name__, logging.WARNING, message, name, f"{count:,}", f"{len(tokens):,}", rounding.name)
 
 
-def results_text(results: Mapping[str, TaskResult]) -> str:
+def format_results(results: Mapping[str, TaskResult]) -> str:
     """Write one line per task with its scalar results."""
     return "\n".join(f"{task}: {_scalars_text(result)}" for task, result in results.items())
 

@@ -11,16 +11,16 @@ import torch
 from diffquant.checkpoints.building import has_packed_kernels
 from diffquant.checkpoints.places import Places
 from diffquant.checkpoints.source import Source
-from diffquant.measure.language_model import States
+from diffquant.measure.language_model import LanguageModel, States
 from diffquant.measure.results import TaskResult
 from diffquant.measure.task import Task
 from diffquant.measure.torch_model import TorchModel
 from diffquant.model.cache import PackedStates
 from diffquant.model.causal import CausalModel
-from diffquant.model.windowed_cache import new_storage
+from diffquant.model.windowed_cache import create_storage
 from diffquant.quantization.loading import MODEL_MODULES, load, recipe_of_run
 from diffquant.quantization.plan import plan_quantization
-from diffquant.quantization.roundings import rounding_named, text_read_digest
+from diffquant.quantization.roundings import calibration_digest, rounding_named
 from diffquant.recipe import Recipe
 from diffquant.recipe.scheme import Scheme
 from diffquant.recipe.targets import LAYER_TARGETS
@@ -63,6 +63,13 @@ class Subject(Protocol):
         """
 
 
+def run_timed(task: Task, model: LanguageModel, reference: States | None, progress: Progress) -> TaskResult:
+    """Run a task, and record its time and the commit in the result."""
+    started = time.monotonic()
+    result = task.run(model, reference, progress)
+    return replace(result, seconds=round(time.monotonic() - started, 2), commit=commit())
+
+
 def run_key(dtype: torch.dtype, device: str) -> JsonObject:
     """Return the settings that every result depends on, also those of exported models."""
     return {"dtype": dtype_name(dtype), "versions": versions_of_run(device)}
@@ -103,7 +110,7 @@ class CheckpointSubject:
         is_static = any(recipe.is_static(target) for target in LAYER_TARGETS)
         scales = {"scales": file_digest(self.scales)} if self.scales and is_static else {}
         model = {"model": self.source.fingerprint, "recipe": recipe.to_dict()}
-        text = text_read_digest(self.source, recipe.rounding)
+        text = calibration_digest(self.source, recipe.rounding)
         # A path does not determine the text's content.
         read = {"rounding_text": text} if text else {}
         # Weights move to the computing device from wherever they lie, so results do not depend on placement, except
@@ -135,25 +142,17 @@ class CheckpointSubject:
 
     def measure(self, task: Task, recipe: Recipe | None, reference: States | None, progress: Progress) -> TaskResult:
         model = self.model(recipe)
-        started = time.monotonic()
-        result = task.run(TorchModel(model, self.source.tokenizer), reference, progress)
-        seconds = round(time.monotonic() - started, 2)
+        result = run_timed(task, TorchModel(model, self.source.tokenizer), reference, progress)
         measured = self.source.recipe if recipe is None else recipe
-        if measured.rounds("logits", "qk", "p", "pv"):
+        if measured.rounds("logits", "qk", "p", "pv", "activations"):
             model.require_fired()
         weights = weights_of(measured)
         if weights not in self._weight_bytes:
             self._weight_bytes[weights] = weight_bytes(self.source, measured)
         self.source.check_unchanged()
         report = model.logit_report() if measured.rounds("logits") else None
-        return replace(
-            result,
-            seconds=seconds,
-            weight_bytes=self._weight_bytes[weights],
-            kv_bytes=kv_bytes_per_token(model),
-            logit_report=report,
-            commit=commit(),
-        )
+        nbytes = self._weight_bytes[weights]
+        return replace(result, weight_bytes=nbytes, kv_bytes=kv_bytes_per_token(model), logit_report=report)
 
     def model(self, recipe: Recipe | None) -> CausalModel:
         """Return the model under a recipe, its own by default; it is read again only if the weights differ."""
@@ -205,7 +204,7 @@ def kv_bytes_per_token(model: CausalModel, tokens: int = _KV_TOKENS) -> float:
     cache_bytes = 0
     for layer, rows in model.model.architecture.token_rows.items():
         # One layer's keys and values at a time, so that a 16-bit cache of many layers is never held whole.
-        storage = new_storage(rows, layer, model.recipe, model.model.ranges)
+        storage = create_storage(rows, layer, model.recipe, model.model.ranges)
         storage.update(*(torch.zeros(1, n, tokens, d, dtype=torch.bfloat16) for n, d in (rows.keys, rows.values)))
         cache_bytes += storage.nbytes
     return cache_bytes / tokens

@@ -14,7 +14,7 @@ from threading import Thread
 from typing import Protocol
 
 from diffquant.errors import DiffQuantError, UsageError
-from diffquant.measure.sweep.cell import Cell, Worker, check_folder, measure_all, remove_locks
+from diffquant.measure.sweep.cell import Run, Worker, check_folder, measure_all, remove_locks
 from diffquant.support.machine import free_memory, threads
 from diffquant.support.names import option_name
 from diffquant.support.progress import Progress
@@ -22,14 +22,6 @@ from diffquant.support.progress import Progress
 _SECONDS_BETWEEN_LOOKS = 1.0
 
 _logger = logging.getLogger(__name__)
-
-Engine = Callable[[Sequence[Cell], Progress], None]
-"""A function that has cells measured, or recorded as failed.
-
-Raises:
-    UsageError: what the engine needs is not there; before the first cell.
-    DiffQuantError: the folder of the cells is gone, or workers end before they measure anything.
-"""
 
 
 class Remote(Protocol):
@@ -53,7 +45,7 @@ class Remote(Protocol):
         """End it at once."""
 
 
-def share(cells: Sequence[Cell], size: int, start: Callable[[int], Remote], progress: Progress) -> None:
+def share(run: Run, size: int, start: Callable[[int], Remote], progress: Progress) -> None:
     """Have cells measured by up to `size` workers.
 
     A worker first takes cells with the weights that it holds, then cells with weights that no other worker is using. If
@@ -66,7 +58,7 @@ def share(cells: Sequence[Cell], size: int, start: Callable[[int], Remote], prog
         DiffQuantError: the folder of the cells is gone, or a worker dies before it measures anything.
         OSError: the folder cannot be written.
     """
-    size = min(size, len(cells))
+    cells, size = run.cells, min(size, len(run.cells))
     weights = [cell.weights for cell in cells]
     left, held, is_patient = list(range(len(cells))), list[int](), False
     remotes: dict[int, Remote] = {}
@@ -101,7 +93,7 @@ def share(cells: Sequence[Cell], size: int, start: Callable[[int], Remote], prog
                     at.pop(place)
                     cells[number].write_failure(f"{error} while it measured this cell")
                     remove_locks([cells[number]])
-                    _logger.warning("%s while it measured %s; another takes its place", error, cells[number].caption)
+                    _logger.warning("%s while it measured %s; another worker replaces it", error, cells[number].caption)
             progress(len(cells) - len(left) - len(held) - len(calls), len(cells), f"{size} workers")
             if not left and not calls:
                 # Finally, wait for the cells that other sweeps were measuring.
@@ -112,7 +104,7 @@ def share(cells: Sequence[Cell], size: int, start: Callable[[int], Remote], prog
 
 
 def run_processes(
-    cells: Sequence[Cell],
+    run: Run,
     progress: Progress,
     workers: int = 1,
     devices: Sequence[str] = (),
@@ -131,16 +123,16 @@ def run_processes(
     """
     devices_by_place = [devices[place % len(devices)] if devices else None for place in range(workers)]
     if workers == 1:
-        measure_all(cells, progress, devices_by_place[0])
+        measure_all(run, progress, devices_by_place[0])
         return
     each = max(1, threads() // workers)
-    memory = _check_memory(cells, devices_by_place)
+    memory = _check_memory(run, devices_by_place)
     say(f"{workers} workers with {each} thread{'s' * (each > 1)} each; {memory}")
-    content = pickle.dumps(cells)
-    share(cells, workers, lambda place: Process(content, devices_by_place[place], each), progress)
+    content = pickle.dumps(run)
+    share(run, workers, lambda place: Process(content, devices_by_place[place], each), progress)
 
 
-def _check_memory(cells: Sequence[Cell], devices_by_place: Sequence[str | None]) -> str:
+def _check_memory(run: Run, devices_by_place: Sequence[str | None]) -> str:
     """Check that there is memory for one model per worker.
 
     Returns:
@@ -149,8 +141,8 @@ def _check_memory(cells: Sequence[Cell], devices_by_place: Sequence[str | None])
     Raises:
         UsageError: a device has less.
     """
-    most = max(cell.subject.held_bytes for cell in cells)
-    places = [device or cells[0].subject.device for device in devices_by_place]
+    most = max(run.subject_of(cell).held_bytes for cell in run.cells)
+    places = [device or run.subject_of(run.cells[0]).device for device in devices_by_place]
     memories = [device if device.startswith("cuda") else "main memory" for device in places]
     said = []
     for memory in dict.fromkeys(memories):
@@ -172,11 +164,11 @@ def _free_on(device: str) -> int:
 class Process:
     """A worker in a separate process, which ends when this one ends."""
 
-    def __init__(self, cells: bytes, device: str | None, threads: int) -> None:
+    def __init__(self, run: bytes, device: str | None, threads: int) -> None:
         """Start it.
 
         Args:
-            cells: the pickled cells.
+            run: the pickled run.
 
         Raises:
             DiffQuantError: it died at once.
@@ -186,10 +178,10 @@ class Process:
         os.environ["PYTHONSAFEPATH"] = "1"
         try:
             # Making a pool also starts multiprocessing's resource tracker.
-            self._pool = ProcessPoolExecutor(1, get_context("spawn"), _begin, (cells, device, threads))
+            self._pool = ProcessPoolExecutor(1, get_context("spawn"), _begin, (run, device, threads))
             pid = self._pool.submit(os.getpid).result()
         except BrokenExecutor as error:
-            raise DiffQuantError("workers die before they measure anything; is there memory for as many?") from error
+            raise DiffQuantError("workers die before they measure anything; use fewer if memory is short") from error
         finally:
             del os.environ["PYTHONSAFEPATH"]
             if before is not None:
@@ -225,8 +217,8 @@ def _ending(status: int | None) -> str:
 _begun: list[Callable[[], Worker]] = []
 
 
-def _begin(cells: bytes, device: str | None, threads: int) -> None:
-    """Prepare a worker's process; its cells are unpickled at the first call, since that imports torch."""
+def _begin(run: bytes, device: str | None, threads: int) -> None:
+    """Prepare a worker's process; its run is unpickled at the first call, since that imports torch."""
     # Ignore these signals: the process that started this one ends it.
     for number in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
         signal.signal(number, signal.SIG_IGN)
@@ -234,7 +226,7 @@ def _begin(cells: bytes, device: str | None, threads: int) -> None:
     os.environ["OMP_NUM_THREADS"] = str(threads)
 
     def make() -> Worker:
-        worker = Worker(pickle.loads(cells), device)
+        worker = Worker(pickle.loads(run), device)
         if "torch" in sys.modules:
             # If a script imports torch at its top, it was imported before the variable was set.
             sys.modules["torch"].set_num_threads(threads)

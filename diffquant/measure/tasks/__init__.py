@@ -49,7 +49,7 @@ def kind_of(name: str) -> type[Task]:
         near = get_close_matches(kind, list(_KINDS), n=1)
         # Sorted, since the order of imports may vary.
         usages = ", ".join(sorted(task.usage for task in task_kinds()))
-        known = f"did you mean {near[0]!r}?" if near else f"known are {usages}; lm-eval:{kind} is lm-eval's task"
+        known = f"did you mean {near[0]!r}?" if near else f"choose from {usages}; lm-eval:{kind} is lm-eval's task"
         raise UsageError(f"unknown task {name!r}; {known}")
     return _KINDS[kind]
 
@@ -99,7 +99,7 @@ def _idle_options(tasks: Sequence[Task], values: Mapping[str, object]) -> list[s
     if not tasks or not idle:
         return []
     names = ", ".join(task.name for task in tasks)
-    return [f"{names}: {', '.join(idle)} would change nothing; choose from {', '.join(sorted(taken))}"]
+    return [f"{', '.join(idle)} would not affect {names}; choose from {', '.join(sorted(taken))}"]
 
 
 @cache

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from diffquant.measure.results import ITEMS, Metric, TaskResult, fields, interval_text, kl_text
-from diffquant.measure.stats import Difference, mean_interval, standard_error
-from diffquant.measure.task import CHARACTERS_PER_TOKEN, LIMIT, Task, TaskOption, at_least_one
+from diffquant.measure.results import ITEMS, Metric, TaskResult, fields, format_interval, format_kl
+from diffquant.measure.stats import Difference, mean_interval
+from diffquant.measure.task import CHARACTERS_PER_TOKEN, LIMIT, Task, TaskOption, check_at_least_one
 from diffquant.measure.tasks import register
 from diffquant.support.plain_data import JsonObject
 from diffquant.support.progress import Progress
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from diffquant.measure.language_model import LanguageModel, States
     from diffquant.measure.protocols.hellaswag import HellaSwagItem
 
-_ITEMS = TaskOption[Path | None]("items", None, "HellaSwag items as JSONL; by default the 1,000 that ship.", Path)
+_ITEMS = TaskOption[Path | None]("items", None, "HellaSwag items as JSONL; by default the bundled 1,000.", Path)
 
 
 # Number of characters per unit of a shown margin: about the length of an ending.
@@ -45,18 +45,18 @@ def _kl(result: TaskResult | None, _: object = None) -> Difference | None:
 
 MARGIN = Metric(
     "margin [95 %]",
-    lambda *results: interval_text(_margin(*results), "+.2f"),
+    lambda *results: format_interval(_margin(*results), "+.2f"),
     f"change of the margin,\nnats per {_CHARACTERS} characters",
     _margin,
-    lambda change: f"margin {interval_text(change, '+.2f')} nats per {_CHARACTERS} characters",
+    lambda change: f"margin {format_interval(change, '+.2f')} nats per {_CHARACTERS} characters",
     needs="margins",
 )
 KL = Metric(
     "KL [95 %]",
-    lambda *results: kl_text(_kl(*results)),
+    lambda *results: format_kl(_kl(*results)),
     "KL from 16 bits, nats",
     _kl,
-    lambda change: f"KL {kl_text(change)}",
+    lambda change: f"KL {format_kl(change)}",
     is_log=True,
     needs="margins",
 )
@@ -115,7 +115,7 @@ class HellaSwag(Task):
 
         if name != cls.kind:
             raise cls.misread(name)
-        items = load_items(_ITEMS.of(values), at_least_one(LIMIT, values))
+        items = load_items(_ITEMS.of(values), check_at_least_one(LIMIT, values))
         return cls(items=tuple(items), batch_tokens=batch_tokens)
 
     @property
@@ -134,34 +134,11 @@ class HellaSwag(Task):
         }
 
     def run(self, model: "LanguageModel", reference: "States | None", progress: Progress) -> TaskResult:
-        from diffquant.measure.protocols import hellaswag
+        from diffquant.measure.protocols.hellaswag import evaluate_hellaswag
 
-        outcome = hellaswag.evaluate_hellaswag(model, self.items, self.batch_tokens, progress, reference)
-        kl = {"kl": mean_interval(outcome.kl, outcome.tokens).mean, "kl_by_item": outcome.kl} if outcome.kl else {}
-        n = len(self.items)
-        acc_norm = sum(outcome.correct_norm) / n
-        return TaskResult(
-            metric="acc_norm",
-            score=acc_norm,
-            n=n,
-            values=[int(right) for right in outcome.correct_norm],
-            choices=outcome.choices_norm,
-            details={
-                "acc": sum(outcome.correct) / n,
-                "acc_se": standard_error(outcome.correct),
-                "acc_norm": acc_norm,
-                "acc_norm_se": standard_error(outcome.correct_norm),
-                "margin": sum(outcome.margins) / n,
-                "choices_by_sum": outcome.choices,
-                "labels": outcome.labels,
-                "logprobs": [[round(p, 5) for p in row] for row in outcome.logprobs],
-                "margins": outcome.margins,
-                "tokens_by_item": outcome.tokens,
-            }
-            | kl,
-        )
+        return evaluate_hellaswag(model, self.items, self.batch_tokens, progress, reference)
 
     def reference(self, model: "LanguageModel", progress: Progress) -> "States":
-        from diffquant.measure.protocols.hellaswag import reference_of
+        from diffquant.measure.protocols.hellaswag import compute_reference
 
-        return reference_of(model, self.items, self.batch_tokens, progress)
+        return compute_reference(model, self.items, self.batch_tokens, progress)

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from diffquant.errors import MissingDependencyError, UsageError
 from diffquant.measure.results import ITEMS, TaskResult
-from diffquant.measure.task import BATCH_TOKENS, LIMIT, Task, TaskOption, at_least_one
+from diffquant.measure.task import LIMIT, Task, TaskOption, check_at_least_one
 from diffquant.measure.tasks import register
 from diffquant.support.files import check_plain, file_digest
 from diffquant.support.installation import install_command
 from diffquant.support.names import option_name
 from diffquant.support.plain_data import JsonObject
-from diffquant.support.progress import Progress, silent
+from diffquant.support.progress import Progress
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 TRUST_TASK = TaskOption(
-    "trust_task", False, "Let a task's YAML file that is not lm-eval's run code in its templates and functions.", bool
+    "trust_task", False, "Allow a task's YAML file from outside lm-eval to run code in its templates.", bool
 )
 
 
@@ -57,20 +57,46 @@ class Harness(Task):
             raise cls.misread(name)
         require_lm_eval()
         require_trust(task, bool(TRUST_TASK.of(values)))
-        return cls(task=task, limit=at_least_one(LIMIT, values), batch_tokens=batch_tokens)
+        return cls(task=task, limit=check_at_least_one(LIMIT, values), batch_tokens=batch_tokens)
 
     @property
     def name(self) -> str:
         return f"{self.kind}:{self.task}"
 
     def identity(self) -> JsonObject:
-        return {"name": self.name, "limit": self.limit, "batch_tokens": self.batch_tokens} | task_identity(self.task)
+        identity: JsonObject = {"name": self.name, "limit": self.limit, "batch_tokens": self.batch_tokens}
+        identity["lm_eval"] = importlib.metadata.version("lm_eval")
+        if _is_file(self.task):
+            identity["yaml"] = file_digest(Path(self.task))[:16]
+            digests = _task_files(self.task).digests()
+            # A task without further files has no such entry, which keeps the addresses of its cells.
+            identity |= {"files": digests} if digests else {}
+        return identity
 
     def unseen(self) -> list[str]:
-        return unseen(self.task)
+        return _task_files(self.task).unseen if _is_file(self.task) else ["the data that lm-eval fetches for it"]
 
     def run(self, model: "LanguageModel", reference: "States | None", progress: Progress) -> TaskResult:  # noqa: ARG002
-        return run_task(model, self.task, self.limit, self.batch_tokens, progress)
+        """Run it; return all of its metrics, and one preferred metric item by item under the task's first filter.
+
+        Raises:
+            MissingDependencyError: lm-eval is not installed.
+            UsageError: lm-eval knows no such task, or it has no metric.
+        """
+        require_lm_eval()
+        from lm_eval import simple_evaluate
+
+        from diffquant.measure.protocols.harness_plugin import HarnessModel
+
+        name, manager = _resolve(self.task)
+        adapter = HarnessModel(model, self.batch_tokens, progress)
+        try:
+            output = simple_evaluate(
+                model=adapter, tasks=[name], limit=self.limit, task_manager=manager, bootstrap_iters=0, log_samples=True
+            )
+        except KeyError as error:
+            raise UsageError(f"lm-eval could not run task {self.task!r}: {error}") from error
+        return _task_result(self.task, output)
 
 
 # The metric a table shows, where a task has several.
@@ -107,67 +133,11 @@ def require_trust(task: str, is_trusted: bool) -> None:
     logging.getLogger(__name__).warning("note: %s", what)
 
 
-def task_identity(task: str) -> JsonObject:
-    """Return the identity of a task: lm-eval's version, and digests of its YAML file and of the files that it reads.
-
-    Raises:
-        UsageError: one of these files cannot be read.
-    """
-    identity: JsonObject = {"lm_eval": importlib.metadata.version("lm_eval")}
-    if _is_file(task):
-        identity["yaml"] = file_digest(Path(task))[:16]
-        digests = _task_files(task).digests()
-        # A task without further files has no such entry, which keeps the addresses of its cells.
-        identity |= {"files": digests} if digests else {}
-    return identity
-
-
 def _task_files(task: str) -> "TaskFiles":
     # Its YAML reader is not needed for the command line's help.
     from diffquant.measure.protocols.harness_files import TaskFiles
 
     return TaskFiles.of(Path(task))
-
-
-def unseen(task: str) -> list[str]:
-    """List inputs of a task that are not on this machine, so that `task_identity` cannot see them change."""
-    return _task_files(task).unseen if _is_file(task) else ["the data that lm-eval fetches for it"]
-
-
-def run_task(
-    model: "LanguageModel",
-    task: str,
-    limit: int | None = None,
-    batch_tokens: int = BATCH_TOKENS,
-    progress: Progress = silent,
-) -> TaskResult:
-    """Run a task; return all of its metrics, and one preferred metric item by item under the task's first filter.
-
-    Args:
-        task: name that lm-eval knows, or path to the YAML file of a task or a group.
-        limit: number of items of each subtask, all by default.
-
-    Returns:
-        The result; its details have `metrics`, all of them.
-
-    Raises:
-        MissingDependencyError: lm-eval is not installed.
-        UsageError: lm-eval knows no such task, or it has no metric.
-    """
-    require_lm_eval()
-    from lm_eval import simple_evaluate
-
-    from diffquant.measure.protocols.harness_plugin import HarnessModel
-
-    name, manager = _resolve(task)
-    adapter = HarnessModel(model, batch_tokens, progress)
-    try:
-        output = simple_evaluate(
-            model=adapter, tasks=[name], limit=limit, task_manager=manager, bootstrap_iters=0, log_samples=True
-        )
-    except KeyError as error:
-        raise UsageError(f"lm-eval could not run task {task!r}: {error}") from error
-    return _task_result(task, output)
 
 
 def _task_result(task: str, output: JsonObject) -> TaskResult:
@@ -209,7 +179,7 @@ def _resolve(task: str) -> tuple[str, "TaskManager"]:
         manager = _all_tasks()
         # lm-eval takes any other name for a path, whatever it ends in.
         if task not in manager.all_tasks:
-            raise UsageError(f"lm-eval knows no task {task!r}, and it is not the path of a .yaml or .yml file")
+            raise UsageError(f"lm-eval has no task {task!r}, and it is not the path of a .yaml or .yml file")
         return task, manager
     from lm_eval.tasks import TaskManager
 
@@ -226,7 +196,7 @@ def _resolve(task: str) -> tuple[str, "TaskManager"]:
     entry = manager.task_index.get(name)
     found = entry.get("yaml_path") if isinstance(entry, dict) else getattr(entry, "yaml_path", None)
     if found and Path(found).resolve() != file:
-        raise UsageError(f"{found} defines {name} as well, and lm-eval would take it in place of {file}; rename one")
+        raise UsageError(f"{found} defines {name} as well, and lm-eval would use it instead of {file}; rename one")
     return name, manager
 
 

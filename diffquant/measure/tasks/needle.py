@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from diffquant.errors import UsageError
+from diffquant.measure.cells import Cell
 from diffquant.measure.results import ITEMS, TaskResult
 from diffquant.measure.stats import standard_error
-from diffquant.measure.task import LIMIT, NEEDLE_LENGTHS, TEXT, PlottedCell, Task, TaskOption, at_least_one
+from diffquant.measure.task import LIMIT, NEEDLE_LENGTHS, TEXT, Task, TaskOption, check_at_least_one
 from diffquant.measure.tasks import register
-from diffquant.reports.plots import literal, new_figure
+from diffquant.reports.plots import escape_dollars, new_figure
 from diffquant.support.names import split_numbers
 from diffquant.support.plain_data import JsonObject
 from diffquant.support.progress import Progress
@@ -40,13 +41,13 @@ LENGTHS = TaskOption[tuple[int, ...]](
 )
 
 
-def accuracy_by_place(cell: PlottedCell) -> dict[tuple[float, int], float]:
+def accuracy_by_place(cell: Cell) -> dict[tuple[float, int], float]:
     """Return the accuracy of a needle cell in percent by depth and length."""
     places = cell.result.details["by_place"] if cell.result else []
     return {(place["depth"], int(place["length"])): 100 * place["accuracy"] for place in places}
 
 
-def plot_places(cells: Sequence[tuple[str, PlottedCell]], path: Path) -> None:
+def plot_places(cells: Sequence[tuple[str, Cell]], path: Path) -> None:
     """Draw needle accuracy at 16 bits by depth (rows) and length (columns), with a panel per model and task.
 
     If the accuracy is the same at all places, a line of text replaces the panel.
@@ -74,9 +75,9 @@ def plot_places(cells: Sequence[tuple[str, PlottedCell]], path: Path) -> None:
     for (model, task), places in differing.items():
         axis = axes[tasks.index(task)][models.index(model)]
         _draw_places(axis, places)
-        axis.set_title(literal(f"{model}\n{task}, %"), fontsize=9)
+        axis.set_title(escape_dollars(f"{model}\n{task}, %"), fontsize=9)
     if even:
-        figure.supxlabel(literal("\n".join(even)), fontsize=8)
+        figure.supxlabel(escape_dollars("\n".join(even)), fontsize=8)
     figure.savefig(path, dpi=160)
 
 
@@ -128,7 +129,7 @@ class Needle(Task):
         # A length that is given twice would count the same items twice.
         plan = NeedlePlan(needles, asked, tuple(dict.fromkeys(LENGTHS.of(values))))
         text = load_text(TEXT.of(values))
-        return cls(text=text, plan=plan, limit=at_least_one(LIMIT, values), batch_tokens=batch_tokens)
+        return cls(text=text, plan=plan, limit=check_at_least_one(LIMIT, values), batch_tokens=batch_tokens)
 
     @property
     def name(self) -> str:

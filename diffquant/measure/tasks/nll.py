@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from diffquant.errors import UsageError
-from diffquant.measure.results import FAILED, MISSING, Columns, Metric, TaskResult, fields, interval_text
+from diffquant.measure.cells import Cell
+from diffquant.measure.results import FAILED, MISSING, Columns, Metric, TaskResult, fields, format_interval
 from diffquant.measure.stats import Difference, mean_interval
 from diffquant.measure.task import (
     BATCH_TOKENS,
@@ -22,9 +23,8 @@ from diffquant.measure.task import (
     CHARACTERS_PER_TOKEN,
     TEXT,
     WINDOW,
-    PlottedCell,
     Task,
-    at_least_one,
+    check_at_least_one,
 )
 from diffquant.measure.tasks import register
 from diffquant.reports.plots import Interval, Line, Look, draw_panels, panels
@@ -82,8 +82,8 @@ def _notes(results: Sequence[TaskResult]) -> list[str]:
     first = results[0].details
     share = f"{100 * first['ar_hit_share']:.1f} %"
     return [
-        f"NLL is in nats per token of text, in windows of {first['positions'][-1]} tokens. AR-hits end a bigram "
-        f"that stood in their window before; they are {share} of the first model's tokens. "
+        f"NLL is in nats per token of text, in windows of {first['positions'][-1]} tokens. AR-hits complete a bigram "
+        f"that occurred earlier in the window; they are {share} of the first model's tokens. "
         "Changes from 16 bits are paired over windows."
     ]
 
@@ -93,10 +93,10 @@ def _metrics(word: str, kind: str) -> tuple[Metric, Metric]:
     change = partial(_change, kind)
     changed = Metric(
         "change [95 %]",
-        lambda *results: interval_text(change(*results), "+.4f"),
+        lambda *results: format_interval(change(*results), "+.4f"),
         f"{word}: change from\n16 bits, nats",
         change,
-        lambda difference: f"{word} {interval_text(difference, '+.4f')} nats",
+        lambda difference: f"{word} {format_interval(difference, '+.4f')} nats",
     )
     value = Metric(word, partial(_value_text, kind))
     return replace(value, label="NLL, nats", of=_nll) if kind == "nll" else value, changed
@@ -110,12 +110,12 @@ POSITIONS = Columns(
 )
 
 
-def position_panels(cells: Sequence[tuple[str, PlottedCell]]) -> dict[str, list[Line]]:
+def position_panels(cells: Sequence[tuple[str, Cell]]) -> dict[str, list[Line]]:
     """Return each panel's lines by its title: mean NLL in nats up to each position, with its interval over windows."""
     return panels((None if cell.point.is_baseline else cell.point.panel, _line(name, cell)) for name, cell in cells)
 
 
-def plot_positions(cells: Sequence[tuple[str, PlottedCell]], path: Path) -> None:
+def plot_positions(cells: Sequence[tuple[str, Cell]], path: Path) -> None:
     """Draw the cumulative NLL into a file, whose suffix determines the format.
 
     Raises:
@@ -127,7 +127,7 @@ def plot_positions(cells: Sequence[tuple[str, PlottedCell]], path: Path) -> None
     draw_panels(shown, _draw, _finish, "cumulative average NLL, nats\n(shaded: 95 % over windows)", path)
 
 
-def _line(name: str, cell: PlottedCell) -> Line:
+def _line(name: str, cell: Cell) -> Line:
     details = cell.result.details if cell.result else {}
     by_position = map(mean_interval, zip(*details["cumulative_nll_by_window"], strict=True))
     points = (Interval(p, d.mean, d.low, d.high) for p, d in zip(details["positions"], by_position, strict=True))
@@ -176,7 +176,7 @@ class Nll(Task):
         window = WINDOW.of(values)
         if window < 2:
             raise UsageError(f"nll needs windows of 2 tokens or more, got {window}")
-        text = load_text(TEXT.of(values), at_least_one(CHARACTERS, values))
+        text = load_text(TEXT.of(values), check_at_least_one(CHARACTERS, values))
         return cls(text=text, window=window, batch_tokens=batch_tokens)
 
     @property
@@ -264,7 +264,7 @@ def score_positions(
         progress(min(first + rows, len(windows)) * window, windows.numel(), "reading")
     require_finite(nll)
     both = zip(windows.tolist(), targets.tolist(), strict=True)
-    return nll, torch.tensor([recalls([*seen, wanted[-1]]) for seen, wanted in both])
+    return nll, torch.tensor([find_recalls([*seen, wanted[-1]]) for seen, wanted in both])
 
 
 def cumulative_means(nll: "Tensor") -> "tuple[list[int], Tensor]":
@@ -282,7 +282,7 @@ def cumulative_means(nll: "Tensor") -> "tuple[list[int], Tensor]":
     return positions, means[:, [position - 1 for position in positions]]
 
 
-def recalls(ids: Sequence[int]) -> list[bool]:
+def find_recalls(ids: Sequence[int]) -> list[bool]:
     """Find tokens after the first that complete a bigram which occurred earlier."""
     seen: set[tuple[int, int]] = set()
     hits = []

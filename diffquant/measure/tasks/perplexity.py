@@ -6,12 +6,12 @@ batch without padding; all but the first predict their last `stride` tokens.
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import mul
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from diffquant.errors import NonFiniteError, UsageError
-from diffquant.measure.results import FAILED, MISSING, Columns, Metric, TaskResult, kl_text
+from diffquant.measure.results import FAILED, MISSING, Columns, Metric, TaskResult, format_kl
 from diffquant.measure.stats import Difference, mean_interval
 from diffquant.measure.task import (
     BATCH_TOKENS,
@@ -21,7 +21,7 @@ from diffquant.measure.task import (
     TEXT,
     WINDOW,
     Task,
-    at_least_one,
+    check_at_least_one,
 )
 from diffquant.measure.tasks import register
 from diffquant.support.plain_data import JsonObject
@@ -33,11 +33,6 @@ if TYPE_CHECKING:
     from diffquant.measure.language_model import LanguageModel, States
 
 
-# Fields of a `TextScore` that a result stores.
-_DETAILS = (
-    *("perplexity", "bits_per_byte", "kl", "tokens"),
-    *("tokens_by_window", "nll_by_window", "kl_by_window", "text_bytes"),
-)
 _NUMBERS = ("perplexity", "bits_per_byte", "kl", "kl_low", "kl_high")
 
 
@@ -74,7 +69,7 @@ _NOTE = (
 TEXTS = Columns(
     metrics=(
         Metric("ppl", lambda result, _: f"{result.details['perplexity']:.4g}" if result else FAILED),
-        Metric("KL", _kl_text, "KL from 16 bits, nats", _kl, lambda change: f"KL {kl_text(change)}", is_log=True),
+        Metric("KL", _kl_text, "KL from 16 bits, nats", _kl, lambda change: f"KL {format_kl(change)}", is_log=True),
     ),
     record=_numbers,
     notes=lambda _: [_NOTE],
@@ -111,7 +106,7 @@ class Perplexity(Task):
             raise cls.misread(name)
         window, stride = WINDOW.of(values), STRIDE.of(values)
         check_windows(window, stride)
-        text = load_text(TEXT.of(values), at_least_one(CHARACTERS, values))
+        text = load_text(TEXT.of(values), check_at_least_one(CHARACTERS, values))
         return cls(text=text, window=window, stride=stride, batch_tokens=batch_tokens)
 
     @property
@@ -133,54 +128,11 @@ class Perplexity(Task):
         }
 
     def run(self, model: "LanguageModel", reference: "States | None", progress: Progress) -> TaskResult:
-        score = score_text(model, self.text, self.window, self.stride, self.batch_tokens, reference, progress)
-        return TaskResult(
-            metric="perplexity",
-            details={name: getattr(score, name) for name in _DETAILS},
-        )
+        details = score_text(model, self.text, self.window, self.stride, self.batch_tokens, reference, progress)
+        return TaskResult(metric="perplexity", details=details)
 
     def reference(self, model: "LanguageModel", progress: Progress) -> "States":
-        return reference_of(model, self.text, self.window, self.stride, self.batch_tokens, progress)
-
-
-@dataclass(frozen=True)
-class TextScore:
-    """A text's summed loss, and KL from a reference.
-
-    Attributes:
-        nll: summed negative log-likelihood in nats.
-        tokens, text_bytes: number of tokens, and of UTF-8 bytes, in the sum.
-        kl: mean KL(reference ‖ this model) of the next-token distributions in nats, or None without a reference.
-        tokens_by_window, nll_by_window, kl_by_window: number of tokens that each window predicts, and the means over
-            them in nats; no KL if there is no reference.
-    """
-
-    nll: float
-    tokens: int
-    text_bytes: int
-    kl: float | None = None
-    tokens_by_window: list[int] = field(default_factory=list)
-    nll_by_window: list[float] = field(default_factory=list)
-    kl_by_window: list[float] = field(default_factory=list)
-
-    @property
-    def perplexity(self) -> float:
-        """The exponential of the mean loss.
-
-        Raises:
-            NonFiniteError: it exceeds the largest float.
-        """
-        loss = self.nll / self.tokens
-        try:
-            return math.exp(loss)
-        except OverflowError:
-            raise NonFiniteError(
-                f"no number holds a perplexity of {loss:,.0f} nats per token; the model's weights or recipe are broken"
-            ) from None
-
-    @property
-    def bits_per_byte(self) -> float:
-        return self.nll / math.log(2) / self.text_bytes
+        return compute_reference(model, self.text, self.window, self.stride, self.batch_tokens, progress)
 
 
 def score_text(
@@ -191,15 +143,20 @@ def score_text(
     batch_tokens: int = BATCH_TOKENS,
     reference: "States | None" = None,
     progress: Progress = silent,
-) -> TextScore:
+) -> JsonObject:
     """Compute the perplexity of a text, and KL from a reference over the same text and windows.
 
     Args:
-        reference: states of another model, from `reference_of`.
+        reference: states of another model, from `compute_reference`.
+
+    Returns:
+        The details of a task's result: the exponential of the mean loss; the mean KL(reference ‖ this model) of the
+        next-token distributions in nats, or None if there is no reference; and the number of tokens that each window
+        predicts, with the means over them in nats.
 
     Raises:
         UsageError: the text is too short, or window and stride do not fit.
-        NonFiniteError: the model's logits are not finite.
+        NonFiniteError: the model's logits are not finite, or the perplexity exceeds the largest float.
     """
     import torch
 
@@ -222,13 +179,35 @@ def score_text(
                     kl.append(float(kl_by_position(reference[done : done + len(states)], states).mean()))
                 done += len(states)
                 progress(done, len(tokens) - 1, "reading")
-    nll_sum = sum(map(mul, counts, nll))
+    nll_sum, text_bytes = sum(map(mul, counts, nll)), len(text.encode())
     require_finite(torch.tensor(nll_sum))
-    mean_kl = sum(map(mul, counts, kl)) / done if kl else None
-    return TextScore(nll_sum, done, len(text.encode()), mean_kl, counts, nll, kl)
+    return {
+        "perplexity": _perplexity(nll_sum / done),
+        "bits_per_byte": nll_sum / math.log(2) / text_bytes,
+        "kl": sum(map(mul, counts, kl)) / done if kl else None,
+        "tokens": done,
+        "tokens_by_window": counts,
+        "nll_by_window": nll,
+        "kl_by_window": kl,
+        "text_bytes": text_bytes,
+    }
 
 
-def reference_of(
+def _perplexity(loss: float) -> float:
+    """Return the exponential of a loss in nats per token.
+
+    Raises:
+        NonFiniteError: it exceeds the largest float.
+    """
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        raise NonFiniteError(
+            f"a loss of {loss:,.0f} nats per token has no finite perplexity; weights or recipe are broken"
+        ) from None
+
+
+def compute_reference(
     model: "LanguageModel",
     text: str,
     window: int = WINDOW.default,

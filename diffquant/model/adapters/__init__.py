@@ -42,8 +42,8 @@ def adapter_for(config: dict[str, Any]) -> Adapter:
         raise UnknownModelTypeError(
             f"model_type {config.get('model_type')!r} is not supported; choose from {', '.join(READERS)}. A DIFF "
             "model of your own training, or of unilm's code, is diff_v1, diff_v2 or diff_transformer: see "
-            "docs/models.md, Your own training. Of any other architecture `inspect` counts the weights and `quantize` "
-            f"packs them, with {option_name('weights_only', True)}, but diffquant cannot run it"
+            "docs/models.md, Your own training. For other architectures `inspect` counts the weights and `quantize` "
+            f"packs them with {option_name('weights_only', True)}, but diffquant cannot run the model"
         )
     if model_type not in WITH_WINDOWS:
         refuse_windows(config)
@@ -56,7 +56,7 @@ def adapter_for(config: dict[str, Any]) -> Adapter:
 
 
 def is_read(config: Mapping[str, Any]) -> bool:
-    """Whether there is an adapter for a config.json's `model_type`."""
+    """Return whether there is an adapter for a config.json's `model_type`."""
     return str(config.get("model_type")).lower() in READERS
 
 

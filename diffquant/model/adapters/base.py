@@ -134,7 +134,7 @@ def count_pairs(heads: int, key: str) -> int:
 
 
 def has_type(value: object, types: tuple[type, ...]) -> bool:
-    """Whether a value has one of the types; unlike in Python, bool does not count as int."""
+    """Return whether a value has one of the types; unlike in Python, bool does not count as int."""
     return isinstance(value, types) and (not isinstance(value, bool) or bool in types)
 
 

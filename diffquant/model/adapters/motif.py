@@ -42,7 +42,7 @@ def read_motif(config: dict[str, Any]) -> Adapter:
     is_grouped = config.get("num_noise_heads") is not None
     if not is_grouped and config.get("k_ratio") not in (None, 1):
         raise CheckpointError(
-            f"config.json: k_ratio is {config['k_ratio']!r} without num_noise_heads: no Motif model has that mix"
+            f"config.json: k_ratio is {config['k_ratio']!r} without num_noise_heads, which no Motif model has"
         )
     if not is_grouped:
         check_width(config, sizes)
@@ -83,6 +83,6 @@ def _refuse_settings(config: dict[str, Any]) -> None:
 def _refuse_stretched(rope: Mapping[str, Any]) -> None:
     if rope["rope_type"] != "default":
         raise CheckpointError(
-            f"config.json: rope_scaling has type {rope['rope_type']!r}, which was never checked against Motif's own "
+            f"config.json: rope_scaling has type {rope['rope_type']!r}, which was not checked against Motif's "
             "code; set rope_scaling to null to run the model at the length it was trained for"
         )

@@ -132,7 +132,7 @@ def _contradictions(sizes: Mapping[str, Any], own: Mapping[str, Any]) -> list[st
         problems.append(f"num_noise_heads {noises} is not num_key_value_heads {kv_heads}")
     rope = own["qk_rope_head_dim"]
     if rope % 2 or rope >= sizes["head_dim"]:
-        problems.append(f"qk_rope_head_dim {rope} is not an even part of head_dim {sizes['head_dim']}")
+        problems.append(f"qk_rope_head_dim {rope} is odd or not below head_dim {sizes['head_dim']}")
     if own["experts_top_k"] > own["num_experts"]:
         problems.append(f"experts_top_k {own['experts_top_k']} is more than num_experts {own['num_experts']}")
     return problems

@@ -91,7 +91,7 @@ def check_angles(architecture: TransformerArchitecture) -> None:
             if len(rope[key]) != pairs_of_channels
         ]
         if rope["original_max_position_embeddings"] <= 1:
-            problems.append("longrope was trained on one position")
+            problems.append("longrope needs original_max_position_embeddings above 1")
     if rope_type == "yarn" and theta == 1:
         problems.append("yarn needs angles that differ, and rope_theta is 1")
     if rope_type == "dynamic" and pairs_of_channels == 1:
@@ -101,7 +101,7 @@ def check_angles(architecture: TransformerArchitecture) -> None:
 
 
 def _is_valid(key: str, value: object) -> bool:
-    """Whether a value is allowed for a rotary setting."""
+    """Return whether a value is allowed for a rotary setting."""
     if value is None and key in _OPTIONAL:
         return True
     if key in _FACTORS:
@@ -209,7 +209,7 @@ def read_eps(config: Mapping[str, Any], key: str, default: float = 1e-5) -> floa
     """
     eps = config.get(key, default)
     if not isinstance(eps, float) or not 0 <= eps < math.inf:
-        raise CheckpointError(f"{invalid_config(config)}: {key} is {eps!r}, not a float from 0 on")
+        raise CheckpointError(f"{invalid_config(config)}: {key} is {eps!r}; it must be a float of at least 0")
     return eps
 
 

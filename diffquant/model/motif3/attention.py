@@ -97,7 +97,7 @@ class LatentAttention(PairAttention):
         return self.queries(query_latent, rotary) * self.block.scale_factor, *self.expand(turned, latent)
 
     def _absorbs(self, queries: int, keys: int) -> bool:
-        """Whether the absorbed form is cheaper for these numbers of queries and keys, and allowed.
+        """Return whether the absorbed form is cheaper for these numbers of queries and keys, and allowed.
 
         It is not allowed without cached tokens, since calibration needs each Linear to run as a module, nor if maps or
         operands are quantized, which is defined for the expanded form.
@@ -148,9 +148,9 @@ class LatentAttention(PairAttention):
     def decoding_refusal(self, recipe: Recipe) -> str | None:
         """Return why no kernel decodes from latents stored under this recipe, or None."""
         if self.rounds:
-            return "logits, softmax weights or operands of attention are rounded, for which latents are read back"
+            return "logits, softmax weights or operands of attention are quantized, which needs dequantized latents"
         if not isinstance(self.wkv_b, nn.Linear):
-            return "wkv_b is packed, and queries reach the latents' space by its 16-bit weight"
+            return "wkv_b is packed, but mapping queries to latents needs its 16-bit weight"
         if self.post() is not None:
             return "pairs have a norm, which does not apply to latents"
         weight = self.wkv_b.weight

@@ -61,15 +61,15 @@ class LatentAttentionBlock(Block):
         """Number of unrotated channels per head, which keys compute from the latent."""
         return self.spec.head_dim - self.rope
 
-    def parameters(self) -> Parameters:
+    def parameter_specs(self) -> Parameters:
         spec, inner = self.spec, self.spec.pairs * self.spec.value_dim
         return {
             **linear("wq_a", self.query_latent, self.width),
-            **prefix_names("q_norm", RMSNormBlock(self.query_latent, self.eps).parameters()),
+            **prefix_names("q_norm", RMSNormBlock(self.query_latent, self.eps).parameter_specs()),
             **linear("wq_b", spec.layout.height("q_proj"), self.query_latent, projection="q_proj"),
             "wq_b_gate.weight": Parameter((inner, self.query_latent), "named", is_large=True),
             **linear("wkv_a", self.latent + self.rope, self.width),
-            **prefix_names("kv_norm", RMSNormBlock(self.latent, self.eps).parameters()),
+            **prefix_names("kv_norm", RMSNormBlock(self.latent, self.eps).parameter_specs()),
             "wkv_b.weight": Parameter(
                 (spec.kv_pairs * (self.plain + spec.value_dim), self.latent), "weights", by_head=True
             ),
@@ -113,8 +113,10 @@ class PolyMLPBlock(MLPBlock):
 
     poly: PolySettings = field(kw_only=True)
 
-    def parameters(self) -> Parameters:
-        return {name: replace(each, is_wide=name.startswith("act_fn.")) for name, each in super().parameters().items()}
+    def parameter_specs(self) -> Parameters:
+        return {
+            name: replace(each, is_wide=name.startswith("act_fn.")) for name, each in super().parameter_specs().items()
+        }
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,7 @@ class ExpertsBlock(Block):
     poly: PolySettings
     shared: PolyMLPBlock
 
-    def parameters(self) -> Parameters:
+    def parameter_specs(self) -> Parameters:
         router = Parameter((self.experts, self.width), "named", is_wide=True)
         return {
             "router.gate.weight": router,
@@ -156,7 +158,7 @@ class ExpertsBlock(Block):
             "experts.down_proj": Parameter((self.experts, self.width, self.inner), "weights"),
             "experts.act_fn.weight": Parameter((self.experts, 3), is_wide=True),
             "experts.act_fn.bias": Parameter((self.experts, 1), is_wide=True),
-            **prefix_names("shared_experts", self.shared.parameters()),
+            **prefix_names("shared_experts", self.shared.parameter_specs()),
         }
 
 
@@ -184,7 +186,7 @@ class StreamsBlock(Block):
         """Shapes of the gates, by name."""
         return {"pre": (self.streams,), "post": (self.streams,), "res": (self.streams, self.streams)}
 
-    def parameters(self) -> Parameters:
+    def parameter_specs(self) -> Parameters:
         all_streams = self.streams * self.width
         heights = {name: math.prod(shape) for name, shape in self.gates.items()}
         shapes: dict[str, tuple[int, ...]] = {"rms_norm.weight": (all_streams,)}
@@ -201,13 +203,13 @@ def predicted_parameters(attention: LatentAttentionBlock, network: PolyMLPBlock,
     """
     kept: Packing = "named"
     parameters = {
-        **prefix_names("embed_norm", norm.parameters()),
+        **prefix_names("embed_norm", norm.parameter_specs()),
         **linear("input_proj", norm.width, 2 * norm.width),
-        **prefix_names("input_layernorm", norm.parameters()),
-        **prefix_names("self_attn", attention.parameters()),
-        **prefix_names("post_attention_layernorm", norm.parameters()),
-        **prefix_names("mlp", network.parameters()),
-        **prefix_names("final_layernorm", norm.parameters()),
+        **prefix_names("input_layernorm", norm.parameter_specs()),
+        **prefix_names("self_attn", attention.parameter_specs()),
+        **prefix_names("post_attention_layernorm", norm.parameter_specs()),
+        **prefix_names("mlp", network.parameter_specs()),
+        **prefix_names("final_layernorm", norm.parameter_specs()),
     }
     return {
         name: replace(each, packing=kept) if each.packing == "weights" else each for name, each in parameters.items()

@@ -61,7 +61,7 @@ class Experts(nn.Module):
         self.router, self.experts = nn.Module(), nn.Module()
         self.router.gate = nn.Linear(block.width, block.experts, bias=False)
         self.expert_bias = nn.Parameter(torch.zeros(block.experts)) if block.biased else None
-        shapes = {name: each.shape for name, each in block.parameters().items()}
+        shapes = {name: each.shape for name, each in block.parameter_specs().items()}
         for name in ("gate_up_proj", "down_proj"):
             self.experts.register_parameter(name, nn.Parameter(torch.zeros(shapes[f"experts.{name}"])))
         self.experts.act_fn = PolyNorm(block.experts, 3)

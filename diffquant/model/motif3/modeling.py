@@ -21,7 +21,7 @@ from diffquant.model.motif3.architecture import Motif3Architecture, rotary_table
 from diffquant.model.motif3.attention import LatentAttention, Rotary
 from diffquant.model.motif3.blocks import StreamsBlock
 from diffquant.model.reading import Reading, count_positions
-from diffquant.model.windowed_cache import WindowsCache, new_storage
+from diffquant.model.windowed_cache import WindowsCache, create_storage
 from diffquant.recipe.numbers.absmax import compute_dtype
 
 EPS = 1e-6
@@ -137,11 +137,11 @@ class Motif3Model(Decoder):
     ) -> Sequence[tuple[Any, ...]]:
         if mask.seen is not None:
             raise UsageError(
-                "this model has windows beside causal order: neither a 4-D attention_mask nor sequences packed by "
+                "this model has windowed layers: neither a 4-D attention_mask nor sequences packed by "
                 "position_ids are supported; pass sequences as rows of a batch, and an attention_mask [batch, tokens]"
             )
         if cache is not None and not isinstance(cache, WindowsCache):
-            raise UsageError(f"{type(cache).__name__} does not keep latents of windows; pass the result of new_cache()")
+            raise UsageError(f"{type(cache).__name__} cannot store windowed latents; pass the result of new_cache()")
         if position_ids is None:
             position_ids = count_positions(mask.keys, past, x.shape[1], x.device)
         reading = Reading.of(mask.keys, x.shape[1], self.architecture.seen, cache)
@@ -165,7 +165,7 @@ class Motif3Model(Decoder):
 
     @property
     def crop_refusal(self) -> str | None:
-        return None if self.architecture.seen is None else "the windows of this model do not hold earlier tokens"
+        return None if self.architecture.seen is None else "this model's windowed layers do not keep earlier tokens"
 
     def new_cache(self) -> WindowsCache:
         """Return a new empty cache of latents for the recipe."""
@@ -180,7 +180,7 @@ class Motif3Model(Decoder):
             if (refusal := attention.decoding_refusal(recipe)) is None:
                 return FusedLayer(recipe)
             warn_of_slow_decoding(refusal)
-        return new_storage(rows, layer, self.recipe, self.ranges)
+        return create_storage(rows, layer, self.recipe, self.ranges)
 
 
 class Motif3(CausalModel):

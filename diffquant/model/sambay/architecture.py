@@ -59,7 +59,7 @@ class FusedAttentionBlock(Block):
         """Number of rows of each projection in the fused weight."""
         return [self.spec.layout.height(name) for name in PROJECTIONS[: 1 if self.is_cross else None]]
 
-    def parameters(self) -> Parameters:
+    def parameter_specs(self) -> Parameters:
         pair = pair_parameters(self.spec, is_wide=True)
         return {
             **linear("Wqkv", sum(self.heights), self.width, biased=True),
@@ -94,7 +94,7 @@ class MambaBlock(Block):
     seen: int
     rank: int
 
-    def parameters(self) -> Parameters:
+    def parameter_specs(self) -> Parameters:
         return {
             **linear("in_proj", 2 * self.inner, self.width),
             "conv1d.weight": Parameter((self.inner, 1, self.seen)),
@@ -130,7 +130,7 @@ class GatedMemoryBlock(Block):
     width: int
     inner: int
 
-    def parameters(self) -> Parameters:
+    def parameter_specs(self) -> Parameters:
         return linear("in_proj", self.inner, self.width) | linear("out_proj", self.width, self.inner)
 
 
@@ -140,7 +140,7 @@ class FusedMLPBlock(MLPBlock):
     module = "diffquant.model.sambay.layers:SambaYMLP"
     export = "diffquant.onnx.architectures.sambay:mlp"
 
-    def parameters(self) -> Parameters:
+    def parameter_specs(self) -> Parameters:
         return linear("fc1", 2 * self.inner, self.width) | linear("fc2", self.width, self.inner)
 
 
@@ -149,8 +149,8 @@ class LayerNormBlock(RMSNormBlock):
 
     export = "diffquant.onnx.architectures.sambay:norm"
 
-    def parameters(self) -> Parameters:
-        return super().parameters() | {"bias": Parameter((self.width,))}
+    def parameter_specs(self) -> Parameters:
+        return super().parameter_specs() | {"bias": Parameter((self.width,))}
 
     def new_module(self) -> "nn.Module":
         from torch.nn import LayerNorm

@@ -20,7 +20,7 @@ from diffquant.model.reading import Reading
 from diffquant.model.sambay.architecture import SambaYArchitecture
 from diffquant.model.sambay.config import SambaYConfig
 from diffquant.model.sambay.layers import Flow, SambaYLayer, layer_norm
-from diffquant.model.windowed_cache import RecurrentLayer, WindowsCache, new_storage
+from diffquant.model.windowed_cache import RecurrentLayer, WindowsCache, create_storage
 from diffquant.recipe.numbers.absmax import compute_dtype
 
 
@@ -47,7 +47,7 @@ class SambaYModel(Decoder):
         if mask.seen is not None:
             raise UsageError(
                 "Mamba's layers read tokens one after the other: neither a 4-D attention_mask nor sequences packed by "
-                "position_ids can be honoured; pass sequences as rows of a batch, and an attention_mask [batch, tokens]"
+                "position_ids are supported; pass sequences as rows of a batch, and an attention_mask [batch, tokens]"
             )
         if cache is not None and not isinstance(cache, WindowsCache):
             raise UsageError(f"{type(cache).__name__} does not hold Mamba's states; pass the result of new_cache()")
@@ -68,13 +68,13 @@ class SambaYModel(Decoder):
 
     @property
     def crop_refusal(self) -> str | None:
-        return "Mamba's states and the windows of this model do not hold earlier tokens"
+        return "Mamba's states and this model's windowed layers do not keep earlier tokens"
 
     def new_cache(self) -> WindowsCache:
         """Return a new empty cache for the recipe, with storage for the layers that cache something."""
         stored = enumerate(blocks["attn"].stored for blocks in self.architecture.layers)
         layers = [
-            new_storage(kept, layer, self.recipe, self.ranges) if isinstance(kept, TokenRows) else RecurrentLayer()
+            create_storage(kept, layer, self.recipe, self.ranges) if isinstance(kept, TokenRows) else RecurrentLayer()
             for layer, kept in stored
             if kept is not None
         ]

@@ -13,7 +13,7 @@ from diffquant.recipe.rounding import RoundingSettings
 from diffquant.recipe.scheme import Scheme
 from diffquant.support.names import did_you_mean, first_few, import_all, option_name
 
-__all__ = ["Round", "Rounder", "Rounding", "checked_rounding", "register", "rounding_named", "text_read_digest"]
+__all__ = ["Round", "Rounder", "Rounding", "calibration_digest", "checked_rounding", "register", "rounding_named"]
 
 import_all(sys.modules[__name__])
 
@@ -43,24 +43,24 @@ def checked_rounding(settings: RoundingSettings, schemes: Mapping[str, Scheme]) 
     if settings.reads and not rounding.needs_text:
         readers = " or ".join(name for name, each in ROUNDINGS.items() if each.needs_text)
         raise UsageError(
-            f"{' and '.join(map(option_name, settings.reads))} are about the text that "
-            f"{option_name('rounding', readers)} reads; give them only with it"
+            f"{' and '.join(map(option_name, settings.reads))} select the calibration data of "
+            f"{option_name('rounding', readers)}; give them only with it"
         )
     foreign = [name for name in settings.options if name not in rounding.options]
     if foreign:
         owners = " or ".join(name for name, each in ROUNDINGS.items() if each.options.issuperset(foreign))
-        raise UsageError(f"rounding {rounding.name} takes no {', '.join(foreign)}; leave out, or name {owners}")
+        raise UsageError(f"rounding {rounding.name} has no {', '.join(foreign)}; leave it out, or use {owners}")
     spanning = {m: scheme for m, scheme in schemes.items() if scheme.sharing.spans_rows or scheme.sharing.tile}
     if spanning and rounding.row_by_row:
         kinds = " or ".join(dict.fromkeys("block" if each.sharing.tile else "tensor" for each in spanning.values()))
         raise UsageError(
-            f"{option_name('rounding', rounding.name)} works row by row and {first_few(spanning, ', ')} have one "
-            f"scale a {kinds}; use a group or row granularity, or {option_name('rounding', 'nearest')}"
+            f"{option_name('rounding', rounding.name)} rounds row by row, but {first_few(spanning, ', ')} have one "
+            f"scale per {kinds}; use a group or row granularity, or {option_name('rounding', 'nearest')}"
         )
     return rounding
 
 
-def text_read_digest(source: Source, settings: RoundingSettings) -> str | None:
+def calibration_digest(source: Source, settings: RoundingSettings) -> str | None:
     """Return a digest (16 hex digits) of a rounding's calibration data, or None if it reads none; no model is run.
 
     Raises:

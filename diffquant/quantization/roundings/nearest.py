@@ -37,12 +37,12 @@ _TRIALS = 20
 def round_with_clipping(_name: str, values: Tensor, scheme: Scheme, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return codes int8 [rows, in] of some rows, and the scales of least squared error, [rows, in/g] or [rows, 1]."""
     view, _ = scheme.sharing.view(values)
-    scale = fitted_scale(view, scheme.format, dtype)
-    levels = all_levels(view, scale, scheme.format).reshape(values.shape)
+    scale = search_scale(view, scheme.format, dtype)
+    levels = nearest_levels(view, scale, scheme.format).reshape(values.shape)
     return level_codes(levels, scheme.format), scale.reshape(len(values), -1)
 
 
-def fitted_scale(
+def search_scale(
     values: Tensor, number_format: NumberFormat, dtype: torch.dtype, weights: Tensor | None = None
 ) -> Tensor:
     """Return the scale of least squared error, using all codes, including -2^(b-1), which absmax leaves unused.
@@ -67,14 +67,14 @@ def fitted_scale(
     shares = number_format.trials or [1 - trial / (10 * number_format.code_width) for trial in range(_TRIALS)]
     for share in shares:
         scale = number_format.storable(largest * share, dtype)
-        rounded = all_levels(values, scale, number_format).mul_(scale.float())
+        rounded = nearest_levels(values, scale, number_format).mul_(scale.float())
         squares = rounded.sub_(values).square_()
         error = (squares if weights is None else squares.mul_(weights)).sum(-1, keepdim=True)
         best, least = torch.where(error < least, scale, best), error.minimum(least)
     return best
 
 
-def all_levels(values: Tensor, scale: Tensor, number_format: NumberFormat) -> Tensor:
+def nearest_levels(values: Tensor, scale: Tensor, number_format: NumberFormat) -> Tensor:
     """Return the level nearest to each value / scale, among all levels, including those that absmax leaves unused."""
     return number_format.nearest_(values / scale.float())
 

@@ -1,6 +1,6 @@
-"""Numbers: formats, what shares a scale, and the tensor functions of absmax quantization, packing and rotation.
+"""Number formats, granularities, and tensor functions for absmax quantization, packing and rotation.
 
-The formats and what shares a scale are read without torch.
+Formats and granularities can be parsed without importing torch.
 """
 
 # Raise it when a change alters stored results, which are then measured again.

@@ -12,19 +12,19 @@ Axes = int | tuple[int, ...]
 
 
 def max_code(bits: int) -> int:
-    """Largest code of a symmetric `bits`-bit integer; the smallest is its negative."""
+    """Return the largest code of a symmetric `bits`-bit integer; the smallest is its negative."""
     if not 2 <= bits <= 8:
         raise UsageError(f"bits must be 2 to 8, got {bits}; 16 means not quantized and has no codes")
     return (1 << (bits - 1)) - 1
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """Dtype to compute in: float32 for half types, the tensor's own otherwise."""
+    """Return the dtype to compute in: float32 for 16-bit tensors, otherwise the tensor's dtype."""
     return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
 
 
-def storable_scale(scale: Tensor, top: float, dtype: torch.dtype) -> Tensor:
-    """Return a scale rounded to `dtype`: 1 where it is zero, and no larger than what the largest level can multiply."""
+def to_storable_scale(scale: Tensor, top: float, dtype: torch.dtype) -> Tensor:
+    """Round a scale to `dtype`, replace zeros by 1, and limit it so that scale · `top` does not overflow."""
     numbers = torch.finfo(dtype)
     rounded = scale.to(dtype)
     # Rounding down makes the largest code clip: by a fraction of a step, but by many where few digits are left.
@@ -36,19 +36,19 @@ def storable_scale(scale: Tensor, top: float, dtype: torch.dtype) -> Tensor:
 
 
 def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
-    """codes * scale, in the scale's dtype: what a reader of the checkpoint computes."""
+    """Return codes * scale in the scale's dtype, as every reader of the checkpoint computes it."""
     return codes.to(scale.dtype) * scale
 
 
 def is_finite(x: Tensor) -> bool:
-    """Return whether all of x is finite, without a temporary of x's size if the sums of its parts are."""
+    """Return whether all of x is finite. Checks sums first, so it rarely allocates a temporary of x's size."""
     wide = torch.promote_types(x.dtype, torch.float32)
     sums = all(bool(torch.isfinite(part.sum(dtype=wide))) for part in x.reshape(-1).split(_SUMMED))
     return sums or bool(torch.isfinite(x).all())
 
 
 def check_finite(x: Tensor, name: str) -> None:
-    """Raise NonFiniteError, naming the tensor and its first offending index, unless all of x is finite."""
+    """Raise NonFiniteError with the tensor's name and the first offending index if x is not finite."""
     # torch has no sums and no comparisons of floats of eight bits.
     x = x.float() if x.itemsize == 1 else x
     if is_finite(x):

@@ -1,9 +1,8 @@
-"""Dense packing of b-bit codes: element i of a row lies at bit i*b, 32 codes fill b words of 32 bits.
+"""Dense packing of b-bit codes: code i of a row starts at bit i*b, so 32 codes fill b words of 32 bits.
 
-The stored value is code + 2^(b-1). This is the layout of compressed-tensors' pack-quantized format.
-Eight codes are held as the eight bytes of one int64 and squeezed together in three doubling steps,
-so that packing costs a dozen integer operations for every eight codes, whatever b is. Eight bits are bytes as they
-are, and four, the usual width, take fewer operations.
+The stored value is code + 2^(b-1). This is the layout of compressed-tensors' pack-quantized format. Eight codes are
+placed in the eight bytes of an int64 and compacted in three doubling steps. This takes about a dozen integer operations
+for eight codes at any width. There are shorter paths for 8 and 4 bits.
 """
 
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from torch.nn.functional import pad
 
 
 def packed_words(length: int, bits: int) -> int:
-    """Return number of 32-bit words that hold `length` codes of `bits` bits."""
+    """Return the number of 32-bit words that hold `length` codes of `bits` bits."""
     return -(-length * bits // 32)
 
 
@@ -40,13 +39,13 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def _join_halves(unsigned: Tensor) -> Tensor:
-    """Pack two 4-bit codes a byte, in fewer operations than `_squeeze`."""
+    """Pack two 4-bit codes per byte, in fewer operations than `_squeeze`."""
     neighbours = unsigned.view(torch.int16)
     return (neighbours >> 4).bitwise_or_(neighbours).to(torch.uint8)
 
 
 def _squeeze(unsigned: Tensor, bits: int) -> Tensor:
-    """Pack codes of any width from one byte each; their number is a multiple of 32."""
+    """Pack codes of any width from one byte each; the number of codes must be a multiple of 32."""
     lanes = unsigned.view(torch.int64)
     for width, shift, mask in _doublings(bits):
         lanes = (lanes & mask) | (((lanes >> width) & mask) << shift)
@@ -88,7 +87,7 @@ def _spread(stored: Tensor, bits: int) -> Tensor:
 
 
 def _doublings(bits: int) -> Iterator[tuple[int, int, int]]:
-    """For each doubling: a lane's width before it, the bits a lane holds, and their mask in every other lane."""
+    """Yield for each doubling step the lane width before it, the bits used, and the mask of every other lane."""
     for doubling, every_other in enumerate((0x0001000100010001, 0x0000000100000001, 1)):
         used = bits << doubling
         yield 8 << doubling, used, every_other * ((1 << used) - 1)

@@ -1,11 +1,16 @@
-"""Granularities: the numbers that share one scale, and the shapes and targets that follow. No torch.
+"""Granularities: which values share one scale, which targets allow it, and the shapes of scales. Imports no torch.
 
-A "row" is an output channel of a weight, a token of a cache or a query of logits, a "group" `size` neighbours along the
-contracted axis (tokens of a channel, of values that weights multiply), a "column" a channel over `size` tokens (or
-all), a "block" a `size` x `size` tile of a weight or of logits, or `size` tokens of queries, of keys and of values, a
-"warp" 32 queries and 64 keys, a "thread" every eighth of those queries and two in eight of those keys, as
-SageAttention's kernels hold them, a "map" one map of a layer's logits over all heads, a "pair" both maps of a head,
-and "static" a calibrated scale of a channel of the cache or of a head of the logits.
+One scale covers:
+
+- "tensor": a whole weight, or one sequence's logits in a layer. "map": one map of these logits, over all heads.
+- "head": one head of one map. "pair": both maps of a head.
+- "row": an output channel of a weight, a token of a cache or of activations, or a query of logits.
+- "group": `size` neighbours along the contracted axis (tokens of a channel, for values that weights multiply).
+- "column": a channel over `size` tokens, or over all.
+- "block": a `size` x `size` tile of a weight or of logits, or `size` tokens of queries, keys and values.
+- "warp": 32 queries and 64 keys. "thread": every eighth of those queries and two in eight of those keys, as in
+  SageAttention's kernels.
+- "static": a channel of the cache or a head of the logits, with a calibrated scale.
 """
 
 import re
@@ -20,14 +25,14 @@ if TYPE_CHECKING:
 
     from diffquant.recipe.numbers.absmax import Axes
 
-# What of a model can have its scales so.
+# The targets that each granularity supports.
 _TARGETS = {
     "tensor": ("weights", "logits", "qk", "pv"),
     "map": ("logits",),
     "head": ("logits", "qk", "pv"),
     "pair": ("logits",),
-    "row": ("weights", "k", "v", "logits", "qk", "p", "pv"),
-    "group": ("weights", "k", "v", "logits", "qk", "p", "pv"),
+    "row": ("weights", "k", "v", "logits", "qk", "p", "pv", "activations"),
+    "group": ("weights", "k", "v", "logits", "qk", "p", "pv", "activations"),
     "column": ("k", "pv"),
     "block": ("weights", "logits", "qk", "pv"),
     "warp": ("qk",),
@@ -36,19 +41,19 @@ _TARGETS = {
 }
 # Axes along which the entries of one tensor [..., rows, columns] share a scale; with a size, `size` neighbours.
 _AXES: "dict[str, Axes]" = {"head": (-2, -1), "row": -1, "group": -1, "column": -2}
-# Axes of [B, heads, rows, columns], beside the last one, over which one sequence's scale goes.
+# Axes of [B, heads, rows, columns], besides the last, that share one scale within a sequence.
 _LEADING = {"tensor": (1, 2), "map": (1, 2), "head": (2,), "pair": (2,)}
 _LETTERS = {"group": "g", "column": "c", "block": "b"}
 # Other names of "row", by the targets whose rows they are.
-_ROWS = {"channel": ("weights",), "token": ("k", "v", "logits", "qk", "p", "pv")}
+_ROWS = {"channel": ("weights",), "token": ("k", "v", "logits", "qk", "p", "pv", "activations")}
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """Which entries share one scale.
+    """A granularity: which values share one scale.
 
     Attributes:
-        name: granularity, a name of this module's docstring, "tensor" or "head"; "" for 16 bits, which have no scale.
+        name: a granularity listed in this module's docstring, or "" for 16 bits, which have no scale.
         size: number of entries along an axis, for "group", "column" and "block".
     """
 
@@ -58,7 +63,7 @@ class Sharing:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not (self.size is None or type(self.size) is int):
             raise UsageError(
-                f"a Sharing is a granularity's name and a whole number, got {self.name!r} and {self.size!r}; "
+                f"a Sharing takes a granularity's name and a whole number; got {self.name!r} and {self.size!r}; "
                 "Sharing.parse('g32') reads text"
             )
         if self.name not in ("", *_TARGETS):
@@ -71,14 +76,14 @@ class Sharing:
 
     @classmethod
     def parse(cls, text: str, target: str = "") -> "Sharing":
-        """Read a granularity as schemes spell it: "row", "g32".
+        """Parse a granularity as written in schemes: "row", "g32".
 
         Args:
-            target: what it is for, where that is known: "weights", whose rows may be called "channel", or "k", "v",
-                "logits", "qk", "p" or "pv", whose rows may be called "token"; a "channel" of "pv" is a column.
+            target: the target, if known. For "weights" a row may be written "channel". For "k", "v", "logits", "qk",
+                "p", "pv" and "activations" it may be written "token". "channel" means column for "pv".
 
         Raises:
-            UsageError: there is none of that name, or it names the rows of another target.
+            UsageError: there is no granularity with this name, or "channel" or "token" does not fit the target.
         """
         if (text, target) == ("channel", "pv"):
             return cls("column")
@@ -95,14 +100,14 @@ class Sharing:
         return f"{_LETTERS[self.name]}{self.size}" if self.size else self.name
 
     def refusal(self, target: str) -> str | None:
-        """Explain why a target cannot share scales this way and what it can have, or return None if it can."""
+        """Explain why a target cannot have this granularity and list those that it can, or return None if it can."""
         if target not in _TARGETS[self.name]:
             able = ", ".join(name for name, targets in _TARGETS.items() if target in targets)
             return f"cannot be quantized per {self.name}; use {able}"
         if self.name == "column" and target == "pv":
-            return f"has channels over so many tokens as groups; write g{self.size}" if self.size else None
+            return f"has groups of {self.size} tokens of a channel; write g{self.size}" if self.size else None
         if self.name == "column" and not self.size:
-            return "per column needs a block of tokens that share scales, such as 4:c64"
+            return "per column needs the number of tokens that share a scale, such as 4:c64"
         return None
 
     @property
@@ -112,7 +117,7 @@ class Sharing:
 
     @property
     def leading(self) -> tuple[int, ...]:
-        """Axes of [B, heads, rows, columns], beside the last one, over which one sequence's scale goes."""
+        """Axes of [B, heads, rows, columns], besides the last, that share one scale within a sequence."""
         return _LEADING.get(self.name, ())
 
     @property
@@ -122,7 +127,7 @@ class Sharing:
 
     @property
     def binds_pairs(self) -> bool:
-        """Whether the scale of a map depends on the other map of its own pair."""
+        """Whether the scale of a map depends on the pair's other map."""
         return self.name == "pair"
 
     @property
@@ -132,31 +137,31 @@ class Sharing:
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether its borders are counted from the first position, so that padding moves them."""
+        """Whether groups of tokens start at position 0, so that padding shifts them."""
         return self.name in ("column", "block", "warp", "thread")
 
     @property
     def is_static(self) -> bool:
-        """Whether scales are calibrated, so that none are stored."""
+        """Whether scales are calibrated in advance, so that none are computed or stored at run time."""
         return self.name == "static"
 
     @property
     def tile(self) -> int:
-        """Number of queries and of keys, or of a weight's rows and columns, with one scale; 0 for any but a block."""
+        """Side length of a block; 0 for other granularities."""
         return self.size or 0 if self.name == "block" else 0
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of a cache that share the scales of their channels; 1 where each has its own."""
+        """Number of cached tokens that share their channels' scales; 1 if each token has separate scales."""
         return self.size or 1 if self.name == "column" else 1
 
     def view(self, x: "Tensor") -> "tuple[Tensor, Axes]":
-        """View of x [..., rows, columns], and its axes along which all entries share one scale.
+        """Return a view of x [..., rows, columns], and the axes of the view along which all values share one scale.
 
-        Tiles of a weight [rows, columns] are [⌈rows/size⌉, size, ⌈columns/size⌉, size], with zeros beyond its edges.
+        For blocks, a weight [rows, columns] becomes [⌈rows/size⌉, size, ⌈columns/size⌉, size], padded with zeros.
 
         Raises:
-            UsageError: it does not name entries of one tensor, or `size` does not divide the axis.
+            UsageError: the granularity spans more than one tensor, or `size` does not divide the axis.
         """
         if self.name == "tensor":
             return x, tuple(range(x.dim()))
@@ -164,7 +169,7 @@ class Sharing:
             return self._tiles(x), (-3, -1)
         axis = _AXES.get(self.name)
         if axis is None:
-            raise UsageError(f"granularity {self.name!r} does not name entries of one tensor")
+            raise UsageError(f"granularity {self.name!r} spans more than one tensor and cannot be applied to one")
         if self.size is None or not isinstance(axis, int):
             return x, axis
         length = x.shape[axis]
@@ -181,20 +186,20 @@ class Sharing:
         return tiles
 
     def undo_view(self, view: "Tensor", shape: "tuple[int, ...]") -> "Tensor":
-        """Return the weight [rows, columns] that `view` gave a view of."""
+        """Invert `view`: return the weight [rows, columns]."""
         if not self.tile:
             return view.reshape(shape)
         rows, columns = shape
         return view.flatten(2, 3).flatten(0, 1)[:rows, :columns]
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape in which the scales of a weight [..., out, in] are stored."""
+        """Return the shape of the stored scales of a weight [..., out, in]."""
         if self.tile:
             return (*shape[:-2], *(-(-length // self.tile) for length in shape[-2:]))
         return (1,) if self.spans_rows else (*shape[:-1], shape[-1] // self.size if self.size else 1)
 
     def spread(self, scale: "Tensor") -> "Tensor":
-        """Return a weight's stored scales in a shape that broadcasts to `view`."""
+        """Reshape a weight's stored scales so that they broadcast to `view`."""
         if self.tile:
             return scale[:, None, :, None]
         return scale.unsqueeze(-1) if self.size else scale
@@ -204,11 +209,11 @@ UNSHARED = Sharing("")
 
 
 def _why_not_rows(name: str, target: str) -> str:
-    """Explain why a target's rows do not have a name, and what to write."""
+    """Explain why "channel" or "token" does not fit a target, and what to write instead."""
     if name == "channel" and target in ("k", "v"):
         return (
             "a channel of the cache has a scale for each block of tokens; for keys write c32, a scale per channel over "
             "32 tokens, and for values token, a scale per token"
         )
     rows = {"weights": "channel", "": "row"}.get(target, "token")
-    return f"{target or 'a scheme by itself'} has no scale per {name}; write {rows}"
+    return f"{target or 'a scheme without a target'} has no scale per {name}; write {rows}"

@@ -1,4 +1,4 @@
-"""What simulated attention does to its operands: rotations, and the formats of logits and softmax weights."""
+"""Functions for simulated attention: rotations, and the formats of logits and softmax weights."""
 
 import math
 from functools import lru_cache
@@ -11,10 +11,10 @@ from diffquant.recipe.numbers.formats import NumberFormat
 
 @lru_cache
 def rotation(width: int) -> Tensor:
-    """Return an orthogonal matrix, the same one for a width wherever it is made.
+    """Return an orthogonal matrix, always the same for a width.
 
-    Random signs and then a Hadamard matrix where the width is a power of two; else the orthogonal factor of a matrix of
-    random normal numbers.
+    If the width is a power of two, it is random signs times a Hadamard matrix; otherwise the Q factor of a random
+    normal matrix.
 
     Returns:
         [width, width] float64.
@@ -35,16 +35,16 @@ def rotation(width: int) -> Tensor:
 
 
 def rotate_by(x: Tensor, matrix: Tensor) -> Tensor:
-    """Multiply heads [..., d] by a matrix [d, d] in the matrix's dtype; the result has the heads' dtype."""
+    """Multiply heads [..., d] by a matrix [d, d] in the matrix's dtype, and return them in their own dtype."""
     return (x.to(matrix.dtype) @ matrix.to(x.device)).to(x.dtype)
 
 
-# exp(-12) is 6e-6: what lies further below the row maximum weighs nothing, and a finer scale above pays.
+# exp(-12) is 6e-6: logits further below the row maximum have no weight, and a finer scale above helps.
 SHIFT_RANGE = 12.0
 
 
 class OneSided(NumberFormat):
-    """A format of even steps whose levels all lie at zero or below, for values that do."""
+    """An integer format for values that are never positive: all levels are zero or negative."""
 
     def __init__(self, both_sides: NumberFormat) -> None:
         self.name = f"{both_sides.name} below zero"
@@ -55,7 +55,7 @@ class OneSided(NumberFormat):
         return self.steps + 0.5
 
     def scale_of(self, largest: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Scale that maps a largest magnitude, `SHIFT_RANGE` at most, to the lowest level; 1 where it is 0."""
+        """Return the scale that maps the largest magnitude, limited to `SHIFT_RANGE`, to the lowest level; 1 for 0."""
         scale = largest.clamp(max=SHIFT_RANGE) / self.steps
         return torch.where(scale == 0, 1.0, scale).to(dtype or scale.dtype)
 
@@ -64,12 +64,12 @@ class OneSided(NumberFormat):
 
 
 def logit_format(number_format: NumberFormat, shift: bool) -> NumberFormat:
-    """Format in which logits are rounded; with `shift` they are at most 0, since their row's maximum was subtracted."""
+    """Return the format of logits; with `shift` it has no positive levels, since the row's maximum is subtracted."""
     return OneSided(number_format) if shift else number_format
 
 
 def weight_scale(number_format: NumberFormat, pow2: bool = False, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Scale [1] of a row of unnormalized softmax weights, whose largest is always 1; with `pow2` a power of two."""
+    """Return the scale [1] of unnormalized softmax weights, whose maximum is 1; `pow2` gives a power of two."""
     if pow2:
         return torch.full((1,), 2.0 ** -math.floor(math.log2(number_format.largest)), dtype=dtype)
     return number_format.scale_of(torch.ones(1, dtype=dtype))

@@ -1,4 +1,4 @@
-"""The command line: a command for each verb, whose body imports what it needs, so that `--help` is instant."""
+"""The command line: one command for each verb. Heavy modules are imported when a verb runs, so `--help` is quick."""
 
 from diffquant.verbs.cli.command import app, main
 

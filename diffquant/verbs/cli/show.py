@@ -1,4 +1,4 @@
-"""Output of each verb on a terminal: its result as text or JSON, and remarks beside it."""
+"""Terminal output of each verb: its result as text or JSON, and notes."""
 
 import json
 import logging
@@ -27,60 +27,56 @@ def _as_text(result: Any, _: Values) -> str:
 def _as_json(result: Any, _: Values) -> str:
     if hasattr(result, "to_json"):
         return str(result.to_json()).rstrip()
+    if isinstance(result, str):
+        return json.dumps(result)
     return json.dumps(result.to_dict() if hasattr(result, "to_dict") else asdict(result), indent=2, default=str)
 
 
 @dataclass(frozen=True)
-class Shown:
-    """How a verb's result is shown, of the result and of what the verb was given.
+class ResultView:
+    """How the command line prints a verb's result. Functions get the result and the verb's arguments.
 
     Attributes:
         text: text for people, or None if there is none.
         data: JSON for programs, or None if the verb has none.
         plan: text of what is only planned.
-        say: function that prints text that comes before the result.
         details: text that only --details prints, or None if the verb has none.
     """
 
     text: Callable[[Any, Values], str | None] = _as_text
     data: Callable[[Any, Values], str] | None = _as_json
     plan: Callable[[Any], str] = str
-    say: Callable[[str], None] = typer.echo
     details: Callable[[Any], str] | None = None
 
     def show(
-        self, result: Any, given: Values, as_json: bool, told: str | None = None, is_detailed: bool = False
+        self, result: Any, given: Values, as_json: bool, error_text: str | None = None, is_detailed: bool = False
     ) -> None:
         """Print a result.
 
         Args:
-            told: text of an error that follows, which is not printed twice, or None if there is no error.
-            is_detailed: whether its details are asked for.
+            error_text: message of the error that is raised next, which is not printed twice, or None if there is no
+                error.
+            is_detailed: whether --details was given.
         """
         clear_line()
         if as_json and self.data:
             typer.echo(self.data(result, given))
             return
         text = self.text(result, given)
-        parts = [text if text != told else None, self.details(result) if is_detailed and self.details else None]
+        parts = [text if text != error_text else None, self.details(result) if is_detailed and self.details else None]
         for part in parts:
             if part is not None:
                 typer.echo(fit_to_terminal(part, sys.stdout))
 
-    def speak(self, text: str) -> None:
-        """Print a piece of the result as it comes."""
-        clear_line()
-        self.say(text)
-
-    def stop_at(self, plan: Any) -> None:
-        """Print a plan, and end the command before anything is written."""
+    def print_plan_and_exit(self, plan: Any) -> None:
+        """Print a plan, and exit before anything is written."""
         clear_line()
         typer.echo(self.plan(plan))
         raise typer.Exit
 
 
 class _Notes(logging.Handler):
-    """Prints what verbs say; what follows a result is kept until that has been shown."""
+    """Prints messages of verbs. Messages that belong after the result are kept until it has been printed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,11 +91,11 @@ class _Notes(logging.Handler):
 
 
 @contextmanager
-def notes(as_json: bool) -> Iterator[None]:
-    """While it is open, what verbs say is printed on stderr, and at its end what follows the result.
+def print_notes(as_json: bool) -> Iterator[None]:
+    """Print verbs' messages on stderr inside the context, and those kept for after the result when it exits.
 
     Args:
-        as_json: whether stdout is a program's, so that nothing else goes there.
+        as_json: whether stdout must contain only JSON.
     """
     handler, level = _Notes(), LOGGER.level
     LOGGER.addHandler(handler)
@@ -115,14 +111,14 @@ def notes(as_json: bool) -> Iterator[None]:
 
 
 @contextmanager
-def waiting(name: str, prints: bool) -> Iterator[None]:
-    """Give a sign of life on a terminal, since what a verb imports and opens may take longer than people wait for one.
+def show_loading(name: str, prints: bool) -> Iterator[None]:
+    """Show a "loading" line on a terminal, because a verb's imports may take several seconds.
 
-    The line goes away when the verb has progress to show or something to say, and at its end.
+    The line is removed when the verb prints something, shows progress, or ends.
 
     Args:
         name: the command.
-        prints: whether a library prints by itself: then the line is gone once torch is imported.
+        prints: whether a library prints directly; the line is then removed as soon as torch is imported.
     """
     with progress.show_waiting(f"{name}: loading ..."):
         if prints:
@@ -132,32 +128,28 @@ def waiting(name: str, prints: bool) -> Iterator[None]:
         yield
 
 
-def _made_by(place: str) -> Callable[[Any, Values], str]:
-    """Return a function named "module:function", which is imported once there is a result."""
+def _import_when_called(place: str) -> Callable[[Any, Values], str]:
+    """Return a wrapper of the function "module:function" that imports it only when called."""
     return lambda result, _: resolve_name(place)(result)
 
 
-def _piece(text: str) -> None:
-    typer.echo(text, nl=False)
+def print_piece(piece: str) -> None:
+    """Print a piece of a text as it comes."""
+    clear_line()
+    typer.echo(piece, nl=False)
 
 
-def _continuation(text: str, given: Values) -> str:
+def _continuation_json(text: str, given: Values) -> str:
     return json.dumps({"prompt": given["prompt"], "text": text})
 
 
-def _sweep_table(result: Any, _: Values) -> str | None:
-    from diffquant.measure.sweep.result import text_table
-
-    return text_table(result) if result.cells else None
-
-
-def _fits(fits: Any, given: Values) -> str:
+def _format_fits(fits: Any, given: Values) -> str:
     from diffquant.calib.calibration.calibrate import fit_table
 
     return fit_table(fits, given["bits"])
 
 
-def _calibration(fits: Any, given: Values) -> str:
+def _calibration_json(fits: Any, given: Values) -> str:
     from diffquant.checkpoints.ranges import read_any_ranges
     from diffquant.support.installation import provenance
 
@@ -165,29 +157,31 @@ def _calibration(fits: Any, given: Values) -> str:
     return json.dumps({"settings": settings, "fits": [replace_nonfinite(asdict(fit)) for fit in fits]})
 
 
-def _bench(result: Any, _: Values) -> str:
+def _format_bench(result: Any, _: Values) -> str:
     from diffquant.benchmarks.report import markdown
 
     return result if isinstance(result, str) else markdown(result)
 
 
-# What is shown in another way than as the summary of the result.
-SHOWN = {
-    "quantize": Shown(plan=lambda plan: plan.table()),
-    "search": Shown(_made_by("diffquant.calib.search.outputs:search_table"), plan=lambda search: search.estimate()),
-    "calibrate": Shown(_fits, _calibration),
-    "eval": Shown(
-        _made_by("diffquant.measure.sweep.run:results_text"),
+# Verbs whose result is not simply printed as its summary.
+VIEWS = {
+    "quantize": ResultView(plan=lambda plan: plan.table()),
+    "search": ResultView(
+        _import_when_called("diffquant.calib.search.outputs:search_table"), plan=lambda search: search.estimate()
+    ),
+    "calibrate": ResultView(_format_fits, _calibration_json),
+    "eval": ResultView(
+        _import_when_called("diffquant.measure.sweep.run:format_results"),
         lambda results, _: json.dumps({name: each.to_dict() for name, each in results.items()}),
     ),
-    "sweep": Shown(_sweep_table),
-    "report": Shown(lambda pages, _: f"wrote {pages[0]} and the pages of {len(pages) - 1} runs", data=None),
-    "outliers": Shown(_made_by("diffquant.calib.outlier_result:outlier_table")),
-    "bench": Shown(_bench),
-    "generate": Shown(lambda *_: "", _continuation, say=_piece),
-    "run": Shown(lambda *_: "", _continuation, say=_piece),
-    "fidelity": Shown(lambda result, _: result and result.summary()),
-    "verify": Shown(details=lambda verification: verification.table()),
-    "serve": Shown(lambda *_: None, data=None),
-    "demo": Shown(lambda *_: None, data=None, say=lambda text: typer.echo(fit_to_terminal(text, sys.stdout))),
+    "sweep": ResultView(lambda result, _: result.table() if result.cells else None),
+    "report": ResultView(lambda pages, _: f"wrote {pages[0]} and the pages of {len(pages) - 1} runs", data=None),
+    "outliers": ResultView(_import_when_called("diffquant.calib.outlier_result:outlier_table")),
+    "bench": ResultView(_format_bench),
+    "generate": ResultView(lambda *_: "", _continuation_json),
+    "run": ResultView(lambda *_: "", _continuation_json),
+    "fidelity": ResultView(lambda result, _: result and result.summary()),
+    "verify": ResultView(details=lambda verification: verification.table()),
+    "serve": ResultView(lambda *_: None, data=None),
+    "demo": ResultView(lambda *_: None, data=None),
 }

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from diffquant.benchmarks.workloads import V2, Model, model_named
+from diffquant.benchmarks.workloads import V2, Model, find_model
 from diffquant.family.call import AttentionCall
 from research.bench.gpu.stores import CONTIGUOUS, latent_cells, paged_cells
 
@@ -84,7 +84,7 @@ def linear_cells(graph: bool, tokens: int) -> list[dict[str, Any]]:
     """Cells of every path of a linear layer of the 3B model, at some tokens."""
     from diffquant.benchmarks import linears
 
-    cells = linears.run_linears([model_named("3B")], (tokens,), "float16", "cuda", _TURNS, graph=graph)
+    cells = linears.run_linears([find_model("3B")], (tokens,), "float16", "cuda", _TURNS, graph=graph)
     return [cell.to_dict() for cell in cells]
 
 
@@ -95,7 +95,7 @@ def state_cells(context: int) -> list[dict[str, Any]]:
     from diffquant.benchmarks.decode import RECIPES, fill_store
     from diffquant.benchmarks.workloads import Workload, differential
 
-    model = model_named("3B")
+    model = find_model("3B")
     call = differential(Workload(model, 1, context, 1, "float16"), "cuda")
     cells = []
     for bits in (16, 8, 6, 4):
@@ -177,7 +177,7 @@ def groups() -> list[Group]:
 
 
 def _prefill_groups() -> list[Group]:
-    model = model_named("3B")
+    model = find_model("3B")
     planned = [
         Group(
             "prefill V1, 16K tokens, float16: 8 bits",
@@ -216,7 +216,7 @@ def _prefill_groups() -> list[Group]:
     )
     planned.append(
         _attention_group(
-            "prefill V1, d 64, 8K tokens, bfloat16", (), model_named("diffllama-1b"), 8192, "bfloat16", rivals
+            "prefill V1, d 64, 8K tokens, bfloat16", (), find_model("diffllama-1b"), 8192, "bfloat16", rivals
         )
     )
     return planned
@@ -236,7 +236,7 @@ def _decode_groups() -> list[Group]:
     planned = []
     # The host's launches take longer than the kernels: aims are for graphs, which `generate` replays.
     for graph, how in ((True, ", CUDA graphs"), (False, "")):
-        arguments = ("decode", model_named("3B"), 1, 16384, 8, "float16", graph, peers)
+        arguments = ("decode", find_model("3B"), 1, 16384, 8, "float16", graph, peers)
         name = f"decode V1, context 16K, batch 8, float16{how}"
         planned.append(Group(name, aims if graph else (), attention_cells, arguments, REFERENCES))
     graphed = "context 16K, batch 8, float16, CUDA graphs"

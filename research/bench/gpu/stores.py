@@ -9,7 +9,7 @@ from torch import Tensor
 
 from diffquant.benchmarks.contest import Contest
 from diffquant.benchmarks.measuring import prepare, run_in_turns
-from diffquant.benchmarks.workloads import Workload, differential, model_named
+from diffquant.benchmarks.workloads import Workload, differential, find_model
 from diffquant.recipe import Recipe
 
 PAGES, LATENTS = "{}-bit pages", "{}-bit latents"
@@ -25,7 +25,7 @@ def paged_cells(context: int, batch: int) -> list[dict[str, Any]]:
     from diffquant.kernels.cache.packed_pages import PagedStore, decode_packed_pages
     from diffquant.kernels.cache.paged import PAGE, decode_paged
 
-    model = model_named("3B")
+    model = find_model("3B")
     work = Workload(model, 1, context, batch, "float16")
     contiguous = Contest("decode", "cuda", _TURNS, (CONTIGUOUS,), graph=True).run([work])
     call = differential(work, "cuda")

@@ -71,7 +71,7 @@ def chosen(names: str) -> list[str]:
     wanted = {name.strip() for name in names.split(";") if name.strip()}
     if wanted - CONTESTANTS.keys():
         unknown = ", ".join(map(repr, sorted(wanted - CONTESTANTS.keys())))
-        raise UsageError(f"no contestant is called {unknown}; known are {'; '.join(CONTESTANTS)}")
+        raise UsageError(f"no contestant is called {unknown}; choose from {'; '.join(CONTESTANTS)}")
     return [name for name in CONTESTANTS if not wanted or name in {TORCH, *wanted}]
 
 

@@ -126,7 +126,7 @@ def ratios(result: dict[str, Any]) -> dict[str, tuple[float, float]]:
 
 
 def _ours(model: Any, tokenizer: Any) -> Score:
-    return lambda items: evaluate_hellaswag(TorchModel(model, tokenizer), items).choices
+    return lambda items: evaluate_hellaswag(TorchModel(model, tokenizer), items).details["choices_by_sum"]
 
 
 def _hflm(model: Any, tokenizer: Any, batch_size: int) -> Score:

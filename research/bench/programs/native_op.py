@@ -86,7 +86,7 @@ def main(
     names = [name.strip() for name in shapes.split(",") if name.strip()] or list(SHAPES)
     unknown = [name for name in names if name not in SHAPES]
     if unknown:
-        raise UsageError(f"unknown shape {', '.join(map(repr, unknown))}; known are {', '.join(SHAPES)}")
+        raise UsageError(f"unknown shape {', '.join(map(repr, unknown))}; choose from {', '.join(SHAPES)}")
     library = native.library_path()
     if library is None:
         raise MissingDependencyError("the native kernel is not built: python -m diffquant.onnx.native")

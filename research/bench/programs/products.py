@@ -92,7 +92,7 @@ def main(
         raise MissingDependencyError("the native library is not built: python -m diffquant.onnx.native")
     chosen = [name.strip() for name in formats.split(",") if name.strip()] or list(FORMATS)
     if unread := [name for name in chosen if name not in FORMATS]:
-        raise UsageError(f"unknown format {', '.join(map(repr, unread))}; known are {', '.join(FORMATS)}")
+        raise UsageError(f"unknown format {', '.join(map(repr, unread))}; choose from {', '.join(FORMATS)}")
     names = [name.strip() for name in kernels.split(",") if name.strip()] or [native.matmul_kernel_name() or ""]
     unknown = [name for name in names if not native.use_matmul_kernel(name)]
     if unknown:

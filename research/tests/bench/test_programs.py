@@ -98,5 +98,5 @@ def test_contestants_are_chosen_by_name_in_their_own_order_beside_torch():
         contestants.FLOAT,
         "llama.cpp Q4_0",
     ]
-    with pytest.raises(UsageError, match="no contestant is called 'vllm'; known are torch float32;"):
+    with pytest.raises(UsageError, match="no contestant is called 'vllm'; choose from torch float32;"):
         contestants.chosen("vllm")

@@ -292,7 +292,7 @@ def test_an_error_of_our_own_is_not_a_row(checkpoint, tmp_path):
 
 
 def test_an_unknown_method_and_too_short_a_text_are_refused(checkpoint, tmp_path):
-    with pytest.raises(UsageError, match=r"no method is called 'awq'; known are nearest 4:g32; mse"):
+    with pytest.raises(UsageError, match=r"no method is called 'awq'; choose from nearest 4:g32; mse"):
         rounding.chosen("nf4;awq")
     (tmp_path / "short.txt").write_text("a short text")
     with pytest.raises(UsageError, match=r"fewer than --tokens 512"):

@@ -1,7 +1,7 @@
 """Searched widths store no more than the uniform one beside them, and KL is torch's of the loaded models."""
 
 import json
-from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,6 +9,7 @@ import torch
 from torch.nn.functional import kl_div
 
 from diffquant import quantize
+from diffquant.calib.search.search import Search
 from diffquant.data import books_text
 from diffquant.quantization.loading import load
 from diffquant.recipe import Recipe
@@ -23,8 +24,7 @@ def measured(tmp_path_factory):
     model = tiny_lm.write_llama(folder / "model")
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(searched, "_WINDOW", 32)
-        options = replace(searched._OPTIONS, windows=1, window=32, check_characters=300)
-        patched.setattr(searched, "_OPTIONS", options)
+        patched.setattr(searched, "Search", partial(Search, windows=1, window=32, check_characters=300))
         return model, json.loads(json.dumps(measure_searches(model, [4, 5], 600, folder)))
 
 

@@ -30,16 +30,16 @@ class Gptq(Rounding):
         progress: Progress,
     ) -> Rounder:
         # It runs a model, which the other rules and this one's name do without.
-        from diffquant.quantization.roundings.gptq.sequence import rounded_layers
+        from diffquant.quantization.roundings.gptq.sequence import round_layers
 
         opened = open_source(source)
         calibration = self.read_text(opened, settings)
         if settings.seed is not None and not calibration.is_drawn:
             raise UsageError(
-                f"{option_name('seed')} orders rows of a JSONL file or dataset, and rounding {self.name} reads plain "
-                "text from its beginning; leave it out"
+                f"{option_name('seed')} affects only rows of a JSONL file or dataset, but rounding {self.name} reads "
+                "plain text from its beginning; leave it out"
             )
-        return rounded_layers(opened, schemes, settings, calibration, progress)
+        return round_layers(opened, schemes, settings, calibration, progress)
 
 
 register(Gptq())
@@ -65,12 +65,12 @@ class Tuned(Rounding):
     ) -> Rounder:
         # It runs a model, which the other rules and this one's name do without.
         from diffquant.quantization.roundings.gptq.descent import tune_layer
-        from diffquant.quantization.roundings.gptq.sequence import rounded_layers
+        from diffquant.quantization.roundings.gptq.sequence import round_layers
 
         opened = open_source(source)
         tune = partial(tune_layer, seed=settings.seed or 0)
         calibration = self.read_text(opened, settings)
-        return rounded_layers(opened, schemes, settings, calibration, progress, tune, self.window)
+        return round_layers(opened, schemes, settings, calibration, progress, tune, self.window)
 
 
 register(Tuned())

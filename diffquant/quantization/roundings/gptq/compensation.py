@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diffquant.quantization.roundings.nearest import all_levels, fitted_scale, level_codes
+from diffquant.quantization.roundings.nearest import level_codes, nearest_levels, search_scale
 from diffquant.recipe.numbers.formats import NumberFormat
 from diffquant.recipe.scheme import Scheme
 
@@ -95,15 +95,15 @@ def compensate(values: Tensor, inputs: Inputs, scheme: Scheme, dtype: torch.dtyp
     # Columns are processed one after another, so each is made contiguous.
     columns, size = values.mT.contiguous(), scheme.size or values.shape[1]
     if inputs.order is None:
-        codes, scales = in_one_pass(columns, inputs.factor, scheme.format, size, dtype)
+        codes, scales = round_in_one_pass(columns, inputs.factor, scheme.format, size, dtype)
     else:
-        codes, scales = in_order_of_inputs(columns, inputs, inputs.order, scheme.format, size, dtype)
+        codes, scales = round_in_order(columns, inputs, inputs.order, scheme.format, size, dtype)
     for _ in range(_PASSES):
         codes, scales = _descend(columns, codes, scales, inputs.products, scheme.format, size)
     return level_codes(codes.mT.contiguous(), scheme.format), scales.mT.contiguous()
 
 
-def in_one_pass(
+def round_in_one_pass(
     values: Tensor, factor: Tensor, levels: NumberFormat, size: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Run GPTQ's pass over values [in, rows] and return codes float32 [in, rows] and scales [in/size, rows]."""
@@ -113,7 +113,7 @@ def in_one_pass(
     work, divisors = values.clone(), torch.empty_like(values[0])
 
     def start(columns: slice) -> None:
-        scale = fitted_scale(work[columns].mT.contiguous(), levels, dtype, costs[columns]).squeeze(1)
+        scale = search_scale(work[columns].mT.contiguous(), levels, dtype, costs[columns]).squeeze(1)
         scales[columns.start // size] = scale
         divisors.copy_(scale)
 
@@ -126,7 +126,7 @@ def in_one_pass(
     return codes, scales
 
 
-def in_order_of_inputs(
+def round_in_order(
     values: Tensor, inputs: Inputs, order: Tensor, levels: NumberFormat, size: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Run GPTQ's pass with columns in another order; return codes float32 [in, rows] and scales [in/size, rows].
@@ -134,13 +134,13 @@ def in_order_of_inputs(
     Groups are of neighbours in the stored order, so their scales are chosen before the pass.
     """
     groups, weights = values.unflatten(0, (-1, size)), inputs.products.diagonal().unflatten(0, (-1, size))
-    scales = torch.cat([fitted_scale(g.mT, levels, dtype, w).mT for g, w in zip(groups, weights, strict=True)])
+    scales = torch.cat([search_scale(g.mT, levels, dtype, w).mT for g, w in zip(groups, weights, strict=True)])
     codes, work, columns = torch.empty_like(values), values[order], order.tolist()
 
     def settle(place: int) -> Tensor:
         column, weight = columns[place], work[place]
         scale = scales[column // size].float()
-        code = all_levels(weight, scale, levels)
+        code = nearest_levels(weight, scale, levels)
         codes[column] = code
         return (weight - code * scale) / inputs.factor[place, place]
 

@@ -46,7 +46,7 @@ class Moments:
             self.lost = lost if self.lost is None else self.lost + lost
 
 
-def readers_by_input(walk: Walk[State], layer: nn.Module, state: State) -> tuple[list[list[str]], State]:
+def group_by_input(walk: Walk[State], layer: nn.Module, state: State) -> tuple[list[list[str]], State]:
     """Run a layer and return the names of its linear modules, grouped by shared input, in the order of their calls.
 
     Returns:
@@ -65,7 +65,7 @@ def readers_by_input(walk: Walk[State], layer: nn.Module, state: State) -> tuple
     return list(readers.values()), state
 
 
-def inputs_on_the_way(
+def collect_inputs(
     walk: Walk[State], layer: nn.Module, modules: Sequence[str], state: State
 ) -> tuple[Mapping[str, Tensor], State]:
     """Run a layer and return the inputs [N, in] of some modules by name, and the layer's output."""

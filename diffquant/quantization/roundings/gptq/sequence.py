@@ -20,9 +20,9 @@ from diffquant.quantization.roundings.gptq.layer_inputs import (
     ActivationStore,
     Kept,
     Moments,
+    collect_inputs,
+    group_by_input,
     input_of,
-    inputs_on_the_way,
-    readers_by_input,
 )
 from diffquant.quantization.roundings.nearest import round_with_clipping
 from diffquant.recipe.rounding import RoundingSettings
@@ -40,7 +40,7 @@ States = list[Kept[Any]]
 Finish = Callable[[Walk[Any], "LayerWeights", States, States, ActivationStore], None]
 
 
-def rounded_layers(
+def round_layers(
     source: Source,
     schemes: Mapping[str, Scheme],
     settings: RoundingSettings,
@@ -75,7 +75,7 @@ def rounded_layers(
         exact = list(states)
         glimpse = glance.embed(ids[:1, :2])
         for number, layer in enumerate(walk.layers):
-            readers, glimpse = readers_by_input(glance, layer, glimpse)
+            readers, glimpse = group_by_input(glance, layer, glimpse)
             weights = LayerWeights(source, schemes, settings, layer, f"model.layers.{number}", made)
             groups = [names for names in readers if any(map(weights.is_rounded, names))]
             if settings.inputs == "unrounded":
@@ -183,7 +183,7 @@ def _round_for_unrounded(
     """Round a layer for the 16-bit model's inputs, and replace these in `states` by the 16-bit model's outputs."""
     moments = [Moments() for _ in groups]
     for number, state in enumerate(states):
-        seen, output = inputs_on_the_way(walk, weights.layer, [names[0] for names in groups], state.get())
+        seen, output = collect_inputs(walk, weights.layer, [names[0] for names in groups], state.get())
         states[number] = store.keep(output)
         for names, of_group in zip(groups, moments, strict=True):
             of_group.add(seen[names[0]])
@@ -208,7 +208,7 @@ def _round_in_turn(
     layer, held = weights.layer, list[Kept[dict[str, Tensor]]]()
     is_target = weights.settings.target != "layer"
     for number, state in enumerate(exact if is_target else ()):
-        seen, output = inputs_on_the_way(walk, layer, [names[0] for names in groups], state.get())
+        seen, output = collect_inputs(walk, layer, [names[0] for names in groups], state.get())
         if (kept := store.hold(dict(seen))) is None:
             break
         held.append(kept)

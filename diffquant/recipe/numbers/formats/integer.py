@@ -1,4 +1,4 @@
-"""Symmetric integers of 2 to 8 bits, and 16 bits, which round nothing."""
+"""Symmetric integers of 2 to 8 bits, and the 16-bit format, which does not round."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -11,10 +11,12 @@ if TYPE_CHECKING:
 
 # compressed-tensors' format of dense integers, which `numbers.packing` writes.
 PACK_QUANTIZED = "pack-quantized"
+# Its format of integers in bytes, the one of 8 bits that vLLM multiplies with rounded activations.
+INT_QUANTIZED = "int-quantized"
 
 
 class Integer(NumberFormat):
-    """Integers of b bits. Absmax uses -(2^(b-1) - 1) to 2^(b-1) - 1; -2^(b-1) is for rules that fit scales.
+    """Integers of b bits. Absmax uses -(2^(b-1) - 1) to 2^(b-1) - 1; error-minimizing roundings also use -2^(b-1).
 
     Source: arXiv 2410.05258, section 3.7; the layout is compressed-tensors' pack-quantized.
     """
@@ -32,7 +34,7 @@ class Integer(NumberFormat):
         return self._bits
 
     def codes(self, x: "Tensor", scale: "Tensor") -> "Tensor":
-        """round-half-even(x / scale), clamped to what absmax uses; half types are divided in float32."""
+        """Return round-half-even(x / scale), clamped to absmax's codes; 16-bit tensors are divided in float32."""
         ratio = (x.float() if x.element_size() == 2 else x) / scale
         return ratio.round_().clamp_(-self.largest, self.largest).char()
 
@@ -40,7 +42,7 @@ class Integer(NumberFormat):
         return codes.to(dtype)
 
     def round_to_levels_(self, ratio: "Tensor") -> "Tensor":
-        """Round to integers in place, without clamping: absmax scales leave none beyond the last code."""
+        """Round to integers in place, without clamping, because absmax scales never exceed the largest code."""
         return ratio.round_()
 
     def nearest_(self, ratio: "Tensor") -> "Tensor":
@@ -54,8 +56,41 @@ class Integer(NumberFormat):
         return {"bits": self.bits}
 
 
+class IntegerBytes(Integer):
+    """Integers of 8 bits, each stored as a byte of the weight itself, as kernels with rounded activations read them.
+
+    Schemes call it "8", too: a weight is stored so where a recipe rounds its inputs. The layout is compressed-tensors'
+    int-quantized.
+    """
+
+    layout = INT_QUANTIZED
+    is_native = True
+    stores_shape = False
+
+    def __init__(self) -> None:
+        super().__init__(8)
+
+    @property
+    def stored_dtype(self) -> "torch.dtype":
+        import torch
+
+        return torch.int8
+
+    def stored_width(self, length: int) -> int:
+        return length
+
+    def pack(self, codes: "Tensor") -> "Tensor":
+        return codes
+
+    def unpack(self, stored: "Tensor", length: int) -> "Tensor":  # noqa: ARG002
+        return stored
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _bytes, ()
+
+
 class Sixteen(NumberFormat):
-    """16 bits, the type that a model runs in: nothing is rounded, and there are no codes."""
+    """The unquantized format: values keep the model's dtype, and there are no codes."""
 
     name, levels, quantizes = "16", (), False
     bits = 16
@@ -65,3 +100,9 @@ class Sixteen(NumberFormat):
 for _bits in range(2, 9):
     register(Integer(_bits))
 register(Sixteen())
+BYTES = IntegerBytes()
+
+
+def _bytes() -> IntegerBytes:
+    """Return the only object of this format, in each process that a scheme travels to."""
+    return BYTES

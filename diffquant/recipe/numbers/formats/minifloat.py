@@ -1,4 +1,4 @@
-"""Floats of 4, 6 and 8 bits, under scales that a scheme shares or microscaled. No torch at import."""
+"""Floats of 4, 6 and 8 bits, with scales set by the scheme, or microscaled. Imports no torch."""
 
 import math
 from collections.abc import Mapping
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 def float_levels(exponent: int, mantissa: int, largest: float) -> tuple[float, ...]:
-    """All numbers up to `largest` of a float with a sign and the given bits of exponent and mantissa, ascending.
+    """List all numbers up to `largest` of a float with these exponent and mantissa bits and a sign, ascending.
 
-    The bias is 2^(exponent - 1) - 1, and the lowest exponent is that of subnormal numbers.
+    The bias is 2^(exponent - 1) - 1, and exponent field 0 means subnormal numbers.
 
     Source: OCP Microscaling Formats 1.0, section 5.3; OCP 8-bit Floating Point 1.0, section 3.
     """
@@ -27,10 +27,10 @@ def float_levels(exponent: int, mantissa: int, largest: float) -> tuple[float, .
 
 
 class Minifloat(NumberFormat):
-    """A float with a sign, given bits of exponent and mantissa, and a largest number.
+    """A float with a sign, given numbers of exponent and mantissa bits, and a largest value.
 
-    A code's magnitude is the number that its bits without the sign are, and bytes hold the bits, the first code in the
-    lowest. What is beyond the largest number becomes that; -0 is read as 0.
+    A code's magnitude is the integer value of its bits without the sign. Bytes hold the bits, with the first code in
+    the lowest bits. Larger values are clipped to the largest one; -0 is read as 0.
     """
 
     def __init__(self, name: str, exponent: int, mantissa: int, largest: float) -> None:
@@ -102,9 +102,9 @@ class Minifloat(NumberFormat):
 
 
 class Float8(Minifloat):
-    """A float that torch has a dtype of: a weight is stored as a tensor of that.
+    """An 8-bit float for which torch has a dtype, in which weights are stored.
 
-    Codes without a number, infinite or NaN, are read as NaN.
+    Codes of infinity and NaN are read as NaN.
 
     Source: OCP 8-bit Floating Point 1.0; e4m3 is compressed-tensors' float-quantized.
     """
@@ -144,11 +144,11 @@ _LAYOUTS = {"mxfp4": "mxfp4-pack-quantized", "mxfp6": "mxfp6-pack-quantized", "m
 
 
 class Microscaled(Minifloat):
-    """Floats of 4, 6 or 8 bits; a block of 32 shares a scale that is a power of two, stored as its exponent (E8M0).
+    """Floats of 4, 6 or 8 bits, where 32 values share a power-of-two scale, stored as its exponent (E8M0).
 
-    OCP takes the exponent of the largest magnitude less that of the largest level, so that a magnitude beyond the
-    largest level is clipped to it: of 7, E2M1 keeps 6. Formats whose name ends in `_up` raise the exponent by one from
-    a mantissa of 1.75 on, as compressed-tensors does when it quantizes (1.9375 in its mxfp6).
+    OCP's scale exponent is that of the largest magnitude minus that of the largest level. Magnitudes beyond the largest
+    level are clipped: E2M1 turns 7 into 6. Formats whose name ends in `_up` raise the exponent by one if the mantissa
+    is at least 1.75, as compressed-tensors does when it quantizes (1.9375 in its mxfp6).
 
     Source: OCP Microscaling Formats 1.0, section 6.3; compressed-tensors 0.20, quantization/utils/mxfp_utils.py.
     """
@@ -194,11 +194,11 @@ class Microscaled(Minifloat):
         return dtype == torch.uint8
 
     def scale_of(self, largest: "Tensor", dtype: "torch.dtype | None" = None) -> "Tensor":
-        """2^(exponent of the largest magnitude - that of the largest level), 2^-127 where all is zero.
+        """Return 2^(exponent of the largest magnitude - exponent of the largest level), or 2^-127 if all is zero.
 
         Args:
             largest: largest magnitudes.
-            dtype: dtype that values are read back in; an exponent whose power it does not have is not raised to.
+            dtype: dtype of dequantized values, whose range limits the exponent.
 
         Returns:
             float32, or float64 where `largest` is.
@@ -212,7 +212,7 @@ class Microscaled(Minifloat):
         return _power_of(torch.where(largest == 0, 0, biased), largest.dtype)
 
     def storable(self, scale: "Tensor", dtype: "torch.dtype") -> "Tensor":
-        """Return the power of two nearest to a scale by the ratio of both."""
+        """Return the power of two nearest to a scale, by ratio."""
         import torch
 
         half, exponent = torch.frexp(scale.abs().float())
@@ -240,7 +240,7 @@ class Microscaled(Minifloat):
 
 
 def _power_of(biased: "Tensor", dtype: "torch.dtype") -> "Tensor":
-    """2^(n - 127) of whole numbers n, clamped to the bytes from 0 to 254; of the byte 255 NaN."""
+    """Return 2^(n - 127) for whole numbers n, clamped to 0 to 254; 255 gives NaN."""
     import torch
 
     if biased.dtype != torch.uint8:

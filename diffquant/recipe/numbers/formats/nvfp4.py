@@ -1,8 +1,8 @@
-"""NVFP4: E2M1 floats, 16 of which share a scale in e4m3; scales of a weight have a float32 scale of the tensor above.
+"""NVFP4: E2M1 floats, 16 of which share an e4m3 scale. Each weight also has one float32 tensor scale.
 
-A weight's `tensor_scale` g is a divisor, as compressed-tensors stores it: a level stands for level · (block scale / g),
-computed in float32. ModelOpt stores 1/g and calls it `weight_scale_2`. A cache, logits and operands have none (g is 1),
-since tokens are rounded as they come: their block scales are the e4m3 numbers themselves, which end at 2^-9 and 448.
+A weight's `tensor_scale` g is a divisor, as in compressed-tensors: value = level · (block scale / g), in float32.
+ModelOpt stores 1/g as `weight_scale_2`. KV cache, logits and operands have no tensor scale (g is 1), because tokens are
+rounded as they arrive. Their block scales are plain e4m3 numbers, from 2^-9 to 448.
 
 Source: compressed-tensors 0.20, nvfp4-pack-quantized; `nvfp4_4over6` is Cook et al., Four Over Six, arXiv 2512.02010.
 """
@@ -40,7 +40,7 @@ class Nvfp4(Minifloat):
         self._tensor_scale = tensor_scale
 
     def bound_to(self, largest: "Tensor") -> "Nvfp4":
-        """Return the format of a weight: 448 · 6 over its largest magnitude is what block scales are multiplied by."""
+        """Return the format for one weight, with tensor scale 448 · 6 / its largest magnitude."""
         import torch
 
         largest = largest.reshape(1).float().clamp(min=torch.finfo(torch.float32).tiny)
@@ -73,7 +73,7 @@ class Nvfp4(Minifloat):
         return self._divide(self._block_scale(scale.abs())).to(dtype)
 
     def _block_scale(self, scale: "Tensor") -> "Tensor":
-        """Return the e4m3 number of a positive scale, in the scale's dtype."""
+        """Round a positive scale to e4m3, and return it in its own dtype."""
         import torch
 
         wide = scale if self._tensor_scale is None else self._tensor_scale.to(scale.device) * scale
@@ -84,7 +84,7 @@ class Nvfp4(Minifloat):
         return block_scale if self._tensor_scale is None else block_scale / self._tensor_scale.to(block_scale.device)
 
     def pack_scale(self, scale: "Tensor") -> "Tensor":
-        """Block scales in bytes, which their product with the tensor's scale is nearest to."""
+        """Return the block scales, multiplied by the tensor scale, as e4m3 bytes."""
         import torch
 
         wide = scale.float() if self._tensor_scale is None else scale.float() * self._tensor_scale.to(scale.device)
@@ -109,10 +109,10 @@ class Nvfp4(Minifloat):
 
 
 class FourOverSix(Nvfp4):
-    """NVFP4 whose block scales map the largest magnitude to 4 or to 6, whichever leaves the smaller squared error.
+    """NVFP4 that maps a block's largest magnitude to 4 or 6, whichever gives the smaller squared error.
 
-    The levels near 4 are closer together than those near 6. A weight's largest block scale is 256 in place of 448, so
-    that one half as large again is still an e4m3 number.
+    Levels near 4 are closer together than those near 6. The largest block scale of a weight is 256 instead of 448, so
+    that 1.5 times this scale is still an e4m3 number.
     """
 
     fits_errors = True

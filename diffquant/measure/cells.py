@@ -1,0 +1,166 @@
+"""Configurations of models, and cells: one task on one configuration, with its file and its result. No torch here."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from diffquant.measure.results import TaskResult
+from diffquant.recipe import Recipe
+from diffquant.support.files import read_bytes, set_folder_aside, write_atomically
+from diffquant.support.plain_data import JsonObject, parse_json, plain_digest
+
+# Names used as a target: for an exported folder, which is measured in its own precision, and for a recipe from a file.
+EXPORTED, RECIPE = "onnx", "recipe"
+
+TITLES = {
+    "logits": "attention logits",
+    "kv": "KV cache",
+    "k": "keys",
+    "v": "values",
+    "qk": "queries and keys",
+    "p": "softmax weights",
+    "pv": "values before P·V",
+}
+
+
+@dataclass(frozen=True)
+class Point:
+    """One configuration of one model.
+
+    Attributes:
+        model: path of the checkpoint, or of an exported folder.
+        target: name of what is quantized; "" at 16 bits, `RECIPE` for a recipe file, `EXPORTED` for an exported folder.
+        bits: width of the target's codes in bits; 0 for a recipe.
+        granularity: granularity as in a scheme's text, a recipe's name, or the full precision of an exported folder;
+            "" at 16 bits.
+        recipe: recipe to simulate; empty for an exported folder.
+        compared_with: model whose 16-bit results it is compared with, if any.
+    """
+
+    model: Path
+    target: str
+    bits: int
+    granularity: str
+    recipe: Recipe
+    compared_with: Path | None
+
+    @property
+    def is_baseline(self) -> bool:
+        return not self.target
+
+    @property
+    def scheme(self) -> str:
+        """The scheme as text, such as "4:row", "16", or a recipe's name."""
+        if self.target in (EXPORTED, RECIPE):
+            return self.granularity
+        return f"{self.bits}:{self.granularity}" if self.granularity else str(self.bits)
+
+    @property
+    def title(self) -> str:
+        """The quantized target in words, such as "attention logits"."""
+        return TITLES.get(self.target, self.target)
+
+    @property
+    def sharing(self) -> str:
+        """The granularity in words, such as "per row with shift" or "per group of 32"; "" without a granularity."""
+        if self.target in (EXPORTED, RECIPE):
+            return ""
+        if self.granularity == "static":
+            return "static"
+        shared, _, form = self.granularity.partition(":")
+        shared = f"group of {shared[1:]}" if shared[:1] == "g" and shared[1:].isdigit() else shared
+        return f"per {shared}" + ({"": "", "rotated": ", rotated"}.get(form, f" with {form}"))
+
+    @property
+    def panel(self) -> str:
+        """Title of its panel in plots, such as "attention logits, per row with shift"."""
+        return ", ".join(filter(None, (self.title, self.sharing)))
+
+    @property
+    def label(self) -> str:
+        """Target and scheme, such as "logits 4:row"."""
+        return f"{self.target} {self.scheme}" if self.target else "16 bits"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One task on one configuration, with all that its result depends on, its file, and the result once measured.
+
+    Attributes:
+        task: name of the task.
+        result: result of the task, or None if it failed or was not measured.
+        error: message of the error if it failed.
+        key: everything that the result depends on, as plain data; the file's name is a hash of it. A cell read from
+            sweep.json has only the digest of the code, or nothing if the file is old.
+        folder: folder of the cells' files.
+    """
+
+    point: Point
+    task: str
+    result: TaskResult | None = None
+    error: str | None = None
+    key: JsonObject = field(default_factory=dict)
+    folder: Path = Path()
+
+    @property
+    def caption(self) -> str:
+        return f"{self.point.model.name}, {self.point.label}, {self.task}"
+
+    @property
+    def weights(self) -> tuple[Path, str]:
+        """The model's path and the recipe's weight schemes as text, which determine the weights to load."""
+        return self.point.model, Recipe().with_weights_of(self.point.recipe).to_yaml()
+
+    @cached_property
+    def name(self) -> str:
+        """Name of the cell's files, without suffix."""
+        return hashlib.sha256(json.dumps(self.key, sort_keys=True).encode()).hexdigest()[:32]
+
+    @property
+    def path(self) -> Path:
+        return self.folder / f"{self.name}.json"
+
+    @property
+    def failure_path(self) -> Path:
+        return self.folder / f"{self.name}.failed.json"
+
+    @property
+    def lock_path(self) -> Path:
+        return self.folder / f"{self.name}.lock"
+
+    def read(self) -> TaskResult | None:
+        """Return the stored result, or None if there is none or its file is damaged."""
+        try:
+            entry = parse_json(read_bytes(self.path))
+            if entry["key"] != self.key or entry["sha256"] != plain_digest(entry["result"]):
+                return None
+            return TaskResult.from_dict(entry["result"])
+        except (OSError, ValueError, LookupError, TypeError):
+            return None
+
+    def write(self, result: TaskResult) -> None:
+        """Store a result, and remove the record of an earlier failure."""
+        content = result.to_cell()
+        entry = {"key": self.key, "result": content, "sha256": plain_digest(content)}
+        _put(self.path, entry)
+        set_folder_aside(self.failure_path)
+        self.failure_path.unlink(missing_ok=True)
+
+    def write_failure(self, error: str, trace: Sequence[str] = ()) -> None:
+        """Record the error of an attempt in one line, with the lines of its traceback."""
+        _put(self.failure_path, {"key": self.key, "error": error, "trace": list(trace)})
+
+    def read_failure(self) -> str | None:
+        """Return the error of the last attempt in one line, or None if no failure is recorded."""
+        try:
+            return str(parse_json(read_bytes(self.failure_path))["error"])
+        except (OSError, ValueError, LookupError, TypeError):
+            return None
+
+
+def _put(path: Path, entry: JsonObject) -> None:
+    set_folder_aside(path)
+    write_atomically(path, json.dumps(entry, indent=1) + "\n")
