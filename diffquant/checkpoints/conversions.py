@@ -1,25 +1,33 @@
-"""Converts a model exactly to another architecture of the family, which computes the same function.
+"""Converts a model exactly to another one of the family that computes the same function.
 
-Two conversions are supported: unilm's DIFF V1 to Hugging Face `diffllama`, and a plain Llama to DIFF V2.
+Three conversions are supported: unilm's DIFF V1 to Hugging Face `diffllama`, a plain Llama to DIFF V2, and any
+Transformer of the family to the same architecture with rotated weights, whose outliers are spread over all channels.
 """
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from diffquant.checkpoints.row_stream import check_rows
 from diffquant.checkpoints.source import Source
 from diffquant.errors import CheckpointError, UsageError
+from diffquant.family.heads import HeadLayout
 from diffquant.model.adapters import Adapter
+from diffquant.recipe.numbers.simulation import rotation
+from diffquant.support.names import option_name
 
 # A source tensor's rows [rows, ...] -> the target's.
 Change = Callable[[Tensor], Tensor]
 
 
 # (name of a source tensor, or None if the target's tensor is zeros; for each target row the index of its source row, or
-# None if the rows keep their order; function that changes the rows, or None if they do not change)
+# a float64 matrix [target rows, source rows] to multiply the source by, or None if the rows keep their order; function
+# that then changes the rows, or None if they do not change)
 Origin = tuple[str | None, Tensor | None, Change | None]
 
 
@@ -28,9 +36,13 @@ def check_conversion(target: str, source: Source) -> None:
 
     Raises:
         UsageError: this source cannot be converted exactly to the target.
+        CheckpointError: the source has layers whose rotation is unknown.
     """
-    if target not in _SOURCE_TYPES:
-        raise UsageError(f"cannot convert to {target!r}; choose from {', '.join(_SOURCE_TYPES)}")
+    if target not in (*_SOURCE_TYPES, ROTATED):
+        raise UsageError(f"cannot convert to {target!r}; choose from {', '.join((*_SOURCE_TYPES, ROTATED))}")
+    if target == ROTATED:
+        source.transformer(f"convert with {option_name('to', ROTATED)}")
+        return
     model_type = source.model_type
     if model_type != _SOURCE_TYPES[target]:
         ways = ", ".join(f"{begin} to {end}" for end, begin in _SOURCE_TYPES.items())
@@ -44,12 +56,33 @@ def convert_config(target: str, source: Source) -> dict[str, Any]:
     Raises:
         CheckpointError: the source has settings that the target has no place for.
     """
+    if target == ROTATED:
+        # A tied head cannot contain the final norm's weight.
+        return source.checkpoint.config | {"tie_word_embeddings": False}
     return _diffllama_config(source) if target == "diffllama" else _diff_v2_config(source)
 
 
 def find_origin(target: str, source: Source, adapter: Adapter, name: str) -> Origin:
     """Return the source tensor, row order and change that make a tensor of the target; `adapter` is the target's."""
+    if target == ROTATED:
+        return _rotated_origin(source, name)
     return _diffllama_origin(source, adapter, name) if target == "diffllama" else _diff_v2_origin(source, name)
+
+
+def describe_change(target: str, source: Source) -> str:
+    """Describe the change for the model card."""
+    if target != ROTATED:
+        return _CHANGES[target]
+    width, spec = source.architecture.hidden_size, source.spec
+    return (
+        f"the residual stream is rotated by an orthogonal matrix (of seed {width}, its width) and norms' weights are "
+        "folded into the weights that follow; "
+        + (
+            "values are not rotated, since their output gate is elementwise."
+            if spec.output_gate
+            else f"values are rotated within each head (seed {spec.value_dim})."
+        )
+    )
 
 
 # Settings that are always written, since their defaults differ between source and target.
@@ -124,14 +157,82 @@ def _diff_v2_origin(source: Source, name: str) -> Origin:
     return name, None, None
 
 
+# The norm before each projection that reads the residual stream, and the projections that write it.
+_READERS = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "lambda_proj", "output_gate_proj"), "input_layernorm"),
+    **dict.fromkeys(("gate_proj", "up_proj"), "post_attention_layernorm"),
+}
+_WRITERS = ("o_proj", "out_proj", "down_proj")
+
+
+def _rotated_origin(source: Source, name: str) -> Origin:
+    """Find the origin under a rotation x·Q of the residual stream (R1) and v·R of the values of each head (R2).
+
+    An RMSNorm without a weight commutes with a rotation of all of its channels; so do λ and the gate of a head, but an
+    elementwise gate does not commute with R.
+
+    Sources: QuaRot, arXiv 2404.00456, section 4; SpinQuant, arXiv 2405.16406, section 3.
+    """
+    spec, stream = source.spec, rotation(source.architecture.hidden_size)
+    place, _, kind = name.rpartition(".")
+    parent, _, part = place.rpartition(".")
+    if part in ("norm", "subln", *_READERS.values()):
+        return name, None, torch.ones_like
+    if part == "embed_tokens":
+        return name, None, lambda rows: rows.double() @ stream
+    if part == "lm_head":
+        is_tied, norm = source.architecture.tie_word_embeddings, _read_norm(source, "model.norm")
+        return "model.embed_tokens.weight" if is_tied else name, None, lambda rows: _scale(norm)(rows) @ stream
+    shape = source.checkpoint.tensors[name].shape
+    if part in _WRITERS:
+        has_heads = part != "down_proj" and kind == "weight" and not spec.output_gate
+        return name, stream.T, _rotate_heads(source, parent) if has_heads else None
+    values = None
+    if part == "v_proj" and not spec.output_gate:
+        # The checkpoint may have fewer heads than the model, which repeats them.
+        values = _rotate_values(replace(spec.layout, kv_pairs=shape[0] // spec.value_dim))
+    if len(shape) < 2:
+        return name, values, None
+    norm = _read_norm(source, f"{parent.rpartition('.')[0]}.{_READERS[part]}")
+    return name, values, lambda rows: _scale(norm)(rows) @ stream
+
+
+@lru_cache
+def _rotate_values(layout: HeadLayout) -> Tensor:
+    """Return the matrix that rotates the rows of a value projection within each head."""
+    rows = layout.rows("v_proj")
+    matrix = torch.zeros(rows.numel(), rows.numel(), dtype=torch.float64)
+    matrix[rows[:, :, None], rows[:, None, :]] = rotation(layout.value_dim).T
+    return matrix
+
+
+def _rotate_heads(source: Source, attention: str) -> Change:
+    """Return the function that folds a pair norm's weight into an output projection and rotates each head's columns."""
+    spec, matrix = source.spec, rotation(source.spec.value_dim)
+    if spec.post_norm == "affine":
+        matrix = _read_norm(source, f"{attention}.subln")[:, None] * matrix
+    return lambda rows: (rows.double().unflatten(1, (spec.pairs, spec.value_dim)) @ matrix).flatten(1)
+
+
+def _read_norm(source: Source, norm: str) -> Tensor:
+    """Read a norm's weight as float64.
+
+    Raises:
+        NonFiniteError: a value is not finite.
+    """
+    weight = source.checkpoint.read(f"{norm}.weight")
+    check_rows(weight, f"{norm}.weight", 0)
+    return weight.double()
+
+
 def _scale(factor: Tensor) -> Change:
     """Return a function that multiplies rows by a factor, or by one factor per column."""
     return lambda rows: rows.double() * factor.double()
 
 
 _SOURCE_TYPES = {"diffllama": "diff_v1", "diff-v2": "llama"}
-# Descriptions of the changes for the model card.
-CARDS = {
+ROTATED = "rotated"
+_CHANGES = {
     "diffllama": "heads are reordered, the per-pair norm's weight is folded into o_proj.",
     "diff-v2": "every query head appears twice, so that a pair's two maps start equal, λ is ½ everywhere and o_proj is "
     "doubled. It is a starting point for training, not a trained DIFF model.",

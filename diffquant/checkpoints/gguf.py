@@ -21,8 +21,11 @@ from diffquant.checkpoints.gguf_tokenizer import ENDS, load_gguf_tokenizer
 from diffquant.checkpoints.reader import Checkpoint, TensorInfo
 from diffquant.checkpoints.side_files import gguf_front_matter
 from diffquant.errors import CheckpointError
+from diffquant.support.files import check_plain
 from diffquant.support.names import first_few
 
+# Metadata key that marks files written by diffquant; only these may be overwritten.
+OWN_KEY = "diffquant.version"
 _HEAD = "output.weight"
 OUTSIDE_LAYERS = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -37,6 +40,9 @@ PLAIN_TYPES = {
 # The first is a part of the config, and the other is computed from it.
 _ROTARY = re.compile(rf"{re.escape(FACTORS)}|(blk\.\d+\.)?attn_rot_embd\.weight")
 _IN_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.weight")
+_IN_LLAMA = re.compile(r"model\.layers\.(\d+)\.(.+)\.weight")
+_NAMES = {ours: theirs for theirs, ours in OUTSIDE_LAYERS.items()}
+_PARTS = {ours: theirs for theirs, ours in IN_LAYERS.items()}
 
 
 class GgufCheckpoint(Checkpoint):
@@ -47,7 +53,7 @@ class GgufCheckpoint(Checkpoint):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._bytes = _map(path)
+        self._bytes = map_file(path)
         try:
             metadata, tensors, ids = read_header(self._bytes.data, ENDS)
             _check_kinds(tensors)
@@ -141,7 +147,17 @@ class GgufCheckpoint(Checkpoint):
         return None
 
 
-def _map(path: Path) -> "np.ndarray[Any, np.dtype[np.uint8]]":
+def is_own_gguf(file: Path, kind: str) -> bool:
+    """Return whether diffquant wrote a GGUF file of this general.type: "model" or "imatrix"."""
+    try:
+        check_plain(file)
+        metadata = read_header(map_file(file).data)[0]
+    except (OSError, ValueError, CheckpointError):
+        return False
+    return OWN_KEY in metadata and metadata.get("general.type") == kind
+
+
+def map_file(path: Path) -> "np.ndarray[Any, np.dtype[np.uint8]]":
     """Map the file's bytes read-only.
 
     Raises:
@@ -194,6 +210,14 @@ def _llama_name(name: str) -> str:
     if match and match[2] in IN_LAYERS:
         return f"model.layers.{match[1]}.{IN_LAYERS[match[2]]}.weight"
     return OUTSIDE_LAYERS.get(name, name)
+
+
+def gguf_name(name: str) -> str:
+    """Return a GGUF file's name for a tensor, or the checkpoint's own if a Llama has no such tensor."""
+    match = _IN_LLAMA.fullmatch(name)
+    if match and match[2] in _PARTS:
+        return f"blk.{match[1]}.{_PARTS[match[2]]}.weight"
+    return _NAMES.get(name, name)
 
 
 def _place(name: str) -> tuple[int, int, int]:

@@ -66,8 +66,8 @@ class StoredTensor:
         return self.shape[-1] % GGML_QUANT_SIZES[self.kind][0] == 0
 
 
-# Metadata by key, in which an array of texts is represented by its length, except those of `general.`; tensors by the
-# file's names; and the id of each requested token that is in the vocabulary, by its text.
+# Metadata by key, in which an array of texts is represented by its length, except those of `general.` and `imatrix.`;
+# tensors by the file's names; and the id of each requested token that is in the vocabulary, by its text.
 Header = tuple[Mapping[str, Value], Mapping[str, StoredTensor], Mapping[str, int]]
 
 
@@ -136,7 +136,7 @@ class _Cursor:
         if key == _TOKENS:
             self._find(self.offset)
         # Other arrays are the tokenizer's; only their length is needed.
-        return key, self._value(self.scalar("I"), key.startswith("general."))
+        return key, self._value(self.scalar("I"), key.startswith(("general.", "imatrix.")))
 
     def _value(self, kind: int, keep_strings: bool) -> Value:
         """Read the next value of metadata: of an array of texts, all texts if `keep_strings`, otherwise the length."""

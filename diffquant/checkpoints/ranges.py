@@ -7,7 +7,7 @@ from as metadata. A range serves codes of every width: its scale is range / (2^(
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,8 +97,21 @@ def check_ranges_used(file: Path | str | None, recipes: Iterable[Recipe]) -> Non
         )
 
 
-def check_ranges_output(path: Path, overwrite: bool) -> None:
-    """Check that a file of ranges can be written at a path.
+def is_own_ranges(path: Path) -> bool:
+    """Return whether a file contains ranges that diffquant wrote."""
+    try:
+        check_plain(path)
+        with safe_open(path, framework="pt") as file:
+            return "diffquant" in (file.metadata() or {})
+    except (OSError, SafetensorError):
+        return False
+
+
+def check_calibrated_output(path: Path, overwrite: bool, is_own: Callable[[Path], bool] = is_own_ranges) -> None:
+    """Check that a file of calibration can be written at a path.
+
+    Args:
+        is_own: function that returns whether diffquant wrote the file that stands there.
 
     Raises:
         OutputExistsError: the file exists and `overwrite` is false, or diffquant did not write it.
@@ -111,16 +124,7 @@ def check_ranges_output(path: Path, overwrite: bool) -> None:
     folder = path.absolute().parent
     if not folder.is_dir():
         raise UsageError(f"the folder {folder}, where {path.name} would be written, does not exist")
-    check_written_file(path, _is_ranges_file(path))
-
-
-def _is_ranges_file(path: Path) -> bool:
-    try:
-        check_plain(path)
-        with safe_open(path, framework="pt") as file:
-            return "diffquant" in (file.metadata() or {})
-    except (OSError, SafetensorError):
-        return False
+    check_written_file(path, is_own(path))
 
 
 def write_ranges(path: Path, ranges: Ranges) -> None:

@@ -48,7 +48,10 @@ def checked_schemes(source: Source | WeightSource, recipe: Recipe) -> dict[str, 
     _refuse_transposed(source, by_name)
     _check_packable(source.checkpoint, by_name)
     if checked_rounding(recipe.rounding, schemes).needs_text:
-        _refuse_experts(source.checkpoint, by_name, recipe.rounding.name)
+        reader = option_name("rounding", recipe.rounding.name)
+        _refuse_experts(source.checkpoint, by_name, reader, "use nearest or mse")
+    elif recipe.rounding.imatrix is not None:
+        _refuse_experts(source.checkpoint, by_name, option_name("imatrix"), "leave it out")
     return schemes
 
 
@@ -176,11 +179,13 @@ def _refuse_transposed(source: Source | WeightSource, chosen: Collection[str]) -
         )
 
 
-def _refuse_experts(checkpoint: Checkpoint, chosen: Collection[str], rounding: str) -> None:
+def _refuse_experts(checkpoint: Checkpoint, chosen: Collection[str], reader: str, remedy: str) -> None:
     """Refuse to round experts stacked in one tensor by a rule that reads the inputs of Linears.
 
     Args:
         chosen: names of the weights to pack.
+        reader: the option that names the rule.
+        remedy: what to do instead.
 
     Raises:
         UsageError: some of them are stacked experts; the first ones are named.
@@ -188,8 +193,8 @@ def _refuse_experts(checkpoint: Checkpoint, chosen: Collection[str], rounding: s
     experts = [name for name in chosen if len(checkpoint.tensors[name].shape) > 2]
     if experts:
         raise UsageError(
-            f"{option_name('rounding', rounding)} needs the inputs of Linears, but {first_few(experts, ', ')} have all "
-            f"experts in one tensor; use nearest or mse, or keep 16 bits with {option_name('overrides', 'PATTERN=16')}"
+            f"{reader} needs the inputs of Linears, but {first_few(experts, ', ')} have all experts in one tensor; "
+            f"{remedy}, or keep 16 bits with {option_name('overrides', 'PATTERN=16')}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Converts a checkpoint to another model_type of the family that computes the same function.
+"""Converts a checkpoint to another one of the family that computes the same function.
 
 `checkpoints/conversions.py` defines the conversions. If weights are written in a narrower dtype than they are read in,
 as from a GGUF file, the function is the same except for that rounding error, which is measured.
@@ -13,11 +13,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from diffquant.checkpoints.atomic_folder import RECORD, check_output, stage_output
-from diffquant.checkpoints.conversions import CARDS, Origin, check_conversion, convert_config, find_origin
+from diffquant.checkpoints.conversions import (
+    ROTATED,
+    Origin,
+    check_conversion,
+    convert_config,
+    describe_change,
+    find_origin,
+)
 from diffquant.checkpoints.reader import Checkpoint
-from diffquant.checkpoints.row_stream import Block, Job, Shard, check_rows, checkpoint_key, convert_rows, write_shards
+from diffquant.checkpoints.row_stream import (
+    Block,
+    Job,
+    Shard,
+    check_rows,
+    checkpoint_key,
+    convert_rows,
+    row_blocks,
+    write_shards,
+)
 from diffquant.checkpoints.source import Source, open_source
 from diffquant.checkpoints.writer import OutputTensor
 from diffquant.errors import CheckpointError
@@ -36,6 +53,8 @@ from diffquant.support.terminal import Readable, one_line
 
 # Smaller errors are float32 rounding, as from folding a norm into a weight, and are not reported.
 _FLOAT32_ERROR = 1e-6
+# Rows of a mixed tensor that are made at once, since each block of them reads the whole source.
+_MIXED_ROWS = 256
 
 
 @dataclass(frozen=True, repr=False)
@@ -51,7 +70,7 @@ class Conversion(Readable):
         rounding_error: relative RMS error of the weights rounded to that dtype; 0 if none was.
         recipe: recipe of cache and logits that the source records and the destination keeps; 16 bits by default.
         seconds: wall time in seconds.
-        notes: messages about code of the source that was left out.
+        notes: messages about what was rotated, and about code of the source that was left out.
     """
 
     destination: Path
@@ -91,14 +110,16 @@ def convert(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Conversion:
-    """Write a checkpoint as another model_type of the family that computes the same function.
+    """Write a checkpoint as another one of the family that computes the same function.
 
     Args:
-        source: a folder with model_type diff_v1 for "diffllama"; a Llama, folder or .gguf file, for "diff-v2".
+        source: a folder with model_type diff_v1 for "diffllama"; a Llama, folder or .gguf file, for "diff-v2"; any
+            Transformer of the family for "rotated".
         destination: the folder to create; it is written atomically.
-        to: "diffllama" or "diff-v2".
-        dtype: dtype of the matrices; by default the source's, or bfloat16 for a quantized GGUF file. Vectors (norms,
-            biases, λ) keep their dtype.
+        to: "diffllama", "diff-v2" or "rotated".
+        dtype: dtype of the matrices; by default the source's, bfloat16 for a quantized GGUF file, or float32 for
+            rotated ones, so that `quantize` rounds only once. Vectors (norms, λ, biases that are not rotated) keep
+            their dtype.
         overwrite: replace an existing checkpoint there, after the new one is complete.
         progress: function called with output bytes; by default a line on a terminal, one per minute in a log.
 
@@ -106,7 +127,8 @@ def convert(
         DiffQuantError: the source or the destination is invalid, or there is no exact conversion.
     """
     started = time.monotonic()
-    destination, progress, dtype = Path(destination), progress or progress_for("convert"), as_dtype(dtype)
+    destination, progress = Path(destination), progress or progress_for("convert")
+    dtype = as_dtype(dtype) or (torch.float32 if to == ROTATED else None)
     check_output(source.path if isinstance(source, Source) else Path(source), destination, overwrite)
     opened = open_source(source)
     opened.check_special_tokens()
@@ -144,13 +166,15 @@ def convert(
         if code := write_modelling_file(staging.folder, config, target):
             write_atomically(staging.folder / RECORD, json.dumps({"code": code}))
         write_atomically(staging.folder / "config.json", json.dumps(config, indent=2) + "\n")
-        what = f"The function is unchanged{_rounding_note(written, error)}: {CARDS[to]}"
+        change = describe_change(to, opened)
+        what = f"The function is unchanged{_rounding_note(written, error)}: {change}"
         if opened.recipe != Recipe():
             write_atomically(staging.folder / "recipe.yaml", opened.recipe.to_yaml())
             what += f" Its recipe is kept: `{opened.recipe!r}`."
-        card = converted_card(checkpoint, source_type, config["model_type"], what, left_out)
+        kind = ROTATED if to == ROTATED else f"as {config['model_type']}"
+        card = converted_card(checkpoint, source_type, kind, what, target.architecture.diff_spec.maps > 1, left_out)
         write_atomically(staging.folder / "README.md", card)
-        notes = describe_left_out(left_out, staging.folder)
+        notes = (*((change,) if to == ROTATED else ()), *describe_left_out(left_out, staging.folder))
     return Conversion(
         destination,
         source_type,
@@ -187,7 +211,7 @@ def _shards(
         if source is not None:
             shard = checkpoint.tensors[source].shard
         dtype = checkpoint.written_dtype(source or "model.embed_tokens.weight")
-        if len(shape) == 2:
+        if len(shape) == 2 or _mixes_rows(origin):
             dtype = matrix_dtype or dtype
         jobs[shard].append(_job(checkpoint, name, shape, origin, dtype))
     return [Shard(None, tuple(jobs[file.name])) for file in checkpoint.weight_files() if jobs[file.name]]
@@ -200,8 +224,7 @@ def _job(checkpoint: Checkpoint, name: str, shape: Shape, origin: Origin, dtype:
         source, order, change = origin
         if source is None:
             return Block({name: (first, torch.zeros(last - first, *shape[1:], dtype=dtype))})
-        rows = checkpoint.read_rows(source, slice(first, last) if order is None else order[first:last])
-        check_rows(rows, source, first)
+        rows = _read_rows(checkpoint, source, order, first, last)
         values = rows if change is None else change(rows)
         converted = convert_rows(values, dtype, name)
         if converted.dtype == values.dtype:
@@ -209,4 +232,29 @@ def _job(checkpoint: Checkpoint, name: str, shape: Shape, origin: Origin, dtype:
         error = float((converted.to(values.dtype) - values).square().sum())
         return Block({name: (first, converted)}, error, float(values.square().sum()))
 
-    return Job(name, shape[0], torch.Size(shape[1:]).numel(), (OutputTensor(name, dtype, shape),), make)
+    together = _MIXED_ROWS if _mixes_rows(origin) else 1
+    return Job(name, shape[0], torch.Size(shape[1:]).numel(), (OutputTensor(name, dtype, shape),), make, together)
+
+
+def _mixes_rows(origin: Origin) -> bool:
+    """Return whether a tensor's rows are sums of source rows."""
+    return origin[1] is not None and origin[1].dim() == 2
+
+
+def _read_rows(checkpoint: Checkpoint, name: str, order: Tensor | None, first: int, last: int) -> Tensor:
+    """Read what a tensor's rows are made of; `order` is as in an `Origin`.
+
+    Raises:
+        NonFiniteError: a value is not finite.
+    """
+    if order is None or order.dim() == 1:
+        rows = checkpoint.read_rows(name, slice(first, last) if order is None else order[first:last])
+        check_rows(rows, name, first)
+        return rows
+    height, *width = checkpoint.tensors[name].shape
+    mixed = torch.zeros(last - first, *width, dtype=order.dtype)
+    for begin, end in row_blocks(height, math.prod(width)):
+        rows = checkpoint.read_rows(name, slice(begin, end))
+        check_rows(rows, name, begin)
+        mixed += order[first:last, begin:end] @ rows.to(order.dtype)
+    return mixed

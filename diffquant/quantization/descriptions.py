@@ -122,19 +122,26 @@ def _is_decoded_in_bfloat16(plan: QuantizationPlan) -> bool:
 
 
 def converted_card(
-    checkpoint: Checkpoint, source_type: str, target_type: str, what: str, left_out: Sequence[str] = ()
+    checkpoint: Checkpoint,
+    source_type: str,
+    kind: str,
+    what: str,
+    is_differential: bool,
+    left_out: Sequence[str] = (),
 ) -> str:
     """Return the model card of a converted checkpoint, with its source.
 
     Args:
+        kind: what it was made, for the title, such as "as diff_v2".
         what: sentences about the conversion.
+        is_differential: whether the model uses differential attention.
         left_out: code files of the source, and JSON entries that named code, that were removed.
     """
-    name = checkpoint.name
+    name, tags = checkpoint.name, ["diffquant", *([FAMILY] if is_differential else [])]
     return "\n".join(
         [
-            front_matter("transformers", ["diffquant", FAMILY], checkpoint.front_matter),
-            f"# {markdown_text(name)}, as {target_type}\n",
+            front_matter("transformers", tags, checkpoint.front_matter),
+            f"# {markdown_text(name)}, {kind}\n",
             f"Converted from {markdown_code(name)} ({markdown_text(source_type)}) by diffquant. {what}\n",
             *_left_out(left_out),
         ]

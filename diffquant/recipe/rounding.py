@@ -31,6 +31,8 @@ class RoundingSettings:
             inputs first, after scales are chosen.
         seed: seed that shuffles rows of a JSONL file or dataset, and windows in `tuned`; 0 by default.
         samples: number of windows to read, instead of `tokens`.
+        imatrix: file of llama.cpp's importance matrix, by which `mse` weighs the errors of input channels; relative to
+            the working directory.
     """
 
     name: str = "nearest"
@@ -42,6 +44,7 @@ class RoundingSettings:
     order: str | None = None
     seed: int | None = None
     samples: int | None = None
+    imatrix: Path | None = None
 
     def __post_init__(self) -> None:
         several = self.text if isinstance(self.text, tuple) and self.text else (self.text,)
@@ -50,6 +53,8 @@ class RoundingSettings:
                 f"rounding: a name and the Path of a text are needed, got {self.name!r} and {self.text!r}; "
                 "RoundingSettings.parse reads plain data"
             )
+        if self.imatrix is not None and not isinstance(self.imatrix, Path):
+            raise UsageError(f"rounding: imatrix must be the Path of a file, got {self.imatrix!r}")
         for what, number in (("tokens", self.tokens), ("window", self.window)):
             if number is not None and (type(number) is not int or number < 2):
                 raise UsageError(f"rounding: {what} must be a number of 2 or more, got {number!r}")
@@ -84,12 +89,16 @@ class RoundingSettings:
         several: list[Any] = text if isinstance(text, list) and text else [text]
         if text is not None and not all(isinstance(each, str) for each in several):
             raise UsageError(f"rounding: text must be the name of a file or dataset, or a list of such, got {text!r}")
-        return cls(**{**entry, "text": None if text is None else to_sources(several)})
+        file = entry.get("imatrix")
+        if not (file is None or isinstance(file, str)):
+            raise UsageError(f"rounding: imatrix must be the name of a file, got {file!r}")
+        return cls(**{**entry, "text": None if text is None else to_sources(several), "imatrix": file and Path(file)})
 
     @property
     def options(self) -> dict[str, str | int]:
         """The options that were given, by name."""
-        return {name: given for name in (*ROUNDING_OPTIONS, "seed") if (given := getattr(self, name)) is not None}
+        named = {name: given for name in (*ROUNDING_OPTIONS, "seed") if (given := getattr(self, name)) is not None}
+        return named if self.imatrix is None else named | {"imatrix": str(self.imatrix)}
 
     @property
     def reads(self) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from diffquant.verbs.notes import check_push, push_folder
 if TYPE_CHECKING:
     from diffquant.quantization.conversion import Conversion
 
-Kind = Annotated[str, kinds.Kind(Literal["diffllama", "diff-v2"])]
+Kind = Annotated[str, kinds.Kind(Literal["diffllama", "diff-v2", "rotated"])]
 
 
 @check_arguments
@@ -30,10 +30,13 @@ def convert(
         diffquant.convert("SmolLM2-135M-Instruct.Q4_1.gguf", "smollm2-diff-v2", "diff-v2")
 
     Args:
-        model, output, push, overwrite: see `quantize`.
-        to: target kind: diffllama (from unilm's V1) or diff-v2 (from llama).
-        dtype: dtype of matrices: bfloat16, float16 or float32; by default the source's, or bfloat16 for a GGUF file's
-            quantized weights. Vectors (norms, biases, λ) keep their dtype.
+        model, push, overwrite: see `quantize`.
+        output: folder to create; written atomically.
+        to: target kind: diffllama (from unilm's V1), diff-v2 (from llama), or rotated (from any Transformer of the
+            family), which spreads outlier channels before `quantize`.
+        dtype: dtype of matrices: bfloat16, float16 or float32; by default the source's, bfloat16 for a GGUF file's
+            quantized weights, or float32 for rotated ones. Vectors (norms, λ, biases that are not rotated) keep their
+            dtype.
         progress: function called with output bytes; by default a line on a terminal, one per minute in a log.
 
     Returns:

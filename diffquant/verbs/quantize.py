@@ -15,7 +15,7 @@ from diffquant.recipe.rounding import NEAREST, RoundingSettings, to_sources
 from diffquant.support.names import did_you_mean, option_name
 from diffquant.support.progress import Progress, format_duration, progress_for
 from diffquant.verbs import kinds
-from diffquant.verbs.kinds import check_arguments, to_paths
+from diffquant.verbs.kinds import check_arguments, to_path, to_paths
 from diffquant.verbs.notes import check_push, note_if_transformer, push_folder, say
 from diffquant.verbs.recipes import choose_gptq_if_quick, choose_supported_rounding, shrink_groups
 
@@ -53,6 +53,7 @@ def quantize(
     samples: kinds.Count | None = None,
     window: Window | None = None,
     seed: kinds.Seed | None = None,
+    imatrix: kinds.File | None = None,
     weights_only: bool = False,
     keep: Keep = (),
     weight_rules: kinds.File | None = None,
@@ -92,6 +93,8 @@ def quantize(
         samples: number of windows to read, instead of `tokens`.
         window: number of tokens in a window, also called sequence length; 512 for gptq and 256 for tuned by default.
         seed: seed that shuffles rows of a JSONL file or dataset, and of tuned; 0 by default.
+        imatrix: importance matrix of llama.cpp, as `calibrate` or llama-imatrix writes it (GGUF or the older format),
+            by which mse weighs errors.
         weights_only: choose weights by name, for any architecture; automatic if the model_type is unknown.
         keep: name pattern of tensors to leave unquantized, in addition to those that the rules keep.
         weight_rules: YAML file of rules (linears, experts, keep), instead of diffquant's.
@@ -125,6 +128,7 @@ def quantize(
         "samples": samples,
         "window": window,
         "seed": seed,
+        "imatrix": to_path(imatrix),
     }
     # A file or a Recipe says all of itself: without a rule it is nearest, today as when it was written.
     is_whole = is_recipe_file(recipe) or isinstance(recipe, Recipe)

@@ -134,7 +134,8 @@ def choose_gptq_if_quick(source: "Source | WeightSource", recipe: Recipe) -> Rec
     by_gptq = replace(recipe, rounding=replace(recipe.rounding, name="gptq"))
     if recipe.rounding.reads:
         return by_gptq
-    if not isinstance(source, Source) or source.packed or not has_tokenizer(source.path):
+    has_imatrix = recipe.rounding.imatrix is not None
+    if has_imatrix or not isinstance(source, Source) or source.packed or not has_tokenizer(source.path):
         return recipe
     seconds = estimate_seconds(source, plan_quantization(source, by_gptq))
     if seconds <= PATIENCE:

@@ -16,8 +16,8 @@ from gguf import (
     Metadata,
 )
 
-from diffquant.checkpoints.gguf import OUTSIDE_LAYERS, PLAIN_TYPES
-from diffquant.checkpoints.gguf_config import IN_LAYERS, SIZES, WIDTHS
+from diffquant.checkpoints.gguf import OWN_KEY, PLAIN_TYPES, gguf_name
+from diffquant.checkpoints.gguf_config import SIZES, WIDTHS
 from diffquant.checkpoints.gguf_rope import FACTORS, rope_metadata
 from diffquant.checkpoints.source import Source
 from diffquant.errors import CheckpointError
@@ -33,10 +33,6 @@ from diffquant.support.names import first_few, option_name
 BLOCK = 32
 _BLOCKS = {"4": GGMLQuantizationType.Q4_0, "5": GGMLQuantizationType.Q5_0, "8": GGMLQuantizationType.Q8_0}
 _LICENCE = ("license", "license_name", "license_link")
-# Metadata key that marks files written by diffquant; only these may be overwritten.
-OWN_KEY = "diffquant.version"
-_NAMES = {ours: theirs for theirs, ours in OUTSIDE_LAYERS.items()}
-_PARTS = {ours: theirs for theirs, ours in IN_LAYERS.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,12 +99,12 @@ def plan_gguf(
     matrices, vectors = {}, {}
     for name, parameter in architecture.parameters.items():
         if len(parameter.shape) == 1:
-            vectors[_gguf_name(name)] = source.read(name)
-            check_finite(vectors[_gguf_name(name)], name_of(name))
+            vectors[gguf_name(name)] = source.read(name)
+            check_finite(vectors[gguf_name(name)], name_of(name))
         elif name != "lm_head.weight" or not architecture.tie_word_embeddings:
             by_kind = weights if name in linears else ends
             own = by_kind if schemes is None else schemes.get(name_of(name).removesuffix(".weight"), FULL)
-            matrices[_gguf_name(name)] = read_matrix(source, name, own, layout)
+            matrices[gguf_name(name)] = read_matrix(source, name, own, layout)
     kinds = _kinds(source, matrices, dtype)
     try:
         rope, factors = rope_metadata(config.rope_parameters, source.spec.head_dim // 2)
@@ -190,14 +186,6 @@ def _main_type(matrices: Mapping[str, Matrix], kinds: Mapping[str, GGMLQuantizat
     for name, matrix in matrices.items():
         weights[kinds[name].name] += matrix.elements
     return weights.most_common(1)[0][0]
-
-
-def _gguf_name(name: str) -> str:
-    """Return the name of a Llama's tensor in a GGUF file."""
-    if name in _NAMES:
-        return _NAMES[name]
-    layer, _, part = name.removeprefix("model.layers.").removesuffix(".weight").partition(".")
-    return f"blk.{layer}.{_PARTS[part]}.weight"
 
 
 def _rounded_schemes(source: Source, target: str) -> list[str]:

@@ -20,8 +20,7 @@ from gguf import GGMLQuantizationType
 from torch import Tensor
 
 from diffquant.checkpoints.atomic_folder import RECORD, check_output, stage_output
-from diffquant.checkpoints.gguf import PLAIN_TYPES
-from diffquant.checkpoints.gguf_header import read_header
+from diffquant.checkpoints.gguf import PLAIN_TYPES, is_own_gguf
 from diffquant.checkpoints.gguf_tokenizer import load_gguf_tokenizer
 from diffquant.checkpoints.opening import is_gguf
 from diffquant.checkpoints.row_stream import checkpoint_key, convert_rows, open_workers, row_blocks
@@ -29,12 +28,12 @@ from diffquant.checkpoints.side_files import front_matter
 from diffquant.checkpoints.source import Source, open_source
 from diffquant.checkpoints.tokenizer import first_difference
 from diffquant.errors import CheckpointError, DiffQuantError, OutputExistsError, UsageError
-from diffquant.onnx.gguf.plan import BLOCK, OWN_KEY, GgufPlan, plan_gguf
+from diffquant.onnx.gguf.plan import BLOCK, GgufPlan, plan_gguf
 from diffquant.onnx.graph.matrix import Matrix
 from diffquant.recipe.scheme import FULL, Scheme
 from diffquant.reports.tables import compare_size
 from diffquant.support.digests import FileDigests
-from diffquant.support.files import check_plain, replacing, sync, write_atomically
+from diffquant.support.files import replacing, sync, write_atomically
 from diffquant.support.installation import versions
 from diffquant.support.names import option_name
 from diffquant.support.outputs import check_written_file
@@ -129,15 +128,7 @@ def check_gguf_output(source: Path, output: Path, overwrite: bool) -> None:
         raise UsageError(f"the output {output} is the input; choose another file")
     if os.path.lexists(output) and not overwrite:
         raise OutputExistsError(f"{output} exists; choose another output or pass {option_name('overwrite', True)}")
-    check_written_file(output, _is_own(output))
-
-
-def _is_own(file: Path) -> bool:
-    try:
-        check_plain(file)
-        return OWN_KEY in read_header(np.memmap(file, np.uint8, mode="r").data)[0]
-    except (OSError, ValueError, CheckpointError):
-        return False
+    check_written_file(output, is_own_gguf(output, "model"))
 
 
 @contextmanager

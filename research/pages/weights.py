@@ -8,6 +8,7 @@ from diffquant.measure.stats import Difference, mean_interval
 from research.pages.raw import raw
 from research.pages.render import interval, table
 from research.studies.other_tools import SHOWN, table_cells
+from research.studies.rotated import NARROW, ROTATED, SOURCE, change, compared, name_of
 from research.studies.rounding_repeats import ELSEWHERE, RULES, lead, spread, spread_cells
 from research.studies.rounding_tables import READERS, kl_less
 
@@ -295,6 +296,56 @@ SEARCH_IS_TOLD = all(
     for each in found.values()
     for text in TEXTS
 )
+
+# Rotated weights
+
+ROTATIONS = {model: raw(f"rotated/{file.removesuffix('-windows')}.json") for model, file in FILES.items()}
+_ROTATION_CHANGES = {
+    (model, scheme, rule): change(result, scheme, rule, "elsewhere")
+    for model, result in ROTATIONS.items()
+    for scheme, rule in compared(result)
+}
+_RAISED = {place for place, each in _ROTATION_CHANGES.items() if each.low > 0}
+_LOWERED = {place for place, each in _ROTATION_CHANGES.items() if each.high < 0}
+ROTATION_RAISES_V1, ROTATION_RAISES_V2_BY_MSE = (
+    all(place in _RAISED for place in _ROTATION_CHANGES if (place[0], place[2]) in pairs)
+    for pairs in ({("DIFF V1", "mse"), ("DIFF V1", "gptq")}, {("DIFF V2", "mse")})
+)
+ROTATION_LEAVES_REST = not any(
+    place in _RAISED | _LOWERED
+    for place in _ROTATION_CHANGES
+    if place[0] == "Transformer" or (place[0], place[2]) == ("DIFF V2", "gptq")
+)
+ROTATION_LOWERS_ROWS = {("SmolLM2-135M", "4:row", "mse"), ("SmolLM2-135M", "3:row", "mse")} == _LOWERED
+ROTATION_RAISES_GROUPS = ("SmolLM2-135M", "4:g32", "mse") in _RAISED
+
+
+def rotated_kl(which: str) -> float:
+    """Largest KL on either text of weights that were rotated and not quantized."""
+    results = [result["results"][name_of(which, "16", "nearest")] for result in ROTATIONS.values()]
+    return max(abs(each[text]["kl"]) for each in results for text in TEXTS)
+
+
+EXACT, NARROWED = rotated_kl(ROTATED), rotated_kl(NARROW)
+
+
+def rotations_table() -> str:
+    """KL of each scheme and rule with the source's and with rotated weights, and its change, on text elsewhere."""
+    schemes = dict.fromkeys(each for result in ROTATIONS.values() for each in compared(result))
+    rows = [
+        [f"`{scheme}` by `{rule}`", *(_rotation_cell(model, scheme, rule) for model in ROTATIONS)]
+        for scheme, rule in schemes
+    ]
+    return table(["KL, nats: source → rotated, change", *ROTATIONS], rows)
+
+
+def _rotation_cell(model: str, scheme: str, rule: str) -> str:
+    if (model, scheme, rule) not in _ROTATION_CHANGES:
+        return "–"
+    results = ROTATIONS[model]["results"]
+    plain, ours = (results[name_of(which, scheme, rule)]["elsewhere"]["kl"] for which in (SOURCE, ROTATED))
+    return f"{plain:.4f} → {ours:.4f}, {interval(_ROTATION_CHANGES[model, scheme, rule], 4, True)}"
+
 
 # README's picture
 

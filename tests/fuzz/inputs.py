@@ -13,6 +13,7 @@ import json
 import lzma
 import random
 import signal
+import struct
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+from diffquant.checkpoints.imatrix import read_imatrix, write_imatrix
 from diffquant.checkpoints.ranges import Ranges, read_any_ranges, write_ranges
 from diffquant.errors import DiffQuantError
 from diffquant.measure.cells import Cell
@@ -94,6 +96,7 @@ def kinds(folder: Path) -> dict[str, Kind]:
         "cells": _cells(folder),
         "ranges": _ranges(folder),
         "GGUF files": _gguf(folder),
+        "imatrices": _imatrices(folder),
     }
 
 
@@ -203,6 +206,20 @@ def _gguf(folder: Path) -> Kind:
         return bool(torch.isfinite(load(path, dtype=torch.float32)(ids).logits).all())
 
     return Kind((path.read_bytes(), scaled), _reading(path, computes))
+
+
+def _imatrices(folder: Path) -> Kind:
+    path, means = folder / "imatrix.gguf", {f"blk.{n}.attn_q.weight": torch.arange(1, 9) / 2**n for n in range(3)}
+    write_imatrix(path, means, "llama", ["books.txt"], 3, 4)
+    older = struct.pack("<i", len(means)) + b"".join(
+        struct.pack(f"<i{len(name)}sii8f", len(name), name.encode(), 1, 8, *values.tolist())
+        for name, values in means.items()
+    )
+
+    def has_importance(path: Path) -> bool:
+        return all(bool(((values >= 0) & values.isfinite()).all()) for values in read_imatrix(path).means.values())
+
+    return Kind((path.read_bytes(), older + struct.pack("<ii9s", 3, 9, b"books.txt")), _reading(path, has_importance))
 
 
 def changed(content: bytes, chance: random.Random) -> bytes:

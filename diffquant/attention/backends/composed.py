@@ -36,7 +36,7 @@ MapAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def flashdiff1(call: AttentionCall) -> Tensor:
     """Compute attention with one SDPA call per map, or a single call if the maps share K (V2)."""
-    return pair_norm(_combine(call, call.v, sdpa(call)), call.post)
+    return pair_norm(combine_outputs(call, call.v, sdpa(call)), call.post)
 
 
 def flashdiff2(call: AttentionCall) -> Tensor:
@@ -90,10 +90,10 @@ def sdpa(call: AttentionCall) -> MapAttention:
 def _attend_by_parts(call: AttentionCall, one_map: MapAttention) -> Tensor:
     """Split V into parts as wide as K, compute attention for each, and apply the pair norm to the joined result."""
     parts = call.v.split(call.q[0].shape[-1], -1)
-    return pair_norm(torch.cat([_combine(call, part, one_map) for part in parts], -1), call.post)
+    return pair_norm(torch.cat([combine_outputs(call, part, one_map) for part in parts], -1), call.post)
 
 
-def _combine(call: AttentionCall, v: Tensor, one_map: MapAttention) -> Tensor:
+def combine_outputs(call: AttentionCall, v: Tensor, one_map: MapAttention) -> Tensor:
     """Compute the attention of both maps and subtract λ times the noise map's output from the signal map's."""
     q, k = call.q, call.k
     if call.lam is None:
@@ -145,7 +145,9 @@ def _free_bytes(device: torch.device) -> int:
 @cache
 def _has_flash_attn() -> bool:
     """Return whether the flash-attn package is installed; cached, since every layer checks it at every step."""
-    return find_spec("flash_attn") is not None
+    spec = find_spec("flash_attn")
+    # flash-attn-4 alone makes `flash_attn` a namespace without the function, and without a file.
+    return spec is not None and spec.origin is not None
 
 
 def _find_flash_attn_refusal(call: AttentionCall) -> str | None:

@@ -125,6 +125,9 @@ def calibration_note(source: Source, scored: Sequence[Sequence[int]]) -> str:
         return "the candidate's weights were not calibrated by diffquant"
     rounding = read_json(record).get("rounding") or {}
     digest, count = rounding.get("text"), int(rounding.get("tokens", 0))
+    if (imatrix := rounding.get("imatrix")) is not None:
+        data = ", ".join(imatrix["datasets"]) or "unknown data"
+        return f"the candidate was rounded by an imatrix of {data}, so it is unknown how much of it was scored"
     if digest is None:
         return f"the candidate was rounded by {rounding.get('name', 'nearest')}, which needs no calibration data"
     known = f"the candidate was rounded by {rounding['name']} over {count:,} tokens of a text with digest {digest}"

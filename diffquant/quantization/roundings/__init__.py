@@ -61,12 +61,17 @@ def checked_rounding(settings: RoundingSettings, schemes: Mapping[str, Scheme]) 
 
 
 def calibration_digest(source: Source, settings: RoundingSettings) -> str | None:
-    """Return a digest (16 hex digits) of a rounding's calibration data, or None if it reads none; no model is run.
+    """Return a digest of a rounding's calibration data or imatrix, or None if it reads neither; no model is run.
 
     Raises:
         DiffQuantError: there is no such rounding, or the data cannot be read.
     """
     rounding = rounding_named(settings.name)
+    if settings.imatrix is not None:
+        # Imported here, since it imports gguf.
+        from diffquant.checkpoints.imatrix import read_imatrix
+
+        return read_imatrix(settings.imatrix).digest
     if not rounding.needs_text:
         return None
     texts = [corpus.text for corpus in open_corpora(settings.text)]

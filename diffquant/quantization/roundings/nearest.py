@@ -1,14 +1,22 @@
 """Round-to-nearest with absmax scales (`nearest`) or with scales of least squared error (`mse`)."""
 
+from collections.abc import Mapping
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from diffquant.checkpoints.compressed_tensors import weight_codes, weight_scale
+from diffquant.checkpoints.source import Source
+from diffquant.checkpoints.weight_source import WeightSource
 from diffquant.quantization.roundings.base import Rounder, Rounding, register
+from diffquant.quantization.targets import find_targets
 from diffquant.recipe.numbers.formats import NumberFormat
+from diffquant.recipe.rounding import RoundingSettings
 from diffquant.recipe.scheme import Scheme
+from diffquant.support.progress import Progress
 
 
 def round_to_nearest(_name: str, values: Tensor, scheme: Scheme, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -34,10 +42,21 @@ register(Nearest())
 _TRIALS = 20
 
 
-def round_with_clipping(_name: str, values: Tensor, scheme: Scheme, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return codes int8 [rows, in] of some rows, and the scales of least squared error, [rows, in/g] or [rows, 1]."""
+def round_with_clipping(
+    name: str,
+    values: Tensor,
+    scheme: Scheme,
+    dtype: torch.dtype,
+    importance: Mapping[str, Tensor] = MappingProxyType({}),
+) -> tuple[Tensor, Tensor]:
+    """Return codes int8 [rows, in] of some rows, and the scales of least squared error, [rows, in/g] or [rows, 1].
+
+    Args:
+        importance: weight [in] of the squared errors of each input channel, by name of the weight; equal by default.
+    """
     view, _ = scheme.sharing.view(values)
-    scale = search_scale(view, scheme.format, dtype)
+    weights = scheme.sharing.view(importance[name][None])[0] if name in importance else None
+    scale = search_scale(view, scheme.format, dtype, weights)
     levels = nearest_levels(view, scale, scheme.format).reshape(values.shape)
     return level_codes(levels, scheme.format), scale.reshape(len(values), -1)
 
@@ -54,7 +73,7 @@ def search_scale(
         values: [..., n] float32; the n values of the last axis share a scale.
         number_format: format of the codes.
         dtype: dtype of the stored scale.
-        weights: weight [n] of each squared error; equal by default.
+        weights: weight of each squared error, of a shape that broadcasts to that of `values`; equal by default.
 
     Returns:
         [..., 1].
@@ -87,12 +106,28 @@ def level_codes(levels: Tensor, number_format: NumberFormat) -> Tensor:
 
 
 class Mse(Rounding):
-    """Round-to-nearest with scales of least squared error."""
+    """Round-to-nearest with scales of least squared error, weighted by an importance matrix if one is given."""
 
     name = "mse"
+    options = frozenset({"imatrix"})
 
-    def prepare(self, *_: Any, **__: Any) -> Rounder:
-        return Rounder(round_with_clipping)
+    def prepare(
+        self,
+        source: Source | WeightSource,
+        schemes: Mapping[str, Scheme],
+        settings: RoundingSettings,
+        progress: Progress,  # noqa: ARG002
+    ) -> Rounder:
+        if settings.imatrix is None:
+            return Rounder(round_with_clipping)
+        # Imported here, since it imports gguf.
+        from diffquant.checkpoints.imatrix import read_imatrix
+
+        imatrix, tensors = read_imatrix(settings.imatrix), source.checkpoint.tensors
+        weights = find_targets(source).weights
+        widths = {weights[module]: tensors[weights[module]].shape[-1] for module in schemes}
+        weighted = partial(round_with_clipping, importance=imatrix.importance(widths, tensors))
+        return Rounder(weighted, {"imatrix": imatrix.to_dict()})
 
 
 register(Mse())

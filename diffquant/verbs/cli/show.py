@@ -144,12 +144,16 @@ def _continuation_json(text: str, given: Values) -> str:
 
 
 def _format_fits(fits: Any, given: Values) -> str:
+    if not isinstance(fits, list):
+        return _as_text(fits, given)
     from diffquant.calib.calibration.calibrate import fit_table
 
     return fit_table(fits, given["bits"])
 
 
 def _calibration_json(fits: Any, given: Values) -> str:
+    if not isinstance(fits, list):
+        return _as_json(fits, given)
     from diffquant.checkpoints.ranges import read_any_ranges
     from diffquant.support.installation import provenance
 

@@ -1,0 +1,112 @@
+"""Measures the mean square of every input channel of a model's weights on a text, for an importance matrix."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from diffquant.checkpoints.calibration import read_calibration
+from diffquant.checkpoints.corpora import Sources, open_corpora
+from diffquant.checkpoints.gguf import gguf_name
+from diffquant.checkpoints.imatrix import Imatrix, read_imatrix, write_imatrix
+from diffquant.checkpoints.placement import move_to_compute_device
+from diffquant.checkpoints.places import Places
+from diffquant.checkpoints.source import Source, open_source
+from diffquant.errors import CheckpointError, NonFiniteError
+from diffquant.model.causal import CausalModel
+from diffquant.model.walk import batches
+from diffquant.quantization.loading import load
+from diffquant.quantization.roundings.gptq.layer_inputs import collect_inputs, group_by_input
+from diffquant.recipe import Recipe
+from diffquant.support.devices import resolve_device, resolve_dtype
+from diffquant.support.names import first_few, option_name
+from diffquant.support.progress import Progress, silent
+
+# Largest number of tokens per forward pass of a layer.
+_BATCH_TOKENS = 4096
+
+
+def write_importance(
+    path: Path | str | Source,
+    output: Path,
+    *,
+    text: Sources = None,
+    tokens: int = 16384,
+    window: int = 512,
+    dtype: str = "float32",
+    device: str = "auto",
+    places: Places | None = None,
+    progress: Progress = silent,
+) -> Imatrix:
+    """Write an importance matrix of a 16-bit checkpoint, and return it as read back.
+
+    Weights of a Llama have a GGUF file's names, since llama.cpp can read them; others have the checkpoint's own.
+
+    Args:
+        output: file to write.
+        text, tokens, window, dtype, device, places: as `calibrate` takes them.
+
+    Raises:
+        CheckpointError: the checkpoint is quantized, or cannot be read.
+        UsageError: the text has no whole window, or there is no such device.
+        NonFiniteError: the model computes NaN or infinity.
+    """
+    device = resolve_device(places.device if places else device)
+    open_corpora(text)  # before the model is loaded
+    source = open_source(path)
+    if source.packed:
+        raise CheckpointError(f"{source.path} is quantized; an imatrix is measured on the 16-bit checkpoint")
+    tokenizer = source.tokenizer
+    model = load(source, Recipe(), resolve_dtype(dtype, device), device, device_map=places)
+    calibration = read_calibration(text, tokenizer, model.config, window, tokens)
+    means = mean_squares(model, calibration.ids.to(model.device), progress=progress)
+    tokens_read = calibration.ids.numel()
+    if wrong := [name for name, values in means.items() if not (values * tokens_read).float().isfinite().all()]:
+        raise NonFiniteError(
+            f"inputs of {first_few(wrong, ', ')} are NaN, infinite or too large to be squared; use "
+            f"{option_name('dtype', 'float32')}, or inspect the checkpoint"
+        )
+    names = {name: source.adapter.source_name(f"{name}.weight") for name in means}
+    if source.spec.maps == 1:
+        names = {name: gguf_name(stored) for name, stored in names.items()}
+    datasets = [each["name"] for each in calibration.record["sources"]]
+    count, length = calibration.ids.shape
+    named = {names[name]: values for name, values in means.items()}
+    write_imatrix(output, named, source.model_type, datasets, count, length)
+    return read_imatrix(output)
+
+
+@torch.inference_mode()
+def mean_squares(
+    model: CausalModel, ids: Tensor, batch_tokens: int = _BATCH_TOKENS, progress: Progress = silent
+) -> dict[str, Tensor]:
+    """Return the mean square [in] of the inputs of each linear module in the layers and of an untied head.
+
+    Args:
+        ids: token ids [N, T] of windows.
+        batch_tokens: largest number of tokens per forward pass.
+    """
+    means: dict[str, Tensor] = {}
+    walk, glance = model.walk(ids.shape[1]), model.walk(2)
+    states = [walk.embed(batch) for batch in batches(ids, batch_tokens)]
+    # A run on two tokens shows which modules share an input.
+    glimpse = glance.embed(ids[:1, :2])
+    for number, layer in enumerate(walk.layers):
+        with move_to_compute_device(layer):
+            readers, glimpse = group_by_input(glance, layer, glimpse)
+            sums = [torch.zeros((), dtype=torch.float64, device=ids.device)] * len(readers)
+            for place, state in enumerate(states):
+                seen, states[place] = collect_inputs(walk, layer, [names[0] for names in readers], state)
+                sums = [each + _squares(seen[names[0]]) for each, names in zip(sums, readers, strict=True)]
+        for total, names in zip(sums, readers, strict=True):
+            means |= dict.fromkeys([f"model.layers.{number}.{name}" for name in names], (total / ids.numel()).cpu())
+        progress(number + 1, len(walk.layers), "measuring inputs")
+    if not model.model.architecture.tie_word_embeddings:
+        normalized = (walk.decoder.normalize(walk.hidden(state)) for state in states)
+        means["lm_head"] = (sum(map(_squares, normalized), torch.zeros(())) / ids.numel()).cpu()
+    return means
+
+
+def _squares(x: Tensor) -> Tensor:
+    """Return the sums of squares [in] of inputs [..., in] in float64."""
+    return x.double().square().flatten(0, -2).sum(0)
