@@ -4,10 +4,8 @@ The file is for the environment variable `DIFFQUANT_KERNEL_CONFIGS`: {"kernel/de
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, fields
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 
@@ -16,7 +14,7 @@ from diffquant.benchmarks.contest import SECTIONS, relative_error, tolerance
 from diffquant.benchmarks.measuring import prepare, run_in_turns
 from diffquant.benchmarks.workloads import MODELS, V2, Model, Workload
 from diffquant.errors import UsageError
-from diffquant.kernels.configs import PREFILL, choose, trying
+from diffquant.kernels.configs import PREFILL, Config, choose, trying
 from diffquant.kernels.gpu import device_class
 from diffquant.support.files import write_json
 from diffquant.support.names import option_name
@@ -49,7 +47,7 @@ def tune(path: Path, device: str, progress: Progress = silent) -> str:
     check_written_file(path, has_fields(path, ()) and parse_json(path.read_bytes()).keys() <= tables.keys())
     here = f"/{device_class(torch.device('cuda'))}/"
     keys = [key for key in tables if here in key]
-    tuned: dict[str, dict[str, int]] = {}
+    tuned: dict[str, Config] = {}
     lines = []
     for done, key in enumerate(keys):
         progress(done, len(keys), key)
@@ -66,40 +64,40 @@ def tune(path: Path, device: str, progress: Progress = silent) -> str:
     return "\n".join([*lines, f"wrote {len(tuned)} of {len(keys)} entries to {path}"])
 
 
-def shipped_configs() -> dict[str, Any]:
+def shipped_configs() -> dict[str, Config]:
     """Return the active configurations of all kernels by key."""
     # Imported here because they need Triton, which may not be installed on a machine without a GPU.
     from diffquant.kernels.attention import prefill_int8, prefill_simulated
     from diffquant.kernels.cache import decode_cut
     from diffquant.kernels.linear import gemm, gemv
 
-    tables: list[Mapping[str, Any]] = [PREFILL]
+    tables: list[Mapping[str, Config]] = [PREFILL]
     tables += [module.TILES for module in (prefill_int8, prefill_simulated, decode_cut, gemv, gemm)]
     return {key: choose(table, key) for table in tables for key in table}
 
 
-def neighbours(config: Any, field: str) -> Iterator[int]:
+def neighbours(config: Config, field: str) -> Iterator[int]:
     """Yield the values of a field to try: `stages` ± 1, half and double of any other field."""
-    value = getattr(config, field)
+    value = config[field]
     if field == "stages":
         yield from (other for other in (value - 1, value + 1) if other >= 1)
     else:
         yield from (other for other in (value // 2, value * 2) if other >= 1)
 
 
-def improve(key: str, config: Any, work: Callable[[], object], is_right: Check) -> tuple[float, float, dict[str, int]]:
+def improve(key: str, config: Config, work: Callable[[], object], is_right: Check) -> tuple[float, float, Config]:
     """Tune one configuration; values that fail or give wrong results are skipped.
 
     Returns:
         Milliseconds before, milliseconds after, and the changed fields.
     """
-    changed: dict[str, int] = {}
+    changed: Config = {}
     before = now = _milliseconds(work)
-    for field in (declared.name for declared in fields(config)):
-        start = changed.get(field, getattr(config, field))
+    for field in config:
+        start = changed.get(field, config[field])
         for value in neighbours(config, field):
             entry = changed | {field: value}
-            with trying({key: asdict(config) | entry}):
+            with trying({key: config | entry}):
                 try:
                     milliseconds = _milliseconds(work) if is_right() else float("inf")
                 except Exception:  # too many registers, too little shared memory, an unsupported shape

@@ -3,13 +3,14 @@
 Shapes: B batch, T queries, S keys, h pairs, h_kv KV pairs, d query and key width, dv value width.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from diffquant.family.call import AttentionCall, dtype_name
+from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
 
 
@@ -41,16 +42,38 @@ def call_refusal(call: AttentionCall) -> str | None:
     return None
 
 
-def widths_refusal(q: Tensor, v: Tensor, dtypes: Collection[torch.dtype] = HALF_TYPES) -> str | None:
+def widths_refusal(q: Tensor, v: Tensor) -> str | None:
     """Return why widths or dtypes are unsupported by kernels for d = 64 or 128 and dv = d or 2d, or None."""
-    if q.dtype not in dtypes:
-        return f"q, k and v are {dtype_name(q.dtype)}; the kernel supports {' and '.join(map(dtype_name, dtypes))}"
+    if q.dtype not in HALF_TYPES:
+        return f"q, k and v are {dtype_name(q.dtype)}; the kernel supports {' and '.join(map(dtype_name, HALF_TYPES))}"
     width, value_width = q.shape[-1], v.shape[-1]
     if width not in (64, 128):
         return f"q and k are {width} wide; the kernel supports head widths 64 and 128"
     if value_width not in (width, 2 * width):
         return f"v is {value_width} wide; with keys {width} wide the kernel supports {width} and {2 * width}"
     return None
+
+
+# Most new tokens that decode kernels take.
+MAX_QUERIES = 16
+
+
+def decode_problems(q: Sequence[Tensor], value_heads: int, mask: Mask) -> list[str]:
+    """Return a list of what no decode kernel supports in queries [B, h, T, d] per map, and in a mask."""
+    wrong = []
+    if q[0].is_cuda and q[0].dtype not in HALF_TYPES:
+        wrong.append(f"queries are {q[0].dtype}; the kernels support float16 and bfloat16 on CUDA")
+    if len(q) == 2 and q[1].shape[1] % value_heads:
+        wrong.append(f"{q[1].shape[1]} noise heads are not a multiple of {value_heads} value heads; repeat them")
+    if mask.seen is not None:
+        wrong.append("the kernels support only causal masks, but the call has a mask per query")
+    if mask.keys is not None and mask.ranges is None:
+        wrong.append("the padding mask has holes; the kernels support one range of keys per sequence")
+    if not 0 < q[0].shape[2] <= MAX_QUERIES:
+        wrong.append(f"{q[0].shape[2]} new tokens are not 1 to {MAX_QUERIES}; use prefill for more")
+    if torch.is_grad_enabled() and any(x.requires_grad for x in q):
+        wrong.append("the kernel has no backward pass; call it under torch.no_grad()")
+    return wrong
 
 
 def empty_output(q: Tensor, value_width: int) -> Tensor:

@@ -8,58 +8,52 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
 
 from diffquant.errors import UsageError
 
 VARIABLE = "DIFFQUANT_KERNEL_CONFIGS"
 
-Config = TypeVar("Config")
-Entries = dict[str, dict[str, int]]
+# Values of a configuration's fields, which a comment beside each table describes.
+Config = dict[str, int]
 
 
-@dataclass(frozen=True)
-class AttentionTile:
-    """Tile of an attention kernel.
-
-    Attributes:
-        queries: number of query rows.
-        keys: number of keys per step.
-        warps: number of warps.
-        stages: number of steps loaded ahead.
-    """
-
-    queries: int
-    keys: int
-    warps: int
-    stages: int
+def attention_tile(queries: int, keys: int, warps: int, stages: int) -> Config:
+    """Return the tile of an attention kernel: its query rows, keys per step, warps, and steps that are loaded ahead."""
+    return {"queries": queries, "keys": keys, "warps": warps, "stages": stages}
 
 
 # Steps are as long as possible, since each step rescales the accumulator: longer ones, in machine code, spill registers
 # or wait for single products. Those of sm_80 fit in the 99 KiB of shared memory of Ampere's and Ada's smaller devices.
 PREFILL = {
-    "prefill_v1/sm_90/64": AttentionTile(128, 128, 8, 3),
-    "prefill_v1/sm_90/128": AttentionTile(128, 128, 8, 2),
-    "prefill_v1/sm_80/64": AttentionTile(128, 64, 8, 3),
-    "prefill_v1/sm_80/128": AttentionTile(128, 64, 8, 2),
-    "prefill_v2/sm_90/64": AttentionTile(128, 128, 8, 3),
-    "prefill_v2/sm_90/128": AttentionTile(128, 128, 8, 2),
-    "prefill_v2/sm_80/64": AttentionTile(128, 64, 4, 3),
-    "prefill_v2/sm_80/128": AttentionTile(128, 64, 8, 3),
+    "prefill_v1/sm_90/64": attention_tile(128, 128, 8, 3),
+    "prefill_v1/sm_90/128": attention_tile(128, 128, 8, 2),
+    "prefill_v1/sm_80/64": attention_tile(128, 64, 8, 3),
+    "prefill_v1/sm_80/128": attention_tile(128, 64, 8, 2),
+    "prefill_v2/sm_90/64": attention_tile(128, 128, 8, 3),
+    "prefill_v2/sm_90/128": attention_tile(128, 128, 8, 2),
+    "prefill_v2/sm_80/64": attention_tile(128, 64, 4, 3),
+    "prefill_v2/sm_80/128": attention_tile(128, 64, 8, 3),
 }
 
 
 def choose(table: Mapping[str, Config], key: str) -> Config:
-    """Return the configuration under `key`: a tuned one if there is one, else the built-in one."""
-    tuned = _read_tuned().get(key)
-    return table[key] if tuned is None else _with_fields(table[key], key, tuned)
+    """Return the configuration under `key`, with tuned values of fields if there are any.
+
+    Raises:
+        UsageError: the file of tuned values is invalid, or names an unknown field of this configuration.
+    """
+    shipped, tuned = table[key], _read_tuned().get(key, {})
+    if unknown := sorted(tuned.keys() - shipped.keys()):
+        raise UsageError(
+            f"kernel configuration {key}: unknown {', '.join(unknown)}; choose from {', '.join(sorted(shipped))}"
+        )
+    return shipped | tuned
 
 
 @contextmanager
-def trying(entries: Entries) -> Iterator[None]:
+def trying(entries: dict[str, Config]) -> Iterator[None]:
     """Override configurations by these entries, as in the file, within a context. For tuning and tests."""
     tuned = _read_tuned()
     before = dict(tuned)
@@ -72,7 +66,7 @@ def trying(entries: Entries) -> Iterator[None]:
 
 
 @cache
-def _read_tuned() -> Entries:
+def _read_tuned() -> dict[str, Config]:
     """Read the tuned entries from the file named by `DIFFQUANT_KERNEL_CONFIGS`."""
     file_name = os.environ.get(VARIABLE)
     if not file_name:
@@ -88,13 +82,3 @@ def _read_tuned() -> Entries:
 
 def _is_entry(entry: object) -> bool:
     return isinstance(entry, dict) and all(type(value) is int for value in entry.values())
-
-
-def _with_fields(shipped: Config, key: str, tuned: dict[str, int]) -> Config:
-    known = {field.name for field in fields(shipped)}  # type: ignore[arg-type]
-    unknown = sorted(tuned.keys() - known)
-    if unknown:
-        raise UsageError(
-            f"kernel configuration {key}: unknown {', '.join(unknown)}; choose from {', '.join(sorted(known))}"
-        )
-    return replace(shipped, **tuned)  # type: ignore[type-var]

@@ -19,7 +19,7 @@ from diffquant.family.heads import repeat_noise_heads
 from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
 from diffquant.family.spec import DiffSpec
-from diffquant.kernels.arguments import HALF_TYPES
+from diffquant.kernels.arguments import HALF_TYPES, MAX_QUERIES
 from diffquant.kernels.cache.kv_store import LATENT_WIDTHS, KVStore, store_refusal
 from diffquant.kernels.gpu import capability, device_refusal
 from diffquant.model.cache import PackedLayer
@@ -39,8 +39,7 @@ class FusedLayer(PackedLayer):
 
     store: KVStore | None
 
-    def __init__(self, recipe: Recipe, capacity: int | None) -> None:
-        self.capacity = capacity
+    def __init__(self, recipe: Recipe) -> None:
         self.expected, self.reuse = 0, _no_store
         super().__init__(recipe, {})
 
@@ -51,24 +50,18 @@ class FusedLayer(PackedLayer):
         return self.append(key_states, value_states).read()
 
     def append(self, k: Tensor, v: Tensor) -> KVStore:
-        """Append keys [B, H, T, d] and values [B, H', T, dv] to the layer's store and return it; grow it if needed.
-
-        Raises:
-            UsageError: the cache was created with a capacity, which would be exceeded.
-        """
+        """Append keys [B, H, T, d] and values [B, H', T, dv] to the layer's store and return it; grow it if needed."""
         from diffquant.kernels.cache.append import append
 
         tokens = k.shape[2]
         if self.store is None:
             capability(k.device)
-            room = self.capacity or max(tokens + 1, min(self.expected, max(2 * tokens, _MOST_EXPECTED)))
+            room = max(tokens + 1, min(self.expected, max(2 * tokens, _MOST_EXPECTED)))
             self.store = self.reuse(lambda store: store.fits(self.recipe, k, v, room))
             if self.store is None:
                 self.store = KVStore(self.recipe, k, v, room)
             self.lazy_initialization(k, v)
         needed = self.store.length + tokens
-        if needed > (self.capacity or needed):
-            raise UsageError(f"the cache was made for {self.capacity} tokens and would hold {needed}; enlarge it")
         if needed > self.store.capacity:
             self.store.grow(needed + needed // 2)
         append(self.store, k, v)
@@ -104,9 +97,8 @@ class FusedLayer(PackedLayer):
 class FusedCache(Cache):
     """KV cache with the recipe's `k`, `v` and `residual` for CUDA devices, for `generate(past_key_values=...)`."""
 
-    def __init__(self, recipe: Recipe, layers: int, capacity: int | None = None) -> None:
-        """Create an empty cache for at most `capacity` tokens; with None it grows."""
-        super().__init__(layers=[FusedLayer(recipe.at_layer(layer), capacity) for layer in range(layers)])
+    def __init__(self, recipe: Recipe, layers: int) -> None:
+        super().__init__(layers=[FusedLayer(recipe.at_layer(layer)) for layer in range(layers)])
         self.recipe = recipe
 
     @property
@@ -159,7 +151,7 @@ class FusedCache(Cache):
             The output [B, h, T, dv]. None, with nothing stored, if the kernel does not support these tokens: there are
             too many (a prompt), or the padding mask has holes.
         """
-        from diffquant.kernels.cache.decode import MAX_QUERIES, decode
+        from diffquant.kernels.cache.decode import decode
 
         if q[0].shape[2] > MAX_QUERIES or mask.seen is not None or (mask.keys is not None and mask.ranges is None):
             return None

@@ -15,7 +15,7 @@ from diffquant.benchmarks import measuring, run, tune
 from diffquant.benchmarks.cells import BenchCell
 from diffquant.benchmarks.run import BenchOptions
 from diffquant.errors import FailedCellsError, UsageError
-from diffquant.kernels.configs import AttentionTile
+from diffquant.kernels.configs import attention_tile
 from diffquant.verbs.cli import app
 from tests.support.tables import in_one_test
 
@@ -160,7 +160,7 @@ def test_tuning_takes_the_fastest_neighbour_that_is_right(monkeypatch):
         return 2.0 / np.prod([2.0 / times.get(name, {}).get(value, 2.0) for name, value in entry.items()])
 
     def trying(entries):
-        current["entry"] = {k: v for k, v in next(iter(entries.values())).items() if v != getattr(shipped, k)}
+        current["entry"] = {k: v for k, v in next(iter(entries.values())).items() if v != shipped[k]}
         return memory_of()
 
     class memory_of:
@@ -170,7 +170,7 @@ def test_tuning_takes_the_fastest_neighbour_that_is_right(monkeypatch):
         def __exit__(self, *raised):
             current["entry"] = {}
 
-    shipped = AttentionTile(128, 64, 8, 2)
+    shipped = attention_tile(128, 64, 8, 2)
     current["entry"] = {}
     monkeypatch.setattr(tune, "_milliseconds", milliseconds)
     monkeypatch.setattr(tune, "trying", trying)

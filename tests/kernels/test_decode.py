@@ -76,7 +76,7 @@ def test_equals_the_plain_form(generation, recipe):
 
 @pytest.mark.parametrize("recipe", [Recipe.of(k="4:c16", v=4), Recipe.of(k="8:c16", v=8)], ids=["4 bits", "8 bits"])
 def test_key_scales_of_fewer_tokens_than_a_warp_takes_are_each_tokens_own(recipe):
-    assert TILES[f"decode/sm_80/64/{recipe.v.bits}"].tokens > 16
+    assert TILES[f"decode/sm_80/64/{recipe.v.bits}"]["tokens"] > 16
     q, k, v, lam = random_call("v2", 1, 129)
     # Blocks of 16 tokens differ by a factor of 4, and so do their scales.
     sizes = 4.0 ** (torch.arange(129) // 16 % 2 * 2 - 1)
@@ -189,10 +189,10 @@ def test_what_was_forgotten_may_have_been_nan(recipe):
 def test_what_does_not_fit_is_named():
     q, k, v, lam = random_call("v1", 17, 20)
     store = stored(K4V4, k, v)
-    with pytest.raises(UsageError, match="decode takes 1 to 16 new tokens, got 17"):
+    with pytest.raises(UsageError, match="decode: 17 new tokens are not 1 to 16"):
         decode(q, store, lam, scale=0.125)
     one = [x[:, :, :1] for x in q]
-    with pytest.raises(UsageError, match="decode: 1 maps cannot read 2 key heads beside 1 value heads"):
+    with pytest.raises(UsageError, match="decode: 1 maps cannot read 2 key heads and 1 value heads"):
         decode(one[:1], store, None, scale=0.125)
     with pytest.raises(UsageError, match=r"q1 is float32"):
         decode([x.float() for x in one], store, lam, scale=0.125)

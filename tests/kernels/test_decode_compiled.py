@@ -83,12 +83,12 @@ def assert_cheap(launched, name, kernel, generation, width, tile, most):
     assert (share.kernel, combine.kernel) == (kernel, "decode_combine"), name
     assert share.stack == combine.stack == 0, name
     assert not share.overwritten, name
-    assert REGISTERS // (-(-share.registers // 8) * 8 * 32 * tile.warps) >= tile.blocks, name
-    assert share.shared * tile.blocks <= SHARED_LIMIT[80], name
+    assert REGISTERS // (-(-share.registers // 8) * 8 * 32 * tile["warps"]) >= tile["blocks"], name
+    assert share.shared * tile["blocks"] <= SHARED_LIMIT[80], name
     loop = share.main_loops[0]
     assert loop["HMMA"], name
     assert not [each for each in NOT_IN_THE_LOOP if loop.get(each)], name
-    elements = tile.tokens * (values_of(generation, width) + (2 * width if generation == "v1" else width)) / 32
+    elements = tile["tokens"] * (values_of(generation, width) + (2 * width if generation == "v1" else width)) / 32
     assert sum(loop.values()) / elements <= most, (name, sum(loop.values()) / elements)
 
 

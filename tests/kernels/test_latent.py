@@ -13,7 +13,7 @@ from diffquant.kernels.cache import latent as module
 from diffquant.kernels.cache.append import append
 from diffquant.kernels.cache.decode import decode
 from diffquant.kernels.cache.kv_store import KVStore
-from diffquant.kernels.cache.latent import LatentTile, decode_latent
+from diffquant.kernels.cache.latent import decode_latent
 from diffquant.kernels.configs import trying
 from diffquant.recipe import Recipe
 from tests.support.kernel_inputs import padding, random_call, relative_error
@@ -148,8 +148,9 @@ def test_queries_of_any_strides():
 def test_tuned_tiles_compute_the_same():
     with trying({"latent/sm_80/8": {"tokens": 16, "warps": 8, "rows": 16}}):
         check(Recipe.of(kv=8), random_latents(1, 129, pairs=16, noises=4))
-    with pytest.raises(UsageError, match="8 warps of 24 tokens by 48 rows; a step of all warps must be a"):
-        LatentTile(24, 8, 1, 48)
+    wrong = {"latent/sm_80/8": {"tokens": 24, "rows": 48}}
+    with trying(wrong), pytest.raises(UsageError, match="8 warps of 24 tokens by 48 rows; a step of all warps must"):
+        check(Recipe.of(kv=8), random_latents(1, 129))
 
 
 def test_what_does_not_fit_is_named():

@@ -51,7 +51,7 @@ def test_shipped_configurations_hold_their_sums_in_registers():
         tile = TILES[f"latent/sm_{table}/{recipe.v.bits}"]
         loop = share.main_loops[0]
         assert loop["HMMA"], name
-        elements = tile.tokens * (LATENT + TURNED) / 32
+        elements = tile["tokens"] * (LATENT + TURNED) / 32
         assert sum(loop.values()) / elements <= most, (name, sum(loop.values()) / elements)
     for name in APPENDED:
         (kernel,) = binaries[f"append-{name}"]

@@ -207,7 +207,7 @@ def test_the_op_passes_opcheck():
     for bits, group in ((4, 32), (6, "row")):
         p, _ = random_case(24, 96, bits, group, torch.float32)
         arguments = (torch.randn(2, 3, 96), p.low, p.high, p.scales, p.row_scale, torch.randn(24), p.bits, p.group, 24)
-        torch.library.opcheck(packed_linear, (*arguments, "auto"))
+        torch.library.opcheck(packed_linear, arguments)
 
 
 def test_a_compiled_model_has_no_graph_break():
@@ -225,12 +225,6 @@ def test_what_cannot_be_is_refused():
         linear(x[:, 1:], packed)
     with pytest.raises(UsageError, match=r"x is torch\.float32 and the weight's scales are torch\.float16; bias is"):
         linear(x.float(), packed, x[0])
-    with pytest.raises(UsageError, match="unknown backend 'cutlass'; choose from auto, triton, dequantize"):
-        linear(x, packed, backend="cutlass")
-    with pytest.raises(UsageError, match=r"linear backend 'triton': .*; use auto"):
-        linear(x.cpu(), packed, backend="triton")
-    with pytest.raises(UsageError, match=r"linear backend 'triton': x is torch\.float32"):
-        linear(x.float(), random_case(24, 96, 4, 32, torch.float32)[0], backend="triton")
 
 
 @interpreted

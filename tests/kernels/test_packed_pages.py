@@ -95,7 +95,7 @@ def test_what_pages_do_not_hold_is_refused_by_name():
     store, table, _ = filled(Recipe.of(kv=4), k, v, [20])
     sizes = torch.tensor([20], dtype=torch.int32)
     other = PagedStore(Recipe.of(kv=4), k[0], v.repeat(1, 2, 1, 1), 4)
-    with pytest.raises(UsageError, match="1 maps cannot read 1 key heads beside 2 value heads"):
+    with pytest.raises(UsageError, match="1 maps cannot read 1 key heads and 2 value heads"):
         decode_packed_pages(q[:1], other, table, sizes, None, scale=0.125)
     with pytest.raises(UsageError, match=r"k is torch\.float32"):
         store.append(k[0].float(), v, table, sizes)

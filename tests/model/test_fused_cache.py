@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from diffquant.errors import UsageError
 from diffquant.model.adapters import adapter_for
 from diffquant.model.cache import PackedCache
 from diffquant.model.fused_cache import FusedCache, fused_cache_refusal
@@ -92,23 +91,20 @@ def states(tokens, seed):
 
 
 @pytest.mark.parametrize("recipe", sampled([Recipe.of(), Recipe.of(k="4:c16", v=8, residual=3)], 2), ids=["16", "c16"])
-def test_a_cache_grows_unless_its_capacity_is_given(recipe):
+def test_a_cache_grows_with_its_tokens(recipe):
     k, v = states(130, 0), states(130, 1)
-    growing, fixed = FusedCache(recipe, 1), FusedCache(recipe, 1, capacity=128)
-    for cache in (growing, fixed):
-        cache.update(k[:, :, :100], v[:, :, :100], 0)
+    growing = FusedCache(recipe, 1)
+    growing.update(k[:, :, :100], v[:, :, :100], 0)
     before = growing.nbytes
     read = growing.update(k[:, :, 100:], v[:, :, 100:], 0)
     packed = PackedCache(recipe, 1)
     packed.update(k[:, :, :100], v[:, :, :100], 0)
     assert all(torch.equal(a, b) for a, b in zip(read, packed.update(k[:, :, 100:], v[:, :, 100:], 0), strict=True))
     assert growing.nbytes > before
-    with pytest.raises(UsageError, match="made for 128 tokens and would hold 130"):
-        fixed.update(k[:, :, 100:], v[:, :, 100:], 0)
-    fixed.crop(-2)
-    assert fixed.get_seq_length() == 98
-    fixed.reset()
-    assert (fixed.get_seq_length(), fixed.nbytes) == (0, 0)
+    growing.crop(-2)
+    assert growing.get_seq_length() == 128
+    growing.reset()
+    assert (growing.get_seq_length(), growing.nbytes) == (0, 0)
 
 
 def test_what_decodes_is_asked_of_the_attention_not_of_tensors():

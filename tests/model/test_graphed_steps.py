@@ -487,7 +487,7 @@ def test_launches_of_a_step_wait_for_nothing_and_stay_the_same_while_a_cache_fil
     monkeypatch.setattr(decode, "decode_share", kernels["decode_share"])
     monkeypatch.setattr(decode_cut, "decode_combine", kernels["decode_combine"])
     k, q = torch.randn(1, 2, 1, 64), torch.randn(1, 2, 1, 64)
-    cache = FusedCache(recipe, 1, capacity=128)
+    cache = FusedCache(recipe, 1)
     starts = torch.zeros(1, dtype=torch.int32)
     store = cache.layers[0].append(k, k)
     operations = []

@@ -1,7 +1,7 @@
 """Registers the Triton kernels as backends. Triton is imported only when a kernel is needed on a supported device."""
 
 import logging
-from collections.abc import Callable
+from pkgutil import resolve_name
 from typing import Any
 
 from torch import Tensor
@@ -17,23 +17,9 @@ _FEW_QUERIES = 16
 _REPEATED = "the Triton kernels compute a noise map for each pair: every noise head is repeated %d times"
 
 
-def _kernel(name: str) -> tuple[Callable[..., Tensor], Callable[..., str | None]]:
-    """Return a kernel and the function that explains why it cannot serve a call; both take a call and options."""
-    if name == "prefill":
-        from diffquant.kernels.attention.prefill import prefill, prefill_refusal
-
-        return prefill, prefill_refusal
-    if name == "prefill_int8":
-        from diffquant.kernels.attention.prefill_int8 import prefill_int8, prefill_int8_refusal
-
-        return prefill_int8, prefill_int8_refusal
-    if name == "prefill_simulated":
-        from diffquant.kernels.attention.prefill_simulated import prefill_simulated, prefill_simulated_refusal
-
-        return prefill_simulated, prefill_simulated_refusal
-    from diffquant.kernels.attention.prefill_specialized import prefill_specialized, prefill_specialized_refusal
-
-    return prefill_specialized, prefill_specialized_refusal
+def _kernel(name: str) -> Any:
+    """Return a kernel, or with "_refusal" behind its name the function that explains why it cannot serve a call."""
+    return resolve_name(f"diffquant.kernels.attention.{name.removesuffix('_refusal')}:{name}")
 
 
 def _backend(name: str, kernel: str, *options: object, **ranked: Any) -> Backend:
@@ -42,10 +28,11 @@ def _backend(name: str, kernel: str, *options: object, **ranked: Any) -> Backend
     def compute(call: AttentionCall) -> Tensor:
         if call.signals_per_noise > 1:
             log_once(__name__, logging.INFO, _REPEATED, call.signals_per_noise)
-        return _kernel(kernel)[0](call.expand_noise(), *options)
+        output: Tensor = _kernel(kernel)(call.expand_noise(), *options)
+        return output
 
     def refuses(call: AttentionCall) -> str | None:
-        return device_refusal(call.v.device) or _kernel(kernel)[1](call.expand_noise(), *options)
+        return device_refusal(call.v.device) or _kernel(f"{kernel}_refusal")(call.expand_noise(), *options)
 
     return Backend(name, compute, refuses, **ranked)
 
@@ -69,9 +56,6 @@ register(_backend("triton-specialized", "prefill_specialized", 16))
 register(_backend("triton-fp8-specialized", "prefill_specialized", 8))
 
 
-def _refuse_calls(_call: AttentionCall) -> str:
-    return "this backend only decodes a few tokens at a time from the cache of a model with latent attention"
-
-
 # The model calls the kernel itself, since an `AttentionCall` has no cache, and uses other backends for all other calls.
-register(Backend(LATENT, naive, _refuse_calls))
+_ONLY_DECODES = "this backend only decodes a few tokens at a time from the cache of a model with latent attention"
+register(Backend(LATENT, naive, lambda _call: _ONLY_DECODES))

@@ -197,15 +197,15 @@ def _launch(x: Operands) -> Tensor:
     part = value_width if described else min(value_width, _AMPERE_COLUMNS)
     # V1's noise map is stored in the output's memory.
     parked = (out.view(torch.float16),) if has_own_keys else ()
-    per_tile = tile.queries if has_own_keys else tile.queries // 2
+    per_tile = tile["queries"] if has_own_keys else tile["queries"] // 2
     with torch.cuda.device_of(v):
         kernel[(-(-queries // per_tile) * pairs * batch,)](
             *x.q, *x.k, v, lam, out, *parked, x.starts, x.ends, x.weight,
             x.q[0].stride()[:3], x.k[0].stride()[:3], v.stride()[:3], lam.stride()[:3], out.stride()[:3],
             pairs, pairs // kv_pairs, queries, keys, x.scale * log2(e), x.eps, x.factor,
             NORM=x.normed, DESCRIBED=described,
-            ROWS=tile.queries, STEP=tile.keys, WIDTH=width, PART=part, PARTS=value_width // part,
-            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
+            ROWS=tile["queries"], STEP=tile["keys"], WIDTH=width, PART=part, PARTS=value_width // part,
+            num_warps=tile["warps"], num_stages=tile["stages"], enable_fp_fusion=True,
         )  # fmt: skip
     return out
 

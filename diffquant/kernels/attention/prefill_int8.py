@@ -27,8 +27,8 @@ from diffquant.kernels.attention.online import (
     to_float16,
     valid_range,
 )
-from diffquant.kernels.attention.quantize_qkv import QuantizedKV, quantize_qkv, swizzle
-from diffquant.kernels.configs import AttentionTile, choose
+from diffquant.kernels.attention.quantize_qkv import quantize_qkv, swizzle
+from diffquant.kernels.configs import attention_tile, choose
 from diffquant.kernels.gpu import device_class, fp8_refusal
 
 # log2(448): softmax weights are multiplied by 448, e4m3's largest number, to use its whole range.
@@ -186,10 +186,10 @@ def _pin(x):
 
 # Softmax dominates the time of 8-bit attention, and 128 keys per step rescale half as often as 64.
 TILES = {
-    "prefill_int8/sm_90/64": AttentionTile(128, 128, 8, 2),
-    "prefill_int8/sm_90/128": AttentionTile(128, 128, 8, 2),
-    "prefill_int8/sm_80/64": AttentionTile(128, 64, 8, 2),
-    "prefill_int8/sm_80/128": AttentionTile(128, 64, 8, 2),
+    "prefill_int8/sm_90/64": attention_tile(128, 128, 8, 2),
+    "prefill_int8/sm_90/128": attention_tile(128, 128, 8, 2),
+    "prefill_int8/sm_80/64": attention_tile(128, 64, 8, 2),
+    "prefill_int8/sm_80/128": attention_tile(128, 64, 8, 2),
 }
 PV_TYPES = ("fp16", "fp8")
 
@@ -232,37 +232,30 @@ def _launch(x: Operands, pv: str) -> Tensor:
     device_kind = device_class(v.device)
     tile = choose(TILES, f"prefill_int8/{device_kind}/{width}")
     with torch.cuda.device_of(v):
-        codes = quantize_qkv(
-            q, k, v, x.starts, x.ends, x.scale, tile_rows=tile.queries, block=tile.keys, values=pv == "fp8"
+        q8, q_scale, k8, k_scale, v8, v_scale = quantize_qkv(
+            q, k, v, x.starts, x.ends, x.scale, tile_rows=tile["queries"], block=tile["keys"], values=pv == "fp8"
         )
         described = device_kind == "sm_90"
         if described and not can_describe(v):
             v = v.clone(memory_format=torch.contiguous_format)
-        operands = (
-            _make_descriptors(codes, v, tile) if described else (codes.q, codes.k, v if codes.v is None else codes.v)
-        )
-        if described and codes.v is None:
+        operands: list[Tensor | TensorDescriptor] = [q8, k8, v if v8 is None else v8]
+        if described:
+            operands[0] = TensorDescriptor.from_tensor(q8.flatten(0, 3), [tile["queries"], width])
+            operands[1] = TensorDescriptor.from_tensor(k8.flatten(0, 3), [tile["keys"], width])
+        if described and v8 is not None:
+            operands[2] = TensorDescriptor.from_tensor(v8.flatten(0, 2), [min(value_width, 128), tile["keys"]])
+        elif described:
             allow_descriptors()
-        attend_int8[(codes.q.shape[3] // tile.queries * batch * heads,)](
-            *operands, codes.q_scale, codes.k_scale, codes.v_scale, lam, x.starts, x.ends, x.weight,
+        attend_int8[(q8.shape[3] // tile["queries"] * batch * heads,)](
+            *operands, q_scale, k_scale, v_scale, lam, x.starts, x.ends, x.weight,
             out, out.view(torch.float16), v.stride()[:3], None if lam is None else lam.stride()[:3], out.stride()[:3],
-            heads, heads // kv_heads, length, keys, codes.q.shape[3], codes.k.shape[3], x.eps, x.factor,
+            heads, heads // kv_heads, length, keys, q8.shape[3], k8.shape[3], x.eps, x.factor,
             NORM=x.normed, MAPS=len(k), PACK=len(q) // len(k), D=width, DV=value_width, FP8=pv == "fp8",
             DESCRIBED=described, PINNED=described and not triton.knobs.runtime.interpret,
-            BM=tile.queries, BN=tile.keys,
-            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
+            BM=tile["queries"], BN=tile["keys"],
+            num_warps=tile["warps"], num_stages=tile["stages"], enable_fp_fusion=True,
         )  # fmt: skip
     return out
 
 
 _operator = register_operator("prefill_int8", _launch, ", str pv")
-
-
-def _make_descriptors(codes: QuantizedKV, v: Tensor, tile: AttentionTile) -> tuple[TensorDescriptor | Tensor, ...]:
-    """Create TMA descriptors of the codes, each tensor viewed as one matrix; return a 16-bit V unchanged."""
-    width = codes.q.shape[-1]
-    q = TensorDescriptor.from_tensor(codes.q.flatten(0, 3), [tile.queries, width])
-    k = TensorDescriptor.from_tensor(codes.k.flatten(0, 3), [tile.keys, width])
-    if codes.v is None:
-        return q, k, v
-    return q, k, TensorDescriptor.from_tensor(codes.v.flatten(0, 2), [min(v.shape[-1], 128), tile.keys])

@@ -18,17 +18,17 @@ from diffquant.kernels.attention.attend_rounded import attend_rounded, extremes
 from diffquant.kernels.attention.online import allow_descriptors, can_describe
 from diffquant.kernels.attention.prefill_specialized import launch_specialized, specialized_refusal
 from diffquant.kernels.attention.round_operands import BLOCK_FORMATS, operands_refusal, quantize_rows
-from diffquant.kernels.configs import AttentionTile, choose
+from diffquant.kernels.configs import attention_tile, choose
 from diffquant.kernels.gpu import device_class
 from diffquant.recipe.numbers.formats import format_named
 from diffquant.recipe.numbers.simulation import logit_format, weight_scale
 from diffquant.recipe.scheme import FULL, Scheme
 
 TILES = {
-    "simulated/sm_90/64": AttentionTile(128, 128, 8, 2),
-    "simulated/sm_90/128": AttentionTile(128, 64, 8, 2),
-    "simulated/sm_80/64": AttentionTile(128, 64, 8, 2),
-    "simulated/sm_80/128": AttentionTile(128, 32, 8, 2),
+    "simulated/sm_90/64": attention_tile(128, 128, 8, 2),
+    "simulated/sm_90/128": attention_tile(128, 64, 8, 2),
+    "simulated/sm_80/64": attention_tile(128, 64, 8, 2),
+    "simulated/sm_80/128": attention_tile(128, 32, 8, 2),
 }
 GRANULARITIES = ("tensor", "head", "pair", "row")
 
@@ -162,11 +162,11 @@ def _launch(
     with torch.cuda.device_of(v):
         if described:
             allow_descriptors()
-        extremes[(triton.cdiv(length, tile.queries) * batch * heads * maps,)](
+        extremes[(triton.cdiv(length, tile["queries"]) * batch * heads * maps,)](
             q[0], q[-1], k[0], k[-1], q_steps, k_steps, k_maps, x.starts, x.ends, top, bottom,
             q[0].stride()[:3], k[0].stride()[:3], *lengths, x.scale,
-            MAPS=maps, DESCRIBED=described, D=width, BM=tile.queries, BN=tile.keys,
-            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
+            MAPS=maps, DESCRIBED=described, D=width, BM=tile["queries"], BN=tile["keys"],
+            num_warps=tile["warps"], num_stages=tile["stages"], enable_fp_fusion=False,
         )  # fmt: skip
         largest = _largest_of_shared(top - bottom if shift else torch.maximum(top.abs(), bottom.abs()), granularity)
         rounding = logit_format(format_named(str(bits)), shift)
@@ -186,13 +186,13 @@ def _launch(
                 (x.scale, log2(e), 2.0**bits - 1, x.eps, x.factor), rounded=True, shift=shift, normed=x.normed,
             )  # fmt: skip
         else:
-            attend_rounded[(triton.cdiv(length, tile.queries) * batch * heads,)](
+            attend_rounded[(triton.cdiv(length, tile["queries"]) * batch * heads,)](
                 q[0], q[-1], k[0], k[-1], q_steps, k_steps, k_maps, v, lam, x.starts, x.ends, x.weight, top, scales,
                 out, parked, clipped, *strides, *lengths, x.scale, log2(e), 2**bits - 1, weight_step, x.eps, x.factor,
                 MAPS=maps, **of_weights, SHIFT=shift, NORM=x.normed, DESCRIBED=described,
                 D=width, DV=value_width,
-                HALVES=2 if value_width > tile.queries and not described else 1, BM=tile.queries, BN=tile.keys,
-                num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
+                HALVES=2 if value_width > tile["queries"] and not described else 1, BM=tile["queries"], BN=tile["keys"],
+                num_warps=tile["warps"], num_stages=tile["stages"], enable_fp_fusion=False,
             )  # fmt: skip
     return out, largest, clipped
 

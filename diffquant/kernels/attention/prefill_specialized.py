@@ -1,7 +1,6 @@
 """Prefill attention with warp-specialized kernels for Hopper, in half precision or in 8 bits."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import e, log2
 
 import torch
@@ -16,37 +15,24 @@ from diffquant.kernels.attention.quantize_qkv import quantize_qkv
 from diffquant.kernels.configs import choose
 from diffquant.kernels.gpu import device_class
 
-
-@dataclass(frozen=True)
-class SpecializedTile:
-    """A tile of 128 rows, 64 for each of two warpgroups.
-
-    Attributes:
-        keys: number of keys per step.
-        stages: number of steps that the loading warp loads ahead.
-    """
-
-    keys: int
-    stages: int
-
-
-# By the widths of keys and values; as many stages as fit in shared memory.
+# By the widths of keys and values: number of keys per step, and of steps that the loading warp loads ahead, as many as
+# fit in shared memory. A tile has 128 rows, 64 for each of two warpgroups.
 TILES = {
     # Logits of one block and weights of two are in registers at once, so with values of width 2d long steps spill.
-    "prefill_specialized/sm_90/64x64": SpecializedTile(128, 4),
-    "prefill_specialized/sm_90/64x128": SpecializedTile(64, 4),
-    "prefill_specialized/sm_90/128x128": SpecializedTile(64, 4),
-    "prefill_specialized/sm_90/128x256": SpecializedTile(64, 4),
-    "prefill_fp8_specialized/sm_90/64x64": SpecializedTile(128, 4),
-    "prefill_fp8_specialized/sm_90/64x128": SpecializedTile(128, 4),
-    "prefill_fp8_specialized/sm_90/128x128": SpecializedTile(128, 4),
+    "prefill_specialized/sm_90/64x64": {"keys": 128, "stages": 4},
+    "prefill_specialized/sm_90/64x128": {"keys": 64, "stages": 4},
+    "prefill_specialized/sm_90/128x128": {"keys": 64, "stages": 4},
+    "prefill_specialized/sm_90/128x256": {"keys": 64, "stages": 4},
+    "prefill_fp8_specialized/sm_90/64x64": {"keys": 128, "stages": 4},
+    "prefill_fp8_specialized/sm_90/64x128": {"keys": 128, "stages": 4},
+    "prefill_fp8_specialized/sm_90/128x128": {"keys": 128, "stages": 4},
     # With four stages, registers spill.
-    "prefill_fp8_specialized/sm_90/128x256": SpecializedTile(128, 3),
+    "prefill_fp8_specialized/sm_90/128x256": {"keys": 128, "stages": 3},
     # With quantized logits a row's largest code is known beforehand, so short steps cost no rescaling. Long ones spill.
-    "simulated_specialized/sm_90/64x64": SpecializedTile(128, 4),
-    "simulated_specialized/sm_90/64x128": SpecializedTile(128, 4),
-    "simulated_specialized/sm_90/128x128": SpecializedTile(64, 4),
-    "simulated_specialized/sm_90/128x256": SpecializedTile(64, 4),
+    "simulated_specialized/sm_90/64x64": {"keys": 128, "stages": 4},
+    "simulated_specialized/sm_90/64x128": {"keys": 128, "stages": 4},
+    "simulated_specialized/sm_90/128x128": {"keys": 64, "stages": 4},
+    "simulated_specialized/sm_90/128x256": {"keys": 64, "stages": 4},
 }
 _ROWS = 128
 
@@ -112,7 +98,7 @@ def launch_specialized(
     attend_specialized[(-(-length * shared // _ROWS) * batch * heads,)](
         q[0], q[-1], k[0], k[-1], v, *tensors, heads, heads // kv_heads, length, keys, *numbers,
         ROUNDED=rounded, SHIFT=shift, NORM=normed, MAPS=len(k), PACK=shared, D=width, DV=value_width,
-        BN=tile.keys, STAGES=tile.stages, num_warps=4,
+        BN=tile["keys"], STAGES=tile["stages"], num_warps=4,
         # No fused multiply-add: values at the border between two codes depend on products being rounded to float32.
         enable_fp_fusion=not rounded,
     )  # fmt: skip
@@ -140,15 +126,17 @@ def _launch(x: Operands, bits: int) -> Tensor:
     with torch.cuda.device_of(v):
         if bits == 8:
             tile = choose(TILES, f"prefill_fp8_specialized/sm_90/{width}x{value_width}")
-            codes = quantize_qkv(q, k, v, x.starts, x.ends, x.scale, tile_rows=_ROWS, block=tile.keys, values=True)
-            rows = codes.q.shape[3]
+            q8, q_scale, k8, k_scale, v8, v_scale = quantize_qkv(
+                q, k, v, x.starts, x.ends, x.scale, tile_rows=_ROWS, block=tile["keys"], values=True
+            )
+            rows = q8.shape[3]
             allow_descriptors()
             attend_fp8_specialized[(rows // _ROWS * batch * heads,)](
-                codes.q, codes.k, codes.v, codes.q_scale, codes.k_scale, codes.v_scale, lam, x.starts, x.ends, x.weight,
+                q8, k8, v8, q_scale, k_scale, v_scale, lam, x.starts, x.ends, x.weight,
                 out, parked, lam_strides, out.stride()[:3],
-                heads, heads // kv_heads, length, keys, rows, codes.k.shape[3], x.eps, x.factor,
+                heads, heads // kv_heads, length, keys, rows, k8.shape[3], x.eps, x.factor,
                 NORM=x.normed, MAPS=len(k), PACK=len(q) // len(k), D=width, DV=value_width,
-                BN=tile.keys, STAGES=tile.stages, num_warps=4, enable_fp_fusion=True,
+                BN=tile["keys"], STAGES=tile["stages"], num_warps=4, enable_fp_fusion=True,
             )  # fmt: skip
         else:
             q, k, (v,) = _describable(q), _describable(k), _describable([v])

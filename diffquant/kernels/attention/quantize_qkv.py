@@ -10,7 +10,6 @@ Sources: SageAttention (arXiv 2410.02367) for smoothing, SageAttention2 (arXiv 2
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -28,28 +27,8 @@ _E4M3_MAX = tl.constexpr(448.0)
 _ROUND = tl.constexpr(12582912.0)
 
 
-@dataclass(frozen=True)
-class QuantizedKV:
-    """8-bit Q, K and V with their dequantization scales.
-
-    Attributes:
-        q: codes of Q, int8 [B, h, n, rows, d]. n is 2 if each map has its own keys (V1), else 1. `rows` is T, or 2·T if
-            a query's two maps are adjacent rows (V2), rounded up to whole tiles. Excess rows are undefined.
-        q_scale: scales of Q, float32 [B, h, n, rows], multiplied by the factor of Q·Kᵀ and log2(e).
-        k: codes of K, int8 [B, h_kv, n, keys, d], starting at each sequence's first valid key. `keys` is S rounded up
-            to whole blocks; codes beyond the valid keys are 0.
-        k_scale: scales of K, float32 [B, h_kv, n, keys / block].
-        v: codes of V, e4m3 [B, h_kv, dv, keys], with keys as in `k` but every 16 in the order of `swizzle`; or None if
-            V is not quantized.
-        v_scale: scales of V, float32 [B, h_kv, dv], or None if V is not quantized.
-    """
-
-    q: Tensor
-    q_scale: Tensor
-    k: Tensor
-    k_scale: Tensor
-    v: Tensor | None
-    v_scale: Tensor | None
+# Codes and scales of Q, K and V.
+QuantizedQKV = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 def quantize_qkv(
@@ -63,7 +42,7 @@ def quantize_qkv(
     tile_rows: int,
     block: int,
     values: bool,
-) -> QuantizedKV:
+) -> QuantizedQKV:
     """Quantize Q, K and optionally V to 8 bits.
 
     Args:
@@ -75,6 +54,16 @@ def quantize_qkv(
         tile_rows: number of rows of a tile; the number of rows of Q's codes is rounded up to a multiple of it.
         block: number of keys that share a scale.
         values: whether to quantize V too.
+
+    Returns:
+        codes of Q, int8 [B, h, n, rows, d]. n is 2 if each map has its own keys (V1), else 1. `rows` is T, or 2·T if a
+            query's two maps are adjacent rows (V2), rounded up to whole tiles. Excess rows are undefined.
+        scales of Q, float32 [B, h, n, rows], multiplied by the factor of Q·Kᵀ and log2(e).
+        codes of K, int8 [B, h_kv, n, keys, d], starting at each sequence's first valid key. `keys` is S rounded up to
+            whole blocks; codes beyond the valid keys are 0.
+        scales of K, float32 [B, h_kv, n, keys / block].
+        codes of V, e4m3 [B, h_kv, dv, keys], with keys as in K but every 16 in the order of `swizzle`; or None.
+        scales of V, float32 [B, h_kv, dv], or None.
     """
     batch, heads, length, width = q[0].shape
     kv_heads, keys, value_width = v.shape[1:]
@@ -114,7 +103,7 @@ def quantize_qkv(
         N=own_keys, PACK=packed, D=width, DV=value_width, ROWS=_ROWS, BLOCK=block, VALUE_ROWS=value_rows,
         num_warps=8, num_stages=2, enable_fp_fusion=True,
     )  # fmt: skip
-    return QuantizedKV(q8, q_scale, k8, k_scale, v8, v_scale)
+    return q8, q_scale, k8, k_scale, v8, v_scale
 
 
 @triton.jit

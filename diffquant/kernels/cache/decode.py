@@ -16,15 +16,13 @@ from diffquant.errors import UsageError
 from diffquant.family.call import check_tensors
 from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
-from diffquant.kernels.arguments import HALF_TYPES, empty_output
-from diffquant.kernels.cache.decode_cut import ROWS, TILES, Cut
+from diffquant.kernels.arguments import decode_problems, empty_output
+from diffquant.kernels.cache.decode_cut import ROWS, TILES, Cut, choose_tile
 from diffquant.kernels.cache.decode_share import decode_share
 from diffquant.kernels.cache.kv_store import CAPACITY_STEP, WIDTHS, KVStore, channels_in_word
-from diffquant.kernels.configs import choose
 from diffquant.kernels.gpu import device_class
 from diffquant.kernels.linear.repack import FRAGMENT
 
-MAX_QUERIES = 16
 _CAUSAL = Mask()
 
 
@@ -56,8 +54,6 @@ def decode(
         UsageError: arguments disagree, or the kernels do not support them.
     """
     shared = _shares_keys(q, store, lam, mask, post)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in q):
-        raise UsageError("decode has no backward pass; call it under torch.no_grad()")
     keys, values = store.keys, store.values
     norm = post or PairNorm(0.0)
     starts, ends = mask.ranges or (None, None)
@@ -85,22 +81,12 @@ def _shares_keys(q: Sequence[Tensor], store: KVStore, lam: Tensor | None, mask: 
     shared = len(q) == 2 and k_heads == v_heads
     if not shared and k_heads != len(q) * v_heads:
         raise UsageError(f"decode: {len(q)} maps cannot read {k_heads} key heads and {v_heads} value heads")
-    if len(q) == 2 and q[1].shape[1] % v_heads:
-        raise UsageError(
-            f"decode: {q[1].shape[1]} noise heads are not a multiple of {v_heads} value heads; repeat them"
-        )
+    if wrong := decode_problems(q, v_heads, mask):
+        raise UsageError("decode: " + "; ".join(wrong))
     # Tensors with the shapes of the stored keys and values, without memory, for the checks.
     keys = k.recent.new_empty(()).expand(batch, v_heads, blocks * FRAGMENT, k.width)
     values = v.recent.new_empty(()).expand(batch, v_heads, blocks * FRAGMENT, v.width)
     check_tensors(q, [keys] * len(q), values, lam, mask, post)
-    if q[0].is_cuda and q[0].dtype not in HALF_TYPES:
-        raise UsageError(f"decode supports float16 and bfloat16 on CUDA, got {q[0].dtype}")
-    if mask.seen is not None:
-        raise UsageError("decode: the kernels support only causal masks, but the call has a mask per query")
-    if mask.keys is not None and mask.ranges is None:
-        raise UsageError("decode: the padding mask has holes; the kernels support one range of keys per sequence")
-    if not 0 < q[0].shape[2] <= MAX_QUERIES:
-        raise UsageError(f"decode takes 1 to {MAX_QUERIES} new tokens, got {q[0].shape[2]}; use prefill for more")
     return shared
 
 
@@ -135,7 +121,7 @@ def _launch(
     # With scales per block, a warp's tokens must lie in one block.
     capacity, most_tokens = keys[0].shape[2] * FRAGMENT, k_block if k_block > 1 else CAPACITY_STEP
     token_bits = k_heads // v_heads * width * k_bits + value_width * v_bits
-    tile = choose(TILES, f"decode/{device_class(out.device)}/{value_width}/{max(k_bits, v_bits)}")
+    tile = choose_tile(TILES, f"decode/{device_class(out.device)}/{value_width}/{max(k_bits, v_bits)}")
     cut = Cut.of(tile, q, v_heads, token_bits, capacity, window, most_tokens)
     sums = cut.empty_sums(out)
     with torch.cuda.device_of(out):
@@ -146,9 +132,9 @@ def _launch(
             RESIDUAL=residual, WIDTH=width, VALUE_WIDTH=value_width,
             K_BITS=k_bits, K_BLOCK=k_block, K_RING=keys[3].shape[2] * FRAGMENT,
             V_BITS=v_bits, V_RING=values[3].shape[2] * FRAGMENT,
-            SHARED_K=shared_k, ROWS=ROWS, TOKENS=cut.tokens, WARPS=tile.warps, **cut.options,
+            SHARED_K=shared_k, ROWS=ROWS, TOKENS=cut.tokens, WARPS=tile["warps"], **cut.options,
         )  # fmt: skip
-        cut.combine(sums, lam, weight, out, normed, eps, factor)
+        cut.combine(sums, lam, PairNorm(eps, weight, factor) if normed else None, out)
     return out
 
 

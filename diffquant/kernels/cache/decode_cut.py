@@ -2,7 +2,7 @@
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, disable-error-code="assignment"
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -13,11 +13,48 @@ import triton.language as tl
 from torch import Tensor
 
 from diffquant.errors import UsageError
+from diffquant.family.norm import PairNorm
 from diffquant.kernels.attention.online import LOWEST, pair_norm
-from diffquant.kernels.cache.kv_layout import field_channels, value_channels
+from diffquant.kernels.cache.kv_layout import field_channels, packed_tokens, value_channels
 from diffquant.kernels.cache.kv_store import CAPACITY_STEP
+from diffquant.kernels.configs import Config, choose
 from diffquant.kernels.gpu import bandwidth, processors, registers_of
 from diffquant.kernels.linear.repack import FRAGMENT
+
+
+@triton.jit
+def share_of_store(
+    Progress, Starts, Ends, sequence, row, queries, window,
+    RESIDUAL: tl.constexpr, K_BITS: tl.constexpr, K_BLOCK: tl.constexpr, V_BITS: tl.constexpr,
+    ROWS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Return the keys of a store that a program's rows see, and its share of them, in steps of STEP tokens.
+
+    Returns:
+        first, position: first and last key that each row sees.
+        begin, end: the share; `begin` is a multiple of STEP.
+        k_packed, v_packed: number of packed keys and values.
+    """
+    length = tl.load(Progress)
+    position = length - queries + row % queries
+    first = tl.zeros([ROWS], tl.int32)
+    begin = 0
+    if Starts is not None:
+        begin = tl.minimum(tl.maximum(tl.load(Starts + sequence), 0), length)
+        first += begin
+    if Ends is not None:
+        # A query beyond the valid range is padding, and no other query sees keys there.
+        first = tl.where(position < tl.load(Ends + sequence), first, length)
+    if window is not None:
+        first = tl.maximum(first, position - window + 1)
+        begin = tl.maximum(begin, length - queries - window + 1)
+    begin = begin // STEP * STEP
+    share = tl.cdiv(tl.cdiv(length - begin, STEP), tl.num_programs(1)) * STEP
+    begin += tl.program_id(1) * share
+    end = tl.minimum(begin + share, length)
+    k_packed = packed_tokens(length, tl.load(Progress + 1), K_BITS, K_BLOCK, RESIDUAL)
+    v_packed = packed_tokens(length, tl.load(Progress + 2), V_BITS, 1, RESIDUAL)
+    return first, position, begin, end, k_packed, v_packed
 
 
 @triton.jit
@@ -25,23 +62,10 @@ def initial_sums(
     WARPS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, FIELDS: tl.constexpr
 ):
     """Return the initial accumulators: row maxima, sums of weights, and weighted values, one tensor per field."""
-    return (
-        tl.full([WARPS, ROWS], LOWEST, tl.float32),
-        tl.zeros([WARPS, TOKENS, ROWS], tl.float32),
-        _zeros(WARPS, WIDTH // FIELDS, ROWS, FIELDS),
-    )
-
-
-@triton.jit
-def _zeros(WARPS: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, FIELDS: tl.constexpr):
-    zeros = tl.zeros([WARPS, CHANNELS, ROWS], tl.float32)
-    if FIELDS == 1:
-        out = (zeros,)
-    elif FIELDS == 2:
-        out = zeros, zeros
-    else:
-        out = zeros, zeros, zeros, zeros
-    return out
+    acc = ()
+    for _ in tl.static_range(FIELDS):
+        acc += (tl.zeros([WARPS, WIDTH // FIELDS, ROWS], tl.float32),)
+    return tl.full([WARPS, ROWS], LOWEST, tl.float32), tl.zeros([WARPS, TOKENS, ROWS], tl.float32), acc
 
 
 @triton.jit
@@ -114,26 +138,31 @@ def _combine_shares(
     return (out * tl.where(total == 0, 0.0, 1.0 / tl.where(total == 0, 1.0, total)))[None, :]
 
 
-@dataclass(frozen=True)
-class DecodeTile:
-    """Launch configuration of `decode_share`.
+def decode_tile(tokens: int, warps: int, blocks: int) -> Config:
+    """Return a configuration of `decode_share`.
 
-    Attributes:
+    Args:
         tokens: number of tokens per warp and step, a multiple of 16.
         warps: number of warps.
         blocks: number of thread blocks per multiprocessor; registers per thread are limited so that they fit.
     """
+    return {"tokens": tokens, "warps": warps, "blocks": blocks}
 
-    tokens: int
-    warps: int
-    blocks: int
 
-    def __post_init__(self) -> None:
-        if self.tokens % FRAGMENT or CAPACITY_STEP % (self.tokens * self.warps):
-            raise UsageError(
-                f"decode: {self.warps} warps of {self.tokens} tokens; tokens must be a multiple of {FRAGMENT}, and a "
-                f"step of all warps must divide {CAPACITY_STEP}, in which a store grows"
-            )
+def choose_tile(table: Mapping[str, Config], key: str) -> Config:
+    """Return a configuration of `decode_share`.
+
+    Raises:
+        UsageError: tuned tokens do not fill the steps in which a store grows.
+    """
+    tile = choose(table, key)
+    tokens, warps = tile["tokens"], tile["warps"]
+    if tokens % FRAGMENT or CAPACITY_STEP % (tokens * warps):
+        raise UsageError(
+            f"decode: {warps} warps of {tokens} tokens; tokens must be a multiple of {FRAGMENT}, and a step of all "
+            f"warps must divide {CAPACITY_STEP}, in which a store grows"
+        )
+    return tile
 
 
 # By the values' width and the larger bits of K and V: as many tokens and blocks as registers can hold codes,
@@ -144,7 +173,7 @@ _SIZES = {
     **{(256, 4): (32, 2), (256, 6): (16, 2), (256, 8): (16, 2), (256, 16): (16, 3)},
 }
 TILES = {
-    f"decode/{device}/{width}/{bits}": DecodeTile(tokens, 4, blocks)
+    f"decode/{device}/{width}/{bits}": decode_tile(tokens, 4, blocks)
     for device in ("sm_80", "sm_90")
     for (width, bits), (tokens, blocks) in _SIZES.items()
 }
@@ -169,7 +198,7 @@ class Cut:
         rows: number of rows per tile.
     """
 
-    tile: DecodeTile
+    tile: Config
     tokens: int
     heads: int
     group: int
@@ -181,7 +210,7 @@ class Cut:
     @classmethod
     def of(
         cls,
-        tile: DecodeTile,
+        tile: Config,
         q: Sequence[Tensor],
         v_heads: int,
         token_bits: int,
@@ -203,13 +232,13 @@ class Cut:
             rows: number of rows per tile.
         """
         batch, pairs, queries, _ = q[0].shape
-        tokens = min(tile.tokens, most_tokens)
+        tokens = min(tile["tokens"], most_tokens)
         group, noise_group = pairs // v_heads, q[-1].shape[1] // v_heads
         tiles = triton.cdiv((group + (noise_group if len(q) == 2 else 0)) * queries, rows)
-        step = tokens * tile.warps
+        step = tokens * tile["warps"]
         # A window may begin within a step and end within another.
         seen = capacity if window is None else min(capacity, window + queries - 1 + step)
-        room = tile.blocks * processors(q[0].device)
+        room = tile["blocks"] * processors(q[0].device)
         # Time of a step, limited by memory bandwidth, which all concurrent programs share.
         pace = max(_SECONDS_OF_LOADS, room * step * token_bits / 8 / bandwidth(q[0].device))
         start = _SECONDS_TO_START / pace
@@ -225,31 +254,23 @@ class Cut:
     def options(self) -> dict[str, Any]:
         """Triton's compilation options for the first kernel."""
         tile = self.tile
-        registers = registers_of(tile.blocks, tile.warps)
-        return {"num_warps": tile.warps, "num_stages": 1, "maxnreg": registers, "enable_fp_fusion": True}
+        registers = registers_of(tile["blocks"], tile["warps"])
+        return {"num_warps": tile["warps"], "num_stages": 1, "maxnreg": registers, "enable_fp_fusion": True}
 
     def empty_sums(self, out: Tensor) -> list[Tensor]:
         """Allocate the shares' partial maxima, sums and weighted values for an output [B, h, T, dv]."""
         places = self.heads * self.tiles, self.shares, self.rows
         return [out.new_empty(*places, *shape, dtype=torch.float32) for shape in ((), (), (out.shape[3],))]
 
-    def combine(
-        self,
-        sums: Sequence[Tensor],
-        lam: Tensor | None,
-        weight: Tensor | None,
-        out: Tensor,
-        normed: bool,
-        eps: float,
-        factor: float,
-    ) -> None:
+    def combine(self, sums: Sequence[Tensor], lam: Tensor | None, post: PairNorm | None, out: Tensor) -> None:
         """Combine the shares' partial results into the output [B, h, T, dv], with λ and the pair norm."""
         batch, pairs, queries, value_width = out.shape
+        norm = post or PairNorm(0.0)
         lam = None if lam is None else lam.float().expand(batch, pairs, queries, 1)
         decode_combine[(batch * pairs * queries,)](
-            *sums, lam, weight, out, lam.stride()[:3] if lam is not None else (0, 0, 0), out.stride()[:3],
-            pairs, self.group, self.noise_group, queries, self.shares, self.tiles, eps, factor,
-            NORM=normed, ROWS=self.rows, SHARES=triton.next_power_of_2(self.shares), VALUE_WIDTH=value_width,
+            *sums, lam, norm.weight, out, lam.stride()[:3] if lam is not None else (0, 0, 0), out.stride()[:3],
+            pairs, self.group, self.noise_group, queries, self.shares, self.tiles, norm.eps, norm.factor,
+            NORM=post is not None, ROWS=self.rows, SHARES=triton.next_power_of_2(self.shares), VALUE_WIDTH=value_width,
             num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip
 

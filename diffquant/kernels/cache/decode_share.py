@@ -13,7 +13,7 @@ log2(scale). So softmax weights, already multiplied by V's scales, use float16's
 import triton
 import triton.language as tl
 
-from diffquant.kernels.cache.decode_cut import initial_sums, store_share
+from diffquant.kernels.cache.decode_cut import initial_sums, share_of_store, store_share
 from diffquant.kernels.cache.decode_span import attend_span
 from diffquant.kernels.cache.decode_tiles import query_tiles
 from diffquant.kernels.cache.kv_layout import PAGE, channels_in_word, packed_tokens, stored_head, waiting
@@ -34,69 +34,68 @@ def decode_share(
     are ordered as in `query_tiles`. Each warp processes TOKENS tokens per step. `scale` includes log2(e). `one` is 1,
     passed at run time to prevent the compiler from merging loads.
     """
-    STEP: tl.constexpr = WARPS * TOKENS
-    K_FIELDS: tl.constexpr = channels_in_word(K_BITS)
-    V_FIELDS: tl.constexpr = channels_in_word(V_BITS)
-    TWO_K: tl.constexpr = Q2 is not None and not SHARED_K
     sequence = (tl.program_id(0) // v_heads).to(tl.int64)
     head = tl.program_id(0) % v_heads
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-    q1, q2 = query_tiles(
-        Q1, Q2, q1_stride, q2_stride, sequence, head, group, noise_group, queries, one,
-        SHARED_K, K_FIELDS, False, WIDTH, ROWS, WARPS,
-    )  # fmt: skip
-
-    length = tl.load(Progress)
-    position = length - queries + row % queries
-    first = tl.zeros([ROWS], tl.int32)
-    begin = 0
-    if Starts is not None:
-        begin = tl.minimum(tl.maximum(tl.load(Starts + sequence), 0), length)
-        first += begin
-    if Ends is not None:
-        # A query beyond the valid range is padding, and no other query sees keys there.
-        first = tl.where(position < tl.load(Ends + sequence), first, length)
-    if window is not None:
-        first = tl.maximum(first, position - window + 1)
-        begin = tl.maximum(begin, length - queries - window + 1)
-    begin = begin // STEP * STEP
-    share = tl.cdiv(tl.cdiv(length - begin, STEP), tl.num_programs(1)) * STEP
-    begin += tl.program_id(1) * share
-    end = tl.minimum(begin + share, length)
-    k_packed = packed_tokens(length, tl.load(Progress + 1), K_BITS, K_BLOCK, RESIDUAL)
-    v_packed = packed_tokens(length, tl.load(Progress + 2), V_BITS, 1, RESIDUAL)
-
+    first, position, begin, end, k_packed, v_packed = share_of_store(
+        Progress, Starts, Ends, sequence, row, queries, window, RESIDUAL, K_BITS, K_BLOCK, V_BITS, ROWS, WARPS * TOKENS
+    )
     # Key heads of the first map precede those of the second.
     k_head = sequence * k_heads + head
     k1 = stored_head(KCodes, KTop, KScales, k_head, capacity, K_BITS, K_BLOCK, WIDTH)
     k2 = stored_head(KCodes, KTop, KScales, k_head + v_heads, capacity, K_BITS, K_BLOCK, WIDTH)
     v_head = sequence * v_heads + head
     v = stored_head(VCodes, VTop, VScales, v_head, capacity, V_BITS, 1, VALUE_WIDTH)
-    sums = initial_sums(WARPS, TOKENS, ROWS, VALUE_WIDTH, V_FIELDS)
-    noise = row >= group * queries
+    recent1, recent2 = k1, k2
+    if K_RING:
+        recent1 = waiting(KRecent + k_head * (K_RING * WIDTH))
+        recent2 = waiting(KRecent + (k_head + v_heads) * (K_RING * WIDTH))
+    recent_v = waiting(VRecent + v_head * (V_RING * VALUE_WIDTH))
+    _attend_share(
+        Q1, Q2, q1_stride, q2_stride, first, position, begin, end, k_packed, v_packed,
+        k1, k2, v, recent1, recent2, recent_v, None, Largest, Total, Acc,
+        scale, group, noise_group, queries, v_heads, one,
+        K_BITS, K_BLOCK, K_RING, V_BITS, V_RING, WIDTH, VALUE_WIDTH, SHARED_K, ROWS, TOKENS, WARPS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _attend_share(
+    Q1, Q2, q1_stride, q2_stride, first, position, begin, end, k_packed, v_packed,
+    k1, k2, v, recent1, recent2, recent_v, Table, Largest, Total, Acc, scale, group, noise_group, queries, v_heads, one,
+    K_BITS: tl.constexpr, K_BLOCK: tl.constexpr, K_RING: tl.constexpr, V_BITS: tl.constexpr, V_RING: tl.constexpr,
+    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    SHARED_K: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """Attend to keys `begin` to `end`: packed ones, keys in their ring beside packed values, and both in rings."""
+    K_FIELDS: tl.constexpr = channels_in_word(K_BITS)
+    V_FIELDS: tl.constexpr = channels_in_word(V_BITS)
+    TWO_K: tl.constexpr = Q2 is not None and not SHARED_K
+    PAGED: tl.constexpr = Table is not None
+    q1, q2 = query_tiles(
+        Q1, Q2, q1_stride, q2_stride, (tl.program_id(0) // v_heads).to(tl.int64), tl.program_id(0) % v_heads,
+        group, noise_group, queries, one, SHARED_K, K_FIELDS, PAGED and K_BITS == 16, WIDTH, ROWS, WARPS,
+    )  # fmt: skip
+    noise = tl.program_id(2) * ROWS + tl.arange(0, ROWS) >= group * queries
     sums = attend_span(
-        sums, q1, q2, noise, first, position, begin, tl.minimum(end, tl.minimum(k_packed, v_packed)),
-        k1, k2, v, None, scale, one,
+        initial_sums(WARPS, TOKENS, ROWS, VALUE_WIDTH, V_FIELDS), q1, q2, noise, first, position,
+        begin, tl.minimum(end, tl.minimum(k_packed, v_packed)), k1, k2, v, Table, scale, one,
         K_BITS, K_BLOCK, K_FIELDS, 0, V_BITS, V_FIELDS, 0, WIDTH, VALUE_WIDTH, TWO_K, ROWS, TOKENS, WARPS,
     )  # fmt: skip
     if K_RING:
-        k1 = waiting(KRecent + k_head * (K_RING * WIDTH))
-        k2 = waiting(KRecent + (k_head + v_heads) * (K_RING * WIDTH))
         # K may leave its ring in whole blocks, so V may already be packed where K is still in the ring.
         sums = attend_span(
-            sums, q1, q2, noise, first, position, tl.maximum(begin, k_packed), tl.minimum(end, v_packed),
-            k1, k2, v, None, scale, one,
+            sums, q1, q2, noise, first, position,
+            tl.maximum(begin, k_packed), tl.minimum(end, v_packed), recent1, recent2, v, Table, scale, one,
             16, 1, K_FIELDS, K_RING, V_BITS, V_FIELDS, 0, WIDTH, VALUE_WIDTH, TWO_K, ROWS, TOKENS, WARPS,
         )  # fmt: skip
     if V_RING:
-        v = waiting(VRecent + v_head * (V_RING * VALUE_WIDTH))
         sums = attend_span(
-            sums, q1, q2, noise, first, position, tl.maximum(begin, v_packed), end,
-            k1, k2, v, None, scale, one,
+            sums, q1, q2, noise, first, position,
+            tl.maximum(begin, v_packed), end, recent1, recent2, recent_v, Table, scale, one,
             16, 1, K_FIELDS, K_RING, 16, V_FIELDS, V_RING, WIDTH, VALUE_WIDTH, TWO_K, ROWS, TOKENS, WARPS,
         )  # fmt: skip
-
-    store_share(sums, Largest, Total, Acc, V_FIELDS, False, VALUE_WIDTH, ROWS)
+    store_share(sums, Largest, Total, Acc, V_FIELDS, PAGED and V_BITS == 16, VALUE_WIDTH, ROWS)
 
 
 @triton.jit(do_not_specialize=["window", "capacity", "one"])
@@ -114,7 +113,7 @@ def paged_share(
     k1 = (K1 + tl.program_id(0) % v_heads * k_stride[2], k_stride[0], k_stride[1])
     k2 = (K2 + tl.program_id(0) % v_heads * k_stride[2], k_stride[0], k_stride[1])
     v = (V + tl.program_id(0) % v_heads * v_stride[2], v_stride[0], v_stride[1])
-    _attend(
+    _attend_pages(
         Q1, Q2, q1_stride, q2_stride, k1, k2, v, k1, k2, v, Table, table_stride, Lengths, Largest, Total, Acc,
         scale, window, capacity, group, noise_group, queries, v_heads, one,
         16, 1, 0, 16, 0, 0, WIDTH, VALUE_WIDTH, SHARED_K, ROWS, TOKENS, WARPS,
@@ -143,7 +142,7 @@ def packed_pages_share(
         recent1 = waiting(KRecent + (place * k_heads + head) * (K_RING * WIDTH))
         recent2 = waiting(KRecent + (place * k_heads + noise) * (K_RING * WIDTH))
         recent_v = waiting(VRecent + (place * v_heads + head) * (V_RING * VALUE_WIDTH))
-    _attend(
+    _attend_pages(
         Q1, Q2, q1_stride, q2_stride, k1, k2, v, recent1, recent2, recent_v, Table, table_stride, Lengths,
         Largest, Total, Acc, scale, window, capacity, group, noise_group, queries, v_heads, one,
         K_BITS, K_BLOCK, K_RING, V_BITS, V_RING, RESIDUAL, WIDTH, VALUE_WIDTH, SHARED_K, ROWS, TOKENS, WARPS,
@@ -157,24 +156,16 @@ def _packed_head(Codes, Top, Scales, head, heads, BITS: tl.constexpr, BLOCK: tl.
 
 
 @triton.jit
-def _attend(
+def _attend_pages(
     Q1, Q2, q1_stride, q2_stride, k1, k2, v, recent1, recent2, recent_v, Table, table_stride, Lengths,
     Largest, Total, Acc, scale, window, capacity, group, noise_group, queries, v_heads, one,
     K_BITS: tl.constexpr, K_BLOCK: tl.constexpr, K_RING: tl.constexpr, V_BITS: tl.constexpr, V_RING: tl.constexpr,
     RESIDUAL: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     SHARED_K: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    K_FIELDS: tl.constexpr = channels_in_word(K_BITS)
-    V_FIELDS: tl.constexpr = channels_in_word(V_BITS)
     STEP: tl.constexpr = WARPS * TOKENS
-    TWO_K: tl.constexpr = Q2 is not None and not SHARED_K
     sequence = (tl.program_id(0) // v_heads).to(tl.int64)
-    head = tl.program_id(0) % v_heads
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-    q1, q2 = query_tiles(
-        Q1, Q2, q1_stride, q2_stride, sequence, head, group, noise_group, queries, one,
-        SHARED_K, K_FIELDS, K_BITS == 16, WIDTH, ROWS, WARPS,
-    )  # fmt: skip
     # Clamped, since the table has no pages beyond the capacity.
     length = tl.minimum(tl.load(Lengths + sequence), capacity)
     position = length - queries + row % queries
@@ -187,27 +178,12 @@ def _attend(
     share = tl.cdiv(tl.cdiv(length - begin, STEP), tl.num_programs(1)) * STEP
     begin += tl.program_id(1) * share
     end = tl.minimum(begin + share, length)
-    begin = tl.maximum(begin, oldest)
-    table = Table + sequence * table_stride
-    noise = row >= group * queries
     # Values leave their ring no later than keys, which leave in whole blocks.
     k_packed = packed_tokens(length, 0, K_BITS, K_BLOCK, RESIDUAL)
     v_packed = packed_tokens(length, 0, V_BITS, 1, RESIDUAL)
-    sums = attend_span(
-        initial_sums(WARPS, TOKENS, ROWS, VALUE_WIDTH, V_FIELDS), q1, q2, noise, first, position,
-        begin, tl.minimum(end, k_packed), k1, k2, v, table, scale, one,
-        K_BITS, K_BLOCK, K_FIELDS, 0, V_BITS, V_FIELDS, 0, WIDTH, VALUE_WIDTH, TWO_K, ROWS, TOKENS, WARPS,
+    _attend_share(
+        Q1, Q2, q1_stride, q2_stride, first, position, tl.maximum(begin, oldest), end, k_packed, v_packed,
+        k1, k2, v, recent1, recent2, recent_v, Table + sequence * table_stride, Largest, Total, Acc,
+        scale, group, noise_group, queries, v_heads, one,
+        K_BITS, K_BLOCK, K_RING, V_BITS, V_RING, WIDTH, VALUE_WIDTH, SHARED_K, ROWS, TOKENS, WARPS,
     )  # fmt: skip
-    if K_RING:
-        sums = attend_span(
-            sums, q1, q2, noise, first, position,
-            tl.maximum(begin, k_packed), tl.minimum(end, v_packed), recent1, recent2, v, table, scale, one,
-            16, 1, K_FIELDS, K_RING, V_BITS, V_FIELDS, 0, WIDTH, VALUE_WIDTH, TWO_K, ROWS, TOKENS, WARPS,
-        )  # fmt: skip
-    if V_RING:
-        sums = attend_span(
-            sums, q1, q2, noise, first, position,
-            tl.maximum(begin, v_packed), end, recent1, recent2, recent_v, table, scale, one,
-            16, 1, K_FIELDS, K_RING, 16, V_FIELDS, V_RING, WIDTH, VALUE_WIDTH, TWO_K, ROWS, TOKENS, WARPS,
-        )  # fmt: skip
-    store_share(sums, Largest, Total, Acc, V_FIELDS, V_BITS == 16, VALUE_WIDTH, ROWS)

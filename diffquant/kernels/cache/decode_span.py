@@ -213,28 +213,11 @@ def _accumulate(
     TOKENS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Compute acc·shrink + Vᵀ·weights, one tensor per field."""
-    a = _product(acc, shrink, weights, values, 0, DTYPE, BITS, FIELDS, PAGED, WIDTH, TOKENS, WARPS)
-    if FIELDS == 1:
-        out = (a,)
-    else:
-        b = _product(acc, shrink, weights, values, 1, DTYPE, BITS, FIELDS, PAGED, WIDTH, TOKENS, WARPS)
-        if FIELDS == 2:
-            out = a, b
-        else:
-            c = _product(acc, shrink, weights, values, 2, DTYPE, BITS, FIELDS, PAGED, WIDTH, TOKENS, WARPS)
-            d = _product(acc, shrink, weights, values, 3, DTYPE, BITS, FIELDS, PAGED, WIDTH, TOKENS, WARPS)
-            out = a, b, c, d
+    out = ()
+    for field in tl.static_range(FIELDS):
+        v = _matrix(values, field, DTYPE, BITS, True, FIELDS, PAGED, WIDTH, TOKENS, WARPS)
+        out += (tl.dot(v, weights, acc[field] * shrink, input_precision="ieee"),)
     return out
-
-
-@triton.jit
-def _product(
-    acc, shrink, weights, values,
-    FIELD: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr, FIELDS: tl.constexpr, PAGED: tl.constexpr,
-    WIDTH: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr,
-):  # fmt: skip
-    v = _matrix(values, FIELD, DTYPE, BITS, True, FIELDS, PAGED, WIDTH, TOKENS, WARPS)
-    return tl.dot(v, weights, acc[FIELD] * shrink, input_precision="ieee")
 
 
 @triton.jit

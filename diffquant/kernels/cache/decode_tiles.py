@@ -136,26 +136,15 @@ def _channels(one, FIELDS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr
 @triton.jit
 def _fields(at, mask, FIELDS: tl.constexpr):
     other = None if mask is None else 0.0
-    if FIELDS == 1:
-        out = (tl.load(at, mask=mask, other=other),)
-    elif FIELDS == 2:
-        out = tl.load(at, mask=mask, other=other), tl.load(at + 16, mask=mask, other=other)
-    else:
-        out = (
-            tl.load(at, mask=mask, other=other),
-            tl.load(at + 16, mask=mask, other=other),
-            tl.load(at + 32, mask=mask, other=other),
-            tl.load(at + 48, mask=mask, other=other),
-        )
+    out = ()
+    for field in tl.static_range(FIELDS):
+        out += (tl.load(at + field * 16, mask=mask, other=other),)
     return out
 
 
 @triton.jit
 def _add(a, b, FIELDS: tl.constexpr):
-    if FIELDS == 1:
-        out = (a[0] + b[0],)
-    elif FIELDS == 2:
-        out = a[0] + b[0], a[1] + b[1]
-    else:
-        out = a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3]
+    out = ()
+    for field in tl.static_range(FIELDS):
+        out += (a[field] + b[field],)
     return out

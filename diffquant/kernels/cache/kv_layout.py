@@ -62,12 +62,9 @@ def load_words(
     word = tl.arange(0, 256)[None, :]
     if BITS == 16:
         at = Codes + (fragment * (CHUNKS * FIELDS) + chunk * FIELDS)[:, None] * 256 + word
-        if FIELDS == 1:
-            out = (tl.load(at),)
-        elif FIELDS == 2:
-            out = tl.load(at), tl.load(at + 256)
-        else:
-            out = tl.load(at), tl.load(at + 256), tl.load(at + 512), tl.load(at + 768)
+        out = ()
+        for field in tl.static_range(FIELDS):
+            out += (tl.load(at + field * 256),)
     else:
         at = (fragment * CHUNKS + chunk)[:, None]
         low = tl.load(Codes + at * 256 + word)

@@ -6,7 +6,6 @@ shares. The reference is `diffquant.attention.naive` over `store.read()`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import e, log2
 
 import torch
@@ -16,12 +15,11 @@ from torch import Tensor
 from diffquant.errors import UsageError
 from diffquant.family.call import check_tensors
 from diffquant.family.mask import Mask
-from diffquant.kernels.arguments import HALF_TYPES, empty_output
-from diffquant.kernels.cache.decode import MAX_QUERIES
-from diffquant.kernels.cache.decode_cut import Cut, DecodeTile
+from diffquant.kernels.arguments import decode_problems, empty_output
+from diffquant.kernels.cache.decode_cut import Cut
 from diffquant.kernels.cache.kv_store import CAPACITY_STEP, LATENT_WIDTHS, KVStore
 from diffquant.kernels.cache.latent_span import latent_share
-from diffquant.kernels.configs import choose
+from diffquant.kernels.configs import Config, choose
 from diffquant.kernels.gpu import SMALLEST_SHARED_MEMORY, device_class, shared_memory
 from diffquant.kernels.linear.repack import FRAGMENT
 
@@ -29,34 +27,22 @@ _CAUSAL = Mask()
 _LEAST_ROWS = 16
 
 
-@dataclass(frozen=True)
-class LatentTile(DecodeTile):
-    """Launch configuration of `latent_share`; all warps process the same tokens, `tokens` · `warps` per step.
+def _latent_tile(tokens: int, warps: int, blocks: int) -> Config:
+    """Return a configuration of `latent_share` with at most 32 query rows.
 
-    Attributes:
-        rows: largest number of query rows, a power of two of at least 16.
+    All warps process the same tokens, `tokens` · `warps` per step. The number of rows is a power of two from 16 on.
     """
-
-    rows: int
-
-    def __post_init__(self) -> None:
-        step = self.tokens * self.warps
-        if step % FRAGMENT or CAPACITY_STEP % step or self.rows < _LEAST_ROWS or self.rows & (self.rows - 1):
-            raise UsageError(
-                f"decode_latent: {self.warps} warps of {self.tokens} tokens by {self.rows} rows; a step of all warps "
-                f"must be a multiple of {FRAGMENT} that divides {CAPACITY_STEP}, rows a power of two from "
-                f"{_LEAST_ROWS} on"
-            )
+    return {"tokens": tokens, "warps": warps, "blocks": blocks, "rows": 32}
 
 
 # By the latents' bits: the largest tiles whose loops do not spill without a residual and, on sm_80, fit in the shared
 # memory of smaller devices.
 TILES = {
-    "latent/sm_90/16": LatentTile(8, 8, 1, rows=32),
-    "latent/sm_90/8": LatentTile(8, 4, 2, rows=32),
-    "latent/sm_90/6": LatentTile(4, 8, 1, rows=32),
-    "latent/sm_90/4": LatentTile(8, 4, 2, rows=32),
-    **{f"latent/sm_80/{bits}": LatentTile(4, 8, 1, rows=32) for bits in (16, 8, 6, 4)},
+    "latent/sm_90/16": _latent_tile(8, 8, 1),
+    "latent/sm_90/8": _latent_tile(8, 4, 2),
+    "latent/sm_90/6": _latent_tile(4, 8, 1),
+    "latent/sm_90/4": _latent_tile(8, 4, 2),
+    **{f"latent/sm_80/{bits}": _latent_tile(4, 8, 1) for bits in (16, 8, 6, 4)},
 }
 
 
@@ -91,7 +77,8 @@ def decode_latent(
     q = [x if x.stride(3) == 1 else x.contiguous() for x in q]
     noises = q[1].shape[1] if len(q) == 2 else 0
     tile = choose(TILES, f"latent/{device_class(out.device)}/{values.scheme.bits}")
-    most_rows = tile.rows
+    _check_tile(tile)
+    step, most_rows = tile["tokens"] * tile["warps"], tile["rows"]
     # Codes are multiplied in float16, unquantized tokens in their own dtype, which needs two copies of the queries.
     has_two_copies = values.ring and out.dtype == torch.bfloat16
     # With 6 bits Triton 3.6 needs 5 KiB more shared memory than smaller devices have.
@@ -109,10 +96,24 @@ def decode_latent(
             scale * log2(e), mask.window, store.capacity, pairs, noises, queries, cut.tiles, 1,
             RESIDUAL=max(keys.residual, values.residual), TURNED=keys.width, LATENT=values.width,
             K_BITS=keys.scheme.bits, K_BLOCK=keys.block, K_RING=keys.ring,
-            V_BITS=values.scheme.bits, V_RING=values.ring, ROWS=rows, TOKENS=tile.tokens * tile.warps, **cut.options,
+            V_BITS=values.scheme.bits, V_RING=values.ring, ROWS=rows, TOKENS=step, **cut.options,
         )  # fmt: skip
-        cut.combine(sums, lam, None, out, False, 0.0, 1.0)
+        cut.combine(sums, lam, None, out)
     return out
+
+
+def _check_tile(tile: Config) -> None:
+    """Check tuned fields of a configuration.
+
+    Raises:
+        UsageError: a step does not fill the steps in which a store grows, or rows are no power of two.
+    """
+    step, rows = tile["tokens"] * tile["warps"], tile["rows"]
+    if step % FRAGMENT or CAPACITY_STEP % step or rows < _LEAST_ROWS or rows & (rows - 1):
+        raise UsageError(
+            f"decode_latent: {tile['warps']} warps of {tile['tokens']} tokens by {rows} rows; a step of all warps must "
+            f"be a multiple of {FRAGMENT} that divides {CAPACITY_STEP}, rows a power of two from {_LEAST_ROWS} on"
+        )
 
 
 def _check(q: Sequence[Tensor], store: KVStore, lam: Tensor | None, mask: Mask) -> None:
@@ -129,16 +130,9 @@ def _check(q: Sequence[Tensor], store: KVStore, lam: Tensor | None, mask: Mask) 
             f"the store has {k.codes.shape[1]} heads of {k.width} channels and {heads} of {v.width}; the kernel reads "
             "one head of 64 rotated channels and one of 512 latent channels"
         )
-    if q[0].dtype != v.dtype or (q[0].is_cuda and v.dtype not in HALF_TYPES):
-        wrong.append(f"queries are {q[0].dtype}, stored states {v.dtype}; the kernel supports float16 and bfloat16")
-    if mask.seen is not None:
-        wrong.append("the kernel supports only causal masks, but the call has a mask per query")
-    if mask.keys is not None and mask.ranges is None:
-        wrong.append("the padding mask has holes; the kernel supports one range of keys per sequence")
-    if not 0 < q[0].shape[2] <= MAX_QUERIES:
-        wrong.append(f"{q[0].shape[2]} new tokens are not 1 to {MAX_QUERIES}; use prefill for more")
-    if torch.is_grad_enabled() and any(x.requires_grad for x in q):
-        wrong.append("the kernel has no backward pass; call it under torch.no_grad()")
+    if q[0].dtype != v.dtype:
+        wrong.append(f"queries are {q[0].dtype}, stored states {v.dtype}")
+    wrong += decode_problems(q, 1, mask)
     if wrong:
         raise UsageError("decode_latent: " + "; ".join(wrong))
     # Tensors with the shapes of the stored keys and values, without memory, for the checks.

@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 
 from diffquant.kernels.attention.online import LOWEST
+from diffquant.kernels.cache.decode_cut import share_of_store
 from diffquant.kernels.cache.decode_span import log2_of_scales
-from diffquant.kernels.cache.kv_layout import channels_in_word, load_words, packed_tokens, stored_head, waiting
+from diffquant.kernels.cache.kv_layout import channels_in_word, load_words, stored_head, waiting
 from diffquant.kernels.linear.unpacking import unpack_field
 
 
@@ -32,25 +33,9 @@ def latent_share(
     """
     sequence = (tl.program_id(0) // tiles).to(tl.int64)
     row = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
-    length = tl.load(Progress)
-    position = length - queries + row % queries
-    first = tl.zeros([ROWS], tl.int32)
-    begin = 0
-    if Starts is not None:
-        begin = tl.minimum(tl.maximum(tl.load(Starts + sequence), 0), length)
-        first += begin
-    if Ends is not None:
-        # A query beyond the valid range is padding, and no other query sees keys there.
-        first = tl.where(position < tl.load(Ends + sequence), first, length)
-    if window is not None:
-        first = tl.maximum(first, position - window + 1)
-        begin = tl.maximum(begin, length - queries - window + 1)
-    begin = begin // TOKENS * TOKENS
-    share = tl.cdiv(tl.cdiv(length - begin, TOKENS), tl.num_programs(1)) * TOKENS
-    begin += tl.program_id(1) * share
-    end = tl.minimum(begin + share, length)
-    k_packed = packed_tokens(length, tl.load(Progress + 1), K_BITS, K_BLOCK, RESIDUAL)
-    v_packed = packed_tokens(length, tl.load(Progress + 2), V_BITS, 1, RESIDUAL)
+    first, position, begin, end, k_packed, v_packed = share_of_store(
+        Progress, Starts, Ends, sequence, row, queries, window, RESIDUAL, K_BITS, K_BLOCK, V_BITS, ROWS, TOKENS
+    )
 
     q, q_turned = _queries(Q1, q1_stride, sequence, row, pairs, queries, TURNED, LATENT)
     if Q2 is not None:

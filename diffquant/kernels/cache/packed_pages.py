@@ -18,11 +18,10 @@ from diffquant.family.norm import PairNorm
 from diffquant.kernels.arguments import empty_output
 from diffquant.kernels.cache.append import append_launches, largest_scale
 from diffquant.kernels.cache.append_tokens import append_pages
-from diffquant.kernels.cache.decode_cut import ROWS, TILES, Cut
+from diffquant.kernels.cache.decode_cut import ROWS, TILES, Cut, choose_tile
 from diffquant.kernels.cache.decode_share import packed_pages_share
 from diffquant.kernels.cache.kv_store import CAPACITY_STEP, StoredSide, store_refusal
 from diffquant.kernels.cache.paged import PAGE, check_call, check_sequences
-from diffquant.kernels.configs import choose
 from diffquant.kernels.gpu import device_class
 from diffquant.recipe import Recipe
 from diffquant.recipe.scheme import Scheme
@@ -182,14 +181,13 @@ def decode_packed_pages(
     like = keys.recent.new_empty(())
     shape = q[0].shape[0], v_heads, table.shape[1] * PAGE
     check_call(q, [like.expand(*shape, keys.width)] * len(q), like.expand(*shape, values.width), lam, post)
-    norm = post or PairNorm(0.0)
     out = empty_output(q[0], values.width)
     if out.numel() == 0:
         return out
     q = [x if x.stride(3) == 1 else x.contiguous() for x in q]
     k_bits, v_bits = keys.scheme.bits, values.scheme.bits
     token_bits = k_heads // v_heads * keys.width * k_bits + values.width * v_bits
-    tile = choose(TILES, f"decode/{device_class(out.device)}/{values.width}/{max(k_bits, v_bits)}")
+    tile = choose_tile(TILES, f"decode/{device_class(out.device)}/{values.width}/{max(k_bits, v_bits)}")
     capacity = table.shape[1] * PAGE
     # With scales per block, a warp's tokens must lie in one block.
     most_tokens = keys.block if keys.block > 1 else CAPACITY_STEP
@@ -202,9 +200,9 @@ def decode_packed_pages(
             scale * log2(e), window, capacity, cut.group, cut.noise_group, q[0].shape[2], k_heads, v_heads, 1,
             RESIDUAL=keys.residual, WIDTH=keys.width, VALUE_WIDTH=values.width,
             K_BITS=k_bits, K_BLOCK=keys.block, K_RING=keys.ring, V_BITS=v_bits, V_RING=values.ring, SHARED_K=shared,
-            ROWS=ROWS, TOKENS=cut.tokens, WARPS=tile.warps, **cut.options,
+            ROWS=ROWS, TOKENS=cut.tokens, WARPS=tile["warps"], **cut.options,
         )  # fmt: skip
-        cut.combine(sums, lam, norm.weight, out, post is not None, norm.eps, norm.factor)
+        cut.combine(sums, lam, post, out)
     return out
 
 

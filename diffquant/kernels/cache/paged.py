@@ -14,18 +14,16 @@ from diffquant.errors import UsageError
 from diffquant.family.call import check_tensors
 from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
-from diffquant.kernels.arguments import HALF_TYPES, empty_output
-from diffquant.kernels.cache.decode import MAX_QUERIES
-from diffquant.kernels.cache.decode_cut import ROWS, Cut, DecodeTile
+from diffquant.kernels.arguments import HALF_TYPES, decode_problems, empty_output
+from diffquant.kernels.cache.decode_cut import ROWS, Cut, choose_tile, decode_tile
 from diffquant.kernels.cache.decode_share import paged_share
-from diffquant.kernels.configs import choose
 from diffquant.kernels.gpu import device_class
 from diffquant.kernels.linear.repack import FRAGMENT
 
 PAGE = FRAGMENT
 # By the values' width. At 256 there are no registers left for the addresses of rows.
 TILES = {
-    f"paged/{device}/{width}": DecodeTile(16, 4, blocks)
+    f"paged/{device}/{width}": decode_tile(16, 4, blocks)
     for device in ("sm_80", "sm_90")
     for width, blocks in ((64, 4), (128, 4), (256, 2))
 }
@@ -72,7 +70,6 @@ def decode_paged(
     _check(q, k, v, table, lengths, lam, window, post)
     queries, width = q[0].shape[2:]
     v_heads, value_width = v.shape[2:]
-    norm = post or PairNorm(0.0)
     out = empty_output(q[0], value_width)
     if out.numel() == 0:
         return out
@@ -80,7 +77,7 @@ def decode_paged(
     capacity = table.shape[1] * PAGE
     shared = len(q) == 2 and _is_same(*k)
     token_bits = 16 * ((1 if shared else len(k)) * width + value_width)
-    tile = choose(TILES, f"paged/{device_class(out.device)}/{value_width}")
+    tile = choose_tile(TILES, f"paged/{device_class(out.device)}/{value_width}")
     cut = Cut.of(tile, q, v_heads, token_bits, capacity, window)
     sums = cut.empty_sums(out)
     with torch.cuda.device_of(out):
@@ -89,9 +86,9 @@ def decode_paged(
             k[0], k[-1], v, k[0].stride()[:3], v.stride()[:3], table, table.stride(0), lengths, *sums,
             scale * log2(e), window, capacity, cut.group, cut.noise_group, queries, v_heads, 1,
             WIDTH=width, VALUE_WIDTH=value_width, SHARED_K=shared,
-            ROWS=ROWS, TOKENS=cut.tokens, WARPS=tile.warps, **cut.options,
+            ROWS=ROWS, TOKENS=cut.tokens, WARPS=tile["warps"], **cut.options,
         )  # fmt: skip
-        cut.combine(sums, lam, norm.weight, out, post is not None, norm.eps, norm.factor)
+        cut.combine(sums, lam, post, out)
     return out
 
 
@@ -162,14 +159,9 @@ def check_call(q: Sequence[Tensor], k: Sequence[Tensor], v: Tensor, lam: Tensor 
     width, value_width = q[0].shape[3], v.shape[3]
     if width not in (64, 128) or value_width not in (width, 2 * width):
         wrong.append(f"queries are {width} wide, which may be 64 or 128, and values {value_width}, as wide or twice")
-    if v.dtype not in HALF_TYPES and (v.is_cuda or v.dtype != torch.float32):
+    if v.dtype not in (*HALF_TYPES, torch.float32):
         wrong.append(f"keys and values are {v.dtype}; the kernels support float16 and bfloat16")
-    if len(q) == 2 and q[1].shape[1] % v.shape[1]:
-        wrong.append(f"{q[1].shape[1]} noise heads are not a multiple of {v.shape[1]} value heads; repeat them")
-    if not 0 < q[0].shape[2] <= MAX_QUERIES:
-        wrong.append(f"{q[0].shape[2]} new tokens are not 1 to {MAX_QUERIES}; use prefill for more")
-    if torch.is_grad_enabled() and any(x.requires_grad for x in q):
-        wrong.append("the kernel has no backward pass; call it under torch.no_grad()")
+    wrong += decode_problems(q, v.shape[1], Mask())
     if wrong:
         raise UsageError("decoding from pages: " + "; ".join(wrong))
 

@@ -7,9 +7,6 @@ thread blocks (split-K), and a second kernel adds the parts in a fixed order.
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
-from dataclasses import dataclass
-from math import gcd
-
 import torch
 import triton
 import triton.language as tl
@@ -31,8 +28,7 @@ def launch_expand(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     _expand[(chunks, triton.cdiv(blocks, _ROW_BLOCKS))](
         weight.low, weight.high, weight.scales, weight.row_scale, w,
         rows, width, blocks, chunks, int(len(weight.row_scale) > 1),
-        BITS=weight.bits, FLOATS=weight.holds_floats, FIELDS=fields_in_word(weight.bits), GROUP=weight.group,
-        SPAN=gcd(weight.group // FRAGMENT, fields_in_word(weight.bits)), BLOCKS=_ROW_BLOCKS, enable_fp_fusion=True,
+        **weight.layout, BLOCKS=_ROW_BLOCKS, enable_fp_fusion=True,
     )  # fmt: skip
     return w
 
@@ -45,13 +41,13 @@ def _expand(
 ):  # fmt: skip
     chunk = tl.program_id(0)
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
-    a0, a1, a2, a3 = chunk_weights(
+    fields = chunk_weights(
         low, high, scales, block, blocks, chunk, chunks, K, w.dtype.element_ty, BITS, FLOATS, FIELDS, GROUP, SPAN
     )
     n = tl.program_id(1) * (BLOCKS * 16) + tl.arange(0, BLOCKS * 16)
     k = chunk * (16 * FIELDS) + tl.arange(0, 16 * FIELDS)
     row_scales = tl.load(row_scale + n * row_scale_stride, mask=n < N, other=0.0).to(tl.float32)
-    values = join_fields(a0, a1, a2, a3, FIELDS).to(tl.float32) * row_scales[:, None]
+    values = join_fields(fields, FIELDS).to(tl.float32) * row_scales[:, None]
     live = (n < N)[:, None] & (k < K)[None, :]
     tl.store(w + n.to(tl.int64)[:, None] * K + k[None, :], values.to(w.dtype.element_ty), mask=live)
 
@@ -63,33 +59,17 @@ _MOST_TOKENS_BY_WARPS = 64
 _LEAST_CHUNKS = 4
 
 
-@dataclass(frozen=True)
-class GemmTile:
-    """Tile of the GEMM kernel.
-
-    Attributes:
-        rows: number of rows of W.
-        tokens: number of tokens.
-        warps: number of warps.
-        stages: number of steps loaded ahead.
-    """
-
-    rows: int
-    tokens: int
-    warps: int
-    stages: int
-
-
+# By the number of tokens: rows of W and tokens of a tile, warps, and steps that are loaded ahead.
 # For few tokens there are two warps, which are not a warpgroup, whose products Triton before 3.7 may miscompile. For
 # more tokens, 128 rows give each of 4 warps two fragments per step; on Hopper the 4 warps are one warpgroup. On Ampere
 # tiles of 128 tokens would spill registers.
 TILES = {
-    "gemm/sm_90/32": GemmTile(64, 32, 2, 4),
-    "gemm/sm_90/64": GemmTile(64, 64, 2, 3),
-    "gemm/sm_90/128": GemmTile(128, 128, 4, 3),
-    "gemm/sm_80/32": GemmTile(128, 32, 4, 3),
-    "gemm/sm_80/64": GemmTile(128, 64, 4, 3),
-    "gemm/sm_80/128": GemmTile(128, 64, 4, 3),
+    "gemm/sm_90/32": {"rows": 64, "tokens": 32, "warps": 2, "stages": 4},
+    "gemm/sm_90/64": {"rows": 64, "tokens": 64, "warps": 2, "stages": 3},
+    "gemm/sm_90/128": {"rows": 128, "tokens": 128, "warps": 4, "stages": 3},
+    "gemm/sm_80/32": {"rows": 128, "tokens": 32, "warps": 4, "stages": 3},
+    "gemm/sm_80/64": {"rows": 128, "tokens": 64, "warps": 4, "stages": 3},
+    "gemm/sm_80/128": {"rows": 128, "tokens": 64, "warps": 4, "stages": 3},
 }
 
 
@@ -102,9 +82,9 @@ def launch_gemm(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
     by_warpgroup = tokens > _MOST_TOKENS_BY_WARPS and warpgroup_refusal(x.device) is None
     most = 32 if tokens <= 32 else 128 if by_warpgroup or (device_kind == "sm_80" and tokens > 64) else 64
     tile = choose(TILES, f"gemm/{device_kind}/{most}")
-    tiles = triton.cdiv(tokens, tile.tokens), triton.cdiv(rows, tile.rows)
+    tiles = triton.cdiv(tokens, tile["tokens"]), triton.cdiv(rows, tile["rows"])
     # Split K until there are four warps per multiprocessor.
-    at_once = processors(x.device) * 4 // tile.warps
+    at_once = processors(x.device) * 4 // tile["warps"]
     splits = max(1, min(at_once // (tiles[0] * tiles[1]), chunks // _LEAST_CHUNKS))
     y = x.new_empty(tokens, rows)
     parts = y if splits == 1 else x.new_empty(splits, tokens, rows, dtype=torch.float32)
@@ -112,11 +92,9 @@ def launch_gemm(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
     _gemm[(*tiles, splits)](
         x, weight.low, weight.high, weight.scales, weight.row_scale, bias, parts,
         tokens, rows, width, blocks, chunks, triton.cdiv(chunks, splits), x.stride(0), row_scale_stride,
-        BITS=weight.bits, FLOATS=weight.holds_floats, FIELDS=fields_in_word(weight.bits), GROUP=weight.group,
-        SPAN=gcd(weight.group // FRAGMENT, fields_in_word(weight.bits)),
-        BLOCKS=tile.rows // FRAGMENT, TOKENS=tile.tokens, JOINED=by_warpgroup,
+        **weight.layout, BLOCKS=tile["rows"] // FRAGMENT, TOKENS=tile["tokens"], JOINED=by_warpgroup,
         EVEN=width == chunks * FRAGMENT * fields_in_word(weight.bits), FINAL=splits == 1,
-        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
+        num_warps=tile["warps"], num_stages=tile["stages"], enable_fp_fusion=True,
     )  # fmt: skip
     if splits > 1:
         _add[(tokens, triton.cdiv(rows, _ADDED_AT_ONCE))](
@@ -141,7 +119,7 @@ def _gemm(
     x_at = x + m.to(tl.int64)[:, None] * x_stride
     sums = tl.zeros([BLOCKS * 16, TOKENS], tl.float32)
     for chunk in range(split * chunks_a_split, tl.minimum(chunks, (split + 1) * chunks_a_split)):
-        a0, a1, a2, a3 = chunk_weights(
+        fields = chunk_weights(
             low, high, scales, block, blocks, chunk, chunks, K, x.dtype.element_ty, BITS, FLOATS, FIELDS, GROUP, SPAN
         )
         k = chunk * (16 * FIELDS)
@@ -149,13 +127,10 @@ def _gemm(
         if JOINED:
             column = k + tl.arange(0, 16 * FIELDS)[None, :]
             b = tl.load(x_at + column, mask=live_token if EVEN else live_token & (column < K), other=0.0)
-            sums = tl.dot(join_fields(a0, a1, a2, a3, FIELDS), b.T, sums)
+            sums = tl.dot(join_fields(fields, FIELDS), b.T, sums)
         else:
-            sums = _product(a0, x_at, live_token, k, K, EVEN, sums)
-            sums = _product(a1, x_at, live_token, k + 16, K, EVEN, sums)
-            if FIELDS == 4:
-                sums = _product(a2, x_at, live_token, k + 32, K, EVEN, sums)
-                sums = _product(a3, x_at, live_token, k + 48, K, EVEN, sums)
+            for field in tl.static_range(FIELDS):
+                sums = _product(fields[field], x_at, live_token, k + field * 16, K, EVEN, sums)
     n = tl.program_id(1) * (BLOCKS * 16) + tl.arange(0, BLOCKS * 16)
     y_at = y + m.to(tl.int64)[:, None] * N + n[None, :]
     live = live_token & (n < N)[None, :]

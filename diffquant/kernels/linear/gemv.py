@@ -7,15 +7,12 @@ nor barriers. Codes are exact in the products; group scales multiply float32 sum
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # mypy: disable-error-code="assignment, var-annotated"
-from dataclasses import dataclass
-from math import gcd
-
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from diffquant.kernels.configs import choose
+from diffquant.kernels.configs import Config, choose
 from diffquant.kernels.gpu import capability, device_class, processors, registers_of
 from diffquant.kernels.linear.repack import FRAGMENT, PackedWeight, fields_in_word
 from diffquant.kernels.linear.unpacking import load_high, read_scale, unpack_field
@@ -25,32 +22,18 @@ MOST_TOKENS = 8
 _MOST_STEPS = 2
 
 
-@dataclass(frozen=True)
-class GemvTile:
-    """Launch configuration of the GEMV kernel.
-
-    Attributes:
-        warps: number of warps.
-        unroll: largest number of chunks of 512 bytes that a warp loads before it uses the first.
-        blocks: number of thread blocks per multiprocessor; registers per thread are limited so that they fit.
-        ahead: largest number of chunks that are loaded while as many are used, if there are more row blocks than the
-            device can run at once; 0 if registers cannot hold both.
-    """
-
-    warps: int
-    unroll: int
-    blocks: int
-    ahead: int
-
-
+# Fields of a configuration: number of warps; `unroll`, the largest number of chunks of 512 bytes that a warp loads
+# before it uses the first; number of thread blocks per multiprocessor (registers per thread are limited accordingly);
+# `ahead`, the largest number of chunks that are loaded while as many are used, if there are more row blocks than the
+# device can run at once, or 0 if registers cannot hold both.
 # 8 warps with 6 to 8 chunks load 24 to 32 KB per thread block. With 3,072 columns at 4 bits this is all, so that a
 # block waits for memory once. 4-bit words can all wait in registers while the preceding kernel ends; 6-bit codes, in
 # two planes, cannot.
 _BLOCKS_AND_AHEAD = {4: (2, 4), 6: (2, 0), 8: (4, 0)}
 TILES = {
-    f"gemv/{device}/{bits}": GemvTile(8, 8, *blocks_and_ahead)
+    f"gemv/{device}/{bits}": {"warps": 8, "unroll": 8, "blocks": blocks, "ahead": ahead}
     for device in ("sm_80", "sm_90")
-    for bits, blocks_and_ahead in _BLOCKS_AND_AHEAD.items()
+    for bits, (blocks, ahead) in _BLOCKS_AND_AHEAD.items()
 }
 
 
@@ -62,34 +45,32 @@ def launch_gemv(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
     tile = choose(TILES, f"gemv/{device_class(x.device)}/{weight.bits}")
     # From Hopper on, thread blocks may start while the preceding kernel still runs (programmatic dependent launch).
     is_dependent = capability(x.device) >= (9, 0)
-    slots = processors(x.device) * tile.blocks
+    slots = processors(x.device) * tile["blocks"]
     steps, unroll = _steps(chunks, tile, blocks > slots)
     y = x.new_empty(tokens, rows)
     _gemv[(min(blocks, slots) if steps else blocks, 1)](
         x, weight.low, weight.high, weight.scales, weight.row_scale, bias, y,
         tokens, rows, width, blocks, chunks, x.stride(0), int(len(weight.row_scale) > 1),
-        BITS=weight.bits, FLOATS=weight.holds_floats, FIELDS=fields_in_word(weight.bits), GROUP=weight.group,
-        SPAN=gcd(weight.group // FRAGMENT, fields_in_word(weight.bits)),
-        WARPS=tile.warps, UNROLL=unroll, STEPS=steps,
-        EVEN=chunks % (tile.warps * unroll) == 0 and width == chunks * FRAGMENT * fields_in_word(weight.bits),
-        DEPENDENT=is_dependent, num_warps=tile.warps, num_stages=1, enable_fp_fusion=True,
-        maxnreg=registers_of(tile.blocks, tile.warps),
+        **weight.layout, WARPS=tile["warps"], UNROLL=unroll, STEPS=steps,
+        EVEN=chunks % (tile["warps"] * unroll) == 0 and width == chunks * FRAGMENT * fields_in_word(weight.bits),
+        DEPENDENT=is_dependent, num_warps=tile["warps"], num_stages=1, enable_fp_fusion=True,
+        maxnreg=registers_of(tile["blocks"], tile["warps"]),
         **({"launch_pdl": True} if is_dependent else {}),
     )  # fmt: skip
     return y
 
 
-def _steps(chunks: int, tile: GemvTile, ahead: bool) -> tuple[int, int]:
+def _steps(chunks: int, tile: Config, ahead: bool) -> tuple[int, int]:
     """Return the steps per row block and the chunks per step and warp; 0 steps if words are not loaded ahead."""
-    even = [n for n in range(1, tile.ahead + 1) if chunks % (tile.warps * n) == 0] if ahead else []
-    steps = chunks // (tile.warps * max(even)) if even else 0
+    even = [n for n in range(1, tile["ahead"] + 1) if chunks % (tile["warps"] * n) == 0] if ahead else []
+    steps = chunks // (tile["warps"] * max(even)) if even else 0
     return (steps, max(even)) if 1 <= steps <= _MOST_STEPS else (0, _unroll(chunks, tile))
 
 
-def _unroll(chunks: int, tile: GemvTile) -> int:
+def _unroll(chunks: int, tile: Config) -> int:
     """Return the number of chunks per warp to load at once: the largest that divides K, since remainders need masks."""
-    even = [n for n in range(1, tile.unroll + 1) if chunks % (tile.warps * n) == 0]
-    return max(even, default=min(tile.unroll, triton.cdiv(chunks, tile.warps)))
+    even = [n for n in range(1, tile["unroll"] + 1) if chunks % (tile["warps"] * n) == 0]
+    return max(even, default=min(tile["unroll"], triton.cdiv(chunks, tile["warps"])))
 
 
 @triton.jit(do_not_specialize=["M", "row_scale_stride"])

@@ -1,4 +1,4 @@
-"""Linear layers y = x · Wᵀ + bias with a packed weight: choice of a backend, and the operator for torch.compile."""
+"""Linear layers y = x · Wᵀ + bias with a packed weight: choice of a kernel, and the operator for torch.compile."""
 
 from typing import Any
 
@@ -10,41 +10,31 @@ from diffquant.kernels.arguments import HALF_TYPES
 from diffquant.kernels.gpu import device_refusal, warpgroup_refusal
 from diffquant.kernels.linear.repack import PackedWeight, dequantize_weight
 
-BACKENDS = ("auto", "triton", "dequantize")
 # For more tokens than this, dequantizing W to memory for the library's matmul is faster; the smaller limit is for
 # Hopper without warpgroup products. Both are estimates from bytes and arithmetic.
 _MOST_TOKENS, _MOST_TOKENS_BY_WARPS = 1024, 256
 
 
-def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, backend: str = "auto") -> Tensor:
+def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     """Compute the product x · Wᵀ + bias [..., N] in x's dtype, summed in float32.
+
+    Where the Triton kernels do not support x, and for many tokens, W is dequantized first.
 
     Args:
         x: activations [..., K].
         weight: packed weight [N, K] on x's device, its group scales in x's dtype.
         bias: bias [N] in x's dtype.
-        backend: "triton" unpacks the weight inside the kernel; "dequantize" writes a 16- or 32-bit weight first and
-            works on all devices and in float32; "auto" chooses "triton" if it is supported.
 
     Raises:
-        UsageError: arguments disagree, or the backend is unknown or does not support them.
+        UsageError: arguments disagree.
     """
-    _check(x, weight, bias, backend)
-    if backend == "triton" and (reason := linear_refusal(x)):
-        raise UsageError(f"linear backend 'triton': {reason}; use auto")
+    _check(x, weight, bias)
     if not torch.compiler.is_compiling():
         # The torch operator is called only while tracing, since its overhead is longer than a launch.
-        return _apply(x, weight, bias, backend)
+        return _apply(x, weight, bias)
     parts = weight.low, weight.high, weight.scales, weight.row_scale
-    y: Tensor = packed_linear(x, *parts, bias, weight.bits, weight.group, weight.shape[0], backend)
+    y: Tensor = packed_linear(x, *parts, bias, weight.bits, weight.group, weight.shape[0])
     return y
-
-
-def linear_refusal(x: Tensor) -> str | None:
-    """Return why the Triton kernels do not support these activations, or None if they do."""
-    if x.dtype not in HALF_TYPES:
-        return f"x is {x.dtype}; the kernels support float16 and bfloat16"
-    return device_refusal(x.device)
 
 
 @torch.library.custom_op("diffquant::packed_linear", mutates_args=())
@@ -58,25 +48,23 @@ def packed_linear(
     bits: int,
     group: int,
     rows: int,
-    backend: str,
 ) -> Tensor:
     """Compute `linear` from the parts of a `PackedWeight`, as a torch operator."""
     weight = PackedWeight(low, high, scales, row_scale, bits, group, (rows, x.shape[-1]))
-    return _apply(x, weight, bias, backend)
+    return _apply(x, weight, bias)
 
 
 @packed_linear.register_fake
 def _(x: Tensor, *rest: Any) -> Tensor:
-    *_others, rows, _backend = rest
-    return x.new_empty(*x.shape[:-1], rows)
+    return x.new_empty(*x.shape[:-1], rest[-1])
 
 
-def _apply(x: Tensor, weight: PackedWeight, bias: Tensor | None, backend: str) -> Tensor:
+def _apply(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
     rows, width = weight.shape
-    if backend == "dequantize" or linear_refusal(x) is not None:
+    if x.dtype not in HALF_TYPES or device_refusal(x.device):
         return torch.nn.functional.linear(x, dequantize_weight(weight, x.dtype), bias)
     flat = x.reshape(-1, width)
-    if backend == "auto" and len(flat) > _most_unpacked(x.device):
+    if len(flat) > _most_unpacked(x.device):
         return torch.nn.functional.linear(x, _write_out(weight, x.dtype), bias)
     return launch(flat, weight, bias).view(*x.shape[:-1], rows)
 
@@ -106,11 +94,9 @@ def _write_out(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
         return launch_expand(weight, dtype)
 
 
-def _check(x: Tensor, weight: PackedWeight, bias: Tensor | None, backend: str) -> None:
+def _check(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> None:
     rows, width = weight.shape
     problems = []
-    if backend not in BACKENDS:
-        problems.append(f"unknown backend {backend!r}; choose from {', '.join(BACKENDS)}")
     if x.dim() == 0 or x.shape[-1] != width:
         problems.append(f"x is {list(x.shape)}, not [..., {width}]")
     if weight.scales is not None and not weight.holds_floats and weight.scales.dtype != x.dtype:

@@ -9,6 +9,7 @@ scales are stored as their format defines them.
 """
 
 from dataclasses import dataclass
+from math import gcd
 
 import torch
 from torch import Tensor
@@ -57,6 +58,13 @@ class PackedWeight:
     def holds_floats(self) -> bool:
         """Whether codes are E2M1 floats."""
         return self.scales is not None and self.scales.dtype == torch.uint8
+
+    @property
+    def layout(self) -> dict[str, int | bool]:
+        """Compile-time arguments of the kernels that unpack the weight; a group spans SPAN fields of a word."""
+        fields = fields_in_word(self.bits)
+        span = gcd(self.group // FRAGMENT, fields)
+        return {"BITS": self.bits, "FLOATS": self.holds_floats, "FIELDS": fields, "GROUP": self.group, "SPAN": span}
 
     @property
     def nbytes(self) -> int:

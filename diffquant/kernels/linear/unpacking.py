@@ -6,7 +6,7 @@ separate addend. Triton would unpack values one by one, hence the inline PTX. Th
 ordinary operations.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, disable-error-code="assignment"
 import os
 
 import triton
@@ -160,10 +160,7 @@ def chunk_weights(
     dtype: tl.constexpr, BITS: tl.constexpr, FLOATS: tl.constexpr, FIELDS: tl.constexpr, GROUP: tl.constexpr,
     SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Load and unpack a chunk of `count` row blocks, with group scales but not `row_scale`: [count, 256] per field.
-
-    Four tensors are returned; if words have 2 fields, the last two are meaningless.
-    """
+    """Load and unpack a chunk of `count` row blocks, with group scales but not `row_scale`: [count, 256] per field."""
     count: tl.constexpr = block.shape[0]
     live = (block < blocks)[:, None]
     # Terms that do not depend on the chunk come first, so that they are computed once.
@@ -172,38 +169,28 @@ def chunk_weights(
     if BITS == 6:
         tops = load_high(high + block[:, None] * chunks * 128 + chunk * 128, live, 1, count)
     k = chunk * (16 * FIELDS)
-    a0 = unpack_field(words, tops, dtype, 0, BITS, FLOATS)
-    a1 = unpack_field(words, tops, dtype, 1, BITS, FLOATS)
-    a2 = a0
-    a3 = a1
-    if FIELDS == 4:
-        a2 = unpack_field(words, tops, dtype, 2, BITS, FLOATS)
-        a3 = unpack_field(words, tops, dtype, 3, BITS, FLOATS)
+    codes = ()
+    for field in tl.static_range(FIELDS):
+        codes += (unpack_field(words, tops, dtype, field, BITS, FLOATS),)
+    weights = codes
     if GROUP:
-        # A group spans SPAN fields of a chunk.
-        scale = _group_scales(scales, block, blocks, k, K, dtype, GROUP, FLOATS)
-        a0 = multiply(a0, scale)
-        if SPAN == 1:
-            scale = _group_scales(scales, block, blocks, k + 16, K, dtype, GROUP, FLOATS)
-        a1 = multiply(a1, scale)
-        if FIELDS == 4:
-            if SPAN < 4:
-                scale = _group_scales(scales, block, blocks, k + 32, K, dtype, GROUP, FLOATS)
-            a2 = multiply(a2, scale)
-            if SPAN == 1:
-                scale = _group_scales(scales, block, blocks, k + 48, K, dtype, GROUP, FLOATS)
-            a3 = multiply(a3, scale)
-    return a0, a1, a2, a3
+        weights = ()
+        for field in tl.static_range(FIELDS):
+            # A group spans SPAN fields of a chunk.
+            if field % SPAN == 0:
+                scale = _group_scales(scales, block, blocks, k + field * 16, K, dtype, GROUP, FLOATS)
+            weights += (multiply(codes[field], scale),)
+    return weights
 
 
 @triton.jit
-def join_fields(a0, a1, a2, a3, FIELDS: tl.constexpr):
+def join_fields(fields, FIELDS: tl.constexpr):
     """Combine a chunk's fields [count, 256] to a matrix [16 count, 16 FIELDS]."""
-    count: tl.constexpr = a0.shape[0]
+    count: tl.constexpr = fields[0].shape[0]
     if FIELDS == 2:
-        a = tl.join(a0, a1).reshape(count, 8, 4, 2, 2, 2, 2).permute(0, 4, 1, 6, 3, 2, 5)
+        a = tl.join(fields[0], fields[1]).reshape(count, 8, 4, 2, 2, 2, 2).permute(0, 4, 1, 6, 3, 2, 5)
     else:
-        a = tl.join(tl.join(a0, a1), tl.join(a2, a3)).reshape(count, 8, 4, 2, 2, 2, 2, 2)
+        a = tl.join(tl.join(fields[0], fields[1]), tl.join(fields[2], fields[3])).reshape(count, 8, 4, 2, 2, 2, 2, 2)
         a = a.permute(0, 4, 1, 7, 6, 3, 2, 5)
     return a.reshape(count * 16, 16 * FIELDS)
 

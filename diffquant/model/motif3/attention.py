@@ -9,6 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from diffquant.attention.registry import LATENT
 from diffquant.family.mask import Mask
+from diffquant.kernels.arguments import MAX_QUERIES
 from diffquant.model.attention import PairAttention, project_sigmoids, rotate, zero_padding
 from diffquant.model.fused_cache import FusedLayer, latent_layer_refusal, warn_of_slow_decoding
 from diffquant.model.linears import add_linears
@@ -128,7 +129,6 @@ class LatentAttention(PairAttention):
         layer = cache.layers[self.layer]
         if not isinstance(layer, FusedLayer) or not layer.get_seq_length():
             return None
-        from diffquant.kernels.cache.decode import MAX_QUERIES
         from diffquant.kernels.cache.latent import decode_latent
 
         refusal = self.decoding_refusal(layer.recipe)

@@ -178,7 +178,7 @@ class Motif3Model(Decoder):
         if attention.backend == LATENT and rows.window is None and not torch.is_grad_enabled():
             recipe = self.recipe.at_layer(layer)
             if (refusal := attention.decoding_refusal(recipe)) is None:
-                return FusedLayer(recipe, None)
+                return FusedLayer(recipe)
             warn_of_slow_decoding(refusal)
         return create_storage(rows, layer, self.recipe, self.ranges)
 

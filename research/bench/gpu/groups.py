@@ -292,4 +292,4 @@ def eight_bit_codes(call: AttentionCall) -> Any:
 
     tile = choose(TILES, f"prefill_int8/{device_class(call.v.device)}/{call.q[0].shape[-1]}")
     q, k, (v,) = same_strides(*call.q), same_strides(*call.k), same_strides(call.v)
-    return quantize_qkv(q, k, v, None, None, call.scale, tile_rows=tile.queries, block=tile.keys, values=True)
+    return quantize_qkv(q, k, v, None, None, call.scale, tile_rows=tile["queries"], block=tile["keys"], values=True)
