@@ -29,7 +29,14 @@ from diffquant.onnx.descriptions import (
 )
 from diffquant.onnx.files import RANGES_FILE
 from diffquant.onnx.graph.linears import container_bits
-from diffquant.onnx.graph.plan import CACHE_LIMIT, ExportPlan, Scales, plan_export, static_scales
+from diffquant.onnx.graph.plan import (
+    CACHE_LIMIT,
+    ExportPlan,
+    Scales,
+    plan_export,
+    rounded_inputs,
+    static_scales,
+)
 from diffquant.onnx.graph.streaming import Streamed, place, write
 from diffquant.onnx.manifest import write_manifest
 from diffquant.onnx.options import ExportOptions, check_runtime
@@ -288,6 +295,11 @@ def _make_notes(plan: ExportPlan, streamed: Sequence[Streamed]) -> list[str]:
         notes.append(
             f"the checkpoint's recipe ({schemes}) is not part of the export; give "
             f"{option_name('kv')} or {option_name('logits')} to include it"
+        )
+    if inputs := rounded_inputs(plan.source):
+        notes.append(
+            f"ONNX Runtime rounds activations to 8 bits with one scale per block of a weight's columns, absmax / 127, "
+            f"in place of the recipe's activations {' or '.join(inputs)}"
         )
     if options.kv_bits == 4:
         notes.append(

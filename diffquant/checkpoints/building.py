@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from diffquant.checkpoints.compressed_tensors import GLOBAL, PACKED, SCALE, packed_shapes, unpack_parts
+from diffquant.checkpoints.compressed_tensors import GLOBAL, SCALE, codes_suffix, packed_shapes, unpack_parts
 from diffquant.checkpoints.placement import EMBEDDING, Placement, ReadByLayer, Spread
 from diffquant.checkpoints.places import Places
 from diffquant.checkpoints.reader import Checkpoint, TensorInfo
@@ -22,6 +22,7 @@ from diffquant.model.causal import CausalModel
 from diffquant.model.linears import DiffMLP, QuantizedLinear
 from diffquant.recipe import Recipe
 from diffquant.recipe.numbers.absmax import check_finite, is_finite
+from diffquant.recipe.numbers.packing import pack
 from diffquant.recipe.scheme import Scheme
 
 _NAME = Path("model in memory")
@@ -193,7 +194,7 @@ def _packed_weight(source: Source, name: str, scheme: Scheme, dtype: torch.dtype
     module = stored_name.removesuffix(".weight")
     shape = source.adapter.source_parameters[stored_name].shape
     parts = {suffix: source.checkpoint.read(module + suffix) for suffix in packed_shapes(shape, scheme)}
-    words, scale, divisor = parts[PACKED], parts[SCALE], parts.get(GLOBAL)
+    words, scale, divisor = parts[codes_suffix(scheme)], parts[SCALE], parts.get(GLOBAL)
     multipliers = scheme.format.unpack_scale(scale, divisor)
     check_finite(multipliers, module + SCALE)
     _convert(multipliers * -scheme.format.lowest, dtype, name)
@@ -203,6 +204,7 @@ def _packed_weight(source: Source, name: str, scheme: Scheme, dtype: torch.dtype
     if order is not None:
         words, scale = words[order], scale if scale.numel() == 1 else scale[order]
     if is_integer:
+        words = pack(words, scheme.bits) if scheme.format.is_native else words
         return repack(words.to(device), scale.to(device), scheme.bits, shape[1], dtype)
     divisor = None if divisor is None else divisor.to(device)
     return repack_floats(words.to(device), scale.to(device), divisor, shape[1])

@@ -5,21 +5,26 @@ Source: compressed-tensors 0.20, config and utils/match.py.
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from diffquant.errors import CheckpointError
 from diffquant.recipe.numbers.formats import FORMATS, NumberFormat
-from diffquant.recipe.numbers.formats.integer import PACK_QUANTIZED
+from diffquant.recipe.numbers.formats.integer import BYTES, PACK_QUANTIZED
 from diffquant.recipe.numbers.sharing import Sharing
-from diffquant.recipe.scheme import Scheme
+from diffquant.recipe.scheme import FULL, Scheme
+from diffquant.recipe.targets import target_of
 from diffquant.support.names import first_few
 from diffquant.support.plain_data import find_first_matches
 
 # The folder's format where its groups have several.
 _MIXED = "mixed-precision"
 
+# What engines read of a cache whose scales are stored beside the weights.
+STATIC_CACHE = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
 # The version whose layout this is; from 0.17 on 6-bit codes are dense.
 _LAYOUT_VERSION = "0.20.0"
+NO_INPUTS: Mapping[str, Scheme] = MappingProxyType({})
 _T = TypeVar("_T")
 # Both names of the activation order, in which the inputs of a group are not neighbours.
 REORDERED = ("group", "dynamic")
@@ -27,7 +32,10 @@ _STRATEGIES = {"group": "group", "tensor_group": "group", "channel": "row", "ten
 
 
 def quantization_config(
-    schemes: Mapping[str, Scheme], linears: Iterable[str], ignored: Iterable[str] = ()
+    schemes: Mapping[str, Scheme],
+    linears: Iterable[str],
+    ignored: Iterable[str] = (),
+    inputs: Mapping[str, Scheme] = NO_INPUTS,
 ) -> dict[str, Any]:
     """Make the entry `quantization_config` of config.json.
 
@@ -35,16 +43,19 @@ def quantization_config(
         schemes: scheme of each packed module by name.
         linears: every Linear of the model by module name, packed or not.
         ignored: regular expressions of further modules that are not packed; one that fits a packed module is left out.
+        inputs: scheme of the inputs of each packed module whose inputs are rounded while the model runs.
     """
     others = [each for each in ignored if not any(re.fullmatch(each, name) for name in schemes)]
     unpacked = [name for name in linears if name not in schemes]
-    groups: dict[Scheme, list[str]] = {}
+    groups: dict[tuple[Scheme, Scheme], list[str]] = {}
     for name, scheme in schemes.items():
-        groups.setdefault(scheme, []).append(name)
+        groups.setdefault((scheme, inputs.get(name, FULL)), []).append(name)
     plain = len(groups) == 1 and set(schemes) <= set(linears)
     # A layout that other readers do not know is named where all of them look first, so that they refuse the folder.
-    own = [scheme.format.layout for scheme in groups if not scheme.format.is_standard]
-    layouts = {scheme.format.layout for scheme in groups} or {PACK_QUANTIZED}
+    own = [scheme.format.layout for scheme, _ in groups if not scheme.format.is_standard]
+    layouts = {scheme.format.layout for scheme, _ in groups} or {PACK_QUANTIZED}
+    # compressed-tensors takes integers beside rounded inputs for bytes, unless their group states its layout.
+    states_layouts = bool(own or inputs or len(layouts) > 1)
     return {
         "quant_method": "compressed-tensors",
         "format": own[0] if own else _MIXED if len(layouts) > 1 else layouts.pop(),
@@ -53,13 +64,21 @@ def quantization_config(
             f"group_{i}": {
                 "targets": ["Linear"] if plain else name_patterns(names),
                 "weights": _weights_entry(scheme),
-                **({"format": scheme.format.layout} if own or len(layouts) > 1 else {}),
+                **({"input_activations": _inputs_entry(of_inputs)} if of_inputs.quantizes else {}),
+                **({"format": scheme.format.layout} if states_layouts else {}),
             }
-            for i, (scheme, names) in enumerate(groups.items())
+            for i, ((scheme, of_inputs), names) in enumerate(groups.items())
         },
         "ignore": name_patterns(unpacked) + ([f"re:({'|'.join(others)})$"] if others else []),
         "version": _LAYOUT_VERSION,
     }
+
+
+def states_cache(config: Mapping[str, Any]) -> bool:
+    """Return whether config.json has a recipe of diffquant's, and its cache as a `kv_cache_scheme`."""
+    entry = config.get("quantization_config")
+    is_stated = isinstance(entry, Mapping) and entry.get("kv_cache_scheme") == STATIC_CACHE
+    return is_stated and "diffquant_config" in config
 
 
 def read_schemes(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str, Scheme]:
@@ -71,7 +90,7 @@ def read_schemes(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str,
 
     Raises:
         CheckpointError: the quantization method, the format or a setting is not supported (for instance asymmetric
-            weights or quantized activations), or no group covers a module.
+            weights, or activations that no recipe records), or no group covers a module.
     """
     modules = list(modules)
     entry = config.get("quantization_config")
@@ -81,7 +100,7 @@ def read_schemes(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str,
                 f"config.json has no quantization_config, yet the weights of {first_few(modules, ', ')} are packed"
             )
         return {}
-    groups = _read_groups(entry)
+    groups = _read_groups(entry, records_activations(config), states_cache(config))
     schemes = pick_targets(modules, groups)
     uncovered = [module for module, scheme in schemes.items() if scheme is None]
     if uncovered:
@@ -127,8 +146,34 @@ def _weights_entry(scheme: Scheme) -> dict[str, Any]:
     }
 
 
-def _read_groups(entry: Any) -> dict[str, Scheme]:
+def _inputs_entry(scheme: Scheme) -> dict[str, Any]:
+    """Return the entry of activations that are rounded as they come, under scales of their own."""
+    strategy = {"row": "token"}.get(scheme.granularity) or scheme.format.strategy(scheme.granularity)
+    return {
+        **scheme.format.description,
+        "strategy": strategy,
+        "group_size": scheme.size,
+        "dynamic": "local" if scheme.format.spans_tensor else True,
+    }
+
+
+def records_activations(config: Mapping[str, Any]) -> bool:
+    """Return whether a folder's recipe states how the inputs of its Linears are rounded."""
+    recorded = config.get("diffquant_config")
+    recipe = recorded.get("recipe") if isinstance(recorded, Mapping) else None
+    if not isinstance(recipe, Mapping):
+        return False
+    overrides = recipe.get("overrides")
+    patterns = overrides if isinstance(overrides, Mapping) else {}
+    return "activations" in recipe or any(target_of(str(each)) == "activations" for each in patterns)
+
+
+def _read_groups(entry: Any, rounds_inputs: bool, has_cache: bool) -> dict[str, Scheme]:
     """Read the scheme of each target of `quantization_config`.
+
+    Args:
+        rounds_inputs: whether groups may have rounded inputs.
+        has_cache: whether its `kv_cache_scheme` is that of a recipe.
 
     Raises:
         CheckpointError: something in the entry is not supported; the message lists all of it.
@@ -138,14 +183,14 @@ def _read_groups(entry: Any) -> dict[str, Scheme]:
         raise CheckpointError(f"this checkpoint is quantized by {method!r}, whose packed weights are not supported")
     layout = entry.get("format")
     problems = [] if layout == _MIXED or _formats_in(layout) else [f"its format is {layout!r}"]
-    if entry.get("kv_cache_scheme"):
+    if entry.get("kv_cache_scheme") and not has_cache:
         problems.append("it has a kv_cache_scheme")
     targets: dict[str, Scheme] = {}
     groups = entry.get("config_groups") or {}
     if not isinstance(groups, Mapping):
         raise CheckpointError("config.json: config_groups of quantization_config must be a mapping")
     for name, group in groups.items():
-        group_problems = _group_problems(group, layout)
+        group_problems = _group_problems(group, layout, rounds_inputs)
         problems += [f"{name} {problem}" for problem in group_problems]
         if not group_problems and (number_format := _format_of(group, layout)):
             targets |= dict.fromkeys(group["targets"], _scheme(number_format, group["weights"]))
@@ -166,7 +211,7 @@ def _read_layouts() -> str:
 
 def _formats_in(layout: object) -> list[NumberFormat]:
     """Return the number formats that are stored in a layout."""
-    return [each for each in FORMATS.values() if each.quantizes and each.layout == layout]
+    return [each for each in (*FORMATS.values(), BYTES) if each.quantizes and each.layout == layout]
 
 
 def _format_of(group: Mapping[str, Any], layout: object) -> NumberFormat | None:
@@ -176,7 +221,7 @@ def _format_of(group: Mapping[str, Any], layout: object) -> NumberFormat | None:
     return next((each for each in formats if each.description.items() <= weights.items()), None)
 
 
-def _group_problems(group: Any, layout: object) -> list[str]:
+def _group_problems(group: Any, layout: object, rounds_inputs: bool) -> list[str]:
     """List settings of a config group that are not supported."""
     weights = group.get("weights") if isinstance(group, Mapping) else None
     if not isinstance(weights, Mapping):
@@ -199,7 +244,7 @@ def _group_problems(group: Any, layout: object) -> list[str]:
         problems.append("has no group_size" if size is None else f"has group_size {size!r}")
     if weights.get("actorder") in REORDERED:
         problems.append("reorders columns (actorder)")
-    if group.get("input_activations") or group.get("output_activations"):
+    if (group.get("input_activations") and not rounds_inputs) or group.get("output_activations"):
         problems.append("quantizes activations")
     return problems
 

@@ -7,9 +7,9 @@ For experts in one tensor [experts, out, in], the first two have a leading axis 
 Codes are computed with the stored scale, that is, after the scale was rounded to float16 or bfloat16.
 
 Integers use compressed-tensors' layout pack-quantized. Its float layouts have no weight_shape, and 8-bit floats are
-stored as P.weight. The number format determines the dtype of the scales; nvfp4 also has P.weight_global_scale
-(float32 [1]). Number formats that compressed-tensors lacks are stored in the same tensors, under a layout name of
-diffquant's, which compressed-tensors refuses.
+stored as P.weight, as are 8-bit integers of Linears with rounded inputs (int-quantized). The number format determines
+the dtype of the scales; nvfp4 also has P.weight_global_scale (float32 [1]). Number formats that compressed-tensors
+lacks are stored in the same tensors, under a layout name of diffquant's, which compressed-tensors refuses.
 
 Source: compressed-tensors 0.20, compressors.
 """
@@ -23,8 +23,11 @@ from diffquant.checkpoints.reader import TensorInfo
 from diffquant.recipe.scheme import Scheme
 
 PACKED, SCALE, SHAPE = ".weight_packed", ".weight_scale", ".weight_shape"
-# Suffixes of codes in an 8-bit float dtype, and of the number by which all scales of a weight are divided.
+# Suffixes of codes in an 8-bit dtype, and of the number by which all scales of a weight are divided.
 NATIVE, GLOBAL = ".weight", ".weight_global_scale"
+# The number by which block scales of rounded inputs are divided, stored where their format is nvfp4: 1, as no text is
+# read to choose it.
+INPUT_GLOBAL = ".input_global_scale"
 
 
 def pack_weight(weight: Tensor, scheme: Scheme) -> dict[str, Tensor]:
@@ -138,7 +141,7 @@ def packed_types(scheme: Scheme, dtype: torch.dtype) -> dict[str, torch.dtype]:
 
 
 def list_packed_modules(tensors: Mapping[str, TensorInfo | Tensor]) -> list[str]:
-    """List modules whose weight is stored packed, or as 8-bit floats with a scale."""
+    """List modules whose weight is stored packed, or as 8-bit floats or integers with a scale."""
     return [
         name.removesuffix(suffix)
         for name, info in tensors.items()
@@ -148,4 +151,4 @@ def list_packed_modules(tensors: Mapping[str, TensorInfo | Tensor]) -> list[str]
 
 
 def _is_native(module: str, dtype: torch.dtype, tensors: Container[str]) -> bool:
-    return dtype.is_floating_point and dtype.itemsize == 1 and module + SCALE in tensors
+    return dtype.itemsize == 1 and dtype.is_signed and module + SCALE in tensors

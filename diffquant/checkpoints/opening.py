@@ -7,8 +7,16 @@ from pathlib import Path
 
 import torch
 
-from diffquant.checkpoints.compressed_config import read_schemes
-from diffquant.checkpoints.compressed_tensors import SCALE, SHAPE, list_packed_modules, packed_shapes, packed_types
+from diffquant.checkpoints.cache_scales import scale_names
+from diffquant.checkpoints.compressed_config import read_schemes, states_cache
+from diffquant.checkpoints.compressed_tensors import (
+    INPUT_GLOBAL,
+    SCALE,
+    SHAPE,
+    list_packed_modules,
+    packed_shapes,
+    packed_types,
+)
 from diffquant.checkpoints.dequantized import dequantize_folder
 from diffquant.checkpoints.folder import FolderCheckpoint
 from diffquant.checkpoints.hub import local_path
@@ -106,7 +114,9 @@ def check_tensors(checkpoint: Checkpoint, adapter: Adapter) -> dict[str, Scheme]
     schemes = read_schemes(checkpoint.config, list_packed_modules(checkpoint.tensors))
     parameters = adapter.source_parameters
     surplus = find_surplus_tensors(checkpoint, adapter)
-    problems = _differences(stored_shapes(parameters, schemes), checkpoint, schemes, surplus)
+    scales = scale_names(adapter).values() if states_cache(checkpoint.config) else ()
+    expected = stored_shapes(parameters, schemes) | dict.fromkeys(scales, (1,))
+    problems = _differences(expected, checkpoint, schemes, surplus)
     if not problems:
         problems = _other_shapes(checkpoint, parameters, schemes) + _other_head(checkpoint, adapter)
     if problems:
@@ -133,6 +143,7 @@ def find_surplus_tensors(checkpoint: Checkpoint, adapter: Adapter) -> frozenset[
     """List the tensors that the model does not need and whose absence changes nothing.
 
     Older writers stored buffers, tied heads, and a bias of zeros for each packed matrix of a model without biases.
+    Other readers need the divisor of rounded inputs, which is 1.
     """
     needed = adapter.source_parameters
     is_tied = adapter.architecture.tie_word_embeddings
@@ -143,6 +154,7 @@ def find_surplus_tensors(checkpoint: Checkpoint, adapter: Adapter) -> frozenset[
         and (
             name.endswith(_BUFFERS)
             or (is_tied and name == _HEAD)
+            or name.endswith(INPUT_GLOBAL)
             or (name.endswith(".bias") and _adds_nothing(checkpoint, name, info, needed))
         )
     )

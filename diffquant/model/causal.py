@@ -21,6 +21,7 @@ from diffquant.model.config import ArchitectureConfig
 from diffquant.model.decoder import Decoder
 from diffquant.model.generation_modes import BACKEND_OF, FiniteLogits, check_generation, most_tokens, resolve_setting
 from diffquant.model.graphed_steps import GraphedSteps
+from diffquant.model.inputs import InputRounding, round_linears
 from diffquant.model.linears import QuantizedLinear
 from diffquant.model.reading import CACHE, pop_cache
 from diffquant.model.walk import Walk
@@ -29,7 +30,7 @@ from diffquant.recipe.numbers.simulation import rotation
 from diffquant.recipe.scheme import Scheme
 from diffquant.recipe.targets import LAYER_TARGETS
 from diffquant.support.files import write_atomically
-from diffquant.support.names import option_name
+from diffquant.support.names import first_few, option_name
 
 
 class CausalModel(PreTrainedModel, GenerationMixin):
@@ -51,6 +52,7 @@ class CausalModel(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = self.decoder_class(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.input_roundings: dict[str, InputRounding] = {}
         self.post_init()
 
     @can_return_tuple  # type: ignore[untyped-decorator]
@@ -216,13 +218,14 @@ class CausalModel(PreTrainedModel, GenerationMixin):
         return self.model.recipe
 
     def apply_recipe(self, recipe: RecipeLike) -> None:
-        """Use a recipe's logits, operands and KV cache from now on, and reset logit reports.
+        """Use a recipe's logits, operands, activations and KV cache from now on, and reset logit reports.
 
         Weights, and the weight settings of the model's recipe, do not change.
 
         Raises:
-            UsageError: the recipe's weights differ from the loaded ones, it does not fit the model's layers, or a
-                scheme is static but the model has no calibrated ranges for it.
+            UsageError: the recipe's weights differ from the loaded ones, it does not fit the model's layers, a
+                scheme is static but the model has no calibrated ranges for it, or no weights are quantized beside
+                activations.
         """
         wanted = Recipe.parse(recipe)
         recipe = wanted.with_weights_of(self.recipe)
@@ -240,6 +243,9 @@ class CausalModel(PreTrainedModel, GenerationMixin):
                 f"static {', '.join(lacking)} need calibrated ranges: pass {option_name('scales')} with a "
                 "file from diffquant calibrate"
             )
+        for rounding in self.input_roundings.values():
+            rounding.remove()
+        self.input_roundings = round_linears(self, self.model.quantized_linears, recipe)
         self.model.recipe = recipe
         for attention in self.attentions:
             of_layer = recipe.at_layer(attention.layer)
@@ -281,12 +287,14 @@ class CausalModel(PreTrainedModel, GenerationMixin):
         for attention in self.attentions:
             attention.meter = LogitMeter()
             attention.qk_calls = attention.pv_calls = 0
+        for rounding in self.input_roundings.values():
+            rounding.calls = 0
 
     def require_fired(self) -> None:
-        """Check that in each layer the quantizers of logits and operands ran since the last reset.
+        """Check that in each layer the quantizers of logits, operands and activations ran since the last reset.
 
         Raises:
-            NotFiredError: some did not; the message names the layers.
+            NotFiredError: some did not; the message names the layers, or the Linears.
         """
         idle_by_target: dict[str, list[int]] = {}
         for attention in self.attentions:
@@ -303,5 +311,7 @@ class CausalModel(PreTrainedModel, GenerationMixin):
             f"the recipe quantizes {what}, but layers {', '.join(map(str, idle))} did not"
             for what, idle in idle_by_target.items()
         ]
+        if unrounded := [name for name, rounding in self.input_roundings.items() if not rounding.calls]:
+            faults.append(f"the recipe quantizes activations, but those of {first_few(unrounded, ', ')} were not")
         if faults:
             raise NotFiredError("; ".join(faults))

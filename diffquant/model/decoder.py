@@ -81,6 +81,8 @@ class Decoder(PreTrainedModel):
         self.add_module(name, norm.new_module())
         self.recipe = Recipe()
         self.ranges: Mapping[str, Tensor] = {}
+        # Linears with quantized weights, whose inputs a recipe may round: name here -> name in the checkpoint.
+        self.quantized_linears: Mapping[str, str] = {}
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -148,7 +150,7 @@ class Decoder(PreTrainedModel):
         # If the recipe quantizes the cache, attention reads dequantized K and V even if the caller wants no cache.
         read = self.new_cache() if held is None and self.has_quantized_cache else held
         x = self.run_layers(x, mask, past, position_ids, read, states)
-        if x.requires_grad and self.recipe.rounds(*LAYER_TARGETS):
+        if x.requires_grad and self.recipe.rounds(*LAYER_TARGETS, "activations"):
             x.register_hook(_refuse_gradients)
         of_layers = None if states is None else (*states, x)
         return BaseModelOutputWithPast(last_hidden_state=x, hidden_states=of_layers, **{CACHE: held})

@@ -13,7 +13,7 @@ from diffquant.checkpoints.weight_layout import find_transposed, find_undecided_
 from diffquant.checkpoints.weight_source import WeightSource
 from diffquant.errors import CheckpointError, GroupSizeError, UsageError
 from diffquant.quantization.roundings import checked_rounding, rounding_named
-from diffquant.quantization.targets import Targets, find_targets
+from diffquant.quantization.targets import Targets, find_targets, split_experts
 from diffquant.recipe import Recipe
 from diffquant.recipe.scheme import Scheme
 from diffquant.recipe.targets import LAYER_TARGETS, target_of
@@ -33,8 +33,8 @@ def checked_schemes(source: Source | WeightSource, recipe: Recipe) -> dict[str, 
         CheckpointError: a weight has a dtype that cannot be quantized, or the rules match no weight.
         GroupSizeError: a group size does not divide the width of some tensors; the first ones are named.
         UsageError: an override matches nothing, or names a module that other libraries cannot load packed; the
-            rounding is unknown or does not support these schemes; or the recipe quantizes more than weights, and the
-            source is a `WeightSource`.
+            rounding is unknown or does not support these schemes; `check_activations` raises it; or the recipe
+            quantizes attention or a cache, and the source is a `WeightSource`.
     """
     targets = find_targets(source)
     schemes = targets.schemes(recipe)
@@ -44,11 +44,68 @@ def checked_schemes(source: Source | WeightSource, recipe: Recipe) -> dict[str, 
         _check_weights_alone(source, recipe, schemes)
     else:
         source.architecture.check_recipe(recipe)
+    check_activations(source, recipe, schemes)
     _refuse_transposed(source, by_name)
     _check_packable(source.checkpoint, by_name)
     if checked_rounding(recipe.rounding, schemes).needs_text:
         _refuse_experts(source.checkpoint, by_name, recipe.rounding.name)
     return schemes
+
+
+def check_activations(source: Source | WeightSource, recipe: Recipe, packed: Collection[str]) -> None:
+    """Check that a recipe's activations are inputs of Linears that can be rounded.
+
+    Args:
+        packed: modules whose weights are quantized, by the checkpoint's names.
+
+    Raises:
+        UsageError: no weight is quantized, an override matches no Linear, or a weight belongs to no Linear.
+        GroupSizeError: a group size does not divide the width of some inputs.
+    """
+    patterns = [pattern for pattern in recipe.overrides if target_of(pattern) == "activations"]
+    if not patterns and not recipe.activations.quantizes:
+        return
+    targets = find_targets(source)
+    modules = [module for module in packed if targets.rounds_input(module)]
+    if not modules:
+        raise UsageError(
+            f"activations are the inputs of Linears with quantized weights, and no weight of {source.path} is "
+            f"quantized: give {option_name('weights', '8:channel')}, too"
+        )
+    unmatched = [each for each in patterns if not any(fnmatchcase(f"{name}.activations", each) for name in modules)]
+    if unmatched:
+        raise UsageError(
+            f"overrides {first_few(map(repr, unmatched), ', ')} match the input of no Linear with quantized weights, "
+            f"such as '{modules[0]}.activations'"
+        )
+    shapes: dict[int, dict[str, tuple[int, ...]]] = {}
+    for module in modules:
+        if (scheme := recipe.input_scheme(module)).quantizes:
+            shapes.setdefault(scheme.size or 1, {})[module] = _weight_shape(source, targets.weights[module])
+    rounded = [module for of_size in shapes.values() for module in of_size]
+    if apart := [module for module in rounded if not _is_linear(source, module, targets.weights[module])]:
+        raise UsageError(
+            f"the inputs of {first_few(apart, ', ')} are not rounded here, since their weights belong to no Linear; "
+            f"keep them at 16 bits with {option_name('overrides', 'PATTERN.activations=16')}"
+        )
+    if problems := [problem for size, misfits in shapes.items() if (problem := _misfit_problem(size, misfits))]:
+        raise GroupSizeError(f"activations: {'; '.join(problems)}")
+
+
+def _weight_shape(source: Source | WeightSource, name: str) -> tuple[int, ...]:
+    return (
+        source.adapter.source_parameters[name].shape
+        if isinstance(source, Source)
+        else source.checkpoint.tensors[name].shape
+    )
+
+
+def _is_linear(source: Source | WeightSource, module: str, name: str) -> bool:
+    """Return whether a weight multiplies the inputs of one Linear, or as many as its experts."""
+    if isinstance(source, WeightSource):
+        return all(len(part.shape) == 2 for part in split_experts(module, _weight_shape(source, name)))
+    parameter = source.adapter.source_parameters[name]
+    return len(parameter.shape) == 2 and not parameter.by_head
 
 
 def _check_weights_alone(source: WeightSource, recipe: Recipe, schemes: Mapping[str, Scheme]) -> None:

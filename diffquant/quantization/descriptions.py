@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from diffquant.checkpoints.compressed_config import quantization_config
+from diffquant.checkpoints.compressed_config import STATIC_CACHE, quantization_config
 from diffquant.checkpoints.reader import Checkpoint
 from diffquant.checkpoints.side_files import front_matter
 from diffquant.checkpoints.source import Source
@@ -49,7 +49,12 @@ def quantized_card(
     """
     name, model_type = plan.checkpoint.name, str(plan.checkpoint.config.get("model_type"))
     recipe = plan.recipe
-    operands = (("queries and keys", recipe.qk), ("softmax weights", recipe.p), ("values before P·V", recipe.pv))
+    operands = (
+        ("inputs of these layers", recipe.activations),
+        ("queries and keys", recipe.qk),
+        ("softmax weights", recipe.p),
+        ("values before P·V", recipe.pv),
+    )
     lines = [
         front_matter("transformers", _tags(plan, is_differential), plan.checkpoint.front_matter, "quantized"),
         f"# {markdown_text(name)}, quantized\n",
@@ -66,6 +71,8 @@ def quantized_card(
         f"Tensors take {plan.size}.",
         *([f"\n{again[:1].upper()}{again[1:]}."] if plan.schemes and (again := plan.checkpoint.rounded_again) else []),
     ]
+    if plan.cache_scales:
+        lines.append(_CACHE)
     if plan.schemes:
         lines.append(_weights_paragraph(plan, errors, carries_code))
     if replaced:
@@ -77,6 +84,10 @@ def quantized_card(
     return "\n".join(lines)
 
 
+_CACHE = """
+The cache's calibrated scales stand beside the weights, as compressed-tensors' `kv_cache_scheme`: by them vLLM stores
+keys and values in fp8.
+"""
 _RUN = """`diffquant.load(path)` loads the model with the whole recipe applied. diffquant.json has each
 tensor's bits, error and size.
 """
@@ -231,9 +242,13 @@ def write_descriptions(
             "group_size": format_named("nvfp4").block,
             "produced_by": f"diffquant {versions()['diffquant']}",
         }
-    elif plan.schemes:
+    elif plan.schemes or plan.cache_scales:
         ignored = modules_to_ignore(plan.rules) if plan.rules else ()
-        config["quantization_config"] = quantization_config(plan.written_schemes, plan.written_linears, ignored)
+        config["quantization_config"] = quantization_config(
+            plan.written_schemes, plan.written_linears, ignored, plan.written_inputs
+        )
+        if plan.cache_scales:
+            config["quantization_config"]["kv_cache_scheme"] = STATIC_CACHE
         if _is_decoded_in_bfloat16(plan):
             config = {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": "bfloat16"}
     write_atomically(folder / "config.json", json.dumps(config, indent=2) + "\n")

@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from diffquant.checkpoints.compressed_config import states_cache
 from diffquant.errors import CheckpointError, UnknownModelTypeError, UsageError
 from diffquant.model.adapters import Adapter
 from diffquant.model.architecture import TransformerArchitecture
@@ -38,6 +39,12 @@ def carries_modelling_file(config: Mapping[str, Any], adapter: Adapter) -> bool:
     """
     is_ours = type(adapter.architecture) is TransformerArchitecture and config["model_type"] != "llama"
     return is_ours and adapter.renames.keys() <= {_OUTPUT}
+
+
+def is_engine_model(config: Mapping[str, Any], adapter: Adapter) -> bool:
+    """Return whether engines can run a folder's model: a Llama, or a model that the modelling file can run."""
+    is_llama = type(adapter.architecture) is TransformerArchitecture and config["model_type"] == "llama"
+    return is_llama or carries_modelling_file(config, adapter)
 
 
 def require_served(config: Mapping[str, Any], adapter: Adapter) -> None:
@@ -122,10 +129,15 @@ def remove_code_files(folder: Path) -> list[str]:
     return [file.name for file in files if file.name != MODELLING_FILE]
 
 
-def describe_ignored_schemes(diffquant_config: Mapping[str, Any] | None) -> str:
-    """Return the recipe's schemes of cache, logits and operands, which other engines ignore, or ""."""
-    recipe = (diffquant_config or {}).get("recipe", {})
-    asked = {name: recipe[name] for name in ("k", "v", "logits", "qk", "p", "pv") if recipe.get(name, "16") != "16"}
+def describe_ignored_schemes(config: Mapping[str, Any]) -> str:
+    """Return the recipe's schemes of cache, logits and operands that other engines ignore, or "".
+
+    Args:
+        config: content of config.json.
+    """
+    recipe = (config.get("diffquant_config") or {}).get("recipe", {})
+    targets = ("logits", "qk", "p", "pv") if states_cache(config) else ("k", "v", "logits", "qk", "p", "pv")
+    asked = {name: recipe[name] for name in targets if recipe.get(name, "16") != "16"}
     return ", ".join(f"{name} {scheme}" for name, scheme in asked.items())
 
 

@@ -17,7 +17,7 @@ from diffquant.family.lam import LAMBDA_VECTORS, lam_from_vectors
 from diffquant.family.spec import DiffSpec
 from diffquant.quantization.plan import QuantizationPlan, plan_quantization
 from diffquant.recipe import Recipe
-from diffquant.recipe.targets import LAYER_TARGETS
+from diffquant.recipe.targets import TARGETS
 from diffquant.reports.tables import bytes_at_16_bits, megabytes, stored_bits
 from diffquant.support.terminal import Readable, one_line
 
@@ -243,5 +243,5 @@ def _head_counts(spec: DiffSpec) -> str:
 
 
 def _scheme_list(recipe: Recipe) -> str:
-    schemes = [f"{name} {text}" for name, text in recipe.to_dict().items() if name in ("weights", *LAYER_TARGETS)]
+    schemes = [f"{name} {text}" for name, text in recipe.to_dict().items() if name in TARGETS]
     return ", ".join([*schemes, f"overrides {len(recipe.overrides)}"] if recipe.overrides else schemes)

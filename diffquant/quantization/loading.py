@@ -1,23 +1,24 @@
 """Loads a checkpoint, quantized or not, as a model that runs under a recipe."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from diffquant.checkpoints.building import Rewrite, build_model, keep_unchanged, make_memory_source
+from diffquant.checkpoints.cache_scales import stored_ranges
 from diffquant.checkpoints.places import DeviceMap, Places
 from diffquant.checkpoints.ranges import read_ranges
 from diffquant.checkpoints.source import Source, open_source
 from diffquant.errors import UsageError
 from diffquant.model.causal import CausalModel
-from diffquant.quantization.checks import checked_schemes
+from diffquant.quantization.checks import check_activations, checked_schemes
 from diffquant.quantization.magnitudes import Magnitudes
 from diffquant.quantization.plan import plan_quantization
 from diffquant.quantization.rounded_weight import quantize_as_stored
 from diffquant.quantization.roundings import rounding_named
-from diffquant.quantization.targets import unpacked_dtypes
+from diffquant.quantization.targets import find_targets, unpacked_dtypes
 from diffquant.recipe import Recipe, RecipeLike
 from diffquant.recipe.scheme import Scheme
 from diffquant.support.devices import as_dtype, resolve_device
@@ -65,7 +66,8 @@ def load(
         packed: whether packed weights stay packed, or are dequantized to `dtype`. By default they stay packed in half
             precision on CUDA, where kernels can read them. Weights whose group size the kernels do not support (not a
             multiple of 16) are always dequantized.
-        scales: file of ranges calibrated on this checkpoint, for static schemes.
+        scales: file of ranges calibrated on this checkpoint, for static schemes; in place of those that the checkpoint
+            may hold of its cache.
         device_map: devices for a model that is larger than one device: "auto", or a mapping from module names to
             devices, "cpu" or "disk", as in accelerate and transformers; or a `Places`, which also contains the next
             two arguments. Weights are dequantized then.
@@ -86,17 +88,27 @@ def load(
     source = open_source(path)
     recipe = None if recipe is None else Recipe.parse(recipe)
     recipe, schemes = recipe_of_run(source, recipe)
-    ranges = read_ranges(Path(scales), source) if scales else None
-    if ranges is not None:
-        ranges.check(recipe)
+    ranges = stored_ranges(source.checkpoint, source.adapter)
+    if scales:
+        calibrated = read_ranges(Path(scales), source)
+        calibrated.check(recipe)
+        ranges |= calibrated.tensors
     rewrite = _rewrite_as_stored(source, schemes, recipe) if schemes else keep_unchanged
     model = build_model(source, as_dtype(dtype, device), device, packed, rewrite, device_map)
     source.check_unchanged()
-    if ranges is not None:
-        model.model.ranges = {name: tensor.to(model.device) for name, tensor in ranges.tensors.items()}
+    model.model.ranges = {name: tensor.to(model.device) for name, tensor in ranges.items()}
     model.model.recipe = recipe
+    model.model.quantized_linears = _quantized_linears(source, schemes or source.packed)
     model.apply_recipe(recipe)
     return model
+
+
+def _quantized_linears(source: Source, packed: Collection[str]) -> dict[str, str]:
+    """Return the Linears whose inputs a recipe may round: the model's name -> the checkpoint's."""
+    adapter, targets = source.adapter, find_targets(source)
+    names = {name.removesuffix(".weight"): adapter.source_name(name) for name in source.architecture.parameters}
+    stored = {name: of_weight.removesuffix(".weight") for name, of_weight in names.items()}
+    return {name: module for name, module in stored.items() if module in packed and targets.rounds_input(module)}
 
 
 def load_by_layer(source: Source, recipe: Recipe) -> CausalModel:
@@ -164,8 +176,8 @@ def recipe_of_run(source: Source, recipe: Recipe | None) -> tuple[Recipe, dict[s
     """Return the recipe that a model runs under, and the scheme of each weight that is rounded during loading.
 
     Args:
-        recipe: recipe of cache and logits, which replaces all of the checkpoint's, and of weights that are not packed
-            yet; or None to use the checkpoint's recorded recipe.
+        recipe: recipe of cache, logits and activations, which replaces all of the checkpoint's, and of weights that are
+            not packed yet; or None to use the checkpoint's recorded recipe.
 
     Raises:
         UsageError: the recipe quantizes weights that are quantized already, or does not fit the checkpoint.
@@ -179,4 +191,5 @@ def recipe_of_run(source: Source, recipe: Recipe | None) -> tuple[Recipe, dict[s
             f"{source.path} has quantized weights already; give a recipe without weights, or its 16-bit original"
         )
     source.architecture.check_recipe(recipe)
+    check_activations(source, recipe, source.packed)
     return recipe.with_weights_of(source.recipe), {}

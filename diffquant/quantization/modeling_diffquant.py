@@ -33,7 +33,7 @@ _ROTARY = ("rope_theta", "rope_scaling", "rope_angles")
 # which its attention fills itself.
 _IS_RENAMED = "cache" in BaseModelOutputWithPast.__dataclass_fields__
 Rotary = tuple[Tensor, Tensor]
-_NOT_HERE = "{} of the recipe are not applied here: this model uses 16 bits for them; diffquant.load applies them"
+_NOT_HERE = "{} of the recipe are not applied here: this model keeps them in {}; diffquant.load applies them"
 
 
 class DiffConfig(PreTrainedConfig):
@@ -242,9 +242,14 @@ class DiffAttention(nn.Module):
         queries = self.heads.queries(self.q_proj(hidden_states), position_embeddings)
         keys = self.heads.keys(self.k_proj(hidden_states), position_embeddings)
         values = self.heads.values(self.v_proj(hidden_states))
+        cache = kwargs.pop("cache", None) if _IS_RENAMED else None
         if past_key_values is not None:
+            if cache is not None:
+                # compressed-tensors rounds keys and values for a `kv_cache_scheme` and passes them on to a cache, which
+                # it looks for by the older name alone.
+                past_key_values.add_past_key_values(cache)
             keys, values = past_key_values.update(keys, values, self.layer_idx)
-        elif _IS_RENAMED and (cache := kwargs.pop("cache", None)) is not None:
+        elif cache is not None:
             keys, values = cache.update(keys, values, self.layer_idx, kwargs=kwargs)
         # Engines look for this call, by this name, to put their own attention in its place.
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
@@ -315,7 +320,11 @@ class DiffForCausalLM(LlamaForCausalLM):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
         recipe = (getattr(config, "diffquant_config", None) or {}).get("recipe", {})
-        asked = {name: recipe[name] for name in ("k", "v", "logits", "qk", "p", "pv") if recipe.get(name, "16") != "16"}
+        packing = getattr(config, "quantization_config", None) or {}
+        packing = packing if isinstance(packing, dict) else packing.to_dict()
+        cache = () if packing.get("kv_cache_scheme") else ("k", "v")
+        asked = {name: recipe[name] for name in (*cache, "logits", "qk", "p", "pv") if recipe.get(name, "16") != "16"}
         if asked:
             schemes = ", ".join(f"{name} {scheme}" for name, scheme in asked.items())
-            logging.get_logger(__name__).warning(_NOT_HERE.format(schemes))
+            dtype = str(self.dtype).removeprefix("torch.")
+            logging.get_logger(__name__).warning(_NOT_HERE.format(schemes, dtype))

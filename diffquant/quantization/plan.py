@@ -3,10 +3,11 @@
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
+from diffquant.checkpoints.compressed_tensors import INPUT_GLOBAL
 from diffquant.checkpoints.opening import find_surplus_tensors
 from diffquant.checkpoints.reader import Checkpoint, TensorInfo, merge_stored, read_stored_dtype
 from diffquant.checkpoints.source import Source
@@ -26,6 +27,7 @@ from diffquant.quantization.targets import (
     whole,
 )
 from diffquant.recipe import Recipe
+from diffquant.recipe.numbers.formats.integer import BYTES
 from diffquant.recipe.scheme import FULL, Scheme
 from diffquant.reports.tables import align_columns, compare_size, megabytes, stored_bits
 from diffquant.support.names import first_few, option_name
@@ -44,6 +46,7 @@ class PlannedTensor:
         scheme: scheme that the tensor is packed under; 16 bits if it is copied.
         outputs: tensors that are written for it.
         parts: modules that it is packed as; empty if it is copied.
+        inputs: scheme of the inputs of these modules while a model runs; 16 bits if they are not rounded.
     """
 
     name: str
@@ -51,6 +54,7 @@ class PlannedTensor:
     scheme: Scheme
     outputs: tuple[OutputTensor, ...]
     parts: tuple[Part, ...] = ()
+    inputs: Scheme = FULL
 
     @property
     def module(self) -> str:
@@ -80,6 +84,7 @@ class QuantizationPlan:
         rules: rules that selected the weights by name, or None if diffquant can run the architecture.
         run_dtype: dtype that the model runs in, or None if unpacked matrices are stored in that dtype.
         notes: messages, such as about the recipe that the source records.
+        cache_scales: scales of the cache that are stored for engines, by name of their tensors.
     """
 
     checkpoint: Checkpoint
@@ -89,6 +94,7 @@ class QuantizationPlan:
     rules: WeightRules | None = None
     run_dtype: torch.dtype | None = None
     notes: tuple[str, ...] = ()
+    cache_scales: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def packed(self) -> list[PlannedTensor]:
@@ -103,6 +109,11 @@ class QuantizationPlan:
     def written_schemes(self) -> dict[str, Scheme]:
         """Scheme of each packed module, by name in the destination."""
         return {part.module: tensor.scheme for tensor in self.tensors for part in tensor.parts}
+
+    @property
+    def written_inputs(self) -> dict[str, Scheme]:
+        """Scheme of the inputs of each module whose inputs are rounded, by name in the destination."""
+        return {part.module: t.inputs for t in self.tensors if t.inputs.quantizes for part in t.parts}
 
     @property
     def written_linears(self) -> list[str]:
@@ -129,7 +140,7 @@ class QuantizationPlan:
     @property
     def bytes_after(self) -> int:
         """Bytes of all tensors to be written."""
-        return sum(tensor.stored_bytes for tensor in self.tensors)
+        return sum(tensor.stored_bytes for tensor in self.tensors) + 4 * len(self.cache_scales)
 
     @property
     def weights(self) -> int:
@@ -150,27 +161,19 @@ class QuantizationPlan:
     def table(self) -> str:
         """Return a table of the tensors, with one line for equal tensors of all layers, and the total size."""
         lines = []
-        for (name, shape, scheme), alike in self._alike_tensors().items():
-            size = sum(tensor.stored_bytes for tensor in alike)
-            lines.append(
-                (
-                    name,
-                    str(len(alike)),
-                    str(list(shape)),
-                    str(scheme),
-                    f"{alike[0].stored_bits:.2f}",
-                    megabytes(size),
-                )
-            )
+        for (name, shape, scheme, inputs), alike in self._alike_tensors().items():
+            size = megabytes(sum(tensor.stored_bytes for tensor in alike))
+            said = f"{scheme}, inputs {inputs}" if inputs.quantizes else str(scheme)
+            lines.append((name, str(len(alike)), str(list(shape)), said, f"{alike[0].stored_bits:.2f}", size))
         rows = align_columns(("tensor", "count", "shape", "scheme", "stored bits", "size"), lines)
         packed = f"; packed weights {self.packed_bits:.2f} stored bits each" if self.schemes else ""
         return "\n".join([*rows, f"total {self.size}{packed}", *self.notes])
 
-    def _alike_tensors(self) -> dict[tuple[str, tuple[int, ...], Scheme], list[PlannedTensor]]:
-        groups: dict[tuple[str, tuple[int, ...], Scheme], list[PlannedTensor]] = {}
+    def _alike_tensors(self) -> dict[tuple[str, tuple[int, ...], Scheme, Scheme], list[PlannedTensor]]:
+        groups: dict[tuple[str, tuple[int, ...], Scheme, Scheme], list[PlannedTensor]] = {}
         for tensor in self.tensors:
             name = re.sub(r"\.\d+(?=\.)", ".*", tensor.name)
-            groups.setdefault((name, tensor.info.shape, tensor.scheme), []).append(tensor)
+            groups.setdefault((name, tensor.info.shape, tensor.scheme, tensor.inputs), []).append(tensor)
         return groups
 
 
@@ -197,13 +200,25 @@ def plan_quantization(
     schemes = checked_schemes(source, recipe)
     if schemes and (again := source.checkpoint.rounded_again):
         notes = (*notes, again)
-    packed = {name: schemes[module] for module, name in find_targets(source).weights.items() if module in schemes}
+    targets = find_targets(source)
+    packed = {name: schemes[module] for module, name in targets.weights.items() if module in schemes}
+    inputs = {
+        targets.weights[module]: recipe.input_scheme(module) for module in schemes if targets.rounds_input(module)
+    }
     # A recipe without low-bit weights copies all weights.
     unpacked = unpacked_dtypes(source, dtype) if packed or dtype else {}
     parted = _choose_parts(source, packed)
     surplus = find_surplus_tensors(source.checkpoint, source.adapter) if isinstance(source, Source) else ()
     tensors = tuple(
-        _plan(name, info, packed.get(name, FULL), source.checkpoint.written_dtype(name), unpacked.get(name), parted)
+        _plan(
+            name,
+            info,
+            packed.get(name, FULL),
+            source.checkpoint.written_dtype(name),
+            unpacked.get(name),
+            parted,
+            inputs.get(name, FULL),
+        )
         for name, info in source.checkpoint.tensors.items()
         if name not in surplus
     )
@@ -212,7 +227,7 @@ def plan_quantization(
     is_rounded = bool(unpacked) or read_stored_dtype(source.checkpoint.config) is not None
     run_dtype = source.dtype if isinstance(source, Source) and is_rounded else None
     plan = QuantizationPlan(source.checkpoint, recipe, tensors, _linears(source), rules, run_dtype, notes)
-    return replace(plan, notes=(*notes, *_misread_experts(plan)))
+    return replace(plan, notes=(*notes, *_misread_experts(plan), *_unserved_groups(plan)))
 
 
 def _choose_parts(source: Source | WeightSource, packed: Mapping[str, Scheme]) -> Parted:
@@ -237,6 +252,16 @@ def _misread_experts(plan: QuantizationPlan) -> list[str]:
     return [
         f"transformers (5.24) ignores the tensor scale of experts in {' and '.join(sorted(formats))}, so its weights "
         f"are hundreds of times too large: use another format for it, such as {option_name('weights', 'mxfp4')}"
+    ]
+
+
+def _unserved_groups(plan: QuantizationPlan) -> list[str]:
+    """Return a note if vLLM has no kernel for 8-bit weights whose inputs are rounded, else an empty list."""
+    if not any(tensor.scheme.format is BYTES and tensor.scheme.size for tensor in plan.tensors):
+        return []
+    return [
+        f"vLLM multiplies rounded activations with 8-bit weights only under a scale per output channel or tensor: give "
+        f"{option_name('weights', '8:channel')} for it"
     ]
 
 
@@ -272,10 +297,20 @@ def _refuse_quantized(source: Source | WeightSource) -> None:
 
 
 def _plan(
-    name: str, info: TensorInfo, scheme: Scheme, written: torch.dtype, unpacked: torch.dtype | None, parted: Parted
+    name: str,
+    info: TensorInfo,
+    scheme: Scheme,
+    written: torch.dtype,
+    unpacked: torch.dtype | None,
+    parted: Parted,
+    inputs: Scheme,
 ) -> PlannedTensor:
     if not scheme.quantizes:
         return PlannedTensor(name, info, scheme, (OutputTensor(name, unpacked or written, info.shape),))
+    if inputs.quantizes and scheme.format.name == BYTES.name:
+        scheme = replace(scheme, format=BYTES)
     parts = parted(name.removesuffix(".weight"), info.shape)
     outputs = tuple(output for part in parts for output in part.outputs(scheme, written))
-    return PlannedTensor(name, info, scheme, outputs, parts)
+    if inputs.format.spans_tensor:
+        outputs += tuple(OutputTensor(part.module + INPUT_GLOBAL, torch.float32, (1,)) for part in parts)
+    return PlannedTensor(name, info, scheme, outputs, parts, inputs)

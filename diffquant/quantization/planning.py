@@ -64,6 +64,12 @@ class MemoryPlan(Readable):
     def fits(self) -> bool:
         return self.peak <= self.memory
 
+    @property
+    def _inputs(self) -> str:
+        """Text behind the weights' scheme about the inputs of Linears."""
+        inputs = sorted({str(scheme) for scheme in self.recipe.schemes_of("activations") if scheme.quantizes})
+        return f", activations {' or '.join(inputs)}" if inputs else ""
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"recipe": self.recipe.to_dict(), "peak": self.peak, "fits": self.fits}
 
@@ -80,7 +86,7 @@ class MemoryPlan(Readable):
             [
                 f"{what}: {one_line(self.model)}",
                 f"  takes    {megabytes(self.peak):>12}  of {megabytes(self.memory)}, {self.where}",
-                f"  weights  {megabytes(self.weights):>12}  {self.recipe.weights}",
+                f"  weights  {megabytes(self.weights):>12}  {self.recipe.weights}{self._inputs}",
                 f"  cache    {megabytes(self.cache):>12}  k {self.recipe.k}, v {self.recipe.v}; "
                 f"{self.batch} x {self.context:,} tokens",
                 f"  work     {megabytes(self.work):>12}  one layer dequantized, and logits",

@@ -3,20 +3,25 @@
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from diffquant.checkpoints.atomic_folder import check_output, stage_output
-from diffquant.checkpoints.compressed_tensors import SCALE, decode_codes, pack_rows
+from diffquant.checkpoints.cache_scales import has_engine_format, scales_of
+from diffquant.checkpoints.compressed_tensors import INPUT_GLOBAL, SCALE, decode_codes, pack_rows
+from diffquant.checkpoints.ranges import Ranges
 from diffquant.checkpoints.reader import Checkpoint
 from diffquant.checkpoints.row_stream import Block, Job, Shard, check_rows, checkpoint_key, copy_job, write_shards
 from diffquant.checkpoints.source import Source, open_source
 from diffquant.checkpoints.weight_source import WeightSource
+from diffquant.checkpoints.writer import OutputTensor
+from diffquant.errors import UsageError
 from diffquant.quantization.descriptions import write_descriptions
+from diffquant.quantization.engine_folder import is_engine_model
 from diffquant.quantization.magnitudes import Magnitudes
 from diffquant.quantization.plan import PlannedTensor, QuantizationPlan, plan_quantization
 from diffquant.quantization.rounded_weight import RoundedWeight
@@ -28,6 +33,12 @@ from diffquant.support.devices import as_dtype
 from diffquant.support.installation import versions
 from diffquant.support.progress import Progress, progress_for
 from diffquant.support.terminal import Readable, one_line
+
+
+class Calibrate(Protocol):
+    """Finds ranges of a checkpoint's keys and values."""
+
+    def __call__(self, path: Source, *, progress: Progress) -> Ranges: ...
 
 
 @dataclass(frozen=True)
@@ -98,6 +109,7 @@ def quantize(
     dtype: torch.dtype | str | None = None,
     overwrite: bool = False,
     on_plan: Callable[[QuantizationPlan], None] | None = None,
+    calibrate: Calibrate | None = None,
     progress: Progress | None = None,
 ) -> Quantization:
     """Write a quantized copy of a checkpoint.
@@ -112,6 +124,8 @@ def quantize(
             It does not change the dtype that the model runs in.
         overwrite: replace an existing checkpoint there, after the new one is complete.
         on_plan: function called with the plan before anything is written; an exception in it ends the run.
+        calibrate: function that finds ranges of keys and values, to store scales of a cache that engines can have.
+            Without it, only diffquant applies the cache.
         progress: function called with layers while a rounding reads calibration data, then with output bytes; by
             default a line on a terminal, one per minute in a log.
 
@@ -130,6 +144,7 @@ def quantize(
     plan = plan_quantization(opened, recipe, as_dtype(dtype))
     if on_plan is not None:
         on_plan(plan)
+    plan = _with_cache_scales(plan, opened, calibrate, progress)
     rounder = rounding_named(recipe.rounding.name).prepare(opened, plan.schemes, recipe.rounding, progress)
     rounded = {"name": recipe.rounding.name, **rounder.identity}
     key = {
@@ -139,6 +154,7 @@ def quantize(
         "rounding": rounded,
         "rules": plan.rules.to_dict() if plan.rules else None,
         "dtype": str(as_dtype(dtype)),
+        **({"cache scales": plan.cache_scales} if plan.cache_scales else {}),
         "versions": versions(),
     }
     with stage_output(destination, key, plan.bytes_after, overwrite) as staging:
@@ -159,6 +175,28 @@ def quantize(
         recipe.rounding.name,
         (*plan.notes, *left_out),
     )
+
+
+def _with_cache_scales(
+    plan: QuantizationPlan, source: Source | WeightSource, calibrate: Calibrate | None, progress: Progress
+) -> QuantizationPlan:
+    """Return the plan with scales of the cache if engines can have it, or with a note if another one of e4m3 could."""
+    if calibrate is None or not isinstance(source, Source):
+        return plan
+    if not has_engine_format(plan.recipe) or not is_engine_model(source.checkpoint.config, source.adapter):
+        asked = {scheme.format.name for target in ("k", "v") for scheme in plan.recipe.schemes_of(target)}
+        return replace(plan, notes=(*plan.notes, _ONLY_HERE)) if "e4m3" in asked else plan
+    try:
+        ranges = calibrate(source, progress=progress)
+    except UsageError as error:
+        return replace(plan, notes=(*plan.notes, f"no scales of the cache are stored: {error}"))
+    return replace(plan, cache_scales=scales_of(source.adapter, ranges.tensors))
+
+
+_ONLY_HERE = (
+    "only diffquant applies this cache: vLLM and transformers read e4m3:static of both K and V, without residual, "
+    "of a model that they run"
+)
 
 
 def pack_job(
@@ -197,6 +235,8 @@ def pack_job(
                 pieces[part.name(suffix)] = (max(first - part.first, 0) // per_row, some)
             if begins:
                 pieces |= {name: (0, data) for name, data in part.once(rounded.scheme).items()}
+                if tensor.inputs.format.spans_tensor:
+                    pieces[part.module + INPUT_GLOBAL] = (0, torch.ones(1))
         # `values` of a float32 source is the memory-mapped file, so only the decoded tensor may be changed in place.
         error = _sum_of_squares(decode_codes(codes, scale, scheme).sub_(values))
         return Block(pieces, error, total)
@@ -226,7 +266,14 @@ def _shards(plan: QuantizationPlan, rounder: Rounder) -> list[Shard]:
             else copy_job(plan.checkpoint, tensor.name, tensor.outputs[0].dtype, may_mask)
         )
         jobs[tensor.info.shard].append(job)
+    if plan.cache_scales:
+        jobs[plan.tensors[0].info.shard] += [_scale_job(*scale) for scale in plan.cache_scales.items()]
     return [Shard(file, jobs[file.name]) for file in plan.checkpoint.weight_files()]
+
+
+def _scale_job(name: str, scale: float) -> Job:
+    block = Block({name: (0, torch.tensor([scale]))})
+    return Job(name, 1, 1, (OutputTensor(name, torch.float32, (1,)),), lambda *_: block)
 
 
 def _errors(plan: QuantizationPlan, records: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:

@@ -18,7 +18,7 @@ from diffquant.recipe import Recipe
 from diffquant.recipe.scheme import FULL, Scheme
 from diffquant.support.names import option_name
 
-EMBEDDING = "model.embed_tokens"
+EMBEDDING, _HEAD = "model.embed_tokens", "lm_head"
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,13 @@ class Targets:
         """
         schemes = {module: _scheme_of(module, recipe, self.linears) for module in self.weights}
         return {module: scheme for module, scheme in schemes.items() if scheme.quantizes}
+
+    def rounds_input(self, module: str) -> bool:
+        """Return whether a recipe's `activations` applies to a module whose weight is quantized.
+
+        It does to Linears and the head, not to λ and gate projections, which models compute in float32.
+        """
+        return module in self.linears or module == _HEAD
 
 
 def find_targets(source: Source | WeightSource) -> Targets:

@@ -7,6 +7,10 @@ from typing import Any
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "int4": {"weights": "4:g32"},
     "int8": {"weights": "8:row", "kv": "8"},
+    # Weights and activations of 8 bits, or 4 and 8, as engines multiply them.
+    "w8a8": {"weights": "8:row", "activations": "8:row"},
+    "fp8": {"weights": "e4m3:row", "activations": "e4m3:row"},
+    "w4a8": {"weights": "4:g32", "activations": "8:row"},
     # The least KL of the caches of research/pages/kv.md that take at most 0.3 of 16 bits in a long context.
     "kv-4bit-best": {"k": "4:c32", "v": "4:row:rotated", "residual": 64},
     "paper": {"logits": "4:tensor"},

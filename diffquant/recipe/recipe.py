@@ -42,10 +42,12 @@ class Recipe:
         qk: scheme of the queries and keys in Q·Kᵀ (simulated).
         p: scheme of each map's softmax weights before division by their row's sum (simulated).
         pv: scheme of the values that softmax weights multiply, in addition to the cache's scheme (simulated).
+        activations: scheme of the inputs of Linears with quantized weights, as `diffquant.model.inputs` rounds them.
         residual: number of newest tokens in the cache that stay 16-bit.
         overrides: schemes by name pattern (shell wildcards); the first match wins. A pattern that ends in ".k", ".v",
-            ".logits", ".qk", ".p" or ".pv" matches that target of layers, such as "model.layers.3.self_attn.k". Any
-            other pattern matches modules and sets the scheme of their weights.
+            ".logits", ".qk", ".p" or ".pv" matches that target of layers, such as "model.layers.3.self_attn.k". One
+            that ends in ".activations" matches modules' inputs, such as "*.q_proj.activations". Any other pattern
+            matches modules and sets the scheme of their weights.
         rounding: the rule that computes the weights' codes and scales.
     """
 
@@ -56,6 +58,7 @@ class Recipe:
     qk: Scheme = FULL
     p: Scheme = FULL
     pv: Scheme = FULL
+    activations: Scheme = FULL
     residual: int = 0
     overrides: Mapping[str, Scheme] = field(default_factory=dict)
     rounding: RoundingSettings = NEAREST
@@ -90,6 +93,7 @@ class Recipe:
         qk: str | int = 16,
         p: str | int = 16,
         pv: str | int = 16,
+        activations: str | int = 16,
     ) -> "Recipe":
         """Make a recipe from schemes' text forms; `kv` is used for `k` or `v` if that is not given.
 
@@ -97,6 +101,7 @@ class Recipe:
             rounding: a rounding's name, or a mapping as `RoundingSettings.parse` reads it.
         """
         schemes = {"weights": weights, "kv": kv, "k": k, "v": v, "logits": logits, "qk": qk, "p": p, "pv": pv}
+        schemes["activations"] = activations
         given = {name: text for name, text in schemes.items() if name not in ("k", "v") or text is not None}
         return cls.from_dict({**given, "residual": residual, "overrides": overrides, "rounding": rounding})
 
@@ -221,13 +226,17 @@ class Recipe:
     def weight_overrides(self) -> dict[str, Scheme]:
         return {pattern: scheme for pattern, scheme in self.overrides.items() if target_of(pattern) == "weights"}
 
+    def input_scheme(self, module: str) -> Scheme:
+        """Scheme of the input of a module whose weight is quantized, by its full name."""
+        return self._scheme_of("activations", f"{module}.activations")
+
     def at_layer(self, layer: int) -> "Recipe":
         """Return this recipe for one layer: its overrides are applied, and those of `LAYER_TARGETS` removed."""
-        of_layer = {target: self._scheme_at(target, layer) for target in LAYER_TARGETS}
+        of_layer = {target: self._scheme_of(target, layer_name(target, layer)) for target in LAYER_TARGETS}
         return replace(self, **of_layer, overrides=self.weight_overrides)  # type: ignore[arg-type]
 
     def schemes_of(self, target: str) -> set[Scheme]:
-        """Return all schemes that layers may have for one of `LAYER_TARGETS`."""
+        """Return all schemes that layers, or inputs, may have for a target other than "weights"."""
         return {getattr(self, target)} | {s for pattern, s in self.overrides.items() if target_of(pattern) == target}
 
     @property
@@ -236,7 +245,7 @@ class Recipe:
         return {*(getattr(self, target) for target in TARGETS), *self.overrides.values()}
 
     def rounds(self, *targets: str) -> bool:
-        """Return whether any layer rounds one of these `LAYER_TARGETS`."""
+        """Return whether any layer rounds one of these targets other than "weights"."""
         return any(scheme.quantizes for target in targets for scheme in self.schemes_of(target))
 
     @property
@@ -264,15 +273,14 @@ class Recipe:
             UsageError: some match no layer; the message lists them.
         """
         names = [layer_name(target, layer) for target in LAYER_TARGETS for layer in layers[target]]
-        patterns = [pattern for pattern in self.overrides if target_of(pattern) != "weights"]
+        patterns = [pattern for pattern in self.overrides if target_of(pattern) in LAYER_TARGETS]
         unmatched = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
         if unmatched:
             raise UsageError(
                 f"overrides {', '.join(map(repr, unmatched))} match no layer; the model's are {names[0]} to {names[-1]}"
             )
 
-    def _scheme_at(self, target: str, layer: int) -> Scheme:
-        name = layer_name(target, layer)
+    def _scheme_of(self, target: str, name: str) -> Scheme:
         matches = (s for p, s in self.overrides.items() if target_of(p) == target and fnmatchcase(name, p))
         return next(matches, getattr(self, target))
 

@@ -120,6 +120,7 @@ class Scheme:
         if not isinstance(text, str) and type(text) is not int:
             raise UsageError(f"cannot read a scheme from a {type(text).__name__}: expected {_grammar(target)}")
         name, *rest = str(text).strip().lower().split(":") if len(str(text)) < _LONGEST else [""]
+        name = "e4m3" if name == "fp8" else name
         name = str(int(name)) if re.fullmatch("[0-9]{1,9}", name) else name
         if name not in FORMATS:
             raise UsageError(_unknown_format(name, str(text), target))
@@ -205,7 +206,7 @@ def _unknown_format(name: str, text: str, target: str) -> str:
 
 def _meaning_of(name: str) -> str:
     """Translate another library's name of a scheme, as the start of a sentence; "" for an unknown name."""
-    if name in ("fp8", "float8", "f8"):
+    if name in ("float8", "f8"):
         return "8-bit floats are e4m3 here; "
     if name in ("gptq", "awq", "autoround", "hqq"):
         return f"{name} is a rounding, not a format: use {option_name('effort', 'balanced')} for GPTQ; "

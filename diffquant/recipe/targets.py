@@ -8,19 +8,21 @@ from diffquant.recipe.scheme import Scheme
 
 LAYER_TARGETS = ("k", "v", "logits", "qk", "p", "pv")
 # Targets that `to_dict` leaves out at 16 bits, so that older cells and folders keep the same form.
-UNSAID = ("qk", "p", "pv")
-TARGETS = ("weights", *LAYER_TARGETS)
+UNSAID = ("qk", "p", "pv", "activations")
+TARGETS = ("weights", *LAYER_TARGETS, "activations")
 # Targets that can be calibrated, and whose widths `search` can choose.
 CALIBRATED_TARGETS = ("k", "v", "logits")
 # Groups of 128 are common, but do not divide every width in use (576 in SmolLM2-135M). Groups of 32 do, and gain
 # more at 4 bits than the half bit for their scales costs.
-DEFAULT_GRANULARITY = {**dict.fromkeys(LAYER_TARGETS, "row"), "weights": "g32", "pv": "column"}
+DEFAULT_GRANULARITY = {**dict.fromkeys(LAYER_TARGETS, "row"), "weights": "g32", "pv": "column", "activations": "row"}
+# Formats that compressed-tensors has for activations, rounded as in `diffquant.model.inputs`.
+_OF_ACTIVATIONS = (*map(str, range(2, 9)), "e4m3", "nvfp4")
 
 
 def target_of(pattern: str) -> str:
-    """Return the target of an override: its last part if that is one of `LAYER_TARGETS`, otherwise "weights"."""
+    """Return the target of an override: its last part if that is a target, otherwise "weights"."""
     last = pattern.rsplit(".", 1)[-1]
-    return last if last in LAYER_TARGETS else "weights"
+    return last if last in TARGETS else "weights"
 
 
 def layer_name(target: str, layer: int) -> str:
@@ -59,5 +61,7 @@ def refusal(target: str, scheme: Scheme, what: str | None = None) -> str | None:
             f"{what}: {scheme.format.name} chooses scales by rounding error, but logits are scaled by their "
             f"largest magnitude; use nvfp4"
         )
+    if target == "activations" and scheme.quantizes and scheme.format.name not in _OF_ACTIVATIONS:
+        return f"{what}: engines round activations to {', '.join(_OF_ACTIVATIONS)}, not to {scheme.format.name}"
     reasons = [reason for each in scheme.transforms if (reason := each.refusal(target))]
     return f"{what}: {reasons[0]}" if reasons else None

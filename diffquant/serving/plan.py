@@ -10,7 +10,8 @@ from pathlib import Path
 from shlex import quote
 from typing import Any, Literal, cast
 
-from diffquant.checkpoints.compressed_config import read_schemes
+from diffquant.checkpoints.compressed_config import read_schemes, records_activations, states_cache
+from diffquant.checkpoints.compressed_tensors import SCALE
 from diffquant.checkpoints.dequantized import DequantizedCheckpoint
 from diffquant.checkpoints.opening import open_checkpoint
 from diffquant.checkpoints.reader import Checkpoint
@@ -20,12 +21,12 @@ from diffquant.model.architecture import TransformerArchitecture
 from diffquant.quantization.engine_folder import (
     carries_modelling_file,
     config_for_engines,
-    describe_ignored_schemes,
     require_angles,
     require_served,
 )
 from diffquant.quantization.foreign_code import REDIRECTS, check_code
-from diffquant.recipe.numbers.formats.integer import PACK_QUANTIZED
+from diffquant.recipe.numbers.formats.integer import INT_QUANTIZED, PACK_QUANTIZED
+from diffquant.serving.cache import AUTO, choose_cache, is_fp8, without_cache_scheme
 from diffquant.serving.vllm import TESTED, check_installed, find_untested_vllm
 from diffquant.support.names import first_few, option_name
 
@@ -92,13 +93,15 @@ class ServerPlan:
         environment: variables that it needs in addition to this process's.
         url: URL of its API.
         name: name of the model in requests.
-        notes: sentences about parts of the folder that it does not support, and what was not tested.
+        cache: vLLM's name of the cache's format.
+        notes: sentences about what was not tested, and where it differs.
     """
 
     command: list[str]
     environment: dict[str, str]
     url: str
     name: str
+    cache: str
     notes: list[str]
 
     @property
@@ -114,7 +117,7 @@ def plan_server(
     host: str,
     port: int,
     context: int | None,
-    cache: Literal["16", "fp8"],
+    cache: str,
     dtype: str | None,
     ranks: int,
     implementation: Implementation,
@@ -124,13 +127,14 @@ def plan_server(
 
     Args:
         context: most tokens of prompt and output; by default as many as the model supports and fit into memory.
+        cache: format of the cache, as `choose_cache` takes it.
         memory: free bytes of main memory, or None with a GPU, whose memory vLLM measures.
 
     Raises:
         MissingDependencyError: vLLM is not installed, or does not find the plugin.
         UnknownModelTypeError: vLLM has no layers for the model.
         UsageError: a request of the context does not fit into the memory, the ranks would split head pairs, or vLLM has
-            no such dtype.
+            no such dtype or cache.
         CheckpointError: config.json redirects vLLM to another model, or the folder contains or names code that is not
             diffquant's and would run.
     """
@@ -155,18 +159,20 @@ def plan_server(
     command += ["--config-format", "hf", "--tokenizer-mode", "hf", "--load-format", "safetensors"]
     command += ["--served-model-name", name, "--host", host, "--port", str(port), "--dtype", dtype]
     command += ["--tensor-parallel-size", str(ranks)]
-    if cache != "16":
-        command += ["--kv-cache-dtype", cache]
+    cache = choose_cache(config, cache, memory is None)
+    command += ["--kv-cache-dtype", cache]
+    if cache == AUTO and states_cache(config):
+        command += ["--hf-overrides", json.dumps(without_cache_scheme(config))]
     if adapter is not None and ranks > 1:
         check_ranks(config, adapter, ranks, implementation)
-    notes = _notes(config, cache)
+    notes = _notes(cache, memory is None) + _activation_notes(config, memory is not None)
     if adapter is not None and implementation == "plugin":
         _check_joined(checkpoint, adapter)
         notes += _rope_notes(cast(TransformerArchitecture, adapter.architecture), context)
     if memory is None or adapter is None:
         command += ["--max-model-len", str(context or "auto")]
     else:
-        itemsize = 1 if cache == "fp8" else ITEMSIZES[dtype]
+        itemsize = 1 if is_fp8(cache) else ITEMSIZES[dtype]
         length, nbytes = plan_capacity(memory, checkpoint, adapter, itemsize, dtype, context)
         command += ["--max-model-len", str(length), "--kv-cache-memory-bytes", str(nbytes // ranks)]
     if memory is not None:
@@ -176,7 +182,7 @@ def plan_server(
         check_code(checkpoint.path, config, adapter)
         command += ["--model-impl", "transformers", "--trust-remote-code"]
     shown = f"[{host}]" if ":" in host else host
-    return ServerPlan(command, _environment(implementation), f"http://{shown}:{port}/v1", name, notes)
+    return ServerPlan(command, _environment(implementation), f"http://{shown}:{port}/v1", name, cache, notes)
 
 
 def check_ranks(config: Mapping[str, Any], adapter: Adapter, ranks: int, implementation: Implementation) -> None:
@@ -213,7 +219,7 @@ def _check_format(checkpoint: Checkpoint) -> None:
             "remove it"
         )
     layout = (checkpoint.config.get("quantization_config") or {}).get("format", PACK_QUANTIZED)
-    if layout != PACK_QUANTIZED:
+    if layout not in (PACK_QUANTIZED, INT_QUANTIZED):
         raise UsageError(
             f"{checkpoint.path} has weights in the layout {layout}, which is not supported for serving yet; serve "
             f"one with integers of 2 to 8 bits, or run it with `diffquant generate`"
@@ -244,7 +250,7 @@ def _check_joined(checkpoint: Checkpoint, adapter: Adapter) -> None:
         UsageError: some are not; the first are named.
     """
     names = [name.removesuffix(".weight") for name in adapter.source_shapes()]
-    packed = [name for name in names if f"{name}.weight_packed" in checkpoint.tensors]
+    packed = [name for name in names if name + SCALE in checkpoint.tensors]
     schemes = read_schemes(checkpoint.config, packed)
     layers = [(name.removesuffix(of[0]), of) for name in names for of in _JOINED if name.endswith(of[0])]
     problems = [
@@ -292,11 +298,21 @@ def _environment(implementation: Implementation) -> dict[str, str]:
     return environment
 
 
-def _notes(config: Mapping[str, Any], cache: str) -> list[str]:
+def _activation_notes(config: Mapping[str, Any], on_cpu: bool) -> list[str]:
+    """Return what vLLM computes of a folder's rounded activations, where it is not what diffquant computes."""
+    if not records_activations(config):
+        return []
+    if config["quantization_config"]["format"] == INT_QUANTIZED:
+        return ["vLLM rounds activations with scales of absmax / 127, diffquant and transformers with absmax / 127.5"]
+    why = "activations stay at 16 bits where vLLM's own kernel for 4-bit weights runs, which it does in bfloat16"
+    return [f"on a CPU {why}; use {option_name('dtype', 'float32')} for the recipe's"] if on_cpu else []
+
+
+def _notes(cache: str, has_gpu: bool) -> list[str]:
     notes = []
-    if asked := describe_ignored_schemes(config.get("diffquant_config")):
-        stored = "in vLLM's fp8" if cache == "fp8" else "with 16 bits"
-        notes.append(f"{asked} of the recipe are not applied: K and V are stored {stored}, and logits are exact")
+    if is_fp8(cache) and not has_gpu:
+        what = f"on a CPU vLLM truncates K and V to {cache}, where diffquant rounds to the nearest level"
+        notes.append(f"{what}: errors are twice as large")
     if version := find_untested_vllm():
         notes.append(f"the plugin was tested with vLLM {', '.join(TESTED)}, but {version} is installed")
     return notes

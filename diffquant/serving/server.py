@@ -2,18 +2,20 @@
 
 import os
 import platform
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Literal
 from urllib.error import URLError
 from urllib.request import ProxyHandler, build_opener
 
 from diffquant.checkpoints.opening import open_checkpoint
 from diffquant.errors import DiffQuantError, UsageError
+from diffquant.serving.cache import AUTO, is_fp8
 from diffquant.serving.plan import Implementation, ServerPlan
 from diffquant.support.names import option_name
 
@@ -34,7 +36,9 @@ def run_server(plan: ServerPlan, ready: Callable[[], None]) -> None:
     for note in plan.notes:
         sys.stderr.write(f"note: {note}\n")
     # vLLM's output is progress, so it goes to stderr; stdout is for the caller's output.
-    server = subprocess.Popen(plan.command, env=os.environ | plan.environment, stdout=sys.stderr)
+    server = subprocess.Popen(
+        plan.command, env=os.environ | plan.environment, stdout=sys.stderr, start_new_session=True
+    )
     try:
         _wait_until_ready(server, plan)
         ready()
@@ -44,7 +48,7 @@ def run_server(plan: ServerPlan, ready: Callable[[], None]) -> None:
     raise DiffQuantError(f"vLLM's server ended with status {server.returncode}; see its output above")
 
 
-def check_processor(folder: Path, cache: Literal["16", "fp8"], implementation: Implementation) -> None:
+def check_processor(folder: Path, cache: str, implementation: Implementation) -> None:
     """Check that this CPU has the instructions that vLLM's low-bit kernels need, AVX-512 on x86.
 
     Raises:
@@ -54,8 +58,10 @@ def check_processor(folder: Path, cache: Literal["16", "fp8"], implementation: I
 
     if platform.machine() != "x86_64" or torch.backends.cpu.get_cpu_capability() == "AVX512":
         return
-    if cache == "fp8":
-        raise UsageError(f"{option_name('cache', 'fp8')} needs AVX-512, which this processor does not have")
+    if is_fp8(cache):
+        raise UsageError(
+            f"vLLM's cache {cache} needs AVX-512, which this processor does not have; use {option_name('cache', AUTO)}"
+        )
     if implementation == "folder" and "quantization_config" in open_checkpoint(folder).config:
         raise UsageError(
             f"{folder} has packed weights, for which vLLM without the plugin needs AVX-512: leave out "
@@ -99,8 +105,9 @@ def _wait_until_ready(server: "subprocess.Popen[bytes]", plan: ServerPlan) -> No
 def _terminate(server: "subprocess.Popen[bytes]") -> None:
     if server.poll() is None:
         server.terminate()
-        try:
+        with suppress(subprocess.TimeoutExpired):
             server.wait(_PATIENCE)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
+    # Its engine is a process of its own, which may outlive it or not hear of the signal while it starts.
+    with suppress(ProcessLookupError):
+        os.killpg(server.pid, signal.SIGKILL)
+    server.wait()

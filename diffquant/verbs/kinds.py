@@ -106,7 +106,9 @@ Tolerance = Annotated[float, Kind(float, "NUMBER", least=0.0)]
 _IN_RECIPE = "Quantization options"
 Scheme = Annotated[str | int, Kind(str, "SCHEME", heading=_IN_RECIPE)]
 RecipeFile = Annotated["RecipeLike", Kind(Path, "FILE", heading=_IN_RECIPE)]
-Preset = Annotated[str, Kind(Literal["int4", "int8", "kv-4bit-best", "paper"], heading=_IN_RECIPE)]
+Preset = Annotated[
+    str, Kind(Literal["int4", "int8", "w8a8", "fp8", "w4a8", "kv-4bit-best", "paper"], heading=_IN_RECIPE)
+]
 Kernel = Annotated[str, Kind(Literal["sage2", "sage2-int4", "sage3", "fa3-fp8", "modelopt-nvfp4"], heading=_IN_RECIPE)]
 Residual = Annotated[int, Kind(int, "TOKENS", heading=_IN_RECIPE)]
 Overrides = Annotated[

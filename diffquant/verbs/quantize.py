@@ -110,6 +110,7 @@ def quantize(
         DiffQuantError: the checkpoint, the recipe or the output cannot be used; no output is left.
         KeyboardInterrupt: interrupted; finished shards are kept, and the message says how to resume.
     """
+    from diffquant.calib.calibration.kv_cache import calibrate_cache
     from diffquant.checkpoints.corpora import open_corpora
     from diffquant.quantization.planning import estimate_seconds
     from diffquant.quantization.quantize import quantize as write
@@ -168,7 +169,16 @@ def quantize(
             on_plan(plan)
 
     if to is None:
-        report = write(source, output, wanted, dtype=dtype, overwrite=overwrite, on_plan=tell, progress=shown)
+        report = write(
+            source,
+            output,
+            wanted,
+            dtype=dtype,
+            overwrite=overwrite,
+            on_plan=tell,
+            calibrate=calibrate_cache,
+            progress=shown,
+        )
     else:
         report = _as_gguf(source, Path(output), to, overwrite, shown, tell, partial(write, recipe=wanted, dtype=dtype))
     push_folder(output, push)

@@ -40,6 +40,7 @@ def recipe_from_options(
     qk: kinds.Scheme | None = None,
     p: kinds.Scheme | None = None,
     pv: kinds.Scheme | None = None,
+    activations: kinds.Scheme | None = None,
     like: kinds.Kernel | None = None,
     residual: kinds.Residual | None = None,
     overrides: kinds.Overrides = (),
@@ -49,8 +50,9 @@ def recipe_from_options(
     Args:
         recipe: YAML file of a recipe, instead of the schemes.
         preset: named recipe. int4: weights 4:g32, also known as w4a16. int8: weights 8:row and an 8-bit KV cache.
-            kv-4bit-best: a KV cache with k 4:c32, v 4:row:rotated and residual 64. paper: logits 4:tensor, the fewest
-            bits in the DIFF paper's Figure 8.
+            w8a8, fp8, w4a8: weights 8:row, e4m3:row or 4:g32, and 8-bit activations. kv-4bit-best: a KV cache with
+            k 4:c32, v 4:row:rotated and residual 64. paper: logits 4:tensor, the fewest bits in the DIFF paper's
+            Figure 8.
         weights: scheme of the weights, as FORMAT[:GRANULARITY]: 4:g32, 6:channel, nvfp4 or 16.
         kv: scheme of the KV cache: 8, 4:token, 4:g32 or 16.
         k: scheme of keys, instead of `kv`; 4:c64 has one scale per channel and 64 tokens.
@@ -61,11 +63,13 @@ def recipe_from_options(
             nvfp4 or 16.
         pv: scheme of the values that softmax weights multiply, in addition to the cache's scheme; simulated:
             e4m3:channel, nvfp4, 8:g32 or 16.
+        activations: scheme of the inputs of Linears with quantized weights, rounded per token while the model runs: 8,
+            fp8, 4, nvfp4 or 16.
         like: published kernel that sets those of qk, p and pv that are not given: sage2 (int8 and FP8), sage2-int4,
             sage3 (NVFP4), fa3-fp8 or modelopt-nvfp4.
         residual: number of newest tokens in the KV cache that stay 16-bit; 0 by default.
-        overrides: scheme for some weights, or for layers' .k, .v, .logits, .qk, .p and .pv: '*.mlp.*=6:row',
-            '*.layers.3.*.k=8'; the first match wins.
+        overrides: scheme for some weights, for layers' .k, .v, .logits, .qk, .p and .pv, or for weights' .activations:
+            '*.mlp.*=6:row', '*.layers.3.*.k=8', '*.down_proj.activations=16'; the first match wins.
 
     Raises:
         UsageError: options exclude each other, or one cannot be parsed.

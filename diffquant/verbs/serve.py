@@ -7,7 +7,6 @@ from diffquant.verbs import kinds
 from diffquant.verbs.kinds import check_arguments
 from diffquant.verbs.notes import say, show
 
-Cache = Annotated[Literal["16", "fp8"], kinds.Kind(Literal["16", "fp8"])]
 Implementation = Annotated[Literal["plugin", "folder"], kinds.Kind(Literal["plugin", "folder"])]
 Address = Annotated[str, kinds.Kind(str, "ADDRESS")]
 Port = Annotated[int, kinds.Kind(int, "NUMBER", least=1, most=65535)]
@@ -21,7 +20,7 @@ def serve(
     host: Address = "127.0.0.1",
     port: Port = 8000,
     context: Context | None = None,
-    cache: Cache = "16",
+    cache: kinds.Name = "recipe",
     dtype: kinds.Name | None = None,
     tensor_parallel: kinds.Count = 1,
     implementation: Implementation = "plugin",
@@ -40,7 +39,8 @@ def serve(
         host: address to listen on.
         port: port to listen on.
         context: maximum number of tokens in a request and its answer; by default what model and memory allow.
-        cache: format of keys and values in the cache; fp8 is vLLM's. The recipe's cache schemes are not used.
+        cache: format of keys and values in the cache: the recipe's, auto for the model's dtype, or one of vLLM's names,
+            such as fp8.
         dtype: dtype of the model; by default the checkpoint's, or bfloat16 if weights are packed.
         tensor_parallel: number of devices that share each layer.
         implementation: code that runs the model: diffquant's vLLM plugin, or the modelling file in the folder.
@@ -48,7 +48,8 @@ def serve(
     Raises:
         MissingDependencyError: vLLM is not installed, or does not find the plugin.
         UnknownModelTypeError: vLLM does not support the model.
-        UsageError: the port is in use, or a request of this context length does not fit into memory.
+        UsageError: the port is in use, a request of this context length does not fit into memory, or vLLM lacks the
+            recipe's cache.
         CheckpointError: the folder cannot be opened, or contains code that is not diffquant's and would be executed.
         DiffQuantError: the server stopped unexpectedly.
     """
@@ -73,7 +74,7 @@ def serve(
         memory=memory,
     )
     if memory is not None:
-        check_processor(path, cache, implementation)
+        check_processor(path, plan.cache, implementation)
     check_port(host, port)
 
     def announce() -> None:

@@ -59,7 +59,8 @@ def sweep(
         output: folder for results, table, plot and report.
         tasks: tasks, separated by commas.
         bits: bit widths from 2 to 8; 16 is always measured. Use recipes for floats such as e4m3.
-        targets: targets to quantize, one at a time: logits, qk, p, pv, weights, kv, k, v.
+        targets: targets to quantize, one at a time: logits, qk, p, pv, weights, kv, k, v, and activations of
+            packed checkpoints.
         granularities: granularities such as row,tensor,row:shift; each applies to the targets that support it.
         recipes: YAML file of a recipe to also measure.
         scales: ranges that diffquant calibrate wrote for one of the models, for static schemes.

@@ -128,6 +128,10 @@ def plan_gguf(
     ]
     if simulated:
         notes.append(f"a GGUF file cannot store the recipe's {', '.join(simulated)}, which only diffquant applies")
+    if inputs := _rounded_schemes(source, "activations"):
+        notes.append(
+            f"llama.cpp rounds activations by its own rules, to 8 bits in blocks, in place of {' or '.join(inputs)}"
+        )
     arrays = {name: vector.float().numpy() for name, vector in vectors.items()}
     plan = GgufPlan(source, writer, arrays, matrices, kinds, tuple(notes))
     for name, values in arrays.items():

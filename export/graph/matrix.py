@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from diffquant.checkpoints.compressed_tensors import PACKED, SCALE, decode_codes
+from diffquant.checkpoints.compressed_tensors import SCALE, codes_suffix, decode_codes
 from diffquant.checkpoints.reader import Checkpoint
 from diffquant.checkpoints.source import Source
 from diffquant.errors import DiffQuantError, UsageError
@@ -79,7 +79,7 @@ class Matrix:
     def codes(self, first: int, last: int) -> Tensor:
         """Return codes of some rows, int8 [rows, in], read or made by rounding."""
         if self.stored.quantizes:
-            words = self._read_ordered(self._sibling(PACKED), first, last)
+            words = self._read_ordered(self._sibling(codes_suffix(self.stored)), first, last)
             return self.stored.format.unpack(words, self.shape[1])
         codes, self._made_scales[first, last] = self._rounded.rows(first, self.values(first, last).float())
         return codes

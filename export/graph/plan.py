@@ -243,7 +243,7 @@ def _layer_problems(architecture: Architecture, options: ExportOptions) -> Itera
 
 def _problems(source: Source, options: ExportOptions) -> list[str]:
     config, spec = source.architecture.config, op_spec(source.architecture)
-    problems = list(_layer_problems(source.architecture, options))
+    problems = [*_layer_problems(source.architecture, options), *_activation_problems(source, options)]
     if config.hidden_act not in EMITTED:
         problems.append(f"its activation {config.hidden_act!r} is not {' or '.join(EMITTED)}")
     rope = getattr(config, "rope_parameters", None) or {}
@@ -270,6 +270,22 @@ def _problems(source: Source, options: ExportOptions) -> list[str]:
         widths = contrib_row_problems(spec.head_dim, spec.rope != "none")
         problems += [f"ONNX Runtime's GroupQueryAttention cannot compute it: {problem}" for problem in widths]
     return problems
+
+
+def rounded_inputs(source: Source) -> list[str]:
+    """Return the schemes of activations in a checkpoint's recipe."""
+    return sorted({str(scheme) for scheme in source.recipe.schemes_of("activations") if scheme.quantizes})
+
+
+def _activation_problems(source: Source, options: ExportOptions) -> Iterator[str]:
+    others = [scheme for scheme in rounded_inputs(source) if not scheme.startswith("8")]
+    if others:
+        yield (
+            f"its recipe rounds activations to {' and '.join(others)}, and ONNX Runtime multiplies codes with "
+            "activations of 8 bits: quantize without activations, or with 8"
+        )
+    elif rounded_inputs(source) and options.accuracy_level == 1:
+        yield f"its recipe rounds activations to 8 bits: leave out {option_name('accuracy_level', 1)}, which does not"
 
 
 def key_width(spec: DiffSpec) -> int:

@@ -1,10 +1,12 @@
 """Figures of the page on number formats, operand by operand, and on low-bit logits of SmolLM2."""
 
 from diffquant.measure.stats import Difference, mean_interval, paired_difference
-from research.pages.raw import folder, measured
+from research.pages.raw import folder, measured, raw
 from research.pages.render import ends, fixed, interval, signed, span, table
+from research.studies.activations import PARTS, WIDTHS
 from research.studies.figure8_model import advantage
 from research.studies.formats import FULL_SUMS, MODELS, TARGETS, TEXTS, Measured, shown_bits
+from research.studies.kv_results import kl_change
 
 MEASURED = Measured(folder("formats"))
 DIFF = ("DIFF V1", "DIFF V2")
@@ -109,6 +111,42 @@ def rows_table() -> str:
     columns = (*MODELS, *(f"{model} loses, books" for model in DIFF))
     rows = [[f"`{name}`", *(MEASURED.cell(name, column) for column in columns)] for name in names]
     return table(["rounded", *(f"{model}, KL" for model in MODELS), *(f"{model} loses, bits" for model in DIFF)], rows)
+
+
+# Inputs of linear layers
+
+_INPUTS = {name: raw(f"activations/{file}.json") for name, file in MODELS.items()}
+_OF_ATTENTION = ("q", "k", "v")
+
+
+def inputs_kl(model: str, row: str) -> Difference:
+    """KL of rounded inputs beyond that of the weights, in thousandths of a nat."""
+    rows = _INPUTS[model]["results"]
+    change = kl_change(rows[row], rows["weights"])
+    return Difference(*(1000 * each for each in (change.mean, change.low, change.high)))
+
+
+def inputs_table() -> str:
+    """KL by whose inputs are rounded."""
+    rows = [
+        [part, *(interval(inputs_kl(model, f"{bits} {part}")) for bits in WIDTHS for model in MODELS)] for part in PARTS
+    ]
+    return table(["inputs of", *(f"{bits} bits, {model}" for bits in WIDTHS for model in MODELS)], rows)
+
+
+DOWN_COSTS_MOST = all(
+    inputs_kl(model, f"{bits} down").low > inputs_kl(model, f"{bits} {part}").high
+    for model in MODELS
+    for bits in WIDTHS
+    for part in PARTS
+    if part not in ("all", "down")
+)
+V_COSTS_MOST_OF_ATTENTION = all(
+    max(_OF_ATTENTION, key=lambda part: inputs_kl(model, f"4 {part}").mean) == "v" for model in MODELS
+)
+V1_LOSES_MORE_BY_V_AND_O = all(
+    inputs_kl("DIFF V1", f"4 {part}").low > inputs_kl("Transformer", f"4 {part}").high for part in ("v", "o")
+)
 
 
 # Logits of SmolLM2

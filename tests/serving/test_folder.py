@@ -16,6 +16,7 @@ from diffquant.errors import CheckpointError
 from diffquant.model.adapters import adapter_for
 from diffquant.quantization import modeling_diffquant
 from diffquant.quantization.engine_folder import MODELLING_FILE, config_for_engines, modelling_file
+from tests.support import tiny_lm
 from tests.support.checkpoints import MOTIF, NATIVE, SIZES, UNILM, edit_json, write_checkpoint
 from tests.support.models import random_ids
 from tests.support.tables import in_one_test
@@ -32,9 +33,12 @@ REST = [pair for pair in product(SOURCES, RECIPES) if pair not in QUICK]
 CLOSE = 1e-4
 
 
-def reference(folder):
-    """Logits and tokens of `diffquant.load` without the recipe's cache, which another loader does not have."""
-    model = diffquant.load(folder, {"kv": 16}, dtype="float32")
+PLAIN_CACHE = {"kv": 16}
+
+
+def reference(folder, recipe=PLAIN_CACHE):
+    """Logits and tokens of `diffquant.load` without the recipe's cache, which another loader does not have, or with."""
+    model = diffquant.load(folder, recipe, dtype="float32")
     ids = random_ids(batch=2, length=21)
     mask = torch.ones_like(ids)
     mask[0, :6] = 0
@@ -212,6 +216,22 @@ def test_requests_batched_by_transformers_give_what_each_gives_alone(alone):
     folders = [alone[1][source, "16"] for source in ("diffllama", "unilm-v2")]
     measured, _ = transformers_alone("batched", folders)
     assert all(measured.values())
+
+
+def test_a_calibrated_cache_is_that_of_diffquant_in_transformers_alone(tmp_path):
+    """Keys and values are rounded and kept, by whatever name compressed-tensors and transformers call the cache."""
+    folders = []
+    with torch.no_grad():
+        for source, weights in (("diffllama", "4:row"), ("unilm-v2", "16")):
+            checkpoint = write_checkpoint(tmp_path / source, source, vocab_size=tiny_lm.WORDS)
+            tiny_lm.tokenizer().save_pretrained(checkpoint)
+            folders.append(tmp_path / f"{source}-low")
+            diffquant.quantize(checkpoint, folders[-1], {"weights": weights, "kv": "e4m3:static"})
+            reference(folders[-1], None)
+    measured, errors = transformers_alone("measured", folders)
+    for folder in folders:
+        check_alone(measured[str(folder)], folder.name, "e4m3:static")
+    assert "not applied here" not in errors
 
 
 @pytest.fixture(scope="module")

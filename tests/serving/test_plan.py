@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import diffquant
+from diffquant.checkpoints.compressed_config import STATIC_CACHE
 from diffquant.checkpoints.opening import open_checkpoint
 from diffquant.data import pocket_models
 from diffquant.errors import CheckpointError, MissingDependencyError, UnknownModelTypeError, UsageError
@@ -38,7 +39,7 @@ ASKED = {
     "host": "127.0.0.1",
     "port": 8000,
     "context": None,
-    "cache": "16",
+    "cache": "recipe",
     "dtype": None,
     "ranks": 1,
     "implementation": "plugin",
@@ -52,11 +53,14 @@ def vllm(monkeypatch):
     monkeypatch.setattr("diffquant.serving.vllm.installed_vllm", lambda: f"{TESTED[-1]}.0")
     plugin = EntryPoint("diffquant", "diffquant.serving.vllm:register", "vllm.general_plugins")
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group, name: [plugin])
+    on_cpus = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
+    on_gpus = (*on_cpus, "int4_per_token_head", "int8_per_token_head", "fp8_per_token_head")
+    monkeypatch.setattr("diffquant.serving.cache.listed_formats", lambda has_gpu: on_gpus if has_gpu else on_cpus)
 
 
 @pytest.fixture
 def packed(tmp_path):
-    diffquant.quantize(POCKET, tmp_path / "packed", {"weights": "4:row", "kv": "8:row"})
+    diffquant.quantize(POCKET, tmp_path / "packed", {"weights": "4:row"})
     return tmp_path / "packed"
 
 
@@ -74,6 +78,17 @@ def test_the_entry_point_is_there_and_imports_no_torch():
     assert not loaded & {"torch", "transformers", "vllm"}
 
 
+@in_one_test("recipe, note", [("w8a8", "absmax / 127,"), ("w4a8", "activations stay at 16 bits")])
+def test_what_vllm_computes_of_activations_is_said(vllm, tmp_path, recipe, note):
+    folder = write_checkpoint(tmp_path / "plain", "unilm-v2", hidden_size=64, intermediate_size=64)
+    diffquant.quantize(folder, tmp_path / "low", recipe)
+    assert any(note in each for each in plan_server(tmp_path / "low", **ASKED).notes)
+    # FP8 weights are refused as before.
+    diffquant.quantize(folder, tmp_path / "fp8", "fp8")
+    with pytest.raises(UsageError, match="float-quantized"):
+        plan_server(tmp_path / "fp8", **ASKED)
+
+
 def test_a_packed_folder_is_served_in_bfloat16_to_this_machine_alone(vllm, packed):
     plan = plan_server(packed, **ASKED)
     assert (option(plan, "--dtype"), option(plan, "--host")) == ("bfloat16", "127.0.0.1")
@@ -81,9 +96,38 @@ def test_a_packed_folder_is_served_in_bfloat16_to_this_machine_alone(vllm, packe
     assert "--trust-remote-code" not in plan.command
     assert plan.url == "http://127.0.0.1:8000/v1"
     assert f'"model": "{packed.name}"' in plan.curl
-    assert plan.notes == [
-        "k 8:row, v 8:row of the recipe are not applied: K and V are stored with 16 bits, and logits are exact"
-    ]
+    assert option(plan, "--kv-cache-dtype") == "auto"
+    assert not plan.notes
+
+
+# A recipe's cache, what is asked for, and vLLM's cache; or what the refusal says.
+CACHES = [
+    ("16", {}, "auto"),
+    ("e4m3:static", {}, "fp8_e4m3"),
+    ("e4m3:static", {"cache": "auto"}, "auto"),
+    ("8:row", {"cache": "auto"}, "auto"),
+    ("8:row", {"cache": "fp8"}, "fp8"),
+    ("8:row", {}, r"\(k 8:row, v 8:row\): its nearest is cache='fp8', .*; cache='auto' stores"),
+    ("8:row", {"memory": None}, "its nearest is cache='int8_per_token_head', one scale per token"),
+    ("4:row", {"memory": None}, "its nearest is cache='int4_per_token_head', which rotates channels and has a zero"),
+    ("16", {"cache": "fp4"}, "vLLM has no cache 'fp4' on a CPU.*; choose from recipe, auto, fp8"),
+]
+
+
+@in_one_test(("scheme", "asked", "wanted"), CACHES)
+def test_the_cache_is_the_recipes_or_refused_with_the_nearest(vllm, tmp_path, scheme, asked, wanted):
+    diffquant.quantize(POCKET, tmp_path / "low", {"weights": "4:row", "kv": scheme})
+    if " " in wanted:
+        with pytest.raises(UsageError, match=wanted):
+            plan_server(tmp_path / "low", **ASKED | asked)
+        return
+    plan = plan_server(tmp_path / "low", **ASKED | asked)
+    assert option(plan, "--kv-cache-dtype") == plan.cache == wanted
+    assert any("truncates K and V" in note for note in plan.notes) == wanted.startswith("fp8")
+    if scheme == "e4m3:static" and wanted == "auto":
+        replaced = json.loads(option(plan, "--hf-overrides"))["quantization_config"]
+        stated = open_checkpoint(tmp_path / "low").config["quantization_config"]
+        assert stated == replaced | {"kv_cache_scheme": STATIC_CACHE}
 
 
 @in_one_test("dtype", ["float32", "bfloat16"])
@@ -402,12 +446,12 @@ def test_what_the_plugin_imports_of_diffquant_is_there(file):
 def test_what_a_processor_has_no_instructions_for_is_refused(tmp_path, monkeypatch, asked):
     folder = tmp_path / "packed"
     diffquant.quantize(POCKET, folder, {"weights": "8:row"})
-    given = {"cache": "16", "implementation": "plugin"} | asked
+    given = {"cache": "auto", "implementation": "plugin"} | asked
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX512")
     check_processor(folder, **given)
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX2")
     with pytest.raises(UsageError, match="AVX-512"):
         check_processor(folder, **given)
-    check_processor(folder, "16", "plugin")
-    check_processor(POCKET, "16", "folder")
+    check_processor(folder, "auto", "plugin")
+    check_processor(POCKET, "auto", "folder")

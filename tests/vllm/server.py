@@ -46,12 +46,15 @@ class Served:
         return sum(float(number) for number in re.findall(r"^vllm:num_requests_running\S* (\S+)$", metrics, re.M))
 
 
-@contextmanager
-def served(folder: Path, log: Path, *options: str) -> Iterator[Served]:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "diffquant", "serve", str(folder), "--port", str(port), *options]
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def served(folder: Path, log: Path, *options: str) -> Iterator[Served]:
+    command = [sys.executable, "-m", "diffquant", "serve", str(folder), "--port", str(free_port()), *options]
     with (
         log.open("w") as errors,
         subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True) as server,

@@ -8,8 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import diffquant
+from tests.support import tiny_lm
 from tests.support.checkpoints import write_checkpoint
-from tests.vllm.answers import check, check_low_bits, expected
+from tests.vllm.answers import check, check_low_bits, expected, truncated_cache
 from tests.vllm.checkpoints import KINDS, write_served
 from tests.vllm.conftest import needs_avx512
 
@@ -108,6 +109,44 @@ def test_vllms_fp8_cache_is_close(answers, trained, prose, kind):
     """A float of 8 bits has 3 for the fraction: keys and values are off by up to a sixteenth."""
     exact, found = expected(trained[kind], [prose])[0]["prompt"], answers[f"fp8 {kind}"][0][0]["prompt"]
     assert 1e-4 < mean(abs(a - b) for a, b in zip(found, exact, strict=True)) < 0.1
+
+
+STATIC = ["diffllama", "unilm-v2"]
+ALONE = {"trust_remote_code": True, "model_impl": "transformers"}
+
+
+@pytest.fixture(scope="module")
+def static(engine, tmp_path_factory, long):
+    """Folders with calibrated scales of the cache, and what the engine answers with them, by the plugin and alone."""
+    root, folders = tmp_path_factory.mktemp("static"), {}
+    for source in STATIC:
+        checkpoint = write_served(root / source, source, vocab_size=tiny_lm.WORDS)
+        tiny_lm.tokenizer().save_pretrained(checkpoint)
+        for bits in ("4:g32", "16"):
+            folders[source, bits] = root / f"{source}-{bits[:2]}"
+            diffquant.quantize(checkpoint, folders[source, bits], {"weights": bits, "kv": "e4m3:static"})
+    jobs = [{"folder": str(folder), "prompts": long} for folder in folders.values()]
+    plugin = dict(zip(folders, engine(jobs)[0], strict=True))
+    ranks = engine([jobs[0] | {"options": TWO}])[0][0]
+    plain = [job | {"options": ALONE} for key, job in zip(folders, jobs, strict=True) if key[1] == "16"]
+    alone = dict(zip(STATIC, engine(plain, VLLM_PLUGINS="none")[0], strict=True))
+    return folders, plugin, ranks, alone
+
+
+@needs_avx512
+def test_a_cache_with_calibrated_scales_has_diffquants_levels(static, long):
+    """Truncated to them, as vLLM does on a processor: rounded to the nearest, log-probabilities differ by 0.2 to 0.7.
+
+    A key or value on a level may be cut to the one below by the last bit of its sum, which is a sixteenth of it.
+    """
+    folders, plugin, ranks, alone = static
+    with truncated_cache():
+        wanted = {key: expected(folder, long, kv="e4m3:static") for key, folder in folders.items()}
+    for (source, bits), answer in wanted.items():
+        check("e4m3:static", source, bits, plugin[source, bits], answer, 0.02)
+    for source in STATIC:
+        check("e4m3:static by the folder", source, "16", alone[source], wanted[source, "16"], 0.02)
+    check("e4m3:static on two ranks", "diffllama", "4:g32", ranks, wanted["diffllama", "4:g32"], 0.02)
 
 
 @pytest.mark.parametrize("source", ADAPTED)

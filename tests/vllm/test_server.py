@@ -1,7 +1,9 @@
 """`diffquant serve`, asked over HTTP by the clients that people use, answers as diffquant does."""
 
 import json
+import signal
 import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,12 +13,19 @@ from safetensors.torch import load_file, save_file
 
 import diffquant
 from diffquant.data import books_text, pocket_models, smollm2_file
+from diffquant.errors import UsageError
 from diffquant.measure.protocols.hellaswag import load_items
+from diffquant.serving.plan import plan_server
 
 openai = pytest.importorskip("openai", reason="needs OpenAI's client, which is what make test-all ONLY=serving fetches")
 
+psutil = pytest.importorskip("psutil", reason="needs psutil, which is what make test-all ONLY=serving fetches")
+
+from tests.serving.test_plan import ASKED  # noqa: E402
+from tests.vllm.answers import truncated_cache  # noqa: E402
+from tests.vllm.conftest import needs_avx512  # noqa: E402
 from tests.vllm.hellaswag import ITEMS, compare  # noqa: E402
-from tests.vllm.server import NEW, served, write_pocket  # noqa: E402
+from tests.vllm.server import NEW, ROOT, free_port, served, write_pocket  # noqa: E402
 
 REQUESTS = 32
 
@@ -25,7 +34,7 @@ REQUESTS = 32
 def v2(tmp_path_factory):
     """DIFF V2 at 4 bits in float32, where batches change no token."""
     folder = write_pocket(tmp_path_factory.mktemp("v2") / "prose-v2", "diff-v2", {"weights": "4:row", "kv": "8:row"})
-    with served(folder, folder.with_suffix(".log"), "--dtype", "float32") as server:
+    with served(folder, folder.with_suffix(".log"), "--dtype", "float32", "--cache", "auto") as server:
         yield server
 
 
@@ -78,9 +87,69 @@ def test_a_prompt_that_is_longer_than_the_context_is_refused(v2, prompts):
     assert v2.complete(prompts[0])
 
 
-def test_the_recipes_cache_is_said_to_be_left_out(v2):
-    note = "note: k 8:row, v 8:row of the recipe are not applied: K and V are stored with 16 bits"
-    assert note in v2.log.read_text()
+def test_an_answer_ends_where_the_context_does(v2, model, prompts):
+    loaded, tokenizer = model
+    with pytest.raises(openai.BadRequestError, match="max_tokens=600"):
+        v2.complete(prompts[0], max_tokens=600)
+    asked = {"max_tokens": 500, "temperature": 0, "extra_body": {"ignore_eos": True}}
+    answer = v2.client.completions.create(model=v2.folder.name, prompt=books_text()[:1300], **asked)
+    assert answer.usage.total_tokens == loaded.config.max_position_embeddings == 512
+    assert answer.choices[0].finish_reason == "length"
+    kept = diffquant.generate(loaded, books_text()[:1300], tokenizer=tokenizer, max_new_tokens=NEW)
+    assert answer.choices[0].text.startswith(kept)
+    assert v2.complete(prompts[0])
+
+
+def test_a_chat_with_a_model_that_has_no_template_is_refused(v2, prompts):
+    with pytest.raises(openai.BadRequestError, match="chat template"):
+        v2.client.chat.completions.create(model=v2.folder.name, messages=[{"role": "user", "content": "Who are you?"}])
+    assert v2.complete(prompts[0])
+
+
+@pytest.mark.parametrize("begun", ["api_server", "EngineCore"])
+def test_a_server_that_is_stopped_while_it_starts_leaves_no_process(v2, tmp_path, begun):
+    """Once its process runs, and once that of the engine does."""
+    options = ["--port", str(free_port()), "--dtype", "float32", "--cache", "auto"]
+    command = [sys.executable, "-m", "diffquant", "serve", str(v2.folder), *options]
+    with (tmp_path / "log").open("w") as log, subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log) as server:
+        for _ in range(1200):
+            started = psutil.Process(server.pid).children(recursive=True)
+            if any(begun in " ".join([process.name(), *process.cmdline()]) for process in started):
+                break
+            time.sleep(0.1)
+        assert started
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(60) == 130
+    assert not psutil.wait_procs(started, 5)[1]
+
+
+def test_the_recipes_cache_is_said_once_to_be_left_out(v2):
+    log = v2.log.read_text()
+    assert log.count("of the recipe are not applied") == 1
+    assert "k 8:row, v 8:row of the recipe are not applied: K and V are stored as float32" in log
+
+
+def test_a_cache_that_vllm_lacks_is_refused_with_the_nearest_that_it_has(tmp_path):
+    folder = write_pocket(tmp_path / "v2", "diff-v2", {"kv": "4:row"})
+    with pytest.raises(UsageError, match=r"does not have this recipe's cache.*cache='fp8', .*cache='auto'"):
+        plan_server(folder, **ASKED)
+    with pytest.raises(UsageError, match=r"has no cache 'int8_per_token_head' on a CPU; .*fp8_e4m3"):
+        plan_server(folder, **ASKED | {"cache": "int8_per_token_head"})
+
+
+@needs_avx512
+def test_a_calibrated_cache_is_served_as_diffquant_computes_it(tmp_path, prompts):
+    """And without the folder's own cache where that is asked for."""
+    folder = write_pocket(tmp_path / "v1", "diff-v1", {"weights": "4:row", "kv": "e4m3:static"})
+    tokenizer = diffquant.load_tokenizer(folder)
+    for options, recipe in ((), None), (("--cache", "auto"), {"kv": 16}):
+        loaded = diffquant.load(folder, recipe, dtype="float32")
+        with served(folder, tmp_path / "log", "--dtype", "float32", *options) as server:
+            for prompt in prompts[:4]:
+                with truncated_cache():
+                    expected = diffquant.generate(loaded, prompt, tokenizer=tokenizer, max_new_tokens=NEW)
+                assert server.complete(prompt) == expected
+        assert "are not applied" not in server.log.read_text()
 
 
 def test_fidelity_to_a_server_is_that_to_its_folder(v2, tmp_path):
@@ -113,7 +182,7 @@ def test_lm_eval_over_http_gives_our_own_hellaswag(v2, tmp_path, monkeypatch):
 def test_a_folder_is_served_by_the_file_that_it_carries(tmp_path, prompts):
     """DIFF V1 by its modelling file on two ranks, as a machine without diffquant serves it."""
     folder = write_pocket(tmp_path / "v1", "diff-v1", {"kv": "8:row"})
-    options = ["--dtype", "float32", "--implementation", "folder", "--tensor-parallel", "2"]
+    options = ["--dtype", "float32", "--implementation", "folder", "--tensor-parallel", "2", "--cache", "auto"]
     with served(folder, tmp_path / "log", *options) as server:
         loaded, tokenizer = diffquant.load(folder, {"kv": 16}, dtype="float32"), diffquant.load_tokenizer(folder)
         for prompt in prompts[:4]:

@@ -15,7 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffquant.checkpoints.compressed_config import REORDERED, block_shape, has_targets, is_square, pick_targets
+from diffquant.checkpoints.compressed_config import (
+    REORDERED,
+    block_shape,
+    has_targets,
+    is_square,
+    pick_targets,
+    records_activations,
+    states_cache,
+)
 from diffquant.checkpoints.compressed_tensors import GLOBAL, PACKED, SCALE, SHAPE
 from diffquant.checkpoints.dequantized.base import Contents, Parts, RoundedMatrix, list_modules_with, register
 from diffquant.checkpoints.dequantized.floats import find_spread, find_unscaled, model_dtype, read_float_matrix
@@ -45,6 +53,8 @@ def read_compressed_tensors(entry: Mapping[str, Any], stored: Checkpoint) -> Con
     Raises:
         CheckpointError: tensors or settings are not what the layouts have; the first are named.
     """
+    if records_activations(stored.config):
+        return None
     if online := _online_transforms(entry.get("transform_config")):
         raise CheckpointError(
             f"{stored.path}: transform_config of quantization_config rotates activations while the model runs "
@@ -53,9 +63,8 @@ def read_compressed_tensors(entry: Mapping[str, Any], stored: Checkpoint) -> Con
     groups = entry.get("config_groups")
     if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
         return None
-    if not entry.get("kv_cache_scheme") and not any(
-        map(_is_read_here, [{"format": entry.get("format")}, *groups.values()])
-    ):
+    has_cache = entry.get("kv_cache_scheme") and not states_cache(stored.config)
+    if not has_cache and not any(map(_is_read_here, [{"format": entry.get("format")}, *groups.values()])):
         return None
     parts = Parts(stored)
     formats = [entry.get("format"), *(group["format"] for group in groups.values() if group.get("format"))]

@@ -28,6 +28,7 @@ TARGETS = {
     "qk": ("qk",),
     "p": ("p",),
     "pv": ("pv",),
+    "activations": ("activations",),
 }
 
 

@@ -144,7 +144,7 @@ class CheckpointSubject:
         model = self.model(recipe)
         result = run_timed(task, TorchModel(model, self.source.tokenizer), reference, progress)
         measured = self.source.recipe if recipe is None else recipe
-        if measured.rounds("logits", "qk", "p", "pv"):
+        if measured.rounds("logits", "qk", "p", "pv", "activations"):
             model.require_fired()
         weights = weights_of(measured)
         if weights not in self._weight_bytes:

@@ -2,7 +2,15 @@
 
 One scale covers:
 
-- "tensor": a whole weight, or one sequence's logits in a layer. "head": one head of these logits. - -  -  -  -  - -
+- "tensor": a whole weight, or one sequence's logits in a layer. "map": one map of these logits, over all heads.
+- "head": one head of one map. "pair": both maps of a head.
+- "row": an output channel of a weight, a token of a cache or of activations, or a query of logits.
+- "group": `size` neighbours along the contracted axis (tokens of a channel, for values that weights multiply).
+- "column": a channel over `size` tokens, or over all.
+- "block": a `size` x `size` tile of a weight or of logits, or `size` tokens of queries, keys and values.
+- "warp": 32 queries and 64 keys. "thread": every eighth of those queries and two in eight of those keys, as in
+  SageAttention's kernels.
+- "static": a channel of the cache or a head of the logits, with a calibrated scale.
 """
 
 import re
@@ -23,8 +31,8 @@ _TARGETS = {
     "map": ("logits",),
     "head": ("logits", "qk", "pv"),
     "pair": ("logits",),
-    "row": ("weights", "k", "v", "logits", "qk", "p", "pv"),
-    "group": ("weights", "k", "v", "logits", "qk", "p", "pv"),
+    "row": ("weights", "k", "v", "logits", "qk", "p", "pv", "activations"),
+    "group": ("weights", "k", "v", "logits", "qk", "p", "pv", "activations"),
     "column": ("k", "pv"),
     "block": ("weights", "logits", "qk", "pv"),
     "warp": ("qk",),
@@ -37,7 +45,7 @@ _AXES: "dict[str, Axes]" = {"head": (-2, -1), "row": -1, "group": -1, "column": 
 _LEADING = {"tensor": (1, 2), "map": (1, 2), "head": (2,), "pair": (2,)}
 _LETTERS = {"group": "g", "column": "c", "block": "b"}
 # Other names of "row", by the targets whose rows they are.
-_ROWS = {"channel": ("weights",), "token": ("k", "v", "logits", "qk", "p", "pv")}
+_ROWS = {"channel": ("weights",), "token": ("k", "v", "logits", "qk", "p", "pv", "activations")}
 
 
 @dataclass(frozen=True)
@@ -72,7 +80,7 @@ class Sharing:
 
         Args:
             target: the target, if known. For "weights" a row may be written "channel". For "k", "v", "logits", "qk",
-                "p" and "pv" it may be written "token". "channel" means column for "pv".
+                "p", "pv" and "activations" it may be written "token". "channel" means column for "pv".
 
         Raises:
             UsageError: there is no granularity with this name, or "channel" or "token" does not fit the target.

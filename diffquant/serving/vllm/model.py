@@ -91,12 +91,11 @@ class DiffForCausalLM(LlamaForCausalLM):
                 f"{config.model_type} has all signal heads first, so LoRA adapters to it need a single rank"
             )
         super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=DiffDecoderLayer)
-        if asked := describe_ignored_schemes(getattr(config, "diffquant_config", None)):
-            logger.warning(
-                "%s of the recipe are not applied: K and V are stored as %s, and logits are exact",
-                asked,
-                vllm_config.cache_config.cache_dtype,
-            )
+        if asked := describe_ignored_schemes(config.to_dict()):
+            cache, dtype = vllm_config.cache_config.cache_dtype, vllm_config.model_config.dtype
+            stored = str(dtype).removeprefix("torch.") if cache == "auto" else cache
+            said = "%s of the recipe are not applied: K and V are stored as %s, and logits are exact"
+            logger.warning_once(said, asked, stored, scope="global")
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         loaded: set[str] = super().load_weights(self._reorder_rows(weights))

@@ -1,6 +1,7 @@
 """Packed weights of any width on a CPU, where vLLM's own kernels support only 4 bits.
 
-They are unpacked when they are loaded, and from then on take as much memory as 16- or 32-bit weights.
+They are unpacked when they are loaded, and from then on take as much memory as 16- or 32-bit weights. If the folder
+rounds inputs, so does this kernel; vLLM's own kernel for 4 bits on a CPU does not.
 """
 
 import torch
@@ -10,7 +11,9 @@ from vllm.model_executor.kernels.linear import _POSSIBLE_KERNELS, MPLinearKernel
 from vllm.model_executor.layers.quantization.utils import replace_parameter
 from vllm.platforms import PlatformEnum
 
+from diffquant.model.inputs import round_inputs
 from diffquant.recipe.numbers.packing import unpack
+from diffquant.recipe.scheme import Scheme
 
 
 class UnpackedLinearKernel(MPLinearKernel):
@@ -38,6 +41,10 @@ class UnpackedLinearKernel(MPLinearKernel):
         replace_parameter(layer, self.w_q_name, nn.Parameter(weight, requires_grad=False))
 
     def apply_weights(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        # vLLM's name of what its scheme read from the folder, for the kernel that GPUs have.
+        if (inputs := getattr(layer, "_humming_input_quant_config", None)) is not None:
+            shared = f"g{inputs['group_size']}" if inputs["group_size"] else "row"
+            x = round_inputs(x, Scheme.parse(f"{inputs['num_bits']}:{shared}"))
         return linear(x, getattr(layer, self.w_q_name), bias)
 
 

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
 # compressed-tensors' format of dense integers, which `numbers.packing` writes.
 PACK_QUANTIZED = "pack-quantized"
+# Its format of integers in bytes, the one of 8 bits that vLLM multiplies with rounded activations.
+INT_QUANTIZED = "int-quantized"
 
 
 class Integer(NumberFormat):
@@ -54,6 +56,39 @@ class Integer(NumberFormat):
         return {"bits": self.bits}
 
 
+class IntegerBytes(Integer):
+    """Integers of 8 bits, each stored as a byte of the weight itself, as kernels with rounded activations read them.
+
+    Schemes call it "8", too: a weight is stored so where a recipe rounds its inputs. The layout is compressed-tensors'
+    int-quantized.
+    """
+
+    layout = INT_QUANTIZED
+    is_native = True
+    stores_shape = False
+
+    def __init__(self) -> None:
+        super().__init__(8)
+
+    @property
+    def stored_dtype(self) -> "torch.dtype":
+        import torch
+
+        return torch.int8
+
+    def stored_width(self, length: int) -> int:
+        return length
+
+    def pack(self, codes: "Tensor") -> "Tensor":
+        return codes
+
+    def unpack(self, stored: "Tensor", length: int) -> "Tensor":  # noqa: ARG002
+        return stored
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _bytes, ()
+
+
 class Sixteen(NumberFormat):
     """The unquantized format: values keep the model's dtype, and there are no codes."""
 
@@ -65,3 +100,9 @@ class Sixteen(NumberFormat):
 for _bits in range(2, 9):
     register(Integer(_bits))
 register(Sixteen())
+BYTES = IntegerBytes()
+
+
+def _bytes() -> IntegerBytes:
+    """Return the only object of this format, in each process that a scheme travels to."""
+    return BYTES

@@ -1,0 +1,77 @@
+"""Chooses the format in which vLLM stores keys and values, for the recipe of a folder."""
+
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from diffquant.checkpoints.compressed_config import states_cache
+from diffquant.checkpoints.reader import read_stored_recipe
+from diffquant.errors import UsageError
+from diffquant.support.names import did_you_mean, option_name
+
+# What `cache` may be beside a name of vLLM's: the recipe's own, or none of it.
+RECIPE, AUTO = "recipe", "auto"
+# vLLM's format that stores what compressed-tensors' scheme of a cache describes.
+_STATIC = "fp8_e4m3"
+# vLLM's nearest formats by the recipe's, and how each differs.
+_NEAREST = {
+    "8": ("int8_per_token_head", "one scale per token and stored head, which in DIFF V1 holds keys of both maps"),
+    "4": ("int4_per_token_head", "which rotates channels and has a zero point"),
+    "e4m3": ("fp8_per_token_head", "one scale per token and stored head, which in DIFF V1 holds keys of both maps"),
+    "e5m2": ("fp8_e5m2", "without scales"),
+}
+_ANYWHERE = ("fp8", "8-bit floats without calibrated scales")
+
+
+def choose_cache(config: Mapping[str, Any], asked: str, has_gpu: bool) -> str:
+    """Return vLLM's name of the cache's format; "auto" is the model's dtype.
+
+    Args:
+        config: content of the folder's config.json.
+        asked: "recipe", "auto", or a name of vLLM's.
+
+    Raises:
+        UsageError: vLLM does not have the recipe's cache, or one that is called so.
+    """
+    recipe = read_stored_recipe(config)
+    if asked == AUTO or (asked == RECIPE and not recipe.rounds("k", "v")):
+        return AUTO
+    if asked == RECIPE and states_cache(config):
+        return _STATIC
+    listed = listed_formats(has_gpu)
+    if asked in listed:
+        return asked
+    if asked != RECIPE:
+        known = dict.fromkeys([RECIPE, AUTO, *listed])
+        where = "" if has_gpu else " on a CPU"
+        raise UsageError(
+            f"vLLM has no cache {asked!r}{where}{did_you_mean(asked, list(known))}; choose from {', '.join(known)}"
+        )
+    name, difference = _NEAREST.get(recipe.k.format.name, _ANYWHERE)
+    if name not in listed:
+        name, difference = _ANYWHERE
+    raise UsageError(
+        f"vLLM does not have this recipe's cache (k {recipe.k}, v {recipe.v}): its nearest is "
+        f"{option_name('cache', name)}, {difference}; {option_name('cache', AUTO)} stores K and V in the model's dtype"
+    )
+
+
+def listed_formats(has_gpu: bool) -> tuple[str, ...]:
+    """Return the names of the cache's formats that the installed vLLM lists, on a CPU those of its attention there."""
+    if has_gpu:
+        from vllm.config.cache import CacheDType
+
+        return get_args(CacheDType)
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    return tuple(CPUAttentionBackend.supported_kv_cache_dtypes)
+
+
+def is_fp8(cache: str) -> bool:
+    """Return whether a format of vLLM's cache is a float of 8 bits."""
+    return cache.startswith("fp8")
+
+
+def without_cache_scheme(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of config.json to replace, so that vLLM does not store the cache as the folder states."""
+    entry = config["quantization_config"]
+    return {"quantization_config": {key: value for key, value in entry.items() if key != "kv_cache_scheme"}}
