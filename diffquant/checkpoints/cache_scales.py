@@ -1,4 +1,4 @@
-"""Scales of a calibrated float cache, stored beside the weights: one for the keys and one for the values of a layer.
+"""Scales of a calibrated float cache, stored with the weights: one for the keys and one for the values of each layer.
 
 compressed-tensors, and so transformers and vLLM, read them as `self_attn.k_scale` and `v_scale` where config.json has a
 `kv_cache_scheme`. A scale is a power of two, so that keys and values divided by it are exact in every dtype.
@@ -22,26 +22,26 @@ _LARGEST = format_named("e4m3").largest
 
 
 def has_engine_format(recipe: Recipe) -> bool:
-    """Return whether engines can have a recipe's cache: `e4m3:static` for all keys and values, and no residual."""
+    """Return whether engines can use a recipe's cache: `e4m3:static` for all keys and values, and no residual."""
     return recipe.schemes_of("k") == recipe.schemes_of("v") == {_CACHE} and not recipe.residual
 
 
 def scale_names(adapter: Adapter) -> dict[str, str]:
-    """Return the names of a checkpoint's scales of its cache, by those of the ranges: "layers.0.k"."""
+    """Return the name of the checkpoint's tensor with each cache scale, by range name, such as "layers.0.k"."""
     layers = range(adapter.architecture.num_hidden_layers)
     modules = {n: adapter.source_name(f"model.layers.{n}.self_attn.k_proj.weight").rsplit(".", 2)[0] for n in layers}
     return {f"layers.{n}.{target}": f"{modules[n]}.{target}_scale" for n in layers for target in ("k", "v")}
 
 
 def scales_of(adapter: Adapter, ranges: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the scales by name that cover calibrated ranges: the power of two at or above largest / 448."""
+    """Return scales by tensor name that cover calibrated ranges: the next power of two at or above largest / 448."""
     names = scale_names(adapter)
     exponents = {names[key]: torch.log2(tensor.max().double() / _LARGEST).ceil() for key, tensor in ranges.items()}
     return {name: float(2.0**exponent) for name, exponent in exponents.items()}
 
 
 def stored_ranges(checkpoint: Checkpoint, adapter: Adapter) -> dict[str, Tensor]:
-    """Return the ranges that a checkpoint's own scales stand for, or nothing if it has none.
+    """Return the ranges that a checkpoint's cache scales cover, or an empty mapping if it has no such scales.
 
     Raises:
         CheckpointError: a scale is not finite and above zero.
@@ -52,7 +52,7 @@ def stored_ranges(checkpoint: Checkpoint, adapter: Adapter) -> dict[str, Tensor]
     for key, name in scale_names(adapter).items():
         scale = checkpoint.read(name).float()
         if not bool(torch.isfinite(scale) & (scale > 0)):
-            raise CheckpointError(f"{checkpoint.path}: {name} is {scale.item()}, but a scale is a number above zero")
+            raise CheckpointError(f"{checkpoint.path}: {name} is {scale.item()}; a scale must be a number above zero")
         _, layer, target = key.split(".")
         shape = rows[int(layer)].keys if target == "k" else rows[int(layer)].values
         ranges[key] = (scale * _LARGEST).expand(shape)

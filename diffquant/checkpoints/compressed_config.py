@@ -75,7 +75,7 @@ def quantization_config(
 
 
 def states_cache(config: Mapping[str, Any]) -> bool:
-    """Return whether config.json has a recipe of diffquant's, and its cache as a `kv_cache_scheme`."""
+    """Return whether config.json has a recipe of diffquant, with its cache given as a `kv_cache_scheme`."""
     entry = config.get("quantization_config")
     is_stated = isinstance(entry, Mapping) and entry.get("kv_cache_scheme") == STATIC_CACHE
     return is_stated and "diffquant_config" in config
@@ -147,7 +147,7 @@ def _weights_entry(scheme: Scheme) -> dict[str, Any]:
 
 
 def _inputs_entry(scheme: Scheme) -> dict[str, Any]:
-    """Return the entry of activations that are rounded as they come, under scales of their own."""
+    """Return the entry of activations that are rounded dynamically, with scales computed from them."""
     strategy = {"row": "token"}.get(scheme.granularity) or scheme.format.strategy(scheme.granularity)
     return {
         **scheme.format.description,
@@ -158,7 +158,7 @@ def _inputs_entry(scheme: Scheme) -> dict[str, Any]:
 
 
 def records_activations(config: Mapping[str, Any]) -> bool:
-    """Return whether a folder's recipe states how the inputs of its Linears are rounded."""
+    """Return whether a folder's recipe has a scheme for the inputs of its Linears."""
     recorded = config.get("diffquant_config")
     recipe = recorded.get("recipe") if isinstance(recorded, Mapping) else None
     if not isinstance(recipe, Mapping):
@@ -173,7 +173,7 @@ def _read_groups(entry: Any, rounds_inputs: bool, has_cache: bool) -> dict[str, 
 
     Args:
         rounds_inputs: whether groups may have rounded inputs.
-        has_cache: whether its `kv_cache_scheme` is that of a recipe.
+        has_cache: whether its `kv_cache_scheme` comes from a recipe.
 
     Raises:
         CheckpointError: something in the entry is not supported; the message lists all of it.

@@ -1,4 +1,4 @@
-"""Rounding of Linears' inputs while a model runs, as compressed-tensors does it for dynamic `input_activations`.
+"""Rounds the inputs of Linears while a model runs, like dynamic `input_activations` of compressed-tensors.
 
 Each token, or each group of its channels, has a scale. An integer of b bits uses all codes from -2^(b-1) to
 2^(b-1) - 1, and its scale is the largest magnitude over (2^b - 1) / 2. (Elsewhere in diffquant the divisor is the
@@ -21,7 +21,7 @@ def round_inputs(x: Tensor, scheme: Scheme) -> Tensor:
     """Round inputs x [..., K] to the levels of a scheme's format, in x's dtype.
 
     Args:
-        scheme: of granularity row (a token) or group; K must be a multiple of the group size.
+        scheme: scheme with granularity row (one scale per token) or group; K must be a multiple of the group size.
     """
     levels = scheme.format
     view, dim = scheme.sharing.view(x)
@@ -52,7 +52,7 @@ class InputRounding:
 
 
 def round_linears(model: nn.Module, linears: Mapping[str, str], recipe: Recipe) -> dict[str, InputRounding]:
-    """Round the inputs of a model's Linears from now on, as a recipe's `activations` says.
+    """Round the inputs of a model's Linears from now on, under a recipe's `activations`.
 
     Args:
         linears: names of the Linears with quantized weights, in the model -> in the checkpoint.
@@ -71,9 +71,8 @@ def round_linears(model: nn.Module, linears: Mapping[str, str], recipe: Recipe) 
     modules = dict(model.named_modules())
     schemes: dict[str, Scheme] = {}
     for name, stored in linears.items():
-        parent, _, child = name.rpartition(".")
-        own = name if name in modules else f"{parent}.gate_up_proj"
+        own = name if name in modules else f"{name.rpartition('.')[0]}.gate_up_proj"
         scheme = recipe.input_scheme(stored)
         if schemes.setdefault(own, scheme) != scheme:
-            raise UsageError(f"{own} has one input, and the recipe has another scheme for {child}; load packed=False")
+            raise UsageError(f"{own} has one input, but the recipe has two schemes for it; load with packed=False")
     return {name: InputRounding(modules[name], scheme) for name, scheme in schemes.items() if scheme.quantizes}

@@ -56,7 +56,7 @@ def checked_schemes(source: Source | WeightSource, recipe: Recipe) -> dict[str, 
 
 
 def check_activations(source: Source | WeightSource, recipe: Recipe, packed: Collection[str]) -> None:
-    """Check that a recipe's activations are inputs of Linears that can be rounded.
+    """Check that the inputs that a recipe's `activations` rounds are inputs of Linears with quantized weights.
 
     Args:
         packed: modules whose weights are quantized, by the checkpoint's names.
@@ -73,12 +73,12 @@ def check_activations(source: Source | WeightSource, recipe: Recipe, packed: Col
     if not modules:
         raise UsageError(
             f"activations are the inputs of Linears with quantized weights, and no weight of {source.path} is "
-            f"quantized: give {option_name('weights', '8:channel')}, too"
+            f"quantized; also give {option_name('weights', '8:channel')}"
         )
     unmatched = [each for each in patterns if not any(fnmatchcase(f"{name}.activations", each) for name in modules)]
     if unmatched:
         raise UsageError(
-            f"overrides {first_few(map(repr, unmatched), ', ')} match the input of no Linear with quantized weights, "
+            f"overrides {first_few(map(repr, unmatched), ', ')} match no input of a Linear with quantized weights, "
             f"such as '{modules[0]}.activations'"
         )
     shapes: dict[int, dict[str, tuple[int, ...]]] = {}

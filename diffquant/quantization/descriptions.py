@@ -85,8 +85,8 @@ def quantized_card(
 
 
 _CACHE = """
-The cache's calibrated scales stand beside the weights, as compressed-tensors' `kv_cache_scheme`: by them vLLM stores
-keys and values in fp8.
+The cache's calibrated scales are stored with the weights, as compressed-tensors' `kv_cache_scheme`. vLLM uses them to
+store keys and values in fp8.
 """
 _RUN = """`diffquant.load(path)` loads the model with the whole recipe applied. diffquant.json has each
 tensor's bits, error and size.

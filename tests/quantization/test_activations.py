@@ -198,7 +198,7 @@ def test_what_rounds_no_input_is_refused(tmp_path):
         ({"weights": 8, "activations": "mxfp4"}, UsageError, "not to mxfp4"),
         ({"weights": 8, "activations": "8:tensor"}, UsageError, "cannot be quantized per tensor"),
         ({"weights": "8:row", "activations": "8:g7"}, GroupSizeError, "group size 7 does not divide"),
-        ({"weights": 8, "overrides": {"*.qkv.activations": "8"}}, UsageError, "match the input of no Linear"),
+        ({"weights": 8, "overrides": {"*.qkv.activations": "8"}}, UsageError, "match no input of a Linear"),
     ):
         with pytest.raises(error, match=message):
             diffquant.load(plain, {"weights": "16", **recipe})
