@@ -1,4 +1,4 @@
-"""Rotated weights at 16 bits compute the source's function, and KL is torch's of the converted, quantized folders."""
+"""Rotated weights at 16 bits compute the source's function, and KL is torch's of the loaded models."""
 
 import json
 
@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch.nn.functional import kl_div
 
-from diffquant import convert, quantize
+from diffquant import convert
 from diffquant.data import books_text
 from diffquant.quantization.loading import load
+from diffquant.recipe import Recipe
 from research.studies import rotated
 from research.studies.rotated import NARROW, ROTATED, SOURCE, TEXTS, change, compared, name_of, rotated_table
 from tests.support import tiny_lm
@@ -30,18 +31,16 @@ def test_at_16_bits_only_the_dtype_costs_anything(measured):
     assert abs(exact) < 1e-7 < narrow
 
 
-def test_kl_is_torchs_between_the_source_and_the_quantized_folders(measured, tmp_path):
+def test_kl_is_torchs_between_the_source_and_the_rounded_models(measured, tmp_path):
     model, result = measured
     text = books_text()
     ids = torch.tensor([[0, *tiny_lm.tokenizer().encode(text[len(text) // 2 :][:600])]])[:, :32]
     convert(model, tmp_path / "rotated", "rotated")
+    exact, recipe = load(model, dtype=torch.float32), Recipe.of(weights="3:row", rounding="mse")
     for which, folder in ((SOURCE, model), (ROTATED, tmp_path / "rotated")):
-        quantize(folder, tmp_path / f"{which}-3", {"weights": "3:row", "rounding": "mse"}, dtype="float32")
+        rounded = load(folder, recipe, dtype=torch.float32)
         with torch.inference_mode():
-            p, q = (
-                load(each, dtype=torch.float32)(ids).logits[0].log_softmax(-1)
-                for each in (model, tmp_path / f"{which}-3")
-            )
+            p, q = (each(ids).logits[0].log_softmax(-1) for each in (exact, rounded))
         expected = kl_div(q, p, reduction="batchmean", log_target=True).item()
         kl = result["results"][name_of(which, "3:row", "mse")]["prose"]["kl_by_window"][0]
         assert kl == pytest.approx(expected, rel=1e-3)
