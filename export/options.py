@@ -118,7 +118,7 @@ class ExportOptions:
         if self.logits.quantizes and self.logits.granularity not in LOGIT_GRANULARITIES:
             yield f"logits per {self.logits.granularity} cannot be exported; use {', '.join(LOGIT_GRANULARITIES)}"
         if others := [each.name for each in self.logits.transforms if each.name != "shift"]:
-            yield f"logits cannot be exported with {others[0]}, as the operator rounds each map separately; omit it"
+            yield f"logits with {others[0]} are not supported, as the operator rounds each map separately; omit it"
         if not re.fullmatch("cpu|cuda(:[0-9]+)?", self.genai_device):
             yield f"{option_name('genai_device')} takes cpu, cuda or cuda:N, not {self.genai_device!r}"
         if not self.cache and self.genai_device != "cpu":

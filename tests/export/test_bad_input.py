@@ -61,7 +61,7 @@ def folder(source, tmp_path):
         ({"genai_device": "cuda", "cache": False}, "leave out cache=False or genai_device"),
         ({"logits": "4:b16"}, "logits per block"),
         ({"logits": "4:map"}, "logits per map"),
-        ({"logits": "4:row:alike"}, "the operator rounds each map by itself"),
+        ({"logits": "4:row:alike"}, "the operator rounds each map separately"),
         ({"logits": "4:row:rotated"}, "logits: rotated is for k and v"),
         ({"weights": "4:g32:shift"}, "weights: shift is for logits"),
         ({"kv_bits": 8, "cache": False}, "contradict"),
@@ -108,7 +108,7 @@ def test_what_the_graph_cannot_express_is_refused(tmp_path):
 
 def test_more_positions_than_a_graph_has_room_for_are_refused_before_anything_is_written(tmp_path):
     model = write_checkpoint(tmp_path / "model", "diffllama", max_position_embeddings=2**24)
-    with pytest.raises(CheckpointError, match=r"max_position_embeddings 16,777,216 make 2\.1 GB of angles"):
+    with pytest.raises(CheckpointError, match=r"max_position_embeddings 16,777,216 need 2\.1 GB of angles"):
         export(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -244,11 +244,11 @@ BROKEN = {
     "no mask": (lambda graph: graph.input.pop(1), "no input attention_mask"),
     "another input": (
         lambda graph: graph.input.add().CopyFrom(make_tensor_value_info("position_ids", TensorProto.INT64, ["b", "t"])),
-        "its inputs position_ids take",
+        "it has unknown inputs position_ids",
     ),
     "no present": (lambda graph: renamed(graph.output, "present.1.value", "x"), r"no output present\.1\.value"),
     "one axis": (lambda graph: graph.output[0].type.tensor_type.shape.dim.pop(), r"not \[batch, sequence, vocabulary"),
-    "integers": (lambda graph: setattr(graph.output[0].type.tensor_type, "elem_type", TensorProto.INT64), "no floats"),
+    "integers": (lambda graph: setattr(graph.output[0].type.tensor_type, "elem_type", TensorProto.INT64), "not floats"),
     "a cache axis": (lambda graph: graph.input[3].type.tensor_type.shape.dim.pop(), "its caches are not"),
     "a cache type": (
         lambda graph: setattr(graph.input[3].type.tensor_type, "elem_type", TensorProto.INT8),

@@ -128,6 +128,6 @@ def test_what_load_does_not_do_is_refused_by_name(folders, options, message):
 
 def test_the_card_says_who_opens_the_folder(folders):
     assert (
-        "trust_remote_code=True)` opens it by modeling_diffquant.py"
+        "trust_remote_code=True)` opens it with modeling_diffquant.py"
         in (folders["unilm-v2-low"] / "README.md").read_text()
     )
