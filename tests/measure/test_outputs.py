@@ -210,7 +210,7 @@ def test_the_headline_names_the_largest_loss_and_the_width_from_which_none_is_me
         for cell in sweep.cells
     ]
     assert (
-        "2 of 10 configurations lose; the most is lost by transformer at logits 3:row"
+        "2 of 10 configurations lose; the largest loss has transformer at logits 3:row"
         in headline(replace(sweep, cells=lost))[1]
     )
     assert headline(replace(sweep, cells=lost))[1].endswith("From 4 bits up no loss is measurable.")

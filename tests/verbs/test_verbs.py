@@ -36,7 +36,7 @@ VERBS = [verb for group in verbs.GROUPS.values() for verb in group]
 COMMANDS = typer.main.get_command(app).commands
 # What only the terminal has, and what only a program can give.
 TERMINALS = {"as_json", "dry_run", "details"}
-PROGRAMS = {"progress", "on_plan", "said", "tokenizer"}
+PROGRAMS = {"progress", "on_plan", "on_text", "tokenizer"}
 ROOMS = {"bench", "demo", "doctor", "report"}
 
 
