@@ -62,7 +62,8 @@ def attend_span(
     last = tl.minimum(last, end - 1)
     oldest = begin
     # An empty range must not load anything, since pages near its begin may belong to another sequence.
-    begin = tl.where(begin < end, begin // STEP * STEP, end)
+    # Both are multiples of STEP, which the compiler uses.
+    begin = tl.where(begin < end, begin // STEP, tl.cdiv(end, STEP)) * STEP
     next_pages = (0,)
     if PAGED:
         next_pages = pages_of(Table, begin, oldest, end, K_BLOCK, STEP // PAGE)
