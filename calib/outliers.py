@@ -18,7 +18,7 @@ from diffquant.checkpoints.texts import load_text, text_digest
 from diffquant.checkpoints.tokens import check_window, encode_windows
 from diffquant.measure.sweep.result import model_names
 from diffquant.model.causal import CausalModel
-from diffquant.model.walk import batches, iterate_causal_logits
+from diffquant.model.walk import batches, iterate_unmasked_logits
 from diffquant.quantization.loading import load
 from diffquant.support.devices import resolve_device, resolve_dtype
 from diffquant.support.files import check_distinct
@@ -107,7 +107,7 @@ def measure_magnitudes(
                 projections = walk.project(layer, state)
             if projections is not None:
                 q, k, _ = projections
-                for first, logits in iterate_causal_logits(q, k, model.config.diff_spec):
+                for first, logits in iterate_unmasked_logits(q, k, model.config.diff_spec):
                     of_layer[LOGITS].add_causal(logits, first, layer.window)
             state = walk.run(layer, state)
             of_layer[HIDDEN].add(walk.hidden(state).float().abs())

@@ -25,7 +25,7 @@ from diffquant.checkpoints.source import Source, open_source
 from diffquant.errors import UsageError
 from diffquant.family.spec import DiffSpec
 from diffquant.model.modeling import DiffTransformer
-from diffquant.model.walk import count_visible_logits, iterate_causal_logits
+from diffquant.model.walk import count_visible_logits, iterate_unmasked_logits
 from diffquant.quantization.loading import load
 from diffquant.recipe import Recipe
 from diffquant.recipe.numbers.absmax import max_code
@@ -120,7 +120,7 @@ def _layer_losses(
         if "v" in ranges:
             losses["v"].add(by_token(v), ranges["v"], bits)
         if "logits" in ranges:
-            for first, block in iterate_causal_logits(q, k, spec):
+            for first, block in iterate_unmasked_logits(q, k, spec):
                 losses["logits"].add(block.tril_(first), ranges["logits"][:, None, None], bits)
                 batch, heads, queries, keys = block.shape
                 losses["logits"].count -= block.numel() - count_visible_logits(batch * heads, queries, keys)

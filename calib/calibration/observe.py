@@ -13,7 +13,7 @@ from diffquant.checkpoints.source import Source
 from diffquant.errors import NonFiniteError
 from diffquant.family.spec import DiffSpec
 from diffquant.model.causal import CausalModel
-from diffquant.model.walk import batches, iterate_causal_logits
+from diffquant.model.walk import batches, iterate_unmasked_logits
 from diffquant.quantization.loading import MODEL_MODULES
 from diffquant.recipe.numbers.absmax import is_finite
 from diffquant.support.installation import code_digest, versions
@@ -149,7 +149,7 @@ def _logit_ranges(projections: list[Projections], observer: Observer, spec: Diff
     """Return the ranges [query heads] of one layer's logits, in DiffTransformer's head order."""
     heads = [Magnitudes() for _ in range(spec.layout.query_heads)]
     for queries, keys, *_ in projections:
-        for first, block in iterate_causal_logits(queries, keys, spec):
+        for first, block in iterate_unmasked_logits(queries, keys, spec):
             for head, logits in zip(heads, block.unbind(1), strict=True):
                 head.add_causal(logits, first)
     return observer.ranges_of_counts(

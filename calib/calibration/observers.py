@@ -62,7 +62,7 @@ class Magnitudes:
         self._keep(flat)
 
     def add_causal(self, logits: Tensor, first: int, window: int | None = None) -> None:
-        """Count a block [..., R, S] of `iterate_causal_logits`, without its masked entries, in place."""
+        """Count a block [..., R, S] of `iterate_unmasked_logits`, without its masked entries, in place."""
         magnitudes = logits.abs_().tril_(first)
         if window is not None:
             magnitudes.triu_(first - window + 1)

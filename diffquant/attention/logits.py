@@ -2,8 +2,8 @@
 
 The paper (arXiv 2410.05258, section 3.7, Figure 8) quantizes attention logits but does not say which entries share a
 scale, so all granularities are offered. A scale depends only on visible entries of one sequence, so neither padding nor
-batching changes a result. The one exception is "block" with left padding, since tiles are counted from the first
-position, including padding.
+batching changes a result. The exceptions are "block" and "group" with left padding, since tiles and groups of keys are
+counted from the first position, including padding.
 """
 
 from collections.abc import Sequence

@@ -156,7 +156,7 @@ class CausalModel(PreTrainedModel, GenerationMixin):
                 f"attn_implementation {name!r} is not supported; choose {', '.join(BACKEND_OF)}, or a backend of "
                 "diffquant's by use_attention()"
             )
-        check_backend(BACKEND_OF[name], self.recipe.rounds_maps)
+        check_backend(BACKEND_OF[name], self.recipe.rounds_maps_of_layers)
         self.use_attention(BACKEND_OF[name])
 
     @classmethod

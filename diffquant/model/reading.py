@@ -11,7 +11,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from diffquant.errors import UsageError
 from diffquant.family.mask import Mask
-from diffquant.model.windowed_cache import WindowsCache
+from diffquant.model.windowed_cache import MixedCache
 
 # An additive mask value up to this hides a key. Callers use the dtype's lowest number or -1e4.
 _HIDING = -1e4
@@ -123,11 +123,11 @@ class Reading:
     whole: Mask
     windowed: Mask
     needed: int
-    cache: WindowsCache | None
+    cache: MixedCache | None
     valid: Tensor | None = None
 
     @classmethod
-    def of(cls, valid: Tensor | None, length: int, window: int | None, cache: WindowsCache | None) -> Self:
+    def of(cls, valid: Tensor | None, length: int, window: int | None, cache: MixedCache | None) -> Self:
         """Create the masks for T = `length` new tokens.
 
         Args:

@@ -76,7 +76,7 @@ class Walk(Generic[State]):
         return cast("DecoderLayer", layer).cached_states(state, *self.arguments(layer)) or projections[1:]
 
 
-def iterate_causal_logits(q: Tensor, k: Tensor, spec: DiffSpec) -> Iterator[tuple[int, Tensor]]:
+def iterate_unmasked_logits(q: Tensor, k: Tensor, spec: DiffSpec) -> Iterator[tuple[int, Tensor]]:
     """Yield the logits Q·Kᵀ·scale of all maps in float32, by blocks of queries.
 
     Args:

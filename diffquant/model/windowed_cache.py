@@ -76,7 +76,7 @@ def create_storage(rows: TokenRows, layer: int, recipe: Recipe, ranges: Mapping[
     return PackedLayer(*own) if rows.window is None else WindowedLayer(*own, rows.window)
 
 
-class WindowsCache(Cache):
+class MixedCache(Cache):
     """A cache under the recipe's `k` and `v` whose layers keep all tokens, a window of tokens or a recurrent state."""
 
     layers: list[Any]

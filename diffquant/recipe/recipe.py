@@ -249,7 +249,7 @@ class Recipe:
         return any(scheme.quantizes for target in targets for scheme in self.schemes_of(target))
 
     @property
-    def rounds_maps(self) -> set[bool]:
+    def rounds_maps_of_layers(self) -> set[bool]:
         """Contains True if some layer rounds its maps (logits or p), and False if some layer does not."""
         logits, weights = ({s.quantizes for s in self.schemes_of(target)} for target in ("logits", "p"))
         return {a or b for a in logits for b in weights}

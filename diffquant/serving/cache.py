@@ -30,7 +30,7 @@ def choose_cache(config: Mapping[str, Any], asked: str, has_gpu: bool) -> str:
         asked: "recipe", "auto", or a name of vLLM's.
 
     Raises:
-        UsageError: vLLM does not have the recipe's cache, or one that is called so.
+        UsageError: vLLM does not have the recipe's cache, or has no cache named `asked`.
     """
     recipe = read_stored_recipe(config)
     if asked == AUTO or (asked == RECIPE and not recipe.rounds("k", "v")):

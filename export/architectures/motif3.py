@@ -20,7 +20,7 @@ from diffquant.model.motif3.architecture import Motif3Architecture
 from diffquant.model.motif3.blocks import LatentAttentionBlock, StreamsBlock
 from diffquant.model.motif3.modeling import EPS, LARGEST_GATE, LARGEST_MIX, SMALLEST_SUM, Motif3Layer, Motif3Model
 from diffquant.model.reading import Reading
-from diffquant.model.windowed_cache import WindowsCache
+from diffquant.model.windowed_cache import MixedCache
 from diffquant.onnx.architectures.experts import add_head_matrices, times
 from diffquant.onnx.architectures.transformer import norm
 from diffquant.onnx.graph.decoder import EMBEDDED, LAYER_OUTPUT, Decoder
@@ -115,7 +115,7 @@ class LatentReference(Reference):
         layer, past = cast(Motif3Layer, self.model.model.layers[number]), self._reading.past
         cache = GrowingCache(self.cache, past, [cached])
         masks = Mask(None), Mask(None, self._decoder.architecture.seen)
-        reading = Reading(*masks, 0, cast(WindowsCache, cache))
+        reading = Reading(*masks, 0, cast(MixedCache, cache))
         first, parts = past.length if past else cached[0].shape[2] if cached else 0, []
         for chunk in x.split(list(self._reading.calls) or x.shape[1], 1):
             positions = torch.arange(first, first + chunk.shape[1])[None]

@@ -19,7 +19,7 @@ from diffquant.model.sambay.architecture import (
     SambaYArchitecture,
 )
 from diffquant.model.sambay.layers import Flow, SambaYLayer, layer_norm
-from diffquant.model.windowed_cache import RecurrentLayer, WindowsCache
+from diffquant.model.windowed_cache import MixedCache, RecurrentLayer
 from diffquant.onnx.graph.decoder import Decoder
 from diffquant.onnx.graph.nodes import EMITTED
 from diffquant.onnx.graph.op import DOMAIN, NAME
@@ -66,7 +66,7 @@ class StateReference(Reference):
         layer = cast(SambaYLayer, self.model.model.layers[number])
         window = cast(SambaYArchitecture, self.model.model.architecture).sliding_window
         cache = _LayerCache(self.cache, self._reading.past, len(x))
-        reading = Reading(Mask(None), Mask(None, window), 0, cast(WindowsCache, cache))
+        reading = Reading(Mask(None), Mask(None, window), 0, cast(MixedCache, cache))
         before = Flow(x) if number == 0 or self._flow is None else self._flow
         parts: list[Flow] = []
         begin, length = 0, x.shape[1]

@@ -28,7 +28,7 @@ from diffquant.model.cache import PackedLayer
 from diffquant.model.reading import Reading
 from diffquant.model.sambay.architecture import MambaBlock
 from diffquant.model.sambay.layers import Mamba
-from diffquant.model.windowed_cache import WindowedLayer, WindowsCache
+from diffquant.model.windowed_cache import MixedCache, WindowedLayer
 from diffquant.quantization.inspection import inspect_checkpoint
 from diffquant.quantization.roundings import rounding_named
 from diffquant.quantization.roundings.gptq import descent
@@ -466,4 +466,4 @@ def test_the_cache_of_another_model_is_refused_by_the_layer_that_it_does_not_fit
     with pytest.raises(
         UsageError, match=r"layer 0 of the cache holds no recurrent state; pass the result of new_cache"
     ):
-        WindowsCache(Recipe(), [PackedLayer(Recipe(), {})]).recurrent(0)
+        MixedCache(Recipe(), [PackedLayer(Recipe(), {})]).recurrent(0)

@@ -124,7 +124,7 @@ def test_the_demo_says_which_runs_its_english_models_are_and_what_all_six_traini
     assert [run["run"] for run in runs] == [f"e1-{run['kind']}-seed-101" for run in runs]
     assert {run["schedule"]["seed"] for run in runs} == {101}
     assert "Each model was trained once here, with seed 101 and its best learning rate" in first_act
-    assert f"at 4 bits with one scale per tensor: {pocket.ANSWER}." in first_act
+    assert f"at 4 bits with one scale per tensor. Compared with the Transformer, {pocket.ANSWER}." in first_act
     assert f"because their predictions are more sensitive: {pocket.SENSITIVITY}." in first_act
     assert f"DIFF models of three sizes gain {pocket.AT_PAPERS_RATIO} bits." in first_act
 

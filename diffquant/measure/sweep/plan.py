@@ -67,7 +67,7 @@ def plan_sweep(
         check_no_precision_options(options)
     grid = points(checkpoints, options) if checkpoints or not exported else []
     tasks = make_tasks(options.tasks, options.task_options, options.pass_tokens(device))
-    check_backend(options.attention, (rounds for point in grid for rounds in point.recipe.rounds_maps))
+    check_backend(options.attention, (rounds for point in grid for rounds in point.recipe.rounds_maps_of_layers))
     sources = {model: open_source(model) for model in checkpoints}
     grid += [
         _recorded_point(model, source) for model, source in sources.items() if _without_weights(source) != Recipe()
@@ -201,7 +201,7 @@ def _products(run: Run, cell: Cell) -> int | None:
     if tokens is None or not isinstance(subject, CheckpointSubject) or subject.device != "cpu":
         return None
     recipe = cell.point.recipe
-    is_simulated = any(recipe.rounds_maps) or recipe.qk.quantizes or recipe.pv.quantizes
+    is_simulated = any(recipe.rounds_maps_of_layers) or recipe.qk.quantizes or recipe.pv.quantizes
     return tokens * subject.source.weights * (_SIMULATED if is_simulated else _PLAIN)
 
 

@@ -180,7 +180,7 @@ def evaluate(
         source = open_source(path)
         check_loadable(source, [] if recipe is None else [recipe])
         applied = source.recipe if recipe is None else recipe
-        check_backend(options.attention, applied.rounds_maps)
+        check_backend(options.attention, applied.rounds_maps_of_layers)
         scales = next(iter(options.scales), None)
         check_ranges_used(scales, [applied])
         subject = CheckpointSubject(source, dtype, device, options.attention, options.places, scales)

@@ -49,7 +49,11 @@ def kind_of(name: str) -> type[Task]:
         near = get_close_matches(kind, list(_KINDS), n=1)
         # Sorted, since the order of imports may vary.
         usages = ", ".join(sorted(task.usage for task in task_kinds()))
-        known = f"did you mean {near[0]!r}?" if near else f"choose from {usages}; lm-eval:{kind} is lm-eval's task"
+        known = (
+            f"did you mean {near[0]!r}?"
+            if near
+            else f"choose from {usages}; if it is a task of lm-eval, give lm-eval:{kind}"
+        )
         raise UsageError(f"unknown task {name!r}; {known}")
     return _KINDS[kind]
 

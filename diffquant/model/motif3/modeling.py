@@ -21,7 +21,7 @@ from diffquant.model.motif3.architecture import Motif3Architecture, rotary_table
 from diffquant.model.motif3.attention import LatentAttention, Rotary
 from diffquant.model.motif3.blocks import StreamsBlock
 from diffquant.model.reading import Reading, count_positions
-from diffquant.model.windowed_cache import WindowsCache, create_storage
+from diffquant.model.windowed_cache import MixedCache, create_storage
 from diffquant.recipe.numbers.absmax import compute_dtype
 
 EPS = 1e-6
@@ -140,7 +140,7 @@ class Motif3Model(Decoder):
                 "this model has windowed layers: neither a 4-D attention_mask nor sequences packed by "
                 "position_ids are supported; pass sequences as rows of a batch, and an attention_mask [batch, tokens]"
             )
-        if cache is not None and not isinstance(cache, WindowsCache):
+        if cache is not None and not isinstance(cache, MixedCache):
             raise UsageError(f"{type(cache).__name__} cannot store windowed latents; pass the result of new_cache()")
         if position_ids is None:
             position_ids = count_positions(mask.keys, past, x.shape[1], x.device)
@@ -167,10 +167,10 @@ class Motif3Model(Decoder):
     def crop_refusal(self) -> str | None:
         return None if self.architecture.seen is None else "this model's windowed layers do not keep earlier tokens"
 
-    def new_cache(self) -> WindowsCache:
+    def new_cache(self) -> MixedCache:
         """Return a new empty cache of latents for the recipe."""
         rows = self.architecture.token_rows.items()
-        return WindowsCache(self.recipe, [self._storage(layer, each) for layer, each in rows])
+        return MixedCache(self.recipe, [self._storage(layer, each) for layer, each in rows])
 
     def _storage(self, layer: int, rows: TokenRows) -> PackedLayer:
         attention = cast(Motif3Layer, self.layers[layer]).self_attn

@@ -20,7 +20,7 @@ from diffquant.model.reading import Reading
 from diffquant.model.sambay.architecture import SambaYArchitecture
 from diffquant.model.sambay.config import SambaYConfig
 from diffquant.model.sambay.layers import Flow, SambaYLayer, layer_norm
-from diffquant.model.windowed_cache import RecurrentLayer, WindowsCache, create_storage
+from diffquant.model.windowed_cache import MixedCache, RecurrentLayer, create_storage
 from diffquant.recipe.numbers.absmax import compute_dtype
 
 
@@ -49,7 +49,7 @@ class SambaYModel(Decoder):
                 "Mamba's layers read tokens one after the other: neither a 4-D attention_mask nor sequences packed by "
                 "position_ids are supported; pass sequences as rows of a batch, and an attention_mask [batch, tokens]"
             )
-        if cache is not None and not isinstance(cache, WindowsCache):
+        if cache is not None and not isinstance(cache, MixedCache):
             raise UsageError(f"{type(cache).__name__} does not hold Mamba's states; pass the result of new_cache()")
         reading = Reading.of(mask.keys, x.shape[1], self.architecture.sliding_window, cache)
         return [(reading,)] * len(self.layers)
@@ -70,7 +70,7 @@ class SambaYModel(Decoder):
     def crop_refusal(self) -> str | None:
         return "Mamba's states and this model's windowed layers do not keep earlier tokens"
 
-    def new_cache(self) -> WindowsCache:
+    def new_cache(self) -> MixedCache:
         """Return a new empty cache for the recipe, with storage for the layers that cache something."""
         stored = enumerate(blocks["attn"].stored for blocks in self.architecture.layers)
         layers = [
@@ -78,7 +78,7 @@ class SambaYModel(Decoder):
             for layer, kept in stored
             if kept is not None
         ]
-        return WindowsCache(self.recipe, layers)
+        return MixedCache(self.recipe, layers)
 
 
 class SambaY(CausalModel):

@@ -22,7 +22,7 @@ def test_a_program_that_there_is_not_is_named():
 
 def test_the_demo_gives_the_answer_of_the_six_trainings():
     v1, v2 = (figure8.more(kind) for kind in figure8.DIFF)
-    said = "V1 by {:.2f} bits [{:.2f}, {:.2f}], V2 by {:.2f} [{:.2f}, {:.2f}]"
+    said = "V1 needs {:.2f} bits more [{:.2f}, {:.2f}], V2 {:.2f} [{:.2f}, {:.2f}]"
     assert said.format(v1.mean, v1.low, v1.high, v2.mean, v2.low, v2.high) == ANSWER
     assert figure8.LOSES_IN_ALL_TRAININGS
     equal = [figure8.more(kind, "r = 1").mean for kind in figure8.DIFF]
