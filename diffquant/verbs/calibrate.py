@@ -40,7 +40,7 @@ def calibrate(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> "list[Fit] | Imatrix":
-    """Find static ranges of keys, values and logits, or an importance matrix.
+    """Measure static ranges, or an importance matrix, on a text.
 
         diffquant calibrate model -o scales.safetensors
         diffquant calibrate model -o imatrix.gguf

@@ -55,7 +55,7 @@ def _plan_server(path):
             host="127.0.0.1",
             port=8000,
             context=None,
-            cache="16",
+            cache="auto",
             dtype=None,
             ranks=1,
             implementation="folder",

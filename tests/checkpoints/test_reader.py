@@ -180,9 +180,9 @@ def test_pickles_are_not_opened(tmp_path):
 
 def test_a_path_that_leads_nowhere_hears_of_what_is_called_nearly_so(tmp_path):
     (tmp_path / "needle-diff-v1").mkdir()
-    with pytest.raises(CheckpointError, match=r"did you mean .*needle-diff-v1\? a model of the hub"):
+    with pytest.raises(CheckpointError, match=r"did you mean .*needle-diff-v1\? give the name of a model on the hub"):
         open_checkpoint(tmp_path / "needle-dif-v1")
-    with pytest.raises(CheckpointError, match=r"a \.gguf file; a model of the hub"):
+    with pytest.raises(CheckpointError, match=r"a \.gguf file; give the name of a model on the hub"):
         open_checkpoint(tmp_path / "llama")
 
 

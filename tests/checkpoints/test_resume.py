@@ -150,7 +150,7 @@ with stage_output(Path(sys.argv[1]), {}, 1, overwrite=False):
 def test_a_foreign_folder_of_the_partial_name_is_not_touched(killed, tmp_path):
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial/mine.txt").write_text("mine")
-    with pytest.raises(OutputExistsError, match="holds other files"):
+    with pytest.raises(OutputExistsError, match="contains other files"):
         quantize(killed / "source", tmp_path / "out", RECIPE)
     assert (tmp_path / "out.partial/mine.txt").read_text() == "mine"
 

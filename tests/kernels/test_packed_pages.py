@@ -87,7 +87,7 @@ def test_what_pages_do_not_hold_is_refused_by_name():
     for recipe, said in (
         (Recipe.of(k=16, v=4), "k has 16 bits; `decode_paged` reads pages of states"),
         (Recipe.of(k="4:c128", v=4), "k has scales per 128 tokens; pages take row, c16, c32 and c64"),
-        (Recipe.of(k="4:c64", v=4), "k 4:c64, v 4:row and a residual of 0, tokens wait unquantized; say how many"),
+        (Recipe.of(k="4:c64", v=4), "k 4:c64, v 4:row and a residual of 0, tokens wait unquantized; give the number"),
         (Recipe.of(kv=3), "3 bits"),
     ):
         with pytest.raises(UsageError, match=said):
@@ -100,7 +100,7 @@ def test_what_pages_do_not_hold_is_refused_by_name():
     with pytest.raises(UsageError, match=r"k is torch\.float32"):
         store.append(k[0].float(), v, table, sizes)
     waiting = PagedStore(Recipe.of(k="4:c16", v=4), k[0], v, 4, places=1)
-    for places, said in ((None, "in which ring"), (sizes.long(), r"places are torch\.int64 \[1\]")):
+    for places, said in ((None, "give each sequence's ring"), (sizes.long(), r"places are torch\.int64 \[1\]")):
         with pytest.raises(UsageError, match=said):
             waiting.append(k[0], v, table, sizes, places)
     with pytest.raises(UsageError, match="places are given, and no token waits"):

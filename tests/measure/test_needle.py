@@ -115,7 +115,7 @@ def test_sentences_that_a_tokenizer_cannot_spell_are_left_out():
 
     text = "the cat sat. the dog sat. " * 20
     assert {sentence for sentence, _ in spellable_sentences(Words(), text)} == {"the cat sat."}
-    with pytest.raises(UsageError, match="can spell 3 of the text's 6 sentences"):
+    with pytest.raises(UsageError, match="can encode only 3 of the text's 6 sentences"):
         spellable_sentences(Words(), "the cat sat. the dog sat. " * 3)
 
 
@@ -148,7 +148,7 @@ def test_only_what_greedy_decoding_gives_counts():
     ("task", "message"),
     [
         ("needle:0", "0 needles"),
-        ("needle:2:3", "3 are to be asked for"),
+        ("needle:2:3", "3 of 2 needles cannot be queried"),
         ("needle:a", "expected needle"),
         ("needle:1:1:1", "expected needle"),
     ],

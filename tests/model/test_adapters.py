@@ -41,7 +41,7 @@ def test_the_table_is_that_of_the_modules(case):
     assert packed == {n for n in linears if not any(part in n for part in kept)}
     for blocks, layer in zip(architecture.layers, model.model.layers, strict=True):
         for name, module in layer.named_children():
-            stated = {name: parameter.shape for name, parameter in blocks[name].parameters().items()}
+            stated = {name: parameter.shape for name, parameter in blocks[name].parameter_specs().items()}
             assert stated == {name: tuple(p.shape) for name, p in module.named_parameters()}
 
 

@@ -171,7 +171,7 @@ def test_the_example_of_contributing_runs(ungated, tmp_path):
         (
             {"weights": "4:g32", "rounding": "gptq"},
             UsageError,
-            r"rounding='gptq' reads the inputs of Linears.*experts\.down_proj",
+            r"rounding='gptq' needs the inputs of Linears.*experts\.down_proj",
         ),
     ],
 )
@@ -235,13 +235,13 @@ def test_an_architecture_of_known_blocks_is_exported_by_the_two_files_that_run_i
 
 def test_a_block_that_no_file_exports_is_refused_by_name(checkpoint, tmp_path, monkeypatch):
     monkeypatch.delattr(ExpertsBlock, "export")
-    refusal = "mixture model with layers of attention, attention with experts: export .* named for ExpertsBlock"
+    refusal = "mixture model with layers of attention, attention with experts: export .* no export for ExpertsBlock"
     with pytest.raises(CheckpointError, match=refusal):
         diffquant.export(checkpoint, tmp_path / "out")
 
 
 def test_a_block_that_computes_something_else_does_not_inherit_an_export():
-    own = {"parameters": lambda _: {}}
+    own = {"parameter_specs": lambda _: {}}
     assert type("Other", (MLPBlock,), {})(1, 1, "silu").exported_by == MLPBlock.export
     assert type("Changed", (MLPBlock,), own)(1, 1, "silu").exported_by == ""
 
@@ -254,8 +254,8 @@ def test_the_verb_that_knows_a_transformers_blocks_alone_says_so(checkpoint, tmp
 def test_it_is_searched_and_its_experts_are_told_apart_by_layer(checkpoint, tmp_path):
     settings = {"windows": 1, "window": 32, "characters": 200, "bits": "8,4", "roles": True}
     found = diffquant.search(checkpoint, tmp_path / "out", "6", **settings)
-    told = {role.kind: role for role in roles(found)}
-    assert told["mlp.experts.down_proj"].units == 2
+    told = {kind: units for (kind, _), units in roles(found).items()}
+    assert len(told["mlp.experts.down_proj"]) == 2
     assert {f"mlp.experts.down_proj, layer {layer}" for layer in (1, 2)} < told.keys()
     tables = quantize(checkpoint, tmp_path / "low", found.recipe)
     assert tables.packed_bits <= 6

@@ -114,7 +114,7 @@ def test_dry_run_prints_the_table_and_writes_nothing(run, checkpoint, tmp_path):
         (["sweep", "SRC", "-o", "OUT", "--bits", "9" * 5000], 2, "is not a whole number below a billion"),
         (["sweep", "SRC", "-o", "OUT", "--task", "needle:" + "9" * 5000], 2, "cannot read task 'needle:999"),
         (["sweep", "SRC", "-o", "OUT", "--device", "x"], 2, "unknown device 'x'"),
-        (["sweep", "SRC", "-o", "OUT", "--task", "needle:2:3"], 2, "of 2 needles 3 are to be asked for"),
+        (["sweep", "SRC", "-o", "OUT", "--task", "needle:2:3"], 2, "3 of 2 needles cannot be queried"),
         (["sweep", "SRC", "-o", "OUT", "--task", "needle", "--lengths", "1k"], 2, "cannot read --lengths '1k'"),
         (["sweep", "nowhere", "-o", "OUT"], 1, "nowhere is neither"),
         (["eval", "SRC", "--task", "perplexity", "--text", "absent.txt"], 2, "cannot read text from absent.txt"),

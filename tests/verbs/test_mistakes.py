@@ -45,7 +45,7 @@ def test_a_path_beside_the_checkpoint_hears_of_the_checkpoint(checkpoint, given,
 
 @in_one_test("address", ["https://huggingface.co/org/name", "https://huggingface.co/org/name/tree/main"])
 def test_an_address_of_the_hub_hears_the_name(address):
-    with pytest.raises(CheckpointError, match=r"named ORG/NAME: org/name$"):
+    with pytest.raises(CheckpointError, match=r"as ORG/NAME: org/name$"):
         diffquant.load(address)
 
 
