@@ -103,5 +103,5 @@ def test_what_pages_do_not_hold_is_refused_by_name():
     for places, said in ((None, "give each sequence's ring"), (sizes.long(), r"places are torch\.int64 \[1\]")):
         with pytest.raises(UsageError, match=said):
             waiting.append(k[0], v, table, sizes, places)
-    with pytest.raises(UsageError, match="places are given, and no token waits"):
+    with pytest.raises(UsageError, match="places are given, but these pages need no rings"):
         decode_packed_pages(q, store, table, sizes, lam, scale=0.125, places=sizes)
