@@ -90,11 +90,9 @@ def test_every_precision_computes_what_its_simulation_does(checkpoint, tmp_path,
     )
     roundoff = 1000 if precision == "float16" else 1
     assert typical < 5e-6 * roundoff
-    # A logit that rounds to the neighbouring code moves its row of the stage. A cached value that does moves whole runs
-    # alone: within a stage torch reads the codes that the runtime wrote.
-    if "logits" not in PRECISIONS[precision]:
-        assert largest < 2e-5 * roundoff
+    # A logit, key or value that rounds to the neighbouring code moves its row of the stage, and not the typical row.
     if not PRECISIONS[precision].keys() & {"kv_bits", "logits"}:
+        assert largest < 2e-5 * roundoff
         assert largest_error(found) < 1e-5 * roundoff
 
 
