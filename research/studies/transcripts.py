@@ -25,7 +25,7 @@ from research.studies.results import read_json
 
 ROOT = Path(__file__).parents[2]
 RECORDED = ROOT / "research" / "results" / "transcripts.json"
-_FRANCE = '--prompt "The capital of France is" --max-new-tokens 24'
+_FRANCE = '--prompt "The capital of France is" --max-new-tokens 2'
 _PARIS = "The magic number for Paris is 42. It was a very good night."
 # In the order in which each finds what it needs.
 COMMANDS = (
