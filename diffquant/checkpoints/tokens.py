@@ -85,7 +85,7 @@ def max_length(config: Any, tokenizer: Any) -> int:
 
 
 def encode_text(tokenizer: Any, text: str, vocabulary: int, device: torch.device, tokens: int | None = None) -> Tensor:
-    """Encode a text as ids [N + 1]: the prefix token, then N tokens, limited by `tokens` if that is given.
+    """Encode a text as ids: the prefix token, then the text's tokens; only the first `tokens` of these ids if given.
 
     Args:
         vocabulary: size of the model's vocabulary in tokens.

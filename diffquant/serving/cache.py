@@ -56,7 +56,7 @@ def choose_cache(config: Mapping[str, Any], asked: str, has_gpu: bool) -> str:
 
 
 def listed_formats(has_gpu: bool) -> tuple[str, ...]:
-    """Return the names of the cache's formats that the installed vLLM lists, on a CPU those of its attention there."""
+    """Return the cache formats that the installed vLLM lists: with a GPU all of them, else those of its CPU backend."""
     if has_gpu:
         from vllm.config.cache import CacheDType
 

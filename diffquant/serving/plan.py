@@ -304,8 +304,9 @@ def _activation_notes(config: Mapping[str, Any], on_cpu: bool) -> list[str]:
         return []
     if config["quantization_config"]["format"] == INT_QUANTIZED:
         return ["vLLM rounds activations with scales of absmax / 127, diffquant and transformers with absmax / 127.5"]
-    why = "activations stay at 16 bits where vLLM's own kernel for 4-bit weights runs, which it does in bfloat16"
-    return [f"on a CPU {why}; use {option_name('dtype', 'float32')} for the recipe's"] if on_cpu else []
+    why = "activations stay at 16 bits in bfloat16, where vLLM's own kernel for 4-bit weights runs"
+    advice = f"to round them as the recipe says, use {option_name('dtype', 'float32')}"
+    return [f"on a CPU {why}; {advice}"] if on_cpu else []
 
 
 def _notes(cache: str, has_gpu: bool) -> list[str]:

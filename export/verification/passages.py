@@ -97,13 +97,13 @@ def reach(model: OnnxModel, positions: int) -> int:
 def iterate_far_calls(
     model: OnnxModel, reference: Reference, passages: Sequence[np.ndarray], outputs: tuple[str, ...]
 ) -> Iterator[FarCalls]:
-    """Yield the outputs of single tokens at position 0 and behind ever longer pasts, up to `reach` positions.
+    """Yield the outputs of single tokens at position 0 and behind ever longer random pasts, up to `reach` positions.
 
     A model without a cache runs one sequence of `reach` tokens instead of single tokens behind pasts.
 
     Yields:
-        The reference's `Reading` for a group of sequences that are compared together, their token ids [B, T], and the
-        graph's `outputs` [B, T, ...] for each sequence.
+        The reference's `Reading` for some calls that are compared together, a list of each call's token ids [B, T], and
+        a list of each call's `outputs`, [B, T, ...] each.
     """
     text = np.concatenate(passages, 1)
     end = reach(model, reference.model.config.max_position_embeddings)

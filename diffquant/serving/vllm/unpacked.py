@@ -30,7 +30,7 @@ class UnpackedLinearKernel(MPLinearKernel):
         # vLLM's 4-bit kernel claims to support float32, and CPUs without AVX-512; either fails at the first request.
         others = [kernel for kernel in _kernels() if kernel is not cls and kernel.can_implement(c)[0]]
         if others and c.act_type != torch.float32 and hasattr(torch.ops._C, "cpu_gemm_wna16"):
-            return False, f"{others[0].__name__} multiplies packed weights"
+            return False, f"{others[0].__name__} multiplies packed weights, so they need not be unpacked"
         return True, None
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
