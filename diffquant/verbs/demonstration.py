@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from shlex import quote
+from textwrap import fill
 
 import torch
 
@@ -82,31 +83,36 @@ _TASK_OPTIONS = {NEEDLE: {"limit": _ITEMS}, "perplexity": {"characters": 6000}}
 def show_figure_8(output: Path) -> None:
     """Round the attention logits of trained models, and show how well they still retrieve and predict."""
     show("1. Do low-bit attention logits hurt DIFF models less than a Transformer?")
-    show("(The paper's Figure 8.) A Transformer, a DIFF V1 and a DIFF V2 were trained in the")
-    show("same way to find numbers hidden in prose. Their attention logits are rounded to 4")
-    show("and 3 bits: with one scale per tensor, as we read the paper, and with one scale")
-    show("per row after subtracting the row's maximum (row:shift).")
-    show(f"Numbers found, out of {_ITEMS}:\n")
+    _tell(
+        "(The paper's Figure 8.) A Transformer, a DIFF V1 and a DIFF V2 were trained in the same way to find numbers "
+        "hidden in prose. Their attention logits are rounded to 4 and 3 bits: with one scale per tensor, as we read "
+        "the paper, and with one scale per row after subtracting the row's maximum (row:shift). "
+        f"Numbers found, out of {_ITEMS}:\n"
+    )
     _sweep("needle", NEEDLE, output / "retrieval", _found)
     if data.pocket_models("prose"):
-        show("Three other models predict English. KL divergence from the same model at 16 bits,")
-        show("in nats per token:\n")
+        _tell("Three other models predict English. KL divergence from the same model at 16 bits, in nats per token:\n")
         _sweep("prose", "perplexity", output / "english", _kl_text)
-        seed = read_training_seed("prose")
-        show(f"Each model was trained once here, with seed {seed} and its best learning rate (the")
-        show("runs e1-*-seed-101 in research/figure8/results). A protocol fixed in advance asked")
-        show("for six trainings. In each of them both DIFF models lost more than the Transformer")
-        show("at 4 bits with one scale per tensor. Compared with the Transformer,")
-        show(f"{ANSWER}.")
-        show("Two factors decide this. With equal rounding steps, DIFF models lose more, because")
-        show(f"their predictions are more sensitive: {SENSITIVITY}.")
-        show("But logits whose range is r times smaller gain about log2(r) bits. In these models")
-        show("the ranges hardly differ. With r = 8, about the paper's ratio, DIFF models of three")
-        show(f"sizes gain {AT_PAPERS_RATIO} bits.\n")
-    show(f"The models that find numbers were trained once, with seed {read_training_seed('needle')}. Which of them")
-    show("loses most at 4 bits with one scale per tensor is chance: in another training the")
-    show("Transformer lost most. With row:shift, 3 bits cost none of these models much.")
-    show("research/pages/figure8.md has confidence intervals and all trainings.\n")
+        _tell(
+            f"Each model was trained once here, with seed {read_training_seed('prose')} and its best learning rate "
+            "(the runs e1-*-seed-101 in research/figure8/results). A protocol fixed in advance asked for six "
+            "trainings. In each of them both DIFF models lost more than the Transformer at 4 bits with one scale per "
+            f"tensor. Compared with the Transformer, {ANSWER}. Two factors decide this. With equal rounding steps, "
+            f"DIFF models lose more, because their predictions are more sensitive: {SENSITIVITY}. But logits whose "
+            "range is r times smaller gain about log2(r) bits. In these models the ranges hardly differ. With r = 8, "
+            f"about the paper's ratio, DIFF models of three sizes gain {AT_PAPERS_RATIO} bits.\n"
+        )
+    _tell(
+        f"The models that find numbers were trained once, with seed {read_training_seed('needle')}. Which of them "
+        "loses most at 4 bits with one scale per tensor is chance: in another training the Transformer lost most. "
+        "With row:shift, 3 bits cost none of these models much. research/pages/figure8.md has confidence intervals "
+        "and all trainings.\n"
+    )
+
+
+def _tell(text: str) -> None:
+    """Print a paragraph in lines of at most 80 characters; a line break at its end is kept."""
+    show(fill(text, 80, break_on_hyphens=False) + "\n" * text.endswith("\n"))
 
 
 def read_training_seed(task: str) -> int:
