@@ -55,7 +55,7 @@ def test_every_width_is_served(by_plugin, folders, prompts, bits):
 
 
 def test_the_recipes_cache_is_said_to_be_left_out(by_plugin):
-    assert "k 8:row, v 8:row of the recipe are not applied: K and V are stored as auto" in by_plugin[1]
+    assert "k 8:row, v 8:row of the recipe are not applied: K and V are stored as float32" in by_plugin[1]
 
 
 def test_weights_are_loaded_without_a_warning_for_each(by_plugin):
