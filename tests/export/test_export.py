@@ -24,6 +24,7 @@ from diffquant.onnx.graph.matrix import op_layout
 from diffquant.onnx.graph.op import schema
 from diffquant.onnx.manifest import read_manifest
 from diffquant.onnx.runtime.session import OnnxModel
+from diffquant.recipe.numbers.absmax import max_code
 from diffquant.recipe.numbers.packing import unpack
 from diffquant.recipe.scheme import Scheme
 from tests.support.checkpoints import SIZES, SOURCES, write_checkpoint
@@ -90,9 +91,13 @@ def test_every_precision_computes_what_its_simulation_does(checkpoint, tmp_path,
     )
     roundoff = 1000 if precision == "float16" else 1
     assert typical < 5e-6 * roundoff
-    # A logit, key or value that rounds to the neighbouring code moves its row of the stage, and not the typical row.
+    # A logit, key or value that rounds to the neighbouring code moves its row of the stage, and not the typical row. Of
+    # a key or value, which is one of many that a row weighs, an eighth of a step is allowed.
+    bits = PRECISIONS[precision].get("kv_bits")
+    if "logits" not in PRECISIONS[precision]:
+        assert largest < (0.125 / max_code(bits) if bits else 2e-5 * roundoff)
+        assert found.passed
     if not PRECISIONS[precision].keys() & {"kv_bits", "logits"}:
-        assert largest < 2e-5 * roundoff
         assert largest_error(found) < 1e-5 * roundoff
 
 
