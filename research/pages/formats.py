@@ -11,7 +11,7 @@ from research.studies.kv_results import kl_change
 MEASURED = Measured(folder("formats"))
 DIFF = ("DIFF V1", "DIFF V2")
 SMOLLM2 = "SmolLM2-135M"
-SHOWN = ("8:g32", "e4m3:g32", "4:g32", "nvfp4", "mxfp4")
+SHOWN = ("8:g32", "4:g32", "nvfp4")
 
 
 def lost(model: str, target: str) -> tuple[float, float]:
