@@ -206,5 +206,5 @@ def _weight_unit(source: Source, parameter: str, granularity: str) -> Unit:
         elements=torch.Size(source.checkpoint.tensors[stored_name].shape).numel(),
         stored={},
         parameter=parameter,
-        dtype=source.checkpoint.written_dtype(stored_name),
+        dtype=source.checkpoint.output_dtype(stored_name),
     )

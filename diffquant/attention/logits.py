@@ -192,8 +192,8 @@ def count_logits(
     for logits, top, scale in zip(prepared, largest, scales, strict=True):
         # Absmax scales clip nothing, but block formats round their scales to powers of two or to low-bit floats.
         if scheme.has("shift") or scheme.sharing.is_static or scheme.format.block:
-            reach = logit_format(scheme.format, scheme.has("shift")).reach * scale
-            meter.count(0, (logits.abs() > reach).sum())
+            clip_limit = logit_format(scheme.format, scheme.has("shift")).clip_limit * scale
+            meter.count(0, (logits.abs() > clip_limit).sum())
         if is_first or not (sharing.spans_rows or sharing.is_static):
             meter.record_scales(scale[..., ::height, ::width], top[..., ::height, ::width])
 

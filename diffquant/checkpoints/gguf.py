@@ -80,7 +80,7 @@ class GgufCheckpoint(Checkpoint):
             return _values(data, stored.kind)[rows]
         return _values(data[rows.numpy() if isinstance(rows, Tensor) else rows], stored.kind)
 
-    def written_dtype(self, name: str) -> torch.dtype:
+    def output_dtype(self, name: str) -> torch.dtype:
         """Return float32 for vectors; for matrices the unquantized type of all of them, if any, else bfloat16."""
         return torch.float32 if len(self.tensors[name].shape) == 1 else self._matrix_dtype
 

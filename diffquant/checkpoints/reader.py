@@ -104,7 +104,7 @@ class Checkpoint(ABC):
         """Licence, language and origin in its model card, which derived cards repeat."""
         return read_front_matter(self.path)
 
-    def written_dtype(self, name: str) -> torch.dtype:
+    def output_dtype(self, name: str) -> torch.dtype:
         """Return the dtype in which a verb writes a tensor that it does not pack, by default its own."""
         return self.tensors[name].dtype
 

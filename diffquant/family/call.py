@@ -178,7 +178,7 @@ def check_tensors(
     # A cache may hold more key slots than the mask covers: slots for future tokens.
     if valid is not None and (valid.dtype != torch.bool or valid.dim() != 2 or valid.shape[0] != batch):
         wrong.append(f"mask {valid.dtype} {list(valid.shape)}, not torch.bool {[batch, keys]}")
-    seen = mask.seen
+    seen = mask.explicit
     if seen is not None and (
         seen.dtype != torch.bool or seen.shape[1:] != (1, queries, keys) or seen.shape[0] not in (1, batch)
     ):

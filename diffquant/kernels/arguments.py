@@ -33,7 +33,7 @@ def call_refusal(call: AttentionCall) -> str | None:
         return "the signal map has a gate, which the kernel does not support"
     if call.signals_per_noise > 1:
         return f"{call.signals_per_noise} pairs share a noise head; the kernel needs one per pair: use `expand_noise`"
-    if call.mask.seen is not None:
+    if call.mask.explicit is not None:
         return "the kernel supports only causal masks, but the call has a mask per query"
     if call.mask.hides_by_window(call.keys):
         return f"the kernel has no window, and queries see {call.mask.window} of {call.keys} keys"
@@ -65,7 +65,7 @@ def decode_problems(q: Sequence[Tensor], value_heads: int, mask: Mask) -> list[s
         wrong.append(f"queries are {q[0].dtype}; the kernels support float16 and bfloat16 on CUDA")
     if len(q) == 2 and q[1].shape[1] % value_heads:
         wrong.append(f"{q[1].shape[1]} noise heads are not a multiple of {value_heads} value heads; repeat them")
-    if mask.seen is not None:
+    if mask.explicit is not None:
         wrong.append("the kernels support only causal masks, but the call has a mask per query")
     if mask.keys is not None and mask.ranges is None:
         wrong.append("the padding mask has holes; the kernels support one range of keys per sequence")

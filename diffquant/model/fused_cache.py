@@ -153,7 +153,7 @@ class FusedCache(Cache):
         """
         from diffquant.kernels.cache.decode import decode
 
-        if q[0].shape[2] > MAX_QUERIES or mask.seen is not None or (mask.keys is not None and mask.ranges is None):
+        if q[0].shape[2] > MAX_QUERIES or mask.explicit is not None or (mask.keys is not None and mask.ranges is None):
             return None
         if q[-1].shape[1] % v.shape[1]:
             # The kernel needs a whole number of noise heads per KV head.

@@ -36,7 +36,7 @@ def read_mask(attention_mask: Tensor | None, batch: int, length: int, keys: int)
     if shape == [batch, keys]:
         return Mask(None if attention_mask.all() else attention_mask.bool())
     if attention_mask.dim() == 4 and shape[0] in (1, batch) and shape[1:] == [1, length, keys]:
-        return Mask(seen=_visible_keys(attention_mask))
+        return Mask(explicit=_visible_keys(attention_mask))
     raise UsageError(
         f"attention_mask must be [{batch}, {keys}] over cached and new tokens, or [{batch}, 1, {length}, {keys}] with "
         f"what each new one sees, the same for all heads; got {shape}"
@@ -68,7 +68,7 @@ def packed_mask(position_ids: Tensor) -> Mask | None:
         return None
     sequence = starts.cumsum(-1)
     order = torch.ones(2 * position_ids.shape[-1:], dtype=torch.bool, device=position_ids.device).tril()
-    return Mask(seen=((sequence[:, :, None] == sequence[:, None]) & order)[:, None])
+    return Mask(explicit=((sequence[:, :, None] == sequence[:, None]) & order)[:, None])
 
 
 # The cache's name in the installed transformers, as an argument of `generate` and as a field of outputs.

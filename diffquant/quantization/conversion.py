@@ -139,7 +139,7 @@ def convert(
         raise CheckpointError(f"{opened.path} is quantized; convert its 16-bit original, then quantize the result")
     target = adapter_for(config)
     origins = {name: find_origin(to, opened, target, name) for name in target.source_shapes()}
-    written = dtype or checkpoint.written_dtype("model.embed_tokens.weight")
+    written = dtype or checkpoint.output_dtype("model.embed_tokens.weight")
     dtype_name = str(written).removeprefix("torch.")
     config = {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": dtype_name}
     if opened.recipe != Recipe():
@@ -210,7 +210,7 @@ def _shards(
         origin, source = origins[name], origins[name][0]
         if source is not None:
             shard = checkpoint.tensors[source].shard
-        dtype = checkpoint.written_dtype(source or "model.embed_tokens.weight")
+        dtype = checkpoint.output_dtype(source or "model.embed_tokens.weight")
         if len(shape) == 2 or _mixes_rows(origin):
             dtype = matrix_dtype or dtype
         jobs[shard].append(_job(checkpoint, name, shape, origin, dtype))

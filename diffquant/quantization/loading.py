@@ -152,7 +152,7 @@ def _rewrite_as_stored(source: Source, schemes: Mapping[str, Scheme], recipe: Re
     unpacked, magnitudes = unpacked_dtypes(source), Magnitudes(source.checkpoint, schemes)
 
     def round_weight(name: str, data: Tensor) -> Tensor:
-        scheme, dtype = schemes.get(name.removesuffix(".weight")), source.checkpoint.written_dtype(name)
+        scheme, dtype = schemes.get(name.removesuffix(".weight")), source.checkpoint.output_dtype(name)
         if scheme is None:
             return data.to(unpacked.get(name, dtype))
         # codes * scale is rounded once, to the dtype that the model runs in, as when packed weights are dequantized.

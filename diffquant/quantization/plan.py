@@ -214,7 +214,7 @@ def plan_quantization(
             name,
             info,
             packed.get(name, FULL),
-            source.checkpoint.written_dtype(name),
+            source.checkpoint.output_dtype(name),
             unpacked.get(name),
             parted,
             inputs.get(name, FULL),

@@ -210,7 +210,7 @@ def pack_job(
     def read(first: int, last: int) -> Tensor:
         return checkpoint.matrix_rows(tensor.name, first, last)
 
-    dtype = scheme.format.scale_dtype(checkpoint.written_dtype(tensor.name))
+    dtype = scheme.format.scale_dtype(checkpoint.output_dtype(tensor.name))
     rounded = RoundedWeight(rounder, tensor.name, read, (height, width), scheme, dtype, magnitudes)
 
     def make(first: int, last: int) -> Block:

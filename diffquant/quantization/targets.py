@@ -96,7 +96,7 @@ def unpacked_dtypes(source: Source | WeightSource, dtype: torch.dtype | None = N
                 f"tensors keep their dtype; leave out {option_name('dtype')}"
             )
         return {}
-    own = {name: source.checkpoint.written_dtype(name) for name in find_targets(source).weights.values()}
+    own = {name: source.checkpoint.output_dtype(name) for name in find_targets(source).weights.values()}
     if dtype is None and own[source.adapter.source_name(f"{EMBEDDING}.weight")] == torch.float32:
         dtype = torch.bfloat16
     return {} if dtype is None else {name: dtype for name, kind in own.items() if kind != dtype}

@@ -114,7 +114,7 @@ class LatentReference(Reference):
     def _layer_output(self, number: int, x: Tensor, cached: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
         layer, past = cast(Motif3Layer, self.model.model.layers[number]), self._reading.past
         cache = GrowingCache(self.cache, past, [cached])
-        masks = Mask(None), Mask(None, self._decoder.architecture.seen)
+        masks = Mask(None), Mask(None, self._decoder.architecture.window)
         reading = Reading(*masks, 0, cast(MixedCache, cache))
         first, parts = past.length if past else cached[0].shape[2] if cached else 0, []
         for chunk in x.split(list(self._reading.calls) or x.shape[1], 1):

@@ -167,7 +167,7 @@ def attention(decoder: Decoder, x: str, place: str, block: FusedAttentionBlock) 
 def mamba(decoder: Decoder, x: str, place: str, block: MambaBlock) -> str:
     """Add a Mamba-1 block with its two recurrent states, and return its output's name."""
     graph, layer, opset = decoder.graph, decoder.layer, decoder.options.opset
-    decoder.function(causal_convolution_function(block.seen, opset))
+    decoder.function(causal_convolution_function(block.kernel_size, opset))
     decoder.function(selective_scan_function(opset))
     u, gate = _halves(decoder, decoder.linear(x, f"{place}.in_proj"), block.inner)
     inputs = _silu(decoder, _convolve(decoder, u, place, block))

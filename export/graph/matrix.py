@@ -120,7 +120,7 @@ class Matrix:
         def read(first: int, last: int) -> Tensor:
             return self.checkpoint.matrix_rows(self.stored_name, first, last)
 
-        dtype = self.wanted.format.scale_dtype(self.checkpoint.written_dtype(self.stored_name))
+        dtype = self.wanted.format.scale_dtype(self.checkpoint.output_dtype(self.stored_name))
         shape = _rows_and_width(info.shape)
         return RoundedWeight(Rounder(round_to_nearest), self.stored_name, read, shape, self.wanted, dtype)
 

@@ -203,14 +203,14 @@ def selective_scan_schema() -> OpSchema:
     )
 
 
-def causal_convolution_function(seen: int, opset: int) -> FunctionProto:
+def causal_convolution_function(width: int, opset: int) -> FunctionProto:
     """Return the op's function body: a multiply-add for each of the convolution's taps.
 
     Args:
-        seen: number W of taps.
+        width: number W of taps.
         opset: version of the standard domain, that of the model.
     """
-    return make_function(signature_of(causal_convolution_schema()), _convolution_text(seen), opset)
+    return make_function(signature_of(causal_convolution_schema()), _convolution_text(width), opset)
 
 
 def selective_scan_function(opset: int) -> FunctionProto:
@@ -222,24 +222,24 @@ def selective_scan_function(opset: int) -> FunctionProto:
     return make_function(signature_of(selective_scan_schema()), _SCAN_TEXT, opset)
 
 
-def _convolution_text(seen: int) -> str:
+def _convolution_text(width: int) -> str:
     taps = "\n".join(
         f"""   first_{tap} = Constant <value = int64[1] {{{tap}}}> ()
    last_{tap} = Add (length, first_{tap})
    inputs_{tap} = Slice (inputs, first_{tap}, last_{tap}, axis)
    weight_{tap} = Gather (weight, first_{tap})
    tap_{tap} = Mul (inputs_{tap}, weight_{tap})"""
-        for tap in range(seen)
+        for tap in range(width)
     )
-    sums = "\n".join(f"   sum_{tap} = Add ({f'sum_{tap - 1}' if tap else 'bias'}, tap_{tap})" for tap in range(seen))
+    sums = "\n".join(f"   sum_{tap} = Add ({f'sum_{tap - 1}' if tap else 'bias'}, tap_{tap})" for tap in range(width))
     return f"""   axis = Constant <value = int64[1] {{1}}> ()
    length = Shape <start = 1, end = 2> (u)
    inputs = Concat <axis = 1> (past_state, u)
 {taps}
 {sums}
-   y = Identity (sum_{seen - 1})
+   y = Identity (sum_{width - 1})
    zero = Constant <value = int64 {{0}}> ()
-   kept = Constant <value = int64 {{{seen - 1}}}> ()
+   kept = Constant <value = int64 {{{width - 1}}}> ()
    one = Constant <value = int64 {{1}}> ()
    behind = Constant <value = int64[1] {{2}}> ()
    places = Range (zero, kept, one)

@@ -26,7 +26,13 @@ from diffquant.onnx.verification.errors import (
     stage_errors,
     stage_noise,
 )
-from diffquant.onnx.verification.passages import LONG_CONTEXT, FarCalls, cut_beginnings, iterate_far_calls, reach
+from diffquant.onnx.verification.passages import (
+    LONG_CONTEXT,
+    FarCalls,
+    cut_beginnings,
+    iterate_far_calls,
+    tested_length,
+)
 from diffquant.onnx.verification.reference import Reference
 from diffquant.onnx.verification.report import (
     Measure,
@@ -225,7 +231,7 @@ class Comparison:
     def _long_context(self, session: Session, model: OnnxModel, usual: StageNoise) -> Route:
         """Compare calls at far positions of the context, each with the error that rounding explains."""
         found: list[tuple[tuple[Measure, ...], tuple[Measure, ...]]] = []
-        self._reached = reach(model, self._reference.model.config.max_position_embeddings)
+        self._reached = tested_length(model, self._reference.model.config.max_position_embeddings)
         calls = iterate_far_calls(model, self._reference, self._passages, self._outputs)
         while far := self._read_far(calls, session):
             reading, sequences, given = far

@@ -89,7 +89,7 @@ _MOST_BYTES = 2**28
 _MOST_UNCACHED = 1024
 
 
-def reach(model: OnnxModel, positions: int) -> int:
+def tested_length(model: OnnxModel, positions: int) -> int:
     """Return the number of the context's positions that `iterate_far_calls` reaches."""
     return min(positions, _most_rows(model.cache) + 1 if model.cache else _MOST_UNCACHED)
 
@@ -97,16 +97,16 @@ def reach(model: OnnxModel, positions: int) -> int:
 def iterate_far_calls(
     model: OnnxModel, reference: Reference, passages: Sequence[np.ndarray], outputs: tuple[str, ...]
 ) -> Iterator[FarCalls]:
-    """Yield the outputs of single tokens at position 0 and behind ever longer random pasts, up to `reach` positions.
+    """Yield the outputs of single tokens at position 0 and behind ever longer random pasts, up to `tested_length`.
 
-    A model without a cache runs one sequence of `reach` tokens instead of single tokens behind pasts.
+    A model without a cache runs one sequence of `tested_length` tokens instead of single tokens behind pasts.
 
     Yields:
         The reference's `Reading` for some calls that are compared together, a list of each call's token ids [B, T], and
         a list of each call's `outputs`, [B, T, ...] each.
     """
     text = np.concatenate(passages, 1)
-    end = reach(model, reference.model.config.max_position_embeddings)
+    end = tested_length(model, reference.model.config.max_position_embeddings)
     tokens = text[0, np.linspace(0, text.shape[1] - 1, TOKENS, dtype=int)][:, None]
     yield WHOLE, [tokens], [_read(model, tokens, outputs)]
     if model.cache is None:

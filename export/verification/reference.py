@@ -240,7 +240,7 @@ class Reference:
         cos, sin = (torch.cat(parts, 1) for parts in zip(*tables, strict=True))
         visible = [torch.ones(new, past + new).tril(past) for new, past in zip(lengths, pasts, strict=True)]
         cache = GrowingCache(self.cache, None, cached, lengths)
-        mask = Mask(seen=torch.block_diag(*visible).bool()[None, None])
+        mask = Mask(explicit=torch.block_diag(*visible).bool()[None, None])
         layer = cast(DiffLayer, self.model.model.layers[number - 1])
         output = layer(torch.cat(list(sequences), 1), (cos, sin), mask, cache)
         return list(zip(output.split(lengths, 1), cache.held, strict=True))

@@ -288,7 +288,7 @@ def test_four_bits_of_bitsandbytes_are_a_map_times_a_block_s_scale(tmp_path):
     checkpoint = open_checkpoint(tmp_path / "packed")
     assert np.array_equal(checkpoint.read(f"{UP}.weight").numpy(), expected)
     assert checkpoint.rounded_as == "bitsandbytes nf4"
-    assert checkpoint.written_dtype(f"{UP}.weight") == torch.bfloat16
+    assert checkpoint.output_dtype(f"{UP}.weight") == torch.bfloat16
     assert torch.isfinite(load(tmp_path / "packed", dtype=torch.float32)(random_ids()).logits).all()
 
 

@@ -138,7 +138,7 @@ def test_a_weight_is_what_compressed_tensors_decompresses(tmp_path, kind):
     assert len(expected) == 14
     for name, values in expected.items():
         agrees("compressed-tensors", f"{kind}: weights read", checkpoint.read(name).to(values.dtype), values)
-        assert checkpoint.written_dtype(name) == torch.float16
+        assert checkpoint.output_dtype(name) == torch.float16
     assert checkpoint.rounded_as == f"compressed-tensors {FOLDERS[kind][3]}"
     assert ("also round inputs" in checkpoint.note) == bool(FOLDERS[kind][2])
 

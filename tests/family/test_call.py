@@ -45,7 +45,7 @@ def test_lengths_of_a_call():
         ({"mask": Mask(torch.ones(2, 7))}, r"mask torch.float32 \[2, 7\], not torch.bool \[2, 7\]"),
         ({"mask": Mask(torch.ones(3, 7, dtype=torch.bool))}, r"mask torch.bool \[3, 7\], not torch.bool \[2, 7\]"),
         (
-            {"mask": Mask(seen=torch.ones(3, 1, 5, 7, dtype=torch.bool))},
+            {"mask": Mask(explicit=torch.ones(3, 1, 5, 7, dtype=torch.bool))},
             r"mask torch.bool \[3, 1, 5, 7\], not torch.bool \[2, 1, 5, 7\]",
         ),
         ({"mask": Mask(window=0)}, "window 0, expected a positive number of keys"),

@@ -96,7 +96,7 @@ def test_no_query_sees_a_key_beyond_its_reach_and_the_last_sees_up_to_it(length,
     for start, stop in product(range(length), range(1, length + 1)):
         if start < stop:
             seen = mask.visible(slice(start, stop), length, keys, torch.device("cpu"))
-            reach = mask.reach(slice(start, stop), length, keys)
+            reach = mask.visible_end(slice(start, stop), length, keys)
             seen = torch.ones(keys, dtype=torch.bool) if seen is None else seen.any(-2).flatten()
             assert reach >= 1
             assert not seen[reach:].any()

@@ -206,7 +206,7 @@ def test_mamba_is_that_of_transformers():
     oracle = MambaMixer(MambaConfig(**theirs, expand=2, use_bias=False, use_conv_bias=True), 0).eval()
     for parameter in oracle.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
-    ours = Mamba(MambaBlock(width=24, inner=48, states=5, seen=3, rank=2))
+    ours = Mamba(MambaBlock(width=24, inner=48, states=5, kernel_size=3, rank=2))
     ours.load_state_dict(oracle.state_dict())
     x = torch.randn(2, 70, 24)
     with torch.no_grad():

@@ -102,11 +102,11 @@ def _coded_blocks(call: AttentionCall, first: int) -> Iterator[tuple[slice, list
     size = max(_BLOCK_ENTRIES // (batch * heads * len(q) * call.keys) // tile, 1) * tile
     for start in range(first // tile * tile, length, size):
         rows = slice(start, min(start + size, length))
-        reach = call.mask.reach(rows, length, call.keys)
+        end = call.mask.visible_end(rows, length, call.keys)
         visible = call.mask.visible(rows, length, call.keys, call.v.device)
-        visible = None if visible is None else visible[..., :reach]
+        visible = None if visible is None else visible[..., :end]
         map_logits = [
-            multiply_grouped(queries[:, :, rows], keys[:, :, :reach].mT).mul_(call.scale)
+            multiply_grouped(queries[:, :, rows], keys[:, :, :end].mT).mul_(call.scale)
             for queries, keys in zip(q, k, strict=True)
         ]
         prepared = [prepare_logits(x, visible, scheme.has("shift")) for x in map_logits]

@@ -155,7 +155,7 @@ def _find_flash_attn_refusal(call: AttentionCall) -> str | None:
         return "flash-attn runs on CUDA only"
     if call.v.dtype not in (torch.float16, torch.bfloat16):
         return f"flash-attn supports float16 and bfloat16, not {call.v.dtype}"
-    if call.mask.keys is not None or call.mask.seen is not None:
+    if call.mask.keys is not None or call.mask.explicit is not None:
         return "diffquant does not call flash-attn with padding masks"
     if call.mask.hides_by_window(call.keys):
         return "diffquant does not call flash-attn with windows"

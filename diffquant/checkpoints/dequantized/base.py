@@ -193,8 +193,8 @@ class DequantizedCheckpoint(Checkpoint):
         for file in _STATED_AGAIN:
             (folder / file).unlink(missing_ok=True)
 
-    def written_dtype(self, name: str) -> torch.dtype:
-        return self._matrices[name].dtype if name in self._matrices else self._stored.written_dtype(name)
+    def output_dtype(self, name: str) -> torch.dtype:
+        return self._matrices[name].dtype if name in self._matrices else self._stored.output_dtype(name)
 
     @property
     def rounded_as(self) -> str:

@@ -135,7 +135,7 @@ class Motif3Model(Decoder):
     def layer_arguments(
         self, x: Tensor, mask: Mask, past: int, position_ids: Tensor | None, cache: Cache | None
     ) -> Sequence[tuple[Any, ...]]:
-        if mask.seen is not None:
+        if mask.explicit is not None:
             raise UsageError(
                 "this model has windowed layers: neither a 4-D attention_mask nor sequences packed by "
                 "position_ids are supported; pass sequences as rows of a batch, and an attention_mask [batch, tokens]"
@@ -144,7 +144,7 @@ class Motif3Model(Decoder):
             raise UsageError(f"{type(cache).__name__} cannot store windowed latents; pass the result of new_cache()")
         if position_ids is None:
             position_ids = count_positions(mask.keys, past, x.shape[1], x.device)
-        reading = Reading.of(mask.keys, x.shape[1], self.architecture.seen, cache)
+        reading = Reading.of(mask.keys, x.shape[1], self.architecture.window, cache)
         return [(rotary, reading) for rotary in self.tables(position_ids, x)]
 
     def start(self, x: Tensor) -> Tensor:
@@ -165,7 +165,7 @@ class Motif3Model(Decoder):
 
     @property
     def crop_refusal(self) -> str | None:
-        return None if self.architecture.seen is None else "this model's windowed layers do not keep earlier tokens"
+        return None if self.architecture.window is None else "this model's windowed layers do not keep earlier tokens"
 
     def new_cache(self) -> MixedCache:
         """Return a new empty cache of latents for the recipe."""

@@ -51,7 +51,7 @@ class OneSided(NumberFormat):
         self.levels = tuple(range(-both_sides.steps, 1))
 
     @property
-    def reach(self) -> float:
+    def clip_limit(self) -> float:
         return self.steps + 0.5
 
     def scale_of(self, largest: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -130,14 +130,14 @@ class LayerWeights:
     def _round_rows(self, module: str, rows: Tensor, inputs: Inputs, moved: Tensor | None) -> Made:
         name = self._stored_name(module)
         values, scheme = rows.float(), self._bound_scheme(name)
-        dtype = scheme.format.scale_dtype(self._source.checkpoint.written_dtype(name))
+        dtype = scheme.format.scale_dtype(self._source.checkpoint.output_dtype(name))
         return compensate(values if moved is None else values + values @ moved, inputs, scheme, dtype)
 
     def take(self, module: str, made: Made) -> None:
         """Record a module's codes and scale, and set its dequantized weight in the running model."""
         name = self._stored_name(module)
         self._made[name] = made
-        scheme, dtype = self._scheme(name), self._source.checkpoint.written_dtype(name)
+        scheme, dtype = self._scheme(name), self._source.checkpoint.output_dtype(name)
         self.layer.get_submodule(module).weight.data = self.in_order(module, decode_codes(*made, scheme).to(dtype))
 
     def rounded_modules(self) -> Iterator[tuple[str, Tensor, Made, Scheme]]:

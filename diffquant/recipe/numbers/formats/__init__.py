@@ -57,7 +57,7 @@ class NumberFormat(ABC):
         return self.levels[0]
 
     @property
-    def reach(self) -> float:
+    def clip_limit(self) -> float:
         """Largest magnitude, in units of the scale, that is not clipped: half a step beyond the last level."""
         return self.largest + (self.largest - self.levels[-2]) / 2
 
