@@ -37,12 +37,12 @@ from diffquant.support.progress import Progress, silent
 
 @dataclass(frozen=True)
 class Fit:
-    """Quantization error of one target in one layer on text that its ranges were not calibrated on.
+    """Quantization error of one layer's K, V or logits under calibrated ranges, measured on held-out text.
 
     Attributes:
         layer: index of the layer.
         target: "k", "v" or "logits".
-        clipped: fraction of values beyond their range.
+        clipped: fraction of values whose magnitude exceeds the range.
         sqnr: signal-to-quantization-noise ratio in dB.
     """
 
@@ -61,12 +61,12 @@ def measure_fit(
     batch_tokens: int,
     progress: Progress = silent,
 ) -> list[Fit]:
-    """Measure the quantization error under calibrated ranges on other windows, by layer and target.
+    """Measure the quantization error of each layer's K, V and logits under calibrated ranges, on held-out windows.
 
     Args:
         model: model that was calibrated.
-        ids: token ids [N, T] of windows.
-        tensors: ranges by name, from `observe_ranges`.
+        ids: token ids [N, T] of N held-out windows.
+        tensors: ranges by name, as `observe_ranges` returns them.
         bits: width of the codes.
         batch_tokens: largest number of tokens per forward pass.
     """
@@ -95,7 +95,13 @@ class RoundingLoss:
         self._signal = self.noise = 0.0
 
     def add(self, values: Tensor, ranges: Tensor, bits: int) -> None:
-        """Add values with their ranges, broadcastable to them; a value of 0 changes only the count."""
+        """Quantize and dequantize values, and add their errors; a value of 0 changes only `count`.
+
+        Args:
+            values: values of any shape.
+            ranges: largest magnitudes that codes can represent, above 0, broadcastable to `values`.
+            bits: width of the codes.
+        """
         largest = max_code(bits)
         ranges = ranges.to(values.device)
         scale = ranges / largest
@@ -128,7 +134,7 @@ def _layer_losses(
 
 
 def fit_table(fits: Sequence[Fit], bits: int) -> str:
-    """Return a text table with a line for each target: its mean and its worst layer."""
+    """Format fits as a text table with a line for each target: the mean over the layers, and the worst layer."""
     head = ["target", "clipped", "at most", "SQNR", "at least", "worst in"]
     lines = []
     for target in dict.fromkeys(fit.target for fit in fits):
@@ -157,15 +163,19 @@ def calibrate(
     """Calibrate ranges on the first half of a text's windows, and measure their error on the second half.
 
     Args:
+        path: checkpoint, quantized or not.
         targets: activations to calibrate, among `CALIBRATED_TARGETS`.
         observer: rule that turns magnitudes into ranges; absmax by default.
-        text: calibration data for `read_calibration`.
+        text: files or datasets to read, as `read_calibration` accepts them; the bundled text by default.
         tokens: largest number of tokens to read, over both halves.
         window: context length in tokens.
         dtype: dtype of the model.
         device: device to run on, unless `places` is given.
         places: devices, main memory and disk to spread the model over, or None to use one device.
         batch_tokens: largest number of tokens per forward pass.
+
+    Returns:
+        The ranges, and their error on the second half by layer and target.
 
     Raises:
         UsageError: a target is unknown or none is given, the text has fewer than two windows, or there is no such
@@ -184,7 +194,7 @@ def calibrate(
     ids = calibration.ids.to(model.device)
     if len(ids) < 2:
         raise UsageError(
-            f"the text holds one window of {window} tokens; two are needed, to calibrate on and to report on"
+            f"the text has only one window of {window} tokens; two are needed: give a longer text or a shorter window"
         )
     observed, held_out = ids.tensor_split([(len(ids) + 1) // 2])
     tensors = observe_ranges(model, observed, targets, observer, batch_tokens, progress)

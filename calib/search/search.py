@@ -47,15 +47,15 @@ _CHECK_WINDOW = 512
 
 
 class Search:
-    """A search over one model; invalid arguments raise in the constructor.
+    """A search for the bit widths of one model's tensors under a size budget.
 
     Attributes:
         budget: budget of the widths.
         targets: names among "weights", "k", "v" and "logits".
         widths: widths to choose from, the widest first.
         source: checkpoint to search.
-        units: units that each get a width.
-        parts: parts of layers that are only measured; empty unless they were asked for.
+        units: tensors that each get a width.
+        parts: parts of layers that are measured and get no width; empty unless the constructor's `parts` was true.
         journal: measurements made so far.
     """
 
@@ -85,8 +85,8 @@ class Search:
             targets: names among "weights", "k", "v" and "logits".
             widths: widths to choose from: integers from 2 to 8 bits, or names of other number formats.
             granularity: granularity of the weights.
-            text: calibration data for `read_calibration`; costs are measured on the first half, and recipes compared on
-                the second.
+            text: files or datasets, as `read_calibration` accepts them; costs are measured on the first half, and
+                recipes compared on the second.
             windows: number of windows to measure costs on.
             window: tokens per window.
             check_characters: largest number of characters of the second half to compare recipes on.
@@ -170,7 +170,7 @@ class Search:
         except KeyboardInterrupt:
             raise KeyboardInterrupt(
                 f"interrupted: {len(self.journal)} measurements are kept in {self.journal.path}; run the same command "
-                "again to go on"
+                "again to resume"
             ) from None
         measured = {
             u: Measurement(

@@ -23,7 +23,7 @@ pytest.importorskip("scipy")
 from diffquant.calib.search import search as search_module
 from diffquant.calib.search.allocation import Budget, allocate, average_bits, spread_evenly
 from diffquant.calib.search.outputs import interpolate_uniform_kl, search_table, write_search
-from diffquant.calib.search.result import read_searches, roles
+from diffquant.calib.search.result import group_by_kind, read_searches
 from diffquant.calib.search.search import Search
 from diffquant.calib.search.sensitivity import OneDnnProducts, Sensitivity
 from diffquant.calib.search.units import Unit, find_parts, find_units, quantize_unit, to_recipe
@@ -464,7 +464,7 @@ def test_roles_tell_what_each_map_and_what_stays_pays_for_its_bits(tmp_path, nam
     # Parts cost time, and change no choice.
     assert [unit.chosen for unit in plain.measurements] == [unit.chosen for unit in found.measurements]
     assert (plain.parts, {part.chosen for part in found.parts}) == (None, {None})
-    kinds = {kind: units for (kind, _), units in roles(found).items()}
+    kinds = {kind: units for (kind, _), units in group_by_kind(found).items()}
     parts = {part.kind for part in found.parts}
     assert {"self_attn.q_proj, signal", "self_attn.q_proj, noise"} < parts < kinds.keys()
     by_map = [unit for of_map in ("signal", "noise") for unit in kinds[f"self_attn.q_proj, {of_map}"]]
@@ -519,7 +519,7 @@ def test_models_of_other_layers_are_searched_and_experts_told_apart_by_layer(tmp
     found = diffquant.search(folder, tmp_path / "out", 7.7, **settings)
     quantize(folder, tmp_path / "low", found.recipe)
     assert open_source(tmp_path / "low").packed
-    told = {kind: units for (kind, _), units in roles(found).items()}
+    told = {kind: units for (kind, _), units in group_by_kind(found).items()}
     if name == "phi4flash":
         assert {"attn.Wqkv", "attn.x_proj", "attn.dt_proj", "mlp.fc1"} < told.keys()
         return
