@@ -51,17 +51,22 @@ def largest_cache(device: str) -> int | None:
     return max((1024 * int(size.removesuffix("K")) for size in sizes), default=None)
 
 
-# Cost of a call: its operations, and the bytes that it reads and writes.
+# Cost of a workload: its operations, and the bytes that are read and written. The functions below return it.
 Count = tuple[int, int]
 
 
 def count_fused_call(work: Workload, *, key_bytes: float | None = None, value_bytes: float | None = None) -> Count:
-    """Count both maps in one kernel; a quantized cache has fewer bytes per element of keys and values."""
+    """Count one kernel that computes both maps.
+
+    Args:
+        key_bytes, value_bytes: stored bytes per element of a quantized cache's keys and values; by default those of the
+            workload's dtype.
+    """
     return _operations(work, qk=2, pv=2), _bytes(work, 1, 1, 1, key_bytes, value_bytes)
 
 
 def count_two_calls(work: Workload) -> Count:
-    """Count one call per map: both read V; their outputs are written, read again and combined.
+    """Count one attention call per map: both read V; their outputs are written, read again and combined.
 
     In V2 both maps are one grouped call, which reads V once.
     """
@@ -70,19 +75,19 @@ def count_two_calls(work: Workload) -> Count:
 
 
 def count_four_calls(work: Workload) -> Count:
-    """Count one call per map and half of V; if V is as wide as K, V is not split and there are two calls."""
+    """Count one attention call per map and half of V; if V is as wide as K, V is not split and there are two calls."""
     if work.model.value_width == work.model.width:
         return count_two_calls(work)
     return _operations(work, qk=4, pv=2), _bytes(work, 2, 2, 2 + 2 + 1)
 
 
 def count_two_passes(work: Workload) -> Count:
-    """Count simulated logits, which are computed twice: for their scales, and to be rounded."""
+    """Count one kernel with simulated quantized logits, which it computes twice: for the scales, and to round them."""
     return _operations(work, qk=4, pv=2), _bytes(work, 2, 1, 1)
 
 
-def eager(work: Workload) -> Count:
-    """Count an implementation with whole maps in memory.
+def count_eager(work: Workload) -> Count:
+    """Count an implementation that stores whole attention maps in memory.
 
     Logits are written, read and written by softmax, and read by the subtraction; PV reads the result.
     """
@@ -94,15 +99,15 @@ def eager(work: Workload) -> Count:
 
 
 def count_eager_halves(work: Workload) -> Count:
-    """Count whole maps computed once for each half of V, as in transformers' DiffLlama."""
+    """Count an implementation that stores whole maps, computed once per half of V, as transformers' DiffLlama does."""
     model, entries = work.model, work.queries * work.keys * work.batch * work.model.pairs
     operations = 2 * entries * (4 * model.width + 2 * model.value_width)
     # Each of four maps: written by QK, read and written by softmax, read by PV.
     return operations, _bytes(work, 2, 2, 2 + 2 + 1) + 4 * 4 * entries * _element(work)
 
 
-def transformer(work: Workload) -> Count:
-    """Count the matched Transformer: 2h heads of width d, in one fused kernel."""
+def count_transformer(work: Workload) -> Count:
+    """Count one fused kernel of the matched Transformer: 2h heads of width d for a DIFF model with h pairs."""
     model = work.model
     entries = count_visible_logits(work.queries, work.keys) * work.batch * 2 * model.pairs
     kv_heads = model.kv_pairs if model.shares_keys else 2 * model.kv_pairs

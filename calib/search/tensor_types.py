@@ -71,9 +71,7 @@ def check_kinds(kinds: Iterable[str], maps: int = 1) -> None:
         raise UsageError("llama.cpp has no DIFF attention, so llama-quantize cannot use widths of this model")
     unnamed = sorted(set(kinds) - set(IN_LAYERS.values()))
     if unnamed:
-        raise UsageError(
-            f"a Llama's GGUF file has no tensors for {', '.join(unnamed)}, so llama-quantize cannot type them"
-        )
+        raise UsageError(f"a Llama's GGUF file has no tensors for {', '.join(unnamed)}; search other kinds of weights")
 
 
 def check_lines_output(file: Path, made: Path) -> None:

@@ -174,7 +174,7 @@ def test_tuning_takes_the_fastest_neighbour_that_is_right(monkeypatch):
     current["entry"] = {}
     monkeypatch.setattr(tune, "_milliseconds", milliseconds)
     monkeypatch.setattr(tune, "trying", trying)
-    before, now, changed = tune.improve("k/sm_90/128", shipped, lambda: None, lambda: True)
+    before, now, changed = tune.tune_config("k/sm_90/128", shipped, lambda: None, lambda: True)
     assert (before, changed) == (2.0, {"keys": 128, "stages": 3})
     assert now == pytest.approx(0.25 * 1.0)
-    assert tune.improve("k/sm_90/128", shipped, lambda: None, lambda: False)[2] == {}
+    assert tune.tune_config("k/sm_90/128", shipped, lambda: None, lambda: False)[2] == {}
