@@ -70,7 +70,7 @@ class BenchOptions:
         return self.dtype or _DEFAULT_DTYPES[self.device]
 
     def workloads(self, factor: int) -> list[Workload]:
-        """Return the workloads: prefill if `factor` is 1, else decoding a token with `factor` times as long contexts."""
+        """Return the workloads: prefill if `factor` is 1, else decoding a token at `factor` times longer contexts."""
         made = [
             Workload(find_model(name), length if factor == 1 else 1, factor * length, batch, self.chosen_dtype)
             for name in self.models or DEFAULT_MODELS[self.device]

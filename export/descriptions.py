@@ -128,11 +128,11 @@ def web_description(config: DiffTransformerConfig, tokens: SpecialTokens) -> dic
 
 
 def portable_config(plan: ExportPlan, tokens: SpecialTokens) -> dict[str, Any]:
-    """Return config.json with a model type that transformers.js and optimum support.
+    """Return config.json for a portable folder, with a model type that transformers.js and optimum support.
 
-    These find the names of the cache inputs by the model type, and the graph computes the model whatever its type. So
-    the model is described as a Llama, whose cache inputs have the same names; its sizes are those of the cache: a key
-    row holds both maps' keys. A hybrid with Mamba states is described as a GraniteMoeHybrid, with a type per layer.
+    Both use the model type only to find the names of the cache inputs. So the model is described as a Llama, whose
+    cache inputs have the same names. Sizes are those of the cache, whose key rows hold both maps' keys. A hybrid with
+    Mamba states is described as a GraniteMoeHybrid, with a type per layer.
     """
     config, spec, architecture = plan.config, plan.spec, plan.source.architecture
     kind: dict[str, Any] = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}

@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ExportTarget:
-    """An export format whose folders a runtime opens directly. A separate command writes it.
+    """An export format whose folders a runtime opens directly.
 
     GGUF is not one: a GGUF file is opened as a checkpoint. The functions import their libraries when called, since
     recognizing a folder must not need any.
 
     Attributes:
         name: name of the target in commands.
-        opens: returns whether a folder is such an export, by the names of its files only.
+        opens: returns whether a folder is in this format, by the names of its files only.
         runtime: returns the runtime with which evaluations open such folders; raises MissingDependencyError if a
             library is not installed.
     """

@@ -21,7 +21,7 @@ from diffquant.model.motif3.blocks import LatentAttentionBlock, StreamsBlock
 from diffquant.model.motif3.modeling import EPS, LARGEST_GATE, LARGEST_MIX, SMALLEST_SUM, Motif3Layer, Motif3Model
 from diffquant.model.reading import Reading
 from diffquant.model.windowed_cache import MixedCache
-from diffquant.onnx.architectures.experts import add_head_matrices, times
+from diffquant.onnx.architectures.experts import add_head_matrices, scale_by
 from diffquant.onnx.architectures.transformer import norm
 from diffquant.onnx.graph.decoder import EMBEDDED, LAYER_OUTPUT, Decoder
 from diffquant.onnx.graph.op import DOMAIN, NAME, OpAttributes, make_function
@@ -201,11 +201,14 @@ def read_streams(decoder: Decoder, x: str, place: str, block: StreamsBlock) -> t
     weight = graph.constant(f"{place}.weight", plan.vector(f"{place}.rms_norm.weight").numpy())
     read, mixed, writes = names = [f"{place}.{name}" for name in ("read", "mixed", "writes")]
     graph.add_all(READ_STREAMS, [x, weight, *inputs], names, DOMAIN)
-    return read, mixed, times(decoder, writes, block.post_scale, is_wide=True)
+    return read, mixed, scale_by(decoder, writes, block.post_scale, is_wide=True)
 
 
 def latent_attention(decoder: Decoder, x: str, place: str, block: LatentAttentionBlock) -> str:
-    """Add attention over latents; queries and outputs are multiplied by each group's key and value matrices."""
+    """Add attention over latents, and return its output's name.
+
+    Keys and values are not expanded: the key matrices multiply the queries, and the value matrices the outputs.
+    """
     graph, layer, spec = decoder.graph, block.layer, block.spec
     of_query, kept = decoder.products(x, [f"{place}.wq_a", f"{place}.wkv_a"])
     query_latent = norm(decoder, of_query, f"{place}.q_norm", RMSNormBlock(0, block.eps))
@@ -245,7 +248,7 @@ def _queries(decoder: Decoder, query_latent: str, place: str, block: LatentAtten
     latents = graph.add("Reshape", within, graph.int64("by_latent", (0, 0, spec.query_heads, block.latent)))
     queries = graph.add("Concat", latents, _rotate(decoder, turning, block), axis=-1)
     rows = graph.add("Reshape", queries, graph.int64("one_behind_another", (0, 0, -1)))
-    return times(decoder, rows, block.scale_factor)
+    return scale_by(decoder, rows, block.scale_factor)
 
 
 def _expansion(decoder: Decoder, place: str, block: LatentAttentionBlock, of_values: bool) -> str:

@@ -45,8 +45,8 @@ _MEMORY, _SHARED = "memory", "shared"
 class StateReference(Reference):
     """The torch reference of an exported SambaY.
 
-    A layer's memory and shared keys come from the earlier stages' computation in the same pass, whose inputs were the
-    runtime's hidden states.
+    The memory, keys and values that a layer reads from earlier layers are those that the reference computed for them in
+    the same pass, from the runtime's hidden states.
     """
 
     _flow: Flow | None = None
@@ -144,7 +144,7 @@ def mlp(decoder: Decoder, x: str, place: str, block: FusedMLPBlock) -> str:
 
 
 def attention(decoder: Decoder, x: str, place: str, block: FusedAttentionBlock) -> str:
-    """Add attention over the layer's keys and values, or over an earlier layer's if it has none."""
+    """Add attention over the layer's keys and values, or an earlier layer's, and return the output's name."""
     layer, graph = block.layer, decoder.graph
     projected = decoder.linear(x, f"{place}.Wqkv")
     if block.stored is None:
@@ -180,7 +180,7 @@ def mamba(decoder: Decoder, x: str, place: str, block: MambaBlock) -> str:
 
 
 def gated_memory(decoder: Decoder, x: str, place: str, block: GatedMemoryBlock) -> str:  # noqa: ARG001  sizes are the weights'
-    """Add a gated memory unit, which multiplies the last Mamba layer's output by a gate."""
+    """Add a gated memory unit, which gates the last Mamba layer's output, and return its output's name."""
     gate = _silu(decoder, decoder.linear(x, f"{place}.in_proj"))
     return decoder.linear(decoder.graph.add("Mul", decoder.left[_MEMORY], gate), f"{place}.out_proj")
 

@@ -49,7 +49,7 @@ def mlp(decoder: Decoder, x: str, place: str, block: MLPBlock) -> str:
 
 
 def attention(decoder: Decoder, x: str, place: str, block: AttentionBlock) -> str:
-    """Add attention, by the differential-attention op or a Transformer's, and return its output's name."""
+    """Add attention, as diffquant's op or as a Transformer's, with its output projection; return the output's name."""
     graph, spec = decoder.graph, block.spec
     q, k, v = decoder.products(x, [f"{place}.{name}" for name in PROJECTIONS])
     past, present = decoder.past(), decoder.present()

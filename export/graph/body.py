@@ -27,7 +27,7 @@ def body(
     cached: bool = True,
     gates: Collection[str] = (),
 ) -> FunctionProto:
-    """Return the op's function body.
+    """Return the function body of the differential-attention op.
 
     Args:
         kind: "contrib" (one node of ONNX Runtime's GroupQueryAttention) or "pure" (only standard ops).
@@ -35,13 +35,13 @@ def body(
         width: width d of a query head.
         opset: the model's version of the standard domain, 18 or later.
         cached: whether nodes have past keys and values as inputs.
-        gates: which of `GATES` nodes have as inputs.
+        gates: names among `GATES` of the gates that nodes have as inputs.
 
     Raises:
         UsageError: the kind cannot compute these attributes, or the cache is quantized and `cached` is false.
     """
     if attributes.kv_bit_width and not cached:
-        raise UsageError(f"a {attributes.kv_bit_width}-bit cache needs past_key and past_value, which tell its type")
+        raise UsageError(f"a {attributes.kv_bit_width}-bit cache needs past_key and past_value as inputs")
     is_contrib = kind == "contrib"
     problems = contrib_problems(attributes, width) if is_contrib else []
     if problems:
@@ -51,7 +51,7 @@ def body(
 
 
 def contrib_text(attributes: OpAttributes, width: int, gates: Collection[str] = ()) -> str:
-    """Return the nodes of the contrib body as text.
+    """Return the nodes of the "contrib" body as text in onnx's syntax.
 
     For generation 1, one attention over key rows k1|k2 computes both maps: queries [q1|0] and [0|q2] are padded with
     zeros, so that each is multiplied only with its map's keys.
@@ -118,7 +118,7 @@ def _masked_queries(attributes: OpAttributes, width: int) -> str:
 
 
 def contrib_problems(attributes: OpAttributes, width: int) -> list[str]:
-    """Return the reasons why GroupQueryAttention cannot compute the op for this head width; empty if it can."""
+    """Return the reasons why GroupQueryAttention cannot compute the op for query heads of this width."""
     row = 2 * width if attributes.generation == 1 else width
     problems = contrib_row_problems(row, bool(attributes.do_rotary))
     if attributes.logit_bits:
@@ -129,6 +129,6 @@ def contrib_problems(attributes: OpAttributes, width: int) -> list[str]:
 
 
 def contrib_row_problems(row: int, rotates: bool) -> list[str]:
-    """Return the reasons why GroupQueryAttention does not support key rows of this width; empty if it does."""
+    """Return the reasons why GroupQueryAttention does not support key rows of this width."""
     multiple = 16 if rotates else 8
     return [f"its rows are multiples of {multiple} wide, not {row}"] if row % multiple else []

@@ -16,7 +16,7 @@ ATTRIBUTES = ("K", "N", "bits", "block_size", "accuracy_level")
 
 
 def matmul_schema() -> OpSchema:
-    """Return the op's schema."""
+    """Return the ONNX schema of `diffquant::MatMulNBits`."""
     return OpSchema(
         MATMUL,
         DOMAIN,
@@ -37,7 +37,7 @@ def matmul_schema() -> OpSchema:
 
 
 def matmul_function(opset: int) -> FunctionProto:
-    """Return the op's function body: one node of ONNX Runtime's MatMulNBits.
+    """Return the function body of MatMulNBits: one node of ONNX Runtime's op with the same name.
 
     Args:
         opset: version of the standard domain, that of the model.
@@ -63,9 +63,9 @@ _POSITIONS = f"""   new = Shape <start = 1, end = 2> (query)
 
 
 def bounded_rows(heads: str, bits: int, rotates: bool) -> str:
-    """Return nodes, as text, that rotate queries and keys and clip keys and values [B, T, rows] from below.
+    """Return nodes, as text, that apply RoPE to queries and keys and clip keys and values from below.
 
-    They compute the values {heads}_turned, key_bounded and value_bounded.
+    Their inputs are [B, T, width]; their outputs are {heads}_turned, key_bounded and value_bounded.
 
     Args:
         heads: name of the queries, whose heads are as wide as key rows.
@@ -99,7 +99,7 @@ _ATTRIBUTES = dict.fromkeys((*_COPIED, "kv_bit_width"), OpSchema.AttrType.INT) |
 
 
 def quantized_attention_schema() -> OpSchema:
-    """Return the op's schema."""
+    """Return the ONNX schema of `diffquant::QuantizedAttention`."""
     return OpSchema(
         QUANTIZED_ATTENTION,
         DOMAIN,
@@ -134,7 +134,7 @@ def quantized_attention_schema() -> OpSchema:
 
 
 def quantized_attention_function(opset: int, bits: int, rotates: bool) -> FunctionProto:
-    """Return the op's function body: one node of ONNX Runtime's GroupQueryAttention, behind rotation and clipping.
+    """Return the function body of QuantizedAttention: RoPE and clipping, then ONNX Runtime's GroupQueryAttention.
 
     Args:
         opset: version of the standard domain, that of the model.
@@ -161,7 +161,7 @@ CAUSAL_CONVOLUTION, SELECTIVE_SCAN = "CausalConvolution", "SelectiveScan"
 
 
 def causal_convolution_schema() -> OpSchema:
-    """Return the op's schema."""
+    """Return the ONNX schema of `diffquant::CausalConvolution`."""
     return OpSchema(
         CAUSAL_CONVOLUTION,
         DOMAIN,
@@ -183,7 +183,7 @@ def causal_convolution_schema() -> OpSchema:
 
 
 def selective_scan_schema() -> OpSchema:
-    """Return the op's schema."""
+    """Return the ONNX schema of `diffquant::SelectiveScan`."""
     return OpSchema(
         SELECTIVE_SCAN,
         DOMAIN,
@@ -204,7 +204,7 @@ def selective_scan_schema() -> OpSchema:
 
 
 def causal_convolution_function(width: int, opset: int) -> FunctionProto:
-    """Return the op's function body: a multiply-add for each of the convolution's taps.
+    """Return the function body of CausalConvolution: a multiply-add for each of the convolution's taps.
 
     Args:
         width: number W of taps.
@@ -214,7 +214,7 @@ def causal_convolution_function(width: int, opset: int) -> FunctionProto:
 
 
 def selective_scan_function(opset: int) -> FunctionProto:
-    """Return the op's function body, with one Scan over the tokens.
+    """Return the function body of SelectiveScan: one Scan over the tokens.
 
     Args:
         opset: version of the standard domain, that of the model.

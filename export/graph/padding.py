@@ -48,9 +48,11 @@ class Tokens:
 
 
 def read_tokens(graph: "Graph", ids: str, mask: str, spans_rows: bool) -> Tokens:
-    """Add the nodes that read a mask [B, S], whose last T columns are those of the ids [B, T].
+    """Add nodes that move each sequence's tokens before its padding; return the names of the values they compute.
 
     Args:
+        ids: name of the token ids [B, T].
+        mask: name of the attention mask [B, S], whose last T columns are those of the ids.
         spans_rows: whether a scale of quantized logits spans several tokens: padding behind a cache would change it,
             so the graph then refuses such a mask.
     """
@@ -86,8 +88,8 @@ def read_tokens(graph: "Graph", ids: str, mask: str, spans_rows: bool) -> Tokens
     return Tokens(moved, counts, before, steps, places, last_place, lengths)
 
 
-def states_read(graph: "Graph", x: str, places: str) -> str:
-    """Add a gather of the hidden states [B, n, D] that the head reads: those of x [B, T, D] at indices [B, n]."""
+def gather_head_inputs(graph: "Graph", x: str, places: str) -> str:
+    """Add a gather of the hidden states that the head reads: those of x [B, T, D] at the indices `places` [B, n]."""
     index = graph.add("Unsqueeze", places, graph.int64("channels_axis", (2,)))
     return graph.add("GatherND", x, index, name=_STATES_READ, batch_dims=1)
 

@@ -43,7 +43,7 @@ def latent_widths(architecture: Architecture) -> tuple[int, int] | None:
 def op_spec(architecture: Architecture) -> DiffSpec:
     """Return the specification of the graph's attention nodes: the model's, or for latent attention one over latents.
 
-    Attention nodes over latents keep the logit scale of the model's own queries.
+    Nodes over latents use the logit scale of the model's `diff_spec` instead of the returned one.
     """
     spec, widths = architecture.diff_spec, latent_widths(architecture)
     if widths is None:
@@ -85,9 +85,11 @@ def _latent_scales(turned: Tensor, latent: Tensor, bits: int) -> list[np.ndarray
 
 
 def state_order(source: Source) -> tuple[Tensor, Tensor]:
-    """Return the index of each of the model's key channels [key heads, d] and value channels [h_kv, dv] in cache rows.
+    """Return where the exported cache stores each of the model's key and value channels.
 
-    The indices are into a token's exported keys or values, flattened over the KV pairs.
+    Returns:
+        Indices [key heads, d] of the key channels and [h_kv, dv] of the value channels, into a token's exported keys or
+        values, flattened over the h_kv KV pairs.
     """
     if widths := latent_widths(source.architecture):
         latent, turned = widths
@@ -159,7 +161,7 @@ class ExportPlan:
         }
 
     def read_small_matrix(self, name: str) -> Tensor:
-        """Read all rows of a matrix in float32."""
+        """Read a whole matrix in float32; use it for small ones, such as λ projections."""
         matrix = read_matrix(self.source, name, FULL)
         return matrix.floats(0, matrix.shape[0])
 
@@ -217,7 +219,7 @@ def check_exportable(source: Source, verb: str) -> None:
     """Check that an export exists for a checkpoint's architecture and for all of its blocks.
 
     Raises:
-        CheckpointError: there is none for some of them, which the message names.
+        CheckpointError: there is no export for the architecture or some blocks; the message names them.
     """
     architecture = source.architecture
     blocks = [*(block for layer in architecture.layers for block in layer.values()), architecture.final_norm[1]]
@@ -234,7 +236,7 @@ def _layer_problems(architecture: Architecture, options: ExportOptions) -> Itera
         yield f"{option_name('web')} shows attention in every layer, but its {' and '.join(others)} layers have none"
     cached = list(architecture.token_rows.values())
     if options.web and any(rows.window for rows in cached):
-        yield f"the page of {option_name('web')} draws whole maps, but some of its layers see a window"
+        yield f"the page of {option_name('web')} draws whole maps, but some layers attend only within a window"
     odd = {rows.values[1] for rows in cached if rows.values[1] % 2}
     if options.kv_bits == 4 and odd:
         what = "latents" if cached[0].is_latent else "cached values"
@@ -254,7 +256,7 @@ def _problems(source: Source, options: ExportOptions) -> list[str]:
     if spec.rope != "none" and angles >= _LARGEST_GRAPH:
         problems.append(
             f"its max_position_embeddings {config.max_position_embeddings:,} need {angles / 1e9:.1f} GB of angles, but "
-            "model.onnx must be below 2 GB: state fewer positions in config.json"
+            "model.onnx must be below 2 GB: reduce max_position_embeddings in config.json"
         )
     if spec.scale_by_init and spec.post_norm == "none":
         problems.append("it scales attention by 1 - λ_init without a norm")
@@ -273,7 +275,7 @@ def _problems(source: Source, options: ExportOptions) -> list[str]:
 
 
 def rounded_inputs(source: Source) -> list[str]:
-    """Return the schemes of activations in a checkpoint's recipe."""
+    """Return the schemes, as text, with which a checkpoint's recipe quantizes activations."""
     return sorted({str(scheme) for scheme in source.recipe.schemes_of("activations") if scheme.quantizes})
 
 
@@ -289,5 +291,5 @@ def _activation_problems(source: Source, options: ExportOptions) -> Iterator[str
 
 
 def key_width(spec: DiffSpec) -> int:
-    """Return the width dk of a KV pair's cached key row, which holds the keys of both maps in V1; it is also dv."""
+    """Return the width of a KV pair's cached keys, which in V1 are those of both maps; values are as wide."""
     return spec.layout.height("k_proj") // spec.kv_pairs

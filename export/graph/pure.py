@@ -15,13 +15,13 @@ from diffquant.recipe.numbers.simulation import SHIFT_RANGE
 
 
 def pure_text(attributes: OpAttributes, width: int, cached: bool, gates: Collection[str]) -> str:
-    """Return the nodes of the pure body as text.
+    """Return the nodes of the "pure" body as text in onnx's syntax.
 
     Args:
         attributes: attributes of the nodes that will use it.
         width: width d of a query head.
         cached: whether nodes have past keys and values as inputs.
-        gates: which of `GATES` nodes have as inputs.
+        gates: names among `GATES` of the gates that nodes have as inputs.
 
     Raises:
         UsageError: the cache has 6 bits, which standard ops cannot read.

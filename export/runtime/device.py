@@ -79,10 +79,10 @@ class RuntimeDevice:
             )
 
     def check_taken(self, session: ort.InferenceSession) -> None:
-        """Check that a session uses the device: if CUDA's libraries are missing, ONNX Runtime falls back to the CPU.
+        """Check that a session runs on the device: without CUDA's libraries, ONNX Runtime falls back to the CPU.
 
         Raises:
-            MissingDependencyError: the session does not use the device.
+            MissingDependencyError: the session does not run on the device.
         """
         if self.provider not in session.get_providers():
             raise MissingDependencyError(
@@ -139,6 +139,6 @@ def cuda_notes(dtype: str, kv_bits: int, is_fused: bool) -> list[str]:
 
 
 def describe_cpu_nodes(nodes: dict[str, int]) -> str:
-    """Format the number of nodes by operator that run on the CPU as a sentence."""
+    """Return a sentence with the number of nodes that run on the CPU, by operator."""
     operators = ", ".join(f"{operator} {count}" for operator, count in sorted(nodes.items(), key=lambda x: -x[1]))
     return f"{sum(nodes.values())} nodes run on the processor: {operators}"

@@ -43,7 +43,7 @@ class OnnxModel:
         cache: shape of the cache, or None if the model has none.
         vocabulary: number of logits per token.
         dtype: dtype of the logits.
-        device: device that it runs on.
+        device: device that the model runs on.
         gives_every_position: whether a call returns the logits of every new token, not only of each sequence's last.
     """
 
@@ -232,7 +232,7 @@ def session_options(threads: int = 0, native: bool = True) -> ort.SessionOptions
 
 
 def lacks_kernels(graph: onnx.ModelProto) -> bool:
-    """Return whether the graph has ops with native kernels, and there is no native library."""
+    """Return whether a graph has ops with native kernels although the native library is not built."""
     return library_path() is None and any((node.domain, node.op_type) in _NATIVE for node in graph.graph.node)
 
 
@@ -242,7 +242,7 @@ def _say_once_that_bodies_run() -> None:
     if OVERRIDE not in os.environ:
         logging.getLogger(__name__).warning(
             "no native library is built: ONNX Runtime computes the model by the ops' function bodies, which is slower; "
-            "python -m diffquant.onnx.native builds one"
+            "build it with python -m diffquant.onnx.native"
         )
 
 

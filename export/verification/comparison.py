@@ -48,10 +48,10 @@ from diffquant.onnx.verification.routes import (
     Run,
     Session,
     as_float32,
-    last_positions,
     list_sessions,
     prefill,
     routes,
+    run_last_positions,
 )
 from diffquant.recipe import Recipe
 from diffquant.support.names import option_name
@@ -67,7 +67,7 @@ _WORK_OF_LONG_CONTEXT, _WORK_OF_NOISE = 3, 4
 
 
 class Comparison:
-    """Compares a folder's sessions and routes with one reference."""
+    """Compares an exported folder with its torch reference, in every session and route (see `routes`)."""
 
     def __init__(
         self,
@@ -107,10 +107,10 @@ class Comparison:
         self._reached = 0
 
     def verification(self, scales: Measure | None, rotation: Measure | None, bodies: Sequence[str]) -> Verification:
-        """Run all sessions and routes, and return the results.
+        """Run all routes in all sessions, and return the result; the arguments are further results to include.
 
         Args:
-            scales: error of the cache's scales against calibration's, or None if there is none to compare.
+            scales: error of the cache's scales against the calibrated ones, or None if these are unknown.
             rotation: error of the RoPE tables, or None if there are none.
             bodies: nodes whose attributes differ from those of their function bodies, as sentences.
         """
@@ -215,7 +215,7 @@ class Comparison:
                     if session.is_folder
                     else model
                 )
-                runs = last_positions(used, self._beginnings)
+                runs = run_last_positions(used, self._beginnings)
             yield Route(session.name, IN_PLACE, (), (), *logits_errors(runs))
         # Rounded activations affect only matmuls, all kinds of which the routes above run; the graph is the same.
         if not session.rounds:

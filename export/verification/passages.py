@@ -49,7 +49,7 @@ def sample_passages(source: Source, config: DiffTransformerConfig) -> list[np.nd
 
 
 def cut_beginnings(passages: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Cut each passage to its first `BEGINNING` / `LONGEST` part."""
+    """Cut each passage [1, T] to the first `BEGINNING` / `LONGEST` of its tokens."""
     return [ids[:, : max(min(_SHORTEST, ids.shape[1]), ids.shape[1] * BEGINNING // LONGEST)] for ids in passages]
 
 
@@ -90,16 +90,16 @@ _MOST_UNCACHED = 1024
 
 
 def tested_length(model: OnnxModel, positions: int) -> int:
-    """Return the number of the context's positions that `iterate_far_calls` reaches."""
+    """Return how many of the context's positions, `positions` in all, `iterate_far_calls` reaches."""
     return min(positions, _most_rows(model.cache) + 1 if model.cache else _MOST_UNCACHED)
 
 
 def iterate_far_calls(
     model: OnnxModel, reference: Reference, passages: Sequence[np.ndarray], outputs: tuple[str, ...]
 ) -> Iterator[FarCalls]:
-    """Yield the outputs of single tokens at position 0 and behind ever longer random pasts, up to `tested_length`.
+    """Run single tokens at position 0 and behind random caches of growing length, up to `tested_length`.
 
-    A model without a cache runs one sequence of `tested_length` tokens instead of single tokens behind pasts.
+    A model without a cache runs one sequence of `tested_length` tokens instead of single tokens behind caches.
 
     Yields:
         The reference's `Reading` for some calls that are compared together, a list of each call's token ids [B, T], and
@@ -126,7 +126,7 @@ def iterate_far_calls(
 
 
 def past_lengths(end: int) -> list[int]:
-    """Return the numbers of cached tokens before the tested one, at most `end` - 1."""
+    """Return the numbers of cached tokens to test behind, ascending, up to `end` - 1."""
     last = end - 1
     powers = (2**power - 1 for power in range(10, last.bit_length() + 1, 4))
     return sorted({length for length in (*_PASTS, *powers, last) if 0 < length <= last})

@@ -64,8 +64,8 @@ class Reference:
         model: model with the exported weights' values.
         layers: number of layers.
         cache: quantized cache that rounds keys and values, or None if the cache has the activations' type.
-        rounds: whether some matmuls round their activations to int8.
-        flipping: relative noise with which some values move to a neighbouring code, attention logits included.
+        rounds: whether some of the export's matmuls round their activations to int8.
+        flipping: relative noise with which some quantized values, logits included, move to a neighbouring code.
         knows_rounding: whether ONNX Runtime's rounding of activations is a rule that is implemented here.
         packs: whether a layer can compute several sequences in one call.
     """
@@ -126,11 +126,11 @@ class Reference:
         return self._set(_is_rounding=rounds, _noise=noise)
 
     def cache_of(self, cache: "StaticCache | None") -> AbstractContextManager[None]:
-        """Round keys and values with another cache inside the context, or not at all with None."""
+        """Inside the context, round keys and values with this cache, or not at all if it is None."""
         return self._set(cache=cache, _is_other_cache=cache is not self.cache)
 
     def reading(self, reading: Reading) -> AbstractContextManager[None]:
-        """Split sequences into calls, or run them behind cached rows, inside the context."""
+        """Inside the context, split sequences into calls and run them behind a past as the `Reading` specifies."""
         return self._set(_reading=reading)
 
     @contextmanager
@@ -147,8 +147,8 @@ class Reference:
     def stage(self, number: int, sequences: Sequence[Tensor], firsts: Sequence[int] = ()) -> list[Tensor]:
         """Compute a stage's outputs for some sequences, [B, T - first, D or V] each.
 
-        A stage keeps its last whole sequence of each length. An input that is a prefix of one is not computed again. If
-        only the positions before `first` are the same, only those from `first` on are computed.
+        Results are reused: a stage stores its last whole sequence of each length. An input that is a prefix of a stored
+        one is not computed again. If only the positions before `first` are equal, those from `first` on are computed.
 
         Args:
             number: index of the stage in `stages`.
@@ -263,11 +263,11 @@ class Reference:
         return torch.cat(parts, 1), cache.held[0]
 
     def rows_of_a_cache(self, keys: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return random cache rows [1, h_kv, P, entries], changed where the model needs keys and values to agree."""
+        """Return random cached keys and values [1, h_kv, P, entries], changed if the model needs them to agree."""
         return keys, values
 
     def past(self, keys: np.ndarray, values: np.ndarray, states: Sequence[np.ndarray] = ()) -> Past:
-        """Convert the exported model's cache rows [1, h_kv, P, entries] and states [1, ...] for a `Reading`."""
+        """Convert an exported model's cached keys and values [1, h_kv, P, entries] and states for a `Reading`."""
         of_layer = tuple(torch.from_numpy(state.astype(np.float32)) for state in states)
         return Past.of(keys, values, self._orders, (of_layer[0], of_layer[1]) if of_layer else None)
 

@@ -41,7 +41,7 @@ class Measure:
 
 @dataclass(frozen=True)
 class Route:
-    """Errors of one way to run the passages in one session, against torch and against the session's prefill.
+    """Errors of one route, a way to feed passages to a session, against torch and against the session's prefill.
 
     Attributes:
         session: name of the session.
@@ -61,7 +61,7 @@ class Route:
 
     @property
     def of_logits(self) -> tuple[Measure, ...]:
-        """The errors of the logits that were measured."""
+        """The measured errors of the logits: none, one or two."""
         return tuple(each for each in (self.logits, self.against_prefill) if each is not None)
 
     @property
@@ -81,7 +81,7 @@ class Route:
 
 
 def loses_tokens(tokens: Mapping[str, TokenComparison]) -> bool:
-    """Return whether the first session's top-1 tokens agree with the reference less often than the second's."""
+    """Return whether the first session's top-1 tokens equal the reference's less often than the second session's do."""
     agreements = [each.agreement for each in tokens.values()]
     return len(agreements) > 1 and agreements[0] < agreements[1]
 
@@ -104,9 +104,9 @@ class Verification(Readable):
         scales: largest relative difference of the cache's scales from calibration's, or None if the folder has no
             record of its calibration.
         rotation: error of the RoPE tables divided by the error that rounding explains, or None if nothing is rotated.
-        failures: routes that ONNX Runtime cannot run, with its error.
-        bodies: nodes whose attributes differ from those of their function bodies: such a node computes something else
-            with the native library than without it.
+        failures: routes that ONNX Runtime cannot run, with the error.
+        bodies: nodes whose attributes differ from their function bodies, as sentences: such a node computes something
+            else with the native library than without it.
         tokens: next-token predictions of prefill compared with the float32 reference's, by session.
         notes: sentences for the user.
     """
@@ -138,7 +138,7 @@ class Verification(Readable):
 
     @property
     def largest_share(self) -> float:
-        """The largest ratio of any error to its limit; infinite if a NaN was measured."""
+        """Largest ratio of an error to its limit; infinite if an error is NaN."""
         beside = (self.cache, self.scales, self.rotation)
         routes = (measure for route in self.routes for measure in route.measures)
         return max((each.ratio for each in (*routes, *beside) if each is not None), default=0.0)
@@ -147,7 +147,7 @@ class Verification(Readable):
         return {"passed": self.passed, "verdict": self.verdict(), **asdict(self)}
 
     def verdict(self) -> str:
-        """Return a line with PASS and what was compared, or FAIL and where the folder first exceeds a limit."""
+        """Return one line: PASS and what was compared, or FAIL and where the folder first exceeds a limit."""
         if not self.passed:
             return f"FAIL: {self.folder}: {self.divergence()}"
         return (
@@ -234,7 +234,7 @@ def measures(
 
 
 def nearest_limit(of: Sequence[Measure]) -> Measure:
-    """Return the measure with the largest ratio to its limit."""
+    """Return the measure with the largest ratio of value to limit."""
     return max(of, key=lambda measure: measure.ratio)
 
 

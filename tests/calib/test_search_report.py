@@ -111,7 +111,7 @@ def test_a_search_of_another_model_or_of_other_targets_does_not_replace_a_recipe
     ):
         with pytest.raises(
             OutputExistsError,
-            match=rf"search-4\.5-bits\.json is of {earlier.model} \(weights\) .* of {named}; choose another output",
+            match=rf"5-bits\.json is a search of {earlier.model} \(weights\); .* of {named} would replace it; choose",
         ):
             check_same_search("4.5 bits", source, targets, folder)
 

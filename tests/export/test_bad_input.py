@@ -76,7 +76,7 @@ def test_options_that_no_runtime_has_are_refused(wrong, message):
 def test_an_opset_or_cache_the_installed_runtime_lacks_is_refused(source, tmp_path, monkeypatch):
     monkeypatch.setattr(options, "_newest_opset", lambda: 23)
     monkeypatch.setattr(options, "_runtime_version", lambda: (1, 24))
-    with pytest.raises(UsageError, match=r"takes opset 23 at most, not 25 and has no 8-bit KV cache; 1\.27 has"):
+    with pytest.raises(UsageError, match=r"supports opsets up to 23, not 25 and has no 8-bit KV cache; install 1\.27"):
         export(source, tmp_path / "out", ExportOptions(opset=25, kv_bits=8))
     assert not (tmp_path / "out").exists()
 

@@ -375,7 +375,7 @@ def test_a_session_without_a_library_says_so_once(plain, monkeypatch, caplog):
         OnnxModel(plain, 1)
     assert caplog.messages == [
         "no native library is built: ONNX Runtime computes the model by the ops' function bodies, which is slower; "
-        "python -m diffquant.onnx.native builds one"
+        "build it with python -m diffquant.onnx.native"
     ]
 
 

@@ -42,12 +42,12 @@ from diffquant.onnx.verification.report import (
 from diffquant.onnx.verification.rounding import (
     Disturbance,
     find_runtime_rounding,
-    keep,
+    leave_unrounded,
     round_by_block,
     round_by_row,
     round_inputs_once,
 )
-from diffquant.onnx.verification.routes import PREFILL, last_positions, prefill, routes
+from diffquant.onnx.verification.routes import PREFILL, prefill, routes, run_last_positions
 from diffquant.onnx.verifier import rotation_excess
 from tests.support.checkpoints import write_checkpoint
 from tests.support.exports import cache_ranges
@@ -59,7 +59,7 @@ from tests.support.tables import in_one_test
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("block", [16, 32, 64, 128])
 def test_the_rule_by_which_the_runtime_rounds_activations_is_found(bits, block):
-    assert find_runtime_rounding(bits, block) in (round_by_block, round_by_row, keep)
+    assert find_runtime_rounding(bits, block) in (round_by_block, round_by_row, leave_unrounded)
 
 
 @in_one_test(
@@ -67,9 +67,9 @@ def test_the_rule_by_which_the_runtime_rounds_activations_is_found(bits, block):
     [
         (round_by_block, round_by_block, round_by_block),
         (round_by_row, round_by_row, round_by_row),
-        (keep, keep, keep),
+        (leave_unrounded, leave_unrounded, leave_unrounded),
         (round_by_block, round_by_row, None),
-        (keep, round_by_block, None),
+        (leave_unrounded, round_by_block, None),
         (lambda x, block: 1.01 * x, lambda x, block: 1.01 * x, None),
     ],
 )
@@ -274,7 +274,7 @@ def test_routes_count_positions_that_were_read_behind_a_cache_alone(tmp_path):
         "batch decode": [(27, (27, 1, 1, 1)), (18, (18, 1, 1, 1))],
     }
     # The last logits of a prompt are compared, too, which a folder gives that gives no others.
-    found = [(run.first, run.calls) for run in last_positions(model, passages)]
+    found = [(run.first, run.calls) for run in run_last_positions(model, passages)]
     assert found == [(24, (25, *[1] * 5)), (20, (21,))]
     for run, ids in zip(runs["prefill"], passages, strict=True):
         assert run.states[-1].shape[:2] == ids.shape
