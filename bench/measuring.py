@@ -130,7 +130,7 @@ def status_bytes(status: str, name: str) -> int:
 
 
 def allocate_separate_pages() -> None:
-    """Make malloc of this process allocate each block as separate pages, which are released when it is freed.
+    """Make malloc of this process allocate each block as separate pages, which are released when the block is freed.
 
     Otherwise malloc reuses freed memory, and a call's allocations do not change the number of resident pages.
     """

@@ -56,7 +56,7 @@ Count = tuple[int, int]
 
 
 def count_fused_call(work: Workload, *, key_bytes: float | None = None, value_bytes: float | None = None) -> Count:
-    """Count one kernel that computes both maps.
+    """Count operations and bytes of one kernel that computes both maps.
 
     Args:
         key_bytes, value_bytes: stored bytes per element of a quantized cache's keys and values; by default those of the
@@ -66,7 +66,7 @@ def count_fused_call(work: Workload, *, key_bytes: float | None = None, value_by
 
 
 def count_two_calls(work: Workload) -> Count:
-    """Count one attention call per map: both read V; their outputs are written, read again and combined.
+    """Count operations and bytes of one call per map: both read V; outputs are written, read again and combined.
 
     In V2 both maps are one grouped call, which reads V once.
     """
@@ -75,19 +75,19 @@ def count_two_calls(work: Workload) -> Count:
 
 
 def count_four_calls(work: Workload) -> Count:
-    """Count one attention call per map and half of V; if V is as wide as K, V is not split and there are two calls."""
+    """Count operations and bytes of one call per map and half of V, or per map if V is as wide as K."""
     if work.model.value_width == work.model.width:
         return count_two_calls(work)
     return _operations(work, qk=4, pv=2), _bytes(work, 2, 2, 2 + 2 + 1)
 
 
 def count_two_passes(work: Workload) -> Count:
-    """Count one kernel with simulated quantized logits, which it computes twice: for the scales, and to round them."""
+    """Count operations and bytes with simulated quantized logits, computed twice: for their scales, then to round."""
     return _operations(work, qk=4, pv=2), _bytes(work, 2, 1, 1)
 
 
 def count_eager(work: Workload) -> Count:
-    """Count an implementation that stores whole attention maps in memory.
+    """Count operations and bytes of an implementation that stores whole attention maps in memory.
 
     Logits are written, read and written by softmax, and read by the subtraction; PV reads the result.
     """
@@ -99,7 +99,7 @@ def count_eager(work: Workload) -> Count:
 
 
 def count_eager_halves(work: Workload) -> Count:
-    """Count an implementation that stores whole maps, computed once per half of V, as transformers' DiffLlama does."""
+    """Count operations and bytes of whole maps computed once per half of V, as in transformers' DiffLlama."""
     model, entries = work.model, work.queries * work.keys * work.batch * work.model.pairs
     operations = 2 * entries * (4 * model.width + 2 * model.value_width)
     # Each of four maps: written by QK, read and written by softmax, read by PV.
@@ -107,7 +107,7 @@ def count_eager_halves(work: Workload) -> Count:
 
 
 def count_transformer(work: Workload) -> Count:
-    """Count one fused kernel of the matched Transformer: 2h heads of width d for a DIFF model with h pairs."""
+    """Count operations and bytes of one fused kernel for the matched Transformer, with 2h heads for h DIFF pairs."""
     model = work.model
     entries = count_visible_logits(work.queries, work.keys) * work.batch * 2 * model.pairs
     kv_heads = model.kv_pairs if model.shares_keys else 2 * model.kv_pairs

@@ -112,6 +112,7 @@ class RoundingLoss:
         self.noise += float((values - read_back).square_().sum(dtype=torch.float64))
 
     def to_fit(self, layer: int, target: str) -> Fit:
+        """Return the error of all values added so far, as that of a layer's target."""
         sqnr = 10 * math.log10(self._signal / self.noise) if self._signal and self.noise else math.inf
         return Fit(layer, target, self.clipped / max(1, self.count), sqnr)
 

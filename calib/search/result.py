@@ -180,7 +180,7 @@ def kl_per_megabit(units: Sequence[Measurement], width: Width) -> float:
 
 
 def kinds_table(result: SearchResult) -> Table:
-    """Return a table of the KL per saved bit of each kind of tensor, with the layer whose KL is largest."""
+    """Return a table of each kind's KL per saved bit, and of its layer with the largest KL at the narrowest width."""
     heads = ["kind", "target", *(f"KL per Mbit at {format_width(width)}" for width in result.widths), "worst layer"]
     lines = []
     for kind, units in group_by_kind(result).items():

@@ -20,7 +20,7 @@ from diffquant.support.names import option_name
 
 
 class OneDnnProducts(TorchFunctionMode):
-    """A context in which `linear` uses oneDNN for float32 on the CPU without gradients; the order of sums differs."""
+    """A context in which `linear` uses oneDNN for float32 on the CPU without gradients, which adds in another order."""
 
     def __torch_function__(
         self,

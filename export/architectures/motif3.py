@@ -186,8 +186,8 @@ def read_streams(decoder: Decoder, x: str, place: str, block: StreamsBlock) -> t
     """Add the ReadStreams node before attention or MLP.
 
     Returns:
-        Names of the input [B, T, D] of attention or MLP, the mixed streams [B, T, E, D], and the factors [B, T, E, 1]
-        with which its output is added to each stream.
+        Names of the input [B, T, D] of attention or MLP, of the mixed streams [B, T, E, D], and of the factors
+        [B, T, E, 1] with which the output of attention or MLP is added to each stream.
     """
     graph, plan = decoder.graph, decoder.plan
     decoder.function(read_streams_function(block.streams, block.rounds, decoder.options.opset))

@@ -74,6 +74,7 @@ class GgufReport(Readable):
     notes: tuple[str, ...]
 
     def summary(self) -> str:
+        """Return a few lines of text for the user."""
         size = compare_size(self.bytes_after, self.bytes_before, self.weights)
         lines = [f"{self.file}: {size}, in {self.seconds:.1f} s", f"  tensors: {_format_types(self.types)}"]
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])

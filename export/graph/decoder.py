@@ -61,6 +61,7 @@ class Decoder:
         self._functions: dict[str, FunctionProto] = {}
 
     def emit(self) -> None:
+        """Add all nodes to the graph, from the token ids to the logits; call it once, before `model`."""
         graph, options = self.graph, self.options
         ids = graph.input("input_ids", TensorProto.INT64, ["batch_size", SEQUENCE])
         mask = graph.input("attention_mask", TensorProto.INT64, ["batch_size", "total"])
@@ -84,6 +85,7 @@ class Decoder:
         graph.outputs.insert(0, graph.outputs.pop())
 
     def model(self, initializers: dict[str, TensorProto]) -> ModelProto:
+        """Return the finished ONNX model; `initializers` are the tensors of the data file, by name."""
         own = functions(self.config.hidden_act, self.options.opset) + list(self._functions.values())
         if self.spec.maps == 2:
             own.append(attention_function(self.plan, self.graph.nodes, self.attributes()))

@@ -50,10 +50,12 @@ class Matrix:
 
     @property
     def module(self) -> str:
+        """Name of the DiffTransformer module that has the weight."""
         return self.name.removesuffix(".weight")
 
     @property
     def elements(self) -> int:
+        """Number of elements of the weight."""
         return self.shape[0] * self.shape[1]
 
     @property

@@ -88,8 +88,8 @@ def state_order(source: Source) -> tuple[Tensor, Tensor]:
     """Return where the exported cache stores each of the model's key and value channels.
 
     Returns:
-        Indices [key heads, d] of the key channels and [h_kv, dv] of the value channels, into a token's exported keys or
-        values, flattened over the h_kv KV pairs.
+        Indices of the key channels [key heads, key width] and of the value channels [KV pairs, value width], into a
+        token's exported keys or values, flattened over the KV pairs.
     """
     if widths := latent_widths(source.architecture):
         latent, turned = widths

@@ -32,7 +32,7 @@ class Streamed:
         row_bytes: stored bytes of a row.
         width: elements of a row in the checkpoint.
         make: returns a tensor with the stored bytes of rows, given the first and the last (exclusive) row.
-        follows: whether it is stored right behind the tensor before it, so that both can be read as one.
+        follows: whether the data is stored directly after the preceding tensor's, so that both can be read as one.
     """
 
     name: str

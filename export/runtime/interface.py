@@ -59,9 +59,8 @@ def load_graph(folder: Path) -> ModelProto:
 def follow_links(model: ModelProto, path: Path) -> Path:
     """Replace symbolic links to a graph's data files by the files they lead to, and return the folder of these files.
 
-    Only the graph is changed, in which tensors then name these files.
-
-    Versions of ONNX Runtime differ in the links that they follow.
+    Only the graph is changed: its tensors then name these files. Versions of ONNX Runtime differ in the links that they
+    follow.
     """
     folder = path.parent
     for tensor in model.graph.initializer:

@@ -78,7 +78,7 @@ class OnnxRuntime:
         model = OnnxModel(folder, device=device, every_position=True)
         if device == "auto" and model.device.kind == "cpu" and torch.cuda.is_available():
             why = f"ONNX Runtime does not start on CUDA here; {install_command('onnx-gpu')} may help"
-            logging.getLogger(__name__).warning("%s runs on the processor: %s", folder, why)
+            logging.getLogger(__name__).warning("%s runs on the CPU: %s", folder, why)
         if fallbacks := model.fallbacks:
             logging.getLogger(__name__).warning("%s: %s", folder, describe_cpu_nodes(fallbacks))
         return OnnxLanguageModel(model, load_tokenizer(folder))

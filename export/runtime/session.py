@@ -143,8 +143,9 @@ class OnnxModel:
         """Run one call; return the named outputs as arrays, and the extended caches, which stay on the device.
 
         Args:
-            ids: int64 [B, T].
-            mask: int64 [B, S], a column for each token of this and of earlier calls; 0 for padding on either side.
+            ids: token ids, int64 [B, T].
+            mask: attention mask, int64 [B, S], a column for each token of this and of earlier calls; 0 for padding on
+                either side.
             past: caches from `empty_cache` or from the previous call.
         """
         binding = self.session.io_binding()

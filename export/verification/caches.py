@@ -34,7 +34,7 @@ def to_model_order(scales: Scales, orders: tuple[Tensor, Tensor]) -> tuple[Tenso
         orders: result of `state_order`.
 
     Returns:
-        Scales [1, key heads, 1, d] of keys and [1, h_kv, 1, dv] of values.
+        Scales [1, key heads, 1, key width] of keys and [1, KV pairs, 1, value width] of values.
     """
     keys, values = (torch.from_numpy(s.flatten())[at][None, :, None] for s, at in zip(scales, orders, strict=True))
     return keys, values
@@ -109,8 +109,8 @@ class Past:
     """Cached keys and values before a sequence, the same in all layers.
 
     Attributes:
-        keys: [1, key heads, P, d] in DiffTransformer's order; if the cache is quantized, codes as floats.
-        values: [1, h_kv, P, dv] in DiffTransformer's order; if the cache is quantized, codes as floats.
+        keys: [1, key heads, P, key width] in DiffTransformer's order; if the cache is quantized, codes as floats.
+        values: [1, KV pairs, P, value width] in DiffTransformer's order; if the cache is quantized, codes as floats.
         states: recurrent states [1, ...] of layers without keys and values, or None if there are no such layers.
     """
 
@@ -126,7 +126,7 @@ class Past:
         orders: tuple[Tensor, Tensor],
         states: tuple[Tensor, Tensor] | None = None,
     ) -> "Past":
-        """Convert an exported model's cached keys and values [1, h_kv, P, entries]; `orders` is from `state_order`."""
+        """Convert an export's cached keys and values [1, KV pairs, P, entries]; `orders` is from `state_order`."""
         flat = (torch.from_numpy(_codes(x)[0]).movedim(0, 1).flatten(1) for x in (keys, values))
         of_model = [rows[:, order].movedim(0, 1)[None].float() for rows, order in zip(flat, orders, strict=True)]
         return cls(of_model[0], of_model[1], states)

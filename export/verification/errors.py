@@ -30,6 +30,7 @@ class StageErrors:
 
     @property
     def largest(self) -> tuple[float, ...]:
+        """Largest error of each stage."""
         return self.quantile(1.0)
 
     def quantile(self, share: float) -> tuple[float, ...]:
@@ -205,7 +206,7 @@ def relative_rms(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
     """Return the RMS error of logits, relative to the standard deviation of the expected ones over the vocabulary.
 
     Args:
-        pairs: for each passage, computed and expected logits [1, T, V].
+        pairs: for each passage, computed and expected logits [1, T, vocabulary].
     """
     difference = spread = 0.0
     for got, wanted in pairs:
@@ -304,7 +305,7 @@ def compare_tokens(pairs: Iterable[tuple[Tensor, Tensor]]) -> TokenComparison:
     """Compare a model's next-token predictions with its reference's.
 
     Args:
-        pairs: for each sequence, logits of the reference and of the model, [1, T, V] each.
+        pairs: for each sequence, logits of the reference and of the model, [1, T, vocabulary] each.
     """
     divergences, same = [], []
     # A few positions at a time: float64 copies of all logits of a large vocabulary are slow to allocate.

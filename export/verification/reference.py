@@ -263,11 +263,16 @@ class Reference:
         return torch.cat(parts, 1), cache.held[0]
 
     def rows_of_a_cache(self, keys: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return random cached keys and values [1, h_kv, P, entries], changed if the model needs them to agree."""
+        """Return random cached keys and values [1, KV pairs, P, entries], changed if the model needs them to agree."""
         return keys, values
 
     def past(self, keys: np.ndarray, values: np.ndarray, states: Sequence[np.ndarray] = ()) -> Past:
-        """Convert an exported model's cached keys and values [1, h_kv, P, entries] and states for a `Reading`."""
+        """Convert an exported model's cached keys and values, and its recurrent states, for a `Reading`.
+
+        Args:
+            keys, values: [1, KV pairs, tokens, entries], as stored.
+            states: [1, ...] each; empty for a model without recurrent states.
+        """
         of_layer = tuple(torch.from_numpy(state.astype(np.float32)) for state in states)
         return Past.of(keys, values, self._orders, (of_layer[0], of_layer[1]) if of_layer else None)
 

@@ -119,7 +119,7 @@ def routes(model: OnnxModel, shares_prefixes: bool = True) -> Iterator[tuple[str
 
 
 def run_last_positions(model: OnnxModel, passages: Sequence[np.ndarray]) -> list[Run]:
-    """Run passages in a model that returns only the last position's logits, as an unchanged folder does.
+    """Run passages as an unchanged folder does, and return the logits of each call's last position only.
 
     The first passage is decoded in place as `diffquant run` does: past and present caches share their memory. The
     others run as one padded batch, in which each ends at its own column.
