@@ -42,7 +42,7 @@ class Unit:
             cache. Logits are not stored; their bytes are those of a code.
         parameter: name of the model's parameter, for weights.
         dtype: dtype in which the weight is written.
-        rows: indices of the parameter's rows that the unit consists of, or None for all.
+        rows: indices of the parameter's rows that the unit consists of, or None if it has all.
     """
 
     target: str

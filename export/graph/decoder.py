@@ -138,7 +138,7 @@ class Decoder:
         self._functions.setdefault(function.name, function)
 
     def attributes(self, window: int | None = None) -> OpAttributes:
-        """Return an attention node's attributes; `window` is the number of newest keys a query sees, None for all."""
+        """Return an attention node's attributes; `window` is the number of newest keys that a query sees."""
         spec, options = self.spec, self.options
         return OpAttributes(
             num_pairs=spec.pairs,

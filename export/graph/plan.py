@@ -250,7 +250,7 @@ def _problems(source: Source, options: ExportOptions) -> list[str]:
         problems.append(f"its activation {config.hidden_act!r} is not {' or '.join(EMITTED)}")
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in _MOVING_ROPE:
-        problems.append(f"its rope_type {rope['rope_type']!r} changes with the sequence's length")
+        problems.append(f"its RoPE angles depend on the sequence's length (rope_type {rope['rope_type']!r})")
     # Size of both RoPE tables, cosines and sines, with half a key row's channels each.
     angles = config.max_position_embeddings * key_width(spec) * options.torch_dtype.itemsize
     if spec.rope != "none" and angles >= _LARGEST_GRAPH:
@@ -261,7 +261,7 @@ def _problems(source: Source, options: ExportOptions) -> list[str]:
     if spec.scale_by_init and spec.post_norm == "none":
         problems.append("it scales attention by 1 - λ_init without a norm")
     if spec.value_dim != key_width(spec):
-        problems.append(f"its values are {spec.value_dim} wide, its keys {key_width(spec)}")
+        problems.append(f"its values have {spec.value_dim} channels and its keys {key_width(spec)}; both must be equal")
     if spec.maps == 1 and options.logits.quantizes:
         problems.append(f"a Transformer's logits cannot be rounded in ONNX Runtime: leave out {option_name('logits')}")
     if spec.maps == 1 and options.web:

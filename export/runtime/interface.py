@@ -93,7 +93,7 @@ def _problems_of(tensor: TensorProto, beside: Path, folder: Path) -> list[str]:
     places = {key: entries.get(key, "0") for key in ("offset", "length")}
     odd = [f"{key} {value[:40]!r}" for key, value in places.items() if not re.fullmatch("[0-9]{1,18}", value)]
     if odd:
-        return [f"{tensor.name} has {' and '.join(odd)}, which must be a number of bytes"]
+        return [f"{tensor.name} has {' and '.join(odd)}, which is not a number of bytes"]
     end = sum(map(int, places.values()))
     if end > file.stat().st_size:
         return [f"{location} is truncated: it has {file.stat().st_size} bytes, and {tensor.name} ends at {end}"]
@@ -143,7 +143,7 @@ class CacheShape:
 
 
 def read_interface(graph: onnx.GraphProto, file: Path) -> tuple[CacheShape | None, onnx.TypeProto.Tensor]:
-    """Return the shape of a graph's cache, or None without one, and the type of the logits [B, 1 or T, vocabulary].
+    """Return the shape of a graph's cache, if it has one, and the type of the logits [B, 1 or T, vocabulary].
 
     Raises:
         CheckpointError: the inputs or outputs are not those of an exported model; the message names every reason.

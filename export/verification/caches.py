@@ -148,7 +148,7 @@ class Reading:
 
     Attributes:
         calls: number of tokens in each call; empty for one call. A dynamic scale of the logits is per call.
-        past: cached rows before the sequence, or None if there are none.
+        past: cached keys and values before the sequence, or None if there are none.
     """
 
     calls: tuple[int, ...] = ()
@@ -163,7 +163,7 @@ class GrowingCache(DynamicCache):
 
     Attributes:
         static: cache that rounds keys and values, or None to leave them unchanged.
-        past: rows before the first call, or None if there are none.
+        past: keys and values before the first call, or None if there are none.
         held: keys and values after rounding, of each packed sequence or of the batch; () before the first call.
         lengths: number of each packed sequence's tokens in a call; () for a batch.
     """

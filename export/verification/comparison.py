@@ -29,9 +29,9 @@ from diffquant.onnx.verification.errors import (
 from diffquant.onnx.verification.passages import (
     LONG_CONTEXT,
     FarCalls,
+    count_reached_positions,
     cut_beginnings,
     iterate_far_calls,
-    tested_length,
 )
 from diffquant.onnx.verification.reference import Reference
 from diffquant.onnx.verification.report import (
@@ -231,7 +231,7 @@ class Comparison:
     def _long_context(self, session: Session, model: OnnxModel, usual: StageNoise) -> Route:
         """Compare calls at far positions of the context, each with the error that rounding explains."""
         found: list[tuple[tuple[Measure, ...], tuple[Measure, ...]]] = []
-        self._reached = tested_length(model, self._reference.model.config.max_position_embeddings)
+        self._reached = count_reached_positions(model, self._reference.model.config.max_position_embeddings)
         calls = iterate_far_calls(model, self._reference, self._passages, self._outputs)
         while far := self._read_far(calls, session):
             reading, sequences, given = far

@@ -89,7 +89,7 @@ _MOST_BYTES = 2**28
 _MOST_UNCACHED = 1024
 
 
-def tested_length(model: OnnxModel, positions: int) -> int:
+def count_reached_positions(model: OnnxModel, positions: int) -> int:
     """Return how many of the context's positions, `positions` in all, `iterate_far_calls` reaches."""
     return min(positions, _most_rows(model.cache) + 1 if model.cache else _MOST_UNCACHED)
 
@@ -97,16 +97,22 @@ def tested_length(model: OnnxModel, positions: int) -> int:
 def iterate_far_calls(
     model: OnnxModel, reference: Reference, passages: Sequence[np.ndarray], outputs: tuple[str, ...]
 ) -> Iterator[FarCalls]:
-    """Run single tokens at position 0 and behind random caches of growing length, up to `tested_length`.
+    """Run single tokens at position 0 and behind random caches of growing length, and yield their outputs.
 
-    A model without a cache runs one sequence of `tested_length` tokens instead of single tokens behind caches.
+    The last position is that of `count_reached_positions`. A model without a cache instead runs one sequence up to it.
+
+    Args:
+        model: exported model to run.
+        reference: torch reference, for its cache layout.
+        passages: token ids [1, T] to take tokens from.
+        outputs: names of the graph's values to return.
 
     Yields:
-        The reference's `Reading` for some calls that are compared together, a list of each call's token ids [B, T], and
-        a list of each call's `outputs`, [B, T, ...] each.
+        For calls that are compared together: the reference's `Reading`, each call's token ids [B, T], and each call's
+        `outputs`, [B, T, ...] each.
     """
     text = np.concatenate(passages, 1)
-    end = tested_length(model, reference.model.config.max_position_embeddings)
+    end = count_reached_positions(model, reference.model.config.max_position_embeddings)
     tokens = text[0, np.linspace(0, text.shape[1] - 1, TOKENS, dtype=int)][:, None]
     yield WHOLE, [tokens], [_read(model, tokens, outputs)]
     if model.cache is None:

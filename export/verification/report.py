@@ -96,7 +96,7 @@ class Verification(Readable):
         positions: number of tokens in the passages.
         reached: number of the context's positions that were tested with single tokens.
         stages: names of the stages in order.
-        routes: errors of every way to run the folder.
+        routes: errors of every route in every session.
         cache: ratio of the quantized cache's median rounding error to the error under scales fitted to the passages,
             in the layer with the largest ratio, or None if the cache has the activations' type.
         cache_layer: index of that layer.

@@ -25,7 +25,7 @@ class Session:
     Attributes:
         name: name in reports.
         rounds: whether matmuls round activations to int8.
-        accuracy_level: accuracy level for every quantized matmul, or None for the folder's.
+        accuracy_level: accuracy level of every quantized matmul, or None to use the folder's.
         runs_body: whether attention runs its function body although there is a native kernel.
         is_folder: whether the session computes the same as the unchanged folder.
     """
@@ -80,7 +80,7 @@ class Run:
     Attributes:
         states: requested values of the graph at every position, [1, T, ...] each.
         calls: number of tokens in each call.
-        first: first position to compare: the first one computed behind a cache, or 0 if none was.
+        first: first position to compare: the first that was computed with a cache before it, or 0 without a cache.
     """
 
     states: list[np.ndarray]

@@ -53,7 +53,7 @@ def folder(source, tmp_path):
     ("wrong", "message"),
     [
         ({"kv_bits": 6}, "no kernel reads a 6-bit KV cache"),
-        ({"embed_bits": 4}, "no kernel gathers 4-bit"),
+        ({"embed_bits": 4}, "no kernel reads 4-bit embeddings"),
         ({"dtype": "bfloat16"}, "unknown dtype"),
         ({"opset": 17}, "opset 17 is not within 18 to"),
         ({"accuracy_level": 2}, "accuracy level 2"),

@@ -31,7 +31,7 @@ from diffquant.onnx.verification.errors import (
     relative_rms,
     stage_errors,
 )
-from diffquant.onnx.verification.passages import iterate_far_calls, past_lengths, tested_length
+from diffquant.onnx.verification.passages import count_reached_positions, iterate_far_calls, past_lengths
 from diffquant.onnx.verification.reference import Reference
 from diffquant.onnx.verification.report import (
     Measure,
@@ -378,8 +378,8 @@ def test_a_long_context_without_a_cache_is_not_read_to_the_end_and_that_is_said(
 @in_one_test(("dtype", "as_floats"), [(np.int8, 1), (np.float32, 1), (np.uint8, 2)])
 def test_at_8_heads_of_64_channels_65536_rows_are_followed(dtype, as_floats):
     shape = SimpleNamespace(cache=CacheShape((), (), 8, 64 // as_floats, np.dtype(dtype)))
-    assert tested_length(shape, 131072) == 65537
-    assert tested_length(shape, 40000) == 40000
+    assert count_reached_positions(shape, 131072) == 65537
+    assert count_reached_positions(shape, 40000) == 40000
 
 
 def test_random_rows_are_as_large_as_a_passages_keys_and_values(tmp_path, monkeypatch):
