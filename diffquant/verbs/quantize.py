@@ -287,8 +287,9 @@ def _open(
     if (keep or rules_file) and not weights_only and is_read(source.checkpoint.config):
         asked = option_name("keep" if keep else "weight_rules")
         say(
-            f"note: {asked} chooses weights by name, as for an unknown architecture: the folder gets no modelling file "
-            f"and no cache scheme; for this {source.model_type} {option_name('overrides', 'PATTERN=16')} keeps some"
+            f"note: with {asked} weights are chosen by name, as for an unknown architecture, so the folder gets no "
+            f"modelling file and no cache scheme. diffquant supports {source.model_type}: to keep some weights at 16 "
+            f"bits use {option_name('overrides', 'PATTERN=16')} instead"
         )
     return source
 

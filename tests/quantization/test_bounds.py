@@ -189,13 +189,13 @@ def bomb(file, start, piece, mebibytes):
 def test_a_compressed_result_that_expands_without_end_is_refused_by_name(tmp_path):
     bomb(tmp_path / "sweep.json.xz", b'{"a":"', b"0", 1 << 10)
     with pytest.raises(ValueError, match=r"sweep\.json\.xz holds more than the limit of 256 MiB"):
-        files.read_stored_text(tmp_path / "sweep.json")
+        files.read_text_or_xz(tmp_path / "sweep.json")
     # Two streams behind one another are one file.
     (tmp_path / "two.json.xz").write_bytes(lzma.compress(b"[1,") + lzma.compress(b"2]"))
-    assert files.read_stored_text(tmp_path / "two.json") == "[1,2]"
+    assert files.read_text_or_xz(tmp_path / "two.json") == "[1,2]"
     (tmp_path / "none.json.xz").write_bytes(b"[1]")
     with pytest.raises(ValueError, match=r"none\.json\.xz is damaged"):
-        files.read_stored_text(tmp_path / "none.json")
+        files.read_text_or_xz(tmp_path / "none.json")
 
 
 @in_one_test("text", ["[" * 100_000, "[]", '{"cells": {}}', '{"cells": [1]}', '{"cells": [], "cells": []}'])
