@@ -181,7 +181,7 @@ def side_files(folder: Path) -> list[Path]:
     )
 
 
-def read_files(folder: Path) -> list[Path]:
+def list_behaviour_files(folder: Path) -> list[Path]:
     """List the side files that may change a model's or tokenizer's behaviour; logs and policies do not."""
     suffixes = SIDE_SUFFIXES | TOKENIZER_SUFFIXES
     return [

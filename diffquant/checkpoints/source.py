@@ -14,7 +14,7 @@ from torch import Tensor
 
 from diffquant.checkpoints.opening import check_tensors, open_checkpoint, restore_embedding
 from diffquant.checkpoints.reader import Checkpoint, read_stored_dtype, read_stored_recipe
-from diffquant.checkpoints.side_files import read_files
+from diffquant.checkpoints.side_files import list_behaviour_files
 from diffquant.checkpoints.texts import SpecialTokens, read_special_tokens
 from diffquant.checkpoints.tokenizer import open_tokenizer
 from diffquant.checkpoints.weight_source import WeightSource
@@ -53,7 +53,7 @@ def files_state(files: Iterable[Path]) -> FilesState:
 def _files(checkpoint: Checkpoint) -> list[Path]:
     files = checkpoint.weight_files()
     if checkpoint.path.is_dir():
-        files += [checkpoint.path / "config.json", *read_files(checkpoint.path)]
+        files += [checkpoint.path / "config.json", *list_behaviour_files(checkpoint.path)]
     return files
 
 
@@ -117,10 +117,10 @@ class Source:
         """
         # A subclass has blocks that these verbs do not know.
         if type(self.architecture) is not TransformerArchitecture:
-            raise self.not_taken(verb)
+            raise self.unsupported_error(verb)
         return self.architecture
 
-    def not_taken(self, verb: str, why: str = "") -> CheckpointError:
+    def unsupported_error(self, verb: str, why: str = "") -> CheckpointError:
         """Return the error that a verb does not support the model's layers."""
         kinds = ", ".join(dict.fromkeys(self.architecture.layer_kinds))
         others = "" if why else "export, verify, run, "

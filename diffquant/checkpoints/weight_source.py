@@ -21,7 +21,7 @@ from diffquant.support.names import NAMED, did_you_mean, first_few
 
 
 @dataclass(frozen=True)
-class WeightRules:
+class PackingRules:
     """Patterns (shell wildcards in any case) over tensors' whole names.
 
     Attributes:
@@ -35,7 +35,7 @@ class WeightRules:
     keep: tuple[str, ...]
 
     @classmethod
-    def read(cls, file: Path | None = None, keep: tuple[str, ...] = ()) -> "WeightRules":
+    def read(cls, file: Path | None = None, keep: tuple[str, ...] = ()) -> "PackingRules":
         """Read the default rules; a YAML file replaces sections of them, and `keep` adds patterns.
 
         Raises:
@@ -62,7 +62,7 @@ class WeightRules:
         return asdict(self)
 
 
-def modules_to_ignore(rules: WeightRules) -> tuple[str, ...]:
+def modules_to_ignore(rules: PackingRules) -> tuple[str, ...]:
     """Return regular expressions of modules that readers must not quantize, under any checkpoint's names.
 
     A tied head has no tensor, but readers see its module. Modules that the caller keeps may have longer names in the
@@ -99,7 +99,7 @@ def _sections(text: str, what: str) -> dict[str, tuple[str, ...]]:
         entries = parse_yaml(text)
     except ValueError as error:
         raise UsageError(f"cannot read {what}: {error}") from error
-    known = [field.name for field in fields(WeightRules)]
+    known = [field.name for field in fields(PackingRules)]
     if not isinstance(entries, dict):
         raise UsageError(f"{what} must be a mapping of {', '.join(known)}")
     unknown = [str(key) for key in entries if key not in known]
@@ -132,7 +132,7 @@ class WeightSource:
     """
 
     checkpoint: Checkpoint
-    rules: WeightRules
+    rules: PackingRules
     packed: Mapping[str, Scheme]
 
     @property
@@ -165,7 +165,7 @@ class WeightSource:
         return [name.removesuffix(".weight") for name, info in tensors if _is_matrix(name, info)]
 
 
-def open_weights(path: Path | str | WeightSource, rules: WeightRules | None = None) -> WeightSource:
+def open_weights(path: Path | str | WeightSource, rules: PackingRules | None = None) -> WeightSource:
     """Open a checkpoint of any architecture to work on its weights.
 
     Args:
@@ -179,13 +179,13 @@ def open_weights(path: Path | str | WeightSource, rules: WeightRules | None = No
     if isinstance(path, WeightSource):
         return path
     checkpoint = open_checkpoint(Path(path))
-    rules = rules or WeightRules.read()
+    rules = rules or PackingRules.read()
     _check_keep(rules, checkpoint)
     return WeightSource(checkpoint, rules, read_schemes(checkpoint.config, list_packed_modules(checkpoint.tensors)))
 
 
-def _check_keep(rules: WeightRules, checkpoint: Checkpoint) -> None:
-    shipped = WeightRules.read().keep
+def _check_keep(rules: PackingRules, checkpoint: Checkpoint) -> None:
+    shipped = PackingRules.read().keep
     unmatched = [
         pattern
         for pattern in rules.keep

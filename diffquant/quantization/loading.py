@@ -18,7 +18,7 @@ from diffquant.quantization.magnitudes import Magnitudes
 from diffquant.quantization.plan import plan_quantization
 from diffquant.quantization.rounded_weight import quantize_as_stored
 from diffquant.quantization.roundings import rounding_named
-from diffquant.quantization.targets import find_targets, unpacked_dtypes
+from diffquant.quantization.targets import find_packable_modules, unpacked_dtypes
 from diffquant.recipe import Recipe, RecipeLike
 from diffquant.recipe.scheme import Scheme
 from diffquant.support.devices import as_dtype, resolve_device
@@ -83,7 +83,7 @@ def load(
     if not isinstance(device_map, Places):
         device_map = Places.of(device, device_map, offload_folder, max_memory)
     if device_map is not None and packed:
-        raise UsageError("packed weights stay on one device; leave out packed, or device_map")
+        raise UsageError("packed weights cannot be spread over devices; leave out packed, or device_map")
     device = resolve_device(device)
     source = open_source(path)
     recipe = None if recipe is None else Recipe.parse(recipe)
@@ -105,7 +105,7 @@ def load(
 
 def _quantized_linears(source: Source, packed: Collection[str]) -> dict[str, str]:
     """Return the Linears whose inputs a recipe may round: the model's name -> the checkpoint's."""
-    adapter, targets = source.adapter, find_targets(source)
+    adapter, targets = source.adapter, find_packable_modules(source)
     names = {name.removesuffix(".weight"): adapter.source_name(name) for name in source.architecture.parameters}
     stored = {name: of_weight.removesuffix(".weight") for name, of_weight in names.items()}
     return {name: module for name, module in stored.items() if module in packed and targets.rounds_input(module)}
@@ -176,8 +176,8 @@ def recipe_of_run(source: Source, recipe: Recipe | None) -> tuple[Recipe, dict[s
     """Return the recipe that a model runs under, and the scheme of each weight that is rounded during loading.
 
     Args:
-        recipe: recipe of cache, logits and activations, which replaces all of the checkpoint's, and of weights that are
-            not packed yet; or None to use the checkpoint's recorded recipe.
+        recipe: recipe to run under, which replaces the checkpoint's recorded one, except for packed weights; or None to
+            use the recorded one.
 
     Raises:
         UsageError: the recipe quantizes weights that are quantized already, or does not fit the checkpoint.

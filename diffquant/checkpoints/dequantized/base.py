@@ -288,7 +288,7 @@ def read_group_size(entry: Mapping[str, Any], problems: list[str]) -> int:
     return -1
 
 
-def check_plain(entry: Mapping[str, Any], read: Mapping[str, tuple[Any, ...]], problems: list[str]) -> None:
+def check_settings(entry: Mapping[str, Any], read: Mapping[str, tuple[Any, ...]], problems: list[str]) -> None:
     """Add a problem for each setting of quantization_config whose value is not supported."""
     problems += [
         f"{key} of quantization_config is {entry[key]!r}, expected {' or '.join(map(repr, values))}"

@@ -24,7 +24,7 @@ from diffquant.checkpoints.dequantized.base import (
     Contents,
     Parts,
     RoundedMatrix,
-    check_plain,
+    check_settings,
     list_modules_with,
     read_count,
     read_group_size,
@@ -46,7 +46,7 @@ def read_gptq(entry: Mapping[str, Any], stored: Checkpoint) -> Contents:
     parts = Parts(stored)
     # Libraries write either key.
     formats = {key: tuple(_VERSIONS) for key in ("checkpoint_format", "format")}
-    check_plain(entry, formats | {"pack_dtype": ("int32",), "is_marlin_format": (False,)}, parts.problems)
+    check_settings(entry, formats | {"pack_dtype": ("int32",), "is_marlin_format": (False,)}, parts.problems)
     if not isinstance(entry.get("dynamic") or {}, Mapping):
         parts.problems.append("dynamic of quantization_config is not a mapping from expressions to settings")
     _bits_and_size(entry, parts)
@@ -169,7 +169,7 @@ def read_awq(entry: Mapping[str, Any], stored: Checkpoint) -> Contents:
     parts = Parts(stored)
     read_count(entry, "bits", range(_AWQ_BITS, _AWQ_BITS + 1), parts.problems)
     # Newer versions of transformers call the version "format".
-    check_plain(entry, dict.fromkeys(("version", "format"), ("gemm", "GEMM")), parts.problems)
+    check_settings(entry, dict.fromkeys(("version", "format"), ("gemm", "GEMM")), parts.problems)
     if entry.get("backend") == "llm-awq":
         parts.problems.append("backend of quantization_config is 'llm-awq', whose words have another order")
     size = read_group_size(entry, parts.problems)

@@ -93,7 +93,7 @@ class NumberFormat(ABC):
     # What a scale is.
 
     def scale_dtype(self, dtype: "torch.dtype") -> "torch.dtype":
-        """Return the dtype of the scales of a weight whose unquantized dtype is `dtype`; always 16 bits.
+        """Return the dtype of the scales of a weight whose unquantized dtype is `dtype`: by default one of 16 bits.
 
         A 16-bit dtype is kept. Wider dtypes become bfloat16, which has float32's range, so that no scale overflows.
         """
@@ -133,9 +133,9 @@ class NumberFormat(ABC):
         return to_storable_scale(largest / self.largest, self.largest, dtype or largest.dtype)
 
     def storable(self, scale: "Tensor", dtype: "torch.dtype") -> "Tensor":
-        """Return the storable scale closest to a computed one, which may be negative.
+        """Round scales, which may be negative, to the nearest values that a checkpoint can store.
 
-        The result is limited so that scale · lowest level does not overflow.
+        They are limited so that scale · lowest level does not overflow.
         """
         import torch
 
@@ -203,11 +203,11 @@ class NumberFormat(ABC):
         return ratio.copy_(self.values(self.codes(ratio, ratio.new_ones(())), ratio.dtype))
 
     def nearest_(self, ratio: "Tensor") -> "Tensor":
-        """Like `round_to_levels_`, but also use the levels that absmax leaves unused."""
+        """Round values, already divided by their scale, in place to the nearest levels, also those unused by absmax."""
         return self.round_to_levels_(ratio)
 
     def decode(self, codes: "Tensor", scale: "Tensor") -> "Tensor":
-        """Return levels · scale in the scale's dtype, as every reader of the checkpoint computes it."""
+        """Dequantize codes: return level · scale in the scale's dtype, as every reader of a checkpoint computes it."""
         return self.values(codes, scale.dtype) * scale
 
     # Codes and bytes.
@@ -290,7 +290,8 @@ def register(number_format: NumberFormat) -> None:
     """Register a format, so that schemes can use its name.
 
     Raises:
-        UsageError: the name is taken or not allowed, or the levels are not.
+        UsageError: the name is taken, or does not consist of lowercase letters, digits and underscores; or the levels
+            are not ascending, lack 0, or are more than 256.
     """
     name, levels = number_format.name, number_format.levels
     if name in FORMATS:
