@@ -77,7 +77,7 @@ def stage_output(destination: Path, key: Mapping[str, Any], nbytes: int, overwri
 
 
 def check_output(source: Path, destination: Path, overwrite: bool) -> None:
-    """Check, before any work and before the source is opened, that an output overwrites nothing it must not.
+    """Check, before the source is opened, that an output overwrites only what it may.
 
     Raises:
         UsageError: source and destination overlap, or nothing can be written there.
@@ -119,7 +119,7 @@ def _recorded_files(folder: Path) -> set[str]:
 
 
 def add_to_record(folder: Path, files: Iterable[Path]) -> None:
-    """Add files to an output's record, if it has one, so that `overwrite` may replace them."""
+    """Add files to the record in an output folder, if there is one, so that `overwrite` may replace them."""
     if recorded := _recorded_files(folder):
         names = recorded | {file.relative_to(folder).as_posix() for file in files}
         write_atomically(folder / RECORD, _record_json(read_json(folder / RECORD), names))

@@ -32,7 +32,10 @@ Origin = tuple[str | None, Tensor | None, Change | None]
 
 
 def check_conversion(target: str, source: Source) -> None:
-    """Check that a source can be converted to a target.
+    """Check that a source can be converted.
+
+    Args:
+        target: "diffllama", "diff-v2" or "rotated".
 
     Raises:
         UsageError: this source cannot be converted exactly to the target.
@@ -41,7 +44,7 @@ def check_conversion(target: str, source: Source) -> None:
     if target not in (*_SOURCE_TYPES, ROTATED):
         raise UsageError(f"cannot convert to {target!r}; choose from {', '.join((*_SOURCE_TYPES, ROTATED))}")
     if target == ROTATED:
-        source.transformer(f"convert with {option_name('to', ROTATED)}")
+        source.transformer(f"convert ({option_name('to', ROTATED)})")
         return
     model_type = source.model_type
     if model_type != _SOURCE_TYPES[target]:
@@ -51,10 +54,13 @@ def check_conversion(target: str, source: Source) -> None:
 
 
 def convert_config(target: str, source: Source) -> dict[str, Any]:
-    """Make the target's config.json.
+    """Return the content of the converted checkpoint's config.json.
+
+    Args:
+        target: as in `check_conversion`.
 
     Raises:
-        CheckpointError: the source has settings that the target has no place for.
+        CheckpointError: the source has settings that the target's config.json cannot express.
     """
     if target == ROTATED:
         # A tied head cannot contain the final norm's weight.
@@ -63,14 +69,20 @@ def convert_config(target: str, source: Source) -> dict[str, Any]:
 
 
 def find_origin(target: str, source: Source, adapter: Adapter, name: str) -> Origin:
-    """Return the source tensor, row order and change that make a tensor of the target; `adapter` is the target's."""
+    """Return the source tensor, row order and change that a tensor of the converted checkpoint is computed with.
+
+    Args:
+        target: as in `check_conversion`.
+        adapter: adapter of the converted checkpoint.
+        name: name of the tensor in the converted checkpoint.
+    """
     if target == ROTATED:
         return _rotated_origin(source, name)
     return _diffllama_origin(source, adapter, name) if target == "diffllama" else _diff_v2_origin(source, name)
 
 
 def describe_change(target: str, source: Source) -> str:
-    """Describe the change for the model card."""
+    """Describe for the model card what a conversion to `target`, as in `check_conversion`, changes."""
     if target != ROTATED:
         return _CHANGES[target]
     width, spec = source.architecture.hidden_size, source.spec

@@ -85,7 +85,7 @@ def read_header(data: memoryview, tokens: Iterable[str] = ()) -> Header:
     if is_pointer(data):
         raise CheckpointError(POINTER)
     if bytes(data[:4]) != _MAGIC:
-        raise CheckpointError("it does not start like a GGUF file")
+        raise CheckpointError("it is not a GGUF file, since it does not begin with 'GGUF'")
     cursor = _Cursor(data, len(_MAGIC), {text.encode(): text for text in tokens})
     try:
         version = cursor.scalar("I")

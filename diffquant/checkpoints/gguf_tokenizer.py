@@ -104,7 +104,7 @@ def _splits() -> dict[str, tuple[str, ...]]:
 
 
 def split_name(tokenizer: Mapping[str, Any]) -> str | None:
-    """Return the `tokenizer.ggml.pre` with which llama.cpp splits text like a tokenizer, or None if there is none.
+    """Return the value of `tokenizer.ggml.pre` with which llama.cpp splits text as a tokenizer does, or None.
 
     Args:
         tokenizer: content of tokenizer.json.

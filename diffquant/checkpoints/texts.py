@@ -48,7 +48,7 @@ def check_prompt(prompt: str) -> None:
         UsageError: it is empty, or holds bytes that are not UTF-8, which Python passes on as halves of characters.
     """
     if not prompt.strip():
-        raise UsageError("the prompt is empty")
+        raise UsageError("the prompt is empty; give some text")
     try:
         prompt.encode()
     except UnicodeEncodeError as error:
@@ -94,10 +94,15 @@ def tokens_left(ids: Sequence[int], vocabulary: int, context: int, tokenizer: An
         UsageError: no token fits, or the prompt has no tokens or one that is not in the vocabulary.
     """
     if not ids:
-        raise UsageError("the model's tokenizer encodes the prompt as no tokens: it has none of these characters")
+        raise UsageError(
+            "the model's tokenizer encodes the prompt as no tokens, since its vocabulary has none of the characters; "
+            "give another prompt"
+        )
     check_tokens(ids, vocabulary, tokenizer)
     if len(ids) >= context:
-        raise UsageError(f"the prompt has {len(ids)} tokens; the model's context ends at {context}")
+        raise UsageError(
+            f"the prompt has {len(ids)} tokens; the model's context ends at {context}, so give a shorter prompt"
+        )
     return context - len(ids)
 
 
@@ -105,7 +110,7 @@ def iterate_text_pieces(tokens: Iterable[int], decode: Callable[[list[int]], str
     """Yield the text of tokens as they arrive; the pieces together are the text of all of them.
 
     Args:
-        decode: function from tokens to their text; the first token may lose its leading space.
+        decode: function from tokens to their text; the text may lack the leading space of the first token.
     """
     # The latest tokens, beginning with one that has text and was yielded, and how many of them were yielded.
     window: list[int] = []

@@ -95,7 +95,7 @@ def _check_files(path: Path) -> None:
 
 
 def explain_class_difference(path: Path) -> str:
-    """Explain how the class that other engines load differs from tokenizer.json; "" if it does not.
+    """Explain how the tokenizer class that other engines load differs from tokenizer.json, or return "" if it does not.
 
     Raises:
         CheckpointError: the tokenizer cannot be read.
@@ -178,7 +178,7 @@ def _wrap_as_class(path: Path, of_class: Any) -> Any:
 
 
 def first_difference(of_class: Any, of_file: Any) -> str | None:
-    """Return the first text that two tokenizers encode or decode differently, or None."""
+    """Return a sample text that two tokenizers encode or decode differently, or None if there is no such sample."""
     if of_class is of_file:
         return None
     prose = data.books_text()[: _PARTS * _PART]

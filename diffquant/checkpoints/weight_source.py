@@ -22,7 +22,9 @@ from diffquant.support.names import NAMED, did_you_mean, first_few
 
 @dataclass(frozen=True)
 class PackingRules:
-    """Patterns (shell wildcards in any case) over tensors' whole names.
+    """Rules that decide by names which tensors of a checkpoint may be packed.
+
+    A pattern consists of shell wildcards, must match a tensor's whole name, and ignores case.
 
     Attributes:
         linears: patterns of matrices [out, in] that may be packed.
@@ -36,7 +38,11 @@ class PackingRules:
 
     @classmethod
     def read(cls, file: Path | None = None, keep: tuple[str, ...] = ()) -> "PackingRules":
-        """Read the default rules; a YAML file replaces sections of them, and `keep` adds patterns.
+        """Read the bundled rules, changed by a file and by further patterns.
+
+        Args:
+            file: YAML file whose sections, named like the attributes, replace those of the bundled rules.
+            keep: patterns to add to `keep`.
 
         Raises:
             UsageError: the file cannot be read, has an unknown section, or a section is not a list of patterns.
@@ -51,11 +57,11 @@ class PackingRules:
         return replace(rules, keep=rules.keep + keep)
 
     def matches_weight(self, name: str, axes: int) -> bool:
-        """Return whether a tensor's name and number of axes are a packable weight's; `keep` may still exclude it."""
+        """Return whether a tensor with this name and number of axes may be packed, unless `keep` excludes it."""
         return matches(name, {2: self.linears, 3: self.experts}.get(axes, ()))
 
     def may_be_mask(self, name: str, axes: int) -> bool:
-        """Return whether a tensor may be a mask, which may contain -inf: its name is no weight, bias or λ."""
+        """Return whether a tensor may be a mask, which may contain -inf, since its name is of no weight, bias or λ."""
         return not self.matches_weight(name, axes) and not matches(name, ("*.weight", "*.bias", "*lambda*"))
 
     def to_dict(self) -> dict[str, Any]:
@@ -63,10 +69,10 @@ class PackingRules:
 
 
 def modules_to_ignore(rules: PackingRules) -> tuple[str, ...]:
-    """Return regular expressions of modules that readers must not quantize, under any checkpoint's names.
+    """Return regular expressions of modules that loaders of the packed checkpoint must leave unquantized.
 
-    A tied head has no tensor, but readers see its module. Modules that the caller keeps may have longer names in the
-    model than in the checkpoint, as in transformers' models for images and text.
+    They include heads, since a tied head has a module but no tensor, and the user's patterns to keep. Modules may have
+    a longer name in the model than in the checkpoint, as in transformers' models for images and text.
     """
     # Imported here, since checkpoints of known architectures do not need yaml.
     from diffquant.support.yaml_text import parse_yaml
@@ -127,7 +133,7 @@ class WeightSource:
 
     Attributes:
         checkpoint: reader of its config and tensors.
-        rules: rules that choose its weights.
+        rules: rules that select the weights that may be packed.
         packed: scheme of each module whose weight is stored packed; empty for a 16-bit checkpoint.
     """
 
@@ -146,7 +152,7 @@ class WeightSource:
 
     @cached_property
     def weights(self) -> dict[str, str]:
-        """Tensor name, by module, of every weight that could be packed, including those that a rule keeps unpacked."""
+        """Tensor name, by module, of every weight that can be packed, including those that `rules.keep` excludes."""
         names = [
             name
             for name, info in self.checkpoint.tensors.items()
@@ -156,7 +162,7 @@ class WeightSource:
 
     @cached_property
     def linears(self) -> list[str]:
-        """Modules whose weights the rules choose."""
+        """Modules whose weights the rules select for packing."""
         return [module for module, name in self.weights.items() if not matches(name, self.rules.keep)]
 
     def matrices(self) -> list[str]:
@@ -170,11 +176,11 @@ def open_weights(path: Path | str | WeightSource, rules: PackingRules | None = N
 
     Args:
         path: a folder of safetensors; an open source is returned unchanged.
-        rules: rules that choose the weights; by default the bundled ones.
+        rules: rules that select the weights to pack; by default the bundled ones.
 
     Raises:
         CheckpointError: the checkpoint is damaged or incomplete.
-        UsageError: one of the caller's patterns to keep matches no tensor.
+        UsageError: a pattern in `rules.keep` that is not a bundled one matches no tensor.
     """
     if isinstance(path, WeightSource):
         return path

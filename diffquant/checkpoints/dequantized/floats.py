@@ -66,7 +66,7 @@ def read_float_matrix(
     if spread is None:
         parts.problems.append(
             f"{codes} is {info.dtype} {list(info.shape)}, which does not fit the scale {scale_info.dtype} "
-            f"{list(scale_info.shape)}{'' if above in stored.tensors else ' without a scale of the tensor'}"
+            f"{list(scale_info.shape)}{'' if above in stored.tensors else ' without a scale per tensor'}"
         )
         return None
     has_above = kind == "NVFP4" and above is not None
@@ -103,7 +103,14 @@ def _kind(codes: torch.dtype, scales: torch.dtype, group: int | None, has_above:
 def find_spread(
     scales: tuple[int, ...], shape: tuple[int, ...], group: int | None = None, block: tuple[int, int] | None = None
 ) -> Spread | None:
-    """Return the function that expands scales of a shape to rows of a matrix [..., out, in], or None if none fits."""
+    """Return the function that picks the scales of given rows of a matrix, or None if the shapes do not fit.
+
+    Args:
+        scales: shape of the stored scales.
+        shape: shape of the matrix [..., out, in].
+        group: number of neighbouring inputs that share a scale, if known.
+        block: height and width of the blocks that share a scale, if known.
+    """
     *lead, height, width = shape
     experts, stated = math.prod(lead), tuple(n for n in scales if n != 1)
     if not stated:
@@ -134,12 +141,16 @@ def find_spread(
 
 
 def model_dtype(config: Mapping[str, Any]) -> torch.dtype:
-    """Return the model's dtype in config.json, to which libraries dequantize; bfloat16 by default."""
+    """Return the dtype that config.json gives the model, to which libraries dequantize; bfloat16 if it gives none."""
     return DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch."), torch.bfloat16)
 
 
 def find_unscaled(stored: Checkpoint, found: Mapping[str, object]) -> list[str]:
-    """List a problem for each weight of 8-bit dtype for which no scale was found."""
+    """List a problem for each weight of an 8-bit dtype that is not among the matrices found, as its scales are missing.
+
+    Args:
+        found: matrices by name.
+    """
     small = (torch.uint8, torch.int8, *FLOAT8)
     return [
         f"{name} is {info.dtype}, and its scales are missing"
@@ -201,7 +212,7 @@ def _read_scaled(
     found = {}
     for scale, codes in scales.items():
         if codes not in stored.tensors:
-            parts.problems.append(f"{scale} exists without {codes}")
+            parts.problems.append(f"{scale} exists, but {codes} is missing")
         elif matrix := read_float_matrix(stored, parts, codes, scale, multiplier=f"{scale}_2", block=block):
             found[codes] = matrix
     parts.problems += find_unscaled(stored, found)
