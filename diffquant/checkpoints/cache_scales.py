@@ -27,7 +27,7 @@ def has_engine_format(recipe: Recipe) -> bool:
 
 
 def scale_names(adapter: Adapter) -> dict[str, str]:
-    """Return the tensor names of a checkpoint's cache scales, by name of the range: "layers.0.k" for the first keys."""
+    """Return the tensor names of a checkpoint's cache scales, by name of the calibrated range, such as "layers.0.k"."""
     layers = range(adapter.architecture.num_hidden_layers)
     modules = {n: adapter.source_name(f"model.layers.{n}.self_attn.k_proj.weight").rsplit(".", 2)[0] for n in layers}
     return {f"layers.{n}.{target}": f"{modules[n]}.{target}_scale" for n in layers for target in ("k", "v")}
@@ -41,7 +41,7 @@ def scales_of(adapter: Adapter, ranges: Mapping[str, Tensor]) -> dict[str, float
 
 
 def stored_ranges(checkpoint: Checkpoint, adapter: Adapter) -> dict[str, Tensor]:
-    """Return the ranges that a checkpoint's cache scales cover, or an empty mapping if it has no such scales.
+    """Return the calibrated ranges that follow from a checkpoint's cache scales; empty if it has no such scales.
 
     Raises:
         CheckpointError: a scale is not finite and above zero.

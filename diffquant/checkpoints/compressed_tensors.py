@@ -87,7 +87,10 @@ def unpack_parts(parts: Mapping[str, Tensor], shape: Sequence[int], scheme: Sche
 
 
 def weight_scale(values: Tensor, scheme: Scheme, dtype: torch.dtype | None = None) -> Tensor:
-    """Compute the stored absmax scale of a weight: [out, in/g], [out, 1], [1] or, for blocks, [⌈out/b⌉, ⌈in/b⌉].
+    """Compute the stored absmax scales of a weight.
+
+    Their shape is [out, in/g] for groups of g values, [⌈out/b⌉, ⌈in/b⌉] for blocks of b x b values, [out, 1] for rows,
+    and [1] for a tensor.
 
     Args:
         values: [out, in] finite floats.

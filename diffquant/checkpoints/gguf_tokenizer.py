@@ -36,7 +36,7 @@ def load_gguf_tokenizer(path: Path) -> Any:
     """Load the tokenizer of a GGUF file.
 
     Raises:
-        CheckpointError: it splits text in a way that is not known here.
+        CheckpointError: diffquant does not know how it splits text.
         Exception: transformers cannot read it.
     """
     from transformers import AutoTokenizer

@@ -54,7 +54,7 @@ class Places:
 
     @property
     def device(self) -> str:
-        """Name of the device that computes, to which weights in memory or on disk are moved; "auto" for that map."""
+        """Name of the computing device, to which weights in memory or on disk are moved; "auto" if `device_map` is."""
         if isinstance(self.device_map, str):
             return "auto"
         place = next((place for place in self.device_map.values() if place not in ("cpu", "disk")), "cpu")

@@ -33,7 +33,7 @@ _VERSION = "2"
 
 @dataclass(frozen=True)
 class Ranges:
-    """Ranges of one model's activations.
+    """Calibrated ranges of one model's activations: the magnitudes that the largest code stands for.
 
     Attributes:
         model: fingerprint of the checkpoint that was calibrated.
@@ -87,7 +87,7 @@ class Ranges:
 
 
 def check_ranges_used(file: Path | str | None, recipes: Iterable[Recipe]) -> None:
-    """Check that some recipe uses the given file of ranges.
+    """Check that at least one recipe has a static scheme, if a file of ranges is given.
 
     Raises:
         UsageError: no recipe has a static scheme.

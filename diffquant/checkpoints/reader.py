@@ -37,7 +37,7 @@ SAFETENSORS_DTYPES = {
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor's entry in a header.
+    """What a checkpoint's header contains about a tensor.
 
     Attributes:
         dtype: data type of the tensor.

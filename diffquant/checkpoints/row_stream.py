@@ -40,7 +40,7 @@ class Block:
     """Rows of one or more output tensors, and their rounding error.
 
     Attributes:
-        pieces: for each output tensor, the number of the first row in this block, and the rows.
+        pieces: for each output tensor, by name, the index of its first row in this block, and its rows in the block.
         error, total: sums of squares of the rounding error and of the source's values.
     """
 

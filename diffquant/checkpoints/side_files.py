@@ -247,7 +247,7 @@ def check_links(folder: Path) -> None:
 
 
 def leads_inside(folder: Path, file: Path) -> bool:
-    """Return whether a file, links followed, is in the folder or in the "blobs" of the hub's cache that holds it.
+    """Return whether a file, after following links, is in a folder or in the "blobs" of the hub's cache around it.
 
     Hugging Face's cache has REPOSITORY/snapshots/COMMIT, of links to REPOSITORY/blobs; the folder may lie in a commit.
     """

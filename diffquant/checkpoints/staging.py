@@ -106,7 +106,7 @@ def lock_output(destination: Path) -> Iterator[None]:
     """Lock an output against a second run; the lock ends with the process, however it ends.
 
     Raises:
-        DiffQuantError: another run holds it.
+        DiffQuantError: another run holds the lock.
     """
     file = hidden_sibling(destination, "lock")
     # Not the soft lock that filelock falls back to: a file that a killed run leaves would block all later ones.

@@ -45,7 +45,7 @@ def check_prompt(prompt: str) -> None:
     """Check that a prompt is text.
 
     Raises:
-        UsageError: it is empty, or holds bytes that are not UTF-8, which Python passes on as halves of characters.
+        UsageError: it is empty, or contains surrogates, which Python makes of command-line bytes that are not UTF-8.
     """
     if not prompt.strip():
         raise UsageError("the prompt is empty; give some text")
@@ -56,7 +56,7 @@ def check_prompt(prompt: str) -> None:
 
 
 def to_divisor(temperature: float) -> float:
-    """Return the number to divide logits by before sampling: the temperature, but at least `_COLDEST`.
+    """Return the number to divide logits by before sampling: the temperature, but at least 1e-30.
 
     At lower temperatures even the closest float32 logits select the top-1 token, and quotients overflow.
     """
@@ -71,7 +71,7 @@ def check_tokens(ids: Sequence[int], vocabulary: int, tokenizer: Any) -> None:
         tokenizer: tokenizer that returned the ids.
 
     Raises:
-        UsageError: an id is not.
+        UsageError: an id is not in the vocabulary.
     """
     if ids and (token := max(ids)) >= vocabulary:
         spelling = tokenizer.convert_ids_to_tokens(token)
@@ -139,7 +139,7 @@ class SpecialTokens:
     Attributes:
         bos: token that begins a text, or None if there is none.
         ends: tokens that end a text: generation stops at the first of them.
-        pad: token that fills a batch, or None if there is none.
+        pad: token that pads the shorter texts of a batch, or None if there is none.
     """
 
     bos: int | None

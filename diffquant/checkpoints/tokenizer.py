@@ -48,7 +48,7 @@ _PART, _PARTS = 400, 10
 
 
 def has_tokenizer(path: Path) -> bool:
-    """Return whether a checkpoint has a tokenizer's files; a .gguf file holds its tokenizer."""
+    """Return whether a checkpoint has files of a tokenizer; true for a .gguf file, which contains its tokenizer."""
     return path.is_file() or any((path / name).exists() for name in _FILES)
 
 
@@ -56,7 +56,7 @@ def load_tokenizer(path: Path | str) -> Any:
     """Load the checkpoint's tokenizer from its own files, without running code of the checkpoint.
 
     Raises:
-        CheckpointError: there is none, it cannot be read, or it is a Python program.
+        CheckpointError: there is none, it cannot be read, or it needs Python code of the checkpoint.
     """
     path = local_path(Path(path))
     _check_files(path)

@@ -166,7 +166,7 @@ class WeightSource:
         return [module for module, name in self.weights.items() if not matches(name, self.rules.keep)]
 
     def matrices(self) -> list[str]:
-        """Return every module that may be a Linear, narrow ones included."""
+        """Return the names of all modules that may be Linears, including those too narrow to be packed."""
         tensors = self.checkpoint.tensors.items()
         return [name.removesuffix(".weight") for name, info in tensors if _is_matrix(name, info)]
 

@@ -109,7 +109,7 @@ def _config_classes() -> "list[type[PreTrainedConfig]]":
 
 
 class LoadedModel:
-    """Class that `AutoModelForCausalLM` uses for diffquant's model types; it calls `diffquant.load`."""
+    """Class that `AutoModelForCausalLM` uses for diffquant's model types: `diffquant.load` as `from_pretrained`."""
 
     @classmethod
     def from_pretrained(

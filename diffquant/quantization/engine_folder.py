@@ -85,7 +85,12 @@ def require_angles(rope: Mapping[str, Any], style: str) -> None:
 
 
 def config_for_engines(config: Mapping[str, Any], adapter: Adapter) -> dict[str, Any]:
-    """Return the content of config.json with `architectures` and, under `diff_model`, the modelling file's settings."""
+    """Return the content of config.json with the entries that inference engines need.
+
+    A Llama gets `rope_theta` and `architectures`. A model that the modelling file can run gets, in addition, `auto_map`
+    and the modelling file's settings under `diff_model`. Other DiffTransformers get only `rope_theta`, and other models
+    get nothing.
+    """
     architecture = adapter.architecture
     if type(architecture) is not TransformerArchitecture:
         return dict(config)
@@ -140,7 +145,7 @@ def remove_code_files(folder: Path) -> list[str]:
 
 
 def describe_ignored_schemes(config: Mapping[str, Any]) -> str:
-    """Return a list, as text, of the recipe's schemes that other engines ignore: of cache, logits and operands.
+    """List, as text, the recipe's schemes of cache, logits and operands that other engines ignore; "" if none.
 
     Args:
         config: content of config.json.

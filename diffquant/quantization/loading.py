@@ -66,8 +66,8 @@ def load(
         packed: whether packed weights stay packed, or are dequantized to `dtype`. By default they stay packed in half
             precision on CUDA, where kernels can read them. Weights whose group size the kernels do not support (not a
             multiple of 16) are always dequantized.
-        scales: file of ranges calibrated on this checkpoint, for static schemes; in place of those that the checkpoint
-            may hold of its cache.
+        scales: file of ranges calibrated on this checkpoint, for static schemes. They replace ranges of the cache that
+            the checkpoint may contain.
         device_map: devices for a model that is larger than one device: "auto", or a mapping from module names to
             devices, "cpu" or "disk", as in accelerate and transformers; or a `Places`, which also contains the next
             two arguments. Weights are dequantized then.
@@ -173,7 +173,7 @@ def check_loadable(source: Source, recipes: Iterable[Recipe]) -> None:
 
 
 def recipe_of_run(source: Source, recipe: Recipe | None) -> tuple[Recipe, dict[str, Scheme]]:
-    """Return the recipe that a model runs under, and the scheme of each weight that is rounded during loading.
+    """Return the recipe that a model runs under, and by module the scheme of each weight that loading rounds.
 
     Args:
         recipe: recipe to run under, which replaces the checkpoint's recorded one, except for packed weights; or None to

@@ -123,7 +123,7 @@ class QuantizationPlan:
 
     @property
     def has_motif3_layout(self) -> bool:
-        """Whether only experts are packed, in the layout of the model's official quantized release."""
+        """Whether only experts are packed, in the layout of Motif-3's official NVFP4 release."""
         return any(isinstance(part, Motif3Experts) for tensor in self.tensors for part in tensor.parts)
 
     @property

@@ -202,7 +202,13 @@ _ONLY_HERE = (
 def pack_job(
     checkpoint: Checkpoint, tensor: PlannedTensor, rounder: Rounder, magnitudes: Magnitudes | None = None
 ) -> Job:
-    """Return the job that computes a weight's codes and scales, a block of rows at a time."""
+    """Return the job that computes a weight's codes and scales, a block of rows at a time.
+
+    Args:
+        tensor: the weight, with the modules that it is packed as.
+        rounder: rounding prepared for the checkpoint.
+        magnitudes: as in `RoundedWeight`.
+    """
     scheme = tensor.scheme
     height, width = math.prod(tensor.info.shape[:-1]), tensor.info.shape[-1]
     tile, rows_each = scheme.sharing.tile or 1, height // len(tensor.parts)

@@ -18,8 +18,8 @@ class RoundingSettings:
 
     Attributes:
         name: name of a registered rounding, see `quantization.roundings`; checked when a checkpoint is opened.
-        text: calibration data for a rounding with `needs_text`: one or more sources as `checkpoints.calibration`
-            defines them. Files are relative to the working directory. The bundled text by default.
+        text: calibration data, for a rounding that reads any: one or more sources in the form that `read_calibration`
+            accepts. Files are relative to the working directory. The bundled text by default.
         tokens: number of tokens to read; by default the rule decides.
         window: number of tokens in each sequence of calibration data; by default the rule decides.
         inputs: the layer inputs that weights are rounded for: "rounded" are computed with the earlier layers already
@@ -96,7 +96,7 @@ class RoundingSettings:
 
     @property
     def options(self) -> dict[str, str | int]:
-        """The options that were given, by name."""
+        """The given settings that do not select calibration data, by name."""
         named = {name: given for name in (*ROUNDING_OPTIONS, "seed") if (given := getattr(self, name)) is not None}
         return named if self.imatrix is None else named | {"imatrix": str(self.imatrix)}
 

@@ -27,8 +27,8 @@ class Transform:
         name: name in a scheme: "shift" in "4:row:shift".
         targets: targets of a recipe that support it.
         reason: clause that explains why only these targets support it, appended to their names in an error.
-        excludes: transforms and granularities that it cannot be combined with, or "uneven levels" for formats with
-            such.
+        excludes: transforms and granularities that it cannot be combined with, or "uneven levels" for all formats
+            that are not `is_even`.
         reads: tokens that one token's result depends on: only itself, its whole sequence, or a fixed tile of tokens
             that starts at a multiple of the tile's length.
     """
@@ -147,7 +147,7 @@ class Scheme:
 
     @property
     def bits(self) -> int:
-        """Width of the codes of an integer format; 16 if not quantized.
+        """Number of bits of an integer format's codes; 16 if not quantized.
 
         Raises:
             UsageError: the format is not an integer format.

@@ -51,7 +51,7 @@ def read_compressed_tensors(entry: Mapping[str, Any], stored: Checkpoint) -> Con
     """Read the matrices of a compressed-tensors folder, or return None if it is read packed.
 
     Raises:
-        CheckpointError: tensors or settings are not what the layouts have; the first are named.
+        CheckpointError: tensors or settings do not match the layouts; the first are named.
     """
     if records_activations(stored.config):
         return None

@@ -184,10 +184,10 @@ def read_fp8(entry: Mapping[str, Any], stored: Checkpoint) -> Contents:
 
     A module has weight float8_e4m3fn and weight_scale_inv, which multiplies despite its name, [⌈out/128⌉, ⌈in/128⌉] for
     `weight_block_size` [128, 128]. Experts in one tensor T have T_scale_inv. A static `activation_scheme` adds
-    activation_scale. AutoFP8 calls the two weight_scale, one number, and input_scale.
+    activation_scale. AutoFP8 has weight_scale, which is one number, and input_scale instead.
 
     Raises:
-        CheckpointError: tensors or settings are not what the layout has; the first are named.
+        CheckpointError: tensors or settings do not match the layout; the first are named.
     """
     parts = Parts(stored)
     size = entry.get("weight_block_size")
@@ -237,13 +237,13 @@ _ALGORITHMS = (
 def read_modelopt(entry: Mapping[str, Any], stored: Checkpoint) -> Contents:
     """Read the matrices of a ModelOpt folder, or of Motif-3's own NVFP4 release.
 
-    A module has weight, weight_scale, with NVFP4 weight_scale_2, and input_scale if engines round activations;
-    attention has k_scale and v_scale of an FP8 cache beside its projections. Experts in one tensor have no ".weight",
-    and their tensors are named like gate_up_proj_weight_scale. Dtypes and shapes show each tensor's format, so a folder
-    may mix formats. In Motif-3's release, `modelopt_nvfp4`, only the experts are packed, with one weight_scale_2 each.
+    A module has weight and weight_scale. NVFP4 adds weight_scale_2, rounded activations add input_scale, and an FP8
+    cache adds k_scale and v_scale to attention's projections. Experts in one tensor have no ".weight", and their
+    tensors are named like gate_up_proj_weight_scale. Dtypes and shapes show each tensor's format, so a folder may mix
+    formats. In Motif-3's release, `modelopt_nvfp4`, only experts are packed, with one weight_scale_2 for each expert.
 
     Raises:
-        CheckpointError: tensors or settings are not what the layout has; the first are named.
+        CheckpointError: tensors or settings do not match the layout; the first are named.
     """
     parts = Parts(stored)
     algorithm = entry.get("quant_algo")

@@ -41,7 +41,7 @@ def read_gptq(entry: Mapping[str, Any], stored: Checkpoint) -> Contents:
     """Read the matrices of a GPTQ folder.
 
     Raises:
-        CheckpointError: tensors or settings are not what the layout has; the first are named.
+        CheckpointError: tensors or settings do not match the layout; the first are named.
     """
     parts = Parts(stored)
     # Libraries write either key.
@@ -156,13 +156,13 @@ _PLACES = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
 
 @register("awq")
 def read_awq(entry: Mapping[str, Any], stored: Checkpoint) -> Contents:
-    """Read the matrices of an AWQ folder, version "gemm": eight 4-bit outputs per int32 word, in the order `_PLACES`.
+    """Read the matrices of an AWQ folder, version "gemm": eight 4-bit outputs per int32 word, in AWQ's own order.
 
-    A module has qweight int32 [in, out/8], qzeros int32 [groups, out/8] and scales [groups, out]; a group is
-    g neighbouring inputs: w[o, i] = scales[i // g, o] · (q[i, o] − z[i // g, o]).
+    A module has qweight int32 [in, out/8], qzeros int32 [groups, out/8] and scales [groups, out]. A group consists of g
+    neighbouring inputs: w[o, i] = scales[i // g, o] · (q[i, o] − z[i // g, o]).
 
     Raises:
-        CheckpointError: tensors or settings are not what the layout has; the first are named.
+        CheckpointError: tensors or settings do not match the layout; the first are named.
 
     Source: AutoAWQ 0.2.9, utils/packing_utils.py.
     """

@@ -66,7 +66,7 @@ def round_with_clipping(
 def search_scale(
     values: Tensor, number_format: NumberFormat, dtype: torch.dtype, weights: Tensor | None = None
 ) -> Tensor:
-    """Return the scale of least squared error, using all codes, including -2^(b-1), which absmax leaves unused.
+    """Return the scale of least squared error, using all levels, including the lowest, which absmax leaves unused.
 
     The scale may clip. For integers it is negative if the largest value is positive, so that the largest magnitude is
     on the negative side, which has one more code.

@@ -91,7 +91,7 @@ def compensate(values: Tensor, inputs: Inputs, scheme: Scheme, dtype: torch.dtyp
         dtype: dtype of the stored scale.
 
     Returns:
-        Codes int8 [rows, in], and the scale [rows, in/g] or [rows, 1].
+        Codes int8 [rows, in], and scales [rows, in/g] for groups of g inputs, or [rows, 1].
     """
     # Columns are processed one after another, so each is made contiguous.
     columns, size = values.mT.contiguous(), scheme.size or values.shape[1]

@@ -47,10 +47,10 @@ class Moments:
 
 
 def group_by_input(walk: Walk[State], layer: nn.Module, state: State) -> tuple[list[list[str]], State]:
-    """Run a layer and return the names of its linear modules, grouped by shared input, in the order of their calls.
+    """Run a layer on its input `state`, and group its linear modules by their input.
 
     Returns:
-        The groups of names, and the layer's output for `state`.
+        Names of the modules that share each input, in the order of their calls; and the layer's output.
     """
     called: list[tuple[str, Tensor]] = []
     names = [name for name, module in layer.named_modules() if isinstance(module, nn.Linear)]
@@ -68,14 +68,14 @@ def group_by_input(walk: Walk[State], layer: nn.Module, state: State) -> tuple[l
 def collect_inputs(
     walk: Walk[State], layer: nn.Module, modules: Sequence[str], state: State
 ) -> tuple[Mapping[str, Tensor], State]:
-    """Run a layer on `state`; return the inputs [N, in] of the given modules by name, and the layer's output."""
+    """Run a layer on its input `state`; return the inputs [N, in] of some modules by name, and the layer's output."""
     seen: dict[str, Tensor] = {}
     with _hooks(layer, modules, lambda name, x: seen.update({name: x.flatten(0, -2)})):
         return seen, walk.run(layer, state)
 
 
 def input_of(walk: Walk[State], layer: nn.Module, module: str, state: State) -> Tensor:
-    """Run a layer on `state` only up to the given module, and return the module's input [N, in]."""
+    """Run a layer on its input `state`, but only up to a module, and return the module's input [N, in]."""
     seen: list[Tensor] = []
 
     def stop(_name: str, x: Tensor) -> None:

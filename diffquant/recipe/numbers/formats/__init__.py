@@ -31,7 +31,7 @@ class NumberFormat(ABC):
         quantizes: whether values are rounded; False only for 16 bits.
         block: number of neighbouring values that share a scale, or None if the scheme sets it.
         spans_tensor: whether each scale of a weight depends on the largest magnitude of the whole weight.
-        fits_errors: whether scales minimize the rounding error, so the largest magnitude alone does not define them.
+        fits_errors: whether scales minimize the rounding error, so that they depend on more than the largest magnitude.
         trials: multiples of the absmax scale that error-minimizing roundings try; empty for the width's default.
         has_tiles: whether a weight may have one scale per square block.
     """
@@ -83,7 +83,7 @@ class NumberFormat(ABC):
 
     @property
     def bits(self) -> int:
-        """Width of the codes of an integer format; 16 for the unquantized format.
+        """Number of bits of an integer format's codes; 16 for the unquantized format.
 
         Raises:
             UsageError: this is not an integer format.
@@ -264,7 +264,7 @@ class NumberFormat(ABC):
 
     @property
     def description(self) -> Mapping[str, Any]:
-        """The entry `weights` of a compressed-tensors config group. Readers refuse a folder with an unknown type."""
+        """Type and number of bits in a compressed-tensors config group; readers refuse folders with an unknown type."""
         return {"type": self.name}
 
     def strategy(self, granularity: str) -> str:
