@@ -60,10 +60,7 @@ def make_memory_source(model: CausalModel) -> Source:
     if model.has_low_bit_weights:
         raise UsageError("the weights of this model are already quantized; load its 16-bit checkpoint")
     if any(parameter.is_meta for parameter in model.parameters()):
-        raise UsageError(
-            "some weights of this model are offloaded by its device_map, so they cannot be read from it; quantize its "
-            "checkpoint's folder instead"
-        )
+        raise UsageError("weights of this model are offloaded (device_map); quantize its checkpoint's folder instead")
     checkpoint = MemoryCheckpoint(model)
     return Source(checkpoint, adapter_for(checkpoint.config).adapt_to(checkpoint.tensors), {}, {})
 

@@ -147,9 +147,7 @@ def _shares(corpora: Sequence[Corpus], count: int) -> list[int]:
         shares[i] += 1
     if 0 in shares:
         name = corpora[shares.index(0)].name
-        raise UsageError(
-            f"none of the {count} sequences would be from {name}; read more samples, or give it a larger weight"
-        )
+        raise UsageError(f"{name} gets none of {count} sequences; read more samples, or give it a larger weight")
     return shares
 
 

@@ -166,9 +166,7 @@ def read_any_ranges(path: Path) -> Ranges:
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot read ranges from {path}: {error}") from error
     if metadata.get("diffquant") != _VERSION:
-        raise CheckpointError(
-            f"{path} does not contain ranges that this version of diffquant reads; make them with diffquant calibrate"
-        )
+        raise CheckpointError(f"{path} has no ranges in this version's format; make them with diffquant calibrate")
     try:
         settings, bits = parse_json(metadata["settings"]), parse_json(metadata["bits"])
         ranges = Ranges(metadata["model"], settings, bits, tensors)

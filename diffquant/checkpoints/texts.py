@@ -94,15 +94,10 @@ def tokens_left(ids: Sequence[int], vocabulary: int, context: int, tokenizer: An
         UsageError: no token fits, or the prompt has no tokens or one that is not in the vocabulary.
     """
     if not ids:
-        raise UsageError(
-            "the model's tokenizer encodes the prompt as no tokens, since its vocabulary has none of the characters; "
-            "give another prompt"
-        )
+        raise UsageError("the tokenizer encodes the prompt as no tokens, since it lacks all its characters; change it")
     check_tokens(ids, vocabulary, tokenizer)
     if len(ids) >= context:
-        raise UsageError(
-            f"the prompt has {len(ids)} tokens; the model's context ends at {context}, so give a shorter prompt"
-        )
+        raise UsageError(f"the prompt has {len(ids)} tokens; the model's context ends at {context}; shorten it")
     return context - len(ids)
 
 

@@ -75,9 +75,7 @@ def require_angles(rope: Mapping[str, Any], style: str) -> None:
     """
     lacking = {
         "longrope with interleaved channels": rope["rope_type"] == "longrope" and style == "interleaved",
-        "rope_type proportional with a factor": (
-            rope["rope_type"] == "proportional" and rope.get("factor") not in (None, 1)
-        ),
+        "proportional RoPE with a factor": rope["rope_type"] == "proportional" and rope.get("factor") not in (None, 1),
     }
     for what, is_asked in lacking.items():
         if is_asked:
@@ -122,9 +120,7 @@ def write_modelling_file(folder: Path, config: Mapping[str, Any], adapter: Adapt
     place = folder / MODELLING_FILE
     if adapter is None or not carries_modelling_file(config, adapter):
         if place.exists():
-            raise CheckpointError(
-                f"the source has a file {MODELLING_FILE}, a name that diffquant uses itself: rename that file"
-            )
+            raise CheckpointError(f"the source has {MODELLING_FILE}, a name that diffquant needs: rename that file")
         return {}
     remove_code_files(folder)
     text = modelling_file(config["model_type"])

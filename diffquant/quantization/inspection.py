@@ -77,9 +77,7 @@ class Inspection(Readable):
         if spec.gates:
             projections = " ".join(f"{value:.3g}" for value in self.lam)
             kind = "λ" if spec.lam == "sigmoid" else "a gate for each map"
-            lines.append(
-                f"{kind} per token and pair: sigmoid of a projection; RMS of its weight by layer: {projections}"
-            )
+            lines.append(f"{kind} per token and pair: sigmoid of a projection; weight RMS by layer: {projections}")
         if spec.output_gate:
             lines.append("output gate: each channel times a sigmoid of a projection")
         lines += [_size_line(scheme, self.sizes, self.packed_bits) for scheme in self.sizes]

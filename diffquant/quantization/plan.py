@@ -251,8 +251,7 @@ def _misread_experts(plan: QuantizationPlan) -> list[str]:
         return []
     return [
         f"transformers (5.24) ignores the tensor scale of experts in {' and '.join(sorted(formats))}, so its weights "
-        f"are hundreds of times too large; to use transformers, choose another format, such as "
-        f"{option_name('weights', 'mxfp4')}"
+        f"are hundreds of times too large; for transformers use, for example, {option_name('weights', 'mxfp4')}"
     ]
 
 

@@ -407,7 +407,7 @@ def test_a_folder_with_scales_of_a_cache_alone_is_told_apart_from_a_plain_one(tm
     edit_tensors(tmp_path / "packed", {"model.layers.0.self_attn.k_proj.k_scale": torch.ones(())})
     entry = {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"}
     edit_json(tmp_path / "packed" / "config.json", quantization_config=entry)
-    with pytest.raises(CheckpointError, match=r"quantize activations or caches, .*k_proj\.k_scale: open the 16-bit"):
+    with pytest.raises(CheckpointError, match=r"scales of activations or caches, .*k_proj\.k_scale: open the 16-bit"):
         open_checkpoint(tmp_path / "packed")
 
 

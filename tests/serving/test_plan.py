@@ -175,7 +175,7 @@ LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [
     ("source", "rope", "problem"),
     [
         ("unilm-v2", LONGROPE, "longrope with interleaved channels"),
-        ("unilm-v2-half", {"rope_type": "proportional", "factor": 2.0}, "rope_type proportional with a factor"),
+        ("unilm-v2-half", {"rope_type": "proportional", "factor": 2.0}, "proportional RoPE with a factor"),
     ],
 )
 def test_angles_that_vllm_does_not_have_are_refused(vllm, tmp_path, source, rope, problem):

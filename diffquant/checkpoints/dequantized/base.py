@@ -104,10 +104,7 @@ def dequantize_folder(checkpoint: Checkpoint) -> Checkpoint:
         what_to_do = "remove quantization_config from its config.json to open it as a 16-bit checkpoint"
         if contents.unused:
             scales = first_few(contents.unused, ", ")
-            what_to_do = (
-                f"it has only scales with which engines quantize activations or caches, {scales}: open the 16-bit "
-                "checkpoint that it was made from"
-            )
+            what_to_do = f"it has only scales of activations or caches, {scales}: open the 16-bit original instead"
         raise CheckpointError(
             f"{checkpoint.path} has no weights packed by {method}, although its config declares that; {what_to_do}"
         )

@@ -201,7 +201,7 @@ def _descend(
     for batch in islice(_shuffle(len(states), seed), _STEPS):
         state, target = states[batch].get(), output.hidden(exact[batch].get())
         with torch.enable_grad():
-            tried = {f"layer.{name}.weight": weights.in_model_order(name, latent()) for name, latent in latents.items()}
+            tried = {f"layer.{name}.weight": weights.reorder(name, latent()) for name, latent in latents.items()}
             lost = torch.func.functional_call(output, tried, (state,)) - target
             lost.square().mean().backward()
         optimizer.step()

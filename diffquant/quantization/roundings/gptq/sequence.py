@@ -154,9 +154,7 @@ class LayerWeights:
         name = self._stored_name(module)
         self._made[name] = made
         scheme, dtype = self._scheme(name), self._source.checkpoint.output_dtype(name)
-        self.layer.get_submodule(module).weight.data = self.in_model_order(
-            module, decode_codes(*made, scheme).to(dtype)
-        )
+        self.layer.get_submodule(module).weight.data = self.reorder(module, decode_codes(*made, scheme).to(dtype))
 
     def rounded_modules(self) -> Iterator[tuple[str, Tensor, Made, Scheme]]:
         """Yield each rounded module's name, 16-bit weight [out, in], codes and scale, and scheme."""
@@ -165,7 +163,7 @@ class LayerWeights:
             if self.is_rounded(module) and name in self._made:
                 yield module, self._source.checkpoint.read(name).float(), self._made[name], self._bound_scheme(name)
 
-    def in_model_order(self, module: str, weight: Tensor) -> Tensor:
+    def reorder(self, module: str, weight: Tensor) -> Tensor:
         """Return a weight [out, in] of the checkpoint in float32, with its rows in the order of the running model."""
         order = self._source.adapter.row_order(self._name(module))
         return weight.float() if order is None else weight.float()[order]
