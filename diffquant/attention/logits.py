@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from diffquant.family.call import AttentionCall, Meter
 from diffquant.recipe.numbers.formats import NumberFormat
 from diffquant.recipe.numbers.sharing import Sharing
-from diffquant.recipe.numbers.simulation import logit_format, weight_scale
+from diffquant.recipe.numbers.simulation import logit_format, softmax_weight_scale
 from diffquant.recipe.scheme import FULL, Scheme
 
 
@@ -253,7 +253,7 @@ def _round_weights(weights: Tensor, scheme: Scheme) -> Tensor:
     """Quantize and dequantize unnormalized softmax weights [..., S]."""
     if scheme.granularity == "row":
         return _simulate(
-            weights, scheme.format, weight_scale(scheme.format, scheme.has("pow2"), weights.dtype).to(weights)
+            weights, scheme.format, softmax_weight_scale(scheme.format, scheme.has("pow2"), weights.dtype).to(weights)
         )
     number_format = scheme.format.bound_to(torch.ones(1))
     keys, size = weights.shape[-1], scheme.size or 1

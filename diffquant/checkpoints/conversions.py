@@ -33,7 +33,10 @@ Origin = tuple[str | None, Tensor | None, Change | None]
 
 
 def check_conversion(target: str, source: Source) -> None:
-    """Check that a source can be converted to a target.
+    """Check that a source can be converted.
+
+    Args:
+        target: "diffllama", "diff-v2", "rotated" or "smoothed".
 
     Raises:
         UsageError: this source cannot be converted exactly to the target.
@@ -42,7 +45,7 @@ def check_conversion(target: str, source: Source) -> None:
     if target not in (known := (*_SOURCE_TYPES, *SAME_TYPE)):
         raise UsageError(f"cannot convert to {target!r}; choose from {', '.join(known)}")
     if target in SAME_TYPE:
-        source.transformer(f"convert with {option_name('to', target)}")
+        source.transformer(f"convert ({option_name('to', target)})")
         return
     model_type = source.model_type
     if model_type != _SOURCE_TYPES[target]:
@@ -52,10 +55,13 @@ def check_conversion(target: str, source: Source) -> None:
 
 
 def convert_config(target: str, source: Source) -> dict[str, Any]:
-    """Make the target's config.json.
+    """Return the content of the converted checkpoint's config.json.
+
+    Args:
+        target: as in `check_conversion`.
 
     Raises:
-        CheckpointError: the source has settings that the target has no place for.
+        CheckpointError: the source has settings that the target's config.json cannot express.
     """
     if target == SMOOTHED:
         return source.checkpoint.config
@@ -68,11 +74,12 @@ def convert_config(target: str, source: Source) -> dict[str, Any]:
 def find_origin(
     target: str, source: Source, adapter: Adapter, name: str, factors: Mapping[str, Tensor] | None = None
 ) -> Origin:
-    """Return the source tensor, row order and change that make a tensor of the target.
+    """Return the source tensor, row order and change that a tensor of the converted checkpoint is computed with.
 
     Args:
-        adapter: the target's adapter.
-        name: name of the target's tensor.
+        target: as in `check_conversion`.
+        adapter: adapter of the converted checkpoint.
+        name: name of the tensor in the converted checkpoint.
         factors: for smoothed inputs, the factors [channels] by the norm or projection that they divide.
     """
     if target == SMOOTHED:
@@ -83,7 +90,7 @@ def find_origin(
 
 
 def describe_change(target: str, source: Source, factors: int = 0) -> str:
-    """Describe the change for the model card; `factors` is the number of inputs that are smoothed."""
+    """Describe for the model card what a conversion to `target` changes; `factors` is the number of smoothed inputs."""
     if target == SMOOTHED:
         return (
             f"the channels of {factors} of {3 * source.architecture.num_hidden_layers} inputs of linear layers are "

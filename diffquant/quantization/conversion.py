@@ -71,7 +71,7 @@ class Conversion(Readable):
         bytes_before: size of the source in bytes.
         bytes_after: bytes of all tensors written.
         dtype: dtype of the matrices written.
-        rounding_error: relative RMS error of the weights rounded to that dtype; 0 if none was.
+        rounding_error: relative RMS error of the weights rounded to that dtype; 0 if no weight was rounded.
         recipe: recipe of cache and logits that the source records and the destination keeps; 16 bits by default.
         seconds: wall time in seconds.
         notes: messages about what was rotated, and about code of the source that was left out.

@@ -273,7 +273,7 @@ def _open(
 ) -> "Source | WeightSource":
     """Open the checkpoint as a known model, or as weights by name if asked or if the model is unknown."""
     from diffquant.checkpoints.source import Source, open_source
-    from diffquant.checkpoints.weight_source import WeightRules, WeightSource, open_weights
+    from diffquant.checkpoints.weight_source import PackingRules, WeightSource, open_weights
     from diffquant.model.adapters import is_read
 
     if isinstance(model, Source | WeightSource):
@@ -283,7 +283,7 @@ def _open(
             return open_source(model)
         except UnknownModelTypeError as error:
             say(f"note: {error}; its weights are chosen by name")
-    source = open_weights(model, WeightRules.read(None if rules_file is None else Path(rules_file), keep))
+    source = open_weights(model, PackingRules.read(None if rules_file is None else Path(rules_file), keep))
     if (keep or rules_file) and not weights_only and is_read(source.checkpoint.config):
         asked = option_name("keep" if keep else "weight_rules")
         say(

@@ -12,7 +12,7 @@ import diffquant
 from diffquant import Recipe, load, quantize
 from diffquant.checkpoints.compressed_tensors import PACKED
 from diffquant.checkpoints.source import open_source
-from diffquant.checkpoints.weight_source import WeightRules, matches
+from diffquant.checkpoints.weight_source import PackingRules, matches
 from diffquant.errors import CheckpointError, UsageError
 from diffquant.model.adapters import adapter_for
 from diffquant.quantization.inspection import inspect_checkpoint
@@ -134,7 +134,7 @@ def test_the_model_has_those_tensors_but_for_the_layer_that_predicts_one_token_m
 
 def test_by_name_and_by_rule_the_same_is_packed_and_the_same_stays():
     """What the adapter knows is what the rules for an unknown architecture choose by its tensors' names."""
-    parameters, rules = adapter_for(CONFIG).source_parameters, WeightRules.read()
+    parameters, rules = adapter_for(CONFIG).source_parameters, PackingRules.read()
     packed = {name for name, each in parameters.items() if each.packing == "weights"}
     assert packed == {
         name

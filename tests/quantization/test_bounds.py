@@ -23,7 +23,7 @@ from diffquant.checkpoints.ranges import read_any_ranges
 from diffquant.checkpoints.texts import load_text
 from diffquant.checkpoints.tokenizer import load_tokenizer
 from diffquant.checkpoints.weight_layout import find_transposed
-from diffquant.checkpoints.weight_source import WeightRules
+from diffquant.checkpoints.weight_source import PackingRules
 from diffquant.errors import CheckpointError, DiffQuantError, UsageError
 from diffquant.measure.cells import Cell, Point
 from diffquant.measure.comparison import read_samples
@@ -235,7 +235,7 @@ READERS = {
     "labels": lambda file: load_dataset(file, file),
     "samples": read_samples,
     "ranges": read_any_ranges,
-    "weight rules": WeightRules.read,
+    "weight rules": PackingRules.read,
     "GGUF": open_checkpoint,
     "sweep": lambda file: diffquant.compare(file, file),
     "base file": lambda file: diffquant.fidelity(file, file),

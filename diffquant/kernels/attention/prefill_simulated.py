@@ -21,7 +21,7 @@ from diffquant.kernels.attention.round_operands import BLOCK_FORMATS, operands_r
 from diffquant.kernels.configs import attention_tile, choose
 from diffquant.kernels.gpu import device_class
 from diffquant.recipe.numbers.formats import format_named
-from diffquant.recipe.numbers.simulation import logit_format, weight_scale
+from diffquant.recipe.numbers.simulation import logit_format, softmax_weight_scale
 from diffquant.recipe.scheme import FULL, Scheme
 
 TILES = {
@@ -145,7 +145,7 @@ def _launch(
         "BLOCKS": BLOCK_FORMATS.get(scheme.format.name),
         "FULL_SUM": scheme.has("fullsum"),
     }
-    weight_step = float(weight_scale(scheme.format, scheme.has("pow2"))) if scheme.granularity == "row" else 1.0
+    weight_step = float(softmax_weight_scale(scheme.format, scheme.has("pow2"))) if scheme.granularity == "row" else 1.0
     k, k_maps = x.k, len(x.k)
     q_steps = k_steps = None
     if qk:
