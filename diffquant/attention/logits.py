@@ -105,7 +105,7 @@ def from_rounded_form(rounded: Sequence[Tensor], scheme: Scheme) -> list[Tensor]
     return [mean - half, mean + half]
 
 
-def magnitudes(prepared: Sequence[Tensor], scheme: Scheme, ranges: Tensor | None = None) -> list[Tensor]:
+def largest_magnitudes(prepared: Sequence[Tensor], scheme: Scheme, ranges: Tensor | None = None) -> list[Tensor]:
     """Compute the largest |logit| among the entries that share a scale, one tensor per map.
 
     Args:
@@ -149,11 +149,11 @@ def round_maps(
         call: call that gives the scheme and the meter; at 16 bits nothing is rounded.
         prepared: one [B, h, T, S] per map, from `prepare_logits` and `to_rounded_form`.
         visible, is_first: as in `count_logits`.
-        largest: the `magnitudes` of `prepared`, or None to compute them here.
+        largest: the `largest_magnitudes` of `prepared`, or None to compute them here.
     """
     scheme = call.logits
     if scheme.quantizes:
-        largest = largest or magnitudes(prepared, scheme, call.ranges)
+        largest = largest or largest_magnitudes(prepared, scheme, call.ranges)
         scales = [logit_format(scheme.format, scheme.has("shift")).scale_of(top) for top in largest]
         if call.meter is not None:
             count_logits(call.meter, prepared, largest, scales, visible, scheme, is_first=is_first)
@@ -178,7 +178,7 @@ def count_logits(
     Args:
         meter: meter to add to.
         prepared: one [B, h, T, S] per map, from `prepare_logits` and `to_rounded_form`.
-        largest, scales: the `magnitudes` of `prepared`, and the scales computed from them.
+        largest, scales: the `largest_magnitudes` of `prepared`, and the scales computed from them.
         visible: bool, broadcastable to [B, h, T, S], or None if everything is visible.
         scheme: scheme of the logits.
         is_first: whether this is a call's first block of queries; scales shared by all queries are counted only then.

@@ -38,7 +38,7 @@ PREFILL = {
 }
 
 
-def choose(table: Mapping[str, Config], key: str) -> Config:
+def choose_config(table: Mapping[str, Config], key: str) -> Config:
     """Return the configuration under `key`, with tuned values of fields if there are any.
 
     Raises:
@@ -53,7 +53,7 @@ def choose(table: Mapping[str, Config], key: str) -> Config:
 
 
 @contextmanager
-def trying(entries: dict[str, Config]) -> Iterator[None]:
+def override_configs(entries: dict[str, Config]) -> Iterator[None]:
     """Override configurations by these entries, as in the file, within a context. For tuning and tests."""
     tuned = _read_tuned()
     before = dict(tuned)

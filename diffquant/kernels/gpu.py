@@ -122,7 +122,7 @@ def shared_memory(device: torch.device) -> int:
     return _shared_memory_of(device) if device.type == "cuda" else SMALLEST_SHARED_MEMORY
 
 
-def processors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     """Return the number of multiprocessors of a device, or 8 for the interpreter."""
     if _assumed is not None:
         return _assumed.processors
@@ -138,7 +138,7 @@ def bandwidth(device: torch.device) -> float:
     known = _assumed.bytes_a_second if _assumed is not None else None
     if known is None and _assumed is None and device.type == "cuda":
         known = _bandwidth_of(device)
-    return known or processors(device) * cast(float, H100.bytes_a_second) / H100.processors
+    return known or multiprocessors(device) * cast(float, H100.bytes_a_second) / H100.processors
 
 
 @cache
@@ -160,7 +160,7 @@ def _processors_of(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def registers_of(blocks: int, warps: int) -> int:
+def registers_per_thread(blocks: int, warps: int) -> int:
     """Return the registers per thread with which a multiprocessor, which has 65,536, can hold this many blocks."""
     return min(65_536 // (blocks * warps * 32) // 8 * 8, 255)
 

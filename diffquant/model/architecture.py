@@ -208,14 +208,14 @@ class TransformerArchitecture(Architecture):
         return [
             {
                 "self_attn": AttentionBlock(layer, self.diff_spec, self.hidden_size, self.attention_bias),
-                "mlp": self.network(layer),
+                "mlp": self.mlp_block(layer),
                 "input_layernorm": norm,
                 "post_attention_layernorm": norm,
             }
             for layer in range(self.num_hidden_layers)
         ]
 
-    def network(self, layer: int) -> Block:  # noqa: ARG002  subclasses may depend on it
+    def mlp_block(self, layer: int) -> Block:  # noqa: ARG002  subclasses may depend on it
         """Return the MLP block of a 0-based layer."""
         return MLPBlock(self.hidden_size, self.intermediate_size, self.hidden_act, self.mlp_bias)
 

@@ -122,7 +122,7 @@ class FusedCache(Cache):
         """Number of tokens that fit into the allocated memory."""
         return min((layer.store.capacity if layer.store else 0 for layer in self.layers), default=0)
 
-    def count(self, tokens: int) -> None:
+    def set_length(self, tokens: int) -> None:
         """Set the number of stored tokens on the host. Replays of a CUDA graph update only the number on the device."""
         for layer in self.layers:
             layer.store.length = tokens

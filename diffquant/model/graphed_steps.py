@@ -130,7 +130,7 @@ class GraphedSteps:
         recorded_x.copy_(x)
         recorded_positions.copy_(positions)
         replay()
-        cache.count(past + 1)
+        cache.set_length(past + 1)
         return result
 
     def _record(self, step: Step, cache: FusedCache, x: Tensor, positions: Tensor, mask: Mask) -> _RecordedStep | None:
@@ -146,7 +146,7 @@ class GraphedSteps:
             return None
         finally:
             # The step advanced the count, but recorded kernels did not run.
-            cache.count(past)
+            cache.set_length(past)
         return recording, x, positions, mask
 
     def _fail(self, reason: str) -> None:

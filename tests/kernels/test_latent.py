@@ -14,7 +14,7 @@ from diffquant.kernels.cache.append import append
 from diffquant.kernels.cache.decode import decode
 from diffquant.kernels.cache.kv_store import KVStore
 from diffquant.kernels.cache.latent import decode_latent
-from diffquant.kernels.configs import trying
+from diffquant.kernels.configs import override_configs
 from diffquant.recipe import Recipe
 from tests.support.kernel_inputs import padding, random_call, relative_error
 from tests.support.latent_inputs import SCALE, expected_latents, random_latents, stored_latents
@@ -146,10 +146,13 @@ def test_queries_of_any_strides():
 
 
 def test_tuned_tiles_compute_the_same():
-    with trying({"latent/sm_80/8": {"tokens": 16, "warps": 8, "rows": 16}}):
+    with override_configs({"latent/sm_80/8": {"tokens": 16, "warps": 8, "rows": 16}}):
         check(Recipe.of(kv=8), random_latents(1, 129, pairs=16, noises=4))
     wrong = {"latent/sm_80/8": {"tokens": 24, "rows": 48}}
-    with trying(wrong), pytest.raises(UsageError, match="8 warps of 24 tokens by 48 rows; a step of all warps must"):
+    with (
+        override_configs(wrong),
+        pytest.raises(UsageError, match="8 warps of 24 tokens by 48 rows; a step of all warps must"),
+    ):
         check(Recipe.of(kv=8), random_latents(1, 129))
 
 

@@ -79,7 +79,7 @@ def plain(q, k, v, lam, scale, mask, scheme):
 def test_equals_the_plain_form_at_every_border(device_class, generation, text, name):
     queries, keys, mask = SEEN[name]
     inputs = whole_numbers(generation, queries, keys, batch=2 if mask.keys is not None else 1)
-    with configs.trying(SMALL):
+    with configs.override_configs(SMALL):
         out = simulated(*inputs, scale=0.0625, mask=mask, scheme=Scheme.parse(text))
     assert relative_error(out, plain(*inputs, 0.0625, mask, Scheme.parse(text))) <= LIMIT
 

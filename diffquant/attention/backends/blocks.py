@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from diffquant.attention.logits import (
     binds_maps,
-    magnitudes,
+    largest_magnitudes,
     prepare_logits,
     round_maps,
     softmax_weights,
@@ -68,7 +68,7 @@ def iterate_softmax_blocks(call: AttentionCall, first: int = 0) -> Iterator[tupl
     logits = call.logits
     shared = None
     if logits.sharing.spans_rows:
-        by_block = [magnitudes(coded, logits) for _, coded, _ in _coded_blocks(call, 0)]
+        by_block = [largest_magnitudes(coded, logits) for _, coded, _ in _coded_blocks(call, 0)]
         shared = [torch.stack(map_magnitudes).amax(0) for map_magnitudes in zip(*by_block, strict=True)]
     for rows, coded, visible in _coded_blocks(call, first):
         rounded = round_maps(call, coded, visible, shared, is_first=not rows.start)

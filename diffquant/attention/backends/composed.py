@@ -36,12 +36,12 @@ MapAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def flashdiff1(call: AttentionCall) -> Tensor:
     """Compute attention with one SDPA call per map, or a single call if the maps share K (V2)."""
-    return pair_norm(combine_outputs(call, call.v, sdpa(call)), call.post)
+    return pair_norm(combine_outputs(call, call.v, prepare_sdpa(call)), call.post)
 
 
 def flashdiff2(call: AttentionCall) -> Tensor:
     """Compute attention like `flashdiff1`, but with separate SDPA calls for each half of V if V is wider than K."""
-    return _attend_by_parts(call, sdpa(call))
+    return _attend_by_parts(call, prepare_sdpa(call))
 
 
 def flashdiff1_cudnn(call: AttentionCall) -> Tensor:
@@ -63,7 +63,7 @@ def flash_attn(call: AttentionCall) -> Tensor:
     return _attend_by_parts(call, one_map)
 
 
-def sdpa(call: AttentionCall) -> MapAttention:
+def prepare_sdpa(call: AttentionCall) -> MapAttention:
     """Return a function that computes one map's attention by torch's SDPA; a query that sees no key gets 0."""
     length, keys = call.length, call.keys
     is_plain = call.mask.is_plain

@@ -30,7 +30,7 @@ from diffquant.kernels.attention.online import (
     to_float16,
     valid_range,
 )
-from diffquant.kernels.configs import PREFILL, choose
+from diffquant.kernels.configs import PREFILL, choose_config
 from diffquant.kernels.gpu import device_class
 
 
@@ -191,7 +191,7 @@ def _launch(x: Operands) -> Tensor:
     kernel, name = (prefill_v1, "prefill_v1") if has_own_keys else (prefill_v2, "prefill_v2")
     device_kind = device_class(v.device)
     described = device_kind == "sm_90" and can_describe(*x.k, v)
-    tile = choose(PREFILL, f"{name}/{device_kind if described else 'sm_80'}/{width}")
+    tile = choose_config(PREFILL, f"{name}/{device_kind if described else 'sm_80'}/{width}")
     if described:
         allow_descriptors()
     part = value_width if described else min(value_width, _AMPERE_COLUMNS)

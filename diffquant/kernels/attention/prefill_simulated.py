@@ -18,7 +18,7 @@ from diffquant.kernels.attention.attend_rounded import attend_rounded, extremes
 from diffquant.kernels.attention.online import allow_descriptors, can_describe
 from diffquant.kernels.attention.prefill_specialized import launch_specialized, specialized_refusal
 from diffquant.kernels.attention.round_operands import BLOCK_FORMATS, operands_refusal, quantize_rows
-from diffquant.kernels.configs import attention_tile, choose
+from diffquant.kernels.configs import attention_tile, choose_config
 from diffquant.kernels.gpu import device_class
 from diffquant.recipe.numbers.formats import format_named
 from diffquant.recipe.numbers.simulation import logit_format, weight_scale
@@ -157,7 +157,7 @@ def _launch(
     if described:
         k = k if can_describe(*k) else [x.clone(memory_format=torch.contiguous_format) for x in k]
         v = v if can_describe(v) else v.clone(memory_format=torch.contiguous_format)
-    tile = choose(TILES, f"simulated/{device_kind}/{width}")
+    tile = choose_config(TILES, f"simulated/{device_kind}/{width}")
     lengths = (heads, heads // kv_heads, length, keys)
     with torch.cuda.device_of(v):
         if described:

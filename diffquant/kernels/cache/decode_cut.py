@@ -17,13 +17,13 @@ from diffquant.family.norm import PairNorm
 from diffquant.kernels.attention.online import LOWEST, pair_norm
 from diffquant.kernels.cache.kv_layout import field_channels, packed_tokens, value_channels
 from diffquant.kernels.cache.kv_store import CAPACITY_STEP
-from diffquant.kernels.configs import Config, choose
-from diffquant.kernels.gpu import bandwidth, processors, registers_of
+from diffquant.kernels.configs import Config, choose_config
+from diffquant.kernels.gpu import bandwidth, multiprocessors, registers_per_thread
 from diffquant.kernels.linear.repack import FRAGMENT
 
 
 @triton.jit
-def share_of_store(
+def keys_of_program(
     Progress, Starts, Ends, sequence, row, queries, window,
     RESIDUAL: tl.constexpr, K_BITS: tl.constexpr, K_BLOCK: tl.constexpr, V_BITS: tl.constexpr,
     ROWS: tl.constexpr, STEP: tl.constexpr,
@@ -69,7 +69,7 @@ def initial_sums(
 
 
 @triton.jit
-def store_share(
+def store_partial_sums(
     sums, Largest, Total, Acc,
     FIELDS: tl.constexpr, IN_ROWS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -155,7 +155,7 @@ def choose_tile(table: Mapping[str, Config], key: str) -> Config:
     Raises:
         UsageError: tuned tokens do not fill the steps in which a store grows.
     """
-    tile = choose(table, key)
+    tile = choose_config(table, key)
     tokens, warps = tile["tokens"], tile["warps"]
     if tokens % FRAGMENT or CAPACITY_STEP % (tokens * warps):
         raise UsageError(
@@ -238,7 +238,7 @@ class Cut:
         step = tokens * tile["warps"]
         # A window may begin within a step and end within another.
         seen = capacity if window is None else min(capacity, window + queries - 1 + step)
-        room = tile["blocks"] * processors(q[0].device)
+        room = tile["blocks"] * multiprocessors(q[0].device)
         # Time of a step, limited by memory bandwidth, which all concurrent programs share.
         pace = max(_SECONDS_OF_LOADS, room * step * token_bits / 8 / bandwidth(q[0].device))
         start = _SECONDS_TO_START / pace
@@ -254,7 +254,7 @@ class Cut:
     def options(self) -> dict[str, Any]:
         """Triton's compilation options for the first kernel."""
         tile = self.tile
-        registers = registers_of(tile["blocks"], tile["warps"])
+        registers = registers_per_thread(tile["blocks"], tile["warps"])
         return {"num_warps": tile["warps"], "num_stages": 1, "maxnreg": registers, "enable_fp_fusion": True}
 
     def empty_sums(self, out: Tensor) -> list[Tensor]:

@@ -108,7 +108,7 @@ def stored_head(Codes, Top, Scales, head, capacity, BITS: tl.constexpr, BLOCK: t
 
 
 @triton.jit
-def waiting(recent):
+def unquantized_ring(recent):
     """Return a ring of unquantized keys or values as three pointers, like `stored_head`."""
     return recent, recent, recent
 

@@ -19,7 +19,7 @@ from diffquant.kernels.arguments import decode_problems, empty_output
 from diffquant.kernels.cache.decode_cut import Cut
 from diffquant.kernels.cache.kv_store import CAPACITY_STEP, LATENT_WIDTHS, KVStore
 from diffquant.kernels.cache.latent_span import latent_share
-from diffquant.kernels.configs import Config, choose
+from diffquant.kernels.configs import Config, choose_config
 from diffquant.kernels.gpu import SMALLEST_SHARED_MEMORY, device_class, shared_memory
 from diffquant.kernels.linear.repack import FRAGMENT
 
@@ -76,7 +76,7 @@ def decode_latent(
         return out
     q = [x if x.stride(3) == 1 else x.contiguous() for x in q]
     noises = q[1].shape[1] if len(q) == 2 else 0
-    tile = choose(TILES, f"latent/{device_class(out.device)}/{values.scheme.bits}")
+    tile = choose_config(TILES, f"latent/{device_class(out.device)}/{values.scheme.bits}")
     _check_tile(tile)
     step, most_rows = tile["tokens"] * tile["warps"], tile["rows"]
     # Codes are multiplied in float16, unquantized tokens in their own dtype, which needs two copies of the queries.

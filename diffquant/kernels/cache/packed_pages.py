@@ -51,14 +51,14 @@ class PagedStore:
 
         self.keys = _empty_side(recipe.k, recipe.residual, False, k, pages, places)
         self.values = _empty_side(recipe.v, recipe.residual, True, v, pages, places)
-        if self.waits and places < 1:
+        if self.needs_rings and places < 1:
             raise UsageError(
                 f"paged store: with k {recipe.k}, v {recipe.v} and a residual of {recipe.residual}, tokens wait "
                 "unquantized; give the number of sequences that have such tokens (places=)"
             )
 
     @property
-    def waits(self) -> bool:
+    def needs_rings(self) -> bool:
         """Whether tokens are kept in a ring before they are packed."""
         return bool(self.keys.ring or self.values.ring)
 
@@ -123,7 +123,7 @@ class PagedStore:
 
     def check_places(self, places: Tensor | None, lengths: Tensor) -> list[str]:
         """Return a list of problems with the ring indices for sequences with these lengths."""
-        if not self.waits:
+        if not self.needs_rings:
             return ["places are given, but these pages need no rings"] if places is not None else []
         if places is None:
             return ["tokens wait in rings before they are packed: give each sequence's ring (places)"]

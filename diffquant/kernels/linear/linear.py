@@ -88,10 +88,10 @@ def _most_unpacked(device: torch.device) -> int:
 
 
 def _write_out(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    from diffquant.kernels.linear.gemm import launch_expand
+    from diffquant.kernels.linear.gemm import launch_dequantize
 
     with torch.cuda.device_of(weight.low):
-        return launch_expand(weight, dtype)
+        return launch_dequantize(weight, dtype)
 
 
 def _check(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> None:

@@ -62,7 +62,7 @@ class PackedWeight:
     @property
     def layout(self) -> dict[str, int | bool]:
         """Compile-time arguments of the kernels that unpack the weight; a group spans SPAN fields of a word."""
-        fields = fields_in_word(self.bits)
+        fields = codes_per_word(self.bits)
         span = gcd(self.group // FRAGMENT, fields)
         return {"BITS": self.bits, "FLOATS": self.holds_floats, "FIELDS": fields, "GROUP": self.group, "SPAN": span}
 
@@ -80,7 +80,7 @@ def container_bits(bits: int) -> int:
     return max(4, bits + bits % 2)
 
 
-def fields_in_word(bits: int) -> int:
+def codes_per_word(bits: int) -> int:
     """Return the number of codes in a 16-bit word, one from each of as many adjacent fragments."""
     return 2 if bits == 8 else 4
 
@@ -217,7 +217,7 @@ def _count_rows_and_groups(words: Tensor, scale: Tensor, bits: int, width: int) 
 def _planes(words: Tensor, bits: int, width: int) -> tuple[Tensor, Tensor | None]:
     """Convert a checkpoint's packed words to `low` and `high` of a `PackedWeight`."""
     rows, stored_bits = len(words), container_bits(bits)
-    blocks, chunks = -(-rows // FRAGMENT), -(-width // (FRAGMENT * fields_in_word(stored_bits)))
+    blocks, chunks = -(-rows // FRAGMENT), -(-width // (FRAGMENT * codes_per_word(stored_bits)))
     low = torch.empty(blocks, chunks, 256, dtype=torch.int16, device=words.device)
     high = torch.empty(blocks, chunks, 128, dtype=torch.int16, device=words.device) if stored_bits == 6 else None
     step = max(1, _SLAB // (FRAGMENT * width))
@@ -248,7 +248,7 @@ def _finish_writing(device: torch.device) -> None:
 def _fragments(codes: Tensor, bits: int) -> Tensor:
     """Reorder codes int8 [n, K] to stored numbers uint8 [row blocks, chunks, 256, fields]; padding represents 0."""
     rows, width = codes.shape
-    count, middle = fields_in_word(bits), 1 << (bits - 1)
+    count, middle = codes_per_word(bits), 1 << (bits - 1)
     stored = pad(codes.view(torch.uint8) + middle, (0, -width % (FRAGMENT * count), 0, -rows % FRAGMENT), value=middle)
     # Rows are (half h, g), columns (chunk, field, half o, t, parity p); a thread's eight values are (o, h, p).
     split: Tensor = stored.unflatten(0, (-1, 2, 8)).unflatten(3, (-1, count, 2, 4, 2))

@@ -55,7 +55,7 @@ def adapter_for(config: dict[str, Any]) -> Adapter:
     return adapter
 
 
-def is_read(config: Mapping[str, Any]) -> bool:
+def has_adapter(config: Mapping[str, Any]) -> bool:
     """Return whether there is an adapter for a config.json's `model_type`."""
     return str(config.get("model_type")).lower() in READERS
 
