@@ -1,4 +1,4 @@
-"""Specifies a model's attention: which member of the differential family it is."""
+"""Specifies a model's attention: plain, or a generation of differential attention, with its sizes."""
 
 import math
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from diffquant.family.heads import HeadLayout, HeadOrder
 
 @dataclass(frozen=True)
 class DiffSpec:
-    """The shape and rules of one kind of (differential) attention.
+    """Sizes and rules that define one kind of attention, differential or plain.
 
     Attributes:
         pairs: h, number of query pairs; for a plain Transformer, of its heads.
@@ -28,7 +28,8 @@ class DiffSpec:
         post_norm: RMSNorm over a pair's output: "none", "plain" (no weight) or "affine".
         post_norm_eps: epsilon of that norm.
         scale_by_init: whether the output is multiplied by (1 - λ_init).
-        rope: channels that rotary embedding pairs: "half", "interleaved", or "none" if there is no rotary embedding.
+        rope: channels that rotary embedding rotates together: "half" (i and i + d/2), "interleaved" (2i and 2i + 1), or
+            "none" without rotary embedding.
         signals_per_noise: number of signal maps that one noise map is subtracted from.
         output_gate: whether each output channel is multiplied by a gate computed from the layer's input.
 
@@ -105,7 +106,7 @@ class DiffSpec:
 
     @property
     def generation(self) -> str:
-        """Public name of this kind of attention."""
+        """Public name of this kind of attention, such as "DIFF V1"."""
         if self.maps == 1:
             return "Transformer"
         grouped = "grouped " if self.signals_per_noise > 1 else ""
