@@ -159,7 +159,7 @@ def test_tuned_tiles_compute_the_same():
 def test_what_does_not_fit_is_named():
     q, turned, latents, lam = random_latents(17, 20)
     store = stored_latents(K4V4, turned, latents)
-    with pytest.raises(UsageError, match="17 new tokens are not 1 to 16; use prefill for more"):
+    with pytest.raises(UsageError, match="1 to 16 new tokens, not 17; use prefill for more"):
         decode_latent(q, store, lam, scale=SCALE)
     one = [x[:, :, :1] for x in q]
     with pytest.raises(UsageError, match=r"queries are torch\.float32, stored states torch\.float16"):

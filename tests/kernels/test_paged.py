@@ -108,7 +108,7 @@ def test_all_that_is_wrong_is_named():
         assert said in str(raised.value)
     with pytest.raises(UsageError, match="1 sequences, 1 rows of the table, 2 lengths"):
         decode_paged(q, pages.k, pages.v, pages.table, pages.lengths.repeat(2), lam, scale=0.125)
-    with pytest.raises(UsageError, match="17 new tokens are not 1 to 16; use prefill for more"):
+    with pytest.raises(UsageError, match="1 to 16 new tokens, not 17; use prefill for more"):
         decode_paged([x.repeat(1, 1, 17, 1) for x in q], pages.k, pages.v, pages.table, pages.lengths, lam, scale=1.0)
     other = torch.cat([pages.k[1]] * 2, -1)[..., :64]
     with pytest.raises(UsageError, match=r"keys of the two maps have strides"):

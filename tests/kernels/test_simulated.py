@@ -287,8 +287,8 @@ def test_the_operator_is_well_formed(generation):
     [
         (Scheme.parse("4:b8"), "one scale per block is not supported; the kernel supports tensor, head, pair, row"),
         (Scheme.parse("4:map"), "one scale per map is not supported"),
-        (FULL, "nothing is quantized at 16 bits"),
-        (Scheme.parse("4:row:alike"), "logits rounded alike are not supported"),
+        (FULL, "the call quantizes nothing"),
+        (Scheme.parse("4:row:alike"), "logits with alike are not supported"),
     ],
 )
 def test_schemes_that_are_not_served_are_refused(scheme, message):

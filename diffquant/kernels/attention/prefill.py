@@ -99,7 +99,7 @@ def prefill_v2(
     NORM: tl.constexpr, DESCRIBED: tl.constexpr,
     ROWS: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the output as in `prefill_v1` if both maps share K [B, h_kv, S, d]; ROWS rows are ROWS / 2 queries."""
+    """Compute the output as in `prefill_v1` if both maps share K [B, h_kv, S, d]; ROWS / 2 queries fill a tile."""
     held: tl.constexpr = ROWS // 2
     VALUE_WIDTH: tl.constexpr = PART * PARTS
     tiles = tl.cdiv(queries, held)

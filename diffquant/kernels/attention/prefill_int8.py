@@ -44,7 +44,10 @@ def attend_int8(
     D: tl.constexpr, DV: tl.constexpr, FP8: tl.constexpr, DESCRIBED: tl.constexpr, PINNED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention of one tile of BM rows of one pair: BM / PACK queries."""
+    """Compute attention of one tile of BM rows of one pair.
+
+    With PACK = 2 the maps share keys, and a query has two adjacent rows; else PACK is 1.
+    """
     # Under causal order, tiles at the end see the most keys, so they start first.
     tiles = rows // BM
     tile = tiles - 1 - tl.program_id(0) % tiles

@@ -66,12 +66,12 @@ def prefill_simulated(call: AttentionCall, specialized: bool = False) -> Tensor:
 
 
 def prefill_simulated_refusal(call: AttentionCall, specialized: bool = False) -> str | None:
-    """Return why `prefill_simulated` cannot serve a call on a device that runs Triton, or None."""
+    """Return why `prefill_simulated` does not support a call on a device that runs Triton, or None."""
     scheme = call.logits
     if specialized and (reason := specialized_refusal(call.v.device)):
         return reason
     if not call.rounds_maps:
-        return "nothing is quantized at 16 bits; use a kernel without simulation"
+        return "the call quantizes nothing; use a kernel without simulation"
     if call.p.quantizes and (reason := _weights_refusal(call, specialized)):
         return f"softmax weights at {call.p}: {reason}"
     if call.qk.quantizes:
@@ -86,7 +86,7 @@ def prefill_simulated_refusal(call: AttentionCall, specialized: bool = False) ->
         return f"one scale per {scheme.granularity} is not supported; the kernel supports {', '.join(GRANULARITIES)}"
     served = ("shift",) if call.maps == 2 else ("shift", "alike")
     if others := [each.name for each in scheme.transforms if each.name not in served]:
-        return f"logits rounded {others[0]} are not supported; the kernel rounds each map separately"
+        return f"logits with {others[0]} are not supported; the kernel rounds each map separately"
     return call_refusal(call) or widths_refusal(call.q[0], call.v)
 
 

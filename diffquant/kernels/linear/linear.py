@@ -70,7 +70,7 @@ def _apply(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
 
 
 def launch(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
-    """Compute x · Wᵀ + bias [M, N] of x [M, K] by the kernel for M tokens."""
+    """Compute x · Wᵀ + bias [M, N] of x [M, K] by the GEMV kernel, or for many tokens M by the GEMM kernel."""
     from diffquant.kernels.linear.gemm import launch_gemm
     from diffquant.kernels.linear.gemv import MOST_TOKENS, launch_gemv
 
