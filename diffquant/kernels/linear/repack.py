@@ -100,7 +100,7 @@ def repack_refusal(scheme: Scheme) -> str | None:
 def group_refusal(group: int) -> str | None:
     """Return why a weight with this group size cannot be repacked, or None if it can; 0 means no groups."""
     if group % FRAGMENT:
-        return f"groups of {group} weights; the kernels need groups of a multiple of {FRAGMENT}"
+        return f"groups of {group} are not a multiple of {FRAGMENT}, as the kernels require"
     return None
 
 
