@@ -192,7 +192,7 @@ def test_what_does_not_fit_is_named():
     with pytest.raises(UsageError, match="decode: the kernels take 1 to 16 new tokens, not 17"):
         decode(q, store, lam, scale=0.125)
     one = [x[:, :, :1] for x in q]
-    with pytest.raises(UsageError, match="decode: 1 maps cannot read 2 key heads and 1 value heads"):
+    with pytest.raises(UsageError, match="decode: 2 key heads do not fit 1 maps and 1 value heads"):
         decode(one[:1], store, None, scale=0.125)
     with pytest.raises(UsageError, match=r"q1 is float32"):
         decode([x.float() for x in one], store, lam, scale=0.125)

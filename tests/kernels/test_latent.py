@@ -162,7 +162,7 @@ def test_what_does_not_fit_is_named():
     with pytest.raises(UsageError, match="1 to 16 new tokens, not 17; use prefill for more"):
         decode_latent(q, store, lam, scale=SCALE)
     one = [x[:, :, :1] for x in q]
-    with pytest.raises(UsageError, match=r"queries are torch\.float32, stored states torch\.float16"):
+    with pytest.raises(UsageError, match=r"queries are torch\.float32 and the stored latents torch\.float16"):
         decode_latent([x.float() for x in one], store, lam[:, :, :1], scale=SCALE)
     with pytest.raises(UsageError, match=r"q is \[1, 4, 1, 512\], v \[1, 1, 128, 512\]: k1 \[1, 1, 128, 576\], not"):
         decode_latent([x[..., :512] for x in one], store, lam[:, :, :1], scale=SCALE)

@@ -23,7 +23,10 @@ def append_tokens(
     V_BITS: tl.constexpr, V_RING: tl.constexpr, RESIDUAL: tl.constexpr, K_LIMIT: tl.constexpr, V_LIMIT: tl.constexpr,
     PACKS: tl.constexpr, KEEPS: tl.constexpr,
 ):  # fmt: skip
-    """Append one step of tokens to one head; heads of K come before those of V."""
+    """Append one step of tokens to one head; heads of K come before those of V.
+
+    Tokens that leave the ring are packed if PACKS; new tokens are written to the ring if KEEPS.
+    """
     length = tl.load(Progress)
     k_floor = tl.load(Progress + 1)
     v_floor = tl.load(Progress + 2)
@@ -212,7 +215,7 @@ def append_pages(
     V_BITS: tl.constexpr, V_RING: tl.constexpr, RESIDUAL: tl.constexpr, K_LIMIT: tl.constexpr, V_LIMIT: tl.constexpr,
     PACKS: tl.constexpr, KEEPS: tl.constexpr,
 ):  # fmt: skip
-    """Append one step of a sequence's newest tokens to one head of a `PagedStore`; heads of K precede those of V."""
+    """Append one step of a sequence's newest tokens to one head of a `PagedStore`, as `append_tokens` does."""
     index = tl.program_id(0) % steps
     row = tl.program_id(0) // steps
     sequence = (row // (k_heads + v_heads)).to(tl.int64)

@@ -28,11 +28,11 @@ def keys_of_program(
     RESIDUAL: tl.constexpr, K_BITS: tl.constexpr, K_BLOCK: tl.constexpr, V_BITS: tl.constexpr,
     ROWS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Return the keys of a store that a program's rows see, and its share of them, in steps of STEP tokens.
+    """Return which keys of a store each of a program's rows sees, and the share of the keys that the program reads.
 
     Returns:
         first, position: first and last key that each row sees.
-        begin, end: the share; `begin` is a multiple of STEP.
+        begin, end: the share, keys `begin` to exclusive `end`; `begin` is a multiple of STEP.
         k_packed, v_packed: number of packed keys and values.
     """
     length = tl.load(Progress)
@@ -73,7 +73,10 @@ def store_partial_sums(
     sums, Largest, Total, Acc,
     FIELDS: tl.constexpr, IN_ROWS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Combine the warps' accumulators and store them as a share's; IN_ROWS: channels are in the order of page rows."""
+    """Combine the warps' accumulators and store them as the partial results of the program's share of the keys.
+
+    If IN_ROWS, channels are in the order of `value_channels`.
+    """
     largest, total, acc = sums
     of_all = tl.max(largest, 0)
     shrink = tl.exp2(largest - of_all[None, :])
@@ -139,7 +142,7 @@ def _combine_shares(
 
 
 def decode_tile(tokens: int, warps: int, blocks: int) -> Config:
-    """Return a configuration of `decode_share`.
+    """Return a launch configuration of `decode_share` as a table's entry.
 
     Args:
         tokens: number of tokens per warp and step, a multiple of 16.
@@ -150,17 +153,17 @@ def decode_tile(tokens: int, warps: int, blocks: int) -> Config:
 
 
 def choose_tile(table: Mapping[str, Config], key: str) -> Config:
-    """Return a configuration of `decode_share`.
+    """Return a decode kernel's launch configuration: the entry `key` of a table, with the user's tuned values.
 
     Raises:
-        UsageError: tuned tokens do not fill the steps in which a store grows.
+        UsageError: with a tuned value, the tokens of a step do not divide the steps in which a store grows.
     """
     tile = choose_config(table, key)
     tokens, warps = tile["tokens"], tile["warps"]
     if tokens % FRAGMENT or CAPACITY_STEP % (tokens * warps):
         raise UsageError(
-            f"decode: {warps} warps of {tokens} tokens; tokens must be a multiple of {FRAGMENT}, and a step of all "
-            f"warps must divide {CAPACITY_STEP}, in which a store grows"
+            f"decode: tuned to {warps} warps of {tokens} tokens; tokens must be a multiple of {FRAGMENT}, and a step "
+            f"of all warps must divide {CAPACITY_STEP}, in which a store grows"
         )
     return tile
 
@@ -219,7 +222,7 @@ class Cut:
         most_tokens: int = CAPACITY_STEP,
         rows: int = ROWS,
     ) -> "Cut":
-        """Choose the division for a call.
+        """Choose the division of a call that takes the least estimated time.
 
         Args:
             tile: launch configuration.
@@ -277,7 +280,7 @@ class Cut:
 
 @cache
 def count_shares(others: int, steps: int, room: int, start: float) -> int:
-    """Return the number of splits of the keys with the shortest run time (split-K).
+    """Return the number of splits of the keys (split-K) with the shortest estimated run time.
 
     Args:
         others: programs per split.

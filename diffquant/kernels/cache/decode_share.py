@@ -105,7 +105,7 @@ def paged_share(
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     SHARED_K: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the same as `decode_share`, over 16-bit keys and values in pages.
+    """Compute what `decode_share` computes, over 16-bit keys and values in pages.
 
     Strides of K and V are of pages, tokens and heads, equal for both maps' keys. `capacity` is the number of tokens
     that a row of the page Table covers.
@@ -129,7 +129,7 @@ def packed_pages_share(
     K_BITS: tl.constexpr, K_BLOCK: tl.constexpr, K_RING: tl.constexpr, V_BITS: tl.constexpr, V_RING: tl.constexpr,
     SHARED_K: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the same as `decode_share`, over the packed pages and the rings of a `PagedStore`."""
+    """Compute what `decode_share` computes, over the packed pages and the rings of a `PagedStore`."""
     head = (tl.program_id(0) % v_heads).to(tl.int64)
     # Key heads of the first map precede those of the second.
     noise = head + k_heads - v_heads

@@ -63,7 +63,7 @@ def decode_latent(
             be contiguous.
 
     Returns:
-        Weighted sums of latents [B, h, T, c], in memory [B, T, h, c].
+        Weighted sums of latents [B, h, T, c], stored in the memory order [B, T, h, c].
 
     Raises:
         UsageError: arguments disagree, or the kernels do not support them.
@@ -111,8 +111,8 @@ def _check_tile(tile: Config) -> None:
     step, rows = tile["tokens"] * tile["warps"], tile["rows"]
     if step % FRAGMENT or CAPACITY_STEP % step or rows < _LEAST_ROWS or rows & (rows - 1):
         raise UsageError(
-            f"decode_latent: {tile['warps']} warps of {tile['tokens']} tokens by {rows} rows; a step of all warps must "
-            f"be a multiple of {FRAGMENT} that divides {CAPACITY_STEP}, rows a power of two from {_LEAST_ROWS} on"
+            f"decode_latent: tuned to {tile['warps']} warps of {tile['tokens']} tokens by {rows} rows; a step of all "
+            f"warps must be a multiple of {FRAGMENT} dividing {CAPACITY_STEP}, rows a power of 2 from {_LEAST_ROWS} on"
         )
 
 
@@ -131,7 +131,7 @@ def _check(q: Sequence[Tensor], store: KVStore, lam: Tensor | None, mask: Mask) 
             "one head of 64 rotated channels and one of 512 latent channels"
         )
     if q[0].dtype != v.dtype:
-        wrong.append(f"queries are {q[0].dtype}, stored states {v.dtype}")
+        wrong.append(f"queries are {q[0].dtype} and the stored latents {v.dtype}; use one dtype")
     wrong += decode_problems(q, 1, mask)
     if wrong:
         raise UsageError("decode_latent: " + "; ".join(wrong))

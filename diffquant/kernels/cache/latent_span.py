@@ -87,9 +87,10 @@ def latent_span(
     V_BITS: tl.constexpr, V_RING: tl.constexpr,
     TURNED: tl.constexpr, LATENT: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Return the accumulators after keys `begin` to `end`; a row sees those from `first` to `last`.
+    """Continue an online softmax over keys `begin` to exclusive `end`; a row sees those from `first` to `last`.
 
-    `q` [R, c] are queries for latents, `q_turned` [R, r] for rotated key channels.
+    `q` [R, c] are queries for latents, `q_turned` [R, r] for rotated key channels. The accumulators `sums`, which are
+    updated and returned, are row maxima, sums of weights, and weighted sums of latents.
     """
     STATES: tl.constexpr = q.dtype
     CODES: tl.constexpr = tl.float32 if tl.float32 == STATES else tl.float16
