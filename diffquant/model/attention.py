@@ -78,13 +78,23 @@ class PairAttention(nn.Module):
 
     @property
     def calls_backend(self) -> str:
-        """Backend name for an `AttentionCall`: `backend`, or "auto" if that one only decodes from a cache."""
+        """Name of the backend for an `AttentionCall`: `backend`, or "auto" if `backend` only decodes from a cache."""
         return self.backend
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, lam: Tensor | None, mask: Mask, signal_gate: Tensor | None = None
     ) -> Tensor:
-        """Compute the output [B, T, h·dv] of queries [B, query heads, T, d] over keys [B, key heads, S, d]."""
+        """Compute attention under the recipe.
+
+        Args:
+            q: [B, query heads, T, d].
+            k: [B, key heads, S, d].
+            v: [B, h_kv, S, dv].
+            lam, mask, signal_gate: as in `AttentionCall`.
+
+        Returns:
+            [B, T, h·dv].
+        """
         # Under autocast, RoPE and norms return float32 queries and keys while values are bfloat16.
         q, k = q.to(v.dtype), k.to(v.dtype)
         with disable_autocast(v):
@@ -221,7 +231,7 @@ def disable_autocast(x: Tensor) -> AbstractContextManager[None]:
 
 
 def project_sigmoids(x: Tensor, projection: nn.Module, rows: slice = slice(None)) -> Tensor:
-    """Compute sigmoids of some output rows of a projection of x [B, T, D], float32 [B, h, T, 1]."""
+    """Compute the sigmoids of a projection of x [B, T, D], or of some of its h outputs: float32 [B, h, T, 1]."""
     if type(projection) is nn.Linear:
         with disable_autocast(x):
             gates = linear(x.float(), projection.weight[rows].float())

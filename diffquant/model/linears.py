@@ -48,7 +48,7 @@ class QuantizedLinear(nn.Module):
         return PackedWeight(self.low, self.high, self.scales, self.row_scale, self.bits, self.group, shape)
 
     def join_outputs(self, other: QuantizedLinear) -> QuantizedLinear | None:
-        """Join this and another layer to x [..., K] -> [..., N1 + N2]; return None if they cannot be joined."""
+        """Return one layer with this layer's outputs, then another's, for the same input; None if they do not fit."""
         if join_refusal(self.packed, other.packed) or (self.bias is None) != (other.bias is None):
             return None
         joined = QuantizedLinear(join(self.packed, other.packed))

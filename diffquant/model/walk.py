@@ -60,7 +60,10 @@ class Walk(Generic[State]):
         return output
 
     def project(self, layer: nn.Module, state: State) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return a layer's queries, keys and values, as `DecoderLayer.project` does."""
+        """Return a layer's queries, keys and values, [B, heads, T, width] each, or None if it has no attention.
+
+        They are taken after rotary embedding, if any, and signal heads precede noise heads.
+        """
         return cast("DecoderLayer", layer).project(state, *self.arguments(layer))
 
     def cached_states(
