@@ -35,6 +35,9 @@ class Meter(Protocol):
 class AttentionCall:
     """Arguments of norm((g·softmax(Q1·K1ᵀ·scale) - λ·softmax(Q2·K2ᵀ·scale))·V); with one map, without the λ term.
 
+    The first map is the signal map, the second the noise map. A pair is a query head of the signal map and the noise
+    head subtracted from it.
+
     Attributes:
         q: queries of one or two maps, each [B, h, T, d] with any strides. With n noise heads, each of which serves
             h / n pairs, the second map's are [B, n, T, d].
@@ -91,6 +94,7 @@ class AttentionCall:
 
     @property
     def maps(self) -> int:
+        """Number of maps, 1 or 2."""
         return len(self.q)
 
     @property

@@ -26,6 +26,9 @@ def repeat_noise_heads(noise: Tensor, pairs: int) -> Tensor:
 class HeadLayout:
     """The division of the Q, K and V projections' outputs into heads.
 
+    A pair is a signal head and the noise head subtracted from it. Canonical order is all signal heads, then all noise
+    heads.
+
     Attributes:
         pairs: h, number of signal heads; with one map, of query heads.
         kv_pairs: h_kv, number of KV pairs; divides the number of noise heads.
@@ -58,10 +61,12 @@ class HeadLayout:
 
     @property
     def query_heads(self) -> int:
+        """Number of query heads of all maps."""
         return self.pairs + self.noises
 
     @property
     def key_heads(self) -> int:
+        """Number of key heads of all maps; keys that both maps share count once."""
         return self.kv_pairs if self.shares_keys else self.maps * self.kv_pairs
 
     def height(self, projection: Projection) -> int:

@@ -93,10 +93,12 @@ class DiffSpec:
 
     @property
     def query_heads(self) -> int:
+        """Number of query heads of all maps."""
         return self.layout.query_heads
 
     @property
     def key_heads(self) -> int:
+        """Number of key heads of all maps; keys that both maps share count once."""
         return self.layout.key_heads
 
     @property
@@ -119,7 +121,10 @@ class DiffSpec:
         return self.pairs * {"sigmoid": 1, "two-gates": 2}.get(self.lam, 0)
 
     def lam_init(self, layer: int) -> float:
-        """Return λ_init of a 0-based layer: 0.8 - 0.6·exp(-0.3·layer) (arXiv 2410.05258, equation 3)."""
+        """Return λ_init of a 0-based layer: 0.8 - 0.6·exp(-0.3·(layer + lam_init_offset)).
+
+        Source: arXiv 2410.05258, equation 3.
+        """
         return 0.8 - 0.6 * math.exp(-0.3 * (layer + self.lam_init_offset))
 
     def post_factor(self, layer: int) -> float:

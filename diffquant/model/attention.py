@@ -207,7 +207,7 @@ class DiffAttention(PairAttention):
         return q, k, self.layout.values(self.v_proj(x))
 
     def lam(self, x: Tensor) -> Tensor | None:
-        """Compute λ in float32 for an input x: a scalar (V1), [B, h, T, 1] (V2, V3), or None (one map)."""
+        """Compute λ in float32 for an input x [B, T, D]: a scalar (V1), [B, h, T, 1] (V2, V3), or None (one map)."""
         if self.spec.lam == "exp":
             return self.scalar_lam()
         if self.spec.lam == "sigmoid":
@@ -217,7 +217,7 @@ class DiffAttention(PairAttention):
         return None
 
     def signal_gate(self, x: Tensor) -> Tensor | None:
-        """Compute the signal map's factor for an input x, float32 [B, h, T, 1] (V3), or return None if it is 1."""
+        """Compute the signal map's factor for an input x [B, T, D]: float32 [B, h, T, 1] (V3), or None if it is 1."""
         return project_sigmoids(x, self.lambda_proj, slice(0, None, 2)) if self.spec.lam == "two-gates" else None
 
 
@@ -246,7 +246,13 @@ def zero_padding(k: Tensor, mask: Mask) -> Tensor:
 
 
 def rotate(x: Tensor, rotary: tuple[Tensor, Tensor], style: str) -> Tensor:
-    """Apply rotary embedding to x [B, H, T, d]; `style` is "half", "interleaved" or "none" as in `DiffSpec.rope`."""
+    """Apply rotary embedding to x [B, H, T, d].
+
+    Args:
+        x: queries or keys.
+        rotary: cos and sin, [B or 1, T, d] each.
+        style: "half", "interleaved" or "none", as in `DiffSpec.rope`.
+    """
     if style == "none":
         return x
     half = x.shape[-1] // 2

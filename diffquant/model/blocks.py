@@ -121,13 +121,16 @@ def linear(
     packing: Packing = "weights",
     projection: Projection | None = None,
 ) -> Parameters:
-    """Return the parameters of a Linear with a weight [out, width]."""
+    """Return the parameters of a Linear called `name`: a weight [out, width] and, if `biased`, a bias [out].
+
+    `packing` and `projection` are as in `Parameter`.
+    """
     parameters = {f"{name}.weight": Parameter((out, width), packing, projection)}
     return parameters | ({f"{name}.bias": Parameter((out,), projection=projection)} if biased else {})
 
 
 def prefix_names(place: str, parameters: Parameters) -> Parameters:
-    """Prefix the names of parameters with the name of the part of a block that contains them."""
+    """Prefix the names of parameters with `place` and a dot, the name of the part of a block that contains them."""
     return {f"{place}.{name}": parameter for name, parameter in parameters.items()}
 
 

@@ -202,7 +202,7 @@ class CausalModel(PreTrainedModel, GenerationMixin):
         return is_packed or self.recipe.weights.quantizes or bool(self.recipe.weight_overrides)
 
     def make_tables(self) -> None:
-        """Compute the tensors that are not in checkpoints, if the model was created on the meta device."""
+        """Compute tensors that checkpoints lack, such as RoPE's frequencies, after creation on the meta device."""
 
     @property
     def attentions(self) -> Sequence[PairAttention]:
@@ -295,7 +295,7 @@ class CausalModel(PreTrainedModel, GenerationMixin):
         """Check that in each layer the quantizers of logits, operands and activations ran since the last reset.
 
         Raises:
-            NotFiredError: some did not; the message names the layers, or the Linears.
+            NotFiredError: a quantizer did not run; the message names the layers, or the Linears.
         """
         idle_by_target: dict[str, list[int]] = {}
         for attention in self.attentions:

@@ -63,7 +63,8 @@ def round_linears(model: nn.Module, linears: Mapping[str, str], recipe: Recipe) 
         The rounding of each Linear, by name.
 
     Raises:
-        UsageError: there are no such Linears, or gate and up, which one kernel computes, have different schemes.
+        UsageError: activations are to be rounded but no weights are quantized, or gate and up, which one kernel
+            computes, have different schemes.
     """
     if recipe.rounds("activations") and not linears:
         raise UsageError(

@@ -48,7 +48,7 @@ class QuantizedLinear(nn.Module):
         return PackedWeight(self.low, self.high, self.scales, self.row_scale, self.bits, self.group, shape)
 
     def join_outputs(self, other: QuantizedLinear) -> QuantizedLinear | None:
-        """Return one layer with this layer's outputs, then another's, for the same input; None if they do not fit."""
+        """Return one layer that computes this layer's outputs and another's behind them, or None if not possible."""
         if join_refusal(self.packed, other.packed) or (self.bias is None) != (other.bias is None):
             return None
         joined = QuantizedLinear(join(self.packed, other.packed))

@@ -76,7 +76,7 @@ CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else 
 
 
 def resolve_cache(past_key_values: Cache | None, cache: Cache | None) -> Cache | None:
-    """Return the cache that was passed under either of two names, or None.
+    """Return the cache that a caller passed under one of transformers' two names for it, or None.
 
     Raises:
         UsageError: both were passed.
@@ -87,7 +87,7 @@ def resolve_cache(past_key_values: Cache | None, cache: Cache | None) -> Cache |
 
 
 def pop_cache(given: MutableMapping[str, Any]) -> Cache | None:
-    """Remove the cache from arguments, where it may have either of two names, and return it, or None.
+    """Remove `past_key_values` or `cache` from arguments and return its value, or None if neither is given.
 
     Raises:
         UsageError: both were passed.

@@ -58,7 +58,7 @@ class Adapter:
         return {name: parameter.shape for name, parameter in self.source_parameters.items()}
 
     def row_order(self, canonical: str) -> Tensor | None:
-        """Return the index of the checkpoint's row for each row of a model parameter, or None if they are the same."""
+        """Return the index of the checkpoint's row for each row of a parameter, or None if the order is equal."""
         parameter, spec = self.architecture.parameters[canonical], self.architecture.diff_spec
         repeats = self._count_repeats(parameter)
         if repeats == 1:

@@ -38,7 +38,14 @@ _STRETCHED = ("llama3", "yarn", "longrope")
 
 
 def read_rope(config: Mapping[str, Any], positions: int) -> dict[str, Any]:
-    """Read the rotary settings of a config.json, converting older spellings to the current one.
+    """Read the rotary settings of a config.json in transformers' standard form, converting older spellings.
+
+    Args:
+        config: content of config.json.
+        positions: `max_position_embeddings` of the model.
+
+    Raises:
+        CheckpointError: a setting is missing, invalid or not supported.
 
     Source: transformers/modeling_rope_utils.py, RotaryEmbeddingConfigMixin.
     """
@@ -79,7 +86,7 @@ def check_angles(architecture: TransformerArchitecture) -> None:
     """Check that a model's rotary settings give an angle for each pair of channels of a head.
 
     Raises:
-        CheckpointError: they do not, or give no valid angles.
+        CheckpointError: the number of angles is wrong, or they cannot be computed.
     """
     rope, pairs_of_channels = architecture.rope_parameters, architecture.head_dim // 2
     rope_type, theta = rope["rope_type"], rope["rope_theta"]
@@ -192,7 +199,7 @@ def check_width(config: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
     """Check that the number of heads divides the hidden width, which LlamaConfig requires even if `head_dim` is given.
 
     Raises:
-        CheckpointError: it does not.
+        CheckpointError: it does not divide it.
     """
     width, heads = sizes["hidden_size"], sizes["num_attention_heads"]
     if width % heads:
