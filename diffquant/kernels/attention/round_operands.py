@@ -66,7 +66,7 @@ def to_float(x, MANTISSA: tl.constexpr, LOWEST: tl.constexpr):
 
 @triton.jit
 def inverse_unit(FORMAT: tl.constexpr):
-    """Return 1 / unit, for the unit of which `round_in_blocks` returns multiples with TOP = TOP_EXPONENT."""
+    """Return 1 / unit, for the unit by which `round_in_blocks` divides weights if TOP is TOP_EXPONENT."""
     return 2.0**TOP_EXPONENT if FORMAT[4] > 0 else _DIVISOR
 
 

@@ -1,4 +1,4 @@
-"""Appends new tokens to a `KVStore` and packs the tokens that leave the window of unquantized ones.
+"""Appends new tokens to a `KVStore` and packs the tokens that leave the ring of unquantized ones.
 
 Codes and scales are those of `diffquant.recipe.numbers`: scales in the dtype of keys and values, correctly rounded
 division, half to even. The length is read and advanced on the device, so the launch may be captured in a CUDA graph.

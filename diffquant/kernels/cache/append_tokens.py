@@ -1,4 +1,4 @@
-"""The kernels that append tokens: they pack those that leave the unquantized window and write new ones to its ring.
+"""The kernels that append tokens: they pack those that leave the ring of unquantized tokens and write new ones to it.
 
 A program processes one step of tokens of one head. It packs the tokens that leave, then writes new ones to the same
 slots of the ring, so no program overwrites slots that another one still reads.
@@ -69,7 +69,7 @@ def store_step(
     BITS: tl.constexpr, BLOCK: tl.constexpr, RING: tl.constexpr, RESIDUAL: tl.constexpr, WIDTH: tl.constexpr,
     LIMIT: tl.constexpr, TRANSPOSED: tl.constexpr, PACKS: tl.constexpr, KEEPS: tl.constexpr,
 ):  # fmt: skip
-    """Pack a step of one head's tokens that leave the window, and write new tokens to their slots of the ring.
+    """Pack a step of one head's tokens that leave the ring, and write new tokens to their slots of the ring.
 
     With a page Table, codes are stored in pages of `heads` heads; Codes, Top and Scales point to the head in page 0.
     """

@@ -188,7 +188,7 @@ _SECONDS_TO_START, _SECONDS_OF_LOADS = 1e-6, 0.5e-6
 
 @dataclass(frozen=True)
 class Cut:
-    """Division of a decode call among programs.
+    """Division of a decode call among programs. A row is one query of one map.
 
     Attributes:
         tile: launch configuration.
@@ -250,12 +250,12 @@ class Cut:
 
     @property
     def grid(self) -> tuple[int, int, int]:
-        """Launch grid of the first kernel."""
+        """Launch grid of the kernel that computes the shares' partial results."""
         return self.heads, self.shares, self.tiles
 
     @property
     def options(self) -> dict[str, Any]:
-        """Triton's compilation options for the first kernel."""
+        """Triton's compilation options for the kernel that computes the shares' partial results."""
         tile = self.tile
         registers = registers_per_thread(tile["blocks"], tile["warps"])
         return {"num_warps": tile["warps"], "num_stages": 1, "maxnreg": registers, "enable_fp_fusion": True}

@@ -102,7 +102,10 @@ def field_of(
 
 @triton.jit
 def packed_tokens(length, floor, BITS: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr):
-    """Return how many of `length` tokens are packed: whole BLOCKs before the newest RESIDUAL, at least `floor`."""
+    """Return how many of `length` tokens are packed: whole BLOCKs before the newest RESIDUAL, at least `floor`.
+
+    With 16 BITS, all tokens count as packed.
+    """
     return length if BITS == 16 else tl.maximum(floor, (length - RESIDUAL) // BLOCK * BLOCK)
 
 
