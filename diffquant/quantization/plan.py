@@ -14,7 +14,7 @@ from diffquant.checkpoints.source import Source
 from diffquant.checkpoints.weight_source import PackingRules, WeightSource
 from diffquant.checkpoints.writer import OutputTensor
 from diffquant.errors import CheckpointError
-from diffquant.model.adapters import is_read
+from diffquant.model.adapters import has_adapter
 from diffquant.quantization.checks import checked_schemes
 from diffquant.quantization.targets import (
     EMBEDDING,
@@ -237,7 +237,7 @@ def _choose_parts(source: Source | WeightSource, packed: Mapping[str, Scheme]) -
         if all(scheme.format.name == "nvfp4" and len(shapes[name].shape) > 2 for name, scheme in packed.items()):
             return as_motif3_experts
     # diffquant's models read stacked experts as stored.
-    return whole if is_read(source.checkpoint.config) else split_experts
+    return whole if has_adapter(source.checkpoint.config) else split_experts
 
 
 def _misread_experts(plan: QuantizationPlan) -> list[str]:

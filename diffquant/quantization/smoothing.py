@@ -61,16 +61,16 @@ def find_factors(source: Source, text: Sources, progress: Progress) -> tuple[dic
             for name, x in seen.items():
                 inputs[name].append(x)
         for names in groups:
-            if (divided := _divided(names)) is not None:
+            if (before := _predecessor(names)) is not None:
                 weights = [layer.get_submodule(name).weight for name in names]
                 found = _search(torch.cat(inputs[names[0]]), weights)
                 if found is not None:
-                    factors[f"model.layers.{number}.{divided}"] = found
+                    factors[f"model.layers.{number}.{before}"] = found
         progress(number + 1, len(walk.layers), "smoothing layers")
     return factors, calibration.record
 
 
-def _divided(names: Sequence[str]) -> str | None:
+def _predecessor(names: Sequence[str]) -> str | None:
     """Return the norm or projection whose output is the input of these modules, or None if heads lie between."""
     part = names[0].rpartition(".")[2]
     return "mlp.up_proj" if part == "down_proj" else NORM_BEFORE.get(part)

@@ -274,7 +274,7 @@ def _open(
     """Open the checkpoint as a known model, or as weights by name if asked or if the model is unknown."""
     from diffquant.checkpoints.source import Source, open_source
     from diffquant.checkpoints.weight_source import PackingRules, WeightSource, open_weights
-    from diffquant.model.adapters import is_read
+    from diffquant.model.adapters import has_adapter
 
     if isinstance(model, Source | WeightSource):
         return model
@@ -284,7 +284,7 @@ def _open(
         except UnknownModelTypeError as error:
             say(f"note: {error}; its weights are chosen by name")
     source = open_weights(model, PackingRules.read(None if rules_file is None else Path(rules_file), keep))
-    if (keep or rules_file) and not weights_only and is_read(source.checkpoint.config):
+    if (keep or rules_file) and not weights_only and has_adapter(source.checkpoint.config):
         asked = option_name("keep" if keep else "weight_rules")
         say(
             f"note: with {asked} weights are chosen by name, as for an unknown architecture, so the folder gets no "
