@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 from diffquant.errors import UsageError
-from diffquant.support.files import read_stored_text
+from diffquant.support.files import read_text_or_xz
 from diffquant.support.plain_data import parse_json
 
 FORMAT = 1
@@ -139,7 +139,7 @@ def read_result(path: Path) -> BenchResult:
         UsageError: the file cannot be read or is not a result of the bench.
     """
     try:
-        data = parse_json(read_stored_text(path))
+        data = parse_json(read_text_or_xz(path))
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:

@@ -14,7 +14,7 @@ from diffquant.benchmarks.contest import SECTIONS, relative_error, tolerance
 from diffquant.benchmarks.measuring import prepare, run_in_turns
 from diffquant.benchmarks.workloads import MODELS, V2, Model, Workload
 from diffquant.errors import UsageError
-from diffquant.kernels.configs import PREFILL, Config, choose, trying
+from diffquant.kernels.configs import PREFILL, Config, choose_config, override_configs
 from diffquant.kernels.gpu import device_class
 from diffquant.support.files import write_json
 from diffquant.support.names import option_name
@@ -77,7 +77,7 @@ def shipped_configs() -> dict[str, Config]:
 
     tables: list[Mapping[str, Config]] = [PREFILL]
     tables += [module.TILES for module in (prefill_int8, prefill_simulated, decode_cut, gemv, gemm)]
-    return {key: choose(table, key) for table in tables for key in table}
+    return {key: choose_config(table, key) for table in tables for key in table}
 
 
 def neighbours(config: Config, field: str) -> Iterator[int]:
@@ -107,7 +107,7 @@ def tune_config(key: str, config: Config, work: Callable[[], object], is_right: 
         start = changed.get(field, config[field])
         for value in neighbours(config, field):
             entry = changed | {field: value}
-            with trying({key: config | entry}):
+            with override_configs({key: config | entry}):
                 try:
                     milliseconds = _milliseconds(work) if is_right() else float("inf")
                 except Exception:  # too many registers, too little shared memory, an unsupported shape

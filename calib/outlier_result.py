@@ -21,7 +21,7 @@ from diffquant.reports.plots import (
 )
 from diffquant.reports.run import write_run
 from diffquant.reports.tables import Table
-from diffquant.support.files import read_stored_text
+from diffquant.support.files import read_text_or_xz
 from diffquant.support.outputs import RunFiles
 from diffquant.support.plain_data import parse_json
 
@@ -84,7 +84,7 @@ class Outliers:
 
 def read_outliers(file: Path) -> Outliers:
     """Read results from an outliers.json file."""
-    data = parse_json(read_stored_text(file))
+    data = parse_json(read_text_or_xz(file))
     models = [
         ModelOutliers(
             **model

@@ -15,7 +15,7 @@ from diffquant.recipe import Recipe
 from diffquant.recipe.numbers.formats import format_named
 from diffquant.recipe.scheme import Scheme
 from diffquant.reports.tables import Table
-from diffquant.support.files import find_named, read_stored_text
+from diffquant.support.files import find_named, read_text_or_xz
 from diffquant.support.plain_data import parse_json
 
 Width = int | str
@@ -125,7 +125,7 @@ class SearchResult:
 
 def read_search(file: Path) -> SearchResult:
     """Read a search's result from its search-*.json file."""
-    data = parse_json(read_stored_text(file))
+    data = parse_json(read_text_or_xz(file))
     there = [key for key in ("measurements", "parts") if data.get(key) is not None]
     measured = {key: [_measurement(unit) for unit in data[key]] for key in there}
     candidates = [Candidate(**candidate) for candidate in data["candidates"]]

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from diffquant.family.call import AttentionCall, Meter
 from diffquant.recipe.numbers.formats import NumberFormat
 from diffquant.recipe.numbers.sharing import Sharing
-from diffquant.recipe.numbers.simulation import logit_format, weight_scale
+from diffquant.recipe.numbers.simulation import logit_format, softmax_weight_scale
 from diffquant.recipe.scheme import FULL, Scheme
 
 
@@ -48,7 +48,7 @@ class LogitMeter:
         self.clipped = self.clipped + clipped
 
     def record_scales(self, scales: Tensor, largest: Tensor) -> None:
-        """Add scales to the statistics, except those whose logits are all zero or hidden."""
+        """Add scales to the statistics, except where `largest`, the largest |logit| of each scale, is 0."""
         if not scales.numel():
             return
         used = largest > 0
@@ -84,7 +84,7 @@ def prepare_logits(logits: Tensor, visible: Tensor | None, shift: bool) -> Tenso
 
 
 def binds_maps(scheme: Scheme) -> bool:
-    """Return whether a map's codes depend on the pair's other map, so that pairs cannot share rounded noise maps."""
+    """Return whether rounding a map depends on the pair's other map, so that pairs cannot share rounded noise maps."""
     return scheme.quantizes and (scheme.has("alike") or scheme.sharing.binds_pairs)
 
 
@@ -105,7 +105,7 @@ def from_rounded_form(rounded: Sequence[Tensor], scheme: Scheme) -> list[Tensor]
     return [mean - half, mean + half]
 
 
-def magnitudes(prepared: Sequence[Tensor], scheme: Scheme, ranges: Tensor | None = None) -> list[Tensor]:
+def largest_magnitudes(prepared: Sequence[Tensor], scheme: Scheme, ranges: Tensor | None = None) -> list[Tensor]:
     """Compute the largest |logit| among the entries that share a scale, one tensor per map.
 
     Args:
@@ -148,12 +148,14 @@ def round_maps(
     Args:
         call: call that gives the scheme and the meter; at 16 bits nothing is rounded.
         prepared: one [B, h, T, S] per map, from `prepare_logits` and `to_rounded_form`.
-        visible, is_first: as in `count_logits`.
-        largest: the `magnitudes` of `prepared`, or None to compute them here.
+        visible: bool, broadcastable to [B, h, T, S], or None if everything is visible.
+        largest: the `largest_magnitudes` of `prepared`, or None to compute them here.
+        is_first: whether this is a call's first block of queries; the meter counts scales shared by all queries only
+            then.
     """
     scheme = call.logits
     if scheme.quantizes:
-        largest = largest or magnitudes(prepared, scheme, call.ranges)
+        largest = largest or largest_magnitudes(prepared, scheme, call.ranges)
         scales = [logit_format(scheme.format, scheme.has("shift")).scale_of(top) for top in largest]
         if call.meter is not None:
             count_logits(call.meter, prepared, largest, scales, visible, scheme, is_first=is_first)
@@ -178,7 +180,7 @@ def count_logits(
     Args:
         meter: meter to add to.
         prepared: one [B, h, T, S] per map, from `prepare_logits` and `to_rounded_form`.
-        largest, scales: the `magnitudes` of `prepared`, and the scales computed from them.
+        largest, scales: the `largest_magnitudes` of `prepared`, and the scales computed from them.
         visible: bool, broadcastable to [B, h, T, S], or None if everything is visible.
         scheme: scheme of the logits.
         is_first: whether this is a call's first block of queries; scales shared by all queries are counted only then.
@@ -253,7 +255,7 @@ def _round_weights(weights: Tensor, scheme: Scheme) -> Tensor:
     """Quantize and dequantize unnormalized softmax weights [..., S]."""
     if scheme.granularity == "row":
         return _simulate(
-            weights, scheme.format, weight_scale(scheme.format, scheme.has("pow2"), weights.dtype).to(weights)
+            weights, scheme.format, softmax_weight_scale(scheme.format, scheme.has("pow2"), weights.dtype).to(weights)
         )
     number_format = scheme.format.bound_to(torch.ones(1))
     keys, size = weights.shape[-1], scheme.size or 1

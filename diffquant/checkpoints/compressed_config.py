@@ -42,7 +42,8 @@ def quantization_config(
     Args:
         schemes: scheme of each packed module by name.
         linears: every Linear of the model by module name, packed or not.
-        ignored: regular expressions of further modules that are not packed; one that fits a packed module is left out.
+        ignored: regular expressions of further modules that are not packed; those that match a packed module are
+            left out.
         inputs: scheme of the inputs of each packed module whose inputs are rounded while the model runs.
     """
     others = [each for each in ignored if not any(re.fullmatch(each, name) for name in schemes)]
@@ -75,7 +76,7 @@ def quantization_config(
 
 
 def states_cache(config: Mapping[str, Any]) -> bool:
-    """Return whether config.json has a recipe of diffquant, with its cache given as a `kv_cache_scheme`."""
+    """Return whether config.json has a recipe of diffquant, and its cache scheme for engines as a `kv_cache_scheme`."""
     entry = config.get("quantization_config")
     is_stated = isinstance(entry, Mapping) and entry.get("kv_cache_scheme") == STATIC_CACHE
     return is_stated and "diffquant_config" in config
@@ -158,7 +159,7 @@ def _inputs_entry(scheme: Scheme) -> dict[str, Any]:
 
 
 def records_activations(config: Mapping[str, Any]) -> bool:
-    """Return whether a folder's recipe has a scheme for the inputs of its Linears."""
+    """Return whether the recipe in config.json has a scheme, or an override, for the inputs of Linears."""
     recorded = config.get("diffquant_config")
     recipe = recorded.get("recipe") if isinstance(recorded, Mapping) else None
     if not isinstance(recipe, Mapping):
@@ -250,7 +251,7 @@ def _group_problems(group: Any, layout: object, rounds_inputs: bool) -> list[str
 
 
 def has_targets(group: Mapping[str, Any]) -> bool:
-    """Return whether a config group names its modules."""
+    """Return whether a config group has a list of `targets`, which name its modules."""
     targets = group.get("targets")
     return isinstance(targets, list) and all(isinstance(target, str) for target in targets)
 
@@ -268,13 +269,13 @@ def _unknown_codes(weights: Mapping[str, Any], formats: list[NumberFormat]) -> l
 
 
 def is_square(structure: object) -> bool:
-    """Return whether a block_structure has blocks as high as wide."""
+    """Return whether a `block_structure` of quantization_config gives square blocks."""
     block = block_shape(structure)
     return block is not None and block[0] == block[1]
 
 
 def block_shape(structure: object) -> tuple[int, int] | None:
-    """Return the height and width of blocks as a folder states them, or None if it does not."""
+    """Return (height, width) of a `block_structure`, or None if it is not a list of two positive whole numbers."""
     if isinstance(structure, list) and len(structure) == 2 and all(map(_is_size, structure)):
         return structure[0], structure[1]
     return None
@@ -292,9 +293,13 @@ def _scheme(number_format: NumberFormat, weights: Mapping[str, Any]) -> Scheme:
 
 
 def pick_targets(modules: Sequence[str], targets: Mapping[str, _T]) -> dict[str, _T | None]:
-    """Return the entry that compressed-tensors picks for each module: by exact name, expression or class.
+    """Return the entry that compressed-tensors picks for each module, or None if no target matches the module.
 
     If several expressions match, the first one in alphabetical order counts, wherever it stands in config.json.
+
+    Args:
+        targets: entries by target: a module's full name, a regular expression after "re:", or the class "Linear",
+            which matches modules that the others do not match.
 
     Raises:
         CheckpointError: an expression is malformed, or takes too long.
@@ -309,7 +314,7 @@ def pick_targets(modules: Sequence[str], targets: Mapping[str, _T]) -> dict[str,
 
 
 def match_modules(expressions: Sequence[str], modules: Sequence[str]) -> list[int | None]:
-    """Return the index of the first expression that each module's name begins with, or None.
+    """Return for each module the index of the first expression that matches the beginning of its name, or None.
 
     Raises:
         CheckpointError: an expression is malformed, or takes too long.

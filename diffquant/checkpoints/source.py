@@ -14,7 +14,7 @@ from torch import Tensor
 
 from diffquant.checkpoints.opening import check_tensors, open_checkpoint, restore_embedding
 from diffquant.checkpoints.reader import Checkpoint, read_stored_dtype, read_stored_recipe
-from diffquant.checkpoints.side_files import read_files
+from diffquant.checkpoints.side_files import list_behaviour_files
 from diffquant.checkpoints.texts import SpecialTokens, read_special_tokens
 from diffquant.checkpoints.tokenizer import open_tokenizer
 from diffquant.checkpoints.weight_source import WeightSource
@@ -41,7 +41,7 @@ def checkpoint_fingerprint(checkpoint: Checkpoint) -> str:
 
 
 def checkpoint_state(checkpoint: Checkpoint) -> FilesState:
-    """Return the state of the files behind a checkpoint's fingerprint, which changes if one is replaced."""
+    """Return the state of the files that a checkpoint's fingerprint covers; it changes if one of them is replaced."""
     return files_state(_files(checkpoint))
 
 
@@ -53,7 +53,7 @@ def files_state(files: Iterable[Path]) -> FilesState:
 def _files(checkpoint: Checkpoint) -> list[Path]:
     files = checkpoint.weight_files()
     if checkpoint.path.is_dir():
-        files += [checkpoint.path / "config.json", *read_files(checkpoint.path)]
+        files += [checkpoint.path / "config.json", *list_behaviour_files(checkpoint.path)]
     return files
 
 
@@ -117,11 +117,15 @@ class Source:
         """
         # A subclass has blocks that these verbs do not know.
         if type(self.architecture) is not TransformerArchitecture:
-            raise self.not_taken(verb)
+            raise self.unsupported_error(verb)
         return self.architecture
 
-    def not_taken(self, verb: str, why: str = "") -> CheckpointError:
-        """Return the error that a verb does not support the model's layers."""
+    def unsupported_error(self, verb: str, why: str = "") -> CheckpointError:
+        """Return the error for a verb that does not support the model's layers.
+
+        Args:
+            why: clause with the reason, if it is not that the verb supports only a DiffTransformer.
+        """
         kinds = ", ".join(dict.fromkeys(self.architecture.layer_kinds))
         others = "" if why else "export, verify, run, "
         return CheckpointError(
@@ -148,7 +152,7 @@ class Source:
         """The dtype that the model runs in by default.
 
         Raises:
-            CheckpointError: the checkpoint names one that is unknown.
+            CheckpointError: the checkpoint records an unknown dtype.
         """
         embedding = self.adapter.source_name("model.embed_tokens.weight")
         return read_stored_dtype(self.checkpoint.config) or self.checkpoint.tensors[embedding].dtype
@@ -218,7 +222,7 @@ class Source:
         return CheckpointError(f"{self.path} changed while it was in use; run the same command again")
 
     def read(self, parameter: str) -> Tensor:
-        """Read a parameter's data as the checkpoint stores it, by the model's name."""
+        """Read a parameter, given by its name in the model, as the checkpoint stores it."""
         return self.checkpoint.read(self.adapter.source_name(parameter))
 
 

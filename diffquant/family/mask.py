@@ -57,7 +57,7 @@ class Mask:
         return self.window is not None and self.window < keys
 
     def visible_end(self, queries: slice, length: int, keys: int) -> int:
-        """Return the number of leading keys, out of S, that a range of the T queries may see; at least one."""
+        """Return how many leading keys, of S = `keys`, a range of T = `length` queries may see; at least 1."""
         return keys if self.explicit is not None else max(queries.stop + keys - length, 1)
 
     def visible(self, queries: slice, length: int, keys: int, device: torch.device) -> Tensor | None:
@@ -88,7 +88,11 @@ class Mask:
         return seen
 
     def dense(self, length: int, keys: int, device: torch.device) -> Tensor | None:
-        """Return the dense mask of all T queries, as `visible` does for some."""
+        """Return the dense mask of all T = `length` queries over S = `keys` keys.
+
+        Returns:
+            bool [B or 1, 1, T, S], True where a query sees a key, or None if all is visible.
+        """
         return self.visible(slice(0, length), length, keys, device)
 
     def valid_queries(self, length: int) -> Tensor | None:
@@ -106,7 +110,7 @@ class Mask:
         return self.keys if self.explicit is None else self.explicit.any(-2)[:, 0]
 
     def needed_keys(self, keys: int) -> int:
-        """Return the number of newest positions that later queries may still see; without a window, all of them."""
+        """Return how many of the newest S = `keys` positions later queries may see: without a window, all of them."""
         if self.window is None:
             return keys
         if self.keys is None:

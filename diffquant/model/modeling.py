@@ -130,9 +130,9 @@ class DiffTransformerModel(Decoder):
             return "operands of attention's products are quantized, which needs dequantized K and V"
         # accelerate's hooks move weights between devices, which cannot be recorded.
         if any(hasattr(layer, "_hf_hook") for layer in self.layers):
-            return "the model is spread over several places"
+            return "the model is spread over several devices"
         if self.rotary_emb.rope_type not in _STATIC_ROPE:
-            return f"RoPE of type {self.rotary_emb.rope_type} looks at the positions to choose its frequencies"
+            return f"RoPE of type {self.rotary_emb.rope_type} has frequencies that depend on the positions"
         return None
 
     @property

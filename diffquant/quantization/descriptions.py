@@ -17,7 +17,7 @@ from diffquant.errors import CheckpointError
 from diffquant.quantization.engine_folder import config_for_engines, write_modelling_file
 from diffquant.quantization.foreign_code import leave_out_code
 from diffquant.quantization.plan import QuantizationPlan
-from diffquant.quantization.targets import MakersExperts
+from diffquant.quantization.targets import Motif3Experts
 from diffquant.recipe.numbers.formats import format_named
 from diffquant.recipe.numbers.formats.integer import PACK_QUANTIZED
 from diffquant.recipe.scheme import Scheme
@@ -132,10 +132,10 @@ def converted_card(
     """Return the model card of a converted checkpoint, with its source.
 
     Args:
-        kind: what it was made, for the title, such as "as diff_v2".
-        what: sentences about the conversion.
+        kind: end of the card's title, after the source's name, such as "as diff_v2".
+        what: sentences that describe the conversion.
         is_differential: whether the model uses differential attention.
-        left_out: code files of the source, and JSON entries that named code, that were removed.
+        left_out: removed code files of the source, and removed JSON entries that named code.
     """
     name, tags = checkpoint.name, ["diffquant", *([FAMILY] if is_differential else [])]
     return "\n".join(
@@ -176,7 +176,7 @@ def _loaded_by(plan: QuantizationPlan, carries_code: bool) -> str:
             f"The codes of {', '.join(own)} are packed in a layout that only `diffquant.load` reads; "
             "transformers, vLLM and other readers of compressed-tensors refuse this folder.\n"
         )
-    if plan.is_as_the_makers:
+    if plan.has_motif3_layout:
         return (
             "The layout is that of the authors' NVFP4 release, in which only experts are packed; their vLLM port and "
             "`diffquant.load` read it.\n"
@@ -243,9 +243,9 @@ def write_descriptions(
     carried = {file.name for file in folder.glob("*.py")}
     code = write_modelling_file(folder, config, adapter)
     replaced = sorted(carried - code.keys()) if code else []
-    if plan.is_as_the_makers:
+    if plan.has_motif3_layout:
         config["quantization_config"] = {
-            "quant_method": MakersExperts.method,
+            "quant_method": Motif3Experts.method,
             "group_size": format_named("nvfp4").block,
             "produced_by": f"diffquant {versions()['diffquant']}",
         }
@@ -272,8 +272,8 @@ def describe_left_out(left_out: Sequence[str], folder: Path) -> tuple[str, ...]:
     """Return messages about code of the source that was left out, and whether the tokenizer needs it.
 
     Args:
-        left_out: code files, and JSON entries that named code.
-        folder: the folder as written.
+        left_out: removed code files, and descriptions of removed JSON entries that named code.
+        folder: the output folder, after removal.
     """
     if not left_out:
         return ()

@@ -20,9 +20,10 @@ class Magnitudes:
     """Computes, on demand, the largest magnitude over a weight and the weights that engines fuse with it."""
 
     def __init__(self, checkpoint: Checkpoint, schemes: Mapping[str, Scheme]) -> None:
-        """Read nothing yet.
+        """Prepare without reading weights, which `of` does.
 
         Args:
+            checkpoint: checkpoint with 16-bit weights.
             schemes: scheme of each module whose weight is packed, by name in the checkpoint.
         """
         self._checkpoint, self._schemes = checkpoint, schemes

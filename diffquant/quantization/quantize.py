@@ -36,7 +36,7 @@ from diffquant.support.terminal import Readable, one_line
 
 
 class Calibrate(Protocol):
-    """Finds ranges of a checkpoint's keys and values."""
+    """Type of a function that calibrates the ranges of a checkpoint's keys and values."""
 
     def __call__(self, path: Source, *, progress: Progress) -> Ranges: ...
 
@@ -124,8 +124,8 @@ def quantize(
             It does not change the dtype that the model runs in.
         overwrite: replace an existing checkpoint there, after the new one is complete.
         on_plan: function called with the plan before anything is written; an exception in it ends the run.
-        calibrate: function that finds ranges of keys and values, to store scales of a cache that engines can have.
-            Without it, only diffquant applies the cache.
+        calibrate: function that calibrates ranges of keys and values, from which cache scales are stored if inference
+            engines support the recipe's cache. Without it, only diffquant quantizes the cache.
         progress: function called with layers while a rounding reads calibration data, then with output bytes; by
             default a line on a terminal, one per minute in a log.
 
@@ -194,15 +194,21 @@ def _with_cache_scales(
 
 
 _ONLY_HERE = (
-    "only diffquant applies this cache: vLLM and transformers read e4m3:static of both K and V, without residual, "
-    "of a model that they run"
+    "only diffquant applies this cache scheme: vLLM and transformers support only e4m3:static for both K and V, "
+    "without residual, and only in models that they run"
 )
 
 
 def pack_job(
     checkpoint: Checkpoint, tensor: PlannedTensor, rounder: Rounder, magnitudes: Magnitudes | None = None
 ) -> Job:
-    """Return the job that computes a weight's codes and scales, a block of rows at a time."""
+    """Return the job that computes a weight's codes and scales, a block of rows at a time.
+
+    Args:
+        tensor: the weight, with the modules that it is packed as.
+        rounder: rounding prepared for the checkpoint.
+        magnitudes: as in `RoundedWeight`.
+    """
     scheme = tensor.scheme
     height, width = math.prod(tensor.info.shape[:-1]), tensor.info.shape[-1]
     tile, rows_each = scheme.sharing.tile or 1, height // len(tensor.parts)
@@ -234,7 +240,7 @@ def pack_job(
                 some = data if whole else data[here.start // per_row : -(-here.stop // per_row)]
                 pieces[part.name(suffix)] = (max(first - part.first, 0) // per_row, some)
             if begins:
-                pieces |= {name: (0, data) for name, data in part.once(rounded.scheme).items()}
+                pieces |= {name: (0, data) for name, data in part.shared_tensors(rounded.scheme).items()}
                 if tensor.inputs.format.spans_tensor:
                     pieces[part.module + INPUT_GLOBAL] = (0, torch.ones(1))
         # `values` of a float32 source is the memory-mapped file, so only the decoded tensor may be changed in place.

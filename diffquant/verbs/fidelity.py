@@ -182,7 +182,7 @@ def _chunks(
     from diffquant.checkpoints.texts import load_text, text_digest
     from diffquant.measure.fidelity import cut_chunks
     from diffquant.measure.fidelity.base_file import count_scored_positions
-    from diffquant.measure.fidelity.result import parts_of
+    from diffquant.measure.fidelity.result import count_parts
 
     about: JsonObject
     longest = {side.name: side.longest for side in sides if side.longest is not None}
@@ -208,6 +208,6 @@ def _chunks(
         "context": length,
         "chunks": count,
         "scored": count * count_scored_positions(length),
-        "parts": parts_of(count),
+        "parts": count_parts(count),
     }
     return chunks, about

@@ -273,8 +273,8 @@ def _open(
 ) -> "Source | WeightSource":
     """Open the checkpoint as a known model, or as weights by name if asked or if the model is unknown."""
     from diffquant.checkpoints.source import Source, open_source
-    from diffquant.checkpoints.weight_source import WeightRules, WeightSource, open_weights
-    from diffquant.model.adapters import is_read
+    from diffquant.checkpoints.weight_source import PackingRules, WeightSource, open_weights
+    from diffquant.model.adapters import has_adapter
 
     if isinstance(model, Source | WeightSource):
         return model
@@ -283,12 +283,13 @@ def _open(
             return open_source(model)
         except UnknownModelTypeError as error:
             say(f"note: {error}; its weights are chosen by name")
-    source = open_weights(model, WeightRules.read(None if rules_file is None else Path(rules_file), keep))
-    if (keep or rules_file) and not weights_only and is_read(source.checkpoint.config):
+    source = open_weights(model, PackingRules.read(None if rules_file is None else Path(rules_file), keep))
+    if (keep or rules_file) and not weights_only and has_adapter(source.checkpoint.config):
         asked = option_name("keep" if keep else "weight_rules")
         say(
-            f"note: {asked} chooses weights by name, as for an unknown architecture: the folder gets no modelling file "
-            f"and no cache scheme; for this {source.model_type} {option_name('overrides', 'PATTERN=16')} keeps some"
+            f"note: with {asked} weights are chosen by name, as for an unknown architecture, so the folder gets no "
+            f"modelling file and no cache scheme. diffquant supports {source.model_type}: to keep some weights at 16 "
+            f"bits use {option_name('overrides', 'PATTERN=16')} instead"
         )
     return source
 

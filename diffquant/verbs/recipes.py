@@ -110,9 +110,9 @@ def _overrides(given: Mapping[str, str] | Sequence[str]) -> Mapping[str, str]:
 
 def shrink_groups(source: "Source | WeightSource", recipe: Recipe) -> Recipe:
     """Return a preset's recipe with smaller groups for weights whose width is not a multiple of its group size."""
-    from diffquant.quantization.targets import find_targets
+    from diffquant.quantization.targets import find_packable_modules
 
-    targets, smaller = find_targets(source), dict[str, Scheme]()
+    targets, smaller = find_packable_modules(source), dict[str, Scheme]()
     for module, scheme in ({} if source.packed else targets.schemes(recipe)).items():
         width = source.checkpoint.tensors[targets.weights[module]].shape[-1]
         if scheme.size and width % scheme.size:
@@ -148,9 +148,9 @@ def choose_gptq_if_quick(source: "Source | WeightSource", recipe: Recipe) -> Rec
 def choose_supported_rounding(source: "Source | WeightSource", recipe: Recipe) -> Recipe:
     """Return the recipe, with rounding nearest and a note if its rounding does not support its schemes."""
     from diffquant.quantization.roundings import checked_rounding
-    from diffquant.quantization.targets import find_targets
+    from diffquant.quantization.targets import find_packable_modules
 
-    schemes = {} if source.packed else find_targets(source).schemes(recipe)
+    schemes = {} if source.packed else find_packable_modules(source).schemes(recipe)
     if not schemes:
         return replace(recipe, rounding=NEAREST)
     try:

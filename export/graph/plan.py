@@ -226,7 +226,7 @@ def check_exportable(source: Source, verb: str) -> None:
     missing = {type(block).__name__: None for block in blocks if not block.exported_by}
     if missing or not architecture.export:
         what = first_few(missing, ", ") or type(architecture).__name__
-        raise source.not_taken(verb, f", because there is no export for {what}")
+        raise source.unsupported_error(verb, f", because there is no export for {what}")
 
 
 def _layer_problems(architecture: Architecture, options: ExportOptions) -> Iterator[str]:

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from diffquant.attention.logits import (
     from_rounded_form,
-    magnitudes,
+    largest_magnitudes,
     prepare_logits,
     round_logits,
     softmax_weights,
@@ -101,7 +101,7 @@ class SeenAttention:
         """Scales of what a scheme rounds (each map, or what stands for them), and each map's logits after it."""
         prepared = [prepare_logits(logits.clone(), self.visible, scheme.has("shift")) for logits in self.logits]
         coded = to_rounded_form(prepared, scheme)
-        tops = magnitudes(coded, scheme)
+        tops = largest_magnitudes(coded, scheme)
         scales = [logit_format(scheme.format, scheme.has("shift")).scale_of(top) for top in tops]
         rounded = [round_logits(logits, scale, scheme) for logits, scale in zip(coded, scales, strict=True)]
         # Where all is zero nothing is rounded, whatever the scale.

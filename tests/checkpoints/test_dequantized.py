@@ -260,7 +260,7 @@ def test_a_folder_that_is_not_packed_at_all_is_refused(tmp_path):
     write_floats(tmp_path / "floats", tmp_path / "packed", expected)
     config = json.loads((tmp_path / "packed" / "config.json").read_text())
     (tmp_path / "floats" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="holds no weight packed by awq"):
+    with pytest.raises(CheckpointError, match="has no weights packed by awq"):
         open_checkpoint(tmp_path / "floats")
 
 

@@ -84,7 +84,7 @@ def test_backends_compute_a_window_as_dense_softmax_in_float64_does(keys, logits
 def test_the_kernels_refuse_windows_that_hide_something():
     q = torch.zeros(1, 2, 4, 64, dtype=torch.float16)
     call = AttentionCall((q,), (q,), q, None, scale=1.0, mask=Mask(None, 3))
-    assert call_refusal(call) == "the kernel has no window, and queries see 3 of 4 keys"
+    assert call_refusal(call) == "the kernel supports no window, but queries see only the newest 3 of 4 keys"
     assert call_refusal(AttentionCall((q,), (q,), q, None, scale=1.0, mask=Mask(None, 4))) is None
 
 

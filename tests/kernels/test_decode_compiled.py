@@ -62,7 +62,7 @@ def launches():
         q, k, v, lam = random_call(generation, 1, 1, width=width, dtype=torch.bfloat16, pairs=8, kv_pairs=2)
         store = PagedStore(recipe, both(generation, k), v, 1, places=1)
         table, lengths = torch.zeros(1, 256, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
-        places = torch.zeros(1, dtype=torch.int32) if store.waits else None
+        places = torch.zeros(1, dtype=torch.int32) if store.needs_rings else None
         attend = partial(decode_packed_pages, q, store, table, lengths, lam, scale=0.125, places=places)
         yield name, capability, attend
         yield f"append-{name}", capability, partial(store.append, both(generation, k), v, table, lengths, places)

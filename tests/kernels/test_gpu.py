@@ -84,7 +84,7 @@ def test_where_it_does_not_single_warps_multiply_and_more_than_256_tokens_take_a
 ):
     packed, exact = random_case(48, 96, 4, 32)
     warps, x = [], random_activations(100, 96)
-    monkeypatch.setattr(gemm, "choose", lambda table, key: warps.append(table[key]["warps"]) or table[key])
+    monkeypatch.setattr(gemm, "choose_config", lambda table, key: warps.append(table[key]["warps"]) or table[key])
     assert relative_error(launch(x, packed, None), x.double() @ exact.T) < 1e-3
     # Triton's products of a warpgroup take four warps.
     assert warps == [2]

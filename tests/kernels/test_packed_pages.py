@@ -85,9 +85,9 @@ def test_a_window_within_the_rings_reads_no_page_that_was_released():
 def test_what_pages_do_not_hold_is_refused_by_name():
     q, k, v, lam = random_call("v2", 1, 20)
     for recipe, said in (
-        (Recipe.of(k=16, v=4), "k has 16 bits; `decode_paged` reads pages of states"),
-        (Recipe.of(k="4:c128", v=4), "k has scales per 128 tokens; pages take row, c16, c32 and c64"),
-        (Recipe.of(k="4:c64", v=4), "k 4:c64, v 4:row and a residual of 0, tokens wait unquantized; give the number"),
+        (Recipe.of(k=16, v=4), "k has 16 bits; use `decode_paged`, which reads unquantized pages"),
+        (Recipe.of(k="4:c128", v=4), "k has scales per 128 tokens; pages support row, c16, c32 and c64"),
+        (Recipe.of(k="4:c64", v=4), "k 4:c64, v 4:row and a residual of 0, new tokens stay unquantized for a while"),
         (Recipe.of(kv=3), "3 bits"),
     ):
         with pytest.raises(UsageError, match=said):
@@ -95,12 +95,12 @@ def test_what_pages_do_not_hold_is_refused_by_name():
     store, table, _ = filled(Recipe.of(kv=4), k, v, [20])
     sizes = torch.tensor([20], dtype=torch.int32)
     other = PagedStore(Recipe.of(kv=4), k[0], v.repeat(1, 2, 1, 1), 4)
-    with pytest.raises(UsageError, match="1 maps cannot read 1 key heads and 2 value heads"):
+    with pytest.raises(UsageError, match="1 key heads do not fit 1 maps and 2 value heads"):
         decode_packed_pages(q[:1], other, table, sizes, None, scale=0.125)
     with pytest.raises(UsageError, match=r"k is torch\.float32"):
         store.append(k[0].float(), v, table, sizes)
     waiting = PagedStore(Recipe.of(k="4:c16", v=4), k[0], v, 4, places=1)
-    for places, said in ((None, "give each sequence's ring"), (sizes.long(), r"places are torch\.int64 \[1\]")):
+    for places, said in ((None, "pass each sequence's ring"), (sizes.long(), r"places are torch\.int64 \[1\]")):
         with pytest.raises(UsageError, match=said):
             waiting.append(k[0], v, table, sizes, places)
     with pytest.raises(UsageError, match="places are given, but these pages need no rings"):

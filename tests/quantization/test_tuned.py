@@ -131,7 +131,7 @@ def test_a_seed_decides_the_order_of_windows_and_so_the_codes(checkpoint):
     assert any(not torch.equal(tensor, second[name]) for name, tensor in unsaid.items())
     with pytest.raises(UsageError, match="rounding gptq has no seed; leave it out, or use tuned"):
         quantize(checkpoint, checkpoint.with_name("no"), Recipe.of("3:g16", rounding={"name": "gptq", "seed": 1}))
-    with pytest.raises(UsageError, match="seed must be a number of 0 or more, got -1"):
+    with pytest.raises(UsageError, match="seed must be a whole number, 0 or more, got -1"):
         Recipe.of("3:g16", rounding={"name": "tuned", "seed": -1})
 
 

@@ -28,7 +28,7 @@ from diffquant.kernels.attention.online import (
     valid_range,
 )
 from diffquant.kernels.attention.quantize_qkv import quantize_qkv, swizzle
-from diffquant.kernels.configs import attention_tile, choose
+from diffquant.kernels.configs import attention_tile, choose_config
 from diffquant.kernels.gpu import device_class, fp8_refusal
 
 # log2(448): softmax weights are multiplied by 448, e4m3's largest number, to use its whole range.
@@ -44,7 +44,10 @@ def attend_int8(
     D: tl.constexpr, DV: tl.constexpr, FP8: tl.constexpr, DESCRIBED: tl.constexpr, PINNED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention of one tile of BM rows of one pair: BM / PACK queries."""
+    """Compute attention of one tile of BM rows of one pair.
+
+    With PACK = 2 the maps share keys, and a query has two adjacent rows; else PACK is 1.
+    """
     # Under causal order, tiles at the end see the most keys, so they start first.
     tiles = rows // BM
     tile = tiles - 1 - tl.program_id(0) % tiles
@@ -230,7 +233,7 @@ def _launch(x: Operands, pv: str) -> Tensor:
     batch, heads, length, width = q[0].shape
     kv_heads, keys, value_width = v.shape[1:]
     device_kind = device_class(v.device)
-    tile = choose(TILES, f"prefill_int8/{device_kind}/{width}")
+    tile = choose_config(TILES, f"prefill_int8/{device_kind}/{width}")
     with torch.cuda.device_of(v):
         q8, q_scale, k8, k_scale, v8, v_scale = quantize_qkv(
             q, k, v, x.starts, x.ends, x.scale, tile_rows=tile["queries"], block=tile["keys"], values=pv == "fp8"

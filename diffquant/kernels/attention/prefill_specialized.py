@@ -12,7 +12,7 @@ from diffquant.kernels.arguments import Operands, call_refusal, register_operato
 from diffquant.kernels.attention.attend_specialized import attend_fp8_specialized, attend_specialized
 from diffquant.kernels.attention.online import allow_descriptors, can_describe
 from diffquant.kernels.attention.quantize_qkv import quantize_qkv
-from diffquant.kernels.configs import choose
+from diffquant.kernels.configs import choose_config
 from diffquant.kernels.gpu import device_class
 
 # By the widths of keys and values: number of keys per step, and of steps that the loading warp loads ahead, as many as
@@ -92,7 +92,7 @@ def launch_specialized(
     batch, heads, length, width = q[0].shape
     kv_heads, keys, value_width = v.shape[1:]
     kernel = "simulated_specialized" if rounded else "prefill_specialized"
-    tile = choose(TILES, f"{kernel}/sm_90/{width}x{value_width}")
+    tile = choose_config(TILES, f"{kernel}/sm_90/{width}x{value_width}")
     shared = len(q) // len(k)
     allow_descriptors()
     attend_specialized[(-(-length * shared // _ROWS) * batch * heads,)](
@@ -125,7 +125,7 @@ def _launch(x: Operands, bits: int) -> Tensor:
     parked = out.view(torch.float16)
     with torch.cuda.device_of(v):
         if bits == 8:
-            tile = choose(TILES, f"prefill_fp8_specialized/sm_90/{width}x{value_width}")
+            tile = choose_config(TILES, f"prefill_fp8_specialized/sm_90/{width}x{value_width}")
             q8, q_scale, k8, k_scale, v8, v_scale = quantize_qkv(
                 q, k, v, x.starts, x.ends, x.scale, tile_rows=_ROWS, block=tile["keys"], values=True
             )

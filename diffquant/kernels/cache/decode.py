@@ -80,7 +80,7 @@ def _shares_keys(q: Sequence[Tensor], store: KVStore, lam: Tensor | None, mask: 
         raise UsageError(f"decode: the store has {k.width} channels and latents of {v.width}; use decode_latent")
     shared = len(q) == 2 and k_heads == v_heads
     if not shared and k_heads != len(q) * v_heads:
-        raise UsageError(f"decode: {len(q)} maps cannot read {k_heads} key heads and {v_heads} value heads")
+        raise UsageError(f"decode: {k_heads} key heads do not fit {len(q)} maps and {v_heads} value heads")
     if wrong := decode_problems(q, v_heads, mask):
         raise UsageError("decode: " + "; ".join(wrong))
     # Tensors with the shapes of the stored keys and values, without memory, for the checks.

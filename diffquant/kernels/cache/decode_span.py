@@ -42,9 +42,10 @@ def attend_span(
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, TWO_K: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Return the accumulators after keys `begin` to `end`; a row sees those from `first` to `last`.
+    """Continue an online softmax over keys `begin` to exclusive `end`; a row sees those from `first` to `last`.
 
-    With a page Table, keys and values are in pages: 16-bit ones in rows of channels, codes in fragments.
+    Return the updated accumulators. With a page Table, keys and values are in pages: 16-bit ones in rows of
+    channels, codes in fragments.
     """
     STATES: tl.constexpr = q1[0].dtype
     CODES: tl.constexpr = tl.float32 if tl.float32 == STATES else tl.float16

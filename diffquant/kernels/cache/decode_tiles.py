@@ -73,7 +73,10 @@ def paged_channel_scales(
     Scales, pages, heads, one, BLOCK: tl.constexpr, FIELDS: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Load the same scales from pages, each of which stores a part of its block's; `Scales` points to page 0."""
+    """Load what `channel_scales` loads from pages, each of which stores an equal part of its block's scales.
+
+    `Scales` points to the head's part in page 0.
+    """
     tl.static_assert(WARPS * TOKENS % BLOCK == 0, "a step must consist of whole blocks")
     PART: tl.constexpr = WIDTH * PAGE // BLOCK
     index = tl.arange(0, WIDTH // FIELDS // 8 * WARPS * ROWS)

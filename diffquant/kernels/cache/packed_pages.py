@@ -34,8 +34,8 @@ class PagedStore:
     """Packed keys and values of one layer in pages, which page tables assign to sequences.
 
     Attributes:
-        keys, values: storage whose batch axis is the page, with 16 tokens each. Per-channel scales are
-            [pages, heads, 16 w / block]. The batch axis of `recent` is the ring ("place").
+        keys, values: storage whose first axis is the page, of 16 tokens, instead of the batch. Per-channel scales are
+            [pages, heads, 16 w / block]. The first axis of `recent` is the ring, which `places` assign to sequences.
     """
 
     def __init__(self, recipe: Recipe, k: Tensor, v: Tensor, pages: int, places: int = 0) -> None:
@@ -51,14 +51,14 @@ class PagedStore:
 
         self.keys = _empty_side(recipe.k, recipe.residual, False, k, pages, places)
         self.values = _empty_side(recipe.v, recipe.residual, True, v, pages, places)
-        if self.waits and places < 1:
+        if self.needs_rings and places < 1:
             raise UsageError(
-                f"paged store: with k {recipe.k}, v {recipe.v} and a residual of {recipe.residual}, tokens wait "
-                "unquantized; give the number of sequences that have such tokens (places=)"
+                f"paged store: with k {recipe.k}, v {recipe.v} and a residual of {recipe.residual}, new tokens stay "
+                "unquantized for a while; pass the number of sequences that have such tokens at a time as places"
             )
 
     @property
-    def waits(self) -> bool:
+    def needs_rings(self) -> bool:
         """Whether tokens are kept in a ring before they are packed."""
         return bool(self.keys.ring or self.values.ring)
 
@@ -114,7 +114,10 @@ class PagedStore:
                 )  # fmt: skip
 
     def read(self, table: Tensor, lengths: Tensor, places: Tensor | None = None) -> list[tuple[Tensor, Tensor]]:
-        """Return the dequantized keys [1, H, length, d] and values [1, h_kv, length, dv] of each sequence."""
+        """Return the dequantized keys [1, H, length, d] and values [1, h_kv, length, dv] of each sequence.
+
+        The arguments are those of `append`.
+        """
         rings = [0] * len(table) if places is None else places.tolist()
         return [
             (_gather(self.keys, pages, length, ring), _gather(self.values, pages, length, ring))
@@ -122,13 +125,13 @@ class PagedStore:
         ]
 
     def check_places(self, places: Tensor | None, lengths: Tensor) -> list[str]:
-        """Return a list of problems with the ring indices for sequences with these lengths."""
-        if not self.waits:
+        """Return a list of problems with `places`, the index of each sequence's ring; `lengths` are the sequences'."""
+        if not self.needs_rings:
             return ["places are given, but these pages need no rings"] if places is not None else []
         if places is None:
-            return ["tokens wait in rings before they are packed: give each sequence's ring (places)"]
+            return ["tokens are kept in rings before they are packed: pass each sequence's ring as places"]
         if (places.dtype, places.shape, places.device) != (torch.int32, lengths.shape, lengths.device):
-            return [f"places are {places.dtype} {list(places.shape)} on {places.device}, not int32 as lengths are"]
+            return [f"places are {places.dtype} {list(places.shape)} on {places.device}, unlike the int32 lengths"]
         return []
 
 
@@ -136,9 +139,9 @@ def paged_store_refusal(recipe: Recipe, width: int, value_width: int, dtype: tor
     """Return why a `PagedStore` cannot store keys and values of these widths under a recipe, or None."""
     for name, scheme in (("k", recipe.k), ("v", recipe.v)):
         if not scheme.quantizes:
-            return f"{name} has 16 bits; `decode_paged` reads pages of states"
+            return f"{name} has 16 bits; use `decode_paged`, which reads unquantized pages"
         if scheme.sharing.tokens > LARGEST_BLOCK:
-            return f"{name} has scales per {scheme.sharing.tokens} tokens; pages take row, c16, c32 and c64"
+            return f"{name} has scales per {scheme.sharing.tokens} tokens; pages support row, c16, c32 and c64"
     return store_refusal(recipe, width, value_width, dtype)
 
 
@@ -175,7 +178,7 @@ def decode_packed_pages(
     wrong = check_sequences(table, lengths, q[0].shape[0], values.codes.device, window)
     wrong += store.check_places(places, lengths)
     if not shared and k_heads != len(q) * v_heads:
-        wrong.append(f"{len(q)} maps cannot read {k_heads} key heads and {v_heads} value heads")
+        wrong.append(f"{k_heads} key heads do not fit {len(q)} maps and {v_heads} value heads")
     if wrong:
         raise UsageError("decode_packed_pages: " + "; ".join(wrong))
     like = keys.recent.new_empty(())

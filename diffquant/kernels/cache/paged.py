@@ -112,11 +112,11 @@ def _check(
         if x.ndim != 4 or x.shape[1] != PAGE or x.stride(3) != 1:
             wrong.append(
                 f"{name} {list(x.shape)} with strides {list(x.stride())} is not [pages, {PAGE}, heads, width] with "
-                "a head's channels side by side"
+                "a head's channels contiguous"
             )
     wrong += check_sequences(table, lengths, q[0].shape[0], v.device, window)
     if len({x.stride() for x in k}) > 1:
-        wrong.append(f"keys of the two maps have strides {' and '.join(str(list(x.stride())) for x in k)}")
+        wrong.append(f"strides of the two maps' keys differ: {' and '.join(str(list(x.stride())) for x in k)}")
     if not wrong and {x.shape[:3] for x in k} != {v.shape[:3]}:
         shapes = ", ".join(str(list(x.shape)) for x in (*k, v))
         wrong.append(f"keys and values have different pages or heads: {shapes}")
@@ -140,11 +140,11 @@ def check_sequences(
     if lengths.ndim != 1 or lengths.dtype != torch.int32 or lengths.stride(0) != 1:
         wrong.append(f"lengths are {lengths.dtype} {list(lengths.shape)}, not int32 [sequences]")
     if not wrong and {table.shape[0], lengths.shape[0]} != {batch}:
-        wrong.append(f"{batch} sequences, {table.shape[0]} rows of the table, {lengths.shape[0]} lengths")
+        wrong.append(f"queries are of {batch} sequences, the table of {table.shape[0]}, lengths of {lengths.shape[0]}")
     if table.device != device or lengths.device != device:
         wrong.append(f"the table is on {table.device}, lengths on {lengths.device}, values on {device}")
     if window is not None and window < 1:
-        wrong.append(f"a window of {window} keys shows no key; it must be 1 or more")
+        wrong.append(f"the window is {window} keys; it must be 1 or more")
     return wrong
 
 
@@ -158,7 +158,7 @@ def check_call(q: Sequence[Tensor], k: Sequence[Tensor], v: Tensor, lam: Tensor 
     wrong = []
     width, value_width = q[0].shape[3], v.shape[3]
     if width not in (64, 128) or value_width not in (width, 2 * width):
-        wrong.append(f"queries are {width} wide, which may be 64 or 128, and values {value_width}, as wide or twice")
+        wrong.append(f"queries are {width} wide, not 64 or 128, or values are {value_width}, not as wide or twice")
     if v.dtype not in (*HALF_TYPES, torch.float32):
         wrong.append(f"keys and values are {v.dtype}; the kernels support float16 and bfloat16")
     wrong += decode_problems(q, v.shape[1], Mask())

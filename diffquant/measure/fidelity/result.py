@@ -176,14 +176,14 @@ def _quantiles(values: Tensor) -> dict[str, Difference]:
     }
 
 
-def parts_of(chunks: int) -> int:
-    """Return the number of observations in this many chunks."""
+def count_parts(chunks: int) -> int:
+    """Return the number of parts into which chunks are grouped, each one observation of the intervals."""
     return min(PARTS, chunks)
 
 
 def _parts(values: Tensor) -> tuple[Tensor, ...]:
     """Split N chunks into consecutive parts of nearly equal size, one per observation."""
-    return values.tensor_split(parts_of(len(values)))
+    return values.tensor_split(count_parts(len(values)))
 
 
 def _perplexity(nll: Tensor) -> float | None:

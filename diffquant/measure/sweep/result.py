@@ -16,7 +16,7 @@ from diffquant.measure.tasks import kind_of, task_kinds
 from diffquant.recipe import Recipe
 from diffquant.reports.plots import Picture
 from diffquant.reports.tables import Table, format_csv, megabytes
-from diffquant.support.files import read_stored_text
+from diffquant.support.files import read_text_or_xz
 from diffquant.support.installation import CHANGED
 from diffquant.support.plain_data import JsonObject, parse_json, replace_nonfinite
 
@@ -151,7 +151,7 @@ def read_sweep(file: Path, compared: dict[str, str] | None = None) -> SweepResul
     Args:
         compared: checkpoint that each exported folder is compared with, for files too old to record it.
     """
-    data = parse_json(read_stored_text(file))
+    data = parse_json(read_text_or_xz(file))
     points: dict[tuple[object, ...], Point] = {}
     cells = []
     for cell in data["cells"]:

@@ -38,7 +38,14 @@ _STRETCHED = ("llama3", "yarn", "longrope")
 
 
 def read_rope(config: Mapping[str, Any], positions: int) -> dict[str, Any]:
-    """Read the rotary settings of a config.json, converting older spellings to the current one.
+    """Read the rotary settings of a config.json in transformers' standard form, converting older spellings.
+
+    Args:
+        config: content of config.json.
+        positions: `max_position_embeddings` of the model.
+
+    Raises:
+        CheckpointError: a setting is missing, invalid or not supported.
 
     Source: transformers/modeling_rope_utils.py, RotaryEmbeddingConfigMixin.
     """
@@ -66,7 +73,7 @@ def read_rope(config: Mapping[str, Any], positions: int) -> dict[str, Any]:
         raise CheckpointError(f"{invalid_config(config)}: its rope_type {rope_type!r} lacks {', '.join(missing)}")
     wrong = [f"{key} is {rope[key]!r}" for key in rope if not _is_valid(key, rope[key])]
     if wrong:
-        raise CheckpointError(f"{invalid_config(config)}: of its rotary settings {', '.join(wrong)}")
+        raise CheckpointError(f"{invalid_config(config)}: invalid rotary settings: {', '.join(wrong)}")
     if rope_type != "proportional" and rope.get("partial_rotary_factor") not in (None, 1):
         raise CheckpointError(
             f"config.json: partial_rotary_factor is {rope['partial_rotary_factor']}, and only rope_type 'proportional' "
@@ -79,21 +86,21 @@ def check_angles(architecture: TransformerArchitecture) -> None:
     """Check that a model's rotary settings give an angle for each pair of channels of a head.
 
     Raises:
-        CheckpointError: they do not, or give no valid angles.
+        CheckpointError: the number of angles is wrong, or they cannot be computed.
     """
     rope, pairs_of_channels = architecture.rope_parameters, architecture.head_dim // 2
     rope_type, theta = rope["rope_type"], rope["rope_theta"]
     problems = []
     if rope_type == "longrope":
         problems += [
-            f"{key} has {len(rope[key])} numbers for the {pairs_of_channels} pairs of channels of a head"
+            f"{key} has {len(rope[key])} numbers, not {pairs_of_channels}, one for each two channels of a head"
             for key in _FACTORS
             if len(rope[key]) != pairs_of_channels
         ]
         if rope["original_max_position_embeddings"] <= 1:
             problems.append("longrope needs original_max_position_embeddings above 1")
     if rope_type == "yarn" and theta == 1:
-        problems.append("yarn needs angles that differ, and rope_theta is 1")
+        problems.append("with rope_theta 1 all angles are equal, which yarn does not support")
     if rope_type == "dynamic" and pairs_of_channels == 1:
         problems.append("dynamic needs heads of more than two channels")
     if problems:
@@ -192,7 +199,7 @@ def check_width(config: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
     """Check that the number of heads divides the hidden width, which LlamaConfig requires even if `head_dim` is given.
 
     Raises:
-        CheckpointError: it does not.
+        CheckpointError: it does not divide it.
     """
     width, heads = sizes["hidden_size"], sizes["num_attention_heads"]
     if width % heads:

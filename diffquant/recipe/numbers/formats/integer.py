@@ -57,10 +57,10 @@ class Integer(NumberFormat):
 
 
 class IntegerBytes(Integer):
-    """Integers of 8 bits, each stored as a byte of the weight itself, as kernels with rounded activations read them.
+    """Integers of 8 bits, stored as an int8 tensor with the weight's name, for kernels that multiply rounded inputs.
 
-    Schemes call it "8", too: a weight is stored so where a recipe rounds its inputs. The layout is compressed-tensors'
-    int-quantized.
+    Its name in schemes is "8", like that of packed integers. A weight is stored in this format if the recipe rounds the
+    inputs of its module. The layout is compressed-tensors' int-quantized.
     """
 
     layout = INT_QUANTIZED
