@@ -154,8 +154,8 @@ def _left_out(entries: Sequence[str]) -> list[str]:
 
 
 _BY_CODE = (
-    "`AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)` opens it with modeling_diffquant.py, which "
-    "is part of this folder and needs transformers, and compressed-tensors for packed weights"
+    "`AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)` opens it with this folder's "
+    "modeling_diffquant.py, which needs transformers, and compressed-tensors for packed weights"
 )
 _KEPT_ELSEWHERE = (
     "The schemes of cache and logits, which that format cannot store, are in config.json under `diffquant_config`; "
@@ -192,7 +192,7 @@ def _loaded_by(plan: QuantizationPlan, carries_code: bool) -> str:
         case "llama":
             reader = "which transformers loads without diffquant"
         case "diffllama":
-            reader = f"which transformers loads without diffquant; {_BY_CODE}, too, which also supports padded batches"
+            reader = f"which transformers loads without diffquant. {_BY_CODE}, and supports padded batches"
         case _:
             reader = f"and {_BY_CODE}"
     dtype = f"{_IN_BFLOAT16} " if _is_decoded_in_bfloat16(plan) else ""

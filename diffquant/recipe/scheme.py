@@ -217,6 +217,8 @@ def _meaning_of(name: str) -> str:
     known = re.fullmatch(r"(?:w|int|uint|nf|q|iq)([2-8])(?:a16|_.*|)", name)
     if known is None:
         return ""
+    if name.startswith("nf"):
+        return f"{name} is not supported; the nearest is {option_name('weights', f'{known[1]}:g32')}; "
     return f"{known[1]}-bit weights with 16-bit activations are {option_name('weights', f'{known[1]}:g32')} here; "
 
 

@@ -45,7 +45,9 @@ def body(
     is_contrib = kind == "contrib"
     problems = contrib_problems(attributes, width) if is_contrib else []
     if problems:
-        raise UsageError(f"ONNX Runtime's GroupQueryAttention: {'; '.join(problems)}; use the pure body")
+        raise UsageError(
+            f"ONNX Runtime's GroupQueryAttention cannot compute this: {'; '.join(problems)}; the body kind 'pure' can"
+        )
     text = contrib_text(attributes, width, gates) if is_contrib else pure_text(attributes, width, cached, gates)
     return make_function(signature_of(schema()), text, opset, attributes.to_dict(), is_contrib)
 

@@ -64,7 +64,7 @@ def static_scales(source: Source, bits: int, ranges: Ranges) -> dict[int, Scales
         UsageError: the ranges have no keys or no values, or were clipped for another width.
     """
     ranges.check(Recipe.of(kv=f"{bits}:static"))
-    orders = state_order(source)
+    orders = exported_cache_channels(source)
     shape = (1, op_spec(source.architecture).kv_pairs, 1, -1)
     scales = {}
     for layer in source.architecture.token_rows:
@@ -84,7 +84,7 @@ def _latent_scales(turned: Tensor, latent: Tensor, bits: int) -> list[np.ndarray
     return [np.concatenate([of_latent, of_turned]), np.concatenate([of_latent, np.ones_like(of_turned)])]
 
 
-def state_order(source: Source) -> tuple[Tensor, Tensor]:
+def exported_cache_channels(source: Source) -> tuple[Tensor, Tensor]:
     """Return where the exported cache stores each of the model's key and value channels.
 
     Returns:

@@ -31,7 +31,7 @@ def to_model_order(scales: Scales, orders: tuple[Tensor, Tensor]) -> tuple[Tenso
 
     Args:
         scales: k_scale and v_scale of a layer.
-        orders: result of `state_order`.
+        orders: result of `exported_cache_channels`.
 
     Returns:
         Scales [1, key heads, 1, key width] of keys and [1, KV pairs, 1, value width] of values.
@@ -126,7 +126,7 @@ class Past:
         orders: tuple[Tensor, Tensor],
         states: tuple[Tensor, Tensor] | None = None,
     ) -> "Past":
-        """Convert an export's cached keys and values [1, KV pairs, P, entries]; `orders` is from `state_order`."""
+        """Convert an export's cached keys and values [1, KV pairs, P, entries], in `exported_cache_channels`' order."""
         flat = (torch.from_numpy(_codes(x)[0]).movedim(0, 1).flatten(1) for x in (keys, values))
         of_model = [rows[:, order].movedim(0, 1)[None].float() for rows, order in zip(flat, orders, strict=True)]
         return cls(of_model[0], of_model[1], states)

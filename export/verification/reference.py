@@ -22,7 +22,7 @@ from diffquant.model.causal import CausalModel
 from diffquant.model.decoder import DecoderLayer
 from diffquant.model.modeling import DiffLayer
 from diffquant.onnx.graph.linears import container_bits, int8_block
-from diffquant.onnx.graph.plan import EMBEDDING, HEAD, ExportPlan, Scales, state_order
+from diffquant.onnx.graph.plan import EMBEDDING, HEAD, ExportPlan, Scales, exported_cache_channels
 from diffquant.onnx.options import ExportOptions
 from diffquant.onnx.verification.caches import (
     WHOLE,
@@ -83,7 +83,7 @@ class Reference:
         """
         self._exact_bits = exact_bits
         self._plan = ExportPlan(source, options)
-        self._orders = state_order(source)
+        self._orders = exported_cache_channels(source)
         by_layer = {layer: to_model_order(layer_scales, self._orders) for layer, layer_scales in scales.items()}
         self.cache = StaticCache(by_layer, options.kv_bits) if scales else None
         self.model: CausalModel = load(source, Recipe(logits=options.logits), torch.float32, device="cpu")

@@ -177,7 +177,7 @@ class Verification(Readable):
         return "\n".join(lines)
 
     def divergence(self) -> str:
-        """Describe where the folder first exceeds a limit."""
+        """Describe the first failed check: the earliest stage out of tolerance, else logits, RoPE tables or cache."""
         stages = [(number, route) for route in self.routes for number in route.stages_out_of_tolerance()]
         if stages:
             number, route = min(stages, key=lambda found: found[0])

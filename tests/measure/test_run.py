@@ -282,7 +282,7 @@ def test_a_change_of_the_code_that_computes_a_cell_measures_it_again(model, copy
     ("change", "reason"),
     [
         ({"code": "0123456789abcdef"}, "other code"),
-        ({"versions": {"torch": "1.0"}}, f"torch 1.0, which is {torch.__version__} now"),
+        ({"versions": {"torch": "1.0"}}, f"torch 1.0 (now {torch.__version__})"),
     ],
 )
 def test_a_sweep_says_in_one_line_why_cells_of_a_folder_are_measured_again(
@@ -298,7 +298,7 @@ def test_a_sweep_says_in_one_line_why_cells_of_a_folder_are_measured_again(
     with pytest.raises(KeyboardInterrupt):
         run_sweep([model], OPTIONS, copy_of)
     assert caplog.messages == [
-        f"{CELLS // 2} of the {CELLS // 2} missing cells have results in {copy_of}/cells by {reason}; "
+        f"{CELLS // 2} of the {CELLS // 2} missing cells were measured in {copy_of}/cells before, but with {reason}; "
         "they are measured again"
     ]
 

@@ -219,12 +219,12 @@ def explain_remeasuring(folder: Path, missing: Sequence[JsonObject]) -> str | No
     for old, new in pairs:
         was, now = old.get("versions", {}), new["versions"]
         reasons += [
-            f"{name} {was.get(name, 'absent')}, which is {now.get(name, 'absent')} now"
+            f"{name} {was.get(name, 'absent')} (now {now.get(name, 'absent')})"
             for name in {**was, **now}
             if was.get(name) != now.get(name)
         ]
-    causes = ", and by ".join(dict.fromkeys(reasons))
-    return f"{len(pairs)} of the {len(missing)} missing cells have results in {folder} by {causes}"
+    causes = ", and with ".join(dict.fromkeys(reasons))
+    return f"{len(pairs)} of the {len(missing)} missing cells were measured in {folder} before, but with {causes}"
 
 
 def _lasting_key(key: JsonObject) -> str:

@@ -236,6 +236,8 @@ def notes(sweep: SweepResult) -> list[str]:
         "stored is the size of the checkpoint (two bytes per weight at 16 bits) or of the KV cache per token, scales "
         "included; quantized logits and operands store nothing."
     )
+    if any(point.target == "weights" for point in sweep.points):
+        texts.append("Weights are rounded to nearest; `quantize --effort balanced` usually loses less.")
     sizes = sweep.settings.get("source_bytes", {})
     quantized = ", ".join(
         sweep.names.get(Path(path), path) + (f" ({megabytes(sizes[path])})" if sizes.get(path) else "")

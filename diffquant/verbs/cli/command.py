@@ -110,6 +110,8 @@ class VerbCommand(TyperCommand):
             if ours := next((ours for ours, names in ELSEWHERE.items() if name.removeprefix("--") in names), None):
                 error.message = f"No such option: {name}; use {ours}"
                 error.possibilities = ()
+            elif "extra argument" in error.message and any(each.name == "output" for each in self.params):
+                error.message += "; give the output as -o OUTPUT"
             raise
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
