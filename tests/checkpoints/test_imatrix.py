@@ -206,7 +206,7 @@ def test_load_simulates_what_quantize_writes(llama, measured, tmp_path):
     note = calibration_note(open_source(tmp_path / "low"), [])
     assert (
         note
-        == "the candidate was rounded by an imatrix of the bundled text, so it is unknown how much of it was scored"
+        == "the candidate was rounded by an imatrix of the bundled text, so it is unknown how much of that was scored"
     )
 
 

@@ -298,7 +298,7 @@ def test_a_sweep_says_in_one_line_why_cells_of_a_folder_are_measured_again(
     with pytest.raises(KeyboardInterrupt):
         run_sweep([model], OPTIONS, copy_of)
     assert caplog.messages == [
-        f"{CELLS // 2} of the {CELLS // 2} missing cells have results in {copy_of}/cells by {reason}; "
+        f"{CELLS // 2} of the {CELLS // 2} missing cells have results in {copy_of}/cells from {reason}; "
         "they are measured again"
     ]
 

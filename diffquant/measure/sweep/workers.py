@@ -46,7 +46,7 @@ class Remote(Protocol):
 
 
 def share(run: Run, size: int, start: Callable[[int], Remote], progress: Progress) -> None:
-    """Have cells measured by up to `size` workers.
+    """Measure a run's cells with up to `size` workers.
 
     A worker first takes cells with the weights that it holds, then cells with weights that no other worker is using. If
     a worker dies, the cell that it was measuring is recorded as failed, and a new worker replaces it.
