@@ -107,9 +107,9 @@ CACHES = [
     ("e4m3:static", {"cache": "auto"}, "auto"),
     ("8:row", {"cache": "auto"}, "auto"),
     ("8:row", {"cache": "fp8"}, "fp8"),
-    ("8:row", {}, r"\(k 8:row, v 8:row\): its nearest is cache='fp8', .*; cache='auto' stores"),
-    ("8:row", {"memory": None}, "its nearest is cache='int8_per_token_head', one scale per token"),
-    ("4:row", {"memory": None}, "its nearest is cache='int4_per_token_head', which rotates channels and has a zero"),
+    ("8:row", {}, r"\(k 8:row, v 8:row\): the nearest is cache='fp8', .*; cache='auto' stores"),
+    ("8:row", {"memory": None}, "the nearest is cache='int8_per_token_head', one scale per token"),
+    ("4:row", {"memory": None}, "the nearest is cache='int4_per_token_head', which rotates channels and has a zero"),
     ("16", {"cache": "fp4"}, "vLLM has no cache 'fp4' on a CPU.*; choose from recipe, auto, fp8"),
 ]
 
@@ -416,7 +416,7 @@ def test_what_the_folder_cannot_do_on_ranks_is_refused_before_anything_starts(vl
     wider = write_checkpoint(tmp_path / "wider", source, num_attention_heads=8, num_key_value_heads=4)
     diffquant.quantize(wider, tmp_path / "wide", {"weights": "8:row"})
     assert option(plan_server(tmp_path / "wide", **ASKED | {"ranks": 2}), "--tensor-parallel-size") == "2"
-    with pytest.raises(UsageError, match="needs the plugin on 2 ranks"):
+    with pytest.raises(UsageError, match="needs the plugin to run on 2 devices"):
         plan_server(tmp_path / "wide", **ASKED | {"ranks": 2, "implementation": "folder"})
 
 

@@ -71,7 +71,7 @@ class SweepOptions:
         if self.batch_tokens is not None and self.batch_tokens < 1:
             wrong.append(f"batch tokens must be 1 or more, got {self.batch_tokens}")
         if not self.tasks:
-            wrong.append(f"no task: give one of {', '.join(task.usage for task in task_kinds())}")
+            wrong.append(f"no task: give one of {', '.join(sorted(task.usage for task in task_kinds()))}")
         if wrong:
             raise UsageError("; ".join(wrong))
         check_options(self.task_options)
