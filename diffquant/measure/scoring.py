@@ -192,9 +192,9 @@ def pass_cost_on(device_type: str) -> int:
 
 
 def split_into_runs(lengths: Sequence[int], budget: int, cached: int = 0, pass_cost: int = PASS_COST) -> list[range]:
-    """Split sequences into consecutive runs, one per forward pass, with the fewest tokens and passes.
+    """Split sequences into consecutive runs, one per forward pass, that minimize the cost of all passes.
 
-    Minimizes the number of tokens, padding included, plus `pass_cost` per run.
+    A run costs its number of tokens, padding included, plus `pass_cost`.
 
     Args:
         lengths: number of tokens in each sequence, longest first.

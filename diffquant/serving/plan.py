@@ -231,7 +231,7 @@ def _check_format(checkpoint: Checkpoint) -> None:
     if layout not in (PACK_QUANTIZED, INT_QUANTIZED):
         raise UsageError(
             f"{checkpoint.path} has weights in the layout {layout}, which is not supported for serving yet; serve "
-            f"one with integers of 2 to 8 bits, or run it with `diffquant generate`"
+            f"a folder with integers of 2 to 8 bits, or run it with `diffquant generate`"
         )
 
 

@@ -247,7 +247,8 @@ def test_weights_in_floats_are_refused_naming_their_layout_and_what_to_serve(vll
     kept = {"*.down_proj": "16"}
     diffquant.quantize(POCKET, tmp_path / "floats", diffquant.Recipe.of(weights=weights, overrides=kept))
     with pytest.raises(
-        UsageError, match=rf"in the layout {layout}, which is not supported for serving yet; serve one with integers"
+        UsageError,
+        match=rf"in the layout {layout}, which is not supported for serving yet; serve a folder with integers",
     ):
         plan_server(tmp_path / "floats", **ASKED)
 

@@ -155,7 +155,7 @@ class Nll(Task):
     """Negative log-likelihood of a text's tokens, by position and by whether they are AR-hits.
 
     Attributes:
-        text: text that is read.
+        text: text to score.
         window: number of tokens in a window; windows do not overlap.
 
     Source: arXiv 2410.05258, figure 4 (cumulative average NLL by position) and table 6 (AR-hit and others).
