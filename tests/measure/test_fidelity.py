@@ -347,7 +347,7 @@ def test_a_card_tells_what_was_measured_last(reference, candidate, tmp_path):
     (entry,) = parse_eval_result_entries(yaml.safe_load((folder / ".eval_results/fidelity.yaml").read_text()))
     assert entry.dataset_id == "org/text"
     assert open_source(folder).fingerprint == before
-    with pytest.raises(UsageError, match="a folder, which has a model card"):
+    with pytest.raises(UsageError, match="a local folder, whose model card it changes"):
         diffquant.fidelity(reference, "http://127.0.0.1:1", card=True)
 
 

@@ -189,7 +189,7 @@ def test_the_factors_that_vllm_takes_for_short_texts_are_said(vllm, tmp_path, co
     rope = LONGROPE | {"original_max_position_embeddings": 8}
     folder = write_checkpoint(tmp_path / "model", "diffllama", rope_parameters=rope)
     notes = plan_server(folder, **ASKED | {"context": context}).notes
-    assert [note for note in notes if "use context=8 for these" in note] == ([] if context == 8 else notes)
+    assert [note for note in notes if "use context=8 for short texts" in note] == ([] if context == 8 else notes)
     assert len(notes) == (context != 8)
 
 
