@@ -133,7 +133,7 @@ class Columns:
         by_item: whether results are scores of items. Tables show such tasks first.
         named_alone: whether headings name the task even if no other task is scored by item.
         has_own_names: whether the task's name precedes the names of `record`'s numbers. Otherwise the rows of every
-            sweep have these numbers, which are None if the task was not measured.
+            sweep have these numbers, also without a measurement of the task.
     """
 
     metrics: tuple[Metric, ...]

@@ -24,7 +24,7 @@ class Difference:
 
 
 def standard_error(values: Sequence[float]) -> float | None:
-    """Return the standard error of the mean, or None for a single value.
+    """Return the standard error of the mean, or None if there is only one value.
 
     It is s/√n with the sample standard deviation s, as in lm-eval.
     """

@@ -93,7 +93,7 @@ class SweepResult:
         return [cell.result for cell in self.cells if cell.task == task and cell.result]
 
     def result_and_baseline(self, point: Point, task: str) -> tuple[TaskResult | None, TaskResult | None]:
-        """Return a configuration's result and the 16-bit result that it is compared with, each None if missing."""
+        """Return a configuration's result and the 16-bit result that it is compared with; a missing one is None."""
         full = None if point.is_baseline else self._baselines.get(point.compared_with)
         return self._result_by_point_and_task.get((id(point), task)), self._result_by_point_and_task.get(
             (id(full), task)
