@@ -74,7 +74,7 @@ def check_kinds(kinds: Iterable[str], maps: int = 1) -> None:
         raise UsageError(f"a Llama's GGUF file has no tensors for {', '.join(unnamed)}; search other kinds of weights")
 
 
-def check_lines_output(file: Path, made: Path) -> None:
+def check_types_output(file: Path, made: Path) -> None:
     """Check, before a search, that a file for llama-quantize can be written, and would not replace any other file.
 
     Args:

@@ -75,7 +75,7 @@ def quantization_config(
     }
 
 
-def states_cache(config: Mapping[str, Any]) -> bool:
+def has_kv_cache_scheme(config: Mapping[str, Any]) -> bool:
     """Return whether config.json has a recipe of diffquant, and its cache scheme for engines as a `kv_cache_scheme`."""
     entry = config.get("quantization_config")
     is_stated = isinstance(entry, Mapping) and entry.get("kv_cache_scheme") == STATIC_CACHE
@@ -101,7 +101,7 @@ def read_schemes(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str,
                 f"config.json has no quantization_config, yet the weights of {first_few(modules, ', ')} are packed"
             )
         return {}
-    groups = _read_groups(entry, records_activations(config), states_cache(config))
+    groups = _read_groups(entry, has_input_schemes(config), has_kv_cache_scheme(config))
     schemes = pick_targets(modules, groups)
     uncovered = [module for module, scheme in schemes.items() if scheme is None]
     if uncovered:
@@ -158,7 +158,7 @@ def _inputs_entry(scheme: Scheme) -> dict[str, Any]:
     }
 
 
-def records_activations(config: Mapping[str, Any]) -> bool:
+def has_input_schemes(config: Mapping[str, Any]) -> bool:
     """Return whether the recipe in config.json has a scheme, or an override, for the inputs of Linears."""
     recorded = config.get("diffquant_config")
     recipe = recorded.get("recipe") if isinstance(recorded, Mapping) else None

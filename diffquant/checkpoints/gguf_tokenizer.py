@@ -103,7 +103,7 @@ def _splits() -> dict[str, tuple[str, ...]]:
     }
 
 
-def split_name(tokenizer: Mapping[str, Any]) -> str | None:
+def find_pretokenizer(tokenizer: Mapping[str, Any]) -> str | None:
     """Return the value of `tokenizer.ggml.pre` with which llama.cpp splits text as a tokenizer does, or None.
 
     Args:

@@ -126,15 +126,15 @@ class Checkpoint(ABC):
         return ""
 
     @property
-    def rounded_before(self) -> str:
+    def earlier_rounding_clause(self) -> str:
         """A clause on the format that the weights were quantized to earlier, with `note`; "" if they were not."""
         kind, note = self.rounded_as, self.note
         return f"weights were rounded to {kind} before{f'; {note}' if note else ''}" if kind else ""
 
     @property
-    def rounded_again(self) -> str:
+    def requantization_warning(self) -> str:
         """A warning that quantizing adds to the error of an earlier quantization; "" if there was none."""
-        before, ends = self.rounded_before, ";" if self.note else ":"
+        before, ends = self.earlier_rounding_clause, ";" if self.note else ":"
         return f"the source's {before}{ends} rounding them again adds to that error" if before else ""
 
     @property

@@ -94,7 +94,7 @@ def row_blocks(rows: int, width: int, together: int = 1) -> Iterator[tuple[int, 
     return ((first, min(first + height, rows)) for first in range(0, rows, height))
 
 
-def copy_job(checkpoint: Checkpoint, name: str, dtype: torch.dtype, may_mask: bool = False) -> Job:
+def make_copy_job(checkpoint: Checkpoint, name: str, dtype: torch.dtype, may_mask: bool = False) -> Job:
     """Return the job that copies a tensor, converted to `dtype`, and raises NonFiniteError for NaN and infinity.
 
     Args:

@@ -284,14 +284,14 @@ class CausalModel(PreTrainedModel, GenerationMixin):
         return [{"layer": attention.layer} | attention.meter.report() for attention in self.attentions]
 
     def reset_logit_report(self) -> None:
-        """Reset the statistics of `logit_report` and the calls that `require_fired` counts."""
+        """Reset the statistics of `logit_report` and the calls that `check_quantizers_ran` counts."""
         for attention in self.attentions:
             attention.meter = LogitMeter()
             attention.qk_calls = attention.pv_calls = 0
         for rounding in self.input_roundings.values():
             rounding.calls = 0
 
-    def require_fired(self) -> None:
+    def check_quantizers_ran(self) -> None:
         """Check that in each layer the quantizers of logits, operands and activations ran since the last reset.
 
         Raises:

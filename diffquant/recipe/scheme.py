@@ -28,7 +28,7 @@ class Transform:
         targets: targets of a recipe that support it.
         reason: clause that explains why only these targets support it, appended to their names in an error.
         excludes: transforms and granularities that it cannot be combined with, or "uneven levels" for all formats
-            that are not `is_even`.
+            that are not `has_integer_levels`.
         reads: tokens that one token's result depends on: only itself, its whole sequence, or a fixed tile of tokens
             that starts at a multiple of the tile's length.
     """
@@ -98,7 +98,7 @@ class Scheme:
         if self.sharing == UNSHARED:
             raise UsageError(f"{self.format.name} needs a granularity, such as {self.format.name}:row")
         names = (each.name for each in self.transforms)
-        beside = {*names, self.granularity, "" if self.format.is_even else "uneven levels"}
+        beside = {*names, self.granularity, "" if self.format.has_integer_levels else "uneven levels"}
         for each in self.transforms:
             if others := [other for other in each.excludes if other in beside]:
                 raise UsageError(f"{each.name} and {others[0]} cannot be combined in {self}; leave out one")
@@ -184,13 +184,13 @@ class Scheme:
         )
         return self.format.name + granularity if self.quantizes else self.format.name
 
-    def bound_to(self, largest: "Tensor") -> "Scheme":
-        """Return this scheme for one weight, as `NumberFormat.bound_to` adapts the format.
+    def with_tensor_scale(self, largest: "Tensor") -> "Scheme":
+        """Return this scheme for one weight, as `NumberFormat.with_tensor_scale` adapts the format.
 
         Args:
             largest: float32 [1], the weight's largest magnitude.
         """
-        return replace(self, format=self.format.bound_to(largest))
+        return replace(self, format=self.format.with_tensor_scale(largest))
 
 
 def _grammar(target: str) -> str:

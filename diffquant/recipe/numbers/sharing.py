@@ -136,7 +136,7 @@ class Sharing:
         return self.name in ("", "row", "group", "static")
 
     @property
-    def counts_tokens(self) -> bool:
+    def has_token_groups(self) -> bool:
         """Whether scales belong to groups of tokens counted from position 0, which left padding would change."""
         return self.name in ("column", "block", "warp", "thread")
 
