@@ -52,7 +52,10 @@ class Charts:
 
 @dataclass(frozen=True)
 class Section:
-    """Blocks under a heading, which is smaller inside another section; a folded one there opens at a click on it."""
+    """Blocks under a heading.
+
+    A section inside another one has a smaller heading; if `folded`, a click on the heading shows its blocks.
+    """
 
     title: str
     blocks: "Sequence[Block]"
@@ -86,7 +89,7 @@ class Report:
 
 
 def page(report: Report, links: Sequence[Link] = ()) -> str:
-    """Return a whole HTML document, which loads nothing.
+    """Return a report as an HTML document that loads no other files.
 
     Args:
         links: other pages to link to.
@@ -117,7 +120,7 @@ def page(report: Report, links: Sequence[Link] = ()) -> str:
 
 
 def sort_value(text: str | Link) -> float | None:
-    """Return the number at the start of a cell's text, in bytes if it is a size, or None."""
+    """Return the number with which a cell's text begins, in bytes if it is a size, or None if there is no number."""
     shown = str(text)
     number = _NUMBER.match(shown)
     if number is None:
@@ -127,7 +130,7 @@ def sort_value(text: str | Link) -> float | None:
 
 
 def facts(values: Mapping[str, object]) -> dict[str, str]:
-    """Format a run's settings for a page, without those that are None or empty."""
+    """Format a run's settings for a page; settings that are None or empty are left out."""
     return {name: _value_text(value) for name, value in values.items() if value not in (None, "", [], ())}
 
 

@@ -20,14 +20,14 @@ def write_run(
 
     Args:
         texts: texts by file name, written first.
-        pictures: functions that draw into a file, by its name. One that raises UsageError has nothing to draw; an
+        pictures: functions that draw into a file, by file name. One that raises UsageError has nothing to draw; an
             earlier run's picture is then removed.
         page_name: file name of the page.
         report: function that makes the report from the run's name and the names of the files that its page links to.
         beside: names of files of the run that were already written.
 
     Returns:
-        The texts, the pictures, the page.
+        Paths of the texts, the pictures and the page.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():

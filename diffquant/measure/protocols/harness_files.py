@@ -31,7 +31,8 @@ class TaskFiles:
     Attributes:
         yaml: file of the task, or of a group of tasks.
         files: local files and folders that it reads, apart from `yaml`.
-        unseen: inputs that are not on this machine, so that changes go unnoticed, such as a dataset on the hub.
+        unseen: inputs that are not on this machine, so that changes to them are not noticed, such as a dataset on the
+            hub.
     """
 
     yaml: Path
@@ -137,7 +138,7 @@ class TaskFiles:
         elif path.startswith((".", "/", "~")):
             raise UsageError(f"{self.yaml} refers to data that do not exist: {path}")
         elif "/" in path or not (patterns or folder):
-            self.unseen.append(f"the data set {path} of the hub")
+            self.unseen.append(f"the dataset {path} on the hub")
             return
         elif folder and not patterns:
             self.files.add(_require_existing(Path(folder).expanduser().absolute(), self.yaml))

@@ -37,7 +37,7 @@ def imported_files(file: Path) -> list[Path]:
 
 
 def list_texts(file: Path) -> list[str]:
-    """List the text constants of a module, among which are the names of files that it reads."""
+    """List the string constants of a module, which include the names of files that it reads."""
     return [
         node.value for node in ast.walk(_tree(file)) if isinstance(node, ast.Constant) and isinstance(node.value, str)
     ]
