@@ -67,7 +67,7 @@ _WORK_OF_LONG_CONTEXT, _WORK_OF_NOISE = 3, 4
 
 
 class Comparison:
-    """Compares an exported folder with its torch reference, in every session and route (see `routes`)."""
+    """Compares an exported folder with its torch reference in every session and by all `verification.routes`."""
 
     def __init__(
         self,
