@@ -6,8 +6,10 @@ import subprocess
 from dataclasses import replace
 
 import pytest
+import torch
 
 from diffquant.benchmarks.cells import BenchCell, BenchResult, find_changes, read_result, summarize_changes
+from diffquant.benchmarks.measuring import environment
 from diffquant.benchmarks.plots import plots
 from diffquant.benchmarks.report import bench_report, csv_table, markdown
 from diffquant.benchmarks.roofline import largest_cache
@@ -15,6 +17,9 @@ from diffquant.errors import UsageError
 from diffquant.reports import page as pages
 from diffquant.reports.plots import MARKERS, STYLES
 from tests.support.tables import in_one_test
+
+# Torch's names for what it uses of a processor; others say that it uses nothing of these.
+_OF_TORCH = {"AVX2": ["avx2"], "AVX512": ["avx2", "avx512f"], "SVE256": ["sve"]}
 
 
 def cell(path, values, **more):
@@ -161,3 +166,8 @@ def test_plots_are_only_of_what_has_lengths(tmp_path):
     (drawn,) = plots(result(cell("base", [1.0], length=512), cell("base", [2.0], length=1024))).values()
     drawn[1].savefig(tmp_path / "drawn.png")
     assert (tmp_path / "drawn.png").stat().st_size > 1000
+
+
+def test_the_instructions_that_torch_uses_are_there():
+    used = _OF_TORCH.get(torch.backends.cpu.get_cpu_capability(), [])
+    assert set(used) <= set(environment()["instructions"])
