@@ -1,6 +1,7 @@
 """Random calls of the attention kernels, and the results the plain form gives for them in float64."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import ceil, log2
 from typing import Any
 
@@ -69,6 +70,22 @@ def padding(
     position = torch.arange(keys, device=device)
     first, last = (None if at is None else torch.tensor(at, device=device)[:, None] for at in (starts, ends))
     return Mask((position >= (0 if first is None else first)) & (position < (keys if last is None else last)))
+
+
+# Keys, new queries and what these see of a store.
+VISIBLE = {
+    "chunk": (100, 3, CAUSAL),
+    "one key": (1, 1, CAUSAL),
+    "more queries than keys": (5, 9, CAUSAL),
+    "left padding": (100, 2, padding(100, starts=[0, 41])),
+    "padded queries": (64, 5, padding(64, starts=[60, 62])),
+    "nothing to see": (17, 1, padding(17, starts=[17, 3])),
+    "ragged": (40, 6, padding(40, starts=[3, 0], ends=[40, 37])),
+    "window": (300, 2, Mask(window=70)),
+    "window of its own key": (100, 1, Mask(window=1)),
+    "window beyond the first key": (20, 3, Mask(window=50)),
+    "ragged window": (200, 3, replace(padding(200, starts=[0, 150], ends=[199, 200]), window=33)),
+}
 
 
 def on_call(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
