@@ -60,7 +60,7 @@ def test_equals_the_plain_form(recipe, noises):
     check(recipe, random_latents(1, 129, noises=noises))
 
 
-@pytest.mark.parametrize(("keys", "queries", "mask"), sampled(VISIBLE.values(), 2), ids=VISIBLE)
+@pytest.mark.parametrize(("keys", "queries", "mask"), sampled(VISIBLE.values(), 3), ids=VISIBLE)
 def test_what_a_query_sees(keys, queries, mask):
     check(K4V4, random_latents(queries, keys, batch=1 if mask.keys is None else 2), mask=mask)
 
