@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import diffquant
+from diffquant.__main__ import main
 from diffquant.errors import MissingDependencyError
 from diffquant.support import installation
 from diffquant.support.installation import install_command, versions
@@ -131,6 +132,13 @@ def test_without_what_is_required_the_command_line_says_what_to_install():
     done = subprocess.run([sys.executable, "-c", WITHOUT_TYPER, "doctor"], cwd=ROOT, capture_output=True, text=True)
     assert done.stderr == f"diffquant needs typer, which is not installed: {install_command()}\n"
     assert done.returncode == 5
+
+
+def test_a_module_of_diffquants_own_that_is_missing_is_no_package_to_install(monkeypatch):
+    monkeypatch.setattr("diffquant.__main__.watch_signals", lambda: None)
+    monkeypatch.setitem(sys.modules, "diffquant.verbs.cli.command", None)
+    with pytest.raises(ModuleNotFoundError, match=r"diffquant\.verbs\.cli\.command"):
+        main()
 
 
 def test_the_version_is_the_projects():
