@@ -56,8 +56,7 @@ def modules_after(code: str) -> set[str]:
     return set(done.stdout.split())
 
 
-def test_help_does_not_import_torch():
-    code = """
+HELP = """
 import sys
 sys.argv = ["diffquant", "--help"]
 from diffquant.verbs.cli import main
@@ -66,14 +65,21 @@ try:
 except SystemExit:
     pass
 """
-    assert not modules_after(code) & {"torch", "transformers", "numpy", "matplotlib", "yaml"}
 
 
-def test_recipes_are_read_without_torch():
-    code = "from diffquant.recipe import Recipe; Recipe.of(weights='4:g32', kv='4:row:rotated', logits='6:b8:shift')"
-    assert not modules_after(code) & {"torch", "transformers", "numpy", "matplotlib", "yaml"}
-
-
-def test_attention_needs_torch_and_numpy_alone():
-    unneeded = {"transformers", "typer", "yaml", "matplotlib", "safetensors"}
-    assert not modules_after("import diffquant.attention") & unneeded
+@in_one_test(
+    ("code", "unneeded"),
+    [
+        ("import diffquant; dir(diffquant)", "torch transformers numpy yaml"),
+        (HELP, "torch transformers numpy matplotlib yaml"),
+        (
+            "from diffquant.recipe import Recipe; Recipe.of(weights='4:g32', kv='4:row:rotated', logits='6:b8:shift')",
+            "torch transformers numpy matplotlib yaml",
+        ),
+        ("import diffquant.attention", "transformers typer yaml matplotlib safetensors"),
+        ("import diffquant.measure.sweep.cell, diffquant.measure.sweep.workers", "torch"),
+        ("import diffquant.measure.sweep.run", "ray"),
+    ],
+)
+def test_libraries_are_imported_where_they_are_needed(code, unneeded):
+    assert not modules_after(code) & set(unneeded.split())
