@@ -427,6 +427,7 @@ def test_rows_before_a_token_are_read_as_the_model_stores_them():
     # The lower half of a byte comes first, and code 0 stands for -8.
     assert past.keys.tolist() == [[[[-7.0, 7.0]], [[0.0, -6.0]]]]
     assert past.values.tolist() == [[[[7.0, -6.0, -7.0, 0.0]]]]
+    assert past.nbytes == 8 * 4
     scales = {5: (torch.tensor([0.5, 2.0]).view(1, 2, 1, 1), torch.full((1, 1, 1, 4), 3.0))}
     cache = GrowingCache(StaticCache(scales, 4), past)
     for _ in range(2):
