@@ -121,14 +121,6 @@ def test_weights_of_queries_may_lack_axes(shape, text, monkeypatch):
     torch.testing.assert_close(attend(call, backend), attend(call, "naive"), rtol=0, atol=1e-6)
 
 
-def test_blocks_of_queries_hold_no_more_logits_than_they_may(monkeypatch):
-    monkeypatch.setattr(blocks, "_BLOCK_ENTRIES", 2000)
-    call = AttentionCall(*random_inputs("v1", 40, 40), scale=0.3, mask=Mask(), logits=Scheme.parse("4:row"))
-    sizes = [sum(map(torch.numel, logits)) for _, logits, _ in blocks._coded_blocks(call, 0)]
-    assert len(sizes) > 1
-    assert max(sizes) <= 2000
-
-
 @pytest.mark.parametrize("text", ["16", "4:row", "4:tensor:shift", "4:b8"])
 @pytest.mark.parametrize("length", [1, 3])
 def test_queries_without_a_key_get_nothing(length, text):

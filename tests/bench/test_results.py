@@ -135,6 +135,8 @@ def test_reports_say_what_is_missing_and_load_nothing():
     )
     page = pages.page(bench_report(found, "run", ["bench.json"]))
     assert page.count("<svg") == 2
+    assert "attention: &lt;fast&gt; is 4.50 times as good as base (3B, 512 tokens, batch 1, float32)." in page
+    assert "1 of 3 could not be measured." in page
     assert "&lt;fast&gt;" in page
     assert "gone: none, it runs only on CUDA" in page
     assert "src=" not in page
