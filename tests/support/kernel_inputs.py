@@ -53,6 +53,40 @@ def random_call(
     return q, k, v, lam[generation]
 
 
+def whole_numbers(
+    generation: str, queries: int, keys: int, **shape: Any
+) -> tuple[list[Tensor], list[Tensor], Any, Any]:
+    """Inputs whose dot products float32 holds exactly, in any order of summation."""
+    q, k, v, lam = random_call(generation, queries, keys, **shape)
+    rounded = {id(x): x.mul(2).round() for x in k}
+    return [x.mul(2).round() for x in q], [rounded[id(x)] for x in k], v, lam
+
+
+def with_odd_strides(q: list[Tensor], k: list[Tensor], v: Tensor) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """The same numbers in memory as no projection leaves them; no descriptor can read v's rows, at odd addresses."""
+    apart = k[0].repeat_interleave(2, -1)[..., ::2]
+    return [q[0], q[1].contiguous()], [apart, apart if k[0] is k[1] else k[1]], torch.cat([v[..., :1], v], -1)[..., 1:]
+
+
+def fill_unseen(q: list[Tensor], k: list[Tensor], v: Tensor, first: int, last: int) -> None:
+    """Fill positions before `first` with NaN and those from `last` on with infinity."""
+    for x in {id(x): x for x in (*q, *k, v)}.values():
+        x[:, :, :first] = torch.nan
+        x[:, :, last:] = torch.inf
+
+
+def kept_operators(model: Callable[..., Tensor], inputs: Sequence[Any]) -> list[object]:
+    """What the nodes of a compiled model's one graph call, where it gives what the model gives."""
+    graphs: list[Any] = []
+
+    def keep(graph: Any, _: object) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    assert torch.equal(torch.compile(model, backend=keep, fullgraph=True)(*inputs), model(*inputs))
+    return [node.target for node in graphs[0].graph.nodes]
+
+
 def operator_arguments(generation: str) -> tuple[object, ...]:
     """What every prefill operator takes before its options: a call with padding and a norm, taken apart."""
     q, k, v, lam = random_call(generation, 17, 33)
