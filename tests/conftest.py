@@ -2,12 +2,14 @@
 
 import gc
 import os
+import sys
 from importlib.util import find_spec
 
 import pytest
 import torch
 from hypothesis import settings
 
+from diffquant.verbs.cli import main
 from tests.support.completeness import pytest_sessionfinish, pytest_terminal_summary  # noqa: F401
 from tests.support.interpreting import without_waste
 from tests.support.thorough import pytest_collection_modifyitems, pytest_sessionstart  # noqa: F401
@@ -43,6 +45,36 @@ def _imports_are_no_garbage():
 def _no_gradients():
     with torch.no_grad():
         yield
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """Run a command line: exit code, stdout, stderr."""
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["diffquant", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            main()
+        out = capsys.readouterr()
+        return stop.value.code or 0, out.out, out.err
+
+    return call
+
+
+@pytest.fixture
+def on_disk(monkeypatch):
+    """Names of the parameters that were put on disk."""
+    import accelerate.utils
+
+    offload_weight, names = accelerate.utils.offload_weight, []
+
+    def recording(weight, name, *rest):
+        names.append(name)
+        return offload_weight(weight, name, *rest)
+
+    monkeypatch.setattr(accelerate.utils, "offload_weight", recording)
+    return names
 
 
 @pytest.hookimpl(wrapper=True)

@@ -40,9 +40,9 @@ UNCLEAR = {
 GUIDES = [*sorted((HOUSE / "docs").glob("*.md")), HOUSE / "README.md", HOUSE / "CONTRIBUTING.md"]
 
 
-def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+def functions(nodes: list[ast.AST]) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     """Yield all functions except properties, which are values."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not any(
             "property" in ast.unparse(each) for each in node.decorator_list
         ):
@@ -57,14 +57,12 @@ def is_participle(name: str) -> bool:
 def count() -> Counter[str]:
     found: Counter[str] = Counter(none=0, participles=0, questions=0)
     for path in (path for top in PRODUCT for path in files(HOUSE, top)):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
         documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-        texts = [
-            " ".join((ast.get_docstring(node) or "").split()) for node in ast.walk(tree) if isinstance(node, documented)
-        ]
+        texts = [" ".join((ast.get_docstring(node) or "").split()) for node in nodes if isinstance(node, documented)]
         found["none"] += sum(len(NONE.findall(text)) for text in texts)
-        found["participles"] += sum(is_participle(each.name) for each in functions(tree))
-        found["questions"] += sum(bool(QUESTION.match(ast.get_docstring(each) or "")) for each in functions(tree))
+        found["participles"] += sum(is_participle(each.name) for each in functions(nodes))
+        found["questions"] += sum(bool(QUESTION.match(ast.get_docstring(each) or "")) for each in functions(nodes))
     return found
 
 

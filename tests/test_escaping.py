@@ -18,7 +18,6 @@ from diffquant.checkpoints.weight_source import open_weights
 from diffquant.onnx import ExportOptions, export
 from diffquant.reports.tables import format_csv
 from diffquant.support.terminal import escape_hidden, markdown_code, markdown_text, one_line
-from diffquant.verbs.cli import main
 from tests.support.checkpoints import write_llama
 from tests.support.tables import in_one_test
 
@@ -82,18 +81,6 @@ def unknown_model(folder, model_type="of-no-name", tensor="model.layers.0.self_a
     return folder
 
 
-def run(capsys, monkeypatch, *arguments):
-    """What the command line says on stdout and stderr, and its exit code."""
-    monkeypatch.setattr(sys, "argv", ["diffquant", *map(str, arguments)])
-    code = 0
-    try:
-        main()
-    except SystemExit as stop:
-        code = stop.code or 0
-    said = capsys.readouterr()
-    return said.out + said.err, code
-
-
 def file_name(name):
     return name.replace("/", "∕")
 
@@ -134,7 +121,7 @@ def test_cards_of_conversions_and_exports_keep_theirs(tmp_path, name):
 
 
 @each_name
-def test_the_terminal_gets_no_hidden_character(tmp_path, capsys, monkeypatch, name):
+def test_the_terminal_gets_no_hidden_character(tmp_path, run, name):
     folder = unknown_model(tmp_path / file_name(name), name, f"model.{name}.weight")
     for arguments in (
         ("quantize", folder, "-o", tmp_path / "out", "--weights", "4:g32"),
@@ -145,7 +132,8 @@ def test_the_terminal_gets_no_hidden_character(tmp_path, capsys, monkeypatch, na
         ("inspect", tmp_path / f"no{file_name(name)}"),
         ("quantize", folder, "-o", tmp_path / "kept", "--weights", "4", "--keep", name),
     ):
-        said, _ = run(capsys, monkeypatch, *arguments)
+        _, out, err = run(*arguments)
+        said = out + err
         assert said
         assert not HIDDEN & set(said), arguments
         assert "\r" not in said

@@ -39,7 +39,7 @@ def test_the_command_line_imports_a_room_when_it_is_asked_for(file):
 def test_no_import_hides_its_module_in_a_string():
     """Linters and type checkers see names in import statements alone."""
     files = python_files("diffquant", "export", "calib", "bench", "research")
-    assert not [file for file in files if re.search(r'import_module\(f?"diffquant', file.read_text())]
+    assert not [file for file in files if re.search(r'import_module\(f?"(diffquant|\.)', file.read_text())]
 
 
 def test_neither_the_package_nor_its_tests_import_the_research():
@@ -56,8 +56,7 @@ def modules_after(code: str) -> set[str]:
     return set(done.stdout.split())
 
 
-def test_help_does_not_import_torch():
-    code = """
+HELP = """
 import sys
 sys.argv = ["diffquant", "--help"]
 from diffquant.verbs.cli import main
@@ -66,14 +65,21 @@ try:
 except SystemExit:
     pass
 """
-    assert not modules_after(code) & {"torch", "transformers", "numpy", "matplotlib", "yaml"}
 
 
-def test_recipes_are_read_without_torch():
-    code = "from diffquant.recipe import Recipe; Recipe.of(weights='4:g32', kv='4:row:rotated', logits='6:b8:shift')"
-    assert not modules_after(code) & {"torch", "transformers", "numpy", "matplotlib", "yaml"}
-
-
-def test_attention_needs_torch_and_numpy_alone():
-    unneeded = {"transformers", "typer", "yaml", "matplotlib", "safetensors"}
-    assert not modules_after("import diffquant.attention") & unneeded
+@in_one_test(
+    ("code", "unneeded"),
+    [
+        ("import diffquant; dir(diffquant)", "torch transformers numpy yaml"),
+        (HELP, "torch transformers numpy matplotlib yaml"),
+        (
+            "from diffquant.recipe import Recipe; Recipe.of(weights='4:g32', kv='4:row:rotated', logits='6:b8:shift')",
+            "torch transformers numpy matplotlib yaml",
+        ),
+        ("import diffquant.attention", "transformers typer yaml matplotlib safetensors"),
+        ("import diffquant.measure.sweep.cell, diffquant.measure.sweep.workers", "torch"),
+        ("import diffquant.measure.sweep.run", "ray"),
+    ],
+)
+def test_libraries_are_imported_where_they_are_needed(code, unneeded):
+    assert not modules_after(code) & set(unneeded.split())

@@ -1,21 +1,38 @@
-"""What messages say to install."""
+"""What messages say to install, and versions that outputs are signed with."""
 
 import json
 import shlex
 import subprocess
 import sys
+import tomllib
 from email import message_from_string
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
+import diffquant
+from diffquant.__main__ import main
 from diffquant.errors import MissingDependencyError
 from diffquant.support import installation
-from diffquant.support.installation import install_command
+from diffquant.support.installation import install_command, versions
+from tests.support.thorough import thorough
 
 ROOT = Path(__file__).parents[1]
 WITHOUT_TYPER = "import sys; sys.modules['typer'] = None; from diffquant.__main__ import main; main()"
+# The paths of site-packages, which hold the metadata of what is installed there, are hidden from importlib.metadata.
+NOT_INSTALLED = """
+import importlib.metadata
+found = importlib.metadata.Distribution.from_name
+def not_ours(name):
+    if name == "diffquant":
+        raise importlib.metadata.PackageNotFoundError(name)
+    return found(name)
+importlib.metadata.Distribution.from_name = not_ours
+from diffquant.benchmarks.measuring import environment
+from diffquant.support.installation import versions
+print(versions()["diffquant"], environment()["versions"]["diffquant"])
+"""
 
 
 @pytest.fixture
@@ -115,3 +132,21 @@ def test_without_what_is_required_the_command_line_says_what_to_install():
     done = subprocess.run([sys.executable, "-c", WITHOUT_TYPER, "doctor"], cwd=ROOT, capture_output=True, text=True)
     assert done.stderr == f"diffquant needs typer, which is not installed: {install_command()}\n"
     assert done.returncode == 5
+
+
+def test_a_module_of_diffquants_own_that_is_missing_is_no_package_to_install(monkeypatch):
+    monkeypatch.setattr("diffquant.__main__.watch_signals", lambda: None)
+    monkeypatch.setitem(sys.modules, "diffquant.verbs.cli.command", None)
+    with pytest.raises(ModuleNotFoundError, match=r"diffquant\.verbs\.cli\.command"):
+        main()
+
+
+def test_the_version_is_the_projects():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert versions()["diffquant"] == project["version"] == diffquant.__version__
+
+
+@thorough
+def test_a_package_on_the_path_alone_has_a_version():
+    done = subprocess.run([sys.executable, "-c", NOT_INSTALLED], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.split() == [diffquant.__version__] * 2, done.stderr

@@ -1,14 +1,12 @@
 """A message names a parameter as the person in front of it spells it."""
 
 import re
-import sys
 
 import pytest
 
 import diffquant
 from diffquant.errors import OutputExistsError
 from diffquant.support.names import option_name, use_option_names
-from diffquant.verbs.cli import main
 from tests.support.checkpoints import write_checkpoint
 from tests.support.tables import in_one_test
 
@@ -30,12 +28,9 @@ def test_a_parameter_is_spelled_for_python_and_for_the_command_line(parameter, v
     assert option_name(parameter, value) == in_python
 
 
-def test_one_error_speaks_to_python_of_a_keyword_and_to_the_command_line_of_an_option(tmp_path, monkeypatch, capsys):
+def test_one_error_speaks_to_python_of_a_keyword_and_to_the_command_line_of_an_option(tmp_path, run):
     source, taken = write_checkpoint(tmp_path / "source", "unilm-v2"), tmp_path / "taken"
     taken.mkdir()
     with pytest.raises(OutputExistsError, match=f"^{re.escape(str(taken))} exists.* pass overwrite=True$"):
         diffquant.quantize(source, taken, "4:row")
-    monkeypatch.setattr(sys, "argv", ["diffquant", "quantize", str(source), "-o", str(taken), "--weights", "4:row"])
-    with pytest.raises(SystemExit):
-        main()
-    assert capsys.readouterr().err.endswith("pass --overwrite\n")
+    assert run("quantize", source, "-o", taken, "--weights", "4:row")[2].endswith("pass --overwrite\n")

@@ -1,6 +1,5 @@
 """Eighths of the thorough tests, the cases that `make test` runs, and tables in one test."""
 
-import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,9 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from tests.slow import slow_tests
-from tests.support import thorough
 from tests.support.tables import in_one_test
-from tests.support.thorough import EIGHTHS, VARIABLE, eighth_of, eighth_of_today
+from tests.support.thorough import EIGHTHS, eighth_of, pick_each_choice
 
 ROOT = Path(__file__).parents[1]
 
@@ -36,30 +34,6 @@ def test_every_case_is_in_one_eighth_and_stays_there_when_others_are_added():
     assert len(after) == len(cases) + 2
 
 
-def test_eight_days_have_eight_eighths(monkeypatch):
-    noon = 20_000.5
-    days = [noon + day for day in range(2 * EIGHTHS)]
-    found = []
-    for day in days:
-        monkeypatch.setattr(time, "time", lambda day=day: day * 86400)
-        found.append(eighth_of_today())
-    assert found == [(20_000 + day) % EIGHTHS for day in range(2 * EIGHTHS)]
-    assert set(found[:EIGHTHS]) == set(range(EIGHTHS))
-
-
-@in_one_test("wrong", ["8", "-1", "third", "1.0"])
-def test_an_eighth_that_is_none_is_refused(wrong, monkeypatch):
-    class Config:
-        pluginmanager = None
-
-    class Session:
-        config = Config()
-
-    monkeypatch.setenv(VARIABLE, wrong)
-    with pytest.raises(pytest.UsageError, match=f"{VARIABLE} must be today or a number from 0 to 7, got {wrong}"):
-        thorough.pytest_sessionstart(Session())
-
-
 class Parametrized(Case):
     """A case with parameters, as pytest collects it."""
 
@@ -70,17 +44,12 @@ class Parametrized(Case):
 
 def test_cases_that_make_test_runs_have_every_value_of_every_parameter():
     cases = [Parametrized(f"t[{a}-{b}-{c}]", a=a, b=b, c=c) for a in range(4) for b in "xyz" for c in (None, [1])]
-    picked = thorough.pick_each_choice(cases)
+    picked = pick_each_choice(cases)
     assert cases[0] in picked
     assert len(picked) == 4
+    assert pick_each_choice(cases[:1]) == {cases[0]}
     for name in "abc":
         assert {repr(case.callspec.params[name]) for case in picked} == {repr(c.callspec.params[name]) for c in cases}
-
-
-def test_a_case_with_a_value_of_its_own_always_runs():
-    cases = [Parametrized(f"t[{n}]", given=n, message=f"message {n}") for n in range(7)]
-    assert thorough.pick_each_choice(cases) == set(cases)
-    assert thorough.pick_each_choice([only := Case("t")]) == {only}
 
 
 def test_a_table_runs_every_case_with_a_folder_of_its_own_and_names_the_one_that_fails(tmp_path):

@@ -6,8 +6,10 @@ import subprocess
 from dataclasses import replace
 
 import pytest
+import torch
 
 from diffquant.benchmarks.cells import BenchCell, BenchResult, find_changes, read_result, summarize_changes
+from diffquant.benchmarks.measuring import environment
 from diffquant.benchmarks.plots import plots
 from diffquant.benchmarks.report import bench_report, csv_table, markdown
 from diffquant.benchmarks.roofline import hardware_cache_bytes
@@ -15,6 +17,9 @@ from diffquant.errors import UsageError
 from diffquant.reports import page as pages
 from diffquant.reports.plots import MARKERS, STYLES
 from tests.support.tables import in_one_test
+
+# Torch's names for what it uses of a processor; others say that it uses nothing of these.
+_OF_TORCH = {"AVX2": ["avx2"], "AVX512": ["avx2", "avx512f"], "SVE256": ["sve"]}
 
 
 def cell(path, values, **more):
@@ -130,6 +135,8 @@ def test_reports_say_what_is_missing_and_load_nothing():
     )
     page = pages.page(bench_report(found, "run", ["bench.json"]))
     assert page.count("<svg") == 2
+    assert "attention: &lt;fast&gt; is 4.50 times as good as base (3B, 512 tokens, batch 1, float32)." in page
+    assert "1 of 3 could not be measured." in page
     assert "&lt;fast&gt;" in page
     assert "gone: none, it runs only on CUDA" in page
     assert "src=" not in page
@@ -161,3 +168,8 @@ def test_plots_are_only_of_what_has_lengths(tmp_path):
     (drawn,) = plots(result(cell("base", [1.0], length=512), cell("base", [2.0], length=1024))).values()
     drawn[1].savefig(tmp_path / "drawn.png")
     assert (tmp_path / "drawn.png").stat().st_size > 1000
+
+
+def test_the_instructions_that_torch_uses_are_there():
+    used = _OF_TORCH.get(torch.backends.cpu.get_cpu_capability(), [])
+    assert set(used) <= set(environment()["instructions"])

@@ -4,7 +4,6 @@ import inspect
 import json
 import re
 import shutil
-import sys
 
 import pytest
 from safetensors import safe_open
@@ -12,7 +11,6 @@ from safetensors.torch import load_file, save_file
 
 from diffquant.calib.calibration.calibrate import calibrate
 from diffquant.calib.search.search import Search
-from diffquant.verbs.cli import main
 from tests.support import tiny_lm
 from tests.support.tables import in_one_test
 
@@ -23,20 +21,6 @@ SHORT_READING = ("outliers", "--tokens", 128, "--window", 64)
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
     return tiny_lm.write_llama(folder / "llama"), tiny_lm.write_diff_v2(folder / "diff-v2")
-
-
-@pytest.fixture
-def run(capsys, monkeypatch):
-    """Run a command line: exit code, stdout, stderr."""
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["diffquant", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            main()
-        out = capsys.readouterr()
-        return stop.value.code or 0, out.out, out.err
-
-    return call
 
 
 def test_outliers_stand_side_by_side_and_a_conversion_changes_none(run, models, tmp_path):

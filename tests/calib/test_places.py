@@ -1,7 +1,6 @@
 """Outliers and ranges of models that are spread over memory and disk are those of models in memory."""
 
 import json
-import sys
 
 import accelerate.utils
 import pytest
@@ -13,7 +12,6 @@ from diffquant.calib.calibration.calibrate import calibrate
 from diffquant.calib.outliers import find_outliers
 from diffquant.checkpoints.places import Places
 from diffquant.errors import UsageError
-from diffquant.verbs.cli import main
 from tests.support import tiny_lm
 from tests.support.checkpoints import write_checkpoint
 
@@ -26,19 +24,6 @@ def model(request, tmp_path_factory):
     write_checkpoint(folder, request.param, vocab_size=len(tiny_lm.tokenizer()), max_position_embeddings=512)
     tiny_lm.tokenizer().save_pretrained(folder)
     return folder
-
-
-@pytest.fixture
-def on_disk(monkeypatch):
-    """Names of the parameters that were put on disk."""
-    offload_weight, names = accelerate.utils.offload_weight, []
-
-    def recording(weight, name, *rest):
-        names.append(name)
-        return offload_weight(weight, name, *rest)
-
-    monkeypatch.setattr(accelerate.utils, "offload_weight", recording)
-    return names
 
 
 @pytest.fixture
@@ -61,27 +46,25 @@ def test_ranges_of_a_model_on_disk_are_those_of_one_in_memory(model, places, on_
     torch.testing.assert_close(spread.tensors, ranges.tensors, rtol=0, atol=0)
 
 
-def test_the_command_line_spreads_a_model_larger_than_memory(model, tmp_path, on_disk, monkeypatch, capsys):
+def test_the_command_line_spreads_a_model_larger_than_memory(model, tmp_path, on_disk, run, monkeypatch):
     nbytes = sum(parameter.nbytes for parameter in diffquant.load(model).parameters())
     monkeypatch.setattr(accelerate.utils, "get_balanced_memory", lambda *_, **__: {"cpu": nbytes // 2})
     reading = ["--tokens", 128, "--window", 32, "--dtype", "float32", "--json"]
 
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["diffquant", *map(str, (*arguments, *reading))])
-        with pytest.raises(SystemExit) as stop:
-            main()
-        assert not stop.value.code
-        return json.loads(capsys.readouterr().out)
+    def read(*arguments):
+        code, out, err = run(*arguments, *reading)
+        assert code == 0, err
+        return json.loads(out)
 
     spread = ["--device-map", "auto", "--offload-folder", tmp_path / "offload"]
-    whole = run("outliers", model)
+    whole = read("outliers", model)
     assert not on_disk
-    assert run("outliers", model, *spread)["models"] == whole["models"]
+    assert read("outliers", model, *spread)["models"] == whole["models"]
     assert on_disk
     on_disk.clear()
-    run("calibrate", model, "-o", tmp_path / "whole.safetensors")
+    read("calibrate", model, "-o", tmp_path / "whole.safetensors")
     assert not on_disk
-    run("calibrate", model, "-o", tmp_path / "spread.safetensors", *spread)
+    read("calibrate", model, "-o", tmp_path / "spread.safetensors", *spread)
     assert on_disk
     whole, from_disk = (load_file(tmp_path / f"{name}.safetensors") for name in ("whole", "spread"))
     torch.testing.assert_close(from_disk, whole, rtol=0, atol=0)

@@ -1,6 +1,5 @@
 """The report of a folder of searches, and the chart of their candidates by size and KL."""
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from diffquant.calib.search.outputs import (
+    _settings_facts,
     check_same_search,
     check_search_output,
     draw_pareto,
@@ -76,14 +76,15 @@ def test_the_report_says_each_verdict_and_lists_every_unit_the_costliest_first(f
     assert 'href="./search-4.5-bits.json"' in text
 
 
-def test_settings_that_searches_do_not_share_name_their_budgets(folder, tmp_path):
-    for name, text in (("4.5-bits", "their.txt"), ("5.5-bits", "ours.txt")):
-        found = json.loads((folder / f"search-{name}.json").read_text())
-        found["settings"]["text"] = text
-        (tmp_path / f"search-{name}.json").write_text(json.dumps(found))
-    (facts,) = search_report(tmp_path).sections[-1].blocks
-    assert facts["text"] == "their.txt (budget 4.5 bits); ours.txt (budget 5.5 bits)"
-    assert facts["model"] == found["settings"]["model"]
+def test_settings_that_searches_do_not_share_name_their_budgets():
+    shared = {"model": "m", "seed": None, "versions": {"torch": "2", "scipy": None}}
+    texts = {"4.5 bits": "their.txt", "5.5 bits": "ours.txt"}
+    searches = [SimpleNamespace(budget=budget, settings=shared | {"text": text}) for budget, text in texts.items()]
+    assert _settings_facts(searches) == {
+        "model": "m",
+        "versions torch": "2",
+        "text": "their.txt (budget 4.5 bits); ours.txt (budget 5.5 bits)",
+    }
 
 
 def test_a_search_replaces_pages_of_earlier_searches_alone(folder, tmp_path):

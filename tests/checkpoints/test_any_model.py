@@ -20,7 +20,6 @@ from diffquant.quantization.plan import plan_quantization
 from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
 from diffquant.recipe.scheme import Scheme
-from diffquant.verbs.cli import main
 from tests.support import unknown_model
 from tests.support.checkpoints import contents, write_diffllama
 from tests.support.tables import in_one_test
@@ -69,17 +68,6 @@ def expected_modules(tensors):
     """The matrices [out, in] that are packed, by the module that each becomes."""
     packed = {n: x for n, x in tensors.items() if n.removesuffix(".weight").split(".", 3)[-1] in unknown_model.PACKED}
     return {module: matrix for name, x in packed.items() for module, matrix in linears(name, x).items()}
-
-
-def run(*arguments):
-    """The exit status of the command line."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["diffquant", *map(str, arguments)])
-        try:
-            main()
-        except SystemExit as ending:
-            return ending.code or 0
-    return 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -168,21 +156,21 @@ def test_other_rules_do_not_take_over_a_killed_runs_shards(tmp_path):
     assert report.resumed == 0
 
 
-def test_the_command_line_chooses_by_name_where_the_architecture_is_unknown(tmp_path, source, capsys):
-    assert run("quantize", source, "-o", tmp_path / "out", "--weights", "4:g32", "--dry-run") == 0
-    shown = capsys.readouterr()
-    assert "note: model_type 'latent-mixture' is not supported" in shown.err
-    rows = {line.split()[0]: line.split() for line in shown.out.splitlines()[1:]}
+def test_the_command_line_chooses_by_name_where_the_architecture_is_unknown(tmp_path, source, run):
+    code, out, err = run("quantize", source, "-o", tmp_path / "out", "--weights", "4:g32", "--dry-run")
+    assert code == 0
+    assert "note: model_type 'latent-mixture' is not supported" in err
+    rows = {line.split()[0]: line.split() for line in out.splitlines()[1:]}
     assert "4:g32" in rows["model.layers.*.mlp.experts.gate_up_proj"]
     assert "16" in rows["model.layers.*.self_attn.lambda_proj.weight"]
     assert not (tmp_path / "out").exists()
 
 
-def test_weights_of_a_known_architecture_are_the_same_by_name(tmp_path):
+def test_weights_of_a_known_architecture_are_the_same_by_name(tmp_path, run):
     """The rules that ship choose of a DiffLlama what its adapter does."""
     folder = write_diffllama(tmp_path / "source")
-    assert run("quantize", folder, "-o", tmp_path / "known", "--weights", "4:g32", "--dtype", "float32") == 0
-    assert run("quantize", folder, "-o", tmp_path / "named", "--weights", "4:g32", "--weights-only") == 0
+    assert run("quantize", folder, "-o", tmp_path / "known", "--weights", "4:g32", "--dtype", "float32")[0] == 0
+    assert run("quantize", folder, "-o", tmp_path / "named", "--weights", "4:g32", "--weights-only")[0] == 0
     by_name, known = contents(tmp_path / "named"), contents(tmp_path / "known")
     assert by_name["model.safetensors"] == known["model.safetensors"]
     assert load(tmp_path / "named").config == load(tmp_path / "known").config
@@ -201,10 +189,10 @@ def test_patterns_to_keep_and_overrides_change_the_choice(tmp_path, source):
     assert str(packed["model.layers.1.self_attn.wo"]) == "8:row"
 
 
-def test_rules_of_ones_own_replace_the_sections_they_have(tmp_path, source):
+def test_rules_of_ones_own_replace_the_sections_they_have(tmp_path, source, run):
     (tmp_path / "rules.yaml").write_text("linears: ['*.wo.weight']\nexperts: []\n")
     out = tmp_path / "out"
-    assert run("quantize", source, "-o", out, "--weights", "4:g32", "--weight-rules", tmp_path / "rules.yaml") == 0
+    assert run("quantize", source, "-o", out, "--weights", "4:g32", "--weight-rules", tmp_path / "rules.yaml")[0] == 0
     assert packed_modules_of(out) == {f"model.layers.{layer}.self_attn.wo" for layer in range(3)}
     assert json.loads((out / "diffquant.json").read_text())["rules"]["linears"] == ["*.wo.weight"]
 
@@ -225,9 +213,8 @@ def test_malformed_rules_are_refused(tmp_path, text, complaint):
         PackingRules.read(tmp_path / "rules.yaml")
 
 
-def test_inspect_says_what_names_and_shapes_say(tmp_path, source, capsys):
-    assert run("inspect", source, "--json") == 0
-    said = json.loads(capsys.readouterr().out)
+def test_inspect_says_what_names_and_shapes_say(tmp_path, source, run):
+    said = json.loads(run("inspect", source, "--json")[1])
     tensors = written_tensors(source)
     assert (said["model_type"], said["tensors"]) == ("latent-mixture", len(tensors))
     assert said["parameters"] == sum(tensor.numel() for tensor in tensors.values())
@@ -235,13 +222,12 @@ def test_inspect_says_what_names_and_shapes_say(tmp_path, source, capsys):
     quantize(open_weights(source), tmp_path / "out", Recipe.of(weights="4:g32"))
     size = sum(tensor.nbytes for tensor in written_tensors(tmp_path / "out").values())
     assert said["sizes"]["4:g32"] == size
-    assert run("inspect", tmp_path / "out") == 0
-    assert f"{len(expected_modules(tensors))} weights are packed" in capsys.readouterr().out
+    assert f"{len(expected_modules(tensors))} weights are packed" in run("inspect", tmp_path / "out")[1]
 
 
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("verb", ["load", "sweep", "export"])
-def test_what_would_run_it_refuses_and_says_what_works(tmp_path, source, capsys, verb, quantized):
+def test_what_would_run_it_refuses_and_says_what_works(tmp_path, source, run, verb, quantized):
     if quantized:
         quantize(open_weights(source), tmp_path / "low", Recipe.of(weights="4:g32"))
     folder = tmp_path / "low" if quantized else source
@@ -250,8 +236,9 @@ def test_what_would_run_it_refuses_and_says_what_works(tmp_path, source, capsys,
         with pytest.raises(UnknownModelTypeError, match=message):
             load(folder)
         return
-    assert run(verb, folder, "-o", tmp_path / "out") == 1
-    assert "'latent-mixture' is not supported" in capsys.readouterr().err
+    code, _, err = run(verb, folder, "-o", tmp_path / "out")
+    assert code == 1
+    assert "'latent-mixture' is not supported" in err
 
 
 def refused(source, recipe, rules=None):

@@ -2,7 +2,6 @@
 
 import json
 import struct
-import sys
 
 import gguf
 import numpy as np
@@ -21,7 +20,6 @@ from diffquant.errors import CheckpointError, NonFiniteError, OutputExistsError,
 from diffquant.measure.fidelity import calibration_note
 from diffquant.quantization.roundings import calibration_digest
 from diffquant.recipe.rounding import RoundingSettings
-from diffquant.verbs.cli import main
 from tests.checkpoints.test_experts import write_mixture
 from tests.support import tiny_lm
 from tests.support.gguf_files import write_gguf
@@ -105,20 +103,6 @@ def write_matrix(file, tensors, kind="imatrix"):
     writer.write_tensors_to_file()
     writer.close()
     return file
-
-
-@pytest.fixture
-def run(capsys, monkeypatch):
-    """Run a command line: exit code, stdout, stderr."""
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["diffquant", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            main()
-        out = capsys.readouterr()
-        return stop.value.code or 0, out.out, out.err
-
-    return call
 
 
 def test_a_llamas_imatrix_has_the_mean_squares_of_stock_transformers_under_llama_cpps_names(llama, measured):

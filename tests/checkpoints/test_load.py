@@ -11,23 +11,12 @@ from transformers import AutoModelForCausalLM
 from diffquant import Recipe, convert, load, load_tokenizer, quantize
 from diffquant.errors import CheckpointError, GroupSizeError, NonFiniteError, UsageError
 from diffquant.quantization.inspection import inspect_checkpoint
-from tests.support.checkpoints import edit_json, write_diffllama, write_llama, write_random
+from tests.support.checkpoints import TWO_LAYERS, edit_json, write_diffllama, write_llama, write_random
+from tests.support.models import random_ids
 from tests.support.tables import in_one_test
 from tests.support.thorough import thorough
 
-UNILM = {
-    "vocab_size": 90,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "head_dim": 16,
-    "rms_norm_eps": 1e-5,
-}
-
-
-def ids(length=23):
-    return torch.randint(0, 90, (2, length), generator=torch.Generator().manual_seed(0))
+IDS = random_ids(length=23)
 
 
 @pytest.fixture
@@ -37,7 +26,7 @@ def source(tmp_path):
 
 def test_a_plain_checkpoint_computes_as_stock_transformers(source):
     stock = AutoModelForCausalLM.from_pretrained(source)
-    torch.testing.assert_close(load(source)(ids()).logits, stock(ids()).logits, rtol=0, atol=1e-4)
+    torch.testing.assert_close(load(source)(IDS).logits, stock(IDS).logits, rtol=0, atol=1e-4)
 
 
 def test_a_loaded_model_reads_and_does_not_learn(source):
@@ -51,7 +40,7 @@ def test_a_loaded_model_reads_and_does_not_learn(source):
 def test_a_quantized_checkpoint_computes_as_stock_transformers(source, tmp_path, weights):
     quantize(source, tmp_path / "low", Recipe.of(weights=weights))
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "low")
-    torch.testing.assert_close(load(tmp_path / "low")(ids()).logits, stock(ids()).logits, rtol=0, atol=1e-4)
+    torch.testing.assert_close(load(tmp_path / "low")(IDS).logits, stock(IDS).logits, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("run", [None, torch.float32, torch.bfloat16, torch.float16])
@@ -138,19 +127,19 @@ def test_a_tied_head_stays_one_tensor(tmp_path):
 
 @in_one_test("pairing", ["flash", "plain"])
 def test_unilm_v1_computes_as_the_diffllama_it_converts_to(tmp_path, pairing):
-    config = UNILM | {"model_type": "diff_v1", "num_key_value_heads": 4, "gqa_pairing": pairing}
+    config = TWO_LAYERS | {"model_type": "diff_v1", "num_key_value_heads": 4, "gqa_pairing": pairing}
     write_random(tmp_path / "unilm", config, torch.float32)
     convert(tmp_path / "unilm", tmp_path / "hf", "diffllama")
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-    torch.testing.assert_close(load(tmp_path / "unilm")(ids()).logits, stock(ids()).logits, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(load(tmp_path / "unilm")(IDS).logits, stock(IDS).logits, rtol=1e-4, atol=1e-3)
 
 
 def test_repeated_kv_rows_load_packed_as_they_load_plain(tmp_path):
-    config = UNILM | {"model_type": "diff_v1", "num_key_value_heads": 4, "gqa_pairing": "plain"}
+    config = TWO_LAYERS | {"model_type": "diff_v1", "num_key_value_heads": 4, "gqa_pairing": "plain"}
     write_random(tmp_path / "unilm", config, torch.float32)
     recipe = Recipe.of(weights="4:g32")
     quantize(tmp_path / "unilm", tmp_path / "low", recipe)
-    assert torch.equal(load(tmp_path / "low")(ids()).logits, load(tmp_path / "unilm", recipe)(ids()).logits)
+    assert torch.equal(load(tmp_path / "low")(IDS).logits, load(tmp_path / "unilm", recipe)(IDS).logits)
 
 
 @in_one_test("kv_heads", [4, 2, 1])
@@ -159,7 +148,7 @@ def test_a_llama_computes_the_same_as_diff_v2(tmp_path, kv_heads):
     convert(source, tmp_path / "v2", "diff-v2")
     plain, differential = load(source), load(tmp_path / "v2")
     assert differential.config.diff_spec.generation == "DIFF V2"
-    torch.testing.assert_close(differential(ids()).logits, plain(ids()).logits, rtol=0, atol=1e-5)
+    torch.testing.assert_close(differential(IDS).logits, plain(IDS).logits, rtol=0, atol=1e-5)
 
 
 def test_what_quantize_writes_for_diff_v2_loads(tmp_path):
@@ -167,12 +156,12 @@ def test_what_quantize_writes_for_diff_v2_loads(tmp_path):
     recipe = Recipe.of(weights="6:g32", kv=8, logits=6)
     quantize(tmp_path / "v2", tmp_path / "low", recipe)
     model = load(tmp_path / "low")
-    assert torch.equal(model(ids()).logits, load(tmp_path / "v2", recipe)(ids()).logits)
+    assert torch.equal(model(IDS).logits, load(tmp_path / "v2", recipe)(IDS).logits)
     model.check_quantizers_ran()
 
 
 def test_nan_is_named_by_tensor(tmp_path):
-    config = UNILM | {"model_type": "diff_v2", "num_key_value_heads": 2}
+    config = TWO_LAYERS | {"model_type": "diff_v2", "num_key_value_heads": 2}
     tensors = write_random(tmp_path / "v2", config, torch.float32)
     from safetensors.torch import save_file
 
@@ -184,7 +173,7 @@ def test_nan_is_named_by_tensor(tmp_path):
 
 def test_an_unreadable_tokenizer_is_named(source):
     (source / "tokenizer.json").write_text("{ broken")
-    with pytest.raises(CheckpointError, match=f"cannot read a tokenizer from {source}"):
+    with pytest.raises(CheckpointError, match=rf"cannot read a tokenizer from {source}: \w"):
         load_tokenizer(source)
 
 
@@ -204,9 +193,3 @@ def test_smollm2_computes_the_same_as_its_diff_v2(tmp_path):
     generated = plain.generate(**prompt, **settings)
     assert torch.equal(generated, differential.generate(**prompt, **settings))
     assert "Paris" in tokenizer.decode(generated[0])
-
-
-def test_a_tokenizer_that_cannot_be_read_is_refused_with_the_reason(tmp_path):
-    (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"cannot read a tokenizer from .*: \w"):
-        load_tokenizer(tmp_path)

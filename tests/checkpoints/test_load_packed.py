@@ -7,22 +7,11 @@ from safetensors.torch import save_file
 from diffquant import Recipe, load, quantize
 from diffquant.kernels.linear.repack import dequantize_weight
 from diffquant.model.linears import QuantizedLinear
-from tests.support.checkpoints import write_diffllama, write_llama, write_random
+from tests.support.checkpoints import TWO_LAYERS, write_diffllama, write_llama, write_random
+from tests.support.models import random_ids
 from tests.support.tables import in_one_test
 
-UNILM = {
-    "vocab_size": 90,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "head_dim": 16,
-    "rms_norm_eps": 1e-5,
-}
-
-
-def ids(length=23):
-    return torch.randint(0, 90, (2, length), generator=torch.Generator().manual_seed(0))
+IDS = random_ids(length=23)
 
 
 def packed_layers(model):
@@ -36,12 +25,12 @@ def test_packed_weights_compute_as_expanded_ones(tmp_path, weights):
     quantize(source, tmp_path / "low", Recipe.of(weights=weights, overrides=overrides))
     packed = load(tmp_path / "low", packed=True)
     assert len(packed_layers(packed)) == 3 * 7
-    assert torch.equal(packed(ids()).logits, load(tmp_path / "low")(ids()).logits)
+    assert torch.equal(packed(IDS).logits, load(tmp_path / "low")(IDS).logits)
 
 
 @in_one_test("weights", ["nvfp4", "nvfp4_4over6", "mxfp4", "mxfp4_up"])
 def test_weights_of_floats_stay_packed(tmp_path, weights):
-    config = UNILM | {"model_type": "diff_v1", "num_key_value_heads": 4, "gqa_pairing": "plain"}
+    config = TWO_LAYERS | {"model_type": "diff_v1", "num_key_value_heads": 4, "gqa_pairing": "plain"}
     write_random(tmp_path / "source", config, torch.float32)
     quantize(tmp_path / "source", tmp_path / "low", Recipe.of(weights=weights))
     packed, expanded = load(tmp_path / "low", packed=True), load(tmp_path / "low")
@@ -49,7 +38,7 @@ def test_weights_of_floats_stay_packed(tmp_path, weights):
     assert layers
     assert all(layer.packed.holds_floats for layer in layers.values())
     # The tensor's scale multiplies what the reader's divides.
-    torch.testing.assert_close(packed(ids()).logits, expanded(ids()).logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(packed(IDS).logits, expanded(IDS).logits, rtol=1e-5, atol=1e-5)
     layer = layers["model.layers.0.self_attn.q_proj"].packed
     assert 8 * (layer.low.nbytes + layer.scales.nbytes) == (4 + 8 / layer.group) * layer.shape[0] * layer.shape[1]
 
@@ -80,22 +69,27 @@ def test_packed_layers_hold_what_the_reader_decodes(tmp_path):
 )
 def test_gate_and_up_are_one_layer_where_they_are_packed_alike(tmp_path, weights, overrides, inner, is_one):
     source = tmp_path / "source"
-    config = UNILM | {"model_type": "diff_v2", "num_key_value_heads": 2, "mlp_bias": True, "intermediate_size": inner}
+    config = TWO_LAYERS | {
+        "model_type": "diff_v2",
+        "num_key_value_heads": 2,
+        "mlp_bias": True,
+        "intermediate_size": inner,
+    }
     write_random(source, config, torch.float32)
     quantize(source, tmp_path / "low", Recipe.of(weights=weights, overrides=overrides))
     packed = load(tmp_path / "low", packed=True)
     mlps = {name.rsplit(".", 1)[-1] for name in packed_layers(packed) if ".mlp." in name}
     assert mlps == {"down_proj"} | ({"gate_up_proj"} if is_one else {"gate_proj", "up_proj"})
-    assert torch.equal(packed(ids()).logits, load(tmp_path / "low")(ids()).logits)
+    assert torch.equal(packed(IDS).logits, load(tmp_path / "low")(IDS).logits)
 
 
 def test_repeated_kv_rows_load_packed(tmp_path):
-    config = UNILM | {"model_type": "diff_v1", "num_key_value_heads": 4, "gqa_pairing": "plain"}
+    config = TWO_LAYERS | {"model_type": "diff_v1", "num_key_value_heads": 4, "gqa_pairing": "plain"}
     write_random(tmp_path / "unilm", config, torch.float32)
     quantize(tmp_path / "unilm", tmp_path / "low", Recipe.of(weights="4:g32"))
     packed = load(tmp_path / "low", packed=True)
     assert packed_layers(packed)
-    assert torch.equal(packed(ids()).logits, load(tmp_path / "low")(ids()).logits)
+    assert torch.equal(packed(IDS).logits, load(tmp_path / "low")(IDS).logits)
 
 
 def test_what_no_kernel_reads_is_expanded(tmp_path):
@@ -122,16 +116,16 @@ def test_a_packed_model_keeps_its_state(tmp_path):
     source = write_diffllama(tmp_path / "source")
     quantize(source, tmp_path / "low", Recipe.of(weights="6:g32"))
     model, other = load(tmp_path / "low", packed=True), load(tmp_path / "low", packed=True)
-    expected = model(ids()).logits
+    expected = model(IDS).logits
     for layer in packed_layers(other).values():
         layer.low.zero_()
-    assert not torch.equal(other(ids()).logits, expected)
+    assert not torch.equal(other(IDS).logits, expected)
     other.load_state_dict(model.state_dict())
-    assert torch.equal(other(ids()).logits, expected)
+    assert torch.equal(other(IDS).logits, expected)
 
 
 def test_another_dtype_scales_alike(tmp_path):
-    config = UNILM | {"model_type": "diff_v2", "num_key_value_heads": 2}
+    config = TWO_LAYERS | {"model_type": "diff_v2", "num_key_value_heads": 2}
     tensors = write_random(tmp_path / "v2", config, torch.float32)
     # Weights whose scales float16 would hold with few bits, had they no common unit.
     tensors["model.layers.0.mlp.down_proj.weight"] *= 1e-5
@@ -157,5 +151,5 @@ def test_on_cuda_weights_stay_packed_by_default(tmp_path):
     assert not packed_layers(expanded)
     assert not packed_layers(load(tmp_path / "low", dtype=torch.float32, device="cuda"))
     assert taken < 0.4 * (torch.cuda.memory_allocated() - before - taken)
-    logits, expected = (model(ids().cuda()).logits.double() for model in (packed, expanded))
+    logits, expected = (model(IDS.cuda()).logits.double() for model in (packed, expanded))
     assert (logits - expected).norm() / expected.norm() < 2e-2

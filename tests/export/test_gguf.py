@@ -19,7 +19,7 @@ from diffquant.checkpoints.source import open_source
 from diffquant.errors import CheckpointError, DiffQuantError, OutputExistsError, UsageError
 from diffquant.onnx.gguf.writer import pack_blocks
 from diffquant.verbs import cli
-from tests.llama_cpp.cases import PREFIXES, RECORDED, SPLITS, TEXTS, write_vocabularies
+from tests.llama_cpp.cases import PREFIXES, RECORDED, SPLITS, TEXTS, write_tokenizer
 from tests.support.checkpoints import edit_json, write_checkpoint
 from tests.support.models import random_llama
 from tests.support.tiny_lm import tokenizer
@@ -166,8 +166,7 @@ def test_rotary_settings_come_back(tmp_path, rope):
 
 @pytest.mark.parametrize("place", range(len(SPLITS) + len(PREFIXES)), ids=map(str, (*SPLITS, *PREFIXES)))
 def test_a_tokenizer_makes_the_tokens_that_llama_cpp_made_with_it(tmp_path, place):
-    original = write_vocabularies(tmp_path)[place]
-    read = diffquant.load_tokenizer(original)
+    read = diffquant.load_tokenizer(write_tokenizer(place, tmp_path))
     folder = write_llama(tmp_path / "llama", tokens=read, vocab_size=len(read) + 3, eos_token_id=0, hidden_size=32)
     report = diffquant.export(folder, tmp_path / "again.gguf", to="gguf")
     assert report.notes == ()

@@ -1,6 +1,7 @@
 """The parts of a verification against what nobody here wrote."""
 
 import json
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -54,6 +55,23 @@ from tests.support.exports import cache_ranges
 from tests.support.models import random_ids
 from tests.support.planted import PlantedExport
 from tests.support.tables import in_one_test
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A function from a source and options to a checkpoint and its export, each of which is made once."""
+    found = {}
+
+    def make(source="unilm-v2-half", **options):
+        key = source, *options.items()
+        if key not in found:
+            folder, parsed = tmp_path_factory.mktemp("made"), ExportOptions.parse(**options)
+            checkpoint = write_checkpoint(folder / "checkpoint", source)
+            export(checkpoint, folder / "out", parsed, ranges=cache_ranges(checkpoint, parsed))
+            found[key] = checkpoint, folder / "out"
+        return found[key]
+
+    return make
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -165,8 +183,8 @@ def test_sequences_that_are_computed_together_are_as_each_alone(tmp_path, kind, 
             torch.testing.assert_close(output, of_one, rtol=1e-5, atol=atol)
 
 
-def test_values_of_8_bit_codes_are_multiplied_as_the_codes_are(tmp_path, monkeypatch):
-    _, folder = made(tmp_path, weights="8:g32", embed_bits=8)
+def test_values_of_8_bit_codes_are_multiplied_as_the_codes_are(made, monkeypatch):
+    _, folder = made(weights="8:g32", embed_bits=8)
     ids = random_ids(2, 9).numpy()
     logits = []
     for most in (2**28, 0):
@@ -252,16 +270,8 @@ def test_the_note_on_accuracy_is_for_a_folder_that_loses_tokens():
     assert not loses(0.9)
 
 
-def made(tmp_path, source="unilm-v2-half", **options):
-    """A checkpoint and its export."""
-    checkpoint = write_checkpoint(tmp_path / "checkpoint", source)
-    parsed = ExportOptions.parse(**options)
-    export(checkpoint, tmp_path / "out", parsed, ranges=cache_ranges(checkpoint, parsed))
-    return checkpoint, tmp_path / "out"
-
-
-def test_routes_count_positions_that_were_read_behind_a_cache_alone(tmp_path):
-    _, folder = made(tmp_path)
+def test_routes_count_positions_that_were_read_behind_a_cache_alone(made):
+    _, folder = made()
     model = OnnxModel(folder, 1, every_position=True)
     passages = [np.arange(n)[None] % 90 for n in (30, 21)]
     runs = {name: route(model, passages, ("logits",)) for name, route in [(PREFILL, prefill), *routes(model)]}
@@ -280,8 +290,8 @@ def test_routes_count_positions_that_were_read_behind_a_cache_alone(tmp_path):
         assert run.states[-1].shape[:2] == ids.shape
 
 
-def test_codes_of_8_bits_at_accuracy_level_1_are_expected_to_keep_activations_as_older_exports_do(tmp_path):
-    checkpoint, folder = made(tmp_path, weights="8:g32", accuracy_level=1)
+def test_codes_of_8_bits_at_accuracy_level_1_are_expected_to_keep_activations_as_older_exports_do(made, tmp_path):
+    checkpoint, folder = made(weights="8:g32", accuracy_level=1)
     planted = PlantedExport.copy(folder, tmp_path / "older")
     for node in planted.model.graph.node:
         if node.op_type == "MatMulNBits":
@@ -293,8 +303,8 @@ def test_codes_of_8_bits_at_accuracy_level_1_are_expected_to_keep_activations_as
     assert max(route.logits.value for route in report.routes if route.logits) < 1e-5
 
 
-def test_both_columns_of_logits_have_the_limit_that_rounding_gives(tmp_path):
-    checkpoint, folder = made(tmp_path, weights="4:g32", kv_bits=8)
+def test_both_columns_of_logits_have_the_limit_that_rounding_gives(made):
+    checkpoint, folder = made(weights="4:g32", kv_bits=8)
     report = verify(folder, checkpoint, threads=1)
     by_session = {}
     for route in report.routes:
@@ -318,8 +328,8 @@ def test_both_columns_of_logits_have_the_limit_that_rounding_gives(tmp_path):
     assert {measure.limit for route in given.routes for measure in route.logit_measures} == {tight * 50}
 
 
-def test_calls_whose_logits_have_scales_of_their_own_are_not_held_to_prefill(tmp_path):
-    checkpoint, folder = made(tmp_path, weights="4:g32", logits="6:tensor")
+def test_calls_whose_logits_have_scales_of_their_own_are_not_held_to_prefill(made):
+    checkpoint, folder = made(weights="4:g32", logits="6:tensor")
     routes_of = [route for route in verify(folder, checkpoint, threads=1).routes if route.name != "long context"]
     held = {route.name for route in routes_of if route.against_prefill is not None}
     assert held == {"prefill", "padded batch"}
@@ -331,8 +341,8 @@ def test_calls_whose_logits_have_scales_of_their_own_are_not_held_to_prefill(tmp
     }
 
 
-def test_the_session_of_the_body_runs_without_the_native_kernel(tmp_path, library, monkeypatch):
-    checkpoint, folder = made(tmp_path)
+def test_the_session_of_the_body_runs_without_the_native_kernel(made, library, monkeypatch):
+    checkpoint, folder = made()
     calls, original = [], comparison.prefill
 
     def counted(*given):
@@ -356,8 +366,8 @@ def test_pasts_lead_to_the_last_position(context):
     assert [n for n in (255, 300, *powers) if n < context - 1] == lengths[:-1]
 
 
-def test_a_cache_of_much_memory_is_not_followed_to_the_end_and_that_is_said(tmp_path, monkeypatch):
-    checkpoint, folder = made(tmp_path, kv_bits=4)
+def test_a_cache_of_much_memory_is_not_followed_to_the_end_and_that_is_said(made, monkeypatch):
+    checkpoint, folder = made(kv_bits=4)
     layers, as_codes = 2, 8
     row = OnnxModel(folder, 1).cache.row_bytes // layers * as_codes
     monkeypatch.setattr(passages, "_MOST_BYTES", 50 * row)
@@ -366,8 +376,8 @@ def test_a_cache_of_much_memory_is_not_followed_to_the_end_and_that_is_said(tmp_
     assert "51 of the context's 96 positions were tested" in str(report)
 
 
-def test_a_long_context_without_a_cache_is_not_read_to_the_end_and_that_is_said(tmp_path, monkeypatch):
-    checkpoint, folder = made(tmp_path, cache=False)
+def test_a_long_context_without_a_cache_is_not_read_to_the_end_and_that_is_said(made, monkeypatch):
+    checkpoint, folder = made(cache=False)
     monkeypatch.setattr(passages, "_MOST_UNCACHED", 40)
     report = verify(folder, checkpoint, threads=1)
     assert report.reached == 40
@@ -417,6 +427,7 @@ def test_rows_before_a_token_are_read_as_the_model_stores_them():
     # The lower half of a byte comes first, and code 0 stands for -8.
     assert past.keys.tolist() == [[[[-7.0, 7.0]], [[0.0, -6.0]]]]
     assert past.values.tolist() == [[[[7.0, -6.0, -7.0, 0.0]]]]
+    assert past.nbytes == 8 * 4
     scales = {5: (torch.tensor([0.5, 2.0]).view(1, 2, 1, 1), torch.full((1, 1, 1, 4), 3.0))}
     cache = GrowingCache(StaticCache(scales, 4), past)
     for _ in range(2):
@@ -466,8 +477,9 @@ def test_an_export_carries_what_calibration_found(tmp_path):
         assert verify(folder, checkpoint, threads=1).scales.passed
 
 
-def test_a_record_of_calibration_that_was_edited_is_refused(tmp_path):
-    checkpoint, folder = made(tmp_path, kv_bits=8)
+def test_a_record_of_calibration_that_was_edited_is_refused(made, tmp_path):
+    checkpoint, folder = made(kv_bits=8)
+    folder = shutil.copytree(folder, tmp_path / "edited")
     content = bytearray((folder / RANGES_FILE).read_bytes())
     content[-1] ^= 1
     (folder / RANGES_FILE).write_bytes(content)
@@ -478,8 +490,9 @@ def test_a_record_of_calibration_that_was_edited_is_refused(tmp_path):
         verify(folder, checkpoint, threads=1)
 
 
-def test_an_older_export_is_verified_and_what_was_not_compared_is_said(tmp_path):
-    checkpoint, folder = made(tmp_path, kv_bits=8)
+def test_an_older_export_is_verified_and_what_was_not_compared_is_said(made, tmp_path):
+    checkpoint, folder = made(kv_bits=8)
+    folder = shutil.copytree(folder, tmp_path / "older")
     record = json.loads((folder / "diffquant.json").read_text())
     del record["calibration"]
     (folder / "diffquant.json").write_text(json.dumps(record))
@@ -489,8 +502,8 @@ def test_an_older_export_is_verified_and_what_was_not_compared_is_said(tmp_path)
     assert "no record of its cache's calibration" in str(report)
 
 
-def test_a_cache_that_rounds_too_much_in_one_layer_is_refused_without_a_record(tmp_path):
-    checkpoint, folder = made(tmp_path, kv_bits=8)
+def test_a_cache_that_rounds_too_much_in_one_layer_is_refused_without_a_record(made, tmp_path):
+    checkpoint, folder = made(kv_bits=8)
     planted = PlantedExport.copy(folder, tmp_path / "planted")
     planted.change("layers.1.k_scale", lambda scales: scales * np.float32(16))
     planted.save()
@@ -502,8 +515,8 @@ def test_a_cache_that_rounds_too_much_in_one_layer_is_refused_without_a_record(t
 
 
 @in_one_test(("by", "is_sound"), [(1.009, True), (1.011, False), (0.991, True), (0.989, False)])
-def test_a_scale_within_a_hundredth_of_calibrations_is_taken(tmp_path, by, is_sound):
-    checkpoint, folder = made(tmp_path, kv_bits=8)
+def test_a_scale_within_a_hundredth_of_calibrations_is_taken(made, tmp_path, by, is_sound):
+    checkpoint, folder = made(kv_bits=8)
     planted = PlantedExport.copy(folder, tmp_path / "planted")
 
     def one(values):
@@ -519,8 +532,8 @@ def test_a_scale_within_a_hundredth_of_calibrations_is_taken(tmp_path, by, is_so
             verify(planted.folder, checkpoint, threads=1)
 
 
-def test_a_graph_that_cannot_run_at_all_is_an_error_of_the_folder(tmp_path):
-    checkpoint, folder = made(tmp_path)
+def test_a_graph_that_cannot_run_at_all_is_an_error_of_the_folder(made, tmp_path):
+    checkpoint, folder = made()
     planted = PlantedExport.copy(folder, tmp_path / "planted")
     planted.constants(beyond=[10**6], axis=[0])
     node = next(node for node in planted.model.graph.node if node.op_type == "ReduceSum")
@@ -537,7 +550,7 @@ def test_a_graph_that_cannot_run_at_all_is_an_error_of_the_folder(tmp_path):
     assert (planted.folder / MODEL_FILE).exists()
 
 
-def test_a_kernels_folder_is_verified_without_it_too(tmp_path, library):
+def test_a_kernels_folder_is_verified_without_it_too(made, library):
     sessions = {}
     for source, options in (
         ("unilm-v1", {}),
@@ -545,9 +558,7 @@ def test_a_kernels_folder_is_verified_without_it_too(tmp_path, library):
         ("llama", {}),
         ("llama", {"kv_bits": 8}),
     ):
-        place = tmp_path / str(len(sessions))
-        place.mkdir()
-        checkpoint, folder = made(place, source, **options)
+        checkpoint, folder = made(source, **options)
         routes_of = verify(folder, checkpoint, threads=1).routes
         sessions[source, *options] = list(dict.fromkeys(route.session for route in routes_of))
     assert sessions == {
@@ -560,8 +571,8 @@ def test_a_kernels_folder_is_verified_without_it_too(tmp_path, library):
 
 
 @in_one_test("cache", [True, False])
-def test_progress_comes_to_its_end(tmp_path, cache):
-    checkpoint, folder = made(tmp_path, cache=cache)
+def test_progress_comes_to_its_end(made, cache):
+    checkpoint, folder = made(cache=cache)
     reported = []
     verify(folder, checkpoint, threads=1, progress=lambda *done: reported.append(done))
     shares = [done / total for done, total, _ in reported]

@@ -18,11 +18,12 @@ from tests.support.models import random_ids
 SOURCES = ["diffllama", "unilm-v1", "unilm-v2-half", "motif-grouped", "gated"]
 
 
-@pytest.fixture(params=SOURCES)
-def pages(request, tmp_path):
-    checkpoint = write_checkpoint(tmp_path / "checkpoint", request.param)
-    export(checkpoint, tmp_path / "out", ExportOptions(web=True))
-    return diffquant.load(checkpoint), tmp_path / "out"
+@pytest.fixture(scope="module", params=SOURCES)
+def pages(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pages")
+    checkpoint = write_checkpoint(folder / "checkpoint", request.param)
+    export(checkpoint, folder / "out", ExportOptions(web=True))
+    return diffquant.load(checkpoint), folder / "out"
 
 
 def outputs_of(folder, ids, past=()):

@@ -16,6 +16,7 @@ from diffquant.kernels.cache.kv_store import KVStore
 from diffquant.model.cache import PackedStates
 from diffquant.recipe import Recipe
 from tests.support.tables import in_one_test
+from tests.support.thorough import sampled
 
 
 def states(tokens, width, heads=1, dtype=torch.float16, seed=0, batch=1):
@@ -75,15 +76,18 @@ def test_what_is_stored_does_not_depend_on_the_order_of_programs(chunks):
 
 @pytest.mark.parametrize(
     ("recipe", "chunks"),
-    [
-        (Recipe.of(kv=8), (21, 1, 1)),
-        (Recipe.of(kv=4, residual=5), (3, 1, 1, 1, 21)),
-        (Recipe.of(k="6:c16", v=6), (15, 1, 1, 20)),
-        (Recipe.of(k="4:c16", v=8, residual=17), (1, 35, 1, 11)),
-        (Recipe.of(k=16, v=6, residual=3), (5, 1, 19)),
-        (Recipe.of(k="8:c32", v=16, residual=1), (33, 31, 1)),
-        (Recipe.of(), (7, 1)),
-    ],
+    sampled(
+        [
+            (Recipe.of(kv=8), (21, 1, 1)),
+            (Recipe.of(kv=4, residual=5), (3, 1, 1, 1, 21)),
+            (Recipe.of(k="6:c16", v=6), (15, 1, 1, 20)),
+            (Recipe.of(k="4:c16", v=8, residual=17), (1, 35, 1, 11)),
+            (Recipe.of(k=16, v=6, residual=3), (5, 1, 19)),
+            (Recipe.of(k="8:c32", v=16, residual=1), (33, 31, 1)),
+            (Recipe.of(), (7, 1)),
+        ],
+        2,
+    ),
     ids=lambda x: f"{x.k}-{x.v}-{x.residual}" if isinstance(x, Recipe) else "",
 )
 def test_codes_and_scales_are_those_of_packed_states(recipe, chunks):

@@ -1,6 +1,5 @@
 """Decoding from a store, interpreted, against the plain form in float64 over what the store reads back."""
 
-from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -14,10 +13,11 @@ from diffquant.kernels.arguments import empty_output
 from diffquant.kernels.cache import decode as module
 from diffquant.kernels.cache.append import append
 from diffquant.kernels.cache.decode import decode
-from diffquant.kernels.cache.decode_cut import TILES
+from diffquant.kernels.cache.decode_cut import TILES, choose_tile
 from diffquant.kernels.cache.kv_store import KVStore
+from diffquant.kernels.configs import trying
 from diffquant.recipe import Recipe
-from tests.support.kernel_inputs import expected, padding, random_call, relative_error
+from tests.support.kernel_inputs import VISIBLE, expected, random_call, relative_error
 from tests.support.tables import in_one_test
 from tests.support.thorough import sampled
 
@@ -84,38 +84,7 @@ def test_key_scales_of_fewer_tokens_than_a_warp_takes_are_each_tokens_own(recipe
     check(recipe, (q, k, v, lam))
 
 
-@pytest.mark.parametrize(
-    ("keys", "queries", "mask"),
-    sampled(
-        [
-            (100, 3, Mask()),
-            (1, 1, Mask()),
-            (5, 9, Mask()),
-            (100, 2, padding(100, starts=[0, 41])),
-            (64, 5, padding(64, starts=[60, 62])),
-            (17, 1, padding(17, starts=[17, 3])),
-            (40, 6, padding(40, starts=[3, 0], ends=[40, 37])),
-            (300, 2, Mask(window=70)),
-            (100, 1, Mask(window=1)),
-            (20, 3, Mask(window=50)),
-            (200, 3, replace(padding(200, starts=[0, 150], ends=[199, 200]), window=33)),
-        ],
-        3,
-    ),
-    ids=[
-        "chunk",
-        "one key",
-        "more queries than keys",
-        "left padding",
-        "padded queries",
-        "nothing to see",
-        "ragged",
-        "window",
-        "window of its own key",
-        "window beyond the first key",
-        "ragged window",
-    ],
-)
+@pytest.mark.parametrize(("keys", "queries", "mask"), sampled(VISIBLE.values(), 3), ids=VISIBLE)
 def test_what_a_query_sees(keys, queries, mask):
     batch = 1 if mask.keys is None else 2
     # Of several sequences, each has several heads.
@@ -196,6 +165,13 @@ def test_what_does_not_fit_is_named():
         decode(one[:1], store, None, scale=0.125)
     with pytest.raises(UsageError, match=r"q1 is float32"):
         decode([x.float() for x in one], store, lam, scale=0.125)
+
+
+@in_one_test(("tokens", "warps"), [(8, 4), (32, 3)])
+def test_tuned_tiles_that_do_not_fill_the_steps_of_a_store_are_refused(tokens, warps):
+    tuned = trying({"decode/sm_80/64/4": {"tokens": tokens, "warps": warps}})
+    with tuned, pytest.raises(UsageError, match="in which a store grows"):
+        choose_tile(TILES, "decode/sm_80/64/4")
 
 
 def test_the_operator_has_a_fake():

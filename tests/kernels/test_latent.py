@@ -1,6 +1,5 @@
 """Decoding from a store of latents, interpreted, against the plain form in float64 over what the store reads back."""
 
-from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -16,7 +15,7 @@ from diffquant.kernels.cache.kv_store import KVStore
 from diffquant.kernels.cache.latent import decode_latent
 from diffquant.kernels.configs import override_configs
 from diffquant.recipe import Recipe
-from tests.support.kernel_inputs import padding, random_call, relative_error
+from tests.support.kernel_inputs import VISIBLE, random_call, relative_error
 from tests.support.latent_inputs import SCALE, expected_latents, random_latents, stored_latents
 from tests.support.tables import in_one_test
 from tests.support.thorough import sampled
@@ -61,33 +60,7 @@ def test_equals_the_plain_form(recipe, noises):
     check(recipe, random_latents(1, 129, noises=noises))
 
 
-@pytest.mark.parametrize(
-    ("keys", "queries", "mask"),
-    [
-        (100, 3, Mask()),
-        (1, 1, Mask()),
-        (5, 9, Mask()),
-        (80, 2, padding(80, starts=[0, 41])),
-        (64, 5, padding(64, starts=[60, 62])),
-        (17, 1, padding(17, starts=[17, 3])),
-        (40, 6, padding(40, starts=[3, 0], ends=[40, 37])),
-        (130, 2, Mask(window=40)),
-        (100, 1, Mask(window=1)),
-        (100, 3, replace(padding(100, starts=[0, 70], ends=[99, 100]), window=33)),
-    ],
-    ids=[
-        "chunk",
-        "one key",
-        "more queries than keys",
-        "left padding",
-        "padded queries",
-        "nothing to see",
-        "ragged",
-        "window",
-        "window of its own key",
-        "ragged window",
-    ],
-)
+@pytest.mark.parametrize(("keys", "queries", "mask"), sampled(VISIBLE.values(), 3), ids=VISIBLE)
 def test_what_a_query_sees(keys, queries, mask):
     check(K4V4, random_latents(queries, keys, batch=1 if mask.keys is None else 2), mask=mask)
 

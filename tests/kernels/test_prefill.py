@@ -16,11 +16,14 @@ from diffquant.kernels.attention import prefill as module
 from tests.support.kernel_inputs import (
     CAUSAL,
     expected,
+    fill_unseen,
+    kept_operators,
     on_call,
     operator_arguments,
     padding,
     random_call,
     relative_error,
+    with_odd_strides,
 )
 from tests.support.thorough import sampled
 
@@ -89,9 +92,7 @@ def test_what_padding_holds_does_not_matter(generation):
     q, k, v, lam = random_call(generation, 64, 64)
     mask = padding(64, starts=[9], ends=[50])
     wanted = expected(q, k, v, lam, scale=0.125, mask=mask)
-    for x in {id(x): x for x in (*q, *k, v)}.values():
-        x[:, :, :9] = torch.nan
-        x[:, :, 50:] = torch.inf
+    fill_unseen(q, k, v, 9, 50)
     assert relative_error(prefill(q, k, v, lam, scale=0.125, mask=mask), wanted) <= LIMIT
 
 
@@ -99,16 +100,7 @@ def test_what_padding_holds_does_not_matter(generation):
 def test_any_strides_serve(generation):
     q, k, v, lam = random_call(generation, 33, 33)
     wanted = expected(q, k, v, lam, scale=0.125)
-    q[1] = q[1].contiguous()  # unlike q[0]
-    k[0] = columns_apart(k[0])
-    k[1] = k[0] if generation == "v2" else k[1]
-    # Rows at odd addresses, which no descriptor can read.
-    v = torch.cat([v.new_zeros(*v.shape[:-1], 1), v], -1)[..., 1:]
-    assert relative_error(prefill(q, k, v, lam, scale=0.125), wanted) <= LIMIT
-
-
-def columns_apart(x):
-    return x.repeat_interleave(2, -1)[..., ::2]
+    assert relative_error(prefill(*with_odd_strides(q, k, v), lam, scale=0.125), wanted) <= LIMIT
 
 
 def test_lam_may_be_one_value_a_head():
@@ -143,18 +135,11 @@ def test_a_compiled_model_keeps_the_operator(device_class):
     if device_class == "sm_90":
         pytest.skip("compiling does not depend on the device")
     inputs = random_call("v2", 17, 17)
-    graphs = []
-
-    def keep(graph, _):
-        graphs.append(graph)
-        return graph.forward
 
     def model(q, k, v, lam):
         return prefill(q, k, v, lam, scale=0.125) * 2
 
-    out = torch.compile(model, backend=keep, fullgraph=True)(*inputs)
-    assert [node.target for node in graphs[0].graph.nodes].count(torch.ops.diffquant.prefill.default) == 1
-    assert torch.equal(out, model(*inputs))
+    assert kept_operators(model, inputs).count(torch.ops.diffquant.prefill.default) == 1
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,14 @@ from diffquant.kernels.attention.prefill_int8 import TILES
 from tests.support.kernel_inputs import (
     CAUSAL,
     expected,
+    fill_unseen,
+    kept_operators,
     on_call,
     operator_arguments,
     padding,
     random_call,
     relative_error,
+    with_odd_strides,
 )
 from tests.support.tables import in_one_test
 from tests.support.thorough import sampled
@@ -86,9 +89,7 @@ def test_what_padding_holds_does_not_matter(pv):
     q, k, v, lam = random_call("v1", 64, 64)
     mask = padding(64, starts=[9], ends=[50])
     wanted = expected(q, k, v, lam, scale=0.125, mask=mask)
-    for x in (*q, *k, v):
-        x[:, :, :9] = torch.nan
-        x[:, :, 50:] = torch.inf
+    fill_unseen(q, k, v, 9, 50)
     assert relative_error(prefill_int8(q, k, v, lam, scale=0.125, mask=mask, pv=pv), wanted) <= LIMITS[pv]
 
 
@@ -111,11 +112,7 @@ def test_the_pair_norm_is_part_of_the_kernel_and_pairs_find_their_keys(generatio
 def test_any_strides_serve():
     q, k, v, lam = random_call("v1", 33, 33)
     wanted = expected(q, k, v, lam, scale=0.125)
-    q[1] = q[1].contiguous()
-    k[0] = k[0].repeat_interleave(2, -1)[..., ::2]
-    # Rows at odd addresses, which no descriptor can read.
-    v = torch.cat([v.new_zeros(*v.shape[:-1], 1), v], -1)[..., 1:]
-    assert relative_error(prefill_int8(q, k, v, lam, scale=0.125), wanted) <= LIMITS["fp16"]
+    assert relative_error(prefill_int8(*with_odd_strides(q, k, v), lam, scale=0.125), wanted) <= LIMITS["fp16"]
 
 
 @in_one_test("pv", LIMITS)
@@ -143,18 +140,11 @@ def test_the_operator_is_well_formed(generation):
 
 def test_a_compiled_model_keeps_the_operator():
     inputs = random_call("v2", 17, 17)
-    graphs = []
-
-    def keep(graph, _):
-        graphs.append(graph)
-        return graph.forward
 
     def model(q, k, v, lam):
         return prefill_int8(q, k, v, lam, scale=0.125) * 2
 
-    out = torch.compile(model, backend=keep, fullgraph=True)(*inputs)
-    assert [node.target for node in graphs[0].graph.nodes].count(torch.ops.diffquant.prefill_int8.default) == 1
-    assert torch.equal(out, model(*inputs))
+    assert kept_operators(model, inputs).count(torch.ops.diffquant.prefill_int8.default) == 1
 
 
 @in_one_test(

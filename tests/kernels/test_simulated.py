@@ -26,12 +26,15 @@ from diffquant.recipe.numbers.formats import format_named
 from diffquant.recipe.scheme import FULL, Scheme
 from tests.support.kernel_inputs import (
     expected,
+    fill_unseen,
     normed,
     on_call,
     operator_arguments,
     padding,
     random_call,
     relative_error,
+    whole_numbers,
+    with_odd_strides,
 )
 from tests.support.tables import in_one_test
 from tests.support.thorough import sampled
@@ -61,13 +64,6 @@ def device_class(request, has_capability):
 @pytest.fixture(autouse=True)
 def _poisoned(monkeypatch):
     monkeypatch.setattr(arguments, "empty_output", lambda q, width: empty_output(q, width).fill_(torch.nan))
-
-
-def whole_numbers(generation, queries, keys, **shape):
-    """Inputs whose dot products float32 holds exactly, in any order of summation."""
-    q, k, v, lam = random_call(generation, queries, keys, **shape)
-    rounded = {id(x): x.mul(2).round() for x in k}
-    return [x.mul(2).round() for x in q], [rounded[id(x)] for x in k], v, lam
 
 
 def plain(q, k, v, lam, scale, mask, scheme):
@@ -143,9 +139,7 @@ def test_what_padding_holds_does_not_matter(device_class, granularity):
     q, k, v, lam = whole_numbers("v1", 64, 64)
     mask, scheme = padding(64, starts=[9], ends=[50]), Scheme.parse(f"4:{granularity}")
     wanted = plain(q, k, v, lam, 0.125, mask, scheme)
-    for x in (*q, *k, v):
-        x[:, :, :9] = torch.nan
-        x[:, :, 50:] = torch.inf
+    fill_unseen(q, k, v, 9, 50)
     assert relative_error(simulated(q, k, v, lam, scale=0.125, mask=mask, scheme=scheme), wanted) <= LIMIT
 
 
@@ -173,10 +167,7 @@ def test_the_pair_norm_is_part_of_the_kernel_and_pairs_find_their_keys():
 def test_any_strides_serve(device_class):
     q, k, v, lam = whole_numbers("v1", 33, 33)
     wanted = plain(q, k, v, lam, 0.125, Mask(), Scheme.parse("4:row"))
-    q[1] = q[1].contiguous()
-    k[0] = k[0].repeat_interleave(2, -1)[..., ::2]
-    v = torch.cat([v.new_zeros(*v.shape[:-1], 1), v], -1)[..., 1:]
-    out = simulated(q, k, v, lam, scale=0.125, scheme=Scheme.parse("4:row"))
+    out = simulated(*with_odd_strides(q, k, v), lam, scale=0.125, scheme=Scheme.parse("4:row"))
     assert relative_error(out, wanted) <= LIMIT
 
 

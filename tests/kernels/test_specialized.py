@@ -21,12 +21,15 @@ from tests.support.gluon_machine import Launcher
 from tests.support.kernel_inputs import (
     CAUSAL,
     expected,
+    fill_unseen,
     normed,
     on_call,
     operator_arguments,
     padding,
     random_call,
     relative_error,
+    whole_numbers,
+    with_odd_strides,
 )
 from tests.support.tables import in_one_test
 from tests.support.thorough import sampled
@@ -93,9 +96,7 @@ def test_what_padding_holds_does_not_matter(generation, bits):
     q, k, v, lam = random_call(generation, 140, 140)
     mask = padding(140, starts=[9], ends=[133])
     wanted = expected(q, k, v, lam, scale=0.125, mask=mask)
-    for x in {id(x): x for x in (*q, *k, v)}.values():
-        x[:, :, :9] = torch.nan
-        x[:, :, 133:] = torch.inf
+    fill_unseen(q, k, v, 9, 133)
     assert relative_error(prefill_specialized(q, k, v, lam, scale=0.125, mask=mask, bits=bits), wanted) <= LIMITS[bits]
 
 
@@ -122,11 +123,8 @@ def test_eight_bits_give_what_todays_kernel_gives(generation):
 def test_any_strides_serve(bits):
     q, k, v, lam = random_call("v1", 33, 33)
     wanted = expected(q, k, v, lam, scale=0.125)
-    q[1] = q[1].contiguous()
-    k[0] = k[0].repeat_interleave(2, -1)[..., ::2]
-    # Rows at odd addresses, which no descriptor can read.
-    v = torch.cat([v.new_zeros(*v.shape[:-1], 1), v], -1)[..., 1:]
-    assert relative_error(prefill_specialized(q, k, v, lam, scale=0.125, bits=bits), wanted) <= LIMITS[bits]
+    out = prefill_specialized(*with_odd_strides(q, k, v), lam, scale=0.125, bits=bits)
+    assert relative_error(out, wanted) <= LIMITS[bits]
 
 
 def test_nothing_in_gives_nothing_out():
@@ -139,13 +137,6 @@ def test_the_operator_is_well_formed(generation, bits):
     arguments = (*operator_arguments(generation), bits)
     checks = ["test_schema", "test_faketensor"]
     torch.library.opcheck(torch.ops.diffquant.prefill_specialized.default, arguments, test_utils=checks)
-
-
-def whole_numbers(generation, queries, keys, **shape):
-    """Inputs whose dot products float32 holds exactly, in any order of summation."""
-    q, k, v, lam = random_call(generation, queries, keys, **shape)
-    rounded = {id(x): x.mul(2).round() for x in k}
-    return [x.mul(2).round() for x in q], [rounded[id(x)] for x in k], v, lam
 
 
 @pytest.mark.parametrize("name", sampled(["ragged", "causal", "more queries than keys", "ragged, one empty"], 4))

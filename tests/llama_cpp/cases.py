@@ -186,10 +186,14 @@ def write_pieces(prefix: bool | None, folder: Path) -> Path:
 
 def write_vocabularies(folder: Path) -> list[Path]:
     """The files of SPLITS, then those of PREFIXES."""
-    return [
-        *(write_vocabulary(split, folder) for split in SPLITS),
-        *(write_pieces(prefix, folder) for prefix in PREFIXES),
-    ]
+    return [write_tokenizer(place, folder) for place in range(len(SPLITS) + len(PREFIXES))]
+
+
+def write_tokenizer(place: int, folder: Path) -> Path:
+    """One of these files."""
+    if place < len(SPLITS):
+        return write_vocabulary(SPLITS[place], folder)
+    return write_pieces(PREFIXES[place - len(SPLITS)], folder)
 
 
 def write_ends(case: str, folder: Path) -> Path:

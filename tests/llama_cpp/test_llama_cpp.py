@@ -38,6 +38,7 @@ from tests.llama_cpp.cases import (
     write_ends,
     write_export,
     write_llama,
+    write_tokenizer,
     write_vocabularies,
     write_vocabulary,
 )
@@ -94,7 +95,7 @@ def test_a_converted_folder_states_the_scaling_as_transformers_does(tmp_path, ll
 @pytest.mark.parametrize("place", range(len(SPLITS) + len(PREFIXES)), ids=map(str, (*SPLITS, *PREFIXES)))
 def test_tokens_of_a_gguf_files_tokenizer_are_llama_cpps(tmp_path, place):
     expected = RECORD["tokens"][place]
-    tokenizer = diffquant.load_tokenizer(write_vocabularies(tmp_path)[place])
+    tokenizer = diffquant.load_tokenizer(write_tokenizer(place, tmp_path))
     tokenizer.save_pretrained(tmp_path / "saved")
     for reader in (tokenizer, diffquant.load_tokenizer(tmp_path / "saved")):
         for text, tokens in zip(TEXTS, expected["tokens"], strict=True):

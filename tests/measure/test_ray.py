@@ -2,7 +2,9 @@
 
 import os
 import signal
+import sys
 from contextlib import suppress
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -14,11 +16,11 @@ from tests.support.ray_here import RayHere
 from tests.support.sleepers import scores, sleeping_run
 from tests.support.thorough import thorough
 
-pytest.importorskip("ray")
-
 
 @pytest.fixture(scope="module")
 def address():
+    # Importing Ray takes seconds.
+    pytest.importorskip("ray")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", "")
         cluster = RayHere(2)
@@ -72,7 +74,7 @@ def test_an_address_without_a_cluster_is_refused(tmp_path, monkeypatch):
     def find_none(**options):
         raise ConnectionError("Could not find any running Ray instance.\nmore")
 
-    monkeypatch.setattr("ray.init", find_none)
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=find_none))
     with pytest.raises(
         UsageError,
         match=r"no Ray cluster at auto: Could not find any running Ray instance\.; start one with `ray start",

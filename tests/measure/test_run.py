@@ -17,7 +17,7 @@ from diffquant.measure.results import TaskResult
 from diffquant.measure.sweep import subject
 from diffquant.measure.sweep.cell import progress_within
 from diffquant.measure.sweep.grid import SweepOptions
-from diffquant.measure.sweep.plan import describe_work, estimate_seconds, plan_sweep
+from diffquant.measure.sweep.plan import describe_work, estimate_seconds, explain_remeasuring, plan_sweep
 from diffquant.measure.sweep.run import evaluate, run_sweep
 from diffquant.measure.tasks import perplexity
 from diffquant.measure.torch_model import TorchModel
@@ -301,6 +301,14 @@ def test_a_sweep_says_in_one_line_why_cells_of_a_folder_are_measured_again(
         f"{CELLS // 2} of the {CELLS // 2} missing cells were measured in {copy_of}/cells before, but with {reason}; "
         "they are measured again"
     ]
+
+
+def test_of_a_cell_that_failed_there_is_no_result_by_other_code(tmp_path):
+    key = {"model": "m", "code": "0", "versions": {}}
+    (tmp_path / "failed.json").write_text(json.dumps({"key": key, "error": "NaN"}))
+    assert explain_remeasuring(tmp_path, [key | {"code": "1"}]) is None
+    (tmp_path / "measured.json").write_text(json.dumps({"key": key, "result": {}}))
+    assert "by other code" in explain_remeasuring(tmp_path, [key | {"code": "1"}])
 
 
 def test_cells_that_were_never_measured_need_no_reason(model, copy_of, caplog):

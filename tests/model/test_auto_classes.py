@@ -69,12 +69,6 @@ def test_a_fresh_process_that_imported_diffquant_opens_every_kind_of_folder(fold
     torch.testing.assert_close(torch.tensor(opened["diff-v2"]).float(), stock, rtol=0, atol=1e-3)
 
 
-def test_importing_diffquant_imports_neither_torch_nor_transformers():
-    code = "import sys, diffquant; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert not {"torch", "transformers", "numpy"} & set(done.stdout.split())
-
-
 def test_registering_our_types_imports_no_model_of_transformers():
     code = "import sys, diffquant, transformers.models.auto.modeling_auto; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

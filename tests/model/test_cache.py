@@ -171,7 +171,7 @@ def test_generate_uses_the_recipes_cache(beams):
 
 
 def test_padding_does_not_enter_a_blocks_scales():
-    model = ours(random_diffllama())
+    model = ours(random_diffllama(num_key_value_heads=4))
     model.apply_recipe(Recipe.of(k="4:c8", v="4:row"))
     ids = random_ids(length=24)
     mask = torch.ones_like(ids)
@@ -229,18 +229,6 @@ def test_a_layer_whose_logit_quantizer_did_not_fire_is_named():
     model(random_ids())
     model.check_quantizers_ran()
     assert all(row["calls"] == 1 and row["step_max"] > 0 for row in model.logit_report())
-
-
-def test_padding_enters_no_scale_of_a_channel():
-    model = ours(random_diffllama(num_key_value_heads=4))
-    model.apply_recipe(Recipe.of(k="4:c8", v="8"))
-    ids, mask = random_ids(1, 21), torch.ones(1, 21, dtype=torch.long)
-    mask[:, :5] = 0
-    logits = []
-    for padding in (3, 71):
-        ids[:, :5] = padding
-        logits.append(model(ids, attention_mask=mask).logits[:, 5:])
-    assert torch.equal(*logits)
 
 
 def test_an_attention_mask_of_the_wrong_length_is_refused():

@@ -17,6 +17,7 @@ from diffquant.model.adapters import adapter_for
 from diffquant.quantization.inspection import inspect_checkpoint
 from tests.support.checkpoints import SIZES, write_checkpoint
 from tests.support.models import random_diffllama, random_ids
+from tests.support.synthetic import preset
 from tests.support.tables import in_one_test
 
 # Worked out by hand: x, and PolyNorm of it with w = [.2, .3, .5] and b = .125.
@@ -40,18 +41,7 @@ MOTIF_2_6B: dict[str, Any] = {
     "sliding_window": 4096,
     "use_sliding_window": False,
 }
-MOTIF_2_12_7B = MOTIF_2_6B | {
-    "hidden_size": 4096,
-    "intermediate_size": 16384,
-    "num_hidden_layers": 40,
-    "num_attention_heads": 40,
-    "num_noise_heads": 8,
-    "num_key_value_heads": 16,
-    "k_ratio": 1,
-    "head_dim": 128,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": False,
-}
+MOTIF_2_12_7B = preset("motif-2-12.7b")
 LAYER_SHAPES = {
     "self_attn.q_proj.weight": [2048, 2048],
     "self_attn.k_proj.weight": [2048, 2048],

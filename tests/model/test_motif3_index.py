@@ -18,7 +18,6 @@ from diffquant.model.adapters import adapter_for
 from diffquant.quantization.inspection import inspect_checkpoint
 from diffquant.quantization.plan import plan_quantization
 from diffquant.quantization.roundings.gptq import descent
-from diffquant.verbs.cli import main
 from tests.support import tiny_lm
 from tests.support.checkpoints import MOTIF3, write_random
 from tests.support.synthetic import preset
@@ -87,17 +86,6 @@ def published_shapes():
         shapes |= below(f"model.layers.{layer}", parts)
     parts = PREDICTED | NORMS | below("self_attn", ATTENTION) | below("mlp", network(12288))
     return shapes | below("model.mtp_layers.0", parts)
-
-
-def run(*arguments):
-    """The exit status of the command line."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["diffquant", *map(str, arguments)])
-        try:
-            main()
-        except SystemExit as ending:
-            return ending.code or 0
-    return 0
 
 
 @pytest.fixture
@@ -288,10 +276,10 @@ def test_a_window_whose_switch_is_not_stated_is_refused():
         adapter_for(config)
 
 
-def test_the_command_line_takes_it_by_its_adapter(checkpoint, tmp_path, capsys):
-    assert run("quantize", checkpoint, "-o", tmp_path / "out", "--weights", "4:g32", "--dry-run") == 0
-    shown = capsys.readouterr()
-    rows = {line.split()[0]: line for line in shown.out.splitlines()[1:]}
+def test_the_command_line_takes_it_by_its_adapter(checkpoint, tmp_path, run):
+    code, out, _ = run("quantize", checkpoint, "-o", tmp_path / "out", "--weights", "4:g32", "--dry-run")
+    assert code == 0
+    rows = {line.split()[0]: line for line in out.splitlines()[1:]}
     assert "4:g32" in rows["model.layers.*.moe.experts.gate_up_proj"]
     for kept in ("self_attn.lambda_proj.weight", "moe.router.gate.weight", "mhc_ffn.proj_res.weight"):
         assert "4:g32" not in rows[f"model.layers.*.{kept}"]

@@ -389,6 +389,11 @@ def test_a_public_constructor_given_text_says_what_reads_text(make):
     assert "Attribute" not in str(refused.value)
 
 
+def test_a_scheme_of_text_says_how_that_text_is_read():
+    with pytest.raises(UsageError, match=r"use Scheme\.parse\('4:g32'\)"):
+        diffquant.Scheme("4:g32")
+
+
 def test_read_sweep_is_strict_json(tmp_path):
     (tmp_path / "sweep.json").write_text("[" * 100_000)
     with pytest.raises(ValueError, match="nested too deeply"):

@@ -21,7 +21,6 @@ from diffquant.quantization.roundings.gptq.compensation import Inputs, damp, ret
 from diffquant.quantization.roundings.gptq.layer_inputs import group_by_input
 from diffquant.quantization.roundings.nearest import search_scale
 from diffquant.recipe.numbers.formats import format_named
-from diffquant.recipe.rounding import RoundingSettings
 from tests.support import tiny_lm
 from tests.support.checkpoints import write_checkpoint
 from tests.support.models import random_ids
@@ -232,10 +231,3 @@ def test_another_rule_takes_no_options(checkpoint, tmp_path):
     recipe = Recipe.of(weights="4:g16", rounding={"name": "mse", "order": "activation"})
     with pytest.raises(UsageError, match="rounding mse has no order; leave it out, or use gptq"):
         quantize(checkpoint, tmp_path / "low", recipe)
-
-
-def test_options_make_the_round_trip_through_yaml(tmp_path):
-    recipe = Recipe.of(weights="4:g32", rounding={"name": "gptq", "target": "layer", "order": "activation"})
-    (tmp_path / "recipe.yaml").write_text(recipe.to_yaml())
-    assert Recipe.read(tmp_path / "recipe.yaml") == recipe
-    assert recipe.rounding == RoundingSettings("gptq", target="layer", order="activation")

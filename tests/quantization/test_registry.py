@@ -158,4 +158,7 @@ def test_settings_make_the_round_trip_through_yaml(tmp_path):
     (tmp_path / "recipe.yaml").write_text(recipe.to_yaml())
     assert Recipe.read(tmp_path / "recipe.yaml") == recipe
     assert recipe.to_dict()["rounding"] == settings
+    chosen = Recipe.of(weights="4:g32", rounding={"name": "gptq", "target": "layer", "order": "activation"})
+    assert chosen.rounding == RoundingSettings("gptq", target="layer", order="activation")
+    assert Recipe.from_dict(chosen.to_dict()) == chosen
     assert Recipe.of(weights=4, rounding="mse").to_dict()["rounding"] == "mse"

@@ -57,15 +57,26 @@ return faint;
 """
 
 
-@pytest.fixture(scope="module")
-def pages(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs")
-    for name in RUNS:
+def write_pages(folder, runs):
+    """Write recorded runs, and a page of each."""
+    for name in runs:
         for file in (each for place in FOLDERS for each in place.glob(f"{name}/*.json.xz")):
             write_recorded(f"{name}/{file.stem}", folder / name / file.stem)
-    shutil.copytree(ROOT / "bench" / "results" / "cpu", folder / "bench")
+    if "bench" in runs:
+        shutil.copytree(ROOT / "bench" / "results" / "cpu", folder / "bench")
     report(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    return write_pages(tmp_path_factory.mktemp("runs"), RUNS)
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    """The page of a sweep."""
+    return write_pages(tmp_path_factory.mktemp("sweep"), [SWEEP.partition("/")[0]]) / SWEEP
 
 
 @pytest.fixture(scope="module")
@@ -114,8 +125,8 @@ def test_no_page_scrolls_sideways_or_has_faint_text(browser, pages, width, schem
         assert is_dark == (scheme == "dark")
 
 
-def test_the_score_of_every_row_is_in_view_on_a_phone(browser, pages):
-    show(browser, pages / SWEEP, 390)
+def test_the_score_of_every_row_is_in_view_on_a_phone(browser, sweep):
+    show(browser, sweep, 390)
     heads = texts(browser, "thead th")
     column = next(number for number, head in enumerate(heads, 1) if head.startswith("acc_norm"))
     ends = browser.execute_script(
@@ -126,8 +137,8 @@ def test_the_score_of_every_row_is_in_view_on_a_phone(browser, pages):
     assert max(ends) <= 390
 
 
-def test_a_click_on_a_head_sorts_and_what_has_no_number_stands_last(browser, pages):
-    show(browser, pages / SWEEP)
+def test_a_click_on_a_head_sorts_and_what_has_no_number_stands_last(browser, sweep):
+    show(browser, sweep)
     head = next(button for button in browser.find_elements("css selector", "th button") if "difference" in button.text)
     column = 1 + [button.text for button in browser.find_elements("css selector", "th button")].index(head.text)
     table = f".sheet:has(.baseline) td:nth-child({column})"
@@ -140,8 +151,8 @@ def test_a_click_on_a_head_sorts_and_what_has_no_number_stands_last(browser, pag
         assert shown[-2:] == ["-", "-"]
 
 
-def test_the_filter_leaves_rows_that_hold_every_word(browser, pages):
-    show(browser, pages / SWEEP)
+def test_the_filter_leaves_rows_that_hold_every_word(browser, sweep):
+    show(browser, sweep)
     field = browser.find_element("css selector", ".filter input")
     field.send_keys("diff-v2 3:")
     rows = texts(browser, ".sheet:has(.baseline) tbody tr")
@@ -150,8 +161,8 @@ def test_the_filter_leaves_rows_that_hold_every_word(browser, pages):
     assert texts(browser, ".sheet:has(.baseline) output") == ["2 of 18 rows"]
 
 
-def test_a_point_tells_its_value(browser, pages):
-    show(browser, pages / SWEEP)
+def test_a_point_tells_its_value(browser, sweep):
+    show(browser, sweep)
     browser.execute_script("document.querySelector('.tip').focus()")
     tooltip = browser.find_element("id", "tooltip")
     assert tooltip.is_displayed()

@@ -123,4 +123,10 @@ def trained(folder: Path) -> dict[str, object]:
 
 
 MEASURES = {each.__name__: each for each in (measured, batched, as_the_card_says, trained)}
-print(json.dumps({folder: MEASURES[sys.argv[1]](Path(folder)) for folder in sys.argv[2:]}))
+results: dict[str, dict[str, object]] = {}
+for word in sys.argv[1:]:
+    if word.startswith("--"):
+        results[measure := word.removeprefix("--")] = {}
+    else:
+        results[measure][word] = MEASURES[measure](Path(word))
+print(json.dumps(results))

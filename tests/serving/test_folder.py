@@ -4,6 +4,7 @@ import hashlib
 import json
 import subprocess
 import sys
+from dataclasses import dataclass
 from itertools import cycle, product
 from pathlib import Path
 
@@ -54,8 +55,8 @@ def reference(folder, recipe=PLAIN_CACHE):
     )
 
 
-def measured_alone(root, pairs):
-    """What transformers alone measured of sources under recipes; the folders; what it wrote to stderr."""
+def write_quantized(root, pairs):
+    """Folders of sources under recipes, each with its reference."""
     folders = {}
     with torch.no_grad():
         for source, bits in pairs:
@@ -65,26 +66,77 @@ def measured_alone(root, pairs):
             folders[source, bits] = root / f"{source}-{bits}"
             diffquant.quantize(checkpoint, folders[source, bits], RECIPES[bits])
             reference(folders[source, bits])
-    measured, errors = transformers_alone("measured", list(folders.values()))
-    return {key: measured[str(folder)] for key, folder in folders.items()}, folders, errors
+    return folders
 
 
+def write_calibrated(root):
+    """Folders with a cache whose scales are calibrated, which the reference has too."""
+    folders = []
+    with torch.no_grad():
+        for source, weights in (("diffllama", "4:row"), ("unilm-v2", "16")):
+            checkpoint = write_checkpoint(root / source, source, vocab_size=tiny_lm.WORDS)
+            tiny_lm.tokenizer().save_pretrained(checkpoint)
+            folders.append(root / f"{source}-low")
+            diffquant.quantize(checkpoint, folders[-1], {"weights": weights, "kv": "e4m3:static"})
+            reference(folders[-1], None)
+    return folders
+
+
+def write_blocks_of_floats(root):
+    """Folders of models in float32 and float16 with scales of 8 bits, which compressed-tensors decodes to bfloat16."""
+    folders = []
+    for source, scheme, dtype in (
+        ("llama", "nvfp4", "float32"),
+        ("unilm-v2", "mxfp4", "float32"),
+        ("diffllama", "mxfp8", "float16"),
+    ):
+        checkpoint, folder = write_checkpoint(root / source, source, getattr(torch, dtype)), root / f"{source}-{scheme}"
+        diffquant.quantize(checkpoint, folder, {"weights": scheme})
+        ids = random_ids(batch=2, length=21)
+        logits = diffquant.load(folder, dtype="bfloat16").float()(ids).logits
+        torch.save({"ids": ids, "logits": logits}, folder / "reference.pt")
+        assert diffquant.load(folder).dtype == getattr(torch, dtype)
+        folders.append(folder)
+    return folders
+
+
+def transformers_alone(asked):
+    """What each function of tests/serving/alone.py measured of its folders, and what their process wrote to stderr."""
+    words = [word for measure, folders in asked.items() for word in (f"--{measure}", *map(str, folders))]
+    command = [sys.executable, Path(__file__).parent / "alone.py", *words]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(words[1]).parent)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    return {
+        measure: [found[measure][str(folder)] for folder in folders] for measure, folders in asked.items()
+    }, done.stderr
+
+
+@dataclass
+class Alone:
+    """What transformers alone measured of folders under recipes, and of others by the function; and its stderr."""
+
+    folders: dict
+    measured: dict
+    calibrated: list
+    floats: list
+    others: dict
+    errors: str
+
+
+# Importing transformers and compressed-tensors takes longer than all that is measured: one process does.
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    return measured_alone(tmp_path_factory.mktemp("folders"), QUICK)
-
-
-@pytest.fixture(scope="module")
-def rest(tmp_path_factory):
-    return measured_alone(tmp_path_factory.mktemp("folders"), REST)
-
-
-def transformers_alone(measure, folders):
-    """What tests/serving/alone.py measured of folders, and what it wrote to stderr."""
-    command = [sys.executable, Path(__file__).parent / "alone.py", measure, *map(str, folders)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folders[0].parent)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+    folders = write_quantized(tmp_path_factory.mktemp("folders"), QUICK)
+    calibrated = write_calibrated(tmp_path_factory.mktemp("calibrated"))
+    floats = write_blocks_of_floats(tmp_path_factory.mktemp("floats"))
+    trained = [folders["diffllama", "4"], floats[0]]
+    others, errors = transformers_alone(
+        {"measured": [*folders.values(), *calibrated], "as_the_card_says": floats, "trained": trained}
+    )
+    measured = others.pop("measured")
+    by_pair = dict(zip(folders, measured, strict=False))
+    return Alone(folders, by_pair, list(zip(calibrated, measured[len(folders) :], strict=True)), floats, others, errors)
 
 
 def check_alone(found, source, bits):
@@ -97,15 +149,17 @@ def check_alone(found, source, bits):
 
 @in_one_test(("source", "bits"), QUICK)
 def test_a_folder_computes_the_same_in_transformers_alone(alone, source, bits):
-    check_alone(alone[0][source, bits], source, bits)
+    check_alone(alone.measured[source, bits], source, bits)
 
 
 @thorough
-@in_one_test(("source", "bits"), REST)
-def test_every_source_under_every_recipe_computes_the_same_in_transformers_alone(rest, source, bits):
-    check_alone(rest[0][source, bits], source, bits)
-    if bits == "16":
-        check_saved(rest[1][source, bits])
+def test_every_source_under_every_recipe_computes_the_same_in_transformers_alone(tmp_path):
+    folders = write_quantized(tmp_path, REST)
+    measured, _ = transformers_alone({"measured": folders.values()})
+    for (source, bits), found in zip(folders, measured["measured"], strict=True):
+        check_alone(found, source, bits)
+        if bits == "16":
+            check_saved(folders[source, bits])
 
 
 def check_saved(folder):
@@ -116,7 +170,7 @@ def check_saved(folder):
 
 @in_one_test("pair", [pair for pair in QUICK if "16" in pair])
 def test_a_configuration_that_transformers_saved_again_says_what_the_folder_said(alone, pair):
-    check_saved(alone[1][pair])
+    check_saved(alone.folders[pair])
 
 
 @in_one_test(
@@ -213,62 +267,35 @@ def test_a_converted_folder_opens_too(tmp_path):
 # transformers takes most of a minute to end a batch on a processor.
 @thorough
 def test_requests_batched_by_transformers_give_what_each_gives_alone(alone):
-    folders = [alone[1][source, "16"] for source in ("diffllama", "unilm-v2")]
-    measured, _ = transformers_alone("batched", folders)
-    assert all(measured.values())
+    folders = [alone.folders[source, "16"] for source in ("diffllama", "unilm-v2")]
+    measured, _ = transformers_alone({"batched": folders})
+    assert all(measured["batched"])
 
 
-def test_a_calibrated_cache_is_that_of_diffquant_in_transformers_alone(tmp_path):
+def test_a_calibrated_cache_is_that_of_diffquant_in_transformers_alone(alone):
     """Keys and values are rounded and kept, by whatever name compressed-tensors and transformers call the cache."""
-    folders = []
-    with torch.no_grad():
-        for source, weights in (("diffllama", "4:row"), ("unilm-v2", "16")):
-            checkpoint = write_checkpoint(tmp_path / source, source, vocab_size=tiny_lm.WORDS)
-            tiny_lm.tokenizer().save_pretrained(checkpoint)
-            folders.append(tmp_path / f"{source}-low")
-            diffquant.quantize(checkpoint, folders[-1], {"weights": weights, "kv": "e4m3:static"})
-            reference(folders[-1], None)
-    measured, errors = transformers_alone("measured", folders)
-    for folder in folders:
-        check_alone(measured[str(folder)], folder.name, "e4m3:static")
-    assert "not applied here" not in errors
+    for folder, found in alone.calibrated:
+        check_alone(found, folder.name, "e4m3:static")
 
 
-@pytest.fixture(scope="module")
-def blocks_of_floats(tmp_path_factory):
-    """Folders of models in float32 and float16 with scales of 8 bits, which compressed-tensors decodes to bfloat16."""
-    root, folders = tmp_path_factory.mktemp("floats"), []
-    for source, scheme, dtype in (
-        ("llama", "nvfp4", "float32"),
-        ("unilm-v2", "mxfp4", "float32"),
-        ("diffllama", "mxfp8", "float16"),
-    ):
-        checkpoint, folder = write_checkpoint(root / source, source, getattr(torch, dtype)), root / f"{source}-{scheme}"
-        diffquant.quantize(checkpoint, folder, {"weights": scheme})
-        ids = random_ids(batch=2, length=21)
-        logits = diffquant.load(folder, dtype="bfloat16").float()(ids).logits
-        torch.save({"ids": ids, "logits": logits}, folder / "reference.pt")
-        assert diffquant.load(folder).dtype == getattr(torch, dtype)
-        folders.append(folder)
-    return folders
-
-
-def test_a_folder_of_low_bit_floats_opens_as_its_card_says(blocks_of_floats):
-    for found in transformers_alone("as_the_card_says", blocks_of_floats)[0].values():
+def test_a_folder_of_low_bit_floats_opens_as_its_card_says(alone):
+    for found in alone.others["as_the_card_says"]:
         assert found["dtype"] == "torch.bfloat16"
         assert found["furthest"] < CLOSE
 
 
-def test_adapters_of_packed_weights_train_as_the_card_says(alone, blocks_of_floats):
-    packed = [alone[1]["diffllama", "4"], *blocks_of_floats[:1]]
-    for folder, found in zip(packed, transformers_alone("trained", packed)[0].values(), strict=True):
+def test_adapters_of_packed_weights_train_as_the_card_says(alone):
+    packed = [alone.folders["diffllama", "4"], alone.floats[0]]
+    for folder, found in zip(packed, alone.others["trained"], strict=True):
         assert "run_compressed=False" in (folder / "README.md").read_text()
         assert "no attribute 'weight'" in found.pop("nothing")
         assert all(after < before for before, after in found.values())
 
 
 def test_what_the_recipe_asks_beyond_weights_is_said_where_it_is_not_honoured(alone):
-    assert "k 8:row, v 8:row" in alone[2]
+    assert "k 8:row, v 8:row" in alone.errors
+    # What transformers does honour.
+    assert not [line for line in alone.errors.splitlines() if "e4m3" in line and "not applied here" in line]
 
 
 def test_an_export_carries_no_code(tmp_path):

@@ -20,6 +20,16 @@ _UNILM = SIZES | {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     "tie_word_embeddings": True,
 }
+# All that a config of unilm's has to give.
+TWO_LAYERS: dict[str, Any] = {
+    "vocab_size": 90,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-5,
+}
 UNILM: dict[str, dict[str, Any]] = {
     "unilm-v1": _UNILM | {"model_type": "diff_v1"},
     "unilm-v1-plain": _UNILM

@@ -1,6 +1,7 @@
 """Random calls of the attention kernels, and the results the plain form gives for them in float64."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import ceil, log2
 from typing import Any
 
@@ -52,6 +53,40 @@ def random_call(
     return q, k, v, lam[generation]
 
 
+def whole_numbers(
+    generation: str, queries: int, keys: int, **shape: Any
+) -> tuple[list[Tensor], list[Tensor], Any, Any]:
+    """Inputs whose dot products float32 holds exactly, in any order of summation."""
+    q, k, v, lam = random_call(generation, queries, keys, **shape)
+    rounded = {id(x): x.mul(2).round() for x in k}
+    return [x.mul(2).round() for x in q], [rounded[id(x)] for x in k], v, lam
+
+
+def with_odd_strides(q: list[Tensor], k: list[Tensor], v: Tensor) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """The same numbers in memory as no projection leaves them; no descriptor can read v's rows, at odd addresses."""
+    apart = k[0].repeat_interleave(2, -1)[..., ::2]
+    return [q[0], q[1].contiguous()], [apart, apart if k[0] is k[1] else k[1]], torch.cat([v[..., :1], v], -1)[..., 1:]
+
+
+def fill_unseen(q: list[Tensor], k: list[Tensor], v: Tensor, first: int, last: int) -> None:
+    """Fill positions before `first` with NaN and those from `last` on with infinity."""
+    for x in {id(x): x for x in (*q, *k, v)}.values():
+        x[:, :, :first] = torch.nan
+        x[:, :, last:] = torch.inf
+
+
+def kept_operators(model: Callable[..., Tensor], inputs: Sequence[Any]) -> list[object]:
+    """What the nodes of a compiled model's one graph call, where it gives what the model gives."""
+    graphs: list[Any] = []
+
+    def keep(graph: Any, _: object) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    assert torch.equal(torch.compile(model, backend=keep, fullgraph=True)(*inputs), model(*inputs))
+    return [node.target for node in graphs[0].graph.nodes]
+
+
 def operator_arguments(generation: str) -> tuple[object, ...]:
     """What every prefill operator takes before its options: a call with padding and a norm, taken apart."""
     q, k, v, lam = random_call(generation, 17, 33)
@@ -69,6 +104,22 @@ def padding(
     position = torch.arange(keys, device=device)
     first, last = (None if at is None else torch.tensor(at, device=device)[:, None] for at in (starts, ends))
     return Mask((position >= (0 if first is None else first)) & (position < (keys if last is None else last)))
+
+
+# Keys, new queries and what these see of a store.
+VISIBLE = {
+    "chunk": (100, 3, CAUSAL),
+    "one key": (1, 1, CAUSAL),
+    "more queries than keys": (5, 9, CAUSAL),
+    "left padding": (100, 2, padding(100, starts=[0, 41])),
+    "padded queries": (64, 5, padding(64, starts=[60, 62])),
+    "nothing to see": (17, 1, padding(17, starts=[17, 3])),
+    "ragged": (40, 6, padding(40, starts=[3, 0], ends=[40, 37])),
+    "window": (300, 2, Mask(window=70)),
+    "window of its own key": (100, 1, Mask(window=1)),
+    "window beyond the first key": (20, 3, Mask(window=50)),
+    "ragged window": (200, 3, replace(padding(200, starts=[0, 150], ends=[199, 200]), window=33)),
+}
 
 
 def on_call(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:

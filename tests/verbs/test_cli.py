@@ -14,7 +14,6 @@ from diffquant.errors import MissingDependencyError
 from diffquant.kernels.gpu import KernelSurvey
 from diffquant.quantization import quantize as quantizing
 from diffquant.quantization.plan import plan_quantization
-from diffquant.verbs.cli import main
 from tests.support.checkpoints import write_diffllama
 from tests.support.tables import in_one_test
 from tests.support.thorough import sampled
@@ -23,20 +22,6 @@ from tests.support.thorough import sampled
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     return write_diffllama(tmp_path_factory.mktemp("tiny") / "diffllama", num_hidden_layers=2, num_key_value_heads=4)
-
-
-@pytest.fixture
-def run(capsys, monkeypatch):
-    """Run a command line: exit code, stdout, stderr."""
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["diffquant", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            main()
-        out = capsys.readouterr()
-        return stop.value.code or 0, out.out, out.err
-
-    return call
 
 
 @pytest.mark.parametrize("start", [["-m", "diffquant"], ["-c", "from diffquant.verbs.cli import main; main()"]])

@@ -18,7 +18,7 @@ from diffquant.recipe.presets import PRESETS
 from diffquant.recipe.scheme import Scheme
 from diffquant.support.names import split_numbers
 from diffquant.verbs import GROUPS
-from diffquant.verbs.cli import app, main
+from diffquant.verbs.cli import app
 from diffquant.verbs.cli.show import show_importing
 from diffquant.verbs.export import _cache_bits
 from diffquant.verbs.recipes import recipe_from_options
@@ -27,21 +27,6 @@ from tests.support.checkpoints import write_checkpoint
 from tests.support.tables import in_one_test
 
 COMMANDS = typer.main.get_command(app).commands
-
-
-@pytest.fixture
-def run(capsys, monkeypatch):
-    """Run a command line: exit code, stdout, stderr."""
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["diffquant", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stop:
-            main()
-        out = capsys.readouterr()
-        return stop.value.code or 0, out.out, out.err
-
-    return call
 
 
 @in_one_test("name", COMMANDS)

@@ -165,7 +165,7 @@ def test_a_text_that_is_none_is_named(checkpoint, tmp_path, content, hint):
         diffquant.evaluate(checkpoint, "perplexity", text=tmp_path / "text.txt")
 
 
-@in_one_test("memory", ["24", 24, "lots", "-3G"])
+@in_one_test("memory", ["24", 24, "lots", "-3G", "0", "24 Q", "24KG"])
 def test_a_memory_without_its_unit_is_no_number_of_bytes(checkpoint, memory):
     with pytest.raises(UsageError, match="takes a size such as 24G"):
         diffquant.plan(checkpoint, memory=memory)

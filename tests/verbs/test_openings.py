@@ -1,13 +1,11 @@
 """A checkpoint is opened once, whatever a command does with it."""
 
-import sys
 from collections import Counter
 
 import pytest
 
 from diffquant.checkpoints.folder import FolderCheckpoint
 from diffquant.checkpoints.gguf import GgufCheckpoint
-from diffquant.verbs.cli import main
 from tests.support import tiny_lm
 
 PROSE = ("--tokens", 256, "--window", 64)
@@ -35,20 +33,9 @@ def openings(monkeypatch):
     return counts
 
 
-@pytest.fixture
-def run(capsys, monkeypatch):
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["diffquant", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            main()
-        assert not stop.value.code, capsys.readouterr().err
-
-    return call
-
-
 def test_a_sweep_opens_each_of_its_models_once(run, models, openings, tmp_path):
     targets = ("--target", "weights,logits", "--granularity", "row", "--bits", "8", "--dtype", "float32")
-    run("sweep", *models, "-o", tmp_path / "sweep", *targets, *SHORT)
+    assert run("sweep", *models, "-o", tmp_path / "sweep", *targets, *SHORT)[0] == 0
     assert openings == dict.fromkeys(models, 1)
 
 
@@ -68,18 +55,18 @@ def test_a_sweep_opens_each_of_its_models_once(run, models, openings, tmp_path):
 )
 def test_a_command_opens_its_checkpoint_once(run, models, openings, tmp_path, arguments):
     places = {"MODEL": models[1], "OUT": tmp_path / "out"}
-    run(*(places.get(argument, argument) for argument in arguments))
+    assert run(*(places.get(argument, argument) for argument in arguments))[0] == 0
     assert openings == {models[1]: 1}
 
 
 def test_a_conversion_opens_its_source_once(run, models, openings, tmp_path):
-    run("convert", models[0], "-o", tmp_path / "v2", "--to", "diff-v2")
+    assert run("convert", models[0], "-o", tmp_path / "v2", "--to", "diff-v2")[0] == 0
     assert openings == {models[0]: 1}
 
 
 def test_export_and_verify_open_their_checkpoint_once_each(run, models, openings, tmp_path):
     pytest.importorskip("onnxruntime")
-    run("export", models[1], "-o", tmp_path / "onnx", "--kv", 8)
+    assert run("export", models[1], "-o", tmp_path / "onnx", "--kv", 8)[0] == 0
     assert openings == {models[1]: 1}
-    run("verify", tmp_path / "onnx", models[1])
+    assert run("verify", tmp_path / "onnx", models[1])[0] == 0
     assert openings == {models[1]: 2}

@@ -6,6 +6,7 @@ import logging
 import pickle
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -291,7 +292,9 @@ def test_what_patterns_to_keep_cost_a_model_that_is_known_is_said(tmp_path, capl
 
 
 def test_python_exports_what_only_the_command_did(tmp_path, model):
-    diffquant.export(model, tmp_path / "out", web=True, genai_device="cuda:1")
+    began = time.monotonic()
+    report = diffquant.export(model, tmp_path / "out", web=True, genai_device="cuda:1")
+    assert 0 < report.seconds <= time.monotonic() - began
     assert (tmp_path / "out/web.json").is_file()
     assert "cuda" in (tmp_path / "out/genai_config.json").read_text()
     with pytest.raises(UsageError, match="web is float32: leave out dtype"):
