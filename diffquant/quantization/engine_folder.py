@@ -48,12 +48,12 @@ def is_engine_model(config: Mapping[str, Any], adapter: Adapter) -> bool:
 
 
 def require_served(config: Mapping[str, Any], adapter: Adapter) -> None:
-    """Check that the vLLM plugin, which only implements Transformer layers, can serve a folder's model.
+    """Check that the vLLM plugin can serve a folder's model.
 
     Raises:
         UnknownModelTypeError: it cannot.
     """
-    if not isinstance(adapter.architecture, TransformerArchitecture):
+    if not adapter.architecture.served:
         kinds = ", ".join(dict.fromkeys(adapter.architecture.layer_kinds))
         raise UnknownModelTypeError(
             f"vLLM cannot serve this {config['model_type']}: the plugin does not support layers of {kinds}; use "
