@@ -11,6 +11,7 @@ from diffquant.family.heads import PROJECTIONS
 from diffquant.family.spec import DiffSpec
 from diffquant.model.adapters import Adapter, adapter_for
 from diffquant.model.architecture import Architecture, TransformerArchitecture
+from diffquant.model.motif3.architecture import Motif3Architecture
 from diffquant.model.sambay.architecture import SambaYArchitecture
 from diffquant.quantization.engine_folder import config_for_engines, describe_ignored_schemes, require_served
 from diffquant.quantization.modeling_diffquant import DiffConfig, PlainHeads
@@ -18,6 +19,12 @@ from diffquant.quantization.modeling_diffquant import DiffConfig, PlainHeads
 
 class ServedConfig(DiffConfig):
     """A configuration that names the plugin's model, whatever architecture the folder names."""
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        if self.diff_model is not None and "kv_lora_rank" in self.diff_model:
+            # What a layer that sees all tokens caches of each: vLLM checks its kernels for latents by it.
+            self.head_dim = self.kv_lora_rank + self.qk_rope_head_dim
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> "ServedConfig":
@@ -74,7 +81,7 @@ def warn_of_ignored_schemes(vllm_config: Any) -> None:
 
 
 # What the plugin has models for.
-SERVED: Sequence[type[Architecture]] = (TransformerArchitecture, SambaYArchitecture)
+SERVED: Sequence[type[Architecture]] = (TransformerArchitecture, SambaYArchitecture, Motif3Architecture)
 # Every model_type that an adapter reads. Motif's files have "Motif" or "motif".
 _MODEL_TYPES = ("diffllama", "diff_v1", "diff_v2", "diff_transformer", "Motif", "motif", "phi4flash")
 _CONFIGS = {kind: type(f"ServedConfig_{kind}", (ServedConfig,), {"model_type": kind}) for kind in _MODEL_TYPES}

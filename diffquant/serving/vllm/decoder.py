@@ -1,6 +1,6 @@
 """diffquant's own decoders in vLLM: vLLM has the caches, attention and packed Linears; the rest is plain torch."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -12,10 +12,15 @@ from vllm.model_executor.layers.quantization import QuantizationConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.utils import AutoWeightsLoader
 
+from diffquant.checkpoints.compressed_config import read_schemes
+from diffquant.checkpoints.compressed_tensors import PACKED, SCALE, SHAPE, unpack_weight
 from diffquant.errors import UsageError
 from diffquant.model.architecture import Architecture
 from diffquant.model.decoder import Decoder
 from diffquant.serving.vllm.config import architecture_of, warn_of_ignored_schemes
+
+# Linears whose weights are read directly.
+_READ = ".dt_proj"
 
 
 class ServedDecoder(nn.Module):
@@ -46,6 +51,7 @@ class ServedDecoder(nn.Module):
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size)
         if architecture.tie_word_embeddings:
             self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
+        self.stated = config.diff_source
         self.logits_processor = LogitsProcessor(config.vocab_size)
         warn_of_ignored_schemes(vllm_config)
 
@@ -82,10 +88,27 @@ class ServedDecoder(nn.Module):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         # Layers for multi-token prediction are not run.
         loader = AutoWeightsLoader(self, ignore_unexpected_prefixes=["model.mtp_layers."])
-        dtypes = {name: parameter.dtype for name, parameter in self.named_parameters()}
-        # vLLM would also convert them, but with a warning for each.
-        loaded: set[str] = loader.load_weights((name, x.to(dtypes.get(name, x.dtype))) for name, x in weights)
+        loaded: set[str] = loader.load_weights(self._unpack(weights))
         return loaded
+
+    def _unpack(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield a checkpoint's tensors in the dtype they are kept in, unpacked where no layer of vLLM's holds them."""
+        dtypes = {name: parameter.dtype for name, parameter in self.named_parameters()}
+        found: dict[str, dict[str, Tensor]] = {}
+        for name, x in weights:
+            module, _, suffix = name.rpartition(".")
+            plain = next((each for each in (module, f"{module}.weight") if each in dtypes), None)
+            if plain is None or f".{suffix}" not in (PACKED, SCALE, SHAPE):
+                # vLLM would also convert them, but with a warning for each.
+                yield name, x.to(dtypes.get(name, x.dtype))
+                continue
+            parts = found.setdefault(module, {})
+            parts[f".{suffix}"] = x
+            if len(parts) == 3:
+                scheme = read_schemes(self.stated, [module])[module]
+                weight = unpack_weight(parts[PACKED], parts[SCALE], parts[SHAPE], scheme)
+                yield plain, weight.to(dtypes[plain])
+                del found[module]
 
 
 def _require_plain(vllm_config: VllmConfig) -> None:
@@ -100,8 +123,9 @@ def _use_packed_linears(model: nn.Module, quant_config: QuantizationConfig | Non
     """Replace Linears whose weights are packed in the checkpoint by vLLM's."""
     if quant_config is None:
         return
-    linears = [(name, child) for name, child in model.named_modules() if type(child) is nn.Linear]
-    for name, child in linears:
+    for name, child in list(model.named_modules()):
+        if type(child) is not nn.Linear or name.endswith(_READ):
+            continue
         served = ReplicatedLinear(
             child.in_features,
             child.out_features,
