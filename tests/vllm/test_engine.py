@@ -140,10 +140,10 @@ def test_a_cache_with_calibrated_scales_has_diffquants_levels(static, long):
     with truncated_cache():
         wanted = {key: expected(folder, long, kv="e4m3:static") for key, folder in folders.items()}
     for (source, bits), answer in wanted.items():
-        check("e4m3:static", source, bits, plugin[source, bits], answer, 0.02)
+        check("plugin", source, bits, plugin[source, bits], answer, 0.02, cache="e4m3:static")
     for source in STATIC:
-        check("e4m3:static by the folder", source, "16", alone[source], wanted[source, "16"], 0.02)
-    check("e4m3:static on two ranks", "diffllama", "4:g32", ranks, wanted["diffllama", "4:g32"], 0.02)
+        check("folder", source, "16", alone[source], wanted[source, "16"], 0.02, cache="e4m3:static")
+    check("two ranks", "diffllama", "4:g32", ranks, wanted["diffllama", "4:g32"], 0.02, cache="e4m3:static")
 
 
 @pytest.mark.parametrize("source", ADAPTED)

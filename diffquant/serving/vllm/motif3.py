@@ -1,13 +1,16 @@
 """Motif-3 in vLLM: layers that see all tokens cache latents (MLA), windowed ones the keys and values of their heads."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from math import ceil
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from vllm.config import get_current_vllm_config
+from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.model_executor.layers.attention import Attention, MLAAttention
+from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from diffquant.family.mask import Mask
 from diffquant.model.attention import project_sigmoids, rotate
@@ -42,7 +45,7 @@ class ServedLatentAttention(LatentAttention):
                 **shared,
             )
         else:
-            self.attn = Attention(
+            self.attn = _WindowedAttention(
                 spec.query_heads,
                 spec.head_dim,
                 self.scale,
@@ -50,6 +53,7 @@ class ServedLatentAttention(LatentAttention):
                 per_layer_sliding_window=block.window,
                 **shared,
             )
+            self.attn.latent = block.latent + block.rope
 
     def forward(self, x: Tensor, rotary: Rotary, reading: Reading) -> Tensor:  # noqa: ARG002
         """Compute the output [1, T, D] for the tokens x [1, T, D] of all requests; `rotary` is of their positions."""
@@ -71,6 +75,21 @@ class ServedLatentAttention(LatentAttention):
         y = (signal - lam * noise).to(x.dtype).flatten(1)[None]
         out: Tensor = self.wo(y * self.wq_b_gate(query_latent).sigmoid())
         return out
+
+
+class _WindowedAttention(Attention):
+    """Attention whose pages are as large as several of latents, since vLLM has one pool of pages for both.
+
+    Attributes:
+        latent: number of elements that a layer of latents caches of a token.
+    """
+
+    latent: int
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
+        spec = super().get_kv_cache_spec(vllm_config)
+        page = vllm_config.cache_config.block_size * self.latent * self.kv_cache_torch_dtype.itemsize
+        return replace(spec, page_size_padded=ceil(spec.page_size_bytes / page) * page)
 
 
 class _HeadsOfQueries(nn.Module):
