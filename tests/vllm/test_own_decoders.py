@@ -4,19 +4,18 @@ import pytest
 import torch
 
 import diffquant
-from tests.vllm.answers import check, expected
+from tests.vllm.answers import CLOSE, check, expected
 from tests.vllm.checkpoints import OWN, write_served
 
 # In float32 vLLM's Linears unpack; experts and what is read directly are unpacked as they are loaded.
-RECIPES = {
-    "16": {"kv": "8:row"},
-    "8": {"weights": "8:row", "overrides": {"*.dt_proj": "8:row"}},
-    "4": {"weights": "4:g32", "overrides": {"*.lambda_proj": "8:row"}},
-}
+RECIPES = {"16": {"kv": "8:row"}, "8": {"weights": "8:row"}, "4": {"weights": "4:g32"}}
+READ = {"phi4flash": "*.dt_proj", "motif3": "*.lambda_proj"}
 CHUNKED = {"max_num_batched_tokens": 64, "enable_chunked_prefill": True, "enable_prefix_caching": True}
 CASES = [(source, bits) for source in OWN for bits in RECIPES]
 # Beyond the windows, within them, and one that is a prompt's whole.
 LENGTHS, NEW = (70, 40, 7, 1), 32
+# In float32 a random Motif-3's logits, of up to 26, are off by 0.007 of float64's in our own model.
+NEAR = {"phi4flash": CLOSE, "motif3": 5e-3}
 
 
 @pytest.fixture(scope="module")
@@ -26,15 +25,10 @@ def folders(tmp_path_factory):
     for source in OWN:
         checkpoint = write_served(root / source, source)
         for bits, recipe in RECIPES.items():
-            places = {name: scheme for name, scheme in recipe.get("overrides", {}).items() if has(checkpoint, name)}
             made[source, bits] = root / f"{source}-{bits}"
-            diffquant.quantize(checkpoint, made[source, bits], recipe | ({"overrides": places} if places else {}))
+            read = {"overrides": {READ[source]: "8:row"}} if bits == "8" else {}
+            diffquant.quantize(checkpoint, made[source, bits], recipe | read)
     return made
-
-
-def has(checkpoint, pattern):
-    named = pattern.removeprefix("*")
-    return any(name.removesuffix(".weight").endswith(named) for name in diffquant.open_checkpoint(checkpoint).tensors)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +63,9 @@ def answers(engine, folders, prompts, long):
 
 @pytest.mark.parametrize(("source", "bits"), CASES)
 def test_the_plugin_computes_what_diffquant_computes(answers, folders, prompts, source, bits):
-    check("plugin", source, bits, answers[source, bits], expected(folders[source, bits], prompts, new=NEW))
+    check(
+        "plugin", source, bits, answers[source, bits], expected(folders[source, bits], prompts, new=NEW), NEAR[source]
+    )
 
 
 def test_chunks_and_shared_beginnings_change_nothing(answers, folders, long):

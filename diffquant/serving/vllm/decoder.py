@@ -15,7 +15,6 @@ from vllm.model_executor.models.utils import AutoWeightsLoader
 from diffquant.checkpoints.compressed_config import read_schemes
 from diffquant.checkpoints.compressed_tensors import PACKED, SCALE, SHAPE, unpack_weight
 from diffquant.errors import UsageError
-from diffquant.model.architecture import Architecture
 from diffquant.model.decoder import Decoder
 from diffquant.serving.vllm.config import architecture_of, warn_of_ignored_schemes
 
@@ -55,7 +54,7 @@ class ServedDecoder(nn.Module):
         self.logits_processor = LogitsProcessor(config.vocab_size)
         warn_of_ignored_schemes(vllm_config)
 
-    def place_mixers(self, architecture: Architecture) -> dict[str, Any]:
+    def place_mixers(self, architecture: Any) -> dict[str, Any]:
         """Replace the parts of the decoder's layers that have a cache; return those, by their name in the model."""
         raise NotImplementedError
 
@@ -69,7 +68,7 @@ class ServedDecoder(nn.Module):
 
     def forward(
         self,
-        input_ids: Tensor | None,
+        input_ids: Tensor,
         positions: Tensor,
         intermediate_tensors: Any = None,  # noqa: ARG002  part of the interface
         inputs_embeds: Tensor | None = None,

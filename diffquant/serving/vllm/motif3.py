@@ -14,7 +14,6 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from diffquant.family.mask import Mask
 from diffquant.model.attention import project_sigmoids, rotate
-from diffquant.model.motif3.architecture import Motif3Architecture
 from diffquant.model.motif3.attention import LatentAttention, Rotary
 from diffquant.model.motif3.modeling import Motif3Model
 from diffquant.model.reading import Reading
@@ -111,8 +110,9 @@ class _HeadsOfQueries(nn.Module):
     def weight(self) -> Tensor:
         """The weight [heads of queries · width, latent], packed or not."""
         block = self._of[0].block
-        like = next(self._of[0].kv_norm.parameters())
-        return self(torch.eye(block.latent, dtype=like.dtype, device=like.device))[0].mT.contiguous()
+        like = self._of[0].kv_norm.weight
+        weight: Tensor = self(torch.eye(block.latent, dtype=like.dtype, device=like.device))[0].mT.contiguous()
+        return weight
 
 
 class Motif3ForCausalLM(ServedDecoder):
@@ -121,7 +121,7 @@ class Motif3ForCausalLM(ServedDecoder):
     decoder_class = Motif3Model
     model: Motif3Model
 
-    def place_mixers(self, architecture: Motif3Architecture) -> dict[str, Any]:
+    def place_mixers(self, architecture: Any) -> dict[str, Any]:
         mixers: dict[str, Any] = {}
         for layer, blocks in zip(self.model.layers, architecture.layers, strict=True):
             layer.self_attn = ServedLatentAttention(blocks["self_attn"])

@@ -1,7 +1,7 @@
 """SambaY, the architecture of Phi-4-mini-flash, in vLLM: Mamba's states, windowed, full and cross attention."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from diffquant.family.mask import Mask
 from diffquant.family.norm import pair_norm
 from diffquant.model.reading import Reading
-from diffquant.model.sambay.architecture import FusedAttentionBlock, MambaBlock, SambaYArchitecture
+from diffquant.model.sambay.architecture import FusedAttentionBlock, MambaBlock
 from diffquant.model.sambay.layers import KeysValues, Mamba, SambaYAttention, selective_scan
 from diffquant.model.sambay.modeling import SambaYModel
 from diffquant.quantization.modeling_diffquant import PlainHeads
@@ -87,7 +87,7 @@ class ServedMamba(Mamba, MambaBase):
         step, b, c = self._couplings(u)
         if current_platform.is_cpu():
             rows = places[:, 0].long()
-            y, states[rows] = self._scan_plainly(*(x[:, None] for x in (u, step, b, c)), states[rows])
+            y, states[rows] = self._scan_plainly([x[:, None] for x in (u, step, b, c)], states[rows])
             return y[:, 0]
         y, bias = torch.empty_like(u), self.dt_proj.bias.float()
         settings = {"dt_softplus": True, "state_batch_indices": places, "dst_state_batch_indices": places}
@@ -120,16 +120,17 @@ class ServedMamba(Mamba, MambaBase):
         starts, places = found.query_start_loc_p.tolist(), found.state_indices_tensor_p.tolist()
         for number, (place, continues) in enumerate(zip(places, found.has_initial_states_p.tolist(), strict=True)):
             before = states[place, None] if continues else torch.zeros_like(states[:1])
-            parts = (x[None, starts[number] : starts[number + 1]] for x in inputs)
-            y, states[place, None] = self._scan_plainly(*parts, before)
+            parts = [x[None, starts[number] : starts[number + 1]] for x in inputs]
+            y, states[place, None] = self._scan_plainly(parts, before)
             read.append(y[0])
         return torch.cat(read)
 
-    def _scan_plainly(self, u: Tensor, step: Tensor, b: Tensor, c: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Run diffquant's scan in float32; return outputs [B, T, E] in u's dtype, and states."""
-        wide = softplus(step.float() + self.dt_proj.bias.float())
-        y, state = selective_scan(u.float(), wide, self._decay, b.float(), c.float(), self.D, state)
-        return y.to(u.dtype), state
+    def _scan_plainly(self, inputs: Sequence[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
+        """Run diffquant's scan over u, Δ before its bias, B and C, in float32; return outputs [B, T, E] and states."""
+        u, step, b, c = (x.float() for x in inputs)
+        step = softplus(step + self.dt_proj.bias.float())
+        y, state = selective_scan(u, step, self._decay, b, c, self.D, state)
+        return y.to(inputs[0].dtype), state
 
     def _couplings(self, u: Tensor) -> Sequence[Tensor]:
         """Compute Δ before its bias [T, E], and B and C [T, N], of the convolution's outputs u [T, E]."""
@@ -179,7 +180,12 @@ class ServedSambaYAttention(SambaYAttention):
             kv_sharing_target_layer_name=self.shared,
         )
 
-    def forward(self, x: Tensor, reading: Reading, shared: KeysValues | None) -> tuple[Tensor, KeysValues | None]:  # noqa: ARG002
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        reading: Reading,  # noqa: ARG002
+        shared: KeysValues | None,  # noqa: ARG002
+    ) -> tuple[Tensor, None]:
         """Compute the output [1, T, D] for the tokens x [1, T, D] of all requests."""
         q, *own = self.Wqkv(x).split(self.heights, -1)
         inputs = [self.plain.queries(q, NOT_TURNED)]
@@ -187,7 +193,7 @@ class ServedSambaYAttention(SambaYAttention):
             inputs += [self.plain.keys(own[0], NOT_TURNED), self.plain.values(own[1])]
         k, v = [heads[0].transpose(0, 1).flatten(1) for heads in inputs[1:]] or (None, None)
         heads = self.attn(inputs[0][0].transpose(0, 1).flatten(1), k, v)
-        signal, noise = self.plain.outputs(heads[None])
+        signal, noise = cast(tuple[Tensor, Tensor], self.plain.outputs(heads[None]))
         pairs = self.inner_cross_attn
         difference = (signal.float() - pairs.scalar_lam() * noise.float()).to(x.dtype)
         return self.out_proj(pair_norm(difference, pairs.post()).flatten(-2)), None
@@ -198,7 +204,7 @@ class SambaYForCausalLM(ServedDecoder, HasInnerState, IsHybrid, SupportsMambaPre
 
     decoder_class = SambaYModel
 
-    def place_mixers(self, architecture: SambaYArchitecture) -> dict[str, Any]:
+    def place_mixers(self, architecture: Any) -> dict[str, Any]:
         mixers: dict[str, Any] = {}
         middle = architecture.num_hidden_layers // 2 + 1
         for layer, blocks in zip(self.model.layers, architecture.layers, strict=True):
