@@ -61,7 +61,8 @@ def answers(engine, folders, prompts, long):
     return dict(zip(jobs, engine(list(jobs.values()))[0], strict=True))
 
 
-@pytest.mark.parametrize(("source", "bits"), CASES)
+@pytest.mark.parametrize("bits", RECIPES)
+@pytest.mark.parametrize("source", OWN)
 def test_the_plugin_computes_what_diffquant_computes(answers, folders, prompts, source, bits):
     check(
         "plugin", source, bits, answers[source, bits], expected(folders[source, bits], prompts, new=NEW), NEAR[source]
