@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import diffquant
-from tests.vllm.answers import CLOSE, check, expected
+from tests.vllm.answers import CLOSE, check, check_low_bits, expected
 from tests.vllm.checkpoints import OWN, write_served
+from tests.vllm.conftest import needs_avx512
 
 # In float32 vLLM's Linears unpack; experts and what is read directly are unpacked as they are loaded.
 RECIPES = {"16": {"kv": "8:row"}, "8": {"weights": "8:row"}, "4": {"weights": "4:g32"}}
@@ -45,7 +46,12 @@ def long():
 
 
 @pytest.fixture(scope="module")
-def answers(engine, folders, prompts, long):
+def text():
+    return torch.randint(0, 320, (120,), generator=torch.Generator().manual_seed(5)).tolist()
+
+
+@pytest.fixture(scope="module")
+def answers(engine, folders, prompts, long, text):
     """What the engine answers to every job, by the job's name."""
     jobs = {
         key: {"folder": str(folders[key]), "prompts": prompts, "max_tokens": NEW, "options": OWN[key[0]]}
@@ -54,7 +60,10 @@ def answers(engine, folders, prompts, long):
     again = {"folder": str(folders["phi4flash", "16"]), "prompts": long, "rounds": 2, "reads_prompts": False}
     jobs["chunked"] = again | {"options": CHUNKED}
     compiled = {"enforce_eager": False, "compilation_config": {"mode": 1}}
+    jobs["in parts"] = {"folder": str(folders["motif3", "16"]), "prompts": prompts[-1:]}
     for source in OWN:
+        low = {"folder": str(folders[source, "4"]), "prompts": [text]}
+        jobs[f"bfloat16 {source}"] = low | {"options": OWN[source] | {"dtype": "bfloat16"}}
         job = {"folder": str(folders[source, "16"]), "prompts": prompts[-1:]}
         jobs[f"compiled {source}"] = job | {"options": OWN[source] | compiled}
         jobs[f"ranks {source}"] = job | {"options": OWN[source] | {"tensor_parallel_size": 2}}
@@ -75,7 +84,15 @@ def test_chunks_and_shared_beginnings_change_nothing(answers, folders, long):
     assert all(answer["cached"] for answer in answers["chunked"][1])
 
 
+@needs_avx512
+@pytest.mark.parametrize("source", OWN)
+def test_four_bits_lose_no_more_than_in_our_own_bfloat16(answers, folders, text, source):
+    """Through vLLM's own kernel for 4 bits, which `serve` has where a processor can."""
+    check_low_bits(folders[source, "4"], answers[f"bfloat16 {source}"], text)
+
+
 @pytest.mark.parametrize("source", OWN)
 def test_what_is_not_served_is_refused_by_name(answers, source):
     assert "is served without compilation: pass --enforce-eager" in answers[f"compiled {source}"]
     assert "is served on one rank" in answers[f"ranks {source}"]
+    assert "vLLM reads a prompt of Motif-3 at once" in answers["in parts"]

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.model_executor.layers.attention import Attention, MLAAttention
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
+from diffquant.errors import UsageError
 from diffquant.family.mask import Mask
 from diffquant.model.attention import project_sigmoids, rotate
 from diffquant.model.motif3.attention import LatentAttention, Rotary
@@ -116,10 +118,23 @@ class _HeadsOfQueries(nn.Module):
 
 
 class Motif3ForCausalLM(ServedDecoder):
-    """Motif-3 on one rank."""
+    """Motif-3 on one rank.
+
+    Raises:
+        UsageError: on a CPU, vLLM would read prompts in parts, for which it has no kernel where latents are cached.
+    """
 
     decoder_class = Motif3Model
     model: Motif3Model
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        in_parts = vllm_config.scheduler_config.enable_chunked_prefill or vllm_config.cache_config.enable_prefix_caching
+        if in_parts and current_platform.is_cpu():
+            raise UsageError(
+                "on a CPU vLLM reads a prompt of Motif-3 at once: pass --no-enable-chunked-prefill and "
+                "--no-enable-prefix-caching"
+            )
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
 
     def place_mixers(self, architecture: Any) -> dict[str, Any]:
         mixers: dict[str, Any] = {}
