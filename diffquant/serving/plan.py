@@ -14,7 +14,7 @@ from diffquant.checkpoints.compressed_config import read_schemes, records_activa
 from diffquant.checkpoints.compressed_tensors import SCALE
 from diffquant.checkpoints.dequantized import DequantizedCheckpoint
 from diffquant.checkpoints.opening import open_checkpoint
-from diffquant.checkpoints.reader import Checkpoint
+from diffquant.checkpoints.reader import Checkpoint, read_stored_recipe
 from diffquant.errors import CheckpointError, UnknownModelTypeError, UsageError
 from diffquant.model.adapters import Adapter, adapter_for
 from diffquant.model.architecture import Architecture, TransformerArchitecture
@@ -28,7 +28,7 @@ from diffquant.quantization.engine_folder import (
 )
 from diffquant.quantization.foreign_code import REDIRECTS, check_code
 from diffquant.recipe.numbers.formats.integer import INT_QUANTIZED, PACK_QUANTIZED
-from diffquant.serving.cache import AUTO, choose_cache, is_fp8, without_cache_scheme
+from diffquant.serving.cache import AUTO, RECIPE, choose_cache, is_fp8, without_cache_scheme
 from diffquant.serving.vllm import TESTED, check_installed, find_untested_vllm
 from diffquant.support.names import first_few, option_name
 
@@ -179,11 +179,12 @@ def plan_server(
     command += ["--config-format", "hf", "--tokenizer-mode", "hf", "--load-format", "safetensors"]
     command += ["--served-model-name", name, "--host", host, "--port", str(port), "--dtype", dtype]
     command += ["--tensor-parallel-size", str(ranks)]
+    has_latents = adapter is not None and isinstance(adapter.architecture, Motif3Architecture)
+    is_rounded = read_stored_recipe(config).rounds("k", "v") if cache == RECIPE else cache != AUTO
+    if has_latents and memory is not None and is_rounded:
+        raise UsageError(f"vLLM on a CPU stores latents in the model's dtype: use {option_name('cache', AUTO)}")
     cache = choose_cache(config, cache, memory is None)
     command += ["--kv-cache-dtype", cache]
-    has_latents = adapter is not None and isinstance(adapter.architecture, Motif3Architecture)
-    if has_latents and memory is not None and cache != AUTO:
-        raise UsageError(f"vLLM on a CPU stores latents in the model's dtype: use {option_name('cache', AUTO)}")
     if cache == AUTO and states_cache(config):
         command += ["--hf-overrides", json.dumps(without_cache_scheme(config))]
     if adapter is not None and ranks > 1:

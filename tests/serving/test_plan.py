@@ -252,8 +252,10 @@ def test_diffquants_own_decoders_are_served_on_one_rank_without_compilation(vllm
 def test_latents_are_cached_in_the_models_dtype_on_a_cpu(vllm, tmp_path):
     model = write_checkpoint(tmp_path / "model", "motif3")
     assert option(plan_server(model, **ASKED | {"cache": "fp8", "memory": None}), "--kv-cache-dtype") == "fp8"
-    with pytest.raises(UsageError, match="stores latents in the model's dtype: use cache='auto'"):
-        plan_server(model, **ASKED | {"cache": "fp8"})
+    diffquant.quantize(model, tmp_path / "low", {"kv": "8:row"})
+    for folder, cache in ((model, "fp8"), (tmp_path / "low", "recipe")):
+        with pytest.raises(UsageError, match="stores latents in the model's dtype: use cache='auto'"):
+            plan_server(folder, **ASKED | {"cache": cache})
 
 
 def test_the_vendors_nvfp4_release_is_refused_with_what_to_make_of_it(vllm, tmp_path):
