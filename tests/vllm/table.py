@@ -62,5 +62,5 @@ if __name__ == "__main__":
     recorded = [json.loads(line) for line in Path(sys.argv[1]).read_text().splitlines()]
     found = {key(each): {"date": earlier["date"]} | each for each in earlier["found"]}
     # Weights that vLLM ends with are refused by it, whatever `serve` says.
-    found |= {key(each): each | {"date": now["date"]} for each in [*refusals(), *recorded]}
+    found |= {key(each): {"date": now["date"]} | each for each in [*refusals(), *recorded]}
     RAW.write_text(json.dumps(now | {"found": [found[each] for each in sorted(found)]}, indent=1) + "\n")
