@@ -37,12 +37,14 @@ class Architecture(ABC):
     Attributes:
         model: "module:class" of the `CausalModel` that runs it.
         export: "module:class" of the `Decoder` that builds an exported graph from its blocks; "" if there is none.
+        served: "module:class" of its model for vLLM; "" if there is none.
         makers_pack_experts: whether the model's authors define a layout for NVFP4 experts, and for no other weights.
         diff_spec: specification of the attention.
     """
 
     model: ClassVar[str]
     export: ClassVar[str] = ""
+    served: ClassVar[str] = ""
     makers_pack_experts: ClassVar[bool] = False
 
     vocab_size: int
@@ -196,6 +198,7 @@ class TransformerArchitecture(Architecture):
 
     model = "diffquant.model.modeling:DiffTransformer"
     export = "diffquant.onnx.architectures.transformer:TransformerDecoder"
+    served = "diffquant.serving.vllm.model:DiffForCausalLM"
 
     rms_norm_eps: float
     attention_bias: bool

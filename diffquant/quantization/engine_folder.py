@@ -50,12 +50,12 @@ def is_engine_model(config: Mapping[str, Any], adapter: Adapter) -> bool:
 def require_served(config: Mapping[str, Any], adapter: Adapter) -> None:
     """Check that the vLLM plugin can serve a folder's model.
 
-    The plugin implements the attention and MLP layers of DIFF models and of plain Transformers, and no others.
+    The plugin implements the layers of DIFF models and plain Transformers, of Phi-4-mini-flash and of Motif-3.
 
     Raises:
-        UnknownModelTypeError: the model has other layers, such as Mamba.
+        UnknownModelTypeError: the model has other layers.
     """
-    if not isinstance(adapter.architecture, TransformerArchitecture):
+    if not adapter.architecture.served:
         kinds = ", ".join(dict.fromkeys(adapter.architecture.layer_kinds))
         raise UnknownModelTypeError(
             f"vLLM cannot serve this {config['model_type']}: the plugin does not support layers of {kinds}; use "

@@ -55,7 +55,7 @@ def test_a_tick_of_a_test_about_several_models_names_the_case_that_is_the_models
     for model, tick in ticks:
         models.setdefault((tick[1], tick[2]), set()).add(model)
     shared = {test for test, of in models.items() if len(of) > 1}
-    assert len(shared) == 2
+    assert len(shared) == 3
     own: dict[str, set[str]] = {}
     for model, tick in ticks:
         assert (tick[3] is not None) == ((tick[1], tick[2]) in shared), model

@@ -224,13 +224,46 @@ def test_the_folders_code_is_run_only_where_it_is_ours(vllm, packed):
 
 
 @in_one_test(("source", "kind"), [("phi4flash", "mamba"), ("motif3", "latent attention with experts")])
-def test_layers_that_the_plugin_has_none_of_are_refused_by_name(vllm, tmp_path, source, kind):
+def test_layers_that_the_plugin_has_none_of_are_refused_by_name(vllm, tmp_path, monkeypatch, source, kind):
     model = write_checkpoint(tmp_path / "model", source)
+    config = json.loads((model / "config.json").read_text())
+    monkeypatch.setattr(type(adapter_for(config).architecture), "served", "")
     with pytest.raises(UnknownModelTypeError, match=rf"cannot serve.*{kind}.*diffquant generate"):
         plan_server(model, **ASKED)
-    config = json.loads((model / "config.json").read_text())
     with pytest.raises(UnknownModelTypeError, match=kind):
         require_served(config, adapter_for(config))
+
+
+@in_one_test("source", ["phi4flash", "motif3"])
+def test_diffquants_own_decoders_are_served_on_one_rank_without_compilation(vllm, tmp_path, source):
+    model = write_checkpoint(tmp_path / "model", source)
+    plan = plan_server(model, **ASKED)
+    assert option(plan, "--max-model-len") == str(
+        json.loads((model / "config.json").read_text())["max_position_embeddings"]
+    )
+    assert "--enforce-eager" in plan_server(model, **ASKED | {"memory": None}).command
+    assert ("--no-enable-chunked-prefill" in plan.command) == (source == "motif3")
+    with pytest.raises(UsageError, match="is served on one rank: leave out ranks=2"):
+        plan_server(model, **ASKED | {"ranks": 2})
+    with pytest.raises(CheckpointError, match="no modelling file for that: leave out implementation='folder'"):
+        plan_server(model, **ASKED | {"implementation": "folder"})
+
+
+def test_latents_are_cached_in_the_models_dtype_on_a_cpu(vllm, tmp_path):
+    model = write_checkpoint(tmp_path / "model", "motif3")
+    assert option(plan_server(model, **ASKED | {"cache": "fp8", "memory": None}), "--kv-cache-dtype") == "fp8"
+    diffquant.quantize(model, tmp_path / "low", {"kv": "8:row"})
+    for folder, cache in ((model, "fp8"), (tmp_path / "low", "recipe")):
+        with pytest.raises(UsageError, match="stores latents in the model's dtype: use cache='auto'"):
+            plan_server(folder, **ASKED | {"cache": cache})
+
+
+def test_the_vendors_nvfp4_release_is_refused_with_what_to_make_of_it(vllm, tmp_path):
+    sizes = {"hidden_size": 32, "moe_intermediate_size": 32}
+    model = write_checkpoint(tmp_path / "model", "motif3", **sizes)
+    diffquant.quantize(model, tmp_path / "release", {"weights": "16", "overrides": {"*.experts.*": "nvfp4"}})
+    with pytest.raises(UsageError, match="holds weights quantized to ModelOpt NVFP4: make a 16-bit folder"):
+        plan_server(tmp_path / "release", **ASKED)
 
 
 @in_one_test(

@@ -93,7 +93,7 @@ def test_a_preset_is_a_recipe_of_its_own(name, recipe):
         recipe_from_options(preset=name, kv="8")
 
 
-@in_one_test("name", ["w4a16", "int4", "nf4", "Q4_K_M"])
+@in_one_test("name", ["w4a16", "int4", "Q4_K_M"])
 def test_a_scheme_by_another_librarys_name_is_explained(name):
     with pytest.raises(UsageError, match="4-bit weights with 16-bit activations are weights='4:g32' here"):
         Scheme.parse(name)

@@ -61,16 +61,25 @@ def expected(
     return answers
 
 
-def record(where: str, source: str, bits: str, furthest: float, is_same: bool) -> None:
-    """Note what was found in the file that DIFFQUANT_SERVING_RECORD names, for bench/results/serving.json."""
+def record(where: str, source: str, bits: str, furthest: float | None, is_same: bool | None, **of: str) -> None:
+    """Note what was found in the file that DIFFQUANT_SERVING_RECORD names, for bench/results/serving.json.
+
+    `of` has the cache, the activations or the refusal, where there is one.
+    """
     if place := os.environ.get("DIFFQUANT_SERVING_RECORD"):
-        found = {"where": where, "source": source, "bits": bits, "furthest": furthest, "tokens equal": is_same}
+        found = {"where": where, "source": source, "bits": bits, "furthest": furthest, "tokens equal": is_same} | of
         with Path(place).open("a") as file:
             file.write(json.dumps(found) + "\n")
 
 
 def check(
-    where: str, source: str, bits: str, rounds: list[list[Answer]] | str, wanted: list[Answer], close: float = CLOSE
+    where: str,
+    source: str,
+    bits: str,
+    rounds: list[list[Answer]] | str,
+    wanted: list[Answer],
+    close: float = CLOSE,
+    **of: str,
 ) -> None:
     """Check that each round of an engine's answers is the model's own: log-probabilities, and which tokens come."""
     # A text is the error that the engine ended with.
@@ -84,7 +93,7 @@ def check(
         for a, b in zip(answer[name], want[name], strict=True)
     )
     is_same = all(answer["tokens"] == want["tokens"] for answer, want in pairs)
-    record(where, source, bits, furthest, is_same)
+    record(where, source, bits, furthest, is_same, **of)
     assert furthest < close
     assert is_same
 

@@ -6,6 +6,7 @@ import torch
 import diffquant
 from tests.checkpoints.test_experts import write_mixture
 from tests.support.checkpoints import write_checkpoint
+from tests.vllm.answers import record
 from tests.vllm.checkpoints import write_served
 
 # The scheme of weights, and what vLLM 0.32 on a processor ends with.
@@ -69,6 +70,7 @@ def answers(engine, folders, experts):
 def test_vllm_on_a_processor_opens_floats_and_names_what_it_lacks(answers, source, scheme):
     """An answer in place of this error would be a kernel that docs/serving.md does not know of."""
     assert ANSWERS[scheme] in answers[source, scheme]
+    record("plugin", source, scheme, None, None, refused=ANSWERS[scheme])
 
 
 def test_vllm_on_a_processor_opens_packed_experts_and_has_no_kernel_for_them(answers):

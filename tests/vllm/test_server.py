@@ -22,7 +22,9 @@ openai = pytest.importorskip("openai", reason="needs OpenAI's client, which is w
 psutil = pytest.importorskip("psutil", reason="needs psutil, which is what make test-all ONLY=serving fetches")
 
 from tests.serving.test_plan import ASKED  # noqa: E402
+from tests.support import tiny_lm  # noqa: E402
 from tests.vllm.answers import truncated_cache  # noqa: E402
+from tests.vllm.checkpoints import OWN, write_served  # noqa: E402
 from tests.vllm.conftest import needs_avx512  # noqa: E402
 from tests.vllm.hellaswag import ITEMS, compare  # noqa: E402
 from tests.vllm.server import NEW, ROOT, free_port, served, write_pocket  # noqa: E402
@@ -150,6 +152,21 @@ def test_a_calibrated_cache_is_served_as_diffquant_computes_it(tmp_path, prompts
                     expected = diffquant.generate(loaded, prompt, tokenizer=tokenizer, max_new_tokens=NEW)
                 assert server.complete(prompt) == expected
         assert "are not applied" not in server.log.read_text()
+
+
+@pytest.mark.parametrize("source", OWN)
+def test_diffquants_own_decoders_are_served(tmp_path, prompts, source):
+    folder = write_served(tmp_path / source, source, vocab_size=tiny_lm.WORDS)
+    tiny_lm.tokenizer().save_pretrained(folder)
+    loaded, tokenizer = diffquant.load(folder, dtype="float32"), diffquant.load_tokenizer(folder)
+    with served(folder, tmp_path / "log", "--dtype", "float32") as server:
+        for prompt in prompts[:4]:
+            ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+            wanted = loaded.generate(ids, max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
+            # A random model's bytes are no text.
+            asked = {"max_tokens": NEW, "temperature": 0, "extra_body": {"ignore_eos": True, "return_token_ids": True}}
+            answer = server.client.completions.create(model=source, prompt=prompt, **asked).choices[0]
+            assert answer.token_ids == wanted[0, ids.shape[1] :].tolist()
 
 
 def test_fidelity_to_a_server_is_that_to_its_folder(v2, tmp_path):

@@ -173,6 +173,7 @@ class SambaYArchitecture(Architecture):
 
     model = "diffquant.model.sambay.modeling:SambaY"
     export = "diffquant.onnx.architectures.sambay:SambaYDecoder"
+    served = "diffquant.serving.vllm.sambay:SambaYForCausalLM"
 
     layer_norm_eps: float
     sliding_window: int | None

@@ -17,15 +17,17 @@ def register() -> None:
     """
     from vllm import ModelRegistry
 
-    from diffquant.serving.vllm.config import register_configs
+    from diffquant.serving.vllm.config import SERVED, register_configs
     from diffquant.serving.vllm.unpacked import register_kernel
 
     warn_if_untested(logging.getLogger("vllm.diffquant"))
     register_configs()
     register_kernel()
-    # Registered by name, so that its module is imported only where a model is built, not in the API server's process.
-    if "DiffForCausalLM" not in ModelRegistry.get_supported_archs():
-        ModelRegistry.register_model("DiffForCausalLM", "diffquant.serving.vllm.model:DiffForCausalLM")
+    # Registered by name, so that a module is imported only where a model is built, not in the API server's process.
+    for architecture in SERVED:
+        name = architecture.served.partition(":")[2]
+        if name not in ModelRegistry.get_supported_archs():
+            ModelRegistry.register_model(name, architecture.served)
 
 
 # Only one release, since vLLM's layers are not a stable interface.

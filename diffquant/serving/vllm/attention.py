@@ -95,7 +95,11 @@ class ServedAttention(DiffAttention):
         q, k, v = qkv(hidden_states).split(heights, -1)
         if self.rotary_emb is not None:
             q, k = self.rotary_emb(positions, q, k)
-        plain = (self.heads.queries(q[None], _TURNED), self.heads.keys(k[None], _TURNED), self.heads.values(v[None]))
+        plain = (
+            self.heads.queries(q[None], NOT_TURNED),
+            self.heads.keys(k[None], NOT_TURNED),
+            self.heads.values(v[None]),
+        )
         heads = self.attn(*(x[0].transpose(0, 1).flatten(1) for x in plain))
         signal, noise = self.heads.outputs(heads[None])
         noise = None if noise is None else noise[0]
@@ -122,4 +126,4 @@ def _rotary_settings(config: DiffConfig, width: int) -> dict[str, Any]:
 
 
 # No rotation is passed on: heads are rotated right after the projection, before the heads of a map are repeated.
-_TURNED: Any = None
+NOT_TURNED: Any = None

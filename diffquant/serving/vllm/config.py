@@ -1,5 +1,6 @@
 """Configurations of the family as vLLM reads them from any folder, and the heads of each tensor-parallel rank."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -8,13 +9,22 @@ from transformers import AutoConfig
 from diffquant.errors import UsageError
 from diffquant.family.heads import PROJECTIONS
 from diffquant.family.spec import DiffSpec
-from diffquant.model.adapters import adapter_for
-from diffquant.quantization.engine_folder import config_for_engines, require_served
+from diffquant.model.adapters import Adapter, adapter_for
+from diffquant.model.architecture import Architecture, TransformerArchitecture
+from diffquant.model.motif3.architecture import Motif3Architecture
+from diffquant.model.sambay.architecture import SambaYArchitecture
+from diffquant.quantization.engine_folder import config_for_engines, describe_ignored_schemes, require_served
 from diffquant.quantization.modeling_diffquant import DiffConfig, PlainHeads
 
 
 class ServedConfig(DiffConfig):
     """A configuration that names the plugin's model, whatever architecture the folder names."""
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        if self.diff_model is not None and "kv_lora_rank" in self.diff_model:
+            # What a layer that sees all tokens caches of each: vLLM checks its kernels for latents by it.
+            self.head_dim = self.kv_lora_rank + self.qk_rope_head_dim
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> "ServedConfig":
@@ -27,13 +37,52 @@ class ServedConfig(DiffConfig):
         if "diff_model" not in config_dict:
             adapter = adapter_for(config_dict)
             require_served(config_dict, adapter)
-            config_dict = config_for_engines(config_dict, adapter)
+            config_dict = _served_config(config_dict, adapter)
         config: ServedConfig = super().from_dict(config_dict, **kwargs)
         return config
 
 
-# Every model_type that an adapter reads. Motif's files have "Motif" or "motif". Motif-3, which has the same, and
-# Phi-4-mini-flash are refused.
+def _served_config(config: dict[str, Any], adapter: Adapter) -> dict[str, Any]:
+    """Return the content of config.json with the plugin's model and the numbers of its plain heads.
+
+    Architectures that the modelling file does not run keep their own config.json under `diff_source`.
+    """
+    architecture = adapter.architecture
+    if isinstance(architecture, TransformerArchitecture):
+        return config_for_engines(config, adapter)
+    # vLLM would take a window for every layer's.
+    sizes = {name: value for name, value in architecture.settings.items() if name != "sliding_window"}
+    return {name: value for name, value in config.items() if name != "sliding_window"} | {
+        "architectures": [architecture.served.partition(":")[2]],
+        "diff_model": sizes | {"attention": plain_spec(architecture.diff_spec)},
+        "diff_source": config,
+    }
+
+
+def plain_spec(spec: DiffSpec) -> dict[str, Any]:
+    """Return a specification as `PlainHeads` reads it."""
+    return spec.to_dict() | {"kv_repeats": 1, "output": ""}
+
+
+def architecture_of(config: ServedConfig) -> Any:
+    """Return the architecture of a model that the modelling file does not run."""
+    return adapter_for(config.diff_source).architecture
+
+
+def warn_of_ignored_schemes(vllm_config: Any) -> None:
+    """Warn, once, of what vLLM does not apply of the recipe of the folder that it serves."""
+    from vllm.logger import init_logger
+
+    if asked := describe_ignored_schemes(vllm_config.model_config.hf_config.to_dict()):
+        cache, dtype = vllm_config.cache_config.cache_dtype, vllm_config.model_config.dtype
+        stored = str(dtype).removeprefix("torch.") if cache == "auto" else cache
+        said = "%s of the recipe are not applied: K and V are stored as %s, and logits are exact"
+        init_logger(__name__).warning_once(said, asked, stored, scope="global")
+
+
+# What the plugin has models for.
+SERVED: Sequence[type[Architecture]] = (TransformerArchitecture, SambaYArchitecture, Motif3Architecture)
+# Every model_type that an adapter reads. Motif's files have "Motif" or "motif".
 _MODEL_TYPES = ("diffllama", "diff_v1", "diff_v2", "diff_transformer", "Motif", "motif", "phi4flash")
 _CONFIGS = {kind: type(f"ServedConfig_{kind}", (ServedConfig,), {"model_type": kind}) for kind in _MODEL_TYPES}
 # vLLM's processes pickle these classes, so each one needs its name in this module.

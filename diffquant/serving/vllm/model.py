@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_reduce
-from vllm.logger import init_logger
 from vllm.model_executor.layers.activation import get_act_and_mul_fn
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear
@@ -15,12 +14,9 @@ from vllm.model_executor.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 
 from diffquant.errors import UsageError
 from diffquant.model.activations import POLY_NORM_EPS
-from diffquant.quantization.engine_folder import describe_ignored_schemes
 from diffquant.quantization.modeling_diffquant import DiffConfig
 from diffquant.serving.vllm.attention import ServedAttention
-from diffquant.serving.vllm.config import row_orders
-
-logger = init_logger(__name__)
+from diffquant.serving.vllm.config import row_orders, warn_of_ignored_schemes
 
 # vLLM's names of activations, by diffquant's.
 _ACTIVATIONS = {"gelu_new": "gelu_pytorch_tanh"}
@@ -91,11 +87,7 @@ class DiffForCausalLM(LlamaForCausalLM):
                 f"{config.model_type} has all signal heads first, so LoRA adapters to it need a single rank"
             )
         super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=DiffDecoderLayer)
-        if asked := describe_ignored_schemes(config.to_dict()):
-            cache, dtype = vllm_config.cache_config.cache_dtype, vllm_config.model_config.dtype
-            stored = str(dtype).removeprefix("torch.") if cache == "auto" else cache
-            said = "%s of the recipe are not applied: K and V are stored as %s, and logits are exact"
-            logger.warning_once(said, asked, stored, scope="global")
+        warn_of_ignored_schemes(vllm_config)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         loaded: set[str] = super().load_weights(self._reorder_rows(weights))
