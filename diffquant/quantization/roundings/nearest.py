@@ -56,9 +56,21 @@ def round_with_clipping(
     """
     view, _ = scheme.sharing.view(values)
     weights = scheme.sharing.view(importance[name][None])[0] if name in importance else None
-    scale = search_scale(view, scheme.format, dtype, weights)
+    scale = search_scales(view, scheme.format, dtype, weights)
     levels = nearest_levels(view, scale, scheme.format).reshape(values.shape)
     return level_codes(levels, scheme.format), scale.reshape(len(values), -1)
+
+
+def search_scales(
+    groups: Tensor, number_format: NumberFormat, dtype: torch.dtype, weights: Tensor | None = None
+) -> Tensor:
+    """Return the scales [..., groups, 1] of least squared error of groups [..., groups, n]; see `search_scale`."""
+    if (size := number_format.scales_per_step) == 1:
+        return search_scale(groups, number_format, dtype, weights)
+    parts = groups.unflatten(-2, (-1, size))
+    weights = None if weights is None else weights.unflatten(-2, (-1, size))
+    bound = number_format.fit_step(search_scale(parts, number_format, dtype, weights), -2)
+    return search_scale(parts, bound, dtype, weights).flatten(-3, -2)
 
 
 def search_scale(
