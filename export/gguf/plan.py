@@ -181,8 +181,8 @@ def _kinds(
         listed = "; ".join(f"{what} (of {first_few(names, ', ')})" for what, names in refused.items())
         raise CheckpointError(
             f"no GGUF type stores {listed} without loss. GGUF blocks have codes of 4, 5 or 8 bits with one scale per "
-            f"{BLOCK} values, as in 4:g{BLOCK}, 8:row and iq4_nl, and a row must be a multiple of {BLOCK}, or of 256 "
-            f"for iq4_xs; when you quantize, keep other weights at 16 bits with {option_name('overrides', 'PATTERN=16')}"
+            f"{BLOCK} values, as in 4:g{BLOCK}, 8:row and iq4_nl, and a row must be a multiple of {BLOCK} (256 for "
+            f"iq4_xs); when you quantize, keep other weights at 16 bits with {option_name('overrides', 'PATTERN=16')}"
         )
     return kinds
 

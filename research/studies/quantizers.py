@@ -37,7 +37,7 @@ def codebook(rule: str, name: str, weighted: bool = False) -> Over:
     """A rule of ours with 16 uneven levels in groups of 32, or the next larger divisor of a width.
 
     Args:
-        name: "iq4_nl", or "iq4_xs" for scales that are multiples of a step for each 8 groups, or the next larger divisor.
+        name: "iq4_nl", or "iq4_xs", whose steps are of 8 groups, or of the next larger divisor.
         weighted: whether `mse` weighs errors by the mean squares of the inputs, as llama.cpp does by its imatrix.
     """
 
@@ -57,11 +57,11 @@ def _rounded(
 ) -> Over:
     def over(reading: ModelReading) -> Quantize:
         importance = reading.mean_squares if weighted else {}
-        data_free = {"nearest": round_to_nearest, "mse": partial(round_with_clipping, importance=importance)}
+        mse = Rounder(partial(round_with_clipping, importance=importance))
+        data_free = {"nearest": Rounder(round_to_nearest), "mse": mse}
 
         def quantize(name: str, weight: Tensor) -> Quantized:
-            given = data_free.get(rule)
-            rounder = Rounder(given) if given else reading.rounder(rule, options, scheme_of)
+            rounder = data_free.get(rule) or reading.rounder(rule, options, scheme_of)
             scheme = scheme_of(weight.shape[1])
             scales = math.prod(packed_shapes((weight.shape[0], weight.shape[1]), scheme)[SCALE])
             steps = scheme.format.scales_per_step

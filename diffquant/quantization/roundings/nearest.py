@@ -70,7 +70,11 @@ def search_scales(
     parts = groups.unflatten(-2, (-1, size))
     weights = None if weights is None else weights.unflatten(-2, (-1, size))
     bound = number_format.fit_step(search_scale(parts, number_format, dtype, weights), -2)
-    return search_scale(parts, bound, dtype, weights).flatten(-3, -2)
+    found = search_scale(parts, bound, dtype, weights)
+    plain = number_format.scale(groups, -1, dtype).unflatten(-2, (-1, size))
+    # Which scales are the best without a common step does not tell which are with one.
+    errors = [_squared_error(parts, each, number_format, weights).sum(-2, keepdim=True) for each in (plain, found)]
+    return torch.where(errors[0] < errors[1], plain, found).flatten(-3, -2)
 
 
 def search_scale(
@@ -98,11 +102,15 @@ def search_scale(
     shares = number_format.trials or [1 - trial / (10 * number_format.code_width) for trial in range(_TRIALS)]
     for share in shares:
         scale = number_format.storable(largest * share, dtype)
-        rounded = nearest_levels(values, scale, number_format).mul_(scale.float())
-        squares = rounded.sub_(values).square_()
-        error = (squares if weights is None else squares.mul_(weights)).sum(-1, keepdim=True)
+        error = _squared_error(values, scale, number_format, weights)
         best, least = torch.where(error < least, scale, best), error.minimum(least)
     return best
+
+
+def _squared_error(values: Tensor, scale: Tensor, number_format: NumberFormat, weights: Tensor | None) -> Tensor:
+    """Return the error [..., 1] of each group; see `search_scale`."""
+    squares = nearest_levels(values, scale, number_format).mul_(scale.float()).sub_(values).square_()
+    return (squares if weights is None else squares.mul_(weights)).sum(-1, keepdim=True)
 
 
 def nearest_levels(values: Tensor, scale: Tensor, number_format: NumberFormat) -> Tensor:

@@ -27,7 +27,7 @@ class NumberFormat(ABC):
 
     Attributes:
         name: the format's name in schemes: "4" in "4:g32".
-        levels: the numbers that codes stand for, ascending; at most 256, including 0 unless the format is for weights only.
+        levels: the numbers that codes stand for, ascending, at most 256; one is 0, except in formats for weights only.
         quantizes: whether values are rounded; False only for 16 bits.
         block: number of neighbouring values that share a scale, or None if the scheme sets it.
         spans_tensor: whether each scale of a weight depends on the largest magnitude of the whole weight.

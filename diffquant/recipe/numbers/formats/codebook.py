@@ -101,10 +101,10 @@ class Iq4Xs(Iq4Nl):
         """Return the steps of least squared error for scales; the error is 0 if they are multiples of one already."""
         import torch
 
-        extreme = scale.gather(dim, scale.abs().argmax(dim, keepdim=True)).clamp(-_largest_half(), _largest_half())
+        extreme = scale.gather(dim, scale.abs().argmax(dim, keepdim=True))
         best, least = torch.zeros_like(extreme), torch.full_like(extreme, torch.inf)
         for multiple in range(_LOWEST_MULTIPLE, 0):
-            step = (extreme / multiple).half().to(scale.dtype)
+            step = (extreme / multiple).clamp(-_largest_half(), _largest_half()).half().to(scale.dtype)
             error = (_multiples(scale, step) * step - scale).square().sum(dim, keepdim=True)
             best, least = torch.where(error < least, step, best), error.minimum(least)
         return best
@@ -128,7 +128,8 @@ class Iq4Xs(Iq4Nl):
         upper = upper[..., None] >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=stored.device) & 3
         lower = lower[..., None] >> torch.tensor([0, 4], dtype=torch.uint8, device=stored.device) & 15
         multiples = (upper << 4).flatten(-2) | lower.flatten(-2)
-        return (step.contiguous().view(torch.float16).float() * (multiples.float() + _LOWEST_MULTIPLE)).flatten(-2)
+        scale: Tensor = step.contiguous().view(torch.float16).float() * (multiples.float() + _LOWEST_MULTIPLE)
+        return scale.flatten(-2)
 
     def _by_step(self, scale: "Tensor", dim: int) -> "Tensor":
         """Return scales with those of a step along a separate axis.
@@ -139,7 +140,8 @@ class Iq4Xs(Iq4Nl):
         if scale.shape[dim] % self.scales_per_step:
             size = (self.block or 0) * self.scales_per_step
             raise UsageError(f"{self.name} needs rows of a multiple of {size} values; use iq4_nl for the others")
-        return scale.unflatten(dim, (-1, self.scales_per_step))
+        parts: Tensor = scale.unflatten(dim, (-1, self.scales_per_step))
+        return parts
 
 
 def _multiples(scale: "Tensor", step: "Tensor") -> "Tensor":
